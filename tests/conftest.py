@@ -20,13 +20,18 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Tiny networks gain nothing by torch's threads, and on busy cores these wait for one another for seconds.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from jaxtyping import install_import_hook  # noqa: E402
 
-# The modules with shape annotations; a simulation is plain Python, and makes millions of calls.
-sources = [path for path in ROOT.glob("digen_jax/**/*.py") if "jaxtyping" in path.read_text()]
-names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sources]
-checked = [name.removesuffix(".__init__") for name in names]
-install_import_hook(checked, "beartype.beartype")
+def pytest_configure(config):
+    """Checks shape annotations, except in the slow tests, whose programs are traced more often."""
+    if config.option.markexpr.startswith("slow"):
+        return
+    from jaxtyping import install_import_hook
+
+    # The modules with shape annotations; a simulation is plain Python, and makes millions of calls.
+    sources = [path for path in ROOT.glob("digen_jax/**/*.py") if "jaxtyping" in path.read_text()]
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sources]
+    checked = [name.removesuffix(".__init__") for name in names]
+    install_import_hook(checked, "beartype.beartype")
 
 
 @pytest.fixture(scope="session")

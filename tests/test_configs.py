@@ -201,11 +201,10 @@ def test_the_long_shapes_recipe_is_the_same_one_for_longer():
         load("shapes_flow_grpo", "longer")
 
 
-@pytest.mark.parametrize("devices", [1, 2, 3, 4, 5, 6, 7, 8, 16])
-def test_the_demo_fits_itself_to_the_devices_there_are(devices):
+@pytest.mark.parametrize(("devices", "sizes"), [(1, (0, 1)), (2, (1, 1)), (8, (1, 1))])
+def test_the_demo_fits_itself_to_the_devices_there_are(devices, sizes):
     fitted = place(open_recipe(load("shapes_demo")), devices)
-    rollout, trainer = mesh_sizes(fitted.placement.meshes, devices)
-    assert rollout + trainer == {1: 1, 2: 2, 3: 3, 4: 4, 5: 4, 6: 6, 7: 6, 8: 8, 16: 8}[devices]
+    assert mesh_sizes(fitted.placement.meshes, devices) == sizes
 
 
 @pytest.mark.parametrize("name", ["rewards", "prompts.file", "evaluation.prompts"])

@@ -130,18 +130,11 @@ def test_a_number_outside_of_its_range_is_refused_by_its_flag(command, range_):
     assert f"flag {flag}=" in done.stderr and range_ in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("command", "platforms"),
-    [
-        ((*SAMPLE, "--output=OUTPUT"), "cuda"),
-        (("train.py", SHAPES, "--workdir=OUTPUT"), "coda"),
-    ],
-)
-def test_devices_that_there_are_not_are_one_line(tmp_path, monkeypatch, command, platforms):
+def test_devices_that_there_are_not_are_one_line(tmp_path, monkeypatch):
+    platforms, output = "cuda", tmp_path / "output"
     monkeypatch.setenv("JAX_PLATFORMS", platforms)
-    output = tmp_path / "output"
-    done = run_script(*(word.replace("OUTPUT", str(output)) for word in command))
+    done = run_script("train.py", SHAPES, f"--workdir={output}")
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
-    assert done.stderr.splitlines()[-1].startswith(f"{command[0]}: ")
+    assert done.stderr.splitlines()[-1].startswith("train.py: ")
     assert "JAX_PLATFORMS=" in done.stderr and "Traceback" not in done.stderr
     assert not (output / "config.json").exists()

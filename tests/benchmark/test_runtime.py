@@ -7,7 +7,7 @@ import pytest
 
 from digen_jax.benchmark import report
 from digen_jax.benchmark.runtime import TimedRun, compare, measure, simulations
-from digen_jax.benchmark.variants import COLOCATED, KINDS, Work, best_layout
+from digen_jax.benchmark.variants import COLOCATED, Work, best_layout
 from digen_jax.errors import ConfigError
 from digen_jax.scheduling.planner.search import settings_of, workers_of
 
@@ -33,7 +33,7 @@ def test_the_simulator_predicts_the_steps_of_the_runtime():
 # ------------------------------------------------------------------------------- rows and tables
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [COLOCATED, "pool", "disaggregated, lag 1"])
 def test_each_row_has_all_devices_and_the_workers_of_its_kind(kind):
     work = dataclasses.replace(WORK, devices=8, groups=16, train=4.0)
     layout = best_layout(work, kind)

@@ -241,7 +241,7 @@ def gaussian_velocity(variance, x, sigma):
     return (sigma - (1 - sigma) * variance) / ((1 - sigma) ** 2 * variance + sigma**2) * x
 
 
-@pytest.mark.parametrize("step", [Ode(), FlowSde(0.7), DanceSde(0.3), Cps(0.08)])
+@pytest.mark.parametrize("step", [FlowSde(0.7), DanceSde(0.3), Cps(0.08)])
 def test_reverse_steps_keep_the_marginals(step):
     """Data N(0, 0.3^2) with its exact velocity: the variance follows the forward process.
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from typing import Any
 
 import jax
 import numpy as np
@@ -290,9 +291,18 @@ def reward(images, prompts, metadata):
 @pytest.fixture
 def train(tmp_path, monkeypatch):
     """train(workdir, config): a run of the toy family in this process, without state of earlier ones."""
+    systems: dict[str, Any] = {}  # each compiles once
 
     def train(workdir, config, event=None, devices=2):
-        monkeypatch.setattr(opening, "build", lambda config, _: toy.system(config, devices))
+        def build(recipe, _):
+            key = f"{devices} {recipe.as_json()}"
+            if key not in systems:
+                systems[key] = toy.system(recipe, devices)
+            # A run consumes its start.
+            start = jax.tree.map(lambda leaf: leaf + 0, systems[key].start)
+            return systems[key]._replace(start=start)
+
+        monkeypatch.setattr(opening, "build", build)
         monkeypatch.setattr(sys.modules[__name__], "happens", event)
         return whole_run(open_recipe(config), tmp_path / workdir)
 

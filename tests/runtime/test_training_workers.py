@@ -1,5 +1,6 @@
 """Several training workers in one process: the same updates as of one, also where a worker is lost."""
 
+import functools
 import json
 import threading
 
@@ -80,10 +81,9 @@ def test_an_algorithm_trains_on_two_workers_as_on_one(name):
     assert trained_by(found[3]) == {TRAINER, "worker 1"}
 
 
-@pytest.mark.parametrize("layout", [POOL, APART], ids=["pool", "apart"])
-def test_with_a_policy_lag_each_fragment_is_trained_by_its_own_version(layout):
+def test_with_a_policy_lag_each_fragment_is_trained_by_its_own_version():
     """The log, executed by one thread, gives the same sums; each ratio is to the version that sampled."""
-    c = config(layout, algorithm__old_log_probs="recomputed", **STALE)
+    c = config(APART, algorithm__old_log_probs="recomputed", **STALE)
     system = toy.system(c, 5)
     found = run(toy.drive, system, c)
     assert max(metrics["staleness"] for metrics in found[2]) > 0
@@ -92,9 +92,8 @@ def test_with_a_policy_lag_each_fragment_is_trained_by_its_own_version(layout):
     assert toy.difference(found[1], moved) <= 1e-5
 
 
-@pytest.mark.parametrize("layout", [POOL, APART], ids=["pool", "apart"])
-def test_equal_runs_give_equal_bits_also_where_one_is_continued(layout):
-    c = config(layout, trainer__updates=2)
+def test_equal_runs_give_equal_bits_also_where_one_is_continued():
+    c = config(POOL, trainer__updates=2)
     system = toy.system(c, 5)
     state, history, log = toy.drive(system, c, 3)
     again, _, _ = toy.drive(system, c, 3)
@@ -115,6 +114,12 @@ def test_equal_runs_give_equal_bits_also_where_one_is_continued(layout):
 
 
 # ------------------------------------------------------------------------------------ workers that are lost
+
+
+@pytest.fixture(scope="module")
+def systems(exact_and_split):
+    """The system of a layout, whose programs all tests here use."""
+    return functools.cache(lambda apart: toy.system(config(APART if apart else POOL), 5))
 
 
 class Failing:
@@ -139,19 +144,18 @@ def broken():
 
 # A step has 6 fragments of 2 passes; each of three workers trains two fragments in it.
 MOMENTS = {
-    "its first piece": (APART, OtherTrainingExecutor, "train", 1),
-    "its last piece of a step": (POOL, OtherTrainingExecutor, "train", 2),
-    "a transfer to it": (APART, GradientExecutor, "deliver", 1),
+    "its first piece": (True, OtherTrainingExecutor, "train", 1),
+    "its last piece of a step": (False, OtherTrainingExecutor, "train", 2),
+    "a transfer to it": (True, GradientExecutor, "deliver", 1),
 }
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_training_worker_that_fails_changes_nothing(alone, monkeypatch, moment):
-    layout, cls, method, first = MOMENTS[moment]
+def test_a_training_worker_that_fails_changes_nothing(alone, systems, monkeypatch, moment):
+    apart, cls, method, first = MOMENTS[moment]
     expected, history = alone
     failing = Failing(monkeypatch, cls, method, "worker 1", first, broken)
-    c = config(layout)
-    system = toy.system(c, 5)
+    c, system = config(APART if apart else POOL), systems(apart)
     state, found, log = toy.drive(system, c, 3)
     assert toy.difference(changed(system, state), expected) < 1e-4
     assert [m["reward"] for m in found] == pytest.approx([m["reward"] for m in history], abs=1e-5)
@@ -159,10 +163,9 @@ def test_a_training_worker_that_fails_changes_nothing(alone, monkeypatch, moment
     assert failing.calls >= first and "worker 1" not in {c.worker for c in last}
 
 
-def test_sums_that_are_lost_before_the_update_are_trained_again(alone, monkeypatch):
+def test_sums_that_are_lost_before_the_update_are_trained_again(alone, systems, monkeypatch):
     """The worker is given up when the home worker begins the update."""
-    c = config(POOL)
-    system = toy.system(c, 5)
+    c, system = config(POOL), systems(False)
     with toy.driver(system, c, log=(log := [])) as driver:
         update, once = driver.executor._update, []
 
@@ -188,11 +191,10 @@ def test_sums_that_are_lost_before_the_update_are_trained_again(alone, monkeypat
     assert len(made) > GROUPS
 
 
-def test_a_training_worker_that_hangs_is_given_up(alone, monkeypatch, capfd):
+def test_a_training_worker_that_hangs_is_given_up(alone, systems, monkeypatch, capfd):
     released = threading.Event()
     Failing(monkeypatch, OtherTrainingExecutor, "train", "worker 2", 3, released.wait)
-    c = config(POOL, runtime__deadline=4.0)
-    system = toy.system(c, 5)
+    c, system = config(POOL, runtime__deadline=4.0), systems(False)
     state, _, log = toy.drive(system, c, 3)
     released.set()
     expected, _ = alone

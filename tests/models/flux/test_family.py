@@ -172,9 +172,7 @@ def call(pipe, latents: np.ndarray, prompts=PROMPTS, guidance=GUIDANCE, **given)
     return steps, pixels
 
 
-@pytest.mark.parametrize(
-    ("kind", "true"), [("dev", 0.5), ("dev", 1.0), ("dev", 3.0), ("schnell", 0.0)]
-)
+@pytest.mark.parametrize(("kind", "true"), [("dev", 0.5), ("dev", 3.0), ("schnell", 0.0)])
 def test_latents_are_the_pipelines_after_each_step_and_so_are_pixels(folders, kind, true):
     """In one pass, in two with a negative prompt for each prompt, of which one is empty, and below a scale of 1."""
     family, params, encode = ours(folders[kind])
