@@ -44,7 +44,7 @@ from digen_jax.config.recipe import complete
 def get_config() -> ConfigDict:
     c = ConfigDict()
     c.seed = 0
-    c.steps = 200
+    c.steps = 240
     c.model = ConfigDict(dict(folder="assets/shapes-sd3", height=32, width=32))
     c.prompts = ConfigDict(dict(file="assets/prompts/shapes_train.jsonl"))
     c.rewards = ("shapes_geneval",)
@@ -56,22 +56,28 @@ def get_config() -> ConfigDict:
             noise_level=0.0,
             window=dict(length=0),
             guidance=1.0,
-            fragment=144,
+            fragment=36,
         )
     )
     c.algorithm = ConfigDict(
-        dict(name="awm", times=dict(count=2), kl_coefficient=0.01, ema_kl_coefficient=0.0)
+        dict(
+            name="awm",
+            times=dict(count=2),
+            kl_coefficient=0.05,
+            ema_kl_coefficient=0.0,
+            reference_guidance=2.0,
+        )
     )
-    c.trainer = ConfigDict(dict(micro_batch=144, learning_rate=3e-4, ema=0.95, decay=200))
+    c.trainer = ConfigDict(dict(micro_batch=36, learning_rate=3e-4, ema=0.95, decay=240))
     c.placement = ConfigDict(
         dict(
             sizes="fitted",
-            rollout=dict(data=4, fsdp=1),
-            trainer=dict(data=2, fsdp=2),
-            rules=((".*", "fsdp"),),
+            rollout=dict(data=1, fsdp=1),
+            trainer=dict(data=1, fsdp=1),
+            cpu_devices=2,  # where there is no accelerator
         )
     )
-    c.evaluation = ConfigDict(dict(prompts="assets/prompts/shapes_heldout.jsonl", every=40))
-    c.pictures = ConfigDict(dict(every=40, images=12))
+    c.evaluation = ConfigDict(dict(prompts="assets/prompts/shapes_heldout.jsonl", every=60))
+    c.pictures = ConfigDict(dict(every=60, images=12))
     c.checkpoint = ConfigDict(dict(every=20))
     return complete(c)  # so that every field can be given on the command line
