@@ -130,7 +130,7 @@ def base(n: int) -> ConfigDict:
     c.prompts = ConfigDict(dict(file="", store_limit=250.0))
     c.rewards = ()
     c.batch = ConfigDict(dict(groups=48, images=16))
-    c.sampler = ConfigDict(dict(kind="flow", fragment=n))
+    c.sampler = ConfigDict(dict(kind="flow", chunk=n))
     c.algorithm = ConfigDict(dict(clip_range=1e-4, adv_clip=5.0))
     c.advantages = ConfigDict(dict(std="group"))
     c.trainer = ConfigDict(

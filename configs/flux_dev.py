@@ -99,7 +99,7 @@ def flow_grpo(n: int) -> dict:
     return dict(
         model=dict(height=512, width=512, max_sequence_length=128),
         batch=dict(groups=48, images=24),
-        sampler=dict(kind="flow", noise_level=0.9, steps=6, window=dict(length=5), fragment=3 * n),
+        sampler=dict(kind="flow", noise_level=0.9, steps=6, window=dict(length=5), chunk=3 * n),
         algorithm=dict(clip_range=1e-4),
         advantages=dict(std="global"),
         lora=dict(rank=64, alpha=128.0, init="gaussian"),
@@ -131,7 +131,7 @@ def dance(n: int) -> dict:
             steps=16,
             window=dict(length=15, fraction=0.6),
             shared_noise=True,
-            fragment=n,
+            chunk=n,
         ),
         algorithm=dict(clip_range=1e-4),
         advantages=dict(std="group", ddof=1),

@@ -92,7 +92,7 @@ def get_config(argument: str = "8") -> ConfigDict:
             steps=6,
             guidance=2.5,
             window=dict(length=5),
-            fragment=3 * n,
+            chunk=3 * n,
         )
     )
     c.algorithm = ConfigDict(dict(clip_range=1e-4, adv_clip=5.0))

@@ -45,7 +45,7 @@ Differences to the source:
 - the source's weights wait in the memory of the host between their uses; here they stay on the GPUs.
 
 The smallest TPU slice that was found to hold it, by the compiler (estimated; nothing has run): v6e:2x2 with 8 images a
-chip at once, `--config.sampler.fragment=32 --config.trainer.micro_batch=32 --config.evaluation.batch=32`, at 26.9 GiB a
+chip at once, `--config.sampler.chunk=32 --config.trainer.micro_batch=32 --config.evaluation.batch=32`, at 26.9 GiB a
 chip and 476 s a step. 16 images a chip do not fit. Of the gradient's 13 s two are gathers of parameters
 (`python launch/plan.py --config configs/qwen_image.py:ocr,4 --topology v6e:2x2`).
 
@@ -71,7 +71,7 @@ def ocr(n: int) -> dict:
             noise_level=1.2,
             steps=10,
             window=dict(mode="random", length=2, end=5),
-            fragment=16 * n,
+            chunk=16 * n,
         ),
         algorithm=dict(clip_range=1e-5),
         advantages=dict(std="global", ddof=1),

@@ -57,7 +57,7 @@ bfloat16 with 8 images at once: 11.5 GiB and 151 s for a step of 64 images. In f
 
 python launch/plan.py --config configs/sd35_medium.py:geneval,1 --topology v5e:1x1 \
     --config.precision.arithmetic=bfloat16 --config.precision.frozen=bfloat16 --config.model.remat=keep_attention \
-    --config.sampler.fragment=8 --config.trainer.micro_batch=8 --config.evaluation.batch=8
+    --config.sampler.chunk=8 --config.trainer.micro_batch=8 --config.evaluation.batch=8
 
 Needed on H100s, as compiled (docs/performance.md): at most 24 GiB of each of 8, most of it while prompts are encoded.
 One takes geneval,1, with at most 23 GiB; its programs were timed there: 136 s for a step of 64 images.
@@ -165,7 +165,7 @@ def base(n: int) -> ConfigDict:
     c.prompts = ConfigDict(dict(file="", store_limit=200.0))
     c.rewards = ()
     c.batch = ConfigDict(dict(groups=48, images=24))
-    c.sampler = ConfigDict(dict(steps=10, fragment=n * each))
+    c.sampler = ConfigDict(dict(steps=10, chunk=n * each))
     c.algorithm = ConfigDict()
     c.advantages = ConfigDict(dict(std="global"))
     c.lora = ConfigDict(dict(rank=32, alpha=64.0, targets=ATTENTION, init="gaussian"))

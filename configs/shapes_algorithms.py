@@ -61,7 +61,7 @@ CLIP = dict(clip_range=1e-3)
 FORWARD = dict(updates=1, learning_rate=3e-4)
 # Half of each step's images begin before the last step has ended, on another device.
 STALE = dict(
-    sampler=dict(kind="flow", noise_level=0.7, fragment=36),
+    sampler=dict(kind="flow", noise_level=0.7, chunk=36),
     trainer=dict(micro_batch=36),
     placement=dict(rollout=dict(data=1)),
     runtime=dict(staleness=1),
@@ -126,7 +126,7 @@ def base() -> ConfigDict:
     c.rewards = ("shapes_geneval",)
     c.reward_pool = ConfigDict(dict(processes=0))
     c.batch = ConfigDict(dict(groups=12, images=12))
-    c.sampler = ConfigDict(dict(steps=8, window=dict(first=0, length=3), guidance=1.0, fragment=72))
+    c.sampler = ConfigDict(dict(steps=8, window=dict(first=0, length=3), guidance=1.0, chunk=72))
     # With one update a step all ratios would be 1 and half of these algorithms the same.
     c.trainer = ConfigDict(dict(micro_batch=72, updates=2, learning_rate=1.5e-4, ema=0.9))
     c.placement = ConfigDict(dict(rollout=dict(data=0), trainer=dict(data=1), cpu_devices=2))

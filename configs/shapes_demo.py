@@ -56,7 +56,7 @@ def get_config() -> ConfigDict:
             noise_level=0.0,
             window=dict(length=0),
             guidance=1.0,
-            fragment=36,
+            chunk=36,
         )
     )
     c.algorithm = ConfigDict(

@@ -35,7 +35,7 @@ def get_config(length: str = "short") -> ConfigDict:
             noise_level=0.5,
             window=dict(first=0, length=4),
             guidance=1.0,
-            fragment=144,
+            chunk=144,
         )
     )
     c.algorithm = ConfigDict(dict(name="policy_gradient", clip_range=1e-3, adv_clip=5.0))

@@ -88,7 +88,7 @@ def recipe(n: int) -> dict:
             steps=6,
             window=dict(mode="random", first=1, length=1, end=4),
             guidance=1.0,
-            fragment=n,
+            chunk=n,
         ),
         algorithm=dict(clip_range=1e-4, adv_clip=5.0, kl_coefficient=0.0),
         advantages=dict(std="group"),

@@ -4,14 +4,14 @@ rollout workers on Ray, and the effect of faults on a run of several processes.
 
 python launch/benchmark.py bound [--output=bound.json]  # a simulation of up to 1,024 devices, 10 minutes of one core
 python launch/benchmark.py runtime [--devices=8 --ratios=1:8,1:4,1:1,4:1,8:1 --output=speed.json]
-python launch/benchmark.py compute --config configs/shapes_flow_grpo.py --config.sampler.fragment=12 \
+python launch/benchmark.py compute --config configs/shapes_flow_grpo.py --config.sampler.chunk=12 \
     --config.trainer.micro_batch=12 [--rounds=5 --output=cores.json]
 python launch/benchmark.py peers --config configs/shapes_flow_grpo.py [--rounds=5 --output=peers.json]
 python launch/benchmark.py peers --config configs/shapes_flow_grpo.py --wide=4 --config.lora.rank=32 \
     --config.model.height=128 --config.model.width=128 --config.batch.groups=1 --config.batch.images=4 \
-    --config.sampler.fragment=4 --config.trainer.micro_batch=4
+    --config.sampler.chunk=4 --config.trainer.micro_batch=4
 python launch/benchmark.py asynchrony --config configs/shapes_flow_grpo.py --workdir runs/asynchrony --config.steps=60 \
-    --config.sampler.fragment=36 --config.trainer.micro_batch=36 --config.runtime.staleness=1 [--seeds=3]
+    --config.sampler.chunk=36 --config.trainer.micro_batch=36 --config.runtime.staleness=1 [--seeds=3]
 python launch/benchmark.py algorithms --config configs/shapes_algorithms.py --workdir runs/algorithms \
     [--only=cispo,topr --seeds=3 --output=algorithms.json]
 python launch/benchmark.py algorithms --cells=runs/algorithms/algorithms.csv --workdir runs/algorithms  # draws it again
@@ -159,10 +159,10 @@ def compute() -> None:
     output, recipe = _output(), _recipe()
     from digen_jax.benchmark.compute import compare
 
-    batch, fragment = recipe.batch, recipe.sampler.fragment
+    batch, chunk = recipe.batch, recipe.sampler.chunk
     images = batch.groups * batch.images
     print(
-        f"A step of {images} images in {images // fragment} fragments, without a reward and without publishing "
+        f"A step of {images} images in {images // chunk} chunks, without a reward and without publishing "
         "weights; both processes compile first.",
         flush=True,
     )

@@ -34,7 +34,7 @@ _COSTS = define_path(
     "costs", None, 'Seconds on one device, {"generate": 0.5, ...} in JSON; or a run\'s workdir.'
 )
 _MEASURE = flags.DEFINE_bool(
-    "measure", False, "Time a fragment on the config's own meshes on this machine."
+    "measure", False, "Time a chunk on the config's own meshes on this machine."
 )
 _TOPOLOGY = flags.DEFINE_string(
     "topology",
@@ -181,7 +181,7 @@ def _show(problem: Any, plan: Any, calibration: Any) -> None:
     told = (
         f"costs from {calibration.source}",
         describe_costs(problem, calibration.missing),
-        f"a step: {settings.groups * settings.images} images in {settings.fragments} chunks on "
+        f"a step: {settings.groups * settings.images} images in {settings.chunks} chunks on "
         f"{problem.devices} devices; bound (G + T)/N {problem.bound:.4g} s",
     )
     print(wrapped("\n".join(told), "  "))

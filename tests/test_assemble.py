@@ -65,7 +65,7 @@ def make(prompts):
             model=dict(folder=str(folder)),
             prompts=dict(file=prompts),
             batch=dict(groups=2, images=4),
-            sampler=dict(fragment=8),
+            sampler=dict(chunk=8),
             trainer=dict(micro_batch=4),
             placement=dict(trainer=dict(data=2, fsdp=2)),
             evaluation=dict(prompts=prompts, batch=4, steps=5, guidance=2.5),

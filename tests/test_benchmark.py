@@ -48,7 +48,7 @@ def test_the_script_measures_every_kind_of_layout(tmp_path):
         (("compute",), "say what to compute, by --config"),
         (("compute", SHAPES, "--rounds=0"), "rounds must be above 0"),
         (("compute", f"{ALL}:awm"), "config.algorithm.name = 'awm' trains final images, but what"),
-        (("compute", SHAPES), "config.sampler.fragment = 144 is a whole step of 144 images"),
+        (("compute", SHAPES), "config.sampler.chunk = 144 is a whole step of 144 images"),
         (("peers", SHAPES, "--wide=-1"), "--wide must not be below 0"),
         (("peers", f"{ALL}:awm"), "config.algorithm.name = 'awm' trains final images, but the"),
         (("ray", "--commands=0"), "--commands must be above 0"),

@@ -36,7 +36,7 @@ def test_it_wants_a_recipe_and_a_number_of_gpus(argument):
 def test_it_divides_among_the_gpus(gpus):
     config = load(QWEN_IMAGE, f"ocr,{gpus}")
     place(open_recipe(config), gpus)
-    assert config.sampler.fragment == 2 * config.trainer.micro_batch == 16 * gpus
+    assert config.sampler.chunk == 2 * config.trainer.micro_batch == 16 * gpus
 
 
 def test_it_has_the_published_batch_window_and_objective():

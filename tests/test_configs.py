@@ -235,7 +235,7 @@ def test_flux_divides_among_the_gpus(name, gpus):
     config = load(FLUX, f"{name},{gpus}")
     place(open_recipe(config), gpus)
     each = 1 if name.startswith("dance") else 3
-    assert config.sampler.fragment == config.trainer.micro_batch == each * gpus
+    assert config.sampler.chunk == config.trainer.micro_batch == each * gpus
     if not name.startswith("dance"):
         place(open_recipe(load(FLUX, f"{name},{4 * gpus}")), 4 * gpus)
 
@@ -345,7 +345,7 @@ def test_z_image_wants_a_number_of_gpus(argument):
 def test_z_image_divides_among_the_gpus(gpus):
     config = load(Z_IMAGE, str(gpus))
     place(open_recipe(config), gpus)
-    assert config.sampler.fragment == config.trainer.micro_batch == gpus
+    assert config.sampler.chunk == config.trainer.micro_batch == gpus
 
 
 def test_z_image_has_the_published_settings():
@@ -430,7 +430,7 @@ def test_sd35_has_the_published_batch():
     """48 groups of 24 in two updates, for any number of GPUs; nine images a GPU at once."""
     config = load(SD35, "geneval,8")
     assert (config.batch.groups, config.batch.images, config.trainer.updates) == (48, 24, 2)
-    assert config.sampler.fragment == config.trainer.micro_batch == 9 * 8
+    assert config.sampler.chunk == config.trainer.micro_batch == 9 * 8
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -545,8 +545,8 @@ def traced(monkeypatch):
 
 
 def shapes_of_a_step(config, system, record=None):
-    """Of prompts, images, trajectory, gradient and update, for one fragment; `record` is that of all prompts."""
-    rows = np.arange(config.sampler.fragment, dtype=np.int32) // config.batch.images
+    """Of prompts, images, trajectory, gradient and update, for one chunk; `record` is that of all prompts."""
+    rows = np.arange(config.sampler.chunk, dtype=np.int32) // config.batch.images
     advantages = np.linspace(-1, 1, len(rows), dtype=np.float32)
     keys = image_keys(jax.random.key(0), rows, np.arange(len(rows)))
     groups = config.batch.groups
@@ -555,8 +555,8 @@ def shapes_of_a_step(config, system, record=None):
     def step(state, weights, base, prompts):
         trajectory = system.sampler.generate(weights, prompts, rows, keys)
         images = system.sampler.decode(weights, trajectory)
-        fragment = Images(0, rows, trajectory.transitions, trajectory.sigmas)
-        experience = receive(system, prompts, fragment, advantages)
+        chunk = Images(0, rows, trajectory.transitions, trajectory.sigmas)
+        experience = receive(system, prompts, chunk, advantages)
         totals = system.trainer.accumulate(state, base, experience, None, behaviour=state.tuned)
         return images, trajectory, totals, system.trainer.update(state, totals)
 
@@ -638,7 +638,7 @@ def test_a_whole_step_of_sd35_has_the_right_shapes(medium, unread):
     assert system.evaluator.settings.step == Ode() and len(system.evaluator.sigmas) == 41
 
     prompts, images, trajectory, totals, (after, metrics) = shapes_of_a_step(config, system)
-    b = config.sampler.fragment
+    b = config.sampler.chunk
     # They are encoded ahead, because the T5 is large.
     assert set(system.sampler.stored.encoders) == {f"text_encoder{n}" for n in ("", "_2", "_3")}
     assert prompts.conditioning.context.shape == (config.batch.groups, 77 + 128, 4096)
@@ -675,7 +675,7 @@ def test_recipes_take_the_numbers_of_gpus_that_divide_them_and_list_them(name):
         # On two GPUs, as SD3.5's batch on one is smaller.
         c = found["get_config"](f"{prefix}2")
         images = c.batch.groups * c.batch.images // c.trainer.updates
-        assert images / (c.sampler.fragment / 2) == passes
+        assert images / (c.sampler.chunk / 2) == passes
         with pytest.raises(ConfigError, match=rf"gives 5 GPUs, but .+ takes 1, 2, .* or {passes}$"):
             found["get_config"](f"{prefix}5")
         assert {n for n in range(1, passes + 1) if passes % n == 0} <= listed

@@ -128,8 +128,8 @@ TRAIN = "python launch/train.py --config configs/shapes_demo.py --workdir x"
         (f"```\n{TRAIN} --config.trainer.learning_rate=-1\n```", "must be above 0, not -1.0"),
         (f"```\n{TRAIN} --config.rewards=my_rewards:none\n```", "has no function 'none'"),
         (
-            "Try `--config.sampler.fragment=7` alone.",
-            "config.sampler.fragment = 7 must divide",
+            "Try `--config.sampler.chunk=7` alone.",
+            "config.sampler.chunk = 7 must divide",
         ),
         ("`configs/shapes_flow_grpo.py`, `--config.runtime.early_groups=2`", "old_log_probs"),
         ("```\npython launch/benchmark.py speed\n```", "the first word is 'speed'"),

@@ -37,7 +37,7 @@ def test_klein_wants_a_recipe_and_a_number_of_gpus(argument):
 def test_klein_divides_among_the_gpus(name, gpus):
     config = load(KLEIN, f"{name},{gpus}")
     place(open_recipe(config), gpus)
-    assert config.sampler.fragment == config.trainer.micro_batch == gpus
+    assert config.sampler.chunk == config.trainer.micro_batch == gpus
 
 
 @pytest.mark.parametrize("name", RECIPES)

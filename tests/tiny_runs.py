@@ -67,7 +67,7 @@ def tiny_config(base: pathlib.Path, kind: str) -> ConfigDict:
     c.prompts = ConfigDict(dict(file=prompts))
     c.rewards = ("tests.tiny_runs:redness",)
     c.batch = ConfigDict(dict(groups=2, images=4))
-    c.sampler = ConfigDict(dict(steps=4, window=dict(first=0, length=2), fragment=8))
+    c.sampler = ConfigDict(dict(steps=4, window=dict(first=0, length=2), chunk=8))
     c.algorithm = ConfigDict(dict(clip_range=0.2))
     c.trainer = ConfigDict(dict(micro_batch=8, learning_rate=0.01))
     one = dict(data=1, fsdp=1)

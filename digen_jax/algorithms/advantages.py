@@ -76,7 +76,7 @@ class AdvantageSettings:
 
     @property
     def needs(self) -> Literal["group", "step"]:
-        """The unit that must be scored before any of it can train; a fragment of a group never suffices."""
+        """The unit that must be scored before any of it can train; a chunk of a group never suffices."""
         return "step" if self.std == "global" or self.combine == "gdpo" else "group"
 
     @property
@@ -84,9 +84,9 @@ class AdvantageSettings:
         """The unit that must be scored before `ranking` is known: a std shared by all rewards changes no order."""
         return "step" if self.std == "global" and self.combine == "advantages" else "group"
 
-    def kept(self, fragment: int, images: int) -> int:
-        """The number of images of a fragment that are given to the trainer; `images` are those of a group."""
-        return fragment // images * 2 * self.best_and_worst or fragment
+    def kept(self, chunk: int, images: int) -> int:
+        """The number of images of a chunk that are given to the trainer; `images` are those of a group."""
+        return chunk // images * 2 * self.best_and_worst or chunk
 
     def check(self, images: int) -> None:
         """Raises ValueError for settings that cannot go together, or with groups of `images` images."""

@@ -17,7 +17,7 @@ from digen_jax.flow.noising import Times
 
 
 class Prepared(NamedTuple):
-    """The trained part of a fragment.
+    """The trained part of a chunk.
 
     Attributes:
       pairs: the images that each training sample holds, the preferred one first; None: one image each.
@@ -74,7 +74,7 @@ class Algorithm:
         weight: Float32[np.ndarray, "b"],
         rows: Int[np.ndarray, "b"],
     ) -> Prepared:
-        """The trained part of a fragment.
+        """The trained part of a chunk.
 
         Args:
           advantages: of each image; if the algorithm `ranks`, any numbers in the images' order.

@@ -1,4 +1,4 @@
-"""Corrections for fragments sampled by an older policy, usable with any of the `surrogates`.
+"""Corrections for chunks sampled by an older policy, usable with any of the `surrogates`.
 
 Three policies: *behaviour* generated the samples, *proximal* is the policy at the step's start, to which
 the trained one should stay close, and *current* is being trained. Each function takes a log-ratio, per step

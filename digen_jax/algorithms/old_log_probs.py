@@ -49,7 +49,7 @@ def choose_old_log_probs(
     Args:
       choice: as configured.
       float32: whether both compute in float32.
-      stale: whether an older version than the step's first may have generated fragments.
+      stale: whether an older version than the step's first may have generated chunks.
       updates: optimizer updates a step.
       stored: whether sampling computes log-probabilities; if not, "auto" is never "rollout".
 

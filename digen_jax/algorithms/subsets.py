@@ -1,6 +1,6 @@
 """The trained part of the samples: images of a group, denoising steps of a trajectory.
 
-On the host, in numpy. Nothing here depends on how images are packed into fragments or batches.
+On the host, in numpy. Nothing here depends on how images are packed into chunks or batches.
 """
 
 import math

@@ -21,7 +21,7 @@ from digen_jax.scheduling.settings import Costs, Settings
 from digen_jax.scheduling.simulator import WorkerLayout
 from digen_jax.scheduling.state import SAMPLE, TRAIN
 
-FRAGMENT, GROUP = 4, 8  # images
+CHUNK, GROUP = 4, 8  # images
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,20 +30,20 @@ class Case:
 
     name: str
     speeds: tuple[float, ...]  # of the rollout workers
-    fragments: int  # of a step
-    training: float = 0.9  # of a step's fragments, over their generation by all rollout workers
+    chunks: int  # of a step
+    training: float = 0.9  # of a step's chunks, over their generation by all rollout workers
     samples: bool = False  # whether the home worker samples, too
     staleness: int = 0  # see `Settings`
 
     def costs(self, seconds: float) -> Costs:
         """Costs with which the rollout workers generate for about so many seconds a step."""
-        fragment = seconds * sum(self.speeds) / self.fragments  # at speed 1
+        chunk = seconds * sum(self.speeds) / self.chunks  # at speed 1
         return Costs(
-            generate=0.9 * fragment / FRAGMENT,
-            decode=0.1 * fragment / FRAGMENT,
-            train=self.training * seconds / self.fragments / FRAGMENT,
-            deliver=0.02 * seconds / FRAGMENT,
-            score=0.03 * seconds / FRAGMENT,
+            generate=0.9 * chunk / CHUNK,
+            decode=0.1 * chunk / CHUNK,
+            train=self.training * seconds / self.chunks / CHUNK,
+            deliver=0.02 * seconds / CHUNK,
+            score=0.03 * seconds / CHUNK,
             encode=0.03 * seconds,
             update=0.03 * seconds,
             publish=0.06 * seconds,
@@ -51,8 +51,8 @@ class Case:
 
     def settings(self, steps: int) -> Settings:
         """The scheduler's, for so many steps."""
-        groups = self.fragments * FRAGMENT // GROUP
-        return Settings(steps, groups, GROUP, FRAGMENT, staleness=self.staleness)
+        groups = self.chunks * CHUNK // GROUP
+        return Settings(steps, groups, GROUP, CHUNK, staleness=self.staleness)
 
     @property
     def workers(self) -> tuple[WorkerLayout, ...]:

@@ -1,7 +1,7 @@
 """Real compute in two processes pinned to a core each: one samples while the other trains.
 
 A device of this benchmark is a core. Both roles run the same programs, compiled for one core, whether
-one process does both in turn or two processes do one each. Only fragments go between them, so no new
+one process does both in turn or two processes do one each. Only chunks go between them, so no new
 weights are published. It shows that sampling and training overlap on separate devices.
 """
 
@@ -93,10 +93,10 @@ def compare(
             f"config.algorithm.name = {recipe.algorithm.name!r} trains final images, but what is sent from process to "
             "process here are transitions: set it to 'policy_gradient'"
         )
-    images, size = recipe.batch.groups * recipe.batch.images, recipe.sampler.fragment
+    images, size = recipe.batch.groups * recipe.batch.images, recipe.sampler.chunk
     if images <= size:
         raise ConfigError(
-            f"config.sampler.fragment = {size} is a whole step of {images} images, so nothing can overlap: "
+            f"config.sampler.chunk = {size} is a whole step of {images} images, so nothing can overlap: "
             "make it and config.trainer.micro_batch smaller"
         )
     context = multiprocessing.get_context("spawn")
@@ -149,14 +149,14 @@ class Roles:
         return self._step.state
 
     def sample(self, link: Connection) -> tuple[float, ...]:
-        """Samples a step's fragments and sends each as soon as it is decoded."""
+        """Samples a step's chunks and sends each as soon as it is decoded."""
         begin = time.perf_counter()
-        for fragment in self._sampled():
-            link.send(fragment)
+        for chunk in self._sampled():
+            link.send(chunk)
         return (time.perf_counter() - begin,)
 
     def train(self, link: Connection) -> tuple[float, ...]:
-        """Trains a step's fragments as they come, and updates."""
+        """Trains a step's chunks as they come, and updates."""
         begin = time.perf_counter()
         self._step.train(link.recv() for _ in self._step.cuts)
         return (time.perf_counter() - begin,)

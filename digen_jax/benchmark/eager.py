@@ -46,7 +46,7 @@ class Work:
     guidance: float
     rows: Int[np.ndarray, "b"]  # each image's prompt
     advantages: Float32[np.ndarray, "b"]
-    fragment: int
+    chunk: int
     micro_batch: int
     pack: int
     clip_range: float
@@ -126,10 +126,10 @@ class EagerLoop:
 
     def sample(self) -> None:
         """Samples a step's images and keeps their transitions."""
-        rows, size = self._tensor(self.work.rows).long(), self.work.fragment
+        rows, size = self._tensor(self.work.rows).long(), self.work.chunk
         with self.torch.inference_mode():
             made = [self._sampled(rows[i : i + size]) for i in range(0, len(rows), size)]
-        self.fragments = made
+        self.chunks = made
         self._wait()
 
     def train(self) -> None:
@@ -181,7 +181,7 @@ class EagerLoop:
         return without + work.guidance * (prompt - without)
 
     def _sampled(self, rows: Any) -> tuple[Any, ...]:
-        """(rows, x, x_next, log-probabilities) of the window's transitions of a fragment, [s, b, ...]."""
+        """(rows, x, x_next, log-probabilities) of the window's transitions of a chunk, [s, b, ...]."""
         torch, work = self.torch, self.work
         h, w, c = work.latent
         x, kept = torch.randn(len(rows), c, h, w, device=self.device), []
@@ -209,7 +209,7 @@ class EagerLoop:
         torch, work = self.torch, self.work
         advantages = self._tensor(work.advantages)
         first = work.window.start
-        for rows, x, x_next, old in self.fragments:
+        for rows, x, x_next, old in self.chunks:
             for i in range(0, len(x), work.pack):
                 for j in range(0, len(rows), work.micro_batch):
                     at = slice(i, i + work.pack), slice(j, j + work.micro_batch)

@@ -23,7 +23,7 @@ TOLERANCE = 1e-3  # of metrics and of the full update
 ONE_PROCESS = 3600.0  # seconds for the run without faults
 # The run, unless the command line says otherwise.
 SMALL = f"""
-batch.groups=2 batch.images=4 sampler.fragment=2 sampler.steps=4
+batch.groups=2 batch.images=4 sampler.chunk=2 sampler.steps=4
 rewards=('{kills_train.__name__}:brightness',) reward_pool.processes=1
 trainer.micro_batch=2 trainer.learning_rate=0.03 trainer.decay=0 trainer.eps=1.0 trainer.clip_norm=1e3
 placement.trainer.samples=True runtime.staleness=0 checkpoint.every=1 checkpoint.keep=2

@@ -218,14 +218,14 @@ class Ours:
 
     def sample(self) -> None:
         """Samples a step's images and keeps their transitions."""
-        self.fragments = [
+        self.chunks = [
             Images(0, rows, made.transitions, jax.block_until_ready(made.sigmas))
             for rows, made in self.step.generate()
         ]
 
     def train(self) -> None:
         """A gradient of all transitions, one pass after another, and an update."""
-        self.step.train(self.fragments)
+        self.step.train(self.chunks)
 
     def work(self) -> Work:
         """The work of a step, for the eager loop."""
@@ -254,8 +254,8 @@ class Ours:
             null,
             system.policy.guidance,
             step.rows,
-            advantages(recipe.sampler.fragment),
-            recipe.sampler.fragment,
+            advantages(recipe.sampler.chunk),
+            recipe.sampler.chunk,
             settings.micro_batch,
             settings.pack,
             recipe.algorithm.clip_range,

@@ -21,7 +21,7 @@ from digen_jax.distributed.transfer import TrainerLink
 from digen_jax.distributed.worker_proxy import WorkerProxy
 from digen_jax.errors import check_positive
 from digen_jax.planning.tables import aligned
-from digen_jax.scheduling.commands import Fragment, Publication
+from digen_jax.scheduling.commands import Chunk, Publication
 from digen_jax.scheduling.settings import Costs, Settings
 from digen_jax.scheduling.simulator import WorkerLayout
 
@@ -135,7 +135,7 @@ def _idle(workers: Sequence[WorkerProxy], seconds: float) -> tuple[float, float]
 
 def _command(worker: WorkerProxy, number: int) -> None:
     """A command that takes no time on the worker."""
-    worker.generate(Fragment(0, number), Publication(0))
+    worker.generate(Chunk(0, number), Publication(0))
 
 
 def _transfer(

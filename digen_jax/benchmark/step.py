@@ -28,7 +28,7 @@ class Step:
     ):
         self.system = build(recipe, devices)
         self.state = self.system.trainer.init(self.system.start)
-        batch, size = recipe.batch, recipe.sampler.fragment
+        batch, size = recipe.batch, recipe.sampler.chunk
         known = [*itertools.chain(*read_prompt_files(recipe.prompts.paths))]
         records = [known[i % len(known)] for i in range(batch.groups)]
         self.prompts = self.system.sampler.encode(self.weights, records)
@@ -44,22 +44,22 @@ class Step:
         return self.system.publish(self.state.tuned)
 
     def generate(self) -> Iterator[tuple[Int[np.ndarray, "b"], Trajectory]]:
-        """Samples each fragment when it is asked for: its images' prompts, and what was sampled."""
+        """Samples each chunk when it is asked for: its images' prompts, and what was sampled."""
         weights = self.weights
         for cut in self.cuts:
             rows, drawn = self.rows[cut], self.drawn.cut(cut)
             yield rows, self.system.sampler.generate(weights, self.prompts, rows, *drawn)
 
-    def train(self, fragments: Iterable[Images]) -> None:
-        """Trains a step's fragments as they come, and updates."""
+    def train(self, chunks: Iterable[Images]) -> None:
+        """Trains a step's chunks as they come, and updates."""
         totals = None
-        for images in fragments:
+        for images in chunks:
             totals = jax.block_until_ready(self.accumulate(images, totals))
         self.state, _ = self.system.trainer.update(self.state, totals)
         jax.block_until_ready(self.state)
 
     def accumulate(self, images: Images, totals: Totals | None = None) -> Totals:
-        """Adds the gradient of a fragment."""
+        """Adds the gradient of a chunk."""
         trainer, mesh = self.system.trainer, self.system.placement.trainer
         images = on_trainer(images, mesh)
         if self.trained < len(images.rows):
@@ -71,5 +71,5 @@ class Step:
 
 
 def advantages(images: int) -> Float32[np.ndarray, "b"]:
-    """Those of a fragment's images, [b]."""
+    """Those of a chunk's images, [b]."""
     return np.linspace(-1, 1, images, dtype=np.float32)

@@ -33,7 +33,7 @@ class Work:
       encode, update, publish: Shares of that bound.
       score: Duration of scoring a step's images by the one scorer, as a share of the bound.
       groups, images: Groups of a step, images of a group.
-      fragment: Images of a chunk for each device of a worker.
+      chunk: Images of a chunk on each device of a worker.
       passes: Parts of the training of such a chunk.
     """
 
@@ -47,7 +47,7 @@ class Work:
     score: float = 0.1
     groups: int = 16
     images: int = 8
-    fragment: int = 1
+    chunk: int = 1
     passes: int = 8
 
     def check(self) -> None:
@@ -79,8 +79,8 @@ class Work:
             publish=self.publish * self.seconds,
             score=self.score * self.seconds / images,
         )
-        settings = Settings(1, self.groups, self.images, self.fragment, passes=self.passes)
-        chunks = self.fragment, self.fragment * self.devices
+        settings = Settings(1, self.groups, self.images, self.chunk, passes=self.passes)
+        chunks = self.chunk, self.chunk * self.devices
         return Problem(self.devices, settings, costs, scorers=1, chunks=chunks)
 
 
@@ -97,7 +97,7 @@ def best_layout(work: Work, kind: str) -> Layout:
         for layout in layouts(problem)
         if layout.kind == kind
         and layout.devices == size >= layout.rollout_devices
-        and layout.chunk == work.fragment * size
+        and layout.chunk == work.chunk * size
     ]
     if not found:
         raise ConfigError(

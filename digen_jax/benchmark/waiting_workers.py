@@ -33,11 +33,11 @@ from digen_jax.runtime.link import ConditioningOf, SamplesOf
 from digen_jax.runtime.steps import Steps
 from digen_jax.scheduling.commands import (
     TRAINER,
+    Chunk,
     Command,
     Deliver,
     DropVersion,
     Encode,
-    Fragment,
     Publication,
     Publish,
     Update,
@@ -112,7 +112,7 @@ class DrivingExecutors(WaitingExecutors):
         """See `WaitingExecutors`."""
         if isinstance(command, Deliver):
             with self.home.lasting(command):
-                self._deliver(command.worker, command.fragment)
+                self._deliver(command.worker, command.chunk)
             return
         super().do(command)
         if isinstance(command, Update):
@@ -120,13 +120,13 @@ class DrivingExecutors(WaitingExecutors):
         elif isinstance(command, DropVersion):
             self._link.withdraw(command.publication)
 
-    def _deliver(self, worker: str, fragment: Fragment) -> None:
-        """Takes a fragment's samples, and the step's encoded prompts if the worker has them."""
-        for key in (ConditioningOf(worker, fragment.step), SamplesOf(worker, fragment)):
+    def _deliver(self, worker: str, chunk: Chunk) -> None:
+        """Takes a chunk's samples, and the step's encoded prompts if the worker has them."""
+        for key in (ConditioningOf(worker, chunk.step), SamplesOf(worker, chunk)):
             found = self._link.take(key, _one_device, TRAINER)
             self._link.withdraw(key)
         if found is None:
-            raise RuntimeError(f"{worker} has no samples of {fragment}")
+            raise RuntimeError(f"{worker} has no samples of {chunk}")
 
 
 class WaitingProcess(RolloutProcess):
@@ -139,7 +139,7 @@ class WaitingProcess(RolloutProcess):
         self._pool = RewardPool(alone("waits", score), 0)
         self._judge = WaitingJudge(waits, self._pool)
         self._link = WorkerLink()
-        shape = settings.images, settings.fragment_images
+        shape = settings.images, settings.chunk_images
         self._steps = Steps(_records(settings.groups, first), *shape, _NoDraws(), first)
         self._executor = TransferringWorker(self._name, layout, waits, self._steps, self._link)
         gc.freeze()  # as in a run, so that later collections take milliseconds
@@ -166,10 +166,10 @@ class TransferringWorker(WaitingWorker):
             _ = self._steps[number]
         self._link.offer(ConditioningOf(self.name, number), _tree(PROMPTS))
 
-    def decode(self, fragment: Fragment) -> None:
+    def decode(self, chunk: Chunk) -> None:
         """See `SamplingExecutor`."""
-        super().decode(fragment)
-        self._link.offer(SamplesOf(self.name, fragment), _tree(SAMPLES))
+        super().decode(chunk)
+        self._link.offer(SamplesOf(self.name, chunk), _tree(SAMPLES))
 
 
 class _NoDraws:

@@ -15,14 +15,14 @@ from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.executors import Samples
 from digen_jax.runtime.judging import Judged, ready, then
 from digen_jax.scheduling.commands import (
+    Chunk,
     Command,
     Decode,
     Deliver,
-    DropFragments,
+    DropChunks,
     DropVersion,
     Encode,
     Evaluate,
-    Fragment,
     Generate,
     Publication,
     Publish,
@@ -49,7 +49,7 @@ class Waits:
         """Duration of a command. `worker` executes it; None: it occupies no device."""
         match command:
             case Generate() | Decode() | Train():
-                work = command.fragment.step, command.fragment.index, getattr(command, "first", 0)
+                work = command.chunk.step, command.chunk.index, getattr(command, "first", 0)
             case _:
                 work = command.serial
         draw = random.Random(f"{self.seed} {command.kind} {work}").random
@@ -66,16 +66,16 @@ def lasting(seconds: float, late: list[float]) -> Iterator[None]:
 
 
 class WaitingJudge:
-    """Has fragments scored by a pool whose reward is `score` below, which takes a command's seconds."""
+    """Has chunks scored by a pool whose reward is `score` below, which takes a command's seconds."""
 
     def __init__(self, waits: Waits, pool: RewardPool):
         self._waits, self._pool = waits, pool
 
-    def submit(self, fragment: Fragment) -> Future[Judged]:
-        """The future scores of a fragment, all equal, without previews of images."""
+    def submit(self, chunk: Chunk) -> Future[Judged]:
+        """The future scores of a chunk, all equal, without previews of images."""
         images, seconds = (
-            self._waits.settings.fragment_images,
-            self._waits.seconds(Score(0, fragment, "")),
+            self._waits.settings.chunk_images,
+            self._waits.seconds(Score(0, chunk, "")),
         )
         black = np.zeros((images, 1, 1, 3), np.uint8)
         asked = self._pool.submit(black, [""] * images, [{"seconds": seconds}] * images)
@@ -103,24 +103,24 @@ class WaitingWorker:
         with self.lasting(Encode(0, self.name, number)):
             pass
 
-    def generate(self, fragment: Fragment, publication: Publication) -> None:
-        """A fragment's trajectories."""
-        with self.lasting(Generate(0, self.name, fragment, publication)):
+    def generate(self, chunk: Chunk, publication: Publication) -> None:
+        """A chunk's trajectories."""
+        with self.lasting(Generate(0, self.name, chunk, publication)):
             pass
 
-    def decode(self, fragment: Fragment) -> None:
-        """A fragment's images."""
-        with self.lasting(Decode(0, self.name, fragment)):
+    def decode(self, chunk: Chunk) -> None:
+        """A chunk's images."""
+        with self.lasting(Decode(0, self.name, chunk)):
             pass
 
-    def score(self, fragment: Fragment, judge: WaitingJudge) -> Future[Judged]:
+    def score(self, chunk: Chunk, judge: WaitingJudge) -> Future[Judged]:
         """See `WaitingJudge`."""
-        return judge.submit(fragment)
+        return judge.submit(chunk)
 
-    def scored(self, fragment: Fragment) -> None:
+    def scored(self, chunk: Chunk) -> None:
         """There are no images."""
 
-    def drop_fragment(self, fragment: Fragment) -> None:
+    def drop_chunk(self, chunk: Chunk) -> None:
         """There is nothing to free."""
 
     def drop_weights(self, publication: Publication) -> None:
@@ -191,18 +191,18 @@ class WaitingExecutors:
             case Encode():
                 worker.encode(command.step)
             case Generate():
-                worker.generate(command.fragment, command.publication)
+                worker.generate(command.chunk, command.publication)
             case Decode():
-                worker.decode(command.fragment)
+                worker.decode(command.chunk)
             case Publish():
                 worker.receive(command.publication)
             case DropVersion():
                 for one in list(self.workers.values()):
                     one.drop_weights(command.publication)
-            case DropFragments():
-                holders = itertools.product(list(self.workers.values()), command.fragments)
-                for one, fragment in holders:
-                    one.drop_fragment(fragment)
+            case DropChunks():
+                holders = itertools.product(list(self.workers.values()), command.chunks)
+                for one, chunk in holders:
+                    one.drop_chunk(chunk)
             case Deliver():
                 with self.home.lasting(command):
                     pass
@@ -213,12 +213,12 @@ class WaitingExecutors:
     def score(self, command: Score, pool: RewardPool) -> Future[Judged]:
         """Asks the reward below, which takes the command's seconds."""
         judge = WaitingJudge(self._waits, pool)
-        return self.workers[command.maker].score(command.fragment, judge)
+        return self.workers[command.maker].score(command.chunk, judge)
 
     def scored(self, command: Score, judged: Judged) -> None:
         """Only the scheduler reads the scores."""
         if command.maker in self.workers:
-            self.workers[command.maker].scored(command.fragment)
+            self.workers[command.maker].scored(command.chunk)
 
     def end_step(self) -> dict[str, float]:
         """Ends the step for all workers; there are no metrics besides those that the driver measures."""

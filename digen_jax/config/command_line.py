@@ -105,7 +105,7 @@ def _smaller() -> str:
     if config is not None and "config.trainer.micro_batch" in flat(config):
         again = "; with the same --workdir a run continues from its last checkpoint"
         return (
-            "make config.trainer.micro_batch or config.sampler.fragment smaller, divide the parameters among more "
+            "make config.trainer.micro_batch or config.sampler.chunk smaller, divide the parameters among more "
             "devices (fsdp in config.placement), or set config.model.remat to 'blocks' in a new run"
         ) + again * ("workdir" in given)
     if "batch" in given:

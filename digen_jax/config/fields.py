@@ -14,6 +14,7 @@ MOVED = {
     "config.reward.name": "config.rewards, of which the command line has one option for each reward,",
     "config.reward.weights": "config.rewards[0].weight, of the first reward,",
     "config.reward.processes": "config.reward_pool.processes",
+    "config.sampler.fragment": "config.sampler.chunk",
     "config.reward.retries": "config.reward_pool.retries",
 }
 KINDS = {

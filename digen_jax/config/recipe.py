@@ -51,7 +51,7 @@ from digen_jax.scheduling.settings import Settings
 LAYOUT = (
     "placement",
     "rewards[i].where",
-    "sampler.fragment",
+    "sampler.chunk",
     "trainer.micro_batch",
     "trainer.pack",
 )
@@ -90,7 +90,7 @@ MAY_CHANGE = (
 SCHEDULED = {
     "groups": "config.batch.groups",
     "images": "config.batch.images",
-    "fragment_images": "config.sampler.fragment",
+    "chunk_images": "config.sampler.chunk",
     "updates": "config.trainer.updates",
     "max_candidates": "config.runtime.max_candidates",
     "redundant_groups": "config.runtime.redundant_groups",
@@ -169,8 +169,8 @@ class Recipe:
             steps=self.steps,
             groups=self.batch.groups,
             images=self.batch.images,
-            fragment_images=self.sampler.fragment,
-            passes=self.sampler.fragment
+            chunk_images=self.sampler.chunk,
+            passes=self.sampler.chunk
             // self.trainer.micro_batch
             * -(-self.trained_steps // self.trainer.pack),
             updates=self.trainer.updates,
@@ -186,7 +186,7 @@ class Recipe:
 
     @property
     def in_order(self) -> bool:
-        """Whether each worker samples and trains its own fragments, in their order: see `runtime.ordered`."""
+        """Whether each worker samples and trains its own chunks, in their order: see `runtime.ordered`."""
         runtime, placement = self.runtime, self.placement
         if runtime.ordered != "auto":
             return runtime.ordered == "yes"
@@ -223,7 +223,7 @@ class Recipe:
         """Where a step's work is done and how it is divided, as a string: the costs of commands depend on it."""
         placement = dataclasses.asdict(self.placement)
         del placement["cpu_devices"], placement["sizes"], placement["trainer"]["samples"]
-        cut = self.sampler.fragment, self.trainer.micro_batch, self.trainer.pack
+        cut = self.sampler.chunk, self.trainer.micro_batch, self.trainer.pack
         known: dict[str, Any] = {"placement": placement, "cut": cut}
         if any(where := [one.where for one in self.rewards]):
             known["where"] = where

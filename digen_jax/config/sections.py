@@ -170,7 +170,7 @@ class SamplerSection:
     # scale of a second pass without the prompt, 1 or less: none, for models with `guidance` as an input (FLUX.1-dev,
     # Kontext; diffusers' true_cfg_scale); all algorithms train at it too
     true_guidance: float = 1.0
-    fragment: int = 144  # images that one call generates: the unit passed from rollout to trainer
+    chunk: int = 144  # images that one call generates: the unit passed from rollout to trainer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -289,8 +289,8 @@ class RuntimeSection:
     # dynamic sampling: groups tried for a step, as those of equal rewards are replaced; 0: off
     max_candidates: int = 0
     redundant_groups: int = 0  # groups generated ahead, so that no replacement has to be waited for
-    # each worker samples and trains its own fragments in their order, so that a repeated run gives the same bits;
-    # "auto": unless fragments are trained early or stale, or the trainer samples next to rollout meshes
+    # each worker samples and trains its own chunks in their order, so that a repeated run gives the same bits;
+    # "auto": unless chunks are trained early or stale, or the trainer samples next to rollout meshes
     ordered: Literal["auto", "yes", "no"] = "auto"
     early_groups: int = 0  # incomplete groups that may be in training at a time; 0: none
     # seconds after which a command or a reward counts as hung, or ten times its measured duration if

@@ -271,7 +271,7 @@ class TrainerLink:
         self._forget(key)
         self._local.withdraw(key)
         if self._shares is not None and self._shares.process and isinstance(key, SamplesOf):
-            self._ref(key)  # a fragment that was dropped before this process has taken it
+            self._ref(key)  # a chunk that was dropped before this process has taken it
 
     def settle(self, key: Key) -> bool:
         """See `runtime.link.Link`."""

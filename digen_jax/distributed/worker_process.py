@@ -20,7 +20,7 @@ from digen_jax.config.recipe import Recipe
 from digen_jax.distributed.files import check_same
 from digen_jax.errors import ConfigError
 from digen_jax.process.ending import Stopped
-from digen_jax.scheduling.commands import Fragment, Publication
+from digen_jax.scheduling.commands import Chunk, Publication
 
 PATIENCE = 60.0  # seconds in which what the driver has sent before a call is executed
 
@@ -55,7 +55,7 @@ class Done(NamedTuple):
 class RolloutProcess:
     """A process of a rollout worker.
 
-    Calls that work take `after`, the number of control calls (`drop_fragments`, `drop_weights`, `end_step`) that the
+    Calls that work take `after`, the number of control calls (`drop_chunks`, `drop_weights`, `end_step`) that the
     driver made before: they are executed first, although other threads do it. `serial` names a call in `ping`.
 
     Args:
@@ -171,7 +171,7 @@ class RolloutProcess:
         from digen_jax.runtime.steps import Steps
 
         settings = scheduled(recipe, held_out)
-        shape = settings.images, settings.fragment_images
+        shape = settings.images, settings.chunk_images
         self._steps = Steps(batches, *shape, recipe.draws, first, recipe.algorithm.set_steps)
         evaluated = HeldOut(held_out, settings)
         scorers = named(on_mesh(recipe.rewards), rollout.scorers)
@@ -215,40 +215,38 @@ class RolloutProcess:
             self._rows.clear()
             return done(), self._packed(ConditioningOf(self._name, step))
 
-    def generate(
-        self, serial: int, after: int, fragment: Fragment, publication: Publication
-    ) -> Done:
-        """Generates a fragment's trajectories, which stay here."""
+    def generate(self, serial: int, after: int, chunk: Chunk, publication: Publication) -> Done:
+        """Generates a chunk's trajectories, which stay here."""
         with self._works(serial, after) as done:
-            self._executor.generate(fragment, publication)
+            self._executor.generate(chunk, publication)
             self._rows.clear()
             return done()
 
-    def decode(self, serial: int, after: int, fragment: Fragment) -> tuple[Done, Any]:
-        """Decodes a fragment's images, which stay here; returns its samples, packed, for the trainer.
+    def decode(self, serial: int, after: int, chunk: Chunk) -> tuple[Done, Any]:
+        """Decodes a chunk's images, which stay here; returns its samples, packed, for the trainer.
 
-        The samples are None for images of an evaluation and for a fragment that was dropped.
+        The samples are None for images of an evaluation and for a chunk that was dropped.
         """
         from digen_jax.runtime.link import SamplesOf
 
         with self._works(serial, after) as done:
-            self._executor.decode(fragment)
+            self._executor.decode(chunk)
             if not self._first:
-                self._executor.scored(fragment)
-            return done(), self._packed(SamplesOf(self._name, fragment))
+                self._executor.scored(chunk)
+            return done(), self._packed(SamplesOf(self._name, chunk))
 
-    def score(self, fragment: Fragment) -> Any:
-        """Scores a decoded fragment, whose images are freed; returns `Judged`, or None if it was dropped meanwhile.
+    def score(self, chunk: Chunk) -> Any:
+        """Scores a decoded chunk, whose images are freed; returns `Judged`, or None if it was dropped meanwhile.
 
         The times of exchanges with servers are seconds before the return.
         """
         from digen_jax.rewards.exchanges import moved
 
         with self._errors():
-            judged = self._executor.score(fragment, self._judge).result()
+            judged = self._executor.score(chunk, self._judge).result()
             looks = judged.looks.result()
-            self._executor.scored(fragment)
-            if not fragment.evaluation and self._steps.find(fragment) is None:
+            self._executor.scored(chunk)
+            if not chunk.evaluation and self._steps.find(chunk) is None:
                 return None
             ago = moved(judged.exchanges, -time.perf_counter())
             return judged._replace(looks=looks, exchanges=ago)
@@ -260,13 +258,13 @@ class RolloutProcess:
         with self._controls():
             self._rows |= rows
 
-    def drop_fragments(self, fragments: tuple[Fragment, ...]) -> None:
-        """Frees all data of fragments that nobody needs."""
+    def drop_chunks(self, chunks: tuple[Chunk, ...]) -> None:
+        """Frees all data of chunks that nobody needs."""
         with self._controls():
-            # First of all: a fragment in generation is then not kept.
-            self._steps.drop([one for one in fragments if self._steps.find(one) is not None])
-            for fragment in fragments:
-                self._executor.drop_fragment(fragment)
+            # First of all: a chunk in generation is then not kept.
+            self._steps.drop([one for one in chunks if self._steps.find(one) is not None])
+            for chunk in chunks:
+                self._executor.drop_chunk(chunk)
 
     def drop_weights(self, publication: Publication) -> None:
         """Frees published weights."""

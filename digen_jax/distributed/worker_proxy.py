@@ -17,7 +17,7 @@ from digen_jax.runtime.clock import elsewhere, paused
 from digen_jax.runtime.judging import Judge, Judged, failed, ready
 from digen_jax.runtime.link import ConditioningOf, SamplesOf
 from digen_jax.runtime.worker import Gone
-from digen_jax.scheduling.commands import Fragment, Publication
+from digen_jax.scheduling.commands import Chunk, Publication
 
 SILENCE = 8.0  # seconds without an answer to a ping after which a worker is lost
 
@@ -76,36 +76,36 @@ class WorkerProxy:
         encoded = self._with_rows(lambda: self._work_for_tree("encode", number))
         self._link.hold(ConditioningOf(self.name, number), encoded)
 
-    def generate(self, fragment: Fragment, publication: Publication) -> None:
-        """Has a fragment's trajectories generated."""
-        self._with_rows(lambda: self._work("generate", fragment, publication))
+    def generate(self, chunk: Chunk, publication: Publication) -> None:
+        """Has a chunk's trajectories generated."""
+        self._with_rows(lambda: self._work("generate", chunk, publication))
 
-    def decode(self, fragment: Fragment) -> None:
-        """Has a fragment's images decoded, which stay there, as do its samples until the trainer takes them."""
-        samples = self._work_for_tree("decode", fragment)
-        if not fragment.evaluation:
-            self._link.hold(SamplesOf(self.name, fragment), samples)
+    def decode(self, chunk: Chunk) -> None:
+        """Has a chunk's images decoded, which stay there, as do its samples until the trainer takes them."""
+        samples = self._work_for_tree("decode", chunk)
+        if not chunk.evaluation:
+            self._link.hold(SamplesOf(self.name, chunk), samples)
 
-    def score(self, fragment: Fragment, judge: Judge | None = None) -> Future[Judged | None]:
-        """Has a decoded fragment scored by the rewards of its process, in parallel with other work; returns at once.
+    def score(self, chunk: Chunk, judge: Judge | None = None) -> Future[Judged | None]:
+        """Has a decoded chunk scored by the rewards of its process, in parallel with other work; returns at once.
 
         The future raises the errors of the rewards there as `Judge.submit`'s does.
         """
         found: Future = Future()
         try:
-            asked = self._call("score", fragment, group="score")
+            asked = self._call("score", chunk, group="score")
         except Gone as error:
             return failed(error)
         asked.add_done_callback(lambda done: self._scored(found, done))
         return found
 
-    def scored(self, fragment: Fragment) -> None:
+    def scored(self, chunk: Chunk) -> None:
         """The scores are here: the process has freed the images before it sent them."""
 
-    def drop_fragment(self, fragment: Fragment) -> None:
-        """Frees all data of a fragment."""
-        self._free("drop_fragments", (fragment,))
-        self._link.withdraw(SamplesOf(self.name, fragment))
+    def drop_chunk(self, chunk: Chunk) -> None:
+        """Frees all data of a chunk."""
+        self._free("drop_chunks", (chunk,))
+        self._link.withdraw(SamplesOf(self.name, chunk))
 
     def drop_weights(self, publication: Publication) -> None:
         """Frees published weights."""

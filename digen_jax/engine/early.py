@@ -1,6 +1,6 @@
 """Training before a group is complete: accumulates its gradient while its advantages are not known.
 
-With the ratio identically 1 ("current" old log-probabilities, fresh fragments, one update a step)
+With the ratio identically 1 ("current" old log-probabilities, fresh chunks, one update a step)
 the policy's gradient is linear in the advantages. For rewards r_i with mean m and std s, and the
 gradient g_i of image i for advantage 1, it is
 

@@ -1,4 +1,4 @@
-"""The sum of the passes over a fragment: one loop, with the gradient taken inside its body."""
+"""The sum of the passes over a chunk: one loop, with the gradient taken inside its body."""
 
 from collections.abc import Callable
 from typing import Any
@@ -43,7 +43,7 @@ def sum_passes(
 
         passes = len(jax.tree.leaves(micros)[0])
         first, count = (0, passes) if piece is None else piece
-        # A fragment of which images are left out has fewer passes.
+        # A chunk of which images are left out has fewer passes.
         end = passes if piece is None else jnp.minimum(first + count, passes)
         return jax.lax.fori_loop(first, end, body, totals)
 

@@ -1,4 +1,4 @@
-"""The trainer's objectives: sums of gradients and metrics over passes of a fragment."""
+"""The trainer's objectives: sums of gradients and metrics over passes of a chunk."""
 
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 

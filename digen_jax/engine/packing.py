@@ -1,4 +1,4 @@
-"""Division of a fragment into passes: the samples of one forward and backward pass, on each device.
+"""Division of a chunk into passes: the samples of one forward and backward pass, on each device.
 
 A sample is a transition, or a final image at a noise level of the forward process. A pass takes k
 denoising steps, or noise levels, of n images. The steps are split over the mesh axis time, the images
@@ -40,7 +40,7 @@ class NoiseLevels(NamedTuple):
 
 
 class Experience(NamedTuple):
-    """A fragment in the trainer's form: s transitions of b images, or b final images."""
+    """A chunk in the trainer's form: s transitions of b images, or b final images."""
 
     samples: Transitions | Endpoints
     conditioning: Any  # of P prompts
@@ -52,7 +52,7 @@ class Experience(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """The inputs of all passes over a fragment."""
+    """The inputs of all passes over a chunk."""
 
     conditioning: Any
     null: Any
@@ -79,14 +79,14 @@ def trained_part(trajectory: Trajectory, keys: Key[Array, "b"]) -> Transitions |
 
 
 def shared(experience: Experience) -> Shared:
-    """The part of a fragment that is not divided."""
+    """The part of a chunk that is not divided."""
     return Shared(experience.conditioning, experience.null, experience.sigma_max)
 
 
 def passes(
     experience: Experience, images: int, steps: int, group: DeviceGroup, times: Times | None = None
 ) -> MicroBatch:
-    """All samples of a fragment, divided into passes [m, steps, images, ...]; `times` draws the noise levels.
+    """All samples of a chunk, divided into passes [m, steps, images, ...]; `times` draws the noise levels.
 
     Pass j of some steps has the images j, j + c, j + 2c, ...: strided, not contiguous, so that every device
     already has its share of a pass. If `steps` does not divide the trained steps, the last step is repeated

@@ -105,7 +105,7 @@ class Sampler:
         start: int = 0,
         trained: Int[np.ndarray, "k b"] | None = None,
     ) -> Trajectory:
-        """Samples one fragment: image i shows prompt `rows[i]` and is drawn with `keys[i]`.
+        """Samples one chunk: image i shows prompt `rows[i]` and is drawn with `keys[i]`.
 
         Returns immediately; the arrays are computed asynchronously. The number of images must be a multiple of
         the mesh's devices.

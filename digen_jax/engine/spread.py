@@ -13,7 +13,7 @@ def check_spread(algorithm: Algorithm, sums: Metrics) -> None:
 
     Args:
       algorithm: of the trainer.
-      sums: over fragments that were all sampled with the parameters with which they are compared.
+      sums: over chunks that were all sampled with the parameters with which they are compared.
 
     Raises:
       ConfigError: more than a hundredth of them are further from 1 than the config's share of their bound.

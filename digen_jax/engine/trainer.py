@@ -1,4 +1,4 @@
-"""The trainer mesh's programs: fragments of experience -> accumulated gradient -> update."""
+"""The trainer mesh's programs: chunks of experience -> accumulated gradient -> update."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -98,11 +98,11 @@ class Trainer:
         start: Any = None,
         piece: tuple[int, int] | None = None,
     ) -> Totals:
-        """Adds a fragment's gradient and sums to `totals`, which is consumed; None starts new totals.
+        """Adds a chunk's gradient and sums to `totals`, which is consumed; None starts new totals.
 
         `piece` is (first, count) of the passes to add; None: all. All pieces are computed by one program.
 
-        `behaviour` contains the parameters that sampled the fragment, of the version at its step's start or an
+        `behaviour` contains the parameters that sampled the chunk, of the version at its step's start or an
         older one; it is read if the algorithm `reads_behaviour`. `start` contains those at the step's start, None:
         `state` still has them; it is read if the algorithm `reads_start`.
 
@@ -128,7 +128,7 @@ class Trainer:
         rewards: Float[np.ndarray, "b"],
         group: OpenGroup | None,
     ) -> OpenGroup:
-        """Adds a fragment of one group to that group's sums, which are consumed; None opens the group.
+        """Adds a chunk of one group to that group's sums, which are consumed; None opens the group.
 
         `experience.advantages` are not read. `Algorithm.check_early` decides whether the result is exact.
         """

@@ -35,9 +35,7 @@ def smaller(recipe: Recipe, devices: int) -> Iterator[Recipe]:
         images = fewer * whole * trainer.images
         changed = dataclasses.replace(
             recipe,
-            sampler=dataclasses.replace(
-                recipe.sampler, fragment=recipe.sampler.fragment * fewer // each
-            ),
+            sampler=dataclasses.replace(recipe.sampler, chunk=recipe.sampler.chunk * fewer // each),
             trainer=dataclasses.replace(recipe.trainer, micro_batch=images),
             evaluation=dataclasses.replace(
                 recipe.evaluation, batch=min(recipe.evaluation.batch, images)

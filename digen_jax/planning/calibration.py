@@ -20,7 +20,7 @@ class Calibration:
       missing: costs that were not measured and are taken as 0.
       trainer_serial: the share of training that more devices do not shorten.
       worker_serial: the same for generation.
-      scorers: fragments scored at the same time; 0: any number.
+      scorers: chunks scored at the same time; 0: any number.
     """
 
     costs: Costs

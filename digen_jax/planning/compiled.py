@@ -69,7 +69,7 @@ def _publication(system: System) -> Iterator[Program]:
 
 
 def _sampling(system: System, recipe: Recipe) -> Iterator[Program]:
-    images = recipe.sampler.fragment
+    images = recipe.sampler.chunk
     yield from _encoding(system, recipe)
     yield _generation("generate", "generate", system, system.sampler, recipe, images)
     yield _decoding("decode", "decode", system, system.sampler, images)
@@ -98,7 +98,7 @@ def _training(system: System, recipe: Recipe) -> Iterator[Program]:
     work = training_work(recipe, system.policy.family, samples)
     what = f"the gradient of {samples} x {recipe.trained_steps} samples, {_passes(recipe)} a pass"
     yield Program(
-        "train", "train", size, recipe.sampler.fragment, what,
+        "train", "train", size, recipe.sampler.chunk, what,
         lambda: lower_gradient(system, recipe, samples), work,
     )  # fmt: skip
     what = "an optimizer step"
@@ -110,7 +110,7 @@ def _training(system: System, recipe: Recipe) -> Iterator[Program]:
 def _evaluation(system: System, recipe: Recipe) -> Iterator[Program]:
     images = recipe.evaluation.batch
     yield _generation("evaluate", "evaluate", system, system.evaluator, recipe, images)
-    if (images, recipe.evaluation_size) != (recipe.sampler.fragment, recipe.model.size):
+    if (images, recipe.evaluation_size) != (recipe.sampler.chunk, recipe.model.size):
         yield _decoding("decode evaluated", "evaluate", system, system.evaluator, images)
         yield from _scoring("score evaluated", "evaluate", system, recipe.evaluation_size, images)
 

@@ -220,7 +220,7 @@ def _with_programs(
     """The problem with the temporary memory of compiled programs, which holds for this layout alone."""
     # A program that was not compiled, because another does not fit, counts as nothing.
     beyond = Counter({one.program.name: one.answer.beyond for one in found})
-    shape = problem.footprint.trajectory * -(-recipe.sampler.fragment // layout.sampling_parts)
+    shape = problem.footprint.trajectory * -(-recipe.sampler.chunk // layout.sampling_parts)
     encoding = max(beyond["encode"], beyond["encode null"])
     decoding = max(beyond["decode"], beyond["decode evaluated"])
     scoring = max((size for name, size in beyond.items() if name.startswith("score")), default=0)

@@ -1,4 +1,4 @@
-"""Costs of commands on the devices at hand, timed with one fragment in the parts of a run."""
+"""Costs of commands on the devices at hand, timed with one chunk in the parts of a run."""
 
 import statistics
 import time
@@ -36,7 +36,7 @@ def measure(
 
     Args:
       system: built from the recipe; its trainer's state is consumed.
-      recipe: defines the step and the fragment.
+      recipe: defines the step and the chunk.
       records: the prompts of a step, one a group.
       asked: score the images; the seconds of those on the mesh are a part of decoding.
       note: called for each part, before its compilation and with its seconds.
@@ -48,7 +48,7 @@ def measure(
         note(f"{name}: {seconds:.4g} s")
         return result, seconds
 
-    size = recipe.sampler.fragment
+    size = recipe.sampler.chunk
     rows = np.repeat(np.arange(len(records), dtype=np.int32), recipe.batch.images)[:size]
     numbers = np.tile(np.arange(recipe.batch.images), len(records))[:size]
     drawn = system.draws.of(0, rows, numbers)

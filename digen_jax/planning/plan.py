@@ -37,7 +37,7 @@ def make_problem(
         devices,
         step_settings(recipe),
         calibration.costs,
-        Scaling(calibration.worker_serial, recipe.sampler.fragment),
+        Scaling(calibration.worker_serial, recipe.sampler.chunk),
         Scaling(calibration.trainer_serial, recipe.trainer.micro_batch),
         recipe.trained_steps,
         calibration.scorers,
@@ -94,7 +94,7 @@ def suited(recipe: Recipe, problem: Problem, layout: Layout) -> Recipe:
         recipe,
         placement=dataclasses.replace(recipe.placement, **sizes),
         runtime=dataclasses.replace(recipe.runtime, staleness=layout.lag),
-        sampler=dataclasses.replace(recipe.sampler, fragment=layout.chunk),
+        sampler=dataclasses.replace(recipe.sampler, chunk=layout.chunk),
         trainer=dataclasses.replace(recipe.trainer, pack=-(-pack // layout.time) * layout.time),
         evaluation=dataclasses.replace(recipe.evaluation, batch=-(-batch // parts) * parts),
     )

@@ -47,14 +47,14 @@ def measured_programs(recipe: Recipe, note: Callable[[str], None]) -> Programs:
 
     def sampling(parts: int, fsdp: int, tensor: int, sequence: int) -> dict[str, float]:
         axes = measured.at_hand(fsdp, tensor, sequence)
-        fragment = -(-recipe.sampler.fragment // parts)
+        chunk = -(-recipe.sampler.chunk // parts)
         evaluated = -(-recipe.evaluation.batch // parts)
         prompts = -(-recipe.drawn_groups // parts)
-        shown = {recipe.model.size: fragment}
+        shown = {recipe.model.size: chunk}
         shown[recipe.evaluation_size] = max(evaluated, shown.get(recipe.evaluation_size, 0))
         found = {
             "encoding": encode(prompts, *axes),
-            "generating": generate(fragment, *axes),
+            "generating": generate(chunk, *axes),
             "evaluating": evaluate(evaluated, *axes),
             "decoding": max(decode(images, size, *axes) for size, images in shown.items()),
         }
@@ -169,11 +169,11 @@ def beyond_arguments(lowered: Lowered) -> int:
 
 
 def trained_samples(recipe: Recipe) -> int:
-    """Images, or pairs of images, that the trainer gets of a fragment."""
-    fragment, images = recipe.sampler.fragment, recipe.batch.images
+    """Images, or pairs of images, that the trainer gets of a chunk."""
+    chunk, images = recipe.sampler.chunk, recipe.batch.images
     if recipe.algorithm.images_of_sample == 2:
-        return fragment // images  # a pair of each group
-    return recipe.advantages.kept(fragment, images)
+        return chunk // images  # a pair of each group
+    return recipe.advantages.kept(chunk, images)
 
 
 def _share(
@@ -193,7 +193,7 @@ def _share(
 
 
 def lower_gradient(system: System, recipe: Recipe, samples: int) -> Lowered:
-    """The trainer's program for a fragment of so many samples; `system` as from `outline`."""
+    """The trainer's program for a chunk of so many samples; `system` as from `outline`."""
     group = system.placement.trainer
     trajectory = lower_generate(system, system.sampler, recipe, samples).out_info
     trained = jax.eval_shape(

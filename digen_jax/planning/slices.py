@@ -149,7 +149,7 @@ def calibrated(
     for one in found:
         seconds[one.program.command] += one.seconds
     sizes = {one.program.name: one.program.devices for one in found}
-    images, footprint, missing = recipe.sampler.fragment, model_footprint(recipe), UNKNOWN
+    images, footprint, missing = recipe.sampler.chunk, model_footprint(recipe), UNKNOWN
     link = chip and LINK_SHARE * chip.link
     if not link:
         missing += ("deliver",)

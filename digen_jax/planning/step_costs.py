@@ -73,7 +73,7 @@ def measured_costs(
     worker_serial: float = 0.0,
     note: Callable[[str], None] = lambda text: None,
 ) -> Calibration:
-    """Costs of one fragment in the recipe's own system, on the devices at hand.
+    """Costs of one chunk in the recipe's own system, on the devices at hand.
 
     Args:
       recipe: on these devices.
@@ -93,7 +93,7 @@ def measured_costs(
     measured = measure(system, recipe, records, resolve(recipe.rewards), note)
     rollout, trainer = system.placement.rollout.mesh.size, system.placement.trainer.mesh.size
     kind = jax.devices()[0].device_kind
-    source = f"a fragment timed on devices of the kind {kind}, {rollout} for rollout and {trainer} for training"
+    source = f"a chunk timed on devices of the kind {kind}, {rollout} for rollout and {trainer} for training"
     serial = (trainer_serial, worker_serial)
     return on_one_device(measured, (rollout, trainer), source, UNMEASURED, serial)
 

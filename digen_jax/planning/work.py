@@ -27,7 +27,7 @@ def sampling_work(policy: Policy, size: Size, steps: int, images: int) -> Work:
 
 
 def training_work(recipe: Recipe, family: Family, samples: int) -> Work:
-    """Of the gradient of so many images, or pairs of images, of a fragment."""
+    """Of the gradient of so many images, or pairs of images, of a chunk."""
     algorithm = recipe.algorithm
     policy = trained_policy(make_policy(recipe, family), algorithm)
     forward = _forward(family, recipe.model.size)

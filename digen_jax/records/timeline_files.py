@@ -112,8 +112,8 @@ def _row(number: int, worker: str) -> dict[str, Any]:
 def _event(row: int, interval: Interval, clock: float) -> dict[str, Any]:
     waits = interval.kind == "wait"
     args = {}
-    if interval.fragment is not None:
-        args = {"step": interval.fragment.step, "fragment": interval.fragment.index}
+    if interval.chunk is not None:
+        args = {"step": interval.chunk.step, "chunk": interval.chunk.index}
     return {
         "ph": "X",
         "name": f"wait for {interval.cause}" if waits else interval.kind,

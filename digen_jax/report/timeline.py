@@ -11,7 +11,7 @@ MOST = 5000  # intervals on a page; the steps before the newest so many are left
 def timeline(run: Run, most: int = MOST) -> dict[str, Any] | None:
     """Rows, kinds of work with colours, intervals, and the window of each step; None where nothing is recorded.
 
-    An interval is [row, kind, begin, length, fragment or -1], in milliseconds, of which the newest `most` are there;
+    An interval is [row, kind, begin, length, chunk or -1], in milliseconds, of which the newest `most` are there;
     "steps" has for each step that is done [its number, begin, end] of the work on it, in which other work may lie.
     """
     events = read_events(run.workdir / "timeline.json")
@@ -37,7 +37,7 @@ def timeline(run: Run, most: int = MOST) -> dict[str, Any] | None:
     def short(event: dict[str, Any]) -> list[float]:
         row, kind = rows.index(names.get(event["tid"], "")), kinds.index(event["name"])
         begin, length = _ms(event["ts"] - first), _ms(event["dur"])
-        return [row, kind, begin, length, event["args"].get("fragment", -1)]
+        return [row, kind, begin, length, event["args"].get("chunk", -1)]
 
     return {
         "rows": rows,

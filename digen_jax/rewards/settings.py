@@ -26,7 +26,7 @@ class RewardSettings:
     limit: float = 0.0
     # bound of the size of its advantages before they are weighted, if `advantages.combine` is "advantages"; 0: none
     clip: float = 0.0
-    # what computes it: "mesh": the devices that sample, once they have decoded a fragment, possible for clip_score,
+    # what computes it: "mesh": the devices that sample, once they have decoded a chunk, possible for clip_score,
     # pickscore, hpsv2 and aesthetic; "pool": the processes of `reward_pool`; "": the mesh where possible
     where: Literal["", "mesh", "pool"] = ""
 

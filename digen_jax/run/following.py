@@ -194,12 +194,12 @@ class Follower:
             case "do":
                 follow(self._executors, value)
             case "delivered":
-                self._executors.steps.draw(value.fragment.step)
+                self._executors.steps.draw(value.chunk.step)
                 self._executors.do(value)
             case "scored":
                 command, columns = value
-                if not command.fragment.evaluation:
-                    self._executors.steps.draw(command.fragment.step)
+                if not command.chunk.evaluation:
+                    self._executors.steps.draw(command.chunk.step)
                 self._executors.scored(command, Judged(received(columns)))
             case "save":
                 self._save(*value)

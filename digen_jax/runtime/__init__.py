@@ -3,7 +3,7 @@
     scheduler --command--> driver --(a thread for each mesh)--> executors --> jitted programs
         ^------event-------'
 
-The path of a fragment, command by command (`executors.Executors.do` has them in this order):
+The path of a chunk, command by command (`executors.Executors.do` has them in this order):
 
     prompts --Encode--> conditioning --Generate--> trajectory --Decode--> images --Score--> rewards, advantages
                                                                     '--Deliver--> samples --Train--> gradient

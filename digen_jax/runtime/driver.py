@@ -51,7 +51,7 @@ class Begun(NamedTuple):
     """The work in flight at a step's end, as a checkpoint holds it in addition to the trainer's state."""
 
     scheduler: dict[str, Any]  # Scheduler.save()
-    kept: dict[int, Any]  # version: tuned parameters that begun fragments need, except the newest
+    kept: dict[int, Any]  # version: tuned parameters that begun chunks need, except the newest
     layout: str = ""  # recipe.layout of the process that saved it, in which the costs were measured
 
 
@@ -380,9 +380,9 @@ class Driver:
         try:
             error = done.exception()
             if isinstance(error, Gone):
-                return  # `lost` follows, or has been called, after which the fragment is made again
+                return  # `lost` follows, or has been called, after which the chunk is made again
             with self._lock:
-                # What becomes of a lost mesh's images may come when another one makes their fragment again.
+                # What becomes of a lost mesh's images may come when another one makes their chunk again.
                 if not self._scheduler.awaits(command):
                     return
                 if error is not None and may_pass(error):

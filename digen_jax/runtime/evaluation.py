@@ -19,7 +19,7 @@ from digen_jax.process.exhausted import during
 from digen_jax.process.progress import watched
 from digen_jax.process.terminal import printable
 from digen_jax.runtime.image_statistics import Looks, diversity, joined
-from digen_jax.scheduling.commands import Fragment
+from digen_jax.scheduling.commands import Chunk
 from digen_jax.scheduling.settings import Settings
 
 # The same for all runs, independent of their own seed, so that their evaluations can be compared.
@@ -155,28 +155,28 @@ def sample_fixed(
 
 
 class HeldOut:
-    """The prompts of a run's evaluations, divided into fragments by the scheduler's settings."""
+    """The prompts of a run's evaluations, divided into chunks by the scheduler's settings."""
 
     def __init__(self, records: Sequence[dict[str, Any]], settings: Settings):
         self.records, self._settings = list(records), settings
 
     @property
     def batch(self) -> int:
-        """Images of a fragment."""
+        """Images of a chunk."""
         return self._settings.evaluation_batch
 
-    def of(self, fragment: Fragment) -> list[dict[str, Any]]:
-        """The records of a fragment; the last one of an evaluation may have fewer than a batch."""
-        count, first = self._settings.evaluated_images(fragment.step), self.first(fragment)
+    def of(self, chunk: Chunk) -> list[dict[str, Any]]:
+        """The records of a chunk; the last one of an evaluation may have fewer than a batch."""
+        count, first = self._settings.evaluated_images(chunk.step), self.first(chunk)
         return self.records[first : min(first + self.batch, count)]
 
-    def first(self, fragment: Fragment) -> int:
-        """The number of a fragment's first image."""
-        return fragment.index * self.batch
+    def first(self, chunk: Chunk) -> int:
+        """The number of a chunk's first image."""
+        return chunk.index * self.batch
 
 
 class Gathering:
-    """Collects scores and clips of evaluations, fragment by fragment, until a version is complete; on the leader."""
+    """Collects scores and clips of evaluations, chunk by chunk, until a version is complete; on the leader."""
 
     def __init__(self, held_out: HeldOut, names: tuple[str, ...], weights: Sequence[float]):
         self._held_out, self._names, self._weights = held_out, names, weights
@@ -186,13 +186,13 @@ class Gathering:
 
     def note(
         self,
-        fragment: Fragment,
+        chunk: Chunk,
         scores: rewards.Scores,
         clips: UInt8[np.ndarray, "k t h w 3"],
         looks: Future[Looks],
     ) -> None:
-        """Stores a scored fragment, and those of its first clips that are shown."""
-        self._found[fragment.step][fragment.index] = scores, clips, looks
+        """Stores a scored chunk, and those of its first clips that are shown."""
+        self._found[chunk.step][chunk.index] = scores, clips, looks
 
     def take(self, version: int) -> Evaluation:
         """Returns a version's whole evaluation and forgets it."""

@@ -24,14 +24,14 @@ from digen_jax.runtime.training import OtherTrainingExecutor, TrainingExecutor
 from digen_jax.runtime.versions import Versions
 from digen_jax.scheduling.commands import (
     TRAINER,
+    Chunk,
     Command,
     Decode,
     Deliver,
-    DropFragments,
+    DropChunks,
     DropVersion,
     Encode,
     Evaluate,
-    Fragment,
     Generate,
     Publication,
     Publish,
@@ -66,16 +66,16 @@ class Executor(Protocol):
         """Executes a command other than a Score or an Evaluate; returns when its work is done."""
 
     def score(self, command: Score, pool: RewardPool) -> Future[Judged | None]:
-        """Has a fragment scored where it was decoded, by `pool` if that is in this process; returns at once.
+        """Has a chunk scored where it was decoded, by `pool` if that is in this process; returns at once.
 
-        The future has None for a fragment that was dropped. It raises what `Judge.submit`'s does, and Gone.
+        The future has None for a chunk that was dropped. It raises what `Judge.submit`'s does, and Gone.
         """
 
     def scored(self, command: Score, judged: Judged | None) -> None:
         """Notes what `score` has found, which is needed no longer where it was decoded."""
 
     def evaluated(self, command: Evaluate) -> Any:
-        """The result of a version's evaluation, all of whose fragments are scored."""
+        """The result of a version's evaluation, all of whose chunks are scored."""
 
     def end_step(self) -> dict[str, float]:
         """Ends the present step; returns the metrics of its rewards and updates."""
@@ -105,20 +105,20 @@ class Samples(Protocol):
     def encode(self, number: int) -> None:
         """Encodes a step's prompts."""
 
-    def generate(self, fragment: Fragment, publication: Publication) -> None:
-        """Generates a fragment's trajectories."""
+    def generate(self, chunk: Chunk, publication: Publication) -> None:
+        """Generates a chunk's trajectories."""
 
-    def decode(self, fragment: Fragment) -> None:
-        """Decodes a fragment's images, which stay where they are."""
+    def decode(self, chunk: Chunk) -> None:
+        """Decodes a chunk's images, which stay where they are."""
 
-    def score(self, fragment: Fragment, judge: Judge) -> Future[Judged | None]:
+    def score(self, chunk: Chunk, judge: Judge) -> Future[Judged | None]:
         """Has them scored, by `judge` if they are in this process; returns at once. See `Executor.score`."""
 
-    def scored(self, fragment: Fragment) -> None:
+    def scored(self, chunk: Chunk) -> None:
         """Frees them: nobody asks for them again."""
 
-    def drop_fragment(self, fragment: Fragment) -> None:
-        """Frees all data of a fragment."""
+    def drop_chunk(self, chunk: Chunk) -> None:
+        """Frees all data of a chunk."""
 
     def drop_weights(self, publication: Publication) -> None:
         """Frees published weights."""
@@ -168,7 +168,7 @@ class Executors:
         self.system, self._duties, self._settings = system, duties, settings
         self.extremes: Extremes | None = None
         algorithm = system.trainer.algorithm
-        shape = settings.images, settings.fragment_images
+        shape = settings.images, settings.chunk_images
         self.steps = Steps(batches, *shape, system.draws, first, algorithm.set_steps)
         self._scores: dict[int, StepScores] = {}
         self._held_out = HeldOut(duties.held_out, settings)
@@ -178,9 +178,9 @@ class Executors:
         apart = not system.placement.colocated
         several = apart or bool(system.trainers)
         self.last_update = settings.updates - 1
-        # Only then may a fragment or an evaluation need, after an update, the arrays that the update consumes.
+        # Only then may a chunk or an evaluation need, after an update, the arrays that the update consumes.
         later = several or algorithm.reads_behaviour or algorithm.reads_start
-        # A resumed run may also have begun fragments of the next step with the newest version, on separate meshes.
+        # A resumed run may also have begun chunks of the next step with the newest version, on separate meshes.
         stale = settings.staleness > 0 and (later or first > 0)
         keep = stale or (later and self.last_update > 0)
         self.versions = Versions(self._link, keep, system.sent, exact=bool(system.trainers))
@@ -250,21 +250,21 @@ class Executors:
         self._link.give_up(worker)
 
     def do(self, command: Command) -> None:
-        """Executes a command. The cases are in the order of a fragment's path, from its prompts to the next version."""
+        """Executes a command. The cases are in the order of a chunk's path, from its prompts to the next version."""
         match command:
             case Encode():
                 _ = self.steps[command.step]  # drawn here, too, where another process encodes it
                 self.sampling(command.worker).encode(command.step)
             case Generate():
                 self._hold(command)
-                self.sampling(command.worker).generate(command.fragment, command.publication)
+                self.sampling(command.worker).generate(command.chunk, command.publication)
             case Decode():
-                self.sampling(command.worker).decode(command.fragment)
+                self.sampling(command.worker).decode(command.chunk)
             # Between these, the rewards score the images: `score`, `scored`.
             case Deliver():
                 self._training(command.to).deliver(command)
             case Train():
-                scores = self.scores(command.fragment.step)
+                scores = self.scores(command.chunk.step)
                 self._training(command.worker).train(command, scores)
             case Update():
                 self._update(command)
@@ -274,12 +274,12 @@ class Executors:
                 self.versions.drop(command.publication)
                 for executor in (*self.others.values(), *self._samplers()):
                     executor.drop_weights(command.publication)
-            case DropFragments():
-                # First of all: a fragment in generation is then not kept.
-                self.steps.drop(command.fragments)
+            case DropChunks():
+                # First of all: a chunk in generation is then not kept.
+                self.steps.drop(command.chunks)
                 holders = (self.trainer, *self.others.values(), *self._samplers())
-                for holder, fragment in itertools.product(holders, command.fragments):
-                    holder.drop_fragment(fragment)
+                for holder, chunk in itertools.product(holders, command.chunks):
+                    holder.drop_chunk(chunk)
             case _:
                 raise TypeError(f"{command} is not for the executors")
 
@@ -324,27 +324,27 @@ class Executors:
         """See `Executor`; the rewards on the mesh that made the images have scored them already."""
         weights = self.system.advantages.reward_weights
         judge = Judge(pool, weights, self.steps, self._held_out, self._settings)
-        return self.sampling(command.maker).score(command.fragment, judge)
+        return self.sampling(command.maker).score(command.chunk, judge)
 
     def scored(self, command: Score, judged: Judged | None) -> None:
         """See `Executor`. A process that follows knows the scores only."""
-        fragment = command.fragment
+        chunk = command.chunk
         maker = self._assistants.get(command.maker) or self.rollouts.get(command.maker)
         if maker is not None:
-            maker.scored(fragment)
-        if not fragment.evaluation and self.steps.find(fragment) is None:
+            maker.scored(chunk)
+        if not chunk.evaluation and self.steps.find(chunk) is None:
             return  # it was dropped
         if judged is None:
-            raise RuntimeError(f"{command.maker} has no scores of {fragment}")
+            raise RuntimeError(f"{command.maker} has no scores of {chunk}")
         scores, looks = judged.scores, judged.looks
-        if fragment.evaluation:
+        if chunk.evaluation:
             if looks is not None:
-                self._gathering.note(fragment, scores, judged.clips, looks)
+                self._gathering.note(chunk, scores, judged.clips, looks)
             return
-        known = self.scores(fragment.step)
-        known.note(fragment.index, scores)
+        known = self.scores(chunk.step)
+        known.note(chunk.index, scores)
         if looks is not None:
-            known.see(fragment.index, looks, judged.kept)
+            known.see(chunk.index, looks, judged.kept)
 
     def evaluated(self, command: Evaluate) -> Evaluation:
         """See `Executor`."""
@@ -388,9 +388,9 @@ def replay(executors: Executors, pool: RewardPool, log: list[Command]) -> TrainS
     scored = set()
     for command in log:
         if isinstance(command, Score):
-            if command.fragment in scored:
+            if command.chunk in scored:
                 continue  # the reward had failed
-            scored.add(command.fragment)
+            scored.add(command.chunk)
             judged = pool.insist(functools.partial(executors.score, command, pool))
             executors.scored(command, judged)
             continue

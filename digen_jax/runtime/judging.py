@@ -21,12 +21,12 @@ from digen_jax.runtime.evaluation import HeldOut
 from digen_jax.runtime.image_statistics import Looks, look_beside
 from digen_jax.runtime.scores import Kept, ends
 from digen_jax.runtime.steps import Steps
-from digen_jax.scheduling.commands import Fragment
+from digen_jax.scheduling.commands import Chunk
 from digen_jax.scheduling.settings import Settings
 
 
 class Judged(NamedTuple):
-    """What is known of a fragment's images."""
+    """What is known of a chunk's images."""
 
     scores: rewards.Scores
     values: Float32[np.ndarray, "b"] = np.zeros(0, np.float32)  # by which the scheduler compares
@@ -57,7 +57,7 @@ class Judge:
 
     def submit(
         self,
-        fragment: Fragment,
+        chunk: Chunk,
         clips: Num[np.ndarray, "b t h w 3"],
         known: rewards.Answers = (),
     ) -> Future[Judged]:
@@ -69,23 +69,23 @@ class Judge:
             check_images(clips)
         except DivergedError as error:
             return failed(error)
-        records, rows = self._of(fragment)
+        records, rows = self._of(chunk)
         # Beside the rewards, for whoever waits for both.
         looks = look_beside(stills(clips))
         asked = as_judged(clips), [record["prompt"] for record in records], records
         found = self.pool.submit(*asked, known)
-        return then(found, lambda scored: self._judged(fragment, clips, rows, scored, looks))
+        return then(found, lambda scored: self._judged(chunk, clips, rows, scored, looks))
 
-    def _of(self, fragment: Fragment) -> tuple[list[dict[str, Any]], np.ndarray | None]:
+    def _of(self, chunk: Chunk) -> tuple[list[dict[str, Any]], np.ndarray | None]:
         """(the record of each image, the group of each; None in an evaluation)."""
-        if fragment.evaluation:
-            return self.held_out.of(fragment), None
-        step = self.steps.of(fragment)
-        return step.shown(fragment.index), step.rows[step.cut(fragment.index)]
+        if chunk.evaluation:
+            return self.held_out.of(chunk), None
+        step = self.steps.of(chunk)
+        return step.shown(chunk.index), step.rows[step.cut(chunk.index)]
 
     def _judged(
         self,
-        fragment: Fragment,
+        chunk: Chunk,
         clips: UInt8[np.ndarray, "b t h w 3"],
         rows: np.ndarray | None,
         scored: Scored,
@@ -94,18 +94,18 @@ class Judge:
         values = rewards.total(scored.scores.columns, self.weights)
         found = Judged(scored.scores, values, scored.seconds, scored.exchanges, looks)
         if rows is None:
-            return found._replace(clips=self._shown(fragment, clips))
-        shown = self.settings.is_shown(fragment.step + 1)
+            return found._replace(clips=self._shown(chunk, clips))
+        shown = self.settings.is_shown(chunk.step + 1)
         places = ends(values, rows, self.settings.shown_images if shown else 0)
         return found._replace(kept=Kept(places, stills(clips)[places]))
 
     def _shown(
-        self, fragment: Fragment, clips: UInt8[np.ndarray, "b t h w 3"]
+        self, chunk: Chunk, clips: UInt8[np.ndarray, "b t h w 3"]
     ) -> UInt8[np.ndarray, "k frames h w 3"]:
         """Those of an evaluation's first images; without a picture that is due only their middle frames."""
-        count = max(0, self.settings.shown_images - self.held_out.first(fragment))
+        count = max(0, self.settings.shown_images - self.held_out.first(chunk))
         first = clips[:count]
-        if not self.settings.is_shown(fragment.step):
+        if not self.settings.is_shown(chunk.step):
             first = stills(first)[:, None]
         return first.copy()  # so that the others can be freed
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 
 from digen_jax.engine.system import resharded
-from digen_jax.scheduling.commands import Fragment, Publication
+from digen_jax.scheduling.commands import Chunk, Publication
 
 Tree = Any
 Shardings = Callable[[Tree], Tree]  # of a tree: the sharding of each of its arrays
@@ -25,10 +25,10 @@ BROKEN = re.compile("UNAVAILABLE|Connection (reset|closed|refused)|Socket closed
 
 @dataclasses.dataclass(frozen=True)
 class SamplesOf:
-    """The key of a fragment's samples for training, on the worker that generated it."""
+    """The key of a chunk's samples for training, on the worker that generated it."""
 
     worker: str
-    fragment: Fragment
+    chunk: Chunk
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from digen_jax.errors import ConfigError
 from digen_jax.files import append, parse_json, replace, without_torn_line
 from digen_jax.scheduling.commands import (
     Command,
-    DropFragments,
+    DropChunks,
     Encode,
     Generate,
     Publish,
@@ -82,7 +82,7 @@ def since(commands: list[Command], done: int) -> list[Command]:
     """A process's commands after the step that was `done`, and the earlier ones that they depend on.
 
     The latter are the commands that began the steps from `done` on ahead of time, and the publications of
-    the versions that generate their fragments.
+    the versions that generate their chunks.
     """
     ends = [i for i, c in enumerate(commands) if isinstance(c, Update) and c.step == done - 1] or [
         -1
@@ -100,13 +100,13 @@ def since(commands: list[Command], done: int) -> list[Command]:
 
 
 def _step(command: Command) -> int:
-    """The step of a command's fragments; -1 if it has none."""
-    if isinstance(command, DropFragments):
-        return command.fragments[0].step
+    """The step of a command's chunks; -1 if it has none."""
+    if isinstance(command, DropChunks):
+        return command.chunks[0].step
     if isinstance(command, Encode):
         return command.step
-    fragment = getattr(command, "fragment", None)
-    return -1 if fragment is None or fragment.evaluation else fragment.step
+    chunk = getattr(command, "chunk", None)
+    return -1 if chunk is None or chunk.evaluation else chunk.step
 
 
 def _parts(path: pathlib.Path) -> list[tuple[int, list[Command]]]:

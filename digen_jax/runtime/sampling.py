@@ -1,4 +1,4 @@
-"""A sampling mesh's executor: holds weights by version, prompts by step, and fragments in progress."""
+"""A sampling mesh's executor: holds weights by version, prompts by step, and chunks in progress."""
 
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -20,7 +20,7 @@ from digen_jax.runtime.evaluation import HeldOut, sample_fixed
 from digen_jax.runtime.judging import Judge, Judged
 from digen_jax.runtime.link import ConditioningOf, Link, SamplesOf
 from digen_jax.runtime.steps import Steps
-from digen_jax.scheduling.commands import Fragment, Publication
+from digen_jax.scheduling.commands import Chunk, Publication
 
 
 class SamplingExecutor:
@@ -42,14 +42,14 @@ class SamplingExecutor:
         """`scorers` are the rewards on this mesh, by their numbers among those of the run."""
         self.name, self.rollout = name, rollout
         self.weights: dict[Publication, Weights] = {}
-        self.images: dict[Fragment, np.ndarray] = {}  # as bytes, not yet scored
-        self.answers: dict[Fragment, rewards.Answers] = {}
+        self.images: dict[Chunk, np.ndarray] = {}  # as bytes, not yet scored
+        self.answers: dict[Chunk, rewards.Answers] = {}
         self._scorers = scorers
         self.given_up = False
         self._steps, self._held_out, self._link = steps, held_out, link
         self._fixed = Weights(None, rollout.base, rollout.frozen)
         self._prompts: dict[int, EncodedPrompts] = {}
-        self._begun: dict[Fragment, Trajectory] = {}
+        self._begun: dict[Chunk, Trajectory] = {}
 
     @property
     def devices(self) -> int:
@@ -76,61 +76,61 @@ class SamplingExecutor:
             del self._prompts[old]
             self._link.withdraw(ConditioningOf(self.name, old))
 
-    def generate(self, fragment: Fragment, publication: Publication) -> None:
-        """Generates a fragment's trajectories with weights that were received."""
-        if fragment.evaluation:
-            trajectory = self._evaluated(fragment, publication)
+    def generate(self, chunk: Chunk, publication: Publication) -> None:
+        """Generates a chunk's trajectories with weights that were received."""
+        if chunk.evaluation:
+            trajectory = self._evaluated(chunk, publication)
         else:
-            # In this order, since a fragment is dropped before its version.
-            weights, step = self.weights.get(publication), self._steps.find(fragment)
+            # In this order, since a chunk is dropped before its version.
+            weights, step = self.weights.get(publication), self._steps.find(chunk)
             if step is None:
                 return
-            cut = step.cut(fragment.index)
+            cut = step.cut(chunk.index)
             trajectory = self.rollout.sampler.generate(
-                weights, self._prompts[fragment.step], step.rows[cut], *step.drawn.cut(cut)
+                weights, self._prompts[chunk.step], step.rows[cut], *step.drawn.cut(cut)
             )
-        self._begun[fragment] = jax.block_until_ready(trajectory)
-        if not fragment.evaluation and self._steps.find(fragment) is None:
-            self.drop_fragment(fragment)
+        self._begun[chunk] = jax.block_until_ready(trajectory)
+        if not chunk.evaluation and self._steps.find(chunk) is None:
+            self.drop_chunk(chunk)
 
-    def _evaluated(self, fragment: Fragment, publication: Publication) -> Trajectory:
+    def _evaluated(self, chunk: Chunk, publication: Publication) -> Trajectory:
         held_out, weights = self._held_out, self.weights[publication]
-        records, first = held_out.of(fragment), held_out.first(fragment)
+        records, first = held_out.of(chunk), held_out.first(chunk)
         return sample_fixed(self.rollout.evaluator, weights, records, first, held_out.batch)
 
-    def decode(self, fragment: Fragment) -> None:
-        """Brings a fragment's images to the host, and offers its samples for training on the link.
+    def decode(self, chunk: Chunk) -> None:
+        """Brings a chunk's images to the host, and offers its samples for training on the link.
 
         The rewards on this mesh score the images.
 
         Raises:
           RewardMistake: their scores are not finite.
         """
-        trajectory = self._begun.pop(fragment, None)
+        trajectory = self._begun.pop(chunk, None)
         if trajectory is None:
             return
-        if fragment.evaluation:
+        if chunk.evaluation:
             images = fetch(self.rollout.evaluator.decode(self._fixed, trajectory))
-            records = self._held_out.of(fragment)
-            self._keep(fragment, images[: len(records)], records)
+            records = self._held_out.of(chunk)
+            self._keep(chunk, images[: len(records)], records)
             return
         images = fetch(self.rollout.sampler.decode(self._fixed, trajectory))
-        step = self._steps.find(fragment)
-        if step is None or self.given_up:  # given up: another mesh generates the fragment
+        step = self._steps.find(chunk)
+        if step is None or self.given_up:  # given up: another mesh generates the chunk
             return
-        # First, so that nothing is offered of a fragment whose scoring fails.
-        self._keep(fragment, images, step.shown(fragment.index))
+        # First, so that nothing is offered of a chunk whose scoring fails.
+        self._keep(chunk, images, step.shown(chunk.index))
         if self.given_up:
             return
-        keys = put(step.training_keys[step.cut(fragment.index)], self.rollout.group.batch)
+        keys = put(step.training_keys[step.cut(chunk.index)], self.rollout.group.batch)
         samples = trained_part(trajectory, keys), trajectory.sigmas
-        self._link.offer(SamplesOf(self.name, fragment), jax.block_until_ready(samples))
-        if self._steps.find(fragment) is None:
-            self.drop_fragment(fragment)
+        self._link.offer(SamplesOf(self.name, chunk), jax.block_until_ready(samples))
+        if self._steps.find(chunk) is None:
+            self.drop_chunk(chunk)
 
     def _keep(
         self,
-        fragment: Fragment,
+        chunk: Chunk,
         images: np.ndarray,
         records: list[dict[str, Any]],
     ) -> None:
@@ -140,23 +140,23 @@ class SamplingExecutor:
         if self._scorers and made.dtype == np.uint8:
             with part("score"):
                 batch = as_judged(made), [record["prompt"] for record in records], records
-                self.answers[fragment] = rewards.answers(self._scorers, batch)
-        self.images[fragment] = made
+                self.answers[chunk] = rewards.answers(self._scorers, batch)
+        self.images[chunk] = made
 
-    def score(self, fragment: Fragment, judge: Judge) -> Future[Judged]:
-        """Has the rewards score a decoded fragment, whose images stay here until `scored`; see `Judge.submit`."""
-        return judge.submit(fragment, self.images[fragment], self.answers.get(fragment, ()))
+    def score(self, chunk: Chunk, judge: Judge) -> Future[Judged]:
+        """Has the rewards score a decoded chunk, whose images stay here until `scored`; see `Judge.submit`."""
+        return judge.submit(chunk, self.images[chunk], self.answers.get(chunk, ()))
 
-    def scored(self, fragment: Fragment) -> None:
-        """Frees a fragment's images, which nobody will ask for again."""
-        self.images.pop(fragment, None)
-        self.answers.pop(fragment, None)
+    def scored(self, chunk: Chunk) -> None:
+        """Frees a chunk's images, which nobody will ask for again."""
+        self.images.pop(chunk, None)
+        self.answers.pop(chunk, None)
 
-    def drop_fragment(self, fragment: Fragment) -> None:
-        """Frees all data of a fragment."""
-        self._begun.pop(fragment, None)
-        self.scored(fragment)
-        self._link.withdraw(SamplesOf(self.name, fragment))
+    def drop_chunk(self, chunk: Chunk) -> None:
+        """Frees all data of a chunk."""
+        self._begun.pop(chunk, None)
+        self.scored(chunk)
+        self._link.withdraw(SamplesOf(self.name, chunk))
 
     def drop_weights(self, publication: Publication) -> None:
         """Frees published weights."""

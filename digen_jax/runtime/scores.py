@@ -24,9 +24,9 @@ def received(columns: list[list[float | None]]) -> rewards.Scores:
 
 
 class Lesson(NamedTuple):
-    """The images of a fragment that are given to the trainer, and their advantages and weights."""
+    """The images of a chunk that are given to the trainer, and their advantages and weights."""
 
-    places: Int[np.ndarray, "k"]  # within the fragment
+    places: Int[np.ndarray, "k"]  # within the chunk
     advantages: Float32[np.ndarray, "k"]
     weight: Float32[np.ndarray, "k"]  # 0: the image's group is dropped
 
@@ -47,14 +47,14 @@ class Extremes(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Those pictures of a fragment that may be the step's best and worst."""
+    """Those pictures of a chunk that may be the step's best and worst."""
 
-    places: Int[np.ndarray, "k"]  # within the fragment
+    places: Int[np.ndarray, "k"]  # within the chunk
     pictures: UInt8[np.ndarray, "k h w 3"]
 
 
 class Seen(NamedTuple):
-    """A fragment's pictures: what they look like, and those that may be the step's best and worst, by their places."""
+    """A chunk's pictures: what they look like, and those that may be the step's best and worst, by their places."""
 
     looks: Future[Looks]
     kept: dict[int, UInt8[np.ndarray, "h w 3"]]
@@ -74,7 +74,7 @@ def order(
 def ends(
     values: Float32[np.ndarray, "b"], rows: Int[np.ndarray, "b"], keep: int
 ) -> Int[np.ndarray, "k"]:
-    """The places of a fragment's best images and of its worst, so many of each, in ascending order."""
+    """The places of a chunk's best images and of its worst, so many of each, in ascending order."""
     return np.unique(np.concatenate([order(values, rows, sign)[:keep] for sign in (1, -1)]))
 
 
@@ -88,7 +88,7 @@ class StepScores:
     scored: Bool[np.ndarray, "n"]
     # Scores that have no weight: see `rewards.Scores`.
     shown: dict[str, Float32[np.ndarray, "n"]] = dataclasses.field(default_factory=dict)
-    seen: dict[int, Seen] = dataclasses.field(default_factory=dict)  # by fragment
+    seen: dict[int, Seen] = dataclasses.field(default_factory=dict)  # by chunk
 
     @classmethod
     def begin(cls, images: StepImages, settings: AdvantageSettings) -> "StepScores":
@@ -98,7 +98,7 @@ class StepScores:
         return cls(images, empty, settings, np.zeros(count, bool))
 
     def note(self, index: int, scores: rewards.Scores) -> None:
-        """Stores a fragment's scores."""
+        """Stores a chunk's scores."""
         cut = self.images.cut(index)
         self.scores[cut], self.scored[cut] = scores.columns, True
         for name, found in scores.shown.items():
@@ -106,7 +106,7 @@ class StepScores:
             self.shown.setdefault(name, empty)[cut] = found
 
     def see(self, index: int, looks: Future[Looks], kept: Kept) -> None:
-        """Notes what the pictures of a scored fragment look like, and holds those that may be shown."""
+        """Notes what the pictures of a scored chunk look like, and holds those that may be shown."""
         start = self.images.cut(index).start
         pictures = zip(kept.places, kept.pictures, strict=True)
         self.seen[index] = Seen(looks, {start + int(place): one for place, one in pictures})
@@ -172,7 +172,7 @@ class StepScores:
         return len(np.unique(self.images.rows[begun]))
 
     def lesson(self, index: int) -> Lesson:
-        """The trained part of a fragment, when the unit `AdvantageSettings.needs` is scored.
+        """The trained part of a chunk, when the unit `AdvantageSettings.needs` is scored.
 
         The number of images given to the trainer does not depend on how many groups are dropped.
         """
@@ -184,14 +184,14 @@ class StepScores:
         return Lesson(np.flatnonzero(given), found[given], weight[given])
 
     def ranking(self, index: int) -> Float[np.ndarray, "b"]:
-        """The ranks of a fragment's images, when the unit `AdvantageSettings.ranking_needs` is scored."""
+        """The ranks of a chunk's images, when the unit `AdvantageSettings.ranking_needs` is scored."""
         known, mine = self._known(index, self.settings.ranking_needs)
         return ranking(self.settings, *known)[mine]
 
     def _known(
         self, index: int, needs: Literal["group", "step"]
     ) -> tuple[tuple[np.ndarray, np.ndarray, int], Bool[np.ndarray, "m"]]:
-        """((scores, groups, number of groups) of the images in the fragment's groups or step, which are its own)."""
+        """((scores, groups, number of groups) of the images in the chunk's groups or step, which are its own)."""
         rows, cut = self.images.rows, self.images.cut(index)
         members = np.isin(rows, rows[cut]) if needs == "group" else self.members
         mine = np.isin(np.flatnonzero(members), np.arange(cut.start, cut.stop))

@@ -12,11 +12,11 @@ from digen_jax.engine.draws import Drawn, Draws
 from digen_jax.engine.packing import Endpoints
 from digen_jax.flow.noising import turn_keys
 from digen_jax.flow.sampling import Transitions
-from digen_jax.scheduling.commands import Fragment
+from digen_jax.scheduling.commands import Chunk
 
 
 class Images(NamedTuple):
-    """A fragment's sampled images, on the trainer mesh."""
+    """A chunk's sampled images, on the trainer mesh."""
 
     version: int  # of the policy that sampled them
     rows: Int[np.ndarray, "b"]  # each image's group within the step
@@ -32,7 +32,7 @@ class StepImages:
     """
 
     records: list[dict[str, Any]]
-    size: int  # images of a fragment
+    size: int  # images of a chunk
     rows: Int[np.ndarray, "n"]
     drawn: Drawn
     training_keys: Key[Array, "n"]  # of training's noise: on the first turn the images' own keys
@@ -48,7 +48,7 @@ class StepImages:
         draws: Draws,
         turn: int = 0,
     ) -> "StepImages":
-        """`images` a group, `size` a fragment. `turn`: how many times the step was trained before."""
+        """`images` a group, `size` a chunk. `turn`: how many times the step was trained before."""
         rows = np.repeat(np.arange(len(records), dtype=np.int32), images)
         serials = np.asarray([record["serial"] for record in records])[rows]
         numbers = np.tile(np.arange(images), len(records))
@@ -56,11 +56,11 @@ class StepImages:
         return cls(records, size, rows, drawn, turn_keys(drawn.keys, turn))
 
     def cut(self, index: int) -> slice:
-        """The slice of a fragment's images."""
+        """The slice of a chunk's images."""
         return slice(index * self.size, (index + 1) * self.size)
 
     def shown(self, index: int) -> list[dict[str, Any]]:
-        """The record of each image of a fragment."""
+        """The record of each image of a chunk."""
         return [self.records[row] for row in self.rows[self.cut(index)]]
 
 
@@ -97,26 +97,26 @@ class Steps:
                 self._next += 1
             return self._steps[number]
 
-    def of(self, fragment: Fragment) -> StepImages:
-        """The step of a fragment."""
-        return self[fragment.step]
+    def of(self, chunk: Chunk) -> StepImages:
+        """The step of a chunk."""
+        return self[chunk.step]
 
     def draw(self, number: int) -> None:
         """Draws the prompts of a step, unless it has ended: for a process in which no mesh encodes them."""
         if number >= self.first:
             self[number]
 
-    def find(self, fragment: Fragment) -> StepImages | None:
-        """The step of a fragment; None if the fragment was dropped (its step may have ended)."""
+    def find(self, chunk: Chunk) -> StepImages | None:
+        """The step of a chunk; None if the chunk was dropped (its step may have ended)."""
         with self._lock:
-            step = self._steps.get(fragment.step)
-            return None if step is None or fragment.index in step.dropped else step
+            step = self._steps.get(chunk.step)
+            return None if step is None or chunk.index in step.dropped else step
 
-    def drop(self, fragments: Iterable[Fragment]) -> None:
+    def drop(self, chunks: Iterable[Chunk]) -> None:
         """Marks candidates that do not form their step."""
         with self._lock:
-            for fragment in fragments:
-                self._steps[fragment.step].dropped.add(fragment.index)
+            for chunk in chunks:
+                self._steps[chunk.step].dropped.add(chunk.index)
 
     def end(self) -> None:
         """Forgets the present step, which has ended."""

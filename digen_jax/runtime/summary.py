@@ -58,10 +58,10 @@ class Summary:
         self._began = 0.0  # of the step
         self._under_way: dict[str, float] = {}  # worker: start of its present work
         self._ages: list[int] = []  # of each trained pass, in versions
-        self._queued: list[int] = []  # number of ready fragments at each start of training
+        self._queued: list[int] = []  # number of ready chunks at each start of training
         self._sampled: Counter[bool] = (
             Counter()
-        )  # fragments: whether a worker made them that prefers to train
+        )  # chunks: whether a worker made them that prefers to train
         self.numbers: dict[str, float] = {}  # runtime metrics of the last step
 
     def seen(self, event: Event, commands: list[Command], scheduler: Scheduler, now: float) -> None:
@@ -91,11 +91,11 @@ class Summary:
         if worker is not None:
             self._recorder.end_wait(worker, now)
             self._under_way[worker] = now
-        if isinstance(command, Generate) and not command.fragment.evaluation:
+        if isinstance(command, Generate) and not command.chunk.evaluation:
             self._sampled[scheduler.state.workers[worker].roles[0] == TRAIN] += 1
         if isinstance(command, Train):
-            step = scheduler.state.steps[command.fragment.step]
-            age = step.number - step.group_of(command.fragment.index).version
+            step = scheduler.state.steps[command.chunk.step]
+            age = step.number - step.group_of(command.chunk.index).version
             self._ages.extend([age] * command.count)
             self._queued.append(1 + len(step.ready))
 
@@ -115,8 +115,8 @@ class Summary:
           parts: (kind, begin, end) of what is shown apart within its work; not of an evaluation.
         """
         worker, kind = getattr(command, "worker", "reward"), command.kind
-        fragment = getattr(command, "fragment", None)
-        if fragment is not None and fragment.evaluation:
+        chunk = getattr(command, "chunk", None)
+        if chunk is not None and chunk.evaluation:
             kind = "evaluate"
         if _is_transfer(command):
             worker = f"{kind} {worker}"  # parallel to the worker's commands
@@ -124,10 +124,10 @@ class Summary:
             self._under_way.pop(worker, None)
         shown = parts if kind != "evaluate" else ()
         for what, begin, finish in shown:
-            self._recorder.work(worker, kind, start, begin, fragment)
-            self._recorder.work(worker, what, begin, finish, fragment)
+            self._recorder.work(worker, kind, start, begin, chunk)
+            self._recorder.work(worker, what, begin, finish, chunk)
             start = finish
-        self._recorder.work(worker, kind, start, end, fragment)
+        self._recorder.work(worker, kind, start, end, chunk)
 
     def since(self, worker: str) -> float | None:
         """When the present work or wait of a worker began; None: unknown."""
@@ -136,10 +136,10 @@ class Summary:
     def asked(self, command: Score, exchanges: Sequence[Exchange]) -> None:
         """Records the requests to servers by which a batch was scored; each server is a worker of its own."""
         # An evaluation is not a part of the step in which it happens.
-        fragment = None if command.fragment.evaluation else command.fragment
+        chunk = None if command.chunk.evaluation else command.chunk
         for one in exchanges:
             kind = "ask" if one.failure is None else "ask in vain"
-            self._recorder.work(one.server, kind, one.begin, one.end, fragment)
+            self._recorder.work(one.server, kind, one.begin, one.end, chunk)
 
     def end_step(self, now: float, away: float) -> list[Interval]:
         """Sums up a step that ends now; returns its intervals and forgets them.

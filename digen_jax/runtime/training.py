@@ -1,4 +1,4 @@
-"""Executors of the training meshes: each accumulates gradients of fragments, and the home worker's updates."""
+"""Executors of the training meshes: each accumulates gradients of chunks, and the home worker's updates."""
 
 import functools
 import threading
@@ -31,7 +31,7 @@ from digen_jax.runtime.link import (
 from digen_jax.runtime.scores import StepScores
 from digen_jax.runtime.steps import Images, Steps
 from digen_jax.runtime.versions import Versions
-from digen_jax.scheduling.commands import TRAINER, Deliver, Fragment, Publication, Train
+from digen_jax.scheduling.commands import TRAINER, Chunk, Deliver, Publication, Train
 from digen_jax.scheduling.settings import Settings
 
 
@@ -43,7 +43,7 @@ class Sums(NamedTuple):
 
 
 class GradientExecutor:
-    """Accumulates gradients of fragments on a mesh; every method returns when its work is done.
+    """Accumulates gradients of chunks on a mesh; every method returns when its work is done.
 
     `trainers` are the names of all training workers: each may take the samples that another one has.
     """
@@ -51,13 +51,13 @@ class GradientExecutor:
     def __init__(
         self, name: str, system: System, steps: Steps, link: Link, trainers: Collection[str]
     ):
-        self.name, self.samples = name, {}  # Fragment: Images, not yet trained
+        self.name, self.samples = name, {}  # Chunk: Images, not yet trained
         self.system, self._steps, self._link = system, steps, link
         self._trainers = trainers
         self._prompts: dict[int, EncodedPrompts] = {}  # by step
         self._taking = threading.Lock()
         self._totals: Totals | None = None
-        self._trained: set[Fragment] = set()  # since the last update
+        self._trained: set[Chunk] = set()  # since the last update
         self._groups: dict[int, OpenGroup] = {}  # groups that are trained early, by number
         self._stale = False  # whether an older version generated some of the update's samples
 
@@ -67,42 +67,42 @@ class GradientExecutor:
         return self.system.placement.trainer.mesh.size
 
     def deliver(self, command: Deliver) -> None:
-        """Takes a fragment's samples from another worker, and with the first ones the step's prompts."""
-        self._take(command.worker, command.fragment, command.version)
+        """Takes a chunk's samples from another worker, and with the first ones the step's prompts."""
+        self._take(command.worker, command.chunk, command.version)
 
-    def _take(self, worker: str, fragment: Fragment, version: int) -> None:
+    def _take(self, worker: str, chunk: Chunk, version: int) -> None:
         group, several = self.system.placement.trainer, len(self._trainers) > 1
-        step, key = self._steps.find(fragment), SamplesOf(worker, fragment)
+        step, key = self._steps.find(chunk), SamplesOf(worker, chunk)
         if step is None:
             self._link.withdraw(key)
             return
-        with self._taking:  # one lock for the fragments of all workers
-            if fragment.step not in self._prompts:
-                prompts = ConditioningOf(worker, fragment.step)
+        with self._taking:  # one lock for the chunks of all workers
+            if chunk.step not in self._prompts:
+                prompts = ConditioningOf(worker, chunk.step)
                 found = self._link.take(prompts, lambda tree: _everywhere(tree, group), self.name)
                 if found is None:  # its worker was given up just now
-                    raise LinkError(f"{worker} has no prompts of step {fragment.step}")
-                self._prompts[fragment.step] = found
+                    raise LinkError(f"{worker} has no prompts of step {chunk.step}")
+                self._prompts[chunk.step] = found
                 if several:
-                    self._link.offer(ConditioningOf(self.name, fragment.step), found)
+                    self._link.offer(ConditioningOf(self.name, chunk.step), found)
         taken = self._link.take(key, lambda tree: shardings(tree, group), self.name)
         if not (several and worker in self._trainers):
             self._link.withdraw(key)
         if taken is None:
-            if self._steps.find(fragment) is None:
+            if self._steps.find(chunk) is None:
                 return
-            raise LinkError(f"{worker} has no samples of fragment {fragment.index}")
+            raise LinkError(f"{worker} has no samples of chunk {chunk.index}")
         if several:
-            self._link.offer(SamplesOf(self.name, fragment), taken)
-        rows = step.rows[step.cut(fragment.index)]
-        self.samples[fragment] = Images(version, rows, *taken)
-        if self._steps.find(fragment) is None:
-            self.drop_fragment(fragment)
+            self._link.offer(SamplesOf(self.name, chunk), taken)
+        rows = step.rows[step.cut(chunk.index)]
+        self.samples[chunk] = Images(version, rows, *taken)
+        if self._steps.find(chunk) is None:
+            self.drop_chunk(chunk)
 
-    def drop_fragment(self, fragment: Fragment) -> None:
-        """Frees a fragment that will not be trained."""
-        if self.samples.pop(fragment, None) is not None:
-            self._link.withdraw(SamplesOf(self.name, fragment))
+    def drop_chunk(self, chunk: Chunk) -> None:
+        """Frees a chunk that will not be trained."""
+        if self.samples.pop(chunk, None) is not None:
+            self._link.withdraw(SamplesOf(self.name, chunk))
 
     def add(
         self,
@@ -111,7 +111,7 @@ class GradientExecutor:
         state: TrainState,
         published: Callable[[Publication], Any],
     ) -> None:
-        """Adds the gradient of a fragment's passes to the update's; `early`: through the sums of its group.
+        """Adds the gradient of a chunk's passes to the update's; `early`: through the sums of its group.
 
         Args:
           command: says which passes.
@@ -119,47 +119,45 @@ class GradientExecutor:
           state: the parameters that are trained, and the slow copy.
           published: gives the published weights of a version.
         """
-        fragment = command.fragment
-        if fragment not in self.samples:  # this worker has sampled it
-            self._take(self.name, fragment, command.version)
-        images = self.samples[fragment]
-        self._trained.add(fragment)
+        chunk = command.chunk
+        if chunk not in self.samples:  # this worker has sampled it
+            self._take(self.name, chunk, command.version)
+        images = self.samples[chunk]
+        self._trained.add(chunk)
         if command.early:
-            return self._add_early(fragment, scores, images, state)
+            return self._add_early(chunk, scores, images, state)
         trainer, base = self.system.trainer, self.system.base
-        experience = self._experience(fragment, scores, images)
-        self._stale |= images.version != fragment.step
+        experience = self._experience(chunk, scores, images)
+        self._stale |= images.version != chunk.step
         reads = trainer.algorithm
         behaviour = published(Publication(images.version)) if reads.reads_behaviour else None
         # At the step's start, unless no update has changed the parameters.
-        start = (
-            published(Publication(fragment.step)) if reads.reads_start and command.update else None
-        )
+        start = published(Publication(chunk.step)) if reads.reads_start and command.update else None
         piece = command.first, command.count
         self._totals = jax.block_until_ready(
             trainer.accumulate(state, base, experience, self._totals, behaviour, start, piece)
         )
         return None
 
-    def _experience(self, fragment: Fragment, scores: StepScores, images: Images) -> Experience:
-        """A scored fragment in the trainer's form."""
-        system, prompts = self.system, self._prompts[fragment.step]
+    def _experience(self, chunk: Chunk, scores: StepScores, images: Images) -> Experience:
+        """A scored chunk in the trainer's form."""
+        system, prompts = self.system, self._prompts[chunk.step]
         if system.trainer.algorithm.ranks:
-            return receive(system, prompts, images, scores.ranking(fragment.index))
-        lesson = scores.lesson(fragment.index)
+            return receive(system, prompts, images, scores.ranking(chunk.index))
+        lesson = scores.lesson(chunk.index)
         if len(lesson.places) < len(images.rows):
             images = selected(images, lesson.places, system.placement.trainer)
         return receive(system, prompts, images, lesson.advantages, lesson.weight)
 
     def _add_early(
-        self, fragment: Fragment, scores: StepScores, images: Images, state: TrainState
+        self, chunk: Chunk, scores: StepScores, images: Images, state: TrainState
     ) -> None:
-        """Adds a fragment to its group's sums; the group's last one adds these to the update's."""
+        """Adds a chunk to its group's sums; the group's last one adds these to the update's."""
         trainer, number, step = self.system.trainer, int(images.rows[0]), scores.images
-        values = scores.values[step.cut(fragment.index)]
+        values = scores.values[step.cut(chunk.index)]
         # They are not known yet: nothing may read them.
         advantages = np.full_like(values, np.nan)
-        experience = receive(self.system, self._prompts[fragment.step], images, advantages)
+        experience = receive(self.system, self._prompts[chunk.step], images, advantages)
         begun, base = self._groups.pop(number, None), self.system.base
         group = trainer.accumulate_early(state, base, experience, values, begun)
         jax.block_until_ready(group.sums)
@@ -176,8 +174,8 @@ class GradientExecutor:
 
     def updated(self, first: int) -> None:
         """Frees what an update has trained, and the prompts of steps before `first`."""
-        for fragment in self._trained:
-            self.drop_fragment(fragment)
+        for chunk in self._trained:
+            self.drop_chunk(chunk)
         self._trained.clear()
         for step in [step for step in self._prompts if step < first]:
             del self._prompts[step]
@@ -220,7 +218,7 @@ class OtherTrainingExecutor(GradientExecutor):
 
     def train(self, command: Train, scores: StepScores) -> None:
         """See `GradientExecutor.add`."""
-        current = Publication(command.fragment.step, update=command.update)
+        current = Publication(command.chunk.step, update=command.update)
         self.add(command, scores, self._weights[current], self.published)
 
     def drop_weights(self, publication: Publication) -> None:
@@ -330,7 +328,7 @@ class TrainingExecutor(GradientExecutor):
 
 
 def shardings(samples: tuple[Any, Any], trainer: DeviceGroup) -> tuple[Any, Any]:
-    """Shardings of (a fragment's samples, its sigmas) on the trainer mesh: images are split over the devices."""
+    """Shardings of (a chunk's samples, its sigmas) on the trainer mesh: images are split over the devices."""
     trained, whole = samples[0], trainer.replicated
     if isinstance(trained, Endpoints):
         return Endpoints(trainer.batch, trainer.batch, whole), whole
@@ -341,7 +339,7 @@ def shardings(samples: tuple[Any, Any], trainer: DeviceGroup) -> tuple[Any, Any]
 
 
 def on_trainer(images: Images, trainer: DeviceGroup) -> Images:
-    """Moves a fragment from any mesh to the trainer mesh."""
+    """Moves a chunk from any mesh to the trainer mesh."""
     samples = images.samples, images.sigmas
     moved, sigmas = resharded(samples, shardings(samples, trainer))
     return images._replace(samples=moved, sigmas=sigmas)
@@ -352,7 +350,7 @@ def _everywhere(tree: Any, trainer: DeviceGroup) -> Any:
 
 
 def selected(images: Images, places: Int[np.ndarray, "k"], trainer: DeviceGroup) -> Images:
-    """The images at some places of a fragment on the trainer mesh, in their order, with the same sharding.
+    """The images at some places of a chunk on the trainer mesh, in their order, with the same sharding.
 
     A place may occur more than once. The number of places must be a multiple of the devices.
     """
@@ -384,7 +382,7 @@ def receive(
     advantages: Float[Any, "b"],
     weight: Float32[Any, "b"] | None = None,
 ) -> Experience:
-    """A fragment on the trainer mesh in the trainer's form; `weight` None: all images train.
+    """A chunk on the trainer mesh in the trainer's form; `weight` None: all images train.
 
     For an algorithm that `ranks`, `advantages` are any numbers in the order of the images' ranks.
     """

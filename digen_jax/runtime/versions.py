@@ -17,7 +17,7 @@ class Versions:
     """Published weights by version, which the link offers to the sampling meshes.
 
     The newest ones may be the trainer's own arrays. With `keep` an update consumes a copy of them, because
-    fragments may still refer to them; without it their publication ends at the update. `dtype` is that of
+    chunks may still refer to them; without it their publication ends at the update. `dtype` is that of
     the offered weights; None: unchanged. `exact`: they are offered unchanged, too. May be used by several threads.
     """
 

@@ -13,8 +13,8 @@ TRAINER = "trainer"
 
 
 @dataclasses.dataclass(frozen=True, order=True)
-class Fragment:
-    """Images index * n ... index * n + n - 1 of a step's candidates, n images a fragment.
+class Chunk:
+    """Images index * n ... index * n + n - 1 of a step's candidates, n images a chunk.
 
     Image j belongs to candidate group j // G. In an evaluation, `step` is the evaluated version.
     """
@@ -48,7 +48,7 @@ class Command:
 
 @dataclasses.dataclass(frozen=True)
 class Encode(Command):
-    """Encode a step's prompts on a worker. A fragment of an evaluation encodes its own when it is generated."""
+    """Encode a step's prompts on a worker. A chunk of an evaluation encodes its own when it is generated."""
 
     worker: str
     step: int
@@ -57,10 +57,10 @@ class Encode(Command):
 
 @dataclasses.dataclass(frozen=True)
 class Generate(Command):
-    """Sample a fragment's trajectories with weights that the worker holds."""
+    """Sample a chunk's trajectories with weights that the worker holds."""
 
     worker: str
-    fragment: Fragment
+    chunk: Chunk
     publication: Publication
     kind: ClassVar[str] = "generate"
 
@@ -75,16 +75,16 @@ class Decode(Command):
     """Decode the images; the worker then keeps them, and the samples to train, until they are fetched."""
 
     worker: str
-    fragment: Fragment
+    chunk: Chunk
     kind: ClassVar[str] = "decode"
 
 
 @dataclasses.dataclass(frozen=True)
 class Deliver(Command):
-    """Transfer the samples of a decoded fragment from a worker to a training worker; `version` generated them."""
+    """Transfer the samples of a decoded chunk from a worker to a training worker; `version` generated them."""
 
     worker: str
-    fragment: Fragment
+    chunk: Chunk
     version: int
     to: str
     kind: ClassVar[str] = "deliver"
@@ -92,22 +92,22 @@ class Deliver(Command):
 
 @dataclasses.dataclass(frozen=True)
 class Score(Command):
-    """Ask the reward pool for the values of a fragment, whose images the worker `maker` holds."""
+    """Ask the reward pool for the values of a chunk, whose images the worker `maker` holds."""
 
-    fragment: Fragment
+    chunk: Chunk
     maker: str
     kind: ClassVar[str] = "score"
 
 
 @dataclasses.dataclass(frozen=True)
 class Train(Command):
-    """Accumulate the gradient of `count` passes of a fragment from `first` on.
+    """Accumulate the gradient of `count` passes of a chunk from `first` on.
 
-    `early`: before the fragment's advantages are known.
+    `early`: before the chunk's advantages are known.
     """
 
     worker: str
-    fragment: Fragment
+    chunk: Chunk
     version: int
     update: int
     first: int
@@ -143,7 +143,7 @@ class Publish(Command):
 
 @dataclasses.dataclass(frozen=True)
 class Evaluate(Command):
-    """Report a version's evaluation, of which all fragments are scored."""
+    """Report a version's evaluation, of which all chunks are scored."""
 
     version: int
     answered: ClassVar[bool] = False
@@ -152,7 +152,7 @@ class Evaluate(Command):
 
 @dataclasses.dataclass(frozen=True)
 class DropVersion(Command):
-    """No fragment will need these weights again: the trainer and every worker may free them."""
+    """No chunk will need these weights again: the trainer and every worker may free them."""
 
     publication: Publication
     answered: ClassVar[bool] = False
@@ -160,9 +160,9 @@ class DropVersion(Command):
 
 
 @dataclasses.dataclass(frozen=True)
-class DropFragments(Command):
+class DropChunks(Command):
     """Free all data of begun candidates that do not form the step."""
 
-    fragments: tuple[Fragment, ...]
+    chunks: tuple[Chunk, ...]
     answered: ClassVar[bool] = False
-    kind: ClassVar[str] = "drop_fragments"
+    kind: ClassVar[str] = "drop_chunks"

@@ -6,7 +6,7 @@ from digen_jax.scheduling.commands import Command, Train
 from digen_jax.scheduling.settings import Costs, Settings
 
 WEIGHT = 1 / 16  # of the newest measurement, after the first 1 / WEIGHT of them
-# An evaluation's fragments have another size, schedule and guidance.
+# An evaluation's chunks have another size, schedule and guidance.
 OF_EVALUATION = {
     "generate": "evaluate",
     "decode": "decode evaluation",
@@ -19,8 +19,8 @@ GUESSED = Costs(generate=1.0, train=1.0)
 
 def cost_of(command: Command) -> str:
     """The kind of cost of a command."""
-    fragment = getattr(command, "fragment", None)
-    if fragment is not None and fragment.evaluation:
+    chunk = getattr(command, "chunk", None)
+    if chunk is not None and chunk.evaluation:
         return OF_EVALUATION[command.kind]
     return command.kind
 
@@ -34,15 +34,15 @@ class CostModel:
     """
 
     expected: Costs
-    images: int  # of a fragment
-    passes: int  # of a fragment
+    images: int  # of a chunk
+    passes: int  # of a chunk
     averages: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
     counts: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def begin(cls, expected: Costs, settings: Settings) -> "CostModel":
         """Nothing is measured yet."""
-        return cls(expected, settings.fragment_images, settings.passes)
+        return cls(expected, settings.chunk_images, settings.passes)
 
     def observe(self, command: Command, seconds: float) -> None:
         """Adds a measurement to the averages of its worker and of its kind."""

@@ -10,14 +10,14 @@ from typing import Any
 from digen_jax.scheduling import saving
 from digen_jax.scheduling.commands import (
     TRAINER,
+    Chunk,
     Command,
     Decode,
     Deliver,
-    DropFragments,
+    DropChunks,
     DropVersion,
     Encode,
     Evaluate,
-    Fragment,
     Generate,
     Publication,
     Publish,
@@ -109,7 +109,7 @@ class Scheduler:
     ) -> "Scheduler":
         """The scheduler in a new process, whose clock begins at 0: workers have to join again.
 
-        Nothing is in flight. Begun fragments are generated again, with the version of their group.
+        Nothing is in flight. Begun chunks are generated again, with the version of their group.
 
         Args:
           saved: the result of `save`.
@@ -192,7 +192,7 @@ class Scheduler:
         self._set_idle(worker)
 
     def _lost(self, name: str) -> None:
-        """Requeues a lost worker's fragments and passes; its commands are no longer in flight."""
+        """Requeues a lost worker's chunks and passes; its commands are no longer in flight."""
         state = self.state
         if name == TRAINER:
             raise SchedulerError("the trainer is lost: restart the run from its last checkpoint")
@@ -201,7 +201,7 @@ class Scheduler:
             return
         self._note_roles()
         if worker.task is not None:
-            self._requeue(worker.task.fragment)
+            self._requeue(worker.task.chunk)
         if worker.piece is not None:
             self._present.return_piece(worker.piece)
         # An update in progress may have the worker's sums already; if not, it fails.
@@ -210,23 +210,23 @@ class Scheduler:
         again = []
         for serial, command in list(state.in_flight.items()):
             if isinstance(command, Deliver) and command.to == name:
-                again.append(command.fragment)
+                again.append(command.chunk)
             elif isinstance(command, Deliver) and command.worker == name:
                 self._abandon(command)
             elif getattr(command, "worker", None) != name:
                 continue
             del state.in_flight[serial]
         for step in state.steps.values():
-            gone |= {Fragment(step.number, index) for index in step.lose(name, sums)}
+            gone |= {Chunk(step.number, index) for index in step.lose(name, sums)}
         for serial, command in list(state.in_flight.items()):
-            if isinstance(command, Score) and command.fragment in gone:
+            if isinstance(command, Score) and command.chunk in gone:
                 del state.in_flight[serial]
-        for fragment in gone:
-            state.handovers.pop(fragment, None)
-            self._requeue(fragment)
-        for fragment in again:
-            if fragment in state.handovers:
-                self._deliver(fragment)
+        for chunk in gone:
+            state.handovers.pop(chunk, None)
+            self._requeue(chunk)
+        for chunk in again:
+            if chunk in state.handovers:
+                self._deliver(chunk)
 
     def _abandon(self, command: Deliver) -> None:
         """A transfer whose source is lost: its receiver's piece is assigned again."""
@@ -260,13 +260,13 @@ class Scheduler:
             case Generate():
                 worker.task.generated = True
             case Decode():
-                self._decoded(worker, command.fragment)
+                self._decoded(worker, command.chunk)
             case Deliver():
                 self._delivered(worker, command)
             case Score():
-                if handover := state.handovers.get(command.fragment):
+                if handover := state.handovers.get(command.chunk):
                     handover.values = event.values
-                    self._handed_over(command.fragment)
+                    self._handed_over(command.chunk)
             case Train():
                 self._present.trained_piece(worker.name, worker.piece)
                 worker.piece = None
@@ -290,11 +290,11 @@ class Scheduler:
             worker.busy = None
         match command:
             case Encode() | Generate() | Decode():
-                fragment = worker.task.fragment
+                chunk = worker.task.chunk
                 worker.task = None
-                self._requeue(fragment)
-                if self._is_wanted(fragment):
-                    state.failed_on.setdefault(fragment, []).append(worker.name)
+                self._requeue(chunk)
+                if self._is_wanted(chunk):
+                    state.failed_on.setdefault(chunk, []).append(worker.name)
                 self._fail_role(worker, SAMPLE, event.reason)
             case Train():
                 self._present.return_piece(worker.piece)
@@ -307,11 +307,11 @@ class Scheduler:
             case Deliver():
                 if occupied:
                     self._give_piece_back(worker)
-                elif command.fragment in state.handovers:
-                    self._deliver(command.fragment)
+                elif command.chunk in state.handovers:
+                    self._deliver(command.chunk)
             case Score():
-                if command.fragment in state.handovers:
-                    self._score(command.fragment)
+                if command.chunk in state.handovers:
+                    self._score(command.chunk)
             case Update():
                 pass  # it is sent again when all passes are trained
         if worker is not None and worker.busy is None:
@@ -324,7 +324,7 @@ class Scheduler:
         lost = [name for name in step.pieces if name not in state.workers]
         for name in lost:
             for index in step.lose(name):
-                self._requeue(Fragment(step.number, index))
+                self._requeue(Chunk(step.number, index))
         return bool(lost)
 
     def _fail_role(self, worker: Worker, role: str, reason: str) -> None:
@@ -372,7 +372,7 @@ class Scheduler:
                 if not (worker.task or worker.piece or worker.busy):
                     self._set_idle(worker)
         state.samplers, state.trainers = self._with_role(SAMPLE), self._with_role(TRAIN)
-        # The fragments of each worker are others now.
+        # The chunks of each worker are others now.
         for step in state.steps.values():
             step.turns.clear()
 
@@ -414,8 +414,8 @@ class Scheduler:
     def _next_work(self, worker: Worker) -> bool:
         """Gives a worker its next work; False: it waits.
 
-        Fragments of this step and its passes, in the order of the worker's roles; then the evaluation; then
-        fragments of the next steps, if `staleness` allows them. The home worker updates as soon as it can.
+        Chunks of this step and its passes, in the order of the worker's roles; then the evaluation; then
+        chunks of the next steps, if `staleness` allows them. The home worker updates as soon as it can.
         """
         if worker.name == TRAINER and self._update():
             return True
@@ -440,7 +440,7 @@ class Scheduler:
         return Publication(old) in worker.held and self._begin(worker, step, old)
 
     def _is_time_to_lead(self) -> bool:
-        """Whether fragments of the next step have to begin now, so that they are scored when this one ends."""
+        """Whether chunks of the next step have to begin now, so that they are scored when this one ends."""
         state, step = self.state, self._present
         if not state.settings.staleness or step is None or step.queued:
             return False
@@ -455,16 +455,16 @@ class Scheduler:
         state, settings = self.state, self.state.settings
         sample = max(1e-9, self._sampling_seconds(None))
         train = max(1e-9, state.costs.predict("train") * settings.passes)
-        fresh = (settings.units - settings.stale_units) * settings.unit_fragments
+        fresh = (settings.units - settings.stale_units) * settings.unit_chunks
         waiting = max(0.0, self._handover_seconds() - fresh * sample / len(state.samplers))
         scored = waiting * len(state.trainers) / train
         idle = state.costs.predict("update") + state.costs.predict("publish")
         begun = len(state.samplers) * math.ceil(idle / sample)
-        left = settings.stale_units - math.ceil(scored / settings.unit_fragments)
-        return max(0, min(left, math.ceil(begun / settings.unit_fragments)))
+        left = settings.stale_units - math.ceil(scored / settings.unit_chunks)
+        return max(0, min(left, math.ceil(begun / settings.unit_chunks)))
 
     def _sample_ahead(self, worker: Worker, reserve: int = 0) -> bool:
-        """Begins a fragment of a later step, unless only `reserve` groups may still begin early."""
+        """Begins a chunk of a later step, unless only `reserve` groups may still begin early."""
         state, present = self.state, self._present
         if present is None:
             return False
@@ -472,7 +472,7 @@ class Scheduler:
         return any(self._begin(worker, step, reserve=reserve) for step in later)
 
     def _has_time(self, worker: Worker) -> bool:
-        """Whether the home worker can sample a fragment before an update is due."""
+        """Whether the home worker can sample a chunk before an update is due."""
         step, seconds = self._present, self._sampling_seconds(worker)
         end = self.state.now + seconds
         # The bound of all chunks first: to look at each of them for every event takes too long.
@@ -481,7 +481,7 @@ class Scheduler:
         return any(c.scored_at >= end for c in step.chunks if c.stage in (SAMPLING, SCORING))
 
     def _begin(self, worker: Worker, step: Step, old: int | None = None, reserve: int = 0) -> bool:
-        """Begins the next queued fragment of a step, unless other workers would finish all of them sooner.
+        """Begins the next queued chunk of a step, unless other workers would finish all of them sooner.
 
         With the newest weights, or with those of version `old`.
         """
@@ -504,12 +504,12 @@ class Scheduler:
         scored_at = self.state.now + self._sampling_seconds(worker) + self._handover_seconds()
         if step.generate(index, publication.version, scored_at):
             self._refer(publication)
-        worker.task = Task(Fragment(step.number, index), publication)
+        worker.task = Task(Chunk(step.number, index), publication)
         self._continue(worker)
         return True
 
     def _next_queued(self, worker: Worker, step: Step) -> int | None:
-        """The queued fragment that a worker would generate next; one that failed here is left to another worker."""
+        """The queued chunk that a worker would generate next; one that failed here is left to another worker."""
         state = self.state
         failed = {f for f in state.failed_on if f.step == step.number and not f.evaluation}
         refused = [f.index for f in failed if self._is_refused(worker, f)]
@@ -520,11 +520,11 @@ class Scheduler:
         if index is not None and index not in refused:
             return index
         return step.next_queued(
-            i for i in step.queue if i in refused or Fragment(step.number, i) not in failed
+            i for i in step.queue if i in refused or Chunk(step.number, i) not in failed
         )
 
     def _sooner_elsewhere(self, worker: Worker, queued: int) -> bool:
-        """Whether faster workers, as soon as they are free, finish all queued fragments before this one could."""
+        """Whether faster workers, as soon as they are free, finish all queued chunks before this one could."""
         state, own = self.state, self._sampling_seconds(worker)
         if queued > len(state.samplers) or own <= 1.5 * self._sampling_seconds(None):
             return False
@@ -537,9 +537,9 @@ class Scheduler:
                     return True
         return False
 
-    def _is_refused(self, worker: Worker, fragment: Fragment) -> bool:
-        """Whether a fragment failed on this worker and another worker may generate it."""
-        failed = self.state.failed_on.get(fragment, ())
+    def _is_refused(self, worker: Worker, chunk: Chunk) -> bool:
+        """Whether a chunk failed on this worker and another worker may generate it."""
+        failed = self.state.failed_on.get(chunk, ())
         return worker.name in failed and any(name not in failed for name in self.state.samplers)
 
     def _train(self, worker: Worker) -> bool:
@@ -553,14 +553,14 @@ class Scheduler:
             piece = step.take_piece(worker.name, self._piece_size(worker, step))
         if piece is None:
             return False
-        worker.piece, fragment = piece, Fragment(step.number, piece.index)
-        chunk = step.chunks[piece.index]
-        if worker.name in chunk.holders:
+        worker.piece, chunk = piece, Chunk(step.number, piece.index)
+        held = step.chunks[piece.index]
+        if worker.name in held.holders:
             self._send_train(worker)
         else:
-            source = next(iter(sorted(chunk.holders)), chunk.maker)
+            source = next(iter(sorted(held.holders)), held.maker)
             version = step.group_of(piece.index).version
-            self._send(Deliver(self._serial(), source, fragment, version, worker.name), worker)
+            self._send(Deliver(self._serial(), source, chunk, version, worker.name), worker)
         return True
 
     def _piece_size(self, worker: Worker, step: Step) -> int:
@@ -572,10 +572,10 @@ class Scheduler:
 
     def _send_train(self, worker: Worker) -> None:
         step, piece = self._present, worker.piece
-        fragment = Fragment(step.number, piece.index)
+        chunk = Chunk(step.number, piece.index)
         version = step.group_of(piece.index).version
         what = version, step.update, piece.first, piece.count, piece.early
-        command = Train(self._serial(), worker.name, fragment, *what)
+        command = Train(self._serial(), worker.name, chunk, *what)
         self._send(command, worker)
 
     def _update(self) -> bool:
@@ -594,12 +594,12 @@ class Scheduler:
         for evaluation in self.state.evaluations.values():
             if not evaluation.queue:
                 continue
-            fragment = Fragment(evaluation.version, evaluation.queue[0], evaluation=True)
+            chunk = Chunk(evaluation.version, evaluation.queue[0], evaluation=True)
             publication = self._evaluated(evaluation.version)
-            if self._is_refused(worker, fragment) or publication in worker.arriving:
+            if self._is_refused(worker, chunk) or publication in worker.arriving:
                 continue
             heapq.heappop(evaluation.queue)
-            worker.task = Task(fragment, publication)
+            worker.task = Task(chunk, publication)
             self._continue(worker)
             return True
         return False
@@ -607,20 +607,20 @@ class Scheduler:
     def _continue(self, worker: Worker) -> None:
         """Issues the next command of a worker's task, unless its weights are in transfer."""
         task, name = worker.task, worker.name
-        fragment = task.fragment
+        chunk = task.chunk
         if task.publication not in worker.held:
             if task.publication not in worker.arriving:
                 self._publish(worker, task.publication)
-        elif not fragment.evaluation and fragment.step not in worker.encoded:
-            self._send(Encode(self._serial(), name, fragment.step), worker)
+        elif not chunk.evaluation and chunk.step not in worker.encoded:
+            self._send(Encode(self._serial(), name, chunk.step), worker)
         elif not task.generated:
-            self._send(Generate(self._serial(), name, fragment, task.publication), worker)
+            self._send(Generate(self._serial(), name, chunk, task.publication), worker)
         else:
-            self._send(Decode(self._serial(), name, fragment), worker)
+            self._send(Decode(self._serial(), name, chunk), worker)
 
     def _go_on(self, worker: Worker) -> None:
         """Continues a worker's task or piece, or gives a task up that has become superfluous."""
-        if worker.task is not None and not self._is_wanted(worker.task.fragment):
+        if worker.task is not None and not self._is_wanted(worker.task.chunk):
             worker.task = None
         if worker.task is not None:
             self._continue(worker)
@@ -632,87 +632,87 @@ class Scheduler:
     def _set_idle(self, worker: Worker) -> None:
         heapq.heappush(self.state.idle.setdefault("".join(worker.roles), []), worker.rank)
 
-    # ------------------------------------------------------------------- a fragment's way
+    # ------------------------------------------------------------------- a chunk's way
 
-    def _decoded(self, worker: Worker, fragment: Fragment) -> None:
+    def _decoded(self, worker: Worker, chunk: Chunk) -> None:
         state = self.state
         worker.task, worker.failed[SAMPLE] = None, 0
-        if not self._is_wanted(fragment):
+        if not self._is_wanted(chunk):
             return
-        at_home = fragment.evaluation or TRAIN in worker.roles
-        state.handovers[fragment] = handover = Handover(worker.name, delivered=at_home)
-        if not fragment.evaluation:
-            step = state.steps[fragment.step]
-            step.decoded(fragment.index, worker.name, state.now + self._handover_seconds())
+        at_home = chunk.evaluation or TRAIN in worker.roles
+        state.handovers[chunk] = handover = Handover(worker.name, delivered=at_home)
+        if not chunk.evaluation:
+            step = state.steps[chunk.step]
+            step.decoded(chunk.index, worker.name, state.now + self._handover_seconds())
             if at_home:
-                step.chunks[fragment.index].holders.add(worker.name)
+                step.chunks[chunk.index].holders.add(worker.name)
             else:
-                self._deliver(fragment)
-            if step.chunks[fragment.index].scored:
+                self._deliver(chunk)
+            if step.chunks[chunk.index].scored:
                 handover.values = ()
-                return self._handed_over(fragment)
-        return self._score(fragment)
+                return self._handed_over(chunk)
+        return self._score(chunk)
 
-    def _score(self, fragment: Fragment) -> None:
-        handover = self.state.handovers[fragment]
-        self._send(Score(self._serial(), fragment, handover.worker))
+    def _score(self, chunk: Chunk) -> None:
+        handover = self.state.handovers[chunk]
+        self._send(Score(self._serial(), chunk, handover.worker))
 
-    def _deliver(self, fragment: Fragment) -> None:
+    def _deliver(self, chunk: Chunk) -> None:
         """Sends the samples of a worker that only samples to a training worker, each in turn."""
         state, names = self.state, self.state.trainers
-        turn = fragment.index if state.settings.ordered else state.delivered
+        turn = chunk.index if state.settings.ordered else state.delivered
         state.delivered += 1
-        version = state.steps[fragment.step].group_of(fragment.index).version
-        source = state.handovers[fragment].worker
+        version = state.steps[chunk.step].group_of(chunk.index).version
+        source = state.handovers[chunk].worker
         to = names[turn % len(names)]
-        self._send(Deliver(self._serial(), source, fragment, version, to))
+        self._send(Deliver(self._serial(), source, chunk, version, to))
 
     def _delivered(self, worker: Worker, command: Deliver) -> None:
-        state, fragment = self.state, command.fragment
-        step = state.steps.get(fragment.step)
-        if step is None or step.chunks[fragment.index].stage == DROPPED:
+        state, chunk = self.state, command.chunk
+        step = state.steps.get(chunk.step)
+        if step is None or step.chunks[chunk.index].stage == DROPPED:
             return
-        chunk = step.chunks[fragment.index]
-        if chunk.maker == command.worker and chunk.maker not in chunk.holders:
-            chunk.maker = ""  # a worker that only samples keeps no samples that another one has
-        chunk.holders.add(worker.name)
-        if handover := state.handovers.get(fragment):
+        held = step.chunks[chunk.index]
+        if held.maker == command.worker and held.maker not in held.holders:
+            held.maker = ""  # a worker that only samples keeps no samples that another one has
+        held.holders.add(worker.name)
+        if handover := state.handovers.get(chunk):
             handover.delivered = True
-            self._handed_over(fragment)
+            self._handed_over(chunk)
 
-    def _handed_over(self, fragment: Fragment) -> None:
-        """One part of a handover is done: continues with the fragment when both parts are."""
-        state, handover = self.state, self.state.handovers[fragment]
+    def _handed_over(self, chunk: Chunk) -> None:
+        """One part of a handover is done: continues with the chunk when both parts are."""
+        state, handover = self.state, self.state.handovers[chunk]
         if handover.values is None or not handover.delivered:
             return
-        del state.handovers[fragment]
-        if not fragment.evaluation:
-            step = state.steps[fragment.step]
-            step.score(fragment.index, handover.values)
+        del state.handovers[chunk]
+        if not chunk.evaluation:
+            step = state.steps[chunk.step]
+            step.score(chunk.index, handover.values)
             return self._drop_others(step)
-        evaluation = state.evaluations[fragment.step]
+        evaluation = state.evaluations[chunk.step]
         evaluation.unscored -= 1
         if not evaluation.unscored:
-            del state.evaluations[fragment.step]
-            self._out.append(Evaluate(self._serial(), fragment.step))
-            self._release(self._evaluated(fragment.step), 1)
+            del state.evaluations[chunk.step]
+            self._out.append(Evaluate(self._serial(), chunk.step))
+            self._release(self._evaluated(chunk.step), 1)
         return None
 
-    def _requeue(self, fragment: Fragment) -> None:
-        """Queues a begun fragment again, if it is still wanted."""
-        if not self._is_wanted(fragment):
+    def _requeue(self, chunk: Chunk) -> None:
+        """Queues a begun chunk again, if it is still wanted."""
+        if not self._is_wanted(chunk):
             return
-        if fragment.evaluation:
-            heapq.heappush(self.state.evaluations[fragment.step].queue, fragment.index)
+        if chunk.evaluation:
+            heapq.heappush(self.state.evaluations[chunk.step].queue, chunk.index)
         else:
-            self.state.steps[fragment.step].requeue(fragment.index)
+            self.state.steps[chunk.step].requeue(chunk.index)
 
-    def _is_wanted(self, fragment: Fragment) -> bool:
-        """Whether a begun fragment is still needed."""
-        if fragment.evaluation:
-            return fragment.step in self.state.evaluations
-        step = self.state.steps.get(fragment.step)
-        return step is not None and step.chunks[fragment.index].stage != DROPPED
+    def _is_wanted(self, chunk: Chunk) -> bool:
+        """Whether a begun chunk is still needed."""
+        if chunk.evaluation:
+            return chunk.step in self.state.evaluations
+        step = self.state.steps.get(chunk.step)
+        return step is not None and step.chunks[chunk.index].stage != DROPPED
 
     def _drop_others(self, step: Step) -> None:
         """Drops the candidates outside the step as soon as its members are known."""
@@ -720,10 +720,10 @@ class Scheduler:
             return
         begun, versions = step.drop_others()
         if begun:
-            fragments = tuple(Fragment(step.number, index) for index in begun)
-            for fragment in fragments:
-                self.state.handovers.pop(fragment, None)
-            self._out.append(DropFragments(self._serial(), fragments))
+            chunks = tuple(Chunk(step.number, index) for index in begun)
+            for chunk in chunks:
+                self.state.handovers.pop(chunk, None)
+            self._out.append(DropChunks(self._serial(), chunks))
         for version in versions:
             self._release(Publication(version), 1)
 
@@ -750,7 +750,7 @@ class Scheduler:
     def _open_evaluation(self) -> None:
         """Begins the evaluation of the newest version if it is due."""
         state = self.state
-        count = state.settings.evaluated_fragments(state.step)
+        count = state.settings.evaluated_chunks(state.step)
         if count:
             state.evaluations[state.step] = PendingEvaluation(state.step, list(range(count)), count)
             self._refer(self._evaluated(state.step))
@@ -819,7 +819,7 @@ class Scheduler:
         """Counts `count` groups fewer that need some weights; drops old weights that nobody needs."""
         state = self.state
         state.references[publication] -= count
-        newest = Publication(state.step)  # samples the next fragments
+        newest = Publication(state.step)  # samples the next chunks
         recent = (
             not publication.evaluated
             and publication.version >= state.step - state.settings.staleness
@@ -844,12 +844,12 @@ class Scheduler:
         self._out.append(command)
 
     def _sampling_seconds(self, worker: Worker | None) -> float:
-        """Expected seconds in which a worker generates and decodes a fragment; None: the mean of all."""
+        """Expected seconds in which a worker generates and decodes a chunk; None: the mean of all."""
         name, costs = worker.name if worker else "", self.state.costs
         return costs.predict("generate", name) + costs.predict("decode", name)
 
     def _handover_seconds(self) -> float:
-        """Expected seconds until a decoded fragment is scored and delivered."""
+        """Expected seconds until a decoded chunk is scored and delivered."""
         return max(self.state.costs.predict(kind) for kind in ("score", "deliver"))
 
     def _count_failure(self, command: Command, reason: str) -> None:
@@ -869,12 +869,12 @@ class Scheduler:
             )
 
     def _forget_failures(self, command: Command) -> None:
-        """Forgets the failures of completed work; a fragment counts as generated after it is decoded."""
+        """Forgets the failures of completed work; a chunk counts as generated after it is decoded."""
         state = self.state
         if state.failures and not isinstance(command, Encode | Generate):
             state.failures.pop(self.work(command), None)
         if state.failed_on and isinstance(command, Decode):
-            state.failed_on.pop(command.fragment, None)
+            state.failed_on.pop(command.chunk, None)
         if isinstance(command, Train):
             state.workers[command.worker].failed[TRAIN] = 0
 
@@ -886,14 +886,14 @@ class Scheduler:
             )
             return f"publishing {what} {command.publication.version} to {command.worker}"
         if isinstance(command, Encode):
-            fragment = self.state.workers[command.worker].task.fragment
+            chunk = self.state.workers[command.worker].task.chunk
         elif isinstance(command, Generate | Decode | Deliver | Score | Train):
-            fragment = command.fragment
+            chunk = command.chunk
         elif isinstance(command, Update):
             return f"update {command.update} of step {command.step}"
         else:
             return f"the command {command.kind!r}"
-        owner = "the evaluation of version" if fragment.evaluation else "step"
+        owner = "the evaluation of version" if chunk.evaluation else "step"
         verbs = {"score": "scoring", "train": "training on", "deliver": "delivering"}
         verb = verbs.get(command.kind, "generating")
-        return f"{verb} fragment {fragment.index} of {owner} {fragment.step}"
+        return f"{verb} chunk {chunk.index} of {owner} {chunk.step}"

@@ -16,12 +16,12 @@ OWN: Mapping[str, str] = MappingProxyType({})  # names of fields in errors: thei
 class Settings:
     """The shape of a step and the bounds of the policy.
 
-    `readiness` is the unit that must be completely scored before its fragments can be trained. With
-    `open_groups` above 0 fragments are trained early, before that, of at most `open_groups` groups at the
+    `readiness` is the unit that must be completely scored before its chunks can be trained. With
+    `open_groups` above 0 chunks are trained early, before that, of at most `open_groups` groups at the
     same time. With `readiness` "group", a group that was complete before its first training does not
     count; with "step", every group counts.
 
-    With `ordered` the fragments of a step are trained in the order of their index (groups that fill the
+    With `ordered` the chunks of a step are trained in the order of their index (groups that fill the
     step up come last), never of their arrival, so that the sums of a step are bitwise the same whatever
     the timing.
 
@@ -36,14 +36,14 @@ class Settings:
     steps: int
     groups: int  # of a step
     images: int  # of a group
-    fragment_images: int
+    chunk_images: int
     updates: int = 1
     readiness: Literal["group", "step"] = "group"
     open_groups: int = 0  # 0: nothing is trained early
     ordered: bool = False
     staleness: int = 1  # maximum age of a trajectory in versions; 0: strictly on policy
     stale_share: float = 0.5
-    passes: int = 1  # of a fragment in training
+    passes: int = 1  # of a chunk in training
     max_candidates: int = 0
     redundant_groups: int = 0
     retries: int = 2  # of one piece of work; the next failure ends the run
@@ -52,13 +52,13 @@ class Settings:
     evaluation_images: int = 1
     show_every: int = 0  # the same for evaluations that only show images; 0: never
     shown_images: int = 1  # the first ones of an evaluation
-    evaluation_batch: int = 1  # images of an evaluation's fragment
+    evaluation_batch: int = 1  # images of an evaluation's chunk
     evaluated_apart: bool = False  # evaluated weights differ from those that sample training images
     checkpoint_every: int = 0  # steps; 0: never
 
     @functools.cached_property
     def early(self) -> bool:
-        """Whether fragments are trained before their group or step is complete."""
+        """Whether chunks are trained before their group or step is complete."""
         return self.open_groups > 0
 
     @functools.cached_property
@@ -68,12 +68,12 @@ class Settings:
 
     @functools.cached_property
     def unit_images(self) -> int:
-        """Images of the smallest whole number of groups and of fragments.
+        """Images of the smallest whole number of groups and of chunks.
 
-        It is usually one group or, if a fragment holds several groups, one fragment: these begin, are
+        It is usually one group or, if a chunk holds several groups, one chunk: these begin, are
         scored and are trained together, so the scheduler handles them as one group.
         """
-        return math.lcm(self.images, self.fragment_images)
+        return math.lcm(self.images, self.chunk_images)
 
     @functools.cached_property
     def units(self) -> int:
@@ -81,14 +81,14 @@ class Settings:
         return self.groups * self.images // self.unit_images
 
     @functools.cached_property
-    def unit_fragments(self) -> int:
-        """Fragments of a unit."""
-        return self.unit_images // self.fragment_images
+    def unit_chunks(self) -> int:
+        """Chunks of a unit."""
+        return self.unit_images // self.chunk_images
 
     @functools.cached_property
-    def fragments(self) -> int:
-        """Trained fragments of a step."""
-        return self.units * self.unit_fragments
+    def chunks(self) -> int:
+        """Trained chunks of a step."""
+        return self.units * self.unit_chunks
 
     @functools.cached_property
     def set_units(self) -> int:
@@ -118,8 +118,8 @@ class Settings:
             return self.evaluation_images
         return min(self.shown_images, self.evaluation_images) if self.is_shown(version) else 0
 
-    def evaluated_fragments(self, version: int) -> int:
-        """Fragments of a version's evaluation; 0: it has none."""
+    def evaluated_chunks(self, version: int) -> int:
+        """Chunks of a version's evaluation; 0: it has none."""
         return math.ceil(self.evaluated_images(version) / self.evaluation_batch)
 
     def check(self, names: Mapping[str, str] = OWN) -> None:
@@ -141,16 +141,16 @@ class Settings:
                 self._check_candidates(names)
 
     def _check_cut(self, names: Mapping[str, str]) -> None:
-        """Refuses update sets and fragments that do not divide a step."""
-        updates, groups, images, fragment = (
-            names.get(name, name) for name in ("updates", "groups", "images", "fragment_images")
+        """Refuses update sets and chunks that do not divide a step."""
+        updates, groups, images, chunk = (
+            names.get(name, name) for name in ("updates", "groups", "images", "chunk_images")
         )
         why = "as each update trains its own groups"
         check_divides(updates, self.updates, groups, self.groups, why)
         share, of_update = f"{groups} * {images} / {updates}", self.groups * self.images
         of_update //= self.updates
-        why = "as a fragment belongs to one update"
-        check_divides(fragment, self.fragment_images, share, of_update, why)
+        why = "as a chunk belongs to one update"
+        check_divides(chunk, self.chunk_images, share, of_update, why)
 
     def _check_candidates(self, names: Mapping[str, str]) -> None:
         """Refuses fewer candidates than groups, and redundant groups without dynamic sampling."""
@@ -179,15 +179,15 @@ class Costs:
     decode: float = 0.0  # an image, on a worker of speed 1
     encode: float = 0.0  # a step's prompts, on any worker
     score: float = 0.0  # an image, by one scorer
-    score_latency: float = 0.0  # a fragment, in addition to the scorer's work
+    score_latency: float = 0.0  # a chunk, in addition to the scorer's work
     update: float = 0.0
     publish: float = 0.0  # a version, to one worker
     deliver: float = 0.0  # an image's samples, to the trainer
-    evaluate: float = 0.0  # a fragment of an evaluation, on a worker of speed 1
+    evaluate: float = 0.0  # a chunk of an evaluation, on a worker of speed 1
     switch: float = 0.0  # between sampling and training, in each direction
 
     def seconds(self, kind: str, images: int, share: float = 1.0) -> float:
-        """Seconds of one command of a kind, for a fragment of `images` images, or for a share of its passes."""
+        """Seconds of one command of a kind, for a chunk of `images` images, or for a share of its passes."""
         match kind:
             case "generate" | "decode":
                 return getattr(self, kind) * images

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from digen_jax.scheduling import timeline
 from digen_jax.scheduling.commands import (
     TRAINER,
+    Chunk,
     Command,
     Decode,
     Deliver,
-    Fragment,
     Generate,
     Publish,
     Score,
@@ -63,7 +63,7 @@ class Disturbance:
 
     The work of a device takes a factor drawn uniformly from 1 - jitter to 1 + jitter; a program of several devices
     takes the time of its slowest one. A share `flat_groups` of the candidate groups, drawn at random, has no variance.
-    `scorers` fragments are scored at the same time; 0: any number.
+    `scorers` chunks are scored at the same time; 0: any number.
     """
 
     jitter: float = 0.0
@@ -155,7 +155,7 @@ def seconds_of(
     """
     share = command.count / settings.passes if isinstance(command, Train) else 1.0
     kind = cost_of(command)
-    seconds = costs.seconds(kind, settings.fragment_images, share)
+    seconds = costs.seconds(kind, settings.chunk_images, share)
     if kind not in OF_DEVICES:
         return seconds
     seconds /= worker.speed * (worker.devices if kind != "update" else 1)
@@ -207,7 +207,7 @@ class _Simulation:
         self.workers: dict[str, WorkerLayout] = {}
         self.roles: dict[str, str] = {}  # of each worker's last work
         # What each worker generates, from when to when.
-        self.sampling: dict[str, tuple[Fragment, float, float]] = {}
+        self.sampling: dict[str, tuple[Chunk, float, float]] = {}
         self.events: list[tuple[float, int, Event]] = []  # heap by time, then by order of pushing
         self.pushed = 0
         self.scorers = [0.0] * disturbance.scorers  # heap of the times at which each is free
@@ -259,7 +259,7 @@ class _Simulation:
         step = self.scheduler.state.steps.get(self.scheduler.state.step)
         if step is None:
             return 0.0
-        begun = (span for fragment, *span in self.sampling.values() if fragment.step == step.number)
+        begun = (span for chunk, *span in self.sampling.values() if chunk.step == step.number)
         parts = sum(min(1.0, (now - start) / (end - start)) for start, end in begun if end > start)
         return (len(step.chunks) - step.queued - step.sampling + parts) / len(step.chunks)
 
@@ -292,36 +292,36 @@ class _Simulation:
             values = self._values(command)
         end = start + seconds
         if isinstance(command, Generate):
-            self.sampling[command.worker] = command.fragment, start, end
+            self.sampling[command.worker] = command.chunk, start, end
         elif isinstance(command, Decode):
             self.sampling.pop(command.worker, None)
         self._push(Completed(end, command, end - now, values))
         if isinstance(command, Train):
-            self.report.trained_by_age[command.fragment.step - command.version] += command.count
+            self.report.trained_by_age[command.chunk.step - command.version] += command.count
         if self.timeline:
             self._note(command, start, end)
 
     def _values(self, command: Score) -> tuple[float, ...]:
         """Values, all equal in a group without variance; which groups these are is independent of the order."""
-        images, fragment = self.settings.fragment_images, command.fragment
+        images, chunk = self.settings.chunk_images, command.chunk
         if not self.disturbance.flat_groups:
             return (0.0, *(1.0,) * (images - 1))
-        group = fragment.index // self.settings.unit_fragments
-        draw = random.Random(f"{self.disturbance.seed} {fragment.step} {group}").random()
+        group = chunk.index // self.settings.unit_chunks
+        draw = random.Random(f"{self.disturbance.seed} {chunk.step} {group}").random()
         flat = draw < self.disturbance.flat_groups
-        first = 0.0 if flat else float(fragment.index)
+        first = 0.0 if flat else float(chunk.index)
         return (first, *(float(not flat),) * (images - 1))
 
     def _note(self, command: Command, start: float, end: float) -> None:
         """Records the interval of a command; transfers in the background occupy no worker."""
         name = getattr(command, "worker", "reward")
-        fragment, kind = getattr(command, "fragment", None), command.kind
+        chunk, kind = getattr(command, "chunk", None), command.kind
         if isinstance(command, Publish | Deliver):
             receiver = command.to if isinstance(command, Deliver) else name
             worker = self.scheduler.state.workers.get(receiver)
             if worker is not None and worker.busy == command.serial:
-                return self.recorder.work(receiver, kind, start, end, fragment)
-            return self.recorder.work(f"{kind} {receiver}", kind, start, end, fragment)
-        if fragment is not None and fragment.evaluation and name != "reward":
+                return self.recorder.work(receiver, kind, start, end, chunk)
+            return self.recorder.work(f"{kind} {receiver}", kind, start, end, chunk)
+        if chunk is not None and chunk.evaluation and name != "reward":
             kind = "evaluate"
-        return self.recorder.work(name, kind, start, end, fragment)
+        return self.recorder.work(name, kind, start, end, chunk)

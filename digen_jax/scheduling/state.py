@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from digen_jax.scheduling.commands import Command, Fragment, Publication
+from digen_jax.scheduling.commands import Chunk, Command, Publication
 from digen_jax.scheduling.costs import CostModel
 from digen_jax.scheduling.settings import Settings
 from digen_jax.scheduling.step import Piece, Step
@@ -12,16 +12,16 @@ SAMPLE, TRAIN = "sample", "train"  # roles
 
 @dataclasses.dataclass
 class Task:
-    """The fragment that a worker samples, and its progress."""
+    """The chunk that a worker samples, and its progress."""
 
-    fragment: Fragment
+    chunk: Chunk
     publication: Publication
     generated: bool = False
 
 
 @dataclasses.dataclass
 class Handover:
-    """A decoded fragment in transfer: its values to the scheduler, its samples to a training worker."""
+    """A decoded chunk in transfer: its values to the scheduler, its samples to a training worker."""
 
     worker: str
     delivered: bool
@@ -30,7 +30,7 @@ class Handover:
 
 @dataclasses.dataclass
 class Worker:
-    """A worker of the pool. `roles` are in order of preference; it has a `task` until the fragment is decoded."""
+    """A worker of the pool. `roles` are in order of preference; it has a `task` until the chunk is decoded."""
 
     name: str
     order: int  # of joining
@@ -54,7 +54,7 @@ class Worker:
 
 @dataclasses.dataclass
 class PendingEvaluation:
-    """The fragments of a version's evaluation."""
+    """The chunks of a version's evaluation."""
 
     version: int
     queue: list[int]  # heap
@@ -84,7 +84,7 @@ class SchedulerState:
     in_flight: dict[int, Command] = dataclasses.field(default_factory=dict)
     # For weights that the home worker keeps: the number of groups and evaluations that need them.
     references: dict[Publication, int] = dataclasses.field(default_factory=dict)
-    handovers: dict[Fragment, Handover] = dataclasses.field(default_factory=dict)
+    handovers: dict[Chunk, Handover] = dataclasses.field(default_factory=dict)
     failures: dict[str, int] = dataclasses.field(default_factory=dict)
-    failed_on: dict[Fragment, list[str]] = dataclasses.field(default_factory=dict)
-    delivered: int = 0  # fragments of workers that only sample: the next one's training worker
+    failed_on: dict[Chunk, list[str]] = dataclasses.field(default_factory=dict)
+    delivered: int = 0  # chunks of workers that only sample: the next one's training worker

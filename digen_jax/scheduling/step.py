@@ -1,4 +1,4 @@
-"""One step: the stage of each fragment, which groups form the step, and which passes are left to train."""
+"""One step: the stage of each chunk, which groups form the step, and which passes are left to train."""
 
 import dataclasses
 import heapq
@@ -9,13 +9,13 @@ from typing import NamedTuple
 from digen_jax.scheduling.membership import FLAT, Candidates
 from digen_jax.scheduling.settings import Settings
 
-# The stages of a fragment. A scored one waits for its group or set; the passes of a ready one may be trained.
+# The stages of a chunk. A scored one waits for its group or set; the passes of a ready one may be trained.
 QUEUED, SAMPLING, SCORING, SCORED = "queued", "sampling", "scoring", "scored"
 READY, TRAINED, DROPPED = "ready", "trained", "dropped"
 
 
 class Piece(NamedTuple):
-    """Passes of a fragment that one worker trains; `early`: before its group or step is complete."""
+    """Passes of a chunk that one worker trains; `early`: before its group or step is complete."""
 
     index: int
     first: int
@@ -25,10 +25,10 @@ class Piece(NamedTuple):
 
 @dataclasses.dataclass
 class Group:
-    """A candidate group; its version is fixed when its first fragment begins."""
+    """A candidate group; its version is fixed when its first chunk begins."""
 
     unscored: int
-    untrained: int  # fragments
+    untrained: int  # chunks
     version: int | None = None
     low: float = math.inf
     high: float = -math.inf
@@ -36,8 +36,8 @@ class Group:
 
 
 @dataclasses.dataclass
-class Chunk:
-    """A fragment; `holders` are the training workers that have its samples."""
+class ChunkState:
+    """A chunk; `holders` are the training workers that have its samples."""
 
     stage: str = QUEUED
     maker: str = ""
@@ -58,16 +58,14 @@ class Step:
     settings: Settings
     candidates: Candidates
     groups: list[Group] = dataclasses.field(default_factory=list)
-    chunks: list[Chunk] = dataclasses.field(default_factory=list)
-    queue: list[int] = dataclasses.field(default_factory=list)  # heap of queued fragments
+    chunks: list[ChunkState] = dataclasses.field(default_factory=list)
+    queue: list[int] = dataclasses.field(default_factory=list)  # heap of queued chunks
     queued: int = 0
-    sampling: int = 0  # fragments
-    latest_score: float = 0.0  # expected; not before that of any fragment
+    sampling: int = 0  # chunks
+    latest_score: float = 0.0  # expected; not before that of any chunk
     ready: list[int] = dataclasses.field(default_factory=list)  # heap of -index
     own: dict[str, list[int]] = dataclasses.field(default_factory=dict)  # heaps of ready, by holder
-    turns: dict[str, int] = dataclasses.field(
-        default_factory=dict
-    )  # ordered: next fragment by worker
+    turns: dict[str, int] = dataclasses.field(default_factory=dict)  # ordered: next chunk by worker
     early: list[int] = dataclasses.field(default_factory=list)  # heap; scored, may train early
     open: int = 0  # groups that train early and are not finished
     update: int = 0  # the present update set
@@ -79,7 +77,7 @@ class Step:
 
     @classmethod
     def begin(cls, number: int, settings: Settings) -> "Step":
-        """A step with no fragment begun."""
+        """A step with no chunk begun."""
         candidates = Candidates.begin(
             settings.units, settings.set_units, settings.max_candidates, settings.redundant_groups
         )
@@ -88,18 +86,18 @@ class Step:
         return step
 
     def group_of(self, index: int) -> Group:
-        """The group of a fragment."""
-        return self.groups[index // self.settings.unit_fragments]
+        """The group of a chunk."""
+        return self.groups[index // self.settings.unit_chunks]
 
-    def fragments_of(self, group: int) -> range:
-        """The fragments of a group."""
-        size = self.settings.unit_fragments
+    def chunks_of(self, group: int) -> range:
+        """The chunks of a group."""
+        size = self.settings.unit_chunks
         return range(group * size, (group + 1) * size)
 
     # ---------------------------------------------------------------------------- generation
 
     def next_queued(self, passed_over: Iterable[int] = ()) -> int | None:
-        """The first queued fragment that is not in `passed_over`; it stays in the queue."""
+        """The first queued chunk that is not in `passed_over`; it stays in the queue."""
         while self.queue and self.chunks[self.queue[0]].stage != QUEUED:
             heapq.heappop(self.queue)
         passed_over = set(passed_over)
@@ -109,7 +107,7 @@ class Step:
         return min((i for i in left if self.chunks[i].stage == QUEUED), default=None)
 
     def next_own(self, worker: str, place: int, workers: int) -> int | None:
-        """The next queued one of a worker's own fragments, which are place, place + workers, ..."""
+        """The next queued one of a worker's own chunks, which are place, place + workers, ..."""
         index = self.turns.get(f"{worker} samples", place)
         while index < len(self.chunks) and self.chunks[index].stage != QUEUED:
             index += workers
@@ -117,7 +115,7 @@ class Step:
         return index if index < len(self.chunks) else None
 
     def generate(self, index: int, version: int, scored_at: float) -> bool:
-        """Begins a fragment; returns whether its group begins with it, which fixes the group's version."""
+        """Begins a chunk; returns whether its group begins with it, which fixes the group's version."""
         chunk, group = self.chunks[index], self.group_of(index)
         chunk.stage, chunk.scored_at = SAMPLING, scored_at
         self.latest_score = max(self.latest_score, scored_at)
@@ -130,7 +128,7 @@ class Step:
         return True
 
     def requeue(self, index: int) -> None:
-        """Queues a fragment whose samples are lost; its group's version generates it again."""
+        """Queues a chunk whose samples are lost; its group's version generates it again."""
         chunk = self.chunks[index]
         if chunk.stage in (QUEUED, TRAINED, DROPPED):
             return
@@ -141,7 +139,7 @@ class Step:
         self.turns.clear()
 
     def decoded(self, index: int, maker: str, scored_at: float) -> None:
-        """Marks a fragment as decoded; it is on its way to the rewards and to a training worker."""
+        """Marks a chunk as decoded; it is on its way to the rewards and to a training worker."""
         chunk = self.chunks[index]
         self.sampling -= 1
         chunk.stage, chunk.maker, chunk.scored_at = SCORING, maker, scored_at
@@ -150,10 +148,10 @@ class Step:
     # ------------------------------------------------------------------------------- scoring
 
     def score(self, index: int, values: tuple[float, ...]) -> None:
-        """Marks a fragment as scored and delivered; makes ready what may be trained now."""
+        """Marks a chunk as scored and delivered; makes ready what may be trained now."""
         chunk = self.chunks[index]
         chunk.stage, again, chunk.scored = SCORED, chunk.scored, True
-        number, group = index // self.settings.unit_fragments, self.group_of(index)
+        number, group = index // self.settings.unit_chunks, self.group_of(index)
         if again:  # it was generated a second time: its samples and scores are those of the first
             return self._offer([number])
         group.unscored -= 1
@@ -171,11 +169,11 @@ class Step:
         return self._offer(range(len(self.groups)) if known_now else (number, *passed))
 
     def drop_others(self) -> tuple[list[int], list[int]]:
-        """Drops the candidates outside a known step; returns (begun fragments, versions of their groups)."""
+        """Drops the candidates outside a known step; returns (begun chunks, versions of their groups)."""
         self.settled = True
         begun, versions = [], []
         for number in self.candidates.others():
-            for index in self.fragments_of(number):
+            for index in self.chunks_of(number):
                 chunk = self.chunks[index]
                 self.queued -= chunk.stage == QUEUED
                 self.sampling -= chunk.stage == SAMPLING
@@ -189,7 +187,7 @@ class Step:
     # ------------------------------------------------------------------------------ training
 
     def take_piece(self, worker: str, count: int) -> Piece | None:
-        """Assigns at most `count` passes to a worker: of a fragment that it holds, else of the last ready one."""
+        """Assigns at most `count` passes to a worker: of a chunk that it holds, else of the last ready one."""
         if not self.ready:
             self._open_early()
         index = self._top(self.own.get(worker, ()), 1)
@@ -198,7 +196,7 @@ class Step:
         return None if index is None else self._take(index, count)
 
     def take_in_order(self, worker: str, place: int, workers: int) -> Piece | None:
-        """Assigns the next fragment of a worker that trains fragments place, place + workers, ... in this order."""
+        """Assigns the next chunk of a worker that trains chunks place, place + workers, ... in this order."""
         if not self.ready:
             self._open_early()
         index = self.turns.get(worker, place)
@@ -206,7 +204,7 @@ class Step:
             index += workers
         self.turns[worker] = index
         if index >= len(self.chunks):
-            size = self.settings.unit_fragments
+            size = self.settings.unit_chunks
             filled = (i for g in self.candidates.filled for i in range(g * size, (g + 1) * size))
             mine = (i for i in filled if i % workers == place and self.chunks[i].left)
             index = next(mine, None)
@@ -240,7 +238,7 @@ class Step:
             self._push(piece.index)
 
     def lose(self, worker: str, sums: bool = True) -> list[int]:
-        """A worker is lost; returns fragments whose samples are lost with it.
+        """A worker is lost; returns chunks whose samples are lost with it.
 
         `sums`: with its sums, so that its passes are trained again.
         """
@@ -260,7 +258,7 @@ class Step:
     def left(self) -> int:
         """Passes of the present update set that no worker trains."""
         settings = self.settings
-        return settings.set_units * settings.unit_fragments * settings.passes - self.assigned
+        return settings.set_units * settings.unit_chunks * settings.passes - self.assigned
 
     @property
     def has_trained(self) -> bool:
@@ -271,7 +269,7 @@ class Step:
     def set_trained(self) -> bool:
         """Whether the present update set is completely trained."""
         settings = self.settings
-        return self.trained == settings.set_units * settings.unit_fragments * settings.passes
+        return self.trained == settings.set_units * settings.unit_chunks * settings.passes
 
     def next_set(self) -> bool:
         """Ends the present update set after its update; returns whether it was the step's last."""
@@ -290,16 +288,16 @@ class Step:
 
     def _open_groups(self) -> None:
         """Queues the candidates that were opened since the last call."""
-        size, passes = self.settings.unit_fragments, self.settings.passes
+        size, passes = self.settings.unit_chunks, self.settings.passes
         for number in range(len(self.groups), len(self.candidates.verdicts)):
             self.groups.append(Group(unscored=size, untrained=size))
-            self.chunks.extend(Chunk(left=[(0, passes)]) for _ in range(size))
+            self.chunks.extend(ChunkState(left=[(0, passes)]) for _ in range(size))
             self.queued += size
-            for index in self.fragments_of(number):
+            for index in self.chunks_of(number):
                 heapq.heappush(self.queue, index)
 
     def _offer(self, groups: Sequence[int]) -> None:
-        """Makes the scored fragments of some groups ready if readiness allows it."""
+        """Makes the scored chunks of some groups ready if readiness allows it."""
         settings, candidates = self.settings, self.candidates
         if settings.step_first and not candidates.step_known:
             return
@@ -311,12 +309,12 @@ class Step:
             if complete or group.early:
                 self._make_ready(number)
             elif settings.early:
-                for index in self.fragments_of(number):
+                for index in self.chunks_of(number):
                     if self.chunks[index].stage == SCORED:
                         heapq.heappush(self.early, index)
 
     def _make_ready(self, number: int) -> None:
-        for index in self.fragments_of(number):
+        for index in self.chunks_of(number):
             if self.chunks[index].stage == SCORED:
                 self.chunks[index].stage = READY
                 self._push(index)
@@ -327,17 +325,17 @@ class Step:
             heapq.heappush(self.own.setdefault(holder, []), index)
 
     def _open_early(self) -> None:
-        """Opens the first group with a scored, waiting fragment, if one more group may be open."""
+        """Opens the first group with a scored, waiting chunk, if one more group may be open."""
         while self.early and self.open < self.settings.open_groups:
             index = heapq.heappop(self.early)
             if self.chunks[index].stage == SCORED:
                 self.group_of(index).early = True
                 self.open += 1
-                self._make_ready(index // self.settings.unit_fragments)
+                self._make_ready(index // self.settings.unit_chunks)
                 return
 
     def _top(self, heap: list[int], sign: int) -> int | None:
-        """The first fragment of a heap with passes to train."""
+        """The first chunk of a heap with passes to train."""
         while heap:
             chunk = self.chunks[sign * heap[0]]
             if chunk.stage == READY and chunk.left:
@@ -346,8 +344,8 @@ class Step:
         return None
 
     def _is_passed(self, index: int) -> bool:
-        """Whether no pass of a fragment will be assigned in its turn."""
-        number = index // self.settings.unit_fragments
+        """Whether no pass of a chunk will be assigned in its turn."""
+        number = index // self.settings.unit_chunks
         return self.candidates.verdicts[number] == FLAT or not self.chunks[index].left
 
     def _take(self, index: int, count: int) -> Piece:
@@ -361,7 +359,7 @@ class Step:
         return Piece(index, first, count, early)
 
     def rewound(self, settings: Settings) -> "Step":
-        """The same step with no fragment begun; its groups keep their versions.
+        """The same step with no chunk begun; its groups keep their versions.
 
         If `settings` divides the images into other units, a unit gets the oldest version of the old units
         with which it shares an image; some of these may not have begun.

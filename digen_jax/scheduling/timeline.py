@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from digen_jax.scheduling.commands import Fragment
+from digen_jax.scheduling.commands import Chunk
 from digen_jax.scheduling.scheduler import Scheduler
 
 # Causes of waiting: "weights" in transfer, a "reward", others' "sampling" or "training", the "update", the "end".
@@ -14,7 +14,7 @@ CAUSES = ("sampling", "reward", "training", "update", "weights", "evaluation", "
 class Interval(NamedTuple):
     """One activity of a worker from `start` to `end`, in seconds.
 
-    `kind` is a command's, "evaluate" for an evaluation fragment, or "wait" for `cause`, one of CAUSES. The rewards are
+    `kind` is a command's, "evaluate" for an evaluation chunk, or "wait" for `cause`, one of CAUSES. The rewards are
     the worker "reward", whose intervals may overlap. Transfers to and from a rollout worker have separate rows, such
     as "publish rollout 0", and so has each server that a reward asks, such as "judge 127.0.0.1:8000", with "ask" for
     an answered request and "ask in vain" for one that is repeated; they may overlap, too.
@@ -24,7 +24,7 @@ class Interval(NamedTuple):
     kind: str
     start: float
     end: float
-    fragment: Fragment | None = None
+    chunk: Chunk | None = None
     cause: str = ""
 
     @property
@@ -42,11 +42,11 @@ class Recorder:
         self.waits_since: dict[str, float] = {}  # worker: begin of its wait, wherever that was cut
 
     def work(
-        self, worker: str, kind: str, start: float, end: float, fragment: Fragment | None = None
+        self, worker: str, kind: str, start: float, end: float, chunk: Chunk | None = None
     ) -> None:
         """Records work of a worker from `start`, which ends its wait, to `end`."""
         self.end_wait(worker, start)
-        self.intervals.append(Interval(worker, kind, start, end, fragment))
+        self.intervals.append(Interval(worker, kind, start, end, chunk))
 
     def look_at(self, scheduler: Scheduler, worker: str, now: float) -> None:
         """Records whether a worker waits, and for what."""

@@ -133,7 +133,7 @@ def test_a_runs_programs_have_the_kernel(base, rules):
     system = assemble.outline(recipe, chips("v5p:2x2x1")[:4])
     kernels = policies.attention_kernels(recipe, system.policy.family, system.placement)
     assert kernels == {"sampling": "splash", "training": "splash"}
-    samples = recipe.sampler.fragment
+    samples = recipe.sampler.chunk
     sampling = lower_generate(system, system.sampler, recipe, samples).as_text()
     training = lower_gradient(system, recipe, samples).as_text()
     assert "splash_mha_fwd" in sampling and "splash_mha_dkv" not in sampling

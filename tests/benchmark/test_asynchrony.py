@@ -25,7 +25,7 @@ def config(base):
         evaluation__every=2,
         rewards=f"{brightness.__module__}:brightness",
         reward_pool__processes=0,
-        sampler__fragment=4,
+        sampler__chunk=4,
         trainer__learning_rate=0.1,
         runtime__staleness=1,
     )
@@ -101,7 +101,7 @@ def test_means_are_compared_by_their_standard_errors():
     [
         ("runtime.staleness", 0, "config.runtime.staleness = 0 is no asynchrony"),
         ("placement.rollout.data", 0, "config.placement.rollout.data = 0 is colocated"),
-        ("sampler.fragment", 8, "config.runtime.staleness = 1 changes nothing, as"),
+        ("sampler.chunk", 8, "config.runtime.staleness = 1 changes nothing, as"),
         ("placement.sizes", "auto", "config.placement = 'auto' may choose no rollout mesh"),
     ],
 )

@@ -7,7 +7,7 @@ import pytest
 
 from digen_jax.benchmark.cluster import (
     CASES,
-    FRAGMENT,
+    CHUNK,
     Case,
     Emulated,
     chosen,
@@ -17,7 +17,7 @@ from digen_jax.benchmark.cluster import (
 from digen_jax.benchmark.runtime import TimedRun, simulations
 from digen_jax.benchmark.waits import Waits
 from digen_jax.errors import ConfigError
-from digen_jax.scheduling.commands import TRAINER, Fragment, Score, Train, Update
+from digen_jax.scheduling.commands import TRAINER, Chunk, Score, Train, Update
 
 RUN = TimedRun(warm_up=2, steps=3, jitter=0.0)
 FOUND = Emulated("1 worker", 3.0, 3.0, 1.5, 0.5, 0.02, 0.01, 0.03, 0.24)
@@ -39,19 +39,19 @@ def test_every_worker_has_its_roles_and_waits_long_enough(case):
     }
     costs, settings = case.costs(8), case.settings(8)
     # Of all rollout workers together.
-    generation = settings.fragments * FRAGMENT * (costs.generate + costs.decode)
+    generation = settings.chunks * CHUNK * (costs.generate + costs.decode)
     assert generation / sum(case.speeds) == pytest.approx(8)
-    waits, fragment, (home, *_) = Waits(costs, settings), Fragment(0, 0), case.workers
-    train, update = Train(0, "", fragment, 0, 0, 0, 1), Update(0, "", 0, 0, ())
-    for command in (Score(0, fragment, ""), train, update):
+    waits, chunk, (home, *_) = Waits(costs, settings), Chunk(0, 0), case.workers
+    train, update = Train(0, "", chunk, 0, 0, 0, 1), Update(0, "", 0, 0, ())
+    for command in (Score(0, chunk, ""), train, update):
         assert waits.seconds(command, home) >= 0.1
 
 
 def test_training_that_is_faster_than_generation_hides_behind_it():
-    """All but what comes before the first fragment and after the last one."""
+    """All but what comes before the first chunk and after the last one."""
     case = dataclasses.replace(CASES[1], training=0.1)
     costs = case.costs(8)
-    last = FRAGMENT * (costs.deliver + costs.score + 2 * costs.train)
+    last = CHUNK * (costs.deliver + costs.score + 2 * costs.train)
     rest = costs.publish + costs.encode + last + costs.update
     assert simulated(case).step_seconds == pytest.approx(8 + rest, rel=0.03)
 

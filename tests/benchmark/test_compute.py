@@ -18,7 +18,7 @@ from tests.tiny_runs import prompt_file
 @pytest.fixture
 def config(base):
     file = str(prompt_file(base))
-    return toy.config(prompts__file=file, evaluation__prompts=file, sampler__fragment=4)
+    return toy.config(prompts__file=file, evaluation__prompts=file, sampler__chunk=4)
 
 
 def build(config, devices):
@@ -26,7 +26,7 @@ def build(config, devices):
 
 
 @pytest.mark.slow
-def test_fragments_by_a_link_train_as_fragments_at_hand(config):
+def test_chunks_by_a_link_train_as_chunks_at_hand(config):
     alone = open_recipe(config).with_meshes(ONE_DEVICE)
     system = build(alone, jax.devices()[:1])  # compiled once for both
     starts = system, system._replace(start=toy.moved(system.start, 0.0))

@@ -83,13 +83,13 @@ def test_the_eager_loop_has_the_same_gradient(base):
     loop.optimizer.step = lambda: None
 
     ours.sample()
-    (images,) = ours.fragments
+    (images,) = ours.chunks
     kept = [np.asarray(a) for a in (images.samples.x, images.samples.x_next)]
     x, x_next = (torch.from_numpy(np.moveaxis(a, -1, 2).copy()) for a in kept)
     old = np.array(images.samples.log_prob)
     # Only the eager loop leaves out the normaliser.
     old += (np.log(work.std[:2]) + 0.5 * np.log(2 * np.pi))[:, None]
-    loop.fragments = [(torch.from_numpy(images.rows).long(), x, x_next, torch.from_numpy(old))]
+    loop.chunks = [(torch.from_numpy(images.rows).long(), x, x_next, torch.from_numpy(old))]
     loop.train()
 
     # Ratios are 1 but for rounding, and within the clip range: so this compares the replayed transitions, too.
@@ -109,7 +109,7 @@ def test_the_script_times_both(base, tmp_path):
         f"evaluation.prompts={prompt_file(base)}",
         "batch.groups=2",
         "batch.images=2",
-        "sampler.fragment=4",
+        "sampler.chunk=4",
         "trainer.micro_batch=2",
         "sampler.steps=3",
         "sampler.window.length=2",

@@ -12,11 +12,11 @@ from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.driver import Driver
 from digen_jax.scheduling.commands import (
     TRAINER,
+    Chunk,
     Decode,
     Deliver,
     DropVersion,
     Encode,
-    Fragment,
     Generate,
     Publication,
     Publish,
@@ -38,21 +38,21 @@ COSTS = Costs(
     publish=0.05,
     deliver=0.002,
 )
-SETTINGS = Settings(3, groups=4, images=4, fragment_images=4, passes=4, staleness=0)
+SETTINGS = Settings(3, groups=4, images=4, chunk_images=4, passes=4, staleness=0)
 EXACT = Waits(COSTS, SETTINGS)
-FRAGMENT = Fragment(3, 5)
+CHUNK = Chunk(3, 5)
 LAYOUT = WorkerLayout(4), WorkerLayout(), WorkerLayout(2, ("sample",)), WorkerLayout(1, speed=0.5)
 
 
 @pytest.mark.parametrize(
     ("command", "seconds"),
     [
-        (Generate(1, "rollout 0", FRAGMENT, Publication(2)), 0.08 / 2),
-        (Decode(1, "worker 2", FRAGMENT), 0.02 / 0.5),
-        (Deliver(1, "rollout 0", FRAGMENT, 2, TRAINER), 0.008),
-        (Generate(1, TRAINER, FRAGMENT, Publication(2)), 0.08 / 4),
-        (Train(1, "worker 1", FRAGMENT, 0, 0, 0, 4), 0.04),
-        (Train(1, TRAINER, FRAGMENT, 0, 0, 1, 2), 0.02 / 4),
+        (Generate(1, "rollout 0", CHUNK, Publication(2)), 0.08 / 2),
+        (Decode(1, "worker 2", CHUNK), 0.02 / 0.5),
+        (Deliver(1, "rollout 0", CHUNK, 2, TRAINER), 0.008),
+        (Generate(1, TRAINER, CHUNK, Publication(2)), 0.08 / 4),
+        (Train(1, "worker 1", CHUNK, 0, 0, 0, 4), 0.04),
+        (Train(1, TRAINER, CHUNK, 0, 0, 1, 2), 0.02 / 4),
         (Encode(1, "worker 1", 3), 0.03),
         (Update(1, TRAINER, 3, 0, (TRAINER,)), 0.04),
         (Publish(1, "rollout 0", Publication(3)), 0.05),
@@ -72,9 +72,7 @@ def test_a_command_takes_its_cost(command, seconds):
 def test_the_pool_of_rewards_takes_as_long_as_scores_cost():
     executors = WaitingExecutors(EXACT, LAYOUT)
     with closing(RewardPool(alone("waits", score), 0)) as rewards:
-        found = [
-            executors.score(Score(0, FRAGMENT, "rollout 0"), rewards).result() for _ in range(5)
-        ]
+        found = [executors.score(Score(0, CHUNK, "rollout 0"), rewards).result() for _ in range(5)]
     assert found[0].scores.columns.shape == (4, 1)
     assert 0.024 <= min(scored.seconds for scored in found) < 0.054
 
@@ -83,12 +81,12 @@ def test_jitter_is_of_the_work_and_not_of_who_does_it():
     waits, one = Waits(COSTS, SETTINGS, jitter=0.2, seed=7), WorkerLayout()
 
     def factors(worker, serial, version, waits=waits, layout=one):
-        fragments = [Fragment(step, index) for step in range(20) for index in range(20)]
+        chunks = [Chunk(step, index) for step in range(20) for index in range(20)]
         kinds = (
-            [Generate(serial, worker, f, Publication(version)) for f in fragments],
-            [Decode(serial, worker, f) for f in fragments],
-            [Train(serial, worker, f, version, 0, 0, 4) for f in fragments],
-            [Train(serial, worker, f, version, 0, 1, 4) for f in fragments],
+            [Generate(serial, worker, f, Publication(version)) for f in chunks],
+            [Decode(serial, worker, f) for f in chunks],
+            [Train(serial, worker, f, version, 0, 0, 4) for f in chunks],
+            [Train(serial, worker, f, version, 0, 1, 4) for f in chunks],
         )
         exact = [EXACT.seconds(same[0], layout) for same in kinds]
         return np.array(
@@ -127,6 +125,6 @@ def test_a_driver_has_several_workers_sample_and_train():
     assert {command.worker for command in log if isinstance(command, Train)} == names
     assert {command.worker for command in log if isinstance(command, Generate)} < names
     trained = sum(command.count for command in log if isinstance(command, Train))
-    assert trained == SETTINGS.steps * SETTINGS.fragments * SETTINGS.passes
+    assert trained == SETTINGS.steps * SETTINGS.chunks * SETTINGS.passes
     assert any(isinstance(command, Deliver) and command.worker == TRAINER for command in log)
     assert all(set(c.trained) == names for c in log if isinstance(c, Update))

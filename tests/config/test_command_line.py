@@ -49,7 +49,7 @@ def main():
         from digen_jax.process.exhausted import during
         lines = "RESOURCE_EXHAUSTED: Out of memory allocating 2000000 bytes.\\nBuffers: many"
         try:
-            with during("training on fragment 3 of step 2"):
+            with during("training on chunk 3 of step 2"):
                 raise jax.errors.JaxRuntimeError(lines)
         except RuntimeError as error:
             raise RuntimeError("a piece of work failed too often") from error
@@ -146,8 +146,8 @@ def test_a_device_without_memory_is_one_line_with_xlas_first_one(tmp_path):
     done = launch(tmp_path, *given, "--config.seed=4")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert done.stderr.startswith(
-        "script.py: a device ran out of memory during training on fragment 3 of step 2 (RESOURCE_EXHAUSTED: Out of "
-        "memory allocating 2000000 bytes): make config.trainer.micro_batch or config.sampler.fragment smaller, "
+        "script.py: a device ran out of memory during training on chunk 3 of step 2 (RESOURCE_EXHAUSTED: Out of "
+        "memory allocating 2000000 bytes): make config.trainer.micro_batch or config.sampler.chunk smaller, "
     )
     assert done.stderr.endswith(
         "; with the same --workdir a run continues from its last checkpoint\n"

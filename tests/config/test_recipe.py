@@ -207,8 +207,8 @@ def test_a_placement_may_be_given_in_a_word(given, whole):
         (
             dict(runtime__early_groups=2),
             [
-                "config.sampler.fragment = 144 must divide config.batch.images = 12, as with config.runtime."
-                "early_groups = 2 a fragment belongs to one group: set config.sampler.fragment and "
+                "config.sampler.chunk = 144 must divide config.batch.images = 12, as with config.runtime."
+                "early_groups = 2 a chunk belongs to one group: set config.sampler.chunk and "
                 "config.trainer.micro_batch to 4",
                 "config.algorithm.old_log_probs is 'rollout'; to train before a group is complete set it",
             ],
@@ -227,17 +227,17 @@ def test_several_mistakes_are_listed_at_once(given, fields, sentences):
 @pytest.mark.parametrize(
     ("field", "value", "change"),
     [
-        ("max_candidates", 24, "set config.sampler.fragment and config.trainer.micro_batch to 12"),
-        ("staleness", 1, "set config.sampler.fragment and config.trainer.micro_batch to 72, or"),
+        ("max_candidates", 24, "set config.sampler.chunk and config.trainer.micro_batch to 12"),
+        ("staleness", 1, "set config.sampler.chunk and config.trainer.micro_batch to 72, or"),
     ],
 )
-def test_a_switch_that_needs_smaller_fragments_says_all_that_goes_with_them(
+def test_a_switch_that_needs_smaller_chunks_says_all_that_goes_with_them(
     given, field, value, change
 ):
     given = changed(given, **{f"runtime__{field}": value})
     refused(given, change)
     size = int(re.search(r"micro_batch to (\d+)", change)[1])
-    sizes = dict(sampler__fragment=size, trainer__micro_batch=size)
+    sizes = dict(sampler__chunk=size, trainer__micro_batch=size)
     place(open_recipe(changed(given, **sizes)), 8)
 
 
@@ -517,15 +517,15 @@ TWO = dict(rewards=("shapes_geneval", "tests.engine.toy:brightness"))
         ),
         (dict(advantages__best_and_worst=-1), "config.advantages.best_and_worst is -1; it must"),
         (
-            dict(advantages__best_and_worst=2, sampler__fragment=6),
-            "config.batch.images = 12 must divide config.sampler.fragment = 6, as with "
-            "config.advantages.best_and_worst = 2 a fragment holds whole groups: set "
-            "config.sampler.fragment to 12",
+            dict(advantages__best_and_worst=2, sampler__chunk=6),
+            "config.batch.images = 12 must divide config.sampler.chunk = 6, as with "
+            "config.advantages.best_and_worst = 2 a chunk holds whole groups: set "
+            "config.sampler.chunk to 12",
         ),
         (
-            dict(advantages__best_and_worst=2, sampler__fragment=24, trainer__micro_batch=24),
-            "config.trainer.micro_batch = 24 must divide config.sampler.fragment / config.batch.images "
-            "* 2 * config.advantages.best_and_worst = 8, as micro-batches are cut from a fragment",
+            dict(advantages__best_and_worst=2, sampler__chunk=24, trainer__micro_batch=24),
+            "config.trainer.micro_batch = 24 must divide config.sampler.chunk / config.batch.images "
+            "* 2 * config.advantages.best_and_worst = 8, as micro-batches are cut from a chunk",
         ),
         (
             dict(rewards=dict(name="shapes_geneval", weight=0)),
@@ -601,7 +601,7 @@ def test_advantages_and_rewards_that_do_not_fit_are_refused(given, fields, sente
 
 def test_devices_divide_the_images_that_are_kept(given):
     """Of 24 images 8 are trained: four devices divide them, as required by the micro-batch."""
-    fields = dict(advantages__best_and_worst=2, sampler__fragment=24)
+    fields = dict(advantages__best_and_worst=2, sampler__chunk=24)
     place(open_recipe(changed(given, **fields, trainer__micro_batch=8)), 8)
     fields = changed(given, **fields, trainer__micro_batch=2)
     sentence = (
@@ -614,7 +614,7 @@ def test_devices_divide_the_images_that_are_kept(given):
 
 
 def test_current_log_probabilities_are_taken_for_one_update_and_refused_for_two(given):
-    sizes = dict(sampler__fragment=72, trainer__micro_batch=72)
+    sizes = dict(sampler__chunk=72, trainer__micro_batch=72)
     given = changed(given, algorithm__old_log_probs="current", **sizes)
     assert open_recipe(given).algorithm.old_log_probs == "current"
     sentence = "config.algorithm.old_log_probs is 'current', but with 2 updates a step the policy"
@@ -732,8 +732,8 @@ def of_method(given, name, **fields):
         ),
         (
             "diffusion_dpo",
-            dict(sampler__fragment=6, trainer__micro_batch=2),
-            "config.batch.images = 12 must divide config.sampler.fragment = 6, as diffusion_dpo chooses",
+            dict(sampler__chunk=6, trainer__micro_batch=2),
+            "config.batch.images = 12 must divide config.sampler.chunk = 6, as diffusion_dpo chooses",
         ),
         (
             "diffusion_dpo",
@@ -743,7 +743,7 @@ def of_method(given, name, **fields):
         (
             "diffusion_dpo",
             dict(trainer__micro_batch=16),
-            "config.trainer.micro_batch = 16 must divide twice the groups of a fragment = 24",
+            "config.trainer.micro_batch = 16 must divide twice the groups of a chunk = 24",
         ),
         (
             "diffusion_dpo",
@@ -796,14 +796,14 @@ def test_a_complete_config_does_not_become_another_algorithms_by_its_name(given)
             "config.runtime.redundant_groups must be 0 or more, not -1",
         ),
         (
-            dict(runtime__max_candidates=20, sampler__fragment=144),
-            "config.sampler.fragment = 144 must divide config.batch.images = 12, as with "
-            "config.runtime.max_candidates a group that is replaced must not share a fragment",
+            dict(runtime__max_candidates=20, sampler__chunk=144),
+            "config.sampler.chunk = 144 must divide config.batch.images = 12, as with "
+            "config.runtime.max_candidates a group that is replaced must not share a chunk",
         ),
     ],
 )
 def test_dynamic_sampling_that_cannot_work_is_refused(given, fields, sentence):
-    sizes = dict(sampler__fragment=12, trainer__micro_batch=12)
+    sizes = dict(sampler__chunk=12, trainer__micro_batch=12)
     assert refused(changed(given, **sizes | fields)).startswith(sentence)
 
 
@@ -812,7 +812,7 @@ def test_dynamic_sampling_that_cannot_work_is_refused(given, fields, sentence):
 EARLY = dict(
     runtime__early_groups=2,
     algorithm__old_log_probs="current",
-    sampler__fragment=4,
+    sampler__chunk=4,
     trainer__micro_batch=4,
 )
 
@@ -852,13 +852,13 @@ EARLY = dict(
             "config.algorithm.adv_clip is 5.0; to train before a group is complete set it to sqrt(132)",
         ),
         (
-            dict(sampler__fragment=8),
-            "config.sampler.fragment = 8 must divide config.batch.images = 12, as with "
-            "config.runtime.early_groups = 2 a fragment belongs to one group",
+            dict(sampler__chunk=8),
+            "config.sampler.chunk = 8 must divide config.batch.images = 12, as with "
+            "config.runtime.early_groups = 2 a chunk belongs to one group",
         ),
         (
-            dict(sampler__fragment=12),
-            "config.runtime.early_groups = 2 changes nothing where config.sampler.fragment = 12 is a "
+            dict(sampler__chunk=12),
+            "config.runtime.early_groups = 2 changes nothing where config.sampler.chunk = 12 is a "
             "whole group: set that to less, or config.runtime.early_groups to 0",
         ),
         (
@@ -898,18 +898,18 @@ def test_training_early_where_that_is_not_exact_is_refused(given, fields, senten
             "its own groups: set config.batch.groups to 10 or 15, or change config.trainer.updates",
         ),
         (
-            dict(sampler__fragment=100),
-            "config.sampler.fragment = 100 must divide config.batch.groups * config.batch.images / "
-            "config.trainer.updates = 144, as a fragment belongs to one update",
+            dict(sampler__chunk=100),
+            "config.sampler.chunk = 100 must divide config.batch.groups * config.batch.images / "
+            "config.trainer.updates = 144, as a chunk belongs to one update",
         ),
         (
             dict(trainer__updates=2),
-            "config.sampler.fragment = 144 must divide config.batch.groups * config.batch.images / "
+            "config.sampler.chunk = 144 must divide config.batch.groups * config.batch.images / "
             "config.trainer.updates = 72",
         ),
         (
             dict(trainer__micro_batch=100),
-            "config.trainer.micro_batch = 100 must divide config.sampler.fragment = 144",
+            "config.trainer.micro_batch = 100 must divide config.sampler.chunk = 144",
         ),
     ],
 )
@@ -923,7 +923,7 @@ def test_a_step_that_cannot_be_cut_is_refused(given, fields, sentence):
         (
             dict(placement__rollout=dict(data=5, fsdp=1), placement__trainer=dict(data=3, fsdp=1)),
             "the number of devices of config.placement.rollout = 5 must divide "
-            "config.sampler.fragment = 144, as images are split evenly over a mesh's devices: set",
+            "config.sampler.chunk = 144, as images are split evenly over a mesh's devices: set",
         ),
         (
             dict(evaluation__batch=90),
@@ -938,7 +938,7 @@ def test_a_step_that_cannot_be_cut_is_refused(given, fields, sentence):
         (
             dict(placement__rollout=dict(data=0, fsdp=1), placement__trainer=dict(data=5, fsdp=1)),
             "the number of devices of config.placement.trainer = 5 must divide "
-            "config.sampler.fragment = 144",
+            "config.sampler.chunk = 144",
         ),
         (
             dict(placement__trainer=dict(data=2, fsdp=1, time=2), trainer__micro_batch=3)

@@ -75,7 +75,7 @@ def test_the_scheduler_waits_for_what_advantages_need(given, fields, readiness):
 
 @pytest.mark.parametrize("updates", [1, 2])
 def test_of_one_dtype_old_log_probabilities_are_the_rollouts(given, updates):
-    given = changed(given, trainer__updates=updates, sampler__fragment=72)
+    given = changed(given, trainer__updates=updates, sampler__chunk=72)
     assert reopen_recipe(given).algorithm.old_log_probs == "rollout"
 
 
@@ -87,11 +87,11 @@ def test_of_one_dtype_old_log_probabilities_are_the_rollouts(given, updates):
         (dict(precision__arithmetic="bfloat16", precision__published="float32"), "current"),
         (dict(precision__published="float32"), "rollout"),
         (
-            dict(precision__arithmetic="bfloat16", trainer__updates=2, sampler__fragment=72),
+            dict(precision__arithmetic="bfloat16", trainer__updates=2, sampler__chunk=72),
             "recomputed",
         ),
         (
-            dict(precision__arithmetic="bfloat16", runtime__staleness=1, sampler__fragment=72),
+            dict(precision__arithmetic="bfloat16", runtime__staleness=1, sampler__chunk=72),
             "recomputed",
         ),
     ],
@@ -151,7 +151,7 @@ def test_awms_ratios_are_recomputed_where_they_are_not_1(given):
 
 def test_with_dynamic_sampling_a_step_draws_prompts_for_all_its_candidates(given):
     assert open_recipe(given).drawn_groups == 12
-    sizes = dict(sampler__fragment=12, trainer__micro_batch=12)
+    sizes = dict(sampler__chunk=12, trainer__micro_batch=12)
     fields = dict(runtime__max_candidates=20, runtime__redundant_groups=3)
     full = open_recipe(changed(given, **sizes, **fields))
     settings = full.scheduler
@@ -159,7 +159,7 @@ def test_with_dynamic_sampling_a_step_draws_prompts_for_all_its_candidates(given
     assert settings.ordered and full.drawn_groups == 20
 
 
-def test_whether_fragments_are_trained_in_their_order_may_be_said(given):
+def test_whether_chunks_are_trained_in_their_order_may_be_said(given):
     for fields, ordered in (
         (dict(), True),
         (dict(runtime__ordered="no"), False),

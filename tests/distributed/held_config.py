@@ -31,12 +31,12 @@ def redness(images: np.ndarray, prompts: list[str], metadata: list[dict]) -> np.
 
 
 def get_config() -> ConfigDict:
-    """Steps of two fragments, all of which are saved; two meshes sample."""
+    """Steps of two chunks, all of which are saved; two meshes sample."""
     c = tiny_runs.tiny_config(pathlib.Path(os.environ["BASE"]), "lora")
     c.steps = STEPS
     c.rewards = ("tests.distributed.held_config:redness", *c.rewards[1:])
     c.reward_pool = ConfigDict(dict(processes=0))
-    c.sampler.fragment = 4
+    c.sampler.chunk = 4
     c.trainer.micro_batch = 4
     one = dict(data=1, fsdp=1)
     c.placement = ConfigDict(dict(rollout=one | dict(workers=2), trainer=one))

@@ -41,14 +41,14 @@ def config(name: str, meshes=ONE, **fields) -> ConfigDict:
     c = ConfigDict(
         dict(
             batch=dict(groups=GROUPS, images=IMAGES),
-            sampler=dict(steps=6, window=dict(first=0, length=3), guidance=1.0, fragment=8),
+            sampler=dict(steps=6, window=dict(first=0, length=3), guidance=1.0, chunk=8),
             trainer=dict(micro_batch=8, updates=2) | PLAIN,
         )
     )
     c.update(ALGORITHMS[name])
     c.update(dict(batch=dict(groups=GROUPS, images=IMAGES), trainer=PLAIN))
     stale, few = "runtime" in c, "advantages" in c or c.algorithm.get("beta")
-    c.sampler.fragment = 4 if stale else 8
+    c.sampler.chunk = 4 if stale else 8
     # Of some only two images of each group are trained.
     c.trainer.micro_batch = 4 if stale or few else 8
     if "advantages" in c:
@@ -95,12 +95,12 @@ def replayed(system, c: ConfigDict, log):
 
 
 def assert_same(found, expected, rounding=0.0, once=True) -> None:
-    """Up to `rounding`, as a sum has whose order differs; with `once` no fragment was generated twice."""
+    """Up to `rounding`, as a sum has whose order differs; with `once` no chunk was generated twice."""
     (gradient, moved, _, log), (of_one, moved_by_one, *_) = found, expected
     assert norm(of_one) > 1e-4 and norm(moved_by_one) > 1e-3
     assert toy.difference(gradient, of_one) <= rounding
     assert toy.difference(moved, moved_by_one) <= 10 * rounding
-    begun = [c.fragment for c in log if isinstance(c, Generate)]
+    begun = [c.chunk for c in log if isinstance(c, Generate)]
     assert len(begun) == len(set(begun)) or not once
 
 
@@ -153,7 +153,7 @@ STALE = dict(runtime__staleness=1, runtime__stale_share=0.5)
 def test_with_asynchrony_the_log_of_a_run_is_that_of_one_process(name, fields):
     """Timing decides which version generates what."""
     c = config(name, **fields)
-    c.sampler.fragment = c.trainer.micro_batch = 4
+    c.sampler.chunk = c.trainer.micro_batch = 4
     system = toy.system(c, 2)
     found = run(driving.drive, system, c)
     assert max(metrics["staleness"] for metrics in found[2]) > 0
@@ -164,7 +164,7 @@ def test_with_asynchrony_the_log_of_a_run_is_that_of_one_process(name, fields):
 @pytest.mark.slow
 def test_a_trainer_that_generates_beside_meshes_apart():
     c = config("flow_grpo", ((1, 1), (1, 2), 1, True), runtime__tag_weights="resharded")
-    c.sampler.fragment = c.trainer.micro_batch = 4
+    c.sampler.chunk = c.trainer.micro_batch = 4
     system = toy.system(c, 3)
     expected, found = run(toy.drive, system, c), run(driving.drive, system, c)
     assert_same(found, expected, rounding=1e-5)  # who makes which image is chance
@@ -176,15 +176,15 @@ def test_a_trainer_that_generates_beside_meshes_apart():
 def test_groups_that_are_trained_before_they_are_complete(monkeypatch):
     real = SamplingExecutor.generate
 
-    def generate(executor, fragment, version):
-        real(executor, fragment, version)
-        if fragment.index % 2 == 0:  # the first halves come after the second ones
+    def generate(executor, chunk, version):
+        real(executor, chunk, version)
+        if chunk.index % 2 == 0:  # the first halves come after the second ones
             threading.Event().wait(0.05)
 
     monkeypatch.setattr(SamplingExecutor, "generate", generate)
     early = dict(runtime__early_groups=2, algorithm__old_log_probs="current")
     c = config("flow_grpo", TWO, advantages__std="global", **early)
-    c.trainer.updates, c.sampler.fragment, c.trainer.micro_batch = 1, 2, 2
+    c.trainer.updates, c.sampler.chunk, c.trainer.micro_batch = 1, 2, 2
     system = toy.system(c, 3)
     expected, found = run(toy.drive, system, c), run(driving.drive, system, c)
     assert_same(found, expected, rounding=1e-5)

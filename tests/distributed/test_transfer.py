@@ -12,11 +12,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from digen_jax.distributed.engine import Lost, Resources
 from digen_jax.distributed.transfer import Mailbox, Packed, Shares, TrainerLink, pack, unpack
 from digen_jax.runtime.link import ConditioningOf, LinkError, SamplesOf
-from digen_jax.scheduling.commands import Fragment, Publication
+from digen_jax.scheduling.commands import Chunk, Publication
 from tests.distributed.local_engine import LocalEngine
 
 VERSION = Publication(3)
-SAMPLES = SamplesOf("rollout 0", Fragment(0, 1))
+SAMPLES = SamplesOf("rollout 0", Chunk(0, 1))
 
 
 def tree():
@@ -107,7 +107,7 @@ def test_samples_are_taken_from_where_they_are_and_a_lost_worker_has_none():
     assert taken.sharding == sharding and taken.tolist() == [0, 1, 2]
     link.withdraw(SAMPLES)
     assert link.take(SAMPLES, on_device, "trainer") is None
-    link.hold(SAMPLES, engine.put(None))  # its fragment was dropped before it was decoded
+    link.hold(SAMPLES, engine.put(None))  # its chunk was dropped before it was decoded
     assert link.take(SAMPLES, on_device, "trainer") is None
     link.give_up("rollout 0")
     assert not link._refs
@@ -123,7 +123,7 @@ def test_the_trainers_other_processes_take_what_the_first_one_has_taken():
         found = link.take(key, lambda tree: jax.tree.map(lambda _: sharding, tree), "trainer")
         return None if found is None else found["x"].tolist()
 
-    # Another worker's fragment comes first in the other processes, whose prompts are the same.
+    # Another worker's chunk comes first in the other processes, whose prompts are the same.
     prompts = [ConditioningOf(f"rollout {number}", 0) for number in range(2)]
     for key, value in {prompts[0]: 1, SAMPLES: 2}.items():
         first.hold(key, engine.put(pack({"x": jnp.full(2, value)})))

@@ -11,8 +11,8 @@ from digen_jax.algorithms.advantages import AdvantageSettings
 from digen_jax.runtime.scores import StepScores
 from digen_jax.runtime.steps import Images, Steps
 from digen_jax.runtime.training import on_trainer, selected
-from tests.engine import fragments, toy
-from tests.engine.fragments import GROUPS, IMAGES, ROWS
+from tests.engine import chunks, toy
+from tests.engine.chunks import GROUPS, IMAGES, ROWS
 
 pytestmark = pytest.mark.usefixtures("exact_and_split")
 
@@ -88,13 +88,13 @@ SETTINGS = {
 @functools.cache
 def built():
     """(system, trainer state): two devices, passes of two images."""
-    parts = fragments.system(fragments.config("lora", (1, 2, 1), images=2, trainer__pack=2))
-    return parts, parts.trainer.init(fragments.tuned("lora"))
+    parts = chunks.system(chunks.config("lora", (1, 2, 1), images=2, trainer__pack=2))
+    return parts, parts.trainer.init(chunks.tuned("lora"))
 
 
 def part_of(images: slice):
     """Some images on the trainer mesh, in the form in which decoding leaves them."""
-    _, whole = fragments.sampled()
+    _, whole = chunks.sampled()
     t = whole.samples
     t = t._replace(**{name: getattr(t, name)[:, images] for name in ("x", "x_next", "log_prob")})
     part = Images(0, ROWS[images], t, whole.sigmas)
@@ -102,12 +102,12 @@ def part_of(images: slice):
 
 
 def accumulated(settings, size, scores):
-    """The totals of a step's fragments of `size` images, trained by a run's own executor."""
+    """The totals of a step's chunks of `size` images, trained by a run's own executor."""
     parts, state = built()
     parts = parts._replace(advantages=settings)
     steps = Steps(iter([toy.records(GROUPS)]), IMAGES, size, parts.draws, 0)
     known = StepScores(steps[0], np.float32(scores), settings, np.ones(len(scores), bool))
-    return toy.trained(parts, steps, state, known, fragments.sampled()[0], part_of)
+    return toy.trained(parts, steps, state, known, chunks.sampled()[0], part_of)
 
 
 # With best and worst 4 images of which 2 are kept, or 12 and 6; else 2 that are half a group, or 6
@@ -120,14 +120,14 @@ def test_the_gradient_is_the_sum_over_single_images(name, large):
     scores = REWARDS[:, : len(settings.reward_weights)]
     totals = accumulated(settings, size, scores)
     by_hand = advantages_by_hand(name)
-    old = fragments.sampled()[1].samples.log_prob
-    expected, ratios = fragments.plain("lora", old, advantages=by_hand)
+    old = chunks.sampled()[1].samples.log_prob
+    expected, ratios = chunks.plain("lora", old, advantages=by_hand)
     count = int(np.isfinite(by_hand).sum())
     assert float(totals.sums["weight"]) == 4 * count
     assert count == {"best and worst": 6, "best and worst, dropped": 4, "dropped": 8}.get(name, 12)
-    found = fragments.mean(totals)
+    found = chunks.mean(totals)
     assert toy.difference(found, expected) < 1e-5
-    assert toy.difference(fragments.scaled(found, 1.01), expected) > 5e-3
+    assert toy.difference(chunks.scaled(found, 1.01), expected) > 5e-3
     np.testing.assert_allclose(totals.sums["ratio"], ratios.sum(), rtol=1e-5)
 
 

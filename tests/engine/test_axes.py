@@ -60,7 +60,7 @@ def config(base, tuning, mesh, family="sd3", **fields):
         model=model(base, family),
         prompts=dict(file=prompts),
         batch=dict(groups=2, images=4),
-        sampler=dict(steps=3, window=dict(first=0, length=2), guidance=2.0, fragment=8),
+        sampler=dict(steps=3, window=dict(first=0, length=2), guidance=2.0, chunk=8),
         trainer=dict(micro_batch=4, pack=2),
         # Neither ratios of changed parameters nor a KL, because both magnify rounding.
         algorithm=dict(old_log_probs="current"),

@@ -15,7 +15,7 @@ from digen_jax.flow.windows import Window
 from digen_jax.runtime.training import TrainingExecutor
 from digen_jax.scheduling.commands import TRAINER, Generate
 from tests.cases import said
-from tests.engine import fragments, toy
+from tests.engine import chunks, toy
 from tests.engine.test_packing import sent_latents
 from tests.engine.toy import receive
 
@@ -26,23 +26,23 @@ ADVANTAGES = np.array([1.5, -0.4, -0.9, 0.2, -1.7, 0.3, 0.8, 0.6], np.float32)
 
 
 @functools.cache
-def one_device(first=0, fragment=8, **fields):
+def one_device(first=0, chunk=8, **fields):
     """(config, system); `fields` of the sampler, as pairs where they are the window's."""
     window = dict(first=first, length=2) | dict(fields.pop("window", ()))
     fields = {f"sampler__{name}": value for name, value in fields.items()}
-    config = toy.config(sampler__window=window, sampler__fragment=fragment, **fields)
+    config = toy.config(sampler__window=window, sampler__chunk=chunk, **fields)
     return config, toy.system(config, devices=1)
 
 
 def steps_of(parts, count):
     """The first steps of a run, all of the same groups, sampled with the initial weights."""
     config, system = parts
-    size, same = config.sampler.fragment, itertools.repeat(toy.records(GROUPS))
+    size, same = config.sampler.chunk, itertools.repeat(toy.records(GROUPS))
     return list(toy.sampled_steps(system, same, IMAGES, size, count, system.start))
 
 
 def gradient(parts, step):
-    """For a step whose only fragment is sampled and trained on different meshes."""
+    """For a step whose only chunk is sampled and trained on different meshes."""
     _, system = parts
     state = system.trainer.init(toy.moved(system.start, 0.05))
     experience = receive(system, step.prompts, step.images[0], ADVANTAGES)
@@ -86,19 +86,19 @@ def test_a_window_that_leaves_the_schedule_is_no_sampled_one():
         system.sampler.generate(weights, EncodedPrompts(None, None), rows, keys, start=3)
 
 
-def test_a_fragment_has_the_window_of_its_own_step_whoever_samples_it_and_when(monkeypatch):
+def test_a_chunk_has_the_window_of_its_own_step_whoever_samples_it_and_when(monkeypatch):
     """Begun ahead of time with older weights, or by the trainer."""
     found, real = {}, TrainingExecutor.deliver
 
     def deliver(executor, command):
         real(executor, command)
-        found[command.fragment] = np.asarray(executor.samples[command.fragment].samples.sigma)
+        found[command.chunk] = np.asarray(executor.samples[command.chunk].samples.sigma)
 
     monkeypatch.setattr(TrainingExecutor, "deliver", deliver)
     config = toy.config(
         **toy.meshes((1, 1), (1, 1), workers=2, samples=True),
         batch__groups=4,
-        sampler__fragment=4,
+        sampler__chunk=4,
         sampler__window=dict(mode="random", length=1, end=4),
         runtime__staleness=1,
     )
@@ -106,22 +106,22 @@ def test_a_fragment_has_the_window_of_its_own_step_whoever_samples_it_and_when(m
     system = toy.system(config)
     _, _, log = toy.drive(system, config, 5)
     made = [c for c in log if isinstance(c, Generate)]
-    assert any(c.version < c.fragment.step for c in made)
+    assert any(c.version < c.chunk.step for c in made)
     assert any(c.worker == TRAINER for c in made)
     window = Window("random", 1, 0, 4, seed=3)
     assert {f.step for f in found} >= set(range(5)) and len({window.start(k) for k in range(5)}) > 2
-    for fragment, sigma in found.items():
-        np.testing.assert_array_equal(sigma, system.sampler.sigmas[[window.start(fragment.step)]])
+    for chunk, sigma in found.items():
+        np.testing.assert_array_equal(sigma, system.sampler.sigmas[[window.start(chunk.step)]])
 
 
 # ------------------------------------------------------------------------------ shared noise
 
 
-def test_images_of_a_group_may_start_from_one_noise_whatever_the_fragment():
+def test_images_of_a_group_may_start_from_one_noise_whatever_the_chunk():
     shared, halves, own = (
         [
             jax.device_get((one.samples.x, one.samples.x_next))
-            for one in steps_of(one_device(fragment=size, **fields), 1)[0].images
+            for one in steps_of(one_device(chunk=size, **fields), 1)[0].images
         ]
         for size, fields in ((8, {"shared_noise": True}), (2, {"shared_noise": True}), (8, {}))
     )
@@ -164,45 +164,45 @@ def test_what_is_drawn_does_not_depend_on_the_other_images():
 
 def test_the_gradient_is_that_of_the_drawn_transitions():
     """Three of four steps, so that with two a pass one is padding."""
-    window = dict(first=0, length=fragments.STEPS, fraction=0.75)
+    window = dict(first=0, length=chunks.STEPS, fraction=0.75)
     fields = dict(sampler__window=window, trainer__pack=2)
-    config = fragments.config("lora", (2, 2, 1), **fields)
-    parts = fragments.system(config)
-    whole = fragments.config("lora", (2, 2, 1), images=12, **fields)
+    config = chunks.config("lora", (2, 2, 1), **fields)
+    parts = chunks.system(config)
+    whole = chunks.config("lora", (2, 2, 1), images=12, **fields)
     prompts, (images,) = toy.rollout(parts, whole, parts.start)
 
     chosen = np.stack(
         [random_timesteps((0, 10 + j // 4, j % 4), 4, 0.75) for j in range(12)], axis=1
     )
     assert len({tuple(steps) for steps in chosen.T}) > 2
-    every, t = fragments.sampled()[1].samples, jax.device_get(images.samples)
-    assert t.x.shape == (3, 12, *fragments.SIZE)
+    every, t = chunks.sampled()[1].samples, jax.device_get(images.samples)
+    assert t.x.shape == (3, 12, *chunks.SIZE)
     np.testing.assert_array_equal(t.sigma, every.sigma[chosen])
     np.testing.assert_array_equal(t.sigma_next, every.sigma_next[chosen])
     for a, b in zip(t[:3], every[:3], strict=True):
         own = np.stack([b[chosen[:, j], j] for j in range(12)], axis=1)
         np.testing.assert_allclose(a, own, rtol=1e-5, atol=1e-5)
 
-    state = parts.trainer.init(fragments.tuned("lora"))
-    experience = receive(parts, prompts, images, fragments.ADVANTAGES)
+    state = parts.trainer.init(chunks.tuned("lora"))
+    experience = receive(parts, prompts, images, chunks.ADVANTAGES)
     totals = parts.trainer.accumulate(state, parts.base, experience, None)
-    drawn = np.zeros((fragments.STEPS, 12), bool)
+    drawn = np.zeros((chunks.STEPS, 12), bool)
     np.put_along_axis(drawn, chosen, True, axis=0)
-    expected, ratios = fragments.plain("lora", every.log_prob, drawn=drawn)
+    expected, ratios = chunks.plain("lora", every.log_prob, drawn=drawn)
     assert float(totals.sums["weight"]) == 36
     np.testing.assert_allclose(totals.sums["ratio"], ratios[drawn].sum(), rtol=1e-5)
-    assert toy.difference(fragments.mean(totals), expected) < 1e-5
-    assert toy.difference(fragments.scaled(fragments.mean(totals), 1.01), expected) > 5e-3
+    assert toy.difference(chunks.mean(totals), expected) < 1e-5
+    assert toy.difference(chunks.scaled(chunks.mean(totals), 1.01), expected) > 5e-3
 
 
 def test_to_choose_steps_no_trajectory_is_gathered():
-    window = dict(first=0, length=fragments.STEPS, fraction=0.5)
-    parts = fragments.system(fragments.config("lora", (1, 4, 1), sampler__window=window))
+    window = dict(first=0, length=chunks.STEPS, fraction=0.5)
+    parts = chunks.system(chunks.config("lora", (1, 4, 1), sampler__window=window))
     weights = parts.publish(parts.start)
-    prompts = parts.sampler.encode(weights, said("red") * fragments.GROUPS)
-    drawn = parts.draws.of(0, fragments.ROWS, np.tile(np.arange(4), fragments.GROUPS))
+    prompts = parts.sampler.encode(weights, said("red") * chunks.GROUPS)
+    drawn = parts.draws.of(0, chunks.ROWS, np.tile(np.arange(4), chunks.GROUPS))
     given, program = [], parts.sampler._generate
     parts.sampler._generate = lambda *args: given.append(args) or program(*args)
-    parts.sampler.generate(weights, prompts, fragments.ROWS, *drawn)
+    parts.sampler.generate(weights, prompts, chunks.ROWS, *drawn)
     text = program.lower(*given[0]).compile().as_text()
     assert "gather" in text and sent_latents(text) == []

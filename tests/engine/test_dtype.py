@@ -44,11 +44,11 @@ def test_it_samples_by_the_rounded_network():
     """Its latents are those of the plain network, given rounded parameters and activations."""
     c = config(sampler__window=dict(first=0, length=4))
     system = toy.system(c)
-    prompts, (fragment,) = toy.rollout(system, c, system.start)
-    t = jax.tree.map(jnp.asarray, jax.device_get(fragment.samples))
-    step, sigmas = system.sampler.settings.step, fragment.sigmas
+    prompts, (chunk,) = toy.rollout(system, c, system.start)
+    t = jax.tree.map(jnp.asarray, jax.device_get(chunk.samples))
+    step, sigmas = system.sampler.settings.step, chunk.sigmas
     rounded = system.publish(system.start)
-    conditioning = jax.tree.map(lambda leaf: leaf[fragment.rows], prompts.conditioning)
+    conditioning = jax.tree.map(lambda leaf: leaf[chunk.rows], prompts.conditioning)
     family = toy.ToyFamily(toy.Network(dtype=jnp.bfloat16))
     means = []
     for parameters, network in ((rounded.tuned, family), (system.start, toy.ToyFamily())):
@@ -67,8 +67,8 @@ def test_it_samples_by_the_rounded_network():
     ("fields", "expected"),
     [
         ({}, "current"),
-        (dict(trainer__updates=2, sampler__fragment=4), "recomputed"),
-        (dict(runtime__staleness=1, sampler__fragment=4), "recomputed"),
+        (dict(trainer__updates=2, sampler__chunk=4), "recomputed"),
+        (dict(runtime__staleness=1, sampler__chunk=4), "recomputed"),
         (dict(algorithm__old_log_probs="rollout"), "rollout"),
     ],
 )
@@ -80,9 +80,7 @@ def test_old_log_probs_are_the_trainers_own_unless_asked_for_otherwise(fields, e
 
 @pytest.mark.parametrize(
     "fields",
-    quick(
-        [({},), (dict(trainer__updates=2, sampler__fragment=4, trainer__learning_rate=1e-6),)], 0
-    ),
+    quick([({},), (dict(trainer__updates=2, sampler__chunk=4, trainer__learning_rate=1e-6),)], 0),
 )
 def test_rounding_is_seen_in_the_ratios_and_clips_nothing(fields):
     """In the first update, and with a tiny learning rate in the second one."""

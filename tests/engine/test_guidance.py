@@ -132,17 +132,17 @@ def test_the_first_updates_ratios_are_1_with_both_scales_and_negative_prompts(
     )
     system = toy.system(config, family=Both(guidance="both"))
     state = system.trainer.init(system.start)
-    prompts, (fragment,) = toy.rollout(system, config, state.tuned)
+    prompts, (chunk,) = toy.rollout(system, config, state.tuned)
     assert len(prompts.null.context) == len(set(negatives))
 
     def far_ratios(prompts):
-        given = toy.receive(system, prompts, fragment, np.linspace(-1, 1, 8, dtype=np.float32))
+        given = toy.receive(system, prompts, chunk, np.linspace(-1, 1, 8, dtype=np.float32))
         totals = system.trainer.accumulate(state, system.base, given, None)
         return int(totals.sums["clip_fraction"])
 
     assert far_ratios(prompts) == 0
     wrong = jax.tree.map(lambda rows: rows + 0.1, prompts.null)
-    assert far_ratios(prompts._replace(null=wrong)) == fragment.samples.log_prob.size == 16
+    assert far_ratios(prompts._replace(null=wrong)) == chunk.samples.log_prob.size == 16
 
 
 def test_the_references_guidance_is_the_embedded_one():

@@ -42,13 +42,13 @@ METHODS = {
 }
 
 
-def config(name, tuning="full", mesh=(1, 1, 1), micro=4, pack=2, fragment=12, **fields):
+def config(name, tuning="full", mesh=(1, 1, 1), micro=4, pack=2, chunk=12, **fields):
     """On a trainer mesh (time, data, fsdp)."""
     algorithm = {f"algorithm__{field}": value for field, value in METHODS[name].items()}
     shape = dict(batch__groups=GROUPS, batch__images=IMAGES, sampler__guidance=SAMPLED)
     meshes = toy.meshes((0, 1), (*mesh[1:], mesh[0]))
     meshes["placement__rules"] = ((".*", "replicate" if tuning == "lora" else "fsdp"),)
-    cut = dict(sampler__fragment=fragment, trainer__micro_batch=micro, trainer__pack=pack)
+    cut = dict(sampler__chunk=chunk, trainer__micro_batch=micro, trainer__pack=pack)
     lora = LORA if tuning == "lora" else {}
     all_fields = ODE | algorithm | shape | meshes | cut | lora | dict(evaluation__batch=12) | fields
     return toy.config(algorithm__name=name, **all_fields)
@@ -206,7 +206,7 @@ def accumulated(name, tuning, change=lambda experience: experience, **cut):
     state = trainer.init(tuned)
     laid = [jax.device_put(tree, trainer.group.params(tree)) for tree in (behaviour, copy)]
     state = state._replace(copy=laid[1] if name == "awm" else state.copy)
-    totals, size = None, c.sampler.fragment
+    totals, size = None, c.sampler.chunk
     for first in range(0, len(ROWS), size):
         part = slice(first, first + size)
         experience = change(received(parts, part))
@@ -226,7 +226,7 @@ def assert_equal(totals, expected):
 CASES = [
     ("diffusion_nft", "full", "published", False, dict(micro=4, pack=2)),
     ("diffusion_nft", "lora", "own", True, dict(mesh=(2, 2, 1), micro=6, pack=2)),
-    ("awm", "full", "as sampled", True, dict(mesh=(1, 1, 2), micro=2, pack=1, fragment=6)),
+    ("awm", "full", "as sampled", True, dict(mesh=(1, 1, 2), micro=2, pack=1, chunk=6)),
     ("diffusion_dpo", "lora", "own", True, dict(mesh=(1, 2, 1), micro=4, pack=2)),
 ]
 
@@ -303,7 +303,7 @@ def test_diffusion_nft_publishes_its_old_policy_which_follows(monkeypatch):
     slow = decay.LinearDecay(start=0, slope=0.2, largest=0.7)
     monkeypatch.setitem(decay.OLD_POLICY_DECAYS, 1, slow)
     parts, states, calls, history, versions = driven(
-        monkeypatch, "diffusion_nft", 2, trainer__updates=2, fragment=6, micro=6
+        monkeypatch, "diffusion_nft", 2, trainer__updates=2, chunk=6, micro=6
     )
     old = jax.device_get(parts.start)
     assert [updates for _, updates in states] == [2, 4]
@@ -331,7 +331,7 @@ def test_with_asynchrony_the_behaviour_is_the_version_that_sampled(monkeypatch):
         seen.append(images.version)
         return real(system, prompts, images, *judged)
 
-    fields = toy.meshes((1, 1), (1, 1)) | dict(runtime__staleness=1, fragment=3, micro=3, pack=3)
+    fields = toy.meshes((1, 1), (1, 1)) | dict(runtime__staleness=1, chunk=3, micro=3, pack=3)
     parts = toy.system(c := config("diffusion_nft", **OPTIMIZER | fields), 2)
     accumulate, kept, add = parts.trainer.accumulate, {}, Versions.add
 
@@ -387,10 +387,10 @@ def test_offline_the_images_are_a_set_of_the_start(monkeypatch):
 
 
 def test_where_it_is_sampled_and_trained_changes_nothing(monkeypatch):
-    """Of two updates a step, with fragments of two groups, or of all of an update's on one device."""
-    apart = toy.meshes((2, 1), (1, 2), workers=1) | dict(fragment=6, micro=4, pack=3)
+    """Of two updates a step, with chunks of two groups, or of all of an update's on one device."""
+    apart = toy.meshes((2, 1), (1, 2), workers=1) | dict(chunk=6, micro=4, pack=3)
     found = []
-    for devices, fields in ((1, dict(fragment=6, micro=2, pack=1)), (4, apart)):
+    for devices, fields in ((1, dict(chunk=6, micro=2, pack=1)), (4, apart)):
         with monkeypatch.context() as patch:
             parts, states, *_ = driven(
                 patch, "diffusion_dpo", 2, devices, trainer__updates=2, **fields

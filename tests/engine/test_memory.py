@@ -46,7 +46,7 @@ def test_split_parameters_are_gathered_a_block_at_a_time(base, tuning, program, 
     remat = "blocks" if program == "gradient with remat" else "none"
     # Two blocks are in a scan, and no device has two rows, so a shape (2, ...) is a stack's.
     recipe, system = outlined(
-        base, tuning, mesh, model__remat=remat, batch__groups=6, sampler__fragment=24
+        base, tuning, mesh, model__remat=remat, batch__groups=6, sampler__chunk=24
     )
     if program == "sampling":
         lowered = lower_generate(system, system.sampler, recipe, 24)

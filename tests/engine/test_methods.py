@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.engine import fragments, toy
+from tests.engine import chunks, toy
 from tests.engine.test_trainer import ADV_CLIP, CLIP, GUIDANCE, KL, NOISE, adapted
 from tests.engine.toy import receive
 
@@ -82,7 +82,7 @@ class Policy:
 
     def __init__(self, params, sample, prompt, null, capped):
         x, x_next, sigma, sigma_next, sigma_max = sample
-        network = toy.ToyFamily(size=fragments.SIZE).network
+        network = toy.ToyFamily(size=chunks.SIZE).network
 
         def v(context, pooled):
             return network.apply({"params": params}, x[None], sigma[None], context, pooled)[0]
@@ -105,7 +105,7 @@ def differentiated(name):
     capped = settings.get("kind") == "flow_capped"
 
     def loss(tuned, start, sample, advantage, prompt, null):
-        new = Policy(adapted(start, tuned, fragments.SCALE), sample, prompt, null, capped)
+        new = Policy(adapted(start, tuned, chunks.SCALE), sample, prompt, null, capped)
         old = Policy(start, sample, prompt, null, capped)
         if method is not flow_dppo:
             advantage = jnp.clip(advantage, -ADV_CLIP, ADV_CLIP)
@@ -125,16 +125,16 @@ def differentiated(name):
 @functools.cache
 def plain(name):
     """(mean gradient over the samples that count, how many do)."""
-    settings, start = METHODS[name][1], toy.ToyFamily(size=fragments.SIZE).params()["transformer"]
-    tuned = fragments.tuned("lora")
-    prompts, (_, _, t, sigmas) = fragments.sampled()
+    settings, start = METHODS[name][1], toy.ToyFamily(size=chunks.SIZE).params()["transformer"]
+    tuned = chunks.tuned("lora")
+    prompts, (_, _, t, sigmas) = chunks.sampled()
     found = []
-    for step in range(fragments.STEPS):
-        for image, row in enumerate(fragments.ROWS):
+    for step in range(chunks.STEPS):
+        for image, row in enumerate(chunks.ROWS):
             sample = (t.x[step, image], t.x_next[step, image], t.sigma[step], t.sigma_next[step])
             prompt = [part[row][None] for part in prompts.conditioning]
             gradient, moved = differentiated(name)(
-                tuned, start, (*sample, sigmas[1]), fragments.ADVANTAGES[image], prompt,
+                tuned, start, (*sample, sigmas[1]), chunks.ADVANTAGES[image], prompt,
                 tuple(prompts.null),
             )  # fmt: skip
             rejected = moved > settings.get("rejection_bound", np.inf)
@@ -145,19 +145,19 @@ def plain(name):
 
 @functools.cache
 def with_means():
-    """The images of `fragments`, sampled by a sampler that stores means."""
+    """The images of `chunks`, sampled by a sampler that stores means."""
     fields = {"algorithm__ratio": "guard"}
-    parts = fragments.system(fragments.config("full", **fields))
-    _, (images,) = toy.rollout(parts, fragments.config("full", images=12), parts.start)
+    parts = chunks.system(chunks.config("full", **fields))
+    _, (images,) = toy.rollout(parts, chunks.config("full", images=12), parts.start)
     t = jax.device_get(images.samples)
-    np.testing.assert_array_equal(t.x_next, fragments.sampled()[1].samples.x_next)
+    np.testing.assert_array_equal(t.x_next, chunks.sampled()[1].samples.x_next)
     return t
 
 
 def experience(parts, means):
-    prompts, images = fragments.sampled()
+    prompts, images = chunks.sampled()
     images = images._replace(samples=with_means() if means else images.samples)
-    return receive(parts, prompts, images, fragments.ADVANTAGES)
+    return receive(parts, prompts, images, chunks.ADVANTAGES)
 
 
 @pytest.mark.parametrize(
@@ -174,29 +174,29 @@ def test_the_gradient_is_that_of_single_transitions(name, old):
     section = {"kind": "sampler"}
     fields = {f"{section.get(f, 'algorithm')}__{f}": value for f, value in settings.items()}
     mesh = (2, 2, 1) if old == "rollout" else (1, 2, 2)
-    config = fragments.config("lora", mesh, trainer__pack=2, **fields)
-    parts = fragments.system(config)
+    config = chunks.config("lora", mesh, trainer__pack=2, **fields)
+    parts = chunks.system(config)
     stores = parts.trainer.algorithm.stores_means
     assert stores == (old == "rollout" and name in ("guard", "flow_dppo"))
-    state = parts.trainer.init(fragments.tuned("lora"))
+    state = parts.trainer.init(chunks.tuned("lora"))
     behaviour = parts.start if old == "recomputed" else None
     totals = parts.trainer.accumulate(state, parts.base, experience(parts, stores), None, behaviour)
     expected, count = plain(name)
-    every = fragments.STEPS * len(fragments.ROWS)
+    every = chunks.STEPS * len(chunks.ROWS)
     assert float(totals.sums["weight"]) == count
     assert (count < every) == (name == "rejection" or "late steps" in name)
     if count < every:
         assert float(totals.sums["left_out"]) == every - count > 5
-    found = fragments.mean(totals)
+    found = chunks.mean(totals)
     assert toy.difference(found, expected) < 1e-5
-    assert toy.difference(fragments.scaled(found, 1.01), expected) > 5e-3
+    assert toy.difference(chunks.scaled(found, 1.01), expected) > 5e-3
     assert toy.difference(found, plain("flow_grpo")[0]) > 1e-3
 
 
 def test_an_update_without_a_single_sample_is_one_without_a_gradient():
-    config = fragments.config("lora", algorithm__smallest_sigma=0.999)
-    parts = fragments.system(config)
-    state = parts.trainer.init(fragments.tuned("lora"))
+    config = chunks.config("lora", algorithm__smallest_sigma=0.999)
+    parts = chunks.system(config)
+    state = parts.trainer.init(chunks.tuned("lora"))
     before = jax.device_get(state.tuned)
     late = experience(parts, False)
     late = late._replace(samples=late.samples._replace(sigma=late.samples.sigma * 0.9))
@@ -212,39 +212,39 @@ def test_an_update_without_a_single_sample_is_one_without_a_gradient():
 def of_trajectory(tuned, proximal, start, samples, sigma_max, advantage, prompt, null):
     """One image's loss by the ratio of all its steps to the step's start, weighted by that policy's to the sampler."""
     to_start = to_sampler = kl = 0.0
-    for step in range(fragments.STEPS):
+    for step in range(chunks.STEPS):
         sample = (*(part[step] for part in samples), sigma_max)
         new, old, sampler = (
             Policy(params, sample, prompt, null, capped=False)
-            for params in (adapted(start, tuned, fragments.SCALE), proximal, start)
+            for params in (adapted(start, tuned, chunks.SCALE), proximal, start)
         )
-        to_start += (new.log_prob - old.log_prob) / fragments.STEPS
-        to_sampler += (old.log_prob - sampler.log_prob) / fragments.STEPS
+        to_start += (new.log_prob - old.log_prob) / chunks.STEPS
+        to_sampler += (old.log_prob - sampler.log_prob) / chunks.STEPS
         kl += jnp.mean((new.mean - sampler.mean) ** 2) / (2 * new.g**2)
     advantage = jnp.clip(advantage, -ADV_CLIP, ADV_CLIP)
     r, w = jnp.exp(to_start), jnp.minimum(jnp.exp(to_sampler), 1.004)
     each = -w * jnp.minimum(advantage * r, advantage * bounded(r))
-    return fragments.STEPS * each + KL * kl, (r, w)
+    return chunks.STEPS * each + KL * kl, (r, w)
 
 
 def test_a_trajectorys_ratio_to_the_steps_start_is_weighted_by_that_ones_to_the_sampler():
     fields = dict(algorithm__ratio="sequence_mean", algorithm__importance_cap=1.004)
-    fields["trainer__pack"] = fragments.STEPS
-    parts = fragments.system(fragments.config("lora", (1, 2, 2), images=4, **fields))
-    state, snapshot = parts.trainer.init(fragments.tuned("lora")), fragments.tuned("lora", 0.02)
+    fields["trainer__pack"] = chunks.STEPS
+    parts = chunks.system(chunks.config("lora", (1, 2, 2), images=4, **fields))
+    state, snapshot = parts.trainer.init(chunks.tuned("lora")), chunks.tuned("lora", 0.02)
     proximal = jax.device_put(snapshot, jax.tree.map(lambda leaf: leaf.sharding, state.tuned))
     given = experience(parts, False)
     totals = parts.trainer.accumulate(state, parts.base, given, None, None, proximal)
 
-    start = toy.ToyFamily(size=fragments.SIZE).params()["transformer"]
-    snapshot = adapted(jax.tree.map(jnp.asarray, start), snapshot, fragments.SCALE)
-    prompts, (_, _, t, sigmas) = fragments.sampled()
+    start = toy.ToyFamily(size=chunks.SIZE).params()["transformer"]
+    snapshot = adapted(jax.tree.map(jnp.asarray, start), snapshot, chunks.SCALE)
+    prompts, (_, _, t, sigmas) = chunks.sampled()
     steps, total, seen = [(s, n) for s, n in zip(t.sigma, t.sigma_next, strict=True)], None, []
-    for image, row in enumerate(fragments.ROWS):
+    for image, row in enumerate(chunks.ROWS):
         samples = t.x[:, image], t.x_next[:, image], *np.transpose(steps)
         gradient, both = of_trajectory(
-            fragments.tuned("lora"), snapshot, start, samples, sigmas[1],
-            fragments.ADVANTAGES[image], [part[row][None] for part in prompts.conditioning],
+            chunks.tuned("lora"), snapshot, start, samples, sigmas[1],
+            chunks.ADVANTAGES[image], [part[row][None] for part in prompts.conditioning],
             tuple(prompts.null),
         )  # fmt: skip
         seen.append(both)
@@ -254,7 +254,7 @@ def test_a_trajectorys_ratio_to_the_steps_start_is_weighted_by_that_ones_to_the_
     assert (np.abs(ratios - 1) > CLIP).any() and (np.abs(ratios - 1) < CLIP).any()
     assert weights.min() < 0.994 and weights.max() > 0.998
     expected = jax.tree.map(lambda leaf: leaf / totals.sums["weight"], total)
-    assert toy.difference(fragments.mean(totals), expected) < 1e-5
+    assert toy.difference(chunks.mean(totals), expected) < 1e-5
     np.testing.assert_allclose(
-        totals.sums["importance_weight"], fragments.STEPS * weights.sum(), rtol=1e-5
+        totals.sums["importance_weight"], chunks.STEPS * weights.sum(), rtol=1e-5
     )

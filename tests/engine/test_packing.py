@@ -12,7 +12,7 @@ from digen_jax.engine import gradient, trainer
 from digen_jax.engine.objective import Policies
 from digen_jax.engine.packing import MicroBatch
 from tests.cases import quick
-from tests.engine import fragments, toy
+from tests.engine import chunks, toy
 
 pytestmark = pytest.mark.usefixtures("exact_and_split")
 
@@ -29,8 +29,8 @@ CASES = [
 
 def built(tuning, tactic, pack, mesh, images):
     """(system, trainer state) with parameters some way from those that sampled."""
-    parts = fragments.system(fragments.config(tuning, mesh, tactic, images, trainer__pack=pack))
-    return parts, parts.trainer.init(fragments.tuned(tuning))
+    parts = chunks.system(chunks.config(tuning, mesh, tactic, images, trainer__pack=pack))
+    return parts, parts.trainer.init(chunks.tuned(tuning))
 
 
 @pytest.mark.parametrize(
@@ -43,23 +43,23 @@ def test_the_gradient_of_packed_and_sharded_steps_is_the_plain_loops(
     assert parts.placement.trainer.holds_whole(state.tuned) == (
         tactic == "replicate" or mesh[2] == 1
     )
-    experience = fragments.experience(parts, ALL, steps)
+    experience = chunks.experience(parts, ALL, steps)
     totals = parts.trainer.accumulate(state, parts.base, experience, None)
-    expected, ratios = fragments.plain_of_stored(tuning, steps)
+    expected, ratios = chunks.plain_of_stored(tuning, steps)
     assert float(totals.sums["weight"]) == 12 * steps
-    assert toy.difference(fragments.mean(totals), expected) < 1e-5
-    assert toy.difference(fragments.scaled(fragments.mean(totals), 1.01), expected) > 5e-3
+    assert toy.difference(chunks.mean(totals), expected) < 1e-5
+    assert toy.difference(chunks.scaled(chunks.mean(totals), 1.01), expected) > 5e-3
     np.testing.assert_allclose(totals.sums["ratio"], ratios.sum(), rtol=1e-5)
     passes = -(-steps // pack) * 12 // images
     pieces = None
     for piece in ((passes - 1, 1), (0, passes - 1)):  # in any order
         added = (state, parts.base, experience, pieces)
         pieces = parts.trainer.accumulate(*added, piece=piece) if piece[1] else pieces
-    assert toy.difference(fragments.mean(pieces), fragments.mean(totals)) < 1e-6
+    assert toy.difference(chunks.mean(pieces), chunks.mean(totals)) < 1e-6
     assert float(pieces.sums["weight"]) == 12 * steps
     assert parts.trainer._accumulate._cache_size() <= 2  # all passes, and any piece
     once_more = parts.trainer.accumulate(state, parts.base, experience, totals)
-    assert toy.difference(fragments.mean(once_more), expected) < 1e-5
+    assert toy.difference(chunks.mean(once_more), expected) < 1e-5
     assert float(once_more.sums["weight"]) == 24 * steps
 
 
@@ -67,8 +67,8 @@ def test_the_gradient_of_packed_and_sharded_steps_is_the_plain_loops(
 
 
 def compiled(parts, state, steps):
-    """The compiled program that adds a fragment to the totals: its text."""
-    experience = fragments.experience(parts, ALL, steps)
+    """The compiled program that adds a chunk to the totals: its text."""
+    experience = chunks.experience(parts, ALL, steps)
     program, args = parts.trainer, (state.tuned, parts.base, Policies(), experience)
     totals = jax.eval_shape(program._begin, args[0])
     layout = program._layout(totals)
@@ -99,7 +99,7 @@ def collectives(text):
 
 def sent_latents(text):
     """The collectives that move arrays shaped like latents, except for the gradients of a pass."""
-    end = fragments.SIZE
+    end = chunks.SIZE
     found = collectives(text)
     return [kind for kind, shapes, back in found if not back and any(s[-3:] == end for s in shapes)]
 

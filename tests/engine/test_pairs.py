@@ -55,11 +55,11 @@ def ordered(name):
 
 @functools.cache
 def system():
-    return toy.system(config("diffusion_dpo", micro=4, pack=2, fragment=6), 1)
+    return toy.system(config("diffusion_dpo", micro=4, pack=2, chunk=6), 1)
 
 
 def accumulated(settings):
-    """The totals of a step's two fragments, trained by a run's own executor."""
+    """The totals of a step's two chunks, trained by a run's own executor."""
     parts = system()._replace(advantages=settings)
     steps = Steps(iter([toy.records(GROUPS)]), IMAGES, 6, parts.draws, 0)
     state = parts.trainer.init(parameters("full")[0])

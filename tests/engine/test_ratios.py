@@ -76,10 +76,10 @@ class Rollout:
         )
         self.system = toy.system(self.config, family=attention_family())
         self.state = self.system.trainer.init(self.system.start)
-        prompts, (fragment,) = toy.rollout(self.system, self.config, self.state.tuned)
-        self.transitions = jax.device_get(fragment.samples)
+        prompts, (chunk,) = toy.rollout(self.system, self.config, self.state.tuned)
+        self.transitions = jax.device_get(chunk.samples)
         advantages = np.linspace(-1, 1, 8, dtype=np.float32)
-        self.experience = receive(self.system, prompts, fragment, advantages)
+        self.experience = receive(self.system, prompts, chunk, advantages)
 
     def far_ratios(self, experience):
         """How many of the trainer's ratios are further than LIMIT from 1."""
@@ -152,7 +152,7 @@ def test_rounding_is_far_below_grpo_guards_published_range(monkeypatch):
     config = runpy.run_path(str(root / "configs" / "shapes_algorithms.py"))["get_config"](
         "grpo_guard"
     )
-    config.sampler.update(steps=10, window=dict(first=0, length=9), fragment=24)
+    config.sampler.update(steps=10, window=dict(first=0, length=9), chunk=24)
     config.trainer.micro_batch = 24
     system = assemble.build(place(open_recipe(config), 1), jax.devices()[:1])
     tuned, rows = system.trainer.init(system.start).tuned, np.arange(24, dtype=np.int32) // 12
@@ -160,8 +160,8 @@ def test_rounding_is_far_below_grpo_guards_published_range(monkeypatch):
     prompts = system.sampler.encode(weights, said("a photo of a red star", "two blue rings"))
     keys = image_keys(jax.random.key(0), rows, np.arange(24))
     sampled = system.sampler.generate(weights, prompts, rows, keys)
-    fragment = Images(0, rows, sampled.transitions, sampled.sigmas)
-    experience = receive(system, prompts, fragment, np.ones(24, np.float32))
+    chunk = Images(0, rows, sampled.transitions, sampled.sigmas)
+    experience = receive(system, prompts, chunk, np.ones(24, np.float32))
 
     found, program = [], replaying(system)
     for i in range(9):  # batches of the sampler's size, as the trainer's

@@ -13,14 +13,14 @@ from digen_jax import assemble
 from digen_jax.config.door import open_recipe, place
 from digen_jax.flow.sampling import image_keys
 from digen_jax.runtime.steps import Images
-from tests.engine import fragments, toy
+from tests.engine import chunks, toy
 from tests.engine.test_ratios import attention_family, replaying
 from tests.engine.toy import receive
 
 pytestmark = pytest.mark.usefixtures("exact_and_split", "optimised")
 
 LORA = dict(lora__rank=4, lora__alpha=8.0, lora__targets=r".*attn\.to_[qv]")
-FRAGMENT = 48
+CHUNK = 48
 
 
 def tiny(old_log_probs, **fields):
@@ -31,7 +31,7 @@ def tiny(old_log_probs, **fields):
         algorithm__old_log_probs=old_log_probs,
         trainer__updates=2,
         trainer__pack=2,
-        **dict(sampler__fragment=4, trainer__micro_batch=4, algorithm__clip_range=1e-4) | fields,
+        **dict(sampler__chunk=4, trainer__micro_batch=4, algorithm__clip_range=1e-4) | fields,
         **toy.meshes((0, 1), (1, 1)),
     )
     family = attention_family(dtype=jnp.bfloat16, remat=remat)
@@ -74,7 +74,7 @@ def chain(x, scale):
 
 
 def test_sampler_and_trainer_round_where_the_model_does():
-    c = toy.config(sampler__guidance=1.0, sampler__fragment=4, **toy.meshes((0, 1), (1, 1)))
+    c = toy.config(sampler__guidance=1.0, sampler__chunk=4, **toy.meshes((0, 1), (1, 1)))
     system = toy.system(c, 1, toy.ToyFamily(Chain(), frozen={}))
     state = toy.fresh(system)
     prompts, (images, _) = toy.rollout(system, c, state.tuned)
@@ -112,7 +112,7 @@ def test_the_second_updates_gradient_is_that_of_the_network_in_float32_but_for_r
     state, _ = system.trainer.update(state, totals)
     found = system.trainer.accumulate(state, system.base, experience, None, start)
     exact = toy.system(
-        toy.config(**toy.meshes((0, 1), (1, 1)), sampler__fragment=4), 1, attention_family()
+        toy.config(**toy.meshes((0, 1), (1, 1)), sampler__chunk=4), 1, attention_family()
     )
 
     program = replaying(exact).__wrapped__  # to be differentiated in one of its own
@@ -131,7 +131,7 @@ def test_the_second_updates_gradient_is_that_of_the_network_in_float32_but_for_r
     weights = np.float32(-advantages * ratio * active / ratio.size)
     expected = pulled_back(state.tuned, weights)
     assert np.abs(ratio - 1).max() > 0.01
-    assert toy.difference(fragments.mean(found), expected) < 0.05
+    assert toy.difference(chunks.mean(found), expected) < 0.05
     got = float(found.sums["ratio_spread"]) / ratio.size
     np.testing.assert_allclose(got, np.abs(ratio - 1).mean(), rtol=0.1)
 
@@ -143,7 +143,7 @@ class Embedded:
         c = runpy.run_path("configs/shapes_flow_grpo.py")["get_config"]()
         c.precision.arithmetic = "bfloat16"
         c.batch.groups = 8
-        c.sampler.fragment = FRAGMENT
+        c.sampler.chunk = CHUNK
         c.trainer.update(micro_batch=12, pack=4, updates=2)
         c.algorithm.old_log_probs = "rollout"
         c.placement.update(rollout=dict(data=0, fsdp=1), trainer=dict(data=1, fsdp=1))
@@ -153,14 +153,14 @@ class Embedded:
         self.start = toy.fresh(self.system).tuned
 
     def sampled(self):
-        """A fragment in the trainer's form."""
-        system, rows = self.system, np.arange(FRAGMENT, dtype=np.int32) // 12
+        """A chunk in the trainer's form."""
+        system, rows = self.system, np.arange(CHUNK, dtype=np.int32) // 12
         weights = system.publish(self.start)
         said = ("a photo of a red star", "two blue rings", "a green square", "three circles")
         prompts = system.sampler.encode(weights, [{"prompt": prompt} for prompt in said])
-        keys = image_keys(jax.random.key(0), rows, np.arange(FRAGMENT))
+        keys = image_keys(jax.random.key(0), rows, np.arange(CHUNK))
         trajectory = system.sampler.generate(weights, prompts, rows, keys)
-        advantages = np.random.default_rng(0).normal(size=FRAGMENT).astype(np.float32)
+        advantages = np.random.default_rng(0).normal(size=CHUNK).astype(np.float32)
         images = Images(0, rows, trajectory.transitions, trajectory.sigmas)
         return receive(system, prompts, images, advantages)
 

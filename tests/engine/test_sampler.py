@@ -64,13 +64,13 @@ def close(found, expected):
 
 
 @pytest.mark.parametrize("cut", [slice(0, 4), slice(4, 8)])
-def test_an_image_does_not_depend_on_its_fragment(split, whole, cut):
+def test_an_image_does_not_depend_on_its_chunk(split, whole, cut):
     images, trajectory = generate(split, cut)
     close(images, whole[0][cut])
     close(images_of(trajectory, slice(None)), images_of(whole[1], cut))
 
 
-def test_an_image_does_not_depend_on_its_place_in_a_fragment(split, whole):
+def test_an_image_does_not_depend_on_its_place_in_a_chunk(split, whole):
     order = np.array([6, 2, 5, 0, 7, 1, 3, 4])
     images, trajectory = generate(split, order)
     close(images, whole[0][order])
@@ -106,7 +106,7 @@ def test_the_windows_transitions_are_stored(whole):
     assert np.abs(latents - transitions.x_next[1]).max() > 0.001  # the last step, without noise
 
 
-def test_a_fragment_stays_split_over_the_mesh(split):
+def test_a_chunk_stays_split_over_the_mesh(split):
     weights = split.publish(split.start)
     prompts = split.sampler.encode(weights, said(*PROMPTS))
     images, trajectory = toy.draw_and_show(split.sampler, weights, prompts, ROWS, KEYS)

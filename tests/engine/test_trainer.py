@@ -23,20 +23,20 @@ pytestmark = pytest.mark.usefixtures("exact_and_split")
 
 CLIP, ADV_CLIP, KL, GUIDANCE, NOISE = 0.005, 1.0, 0.3, 3.0, 0.7
 LORA = dict(lora__rank=2, lora__alpha=6.0, lora__targets="inside|outside")
-# Of 8 images in 2 groups and 2 steps: rollout mesh, trainer mesh, devices, fragment, micro-batch.
+# Of 8 images in 2 groups and 2 steps: rollout mesh, trainer mesh, devices, chunk, micro-batch.
 CUTS = {
     "4 + 2x2": ((4, 1), (2, 2), 8, 8, 8),
     "2x2 + 1x4": ((2, 2), (1, 4), 8, 4, 4),
 }
 
 
-def gradient_config(tuning, rollout=(4, 1), trainer=(4, 1), fragment=8, micro=8, **fields):
+def gradient_config(tuning, rollout=(4, 1), trainer=(4, 1), chunk=8, micro=8, **fields):
     lora = LORA if tuning == "lora" else {}
     return toy.config(
         **toy.meshes(rollout, trainer),
         **lora,
         **fields,
-        sampler__fragment=fragment,
+        sampler__chunk=chunk,
         sampler__guidance=GUIDANCE,
         sampler__noise_level=NOISE,
         trainer__micro_batch=micro,
@@ -59,11 +59,11 @@ ROWS = np.repeat(np.arange(2, dtype=np.int32), 4)
 ADVANTAGES = np.array([1.5, -0.4, -0.9, 0.2, -1.7, 0.3, 0.8, 0.6], np.float32)
 
 
-def experiences(system, fragment):
-    """The same trajectories in the trainer's form, divided into fragments."""
+def experiences(system, chunk):
+    """The same trajectories in the trainer's form, divided into chunks."""
     prompts, images = sampled()
-    for start in range(0, 8, fragment):
-        cut = slice(start, start + fragment)
+    for start in range(0, 8, chunk):
+        cut = slice(start, start + chunk)
         t = images.samples
         part = t._replace(**{name: getattr(t, name)[:, cut] for name in t._fields[:3]})
         part = Images(0, ROWS[cut], part, images.sigmas)
@@ -136,12 +136,12 @@ def start_of(tuning):
 
 
 def accumulated(tuning, cut):
-    rollout, trainer, devices, fragment, micro = CUTS[cut]
-    config = gradient_config(tuning, rollout, trainer, fragment, micro)
+    rollout, trainer, devices, chunk, micro = CUTS[cut]
+    config = gradient_config(tuning, rollout, trainer, chunk, micro)
     system = toy.system(config, devices)
     state = system.trainer.init(start_of(tuning))
     totals = None
-    for experience in experiences(system, fragment):
+    for experience in experiences(system, chunk):
         totals = system.trainer.accumulate(state, system.base, experience, totals)
     assert system.trainer._accumulate._cache_size() == 1  # the layout of the totals is stable
     return totals

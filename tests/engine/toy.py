@@ -39,12 +39,12 @@ from digen_jax.runtime.steps import Images, Steps
 from digen_jax.runtime.training import TrainingExecutor, on_trainer, shardings
 from digen_jax.runtime.versions import Versions
 from digen_jax.runtime.watch import Watch
-from digen_jax.scheduling.commands import TRAINER, Deliver, Fragment, Publication, Train
+from digen_jax.scheduling.commands import TRAINER, Chunk, Deliver, Publication, Train
 from digen_jax.scheduling.deadlines import Deadline
 from digen_jax.scheduling.settings import Settings
 
 LETTERS, TEXT = 6, 8
-MANY = 1_000  # passes: more than any fragment has
+MANY = 1_000  # passes: more than any chunk has
 AXES = (("outside", ("mlp", "channels")), (".*", (None, "mlp")))
 
 
@@ -189,7 +189,7 @@ def config(**fields) -> ConfigDict:
             noise_level=0.7,
             window=dict(first=0, length=2),
             guidance=3.0,
-            fragment=8,
+            chunk=8,
         ),
         trainer=dict(micro_batch=4),
         evaluation=dict(batch=8),
@@ -262,7 +262,7 @@ def brightness(images, prompts, metadata):
 
 
 class Sampled(NamedTuple):
-    """A step as a sampling mesh made it: what the trainer was delivered, and the pictures of each fragment."""
+    """A step as a sampling mesh made it: what the trainer was delivered, and the pictures of each chunk."""
 
     prompts: Any
     images: list[Images]
@@ -270,7 +270,7 @@ class Sampled(NamedTuple):
 
 
 def sampled_steps(system: System, batches, images: int, size: int, count: int, tuned: Any):
-    """The first steps of a run whose fragments have `size` images, all from the same weights."""
+    """The first steps of a run whose chunks have `size` images, all from the same weights."""
     steps = Steps(batches, images, size, system.draws, 0)
     link, group, name = LocalLink(), system.placement.trainer, "rollout 0"
     executor = SamplingExecutor(name, system.rollouts[0], steps, None, link)
@@ -287,32 +287,32 @@ def sampled_steps(system: System, batches, images: int, size: int, count: int, t
             [],
         )
         for index in range(len(steps[number].rows) // size):
-            fragment = Fragment(number, index)
-            executor.generate(fragment, Publication(0))
-            executor.decode(fragment)
-            key, rows = SamplesOf(name, fragment), steps[number].rows[steps[number].cut(index)]
+            chunk = Chunk(number, index)
+            executor.generate(chunk, Publication(0))
+            executor.decode(chunk)
+            key, rows = SamplesOf(name, chunk), steps[number].rows[steps[number].cut(index)]
             made = link.take(key, lambda tree: shardings(tree, group), "trainer")
             found.images.append(Images(0, rows, *made))
-            found.pictures.append(executor.images[fragment])
+            found.pictures.append(executor.images[chunk])
         yield found
 
 
 def rollout(system: System, config: ConfigDict, tuned: Any):
-    """(prompts, the images of each fragment) of the step with `records`, from published weights."""
+    """(prompts, the images of each chunk) of the step with `records`, from published weights."""
     batch, given = config.batch, iter([records(config.batch.groups)])
-    step = sampled_steps(system, given, batch.images, config.sampler.fragment, 1, tuned)
+    step = sampled_steps(system, given, batch.images, config.sampler.chunk, 1, tuned)
     return next(step)[:2]
 
 
 def receive(system: System, prompts, images: Images, *known):
-    """A fragment in the trainer's form, from any mesh."""
+    """A chunk in the trainer's form, from any mesh."""
     group = system.placement.trainer
     prompts = jax.device_put(prompts, group.replicated)
     return training.receive(system, prompts, on_trainer(images, group), *known)
 
 
 def draw_and_show(sampler, weights, prompts, rows, keys, **drawn):
-    """(images, trajectory) of a fragment: its clips have one frame."""
+    """(images, trajectory) of a chunk: its clips have one frame."""
     trajectory = sampler.generate(weights, prompts, rows, keys, **drawn)
     return sampler.decode(weights, trajectory)[:, 0], trajectory
 
@@ -378,15 +378,15 @@ def drive(system: System, config: ConfigDict, steps: int, reward=brightness, **o
 
 
 def trained(system: System, steps: Steps, state: TrainState, scores: StepScores, prompts, part_of):
-    """The totals of the first step's fragments, `part_of` some images each, trained by a run's own executor."""
+    """The totals of the first step's chunks, `part_of` some images each, trained by a run's own executor."""
     link, made = LocalLink(), "rollout 0"
     link.offer(ConditioningOf(made, 0), prompts)
     settings = Settings(1, 1, 1, 1)
     executor = TrainingExecutor(system, settings, steps, Versions(link, False), link, state)
     step = steps[0]
     for index in range(len(step.rows) // step.size):
-        images, fragment = part_of(step.cut(index)), Fragment(0, index)
-        link.offer(SamplesOf(made, fragment), (images.samples, images.sigmas))
-        executor.deliver(Deliver(0, made, fragment, 0, TRAINER))
-        executor.train(Train(0, TRAINER, fragment, 0, 0, first=0, count=MANY), scores)
+        images, chunk = part_of(step.cut(index)), Chunk(0, index)
+        link.offer(SamplesOf(made, chunk), (images.samples, images.sigmas))
+        executor.deliver(Deliver(0, made, chunk, 0, TRAINER))
+        executor.train(Train(0, TRAINER, chunk, 0, 0, first=0, count=MANY), scores)
     return executor._totals

@@ -110,7 +110,7 @@ def config(files: Files, where: str, layout: tuple, **fields):
         steps=STEPS,
         advantages=dict(combine="advantages", std="group"),
         batch=dict(groups=3, images=4),
-        sampler__fragment=4,
+        sampler__chunk=4,
         evaluation=dict(every=1, batch=4),
         **toy.meshes(*layout),
         **fields,
@@ -180,7 +180,7 @@ def judged(function, **fields):
     """What drives a run in which `function` scores on the meshes in PickScore's place, and the judge."""
     c = toy.config(
         rewards=(dict(name="pickscore", settings=dict(folder="x")),),
-        sampler__fragment=4,
+        sampler__chunk=4,
         **toy.meshes((1, 1), (1, 1)),
         **fields,
     )

@@ -78,7 +78,7 @@ def compiled(name: str, where: Any) -> dict[str, Any]:
     problem = make_problem(
         recipe, gpus, calibrated(recipe, found, where.chip, name), model_footprint(recipe)
     )
-    shared, chunk = trainer.tensor * trainer.sequence, recipe.sampler.fragment
+    shared, chunk = trainer.tensor * trainer.sequence, recipe.sampler.chunk
     own = Layout(1, trainer.devices, trainer.time, chunk=chunk, shared=shared)
     held = device_bytes(_with_programs(problem, recipe, own, found), own)
     assert held.trainer_fsdp == trainer.fsdp

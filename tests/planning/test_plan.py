@@ -27,17 +27,17 @@ from tests.scripts import run_forked, run_script
 from tests.tiny_runs import pipeline, prompt_file, tiny_config
 
 SHAPES = "configs/shapes_flow_grpo.py"
-FINE = ("--config.sampler.fragment=12", "--config.trainer.micro_batch=12")
+FINE = ("--config.sampler.chunk=12", "--config.trainer.micro_batch=12")
 
 
-def shapes(fragment=12):
+def shapes(chunk=12):
     config = complete(load_config("shapes_flow_grpo"))
-    config.sampler.fragment = config.trainer.micro_batch = fragment
+    config.sampler.chunk = config.trainer.micro_batch = chunk
     return config
 
 
-def opened(fragment=12):
-    return reopen_recipe(shapes(fragment))
+def opened(chunk=12):
+    return reopen_recipe(shapes(chunk))
 
 
 def auto_placement(recipe, devices, costs):
@@ -97,7 +97,7 @@ def test_the_script_plans_from_a_file_of_costs(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_script_times_a_fragment_on_the_devices_at_hand_and_with_memory_compiles_programs(base):
+def test_the_script_times_a_chunk_on_the_devices_at_hand_and_with_memory_compiles_programs(base):
     done = run_script(
         "plan.py",
         f"--config={SHAPES}",
@@ -109,7 +109,7 @@ def test_the_script_times_a_fragment_on_the_devices_at_hand_and_with_memory_comp
         "--config.rewards=tests.tiny_runs:redness",
         "--config.batch.groups=2",
         "--config.batch.images=4",
-        "--config.sampler.fragment=4",
+        "--config.sampler.chunk=4",
         "--config.trainer.micro_batch=4",
         "--config.evaluation.batch=4",
         "--config.placement.rollout.data=1",
@@ -117,9 +117,7 @@ def test_the_script_times_a_fragment_on_the_devices_at_hand_and_with_memory_comp
         "--config.placement.trainer.fsdp=1",
     )
     assert done.returncode == 0, done.stderr
-    source = (
-        "costs from a fragment timed on devices of the kind cpu, 1 for rollout and 1 for training"
-    )
+    source = "costs from a chunk timed on devices of the kind cpu, 1 for rollout and 1 for training"
     assert source in done.stdout.replace("\n  ", " ")
     for name in ("generate", "decode", "train", "score", "encode", "update", "publish"):
         (seconds,) = re.findall(rf"[ :]{name} (\S+) s", done.stdout)
@@ -175,7 +173,7 @@ def test_a_wrong_file_of_costs_is_refused(tmp_path, given, sentence):
 def test_a_step_of_one_chunk_is_best_colocated_and_the_sentence_says_so():
     plan = make_plan(make_problem(opened(144), 4, calibration(publish=0.1)))
     assert plan.choice.layout == Layout(1, 4, chunk=144)
-    assert why(plan).startswith("colocated (") and "config.sampler.fragment" in why(plan)
+    assert why(plan).startswith("colocated (") and "config.sampler.chunk" in why(plan)
     assert re.search(r"^\*  colocated", table(plan), re.MULTILINE)
 
 
@@ -246,7 +244,7 @@ def test_a_run_with_an_automatic_placement_keeps_it_when_it_goes_on(
     config.steps = 1
     assert train(open_recipe(config), tmp_path) is None
     said = capsys.readouterr().out
-    assert "placement chosen by a fragment timed on" in said
+    assert "placement chosen by a chunk timed on" in said
     assert said.startswith(
         "config.placement = 'auto': times each part of a step on one of the 8 devices"
     )
@@ -273,7 +271,7 @@ def test_costs_are_measured_on_as_few_devices_as_hold_the_training(
     """A device that holds the sharded training, but not all of it alone; then on all devices, which share it."""
     config = complete(tiny_config(base, "full"))
     config.placement.update(sizes="auto", rules=((".*", "fsdp"),))
-    config.sampler.fragment = config.trainer.micro_batch = config.evaluation.batch = 8
+    config.sampler.chunk = config.trainer.micro_batch = config.evaluation.batch = 8
     config.batch.update(groups=4, images=4)
     recipe, measured = open_recipe(config), []
     alone = opening.place_alone(recipe)
@@ -314,5 +312,5 @@ def test_devices_that_no_batch_divides_are_an_error():
     config = shapes(144)
     config.trainer.micro_batch = 1
     problem = make_problem(reopen_recipe(config), 7, calibration())
-    with pytest.raises(ConfigError, match=r"config\.sampler\.fragment"):
+    with pytest.raises(ConfigError, match=r"config\.sampler\.chunk"):
         make_plan(problem, lambda layout: False)

@@ -36,7 +36,7 @@ def tiny(base, kind, images, remat="none", **mesh):
 
 def on_mesh(config, images, **mesh):
     config.batch.update(groups=images // 4, images=4)
-    config.sampler.fragment = config.trainer.micro_batch = images
+    config.sampler.chunk = config.trainer.micro_batch = images
     config.trainer.pack = mesh.get("time", 1)
     config.evaluation.batch = images // 2
     config.placement.sizes = "given"
@@ -57,7 +57,7 @@ def planned(recipe):
     system = outline(recipe, jax.devices()[: axes.devices])
     footprint = dataclasses.replace(model_footprint(recipe), programs=programs)
     problem = make_problem(recipe, axes.devices, calibration(), footprint)
-    shared, chunk = axes.tensor * axes.sequence, recipe.sampler.fragment
+    shared, chunk = axes.tensor * axes.sequence, recipe.sampler.chunk
     layout = Layout(1, axes.devices, axes.time, chunk=chunk, shared=shared)
     held = device_bytes(problem, layout).trainer
     return system, programs, held, footprint.tuned(axes.fsdp, axes.tensor)
@@ -97,9 +97,9 @@ def sampling_bytes(recipe, system, programs, held, tuned):
     prompts = lying_bytes(sampler.encoded(weights, records))
     lowered = {
         "encoding": sampler.lower_encode(weights, records),
-        "generating": lower_generate(system, sampler, recipe, recipe.sampler.fragment),
+        "generating": lower_generate(system, sampler, recipe, recipe.sampler.chunk),
         "evaluating": lower_generate(system, system.evaluator, recipe, recipe.evaluation.batch),
-        "decoding": sampler.lower_decode(weights, recipe.sampler.fragment),
+        "decoding": sampler.lower_decode(weights, recipe.sampler.chunk),
     }
     predicted = {name: sampling + held["conditioning"] + needed[name] for name in lowered}
     predicted["generating"] += held["trajectories"]

@@ -28,7 +28,7 @@ def tiny(base):
     config = complete(tiny_config(base, "full"))
     config.model.height = config.model.width = 64
     config.batch.update(groups=4, images=4)
-    config.sampler.fragment = config.trainer.micro_batch = config.evaluation.batch = 4
+    config.sampler.chunk = config.trainer.micro_batch = config.evaluation.batch = 4
     config.placement.sizes = "given"
     config.placement.rollout.data = 0
     config.placement.trainer.data = 2
@@ -173,7 +173,7 @@ def test_on_this_machine_the_programs_are_timed(base):
         "--topology=local",
         f"--config.model.folder={pipeline(base)}",
         f"--config.prompts.file={prompt_file(base)}",
-        *("--config.batch.groups=2", "--config.batch.images=2", "--config.sampler.fragment=4"),
+        *("--config.batch.groups=2", "--config.batch.images=2", "--config.sampler.chunk=4"),
         *("--config.trainer.micro_batch=4", "--config.evaluation.batch=4"),
         *("--config.placement.rollout.data=0", "--config.placement.trainer.data=2"),
     )

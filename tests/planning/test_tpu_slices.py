@@ -16,7 +16,7 @@ pytestmark = pytest.mark.tpu
 # Without a rollout mesh, so that the meshes of the config are those that are chosen.
 TINY = (
     *("--config=configs/shapes_flow_grpo.py", "--config.batch.groups=2", "--config.batch.images=8"),
-    *("--config.sampler.fragment=16", "--config.trainer.micro_batch=16", "--config.sampler.steps=4"),
+    *("--config.sampler.chunk=16", "--config.trainer.micro_batch=16", "--config.sampler.steps=4"),
     *("--config.evaluation.batch=16", "--config.placement.rollout.data=0"),
     *("--config.placement.sizes=given", "--config.placement.trainer.fsdp=2"),
 )  # fmt: skip

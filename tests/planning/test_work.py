@@ -47,7 +47,7 @@ def recipe_of(base, kind, **changes):
     config = complete(tiny_config(base, kind))
     config.model.update(folder=str(once(base / "small-sd35", small_model)), height=256, width=256)
     config.batch.update(groups=1, images=2)
-    config.sampler.fragment = config.trainer.micro_batch = config.evaluation.batch = 2
+    config.sampler.chunk = config.trainer.micro_batch = config.evaluation.batch = 2
     config.placement.rollout.data = 0
     config.update_from_flattened_dict(changes)
     return open_recipe(config)

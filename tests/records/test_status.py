@@ -17,7 +17,7 @@ HERE = socket.gethostname()
 TRAINER = dict(
     devices=4,
     lost=None,
-    does="training on fragment 3 of step 12",
+    does="training on chunk 3 of step 12",
     waits=None,
     since=998.0,
     holds=[11, 12],
@@ -47,7 +47,7 @@ def written(tmp_path, monkeypatch):
     monkeypatch.setattr(time, "time", lambda: 1000.0)
     remembering._lines.clear()
     remembering._lines.append(
-        (939.0, "rollout 1 hangs: generating fragment 2 of step 12 " + "for long " * 5)
+        (939.0, "rollout 1 hangs: generating chunk 2 of step 12 " + "for long " * 5)
     )
     write_status(tmp_path, SNAPSHOT, PLACES)
     yield read_status(tmp_path)
@@ -63,7 +63,7 @@ def test_the_table_fits_a_terminal(written):
         "worker     process                     devices  weights        for",
         "  at that time",
         f"trainer    {f'{me} and 1 more':<26}  4        11 12          2.0 s",
-        "  training on fragment 3 of step 12",
+        "  training on chunk 3 of step 12",
         "rollout 0  77 on host-of-a-rather-...  16       ... 11 12 +13  2 min",
         "  not heard for 6.5 s; waits for publish",
         "rollout 1  78 on other                 16                      60 s",
@@ -71,22 +71,22 @@ def test_the_table_fits_a_terminal(written):
         "reward",
         "  scoring 2 batches",
         "the last lines of its standard error:",
-        "  62 s ago: rollout 1 hangs: generating fragment 2 of step 12 for long for long",
+        "  62 s ago: rollout 1 hangs: generating chunk 2 of step 12 for long for long",
         "    for long for long for long",
     ]
     lines = describe("runs/x", written, me, 1001.5, 200).splitlines()
-    assert lines[3].endswith("2.0 s  training on fragment 3 of step 12")
+    assert lines[3].endswith("2.0 s  training on chunk 3 of step 12")
     assert lines[4].endswith("2 min  not heard for 6.5 s; waits for publish")
     assert lines[6] == f"reward{'scoring 2 batches':>81}"
 
 
 def test_a_long_cell_is_broken_under_itself(written):
-    long = TRAINER | dict(does="generating fragment 12 of the evaluation of version 120", holds=[])
+    long = TRAINER | dict(does="generating chunk 12 of the evaluation of version 120", holds=[])
     workers = {"trainer": {"host": HERE, "process": 5, "processes": 1, "heard": None, **long}}
     text = describe("x", {**written, "workers": workers, "scoring": 0, "lines": []}, 5, 1001.5)
     assert text.splitlines()[2:] == [
         "worker   process  devices  weights  for    at that time",
-        "trainer  5        4                 2.0 s  generating fragment 12 of the",
+        "trainer  5        4                 2.0 s  generating chunk 12 of the",
         "                                           evaluation of version 120",
     ]
 

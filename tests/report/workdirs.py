@@ -9,7 +9,7 @@ from digen_jax.records.evaluated import save_images
 from digen_jax.records.metrics import MetricsLog
 from digen_jax.records.pictures import image_grid
 from digen_jax.records.timeline_files import TraceFile
-from digen_jax.scheduling.commands import Fragment
+from digen_jax.scheduling.commands import Chunk
 from digen_jax.scheduling.timeline import Interval
 
 REWARDS = [
@@ -76,7 +76,7 @@ def training(step: int, seed: int) -> dict[str, float]:
 def intervals(step: int) -> list[Interval]:
     """Work on one step, in seconds; of the next step's generation a part lies before this step's end."""
     at = 10.0 * step
-    own = Fragment(step, 0)
+    own = Chunk(step, 0)
     return [
         Interval("rollout 0", "generate", at, at + 4, own),
         Interval("trainer", "wait", at, at + 5, None, "reward"),

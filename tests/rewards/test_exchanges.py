@@ -154,7 +154,7 @@ def test_timelines_have_the_servers_last(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_shows_a_row_for_each_server(tmp_path, train):  # noqa: F811
-    """Two processes of `launch/reward_server.py`, asked for fragments and evaluations in processes of the run."""
+    """Two processes of `launch/reward_server.py`, asked for chunks and evaluations in processes of the run."""
     command = [sys.executable, ROOT / "launch" / "reward_server.py", "--port=0"]
     options = dict(stdout=subprocess.PIPE, text=True, env=environment(1, PYTHONPATH=str(ROOT)))
     names = ("jpeg_compressibility", "jpeg_incompressibility")
@@ -171,7 +171,7 @@ def test_a_run_shows_a_row_for_each_server(tmp_path, train):  # noqa: F811
             dict(name="served", label=name, settings=dict(servers=(address,)))
             for name, address in zip(names, addresses, strict=True)
         )
-        run = config(tmp_path, rewards=asked, reward_pool__processes=2, sampler__fragment=4)
+        run = config(tmp_path, rewards=asked, reward_pool__processes=2, sampler__chunk=4)
         assert train("run", run) is None
     found = timeline(read_run(tmp_path / "run"))
     rows = [f"reward server {address.removeprefix('http://')}" for address in addresses]

@@ -20,7 +20,7 @@ def noting(images, prompts, metadata):
 def test_a_run_draws_from_several_files_and_continues(tmp_path, train, capfd):  # noqa: F811
     other = tmp_path / "other.txt"
     other.write_text("a ring\na star\na ring\na photo of a red circle\n")
-    c = config(tmp_path, rewards=f"{__name__}:noting", sampler__fragment=16)
+    c = config(tmp_path, rewards=f"{__name__}:noting", sampler__chunk=16)
     files = (c.prompts.file, str(other))
     c.prompts.update(file="", files=files, weights=(3.0, 1.0))
     c.batch.groups = 4

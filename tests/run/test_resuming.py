@@ -36,7 +36,7 @@ PLAIN = dict(
     checkpoint__keep=9,
 )
 ELSEWHERE = toy.meshes((1, 1), (1, 1, 2), workers=2) | dict(
-    sampler__fragment=2, trainer__micro_batch=2, trainer__pack=2
+    sampler__chunk=2, trainer__micro_batch=2, trainer__pack=2
 )
 
 
@@ -78,14 +78,14 @@ def test_a_layout_is_what_costs_depend_on(tmp_path):
         return toy.opened(config(tmp_path, **fields)).layout
 
     assert layout() == layout(placement__cpu_devices=3, steps=9)
-    for fields in ({"sampler__fragment": 4}, toy.meshes((0, 1), (1, 1, 2)), {"trainer__pack": 2}):
+    for fields in ({"sampler__chunk": 4}, toy.meshes((0, 1), (1, 1, 2)), {"trainer__pack": 2}):
         assert layout() != layout(**fields)
 
 
 def test_what_was_begun_by_two_meshes_is_done_by_others(tmp_path, train):
     """Half of a step has begun with older weights, which the checkpoint contains; then one device does everything."""
     apart = toy.meshes((1, 1), (1, 1), workers=2)
-    fields = dict(runtime__staleness=1, sampler__fragment=4, trainer__micro_batch=4)
+    fields = dict(runtime__staleness=1, sampler__chunk=4, trainer__micro_batch=4)
     stopped(train, "run", config(tmp_path, **fields | apart), 3, devices=3)
     (step,) = map(int, saved(tmp_path / "run"))
     c = config(tmp_path, **fields, reward_pool__processes=0)
@@ -109,7 +109,7 @@ def test_a_damaged_checkpoint_costs_its_steps_and_files_are_cut_back(tmp_path, t
     c = config(tmp_path, steps=6, checkpoint__every=1, checkpoint__keep=2, **RARELY)
     assert train("unbroken", c) is None
     first, commands = read_log(tmp_path / "unbroken" / "commands.jsonl")
-    assert first in (4, 5) and {command.fragment.step for command in trained(commands)} <= {4, 5}
+    assert first in (4, 5) and {command.chunk.step for command in trained(commands)} <= {4, 5}
     timeline = json.loads((tmp_path / "unbroken" / "timeline.json").read_text())
     steps = {event["args"].get("step") for event in timeline if event["ph"] == "X"}
     assert steps - {None} == set(range(first, 7))  # the last are of the last version's evaluation

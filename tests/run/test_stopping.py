@@ -31,7 +31,7 @@ def get_config():
         pictures__every=9,
         pictures__images=3,
         checkpoint__every=2,
-        sampler__fragment=4,
+        sampler__chunk=4,
         runtime__deadline=10.0,
         **toy.meshes((1, 1), (1, 1), workers=2),
     )
@@ -66,7 +66,7 @@ def hanging_in(executor, name, who):
     real = getattr(executor, name)
 
     def call(self, what, *rest):
-        hanging.happens(who, getattr(what, "fragment", what).step)
+        hanging.happens(who, getattr(what, "chunk", what).step)
         return real(self, what, *rest)
 
     setattr(executor, name, call)
@@ -128,7 +128,7 @@ def test_runs_in_which_anything_hangs_or_dies_end_in_the_same_bits(folder):
     workdir = folder / "stopped"
     code, said = launch(folder, "stopped", "trainer hangs 3 always")
     assert code == STOPPED and "Traceback" not in said, said
-    assert "the trainer hangs: training on fragment 0 of step 3 has taken more than 10 sec" in said
+    assert "the trainer hangs: training on chunk 0 of step 3 has taken more than 10 sec" in said
     assert saved(workdir) == ["2"]
     code, said = launch(folder, "stopped", "")
     assert code == 0 and "continuing after step 2" in said, said

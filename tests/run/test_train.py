@@ -48,7 +48,7 @@ def get_config():
         rewards=("blueness:mean",),
         reward_pool=dict(processes=0),
         batch=dict(groups=2, images=4),
-        sampler=dict(steps=4, window=dict(first=0, length=2), fragment=8),
+        sampler=dict(steps=4, window=dict(first=0, length=2), chunk=8),
         trainer=dict(micro_batch=8, learning_rate=1e-3, ema=0.9),
         placement=dict(rollout=dict(data=2), trainer=dict(data=2)),
         evaluation=dict(prompts="prompts.jsonl", images=4, batch=8, every=2, height=40, width=48),
@@ -355,7 +355,7 @@ KINDS_OF_STATE = [
     | dict(sampler__shared_noise=True),
     ODE
     | dict(algorithm=dict(name="diffusion_nft", times=dict(count=2)))
-    | dict(lora__rank=2, lora__alpha=4.0, trainer__updates=2, sampler__fragment=4)
+    | dict(lora__rank=2, lora__alpha=4.0, trainer__updates=2, sampler__chunk=4)
     | GDPO
     | dict(advantages__combine="advantages", advantages__std="global"),
 ]
@@ -454,7 +454,7 @@ def test_every_kind_of_state_is_resumed(tmp_path, train, fields):
 def test_with_dynamic_sampling_a_resumed_run_equals_an_unbroken_one(tmp_path, train):
     """Of the six groups for which a step draws prompts the first two have equal rewards."""
     fields = toy.meshes((1, 1), (1, 1)) | dict(
-        sampler__fragment=2, trainer__micro_batch=2, runtime__max_candidates=6
+        sampler__chunk=2, trainer__micro_batch=2, runtime__max_candidates=6
     )
     c = config(tmp_path, **fields, runtime__redundant_groups=1)
 
@@ -478,9 +478,9 @@ def test_with_dynamic_sampling_a_resumed_run_equals_an_unbroken_one(tmp_path, tr
 
 
 def test_a_run_with_asynchrony_goes_on_with_what_it_had_begun(tmp_path, train):
-    """Fragments begun ahead are in the checkpoint, with the weights that they were begun with."""
+    """Chunks begun ahead are in the checkpoint, with the weights that they were begun with."""
     fields = toy.meshes((1, 1), (1, 1)) | dict(
-        runtime__staleness=1, sampler__fragment=4, trainer__micro_batch=4
+        runtime__staleness=1, sampler__chunk=4, trainer__micro_batch=4
     )
     c = config(tmp_path, **fields)
     with pytest.raises(ConfigError, match="returned shape"):
@@ -566,7 +566,7 @@ def test_a_run_whose_ratios_are_rounding_stops_before_its_first_update(tmp_path,
 
 
 def test_the_spread_of_the_ratios_is_a_metric_and_quiet_where_all_is_well(tmp_path, train, capsys):
-    assert train("run", config(tmp_path, steps=2, trainer__updates=2, sampler__fragment=4)) is None
+    assert train("run", config(tmp_path, steps=2, trainer__updates=2, sampler__chunk=4)) is None
     assert all("ratio_spread" in line for line in metrics(tmp_path / "run")[1:])
     said = capsys.readouterr()
     assert "before the first update" not in said.out + said.err
@@ -575,7 +575,7 @@ def test_the_spread_of_the_ratios_is_a_metric_and_quiet_where_all_is_well(tmp_pa
 def test_ratios_of_stale_samples_are_not_taken_for_rounding(tmp_path, train):
     """A run that resumes a step which an older version had begun does not stop at its first update."""
     stale = dict(
-        runtime__staleness=1, sampler__fragment=4, reward_pool__retries=0, checkpoint__every=1
+        runtime__staleness=1, sampler__chunk=4, reward_pool__retries=0, checkpoint__every=1
     )
     meshes = toy.meshes((1, 1), (1, 1))
     c = config(tmp_path, steps=3, algorithm__clip_range=1e-3, **stale, **meshes)

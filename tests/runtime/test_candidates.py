@@ -15,7 +15,7 @@ from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.executors import replay
 from digen_jax.runtime.sampling import SamplingExecutor
 from digen_jax.runtime.steps import Steps
-from digen_jax.scheduling.commands import DropFragments, Fragment, Generate, Train, Update
+from digen_jax.scheduling.commands import Chunk, DropChunks, Generate, Train, Update
 from tests.cases import quick
 from tests.engine import toy
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("exact_and_split")
 GROUPS, MOST, STEPS = 3, 7, 3
 # The candidates of each step whose rewards are all equal: some, too many, none.
 FLAT = [{0, 3, 4}, {0, 2, 3, 4, 5}, set()]
-# Size of a rollout mesh, of the trainer's, number of rollout meshes, images of a fragment.
+# Size of a rollout mesh, of the trainer's, number of rollout meshes, images of a chunk.
 LAYOUTS = {
     "one device": ((0, 1), (1, 1), 1, 4),
     "two workers, half groups": ((1, 1), (1, 1), 2, 2),
@@ -49,14 +49,14 @@ def chosen(step, records):
 
 
 def config(layout, most=MOST, **fields):
-    rollout, trainer, workers, fragment = LAYOUTS[layout]
+    rollout, trainer, workers, chunk = LAYOUTS[layout]
     fields = dict(runtime__redundant_groups=1 if most else 0) | fields
     return toy.config(
         **toy.meshes(rollout, trainer, workers),
         batch__groups=GROUPS,
         batch__images=4,
-        sampler__fragment=fragment,
-        trainer__micro_batch=fragment,
+        sampler__chunk=chunk,
+        trainer__micro_batch=chunk,
         # Adam with a large eps is nearly SGD: rounding stays rounding.
         trainer__learning_rate=3.0,
         trainer__eps=1.0,
@@ -75,12 +75,12 @@ def system(layout, most=MOST, std="group"):
 
 @pytest.fixture
 def late(monkeypatch):
-    """Random durations of fragments."""
+    """Random durations of chunks."""
     dice, real = random.Random(time.time_ns()), SamplingExecutor.generate
 
-    def generate(executor, fragment, version):
+    def generate(executor, chunk, version):
         time.sleep(dice.choice([0, 0, 0.02, 0.06]))
-        real(executor, fragment, version)
+        real(executor, chunk, version)
 
     monkeypatch.setattr(SamplingExecutor, "generate", generate)
 
@@ -127,8 +127,8 @@ def test_a_step_is_that_of_the_chosen_groups_alone(late, layout, std):
         for name in names:
             assert metrics[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-6), name
     assert [metrics["zero_std_groups"] for metrics in history] == [0, pytest.approx(1 / 3), 0]
-    begun = [{c.fragment.index // (4 // LAYOUTS[layout][3]) for c in log if isinstance(c, Generate)
-              and c.fragment.step == step} for step in range(STEPS)]  # fmt: skip
+    begun = [{c.chunk.index // (4 // LAYOUTS[layout][3]) for c in log if isinstance(c, Generate)
+              and c.chunk.step == step} for step in range(STEPS)]  # fmt: skip
     assert [metrics["candidates"] for metrics in history] == list(map(len, begun))
     assert begun[0] >= set(range(6)) and len(begun[1]) == 7 and len(begun[2]) <= 4
 
@@ -138,13 +138,13 @@ def test_neither_order_nor_bits_depend_on_arrival(monkeypatch):
     real, found = SamplingExecutor.generate, []
     for seconds in (0.2, 0):
 
-        def generate(executor, fragment, version, seconds=seconds):
-            real(executor, fragment, version)
-            time.sleep(seconds * (fragment.index == 2))
+        def generate(executor, chunk, version, seconds=seconds):
+            real(executor, chunk, version)
+            time.sleep(seconds * (chunk.index == 2))
 
         monkeypatch.setattr(SamplingExecutor, "generate", generate)
         _, change, _, log = run("two workers, half groups")
-        trained = [c.fragment for c in log if isinstance(c, Train)]
+        trained = [c.chunk for c in log if isinstance(c, Train)]
         for step, groups in enumerate([(1, 2, 5), (1, 6, 0), (0, 1, 2)]):
             halves = [2 * group + half for group in groups for half in (0, 1)]
             assert [f.index for f in trained if f.step == step] == halves
@@ -153,13 +153,13 @@ def test_neither_order_nor_bits_depend_on_arrival(monkeypatch):
 
 
 def test_what_is_dropped_while_it_is_made_is_not_kept(monkeypatch):
-    """The redundant candidate's fragments come after the end of their step."""
+    """The redundant candidate's chunks come after the end of their step."""
     over, real, end = threading.Event(), SamplingExecutor.generate, Steps.end
-    last = Fragment(2, GROUPS * 2)
+    last = Chunk(2, GROUPS * 2)
 
-    def generate(executor, fragment, version):
-        real(executor, fragment, version)
-        assert fragment != last or over.wait(300)
+    def generate(executor, chunk, version):
+        real(executor, chunk, version)
+        assert chunk != last or over.wait(300)
 
     def ended(steps):
         if steps.first == last.step:
@@ -172,9 +172,9 @@ def test_what_is_dropped_while_it_is_made_is_not_kept(monkeypatch):
     with toy.driver(system("two workers, half groups"), c, some_equal, log=log) as driver:
         history = [driver.step() for _ in range(4)]
         workers = list(driver.executor.rollouts.values())
-    dropped = {f for c in log if isinstance(c, DropFragments) for f in c.fragments}
+    dropped = {f for c in log if isinstance(c, DropChunks) for f in c.chunks}
     assert last in dropped and history[2]["candidates"] == GROUPS + 1
-    assert sum(isinstance(c, Generate) and c.fragment == last for c in log) == 1
+    assert sum(isinstance(c, Generate) and c.chunk == last for c in log) == 1
     kept = {f for worker in workers for f in worker._begun}
     assert not kept & dropped and {f.step for f in kept} <= {4}
     assert set(driver.executor.steps._steps) <= {4}
@@ -185,7 +185,7 @@ def test_with_asynchrony_a_replayed_log_gives_the_same_bits(late):
     c, parts, log = config(layout, runtime__staleness=1), system(layout), []
     state, history, log = toy.drive(parts, c, 4, some_equal)
     assert max(metrics["staleness"] for metrics in history) > 0
-    assert any(isinstance(command, DropFragments) for command in log)
+    assert any(isinstance(command, DropChunks) for command in log)
     batches = toy.batches(MOST)
     executors = toy.executors(parts, c, toy.fresh(parts), batches)
     last = max(i for i, command in enumerate(log) if isinstance(command, Update))

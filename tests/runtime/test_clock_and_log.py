@@ -10,9 +10,9 @@ import pytest
 from digen_jax.runtime.clock import _length, measured
 from digen_jax.runtime.log import CommandLog, read_log, since
 from digen_jax.scheduling.commands import (
+    Chunk,
     DropVersion,
     Encode,
-    Fragment,
     Generate,
     Publication,
     Publish,
@@ -22,9 +22,9 @@ from digen_jax.scheduling.commands import (
 )
 
 COMMANDS = [
-    Generate(1, "rollout 0", Fragment(2, 3), Publication(1)),
-    Score(2, Fragment(2, 3, evaluation=True), "rollout 0"),
-    Train(3, "trainer", Fragment(2, 3), version=1, update=0, first=2, count=4),
+    Generate(1, "rollout 0", Chunk(2, 3), Publication(1)),
+    Score(2, Chunk(2, 3, evaluation=True), "rollout 0"),
+    Train(3, "trainer", Chunk(2, 3), version=1, update=0, first=2, count=4),
     DropVersion(4, Publication(1)),
 ]
 
@@ -75,7 +75,7 @@ def test_a_log_is_cut_back_to_the_process_that_a_checkpoint_is_of(tmp_path):
     ahead = [Publish(7, "rollout 0", Publication(1)), Encode(8, "rollout 0", 2), COMMANDS[0]]
     end, later = (
         [Update(9, "trainer", 1, 0, ("trainer",))],
-        [DropVersion(10, Publication(0)), Score(11, Fragment(2, 3), "rollout 0")],
+        [DropVersion(10, Publication(0)), Score(11, Chunk(2, 3), "rollout 0")],
     )
     CommandLog(path, 0).extend([Encode(5, "rollout 0", 1), *ahead, *end, *later])
     log = CommandLog(path, 1)  # of a run that was killed at once

@@ -22,12 +22,12 @@ KL = dict(algorithm__kl_coefficient=0.1, algorithm__clip_range=0.2)
 
 
 def small(**fields):
-    return toy.config(**OPTIMIZER, **KL, sampler__fragment=4, trainer__micro_batch=4, **fields)
+    return toy.config(**OPTIMIZER, **KL, sampler__chunk=4, trainer__micro_batch=4, **fields)
 
 
 @pytest.fixture(scope="module")
 def alone(exact_and_split):
-    """One device; a fragment is one group."""
+    """One device; a chunk is one group."""
     config = small()
     return config, toy.system(config, devices=1)
 
@@ -109,7 +109,7 @@ def test_two_updates_train_one_half_of_the_groups_each(alone):
     config = config.copy_and_resolve_references()
     config.trainer.updates = 2
     state, (metrics,), _ = toy.drive(system, config, 1)
-    prompts, fragments = toy.rollout(system, config, system.start)
+    prompts, chunks = toy.rollout(system, config, system.start)
 
     t = config.trainer
     optimizer = optax.chain(
@@ -120,12 +120,12 @@ def test_two_updates_train_one_half_of_the_groups_each(alone):
     moments, deviations, updated = optimizer.init(tuned), [], jax.jit(optimizer.update)
     records = toy.records(2)
     texts = system.sampler.encode(weights, records)
-    for group, fragment in enumerate(fragments):
+    for group, chunk in enumerate(chunks):
         keys = image_keys(jax.random.key(config.seed), np.full(4, 10 + group), np.arange(4))
-        images, _ = toy.draw_and_show(system.sampler, weights, texts, fragment.rows, keys)
+        images, _ = toy.draw_and_show(system.sampler, weights, texts, chunk.rows, keys)
         scores = toy.brightness(to_uint8(np.asarray(images)), None, None)
         advantages = np.float32((scores - scores.mean()) / (scores.std() + 1e-4))
-        experience = receive(system, prompts, fragment, advantages)
+        experience = receive(system, prompts, chunk, advantages)
         held = toy.fresh(system)._replace(tuned=tuned)
         totals = system.trainer.accumulate(held, system.base, experience, None)
         assert float(totals.sums["weight"]) == 8
@@ -143,7 +143,7 @@ def test_two_updates_train_one_half_of_the_groups_each(alone):
 
 
 def test_a_decoupled_loss_is_given_the_parameters_at_the_steps_start(monkeypatch):
-    config = toy.config(trainer__updates=2, algorithm__importance_cap=2.0, sampler__fragment=4)
+    config = toy.config(trainer__updates=2, algorithm__importance_cap=2.0, sampler__chunk=4)
     system = toy.system(config, devices=1)
     accumulate, seen = system.trainer.accumulate, []
 
@@ -153,7 +153,7 @@ def test_a_decoupled_loss_is_given_the_parameters_at_the_steps_start(monkeypatch
 
     monkeypatch.setattr(system.trainer, "accumulate", noted)
     toy.drive(system, config, 2)
-    starts = [0, 0, 2, 2]  # of the fragments, one an update, two a step
+    starts = [0, 0, 2, 2]  # of the chunks, one an update, two a step
     for (_, proximal, behaviour), start in zip(seen, starts, strict=True):
         assert behaviour is None
         if proximal is not None:

@@ -100,14 +100,14 @@ def test_a_wrong_reward_is_named(parts):
 OF_RUN = {
     "two meshes": toy.meshes((1, 1), (1, 1), workers=2),
     "two meshes, two updates, stale": toy.meshes((1, 1), (1, 1), workers=2)
-    | dict(trainer__updates=2, trainer__micro_batch=2, sampler__fragment=4, runtime__staleness=1),
+    | dict(trainer__updates=2, trainer__micro_batch=2, sampler__chunk=4, runtime__staleness=1),
     "colocated": dict(placement__rollout=dict(data=0), placement__trainer=dict(data=1)),
 }
 
 
 @pytest.mark.parametrize(("layout", "ema"), zip(OF_RUN, (0.5, 0.0, 0.5), strict=True))
 def test_a_run_evaluates_each_version_as_that_versions_weights_alone(layout, ema):
-    """In fragments, on all meshes, during training; with the average's weights, if there is one."""
+    """In chunks, on all meshes, during training; with the average's weights, if there is one."""
     config = toy.config(
         **OF_RUN[layout],
         trainer__ema=ema,
@@ -137,10 +137,10 @@ def test_a_run_evaluates_each_version_as_that_versions_weights_alone(layout, ema
         )
         assert one.records == records
         np.testing.assert_allclose(one.scores, alone.scores, atol=ROUNDED / 4)
-        shown = alone.clips[:6]  # a fragment and a half
+        shown = alone.clips[:6]  # a chunk and a half
         assert one.clips.shape == shown.shape
         assert np.abs(one.clips.astype(int) - shown).max() <= 1
-    makers = {c.worker for c in log if isinstance(c, Generate) and c.fragment.evaluation}
+    makers = {c.worker for c in log if isinstance(c, Generate) and c.chunk.evaluation}
     assert makers and makers <= (
         {"trainer"} if layout == "colocated" else {"rollout 0", "rollout 1"}
     )

@@ -1,4 +1,4 @@
-"""What a judge says of a fragment's images, and which of them leave their process."""
+"""What a judge says of a chunk's images, and which of them leave their process."""
 
 import contextlib
 import dataclasses
@@ -16,7 +16,7 @@ from digen_jax.runtime.evaluation import HeldOut
 from digen_jax.runtime.image_statistics import look
 from digen_jax.runtime.judging import Judge, failed, ready, then
 from digen_jax.runtime.steps import Steps
-from digen_jax.scheduling.commands import Fragment
+from digen_jax.scheduling.commands import Chunk
 from digen_jax.scheduling.settings import Settings
 
 RECORDS = [{"prompt": f"prompt {i}", "serial": i} for i in range(7)]
@@ -25,7 +25,7 @@ SETTINGS = Settings(
     9,
     groups=2,
     images=3,
-    fragment_images=6,
+    chunk_images=6,
     evaluate_every=1,
     evaluation_images=7,
     evaluation_batch=4,
@@ -55,7 +55,7 @@ def clips(*levels: int) -> np.ndarray:
 def test_of_a_step_only_what_may_be_shown_leaves():
     given = clips(30, 10, 50, 50, 20, 40)
     with judging() as judge:
-        (shown, other) = (judge.submit(Fragment(step, 0), given).result(30) for step in (6, 7))
+        (shown, other) = (judge.submit(Chunk(step, 0), given).result(30) for step in (6, 7))
     np.testing.assert_allclose(shown.scores.columns[:, 0], [0.3, 0.1, 0.5, 0.5, 0.2, 0.4])
     np.testing.assert_allclose(shown.values, 2 * shown.scores.columns[:, 0])
     # The best two and the worst two, as pictures their middle frames.
@@ -70,7 +70,7 @@ def test_of_a_step_only_what_may_be_shown_leaves():
 
 def test_of_equal_images_those_of_several_prompts_are_shown():
     with judging() as judge:
-        found = judge.submit(Fragment(6, 0), clips(9, 9, 9, 9, 9, 9)).result(30)
+        found = judge.submit(Chunk(6, 0), clips(9, 9, 9, 9, 9, 9)).result(30)
     assert found.kept.places.tolist() == [0, 3]
 
 
@@ -80,9 +80,9 @@ def test_of_an_evaluation_the_first_clips_leave_and_whole_ones_where_they_are_sh
 ):
     settings = dataclasses.replace(SETTINGS, shown_images=5)
     with judging(settings=settings) as judge:
-        fragments = [Fragment(version, i, evaluation=True) for i in (0, 1)]
+        chunks = [Chunk(version, i, evaluation=True) for i in (0, 1)]
         given = clips(1, 2, 3, 4), clips(5, 6, 7)
-        found = [judge.submit(*one).result(30) for one in zip(fragments, given, strict=True)]
+        found = [judge.submit(*one).result(30) for one in zip(chunks, given, strict=True)]
     cut = slice(None) if frames == 3 else slice(1, 2)
     for one, made, count in zip(found, given, (4, 1), strict=True):
         assert np.array_equal(one.clips, made[:count, cut]) and one.clips.base is None
@@ -91,7 +91,7 @@ def test_of_an_evaluation_the_first_clips_leave_and_whole_ones_where_they_are_sh
 
 def test_images_with_nan_are_no_fault_of_a_reward():
     with judging() as judge, pytest.raises(DivergedError, match="holds NaN"):
-        judge.submit(Fragment(0, 0), np.full((6, 1, 4, 4, 3), np.nan, np.float32)).result(30)
+        judge.submit(Chunk(0, 0), np.full((6, 1, 4, 4, 3), np.nan, np.float32)).result(30)
 
 
 def test_a_reward_that_fails_is_named():
@@ -99,7 +99,7 @@ def test_a_reward_that_fails_is_named():
         raise ValueError("a bug")
 
     with judging(wrong) as judge, pytest.raises(RewardFailed, match="'mine' raised ValueError"):
-        judge.submit(Fragment(0, 0), clips(*range(6))).result(30)
+        judge.submit(Chunk(0, 0), clips(*range(6))).result(30)
 
 
 def test_one_future_follows_another():

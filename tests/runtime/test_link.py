@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from digen_jax.runtime import link as links
 from digen_jax.runtime.link import ConditioningOf, Link, LocalLink, SamplesOf
-from digen_jax.scheduling.commands import Fragment, Publication
+from digen_jax.scheduling.commands import Chunk, Publication
 
 WEIGHTS = Publication(3)
 
@@ -79,11 +79,11 @@ def test_arrays_that_a_given_up_worker_may_be_taking_are_not_overwritten(held):
 
 
 def test_the_offers_of_a_given_up_worker_end():
-    link, fragment = LocalLink(), Fragment(0, 1)
+    link, chunk = LocalLink(), Chunk(0, 1)
     keys = [
         key(worker, place)
         for worker in ("rollout 0", "rollout 1")
-        for key, place in ((SamplesOf, fragment), (ConditioningOf, 0))
+        for key, place in ((SamplesOf, chunk), (ConditioningOf, 0))
     ]
     for key in (*keys, WEIGHTS):
         link.offer(key, tree())

@@ -81,13 +81,13 @@ def test_a_mesh_that_hangs_is_given_up_and_changes_nothing(system, undisturbed, 
     assert [m["reward"] for m in history] == [m["reward"] for m in undisturbed[1]]
     assert noted == ["rollout 1"]
     said = capfd.readouterr().err
-    assert "rollout 1 hangs: generating fragment" in said and "runtime.deadline): given up" in said
+    assert "rollout 1 hangs: generating chunk" in said and "runtime.deadline): given up" in said
     assert not any(isinstance(c, Generate) and c.worker == TRAINER for c in log)
     equal_bits(replayed(system, config(), log), state)
 
 
 def test_what_comes_back_too_late_is_not_taken(system, hang, end):
-    """By then the fragment belongs to another mesh."""
+    """By then the chunk belongs to another mesh."""
     hang("decode", call=1)
     with toy.driver(system, config(**HANGS)) as driver:
         late = driver.executor.rollouts["rollout 1"]
@@ -155,19 +155,19 @@ def test_a_publication_that_hangs_costs_its_mesh_and_no_update(
     state, _, log = toy.drive(system, config(**HANGS), 3)
     equal_bits(state, undisturbed[0])
     assert noted == ["rollout 1"]
-    late = [c for c in log if isinstance(c, Generate) and c.fragment.step > 0]
+    late = [c for c in log if isinstance(c, Generate) and c.chunk.step > 0]
     assert {c.worker for c in late} <= {"rollout 0"}
 
 
 def test_an_evaluation_that_hangs_is_made_elsewhere(system, end, noted, monkeypatch):
-    """One of its two fragments hangs on the first mesh that gets it."""
+    """One of its two chunks hangs on the first mesh that gets it."""
     real, hung = SamplingExecutor.generate, []
 
-    def generate(executor, fragment, publication):
-        if fragment.evaluation and fragment.index == 0 and not hung:
+    def generate(executor, chunk, publication):
+        if chunk.evaluation and chunk.index == 0 and not hung:
             hung.append(executor.name)
             end.wait(LONG)
-        return real(executor, fragment, publication)
+        return real(executor, chunk, publication)
 
     def evaluated():
         found = {}
@@ -229,12 +229,12 @@ def failing(times):
     return reward
 
 
-def test_a_reward_that_fails_is_asked_again_for_the_same_fragment(system, undisturbed, capfd):
+def test_a_reward_that_fails_is_asked_again_for_the_same_chunk(system, undisturbed, capfd):
     state, history, log = toy.drive(system, config(), 3, failing(2))
     equal_bits(state, undisturbed[0])
     assert [m["reward"] for m in history] == [m["reward"] for m in undisturbed[1]]
     assert capfd.readouterr().err.count("'mine' raised RuntimeError: the server is down") == 2
-    scored = [c.fragment for c in log if isinstance(c, Score)]
+    scored = [c.chunk for c in log if isinstance(c, Score)]
     assert len(scored) == len(set(scored)) + 2
     equal_bits(replayed(system, config(), log), state)
 

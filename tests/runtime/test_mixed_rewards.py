@@ -127,7 +127,7 @@ def test_a_log_of_mixed_prompts_is_replayed(mixed):
     system = mixed[4]
     made = toy.executors(system, c, toy.fresh(system), batches(NAMED))
     pool = RewardPool(FOUND, 0)
-    log = [c for c in mixed[3] if not getattr(getattr(c, "fragment", None), "evaluation", False)]
+    log = [c for c in mixed[3] if not getattr(getattr(c, "chunk", None), "evaluation", False)]
     log = [c for c in log if type(c).__name__ != "Evaluate"]
     state = replay(made, pool, log)
     pool.close()

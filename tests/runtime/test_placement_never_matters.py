@@ -18,12 +18,12 @@ pytestmark = pytest.mark.usefixtures("exact_and_split")
 
 STEPS = 3
 LORA = dict(lora__rank=2, lora__alpha=6.0, lora__targets="inside|outside")
-# Size of a rollout mesh, of the trainer's, number of rollout meshes, images of a fragment and of a micro-batch; TAG.
+# Size of a rollout mesh, of the trainer's, number of rollout meshes, images of a chunk and of a micro-batch; TAG.
 # A third number of the trainer's is its axis "time", over which as many denoising steps are packed; the one behind,
 # of either, "tensor". Behind it all, the number of training meshes, if there are several.
 LAYOUTS = {
     "one device": ((0, 1), (1, 1), 1, 24, 12, ""),
-    "two workers, fragments across groups": ((2, 1), (1, 2), 2, 6, 6, ""),
+    "two workers, chunks across groups": ((2, 1), (1, 2), 2, 6, 6, ""),
     "disaggregated, steps split": ((1, 2), (2, 1, 2), 1, 4, 4, ""),
     "TAG in place": ((2, 1), (1, 2), 1, 4, 4, "in place"),
     "four that sample and train": ((0, 1), (1, 1), 1, 4, 2, "", 4),
@@ -49,7 +49,7 @@ LAYOUTS = {
 }
 CASES = [
     ("full", 1, "TAG in place"),
-    ("full", 2, "two workers, fragments across groups"),
+    ("full", 2, "two workers, chunks across groups"),
     ("lora", 1, "disaggregated, steps split"),
     ("full", 2, "four that sample and train"),
     ("lora", 1, "two that sample, three that train"),
@@ -61,13 +61,13 @@ CASES = [
 @functools.cache
 def result(tuning, updates, layout, old_log_probs="rollout", std="group", early=0):
     """(gradient of the first update, the change of what is tuned, commands) of a run."""
-    rollout, trainer, workers, fragment, micro, tag, *trainers = LAYOUTS[layout]
+    rollout, trainer, workers, chunk, micro, tag, *trainers = LAYOUTS[layout]
     config = toy.config(
         **toy.meshes(rollout, trainer, workers, bool(tag), *trainers),
         **(LORA if tuning == "lora" else {}),
         batch__groups=6,
         batch__images=4,
-        sampler__fragment=min(fragment, 24 // updates),
+        sampler__chunk=min(chunk, 24 // updates),
         trainer__micro_batch=micro,
         trainer__updates=updates,
         trainer__pack=trainer[2] if len(trainer) > 2 else 1,
@@ -116,7 +116,7 @@ def test_the_result_is_that_of_one_device(tuning, updates, layout):
 @pytest.mark.slow
 def test_recomputed_log_probs_are_the_rollouts_own():
     """Of two updates the second one's ratios are not 1: they need the version that the first one consumed."""
-    gradient, change, _ = result("full", 2, "two workers, fragments across groups", "recomputed")
+    gradient, change, _ = result("full", 2, "two workers, chunks across groups", "recomputed")
     expected_gradient, expected_change, _ = result("full", 2, "one device")
     assert toy.difference(gradient, expected_gradient) < 1e-5
     assert toy.difference(change, expected_change) < 1e-4
@@ -125,9 +125,9 @@ def test_recomputed_log_probs_are_the_rollouts_own():
 def test_training_groups_before_they_are_complete_is_training_them_then(monkeypatch):
     real = SamplingExecutor.generate
 
-    def generate(executor, fragment, version):
-        real(executor, fragment, version)
-        time.sleep(0.05 * (fragment.index % 2))  # the first halves come before the second ones
+    def generate(executor, chunk, version):
+        real(executor, chunk, version)
+        time.sleep(0.05 * (chunk.index % 2))  # the first halves come before the second ones
 
     monkeypatch.setattr(SamplingExecutor, "generate", generate)
     layout = "half groups, steps split"

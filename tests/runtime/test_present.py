@@ -19,8 +19,8 @@ from digen_jax.scheduling.simulator import WorkerLayout
 from digen_jax.scheduling.state import SAMPLE, TRAIN
 
 COSTS = Costs(generate=0.01, train=0.01, decode=0.01, encode=0.01, score=0.01, update=0.01)
-SETTINGS = Settings(steps=3, groups=2, images=2, fragment_images=2, staleness=0, ordered=True)
-GENERATING = "generating fragment [01] of step 0"  # either of them, by whose weights came first
+SETTINGS = Settings(steps=3, groups=2, images=2, chunk_images=2, staleness=0, ordered=True)
+GENERATING = "generating chunk [01] of step 0"  # either of them, by whose weights came first
 
 
 class Gates(WaitingExecutors):
@@ -93,7 +93,7 @@ def test_a_snapshot_says_what_each_worker_does_or_waits_for_and_since_when(gates
     ended = threading.Event()
     thread = threading.Thread(target=lambda: [driver.step(), ended.set()], daemon=True)
     thread.start()
-    awaited(driver, TRAINER, "training on fragment 0 of step 0", waits=None)
+    awaited(driver, TRAINER, "training on chunk 0 of step 0", waits=None)
     gates.gates[Train].set()
     found = awaited(driver, TRAINER, "update 0 of step 0")
     assert found["workers"]["rollout 1"]["waits"] == "update"
@@ -105,7 +105,7 @@ def test_a_snapshot_says_what_each_worker_does_or_waits_for_and_since_when(gates
     found = awaited(driver, "rollout 0", arrives=[1])
     assert found["step"] == 1 and found["workers"]["rollout 0"]["waits"] == "weights"
     gates.gates[Publish].set()
-    awaited(driver, "rollout 0", "generating fragment [01] of step 1", holds=[1])
+    awaited(driver, "rollout 0", "generating chunk [01] of step 1", holds=[1])
 
 
 def test_waits_and_lost_workers_are_as_old_as_they_are_over_a_steps_end(gates, driver):

@@ -21,7 +21,7 @@ def test_what_is_not_there_crosses_to_other_processes_as_nothing():
 
 
 def step(rows: list[int], size: int) -> StepScores:
-    """Scores of a step whose records are named after their groups, in fragments of `size` images."""
+    """Scores of a step whose records are named after their groups, in chunks of `size` images."""
     groups = max(rows) + 1
     records = [{"prompt": f"group {row}", "serial": row} for row in range(groups)]
     images = StepImages.begin(0, records, len(rows) // groups, size, Draws(0, None))
@@ -34,7 +34,7 @@ def grey(levels: list[int]) -> np.ndarray:
 
 
 def scored(known: StepScores, index: int, values: list[float], keep: int) -> None:
-    """A fragment whose pictures have their places as levels."""
+    """A chunk whose pictures have their places as levels."""
     known.note(index, rewards.Scores(np.float32(values)[:, None], {}))
     cut = known.images.cut(index)
     pictures = grey(list(range(cut.start, cut.stop)))

@@ -9,7 +9,7 @@ import pytest
 from digen_jax.engine.draws import Draws
 from digen_jax.flow.windows import Window
 from digen_jax.runtime.steps import Steps
-from digen_jax.scheduling.commands import Fragment
+from digen_jax.scheduling.commands import Chunk
 from tests.engine import toy
 
 
@@ -45,4 +45,4 @@ def test_steps_are_forgotten_once_and_in_any_order():
     found.forget(4)
     found.forget(0)
     assert found.first == 5 and not found._steps
-    assert found.find(Fragment(4, 0)) is None and found[5].size == 2
+    assert found.find(Chunk(4, 0)) is None and found[5].size == 2

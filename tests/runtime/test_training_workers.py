@@ -31,7 +31,7 @@ def config(layout, **fields):
         **layout,
         batch__groups=GROUPS,
         batch__images=4,
-        sampler__fragment=4,
+        sampler__chunk=4,
         trainer__micro_batch=2,
         trainer__learning_rate=3.0,
         trainer__eps=1.0,
@@ -70,8 +70,8 @@ NAMES = ("flow_grpo", "diffusion_nft", "flow_dppo", "dpo_offline")
 def test_an_algorithm_trains_on_two_workers_as_on_one(name):
     c, pool = of_algorithm(name), of_algorithm(name)
     for one in (c, pool):
-        one.trainer.micro_batch = one.trainer.micro_batch * 4 // one.sampler.fragment
-        one.sampler.fragment = 4
+        one.trainer.micro_batch = one.trainer.micro_batch * 4 // one.sampler.chunk
+        one.sampler.chunk = 4
         one.placement.rollout.data = 0
         one.runtime.staleness = 0
     pool.placement.trainer.workers = 2
@@ -81,7 +81,7 @@ def test_an_algorithm_trains_on_two_workers_as_on_one(name):
     assert trained_by(found[3]) == {TRAINER, "worker 1"}
 
 
-def test_with_a_policy_lag_each_fragment_is_trained_by_its_own_version():
+def test_with_a_policy_lag_each_chunk_is_trained_by_its_own_version():
     """The log, executed by one thread, gives the same sums; each ratio is to the version that sampled."""
     c = config(APART, algorithm__old_log_probs="recomputed", **STALE)
     system = toy.system(c, 5)
@@ -142,7 +142,7 @@ def broken():
     raise RuntimeError("it broke")
 
 
-# A step has 6 fragments of 2 passes; each of three workers trains two fragments in it.
+# A step has 6 chunks of 2 passes; each of three workers trains two chunks in it.
 MOMENTS = {
     "its first piece": (True, OtherTrainingExecutor, "train", 1),
     "its last piece of a step": (False, OtherTrainingExecutor, "train", 2),
@@ -184,10 +184,10 @@ def test_sums_that_are_lost_before_the_update_are_trained_again(alone, systems, 
     assert toy.difference(changed(system, state), expected) < 1e-4
     updates = [c for c in log if isinstance(c, Update)]
     assert len(updates) == 4 and "worker 1" not in updates[1].trained
-    again = [c.fragment for c in log if isinstance(c, Train) and c.fragment.step == 0]
+    again = [c.chunk for c in log if isinstance(c, Train) and c.chunk.step == 0]
     assert len(again) > len(set(again))
     # The samples of a pool's worker are lost with it.
-    made = [c.fragment for c in log if isinstance(c, Generate) and c.fragment.step == 0]
+    made = [c.chunk for c in log if isinstance(c, Generate) and c.chunk.step == 0]
     assert len(made) > GROUPS
 
 
@@ -199,7 +199,5 @@ def test_a_training_worker_that_hangs_is_given_up(alone, systems, monkeypatch, c
     released.set()
     expected, _ = alone
     assert toy.difference(changed(system, state), expected) < 1e-4
-    assert "worker 2 hangs: training on fragment" in capfd.readouterr().err
-    assert "worker 2" not in {
-        c.worker for c in log if isinstance(c, Train) and c.fragment.step == 2
-    }
+    assert "worker 2 hangs: training on chunk" in capfd.readouterr().err
+    assert "worker 2" not in {c.worker for c in log if isinstance(c, Train) and c.chunk.step == 2}

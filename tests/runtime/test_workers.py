@@ -46,7 +46,7 @@ def config(**fields):
         **toy.meshes((1, 1), (1, 1), workers=2),
         batch__groups=GROUPS,
         batch__images=4,
-        sampler__fragment=4,
+        sampler__chunk=4,
         trainer__micro_batch=4,
         trainer__learning_rate=0.02,
         **fields,
@@ -116,8 +116,8 @@ def test_a_worker_that_fails_changes_nothing(system, undisturbed, fails, capfd, 
     assert [m["reward"] for m in history] == [m["reward"] for m in undisturbed[1]]
     said = capfd.readouterr().err
     assert calls[1] > 1 and "Traceback" not in said and "Buffers" not in said
-    # An encoding is for the fragment that it begins.
-    sentence = r"rollout 1: a device ran out of memory during generating fragment \d of step \d \("
+    # An encoding is for the chunk that it begins.
+    sentence = r"rollout 1: a device ran out of memory during generating chunk \d of step \d \("
     assert re.search(sentence + "RESOURCE_EXHAUSTED: worker 1 is out of memory\\)\n", said)
     assert ("rollout 1 has failed 2 times in a row: given up" in said) == (times == 99)
     assert not any(isinstance(c, Generate) and c.worker == TRAINER for c in log)
@@ -163,7 +163,7 @@ def test_a_worker_that_weights_do_not_reach_is_given_up(system, undisturbed, mon
     state, _, log = toy.drive(system, config(), 3)
     equal_bits(state, undisturbed[0])
     assert "rollout 1 has failed 2 times in a row: given up" in capfd.readouterr().err
-    late = [c for c in log if isinstance(c, Generate) and c.fragment.step > 0]
+    late = [c for c in log if isinstance(c, Generate) and c.chunk.step > 0]
     assert {c.worker for c in late} == {"rollout 0"}
 
 
@@ -212,11 +212,11 @@ def test_a_mesh_that_is_lost_already_does_not_end_the_run(system, undisturbed, m
     """What it was at fails by that, in words that would end the run."""
     real, drivers = SamplingExecutor.generate, []
 
-    def generate(executor, fragment, version):
+    def generate(executor, chunk, version):
         if executor.name == "rollout 1":
             drivers[0].lost(executor.name, "leaves, because it was asked to stop")
             raise Stopped("its prompts have not come")
-        real(executor, fragment, version)
+        real(executor, chunk, version)
 
     monkeypatch.setattr(SamplingExecutor, "generate", generate)
     with toy.driver(system, config()) as driver:
@@ -239,10 +239,10 @@ def test_a_mesh_that_cannot_be_added_ends_the_run_with_the_reason(system, monkey
 
 
 def test_what_fails_everywhere_ends_the_run_with_its_reason(system, monkeypatch):
-    def generate(executor, fragment, version):
-        if fragment.index == 1:
+    def generate(executor, chunk, version):
+        if chunk.index == 1:
             raise RuntimeError("a picture that cannot be drawn")
-        real(executor, fragment, version)
+        real(executor, chunk, version)
 
     real = SamplingExecutor.generate
     monkeypatch.setattr(SamplingExecutor, "generate", generate)
@@ -252,27 +252,27 @@ def test_what_fails_everywhere_ends_the_run_with_its_reason(system, monkeypatch)
 
 @pytest.mark.parametrize("late", [False, True])
 def test_scores_of_a_lost_mesh_do_not_count(system, undisturbed, monkeypatch, capfd, late):
-    """They fail as the mesh's, or come when another mesh has made their fragment again."""
+    """They fail as the mesh's, or come when another mesh has made their chunk again."""
     real, held, lost, drivers, noted = SamplingExecutor.score, [], [], [], []
     there, note = threading.Event(), Executors.scored
 
-    def score(executor, fragment, judge):
-        found = real(executor, fragment, judge)
+    def score(executor, chunk, judge):
+        found = real(executor, chunk, judge)
         if executor.name == "rollout 1" and not lost:
-            lost.append(fragment)
+            lost.append(chunk)
             held.append(Future() if late else failed(Gone("it has lost its connection")))
             assert there.wait(60)
             driver = drivers[0]
             dead = driver._workers[executor.name], "is lost"
             threading.Thread(target=driver._give_up, args=dead, daemon=True).start()
             return held[0]
-        if late and [fragment] == lost:
+        if late and [chunk] == lost:
             wrong = Scores(np.full((4, 1), 7, np.float32), {})
             held[0].set_result(Judged(wrong, wrong.columns[:, 0]))
         return found
 
     def scored(executors, command, judged):
-        noted.append((command.fragment, command.maker))
+        noted.append((command.chunk, command.maker))
         note(executors, command, judged)
 
     monkeypatch.setattr(SamplingExecutor, "score", score)
@@ -283,7 +283,7 @@ def test_scores_of_a_lost_mesh_do_not_count(system, undisturbed, monkeypatch, ca
         history = [driver.step() for _ in range(3)]
         equal_bits(driver.executor.state, undisturbed[0])
     assert [m["reward"] for m in history] == [m["reward"] for m in undisturbed[1]]
-    assert [maker for fragment, maker in noted if fragment == lost[0]] == ["rollout 0"]
+    assert [maker for chunk, maker in noted if chunk == lost[0]] == ["rollout 0"]
     assert "it is asked again" not in capfd.readouterr().err
 
 
@@ -292,8 +292,8 @@ def test_scores_of_a_lost_mesh_do_not_count(system, undisturbed, monkeypatch, ca
 
 def test_trained_in_order_whoever_is_faster(undisturbed):
     for step in range(3):
-        trained = [c for c in undisturbed[2] if isinstance(c, Train) and c.fragment.step == step]
-        assert [c.fragment.index for c in trained] == list(range(GROUPS))
+        trained = [c for c in undisturbed[2] if isinstance(c, Train) and c.chunk.step == step]
+        assert [c.chunk.index for c in trained] == list(range(GROUPS))
 
 
 def test_a_replayed_log_gives_the_same_bits(system, undisturbed):
@@ -314,11 +314,11 @@ def test_the_tail_of_a_step_begins_the_next_within_the_bounds(asynchronous):
     ages = {}
     for command in log:
         if isinstance(command, Generate):
-            step = command.fragment.step
+            step = command.chunk.step
             ages.setdefault(step, []).append(step - command.version)
     for age in ages.values():
         assert set(age) <= {0, 1} and sum(age) <= GROUPS / 2
-    # A stale fragment's ratios are to the version that generated it.
+    # A stale chunk's ratios are to the version that generated it.
     for metrics in history:
         assert (metrics["ratio_deviation"] > 1e-4) == (metrics["staleness"] > 0)
 
@@ -353,7 +353,7 @@ def test_a_run_goes_on_with_what_it_had_begun(system):
     after, (metrics, _), log = toy.drive(system, c, 2, **options)
     assert {c.version for c in log[:4] if isinstance(c, Publish)} == {1, 2}
     versions = {
-        c.fragment.index: c.version for c in log if isinstance(c, Generate) and c.fragment.step == 2
+        c.chunk.index: c.version for c in log if isinstance(c, Generate) and c.chunk.step == 2
     }
     assert versions == {i: begun.get(i, 2) for i in range(GROUPS)}
     assert metrics["staleness"] == len(begun) / GROUPS
@@ -389,7 +389,7 @@ def test_a_log_that_was_cut_back_is_replayed_from_the_checkpoint_that_it_begins_
         file.write('{"is": "Publ')
     first, commands = read_log(path)
     assert first == 2 and set(saved[1]) == {1}
-    assert min(c.fragment.step for c in commands if isinstance(c, Train)) == 2
+    assert min(c.chunk.step for c in commands if isinstance(c, Train)) == 2
     assert min(c.version for c in commands if isinstance(c, Generate)) == 1
     state = jax.device_put(saved[0], jax.tree.map(lambda a: a.sharding, toy.fresh(system)))
     kept = jax.device_put(saved[1], system.placement.trainer.replicated)
@@ -401,13 +401,13 @@ def test_a_log_that_was_cut_back_is_replayed_from_the_checkpoint_that_it_begins_
 def test_a_replayed_log_gives_the_same_bits_where_groups_were_trained_early(monkeypatch):
     real = SamplingExecutor.generate
 
-    def generate(executor, fragment, version):
-        real(executor, fragment, version)
-        time.sleep(0.03 * (fragment.index % 2))
+    def generate(executor, chunk, version):
+        real(executor, chunk, version)
+        time.sleep(0.03 * (chunk.index % 2))
 
     monkeypatch.setattr(SamplingExecutor, "generate", generate)
     c = config(algorithm__old_log_probs="current", runtime__early_groups=1)
-    c.sampler.fragment = c.trainer.micro_batch = 2
+    c.sampler.chunk = c.trainer.micro_batch = 2
     system = toy.system(c)
     state, _, log = toy.drive(system, c, 2)
     assert any(command.early for command in log if isinstance(command, Train))
@@ -415,5 +415,5 @@ def test_a_replayed_log_gives_the_same_bits_where_groups_were_trained_early(monk
 
 
 def test_everything_that_is_decoded_is_scored_once(undisturbed):
-    scored = [c.fragment for c in undisturbed[2] if isinstance(c, Score)]
+    scored = [c.chunk for c in undisturbed[2] if isinstance(c, Score)]
     assert len(scored) == len(set(scored)) >= 3 * GROUPS

@@ -11,9 +11,9 @@ def test_annotations_hold():
     costs = Costs(generate=1.0, train=0.3, decode=0.1, score=0.1)
     common = dict(steps=2, groups=4, images=2, passes=3, evaluate_every=1)
     for plan in (
-        Settings(fragment_images=4, updates=2, **common),
-        Settings(fragment_images=1, open_groups=2, **common),
-        Settings(fragment_images=1, max_candidates=7, redundant_groups=1, **common),
+        Settings(chunk_images=4, updates=2, **common),
+        Settings(chunk_images=1, open_groups=2, **common),
+        Settings(chunk_images=1, max_candidates=7, redundant_groups=1, **common),
     ):
         scheduler = Scheduler(plan, costs)
         world = World(scheduler, Referee(plan, 1, 0.4), random.Random(1), 0.05, 2)

@@ -1,19 +1,19 @@
 import numpy as np
 import pytest
 
-from digen_jax.scheduling.commands import TRAINER, Fragment, Generate, Publication, Score, Train
+from digen_jax.scheduling.commands import TRAINER, Chunk, Generate, Publication, Score, Train
 from digen_jax.scheduling.costs import WEIGHT, CostModel
 from digen_jax.scheduling.settings import Costs, Settings
 
-SETTINGS = Settings(1, groups=1, images=4, fragment_images=4, passes=2)
+SETTINGS = Settings(1, groups=1, images=4, chunk_images=4, passes=2)
 
 
 def generate(worker, evaluation=False):
-    return Generate(1, worker, Fragment(0, 0, evaluation), Publication(0))
+    return Generate(1, worker, Chunk(0, 0, evaluation), Publication(0))
 
 
 def train(count=1):
-    return Train(1, TRAINER, Fragment(0, 0), version=0, update=0, first=0, count=count)
+    return Train(1, TRAINER, Chunk(0, 0), version=0, update=0, first=0, count=count)
 
 
 def test_predictions_move_from_the_expected_to_the_measured():
@@ -27,7 +27,7 @@ def test_predictions_move_from_the_expected_to_the_measured():
     assert model.predict("generate") == pytest.approx(4.5)
     model.observe(generate("a"), 5.0)
     assert model.predict("generate", "a") == pytest.approx(4)
-    assert model.predict("evaluate", "a") == 7  # its fragments have another size
+    assert model.predict("evaluate", "a") == 7  # its chunks have another size
 
 
 def test_training_is_predicted_by_the_pass():
@@ -42,7 +42,7 @@ def test_training_is_predicted_by_the_pass():
 def test_work_without_a_worker_has_one_average():
     model = CostModel.begin(Costs(generate=1.0, train=1.0), SETTINGS)
     for seconds in (1.0, 3.0):
-        model.observe(Score(1, Fragment(0, 0), "a"), seconds)
+        model.observe(Score(1, Chunk(0, 0), "a"), seconds)
     assert model.averages["score"] == {"": 2.0} and model.counts["score"] == {"": 2}
 
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from digen_jax.scheduling.commands import (
     TRAINER,
+    Chunk,
     Command,
     Decode,
     Deliver,
-    Fragment,
     Generate,
     Publication,
     Publish,
@@ -30,7 +30,7 @@ from tests.scheduling.world import BOTH, Referee, World, values_of
 
 COSTS = Costs(generate=1.0, train=1.0, decode=0.1, score=0.1, publish=0.2)
 SAMPLE_ONLY, TRAIN_ONLY, SAMPLE_FIRST = ("sample",), ("train",), ("sample", "train")
-PLAIN = Settings(2, groups=2, images=2, fragment_images=1, staleness=0, passes=2)
+PLAIN = Settings(2, groups=2, images=2, chunk_images=1, staleness=0, passes=2)
 runs = settings(
     derandomize=True,
     deadline=None,
@@ -49,18 +49,18 @@ def plans(draw, ordered=None):
     divisors = [n for n in range(1, images + 1) if images % n == 0]
     share = groups // updates * images
     multiples = [images * n for n in range(1, 4) if groups // updates % n == 0]
-    fragment = draw(st.sampled_from(divisors if dynamic else divisors + multiples))
+    chunk = draw(st.sampled_from(divisors if dynamic else divisors + multiples))
     open_groups = 0 if dynamic or ordered else draw(st.sampled_from([0, 0, 0, 1, 2, 3]))
     if open_groups:
-        fragment = draw(st.sampled_from(divisors))
+        chunk = draw(st.sampled_from(divisors))
     elif not dynamic and draw(st.booleans()):
-        fragment = draw(st.sampled_from([n for n in range(1, share + 1) if share % n == 0]))
+        chunk = draw(st.sampled_from([n for n in range(1, share + 1) if share % n == 0]))
     redundant = draw(st.integers(0, 3)) if dynamic else 0
     found = Settings(
         steps=draw(st.integers(1, 4)),
         groups=groups,
         images=images,
-        fragment_images=fragment,
+        chunk_images=chunk,
         updates=updates,
         readiness=draw(st.sampled_from(["group", "step"])),
         ordered=ordered or (not open_groups and draw(st.booleans())),
@@ -149,7 +149,7 @@ def test_ordered_workers_train_the_same_pieces_whatever_the_timing(plan, seed, r
         run.referee.finish()
         pieces = {}
         for command in (c for _, commands in run.log for c in commands if isinstance(c, Train)):
-            piece = command.fragment, command.update, command.first, command.count
+            piece = command.chunk, command.update, command.first, command.count
             pieces.setdefault(command.worker, []).append(piece)
         found.append(pieces)
     assert found[0] == found[1]
@@ -200,7 +200,7 @@ class Pool:
         self.scheduler, self.flying, self.issued = Scheduler(plan, COSTS), [], []
         names = [f"r{number}" for number in range(len(roles))]
         for name, duration in (seconds or {}).items():  # measured before
-            command = Generate(0, name, Fragment(0, 0), Publication(0))
+            command = Generate(0, name, Chunk(0, 0), Publication(0))
             self.scheduler.state.costs.observe(command, duration)
         for name, one in zip([*names, TRAINER], [*roles, home], strict=True):
             self.handle(Joined(0.0, name, one))
@@ -212,16 +212,16 @@ class Pool:
         self.flying = [c for c in self.flying if self.scheduler.awaits(c)]
         return new
 
-    def find(self, kind=Command, worker=None, fragment=None):
-        """The first command in flight of a kind, worker and fragment."""
-        return next((c for c in self.flying if matches(c, kind, worker, fragment)), None)
+    def find(self, kind=Command, worker=None, chunk=None):
+        """The first command in flight of a kind, worker and chunk."""
+        return next((c for c in self.flying if matches(c, kind, worker, chunk)), None)
 
-    def complete(self, kind=Command, worker=None, fragment=None):
-        command = self.find(kind, worker, fragment)
+    def complete(self, kind=Command, worker=None, chunk=None):
+        command = self.find(kind, worker, chunk)
         self.flying.remove(command)
         settings, values = self.scheduler.state.settings, ()
         if isinstance(command, Score):
-            values = values_of(0, command.fragment, settings, 0.0)
+            values = values_of(0, command.chunk, settings, 0.0)
         seconds = getattr(command, "count", 1.0)
         return self.handle(Completed(0.0, command, seconds, values))
 
@@ -240,7 +240,7 @@ class Pool:
     def complete_except(self, hold):
         command = next(c for c in self.flying if not any(matches(c, *one) for one in hold))
         self.complete(
-            type(command), getattr(command, "worker", None), getattr(command, "fragment", None)
+            type(command), getattr(command, "worker", None), getattr(command, "chunk", None)
         )
 
     def drain(self, hold):
@@ -252,33 +252,33 @@ class Pool:
         return self.scheduler.state.workers[worker].roles
 
 
-def matches(command, kind=Command, worker=None, fragment=None):
+def matches(command, kind=Command, worker=None, chunk=None):
     return (
         isinstance(command, kind)
         and worker in (None, getattr(command, "worker", 0))
-        and fragment in (None, getattr(command, "fragment", 0))
+        and chunk in (None, getattr(command, "chunk", 0))
     )
 
 
-def test_a_lost_workers_fragment_is_generated_elsewhere_by_the_same_version():
+def test_a_lost_workers_chunk_is_generated_elsewhere_by_the_same_version():
     pool = Pool()
     lost, other = pool.until(Generate, "r0"), pool.until(Generate, "r1")
     pool.handle(Lost(1.0, lost.worker))
     pool.complete(Generate, other.worker)
     pool.complete(Decode, other.worker)
     found = pool.find(Generate, other.worker)
-    assert (found.fragment, found.version) == (lost.fragment, lost.version)
+    assert (found.chunk, found.version) == (lost.chunk, lost.version)
 
 
 def test_work_that_failed_is_tried_elsewhere_and_not_forever():
     pool = Pool(dataclasses.replace(PLAIN, retries=1))
     first, second = pool.until(Generate, "r0"), pool.until(Generate, "r1")
     pool.fail(Generate, "r0")
-    assert pool.find(Generate, "r0").fragment not in (first.fragment, second.fragment)
+    assert pool.find(Generate, "r0").chunk not in (first.chunk, second.chunk)
     pool.complete(Generate, "r1")
     pool.complete(Decode, "r1")
-    assert pool.find(Generate, "r1").fragment == first.fragment
-    with pytest.raises(SchedulerError, match=r"fragment 0 of step 0 failed 2 times.*no luck"):
+    assert pool.find(Generate, "r1").chunk == first.chunk
+    with pytest.raises(SchedulerError, match=r"chunk 0 of step 0 failed 2 times.*no luck"):
         pool.fail(Generate, "r1", "no luck")
 
 
@@ -329,7 +329,7 @@ def test_a_lost_home_worker_ends_the_run():
 
 
 @pytest.mark.parametrize(("seconds", "expected"), [(1.2, 2), (20.0, 1)])
-def test_a_slow_worker_leaves_the_last_fragment_to_a_fast_one(seconds, expected):
+def test_a_slow_worker_leaves_the_last_chunk_to_a_fast_one(seconds, expected):
     pool = Pool(dataclasses.replace(PLAIN, groups=1), seconds={"r0": 1.0, "r1": seconds})
     pool.drain([(Generate,)])
     assert sum(isinstance(c, Generate) for c in pool.flying) == expected
@@ -339,7 +339,7 @@ def test_a_slow_worker_leaves_the_last_fragment_to_a_fast_one(seconds, expected)
 
 
 def before_last_piece():
-    """The home worker trains the last piece of a step; r0 has trained one, and samples of a fragment are only there."""
+    """The home worker trains the last piece of a step; r0 has trained one, and samples of a chunk are only there."""
     plan = dataclasses.replace(PLAIN, groups=2, images=1, retries=0)
     pool = Pool(plan, roles=(SAMPLE_FIRST,), home=SAMPLE_FIRST)
     pool.until(Train, TRAINER)
@@ -351,11 +351,11 @@ def before_last_piece():
 
 
 def passes_trained(commands, step=0):
-    """Passes of the Train commands, by fragment."""
+    """Passes of the Train commands, by chunk."""
     found = {}
     for c in commands:
-        if isinstance(c, Train) and c.fragment.step == step:
-            found.setdefault(c.fragment.index, set()).update(range(c.first, c.first + c.count))
+        if isinstance(c, Train) and c.chunk.step == step:
+            found.setdefault(c.chunk.index, set()).update(range(c.first, c.first + c.count))
     return found
 
 
@@ -393,7 +393,7 @@ def test_a_worker_is_lost_while_it_trains():
     pool.handle(Lost(1.0, "r0"))
     pool.handle(Joined(1.0, "r0", SAMPLE_FIRST))
     pool.until(Update)
-    again = passes_trained(pool.issued[issued:])[piece.fragment.index]
+    again = passes_trained(pool.issued[issued:])[piece.chunk.index]
     assert again >= set(range(piece.first, piece.first + piece.count))
 
 
@@ -406,12 +406,12 @@ def test_a_worker_is_lost_while_it_trains():
     [
         dict(
             groups=3, images=1, passes=2
-        ),  # the last fragment has fewer passes than there are workers
-        dict(groups=7, images=1),  # 3 and 5 workers do not divide 7 fragments
-        dict(groups=1, images=6, fragment_images=2),  # a group is the whole step
-        dict(groups=1, images=6, fragment_images=6),
-        dict(groups=4, images=1),  # a group and a fragment of one image
-        dict(groups=4, images=2, fragment_images=4),
+        ),  # the last chunk has fewer passes than there are workers
+        dict(groups=7, images=1),  # 3 and 5 workers do not divide 7 chunks
+        dict(groups=1, images=6, chunk_images=2),  # a group is the whole step
+        dict(groups=1, images=6, chunk_images=6),
+        dict(groups=4, images=1),  # a group and a chunk of one image
+        dict(groups=4, images=2, chunk_images=4),
         dict(groups=4, images=2, updates=2, passes=3),
     ],
 )
@@ -451,7 +451,7 @@ def test_fast_workers_train_larger_pieces():
     plan = dataclasses.replace(PLAIN, steps=1, groups=8, images=1, passes=32)
     pool = Pool(plan, roles=(SAMPLE_FIRST,), home=SAMPLE_FIRST)
     for name, seconds in (("r0", 1.0), (TRAINER, 3.0)):
-        command = Train(0, name, Fragment(0, 0), version=0, update=0, first=0, count=1)
+        command = Train(0, name, Chunk(0, 0), version=0, update=0, first=0, count=1)
         pool.scheduler.state.costs.observe(command, seconds)
     step, workers = pool.scheduler.state.steps[0], pool.scheduler.state.workers
     sizes = [pool.scheduler._piece_size(workers[name], step) for name in ("r0", TRAINER)]
@@ -462,8 +462,8 @@ def test_fast_workers_train_larger_pieces():
 
 
 def late_publication(steps=4):
-    """Version 1 is in transfer to r1 while r0, which makes a step's one fragment, takes the run to its last step."""
-    plan = dataclasses.replace(PLAIN, steps=steps, groups=1, fragment_images=2, retries=0)
+    """Version 1 is in transfer to r1 while r0, which makes a step's one chunk, takes the run to its last step."""
+    plan = dataclasses.replace(PLAIN, steps=steps, groups=1, chunk_images=2, retries=0)
     pool = Pool(plan, roles=(SAMPLE_ONLY,) * 2)
     pool.until(Generate, "r0")
     while pool.scheduler.state.step < steps - 1:
@@ -498,7 +498,7 @@ def test_the_lag_and_the_stale_share_bound_what_begins_early(staleness, share, e
     )
     pool = Pool(plan, roles=(SAMPLE_ONLY,) * 2)
     pool.drain([(Train,)])
-    begun = {c.fragment for c in pool.issued if isinstance(c, Generate)}
+    begun = {c.chunk for c in pool.issued if isinstance(c, Generate)}
     assert sorted(f.index for f in begun if f.step == 1) == list(range(expected))
     assert all(f.step <= 1 for f in begun)
 
@@ -524,14 +524,14 @@ def test_the_home_worker_does_not_sample_ahead_when_its_update_is_due():
     pool.drain([(Train, "r0")])
     step = pool.scheduler.state.steps[0]
     assert step.left == 0 and not step.set_trained
-    ahead = {c.worker for c in pool.issued if isinstance(c, Generate) and c.fragment.step == 1}
+    ahead = {c.worker for c in pool.issued if isinstance(c, Generate) and c.chunk.step == 1}
     assert ahead and TRAINER not in ahead
 
     plan = dataclasses.replace(PLAIN, groups=32, images=1, staleness=1, passes=8)
     costs = dataclasses.replace(COSTS, update=1.0, score_latency=3.0)
     report = simulate((WorkerLayout(),) * 4, costs, plan, 6)
     for step, update in enumerate(i for i in report.intervals if i.kind == "update"):
-        own = (i.end for i in report.intervals if i.kind == "train" and i.fragment.step == step)
+        own = (i.end for i in report.intervals if i.kind == "train" and i.chunk.step == step)
         assert update.start == pytest.approx(max(own))
 
 
@@ -548,22 +548,22 @@ def test_the_clock_of_a_resumed_scheduler_is_that_of_its_process():
         assert scheduler.state.now == time
 
 
-@pytest.mark.parametrize("fragment", [1, 2, 4, 8])
-def test_a_run_resumes_with_other_fragments_and_workers(fragment):
-    """Fragments begun by an older version keep it, in any new division into units."""
-    plan = dataclasses.replace(PLAIN, steps=4, groups=4, staleness=1, fragment_images=2)
+@pytest.mark.parametrize("chunk", [1, 2, 4, 8])
+def test_a_run_resumes_with_other_chunks_and_workers(chunk):
+    """Chunks begun by an older version keep it, in any new division into units."""
+    plan = dataclasses.replace(PLAIN, steps=4, groups=4, staleness=1, chunk_images=2)
     saved = at_step_end(plan, seed=2).scheduler
     old = saved.state.steps[1]
     begun = {i for i, group in enumerate(old.groups) if group.version == 0}
     assert begun and saved.kept == [Publication(0), Publication(1)]
-    cut = dataclasses.replace(plan, fragment_images=fragment)
+    cut = dataclasses.replace(plan, chunk_images=chunk)
     other = Costs(generate=9.0, train=1.0)
     scheduler = Scheduler.resume(json.loads(json.dumps(saved.save())), cut, other)
     state = scheduler.state
     per_unit = cut.unit_images // plan.images
     units = {i for i, group in enumerate(state.steps[1].groups) if group.version == 0}
     assert units == {i // per_unit for i in begun} and state.steps[1].ahead == len(units)
-    assert state.costs.predict("generate", "r0") == 9.0 * fragment
+    assert state.costs.predict("generate", "r0") == 9.0 * chunk
     assert scheduler.kept == [Publication(0), Publication(1)]
     second = World(scheduler, Referee(cut, 0, 0.0), random.Random(0), 0.0, 1)
     records = second.referee
@@ -588,15 +588,15 @@ def test_a_run_resumes_only_from_the_end_of_a_step():
 def test_samples_that_a_lost_worker_has_not_handed_over_are_generated_again(done):
     """Decoded, scored or delivered alone is not enough: images and samples are on the worker."""
     pool = Pool(roles=(SAMPLE_ONLY,) * 2)
-    fragment = pool.until(Generate, "r0").fragment
+    chunk = pool.until(Generate, "r0").chunk
     pool.complete(Generate, "r0")
     pool.complete(Decode, "r0")
     for kind in done:
-        pool.complete(kind, fragment=fragment)
+        pool.complete(kind, chunk=chunk)
     issued = len(pool.issued)
     pool.handle(Lost(1.0, "r0"))
     pool.until(Update, hold=[(Update,)])
-    again = any(matches(c, Generate, None, fragment) for c in pool.issued[issued:])
+    again = any(matches(c, Generate, None, chunk) for c in pool.issued[issued:])
     assert again == (len(done) < 2)
 
 
@@ -608,7 +608,7 @@ def test_samples_of_workers_that_only_sample_are_spread_over_those_that_train():
     receivers = {}
     for command in pool.issued:
         if isinstance(command, Deliver):
-            receivers.setdefault(command.fragment, command.to)
+            receivers.setdefault(command.chunk, command.to)
     assert sorted(receivers.values()) == ["r1", "r1", "r2", "r2", TRAINER, TRAINER]
 
 
@@ -639,10 +639,10 @@ def test_an_evaluation_ends_before_the_next_version_exists():
     made = [i for i in report.intervals if i.kind == "evaluate"]
     updates = [i for i in report.intervals if i.kind == "update"]
     for version, update in enumerate(updates):
-        own = [i for i in made if i.fragment.step == version]
-        assert len({i.fragment for i in own}) == 2
+        own = [i for i in made if i.chunk.step == version]
+        assert len({i.chunk for i in own}) == 2
         assert max(i.end for i in own) <= update.start
-    assert {i.fragment.step for i in made} == {0, 1, 2}
+    assert {i.chunk.step for i in made} == {0, 1, 2}
 
 
 @pytest.mark.parametrize("roles", [TRAIN_ONLY, SAMPLE_FIRST])
@@ -659,4 +659,4 @@ def test_shown_versions_have_their_own_images_and_times():
         EVALUATED, steps=5, evaluate_every=3, evaluation_images=7, show_every=2, shown_images=3
     )
     assert [plan.evaluated_images(version) for version in range(6)] == [7, 0, 3, 7, 3, 7]
-    assert [plan.evaluated_fragments(version) for version in range(6)] == [4, 0, 2, 4, 2, 4]
+    assert [plan.evaluated_chunks(version) for version in range(6)] == [4, 0, 2, 4, 2, 4]

@@ -4,16 +4,16 @@ import pytest
 from PIL import Image
 
 from digen_jax.records.timeline_files import TraceFile, draw
-from digen_jax.scheduling.commands import Fragment
+from digen_jax.scheduling.commands import Chunk
 from digen_jax.scheduling.settings import Costs, Settings
 from digen_jax.scheduling.simulator import WorkerLayout, simulate
 from digen_jax.scheduling.timeline import CAUSES, Interval, bubbles, busy_seconds
 
 INTERVALS = [
-    Interval("rollout 0", "generate", 0.0, 2.0, Fragment(0, 1)),
+    Interval("rollout 0", "generate", 0.0, 2.0, Chunk(0, 1)),
     Interval("trainer", "wait", 0.0, 2.5, None, "sampling"),
-    Interval("reward", "score", 2.0, 2.5, Fragment(0, 1)),
-    Interval("trainer", "generate", 2.5, 3.0, Fragment(0, 2)),
+    Interval("reward", "score", 2.0, 2.5, Chunk(0, 1)),
+    Interval("trainer", "generate", 2.5, 3.0, Chunk(0, 2)),
 ]
 DEVICES = {"rollout 0": 4, "trainer": 2}
 
@@ -26,7 +26,7 @@ def test_seconds_of_work_and_of_waiting():
 
 def test_a_simulated_run_accounts_for_every_device_second():
     """Every worker works or waits from the beginning of a run to its end."""
-    plan = Settings(1, groups=8, images=1, fragment_images=1, staleness=0, passes=4)
+    plan = Settings(1, groups=8, images=1, chunk_images=1, staleness=0, passes=4)
     costs = Costs(generate=1.0, train=0.5, score=0.3, update=0.2, publish=0.1)
     workers = WorkerLayout(), WorkerLayout(devices=2), WorkerLayout(roles=("sample",))
     report = simulate(workers, costs, plan, 3)
@@ -51,8 +51,8 @@ def test_a_trace_has_a_row_for_each_worker_and_is_whole_after_every_write(tmp_pa
     for interval in INTERVALS:
         trace.write([interval], clock=10.0)
         name = f"wait for {interval.cause}" if interval.cause else interval.kind
-        f = interval.fragment
-        args = {"step": f.step, "fragment": f.index} if f else {}
+        f = interval.chunk
+        args = {"step": f.step, "chunk": f.index} if f else {}
         times = round((10 + interval.start) * 1e6), round(interval.seconds * 1e6)
         expected.append((interval.worker, name, *times, args))
         assert events(path) == expected
@@ -77,7 +77,7 @@ def test_a_resumed_run_writes_on_behind_what_a_kill_left(tmp_path, cut):
 def test_what_belongs_to_early_steps_can_be_cut_off(tmp_path):
     path = tmp_path / "timeline.json"
     trace = TraceFile(path)
-    trace.write([*INTERVALS, Interval("rollout 1", "decode", 0.5, 2.2, Fragment(1, 0))], 10.0)
+    trace.write([*INTERVALS, Interval("rollout 1", "decode", 0.5, 2.2, Chunk(1, 0))], 10.0)
     whole = events(path)
     trace.cut_back(1, 12.2)
     assert events(path) == [e for e in whole if e[1] in ("wait for sampling", "decode")]

@@ -11,13 +11,13 @@ from collections import Counter, defaultdict
 
 from digen_jax.scheduling.commands import (
     TRAINER,
+    Chunk,
     Decode,
     Deliver,
-    DropFragments,
+    DropChunks,
     DropVersion,
     Encode,
     Evaluate,
-    Fragment,
     Generate,
     Publication,
     Publish,
@@ -28,12 +28,12 @@ from digen_jax.scheduling.commands import (
 from digen_jax.scheduling.events import Completed, Failed, Joined, Lost
 
 
-def values_of(seed, fragment, settings, flat_share):
-    """A fragment's values: a function of its images alone, some groups all equal."""
-    first = fragment.index * settings.fragment_images
+def values_of(seed, chunk, settings, flat_share):
+    """A chunk's values: a function of its images alone, some groups all equal."""
+    first = chunk.index * settings.chunk_images
     return tuple(
-        value_of_image(seed, fragment.step, j, settings, flat_share)
-        for j in range(first, first + settings.fragment_images)
+        value_of_image(seed, chunk.step, j, settings, flat_share)
+        for j in range(first, first + settings.chunk_images)
     )
 
 
@@ -72,10 +72,10 @@ class Referee:
         self.spare, self.lost_roles = {}, defaultdict(set)
         self.group_version = {}
         self.generated, self.decoded = {}, {}  # by which worker
-        self.holders = defaultdict(set)  # training workers that have a fragment's samples
-        self.handed_on = set()  # fragments whose samples their maker has no longer
+        self.holders = defaultdict(set)  # training workers that have a chunk's samples
+        self.handed_on = set()  # chunks whose samples their maker has no longer
         self.scored, self.delivered, self.applied = set(), set(), set()
-        self.passes = defaultdict(dict)  # of a fragment of this update: by which worker
+        self.passes = defaultdict(dict)  # of a chunk of this update: by which worker
         self.training = Counter()  # passes in training
         self.trained, self.evaluated = {}, []
         self.step, self.update = 0, 0
@@ -83,16 +83,16 @@ class Referee:
         self.serials = set()
         self.open_groups = set()
         self.alive = set()
-        self.gone = set()  # dropped fragments
+        self.gone = set()  # dropped chunks
         self.in_a_row = Counter()  # failures of a worker in a role
 
-    def groups_of(self, fragment):
-        n, g = self.settings.fragment_images, self.settings.images
-        first, last = fragment.index * n // g, ((fragment.index + 1) * n - 1) // g
-        return [(fragment.step, group) for group in range(first, last + 1)]
+    def groups_of(self, chunk):
+        n, g = self.settings.chunk_images, self.settings.images
+        first, last = chunk.index * n // g, ((chunk.index + 1) * n - 1) // g
+        return [(chunk.step, group) for group in range(first, last + 1)]
 
-    def fragments_of(self, group):
-        n, g = self.settings.fragment_images, self.settings.images
+    def chunks_of(self, group):
+        n, g = self.settings.chunk_images, self.settings.images
         return range(group * g // n, -(-(group + 1) * g // n))
 
     def update_of(self, step, group):
@@ -110,7 +110,7 @@ class Referee:
             check(c)
 
     def check_generate(self, c):
-        f = c.fragment
+        f = c.chunk
         assert c.publication in self.held[c.worker] and c.publication not in self.dropped
         assert f.evaluation or f.step in self.encoded[c.worker]
         assert "sample" in self.roles[c.worker]
@@ -124,19 +124,19 @@ class Referee:
         assert 0 <= f.step - c.version <= self.settings.staleness
 
     def check_decode(self, c):
-        assert self.generated[c.fragment] == c.worker
+        assert self.generated[c.chunk] == c.worker
 
     def check_deliver(self, c):
-        f = c.fragment
+        f = c.chunk
         assert not f.evaluation and c.to in self.alive and c.to not in self.holders[f]
         own = self.decoded[f] == c.worker and f not in self.handed_on
         assert c.worker in self.holders[f] or own
 
     def check_score(self, c):
-        assert c.fragment in self.decoded and c.fragment not in self.scored
+        assert c.chunk in self.decoded and c.chunk not in self.scored
 
     def check_train(self, c):
-        f, s = c.fragment, self.settings
+        f, s = c.chunk, self.settings
         assert not f.evaluation and f.step == self.step and "train" in self.roles[c.worker]
         assert f in self.scored and c.worker in self.holders[f] and f not in self.gone
         assert Publication(self.step, update=self.update) in self.held[c.worker]
@@ -149,7 +149,7 @@ class Referee:
         self.pooled |= self.trainers > 1
         if s.ordered and not self.pooled:
             ranks = members_of(self.seed, f.step, s, self.flat_share)
-            order = dict.fromkeys(i for g in ranks for i in self.fragments_of(g))
+            order = dict.fromkeys(i for g in ranks for i in self.chunks_of(g))
             done = sum(one.step == f.step for one in self.trained)
             done += sum(len(one) == s.passes for one in self.passes.values())
             assert f.index == list(order)[done]
@@ -176,22 +176,20 @@ class Referee:
             assert not (s.early and s.readiness == "step")
 
     def complete(self, step, group):
-        return all(Fragment(step, i) in self.scored for i in self.fragments_of(group))
+        return all(Chunk(step, i) in self.scored for i in self.chunks_of(group))
 
     def check_update(self, c):
         s, size = self.settings, self.settings.groups // self.settings.updates
         assert (c.step, c.update) == (self.step, self.update) and c.worker == TRAINER
         members = members_of(self.seed, c.step, s, self.flat_share)
         expected = {
-            i
-            for g in members[c.update * size : (c.update + 1) * size]
-            for i in self.fragments_of(g)
+            i for g in members[c.update * size : (c.update + 1) * size] for i in self.chunks_of(g)
         }
         found = {f.index for f, done in self.passes.items() if len(done) == s.passes}
         assert found == expected, "an update without all of its set"
         assert set(c.trained) == {name for done in self.passes.values() for name in done.values()}
         assert set(c.trained) <= self.alive
-        if c.update == s.updates - 1 and s.evaluated_fragments(c.step):
+        if c.update == s.updates - 1 and s.evaluated_chunks(c.step):
             assert c.step in self.evaluated, "a new version before the last one is evaluated"
 
     def check_publish(self, c):
@@ -201,7 +199,7 @@ class Referee:
 
     def check_evaluate(self, c):
         assert c.version not in self.evaluated
-        count = self.settings.evaluated_fragments(c.version)
+        count = self.settings.evaluated_chunks(c.version)
         done = [f for f in self.scored if f.evaluation and f.step == c.version]
         assert len(done) == count
         self.evaluated.append(c.version)
@@ -211,16 +209,16 @@ class Referee:
         assert found not in self.dropped
         self.dropped.add(found)
         if found.evaluated or not self.settings.evaluated_apart:
-            due = self.settings.evaluated_fragments(found.version)
+            due = self.settings.evaluated_chunks(found.version)
             assert not due or found.version in self.evaluated
         if found.evaluated:
             return
         assert found.version < max(self.published)
         for group, version in self.group_version.items():
-            assert version != found.version or self.ended(group), "a fragment refers to the version"
+            assert version != found.version or self.ended(group), "a chunk refers to the version"
 
-    def check_drop_fragments(self, c):
-        for f in c.fragments:
+    def check_drop_chunks(self, c):
+        for f in c.chunks:
             assert f not in self.passes and f not in self.gone
             assert all(
                 g not in members_of(self.seed, f.step, self.settings, self.flat_share)
@@ -233,12 +231,12 @@ class Referee:
         step, number = group
         if number not in members_of(self.seed, step, self.settings, self.flat_share):
             return True
-        fragments = (Fragment(step, i) for i in self.fragments_of(number))
-        return all(fragment in self.trained for fragment in fragments)
+        chunks = (Chunk(step, i) for i in self.chunks_of(number))
+        return all(chunk in self.trained for chunk in chunks)
 
     def group_trained(self, group):
-        fragments = (Fragment(group[0], i) for i in self.fragments_of(group[1]))
-        return all(len(self.passes.get(f, ())) == self.settings.passes for f in fragments)
+        chunks = (Chunk(group[0], i) for i in self.chunks_of(group[1]))
+        return all(len(self.passes.get(f, ())) == self.settings.passes for f in chunks)
 
     # ------------------------------------------------------------------------- completions
 
@@ -247,26 +245,26 @@ class Referee:
             case Encode():
                 self.encoded[c.worker].add(c.step)
             case Generate():
-                self.generated[c.fragment] = c.worker
+                self.generated[c.chunk] = c.worker
             case Decode():
-                self.decoded[c.fragment] = c.worker
-                if "train" in self.roles[c.worker] and not c.fragment.evaluation:
-                    self.holders[c.fragment].add(c.worker)
-                    self.delivered.add(c.fragment)
+                self.decoded[c.chunk] = c.worker
+                if "train" in self.roles[c.worker] and not c.chunk.evaluation:
+                    self.holders[c.chunk].add(c.worker)
+                    self.delivered.add(c.chunk)
             case Deliver():
-                if c.worker not in self.holders[c.fragment]:
+                if c.worker not in self.holders[c.chunk]:
                     self.handed_on.add(
-                        c.fragment
+                        c.chunk
                     )  # who only samples keeps no samples that another has
-                self.holders[c.fragment].add(c.to)
-                self.delivered.add(c.fragment)
+                self.holders[c.chunk].add(c.to)
+                self.delivered.add(c.chunk)
             case Score():
-                self.scored.add(c.fragment)
+                self.scored.add(c.chunk)
             case Train():
                 for one in range(c.first, c.first + c.count):
-                    del self.training[c.fragment, one]
-                    self.passes[c.fragment][one] = c.worker
-                for group in self.groups_of(c.fragment):
+                    del self.training[c.chunk, one]
+                    self.passes[c.chunk][one] = c.worker
+                for group in self.groups_of(c.chunk):
                     if self.group_trained(group):
                         self.open_groups.discard(group)
             case Update():
@@ -289,7 +287,7 @@ class Referee:
             self.lose_sums()
         if isinstance(c, Train):
             for one in range(c.first, c.first + c.count):
-                del self.training[c.fragment, one]
+                del self.training[c.chunk, one]
 
     def lose_sums(self):
         for f, done in list(self.passes.items()):
@@ -358,7 +356,7 @@ class Referee:
         expected = Counter()
         for step in range(s.steps):
             members = members_of(self.seed, step, s, self.flat_share)
-            expected.update((step, i) for i in {i for g in members for i in self.fragments_of(g)})
+            expected.update((step, i) for i in {i for g in members for i in self.chunks_of(g)})
         assert Counter((f.step, f.index) for f in self.trained) == expected
         assert self.updates == [(k, u) for k in range(s.steps) for u in range(s.updates)]
         stale = Counter(
@@ -366,7 +364,7 @@ class Referee:
         )
         share = s.stale_share * s.groups if s.staleness else 0
         assert all(count <= share + 1e-6 for count in stale.values())
-        due = [v for v in range(s.steps + 1) if s.evaluated_fragments(v)]
+        due = [v for v in range(s.steps + 1) if s.evaluated_chunks(v)]
         assert sorted(self.evaluated) == due
         dropped = {Publication(v) for v in range(s.steps - s.staleness)}
         dropped |= {Publication(v, True) for v in due if s.evaluated_apart}
@@ -398,7 +396,7 @@ class World:
         self.log.append((event, commands))
         for command in commands:
             self.referee.command(command)
-            if not isinstance(command, Evaluate | DropVersion | DropFragments):
+            if not isinstance(command, Evaluate | DropVersion | DropChunks):
                 self.in_flight[command.serial] = command
         return commands
 
@@ -445,7 +443,7 @@ class World:
             s
             for s, c in self.in_flight.items()
             if name in (getattr(c, "worker", ""), getattr(c, "to", ""))
-            or (isinstance(c, Score) and c.fragment in unscored)
+            or (isinstance(c, Score) and c.chunk in unscored)
         ]
         ghosts = [self.in_flight.pop(serial) for serial in gone]
         self.referee.lost(name, ghosts, self.in_flight.values())
@@ -483,8 +481,8 @@ class World:
         values = ()
         if isinstance(command, Score):
             r = self.referee
-            values = values_of(r.seed, command.fragment, r.settings, r.flat_share)
-            if command.fragment.evaluation:
+            values = values_of(r.seed, command.chunk, r.settings, r.flat_share)
+            if command.chunk.evaluation:
                 values = (0.0,)
         return self.send(Completed(self.now, command, self.rng.expovariate(1.0), values))
 
@@ -494,11 +492,11 @@ class World:
         if isinstance(command, Update) and not set(command.trained) <= r.alive:
             return self.rng.random() < 0.5
         key = {
-            "generate": ("generate", getattr(command, "fragment", None)),
-            "decode": ("generate", getattr(command, "fragment", None)),
-            "score": ("score", getattr(command, "fragment", None)),
-            "deliver": ("deliver", getattr(command, "fragment", None)),
-            "train": ("train", getattr(command, "fragment", None)),
+            "generate": ("generate", getattr(command, "chunk", None)),
+            "decode": ("generate", getattr(command, "chunk", None)),
+            "score": ("score", getattr(command, "chunk", None)),
+            "deliver": ("deliver", getattr(command, "chunk", None)),
+            "train": ("train", getattr(command, "chunk", None)),
             "publish": (
                 "publish",
                 getattr(command, "worker", 0),

@@ -25,8 +25,8 @@ from digen_jax.config.checks.groups import (
     check_advantages,
     check_candidates,
     check_early,
-    check_early_fragments,
-    smaller_fragments,
+    check_early_chunks,
+    smaller_chunks,
 )
 from digen_jax.config.checks.numbers import check_numbers
 from digen_jax.config.checks.placement import check_devices, check_placement
@@ -188,29 +188,29 @@ def _value(holder: Any, name: str) -> Any:
 
 
 def _check_batches(recipe: Recipe) -> None:
-    """Checks every division of a step's images: into update sets, fragments, micro-batches, devices."""
-    batch, trainer, fragment = recipe.batch, recipe.trainer, recipe.sampler.fragment
+    """Checks every division of a step's images: into update sets, chunks, micro-batches, devices."""
+    batch, trainer, chunk = recipe.batch, recipe.trainer, recipe.sampler.chunk
     recipe.scheduler.check(SCHEDULED)
     count = recipe.advantages.best_and_worst
     if count:
         check_divides(
             "config.batch.images",
             batch.images,
-            "config.sampler.fragment",
-            fragment,
-            f"as with config.advantages.best_and_worst = {count} a fragment holds whole groups",
+            "config.sampler.chunk",
+            chunk,
+            f"as with config.advantages.best_and_worst = {count} a chunk holds whole groups",
         )
     if recipe.algorithm.images_of_sample == 1:
-        trained = recipe.advantages.kept(fragment, batch.images)
+        trained = recipe.advantages.kept(chunk, batch.images)
         chosen = ""
-        if trained < fragment:
+        if trained < chunk:
             chosen = " / config.batch.images * 2 * config.advantages.best_and_worst"
         check_divides(
             "config.trainer.micro_batch",
             trainer.micro_batch,
-            f"config.sampler.fragment{chosen}",
+            f"config.sampler.chunk{chosen}",
             trained,
-            "as micro-batches are cut from a fragment",
+            "as micro-batches are cut from a chunk",
         )
 
 
@@ -221,13 +221,13 @@ def _check_stale(recipe: Recipe) -> None:
     images = settings.groups * settings.images // settings.updates
     sizes = [
         size
-        for size in range(1, settings.fragment_images)
-        if images % size == 0 and dataclasses.replace(settings, fragment_images=size).stale_units
+        for size in range(1, settings.chunk_images)
+        if images % size == 0 and dataclasses.replace(settings, chunk_images=size).stale_units
     ]
-    room = smaller_fragments(recipe, sizes) if sizes else "config.runtime.stale_share higher"
+    room = smaller_chunks(recipe, sizes) if sizes else "config.runtime.stale_share higher"
     raise ConfigError(
         f"config.runtime.staleness = {runtime.staleness} changes nothing, as config.runtime.stale_share = "
-        f"{runtime.stale_share} of a step is less than config.sampler.fragment = {recipe.sampler.fragment} "
+        f"{runtime.stale_share} of a step is less than config.sampler.chunk = {recipe.sampler.chunk} "
         f"images or a group: set {room}, or config.runtime.staleness to 0"
     )
 
@@ -270,7 +270,7 @@ STAGES = (
         check_early,
     ),
     # How a step is divided, and what the algorithm requires of that.
-    (_check_batches, check_candidates, check_early_fragments, check_algorithm),
+    (_check_batches, check_candidates, check_early_chunks, check_algorithm),
     # A step as a whole.
     (_check_noise_level, _check_stale),
 )

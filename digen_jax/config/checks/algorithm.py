@@ -111,19 +111,19 @@ def _check_ranking(recipe: Recipe) -> None:
 
 
 def _check_pairs(recipe: Recipe) -> None:
-    """A fragment holds whole groups, one pair of each is trained, and a micro-batch holds whole pairs."""
-    images, fragment, micro = (
+    """A chunk holds whole groups, one pair of each is trained, and a micro-batch holds whole pairs."""
+    images, chunk, micro = (
         recipe.batch.images,
-        recipe.sampler.fragment,
+        recipe.sampler.chunk,
         recipe.trainer.micro_batch,
     )
     name = recipe.algorithm.name
     check_divides(
         "config.batch.images",
         images,
-        "config.sampler.fragment",
-        fragment,
-        f"as {name} chooses a pair of each group of a fragment",
+        "config.sampler.chunk",
+        chunk,
+        f"as {name} chooses a pair of each group of a chunk",
     )
     if micro % 2:
         raise ConfigError(
@@ -132,7 +132,7 @@ def _check_pairs(recipe: Recipe) -> None:
     check_divides(
         "config.trainer.micro_batch",
         micro,
-        "twice the groups of a fragment",
-        2 * fragment // images,
+        "twice the groups of a chunk",
+        2 * chunk // images,
         f"as {name} trains one pair of images of each group",
     )

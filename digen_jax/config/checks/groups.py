@@ -14,11 +14,11 @@ def check_advantages(recipe: Recipe) -> None:
 
 
 def check_candidates(recipe: Recipe) -> None:
-    """Refuses groups that share fragments where one of them may be replaced."""
+    """Refuses groups that share chunks where one of them may be replaced."""
     if recipe.runtime.max_candidates:
         _check_one_group(
             recipe,
-            "as with config.runtime.max_candidates a group that is replaced must not share a fragment",
+            "as with config.runtime.max_candidates a group that is replaced must not share a chunk",
             recipe.batch.images,
         )
 
@@ -29,7 +29,7 @@ def check_early(recipe: Recipe) -> None:
     `Algorithm.check_early` checks the algorithm's settings.
 
     Raises:
-      ConfigError: ratios are not 1, groups may be replaced, or a fragment is all that the trainer would wait for.
+      ConfigError: ratios are not 1, groups may be replaced, or a chunk is all that the trainer would wait for.
     """
     early = f"config.runtime.early_groups = {recipe.runtime.early_groups}"
     names = [name for one in recipe.rewards for name in one.entries.values()]
@@ -81,39 +81,39 @@ def check_early(recipe: Recipe) -> None:
                 recipe.advantages.check_early()
 
 
-def check_early_fragments(recipe: Recipe) -> None:
-    """Refuses fragments that hold several groups, or everything that the trainer would wait for."""
+def check_early_chunks(recipe: Recipe) -> None:
+    """Refuses chunks that hold several groups, or everything that the trainer would wait for."""
     early = f"config.runtime.early_groups = {recipe.runtime.early_groups}"
-    fragment, images = recipe.sampler.fragment, recipe.batch.images
+    chunk, images = recipe.sampler.chunk, recipe.batch.images
     if not recipe.runtime.early_groups:
         return
     less = recipe.advantages.std == "group"
     most = images // 2 if less else images
-    _check_one_group(recipe, f"as with {early} a fragment belongs to one group", most)
-    if less and fragment == images:
+    _check_one_group(recipe, f"as with {early} a chunk belongs to one group", most)
+    if less and chunk == images:
         raise ConfigError(
-            f"{early} changes nothing where config.sampler.fragment = {fragment} is a whole group: set "
+            f"{early} changes nothing where config.sampler.chunk = {chunk} is a whole group: set "
             "that to less, or config.runtime.early_groups to 0"
         )
 
 
 def _check_one_group(recipe: Recipe, why: str, most: int) -> None:
-    """Refuses fragments that hold several groups; `why` gives the reason, `most` is the largest size to suggest."""
-    fragment, images = recipe.sampler.fragment, recipe.batch.images
-    if images % fragment:
+    """Refuses chunks that hold several groups; `why` gives the reason, `most` is the largest size to suggest."""
+    chunk, images = recipe.sampler.chunk, recipe.batch.images
+    if images % chunk:
         sizes = [size for size in range(1, most + 1) if images % size == 0]
         raise ConfigError(
-            f"config.sampler.fragment = {fragment} must divide config.batch.images = {images}, {why}: "
-            f"set {smaller_fragments(recipe, sizes)}"
+            f"config.sampler.chunk = {chunk} must divide config.batch.images = {images}, {why}: "
+            f"set {smaller_chunks(recipe, sizes)}"
         )
 
 
-def smaller_fragments(recipe: Recipe, sizes: Sequence[int]) -> str:
+def smaller_chunks(recipe: Recipe, sizes: Sequence[int]) -> str:
     """The fields to set, micro-batch included, for the largest of some sizes that the meshes can split."""
     meshes = (recipe.placement.rollout, recipe.placement.trainer)
     split = math.lcm(*(max(1, mesh.images) for mesh in meshes))
     size = max([size for size in sizes if size % split == 0] or sizes)
-    fields = "config.sampler.fragment"
+    fields = "config.sampler.chunk"
     if size % recipe.trainer.micro_batch:
         fields += " and config.trainer.micro_batch"
     return f"{fields} to {size}"

@@ -45,7 +45,7 @@ RANGES = {
     "sampler.true_guidance": (0, 1000),
     "sampler.window.interval": POSITIVE,
     "sampler.window.stride": POSITIVE,
-    "sampler.fragment": POSITIVE,
+    "sampler.chunk": POSITIVE,
     "lora.rank": (0, math.inf),
     "lora.alpha": POSITIVE,
     "trainer.micro_batch": POSITIVE,

@@ -48,10 +48,10 @@ def check_devices(recipe: Recipe, devices: int) -> None:
     trainer = _split("trainer", sizes.trainer, MODEL)
     sampling = _split("rollout", sizes.rollout, MODEL) if sizes.rollout.data else trainer
     training = _split("trainer", sizes.trainer, (TIME, *MODEL))
-    tag = [(trainer, "sampler.fragment")] if sizes.trainer.samples else []
+    tag = [(trainer, "sampler.chunk")] if sizes.trainer.samples else []
     for (mesh, size), name in (
         *tag,
-        (sampling, "sampler.fragment"),
+        (sampling, "sampler.chunk"),
         (sampling, "evaluation.batch"),
         (training, "trainer.micro_batch"),
     ):

@@ -15,9 +15,9 @@ from jaxtyping import Array, Float
 from digen_jax.json_fields import check_values, number
 from digen_jax.models.autoencoders.autoencoder_wan_layers import (
     CausalConv3d,
-    Chunk,
     Decoder3d,
     Encoder3d,
+    FrameChunk,
 )
 
 LISTS: tuple[str, ...] = (
@@ -192,7 +192,7 @@ class AutoencoderKLWan(nn.Module):
             )
         first = _first(1 + (frames - 1) // factor, at_once)
         moments = _in_chunks(self.encoder, clips, 1 + (first - 1) * factor, at_once * factor)
-        mean, logvar = jnp.split(self.quant_conv(moments, Chunk()), 2, axis=-1)
+        mean, logvar = jnp.split(self.quant_conv(moments, FrameChunk()), 2, axis=-1)
         return mean, jnp.clip(logvar, -30.0, 20.0)
 
     def decode(
@@ -204,7 +204,7 @@ class AutoencoderKLWan(nn.Module):
           latents: of one frame for a picture.
           at_once: frames of latents that are decoded together. More take more memory; the result is the same.
         """
-        x = self.post_quant_conv(latents, Chunk())
+        x = self.post_quant_conv(latents, FrameChunk())
         clips = _in_chunks(self.decoder, x, _first(x.shape[1], at_once), at_once)
         return jnp.clip(clips, -1.0, 1.0)
 
@@ -220,13 +220,13 @@ def _first(frames: int, at_once: int) -> int:
 
 def _in_chunks(network: nn.Module, x: Array, first: int, size: int) -> Float[Array, "b t h w c"]:
     """The network's result for a clip, of which it sees the `first` frames and then `size` at a time."""
-    chunk = Chunk()
+    chunk = FrameChunk()
     y = network(x[:, :first], chunk)
     if x.shape[1] == first:
         return y
 
     def step(network: nn.Module, past: list[Array], frames: Array) -> tuple[list[Array], Array]:
-        chunk = Chunk(past)
+        chunk = FrameChunk(past)
         y = network(frames, chunk)
         return chunk.kept, y
 

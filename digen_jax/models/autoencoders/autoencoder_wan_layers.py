@@ -1,7 +1,7 @@
 """The encoder and the decoder of Wan 2.1's autoencoder: causal convolutions over clips, channels last.
 
 A convolution of frames reads a frame and those before it, so that a clip can be processed in chunks, each with the
-last frames of the chunk before: see `Chunk`. Names follow diffusers' AutoencoderKLWan.
+last frames of the chunk before: see `FrameChunk`. Names follow diffusers' AutoencoderKLWan.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ Clip = Float[Array, "b t h w c"]
 SMALLEST = 1e-24
 
 
-class Chunk:
+class FrameChunk:
     """Frames of a clip that are processed together, with what its causal convolutions read of earlier frames.
 
     diffusers' `feat_cache`. The convolutions take and keep frames in the order in which they run. It lives in one
@@ -66,7 +66,7 @@ class CausalConv3d(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Clip, chunk: Chunk, start: Float[Array, "b p h w c"] | None = None
+        self, x: Clip, chunk: FrameChunk, start: Float[Array, "b p h w c"] | None = None
     ) -> Float[Array, "b t2 h w d"]:
         """Height and width stay; before a clip's first frame are `start`, `window - stride` frames, or zeros."""
         shape = (*self.window, x.shape[-1], self.channels)
@@ -128,7 +128,7 @@ class ResidualBlock(nn.Module):
     channels: int
 
     @nn.compact
-    def __call__(self, x: Clip, chunk: Chunk) -> Float[Array, "b t h w d"]:
+    def __call__(self, x: Clip, chunk: FrameChunk) -> Float[Array, "b t h w d"]:
         """Activations to activations of `channels` channels."""
         y = nn.silu(RMSNorm(name="norm1")(x))
         y = CausalConv3d(self.channels, name="conv1")(y, chunk)
@@ -151,7 +151,9 @@ class AttentionBlock(nn.Module):
         return x + nn.Conv(c, (1, 1), name="proj")(y.reshape(x.shape))
 
 
-def _after_first(x: Clip, chunk: Chunk, resample: Callable[[Array, Array | None], Array]) -> Array:
+def _after_first(
+    x: Clip, chunk: FrameChunk, resample: Callable[[Array, Array | None], Array]
+) -> Array:
     """`resample(frames, first)` of all frames but a clip's first, which stays as it is."""
     if not chunk.begins:
         return resample(x, None)
@@ -165,7 +167,7 @@ class Downsample(nn.Module):
     frames: bool
 
     @nn.compact
-    def __call__(self, x: Clip, chunk: Chunk) -> Float[Array, "b t2 h2 w2 c"]:
+    def __call__(self, x: Clip, chunk: FrameChunk) -> Float[Array, "b t2 h2 w2 c"]:
         """Pads by one at the right and bottom only; a later chunk has an even number of frames."""
         c = x.shape[-1]
         x = nn.Conv(c, (3, 3), 2, padding=((0, 1), (0, 1)), name="resample_1")(x)
@@ -181,7 +183,7 @@ class Upsample(nn.Module):
     frames: bool
 
     @nn.compact
-    def __call__(self, x: Clip, chunk: Chunk) -> Float[Array, "b t2 2*h 2*w c2"]:
+    def __call__(self, x: Clip, chunk: FrameChunk) -> Float[Array, "b t2 2*h 2*w c2"]:
         """Two frames from the channels of a convolution; then the nearest neighbour and a convolution."""
         if self.frames:
             conv = CausalConv3d(2 * x.shape[-1], (3, 1, 1), name="time_conv")
@@ -205,7 +207,7 @@ class MidBlock(nn.Module):
     """Residual block, attention, residual block at the lowest resolution."""
 
     @nn.compact
-    def __call__(self, x: Clip, chunk: Chunk) -> Clip:
+    def __call__(self, x: Clip, chunk: FrameChunk) -> Clip:
         """Activations to activations of the same shape."""
         x = ResidualBlock(x.shape[-1], name="resnets_0")(x, chunk)
         x = AttentionBlock(name="attentions_0")(x)
@@ -226,7 +228,7 @@ class UpBlock(nn.Module):
     frames: bool | None
 
     @nn.compact
-    def __call__(self, x: Clip, chunk: Chunk) -> Float[Array, "b t2 h2 w2 d"]:
+    def __call__(self, x: Clip, chunk: FrameChunk) -> Float[Array, "b t2 h2 w2 d"]:
         """Activations to activations, with half of `channels` channels behind an upsampling."""
         for i in range(self.blocks):
             x = ResidualBlock(self.channels, name=f"resnets_{i}")(x, chunk)
@@ -249,7 +251,7 @@ class Encoder3d(nn.Module):
     channels: int
 
     @nn.compact
-    def __call__(self, x: Clip, chunk: Chunk) -> Float[Array, "b t2 h2 w2 d"]:
+    def __call__(self, x: Clip, chunk: FrameChunk) -> Float[Array, "b t2 h2 w2 d"]:
         """Frames in [-1, 1] to means and log variances side by side, before the convolution next to the latents."""
         x = CausalConv3d(self.widths[0], name="conv_in")(x, chunk)
         layers = 0
@@ -281,7 +283,7 @@ class Decoder3d(nn.Module):
     channels: int
 
     @nn.compact
-    def __call__(self, x: Clip, chunk: Chunk) -> Float[Array, "b t2 h2 w2 d"]:
+    def __call__(self, x: Clip, chunk: FrameChunk) -> Float[Array, "b t2 h2 w2 d"]:
         """What the convolution next to the latents returns, to frames in [-1, 1], not clipped."""
         x = CausalConv3d(self.widths[0], name="conv_in")(x, chunk)
         x = MidBlock(name="mid_block")(x, chunk)

@@ -189,7 +189,7 @@ def _sampling(
     """The temporary memory of what a worker that samples does in a step."""
     foot = problem.footprint
     # The programs are known for one size of a chunk; a larger part counts in proportion to the largest known one.
-    wanted = parts * problem.settings.fragment_images / layout.chunk
+    wanted = parts * problem.settings.chunk_images / layout.chunk
     found = foot.programs.sampling(max(1, int(wanted)), fsdp, tensor, sequence)
     known = {name: max(1.0, 1 / wanted) * size for name, size in found.items()}
     return {name: size for name, size in known.items() if not foot.ahead or name != "encoding"}

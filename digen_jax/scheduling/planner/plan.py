@@ -117,9 +117,9 @@ def why(plan: Plan) -> str:
         more = row.step_seconds / choice.step_seconds - 1
         text = f"{row.layout.kind} takes {abs(more):.1%} {'longer' if more >= 0 else 'less'}"
         parts += [text] if row is not choice else []
-    if plan.problem.settings.fragments == 1:
+    if plan.problem.settings.chunks == 1:
         parts.append(
-            "a step is a single chunk and nothing can overlap: make config.sampler.fragment smaller"
+            "a step is a single chunk and nothing can overlap: make config.sampler.chunk smaller"
         )
     return f"{'; '.join(parts)}."
 

@@ -87,7 +87,7 @@ class Problem:
     """Everything a plan depends on.
 
     `settings` are the scheduler's: `readiness` is the least that the algorithm needs, `staleness` the largest policy
-    lag that it allows, `passes` those of `fragment_images` images, and `ordered` holds for layouts without lag whose
+    lag that it allows, `passes` those of `chunk_images` images, and `ordered` holds for layouts without lag whose
     workers have the same roles. The axes tensor and sequence, whose devices work on the same images, are given; a
     sequence axis splits no parameters.
     """
@@ -109,7 +109,7 @@ class Problem:
     trainer_sequence: int = 1
     chunks: tuple[
         int, ...
-    ] = ()  # images of a chunk, to choose from; empty: `settings.fragment_images`
+    ] = ()  # images of a chunk, to choose from; empty: `settings.chunk_images`
 
     def check(self) -> None:
         """Refuses a problem that cannot be planned.

@@ -32,7 +32,7 @@ def layouts(problem: Problem, runs: Callable[[Layout], bool] = lambda layout: Tr
     allowed = [[one for one in shapes if runs(one)] for shapes in _shapes(problem)]
     if not any(allowed):
         raise ConfigError(
-            f"no workers of {problem.devices} devices can split config.sampler.fragment, config.trainer.micro_batch "
+            f"no workers of {problem.devices} devices can split config.sampler.chunk, config.trainer.micro_batch "
             "and config.evaluation.batch: make these multiples of the devices, or change axes of config.placement"
         )
     found = [next((c for c in shapes if fits_memory(problem, c)), None) for shapes in allowed]
@@ -50,7 +50,7 @@ def _shapes(problem: Problem) -> Iterator[list[Layout]]:
     total, settings = problem.devices, problem.settings
     grid = min(d for d in divisors(total) if d >= total / SPLITS)
     lags = range(1 + (settings.staleness if settings.stale_units else 0))
-    chunks = [c for c in problem.chunks or [settings.fragment_images] if _divides(problem, c)]
+    chunks = [c for c in problem.chunks or [settings.chunk_images] if _divides(problem, c)]
     axes = {
         "shared": problem.trainer_tensor * problem.trainer_sequence,
         "rollout_shared": problem.worker_tensor * problem.worker_sequence,
@@ -77,12 +77,12 @@ def _meshes(problem: Problem, workers: int, size: int, fields: dict) -> list[Lay
 def _divides(problem: Problem, chunk: int) -> bool:
     """Whether chunks of a size divide the groups, updates and micro-batches."""
     given = problem.settings
-    settings = dataclasses.replace(given, fragment_images=chunk)
+    settings = dataclasses.replace(given, chunk_images=chunk)
     one_group = settings.max_candidates or settings.open_groups
     return (
         settings.groups * settings.images % (settings.unit_images * settings.updates) == 0
         and not (one_group and settings.unit_images > settings.images)
-        and given.passes * chunk % given.fragment_images == 0
+        and given.passes * chunk % given.chunk_images == 0
         and chunk % (problem.trainer.images or 1) == 0
     )
 
@@ -105,13 +105,13 @@ def _sampling(problem: Problem, layout: Layout) -> tuple[float, float]:
 def settings_of(problem: Problem, layout: Layout) -> Settings:
     """The scheduler's settings of a layout."""
     given, chunk = problem.settings, layout.chunk
-    passes = given.passes * chunk // given.fragment_images
+    passes = given.passes * chunk // given.chunk_images
     if layout.time > 1:  # a pass packs at least `time` steps of a micro-batch
         batches = chunk // (problem.trainer.images or 1)
         passes = min(passes, batches * math.ceil(problem.transitions / layout.time))
     pulled = layout.lag or (layout.samples and layout.rollout)
     changes = {"staleness": layout.lag, "ordered": given.ordered and not pulled}
-    return dataclasses.replace(given, fragment_images=chunk, passes=passes, **changes)
+    return dataclasses.replace(given, chunk_images=chunk, passes=passes, **changes)
 
 
 def workers_of(problem: Problem, layout: Layout) -> tuple[tuple[WorkerLayout, ...], Costs]:
@@ -133,11 +133,11 @@ def _part(problem: Problem, layout: Layout) -> tuple[Problem, Layout, int]:
     It has fewer workers with as much work for each; or less work for each, with costs of a step that fall alike.
     """
     settings, given, costs = settings_of(problem, layout), problem.settings, problem.costs
-    workers, excess = layout.workers + layout.rollout, settings.fragments / CHUNKS
+    workers, excess = layout.workers + layout.rollout, settings.chunks / CHUNKS
     whole = math.gcd(settings.groups, settings.set_units)
     both = math.gcd(whole, layout.workers, layout.rollout)
     fewer = max(d for d in divisors(both) if d <= max(1, min(excess, workers / 8)))
-    most = min(excess / fewer, settings.fragments / workers / 32)
+    most = min(excess / fewer, settings.chunks / workers / 32)
     less = max(d for d in divisors(whole // fewer) if d <= max(1, most))
     scorers = math.ceil(problem.scorers / fewer)
     of_step = "update", "publish", "encode", "score_latency"
@@ -156,7 +156,7 @@ def lower_bound(problem: Problem, layout: Layout) -> float:
     """A lower bound of the mean seconds of a step in the steady state."""
     settings, costs = settings_of(problem, layout), problem.costs
     scales = _sampling(problem, layout)
-    workers, chunk, count = layout.workers, layout.chunk, settings.fragments
+    workers, chunk, count = layout.workers, layout.chunk, settings.chunks
     own, other = (max(1e-12, (costs.generate + costs.decode) * chunk * scale) for scale in scales)
     own = own if layout.samples else math.inf
     train, score = _train(problem, layout) * chunk, costs.seconds("score", chunk)
@@ -178,7 +178,7 @@ def lower_bound(problem: Problem, layout: Layout) -> float:
     start = 0.0 if layout.samples else costs.publish
     found = [count * score / problem.scorers if problem.scorers else 0.0]
     if layout.lag:
-        late = count - settings.stale_units * settings.unit_fragments
+        late = count - settings.stale_units * settings.unit_chunks
         path = start + sampled(late) + score + last + costs.update
         return max(*found, busy(settings.updates * costs.update), path if late > 0 else 0.0)
     # Without lag no worker has work during the last update, and only the home worker while weights are in transfer.
@@ -186,7 +186,7 @@ def lower_bound(problem: Problem, layout: Layout) -> float:
     slow = busy(updates + (workers - 1) * costs.publish)
     found += [busy(updates), slow if slow >= costs.publish else 0.0]
     start += costs.encode * min(scales)
-    gate = count if settings.step_first else 1 if settings.early else settings.unit_fragments
+    gate = count if settings.step_first else 1 if settings.early else settings.unit_chunks
     found += [start + sampled(count) + score + last]
     found += [start + sampled(gate) + score + count * train / workers]
     return costs.update + max(found)
@@ -218,9 +218,9 @@ class Simulations:
         problem, (part, smaller, less) = self.problem, _part(self.problem, layout)
         settings, (workers, costs) = settings_of(part, smaller), workers_of(part, smaller)
         # The steady state has neither the first steps nor the last one.
-        steps = WARM_UP + 1 + min(STEADY, max(2, SIMULATED // settings.fragments - WARM_UP - 1))
+        steps = WARM_UP + 1 + min(STEADY, max(2, SIMULATED // settings.chunks - WARM_UP - 1))
         report = simulate(workers, costs, settings, steps, Disturbance(scorers=part.scorers))
-        self.work += steps * settings.fragments
+        self.work += steps * settings.chunks
         seconds, spent = report.step_seconds * less, report.step_ends[-1] * part.devices
         self.made[layout] = Prediction(
             layout,

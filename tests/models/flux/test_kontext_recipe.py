@@ -30,7 +30,7 @@ def test_it_has_the_published_batch_and_steps(gpus):
     found = place(open_recipe(load(str(gpus))), gpus)
     assert (found.batch.groups, found.batch.images, found.trainer.updates) == (48, 21, 2)
     assert (found.sampler.steps, found.trained_steps, found.sampler.guidance) == (6, 5, 2.5)
-    assert found.sampler.fragment == found.trainer.micro_batch == 3 * gpus
+    assert found.sampler.chunk == found.trainer.micro_batch == 3 * gpus
     assert found.model.source == Size(512, 512)
     assert (found.algorithm.old_log_probs, found.algorithm.kl_coefficient) == ("recomputed", 0)
     assert found.advantages.drop_zero_std

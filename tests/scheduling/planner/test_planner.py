@@ -34,7 +34,7 @@ def random_problem(seed):
         1,
         groups=8 // images,
         images=images,
-        fragment_images=draw.choice([1, images]),
+        chunk_images=draw.choice([1, images]),
         updates=draw.choice([1, 1, 2]),
         readiness=draw.choice(["group", "group", "step"]),
         ordered=draw.random() < 0.3,
@@ -153,7 +153,7 @@ def test_serial_shares_prefer_small_workers_and_equal_times_few_workers():
 
 
 def test_colocated_is_the_sum_of_all_that_it_does():
-    settings = Settings(1, groups=4, images=4, fragment_images=2, staleness=0)
+    settings = Settings(1, groups=4, images=4, chunk_images=2, staleness=0)
     costs = Costs(0.5, 0.4, encode=0.1, score=0.01, update=0.3, publish=0.2)
     problem = Problem(8, settings, costs, Scaling(0.1), Scaling(0.2))
     made = Simulations(problem).predict(Layout(1, 8, chunk=2))
@@ -216,7 +216,7 @@ def parameters(split, whole):
     return lambda fsdp, tensor: split / fsdp / tensor + whole
 
 
-STEP = Settings(1, groups=4, images=4, fragment_images=2)
+STEP = Settings(1, groups=4, images=4, chunk_images=2)
 COSTS = Costs(0.5, 0.4, encode=0.1, score=0.01, update=0.3, publish=0.2)
 PROGRAMS = Programs(
     gradient=lambda data, time: 8000 / data,

@@ -1,4 +1,4 @@
-"""Sampled fragments of three groups of four images and four steps, and their gradients one by one."""
+"""Sampled chunks of three groups of four images and four steps, and their gradients one by one."""
 
 import functools
 
@@ -31,7 +31,7 @@ def config(tuning: str, mesh=(1, 1, 1), tactic="fsdp", images=4, **fields) -> Co
         sampler__window=dict(first=0, length=STEPS),
         evaluation__batch=8,
     )
-    full = gradient_config(tuning, fragment=images, micro=images, **shape | fields)
+    full = gradient_config(tuning, chunk=images, micro=images, **shape | fields)
     full.placement.rollout.data = 0
     full.placement.trainer.update(time=time, data=data, fsdp=fsdp)
     full.placement.rules = ((".*", tactic),)
@@ -41,7 +41,7 @@ def config(tuning: str, mesh=(1, 1, 1), tactic="fsdp", images=4, **fields) -> Co
 def system(config: ConfigDict) -> System:
     """Parts whose sampler's batches fit any mesh, as they are not used."""
     config = config.copy_and_resolve_references()
-    config.sampler.fragment = config.evaluation.batch = 16
+    config.sampler.chunk = config.evaluation.batch = 16
     axes = config.placement.trainer
     return toy.system(config, axes.time * axes.data * axes.fsdp, toy.ToyFamily(size=SIZE))
 
