@@ -75,7 +75,6 @@ def driving(emulation: Emulation) -> Iterator[tuple[Driver, RolloutWorkers]]:
         engine = stack.enter_context(closing(RayEngine(LOCAL, show=False, cpus=processes)))
         workers = RolloutWorkers(emulation, engine, kind=WaitingProcess)
         stack.callback(workers.end)
-        workers.wait()
         rewards = stack.enter_context(closing(RewardPool(alone("waits", score), 0)))
 
         def make(proxies: list[WorkerProxy]) -> Driver:
@@ -84,8 +83,7 @@ def driving(emulation: Emulation) -> Iterator[tuple[Driver, RolloutWorkers]]:
             executors = DrivingExecutors(waits, emulation.workers, proxies, workers.link)
             return Driver(executors, Scheduler(waits.settings, waits.costs), rewards)
 
-        stack.enter_context(closing(workers))
-        yield stack.enter_context(closing(workers.begin(make))), workers
+        yield stack.enter_context(workers.driving(make, stops=lambda: False)), workers
 
 
 def processes(workers: RolloutWorkers) -> dict[str, int]:
