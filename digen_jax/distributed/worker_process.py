@@ -243,7 +243,13 @@ class RolloutProcess:
         from digen_jax.rewards.exchanges import moved
 
         with self._errors():
-            judged = self._executor.score(chunk, self._judge).result()
+            try:
+                asked = self._executor.score(chunk, self._judge)
+            except KeyError:
+                if chunk.evaluation or self._steps.find(chunk) is not None:
+                    raise
+                return None  # it was dropped before this call, which other threads execute
+            judged = asked.result()
             looks = judged.looks.result()
             self._executor.scored(chunk)
             if not chunk.evaluation and self._steps.find(chunk) is None:

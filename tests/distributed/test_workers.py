@@ -172,3 +172,17 @@ def test_the_loss_of_one_process_is_no_error_of_the_other():
         release.set()
         with pytest.raises(Gone):
             working.result(LONG)
+
+
+def test_a_chunk_that_is_dropped_before_its_scoring_begins_has_no_scores():
+    """Other threads of the process drop and score, so a later call may be executed first."""
+    c = config("flow_grpo", TWO)
+    kind = driving.process_class(toy.system(c, 3), toy.brightness, ())
+    process = kind("rollout 0", {}, "", [])
+    process.open(toy.opened(c), 0)
+    process._steps.draw(0)
+    process.drop_chunks((Chunk(0, 0),))
+    assert process.score(Chunk(0, 0)) is None
+    with pytest.raises(NotDone):
+        process.score(Chunk(0, 1))
+    process.close()

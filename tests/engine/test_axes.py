@@ -17,6 +17,7 @@ from digen_jax.runtime.steps import Images
 from digen_jax.runtime.training import receive
 from tests.cases import said
 from tests.engine import toy
+from tests.models.flux.folders import flux_folder
 from tests.models.flux2.folders import klein_folder
 from tests.models.qwen_image.folders import qwen_image_folder
 from tests.pipelines import write_tiny_pipeline
@@ -31,6 +32,7 @@ MESHES = {
     "time x fsdp x tensor": dict(time=2, fsdp=2, tensor=2),
     "sequence": dict(sequence=4),
     "fsdp x sequence": dict(fsdp=2, sequence=4),
+    "tensor x sequence": dict(data=2, tensor=2, sequence=2),
 }
 # The fifteen image tokens of klein are divided by no axis.
 CASES = [
@@ -44,6 +46,9 @@ ADVANTAGES = np.array([1.5, -0.4, -0.9, 0.2, -1.7, 0.3, 0.8, 0.6], np.float32)
 
 def model(base, family):
     """The section of a model with four heads."""
+    if family == "flux":
+        folder = str(flux_folder(base, "dev"))
+        return dict(folder=folder, height=20, width=12, max_sequence_length=9)
     if family == "klein":
         folder = str(klein_folder(base))
         return dict(folder=folder, height=20, width=12, max_sequence_length=9)
