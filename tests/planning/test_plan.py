@@ -97,12 +97,11 @@ def test_the_script_plans_from_a_file_of_costs(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_script_times_a_chunk_on_the_devices_at_hand_and_with_memory_compiles_programs(base):
+def test_the_script_times_a_chunk_on_the_available_devices(base):
     done = run_script(
         "plan.py",
         f"--config={SHAPES}",
         "--measure",
-        "--memory=1",
         f"--config.model.folder={pipeline(base)}",
         f"--config.prompts.file={prompt_file(base)}",
         f"--config.evaluation.prompts={prompt_file(base)}",
@@ -124,10 +123,6 @@ def test_the_script_times_a_chunk_on_the_devices_at_hand_and_with_memory_compile
         assert 0 < float(seconds) < 20
     assert "not known and left out: score_latency, switch" in done.stdout.replace("\n  ", " ")
     assert "on 2 devices" in done.stdout and "% of the bound" in done.stdout
-    for share in (2, 4):
-        assert f"memory of the gradient of 1 x {share} samples: compiling" in done.stdout
-    assert re.search(r"MiB: .*temporaries\s+of\s+(the\s+)?\w+ [\d.]+", done.stdout, re.DOTALL)
-    assert "without temporaries" not in done.stdout
 
 
 @pytest.mark.parametrize(
