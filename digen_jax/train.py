@@ -242,11 +242,10 @@ class TrainingRun:
             metrics = driver.step()
             check_metrics(metrics)
         done = position.done + 1
-        state, begun = driver.executor.state, driver.begun
         if self.workers is not None:
             self.workers.step = done
         self.report.step(done, metrics, driver)
-        position = Position(done, state, begun, self.places(done))
+        position = Position(done, driver.executor.state, driver.begun, self.places(done))
         if self.positions.due(done):
             self.save(position)
         return position
@@ -295,12 +294,7 @@ class TrainingRun:
             self.positions.save(position)
 
     def check_disk(self) -> None:
-        """Checks between two steps that all was written, and that there is space for the next checkpoint.
-
-        Raises:
-          SaveFailed: A write failed, or there is no space.
-          Stopped: The workdir is gone.
-        """
+        """Raises SaveFailed if a write failed or no checkpoint has space, and Stopped if the workdir is gone."""
         check_there(self.workdir)
         self.records.check_disk()
         self.positions.check()
