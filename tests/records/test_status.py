@@ -71,8 +71,8 @@ def test_the_table_fits_a_terminal(written):
         "reward",
         "  scoring 2 batches",
         "the last lines of its standard error:",
-        "  62 s ago: rollout 1 hangs: generating chunk 2 of step 12 for long for long",
-        "    for long for long for long",
+        "  62 s ago: rollout 1 hangs: generating chunk 2 of step 12 for long for long for",
+        "    long for long for long",
     ]
     lines = describe("runs/x", written, me, 1001.5, 200).splitlines()
     assert lines[3].endswith("2.0 s  training on chunk 3 of step 12")
@@ -86,8 +86,8 @@ def test_a_long_cell_is_broken_under_itself(written):
     text = describe("x", {**written, "workers": workers, "scoring": 0, "lines": []}, 5, 1001.5)
     assert text.splitlines()[2:] == [
         "worker   process  devices  weights  for    at that time",
-        "trainer  5        4                 2.0 s  generating chunk 12 of the",
-        "                                           evaluation of version 120",
+        "trainer  5        4                 2.0 s  generating chunk 12 of the evaluation",
+        "                                           of version 120",
     ]
 
 
