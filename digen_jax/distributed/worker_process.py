@@ -248,7 +248,7 @@ class RolloutProcess:
             except KeyError:
                 if chunk.evaluation or self._steps.find(chunk) is not None:
                     raise
-                return None  # it was dropped before this call, which other threads execute
+                return None  # another thread dropped it before this call began
             judged = asked.result()
             looks = judged.looks.result()
             self._executor.scored(chunk)

@@ -101,7 +101,7 @@ def open_system(
 
 
 def place_run(recipe: Recipe, workdir: pathlib.Path) -> Recipe:
-    """The recipe of a run in `workdir`, on the devices at hand.
+    """The recipe of a run in `workdir`, on the available devices.
 
     With `placement.sizes` "auto" it has the placement of the run in `workdir`, else the planner's choice.
 
@@ -124,7 +124,7 @@ def place_run(recipe: Recipe, workdir: pathlib.Path) -> Recipe:
 
 
 def place_here(recipe: Recipe) -> Recipe:
-    """A recipe on the devices at hand; prints its meshes if they were made smaller for them.
+    """A recipe on the available devices; prints its meshes if they were made smaller for them.
 
     Raises:
       ConfigError: a setting cannot work here, or there is one device for given meshes of several.

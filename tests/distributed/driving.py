@@ -18,8 +18,6 @@ from digen_jax.runtime.driver import Driver
 from tests.distributed.local_engine import LocalEngine
 from tests.engine import toy
 
-SECONDS = 60.0  # for the workers to start
-
 
 def without_rollouts(system: System) -> System:
     """The system as the trainer's process has it."""
