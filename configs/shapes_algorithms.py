@@ -64,7 +64,7 @@ STALE = dict(
     sampler=dict(kind="flow", noise_level=0.7, chunk=36),
     trainer=dict(micro_batch=36),
     placement=dict(rollout=dict(data=1)),
-    runtime=dict(staleness=1),
+    runtime=dict(max_policy_lag=1),
 )
 # One pair of images of each group is trained: more groups with fewer images.
 PAIRS = dict(

@@ -11,7 +11,7 @@ python launch/benchmark.py peers --config configs/shapes_flow_grpo.py --wide=4 -
     --config.model.height=128 --config.model.width=128 --config.batch.groups=1 --config.batch.images=4 \
     --config.sampler.chunk=4 --config.trainer.micro_batch=4
 python launch/benchmark.py asynchrony --config configs/shapes_flow_grpo.py --workdir runs/asynchrony --config.steps=60 \
-    --config.sampler.chunk=36 --config.trainer.micro_batch=36 --config.runtime.staleness=1 [--seeds=3]
+    --config.sampler.chunk=36 --config.trainer.micro_batch=36 --config.runtime.max_policy_lag=1 [--seeds=3]
 python launch/benchmark.py algorithms --config configs/shapes_algorithms.py --workdir runs/algorithms \
     [--only=cispo,topr --seeds=3 --output=algorithms.json]
 python launch/benchmark.py algorithms --cells=runs/algorithms/algorithms.csv --workdir runs/algorithms  # draws it again

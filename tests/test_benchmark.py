@@ -53,7 +53,10 @@ def test_the_script_measures_every_kind_of_layout(tmp_path):
         (("peers", f"{ALL}:awm"), "config.algorithm.name = 'awm' trains final images, but the"),
         (("ray", "--commands=0"), "--commands must be above 0"),
         (("asynchrony", SHAPES), "say where its runs may lie, by --workdir"),
-        (("asynchrony", SHAPES, "--workdir=x"), "config.runtime.staleness = 0 is no asynchrony"),
+        (
+            ("asynchrony", SHAPES, "--workdir=x"),
+            "config.runtime.max_policy_lag = 0 is no asynchrony",
+        ),
         (("algorithms", SHAPES, "--workdir=x"), "shapes_flow_grpo.py has no ALGORITHMS by name"),
         (("algorithms", ALL, "--workdir=x", "--only=dance"), "did you mean 'dance_grpo'?"),
         (

@@ -66,7 +66,7 @@ class AWM(Matching):
     ema_kl_coefficient: float = 1.0
     ema: LinearDecay = SLOW_COPY
     # source of the ratio's old matching errors: recomputed with the policy that sampled, or the
-    # current ones, so that ratios are 1; "auto" chooses by staleness and updates
+    # current ones, so that ratios are 1; "auto" chooses by policy lag and updates
     old_log_probs: Literal["current", "recomputed"] = "current"
     # largest distance from 1 to which rounding may move 99% of the ratios before the first update, as a share of
     # the distance to their bound; above 0; a run stops beyond it

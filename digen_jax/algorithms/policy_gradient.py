@@ -89,7 +89,7 @@ class PolicyGradient(Algorithm):
     # Flow-GRPO's code, its paper ("gaussian_dt"), or squared velocity difference
     kl: Kl = "gaussian"
     # source of a ratio's old log-probabilities: stored by the sampler, recomputed by the trainer, or
-    # the current ones, so that ratios are 1; "auto" chooses by dtype, staleness, updates
+    # the current ones, so that ratios are 1; "auto" chooses by dtype, policy lag, updates
     old_log_probs: OldLogProbs = "rollout"
     # largest distance from 1 to which rounding may move 99% of the ratios before the first update, as a share of
     # the distance to their bound; above 0; a run stops beyond it

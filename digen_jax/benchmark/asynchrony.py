@@ -33,11 +33,11 @@ class AsynchronyOutcome:
 
     Attributes:
       rewards: on the held-out prompts, by the steps done.
-      staleness: mean over all trained images, in versions.
+      policy_lag: mean over all trained images, in versions.
     """
 
     rewards: Mapping[int, float]
-    staleness: float
+    policy_lag: float
 
     @property
     def after(self) -> float:
@@ -83,7 +83,7 @@ class Comparison:
             numbers = "".join(f"{end:8.3f}" for end in [*ends, mean])
             lines.append(f"{name:<28}{numbers} ± {error:.3f}")
         difference, error = self.difference
-        stale = fmean(outcome.staleness for outcome in self.on)
+        stale = fmean(outcome.policy_lag for outcome in self.on)
         says = "equal within two standard errors" if self.equal else "beyond two standard errors"
         return "\n".join(
             [
@@ -109,7 +109,7 @@ def compare(recipe: Recipe, seeds: int, folder: pathlib.Path) -> Comparison | in
     """Trains with and without asynchrony from each seed.
 
     Args:
-      recipe: `runtime.staleness` is the staleness of "on".
+      recipe: `runtime.max_policy_lag` is the policy lag of "on".
       seeds: config.seed and those after it.
       folder: gets a workdir for every run, and the curves as a picture.
 
@@ -144,9 +144,9 @@ def check(recipe: Recipe, seeds: int) -> None:
         raise ConfigError(
             "config.placement = 'auto' may choose no rollout mesh at all: set one for this comparison"
         )
-    if not recipe.runtime.staleness:
+    if not recipe.runtime.max_policy_lag:
         raise ConfigError(
-            "config.runtime.staleness = 0 is no asynchrony to compare with: set it to 1"
+            "config.runtime.max_policy_lag = 0 is no asynchrony to compare with: set it to 1"
         )
     if not recipe.placement.rollout.data:
         raise ConfigError(
@@ -159,13 +159,13 @@ def variant(recipe: Recipe, kind: str) -> Recipe:
     if kind == "on":
         return recipe
     asked = recipe.as_json()
-    asked["runtime"]["staleness"] = 0
-    return open_recipe(asked)  # again, because other fields depend on staleness
+    asked["runtime"]["max_policy_lag"] = 0
+    return open_recipe(asked)  # again, because other fields depend on the policy lag
 
 
 def outcome(path: pathlib.Path) -> AsynchronyOutcome:
     """The result of a finished run, from its metrics."""
     lines = read_metrics(path / "metrics.jsonl")
     return AsynchronyOutcome(
-        held_out(lines), fmean(line["staleness"] for line in lines if line["step"])
+        held_out(lines), fmean(line["policy_lag"] for line in lines if line["step"])
     )

@@ -73,7 +73,7 @@ class Scenario:
     layout: str = "pool"
     lag: int = 0
     latency: float = 0.0
-    stale_share: float = 0.5
+    off_policy: float = 0.5  # largest fraction of a step
     chunks: int | None = None  # instead of the size's
     sizes: tuple[int, ...] = (8, 64, 256, 1024)
     all_jitters: int = 256  # the largest size with all of JITTERS; larger ones have the last
@@ -87,7 +87,7 @@ SCENARIOS = (
     Scenario("Lag 1, update 1%, sync 2%, reward latency 30%", *FULL, 0.97, lag=1, latency=0.3),
     Scenario("Half-speed worker, 16 chunks", *LORA, 0.98, layout="one slow", chunks=16, sizes=(8, 64, 256)),
     Scenario("Lag 1, sample-only workers", *FULL, 0.97, layout="sample-only", lag=1, sizes=(64, 256, 1024)),
-    Scenario("Lag 1, each worker has one role", *LORA, 0.97, layout="one role", lag=1, stale_share=1.0, sizes=(64,)),
+    Scenario("Lag 1, each worker has one role", *LORA, 0.97, layout="one role", lag=1, off_policy=1.0, sizes=(64,)),
     Scenario("Colocated: on policy, update 0.15%", *LORA, None, layout="colocated", all_jitters=1024),
 )  # fmt: skip
 
@@ -98,8 +98,16 @@ def simulated(scenario: Scenario, size: Size, ratio: float, jitter: float, seed:
     workers = layout_of(scenario.layout, size.devices, generate)
     chunks, images = scenario.chunks or size.chunks[lag], size.devices // len(workers)
     groups = chunks * len(workers)  # of one chunk each
-    stale, passes = scenario.stale_share, PASSES // chunks
-    settings = Settings(1, groups, images, images, staleness=lag, stale_share=stale, passes=passes)
+    fraction, passes = scenario.off_policy, PASSES // chunks
+    settings = Settings(
+        1,
+        groups,
+        images,
+        images,
+        max_policy_lag=lag,
+        max_off_policy_fraction=fraction,
+        passes=passes,
+    )
     image = sum(worker.devices * worker.speed for worker in workers) / (groups * images)
     costs = Costs(generate * image, (1 - generate) * image, score_latency=scenario.latency)
     costs = dataclasses.replace(costs, update=scenario.update, publish=scenario.sync)

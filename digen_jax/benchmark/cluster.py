@@ -33,7 +33,7 @@ class Case:
     chunks: int  # of a step
     training: float = 0.9  # of a step's chunks, over their generation by all rollout workers
     samples: bool = False  # whether the home worker samples, too
-    staleness: int = 0  # see `Settings`
+    max_policy_lag: int = 0  # see `Settings`
 
     def costs(self, seconds: float) -> Costs:
         """Costs with which the rollout workers generate for about so many seconds a step."""
@@ -52,7 +52,7 @@ class Case:
     def settings(self, steps: int) -> Settings:
         """The scheduler's, for so many steps."""
         groups = self.chunks * CHUNK // GROUP
-        return Settings(steps, groups, GROUP, CHUNK, staleness=self.staleness)
+        return Settings(steps, groups, GROUP, CHUNK, max_policy_lag=self.max_policy_lag)
 
     @property
     def workers(self) -> tuple[WorkerLayout, ...]:
@@ -66,9 +66,11 @@ CASES = (
     Case("1 worker", (1.0,), 8),
     Case("4 workers", FOUR, 16),
     Case("4 workers, home samples", FOUR, 18, training=0.5, samples=True),
-    Case("4 workers, lag 1", FOUR, 16, training=1.0, staleness=1),
+    Case("4 workers, lag 1", FOUR, 16, training=1.0, max_policy_lag=1),
     Case("4 workers of unequal speeds", UNEQUAL, 18),
-    Case("the same, home samples, lag 1", UNEQUAL, 20, training=0.5, samples=True, staleness=1),
+    Case(
+        "the same, home samples, lag 1", UNEQUAL, 20, training=0.5, samples=True, max_policy_lag=1
+    ),
     Case("16 workers", (1.0,) * 16, 32),
 )
 
@@ -81,7 +83,7 @@ class Emulated:
     step_seconds: float  # mean of the measured steps
     simulated: float  # the same by the simulator, the mean of its runs
     bound: float  # seconds of a step in which all devices only generate and train, without a pause
-    staleness: float  # mean age in versions
+    policy_lag: float  # mean age in versions
     driver: float
     worker: float  # mean of the rollout workers
     ray: float  # Ray's own processes
@@ -101,7 +103,7 @@ class Emulated:
             *(f"{one:.2f}" for one in seconds),
             f"{self.deviation:+.1%}",
             *(f"{self.bound / one:.0%}" for one in seconds),
-            f"{self.staleness:.2f}",
+            f"{self.policy_lag:.2f}",
             *(f"{share:.1%}" for share in shares),
         ]
 
@@ -142,7 +144,7 @@ def measure(
     with driving(emulation) as (driver, workers):
         started = processes(workers)
         before, used = load.read(cores), _used(started.values())
-        step_times, staleness = timed(driver, run, stepped)
+        step_times, policy_lag = timed(driver, run, stepped)
         after, used = load.read(cores), _used(started.values()) - used
         if processes(workers) != started or len(started) < len(case.speeds):
             raise RuntimeError("a rollout worker was not ready in time or was lost: see above")
@@ -154,7 +156,7 @@ def measure(
         fmean(step_times),
         fmean(time for report in reports for time in run.step_times(report.step_ends)),
         reports[0].bound,
-        staleness,
+        policy_lag,
         shares[0],
         shares[1] / len(started),
         shares[2],

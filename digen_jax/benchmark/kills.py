@@ -26,7 +26,7 @@ SMALL = f"""
 batch.groups=2 batch.images=4 sampler.chunk=2 sampler.steps=4
 rewards=('{kills_train.__name__}:brightness',) reward_pool.processes=1
 trainer.micro_batch=2 trainer.learning_rate=0.03 trainer.decay=0 trainer.eps=1.0 trainer.clip_norm=1e3
-placement.trainer.samples=True runtime.staleness=0 checkpoint.every=1 checkpoint.keep=2
+placement.trainer.samples=True runtime.max_policy_lag=0 checkpoint.every=1 checkpoint.keep=2
 evaluation.images=4 evaluation.batch=4 evaluation.every={ENDLESS} pictures.images=2 pictures.every={ENDLESS}
 """
 PLACED = f"""
@@ -122,7 +122,7 @@ def compare(
     if wrong or not received:
         raise Wrong(f"of {received} received weights these were never published: {wrong}")
     metrics = update = None
-    if not int(overrides.get("runtime.staleness", 0)):
+    if not int(overrides.get("runtime.max_policy_lag", 0)):
         with closing(Job([*command, *_options(WITHOUT_WORKERS.split())], alone, variables)) as one:
             found = []
             for count in (1, steps):

@@ -40,7 +40,7 @@ def table(work: Work, rows: Mapping[str, Measured]) -> str:
             f"{row.utilisation:.1%}",
             f"{row.bound / row.predicted:.1%}",
             f"{row.error:+.1%}",
-            f"{row.staleness:.2f}",
+            f"{row.policy_lag:.2f}",
         ]
         for kind, row in rows.items()
     ]

@@ -72,7 +72,7 @@ class Measured:
       step_times: Seconds of the measured steps.
       bound: Seconds of a step if all devices always generated or trained: (G + T)/N.
       predicted: Median seconds of these steps by the simulator.
-      staleness: Mean age of the trained samples in versions.
+      policy_lag: Mean age of the trained samples in versions.
       late: Mean timer wake-up delay of a wait in seconds.
     """
 
@@ -80,7 +80,7 @@ class Measured:
     step_times: tuple[float, ...]
     bound: float
     predicted: float
-    staleness: float
+    policy_lag: float
     late: float
 
     @property
@@ -102,10 +102,10 @@ class Measured:
 def timed(
     driver: Driver, run: TimedRun, stepped: Callable[[], object] = lambda: None
 ) -> tuple[tuple[float, ...], float]:
-    """Seconds of the measured steps of a run, and their mean staleness; calls `stepped` after each step."""
+    """Seconds of the measured steps of a run, and their mean policy lag; calls `stepped` after each step."""
     ends, ages = [], []
     for _ in range(run.length - 1):
-        ages.append(driver.step()["staleness"])
+        ages.append(driver.step()["policy_lag"])
         ends.append(driver.now())
         stepped()
     return run.step_times(ends), fmean(ages[run.warm_up :])
@@ -122,14 +122,14 @@ def measure(
         closing(RewardPool(alone("waits", score), 0)) as rewards,
         closing(Driver(executors, Scheduler(settings, GUESSED), rewards)) as driver,
     ):
-        step_times, staleness = timed(driver, run, stepped)
+        step_times, policy_lag = timed(driver, run, stepped)
     reports = simulations(workers, costs, settings, run, work.problem.scorers)
     return Measured(
         layout,
         step_times,
         work.seconds,
         fmean(median(run.step_times(report.step_ends)) for report in reports),
-        staleness,
+        policy_lag,
         fmean(executors.late),
     )
 

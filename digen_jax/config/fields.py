@@ -14,8 +14,11 @@ MOVED = {
     "config.reward.name": "config.rewards, of which the command line has one option for each reward,",
     "config.reward.weights": "config.rewards[0].weight, of the first reward,",
     "config.reward.processes": "config.reward_pool.processes",
-    "config.sampler.fragment": "config.sampler.chunk",
     "config.reward.retries": "config.reward_pool.retries",
+    "config.runtime.early_groups": "config.runtime.max_incomplete_groups",
+    "config.runtime.stale_share": "config.runtime.max_off_policy_fraction",
+    "config.runtime.staleness": "config.runtime.max_policy_lag",
+    "config.sampler.fragment": "config.sampler.chunk",
 }
 KINDS = {
     bool: ("True or False", (bool,)),

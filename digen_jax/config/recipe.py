@@ -175,10 +175,10 @@ class Recipe:
             * -(-self.trained_steps // self.trainer.pack),
             updates=self.trainer.updates,
             readiness=self.algorithm.needs(self.advantages),
-            open_groups=runtime.early_groups,
+            max_incomplete_groups=runtime.max_incomplete_groups,
             ordered=self.in_order,
-            staleness=runtime.staleness,
-            stale_share=runtime.stale_share,
+            max_policy_lag=runtime.max_policy_lag,
+            max_off_policy_fraction=runtime.max_off_policy_fraction,
             max_candidates=runtime.max_candidates,
             redundant_groups=runtime.redundant_groups,
             score_retries=self.reward_pool.retries,
@@ -191,7 +191,7 @@ class Recipe:
         if runtime.ordered != "auto":
             return runtime.ordered == "yes"
         assisted = placement.trainer.samples and placement.rollout.data > 0
-        return not (runtime.staleness or runtime.early_groups or assisted)
+        return not (runtime.max_policy_lag or runtime.max_incomplete_groups or assisted)
 
     @property
     def drawn_groups(self) -> int:
@@ -274,7 +274,7 @@ def typed(config: ConfigDict) -> Recipe:
         asked,
         sections["precision"],
         sections["sampler"],
-        sections["runtime"].staleness > 0,
+        sections["runtime"].max_policy_lag > 0,
         sections["trainer"].updates,
     )
     advantages = _section(AdvantagesSection(), config.advantages).settings(sections["rewards"])

@@ -281,9 +281,10 @@ class PlacementSection:
 class RuntimeSection:
     """The order in which meshes sample and train."""
 
-    staleness: int = 0  # weight versions that a trajectory may be behind; 0: strictly on policy
-    # largest share of a step's groups that may begin before the step; 0 to 1
-    stale_share: float = 0.5
+    # weight versions that a trajectory may be behind; 0: strictly on policy
+    max_policy_lag: int = 0
+    # largest fraction of a step's groups that may begin before the step; 0 to 1
+    max_off_policy_fraction: float = 0.5
     # weights from which a trainer samples next to rollout meshes: its own, or a copy on each device ("resharded")
     tag_weights: Literal["in place", "resharded"] = "in place"
     # dynamic sampling: groups tried for a step, as those of equal rewards are replaced; 0: off
@@ -292,7 +293,7 @@ class RuntimeSection:
     # each worker samples and trains its own chunks in their order, so that a repeated run gives the same bits;
     # "auto": unless chunks are trained early or stale, or the trainer samples next to rollout meshes
     ordered: Literal["auto", "yes", "no"] = "auto"
-    early_groups: int = 0  # incomplete groups that may be in training at a time; 0: none
+    max_incomplete_groups: int = 0  # incomplete groups that may be in training at a time; 0: none
     # seconds after which a command or a reward counts as hung, or ten times its measured duration if
     # that is longer; compilation does not count; 0: never
     deadline: float = 1800.0

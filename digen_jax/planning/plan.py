@@ -20,9 +20,11 @@ from digen_jax.scheduling.settings import Settings
 def step_settings(recipe: Recipe) -> Settings:
     """The scheduler's settings for one step of a recipe, with a policy lag of 1 if early training permits it."""
     order = recipe.runtime.ordered
-    ordered = order == "yes" or (order == "auto" and not recipe.runtime.early_groups)
-    staleness = 0 if recipe.runtime.early_groups else 1
-    return dataclasses.replace(recipe.scheduler, steps=1, staleness=staleness, ordered=ordered)
+    ordered = order == "yes" or (order == "auto" and not recipe.runtime.max_incomplete_groups)
+    max_policy_lag = 0 if recipe.runtime.max_incomplete_groups else 1
+    return dataclasses.replace(
+        recipe.scheduler, steps=1, max_policy_lag=max_policy_lag, ordered=ordered
+    )
 
 
 def make_problem(
@@ -70,7 +72,7 @@ def auto_plan(
       ConfigError: no layout can work.
     """
     problem = make_problem(recipe, devices, calibration, footprint, device_memory)
-    settings = dataclasses.replace(problem.settings, staleness=recipe.runtime.staleness)
+    settings = dataclasses.replace(problem.settings, max_policy_lag=recipe.runtime.max_policy_lag)
     problem = dataclasses.replace(problem, settings=settings)
 
     def keeps(layout: Layout) -> bool:
@@ -93,7 +95,7 @@ def suited(recipe: Recipe, problem: Problem, layout: Layout) -> Recipe:
     return dataclasses.replace(
         recipe,
         placement=dataclasses.replace(recipe.placement, **sizes),
-        runtime=dataclasses.replace(recipe.runtime, staleness=layout.lag),
+        runtime=dataclasses.replace(recipe.runtime, max_policy_lag=layout.lag),
         sampler=dataclasses.replace(recipe.sampler, chunk=layout.chunk),
         trainer=dataclasses.replace(recipe.trainer, pack=-(-pack // layout.time) * layout.time),
         evaluation=dataclasses.replace(recipe.evaluation, batch=-(-batch // parts) * parts),
@@ -114,7 +116,7 @@ def overrides(
 
 def can_run(recipe: Recipe, problem: Problem, layout: Layout) -> bool:
     """Whether a run can have the workers of a layout, and their meshes can divide its batches."""
-    if layout.workers > 1 and recipe.runtime.early_groups:
+    if layout.workers > 1 and recipe.runtime.max_incomplete_groups:
         return False
     try:
         check_devices(suited(recipe, problem, layout), problem.devices)

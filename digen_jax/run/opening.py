@@ -200,12 +200,14 @@ def planned_meshes(recipe: Recipe) -> MeshSizes:
     sizes = meshes(plan.problem, plan.choice.layout)
     print(f"placement chosen by {calibration.source}: {sizes.plain()}", flush=True)
     note(_predicted(plan))
-    lagging = dataclasses.replace(alone, runtime=dataclasses.replace(alone.runtime, staleness=1))
+    lagging = dataclasses.replace(
+        alone, runtime=dataclasses.replace(alone.runtime, max_policy_lag=1)
+    )
     with suppress(ConfigError):  # the algorithm or early training may not allow it
         check_rules(lagging)
-        if not alone.runtime.staleness:
+        if not alone.runtime.max_policy_lag:
             gain = _predicted(auto_plan(lagging, devices, calibration, footprint, memory))
-            note(f"with --config.runtime.staleness=1: {gain}")
+            note(f"with --config.runtime.max_policy_lag=1: {gain}")
     return sizes
 
 

@@ -30,10 +30,10 @@ MUCH = 0.15  # of the devices' time
 # What to change, by what devices wait for: see `timeline.CAUSES`.
 ADVICE = {
     "sampling": "give config.placement.rollout more devices, or set config.placement.trainer.samples=True",
-    "training": "give config.placement.trainer more devices or workers, or set config.runtime.staleness=1",
-    "reward": "set config.reward_pool.processes or config.runtime.staleness higher",
-    "update": "set config.runtime.staleness=1",
-    "weights": "set config.runtime.staleness=1, or tune a LoRA, which is smaller",
+    "training": "give config.placement.trainer more devices or workers, or set config.runtime.max_policy_lag=1",
+    "reward": "set config.reward_pool.processes or config.runtime.max_policy_lag higher",
+    "update": "set config.runtime.max_policy_lag=1",
+    "weights": "set config.runtime.max_policy_lag=1, or tune a LoRA, which is smaller",
     "evaluation": "set config.evaluation.every higher, or config.evaluation.images lower",
 }
 

@@ -181,7 +181,7 @@ class Executors:
         # Only then may a chunk or an evaluation need, after an update, the arrays that the update consumes.
         later = several or algorithm.reads_behaviour or algorithm.reads_start
         # A resumed run may also have begun chunks of the next step with the newest version, on separate meshes.
-        stale = settings.staleness > 0 and (later or first > 0)
+        stale = settings.max_policy_lag > 0 and (later or first > 0)
         keep = stale or (later and self.last_update > 0)
         self.versions = Versions(self._link, keep, system.sent, exact=bool(system.trainers))
         for version, tuned in (kept or {}).items():

@@ -165,7 +165,7 @@ class Summary:
         self.numbers = {
             "images_per_second": self._images / (seconds - away),
             "utilisation": busy / (total * seconds),
-            "staleness": float(np.mean(self._ages)),
+            "policy_lag": float(np.mean(self._ages)),
             "tag_share": self._sampled[True] / max(1, self._sampled.total()),
             "queue_depth": float(np.mean(self._queued)),
             **{f"seconds/{phase}": spent for phase, spent in phases.items()},

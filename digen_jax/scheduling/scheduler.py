@@ -415,7 +415,7 @@ class Scheduler:
         """Gives a worker its next work; False: it waits.
 
         Chunks of this step and its passes, in the order of the worker's roles; then the evaluation; then
-        chunks of the next steps, if `staleness` allows them. The home worker updates as soon as it can.
+        chunks of the next steps, if `max_policy_lag` allows them. The home worker updates as soon as it can.
         """
         if worker.name == TRAINER and self._update():
             return True
@@ -432,9 +432,9 @@ class Scheduler:
         return step is not None and self._begin(worker, step)
 
     def _sample_old(self, worker: Worker) -> bool:
-        """A worker that waits for the newest weights samples with those before, if `staleness` allows it."""
+        """A worker that waits for the newest weights samples with those before, if `max_policy_lag` allows it."""
         state, step = self.state, self._present
-        if step is None or SAMPLE not in worker.roles or not state.settings.staleness:
+        if step is None or SAMPLE not in worker.roles or not state.settings.max_policy_lag:
             return False
         old = state.step - 1
         return Publication(old) in worker.held and self._begin(worker, step, old)
@@ -442,7 +442,7 @@ class Scheduler:
     def _is_time_to_lead(self) -> bool:
         """Whether chunks of the next step have to begin now, so that they are scored when this one ends."""
         state, step = self.state, self._present
-        if not state.settings.staleness or step is None or step.queued:
+        if not state.settings.max_policy_lag or step is None or step.queued:
             return False
         left = step.left * state.costs.predict("train") / len(state.trainers)
         return left < self._handover_seconds()
@@ -455,12 +455,12 @@ class Scheduler:
         state, settings = self.state, self.state.settings
         sample = max(1e-9, self._sampling_seconds(None))
         train = max(1e-9, state.costs.predict("train") * settings.passes)
-        fresh = (settings.units - settings.stale_units) * settings.unit_chunks
+        fresh = (settings.units - settings.off_policy_units) * settings.unit_chunks
         waiting = max(0.0, self._handover_seconds() - fresh * sample / len(state.samplers))
         scored = waiting * len(state.trainers) / train
         idle = state.costs.predict("update") + state.costs.predict("publish")
         begun = len(state.samplers) * math.ceil(idle / sample)
-        left = settings.stale_units - math.ceil(scored / settings.unit_chunks)
+        left = settings.off_policy_units - math.ceil(scored / settings.unit_chunks)
         return max(0, min(left, math.ceil(begun / settings.unit_chunks)))
 
     def _sample_ahead(self, worker: Worker, reserve: int = 0) -> bool:
@@ -495,7 +495,7 @@ class Scheduler:
         if publication in worker.arriving or (old is not None and old != version):
             return False
         is_new = step.group_of(index).version is None
-        most = self.state.settings.stale_units - reserve
+        most = self.state.settings.off_policy_units - reserve
         if is_new and version < step.number and step.ahead >= most:
             return False
         later = step is not self._present
@@ -740,9 +740,9 @@ class Scheduler:
         return Publication(self.state.step, update=step.update if step else 0)
 
     def _open_steps(self) -> None:
-        """Begins the bookkeeping of the present step and of the next steps within `staleness`."""
+        """Begins the bookkeeping of the present step and of the next steps within `max_policy_lag`."""
         state = self.state
-        last = min(state.step + state.settings.staleness, state.settings.steps - 1)
+        last = min(state.step + state.settings.max_policy_lag, state.settings.steps - 1)
         for number in range(state.step, last + 1):
             if number not in state.steps:
                 state.steps[number] = Step.begin(number, state.settings)
@@ -822,7 +822,7 @@ class Scheduler:
         newest = Publication(state.step)  # samples the next chunks
         recent = (
             not publication.evaluated
-            and publication.version >= state.step - state.settings.staleness
+            and publication.version >= state.step - state.settings.max_policy_lag
         )
         if publication != newest and not recent and not state.references[publication]:
             del state.references[publication]

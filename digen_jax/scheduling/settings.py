@@ -17,15 +17,15 @@ class Settings:
     """The shape of a step and the bounds of the policy.
 
     `readiness` is the unit that must be completely scored before its chunks can be trained. With
-    `open_groups` above 0 chunks are trained early, before that, of at most `open_groups` groups at the
-    same time. With `readiness` "group", a group that was complete before its first training does not
-    count; with "step", every group counts.
+    `max_incomplete_groups` above 0 chunks are trained earlier, of at most that many groups at the same
+    time. With `readiness` "group", a group that was complete before its first training does not count;
+    with "step", every group counts.
 
     With `ordered` the chunks of a step are trained in the order of their index (groups that fill the
     step up come last), never of their arrival, so that the sums of a step are bitwise the same whatever
     the timing.
 
-    A step may begin up to `staleness` versions early. At most `stale_share` of its groups begin early.
+    A step may begin up to `max_policy_lag` versions early. At most `max_off_policy_fraction` of its groups begin early.
 
     `max_candidates` above 0 is dynamic sampling: the next candidates replace groups whose values are all
     equal, up to `max_candidates` groups in all. `redundant_groups` more than needed are generated at any
@@ -39,10 +39,10 @@ class Settings:
     chunk_images: int
     updates: int = 1
     readiness: Literal["group", "step"] = "group"
-    open_groups: int = 0  # 0: nothing is trained early
+    max_incomplete_groups: int = 0  # 0: nothing is trained early
     ordered: bool = False
-    staleness: int = 1  # maximum age of a trajectory in versions; 0: strictly on policy
-    stale_share: float = 0.5
+    max_policy_lag: int = 1  # maximum age of a trajectory in versions; 0: strictly on policy
+    max_off_policy_fraction: float = 0.5
     passes: int = 1  # of a chunk in training
     max_candidates: int = 0
     redundant_groups: int = 0
@@ -59,7 +59,7 @@ class Settings:
     @functools.cached_property
     def early(self) -> bool:
         """Whether chunks are trained before their group or step is complete."""
-        return self.open_groups > 0
+        return self.max_incomplete_groups > 0
 
     @functools.cached_property
     def step_first(self) -> bool:
@@ -96,10 +96,12 @@ class Settings:
         return self.units // self.updates
 
     @functools.cached_property
-    def stale_units(self) -> int:
+    def off_policy_units(self) -> int:
         """Units of a step that may begin before the previous step ends."""
-        # Rounding must not remove a group from a share such as 0.3 of 10 groups.
-        return math.floor(self.stale_share * self.units + 1e-9) if self.staleness else 0
+        if not self.max_policy_lag:
+            return 0
+        # Rounding must not remove a group from a fraction such as 0.3 of 10 groups.
+        return math.floor(self.max_off_policy_fraction * self.units + 1e-9)
 
     def is_evaluated(self, version: int) -> bool:
         """Whether the whole evaluation of a version is due."""

@@ -326,7 +326,7 @@ class Step:
 
     def _open_early(self) -> None:
         """Opens the first group with a scored, waiting chunk, if one more group may be open."""
-        while self.early and self.open < self.settings.open_groups:
+        while self.early and self.open < self.settings.max_incomplete_groups:
             index = heapq.heappop(self.early)
             if self.chunks[index].stage == SCORED:
                 self.group_of(index).early = True

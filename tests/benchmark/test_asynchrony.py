@@ -27,7 +27,7 @@ def config(base):
         reward_pool__processes=0,
         sampler__chunk=4,
         trainer__learning_rate=0.1,
-        runtime__staleness=1,
+        runtime__max_policy_lag=1,
     )
     c.steps, c.seed = 3, 5
     return c
@@ -39,12 +39,12 @@ def built(monkeypatch):
     seen, systems = [], {}
 
     def build(config, devices):
-        staleness = config.runtime.staleness
-        seen.append((config.seed, staleness))
+        max_policy_lag = config.runtime.max_policy_lag
+        seen.append((config.seed, max_policy_lag))
         # Compiled once: the programs do not depend on the seed.
-        if staleness not in systems:
-            systems[staleness] = toy.system(config, 2)
-        system = systems[staleness]
+        if max_policy_lag not in systems:
+            systems[max_policy_lag] = toy.system(config, 2)
+        system = systems[max_policy_lag]
         return system._replace(start=toy.moved(system.start, 0.0), draws=config.draws)
 
     monkeypatch.setattr(opening, "build", build)
@@ -65,10 +65,10 @@ def test_each_seed_is_trained_with_and_without_it(config, built, tmp_path, stop_
             lines = read_metrics(tmp_path / f"{kind}-{seed}" / "metrics.jsonl")
             assert outcome.rewards == {line["step"]: line["evaluation/reward"] for line in lines
                                        if line["step"] != 1}  # fmt: skip
-            assert outcome.staleness == pytest.approx(
-                np.mean([line["staleness"] for line in lines[1:]])
+            assert outcome.policy_lag == pytest.approx(
+                np.mean([line["policy_lag"] for line in lines[1:]])
             )
-            assert (outcome.staleness > 0) == (kind == "on")
+            assert (outcome.policy_lag > 0) == (kind == "on")
     assert found.off[0].rewards[0] == found.on[0].rewards[0]
     assert found.off[0].after != found.off[1].after
     assert Image.open(tmp_path / "asynchrony.png").width > 500
@@ -99,9 +99,9 @@ def test_means_are_compared_by_their_standard_errors():
 @pytest.mark.parametrize(
     ("field", "value", "sentence"),
     [
-        ("runtime.staleness", 0, "config.runtime.staleness = 0 is no asynchrony"),
+        ("runtime.max_policy_lag", 0, "config.runtime.max_policy_lag = 0 is no asynchrony"),
         ("placement.rollout.data", 0, "config.placement.rollout.data = 0 is colocated"),
-        ("sampler.chunk", 8, "config.runtime.staleness = 1 changes nothing, as"),
+        ("sampler.chunk", 8, "config.runtime.max_policy_lag = 1 changes nothing, as"),
         ("placement.sizes", "auto", "config.placement = 'auto' may choose no rollout mesh"),
     ],
 )

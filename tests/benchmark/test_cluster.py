@@ -33,7 +33,7 @@ def test_every_worker_has_its_roles_and_waits_long_enough(case):
     report = simulated(case)
     sampling = {one.worker for one in report.intervals if one.kind == "generate"}
     assert (TRAINER in sampling) == case.samples
-    assert set(report.trained_by_age) == set(range(1 + case.staleness))
+    assert set(report.trained_by_age) == set(range(1 + case.max_policy_lag))
     assert report.devices == {TRAINER: 1} | {
         f"rollout {number}": 1 for number in range(len(case.speeds))
     }
@@ -74,10 +74,10 @@ def test_the_cases_are_chosen_by_number():
 @pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="ray not installed")
 def test_workers_on_ray_do_the_steps_that_the_simulator_predicts():
-    case, steps = Case("2 workers", (1.0, 1.0), 8, staleness=1), []
+    case, steps = Case("2 workers", (1.0, 1.0), 8, max_policy_lag=1), []
     found = measure(case, 2.0, RUN, lambda: steps.append(None))
     assert len(steps) == RUN.warm_up + RUN.steps
-    assert found.staleness > 0
+    assert found.policy_lag > 0
     # Waits are never shorter than their costs.
     assert found.bound < found.step_seconds and found.simulated < 1.05 * found.step_seconds
     assert min(found.driver, found.worker, found.ray) > 0

@@ -25,7 +25,7 @@ def test_the_simulator_predicts_the_steps_of_the_runtime():
         measured = measure(work, best_layout(work, "pool, lag 1"), TimedRun())
         found.append(measured.error)
         if abs(measured.error) < 0.1:
-            assert measured.staleness > 0
+            assert measured.policy_lag > 0
             return
     raise AssertionError(found)
 

@@ -38,7 +38,7 @@ COSTS = Costs(
     publish=0.05,
     deliver=0.002,
 )
-SETTINGS = Settings(3, groups=4, images=4, chunk_images=4, passes=4, staleness=0)
+SETTINGS = Settings(3, groups=4, images=4, chunk_images=4, passes=4, max_policy_lag=0)
 EXACT = Waits(COSTS, SETTINGS)
 CHUNK = Chunk(3, 5)
 LAYOUT = WorkerLayout(4), WorkerLayout(), WorkerLayout(2, ("sample",)), WorkerLayout(1, speed=0.5)

@@ -181,13 +181,13 @@ def test_a_placement_may_be_given_in_a_word(given, whole):
         ),
         (
             dict(
-                runtime=dict(staleness=-1, stale_share=2.0),
+                runtime=dict(max_policy_lag=-1, max_off_policy_fraction=2.0),
                 sampler__window=dict(mode="moving", stride=0),
             ),
             [
                 "config.sampler.window.stride must be above 0, not 0",
-                "config.runtime.staleness must be 0 or more, not -1",
-                "config.runtime.stale_share must be at most 1, not 2.0",
+                "config.runtime.max_policy_lag must be 0 or more, not -1",
+                "config.runtime.max_off_policy_fraction must be at most 1, not 2.0",
                 "config.sampler.window.mode is 'moving'; it must be one of 'fixed', 'random'",
             ],
         ),
@@ -205,10 +205,10 @@ def test_a_placement_may_be_given_in_a_word(given, whole):
             ],
         ),
         (
-            dict(runtime__early_groups=2),
+            dict(runtime__max_incomplete_groups=2),
             [
                 "config.sampler.chunk = 144 must divide config.batch.images = 12, as with config.runtime."
-                "early_groups = 2 a chunk belongs to one group: set config.sampler.chunk and "
+                "max_incomplete_groups = 2 a chunk belongs to one group: set config.sampler.chunk and "
                 "config.trainer.micro_batch to 4",
                 "config.algorithm.old_log_probs is 'rollout'; to train before a group is complete set it",
             ],
@@ -228,7 +228,7 @@ def test_several_mistakes_are_listed_at_once(given, fields, sentences):
     ("field", "value", "change"),
     [
         ("max_candidates", 24, "set config.sampler.chunk and config.trainer.micro_batch to 12"),
-        ("staleness", 1, "set config.sampler.chunk and config.trainer.micro_batch to 72, or"),
+        ("max_policy_lag", 1, "set config.sampler.chunk and config.trainer.micro_batch to 72, or"),
     ],
 )
 def test_a_switch_that_needs_smaller_chunks_says_all_that_goes_with_them(
@@ -264,8 +264,12 @@ def test_a_switch_that_needs_smaller_chunks_says_all_that_goes_with_them(
         ("reward_pool__retries", -1, "config.reward_pool.retries must be 0 or more, not -1"),
         ("runtime__deadline", -1.0, "config.runtime.deadline must be 0 or more, not -1.0"),
         ("runtime__deadline", float("nan"), "config.runtime.deadline must be 0 or more, not nan"),
-        ("runtime__staleness", -1, "config.runtime.staleness must be 0 or more, not -1"),
-        ("runtime__stale_share", 1.5, "config.runtime.stale_share must be at most 1, not 1.5"),
+        ("runtime__max_policy_lag", -1, "config.runtime.max_policy_lag must be 0 or more, not -1"),
+        (
+            "runtime__max_off_policy_fraction",
+            1.5,
+            "config.runtime.max_off_policy_fraction must be at most 1, not 1.5",
+        ),
         ("runtime__tag_weights", "resharde", "config.runtime.tag_weights is 'resharde'; did you"),
         ("seed", -1, "config.seed must be 0 or more, not -1"),
         ("lora__rank", -4, "config.lora.rank must be 0 or more, not -4"),
@@ -353,9 +357,9 @@ def test_a_switch_that_needs_smaller_chunks_says_all_that_goes_with_them(
         ("trainer__weight_decay", float("nan"), "config.trainer.weight_decay must be 0 or more"),
         ("algorithm__clip_range", float("nan"), "config.algorithm.clip_range must be a finite"),
         (
-            "runtime__stale_share",
+            "runtime__max_off_policy_fraction",
             float("nan"),
-            "config.runtime.stale_share must be 0 or more, not nan",
+            "config.runtime.max_off_policy_fraction must be 0 or more, not nan",
         ),
         ("seed", 2**32, "config.seed must be at most 4294967295, not 4294967296"),
         ("sampler__steps", 10**6, "config.sampler.steps must be at most 1000, not 1000000"),
@@ -663,7 +667,7 @@ def of_method(given, name, **fields):
         ("awm", dict(algorithm__weighting="t"), "config.algorithm.weighting is 't'; it must be"),
         (
             "awm",
-            dict(algorithm__old_log_probs="current", runtime__staleness=1),
+            dict(algorithm__old_log_probs="current", runtime__max_policy_lag=1),
             "config.algorithm.old_log_probs is 'current', but with asynchrony the policy being trained is "
             "not the one that sampled: set it to 'recomputed'",
         ),
@@ -674,8 +678,8 @@ def of_method(given, name, **fields):
         ),
         (
             "diffusion_nft",
-            dict(runtime__early_groups=2),
-            "config.runtime.early_groups = 2 is for policy_gradient, whose loss may be linear",
+            dict(runtime__max_incomplete_groups=2),
+            "config.runtime.max_incomplete_groups = 2 is for policy_gradient, whose loss may be linear",
         ),
         (
             "diffusion_nft",
@@ -810,7 +814,7 @@ def test_dynamic_sampling_that_cannot_work_is_refused(given, fields, sentence):
 # ------------------------------------------------------------------------------ early groups
 
 EARLY = dict(
-    runtime__early_groups=2,
+    runtime__max_incomplete_groups=2,
     algorithm__old_log_probs="current",
     sampler__chunk=4,
     trainer__micro_batch=4,
@@ -821,21 +825,21 @@ EARLY = dict(
     ("fields", "sentence"),
     [
         (
-            dict(runtime__staleness=1),
-            "config.runtime.early_groups = 2 cannot go with config.runtime.staleness = 1, as older "
-            "weights' ratios are not 1: set that to 0, or config.runtime.early_groups to 0",
+            dict(runtime__max_policy_lag=1),
+            "config.runtime.max_incomplete_groups = 2 cannot go with config.runtime.max_policy_lag = 1, as older "
+            "weights' ratios are not 1: set that to 0, or config.runtime.max_incomplete_groups to 0",
         ),
         (
             dict(trainer__updates=2),
-            "config.runtime.early_groups = 2 cannot go with config.trainer.updates = 2",
+            "config.runtime.max_incomplete_groups = 2 cannot go with config.trainer.updates = 2",
         ),
         (
             dict(runtime__max_candidates=20),
-            "config.runtime.early_groups = 2 cannot go with config.runtime.max_candidates = 20",
+            "config.runtime.max_incomplete_groups = 2 cannot go with config.runtime.max_candidates = 20",
         ),
         (
             dict(runtime__ordered="yes"),
-            "config.runtime.early_groups = 2 cannot go with config.runtime.ordered = 'yes', as what is "
+            "config.runtime.max_incomplete_groups = 2 cannot go with config.runtime.ordered = 'yes', as what is "
             "trained before its group is complete depends on arrival: set that to 'auto', or config",
         ),
         (
@@ -854,16 +858,16 @@ EARLY = dict(
         (
             dict(sampler__chunk=8),
             "config.sampler.chunk = 8 must divide config.batch.images = 12, as with "
-            "config.runtime.early_groups = 2 a chunk belongs to one group",
+            "config.runtime.max_incomplete_groups = 2 a chunk belongs to one group",
         ),
         (
             dict(sampler__chunk=12),
-            "config.runtime.early_groups = 2 changes nothing where config.sampler.chunk = 12 is a "
-            "whole group: set that to less, or config.runtime.early_groups to 0",
+            "config.runtime.max_incomplete_groups = 2 changes nothing where config.sampler.chunk = 12 is a "
+            "whole group: set that to less, or config.runtime.max_incomplete_groups to 0",
         ),
         (
             TWO,
-            "config.runtime.early_groups = 2 cannot go with config.rewards = shapes_geneval, "
+            "config.runtime.max_incomplete_groups = 2 cannot go with config.rewards = shapes_geneval, "
             "tests.engine.toy:brightness, as it is shown to be exact for a single reward only: set that to "
             "shapes_geneval",
         ),
@@ -879,7 +883,10 @@ EARLY = dict(
                 ("drop_zero_std", True),
             )
         ),
-        (dict(runtime__early_groups=-1), "config.runtime.early_groups must be 0 or more, not -1"),
+        (
+            dict(runtime__max_incomplete_groups=-1),
+            "config.runtime.max_incomplete_groups must be 0 or more, not -1",
+        ),
     ],
 )
 def test_training_early_where_that_is_not_exact_is_refused(given, fields, sentence):

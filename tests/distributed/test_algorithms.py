@@ -145,7 +145,7 @@ def test_each_kind_of_samples_trains_as_in_one_process(name):
     assert_same(run(driving.drive, system, c), run(toy.drive, system, c))
 
 
-STALE = dict(runtime__staleness=1, runtime__stale_share=0.5)
+STALE = dict(runtime__max_policy_lag=1, runtime__max_off_policy_fraction=0.5)
 
 
 @pytest.mark.slow
@@ -156,7 +156,7 @@ def test_with_asynchrony_the_log_of_a_run_is_that_of_one_process(name, fields):
     c.sampler.chunk = c.trainer.micro_batch = 4
     system = toy.system(c, 2)
     found = run(driving.drive, system, c)
-    assert max(metrics["staleness"] for metrics in found[2]) > 0
+    assert max(metrics["policy_lag"] for metrics in found[2]) > 0
     expected = run(toy.drive, system, c)[0], replayed(system, c, found[3])
     assert_same(found, expected)
 
@@ -182,7 +182,7 @@ def test_groups_that_are_trained_before_they_are_complete(monkeypatch):
             threading.Event().wait(0.05)
 
     monkeypatch.setattr(SamplingExecutor, "generate", generate)
-    early = dict(runtime__early_groups=2, algorithm__old_log_probs="current")
+    early = dict(runtime__max_incomplete_groups=2, algorithm__old_log_probs="current")
     c = config("flow_grpo", TWO, advantages__std="global", **early)
     c.trainer.updates, c.sampler.chunk, c.trainer.micro_batch = 1, 2, 2
     system = toy.system(c, 3)

@@ -100,7 +100,7 @@ def test_a_chunk_has_the_window_of_its_own_step_whoever_samples_it_and_when(monk
         batch__groups=4,
         sampler__chunk=4,
         sampler__window=dict(mode="random", length=1, end=4),
-        runtime__staleness=1,
+        runtime__max_policy_lag=1,
     )
     config.seed = 3
     system = toy.system(config)

@@ -68,7 +68,7 @@ def test_it_samples_by_the_rounded_network():
     [
         ({}, "current"),
         (dict(trainer__updates=2, sampler__chunk=4), "recomputed"),
-        (dict(runtime__staleness=1, sampler__chunk=4), "recomputed"),
+        (dict(runtime__max_policy_lag=1, sampler__chunk=4), "recomputed"),
         (dict(algorithm__old_log_probs="rollout"), "rollout"),
     ],
 )

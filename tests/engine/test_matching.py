@@ -331,7 +331,7 @@ def test_with_asynchrony_the_behaviour_is_the_version_that_sampled(monkeypatch):
         seen.append(images.version)
         return real(system, prompts, images, *judged)
 
-    fields = toy.meshes((1, 1), (1, 1)) | dict(runtime__staleness=1, chunk=3, micro=3, pack=3)
+    fields = toy.meshes((1, 1), (1, 1)) | dict(runtime__max_policy_lag=1, chunk=3, micro=3, pack=3)
     parts = toy.system(c := config("diffusion_nft", **OPTIMIZER | fields), 2)
     accumulate, kept, add = parts.trainer.accumulate, {}, Versions.add
 
@@ -347,7 +347,7 @@ def test_with_asynchrony_the_behaviour_is_the_version_that_sampled(monkeypatch):
     monkeypatch.setattr(Versions, "add", added)
     monkeypatch.setattr(parts.trainer, "accumulate", checked)
     _, history, _ = toy.drive(parts, c, 3)
-    ages = [line["staleness"] for line in history]
+    ages = [line["policy_lag"] for line in history]
     assert max(ages) > 0 and ages[0] == 0
     assert all(np.isfinite(line["loss"]) for line in history)
 

@@ -89,7 +89,7 @@ def test_the_script_plans_from_a_file_of_costs(tmp_path):
     place(open_recipe(config), 4)
     for mesh, axes in section.items():
         assert {axis: config.placement[mesh][axis] for axis in axes} == axes
-    assert config.runtime.staleness == chosen.endswith("lag 1")
+    assert config.runtime.max_policy_lag == chosen.endswith("lag 1")
     rollout, trainer = section["rollout"], section["trainer"]
     assert rollout["workers"] * rollout["data"] * rollout["fsdp"] == 4 - (
         trainer["workers"] * trainer["data"] * trainer["fsdp"] * trainer["time"]
@@ -174,7 +174,7 @@ def test_a_step_of_one_chunk_is_best_colocated_and_the_sentence_says_so():
 
 def test_auto_is_the_choice_as_a_section_of_the_config():
     config = shapes()
-    config.runtime.staleness, config.evaluation.batch = 1, 12
+    config.runtime.max_policy_lag, config.evaluation.batch = 1, 12
     recipe = reopen_recipe(config)
     costs = dataclasses.replace(calibration(publish=0.2), trainer_serial=0.02)
     sizes = auto_placement(recipe, 4, costs)
@@ -188,19 +188,23 @@ def test_auto_is_the_choice_as_a_section_of_the_config():
     check_devices(recipe.with_meshes(sizes), 4)
 
 
-@pytest.mark.parametrize("fields", [{}, {"staleness": 1}, {"ordered": "no"}, {"early_groups": 2}])
+@pytest.mark.parametrize(
+    "fields", [{}, {"max_policy_lag": 1}, {"ordered": "no"}, {"max_incomplete_groups": 2}]
+)
 def test_what_is_simulated_of_a_layout_is_what_its_run_does(fields):
     config = shapes(4)
     config.runtime.update(fields)
-    if "early_groups" in fields:
+    if "max_incomplete_groups" in fields:
         config.algorithm.old_log_probs = "current"
     recipe = reopen_recipe(config)
     problem = make_problem(recipe, 4, calibration())
     found = layouts(problem, lambda layout: can_run(recipe, problem, layout))
     assert {layout.workers for layout in found} == (
-        {1} if "early_groups" in fields else {1, 2, 3, 4}
+        {1} if "max_incomplete_groups" in fields else {1, 2, 3, 4}
     )
-    assert {layout.lag for layout in found} == ({0} if "early_groups" in fields else {0, 1})
+    assert {layout.lag for layout in found} == (
+        {0} if "max_incomplete_groups" in fields else {0, 1}
+    )
     for layout in found:
         run = dataclasses.replace(suited(recipe, problem, layout).scheduler, steps=1)
         assert settings_of(problem, layout) == run
@@ -208,7 +212,7 @@ def test_what_is_simulated_of_a_layout_is_what_its_run_does(fields):
 
 def test_slow_rewards_leave_colocated_the_best_as_it_trains_what_is_scored_already():
     config, costs = shapes(), calibration(score_latency=4.0)
-    config.runtime.staleness = 1
+    config.runtime.max_policy_lag = 1
     recipe = reopen_recipe(config)
     assert auto_placement(recipe, 4, costs).rollout.data == 0
 
@@ -235,7 +239,7 @@ def test_a_run_with_an_automatic_placement_keeps_it_when_it_goes_on(
     for module in (step_costs, opening):
         monkeypatch.setattr(module, "build", lambda config, found: toy.system(config, len(found)))
     config = tiny_config(base, "full")
-    config = replaced(config, placement="auto", runtime=dict(stale_share=1.0))
+    config = replaced(config, placement="auto", runtime=dict(max_off_policy_fraction=1.0))
     config.steps = 1
     assert train(open_recipe(config), tmp_path) is None
     said = capsys.readouterr().out
@@ -248,7 +252,9 @@ def test_a_run_with_an_automatic_placement_keeps_it_when_it_goes_on(
     placement = json.loads((tmp_path / "config.json").read_text())["placement"]
     rollout, trainer = placement["rollout"], placement["trainer"]
     assert re.search(r"\n  \d x .*: \S+ images/s, \d+% of the bound", said)
-    assert re.search(r"  with --config.runtime.staleness=1: .* images/s, \d+% of the bound", said)
+    assert re.search(
+        r"  with --config.runtime.max_policy_lag=1: .* images/s, \d+% of the bound", said
+    )
     used = trainer["workers"] * trainer["data"] * trainer["fsdp"] * trainer["time"]
     used += rollout["workers"] * rollout["data"] * rollout["fsdp"]
     assert used == jax.device_count() == 8

@@ -85,16 +85,16 @@ def test_a_layout_is_what_costs_depend_on(tmp_path):
 def test_what_was_begun_by_two_meshes_is_done_by_others(tmp_path, train):
     """Half of a step has begun with older weights, which the checkpoint contains; then one device does everything."""
     apart = toy.meshes((1, 1), (1, 1), workers=2)
-    fields = dict(runtime__staleness=1, sampler__chunk=4, trainer__micro_batch=4)
+    fields = dict(runtime__max_policy_lag=1, sampler__chunk=4, trainer__micro_batch=4)
     stopped(train, "run", config(tmp_path, **fields | apart), 3, devices=3)
     (step,) = map(int, saved(tmp_path / "run"))
     c = config(tmp_path, **fields, reward_pool__processes=0)
     assert train("run", c, devices=2) is None
     history = metrics(tmp_path / "run")
     assert [line["step"] for line in history] == list(range(5))
-    assert history[step + 1]["staleness"] == 0.5
+    assert history[step + 1]["policy_lag"] == 0.5
     # The step after that may have been begun; nothing is in progress any more.
-    assert all(line["staleness"] == 0 for line in history[step + 3 :])
+    assert all(line["policy_lag"] == 0 for line in history[step + 3 :])
     first, commands = read_log(tmp_path / "run" / "commands.jsonl")
     assert first == step and {getattr(c, "worker", "trainer") for c in commands} == {"trainer"}
 

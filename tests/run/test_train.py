@@ -193,7 +193,7 @@ def test_a_run_trains_and_shows_its_results(unbroken):
         kept = np.load(workdir / "pictures" / f"{name}.npz")["images"]
         assert kept.shape == (3, 40, 48, 3) and kept.std() > 1
     for line in history[1:]:
-        assert line["staleness"] == line["tag_share"] == 0
+        assert line["policy_lag"] == line["tag_share"] == 0
     for named in (
         "pictures/before_after.png",
         "pictures/curve.png",
@@ -469,7 +469,7 @@ def test_with_dynamic_sampling_a_resumed_run_equals_an_unbroken_one(tmp_path, tr
 def test_a_run_with_asynchrony_goes_on_with_what_it_had_begun(tmp_path, train):
     """Chunks begun ahead are in the checkpoint, with the weights that they were begun with."""
     fields = toy.meshes((1, 1), (1, 1)) | dict(
-        runtime__staleness=1, sampler__chunk=4, trainer__micro_batch=4
+        runtime__max_policy_lag=1, sampler__chunk=4, trainer__micro_batch=4
     )
     c = config(tmp_path, **fields)
     with pytest.raises(ConfigError, match="returned shape"):
@@ -481,8 +481,8 @@ def test_a_run_with_asynchrony_goes_on_with_what_it_had_begun(tmp_path, train):
     assert train("run", c) is None
     history = metrics(tmp_path / "run")
     assert [line["step"] for line in history] == list(range(5))
-    assert history[int(step) + 1]["staleness"] == 0.5
-    assert history[1]["staleness"] == 0 and max(line["staleness"] for line in history[1:]) == 0.5
+    assert history[int(step) + 1]["policy_lag"] == 0.5
+    assert history[1]["policy_lag"] == 0 and max(line["policy_lag"] for line in history[1:]) == 0.5
 
 
 def test_a_stopped_run_may_be_ended_where_it_is_but_not_before(tmp_path, train, capsys):
@@ -564,7 +564,7 @@ def test_the_spread_of_the_ratios_is_a_metric_and_quiet_where_all_is_well(tmp_pa
 def test_ratios_of_stale_samples_are_not_taken_for_rounding(tmp_path, train):
     """A run that resumes a step which an older version had begun does not stop at its first update."""
     stale = dict(
-        runtime__staleness=1, sampler__chunk=4, reward_pool__retries=0, checkpoint__every=1
+        runtime__max_policy_lag=1, sampler__chunk=4, reward_pool__retries=0, checkpoint__every=1
     )
     meshes = toy.meshes((1, 1), (1, 1))
     c = config(tmp_path, steps=3, algorithm__clip_range=1e-3, **stale, **meshes)
@@ -572,7 +572,7 @@ def test_ratios_of_stale_samples_are_not_taken_for_rounding(tmp_path, train):
         train("run", c, at(3, lambda scores: scores[:-1]))
     assert train("run", c) is None
     last = metrics(tmp_path / "run")[-1]
-    assert last["staleness"] > 0 and last["over_spread_limit"] > 0.1
+    assert last["policy_lag"] > 0 and last["over_spread_limit"] > 0.1
 
 
 def test_a_run_that_diverges_stops_by_name(tmp_path, train):

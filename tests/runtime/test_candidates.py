@@ -182,9 +182,9 @@ def test_what_is_dropped_while_it_is_made_is_not_kept(monkeypatch):
 
 def test_with_asynchrony_a_replayed_log_gives_the_same_bits(late):
     layout = "two workers, half groups"
-    c, parts, log = config(layout, runtime__staleness=1), system(layout), []
+    c, parts, log = config(layout, runtime__max_policy_lag=1), system(layout), []
     state, history, log = toy.drive(parts, c, 4, some_equal)
-    assert max(metrics["staleness"] for metrics in history) > 0
+    assert max(metrics["policy_lag"] for metrics in history) > 0
     assert any(isinstance(command, DropChunks) for command in log)
     batches = toy.batches(MOST)
     executors = toy.executors(parts, c, toy.fresh(parts), batches)

@@ -100,7 +100,7 @@ def test_a_wrong_reward_is_named(parts):
 OF_RUN = {
     "two meshes": toy.meshes((1, 1), (1, 1), workers=2),
     "two meshes, two updates, stale": toy.meshes((1, 1), (1, 1), workers=2)
-    | dict(trainer__updates=2, trainer__micro_batch=2, sampler__chunk=4, runtime__staleness=1),
+    | dict(trainer__updates=2, trainer__micro_batch=2, sampler__chunk=4, runtime__max_policy_lag=1),
     "colocated": dict(placement__rollout=dict(data=0), placement__trainer=dict(data=1)),
 }
 

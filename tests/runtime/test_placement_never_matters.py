@@ -78,7 +78,7 @@ def result(tuning, updates, layout, old_log_probs="rollout", std="group", early=
         algorithm__kl_coefficient=0.1,
         algorithm__old_log_probs=old_log_probs,
         advantages__std=std,
-        runtime__early_groups=early,
+        runtime__max_incomplete_groups=early,
         runtime__tag_weights=tag or "in place",
     )
     system = toy.system(config)

@@ -19,7 +19,7 @@ from digen_jax.scheduling.simulator import WorkerLayout
 from digen_jax.scheduling.state import SAMPLE, TRAIN
 
 COSTS = Costs(generate=0.01, train=0.01, decode=0.01, encode=0.01, score=0.01, update=0.01)
-SETTINGS = Settings(steps=3, groups=2, images=2, chunk_images=2, staleness=0, ordered=True)
+SETTINGS = Settings(steps=3, groups=2, images=2, chunk_images=2, max_policy_lag=0, ordered=True)
 GENERATING = "generating chunk [01] of step 0"  # either of them, by whose weights came first
 
 

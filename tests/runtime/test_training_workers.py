@@ -22,7 +22,7 @@ GROUPS = 6
 # Three training workers of one device: they sample, too, or two rollout meshes sample.
 POOL = toy.meshes((0, 1), (1, 1), trainers=3)
 APART = toy.meshes((1, 1), (1, 1), 2, trainers=3)
-STALE = dict(runtime__staleness=1, runtime__stale_share=0.5)
+STALE = dict(runtime__max_policy_lag=1, runtime__max_off_policy_fraction=0.5)
 LORA = dict(lora__rank=2, lora__alpha=6.0, lora__targets="inside|outside")
 
 
@@ -73,7 +73,7 @@ def test_an_algorithm_trains_on_two_workers_as_on_one(name):
         one.trainer.micro_batch = one.trainer.micro_batch * 4 // one.sampler.chunk
         one.sampler.chunk = 4
         one.placement.rollout.data = 0
-        one.runtime.staleness = 0
+        one.runtime.max_policy_lag = 0
     pool.placement.trainer.workers = 2
     expected = run(toy.drive, toy.system(c, 1), c)
     found = run(toy.drive, toy.system(pool, 2), pool)
@@ -86,7 +86,7 @@ def test_with_a_policy_lag_each_chunk_is_trained_by_its_own_version():
     c = config(APART, algorithm__old_log_probs="recomputed", **STALE)
     system = toy.system(c, 5)
     found = run(toy.drive, system, c)
-    assert max(metrics["staleness"] for metrics in found[2]) > 0
+    assert max(metrics["policy_lag"] for metrics in found[2]) > 0
     assert len(trained_by(found[3])) > 1
     moved = replayed(system, c, found[3])
     assert toy.difference(found[1], moved) <= 1e-5

@@ -38,7 +38,7 @@ from tests.engine import toy
 pytestmark = pytest.mark.usefixtures("exact_and_split")
 
 GROUPS = 4
-STALE = dict(runtime__staleness=1, runtime__stale_share=0.5)
+STALE = dict(runtime__max_policy_lag=1, runtime__max_off_policy_fraction=0.5)
 
 
 def config(**fields):
@@ -310,7 +310,7 @@ def asynchronous(system):
 
 def test_the_tail_of_a_step_begins_the_next_within_the_bounds(asynchronous):
     _, history, log = asynchronous
-    assert history[0]["staleness"] == 0 and max(m["staleness"] for m in history) > 0
+    assert history[0]["policy_lag"] == 0 and max(m["policy_lag"] for m in history) > 0
     ages = {}
     for command in log:
         if isinstance(command, Generate):
@@ -320,13 +320,13 @@ def test_the_tail_of_a_step_begins_the_next_within_the_bounds(asynchronous):
         assert set(age) <= {0, 1} and sum(age) <= GROUPS / 2
     # A stale chunk's ratios are to the version that generated it.
     for metrics in history:
-        assert (metrics["ratio_deviation"] > 1e-4) == (metrics["staleness"] > 0)
+        assert (metrics["ratio_deviation"] > 1e-4) == (metrics["policy_lag"] > 0)
 
 
 def test_a_replayed_log_gives_the_same_bits_with_asynchrony(system, asynchronous):
     state, history, log = asynchronous
     equal_bits(replayed(system, config(**STALE), log), state)
-    assert sum(metrics["staleness"] for metrics in history) > 0
+    assert sum(metrics["policy_lag"] for metrics in history) > 0
 
 
 def test_a_run_goes_on_with_what_it_had_begun(system):
@@ -356,7 +356,7 @@ def test_a_run_goes_on_with_what_it_had_begun(system):
         c.chunk.index: c.version for c in log if isinstance(c, Generate) and c.chunk.step == 2
     }
     assert versions == {i: begun.get(i, 2) for i in range(GROUPS)}
-    assert metrics["staleness"] == len(begun) / GROUPS
+    assert metrics["policy_lag"] == len(begun) / GROUPS
     state, kept, steps = resumed()
     again = replayed(system, c, log, state=state, kept=kept, batches=steps, first=2)
     equal_bits(again, after)
@@ -406,7 +406,7 @@ def test_a_replayed_log_gives_the_same_bits_where_groups_were_trained_early(monk
         time.sleep(0.03 * (chunk.index % 2))
 
     monkeypatch.setattr(SamplingExecutor, "generate", generate)
-    c = config(algorithm__old_log_probs="current", runtime__early_groups=1)
+    c = config(algorithm__old_log_probs="current", runtime__max_incomplete_groups=1)
     c.sampler.chunk = c.trainer.micro_batch = 2
     system = toy.system(c)
     state, _, log = toy.drive(system, c, 2)

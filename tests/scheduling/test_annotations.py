@@ -12,7 +12,7 @@ def test_annotations_hold():
     common = dict(steps=2, groups=4, images=2, passes=3, evaluate_every=1)
     for plan in (
         Settings(chunk_images=4, updates=2, **common),
-        Settings(chunk_images=1, open_groups=2, **common),
+        Settings(chunk_images=1, max_incomplete_groups=2, **common),
         Settings(chunk_images=1, max_candidates=7, redundant_groups=1, **common),
     ):
         scheduler = Scheduler(plan, costs)

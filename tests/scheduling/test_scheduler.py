@@ -30,7 +30,7 @@ from tests.scheduling.world import BOTH, Referee, World, values_of
 
 COSTS = Costs(generate=1.0, train=1.0, decode=0.1, score=0.1, publish=0.2)
 SAMPLE_ONLY, TRAIN_ONLY, SAMPLE_FIRST = ("sample",), ("train",), ("sample", "train")
-PLAIN = Settings(2, groups=2, images=2, chunk_images=1, staleness=0, passes=2)
+PLAIN = Settings(2, groups=2, images=2, chunk_images=1, max_policy_lag=0, passes=2)
 runs = settings(
     derandomize=True,
     deadline=None,
@@ -50,8 +50,8 @@ def plans(draw, ordered=None):
     share = groups // updates * images
     multiples = [images * n for n in range(1, 4) if groups // updates % n == 0]
     chunk = draw(st.sampled_from(divisors if dynamic else divisors + multiples))
-    open_groups = 0 if dynamic or ordered else draw(st.sampled_from([0, 0, 0, 1, 2, 3]))
-    if open_groups:
+    max_incomplete_groups = 0 if dynamic or ordered else draw(st.sampled_from([0, 0, 0, 1, 2, 3]))
+    if max_incomplete_groups:
         chunk = draw(st.sampled_from(divisors))
     elif not dynamic and draw(st.booleans()):
         chunk = draw(st.sampled_from([n for n in range(1, share + 1) if share % n == 0]))
@@ -63,10 +63,10 @@ def plans(draw, ordered=None):
         chunk_images=chunk,
         updates=updates,
         readiness=draw(st.sampled_from(["group", "step"])),
-        ordered=ordered or (not open_groups and draw(st.booleans())),
-        open_groups=open_groups,
-        staleness=draw(st.sampled_from([0, 0, 1])),
-        stale_share=draw(st.sampled_from([0.0, 0.3, 0.5, 1.0])),
+        ordered=ordered or (not max_incomplete_groups and draw(st.booleans())),
+        max_incomplete_groups=max_incomplete_groups,
+        max_policy_lag=draw(st.sampled_from([0, 0, 1])),
+        max_off_policy_fraction=draw(st.sampled_from([0.0, 0.3, 0.5, 1.0])),
         passes=draw(st.sampled_from([1, 2, 3, 7])),
         max_candidates=groups + redundant + draw(st.integers(0, 4)) if dynamic else 0,
         redundant_groups=redundant,
@@ -417,7 +417,7 @@ def test_a_worker_is_lost_while_it_trains():
 )
 def test_shapes_of_a_step(shape, ordered):
     plan = dataclasses.replace(PLAIN, steps=3, ordered=ordered, **shape)
-    for staleness in (0, 1):
+    for max_policy_lag in (0, 1):
         for roles in (
             [],
             [SAMPLE_FIRST] * 2,
@@ -425,7 +425,7 @@ def test_shapes_of_a_step(shape, ordered):
             [SAMPLE_ONLY] * 3,
             [TRAIN_ONLY] * 3,
         ):
-            found = world(dataclasses.replace(plan, staleness=staleness), seed=len(roles))
+            found = world(dataclasses.replace(plan, max_policy_lag=max_policy_lag), seed=len(roles))
             found.start(roles)
             found.run()
             found.referee.finish()
@@ -489,12 +489,17 @@ def test_a_failed_transfer_of_superseded_weights_does_not_count_against_its_work
 
 
 @pytest.mark.parametrize(
-    ("staleness", "share", "expected"),
+    ("max_policy_lag", "share", "expected"),
     [(0, 0.5, 0), (1, 0.0, 0), (1, 0.3, 3), (1, 0.5, 5), (1, 1.0, 10)],
 )
-def test_the_lag_and_the_stale_share_bound_what_begins_early(staleness, share, expected):
+def test_the_lag_and_the_fraction_bound_what_begins_early(max_policy_lag, share, expected):
     plan = dataclasses.replace(
-        PLAIN, groups=10, images=1, steps=3, staleness=staleness, stale_share=share
+        PLAIN,
+        groups=10,
+        images=1,
+        steps=3,
+        max_policy_lag=max_policy_lag,
+        max_off_policy_fraction=share,
     )
     pool = Pool(plan, roles=(SAMPLE_ONLY,) * 2)
     pool.drain([(Train,)])
@@ -503,20 +508,22 @@ def test_the_lag_and_the_stale_share_bound_what_begins_early(staleness, share, e
     assert all(f.step <= 1 for f in begun)
 
 
-@pytest.mark.parametrize(("staleness", "share"), [(0, 0.5), (1, 0.25), (1, 1.0)])
-def test_the_age_of_trained_samples_is_bounded(staleness, share):
-    plan = dataclasses.replace(PLAIN, groups=32, images=1, staleness=staleness, stale_share=share)
+@pytest.mark.parametrize(("max_policy_lag", "share"), [(0, 0.5), (1, 0.25), (1, 1.0)])
+def test_the_age_of_trained_samples_is_bounded(max_policy_lag, share):
+    plan = dataclasses.replace(
+        PLAIN, groups=32, images=1, max_policy_lag=max_policy_lag, max_off_policy_fraction=share
+    )
     costs = dataclasses.replace(COSTS, update=2.0, publish=2.0)
     report = simulate((WorkerLayout(),) * 4, costs, plan, 8, Disturbance(jitter=0.2))
     ages = report.trained_by_age
-    assert set(ages) == set(range(staleness + 1))
+    assert set(ages) == set(range(max_policy_lag + 1))
     assert ages[1] <= share * ages.total()
 
 
 def test_the_home_worker_does_not_sample_ahead_when_its_update_is_due():
     """Other workers sample ahead meanwhile, and each update begins with the end of its step's last piece."""
     pool = Pool(
-        dataclasses.replace(PLAIN, staleness=1, stale_share=1.0),
+        dataclasses.replace(PLAIN, max_policy_lag=1, max_off_policy_fraction=1.0),
         roles=(SAMPLE_FIRST,) * 2,
         home=SAMPLE_FIRST,
     )
@@ -527,7 +534,7 @@ def test_the_home_worker_does_not_sample_ahead_when_its_update_is_due():
     ahead = {c.worker for c in pool.issued if isinstance(c, Generate) and c.chunk.step == 1}
     assert ahead and TRAINER not in ahead
 
-    plan = dataclasses.replace(PLAIN, groups=32, images=1, staleness=1, passes=8)
+    plan = dataclasses.replace(PLAIN, groups=32, images=1, max_policy_lag=1, passes=8)
     costs = dataclasses.replace(COSTS, update=1.0, score_latency=3.0)
     report = simulate((WorkerLayout(),) * 4, costs, plan, 6)
     for step, update in enumerate(i for i in report.intervals if i.kind == "update"):
@@ -551,7 +558,7 @@ def test_the_clock_of_a_resumed_scheduler_is_that_of_its_process():
 @pytest.mark.parametrize("chunk", [1, 2, 4, 8])
 def test_a_run_resumes_with_other_chunks_and_workers(chunk):
     """Chunks begun by an older version keep it, in any new division into units."""
-    plan = dataclasses.replace(PLAIN, steps=4, groups=4, staleness=1, chunk_images=2)
+    plan = dataclasses.replace(PLAIN, steps=4, groups=4, max_policy_lag=1, chunk_images=2)
     saved = at_step_end(plan, seed=2).scheduler
     old = saved.state.steps[1]
     begun = {i for i, group in enumerate(old.groups) if group.version == 0}

@@ -56,6 +56,6 @@ def test_costs_of_a_chunk():
 
 def test_the_share_of_units_that_may_begin_early_is_rounded_down():
     for share, expected in ((0.0, 0), (0.3, 3), (0.35, 3), (1.0, 10)):
-        plan = Settings(1, groups=10, images=1, chunk_images=1, stale_share=share)
-        assert plan.stale_units == expected
-        assert dataclasses.replace(plan, staleness=0).stale_units == 0
+        plan = Settings(1, groups=10, images=1, chunk_images=1, max_off_policy_fraction=share)
+        assert plan.off_policy_units == expected
+        assert dataclasses.replace(plan, max_policy_lag=0).off_policy_units == 0

@@ -121,7 +121,7 @@ class Referee:
         assert f not in self.decoded, "generated twice"
         for group in self.groups_of(f):
             assert self.group_version.setdefault(group, c.version) == c.version
-        assert 0 <= f.step - c.version <= self.settings.staleness
+        assert 0 <= f.step - c.version <= self.settings.max_policy_lag
 
     def check_decode(self, c):
         assert self.generated[c.chunk] == c.worker
@@ -159,7 +159,7 @@ class Referee:
         if c.early:
             assert c.count == s.passes
             self.open_groups.update(self.groups_of(f))
-            assert len(self.open_groups) <= s.open_groups
+            assert len(self.open_groups) <= s.max_incomplete_groups
 
     @property
     def trainers(self):
@@ -362,11 +362,11 @@ class Referee:
         stale = Counter(
             step for (step, group), version in self.group_version.items() if version < step
         )
-        share = s.stale_share * s.groups if s.staleness else 0
+        share = s.max_off_policy_fraction * s.groups if s.max_policy_lag else 0
         assert all(count <= share + 1e-6 for count in stale.values())
         due = [v for v in range(s.steps + 1) if s.evaluated_chunks(v)]
         assert sorted(self.evaluated) == due
-        dropped = {Publication(v) for v in range(s.steps - s.staleness)}
+        dropped = {Publication(v) for v in range(s.steps - s.max_policy_lag)}
         dropped |= {Publication(v, True) for v in due if s.evaluated_apart}
         assert self.dropped == dropped, "a version was kept for ever"
 

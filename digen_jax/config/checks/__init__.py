@@ -216,19 +216,22 @@ def _check_batches(recipe: Recipe) -> None:
 
 def _check_stale(recipe: Recipe) -> None:
     runtime, settings = recipe.runtime, recipe.scheduler
-    if not runtime.staleness or settings.stale_units:
+    if not runtime.max_policy_lag or settings.off_policy_units:
         return
     images = settings.groups * settings.images // settings.updates
     sizes = [
         size
         for size in range(1, settings.chunk_images)
-        if images % size == 0 and dataclasses.replace(settings, chunk_images=size).stale_units
+        if images % size == 0 and dataclasses.replace(settings, chunk_images=size).off_policy_units
     ]
-    room = smaller_chunks(recipe, sizes) if sizes else "config.runtime.stale_share higher"
+    room = (
+        smaller_chunks(recipe, sizes) if sizes else "config.runtime.max_off_policy_fraction higher"
+    )
     raise ConfigError(
-        f"config.runtime.staleness = {runtime.staleness} changes nothing, as config.runtime.stale_share = "
-        f"{runtime.stale_share} of a step is less than config.sampler.chunk = {recipe.sampler.chunk} "
-        f"images or a group: set {room}, or config.runtime.staleness to 0"
+        f"config.runtime.max_policy_lag = {runtime.max_policy_lag} changes nothing, as "
+        f"config.runtime.max_off_policy_fraction = {runtime.max_off_policy_fraction} of a step is less than "
+        f"config.sampler.chunk = {recipe.sampler.chunk} images or a group: set {room}, or "
+        "config.runtime.max_policy_lag to 0"
     )
 
 

@@ -16,7 +16,7 @@ def check_algorithm(recipe: Recipe) -> None:
     with blame("config.algorithm."):
         algorithm.check()
         algorithm.check_kind(recipe.sampler.kind)
-        if recipe.runtime.early_groups:
+        if recipe.runtime.max_incomplete_groups:
             algorithm.check_early(recipe.advantages, recipe.batch.images, recipe.batch.groups)
     if algorithm.of_trajectories:
         _check_trajectories(recipe)
@@ -35,7 +35,7 @@ def _check_old_log_probs(recipe: Recipe) -> None:
         choose_old_log_probs(
             choice,
             float32=True,
-            stale=recipe.runtime.staleness > 0,
+            stale=recipe.runtime.max_policy_lag > 0,
             updates=recipe.trainer.updates,
             stored=recipe.algorithm.objective == "transitions",
         )

@@ -31,9 +31,9 @@ def check_early(recipe: Recipe) -> None:
     Raises:
       ConfigError: ratios are not 1, groups may be replaced, or a chunk is all that the trainer would wait for.
     """
-    early = f"config.runtime.early_groups = {recipe.runtime.early_groups}"
+    early = f"config.runtime.max_incomplete_groups = {recipe.runtime.max_incomplete_groups}"
     names = [name for one in recipe.rewards for name in one.entries.values()]
-    if not recipe.runtime.early_groups:
+    if not recipe.runtime.max_incomplete_groups:
         return
     if not recipe.algorithm.may_train_early:
         raise ConfigError(
@@ -42,7 +42,12 @@ def check_early(recipe: Recipe) -> None:
         )
     with together() as one:
         for name, value, needed, why in (
-            ("runtime.staleness", recipe.runtime.staleness, 0, "older weights' ratios are not 1"),
+            (
+                "runtime.max_policy_lag",
+                recipe.runtime.max_policy_lag,
+                0,
+                "older weights' ratios are not 1",
+            ),
             ("trainer.updates", recipe.trainer.updates, 1, "after an update ratios are not 1"),
             (
                 "placement.trainer.workers",
@@ -67,14 +72,14 @@ def check_early(recipe: Recipe) -> None:
                 with one():
                     raise ConfigError(
                         f"{early} cannot go with config.{name} = {value}, as {why}: set that to {needed}, or "
-                        "config.runtime.early_groups to 0"
+                        "config.runtime.max_incomplete_groups to 0"
                     )
         if recipe.runtime.ordered == "yes":
             with one():
                 raise ConfigError(
                     f"{early} cannot go with config.runtime.ordered = 'yes', as what is trained before its "
                     "group is complete depends on arrival: set that to 'auto', or "
-                    "config.runtime.early_groups to 0"
+                    "config.runtime.max_incomplete_groups to 0"
                 )
         if len(names) == 1:
             with one(), blame("config.advantages."):
@@ -83,9 +88,9 @@ def check_early(recipe: Recipe) -> None:
 
 def check_early_chunks(recipe: Recipe) -> None:
     """Refuses chunks that hold several groups, or everything that the trainer would wait for."""
-    early = f"config.runtime.early_groups = {recipe.runtime.early_groups}"
+    early = f"config.runtime.max_incomplete_groups = {recipe.runtime.max_incomplete_groups}"
     chunk, images = recipe.sampler.chunk, recipe.batch.images
-    if not recipe.runtime.early_groups:
+    if not recipe.runtime.max_incomplete_groups:
         return
     less = recipe.advantages.std == "group"
     most = images // 2 if less else images
@@ -93,7 +98,7 @@ def check_early_chunks(recipe: Recipe) -> None:
     if less and chunk == images:
         raise ConfigError(
             f"{early} changes nothing where config.sampler.chunk = {chunk} is a whole group: set "
-            "that to less, or config.runtime.early_groups to 0"
+            "that to less, or config.runtime.max_incomplete_groups to 0"
         )
 
 

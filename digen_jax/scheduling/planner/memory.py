@@ -122,7 +122,7 @@ def _trainer_bytes(problem: Problem, layout: Layout, fsdp: int) -> dict[str, flo
     """
     foot, settings, axes = problem.footprint, problem.settings, (fsdp, problem.trainer_tensor)
     tuned = foot.tuned(*axes)
-    ahead = settings.stale_share if layout.lag else 0.0
+    ahead = settings.max_off_policy_fraction if layout.lag else 0.0
     images = max(settings.groups, settings.max_candidates) * settings.images * (1 + ahead)
     if layout.workers > 1:
         share = math.ceil(images / layout.chunk / layout.workers) + 1
@@ -136,7 +136,7 @@ def _trainer_bytes(problem: Problem, layout: Layout, fsdp: int) -> dict[str, flo
         running |= _sampling(problem, layout, parts, *axes, problem.trainer_sequence)
     return {
         "parameters": tuned + foot.base(*axes),
-        "gradient": (1 + 2 * settings.open_groups) * tuned,
+        "gradient": (1 + 2 * settings.max_incomplete_groups) * tuned,
         "optimizer": (2 + foot.copies) * tuned,
         "kept versions": (1 + layout.lag) * tuned,
         "frozen": foot.frozen(*axes) if layout.samples else 0.0,

@@ -86,9 +86,9 @@ class Footprint:
 class Problem:
     """Everything a plan depends on.
 
-    `settings` are the scheduler's: `readiness` is the least that the algorithm needs, `staleness` the largest policy
-    lag that it allows, `passes` those of `chunk_images` images, and `ordered` holds for layouts without lag whose
-    workers have the same roles. The axes tensor and sequence, whose devices work on the same images, are given; a
+    `settings` are the scheduler's: `readiness` is the least that the algorithm needs, `max_policy_lag` what it allows,
+    `passes` those of `chunk_images` images, and `ordered` holds for layouts without lag whose workers have the same
+    roles. The axes tensor and sequence, whose devices work on the same images, are given; a
     sequence axis splits no parameters.
     """
 

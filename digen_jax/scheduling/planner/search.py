@@ -49,7 +49,7 @@ def _shapes(problem: Problem) -> Iterator[list[Layout]]:
     """For each division of the devices into workers: the meshes of those that train, the fastest first."""
     total, settings = problem.devices, problem.settings
     grid = min(d for d in divisors(total) if d >= total / SPLITS)
-    lags = range(1 + (settings.staleness if settings.stale_units else 0))
+    lags = range(1 + (settings.max_policy_lag if settings.off_policy_units else 0))
     chunks = [c for c in problem.chunks or [settings.chunk_images] if _divides(problem, c)]
     axes = {
         "shared": problem.trainer_tensor * problem.trainer_sequence,
@@ -78,7 +78,7 @@ def _divides(problem: Problem, chunk: int) -> bool:
     """Whether chunks of a size divide the groups, updates and micro-batches."""
     given = problem.settings
     settings = dataclasses.replace(given, chunk_images=chunk)
-    one_group = settings.max_candidates or settings.open_groups
+    one_group = settings.max_candidates or settings.max_incomplete_groups
     return (
         settings.groups * settings.images % (settings.unit_images * settings.updates) == 0
         and not (one_group and settings.unit_images > settings.images)
@@ -110,7 +110,7 @@ def settings_of(problem: Problem, layout: Layout) -> Settings:
         batches = chunk // (problem.trainer.images or 1)
         passes = min(passes, batches * math.ceil(problem.transitions / layout.time))
     pulled = layout.lag or (layout.samples and layout.rollout)
-    changes = {"staleness": layout.lag, "ordered": given.ordered and not pulled}
+    changes = {"max_policy_lag": layout.lag, "ordered": given.ordered and not pulled}
     return dataclasses.replace(given, chunk_images=chunk, passes=passes, **changes)
 
 
@@ -178,7 +178,7 @@ def lower_bound(problem: Problem, layout: Layout) -> float:
     start = 0.0 if layout.samples else costs.publish
     found = [count * score / problem.scorers if problem.scorers else 0.0]
     if layout.lag:
-        late = count - settings.stale_units * settings.unit_chunks
+        late = count - settings.off_policy_units * settings.unit_chunks
         path = start + sampled(late) + score + last + costs.update
         return max(*found, busy(settings.updates * costs.update), path if late > 0 else 0.0)
     # Without lag no worker has work during the last update, and only the home worker while weights are in transfer.

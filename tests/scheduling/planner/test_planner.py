@@ -38,8 +38,8 @@ def random_problem(seed):
         updates=draw.choice([1, 1, 2]),
         readiness=draw.choice(["group", "group", "step"]),
         ordered=draw.random() < 0.3,
-        staleness=draw.choice([0, 1]),
-        stale_share=draw.choice([0.25, 0.5]),
+        max_policy_lag=draw.choice([0, 1]),
+        max_off_policy_fraction=draw.choice([0.25, 0.5]),
         passes=draw.choice([1, 4]),
     )
     costs = Costs(
@@ -77,7 +77,7 @@ def test_the_choice_is_within_1_percent_of_exhaustive_search(batch):
 
 def test_one_large_chunk_with_lag_is_not_predicted_faster_than_the_bound():
     """An earlier simulator said 105.3%: three workers that sample, and one that trains and samples, of 16 devices."""
-    settings = Settings(1, 128, 1, 128, staleness=1)
+    settings = Settings(1, 128, 1, 128, max_policy_lag=1)
     simulations = Simulations(Problem(64, settings, Costs(8.0, 1.0)))
     layout = Layout(1, 16, rollout=3, rollout_devices=16, chunk=128, lag=1)
     assert 0 < simulations.predict(layout).utilisation <= 1.005
@@ -85,7 +85,7 @@ def test_one_large_chunk_with_lag_is_not_predicted_faster_than_the_bound():
 
 def test_costs_of_a_step_are_searched_as_far_as_those_of_images():
     """An earlier search stopped after one simulation, 16.8% above the best layout."""
-    settings = Settings(1, 4, 4, 4, updates=2, staleness=0)
+    settings = Settings(1, 4, 4, 4, updates=2, max_policy_lag=0)
     costs = Costs(
         generate=0.1,
         train=0.1,
@@ -104,7 +104,7 @@ def test_costs_of_a_step_are_searched_as_far_as_those_of_images():
 
 
 def test_layouts_are_all_divisions_of_the_devices():
-    settings = Settings(1, 8, 1, 1, staleness=0)
+    settings = Settings(1, 8, 1, 1, max_policy_lag=0)
     found = layouts(Problem(4, settings, Costs(1.0, 1.0)))
     divisions = {(c.rollout, c.rollout_devices, c.workers, c.devices, c.samples) for c in found}
     both = {(0, 0, 1, 4, True), (0, 0, 2, 2, True), (0, 0, 4, 1, True)}
@@ -117,12 +117,12 @@ def test_layouts_are_all_divisions_of_the_devices():
         if rollout % size == 0 and train % of_train == 0
     }
     assert divisions == both | split and len(found) == len(divisions)
-    lagging = layouts(Problem(4, dataclasses.replace(settings, staleness=1), Costs(1.0, 1.0)))
+    lagging = layouts(Problem(4, dataclasses.replace(settings, max_policy_lag=1), Costs(1.0, 1.0)))
     assert {c.lag for c in lagging} == {0, 1} and len(lagging) == 2 * len(found)
 
 
 def test_devices_must_divide_the_images():
-    settings = Settings(1, 8, 4, 4, staleness=0)
+    settings = Settings(1, 8, 4, 4, max_policy_lag=0)
     problem = Problem(6, settings, Costs(1.0, 1.0), Scaling(images=4), Scaling(images=2))
     for layout in layouts(problem):
         assert layout.data in (1, 2) and layout.rollout_devices in (0, 1, 2, 4)
@@ -134,7 +134,7 @@ def test_devices_must_divide_the_images():
 
 
 def test_chunks_are_chosen_and_keep_whole_micro_batches():
-    settings = Settings(1, 8, 4, 4, staleness=0, passes=4)
+    settings = Settings(1, 8, 4, 4, max_policy_lag=0, passes=4)
     problem = Problem(2, settings, Costs(1.0, 1.0), trainer=Scaling(images=2), chunks=(1, 2, 3, 8))
     found = layouts(problem)
     assert {c.chunk for c in found} == {2, 8}
@@ -142,7 +142,7 @@ def test_chunks_are_chosen_and_keep_whole_micro_batches():
 
 
 def test_serial_shares_prefer_small_workers_and_equal_times_few_workers():
-    settings = Settings(1, 64, 1, 1, staleness=0)
+    settings = Settings(1, 64, 1, 1, max_policy_lag=0)
     costs = Costs(1.0, 1.0)
     serial = make_plan(Problem(4, settings, costs, Scaling(0.1), Scaling(0.1)))
     assert (serial.choice.layout.workers, serial.choice.layout.devices) == (4, 1)
@@ -153,7 +153,7 @@ def test_serial_shares_prefer_small_workers_and_equal_times_few_workers():
 
 
 def test_colocated_is_the_sum_of_all_that_it_does():
-    settings = Settings(1, groups=4, images=4, chunk_images=2, staleness=0)
+    settings = Settings(1, groups=4, images=4, chunk_images=2, max_policy_lag=0)
     costs = Costs(0.5, 0.4, encode=0.1, score=0.01, update=0.3, publish=0.2)
     problem = Problem(8, settings, costs, Scaling(0.1), Scaling(0.2))
     made = Simulations(problem).predict(Layout(1, 8, chunk=2))
@@ -164,7 +164,7 @@ def test_colocated_is_the_sum_of_all_that_it_does():
 
 
 def test_more_workers_and_lag_are_used_only_if_they_gain():
-    settings = Settings(1, 64, 1, 1, staleness=1)
+    settings = Settings(1, 64, 1, 1, max_policy_lag=1)
     costs = Costs(1.0, 1.0, update=0.5, publish=2.0, score_latency=8.0)
     # An image is one chunk that devices cannot split: the pool waits for scores at the end of a step without lag.
     problem = Problem(4, settings, costs, Scaling(images=1), Scaling(images=1))
@@ -183,7 +183,7 @@ def test_more_workers_and_lag_are_used_only_if_they_gain():
 def large(devices, ratio=1.0, lag=0):
     """Four images a device, in chunks of one."""
     images = 4 * devices
-    settings = Settings(1, images // 4, 4, 1, passes=8, staleness=lag)
+    settings = Settings(1, images // 4, 4, 1, passes=8, max_policy_lag=lag)
     costs = Costs(ratio, 1.0, update=0.01, publish=0.01, score=1e-3)
     return Problem(devices, settings, costs, Scaling(0.005), Scaling(0.01), 8)
 
@@ -282,10 +282,10 @@ def test_roles_decide_what_a_worker_holds():
     assert pool.trainer["trajectories"] == 3 * 2 * 10
 
 
-def test_early_groups_hold_gradients_and_candidates_trajectories():
+def test_incomplete_groups_hold_gradients_and_candidates_trajectories():
     layout = Layout(1, 4, rollout=4, rollout_devices=1, chunk=2)
     plain = device_bytes(PROBLEM, layout).trainer
-    early = dataclasses.replace(STEP, open_groups=3)
+    early = dataclasses.replace(STEP, max_incomplete_groups=3)
     many = dataclasses.replace(STEP, max_candidates=10)
     for settings, name, factor in ((early, "gradient", 7), (many, "trajectories", 10 / 4)):
         other = dataclasses.replace(PROBLEM, settings=settings)
