@@ -16,7 +16,9 @@ ACCELERATOR ?=
 TRAIN := $(VENV)/train$(addprefix -,$(ACCELERATOR))
 # Exact versions: new releases change nothing here.
 INSTALL := $(RUN) -m pip install -q --disable-pip-version-check -c constraints/$(VERSION).txt
-PYTEST := $(RUN) -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+PYTEST := $(RUN) -m pytest --dist loadfile --no-loadscope-reorder --numprocesses
+# Slow tests often wait for processes: one more at a time than there are cores.
+SLOW_PROCESSES := $(shell $(PYTHON) -c 'import os; print(min(os.cpu_count() + 1, 8))')
 
 .PHONY: demo docs test test-slow tpu-check gpu-check gpu-table lint format constraints clean
 
@@ -29,10 +31,10 @@ docs: $(TRAIN)
 # Test processes share the modules' bytecode, even where the shell turns that off.
 test test-slow: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/dev
-	$(PYTEST) -m "not slow and not tpu and not gpu"
+	$(PYTEST) auto --maxprocesses 8 -m "not slow and not tpu and not gpu"
 
 test-slow: $(VENV)/dev
-	$(PYTEST) -m "slow and not tpu and not gpu"
+	$(PYTEST) $(SLOW_PROCESSES) -m "slow and not tpu and not gpu"
 
 # Without parallel processes, because each would hold a compiler of its own.
 tpu-check: $(VENV)-tpu/dev

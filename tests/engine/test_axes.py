@@ -19,7 +19,6 @@ from tests.cases import said
 from tests.engine import toy
 from tests.models.flux.folders import flux_folder
 from tests.models.flux2.folders import klein_folder
-from tests.models.qwen_image.folders import qwen_image_folder
 from tests.pipelines import write_tiny_pipeline
 from tests.tiny_runs import TARGETS, once, prompt_file
 
@@ -37,7 +36,6 @@ MESHES = {
 # The fifteen image tokens of klein are divided by no axis.
 CASES = [
     ("sd3", "full", "time x fsdp x tensor"),
-    ("qwen-image", "lora", "data x fsdp x tensor"),
     ("klein", "full", "fsdp x sequence"),
 ]
 ROWS = np.repeat(np.arange(2, dtype=np.int32), 4)
@@ -51,9 +49,6 @@ def model(base, family):
         return dict(folder=folder, height=20, width=12, max_sequence_length=9)
     if family == "klein":
         folder = str(klein_folder(base))
-        return dict(folder=folder, height=20, width=12, max_sequence_length=9)
-    if family == "qwen-image":
-        folder = str(qwen_image_folder(base))
         return dict(folder=folder, height=20, width=12, max_sequence_length=9)
     make = functools.partial(write_tiny_pipeline, heads=4)
     return dict(folder=str(once(base / "four-heads", make)))

@@ -7,7 +7,6 @@ import pytest
 
 from digen_jax.engine.rounding import jit_as_written
 from digen_jax.scheduling.commands import TRAINER
-from tests.cases import quick
 from tests.engine import toy
 
 LORA = dict(lora__rank=2, lora__alpha=6.0, lora__targets="inside|outside")
@@ -78,13 +77,8 @@ def test_old_log_probs_are_the_trainers_own_unless_asked_for_otherwise(fields, e
         assert toy.opened(config("", **fields)).algorithm.old_log_probs == "rollout"
 
 
-@pytest.mark.parametrize(
-    "fields",
-    quick([({},), (dict(trainer__updates=2, sampler__chunk=4, trainer__learning_rate=1e-6),)], 0),
-)
-def test_rounding_is_seen_in_the_ratios_and_clips_nothing(fields):
-    """In the first update, and with a tiny learning rate in the second one."""
-    c = config(algorithm__clip_range=1e-3, algorithm__adv_clip=5.0, **fields)
+def test_rounding_is_seen_in_the_ratios_and_clips_nothing():
+    c = config(algorithm__clip_range=1e-3, algorithm__adv_clip=5.0)
     _, (found,), _ = toy.drive(toy.system(c), c, 1)
     # Without rounding the deviation of a first update is below 1e-5: see runtime/test_driver.py.
     assert found["ratio_deviation"] > 3e-4 and found["clip_fraction"] == 0

@@ -15,7 +15,7 @@ from digen_jax.config.door import open_recipe, place
 from digen_jax.flow.sampling import TRANSITION, flatten, image_keys, replay
 from digen_jax.models.sd3.network import FROZEN, SD3Config, SD3Transformer
 from digen_jax.runtime.steps import Images
-from tests.cases import quick, said
+from tests.cases import said
 from tests.engine import toy
 from tests.engine.toy import receive
 
@@ -108,7 +108,7 @@ class Rollout:
         return x_next - std[..., None, None, None] * np.stack([noise(i) for i in range(len(std))])
 
 
-@pytest.fixture(scope="module", params=quick([("flow",), ("cps",)], 0))
+@pytest.fixture(scope="module", params=["flow"])
 def rolled(request, exact_and_split, optimised):
     return Rollout(request.param)
 

@@ -1,18 +1,11 @@
 """bfloat16 arithmetic: how far rounding moves the ratios, before the first update and after one."""
 
-import pathlib
-import runpy
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from digen_jax import assemble
-from digen_jax.config.door import open_recipe, place
-from digen_jax.flow.sampling import image_keys
-from digen_jax.runtime.steps import Images
 from tests.engine import chunks, toy
 from tests.engine.test_ratios import attention_family, replaying
 from tests.engine.toy import receive
@@ -134,42 +127,3 @@ def test_the_second_updates_gradient_is_that_of_the_network_in_float32_but_for_r
     assert toy.difference(chunks.mean(found), expected) < 0.05
     got = float(found.sums["ratio_spread"]) / ratio.size
     np.testing.assert_allclose(got, np.abs(ratio - 1).mean(), rtol=0.1)
-
-
-class Embedded:
-    """The embedded model with 48 images of four prompts, sampled and trained in bfloat16 with a LoRA."""
-
-    def __init__(self):
-        c = runpy.run_path("configs/shapes_flow_grpo.py")["get_config"]()
-        c.precision.arithmetic = "bfloat16"
-        c.batch.groups = 8
-        c.sampler.chunk = CHUNK
-        c.trainer.update(micro_batch=12, pack=4, updates=2)
-        c.algorithm.old_log_probs = "rollout"
-        c.placement.update(rollout=dict(data=0, fsdp=1), trainer=dict(data=1, fsdp=1))
-        c.lora.update(rank=8, alpha=16.0, targets=r".*attn\.(to_[qkv]|to_out\.0)")
-        self.system = assemble.build(place(open_recipe(c), 1), jax.devices()[:1])
-        self.state = toy.fresh(self.system)
-        self.start = toy.fresh(self.system).tuned
-
-    def sampled(self):
-        """A chunk in the trainer's form."""
-        system, rows = self.system, np.arange(CHUNK, dtype=np.int32) // 12
-        weights = system.publish(self.start)
-        said = ("a photo of a red star", "two blue rings", "a green square", "three circles")
-        prompts = system.sampler.encode(weights, [{"prompt": prompt} for prompt in said])
-        keys = image_keys(jax.random.key(0), rows, np.arange(CHUNK))
-        trajectory = system.sampler.generate(weights, prompts, rows, keys)
-        advantages = np.random.default_rng(0).normal(size=CHUNK).astype(np.float32)
-        images = Images(0, rows, trajectory.transitions, trajectory.sigmas)
-        return receive(system, prompts, images, advantages)
-
-
-@pytest.mark.slow
-def test_on_the_embedded_model(monkeypatch):
-    """A LoRA in bfloat16: the ratios before the first update are 1."""
-    monkeypatch.chdir(pathlib.Path(__file__).parents[2])
-    one = Embedded()
-    mean, over = means(one.system, one.state, one.sampled(), one.start)
-    print(f"LoRA, bfloat16: mean {mean:.1e}, {over:.0%} above 1e-4")
-    assert mean < 1e-6 and over == 0

@@ -300,23 +300,17 @@ def test_predicted_memory_has_the_programs(files, base):
 
 @pytest.mark.slow
 def test_a_run_of_a_pipeline_reads_tries_and_scores(files, base, tmp_path, monkeypatch):
-    """From the command's config to the records, in the pool and on the mesh."""
-    named = dict(name="pickscore", settings=dict(folder=str(files.clip)))
-    lines = {}
-    for where in ("pool", "mesh"):
-        c = tiny_config(base, "lora")
-        c.rewards = (dict(named, where=where), dict(JPEG))
-        c.steps, c.reward_pool = 1, dict(processes=int(where == "pool"))
-        if where == "pool":
-            # Random weights prefer nothing: a run with them must not begin.
-            with pytest.raises(ConfigError, match="'pickscore' fails its canary"):
-                train(open_recipe(dict(c, rewards=(named,))), tmp_path / "none")
-            one = dataclasses.replace(built_in.BUILT_IN["pickscore"], canary="")
-            monkeypatch.setitem(built_in.BUILT_IN, "pickscore", one)
-        assert train(open_recipe(c), tmp_path / where) is None
-        lines[where] = read_metrics(tmp_path / where / "metrics.jsonl")
-    for found, expected in zip(lines["mesh"], lines["pool"], strict=True):
-        names = [name for name in expected if "reward" in name and "seconds" not in name]
-        assert "evaluation/reward_of/pickscore" in names or "reward_of/pickscore" in names
-        for name in names:
-            assert found[name] == pytest.approx(expected[name], abs=1e-5), name
+    """From the command's config to the records."""
+    named = dict(name="pickscore", settings=dict(folder=str(files.clip)), where="mesh")
+    c = tiny_config(base, "lora")
+    c.rewards, c.steps, c.reward_pool = (named, dict(JPEG)), 1, dict(processes=0)
+    # Random weights prefer nothing: a run with them must not begin.
+    with pytest.raises(ConfigError, match="'pickscore' fails its canary"):
+        train(open_recipe(dict(c, rewards=(named,))), tmp_path / "none")
+    one = dataclasses.replace(built_in.BUILT_IN["pickscore"], canary="")
+    monkeypatch.setitem(built_in.BUILT_IN, "pickscore", one)
+    assert train(open_recipe(c), tmp_path / "run") is None
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    for line, prefix in zip(lines, ("evaluation/", ""), strict=True):
+        scores = [line[f"{prefix}reward_of/{name}"] for name in ("pickscore", JPEG["name"])]
+        assert np.isfinite(scores).all()

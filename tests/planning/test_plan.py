@@ -4,6 +4,8 @@ import ast
 import dataclasses
 import json
 import re
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -22,7 +24,7 @@ from digen_jax.scheduling.planner.search import Simulations, layouts, settings_o
 from digen_jax.scheduling.settings import Costs
 from digen_jax.train import train
 from tests.engine import toy
-from tests.pipelines import load_config
+from tests.pipelines import ROOT, environment, load_config
 from tests.scripts import run_forked, run_script
 from tests.tiny_runs import pipeline, prompt_file, tiny_config
 
@@ -96,10 +98,21 @@ def test_the_script_plans_from_a_file_of_costs(tmp_path):
     )
 
 
+# launch/plan.py around the toy family.
+TOY_PLAN = """
+import runpy, sys
+from digen_jax.planning import step_costs
+from tests.engine import toy
+
+step_costs.build = lambda recipe, devices: toy.system(recipe, 2)
+sys.argv[0] = "launch/plan.py"
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 @pytest.mark.slow
 def test_the_script_times_a_chunk_on_the_available_devices(base):
-    done = run_script(
-        "plan.py",
+    arguments = (
         f"--config={SHAPES}",
         "--measure",
         f"--config.model.folder={pipeline(base)}",
@@ -114,6 +127,13 @@ def test_the_script_times_a_chunk_on_the_available_devices(base):
         "--config.placement.rollout.data=1",
         "--config.placement.trainer.data=1",
         "--config.placement.trainer.fsdp=1",
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", TOY_PLAN, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment(2),
     )
     assert done.returncode == 0, done.stderr
     source = "costs from a chunk timed on devices of the kind cpu, 1 for rollout and 1 for training"

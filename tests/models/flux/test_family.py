@@ -25,7 +25,7 @@ from digen_jax.models.family import Size
 from digen_jax.models.flux.flops import forward_flops
 from digen_jax.models.published import published_folder
 from digen_jax.weights.folder import copy_pipeline, read_json, write_params
-from tests.cases import quick, said
+from tests.cases import said
 from tests.models.flux.folders import flux_folder, flux_pipeline, packed
 
 KINDS = ["dev", "schnell"]
@@ -66,18 +66,13 @@ def exact():
 # --------------------------------------------------------------------------------------- prompts
 
 
-@pytest.mark.parametrize("length", quick([(TOKENS,), (0,)], 0))
-def test_prompts_are_encoded_as_by_the_pipeline(folders, length):
+def test_prompts_are_encoded_as_by_the_pipeline(folders):
     family, params, encode = ours(folders["dev"])
     pipe = flux_pipeline(folders["dev"])
-    if not length:
-        family = load_family(folders["dev"])
-        encode = jax.jit(family.encode)
-    given = {"max_sequence_length": length} if length else {}
     prompts = list(ALL)
-    context, pooled, _ = pipe.encode_prompt(prompts, prompts, **given)
+    context, pooled, _ = pipe.encode_prompt(prompts, prompts, max_sequence_length=TOKENS)
     found = encode(params, family.tokenize(said(*prompts)))
-    assert found.context.shape[1] == (length or 512)
+    assert found.context.shape[1] == TOKENS
     assert len(pipe.tokenizer_2(LONG).input_ids) > TOKENS > 20 == pipe.tokenizer.model_max_length
     close(found.context, context)
     close(found.pooled, pooled)

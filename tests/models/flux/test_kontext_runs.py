@@ -7,9 +7,7 @@ import shutil
 
 import jax
 import numpy as np
-import peft
 import pytest
-import torch
 from diffusers import FluxKontextPipeline
 from PIL import Image
 
@@ -205,28 +203,6 @@ def test_an_exported_run_gives_its_images_in_diffusers(base, tmp_path):
     assert (np.abs(found - before).max((1, 2, 3)) > 4 / 255).all()
 
 
-@pytest.mark.slow
-def test_a_lora_that_peft_made_gives_its_images_here(base, tmp_path):
-    folder, records = kontext_folder(base), read_prompt_file(edit_prompts(base))
-    pipe = FluxKontextPipeline.from_pretrained(folder)
-    targets = ["attn.to_q", "attn.add_k_proj", "attn.to_out.0", "ff.net.0.proj", "proj_mlp"]
-    pipe.transformer.add_adapter(peft.LoraConfig(r=3, lora_alpha=6, target_modules=targets))
-    generator = torch.Generator().manual_seed(0)
-    for name, factor in pipe.transformer.named_parameters():
-        if ".lora_" in name:
-            factor.data = 0.2 * torch.randn(factor.shape, generator=generator)
-    layers = peft.get_peft_model_state_dict(pipe.transformer)
-    metadata = {"r": 3, "lora_alpha": 6, "target_modules": targets}
-    FluxKontextPipeline.save_lora_weights(
-        tmp_path, layers, transformer_lora_adapter_metadata=metadata
-    )
-    images, noise = by_ours(folder, records, str(tmp_path))
-    found = by_diffusers(pipe, noise, records, 512)
-    np.testing.assert_allclose(images, found, rtol=0, atol=1e-3)
-    without = by_diffusers(kontext_pipeline(folder), noise, records, 512)
-    assert np.abs(found - without).max() > 4 / 255
-
-
 # --------------------------------------------------------------------------------------- on meshes
 
 
@@ -309,11 +285,9 @@ def test_the_script_edits_a_picture(base, tmp_path):
     model = open_model(str(kontext_folder(base)), jax.devices()[:1])
     own = model.editing(records, Size(*SOURCE))
     sampler = own.sampler(None, STEPS, SIZE.height, SIZE.width)
-    for edited in (records, [records[0] | {"image": str(path.parent / "photos" / "a.png")}]):
-        folder = tmp_path / f"{len(list(tmp_path.iterdir()))}"
-        sample_to_folder(own, sampler, edited, folder, 1, 7)
-        drawn = np.asarray(Image.open(folder / "00000_two-green-squares.png"), int)
-        assert (abs(found - drawn).max() <= 1) == (edited is records)
+    sample_to_folder(own, sampler, records, tmp_path / "own", 1, 7)
+    drawn = np.asarray(Image.open(tmp_path / "own" / "00000_two-green-squares.png"), int)
+    assert abs(found - drawn).max() <= 1
     done = run_forked(
         "sample.py",
         f"--model={flux_folder(base, 'dev')}",

@@ -16,7 +16,6 @@ from flax.traverse_util import flatten_dict
 from digen_jax.models.flux import network as flux
 from digen_jax.models.logical_axes import logical_axes
 from digen_jax.weights.names import file_shape, tensor_names
-from tests.cases import quick
 from tests.models import parity
 
 DEV = {
@@ -45,7 +44,6 @@ SCHNELL = DEV | {
 CASES = {
     "dev": (DEV, (3, 5), 5),
     "schnell": (SCHNELL, (5, 2), 4),
-    "one token": (DEV | {"num_single_layers": 1, "axes_dims_rope": (2, 8, 2)}, (1, 1), 1),
 }
 # Facts of the repositories black-forest-labs/FLUX.1-dev and FLUX.1-schnell.
 PUBLISHED = {
@@ -155,7 +153,7 @@ def expected(name: str):
     return v.detach().numpy(), (gradients, *(array.grad.numpy() for array in arrays))
 
 
-@pytest.mark.parametrize("name", quick([(name,) for name in CASES], 0, 1))
+@pytest.mark.parametrize("name", CASES)
 def test_velocity_and_gradients_equal_diffusers(name):
     (actual, gradients), (reference, reference_gradients) = (
         value_and_gradients(name),

@@ -23,7 +23,7 @@ from digen_jax.flow.steps import Ode
 from digen_jax.inference.model import all_devices
 from digen_jax.models.family import Size
 from digen_jax.models.sd3.flops import forward_flops
-from tests.cases import quick, said
+from tests.cases import said
 from tests.models.sd3.t5_folders import add_t5
 from tests.tiny_runs import oracle, pipeline
 
@@ -76,22 +76,26 @@ def exact():
         yield
 
 
-@pytest.mark.parametrize("length", quick([(TOKENS,), (0,), (9,)], 0))
-def test_prompts_are_encoded_as_by_the_pipeline(ours, pipe, folder, length):
+def test_the_default_length_is_the_pipelines(folder):
+    default = (
+        inspect.signature(StableDiffusion3Pipeline.__call__)
+        .parameters["max_sequence_length"]
+        .default
+    )
+    assert load_family(folder).max_sequence_length == default == 256
+
+
+def test_prompts_are_encoded_as_by_the_pipeline(ours, pipe, folder):
     family, params, encode = ours
-    if length != TOKENS:
-        family = shorter(folder, length)
-        encode = jax.jit(family.encode)
-    given = {"max_sequence_length": length} if length else {}
     prompts = list(ALL)
-    expected = pipe.encode_prompt(prompts, prompts, prompts, **given)
+    expected = pipe.encode_prompt(prompts, prompts, prompts, max_sequence_length=TOKENS)
     context, null, pooled, null_pooled = expected
     found, empty = (
         encode(params, tokens)
         for tokens in (family.tokenize(said(*prompts)), family.tokenize_null(said(*prompts)))
     )
     tokens = family.max_sequence_length
-    assert tokens == (length or 256) and len(pipe.tokenizer_3(LONG).input_ids) > TOKENS
+    assert tokens == TOKENS and len(pipe.tokenizer_3(LONG).input_ids) > TOKENS
     close(found.context, context)
     close(found.pooled, pooled)
     close(empty.context, null[:1])

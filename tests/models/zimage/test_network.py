@@ -43,7 +43,6 @@ SINGLE = TINY | {
 CASES = {
     "tiny": (TINY, (6, 10), (7, 45)),
     "single, no filling": (SINGLE, (16, 16), (32, 96)),
-    "large patches": (TINY | {"all_patch_size": [4]}, (12, 20), (5, 40)),
 }
 SWEEP = quick([(name,) for name in CASES], 0)
 TURBO = {
