@@ -29,7 +29,7 @@ from digen_jax.config.recipe import MAY_CHANGE, Recipe
 from digen_jax.distributed.engine import RayEngine
 from digen_jax.distributed.launch import TrainerPart
 from digen_jax.distributed.transfer import Shares, TrainerLink
-from digen_jax.distributed.workers import RolloutWorkers, rollout_workers
+from digen_jax.distributed.workers import RolloutWorkers
 from digen_jax.engine.divergence import check_metrics
 from digen_jax.engine.hosts import job_devices
 from digen_jax.process.ending import hangs
@@ -102,7 +102,7 @@ def _train_with_workers(recipe: Recipe, workdir: pathlib.Path, part: TrainerPart
         return follow_run(recipe, workdir, mesh)
     # In one JAX job with the workers they must start before this process waits for them.
     job = place if part.one_job else None
-    with rollout_workers(recipe, engine, part.devices, shares, job) as workers:
+    with closing(RolloutWorkers(recipe, engine, part.devices, shares, job)) as workers:
         workers.devices = _join(recipe, place)
         with leading() as orders:
             return _coordinate(recipe, workdir, orders, workers)

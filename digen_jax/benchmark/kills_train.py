@@ -13,7 +13,7 @@ from functools import partialmethod
 from typing import Any
 
 from digen_jax.distributed.launch import PART
-from digen_jax.distributed.worker_process import Done, RolloutProcess
+from digen_jax.distributed.worker_process import RolloutProcess
 from digen_jax.scheduling.commands import Publication
 
 FOLDER = "DIGEN_JAX_WEIGHT_HASHES"  # the variable with the folder of the notes
@@ -59,15 +59,12 @@ def compare_hashes(folder: pathlib.Path) -> tuple[int, list[str]]:
 class HashingProcess(RolloutProcess):
     """A rollout worker's process that notes the weights it receives."""
 
-    def receive(
-        self, serial: int, after: int, publication: Publication, structure: Any, *pieces: Any
-    ) -> Done:
+    def receive(self, publication: Publication, *packed: Any) -> None:
         """See `RolloutProcess`."""
-        done = super().receive(serial, after, publication, structure, *pieces)
+        super().receive(publication, *packed)
         weights = self._executor.weights.get(publication)
         if weights is not None:
             note(RECEIVED, publication, weights.tuned)
-        return done
 
 
 def note_weights() -> None:

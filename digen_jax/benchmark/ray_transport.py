@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from digen_jax.benchmark import load
 from digen_jax.benchmark.waiting_workers import Emulation, WaitingProcess
 from digen_jax.benchmark.waits import Waits
-from digen_jax.distributed.engine import LOCAL, Engine, RayEngine, Resources, python_path
+from digen_jax.distributed.engine import LOCAL, RayEngine, Resources, surroundings
 from digen_jax.distributed.transfer import TrainerLink
 from digen_jax.distributed.worker_proxy import WorkerProxy
 from digen_jax.errors import check_positive
@@ -110,10 +110,11 @@ def measure(commands: int, megabytes: Sequence[int], idle: float) -> Found:
     return Found(milliseconds, rate, weights, ray_seconds, seconds[0], memory, share)
 
 
-def _start(engine: Engine, link: TrainerLink, number: int) -> tuple[float, WorkerProxy]:
+def _start(engine: RayEngine, link: TrainerLink, number: int) -> tuple[float, WorkerProxy]:
     """A worker, and the seconds until its actor has answered for the first time."""
     name, begin = f"rollout {number}", time.perf_counter()
-    given = name, {"JAX_PLATFORMS": "cpu"}, os.getcwd(), python_path()
+    _, *folders = surroundings()
+    given = name, {"JAX_PLATFORMS": "cpu"}, *folders
     actors = engine.start(WaitingProcess, [given], Resources())
     engine.call(actors[0], "ping", group="ping").result(LONGEST)
     seconds = time.perf_counter() - begin

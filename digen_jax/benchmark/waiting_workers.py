@@ -74,7 +74,7 @@ def driving(emulation: Emulation) -> Iterator[tuple[Driver, RolloutWorkers]]:
     with ExitStack() as stack:
         engine = stack.enter_context(closing(RayEngine(LOCAL, show=False, cpus=processes)))
         workers = RolloutWorkers(emulation, engine, kind=WaitingProcess)
-        stack.callback(workers.end)
+        stack.callback(workers.close)
         rewards = stack.enter_context(closing(RewardPool(alone("waits", score), 0)))
 
         def make(proxies: list[WorkerProxy]) -> Driver:

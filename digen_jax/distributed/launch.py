@@ -4,6 +4,7 @@ They run the same command. The first one connects to the cluster by itself and s
 end with it. All end with this driver.
 """
 
+import dataclasses
 import json
 import os
 import pty
@@ -17,59 +18,57 @@ import termios
 import threading
 import time
 import uuid
-from collections.abc import Iterator
-from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from concurrent.futures import wait
+from contextlib import ExitStack
 from typing import NamedTuple
 
 from digen_jax.config.recipe import Recipe
 from digen_jax.config.sections import AUTO
 from digen_jax.distributed.engine import (
+    POLL,
     Actor,
-    Engine,
-    Lost,
+    ProcessLost,
     RayEngine,
     Resources,
-    check_secure,
-    forwarded,
-    python_path,
+    surroundings,
+    wait_for_resources,
 )
 from digen_jax.distributed.files import check_same, fingerprints
 from digen_jax.distributed.transfer import Mailbox
-from digen_jax.engine.placement import APART, check_one_mesh
+from digen_jax.engine.placement import APART, PROCESSES, check_one_mesh
 from digen_jax.errors import ConfigError, check_divides
 from digen_jax.process.ending import STOPPED, last_word, leave
 from digen_jax.process.interrupt import SIGNALS
 from digen_jax.process.launching import Place
 
 PART = "DIGEN_JAX_RAY_TRAINER"  # set in the trainer's processes: a `TrainerPart` as JSON
-LOOK = 0.5  # seconds between two looks at signals
-PENDING = 30.0  # seconds between two lines about a cluster without resources for the trainer
 ENDING = 5.0  # seconds for the trainer's other processes to end after one has
+AGAIN = "the same command continues from the last checkpoint"
 
 
 class TrainerPart(NamedTuple):
-    """What a process of the trainer knows: the cluster's address, and of several processes which one it is."""
+    """Arguments of a process of the trainer."""
 
-    address: str
-    mailbox: str  # the name of the actor that passes stored objects on
-    files: dict[str, str]  # the driver's: see `fingerprints`
-    devices: str  # the kind of accelerator, such as GPU; "": virtual CPU devices
-    place: Place | None = None
-    one_job: bool = False  # whether the rollout workers are in the trainer's job of JAX
+    address: str  # of the cluster
+    mailbox: str  # name of the actor that passes stored objects on
+    files: dict[str, str]  # the driver's `fingerprints`
+    devices: str  # kind of accelerator, such as GPU; "": virtual CPU devices
+    place: Place | None = None  # its number among the processes of a JAX job; None: it has no job
+    one_job: bool = False  # whether the rollout workers are in the trainer's JAX job
 
 
 def check(recipe: Recipe, place: tuple[str | int | None, ...], one_job: bool) -> None:
-    """Checks that a recipe can run with rollout workers in other processes.
+    """Checks that a config can run with rollout workers in other processes.
 
     Args:
-      recipe: of the run.
-      place: the values of --coordinator, --processes and --process.
-      one_job: the value of --one_job.
+      recipe: Config of the run.
+      place: Values of --coordinator, --processes and --process.
+      one_job: Value of --one_job.
 
     Raises:
-      ConfigError: names the field or the option to change.
+      ConfigError: Names the field or the option to change.
     """
+    rollout = recipe.placement.meshes.rollout
     if place != (None, None, None):
         raise ConfigError(
             "--coordinator, --processes and --process are for processes that sample and train together: leave them out "
@@ -80,18 +79,17 @@ def check(recipe: Recipe, place: tuple[str | int | None, ...], one_job: bool) ->
             "config.placement = 'auto' plans for one process only: with --ray give config.placement.rollout and "
             "config.placement.trainer their sizes"
         )
-    if not recipe.placement.meshes.rollout.data:
+    if not rollout.data:
         raise ConfigError(
             "config.placement.rollout.data = 0, so that the trainer's devices sample: with --ray set it to 1 or more, "
             "or leave --ray out"
         )
-    check_one_mesh(recipe.placement.meshes, APART)
-    rollout = recipe.placement.meshes.rollout
     if one_job and rollout.max_workers > rollout.workers:
         raise ConfigError(
             f"config.placement.rollout.max_workers = {rollout.max_workers}, but no process can join a JAX job later: "
             "set it to 0 with --one_job"
         )
+    check_one_mesh(recipe.placement.meshes, APART)
     for name, axes in recipe.placement.meshes._asdict().items():
         check_divides(
             f"config.placement.{name}.hosts",
@@ -107,17 +105,14 @@ def check_without_ray(recipe: Recipe, options: dict[str, bool]) -> None:
     for name, given in options.items():
         if given:
             raise ConfigError(f"--{name} needs --ray: add --ray=local or a cluster's address")
-    rollout, trainer = recipe.placement.meshes
-    for name, given, unused in (
-        ("rollout.hosts", rollout.hosts, 1),
-        ("rollout.max_workers", rollout.max_workers, 0),
-        ("trainer.hosts", trainer.hosts, 1),
-    ):
-        if given != unused:
-            raise ConfigError(
-                f"config.placement.{name} = {given}, but only --ray starts other processes: add --ray=local or a "
-                f"cluster's address, or set it to {unused}"
-            )
+    for name, axes in recipe.placement.meshes._asdict().items():
+        for field in dataclasses.fields(axes):
+            given = getattr(axes, field.name)
+            if field.name in PROCESSES and given != field.default:
+                raise ConfigError(
+                    f"config.placement.{name}.{field.name} = {given}, but only --ray starts other processes: add "
+                    f"--ray=local or a cluster's address, or set it to {field.default}"
+                )
 
 
 def run(
@@ -126,52 +121,53 @@ def run(
     """Runs this process's own command in the trainer's processes on the cluster; returns the first one's exit code.
 
     Args:
-      recipe: that was checked.
-      workdir: the run's folder, which all processes of the trainer must see.
-      address: of the cluster; "local" starts one on this machine, which ends with this process.
-      is_open: whether a cluster of several hosts needs no token.
-      one_job: whether all processes are one job of JAX.
+      recipe: Config that was checked.
+      workdir: Folder of the run, which all processes of the trainer must see.
+      address: Address of the cluster; "local" starts one on this machine, which ends with this process.
+      is_open: Whether a cluster of several hosts needs no token.
+      one_job: Whether all processes are one JAX job.
 
     Raises:
-      ConfigError: there is no such cluster, it has no token, or it is too small.
+      ConfigError: There is no such cluster, it has no token, or it is too small.
     """
     rollout, trainer = recipe.placement.meshes
-    workers = rollout.workers
-    processes = trainer.hosts + max(workers, rollout.max_workers) * rollout.hosts
+    processes = trainer.hosts + max(rollout.workers, rollout.max_workers) * rollout.hosts
     engine = RayEngine(address, show=False, cpus=max(os.cpu_count() or 1, processes))
-    check_secure(engine, address, is_open)
-    kind = accelerator(engine)
+    engine.check_secure(address, is_open)
+    kinds = () if os.environ.get("JAX_PLATFORMS") == "cpu" else ("TPU", "GPU")
+    kind = next((kind for kind in kinds if engine.most(kind)), "")
     if kind:
         check_devices(recipe, engine, kind)
     os.makedirs(workdir, exist_ok=True)  # a node that does not see it has another disk
-    given = [sys.executable, *sys.argv], forwarded(), os.getcwd(), python_path()
+    given = [sys.executable, *sys.argv], *surroundings()
     part = TrainerPart(engine.address, f"trainer {uuid.uuid4()}", fingerprints(recipe), kind)
-    resources = Resources(kind, trainer.devices // trainer.hosts if kind else 0)
-    actors = engine.start(TrainerProcess, [given] * trainer.hosts, resources, part.mailbox)
-    try:
-        with _noted() as signals:
-            if code := _wait_for_resources(engine, actors, resources, signals):
-                return code
-            job = trainer.hosts + one_job * workers * rollout.hosts
-            host, port = engine.coordinator_address(actors[0]).result()
+    each = Resources(kind, trainer.devices // trainer.hosts if kind else 0)
+    actors = engine.start(TrainerProcess, [given] * trainer.hosts, each, part.mailbox)
+    terminal = sys.stdout.isatty() and sys.stderr.isatty() and tuple(shutil.get_terminal_size())
+    signals: list[int] = []
+    with ExitStack() as stack:
+        stack.callback(engine.close)
+        for number in SIGNALS:  # Ray's own handlers would abort the process
+            before = signal.signal(number, lambda found, _: signals.append(found))
+            stack.callback(signal.signal, number, before)
+        try:
+            started = [engine.coordinator_address(actor) for actor in actors]
+            needed = f"{len(actors)} times a free CPU core"
+            needed += f" and {each.devices} free {kind}s" if kind else ""
+            wait_for_resources(started, "the trainer", needed, lambda: signals)
+            if signals:
+                return 128 + signals[0]
+            host, port = started[0].result()
+            job = trainer.hosts + one_job * rollout.workers * rollout.hosts
             for number, actor in enumerate(actors):
                 if job > 1:
                     team = (0, trainer.hosts) if one_job else ()
                     place = Place(host, port, job, number, (), team)
                     part = part._replace(place=place, one_job=one_job)
-                engine.call(actor, "start", _terminal(), part, group="work").result()
+                engine.call(actor, "start", terminal or None, part, group="work").result()
             return _follow(engine, actors, signals)
-    except Lost as error:
-        return _ended(f"is lost ({error})")
-    finally:
-        engine.close()
-
-
-def accelerator(engine: RayEngine) -> str:
-    """The kind of accelerator that the cluster has, or can have, and the environment does not exclude; "": none."""
-    if os.environ.get("JAX_PLATFORMS") == "cpu":
-        return ""
-    return next((kind for kind in ("TPU", "GPU") if engine.most(kind)), "")
+        except ProcessLost as error:
+            return last_word(f"a process of the trainer is lost ({error}): {AGAIN}", STOPPED)
 
 
 def check_devices(recipe: Recipe, engine: RayEngine, kind: str) -> None:
@@ -194,38 +190,13 @@ def check_devices(recipe: Recipe, engine: RayEngine, kind: str) -> None:
             )
 
 
-def _wait_for_resources(
-    engine: Engine, actors: list[Actor], each: Resources, signals: list[int]
-) -> int:
-    """Waits until the cluster has resources for the trainer's processes, which may take as long as other jobs run.
-
-    Returns:
-      The exit code of a signal that came meanwhile, or 0.
-    """
-    begin = reported = time.monotonic()
-    asked = [engine.coordinator_address(actor) for actor in actors]
-    while not all(map(_done, asked)):
-        if signals:
-            return 128 + signals[0]
-        if time.monotonic() - reported > PENDING:
-            reported = time.monotonic()
-            devices = f" and {each.devices} free {each.kind}s" if each.devices else ""
-            print(
-                f"the trainer has waited {reported - begin:.0f} s for {len(actors)} times a free CPU core{devices}: "
-                "see `ray status`",
-                file=sys.stderr,
-                flush=True,
-            )
-    return 0
-
-
-def _follow(engine: Engine, actors: list[Actor], signals: list[int]) -> int:
-    """Prints the output of the trainer's processes and passes signals to the first one, until it ends."""
+def _follow(engine: RayEngine, actors: list[Actor], signals: list[int]) -> int:
+    """Prints the output of the trainer's processes and passes signals to the first one; returns its exit code."""
     asked = {actor: engine.call(actor, "output", group="sync") for actor in actors}
     codes: dict[Actor, int] = {}
     until = float("inf")  # when all others are ended
     while asked and time.monotonic() < until:
-        wait(asked.values(), LOOK, "FIRST_COMPLETED")
+        wait(asked.values(), POLL, "FIRST_COMPLETED")
         while signals:
             engine.call(actors[0], "signal", signals.pop(0), group="control")
         for actor in [actor for actor, one in asked.items() if one.done()]:
@@ -243,52 +214,18 @@ def _follow(engine: Engine, actors: list[Actor], signals: list[int]) -> int:
     if first >= 0:  # the others may not have noticed that it has ended
         return first
     killed = [-code for code in codes.values() if code < 0]
-    return _ended(f"was killed by {signal.Signals(killed[0]).name}" if killed else "has failed")
-
-
-def _ended(why: str) -> int:
-    return last_word(
-        f"a process of the trainer {why}: the same command continues from the last checkpoint",
-        STOPPED,
-    )
-
-
-def _done(asked: Future) -> bool:
-    """Waits a little for a result; signals are handled in the meantime."""
-    try:
-        asked.exception(LOOK)
-    except TimeoutError:
-        return False
-    return True
-
-
-@contextmanager
-def _noted() -> Iterator[list[int]]:
-    """Appends signals to a list in this block. Ray's own handlers would abort the process."""
-    found: list[int] = []
-    before = {number: signal.signal(number, lambda n, _: found.append(n)) for number in SIGNALS}
-    try:
-        yield found
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _terminal() -> tuple[int, int] | None:
-    """(columns, lines) of the terminal that has the output of this process; None if a stream is no terminal."""
-    if not (sys.stdout.isatty() and sys.stderr.isatty()):
-        return None
-    return tuple(shutil.get_terminal_size())
+    why = f"was killed by {signal.Signals(killed[0]).name}" if killed else "has failed"
+    return last_word(f"a process of the trainer {why}: {AGAIN}", STOPPED)
 
 
 class TrainerProcess(Mailbox):
     """An actor that runs a process of the trainer, in which JAX and signals work as in any other one.
 
     Args:
-      command: of the process.
-      environment: variables in addition to this process's own.
-      folder: its working directory.
-      path: folders for PYTHONPATH.
+      command: Command of the process.
+      environment: Variables in addition to this process's own.
+      folder: Its working directory.
+      path: Folders for PYTHONPATH.
     """
 
     def __init__(
@@ -310,7 +247,7 @@ class TrainerProcess(Mailbox):
             streams = [pty.openpty()]
             termios.tcsetwinsize(streams[0][1], terminal[::-1])
         writes = [streams[0][1], streams[-1][1]]
-        self._reads = {number: read for number, (read, _) in enumerate(streams, start=1)}
+        self._reads = {read: number for number, (read, _) in enumerate(streams, start=1)}
         # Its input is never written to: it ends as soon as this process does.
         self._process = subprocess.Popen(
             self._command,
@@ -327,19 +264,17 @@ class TrainerProcess(Mailbox):
     def output(self) -> tuple[list[tuple[int, bytes]], int | None]:
         """The next output, as (1 or 2, bytes), and at its end the exit code, which is negative after a signal."""
         while self._reads:
-            readable, _, _ = select.select(list(self._reads.values()), [], [])
             found = []
-            for number, read in list(self._reads.items()):
-                if read not in readable:
-                    continue
+            for read in select.select(list(self._reads), [], [])[0]:
                 try:
                     data = os.read(read, 1 << 16)
                 except OSError:  # a terminal whose process has ended
                     data = b""
                 if data:
-                    found.append((number, data))
+                    found.append((self._reads[read], data))
                 else:
-                    os.close(self._reads.pop(number))
+                    del self._reads[read]
+                    os.close(read)
             if found:
                 return found, None
         return [], self._process.wait()
@@ -350,7 +285,7 @@ class TrainerProcess(Mailbox):
 
 
 def trainer_part() -> TrainerPart | None:
-    """Which of the trainer's processes this is, if a driver has started it; else None.
+    """The part of this process, if it is one of the trainer's that a driver has started; otherwise None.
 
     From this call on the process ends when the driver is gone.
     """
@@ -368,9 +303,9 @@ def check_part(part: TrainerPart, recipe: Recipe, workdir: str) -> None:
     """Checks that a process of the trainer, maybe on another host than the driver, has the same files.
 
     Raises:
-      ConfigError: names the file that is another one here.
+      ConfigError: Names the file that differs.
     """
-    check_same(part.files, recipe, "the driver's")
+    check_same(part.files, recipe)
     if not os.path.isdir(workdir):
         raise ConfigError(
             f"--workdir={workdir} does not exist on {socket.gethostname()}, where a process of the trainer runs: "
@@ -381,8 +316,4 @@ def check_part(part: TrainerPart, recipe: Recipe, workdir: str) -> None:
 def _ends_with_driver() -> None:
     while os.read(0, 1):
         pass
-    leave(
-        last_word(
-            "the driver is gone: the same command continues from the last checkpoint", STOPPED
-        )
-    )
+    leave(last_word(f"the driver is gone: {AGAIN}", STOPPED))

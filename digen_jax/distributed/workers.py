@@ -1,4 +1,4 @@
-"""The rollout workers of a run: starts them, waits for them, notices their loss, and starts lost ones again."""
+"""Registry of rollout workers: starts them, waits for them, notices their loss, and restarts them."""
 
 import functools
 import os
@@ -14,12 +14,20 @@ import jax
 
 from digen_jax.assemble import recipe_model
 from digen_jax.config.recipe import Recipe
-from digen_jax.distributed.engine import Actor, Engine, Lost, Resources, forwarded, python_path
+from digen_jax.distributed.engine import (
+    POLL,
+    Actor,
+    ProcessLost,
+    RayEngine,
+    Resources,
+    surroundings,
+    wait_for_resources,
+)
 from digen_jax.distributed.files import fingerprints
 from digen_jax.distributed.transfer import Shares, TrainerLink
-from digen_jax.distributed.worker_process import Opened, RolloutProcess
+from digen_jax.distributed.worker_process import RolloutProcess
 from digen_jax.distributed.worker_proxy import WorkerProxy
-from digen_jax.engine.encoding import Rows, Stored
+from digen_jax.engine.encoding import Stored
 from digen_jax.errors import ConfigError
 from digen_jax.process.ending import STOPPED, Stopped, last_word, leave
 from digen_jax.process.launching import MEETING, Place
@@ -29,104 +37,90 @@ from digen_jax.runtime.worker import Gone
 from digen_jax.scheduling.commands import TRAINER
 
 PING = 2.0  # seconds between two pings
-PENDING = 30.0  # seconds between two lines about a cluster without resources for a worker
-LOOK = 0.5  # seconds between two looks at signals while workers are waited for
-OPENING = 1800.0  # seconds for a worker to open its model; then it is killed and started again
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before a lost worker is started again
-UNFINISHED = 5.0  # seconds at the run's end for the work in progress
-CLOSING = 2.0  # seconds for a worker to end the processes of its rewards
+OPEN_TIMEOUT = 1800.0  # seconds for a worker to open its model; then it is killed and restarted
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before a lost worker is restarted
+FINISH_TIMEOUT = 5.0  # seconds at the run's end for the work in progress
+CLOSE_TIMEOUT = 2.0  # seconds for a worker to end the processes of its rewards
 
 
 class RolloutWorkers:
     """The rollout workers of a run, each kept alive by a thread.
 
     Args:
-      recipe: placed on all devices of the run.
-      engine: starts the workers.
-      accelerator: the kind that workers have, such as GPU; "": virtual CPU devices.
-      rows: reads precomputed prompt embeddings by their keys; None: workers encode.
-      shares: which of the trainer's processes this is; None: it has one.
-      job: the trainer's place in a job of JAX that the workers are part of; None: they are not.
-      kind: the class of the workers' processes.
+      recipe: Config of the run, placed on all its devices.
+      engine: Starts the workers.
+      accelerator: Kind that workers have, such as GPU. "" means virtual CPU devices.
+      shares: Number of this process among the trainer's. None means that it has one.
+      job: The trainer's place in a JAX job that the workers are part of. None means that they are not.
+      kind: Class of the workers' processes.
 
     Attributes:
-      devices: of the trainer's mesh.
-      link: the trainer's.
-      step: the present one, from which a worker that starts draws the prompts.
+      devices: Devices of the trainer's mesh.
+      link: The trainer's link.
+      step: The present step, from which a worker that starts draws the prompts.
     """
 
     def __init__(
         self,
         recipe: Recipe,
-        engine: Engine,
+        engine: RayEngine,
         accelerator: str = "",
-        rows: Callable[[Sequence[str]], list[Rows]] | None = None,
         shares: Shares | None = None,
         job: Place | None = None,
         kind: type[RolloutProcess] = RolloutProcess,
     ):
         self.devices: Sequence[jax.Device] = ()
         self.link, self.step = TrainerLink(engine, shares), 0
-        self._recipe, self._engine, self._kind = recipe, engine, kind
-        self._rows, self._files = rows, fingerprints(recipe)
-        rollout = recipe.placement.meshes.rollout
-        self._job = job
-        self._resources = Resources(
-            accelerator, rollout.devices // rollout.hosts if accelerator else 0
-        )
-        self._trainers = recipe.placement.meshes.trainer.hosts
-        most = max(rollout.workers, rollout.max_workers)
-        names = [f"rollout {number}" for number in range(most)]
+        self._recipe, self._engine, self._job, self._kind = recipe, engine, job, kind
+        self._files = fingerprints(recipe)
+        self._axes, trainer = recipe.placement.meshes
+        self._trainers = trainer.hosts
+        devices = self._axes.devices // self._axes.hosts if accelerator else 0
+        self._resources = Resources(accelerator, devices)
+        self._needed = self._axes.workers  # the start waits for so many of them
+        most = max(self._needed, self._axes.max_workers)
+        self._names = [f"rollout {number}" for number in range(most)]
         self._ready: dict[str, WorkerProxy] = {}
         self._actors: dict[str, list[Actor]] = {}
-        self._failed: ConfigError | None = None  # no worker can work with this recipe
+        self._failed: ConfigError | None = None  # no worker can work with this config
         self._driver: Driver | None = None
         self._changed = threading.Condition()
         self._closed = threading.Event()
-        self._names, self._needed = names, rollout.workers  # the start waits for so many of them
-        self._threads = [
-            threading.Thread(target=self._keep, args=(name,), name=name, daemon=True)
-            for name in names
-        ]
-        for thread in self._threads:
-            thread.start()
+        for name in self._names:
+            threading.Thread(target=self._keep, args=(name,), name=name, daemon=True).start()
 
     def wait(self, seconds: float = MEETING, stops: Callable[[], Any] = lambda: None) -> None:
         """Waits until `placement.rollout.workers` are ready; continues without those that are not in time.
 
         Args:
-          seconds: the longest wait.
-          stops: called from time to time; waiting ends when it returns something true.
+          seconds: The longest wait.
+          stops: Called from time to time; waiting ends when it returns something true.
 
         Raises:
-          ConfigError: no worker is ready in time, or the recipe cannot work there.
+          ConfigError: No worker is ready in time, or the config cannot work there.
         """
-        begin, reported = time.monotonic(), False
+        end = time.monotonic() + seconds
         with self._changed:
-            while not self._failed and not stops():
-                missing = [name for name in self._names if name not in self._ready]
-                missing = missing[: max(0, self._needed - len(self._ready))]
-                if not missing:
-                    return
-                late = time.monotonic() - begin > seconds
-                if late and not self._ready:
-                    raise ConfigError(
-                        f"no rollout worker is ready after {seconds:g} s: look at their output above, or ask for fewer "
-                        "or smaller ones by config.placement.rollout"
-                    )
-                if late:
-                    names = ", ".join(missing)
-                    print(
-                        f"{names} not ready after {seconds:g} s; starting without (can join later)",
-                        flush=True,
-                    )
-                    return
-                if not reported:
-                    reported = True
-                    print(f"waiting for {', '.join(missing)}, at most {seconds:g} s", flush=True)
-                self._changed.wait(LOOK)
+            if missing := self._missing():
+                print(f"waiting for {', '.join(missing)}, at most {seconds:g} s", flush=True)
+            while (missing := self._missing()) and not self._failed and not stops():
+                if time.monotonic() > end:
+                    if not self._ready:
+                        raise ConfigError(
+                            f"no rollout worker is ready after {seconds:g} s: look at their output above, or ask for "
+                            "fewer or smaller ones by config.placement.rollout"
+                        )
+                    text = f"not ready after {seconds:g} s; starting without (can join later)"
+                    print(f"{', '.join(missing)} {text}", flush=True)
+                    break
+                self._changed.wait(POLL)
             if self._failed:
                 raise self._failed
+
+    def _missing(self) -> list[str]:
+        """The workers that the start waits for."""
+        missing = [name for name in self._names if name not in self._ready]
+        return missing[: max(0, self._needed - len(self._ready))]
 
     @contextmanager
     def driving(
@@ -139,22 +133,30 @@ class RolloutWorkers:
           stops: As in `wait`.
         """
         self.wait(stops=stops)
+        with self._changed:
+            driver = self._driver = make(list(self._ready.values()))
         try:
-            with self._changed:
-                driver = self._driver = make(list(self._ready.values()))
-            try:
-                yield driver
-            finally:
-                with self._let_go():
-                    driver.close()
+            yield driver
         finally:
+            late = threading.Timer(FINISH_TIMEOUT, self._end_calls)
+            late.daemon = True
+            late.start()
+            driver.close()
+            late.cancel()
             with self._changed:
                 self._driver = None
 
+    def _end_calls(self) -> None:
+        """Ends the wait for work that is in progress at the run's end."""
+        for one in self._workers():
+            one.end_calls("is not waited for: the run ends")
+
+    def _workers(self) -> list[WorkerProxy]:
+        with self._changed:
+            return list(self._ready.values())
+
     def places(self) -> dict[str, dict[str, Any]]:
         """Where the ready workers are, and when each answered last: see `records.status.Status`."""
-        with self._changed:
-            ready = list(self._ready.values())
         found = {
             one.name: {
                 "host": one.opened.host,
@@ -162,48 +164,25 @@ class RolloutWorkers:
                 "processes": one.processes,
                 "heard": one.heard,
             }
-            for one in ready
+            for one in self._workers()
         }
         return found | {TRAINER: {"processes": self._trainers}}
 
-    @contextmanager
-    def _let_go(self) -> Iterator[None]:
-        """Limits how long this block, which ends the driver, waits for work that is in progress."""
-
-        def over() -> None:
-            with self._changed:
-                ready = list(self._ready.values())
-            for one in ready:
-                one.let_go("is not waited for: the run ends")
-
-        late = threading.Timer(UNFINISHED, over)
-        late.daemon = True
-        late.start()
-        try:
-            yield
-        finally:
-            late.cancel()
-
-    def end(self) -> None:
+    def close(self) -> None:
         """Ends all workers."""
         self._closed.set()
         with self._changed:
             actors = [one for started in self._actors.values() for one in started]
             self._changed.notify_all()
         closing = [self._engine.call(actor, "close", group="control") for actor in actors]
-        until = time.monotonic() + CLOSING
-        for one in closing:
-            try:
-                one.result(max(0.0, until - time.monotonic()))
-            except Exception:  # a worker that is lost or hangs is killed below
-                continue
+        wait(closing, CLOSE_TIMEOUT)
         for actor in actors:
             self._engine.kill(actor)
 
     # ----------------------------------------------------------------------- in a worker's thread
 
     def _keep(self, name: str) -> None:
-        """Starts a worker, and starts it again when it is lost; the pause doubles while it fails to start."""
+        """Starts a worker, and restarts it when it is lost; the pause doubles while it fails to start."""
         pause = FIRST_PAUSE
         while not self._closed.is_set():
             try:
@@ -219,7 +198,7 @@ class RolloutWorkers:
                 why = f"did not start ({error})"
             else:
                 pause = FIRST_PAUSE
-                self._joined(proxy)
+                self._join(proxy)
                 why = self._watch(proxy)
             if self._closed.is_set():
                 return
@@ -230,88 +209,73 @@ class RolloutWorkers:
             self._closed.wait(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 
-    def _end(self, why: str) -> None:
-        """Ends the run, because JAX ends all processes of a job that has lost one."""
-        again = "the same command continues from the last checkpoint"
-        error = Stopped(f"{why}, and all processes are one job of JAX (--one_job): {again}")
-        with self._changed:
-            driver = self._driver
-        if driver is None:
-            leave(last_word(str(error), STOPPED))
-        driver.fail(error)
-
     def _start(self, name: str) -> WorkerProxy:
-        environment = forwarded()
+        """Starts a worker's processes and has them open the model."""
+        (environment, *folders), hosts = surroundings(), self._axes.hosts
         if not self._resources.devices:
             environment["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS") or "cpu"
-        given = name, environment, os.getcwd(), python_path()
-        hosts = self._recipe.placement.meshes.rollout.hosts
-        actors = self._engine.start(self._kind, [given] * hosts, self._resources)
+        given = [(name, environment, *folders)] * hosts
+        actors = self._engine.start(self._kind, given, self._resources)
         with self._changed:
             self._actors[name] = actors
-        self._wait_for_resources(name, actors)
-        place = None
+
+        def call(actor: Actor, method: str, *arguments: Any) -> Any:
+            return self._engine.call(actor, method, self._recipe, *arguments, group="work")
+
+        checked = [call(actor, "check_files", self._files) for actor in actors]
+        needed, stops = "a node with free resources", self._closed.is_set
+        # Workers in addition to those that are needed join when a node is free.
+        wait_for_resources(checked, name, needed, stops, lambda: len(self._ready) >= self._needed)
+        for one in checked:
+            one.result(0)
         if self._job is not None:
             first = self._trainers + int(name.split()[-1]) * hosts
             place = self._job._replace(process=first, team=(first, hosts))
         elif hosts > 1:
             place = Place(*self._engine.coordinator_address(actors[0]).result(), hosts, 0)
+        else:
+            place = None
+        places = [place and place._replace(process=place.process + n) for n in range(hosts)]
         opening = [
-            self._engine.call(
-                actor,
-                "open",
-                self._recipe,
-                self.step,
-                place and place._replace(process=place.process + number),
-                group="work",
-            )
-            for number, actor in enumerate(actors)
+            call(actor, "open", self.step, own) for actor, own in zip(actors, places, strict=True)
         ]
-        late = wait(opening, OPENING, "FIRST_EXCEPTION").not_done
-        opened: list[Opened] = [one.result() for one in opening if one not in late]
+        late = wait(opening, OPEN_TIMEOUT, "FIRST_EXCEPTION").not_done
+        opened = [one.result() for one in opening if one not in late]
         if late:
-            raise Lost(f"not ready after {OPENING:g} s")
-        return WorkerProxy(name, opened[0], actors, self._engine, self.link, self._rows)
+            raise ProcessLost(f"not ready after {OPEN_TIMEOUT:g} s")
+        return WorkerProxy(
+            name, opened[0], actors, self._engine, self.link, lambda keys: self._stored.read(keys)
+        )
 
-    def _wait_for_resources(self, name: str, actors: list[Actor]) -> None:
-        """Waits until the processes run, which may take as long as other jobs run, and have checked their files."""
-        checked = [
-            self._engine.call(actor, "check_files", self._recipe, self._files, group="work")
-            for actor in actors
-        ]
-        begin = time.monotonic()
-        while wait(checked, PENDING).not_done and not self._closed.is_set():
-            if len(self._ready) < self._needed:  # others join when a node is free
-                seconds = time.monotonic() - begin
-                print(
-                    f"{name} has waited {seconds:.0f} s for a node with free resources: see `ray status`",
-                    flush=True,
-                )
-        for one in checked:
-            one.result(0)
+    @functools.cached_property
+    def _stored(self) -> Stored:
+        """Precomputed prompt embeddings."""
+        folder, family = recipe_model(self._recipe)  # not at once: JAX starts
+        return stored(self._recipe, folder, family)
 
-    def _joined(self, proxy: WorkerProxy) -> None:
+    def _join(self, proxy: WorkerProxy) -> None:
+        """Registers a worker that is ready, and adds it to the run."""
         proxy.end_step(self.step - 1)  # steps may have ended since it was started
         with self._changed:
             self._ready[proxy.name] = proxy
-            driver = self._driver
             self._changed.notify_all()
-            if driver is not None:
+            if self._driver is not None:
                 print(f"{proxy.name} joins", flush=True)
-                driver.join(proxy)
+                self._driver.join(proxy)
 
     def _watch(self, proxy: WorkerProxy) -> str:
         """Pings a worker until it is lost or was given up; returns why."""
         while not self._closed.is_set():
             try:
                 proxy.ping()
-            except (Gone, Lost) as error:
+            except Gone as error:
                 return str(error).removeprefix(f"{proxy.name} ")
             if proxy.lost.wait(PING):
                 return "was lost or given up"
         return "has ended"
 
     def _lost(self, name: str, why: str) -> None:
+        """Kills a worker's processes and removes it from the run."""
         with self._changed:
             proxy, driver = self._ready.pop(name, None), self._driver
             actors = self._actors.pop(name, [])
@@ -323,26 +287,12 @@ class RolloutWorkers:
             else:
                 driver.lost(name, why)
 
-
-@contextmanager
-def rollout_workers(
-    recipe: Recipe,
-    engine: Engine,
-    accelerator: str,
-    shares: Shares | None = None,
-    job: Place | None = None,
-) -> Iterator[RolloutWorkers]:
-    """The rollout workers of a run in this block, after which they end; the arguments are those of the class."""
-
-    @functools.cache
-    def store() -> Stored:
-        folder, family = recipe_model(recipe)  # not at once: JAX starts
-        return stored(recipe, folder, family)
-
-    workers = RolloutWorkers(
-        recipe, engine, accelerator, lambda texts: store().read(texts), shares, job
-    )
-    try:
-        yield workers
-    finally:
-        workers.end()
+    def _end(self, why: str) -> None:
+        """Ends the run, because JAX ends all processes of a job that has lost one."""
+        again = "the same command continues from the last checkpoint"
+        error = Stopped(f"{why}, and all processes are one job of JAX (--one_job): {again}")
+        with self._changed:
+            driver = self._driver
+        if driver is None:
+            leave(last_word(str(error), STOPPED))
+        driver.fail(error)

@@ -59,7 +59,7 @@ def driver(
         toy.driver, without_rollouts(system), config, reward, held_out=held_out, **options
     )
     with contextlib.ExitStack() as stack:
-        stack.callback(workers.end)
+        stack.callback(workers.close)
         yield stack.enter_context(
             workers.driving(
                 lambda samplers: stack.enter_context(make(link=workers.link, samplers=samplers)),

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any
 from weakref import WeakValueDictionary
 
-from digen_jax.distributed.engine import GROUPS, Lost, Resources
+from digen_jax.distributed.engine import GROUPS, ProcessLost, Resources
 
 
 class Stored:
@@ -46,7 +46,7 @@ class LocalActor:
         found: Future = Future()
         with self.lock:
             if self.lost:
-                found.set_exception(Lost("killed"))
+                found.set_exception(ProcessLost("killed"))
                 return found
             self.calls.add(found)
         sent = [one if isinstance(one, Stored) else pickle.dumps(one) for one in arguments]
@@ -70,11 +70,11 @@ class LocalActor:
             calls, self.calls = self.calls, set()
         for call in calls:
             with suppress(InvalidStateError):
-                call.set_exception(Lost("killed"))
+                call.set_exception(ProcessLost("killed"))
 
 
 class LocalEngine:
-    """`Engine` without a cluster. `actors` are all that were started, in their order."""
+    """`RayEngine` without a cluster. `actors` are all that were started, in their order."""
 
     def __init__(self):
         self.actors: list[LocalActor] = []
@@ -118,10 +118,11 @@ def _then(done: Future, change: Any) -> Future:
 
     def settle(one: Future) -> None:
         error = one.exception()
-        if error is not None:
-            found.set_exception(error)
-        else:
-            found.set_result(change(one.result()))
+        with suppress(InvalidStateError):
+            if error is not None:
+                found.set_exception(error)
+            else:
+                found.set_result(change(one.result()))
 
     done.add_done_callback(settle)
     return found

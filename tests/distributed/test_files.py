@@ -17,15 +17,15 @@ def test_a_prompt_file_or_code_that_differs_is_named(tmp_path):
     prompts.write_text("a red square\n")
     recipe = reopen_recipe(config)
     expected = fingerprints(recipe)
-    check_same(expected, recipe, "the trainer's")
+    check_same(expected, recipe)
     with pytest.raises(ConfigError, match=PACKAGE):
-        check_same(expected | {PACKAGE: "other"}, recipe, "the trainer's")
+        check_same(expected | {PACKAGE: "other"}, recipe)
     prompts.write_text("a blue square\n")
     with pytest.raises(ConfigError, match=prompts.name):
-        check_same(expected, recipe, "the trainer's")
+        check_same(expected, recipe)
     prompts.unlink()
     with pytest.raises(ConfigError, match=prompts.name):
-        check_same(expected, recipe, "the trainer's")
+        check_same(expected, recipe)
 
 
 def test_a_workdir_that_the_trainers_node_does_not_see_is_named(tmp_path):

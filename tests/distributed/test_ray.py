@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from digen_jax.config.sections import PlacementSection
-from digen_jax.distributed.engine import LOCAL, Lost, RayEngine, Resources
+from digen_jax.distributed.engine import LOCAL, ProcessLost, RayEngine, Resources
 from digen_jax.distributed.launch import check_devices
-from digen_jax.distributed.transfer import Packed, TrainerLink, unpack
+from digen_jax.distributed.transfer import TrainerLink, unpack
 from digen_jax.distributed.worker_process import NotDone
 from digen_jax.engine.divergence import DivergedError
 from digen_jax.engine.placement import RolloutAxes, TrainerAxes
@@ -75,10 +75,10 @@ class Process:
     def pair(self, size):
         return size, np.arange(size)
 
-    def keep(self, structure, *pieces):
+    def keep(self, *packed):
         """Holds an array on a JAX device, which may share the store's memory, and returns its sum plus one."""
-        self.kept = jax.device_put(unpack(Packed(structure, list(pieces)))["x"])
-        donated = jax.device_put(unpack(Packed(structure, list(pieces)))["x"])
+        self.kept = jax.device_put(unpack(packed)["x"])
+        donated = jax.device_put(unpack(packed)["x"])
         return float(jax.jit(lambda x: x + 1, donate_argnums=0)(donated).sum())
 
     def forget(self):
@@ -137,9 +137,9 @@ def test_calls_of_a_lost_process_fail(engine, number):
     os.kill(pid, number)
     if number == signal.SIGSTOP:  # a ping that is not answered tells the driver, who kills it
         engine.kill(made)
-    with pytest.raises(Lost):
+    with pytest.raises(ProcessLost):
         done(waiting)
-    with pytest.raises(Lost):
+    with pytest.raises(ProcessLost):
         done(engine.call(made, "pid", group="ping"))
     until(lambda: not pathlib.Path(f"/proc/{pid}").exists())
 
@@ -158,8 +158,8 @@ def test_donating_a_stored_array_does_not_change_the_store(engine, actor):
     for _ in range(2):
         total = done(engine.call(actor, "keep", *link.stored(VERSION), group="work"))
         assert total == 2e6
-    structure, *pieces = map(engine.get, link.stored(VERSION))
-    np.testing.assert_array_equal(unpack(Packed(structure, pieces))["x"], np.ones(10**6))
+    found = unpack(map(engine.get, link.stored(VERSION)))
+    np.testing.assert_array_equal(found["x"], np.ones(10**6))
 
 
 def used(engine) -> int:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from digen_jax.distributed.engine import Lost, Resources
-from digen_jax.distributed.transfer import Mailbox, Packed, Shares, TrainerLink, pack, unpack
+from digen_jax.distributed.engine import ProcessLost, Resources
+from digen_jax.distributed.transfer import Mailbox, Shares, TrainerLink, pack, unpack
 from digen_jax.runtime.link import ConditioningOf, LinkError, SamplesOf
 from digen_jax.scheduling.commands import Chunk, Publication
 from tests.distributed.local_engine import LocalEngine
@@ -48,16 +48,15 @@ def assert_equal(found, expected):
 def test_a_tree_arrives_as_it_was_sent_in_pieces_of_any_size(piece):
     sent = tree()
     packed = pack(sent, piece)
-    sizes = [sum(part.nbytes for _, part in one) for one in packed.pieces]
+    sizes = [sum(part.nbytes for part in parts) for parts in packed[1:]]
     assert max(sizes) <= piece
-    arrived = Packed(*pickle.loads(pickle.dumps(tuple(packed))))
-    assert_equal(unpack(arrived), sent)
+    assert_equal(unpack(pickle.loads(pickle.dumps(packed))), sent)
 
 
 def test_arrays_are_not_copied_where_one_piece_holds_them():
     packed = pack({"a": np.arange(4.0), "b": np.arange(3, dtype=jnp.bfloat16)})
     found = unpack(packed)
-    parts = dict(packed.pieces[0])
+    parts = packed[1]
     assert np.shares_memory(found["a"], parts[0]) and np.shares_memory(found["b"], parts[1])
 
 
@@ -68,8 +67,7 @@ def test_a_version_is_stored_once_for_all_workers_until_it_is_dropped():
     link.offer(VERSION, tree())
     first, second = link.stored(VERSION), link.stored(VERSION)
     assert first == second
-    structure, *pieces = map(engine.get, first)
-    assert_equal(unpack(Packed(structure, pieces)), tree())
+    assert_equal(unpack(map(engine.get, first)), tree())
     assert link.settle(VERSION)  # copies were sent: the arrays may be overwritten
     assert link.stored(VERSION) is None and not link._stored
 
@@ -144,8 +142,7 @@ def test_weights_of_several_processes_are_gathered_when_they_are_offered():
     weights = {"x": jnp.arange(3.0)}
     link.offer(VERSION, weights)
     weights["x"].delete()
-    structure, *pieces = map(engine.get, link.stored(VERSION))
-    assert unpack(Packed(structure, pieces))["x"].tolist() == [0, 1, 2]
+    assert unpack(map(engine.get, link.stored(VERSION)))["x"].tolist() == [0, 1, 2]
     link.withdraw(VERSION)
     assert link.stored(VERSION) is None
 
@@ -155,7 +152,7 @@ def test_a_lost_object_is_an_error_that_names_what_was_lost(monkeypatch):
     link.hold(SAMPLES, engine.put(None))
 
     def lost(ref):
-        raise Lost("its node died")
+        raise ProcessLost("its node died")
 
     monkeypatch.setattr(engine, "get", lost)
     with pytest.raises(LinkError, match="rollout 0"):

@@ -1,5 +1,7 @@
 """Rollout workers that fail to start, are lost in mid-run or hang: see `local_engine`."""
 
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +20,7 @@ from tests.distributed import driving
 from tests.distributed.local_engine import LocalEngine
 from tests.distributed.test_algorithms import LORA, TWO, assert_same, config, makers, run
 from tests.engine import toy
+from tests.pipelines import ROOT
 
 pytestmark = pytest.mark.usefixtures("exact_and_split")
 
@@ -56,7 +59,7 @@ def test_lost_workers_are_started_again_and_change_nothing(quick, monkeypatch):
 
     def silence(driver, engine):
         with monkeypatch.context() as patch:
-            patch.setattr(worker_proxy, "SILENCE", 0.2)
+            patch.setattr(worker_proxy, "PING_TIMEOUT", 0.2)
             engine.actors[0].object.ping = lambda: release.wait(LONG)
             until(lambda: engine.actors[0].lost)
         release.set()
@@ -93,7 +96,7 @@ def test_a_config_that_cannot_work_ends_the_start_with_its_error(quick):
     found = RolloutWorkers(toy.opened(config("flow_grpo", TWO)), LocalEngine(), kind=Broken)
     with pytest.raises(ConfigError, match=r"config\.model\.folder"):
         found.wait(LONG)
-    found.end()
+    found.close()
 
 
 def test_a_worker_that_fails_to_start_is_tried_again(quick):
@@ -102,11 +105,11 @@ def test_a_worker_that_fails_to_start_is_tried_again(quick):
     found = RolloutWorkers(toy.opened(config("flow_grpo", TWO)), engine, kind=kind)
     found.wait(LONG)
     assert len(engine.actors) == 5
-    found.end()
+    found.close()
 
 
 def test_a_worker_that_hangs_while_it_opens_is_started_again(quick, monkeypatch):
-    monkeypatch.setattr(workers, "OPENING", 0.5)
+    monkeypatch.setattr(workers, "OPEN_TIMEOUT", 0.5)
     hangs, release = threading.Lock(), threading.Event()
 
     class Hanging(RolloutProcess):
@@ -120,7 +123,7 @@ def test_a_worker_that_hangs_while_it_opens_is_started_again(quick, monkeypatch)
     found.wait(LONG)
     assert len(engine.actors) > 2
     release.set()
-    found.end()
+    found.close()
 
 
 def test_a_run_does_not_start_without_any_worker():
@@ -128,7 +131,7 @@ def test_a_run_does_not_start_without_any_worker():
     found = RolloutWorkers(toy.opened(config("flow_grpo", TWO)), LocalEngine(), kind=kind)
     with pytest.raises(ConfigError, match=r"config\.placement\.rollout"):
         found.wait(0.1)
-    found.end()
+    found.close()
 
 
 def test_a_run_starts_with_as_many_workers_as_it_needs_whichever_they_are():
@@ -145,7 +148,7 @@ def test_a_run_starts_with_as_many_workers_as_it_needs_whichever_they_are():
     found = RolloutWorkers(toy.opened(c), LocalEngine(), kind=Second)
     found.wait(LONG)
     assert set(found.places()) == {"rollout 1", "rollout 2", TRAINER}
-    found.end()
+    found.close()
 
 
 def test_the_loss_of_one_process_is_no_error_of_the_other():
@@ -156,7 +159,7 @@ def test_the_loss_of_one_process_is_no_error_of_the_other():
         def __init__(self, number):
             self.number = number
 
-        def generate(self, serial, after, chunk, publication):
+        def work(self, serial, method, chunk, publication):
             if self.number:
                 release.wait(LONG)
             failed.set()
@@ -181,8 +184,16 @@ def test_a_chunk_that_is_dropped_before_its_scoring_begins_has_no_scores():
     process = kind("rollout 0", {}, "", [])
     process.open(toy.opened(c), 0)
     process._steps.draw(0)
-    process.drop_chunks((Chunk(0, 0),))
+    process.drop_chunk(Chunk(0, 0))
     assert process.score(Chunk(0, 0)) is None
     with pytest.raises(NotDone):
         process.score(Chunk(0, 1))
     process.close()
+
+
+def test_a_process_sets_its_environment_before_libraries_read_it():
+    code = (
+        "import sys, digen_jax.distributed.worker_process\n"
+        "sys.exit(bool({'jax', 'huggingface_hub'} & sys.modules.keys()))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
