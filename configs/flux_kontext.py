@@ -52,8 +52,8 @@ that sampled, autoencoder, trajectories, prompts and pictures, without the progr
 23.0 are the frozen transformer. One GPU has 2.2 more trajectories. The text encoders, 9.3, are there before, while
 they encode the prompts.
 
-Not measured: the recipe was not run on such a GPU. 1024 tokens of the picture are attended to beside 1024 of the image
-and 128 of the text, so a pass has 2.0 times the operations of FLUX.1-dev at this size.
+Not measured: the recipe was not run on such a GPU. 1024 tokens of the picture are attended to together with 1024 of
+the image and 128 of the text, so a pass has 2.0 times the operations of FLUX.1-dev at this size.
 """
 
 from ml_collections import ConfigDict

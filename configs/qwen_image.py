@@ -24,7 +24,7 @@ github.com/verl-project/verl-omni:
   image of a prompt, with the guidance of training
 - verl_omni/trainer/config/diffusion/model/diffusion_model.yaml (786dd36): Gaussian start, recomputed blocks
 - verl_omni/trainer/config/diffusion/actor/diffusion_actor.yaml (0a4a399): advantages clipped to 5, no KL;
-  dp_diffusion_actor.yaml beside it (173611f): gradient norm 1
+  dp_diffusion_actor.yaml next to it (173611f): gradient norm 1
 - verl_omni/trainer/config/optim/fsdp.yaml (411d1d6): AdamW's numbers, a constant learning rate
 - verl_omni/trainer/config/diffusion_trainer.yaml (6f8f830): std of the step, old log-probabilities recomputed;
   verl_omni/trainer/diffusion/diffusion_algos.py (0a4a399): of a sample, and 1e-4 is added to it

@@ -30,7 +30,7 @@ The T5 reads 128 tokens, in training and in evaluation, not the pipeline's 256: 
 scripts/train_sd3.py of the former (ac4c86e) and in scripts/train_nft_sd3.py of the latter (24af555).
 
 Differences to the sources:
-- float32 with TF32 matrix products in place of float16; both have 10 bits of mantissa. bfloat16 has 7: after
+- float32 with TF32 matrix products instead of float16; both have 10 bits of mantissa. bfloat16 has 7: after
   one update its rounding alone moved the log-ratio by 5e-5 rms (the embedded model on a CPU, a LoRA of rank 8;
   `pytest -s -m slow tests/engine/test_rounding.py -k embedded`), against a clip range of 1e-4;
 - only the nine trained steps have noise, not the tenth; an update's groups are split by index, not

@@ -10,7 +10,7 @@ flow_capped     Flow-GRPO with the noise of a step bounded, GenRL's sampler (Lon
 dance_grpo      DanceGRPO (arXiv 2505.07818): its SDE, one start noise a group, a share of the steps, best and worst
 mix_grpo        MixGRPO (arXiv 2507.21802): two noisy steps that move towards the data
 grpo_guard      GRPO-Guard (arXiv 2510.22319): ratios centred and scaled step by step
-flow_dppo       Flow-DPPO (arXiv 2606.11025): bounds the KL to the policy that sampled in place of the ratio
+flow_dppo       Flow-DPPO (arXiv 2606.11025): bounds the KL to the policy that sampled instead of the ratio
 gspo            GSPO's ratio (arXiv 2507.18071): of an image's whole trajectory
 cispo           CISPO (MiniMax-M1, arXiv 2506.13585): the ratio as a bounded weight
 topr            TOPR (arXiv 2503.14286): bad images weigh less, the less likely they become

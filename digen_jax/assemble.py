@@ -40,6 +40,7 @@ from digen_jax.policies import (
 )
 from digen_jax.prompt_store import encoder_shapes, is_ahead, stored
 from digen_jax.prompts.dataset import PromptBatches, prompt_batches
+from digen_jax.prompts.files import read_prompt_file
 from digen_jax.rewards.built_in import on_mesh
 from digen_jax.weights.folder import has_weights
 from digen_jax.weights.lora import LoraConfig
@@ -80,6 +81,61 @@ def build(recipe: Recipe, devices: Sequence[jax.Device]) -> System:
         frozen = read_parts(family, folder, shapes.frozen, placement.rollout, kept)
     encoded = stored(recipe, folder, family) if shapes.ahead else None
     return connect(recipe, placement, family, trained, frozen, start, encoded)
+
+
+def build_trainer(recipe: Recipe, devices: Sequence[jax.Device]) -> System:
+    """As `build` in the process of the trainer alone: components that only sampling needs are read if it has to sample.
+
+    Raises:
+      ConfigError: the model's first mistake, or devices that do not suffice.
+    """
+    folder, family, placement, lora = parts = open_parts(recipe, devices, "trainer")
+    start, base = _split_on(recipe, parts, placement.trainer)
+    policy = make_policy(recipe, family)
+    encoded = stored(recipe, folder, family) if is_ahead(recipe, family) else None
+
+    def sampling_on(group: DeviceGroup) -> Rollout:
+        print("the trainer reads what sampling needs in addition to its own parameters", flush=True)
+        return _rollout_on(recipe, parts, group, policy.sampler_base(base), encoded)
+
+    start = start if lora is None else lora
+    return make_system(recipe, placement, policy, start, base, (), sampling_on)
+
+
+def build_rollout(recipe: Recipe, devices: Sequence[jax.Device], encoded: Stored | None) -> Rollout:
+    """A rollout worker in its own process, with all parameters but the tuned ones, which the trainer sends.
+
+    `encoded` are precomputed prompts. None means that this process encodes.
+
+    Raises:
+      ConfigError: as `build_trainer`.
+    """
+    _, family, placement, _ = parts = open_parts(recipe, devices, "rollout")
+    group = placement.rollout
+    _, base = _split_on(recipe, parts, group)
+    base = make_policy(recipe, family).sampler_base(base)
+    return _rollout_on(recipe, parts, group, base, encoded)
+
+
+def _split_on(recipe: Recipe, parts: "Parts", group: DeviceGroup) -> tuple[Params, Params]:
+    """As `split`, of components that are read onto a mesh of this process."""
+    with blame("config.model.folder: "):
+        check_parts(parts.family, parts.folder, parts.family.trained)
+        own = recipe.precision.frozen if recipe.lora.rank else "float32"
+        trained = read_parts(parts.family, parts.folder, parts.family.trained, group, own)
+    return split(recipe, parts.family, trained, group)
+
+
+def _rollout_on(
+    recipe: Recipe, parts: "Parts", group: DeviceGroup, base: Any, encoded: Stored | None
+) -> Rollout:
+    folder, family, *_ = parts
+    with blame("config.model.folder: "):
+        shapes = parameter_shapes(recipe, family).frozen
+        check_parts(family, folder, shapes)
+        frozen = read_parts(family, folder, shapes, group, recipe.precision.frozen)
+    found = make_rollout(recipe, make_policy(recipe, family), group, base, frozen, encoded)
+    return found._replace(scorers=read(on_mesh(recipe.rewards), group))
 
 
 def read_scorers(recipe: Recipe, devices: Sequence[jax.Device]) -> tuple[Scoring, ...]:
@@ -165,7 +221,7 @@ def connect(
 def split(
     recipe: Recipe, family: Family, trained: Params, group: DeviceGroup
 ) -> tuple[Params, Params]:
-    """(what a run tunes, what it keeps beside it of the trained components), on their mesh: see `Policy.split`."""
+    """(tuned parameters, other parameters of the trained components), on their mesh: see `Policy.split`."""
     policy, key = make_policy(recipe, family), jax.random.key(recipe.seed)
     start, base = policy.split(key, trained, recipe.algorithm.reads_reference)
     if recipe.precision.frozen != "float32":
@@ -174,7 +230,7 @@ def split(
 
 
 def outline(recipe: Recipe, devices: Sequence[jax.Device]) -> System:
-    """The system of `build` with shapes in place of all parameters: its programs can be lowered and compiled.
+    """The system of `build` with shapes instead of all parameters: its programs can be lowered and compiled.
 
     Nothing is read but the model's configuration, and nothing is allocated.
 
@@ -296,6 +352,11 @@ def drawn_prompts(recipe: Recipe, cache: str | os.PathLike[str]) -> PromptBatche
         set_steps=recipe.algorithm.set_steps,
         weights=recipe.prompts.weights,
     )
+
+
+def held_out_prompts(recipe: Recipe) -> list[dict[str, Any]]:
+    """The prompt records of a run's evaluations."""
+    return read_prompt_file(recipe.evaluation.prompts)[: recipe.evaluation.images or None]
 
 
 def evaluation_sampler(

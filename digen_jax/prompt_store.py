@@ -53,7 +53,7 @@ def store_folder(recipe: Recipe) -> pathlib.Path:
 
 
 def open_store(recipe: Recipe, folder: pathlib.Path, family: Family) -> PromptStore:
-    """The encoded prompts of a recipe's model, which lies in `folder`.
+    """The encoded prompts of a recipe's model, which is in `folder`.
 
     Raises:
       ConfigError: the text encoders' weights are not in the folder, and several of the models whose prompts are stored

@@ -6,11 +6,11 @@ A step in the order of its work, and the code that does each part:
   encode    text encoders                                            engine/sampler.py
   generate  denoising steps; keeps the transitions that are trained  engine/sampler.py, flow/sampling.py
   decode    latents to images                                        engine/sampler.py
-  score     rewards of the images, advantages within the groups      runtime/judging.py, runtime/scores.py
+  score     rewards of the images, advantages within the groups      runtime/scoring.py, algorithms/advantages.py
   train     sums of the gradient over a range of passes              runtime/training.py, engine/trainer.py
   update    adds the sums of all workers; one optimizer update       runtime/training.py, engine/trainer.py
-  publish   sends the new weights to the workers                     runtime/versions.py
-  evaluate  rewards of held-out prompts, at some steps               runtime/evaluation.py
+  publish   sends the new weights to the workers                     runtime/link.py
+  evaluate  rewards of held-out prompts, at some steps               runtime/scoring.py
 
 `runtime.executors.Executors.do` calls them. A single worker does one after the other (colocated training). Of several
 workers each does the next work that `scheduling/scheduler.py` gives it, by the same functions (`runtime/driver.py`).
@@ -18,13 +18,14 @@ workers each does the next work that `scheduling/scheduler.py` gives it, by the 
 
 import functools
 import pathlib
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from typing import Any
 
 import jax
 
-from digen_jax.assemble import drawn_prompts
+from digen_jax.assemble import drawn_prompts, held_out_prompts
 from digen_jax.config.recipe import MAY_CHANGE, Recipe
 from digen_jax.distributed.engine import RayEngine
 from digen_jax.distributed.launch import TrainerPart
@@ -32,21 +33,25 @@ from digen_jax.distributed.transfer import Shares, TrainerLink
 from digen_jax.distributed.workers import RolloutWorkers
 from digen_jax.engine.divergence import check_metrics
 from digen_jax.engine.hosts import job_devices
+from digen_jax.planning.placing import place_apart, place_run
+from digen_jax.process import team
 from digen_jax.process.ending import hangs
 from digen_jax.process.interrupt import Interrupt
 from digen_jax.process.launching import Place, join_job
 from digen_jax.process.remembering import remembering
 from digen_jax.process.terminal import fitted
-from digen_jax.prompts.files import read_prompt_file
-from digen_jax.records.records import full_disk, where
+from digen_jax.records.metrics import reason_to_stop
+from digen_jax.records.positions import (
+    Position,
+    Positions,
+    check_records,
+    check_steps,
+    divergence_reported,
+    finishing,
+)
+from digen_jax.records.records import Records, full_disk, where
 from digen_jax.records.status import Status
-from digen_jax.run.driving import make_driver, scheduled
-from digen_jax.run.following import TrainerMesh, follow_run
-from digen_jax.run.opening import open_system, place_apart, place_run
-from digen_jax.run.positions import Position, Positions, check_records, check_steps, finishing
-from digen_jax.run.report import Reporter, divergence_reported
-from digen_jax.run.stopping import reason_to_stop
-from digen_jax.run.workdir import (
+from digen_jax.records.workdir import (
     changes,
     check_there,
     claim_workdir,
@@ -54,10 +59,12 @@ from digen_jax.run.workdir import (
     mark_finished,
     usable,
 )
+from digen_jax.runtime.clock import Watch
 from digen_jax.runtime.driver import Driver
-from digen_jax.runtime.executors import Samples
-from digen_jax.runtime.orders import Orders, is_first, leading, several
-from digen_jax.runtime.watch import Watch
+from digen_jax.runtime.executors import Executors
+from digen_jax.runtime.opening import TrainerMesh, follow_run, open_scheduler, open_system
+from digen_jax.runtime.orders import Orders, leading
+from digen_jax.runtime.sampling import SamplingExecutor
 from digen_jax.scheduling.deadlines import Deadline
 
 
@@ -82,7 +89,7 @@ def train(recipe: Recipe, workdir: pathlib.Path, part: TrainerPart | None = None
     with remembering(), fitted():
         if part is not None:
             return _train_with_workers(recipe, workdir, part)
-        if not is_first():
+        if not team.is_first():
             return follow_run(recipe, workdir)
         with leading() as orders:
             return _coordinate(place_run(recipe, workdir), workdir, orders)
@@ -159,17 +166,13 @@ class TrainingRun:
         self.system, self.rewards = open_system(recipe, workdir, orders, self.positions, workers)
         deadline = Deadline(recipe.runtime.deadline)
         # Where all processes sample and train, one may wait long for another one's compilation.
-        self.watch = Watch(Deadline(0) if several() and workers is None else deadline)
+        self.watch = Watch(Deadline(0) if team.several() and workers is None else deadline)
         orders.announce("built")
-        held_out = read_prompt_file(recipe.evaluation.prompts)
-        self.held_out = held_out[: recipe.evaluation.images or None]
-        self.saved: int | None = None  # the steps of the newest checkpoint
+        self.held_out = held_out_prompts(recipe)
         self.stopped: str | None = None  # why the run ends early
         self.prompts = drawn_prompts(recipe, workdir / "prompts")
         self.drawn: dict[int, Any] = {}  # positions in the prompts, by number of steps
-        settings, release = scheduled(recipe, self.held_out), self.positions.release_room
-        self.report = Reporter(workdir, recipe, settings, self.held_out, release)
-        self.records = self.report.records
+        self.records = Records(workdir, recipe, self.held_out, self.positions.release_room)
 
     def run(self, changed: list[str]) -> int | None:
         """Runs from the last checkpoint to the last step, then shows the results; returns as `train` does.
@@ -177,21 +180,21 @@ class TrainingRun:
         Args:
           changed: Changes of the config since the last start.
         """
-        self.report.begin(self.system)
+        self.records.describe(self.system)
         with closing(self.watch), closing(self.rewards):
-            with Interrupt() as interrupt, closing(self.report), finishing(self.positions):
+            with Interrupt() as interrupt, closing(self.records), finishing(self.positions):
                 position = self.resume()
-                self.report.start(position.done, changed)
+                self.records.start(position.done, changed)
                 position = self.steps(position, interrupt)
                 self.positions.wait()
                 if not interrupt.asked:
-                    self.report.conclude(position.done)
+                    self.records.conclude(position.done)
             if interrupt.asked:
                 print(f"Stopped and saved after step {position.done}; the same command continues.")
                 return 128 + interrupt.asked
             if self.stopped:
                 print(f"The run has {self.stopped}.")
-            self.report.results()
+            self.records.results()
             mark_finished(self.workdir, position.done)
         return None
 
@@ -199,13 +202,12 @@ class TrainingRun:
         """The newest checkpoint's position, or the initial one."""
         state = self.system.trainer.init(self.system.start)
         found = self.positions.newest(state)
-        self.positions.hold_room(state)
+        self.positions.reserve(state)
         if found is None:
-            self.records.cut_back(0)
+            self.records.metrics.cut_back(0)
             return Position(0, state, None, self.places(0))
-        self.saved = found.done
         self.prompts.set_state(found.host["prompts"])
-        self.records.cut_back(found.host["metrics"])
+        self.records.metrics.cut_back(found.host["metrics"])
         return found
 
     def steps(self, position: Position, interrupt: Interrupt) -> Position:
@@ -226,49 +228,41 @@ class TrainingRun:
                     if position.done < self.recipe.steps:
                         self.stopped = reason_to_stop(self.recipe.stopping, self.workdir)
                 if not (interrupt.asked or self.stopped):
-                    with divergence_reported(position, self.saved, self.recipe):
+                    with divergence_reported(position, self.positions, self.recipe):
                         driver.finish()  # the last version's evaluation
             finally:
                 # Also saves the steps before a failure. An update consumes its state: a step that fails after its
                 # first update leaves the last checkpoint as it is.
                 if position.is_whole() and not self.orders.torn:
                     self.save(position)
-                self.report.rest(driver)
+                self.records.timeline(driver.rest(), time.time() - driver.now())
         return position
 
     def step(self, position: Position, driver: Driver) -> Position:
         """Runs the step after a position: trains, records the metrics, and saves a checkpoint if one is due."""
-        with divergence_reported(position, self.saved, self.recipe):
+        with divergence_reported(position, self.positions, self.recipe):
             metrics = driver.step()
             check_metrics(metrics)
-        done = position.done + 1
+        done, clock = position.done + 1, time.time() - driver.now()
         if self.workers is not None:
             self.workers.step = done
-        self.report.step(done, metrics, driver)
+        self.records.step(done, metrics, driver.intervals, clock, driver.executor.extremes)
         position = Position(done, driver.executor.state, driver.begun, self.places(done))
         if self.positions.due(done):
             self.save(position)
         return position
 
-    def driver(self, position: Position, samplers: Sequence[Samples] = ()) -> Driver:
+    def driver(self, position: Position, samplers: Sequence[SamplingExecutor] = ()) -> Driver:
         """A driver for the steps after a position; `samplers` are rollout workers in other processes."""
-        done = position.done
-        return make_driver(
-            self.system,
-            self.recipe,
-            position.state,
-            self.draw_prompts(done),
-            self.rewards,
-            done,
-            position.begun,
-            self.records.begin_commands(done),
-            self.orders,
-            self.watch,
-            self.held_out,
-            self.report.evaluated,
-            self.workers and self.workers.link,
-            samplers,
-        )
+        done, begun = position.done, position.begun
+        batches, link = self.draw_prompts(done), self.workers and self.workers.link
+        executors = Executors(self.system, self.recipe, self.held_out, position, batches, link)
+        for sampler in samplers:
+            executors.join(sampler)
+        scheduler = open_scheduler(executors.settings, begun, self.recipe.layout)
+        log, orders = self.records.begin_commands(done), self.orders
+        evaluated = self.records.evaluated
+        return Driver(executors, scheduler, self.rewards, begun, log, orders, self.watch, evaluated)
 
     def draw_prompts(self, done: int) -> Iterator[list[dict]]:
         """The prompts of the steps after `done`; records the position after each step's."""
@@ -279,19 +273,17 @@ class TrainingRun:
     def places(self, done: int) -> dict[str, Any]:
         """The positions in the prompts and the metrics after `done` steps."""
         place = self.drawn.pop(done) if done else self.prompts.get_state()
-        return {"prompts": place, "metrics": self.records.place()}
+        return {"prompts": place, "metrics": self.records.metrics.position()}
 
     def save(self, position: Position) -> None:
         """Saves a checkpoint of a position, unless it exists; raises `Stopped` if the workdir is gone."""
         check_there(self.workdir)
-        self.saved = position.done
         self.positions.wait()
-        oldest = self.positions.oldest()
-        if oldest is not None:
+        if (oldest := self.positions.oldest()) is not None:
             self.records.forget(oldest)
         kept = position.begun.kept if position.begun else {}
         with self.orders.together("save", (position.done, tuple(kept))):
-            self.positions.save(position)
+            self.positions.store(position)
 
     def check_disk(self) -> None:
         """Raises SaveFailed if a write failed or no checkpoint has space, and Stopped if the workdir is gone."""

@@ -120,7 +120,7 @@ def bound() -> int | None:
 
 
 def runtime() -> None:
-    """Measure each kind of layout with waits in place of device work, and print the tables."""
+    """Measure each kind of layout with waits instead of device work, and print the tables."""
     check_positive("--devices", _DEVICES.value)
     output, ratios = _output(), list(map(_ratio, _RATIOS.value))
     from digen_jax.benchmark.report import accuracy, introduction, record, table

@@ -92,10 +92,10 @@ def main() -> None:
     from digen_jax.prompts.files import first_negative, read_prompt_file
     from digen_jax.prompts.needs import check_needs
     from digen_jax.prompts.notes import tell
+    from digen_jax.records.evaluation import score_table
     from digen_jax.rewards.built_in import resolve
     from digen_jax.rewards.canary import check_canaries
     from digen_jax.rewards.trial import try_out
-    from digen_jax.runtime.evaluation import score_table
 
     _check_options()
     prompts, images, asked_for = _task()
@@ -147,8 +147,8 @@ def _evaluated(
     model: Any, samplers: Sequence[Any], records: list[dict[str, Any]], rewards: Any
 ) -> dict[str, Any]:
     """The scores by task of each sampler, by its guidance; writes the pictures that --pictures asks for."""
+    from digen_jax.inference.evaluation import evaluate
     from digen_jax.inference.pictures import evaluation_to_folder
-    from digen_jax.runtime.evaluation import evaluate
 
     batch = model.batch(_BATCH.value, len(records))
     found = {}

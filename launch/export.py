@@ -35,7 +35,7 @@ def main() -> None:
     workdir, output = pathlib.Path(_WORKDIR.value), pathlib.Path(_OUTPUT.value)
     with blame("--output: ", (OSError,)):
         run = export(workdir, output, _LORA.value)
-    print(f"{workdir} after step {run.step} lies in {output}; to load it:")
+    print(f"{workdir} after step {run.step} is in {output}; to load it:")
     print(how_to_load(run, output))
     if first := first_average(run):
         print(

@@ -195,8 +195,8 @@ def _calibration(recipe: Any) -> Any:
     """The costs; the flags' scaling replaces that of the source."""
     from digen_jax.config.sections import AUTO
     from digen_jax.planning.calibration import read_calibration
+    from digen_jax.planning.placing import place_alone, place_here
     from digen_jax.planning.step_costs import measured_costs, read_run_costs
-    from digen_jax.run.opening import place_alone, place_here
 
     serial = {"trainer_serial": _TRAINER_SERIAL.value, "worker_serial": _WORKER_SERIAL.value}
     serial = {name: value for name, value in serial.items() if value is not None}

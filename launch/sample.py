@@ -33,7 +33,7 @@ _PROMPTS = define_path("prompts", None, "A .jsonl or .txt file of prompts instea
 _NEGATIVE = flags.DEFINE_string(
     "negative_prompt",
     None,
-    "What the pass without the prompt is given, for all prompts, in place of a file's own.",
+    "What the pass without the prompt is given, for all prompts, instead of a file's own.",
 )
 _IMAGE = define_path(
     "image", None, "The picture that the prompts edit; a file of prompts names its own."
@@ -128,7 +128,7 @@ def main() -> None:
     with blame("--output: ", (OSError,)):
         sample_to_folder(model, sampler, records, output, _BATCH.value, _SEED.value, _IMAGES.value)
     count = len(records) * _IMAGES.value
-    print(f"{count} image{'s' * (count > 1)} and grid.png lie in {output}")
+    print(f"{count} image{'s' * (count > 1)} and grid.png are in {output}")
 
 
 def _source() -> Any:

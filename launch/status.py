@@ -51,7 +51,7 @@ def main() -> None:
 
 def _shown(workdir: pathlib.Path) -> str:
     from digen_jax.records.status import describe, read_status
-    from digen_jax.run.workdir import holder
+    from digen_jax.records.workdir import holder
 
     found, owner = read_status(workdir), holder(workdir)
     if found is not None:

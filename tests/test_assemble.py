@@ -15,9 +15,10 @@ from digen_jax.config.door import open_recipe, place
 from digen_jax.errors import ConfigError
 from digen_jax.families import load_family
 from digen_jax.flow.steps import Ode
+from digen_jax.inference.evaluation import evaluate
 from digen_jax.inference.model import defaults_of_run
 from digen_jax.models.family import Size
-from digen_jax.runtime.evaluation import evaluate
+from digen_jax.planning.placing import place_apart
 from digen_jax.weights.folder import open_tensors
 from tests.cases import said
 from tests.engine import toy
@@ -248,6 +249,22 @@ def test_full_tuning_on_two_meshes(make, folder, tensors):
     assert evaluator.settings.step == Ode() and len(evaluator.sigmas) == 6
     assert evaluator.policy.guidance == 2.5
     assert system.trainer.settings.micro_batch == 4
+
+
+def test_separate_processes_have_the_parts_of_one(make, folder):
+    recipe = open_recipe(make(folder))
+    one, apart = assemble.build(place(recipe, 8), jax.devices()), place_apart(recipe)
+    trainer = assemble.build_trainer(apart, jax.devices()[4:])
+    rollout = assemble.build_rollout(apart, jax.devices()[:4], None)
+    assert trainer.rollouts == ()
+    pairs = (
+        ((trainer.start, trainer.base), (one.start, one.base)),
+        ((rollout.base, rollout.frozen), (one.rollouts[0].base, one.rollouts[0].frozen)),
+        (trainer.assistant("in place").frozen, rollout.frozen),
+    )
+    for found, expected in pairs:
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert devices((rollout.base, rollout.frozen)) == frozenset(jax.devices()[:4])
 
 
 def test_an_evaluation_has_a_size_of_its_own(make, folder):

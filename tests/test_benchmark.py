@@ -18,7 +18,7 @@ def test_the_script_measures_every_kind_of_layout(tmp_path):
     few = ("--devices=4", "--ratios=2:1", "--seconds=0.5", "--warm_up=1", "--steps=1")
     done = run_script("benchmark.py", "runtime", *few, f"--output={output}")
     assert done.returncode == 0, done.stderr
-    assert "Waits in place of device work, with a jitter of 20%" in done.stdout
+    assert "Waits instead of device work, with a jitter of 20%" in done.stdout
     assert "generate:train 2:1, bound (G + T)/N 0.5" in done.stdout
     for kind in KINDS:
         assert re.search(rf"^{re.escape(kind)}  .*%  [01].\d\d$", done.stdout, re.MULTILINE)

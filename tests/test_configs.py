@@ -20,6 +20,7 @@ from digen_jax.config.door import open_recipe, place, reopen_recipe
 from digen_jax.engine import rounding
 from digen_jax.engine.encoding import example
 from digen_jax.engine.placement import mesh_sizes
+from digen_jax.engine.samples import Images, receive
 from digen_jax.errors import ConfigError
 from digen_jax.families import open_pipeline
 from digen_jax.flow.sampling import image_keys
@@ -28,8 +29,6 @@ from digen_jax.models.published import published_folder
 from digen_jax.models.sd3.family import COMPONENTS, T5_COMPONENTS
 from digen_jax.planning.footprint import model_footprint
 from digen_jax.policies import check_heads, describe_computation
-from digen_jax.runtime.steps import Images
-from digen_jax.runtime.training import receive
 from tests.cases import said
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -155,7 +154,7 @@ def medium(tmp_path_factory):
 
 
 def unread_parts(family, folder, parts, group, dtype):
-    """In place of `families.read_parts`."""
+    """Instead of `families.read_parts`."""
     return {
         part: jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), tree)
         for part, tree in family.shapes().items()

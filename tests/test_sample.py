@@ -53,7 +53,7 @@ def test_the_script_draws_every_prompt_and_the_batch_makes_no_difference(base, t
         "--seed=7",
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout == f"3 images and grid.png lie in {tmp_path / 'script'}\n"
+    assert done.stdout == f"3 images and grid.png are in {tmp_path / 'script'}\n"
     assert sorted(file.name for file in (tmp_path / "script").iterdir()) == NAMES
     model = open_model(str(pipeline(base)), jax.devices()[:1])
     # Three images on two devices, two of them together on one, and one after the other.

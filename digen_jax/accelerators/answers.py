@@ -40,7 +40,7 @@ class Answers:
     """Compiles programs for one kind of slice, each once.
 
     Args:
-      target: everything that decides on the result beside the program: slice, versions.
+      target: everything that decides on the result in addition to the program: slice, versions.
       folder: for the answers. None means that they are not kept.
       note: called with what is compiled, and with the seconds that it took.
       memory: bytes of a device above which a program does not fit. None means that the compiler decides.

@@ -273,7 +273,7 @@ class _Walk:
         return size, moved_bytes(instruction.opcode, members, size) / (LINK_SHARE * self.chip.link)
 
     def _operand(self, computation: Computation, name: str) -> Instruction | None:
-        """An operand, which inside a fusion lies in another computation."""
+        """An operand, which inside a fusion is in another computation."""
         if name in computation.instructions:
             return computation.instructions[name]
         for other in self.module.computations.values():

@@ -102,7 +102,7 @@ def block(queries: int, keys: int, itemsize: int) -> int:
 def block_bytes(queries: int, keys: int, itemsize: int) -> int:
     """Fast memory of a step of the backward pass, which needs more than the forward one.
 
-    Keys, values and their gradients lie there twice, as the next ones are fetched; beside them two float32 sums and
+    Keys, values and their gradients lie there twice, as the next ones are fetched; next to them two float32 sums and
     the biases of keys, and normed keys; of scores there are up to four float32 arrays.
     """
     of_keys = keys * LANES * (2 * 4 * itemsize + 2 * 4 + 2 * 4 + itemsize)

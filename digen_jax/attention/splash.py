@@ -15,7 +15,7 @@ from digen_jax.attention import key_weights
 LANES = 128
 # The largest blocks that fit a core's memory on v5e, v5p and v6e, by the bytes of a number; scores are float32.
 LARGEST_BLOCK = {2: 9 * LANES, 4: 6 * LANES}
-# What a block costs beside its tokens, in tokens: larger blocks keep the matrix units busier.
+# What a block costs in addition to its tokens, in tokens: larger blocks keep the matrix units busier.
 COST_OF_BLOCK = 64
 
 

@@ -142,7 +142,7 @@ def check(recipe: Recipe, seeds: int) -> None:
     check_seeds(seeds)
     if recipe.placement.sizes == AUTO:
         raise ConfigError(
-            "config.placement = 'auto' may choose no rollout mesh at all: set one for this comparison"
+            "config.placement = 'auto' may choose no rollout worker at all: set one for this comparison"
         )
     if not recipe.runtime.max_policy_lag:
         raise ConfigError(

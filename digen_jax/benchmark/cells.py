@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from digen_jax.config.recipe import MAY_CHANGE, TURNED, Recipe
 from digen_jax.errors import ConfigError
-from digen_jax.run.workdir import claim_workdir, finished_step
+from digen_jax.records.workdir import claim_workdir, finished_step
 from digen_jax.train import train
 
 REWARD = "evaluation/reward"

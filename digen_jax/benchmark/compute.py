@@ -23,10 +23,10 @@ from digen_jax.benchmark.step import Build, Step
 from digen_jax.config.door import place
 from digen_jax.config.recipe import Recipe
 from digen_jax.engine.placement import ONE_DEVICE
+from digen_jax.engine.samples import Images
 from digen_jax.engine.trainer import TrainState
 from digen_jax.errors import ConfigError, check_positive
 from digen_jax.process.launching import prepare
-from digen_jax.runtime.steps import Images
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ class Faults:
     """Shares of the requests with each fault."""
 
     delay: float = 0.1  # forwarded late
-    error: float = 0.05  # 500, 503 or 429 in place of the server's answer
+    error: float = 0.05  # 500, 503 or 429 instead of the server's answer
     disconnect: float = 0.05  # the connection ends before the request is forwarded
     lost: float = 0.05  # the server answers, then the connection ends
     spoilt: float = 0.05  # an answer that is cut, or whose scores are NaN or too few
@@ -78,7 +78,7 @@ class Proxy:
             writer.close()
 
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Passes a request and its answer, or makes a fault; returns whether the connection goes on."""
+        """Passes a request and its answer, or makes a fault; returns whether the connection continues."""
         request = await message(reader)
         fault = self._fault()
         self.made[fault] += 1

@@ -71,7 +71,7 @@ def note_weights() -> None:
     """Makes this process, the trainer's, note what it publishes, and its workers what they receive."""
     from digen_jax.distributed.workers import RolloutWorkers
     from digen_jax.engine.system import rounded
-    from digen_jax.runtime.versions import Versions
+    from digen_jax.runtime.link import Versions
 
     add = Versions.add
 
@@ -85,7 +85,7 @@ def note_weights() -> None:
 
 
 if __name__ == "__main__":
-    # In place of this file's folder, from which the trainer's process would import.
+    # Instead of this file's folder, from which the trainer's process would import.
     sys.path[0] = str(pathlib.Path(__file__).parents[2])
     from digen_jax.benchmark import kills_train  # as the workers' processes import it
     from digen_jax.config.command_line import run_main

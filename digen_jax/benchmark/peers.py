@@ -26,12 +26,12 @@ from digen_jax.benchmark.step import Build, Step, advantages
 from digen_jax.config.door import place
 from digen_jax.config.recipe import Recipe
 from digen_jax.engine.placement import MeshSizes, RolloutAxes, TrainerAxes
+from digen_jax.engine.samples import Images
 from digen_jax.errors import ConfigError, check_positive
 from digen_jax.families import open_pipeline
 from digen_jax.flow.steps import Ode, ReverseStep
 from digen_jax.models.sd3.family import T5_TOKENS
 from digen_jax.process.launching import prepare
-from digen_jax.runtime.steps import Images
 from digen_jax.weights.lora import adapted_layers
 
 # The largest difference of both velocities, as a share of the largest velocity: in float32 on a CPU; on a GPU, where

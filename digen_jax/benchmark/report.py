@@ -19,7 +19,7 @@ UNUSED = "score_latency", "deliver", "evaluate", "switch"  # costs
 def introduction(work: Work, run: TimedRun) -> str:
     """A text on what is measured, and how."""
     return (
-        f"Waits in place of device work, with a jitter of {run.jitter:.0%} for each command and device; driver, "
+        f"Waits instead of device work, with a jitter of {run.jitter:.0%} for each command and device; driver, "
         "threads, scheduler and reward pool are real.\n"
         f"{work.devices} devices; a step is {work.groups} groups of {work.images} images. A worker of n devices takes "
         "1/n of the seconds, times the largest of n random factors.\n"

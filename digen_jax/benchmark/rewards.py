@@ -123,7 +123,7 @@ class Comparison:
 
     @property
     def overhead(self) -> float:
-        """Milliseconds an image that servers take beside a pool's."""
+        """Milliseconds an image that servers take in addition to a pool's."""
         return self.servers.each - self.local.each
 
     def describe(self) -> str:

@@ -1,4 +1,4 @@
-"""The real runtime with waits in place of device work: the best layout of each kind, and the bound.
+"""The real runtime with waits instead of device work: the best layout of each kind, and the bound.
 
 Driver, threads, scheduler and reward pool are those of a run. The planner's search chooses the layout, and commands
 take the time that the planner assumes.

@@ -1,4 +1,4 @@
-"""A step of a run by its own programs, with fixed advantages in place of a reward."""
+"""A step of a run by its own programs, with fixed advantages instead of a reward."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,11 +11,10 @@ from digen_jax import assemble
 from digen_jax.config.recipe import Recipe
 from digen_jax.engine.objective import Totals
 from digen_jax.engine.sampler import Weights
+from digen_jax.engine.samples import Images, on_trainer, receive, selected
 from digen_jax.engine.system import System
 from digen_jax.flow.sampling import Trajectory
 from digen_jax.prompts.files import read_prompt_files
-from digen_jax.runtime.steps import Images
-from digen_jax.runtime.training import on_trainer, receive, selected
 
 Build = Callable[[Recipe, Sequence[jax.Device]], System]
 

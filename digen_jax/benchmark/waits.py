@@ -7,13 +7,13 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, UInt8
 
 from digen_jax.rewards.pool import RewardPool
-from digen_jax.runtime.executors import Samples
-from digen_jax.runtime.judging import Judged, ready, then
+from digen_jax.runtime.scoring import Judged, ready, then
 from digen_jax.scheduling.commands import (
     Chunk,
     Command,
@@ -153,7 +153,7 @@ class WaitingExecutors:
         self,
         waits: Waits,
         workers: tuple[WorkerLayout, ...],
-        rollouts: Iterable[Samples] | None = None,
+        rollouts: Iterable[Any] | None = None,
     ):
         """The first worker is the home worker.
 
@@ -167,7 +167,7 @@ class WaitingExecutors:
         self._roles = {name: layout.roles for name, layout in named.items()}
         self.home, *here = (WaitingWorker(name, one, waits) for name, one in named.items())
         others = here if rollouts is None else rollouts
-        self.workers: dict[str, Samples] = {one.name: one for one in (*others, self.home)}
+        self.workers: dict[str, Any] = {one.name: one for one in (*others, self.home)}
 
     @property
     def devices(self) -> dict[str, int]:
@@ -181,7 +181,7 @@ class WaitingExecutors:
         return [delay for one in here for delay in one.late]
 
     def roles(self, worker: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """See `Executor`; no worker has a spare role."""
+        """See `Executors`; no worker has a spare role."""
         return self._roles[worker], ()
 
     def do(self, command: Command) -> None:

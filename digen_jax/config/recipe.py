@@ -184,6 +184,24 @@ class Recipe:
             score_retries=self.reward_pool.retries,
         )
 
+    def scheduled(self, held_out: int) -> Settings:
+        """The scheduler's settings of a run that evaluates on so many prompts. 0 means that it does not evaluate."""
+        settings, algorithm = self.scheduler, self.algorithm
+        if not held_out:
+            return settings
+        return dataclasses.replace(
+            settings,
+            evaluate_every=self.evaluation.every,
+            evaluation_images=held_out,
+            show_every=self.pictures.every,
+            shown_images=self.pictures.images,
+            evaluation_batch=self.evaluation.batch,
+            # The trained parameters are not what samples, or their average is evaluated.
+            evaluated_apart=self.trainer.ema > 0
+            or algorithm.publishes_copy
+            or algorithm.set_steps > 0,
+        )
+
     @property
     def in_order(self) -> bool:
         """Whether each worker samples and trains its own chunks, in their order: see `runtime.ordered`."""
@@ -296,7 +314,7 @@ def _section(default: Any, given: Any) -> Any:
 
 
 def _fixed(value: Any) -> Any:
-    """Tuples in place of the lists of JSON."""
+    """Tuples instead of the lists of JSON."""
     return tuple(map(_fixed, value)) if isinstance(value, list | tuple) else value
 
 

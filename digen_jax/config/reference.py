@@ -153,7 +153,7 @@ def _fields(kind: type, path: str, algorithm: str) -> Iterator[Field]:
 
 def _field(name: str, meaning: str, algorithm: str) -> Field:
     if not meaning:
-        raise ConfigError(f"{name} has no comment that says what it means: write one beside it")
+        raise ConfigError(f"{name} has no comment that says what it means: write one next to it")
     allowed = _allowed(algorithm).get(name, "")
     return Field(name, flat(reference(algorithm))[f"config.{name}"], meaning, allowed)
 

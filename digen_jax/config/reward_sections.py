@@ -1,4 +1,4 @@
-"""The config's list `rewards`: as a user writes it, with a name in place of a section, and completed."""
+"""The config's list `rewards`: as a user writes it, with a name instead of a section, and completed."""
 
 import ast
 import contextlib

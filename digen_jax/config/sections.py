@@ -97,7 +97,7 @@ class PromptsSection:
     # "negative_prompt" is for the pass without the prompt, an "image" is the path of a picture to edit, relative to the
     # file
     file: str = "assets/prompts/shapes_train.jsonl"
-    # several such files in place of `file`; on the command line one option for each. A step's groups are drawn from all
+    # several such files instead of `file`; on the command line one option for each. A step's groups are drawn from all
     # of them, and the metadata that rewards get has "prompt_file", the file of a prompt
     files: tuple[str, ...] = ()
     weights: tuple[
@@ -118,7 +118,7 @@ class PromptsSection:
 
 @dataclasses.dataclass(frozen=True)
 class RewardPoolSection:
-    """Where the rewards score, beside generation, except those on a mesh (`rewards[i].where`)."""
+    """Where the rewards score, in parallel with generation, except those on a mesh (`rewards[i].where`)."""
 
     # processes that score, each a batch with all rewards; 0: a thread of the run's own process, which cannot be
     # killed: where a reward hangs in it (`runtime.deadline`), the run saves and stops
@@ -200,7 +200,7 @@ class AdvantagesSection:
 
 @dataclasses.dataclass(frozen=True)
 class LoraSection:
-    """The LoRA that is tuned in place of all weights."""
+    """The LoRA that is tuned instead of all weights."""
 
     rank: int = 0  # rank of the factors; 0: no LoRA, all weights are tuned
     alpha: float = 1.0  # the update is scaled by alpha / rank
@@ -258,7 +258,7 @@ class TrainerSection:
 class PlacementSection:
     """Which devices do what.
 
-    One word in place of the section sets `sizes`, in a config file as on the command line: --config.placement=auto.
+    One word instead of the section sets `sizes`, in a config file as on the command line: --config.placement=auto.
     """
 
     # "given": the sizes below; "fitted": smaller ones where there are fewer devices; "auto": the
@@ -285,13 +285,13 @@ class RuntimeSection:
     max_policy_lag: int = 0
     # largest fraction of a step's groups that may begin before the step; 0 to 1
     max_off_policy_fraction: float = 0.5
-    # weights from which a trainer samples next to rollout meshes: its own, or a copy on each device ("resharded")
+    # weights from which a trainer samples next to rollout workers: its own, or a copy on each device ("resharded")
     tag_weights: Literal["in place", "resharded"] = "in place"
     # dynamic sampling: groups tried for a step, as those of equal rewards are replaced; 0: off
     max_candidates: int = 0
     redundant_groups: int = 0  # groups generated ahead, so that no replacement has to be waited for
     # each worker samples and trains its own chunks in their order, so that a repeated run gives the same bits;
-    # "auto": unless chunks are trained early or stale, or the trainer samples next to rollout meshes
+    # "auto": unless chunks are trained early or stale, or the trainer samples next to rollout workers
     ordered: Literal["auto", "yes", "no"] = "auto"
     max_incomplete_groups: int = 0  # incomplete groups that may be in training at a time; 0: none
     # seconds after which a command or a reward counts as hung, or ten times its measured duration if

@@ -13,8 +13,8 @@ from digen_jax.engine.hosts import fetch, put
 from digen_jax.runtime.link import (
     ConditioningOf,
     Key,
+    Link,
     LinkError,
-    LocalLink,
     SamplesOf,
     Shardings,
     Tree,
@@ -98,7 +98,7 @@ def _placed(tree: Tree, shardings: Shardings) -> Tree:
     return jax.block_until_ready(jax.tree.map(put, arrays, shardings(arrays)))
 
 
-class WorkerLink(LocalLink):
+class WorkerLink(Link):
     """The link of a rollout worker's process, between its executor and the calls that receive and return trees."""
 
     def take(self, key: Key, shardings: Shardings, taker: str) -> Tree | None:
@@ -142,7 +142,7 @@ class Shares(NamedTuple):
     processes: int
 
 
-class TrainerLink(LocalLink):
+class TrainerLink(Link):
     """The trainer's link: weights are stored once for all workers, samples are references until they are taken.
 
     Of a trainer with several processes the first one takes samples from workers, and the others take them from it.

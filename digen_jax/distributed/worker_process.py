@@ -101,11 +101,11 @@ class RolloutProcess:
             join_job(place)
         import jax
 
+        from digen_jax.assemble import build_rollout
         from digen_jax.engine.hosts import job_devices
         from digen_jax.process import team
         from digen_jax.prompts.files import read_prompt_file
-        from digen_jax.run.own_mesh import build_rollout
-        from digen_jax.run.scorers import try_scorers
+        from digen_jax.runtime.opening import try_scorers
 
         self._alone = place is None
         self._first = team.is_first()
@@ -147,13 +147,11 @@ class RolloutProcess:
         """Builds the executor of a `Rollout`, and the judge; `batches` are the prompts of each step from `first` on."""
         from digen_jax.distributed.transfer import WorkerLink
         from digen_jax.learned_rewards.on_mesh import named
-        from digen_jax.run.driving import scheduled
-        from digen_jax.runtime.evaluation import HeldOut
-        from digen_jax.runtime.judging import Judge
         from digen_jax.runtime.sampling import SamplingExecutor
+        from digen_jax.runtime.scoring import HeldOut, Judge
         from digen_jax.runtime.steps import Steps
 
-        settings = scheduled(recipe, held_out)
+        settings = recipe.scheduled(len(held_out))
         shape = settings.images, settings.chunk_images
         self._steps = Steps(batches, *shape, recipe.draws, first, recipe.algorithm.set_steps)
         evaluated, scorers = HeldOut(held_out, settings), on_mesh(recipe.rewards)
@@ -295,7 +293,7 @@ class RolloutProcess:
 
 def _open_rewards(recipe: "Recipe") -> Any:
     """The rewards of this process, which were tried."""
-    from digen_jax.run.scorers import try_files
+    from digen_jax.runtime.opening import try_files
 
     found, asked = resolve(recipe.rewards, meshes=True), recipe.reward_pool
     seconds = Deadline(recipe.runtime.deadline).seconds

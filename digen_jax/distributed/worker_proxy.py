@@ -15,8 +15,8 @@ from digen_jax.distributed.worker_process import NotDone, Opened, RowsMissing
 from digen_jax.engine.encoding import Rows
 from digen_jax.rewards.exchanges import moved
 from digen_jax.runtime.clock import elsewhere, paused
-from digen_jax.runtime.judging import Judge, Judged, failed, ready
 from digen_jax.runtime.link import ConditioningOf, SamplesOf
+from digen_jax.runtime.scoring import Judge, Judged, failed, ready
 from digen_jax.runtime.worker import Gone
 from digen_jax.scheduling.commands import Chunk, Publication
 

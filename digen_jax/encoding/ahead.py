@@ -38,6 +38,7 @@ from digen_jax.models.family import Family, Record, Tokens
 from digen_jax.policies import on_devices, reads_null
 from digen_jax.process.exhausted import during
 from digen_jax.process.progress import watched
+from digen_jax.process.team import is_first, meet, several
 from digen_jax.prompt_store import (
     EACH_STEP,
     encoder_shapes,
@@ -47,7 +48,6 @@ from digen_jax.prompt_store import (
     store_folder,
 )
 from digen_jax.prompts.encoded import OVERHEAD, PromptStore
-from digen_jax.runtime.orders import is_first, meet, several
 from digen_jax.scheduling.deadlines import Deadline
 
 # What is stored together at most, and lost if the process is killed meanwhile.
@@ -255,7 +255,7 @@ def encode(recipe: Recipe, devices: Sequence[jax.Device], records: Sequence[Reco
 
 
 def encode_all(recipe: Recipe) -> None:
-    """Encodes the prompts of a recipe's whole run on the devices at hand.
+    """Encodes the prompts of a recipe's whole run on the available devices.
 
     Raises:
       ConfigError: its prompts are not encoded ahead, or as `prepare` and `Encoding.run`.

@@ -23,7 +23,7 @@ NULL = "\0"  # the key of the family's own pass without the prompt, and the begi
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """Prompts that were encoded before, in place of text encoders on the devices.
+    """Prompts that were encoded before, instead of text encoders on the devices.
 
     Attributes:
       family: whose encoders made them.

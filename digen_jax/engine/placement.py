@@ -1,4 +1,4 @@
-"""Devices of the rollout meshes and the trainer mesh, and the shardings of parameters and batches on each."""
+"""Devices of the rollout workers and the trainer mesh, and the shardings of parameters and batches on each."""
 
 import dataclasses
 import itertools
@@ -80,7 +80,7 @@ class DeviceGroup:
 
     @property
     def as_scorer(self) -> "DeviceGroup":
-        """The same devices for networks that are small beside the model: each has images of its own.
+        """The same devices for networks that are small compared with the model: each has images of its own.
 
         The axis fsdp keeps its size, because rules may split parameters over it.
         """
@@ -116,8 +116,8 @@ class RolloutAxes:
 
     data: int  # devices that share images; 0: sample on the trainer's devices, in turn with it
     fsdp: int = 1  # devices that share images and parameters
-    workers: int = 1  # rollout meshes of this size
-    hosts: int = 1  # processes of each rollout mesh, with --ray; they have equally many devices
+    workers: int = 1  # rollout workers of this size
+    hosts: int = 1  # processes of each rollout worker, with --ray; they have equally many devices
     max_workers: int = 0  # with --ray: up to so many workers join when nodes are free
     # devices that share parameters and the work on each image; they divide the heads
     tensor: int = 1
@@ -150,7 +150,7 @@ class TrainerAxes:
     )
     hosts: int = 1  # processes of the mesh, with --ray; they have equally many devices
     workers: int = 1  # meshes of this size, which train a part of each step; the first one updates
-    # with rollout meshes: they also sample where they would wait (trainer-assisted generation)
+    # with rollout workers: they also sample where they would wait (trainer-assisted generation)
     samples: bool = False
 
     @property
@@ -187,7 +187,7 @@ ONE_DEVICE = MeshSizes(RolloutAxes(data=0), TrainerAxes(data=1))
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Rollout meshes encode, sample and decode; the trainer mesh trains and, without them, does everything.
+    """Rollout workers encode, sample and decode; the trainer mesh trains and, without them, does everything.
 
     Attributes:
       rollouts: those of this process.
@@ -324,7 +324,7 @@ def check_one_mesh(sizes: MeshSizes, where: str) -> None:
 
 
 def mesh_sizes(sizes: MeshSizes, devices: int) -> tuple[int, int]:
-    """The numbers of `devices` that (each rollout mesh, each training mesh) takes; 0: colocated.
+    """The numbers of `devices` that (each rollout worker, each training mesh) takes; 0: colocated.
 
     Raises:
       ConfigError: there are fewer devices.

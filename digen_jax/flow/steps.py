@@ -68,7 +68,7 @@ class Dpm2(Ode):
     of a lower order in a solver of order 3. Its own schedule starts at 1 - 1/1000 before the shift,
     so that its second step is of second order. DiffusionNFT's solver ("dpm2") takes these steps on
     FlowMatchEuler's sigmas, which start at 1; its last step is written as DDIM without noise, which is
-    the Euler step. This code follows it, with coefficients in float32 in place of float64, and with
+    the Euler step. This code follows it, with coefficients in float32 instead of float64, and with
     sigma itself as the network's input, where both others cut 1000 sigma to a whole number.
     """
 

@@ -1,6 +1,6 @@
 """Pairs of which a learned reward must score one higher, to see that its weights were read and its pictures arrive.
 
-Not verified: no published weights were at hand when these were chosen.
+Not verified: no published weights were available when these were chosen.
 
 The photograph is matplotlib's sample grace_hopper.jpg, a portrait of Grace Hopper; this project has no copy of it. Its
 JPEG comment names the source, http://commons.wikimedia.org/wiki/File:Grace_Hopper.jpg. matplotlib's licence has no word

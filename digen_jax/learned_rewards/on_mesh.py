@@ -37,7 +37,7 @@ def read(asked: Mapping[int, RewardSettings], group: DeviceGroup) -> tuple[Scori
 
 
 def outlined(asked: Mapping[int, RewardSettings], group: DeviceGroup) -> tuple[Scoring, ...]:
-    """The same with shapes in place of weights: nothing is downloaded, and nothing but configurations is read.
+    """The same with shapes instead of weights: nothing is downloaded, and nothing but configurations is read.
 
     If the files of a reward are not on this machine, its published network stands for it.
 

@@ -1,1 +1,1 @@
-"""From a recipe to a plan: its programs, what they cost on devices at hand or on a slice, and what fits."""
+"""From a recipe to a plan: its programs, what they cost on available devices or on a slice, and what fits."""

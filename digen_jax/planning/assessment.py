@@ -1,4 +1,4 @@
-"""What each program of a recipe's step takes: estimated for a slice that is not at hand, or timed on devices here."""
+"""What each program of a recipe's step takes: estimated for a slice that is not here, or timed on devices here."""
 
 import dataclasses
 import math
@@ -80,7 +80,7 @@ def assess(
 def assess_here(
     recipe: Recipe, devices: Sequence[jax.Device], note: Callable[[str], None]
 ) -> list[Assessed]:
-    """The same programs, run and timed on devices at hand, with arrays of small numbers in place of weights.
+    """The same programs, run and timed on available devices, with arrays of small numbers instead of weights.
 
     Raises:
       ConfigError: as `assess`.

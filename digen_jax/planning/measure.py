@@ -1,4 +1,4 @@
-"""Costs of commands on the devices at hand, timed with one chunk in the parts of a run."""
+"""Costs of commands on the available devices, timed with one chunk in the parts of a run."""
 
 import statistics
 import time
@@ -12,12 +12,11 @@ from digen_jax import rewards
 from digen_jax.config.recipe import Recipe
 from digen_jax.engine.hosts import put
 from digen_jax.engine.packing import trained_part
+from digen_jax.engine.samples import Images, on_trainer, receive, selected
 from digen_jax.engine.system import System
 from digen_jax.images import as_judged, to_uint8
 from digen_jax.learned_rewards.on_mesh import named
 from digen_jax.rewards.built_in import on_mesh
-from digen_jax.runtime.steps import Images
-from digen_jax.runtime.training import on_trainer, receive, selected
 from digen_jax.scheduling.settings import Costs
 
 REPEATS = 3  # after one call that compiles; their median is used

@@ -53,7 +53,7 @@ class Slice(NamedTuple):
 
     @property
     def how(self) -> str:
-        """Where the numbers come from, in a word that stands beside each of them."""
+        """Where the numbers come from, in a word that stands next to each of them."""
         return "estimated" if self.answers else "measured"
 
 

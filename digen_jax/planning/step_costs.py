@@ -1,4 +1,4 @@
-"""Costs of the commands of a recipe's step: from a finished run's timings, or timed on the devices at hand."""
+"""Costs of the commands of a recipe's step: from a finished run's timings, or timed on the available devices."""
 
 import itertools
 import pathlib
@@ -73,7 +73,7 @@ def measured_costs(
     worker_serial: float = 0.0,
     note: Callable[[str], None] = lambda text: None,
 ) -> Calibration:
-    """Costs of one chunk in the recipe's own system, on the devices at hand.
+    """Costs of one chunk in the recipe's own system, on the available devices.
 
     Args:
       recipe: on these devices.

@@ -46,7 +46,7 @@ def pretrain(settings: PretrainSettings, workdir: pathlib.Path, output: pathlib.
         family, params, latents, pool, settings, workdir / "transformer"
     )
     write_pipeline(output, family, networks, params)
-    print(f"the pipeline lies in {output}")
+    print(f"the pipeline is in {output}")
 
 
 def network_configs(settings: PretrainSettings, tokenizer: Any) -> dict[str, dict]:

@@ -109,7 +109,7 @@ class Progress:
             )
 
     def _fitting(self, step: int, numbers: list[str]) -> str:
-        """The numbers for which the terminal has room beside a bar; speed and utilisation are left out first."""
+        """The numbers for which the terminal has room next to a bar; speed and utilisation are left out first."""
         room = self._bar.ncols - len(f"100% |{'':{BAR}}| step {step} of {self._total}")
         kept = list(numbers)
         while len(", ".join(["", *kept])) > room and len(kept) > 1:

@@ -26,13 +26,13 @@ from digen_jax.files import parse_json
 from digen_jax.prompts.building import BUILDING, build, quiet
 
 Rows = Mapping[str, np.ndarray]  # one prompt's arrays, of which texts differ in the first axis
-Model = Mapping[str, Any]  # what the rows depend on beside the text, as JSON
+Model = Mapping[str, Any]  # what the rows depend on in addition to the text, as JSON
 
 ABOUT = "about.json"
 REMOVED = "removed."
 # Datasets that were read so recently are not removed to make room: a run may need them again.
 IN_USE_S = 86_400.0
-# What a dataset takes beside its rows: array_record fills up blocks of 64 kB.
+# What a dataset takes in addition to its rows: array_record fills up blocks of 64 kB.
 OVERHEAD = 4 * 2**16
 
 

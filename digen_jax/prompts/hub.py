@@ -3,7 +3,7 @@
 The hub converts every public data set to Parquet files, whatever its own format, on a branch of the data set's
 repository: SUBSET/SPLIT/NUMBER.parquet on refs/convert/parquet. They are downloaded with `huggingface_hub` into its
 cache and read with pyarrow, which tensorflow-datasets needs too, so that the library `datasets` is not needed. Without
-a network what lies in that cache is read.
+a network what is in that cache is read.
 """
 
 import dataclasses

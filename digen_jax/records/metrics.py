@@ -10,14 +10,17 @@ import math
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, SupportsFloat
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from digen_jax.errors import ConfigError
 from digen_jax.files import append, parse_json, without_torn_line
 from digen_jax.records import event_file
 from digen_jax.records.tracking import Told, Tracker
+
+if TYPE_CHECKING:  # launch/report.py reads metrics without JAX
+    from digen_jax.config.sections import StoppingSection
 
 TIMING = ("seconds/", "images_per_second", "utilisation", "queue_depth", "candidates")
 CLOCK = "seconds/clock"
@@ -47,6 +50,31 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
         else:
             records.append(line)
     return records
+
+
+def has_fallen(values: Sequence[float], margin: float, evaluations: int) -> bool:
+    """Whether each of the last `evaluations` values lies more than `margin` below the best before them."""
+    before, last = values[:-evaluations], values[-evaluations:]
+    return bool(before) and all(value < max(before) - margin for value in last)
+
+
+def reason_to_stop(asked: "StoppingSection", workdir: Path) -> str | None:
+    """Why the run in a workdir ends early, by the evaluations in its metrics; None if it continues."""
+    path = workdir / "metrics.jsonl"
+    if not asked.reward or not path.exists():
+        return None
+    metric = f"evaluation/reward_of/{asked.reward}"
+    found = [(line[metric], line["step"]) for line in read_metrics(path) if metric in line]
+    if not has_fallen([value for value, _ in found], asked.margin, asked.evaluations):
+        return None
+    best, at = max(found[: -asked.evaluations], key=lambda one: one[0])
+    value, step = found[-1]
+    times = "evaluation" if asked.evaluations == 1 else f"{asked.evaluations} evaluations"
+    return (
+        f"stopped early: {metric} was {best:.4g} after step {at}, is {value:.4g} after step {step}, "
+        f"and was more than config.stopping.margin = {asked.margin:g} below its best in the last {times}; "
+        "to continue, set config.stopping.reward to ''"
+    )
 
 
 def _lines(path: Path | str) -> list[dict[str, Any]]:

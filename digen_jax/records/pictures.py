@@ -49,7 +49,7 @@ def image_grid(
 
 
 def save_frames(path: Path, frames: Sequence[Image.Image]) -> None:
-    """The middle frame as a PNG file `path`; of several all, as an animated WebP beside it."""
+    """The middle frame as a PNG file `path`; of several all, as an animated WebP next to it."""
     frames[len(frames) // 2].save(path)
     if len(frames) > 1:
         frames[0].save(

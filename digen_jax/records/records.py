@@ -1,4 +1,4 @@
-"""Files that a run writes into its workdir besides checkpoints: metrics, timeline, commands, pictures, results."""
+"""Records of a run: files in its workdir next to checkpoints, lines on the console, and its results."""
 
 import contextlib
 import functools
@@ -12,132 +12,199 @@ import numpy as np
 from jaxtyping import Float
 
 from digen_jax.config.recipe import Recipe
+from digen_jax.engine.system import System
 from digen_jax.errors import ConfigError
 from digen_jax.images import stills
+from digen_jax.policies import describe_computation
 from digen_jax.process.ending import Stopped
+from digen_jax.process.launching import describe_cache
+from digen_jax.process.progress import Progress
 from digen_jax.records import pictures
 from digen_jax.records.checkpoint import SaveFailed
-from digen_jax.records.evaluated import save_images, saved_images
+from digen_jax.records.command_log import CommandLog
+from digen_jax.records.environment import note_start
+from digen_jax.records.evaluation import Evaluation, Extremes, by_tag, save_images, saved_images
 from digen_jax.records.metrics import CLOCK, MetricsLog, read_metrics
 from digen_jax.records.room import FULL
 from digen_jax.records.timeline_files import TraceFile, draw
-from digen_jax.runtime.evaluation import Evaluation, by_tag
-from digen_jax.runtime.log import CommandLog
-from digen_jax.runtime.scores import Extremes
 from digen_jax.scheduling.timeline import Interval
 
 NO_SPACE = re.compile("|".join(map(os.strerror, FULL)))
 SHOWN_STEPS = 3  # in a picture of the timeline
+STEADY = 5  # steps of a process until their waits are those of all
+MUCH = 0.15  # of the devices' time
+# What to change, by what devices wait for: see `timeline.CAUSES`.
+ADVICE = {
+    "sampling": "give config.placement.rollout more devices, or set config.placement.trainer.samples=True",
+    "training": "give config.placement.trainer more devices or workers, or set config.runtime.max_policy_lag=1",
+    "reward": "set config.reward_pool.processes or config.runtime.max_policy_lag higher",
+    "update": "set config.runtime.max_policy_lag=1",
+    "weights": "set config.runtime.max_policy_lag=1, or tune a LoRA, which is smaller",
+    "evaluation": "set config.evaluation.every higher, or config.evaluation.images lower",
+}
 
 
 class Records:
-    """A run's metrics, timeline, commands and pictures, and the results of its evaluations.
+    """Metrics, timeline, commands, pictures, progress and results of a run.
 
     Args:
-      workdir: the run's folder, which this process has claimed.
-      recipe: the run's.
-      release_room: frees the disk space that is reserved for a checkpoint.
+      workdir: Folder of the run, which this process has claimed.
+      recipe: Config of the run.
+      held_out: Prompts of evaluations.
+      release_room: Frees the disk space that is reserved for a checkpoint.
+
+    Attributes:
+      metrics: The record of all numbers.
 
     Raises:
-      ConfigError: metrics.jsonl holds garbage.
+      ConfigError: metrics.jsonl is damaged.
     """
 
-    def __init__(self, workdir: pathlib.Path, recipe: Recipe, release_room: Callable[[], None]):
-        self._workdir, self._release_room = workdir, release_room
-        self._full: OSError | None = None  # the disk is, as a file of the workdir has shown
+    def __init__(
+        self,
+        workdir: pathlib.Path,
+        recipe: Recipe,
+        held_out: list[dict],
+        release_room: Callable[[], None],
+    ):
+        self._workdir, self._recipe, self._held_out = workdir, recipe, held_out
+        self._settings = recipe.scheduled(len(held_out))
+        self._release_room = release_room
+        self._full: OSError | None = None  # error of a write that found the disk full
         self._timeline = TraceFile(workdir / "timeline.json")
         self._shown: list[list[Interval]] = []  # of the last steps
-        self._metrics = MetricsLog(workdir, recipe.trackers, recipe.as_json())
+        self.metrics = MetricsLog(workdir, recipe.trackers, recipe.as_json())
         self._commands: CommandLog | None = None
         self._folder = workdir / "pictures"
         self._folder.mkdir(exist_ok=True)
-        self._count = recipe.pictures.images
-        self._prompts = recipe.evaluated_prompts
+        self._prompts, self._count = recipe.evaluated_prompts, recipe.pictures.images
+        self._progress: Progress | None = None
+        self._on_cpu = False
+        self._steps = 0  # of this process
+
+    def describe(self, system: System) -> None:
+        """Prints notes on meshes, a LoRA's layers and the compile cache, before anything compiles."""
+        print(system.placement.describe(), flush=True)
+        # Virtual devices share a machine's cores: idle ones leave their cores to others.
+        self._on_cpu = system.placement.rollout.mesh.devices.flat[0].platform == "cpu"
+        line = describe_computation(self._recipe, system.policy.family, system.placement)
+        print(line, flush=True)
+        if lora := system.policy.lora:
+            whose = "" if self._recipe.lora.targets else ", the model's own"
+            print(f"LoRA of rank {lora.rank} on the layers {lora.targets}{whose}", flush=True)
+        print(describe_cache(), flush=True)
+
+    def start(self, done: int, changed: list[str]) -> None:
+        """Reports a start after `done` steps; `changed` lists changes of the config since the last start."""
+        if done:
+            print(f"continuing after step {done}", flush=True)
+        else:
+            prompts = f"{len(self._held_out)} {self._prompts}"
+            print(f"compiling, and evaluating the model before tuning on {prompts}", flush=True)
+        for change in changed:
+            print(f"changed from step {done + 1} on: {change}", flush=True)
+        note_start(self._workdir, done, changed)
+        self._progress = Progress(self._recipe.steps, done)
 
     def close(self) -> None:
-        """Ends the trackers' runs; the files are whole after every write."""
-        self._metrics.close()
+        """Closes the progress bar and the trackers' runs; the files are complete after every write."""
+        if self._progress is not None:
+            self._progress.close()
+        self.metrics.close()
 
-    def _kept(self, write: Callable[[], Any]) -> None:
+    def _write(self, write: Callable[..., Any], *arguments: Any) -> None:
         """Writes a file of the workdir; on a full disk into the reserved space, and then the run must stop."""
         try:
-            write()
+            write(*arguments)
         except OSError as error:
             if error.errno not in FULL:
                 raise
             self._full = error
             self._release_room()
-            write()
+            write(*arguments)
 
     def check_disk(self) -> None:
-        """Checks that everything could be written so far.
-
-        Raises:
-          SaveFailed: the disk is full.
-        """
+        """Raises SaveFailed if a write has found the disk full."""
         if self._full:
             raise SaveFailed(f"the disk of {self._workdir} is full")
 
     def forget(self, done: int) -> None:
-        """Cuts the workers' timeline and commands back to the step that was `done`."""
-        self._kept(lambda: self._forget(done))
-
-    def _forget(self, done: int) -> None:
+        """Removes the timeline and the commands of the first `done` steps."""
         lines = read_metrics(self._workdir / "metrics.jsonl")
         ended = next(line[CLOCK] for line in lines if line["step"] == done)
-        self._timeline.cut_back(done, ended)
-        self._commands.cut_back(done)
+        self._write(self._timeline.cut_back, done, ended)
+        self._write(self._commands.cut_back, done)
 
     def begin_commands(self, done: int) -> CommandLog:
-        """The command log of this process, which begins after `done` steps."""
+        """Opens the command log of this process, which starts after `done` steps."""
         self._commands = CommandLog(self._workdir / "commands.jsonl", done)
         return self._commands
 
-    def place(self) -> int:
-        """The position in the metrics, for `cut_back`; they are flushed to the disk."""
-        return self._metrics.position()
-
-    def cut_back(self, place: int) -> None:
-        """Removes the metrics after a position.
-
-        Raises:
-          ConfigError: the file has fewer lines.
-        """
-        self._metrics.cut_back(place)
-
-    def write(self, done: int, line: dict[str, float]) -> None:
-        """Writes metrics of the step that is `done`, or of an evaluation after it."""
-        self._kept(lambda: self._metrics.write(done, line))
-
-    def step(self, done: int, line: dict[str, float]) -> None:
-        """Writes the metrics and commands of the step that is `done`."""
-        self.write(done, line)
-        self._kept(self._commands.flush)
-
-    def evaluated(self, done: int, found: Evaluation) -> None:
-        """Writes the evaluation after `done` steps: its metrics, the curve, and the images for the results."""
-        self.write(done, found.metrics())
-        self._keep(done, found)
-        if done:
-            self._kept(self._draw_curve)
-
-    def timeline(self, intervals: Sequence[Interval], clock: float) -> None:
-        """Writes what the workers did; `clock` is the time, in seconds, of the intervals' 0."""
-        self._kept(lambda: self._timeline.write(intervals, clock))
-
-    def step_timeline(
-        self, done: int, intervals: list[Interval], clock: float, picture: bool
+    def step(
+        self,
+        done: int,
+        line: dict[str, float],
+        intervals: list[Interval],
+        clock: float,
+        extremes: Extremes | None,
     ) -> None:
-        """Writes what the workers did in the step that is `done`; where asked for, a picture of the last steps."""
+        """Records the step that is `done`.
+
+        Args:
+          done: Number of completed steps.
+          line: Metrics of the step.
+          intervals: Work and waits of all workers.
+          clock: System time, in seconds, of the intervals' 0.
+          extremes: Best and worst images. None means that no picture of them is due.
+        """
         self.timeline(intervals, clock)
         self._shown = [*self._shown[1 - SHOWN_STEPS :], intervals]
-        if picture:
+        if self._settings.is_shown(done):
             first = done - len(self._shown) + 1
             steps = f"steps {first} to {done}" if first < done else f"step {done}"
             path = self._folder / f"timeline_{done:06d}.png"
-            shown = [interval for step in self._shown for interval in step]
-            self._kept(lambda: draw(shown, path, steps))
-            self._kept(lambda: self._metrics.picture(path))
+            self._write(draw, [one for step in self._shown for one in step], path, steps)
+            self._write(self.metrics.picture, path)
+        if extremes is not None:
+            self.extremes(done, extremes)
+        self._write(self.metrics.write, done, line)
+        self._write(self._commands.flush)
+        self._steps += 1
+        if self._steps == STEADY and not self._on_cpu and (found := waiting(line)):
+            self._progress.note(found)
+        utilisation = None if self._on_cpu else line["utilisation"]
+        self._progress.update(done, line["reward"], line["images_per_second"], utilisation)
+
+    def timeline(self, intervals: Sequence[Interval], clock: float) -> None:
+        """Writes work and waits of the workers; `clock` as in `step`."""
+        self._write(self._timeline.write, intervals, clock)
+
+    def extremes(self, done: int, found: Extremes) -> None:
+        """Writes pictures of the best and the worst images of the step that is `done`, with prompts and scores."""
+        for name, sample in found._asdict().items():
+            captions = [record["prompt"] for record in sample.records]
+            title = f"the {name} images of step {done}"
+            sheet = pictures.image_grid(sample.images, captions, 6, sample.values, title)
+            path = self._folder / f"{name}_{done:06d}.png"
+            self._write(sheet.save, path)
+            self._write(self.metrics.picture, path)
+
+    def evaluated(self, version: int, found: Evaluation) -> None:
+        """Records a version's evaluation: its picture if one is due, metrics, curve, and images for the results."""
+        if self._settings.is_shown(version):
+            self.show(version, found)
+        if not self._settings.is_evaluated(version):
+            return
+        self._write(self.metrics.write, version, found.metrics())
+        images = stills(found.clips[: self._count])
+        prompts = np.asarray([record["prompt"] for record in found.records[: len(images)]])
+        content = dict(step=version, images=images, scores=found.scores, prompts=prompts)
+        file = self._folder / ("after.npz" if version else "before.npz")
+        self._write(functools.partial(save_images, file, **content))
+        if version:
+            self._write(self._draw_curve)
+        when = f"step {version}" if version else "before tuning"
+        self._progress.note(f"{when}: {found.scores.mean():.3f} on the {self._prompts}")
 
     def show(self, done: int, found: Evaluation) -> None:
         """Writes a picture of the model's images after `done` steps, with their rewards; for clips an animation too."""
@@ -149,27 +216,8 @@ class Records:
             for images in found.clips[:count].swapaxes(0, 1)
         ]
         path = self._folder / f"step_{done:06d}.png"
-        self._kept(lambda: pictures.save_frames(path, grids))
-        self._kept(lambda: self._metrics.picture(path))
-
-    def extremes(self, done: int, found: Extremes) -> None:
-        """Writes pictures of the best and the worst images of the step that is `done`, with prompts and scores."""
-        for name, sample in found._asdict().items():
-            captions = [record["prompt"] for record in sample.records]
-            title = f"the {name} images of step {done}"
-            sheet = pictures.image_grid(sample.images, captions, 6, sample.values, title)
-            path = self._folder / f"{name}_{done:06d}.png"
-            self._kept(functools.partial(sheet.save, path))
-            self._kept(functools.partial(self._metrics.picture, path))
-
-    def _keep(self, done: int, found: Evaluation) -> None:
-        """Keeps the first images and all scores of an evaluation, for the results."""
-        images, scores = stills(found.clips[: self._count]), found.scores
-        file = self._folder / ("after.npz" if done else "before.npz")
-        prompts = np.asarray([record["prompt"] for record in found.records[: len(images)]])
-        self._kept(
-            lambda: save_images(file, step=done, images=images, scores=scores, prompts=prompts)
-        )
+        self._write(pictures.save_frames, path, grids)
+        self._write(self.metrics.picture, path)
 
     def _draw_curve(self) -> None:
         """Writes the reward so far as a picture."""
@@ -179,48 +227,56 @@ class Records:
             self._folder / "curve.png",
         )
 
-    def conclude(self, done: int, held_out: list[dict]) -> None:
-        """Writes a sheet of the same prompts before and after all `done` steps, of the evaluated records."""
-        if (found := self._compared(held_out)) is None:
+    def conclude(self, done: int) -> None:
+        """Writes a sheet of the same prompts before and after all `done` steps."""
+        if (found := self._compared()) is None:
             return
         first, last = found
         count = min(len(first["images"]), len(last["images"]))
         sheet = pictures.before_after(
             first["images"][:count],
             last["images"][:count],
-            [record["prompt"] for record in held_out[:count]],
+            [record["prompt"] for record in self._held_out[:count]],
             first["scores"][:count],
             last["scores"][:count],
             title=f"{self._prompts}, the same noise before and after tuning",
         )
         path = self._folder / "before_after.png"
-        self._kept(lambda: sheet.save(path))
-        self._kept(lambda: self._metrics.picture(path, done))
+        self._write(sheet.save, path)
+        self._write(self.metrics.picture, path, done)
 
-    def results(self, held_out: list[dict]) -> None:
-        """Prints the results and draws the curve; `held_out` are the evaluated records."""
-        if (found := self._compared(held_out)) is None:
+    def results(self) -> None:
+        """Prints the results and draws the curve."""
+        if (found := self._compared()) is None:
             print(
                 f"{self._folder / 'before.npz'} is missing or damaged: nothing is compared with it"
             )
         else:
-            print(table(self._prompts, held_out, *(one["scores"] for one in found)))
+            print(table(self._prompts, self._held_out, *(one["scores"] for one in found)))
         self._draw_curve()
         print(where(self._workdir))
 
-    def _compared(
-        self, held_out: list[dict]
-    ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]] | None:
-        """What was kept of the first and of the last evaluation; None where one is missing or damaged."""
+    def _compared(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]] | None:
+        """Saved images of the first and of the last evaluation; None if one is missing or damaged."""
         first, last = (saved_images(self._folder / f"{when}.npz") for when in ("before", "after"))
-        if first is None or last is None or len(first["scores"]) != len(held_out):
+        if first is None or last is None or len(first["scores"]) != len(self._held_out):
             return None
         return first, last
 
 
+def waiting(line: dict[str, float]) -> str:
+    """What the devices waited for most in a step, and what to change; empty if that was little."""
+    waits = {cause: line.get(f"seconds/wait_{cause}", 0.0) for cause in ADVICE}
+    cause = max(waits, key=waits.get)
+    share = (1 - line["utilisation"]) * waits[cause] / (sum(waits.values()) or 1.0)
+    if share < MUCH:
+        return ""
+    return f"devices wait {share:.0%} of the time for {cause}: {ADVICE[cause]}"
+
+
 @contextlib.contextmanager
 def full_disk(workdir: pathlib.Path) -> Iterator[None]:
-    """Turns the first error of a full disk into one sentence.
+    """Turns the first error of a full disk into `SaveFailed`.
 
     Raises:
       SaveFailed: the disk is full.

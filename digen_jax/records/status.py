@@ -30,7 +30,7 @@ class Status:
 
     Args:
       workdir: the run's folder.
-      snapshot: the state as JSON: see `runtime.present`. It may wait, which makes the file old.
+      snapshot: the state as JSON: see `Summary.present`. It may wait, which makes the file old.
       places: for workers in other processes, by name: "host", "process" (the first one's number there), "processes"
         and "heard", when the one that has been silent longest was heard, by the system's clock. The others are in
         this process; of the trainer's there may be more.
@@ -81,7 +81,7 @@ def write_status(
       workdir: the folder of the file.
       snapshot: see `Status`.
       places: likewise.
-      ended: None: the run goes on; "": it has ended; else its error.
+      ended: None: the run continues; "": it has ended; else its error.
     """
     here = {"host": socket.gethostname(), "process": os.getpid()}
     workers = {
@@ -145,7 +145,7 @@ def describe(
 
 
 def _alive(found: Mapping[str, Any], holder: int | None, now: float) -> str:
-    """Whether the process that wrote a state goes on, in a sentence."""
+    """Whether the process that wrote a state continues, in a sentence."""
     who = f"process {found['process']} on {found['host']}"
     text = f"written {_span(now - found['written'])} ago by {who}"
     if found["ended"]:

@@ -128,7 +128,7 @@ def _event(row: int, interval: Interval, clock: float) -> dict[str, Any]:
 
 
 def in_order(found: Iterable[tuple[str, str]]) -> list[str]:
-    """The rows of some intervals (worker, kind): rollout, what is beside it, trainer, rewards, the servers they ask."""
+    """The rows of some intervals (worker, kind): rollout workers, other workers, trainer, rewards, their servers."""
     servers = {row: kind.startswith("ask") for row, kind in found}
 
     def place(row: str) -> tuple[bool, bool, bool, bool, str]:

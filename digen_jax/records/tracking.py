@@ -1,4 +1,4 @@
-"""What a run tells trackers, wandb and trackio, beside its own records.
+"""What a run tells trackers, wandb and trackio, in addition to its own records.
 
 Each tracker has a process of its own, so that nothing of it can slow, stop or print into the run: not its import, nor
 a network that hangs, nor an exception. What it is not told, or does not send, is in the workdir's own files.
@@ -27,7 +27,7 @@ START = (
 
 
 class Tracker:
-    """A tracker's process. A tracker that fails, hangs or falls behind is told of in one line, and the run goes on.
+    """A tracker's process. A tracker that fails, hangs or falls behind is told of in one line, and the run continues.
 
     Args:
       told: what it is started with; its output is appended to KIND.log in the workdir.
@@ -105,7 +105,7 @@ class Tracker:
             sentence = pipe.readline().strip()
         code = self._process.wait()
         if sentence or code:
-            rest = "" if self._over else ", and the run goes on without it"
+            rest = "" if self._over else ", and the run continues without it"
             self._say(f"does not work{rest}: {sentence or f'exit code {code}'}")
 
     def _say(self, what: str) -> None:

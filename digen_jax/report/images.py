@@ -66,7 +66,7 @@ def shown(run: Run) -> list[Shown]:
 
 
 def _file_url(path: pathlib.Path | None) -> str:
-    """A picture's file; the animation beside it, if it is of clips; "" for one that is just being written."""
+    """A picture's file; the animation next to it, if it is of clips; "" for one that is just being written."""
     if path is None:
         return ""
     try:

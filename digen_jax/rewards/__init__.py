@@ -30,7 +30,7 @@ class Scores(NamedTuple):
     columns: Float32[
         np.ndarray, "b k"
     ]  # the scores that have a weight; NaN: its reward does not apply
-    # Scores that rewards return beside these, by "reward/score"; NaN likewise.
+    # Scores that rewards return in addition to these, by "reward/score"; NaN likewise.
     shown: Mapping[str, Float32[np.ndarray, "b"]]
 
 

@@ -1,4 +1,4 @@
-"""Scoring beside generation: the rewards in processes of their own, or in a thread of this one."""
+"""Scoring in parallel with generation: the rewards in processes of their own, or in a thread of this one."""
 
 import math
 import pickle

@@ -19,7 +19,7 @@ class RewardSettings:
     weight: float | Mapping[str, float] = 1.0
     # the reward's own settings, by name
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    # by which metrics and the "rewards" of a prompt know it, in place of its name; "": the name. Sections
+    # by which metrics and the "rewards" of a prompt know it, instead of its name; "": the name. Sections
     # with the same reward, such as two of "served" with different servers, need different ones
     label: str = ""
     # seconds that a batch of images may take; 0: as `runtime.deadline` says

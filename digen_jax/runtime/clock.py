@@ -1,41 +1,51 @@
-"""Measures seconds of work, without compilation, which only a first call needs, and without pauses."""
+"""Seconds of work in threads, without compilation and pauses, and detection of work that exceeds its deadline."""
 
 import contextlib
+import dataclasses
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
 
+from digen_jax.process.ending import STOPPED, last_word, leave
+from digen_jax.scheduling.deadlines import Deadline
+
 COMPILING = "/jax/core/compile"
 LOWERED = f"{COMPILING}/jaxpr_to_mlir_module_duration"  # the compiler runs next
+LOOKS = 20  # checks within a deadline, at most a second apart
 
 Parts = Sequence[tuple[str, float, float]]  # (kind, begin, end)
 
 _thread = threading.local()
 
 
+def _current() -> "Stopwatch | None":
+    return getattr(_thread, "watch", None)
+
+
 class Stopwatch:
     """The seconds of a block: `so_far` inside it, for any thread, and `seconds` after it.
 
-    `parts` are (kind, begin, end) of what `part` has noted in it, by `time.perf_counter`.
+    `parts` are (kind, begin, end) of the blocks of `part` in it, by `time.perf_counter`.
     """
 
     def __init__(self):
         self.seconds = 0.0
         self.parts: list[tuple[str, float, float]] = []
-        self.began = time.perf_counter()
-        self._apart: list[tuple[float, float]] = []  # spans that do not count
+        self._began = time.perf_counter()
+        self._uncounted: list[tuple[float, float]] = []  # spans, which may be nested
         self._since: float | None = None  # begin of such a span that has not ended
         self._elsewhere: Callable[[], float] | None = (
-            None  # seconds of work in it, in another process
+            None  # seconds of work in it in another process
         )
 
     def so_far(self) -> float:
         """Seconds of work up to now."""
         since, elsewhere, now = self._since, self._elsewhere, time.perf_counter()
-        spans = [*self._apart, *([(since, now)] if since is not None else [])]
-        here = max(0.0, now - self.began - _length(spans, self.began))
+        spans = [*self._uncounted, *([(since, now)] if since is not None else [])]
+        here = max(0.0, now - self._began - _length(spans, self._began))
         return here if elsewhere is None else here + elsewhere()
 
     def parts_ago(self) -> tuple[tuple[str, float, float], ...]:
@@ -44,83 +54,14 @@ class Stopwatch:
         return tuple((kind, now - begin, now - end) for kind, begin, end in self.parts)
 
     def pause(self, elsewhere: Callable[[], float] | None = None) -> None:
-        """Stops the measurement, in favour of one of another process where there is one."""
+        """Stops the measurement; `elsewhere` gives the seconds of another process that count instead."""
         self._since, self._elsewhere = time.perf_counter(), elsewhere
 
-    def go_on(self, apart: float = 0.0) -> None:
-        """Continues the measurement, without the last `apart` seconds."""
+    def resume(self, uncounted: float = 0.0) -> None:
+        """Continues the measurement, without the last `uncounted` seconds."""
         now = time.perf_counter()
         self._since = self._elsewhere = None
-        self._apart.append((now - apart, now))
-
-
-@contextlib.contextmanager
-def measured() -> Iterator[Stopwatch]:
-    """Measures a block in this thread, without its pauses and the tracing and compilation in it."""
-    outer, watch = getattr(_thread, "watch", None), Stopwatch()
-    _thread.watch = watch
-    try:
-        yield watch
-    finally:
-        _thread.watch = outer
-        watch.go_on()
-        watch.seconds = watch.so_far()
-
-
-@contextlib.contextmanager
-def part(kind: str) -> Iterator[None]:
-    """Notes a block in this thread as a part of the work that is measured, which the timeline shows apart."""
-    begin = time.perf_counter()
-    yield
-    watch = getattr(_thread, "watch", None)
-    if watch is not None:
-        watch.parts.append((kind, begin, time.perf_counter()))
-
-
-@contextlib.contextmanager
-def paused() -> Iterator[None]:
-    """A block in which this thread only waits for other threads, and which does not count as work."""
-    watch = getattr(_thread, "watch", None)
-    if watch is None:
-        yield
-        return
-    begin = time.perf_counter()
-    watch.pause()
-    try:
-        yield
-    finally:
-        watch.go_on(time.perf_counter() - begin)
-
-
-@contextlib.contextmanager
-def elsewhere(so_far: Callable[[], float]) -> Iterator[Callable[[float, Parts], None]]:
-    """A block in which this thread waits for another process, whose seconds of work count in place of its own.
-
-    Args:
-      so_far: these seconds up to now, for any thread.
-
-    Yields:
-      a function to call with the seconds of the whole work, and with its parts in seconds before then.
-    """
-    watch, begin, counted = getattr(_thread, "watch", None), time.perf_counter(), [0.0]
-
-    def done(seconds: float, parts: Parts = ()) -> None:
-        counted.append(seconds)
-        if watch is not None:
-            now = time.perf_counter()
-            # The answer was on its way for a while, and clocks differ a little.
-            watch.parts += [
-                (kind, *(max(begin, now - ago) for ago in span)) for kind, *span in parts
-            ]
-
-    if watch is None:
-        yield done
-        return
-    watch.pause(so_far)
-    try:
-        yield done
-    finally:
-        watch.go_on(max(0.0, time.perf_counter() - begin - counted[-1]))
+        self._uncounted.append((now - uncounted, now))
 
 
 def _length(spans: list[tuple[float, float]], begin: float) -> float:
@@ -132,14 +73,161 @@ def _length(spans: list[tuple[float, float]], begin: float) -> float:
     return total
 
 
+@contextlib.contextmanager
+def measured() -> Iterator[Stopwatch]:
+    """Measures a block in this thread, without its pauses and the tracing and compilation in it."""
+    outer, watch = _current(), Stopwatch()
+    _thread.watch = watch
+    try:
+        yield watch
+    finally:
+        _thread.watch = outer
+        watch.resume()
+        watch.seconds = watch.so_far()
+
+
+@contextlib.contextmanager
+def part(kind: str) -> Iterator[None]:
+    """Notes a block in this thread as a part of the measured work, which the timeline shows separately."""
+    begin = time.perf_counter()
+    yield
+    if watch := _current():
+        watch.parts.append((kind, begin, time.perf_counter()))
+
+
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """A block in which this thread only waits for other threads, and which does not count as work."""
+    watch, begin = _current(), time.perf_counter()
+    if watch:
+        watch.pause()
+    try:
+        yield
+    finally:
+        if watch:
+            watch.resume(time.perf_counter() - begin)
+
+
+@contextlib.contextmanager
+def elsewhere(so_far: Callable[[], float]) -> Iterator[Callable[[float, Parts], None]]:
+    """A block in which this thread waits for another process, whose seconds of work count instead of its own.
+
+    Args:
+      so_far: These seconds up to now, for any thread.
+
+    Yields:
+      A function to call with the seconds of all work, and with its parts in seconds before then.
+    """
+    watch, begin, counted = _current(), time.perf_counter(), 0.0
+
+    def done(seconds: float, parts: Parts = ()) -> None:
+        nonlocal counted
+        counted, now = seconds, time.perf_counter()
+        if watch:
+            # The answer took a while to arrive, and clocks differ a little.
+            watch.parts += [
+                (kind, *(max(begin, now - ago) for ago in span)) for kind, *span in parts
+            ]
+
+    if watch:
+        watch.pause(so_far)
+    try:
+        yield done
+    finally:
+        if watch:
+            watch.resume(max(0.0, time.perf_counter() - begin - counted))
+
+
 def _compiled(event: str, seconds: float, **_: object) -> None:
     """JAX reports the seconds that it has just traced, lowered or compiled in this thread."""
-    watch = getattr(_thread, "watch", None)
+    watch = _current()
     if watch is None or not event.startswith(COMPILING):
         return
-    watch.go_on(seconds)
+    watch.resume(seconds)
     if event == LOWERED:
         watch.pause()
 
 
 jax.monitoring.register_event_duration_secs_listener(_compiled)
+
+
+@dataclasses.dataclass
+class _Work:
+    stopwatch: Stopwatch
+    seconds: float  # its limit
+    late: Callable[[float], None]
+    # Seconds in which this process ran, so that a process that was suspended is not late.
+    seen: float = 0.0
+
+
+class Watch:
+    """One thread, started by the first work with a deadline, that calls the handlers of late work."""
+
+    def __init__(self, deadline: Deadline):
+        self._deadline = deadline
+        self._works: dict[int, _Work] = {}
+        self._lock = threading.Lock()
+        self._changed = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    @contextlib.contextmanager
+    def over(self, expected: float | None, late: Callable[[float], None]) -> Iterator[Stopwatch]:
+        """Times a block, as `measured`; another thread calls `late(seconds)` when the block exceeds its limit.
+
+        Compilation and pauses do not count.
+
+        Args:
+          expected: Expected seconds of the block. None means unknown.
+          late: The handler.
+        """
+        seconds = self._deadline.seconds(expected)
+        with measured() as stopwatch:
+            if seconds == math.inf:
+                yield stopwatch
+                return
+            work = _Work(stopwatch, seconds, late)
+            with self._lock:
+                self._works[id(work)] = work
+                if self._thread is None and not self._closed:
+                    self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
+                    self._thread.start()
+            self._changed.set()
+            try:
+                yield stopwatch
+            finally:
+                with self._lock:
+                    self._works.pop(id(work), None)
+
+    def close(self) -> None:
+        """Ends the supervision."""
+        self._closed = True
+        self._changed.set()
+
+    def _look(self) -> None:
+        while not self._closed:
+            with self._lock:
+                shortest = min((work.seconds for work in self._works.values()), default=math.inf)
+            every, begin = min(1.0, shortest / LOOKS), time.perf_counter()
+            if shortest == math.inf:
+                self._changed.wait()
+            else:
+                time.sleep(every)
+            self._changed.clear()
+            passed, late = min(time.perf_counter() - begin, 2 * every), []
+            with self._lock:
+                for work in list(self._works.values()):
+                    work.seen += passed
+                    if min(work.seen, work.stopwatch.so_far()) > work.seconds:
+                        late.append(self._works.pop(id(work)))
+            for work in late:
+                work.late(work.seconds)
+
+
+def end_process(who: str, what: str, seconds: float) -> None:
+    """Ends this process when its main work hangs, so that nothing can be saved; its last checkpoint remains."""
+    why = (
+        f"{who} hangs: {what} has taken more than {seconds:g} seconds (config.runtime.deadline). The process ends with "
+        f"code {STOPPED}; the same command continues from the last checkpoint."
+    )
+    leave(last_word(why, STOPPED))

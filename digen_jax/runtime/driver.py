@@ -1,5 +1,8 @@
 """Runs the scheduler on the real clock: one thread for each worker, the home worker's being the caller's.
 
+    scheduler --command--> driver --(a thread for each worker)--> executors --> jitted programs
+        ^------event-------'
+
 A worker in another process has threads here, too, which wait for it.
 """
 
@@ -8,26 +11,25 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 from digen_jax.errors import ConfigError
 from digen_jax.process.ending import Stopped, hangs
 from digen_jax.process.exhausted import during, out_of_memory
+from digen_jax.records.command_log import CommandLog
+from digen_jax.records.positions import Begun
+from digen_jax.records.summary import Summary
 from digen_jax.rewards.exchanges import moved
 from digen_jax.rewards.pool import RewardPool, may_pass
-from digen_jax.runtime.clock import Stopwatch
-from digen_jax.runtime.executors import Executor, LostSums, Samples
-from digen_jax.runtime.judging import Judged
+from digen_jax.runtime.clock import Stopwatch, Watch, end_process
+from digen_jax.runtime.executors import Executors, LostSums
 from digen_jax.runtime.link import LOSS, LinkError
-from digen_jax.runtime.log import CommandLog
 from digen_jax.runtime.orders import Orders
-from digen_jax.runtime.present import present
-from digen_jax.runtime.scores import sent
-from digen_jax.runtime.summary import Summary
-from digen_jax.runtime.watch import Watch, end_process
+from digen_jax.runtime.sampling import SamplingExecutor
+from digen_jax.runtime.scoring import Judged
 from digen_jax.runtime.worker import Gone, Line, WorkerThreads
 from digen_jax.scheduling.commands import (
     TRAINER,
@@ -47,31 +49,26 @@ from digen_jax.scheduling.scheduler import FAILURES, Scheduler, SchedulerError
 from digen_jax.scheduling.timeline import Interval
 
 
-class Begun(NamedTuple):
-    """The work in flight at a step's end, as a checkpoint holds it in addition to the trainer's state."""
-
-    scheduler: dict[str, Any]  # Scheduler.save()
-    kept: dict[int, Any]  # version: tuned parameters that begun chunks need, except the newest
-    layout: str = ""  # recipe.layout of the process that saved it, in which the costs were measured
-
-
 class Driver:
-    """Runs training step by step. Between two calls the sampling meshes continue with the next work.
+    """Runs training step by step. Between two calls the workers continue with the next work.
 
     Args:
-      executor: executes commands.
-      scheduler: before its first event.
-      rewards: scores; the caller closes it.
-      begun: the work in flight when the run was saved; None: nothing.
-      log: gets all commands in their order; in a run it is a `CommandLog`.
-      orders: tells other processes what to do as soon as it begins.
-      watch: ends work that takes too long; the caller closes it. None: no deadline.
-      evaluated: called on the main thread with a version and the result of its evaluation.
+      executor: Executes commands.
+      scheduler: The scheduler, before its first event.
+      rewards: Scores images; the caller closes it.
+      begun: The work in flight when the run was saved. None means that there is none.
+      log: Gets all commands in their order. None means that they are not recorded.
+      orders: Announces commands to other processes as they start. None means that there are no others.
+      watch: Ends work that takes too long; the caller closes it. None means no deadline.
+      evaluated: Called on the main thread with a version and the result of its evaluation.
+
+    Attributes:
+      intervals: Work and waits of the workers in the step that ended last.
     """
 
     def __init__(
         self,
-        executor: Executor,
+        executor: Executors,
         scheduler: Scheduler,
         rewards: RewardPool,
         begun: Begun | None = None,
@@ -80,15 +77,13 @@ class Driver:
         watch: Watch | None = None,
         evaluated: Callable[[int, Any], None] = lambda version, found: None,
     ):
-        self.executor, self._scheduler = executor, scheduler
-        self._evaluated = evaluated
-        self.begun = begun
-        self.intervals: list[Interval] = []  # of the step that ended last
-        self._rewards, self._log = rewards, log
-        self._orders = orders or Orders()
+        self.executor, self.begun = executor, begun
+        self.intervals: list[Interval] = []
+        self._scheduler, self._rewards, self._evaluated = scheduler, rewards, evaluated
+        self._log, self._orders = log, orders or Orders()
         self._watch = watch or Watch(Deadline(0))
         self._lock = threading.RLock()
-        # Commands for the trainer, or an error that ends the run.
+        # Commands for the home worker, or an error that ends the run.
         self._inbox: queue.SimpleQueue = queue.SimpleQueue()
         rollouts = [name for name in executor.devices if name != TRAINER]
         self._workers = {name: WorkerThreads(name) for name in rollouts}
@@ -112,9 +107,9 @@ class Driver:
         """Runs until the present step has ended; returns its metrics.
 
         Raises:
-          ConfigError: the reward returns a wrong value. An error of the reward itself is raised as it is.
-          Stopped: the reward hangs or dies, or the trainer cannot take over from workers that hang.
-          SchedulerError: a piece of work failed too often.
+          ConfigError: The reward returns a wrong value. An error of the reward itself is raised as it is.
+          Stopped: The reward hangs or dies, or the home worker cannot take over from workers that hang.
+          SchedulerError: A piece of work failed too often.
         """
         self._away += self.now() - self._left
         while not self._ends_step(self._next()):
@@ -126,26 +121,23 @@ class Driver:
 
     def finish(self) -> None:
         """After the last step: runs until its version is evaluated. Raises the same errors as `step`."""
-        while not self._over():
+        while True:
+            with self._lock:
+                if self._scheduler.finished and self._inbox.empty():
+                    return
             self._next()
 
-    def _over(self) -> bool:
-        """Whether no work is left."""
-        with self._lock:
-            return self._scheduler.finished and self._inbox.empty()
-
     def _next(self) -> Command | None:
-        """Waits for the trainer's next command and executes it; None: it failed, and others may repeat it."""
+        """Waits for the home worker's next command and executes it; None: it failed, and others may repeat it."""
         item = self._inbox.get()
         if isinstance(item, BaseException):
             raise item
+        begin = self.now()
         if isinstance(item, Evaluate):
             self._orders.announce("do", item)
-            begin = self.now()
             self._evaluated(item.version, self.executor.evaluated(item))
             self._away += self.now() - begin
             return item
-        begin = self.now()
         late = self._watched(item, lambda *late: end_process("the trainer", *late))
         try:
             with self._orders.together("do", item), late as stopwatch:
@@ -157,14 +149,14 @@ class Driver:
                 traceback.print_exception(error)
             self._post(Failed(self.now(), item, repr(error)))
             return None
-        self._completed(item, begin, stopwatch.seconds, parts=stopwatch.parts)
+        self._completed(item, begin, stopwatch)
         return item
 
     def _others_may_do(self, command: Command, error: Exception) -> bool:
-        """Whether the trainer's work has failed that another worker may do: sampling, or training of lost sums.
+        """Whether other workers may do failed work of the home worker: sampling, or training of lost sums.
 
         Raises:
-          Stopped: there is no other worker left, because they hang.
+          Stopped: There is no other worker left, because they hang.
         """
         if isinstance(error, LostSums):
             return True
@@ -184,36 +176,39 @@ class Driver:
             return self._summary.take(self.now())
 
     def snapshot(self) -> dict[str, Any]:
-        """What every worker does or waits for at present, as JSON: see `present`. For any thread."""
+        """The present work or wait of every worker, as JSON: see `Summary.present`. Any thread may call."""
         with self._lock:
-            return present(self._scheduler, self._summary, self.executor.devices, self.now())
+            return self._summary.present(self._scheduler, self.executor.devices, self.now())
 
-    def join(self, sampler: Samples) -> None:
-        """Adds a sampling mesh, in mid-run, too; one of the same name was lost before. Any thread may call."""
-        try:
-            with self._lock:
-                if self._closed:
-                    return
-                self.executor.join(sampler)
-                self._workers[sampler.name] = WorkerThreads(sampler.name)
-                self._summary.devices[sampler.name] = sampler.devices
-                self._post(Joined(self.now(), sampler.name, *self.executor.roles(sampler.name)))
-        except BaseException as error:
-            self._stop(error)
+    def join(self, sampler: SamplingExecutor) -> None:
+        """Adds a rollout worker, in mid-run, too; one of the same name was lost before. Any thread may call."""
+        with self._failing(), self._lock:
+            if self._closed:
+                return
+            self.executor.join(sampler)
+            self._workers[sampler.name] = WorkerThreads(sampler.name)
+            self._summary.devices[sampler.name] = sampler.devices
+            self._post(Joined(self.now(), sampler.name, *self.executor.roles(sampler.name)))
 
     def lost(self, name: str, why: str) -> None:
-        """A sampling mesh's process is gone: the others repeat its work. Any thread may call."""
+        """A worker's process is lost: the others repeat its work. Any thread may call."""
         with self._lock:
             worker = None if self._closed else self._workers.get(name)
-        try:
-            if worker is not None:
+        if worker is not None:
+            with self._failing():
                 self._give_up(worker, why)
-        except BaseException as error:
-            self._stop(error)
 
     def fail(self, error: BaseException) -> None:
-        """Ends the run with an error. Any thread may call."""
-        self._stop(error)
+        """Makes the main thread raise an error at its next command. Any thread may call."""
+        self._inbox.put(error)
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Ends the run with any error of a block, instead of the thread that executes it."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
 
     def close(self) -> None:
         """Ends the threads after their present work."""
@@ -235,19 +230,16 @@ class Driver:
                 self._log.extend(commands)
             command = getattr(event, "command", None)
             if isinstance(event, Completed) and self._ends_step(command):
-                self._step_ended(command.step + 1)
+                # The work in flight, from which another process can continue. The newest version, and its evaluated
+                # weights, are in the trainer's state.
+                older = [p for p in self._scheduler.kept if p.version <= command.step]
+                trees = {p.version: self.executor.published(p) for p in older}
+                self.begun = Begun(self._scheduler.save(), trees)
+                self.intervals = self._summary.end_step(self.now(), self._away)
+                self._away = 0.0
             self._summary.seen(event, commands, self._scheduler, self.now())
             for command in commands:
                 self._send(command)
-
-    def _step_ended(self, version: int) -> None:
-        """Saves the work in flight, from which another process can continue."""
-        # The newest version, and its evaluated weights, are in the trainer's state.
-        kept = [p for p in self._scheduler.kept if p.version < version]
-        trees = {p.version: self.executor.published(p) for p in kept}
-        self.begun = Begun(self._scheduler.save(), trees)
-        self.intervals = self._summary.end_step(self.now(), self._away)
-        self._away = 0.0
 
     def _ends_step(self, command: Command | None) -> bool:
         return isinstance(command, Update) and command.update == self._last_update
@@ -270,23 +262,12 @@ class Driver:
             line = found.line(command)
             line.submit(self._do, found, line, command)
 
-    def _completed(
-        self,
-        command: Command,
-        begin: float,
-        seconds: float,
-        values: tuple[float, ...] = (),
-        parts: Sequence[tuple[str, float, float]] = (),
-    ) -> None:
+    def _completed(self, command: Command, begin: float, stopwatch: Stopwatch) -> None:
         end = self.now()
-        parts = [(kind, *(time - self._start for time in span)) for kind, *span in parts]
+        parts = [(kind, *(time - self._start for time in span)) for kind, *span in stopwatch.parts]
         with self._lock:
             self._summary.work(command, begin, end, parts)
-            self._post(Completed(end, command, seconds, values))
-
-    def _stop(self, error: BaseException) -> None:
-        """Makes the main thread raise an error at its next command."""
-        self._inbox.put(error)
+            self._post(Completed(end, command, stopwatch.seconds))
 
     @contextmanager
     def _watched(self, command: Command, late: Callable[[str, float], None]) -> Iterator[Stopwatch]:
@@ -300,15 +281,15 @@ class Driver:
     # ------------------------------------------------------------------------- in other threads
 
     def _do(self, worker: WorkerThreads, line: Line, command: Command) -> None:
-        """Executes a sampling mesh's command; the scheduler handles a failure; after two in a row the mesh is lost."""
-        try:
+        """Executes a worker's command; the scheduler handles a failure; after two in a row the worker is lost."""
+        with self._failing():
             begin = self.now()
+            late = self._watched(command, lambda *late: self._hangs(worker, *late))
             try:
-                late = self._watched(command, lambda *late: self._hangs(worker, *late))
                 with late as stopwatch:
                     self.executor.do(command)
             except Gone:  # `lost` follows, or has been called
-                return None
+                return
             # Any error: another device may succeed where this one fails, and the scheduler limits the attempts.
             except Exception as error:
                 ends = isinstance(error, Stopped | ConfigError) and not may_pass(error)
@@ -319,9 +300,7 @@ class Driver:
             if isinstance(command, Deliver):
                 # The trainer's other processes take it from this one, before they train on it.
                 self._orders.announce("delivered", command)
-            self._completed(command, begin, stopwatch.seconds, parts=stopwatch.parts)
-        except BaseException as error:
-            self._stop(error)
+            self._completed(command, begin, stopwatch)
 
     def _failed(
         self, worker: WorkerThreads, line: Line, command: Command, error: Exception
@@ -331,12 +310,12 @@ class Driver:
             worker.given_up.wait(LOSS)
         with self._lock:
             if not (self._is_current(worker) and self._scheduler.awaits(command)):
-                return None
+                return
             if self._scheduler.is_superseded(command):
                 return self._post(Failed(self.now(), command, repr(error)))
-        # What a process that is gone was to send does not come.
-        if sentence := str(error) if isinstance(error, LinkError) else out_of_memory(error):
-            print(f"{worker.name}: {sentence}", file=sys.stderr, flush=True)
+        # A tree that a lost process was to send does not come.
+        if message := str(error) if isinstance(error, LinkError) else out_of_memory(error):
+            print(f"{worker.name}: {message}", file=sys.stderr, flush=True)
         else:
             traceback.print_exception(error)
         worker.failed[line] += 1
@@ -345,20 +324,19 @@ class Driver:
             if not useless:
                 self._post(Failed(self.now(), command, repr(error)))
                 useless = self._is_current(worker) and self._scheduler.is_useless(worker.name)
-        return self._give_up(worker, f"has failed {FAILURES} times in a row") if useless else None
+        if useless:
+            self._give_up(worker, f"has failed {FAILURES} times in a row")
 
     def _hangs(self, worker: WorkerThreads, what: str, seconds: float) -> None:
         """A worker is late: it is given up, and the others repeat its work."""
-        try:
+        with self._failing():
             hangs(worker.name)
             self._hung.append(worker.name)
             limit = f"{seconds:g} seconds (config.runtime.deadline)"
             self._give_up(worker, f"hangs: {what} has taken more than {limit}")
-        except BaseException as error:
-            self._stop(error)
 
     def _is_current(self, worker: WorkerThreads) -> bool:
-        """Whether it was not given up; its name may have come again."""
+        """Whether it was not given up; a worker of the same name may have joined since."""
         with self._lock:
             return self._workers.get(worker.name) is worker
 
@@ -375,35 +353,32 @@ class Driver:
                 print(words, file=sys.stderr, flush=True)
         worker.give_up()
 
-    def _scored(self, command: Score, asked: float, done: Future) -> None:
+    def _scored(self, command: Score, asked: float, done: Future[Judged | None]) -> None:
         """Takes scores; the timeline shows the reward's own time, the scheduler uses the whole waiting time."""
-        try:
+        with self._failing():
             error = done.exception()
             if isinstance(error, Gone):
                 return  # `lost` follows, or has been called, after which the chunk is made again
             with self._lock:
-                # What becomes of a lost mesh's images may come when another one makes their chunk again.
+                # Scores from a lost worker may arrive when another worker generates their chunk again.
                 if not self._scheduler.awaits(command):
                     return
                 if error is not None and may_pass(error):
-                    return self._not_scored(command, error)
-                found: Judged | None = done.result()
+                    try:  # the scheduler decides whether to ask the reward again
+                        self._post(Failed(self.now(), command, repr(error)))
+                    except SchedulerError:
+                        raise self._rewards.final(error) from None
+                    return self._rewards.tell(error)
+                found = done.result()
                 self.executor.scored(command, found)
                 now = self.now()
                 if found is not None:
                     self._summary.asked(command, moved(found.exchanges, -self._start))
             values, seconds = (), 0.0
             if found is not None:
-                self._orders.announce("scored", (command, sent(found.scores.columns)))
+                self._orders.announce("scored", (command, found.scores.columns.tolist()))
                 values, seconds = tuple(map(float, found.values)), found.seconds
-            self._completed(command, max(asked, now - seconds), now - asked, values)
-        except BaseException as error:
-            self._stop(error)
-
-    def _not_scored(self, command: Score, error: BaseException) -> None:
-        """The reward failed: the scheduler decides whether to ask it again."""
-        try:
-            self._post(Failed(self.now(), command, repr(error)))
-        except SchedulerError:
-            raise self._rewards.final(error) from None
-        self._rewards.tell(error)
+            with self._lock:
+                end = self.now()
+                self._summary.work(command, max(asked, now - seconds), end)
+                self._post(Completed(end, command, now - asked, values))

@@ -1,14 +1,17 @@
-"""Transfer of arrays between meshes: their owner offers them, the other mesh takes them."""
+"""Transfer of arrays between meshes: their owner offers them, the other mesh takes them; weight sync by versions."""
 
 import dataclasses
 import re
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from digen_jax.engine.system import resharded
+from digen_jax.engine.system import resharded, rounded
+from digen_jax.engine.trainer import TrainState
+from digen_jax.runtime.clock import paused
 from digen_jax.scheduling.commands import Chunk, Publication
 
 Tree = Any
@@ -19,13 +22,12 @@ LOSS = 2.0
 STATUS = re.compile(
     "(ABORTED|CANCELLED|DATA_LOSS|DEADLINE_EXCEEDED|INTERNAL|UNAVAILABLE|UNKNOWN): "
 )
-
 BROKEN = re.compile("UNAVAILABLE|Connection (reset|closed|refused)|Socket closed|Broken pipe")
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplesOf:
-    """The key of a chunk's samples for training, on the worker that generated it."""
+    """The key of a chunk's samples for training, on a worker that has them."""
 
     worker: str
     chunk: Chunk
@@ -33,7 +35,7 @@ class SamplesOf:
 
 @dataclasses.dataclass(frozen=True)
 class ConditioningOf:
-    """The key of a step's encoded prompts, on a worker that encoded them."""
+    """The key of a step's encoded prompts, on a worker that has them."""
 
     worker: str
     step: int
@@ -57,7 +59,7 @@ Key = Publication | ExactOf | TrainedOf | SamplesOf | ConditioningOf
 
 
 class LinkError(RuntimeError):
-    """A tree has not come from another process; its command may be repeated."""
+    """A tree did not arrive from another process; its command may be repeated."""
 
 
 def may_be_a_loss(error: BaseException) -> bool:
@@ -70,35 +72,15 @@ def may_be_a_loss(error: BaseException) -> bool:
 
 
 def connection_broke(error: BaseException) -> bool:
-    """Whether work has failed because a connection to another process broke, which says nothing about the work."""
+    """Whether work has failed because a connection to another process broke, which is no failure of the work."""
     return may_be_a_loss(error) and BROKEN.search(str(error)) is not None
 
 
-@runtime_checkable
-class Link(Protocol):
-    """Moves trees of arrays between meshes. Any thread may call."""
+class Link:
+    """Moves trees of arrays between meshes of one process: they are copied between devices, or stay in place.
 
-    def offer(self, key: Key, tree: Tree) -> None:
-        """Makes a tree available to takers."""
-
-    def take(self, key: Key, shardings: Shardings, taker: str) -> Tree | None:
-        """The tree on the taker's devices, after the transfer; None if it is no longer offered."""
-
-    def withdraw(self, key: Key) -> None:
-        """Ends the offer of a tree; a transfer in progress is completed."""
-
-    def settle(self, key: Key) -> bool:
-        """The same, after all transfers of the tree; returns whether its arrays may be overwritten.
-
-        They may not if a taker was given up during its transfer.
-        """
-
-    def give_up(self, worker: str) -> None:
-        """Nobody waits for this worker any longer: its offers end, arrays that it may be taking are not overwritten."""
-
-
-class LocalLink:
-    """The link within one process: arrays are copied between devices, or stay in place."""
+    `distributed.transfer` has links with the same methods for workers in other processes. Any thread may call.
+    """
 
     def __init__(self):
         self._offered: dict[Key, Tree] = {}
@@ -107,7 +89,7 @@ class LocalLink:
         self._changed = threading.Condition()
 
     def offer(self, key: Key, tree: Tree) -> None:
-        """See `Link`."""
+        """Makes a tree available to receivers."""
         for leaf in jax.tree.leaves(tree):
             # JAX (0.10.2) lists the shards at their first use, and lists each twice for two threads that come at once.
             # Of an array with parts in other processes only copies leave.
@@ -116,50 +98,122 @@ class LocalLink:
         with self._changed:
             self._offered[key] = tree
 
-    def take(self, key: Key, shardings: Shardings, taker: str) -> Tree | None:
-        """See `Link`. If the tree already has these shardings, the offered tree itself is returned."""
-        tree = self.lend(key, taker)
+    def take(self, key: Key, shardings: Shardings, receiver: str) -> Tree | None:
+        """The tree on the receiver's devices, after the transfer; None if it is no longer offered.
+
+        If the tree already has these shardings, the offered tree itself is returned.
+        """
+        tree = self.lend(key, receiver)
         if tree is None:
             return None
         try:
             return jax.block_until_ready(resharded(tree, shardings(tree)))
         finally:
-            self.returned(key, taker)
+            self.returned(key, receiver)
 
-    def lend(self, key: Key, taker: str) -> Tree | None:
-        """The offered tree, None: it is none; `settle` waits until `returned` was called."""
+    def lend(self, key: Key, receiver: str) -> Tree | None:
+        """The offered tree, or None; `settle` then waits until `returned` was called."""
         with self._changed:
             if key in self._offered:
-                self._taking.append((key, taker))
+                self._taking.append((key, receiver))
             return self._offered.get(key)
 
-    def returned(self, key: Key, taker: str, hung: bool = False) -> None:
-        """A tree's transfer has ended; `hung`: nobody knows whether it has, so that its arrays are not overwritten."""
+    def returned(self, key: Key, receiver: str) -> None:
+        """A tree's transfer has ended."""
         with self._changed:
-            if (key, taker) in self._taking:  # else it was given up
-                self._taking.remove((key, taker))
-                self._hung |= {key} if hung else set()
+            if (key, receiver) in self._taking:  # else it was given up
+                self._taking.remove((key, receiver))
             self._changed.notify_all()
 
     def withdraw(self, key: Key) -> None:
-        """See `Link`."""
+        """Ends the offer of a tree; a transfer in progress is completed."""
         with self._changed:
             self._offered.pop(key, None)
 
     def settle(self, key: Key) -> bool:
-        """See `Link`."""
+        """The same, after all transfers of the tree; returns whether its arrays may be overwritten.
+
+        They may not if a receiver was given up during its transfer.
+        """
         with self._changed:
             self._offered.pop(key, None)
             self._changed.wait_for(lambda: all(taken != key for taken, _ in self._taking))
             return key not in self._hung
 
     def give_up(self, worker: str) -> None:
-        """See `Link`."""
+        """Ends a worker's offers; `settle` no longer waits for it, and trees that it may be taking stay as they are."""
         with self._changed:
-            self._hung |= {key for key, who in self._taking if who == worker}
-            # What a lost mesh has made is made again by another one.
-            own = [key for key in self._offered if getattr(key, "worker", None) == worker]
-            for key in own:
+            self._hung |= {key for key, receiver in self._taking if receiver == worker}
+            # Other workers generate the chunks of a lost one again.
+            for key in [key for key in self._offered if getattr(key, "worker", None) == worker]:
                 del self._offered[key]
             self._taking = [taking for taking in self._taking if taking[1] != worker]
             self._changed.notify_all()
+
+
+class Versions:
+    """Published weights that may still be needed, on the trainer mesh; the link offers them to the workers.
+
+    The newest ones may be the trainer's own arrays. May be used by several threads.
+
+    Args:
+      link: The link to the workers.
+      keep: Whether an update consumes a copy of them, because chunks may still refer to them. Otherwise their
+        publication ends at the update.
+      dtype: Type of the offered weights. None means unchanged.
+      exact: Whether they are offered unchanged, too.
+    """
+
+    def __init__(self, link: Link, keep: bool, dtype: Any = None, exact: bool = False):
+        self._link, self._keep, self._dtype, self._exact = link, keep, dtype, exact
+        self._trees: dict[Publication, Tree] = {}
+        self._own: dict[Publication, str] = {}  # the field of the trainer's state with these arrays
+        self._lock = threading.Lock()
+
+    def __getitem__(self, publication: Publication) -> Tree:
+        return self._trees[publication]
+
+    def __contains__(self, publication: Publication) -> bool:
+        return publication in self._trees
+
+    def add(self, publication: Publication, tree: Tree, own: str | None = None) -> None:
+        """Publishes weights; `own`: the field of the trainer's state whose next update consumes these arrays."""
+        with self._lock:
+            self._trees[publication] = tree
+            if own is not None:
+                self._own[publication] = own
+        # Rounded once, before any transfer.
+        offered = tree if self._dtype is None else rounded(tree, self._dtype)
+        self._link.offer(publication, offered)
+        if self._exact:
+            self._link.offer(ExactOf(publication), tree)
+
+    def drop(self, publication: Publication) -> None:
+        """Frees published weights."""
+        with self._lock:
+            self._trees.pop(publication, None)
+            self._own.pop(publication, None)
+        for key in self._keys(publication):
+            self._link.withdraw(key)
+
+    def to_consume(self, state: TrainState) -> TrainState:
+        """The state that an update may consume: published arrays that must be kept are replaced by copies."""
+        with self._lock:
+            own, self._own = self._own, {}
+        copied = {field for publication, field in own.items() if self._needed(publication)}
+        copies = {field: jax.tree.map(jnp.copy, getattr(state, field)) for field in copied}
+        return state._replace(**copies)
+
+    def _keys(self, publication: Publication) -> tuple[Publication | ExactOf, ...]:
+        """What the link offers of a publication."""
+        return (publication, ExactOf(publication)) if self._exact else (publication,)
+
+    def _needed(self, publication: Publication) -> bool:
+        """Whether arrays must outlive an update; if not, their publication ends."""
+        if self._keep:
+            return True
+        with paused():  # the trainer's deadline: a receiver has its own
+            free = all([self._link.settle(key) for key in self._keys(publication)])
+        with self._lock:
+            self._trees.pop(publication, None)
+        return not free

@@ -1,4 +1,4 @@
-"""A sampling mesh's executor: holds weights by version, prompts by step, and chunks in progress."""
+"""A rollout worker's executor: holds weights by version, prompts by step, and chunks in progress."""
 
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -15,10 +15,10 @@ from digen_jax.engine.sampler import EncodedPrompts, Weights
 from digen_jax.engine.system import Rollout
 from digen_jax.flow.sampling import Trajectory
 from digen_jax.images import as_judged, bytes_or_nan
+from digen_jax.inference.evaluation import sample_fixed
 from digen_jax.runtime.clock import part
-from digen_jax.runtime.evaluation import HeldOut, sample_fixed
-from digen_jax.runtime.judging import Judge, Judged
 from digen_jax.runtime.link import ConditioningOf, Link, SamplesOf
+from digen_jax.runtime.scoring import HeldOut, Judge, Judged
 from digen_jax.runtime.steps import Steps
 from digen_jax.scheduling.commands import Chunk, Publication
 
@@ -26,8 +26,17 @@ from digen_jax.scheduling.commands import Chunk, Publication
 class SamplingExecutor:
     """Encodes, generates and decodes on one mesh; every method returns when its work is done.
 
-    It holds its results until others have taken them: images for the rewards in `images`, what the rewards on this
-    mesh have said of them in `answers`, samples for training on the link.
+    It holds its results until others have taken them: images for the rewards in `images`, scores of the rewards on
+    this mesh in `answers`, samples for training on the link. The proxy of a worker in another process has the same
+    attributes `name` and `devices` and the same methods.
+
+    Args:
+      name: Name of the worker.
+      rollout: Programs and parameters of the mesh.
+      steps: Steps of the run.
+      held_out: Prompts of evaluations.
+      link: The link to other workers.
+      scorers: Rewards on this mesh, by their numbers among those of the run.
     """
 
     def __init__(
@@ -39,22 +48,16 @@ class SamplingExecutor:
         link: Link,
         scorers: Mapping[int, rewards.NamedReward] = MappingProxyType({}),
     ):
-        """`scorers` are the rewards on this mesh, by their numbers among those of the run."""
         self.name, self.rollout = name, rollout
+        self.devices = rollout.group.mesh.size
         self.weights: dict[Publication, Weights] = {}
         self.images: dict[Chunk, np.ndarray] = {}  # as bytes, not yet scored
         self.answers: dict[Chunk, rewards.Answers] = {}
-        self._scorers = scorers
         self.given_up = False
-        self._steps, self._held_out, self._link = steps, held_out, link
+        self._steps, self._held_out, self._link, self._scorers = steps, held_out, link, scorers
         self._fixed = Weights(None, rollout.base, rollout.frozen)
         self._prompts: dict[int, EncodedPrompts] = {}
         self._begun: dict[Chunk, Trajectory] = {}
-
-    @property
-    def devices(self) -> int:
-        """Of its mesh."""
-        return self.rollout.group.mesh.size
 
     def hold(self, publication: Publication, tuned: Any) -> None:
         """Keeps published weights that this process has, in the sampler's type and shardings."""
@@ -79,7 +82,11 @@ class SamplingExecutor:
     def generate(self, chunk: Chunk, publication: Publication) -> None:
         """Generates a chunk's trajectories with weights that were received."""
         if chunk.evaluation:
-            trajectory = self._evaluated(chunk, publication)
+            held_out, weights = self._held_out, self.weights[publication]
+            records, first = held_out.of(chunk), held_out.first(chunk)
+            trajectory = sample_fixed(
+                self.rollout.evaluator, weights, records, first, held_out.batch
+            )
         else:
             # In this order, since a chunk is dropped before its version.
             weights, step = self.weights.get(publication), self._steps.find(chunk)
@@ -92,11 +99,6 @@ class SamplingExecutor:
         self._begun[chunk] = jax.block_until_ready(trajectory)
         if not chunk.evaluation and self._steps.find(chunk) is None:
             self.drop_chunk(chunk)
-
-    def _evaluated(self, chunk: Chunk, publication: Publication) -> Trajectory:
-        held_out, weights = self._held_out, self.weights[publication]
-        records, first = held_out.of(chunk), held_out.first(chunk)
-        return sample_fixed(self.rollout.evaluator, weights, records, first, held_out.batch)
 
     def decode(self, chunk: Chunk) -> None:
         """Brings a chunk's images to the host, and offers its samples for training on the link.
@@ -116,7 +118,7 @@ class SamplingExecutor:
             return
         images = fetch(self.rollout.sampler.decode(self._fixed, trajectory))
         step = self._steps.find(chunk)
-        if step is None or self.given_up:  # given up: another mesh generates the chunk
+        if step is None or self.given_up:  # another worker generates the chunk
             return
         # First, so that nothing is offered of a chunk whose scoring fails.
         self._keep(chunk, images, step.shown(chunk.index))
@@ -128,13 +130,8 @@ class SamplingExecutor:
         if self._steps.find(chunk) is None:
             self.drop_chunk(chunk)
 
-    def _keep(
-        self,
-        chunk: Chunk,
-        images: np.ndarray,
-        records: list[dict[str, Any]],
-    ) -> None:
-        """Scores images, and holds them for the other rewards."""
+    def _keep(self, chunk: Chunk, images: np.ndarray, records: list[dict[str, Any]]) -> None:
+        """Holds images for the rewards; those on this mesh score them now."""
         made = bytes_or_nan(images)
         # With a NaN nothing is scored: the run ends where these images are taken.
         if self._scorers and made.dtype == np.uint8:
@@ -148,7 +145,7 @@ class SamplingExecutor:
         return judge.submit(chunk, self.images[chunk], self.answers.get(chunk, ()))
 
     def scored(self, chunk: Chunk) -> None:
-        """Frees a chunk's images, which nobody will ask for again."""
+        """Frees a chunk's images, which are not needed again."""
         self.images.pop(chunk, None)
         self.answers.pop(chunk, None)
 
@@ -163,8 +160,8 @@ class SamplingExecutor:
         self.weights.pop(publication, None)
 
     def end_step(self, step: int) -> None:
-        """Its process has forgotten the step already."""
+        """A step has ended, which this process has forgotten already."""
 
     def give_up(self) -> None:
-        """Another mesh repeats its work: what it still makes is not offered."""
+        """Another worker repeats its work: results of calls in progress are not offered."""
         self.given_up = True

@@ -3,25 +3,14 @@
 import dataclasses
 import threading
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from jaxtyping import Array, Float32, Int, Key
+from jaxtyping import Array, Int, Key
 
 from digen_jax.engine.draws import Drawn, Draws
-from digen_jax.engine.packing import Endpoints
 from digen_jax.flow.noising import turn_keys
-from digen_jax.flow.sampling import Transitions
 from digen_jax.scheduling.commands import Chunk
-
-
-class Images(NamedTuple):
-    """A chunk's sampled images, on the trainer mesh."""
-
-    version: int  # of the policy that sampled them
-    rows: Int[np.ndarray, "b"]  # each image's group within the step
-    samples: Transitions | Endpoints
-    sigmas: Float32[Array, "sigmas"]
 
 
 @dataclasses.dataclass
@@ -51,8 +40,7 @@ class StepImages:
         """`images` a group, `size` a chunk. `turn`: how many times the step was trained before."""
         rows = np.repeat(np.arange(len(records), dtype=np.int32), images)
         serials = np.asarray([record["serial"] for record in records])[rows]
-        numbers = np.tile(np.arange(images), len(records))
-        drawn = draws.of(number, serials, numbers)
+        drawn = draws.of(number, serials, np.tile(np.arange(images), len(records)))
         return cls(records, size, rows, drawn, turn_keys(drawn.keys, turn))
 
     def cut(self, index: int) -> slice:
@@ -67,8 +55,15 @@ class StepImages:
 class Steps:
     """The steps by number. Each draws its prompts at its first use, in order; those that have ended are not held.
 
-    If the images are a fixed set, `batches` repeats after `set_steps` steps; 0: never.
     May be used by several threads.
+
+    Args:
+      batches: Prompt records of each step.
+      images: Images of a group.
+      size: Images of a chunk.
+      draws: Draws keys and noise.
+      first: The present step.
+      set_steps: Steps after which `batches` repeats, if the images are a fixed set. 0 means never.
     """
 
     def __init__(
@@ -96,10 +91,6 @@ class Steps:
                     self._steps[self._next] = begun
                 self._next += 1
             return self._steps[number]
-
-    def of(self, chunk: Chunk) -> StepImages:
-        """The step of a chunk."""
-        return self[chunk.step]
 
     def draw(self, number: int) -> None:
         """Draws the prompts of a step, unless it has ended: for a process in which no mesh encodes them."""

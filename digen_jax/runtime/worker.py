@@ -1,4 +1,4 @@
-"""A sampling mesh's threads: each executes calls in order, and may be given up during a call."""
+"""The threads of a worker: each executes calls in order, and may be given up during a call."""
 
 import queue
 import threading
@@ -11,33 +11,28 @@ from digen_jax.scheduling.commands import Command, Deliver, Publish
 
 
 class Gone(RuntimeError):
-    """A sampling mesh's process is lost, or was given up; the driver is told of it apart."""
+    """A worker's process is lost, or was given up; the driver is notified separately."""
 
 
 class WorkerThreads:
-    """A sampling mesh's thread, and the threads of the transfers to and from it.
+    """A worker's thread, and the threads of the transfers to and from it.
 
     Attributes:
-      given_up: set when the mesh is lost or given up.
-      failed: for each thread how many calls in a row have failed.
+      given_up: Set when the worker is lost or given up.
+      failed: Number of failed calls in a row, by thread.
     """
 
     def __init__(self, name: str):
         self.name = name
         self.given_up = threading.Event()
         self.thread = Line(name)
-        self.publisher, self.deliverer = Line(f"publish {name}"), Line(f"deliver {name}")
-        self._lines = self.thread, self.publisher, self.deliverer
+        self._transfers = {Publish: Line(f"publish {name}"), Deliver: Line(f"deliver {name}")}
+        self._lines = self.thread, *self._transfers.values()
         self.failed = dict.fromkeys(self._lines, 0)
 
     def line(self, command: Command) -> "Line":
         """The thread that executes a command."""
-        match command:
-            case Publish():
-                return self.publisher
-            case Deliver():
-                return self.deliverer
-        return self.thread
+        return self._transfers.get(type(command), self.thread)
 
     def close(self) -> None:
         """Ends the threads after their present calls; calls that have not begun are cancelled."""
@@ -74,19 +69,19 @@ class Line:
 
     def close(self) -> None:
         """Waits for the end of the present call, unless it is given up; cancels the calls that have not begun."""
-        self._forget()
+        self._cancel()
         self._ended.wait()
 
     def give_up(self) -> None:
         """Also gives up the present call: its future gets an error, and its thread is left alone."""
-        self._forget()
+        self._cancel()
         current = self._current
         if current is not None:
             with suppress(InvalidStateError):
                 current.set_exception(CancelledError())
         self._ended.set()
 
-    def _forget(self) -> None:
+    def _cancel(self) -> None:
         with self._lock, suppress(queue.Empty):
             self._open = False
             self._calls.put(None)

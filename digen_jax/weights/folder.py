@@ -34,7 +34,7 @@ Folder = str | pathlib.Path
 INDEX = "model_index.json"
 # The file name that each library expects.
 STEMS = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
-# Beside model_index.json: the sampling settings (steps, guidance) with which a model is best sampled, if they differ
+# Next to model_index.json: the sampling settings (steps, guidance) with which a model is best sampled, if they differ
 # from its pipeline's defaults. diffusers does not read it.
 SAMPLING = "sampling.json"
 # Hub repositories often also contain the pipeline as one file at the root, and half-precision copies.
@@ -260,14 +260,14 @@ def open_tensors(folder: Folder) -> dict[str, StoredTensor]:
                 plain = isinstance(file, str) and pathlib.PurePath(file).name == file
                 if not (plain and file.endswith(".safetensors")):
                     raise ValueError(
-                        f"{index} takes weights from {file!r}, but they must lie beside it: name a "
+                        f"{index} takes weights from {file!r}, but they must be next to it: name a "
                         ".safetensors file of that folder"
                     )
             files = sorted({folder / file for file in weight_map.values()})
             for file in files:
                 if not file.exists():
                     raise ValueError(
-                        f"{file} is missing, which {index.name} beside it names: copy or download the folder again"
+                        f"{file} is missing, which {index.name} next to it names: copy or download the folder again"
                     )
             return {name: tensor for file in files for name, tensor in open_file(file).items()}
     expected = " or ".join(f"{stem}.safetensors[.index.json]" for stem in STEMS.values())

@@ -15,8 +15,8 @@ from digen_jax.config.command_line import check_overrides
 from digen_jax.config.door import open_recipe, place, reopen_recipe
 from digen_jax.engine.placement import MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.errors import ConfigError
+from digen_jax.planning.placing import place_here
 from digen_jax.rewards.settings import RewardSettings
-from digen_jax.run.opening import place_here
 from tests.config import test_recipe
 from tests.config.test_recipe import FORWARD, changed, of_method
 from tests.pipelines import ROOT, environment, load_config

@@ -15,7 +15,6 @@ from ml_collections import ConfigDict
 from digen_jax.engine.early import settled
 from digen_jax.rewards import alone
 from digen_jax.rewards.pool import RewardPool
-from digen_jax.runtime.executors import replay
 from digen_jax.runtime.sampling import SamplingExecutor
 from digen_jax.scheduling.commands import TRAINER, Generate, Train, Update
 from tests.distributed import driving
@@ -89,7 +88,7 @@ def replayed(system, c: ConfigDict, log):
     executors = toy.executors(system, c, toy.fresh(system), toy.batches(toy.opened(c).drawn_groups))
     last = max(i for i, command in enumerate(log) if isinstance(command, Update))
     pool = RewardPool(alone("mine", toy.brightness), 0)
-    state = replay(executors, pool, log[: last + 1])
+    state = toy.replay(executors, pool, log[: last + 1])
     pool.close()
     return change(system, state)
 

@@ -16,8 +16,8 @@ import pytest
 from digen_jax.distributed.launch import PART, TrainerPart
 from digen_jax.process.ending import STOPPED
 from digen_jax.process.launching import Place
+from digen_jax.records.command_log import read_log
 from digen_jax.records.status import read_status
-from digen_jax.runtime.log import read_log
 from digen_jax.scheduling.commands import Generate
 from tests.engine import toy
 from tests.metrics import assert_same_metrics, metrics

@@ -26,7 +26,7 @@ from digen_jax.inference.model import open_model
 from digen_jax.models.sd3.family import StableDiffusion3
 from digen_jax.process.ending import Stopped
 from digen_jax.prompts import encoded
-from digen_jax.run import opening
+from digen_jax.runtime import opening
 from digen_jax.train import train
 from tests.cases import quick, said
 from tests.metrics import assert_same_metrics, metrics
@@ -190,7 +190,7 @@ def test_a_store_that_is_a_file_is_refused_before_anything_slow(config, tmp_path
 def test_a_prompt_that_is_gone_in_mid_run_stops_it_with_a_sentence(
     config, store, tmp_path, monkeypatch
 ):
-    """It is read on a rollout mesh's own thread."""
+    """It is read on a rollout worker's own thread."""
     monkeypatch.setattr(opening, "reached", lambda *given: said(*TEXTS[:1]))
     with pytest.raises(
         Stopped, match=r"does not hold '.*' encoded: encode it first; the same command encodes"

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
+from digen_jax.engine.samples import Images
 from digen_jax.engine.system import System
 from digen_jax.engine.trainer import Experience
-from digen_jax.runtime.steps import Images
 from tests.engine import toy
 from tests.engine.test_trainer import gradient_config, plain_loss
 from tests.engine.toy import receive

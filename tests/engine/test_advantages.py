@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from digen_jax.algorithms.advantages import AdvantageSettings
-from digen_jax.runtime.scores import StepScores
-from digen_jax.runtime.steps import Images, Steps
-from digen_jax.runtime.training import on_trainer, selected
+from digen_jax.engine.samples import Images, on_trainer, selected
+from digen_jax.runtime.scoring import StepScores
+from digen_jax.runtime.steps import Steps
 from tests.engine import chunks, toy
 from tests.engine.chunks import GROUPS, IMAGES, ROWS
 

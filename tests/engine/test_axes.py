@@ -11,10 +11,9 @@ from ml_collections import ConfigDict
 
 from digen_jax import assemble
 from digen_jax.config.door import open_recipe, place
+from digen_jax.engine.samples import Images, receive
 from digen_jax.flow.sampling import image_keys
 from digen_jax.planning.programs import lower_generate
-from digen_jax.runtime.steps import Images
-from digen_jax.runtime.training import receive
 from tests.cases import said
 from tests.engine import toy
 from tests.models.flux.folders import flux_folder

@@ -11,10 +11,10 @@ import pytest
 from digen_jax.algorithms import decay
 from digen_jax.engine.packing import Endpoints
 from digen_jax.engine.sampler import EncodedPrompts
+from digen_jax.engine.samples import Images
 from digen_jax.flow.sampling import image_keys
 from digen_jax.runtime import training
-from digen_jax.runtime.steps import Images
-from digen_jax.runtime.versions import Versions
+from digen_jax.runtime.link import Versions
 from tests.engine import toy
 from tests.engine.test_trainer import LORA, adapted
 from tests.engine.toy import receive

@@ -8,8 +8,9 @@ import pytest
 
 from digen_jax.algorithms.advantages import AdvantageSettings
 from digen_jax.engine.packing import Endpoints
-from digen_jax.runtime.scores import StepScores
-from digen_jax.runtime.steps import Images, Steps
+from digen_jax.engine.samples import Images
+from digen_jax.runtime.scoring import StepScores
+from digen_jax.runtime.steps import Steps
 from tests.engine import toy
 from tests.engine.test_matching import (
     GROUPS,

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from digen_jax.engine.samples import Images
 from digen_jax.flow.sampling import image_keys
 from digen_jax.planning.programs import lower_gradient, trained_samples
-from digen_jax.runtime.steps import Images
 from tests.cases import said
 from tests.engine import toy
 from tests.engine.test_axes import ADVANTAGES, ROWS, outlined, system_of

@@ -12,9 +12,9 @@ import pytest
 from digen_jax import assemble
 from digen_jax.algorithms.ratios import guard_log_ratio
 from digen_jax.config.door import open_recipe, place
+from digen_jax.engine.samples import Images
 from digen_jax.flow.sampling import TRANSITION, flatten, image_keys, replay
 from digen_jax.models.sd3.network import FROZEN, SD3Config, SD3Transformer
-from digen_jax.runtime.steps import Images
 from tests.cases import said
 from tests.engine import toy
 from tests.engine.toy import receive
@@ -62,7 +62,7 @@ def replaying(system):
 
 
 class Rollout:
-    """A step's images, from a rollout mesh of 4 to a trainer mesh of 2 x 2 and other batches."""
+    """A step's images, from a rollout worker of 4 to a trainer mesh of 2 x 2 and other batches."""
 
     def __init__(self, kind):
         noise, length = KINDS[kind]

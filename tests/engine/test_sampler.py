@@ -19,7 +19,7 @@ STEPS, GUIDANCE = 4, 3.0
 
 @pytest.fixture(scope="module")
 def split(exact_and_split):
-    """Rollout mesh of 1 x 4, parameters split over it."""
+    """Rollout worker of 1 x 4, parameters split over it."""
     return toy.system(
         toy.config(
             **toy.meshes((1, 4), (2, 2)),

@@ -11,9 +11,9 @@ import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from digen_jax.engine.optimisation import TrainerSettings
+from digen_jax.engine.samples import Images
 from digen_jax.engine.sharding import Layout
 from digen_jax.engine.trainer import Totals, Trainer
-from digen_jax.runtime.steps import Images
 from tests.engine import toy
 from tests.engine.toy import receive
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("exact_and_split")
 
 CLIP, ADV_CLIP, KL, GUIDANCE, NOISE = 0.005, 1.0, 0.3, 3.0, 0.7
 LORA = dict(lora__rank=2, lora__alpha=6.0, lora__targets="inside|outside")
-# Of 8 images in 2 groups and 2 steps: rollout mesh, trainer mesh, devices, chunk, micro-batch.
+# Of 8 images in 2 groups and 2 steps: rollout worker, trainer mesh, devices, chunk, micro-batch.
 CUTS = {
     "4 + 2x2": ((4, 1), (2, 2), 8, 8, 8),
     "2x2 + 1x4": ((2, 2), (1, 4), 8, 4, 4),

@@ -19,6 +19,7 @@ from digen_jax.config.checks import check_devices
 from digen_jax.config.door import reopen_recipe
 from digen_jax.config.recipe import Recipe
 from digen_jax.engine.placement import make_placement
+from digen_jax.engine.samples import Images, on_trainer, shardings
 from digen_jax.engine.sharding import Layout
 from digen_jax.engine.system import System
 from digen_jax.engine.trainer import TrainState
@@ -27,19 +28,27 @@ from digen_jax.models.family import Heads, Size
 from digen_jax.models.image_family import ImageFamily
 from digen_jax.models.logical_axes import logical_axes
 from digen_jax.models.sd3 import network as sd3
+from digen_jax.records.positions import Begun, Position
 from digen_jax.rewards import Rewards, alone
 from digen_jax.rewards.pool import RewardPool
-from digen_jax.run import driving
-from digen_jax.runtime import training
-from digen_jax.runtime.executors import Executors
-from digen_jax.runtime.link import ConditioningOf, LocalLink, SamplesOf
+from digen_jax.runtime import opening, training
+from digen_jax.runtime.clock import Watch
+from digen_jax.runtime.driver import Driver
+from digen_jax.runtime.executors import Executors, follow
+from digen_jax.runtime.link import ConditioningOf, Link, SamplesOf, Versions
 from digen_jax.runtime.sampling import SamplingExecutor
-from digen_jax.runtime.scores import StepScores
-from digen_jax.runtime.steps import Images, Steps
-from digen_jax.runtime.training import TrainingExecutor, on_trainer, shardings
-from digen_jax.runtime.versions import Versions
-from digen_jax.runtime.watch import Watch
-from digen_jax.scheduling.commands import TRAINER, Chunk, Deliver, Publication, Train
+from digen_jax.runtime.scoring import StepScores
+from digen_jax.runtime.steps import Steps
+from digen_jax.runtime.training import TrainingExecutor
+from digen_jax.scheduling.commands import (
+    TRAINER,
+    Chunk,
+    Command,
+    Deliver,
+    Publication,
+    Score,
+    Train,
+)
 from digen_jax.scheduling.deadlines import Deadline
 from digen_jax.scheduling.settings import Settings
 
@@ -214,7 +223,7 @@ def meshes(
 ) -> dict[str, Any]:
     """The fields of a placement, all parameters split over "fsdp".
 
-    Sizes are (data, fsdp), perhaps with the trainer's time and tensor, and a rollout mesh's tensor, behind.
+    Sizes are (data, fsdp), perhaps with the trainer's time and tensor, and a rollout worker's tensor, behind.
     `samples`: whether the `trainers` training meshes sample, too.
     """
     return dict(
@@ -272,7 +281,7 @@ class Sampled(NamedTuple):
 def sampled_steps(system: System, batches, images: int, size: int, count: int, tuned: Any):
     """The first steps of a run whose chunks have `size` images, all from the same weights."""
     steps = Steps(batches, images, size, system.draws, 0)
-    link, group, name = LocalLink(), system.placement.trainer, "rollout 0"
+    link, group, name = Link(), system.placement.trainer, "rollout 0"
     executor = SamplingExecutor(name, system.rollouts[0], steps, None, link)
     executor.weights[Publication(0)] = system.publish(tuned)
     for number in range(count):
@@ -345,27 +354,58 @@ def fresh(system: System) -> TrainState:
 
 
 def executors(
-    system: System, config: ConfigDict | Recipe, state: TrainState, batches, **options
+    system: System, config: ConfigDict | Recipe, state: TrainState, batches, first=0, kept=None
 ) -> Executors:
-    """The executors of a run from the beginning."""
-    asked = opened(config)
-    settings, duties = asked.scheduler, driving.duties(asked)
-    return Executors(system, settings, duties, state, batches, **options)
+    """The executors of a run from the beginning, or from a checkpoint after `first` steps."""
+    begun = Begun({}, kept) if kept else None
+    return Executors(system, opened(config), (), Position(first, state, begun, {}), batches)
+
+
+def replay(executors: Executors, pool: RewardPool, log: list[Command]) -> TrainState:
+    """Executes the commands of a recorded log one after the other; returns the state after the last.
+
+    In the order in which the scheduler sent commands, all inputs are available in time, and the trainer gets them
+    in the same order as in the run: equal inputs lead to bitwise equal results.
+    """
+    scored = set()
+    for command in log:
+        if not isinstance(command, Score):
+            follow(executors, command)
+        elif command.chunk not in scored:  # else the reward had failed
+            scored.add(command.chunk)
+            judged = pool.insist(functools.partial(executors.score, command, pool))
+            executors.scored(command, judged)
+    return executors.state
 
 
 @contextlib.contextmanager
-def driver(system: System, config: ConfigDict, reward=brightness, **options):
+def driver(
+    system: System,
+    config: ConfigDict,
+    reward=brightness,
+    state=None,
+    held_out=(),
+    first=0,
+    begun=None,
+    link=None,
+    samplers=(),
+    **options,
+):
     """A driver from the beginning of a run, which scores in a thread; `options` are its own."""
     asked = opened(config)
     deadline = Deadline(config.runtime.deadline)
     found = reward if isinstance(reward, Rewards) else alone("mine", reward)
     rewards = RewardPool(found, 0, config.reward_pool.retries, deadline.seconds)
-    options.setdefault("state", fresh(system))
+    state = fresh(system) if state is None else state
     given = options.pop("batches", None) or batches(asked.drawn_groups)
+    position = Position(first, state, begun, {})
     watch = options.setdefault("watch", Watch(deadline))
     with contextlib.closing(watch), contextlib.closing(rewards):
-        found = driving.make_driver(system, asked, batches=given, rewards=rewards, **options)
-        with contextlib.closing(found):
+        executors = Executors(system, asked, held_out, position, given, link)
+        for sampler in samplers:
+            executors.join(sampler)
+        scheduler = opening.open_scheduler(executors.settings, begun, asked.layout)
+        with contextlib.closing(Driver(executors, scheduler, rewards, begun, **options)) as found:
             yield found
 
 
@@ -379,7 +419,7 @@ def drive(system: System, config: ConfigDict, steps: int, reward=brightness, **o
 
 def trained(system: System, steps: Steps, state: TrainState, scores: StepScores, prompts, part_of):
     """The totals of the first step's chunks, `part_of` some images each, trained by a run's own executor."""
-    link, made = LocalLink(), "rollout 0"
+    link, made = Link(), "rollout 0"
     link.offer(ConditioningOf(made, 0), prompts)
     settings = Settings(1, 1, 1, 1)
     executor = TrainingExecutor(system, settings, steps, Versions(link, False), link, state)

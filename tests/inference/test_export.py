@@ -130,7 +130,7 @@ def test_the_lines_that_the_script_prints_load_what_it_wrote(base, tmp_path):
     done = run_script("export.py", f"--workdir={run}", f"--output={output}")
     assert done.returncode == 0, done.stderr
     first, _, code = done.stdout.partition("\n")
-    assert first == f"{run} after step 2 lies in {output}; to load it:"
+    assert first == f"{run} after step 2 is in {output}; to load it:"
     check_same_but_not_the_base(loaded_by(code), base, "full")
 
 

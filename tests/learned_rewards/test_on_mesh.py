@@ -135,7 +135,7 @@ def driven(c, devices: int = 8):
 
 
 def test_a_run_has_the_scores_that_the_rewards_have_on_the_host(files, monkeypatch):
-    """On a rollout mesh, and on the trainer's when it samples, too."""
+    """On a rollout worker, and on the trainer's when it samples, too."""
     c = config(files, "", ((1, 2), (2, 1), 1, True))
     found, host, submit = [], resolve(toy.opened(c).rewards), RewardPool.submit
 

@@ -14,10 +14,10 @@ from digen_jax.config.checks import check_devices
 from digen_jax.config.door import open_recipe, place, reopen_recipe
 from digen_jax.config.recipe import complete, replaced
 from digen_jax.errors import ConfigError
-from digen_jax.planning import step_costs
+from digen_jax.planning import placing, step_costs
 from digen_jax.planning.calibration import Calibration, read_calibration
 from digen_jax.planning.plan import auto_plan, can_run, make_problem, meshes, suited
-from digen_jax.run import opening
+from digen_jax.runtime import opening
 from digen_jax.scheduling.planner.memory import Layout, device_bytes
 from digen_jax.scheduling.planner.plan import make_plan, table, why
 from digen_jax.scheduling.planner.search import Simulations, layouts, settings_of
@@ -295,18 +295,18 @@ def test_costs_are_measured_on_as_few_devices_as_hold_the_training(
     config.sampler.chunk = config.trainer.micro_batch = config.evaluation.batch = 8
     config.batch.update(groups=4, images=4)
     recipe, measured = open_recipe(config), []
-    alone = opening.place_alone(recipe)
-    problem = make_problem(alone, 1, calibration(), opening.model_footprint(alone))
+    alone = placing.place_alone(recipe)
+    problem = make_problem(alone, 1, calibration(), placing.model_footprint(alone))
     needed = device_bytes(problem, Layout(1, 1)).largest
 
     def costs(placed, note):
         measured.append(placed.placement.trainer)
         return calibration()
 
-    monkeypatch.setattr(opening, "measured_costs", costs)
-    monkeypatch.setattr(opening, "measured_programs", lambda placed, note: None)
-    monkeypatch.setattr(opening, "_device_memory", lambda: int(needed * (2 if holds_all else 0.9)))
-    opening.planned_meshes(recipe)
+    monkeypatch.setattr(placing, "measured_costs", costs)
+    monkeypatch.setattr(placing, "measured_programs", lambda placed, note: None)
+    monkeypatch.setattr(placing, "_device_memory", lambda: int(needed * (2 if holds_all else 0.9)))
+    placing.planned_meshes(recipe)
     assert [axes.devices for axes in measured] == [measured[0].fsdp] == [devices]
 
 

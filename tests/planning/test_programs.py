@@ -10,6 +10,7 @@ import pytest
 from digen_jax.assemble import build, outline
 from digen_jax.config.door import reopen_recipe
 from digen_jax.config.recipe import complete
+from digen_jax.engine.samples import Images, on_trainer, receive
 from digen_jax.planning.footprint import model_footprint
 from digen_jax.planning.plan import make_problem
 from digen_jax.planning.programs import (
@@ -20,8 +21,6 @@ from digen_jax.planning.programs import (
     sampler_weights,
     trained_samples,
 )
-from digen_jax.runtime.steps import Images
-from digen_jax.runtime.training import on_trainer, receive
 from digen_jax.scheduling.planner.memory import Layout, device_bytes
 from tests.planning.test_plan import calibration
 from tests.tiny_runs import tiny_config

@@ -13,7 +13,7 @@ from tests.tiny_runs import pipeline
 
 pytestmark = pytest.mark.tpu
 
-# Without a rollout mesh, so that the meshes of the config are those that are chosen.
+# Without a rollout worker, so that the meshes of the config are those that are chosen.
 TINY = (
     *("--config=configs/shapes_flow_grpo.py", "--config.batch.groups=2", "--config.batch.images=8"),
     *("--config.sampler.chunk=16", "--config.trainer.micro_batch=16", "--config.sampler.steps=4"),

@@ -8,9 +8,8 @@ from PIL import Image
 
 from digen_jax.inference.pictures import evaluation_to_folder
 from digen_jax.records import pictures, records
+from digen_jax.records.evaluation import Evaluation, Extremes, Sample
 from digen_jax.records.pictures import image_grid
-from digen_jax.runtime.evaluation import Evaluation
-from digen_jax.runtime.scores import Extremes, Sample
 from tests.engine import toy
 from tests.records.test_metrics import tags
 
@@ -26,7 +25,7 @@ from tests.records.test_metrics import tags
 def test_the_label_tells_whether_evaluated_prompts_are_trained_on(
     tmp_path, monkeypatch, training, evaluated, label
 ):
-    recipe = toy.opened(toy.config(**training, evaluation__prompts=evaluated))
+    recipe = toy.opened(toy.config(**training, evaluation__prompts=evaluated, evaluation__every=1))
     plotted = []
     monkeypatch.setattr(pictures, "plot_curves", lambda _, curves, *__: plotted.append(curves))
     monkeypatch.setattr(
@@ -34,11 +33,12 @@ def test_the_label_tells_whether_evaluated_prompts_are_trained_on(
         "before_after",
         lambda *_, title: plotted.append(title) or Image.new("RGB", (1, 1)),
     )
-    writer = records.Records(tmp_path, recipe, lambda: None)
     found = evaluation(frames=1)
+    writer = records.Records(tmp_path, recipe, found.records, lambda: None)
+    writer.start(0, [])
     for done in (0, 1):
         writer.evaluated(done, found)
-    writer.conclude(1, found.records)
+    writer.conclude(1)
     writer.close()
     assert plotted[0].keys() == {"training", label} and plotted[1].startswith(label)
     assert recipe.evaluated_prompts == label
@@ -65,6 +65,10 @@ def evaluation(frames: int) -> Evaluation:
     return Evaluation([{"prompt": "a"}, {"prompt": "b"}], clips, np.array([0.0, 1.0]))
 
 
+def opened(folder: pathlib.Path) -> records.Records:
+    return records.Records(folder, toy.opened(toy.config()), [], lambda: None)
+
+
 def grids(found: Evaluation) -> list[Image.Image]:
     return [
         image_grid(found.clips[:, t], ["a", "b"], 6, found.scores, "after step 3")
@@ -74,7 +78,7 @@ def grids(found: Evaluation) -> list[Image.Image]:
 
 def test_of_clips_an_animation_lies_beside_the_picture_of_the_middle_frame(tmp_path):
     found = evaluation(frames=5)
-    writer = records.Records(tmp_path, toy.opened(toy.config()), lambda: None)
+    writer = opened(tmp_path)
     writer.show(3, found)
     writer.close()
     evaluation_to_folder(found, tmp_path / "each")
@@ -103,9 +107,9 @@ def test_the_best_and_worst_images_of_a_step_are_pictures_in_tensorboard_too(tmp
         return Sample([{"prompt": prompt}], images, np.float32([value]))
 
     found = Extremes(sample(250, "a", 1.0), sample(10, "b", 0.25))
-    writer = records.Records(tmp_path, toy.opened(toy.config()), lambda: None)
+    writer = opened(tmp_path)
     writer.extremes(7, found)
-    writer.write(7, {"reward": 0.5})
+    writer.metrics.write(7, {"reward": 0.5})
     writer.close()
     for name, one in found._asdict().items():
         shown = Image.open(tmp_path / "pictures" / f"{name}_000007.png")
@@ -118,7 +122,7 @@ def test_the_best_and_worst_images_of_a_step_are_pictures_in_tensorboard_too(tmp
 
 def test_of_pictures_there_are_the_same_files_as_ever(tmp_path):
     found = evaluation(frames=1)
-    writer = records.Records(tmp_path, toy.opened(toy.config()), lambda: None)
+    writer = opened(tmp_path)
     writer.show(3, found)
     writer.close()
     evaluation_to_folder(found, tmp_path / "each")

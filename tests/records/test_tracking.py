@@ -106,9 +106,9 @@ def test_a_tracker_is_told_config_numbers_and_pictures_and_prints_nothing(tmp_pa
 @pytest.mark.parametrize(
     ("project", "sentence"),
     [
-        ("refuse", "does not work, and the run goes on without it: No API key configured. ("),
-        ("raise", "does not work, and the run goes on without it: the disk of wandb ("),
-        ("die", "does not work, and the run goes on without it: exit code 3 ("),
+        ("refuse", "does not work, and the run continues without it: No API key configured. ("),
+        ("raise", "does not work, and the run continues without it: the disk of wandb ("),
+        ("die", "does not work, and the run continues without it: exit code 3 ("),
     ],
 )
 def test_a_tracker_that_fails_is_told_of_once_and_the_records_are_whole(

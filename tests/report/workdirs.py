@@ -5,7 +5,7 @@ import pathlib
 
 import numpy as np
 
-from digen_jax.records.evaluated import save_images
+from digen_jax.records.evaluation import save_images
 from digen_jax.records.metrics import MetricsLog
 from digen_jax.records.pictures import image_grid
 from digen_jax.records.timeline_files import TraceFile

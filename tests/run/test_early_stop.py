@@ -8,10 +8,9 @@ import pytest
 from digen_jax.config.door import open_recipe
 from digen_jax.config.sections import StoppingSection
 from digen_jax.errors import ConfigError
-from digen_jax.records.metrics import MetricsLog
+from digen_jax.records.metrics import MetricsLog, has_fallen, reason_to_stop
+from digen_jax.records.workdir import finished_step
 from digen_jax.report.reading import read_run
-from digen_jax.run.stopping import has_fallen, reason_to_stop
-from digen_jax.run.workdir import finished_step
 from tests.metrics import metrics
 from tests.run.test_train import config, saved, train  # noqa: F401
 

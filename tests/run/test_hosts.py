@@ -16,9 +16,9 @@ from digen_jax.engine import sharding
 from digen_jax.process import ending
 from digen_jax.records.checkpoint_folder import read_checkpoint
 from digen_jax.records.metrics import read_metrics
+from digen_jax.records.workdir import finished_step
 from digen_jax.rewards import built_in
-from digen_jax.run import opening
-from digen_jax.run.workdir import finished_step
+from digen_jax.runtime import opening
 from digen_jax.train import train
 from tests.engine import toy
 from tests.learned_rewards.folders import write

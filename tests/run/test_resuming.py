@@ -17,8 +17,8 @@ from digen_jax.errors import ConfigError
 from digen_jax.process.ending import Stopped
 from digen_jax.records import checkpoint, checkpoint_folder
 from digen_jax.records.checkpoint import SaveFailed
+from digen_jax.records.command_log import read_log
 from digen_jax.records.metrics import read_metrics
-from digen_jax.runtime.log import read_log
 from tests.engine import toy
 from tests.metrics import assert_same_metrics, metrics
 from tests.run import test_train

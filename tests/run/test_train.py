@@ -22,12 +22,12 @@ from digen_jax.engine import divergence
 from digen_jax.engine.divergence import DivergedError
 from digen_jax.errors import ConfigError
 from digen_jax.records.metrics import TIMING, read_metrics
+from digen_jax.records.records import ADVICE, waiting
 from digen_jax.records.status import describe, read_status
+from digen_jax.records.workdir import finished_step
 from digen_jax.rewards import trial
 from digen_jax.rewards.mistakes import RewardFailed
-from digen_jax.run import opening
-from digen_jax.run.report import ADVICE, waiting
-from digen_jax.run.workdir import finished_step
+from digen_jax.runtime import opening
 from digen_jax.scheduling.timeline import CAUSES
 from digen_jax.train import train as whole_run
 from tests.engine import toy

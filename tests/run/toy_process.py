@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 
 from digen_jax.engine import sharding
 from digen_jax.rewards import built_in
-from digen_jax.run import following, opening
+from digen_jax.runtime import opening
 from tests.engine import toy
 from tests.pipelines import ROOT
 
@@ -82,8 +82,7 @@ def main() -> None:
     pathlib.Path(f"process_{given('process')}").write_text(str(os.getpid()))
     sharding.FSDP_MIN_SIZE = 16
     without_canary()
-    for module in (opening, following):
-        module.build = lambda config, devices: toy.system(config, len(devices))
+    opening.build = lambda config, devices: toy.system(config, len(devices))
     sys.argv[0] = str(ROOT / "launch" / "train.py")
     runpy.run_path(sys.argv[0], run_name="__main__")
 

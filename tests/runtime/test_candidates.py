@@ -12,7 +12,6 @@ import pytest
 
 from digen_jax.rewards import alone
 from digen_jax.rewards.pool import RewardPool
-from digen_jax.runtime.executors import replay
 from digen_jax.runtime.sampling import SamplingExecutor
 from digen_jax.runtime.steps import Steps
 from digen_jax.scheduling.commands import Chunk, DropChunks, Generate, Train, Update
@@ -24,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("exact_and_split")
 GROUPS, MOST, STEPS = 3, 7, 3
 # The candidates of each step whose rewards are all equal: some, too many, none.
 FLAT = [{0, 3, 4}, {0, 2, 3, 4, 5}, set()]
-# Size of a rollout mesh, of the trainer's, number of rollout meshes, images of a chunk.
+# Size of a rollout worker, of the trainer's, number of rollout workers, images of a chunk.
 LAYOUTS = {
     "one device": ((0, 1), (1, 1), 1, 4),
     "two workers, half groups": ((1, 1), (1, 1), 2, 2),
@@ -190,7 +189,7 @@ def test_with_asynchrony_a_replayed_log_gives_the_same_bits(late):
     executors = toy.executors(parts, c, toy.fresh(parts), batches)
     last = max(i for i, command in enumerate(log) if isinstance(command, Update))
     pool = RewardPool(alone("mine", some_equal), 0)
-    again = replay(executors, pool, log[: last + 1])
+    again = toy.replay(executors, pool, log[: last + 1])
     pool.close()
     for leaf, expected in zip(jax.tree.leaves(again), jax.tree.leaves(state), strict=True):
         np.testing.assert_array_equal(leaf, expected)

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from digen_jax.runtime import link as links
-from digen_jax.runtime.link import ConditioningOf, Link, LocalLink, SamplesOf
+from digen_jax.runtime.link import ConditioningOf, Link, SamplesOf
 from digen_jax.scheduling.commands import Chunk, Publication
 
 WEIGHTS = Publication(3)
@@ -30,7 +30,7 @@ def tree():
 @pytest.fixture
 def held(monkeypatch):
     """A transfer that has begun and ends when the event is set: (link, its thread, the event)."""
-    link, begun, end, real = LocalLink(), threading.Event(), threading.Event(), links.resharded
+    link, begun, end, real = Link(), threading.Event(), threading.Event(), links.resharded
 
     def slow(*arguments):
         begun.set()
@@ -48,8 +48,8 @@ def held(monkeypatch):
 
 
 def test_what_is_offered_arrives_on_the_takers_devices_until_it_is_withdrawn():
-    link, given = LocalLink(), tree()
-    assert isinstance(link, Link) and link.take(WEIGHTS, on(1), "rollout 0") is None
+    link, given = Link(), tree()
+    assert link.take(WEIGHTS, on(1), "rollout 0") is None
     link.offer(WEIGHTS, given)
     found = link.take(WEIGHTS, on(1), "rollout 0")
     jax.tree.map(np.testing.assert_array_equal, found, given)
@@ -79,7 +79,7 @@ def test_arrays_that_a_given_up_worker_may_be_taking_are_not_overwritten(held):
 
 
 def test_the_offers_of_a_given_up_worker_end():
-    link, chunk = LocalLink(), Chunk(0, 1)
+    link, chunk = Link(), Chunk(0, 1)
     keys = [
         key(worker, place)
         for worker in ("rollout 0", "rollout 1")
@@ -96,7 +96,7 @@ def test_what_is_offered_may_be_read_by_several_threads_at_once():
     """JAX lists an array's shards at their first use, twice where two threads come together."""
     sharding = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("data",)), PartitionSpec())
     arrays = [jax.device_put(np.float32([n, 1]), sharding) for n in range(200)]
-    LocalLink().offer(Publication(1), {"weights": arrays})
+    Link().offer(Publication(1), {"weights": arrays})
     together, found = threading.Barrier(2), []
     thresholds, interval = gc.get_threshold(), sys.getswitchinterval()
 

@@ -10,11 +10,10 @@ import pytest
 from digen_jax.process.ending import Stopped
 from digen_jax.rewards.mistakes import RewardFailed
 from digen_jax.runtime import driver as driving
-from digen_jax.runtime.clock import measured, paused
+from digen_jax.runtime.clock import Watch, measured, paused
 from digen_jax.runtime.executors import Executors
-from digen_jax.runtime.link import LocalLink, SamplesOf
+from digen_jax.runtime.link import Link, SamplesOf
 from digen_jax.runtime.sampling import SamplingExecutor
-from digen_jax.runtime.watch import Watch
 from digen_jax.scheduling.commands import TRAINER, Encode, Generate, Publication, Publish, Score
 from digen_jax.scheduling.deadlines import Deadline
 from tests.engine import toy
@@ -149,8 +148,8 @@ def test_a_publication_that_hangs_costs_its_mesh_and_no_update(
             end.wait(LONG)
         return block(tree)
 
-    taken, block = LocalLink.take, jax.block_until_ready
-    monkeypatch.setattr(LocalLink, "take", take)
+    taken, block = Link.take, jax.block_until_ready
+    monkeypatch.setattr(Link, "take", take)
     monkeypatch.setattr(jax, "block_until_ready", ready)
     state, _, log = toy.drive(system, config(**HANGS), 3)
     equal_bits(state, undisturbed[0])
@@ -187,7 +186,7 @@ def test_an_evaluation_that_hangs_is_made_elsewhere(system, end, noted, monkeypa
 
 def test_a_publication_that_others_supersede_costs_its_mesh_nothing(system, monkeypatch, capfd):
     """It fails in the end: of the versions published meanwhile its mesh gets the last, and stays."""
-    c, release, real = config(**STALE), threading.Event(), LocalLink.take
+    c, release, real = config(**STALE), threading.Event(), Link.take
     c.batch.groups = 1  # rollout 0 generates it
 
     def take(link, key, shardings, taker):
@@ -196,7 +195,7 @@ def test_a_publication_that_others_supersede_costs_its_mesh_nothing(system, monk
             raise RuntimeError("what is sent has been freed")
         return real(link, key, shardings, taker)
 
-    monkeypatch.setattr(LocalLink, "take", take)
+    monkeypatch.setattr(Link, "take", take)
     log = []
     with toy.driver(system, c, log=log) as driver:
         for step in range(6):
@@ -316,6 +315,6 @@ def test_a_process_that_was_stopped_for_a_while_is_not_late(monkeypatch):
         if len(seen) == 3:
             often.set()
 
-    monkeypatch.setattr("digen_jax.runtime.watch.time.sleep", sleep)
+    monkeypatch.setattr("digen_jax.runtime.clock.time.sleep", sleep)
     assert late_in(watch, LONG, often.wait) == [] and often.is_set()
     watch.close()

@@ -9,10 +9,8 @@ import pytest
 from digen_jax import rewards
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.rewards.settings import RewardSettings
-from digen_jax.runtime.executors import replay
-from digen_jax.runtime.scores import StepScores
+from digen_jax.runtime.scoring import StepScores
 from digen_jax.runtime.steps import StepImages
-from digen_jax.runtime.summary import reward_metrics
 from tests.engine import toy
 
 STEPS = 2
@@ -115,7 +113,7 @@ def test_a_step_without_a_reward_has_no_metric_of_it():
     known = StepScores.begin(images, asked.advantages)
     columns = np.float32([[1, np.nan], [2, np.nan], [3, np.nan], [6, np.nan]])
     known.note(0, rewards.Scores(columns, {"second/double": np.full(4, np.nan, np.float32)}))
-    metrics = reward_metrics(known, ("first", "second"))
+    metrics = known.metrics(("first", "second"))
     assert not any("/second" in name for name in metrics)
     assert metrics["reward_of/first"] == metrics["reward"] == 3.0
     assert (metrics["reward_min_of/first"], metrics["reward_max_of/first"]) == (1.0, 6.0)
@@ -129,6 +127,6 @@ def test_a_log_of_mixed_prompts_is_replayed(mixed):
     pool = RewardPool(FOUND, 0)
     log = [c for c in mixed[3] if not getattr(getattr(c, "chunk", None), "evaluation", False)]
     log = [c for c in log if type(c).__name__ != "Evaluate"]
-    state = replay(made, pool, log)
+    state = toy.replay(made, pool, log)
     pool.close()
     assert toy.difference(jax.device_get(state.tuned), mixed[0].tuned) < 1e-6

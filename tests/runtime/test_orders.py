@@ -35,12 +35,12 @@ def test_a_process_that_does_not_come_is_told(monkeypatch, said, sentence):
         client=types.SimpleNamespace(wait_at_barrier=wait), num_processes=2, process_id=1
     )
     monkeypatch.setattr(orders.distributed, "global_state", state)
-    orders.meet("storing prompts", math.inf)
+    team.meet("storing prompts", math.inf)
     with pytest.raises(Stopped, match=sentence):
-        orders.meet("storing prompts", 5)
+        team.meet("storing prompts", 5)
     assert waits[0][1] == 10**9 and waits[0][0] != waits[1][0]
     state.num_processes = 1
-    orders.meet("storing prompts", 5)
+    team.meet("storing prompts", 5)
     assert len(waits) == 2
 
 
@@ -87,20 +87,20 @@ def test_meshes_that_share_a_job_do_not_wait_for_one_another(answers, monkeypatc
     count = jax.process_count
     monkeypatch.setattr(jax, "process_count", count)
     team.form(0, 2)
-    assert orders.several() and orders.is_first() and team.members() == [0, 1]
+    assert team.several() and team.is_first() and team.members() == [0, 1]
     found[1] = ""
     orders.Orders().hear(5)
     waits = []
     state.client.wait_at_barrier = lambda *_, process_ids: waits.append(process_ids)
-    orders.meet("storing prompts", 5)
+    team.meet("storing prompts", 5)
     assert waits == [[0, 1]]
     state.process_id = 2
-    assert not orders.is_first()
+    assert not team.is_first()
     team.form(2, 2)
-    assert orders.is_first()
+    assert team.is_first()
     # The mesh of one process: there is nobody to wait for, also not for libraries.
     assert jax.process_count is count
     team.form(0, 1)
-    assert not orders.several() and jax.process_count() == 1
-    orders.meet("storing prompts", 5)
+    assert not team.several() and jax.process_count() == 1
+    team.meet("storing prompts", 5)
     assert len(waits) == 1

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("exact_and_split")
 
 STEPS = 3
 LORA = dict(lora__rank=2, lora__alpha=6.0, lora__targets="inside|outside")
-# Size of a rollout mesh, of the trainer's, number of rollout meshes, images of a chunk and of a micro-batch; TAG.
+# Size of a rollout worker, of the trainer's, number of rollout workers, images of a chunk and of a micro-batch; TAG.
 # A third number of the trainer's is its axis "time", over which as many denoising steps are packed; the one behind,
 # of either, "tensor". Behind it all, the number of training meshes, if there are several.
 LAYOUTS = {

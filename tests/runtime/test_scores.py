@@ -1,23 +1,12 @@
-import json
-
 import numpy as np
 import pytest
 
 from digen_jax import rewards
 from digen_jax.algorithms.advantages import AdvantageSettings
 from digen_jax.engine.draws import Draws
-from digen_jax.runtime.image_statistics import look_beside
-from digen_jax.runtime.scores import Kept, StepScores, ends, received, sent
+from digen_jax.records.image_statistics import look_beside
+from digen_jax.runtime.scoring import Kept, StepScores, ends
 from digen_jax.runtime.steps import StepImages
-from digen_jax.runtime.summary import image_metrics
-
-
-def test_what_is_not_there_crosses_to_other_processes_as_nothing():
-    columns = np.float32([[0.1, np.nan], [1e-30, 3e38]])
-    text = json.dumps(sent(columns), allow_nan=False)
-    found = received(json.loads(text))
-    assert found.columns.dtype == np.float32 and isinstance(found, rewards.Scores)
-    np.testing.assert_array_equal(found.columns, columns)
 
 
 def step(rows: list[int], size: int) -> StepScores:
@@ -63,14 +52,12 @@ def test_dropped_candidates_are_in_no_picture_and_no_statistic():
     known.images.dropped.add(1)
     best, worst = known.extremes(5)
     assert (best.values.tolist(), worst.values.tolist()) == ([1.0], [0.5])
-    looks, groups = known.looks()
-    assert groups.tolist() == [0, 0] and len(looks.sharpness) == 2
-    found = image_metrics(known)
+    found = known.image_metrics()
     assert found["images/diversity"] == pytest.approx(1 / 255) and found["images/sharpness"] == 0
-    assert image_metrics(step([0, 0], 2)) == {} and step([0, 0], 2).extremes(1) is None
+    assert step([0, 0], 2).image_metrics() == {} and step([0, 0], 2).extremes(1) is None
 
 
 def test_without_pictures_to_show_only_the_statistics_are_kept():
     known = step([0, 0], 2)
     scored(known, 0, [1.0, 0.0], keep=0)
-    assert known.extremes(4) is None and known.looks() is not None
+    assert known.extremes(4) is None and known.image_metrics()

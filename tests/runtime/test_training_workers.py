@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from digen_jax.runtime.driver import Begun
+from digen_jax.records.positions import Begun
 from digen_jax.runtime.training import GradientExecutor, OtherTrainingExecutor
 from digen_jax.scheduling.commands import TRAINER, Generate, Train, Update
 from tests.cases import quick
@@ -19,7 +19,7 @@ from tests.engine import toy
 pytestmark = pytest.mark.usefixtures("exact_and_split")
 
 GROUPS = 6
-# Three training workers of one device: they sample, too, or two rollout meshes sample.
+# Three training workers of one device: they sample, too, or two rollout workers sample.
 POOL = toy.meshes((0, 1), (1, 1), trainers=3)
 APART = toy.meshes((1, 1), (1, 1), 2, trainers=3)
 STALE = dict(runtime__max_policy_lag=1, runtime__max_off_policy_fraction=0.5)

@@ -12,15 +12,15 @@ import pytest
 
 from digen_jax.errors import ConfigError
 from digen_jax.process.ending import Stopped
+from digen_jax.records.command_log import CommandLog, read_log
+from digen_jax.records.positions import Begun
 from digen_jax.rewards import Scores, alone
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime import driver as runtime_driver
-from digen_jax.runtime.driver import Begun
-from digen_jax.runtime.executors import Executors, replay
-from digen_jax.runtime.judging import Judged, failed
-from digen_jax.runtime.link import LinkError, LocalLink
-from digen_jax.runtime.log import CommandLog, read_log
+from digen_jax.runtime.executors import Executors
+from digen_jax.runtime.link import Link, LinkError
 from digen_jax.runtime.sampling import SamplingExecutor
+from digen_jax.runtime.scoring import Judged, failed
 from digen_jax.runtime.training import TrainingExecutor
 from digen_jax.runtime.worker import Gone
 from digen_jax.scheduling.commands import (
@@ -76,7 +76,7 @@ def replayed(system, config, log, **options):
     options = {"state": toy.fresh(system), "batches": toy.batches(GROUPS)} | options
     executors = toy.executors(system, config, **options)
     last = max(i for i, c in enumerate(log) if isinstance(c, Update))
-    state = replay(executors, pool, log[: last + 1])
+    state = toy.replay(executors, pool, log[: last + 1])
     pool.close()
     return state
 
@@ -152,14 +152,14 @@ def test_a_trainer_whose_sampling_fails_leaves_it_to_others(undisturbed, monkeyp
 
 
 def test_a_worker_that_weights_do_not_reach_is_given_up(system, undisturbed, monkeypatch, capfd):
-    real = LocalLink.take
+    real = Link.take
 
     def take(link, key, shardings, taker):
         if key == Publication(1) and taker == "rollout 1":
             raise RuntimeError("the link is down")
         return real(link, key, shardings, taker)
 
-    monkeypatch.setattr(LocalLink, "take", take)
+    monkeypatch.setattr(Link, "take", take)
     state, _, log = toy.drive(system, config(), 3)
     equal_bits(state, undisturbed[0])
     assert "rollout 1 has failed 2 times in a row: given up" in capfd.readouterr().err

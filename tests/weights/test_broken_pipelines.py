@@ -272,7 +272,7 @@ def test_an_index_that_leads_out_of_its_folder_is_refused(folder, target):
     (file,) = (folder / "transformer").glob("*.safetensors")
     weight_map = dict.fromkeys(load_file(file), target)
     (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
-    sentence = f"{INDEX} takes weights from {target!r}, but they must lie beside it"
+    sentence = f"{INDEX} takes weights from {target!r}, but they must be next to it"
     assert reading(folder, "transformer").startswith(sentence)
 
 

@@ -37,7 +37,7 @@ def check_weights(config: ConfigDict) -> None:
 def check_watched(name: str, rewards: Sequence[RewardSettings]) -> None:
     """Refuses to watch, for an early stop, a score that no evaluation of these rewards shows; "" watches none."""
     shown = [score for one in rewards for score in one.entries.values()]
-    # What a reward returns beside its weighed scores is known when it is called.
+    # What a reward returns in addition to its weighed scores is known when it is called.
     if not name or name.startswith(tuple(f"{one.title}/" for one in rewards)):
         return
     check_choice("config.stopping.reward", name, shown)

@@ -1,7 +1,7 @@
 """FLUX.1 Kontext as a family (arXiv 2506.15742): FLUX.1-dev that edits a picture by a prompt.
 
-The picture is encoded by the autoencoder, and its latents are tokens that the transformer attends to beside those of
-the image. As in diffusers' `FluxKontextPipeline`, a prompt without a picture is drawn as by FLUX.1-dev.
+The picture is encoded by the autoencoder, and its latents are tokens that the transformer attends to together with
+those of the image. As in diffusers' `FluxKontextPipeline`, a prompt without a picture is drawn as by FLUX.1-dev.
 """
 
 import dataclasses

@@ -27,7 +27,7 @@ AXES = (
     (r"norm$", ("embed",)),
 )
 
-# What files hold beside the text path: the head, the vision tower, and a buffer of old versions of transformers.
+# Tensors that the text path does not use: the head, the vision tower, a buffer of old versions of transformers.
 IGNORED: tuple[str, ...] = (
     "lm_head.weight",
     "visual.*",

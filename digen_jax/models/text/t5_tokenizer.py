@@ -6,7 +6,7 @@ from typing import Any
 from digen_jax.models.text.t5 import T5Config
 from digen_jax.models.text.tokenizer_files import GENERAL, class_name, open_tokenizer
 
-# Beside it lies the same vocabulary as spiece.model, to read which transformers needs the package sentencepiece.
+# Next to it is the same vocabulary as spiece.model, to read which transformers needs the package sentencepiece.
 FILES = (("tokenizer.json",),)
 
 

@@ -122,7 +122,7 @@ def tensor_crop(
 
 
 def tensor_pad(images: UInt8[Array, "b h w 3"], processor: Processor) -> Float32[Array, "b s s 3"]:
-    """HPSv2's `ResizeMaxSize`, the longer side resized and black bars beside the shorter one, then normalised."""
+    """HPSv2's `ResizeMaxSize`, the longer side resized and black bars along the shorter one, then normalised."""
     before, size = images.shape[1:3], processor.size
     scale = size / max(before)
     height, width = (round(side * scale) for side in before)

@@ -70,7 +70,7 @@ def needs(record: dict, settings: Mapping[str, Any]) -> str | None:
 
 
 def _template(name: str, given: Mapping[str, Any]) -> Template:
-    """The template with a name, or of a user's text, with what is given in place of its own."""
+    """The template with a name, or of a user's text, with what is given instead of its own."""
     found = named(name)
     if found.text == name and re.fullmatch(r"\w*", name):
         raise ConfigError(

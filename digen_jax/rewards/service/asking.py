@@ -25,7 +25,7 @@ CONNECT = 5.0  # seconds for a connection, and for an answer to `Asker.each`
 TOLD = 2**22  # bytes of an answer to `Asker.each` at most
 WAIT, WAITS = 0.1, 5.0  # first and longest pause between two attempts
 QUIET = 5.0  # seconds between two printed lines on a server
-AGAIN = (408, 425, 429)  # statuses after which a request is repeated, beside 5xx
+AGAIN = (408, 425, 429)  # statuses after which a request is repeated, in addition to 5xx
 ADVICE = "repair or restart it, and the same command continues"
 
 # They have a line for every retry and every request; `Asker` prints its own.
@@ -94,7 +94,7 @@ class Asker:
       token: that the servers ask for.
       limit: seconds of one attempt.
       deadline: seconds of all attempts of a request.
-      retries: attempts after the first; also how often in a row every server may fail, whoever asks.
+      retries: attempts after the first; also how often in a row every server may fail, whichever request asks.
       connections: at the same time, to all servers together.
       alone: seconds that a server is left alone after its first failure and at most.
       waits: the first and the longest pause between two attempts, in seconds.

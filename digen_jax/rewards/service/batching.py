@@ -119,7 +119,7 @@ class Batcher:
 
 
 def _settle(future: asyncio.Future, answer: Any) -> None:
-    """Gives an answer or an error to whoever still waits for it."""
+    """Gives an answer or an error to the thread that still waits for it."""
     if future.done():
         return
     if isinstance(answer, Exception):

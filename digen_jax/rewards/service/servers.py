@@ -44,7 +44,7 @@ class Servers:
         return iter(self._servers)
 
     def all_failed(self, times: int) -> bool:
-        """Whether every server has failed so often in a row, whoever asked."""
+        """Whether every server has failed so often in a row, whichever request asked."""
         return all(one.failures >= times for one in self._servers)
 
     def take(self, until: float) -> Server | None:

@@ -36,32 +36,41 @@ def claim_workdir(
 ) -> IO[str]:
     """Claims a workdir for this process and writes the run's config into `workdir`/config.json.
 
-    A run that ended before its first line of metrics has computed nothing, so another config may use its
-    workdir: a mistake that was found late does not require another folder.
+    A run that ended before its first line of metrics has computed nothing, so another config may use its workdir.
 
     Args:
-      workdir: the run's folder, created if needed.
-      config: the run's config as a nested dict.
-      may_change: dotted names of fields, or groups of them, that a resumed run may change.
-      check: raises ConfigError where the run in the workdir, which is claimed, cannot go on with this config.
+      workdir: Folder of the run, created if needed.
+      config: Config of the run as a nested dict.
+      may_change: Dotted names of fields, or groups of them, that a resumed run may change.
+      check: Raises ConfigError if the run in the workdir, which is claimed, cannot continue with this config.
 
     Returns:
       An open file: the claim ends when it is closed or the process ends in any way.
 
     Raises:
-      ConfigError: the folder cannot be written, another process has claimed it, or the run there has another
-        config (the message names the fields that differ) or an unreadable one; what `check` raises. The run's config
+      ConfigError: The folder cannot be written, another process has claimed it, or the run there has another config
+        (the message names the fields that differ) or an unreadable one; errors of `check`. Then the run's config
         stays as it was.
     """
     workdir = Path(workdir)
     claim = _lock(workdir)
     try:
-        _check_same_config(workdir, config, may_change)
+        wrong = []
+        for name, change in changes(workdir, config).items():
+            of_any = re.sub(r"\[\d+\]", "[i]", name)  # for all sections in a list
+            if not any(f"{of_any}.".startswith(f"config.{free}.") for free in may_change):
+                wrong.append(f"{name}: {change}")
+        if wrong:
+            more = f" and {len(wrong) - 6} more" if len(wrong) > 6 else ""
+            raise ConfigError(
+                f"the run in {workdir} has another config ({'; '.join(wrong[:6])}{more}): "
+                "choose another workdir, or take these changes back"
+            )
         check()
     except ConfigError:
         claim.close()
         raise
-    _write_whole(workdir / "config.json", config)
+    _write(workdir / "config.json", config)
     return claim
 
 
@@ -119,10 +128,10 @@ def own_claim() -> str:
 
 
 def check_there(workdir: Path | str) -> None:
-    """Checks that the workdir that this process has claimed is where it was.
+    """Checks that the workdir that this process has claimed still exists.
 
     Raises:
-      Stopped: it was moved or deleted. Nothing must be written there any more.
+      Stopped: It was moved or deleted. Nothing must be written there any more.
     """
     if not Path(workdir, ".lock").exists():
         raise Stopped(
@@ -133,7 +142,7 @@ def check_there(workdir: Path | str) -> None:
 
 @contextlib.contextmanager
 def usable(workdir: Path | str) -> Iterator[None]:
-    """Turns an error whose reason is that the claimed workdir is gone into `Stopped`."""
+    """Turns an error in a block into `Stopped` if the claimed workdir no longer exists."""
     try:
         yield
     except Exception:
@@ -142,10 +151,10 @@ def usable(workdir: Path | str) -> Iterator[None]:
 
 
 def check_shared(workdir: Path | str, claim: str) -> None:
-    """Whether this process sees the workdir that another one has claimed, who says `claim`.
+    """Checks that this process sees the workdir that another one has claimed, whose `own_claim` is `claim`.
 
     Raises:
-      ConfigError: it sees another folder.
+      ConfigError: It sees another folder.
     """
     try:
         found = (Path(workdir) / ".lock").read_text()
@@ -164,45 +173,26 @@ def changes(workdir: Path | str, config: dict[str, Any]) -> dict[str, str]:
     They are compared as JSON: a tuple and a list are the same. A run that has computed nothing has no differences.
 
     Raises:
-      ConfigError: the run's config cannot be read, or is of an older version with other fields.
+      ConfigError: The run's config cannot be read, or is of an older version with other fields.
     """
     path, metrics = Path(workdir, "config.json"), Path(workdir, "metrics.jsonl")
     if not (metrics.exists() and metrics.stat().st_size):
         return {}
-    found = _read_object(path, "bring it back, or choose another workdir")
+    found = _read(path, "bring it back, or choose another workdir")
     old, new = _leaves(found), _leaves(json.loads(json.dumps(config)))
     if moved := next((name for name in old if name in MOVED and name not in new), None):
         raise ConfigError(
             f"the run in {workdir} is of an older version: {moved} is {MOVED[moved]} now; choose another workdir"
         )
+
+    def shown(leaves: dict[str, Any], name: str) -> str:
+        return json.dumps(leaves[name]) if name in leaves else "not there"
+
     return {
-        name: f"{_shown(old, name)} -> {_shown(new, name)}"
+        name: f"{shown(old, name)} -> {shown(new, name)}"
         for name in sorted(old.keys() | new.keys())
         if new.get(name, ...) != old.get(name, ...)
     }
-
-
-def _check_same_config(workdir: Path, config: dict[str, Any], may_change: Collection[str]) -> None:
-    wrong = [
-        f"{name}: {change}"
-        for name, change in changes(workdir, config).items()
-        if not any(f"{_of_any(name)}.".startswith(f"config.{free}.") for free in may_change)
-    ]
-    if wrong:
-        more = f" and {len(wrong) - 6} more" if len(wrong) > 6 else ""
-        raise ConfigError(
-            f"the run in {workdir} has another config ({'; '.join(wrong[:6])}{more}): "
-            "choose another workdir, or take these changes back"
-        )
-
-
-def _shown(leaves: dict[str, Any], name: str) -> str:
-    return json.dumps(leaves[name]) if name in leaves else "not there"
-
-
-def _of_any(name: str) -> str:
-    """A field's name with "[i]" for the number of its section in a list."""
-    return re.sub(r"\[\d+\]", "[i]", name)
 
 
 def _leaves(config: dict[str, Any], path: str = "config") -> dict[str, Any]:
@@ -219,26 +209,25 @@ def _leaves(config: dict[str, Any], path: str = "config") -> dict[str, Any]:
 
 def mark_finished(workdir: Path | str, step: int) -> None:
     """Records that the run in a workdir has done all its `step` steps and the work after them."""
-    _write_whole(Path(workdir) / "finished.json", {"step": step})
+    _write(Path(workdir) / "finished.json", {"step": step})
 
 
 def finished_step(workdir: Path | str) -> int | None:
     """The number of steps after which the run in a workdir finished, or None if it has not.
 
     Raises:
-      ConfigError: the record of this cannot be read.
+      ConfigError: The record of this cannot be read.
     """
-    path = Path(workdir) / "finished.json"
+    path, remedy = Path(workdir) / "finished.json", "delete it, and run the same command again"
     if not path.exists():
         return None
-    remedy = "delete it, and run the same command again"
-    step = _read_object(path, remedy).get("step")
+    step = _read(path, remedy).get("step")
     if type(step) is not int:
         raise ConfigError(f"{path} names no step: {remedy}")
     return step
 
 
-def _read_object(path: Path, remedy: str) -> dict[str, Any]:
+def _read(path: Path, remedy: str) -> dict[str, Any]:
     """The object in a JSON file; raises ConfigError if it has none."""
     try:
         return read_json(path)
@@ -246,5 +235,5 @@ def _read_object(path: Path, remedy: str) -> dict[str, Any]:
         raise ConfigError(f"{error}: {remedy}") from error
 
 
-def _write_whole(path: Path, content: dict[str, Any]) -> None:
+def _write(path: Path, content: dict[str, Any]) -> None:
     replace(path, (json.dumps(content, indent=2) + "\n").encode())

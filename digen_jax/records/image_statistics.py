@@ -1,12 +1,12 @@
-"""Statistics of pictures that no reward asks for, which show what a model gives up for its reward.
+"""Statistics of images that no reward asks for, which show what a model gives up for its reward.
 
-Pictures are bytes; luma is that of BT.601, from 0 to 255. In clips, only the middle frame counts. On one core they
-take about 0.05 ms for a picture of 32 x 32 pixels, 7 ms for 512 x 512 and 60 ms for 1024 x 1024 (`look` called in a
-loop). Threads of their own compute those of a run, beside everything else: scores from another process wait for them.
+Images are bytes; luma is that of BT.601, from 0 to 255. In clips, only the middle frame counts. On one core they
+take about 0.05 ms for an image of 32 x 32 pixels, 7 ms for 512 x 512 and 60 ms for 1024 x 1024 (`look` called in a
+loop). In a run separate threads compute them in parallel to all other work.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ _beside = ThreadPoolExecutor(THREADS, "image statistics")
 
 
 class Looks(NamedTuple):
-    """What some pictures look like."""
+    """Statistics of some images."""
 
     sharpness: Float32[np.ndarray, "b"]
     colourfulness: Float32[np.ndarray, "b"]
@@ -32,21 +32,29 @@ class Looks(NamedTuple):
     thumbnails: Float32[np.ndarray, "b y x 3"]  # in [0, 1]
 
     def means(self) -> dict[str, float]:
-        """The means over the pictures, by name."""
+        """The means over the images, by name."""
         names = ("sharpness", "colourfulness", "edge_density")
         return {name: float(getattr(self, name).mean(dtype=np.float64)) for name in names}
 
 
 def look(images: UInt8[np.ndarray, "b h w 3"]) -> Looks:
-    """The statistics of pictures of at least 3 x 3 pixels; smaller ones have no sharpness and no edges."""
-    return joined([Looks._make(_look(colours)) for colours in _chunks(images)])
+    """The statistics of images of at least 3 x 3 pixels; smaller ones have no sharpness and no edges."""
+    size, parts = max(1, CHUNK // (images.shape[1] * images.shape[2])), []
+    for start in range(0, len(images), size):
+        part = images[start : start + size].transpose(3, 0, 1, 2)
+        colours = np.ascontiguousarray(part).astype(np.float32)
+        red, green, blue = colours
+        luma = 0.299 * red + 0.587 * green + 0.114 * blue
+        found = sharpness(luma), colourfulness(colours), edge_density(luma), thumbnails(colours)
+        parts.append(Looks(*found))
+    return joined(parts)
 
 
 def look_beside(images: UInt8[np.ndarray, "b h w 3"]) -> Future[Looks]:
-    """`look` in other threads; the pictures must stay as they are until then."""
+    """`look` in other threads; the images must stay as they are until then."""
     parts = np.array_split(images, max(1, min(THREADS, len(images))))
     found = [_beside.submit(look, part) for part in parts]
-    # It begins after them, as the threads take work in order, and waits for those that still go on.
+    # Threads take work in order: this call starts after the parts, and waits for those that are in progress.
     return _beside.submit(lambda: joined([part.result() for part in found]))
 
 
@@ -55,27 +63,14 @@ def joined(parts: Sequence[Looks]) -> Looks:
     return Looks(*map(np.concatenate, zip(*parts, strict=True)))
 
 
-def _chunks(images: UInt8[np.ndarray, "b h w 3"]) -> Iterator[Float32[np.ndarray, "3 c h w"]]:
-    size = max(1, CHUNK // (images.shape[1] * images.shape[2]))
-    for start in range(0, len(images), size):
-        part = images[start : start + size]
-        yield np.ascontiguousarray(part.transpose(3, 0, 1, 2)).astype(np.float32)
-
-
-def _look(colours: Float32[np.ndarray, "3 c h w"]) -> tuple[Float32[np.ndarray, "c ..."], ...]:
-    red, green, blue = colours
-    luma = 0.299 * red + 0.587 * green + 0.114 * blue
-    return sharpness(luma), colourfulness(colours), edge_density(luma), thumbnails(colours)
-
-
 def sharpness(luma: Float32[np.ndarray, "c h w"]) -> Float32[np.ndarray, "c"]:
     """The variance of the Laplacian with four neighbours, over all pixels but the border.
 
     Source: Pech-Pacheco et al., "Diatom autofocusing in brightfield microscopy", ICPR 2000.
     """
     inner = luma[:, 1:-1, 1:-1]
-    beside = luma[:, 1:-1, :-2] + luma[:, 1:-1, 2:]
-    laplacian = luma[:, :-2, 1:-1] + luma[:, 2:, 1:-1] + beside - 4 * inner
+    sides = luma[:, 1:-1, :-2] + luma[:, 1:-1, 2:]
+    laplacian = luma[:, :-2, 1:-1] + luma[:, 2:, 1:-1] + sides - 4 * inner
     flat = laplacian.reshape(len(luma), -1)
     return flat.var(axis=1) if flat.size else np.zeros(len(luma), np.float32)
 
@@ -107,7 +102,7 @@ def edge_density(luma: Float32[np.ndarray, "c h w"]) -> Float32[np.ndarray, "c"]
 
 
 def thumbnails(colours: Float32[np.ndarray, "3 c h w"]) -> Float32[np.ndarray, "c y x 3"]:
-    """The means over a grid of `THUMBNAIL` x `THUMBNAIL` blocks, in [0, 1]; a small picture keeps its size."""
+    """The means over a grid of `THUMBNAIL` x `THUMBNAIL` blocks, in [0, 1]; a small image keeps its size."""
     for axis in (2, 3):
         size = colours.shape[axis]
         edges = np.linspace(0, size, min(size, THUMBNAIL) + 1).astype(int)
@@ -122,7 +117,7 @@ def diversity(small: Float32[np.ndarray, "n y x 3"]) -> float:
 
     Thumbnails in colour see what a group repeats, composition and colours, and not noise or texture, which a
     structural similarity at full size counts as difference and a model can add for nothing. The mean over all pairs
-    is twice the unbiased variance, so that n pictures cost n and not n^2 comparisons.
+    is twice the unbiased variance, so that n images cost n and not n^2 comparisons.
     """
     flat = small.reshape(len(small), -1).astype(np.float64)
     return float(np.sqrt(2 * flat.var(axis=0, ddof=1).mean()))
@@ -131,7 +126,7 @@ def diversity(small: Float32[np.ndarray, "n y x 3"]) -> float:
 def group_diversity(
     small: Float32[np.ndarray, "n y x 3"], groups: Int[np.ndarray, "n"]
 ) -> float | None:
-    """The mean `diversity` of the groups that have several pictures; None where none has."""
+    """The mean `diversity` of the groups that have several images; None where none has."""
     each = [small[groups == group] for group in np.unique(groups)]
     found = [diversity(own) for own in each if len(own) > 1]
     return float(np.mean(found)) if found else None

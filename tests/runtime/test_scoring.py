@@ -9,12 +9,11 @@ import pytest
 
 from digen_jax.engine.divergence import DivergedError
 from digen_jax.engine.draws import Draws
+from digen_jax.records.image_statistics import look
 from digen_jax.rewards import alone
 from digen_jax.rewards.mistakes import RewardFailed
 from digen_jax.rewards.pool import RewardPool
-from digen_jax.runtime.evaluation import HeldOut
-from digen_jax.runtime.image_statistics import look
-from digen_jax.runtime.judging import Judge, failed, ready, then
+from digen_jax.runtime.scoring import HeldOut, Judge, failed, ready, then
 from digen_jax.runtime.steps import Steps
 from digen_jax.scheduling.commands import Chunk
 from digen_jax.scheduling.settings import Settings
@@ -103,18 +102,15 @@ def test_a_reward_that_fails_is_named():
 
 
 def test_one_future_follows_another():
-    first, second = Future(), Future()
-    found = then(first, lambda one: then(second, lambda other: one + other))
+    first = Future()
+    found = then(first, lambda one: one + 2)
     assert not found.done()
     first.set_result(1)
-    assert not found.done()
-    second.set_result(2)
     assert found.result(0) == 3
     error = ValueError("wrong")
-    assert then(failed(error), ready).exception(0) is error
-    assert then(ready(1), lambda _: failed(error)).exception(0) is error
+    assert then(failed(error), str).exception(0) is error
     assert isinstance(then(ready(1), lambda one: 1 / 0).exception(0), ZeroDivisionError)
     never = Future()
-    late = then(never, ready)
+    late = then(never, str)
     never.cancel()
     assert isinstance(late.exception(0), CancelledError)

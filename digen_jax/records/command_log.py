@@ -84,19 +84,15 @@ def since(commands: list[Command], done: int) -> list[Command]:
     The latter are the commands that began the steps from `done` on ahead of time, and the publications of
     the versions that generate their chunks.
     """
-    ends = [i for i, c in enumerate(commands) if isinstance(c, Update) and c.step == done - 1] or [
-        -1
-    ]
-    before, behind = commands[: ends[-1] + 1], commands[ends[-1] + 1 :]
-    sampled = {
-        c.publication for c in (*before, *behind) if isinstance(c, Generate) and _step(c) >= done
-    }
-    ahead = [
-        c
-        for c in before
-        if (c.publication in sampled if isinstance(c, Publish) else _step(c) >= done)
-    ]
-    return ahead + behind
+    updates = [i for i, c in enumerate(commands) if isinstance(c, Update) and c.step == done - 1]
+    end = updates[-1] + 1 if updates else 0
+    generated = (c for c in commands if isinstance(c, Generate) and _step(c) >= done)
+    sampled = {c.publication for c in generated}
+
+    def is_ahead(c: Command) -> bool:
+        return c.publication in sampled if isinstance(c, Publish) else _step(c) >= done
+
+    return [*filter(is_ahead, commands[:end]), *commands[end:]]
 
 
 def _step(command: Command) -> int:

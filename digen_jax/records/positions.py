@@ -1,4 +1,4 @@
-"""Positions: the state of a run after some steps, to and from its checkpoints, for every process."""
+"""Positions: the state of a run after some steps, to and from its checkpoints, in every process."""
 
 import contextlib
 import pathlib
@@ -9,15 +9,23 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from digen_jax.config.recipe import Recipe
+from digen_jax.engine.divergence import DivergedError
 from digen_jax.engine.hosts import put
 from digen_jax.engine.trainer import TrainState
 from digen_jax.errors import ConfigError
 from digen_jax.records.checkpoint import Checkpointer, SaveFailed, template_of, was_saved
 from digen_jax.records.checkpoint_folder import saved_steps, steps_done
+from digen_jax.records.command_log import read_log
 from digen_jax.records.metrics import read_metrics
 from digen_jax.rewards.mistakes import RewardMistake
-from digen_jax.runtime.driver import Begun
-from digen_jax.runtime.log import read_log
+
+
+class Begun(NamedTuple):
+    """The work in flight at a step's end, as a checkpoint holds it in addition to the trainer's state."""
+
+    scheduler: dict[str, Any]  # Scheduler.save()
+    kept: dict[int, Any]  # version: tuned parameters that begun chunks need, except the newest
+    layout: str = ""  # recipe.layout of the process that saved it, in which the costs were measured
 
 
 class Position(NamedTuple):
@@ -33,31 +41,25 @@ class Position(NamedTuple):
         return not any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state))
 
 
-class Positions:
+class Positions(Checkpointer):
     """The positions in a run's checkpoints. In a run of several processes all save and read together.
 
     Raises:
-      ConfigError: there are checkpoints, and none is whole.
+      ConfigError: there are checkpoints, and none is complete.
     """
 
     def __init__(self, workdir: pathlib.Path, recipe: Recipe):
+        super().__init__(workdir / "checkpoints", recipe.checkpoint.every, recipe.checkpoint.keep)
         self._seed, self._layout = recipe.seed, recipe.layout
-        self._checkpoints = Checkpointer(
-            workdir / "checkpoints", recipe.checkpoint.every, recipe.checkpoint.keep
-        )
-
-    def due(self, done: int) -> bool:
-        """Whether the position after `done` steps must be saved."""
-        return self._checkpoints.due(done)
 
     def newest(self, state: TrainState) -> Position | None:
         """The newest position, laid out as `state` (the one before the first step); None if there is none."""
-        host = self._checkpoints.latest_host()
+        host = self.latest_host()
         if host is None:
             return None
         versions = [int(version) for version in host["kept"]]
         template = self._arrays(state, dict.fromkeys(versions, state.tuned))
-        found = self._checkpoints.restore_latest(template_of(template))
+        found = self.restore_latest(template_of(template))
         begun = None
         if host["scheduler"] is not None:
             kept = {version: found.arrays["kept"][str(version)] for version in versions}
@@ -65,43 +67,15 @@ class Positions:
         state = TrainState(**{name: found.arrays.get(name) for name in TrainState._fields})
         return Position(found.step, state, begun, found.host)
 
-    def save(self, position: Position) -> None:
+    def store(self, position: Position) -> None:
         """Saves a checkpoint of a position, unless it exists; the host's part is the first process's."""
         scheduler, kept, _ = position.begun or (None, {}, "")
-        host = position.host | {
-            "scheduler": scheduler,
-            "kept": sorted(kept),
-            "layout": self._layout,
-        }
-        self._checkpoints.save(position.done, self._arrays(position.state, kept), host)
+        own = {"scheduler": scheduler, "kept": sorted(kept), "layout": self._layout}
+        self.save(position.done, self._arrays(position.state, kept), position.host | own)
 
-    def hold_room(self, state: TrainState) -> None:
+    def reserve(self, state: TrainState) -> None:
         """Reserves the space of a checkpoint; raises SaveFailed if there is none."""
-        self._checkpoints.hold_room(self._arrays(state, {}))
-
-    def release_room(self) -> None:
-        """Frees the reserved space."""
-        self._checkpoints.release_room()
-
-    def check(self) -> None:
-        """Raises SaveFailed if a save has failed since the last call."""
-        self._checkpoints.check()
-
-    def wait(self) -> None:
-        """Waits for the present save; raises SaveFailed if it fails."""
-        self._checkpoints.wait()
-
-    def steps(self) -> list[int]:
-        """The steps whose positions are saved or being saved, the oldest first."""
-        return self._checkpoints.steps()
-
-    def oldest(self) -> int | None:
-        """The number of steps before which no position is saved any more; None while even the first is."""
-        return self._checkpoints.oldest()
-
-    def close(self) -> None:
-        """Waits until the last checkpoint is whole."""
-        self._checkpoints.close()
+        self.hold_room(self._arrays(state, {}))
 
     def _arrays(self, state: TrainState, kept: dict[int, Any]) -> dict[str, Any]:
         arrays = {name: tree for name, tree in state._asdict().items() if tree is not None}
@@ -121,19 +95,34 @@ def finishing(positions: Positions) -> Iterator[None]:
     try:
         yield
         positions.close()
-    except (SaveFailed, RewardMistake) as error:
+    except BaseException as error:
         with contextlib.suppress(SaveFailed):
             positions.close()
+        if not isinstance(error, SaveFailed | RewardMistake):
+            raise
         steps = positions.steps()
         point = f"after step {steps[-1]}, which is saved" if steps else "from the beginning"
         advice = f"the same command continues {point}"
         if isinstance(error, SaveFailed):
             raise SaveFailed(f"{error}: make room, and {advice}") from error
         raise type(error)(f"{error}\n  fix the reward, and {advice}") from error
-    except BaseException:
-        with contextlib.suppress(SaveFailed):
-            positions.close()
-        raise
+
+
+@contextlib.contextmanager
+def divergence_reported(position: Position, positions: Positions, recipe: Recipe) -> Iterator[None]:
+    """Raises ConfigError with advice if a value in the step after a position became infinite or NaN."""
+    try:
+        yield
+    except DivergedError as error:
+        done, trainer = position.done, recipe.trainer
+        # At the end of the run the position is saved, if an update has not consumed it.
+        saved = [done] if position.is_whole() else positions.steps()[-1:]
+        newest = f"the newest checkpoint is of step {saved[0]}" if saved else "nothing is saved"
+        raise ConfigError(
+            f"{error} in step {done + 1}: training has diverged; the last good step is {done}, and {newest}. Lower "
+            f"config.trainer.learning_rate = {trainer.learning_rate} or config.trainer.clip_norm = "
+            f"{trainer.clip_norm}, and begin in another workdir"
+        ) from error
 
 
 def check_steps(workdir: pathlib.Path, steps: int) -> None:

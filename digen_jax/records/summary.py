@@ -1,22 +1,19 @@
-"""Records of a run's driver: the timeline, and the runtime metrics of each step."""
+"""Summary of a driver's events: the timeline, the runtime metrics of each step, and the present state."""
 
-import dataclasses
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from digen_jax import rewards
-from digen_jax.algorithms.advantages import trained_images
 from digen_jax.rewards.exchanges import Exchange
-from digen_jax.runtime.evaluation import by_tag
-from digen_jax.runtime.image_statistics import group_diversity
-from digen_jax.runtime.scores import StepScores
 from digen_jax.scheduling.commands import (
     TRAINER,
     Command,
+    Decode,
     Deliver,
+    Encode,
     Generate,
     Publish,
     Score,
@@ -40,29 +37,25 @@ PHASES = {
     "evaluate": "evaluation",
 }
 
-# Statistics of each reward, by what stands for them in the name of a metric.
-STATISTICS = {"": np.mean, "std_": np.std, "min_": np.min, "max_": np.max}
-
 
 class Summary:
     """Records events and sums them up, step by step; not thread-safe.
 
-    `devices` are those of every worker; those of a lost one count until its step ends.
+    `devices` are those of every worker; those of a lost one count until its step ends. `images` is the number of
+    trained images of a step.
     """
 
     def __init__(self, devices: Mapping[str, int], images: int):
         self.devices, self._images = dict(devices), images
-        # Workers that were lost: when, and their devices, which count to the end of that step.
-        self.lost: dict[str, tuple[float, int]] = {}
+        self.numbers: dict[str, float] = {}  # runtime metrics of the last step
+        self._lost: dict[str, tuple[float, int]] = {}  # worker: (time of its loss, its devices)
         self._recorder = Recorder()
         self._began = 0.0  # of the step
         self._under_way: dict[str, float] = {}  # worker: start of its present work
         self._ages: list[int] = []  # of each trained pass, in versions
         self._queued: list[int] = []  # number of ready chunks at each start of training
-        self._sampled: Counter[bool] = (
-            Counter()
-        )  # chunks: whether a worker made them that prefers to train
-        self.numbers: dict[str, float] = {}  # runtime metrics of the last step
+        # Generated chunks, by whether their worker prefers to train.
+        self._sampled: Counter[bool] = Counter()
 
     def seen(self, event: Event, commands: list[Command], scheduler: Scheduler, now: float) -> None:
         """Records an event and the resulting commands."""
@@ -72,9 +65,9 @@ class Summary:
         if isinstance(event, Lost):
             self._recorder.end_wait(event.worker, now)
             self._under_way.pop(event.worker, None)
-            self.lost[event.worker] = now, self.devices.get(event.worker, 0)
+            self._lost[event.worker] = now, self.devices.get(event.worker, 0)
         if isinstance(event, Joined):
-            self.lost.pop(event.worker, None)
+            self._lost.pop(event.worker, None)
         if isinstance(event, Joined | Completed) and worker and scheduler.is_there(worker):
             self._recorder.look_at(scheduler, worker, now)
         if scheduler.is_there(TRAINER):
@@ -106,32 +99,23 @@ class Summary:
         end: float,
         parts: Sequence[tuple[str, float, float]] = (),
     ) -> None:
-        """Records a completed command.
+        """Records a command that was executed from `start` to `end`.
 
-        Args:
-          command: the command.
-          start: of its work.
-          end: likewise.
-          parts: (kind, begin, end) of what is shown apart within its work; not of an evaluation.
+        `parts` are (kind, begin, end) of what the timeline shows separately, except in an evaluation.
         """
         worker, kind = getattr(command, "worker", "reward"), command.kind
         chunk = getattr(command, "chunk", None)
         if chunk is not None and chunk.evaluation:
-            kind = "evaluate"
+            kind, parts = "evaluate", ()
         if _is_transfer(command):
             worker = f"{kind} {worker}"  # parallel to the worker's commands
         else:
             self._under_way.pop(worker, None)
-        shown = parts if kind != "evaluate" else ()
-        for what, begin, finish in shown:
+        for what, begin, finish in parts:
             self._recorder.work(worker, kind, start, begin, chunk)
             self._recorder.work(worker, what, begin, finish, chunk)
             start = finish
         self._recorder.work(worker, kind, start, end, chunk)
-
-    def since(self, worker: str) -> float | None:
-        """When the present work or wait of a worker began; None: unknown."""
-        return self._recorder.waits_since.get(worker, self._under_way.get(worker))
 
     def asked(self, command: Score, exchanges: Sequence[Exchange]) -> None:
         """Records the requests to servers by which a batch was scored; each server is a worker of its own."""
@@ -159,9 +143,12 @@ class Summary:
         total = sum(self.devices.values())
         busy = busy_seconds([*done, *running], self.devices, self._began, now)
         phases: Counter[str] = Counter()
-        for interval in done:
-            if interval.kind in PHASES:
-                phases[_phase(interval)] += interval.seconds
+        for one in done:
+            if one.kind in PHASES:
+                # A reward on a mesh is a part of the rollout, which it prolongs.
+                on_mesh = one.kind == "score" and one.worker != "reward"
+                phases["rollout" if on_mesh else PHASES[one.kind]] += one.seconds
+        waits = bubbles(done, self.devices).items()
         self.numbers = {
             "images_per_second": self._images / (seconds - away),
             "utilisation": busy / (total * seconds),
@@ -169,14 +156,11 @@ class Summary:
             "tag_share": self._sampled[True] / max(1, self._sampled.total()),
             "queue_depth": float(np.mean(self._queued)),
             **{f"seconds/{phase}": spent for phase, spent in phases.items()},
-            **{
-                f"seconds/wait_{cause.replace(' ', '_')}": spent
-                for cause, spent in bubbles(done, self.devices).items()
-            },
+            **{f"seconds/wait_{cause.replace(' ', '_')}": spent for cause, spent in waits},
         }
         self._began, self._ages, self._queued = now, [], []
         self._sampled.clear()
-        for worker in self.lost:
+        for worker in self._lost:
             self.devices.pop(worker, None)
         return done
 
@@ -187,54 +171,52 @@ class Summary:
         self._recorder.intervals.clear()
         return done
 
+    def present(
+        self, scheduler: Scheduler, devices: Mapping[str, int], now: float
+    ) -> dict[str, Any]:
+        """Describes the present work of all workers, as JSON.
+
+        Args:
+          scheduler: Between two events, which this summary has seen.
+          devices: Number of devices of each worker that is there.
+          now: The time, in seconds of the run's clock.
+
+        Returns:
+          "step": completed steps, "steps": steps of the run, "scoring": number of batches that the rewards score, and
+          "workers", by name: "devices"; "lost", the time of its loss, or None; "does", its present command in words,
+          or None; "waits", one of `timeline.CAUSES`, or None; "since", when that began, or None; "holds" and
+          "arrives", the versions of the weights. Times are those of the system's clock.
+        """
+        state, begun = scheduler.state, time.time() - now
+
+        def of(name: str) -> dict[str, Any]:
+            worker = state.workers.get(name)
+            if worker is None:
+                return {"lost": begun + (self._lost[name][0] if name in self._lost else now)}
+            kept = scheduler.kept if name == TRAINER else worker.held
+            command = state.in_flight.get(worker.busy)
+            part = f" ({command.kind})" if isinstance(command, Encode | Decode) else ""
+            since = self._recorder.waits_since.get(name, self._under_way.get(name))
+            return {
+                "lost": None,
+                "does": None if command is None else scheduler.work(command) + part,
+                "waits": None if scheduler.is_busy(name) else scheduler.waits_for(name),
+                "since": None if since is None else begun + since,
+                "holds": sorted({publication.version for publication in kept}),
+                "arrives": sorted({publication.version for publication in worker.arriving}),
+            }
+
+        lost = {name: count for name, (_, count) in self._lost.items()}
+        known = {**self.devices, **lost, **devices}
+        return {
+            "step": state.step,
+            "steps": state.settings.steps,
+            "scoring": sum(isinstance(command, Score) for command in state.in_flight.values()),
+            "workers": {name: {"devices": count, **of(name)} for name, count in known.items()},
+        }
+
 
 def _is_transfer(command: Command) -> bool:
-    """Whether a command is executed next to its worker's others."""
+    """Whether a command is executed in parallel to its worker's others."""
     publishes = isinstance(command, Publish) and command.worker != TRAINER
     return publishes or isinstance(command, Deliver)
-
-
-def _phase(interval: Interval) -> str:
-    """The phase of an interval; a reward on a mesh is a part of the rollout, which it prolongs."""
-    on_mesh = interval.kind == "score" and interval.worker != "reward"
-    return "rollout" if on_mesh else PHASES[interval.kind]
-
-
-def reward_metrics(found: StepScores, names: tuple[str, ...]) -> dict[str, Any]:
-    """Mean and spread of the rewards of the groups that form a step, over all prompts and for each task.
-
-    For several rewards these are of the weighted sum; mean, spread and range of each reward over the images to
-    which it applies are added by its name.
-    """
-    members, records = found.members, found.images.records
-    scores, rows = found.values[members], found.images.rows[members]
-    shown, groups = [records[row] for row in rows], len(np.unique(rows))
-    each = {name: rewards.there(own) for name, own in found.each(names).items()}
-    each = {name: own for name, own in each.items() if len(own)}
-    teaching = dataclasses.replace(found.settings, best_and_worst=0, drop_zero_std=True)
-    taught = trained_images(teaching, found.scores[members], rows, len(records))
-    metrics = {
-        "reward": float(scores.mean()),
-        "reward_std": float(scores.std()),
-        "zero_std_groups": len(np.unique(rows[~taught])) / groups,
-        **{
-            f"reward_{what}of/{name}": float(statistic(own))
-            for what, statistic in STATISTICS.items()
-            for name, own in each.items()
-        },
-        **{f"reward/{tag}": mean for tag, mean in by_tag(shown, scores).items()},
-        **{f"reward_std/{tag}": std for tag, std in by_tag(shown, scores, np.std).items()},
-    }
-    if len(records) > groups:
-        metrics["candidates"] = float(found.generated)
-    return metrics
-
-
-def image_metrics(found: StepScores) -> dict[str, float]:
-    """What the images of the groups that form a step look like, and how much those of a group differ."""
-    if (seen := found.looks()) is None:
-        return {}
-    looks, groups = seen
-    within = group_diversity(looks.thumbnails, groups)
-    means = looks.means() | ({} if within is None else {"diversity": within})
-    return {f"images/{name}": value for name, value in means.items()}

@@ -1,23 +1,16 @@
-"""Opens a run: its placement on the devices of this process, its rewards and its system."""
+"""Placement of a run on the available devices: as configured, fitted to them, or chosen by the planner."""
 
 import dataclasses
-import functools
-import json
 import pathlib
 from contextlib import suppress
 
 import jax
 
-from digen_jax.assemble import build, read_scorers
 from digen_jax.config.checks import check_meshes, check_rules
 from digen_jax.config.door import place
 from digen_jax.config.recipe import Recipe
 from digen_jax.config.sections import AUTO, GIVEN, PlacementSection
-from digen_jax.distributed.workers import RolloutWorkers
-from digen_jax.encoding.ahead import prepare
-from digen_jax.encoding.reached import reached
 from digen_jax.engine.placement import ONE_DEVICE, MeshSizes, RolloutAxes, TrainerAxes
-from digen_jax.engine.system import System
 from digen_jax.errors import ConfigError
 from digen_jax.inference.model import run_recipe
 from digen_jax.planning.calibration import Calibration
@@ -25,79 +18,10 @@ from digen_jax.planning.footprint import model_footprint
 from digen_jax.planning.plan import auto_plan, make_problem, meshes
 from digen_jax.planning.programs import measured_programs
 from digen_jax.planning.step_costs import measured_costs
-from digen_jax.process.launching import MEETING
-from digen_jax.rewards.built_in import resolve
-from digen_jax.rewards.canary import check_canaries
-from digen_jax.rewards.pool import RewardPool
-from digen_jax.run.own_mesh import build_trainer
-from digen_jax.run.positions import Positions
-from digen_jax.run.report import print_warnings
-from digen_jax.run.scorers import try_files, try_scorers
-from digen_jax.run.workdir import own_claim
-from digen_jax.runtime.orders import Orders, several
-from digen_jax.scheduling.deadlines import Deadline
+from digen_jax.process.team import several
 from digen_jax.scheduling.planner.memory import Layout, device_bytes
 from digen_jax.scheduling.planner.plan import Plan
 from digen_jax.scheduling.settings import Costs
-
-
-def open_system(
-    recipe: Recipe,
-    workdir: pathlib.Path,
-    orders: Orders,
-    positions: Positions,
-    workers: RolloutWorkers | None = None,
-) -> tuple[System, RewardPool]:
-    """Tries the rewards, encodes the prompts if they are precomputed, and reads the model.
-
-    Args:
-      recipe: The validated config.
-      workdir: Folder of the run.
-      orders: Announces common work to the other processes that train: see `following`.
-      positions: The checkpoints of the run.
-      workers: Rollout workers in other processes. None means that all workers are in this one.
-
-    Returns:
-      The system, and the rewards, which the caller closes.
-
-    Raises:
-      ConfigError: A reward, a prompt file or the model is invalid, or a process has another config.
-    """
-    devices = jax.devices() if workers is None else workers.devices
-    orders.announce("begin", json.dumps([recipe.as_json(), own_claim()]))
-    orders.hear(MEETING)
-    oldest = positions.oldest() or 0
-    if workers is not None:
-        # A worker may be ready before the model is read here: it need not draw the steps before the checkpoint.
-        workers.step = oldest
-    drawn = functools.partial(reached, recipe, workdir / "prompts", oldest)
-    encoding = prepare(recipe, devices, drawn, "trainer" if workers else None)
-    found, pool = resolve(recipe.rewards, meshes=True), recipe.reward_pool
-    seconds = Deadline(recipe.runtime.deadline).seconds
-    rewards = RewardPool(found, pool.processes, pool.retries, seconds)
-    try:
-        scorers = () if workers else read_scorers(recipe, devices)
-        check_canaries(found, rewards.score)
-        try_files(recipe, rewards.score)
-        orders.announce("try")
-        if scorers:
-            try_scorers(recipe, scorers)
-        if encoding is not None:
-            print_warnings(recipe, encoding.family)
-        with orders.together("encode"):
-            if encoding is not None:
-                encoding.run()
-        system = (
-            build_trainer(recipe, devices)
-            if workers
-            else build(recipe, devices).with_scorers(scorers)
-        )
-        if encoding is None:
-            print_warnings(recipe, system.policy.family)
-    except BaseException:  # Ctrl-C, too: otherwise the reward's processes would continue
-        rewards.close()
-        raise
-    return system, rewards
 
 
 def place_run(recipe: Recipe, workdir: pathlib.Path) -> Recipe:
@@ -222,5 +146,5 @@ def _predicted(plan: Plan) -> str:
 
 def _device_memory() -> int | None:
     """Bytes that a program may take of a device; None: the backend does not tell, as that of CPUs."""
-    told = jax.local_devices()[0].memory_stats()
-    return told.get("bytes_limit") if told else None
+    stats = jax.local_devices()[0].memory_stats()
+    return stats.get("bytes_limit") if stats else None

@@ -1,0 +1,305 @@
+"""Opens a run: tries its rewards, encodes its prompts, reads its model.
+
+The first process does so by `open_system`. The others execute its announcements by `follow_run`, and keep no records.
+"""
+
+import functools
+import json
+import pathlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from digen_jax.assemble import build, build_trainer, drawn_prompts, held_out_prompts, read_scorers
+from digen_jax.config.recipe import Recipe
+from digen_jax.distributed.workers import RolloutWorkers
+from digen_jax.encoding.ahead import prepare
+from digen_jax.encoding.reached import reached
+from digen_jax.engine.scoring import Scoring
+from digen_jax.engine.system import System
+from digen_jax.errors import ConfigError
+from digen_jax.learned_rewards.on_mesh import named
+from digen_jax.models.family import Family
+from digen_jax.models.text.tokenizer_files import known_words
+from digen_jax.planning.placing import place_here
+from digen_jax.policies import start_warnings
+from digen_jax.process.ending import STOPPED, Stopped
+from digen_jax.process.interrupt import Interrupt
+from digen_jax.process.launching import MEETING
+from digen_jax.prompts.files import read_prompt_file, read_prompt_files
+from digen_jax.prompts.notes import tell
+from digen_jax.records.positions import Begun, Position, Positions
+from digen_jax.records.workdir import check_shared, own_claim
+from digen_jax.rewards import Rewards, Scores
+from digen_jax.rewards.built_in import on_mesh, resolve
+from digen_jax.rewards.canary import check_canaries
+from digen_jax.rewards.pool import RewardPool
+from digen_jax.rewards.trial import try_out
+from digen_jax.runtime.executors import Executors, follow
+from digen_jax.runtime.link import Link
+from digen_jax.runtime.orders import Orders, answer, entries, leave
+from digen_jax.runtime.scoring import Judged
+from digen_jax.scheduling.commands import Publication
+from digen_jax.scheduling.costs import GUESSED
+from digen_jax.scheduling.deadlines import Deadline
+from digen_jax.scheduling.scheduler import Scheduler
+from digen_jax.scheduling.settings import Settings
+
+
+def open_system(
+    recipe: Recipe,
+    workdir: pathlib.Path,
+    orders: Orders,
+    positions: Positions,
+    workers: RolloutWorkers | None = None,
+) -> tuple[System, RewardPool]:
+    """Tries the rewards, encodes the prompts if they are precomputed, and reads the model.
+
+    Args:
+      recipe: The validated config.
+      workdir: Folder of the run.
+      orders: Announces common work to the other processes that train: see `follow_run`.
+      positions: The checkpoints of the run.
+      workers: Rollout workers in other processes. None means that all workers are in this one.
+
+    Returns:
+      The system, and the rewards, which the caller closes.
+
+    Raises:
+      ConfigError: A reward, a prompt file or the model is invalid, or a process has another config.
+    """
+    devices = jax.devices() if workers is None else workers.devices
+    orders.announce("begin", json.dumps([recipe.as_json(), own_claim()]))
+    orders.hear(MEETING)
+    oldest = positions.oldest() or 0
+    if workers is not None:
+        # A worker may be ready before the model is read here: it need not draw the steps before the checkpoint.
+        workers.step = oldest
+    drawn = functools.partial(reached, recipe, workdir / "prompts", oldest)
+    encoding = prepare(recipe, devices, drawn, "trainer" if workers else None)
+    found, pool = resolve(recipe.rewards, meshes=True), recipe.reward_pool
+    seconds = Deadline(recipe.runtime.deadline).seconds
+    rewards = RewardPool(found, pool.processes, pool.retries, seconds)
+    try:
+        scorers = () if workers else read_scorers(recipe, devices)
+        check_canaries(found, rewards.score)
+        try_files(recipe, rewards.score)
+        orders.announce("try")
+        try_scorers(recipe, scorers)
+        if encoding is not None:
+            print_warnings(recipe, encoding.family)
+        with orders.together("encode"):
+            if encoding is not None:
+                encoding.run()
+        system = (
+            build_trainer(recipe, devices)
+            if workers
+            else build(recipe, devices).with_scorers(scorers)
+        )
+        if encoding is None:
+            print_warnings(recipe, system.policy.family)
+    except BaseException:  # Ctrl-C, too: otherwise the reward's processes would continue
+        rewards.close()
+        raise
+    return system, rewards
+
+
+def print_warnings(recipe: Recipe, family: Family) -> None:
+    """Prints warnings about the config and about the prompt files, such as prompts that are cut off."""
+    for warning in start_warnings(recipe, family):
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
+    paths = (*recipe.prompts.paths, recipe.evaluation.prompts)
+    tell(paths, family.cut, known_words(family))
+
+
+def try_files(recipe: Recipe, score: Callable[..., Any]) -> None:
+    """Tries rewards on the prompts of training and of evaluation, with made-up images of the size that each has.
+
+    Args:
+      recipe: The validated config.
+      score: As `RewardPool.score`.
+
+    Raises:
+      ConfigError: See `try_out`.
+    """
+    size = recipe.evaluation_size
+    training = read_prompt_files(recipe.prompts.paths)
+    try_out(score, training, recipe.model.height, recipe.model.width)
+    try_out(score, [read_prompt_file(recipe.evaluation.prompts)], size.height, size.width)
+
+
+def try_scorers(recipe: Recipe, scorers: tuple[Scoring, ...]) -> None:
+    """Tries the rewards on a mesh by known scores and as `try_files`; with several processes in all of them.
+
+    Raises:
+      ConfigError: A score is not as it must be.
+    """
+    if not scorers:
+        return
+    found = Rewards(tuple(named(on_mesh(recipe.rewards), scorers).values()))
+    check_canaries(found, found.score)
+    try_files(recipe, found.score)
+
+
+def open_scheduler(settings: Settings, begun: Begun | None, layout: str) -> Scheduler:
+    """The scheduler of a run before its next event.
+
+    Args:
+      settings: Settings of the scheduler.
+      begun: Work in flight at the newest checkpoint. None means that there is none, as before the first step.
+      layout: `recipe.layout` of this process; costs that were measured in another one are not used.
+
+    Raises:
+      ConfigError: The checkpoint is of an older version.
+    """
+    if begun is None:
+        return Scheduler(settings, GUESSED)
+    try:
+        costs = None if begun.layout == layout else GUESSED
+        return Scheduler.resume(begun.scheduler, settings, costs)
+    except (KeyError, TypeError) as error:
+        raise ConfigError(
+            "the newest checkpoint is of an older version of digen_jax, whose scheduler had another state: "
+            "continue with that version, or start in a new --workdir"
+        ) from error
+
+
+class TrainerMesh(NamedTuple):
+    """The trainer's devices, and its link to rollout workers in other processes."""
+
+    devices: Sequence[jax.Device]
+    link: Link
+
+
+class _Ended(Exception):
+    """The first process has announced the end of the run: (error message or None, exit code or None)."""
+
+
+def follow_run(
+    recipe: Recipe, workdir: pathlib.Path, mesh: TrainerMesh | None = None
+) -> int | None:
+    """Executes a run that the first process coordinates, and ends as `train.train` does there.
+
+    Args:
+      recipe: The validated config.
+      workdir: Folder of the run.
+      mesh: The trainer's mesh if rollout workers sample. None means that all devices sample and train.
+
+    Raises:
+      ConfigError: The error that the first process found.
+      Stopped: The reason why it cannot continue.
+    """
+    jax.devices()  # in the other processes this call waits for this process
+    with Interrupt() as interrupt:
+        try:
+            _follow(recipe, workdir, entries(interrupt), mesh)
+        except _Ended as end:
+            error, code = end.args
+        except BaseException as failure:
+            leave(failure)
+    if error is not None:
+        raise Stopped(error) if code == STOPPED else ConfigError(error)
+    return code
+
+
+def _follow(
+    recipe: Recipe,
+    workdir: pathlib.Path,
+    announced: Iterator[tuple[str, Any]],
+    mesh: TrainerMesh | None,
+) -> None:
+    """Follows until the end is announced, which raises `_Ended`."""
+
+    def entry() -> tuple[str, Any]:
+        kind, value = next(announced)
+        if kind == "end":
+            raise _Ended(*value)
+        return kind, value
+
+    @contextmanager
+    def stage() -> Iterator[None]:
+        """A stage of opening the run, until the first process has completed it, too.
+
+        Most errors occur in all processes: then the first one reports them.
+        """
+        try:
+            yield
+        except ConfigError:
+            entry()
+            raise
+        entry()
+
+    _, value = entry()
+    try:
+        first, claim = json.loads(value)
+        recipe = recipe if mesh else place_here(recipe)
+        check_shared(workdir, claim)
+        if recipe.as_json() != first:
+            raise ConfigError(
+                "this process got another config than the first one: start all processes with the same command"
+            )
+    except ConfigError as error:
+        answer(str(error))
+        entry()
+        raise
+    answer("")
+    devices = jax.devices() if mesh is None else mesh.devices
+    with stage():
+        positions = Positions(workdir, recipe)
+        drawn = functools.partial(reached, recipe, workdir / "prompts", positions.oldest() or 0)
+        encoding = prepare(recipe, devices, drawn, "trainer" if mesh else None)
+        scorers = () if mesh else read_scorers(recipe, devices)
+    with stage():
+        try_scorers(recipe, scorers)
+    if encoding is not None:
+        encoding.run()
+    with stage():
+        system = (
+            build_trainer(recipe, devices) if mesh else build(recipe, devices).with_scorers(scorers)
+        )
+    executors = _resumed(recipe, workdir, system, positions, mesh and mesh.link)
+    with closing(positions):
+        while True:
+            _execute(executors, positions, *entry())
+
+
+def _resumed(
+    recipe: Recipe,
+    workdir: pathlib.Path,
+    system: System,
+    positions: Positions,
+    link: Link | None,
+) -> Executors:
+    """The executors at the newest position."""
+    held_out, prompts = held_out_prompts(recipe), drawn_prompts(recipe, workdir / "prompts")
+    state = system.trainer.init(system.start)
+    found = positions.newest(state) or Position(0, state, None, {})
+    if found.host:
+        prompts.set_state(found.host["prompts"])
+    return Executors(system, recipe, held_out, found, prompts, link)
+
+
+def _execute(executors: Executors, positions: Positions, kind: str, value: Any) -> None:
+    """Executes one entry of the log."""
+    match kind:
+        case "do":
+            follow(executors, value)
+        case "delivered":
+            executors.steps.draw(value.chunk.step)
+            executors.do(value)
+        case "scored":
+            command, columns = value
+            if not command.chunk.evaluation:
+                executors.steps.draw(command.chunk.step)
+            # Scores that are only shown are not announced.
+            executors.scored(command, Judged(Scores(np.asarray(columns, np.float32), {})))
+        case "save":
+            done, versions = value
+            begun = Begun({}, {v: executors.published(Publication(v)) for v in versions})
+            positions.store(Position(done, executors.state, begun, {}))
+        case _:
+            raise ValueError(f"the first process announces {kind!r}: it runs another version")

@@ -1,0 +1,80 @@
+"""Processes that follow the first one execute its announcements, here those of a run that has ended."""
+
+import importlib
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from digen_jax.config.door import open_recipe
+from digen_jax.runtime import opening
+from digen_jax.runtime.executors import Executors
+from digen_jax.runtime.orders import Orders
+from digen_jax.scheduling.saving import pack, unpack
+from tests.run.test_train import config, saved, train  # noqa: F401
+
+
+@pytest.fixture
+def announced(monkeypatch):
+    """The announcements of a run, as text."""
+    entries = []
+
+    def announce(self, kind, value=None):
+        entries.append(json.dumps([kind, pack(value)]))
+
+    monkeypatch.setattr(Orders, "announce", announce)
+    return entries
+
+
+@pytest.fixture
+def executors(monkeypatch):
+    """The executors that are built."""
+    found = []
+
+    def build(*arguments):
+        found.append(Executors(*arguments))
+        return found[-1]
+
+    for module in (opening, importlib.import_module("digen_jax.train")):
+        monkeypatch.setattr(module, "Executors", build)
+    return found
+
+
+def follow(monkeypatch, recipe, workdir, announced):
+    """(the arguments of the end, the answers) of a process that follows these announcements."""
+    answers = []
+    monkeypatch.setattr(opening, "answer", answers.append)
+    entries = ((kind, unpack(value)) for kind, value in map(json.loads, announced))
+    with pytest.raises(opening._Ended) as end:
+        opening._follow(recipe, workdir, entries, None)
+    return end.value.args, answers
+
+
+def test_a_process_that_follows_ends_with_the_same_bits(
+    tmp_path,
+    monkeypatch,
+    train,  # noqa: F811
+    announced,
+    executors,
+):
+    c = config(tmp_path, checkpoint__every=1)
+    assert train("first", c) is None
+    (tmp_path / "other").mkdir()
+    shutil.copy(tmp_path / "first" / ".lock", tmp_path / "other" / ".lock")
+    found = follow(monkeypatch, open_recipe(c), tmp_path / "other", announced)
+    assert found == ((None, None), [""])
+    first, other = (jax.tree.leaves(one.state) for one in executors)
+    for leaf, expected in zip(other, first, strict=True):
+        np.testing.assert_array_equal(leaf, expected)
+    assert saved(tmp_path / "other") == saved(tmp_path / "first")
+
+
+def test_another_config_is_answered(tmp_path, monkeypatch, train, announced):  # noqa: F811
+    assert train("first", config(tmp_path, steps=1)) is None
+    shutil.copytree(tmp_path / "first", tmp_path / "other")
+    end = json.dumps(["end", pack(("another config", None))])
+    other = open_recipe(config(tmp_path, steps=2))
+    found, (answer,) = follow(monkeypatch, other, tmp_path / "other", [announced[0], end])
+    assert found == ("another config", None) and "got another config" in answer
