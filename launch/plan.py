@@ -105,7 +105,7 @@ def _plan(recipe: Any) -> None:
     from digen_jax.planning.footprint import model_footprint
     from digen_jax.planning.plan import can_run, make_problem
     from digen_jax.planning.programs import measured_programs
-    from digen_jax.scheduling.planner.plan import make_plan
+    from digen_jax.scheduling.planner.search import make_plan
 
     calibration, footprint = _calibration(recipe), model_footprint(recipe)
     if _MEMORY.value is not None:
@@ -168,7 +168,7 @@ def _propose(recipe: Any, problem: Any, plan: Any, changed: Any = None) -> None:
 
 def _show(problem: Any, plan: Any, calibration: Any) -> None:
     """Prints the costs, the table with its legend, the choice's memory and its reason."""
-    from digen_jax.scheduling.planner.plan import (
+    from digen_jax.planning.plan_text import (
         LEGEND,
         describe_costs,
         memory_table,

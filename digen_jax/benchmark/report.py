@@ -7,8 +7,8 @@ from typing import Any
 
 from digen_jax.benchmark.runtime import Measured, TimedRun
 from digen_jax.benchmark.variants import Work
+from digen_jax.planning.plan_text import describe_costs
 from digen_jax.planning.tables import aligned
-from digen_jax.scheduling.planner.plan import describe_costs
 
 LATE = 1 / 600  # wake-up delay, as a share of the bound, above which the machine counts as busy
 NEAR = 0.03  # error of a prediction that is good enough

@@ -6,9 +6,8 @@ from matplotlib.figure import Figure
 
 from digen_jax.records.timeline_files import draw
 from digen_jax.scheduling.planner.memory import Layout
-from digen_jax.scheduling.planner.plan import Plan
 from digen_jax.scheduling.planner.problem import Problem
-from digen_jax.scheduling.planner.search import settings_of, workers_of
+from digen_jax.scheduling.planner.search import Plan, settings_of, workers_of
 from digen_jax.scheduling.simulator import WARM_UP, Disturbance, names_of, simulate
 from digen_jax.scheduling.timeline import Interval
 

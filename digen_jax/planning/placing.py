@@ -20,7 +20,7 @@ from digen_jax.planning.programs import measured_programs
 from digen_jax.planning.step_costs import measured_costs
 from digen_jax.process.team import several
 from digen_jax.scheduling.planner.memory import Layout, device_bytes
-from digen_jax.scheduling.planner.plan import Plan
+from digen_jax.scheduling.planner.search import Plan
 from digen_jax.scheduling.settings import Costs
 
 

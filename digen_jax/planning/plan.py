@@ -12,8 +12,8 @@ from digen_jax.engine.placement import MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.errors import ConfigError
 from digen_jax.planning.calibration import Calibration
 from digen_jax.scheduling.planner.memory import Layout, device_bytes
-from digen_jax.scheduling.planner.plan import Plan, make_plan
 from digen_jax.scheduling.planner.problem import Footprint, Problem, Scaling
+from digen_jax.scheduling.planner.search import Plan, make_plan
 from digen_jax.scheduling.settings import Settings
 
 

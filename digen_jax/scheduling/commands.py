@@ -45,6 +45,11 @@ class Command:
     answered: ClassVar[bool] = True
     kind: ClassVar[str]
 
+    @property
+    def receiver(self) -> str:
+        """The worker that executes the command or, for a transfer, receives the data; "" if there is none."""
+        return getattr(self, "to", getattr(self, "worker", ""))
+
 
 @dataclasses.dataclass(frozen=True)
 class Encode(Command):

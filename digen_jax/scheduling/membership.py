@@ -34,40 +34,22 @@ class Frontier:
         return range(start, self.limit)
 
 
-@dataclasses.dataclass
 class Candidates:
     """The opened candidate groups of a step and what is known of each.
 
-    `current` bounds the update sets up to the present one, `whole` the step. Without dynamic sampling
-    (`most == wanted`) every complete group counts as informative.
+    `current` bounds the update sets up to the present one, `whole` the step. Without dynamic sampling every complete
+    group counts as informative.
     """
 
-    wanted: int
-    most: int
-    spare: int  # redundant groups
-    dynamic: bool
-    current: Frontier
-    whole: Frontier
-    verdicts: list[str | None]
-    informative: int = 0
-    decided: int = 0
-    filled: list[int] = dataclasses.field(default_factory=list)
-
-    @classmethod
-    def begin(cls, wanted: int, first_set: int, most: int, spare: int) -> "Candidates":
-        """No verdict is known yet; `most` 0 means no dynamic sampling."""
-        new = cls(
-            wanted,
-            most or wanted,
-            spare,
-            bool(most),
-            Frontier(first_set),
-            Frontier(wanted),
-            [None] * (wanted + spare),
-        )
-        new.current.advance(new.verdicts)
-        new.whole.advance(new.verdicts)
-        return new
+    def __init__(self, wanted: int, first_set: int, most: int, redundant: int):
+        """`most` candidates of which `wanted` form the step. 0 means no dynamic sampling."""
+        self.wanted, self.most, self.dynamic = wanted, most or wanted, bool(most)
+        self.verdicts: list[str | None] = [None] * (wanted + redundant)
+        self.informative = self.decided = 0  # groups
+        self.filled: list[int] = []  # groups without variance that fill up the step
+        self.current, self.whole = Frontier(first_set), Frontier(wanted)
+        for frontier in (self.current, self.whole):
+            frontier.advance(self.verdicts)
 
     def judge(self, group: int, low: float, high: float) -> range:
         """Judges a complete group by its lowest and highest value; returns the groups that may be members now.
@@ -96,23 +78,13 @@ class Candidates:
 
     def is_member(self, group: int) -> bool:
         """Whether a group is certainly in the present update set or one before."""
-        if not self.dynamic:
-            return group < self.current.limit
-        if self.verdicts[group] == INFORMATIVE:
+        if not self.dynamic or self.verdicts[group] == INFORMATIVE:
             return group < self.current.limit
         return group in self.filled_in_set()
 
     def filled_in_set(self) -> list[int]:
         """The groups without variance that fill up the present update set or an earlier one."""
         return self.filled[: max(0, self.current.wanted - self.informative)]
-
-    def useless(self) -> list[int]:
-        """The groups without variance that do not fill up the step, as far as is known."""
-        if self.decided == self.informative:
-            return []
-        filled = set(self.filled)
-        flat = (g for g, verdict in enumerate(self.verdicts) if verdict == FLAT)
-        return [g for g in flat if g not in filled]
 
     @property
     def set_known(self) -> bool:

@@ -1,40 +1,28 @@
-"""The scheduler's state to and from JSON."""
+"""Commands, events, settings and costs to and from JSON."""
 
 import dataclasses
-import inspect
-from types import ModuleType
 from typing import Any
 
-from digen_jax.scheduling import commands, costs, events, membership, settings, state, step
+from digen_jax.scheduling import commands, costs, events, settings
 
-MODULES: tuple[ModuleType, ...] = commands, costs, events, membership, settings, state, step
 CLASSES = {
     name: found
-    for module in MODULES
-    for name, found in inspect.getmembers(module)
-    if isinstance(found, type) and (dataclasses.is_dataclass(found) or hasattr(found, "_fields"))
+    for module in (commands, costs, events, settings)
+    for name, found in vars(module).items()
+    if dataclasses.is_dataclass(found)
 }
 
 
 def pack(value: Any) -> Any:
-    """Dataclasses, dicts, tuples and sets become tagged dicts; numbers, strings and lists stay as they are."""
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return {"is": type(value).__name__, **{k: pack(v) for k, v in value._asdict().items()}}
+    """Dataclasses and tuples become tagged dicts; other values stay as they are."""
     if dataclasses.is_dataclass(value):
         fields = {f.name: pack(getattr(value, f.name)) for f in dataclasses.fields(value)}
         return {"is": type(value).__name__, **fields}
-    if isinstance(value, dict):
-        return {"is": "dict", "items": [[pack(k), pack(v)] for k, v in value.items()]}
     if isinstance(value, tuple):
         return {"is": "tuple", "items": [pack(v) for v in value]}
-    if isinstance(value, set):
-        return {"is": "set", "items": [pack(v) for v in sorted(value, key=repr)]}
-    if isinstance(value, list):
-        return [pack(v) for v in value]
-    # JSON has no infinities, and the bounds of a group without values are infinite.
-    if value in (float("inf"), float("-inf")):
-        return {"is": "float", "items": str(value)}
-    return value
+    if isinstance(value, dict):
+        return {key: pack(v) for key, v in value.items()}
+    return [pack(v) for v in value] if isinstance(value, list) else value
 
 
 def unpack(value: Any) -> Any:
@@ -43,11 +31,8 @@ def unpack(value: Any) -> Any:
         return [unpack(v) for v in value]
     if not isinstance(value, dict):
         return value
-    kind, items = value["is"], value.get("items")
-    if kind == "float":
-        return float(items)
-    if kind == "dict":
-        return {unpack(k): unpack(v) for k, v in items}
-    if kind in ("tuple", "set"):
-        return {"tuple": tuple, "set": set}[kind](unpack(v) for v in items)
-    return CLASSES[kind](**{k: unpack(v) for k, v in value.items() if k != "is"})
+    if "is" not in value:
+        return {key: unpack(v) for key, v in value.items()}
+    if value["is"] == "tuple":
+        return tuple(unpack(v) for v in value["items"])
+    return CLASSES[value["is"]](**{k: unpack(v) for k, v in value.items() if k != "is"})

@@ -7,7 +7,6 @@ import heapq
 import math
 from typing import Any
 
-from digen_jax.scheduling import saving
 from digen_jax.scheduling.commands import (
     TRAINER,
     Chunk,
@@ -27,6 +26,7 @@ from digen_jax.scheduling.commands import (
 )
 from digen_jax.scheduling.costs import CostModel
 from digen_jax.scheduling.events import Completed, Event, Failed, Joined, Lost
+from digen_jax.scheduling.saving import pack, unpack
 from digen_jax.scheduling.settings import Costs, Settings
 from digen_jax.scheduling.state import (
     SAMPLE,
@@ -49,7 +49,7 @@ class SchedulerError(RuntimeError):
 class Scheduler:
     """A deterministic state machine: equal events lead to equal commands.
 
-    It has no clock; events carry the time. It can be deep-copied, and saved between two events.
+    It has no clock: events carry the time. It can be deep-copied, and saved at the end of a step.
     """
 
     def __init__(self, settings: Settings, costs: Costs):
@@ -70,15 +70,15 @@ class Scheduler:
         state.now = max(state.now, event.at)
         match event:
             case Joined():
-                self._joined(event)
+                self._join(event)
             case Lost():
-                self._lost(event.worker)
+                self._lose(event.worker)
             case Completed():
                 if state.in_flight.pop(event.command.serial, None) is not None:
-                    self._completed(event)
+                    self._complete(event)
             case Failed():
                 if state.in_flight.pop(event.command.serial, None) is not None:
-                    self._failed(event)
+                    self._fail(event)
         self._serve()
         return self._out
 
@@ -93,49 +93,44 @@ class Scheduler:
         return sorted(self.state.references)
 
     def save(self) -> dict[str, Any]:
-        """The whole state of the scheduler, as JSON."""
-        return saving.pack(self.state)
+        """What `resume` needs of the scheduler at the end of a step, as JSON.
 
-    @classmethod
-    def restore(cls, saved: dict[str, Any]) -> "Scheduler":
-        """The scheduler as it was saved; commands in flight stay in flight."""
-        scheduler = cls.__new__(cls)
-        scheduler.state = saving.unpack(saved)
-        return scheduler
+        Raises:
+          ValueError: a part of the current step is trained.
+        """
+        state = self.state
+        if self._present is not None and self._present.has_trained:
+            raise ValueError("a scheduler can only be saved at the end of a step")
+        versions = [[s.number, [g.version for g in s.groups]] for s in state.steps.values()]
+        saved = {"step": state.step, "serials": state.serials, "versions": versions}
+        return {**saved, "settings": pack(state.settings), "costs": pack(state.costs)}
 
     @classmethod
     def resume(
         cls, saved: dict[str, Any], settings: Settings | None = None, costs: Costs | None = None
     ) -> "Scheduler":
-        """The scheduler in a new process, whose clock begins at 0: workers have to join again.
+        """The scheduler in a new process, whose clock starts at 0: workers have to join again.
 
-        Nothing is in flight. Begun chunks are generated again, with the version of their group.
+        Nothing is in flight. Started chunks are generated again, with the version of their group.
 
         Args:
           saved: the result of `save`.
-          settings: new settings, if the number of steps or the devices changed; None: as saved.
-          costs: expected costs, if the measured ones are of other devices; None: the measured ones hold.
-
-        Raises:
-          ValueError: it was saved after a part of a step was trained.
+          settings: new settings, if the number of steps or the devices changed. None means as saved.
+          costs: expected costs, if the measured ones are of other devices. None keeps the measured ones.
         """
-        old = saving.unpack(saved)
-        if old.step in old.steps and old.steps[old.step].has_trained:
-            raise ValueError("a scheduler can only be resumed from the end of a step")
-        settings = settings or old.settings
-        scheduler = cls.__new__(cls)
+        old = unpack(saved["settings"])
+        settings, scheduler = settings or old, cls.__new__(cls)
+        model = CostModel.begin(costs, settings) if costs is not None else unpack(saved["costs"])
         scheduler.state = state = SchedulerState(
-            settings, old.costs, step=old.step, serials=old.serials
+            settings, model, step=saved["step"], serials=saved["serials"]
         )
-        if costs is not None:
-            state.costs = CostModel.begin(costs, settings)
         state.references[Publication(state.step)] = 0
-        for number, step in old.steps.items():
+        for number, versions in saved["versions"]:
             if number < settings.steps:
-                state.steps[number] = step.rewound(settings)
-                for group in state.steps[number].groups:
-                    if group.version is not None:
-                        scheduler._refer(Publication(group.version))
+                state.steps[number] = step = Step(number, settings)
+                step.restore_versions(versions, old.unit_images)
+                versions = (g.version for g in step.groups if g.version is not None)
+                state.references.update(map(Publication, versions))
         scheduler._open_steps()
         scheduler._open_evaluation()
         return scheduler
@@ -156,6 +151,14 @@ class Scheduler:
         """Whether a command is in flight: after its worker's loss it no longer is."""
         return command.serial in self.state.in_flight
 
+    def is_superseded(self, command: Command) -> bool:
+        """Whether a command sends weights that the worker no longer needs because newer ones exist."""
+        if not isinstance(command, Publish) or command.publication == self._current:
+            return False
+        worker = self.state.workers.get(command.worker)
+        task = worker and worker.task
+        return not (task and task.publication == command.publication)
+
     def waits_for(self, worker: str) -> str:
         """What an idle worker waits for, one of `timeline.CAUSES`."""
         state, found, step = self.state, self.state.workers[worker], self._present
@@ -169,20 +172,39 @@ class Scheduler:
             return "update"
         if step.queued or step.sampling:
             return "sampling"
-        trains = step.left and TRAIN in found.roles
-        return "reward" if trains else "training"
+        return "reward" if step.left and TRAIN in found.roles else "training"
+
+    def work(self, command: Command) -> str:
+        """The piece of work that a command belongs to, in words."""
+        match command:
+            case Publish(publication=found):
+                what = "the evaluated weights of version" if found.evaluated else "version"
+                return f"publishing {what} {found.version} to {command.worker}"
+            case Update():
+                return f"update {command.update} of step {command.step}"
+            case Encode():
+                chunk = self.state.workers[command.worker].task.chunk
+            case Generate() | Decode() | Deliver() | Score() | Train():
+                chunk = command.chunk
+            case _:
+                return f"the command {command.kind!r}"
+        owner = "the evaluation of version" if chunk.evaluation else "step"
+        verbs = {"score": "scoring", "train": "training on", "deliver": "delivering"}
+        return (
+            f"{verbs.get(command.kind, 'generating')} chunk {chunk.index} of {owner} {chunk.step}"
+        )
 
     # -------------------------------------------------------------------------------- events
 
-    def _joined(self, event: Joined) -> None:
+    def _join(self, event: Joined) -> None:
         """Adds a worker; if its name is known, the old worker was lost without notice."""
         state = self.state
         if event.worker in state.workers:
-            self._lost(event.worker)
+            self._lose(event.worker)
         worker = Worker(event.worker, state.joins, event.roles, event.spare)
         state.joins += 1
         state.workers[worker.name] = worker
-        self._note_roles()
+        self._assign_roles()
         if worker.name == TRAINER:
             worker.held.add(self._current)
             for other in state.workers.values():
@@ -191,7 +213,7 @@ class Scheduler:
             self._sync(worker)
         self._set_idle(worker)
 
-    def _lost(self, name: str) -> None:
+    def _lose(self, name: str) -> None:
         """Requeues a lost worker's chunks and passes; its commands are no longer in flight."""
         state = self.state
         if name == TRAINER:
@@ -199,23 +221,25 @@ class Scheduler:
         worker = state.workers.pop(name, None)
         if worker is None:
             return
-        self._note_roles()
+        self._assign_roles()
         if worker.task is not None:
             self._requeue(worker.task.chunk)
         if worker.piece is not None:
             self._present.return_piece(worker.piece)
-        # An update in progress may have the worker's sums already; if not, it fails.
+        # An update in flight may have the worker's sums already; if not, it fails.
         sums = not any(isinstance(command, Update) for command in state.in_flight.values())
-        gone = {f for f, handover in state.handovers.items() if handover.worker == name}
-        again = []
+        interrupted = []  # transfers to the worker
         for serial, command in list(state.in_flight.items()):
-            if isinstance(command, Deliver) and command.to == name:
-                again.append(command.chunk)
+            if command.receiver == name:
+                del state.in_flight[serial]
+                if isinstance(command, Deliver):
+                    interrupted.append(command.chunk)
             elif isinstance(command, Deliver) and command.worker == name:
-                self._abandon(command)
-            elif getattr(command, "worker", None) != name:
-                continue
-            del state.in_flight[serial]
+                del state.in_flight[serial]
+                receiver = state.workers.get(command.to)
+                if receiver is not None and receiver.busy == serial:
+                    self._free(receiver)
+        gone = {c for c, handover in state.handovers.items() if handover.worker == name}
         for step in state.steps.values():
             gone |= {Chunk(step.number, index) for index in step.lose(name, sums)}
         for serial, command in list(state.in_flight.items()):
@@ -224,29 +248,24 @@ class Scheduler:
         for chunk in gone:
             state.handovers.pop(chunk, None)
             self._requeue(chunk)
-        for chunk in again:
+        for chunk in interrupted:
             if chunk in state.handovers:
                 self._deliver(chunk)
 
-    def _abandon(self, command: Deliver) -> None:
-        """A transfer whose source is lost: its receiver's piece is assigned again."""
-        receiver = self.state.workers.get(command.to)
-        if receiver is not None and receiver.busy == command.serial:
-            self._give_piece_back(receiver)
-
-    def _give_piece_back(self, worker: Worker) -> None:
-        worker.busy = None
+    def _free(self, worker: Worker) -> None:
+        """Takes a worker's piece away, whose samples did not arrive."""
         self._present.return_piece(worker.piece)
-        worker.piece = None
+        worker.busy = worker.piece = None
         self._set_idle(worker)
 
-    def _completed(self, event: Completed) -> None:
+    def _complete(self, event: Completed) -> None:
         """Applies the completion of a command that was in flight."""
         state, command = self.state, event.command
         state.costs.observe(command, event.seconds)
-        self._forget_failures(command)
-        name = command.to if isinstance(command, Deliver) else getattr(command, "worker", "")
-        worker = state.workers.get(name)
+        # A chunk counts as generated after it is decoded.
+        if state.failures and not isinstance(command, Encode | Generate):
+            state.failures.pop(self.work(command), None)
+        worker = state.workers.get(command.receiver)
         if worker is not None and worker.busy == command.serial:
             worker.busy = None
         match command:
@@ -260,6 +279,7 @@ class Scheduler:
             case Generate():
                 worker.task.generated = True
             case Decode():
+                state.failed_on.pop(command.chunk, None)
                 self._decoded(worker, command.chunk)
             case Deliver():
                 self._delivered(worker, command)
@@ -268,18 +288,18 @@ class Scheduler:
                     handover.values = event.values
                     self._handed_over(command.chunk)
             case Train():
+                worker.failed[TRAIN] = 0
                 self._present.trained_piece(worker.name, worker.piece)
                 worker.piece = None
             case Update():
                 self._updated()
         if worker is not None and worker.busy is None:
-            self._go_on(worker)
+            self._continue(worker)
 
-    def _failed(self, event: Failed) -> None:
+    def _fail(self, event: Failed) -> None:
         """Repeats the work of a failed command, on another worker if possible."""
         state, command = self.state, event.command
-        name = command.to if isinstance(command, Deliver) else getattr(command, "worker", "")
-        worker = state.workers.get(name)
+        worker = state.workers.get(command.receiver)
         if isinstance(command, Publish) and self.is_superseded(command):
             worker.arriving.discard(command.publication)
             return self._sync(worker)
@@ -288,7 +308,7 @@ class Scheduler:
         occupied = worker is not None and worker.busy == command.serial
         if occupied:
             worker.busy = None
-        match command:
+        match command:  # a failed update is sent again when all passes are trained
             case Encode() | Generate() | Decode():
                 chunk = worker.task.chunk
                 worker.task = None
@@ -306,20 +326,18 @@ class Scheduler:
                     self._publish(worker, command.publication)
             case Deliver():
                 if occupied:
-                    self._give_piece_back(worker)
+                    self._free(worker)
                 elif command.chunk in state.handovers:
                     self._deliver(command.chunk)
             case Score():
                 if command.chunk in state.handovers:
                     self._score(command.chunk)
-            case Update():
-                pass  # it is sent again when all passes are trained
         if worker is not None and worker.busy is None:
-            self._go_on(worker)
+            self._continue(worker)
         return None
 
     def _lost_sums(self) -> bool:
-        """Has the passes of lost workers trained again, whose sums an update has not got; whether there are any."""
+        """Requeues the passes of lost workers, whose sums an update has not got; whether there are any."""
         step, state = self._present, self.state
         lost = [name for name in step.pieces if name not in state.workers]
         for name in lost:
@@ -327,54 +345,60 @@ class Scheduler:
                 self._requeue(Chunk(step.number, index))
         return bool(lost)
 
+    def _count_failure(self, command: Command, reason: str) -> None:
+        """Counts a failure of a piece of work.
+
+        Raises:
+          SchedulerError: it failed more often than `retries`, or `score_retries`, allows.
+        """
+        settings, work = self.state.settings, self.work(command)
+        self.state.failures[work] += 1
+        count = self.state.failures[work]
+        if count > (settings.score_retries if isinstance(command, Score) else settings.retries):
+            raise SchedulerError(f"{work} failed {count} times, the last time with: {reason}")
+
     def _fail_role(self, worker: Worker, role: str, reason: str) -> None:
         """Counts a failure of a worker in a role, which it loses after too many in a row.
 
         Raises:
           SchedulerError: no other worker has the role.
         """
-        worker.failed[role] = worker.failed.get(role, 0) + 1
+        worker.failed[role] += 1
         if worker.failed[role] < FAILURES:
             return
-        others = (one for one in self.state.workers.values() if one is not worker)
-        if not any(
-            role in (*one.first_roles, *one.spare) and role not in one.lost_roles for one in others
-        ):
+        if not any(one.can(role) for one in self.state.workers.values() if one is not worker):
             raise SchedulerError(
                 f"no worker is left that can {role}, the last failure is: {reason}"
             )
         worker.lost_roles.add(role)
-        self._note_roles()
+        self._assign_roles()
 
-    def _with_role(self, role: str) -> list[str]:
-        return [name for name, worker in self.state.workers.items() if role in worker.roles]
+    def _assign_roles(self) -> None:
+        """Decides which workers sample and which train.
 
-    def _note_roles(self) -> None:
-        """Notes who samples and who trains.
-
-        A role that nobody has goes to the workers that have it in spare, else returns to those that lost it.
+        A role that no worker has goes to the workers that have it in spare, else returns to those that lost it.
         """
-        state = self.state
-        taken = set()
+        state, spare_roles = self.state, set()
+        workers = state.workers.values()
         for role in (SAMPLE, TRAIN):
-            able = [one for one in state.workers.values() if role not in one.lost_roles]
+            able = [one for one in workers if one.can(role)]
             if not any(role in one.first_roles for one in able):
-                taken.add(role)
-                if not any(role in one.spare for one in able):
-                    for one in state.workers.values():
-                        one.lost_roles.discard(role)
-                        one.failed[role] = 0
-        for worker in state.workers.values():
-            own = (*worker.first_roles, *(role for role in worker.spare if role in taken))
+                spare_roles.add(role)
+            if not able:
+                for one in workers:
+                    one.lost_roles.discard(role)
+                    one.failed[role] = 0
+        for worker in workers:
+            own = (*worker.first_roles, *(role for role in worker.spare if role in spare_roles))
             roles = tuple(role for role in own if role not in worker.lost_roles)
             if roles != worker.roles:
                 worker.roles = roles
-                if not (worker.task or worker.piece or worker.busy):
+                if worker.is_idle:
                     self._set_idle(worker)
-        state.samplers, state.trainers = self._with_role(SAMPLE), self._with_role(TRAIN)
-        # The chunks of each worker are others now.
+        state.samplers = [one.name for one in workers if SAMPLE in one.roles]
+        state.trainers = [one.name for one in workers if TRAIN in one.roles]
         for step in state.steps.values():
-            step.turns.clear()
+            step.turns.clear()  # each worker's own chunks are different ones now
 
     # --------------------------------------------------------------------- what a worker does
 
@@ -388,13 +412,7 @@ class Scheduler:
             while heap:
                 rank = heapq.heappop(heap)
                 worker = state.workers.get(rank[1])
-                if (
-                    worker is None
-                    or worker.rank != rank
-                    or worker.task
-                    or worker.piece
-                    or worker.busy
-                ):
+                if worker is None or worker.rank != rank or not worker.is_idle:
                     continue
                 if worker.arriving and self._newest(worker) not in worker.held:
                     self._sample_old(worker)
@@ -407,81 +425,64 @@ class Scheduler:
                     break
             for rank in passed:
                 heapq.heappush(heap, rank)
-        home = state.workers[TRAINER]
-        if home.busy is None and home.task is None and home.piece is None:
-            self._next_work(home)
+        if state.workers[TRAINER].is_idle:
+            self._next_work(state.workers[TRAINER])
 
     def _next_work(self, worker: Worker) -> bool:
-        """Gives a worker its next work; False: it waits.
+        """Gives a worker its next work and returns whether there is any.
 
         Chunks of this step and its passes, in the order of the worker's roles; then the evaluation; then
         chunks of the next steps, if `max_policy_lag` allows them. The home worker updates as soon as it can.
         """
-        if worker.name == TRAINER and self._update():
+        step, samples = self._present, SAMPLE in worker.roles
+        if step is None:
+            return samples and self._evaluate(worker)
+        if worker.name == TRAINER and self._update(step):
             return True
-        leads = SAMPLE in worker.roles and self._is_time_to_lead()
-        if leads and self._sample_ahead(worker, self._reserve()):
+        if samples and self._is_time_to_lead(step) and self._lead(worker, self._reserve()):
             return True
         for role in worker.roles:
-            if self._sample(worker) if role == SAMPLE else self._train(worker):
+            if self._sample(worker, step) if role == SAMPLE else self._train(worker, step):
                 return True
-        return SAMPLE in worker.roles and (self._evaluate(worker) or self._sample_ahead(worker))
+        return samples and (self._evaluate(worker) or self._lead(worker))
 
-    def _sample(self, worker: Worker) -> bool:
-        step = self._present
-        return step is not None and self._begin(worker, step)
-
-    def _sample_old(self, worker: Worker) -> bool:
+    def _sample_old(self, worker: Worker) -> None:
         """A worker that waits for the newest weights samples with those before, if `max_policy_lag` allows it."""
-        state, step = self.state, self._present
-        if step is None or SAMPLE not in worker.roles or not state.settings.max_policy_lag:
-            return False
-        old = state.step - 1
-        return Publication(old) in worker.held and self._begin(worker, step, old)
+        step, old = self._present, self.state.step - 1
+        lags = self.state.settings.max_policy_lag and Publication(old) in worker.held
+        if step is not None and SAMPLE in worker.roles and lags:
+            self._sample(worker, step, old)
 
-    def _is_time_to_lead(self) -> bool:
-        """Whether chunks of the next step have to begin now, so that they are scored when this one ends."""
-        state, step = self.state, self._present
-        if not state.settings.max_policy_lag or step is None or step.queued:
+    def _is_time_to_lead(self, step: Step) -> bool:
+        """Whether chunks of the next step have to start now, so that they are scored when this one ends."""
+        state = self.state
+        if not state.settings.max_policy_lag or step.queued:
             return False
         left = step.left * state.costs.predict("train") / len(state.trainers)
         return left < self._handover_seconds()
 
     def _reserve(self) -> int:
-        """Groups of the next step that begin during the update and the transfer of weights, not before.
+        """Groups of the next step that start during the update and the transfer of weights, not before.
 
-        Enough others begin before, so that workers do not wait for rewards when the next step begins.
+        Enough others start before, so that workers do not wait for rewards when the next step starts.
         """
-        state, settings = self.state, self.state.settings
-        sample = max(1e-9, self._sampling_seconds(None))
-        train = max(1e-9, state.costs.predict("train") * settings.passes)
+        state, settings, cost = self.state, self.state.settings, self.state.costs.predict
+        sample = max(1e-9, self._sampling_seconds())
+        train = max(1e-9, cost("train") * settings.passes)
         fresh = (settings.units - settings.off_policy_units) * settings.unit_chunks
         waiting = max(0.0, self._handover_seconds() - fresh * sample / len(state.samplers))
         scored = waiting * len(state.trainers) / train
-        idle = state.costs.predict("update") + state.costs.predict("publish")
-        begun = len(state.samplers) * math.ceil(idle / sample)
+        started = len(state.samplers) * math.ceil((cost("update") + cost("publish")) / sample)
         left = settings.off_policy_units - math.ceil(scored / settings.unit_chunks)
-        return max(0, min(left, math.ceil(begun / settings.unit_chunks)))
+        return max(0, min(left, math.ceil(started / settings.unit_chunks)))
 
-    def _sample_ahead(self, worker: Worker, reserve: int = 0) -> bool:
-        """Begins a chunk of a later step, unless only `reserve` groups may still begin early."""
-        state, present = self.state, self._present
-        if present is None:
-            return False
-        later = (step for step in state.steps.values() if step is not present)
-        return any(self._begin(worker, step, reserve=reserve) for step in later)
+    def _lead(self, worker: Worker, reserve: int = 0) -> bool:
+        """Starts a chunk of a later step, unless only `reserve` groups may still start early."""
+        later = (step for step in self.state.steps.values() if step is not self._present)
+        return any(self._sample(worker, step, reserve=reserve) for step in later)
 
-    def _has_time(self, worker: Worker) -> bool:
-        """Whether the home worker can sample a chunk before an update is due."""
-        step, seconds = self._present, self._sampling_seconds(worker)
-        end = self.state.now + seconds
-        # The bound of all chunks first: to look at each of them for every event takes too long.
-        if step.set_trained or not step.left or step.latest_score < end:
-            return False
-        return any(c.scored_at >= end for c in step.chunks if c.stage in (SAMPLING, SCORING))
-
-    def _begin(self, worker: Worker, step: Step, old: int | None = None, reserve: int = 0) -> bool:
-        """Begins the next queued chunk of a step, unless other workers would finish all of them sooner.
+    def _sample(self, worker: Worker, step: Step, old: int | None = None, reserve: int = 0) -> bool:
+        """Starts the next queued chunk of a step, unless other workers would finish all of them sooner.
 
         With the newest weights, or with those of version `old`.
         """
@@ -489,24 +490,31 @@ class Scheduler:
         if index is None or self._sooner_elsewhere(worker, step.queued):
             return False
         version = step.group_of(index).version
-        if version is None:
+        is_new = version is None
+        if is_new:
             version = self.state.step if old is None else old
         publication = Publication(version)
         if publication in worker.arriving or (old is not None and old != version):
             return False
-        is_new = step.group_of(index).version is None
         most = self.state.settings.off_policy_units - reserve
         if is_new and version < step.number and step.ahead >= most:
             return False
-        later = step is not self._present
-        if later and worker.name == TRAINER and not self._has_time(worker):
+        if step is not self._present and worker.name == TRAINER and not self._has_time(worker):
             return False
-        scored_at = self.state.now + self._sampling_seconds(worker) + self._handover_seconds()
-        if step.generate(index, publication.version, scored_at):
-            self._refer(publication)
+        scored_at = self.state.now + self._sampling_seconds(worker.name) + self._handover_seconds()
+        if step.generate(index, version, scored_at):
+            self.state.references[publication] += 1
         worker.task = Task(Chunk(step.number, index), publication)
         self._continue(worker)
         return True
+
+    def _has_time(self, worker: Worker) -> bool:
+        """Whether the home worker can sample a chunk before an update is due."""
+        step, end = self._present, self.state.now + self._sampling_seconds(worker.name)
+        # The bound of all chunks first: to look at each of them for every event takes too long.
+        if step.set_trained or not step.left or step.latest_score < end:
+            return False
+        return any(c.scored_at >= end for c in step.chunks if c.stage in (SAMPLING, SCORING))
 
     def _next_queued(self, worker: Worker, step: Step) -> int | None:
         """The queued chunk that a worker would generate next; one that failed here is left to another worker."""
@@ -525,13 +533,12 @@ class Scheduler:
 
     def _sooner_elsewhere(self, worker: Worker, queued: int) -> bool:
         """Whether faster workers, as soon as they are free, finish all queued chunks before this one could."""
-        state, own = self.state, self._sampling_seconds(worker)
-        if queued > len(state.samplers) or own <= 1.5 * self._sampling_seconds(None):
+        state, own = self.state, self._sampling_seconds(worker.name)
+        if queued > len(state.samplers) or own <= 1.5 * self._sampling_seconds():
             return False
         sooner = 0
         for name in state.samplers:
-            other = state.workers[name]
-            if other.task is not None and 2 * self._sampling_seconds(other) < own:
+            if state.workers[name].task is not None and 2 * self._sampling_seconds(name) < own:
                 sooner += 1
                 if sooner == queued:
                     return True
@@ -542,55 +549,40 @@ class Scheduler:
         failed = self.state.failed_on.get(chunk, ())
         return worker.name in failed and any(name not in failed for name in self.state.samplers)
 
-    def _train(self, worker: Worker) -> bool:
-        step, state = self._present, self.state
-        if step is None or self._current not in worker.held:
+    def _train(self, worker: Worker, step: Step) -> bool:
+        """Gives a worker a piece to train."""
+        state = self.state
+        if self._current not in worker.held:
             return False
         if state.settings.ordered:
             place = state.trainers.index(worker.name)
-            piece = step.take_in_order(worker.name, place, len(state.trainers))
+            worker.piece = step.take_in_order(worker.name, place, len(state.trainers))
         else:
-            piece = step.take_piece(worker.name, self._piece_size(worker, step))
-        if piece is None:
+            worker.piece = step.take_piece(worker.name, self._piece_size(worker, step))
+        if worker.piece is None:
             return False
-        worker.piece, chunk = piece, Chunk(step.number, piece.index)
-        held = step.chunks[piece.index]
-        if worker.name in held.holders:
-            self._send_train(worker)
-        else:
-            source = next(iter(sorted(held.holders)), held.maker)
-            version = step.group_of(piece.index).version
-            self._send(Deliver(self._serial(), source, chunk, version, worker.name), worker)
+        self._continue(worker)
         return True
 
     def _piece_size(self, worker: Worker, step: Step) -> int:
         """Passes that a worker takes at once: half of its share of those that are left."""
-        own = self.state.costs.predict("train", worker.name)
-        mean = self.state.costs.predict("train")
+        costs = self.state.costs
+        own, mean = costs.predict("train", worker.name), costs.predict("train")
         share = mean / (own * len(self.state.trainers))
         return max(1, int(step.left * share / 2))
 
-    def _send_train(self, worker: Worker) -> None:
-        step, piece = self._present, worker.piece
-        chunk = Chunk(step.number, piece.index)
-        version = step.group_of(piece.index).version
-        what = version, step.update, piece.first, piece.count, piece.early
-        command = Train(self._serial(), worker.name, chunk, *what)
-        self._send(command, worker)
-
-    def _update(self) -> bool:
+    def _update(self, step: Step) -> bool:
         """Has the home worker update, if all passes are trained and the version is evaluated."""
-        step, home = self._present, self.state.workers[TRAINER]
-        if step is None or not step.set_trained:
-            return False
         # A version is evaluated before an update, which may consume its weights; so evaluations end in order, too.
-        if self.state.evaluations:
+        if not step.set_trained or self.state.evaluations:
             return False
         trained = tuple(name for name in self.state.workers if step.pieces.get(name))
-        self._send(Update(self._serial(), TRAINER, step.number, step.update, trained), home)
+        home = self.state.workers[TRAINER]
+        self._issue(Update, TRAINER, step.number, step.update, trained, occupies=home)
         return True
 
     def _evaluate(self, worker: Worker) -> bool:
+        """Starts a chunk of an evaluation."""
         for evaluation in self.state.evaluations.values():
             if not evaluation.queue:
                 continue
@@ -605,29 +597,34 @@ class Scheduler:
         return False
 
     def _continue(self, worker: Worker) -> None:
-        """Issues the next command of a worker's task, unless its weights are in transfer."""
-        task, name = worker.task, worker.name
-        chunk = task.chunk
-        if task.publication not in worker.held:
-            if task.publication not in worker.arriving:
-                self._publish(worker, task.publication)
-        elif not chunk.evaluation and chunk.step not in worker.encoded:
-            self._send(Encode(self._serial(), name, chunk.step), worker)
-        elif not task.generated:
-            self._send(Generate(self._serial(), name, chunk, task.publication), worker)
-        else:
-            self._send(Decode(self._serial(), name, chunk), worker)
+        """Issues the next command of a worker's task or piece, unless its weights are in transfer.
 
-    def _go_on(self, worker: Worker) -> None:
-        """Continues a worker's task or piece, or gives a task up that has become superfluous."""
-        if worker.task is not None and not self._is_wanted(worker.task.chunk):
-            worker.task = None
-        if worker.task is not None:
-            self._continue(worker)
-        elif worker.piece is not None:
-            self._send_train(worker)
-        else:
-            self._set_idle(worker)
+        A task that has become superfluous is given up.
+        """
+        task, piece, name = worker.task, worker.piece, worker.name
+        if task is not None and self._is_wanted(task.chunk):
+            chunk = task.chunk
+            if task.publication not in worker.held:
+                if task.publication not in worker.arriving:
+                    self._publish(worker, task.publication)
+            elif not chunk.evaluation and chunk.step not in worker.encoded:
+                self._issue(Encode, name, chunk.step, occupies=worker)
+            elif not task.generated:
+                self._issue(Generate, name, chunk, task.publication, occupies=worker)
+            else:
+                self._issue(Decode, name, chunk, occupies=worker)
+            return
+        worker.task = None
+        if piece is None:
+            return self._set_idle(worker)
+        step = self._present
+        chunk, held = Chunk(step.number, piece.index), step.chunks[piece.index]
+        version = step.group_of(piece.index).version
+        if name in held.holders:
+            what = version, step.update, piece.first, piece.count, piece.early
+            return self._issue(Train, name, chunk, *what, occupies=worker)
+        source = min(held.holders, default=held.maker)
+        return self._issue(Deliver, source, chunk, version, name, occupies=worker)
 
     def _set_idle(self, worker: Worker) -> None:
         heapq.heappush(self.state.idle.setdefault("".join(worker.roles), []), worker.rank)
@@ -635,6 +632,7 @@ class Scheduler:
     # ------------------------------------------------------------------- a chunk's way
 
     def _decoded(self, worker: Worker, chunk: Chunk) -> None:
+        """Has a decoded chunk scored, and delivered if its worker does not train."""
         state = self.state
         worker.task, worker.failed[SAMPLE] = None, 0
         if not self._is_wanted(chunk):
@@ -654,8 +652,7 @@ class Scheduler:
         return self._score(chunk)
 
     def _score(self, chunk: Chunk) -> None:
-        handover = self.state.handovers[chunk]
-        self._send(Score(self._serial(), chunk, handover.worker))
+        self._issue(Score, chunk, self.state.handovers[chunk].worker)
 
     def _deliver(self, chunk: Chunk) -> None:
         """Sends the samples of a worker that only samples to a training worker, each in turn."""
@@ -664,8 +661,7 @@ class Scheduler:
         state.delivered += 1
         version = state.steps[chunk.step].group_of(chunk.index).version
         source = state.handovers[chunk].worker
-        to = names[turn % len(names)]
-        self._send(Deliver(self._serial(), source, chunk, version, to))
+        self._issue(Deliver, source, chunk, version, names[turn % len(names)])
 
     def _delivered(self, worker: Worker, command: Deliver) -> None:
         state, chunk = self.state, command.chunk
@@ -694,12 +690,12 @@ class Scheduler:
         evaluation.unscored -= 1
         if not evaluation.unscored:
             del state.evaluations[chunk.step]
-            self._out.append(Evaluate(self._serial(), chunk.step))
+            self._issue(Evaluate, chunk.step)
             self._release(self._evaluated(chunk.step), 1)
         return None
 
     def _requeue(self, chunk: Chunk) -> None:
-        """Queues a begun chunk again, if it is still wanted."""
+        """Queues a started chunk again, if it is still wanted."""
         if not self._is_wanted(chunk):
             return
         if chunk.evaluation:
@@ -708,7 +704,7 @@ class Scheduler:
             self.state.steps[chunk.step].requeue(chunk.index)
 
     def _is_wanted(self, chunk: Chunk) -> bool:
-        """Whether a begun chunk is still needed."""
+        """Whether a started chunk is still needed."""
         if chunk.evaluation:
             return chunk.step in self.state.evaluations
         step = self.state.steps.get(chunk.step)
@@ -718,12 +714,12 @@ class Scheduler:
         """Drops the candidates outside the step as soon as its members are known."""
         if step.settled or not step.candidates.dynamic or not step.candidates.step_known:
             return
-        begun, versions = step.drop_others()
-        if begun:
-            chunks = tuple(Chunk(step.number, index) for index in begun)
+        started, versions = step.drop_others()
+        if started:
+            chunks = tuple(Chunk(step.number, index) for index in started)
             for chunk in chunks:
                 self.state.handovers.pop(chunk, None)
-            self._out.append(DropChunks(self._serial(), chunks))
+            self._issue(DropChunks, chunks)
         for version in versions:
             self._release(Publication(version), 1)
 
@@ -740,29 +736,28 @@ class Scheduler:
         return Publication(self.state.step, update=step.update if step else 0)
 
     def _open_steps(self) -> None:
-        """Begins the bookkeeping of the present step and of the next steps within `max_policy_lag`."""
+        """Opens the present step and the next steps within `max_policy_lag`."""
         state = self.state
         last = min(state.step + state.settings.max_policy_lag, state.settings.steps - 1)
         for number in range(state.step, last + 1):
             if number not in state.steps:
-                state.steps[number] = Step.begin(number, state.settings)
+                state.steps[number] = Step(number, state.settings)
 
     def _open_evaluation(self) -> None:
-        """Begins the evaluation of the newest version if it is due."""
+        """Opens the evaluation of the newest version if it is due."""
         state = self.state
         count = state.settings.evaluated_chunks(state.step)
         if count:
             state.evaluations[state.step] = PendingEvaluation(state.step, list(range(count)), count)
-            self._refer(self._evaluated(state.step))
+            state.references[self._evaluated(state.step)] += 1
 
     def _evaluated(self, version: int) -> Publication:
         """The weights that are evaluated for a version."""
         return Publication(version, self.state.settings.evaluated_apart)
 
     def _updated(self) -> None:
-        """Ends an update set; after its last one a step: its version exists, and the next step begins."""
-        state, step = self.state, self._present
-        old = self._current
+        """Ends an update set; after its last one a step: its version exists, and the next step starts."""
+        state, step, old = self.state, self._present, self._current
         if step.next_set():
             del state.steps[state.step]
             state.step += 1
@@ -773,8 +768,7 @@ class Scheduler:
             for version in sorted({*used, *kept}):
                 self._release(Publication(version), used.count(version))
             self._open_steps()
-        home = state.workers[TRAINER]
-        home.held.add(self._current)
+        state.workers[TRAINER].held.add(self._current)
         for worker in state.workers.values():
             if old.update:
                 worker.held.discard(old)
@@ -796,104 +790,44 @@ class Scheduler:
     def _publish(self, worker: Worker, publication: Publication) -> None:
         """Sends weights to a worker, which occupies only a home worker that needs others than it trains."""
         worker.arriving.add(publication)
-        command = Publish(self._serial(), worker.name, publication)
-        self._send(command, worker if worker.name == TRAINER else None)
+        home = worker if worker.name == TRAINER else None
+        self._issue(Publish, worker.name, publication, occupies=home)
 
     def _is_needed(self, publication: Publication) -> bool:
         return publication in self.state.references or publication == self._current
 
-    def is_superseded(self, command: Command) -> bool:
-        """Whether a command sends weights that the worker no longer needs because newer ones exist."""
-        if not isinstance(command, Publish) or command.publication == self._current:
-            return False
-        worker = self.state.workers.get(command.worker)
-        task = worker and worker.task
-        return not (task and task.publication == command.publication)
-
-    def _refer(self, publication: Publication) -> None:
-        """Counts one more group or evaluation that needs some weights."""
-        references = self.state.references
-        references[publication] = references.get(publication, 0) + 1
-
     def _release(self, publication: Publication, count: int) -> None:
-        """Counts `count` groups fewer that need some weights; drops old weights that nobody needs."""
+        """Counts `count` groups fewer that need some weights; drops old weights that nothing needs."""
         state = self.state
         state.references[publication] -= count
-        newest = Publication(state.step)  # samples the next chunks
-        recent = (
-            not publication.evaluated
-            and publication.version >= state.step - state.settings.max_policy_lag
-        )
-        if publication != newest and not recent and not state.references[publication]:
-            del state.references[publication]
-            for worker in state.workers.values():
-                worker.held.discard(publication)
-            self._out.append(DropVersion(self._serial(), publication))
+        oldest = state.step - state.settings.max_policy_lag
+        is_recent = not publication.evaluated and publication.version >= oldest
+        # The newest weights sample the next chunks.
+        if is_recent or publication == Publication(state.step) or state.references[publication]:
+            return
+        del state.references[publication]
+        for worker in state.workers.values():
+            worker.held.discard(publication)
+        self._issue(DropVersion, publication)
 
     # ------------------------------------------------------------------------------ commands
 
-    def _serial(self) -> int:
-        self.state.serials += 1
-        return self.state.serials
-
-    def _send(self, command: Command, worker: Worker | None = None) -> None:
-        """Issues a command that will be answered; until then it occupies `worker`."""
-        self.state.in_flight[command.serial] = command
-        if worker is not None:
-            worker.busy = command.serial
+    def _issue(self, kind: type[Command], *fields: Any, occupies: Worker | None = None) -> None:
+        """Issues a command; until it is answered, it is in flight and occupies a worker, if one is given."""
+        state = self.state
+        state.serials += 1
+        command = kind(state.serials, *fields)
+        if command.answered:
+            state.in_flight[command.serial] = command
+        if occupies is not None:
+            occupies.busy = command.serial
         self._out.append(command)
 
-    def _sampling_seconds(self, worker: Worker | None) -> float:
-        """Expected seconds in which a worker generates and decodes a chunk; None: the mean of all."""
-        name, costs = worker.name if worker else "", self.state.costs
-        return costs.predict("generate", name) + costs.predict("decode", name)
+    def _sampling_seconds(self, worker: str = "") -> float:
+        """Expected seconds in which a worker generates and decodes a chunk; "" means the mean of all."""
+        costs = self.state.costs
+        return costs.predict("generate", worker) + costs.predict("decode", worker)
 
     def _handover_seconds(self) -> float:
         """Expected seconds until a decoded chunk is scored and delivered."""
         return max(self.state.costs.predict(kind) for kind in ("score", "deliver"))
-
-    def _count_failure(self, command: Command, reason: str) -> None:
-        """Counts a failure of a piece of work.
-
-        Raises:
-          SchedulerError: it failed more often than `retries`, or `score_retries`, allows.
-        """
-        state = self.state
-        settings = state.settings
-        retries = settings.score_retries if isinstance(command, Score) else settings.retries
-        key = self.work(command)
-        state.failures[key] = state.failures.get(key, 0) + 1
-        if state.failures[key] > retries:
-            raise SchedulerError(
-                f"{key} failed {state.failures[key]} times, the last time with: {reason}"
-            )
-
-    def _forget_failures(self, command: Command) -> None:
-        """Forgets the failures of completed work; a chunk counts as generated after it is decoded."""
-        state = self.state
-        if state.failures and not isinstance(command, Encode | Generate):
-            state.failures.pop(self.work(command), None)
-        if state.failed_on and isinstance(command, Decode):
-            state.failed_on.pop(command.chunk, None)
-        if isinstance(command, Train):
-            state.workers[command.worker].failed[TRAIN] = 0
-
-    def work(self, command: Command) -> str:
-        """The piece of work that a command belongs to, in words."""
-        if isinstance(command, Publish):
-            what = (
-                "the evaluated weights of version" if command.publication.evaluated else "version"
-            )
-            return f"publishing {what} {command.publication.version} to {command.worker}"
-        if isinstance(command, Encode):
-            chunk = self.state.workers[command.worker].task.chunk
-        elif isinstance(command, Generate | Decode | Deliver | Score | Train):
-            chunk = command.chunk
-        elif isinstance(command, Update):
-            return f"update {command.update} of step {command.step}"
-        else:
-            return f"the command {command.kind!r}"
-        owner = "the evaluation of version" if chunk.evaluation else "step"
-        verbs = {"score": "scoring", "train": "training on", "deliver": "delivering"}
-        verb = verbs.get(command.kind, "generating")
-        return f"{verb} chunk {chunk.index} of {owner} {chunk.step}"

@@ -9,8 +9,6 @@ from typing import Literal
 
 from digen_jax.errors import ConfigError, check_divides, together
 
-OWN: Mapping[str, str] = MappingProxyType({})  # names of fields in errors: their own names
-
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
@@ -54,7 +52,6 @@ class Settings:
     shown_images: int = 1  # the first ones of an evaluation
     evaluation_batch: int = 1  # images of an evaluation's chunk
     evaluated_apart: bool = False  # evaluated weights differ from those that sample training images
-    checkpoint_every: int = 0  # steps; 0: never
 
     @functools.cached_property
     def early(self) -> bool:
@@ -124,52 +121,46 @@ class Settings:
         """Chunks of a version's evaluation; 0: it has none."""
         return math.ceil(self.evaluated_images(version) / self.evaluation_batch)
 
-    def check(self, names: Mapping[str, str] = OWN) -> None:
-        """Refuses fields that cannot go together.
+    def check(self, names: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Refuses update sets and chunks that do not divide a step, and too few candidates.
 
         Each field must be in its range: `config.checks` refuses others, and groups that early training or dynamic
-        sampling cannot cut.
+        sampling cannot divide.
 
         Args:
-          names: the names of the fields in errors, if users know them by other names.
+          names: names of fields in errors, if users know them by other names.
 
         Raises:
-          ConfigError: a sentence for each mistake; it names the fields and what to change.
+          ConfigError: every invalid field, and what to change.
         """
+        fields = (
+            "updates",
+            "groups",
+            "images",
+            "chunk_images",
+            "max_candidates",
+            "redundant_groups",
+        )
+        updates, groups, images, chunk, most, redundant = (names.get(one, one) for one in fields)
+        least = self.groups + self.redundant_groups
         with together() as one:
             with one():
-                self._check_cut(names)
+                why = "as each update trains its own groups"
+                check_divides(updates, self.updates, groups, self.groups, why)
+                share, size = f"{groups} * {images} / {updates}", self.groups * self.images
+                why = "as a chunk belongs to one update"
+                check_divides(chunk, self.chunk_images, share, size // self.updates, why)
             with one():
-                self._check_candidates(names)
-
-    def _check_cut(self, names: Mapping[str, str]) -> None:
-        """Refuses update sets and chunks that do not divide a step."""
-        updates, groups, images, chunk = (
-            names.get(name, name) for name in ("updates", "groups", "images", "chunk_images")
-        )
-        why = "as each update trains its own groups"
-        check_divides(updates, self.updates, groups, self.groups, why)
-        share, of_update = f"{groups} * {images} / {updates}", self.groups * self.images
-        of_update //= self.updates
-        why = "as a chunk belongs to one update"
-        check_divides(chunk, self.chunk_images, share, of_update, why)
-
-    def _check_candidates(self, names: Mapping[str, str]) -> None:
-        """Refuses fewer candidates than groups, and redundant groups without dynamic sampling."""
-        most, groups, redundant = (
-            names.get(name, name) for name in ("max_candidates", "groups", "redundant_groups")
-        )
-        least = self.groups + self.redundant_groups
-        if self.redundant_groups and not self.max_candidates:
-            raise ConfigError(
-                f"{redundant} = {self.redundant_groups} is for dynamic sampling, which is off: set "
-                f"{most} to {least} or more, or {redundant} to 0"
-            )
-        if self.max_candidates and self.max_candidates < least:
-            raise ConfigError(
-                f"{most} = {self.max_candidates} must be at least {groups} + {redundant} = {least}, or 0 for "
-                "no dynamic sampling"
-            )
+                if self.redundant_groups and not self.max_candidates:
+                    raise ConfigError(
+                        f"{redundant} = {self.redundant_groups} is for dynamic sampling, which is off: set "
+                        f"{most} to {least} or more, or {redundant} to 0"
+                    )
+                if self.max_candidates and self.max_candidates < least:
+                    raise ConfigError(
+                        f"{most} = {self.max_candidates} must be at least {groups} + {redundant} = {least}, or 0 for "
+                        "no dynamic sampling"
+                    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,16 +182,12 @@ class Costs:
     def seconds(self, kind: str, images: int, share: float = 1.0) -> float:
         """Seconds of one command of a kind, for a chunk of `images` images, or for a share of its passes."""
         match kind:
-            case "generate" | "decode":
+            case "generate" | "decode" | "deliver":
                 return getattr(self, kind) * images
             case "train":
                 return self.train * images * share
-            case "deliver":
-                return self.deliver * images
             case "score":
                 return self.score_latency + self.score * images
-            case "evaluate":
-                return self.evaluate
             case "decode evaluation" | "score evaluation":
                 return 0.0  # part of "evaluate", until they are measured
         return getattr(self, kind)

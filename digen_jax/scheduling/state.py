@@ -1,6 +1,7 @@
 """The state of the scheduler between two events."""
 
 import dataclasses
+from collections import Counter
 
 from digen_jax.scheduling.commands import Chunk, Command, Publication
 from digen_jax.scheduling.costs import CostModel
@@ -44,7 +45,16 @@ class Worker:
     task: Task | None = None
     piece: Piece | None = None
     busy: int | None = None  # serial of the command that occupies it
-    failed: dict[str, int] = dataclasses.field(default_factory=dict)  # in a row, by role
+    failed: Counter[str] = dataclasses.field(default_factory=Counter)  # in a row, by role
+
+    def can(self, role: str) -> bool:
+        """Whether it may take a role: it joined with it, if only in spare, and has not lost it."""
+        return role in (*self.first_roles, *self.spare) and role not in self.lost_roles
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has no task, no piece and no command."""
+        return not (self.task or self.piece or self.busy)
 
     @property
     def rank(self) -> tuple[int, str]:
@@ -71,20 +81,17 @@ class SchedulerState:
     step: int = 0
     serials: int = 0
     joins: int = 0
-    steps: dict[int, Step] = dataclasses.field(
-        default_factory=dict
-    )  # the present one and later ones
+    steps: dict[int, Step] = dataclasses.field(default_factory=dict)  # the present and later ones
     evaluations: dict[int, PendingEvaluation] = dataclasses.field(default_factory=dict)
     workers: dict[str, Worker] = dataclasses.field(default_factory=dict)
     trainers: list[str] = dataclasses.field(default_factory=list)  # workers that train, in order
     samplers: list[str] = dataclasses.field(default_factory=list)
-    idle: dict[str, list[tuple[int, str]]] = dataclasses.field(
-        default_factory=dict
-    )  # heaps by roles
+    # Heaps of the ranks of idle workers, by their roles.
+    idle: dict[str, list[tuple[int, str]]] = dataclasses.field(default_factory=dict)
     in_flight: dict[int, Command] = dataclasses.field(default_factory=dict)
     # For weights that the home worker keeps: the number of groups and evaluations that need them.
-    references: dict[Publication, int] = dataclasses.field(default_factory=dict)
+    references: Counter[Publication] = dataclasses.field(default_factory=Counter)
     handovers: dict[Chunk, Handover] = dataclasses.field(default_factory=dict)
-    failures: dict[str, int] = dataclasses.field(default_factory=dict)
+    failures: Counter[str] = dataclasses.field(default_factory=Counter)  # of pieces of work
     failed_on: dict[Chunk, list[str]] = dataclasses.field(default_factory=dict)
     delivered: int = 0  # chunks of workers that only sample: the next one's training worker

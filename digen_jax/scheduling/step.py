@@ -44,46 +44,36 @@ class ChunkState:
     holders: set[str] = dataclasses.field(default_factory=set)
     scored: bool = False
     scored_at: float = math.inf  # expected
-    left: list[tuple[int, int]] = dataclasses.field(
-        default_factory=list
-    )  # (first, count) of passes
+    # (first, count) of passes that no worker has trained or trains
+    left: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     trained: int = 0  # passes
 
 
-@dataclasses.dataclass
 class Step:
-    """The bookkeeping of a step. A group here is a unit of `Settings.unit_images`."""
+    """The bookkeeping of a step, at first with no chunk started. A group here is a unit of `Settings.unit_images`."""
 
-    number: int
-    settings: Settings
-    candidates: Candidates
-    groups: list[Group] = dataclasses.field(default_factory=list)
-    chunks: list[ChunkState] = dataclasses.field(default_factory=list)
-    queue: list[int] = dataclasses.field(default_factory=list)  # heap of queued chunks
-    queued: int = 0
-    sampling: int = 0  # chunks
-    latest_score: float = 0.0  # expected; not before that of any chunk
-    ready: list[int] = dataclasses.field(default_factory=list)  # heap of -index
-    own: dict[str, list[int]] = dataclasses.field(default_factory=dict)  # heaps of ready, by holder
-    turns: dict[str, int] = dataclasses.field(default_factory=dict)  # ordered: next chunk by worker
-    early: list[int] = dataclasses.field(default_factory=list)  # heap; scored, may train early
-    open: int = 0  # groups that train early and are not finished
-    update: int = 0  # the present update set
-    assigned: int = 0  # passes of the update set that are trained or in training
-    trained: int = 0  # passes of the update set
-    pieces: dict[str, list[Piece]] = dataclasses.field(default_factory=dict)  # trained, by worker
-    ahead: int = 0  # groups begun before the previous step ended
-    settled: bool = False  # candidates outside the step have been dropped
-
-    @classmethod
-    def begin(cls, number: int, settings: Settings) -> "Step":
-        """A step with no chunk begun."""
-        candidates = Candidates.begin(
+    def __init__(self, number: int, settings: Settings):
+        self.number, self.settings = number, settings
+        self.candidates = Candidates(
             settings.units, settings.set_units, settings.max_candidates, settings.redundant_groups
         )
-        step = cls(number, settings, candidates)
-        step._open_groups()
-        return step
+        self.groups: list[Group] = []
+        self.chunks: list[ChunkState] = []
+        self.queue: list[int] = []  # heap of queued chunks
+        self.queued = self.sampling = 0  # chunks
+        self.latest_score = 0.0  # expected; not before that of any chunk
+        self.ready: list[int] = []  # heap of -index
+        self.own: dict[str, list[int]] = {}  # heaps of ready chunks, by holder
+        self.turns: dict[tuple[str, str], int] = {}  # ordered: next chunk by role and worker
+        self.early: list[int] = []  # heap; scored, may train early
+        self.open = 0  # groups that train early and are not finished
+        self.update = 0  # the present update set
+        self.assigned = 0  # passes of the update set that are trained or in training
+        self.trained = 0  # passes of the update set
+        self.pieces: dict[str, list[Piece]] = {}  # trained, by worker
+        self.ahead = 0  # groups started before the previous step ended
+        self.settled = False  # candidates outside the step have been dropped
+        self._open_groups()
 
     def group_of(self, index: int) -> Group:
         """The group of a chunk."""
@@ -108,14 +98,14 @@ class Step:
 
     def next_own(self, worker: str, place: int, workers: int) -> int | None:
         """The next queued one of a worker's own chunks, which are place, place + workers, ..."""
-        index = self.turns.get(f"{worker} samples", place)
+        index = self.turns.get(("sample", worker), place)
         while index < len(self.chunks) and self.chunks[index].stage != QUEUED:
             index += workers
-        self.turns[f"{worker} samples"] = index
+        self.turns["sample", worker] = index
         return index if index < len(self.chunks) else None
 
     def generate(self, index: int, version: int, scored_at: float) -> bool:
-        """Begins a chunk; returns whether its group begins with it, which fixes the group's version."""
+        """Starts a chunk; returns whether its group starts with it, which fixes the group's version."""
         chunk, group = self.chunks[index], self.group_of(index)
         chunk.stage, chunk.scored_at = SAMPLING, scored_at
         self.latest_score = max(self.latest_score, scored_at)
@@ -156,33 +146,30 @@ class Step:
             return self._offer([number])
         group.unscored -= 1
         group.low, group.high = min(group.low, *values), max(group.high, *values)
-        set_known, step_known = self.candidates.set_known, self.candidates.step_known
-        passed = range(0)
-        if not group.unscored:
-            passed = self.candidates.judge(number, group.low, group.high)
-            self._open_groups()
-        if self.settings.step_first:
-            known_now = self.candidates.step_known and not step_known
-        else:
-            known_now = self.candidates.set_known and not set_known
+        if group.unscored:
+            return self._offer([number])
+        was_known = self._members_known
+        passed = self.candidates.judge(number, group.low, group.high)
+        self._open_groups()
         # Groups that wait for their set, or that fill it up, become ready with its last member.
+        known_now = self._members_known and not was_known
         return self._offer(range(len(self.groups)) if known_now else (number, *passed))
 
     def drop_others(self) -> tuple[list[int], list[int]]:
-        """Drops the candidates outside a known step; returns (begun chunks, versions of their groups)."""
+        """Drops the candidates outside a known step; returns (started chunks, versions of their groups)."""
         self.settled = True
-        begun, versions = [], []
+        started, versions = [], []
         for number in self.candidates.others():
             for index in self.chunks_of(number):
                 chunk = self.chunks[index]
                 self.queued -= chunk.stage == QUEUED
                 self.sampling -= chunk.stage == SAMPLING
                 if chunk.stage != QUEUED:
-                    begun.append(index)
+                    started.append(index)
                 chunk.stage = DROPPED
             if self.groups[number].version is not None:
                 versions.append(self.groups[number].version)
-        return begun, versions
+        return started, versions
 
     # ------------------------------------------------------------------------------ training
 
@@ -199,13 +186,12 @@ class Step:
         """Assigns the next chunk of a worker that trains chunks place, place + workers, ... in this order."""
         if not self.ready:
             self._open_early()
-        index = self.turns.get(worker, place)
+        index = self.turns.get(("train", worker), place)
         while index < len(self.chunks) and self._is_passed(index):
             index += workers
-        self.turns[worker] = index
+        self.turns["train", worker] = index
         if index >= len(self.chunks):
-            size = self.settings.unit_chunks
-            filled = (i for g in self.candidates.filled for i in range(g * size, (g + 1) * size))
+            filled = (i for g in self.candidates.filled for i in self.chunks_of(g))
             mine = (i for i in filled if i % workers == place and self.chunks[i].left)
             index = next(mine, None)
         if index is None or self.chunks[index].stage != READY:
@@ -286,6 +272,12 @@ class Step:
 
     # ------------------------------------------------------------------------------- inside
 
+    @property
+    def _members_known(self) -> bool:
+        """Whether the members of the present update set, or of the step if it is scored first, are known."""
+        found = self.candidates
+        return found.step_known if self.settings.step_first else found.set_known
+
     def _open_groups(self) -> None:
         """Queues the candidates that were opened since the last call."""
         size, passes = self.settings.unit_chunks, self.settings.passes
@@ -358,23 +350,18 @@ class Step:
         self.assigned += count
         return Piece(index, first, count, early)
 
-    def rewound(self, settings: Settings) -> "Step":
-        """The same step with no chunk begun; its groups keep their versions.
+    def restore_versions(self, versions: Sequence[int | None], unit_images: int) -> None:
+        """Fixes the versions of groups by those of a saved step, whose groups had `unit_images` images each.
 
-        If `settings` divides the images into other units, a unit gets the oldest version of the old units
-        with which it shares an image; some of these may not have begun.
+        A group gets the oldest version of the saved groups with which it shares an image.
         """
-        step = Step.begin(self.number, settings)
-        missing = len(self.candidates.verdicts) - len(step.candidates.verdicts)
-        if self.settings.unit_images == settings.unit_images:
-            step.candidates.verdicts.extend([None] * missing)
-            step._open_groups()
-        size, old_size = settings.unit_images, self.settings.unit_images
-        for number, group in enumerate(step.groups):
+        size = self.settings.unit_images
+        if unit_images == size:  # as many candidates were open
+            missing = len(versions) - len(self.candidates.verdicts)
+            self.candidates.verdicts.extend([None] * missing)
+            self._open_groups()
+        for number, group in enumerate(self.groups):
             first, last = number * size, (number + 1) * size - 1
-            shared = self.groups[first // old_size : last // old_size + 1]
-            versions = [old.version for old in shared if old.version is not None]
-            group.version = min(versions, default=None)
-        begun = (group.version for group in step.groups if group.version is not None)
-        step.ahead = sum(version < self.number for version in begun)
-        return step
+            shared = versions[first // unit_images : last // unit_images + 1]
+            group.version = min((v for v in shared if v is not None), default=None)
+            self.ahead += group.version is not None and group.version < self.number

@@ -17,10 +17,10 @@ from digen_jax.errors import ConfigError
 from digen_jax.planning import placing, step_costs
 from digen_jax.planning.calibration import Calibration, read_calibration
 from digen_jax.planning.plan import auto_plan, can_run, make_problem, meshes, suited
+from digen_jax.planning.plan_text import table, why
 from digen_jax.runtime import opening
 from digen_jax.scheduling.planner.memory import Layout, device_bytes
-from digen_jax.scheduling.planner.plan import make_plan, table, why
-from digen_jax.scheduling.planner.search import Simulations, layouts, settings_of
+from digen_jax.scheduling.planner.search import Simulations, layouts, make_plan, settings_of
 from digen_jax.scheduling.settings import Costs
 from digen_jax.train import train
 from tests.engine import toy

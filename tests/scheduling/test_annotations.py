@@ -19,4 +19,4 @@ def test_annotations_hold():
         world = World(scheduler, Referee(plan, 1, 0.4), random.Random(1), 0.05, 2)
         world.run()
         world.referee.finish()
-        assert Scheduler.restore(scheduler.save()).finished
+        assert Scheduler.resume(scheduler.save()).state.step == plan.steps

@@ -31,7 +31,7 @@ def certain(flat_by_group, known, wanted, most):
 def test_members_are_the_first_informative_candidates_in_any_order(wanted, spare, most):
     for flat in itertools.product([False, True], repeat=most):
         for order in itertools.permutations(range(most)):
-            candidates = Candidates.begin(wanted, wanted, most, spare)
+            candidates = Candidates(wanted, wanted, most, spare)
             known = []
             while not candidates.step_known:
                 opened = [g for g in order if g < len(candidates.verdicts) and g not in known]

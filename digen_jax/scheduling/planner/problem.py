@@ -77,9 +77,7 @@ class Footprint:
     worker_fsdp: int = 1  # the same for a worker that only samples
     # Text encoders on the first of the devices that sample before anything else is, and not in `frozen`; None: none.
     ahead: OnDevice | None = None
-    rewards: OnDevice | None = (
-        None  # networks that score images, on the same devices and as early; None: none
-    )
+    rewards: OnDevice | None = None  # networks that score images, on the same devices; None: none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,10 +93,8 @@ class Problem:
     devices: int  # all alike; a layout uses all of them
     settings: Settings
     costs: Costs  # on workers of one device
-    worker: Scaling = (
-        Scaling()
-    )  # of generation and decoding; its `images` are those of a chunk, or 0
-    trainer: Scaling = Scaling()  # of training; its `images` are those of a micro-batch, or 0
+    worker: Scaling = Scaling()  # of generation and decoding; `images` are those of a chunk, or 0
+    trainer: Scaling = Scaling()  # of training; `images` are those of a micro-batch, or 0
     transitions: int = 1  # trained steps or noise levels of an image, which the axis `time` splits
     scorers: int = 0  # chunks scored at the same time; 0: any number
     footprint: Footprint | None = None  # None: memory is not predicted
@@ -107,9 +103,7 @@ class Problem:
     trainer_tensor: int = 1  # of a worker that trains
     worker_sequence: int = 1
     trainer_sequence: int = 1
-    chunks: tuple[
-        int, ...
-    ] = ()  # images of a chunk, to choose from; empty: `settings.chunk_images`
+    chunks: tuple[int, ...] = ()  # sizes of a chunk to choose from; empty: `settings.chunk_images`
 
     def check(self) -> None:
         """Refuses a problem that cannot be planned.

@@ -1,4 +1,4 @@
-"""The layouts of a problem, a lower bound of their steps, and the search that simulates the promising ones."""
+"""The layouts of a problem, a lower bound of their steps, and the search for a plan by simulation."""
 
 import dataclasses
 import itertools
@@ -16,6 +16,7 @@ STEADY = 16  # simulated steps of the steady state
 CHUNKS = 128  # of a simulated step; a larger problem is simulated as an equal part of it
 SIMULATED = 2_700  # chunks of all steps of one simulation: a larger problem has fewer steps
 WORK = 40_000  # chunks of all simulations of a search, which take about 10 seconds
+TABLE = 5_000  # chunks of the simulations for a kind of layout that is only in the table
 SPLITS = 64  # divisions of the devices between workers that only sample and others
 NOTHING = 3e-3  # of a step: a gain that is too small for another worker, role or version of lag
 
@@ -266,3 +267,36 @@ def simplest(made: Sequence[Prediction]) -> Prediction:
 
 def _effort(layout: Layout) -> tuple[int, bool, int]:
     return layout.lag, layout.rollout > 0, layout.workers + layout.rollout
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The result of the search."""
+
+    problem: Problem
+    choice: Prediction
+    best: tuple[Prediction, ...]  # of every kind of layout (see `Layout.kind`), the fastest first
+    layouts: int  # their number
+    simulated: int  # how many of them were simulated
+
+
+def make_plan(problem: Problem, runs: Callable[[Layout], bool] = lambda layout: True) -> Plan:
+    """Searches all layouts for which `runs` holds; the table has the fastest simulated one of each kind.
+
+    Raises:
+      ConfigError: no layout can work.
+    """
+    found, simulations = layouts(problem, runs), Simulations(problem)
+    search(simulations, found)
+    kinds: dict[str, list[Layout]] = {}
+    for layout in found:
+        kinds.setdefault(layout.kind, []).append(layout)
+    for same in kinds.values():
+        if not any(layout in simulations.made for layout in same):
+            search(simulations, same, TABLE)
+    made = list(simulations.made.values())
+    choice = simplest(made)
+    rows = [simplest([one for one in made if one.layout.kind == kind]) for kind in kinds]
+    rows = [choice if row.layout.kind == choice.layout.kind else row for row in rows]
+    rows.sort(key=lambda row: row.step_seconds)
+    return Plan(problem, choice, tuple(rows), len(found), len(made))

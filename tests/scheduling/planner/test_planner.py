@@ -7,14 +7,15 @@ import time
 import pytest
 
 from digen_jax.errors import ConfigError
+from digen_jax.planning.plan_text import memory_table, table, why
 from digen_jax.scheduling.planner.memory import Layout, device_bytes
-from digen_jax.scheduling.planner.plan import make_plan, memory_table, table, why
 from digen_jax.scheduling.planner.problem import Footprint, Problem, Programs, Scaling
 from digen_jax.scheduling.planner.search import (
     WORK,
     Simulations,
     layouts,
     lower_bound,
+    make_plan,
     search,
     settings_of,
     workers_of,

@@ -1,49 +1,12 @@
-"""A plan: the choice, the best layout of every kind, and the reason, as text."""
+"""A plan as text: costs, the table of layouts, the memory of the choice and the reason for it."""
 
 import dataclasses
 import itertools
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from digen_jax.scheduling.planner.memory import Layout
 from digen_jax.scheduling.planner.problem import Problem
-from digen_jax.scheduling.planner.search import Prediction, Simulations, layouts, search, simplest
-
-TABLE = 5_000  # simulated chunks for a kind of layout that is only in the table
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """The result of the search."""
-
-    problem: Problem
-    choice: Prediction
-    best: tuple[Prediction, ...]  # of every kind of layout (see `Layout.kind`), the fastest first
-    layouts: int  # their number
-    simulated: int  # how many of them were simulated
-
-
-def make_plan(problem: Problem, runs: Callable[[Layout], bool] = lambda layout: True) -> Plan:
-    """Searches all layouts for which `runs` holds; the table has the fastest simulated one of each kind.
-
-    Raises:
-      ConfigError: no layout can work.
-    """
-    found, simulations = layouts(problem, runs), Simulations(problem)
-    search(simulations, found)
-    kinds: dict[str, list[Layout]] = {}
-    for layout in found:
-        kinds.setdefault(layout.kind, []).append(layout)
-    for same in kinds.values():
-        if not any(layout in simulations.made for layout in same):
-            search(simulations, same, TABLE)
-    made = list(simulations.made.values())
-    choice = simplest(made)
-    rows = [simplest([one for one in made if one.layout.kind == kind]) for kind in kinds]
-    rows = [choice if row.layout.kind == choice.layout.kind else row for row in rows]
-    rows.sort(key=lambda row: row.step_seconds)
-    return Plan(problem, choice, tuple(rows), len(found), len(made))
-
+from digen_jax.scheduling.planner.search import Plan, Prediction
 
 WIDTH = 100  # columns
 
