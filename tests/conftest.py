@@ -28,8 +28,11 @@ def pytest_configure(config):
     from jaxtyping import install_import_hook
 
     # Networks are compared with diffusers; checking everything would be a sixth of the set's time.
-    packages = ("algorithms", "attention", "engine", "flow")
-    install_import_hook([f"digen_jax.{name}" for name in packages], "beartype.beartype")
+    packages = [ROOT / "digen_jax" / name for name in ("algorithms", "attention", "engine", "flow")]
+    files = [file for package in packages for file in package.glob("*.py")]
+    annotated = [file for file in files if "jaxtyping" in file.read_text()]
+    names = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in annotated]
+    install_import_hook([one.removesuffix(".__init__") for one in names], "beartype.beartype")
 
 
 @pytest.fixture(scope="session")
