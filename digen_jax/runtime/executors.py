@@ -279,6 +279,7 @@ class Executors:
         self.steps.end()
         for executor in list(self.rollouts.values()):
             executor.end_step(ended)
+        self._link.end_step(ended)
         self.extremes = scores.extremes(self.settings.shown_images)
         return self.trainer.metrics() | scores.metrics(self._names) | scores.image_metrics()
 

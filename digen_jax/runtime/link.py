@@ -140,6 +140,14 @@ class Link:
             self._changed.wait_for(lambda: all(taken != key for taken, _ in self._taking))
             return key not in self._hung
 
+    def end_step(self, step: int) -> None:
+        """Ends the offers of samples of a step that has ended, and of those before it."""
+        with self._changed:
+            offered = [key for key in self._offered if isinstance(key, SamplesOf)]
+        for key in offered:
+            if key.chunk.step <= step:
+                self.withdraw(key)
+
     def give_up(self, worker: str) -> None:
         """Ends a worker's offers; `settle` no longer waits for it, and trees that it may be taking stay as they are."""
         with self._changed:

@@ -162,11 +162,12 @@ class GradientExecutor:
         return found
 
     def updated(self, first: int) -> None:
-        """Frees the samples that an update has trained, and the prompts of steps before `first`."""
-        for chunk in self._trained:
+        """Frees the samples that an update has trained, and the samples and prompts of steps before `first`."""
+        # Another worker may have trained samples that this one has.
+        for chunk in {*self._trained, *(one for one in list(self.samples) if one.step < first)}:
             self.drop_chunk(chunk)
         self._trained.clear()
-        for step in [step for step in self._prompts if step < first]:
+        for step in [step for step in list(self._prompts) if step < first]:
             del self._prompts[step]
             self._link.withdraw(ConditioningOf(self.name, step))
 
