@@ -53,7 +53,7 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
 
 
 def has_fallen(values: Sequence[float], margin: float, evaluations: int) -> bool:
-    """Whether each of the last `evaluations` values lies more than `margin` below the best before them."""
+    """Whether each of the last `evaluations` values is more than `margin` below the best before them."""
     before, last = values[:-evaluations], values[-evaluations:]
     return bool(before) and all(value < max(before) - margin for value in last)
 

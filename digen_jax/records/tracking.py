@@ -1,4 +1,4 @@
-"""What a run tells trackers, wandb and trackio, in addition to its own records.
+"""Sends a run's metrics to trackers (wandb, trackio), in addition to its records.
 
 Each tracker has a process of its own, so that nothing of it can slow, stop or print into the run: not its import, nor
 a network that hangs, nor an exception. What it is not told, or does not send, is in the workdir's own files.
@@ -27,7 +27,7 @@ START = (
 
 
 class Tracker:
-    """A tracker's process. A tracker that fails, hangs or falls behind is told of in one line, and the run continues.
+    """A tracker's process. A failing, hanging or slow tracker is logged once and does not stop the run.
 
     Args:
       told: what it is started with; its output is appended to KIND.log in the workdir.
