@@ -171,9 +171,12 @@ class Trainer:
         return self._fold(totals, group.sums, scale)
 
     def add(self, totals: Totals | None, others: Totals) -> Totals:
-        """Adds the sums of another mesh to `totals`, which is consumed; None: there are none yet."""
-        others = jax.device_put(others, self._layout(others))
+        """Adds sums on this mesh to `totals`, which is consumed; None: there are none yet."""
         return others if totals is None else self._add(totals, others)
+
+    def shardings_of(self, totals: Totals) -> Totals:
+        """The sharding of each array of sums, which may be on another mesh."""
+        return jax.tree.broadcast(self._layout(totals), totals)
 
     def update(
         self, state: TrainState, totals: Totals, reward_std: float | None = None
@@ -234,7 +237,7 @@ class Trainer:
 
     def _totals_shapes(self, tuned: Any) -> Totals:
         totals = jax.eval_shape(self._zeros, tuned)
-        return _placed(totals, jax.tree.broadcast(self._layout(totals), totals))
+        return _placed(totals, self.shardings_of(totals))
 
     def policies(self, state: TrainState, behaviour: Any, start: Any) -> Policies:
         """The parameters that the algorithm reads besides those being trained; the arguments as in `accumulate`."""

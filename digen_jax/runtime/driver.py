@@ -25,11 +25,12 @@ from digen_jax.records.summary import Summary
 from digen_jax.rewards.exchanges import moved
 from digen_jax.rewards.pool import RewardPool, may_pass
 from digen_jax.runtime.clock import Stopwatch, Watch, end_process
-from digen_jax.runtime.executors import Executors, LostSums
+from digen_jax.runtime.executors import Executors
 from digen_jax.runtime.link import LOSS, LinkError
 from digen_jax.runtime.orders import Orders
 from digen_jax.runtime.sampling import SamplingExecutor
 from digen_jax.runtime.scoring import Judged
+from digen_jax.runtime.training import LostSums
 from digen_jax.runtime.worker import Gone, Line, WorkerThreads
 from digen_jax.scheduling.commands import (
     TRAINER,
@@ -145,7 +146,9 @@ class Driver:
         except Exception as error:
             if not self._others_may_do(item, error):
                 raise
-            if not isinstance(error, LostSums):
+            if isinstance(error, LostSums):
+                self.lost(error.worker, "did not send its sums")  # unless it is given up already
+            else:
                 traceback.print_exception(error)
             self._post(Failed(self.now(), item, repr(error)))
             return None

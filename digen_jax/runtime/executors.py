@@ -9,7 +9,7 @@ The path of a chunk, command by command (`Executors.do` has them in this order):
 
 import itertools
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from digen_jax.config.recipe import Recipe
@@ -25,7 +25,12 @@ from digen_jax.runtime.link import Link, Versions
 from digen_jax.runtime.sampling import SamplingExecutor
 from digen_jax.runtime.scoring import Gathering, HeldOut, Judge, Judged, StepScores
 from digen_jax.runtime.steps import Steps
-from digen_jax.runtime.training import GradientExecutor, OtherTrainingExecutor, TrainingExecutor
+from digen_jax.runtime.training import (
+    GradientExecutor,
+    LostSums,
+    OtherTrainingExecutor,
+    TrainingExecutor,
+)
 from digen_jax.scheduling.commands import (
     TRAINER,
     Command,
@@ -43,10 +48,6 @@ from digen_jax.scheduling.commands import (
     Update,
 )
 from digen_jax.scheduling.state import SAMPLE, TRAIN
-
-
-class LostSums(RuntimeError):
-    """An update cannot be made, because a worker is lost that has trained a part of it."""
 
 
 class Executors:
@@ -160,7 +161,7 @@ class Executors:
         if worker == TRAINER:
             return self.trainer
         if worker not in self.others:
-            raise LostSums(f"the sums of {worker} are lost")
+            raise LostSums(worker)
         return self.others[worker]
 
     def give_up(self, worker: str) -> None:
@@ -186,8 +187,10 @@ class Executors:
             case Deliver():
                 self._training(command.to).deliver(command)
             case Train():
+                ranks = self.system.trainer.algorithm.ranks
                 scores = self.scores(command.chunk.step)
-                self._training(command.worker).train(command, scores)
+                batch = scores.batch(command.chunk.index, ranks, command.early)
+                self._training(command.worker).train(command, batch)
             case Update():
                 self._update(command)
             case Publish():
@@ -208,23 +211,36 @@ class Executors:
     def _hold(self, command: Generate) -> None:
         """Has a training worker sample with the weights that it trains, unless it was sent others."""
         worker, publication = command.worker, command.publication
-        if worker in self.rollouts or publication in self.sampling(worker).weights:
-            return
-        if worker == TRAINER:
+        if worker in self.others:
+            self.others[worker].lend_weights(self.sampling(worker), publication)
+        elif worker == TRAINER and publication not in self.sampling(worker).weights:
             self.sampling(worker).receive(publication)
-        else:
-            self.sampling(worker).hold(publication, self.others[worker].published(publication))
 
     def _update(self, command: Update) -> None:
-        others = [self._training(name) for name in command.trained if name != TRAINER]
+        others = [name for name in command.trained if name != TRAINER]
+        if others:
+            self._add_sums(others)
         version = command.step + 1 if command.update == self.last_update else None
-        self.trainer.update(self.scores(command.step), version, [one.sums() for one in others])
+        self.trainer.update(self.scores(command.step), version, others[:1])
         for one in list(self.others.values()):
             one.updated(self.steps.first if version is None else version)
 
+    def _add_sums(self, workers: Sequence[str]) -> None:
+        """Has the first worker offer the sums of all, which they add in pairs, in parallel. Raises LostSums."""
+        first, *others = workers
+        parts = []  # of 1, 2, 4, ... workers
+        while others:
+            parts.append(others[: 2 ** len(parts)])
+            others = others[len(parts[-1]) :]
+        with ThreadPoolExecutor(len(parts) or 1) as threads:
+            list(threads.map(self._add_sums, parts))
+        self._training(first).offer_sums([part[0] for part in parts])
+
     def _publish(self, command: Publish) -> None:
         other, publication = self.others.get(command.worker), command.publication
-        if other is not None and (other.receive(publication) or publication not in self.versions):
+        if other is not None and (
+            other.take_trained(publication) or publication not in self.versions
+        ):
             return  # these are the weights that it trains, or newer weights exist
         executor = self.sampling(command.worker)
         executor.receive(publication)

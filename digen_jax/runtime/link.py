@@ -55,7 +55,14 @@ class TrainedOf:
     publication: Publication
 
 
-Key = Publication | ExactOf | TrainedOf | SamplesOf | ConditioningOf
+@dataclasses.dataclass(frozen=True)
+class SumsOf:
+    """The key of a training worker's sums of an update, maybe with those of others added."""
+
+    worker: str
+
+
+Key = Publication | ExactOf | TrainedOf | SamplesOf | ConditioningOf | SumsOf
 
 
 class LinkError(RuntimeError):

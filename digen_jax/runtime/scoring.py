@@ -164,10 +164,13 @@ class Gathering:
 
 
 class TrainBatch(NamedTuple):
-    """The images of a chunk that are given to the trainer, and their advantages and weights."""
+    """The images of a chunk that are given to the trainer, and their advantages and weights.
+
+    For an algorithm that `ranks` they have ranks, and in early training rewards, instead of advantages.
+    """
 
     places: Int[np.ndarray, "k"]  # within the chunk
-    advantages: Float32[np.ndarray, "k"]
+    advantages: Float[np.ndarray, "k"]
     weight: Float32[np.ndarray, "k"]  # 0: the image's group is dropped
 
 
@@ -225,12 +228,20 @@ class StepScores:
         """The std of the rewards over the groups that form the step."""
         return float(self.values[self.members].std(dtype=np.float64))
 
-    def batch(self, index: int) -> TrainBatch:
+    def batch(self, index: int, ranks: bool = False, early: bool = False) -> TrainBatch:
         """The trained part of a chunk, when the unit `AdvantageSettings.needs` is scored.
 
         The number of images given to the trainer does not depend on how many groups are dropped.
+
+        Args:
+          index: The chunk.
+          ranks: Whether the algorithm ranks images, which it does when `AdvantageSettings.ranking_needs` is scored.
+          early: Whether the chunk is trained before advantages are known.
         """
         settings = self.settings
+        if ranks or early:
+            values = self.values[self.images.cut(index)] if early else self.ranking(index)
+            return TrainBatch(np.arange(len(values)), values, np.ones(len(values), np.float32))
         known, mine = self._known(index, settings.needs)
         given = trained_images(dataclasses.replace(settings, drop_zero_std=False), *known)[mine]
         weight = trained_images(settings, *known)[mine].astype(np.float32)

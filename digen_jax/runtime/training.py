@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float32
 
 from digen_jax.engine.early import OpenGroup
 from digen_jax.engine.objective import Totals
@@ -21,20 +22,30 @@ from digen_jax.runtime.link import (
     Link,
     LinkError,
     SamplesOf,
+    SumsOf,
     TrainedOf,
     Versions,
 )
-from digen_jax.runtime.scoring import StepScores
+from digen_jax.runtime.sampling import SamplingExecutor
+from digen_jax.runtime.scoring import StepScores, TrainBatch
 from digen_jax.runtime.steps import Steps
 from digen_jax.scheduling.commands import TRAINER, Chunk, Deliver, Publication, Train
 from digen_jax.scheduling.settings import Settings
 
 
 class Sums(NamedTuple):
-    """A worker's sums of an update; `stale`: older versions generated some of its samples."""
+    """Sums of an update; `stale`: older versions generated some of the samples."""
 
     totals: Totals | None
-    stale: bool
+    stale: Any  # a bool, or an array of one
+
+
+class LostSums(RuntimeError):
+    """An update cannot be made, because a worker is lost that has trained a part of it."""
+
+    def __init__(self, worker: str):
+        super().__init__(f"the sums of {worker} are lost")
+        self.worker = worker
 
 
 class GradientExecutor:
@@ -107,7 +118,7 @@ class GradientExecutor:
         if self.samples.pop(chunk, None) is not None:
             self._link.withdraw(SamplesOf(self.name, chunk))
 
-    def train(self, command: Train, scores: StepScores) -> None:
+    def train(self, command: Train, batch: TrainBatch) -> None:
         """Adds the gradient of a chunk's passes to the update's; `early`: through the sums of its group."""
         chunk, trainer = command.chunk, self.system.trainer
         state = self.current(Publication(chunk.step, update=command.update))
@@ -116,15 +127,11 @@ class GradientExecutor:
         images, prompts = self.samples[chunk], self._prompts[chunk.step]
         self._trained.add(chunk)
         if command.early:
-            return self._train_early(chunk, scores, images, state)
+            return self._train_early(chunk, batch.advantages, images, state)
         self._stale |= images.version != chunk.step
-        if trainer.algorithm.ranks:
-            experience = receive(self.system, prompts, images, scores.ranking(chunk.index))
-        else:
-            batch, given = scores.batch(chunk.index), images
-            if len(batch.places) < len(images.rows):
-                given = selected(images, batch.places, self.system.placement.trainer)
-            experience = receive(self.system, prompts, given, batch.advantages, batch.weight)
+        if len(batch.places) < len(images.rows):
+            images = selected(images, batch.places, self.system.placement.trainer)
+        experience = receive(self.system, prompts, images, batch.advantages, batch.weight)
         reads, behaviour, start = trainer.algorithm, None, None
         if reads.reads_behaviour:
             behaviour = self.published(Publication(images.version))
@@ -139,30 +146,55 @@ class GradientExecutor:
         return None
 
     def _train_early(
-        self, chunk: Chunk, scores: StepScores, images: Images, state: TrainState
+        self, chunk: Chunk, values: Float32[np.ndarray, "b"], images: Images, state: TrainState
     ) -> None:
         """Adds a chunk to its group's sums; the group's last one adds these to the update's."""
-        trainer, number, step = self.system.trainer, int(images.rows[0]), scores.images
-        values = scores.values[step.cut(chunk.index)]
+        trainer, number = self.system.trainer, int(images.rows[0])
         # Advantages are not known yet: nothing may read them.
         unknown = np.full_like(values, np.nan)
         experience = receive(self.system, self._prompts[chunk.step], images, unknown)
         begun, base = self._groups.pop(number, None), self.system.base
         group = trainer.accumulate_early(state, base, experience, values, begun)
         jax.block_until_ready(group.sums)
-        if len(group.rewards) < np.count_nonzero(step.rows == number):
+        if len(group.rewards) < np.count_nonzero(self._steps[chunk.step].rows == number):
             self._groups[number] = group
         else:
             std = self.system.advantages.std
             self._totals = jax.block_until_ready(trainer.close(group, self._totals, std))
 
-    def sums(self) -> Sums:
-        """Returns the sums since the last update, and forgets them."""
-        found, self._totals, self._stale = Sums(self._totals, self._stale), None, False
+    def sums(self, others: Sequence[str] = ()) -> Sums:
+        """The sums since the last update, added to those that other workers offer; its own stay until `updated`.
+
+        Raises:
+          LostSums: One of them is lost.
+        """
+        trainer, totals, stale = self.system.trainer, None, self._stale
+        for worker in others:
+            other = self._sums_of(worker)
+            totals, stale = trainer.add(totals, other.totals), stale or bool(other.stale)
+        if totals is None:
+            totals = self._totals
+        elif self._totals is not None:
+            totals = trainer.add(totals, self._totals)
+        return Sums(jax.block_until_ready(totals), stale)
+
+    def _sums_of(self, worker: str) -> Sums:
+        trainer, replicated = self.system.trainer, self.system.placement.trainer.replicated
+        try:
+            found = self._link.take(
+                SumsOf(worker),
+                lambda sums: Sums(trainer.shardings_of(sums.totals), replicated),
+                self.name,
+            )
+        except LinkError as error:
+            raise LostSums(worker) from error
+        if found is None:
+            raise LostSums(worker)
         return found
 
     def updated(self, first: int) -> None:
-        """Frees the samples that an update has trained, and the samples and prompts of steps before `first`."""
+        """Forgets the sums of an update and frees its samples, and the samples and prompts of steps before `first`."""
+        self._totals, self._stale = None, False
         # Another worker may have trained samples that this one has.
         for chunk in {*self._trained, *(one for one in list(self.samples) if one.step < first)}:
             self.drop_chunk(chunk)
@@ -184,7 +216,7 @@ class OtherTrainingExecutor(GradientExecutor):
         """See `GradientExecutor`."""
         return self._weights[publication]
 
-    def receive(self, publication: Publication) -> bool:
+    def take_trained(self, publication: Publication) -> bool:
         """Takes the weights that are trained; returns False if these are others."""
         params = self.system.placement.trainer.params
 
@@ -216,6 +248,20 @@ class OtherTrainingExecutor(GradientExecutor):
         """Frees the published weights of a version."""
         self._published.pop(publication, None)
 
+    def lend_weights(self, sampler: SamplingExecutor, publication: Publication) -> None:
+        """Has this worker's sampler use published weights that it trains with, unless it was sent others."""
+        if publication not in sampler.weights:
+            sampler.hold(publication, self.published(publication))
+
+    def offer_sums(self, others: Sequence[str]) -> None:
+        """Offers its sums, added to those that other workers offer, until the update. Raises LostSums."""
+        self._link.offer(SumsOf(self.name), self.sums(others))
+
+    def updated(self, first: int) -> None:
+        """See `GradientExecutor`."""
+        self._link.withdraw(SumsOf(self.name))
+        super().updated(first)
+
 
 class TrainingExecutor(GradientExecutor):
     """The home worker: it trains, adds the sums of the others to its own, updates and publishes."""
@@ -245,20 +291,20 @@ class TrainingExecutor(GradientExecutor):
         """See `GradientExecutor`."""
         return self._versions[publication]
 
-    def update(self, scores: StepScores, version: int | None, others: Sequence[Sums] = ()) -> None:
+    def update(self, scores: StepScores, version: int | None, others: Sequence[str] = ()) -> None:
         """One optimizer update of the step with these scores; the step's last update makes a version.
 
         Args:
           scores: Scores of the step.
           version: The version that the update makes. None means that it is not the step's last.
-          others: The sums of other training workers, which are consumed.
+          others: Training workers that offer sums.
 
         Raises:
+          LostSums: One of them is lost; nothing has changed.
           ConfigError: Rounding moves the ratios too far; checked before the first update on fresh samples.
         """
-        trainer, (totals, stale) = self.system.trainer, self.sums()
-        for other in others:
-            totals, stale = trainer.add(totals, other.totals), stale or other.stale
+        trainer, (totals, stale) = self.system.trainer, self.sums(others)
+        self._totals = None  # so that the update has their memory
         if not (stale or self._history or self._compared):
             self._compared = True
             check_spread(trainer.algorithm, totals.sums)

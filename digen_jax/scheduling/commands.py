@@ -12,6 +12,11 @@ from typing import ClassVar
 TRAINER = "trainer"
 
 
+def trainer_names(count: int) -> tuple[str, ...]:
+    """The names of some training workers, the home worker first."""
+    return TRAINER, *(f"worker {number}" for number in range(1, count))
+
+
 @dataclasses.dataclass(frozen=True, order=True)
 class Chunk:
     """Images index * n ... index * n + n - 1 of a step's candidates, n images a chunk.

@@ -367,9 +367,9 @@ def test_awms_copy_follows_and_is_not_what_is_published(monkeypatch):
 def test_offline_the_images_are_a_set_of_the_start(monkeypatch):
     fields, keys, real = dict(algorithm__set_steps=2, tuning="lora", micro=8), [], training.receive
 
-    def noted(system, prompts, images, judged):
+    def noted(system, prompts, images, *judged):
         keys.append(jax.random.key_data(images.samples.keys))
-        return real(system, prompts, images, judged)
+        return real(system, prompts, images, *judged)
 
     monkeypatch.setattr(training, "receive", noted)
     parts, states, calls, _, versions = driven(monkeypatch, "diffusion_dpo", 3, **fields)

@@ -428,5 +428,6 @@ def trained(system: System, steps: Steps, state: TrainState, scores: StepScores,
         images, chunk = part_of(step.cut(index)), Chunk(0, index)
         link.offer(SamplesOf(made, chunk), (images.samples, images.sigmas))
         executor.deliver(Deliver(0, made, chunk, 0, TRAINER))
-        executor.train(Train(0, TRAINER, chunk, 0, 0, first=0, count=MANY), scores)
+        batch = scores.batch(index, system.trainer.algorithm.ranks)
+        executor.train(Train(0, TRAINER, chunk, 0, 0, first=0, count=MANY), batch)
     return executor._totals
