@@ -62,15 +62,21 @@ def recipe_model(recipe: Recipe) -> tuple[pathlib.Path, Family]:
     return folder, family if model.source is None else editing(family, model.source)
 
 
-def build(recipe: Recipe, devices: Sequence[jax.Device]) -> System:
+def build(
+    recipe: Recipe,
+    devices: Sequence[jax.Device],
+    mesh: OwnMesh | None = None,
+    encoded: Stored | None = None,
+) -> System:
     """All parts of a run; what does not fit the model is found before its weights are read.
 
-    If prompts are encoded ahead, the text encoders are not read: those that the run draws must be stored.
+    If prompts are encoded ahead, the text encoders are not read: those that the run draws must be stored, on this host
+    unless `encoded` is another store. `mesh` is as in `open_parts`.
 
     Raises:
       ConfigError: the model's first mistake, or devices that do not suffice.
     """
-    folder, family, placement, start = open_parts(recipe, devices)
+    folder, family, placement, start = open_parts(recipe, devices, mesh)
     with blame("config.model.folder: "):
         shapes = parameter_shapes(recipe, family)
         check_parts(family, folder, {*family.trained, *shapes.frozen})
@@ -79,20 +85,29 @@ def build(recipe: Recipe, devices: Sequence[jax.Device]) -> System:
         own = kept if recipe.lora.rank else "float32"
         trained = read_parts(family, folder, family.trained, placement.trainer, own)
         frozen = read_parts(family, folder, shapes.frozen, placement.rollout, kept)
-    encoded = stored(recipe, folder, family) if shapes.ahead else None
+    if shapes.ahead:
+        encoded = encoded or stored(recipe, folder, family)
     return connect(recipe, placement, family, trained, frozen, start, encoded)
 
 
-def build_trainer(recipe: Recipe, devices: Sequence[jax.Device]) -> System:
-    """As `build` in the process of the trainer alone: components that only sampling needs are read if it has to sample.
+def build_trainer(
+    recipe: Recipe, devices: Sequence[jax.Device], encoded: Stored | None = None
+) -> System:
+    """As `build` in the process of one training worker.
+
+    With rollout workers, components that only sampling needs are read if this one has to sample.
 
     Raises:
       ConfigError: the model's first mistake, or devices that do not suffice.
     """
+    if not recipe.placement.rollout.data:
+        system = build(recipe, devices, "trainer", encoded)
+        return system.with_scorers(read(on_mesh(recipe.rewards), system.placement.rollout))
     folder, family, placement, lora = parts = open_parts(recipe, devices, "trainer")
     start, base = _split_on(recipe, parts, placement.trainer)
     policy = make_policy(recipe, family)
-    encoded = stored(recipe, folder, family) if is_ahead(recipe, family) else None
+    if encoded is None and is_ahead(recipe, family):
+        encoded = stored(recipe, folder, family)
 
     def sampling_on(group: DeviceGroup) -> Rollout:
         print("the trainer reads what sampling needs in addition to its own parameters", flush=True)

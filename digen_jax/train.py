@@ -30,6 +30,7 @@ from digen_jax.config.recipe import MAY_CHANGE, Recipe
 from digen_jax.distributed.engine import RayEngine
 from digen_jax.distributed.launch import TrainerPart
 from digen_jax.distributed.transfer import Shares, TrainerLink
+from digen_jax.distributed.worker_proxy import WorkerProxy
 from digen_jax.distributed.workers import RolloutWorkers
 from digen_jax.engine.divergence import check_metrics
 from digen_jax.engine.hosts import job_devices
@@ -64,7 +65,6 @@ from digen_jax.runtime.driver import Driver
 from digen_jax.runtime.executors import Executors
 from digen_jax.runtime.opening import TrainerMesh, follow_run, open_scheduler, open_system
 from digen_jax.runtime.orders import Orders, leading
-from digen_jax.runtime.sampling import SamplingExecutor
 from digen_jax.scheduling.deadlines import Deadline
 
 
@@ -76,7 +76,7 @@ def train(recipe: Recipe, workdir: pathlib.Path, part: TrainerPart | None = None
     Args:
       recipe: The validated config.
       workdir: Folder of the run.
-      part: Part of this process in a trainer whose rollout workers run on Ray. None means that the devices of all
+      part: Part of this process in a trainer whose other workers run on Ray. None means that the devices of all
         processes sample and train.
 
     Returns:
@@ -96,7 +96,7 @@ def train(recipe: Recipe, workdir: pathlib.Path, part: TrainerPart | None = None
 
 
 def _train_with_workers(recipe: Recipe, workdir: pathlib.Path, part: TrainerPart) -> int | None:
-    """`train` in a process of a trainer whose rollout workers run on Ray."""
+    """`train` in a process of a trainer whose other workers run on Ray."""
     recipe = place_apart(recipe)
     engine = RayEngine(part.address)
     # Its exit ends the process with code 1 if another thread still frees a stored object.
@@ -151,7 +151,7 @@ class TrainingRun:
       recipe: The validated config.
       workdir: Folder of the run, which this process has claimed.
       orders: Announces common work to the other processes that train.
-      workers: Rollout workers in other processes. None means that all workers are in this one.
+      workers: Workers in other processes. None means that all workers are in this one.
     """
 
     def __init__(
@@ -252,13 +252,13 @@ class TrainingRun:
             self.save(position)
         return position
 
-    def driver(self, position: Position, samplers: Sequence[SamplingExecutor] = ()) -> Driver:
-        """A driver for the steps after a position; `samplers` are rollout workers in other processes."""
+    def driver(self, position: Position, others: Sequence[WorkerProxy] = ()) -> Driver:
+        """A driver for the steps after a position; `others` are workers in other processes."""
         done, begun = position.done, position.begun
         batches, link = self.draw_prompts(done), self.workers and self.workers.link
         executors = Executors(self.system, self.recipe, self.held_out, position, batches, link)
-        for sampler in samplers:
-            executors.join(sampler)
+        for worker in others:
+            executors.join(worker)
         scheduler = open_scheduler(executors.settings, begun, self.recipe.layout)
         log, orders = self.records.begin_commands(done), self.orders
         evaluated = self.records.evaluated

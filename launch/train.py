@@ -2,9 +2,9 @@
 
 python launch/train.py --config configs/shapes_demo.py --workdir runs/shapes [--config.field=value]
 
-With --ray=local, or a Ray cluster's address, rollout workers have processes of their own. Where all processes sample
-and train together, start the same command in each, with --coordinator=auto, or where nothing can be detected with
---coordinator=HOST:PORT --processes=N --process=I.
+With --ray=local, or a Ray cluster's address, all workers but one that trains are separate processes. Where all
+processes sample and train together, start the same command in each, with --coordinator=auto, or where nothing can be
+detected with --coordinator=HOST:PORT --processes=N --process=I.
 """
 
 import digen_jax.process.ctrl_c  # noqa: F401
@@ -30,7 +30,7 @@ _PROCESS = flags.DEFINE_integer("process", None, "Number of this process, from 0
 _RAY = flags.DEFINE_string(
     "ray",
     None,
-    "Rollout workers in processes of their own, on Ray: local, or a cluster's address (auto or HOST:PORT).",
+    "Workers in separate processes, on Ray: local, or a cluster's address (auto or HOST:PORT).",
 )
 _RAY_OPEN = flags.DEFINE_bool(
     "ray_open", False, "Allow a Ray cluster of several hosts without a token."

@@ -1,4 +1,4 @@
-"""Faults of random kinds in a run with rollout workers on Ray, and the checks after each of them."""
+"""Faults of random kinds in a run with workers on Ray, and the checks after each of them."""
 
 import dataclasses
 import os
@@ -12,7 +12,8 @@ from digen_jax.benchmark.job import AGENTS_END, Job, Wrong, processes
 from digen_jax.process.ending import STOPPED
 from digen_jax.records.metrics import CLOCK
 
-WORKERS = 2
+ROLLOUT_WORKERS, TRAINING_WORKERS = 2, 2  # of the latter one is the trainer's process
+WORKERS = ROLLOUT_WORKERS + TRAINING_WORKERS - 1  # in processes of their own
 ENDLESS = 10**6  # steps of a run that a signal ends
 START = 300.0  # seconds for a step with a start before it
 # Seconds until a worker that does not answer is lost, and until all processes end without the trainer or the driver.
@@ -28,7 +29,7 @@ class Fault:
     Attributes:
       kind: a key of `FaultInjection.kinds`.
       continued: seconds until a step that began after the fault had ended; None: the next fault did not wait for it.
-      recovered: seconds until all rollout workers were ready; None likewise.
+      recovered: seconds until all workers were ready; None likewise.
       ended: seconds until all processes had ended; None if the fault does not end the run at once.
     """
 
@@ -54,12 +55,12 @@ class FaultInjection:
         self._left: int | None = None  # the steps that were done when the run ended
         self._kept: dict[str, int] = {}  # processes of workers that had no fault
         self.kinds: dict[str, tuple[int, Callable[[], bool]]] = {
-            "rollout worker killed": (4, lambda: self._signal_workers(1, signal.SIGKILL)),
-            # The trainer generates until one of them is ready again.
-            "both rollout workers killed": (1, lambda: self._signal_workers(2, signal.SIGKILL)),
+            "worker killed": (4, lambda: self._signal_workers(1, signal.SIGKILL)),
+            # The trainer does all work until one of them is ready again.
+            "all workers killed": (1, lambda: self._signal_workers(WORKERS, signal.SIGKILL)),
             # The run notices that the worker does not answer, and kills it.
-            "rollout worker stopped": (3, lambda: self._signal_workers(1, signal.SIGSTOP)),
-            "rollout worker slowed": (2, self._slow_worker),
+            "worker stopped": (3, lambda: self._signal_workers(1, signal.SIGSTOP)),
+            "worker slowed": (2, self._slow_worker),
             "reward process killed": (3, self._kill_reward),
             "trainer killed": (2, self._kill_trainer),
             "driver killed": (2, self._kill_driver),

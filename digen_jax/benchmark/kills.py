@@ -1,4 +1,4 @@
-"""Random faults at random moments of a run with rollout workers on Ray, compared with a run of one process without.
+"""Random faults at random moments of a run with workers on Ray, compared with a run of one process without.
 
 The run trains by what is nearly plain gradient descent, with a smooth reward, so that rounding errors stay small.
 """
@@ -14,7 +14,13 @@ from typing import Any
 
 from digen_jax.benchmark import kills_train
 from digen_jax.benchmark.equality import metrics_off, tuned, update_off
-from digen_jax.benchmark.fault_injection import ENDLESS, WORKERS, Fault, FaultInjection
+from digen_jax.benchmark.fault_injection import (
+    ENDLESS,
+    ROLLOUT_WORKERS,
+    TRAINING_WORKERS,
+    Fault,
+    FaultInjection,
+)
 from digen_jax.benchmark.job import Job, Wrong
 from digen_jax.errors import ConfigError, check_positive
 from digen_jax.process.progress import watched
@@ -30,10 +36,10 @@ placement.trainer.samples=True runtime.max_policy_lag=0 checkpoint.every=1 check
 evaluation.images=4 evaluation.batch=4 evaluation.every={ENDLESS} pictures.images=2 pictures.every={ENDLESS}
 """
 PLACED = f"""
-placement.sizes=given placement.rollout.data=1 placement.rollout.fsdp=1 placement.rollout.workers={WORKERS}
-placement.trainer.data=1 placement.trainer.fsdp=1
+placement.sizes=given placement.rollout.data=1 placement.rollout.fsdp=1 placement.rollout.workers={ROLLOUT_WORKERS}
+placement.trainer.data=1 placement.trainer.fsdp=1 placement.trainer.workers={TRAINING_WORKERS}
 """
-WITHOUT_WORKERS = "placement.rollout.data=0 placement.cpu_devices=1"
+WITHOUT_WORKERS = "placement.rollout.data=0 placement.trainer.workers=1 placement.cpu_devices=1"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 DIGEN_JAX_WEIGHT_HASHES=FOLDER python -m digen_jax.benchmark.kills_train [options of launch/train.py]
 
-The trainer's process notes a hash of each published version, and rollout workers one of each version they received.
+The trainer's process notes a hash of each published version, and the other workers one of each version they received.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from functools import partialmethod
 from typing import Any
 
 from digen_jax.distributed.launch import PART
-from digen_jax.distributed.worker_process import RolloutProcess
+from digen_jax.distributed.worker_process import RolloutProcess, TrainingProcess
 from digen_jax.scheduling.commands import Publication
 
 FOLDER = "DIGEN_JAX_WEIGHT_HASHES"  # the variable with the folder of the notes
@@ -59,12 +59,22 @@ def compare_hashes(folder: pathlib.Path) -> tuple[int, list[str]]:
 class HashingProcess(RolloutProcess):
     """A rollout worker's process that notes the weights it receives."""
 
-    def receive(self, publication: Publication, *packed: Any) -> None:
+    def receive(self, publication: Publication) -> None:
         """See `RolloutProcess`."""
-        super().receive(publication, *packed)
+        super().receive(publication)
         weights = self._executor.weights.get(publication)
         if weights is not None:
             note(RECEIVED, publication, weights.tuned)
+
+
+class HashingTrainingProcess(HashingProcess, TrainingProcess):
+    """The same for a training worker, which also notes the weights that it trains."""
+
+    def take_trained(self, publication: Publication) -> None:
+        """See `TrainingProcess`."""
+        super().take_trained(publication)
+        if not publication.update:
+            note(RECEIVED, publication, self._training.published(publication))
 
 
 def note_weights() -> None:
@@ -81,7 +91,8 @@ def note_weights() -> None:
         add(self, publication, tree, own)
 
     Versions.add = added
-    RolloutWorkers.__init__ = partialmethod(RolloutWorkers.__init__, kind=HashingProcess)
+    kinds = dict(kind=HashingProcess, training_kind=HashingTrainingProcess)
+    RolloutWorkers.__init__ = partialmethod(RolloutWorkers.__init__, **kinds)
 
 
 if __name__ == "__main__":

@@ -50,6 +50,10 @@ class ProcessLost(RuntimeError):
     """A process has died, was killed or cannot be reached, or a stored object is gone."""
 
 
+class ObjectLost(ProcessLost):
+    """A stored object is gone together with its node."""
+
+
 class Resources(NamedTuple):
     """Needs of one process in addition to a CPU core: accelerators of a kind, such as GPU."""
 
@@ -302,10 +306,15 @@ class RayEngine:
         exceptions = self._ray.exceptions
         if isinstance(error, exceptions.RayTaskError):
             cause = error.cause
-            return cause if isinstance(cause, BaseException) else RuntimeError(str(error))
+            if not isinstance(
+                cause, exceptions.RayError
+            ):  # otherwise an argument could not be read
+                return cause if isinstance(cause, BaseException) else RuntimeError(str(error))
+            error = cause
         if isinstance(error, exceptions.RayError):
             first_line = str(error).strip().partition("\n")[0]
-            return ProcessLost(f"{type(error).__name__}: {first_line}")
+            lost = ObjectLost if isinstance(error, exceptions.ObjectLostError) else ProcessLost
+            return lost(f"{type(error).__name__}: {first_line}")
         return error
 
 

@@ -1,6 +1,6 @@
 """`launch/train.py --ray=...`: starts the trainer's processes on the cluster, and passes output and signals on.
 
-They run the same command. The first one connects to the cluster by itself and starts the rollout workers, so that these
+They run the same command. The first one connects to the cluster by itself and starts the other workers, so that these
 end with it. All end with this driver.
 """
 
@@ -35,7 +35,7 @@ from digen_jax.distributed.engine import (
 )
 from digen_jax.distributed.files import check_same, fingerprints
 from digen_jax.distributed.transfer import Mailbox
-from digen_jax.engine.placement import APART, PROCESSES, check_one_mesh
+from digen_jax.engine.placement import PROCESSES
 from digen_jax.errors import ConfigError, check_divides
 from digen_jax.process.ending import STOPPED, last_word, leave
 from digen_jax.process.interrupt import SIGNALS
@@ -58,7 +58,7 @@ class TrainerPart(NamedTuple):
 
 
 def check(recipe: Recipe, place: tuple[str | int | None, ...], one_job: bool) -> None:
-    """Checks that a config can run with rollout workers in other processes.
+    """Checks that a config can run with workers in other processes.
 
     Args:
       recipe: Config of the run.
@@ -68,7 +68,7 @@ def check(recipe: Recipe, place: tuple[str | int | None, ...], one_job: bool) ->
     Raises:
       ConfigError: Names the field or the option to change.
     """
-    rollout = recipe.placement.meshes.rollout
+    rollout, trainer = recipe.placement.meshes
     if place != (None, None, None):
         raise ConfigError(
             "--coordinator, --processes and --process are for processes that sample and train together: leave them out "
@@ -79,17 +79,22 @@ def check(recipe: Recipe, place: tuple[str | int | None, ...], one_job: bool) ->
             "config.placement = 'auto' plans for one process only: with --ray give config.placement.rollout and "
             "config.placement.trainer their sizes"
         )
-    if not rollout.data:
+    if not rollout.data and trainer.workers == 1:
         raise ConfigError(
-            "config.placement.rollout.data = 0, so that the trainer's devices sample: with --ray set it to 1 or more, "
-            "or leave --ray out"
+            "config.placement.rollout.data = 0 and config.placement.trainer.workers = 1, so that one worker does all: "
+            "with --ray set the first to 1 or more or the second to 2 or more, or leave --ray out"
+        )
+    if trainer.workers > 1 and (one_job or trainer.hosts > 1):
+        other = "--one_job" if one_job else f"config.placement.trainer.hosts = {trainer.hosts}"
+        raise ConfigError(
+            f"config.placement.trainer.workers = {trainer.workers} cannot go with {other}, as each training worker is "
+            "one process: set it to 1, or leave the other out"
         )
     if one_job and rollout.max_workers > rollout.workers:
         raise ConfigError(
             f"config.placement.rollout.max_workers = {rollout.max_workers}, but no process can join a JAX job later: "
             "set it to 0 with --one_job"
         )
-    check_one_mesh(recipe.placement.meshes, APART)
     for name, axes in recipe.placement.meshes._asdict().items():
         check_divides(
             f"config.placement.{name}.hosts",
@@ -131,7 +136,8 @@ def run(
       ConfigError: There is no such cluster, it has no token, or it is too small.
     """
     rollout, trainer = recipe.placement.meshes
-    processes = trainer.hosts + max(rollout.workers, rollout.max_workers) * rollout.hosts
+    sampling = max(rollout.workers, rollout.max_workers) * rollout.hosts if rollout.data else 0
+    processes = trainer.hosts * trainer.workers + sampling
     engine = RayEngine(address, show=False, cpus=max(os.cpu_count() or 1, processes))
     engine.check_secure(address, is_open)
     kinds = () if os.environ.get("JAX_PLATFORMS") == "cpu" else ("TPU", "GPU")
@@ -174,7 +180,8 @@ def check_devices(recipe: Recipe, engine: RayEngine, kind: str) -> None:
     """Raises ConfigError if the cluster cannot have enough accelerators, or no node has enough for one process."""
     rollout, trainer = recipe.placement.meshes
     there = [int(have.get(kind, 0)) for _, have in engine.nodes]
-    needed, most = trainer.devices + rollout.workers * rollout.devices, engine.most(kind)
+    needed = trainer.workers * trainer.devices + rollout.workers * rollout.devices
+    most = engine.most(kind)
     if needed > most:
         raise ConfigError(
             f"config.placement needs {needed} {kind}s and the cluster has at most {most}: make "

@@ -1,8 +1,8 @@
-"""Arrays between the trainer and rollout workers in other processes, through the cluster's object store."""
+"""Arrays between the trainer and workers in other processes, through the cluster's object store."""
 
 import itertools
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -92,17 +92,29 @@ def unpack(packed: Iterable[Any]) -> Tree:
     return jax.tree.map(array, structure, is_leaf=lambda leaf: isinstance(leaf, Slot))
 
 
+def received(stored: Sequence[Any]) -> Tree | None:
+    """The tree of `TrainerLink.stored`'s values: a single one is a whole `Packed`, or None; none: there is no tree."""
+    packed = stored[0] if len(stored) == 1 else stored
+    return unpack(packed) if packed else None
+
+
 def _placed(tree: Tree, shardings: Shardings) -> Tree:
     """A tree of this host on a mesh."""
     arrays = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else np.asarray(leaf), tree)
     return jax.block_until_ready(jax.tree.map(put, arrays, shardings(arrays)))
 
 
+class TreeMissing(RuntimeError):
+    """A call needs a tree of another worker; its argument is the key."""
+
+
 class WorkerLink(Link):
-    """The link of a rollout worker's process, between its executor and the calls that receive and return trees."""
+    """The link of a worker's process, between its executors and the calls that receive and return trees."""
 
     def take(self, key: Key, shardings: Shardings, taker: str) -> Tree | None:
-        """See `runtime.link.Link`; the trees are on the host, where all processes of the worker have them."""
+        """See `runtime.link.Link`; trees of others are on the host. Raises TreeMissing if not even None is offered."""
+        if key not in self._offered:
+            raise TreeMissing(key)
         tree = self.lend(key, taker)
         self.returned(key, taker)
         return None if tree is None else _placed(tree, shardings)
@@ -150,37 +162,46 @@ class TrainerLink(Link):
     Args:
       engine: Stores objects.
       shares: None means that the trainer has one process.
+
+    Attributes:
+      sources: By training worker in another process: a function that stores a tree which that worker offers.
     """
 
     def __init__(self, engine: RayEngine, shares: Shares | None = None):
         super().__init__()
         self._engine, self._shares = engine, shares
+        self.sources: dict[str, Callable[[Key], Ref]] = {}
         self._refs: dict[Key, Ref] = {}  # to trees on workers
         self._gathered: dict[
             Publication, Packed
         ] = {}  # weights of several processes, not yet stored
-        self._stored: dict[Publication, list[Ref]] = {}
+        self._stored: dict[Key, list[Ref]] = {}
         self._lock, self._storing = threading.Lock(), threading.Lock()
 
-    def stored(self, publication: Publication) -> list[Ref] | None:
-        """References to the parts of a `Packed` version, which the first call stores; None if it was dropped."""
+    def stored(self, key: Key) -> list[Ref] | None:
+        """References to a tree for other workers: one to its `Packed` form, or one to each of its parts.
+
+        A tree of this process is stored by the first call, in parts. None means that it is not offered any more.
+        """
+        if (ref := self._ref(key)) is not None:
+            return [ref]
         with self._storing:
-            if (refs := self._stored.get(publication)) is not None:
+            if (refs := self._stored.get(key)) is not None:
                 return refs
             if self._shares is not None:
-                packed = self._gathered.pop(publication, None)
+                packed = self._gathered.pop(key, None)
             else:
-                tree = self.lend(publication, "store")
+                tree = self.lend(key, "store")
                 try:
                     packed = None if tree is None else pack(tree)
                 finally:
-                    self.returned(publication, "store")
+                    self.returned(key, "store")
             if packed is None:
                 return None
             refs = [self._engine.put(part) for part in packed]
             with self._lock:
-                if publication in self._offered:  # otherwise it was dropped meanwhile
-                    self._stored[publication] = refs
+                if key in self._offered:  # otherwise it was dropped meanwhile
+                    self._stored[key] = refs
             return refs
 
     def hold(self, key: Key, ref: Ref) -> None:
@@ -219,7 +240,8 @@ class TrainerLink(Link):
         own = getattr(key, "worker", TRAINER) == TRAINER
         if self._shares is not None and self._shares.process and not own:
             return next(iter(self._mail("held", _shared(key), self._shares.process)), None)
-        return self._refs.get(key)
+        found, source = self._refs.get(key), self.sources.get(getattr(key, "worker", TRAINER))
+        return source(key) if found is None and source is not None else found
 
     def _mail(self, method: str, *arguments: Any) -> Any:
         asked = self._engine.call(self._shares.mailbox, method, *arguments, group="work")
@@ -241,6 +263,7 @@ class TrainerLink(Link):
     def give_up(self, worker: str) -> None:
         """See `runtime.link.Link`."""
         super().give_up(worker)
+        self.sources.pop(worker, None)
         with self._lock:
             for key in [key for key in self._refs if getattr(key, "worker", None) == worker]:
                 del self._refs[key]

@@ -1,19 +1,21 @@
-"""A process of a rollout worker: samples, decodes and scores for the driver.
+"""A process of a worker: samples, decodes, scores and trains for the driver.
 
 The class is plain Python, whatever engine runs it: see `engine.GROUPS` for the threads of its methods. The modules that
 are imported at the top of this file import neither JAX nor huggingface_hub, which read variables that the constructor
 sets.
 """
 
+import functools
 import gc
 import itertools
 import os
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,11 +30,14 @@ from digen_jax.rewards.canary import check_canaries
 from digen_jax.rewards.exchanges import moved
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.rewards.process import Gone
-from digen_jax.scheduling.commands import Chunk, Publication
+from digen_jax.scheduling.commands import Chunk, Deliver, Publication, Train, trainer_names
 from digen_jax.scheduling.deadlines import Deadline
 
 if TYPE_CHECKING:
     from digen_jax.config.recipe import Recipe
+    from digen_jax.engine.system import Rollout, System
+    from digen_jax.runtime.sampling import SamplingExecutor
+    from digen_jax.runtime.scoring import TrainBatch
 
 Parts = tuple[tuple[str, float, float], ...]  # (kind, begin, end)
 
@@ -63,6 +68,8 @@ class RolloutProcess:
       path: Folders from which modules are imported, in addition to this process's own.
     """
 
+    section = "rollout"  # of config.placement
+
     def __init__(self, name: str, environment: dict[str, str], folder: str, path: list[str]):
         self._name = name
         os.environ.update(environment)
@@ -71,6 +78,8 @@ class RolloutProcess:
         sys.path += [one for one in path if one not in sys.path]
         self._first, self._pool = True, None  # only the worker's first process scores
         self._alone = True  # the worker has no other process
+        self._executor: SamplingExecutor | None = None  # see `_sampling`
+        self._creating = threading.Lock()
         self._rows: dict[str, Any] = {}  # precomputed embeddings for the next call, by key
         self._doing: dict[int, Any] = {}  # stopwatches of the calls in progress, by serial
 
@@ -95,30 +104,54 @@ class RolloutProcess:
         """
         from digen_jax.process.launching import join_job, prepare
 
-        axes = recipe.placement.meshes.rollout
+        axes = getattr(recipe.placement.meshes, self.section)
         prepare(axes.devices // axes.hosts)
         if place is not None:
             join_job(place)
         import jax
 
-        from digen_jax.assemble import build_rollout
+        from digen_jax.assemble import held_out_prompts
         from digen_jax.engine.hosts import job_devices
         from digen_jax.process import team
-        from digen_jax.prompts.files import read_prompt_file
-        from digen_jax.runtime.opening import try_scorers
 
         self._alone = place is None
         self._first = team.is_first()
-        self._pool = _open_rewards(recipe) if self._first else None
-        devices = job_devices(axes.devices, "config.placement.rollout")
-        rollout = build_rollout(recipe, devices, self._stored(recipe))
-        try_scorers(recipe, rollout.scorers)
-        held_out = read_prompt_file(recipe.evaluation.prompts)[: recipe.evaluation.images or None]
-        self._build(recipe, rollout, _batches(recipe, first), first, held_out)
+        assists = not recipe.placement.rollout.data or recipe.placement.trainer.samples
+        samples = self.section == "rollout" or assists  # otherwise only without other samplers
+        if samples:
+            self._open_rewards(recipe)
+        devices = job_devices(axes.devices, f"config.placement.{self.section}")
+        parts = self._read(recipe, devices)
+        self._build(recipe, parts, _batches(recipe, first), first, held_out_prompts(recipe))
+        if samples:
+            self._sampling()
         print(f"ready on {len(devices)} x {jax.devices()[0].device_kind}", flush=True)
         gc.collect()
         gc.freeze()  # so that later collections take milliseconds
         return Opened(len(devices), socket.gethostname(), os.getpid())
+
+    def _open_rewards(self, recipe: "Recipe") -> None:
+        """Starts and tries the rewards, if this process scores and has not done so."""
+        from digen_jax.runtime.opening import try_files
+
+        if not self._first or self._pool is not None:
+            return
+        found, asked = resolve(recipe.rewards, meshes=True), recipe.reward_pool
+        seconds = Deadline(recipe.runtime.deadline).seconds
+        pool = RewardPool(found, asked.processes, asked.retries, seconds)
+        try:
+            check_canaries(found, pool.score)
+            try_files(recipe, pool.score)
+        except BaseException:
+            pool.close()
+            raise
+        self._pool = pool
+
+    def _read(self, recipe: "Recipe", devices: Sequence[Any]) -> "Rollout":
+        """Reads the model."""
+        from digen_jax.assemble import build_rollout
+
+        return build_rollout(recipe, devices, self._stored(recipe))
 
     def _stored(self, recipe: "Recipe") -> Any:
         """Precomputed prompt embeddings, which the driver sends on request; None if this worker encodes."""
@@ -139,14 +172,18 @@ class RolloutProcess:
     def _build(
         self,
         recipe: "Recipe",
-        rollout: Any,
+        rollout: "Rollout | Callable[[], Rollout]",
         batches: Iterator[list[dict[str, Any]]],
         first: int,
         held_out: list[dict[str, Any]],
     ) -> None:
-        """Builds the executor of a `Rollout`, and the judge; `batches` are the prompts of each step from `first` on."""
+        """Builds all parts but the executor of `rollout`, which may be a function that builds a `Rollout`.
+
+        `batches` are the prompts of each step from `first` on.
+        """
         from digen_jax.distributed.transfer import WorkerLink
         from digen_jax.learned_rewards.on_mesh import named
+        from digen_jax.runtime.opening import try_scorers
         from digen_jax.runtime.sampling import SamplingExecutor
         from digen_jax.runtime.scoring import HeldOut, Judge
         from digen_jax.runtime.steps import Steps
@@ -154,53 +191,72 @@ class RolloutProcess:
         settings = recipe.scheduled(len(held_out))
         shape = settings.images, settings.chunk_images
         self._steps = Steps(batches, *shape, recipe.draws, first, recipe.algorithm.set_steps)
-        evaluated, scorers = HeldOut(held_out, settings), on_mesh(recipe.rewards)
         self._link = WorkerLink()
-        self._executor = SamplingExecutor(
-            self._name, rollout, self._steps, evaluated, self._link, named(scorers, rollout.scorers)
-        )
-        weights = recipe.advantages.reward_weights
-        self._judge = Judge(self._pool, weights, self._steps, evaluated, settings)
+        evaluated, weights = HeldOut(held_out, settings), recipe.advantages.reward_weights
+
+        def create() -> SamplingExecutor:
+            self._open_rewards(recipe)
+            self._judge = Judge(self._pool, weights, self._steps, evaluated, settings)
+            found = rollout() if callable(rollout) else rollout
+            try_scorers(recipe, found.scorers)
+            scorers = named(on_mesh(recipe.rewards), found.scorers)
+            return SamplingExecutor(self._name, found, self._steps, evaluated, self._link, scorers)
+
+        self._create = create
+
+    def _sampling(self) -> "SamplingExecutor":
+        """The sampling executor; the first call creates it, which may read components and starts the rewards."""
+        from digen_jax.runtime.clock import paused
+
+        with self._creating:
+            if self._executor is None:
+                with paused():
+                    self._executor = self._create()
+            return self._executor
 
     # ---------------------------------------------------------------------------- work and sync
 
-    def work(self, serial: int, method: str, *arguments: Any) -> tuple[tuple[float, Parts], Any]:
+    def work(
+        self, serial: int, method: str, arguments: tuple, trees: Mapping[Any, int], *stored: Any
+    ) -> tuple[tuple[float, Parts], Any]:
         """Calls a method of this section; `serial` is the number of the call in `ping`.
+
+        Meanwhile the link offers `trees` of other workers: by key, the number of the tree's objects in `stored`.
 
         Returns:
           ((seconds of work without compilation, its parts in seconds before its end), the method's tree)
         """
+        from digen_jax.distributed.transfer import received
         from digen_jax.runtime.clock import measured
 
         with self._errors(), measured() as stopwatch:
             self._doing[serial] = stopwatch
+            objects = iter(stored)
+            for key, count in trees.items():
+                self._link.offer(key, received([*itertools.islice(objects, count)]))
             try:
                 tree = getattr(self, method)(*arguments)
                 return (stopwatch.so_far(), stopwatch.parts_ago()), tree
             finally:
+                for key in trees:
+                    self._link.withdraw(key)
                 del self._doing[serial]
 
-    def receive(self, publication: Publication, *packed: Any) -> None:
+    def receive(self, publication: Publication) -> None:
         """Takes published weights, which the engine has brought to this node."""
-        from digen_jax.distributed.transfer import unpack
-
-        self._link.offer(publication, unpack(packed))
-        try:
-            self._executor.receive(publication)
-        finally:
-            self._link.withdraw(publication)
+        self._sampling().receive(publication)
 
     def encode(self, step: int) -> Any:
         """Encodes a step's prompts; returns their conditioning, packed, for the trainer."""
         from digen_jax.runtime.link import ConditioningOf
 
-        self._executor.encode(step)
+        self._sampling().encode(step)
         self._rows.clear()
         return self._packed(ConditioningOf(self._name, step))
 
     def generate(self, chunk: Chunk, publication: Publication) -> None:
         """Generates a chunk's trajectories, which stay here."""
-        self._executor.generate(chunk, publication)
+        self._sampling().generate(chunk, publication)
         self._rows.clear()
 
     def decode(self, chunk: Chunk) -> Any:
@@ -210,9 +266,9 @@ class RolloutProcess:
         """
         from digen_jax.runtime.link import SamplesOf
 
-        self._executor.decode(chunk)
+        self._sampling().decode(chunk)
         if not self._first:
-            self._executor.scored(chunk)
+            self._sampling().scored(chunk)
         return self._packed(SamplesOf(self._name, chunk))
 
     def _packed(self, key: Any) -> Any:
@@ -231,14 +287,14 @@ class RolloutProcess:
         """
         with self._errors():
             try:
-                asked = self._executor.score(chunk, self._judge)
+                asked = self._sampling().score(chunk, self._judge)
             except KeyError:
                 if chunk.evaluation or self._steps.find(chunk) is not None:
                     raise
                 return None  # another thread dropped it before this call began
             judged = asked.result()
             looks = judged.looks.result()
-            self._executor.scored(chunk)
+            self._sampling().scored(chunk)
             if not chunk.evaluation and self._steps.find(chunk) is None:
                 return None
             ago = moved(judged.exchanges, -time.perf_counter())
@@ -252,12 +308,18 @@ class RolloutProcess:
         """Frees all data of a chunk."""
         if self._steps.find(chunk) is not None:
             self._steps.drop([chunk])  # first, so that a chunk in generation is not kept
-        self._executor.drop_chunk(chunk)
+        for one in self._executors():
+            one.drop_chunk(chunk)
 
     def drop_weights(self, publication: Publication) -> None:
         """Frees published weights."""
-        self._executor.drop_weights(publication)
+        for one in self._executors():
+            one.drop_weights(publication)
         gc.collect()  # JAX's arrays that share the store's memory are in reference cycles
+
+    def _executors(self) -> list[Any]:
+        """The executors that exist at present."""
+        return [] if self._executor is None else [self._executor]
 
     def end_step(self, step: int) -> None:
         """Forgets a step that has ended, and those before it."""
@@ -275,11 +337,13 @@ class RolloutProcess:
     @contextmanager
     def _errors(self) -> Iterator[None]:
         """Passes errors that the driver handles; others become `NotDone`, because they may not be picklable."""
-        from digen_jax.runtime.link import connection_broke
+        from digen_jax.distributed.transfer import TreeMissing
+        from digen_jax.runtime.link import LinkError, LostSums, connection_broke
 
+        passed = ConfigError, Stopped, DivergedError, Gone
         try:
             yield
-        except (ConfigError, Stopped, DivergedError, Gone, RowsMissing):
+        except (*passed, RowsMissing, TreeMissing, LinkError, LostSums):
             raise
         except CancelledError:
             raise NotDone(f"{self._name} is closed") from None
@@ -291,20 +355,75 @@ class RolloutProcess:
             raise NotDone(f"{self._name}: {sentence or repr(error)}") from None
 
 
-def _open_rewards(recipe: "Recipe") -> Any:
-    """The rewards of this process, which were tried."""
-    from digen_jax.runtime.opening import try_files
+class TrainingProcess(RolloutProcess):
+    """The process of a training worker, which also samples; what it makes stays here until it must `send` it."""
 
-    found, asked = resolve(recipe.rewards, meshes=True), recipe.reward_pool
-    seconds = Deadline(recipe.runtime.deadline).seconds
-    pool = RewardPool(found, asked.processes, asked.retries, seconds)
-    try:
-        check_canaries(found, pool.score)
-        try_files(recipe, pool.score)
-    except BaseException:
-        pool.close()
-        raise
-    return pool
+    section = "trainer"
+
+    def _read(self, recipe: "Recipe", devices: Sequence[Any]) -> "System":
+        """Reads the model."""
+        from digen_jax.assemble import build_trainer
+
+        return build_trainer(recipe, devices, self._stored(recipe))
+
+    def _build(self, recipe: "Recipe", system: "System", *arguments: Any) -> None:
+        """See `RolloutProcess`; `system` has the worker's mesh."""
+        from digen_jax.runtime.training import OtherTrainingExecutor
+
+        assistant = functools.partial(system.assistant, recipe.runtime.tag_weights)
+        super()._build(recipe, assistant, *arguments)
+        names = trainer_names(recipe.placement.trainer.workers)
+        self._training = OtherTrainingExecutor(self._name, system, self._steps, self._link, names)
+
+    def _executors(self) -> list[Any]:
+        return [*super()._executors(), self._training]
+
+    def _packed(self, key: Any) -> None:
+        """See `send`."""
+
+    def send(self, key: Any) -> Any:
+        """A tree that this worker offers, packed for another one; None if it does not."""
+        from digen_jax.distributed.transfer import pack
+
+        tree = self._link.lend(key, "store")
+        self._link.returned(key, "store")
+        return None if tree is None else pack(tree)
+
+    def take_trained(self, publication: Publication) -> None:
+        """Takes the weights that are trained."""
+        self._training.take_trained(publication)
+        gc.collect()  # see `drop_weights`
+
+    def deliver(self, command: Deliver) -> None:
+        """Takes a chunk's samples from another worker."""
+        self._steps.draw(command.chunk.step)
+        self._training.deliver(command)
+
+    def generate(self, chunk: Chunk, publication: Publication) -> None:
+        """See `RolloutProcess`; samples with the weights that it trains, unless it was sent others."""
+        self._training.lend_weights(self._sampling(), publication)
+        super().generate(chunk, publication)
+
+    def train(self, command: Train, batch: "TrainBatch") -> None:
+        """Adds the gradient of a chunk's passes to the update's."""
+        self._training.train(command, batch)
+
+    def offer_sums(self, others: Sequence[str]) -> Any:
+        """Returns the sums since the last update, packed, with those of other workers added."""
+        from digen_jax.runtime.link import SumsOf
+
+        self._training.offer_sums(others)
+        return self.send(SumsOf(self._name))
+
+    def updated(self, first: int) -> None:
+        """Frees the data of an update, and of steps before `first`."""
+        self._training.updated(first)
+        gc.collect()  # see `drop_weights`
+
+    def drop_chunk(self, chunk: Chunk) -> None:
+        """See `RolloutProcess`."""
+        self._steps.draw(chunk.step)  # so that its samples, which may be on their way, are not kept
+        super().drop_chunk(chunk)
 
 
 def _batches(recipe: "Recipe", first: int) -> Iterator[list[dict[str, Any]]]:

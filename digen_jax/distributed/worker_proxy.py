@@ -1,28 +1,40 @@
-"""The driver's side of a rollout worker: the interface of its sampling executor, by calls to its processes."""
+"""The driver's side of a worker: the interface of its executors, by calls to its processes."""
 
 import functools
 import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, InvalidStateError, wait
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any
 
-from digen_jax.distributed.engine import Actor, ProcessLost, RayEngine, Ref
-from digen_jax.distributed.transfer import TrainerLink
+from digen_jax.distributed.engine import Actor, ObjectLost, ProcessLost, RayEngine, Ref
+from digen_jax.distributed.transfer import TrainerLink, TreeMissing
 from digen_jax.distributed.worker_process import NotDone, Opened, RowsMissing
 from digen_jax.engine.encoding import Rows
 from digen_jax.rewards.exchanges import moved
 from digen_jax.runtime.clock import elsewhere, paused
-from digen_jax.runtime.link import ConditioningOf, SamplesOf
-from digen_jax.runtime.scoring import Judge, Judged, failed, ready
+from digen_jax.runtime.link import (
+    ConditioningOf,
+    Key,
+    LinkError,
+    LostSums,
+    SamplesOf,
+    SumsOf,
+    TrainedOf,
+)
+from digen_jax.runtime.scoring import Judge, Judged, TrainBatch, failed, ready
 from digen_jax.runtime.worker import Gone
-from digen_jax.scheduling.commands import Chunk, Publication
+from digen_jax.scheduling.commands import Chunk, Deliver, Publication, Train
 
 PING_TIMEOUT = 8.0  # seconds without an answer to a ping after which a worker is lost
 FREE_TIMEOUT = 60.0  # seconds in which data is freed
 CONTROL = -1  # instead of the serial of a call that frees data
+
+Trees = Mapping[Key, list[Ref]]  # see `TrainerLink.stored`
+NO_TREES: Trees = MappingProxyType({})
 
 
 class WorkerProxy:
@@ -68,7 +80,7 @@ class WorkerProxy:
         with paused():  # another worker's call may be storing them
             refs = self._link.stored(publication)
         if refs is not None:
-            self._work("receive", publication, *refs, group="sync")
+            self._work("receive", publication, trees={publication: refs}, group="sync")
 
     def encode(self, number: int) -> None:
         """Has a step's prompts encoded; their conditioning stays there until the trainer takes it."""
@@ -153,12 +165,15 @@ class WorkerProxy:
 
     # ---------------------------------------------------------------------------------- helpers
 
-    def _work(self, method: str, *arguments: Any, group: str = "work") -> Ref:
-        """Waits for a call of all processes; returns a reference to the first one's tree.
+    def _work(
+        self, method: str, *arguments: Any, trees: Trees = NO_TREES, group: str = "work"
+    ) -> Ref:
+        """Waits for a call of all processes, which get `trees` with it; returns a reference to the first one's tree.
 
         Its seconds of work count, those of the slowest process.
         """
-        serial = next(self._serials)
+        serial, counts = next(self._serials), {key: len(refs) for key, refs in trees.items()}
+        sent = method, arguments, counts, *itertools.chain.from_iterable(trees.values())
         try:
             with elsewhere(functools.partial(self._so_far, serial)) as counts:
                 # Data is freed before later work.
@@ -168,7 +183,7 @@ class WorkerProxy:
                     if self._why is not None:
                         raise Gone(f"{self.name} {self._why}")
                     call = functools.partial(self._engine.call_for_tree, group=group)
-                    work = [call(one, "work", serial, method, *arguments) for one in self._actors]
+                    work = [call(one, "work", serial, *sent) for one in self._actors]
                     asked = self._calls[serial] = [done for done, _ in work]
                 self._wait(asked)
                 counts(*max(one.result() for one in asked))
@@ -177,7 +192,11 @@ class WorkerProxy:
             (texts,) = missing.args
             rows = dict(zip(texts, self._rows(texts), strict=True))
             self._free("add_rows", self._engine.put(rows))
-            return self._work(method, *arguments, group=group)
+            return self._work(method, *arguments, trees=trees, group=group)
+        except TreeMissing as missing:
+            (key,) = missing.args
+            found = {**trees, key: self._link.stored(key) or []}
+            return self._work(method, *arguments, trees=found, group=group)
         finally:
             with self._lock:
                 self._calls.pop(serial, None)
@@ -199,7 +218,9 @@ class WorkerProxy:
             raise next((error for error in found if isinstance(error, Gone)), found[0])
 
     def _as_gone(self, error: BaseException) -> BaseException:
-        """Gone instead of the loss of a process, which is noted."""
+        """Gone instead of the loss of a process, which is noted; LinkError if an argument's node is lost."""
+        if isinstance(error, ObjectLost):
+            return LinkError(f"{self.name} lacks an object of a lost node ({error})")
         if not isinstance(error, ProcessLost):
             return error
         self.lost.set()
@@ -240,3 +261,50 @@ class WorkerProxy:
             exchanges = moved(judged.exchanges, time.perf_counter())
             judged = judged._replace(looks=ready(judged.looks), exchanges=exchanges)
         return found.set_result(judged)
+
+
+class TrainingProxy(WorkerProxy):
+    """As `OtherTrainingExecutor`, too; trees that the worker makes stay there until another one takes them."""
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self._link.sources[self.name] = functools.partial(self._work, "send", group="sync")
+
+    def take_trained(self, publication: Publication) -> bool:
+        """Has the weights that are trained taken; returns False if these are others."""
+        key = TrainedOf(publication)
+        with paused():
+            refs = self._link.stored(key)
+        if refs is not None:
+            self._work("take_trained", publication, trees={key: refs}, group="sync")
+        return refs is not None
+
+    def encode(self, number: int) -> None:
+        """Has a step's prompts encoded."""
+        self._work("encode", number)
+
+    def decode(self, chunk: Chunk) -> None:
+        """Has a chunk's images decoded."""
+        self._work("decode", chunk)
+
+    def deliver(self, command: Deliver) -> None:
+        """Has a chunk's samples taken from another worker."""
+        key = SamplesOf(command.worker, command.chunk)
+        self._work("deliver", command, trees={key: self._link.stored(key) or []}, group="sync")
+
+    def train(self, command: Train, batch: TrainBatch) -> None:
+        """Has the gradient of a chunk's passes added to the update's."""
+        self._work("train", command, batch)
+
+    def offer_sums(self, others: Sequence[str]) -> None:
+        """Has the sums of other workers added to its own, which the link offers until the update. Raises LostSums."""
+        trees = {key: self._link.stored(key) or [] for key in map(SumsOf, others)}
+        try:
+            self._link.hold(SumsOf(self.name), self._work("offer_sums", others, trees=trees))
+        except (Gone, NotDone, LinkError) as error:
+            raise LostSums(self.name) from error
+
+    def updated(self, first: int) -> None:
+        """Has the data of an update freed, and of steps before `first`."""
+        self._free("updated", first)
+        self._link.withdraw(SumsOf(self.name))

@@ -1,4 +1,4 @@
-"""Registry of rollout workers: starts them, waits for them, notices their loss, and restarts them."""
+"""Registry of workers in other processes: starts them, waits for them, notices their loss, and restarts them."""
 
 import functools
 import os
@@ -25,8 +25,8 @@ from digen_jax.distributed.engine import (
 )
 from digen_jax.distributed.files import fingerprints
 from digen_jax.distributed.transfer import Shares, TrainerLink
-from digen_jax.distributed.worker_process import RolloutProcess
-from digen_jax.distributed.worker_proxy import WorkerProxy
+from digen_jax.distributed.worker_process import RolloutProcess, TrainingProcess
+from digen_jax.distributed.worker_proxy import TrainingProxy, WorkerProxy
 from digen_jax.engine.encoding import Stored
 from digen_jax.errors import ConfigError
 from digen_jax.process.ending import STOPPED, Stopped, last_word, leave
@@ -34,7 +34,7 @@ from digen_jax.process.launching import MEETING, Place
 from digen_jax.prompt_store import stored
 from digen_jax.runtime.driver import Driver
 from digen_jax.runtime.worker import Gone
-from digen_jax.scheduling.commands import TRAINER
+from digen_jax.scheduling.commands import TRAINER, trainer_names
 
 PING = 2.0  # seconds between two pings
 OPEN_TIMEOUT = 1800.0  # seconds for a worker to open its model; then it is killed and restarted
@@ -44,7 +44,7 @@ CLOSE_TIMEOUT = 2.0  # seconds for a worker to end the processes of its rewards
 
 
 class RolloutWorkers:
-    """The rollout workers of a run, each kept alive by a thread.
+    """The rollout workers of a run, and its training workers but the home worker, each kept alive by a thread.
 
     Args:
       recipe: Config of the run, placed on all its devices.
@@ -52,7 +52,8 @@ class RolloutWorkers:
       accelerator: Kind that workers have, such as GPU. "" means virtual CPU devices.
       shares: Number of this process among the trainer's. None means that it has one.
       job: The trainer's place in a JAX job that the workers are part of. None means that they are not.
-      kind: Class of the workers' processes.
+      kind: Class of the processes of rollout workers.
+      training_kind: Class of the processes of training workers.
 
     Attributes:
       devices: Devices of the trainer's mesh.
@@ -68,18 +69,20 @@ class RolloutWorkers:
         shares: Shares | None = None,
         job: Place | None = None,
         kind: type[RolloutProcess] = RolloutProcess,
+        training_kind: type[TrainingProcess] = TrainingProcess,
     ):
         self.devices: Sequence[jax.Device] = ()
         self.link, self.step = TrainerLink(engine, shares), 0
-        self._recipe, self._engine, self._job, self._kind = recipe, engine, job, kind
+        self._recipe, self._engine, self._job = recipe, engine, job
+        self._kinds, self._accelerator = (kind, training_kind), accelerator
         self._files = fingerprints(recipe)
-        self._axes, trainer = recipe.placement.meshes
-        self._trainers = trainer.hosts
-        devices = self._axes.devices // self._axes.hosts if accelerator else 0
-        self._resources = Resources(accelerator, devices)
-        self._needed = self._axes.workers  # the start waits for so many of them
-        most = max(self._needed, self._axes.max_workers)
-        self._names = [f"rollout {number}" for number in range(most)]
+        rollout, trainer = recipe.placement.meshes
+        self._hosts = trainer.hosts
+        most = max(rollout.workers, rollout.max_workers) if rollout.data else 0
+        self._rollouts = [f"rollout {number}" for number in range(most)]
+        self._training = trainer_names(trainer.workers)[1:]
+        self._names = [*self._rollouts, *self._training]
+        self._extra = len(self._rollouts) - rollout.workers  # for which the start does not wait
         self._ready: dict[str, WorkerProxy] = {}
         self._actors: dict[str, list[Actor]] = {}
         self._failed: ConfigError | None = None  # no worker can work with this config
@@ -90,7 +93,7 @@ class RolloutWorkers:
             threading.Thread(target=self._keep, args=(name,), name=name, daemon=True).start()
 
     def wait(self, seconds: float = MEETING, stops: Callable[[], Any] = lambda: None) -> None:
-        """Waits until `placement.rollout.workers` are ready; continues without those that are not in time.
+        """Waits for `placement.rollout.workers` and the training workers; continues without those that are not in time.
 
         Args:
           seconds: The longest wait.
@@ -105,10 +108,11 @@ class RolloutWorkers:
                 print(f"waiting for {', '.join(missing)}, at most {seconds:g} s", flush=True)
             while (missing := self._missing()) and not self._failed and not stops():
                 if time.monotonic() > end:
-                    if not self._ready:
+                    if not self._ready.keys() & {*(self._rollouts or self._training)}:
+                        section = "rollout" if self._rollouts else "trainer"
                         raise ConfigError(
-                            f"no rollout worker is ready after {seconds:g} s: look at their output above, or ask for "
-                            "fewer or smaller ones by config.placement.rollout"
+                            f"no {section} worker is ready after {seconds:g} s: look at their output above, or ask for "
+                            f"fewer or smaller ones by config.placement.{section}"
                         )
                     text = f"not ready after {seconds:g} s; starting without (can join later)"
                     print(f"{', '.join(missing)} {text}", flush=True)
@@ -119,8 +123,11 @@ class RolloutWorkers:
 
     def _missing(self) -> list[str]:
         """The workers that the start waits for."""
-        missing = [name for name in self._names if name not in self._ready]
-        return missing[: max(0, self._needed - len(self._ready))]
+        rollouts, training = (
+            [name for name in names if name not in self._ready]
+            for names in (self._rollouts, self._training)
+        )
+        return [*rollouts[: max(0, len(rollouts) - self._extra)], *training]
 
     @contextmanager
     def driving(
@@ -134,7 +141,8 @@ class RolloutWorkers:
         """
         self.wait(stops=stops)
         with self._changed:
-            driver = self._driver = make(list(self._ready.values()))
+            ready = [self._ready[name] for name in self._names if name in self._ready]
+            driver = self._driver = make(ready)
         try:
             yield driver
         finally:
@@ -166,7 +174,7 @@ class RolloutWorkers:
             }
             for one in self._workers()
         }
-        return found | {TRAINER: {"processes": self._trainers}}
+        return found | {TRAINER: {"processes": self._hosts}}
 
     def close(self) -> None:
         """Ends all workers."""
@@ -211,11 +219,14 @@ class RolloutWorkers:
 
     def _start(self, name: str) -> WorkerProxy:
         """Starts a worker's processes and has them open the model."""
-        (environment, *folders), hosts = surroundings(), self._axes.hosts
-        if not self._resources.devices:
+        (environment, *folders), trains = surroundings(), name in self._training
+        axes = self._recipe.placement.meshes[trains]
+        hosts, devices = axes.hosts, axes.devices // axes.hosts if self._accelerator else 0
+        if not devices:
             environment["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS") or "cpu"
         given = [(name, environment, *folders)] * hosts
-        actors = self._engine.start(self._kind, given, self._resources)
+        resources = Resources(self._accelerator, devices)
+        actors = self._engine.start(self._kinds[trains], given, resources)
         with self._changed:
             self._actors[name] = actors
 
@@ -225,11 +236,11 @@ class RolloutWorkers:
         checked = [call(actor, "check_files", self._files) for actor in actors]
         needed, stops = "a node with free resources", self._closed.is_set
         # Workers in addition to those that are needed join when a node is free.
-        wait_for_resources(checked, name, needed, stops, lambda: len(self._ready) >= self._needed)
+        wait_for_resources(checked, name, needed, stops, lambda: not self._missing())
         for one in checked:
             one.result(0)
         if self._job is not None:
-            first = self._trainers + int(name.split()[-1]) * hosts
+            first = self._hosts + int(name.split()[-1]) * hosts
             place = self._job._replace(process=first, team=(first, hosts))
         elif hosts > 1:
             place = Place(*self._engine.coordinator_address(actors[0]).result(), hosts, 0)
@@ -243,7 +254,8 @@ class RolloutWorkers:
         opened = [one.result() for one in opening if one not in late]
         if late:
             raise ProcessLost(f"not ready after {OPEN_TIMEOUT:g} s")
-        return WorkerProxy(
+        proxy = TrainingProxy if trains else WorkerProxy
+        return proxy(
             name, opened[0], actors, self._engine, self.link, lambda keys: self._stored.read(keys)
         )
 

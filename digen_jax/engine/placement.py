@@ -14,7 +14,6 @@ from digen_jax.engine.axes import BATCH, DATA, FSDP, MODEL, SAMPLES, TIME, make_
 from digen_jax.engine.sharding import Layout, name_of
 from digen_jax.errors import ConfigError
 
-APART = "workers in processes of their own (--ray)"
 # The only mesh of a process, where others have the others.
 OwnMesh = Literal["trainer", "rollout"]
 # Fields of a mesh's section that do not change its number of devices.
@@ -194,12 +193,14 @@ class Placement:
       trainer: the mesh that trains and updates. None: another process has it.
       elsewhere: the number of sampling meshes in other processes, as the config has it; others may join.
       others: further training meshes.
+      trainers_elsewhere: the number of further training meshes in other processes.
     """
 
     rollouts: tuple[DeviceGroup, ...]
     trainer: DeviceGroup | None
     elsewhere: int = 0
     others: tuple[DeviceGroup, ...] = ()
+    trainers_elsewhere: int = 0
 
     @property
     def rollout(self) -> DeviceGroup:
@@ -218,7 +219,7 @@ class Placement:
         kind = "CPU" if kind == "cpu" else kind
         if self.trainer is None:
             return f"{_counted(group.mesh.size, kind)} for rollout"
-        meshes, training = len(self.rollouts), 1 + len(self.others)
+        meshes, training = len(self.rollouts), 1 + len(self.others) + self.trainers_elsewhere
         trainer = training * self.trainer.mesh.size
         if self.elsewhere:
             return (
@@ -227,7 +228,7 @@ class Placement:
         if self.colocated:
             processes = processes_of(self.trainer.mesh.devices.flat)
             where = f" of {processes} processes" if processes > 1 else ""
-            if self.others:
+            if training > 1:
                 return f"{_counted(trainer, kind)}: {training} workers that sample and train"
             return f"{_counted(trainer, kind)}{where} for rollout and training in turn"
         rollout = meshes * self.rollout.mesh.size
@@ -277,7 +278,6 @@ def make_own(
       ConfigError: there are too few devices.
     """
     axes = getattr(sizes, mesh)
-    check_one_mesh(sizes, APART)
     if axes.devices > len(devices):
         raise ConfigError(
             f"config.placement.{mesh} wants {axes.devices} devices, but its process has {len(devices)}: make it "
@@ -286,7 +286,8 @@ def make_own(
     group = DeviceGroup(make_mesh(devices[: axes.devices], **mesh_axes(axes)), layout, attention)
     if mesh == "rollout":
         return Placement((group,), None)
-    return Placement((), group, sizes.rollout.workers)
+    sampling = sizes.rollout.workers if sizes.rollout.data else 0
+    return Placement((), group, sampling, trainers_elsewhere=sizes.trainer.workers - 1)
 
 
 def processes_of(devices: Iterable[jax.Device]) -> int:
@@ -306,20 +307,15 @@ def check_processes(sizes: MeshSizes, devices: Sequence[jax.Device]) -> None:
             "sample and train together: start rollout workers by --ray, or set config.placement.rollout.data = 0, and "
             f"the axes of config.placement.trainer so that they take all {len(devices)} devices"
         )
-    check_one_mesh(sizes, "several processes that sample and train together")
+    if sizes.trainer.workers > 1:
+        raise ConfigError(
+            f"config.placement.trainer.workers = {sizes.trainer.workers} is for one process or --ray, not for several "
+            "processes that sample and train together: set it to 1, and the mesh's axes to all devices"
+        )
     if trainer != len(devices):
         raise ConfigError(
             f"config.placement.trainer takes {trainer} of the {len(devices)} devices of {processes} processes, "
             "which work together on all: set its axes so that their product is the number of devices"
-        )
-
-
-def check_one_mesh(sizes: MeshSizes, where: str) -> None:
-    """Refuses several training meshes, which are for one process, not for `where`."""
-    if sizes.trainer.workers > 1:
-        raise ConfigError(
-            f"config.placement.trainer.workers = {sizes.trainer.workers} is for one process, not for {where}: set it "
-            "to 1, and the mesh's axes to all devices"
         )
 
 

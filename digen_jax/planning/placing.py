@@ -76,7 +76,7 @@ def place_apart(recipe: Recipe) -> Recipe:
       ConfigError: a setting cannot work.
     """
     rollout, trainer = recipe.placement.meshes
-    return place(recipe, rollout.devices * rollout.workers + trainer.devices)
+    return place(recipe, rollout.devices * rollout.workers + trainer.devices * trainer.workers)
 
 
 def place_alone(recipe: Recipe) -> Recipe:

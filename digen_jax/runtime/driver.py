@@ -26,11 +26,9 @@ from digen_jax.rewards.exchanges import moved
 from digen_jax.rewards.pool import RewardPool, may_pass
 from digen_jax.runtime.clock import Stopwatch, Watch, end_process
 from digen_jax.runtime.executors import Executors
-from digen_jax.runtime.link import LOSS, LinkError
+from digen_jax.runtime.link import LOSS, LinkError, LostSums
 from digen_jax.runtime.orders import Orders
-from digen_jax.runtime.sampling import SamplingExecutor
 from digen_jax.runtime.scoring import Judged
-from digen_jax.runtime.training import LostSums
 from digen_jax.runtime.worker import Gone, Line, WorkerThreads
 from digen_jax.scheduling.commands import (
     TRAINER,
@@ -147,7 +145,7 @@ class Driver:
             if not self._others_may_do(item, error):
                 raise
             if isinstance(error, LostSums):
-                self.lost(error.worker, "did not send its sums")  # unless it is given up already
+                self.lost(*error.args, "did not send its sums")  # unless it is given up already
             else:
                 traceback.print_exception(error)
             self._post(Failed(self.now(), item, repr(error)))
@@ -183,15 +181,15 @@ class Driver:
         with self._lock:
             return self._summary.present(self._scheduler, self.executor.devices, self.now())
 
-    def join(self, sampler: SamplingExecutor) -> None:
-        """Adds a rollout worker, in mid-run, too; one of the same name was lost before. Any thread may call."""
+    def join(self, worker: Any) -> None:
+        """Adds a worker in another process, in mid-run, too; one of its name was lost before. Any thread may call."""
         with self._failing(), self._lock:
             if self._closed:
                 return
-            self.executor.join(sampler)
-            self._workers[sampler.name] = WorkerThreads(sampler.name)
-            self._summary.devices[sampler.name] = sampler.devices
-            self._post(Joined(self.now(), sampler.name, *self.executor.roles(sampler.name)))
+            self.executor.join(worker)
+            self._workers[worker.name] = WorkerThreads(worker.name)
+            self._summary.devices[worker.name] = worker.devices
+            self._post(Joined(self.now(), worker.name, *self.executor.roles(worker.name)))
 
     def lost(self, name: str, why: str) -> None:
         """A worker's process is lost: the others repeat its work. Any thread may call."""
@@ -352,7 +350,7 @@ class Driver:
             self.executor.give_up(worker.name)
             self._post(Lost(self.now(), worker.name))
             if not self._workers:
-                words = "no other worker is left: the trainer samples until one joins"
+                words = "no other worker is left: the trainer does all work until one joins"
                 print(words, file=sys.stderr, flush=True)
         worker.give_up()
 

@@ -21,16 +21,11 @@ from digen_jax.records.positions import Position
 from digen_jax.rewards.built_in import on_mesh
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.clock import paused
-from digen_jax.runtime.link import Link, Versions
+from digen_jax.runtime.link import Link, LostSums, SamplesOf, Versions
 from digen_jax.runtime.sampling import SamplingExecutor
 from digen_jax.runtime.scoring import Gathering, HeldOut, Judge, Judged, StepScores
 from digen_jax.runtime.steps import Steps
-from digen_jax.runtime.training import (
-    GradientExecutor,
-    LostSums,
-    OtherTrainingExecutor,
-    TrainingExecutor,
-)
+from digen_jax.runtime.training import GradientExecutor, OtherTrainingExecutor, TrainingExecutor
 from digen_jax.scheduling.commands import (
     TRAINER,
     Command,
@@ -46,6 +41,7 @@ from digen_jax.scheduling.commands import (
     Score,
     Train,
     Update,
+    trainer_names,
 )
 from digen_jax.scheduling.state import SAMPLE, TRAIN
 
@@ -63,7 +59,7 @@ class Executors:
       held_out: Prompts of evaluations.
       position: State of the run at the start of its next step.
       batches: Prompt records of each step from this one on.
-      link: Link to the rollout workers in other processes, which `join`. None means that there are none.
+      link: Link to the workers in other processes, which `join`. None means that there are none.
 
     Attributes:
       extremes: The best and the worst images of the step that ended last, if pictures of it are due.
@@ -91,24 +87,23 @@ class Executors:
         self.gathering = Gathering(self._held_out, self._names, self._weights)
         self._link: Link = link or Link()
         apart = not system.placement.colocated
-        several = apart or bool(system.trainers)
+        many = len(system.trainers) + system.placement.trainers_elsewhere
+        self._trainers = names = trainer_names(1 + many)
         self.last_update = settings.updates - 1
         # Only then may a chunk or an evaluation need, after an update, the arrays that the update consumes.
-        later = several or algorithm.reads_behaviour or algorithm.reads_start
+        later = apart or many or algorithm.reads_behaviour or algorithm.reads_start
         # A resumed run may also have begun chunks of the next step with the newest version, on separate meshes.
         stale = settings.max_policy_lag > 0 and (later or first > 0)
         keep = stale or (later and self.last_update > 0)
-        self.versions = Versions(self._link, keep, system.sent, exact=bool(system.trainers))
+        self.versions = Versions(self._link, keep, system.sent, exact=many > 0)
         for version, tuned in (position.begun.kept if position.begun else {}).items():
             self.versions.add(Publication(version), tuned)
-        others = {f"worker {i}": one for i, one in enumerate(system.trainers, start=1)}
-        trainers = TRAINER, *others
         self.trainer = TrainingExecutor(
-            system, settings, self.steps, self.versions, self._link, position.state, trainers
+            system, settings, self.steps, self.versions, self._link, position.state, names
         )
         self.others = {
-            name: OtherTrainingExecutor(name, system.on(one), self.steps, self._link, trainers)
-            for name, one in others.items()
+            name: OtherTrainingExecutor(name, system.on(one), self.steps, self._link, names)
+            for name, one in zip(names[1:], system.trainers, strict=False)
         }
         self.trainer.publish(first)
         rollouts = enumerate(system.rollouts if apart else ())
@@ -135,9 +130,12 @@ class Executors:
         samples = self._recipe.placement.trainer.samples
         return ((TRAIN, SAMPLE), ()) if samples else ((TRAIN,), (SAMPLE,))
 
-    def join(self, sampler: SamplingExecutor) -> None:
-        """Adds a rollout worker."""
-        self.rollouts[sampler.name] = sampler
+    def join(self, worker: Any) -> None:
+        """Adds a worker in another process: see `distributed.worker_proxy`."""
+        if worker.name in self._trainers:
+            self.others[worker.name] = self._assistants[worker.name] = worker
+        else:
+            self.rollouts[worker.name] = worker
 
     def _sampling(self, name: str, rollout: Rollout) -> SamplingExecutor:
         scorers = named(on_mesh(self._recipe.rewards), rollout.scorers)
@@ -156,6 +154,10 @@ class Executors:
     def _samplers(self) -> tuple[SamplingExecutor, ...]:
         """The sampling executors that exist at present."""
         return *self._assistants.values(), *self.rollouts.values()
+
+    def _holders(self) -> tuple[Any, ...]:
+        """All executors but that of the home worker's training; one in another process trains and samples."""
+        return tuple(dict.fromkeys((*self.others.values(), *self._samplers())))
 
     def _training(self, worker: str) -> GradientExecutor:
         if worker == TRAINER:
@@ -186,6 +188,8 @@ class Executors:
             # Between these, the rewards score the images: `score`, `scored`.
             case Deliver():
                 self._training(command.to).deliver(command)
+                if command.to != TRAINER and command.worker in self.rollouts:
+                    self._link.withdraw(SamplesOf(command.worker, command.chunk))
             case Train():
                 ranks = self.system.trainer.algorithm.ranks
                 scores = self.scores(command.chunk.step)
@@ -197,12 +201,12 @@ class Executors:
                 self._publish(command)
             case DropVersion():
                 self.versions.drop(command.publication)
-                for executor in (*self.others.values(), *self._samplers()):
+                for executor in self._holders():
                     executor.drop_weights(command.publication)
             case DropChunks():
                 # First of all: a chunk in generation is then not kept.
                 self.steps.drop(command.chunks)
-                holders = (self.trainer, *self.others.values(), *self._samplers())
+                holders = self.trainer, *self._holders()
                 for holder, chunk in itertools.product(holders, command.chunks):
                     holder.drop_chunk(chunk)
             case _:
@@ -211,8 +215,8 @@ class Executors:
     def _hold(self, command: Generate) -> None:
         """Has a training worker sample with the weights that it trains, unless it was sent others."""
         worker, publication = command.worker, command.publication
-        if worker in self.others:
-            self.others[worker].lend_weights(self.sampling(worker), publication)
+        if isinstance(own := self.others.get(worker), OtherTrainingExecutor):
+            own.lend_weights(self.sampling(worker), publication)
         elif worker == TRAINER and publication not in self.sampling(worker).weights:
             self.sampling(worker).receive(publication)
 
@@ -238,9 +242,8 @@ class Executors:
 
     def _publish(self, command: Publish) -> None:
         other, publication = self.others.get(command.worker), command.publication
-        if other is not None and (
-            other.take_trained(publication) or publication not in self.versions
-        ):
+        trains = other is not None
+        if trains and (other.take_trained(publication) or publication not in self.versions):
             return  # these are the weights that it trains, or newer weights exist
         executor = self.sampling(command.worker)
         executor.receive(publication)
@@ -293,7 +296,7 @@ class Executors:
         scores = self.scores(ended)
         del self._scores[ended]
         self.steps.end()
-        for executor in list(self.rollouts.values()):
+        for executor in self._samplers():
             executor.end_step(ended)
         self._link.end_step(ended)
         self.extremes = scores.extremes(self.settings.shown_images)

@@ -69,6 +69,10 @@ class LinkError(RuntimeError):
     """A tree did not arrive from another process; its command may be repeated."""
 
 
+class LostSums(RuntimeError):
+    """An update cannot be made, because a worker, the argument, is lost that has trained a part of it."""
+
+
 def may_be_a_loss(error: BaseException) -> bool:
     """Whether work has perhaps failed because another process is lost that takes part in it.
 
@@ -149,10 +153,8 @@ class Link:
 
     def end_step(self, step: int) -> None:
         """Ends the offers of samples of a step that has ended, and of those before it."""
-        with self._changed:
-            offered = [key for key in self._offered if isinstance(key, SamplesOf)]
-        for key in offered:
-            if key.chunk.step <= step:
+        for key in list(self._offered):
+            if isinstance(key, SamplesOf) and key.chunk.step <= step:
                 self.withdraw(key)
 
     def give_up(self, worker: str) -> None:

@@ -231,12 +231,8 @@ class StepScores:
     def batch(self, index: int, ranks: bool = False, early: bool = False) -> TrainBatch:
         """The trained part of a chunk, when the unit `AdvantageSettings.needs` is scored.
 
-        The number of images given to the trainer does not depend on how many groups are dropped.
-
-        Args:
-          index: The chunk.
-          ranks: Whether the algorithm ranks images, which it does when `AdvantageSettings.ranking_needs` is scored.
-          early: Whether the chunk is trained before advantages are known.
+        The number of images given to the trainer does not depend on how many groups are dropped. With `ranks` the
+        unit is `AdvantageSettings.ranking_needs`; `early`: before advantages are known.
         """
         settings = self.settings
         if ranks or early:

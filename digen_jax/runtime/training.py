@@ -21,6 +21,7 @@ from digen_jax.runtime.link import (
     ExactOf,
     Link,
     LinkError,
+    LostSums,
     SamplesOf,
     SumsOf,
     TrainedOf,
@@ -38,14 +39,6 @@ class Sums(NamedTuple):
 
     totals: Totals | None
     stale: Any  # a bool, or an array of one
-
-
-class LostSums(RuntimeError):
-    """An update cannot be made, because a worker is lost that has trained a part of it."""
-
-    def __init__(self, worker: str):
-        super().__init__(f"the sums of {worker} are lost")
-        self.worker = worker
 
 
 class GradientExecutor:
@@ -179,13 +172,13 @@ class GradientExecutor:
         return Sums(jax.block_until_ready(totals), stale)
 
     def _sums_of(self, worker: str) -> Sums:
-        trainer, replicated = self.system.trainer, self.system.placement.trainer.replicated
+        trainer, stale = self.system.trainer, self.system.placement.trainer.replicated
+
+        def shardings(sums: Sums) -> Sums:
+            return Sums(trainer.shardings_of(sums.totals), stale)
+
         try:
-            found = self._link.take(
-                SumsOf(worker),
-                lambda sums: Sums(trainer.shardings_of(sums.totals), replicated),
-                self.name,
-            )
+            found = self._link.take(SumsOf(worker), shardings, self.name)
         except LinkError as error:
             raise LostSums(worker) from error
         if found is None:
@@ -255,6 +248,8 @@ class OtherTrainingExecutor(GradientExecutor):
 
     def offer_sums(self, others: Sequence[str]) -> None:
         """Offers its sums, added to those that other workers offer, until the update. Raises LostSums."""
+        if self._totals is None:  # its process was started after it had trained
+            raise LostSums(self.name)
         self._link.offer(SumsOf(self.name), self.sums(others))
 
     def updated(self, first: int) -> None:

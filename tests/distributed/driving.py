@@ -1,4 +1,4 @@
-"""A run of a system whose rollout workers are in other processes, as far as they can tell: see `local_engine`."""
+"""A run of a system whose other workers are in other processes, as far as they can tell: see `local_engine`."""
 
 import contextlib
 import functools
@@ -8,7 +8,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from digen_jax.distributed.worker_process import Opened, RolloutProcess
+from digen_jax.distributed.worker_process import Opened, RolloutProcess, TrainingProcess
 from digen_jax.distributed.workers import RolloutWorkers
 from digen_jax.engine.placement import Placement
 from digen_jax.engine.system import Rollout, System
@@ -21,10 +21,12 @@ from tests.engine import toy
 
 def without_rollouts(system: System) -> System:
     """The system as the trainer's process has it."""
-    first, trainer = system.rollouts[0], system.placement.trainer
+    first, colocated = system.rollouts[0], system.placement.colocated
+    rollouts, others = 0 if colocated else len(system.rollouts), len(system.trainers)
     return system._replace(
-        rollouts=(),
-        placement=Placement((), trainer, len(system.rollouts)),
+        rollouts=system.rollouts if colocated else (),
+        trainers=(),
+        placement=Placement((), system.placement.trainer, rollouts, trainers_elsewhere=others),
         sampling_on=lambda group: first.moved(group, system.policy.sampler_base(system.base)),
     )
 
@@ -33,14 +35,26 @@ def process_class(system: System, reward: Any, held_out: Any) -> type[RolloutPro
     """A class of processes that have the system's rollouts, by the numbers in their names."""
 
     class ToyProcess(RolloutProcess):
+        def parts(self) -> Rollout:
+            return system.rollouts[int(self._name.split()[-1])]
+
         def open(self, recipe: Any, first: int, place: Any = None) -> Opened:
-            rollout: Rollout = system.rollouts[int(self._name.split()[-1])]
             self._pool = RewardPool(alone("mine", reward), 0)
             batches = itertools.islice(toy.batches(recipe.drawn_groups), first, None)
-            self._build(recipe, rollout, batches, first, list(held_out))
-            return Opened(rollout.group.mesh.size, "here", 0)
+            self._build(recipe, self.parts(), batches, first, list(held_out))
+            return Opened(1, "here", 0)
 
     return ToyProcess
+
+
+def training_class(system: System, kind: type[RolloutProcess]) -> type[TrainingProcess]:
+    """The same for the system's further training workers; `kind` is that of its rollouts."""
+
+    class ToyTrainingProcess(kind, TrainingProcess):
+        def parts(self) -> System:
+            return system.on(system.trainers[int(self._name.split()[-1]) - 1])
+
+    return ToyTrainingProcess
 
 
 @contextlib.contextmanager
@@ -54,7 +68,8 @@ def driver(
 ) -> Iterator[Driver]:
     """As `toy.driver`, whose `options` these are, with all rollouts in workers of their own."""
     kind = process_class(system, reward, held_out)
-    workers = RolloutWorkers(toy.opened(config), engine or LocalEngine(), kind=kind)
+    kinds = dict(kind=kind, training_kind=training_class(system, kind))
+    workers = RolloutWorkers(toy.opened(config), engine or LocalEngine(), **kinds)
     make = functools.partial(
         toy.driver, without_rollouts(system), config, reward, held_out=held_out, **options
     )
@@ -73,5 +88,6 @@ def drive(system: System, config: ConfigDict, steps: int, reward=toy.brightness,
     log = []
     with driver(system, config, reward, log=log, **options) as found:
         history = [found.step() for _ in range(steps)]
-        assert set(found.executor.rollouts) == {f"rollout {i}" for i in range(len(system.rollouts))}
+        assert len(found.executor.rollouts) == len(system.placement.rollouts)
+        assert len(found.executor.others) == len(system.trainers)
     return found.executor.state, history, log

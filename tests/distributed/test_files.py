@@ -41,7 +41,8 @@ def test_a_workdir_that_the_trainers_node_does_not_see_is_named(tmp_path):
     [
         (dict(data=0), {}, False, "rollout.data"),
         ({}, dict(hosts=2), False, "trainer.hosts"),
-        (dict(data=1), dict(workers=2), False, "trainer.workers"),
+        (dict(data=1), dict(workers=2, hosts=2), False, r"trainer\.workers.*trainer\.hosts"),
+        (dict(data=1), dict(workers=2), True, r"trainer\.workers.*--one_job"),
         (dict(data=1, max_workers=3), {}, True, "max_workers"),
     ],
 )
@@ -51,6 +52,12 @@ def test_what_ray_cannot_run_is_refused_by_its_field(tmp_path, rollout, trainer,
     config.placement = ConfigDict(dict(rollout=one | rollout, trainer=one | trainer))
     with pytest.raises(ConfigError, match=named):
         check(reopen_recipe(config), (None, None, None), one_job)
+
+
+def test_a_pool_of_training_workers_needs_no_rollout_workers(tmp_path):
+    config = tiny_config(tmp_path, "lora")
+    config.placement = ConfigDict(dict(rollout=dict(data=0), trainer=dict(data=1, workers=2)))
+    check(reopen_recipe(config), (None, None, None), False)
 
 
 def test_what_only_ray_runs_is_refused_without_it(tmp_path):

@@ -18,7 +18,7 @@ from digen_jax.process.ending import STOPPED
 from digen_jax.process.launching import Place
 from digen_jax.records.command_log import read_log
 from digen_jax.records.status import read_status
-from digen_jax.scheduling.commands import Generate
+from digen_jax.scheduling.commands import Command, Generate, Train
 from tests.engine import toy
 from tests.metrics import assert_same_metrics, metrics
 from tests.pipelines import ROOT
@@ -78,8 +78,14 @@ class Run:
         return found[-1]
 
     def generated(self) -> set[str]:
-        _, commands = read_log(self.workdir / "commands.jsonl")
-        return {one.worker for one in commands if isinstance(one, Generate)}
+        return {one.worker for one in self.commands() if isinstance(one, Generate)}
+
+    def trained(self, step: int = 0) -> set[str]:
+        trained = [one for one in self.commands() if isinstance(one, Train)]
+        return {one.worker for one in trained if one.chunk.step == step}
+
+    def commands(self) -> list[Command]:
+        return read_log(self.workdir / "commands.jsonl")[1]
 
 
 def wait_for(condition, process: Begun) -> None:
@@ -188,6 +194,29 @@ def test_a_run_of_which_any_process_is_lost_or_stopped_continues_and_is_the_same
     # What is encoded in other batches is rounded differently.
     found, expected = metrics(run.workdir)[5:], metrics(unbroken)[5:6]
     assert_same_metrics(found, expected, rel=2e-3)
+
+
+TRAINERS = "--config.placement.trainer.workers=2"
+
+
+def test_a_pool_of_training_workers_samples_and_trains(run, unbroken):
+    ends(run.begin("--config.placement.rollout.data=0", TRAINERS, "--config.steps=2"), 0)
+    assert run.generated() == run.trained() == {"trainer", "worker 1"}
+    assert_same_steps(run.workdir, unbroken, 1)
+
+
+def test_a_training_worker_is_lost_and_rejoins(run, unbroken):
+    run.hold(2), run.hold(3)
+    process = run.begin(ONE, TRAINERS, "--config.steps=4")
+    run.held(2, process)
+    os.kill(run.pid("worker 1", process), signal.SIGKILL)
+    process.until("worker 1 joins")
+    run.release(2)
+    run.held(3, process)
+    run.release(3)
+    ends(process, 0)
+    assert run.generated() == {"rollout 0"} and run.trained(3) == {"trainer", "worker 1"}
+    assert_same_steps(run.workdir, unbroken, 3)
 
 
 def test_a_cluster_that_does_not_answer_and_a_missing_ray_are_refused(run, tmp_path):

@@ -10,9 +10,19 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from digen_jax.distributed.engine import ProcessLost, Resources
-from digen_jax.distributed.transfer import Mailbox, Shares, TrainerLink, pack, unpack
-from digen_jax.runtime.link import ConditioningOf, LinkError, SamplesOf
-from digen_jax.scheduling.commands import Chunk, Publication
+from digen_jax.distributed.transfer import (
+    Mailbox,
+    Shares,
+    TrainerLink,
+    WorkerLink,
+    pack,
+    received,
+    unpack,
+)
+from digen_jax.distributed.worker_process import Opened, RolloutProcess
+from digen_jax.distributed.worker_proxy import WorkerProxy
+from digen_jax.runtime.link import ConditioningOf, ExactOf, LinkError, SamplesOf
+from digen_jax.scheduling.commands import TRAINER, Chunk, Publication
 from tests.distributed.local_engine import LocalEngine
 
 VERSION = Publication(3)
@@ -145,6 +155,54 @@ def test_weights_of_several_processes_are_gathered_when_they_are_offered():
     assert unpack(map(engine.get, link.stored(VERSION)))["x"].tolist() == [0, 1, 2]
     link.withdraw(VERSION)
     assert link.stored(VERSION) is None
+
+
+def test_other_workers_get_what_the_trainer_or_a_training_worker_has():
+    """The trainer's arrays are stored once; those of others are fetched, and passed on as they are."""
+    link, own = TrainerLink(engine := LocalEngine()), SamplesOf(TRAINER, Chunk(0, 0))
+    link.offer(own, tree())
+    refs = link.stored(own)
+    assert link.stored(own) == refs
+    assert_equal(received([*map(engine.get, refs)]), tree())
+    link.end_step(0)
+    assert link.stored(own) is None and not link._stored
+
+    fetched, other = [], SamplesOf("worker 1", Chunk(0, 1))
+
+    def send(key):
+        fetched.append(key)
+        return engine.put(pack(tree()))
+
+    link.sources["worker 1"] = send
+    (ref,) = link.stored(other)
+    assert fetched == [other]
+    assert_equal(received([engine.get(ref)]), tree())
+    link.give_up("worker 1")
+    assert link.stored(other) is None and fetched == [other]
+    assert received([]) is None and received([None]) is None
+
+
+def test_a_call_that_lacks_a_tree_is_repeated_with_it():
+    class Process(RolloutProcess):
+        def __init__(self):
+            super().__init__("worker 1", {}, "", [])
+            self._link = WorkerLink()
+
+        def read(self, key):
+            found = self._link.take(key, lambda tree: jax.tree.map(on_first, tree), "worker 1")
+            return None if found is None else float(found["x"].sum())
+
+    def on_first(_):
+        return jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+    link, weights = TrainerLink(engine := LocalEngine()), ExactOf(VERSION)
+    proxy = WorkerProxy(
+        "worker 1", Opened(1, "", 0), engine.start(Process, [()], None), engine, link
+    )
+    link.offer(weights, {"x": jnp.arange(3.0)})
+    assert engine.get(proxy._work("read", weights)) == 3
+    link.withdraw(weights)
+    assert engine.get(proxy._work("read", weights)) is None
 
 
 def test_a_lost_object_is_an_error_that_names_what_was_lost(monkeypatch):

@@ -1,0 +1,151 @@
+"""Training workers in other processes: the same updates as in one process, also where one is lost."""
+
+import functools
+
+import pytest
+
+from digen_jax.distributed.worker_process import TrainingProcess
+from digen_jax.scheduling.commands import TRAINER, Generate, Train, Update
+from tests.distributed import driving
+from tests.distributed.local_engine import LocalEngine
+from tests.distributed.test_algorithms import LORA, assert_same, config, run
+from tests.distributed.test_workers import quick, until  # noqa: F401
+from tests.engine import toy
+from tests.runtime import test_training_workers as one_process
+from tests.runtime.test_training_workers import alone, changed, equal_bits, trained_by  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("exact_and_split")
+
+# Four workers sample and train, or two sample and two others train.
+POOL, APART = ((0, 1), (1, 1), 1, False, 4), ((1, 1), (1, 1), 2, False, 2)
+# The policy that is trained, what is tuned, and the weights that are read.
+CASES = {
+    "Flow-GRPO, a pool": ("flow_grpo", POOL, LORA),
+    "NFT, LoRA, apart": ("diffusion_nft", APART, LORA),
+    "all weights, apart": ("flow_grpo", APART, {}),
+    "all weights and a KL to the start, a pool": ("flow_dppo", POOL, {}),
+    "pairs, apart": ("dpo_offline", APART, LORA),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[] if i < 3 else pytest.mark.slow) for i, c in enumerate(CASES)]
+)
+def test_updates_have_the_bits_of_those_of_one_process(case):
+    name, meshes, fields = CASES[case]
+    c = config(name, meshes, **fields)
+    c.trainer.micro_batch = c.trainer.micro_batch * 4 // c.sampler.chunk
+    c.sampler.chunk = 4
+    system = toy.system(c, 4)
+    expected, found = run(toy.drive, system, c), run(driving.drive, system, c)
+    assert_same(found, expected)
+    assert trained_by(found[3]) == {
+        TRAINER,
+        *(f"worker {n + 1}" for n in range(len(system.trainers))),
+    }
+    for one, other in zip(found[2], expected[2], strict=True):
+        same = {name for name in one if name.startswith(("reward", "gradient", "loss", "ratio"))}
+        assert {name: one[name] for name in same} == {name: other[name] for name in same}
+
+
+# ------------------------------------------------------------------------------------ workers that are lost
+
+
+@pytest.fixture(scope="module")
+def systems(exact_and_split):
+    """The system of a layout, whose programs all tests here use."""
+    return functools.cache(lambda apart: toy.system(lost_config(apart), 4))
+
+
+def lost_config(apart: bool):
+    return one_process.config(toy.meshes(*(APART if apart else POOL)))
+
+
+# The lost worker's call in which its process is killed: with samples on their way to it, in a piece, with all pieces
+# trained, and with the sums of another one that it was sent, or that it was to send to another one.
+MOMENTS = {
+    "before its first piece": (True, "worker 1", "deliver"),
+    "in a piece": (True, "worker 1", "train"),
+    "after its last piece": (True, "worker 1", "offer_sums"),
+    "while it adds others": (False, "worker 1", "offer_sums"),
+    "while another one waits for it": (False, "worker 3", "offer_sums"),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_lost_worker_changes_nothing_and_rejoins(
+    alone,  # noqa: F811
+    systems,
+    quick,  # noqa: F811
+    monkeypatch,
+    moment,
+):
+    apart, worker, method = MOMENTS[moment]
+    engine, killed, real = LocalEngine(), [], getattr(TrainingProcess, method)
+
+    def kill(process, *arguments):
+        if process._name == worker and not killed:
+            killed.append(process)
+            (actor,) = (one for one in engine.actors if one.object is process)
+            engine.kill(actor)
+        return real(process, *arguments)
+
+    monkeypatch.setattr(TrainingProcess, method, kill)
+    c, system, log = lost_config(apart), systems(apart), []
+    with driving.driver(system, c, engine=engine, log=log) as driver:
+        history = [driver.step()]
+        until(lambda: worker in driver.executor.others)
+        history += [driver.step() for _ in range(2)]
+        state = driver.executor.state
+    expected, of_one = alone
+    assert killed
+    assert toy.difference(changed(system, state), expected) < 1e-4
+    rewards = [metrics["reward"] for metrics in history]
+    assert rewards == pytest.approx([metrics["reward"] for metrics in of_one], abs=1e-5)
+    updates = [command for command in log if isinstance(command, Update)]
+    assert len(updates) == 3 + (method == "offer_sums")
+    last = [command for command in log if isinstance(command, Train) and command.chunk.step == 2]
+    assert worker in {command.worker for command in last}
+
+
+def test_a_worker_that_rejoins_before_the_update_has_no_sums(alone, systems, quick, monkeypatch):  # noqa: F811
+    """The trainer may be late, as when it saves a checkpoint."""
+    c, system, engine, late = lost_config(False), systems(False), LocalEngine(), []
+    with driving.driver(system, c, engine=engine) as driver:
+        executor, update = driver.executor, driver.executor._update
+
+        def wait(command):
+            if not late:
+                late.append(executor.others["worker 2"])
+                (actor,) = (one for one in engine.actors if repr(one) == "worker 2")
+                engine.kill(actor)
+                until(lambda: executor.others.get("worker 2") not in (None, *late))
+            update(command)
+
+        monkeypatch.setattr(executor, "_update", wait)
+        for _ in range(3):
+            driver.step()
+        state = executor.state
+    expected, _ = alone
+    assert late and toy.difference(changed(system, state), expected) < 1e-4
+
+
+def test_equal_runs_give_equal_bits(systems):
+    c, system = lost_config(False), systems(False)
+    one, other = (driving.drive(system, c, 2)[0] for _ in range(2))
+    equal_bits(one.tuned, other.tuned)
+
+
+def test_nothing_is_left_of_a_step_that_has_ended(systems):
+    """Each worker takes what is left: some train what others have generated."""
+    c, engine = lost_config(False), LocalEngine()
+    c.runtime.ordered = "no"
+    with driving.driver(systems(False), c, engine=engine, log=(log := [])) as driver:
+        for _ in range(2):
+            driver.step()
+    assert {c.worker for c in log if isinstance(c, Generate)} >= {TRAINER, "worker 1"}
+    held = [driver.executor.trainer, *(one.object._training for one in engine.actors)]
+    assert not [chunk for one in held for chunk in one.samples if chunk.step < 2]
+    links = [driver.executor._link, *(one.object._link for one in engine.actors)]
+    kept = [key for link in links for key in link._offered if getattr(key, "chunk", None)]
+    assert not [key for key in kept if key.chunk.step < 2]
