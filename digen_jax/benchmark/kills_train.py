@@ -14,7 +14,7 @@ from typing import Any
 
 from digen_jax.distributed.launch import PART
 from digen_jax.distributed.worker_process import RolloutProcess, TrainingProcess
-from digen_jax.scheduling.commands import Publication
+from digen_jax.scheduling.commands import WeightsVersion
 
 FOLDER = "DIGEN_JAX_WEIGHT_HASHES"  # the variable with the folder of the notes
 PUBLISHED, RECEIVED = "published", "received"
@@ -38,9 +38,9 @@ def digest(tree: Any) -> str:
     return found.hexdigest()[:32]
 
 
-def note(kind: str, publication: Publication, tree: Any) -> None:
+def note(kind: str, weights_version: WeightsVersion, tree: Any) -> None:
     """Appends a line, which survives a kill of this process."""
-    name = f"{publication.version}{'e' * publication.evaluated}"
+    name = f"{weights_version.version}{'e' * weights_version.evaluated}"
     with pathlib.Path(os.environ[FOLDER], str(os.getpid())).open("a") as file:
         file.write(f"{kind} {name} {digest(tree)}\n")
 
@@ -59,22 +59,22 @@ def compare_hashes(folder: pathlib.Path) -> tuple[int, list[str]]:
 class HashingProcess(RolloutProcess):
     """A rollout worker's process that notes the weights it receives."""
 
-    def receive(self, publication: Publication) -> None:
+    def receive(self, weights_version: WeightsVersion) -> None:
         """See `RolloutProcess`."""
-        super().receive(publication)
-        weights = self._executor.weights.get(publication)
+        super().receive(weights_version)
+        weights = self._executor.weights.get(weights_version)
         if weights is not None:
-            note(RECEIVED, publication, weights.tuned)
+            note(RECEIVED, weights_version, weights.tuned)
 
 
 class HashingTrainingProcess(HashingProcess, TrainingProcess):
     """The same for a training worker, which also notes the weights that it trains."""
 
-    def take_trained(self, publication: Publication) -> None:
+    def take_trained(self, weights_version: WeightsVersion) -> None:
         """See `TrainingProcess`."""
-        super().take_trained(publication)
-        if not publication.update:
-            note(RECEIVED, publication, self._training.published(publication))
+        super().take_trained(weights_version)
+        if not weights_version.update:
+            note(RECEIVED, weights_version, self._training.published(weights_version))
 
 
 def note_weights() -> None:
@@ -85,10 +85,14 @@ def note_weights() -> None:
 
     add = Versions.add
 
-    def added(self: Versions, publication: Publication, tree: Any, own: str | None = None) -> None:
+    def added(
+        self: Versions, weights_version: WeightsVersion, tree: Any, own: str | None = None
+    ) -> None:
         # First, since a worker may receive it at once.
-        note(PUBLISHED, publication, tree if self._dtype is None else rounded(tree, self._dtype))
-        add(self, publication, tree, own)
+        note(
+            PUBLISHED, weights_version, tree if self._dtype is None else rounded(tree, self._dtype)
+        )
+        add(self, weights_version, tree, own)
 
     Versions.add = added
     kinds = dict(kind=HashingProcess, training_kind=HashingTrainingProcess)

@@ -21,7 +21,7 @@ from digen_jax.distributed.transfer import TrainerLink
 from digen_jax.distributed.worker_proxy import WorkerProxy
 from digen_jax.errors import check_positive
 from digen_jax.planning.tables import aligned
-from digen_jax.scheduling.commands import Chunk, Publication
+from digen_jax.scheduling.commands import Chunk, WeightsVersion
 from digen_jax.scheduling.settings import Costs, Settings
 from digen_jax.scheduling.simulator import WorkerLayout
 
@@ -136,14 +136,14 @@ def _idle(workers: Sequence[WorkerProxy], seconds: float) -> tuple[float, float]
 
 def _command(worker: WorkerProxy, number: int) -> None:
     """A command that takes no time on the worker."""
-    worker.generate(Chunk(0, number), Publication(0))
+    worker.generate(Chunk(0, number), WeightsVersion(0))
 
 
 def _transfer(
     link: TrainerLink, workers: Sequence[WorkerProxy], pool: ThreadPoolExecutor, size: int
 ) -> float:
     """Seconds until all workers have received a new version of so many megabytes."""
-    version = Publication(next(_versions))
+    version = WeightsVersion(next(_versions))
     arrays = {str(n): jnp.ones(size * 10**6 // ARRAYS // 4) for n in range(ARRAYS)}
     link.offer(version, jax.block_until_ready(arrays))
     try:

@@ -16,7 +16,7 @@ from digen_jax.rewards import alone
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.driver import Driver
 from digen_jax.scheduling.costs import GUESSED
-from digen_jax.scheduling.planner.memory import Layout
+from digen_jax.scheduling.planner.memory import PoolLayout
 from digen_jax.scheduling.planner.search import settings_of, workers_of
 from digen_jax.scheduling.scheduler import Scheduler
 from digen_jax.scheduling.settings import Costs, Settings
@@ -76,7 +76,7 @@ class Measured:
       late: Mean timer wake-up delay of a wait in seconds.
     """
 
-    layout: Layout
+    layout: PoolLayout
     step_times: tuple[float, ...]
     bound: float
     predicted: float
@@ -112,7 +112,7 @@ def timed(
 
 
 def measure(
-    work: Work, layout: Layout, run: TimedRun, stepped: Callable[[], object] = lambda: None
+    work: Work, layout: PoolLayout, run: TimedRun, stepped: Callable[[], object] = lambda: None
 ) -> Measured:
     """Drives the runtime through a run of waits; calls `stepped` after every step."""
     workers, costs = workers_of(work.problem, layout)

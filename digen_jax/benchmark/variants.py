@@ -3,14 +3,14 @@
 import dataclasses
 
 from digen_jax.errors import ConfigError, check_positive
-from digen_jax.scheduling.planner.memory import Layout
+from digen_jax.scheduling.planner.memory import PoolLayout
 from digen_jax.scheduling.planner.problem import Problem
 from digen_jax.scheduling.planner.search import Simulations, layouts, search
 from digen_jax.scheduling.settings import Costs, Settings
 
 DECODE = 0.05  # of the seconds of generation
 
-# The rows of the table, as in `Layout.kind`.
+# The rows of the table, as in `PoolLayout.kind`.
 COLOCATED = "colocated"
 KINDS = (
     COLOCATED,
@@ -84,7 +84,7 @@ class Work:
         return Problem(self.devices, settings, costs, scorers=1, chunks=chunks)
 
 
-def best_layout(work: Work, kind: str) -> Layout:
+def best_layout(work: Work, kind: str) -> PoolLayout:
     """The fastest layout of a kind by the planner's search. All workers but a colocated one have one device.
 
     Raises:

@@ -38,9 +38,9 @@ from digen_jax.scheduling.commands import (
     Deliver,
     DropVersion,
     Encode,
-    Publication,
-    Publish,
+    SyncWeights,
     Update,
+    WeightsVersion,
 )
 from digen_jax.scheduling.scheduler import Scheduler
 from digen_jax.scheduling.simulator import WorkerLayout
@@ -104,7 +104,7 @@ class DrivingExecutors(WaitingExecutors):
     ):
         super().__init__(waits, workers, rollouts)
         self._link = link
-        link.offer(Publication(0), _tree(WEIGHTS))
+        link.offer(WeightsVersion(0), _tree(WEIGHTS))
 
     def do(self, command: Command) -> None:
         """See `WaitingExecutors`."""
@@ -114,9 +114,9 @@ class DrivingExecutors(WaitingExecutors):
             return
         super().do(command)
         if isinstance(command, Update):
-            self._link.offer(Publication(command.step + 1), _tree(WEIGHTS))
+            self._link.offer(WeightsVersion(command.step + 1), _tree(WEIGHTS))
         elif isinstance(command, DropVersion):
-            self._link.withdraw(command.publication)
+            self._link.withdraw(command.weights_version)
 
     def _deliver(self, worker: str, chunk: Chunk) -> None:
         """Takes a chunk's samples, and the step's encoded prompts if the worker has them."""
@@ -153,10 +153,10 @@ class TransferringWorker(WaitingWorker):
         super().__init__(name, layout, waits)
         self._steps, self._link = steps, link
 
-    def receive(self, publication: Publication) -> None:
+    def receive(self, weights_version: WeightsVersion) -> None:
         """See `SamplingExecutor`."""
-        with self.lasting(Publish(0, self.name, publication)):
-            self._link.take(publication, _one_device, self.name)
+        with self.lasting(SyncWeights(0, self.name, weights_version)):
+            self._link.take(weights_version, _one_device, self.name)
 
     def encode(self, number: int) -> None:
         """See `SamplingExecutor`."""

@@ -24,10 +24,10 @@ from digen_jax.scheduling.commands import (
     Encode,
     Evaluate,
     Generate,
-    Publication,
-    Publish,
     Score,
+    SyncWeights,
     Train,
+    WeightsVersion,
 )
 from digen_jax.scheduling.settings import Costs, Settings
 from digen_jax.scheduling.simulator import WorkerLayout, names_of, seconds_of
@@ -93,9 +93,9 @@ class WaitingWorker:
         self.late: list[float] = []  # of each wait, in seconds
         self._layout, self._waits = layout, waits
 
-    def receive(self, publication: Publication) -> None:
+    def receive(self, weights_version: WeightsVersion) -> None:
         """A transfer of weights."""
-        with self.lasting(Publish(0, self.name, publication)):
+        with self.lasting(SyncWeights(0, self.name, weights_version)):
             pass
 
     def encode(self, number: int) -> None:
@@ -103,9 +103,9 @@ class WaitingWorker:
         with self.lasting(Encode(0, self.name, number)):
             pass
 
-    def generate(self, chunk: Chunk, publication: Publication) -> None:
+    def generate(self, chunk: Chunk, weights_version: WeightsVersion) -> None:
         """A chunk's trajectories."""
-        with self.lasting(Generate(0, self.name, chunk, publication)):
+        with self.lasting(Generate(0, self.name, chunk, weights_version)):
             pass
 
     def decode(self, chunk: Chunk) -> None:
@@ -123,7 +123,7 @@ class WaitingWorker:
     def drop_chunk(self, chunk: Chunk) -> None:
         """There is nothing to free."""
 
-    def drop_weights(self, publication: Publication) -> None:
+    def drop_weights(self, weights_version: WeightsVersion) -> None:
         """There is nothing to free."""
 
     def end_step(self, step: int) -> None:
@@ -191,14 +191,14 @@ class WaitingExecutors:
             case Encode():
                 worker.encode(command.step)
             case Generate():
-                worker.generate(command.chunk, command.publication)
+                worker.generate(command.chunk, command.weights_version)
             case Decode():
                 worker.decode(command.chunk)
-            case Publish():
-                worker.receive(command.publication)
+            case SyncWeights():
+                worker.receive(command.weights_version)
             case DropVersion():
                 for one in list(self.workers.values()):
-                    one.drop_weights(command.publication)
+                    one.drop_weights(command.weights_version)
             case DropChunks():
                 holders = itertools.product(list(self.workers.values()), command.chunks)
                 for one, chunk in holders:
@@ -227,7 +227,7 @@ class WaitingExecutors:
         self._step += 1
         return {}
 
-    def published(self, publication: Publication) -> None:
+    def published(self, weights_version: WeightsVersion) -> None:
         """A version without weights."""
 
     def evaluated(self, command: Evaluate) -> None:

@@ -19,7 +19,7 @@ from digen_jax.runtime.link import (
     Shardings,
     Tree,
 )
-from digen_jax.scheduling.commands import TRAINER, Publication
+from digen_jax.scheduling.commands import TRAINER, WeightsVersion
 
 MAILBOX_TIMEOUT = 60.0  # seconds in which the mailbox answers
 PIECE = 2**28  # bytes of a stored object, at most
@@ -173,7 +173,7 @@ class TrainerLink(Link):
         self.sources: dict[str, Callable[[Key], Ref]] = {}
         self._refs: dict[Key, Ref] = {}  # to trees on workers
         self._gathered: dict[
-            Publication, Packed
+            WeightsVersion, Packed
         ] = {}  # weights of several processes, not yet stored
         self._stored: dict[Key, list[Ref]] = {}
         self._lock, self._storing = threading.Lock(), threading.Lock()
@@ -211,7 +211,7 @@ class TrainerLink(Link):
 
     def offer(self, key: Key, tree: Tree) -> None:
         """See `runtime.link.Link`. All processes of the trainer offer weights in the same order."""
-        if self._shares is not None and isinstance(key, Publication):
+        if self._shares is not None and isinstance(key, WeightsVersion):
             packed = pack(tree)
             if not self._shares.process:
                 self._gathered[key] = packed

@@ -30,7 +30,7 @@ from digen_jax.rewards.canary import check_canaries
 from digen_jax.rewards.exchanges import moved
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.rewards.process import Gone
-from digen_jax.scheduling.commands import Chunk, Deliver, Publication, Train, trainer_names
+from digen_jax.scheduling.commands import Chunk, Deliver, Train, WeightsVersion, trainer_names
 from digen_jax.scheduling.deadlines import Deadline
 
 if TYPE_CHECKING:
@@ -242,9 +242,9 @@ class RolloutProcess:
                     self._link.withdraw(key)
                 del self._doing[serial]
 
-    def receive(self, publication: Publication) -> None:
+    def receive(self, weights_version: WeightsVersion) -> None:
         """Takes published weights, which the engine has brought to this node."""
-        self._sampling().receive(publication)
+        self._sampling().receive(weights_version)
 
     def encode(self, step: int) -> Any:
         """Encodes a step's prompts; returns their conditioning, packed, for the trainer."""
@@ -254,9 +254,9 @@ class RolloutProcess:
         self._rows.clear()
         return self._packed(ConditioningOf(self._name, step))
 
-    def generate(self, chunk: Chunk, publication: Publication) -> None:
+    def generate(self, chunk: Chunk, weights_version: WeightsVersion) -> None:
         """Generates a chunk's trajectories, which stay here."""
-        self._sampling().generate(chunk, publication)
+        self._sampling().generate(chunk, weights_version)
         self._rows.clear()
 
     def decode(self, chunk: Chunk) -> Any:
@@ -311,10 +311,10 @@ class RolloutProcess:
         for one in self._executors():
             one.drop_chunk(chunk)
 
-    def drop_weights(self, publication: Publication) -> None:
+    def drop_weights(self, weights_version: WeightsVersion) -> None:
         """Frees published weights."""
         for one in self._executors():
-            one.drop_weights(publication)
+            one.drop_weights(weights_version)
         gc.collect()  # JAX's arrays that share the store's memory are in reference cycles
 
     def _executors(self) -> list[Any]:
@@ -389,9 +389,9 @@ class TrainingProcess(RolloutProcess):
         self._link.returned(key, "store")
         return None if tree is None else pack(tree)
 
-    def take_trained(self, publication: Publication) -> None:
+    def take_trained(self, weights_version: WeightsVersion) -> None:
         """Takes the weights that are trained."""
-        self._training.take_trained(publication)
+        self._training.take_trained(weights_version)
         gc.collect()  # see `drop_weights`
 
     def deliver(self, command: Deliver) -> None:
@@ -399,10 +399,10 @@ class TrainingProcess(RolloutProcess):
         self._steps.draw(command.chunk.step)
         self._training.deliver(command)
 
-    def generate(self, chunk: Chunk, publication: Publication) -> None:
+    def generate(self, chunk: Chunk, weights_version: WeightsVersion) -> None:
         """See `RolloutProcess`; samples with the weights that it trains, unless it was sent others."""
-        self._training.lend_weights(self._sampling(), publication)
-        super().generate(chunk, publication)
+        self._training.lend_weights(self._sampling(), weights_version)
+        super().generate(chunk, weights_version)
 
     def train(self, command: Train, batch: "TrainBatch") -> None:
         """Adds the gradient of a chunk's passes to the update's."""

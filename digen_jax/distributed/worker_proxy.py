@@ -27,7 +27,7 @@ from digen_jax.runtime.link import (
 )
 from digen_jax.runtime.scoring import Judge, Judged, TrainBatch, failed, ready
 from digen_jax.runtime.worker import Gone
-from digen_jax.scheduling.commands import Chunk, Deliver, Publication, Train
+from digen_jax.scheduling.commands import Chunk, Deliver, Train, WeightsVersion
 
 PING_TIMEOUT = 8.0  # seconds without an answer to a ping after which a worker is lost
 FREE_TIMEOUT = 60.0  # seconds in which data is freed
@@ -75,20 +75,20 @@ class WorkerProxy:
 
     # ------------------------------------------------------------------------ for the executors
 
-    def receive(self, publication: Publication) -> None:
+    def receive(self, weights_version: WeightsVersion) -> None:
         """Has published weights received; weights that were withdrawn are no longer needed."""
         with paused():  # another worker's call may be storing them
-            refs = self._link.stored(publication)
+            refs = self._link.stored(weights_version)
         if refs is not None:
-            self._work("receive", publication, trees={publication: refs}, group="sync")
+            self._work("receive", weights_version, trees={weights_version: refs}, group="sync")
 
     def encode(self, number: int) -> None:
         """Has a step's prompts encoded; their conditioning stays there until the trainer takes it."""
         self._link.hold(ConditioningOf(self.name, number), self._work("encode", number))
 
-    def generate(self, chunk: Chunk, publication: Publication) -> None:
+    def generate(self, chunk: Chunk, weights_version: WeightsVersion) -> None:
         """Has a chunk's trajectories generated."""
-        self._work("generate", chunk, publication)
+        self._work("generate", chunk, weights_version)
 
     def decode(self, chunk: Chunk) -> None:
         """Has a chunk's images decoded, which stay there, as do its samples until the trainer takes them."""
@@ -118,9 +118,9 @@ class WorkerProxy:
         self._free("drop_chunk", chunk)
         self._link.withdraw(SamplesOf(self.name, chunk))
 
-    def drop_weights(self, publication: Publication) -> None:
+    def drop_weights(self, weights_version: WeightsVersion) -> None:
         """Frees published weights."""
-        self._free("drop_weights", publication)
+        self._free("drop_weights", weights_version)
 
     def end_step(self, step: int) -> None:
         """Has the processes forget a step that has ended, and those before it."""
@@ -270,13 +270,13 @@ class TrainingProxy(WorkerProxy):
         super().__init__(*arguments)
         self._link.sources[self.name] = functools.partial(self._work, "send", group="sync")
 
-    def take_trained(self, publication: Publication) -> bool:
+    def take_trained(self, weights_version: WeightsVersion) -> bool:
         """Has the weights that are trained taken; returns False if these are others."""
-        key = TrainedOf(publication)
+        key = TrainedOf(weights_version)
         with paused():
             refs = self._link.stored(key)
         if refs is not None:
-            self._work("take_trained", publication, trees={key: refs}, group="sync")
+            self._work("take_trained", weights_version, trees={key: refs}, group="sync")
         return refs is not None
 
     def encode(self, number: int) -> None:

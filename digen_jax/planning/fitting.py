@@ -20,7 +20,7 @@ from digen_jax.planning.footprint import model_footprint
 from digen_jax.planning.plan import can_run, make_problem, meshes, suited
 from digen_jax.planning.slices import Slice
 from digen_jax.policies import on_devices
-from digen_jax.scheduling.planner.memory import DeviceBytes, Layout, device_bytes
+from digen_jax.scheduling.planner.memory import DeviceBytes, PoolLayout, device_bytes
 from digen_jax.scheduling.planner.problem import Problem, Programs
 from digen_jax.scheduling.planner.search import Plan, make_plan
 
@@ -38,7 +38,7 @@ class Verdict(NamedTuple):
     plan: Plan | None
     problem: Problem
     reason: str
-    refused: list[tuple[Layout, DeviceBytes]]
+    refused: list[tuple[PoolLayout, DeviceBytes]]
 
 
 def judged(recipe: Recipe, calibration: Calibration, where: Slice, own: list[Assessed]) -> Verdict:
@@ -50,18 +50,18 @@ def judged(recipe: Recipe, calibration: Calibration, where: Slice, own: list[Ass
     problem = make_problem(
         recipe, len(where.devices), calibration, model_footprint(recipe), where.memory
     )
-    ruled_out: list[Callable[[Layout], bool]] = []
+    ruled_out: list[Callable[[PoolLayout], bool]] = []
     known = {on_devices(recipe, len(where.devices)).placement.meshes: own}
-    refused: list[tuple[Layout, DeviceBytes]] = []
+    refused: list[tuple[PoolLayout, DeviceBytes]] = []
 
-    def may(layout: Layout) -> bool:
+    def may(layout: PoolLayout) -> bool:
         return (
             can_run(recipe, problem, layout)
             and _one_process(problem, layout, where.devices)
             and not any(rule(layout) for rule in ruled_out)
         )
 
-    def with_programs(given: Problem, layout: Layout) -> Problem:
+    def with_programs(given: Problem, layout: PoolLayout) -> Problem:
         sizes = meshes(given, layout)
         if sizes not in known:
             known[sizes] = where.assess(suited(recipe, given, layout))
@@ -165,7 +165,7 @@ def changed_fields(recipe: Recipe, other: Recipe) -> dict[str, Any]:
 
 
 def refusals(
-    refused: list[tuple[Layout, DeviceBytes]], memory: float | None, how: str
+    refused: list[tuple[PoolLayout, DeviceBytes]], memory: float | None, how: str
 ) -> Iterator[str]:
     """The layouts whose compiled programs do not fit, and what takes the memory."""
     for layout, held in refused:
@@ -190,7 +190,7 @@ def _chosen(plan: Plan, problem: Problem, held: DeviceBytes) -> Plan:
     return dataclasses.replace(plan, problem=problem, choice=choice, best=rows)
 
 
-def _one_process(problem: Problem, layout: Layout, devices: Sequence[jax.Device]) -> bool:
+def _one_process(problem: Problem, layout: PoolLayout, devices: Sequence[jax.Device]) -> bool:
     """Whether the devices of several processes are divided as a run can."""
     try:
         check_processes(meshes(problem, layout), devices)
@@ -199,7 +199,7 @@ def _one_process(problem: Problem, layout: Layout, devices: Sequence[jax.Device]
     return True
 
 
-def _no_smaller(failed: Layout, held: DeviceBytes, limit: float, other: Layout) -> bool:
+def _no_smaller(failed: PoolLayout, held: DeviceBytes, limit: float, other: PoolLayout) -> bool:
     """Whether another layout's devices have at least the shares and the roles of the devices that were too full."""
     if max(sum(held.trainer.values()), sum(held.worker.values())) <= limit:
         return other.sampling_parts <= failed.sampling_parts  # the text encoders do not fit
@@ -215,7 +215,7 @@ def _no_smaller(failed: Layout, held: DeviceBytes, limit: float, other: Layout) 
 
 
 def _with_programs(
-    problem: Problem, recipe: Recipe, layout: Layout, found: list[Assessed]
+    problem: Problem, recipe: Recipe, layout: PoolLayout, found: list[Assessed]
 ) -> Problem:
     """The problem with the temporary memory of compiled programs, which holds for this layout alone."""
     # A program that was not compiled, because another does not fit, counts as nothing.

@@ -5,7 +5,7 @@ import pathlib
 from matplotlib.figure import Figure
 
 from digen_jax.records.timeline_files import draw
-from digen_jax.scheduling.planner.memory import Layout
+from digen_jax.scheduling.planner.memory import PoolLayout
 from digen_jax.scheduling.planner.problem import Problem
 from digen_jax.scheduling.planner.search import Plan, settings_of, workers_of
 from digen_jax.scheduling.simulator import WARM_UP, Disturbance, names_of, simulate
@@ -44,7 +44,7 @@ def draw_plan(plan: Plan, folder: pathlib.Path) -> list[pathlib.Path]:
     return files
 
 
-def _steps(problem: Problem, layout: Layout) -> list[Interval]:
+def _steps(problem: Problem, layout: PoolLayout) -> list[Interval]:
     """What the workers of a layout do in some simulated steps."""
     workers, costs = workers_of(problem, layout)
     settings, steps = settings_of(problem, layout), WARM_UP + DRAWN + 1

@@ -19,7 +19,7 @@ from digen_jax.planning.plan import auto_plan, make_problem, meshes
 from digen_jax.planning.programs import measured_programs
 from digen_jax.planning.step_costs import measured_costs
 from digen_jax.process.team import several
-from digen_jax.scheduling.planner.memory import Layout, device_bytes
+from digen_jax.scheduling.planner.memory import PoolLayout, device_bytes
 from digen_jax.scheduling.planner.search import Plan
 from digen_jax.scheduling.settings import Costs
 
@@ -105,7 +105,7 @@ def planned_meshes(recipe: Recipe) -> MeshSizes:
     where = f"one of the {devices} devices"
     if memory is not None and devices > 1:
         problem = make_problem(alone, 1, Calibration(Costs(1.0, 1.0), "none"), footprint)
-        if device_bytes(problem, Layout(1, 1)).largest > memory:
+        if device_bytes(problem, PoolLayout(1, 1)).largest > memory:
             all_devices = TrainerAxes(data=1, fsdp=devices)
             sizes = MeshSizes(RolloutAxes(data=0), all_devices)
             alone, where = place(recipe.with_meshes(sizes), devices), f"all {devices} devices"

@@ -11,7 +11,7 @@ from digen_jax.config.sections import AUTO, GIVEN
 from digen_jax.engine.placement import MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.errors import ConfigError
 from digen_jax.planning.calibration import Calibration
-from digen_jax.scheduling.planner.memory import Layout, device_bytes
+from digen_jax.scheduling.planner.memory import PoolLayout, device_bytes
 from digen_jax.scheduling.planner.problem import Footprint, Problem, Scaling
 from digen_jax.scheduling.planner.search import Plan, make_plan
 from digen_jax.scheduling.settings import Settings
@@ -75,7 +75,7 @@ def auto_plan(
     settings = dataclasses.replace(problem.settings, max_policy_lag=recipe.runtime.max_policy_lag)
     problem = dataclasses.replace(problem, settings=settings)
 
-    def keeps(layout: Layout) -> bool:
+    def keeps(layout: PoolLayout) -> bool:
         if not can_run(recipe, problem, layout):
             return False
         sizes = meshes(problem, layout)
@@ -84,7 +84,7 @@ def auto_plan(
     return make_plan(problem, keeps)
 
 
-def suited(recipe: Recipe, problem: Problem, layout: Layout) -> Recipe:
+def suited(recipe: Recipe, problem: Problem, layout: PoolLayout) -> Recipe:
     """The recipe of a layout's run: its meshes, chunks and policy lag, and settings that fit them.
 
     If the workers that sample cannot split the evaluation's batch, this takes the next larger batch that they can.
@@ -103,7 +103,7 @@ def suited(recipe: Recipe, problem: Problem, layout: Layout) -> Recipe:
 
 
 def overrides(
-    recipe: Recipe, problem: Problem, layout: Layout, planned: Recipe | None = None
+    recipe: Recipe, problem: Problem, layout: PoolLayout, planned: Recipe | None = None
 ) -> dict[str, Any]:
     """The fields of a recipe's config that change in a layout's run, by dotted name.
 
@@ -114,7 +114,7 @@ def overrides(
     return {name: value for name, value in then.items() if value != now[name]}
 
 
-def can_run(recipe: Recipe, problem: Problem, layout: Layout) -> bool:
+def can_run(recipe: Recipe, problem: Problem, layout: PoolLayout) -> bool:
     """Whether a run can have the workers of a layout, and their meshes can divide its batches."""
     if layout.workers > 1 and recipe.runtime.max_incomplete_groups:
         return False
@@ -125,7 +125,7 @@ def can_run(recipe: Recipe, problem: Problem, layout: Layout) -> bool:
     return True
 
 
-def meshes(problem: Problem, layout: Layout) -> MeshSizes:
+def meshes(problem: Problem, layout: PoolLayout) -> MeshSizes:
     """The meshes of a layout, with axes fsdp that fit the memory."""
     rollout, trainer = 1, 1
     if problem.footprint is not None:

@@ -14,7 +14,7 @@ from digen_jax.scheduling.commands import (
     DropChunks,
     Encode,
     Generate,
-    Publish,
+    SyncWeights,
     Update,
 )
 from digen_jax.scheduling.saving import pack, unpack
@@ -87,10 +87,10 @@ def since(commands: list[Command], done: int) -> list[Command]:
     updates = [i for i, c in enumerate(commands) if isinstance(c, Update) and c.step == done - 1]
     end = updates[-1] + 1 if updates else 0
     generated = (c for c in commands if isinstance(c, Generate) and _step(c) >= done)
-    sampled = {c.publication for c in generated}
+    sampled = {c.weights_version for c in generated}
 
     def is_ahead(c: Command) -> bool:
-        return c.publication in sampled if isinstance(c, Publish) else _step(c) >= done
+        return c.weights_version in sampled if isinstance(c, SyncWeights) else _step(c) >= done
 
     return [*filter(is_ahead, commands[:end]), *commands[end:]]
 

@@ -15,8 +15,8 @@ from digen_jax.scheduling.commands import (
     Deliver,
     Encode,
     Generate,
-    Publish,
     Score,
+    SyncWeights,
     Train,
 )
 from digen_jax.scheduling.events import Completed, Event, Joined, Lost
@@ -78,7 +78,7 @@ class Summary:
     def _commanded(self, command: Command, scheduler: Scheduler, now: float) -> None:
         worker = getattr(command, "worker", None)
         if _is_transfer(command):
-            if isinstance(command, Publish) and self._recorder.waits(worker):
+            if isinstance(command, SyncWeights) and self._recorder.waits(worker):
                 self._recorder.wait(worker, "weights", now)
             return
         if worker is not None:
@@ -202,8 +202,8 @@ class Summary:
                 "does": None if command is None else scheduler.work(command) + part,
                 "waits": None if scheduler.is_busy(name) else scheduler.waits_for(name),
                 "since": None if since is None else begun + since,
-                "holds": sorted({publication.version for publication in kept}),
-                "arrives": sorted({publication.version for publication in worker.arriving}),
+                "holds": sorted({weights_version.version for weights_version in kept}),
+                "arrives": sorted({weights_version.version for weights_version in worker.arriving}),
             }
 
         lost = {name: count for name, (_, count) in self._lost.items()}
@@ -218,5 +218,5 @@ class Summary:
 
 def _is_transfer(command: Command) -> bool:
     """Whether a command is executed in parallel to its worker's others."""
-    publishes = isinstance(command, Publish) and command.worker != TRAINER
+    publishes = isinstance(command, SyncWeights) and command.worker != TRAINER
     return publishes or isinstance(command, Deliver)

@@ -38,8 +38,8 @@ from digen_jax.scheduling.commands import (
     Encode,
     Evaluate,
     Generate,
-    Publish,
     Score,
+    SyncWeights,
     Update,
 )
 from digen_jax.scheduling.deadlines import Deadline, expected
@@ -321,7 +321,7 @@ class Driver:
             traceback.print_exception(error)
         worker.failed[line] += 1
         with self._lock:
-            useless = isinstance(command, Publish | Deliver) and worker.failed[line] == FAILURES
+            useless = isinstance(command, SyncWeights | Deliver) and worker.failed[line] == FAILURES
             if not useless:
                 self._post(Failed(self.now(), command, repr(error)))
                 useless = self._is_current(worker) and self._scheduler.is_useless(worker.name)

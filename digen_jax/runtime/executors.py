@@ -4,7 +4,7 @@ The path of a chunk, command by command (`Executors.do` has them in this order):
 
     prompts --Encode--> conditioning --Generate--> trajectory --Decode--> images --Score--> rewards, advantages
                                                                     '--Deliver--> samples --Train--> gradient
-    gradient --Update--> a new version of the weights --Publish--> workers
+    gradient --Update--> a new version of the weights --SyncWeights--> workers
 """
 
 import itertools
@@ -36,11 +36,11 @@ from digen_jax.scheduling.commands import (
     Encode,
     Evaluate,
     Generate,
-    Publication,
-    Publish,
     Score,
+    SyncWeights,
     Train,
     Update,
+    WeightsVersion,
     trainer_names,
 )
 from digen_jax.scheduling.state import SAMPLE, TRAIN
@@ -97,7 +97,7 @@ class Executors:
         keep = stale or (later and self.last_update > 0)
         self.versions = Versions(self._link, keep, system.sent, exact=many > 0)
         for version, tuned in (position.begun.kept if position.begun else {}).items():
-            self.versions.add(Publication(version), tuned)
+            self.versions.add(WeightsVersion(version), tuned)
         self.trainer = TrainingExecutor(
             system, settings, self.steps, self.versions, self._link, position.state, names
         )
@@ -182,7 +182,7 @@ class Executors:
                 self.sampling(command.worker).encode(command.step)
             case Generate():
                 self._hold(command)
-                self.sampling(command.worker).generate(command.chunk, command.publication)
+                self.sampling(command.worker).generate(command.chunk, command.weights_version)
             case Decode():
                 self.sampling(command.worker).decode(command.chunk)
             # Between these, the rewards score the images: `score`, `scored`.
@@ -197,12 +197,12 @@ class Executors:
                 self._training(command.worker).train(command, batch)
             case Update():
                 self._update(command)
-            case Publish():
+            case SyncWeights():
                 self._publish(command)
             case DropVersion():
-                self.versions.drop(command.publication)
+                self.versions.drop(command.weights_version)
                 for executor in self._holders():
-                    executor.drop_weights(command.publication)
+                    executor.drop_weights(command.weights_version)
             case DropChunks():
                 # First of all: a chunk in generation is then not kept.
                 self.steps.drop(command.chunks)
@@ -214,11 +214,11 @@ class Executors:
 
     def _hold(self, command: Generate) -> None:
         """Has a training worker sample with the weights that it trains, unless it was sent others."""
-        worker, publication = command.worker, command.publication
+        worker, weights_version = command.worker, command.weights_version
         if isinstance(own := self.others.get(worker), OtherTrainingExecutor):
-            own.lend_weights(self.sampling(worker), publication)
-        elif worker == TRAINER and publication not in self.sampling(worker).weights:
-            self.sampling(worker).receive(publication)
+            own.lend_weights(self.sampling(worker), weights_version)
+        elif worker == TRAINER and weights_version not in self.sampling(worker).weights:
+            self.sampling(worker).receive(weights_version)
 
     def _update(self, command: Update) -> None:
         others = [name for name in command.trained if name != TRAINER]
@@ -240,16 +240,16 @@ class Executors:
             list(threads.map(self._add_sums, parts))
         self._training(first).offer_sums([part[0] for part in parts])
 
-    def _publish(self, command: Publish) -> None:
-        other, publication = self.others.get(command.worker), command.publication
+    def _publish(self, command: SyncWeights) -> None:
+        other, weights_version = self.others.get(command.worker), command.weights_version
         trains = other is not None
-        if trains and (other.take_trained(publication) or publication not in self.versions):
+        if trains and (other.take_trained(weights_version) or weights_version not in self.versions):
             return  # these are the weights that it trains, or newer weights exist
         executor = self.sampling(command.worker)
-        executor.receive(publication)
+        executor.receive(weights_version)
         # The trainer drops weights before the rollout workers do.
-        if publication not in self.versions:
-            executor.drop_weights(publication)
+        if weights_version not in self.versions:
+            executor.drop_weights(weights_version)
 
     def scores(self, step: int) -> StepScores:
         """The scores of a step."""
@@ -302,9 +302,9 @@ class Executors:
         self.extremes = scores.extremes(self.settings.shown_images)
         return self.trainer.metrics() | scores.metrics(self._names) | scores.image_metrics()
 
-    def published(self, publication: Publication) -> Any:
+    def published(self, weights_version: WeightsVersion) -> Any:
         """Published weights that are kept, in a checkpoint's form."""
-        return self.versions[publication]
+        return self.versions[weights_version]
 
 
 def follow(executors: Executors, command: Command) -> None:

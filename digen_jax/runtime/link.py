@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from digen_jax.engine.system import resharded, rounded
 from digen_jax.engine.trainer import TrainState
 from digen_jax.runtime.clock import paused
-from digen_jax.scheduling.commands import Chunk, Publication
+from digen_jax.scheduling.commands import Chunk, WeightsVersion
 
 Tree = Any
 Shardings = Callable[[Tree], Tree]  # of a tree: the sharding of each of its arrays
@@ -45,14 +45,14 @@ class ConditioningOf:
 class ExactOf:
     """The key of published weights as the trainer has them, in their own type: for other training workers."""
 
-    publication: Publication
+    weights_version: WeightsVersion
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainedOf:
     """The key of (the parameters that are trained, the slow copy or None), until the next update."""
 
-    publication: Publication
+    weights_version: WeightsVersion
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ class SumsOf:
     worker: str
 
 
-Key = Publication | ExactOf | TrainedOf | SamplesOf | ConditioningOf | SumsOf
+Key = WeightsVersion | ExactOf | TrainedOf | SamplesOf | ConditioningOf | SumsOf
 
 
 class LinkError(RuntimeError):
@@ -183,54 +183,56 @@ class Versions:
 
     def __init__(self, link: Link, keep: bool, dtype: Any = None, exact: bool = False):
         self._link, self._keep, self._dtype, self._exact = link, keep, dtype, exact
-        self._trees: dict[Publication, Tree] = {}
-        self._own: dict[Publication, str] = {}  # the field of the trainer's state with these arrays
+        self._trees: dict[WeightsVersion, Tree] = {}
+        self._own: dict[
+            WeightsVersion, str
+        ] = {}  # the field of the trainer's state with these arrays
         self._lock = threading.Lock()
 
-    def __getitem__(self, publication: Publication) -> Tree:
-        return self._trees[publication]
+    def __getitem__(self, weights_version: WeightsVersion) -> Tree:
+        return self._trees[weights_version]
 
-    def __contains__(self, publication: Publication) -> bool:
-        return publication in self._trees
+    def __contains__(self, weights_version: WeightsVersion) -> bool:
+        return weights_version in self._trees
 
-    def add(self, publication: Publication, tree: Tree, own: str | None = None) -> None:
+    def add(self, weights_version: WeightsVersion, tree: Tree, own: str | None = None) -> None:
         """Publishes weights; `own`: the field of the trainer's state whose next update consumes these arrays."""
         with self._lock:
-            self._trees[publication] = tree
+            self._trees[weights_version] = tree
             if own is not None:
-                self._own[publication] = own
+                self._own[weights_version] = own
         # Rounded once, before any transfer.
         offered = tree if self._dtype is None else rounded(tree, self._dtype)
-        self._link.offer(publication, offered)
+        self._link.offer(weights_version, offered)
         if self._exact:
-            self._link.offer(ExactOf(publication), tree)
+            self._link.offer(ExactOf(weights_version), tree)
 
-    def drop(self, publication: Publication) -> None:
+    def drop(self, weights_version: WeightsVersion) -> None:
         """Frees published weights."""
         with self._lock:
-            self._trees.pop(publication, None)
-            self._own.pop(publication, None)
-        for key in self._keys(publication):
+            self._trees.pop(weights_version, None)
+            self._own.pop(weights_version, None)
+        for key in self._keys(weights_version):
             self._link.withdraw(key)
 
     def to_consume(self, state: TrainState) -> TrainState:
         """The state that an update may consume: published arrays that must be kept are replaced by copies."""
         with self._lock:
             own, self._own = self._own, {}
-        copied = {field for publication, field in own.items() if self._needed(publication)}
+        copied = {field for weights_version, field in own.items() if self._needed(weights_version)}
         copies = {field: jax.tree.map(jnp.copy, getattr(state, field)) for field in copied}
         return state._replace(**copies)
 
-    def _keys(self, publication: Publication) -> tuple[Publication | ExactOf, ...]:
+    def _keys(self, weights_version: WeightsVersion) -> tuple[WeightsVersion | ExactOf, ...]:
         """What the link offers of a publication."""
-        return (publication, ExactOf(publication)) if self._exact else (publication,)
+        return (weights_version, ExactOf(weights_version)) if self._exact else (weights_version,)
 
-    def _needed(self, publication: Publication) -> bool:
+    def _needed(self, weights_version: WeightsVersion) -> bool:
         """Whether arrays must outlive an update; if not, their publication ends."""
         if self._keep:
             return True
         with paused():  # the trainer's deadline: a receiver has its own
-            free = all([self._link.settle(key) for key in self._keys(publication)])
+            free = all([self._link.settle(key) for key in self._keys(weights_version)])
         with self._lock:
-            self._trees.pop(publication, None)
+            self._trees.pop(weights_version, None)
         return not free

@@ -43,7 +43,7 @@ from digen_jax.runtime.executors import Executors, follow
 from digen_jax.runtime.link import Link
 from digen_jax.runtime.orders import Orders, answer, entries, leave
 from digen_jax.runtime.scoring import Judged
-from digen_jax.scheduling.commands import Publication
+from digen_jax.scheduling.commands import WeightsVersion
 from digen_jax.scheduling.costs import GUESSED
 from digen_jax.scheduling.deadlines import Deadline
 from digen_jax.scheduling.scheduler import Scheduler
@@ -299,7 +299,7 @@ def _execute(executors: Executors, positions: Positions, kind: str, value: Any) 
             executors.scored(command, Judged(Scores(np.asarray(columns, np.float32), {})))
         case "save":
             done, versions = value
-            begun = Begun({}, {v: executors.published(Publication(v)) for v in versions})
+            begun = Begun({}, {v: executors.published(WeightsVersion(v)) for v in versions})
             positions.store(Position(done, executors.state, begun, {}))
         case _:
             raise ValueError(f"the first process announces {kind!r}: it runs another version")

@@ -20,7 +20,7 @@ from digen_jax.runtime.clock import part
 from digen_jax.runtime.link import ConditioningOf, Link, SamplesOf
 from digen_jax.runtime.scoring import HeldOut, Judge, Judged
 from digen_jax.runtime.steps import Steps
-from digen_jax.scheduling.commands import Chunk, Publication
+from digen_jax.scheduling.commands import Chunk, WeightsVersion
 
 
 class SamplingExecutor:
@@ -50,7 +50,7 @@ class SamplingExecutor:
     ):
         self.name, self.rollout = name, rollout
         self.devices = rollout.group.mesh.size
-        self.weights: dict[Publication, Weights] = {}
+        self.weights: dict[WeightsVersion, Weights] = {}
         self.images: dict[Chunk, np.ndarray] = {}  # as bytes, not yet scored
         self.answers: dict[Chunk, rewards.Answers] = {}
         self.given_up = False
@@ -59,15 +59,15 @@ class SamplingExecutor:
         self._prompts: dict[int, EncodedPrompts] = {}
         self._begun: dict[Chunk, Trajectory] = {}
 
-    def hold(self, publication: Publication, tuned: Any) -> None:
+    def hold(self, weights_version: WeightsVersion, tuned: Any) -> None:
         """Keeps published weights that this process has, in the sampler's type and shardings."""
-        self.weights[publication] = jax.block_until_ready(self.rollout.weights(tuned))
+        self.weights[weights_version] = jax.block_until_ready(self.rollout.weights(tuned))
 
-    def receive(self, publication: Publication) -> None:
+    def receive(self, weights_version: WeightsVersion) -> None:
         """Takes published weights; weights that were withdrawn are no longer needed."""
-        tuned = self._link.take(publication, self.rollout.group.params, self.name)
+        tuned = self._link.take(weights_version, self.rollout.group.params, self.name)
         if tuned is not None:
-            self.weights[publication] = Weights(tuned, self.rollout.base, self.rollout.frozen)
+            self.weights[weights_version] = Weights(tuned, self.rollout.base, self.rollout.frozen)
 
     def encode(self, number: int) -> None:
         """Encodes a step's prompts, for this mesh and for the trainer."""
@@ -79,17 +79,17 @@ class SamplingExecutor:
             del self._prompts[old]
             self._link.withdraw(ConditioningOf(self.name, old))
 
-    def generate(self, chunk: Chunk, publication: Publication) -> None:
+    def generate(self, chunk: Chunk, weights_version: WeightsVersion) -> None:
         """Generates a chunk's trajectories with weights that were received."""
         if chunk.evaluation:
-            held_out, weights = self._held_out, self.weights[publication]
+            held_out, weights = self._held_out, self.weights[weights_version]
             records, first = held_out.of(chunk), held_out.first(chunk)
             trajectory = sample_fixed(
                 self.rollout.evaluator, weights, records, first, held_out.batch
             )
         else:
             # In this order, since a chunk is dropped before its version.
-            weights, step = self.weights.get(publication), self._steps.find(chunk)
+            weights, step = self.weights.get(weights_version), self._steps.find(chunk)
             if step is None:
                 return
             cut = step.cut(chunk.index)
@@ -155,9 +155,9 @@ class SamplingExecutor:
         self.scored(chunk)
         self._link.withdraw(SamplesOf(self.name, chunk))
 
-    def drop_weights(self, publication: Publication) -> None:
+    def drop_weights(self, weights_version: WeightsVersion) -> None:
         """Frees published weights."""
-        self.weights.pop(publication, None)
+        self.weights.pop(weights_version, None)
 
     def end_step(self, step: int) -> None:
         """A step has ended, which this process has forgotten already."""

@@ -30,7 +30,7 @@ from digen_jax.runtime.link import (
 from digen_jax.runtime.sampling import SamplingExecutor
 from digen_jax.runtime.scoring import StepScores, TrainBatch
 from digen_jax.runtime.steps import Steps
-from digen_jax.scheduling.commands import TRAINER, Chunk, Deliver, Publication, Train
+from digen_jax.scheduling.commands import TRAINER, Chunk, Deliver, Train, WeightsVersion
 from digen_jax.scheduling.settings import Settings
 
 
@@ -63,11 +63,11 @@ class GradientExecutor:
         # Weights that sample a fixed set of images.
         self._fixed = system.untuned() if system.trainer.algorithm.set_steps > 0 else None
 
-    def current(self, publication: Publication) -> TrainState:
+    def current(self, weights_version: WeightsVersion) -> TrainState:
         """The parameters that are trained, and the slow copy."""
         raise NotImplementedError
 
-    def published(self, publication: Publication) -> Any:
+    def published(self, weights_version: WeightsVersion) -> Any:
         """The published weights of a version, in the trainer's type."""
         raise NotImplementedError
 
@@ -114,7 +114,7 @@ class GradientExecutor:
     def train(self, command: Train, batch: TrainBatch) -> None:
         """Adds the gradient of a chunk's passes to the update's; `early`: through the sums of its group."""
         chunk, trainer = command.chunk, self.system.trainer
-        state = self.current(Publication(chunk.step, update=command.update))
+        state = self.current(WeightsVersion(chunk.step, update=command.update))
         if chunk not in self.samples:  # this worker has sampled it
             self._take(self.name, chunk, command.version)
         images, prompts = self.samples[chunk], self._prompts[chunk.step]
@@ -127,9 +127,9 @@ class GradientExecutor:
         experience = receive(self.system, prompts, images, batch.advantages, batch.weight)
         reads, behaviour, start = trainer.algorithm, None, None
         if reads.reads_behaviour:
-            behaviour = self.published(Publication(images.version))
+            behaviour = self.published(WeightsVersion(images.version))
         if reads.reads_start and command.update:  # else no update has changed the parameters
-            start = self.published(Publication(chunk.step))
+            start = self.published(WeightsVersion(chunk.step))
         piece = command.first, command.count
         self._totals = jax.block_until_ready(
             trainer.accumulate(
@@ -202,14 +202,14 @@ class OtherTrainingExecutor(GradientExecutor):
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
-        self._weights: dict[Publication, TrainState] = {}
-        self._published: dict[Publication, Any] = {}
+        self._weights: dict[WeightsVersion, TrainState] = {}
+        self._published: dict[WeightsVersion, Any] = {}
 
-    def current(self, publication: Publication) -> TrainState:
+    def current(self, weights_version: WeightsVersion) -> TrainState:
         """See `GradientExecutor`."""
-        return self._weights[publication]
+        return self._weights[weights_version]
 
-    def take_trained(self, publication: Publication) -> bool:
+    def take_trained(self, weights_version: WeightsVersion) -> bool:
         """Takes the weights that are trained; returns False if these are others."""
         params = self.system.placement.trainer.params
 
@@ -217,34 +217,34 @@ class OtherTrainingExecutor(GradientExecutor):
             tuned, copy = tree
             return params(tuned), None if copy is None else params(copy)
 
-        found = self._link.take(TrainedOf(publication), own_shardings, self.name)
+        found = self._link.take(TrainedOf(weights_version), own_shardings, self.name)
         if found is None:
             return False
         tuned, copy = found
-        self._weights = {publication: TrainState(tuned, None, None, copy)}
-        if not publication.update:
+        self._weights = {weights_version: TrainState(tuned, None, None, copy)}
+        if not weights_version.update:
             own = copy if self.system.trainer.algorithm.publishes_copy else tuned
-            self._published[publication] = own if self._fixed is None else self._fixed
+            self._published[weights_version] = own if self._fixed is None else self._fixed
         return True
 
-    def published(self, publication: Publication) -> Any:
+    def published(self, weights_version: WeightsVersion) -> Any:
         """See `GradientExecutor`; weights that were never sent are taken now."""
-        if publication not in self._published:
+        if weights_version not in self._published:
             params = self.system.placement.trainer.params
-            found = self._link.take(ExactOf(publication), params, self.name)
+            found = self._link.take(ExactOf(weights_version), params, self.name)
             if found is None:
-                raise LinkError(f"the weights of version {publication.version} are gone")
-            self._published[publication] = found
-        return self._published[publication]
+                raise LinkError(f"the weights of version {weights_version.version} are gone")
+            self._published[weights_version] = found
+        return self._published[weights_version]
 
-    def drop_weights(self, publication: Publication) -> None:
+    def drop_weights(self, weights_version: WeightsVersion) -> None:
         """Frees the published weights of a version."""
-        self._published.pop(publication, None)
+        self._published.pop(weights_version, None)
 
-    def lend_weights(self, sampler: SamplingExecutor, publication: Publication) -> None:
+    def lend_weights(self, sampler: SamplingExecutor, weights_version: WeightsVersion) -> None:
         """Has this worker's sampler use published weights that it trains with, unless it was sent others."""
-        if publication not in sampler.weights:
-            sampler.hold(publication, self.published(publication))
+        if weights_version not in sampler.weights:
+            sampler.hold(weights_version, self.published(weights_version))
 
     def offer_sums(self, others: Sequence[str]) -> None:
         """Offers its sums, added to those that other workers offer, until the update. Raises LostSums."""
@@ -274,17 +274,17 @@ class TrainingExecutor(GradientExecutor):
         super().__init__(TRAINER, system, steps, link, trainers)
         self.state = state
         self._settings, self._versions = settings, versions
-        self._offered: Publication | None = None  # to other training workers
+        self._offered: WeightsVersion | None = None  # to other training workers
         self._history: list[dict[str, jax.Array]] = []  # of the step's updates
         self._compared = False  # whether the ratios of an update on fresh samples were checked
 
-    def current(self, publication: Publication) -> TrainState:
+    def current(self, weights_version: WeightsVersion) -> TrainState:
         """See `GradientExecutor`."""
         return self.state
 
-    def published(self, publication: Publication) -> Any:
+    def published(self, weights_version: WeightsVersion) -> Any:
         """See `GradientExecutor`."""
-        return self._versions[publication]
+        return self._versions[weights_version]
 
     def update(self, scores: StepScores, version: int | None, others: Sequence[str] = ()) -> None:
         """One optimizer update of the step with these scores; the step's last update makes a version.
@@ -317,28 +317,28 @@ class TrainingExecutor(GradientExecutor):
             self.state = trainer.end_step(self.state, version * self._settings.updates)
             self.publish(version)
         else:
-            self._offer(Publication(self._steps.first, update=len(self._history)))
+            self._offer(WeightsVersion(self._steps.first, update=len(self._history)))
 
     def publish(self, version: int) -> None:
         """Publishes the behavior policy as a version; if an evaluation with other weights is due, these too."""
         settings, tree = self._settings, self._fixed
         if tree is None:
             tree = self.system.trainer.published(self.state)
-        self._add(Publication(version), tree)
+        self._add(WeightsVersion(version), tree)
         if settings.evaluated_apart and settings.evaluated_images(version):
-            self._add(Publication(version, evaluated=True), self.state.evaluated)
-        self._offer(Publication(version))
+            self._add(WeightsVersion(version, evaluated=True), self.state.evaluated)
+        self._offer(WeightsVersion(version))
 
-    def _add(self, publication: Publication, tree: Any) -> None:
+    def _add(self, weights_version: WeightsVersion, tree: Any) -> None:
         """Publishes a tree, which may be a part of the state that the next update consumes."""
         own = (field for field in ("tuned", "ema") if getattr(self.state, field) is tree)
-        self._versions.add(publication, tree, next(own, None))
+        self._versions.add(weights_version, tree, next(own, None))
 
-    def _offer(self, publication: Publication) -> None:
+    def _offer(self, weights_version: WeightsVersion) -> None:
         """Offers the parameters that are trained to the other training workers, until the next update."""
         if len(self._trainers) > 1:
-            self._offered = publication
-            self._link.offer(TrainedOf(publication), (self.state.tuned, self.state.copy))
+            self._offered = weights_version
+            self._link.offer(TrainedOf(weights_version), (self.state.tuned, self.state.copy))
 
     def metrics(self) -> dict[str, float]:
         """Returns the means over a step's updates, and forgets them."""

@@ -7,7 +7,7 @@ from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import suppress
 from typing import Any
 
-from digen_jax.scheduling.commands import Command, Deliver, Publish
+from digen_jax.scheduling.commands import Command, Deliver, SyncWeights
 
 
 class Gone(RuntimeError):
@@ -26,7 +26,7 @@ class WorkerThreads:
         self.name = name
         self.given_up = threading.Event()
         self.thread = Line(name)
-        self._transfers = {Publish: Line(f"publish {name}"), Deliver: Line(f"deliver {name}")}
+        self._transfers = {SyncWeights: Line(f"publish {name}"), Deliver: Line(f"deliver {name}")}
         self._lines = self.thread, *self._transfers.values()
         self.failed = dict.fromkeys(self._lines, 0)
 

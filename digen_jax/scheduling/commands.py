@@ -1,7 +1,7 @@
 """Commands from the scheduler to the executors.
 
 A worker gets one command after another, each when the previous one is completed. Only the transfers
-to and from a rollout worker, `Publish` and `Deliver`, run in parallel with its other commands, so that
+to and from a rollout worker, `SyncWeights` and `Deliver`, run in parallel with its other commands, so that
 weights and samples are transferred during generation.
 Every command is answered by one `Completed` or `Failed`, except those with `answered = False`.
 """
@@ -30,7 +30,7 @@ class Chunk:
 
 
 @dataclasses.dataclass(frozen=True, order=True)
-class Publication:
+class WeightsVersion:
     """Weights of a version: for sampling and training or, if they differ, for evaluation.
 
     Evaluated weights are, for example, the moving average of the trained parameters. Within a step of several
@@ -71,13 +71,13 @@ class Generate(Command):
 
     worker: str
     chunk: Chunk
-    publication: Publication
+    weights_version: WeightsVersion
     kind: ClassVar[str] = "generate"
 
     @property
     def version(self) -> int:
         """The version of the weights."""
-        return self.publication.version
+        return self.weights_version.version
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,17 +138,17 @@ class Update(Command):
 
 
 @dataclasses.dataclass(frozen=True)
-class Publish(Command):
+class SyncWeights(Command):
     """Send published weights, which the trainer keeps, to a worker."""
 
     worker: str
-    publication: Publication
+    weights_version: WeightsVersion
     kind: ClassVar[str] = "publish"
 
     @property
     def version(self) -> int:
         """The version of the weights."""
-        return self.publication.version
+        return self.weights_version.version
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +164,7 @@ class Evaluate(Command):
 class DropVersion(Command):
     """No chunk will need these weights again: the trainer and every worker may free them."""
 
-    publication: Publication
+    weights_version: WeightsVersion
     answered: ClassVar[bool] = False
     kind: ClassVar[str] = "drop_version"
 

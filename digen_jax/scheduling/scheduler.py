@@ -18,11 +18,11 @@ from digen_jax.scheduling.commands import (
     Encode,
     Evaluate,
     Generate,
-    Publication,
-    Publish,
     Score,
+    SyncWeights,
     Train,
     Update,
+    WeightsVersion,
 )
 from digen_jax.scheduling.costs import CostModel
 from digen_jax.scheduling.events import Completed, Event, Failed, Joined, Lost
@@ -54,7 +54,7 @@ class Scheduler:
 
     def __init__(self, settings: Settings, costs: Costs):
         self.state = SchedulerState(settings, CostModel.begin(costs, settings))
-        self.state.references[Publication(0)] = 0
+        self.state.references[WeightsVersion(0)] = 0
         self._open_steps()
         self._open_evaluation()
 
@@ -88,7 +88,7 @@ class Scheduler:
         return self.state.step == self.state.settings.steps and not self.state.evaluations
 
     @property
-    def kept(self) -> list[Publication]:
+    def kept(self) -> list[WeightsVersion]:
         """The weights that the home worker keeps and that a checkpoint contains."""
         return sorted(self.state.references)
 
@@ -124,13 +124,13 @@ class Scheduler:
         scheduler.state = state = SchedulerState(
             settings, model, step=saved["step"], serials=saved["serials"]
         )
-        state.references[Publication(state.step)] = 0
+        state.references[WeightsVersion(state.step)] = 0
         for number, versions in saved["versions"]:
             if number < settings.steps:
                 state.steps[number] = step = Step(number, settings)
                 step.restore_versions(versions, old.unit_images)
                 versions = (g.version for g in step.groups if g.version is not None)
-                state.references.update(map(Publication, versions))
+                state.references.update(map(WeightsVersion, versions))
         scheduler._open_steps()
         scheduler._open_evaluation()
         return scheduler
@@ -153,11 +153,11 @@ class Scheduler:
 
     def is_superseded(self, command: Command) -> bool:
         """Whether a command sends weights that the worker no longer needs because newer ones exist."""
-        if not isinstance(command, Publish) or command.publication == self._current:
+        if not isinstance(command, SyncWeights) or command.weights_version == self._current:
             return False
         worker = self.state.workers.get(command.worker)
         task = worker and worker.task
-        return not (task and task.publication == command.publication)
+        return not (task and task.weights_version == command.weights_version)
 
     def waits_for(self, worker: str) -> str:
         """What an idle worker waits for, one of `timeline.CAUSES`."""
@@ -177,7 +177,7 @@ class Scheduler:
     def work(self, command: Command) -> str:
         """The piece of work that a command belongs to, in words."""
         match command:
-            case Publish(publication=found):
+            case SyncWeights(weights_version=found):
                 what = "the evaluated weights of version" if found.evaluated else "version"
                 return f"publishing {what} {found.version} to {command.worker}"
             case Update():
@@ -269,10 +269,10 @@ class Scheduler:
         if worker is not None and worker.busy == command.serial:
             worker.busy = None
         match command:
-            case Publish():
-                worker.arriving.discard(command.publication)
-                if self._is_needed(command.publication):
-                    worker.held.add(command.publication)
+            case SyncWeights():
+                worker.arriving.discard(command.weights_version)
+                if self._is_needed(command.weights_version):
+                    worker.held.add(command.weights_version)
                 self._sync(worker)
             case Encode():
                 worker.encoded.add(command.step)
@@ -300,8 +300,8 @@ class Scheduler:
         """Repeats the work of a failed command, on another worker if possible."""
         state, command = self.state, event.command
         worker = state.workers.get(command.receiver)
-        if isinstance(command, Publish) and self.is_superseded(command):
-            worker.arriving.discard(command.publication)
+        if isinstance(command, SyncWeights) and self.is_superseded(command):
+            worker.arriving.discard(command.weights_version)
             return self._sync(worker)
         if not (isinstance(command, Update) and self._lost_sums()):
             self._count_failure(command, event.reason)
@@ -320,10 +320,10 @@ class Scheduler:
                 self._present.return_piece(worker.piece)
                 worker.piece = None
                 self._fail_role(worker, TRAIN, event.reason)
-            case Publish():
-                worker.arriving.discard(command.publication)
-                if self._is_needed(command.publication):
-                    self._publish(worker, command.publication)
+            case SyncWeights():
+                worker.arriving.discard(command.weights_version)
+                if self._is_needed(command.weights_version):
+                    self._publish(worker, command.weights_version)
             case Deliver():
                 if occupied:
                     self._free(worker)
@@ -449,7 +449,7 @@ class Scheduler:
     def _sample_old(self, worker: Worker) -> None:
         """A worker that waits for the newest weights samples with those before, if `max_policy_lag` allows it."""
         step, old = self._present, self.state.step - 1
-        lags = self.state.settings.max_policy_lag and Publication(old) in worker.held
+        lags = self.state.settings.max_policy_lag and WeightsVersion(old) in worker.held
         if step is not None and SAMPLE in worker.roles and lags:
             self._sample(worker, step, old)
 
@@ -493,8 +493,8 @@ class Scheduler:
         is_new = version is None
         if is_new:
             version = self.state.step if old is None else old
-        publication = Publication(version)
-        if publication in worker.arriving or (old is not None and old != version):
+        weights_version = WeightsVersion(version)
+        if weights_version in worker.arriving or (old is not None and old != version):
             return False
         most = self.state.settings.off_policy_units - reserve
         if is_new and version < step.number and step.ahead >= most:
@@ -503,8 +503,8 @@ class Scheduler:
             return False
         scored_at = self.state.now + self._sampling_seconds(worker.name) + self._handover_seconds()
         if step.generate(index, version, scored_at):
-            self.state.references[publication] += 1
-        worker.task = Task(Chunk(step.number, index), publication)
+            self.state.references[weights_version] += 1
+        worker.task = Task(Chunk(step.number, index), weights_version)
         self._continue(worker)
         return True
 
@@ -587,11 +587,11 @@ class Scheduler:
             if not evaluation.queue:
                 continue
             chunk = Chunk(evaluation.version, evaluation.queue[0], evaluation=True)
-            publication = self._evaluated(evaluation.version)
-            if self._is_refused(worker, chunk) or publication in worker.arriving:
+            weights_version = self._evaluated(evaluation.version)
+            if self._is_refused(worker, chunk) or weights_version in worker.arriving:
                 continue
             heapq.heappop(evaluation.queue)
-            worker.task = Task(chunk, publication)
+            worker.task = Task(chunk, weights_version)
             self._continue(worker)
             return True
         return False
@@ -604,13 +604,13 @@ class Scheduler:
         task, piece, name = worker.task, worker.piece, worker.name
         if task is not None and self._is_wanted(task.chunk):
             chunk = task.chunk
-            if task.publication not in worker.held:
-                if task.publication not in worker.arriving:
-                    self._publish(worker, task.publication)
+            if task.weights_version not in worker.held:
+                if task.weights_version not in worker.arriving:
+                    self._publish(worker, task.weights_version)
             elif not chunk.evaluation and chunk.step not in worker.encoded:
                 self._issue(Encode, name, chunk.step, occupies=worker)
             elif not task.generated:
-                self._issue(Generate, name, chunk, task.publication, occupies=worker)
+                self._issue(Generate, name, chunk, task.weights_version, occupies=worker)
             else:
                 self._issue(Decode, name, chunk, occupies=worker)
             return
@@ -721,7 +721,7 @@ class Scheduler:
                 self.state.handovers.pop(chunk, None)
             self._issue(DropChunks, chunks)
         for version in versions:
-            self._release(Publication(version), 1)
+            self._release(WeightsVersion(version), 1)
 
     # ------------------------------------------------------------------- steps and weights
 
@@ -730,10 +730,10 @@ class Scheduler:
         return self.state.steps.get(self.state.step)
 
     @property
-    def _current(self) -> Publication:
+    def _current(self) -> WeightsVersion:
         """The weights that are being trained."""
         step = self._present
-        return Publication(self.state.step, update=step.update if step else 0)
+        return WeightsVersion(self.state.step, update=step.update if step else 0)
 
     def _open_steps(self) -> None:
         """Opens the present step and the next steps within `max_policy_lag`."""
@@ -751,9 +751,9 @@ class Scheduler:
             state.evaluations[state.step] = PendingEvaluation(state.step, list(range(count)), count)
             state.references[self._evaluated(state.step)] += 1
 
-    def _evaluated(self, version: int) -> Publication:
+    def _evaluated(self, version: int) -> WeightsVersion:
         """The weights that are evaluated for a version."""
-        return Publication(version, self.state.settings.evaluated_apart)
+        return WeightsVersion(version, self.state.settings.evaluated_apart)
 
     def _updated(self) -> None:
         """Ends an update set; after its last one a step: its version exists, and the next step starts."""
@@ -761,12 +761,12 @@ class Scheduler:
         if step.next_set():
             del state.steps[state.step]
             state.step += 1
-            state.references.setdefault(Publication(state.step), 0)
+            state.references.setdefault(WeightsVersion(state.step), 0)
             self._open_evaluation()
             used = [group.version for group in step.groups if not group.untrained]
             kept = (one.version for one in state.references if not one.evaluated)
             for version in sorted({*used, *kept}):
-                self._release(Publication(version), used.count(version))
+                self._release(WeightsVersion(version), used.count(version))
             self._open_steps()
         state.workers[TRAINER].held.add(self._current)
         for worker in state.workers.values():
@@ -784,31 +784,35 @@ class Scheduler:
         if worker.name != TRAINER and not worker.arriving and newest not in worker.held:
             self._publish(worker, newest)
 
-    def _newest(self, worker: Worker) -> Publication:
-        return self._current if TRAIN in worker.roles else Publication(self.state.step)
+    def _newest(self, worker: Worker) -> WeightsVersion:
+        return self._current if TRAIN in worker.roles else WeightsVersion(self.state.step)
 
-    def _publish(self, worker: Worker, publication: Publication) -> None:
+    def _publish(self, worker: Worker, weights_version: WeightsVersion) -> None:
         """Sends weights to a worker, which occupies only a home worker that needs others than it trains."""
-        worker.arriving.add(publication)
+        worker.arriving.add(weights_version)
         home = worker if worker.name == TRAINER else None
-        self._issue(Publish, worker.name, publication, occupies=home)
+        self._issue(SyncWeights, worker.name, weights_version, occupies=home)
 
-    def _is_needed(self, publication: Publication) -> bool:
-        return publication in self.state.references or publication == self._current
+    def _is_needed(self, weights_version: WeightsVersion) -> bool:
+        return weights_version in self.state.references or weights_version == self._current
 
-    def _release(self, publication: Publication, count: int) -> None:
+    def _release(self, weights_version: WeightsVersion, count: int) -> None:
         """Counts `count` groups fewer that need some weights; drops old weights that nothing needs."""
         state = self.state
-        state.references[publication] -= count
+        state.references[weights_version] -= count
         oldest = state.step - state.settings.max_policy_lag
-        is_recent = not publication.evaluated and publication.version >= oldest
+        is_recent = not weights_version.evaluated and weights_version.version >= oldest
         # The newest weights sample the next chunks.
-        if is_recent or publication == Publication(state.step) or state.references[publication]:
+        if (
+            is_recent
+            or weights_version == WeightsVersion(state.step)
+            or state.references[weights_version]
+        ):
             return
-        del state.references[publication]
+        del state.references[weights_version]
         for worker in state.workers.values():
-            worker.held.discard(publication)
-        self._issue(DropVersion, publication)
+            worker.held.discard(weights_version)
+        self._issue(DropVersion, weights_version)
 
     # ------------------------------------------------------------------------------ commands
 

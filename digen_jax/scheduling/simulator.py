@@ -15,8 +15,8 @@ from digen_jax.scheduling.commands import (
     Decode,
     Deliver,
     Generate,
-    Publish,
     Score,
+    SyncWeights,
     Train,
     Update,
 )
@@ -249,7 +249,7 @@ class _Simulation:
         """Records the interval of a command; transfers in the background occupy no worker."""
         name, kind = command.receiver or "reward", command.kind
         chunk = getattr(command, "chunk", None)
-        if isinstance(command, Publish | Deliver):
+        if isinstance(command, SyncWeights | Deliver):
             if self.scheduler.state.workers[name].busy != command.serial:
                 name = f"{kind} {name}"
         elif chunk is not None and chunk.evaluation and name != "reward":

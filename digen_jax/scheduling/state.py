@@ -3,7 +3,7 @@
 import dataclasses
 from collections import Counter
 
-from digen_jax.scheduling.commands import Chunk, Command, Publication
+from digen_jax.scheduling.commands import Chunk, Command, WeightsVersion
 from digen_jax.scheduling.costs import CostModel
 from digen_jax.scheduling.settings import Settings
 from digen_jax.scheduling.step import Piece, Step
@@ -16,7 +16,7 @@ class Task:
     """The chunk that a worker samples, and its progress."""
 
     chunk: Chunk
-    publication: Publication
+    weights_version: WeightsVersion
     generated: bool = False
 
 
@@ -39,8 +39,8 @@ class Worker:
     spare: tuple[str, ...] = ()  # those that it takes while nobody else has them
     roles: tuple[str, ...] = ()
     lost_roles: set[str] = dataclasses.field(default_factory=set)  # by failures
-    held: set[Publication] = dataclasses.field(default_factory=set)
-    arriving: set[Publication] = dataclasses.field(default_factory=set)
+    held: set[WeightsVersion] = dataclasses.field(default_factory=set)
+    arriving: set[WeightsVersion] = dataclasses.field(default_factory=set)
     encoded: set[int] = dataclasses.field(default_factory=set)  # steps
     task: Task | None = None
     piece: Piece | None = None
@@ -90,7 +90,7 @@ class SchedulerState:
     idle: dict[str, list[tuple[int, str]]] = dataclasses.field(default_factory=dict)
     in_flight: dict[int, Command] = dataclasses.field(default_factory=dict)
     # For weights that the home worker keeps: the number of groups and evaluations that need them.
-    references: Counter[Publication] = dataclasses.field(default_factory=Counter)
+    references: Counter[WeightsVersion] = dataclasses.field(default_factory=Counter)
     handovers: dict[Chunk, Handover] = dataclasses.field(default_factory=dict)
     failures: Counter[str] = dataclasses.field(default_factory=Counter)  # of pieces of work
     failed_on: dict[Chunk, list[str]] = dataclasses.field(default_factory=dict)

@@ -15,7 +15,7 @@ from digen_jax.benchmark.equality import metrics_off, steps, update_off
 from digen_jax.benchmark.fault_injection import Fault
 from digen_jax.benchmark.job import Job, Wrong, processes
 from digen_jax.benchmark.kills import Outcome
-from digen_jax.scheduling.commands import Publication
+from digen_jax.scheduling.commands import WeightsVersion
 
 LINE = {"seconds/clock": 1.0, "images_per_second": 2.0, "tag_share": 0.0}
 # Starts a process that outlives it, prints its number and waits.
@@ -56,13 +56,13 @@ def test_received_weights_that_were_never_published_are_found(tmp_path, monkeypa
     published, received = kills_train.PUBLISHED, kills_train.RECEIVED
     first, second = ({"a": jnp.arange(4.0) + i, "b": jnp.ones(2) * i} for i in range(2))
     for version, tree in enumerate((first, second)):
-        kills_train.note(published, Publication(version), tree)
+        kills_train.note(published, WeightsVersion(version), tree)
         copy = {name: np.asarray(leaf) for name, leaf in tree.items()}
-        kills_train.note(received, Publication(version), copy)
+        kills_train.note(received, WeightsVersion(version), copy)
     (tmp_path / "killed").write_text(f"{received} 1 0123")
     assert kills_train.compare_hashes(tmp_path) == (2, [])
-    kills_train.note(received, Publication(1), first | {"b": second["b"]})
-    kills_train.note(received, Publication(1, True), second)
+    kills_train.note(received, WeightsVersion(1), first | {"b": second["b"]})
+    kills_train.note(received, WeightsVersion(1, True), second)
     assert kills_train.compare_hashes(tmp_path) == (4, ["1", "1e"])
 
 

@@ -18,11 +18,11 @@ from digen_jax.scheduling.commands import (
     DropVersion,
     Encode,
     Generate,
-    Publication,
-    Publish,
     Score,
+    SyncWeights,
     Train,
     Update,
+    WeightsVersion,
 )
 from digen_jax.scheduling.scheduler import Scheduler
 from digen_jax.scheduling.settings import Costs, Settings
@@ -47,16 +47,16 @@ LAYOUT = WorkerLayout(4), WorkerLayout(), WorkerLayout(2, ("sample",)), WorkerLa
 @pytest.mark.parametrize(
     ("command", "seconds"),
     [
-        (Generate(1, "rollout 0", CHUNK, Publication(2)), 0.08 / 2),
+        (Generate(1, "rollout 0", CHUNK, WeightsVersion(2)), 0.08 / 2),
         (Decode(1, "worker 2", CHUNK), 0.02 / 0.5),
         (Deliver(1, "rollout 0", CHUNK, 2, TRAINER), 0.008),
-        (Generate(1, TRAINER, CHUNK, Publication(2)), 0.08 / 4),
+        (Generate(1, TRAINER, CHUNK, WeightsVersion(2)), 0.08 / 4),
         (Train(1, "worker 1", CHUNK, 0, 0, 0, 4), 0.04),
         (Train(1, TRAINER, CHUNK, 0, 0, 1, 2), 0.02 / 4),
         (Encode(1, "worker 1", 3), 0.03),
         (Update(1, TRAINER, 3, 0, (TRAINER,)), 0.04),
-        (Publish(1, "rollout 0", Publication(3)), 0.05),
-        (DropVersion(1, Publication(3)), 0.0),
+        (SyncWeights(1, "rollout 0", WeightsVersion(3)), 0.05),
+        (DropVersion(1, WeightsVersion(3)), 0.0),
     ],
 )
 def test_a_command_takes_its_cost(command, seconds):
@@ -83,7 +83,7 @@ def test_jitter_is_of_the_work_and_not_of_who_does_it():
     def factors(worker, serial, version, waits=waits, layout=one):
         chunks = [Chunk(step, index) for step in range(20) for index in range(20)]
         kinds = (
-            [Generate(serial, worker, f, Publication(version)) for f in chunks],
+            [Generate(serial, worker, f, WeightsVersion(version)) for f in chunks],
             [Decode(serial, worker, f) for f in chunks],
             [Train(serial, worker, f, version, 0, 0, 4) for f in chunks],
             [Train(serial, worker, f, version, 0, 1, 4) for f in chunks],

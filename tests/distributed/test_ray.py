@@ -24,7 +24,7 @@ from digen_jax.engine.placement import RolloutAxes, TrainerAxes
 from digen_jax.errors import ConfigError
 from digen_jax.rewards.mistakes import RewardFailed
 from digen_jax.rewards.process import Late
-from digen_jax.scheduling.commands import Publication
+from digen_jax.scheduling.commands import WeightsVersion
 from tests.pipelines import ROOT
 
 pytestmark = [
@@ -33,7 +33,7 @@ pytestmark = [
 ]
 
 LONG = 120.0  # seconds in which everything ends
-VERSION = Publication(3)
+VERSION = WeightsVersion(3)
 
 ERRORS = {
     "reward": RewardFailed("reward 'x' raised KeyError"),

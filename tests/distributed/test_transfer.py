@@ -22,10 +22,10 @@ from digen_jax.distributed.transfer import (
 from digen_jax.distributed.worker_process import Opened, RolloutProcess
 from digen_jax.distributed.worker_proxy import WorkerProxy
 from digen_jax.runtime.link import ConditioningOf, ExactOf, LinkError, SamplesOf
-from digen_jax.scheduling.commands import TRAINER, Chunk, Publication
+from digen_jax.scheduling.commands import TRAINER, Chunk, WeightsVersion
 from tests.distributed.local_engine import LocalEngine
 
-VERSION = Publication(3)
+VERSION = WeightsVersion(3)
 SAMPLES = SamplesOf("rollout 0", Chunk(0, 1))
 
 

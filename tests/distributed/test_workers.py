@@ -15,7 +15,7 @@ from digen_jax.distributed.worker_proxy import WorkerProxy
 from digen_jax.distributed.workers import RolloutWorkers
 from digen_jax.errors import ConfigError
 from digen_jax.runtime.worker import Gone
-from digen_jax.scheduling.commands import TRAINER, Chunk, Publication
+from digen_jax.scheduling.commands import TRAINER, Chunk, WeightsVersion
 from tests.distributed import driving
 from tests.distributed.local_engine import LocalEngine
 from tests.distributed.test_algorithms import LORA, TWO, assert_same, config, makers, run
@@ -159,7 +159,7 @@ def test_the_loss_of_one_process_is_no_error_of_the_other():
         def __init__(self, number):
             self.number = number
 
-        def work(self, serial, method, chunk, publication):
+        def work(self, serial, method, chunk, weights_version):
             if self.number:
                 release.wait(LONG)
             failed.set()
@@ -169,7 +169,7 @@ def test_the_loss_of_one_process_is_no_error_of_the_other():
     actors = engine.start(Half, [(0,), (1,)], None)
     proxy = WorkerProxy("rollout 0", Opened(2, "here", 0), actors, engine, TrainerLink(engine))
     with ThreadPoolExecutor(1) as thread:
-        working = thread.submit(proxy.generate, Chunk(0, 0), Publication(0))
+        working = thread.submit(proxy.generate, Chunk(0, 0), WeightsVersion(0))
         failed.wait(LONG)
         engine.kill(actors[1])
         release.set()

@@ -281,9 +281,9 @@ def driven(monkeypatch, name, steps, devices=1, **fields):
         states.append((jax.device_get(state), updates))
         return state
 
-    def added(self, publication, tree, own=None):
-        versions[publication.version] = jax.device_get(tree)
-        add(self, publication, tree, own)
+    def added(self, weights_version, tree, own=None):
+        versions[weights_version.version] = jax.device_get(tree)
+        add(self, weights_version, tree, own)
 
     def reward(images, prompts, metadata):
         calls.append(np.asarray(images))
@@ -335,9 +335,9 @@ def test_with_asynchrony_the_behaviour_is_the_version_that_sampled(monkeypatch):
     parts = toy.system(c := config("diffusion_nft", **OPTIMIZER | fields), 2)
     accumulate, kept, add = parts.trainer.accumulate, {}, Versions.add
 
-    def added(self, publication, tree, own=None):
-        kept[publication.version] = jax.device_get(tree)
-        add(self, publication, tree, own)
+    def added(self, weights_version, tree, own=None):
+        kept[weights_version.version] = jax.device_get(tree)
+        add(self, weights_version, tree, own)
 
     def checked(state, base, experience, totals, behaviour, proximal, piece):
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(behaviour), kept[seen[-1]])

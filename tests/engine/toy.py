@@ -45,9 +45,9 @@ from digen_jax.scheduling.commands import (
     Chunk,
     Command,
     Deliver,
-    Publication,
     Score,
     Train,
+    WeightsVersion,
 )
 from digen_jax.scheduling.deadlines import Deadline
 from digen_jax.scheduling.settings import Settings
@@ -283,7 +283,7 @@ def sampled_steps(system: System, batches, images: int, size: int, count: int, t
     steps = Steps(batches, images, size, system.draws, 0)
     link, group, name = Link(), system.placement.trainer, "rollout 0"
     executor = SamplingExecutor(name, system.rollouts[0], steps, None, link)
-    executor.weights[Publication(0)] = system.publish(tuned)
+    executor.weights[WeightsVersion(0)] = system.publish(tuned)
     for number in range(count):
         executor.encode(number)
         found = Sampled(
@@ -297,7 +297,7 @@ def sampled_steps(system: System, batches, images: int, size: int, count: int, t
         )
         for index in range(len(steps[number].rows) // size):
             chunk = Chunk(number, index)
-            executor.generate(chunk, Publication(0))
+            executor.generate(chunk, WeightsVersion(0))
             executor.decode(chunk)
             key, rows = SamplesOf(name, chunk), steps[number].rows[steps[number].cut(index)]
             made = link.take(key, lambda tree: shardings(tree, group), "trainer")

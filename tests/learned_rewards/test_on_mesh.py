@@ -278,10 +278,10 @@ def test_predicted_memory_has_the_weights(files, base):
     assert found.rewards(1, 1) == sum(array.nbytes for array in stored.values())
     assert found.rewards(1, 1) / 2 <= found.rewards(2, 1) < 0.6 * found.rewards(1, 1)
     problem = make_problem(recipe, 2, Calibration(Costs(1.0, 1.0), "", ()), found)
-    layout = memory.Layout(1, 1, samples=False, rollout=1, rollout_devices=1)
+    layout = memory.PoolLayout(1, 1, samples=False, rollout=1, rollout_devices=1)
     held = memory.device_bytes(problem, layout)
     assert held.worker["rewards"] == found.rewards(1, 1) and "rewards" not in held.trainer
-    colocated = memory.device_bytes(problem, memory.Layout(1, 2)).trainer
+    colocated = memory.device_bytes(problem, memory.PoolLayout(1, 2)).trainer
     assert colocated["rewards"] == found.rewards(1, 1)
     assert on_mesh.outlined(on_mesh_of(planned(files, base, "pool").rewards), group(data=1)) == ()
 

@@ -52,7 +52,7 @@ def compiled(name: str, where: Any) -> dict[str, Any]:
     from digen_jax.planning.footprint import model_footprint
     from digen_jax.planning.plan import make_problem
     from digen_jax.planning.slices import calibrated, configured
-    from digen_jax.scheduling.planner.memory import Layout, device_bytes
+    from digen_jax.scheduling.planner.memory import PoolLayout, device_bytes
     from tests.test_configs import load
 
     config, argument = name.split(":")
@@ -79,7 +79,7 @@ def compiled(name: str, where: Any) -> dict[str, Any]:
         recipe, gpus, calibrated(recipe, found, where.chip, name), model_footprint(recipe)
     )
     shared, chunk = trainer.tensor * trainer.sequence, recipe.sampler.chunk
-    own = Layout(1, trainer.devices, trainer.time, chunk=chunk, shared=shared)
+    own = PoolLayout(1, trainer.devices, trainer.time, chunk=chunk, shared=shared)
     held = device_bytes(_with_programs(problem, recipe, own, found), own)
     assert held.trainer_fsdp == trainer.fsdp
     fits = held.largest <= where.memory

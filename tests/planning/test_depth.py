@@ -35,7 +35,7 @@ def lowered(base, folder, kind):
         "sampling": lower_generate(system, system.sampler, recipe, 8),
         "gradient": lower_gradient(system, recipe, trained_samples(recipe)),
         "update": system.trainer.lower_update(system.start),
-        "publication": rounded.lower(system.start, jnp.dtype("bfloat16")),
+        "weights_version": rounded.lower(system.start, jnp.dtype("bfloat16")),
     }
 
 

@@ -10,7 +10,7 @@ from digen_jax.engine.placement import RolloutAxes, TrainerAxes
 from digen_jax.planning.compiled import programs
 from digen_jax.planning.footprint import model_footprint
 from digen_jax.planning.plan import make_problem, meshes
-from digen_jax.scheduling.planner.memory import Layout
+from digen_jax.scheduling.planner.memory import PoolLayout
 from tests.planning.test_plan import calibration, shapes
 from tests.tiny_runs import pipeline, tiny_config
 
@@ -98,6 +98,6 @@ def test_parts_of_parameters_are_split_by_the_rules():
     assert whole / 2 < half < 0.75 * whole
     assert whole / 4 < found.tuned(2, 2) < found.tuned(1, 2) < whole
     problem = make_problem(reopen_recipe(config), 4, calibration(), found)
-    rollout, trainer = meshes(problem, Layout(1, 2, rollout=1, rollout_devices=2))
+    rollout, trainer = meshes(problem, PoolLayout(1, 2, rollout=1, rollout_devices=2))
     assert trainer == TrainerAxes(data=1, fsdp=2, samples=True)
     assert rollout in (RolloutAxes(data=1, fsdp=2), RolloutAxes(data=2))

@@ -19,7 +19,7 @@ from digen_jax.planning.calibration import Calibration, read_calibration
 from digen_jax.planning.plan import auto_plan, can_run, make_problem, meshes, suited
 from digen_jax.planning.plan_text import table, why
 from digen_jax.runtime import opening
-from digen_jax.scheduling.planner.memory import Layout, device_bytes
+from digen_jax.scheduling.planner.memory import PoolLayout, device_bytes
 from digen_jax.scheduling.planner.search import Simulations, layouts, make_plan, settings_of
 from digen_jax.scheduling.settings import Costs
 from digen_jax.train import train
@@ -187,7 +187,7 @@ def test_a_wrong_file_of_costs_is_refused(tmp_path, given, sentence):
 
 def test_a_step_of_one_chunk_is_best_colocated_and_the_sentence_says_so():
     plan = make_plan(make_problem(opened(144), 4, calibration(publish=0.1)))
-    assert plan.choice.layout == Layout(1, 4, chunk=144)
+    assert plan.choice.layout == PoolLayout(1, 4, chunk=144)
     assert why(plan).startswith("colocated (") and "config.sampler.chunk" in why(plan)
     assert re.search(r"^\*  colocated", table(plan), re.MULTILINE)
 
@@ -237,7 +237,7 @@ def test_slow_rewards_leave_colocated_the_best_as_it_trains_what_is_scored_alrea
     assert auto_placement(recipe, 4, costs).rollout.data == 0
 
     def seconds(*sizes, **fields):
-        return simulations.predict(Layout(*sizes, chunk=12, lag=1, **fields)).step_seconds
+        return simulations.predict(PoolLayout(*sizes, chunk=12, lag=1, **fields)).step_seconds
 
     simulations = Simulations(make_problem(recipe, 4, costs))
     split = [seconds(1, n, samples=False, rollout=4 - n, rollout_devices=1) for n in (1, 2, 3)]
@@ -297,7 +297,7 @@ def test_costs_are_measured_on_as_few_devices_as_hold_the_training(
     recipe, measured = open_recipe(config), []
     alone = placing.place_alone(recipe)
     problem = make_problem(alone, 1, calibration(), placing.model_footprint(alone))
-    needed = device_bytes(problem, Layout(1, 1)).largest
+    needed = device_bytes(problem, PoolLayout(1, 1)).largest
 
     def costs(placed, note):
         measured.append(placed.placement.trainer)
@@ -323,7 +323,7 @@ def test_axes_whose_devices_share_images_are_kept():
     config.placement.rollout.tensor = config.placement.trainer.sequence = 2
     recipe = reopen_recipe(config)
     problem = make_problem(recipe, 8, calibration())
-    layout = Layout(1, 4, shared=2, rollout=2, rollout_devices=2, rollout_shared=2)
+    layout = PoolLayout(1, 4, shared=2, rollout=2, rollout_devices=2, rollout_shared=2)
     rollout, trainer = meshes(problem, layout)
     assert (rollout.data, rollout.tensor, rollout.hosts, rollout.max_workers) == (1, 2, 1, 0)
     assert (trainer.data, trainer.sequence, trainer.tensor, trainer.samples) == (2, 2, 1, True)

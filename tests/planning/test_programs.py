@@ -21,7 +21,7 @@ from digen_jax.planning.programs import (
     sampler_weights,
     trained_samples,
 )
-from digen_jax.scheduling.planner.memory import Layout, device_bytes
+from digen_jax.scheduling.planner.memory import PoolLayout, device_bytes
 from tests.planning.test_plan import calibration
 from tests.tiny_runs import tiny_config
 
@@ -57,7 +57,7 @@ def planned(recipe):
     footprint = dataclasses.replace(model_footprint(recipe), programs=programs)
     problem = make_problem(recipe, axes.devices, calibration(), footprint)
     shared, chunk = axes.tensor * axes.sequence, recipe.sampler.chunk
-    layout = Layout(1, axes.devices, axes.time, chunk=chunk, shared=shared)
+    layout = PoolLayout(1, axes.devices, axes.time, chunk=chunk, shared=shared)
     held = device_bytes(problem, layout).trainer
     return system, programs, held, footprint.tuned(axes.fsdp, axes.tensor)
 

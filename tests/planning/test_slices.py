@@ -17,7 +17,7 @@ from digen_jax.planning.assessment import Assessed, assess, timed
 from digen_jax.planning.compiled import Program
 from digen_jax.planning.fitting import _no_smaller, compiled, proposed
 from digen_jax.planning.slices import Slice, calibrated, configured
-from digen_jax.scheduling.planner.memory import DeviceBytes, Layout
+from digen_jax.scheduling.planner.memory import DeviceBytes, PoolLayout
 from tests.scripts import run_forked, run_script
 from tests.tiny_runs import pipeline, prompt_file, tiny_config
 
@@ -104,26 +104,26 @@ def test_a_config_whose_program_the_compiler_refuses_is_made_smaller(base):
 
 
 def rollout(rollout_devices, devices, **fields):
-    return Layout(1, devices, rollout=1, rollout_devices=rollout_devices, **fields)
+    return PoolLayout(1, devices, rollout=1, rollout_devices=rollout_devices, **fields)
 
 
 def test_text_encoders_that_do_not_fit_rule_out_layouts_that_sample_on_as_few_devices():
     held = DeviceBytes({"parameters": 5.0}, {}, 1, 1, {"text encoders": 11.0})
-    ruled_out = functools.partial(_no_smaller, Layout(1, 2), held, 10)
-    assert ruled_out(Layout(1, 2)) and ruled_out(rollout(2, 6)) and ruled_out(rollout(1, 6))
-    assert not ruled_out(Layout(1, 4)) and not ruled_out(rollout(4, 2))
+    ruled_out = functools.partial(_no_smaller, PoolLayout(1, 2), held, 10)
+    assert ruled_out(PoolLayout(1, 2)) and ruled_out(rollout(2, 6)) and ruled_out(rollout(1, 6))
+    assert not ruled_out(PoolLayout(1, 4)) and not ruled_out(rollout(4, 2))
 
 
 def test_a_full_device_rules_out_layouts_whose_devices_have_as_much_to_do():
     full, free = {"parameters": 11.0}, {"parameters": 5.0}
     layout = rollout(4, 4, lag=1)
     trains = functools.partial(_no_smaller, layout, DeviceBytes(full, free, 1, 1), 10)
-    assert trains(layout) and trains(rollout(6, 2, lag=1)) and trains(Layout(1, 4, lag=1))
-    assert not trains(Layout(1, 8, lag=1)) and not trains(rollout(4, 4))
+    assert trains(layout) and trains(rollout(6, 2, lag=1)) and trains(PoolLayout(1, 4, lag=1))
+    assert not trains(PoolLayout(1, 8, lag=1)) and not trains(rollout(4, 4))
     assert not trains(rollout(4, 4, samples=False, lag=1))
     samples = functools.partial(_no_smaller, layout, DeviceBytes(free, full, 1, 1), 10)
     assert samples(layout) and samples(rollout(2, 6, samples=False, lag=1))
-    assert not samples(Layout(1, 4, lag=1)) and not samples(rollout(6, 2, lag=1))
+    assert not samples(PoolLayout(1, 4, lag=1)) and not samples(rollout(6, 2, lag=1))
 
 
 @pytest.mark.slow

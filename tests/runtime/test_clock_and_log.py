@@ -14,18 +14,18 @@ from digen_jax.scheduling.commands import (
     DropVersion,
     Encode,
     Generate,
-    Publication,
-    Publish,
     Score,
+    SyncWeights,
     Train,
     Update,
+    WeightsVersion,
 )
 
 COMMANDS = [
-    Generate(1, "rollout 0", Chunk(2, 3), Publication(1)),
+    Generate(1, "rollout 0", Chunk(2, 3), WeightsVersion(1)),
     Score(2, Chunk(2, 3, evaluation=True), "rollout 0"),
     Train(3, "trainer", Chunk(2, 3), version=1, update=0, first=2, count=4),
-    DropVersion(4, Publication(1)),
+    DropVersion(4, WeightsVersion(1)),
 ]
 
 
@@ -72,10 +72,10 @@ def test_a_log_is_read_as_it_was_written(tmp_path):
 
 def test_a_log_is_cut_back_to_the_process_that_a_checkpoint_is_of(tmp_path):
     path = tmp_path / "commands.jsonl"
-    ahead = [Publish(7, "rollout 0", Publication(1)), Encode(8, "rollout 0", 2), COMMANDS[0]]
+    ahead = [SyncWeights(7, "rollout 0", WeightsVersion(1)), Encode(8, "rollout 0", 2), COMMANDS[0]]
     end, later = (
         [Update(9, "trainer", 1, 0, ("trainer",))],
-        [DropVersion(10, Publication(0)), Score(11, Chunk(2, 3), "rollout 0")],
+        [DropVersion(10, WeightsVersion(0)), Score(11, Chunk(2, 3), "rollout 0")],
     )
     CommandLog(path, 0).extend([Encode(5, "rollout 0", 1), *ahead, *end, *later])
     log = CommandLog(path, 1)  # of a run that was killed at once

@@ -12,9 +12,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from digen_jax.runtime import link as links
 from digen_jax.runtime.link import ConditioningOf, Link, SamplesOf
-from digen_jax.scheduling.commands import Chunk, Publication
+from digen_jax.scheduling.commands import Chunk, WeightsVersion
 
-WEIGHTS = Publication(3)
+WEIGHTS = WeightsVersion(3)
 
 
 def on(number):
@@ -96,7 +96,7 @@ def test_what_is_offered_may_be_read_by_several_threads_at_once():
     """JAX lists an array's shards at their first use, twice where two threads come together."""
     sharding = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("data",)), PartitionSpec())
     arrays = [jax.device_put(np.float32([n, 1]), sharding) for n in range(200)]
-    Link().offer(Publication(1), {"weights": arrays})
+    Link().offer(WeightsVersion(1), {"weights": arrays})
     together, found = threading.Barrier(2), []
     thresholds, interval = gc.get_threshold(), sys.getswitchinterval()
 

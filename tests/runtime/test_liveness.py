@@ -14,7 +14,14 @@ from digen_jax.runtime.clock import Watch, measured, paused
 from digen_jax.runtime.executors import Executors
 from digen_jax.runtime.link import Link, SamplesOf
 from digen_jax.runtime.sampling import SamplingExecutor
-from digen_jax.scheduling.commands import TRAINER, Encode, Generate, Publication, Publish, Score
+from digen_jax.scheduling.commands import (
+    TRAINER,
+    Encode,
+    Generate,
+    Score,
+    SyncWeights,
+    WeightsVersion,
+)
 from digen_jax.scheduling.deadlines import Deadline
 from tests.engine import toy
 from tests.runtime.test_workers import STALE, config, equal_bits, replayed
@@ -119,7 +126,7 @@ def test_where_the_trainer_cannot_take_over_the_run_stops_by_name(system, hang, 
     real = Executors.do
 
     def do(executors, command):
-        if getattr(command, "worker", "") == TRAINER and isinstance(command, Publish | Encode):
+        if getattr(command, "worker", "") == TRAINER and isinstance(command, SyncWeights | Encode):
             raise MemoryError("no room for a sampler")
         return real(executors, command)
 
@@ -139,7 +146,7 @@ def test_a_publication_that_hangs_costs_its_mesh_and_no_update(
     place = threading.local()
 
     def take(link, key, shardings, taker):
-        place.hangs = key == Publication(1) and taker == "rollout 1"
+        place.hangs = key == WeightsVersion(1) and taker == "rollout 1"
         return taken(link, key, shardings, taker)
 
     def ready(tree):
@@ -162,11 +169,11 @@ def test_an_evaluation_that_hangs_is_made_elsewhere(system, end, noted, monkeypa
     """One of its two chunks hangs on the first mesh that gets it."""
     real, hung = SamplingExecutor.generate, []
 
-    def generate(executor, chunk, publication):
+    def generate(executor, chunk, weights_version):
         if chunk.evaluation and chunk.index == 0 and not hung:
             hung.append(executor.name)
             end.wait(LONG)
-        return real(executor, chunk, publication)
+        return real(executor, chunk, weights_version)
 
     def evaluated():
         found = {}
@@ -190,7 +197,7 @@ def test_a_publication_that_others_supersede_costs_its_mesh_nothing(system, monk
     c.batch.groups = 1  # rollout 0 generates it
 
     def take(link, key, shardings, taker):
-        if key == Publication(1) and taker == "rollout 1":
+        if key == WeightsVersion(1) and taker == "rollout 1":
             release.wait(LONG)
             raise RuntimeError("what is sent has been freed")
         return real(link, key, shardings, taker)
@@ -207,7 +214,7 @@ def test_a_publication_that_others_supersede_costs_its_mesh_nothing(system, monk
         while not (held := max((one.version for one in list(weights)), default=0)):
             assert time.monotonic() < deadline
             time.sleep(0.05)
-    sent = [c.version for c in log if isinstance(c, Publish) and c.worker == "rollout 1"]
+    sent = [c.version for c in log if isinstance(c, SyncWeights) and c.worker == "rollout 1"]
     assert sent[:2] == [0, 1] and sent[2] >= 4 and held >= 4
     assert capfd.readouterr().err == ""
 

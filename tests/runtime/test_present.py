@@ -13,7 +13,7 @@ from digen_jax.rewards import alone
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.clock import elsewhere
 from digen_jax.runtime.driver import Driver
-from digen_jax.scheduling.commands import TRAINER, Generate, Publish, Train, Update
+from digen_jax.scheduling.commands import TRAINER, Generate, SyncWeights, Train, Update
 from digen_jax.scheduling.scheduler import Scheduler
 from digen_jax.scheduling.settings import Costs, Settings
 from digen_jax.scheduling.simulator import WorkerLayout
@@ -30,9 +30,9 @@ class Gates(WaitingExecutors):
     def __init__(self):
         rollouts = (WorkerLayout(2, (SAMPLE,)),) * 2
         super().__init__(Waits(COSTS, SETTINGS), (WorkerLayout(4, (TRAIN,)), *rollouts))
-        self.gates = {kind: threading.Event() for kind in (Generate, Train, Update, Publish)}
+        self.gates = {kind: threading.Event() for kind in (Generate, Train, Update, SyncWeights)}
         self.scores = threading.Event()
-        self.gates[Publish].set()
+        self.gates[SyncWeights].set()
 
     def do(self, command):
         """Waits for a gate, which counts as a fixed time: the scheduler prefers faster workers."""
@@ -101,14 +101,14 @@ def test_a_snapshot_says_what_each_worker_does_or_waits_for_and_since_when(gates
     gates.gates[Train].set()
     found = awaited(driver, TRAINER, "update 0 of step 0")
     assert found["workers"]["rollout 1"]["waits"] == "update"
-    gates.gates[Publish].clear()
+    gates.gates[SyncWeights].clear()
     gates.gates[Generate].clear()
     gates.gates[Update].set()
     assert ended.wait(30)
     thread.join()
     found = awaited(driver, "rollout 0", arrives=[1])
     assert found["step"] == 1 and found["workers"]["rollout 0"]["waits"] == "weights"
-    gates.gates[Publish].set()
+    gates.gates[SyncWeights].set()
     awaited(driver, "rollout 0", "generating chunk [01] of step 1", holds=[1])
 
 

@@ -26,11 +26,11 @@ from digen_jax.runtime.worker import Gone
 from digen_jax.scheduling.commands import (
     TRAINER,
     Generate,
-    Publication,
-    Publish,
     Score,
+    SyncWeights,
     Train,
     Update,
+    WeightsVersion,
 )
 from digen_jax.scheduling.scheduler import SchedulerError
 from tests.engine import toy
@@ -155,7 +155,7 @@ def test_a_worker_that_weights_do_not_reach_is_given_up(system, undisturbed, mon
     real = Link.take
 
     def take(link, key, shardings, taker):
-        if key == Publication(1) and taker == "rollout 1":
+        if key == WeightsVersion(1) and taker == "rollout 1":
             raise RuntimeError("the link is down")
         return real(link, key, shardings, taker)
 
@@ -351,7 +351,7 @@ def test_a_run_goes_on_with_what_it_had_begun(system):
     state, kept, steps = resumed()
     options = dict(state=state, batches=steps, first=2, begun=Begun(scheduler, kept))
     after, (metrics, _), log = toy.drive(system, c, 2, **options)
-    assert {c.version for c in log[:4] if isinstance(c, Publish)} == {1, 2}
+    assert {c.version for c in log[:4] if isinstance(c, SyncWeights)} == {1, 2}
     versions = {
         c.chunk.index: c.version for c in log if isinstance(c, Generate) and c.chunk.step == 2
     }

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from digen_jax.scheduling.commands import TRAINER, Chunk, Generate, Publication, Score, Train
+from digen_jax.scheduling.commands import TRAINER, Chunk, Generate, Score, Train, WeightsVersion
 from digen_jax.scheduling.costs import WEIGHT, CostModel
 from digen_jax.scheduling.settings import Costs, Settings
 
@@ -9,7 +9,7 @@ SETTINGS = Settings(1, groups=1, images=4, chunk_images=4, passes=2)
 
 
 def generate(worker, evaluation=False):
-    return Generate(1, worker, Chunk(0, 0, evaluation), Publication(0))
+    return Generate(1, worker, Chunk(0, 0, evaluation), WeightsVersion(0))
 
 
 def train(count=1):

@@ -1,12 +1,12 @@
 import math
 
-from digen_jax.scheduling.commands import TRAINER, Chunk, Generate, Publication, Score, Train
+from digen_jax.scheduling.commands import TRAINER, Chunk, Generate, Score, Train, WeightsVersion
 from digen_jax.scheduling.costs import GUESSED, CostModel
 from digen_jax.scheduling.deadlines import Deadline, expected
 from digen_jax.scheduling.settings import Settings
 
 SETTINGS = Settings(1, groups=1, images=4, chunk_images=4, passes=10)
-GENERATE, OTHER = (Generate(1, worker, Chunk(0, 0), Publication(0)) for worker in ("r0", "r1"))
+GENERATE, OTHER = (Generate(1, worker, Chunk(0, 0), WeightsVersion(0)) for worker in ("r0", "r1"))
 
 
 def train(count):
@@ -26,7 +26,7 @@ def test_only_measured_durations_are_expected():
     costs.observe(OTHER, 2.0)
     costs.observe(Score(1, Chunk(0, 0), "r0"), 3.0)
     assert [expected(costs, command) for command in (GENERATE, OTHER)] == [8.0, 2.0]
-    assert expected(costs, Generate(1, "r2", Chunk(0, 0), Publication(0))) == 5.0
+    assert expected(costs, Generate(1, "r2", Chunk(0, 0), WeightsVersion(0))) == 5.0
     assert expected(costs, Score(1, Chunk(0, 0), "r0")) == 3.0
     assert expected(costs, train(1)) is None
 
@@ -40,6 +40,6 @@ def test_a_piece_is_expected_to_take_as_long_as_its_passes():
 def test_an_evaluation_is_measured_separately():
     """Its chunks have another size, schedule and guidance."""
     costs = CostModel.begin(GUESSED, SETTINGS)
-    evaluation = Generate(1, "r0", Chunk(0, 0, evaluation=True), Publication(0))
+    evaluation = Generate(1, "r0", Chunk(0, 0, evaluation=True), WeightsVersion(0))
     costs.observe(evaluation, 30.0)
     assert (expected(costs, evaluation), expected(costs, GENERATE)) == (30.0, None)

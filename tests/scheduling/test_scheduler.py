@@ -16,11 +16,11 @@ from digen_jax.scheduling.commands import (
     Decode,
     Deliver,
     Generate,
-    Publication,
-    Publish,
     Score,
+    SyncWeights,
     Train,
     Update,
+    WeightsVersion,
 )
 from digen_jax.scheduling.events import Completed, Failed, Joined, Lost
 from digen_jax.scheduling.scheduler import Scheduler, SchedulerError
@@ -160,7 +160,7 @@ def test_a_resumed_run_continues_from_the_end_of_a_step(plan, seed, trouble, wor
     first = at_step_end(plan, seed, trouble, workers, flat_share)
     saved, referee = json.loads(json.dumps(first.scheduler.save())), first.referee
     begun = {g: v for g, v in referee.group_version.items() if g[0] >= referee.step}
-    assert {Publication(referee.step), *map(Publication, begun.values())} <= set(
+    assert {WeightsVersion(referee.step), *map(WeightsVersion, begun.values())} <= set(
         first.scheduler.kept
     )
 
@@ -173,7 +173,7 @@ def test_a_resumed_run_continues_from_the_end_of_a_step(plan, seed, trouble, wor
     records.step, records.updates = referee.step, list(referee.updates)
     records.published, records.evaluated = set(referee.published), list(referee.evaluated)
     records.dropped = set(referee.dropped)
-    older = map(Publication, range(referee.step))
+    older = map(WeightsVersion, range(referee.step))
     records.dropped |= set(older).difference(second.scheduler.kept)
     second.run()
     records.finish()
@@ -198,7 +198,7 @@ class Pool:
         self.scheduler, self.flying, self.issued = Scheduler(plan, COSTS), [], []
         names = [f"r{number}" for number in range(len(roles))]
         for name, duration in (seconds or {}).items():  # measured before
-            command = Generate(0, name, Chunk(0, 0), Publication(0))
+            command = Generate(0, name, Chunk(0, 0), WeightsVersion(0))
             self.scheduler.state.costs.observe(command, duration)
         for name, one in zip([*names, TRAINER], [*roles, home], strict=True):
             self.handle(Joined(0.0, name, one))
@@ -465,25 +465,25 @@ def late_publication(steps=4):
     pool = Pool(plan, roles=(SAMPLE_ONLY,) * 2)
     pool.until(Generate, "r0")
     while pool.scheduler.state.step < steps - 1:
-        pool.complete_except([(Publish, "r1", None)] if pool.scheduler.state.step else [])
+        pool.complete_except([(SyncWeights, "r1", None)] if pool.scheduler.state.step else [])
     return pool
 
 
 def test_a_worker_gets_only_the_last_of_the_versions_that_exist_after_a_transfer():
     pool = late_publication()
-    assert [c.version for c in pool.issued if matches(c, Publish, "r1")] == [0, 1]
-    pool.complete(Publish, "r1")
-    assert pool.find(Publish, "r1").version == 3
+    assert [c.version for c in pool.issued if matches(c, SyncWeights, "r1")] == [0, 1]
+    pool.complete(SyncWeights, "r1")
+    assert pool.find(SyncWeights, "r1").version == 3
 
 
 def test_a_failed_transfer_of_superseded_weights_does_not_count_against_its_worker():
     pool = late_publication()
-    assert pool.scheduler.is_superseded(pool.find(Publish, "r1"))
-    pool.fail(Publish, "r1")
-    newest = pool.find(Publish, "r1")
+    assert pool.scheduler.is_superseded(pool.find(SyncWeights, "r1"))
+    pool.fail(SyncWeights, "r1")
+    newest = pool.find(SyncWeights, "r1")
     assert newest.version == 3 and not pool.scheduler.is_superseded(newest)
     with pytest.raises(SchedulerError, match="publishing version 3 to r1 failed 1 times"):
-        pool.fail(Publish, "r1")
+        pool.fail(SyncWeights, "r1")
 
 
 @pytest.mark.parametrize(
@@ -560,7 +560,7 @@ def test_a_run_resumes_with_other_chunks_and_workers(chunk):
     saved = at_step_end(plan, seed=2).scheduler
     old = saved.state.steps[1]
     begun = {i for i, group in enumerate(old.groups) if group.version == 0}
-    assert begun and saved.kept == [Publication(0), Publication(1)]
+    assert begun and saved.kept == [WeightsVersion(0), WeightsVersion(1)]
     cut = dataclasses.replace(plan, chunk_images=chunk)
     other = Costs(generate=9.0, train=1.0)
     scheduler = Scheduler.resume(json.loads(json.dumps(saved.save())), cut, other)
@@ -569,7 +569,7 @@ def test_a_run_resumes_with_other_chunks_and_workers(chunk):
     units = {i for i, group in enumerate(state.steps[1].groups) if group.version == 0}
     assert units == {i // per_unit for i in begun} and state.steps[1].ahead == len(units)
     assert state.costs.predict("generate", "r0") == 9.0 * chunk
-    assert scheduler.kept == [Publication(0), Publication(1)]
+    assert scheduler.kept == [WeightsVersion(0), WeightsVersion(1)]
     second = World(scheduler, Referee(cut, 0, 0.0), random.Random(0), 0.0, 1)
     records = second.referee
     records.step, records.updates, records.published = 1, [(0, 0)], {0, 1}

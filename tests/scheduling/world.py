@@ -19,11 +19,11 @@ from digen_jax.scheduling.commands import (
     Encode,
     Evaluate,
     Generate,
-    Publication,
-    Publish,
     Score,
+    SyncWeights,
     Train,
     Update,
+    WeightsVersion,
 )
 from digen_jax.scheduling.events import Completed, Failed, Joined, Lost
 
@@ -111,13 +111,13 @@ class Referee:
 
     def check_generate(self, c):
         f = c.chunk
-        assert c.publication in self.held[c.worker] and c.publication not in self.dropped
+        assert c.weights_version in self.held[c.worker] and c.weights_version not in self.dropped
         assert f.evaluation or f.step in self.encoded[c.worker]
         assert "sample" in self.roles[c.worker]
         if f.evaluation:
-            assert c.publication == Publication(f.step, self.settings.evaluated_apart)
+            assert c.weights_version == WeightsVersion(f.step, self.settings.evaluated_apart)
             return
-        assert not c.publication.evaluated
+        assert not c.weights_version.evaluated
         assert f not in self.decoded, "generated twice"
         for group in self.groups_of(f):
             assert self.group_version.setdefault(group, c.version) == c.version
@@ -139,7 +139,7 @@ class Referee:
         f, s = c.chunk, self.settings
         assert not f.evaluation and f.step == self.step and "train" in self.roles[c.worker]
         assert f in self.scored and c.worker in self.holders[f] and f not in self.gone
-        assert Publication(self.step, update=self.update) in self.held[c.worker]
+        assert WeightsVersion(self.step, update=self.update) in self.held[c.worker]
         assert all(self.group_version[group] == c.version for group in self.groups_of(f))
         assert c.update == self.update and c.first >= 0 and c.count > 0
         assert c.first + c.count <= s.passes
@@ -193,9 +193,9 @@ class Referee:
             assert c.step in self.evaluated, "a new version before the last one is evaluated"
 
     def check_publish(self, c):
-        assert c.version in self.published and c.publication not in self.dropped
-        if c.publication.update:
-            assert (c.version, c.publication.update) <= (self.step, self.update)
+        assert c.version in self.published and c.weights_version not in self.dropped
+        if c.weights_version.update:
+            assert (c.version, c.weights_version.update) <= (self.step, self.update)
 
     def check_evaluate(self, c):
         assert c.version not in self.evaluated
@@ -205,7 +205,7 @@ class Referee:
         self.evaluated.append(c.version)
 
     def check_drop_version(self, c):
-        found = c.publication
+        found = c.weights_version
         assert found not in self.dropped
         self.dropped.add(found)
         if found.evaluated or not self.settings.evaluated_apart:
@@ -276,9 +276,9 @@ class Referee:
                 if self.update == self.settings.updates:
                     self.step, self.update = self.step + 1, 0
                     self.published.add(self.step)
-                self.held[TRAINER].add(Publication(self.step, update=self.update))
-            case Publish():
-                self.held[c.worker].add(c.publication)
+                self.held[TRAINER].add(WeightsVersion(self.step, update=self.update))
+            case SyncWeights():
+                self.held[c.worker].add(c.weights_version)
 
         self.applied |= self.scored & self.delivered  # what the scheduler knows stays known
 
@@ -366,8 +366,8 @@ class Referee:
         assert all(count <= share + 1e-6 for count in stale.values())
         due = [v for v in range(s.steps + 1) if s.evaluated_chunks(v)]
         assert sorted(self.evaluated) == due
-        dropped = {Publication(v) for v in range(s.steps - s.max_policy_lag)}
-        dropped |= {Publication(v, True) for v in due if s.evaluated_apart}
+        dropped = {WeightsVersion(v) for v in range(s.steps - s.max_policy_lag)}
+        dropped |= {WeightsVersion(v, True) for v in due if s.evaluated_apart}
         assert self.dropped == dropped, "a version was kept for ever"
 
 
@@ -408,7 +408,7 @@ class World:
         """
         for one in [None] * self.workers if roles is None else roles:
             self.join(one)
-        self.referee.held[TRAINER].add(Publication(self.referee.step))
+        self.referee.held[TRAINER].add(WeightsVersion(self.referee.step))
         if roles is None and any("sample" in one for one in self.referee.roles.values()):
             return self.add(
                 TRAINER, *self.rng.choice([(BOTH[0],), (BOTH[1],), (("train",), ("sample",))])
@@ -466,7 +466,7 @@ class World:
         occupied = Counter(
             c.worker
             for c in self.in_flight.values()
-            if not isinstance(c, Publish | Deliver | Score)
+            if not isinstance(c, SyncWeights | Deliver | Score)
         )
         assert all(n == 1 for n in occupied.values())
         serial = self.rng.choice(sorted(self.in_flight))
@@ -500,7 +500,7 @@ class World:
             "publish": (
                 "publish",
                 getattr(command, "worker", 0),
-                getattr(command, "publication", 0),
+                getattr(command, "weights_version", 0),
             ),
             "update": ("update", r.step, r.update),
         }.get(command.kind)

@@ -8,7 +8,7 @@ from digen_jax.scheduling.planner.problem import Footprint, Problem, divisors
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class PoolLayout:
     """The workers of a pool. Those that train are all alike, and so are those that only sample."""
 
     workers: int  # that train; the first one is the home worker, which updates
@@ -75,7 +75,7 @@ class DeviceBytes:
         return _most(self.trainer, self.worker, self.ahead)
 
 
-def device_bytes(problem: Problem, layout: Layout) -> DeviceBytes:
+def device_bytes(problem: Problem, layout: PoolLayout) -> DeviceBytes:
     """The bytes of a layout, with the smallest axes fsdp that fit into the devices' memory.
 
     If none fits, the axes have the wanted sizes, and `largest` shows the excess.
@@ -98,7 +98,7 @@ def device_bytes(problem: Problem, layout: Layout) -> DeviceBytes:
     return DeviceBytes(*held, trainer, rollout, _ahead_bytes(problem, layout, ahead))
 
 
-def fits_memory(problem: Problem, layout: Layout) -> bool:
+def fits_memory(problem: Problem, layout: PoolLayout) -> bool:
     """Whether a layout fits into the memory of every device."""
     if problem.footprint is None or problem.device_memory is None:
         return True
@@ -113,7 +113,7 @@ def _smallest(devices: int, wanted: int, limit: float | None, held: Callable[[in
     return next((size for size in sizes if held(size) <= limit), sizes[0])
 
 
-def _trainer_bytes(problem: Problem, layout: Layout, fsdp: int) -> dict[str, float]:
+def _trainer_bytes(problem: Problem, layout: PoolLayout, fsdp: int) -> dict[str, float]:
     """Gradient, moments and average are laid out like their parameters.
 
     All candidates of the step, and the begun part of the next one, may wait to be trained. The workers that train
@@ -147,7 +147,7 @@ def _trainer_bytes(problem: Problem, layout: Layout, fsdp: int) -> dict[str, flo
     }
 
 
-def _rollout_bytes(problem: Problem, layout: Layout, fsdp: int) -> dict[str, float]:
+def _rollout_bytes(problem: Problem, layout: PoolLayout, fsdp: int) -> dict[str, float]:
     """Includes the trajectories of two chunks: one in generation, one in transfer to a worker that trains."""
     if not layout.rollout:
         return {}
@@ -166,7 +166,7 @@ def _rollout_bytes(problem: Problem, layout: Layout, fsdp: int) -> dict[str, flo
     }
 
 
-def _ahead_bytes(problem: Problem, layout: Layout, fsdp: int) -> dict[str, float]:
+def _ahead_bytes(problem: Problem, layout: PoolLayout, fsdp: int) -> dict[str, float]:
     """Of the text encoders, on the sampling devices before the weights of the run are there."""
     foot, axes = problem.footprint, (fsdp, problem.trainer_tensor, problem.trainer_sequence)
     if foot.ahead is None:
@@ -184,7 +184,7 @@ def _rewards(foot: Footprint, *axes: int) -> dict[str, float]:
 
 
 def _sampling(
-    problem: Problem, layout: Layout, parts: int, fsdp: int, tensor: int, sequence: int
+    problem: Problem, layout: PoolLayout, parts: int, fsdp: int, tensor: int, sequence: int
 ) -> dict[str, float]:
     """The temporary memory of what a worker that samples does in a step."""
     foot = problem.footprint

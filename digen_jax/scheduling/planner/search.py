@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from digen_jax.errors import ConfigError
-from digen_jax.scheduling.planner.memory import DeviceBytes, Layout, device_bytes, fits_memory
+from digen_jax.scheduling.planner.memory import DeviceBytes, PoolLayout, device_bytes, fits_memory
 from digen_jax.scheduling.planner.problem import Problem, divisors
 from digen_jax.scheduling.settings import Costs, Settings
 from digen_jax.scheduling.simulator import WARM_UP, Disturbance, WorkerLayout, simulate
@@ -21,7 +21,9 @@ SPLITS = 64  # divisions of the devices between workers that only sample and oth
 NOTHING = 3e-3  # of a step: a gain that is too small for another worker, role or version of lag
 
 
-def layouts(problem: Problem, runs: Callable[[Layout], bool] = lambda layout: True) -> list[Layout]:
+def layouts(
+    problem: Problem, runs: Callable[[PoolLayout], bool] = lambda layout: True
+) -> list[PoolLayout]:
     """All layouts that use every device, fit into the memory and for which `runs` holds.
 
     Of the meshes of a worker that trains, only the one with the fastest training of those that fit.
@@ -46,7 +48,7 @@ def layouts(problem: Problem, runs: Callable[[Layout], bool] = lambda layout: Tr
     return found
 
 
-def _shapes(problem: Problem) -> Iterator[list[Layout]]:
+def _shapes(problem: Problem) -> Iterator[list[PoolLayout]]:
     """For each division of the devices into workers: the meshes of those that train, the fastest first."""
     total, settings = problem.devices, problem.settings
     grid = min(d for d in divisors(total) if d >= total / SPLITS)
@@ -67,11 +69,13 @@ def _shapes(problem: Problem) -> Iterator[list[Layout]]:
                 yield _meshes(problem, workers, (total - part) // workers, fields)
 
 
-def _meshes(problem: Problem, workers: int, size: int, fields: dict) -> list[Layout]:
+def _meshes(problem: Problem, workers: int, size: int, fields: dict) -> list[PoolLayout]:
     """The meshes of workers of `size` devices; of equally fast ones, those that split images come first."""
     parts, rest = divmod(size, fields["shared"])
     times = [t for t in divisors(parts or 1) if t <= problem.transitions and not rest]
-    found = [Layout(workers, size, t, **fields) for t in times if problem.trainer.fits(parts // t)]
+    found = [
+        PoolLayout(workers, size, t, **fields) for t in times if problem.trainer.fits(parts // t)
+    ]
     return sorted(found, key=lambda one: (_train(problem, one), one.time))
 
 
@@ -88,14 +92,14 @@ def _divides(problem: Problem, chunk: int) -> bool:
     )
 
 
-def _train(problem: Problem, layout: Layout) -> float:
+def _train(problem: Problem, layout: PoolLayout) -> float:
     """Seconds of training an image. Steps that `time` does not divide are padded."""
     longest = math.ceil(problem.transitions / layout.time)
     devices = layout.data * layout.shared * problem.transitions / longest
     return problem.costs.train * problem.trainer.seconds(devices)
 
 
-def _sampling(problem: Problem, layout: Layout) -> tuple[float, float]:
+def _sampling(problem: Problem, layout: PoolLayout) -> tuple[float, float]:
     """Seconds of sampling on a worker that trains and on one that only samples, divided by those on one device."""
     images = layout.chunk if problem.worker.images else 0
     scaling = dataclasses.replace(problem.worker, images=images)
@@ -103,7 +107,7 @@ def _sampling(problem: Problem, layout: Layout) -> tuple[float, float]:
     return own, scaling.seconds(layout.rollout_devices) if layout.rollout else math.inf
 
 
-def settings_of(problem: Problem, layout: Layout) -> Settings:
+def settings_of(problem: Problem, layout: PoolLayout) -> Settings:
     """The scheduler's settings of a layout."""
     given, chunk = problem.settings, layout.chunk
     passes = given.passes * chunk // given.chunk_images
@@ -115,7 +119,7 @@ def settings_of(problem: Problem, layout: Layout) -> Settings:
     return dataclasses.replace(given, chunk_images=chunk, passes=passes, **changes)
 
 
-def workers_of(problem: Problem, layout: Layout) -> tuple[tuple[WorkerLayout, ...], Costs]:
+def workers_of(problem: Problem, layout: PoolLayout) -> tuple[tuple[WorkerLayout, ...], Costs]:
     """The workers with their speeds, the home worker first, and the costs on a worker of speed 1."""
     (own, other), size = _sampling(problem, layout), layout.rollout_devices
     # The simulator divides by devices and speed. The speed is that of sampling, and training is adapted to it.
@@ -128,7 +132,7 @@ def workers_of(problem: Problem, layout: Layout) -> tuple[tuple[WorkerLayout, ..
     return workers, dataclasses.replace(costs, **changes)
 
 
-def _part(problem: Problem, layout: Layout) -> tuple[Problem, Layout, int]:
+def _part(problem: Problem, layout: PoolLayout) -> tuple[Problem, PoolLayout, int]:
     """A smaller problem with its layout, and a number: its step takes this number of times less.
 
     It has fewer workers with as much work for each; or less work for each, with costs of a step that fall alike.
@@ -153,7 +157,7 @@ def _part(problem: Problem, layout: Layout) -> tuple[Problem, Layout, int]:
     return part, dataclasses.replace(layout, **numbers), less
 
 
-def lower_bound(problem: Problem, layout: Layout) -> float:
+def lower_bound(problem: Problem, layout: PoolLayout) -> float:
     """A lower bound of the mean seconds of a step in the steady state."""
     settings, costs = settings_of(problem, layout), problem.costs
     scales = _sampling(problem, layout)
@@ -197,7 +201,7 @@ def lower_bound(problem: Problem, layout: Layout) -> float:
 class Prediction:
     """A simulated layout."""
 
-    layout: Layout
+    layout: PoolLayout
     step_seconds: float  # of the steady state
     images_per_device_second: float  # trained
     utilisation: float  # the bound (G + T)/N, with perfect scaling, over the step's seconds
@@ -210,9 +214,9 @@ class Simulations:
 
     def __init__(self, problem: Problem):
         self.problem, self.work = problem, 0
-        self.made: dict[Layout, Prediction] = {}
+        self.made: dict[PoolLayout, Prediction] = {}
 
-    def predict(self, layout: Layout) -> Prediction:
+    def predict(self, layout: PoolLayout) -> Prediction:
         """Simulates a layout, unless this was done before."""
         if layout in self.made:
             return self.made[layout]
@@ -234,14 +238,14 @@ class Simulations:
         return self.made[layout]
 
 
-def search(simulations: Simulations, found: Sequence[Layout], work: int = WORK) -> Prediction:
+def search(simulations: Simulations, found: Sequence[PoolLayout], work: int = WORK) -> Prediction:
     """The simplest layout among those that are nearly as fast as the fastest one.
 
     It simulates the layouts in the order of their bounds, corrected by what the last one of the same kind took beyond
     its bound, until no bound is shorter than the best step, or `work` is used up.
     """
     bounds = {layout: lower_bound(simulations.problem, layout) for layout in found}
-    left: dict[str, list[Layout]] = {}
+    left: dict[str, list[PoolLayout]] = {}
     for layout in sorted(found, key=lambda one: (bounds[one], _effort(one)), reverse=True):
         left.setdefault(layout.kind, []).append(layout)
     beyond, best, last = dict.fromkeys(left, 1.0), math.inf, simulations.work + work
@@ -265,7 +269,7 @@ def simplest(made: Sequence[Prediction]) -> Prediction:
     return min(near, key=lambda one: (_effort(one.layout), one.step_seconds))
 
 
-def _effort(layout: Layout) -> tuple[int, bool, int]:
+def _effort(layout: PoolLayout) -> tuple[int, bool, int]:
     return layout.lag, layout.rollout > 0, layout.workers + layout.rollout
 
 
@@ -275,12 +279,14 @@ class Plan:
 
     problem: Problem
     choice: Prediction
-    best: tuple[Prediction, ...]  # of every kind of layout (see `Layout.kind`), the fastest first
+    best: tuple[
+        Prediction, ...
+    ]  # of every kind of layout (see `PoolLayout.kind`), the fastest first
     layouts: int  # their number
     simulated: int  # how many of them were simulated
 
 
-def make_plan(problem: Problem, runs: Callable[[Layout], bool] = lambda layout: True) -> Plan:
+def make_plan(problem: Problem, runs: Callable[[PoolLayout], bool] = lambda layout: True) -> Plan:
     """Searches all layouts for which `runs` holds; the table has the fastest simulated one of each kind.
 
     Raises:
@@ -288,7 +294,7 @@ def make_plan(problem: Problem, runs: Callable[[Layout], bool] = lambda layout: 
     """
     found, simulations = layouts(problem, runs), Simulations(problem)
     search(simulations, found)
-    kinds: dict[str, list[Layout]] = {}
+    kinds: dict[str, list[PoolLayout]] = {}
     for layout in found:
         kinds.setdefault(layout.kind, []).append(layout)
     for same in kinds.values():

@@ -8,7 +8,7 @@ import pytest
 
 from digen_jax.errors import ConfigError
 from digen_jax.planning.plan_text import memory_table, table, why
-from digen_jax.scheduling.planner.memory import Layout, device_bytes
+from digen_jax.scheduling.planner.memory import PoolLayout, device_bytes
 from digen_jax.scheduling.planner.problem import Footprint, Problem, Programs, Scaling
 from digen_jax.scheduling.planner.search import (
     WORK,
@@ -80,7 +80,7 @@ def test_one_large_chunk_with_lag_is_not_predicted_faster_than_the_bound():
     """An earlier simulator said 105.3%: three workers that sample, and one that trains and samples, of 16 devices."""
     settings = Settings(1, 128, 1, 128, max_policy_lag=1)
     simulations = Simulations(Problem(64, settings, Costs(8.0, 1.0)))
-    layout = Layout(1, 16, rollout=3, rollout_devices=16, chunk=128, lag=1)
+    layout = PoolLayout(1, 16, rollout=3, rollout_devices=16, chunk=128, lag=1)
     assert 0 < simulations.predict(layout).utilisation <= 1.005
 
 
@@ -148,7 +148,7 @@ def test_serial_shares_prefer_small_workers_and_equal_times_few_workers():
     serial = make_plan(Problem(4, settings, costs, Scaling(0.1), Scaling(0.1)))
     assert (serial.choice.layout.workers, serial.choice.layout.devices) == (4, 1)
     linear = make_plan(Problem(4, settings, costs))
-    assert linear.choice.layout == Layout(1, 4)
+    assert linear.choice.layout == PoolLayout(1, 4)
     assert linear.choice.utilisation == pytest.approx(1.0)
     assert linear.choice.images_per_device_second == pytest.approx(0.5)
 
@@ -157,7 +157,7 @@ def test_colocated_is_the_sum_of_all_that_it_does():
     settings = Settings(1, groups=4, images=4, chunk_images=2, max_policy_lag=0)
     costs = Costs(0.5, 0.4, encode=0.1, score=0.01, update=0.3, publish=0.2)
     problem = Problem(8, settings, costs, Scaling(0.1), Scaling(0.2))
-    made = Simulations(problem).predict(Layout(1, 8, chunk=2))
+    made = Simulations(problem).predict(PoolLayout(1, 8, chunk=2))
     generation, training = 16 * 0.5 * (0.1 + 0.9 / 8), 16 * 0.4 * (0.2 + 0.8 / 8)
     encoding = 0.1 * (0.1 + 0.9 / 8)
     assert made.step_seconds == pytest.approx(generation + training + encoding + 0.3)
@@ -202,7 +202,7 @@ def test_1024_devices_are_planned_in_bounded_work():
 @pytest.mark.parametrize("rollout", [0, 128])
 def test_a_part_of_a_large_problem_takes_as_long_as_the_whole(rollout):
     problem = large(256)
-    layout = Layout(256 - rollout, 1, rollout=rollout, rollout_devices=min(rollout, 1))
+    layout = PoolLayout(256 - rollout, 1, rollout=rollout, rollout_devices=min(rollout, 1))
     made = Simulations(problem).predict(layout)
     workers, costs = workers_of(problem, layout)
     whole = simulate(workers, costs, settings_of(problem, layout), 8, Disturbance())
@@ -244,7 +244,7 @@ PROBLEM = Problem(8, STEP, COSTS, transitions=4, footprint=FOOTPRINT)
 def test_a_device_holds_what_is_counted_by_hand():
     foot = dataclasses.replace(FOOTPRINT, trainer_fsdp=2, worker_fsdp=2)
     problem = dataclasses.replace(PROBLEM, footprint=foot)
-    layout = Layout(1, 4, time=2, rollout=2, rollout_devices=2, chunk=2, lag=1)
+    layout = PoolLayout(1, 4, time=2, rollout=2, rollout_devices=2, chunk=2, lag=1)
     held, tuned = device_bytes(problem, layout), 800 / 2 + 8
     assert held.trainer == {
         "parameters": tuned + 80 / 2 + 4,
@@ -268,7 +268,7 @@ def test_a_device_holds_what_is_counted_by_hand():
 
 
 def test_roles_decide_what_a_worker_holds():
-    only = Layout(1, 4, samples=False, rollout=4, rollout_devices=1, chunk=2)
+    only = PoolLayout(1, 4, samples=False, rollout=4, rollout_devices=1, chunk=2)
     held = device_bytes(PROBLEM, only)
     assert held.trainer["frozen"] == 0 and held.trainer["kept versions"] == 808
     assert device_bytes(PROBLEM, dataclasses.replace(only, samples=True)).trainer["frozen"] == 406
@@ -276,15 +276,15 @@ def test_roles_decide_what_a_worker_holds():
     foot = dataclasses.replace(FOOTPRINT, programs=small)
     problem = dataclasses.replace(PROBLEM, footprint=foot)
     assert device_bytes(problem, only).trainer["temporaries of the update"] == 808
-    both = device_bytes(problem, Layout(1, 2, time=2, chunk=2))
+    both = device_bytes(problem, PoolLayout(1, 2, time=2, chunk=2))
     assert both.trainer["temporaries of generating"] == 1500 and both.worker == {}
     # Four workers hold a quarter of the 8 chunks each, and one more.
-    pool = device_bytes(problem, Layout(4, 1, chunk=2))
+    pool = device_bytes(problem, PoolLayout(4, 1, chunk=2))
     assert pool.trainer["trajectories"] == 3 * 2 * 10
 
 
 def test_incomplete_groups_hold_gradients_and_candidates_trajectories():
-    layout = Layout(1, 4, rollout=4, rollout_devices=1, chunk=2)
+    layout = PoolLayout(1, 4, rollout=4, rollout_devices=1, chunk=2)
     plain = device_bytes(PROBLEM, layout).trainer
     early = dataclasses.replace(STEP, max_incomplete_groups=3)
     many = dataclasses.replace(STEP, max_candidates=10)
@@ -308,7 +308,7 @@ def test_the_tensor_axes_split_parameters_and_the_sequence_axes_only_work():
 
 
 def test_parameters_are_split_only_as_far_as_the_memory_requires():
-    layout = Layout(1, 4, samples=False, rollout=1, rollout_devices=4, chunk=2)
+    layout = PoolLayout(1, 4, samples=False, rollout=1, rollout_devices=4, chunk=2)
     for limit, fsdp in ((10_000, 1), (5_500, 2), (4_500, 4)):
         held = device_bytes(dataclasses.replace(PROBLEM, device_memory=limit), layout)
         assert held.trainer_fsdp == fsdp and sum(held.trainer.values()) <= limit
@@ -323,8 +323,8 @@ def test_text_encoders_that_encode_ahead_are_alone_on_the_devices_that_sample():
     )
     foot = dataclasses.replace(resident, ahead=parameters(20_000, 100))
     problem = dataclasses.replace(PROBLEM, footprint=foot)
-    rollout = Layout(1, 4, samples=False, rollout=1, rollout_devices=4, chunk=2)
-    for layout in (rollout, Layout(1, 8, chunk=2)):
+    rollout = PoolLayout(1, 4, samples=False, rollout=1, rollout_devices=4, chunk=2)
+    for layout in (rollout, PoolLayout(1, 8, chunk=2)):
         held = device_bytes(problem, layout)
         assert held.ahead == {"text encoders": 20_100, "temporaries of encoding": 4000}
         assert held.largest == 24_100
