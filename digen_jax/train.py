@@ -65,7 +65,7 @@ from digen_jax.runtime.driver import Driver
 from digen_jax.runtime.executors import Executors
 from digen_jax.runtime.opening import TrainerMesh, follow_run, open_scheduler, open_system
 from digen_jax.runtime.orders import Orders, leading
-from digen_jax.scheduling.deadlines import Deadline
+from digen_jax.scheduling.costs import Deadline
 
 
 def train(recipe: Recipe, workdir: pathlib.Path, part: TrainerPart | None = None) -> int | None:

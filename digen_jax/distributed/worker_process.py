@@ -31,7 +31,7 @@ from digen_jax.rewards.exchanges import moved
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.rewards.process import Gone
 from digen_jax.scheduling.commands import Chunk, Deliver, Train, WeightsVersion, trainer_names
-from digen_jax.scheduling.deadlines import Deadline
+from digen_jax.scheduling.costs import Deadline
 
 if TYPE_CHECKING:
     from digen_jax.config.recipe import Recipe

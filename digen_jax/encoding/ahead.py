@@ -48,7 +48,7 @@ from digen_jax.prompt_store import (
     store_folder,
 )
 from digen_jax.prompts.encoded import OVERHEAD, PromptStore
-from digen_jax.scheduling.deadlines import Deadline
+from digen_jax.scheduling.costs import Deadline
 
 # What is stored together at most, and lost if the process is killed meanwhile.
 TOGETHER, TOGETHER_BYTES = 1024, 2**30

@@ -42,7 +42,7 @@ from digen_jax.scheduling.commands import (
     SyncWeights,
     Update,
 )
-from digen_jax.scheduling.deadlines import Deadline, expected
+from digen_jax.scheduling.costs import Deadline
 from digen_jax.scheduling.events import Completed, Event, Failed, Joined, Lost
 from digen_jax.scheduling.scheduler import FAILURES, Scheduler, SchedulerError
 from digen_jax.scheduling.timeline import Interval
@@ -274,7 +274,7 @@ class Driver:
     def _watched(self, command: Command, late: Callable[[str, float], None]) -> Iterator[Stopwatch]:
         """Times a block that executes a command; `late(what, seconds)` is called if it takes too long."""
         with self._lock:
-            seconds = expected(self._scheduler.state.costs, command)
+            seconds = self._scheduler.state.costs.measured(command)
             what = self._scheduler.work(command)
         with during(what), self._watch.over(seconds, lambda limit: late(what, limit)) as stopwatch:
             yield stopwatch

@@ -44,8 +44,7 @@ from digen_jax.runtime.link import Link
 from digen_jax.runtime.orders import Orders, answer, entries, leave
 from digen_jax.runtime.scoring import Judged
 from digen_jax.scheduling.commands import WeightsVersion
-from digen_jax.scheduling.costs import GUESSED
-from digen_jax.scheduling.deadlines import Deadline
+from digen_jax.scheduling.costs import GUESSED, Deadline
 from digen_jax.scheduling.scheduler import Scheduler
 from digen_jax.scheduling.settings import Settings
 

@@ -47,8 +47,11 @@ class Command:
     """`serial` numbers all commands of a run."""
 
     serial: int
-    answered: ClassVar[bool] = True
     kind: ClassVar[str]
+    answered: ClassVar[bool]
+
+    def __init_subclass__(cls, kind: str, answered: bool = True):
+        cls.kind, cls.answered = kind, answered
 
     @property
     def receiver(self) -> str:
@@ -57,22 +60,20 @@ class Command:
 
 
 @dataclasses.dataclass(frozen=True)
-class Encode(Command):
+class Encode(Command, kind="encode"):
     """Encode a step's prompts on a worker. A chunk of an evaluation encodes its own when it is generated."""
 
     worker: str
     step: int
-    kind: ClassVar[str] = "encode"
 
 
 @dataclasses.dataclass(frozen=True)
-class Generate(Command):
+class Generate(Command, kind="generate"):
     """Sample a chunk's trajectories with weights that the worker holds."""
 
     worker: str
     chunk: Chunk
     weights_version: WeightsVersion
-    kind: ClassVar[str] = "generate"
 
     @property
     def version(self) -> int:
@@ -81,36 +82,33 @@ class Generate(Command):
 
 
 @dataclasses.dataclass(frozen=True)
-class Decode(Command):
+class Decode(Command, kind="decode"):
     """Decode the images; the worker then keeps them, and the samples to train, until they are fetched."""
 
     worker: str
     chunk: Chunk
-    kind: ClassVar[str] = "decode"
 
 
 @dataclasses.dataclass(frozen=True)
-class Deliver(Command):
+class Deliver(Command, kind="deliver"):
     """Transfer the samples of a decoded chunk from a worker to a training worker; `version` generated them."""
 
     worker: str
     chunk: Chunk
     version: int
     to: str
-    kind: ClassVar[str] = "deliver"
 
 
 @dataclasses.dataclass(frozen=True)
-class Score(Command):
+class Score(Command, kind="score"):
     """Ask the reward pool for the values of a chunk, whose images the worker `maker` holds."""
 
     chunk: Chunk
     maker: str
-    kind: ClassVar[str] = "score"
 
 
 @dataclasses.dataclass(frozen=True)
-class Train(Command):
+class Train(Command, kind="train"):
     """Accumulate the gradient of `count` passes of a chunk from `first` on.
 
     `early`: before the chunk's advantages are known.
@@ -123,27 +121,24 @@ class Train(Command):
     first: int
     count: int
     early: bool = False
-    kind: ClassVar[str] = "train"
 
 
 @dataclasses.dataclass(frozen=True)
-class Update(Command):
+class Update(Command, kind="update"):
     """One optimizer update from the sums of `trained` workers; the step's last one makes a new version."""
 
     worker: str
     step: int
     update: int
     trained: tuple[str, ...]
-    kind: ClassVar[str] = "update"
 
 
 @dataclasses.dataclass(frozen=True)
-class SyncWeights(Command):
+class SyncWeights(Command, kind="publish"):
     """Send published weights, which the trainer keeps, to a worker."""
 
     worker: str
     weights_version: WeightsVersion
-    kind: ClassVar[str] = "publish"
 
     @property
     def version(self) -> int:
@@ -152,27 +147,21 @@ class SyncWeights(Command):
 
 
 @dataclasses.dataclass(frozen=True)
-class Evaluate(Command):
+class Evaluate(Command, kind="evaluate", answered=False):
     """Report a version's evaluation, of which all chunks are scored."""
 
     version: int
-    answered: ClassVar[bool] = False
-    kind: ClassVar[str] = "evaluate"
 
 
 @dataclasses.dataclass(frozen=True)
-class DropVersion(Command):
+class DropVersion(Command, kind="drop_version", answered=False):
     """No chunk will need these weights again: the trainer and every worker may free them."""
 
     weights_version: WeightsVersion
-    answered: ClassVar[bool] = False
-    kind: ClassVar[str] = "drop_version"
 
 
 @dataclasses.dataclass(frozen=True)
-class DropChunks(Command):
+class DropChunks(Command, kind="drop_chunks", answered=False):
     """Free all data of begun candidates that do not form the step."""
 
     chunks: tuple[Chunk, ...]
-    answered: ClassVar[bool] = False
-    kind: ClassVar[str] = "drop_chunks"

@@ -1,11 +1,13 @@
-"""Durations of commands: a moving average for every kind of command and worker."""
+"""Durations of commands: a moving average for every kind of command and worker, and when work counts as hung."""
 
 import dataclasses
+import math
 
 from digen_jax.scheduling.commands import Command, Train
 from digen_jax.scheduling.settings import Costs, Settings
 
 WEIGHT = 1 / 16  # of the newest measurement, after the first 1 / WEIGHT of them
+HUNG = 10  # times the expected duration, after which work counts as hung
 # An evaluation's chunks have another size, schedule and guidance.
 OF_EVALUATION = {
     "generate": "evaluate",
@@ -62,3 +64,29 @@ class CostModel:
         if not known:
             return self.expected.seconds(kind, self.images, 1 / self.passes)
         return known.get(worker, known[""])
+
+    def measured(self, command: Command) -> float | None:
+        """Seconds of a command by measurement. None before the first measurement of its kind.
+
+        The expected costs do not count: they compare commands, and may have another unit.
+        """
+        kind = cost_of(command)
+        if not self.averages.get(kind):
+            return None
+        seconds = self.predict(kind, getattr(command, "worker", ""))
+        return seconds * command.count if isinstance(command, Train) else seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Deadline:
+    """The time after which a worker or a transfer counts as hung: at least `least` seconds. 0 means no deadline."""
+
+    least: float
+
+    def seconds(self, expected: float | None = None) -> float:
+        """Seconds after which work counts as hung.
+
+        Args:
+          expected: its usual duration. None means unknown.
+        """
+        return max(self.least, HUNG * (expected or 0.0)) if self.least else math.inf

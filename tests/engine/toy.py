@@ -49,7 +49,7 @@ from digen_jax.scheduling.commands import (
     Train,
     WeightsVersion,
 )
-from digen_jax.scheduling.deadlines import Deadline
+from digen_jax.scheduling.costs import Deadline
 from digen_jax.scheduling.settings import Settings
 
 LETTERS, TEXT = 6, 8

@@ -1,8 +1,7 @@
 import math
 
 from digen_jax.scheduling.commands import TRAINER, Chunk, Generate, Score, Train, WeightsVersion
-from digen_jax.scheduling.costs import GUESSED, CostModel
-from digen_jax.scheduling.deadlines import Deadline, expected
+from digen_jax.scheduling.costs import GUESSED, CostModel, Deadline
 from digen_jax.scheduling.settings import Settings
 
 SETTINGS = Settings(1, groups=1, images=4, chunk_images=4, passes=10)
@@ -21,20 +20,20 @@ def test_a_deadline_is_a_floor_or_ten_times_the_expected_duration():
 
 def test_only_measured_durations_are_expected():
     costs = CostModel.begin(GUESSED, SETTINGS)
-    assert expected(costs, GENERATE) is None
+    assert costs.measured(GENERATE) is None
     costs.observe(GENERATE, 8.0)
     costs.observe(OTHER, 2.0)
     costs.observe(Score(1, Chunk(0, 0), "r0"), 3.0)
-    assert [expected(costs, command) for command in (GENERATE, OTHER)] == [8.0, 2.0]
-    assert expected(costs, Generate(1, "r2", Chunk(0, 0), WeightsVersion(0))) == 5.0
-    assert expected(costs, Score(1, Chunk(0, 0), "r0")) == 3.0
-    assert expected(costs, train(1)) is None
+    assert [costs.measured(command) for command in (GENERATE, OTHER)] == [8.0, 2.0]
+    assert costs.measured(Generate(1, "r2", Chunk(0, 0), WeightsVersion(0))) == 5.0
+    assert costs.measured(Score(1, Chunk(0, 0), "r0")) == 3.0
+    assert costs.measured(train(1)) is None
 
 
 def test_a_piece_is_expected_to_take_as_long_as_its_passes():
     costs = CostModel.begin(GUESSED, SETTINGS)
     costs.observe(train(4), 8.0)
-    assert [expected(costs, train(count)) for count in (1, 3, 10)] == [2.0, 6.0, 20.0]
+    assert [costs.measured(train(count)) for count in (1, 3, 10)] == [2.0, 6.0, 20.0]
 
 
 def test_an_evaluation_is_measured_separately():
@@ -42,4 +41,4 @@ def test_an_evaluation_is_measured_separately():
     costs = CostModel.begin(GUESSED, SETTINGS)
     evaluation = Generate(1, "r0", Chunk(0, 0, evaluation=True), WeightsVersion(0))
     costs.observe(evaluation, 30.0)
-    assert (expected(costs, evaluation), expected(costs, GENERATE)) == (30.0, None)
+    assert (costs.measured(evaluation), costs.measured(GENERATE)) == (30.0, None)
