@@ -1,4 +1,4 @@
-"""The scheduler: the whole policy of a run, as a deterministic state machine without device or clock.
+"""The scheduler: the policy of a run, as a deterministic state machine without device or clock.
 
     event --> scheduler.handle --> state (steps, weights, workers, costs) --> next work of idle workers --> commands
 

@@ -135,7 +135,7 @@ class Update(Command, kind="update"):
 
 @dataclasses.dataclass(frozen=True)
 class SyncWeights(Command, kind="publish"):
-    """Send published weights, which the trainer keeps, to a worker."""
+    """Send a weights version, which the trainer keeps, to a worker."""
 
     worker: str
     weights_version: WeightsVersion
@@ -162,6 +162,6 @@ class DropVersion(Command, kind="drop_version", answered=False):
 
 @dataclasses.dataclass(frozen=True)
 class DropChunks(Command, kind="drop_chunks", answered=False):
-    """Free all data of begun candidates that do not form the step."""
+    """Free all data of started candidates that do not form the step."""
 
     chunks: tuple[Chunk, ...]

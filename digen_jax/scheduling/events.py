@@ -16,7 +16,7 @@ class Event:
 class Joined(Event):
     """A worker is ready. `roles`, "sample" and "train", are in order of preference.
 
-    It takes a role in `spare` only while no other worker has this role. The run begins when the home worker, TRAINER,
+    It takes a role in `spare` only while no other worker has this role. The run starts when the home worker, TRAINER,
     joins; the others of the start join before it.
     """
 

@@ -37,7 +37,7 @@ class Frontier:
 class Candidates:
     """The opened candidate groups of a step and what is known of each.
 
-    `current` bounds the update sets up to the present one, `whole` the step. Without dynamic sampling every complete
+    `current` bounds the update sets up to the present one, `full` the step. Without dynamic sampling every complete
     group counts as informative.
     """
 
@@ -47,8 +47,8 @@ class Candidates:
         self.verdicts: list[str | None] = [None] * (wanted + redundant)
         self.informative = self.decided = 0  # groups
         self.filled: list[int] = []  # groups without variance that fill up the step
-        self.current, self.whole = Frontier(first_set), Frontier(wanted)
-        for frontier in (self.current, self.whole):
+        self.current, self.full = Frontier(first_set), Frontier(wanted)
+        for frontier in (self.current, self.full):
             frontier.advance(self.verdicts)
 
     def judge(self, group: int, low: float, high: float) -> range:
@@ -60,11 +60,11 @@ class Candidates:
         self.verdicts[group] = verdict
         self.decided += 1
         self.informative += verdict == INFORMATIVE
-        for frontier in (self.current, self.whole):
+        for frontier in (self.current, self.full):
             frontier.note(group, verdict)
         if verdict == FLAT and len(self.verdicts) < self.most:
             self.verdicts.append(None)
-        self.whole.advance(self.verdicts)
+        self.full.advance(self.verdicts)
         passed = self.current.advance(self.verdicts)
         if self.decided == self.most and self.informative < self.wanted:
             flat = [g for g, verdict in enumerate(self.verdicts) if verdict == FLAT]
@@ -94,7 +94,7 @@ class Candidates:
     @property
     def step_known(self) -> bool:
         """Whether all members of the step are known and complete."""
-        return bool(self.filled) or self.whole.certain == self.wanted
+        return bool(self.filled) or self.full.certain == self.wanted
 
     def others(self) -> list[int]:
         """The opened groups that do not form the step, which must be known."""
@@ -102,5 +102,5 @@ class Candidates:
         return [
             g
             for g, verdict in enumerate(self.verdicts)
-            if g not in members and not (verdict == INFORMATIVE and g < self.whole.limit)
+            if g not in members and not (verdict == INFORMATIVE and g < self.full.limit)
         ]

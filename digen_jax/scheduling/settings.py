@@ -23,7 +23,7 @@ class Settings:
     step up come last), never of their arrival, so that the sums of a step are bitwise the same whatever
     the timing.
 
-    A step may begin up to `max_policy_lag` versions early. At most `max_off_policy_fraction` of its groups begin early.
+    A step may start up to `max_policy_lag` versions early. At most `max_off_policy_fraction` of its groups start early.
 
     `max_candidates` above 0 is dynamic sampling: the next candidates replace groups whose values are all
     equal, up to `max_candidates` groups in all. `redundant_groups` more than needed are generated at any
@@ -60,14 +60,14 @@ class Settings:
 
     @functools.cached_property
     def step_first(self) -> bool:
-        """Whether the whole step is scored before training begins."""
+        """Whether the full step is scored before training starts."""
         return self.readiness == "step" and not self.early
 
     @functools.cached_property
     def unit_images(self) -> int:
-        """Images of the smallest whole number of groups and of chunks.
+        """Images of the smallest number of complete groups and chunks.
 
-        It is usually one group or, if a chunk holds several groups, one chunk: these begin, are
+        It is usually one group or, if a chunk holds several groups, one chunk: these start, are
         scored and are trained together, so the scheduler handles them as one group.
         """
         return math.lcm(self.images, self.chunk_images)
@@ -94,14 +94,14 @@ class Settings:
 
     @functools.cached_property
     def off_policy_units(self) -> int:
-        """Units of a step that may begin before the previous step ends."""
+        """Units of a step that may start before the previous step ends."""
         if not self.max_policy_lag:
             return 0
         # Rounding must not remove a group from a fraction such as 0.3 of 10 groups.
         return math.floor(self.max_off_policy_fraction * self.units + 1e-9)
 
     def is_evaluated(self, version: int) -> bool:
-        """Whether the whole evaluation of a version is due."""
+        """Whether the full evaluation of a version is due."""
         return self._due(version, self.evaluate_every)
 
     def is_shown(self, version: int) -> bool:

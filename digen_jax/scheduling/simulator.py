@@ -86,7 +86,7 @@ class Report:
         return self.bound / self.step_seconds
 
     def bubbles(self) -> dict[str, float]:
-        """Device-seconds of waiting over the whole run, by cause."""
+        """Device-seconds of waiting over the full run, by cause."""
         return timeline.bubbles(self.intervals, self.devices)
 
 

@@ -36,7 +36,7 @@ class Worker:
     name: str
     order: int  # of joining
     first_roles: tuple[str, ...]  # those that it joined with
-    spare: tuple[str, ...] = ()  # those that it takes while nobody else has them
+    spare: tuple[str, ...] = ()  # those that it takes while no other worker has them
     roles: tuple[str, ...] = ()
     lost_roles: set[str] = dataclasses.field(default_factory=set)  # by failures
     held: set[WeightsVersion] = dataclasses.field(default_factory=set)

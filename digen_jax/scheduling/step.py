@@ -25,7 +25,7 @@ class Piece(NamedTuple):
 
 @dataclasses.dataclass
 class Group:
-    """A candidate group; its version is fixed when its first chunk begins."""
+    """A candidate group; its version is fixed when its first chunk starts."""
 
     unscored: int
     untrained: int  # chunks

@@ -39,7 +39,7 @@ class Recorder:
     def __init__(self):
         self.intervals: list[Interval] = []
         self._waiting: dict[str, tuple[float, str]] = {}  # worker: since when, for what
-        self.waits_since: dict[str, float] = {}  # worker: begin of its wait, wherever that was cut
+        self.waits_since: dict[str, float] = {}  # worker: start of its wait, even if that was cut
 
     def work(
         self, worker: str, kind: str, start: float, end: float, chunk: Chunk | None = None
@@ -73,12 +73,12 @@ class Recorder:
             self.intervals.append(Interval(worker, "wait", since, now, None, cause))
 
     def cut(self, now: float) -> None:
-        """Ends every wait at `now`; those that continue begin again."""
-        begun = dict(self.waits_since)
+        """Ends every wait at `now`; those that continue start again."""
+        starts = dict(self.waits_since)
         for worker, (_, cause) in list(self._waiting.items()):
             self.end_wait(worker, now)
             self._waiting[worker] = (now, cause)
-        self.waits_since.update(begun)
+        self.waits_since.update(starts)
 
 
 def busy_seconds(

@@ -116,7 +116,7 @@ def _smallest(devices: int, wanted: int, limit: float | None, held: Callable[[in
 def _trainer_bytes(problem: Problem, layout: PoolLayout, fsdp: int) -> dict[str, float]:
     """Gradient, moments and average are laid out like their parameters.
 
-    All candidates of the step, and the begun part of the next one, may wait to be trained. The workers that train
+    All candidates of the step, and the started part of the next one, may wait to be trained. The workers that train
     hold equal shares of them, and one more chunk that another worker sampled. A group that trains early has two
     gradients of its own.
     """

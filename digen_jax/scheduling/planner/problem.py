@@ -129,5 +129,5 @@ class Problem:
 
 
 def divisors(number: int) -> list[int]:
-    """The divisors of a whole number above 0, the smallest first."""
+    """The divisors of a positive integer, the smallest first."""
     return [d for d in range(1, number + 1) if number % d == 0]
