@@ -9,7 +9,7 @@ A step in the order of its work, and the code that does each part:
   score     rewards of the images, advantages within the groups      runtime/scoring.py, algorithms/advantages.py
   train     sums of the gradient over a range of passes              runtime/training.py, engine/trainer.py
   update    adds the sums of all workers; one optimizer update       runtime/training.py, engine/trainer.py
-  publish   sends the new weights to the workers                     runtime/link.py
+  sync      sends the new weights to the workers                     runtime/link.py
   evaluate  rewards of held-out prompts, at some steps               runtime/scoring.py
 
 `runtime.executors.Executors.do` calls them. A single worker does one after the other (colocated training). Of several

@@ -179,7 +179,7 @@ class Scheduler:
         match command:
             case SyncWeights(weights_version=found):
                 what = "the evaluated weights of version" if found.evaluated else "version"
-                return f"publishing {what} {found.version} to {command.worker}"
+                return f"sending {what} {found.version} to {command.worker}"
             case Update():
                 return f"update {command.update} of step {command.step}"
             case Encode():
@@ -323,7 +323,7 @@ class Scheduler:
             case SyncWeights():
                 worker.arriving.discard(command.weights_version)
                 if self._is_needed(command.weights_version):
-                    self._publish(worker, command.weights_version)
+                    self._send_weights(worker, command.weights_version)
             case Deliver():
                 if occupied:
                     self._free(worker)
@@ -606,7 +606,7 @@ class Scheduler:
             chunk = task.chunk
             if task.weights_version not in worker.held:
                 if task.weights_version not in worker.arriving:
-                    self._publish(worker, task.weights_version)
+                    self._send_weights(worker, task.weights_version)
             elif not chunk.evaluation and chunk.step not in worker.encoded:
                 self._issue(Encode, name, chunk.step, occupies=worker)
             elif not task.generated:
@@ -782,12 +782,12 @@ class Scheduler:
         """
         newest = self._newest(worker)
         if worker.name != TRAINER and not worker.arriving and newest not in worker.held:
-            self._publish(worker, newest)
+            self._send_weights(worker, newest)
 
     def _newest(self, worker: Worker) -> WeightsVersion:
         return self._current if TRAIN in worker.roles else WeightsVersion(self.state.step)
 
-    def _publish(self, worker: Worker, weights_version: WeightsVersion) -> None:
+    def _send_weights(self, worker: Worker, weights_version: WeightsVersion) -> None:
         """Sends weights to a worker, which occupies only a home worker that needs others than it trains."""
         worker.arriving.add(weights_version)
         home = worker if worker.name == TRAINER else None
