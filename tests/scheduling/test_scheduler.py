@@ -482,7 +482,7 @@ def test_a_failed_transfer_of_superseded_weights_does_not_count_against_its_work
     pool.fail(SyncWeights, "r1")
     newest = pool.find(SyncWeights, "r1")
     assert newest.version == 3 and not pool.scheduler.is_superseded(newest)
-    with pytest.raises(SchedulerError, match="publishing version 3 to r1 failed 1 times"):
+    with pytest.raises(SchedulerError, match="sending version 3 to r1 failed 1 times"):
         pool.fail(SyncWeights, "r1")
 
 
