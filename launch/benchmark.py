@@ -52,7 +52,7 @@ _WORKERS = flags.DEFINE_list(
 )
 _SECONDS = flags.DEFINE_float("seconds", 4.0, "Duration of a step if all devices were always busy.")
 _PUBLISH = flags.DEFINE_float(
-    "publish", 0.02, "Duration of a publication of weights, as a share of --seconds."
+    "publish", 0.02, "Duration of a weight sync, as a share of --seconds."
 )
 _SCORE = flags.DEFINE_float("score", 0.1, "Duration of scoring a step, as a share of --seconds.")
 _JITTER = flags.DEFINE_float(

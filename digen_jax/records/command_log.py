@@ -81,7 +81,7 @@ def read_log(path: pathlib.Path) -> tuple[int, list[Command]]:
 def since(commands: list[Command], done: int) -> list[Command]:
     """A process's commands after the step that was `done`, and the earlier ones that they depend on.
 
-    The latter are the commands that began the steps from `done` on ahead of time, and the publications of
+    The latter are the commands that began the steps from `done` on ahead of time, and the weight syncs of
     the versions that generate their chunks.
     """
     updates = [i for i, c in enumerate(commands) if isinstance(c, Update) and c.step == done - 1]

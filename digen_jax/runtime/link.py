@@ -175,8 +175,8 @@ class Versions:
 
     Args:
       link: The link to the workers.
-      keep: Whether an update consumes a copy of them, because chunks may still refer to them. Otherwise their
-        publication ends at the update.
+      keep: Whether an update consumes a copy of them, because chunks may still refer to them. Otherwise the
+        link offers them until the update.
       dtype: Type of the offered weights. None means unchanged.
       exact: Whether they are offered unchanged, too.
     """
@@ -224,11 +224,11 @@ class Versions:
         return state._replace(**copies)
 
     def _keys(self, weights_version: WeightsVersion) -> tuple[WeightsVersion | ExactOf, ...]:
-        """What the link offers of a publication."""
+        """What the link offers of a version."""
         return (weights_version, ExactOf(weights_version)) if self._exact else (weights_version,)
 
     def _needed(self, weights_version: WeightsVersion) -> bool:
-        """Whether arrays must outlive an update; if not, their publication ends."""
+        """Whether arrays must outlive an update; if not, they are no longer offered."""
         if self._keep:
             return True
         with paused():  # the trainer's deadline: a receiver has its own

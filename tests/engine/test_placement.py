@@ -204,7 +204,7 @@ def test_too_few_devices_are_refused(rollout, trainer):
 
 @pytest.mark.parametrize("tuning", ["full", "lora"])
 def test_fsdp_splits_every_parameter_on_both_meshes(tuning, monkeypatch):
-    """Each device holds 1/n of every parameter, its moments and its average, before and after publication."""
+    """Each device holds 1/n of every parameter, its moments and its average, before and after a weight sync."""
     monkeypatch.setattr(sharding, "FSDP_MIN_SIZE", 1)
     lora = dict(lora__rank=4) if tuning == "lora" else {}
     system = toy.system(toy.config(**toy.meshes((1, 4), (2, 2)), **lora, trainer__ema=0.5))

@@ -65,7 +65,7 @@ class Referee:
     def __init__(self, settings, seed, flat_share):
         self.settings, self.seed, self.flat_share = settings, seed, flat_share
         self.published = {0}  # versions that exist
-        self.dropped = set()  # publications
+        self.dropped = set()  # versions of weights
         self.held = defaultdict(set)
         self.encoded = defaultdict(set)
         self.roles, self.first_roles, self.pooled = {}, {}, False
