@@ -53,13 +53,13 @@ def programs(recipe: Recipe, devices: Sequence[jax.Device]) -> Iterator[Program]
       ConfigError: the model's folder cannot be used, or the devices do not suffice.
     """
     system = outline(recipe, devices)
-    yield from _publication(system)
+    yield from _weight_sync(system)
     yield from _sampling(system, recipe)
     yield from _training(system, recipe)
     yield from _evaluation(system, recipe)
 
 
-def _publication(system: System) -> Iterator[Program]:
+def _weight_sync(system: System) -> Iterator[Program]:
     rollout = system.rollouts[0]
     changed = lower_reshard(system.start, rollout.group, rollout.dtype)
     for number, lowered in enumerate(changed, 1):

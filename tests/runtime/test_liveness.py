@@ -139,7 +139,7 @@ def test_where_the_trainer_cannot_take_over_the_run_stops_by_name(system, hang, 
         assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(driver.executor.state))
 
 
-def test_a_publication_that_hangs_costs_its_mesh_and_no_update(
+def test_a_weight_sync_that_hangs_costs_its_mesh_and_no_update(
     system, undisturbed, noted, end, monkeypatch
 ):
     """An update consumes published arrays: it waits for their readers, but not forever."""
@@ -191,7 +191,7 @@ def test_an_evaluation_that_hangs_is_made_elsewhere(system, end, noted, monkeypa
     np.testing.assert_array_equal(found.scores, expected.scores)
 
 
-def test_a_publication_that_others_supersede_costs_its_mesh_nothing(system, monkeypatch, capfd):
+def test_a_weight_sync_that_others_supersede_costs_its_mesh_nothing(system, monkeypatch, capfd):
     """It fails in the end: of the versions published meanwhile its mesh gets the last, and stays."""
     c, release, real = config(**STALE), threading.Event(), Link.take
     c.batch.groups = 1  # rollout 0 generates it

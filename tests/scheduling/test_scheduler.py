@@ -459,7 +459,7 @@ def test_fast_workers_train_larger_pieces():
 # ------------------------------------------------------------------------------------- policy lag
 
 
-def late_publication(steps=4):
+def late_weight_sync(steps=4):
     """Version 1 is in transfer to r1 while r0, which makes a step's one chunk, takes the run to its last step."""
     plan = dataclasses.replace(PLAIN, steps=steps, groups=1, chunk_images=2, retries=0)
     pool = Pool(plan, roles=(SAMPLE_ONLY,) * 2)
@@ -470,14 +470,14 @@ def late_publication(steps=4):
 
 
 def test_a_worker_gets_only_the_last_of_the_versions_that_exist_after_a_transfer():
-    pool = late_publication()
+    pool = late_weight_sync()
     assert [c.version for c in pool.issued if matches(c, SyncWeights, "r1")] == [0, 1]
     pool.complete(SyncWeights, "r1")
     assert pool.find(SyncWeights, "r1").version == 3
 
 
 def test_a_failed_transfer_of_superseded_weights_does_not_count_against_its_worker():
-    pool = late_publication()
+    pool = late_weight_sync()
     assert pool.scheduler.is_superseded(pool.find(SyncWeights, "r1"))
     pool.fail(SyncWeights, "r1")
     newest = pool.find(SyncWeights, "r1")
