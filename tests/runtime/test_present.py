@@ -76,6 +76,7 @@ def awaited(driver, worker, does=".*", **fields):
 
 def test_a_snapshot_says_what_each_worker_does_or_waits_for_and_since_when(gates, driver):
     begin = time.time()
+    awaited(driver, TRAINER, waits="sampling")
     found = awaited(driver, "rollout 0", GENERATING)
     assert (found["step"], found["steps"], found["scoring"]) == (0, 3, 0)
     assert list(found["workers"]) == ["rollout 0", "rollout 1", TRAINER]
@@ -99,15 +100,14 @@ def test_a_snapshot_says_what_each_worker_does_or_waits_for_and_since_when(gates
     thread.start()
     awaited(driver, TRAINER, "training on chunk 0 of step 0", waits=None)
     gates.gates[Train].set()
-    found = awaited(driver, TRAINER, "update 0 of step 0")
-    assert found["workers"]["rollout 1"]["waits"] == "update"
+    awaited(driver, TRAINER, "update 0 of step 0")
+    awaited(driver, "rollout 1", waits="update")
     gates.gates[SyncWeights].clear()
     gates.gates[Generate].clear()
     gates.gates[Update].set()
     assert ended.wait(30)
     thread.join()
-    found = awaited(driver, "rollout 0", arrives=[1])
-    assert found["step"] == 1 and found["workers"]["rollout 0"]["waits"] == "weights"
+    assert awaited(driver, "rollout 0", arrives=[1], waits="weights")["step"] == 1
     gates.gates[SyncWeights].set()
     awaited(driver, "rollout 0", "generating chunk [01] of step 1", holds=[1])
 
