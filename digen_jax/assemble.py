@@ -342,6 +342,8 @@ def make_system(
         tuned = trained_policy(policy, algorithm)
         return Trainer(tuned, group, step, algorithm, recipe.trainer.settings)
 
+    # The state of a LoRA is small: its home worker updates alone.
+    several = placement.others and not recipe.lora.rank
     return System(
         placement,
         policy,
@@ -354,6 +356,7 @@ def make_system(
         recipe.precision.sent,
         sampling_on,
         tuple(map(trainer, placement.others)),
+        trainer(placement.training) if several else None,
     )
 
 

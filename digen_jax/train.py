@@ -200,7 +200,8 @@ class TrainingRun:
 
     def resume(self) -> Position:
         """The newest checkpoint's position, or the initial one."""
-        state = self.system.trainer.init(self.system.start)
+        state = self.system.updater.init(self.system.start)
+        self.system = self.system._replace(start=None)  # the state replaces it
         found = self.positions.newest(state)
         self.positions.reserve(state)
         if found is None:

@@ -208,6 +208,14 @@ class Placement:
         return self.rollouts[0] if self.rollouts else self.trainer.as_sampler
 
     @property
+    def training(self) -> DeviceGroup:
+        """One mesh of all training devices of this process, over which large parameters are sharded."""
+        groups = (self.trainer, *self.others)
+        devices = [device for group in groups for device in group.mesh.devices.flat]
+        layout = dataclasses.replace(self.trainer.layout, rules=((".*", FSDP),))
+        return DeviceGroup(make_mesh(devices, fsdp=len(devices)), layout)
+
+    @property
     def colocated(self) -> bool:
         """Whether sampling and training share their devices."""
         return not (self.rollouts or self.elsewhere)

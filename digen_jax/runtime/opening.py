@@ -275,7 +275,7 @@ def _resumed(
 ) -> Executors:
     """The executors at the newest position."""
     held_out, prompts = held_out_prompts(recipe), drawn_prompts(recipe, workdir / "prompts")
-    state = system.trainer.init(system.start)
+    state = system.updater.init(system.start)
     found = positions.newest(state) or Position(0, state, None, {})
     if found.host:
         prompts.set_state(found.host["prompts"])

@@ -14,7 +14,7 @@ from digen_jax.engine.objective import Totals
 from digen_jax.engine.sampler import EncodedPrompts
 from digen_jax.engine.samples import Images, receive, selected, shardings
 from digen_jax.engine.spread import check_spread
-from digen_jax.engine.system import System
+from digen_jax.engine.system import System, resharded
 from digen_jax.engine.trainer import TrainState
 from digen_jax.runtime.link import (
     ConditioningOf,
@@ -273,6 +273,8 @@ class TrainingExecutor(GradientExecutor):
     ):
         super().__init__(TRAINER, system, steps, link, trainers)
         self.state = state
+        # The parameters on this worker's mesh if the state is sharded over all training workers.
+        self._copy: TrainState | None = None
         self._settings, self._versions = settings, versions
         self._offered: WeightsVersion | None = None  # to other training workers
         self._history: list[dict[str, jax.Array]] = []  # of the step's updates
@@ -280,11 +282,15 @@ class TrainingExecutor(GradientExecutor):
 
     def current(self, weights_version: WeightsVersion) -> TrainState:
         """See `GradientExecutor`."""
-        return self.state
+        return self._copy or self.state
 
     def published(self, weights_version: WeightsVersion) -> Any:
         """See `GradientExecutor`."""
-        return self._versions[weights_version]
+        tree = self._versions[weights_version]
+        return tree if self.system.over_all is None else self._resharded(tree)
+
+    def _resharded(self, tree: Any) -> Any:
+        return resharded(tree, self.system.placement.trainer.params(tree))
 
     def update(self, scores: StepScores, version: int | None, others: Sequence[str] = ()) -> None:
         """One optimizer update of the step with these scores; the step's last update makes a version.
@@ -298,8 +304,9 @@ class TrainingExecutor(GradientExecutor):
           LostSums: One of them is lost; nothing has changed.
           ConfigError: Rounding moves the ratios too far; checked before the first update on fresh samples.
         """
-        trainer, (totals, stale) = self.system.trainer, self.sums(others)
-        self._totals = None  # so that the update has their memory
+        trainer, (totals, stale) = self.system.updater, self.sums(others)
+        self._totals = self._copy = None  # so that the update has their memory
+        totals = resharded(totals, trainer.shardings_of(totals))
         if not (stale or self._history or self._compared):
             self._compared = True
             check_spread(trainer.algorithm, totals.sums)
@@ -323,7 +330,7 @@ class TrainingExecutor(GradientExecutor):
         """Publishes the behavior policy as a version; if an evaluation with other weights is due, these too."""
         settings, tree = self._settings, self._fixed
         if tree is None:
-            tree = self.system.trainer.published(self.state)
+            tree = self.system.updater.published(self.state)
         self._add(WeightsVersion(version), tree)
         if settings.evaluated_apart and settings.evaluated_images(version):
             self._add(WeightsVersion(version, evaluated=True), self.state.evaluated)
@@ -336,6 +343,10 @@ class TrainingExecutor(GradientExecutor):
 
     def _offer(self, weights_version: WeightsVersion) -> None:
         """Offers the parameters that are trained to the other training workers, until the next update."""
+        if self.system.over_all is not None:
+            tuned, copy = self.state.tuned, self.state.copy
+            own_copy = None if copy is None else self._resharded(copy)
+            self._copy = TrainState(self._resharded(tuned), None, None, own_copy)
         if len(self._trainers) > 1:
             self._offered = weights_version
             self._link.offer(TrainedOf(weights_version), (self.state.tuned, self.state.copy))

@@ -13,6 +13,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from digen_jax.engine.early import settled
+from digen_jax.engine.trainer import Trainer
 from digen_jax.rewards import alone
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.sampling import SamplingExecutor
@@ -61,15 +62,15 @@ def config(name: str, meshes=ONE, **fields) -> ConfigDict:
 
 def run(drive, system, c: ConfigDict, **options):
     """(gradient of the first update, the change of what is tuned, metrics, commands) of a run."""
-    gradients, update = [], system.trainer.update
+    gradients, update = [], Trainer.update
 
-    def spy(state, totals, std):
+    def spy(trainer, state, totals, std):
         whole = totals if std is None else settled(totals, jnp.float32(1 / (std + 1e-4)))
         gradients.append(jax.tree.map(lambda g: g / totals.sums["weight"], whole.gradient))
-        return update(state, totals, std)
+        return update(trainer, state, totals, std)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(system.trainer, "update", spy)
+        patch.setattr(Trainer, "update", spy)
         state, history, log = drive(system, c, STEPS, **options)
     return jax.device_get(gradients[0]), change(system, state), history, log
 

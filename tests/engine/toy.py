@@ -350,7 +350,7 @@ def batches(groups: int):
 
 def fresh(system: System) -> TrainState:
     """A copy of a state, so that a system's own start is not consumed."""
-    return system.trainer.init(jax.tree.map(lambda leaf: leaf + 0, system.start))
+    return system.updater.init(jax.tree.map(lambda leaf: leaf + 0, system.start))
 
 
 def executors(

@@ -83,14 +83,14 @@ def result(tuning, updates, layout, old_log_probs="rollout", std="group", early=
     )
     system = toy.system(config)
     assert system.placement.colocated == (rollout == (0, 1))
-    gradients, update = [], system.trainer.update
+    gradients, update = [], system.updater.update
 
     def spy(state, totals, std):
         whole = totals if std is None else settled(totals, jnp.float32(1 / (std + 1e-4)))
         gradients.append(jax.tree.map(lambda g: g / totals.sums["weight"], whole.gradient))
         return update(state, totals, std)
 
-    system.trainer.update = spy
+    system.updater.update = spy
     start = jax.device_get(system.start)
     state, history, log = toy.drive(system, config, STEPS)
     trained = {c.worker for c in log if isinstance(c, Train)}

@@ -81,6 +81,18 @@ def test_an_algorithm_trains_on_two_workers_as_on_one(name):
     assert trained_by(found[3]) == {TRAINER, "worker 1"}
 
 
+def test_all_devices_share_the_state_of_all_weights_and_the_home_worker_has_a_loras():
+    pool = toy.meshes((0, 1), (1, 1), trainers=2)
+    state = toy.fresh(toy.system(config(pool), 2))
+    held = {}
+    for leaf in jax.tree.leaves((state.tuned, state.optimizer)):
+        assert len(leaf.sharding.device_set) == 2
+        held.setdefault(leaf.size < 16, set()).add(leaf.addressable_shards[0].data.size / leaf.size)
+    assert held == {True: {1}, False: {0.5}}
+    lora = toy.fresh(toy.system(config(pool, **LORA), 2))
+    assert {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(lora)} == {1}
+
+
 def test_with_a_policy_lag_each_chunk_is_trained_by_its_own_version():
     """The log, executed by one thread, gives the same sums; each ratio is to the version that sampled."""
     c = config(APART, algorithm__old_log_probs="recomputed", **STALE)
