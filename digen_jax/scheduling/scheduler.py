@@ -204,7 +204,10 @@ class Scheduler:
         worker = Worker(event.worker, state.joins, event.roles, event.spare)
         state.joins += 1
         state.workers[worker.name] = worker
-        self._assign_roles()
+        if state.spare_roles.isdisjoint(worker.first_roles):
+            self._set_roles(worker)  # the others keep theirs
+        else:
+            self._assign_roles()
         if worker.name == TRAINER:
             worker.held.add(self._current)
             for other in state.workers.values():
@@ -378,25 +381,31 @@ class Scheduler:
 
         A role that no worker has goes to the workers that have it in spare, else returns to those that lost it.
         """
-        state, spare_roles = self.state, set()
-        workers = state.workers.values()
+        state, workers = self.state, self.state.workers.values()
+        state.spare_roles, state.samplers, state.trainers = set(), [], []
         for role in (SAMPLE, TRAIN):
             able = [one for one in workers if one.can(role)]
             if not any(role in one.first_roles for one in able):
-                spare_roles.add(role)
+                state.spare_roles.add(role)
             if not able:
                 for one in workers:
                     one.lost_roles.discard(role)
                     one.failed[role] = 0
         for worker in workers:
-            own = (*worker.first_roles, *(role for role in worker.spare if role in spare_roles))
-            roles = tuple(role for role in own if role not in worker.lost_roles)
-            if roles != worker.roles:
-                worker.roles = roles
-                if worker.is_idle:
-                    self._set_idle(worker)
-        state.samplers = [one.name for one in workers if SAMPLE in one.roles]
-        state.trainers = [one.name for one in workers if TRAIN in one.roles]
+            self._set_roles(worker)
+
+    def _set_roles(self, worker: Worker) -> None:
+        state = self.state
+        own = (*worker.first_roles, *(one for one in worker.spare if one in state.spare_roles))
+        roles = tuple(role for role in own if role not in worker.lost_roles)
+        if roles != worker.roles:
+            worker.roles = roles
+            if worker.is_idle:
+                self._set_idle(worker)
+        if SAMPLE in roles:
+            state.samplers.append(worker.name)
+        if TRAIN in roles:
+            state.trainers.append(worker.name)
         for step in state.steps.values():
             step.turns.clear()  # each worker's own chunks are different ones now
 

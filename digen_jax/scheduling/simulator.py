@@ -205,7 +205,7 @@ class _Simulation:
         if self.timeline:
             # Only the workers that an event concerns can wait after it.
             found = event.command.receiver if isinstance(event, Completed) else event.worker
-            for name in {found, TRAINER}.intersection(self.scheduler.state.workers):
+            for name in {found, TRAINER} & self.scheduler.state.workers.keys():
                 self.recorder.look_at(self.scheduler, name, event.at)
 
     def _ahead(self, now: float) -> float:

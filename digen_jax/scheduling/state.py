@@ -86,6 +86,8 @@ class SchedulerState:
     workers: dict[str, Worker] = dataclasses.field(default_factory=dict)
     trainers: list[str] = dataclasses.field(default_factory=list)  # workers that train, in order
     samplers: list[str] = dataclasses.field(default_factory=list)
+    # Roles that only workers can take that have them in spare.
+    spare_roles: set[str] = dataclasses.field(default_factory=lambda: {SAMPLE, TRAIN})
     # Heaps of the ranks of idle workers, by their roles.
     idle: dict[str, list[tuple[int, str]]] = dataclasses.field(default_factory=dict)
     in_flight: dict[int, Command] = dataclasses.field(default_factory=dict)
