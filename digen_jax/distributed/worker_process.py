@@ -324,6 +324,7 @@ class RolloutProcess:
     def end_step(self, step: int) -> None:
         """Forgets a step that has ended, and those before it."""
         self._steps.forget(step + 1)
+        self._link.end_step(step)
 
     def ping(self) -> dict[int, float]:
         """The seconds of work of each call in progress, by its serial."""
