@@ -20,11 +20,10 @@ def noting(images, prompts, metadata):
 def test_a_run_draws_from_several_files_and_continues(tmp_path, train, capfd):  # noqa: F811
     other = tmp_path / "other.txt"
     other.write_text("a ring\na star\na ring\na photo of a red circle\n")
-    c = config(tmp_path, rewards=f"{__name__}:noting", sampler__chunk=16)
+    c = config(tmp_path, rewards=f"{__name__}:noting")
     files = (c.prompts.file, str(other))
     c.prompts.update(file="", files=files, weights=(3.0, 1.0))
-    c.batch.groups = 4
-    for c.steps in (1, 3):
+    for c.steps in (1, 5):
         assert train("run", c) is None
     said = capfd.readouterr().err
     assert f"{other}: 1 of 4 prompts are repeats (line 3 repeats line 1)\n" in said
@@ -32,7 +31,8 @@ def test_a_run_draws_from_several_files_and_continues(tmp_path, train, capfd):  
     assert both in said
     trained = [record for record in SEEN if "serial" in record]
     serials = {record["serial"]: record for record in trained}
-    unbroken = prompt_batches(files, 4, c.seed, tmp_path / "cache", weights=(3.0, 1.0))
-    expected = [record for _, step in zip(range(3), unbroken, strict=False) for record in step]
-    assert [serials[serial] for serial in range(12)] == expected
-    assert [record["prompt_file"] for record in expected].count(str(other)) == 3
+    groups = c.batch.groups
+    unbroken = prompt_batches(files, groups, c.seed, tmp_path / "cache", weights=(3.0, 1.0))
+    expected = [record for _, step in zip(range(5), unbroken, strict=False) for record in step]
+    assert [serials[serial] for serial in range(5 * groups)] == expected
+    assert 0 < [record["prompt_file"] for record in expected].count(str(other)) < 5 * groups / 2
