@@ -1,6 +1,4 @@
-"""A run that tunes Qwen-Image with guidance: its LoRA in diffusers' own pipeline, and what its steps report."""
-
-import functools
+"""LoRAs of Qwen-Image in diffusers' own pipeline and here."""
 
 import jax
 import numpy as np
@@ -8,20 +6,15 @@ import peft
 import pytest
 import torch
 from diffusers import QwenImagePipeline
-from ml_collections import ConfigDict
 from peft.utils import get_peft_model_state_dict
 
-from digen_jax.config.door import open_recipe
 from digen_jax.flow.sampling import image_keys, start_noise
-from digen_jax.inference.export import export, how_to_load
 from digen_jax.inference.model import open_model
 from digen_jax.models.qwen_image.family import NULL
-from digen_jax.records.metrics import read_metrics
-from digen_jax.train import train
 from digen_jax.weights.lora import adapted_layers
 from tests.cases import said
+from tests.inference.test_export_klein import assert_written_alike
 from tests.models.qwen_image.folders import packed, qwen_image_folder, qwen_image_pipeline
-from tests.tiny_runs import once, tiny_config
 
 pytestmark = pytest.mark.slow
 
@@ -31,20 +24,6 @@ SAID = ["a photo of a red circle", "two green squares left of it"]
 TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj"]
 TARGETS += ["to_add_out", "img_mlp.net.0.proj", "img_mlp.net.2"]
 TARGETS += ["txt_mlp.net.0.proj", "txt_mlp.net.2"]
-
-
-@pytest.fixture(scope="module")
-def workdir(base):
-    """Of two steps with a LoRA on the family's own layers."""
-    config = tiny_config(base, "lora")
-    config.model.update(
-        folder=str(qwen_image_folder(base)), height=SIDE, width=SIDE, max_sequence_length=TOKENS
-    )
-    config.sampler.guidance = config.evaluation.guidance = GUIDANCE
-    config.lora = ConfigDict(dict(rank=4, alpha=8.0))
-    config.reward_pool = ConfigDict(dict(processes=0))
-    run = functools.partial(train, open_recipe(config))
-    return once(base / "tiny-qwen-image-run", run)
 
 
 def by_ours(name, lora=None):
@@ -75,26 +54,6 @@ def by_diffusers(pipe, noise, tokens=TOKENS):
     ).images
 
 
-def test_ratios_are_one_at_the_weights_that_sampled(workdir):
-    """With guidance, which sampling and training compute in two passes."""
-    lines = read_metrics(workdir / "metrics.jsonl")
-    first = next(line for line in lines if "ratio" in line)
-    assert first["ratio"] == pytest.approx(1, abs=1e-5) and first["gradient_norm"] > 0
-
-
-def test_an_exported_run_gives_its_images_in_diffusers(base, workdir, tmp_path):
-    folder = qwen_image_folder(base)
-    images, noise = by_ours(workdir)
-    run = export(workdir, tmp_path / "tuned")
-    assert "QwenImagePipeline.from_pretrained" in how_to_load(run, tmp_path / "tuned")
-    before = by_diffusers(qwen_image_pipeline(folder), noise)
-    pipe = QwenImagePipeline.from_pretrained(folder)
-    pipe.load_lora_weights(tmp_path / "tuned")
-    found = by_diffusers(pipe, noise)
-    np.testing.assert_allclose(images, found, rtol=0, atol=1e-3)
-    assert (np.abs(found - before).max((1, 2, 3)) > 4 / 255).all()
-
-
 def test_a_lora_that_peft_made_gives_its_images_here(base, tmp_path):
     """On the layers of the published script, read from diffusers' file and merged; prompts have their 512 tokens."""
     folder = qwen_image_folder(base)
@@ -120,6 +79,7 @@ def test_a_lora_that_peft_made_gives_its_images_here(base, tmp_path):
         for name, module in pipe.transformer.named_modules()
         if isinstance(module, peft.tuners.lora.LoraLayer)
     }
+    assert_written_alike(family, tmp_path)
     trained = {"transformer": family.shapes()["transformer"]}
     assert adapted_layers(trained, family.lora_targets, family.lists)["transformer"] == layers
 
