@@ -68,6 +68,7 @@ class Referee:
         self.dropped = set()  # versions of weights
         self.held = defaultdict(set)
         self.encoded = defaultdict(set)
+        self.sampling = set()  # workers that have encoded for a chunk that they have not generated
         self.roles, self.first_roles, self.pooled = {}, {}, False
         self.spare, self.lost_roles = {}, defaultdict(set)
         self.group_version = {}
@@ -109,11 +110,17 @@ class Referee:
         if check := getattr(self, f"check_{c.kind}", None):
             check(c)
 
+    def check_encode(self, c):
+        assert "sample" in self.roles[c.worker]
+        self.sampling.add(c.worker)
+
     def check_generate(self, c):
         f = c.chunk
         assert c.weights_version in self.held[c.worker] and c.weights_version not in self.dropped
         assert f.evaluation or f.step in self.encoded[c.worker]
-        assert "sample" in self.roles[c.worker]
+        # If another worker takes the role over meanwhile, a worker still does what it has begun.
+        assert "sample" in self.roles[c.worker] or c.worker in self.sampling
+        self.sampling.discard(c.worker)
         if f.evaluation:
             assert c.weights_version == WeightsVersion(f.step, self.settings.evaluated_apart)
             return
@@ -196,6 +203,8 @@ class Referee:
         assert c.version in self.published and c.weights_version not in self.dropped
         if c.weights_version.update:
             assert (c.version, c.weights_version.update) <= (self.step, self.update)
+        if c.worker == TRAINER:  # to sample with them
+            self.sampling.add(TRAINER)
 
     def check_evaluate(self, c):
         assert c.version not in self.evaluated
