@@ -13,6 +13,7 @@ Separate GPUs for rollout and training, of eight four each; the second line wher
 --config.placement.rollout.data=4 --config.placement.trainer.data=4
 --config.placement.rollout.data=1 --config.placement.rollout.fsdp=4 --config.placement.trainer.fsdp=4
 Layout chosen by the planner: --config.placement=auto
+By the compiled costs it chooses one worker of all GPUs on 8 H100s, with chunks of 8 images.
 
 base_lora        FLUX.2-klein-base-9B, a LoRA of rank 64, with guidance
 base_full        FLUX.2-klein-base-4B, all weights, with guidance

@@ -14,6 +14,7 @@ Separate GPUs for rollout and training, of eight four each; the second line wher
 --config.placement.rollout.data=4 --config.placement.trainer.data=4
 --config.placement.rollout.data=1 --config.placement.rollout.fsdp=4 --config.placement.trainer.fsdp=4
 Layout chosen by the planner: --config.placement=auto
+By the compiled costs it chooses one worker of all GPUs on 8 H100s, with chunks of 24 images, or 8 with DanceGRPO.
 
 pickscore                    Flow-GRPO (arXiv 2505.05470): a LoRA of rank 64, five of six steps trained
 pickscore_fast,              Flow-GRPO-Fast: the first three of six steps noisy and trained, cps, clip range 1e-5;

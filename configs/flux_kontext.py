@@ -12,6 +12,7 @@ there and log in with `hf auth login`, or set model.folder to a copy.
 Separate GPUs for rollout and training, of eight four each:
 --config.placement.rollout.data=4 --config.placement.trainer.data=4
 Layout chosen by the planner: --config.placement=auto
+By the compiled costs it chooses one worker of all GPUs on 8 H100s, with chunks of 24 images.
 
 github.com/yifan123/flow_grpo (arXiv 2505.05470), `counting_flux_kontext`, which was made for 28 GPUs:
 - config/grpo.py (31c71b9): 48 groups of 21 images in two updates, 3 images a GPU at once, 512 x 512, 6 steps, 28 in

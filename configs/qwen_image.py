@@ -11,6 +11,7 @@ github.com/yifan123/flow_grpo. Qwen-Image-2512 has the same settings: --config.m
 Separate GPUs for rollout and training, of eight four each:
 --config.placement.rollout.data=1 --config.placement.rollout.fsdp=4 --config.placement.trainer.fsdp=4
 Layout chosen by the planner: --config.placement=auto
+By the compiled costs it chooses one worker of all GPUs on 8 H100s, with chunks of 128 images.
 
 ocr  Flow-GRPO (arXiv 2505.05470): a LoRA of rank 64, two of ten steps trained, in a window at a random place
 

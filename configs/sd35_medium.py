@@ -12,6 +12,7 @@ model.folder to a copy.
 Separate GPUs for rollout and training, of eight four each:
 --config.placement.rollout.data=4 --config.placement.trainer.data=4
 Layout chosen by the planner: --config.placement=auto
+By the compiled costs it chooses one worker of all GPUs on 8 H100s, with chunks of 72 images.
 
 geneval, ocr, pickscore              Flow-GRPO (arXiv 2505.05470), with different KL coefficients
 geneval_fast_nocfg,                  Flow-GRPO-Fast: three noisy steps at a random place in the first half, cps, without

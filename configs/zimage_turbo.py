@@ -13,6 +13,7 @@ one GPU of 80 GB, with `:1`.
 Separate GPUs for rollout and training, of eight four each:
 --config.placement.rollout.data=4 --config.placement.trainer.data=4
 Layout chosen by the planner: --config.placement=auto
+By the compiled costs it chooses one worker of all GPUs on 8 H100s, with chunks of 8 images.
 
 github.com/X-GenGroup/Flow-Factory (5f6cda1), examples/grpo/lora/z_image_turbo/default.yaml:
 - 8 GPUs; Tongyi-MAI/Z-Image-Turbo; LoRA of rank 64, alpha 128, float32, on its default layers

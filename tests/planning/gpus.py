@@ -44,13 +44,14 @@ def compiled(name: str, where: Any) -> dict[str, Any]:
     """What a recipe takes on its GPUs, or the error that ended its compilation.
 
     Memory is in GiB of a device: of each program its arguments, and its temporaries and results; `held` is that of a
-    run as the planner counts it, with the largest temporaries.
+    run as the planner counts it, with the largest temporaries. `auto` is the layout that the planner chooses by these
+    costs, and `share` its share of the bound.
     """
     from digen_jax.config.door import open_recipe
     from digen_jax.planning.assessment import assess
     from digen_jax.planning.fitting import _with_programs
     from digen_jax.planning.footprint import model_footprint
-    from digen_jax.planning.plan import make_problem
+    from digen_jax.planning.plan import auto_plan, make_problem
     from digen_jax.planning.slices import calibrated, configured
     from digen_jax.scheduling.planner.memory import PoolLayout, device_bytes
     from tests.test_configs import load
@@ -75,15 +76,21 @@ def compiled(name: str, where: Any) -> dict[str, Any]:
     if not all(one.fits for one in found):
         return {"fits": False, "programs": programs}
     trainer = recipe.placement.trainer
-    problem = make_problem(
-        recipe, gpus, calibrated(recipe, found, where.chip, name), model_footprint(recipe)
-    )
+    costs, sizes = calibrated(recipe, found, where.chip, name), model_footprint(recipe)
+    problem = make_problem(recipe, gpus, costs, sizes)
     shared, chunk = trainer.tensor * trainer.sequence, recipe.sampler.chunk
     own = PoolLayout(1, trainer.devices, trainer.time, chunk=chunk, shared=shared)
     held = device_bytes(_with_programs(problem, recipe, own, found), own)
     assert held.trainer_fsdp == trainer.fsdp
     fits = held.largest <= where.memory
-    return {"fits": fits, "held": held.largest / GIB, "programs": programs}
+    chosen = auto_plan(recipe, gpus, costs, sizes, where.memory).choice
+    return {
+        "fits": fits,
+        "held": held.largest / GIB,
+        "programs": programs,
+        "auto": chosen.layout.describe(),
+        "share": chosen.utilisation,
+    }
 
 
 def table(found: dict[str, dict[str, Any]]) -> str:
@@ -93,7 +100,7 @@ def table(found: dict[str, dict[str, Any]]) -> str:
         config, argument = name.split(":")
         *recipe, gpus = argument.split(",")
         rows.setdefault((config, gpus, *_cells(one)), []).extend(recipe)
-    head = ["recipe", "GPUs", *PROGRAMS, "a device", "seconds", "collectives"]
+    head = ["recipe", "GPUs", *PROGRAMS, "a device", "seconds", "collectives", "auto"]
     lines = [head, ["---"] * len(head)]
     for (config, *cells), recipes in rows.items():
         lines.append([f"`{config}`" + (": " if recipes else "") + ", ".join(recipes), *cells])
@@ -102,7 +109,7 @@ def table(found: dict[str, dict[str, Any]]) -> str:
 
 def _cells(one: dict[str, Any]) -> list[str]:
     if "error" in one:
-        return [*[""] * len(PROGRAMS), f"does not compile: {one['error']}", "", ""]
+        return [*[""] * len(PROGRAMS), f"does not compile: {one['error']}", "", "", ""]
     made = one["programs"]
     sizes = [
         f"{made[p]['arguments']:.1f} + {made[p]['temporaries']:.1f}" if p in made else "-"
@@ -114,6 +121,7 @@ def _cells(one: dict[str, Any]) -> list[str]:
             f"{one['held']:.1f}: does not fit" if "held" in one else "does not fit",
             "",
             "",
+            "",
         ]
     seconds = f"{made['generate']['seconds']:.2g}, {made['train']['seconds']:.2g}"
     moved = []
@@ -121,7 +129,8 @@ def _cells(one: dict[str, Any]) -> list[str]:
         each = made[name]["collectives"].items()
         if parts := ", ".join(f"{what} {runs} ({size:.3g} GB)" for what, (runs, size) in each):
             moved.append(f"{name}: {parts}")
-    return [*sizes, f"{one['held']:.1f}", seconds, "; ".join(moved) or "none"]
+    auto = f"{one['auto']} ({one['share']:.0%} of the bound)"
+    return [*sizes, f"{one['held']:.1f}", seconds, "; ".join(moved) or "none", auto]
 
 
 def main() -> None:
