@@ -132,7 +132,7 @@ class RolloutProcess:
 
     def _open_rewards(self, recipe: "Recipe") -> None:
         """Starts and tries the rewards, if this process scores and has not done so."""
-        from digen_jax.runtime.opening import try_files
+        from digen_jax.runtime.scoring import try_files
 
         if not self._first or self._pool is not None:
             return
@@ -183,9 +183,8 @@ class RolloutProcess:
         """
         from digen_jax.distributed.transfer import WorkerLink
         from digen_jax.learned_rewards.on_mesh import named
-        from digen_jax.runtime.opening import try_scorers
         from digen_jax.runtime.sampling import SamplingExecutor
-        from digen_jax.runtime.scoring import HeldOut, Judge
+        from digen_jax.runtime.scoring import HeldOut, Judge, try_scorers
         from digen_jax.runtime.steps import Steps
 
         settings = recipe.scheduled(len(held_out))

@@ -7,7 +7,7 @@ import functools
 import json
 import pathlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import Any, NamedTuple
 
@@ -19,10 +19,8 @@ from digen_jax.config.recipe import Recipe
 from digen_jax.distributed.workers import RolloutWorkers
 from digen_jax.encoding.ahead import prepare
 from digen_jax.encoding.reached import reached
-from digen_jax.engine.scoring import Scoring
 from digen_jax.engine.system import System
 from digen_jax.errors import ConfigError
-from digen_jax.learned_rewards.on_mesh import named
 from digen_jax.models.family import Family
 from digen_jax.models.text.tokenizer_files import known_words
 from digen_jax.planning.placing import place_here
@@ -30,19 +28,17 @@ from digen_jax.policies import start_warnings
 from digen_jax.process.ending import STOPPED, Stopped
 from digen_jax.process.interrupt import Interrupt
 from digen_jax.process.launching import MEETING
-from digen_jax.prompts.files import read_prompt_file, read_prompt_files
 from digen_jax.prompts.notes import tell
 from digen_jax.records.positions import Begun, Position, Positions
 from digen_jax.records.workdir import check_shared, own_claim
-from digen_jax.rewards import Rewards, Scores
-from digen_jax.rewards.built_in import on_mesh, resolve
+from digen_jax.rewards import Scores
+from digen_jax.rewards.built_in import resolve
 from digen_jax.rewards.canary import check_canaries
 from digen_jax.rewards.pool import RewardPool
-from digen_jax.rewards.trial import try_out
 from digen_jax.runtime.executors import Executors, follow
 from digen_jax.runtime.link import Link
 from digen_jax.runtime.orders import Orders, answer, entries, leave
-from digen_jax.runtime.scoring import Judged
+from digen_jax.runtime.scoring import Judged, try_files, try_scorers
 from digen_jax.scheduling.commands import WeightsVersion
 from digen_jax.scheduling.costs import GUESSED, Deadline
 from digen_jax.scheduling.scheduler import Scheduler
@@ -113,35 +109,6 @@ def print_warnings(recipe: Recipe, family: Family) -> None:
         print(f"warning: {warning}", file=sys.stderr, flush=True)
     paths = (*recipe.prompts.paths, recipe.evaluation.prompts)
     tell(paths, family.cut, known_words(family))
-
-
-def try_files(recipe: Recipe, score: Callable[..., Any]) -> None:
-    """Tries rewards on the prompts of training and of evaluation, with made-up images of the size that each has.
-
-    Args:
-      recipe: The validated config.
-      score: As `RewardPool.score`.
-
-    Raises:
-      ConfigError: See `try_out`.
-    """
-    size = recipe.evaluation_size
-    training = read_prompt_files(recipe.prompts.paths)
-    try_out(score, training, recipe.model.height, recipe.model.width)
-    try_out(score, [read_prompt_file(recipe.evaluation.prompts)], size.height, size.width)
-
-
-def try_scorers(recipe: Recipe, scorers: tuple[Scoring, ...]) -> None:
-    """Tries the rewards on a mesh by known scores and as `try_files`; with several processes in all of them.
-
-    Raises:
-      ConfigError: A score is not as it must be.
-    """
-    if not scorers:
-        return
-    found = Rewards(tuple(named(on_mesh(recipe.rewards), scorers).values()))
-    check_canaries(found, found.score)
-    try_files(recipe, found.score)
 
 
 def open_scheduler(settings: Settings, begun: Begun | None, layout: str) -> Scheduler:

@@ -15,12 +15,19 @@ from jaxtyping import Bool, Float, Float32, Int, Num, UInt8
 
 from digen_jax import rewards
 from digen_jax.algorithms.advantages import AdvantageSettings, advantages, ranking, trained_images
+from digen_jax.config.recipe import Recipe
 from digen_jax.engine.divergence import DivergedError, check_images
+from digen_jax.engine.scoring import Scoring
 from digen_jax.images import as_judged, stills
+from digen_jax.learned_rewards.on_mesh import named
+from digen_jax.prompts.files import read_prompt_file, read_prompt_files
 from digen_jax.records.evaluation import Evaluation, Extremes, Sample, by_tag
 from digen_jax.records.image_statistics import Looks, group_diversity, joined, look_beside
+from digen_jax.rewards.built_in import on_mesh
+from digen_jax.rewards.canary import check_canaries
 from digen_jax.rewards.exchanges import Exchange
 from digen_jax.rewards.pool import RewardPool, Scored
+from digen_jax.rewards.trial import try_out
 from digen_jax.runtime.steps import StepImages, Steps
 from digen_jax.scheduling.commands import Chunk
 from digen_jax.scheduling.settings import Settings
@@ -348,3 +355,32 @@ def failed(error: BaseException) -> Future:
     found: Future = Future()
     found.set_exception(error)
     return found
+
+
+def try_files(recipe: Recipe, score: Callable[..., Any]) -> None:
+    """Tries rewards on the prompts of training and of evaluation, with made-up images of the size that each has.
+
+    Args:
+      recipe: The validated config.
+      score: As `RewardPool.score`.
+
+    Raises:
+      ConfigError: See `try_out`.
+    """
+    size = recipe.evaluation_size
+    training = read_prompt_files(recipe.prompts.paths)
+    try_out(score, training, recipe.model.height, recipe.model.width)
+    try_out(score, [read_prompt_file(recipe.evaluation.prompts)], size.height, size.width)
+
+
+def try_scorers(recipe: Recipe, scorers: tuple[Scoring, ...]) -> None:
+    """Tries the rewards on a mesh by known scores and as `try_files`; with several processes in all of them.
+
+    Raises:
+      ConfigError: A score is not as it must be.
+    """
+    if not scorers:
+        return
+    found = rewards.Rewards(tuple(named(on_mesh(recipe.rewards), scorers).values()))
+    check_canaries(found, found.score)
+    try_files(recipe, found.score)
