@@ -20,7 +20,7 @@ def stills(clips: Num[np.ndarray, "*b t h w 3"]) -> Num[np.ndarray, "*b h w 3"]:
     return clips[..., clips.shape[-4] // 2, :, :, :]
 
 
-def as_judged(clips: UInt8[np.ndarray, "b t h w 3"]) -> UInt8[np.ndarray, "b ..."]:
+def as_scored(clips: UInt8[np.ndarray, "b t h w 3"]) -> UInt8[np.ndarray, "b ..."]:
     """The rewards' input: pictures [b h w 3] where clips have one frame, else the clips."""
     return clips[:, 0] if clips.shape[1] == 1 else clips
 

@@ -31,7 +31,7 @@ from digen_jax.distributed.engine import RayEngine
 from digen_jax.distributed.launch import TrainerPart
 from digen_jax.distributed.transfer import Shares, TrainerLink
 from digen_jax.distributed.worker_proxy import WorkerProxy
-from digen_jax.distributed.workers import RolloutWorkers
+from digen_jax.distributed.workers import RemoteWorkers
 from digen_jax.engine.divergence import check_metrics
 from digen_jax.engine.hosts import job_devices
 from digen_jax.planning.placing import place_apart, place_run
@@ -109,7 +109,7 @@ def _train_with_workers(recipe: Recipe, workdir: pathlib.Path, part: TrainerPart
         return follow_run(recipe, workdir, mesh)
     # In one JAX job with the workers they must start before this process waits for them.
     job = place if part.one_job else None
-    with closing(RolloutWorkers(recipe, engine, part.devices, shares, job)) as workers:
+    with closing(RemoteWorkers(recipe, engine, part.devices, shares, job)) as workers:
         workers.devices = _join(recipe, place)
         with leading() as orders:
             return _coordinate(recipe, workdir, orders, workers)
@@ -122,7 +122,7 @@ def _join(recipe: Recipe, place: Place | None) -> list[jax.Device]:
 
 
 def _coordinate(
-    recipe: Recipe, workdir: pathlib.Path, orders: Orders, workers: RolloutWorkers | None = None
+    recipe: Recipe, workdir: pathlib.Path, orders: Orders, workers: RemoteWorkers | None = None
 ) -> int | None:
     """`train` in the process that coordinates."""
     config = recipe.as_json()
@@ -159,7 +159,7 @@ class TrainingRun:
         recipe: Recipe,
         workdir: pathlib.Path,
         orders: Orders,
-        workers: RolloutWorkers | None = None,
+        workers: RemoteWorkers | None = None,
     ):
         self.recipe, self.workdir, self.orders, self.workers = recipe, workdir, orders, workers
         self.positions = Positions(workdir, recipe)

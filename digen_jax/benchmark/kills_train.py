@@ -79,7 +79,7 @@ class HashingTrainingProcess(HashingProcess, TrainingProcess):
 
 def note_weights() -> None:
     """Makes this process, the trainer's, note what it publishes, and its workers what they receive."""
-    from digen_jax.distributed.workers import RolloutWorkers
+    from digen_jax.distributed.workers import RemoteWorkers
     from digen_jax.engine.system import rounded
     from digen_jax.runtime.link import Versions
 
@@ -96,7 +96,7 @@ def note_weights() -> None:
 
     Versions.add = added
     kinds = dict(kind=HashingProcess, training_kind=HashingTrainingProcess)
-    RolloutWorkers.__init__ = partialmethod(RolloutWorkers.__init__, **kinds)
+    RemoteWorkers.__init__ = partialmethod(RemoteWorkers.__init__, **kinds)
 
 
 if __name__ == "__main__":

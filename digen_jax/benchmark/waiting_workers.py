@@ -23,7 +23,7 @@ from digen_jax.distributed.engine import LOCAL, RayEngine
 from digen_jax.distributed.transfer import TrainerLink, WorkerLink
 from digen_jax.distributed.worker_process import Opened, RolloutProcess
 from digen_jax.distributed.worker_proxy import WorkerProxy
-from digen_jax.distributed.workers import RolloutWorkers
+from digen_jax.distributed.workers import RemoteWorkers
 from digen_jax.engine.draws import Drawn
 from digen_jax.engine.placement import RolloutAxes
 from digen_jax.rewards import alone
@@ -51,7 +51,7 @@ WEIGHTS, SAMPLES, PROMPTS = 2**20, 2**18, 2**16
 
 @dataclasses.dataclass(frozen=True)
 class Emulation:
-    """What `RolloutWorkers` and `WaitingProcess` get instead of a recipe.
+    """What `RemoteWorkers` and `WaitingProcess` get instead of a recipe.
 
     The first worker is the home worker, and the others only sample.
     """
@@ -68,12 +68,12 @@ class Emulation:
 
 
 @contextmanager
-def driving(emulation: Emulation) -> Iterator[tuple[Driver, RolloutWorkers]]:
+def driving(emulation: Emulation) -> Iterator[tuple[Driver, RemoteWorkers]]:
     """The driver of a run on a Ray instance of its own, and its workers; raises ConfigError without Ray."""
     waits, processes = emulation.waits, len(emulation.workers) - 1
     with ExitStack() as stack:
         engine = stack.enter_context(closing(RayEngine(LOCAL, show=False, cpus=processes)))
-        workers = RolloutWorkers(emulation, engine, kind=WaitingProcess)
+        workers = RemoteWorkers(emulation, engine, kind=WaitingProcess)
         stack.callback(workers.close)
         rewards = stack.enter_context(closing(RewardPool(alone("waits", score), 0)))
 
@@ -86,7 +86,7 @@ def driving(emulation: Emulation) -> Iterator[tuple[Driver, RolloutWorkers]]:
         yield stack.enter_context(workers.driving(make, stops=lambda: False)), workers
 
 
-def processes(workers: RolloutWorkers) -> dict[str, int]:
+def processes(workers: RemoteWorkers) -> dict[str, int]:
     """The process of each ready worker."""
     places = workers.places()
     return {name: place["process"] for name, place in places.items() if name != TRAINER}
@@ -135,7 +135,7 @@ class WaitingProcess(RolloutProcess):
         layout = recipe.workers[1 + _number(self._name)]
         waits, settings = recipe.waits, recipe.waits.settings
         self._pool = RewardPool(alone("waits", score), 0)
-        self._judge = WaitingJudge(waits, self._pool)
+        self._scorer = WaitingJudge(waits, self._pool)
         self._link = WorkerLink()
         shape = settings.images, settings.chunk_images
         self._steps = Steps(_records(settings.groups, first), *shape, _NoDraws(), first)

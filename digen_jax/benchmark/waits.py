@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float, UInt8
 
 from digen_jax.rewards.pool import RewardPool
-from digen_jax.runtime.scoring import Judged, ready, then
+from digen_jax.runtime.scoring import ScoredChunk, ready, then
 from digen_jax.scheduling.commands import (
     Chunk,
     Command,
@@ -71,7 +71,7 @@ class WaitingJudge:
     def __init__(self, waits: Waits, pool: RewardPool):
         self._waits, self._pool = waits, pool
 
-    def submit(self, chunk: Chunk) -> Future[Judged]:
+    def submit(self, chunk: Chunk) -> Future[ScoredChunk]:
         """The future scores of a chunk, all equal, without previews of images."""
         images, seconds = (
             self._waits.settings.chunk_images,
@@ -81,7 +81,7 @@ class WaitingJudge:
         asked = self._pool.submit(black, [""] * images, [{"seconds": seconds}] * images)
         looks = ready(None)
         return then(
-            asked, lambda f: Judged(f.scores, f.scores.columns[:, 0], f.seconds, looks=looks)
+            asked, lambda f: ScoredChunk(f.scores, f.scores.columns[:, 0], f.seconds, looks=looks)
         )
 
 
@@ -113,9 +113,9 @@ class WaitingWorker:
         with self.lasting(Decode(0, self.name, chunk)):
             pass
 
-    def score(self, chunk: Chunk, judge: WaitingJudge) -> Future[Judged]:
+    def score(self, chunk: Chunk, scorer: WaitingJudge) -> Future[ScoredChunk]:
         """See `WaitingJudge`."""
-        return judge.submit(chunk)
+        return scorer.submit(chunk)
 
     def scored(self, chunk: Chunk) -> None:
         """There are no images."""
@@ -210,12 +210,12 @@ class WaitingExecutors:
                 with worker.lasting(command):
                     pass
 
-    def score(self, command: Score, pool: RewardPool) -> Future[Judged]:
+    def score(self, command: Score, pool: RewardPool) -> Future[ScoredChunk]:
         """Asks the reward below, which takes the command's seconds."""
-        judge = WaitingJudge(self._waits, pool)
-        return self.workers[command.maker].score(command.chunk, judge)
+        scorer = WaitingJudge(self._waits, pool)
+        return self.workers[command.maker].score(command.chunk, scorer)
 
-    def scored(self, command: Score, judged: Judged) -> None:
+    def scored(self, command: Score, scored_chunk: ScoredChunk) -> None:
         """Only the scheduler reads the scores."""
         if command.maker in self.workers:
             self.workers[command.maker].scored(command.chunk)

@@ -184,7 +184,7 @@ class RolloutProcess:
         from digen_jax.distributed.transfer import WorkerLink
         from digen_jax.learned_rewards.on_mesh import named
         from digen_jax.runtime.sampling import SamplingExecutor
-        from digen_jax.runtime.scoring import HeldOut, Judge, try_scorers
+        from digen_jax.runtime.scoring import ChunkScorer, HeldOut, try_scorers
         from digen_jax.runtime.steps import Steps
 
         settings = recipe.scheduled(len(held_out))
@@ -195,7 +195,7 @@ class RolloutProcess:
 
         def create() -> SamplingExecutor:
             self._open_rewards(recipe)
-            self._judge = Judge(self._pool, weights, self._steps, evaluated, settings)
+            self._scorer = ChunkScorer(self._pool, weights, self._steps, evaluated, settings)
             found = rollout() if callable(rollout) else rollout
             try_scorers(recipe, found.scorers)
             scorers = named(on_mesh(recipe.rewards), found.scorers)
@@ -280,24 +280,24 @@ class RolloutProcess:
     # ------------------------------------------------------------------------ scores and control
 
     def score(self, chunk: Chunk) -> Any:
-        """Scores a decoded chunk, whose images are freed; returns `Judged`, or None if it was dropped meanwhile.
+        """Scores a decoded chunk, whose images are freed; returns `ScoredChunk`, or None if it was dropped meanwhile.
 
         The times of exchanges with servers are seconds before the return.
         """
         with self._errors():
             try:
-                asked = self._sampling().score(chunk, self._judge)
+                asked = self._sampling().score(chunk, self._scorer)
             except KeyError:
                 if chunk.evaluation or self._steps.find(chunk) is not None:
                     raise
                 return None  # another thread dropped it before this call began
-            judged = asked.result()
-            looks = judged.looks.result()
+            scored_chunk = asked.result()
+            looks = scored_chunk.looks.result()
             self._sampling().scored(chunk)
             if not chunk.evaluation and self._steps.find(chunk) is None:
                 return None
-            ago = moved(judged.exchanges, -time.perf_counter())
-            return judged._replace(looks=looks, exchanges=ago)
+            ago = moved(scored_chunk.exchanges, -time.perf_counter())
+            return scored_chunk._replace(looks=looks, exchanges=ago)
 
     def add_rows(self, rows: dict[str, Any]) -> None:
         """Takes precomputed embeddings that a call was missing; it is then repeated."""

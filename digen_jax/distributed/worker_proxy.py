@@ -25,7 +25,7 @@ from digen_jax.runtime.link import (
     SumsOf,
     TrainedOf,
 )
-from digen_jax.runtime.scoring import Judge, Judged, TrainBatch, failed, ready
+from digen_jax.runtime.scoring import ChunkScorer, ScoredChunk, TrainBatch, failed, ready
 from digen_jax.runtime.worker import Gone
 from digen_jax.scheduling.commands import Chunk, Deliver, Train, WeightsVersion
 
@@ -96,10 +96,10 @@ class WorkerProxy:
         if not chunk.evaluation:
             self._link.hold(SamplesOf(self.name, chunk), samples)
 
-    def score(self, chunk: Chunk, judge: Judge | None = None) -> Future[Judged | None]:
+    def score(self, chunk: Chunk, scorer: ChunkScorer | None = None) -> Future[ScoredChunk | None]:
         """Has a decoded chunk scored by the rewards of its process, in parallel with other work; returns at once.
 
-        The future raises the errors of the rewards there as `Judge.submit`'s does.
+        The future raises the errors of the rewards there as `ChunkScorer.submit`'s does.
         """
         serial, found = next(self._serials), Future()
         with self._lock:
@@ -256,11 +256,13 @@ class WorkerProxy:
             error = Gone(str(error))
         if error is not None:
             return found.set_exception(self._as_gone(error))
-        judged: Judged | None = asked.result()
-        if judged is not None:
-            exchanges = moved(judged.exchanges, time.perf_counter())
-            judged = judged._replace(looks=ready(judged.looks), exchanges=exchanges)
-        return found.set_result(judged)
+        scored_chunk: ScoredChunk | None = asked.result()
+        if scored_chunk is not None:
+            exchanges = moved(scored_chunk.exchanges, time.perf_counter())
+            scored_chunk = scored_chunk._replace(
+                looks=ready(scored_chunk.looks), exchanges=exchanges
+            )
+        return found.set_result(scored_chunk)
 
 
 class TrainingProxy(WorkerProxy):

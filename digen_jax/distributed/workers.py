@@ -43,7 +43,7 @@ FINISH_TIMEOUT = 5.0  # seconds at the run's end for the work in progress
 CLOSE_TIMEOUT = 2.0  # seconds for a worker to end the processes of its rewards
 
 
-class RolloutWorkers:
+class RemoteWorkers:
     """The rollout workers of a run, and its training workers but the home worker, each kept alive by a thread.
 
     Args:

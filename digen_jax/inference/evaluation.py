@@ -11,7 +11,7 @@ from digen_jax import rewards
 from digen_jax.engine.hosts import fetch
 from digen_jax.engine.sampler import Sampler, Weights
 from digen_jax.flow.sampling import Trajectory, image_keys
-from digen_jax.images import as_judged, to_uint8
+from digen_jax.images import as_scored, to_uint8
 from digen_jax.process.exhausted import during
 from digen_jax.process.progress import watched
 from digen_jax.records.evaluation import Evaluation
@@ -38,7 +38,7 @@ def evaluate(
         part = list(records[start : start + batch])
         made = to_uint8(sample_clips(sampler, weights, part, start, batch, seed))
         prompts = [record["prompt"] for record in part]
-        scores.append(asked.score(as_judged(made), prompts, part))
+        scores.append(asked.score(as_scored(made), prompts, part))
         clips.append(made)
     return Evaluation.of(list(records), clips, scores, asked.names, asked.weights)
 

@@ -14,7 +14,7 @@ from digen_jax.engine.hosts import put
 from digen_jax.engine.packing import trained_part
 from digen_jax.engine.samples import Images, on_trainer, receive, selected
 from digen_jax.engine.system import System
-from digen_jax.images import as_judged, to_uint8
+from digen_jax.images import as_scored, to_uint8
 from digen_jax.learned_rewards.on_mesh import named
 from digen_jax.rewards.built_in import on_mesh
 from digen_jax.scheduling.settings import Costs
@@ -59,7 +59,7 @@ def measure(
     )
     decoded, decode = timed_part("decode", lambda: system.sampler.decode(weights, made))
     shown = [records[row] for row in rows]
-    batch = as_judged(to_uint8(np.asarray(decoded))), [one["prompt"] for one in shown], shown
+    batch = as_scored(to_uint8(np.asarray(decoded))), [one["prompt"] for one in shown], shown
     on_meshes, others = divided(system, asked)
     judging = 0.0
     if on_meshes:

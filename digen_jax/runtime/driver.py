@@ -28,7 +28,7 @@ from digen_jax.runtime.clock import Stopwatch, Watch, end_process
 from digen_jax.runtime.executors import Executors
 from digen_jax.runtime.link import LOSS, LinkError, LostSums
 from digen_jax.runtime.orders import Orders
-from digen_jax.runtime.scoring import Judged
+from digen_jax.runtime.scoring import ScoredChunk
 from digen_jax.runtime.worker import Gone, Line, WorkerThreads
 from digen_jax.scheduling.commands import (
     TRAINER,
@@ -354,7 +354,7 @@ class Driver:
                 print(words, file=sys.stderr, flush=True)
         worker.give_up()
 
-    def _scored(self, command: Score, asked: float, done: Future[Judged | None]) -> None:
+    def _scored(self, command: Score, asked: float, done: Future[ScoredChunk | None]) -> None:
         """Takes scores; the timeline shows the reward's own time, the scheduler uses the whole waiting time."""
         with self._failing():
             error = done.exception()

@@ -23,7 +23,7 @@ from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.clock import paused
 from digen_jax.runtime.link import Link, LostSums, SamplesOf, Versions
 from digen_jax.runtime.sampling import SamplingExecutor
-from digen_jax.runtime.scoring import Gathering, HeldOut, Judge, Judged, StepScores
+from digen_jax.runtime.scoring import ChunkScorer, Gathering, HeldOut, ScoredChunk, StepScores
 from digen_jax.runtime.steps import Steps
 from digen_jax.runtime.training import GradientExecutor, OtherTrainingExecutor, TrainingExecutor
 from digen_jax.scheduling.commands import (
@@ -259,15 +259,15 @@ class Executors:
             found = self._scores.setdefault(step, begun)
         return found
 
-    def score(self, command: Score, pool: RewardPool) -> Future[Judged | None]:
+    def score(self, command: Score, pool: RewardPool) -> Future[ScoredChunk | None]:
         """Has a chunk scored where it was decoded, by `pool` if that is in this process; returns at once.
 
-        The future has None for a chunk that was dropped. It raises the errors of `Judge.submit`'s, and Gone.
+        The future has None for a chunk that was dropped. It raises the errors of `ChunkScorer.submit`'s, and Gone.
         """
-        judge = Judge(pool, self._weights, self.steps, self._held_out, self.settings)
-        return self.sampling(command.maker).score(command.chunk, judge)
+        scorer = ChunkScorer(pool, self._weights, self.steps, self._held_out, self.settings)
+        return self.sampling(command.maker).score(command.chunk, scorer)
 
-    def scored(self, command: Score, judged: Judged | None) -> None:
+    def scored(self, command: Score, scored_chunk: ScoredChunk | None) -> None:
         """Notes the result of `score`. Processes other than the first get only the scores."""
         chunk = command.chunk
         maker = self._assistants.get(command.maker) or self.rollouts.get(command.maker)
@@ -275,16 +275,16 @@ class Executors:
             maker.scored(chunk)
         if not chunk.evaluation and self.steps.find(chunk) is None:
             return  # it was dropped
-        if judged is None:
+        if scored_chunk is None:
             raise RuntimeError(f"{command.maker} has no scores of {chunk}")
         if not chunk.evaluation:
-            self.scores(chunk.step).note(chunk.index, judged.scores)
-        if judged.looks is None:
+            self.scores(chunk.step).note(chunk.index, scored_chunk.scores)
+        if scored_chunk.looks is None:
             return
         if chunk.evaluation:
-            self.gathering.note(chunk, judged)
+            self.gathering.note(chunk, scored_chunk)
         else:
-            self.scores(chunk.step).see(chunk.index, judged.looks, judged.kept)
+            self.scores(chunk.step).see(chunk.index, scored_chunk.looks, scored_chunk.kept)
 
     def evaluated(self, command: Evaluate) -> Evaluation:
         """The result of a version's evaluation, all of whose chunks are scored."""

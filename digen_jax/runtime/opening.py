@@ -16,7 +16,7 @@ import numpy as np
 
 from digen_jax.assemble import build, build_trainer, drawn_prompts, held_out_prompts, read_scorers
 from digen_jax.config.recipe import Recipe
-from digen_jax.distributed.workers import RolloutWorkers
+from digen_jax.distributed.workers import RemoteWorkers
 from digen_jax.encoding.ahead import prepare
 from digen_jax.encoding.reached import reached
 from digen_jax.engine.system import System
@@ -38,7 +38,7 @@ from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.executors import Executors, follow
 from digen_jax.runtime.link import Link
 from digen_jax.runtime.orders import Orders, answer, entries, leave
-from digen_jax.runtime.scoring import Judged, try_files, try_scorers
+from digen_jax.runtime.scoring import ScoredChunk, try_files, try_scorers
 from digen_jax.scheduling.commands import WeightsVersion
 from digen_jax.scheduling.costs import GUESSED, Deadline
 from digen_jax.scheduling.scheduler import Scheduler
@@ -50,7 +50,7 @@ def open_system(
     workdir: pathlib.Path,
     orders: Orders,
     positions: Positions,
-    workers: RolloutWorkers | None = None,
+    workers: RemoteWorkers | None = None,
 ) -> tuple[System, RewardPool]:
     """Tries the rewards, encodes the prompts if they are precomputed, and reads the model.
 
@@ -262,7 +262,7 @@ def _execute(executors: Executors, positions: Positions, kind: str, value: Any) 
             if not command.chunk.evaluation:
                 executors.steps.draw(command.chunk.step)
             # Scores that are only shown are not announced.
-            executors.scored(command, Judged(Scores(np.asarray(columns, np.float32), {})))
+            executors.scored(command, ScoredChunk(Scores(np.asarray(columns, np.float32), {})))
         case "save":
             done, versions = value
             begun = Begun({}, {v: executors.published(WeightsVersion(v)) for v in versions})

@@ -14,11 +14,11 @@ from digen_jax.engine.packing import trained_part
 from digen_jax.engine.sampler import EncodedPrompts, Weights
 from digen_jax.engine.system import Rollout
 from digen_jax.flow.sampling import Trajectory
-from digen_jax.images import as_judged, bytes_or_nan
+from digen_jax.images import as_scored, bytes_or_nan
 from digen_jax.inference.evaluation import sample_fixed
 from digen_jax.runtime.clock import part
 from digen_jax.runtime.link import ConditioningOf, Link, SamplesOf
-from digen_jax.runtime.scoring import HeldOut, Judge, Judged
+from digen_jax.runtime.scoring import ChunkScorer, HeldOut, ScoredChunk
 from digen_jax.runtime.steps import Steps
 from digen_jax.scheduling.commands import Chunk, WeightsVersion
 
@@ -136,13 +136,13 @@ class SamplingExecutor:
         # With a NaN nothing is scored: the run ends where these images are taken.
         if self._scorers and made.dtype == np.uint8:
             with part("score"):
-                batch = as_judged(made), [record["prompt"] for record in records], records
+                batch = as_scored(made), [record["prompt"] for record in records], records
                 self.answers[chunk] = rewards.answers(self._scorers, batch)
         self.images[chunk] = made
 
-    def score(self, chunk: Chunk, judge: Judge) -> Future[Judged]:
-        """Has the rewards score a decoded chunk, whose images stay here until `scored`; see `Judge.submit`."""
-        return judge.submit(chunk, self.images[chunk], self.answers.get(chunk, ()))
+    def score(self, chunk: Chunk, scorer: ChunkScorer) -> Future[ScoredChunk]:
+        """Has the rewards score a decoded chunk, whose images stay here until `scored`; see `ChunkScorer.submit`."""
+        return scorer.submit(chunk, self.images[chunk], self.answers.get(chunk, ()))
 
     def scored(self, chunk: Chunk) -> None:
         """Frees a chunk's images, which are not needed again."""

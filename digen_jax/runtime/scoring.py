@@ -18,7 +18,7 @@ from digen_jax.algorithms.advantages import AdvantageSettings, advantages, ranki
 from digen_jax.config.recipe import Recipe
 from digen_jax.engine.divergence import DivergedError, check_images
 from digen_jax.engine.scoring import Scoring
-from digen_jax.images import as_judged, stills
+from digen_jax.images import as_scored, stills
 from digen_jax.learned_rewards.on_mesh import named
 from digen_jax.prompts.files import read_prompt_file, read_prompt_files
 from digen_jax.records.evaluation import Evaluation, Extremes, Sample, by_tag
@@ -60,7 +60,7 @@ class Kept(NamedTuple):
     pictures: UInt8[np.ndarray, "k h w 3"]
 
 
-class Judged(NamedTuple):
+class ScoredChunk(NamedTuple):
     """Scores and previews of a chunk's images."""
 
     scores: rewards.Scores
@@ -73,7 +73,7 @@ class Judged(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Judge:
+class ChunkScorer:
     """Scores the images that are decoded in its process, and computes their statistics.
 
     Attributes:
@@ -95,8 +95,8 @@ class Judge:
         chunk: Chunk,
         clips: Num[np.ndarray, "b t h w 3"],
         known: rewards.Answers = (),
-    ) -> Future[Judged]:
-        """A future `Judged` of images as bytes; `known` holds the scores of rewards on a mesh.
+    ) -> Future[ScoredChunk]:
+        """A future `ScoredChunk` of images as bytes; `known` holds the scores of rewards on a mesh.
 
         The future raises the errors of `RewardPool.submit`'s, and DivergedError for NaN, which is no reward's error.
         """
@@ -112,9 +112,9 @@ class Judge:
         looks = look_beside(stills(clips))  # in parallel to the rewards
         prompts = [record["prompt"] for record in records]
 
-        def judged(scored: Scored) -> Judged:
+        def scored_chunk(scored: Scored) -> ScoredChunk:
             values = rewards.total(scored.scores.columns, self.weights)
-            found = Judged(scored.scores, values, scored.seconds, scored.exchanges, looks)
+            found = ScoredChunk(scored.scores, values, scored.seconds, scored.exchanges, looks)
             most = self.settings.shown_images
             if chunk.evaluation:  # the first clips; if no picture is due only their middle frames
                 first = clips[: max(0, most - self.held_out.first(chunk))]
@@ -125,7 +125,7 @@ class Judge:
             places = ends(values, rows, most if shown else 0)
             return found._replace(kept=Kept(places, stills(clips)[places]))
 
-        return then(self.pool.submit(as_judged(clips), prompts, records, known), judged)
+        return then(self.pool.submit(as_scored(clips), prompts, records, known), scored_chunk)
 
 
 def order(
@@ -151,11 +151,11 @@ class Gathering:
 
     def __init__(self, held_out: HeldOut, names: tuple[str, ...], weights: Sequence[float]):
         self._held_out, self._names, self._weights = held_out, names, weights
-        self._found: dict[int, dict[int, Judged]] = defaultdict(dict)
+        self._found: dict[int, dict[int, ScoredChunk]] = defaultdict(dict)
 
-    def note(self, chunk: Chunk, judged: Judged) -> None:
+    def note(self, chunk: Chunk, scored_chunk: ScoredChunk) -> None:
         """Stores a scored chunk."""
-        self._found[chunk.step][chunk.index] = judged
+        self._found[chunk.step][chunk.index] = scored_chunk
 
     def take(self, version: int) -> Evaluation:
         """Returns a version's complete evaluation and forgets it."""

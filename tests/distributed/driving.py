@@ -9,7 +9,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from digen_jax.distributed.worker_process import Opened, RolloutProcess, TrainingProcess
-from digen_jax.distributed.workers import RolloutWorkers
+from digen_jax.distributed.workers import RemoteWorkers
 from digen_jax.engine.placement import Placement
 from digen_jax.engine.system import Rollout, System
 from digen_jax.rewards import alone
@@ -70,7 +70,7 @@ def driver(
     """As `toy.driver`, whose `options` these are, with all rollouts in workers of their own."""
     kind = process_class(system, reward, held_out)
     kinds = dict(kind=kind, training_kind=training_class(system, kind))
-    workers = RolloutWorkers(toy.opened(config), engine or LocalEngine(), **kinds)
+    workers = RemoteWorkers(toy.opened(config), engine or LocalEngine(), **kinds)
     make = functools.partial(
         toy.driver, without_rollouts(system), config, reward, held_out=held_out, **options
     )

@@ -12,7 +12,7 @@ from digen_jax.distributed import worker_proxy, workers
 from digen_jax.distributed.transfer import TrainerLink
 from digen_jax.distributed.worker_process import NotDone, Opened, RolloutProcess
 from digen_jax.distributed.worker_proxy import WorkerProxy
-from digen_jax.distributed.workers import RolloutWorkers
+from digen_jax.distributed.workers import RemoteWorkers
 from digen_jax.errors import ConfigError
 from digen_jax.runtime.worker import Gone
 from digen_jax.scheduling.commands import TRAINER, Chunk, WeightsVersion
@@ -93,7 +93,7 @@ class Broken(RolloutProcess):
 
 
 def test_a_config_that_cannot_work_ends_the_start_with_its_error(quick):
-    found = RolloutWorkers(toy.opened(config("flow_grpo", TWO)), LocalEngine(), kind=Broken)
+    found = RemoteWorkers(toy.opened(config("flow_grpo", TWO)), LocalEngine(), kind=Broken)
     with pytest.raises(ConfigError, match=r"config\.model\.folder"):
         found.wait(LONG)
     found.close()
@@ -102,7 +102,7 @@ def test_a_config_that_cannot_work_ends_the_start_with_its_error(quick):
 def test_a_worker_that_fails_to_start_is_tried_again(quick):
     kind = type("Late", (Broken,), dict(error=RuntimeError("no memory"), times=3))
     engine = LocalEngine()
-    found = RolloutWorkers(toy.opened(config("flow_grpo", TWO)), engine, kind=kind)
+    found = RemoteWorkers(toy.opened(config("flow_grpo", TWO)), engine, kind=kind)
     found.wait(LONG)
     assert len(engine.actors) == 5
     found.close()
@@ -119,7 +119,7 @@ def test_a_worker_that_hangs_while_it_opens_is_started_again(quick, monkeypatch)
             return Opened(1, "here", 0)
 
     engine = LocalEngine()
-    found = RolloutWorkers(toy.opened(config("flow_grpo", TWO)), engine, kind=Hanging)
+    found = RemoteWorkers(toy.opened(config("flow_grpo", TWO)), engine, kind=Hanging)
     found.wait(LONG)
     assert len(engine.actors) > 2
     release.set()
@@ -128,7 +128,7 @@ def test_a_worker_that_hangs_while_it_opens_is_started_again(quick, monkeypatch)
 
 def test_a_run_does_not_start_without_any_worker():
     kind = type("Never", (Broken,), dict(error=RuntimeError("no memory")))
-    found = RolloutWorkers(toy.opened(config("flow_grpo", TWO)), LocalEngine(), kind=kind)
+    found = RemoteWorkers(toy.opened(config("flow_grpo", TWO)), LocalEngine(), kind=kind)
     with pytest.raises(ConfigError, match=r"config\.placement\.rollout"):
         found.wait(0.1)
     found.close()
@@ -145,7 +145,7 @@ def test_a_run_starts_with_as_many_workers_as_it_needs_whichever_they_are():
                 raise RuntimeError("no node")
             return Opened(1, "here", 0)
 
-    found = RolloutWorkers(toy.opened(c), LocalEngine(), kind=Second)
+    found = RemoteWorkers(toy.opened(c), LocalEngine(), kind=Second)
     found.wait(LONG)
     assert set(found.places()) == {"rollout 1", "rollout 2", TRAINER}
     found.close()

@@ -13,7 +13,7 @@ from digen_jax.records.image_statistics import look
 from digen_jax.rewards import alone
 from digen_jax.rewards.mistakes import RewardFailed
 from digen_jax.rewards.pool import RewardPool
-from digen_jax.runtime.scoring import HeldOut, Judge, failed, ready, then
+from digen_jax.runtime.scoring import ChunkScorer, HeldOut, failed, ready, then
 from digen_jax.runtime.steps import Steps
 from digen_jax.scheduling.commands import Chunk
 from digen_jax.scheduling.settings import Settings
@@ -42,7 +42,7 @@ def level(images, prompts, metadata):
 def judging(reward=level, settings=SETTINGS):
     steps = Steps(iter([RECORDS[:2]] * 9), 3, 6, Draws(0, None), 0)
     with contextlib.closing(RewardPool(alone("mine", reward), 0)) as pool:
-        yield Judge(pool, (2.0,), steps, HeldOut(RECORDS, settings), settings)
+        yield ChunkScorer(pool, (2.0,), steps, HeldOut(RECORDS, settings), settings)
 
 
 def clips(*levels: int) -> np.ndarray:

@@ -20,7 +20,7 @@ from digen_jax.runtime import driver as runtime_driver
 from digen_jax.runtime.executors import Executors
 from digen_jax.runtime.link import Link, LinkError
 from digen_jax.runtime.sampling import SamplingExecutor
-from digen_jax.runtime.scoring import Judged, failed
+from digen_jax.runtime.scoring import ScoredChunk, failed
 from digen_jax.runtime.training import TrainingExecutor
 from digen_jax.runtime.worker import Gone
 from digen_jax.scheduling.commands import (
@@ -268,7 +268,7 @@ def test_scores_of_a_lost_mesh_do_not_count(system, undisturbed, monkeypatch, ca
             return held[0]
         if late and [chunk] == lost:
             wrong = Scores(np.full((4, 1), 7, np.float32), {})
-            held[0].set_result(Judged(wrong, wrong.columns[:, 0]))
+            held[0].set_result(ScoredChunk(wrong, wrong.columns[:, 0]))
         return found
 
     def scored(executors, command, judged):
