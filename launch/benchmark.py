@@ -51,9 +51,7 @@ _WORKERS = flags.DEFINE_list(
     "workers", [], "Kinds of layouts to measure, such as pool, with each lag; none: all."
 )
 _SECONDS = flags.DEFINE_float("seconds", 4.0, "Duration of a step if all devices were always busy.")
-_PUBLISH = flags.DEFINE_float(
-    "publish", 0.02, "Duration of a weight sync, as a share of --seconds."
-)
+_SYNC = flags.DEFINE_float("sync", 0.02, "Duration of a weight sync, as a share of --seconds.")
 _SCORE = flags.DEFINE_float("score", 0.1, "Duration of scoring a step, as a share of --seconds.")
 _JITTER = flags.DEFINE_float(
     "jitter",
@@ -134,7 +132,7 @@ def runtime() -> None:
     work = Work(
         devices=_DEVICES.value,
         seconds=_SECONDS.value,
-        publish=_PUBLISH.value,
+        sync=_SYNC.value,
         score=_SCORE.value,
     )
     run = TimedRun(_WARM_UP.value, _STEPS.value, _JITTER.value, _SEED.value)
@@ -162,7 +160,7 @@ def compute() -> None:
     batch, chunk = recipe.batch, recipe.sampler.chunk
     images = batch.groups * batch.images
     print(
-        f"A step of {images} images in {images // chunk} chunks, without a reward and without publishing "
+        f"A step of {images} images in {images // chunk} chunks, without a reward and without sending "
         "weights; both processes compile first.",
         flush=True,
     )

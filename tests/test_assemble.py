@@ -233,7 +233,7 @@ def test_full_tuning_on_two_meshes(make, folder, tensors):
     rollout, trainer = frozenset(jax.devices()[:4]), frozenset(jax.devices()[4:])
     assert devices((system.start, system.base)) == trainer
     assert devices((system.rollouts[0].base, system.rollouts[0].frozen)) == rollout
-    assert devices(system.publish(system.start)) == rollout
+    assert devices(system.rollout_weights(system.start)) == rollout
 
     assert {"/".join(path) for path in flatten_dict(system.base)} == {
         "transformer/pos_embed/pos_embed"
@@ -280,7 +280,7 @@ def test_an_evaluation_has_a_size_of_its_own(make, folder):
         seen.append(images.shape)
         return images.mean((1, 2, 3))
 
-    weights, records = system.publish(system.start), said("a circle", "a star", "")
+    weights, records = system.rollout_weights(system.start), said("a circle", "a star", "")
     evaluate(system.evaluator, weights, records, rewards.alone("mine", reward), 4)
     assert seen == [(3, 48, 32, 3)] and system.sampler.settings.size == Size(32, 32)
 

@@ -560,7 +560,7 @@ def shapes_of_a_step(config, system, record=None):
         return images, trajectory, totals, system.trainer.update(state, totals)
 
     state = jax.eval_shape(system.trainer.init, system.start)
-    weights = system.publish(system.start)
+    weights = system.rollout_weights(system.start)
     prompts = system.sampler.encoded(weights, records)
     return prompts, *jax.eval_shape(step, state, weights, system.base, prompts)
 

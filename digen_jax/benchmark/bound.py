@@ -110,7 +110,7 @@ def simulated(scenario: Scenario, size: Size, ratio: float, jitter: float, seed:
     )
     image = sum(worker.devices * worker.speed for worker in workers) / (groups * images)
     costs = Costs(generate * image, (1 - generate) * image, score_latency=scenario.latency)
-    costs = dataclasses.replace(costs, update=scenario.update, publish=scenario.sync)
+    costs = dataclasses.replace(costs, update=scenario.update, sync=scenario.sync)
     first, last = (3, 1) if lag else (1, 0)  # steps that are not measured
     steps, noise = size.steps[lag], Disturbance(jitter, seed=seed)
     report = simulate(workers, costs, settings, first + steps + last, noise, timeline=False)

@@ -46,7 +46,7 @@ class Case:
             score=0.03 * seconds / CHUNK,
             encode=0.03 * seconds,
             update=0.03 * seconds,
-            publish=0.06 * seconds,
+            sync=0.06 * seconds,
         )
 
     def settings(self, steps: int) -> Settings:

@@ -40,7 +40,7 @@ class Step:
     @property
     def weights(self) -> Weights:
         """The sampler's, of the trainer's present parameters."""
-        return self.system.publish(self.state.tuned)
+        return self.system.rollout_weights(self.state.tuned)
 
     def generate(self) -> Iterator[tuple[Int[np.ndarray, "b"], Trajectory]]:
         """Samples each chunk when it is asked for: its images' prompts, and what was sampled."""

@@ -30,7 +30,7 @@ class Work:
       devices: Number of equal devices.
       generate, train: Ratio of their device-seconds.
       seconds: Duration of a step if all devices were always busy: the bound (G + T)/N.
-      encode, update, publish: Shares of that bound.
+      encode, update, sync: Shares of that bound.
       score: Duration of scoring a step's images by the one scorer, as a share of the bound.
       groups, images: Groups of a step, images of a group.
       chunk: Images of a chunk on each device of a worker.
@@ -43,7 +43,7 @@ class Work:
     seconds: float = 4.0
     encode: float = 0.002
     update: float = 0.01
-    publish: float = 0.02
+    sync: float = 0.02
     score: float = 0.1
     groups: int = 16
     images: int = 8
@@ -60,7 +60,7 @@ class Work:
             raise ConfigError(f"devices must be at least 2 to be split, not {self.devices}")
         for name in ("generate", "train", "seconds"):
             check_positive(name, getattr(self, name))
-        for name in ("encode", "update", "publish", "score"):
+        for name in ("encode", "update", "sync", "score"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} must be 0 or more, not {getattr(self, name)}")
 
@@ -76,7 +76,7 @@ class Work:
             train=image - sampling,
             encode=self.encode * self.seconds,
             update=self.update * self.seconds,
-            publish=self.publish * self.seconds,
+            sync=self.sync * self.seconds,
             score=self.score * self.seconds / images,
         )
         settings = Settings(1, self.groups, self.images, self.chunk, passes=self.passes)

@@ -120,7 +120,7 @@ class System(NamedTuple):
         start = self.policy.untuned(self.base)
         return jax.device_put(start, self.placement.trainer.params(start))
 
-    def publish(self, tuned: Any) -> Weights:
+    def rollout_weights(self, tuned: Any) -> Weights:
         """Tuned parameters on the first sampling mesh, with all other parameters that it needs.
 
         If colocated, they are the trainer's own arrays, which its next update consumes.

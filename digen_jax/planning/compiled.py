@@ -63,9 +63,9 @@ def _weight_sync(system: System) -> Iterator[Program]:
     rollout = system.rollouts[0]
     changed = lower_reshard(system.start, rollout.group, rollout.dtype)
     for number, lowered in enumerate(changed, 1):
-        name = "publish" if len(changed) == 1 else f"publish {number}"
+        name = "sync" if len(changed) == 1 else f"sync {number}"
         what = "the new weights as the samplers want them"
-        yield Program(name, "publish", rollout.group.mesh.size, 0, what, lambda one=lowered: one)
+        yield Program(name, "sync", rollout.group.mesh.size, 0, what, lambda one=lowered: one)
 
 
 def _sampling(system: System, recipe: Recipe) -> Iterator[Program]:

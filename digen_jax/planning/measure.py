@@ -52,7 +52,7 @@ def measure(
     numbers = np.tile(np.arange(recipe.batch.images), len(records))[:size]
     drawn = system.draws.of(0, rows, numbers)
     state = system.trainer.init(system.start)
-    weights, publish = timed_part("publish", lambda: system.publish(state.tuned))
+    weights, sync = timed_part("sync", lambda: system.rollout_weights(state.tuned))
     prompts, encode = timed_part("encode", lambda: system.sampler.encode(weights, records))
     made, generate = timed_part(
         "generate", lambda: system.sampler.generate(weights, prompts, rows, *drawn)
@@ -89,7 +89,7 @@ def measure(
         encode=encode,
         score=score / size,
         update=update,
-        publish=publish,
+        sync=sync,
         deliver=deliver / size,
     )
 

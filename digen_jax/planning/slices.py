@@ -159,7 +159,7 @@ def calibrated(
         decode=seconds["decode"] / images,
         encode=seconds["encode"],
         update=seconds["update"],
-        publish=seconds["publish"] + (footprint.published(1, 1) / link if link else 0.0),
+        sync=seconds["sync"] + (footprint.published(1, 1) / link if link else 0.0),
         deliver=footprint.trajectory / link if link else 0.0,
     )
     return on_one_device(costs, (sizes["generate"], sizes["train"]), source, missing, (0.0, 0.0))

@@ -55,7 +55,7 @@ def read_run_costs(
         generate=median("rollout") / images,
         train=median("train") / images,
         score=median("reward") / images,
-        publish=median("publish") / recipe.placement.rollout.workers,
+        sync=median("sync") / recipe.placement.rollout.workers,
         deliver=median("deliver") / images,
     )
     return on_one_device(

@@ -32,7 +32,7 @@ PHASES = {
     "score": "reward",
     "train": "train",
     "update": "train",
-    "publish": "publish",
+    "sync": "sync",
     "deliver": "deliver",
     "evaluate": "evaluation",
 }
@@ -218,5 +218,5 @@ class Summary:
 
 def _is_transfer(command: Command) -> bool:
     """Whether a command is executed in parallel to its worker's others."""
-    publishes = isinstance(command, SyncWeights) and command.worker != TRAINER
-    return publishes or isinstance(command, Deliver)
+    sends = isinstance(command, SyncWeights) and command.worker != TRAINER
+    return sends or isinstance(command, Deliver)

@@ -21,7 +21,7 @@ COLOURS = {
     "train": ("good", "#54a24b"),
     "update": ("thread_state_running", "#2f6b2a"),
     "score": ("bad", "#f58518"),
-    "publish": ("yellow", "#e4c441"),
+    "sync": ("yellow", "#e4c441"),
     "deliver": ("cq_build_running", "#b5a76a"),
     "evaluate": ("olive", "#9d755d"),
     "ask": ("cq_build_passed", "#eba66c"),

@@ -105,7 +105,7 @@ class Executors:
             name: OtherTrainingExecutor(name, system.on(one), self.steps, self._link, names)
             for name, one in zip(names[1:], system.trainers, strict=False)
         }
-        self.trainer.publish(first)
+        self.trainer.add_version(first)
         rollouts = enumerate(system.rollouts if apart else ())
         self.rollouts = {f"rollout {i}": self._sampling(f"rollout {i}", one) for i, one in rollouts}
         self._assistants: dict[str, SamplingExecutor] = {}  # training workers that sample, too
@@ -198,7 +198,7 @@ class Executors:
             case Update():
                 self._update(command)
             case SyncWeights():
-                self._publish(command)
+                self._sync(command)
             case DropVersion():
                 self.versions.drop(command.weights_version)
                 for executor in self._holders():
@@ -240,7 +240,7 @@ class Executors:
             list(threads.map(self._add_sums, parts))
         self._training(first).offer_sums([part[0] for part in parts])
 
-    def _publish(self, command: SyncWeights) -> None:
+    def _sync(self, command: SyncWeights) -> None:
         other, weights_version = self.others.get(command.worker), command.weights_version
         trains = other is not None
         if trains and (other.take_trained(weights_version) or weights_version not in self.versions):

@@ -259,7 +259,7 @@ class OtherTrainingExecutor(GradientExecutor):
 
 
 class TrainingExecutor(GradientExecutor):
-    """The home worker: it trains, adds the sums of the others to its own, updates and publishes."""
+    """The home worker: it trains, adds the sums of the others to its own, and updates."""
 
     def __init__(
         self,
@@ -322,11 +322,11 @@ class TrainingExecutor(GradientExecutor):
         self.updated(self._steps.first if version is None else version)
         if version is not None:
             self.state = trainer.end_step(self.state, version * self._settings.updates)
-            self.publish(version)
+            self.add_version(version)
         else:
             self._offer(WeightsVersion(self._steps.first, update=len(self._history)))
 
-    def publish(self, version: int) -> None:
+    def add_version(self, version: int) -> None:
         """Publishes the behavior policy as a version; if an evaluation with other weights is due, these too."""
         settings, tree = self._settings, self._fixed
         if tree is None:

@@ -26,7 +26,7 @@ class WorkerThreads:
         self.name = name
         self.given_up = threading.Event()
         self.thread = Line(name)
-        self._transfers = {SyncWeights: Line(f"publish {name}"), Deliver: Line(f"deliver {name}")}
+        self._transfers = {SyncWeights: Line(f"sync {name}"), Deliver: Line(f"deliver {name}")}
         self._lines = self.thread, *self._transfers.values()
         self.failed = dict.fromkeys(self._lines, 0)
 

@@ -134,7 +134,7 @@ class Update(Command, kind="update"):
 
 
 @dataclasses.dataclass(frozen=True)
-class SyncWeights(Command, kind="publish"):
+class SyncWeights(Command, kind="sync"):
     """Send a weights version, which the trainer keeps, to a worker."""
 
     worker: str

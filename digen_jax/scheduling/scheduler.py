@@ -481,7 +481,7 @@ class Scheduler:
         fresh = (settings.units - settings.off_policy_units) * settings.unit_chunks
         waiting = max(0.0, self._handover_seconds() - fresh * sample / len(state.samplers))
         scored = waiting * len(state.trainers) / train
-        started = len(state.samplers) * math.ceil((cost("update") + cost("publish")) / sample)
+        started = len(state.samplers) * math.ceil((cost("update") + cost("sync")) / sample)
         left = settings.off_policy_units - math.ceil(scored / settings.unit_chunks)
         return max(0, min(left, math.ceil(started / settings.unit_chunks)))
 

@@ -174,7 +174,7 @@ class Costs:
     score: float = 0.0  # an image, by one scorer
     score_latency: float = 0.0  # a chunk, in addition to the scorer's work
     update: float = 0.0
-    publish: float = 0.0  # a version, to one worker
+    sync: float = 0.0  # a version, to one worker
     deliver: float = 0.0  # an image's samples, to the trainer
     evaluate: float = 0.0  # a chunk of an evaluation, on a worker of speed 1
     switch: float = 0.0  # between sampling and training, in each direction

@@ -52,7 +52,7 @@ def test_training_that_is_faster_than_generation_hides_behind_it():
     case = dataclasses.replace(CASES[1], training=0.1)
     costs = case.costs(8)
     last = CHUNK * (costs.deliver + costs.score + 2 * costs.train)
-    rest = costs.publish + costs.encode + last + costs.update
+    rest = costs.sync + costs.encode + last + costs.update
     assert simulated(case).step_seconds == pytest.approx(8 + rest, rel=0.03)
 
 

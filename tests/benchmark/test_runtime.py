@@ -71,7 +71,7 @@ def test_the_table_has_a_row_for_each_kind_of_layout():
         ({"devices": 1}, "devices must be at least 2"),
         ({"train": 0.0}, "train must be above 0"),
         ({"seconds": -1.0}, "seconds must be above 0"),
-        ({"publish": -0.1}, "publish must be 0 or more"),
+        ({"sync": -0.1}, "sync must be 0 or more"),
     ],
 )
 def test_work_that_cannot_be_measured_is_refused(fields, sentence):

@@ -35,7 +35,7 @@ COSTS = Costs(
     encode=0.03,
     score=0.006,
     update=0.04,
-    publish=0.05,
+    sync=0.05,
     deliver=0.002,
 )
 SETTINGS = Settings(3, groups=4, images=4, chunk_images=4, passes=4, max_policy_lag=0)
@@ -112,7 +112,7 @@ def test_jitter_is_of_the_work_and_not_of_who_does_it():
 def test_a_driver_has_several_workers_sample_and_train():
     """Samples of the trainer reach other workers while the trainer is at work."""
     log, layout = [], (WorkerLayout(), WorkerLayout(), WorkerLayout(roles=("train",)))
-    costs = Costs(generate=0.01, train=0.02, update=0.01, publish=0.01)
+    costs = Costs(generate=0.01, train=0.02, update=0.01, sync=0.01)
     executors = WaitingExecutors(Waits(costs, SETTINGS, jitter=0.2), layout)
     with (
         closing(RewardPool(alone("waits", score), 0)) as rewards,

@@ -97,7 +97,7 @@ def result(base):
         """(clips, gradient) of eight images with parameters at some distance from the start."""
         system = system_of(config(base, tuning, mesh, family))
         tuned = toy.moved(system.start, 0.01)
-        sampler, weights = system.sampler, system.publish(tuned)
+        sampler, weights = system.sampler, system.rollout_weights(tuned)
         prompts = sampler.encode(weights, said("a photo of a star", "two rings"))
         keys = image_keys(jax.random.key(1), ROWS, np.arange(8) % 4)
         clips, trajectory = toy.draw_and_show(sampler, weights, prompts, ROWS, keys)

@@ -90,7 +90,7 @@ def test_images_decoded_in_chunks_are_those_decoded_at_once():
         toy.system(config, family=toy.ToyFamily(decoded_pixels=count * 32 * 32))
         for count in (100, 2)
     )
-    weights = whole.publish(whole.start)
+    weights = whole.rollout_weights(whole.start)
     prompts = whole.sampler.encode(weights, said("red", "a blue"))
     keys = jax.random.split(jax.random.key(0), 10)
     rows = np.arange(10, dtype=np.int32) % 2
@@ -107,7 +107,7 @@ def test_prompts_encoded_in_parts_are_those_encoded_at_once(prompts):
     encoded = []
     for encoded_prompts in (64, 1):
         system = toy.system(config, family=toy.ToyFamily(encoded_prompts=encoded_prompts))
-        encoded.append(system.sampler.encode(system.publish(system.start), records))
+        encoded.append(system.sampler.encode(system.rollout_weights(system.start), records))
     family, params = toy.ToyFamily(), toy.ToyFamily().params()
     expected = family.encode(params, family.tokenize(records))
     for found in encoded:

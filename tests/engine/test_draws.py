@@ -80,7 +80,7 @@ def test_at_every_place_a_moving_window_is_a_fixed_one_and_nothing_is_compiled_a
 
 def test_a_window_that_leaves_the_schedule_is_no_sampled_one():
     _, system = one_device()
-    weights, rows = system.publish(system.start), np.zeros(8, np.int32)
+    weights, rows = system.rollout_weights(system.start), np.zeros(8, np.int32)
     keys = image_keys(jax.random.key(0), rows, rows)
     with pytest.raises(ValueError, match="the window starts at 3 and has length 2, outside"):
         system.sampler.generate(weights, EncodedPrompts(None, None), rows, keys, start=3)
@@ -198,7 +198,7 @@ def test_the_gradient_is_that_of_the_drawn_transitions():
 def test_to_choose_steps_no_trajectory_is_gathered():
     window = dict(first=0, length=chunks.STEPS, fraction=0.5)
     parts = chunks.system(chunks.config("lora", (1, 4, 1), sampler__window=window))
-    weights = parts.publish(parts.start)
+    weights = parts.rollout_weights(parts.start)
     prompts = parts.sampler.encode(weights, said("red") * chunks.GROUPS)
     drawn = parts.draws.of(0, chunks.ROWS, np.tile(np.arange(4), chunks.GROUPS))
     given, program = [], parts.sampler._generate

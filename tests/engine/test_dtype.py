@@ -46,7 +46,7 @@ def test_it_samples_by_the_rounded_network():
     prompts, (chunk,) = toy.rollout(system, c, system.start)
     t = jax.tree.map(jnp.asarray, jax.device_get(chunk.samples))
     step, sigmas = system.sampler.settings.step, chunk.sigmas
-    rounded = system.publish(system.start)
+    rounded = system.rollout_weights(system.start)
     conditioning = jax.tree.map(lambda leaf: leaf[chunk.rows], prompts.conditioning)
     family = toy.ToyFamily(toy.Network(dtype=jnp.bfloat16))
     means = []

@@ -314,7 +314,7 @@ def test_diffusion_nft_publishes_its_old_policy_which_follows(monkeypatch):
     for version, (state, _) in enumerate(states, 1):
         jax.tree.map(np.testing.assert_array_equal, versions[version], state.copy)
     # What the second step was sampled from.
-    weights = parts.publish(states[0][0].copy)
+    weights = parts.rollout_weights(states[0][0].copy)
     prompts = parts.sampler.encode(weights, toy.records(GROUPS))
     keys = image_keys(jax.random.key(0), 14 + ROWS[:6], np.tile(np.arange(IMAGES), 2))
     expected, _ = toy.draw_and_show(parts.sampler, weights, prompts, ROWS[:6], keys)

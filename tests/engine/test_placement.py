@@ -209,7 +209,7 @@ def test_fsdp_splits_every_parameter_on_both_meshes(tuning, monkeypatch):
     lora = dict(lora__rank=4) if tuning == "lora" else {}
     system = toy.system(toy.config(**toy.meshes((1, 4), (2, 2)), **lora, trainer__ema=0.5))
     state = system.trainer.init(system.start)
-    weights = system.publish(state.tuned)
+    weights = system.rollout_weights(state.tuned)
     trainer = [state.tuned, state.ema, system.base, moments(state)]
     for trees, devices in ((trainer, 2), ([weights.tuned, weights.base], 4)):
         for leaf in jax.tree.leaves(trees):

@@ -51,7 +51,7 @@ def test_trajectories_in_half_precision_are_replayed_as_sampled(base):
     c = tiny_config(base, "full", "one device", algorithm__old_log_probs="rollout")
     c.precision = dict(trajectory="bfloat16")
     system = system_of(c)
-    weights = system.publish(system.start)
+    weights = system.rollout_weights(system.start)
     prompts = system.sampler.encode(weights, said("a photo of a star", "two rings"))
     keys = image_keys(jax.random.key(1), ROWS, np.arange(8) % 4)
     made = system.sampler.generate(weights, prompts, ROWS, keys)

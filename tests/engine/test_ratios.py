@@ -156,7 +156,7 @@ def test_rounding_is_far_below_grpo_guards_published_range(monkeypatch):
     config.trainer.micro_batch = 24
     system = assemble.build(place(open_recipe(config), 1), jax.devices()[:1])
     tuned, rows = system.trainer.init(system.start).tuned, np.arange(24, dtype=np.int32) // 12
-    weights = system.publish(tuned)
+    weights = system.rollout_weights(tuned)
     prompts = system.sampler.encode(weights, said("a photo of a red star", "two blue rings"))
     keys = image_keys(jax.random.key(0), rows, np.arange(24))
     sampled = system.sampler.generate(weights, prompts, rows, keys)

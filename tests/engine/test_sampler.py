@@ -41,7 +41,7 @@ def alone(exact_and_split):
 
 
 def generate(system, cut=slice(None), tuned=None):
-    weights = system.publish(system.start if tuned is None else tuned)
+    weights = system.rollout_weights(system.start if tuned is None else tuned)
     prompts = system.sampler.encode(weights, said(*PROMPTS))
     given = weights, prompts, ROWS[cut], KEYS[cut]
     return jax.device_get(toy.draw_and_show(system.sampler, *given, start=1))
@@ -89,7 +89,7 @@ def test_images_differ_by_key_and_by_prompt(split, whole):
     for i in range(8):
         for j in range(i):
             assert np.abs(images[i] - images[j]).max() > 0.01
-    weights = split.publish(split.start)
+    weights = split.rollout_weights(split.start)
     prompts = split.sampler.encode(weights, said(*PROMPTS))
     others, _ = toy.draw_and_show(split.sampler, weights, prompts, (ROWS + 1) % 3, KEYS, start=1)
     assert np.abs(images - others).max((1, 2, 3)).min() > 0.01
@@ -107,7 +107,7 @@ def test_the_windows_transitions_are_stored(whole):
 
 
 def test_a_chunk_stays_split_over_the_mesh(split):
-    weights = split.publish(split.start)
+    weights = split.rollout_weights(split.start)
     prompts = split.sampler.encode(weights, said(*PROMPTS))
     images, trajectory = toy.draw_and_show(split.sampler, weights, prompts, ROWS, KEYS)
     x, log_prob = trajectory.transitions.x, trajectory.transitions.log_prob
@@ -118,7 +118,7 @@ def test_a_chunk_stays_split_over_the_mesh(split):
 
 def test_without_noise_it_is_eulers_method_on_the_published_weights(split):
     tuned = toy.moved(split.start)
-    weights = split.publish(tuned)
+    weights = split.rollout_weights(tuned)
     prompts = split.evaluator.encode(weights, said(*PROMPTS))
     images, trajectory = toy.draw_and_show(split.evaluator, weights, prompts, ROWS, KEYS)
     assert trajectory.transitions.x.shape[0] == 0

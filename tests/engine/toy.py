@@ -283,7 +283,7 @@ def sampled_steps(system: System, batches, images: int, size: int, count: int, t
     steps = Steps(batches, images, size, system.draws, 0)
     link, group, name = Link(), system.placement.trainer, "rollout 0"
     executor = SamplingExecutor(name, system.rollouts[0], steps, None, link)
-    executor.weights[WeightsVersion(0)] = system.publish(tuned)
+    executor.weights[WeightsVersion(0)] = system.rollout_weights(tuned)
     for number in range(count):
         executor.encode(number)
         found = Sampled(

@@ -48,7 +48,7 @@ def by_our_sampler(base, kind):
     policy = dataclasses.replace(system.policy, guidance=3.5)
     settings = SamplerSettings(Size(SIDE, SIDE), STEPS, Ode())
     sampler = Sampler(policy, system.placement.rollout, settings)
-    weights = system.publish(found.arrays["ema" if kind == "full" else "tuned"])
+    weights = system.rollout_weights(found.arrays["ema" if kind == "full" else "tuned"])
     rows = np.arange(len(PROMPTS), dtype=np.int32)
     with jax.default_matmul_precision("highest"):
         prompts = sampler.encode(weights, said(*PROMPTS))

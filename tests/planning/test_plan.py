@@ -53,7 +53,7 @@ def calibration(**fields):
 
 def test_the_script_plans_from_a_file_of_costs(tmp_path):
     costs, output = tmp_path / "costs.json", tmp_path / "placement.json"
-    given = {"generate": 0.4, "train": 0.3, "publish": 0.2, "trainer_serial": 0.02}
+    given = {"generate": 0.4, "train": 0.3, "sync": 0.2, "trainer_serial": 0.02}
     costs.write_text(json.dumps(given))
     done = run_script(
         "plan.py",
@@ -138,7 +138,7 @@ def test_the_script_times_a_chunk_on_the_available_devices(base):
     assert done.returncode == 0, done.stderr
     source = "costs from a chunk timed on devices of the kind cpu, 1 for rollout and 1 for training"
     assert source in done.stdout.replace("\n  ", " ")
-    for name in ("generate", "decode", "train", "score", "encode", "update", "publish"):
+    for name in ("generate", "decode", "train", "score", "encode", "update", "sync"):
         (seconds,) = re.findall(rf"[ :]{name} (\S+) s", done.stdout)
         assert 0 < float(seconds) < 20
     assert "not known and left out: score_latency, switch" in done.stdout.replace("\n  ", " ")
@@ -166,8 +166,8 @@ def test_a_mistake_is_one_line(arguments, sentence):
     ("given", "sentence"),
     [
         (
-            {"generate": 1, "train": 1, "publishing": 1},
-            "publishing is not a cost; did you mean publish?",
+            {"generate": 1, "train": 1, "synch": 1},
+            "synch is not a cost; did you mean sync?",
         ),
         ({"generate": 1}, "lacks train"),
         ({"generate": -1, "train": 1}, "generate must be a number"),
@@ -186,7 +186,7 @@ def test_a_wrong_file_of_costs_is_refused(tmp_path, given, sentence):
 
 
 def test_a_step_of_one_chunk_is_best_colocated_and_the_sentence_says_so():
-    plan = make_plan(make_problem(opened(144), 4, calibration(publish=0.1)))
+    plan = make_plan(make_problem(opened(144), 4, calibration(sync=0.1)))
     assert plan.choice.layout == PoolLayout(1, 4, chunk=144)
     assert why(plan).startswith("colocated (") and "config.sampler.chunk" in why(plan)
     assert re.search(r"^\*  colocated", table(plan), re.MULTILINE)
@@ -196,7 +196,7 @@ def test_auto_is_the_choice_as_a_section_of_the_config():
     config = shapes()
     config.runtime.max_policy_lag, config.evaluation.batch = 1, 12
     recipe = reopen_recipe(config)
-    costs = dataclasses.replace(calibration(publish=0.2), trainer_serial=0.02)
+    costs = dataclasses.replace(calibration(sync=0.2), trainer_serial=0.02)
     sizes = auto_placement(recipe, 4, costs)
     problem = make_problem(recipe, 4, costs)
     plan = make_plan(problem, lambda layout: can_run(recipe, problem, layout))
@@ -267,7 +267,7 @@ def test_a_run_with_an_automatic_placement_keeps_it_when_it_goes_on(
     assert said.startswith(
         "config.placement = 'auto': times each part of a step on one of the 8 devices"
     )
-    for part in ("publish", "encode", "generate", "decode", "score", "train", "update"):
+    for part in ("sync", "encode", "generate", "decode", "score", "train", "update"):
         assert re.search(rf"  {part}: compiling and timing\n  {part}: \S+ s\n", said)
     placement = json.loads((tmp_path / "config.json").read_text())["placement"]
     rollout, trainer = placement["rollout"], placement["trainer"]

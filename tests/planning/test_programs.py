@@ -125,7 +125,7 @@ def test_the_programs_are_those_that_a_run_calls(base):
     system, lying = build(recipe, devices), outline(recipe, devices)
     rows = np.repeat(np.arange(2, dtype=np.int32), 4)
     drawn = system.draws.of(0, rows, np.tile(np.arange(4), 2))
-    weights = system.publish(system.start)
+    weights = system.rollout_weights(system.start)
     prompts = system.sampler.encode(weights, [{"prompt": "a"}, {"prompt": "b"}])
     made = system.sampler.generate(weights, prompts, rows, *drawn)
 

@@ -13,7 +13,7 @@ def test_a_runs_timings_become_costs_of_one_device(base, tmp_path):
     config = complete(tiny_config(base, "full"))
     config.placement.rollout.data, config.placement.trainer.data = 2, 4
     (tmp_path / "config.json").write_text(config.to_json())
-    phases = {"rollout": 4.0, "train": 8.0, "publish": 0.5, "reward": 0.8, "deliver": 0.4}
+    phases = {"rollout": 4.0, "train": 8.0, "sync": 0.5, "reward": 0.8, "deliver": 0.4}
     line = {f"seconds/{name}": seconds for name, seconds in phases.items()}
     slow = {name: 100.0 for name in line}
     lines = [{"reward": 1.0}, slow, slow, line, line, slow, line]
@@ -23,7 +23,7 @@ def test_a_runs_timings_become_costs_of_one_device(base, tmp_path):
     found = read_run_costs(tmp_path)
     # 8 images a step; the first two steps may have compiled, and the median ignores the fifth.
     assert found.costs == Costs(
-        generate=4.0 * 2 / 8, train=8.0 * 4 / 8, score=0.1, publish=0.5, deliver=0.05
+        generate=4.0 * 2 / 8, train=8.0 * 4 / 8, score=0.1, sync=0.5, deliver=0.05
     )
     assert f"4 steps of the run in {tmp_path}" in found.source
     half = read_run_costs(tmp_path, trainer_serial=0.5).costs

@@ -23,7 +23,7 @@ TRAINER = dict(
     holds=[11, 12],
     arrives=[],
 )
-AWAY = TRAINER | dict(devices=16, does=None, waits="publish", since=880.0, arrives=[13])
+AWAY = TRAINER | dict(devices=16, does=None, waits="sync", since=880.0, arrives=[13])
 SNAPSHOT = dict(
     step=12,
     steps=60,
@@ -65,7 +65,7 @@ def test_the_table_fits_a_terminal(written):
         f"trainer    {f'{me} and 1 more':<26}  4        11 12          2.0 s",
         "  training on chunk 3 of step 12",
         "rollout 0  77 on host-of-a-rather-...  16       ... 11 12 +13  2 min",
-        "  not heard for 6.5 s; waits for publish",
+        "  not heard for 6.5 s; waits for sync",
         "rollout 1  78 on other                 16                      60 s",
         "  lost",
         "reward",
@@ -76,7 +76,7 @@ def test_the_table_fits_a_terminal(written):
     ]
     lines = describe("runs/x", written, me, 1001.5, 200).splitlines()
     assert lines[3].endswith("2.0 s  training on chunk 3 of step 12")
-    assert lines[4].endswith("2 min  not heard for 6.5 s; waits for publish")
+    assert lines[4].endswith("2 min  not heard for 6.5 s; waits for sync")
     assert lines[6] == f"reward{'scoring 2 batches':>81}"
 
 

@@ -137,8 +137,8 @@ def test_a_long_address_is_shortened_in_its_middle():
 
 
 def test_timelines_have_the_servers_last(tmp_path):
-    rows = ["rollout 0", "publish rollout 0", "trainer", "reward", "judge a:1", "reward server b:1"]
-    kinds = ["generate", "publish", "train", "score", "ask", "ask in vain"]
+    rows = ["rollout 0", "sync rollout 0", "trainer", "reward", "judge a:1", "reward server b:1"]
+    kinds = ["generate", "sync", "train", "score", "ask", "ask in vain"]
     found = [
         Interval(row, kind, i, i + 1) for i, (row, kind) in enumerate(zip(rows, kinds, strict=True))
     ]

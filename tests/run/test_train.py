@@ -216,7 +216,7 @@ def test_what_devices_wait_for_most_is_said_with_what_to_change():
 def test_the_timeline_shows_every_worker_without_a_gap_in_its_order(unbroken):
     events = json.loads((unbroken[0] / "timeline.json").read_text())
     rows = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    transfers = {"publish rollout 0", "deliver rollout 0"}
+    transfers = {"sync rollout 0", "deliver rollout 0"}
     assert set(rows.values()) == {"rollout 0", "trainer", "reward"} | transfers
     done = {}
     for event in events:

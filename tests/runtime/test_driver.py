@@ -68,7 +68,7 @@ def test_the_reward_sees_each_image_with_its_own_prompt(alone):
         return np.zeros(len(images))
 
     drive(alone, 1, reward)
-    weights, records = system.publish(system.start), toy.records(2)
+    weights, records = system.rollout_weights(system.start), toy.records(2)
     prompts = system.sampler.encode(weights, records)
     assert len(calls) == 2
     for group, (images, texts, metadata) in enumerate(calls):
@@ -92,7 +92,7 @@ def test_each_step_samples_from_the_version_before_it(alone):
         driver.step()
         tuned = jax.tree.map(np.asarray, driver.executor.state.tuned)
         driver.step()
-    weights, records = system.publish(tuned), toy.records(2)
+    weights, records = system.rollout_weights(tuned), toy.records(2)
     prompts = system.sampler.encode(weights, records)
     keys = image_keys(jax.random.key(config.seed), np.full(4, 12), np.arange(4))
     expected, _ = toy.draw_and_show(system.sampler, weights, prompts, np.zeros(4, np.int32), keys)
@@ -116,7 +116,7 @@ def test_two_updates_train_one_half_of_the_groups_each(alone):
         optax.clip_by_global_norm(t.clip_norm),
         optax.adamw(t.learning_rate, eps=t.eps, weight_decay=0),
     )
-    tuned, weights = system.start, system.publish(system.start)
+    tuned, weights = system.start, system.rollout_weights(system.start)
     moments, deviations, updated = optimizer.init(tuned), [], jax.jit(optimizer.update)
     records = toy.records(2)
     texts = system.sampler.encode(weights, records)

@@ -20,7 +20,7 @@ ROUNDED = 1.01 / 255  # a pixel beside the middle of two bytes may become either
 def parts(exact_and_split):
     """(evaluator on a mesh of 4, published weights)"""
     system = toy.system(toy.config(**toy.meshes((4, 1), (2, 2)), evaluation__guidance=2.0))
-    return system.evaluator, system.publish(system.start)
+    return system.evaluator, system.rollout_weights(system.start)
 
 
 def scored(parts, records, batch, **options):
@@ -130,7 +130,7 @@ def test_a_run_evaluates_each_version_as_that_versions_weights_alone(layout, ema
     for version, one in found.items():
         alone = evaluate(
             system.evaluator,
-            system.publish(states[version]),
+            system.rollout_weights(states[version]),
             records,
             rewards.alone("mine", toy.brightness),
             4,

@@ -28,7 +28,7 @@ from digen_jax.scheduling.settings import Costs, Settings
 from digen_jax.scheduling.simulator import Disturbance, WorkerLayout, simulate
 from tests.scheduling.world import BOTH, Referee, World, values_of
 
-COSTS = Costs(generate=1.0, train=1.0, decode=0.1, score=0.1, publish=0.2)
+COSTS = Costs(generate=1.0, train=1.0, decode=0.1, score=0.1, sync=0.2)
 SAMPLE_ONLY, TRAIN_ONLY, SAMPLE_FIRST = ("sample",), ("train",), ("sample", "train")
 PLAIN = Settings(2, groups=2, images=2, chunk_images=1, max_policy_lag=0, passes=2)
 runs = settings(
@@ -511,7 +511,7 @@ def test_the_age_of_trained_samples_is_bounded(max_policy_lag, share):
     plan = dataclasses.replace(
         PLAIN, groups=32, images=1, max_policy_lag=max_policy_lag, max_off_policy_fraction=share
     )
-    costs = dataclasses.replace(COSTS, update=2.0, publish=2.0)
+    costs = dataclasses.replace(COSTS, update=2.0, sync=2.0)
     report = simulate((WorkerLayout(),) * 4, costs, plan, 8, Disturbance(jitter=0.2))
     ages = report.trained_by_age
     assert set(ages) == set(range(max_policy_lag + 1))

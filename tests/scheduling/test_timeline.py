@@ -27,7 +27,7 @@ def test_seconds_of_work_and_of_waiting():
 def test_a_simulated_run_accounts_for_every_device_second():
     """Every worker works or waits from the beginning of a run to its end."""
     plan = Settings(1, groups=8, images=1, chunk_images=1, max_policy_lag=0, passes=4)
-    costs = Costs(generate=1.0, train=0.5, score=0.3, update=0.2, publish=0.1)
+    costs = Costs(generate=1.0, train=0.5, score=0.3, update=0.2, sync=0.1)
     workers = WorkerLayout(), WorkerLayout(devices=2), WorkerLayout(roles=("sample",))
     report = simulate(workers, costs, plan, 3)
     end = report.step_ends[-1]

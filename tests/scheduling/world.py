@@ -199,7 +199,7 @@ class Referee:
         if c.update == s.updates - 1 and s.evaluated_chunks(c.step):
             assert c.step in self.evaluated, "a new version before the last one is evaluated"
 
-    def check_publish(self, c):
+    def check_sync(self, c):
         assert c.version in self.published and c.weights_version not in self.dropped
         if c.weights_version.update:
             assert (c.version, c.weights_version.update) <= (self.step, self.update)
@@ -506,8 +506,8 @@ class World:
             "score": ("score", getattr(command, "chunk", None)),
             "deliver": ("deliver", getattr(command, "chunk", None)),
             "train": ("train", getattr(command, "chunk", None)),
-            "publish": (
-                "publish",
+            "sync": (
+                "sync",
                 getattr(command, "worker", 0),
                 getattr(command, "weights_version", 0),
             ),

@@ -145,7 +145,7 @@ def _part(problem: Problem, layout: PoolLayout) -> tuple[Problem, PoolLayout, in
     most = min(excess / fewer, settings.chunks / workers / 32)
     less = max(d for d in divisors(whole // fewer) if d <= max(1, most))
     scorers = math.ceil(problem.scorers / fewer)
-    of_step = "update", "publish", "encode", "score_latency"
+    of_step = "update", "sync", "encode", "score_latency"
     changes = {name: getattr(costs, name) / less for name in of_step}
     changes["score"] = costs.score * (scorers * fewer / problem.scorers if scorers else 1)
     names = "groups", "max_candidates", "redundant_groups"
@@ -180,7 +180,7 @@ def lower_bound(problem: Problem, layout: PoolLayout) -> float:
 
     spread = 1 if settings.ordered else workers
     last = math.ceil(settings.passes / spread) * train / settings.passes
-    start = 0.0 if layout.samples else costs.publish
+    start = 0.0 if layout.samples else costs.sync
     found = [count * score / problem.scorers if problem.scorers else 0.0]
     if layout.lag:
         late = count - settings.off_policy_units * settings.unit_chunks
@@ -188,8 +188,8 @@ def lower_bound(problem: Problem, layout: PoolLayout) -> float:
         return max(*found, busy(settings.updates * costs.update), path if late > 0 else 0.0)
     # Without lag no worker has work during the last update, and only the home worker while weights are in transfer.
     updates = (settings.updates - 1) * costs.update
-    slow = busy(updates + (workers - 1) * costs.publish)
-    found += [busy(updates), slow if slow >= costs.publish else 0.0]
+    slow = busy(updates + (workers - 1) * costs.sync)
+    found += [busy(updates), slow if slow >= costs.sync else 0.0]
     start += costs.encode * min(scales)
     gate = count if settings.step_first else 1 if settings.early else settings.unit_chunks
     found += [start + sampled(count) + score + last]

@@ -115,7 +115,7 @@ def test_a_run_edits_in_two_passes_with_ratio_one_by_what_was_encoded_ahead(base
     for encoding in ("each_step", "ahead"):
         recipe = place(open_recipe(guided_config(base, encoding)), 2)
         systems.append(build(recipe, jax.devices()[:2]))
-    each, read = (one.sampler.encode(one.publish(one.start), records) for one in systems)
+    each, read = (one.sampler.encode(one.rollout_weights(one.start), records) for one in systems)
     assert jax.tree.structure(each) == jax.tree.structure(read) and read.null is not None
     for found, expected in zip(jax.tree.leaves(read), jax.tree.leaves(each), strict=True):
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
@@ -217,7 +217,7 @@ def test_images_are_those_of_one_device(base):
         system = system_of(
             config(base, "full", mesh, "flux", evaluation__prompts=prompts, **fields)
         )
-        sampler, weights = system.sampler, system.publish(system.start)
+        sampler, weights = system.sampler, system.rollout_weights(system.start)
         encoded = sampler.encode(weights, read_prompt_file(prompts)[:2])
         keys = image_keys(jax.random.key(1), ROWS, np.arange(8) % 4)
         found.append(jax.device_get(toy.draw_and_show(sampler, weights, encoded, ROWS, keys)[0]))

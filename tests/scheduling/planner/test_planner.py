@@ -51,7 +51,7 @@ def random_problem(seed):
         score=draw.choice([0.01, 0.1]),
         score_latency=draw.choice([0.0, 0.3, 2.0]),
         update=draw.choice([0.02, 0.2]),
-        publish=draw.choice([0.02, 0.4]),
+        sync=draw.choice([0.02, 0.4]),
         deliver=draw.choice([0.0, 0.01]),
     )
     worker = Scaling(draw.choice([0.0, 0.03]), draw.choice([0, 4]))
@@ -95,7 +95,7 @@ def test_costs_of_a_step_are_searched_as_far_as_those_of_images():
         score=0.02,
         score_latency=0.3,
         update=0.3,
-        publish=0.05,
+        sync=0.05,
         switch=0.05,
     )
     problem = Problem(4, settings, costs, Scaling(images=4), Scaling(images=4), 2)
@@ -155,7 +155,7 @@ def test_serial_shares_prefer_small_workers_and_equal_times_few_workers():
 
 def test_colocated_is_the_sum_of_all_that_it_does():
     settings = Settings(1, groups=4, images=4, chunk_images=2, max_policy_lag=0)
-    costs = Costs(0.5, 0.4, encode=0.1, score=0.01, update=0.3, publish=0.2)
+    costs = Costs(0.5, 0.4, encode=0.1, score=0.01, update=0.3, sync=0.2)
     problem = Problem(8, settings, costs, Scaling(0.1), Scaling(0.2))
     made = Simulations(problem).predict(PoolLayout(1, 8, chunk=2))
     generation, training = 16 * 0.5 * (0.1 + 0.9 / 8), 16 * 0.4 * (0.2 + 0.8 / 8)
@@ -166,7 +166,7 @@ def test_colocated_is_the_sum_of_all_that_it_does():
 
 def test_more_workers_and_lag_are_used_only_if_they_gain():
     settings = Settings(1, 64, 1, 1, max_policy_lag=1)
-    costs = Costs(1.0, 1.0, update=0.5, publish=2.0, score_latency=8.0)
+    costs = Costs(1.0, 1.0, update=0.5, sync=2.0, score_latency=8.0)
     # An image is one chunk that devices cannot split: the pool waits for scores at the end of a step without lag.
     problem = Problem(4, settings, costs, Scaling(images=1), Scaling(images=1))
     plan = make_plan(problem)
@@ -185,7 +185,7 @@ def large(devices, ratio=1.0, lag=0):
     """Four images a device, in chunks of one."""
     images = 4 * devices
     settings = Settings(1, images // 4, 4, 1, passes=8, max_policy_lag=lag)
-    costs = Costs(ratio, 1.0, update=0.01, publish=0.01, score=1e-3)
+    costs = Costs(ratio, 1.0, update=0.01, sync=0.01, score=1e-3)
     return Problem(devices, settings, costs, Scaling(0.005), Scaling(0.01), 8)
 
 
@@ -218,7 +218,7 @@ def parameters(split, whole):
 
 
 STEP = Settings(1, groups=4, images=4, chunk_images=2)
-COSTS = Costs(0.5, 0.4, encode=0.1, score=0.01, update=0.3, publish=0.2)
+COSTS = Costs(0.5, 0.4, encode=0.1, score=0.01, update=0.3, sync=0.2)
 PROGRAMS = Programs(
     gradient=lambda data, time: 8000 / data,
     update=lambda tuned: tuned,
