@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 from digen_jax.config.fields import check_known, flat
 from digen_jax.errors import ConfigError, check_choice
 from digen_jax.files import in_home, shipped
-from digen_jax.process.ending import STOPPED, Stopped, guard_exit, last_word, without_the_hung
+from digen_jax.process.ending import STOPPED, Stopped, ends_process, guard_exit, last_word
 from digen_jax.process.exhausted import no_devices, out_of_memory
 from digen_jax.process.interrupt import end_by_ctrl_c
 from digen_jax.process.terminal import keep_writable
@@ -73,7 +73,7 @@ def run_main(main: Main) -> None:
     keep_writable()
     # It has a line at the first start on a machine, on which no user can act.
     logging.getLogger("matplotlib.font_manager").setLevel(logging.WARNING)
-    with without_the_hung():
+    with ends_process():
         try:
             # In place, because config_flags looks for its overrides in this list.
             sys.argv[:] = spelled_out(sys.argv)

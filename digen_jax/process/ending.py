@@ -4,6 +4,7 @@
 threads may see the reason, and the first one speaks for all. `guard_exit` reports an `os._exit` in a user's code.
 """
 
+import atexit
 import contextlib
 import contextvars
 import ctypes
@@ -11,7 +12,6 @@ import os
 import signal
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterator
 
 from digen_jax.process.terminal import complain
@@ -119,18 +119,27 @@ def _do_last() -> None:
 
 
 @contextlib.contextmanager
-def without_the_hung() -> Iterator[None]:
-    """Ends the process after this block if a thread hangs; Python and the devices' drivers would wait for it."""
+def ends_process() -> Iterator[None]:
+    """Ends the process after this block, with the exit code that Python would give it.
+
+    The interpreter is not finalized: threads of native libraries may abort the process when they need Python meanwhile
+    ("FATAL: exception not rethrown", seen at the end of complete runs). Exit handlers are called, and threads awaited,
+    unless one of them hangs.
+    """
+    code = 0
     try:
         yield
     except SystemExit as end:
-        if not _hung:
-            raise
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
-        leave(end.code if isinstance(end.code, int) else int(end.code is not None))
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    try:
         if not _hung:
-            raise
-        traceback.print_exc()
-        leave(1)
+            threading._shutdown()
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+    finally:
+        leave(code)

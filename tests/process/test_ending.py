@@ -61,6 +61,43 @@ def test_a_script_ends_with_its_code_and_all_that_it_said_though_a_thread_hangs(
     assert ("Traceback" in done.stderr) == what.startswith("raise KeyError")
 
 
+COMPLETE = """
+import atexit, sys, threading, time
+from digen_jax.config.command_line import run_main
+
+class Last:
+    def __del__(self):
+        print("finalized")
+
+last = Last()
+sys.modules["kept"] = last
+
+def late():
+    time.sleep(0.5)
+    print("a thread")
+
+def main():
+    threading.Thread(target=late).start()
+    atexit.register(print, "an exit handler")
+    print("done")
+    {what}
+
+run_main(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "code"), [("pass", 0), ("return 75", 75), ("raise KeyError('a bug')", 1)]
+)
+def test_threads_and_exit_handlers_are_awaited_but_the_interpreter_is_not_finalized(
+    tmp_path, what, code
+):
+    """Native threads may abort a process whose interpreter is finalized."""
+    done = run(tmp_path, COMPLETE.format(what=what))
+    assert (done.returncode, done.stdout) == (code, "done\na thread\nan exit handler\n")
+    assert ("Traceback" in done.stderr) == (code == 1)
+
+
 RACE = """
 from digen_jax.process.ending import last_word, leave
 from digen_jax.config.command_line import run_main
