@@ -18,8 +18,7 @@ from digen_jax.config.door import open_recipe
 from digen_jax.engine.placement import ONE_DEVICE
 from digen_jax.errors import ConfigError
 from digen_jax.flow.steps import make_step
-from tests.scripts import run_script
-from tests.tiny_runs import TARGETS, pipeline, prompt_file, tiny_config
+from tests.tiny_runs import pipeline, tiny_config
 
 
 def alone(config):
@@ -98,33 +97,6 @@ def test_the_eager_loop_has_the_same_gradient(base):
     np.testing.assert_allclose(
         loop.model.proj_out.weight.grad.T, expected, atol=1e-3 * np.abs(expected).max()
     )
-
-
-@pytest.mark.slow
-def test_the_script_times_both(base, tmp_path):
-    output = tmp_path / "peers.json"
-    values = (
-        f"model.folder={pipeline(base)}",
-        f"prompts.file={prompt_file(base)}",
-        f"evaluation.prompts={prompt_file(base)}",
-        "batch.groups=2",
-        "batch.images=2",
-        "sampler.chunk=4",
-        "trainer.micro_batch=2",
-        "sampler.steps=3",
-        "sampler.window.length=2",
-        "lora.rank=2",
-        f"lora.targets={TARGETS}",
-    )
-    config = "--config=configs/shapes_flow_grpo.py"
-    options = *(f"--config.{value}" for value in values), "--rounds=1", f"--output={output}"
-    done = run_script("benchmark.py", "peers", config, *options)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("load average") == 1
-    assert "\nsampling " in done.stdout and "\nstep " in done.stdout
-    found = json.loads(output.read_text())
-    assert found["velocity_distance"] < 1e-4
-    assert len(found["rounds"]) == 1 and found["ratios"]["training"]["cpu"] > 0
 
 
 @pytest.mark.slow

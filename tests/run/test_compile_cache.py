@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.pipelines import environment
-from tests.tiny_runs import pipeline, prompt_file
+from tests.tiny_runs import prompt_file
 
 PROGRAM = """
 import collections, os, pathlib, signal, sys
@@ -17,15 +17,18 @@ from digen_jax.process.launching import prepare
 prepare()
 import jax
 from digen_jax.config.door import open_recipe
+from digen_jax.runtime import opening
 from digen_jax.train import train
-from tests.tiny_runs import tiny_config
+from tests.engine import toy
+from tests.run.toy_process import get_config
 
-base, workdir = map(pathlib.Path, sys.argv[1:3])
+workdir = pathlib.Path(sys.argv[1])
 events = collections.Counter()
 jax.monitoring.register_event_listener(lambda event, **_: events.update([event.split("/")[-1]]))
-config = tiny_config(base, "lora")
+opening.build = lambda recipe, devices: toy.system(recipe, len(devices))
+config = get_config()
+config.prompts.file = config.evaluation.prompts = sys.argv[2]
 config.steps = int(sys.argv[3])
-config.reward_pool = dict(processes=0)
 train(open_recipe(config), workdir)
 names = "compile_requests_use_cache", "cache_hits", "cache_misses"
 print({name: events[name] for name in names}, flush=True)
@@ -38,11 +41,11 @@ def started(base, cache, workdir, steps):
     """(the first line about the cache, counts of events) of a run in its own process."""
     own = {
         name: value
-        for name, value in environment(2, XDG_CACHE_HOME=str(cache)).items()
+        for name, value in environment(4, XDG_CACHE_HOME=str(cache)).items()
         if not name.startswith(("JAX_COMPILATION_CACHE", "JAX_PERSISTENT_CACHE"))
     }
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, base, workdir, str(steps)],
+        [sys.executable, "-c", PROGRAM, workdir, prompt_file(base), str(steps)],
         capture_output=True,
         text=True,
         env=own,
@@ -55,7 +58,6 @@ def started(base, cache, workdir, steps):
 @pytest.mark.slow
 def test_a_second_start_compiles_nothing(base, tmp_path):
     """The run continues in another workdir: it initializes the same state as a new run."""
-    pipeline(base), prompt_file(base)
     first, other = tmp_path / "first", tmp_path / "other"
     line, counts = started(base, tmp_path, first, 1)
     folder = re.escape(str(tmp_path / "digen_jax" / "xla"))

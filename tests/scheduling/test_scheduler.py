@@ -105,7 +105,7 @@ def test_every_run_ends_by_the_rules(plan, seed, trouble, workers, flat_share):
 
 
 @pytest.mark.slow
-@settings(runs, max_examples=2000)
+@settings(runs, max_examples=1000)
 @some_runs
 def test_very_many_runs_end_by_the_rules(plan, seed, trouble, workers, flat_share):
     found = world(plan, seed, trouble, workers, flat_share)
