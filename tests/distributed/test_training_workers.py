@@ -21,16 +21,14 @@ pytestmark = pytest.mark.usefixtures("exact_and_split")
 POOL, APART = ((0, 1), (1, 1), 1, False, 4), ((1, 1), (1, 1), 2, False, 2)
 # The policy that is trained, what is tuned, and the weights that are read.
 CASES = {
-    "Flow-GRPO, a pool": ("flow_grpo", POOL, LORA),
     "NFT, LoRA, apart": ("diffusion_nft", APART, LORA),
-    "all weights, apart": ("flow_grpo", APART, {}),
     "all weights and a KL to the start, a pool": ("flow_dppo", POOL, {}),
     "pairs, apart": ("dpo_offline", APART, LORA),
 }
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=[] if i < 3 else pytest.mark.slow) for i, c in enumerate(CASES)]
+    "case", [pytest.param(c, marks=[] if i == 0 else pytest.mark.slow) for i, c in enumerate(CASES)]
 )
 def test_updates_have_the_bits_of_those_of_one_process(case):
     name, meshes, fields = CASES[case]
@@ -129,12 +127,6 @@ def test_a_worker_that_rejoins_before_the_update_has_no_sums(alone, systems, qui
         state = executor.state
     expected, _ = alone
     assert late and toy.difference(changed(system, state), expected) < 1e-4
-
-
-def test_equal_runs_give_equal_bits(systems):
-    c, system = lost_config(False), systems(False)
-    one, other = (driving.drive(system, c, 2)[0] for _ in range(2))
-    equal_bits(one.tuned, other.tuned)
 
 
 def test_nothing_is_left_of_a_step_that_has_ended(systems, monkeypatch):
