@@ -342,7 +342,7 @@ def make_system(
         tuned = trained_policy(policy, algorithm)
         return Trainer(tuned, group, step, algorithm, recipe.trainer.settings)
 
-    # The state of a LoRA is small: its home worker updates alone.
+    # A LoRA's optimizer state is small, so the home worker updates alone.
     several = placement.others and not recipe.lora.rank
     return System(
         placement,

@@ -67,13 +67,13 @@ class System(NamedTuple):
     # Where the sampling meshes are in other processes: a mesh of this process as one of them. It reads what is missing.
     sampling_on: Callable[[DeviceGroup], Rollout] | None = None
     trainers: tuple[Trainer, ...] = ()  # of the further training meshes
-    # Updates all parameters on the devices of all training meshes. None: the trainer's mesh updates.
-    over_all: Trainer | None = None
+    # Updates all parameters, on one mesh of all training devices. None means that `trainer` updates.
+    joint_trainer: Trainer | None = None
 
     @property
     def updater(self) -> Trainer:
         """The trainer whose mesh has the optimizer's state and updates."""
-        return self.over_all or self.trainer
+        return self.joint_trainer or self.trainer
 
     @property
     def sampler(self) -> Sampler:

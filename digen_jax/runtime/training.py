@@ -287,7 +287,7 @@ class TrainingExecutor(GradientExecutor):
     def published(self, weights_version: WeightsVersion) -> Any:
         """See `GradientExecutor`."""
         tree = self._versions[weights_version]
-        return tree if self.system.over_all is None else self._resharded(tree)
+        return tree if self.system.joint_trainer is None else self._resharded(tree)
 
     def _resharded(self, tree: Any) -> Any:
         return resharded(tree, self.system.placement.trainer.params(tree))
@@ -343,7 +343,7 @@ class TrainingExecutor(GradientExecutor):
 
     def _offer(self, weights_version: WeightsVersion) -> None:
         """Offers the parameters that are trained to the other training workers, until the next update."""
-        if self.system.over_all is not None:
+        if self.system.joint_trainer is not None:
             tuned, copy = self.state.tuned, self.state.copy
             own_copy = None if copy is None else self._resharded(copy)
             self._copy = TrainState(self._resharded(tuned), None, None, own_copy)

@@ -86,7 +86,7 @@ class SchedulerState:
     workers: dict[str, Worker] = dataclasses.field(default_factory=dict)
     trainers: list[str] = dataclasses.field(default_factory=list)  # workers that train, in order
     samplers: list[str] = dataclasses.field(default_factory=list)
-    # Roles that only workers can take that have them in spare.
+    # Roles that no worker has as a first role; workers that have them in spare take them.
     spare_roles: set[str] = dataclasses.field(default_factory=lambda: {SAMPLE, TRAIN})
     # Heaps of the ranks of idle workers, by their roles.
     idle: dict[str, list[tuple[int, str]]] = dataclasses.field(default_factory=dict)

@@ -26,7 +26,7 @@ def without_rollouts(system: System) -> System:
     return system._replace(
         rollouts=system.rollouts if colocated else (),
         trainers=(),
-        over_all=None,
+        joint_trainer=None,
         placement=Placement((), system.placement.trainer, rollouts, trainers_elsewhere=others),
         sampling_on=lambda group: first.moved(group, system.policy.sampler_base(system.base)),
     )

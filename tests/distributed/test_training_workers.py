@@ -35,7 +35,9 @@ def test_updates_have_the_bits_of_those_of_one_process(case):
     c = config(name, meshes, **fields)
     c.trainer.micro_batch = c.trainer.micro_batch * 4 // c.sampler.chunk
     c.sampler.chunk = 4
-    system = toy.system(c, 4)._replace(over_all=None)  # the home worker updates alone, as on Ray
+    system = toy.system(c, 4)._replace(
+        joint_trainer=None
+    )  # the home worker updates alone, as on Ray
     expected, found = run(toy.drive, system, c), run(driving.drive, system, c)
     assert_same(found, expected)
     assert trained_by(found[3]) == {
@@ -53,7 +55,9 @@ def test_updates_have_the_bits_of_those_of_one_process(case):
 @pytest.fixture(scope="module")
 def systems(exact_and_split):
     """The system of a layout, whose programs all tests here use."""
-    return functools.cache(lambda apart: toy.system(lost_config(apart), 4)._replace(over_all=None))
+    return functools.cache(
+        lambda apart: toy.system(lost_config(apart), 4)._replace(joint_trainer=None)
+    )
 
 
 def lost_config(apart: bool):

@@ -118,12 +118,8 @@ def result(base):
 @pytest.mark.slow
 def test_images_and_gradients_are_those_of_one_device(result):
     """The fifteen image tokens of klein are divided by no axis."""
-    check(result, "full", "time x tensor x sequence", "klein")
-
-
-def check(result, tuning, mesh, family="sd3"):
-    clips, gradient, *_ = result(tuning, mesh, family)
-    expected_clips, expected, *_ = result(tuning, "one device", family)
+    clips, gradient, *_ = result("full", "time x tensor x sequence", "klein")
+    expected_clips, expected, *_ = result("full", "one device", "klein")
     np.testing.assert_allclose(clips, expected_clips, rtol=0, atol=2e-5)
     assert np.ptp(clips) > 0.1
     largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected))
