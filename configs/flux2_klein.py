@@ -71,7 +71,7 @@ a 9B one, 512 x 7680 or 512 x 12288 bfloat16 numbers (prompts.store_limit).
 from ml_collections import ConfigDict
 
 from digen_jax.config.arguments import recipe_and_gpus
-from digen_jax.config.recipe import complete
+from digen_jax.config.load import complete
 
 
 def lora(n: int) -> dict:

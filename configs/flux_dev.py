@@ -88,7 +88,7 @@ recipe here was run on such a GPU. An encoded prompt takes 4.2 MB of disk, 512 x
 from ml_collections import ConfigDict
 
 from digen_jax.config.arguments import recipe_and_gpus
-from digen_jax.config.recipe import complete
+from digen_jax.config.load import complete
 
 # PEFT's to_q, to_k, to_v and to_out.0 are ends of names: the text's projections are not among them, and single blocks
 # have no to_out.0.

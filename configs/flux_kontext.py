@@ -60,7 +60,7 @@ the image and 128 of the text, so a pass has 2.0 times the operations of FLUX.1-
 from ml_collections import ConfigDict
 
 from digen_jax.config.arguments import number_of_gpus
-from digen_jax.config.recipe import complete
+from digen_jax.config.load import complete
 
 # Images of an update, divided by those of a GPU at once: 1008 / 2 / 3.
 PASSES = 168

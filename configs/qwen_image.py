@@ -60,7 +60,7 @@ prompt takes at most 1.8 MB of disk, 256 x 3584 bfloat16 numbers (prompts.store_
 from ml_collections import ConfigDict
 
 from digen_jax.config.arguments import recipe_and_gpus
-from digen_jax.config.recipe import complete
+from digen_jax.config.load import complete
 
 
 def ocr(n: int) -> dict:

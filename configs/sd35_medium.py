@@ -74,7 +74,7 @@ Expected result: not measured here, because there was no such GPU. Published for
 from ml_collections import ConfigDict
 
 from digen_jax.config.arguments import recipe_and_gpus
-from digen_jax.config.recipe import complete
+from digen_jax.config.load import complete
 
 # The linear layers of the joint attention, without the second attention, which is over the image alone.
 ATTENTION = r"transformer_blocks\.\d+\.attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)"

@@ -51,7 +51,7 @@ import math
 
 from ml_collections import ConfigDict
 
-from digen_jax.config.recipe import complete
+from digen_jax.config.load import complete
 from digen_jax.errors import ConfigError
 
 FLOW = dict(kind="flow", noise_level=0.7)

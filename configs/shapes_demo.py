@@ -44,7 +44,7 @@ had 0.663 on all. So held-out prompts had a part in this last choice, of r13 ins
 
 from ml_collections import ConfigDict
 
-from digen_jax.config.recipe import complete
+from digen_jax.config.load import complete
 
 
 def get_config() -> ConfigDict:

@@ -13,7 +13,7 @@ step 150, but its reward in training fell from 0.65 to 0.42 by step 170.
 
 from ml_collections import ConfigDict
 
-from digen_jax.config.recipe import complete
+from digen_jax.config.load import complete
 from digen_jax.errors import ConfigError
 
 

@@ -61,7 +61,7 @@ x 2560 bfloat16 numbers (prompts.store_limit).
 from ml_collections import ConfigDict
 
 from digen_jax.config.arguments import number_of_gpus
-from digen_jax.config.recipe import complete
+from digen_jax.config.load import complete
 
 # Images of an update, of which a GPU has one at once: 768 / 2.
 PASSES = 384

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from digen_jax.config.recipe import Recipe
+from digen_jax.config.train_config import TrainConfig
 from digen_jax.engine.encoding import Stored
 from digen_jax.engine.placement import (
     DeviceGroup,
@@ -47,7 +47,7 @@ from digen_jax.weights.lora import LoraConfig
 from digen_jax.weights.lora_start import read_start
 
 
-def recipe_model(recipe: Recipe) -> tuple[pathlib.Path, Family]:
+def recipe_model(recipe: TrainConfig) -> tuple[pathlib.Path, Family]:
     """The folder of a recipe's model, and its family.
 
     Raises:
@@ -63,7 +63,7 @@ def recipe_model(recipe: Recipe) -> tuple[pathlib.Path, Family]:
 
 
 def build(
-    recipe: Recipe,
+    recipe: TrainConfig,
     devices: Sequence[jax.Device],
     mesh: OwnMesh | None = None,
     encoded: Stored | None = None,
@@ -91,7 +91,7 @@ def build(
 
 
 def build_trainer(
-    recipe: Recipe, devices: Sequence[jax.Device], encoded: Stored | None = None
+    recipe: TrainConfig, devices: Sequence[jax.Device], encoded: Stored | None = None
 ) -> System:
     """As `build` in the process of one training worker.
 
@@ -117,7 +117,9 @@ def build_trainer(
     return make_system(recipe, placement, policy, start, base, (), sampling_on)
 
 
-def build_rollout(recipe: Recipe, devices: Sequence[jax.Device], encoded: Stored | None) -> Rollout:
+def build_rollout(
+    recipe: TrainConfig, devices: Sequence[jax.Device], encoded: Stored | None
+) -> Rollout:
     """A rollout worker in its own process, with all parameters but the tuned ones, which the trainer sends.
 
     `encoded` are precomputed prompts. None means that this process encodes.
@@ -132,7 +134,7 @@ def build_rollout(recipe: Recipe, devices: Sequence[jax.Device], encoded: Stored
     return _rollout_on(recipe, parts, group, base, encoded)
 
 
-def _split_on(recipe: Recipe, parts: "Parts", group: DeviceGroup) -> tuple[Params, Params]:
+def _split_on(recipe: TrainConfig, parts: "Parts", group: DeviceGroup) -> tuple[Params, Params]:
     """As `split`, of components that are read onto a mesh of this process."""
     with blame("config.model.folder: "):
         check_parts(parts.family, parts.folder, parts.family.trained)
@@ -142,7 +144,7 @@ def _split_on(recipe: Recipe, parts: "Parts", group: DeviceGroup) -> tuple[Param
 
 
 def _rollout_on(
-    recipe: Recipe, parts: "Parts", group: DeviceGroup, base: Any, encoded: Stored | None
+    recipe: TrainConfig, parts: "Parts", group: DeviceGroup, base: Any, encoded: Stored | None
 ) -> Rollout:
     folder, family, *_ = parts
     with blame("config.model.folder: "):
@@ -153,7 +155,7 @@ def _rollout_on(
     return found._replace(scorers=read(on_mesh(recipe.rewards), group))
 
 
-def read_scorers(recipe: Recipe, devices: Sequence[jax.Device]) -> tuple[Scoring, ...]:
+def read_scorers(recipe: TrainConfig, devices: Sequence[jax.Device]) -> tuple[Scoring, ...]:
     """The rewards that a run computes on its sampling meshes, on the first of these; for `System.with_scorers`.
 
     Raises:
@@ -173,7 +175,9 @@ class Parts(NamedTuple):
     start: Any  # the factors of a LoRA to continue, None: there is none
 
 
-def open_parts(recipe: Recipe, devices: Sequence[jax.Device], mesh: OwnMesh | None = None) -> Parts:
+def open_parts(
+    recipe: TrainConfig, devices: Sequence[jax.Device], mesh: OwnMesh | None = None
+) -> Parts:
     """Opens a run's model, and finds what does not fit it; components without weights may stay so until they are read.
 
     `mesh` is the only one of this process; None: it has all.
@@ -197,7 +201,7 @@ def open_parts(recipe: Recipe, devices: Sequence[jax.Device], mesh: OwnMesh | No
 
 
 def placed(
-    recipe: Recipe,
+    recipe: TrainConfig,
     family: Family,
     devices: Sequence[jax.Device],
     mesh: OwnMesh | None = None,
@@ -216,7 +220,7 @@ def placed(
 
 
 def connect(
-    recipe: Recipe,
+    recipe: TrainConfig,
     placement: Placement,
     family: Family,
     trained: Params,
@@ -234,7 +238,7 @@ def connect(
 
 
 def split(
-    recipe: Recipe, family: Family, trained: Params, group: DeviceGroup
+    recipe: TrainConfig, family: Family, trained: Params, group: DeviceGroup
 ) -> tuple[Params, Params]:
     """(tuned parameters, other parameters of the trained components), on their mesh: see `Policy.split`."""
     policy, key = make_policy(recipe, family), jax.random.key(recipe.seed)
@@ -244,7 +248,7 @@ def split(
     return start, base
 
 
-def outline(recipe: Recipe, devices: Sequence[jax.Device]) -> System:
+def outline(recipe: TrainConfig, devices: Sequence[jax.Device]) -> System:
     """The system of `build` with shapes instead of all parameters: its programs can be lowered and compiled.
 
     Nothing is read but the model's configuration, and nothing is allocated.
@@ -273,7 +277,7 @@ class ParameterShapes(NamedTuple):
     ahead: Params  # text encoders, on a sampling mesh before the run samples, and then gone
 
 
-def parameter_shapes(recipe: Recipe, family: Family) -> ParameterShapes:
+def parameter_shapes(recipe: TrainConfig, family: Family) -> ParameterShapes:
     """The parameters of a recipe's run as shapes, in the types that it keeps them in."""
     policy, shapes = make_policy(recipe, family), family.shapes()
     split = functools.partial(policy.split, reference=recipe.algorithm.reads_reference)
@@ -285,7 +289,7 @@ def parameter_shapes(recipe: Recipe, family: Family) -> ParameterShapes:
 
 
 def _around(
-    recipe: Recipe,
+    recipe: TrainConfig,
     placement: Placement,
     policy: Policy,
     start: Any,
@@ -301,7 +305,7 @@ def _around(
 
 
 def make_rollout(
-    recipe: Recipe,
+    recipe: TrainConfig,
     policy: Policy,
     group: DeviceGroup,
     base: Any,
@@ -326,7 +330,7 @@ def make_rollout(
 
 
 def make_system(
-    recipe: Recipe,
+    recipe: TrainConfig,
     placement: Placement,
     policy: Policy,
     start: Any,
@@ -340,7 +344,7 @@ def make_system(
     def trainer(group: DeviceGroup) -> Trainer:
         step = make_step(recipe.sampler.kind, recipe.sampler.noise_level)
         tuned = trained_policy(policy, algorithm)
-        return Trainer(tuned, group, step, algorithm, recipe.trainer.settings)
+        return Trainer(tuned, group, step, algorithm, recipe.trainer)
 
     # A LoRA's optimizer state is small, so the home worker updates alone.
     several = placement.others and not recipe.lora.rank
@@ -360,7 +364,7 @@ def make_system(
     )
 
 
-def drawn_prompts(recipe: Recipe, cache: str | os.PathLike[str]) -> PromptBatches:
+def drawn_prompts(recipe: TrainConfig, cache: str | os.PathLike[str]) -> PromptBatches:
     """The prompt records of each step of a run; the data set of the prompt files is kept in `cache`."""
     return prompt_batches(
         recipe.prompts.paths,
@@ -372,7 +376,7 @@ def drawn_prompts(recipe: Recipe, cache: str | os.PathLike[str]) -> PromptBatche
     )
 
 
-def held_out_prompts(recipe: Recipe) -> list[dict[str, Any]]:
+def held_out_prompts(recipe: TrainConfig) -> list[dict[str, Any]]:
     """The prompt records of a run's evaluations."""
     return read_prompt_file(recipe.evaluation.prompts)[: recipe.evaluation.images or None]
 
@@ -380,7 +384,7 @@ def held_out_prompts(recipe: Recipe) -> list[dict[str, Any]]:
 def evaluation_sampler(
     family: Family,
     group: DeviceGroup,
-    recipe: Recipe,
+    recipe: TrainConfig,
     lora: LoraConfig | None = None,
     encoded: Stored | None = None,
 ) -> Sampler:

@@ -13,8 +13,8 @@ import jax
 from digen_jax.algorithms.algorithm import Algorithm
 from digen_jax.attention.kernels import choose
 from digen_jax.config.checks import check_devices
-from digen_jax.config.recipe import Recipe
 from digen_jax.config.sections import AUTO
+from digen_jax.config.train_config import TrainConfig
 from digen_jax.engine.axes import SEQUENCE, TENSOR
 from digen_jax.engine.placement import MeshSizes, Placement, RolloutAxes, TrainerAxes
 from digen_jax.engine.policy import Policy
@@ -31,10 +31,13 @@ FEW_STEPS = re.compile(
 )
 
 
-def make_policy(recipe: Recipe, family: Family) -> Policy:
+def make_policy(recipe: TrainConfig, family: Family) -> Policy:
     """What is tuned, and the guidance it is sampled with."""
     sampler = recipe.sampler
-    lora = recipe.lora.settings(family.lora_targets)
+    lora = None
+    if recipe.lora.rank:
+        targets = recipe.lora.targets or family.lora_targets
+        lora = dataclasses.replace(recipe.lora, targets=targets)
     return Policy(family, sampler.guidance, lora, true_guidance=sampler.true_guidance)
 
 
@@ -46,13 +49,15 @@ def trained_policy(policy: Policy, algorithm: Algorithm) -> Policy:
     return dataclasses.replace(policy, guidance=guidance, reference_guidance=reference)
 
 
-def evaluation_policy(recipe: Recipe, family: Family, lora: LoraConfig | None = None) -> Policy:
+def evaluation_policy(
+    recipe: TrainConfig, family: Family, lora: LoraConfig | None = None
+) -> Policy:
     """The policy at the guidance of evaluations."""
     own = recipe.evaluation
     return Policy(family, own.guidance, lora, true_guidance=own.true_guidance)
 
 
-def reads_null(recipe: Recipe, family: Family) -> bool:
+def reads_null(recipe: TrainConfig, family: Family) -> bool:
     """Whether a run conditions anything on the pass without the prompt: its sampler and trainer, or its evaluation."""
     return any(
         policy.reads_null
@@ -91,7 +96,7 @@ def trained_of(family: Family, components: Params) -> Params:
     return {part: components[part] for part in family.trained}
 
 
-def check_model(recipe: Recipe, family: Family, placement: Placement) -> None:
+def check_model(recipe: TrainConfig, family: Family, placement: Placement) -> None:
     """Whether recipe and model fit, by shapes alone.
 
     Raises:
@@ -114,7 +119,7 @@ def check_model(recipe: Recipe, family: Family, placement: Placement) -> None:
     check_heads(family, placement)
     if recipe.noisy_steps:
         with blame("config.sampler.window: "):
-            recipe.window.check_noise(make_step(sampler.kind, sampler.noise_level), sigmas)
+            recipe.sampler.window.check_noise(make_step(sampler.kind, sampler.noise_level), sigmas)
     with blame("config.lora.targets: "):
         split = functools.partial(make_policy(recipe, family).split, reference=False)
         tuned, _ = jax.eval_shape(split, jax.random.key(0), trained_of(family, shapes))
@@ -126,7 +131,7 @@ def check_model(recipe: Recipe, family: Family, placement: Placement) -> None:
         (placement.trainer or placement.rollout).params(tree)
 
 
-def start_warnings(recipe: Recipe, family: Family) -> list[str]:
+def start_warnings(recipe: TrainConfig, family: Family) -> list[str]:
     """Returns a sentence for each choice that is valid, but has spoiled runs of comparable libraries."""
     model, found = recipe.model, []
     few_steps = family.guidance == "none" or FEW_STEPS.search(pathlib.PurePath(model.folder).name)
@@ -146,7 +151,7 @@ def start_warnings(recipe: Recipe, family: Family) -> list[str]:
     return found
 
 
-def attention_kernels(recipe: Recipe, family: Family, placement: Placement) -> dict[str, str]:
+def attention_kernels(recipe: TrainConfig, family: Family, placement: Placement) -> dict[str, str]:
     """The kernel of the network's attention in "sampling" and in "training", if they are here: see `attention.kernels`.
 
     Raises:
@@ -169,7 +174,7 @@ def attention_kernels(recipe: Recipe, family: Family, placement: Placement) -> d
     }
 
 
-def describe_computation(recipe: Recipe, family: Family, placement: Placement) -> str:
+def describe_computation(recipe: TrainConfig, family: Family, placement: Placement) -> str:
     """Returns one line for the console: devices, kernel of attention, and precision."""
     groups = [group for group in (placement.trainer, *placement.rollouts) if group is not None]
     devices = {device for group in groups for device in group.mesh.devices.flat}
@@ -219,7 +224,7 @@ def check_heads(family: Family, placement: Placement) -> None:
             )
 
 
-def _check_pictures(recipe: Recipe, family: Family) -> None:
+def _check_pictures(recipe: TrainConfig, family: Family) -> None:
     """Refuses pictures that would not be edited, although the model could."""
     if not family.edits or family.source is not None:
         return
@@ -233,7 +238,7 @@ def _check_pictures(recipe: Recipe, family: Family) -> None:
                 )
 
 
-def _check_guidance(recipe: Recipe, family: Family) -> None:
+def _check_guidance(recipe: TrainConfig, family: Family) -> None:
     """Whether the model has what the sampler, evaluation and training are guided by."""
     for name, section in (("sampler", recipe.sampler), ("evaluation", recipe.evaluation)):
         with blame(f"config.{name}."):
@@ -242,7 +247,7 @@ def _check_guidance(recipe: Recipe, family: Family) -> None:
         trained_policy(Policy(family), recipe.algorithm)
 
 
-def _check_negatives(recipe: Recipe, family: Family) -> None:
+def _check_negatives(recipe: TrainConfig, family: Family) -> None:
     """Refuses negative prompts that nothing in the run reads; one of its files may be for training and evaluation."""
     sampled = make_policy(recipe, family)
     trained = trained_policy(sampled, recipe.algorithm)
@@ -258,7 +263,7 @@ def _check_negatives(recipe: Recipe, family: Family) -> None:
                 check_negative(f"{place}, has a negative prompt", policies, f"config.{section}.")
 
 
-def on_devices(recipe: Recipe, devices: int) -> Recipe:
+def on_devices(recipe: TrainConfig, devices: int) -> TrainConfig:
     """The recipe with meshes for so many devices: its own, fitted ones, or one mesh of all if the planner chooses.
 
     Raises:

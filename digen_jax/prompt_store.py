@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from digen_jax.config.recipe import Recipe
+from digen_jax.config.train_config import TrainConfig
 from digen_jax.engine.encoding import Rows, Stored
 from digen_jax.engine.system import in_dtype
 from digen_jax.errors import ConfigError, blame
@@ -26,33 +26,33 @@ AHEAD, EACH_STEP = "ahead", "each_step"
 LARGE = 4 * 10**9
 
 
-def encoder_shapes(recipe: Recipe, family: Family) -> Params:
+def encoder_shapes(recipe: TrainConfig, family: Family) -> Params:
     """The parameters of the text encoders as shapes, in the type that a run has them in."""
     shapes = family.shapes()
     parts = {part: shapes[part] for part in family.encoders}
     return in_dtype(parts, jnp.dtype(recipe.precision.frozen))
 
 
-def is_ahead(recipe: Recipe, family: Family) -> bool:
+def is_ahead(recipe: TrainConfig, family: Family) -> bool:
     """Whether the prompts are encoded before the run samples."""
     if recipe.prompts.encoding != "auto":
         return recipe.prompts.encoding == AHEAD
     return encoder_bytes(recipe, family) > LARGE
 
 
-def encoder_bytes(recipe: Recipe, family: Family) -> int:
+def encoder_bytes(recipe: TrainConfig, family: Family) -> int:
     """Bytes of the text encoders' parameters."""
     leaves = jax.tree.leaves(encoder_shapes(recipe, family))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
-def store_folder(recipe: Recipe) -> pathlib.Path:
+def store_folder(recipe: TrainConfig) -> pathlib.Path:
     """The folder of encoded prompts."""
     given = recipe.prompts.store
     return pathlib.Path(given) if given else CACHE.with_name("prompts")
 
 
-def open_store(recipe: Recipe, folder: pathlib.Path, family: Family) -> PromptStore:
+def open_store(recipe: TrainConfig, folder: pathlib.Path, family: Family) -> PromptStore:
     """The encoded prompts of a recipe's model, which is in `folder`.
 
     Raises:
@@ -65,7 +65,7 @@ def open_store(recipe: Recipe, folder: pathlib.Path, family: Family) -> PromptSt
         return PromptStore(store_folder(recipe), model, limit)
 
 
-def stored(recipe: Recipe, folder: pathlib.Path | None, family: Family) -> Stored:
+def stored(recipe: TrainConfig, folder: pathlib.Path | None, family: Family) -> Stored:
     """Encoded prompts in the text encoders' place; the store is opened when the first ones are read.
 
     `folder` is the model's, None: nothing will be read.
@@ -90,7 +90,7 @@ def missing_weights(folder: pathlib.Path, family: Family) -> list[str]:
     return [part for part in family.encoders if not any((folder / part).glob("*.safetensors"))]
 
 
-def _description(recipe: Recipe, folder: pathlib.Path, family: Family) -> dict[str, Any]:
+def _description(recipe: TrainConfig, folder: pathlib.Path, family: Family) -> dict[str, Any]:
     """What the rows of a text depend on.
 
     Without the text encoders' weights it is that of the only stored model that agrees in everything else.

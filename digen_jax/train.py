@@ -26,7 +26,7 @@ from typing import Any
 import jax
 
 from digen_jax.assemble import drawn_prompts, held_out_prompts
-from digen_jax.config.recipe import MAY_CHANGE, Recipe
+from digen_jax.config.train_config import MAY_CHANGE, TrainConfig
 from digen_jax.distributed.engine import RayEngine
 from digen_jax.distributed.launch import TrainerPart
 from digen_jax.distributed.transfer import Shares, TrainerLink
@@ -68,7 +68,9 @@ from digen_jax.runtime.orders import Orders, leading
 from digen_jax.scheduling.costs import Deadline
 
 
-def train(recipe: Recipe, workdir: pathlib.Path, part: TrainerPart | None = None) -> int | None:
+def train(
+    recipe: TrainConfig, workdir: pathlib.Path, part: TrainerPart | None = None
+) -> int | None:
     """Starts or continues the run of `recipe` in `workdir`.
 
     All processes that train together call this and share the workdir; the first one coordinates.
@@ -95,7 +97,9 @@ def train(recipe: Recipe, workdir: pathlib.Path, part: TrainerPart | None = None
             return _coordinate(place_run(recipe, workdir), workdir, orders)
 
 
-def _train_with_workers(recipe: Recipe, workdir: pathlib.Path, part: TrainerPart) -> int | None:
+def _train_with_workers(
+    recipe: TrainConfig, workdir: pathlib.Path, part: TrainerPart
+) -> int | None:
     """`train` in a process of a trainer whose other workers run on Ray."""
     recipe = place_apart(recipe)
     engine = RayEngine(part.address)
@@ -115,14 +119,14 @@ def _train_with_workers(recipe: Recipe, workdir: pathlib.Path, part: TrainerPart
             return _coordinate(recipe, workdir, orders, workers)
 
 
-def _join(recipe: Recipe, place: Place | None) -> list[jax.Device]:
+def _join(recipe: TrainConfig, place: Place | None) -> list[jax.Device]:
     if place is not None:
         join_job(place)
     return job_devices(recipe.placement.meshes.trainer.devices, "config.placement.trainer")
 
 
 def _coordinate(
-    recipe: Recipe, workdir: pathlib.Path, orders: Orders, workers: RemoteWorkers | None = None
+    recipe: TrainConfig, workdir: pathlib.Path, orders: Orders, workers: RemoteWorkers | None = None
 ) -> int | None:
     """`train` in the process that coordinates."""
     config = recipe.as_json()
@@ -156,7 +160,7 @@ class TrainingRun:
 
     def __init__(
         self,
-        recipe: Recipe,
+        recipe: TrainConfig,
         workdir: pathlib.Path,
         orders: Orders,
         workers: RemoteWorkers | None = None,

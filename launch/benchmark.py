@@ -346,9 +346,9 @@ def _recipe() -> Any:
         raise ConfigError(
             "say what to compute, by --config=configs/shapes_flow_grpo.py for example"
         )
-    from digen_jax.config.door import open_recipe
+    from digen_jax.config.load import load_config
 
-    return open_recipe(_CONFIG.value)
+    return load_config(_CONFIG.value)
 
 
 def _bar(total: int, unit: str) -> Any:

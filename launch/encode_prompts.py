@@ -20,10 +20,10 @@ flags.mark_flags_as_required(["config"])
 
 def main() -> None:
     """Encode on the config's sampling mesh, or on all devices if the planner is to choose the meshes."""
-    from digen_jax.config.door import open_recipe
+    from digen_jax.config.load import load_config
     from digen_jax.process.launching import prepare
 
-    recipe = open_recipe(_CONFIG.value)
+    recipe = load_config(_CONFIG.value)
     prepare(recipe.placement.cpu_devices)
 
     from digen_jax.encoding.ahead import encode_all

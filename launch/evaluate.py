@@ -86,7 +86,7 @@ def main() -> None:
 
     import jax
 
-    from digen_jax.config.checks.rewards import check_named, needs_of
+    from digen_jax.config.inputs import check_named, needs_of
     from digen_jax.inference.model import Asked, edited, open_model
     from digen_jax.models.text.tokenizer_files import known_words
     from digen_jax.prompts.files import first_negative, read_prompt_file

@@ -65,10 +65,10 @@ flags.mark_flags_as_required(["config"])
 
 def main() -> None:
     """Find the costs of commands, plan, and print the table, the choice and its reason."""
-    from digen_jax.config.door import open_recipe
+    from digen_jax.config.load import load_config
 
     _check_flags()
-    recipe = open_recipe(_CONFIG.value)
+    recipe = load_config(_CONFIG.value)
     if _TOPOLOGY.value is not None:
         _plan_slice(recipe)
     else:

@@ -45,11 +45,11 @@ flags.mark_flags_as_required(["config", "workdir"])
 
 def main() -> int | None:
     """Check the config, set up the devices and train; returns the exit code where a signal stopped the run."""
-    from digen_jax.config.door import open_recipe
+    from digen_jax.config.load import load_config
     from digen_jax.distributed import launch
     from digen_jax.process.launching import join, prepare
 
-    recipe = open_recipe(_CONFIG.value)
+    recipe = load_config(_CONFIG.value)
     place = _COORDINATOR.value, _PROCESSES.value, _PROCESS.value
     part = None
     if _RAY.value is None:

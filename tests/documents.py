@@ -23,11 +23,10 @@ from markdown_it import MarkdownIt
 from ml_collections import ConfigDict
 
 from digen_jax.config import command_line
-from digen_jax.config.algorithm_section import CLASSES
-from digen_jax.config.door import open_recipe, place
 from digen_jax.config.fields import check_known, flat
-from digen_jax.config.recipe import Recipe, reference
+from digen_jax.config.load import default_config, fit_config, load_config
 from digen_jax.config.sections import GIVEN
+from digen_jax.config.train_config import ALGORITHMS, TrainConfig
 from digen_jax.pretraining.settings import read_settings
 from tests.pipelines import ROOT
 
@@ -135,9 +134,9 @@ def check_command(words: Sequence[str], stand_ins: Mapping[str, str]) -> None:
 
 def check_fields(spans: Sequence[str]) -> None:
     """Looks up the fields of a config that a text names: `config.x.y`, `--config.x.y`, or `x.y=...` of a section x."""
-    known = flat(reference())
-    for name in CLASSES:
-        known |= flat(reference(name))
+    known = flat(default_config())
+    for name in ALGORITHMS:
+        known |= flat(default_config(name))
     sections = [
         name.split(".")[1] for name, value in known.items() if isinstance(value, ConfigDict)
     ]
@@ -169,10 +168,10 @@ def _check_script(script: str, arguments: Sequence[str]) -> None:
         if script == "pretrain.py":
             read_settings(config)
         elif config is not None:
-            recipe = open_recipe(config)
+            recipe = load_config(config)
             # A slice is planned without prompts and rewards.
             if "topology" not in flags.FLAGS or flags.FLAGS["topology"].value is None:
-                place(recipe, _devices(recipe))
+                fit_config(recipe, _devices(recipe))
     if script == "cluster.py":
         check_command(["python", *command_line.cut_command(["", *arguments])], {})
 
@@ -200,7 +199,7 @@ def _flags(script: str) -> frozenset[str]:
         return frozenset(set(flags.FLAGS) - before | {"help"})
 
 
-def _devices(recipe: Recipe) -> int:
+def _devices(recipe: TrainConfig) -> int:
     """The number of devices of a given placement; 8 where the placement is fitted or planned."""
     placement = recipe.placement
     if placement.sizes != GIVEN:

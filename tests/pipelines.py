@@ -19,7 +19,7 @@ def environment(devices: int, **variables: str) -> dict[str, str]:
     return os.environ | {"XLA_FLAGS": quick_flags(devices)} | variables
 
 
-def load_config(name: str) -> Any:
+def shipped_config(name: str) -> Any:
     """The config of configs/NAME.py."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "configs" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
@@ -29,7 +29,7 @@ def load_config(name: str) -> Any:
 
 def tiny_pretrain_config() -> Any:
     """configs/shapes_pretrain.py, shrunk."""
-    config = load_config("shapes_pretrain")
+    config = shipped_config("shapes_pretrain")
     config.text.encoder.update(hidden_size=16, intermediate_size=32, projection_dim=8)
     config.autoencoder.network.update(
         block_out_channels=(8, 8, 8), norm_num_groups=4, latent_channels=4

@@ -11,7 +11,7 @@ from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
 
 from digen_jax import assemble, policies, rewards
-from digen_jax.config.door import open_recipe, place
+from digen_jax.config.load import fit_config, load_config
 from digen_jax.errors import ConfigError
 from digen_jax.families import load_family
 from digen_jax.flow.steps import Ode
@@ -81,7 +81,7 @@ def make(prompts):
 
 def refused(config, devices=8):
     with pytest.raises(ConfigError) as caught:
-        assemble.build(place(open_recipe(config), devices), jax.devices()[:devices])
+        assemble.build(fit_config(load_config(config), devices), jax.devices()[:devices])
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -229,7 +229,7 @@ def devices(tree):
 
 def test_full_tuning_on_two_meshes(make, folder, tensors):
     config = make(folder, placement__rules=(("kernel$", "fsdp"), (".*", "replicate")))
-    system = assemble.build(place(open_recipe(config), 8), jax.devices())
+    system = assemble.build(fit_config(load_config(config), 8), jax.devices())
     rollout, trainer = frozenset(jax.devices()[:4]), frozenset(jax.devices()[4:])
     assert devices((system.start, system.base)) == trainer
     assert devices((system.rollouts[0].base, system.rollouts[0].frozen)) == rollout
@@ -252,8 +252,8 @@ def test_full_tuning_on_two_meshes(make, folder, tensors):
 
 
 def test_separate_processes_have_the_parts_of_one(make, folder):
-    recipe = open_recipe(make(folder))
-    one, apart = assemble.build(place(recipe, 8), jax.devices()), place_apart(recipe)
+    recipe = load_config(make(folder))
+    one, apart = assemble.build(fit_config(recipe, 8), jax.devices()), place_apart(recipe)
     trainer = assemble.build_trainer(apart, jax.devices()[4:])
     rollout = assemble.build_rollout(apart, jax.devices()[:4], None)
     assert trainer.rollouts == ()
@@ -271,7 +271,7 @@ def test_an_evaluation_has_a_size_of_its_own(make, folder):
     """That of the images that its reward gets, and by default that of a sampler of the run."""
     config = make(folder, evaluation__height=48, evaluation__steps=2)
     config.placement = dict(rollout=dict(data=0), trainer=dict(data=1))
-    recipe = place(open_recipe(config), 1)
+    recipe = fit_config(load_config(config), 1)
     assert (recipe.model.size, recipe.evaluation_size) == (Size(32, 32), Size(48, 32))
     assert defaults_of_run(recipe)[:3] == (48, 32, 2)
     system, seen = assemble.build(recipe, jax.devices()[:1]), []
@@ -325,7 +325,7 @@ def test_what_has_spoiled_runs_elsewhere_is_warned_of(make, folder, fields, guid
         fields |= dict(
             sampler__kind="ode", sampler__noise_level=0.0, sampler__window=dict(length=0)
         )
-    found = policies.start_warnings(open_recipe(make(folder, **fields)), Made(guidance=guidance))
+    found = policies.start_warnings(load_config(make(folder, **fields)), Made(guidance=guidance))
     assert len(found) == len(warnings)
     for sentence, part in zip(found, warnings, strict=True):
         assert f"config.{part}" in sentence and "\n" not in sentence
@@ -333,7 +333,7 @@ def test_what_has_spoiled_runs_elsewhere_is_warned_of(make, folder, fields, guid
 
 @pytest.mark.parametrize("targets", ["", TARGETS])
 def test_lora_is_of_the_familys_layers_where_the_config_names_none(make, folder, family, targets):
-    recipe = place(open_recipe(make(folder, lora__rank=4, lora__targets=targets)), 1)
+    recipe = fit_config(load_config(make(folder, lora__rank=4, lora__targets=targets)), 1)
     policy = policies.make_policy(recipe, family)
     assert policy.lora.targets == (targets or family.lora_targets)
     tuned, _ = jax.eval_shape(
@@ -348,7 +348,7 @@ def test_lora_is_of_the_familys_layers_where_the_config_names_none(make, folder,
 
 def test_lora_on_one_device(make, folder, tensors):
     config = make(folder, lora__rank=4, lora__targets=TARGETS, algorithm__kl_coefficient=0.1)
-    system = assemble.build(place(open_recipe(config), 1), jax.devices()[:1])
+    system = assemble.build(fit_config(load_config(config), 1), jax.devices()[:1])
     assert system.placement.colocated
     names = {path[-2:] for path in flatten_dict(system.start)}
     assert names == {(layer, factor) for layer in ("to_q", "to_k", "to_v") for factor in "ab"}

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from digen_jax import assemble
-from digen_jax.config.door import open_recipe, place, reopen_recipe
+from digen_jax.config.load import fit_config, load_config, read_config
 from digen_jax.errors import ConfigError
 from digen_jax.models.published import published_folder
 from digen_jax.planning.footprint import model_footprint
@@ -35,17 +35,17 @@ def test_it_wants_a_recipe_and_a_number_of_gpus(argument):
 @pytest.mark.parametrize("gpus", [1, 2, 4, 8, 16])
 def test_it_divides_among_the_gpus(gpus):
     config = load(QWEN_IMAGE, f"ocr,{gpus}")
-    place(open_recipe(config), gpus)
+    fit_config(load_config(config), gpus)
     assert config.sampler.chunk == 2 * config.trainer.micro_batch == 16 * gpus
 
 
 def test_it_has_the_published_batch_window_and_objective():
-    found = open_recipe(load(QWEN_IMAGE))
+    found = load_config(load(QWEN_IMAGE))
     assert (found.batch.groups, found.batch.images, found.trainer.updates) == (32, 16, 2)
     # Each of two steps is one of the first five: torch.randint(0, 5 - 2 + 1).
     assert found.trained_steps == found.noisy_steps == 2
     assert found.window.places == (0, 1, 2, 3)
-    algorithm = reopen_recipe(load(QWEN_IMAGE)).algorithm
+    algorithm = read_config(load(QWEN_IMAGE)).algorithm
     assert (algorithm.old_log_probs, algorithm.kl_coefficient) == ("recomputed", 0)
     assert (algorithm.clip_range, found.lora.init) == (1e-5, "gaussian")
 
@@ -53,7 +53,7 @@ def test_it_has_the_published_batch_window_and_objective():
 @pytest.mark.parametrize("model", quick([("Qwen/Qwen-Image",), ("Qwen/Qwen-Image-2512",)], 0))
 def test_it_tunes_the_published_layers_and_shares_the_others(model):
     """Of what the docstring's memory is made."""
-    sizes = model_footprint(open_recipe(here(model=model)))
+    sizes = model_footprint(load_config(here(model=model)))
     assert sizes.copies == 0
     for found, bytes_ in (
         (sizes.tuned, 4 * FACTORS),
@@ -67,7 +67,7 @@ def test_it_tunes_the_published_layers_and_shares_the_others(model):
 @pytest.mark.usefixtures("traced")
 def test_a_whole_step_has_the_right_shapes(unread):
     config = here("ocr,1")
-    system = assemble.build(place(open_recipe(config), 1), jax.devices()[:1])
+    system = assemble.build(fit_config(load_config(config), 1), jax.devices()[:1])
     prompts, images, trajectory, totals, (after, metrics) = shapes_of_a_step(config, system)
     assert prompts.conditioning.context.shape == (32, 256, 3584)
     assert prompts.conditioning.mask.shape == (32, 256)

@@ -15,8 +15,7 @@ import pytest
 from flax.traverse_util import flatten_dict
 
 from digen_jax import assemble
-from digen_jax.config import recipe
-from digen_jax.config.door import open_recipe, place, reopen_recipe
+from digen_jax.config.load import complete, default_config, fit_config, load_config, read_config
 from digen_jax.engine import rounding
 from digen_jax.engine.encoding import example
 from digen_jax.engine.placement import mesh_sizes
@@ -121,7 +120,7 @@ def load(name, *argument):
     config = runpy.run_path(str(ROOT / "configs" / f"{name}.py"))["get_config"](*argument)
     if name in (SD35, FLUX, KONTEXT, KLEIN, QWEN_IMAGE, Z_IMAGE):
         config.prompts.file = config.evaluation.prompts = str(EDITS if name == KONTEXT else GENEVAL)
-        config.rewards = recipe.reference().rewards
+        config.rewards = default_config().rewards
     return config
 
 
@@ -185,9 +184,9 @@ def test_every_recipe_is_accepted(name, monkeypatch):
     monkeypatch.chdir(ROOT)
     if trains(name):
         config = load(name)
-        assert recipe.complete(config).to_dict() == config.to_dict()  # any field can be overridden
-        place(open_recipe(config), 8)
-        place(open_recipe(config), 1)
+        assert complete(config).to_dict() == config.to_dict()  # any field can be overridden
+        fit_config(load_config(config), 8)
+        fit_config(load_config(config), 1)
 
 
 def test_the_long_shapes_recipe_is_the_same_one_for_longer():
@@ -195,25 +194,25 @@ def test_the_long_shapes_recipe_is_the_same_one_for_longer():
     assert long["steps"] > short["steps"]
     changed = {name for name in short if short[name] != long[name]}
     assert changed == {"steps", "trainer", "evaluation"}
-    open_recipe(load("shapes_flow_grpo", "long"))
+    load_config(load("shapes_flow_grpo", "long"))
     with pytest.raises(ConfigError, match="must be short or long"):
         load("shapes_flow_grpo", "longer")
 
 
 @pytest.mark.parametrize(("devices", "sizes"), [(1, (0, 1)), (2, (1, 1)), (8, (1, 1))])
 def test_the_demo_fits_itself_to_the_devices_there_are(devices, sizes):
-    fitted = place(open_recipe(load("shapes_demo")), devices)
+    fitted = fit_config(load_config(load("shapes_demo")), devices)
     assert mesh_sizes(fitted.placement.meshes, devices) == sizes
 
 
 @pytest.mark.parametrize("name", ["rewards", "prompts.file", "evaluation.prompts"])
 def test_what_sd35_leaves_to_the_user_must_be_given(name):
-    config = recipe.complete(load(SD35))
+    config = complete(load(SD35))
     *groups, field = name.split(".")
     holder = config[groups[0]] if groups else config
     holder[field] = type(holder[field])()
     with pytest.raises(ConfigError, match=f"config.{name} is not given: add --config.{name}="):
-        place(open_recipe(config), 1)
+        fit_config(load_config(config), 1)
 
 
 @pytest.mark.parametrize("argument", ["geneval,0", "ocr,-1", "ocr,two", "8", "", "geneva,8"])
@@ -232,11 +231,11 @@ def test_flux_wants_a_recipe_and_a_number_of_gpus(argument):
 @pytest.mark.parametrize("gpus", [1, 2, 4, 8, 16])
 def test_flux_divides_among_the_gpus(name, gpus):
     config = load(FLUX, f"{name},{gpus}")
-    place(open_recipe(config), gpus)
+    fit_config(load_config(config), gpus)
     each = 1 if name.startswith("dance") else 3
     assert config.sampler.chunk == config.trainer.micro_batch == each * gpus
     if not name.startswith("dance"):
-        place(open_recipe(load(FLUX, f"{name},{4 * gpus}")), 4 * gpus)
+        fit_config(load_config(load(FLUX, f"{name},{4 * gpus}")), 4 * gpus)
 
 
 @pytest.mark.parametrize(
@@ -252,7 +251,7 @@ def test_flux_divides_among_the_gpus(name, gpus):
 )
 def test_flux_has_the_published_batch_and_steps(name, batch, trained):
     config = load(FLUX, f"{name},8")
-    found = open_recipe(config)
+    found = load_config(config)
     assert (found.batch.groups, found.batch.images, found.trainer.updates) == batch
     assert found.trained_steps == trained
     # The last step, after which no noise is left, is never trained.
@@ -279,7 +278,7 @@ AVERAGES = [
 
 @pytest.mark.parametrize(("name", "argument", "mixed"), AVERAGES)
 def test_averages_are_mixed_after_the_published_updates(name, argument, mixed):
-    average = open_recipe(load(name, argument)).trainer.settings.average
+    average = load_config(load(name, argument)).trainer.average
     decays = {n: float(average.at(n)) for n in range(1, max(mixed) + 1)}
     assert {n: d for n, d in decays.items() if d != 1} == pytest.approx(mixed, rel=1e-5)
 
@@ -291,7 +290,7 @@ def test_flux_has_no_average_where_the_source_has_none(name):
 
 @pytest.mark.parametrize("name", FLUX_RECIPES)
 def test_flux_trains_in_bfloat16_with_recomputed_log_probs(name):
-    algorithm = reopen_recipe(load(FLUX, f"{name},8")).algorithm
+    algorithm = read_config(load(FLUX, f"{name},8")).algorithm
     assert (algorithm.old_log_probs, algorithm.kl_coefficient) == ("recomputed", 0)
     assert algorithm.clip_range == (1e-5 if name.endswith("fast") else 1e-4)
 
@@ -309,7 +308,7 @@ def test_flux_trains_in_bfloat16_with_recomputed_log_probs(name):
 def test_flux_tunes_the_published_layers(name, factors):
     config = load(FLUX, f"{name},8")
     config.model.folder = str(published_folder(config.model.folder))
-    recipe_ = open_recipe(config)
+    recipe_ = load_config(config)
     _, family = assemble.recipe_model(recipe_)
     tuned, base, *_ = assemble.parameter_shapes(recipe_, family)
     assert sum(leaf.size for leaf in jax.tree.leaves(tuned)) == (factors or 11_901_408_320)
@@ -323,7 +322,7 @@ def test_flux_shares_all_weights_among_eight_gpus():
     """Of what the docstring's memory is made: an eighth of the float32 weights in six copies, and the autoencoder."""
     config = load(FLUX, "dance_ema,8")
     config.model.folder = str(published_folder(config.model.folder))
-    sizes = model_footprint(open_recipe(config))
+    sizes = model_footprint(load_config(config))
     weights = 11_901_408_320
     assert sizes.copies == 1
     assert 4 * weights / 8 <= sizes.tuned(8, 1) < 4 * weights / 8 * 1.001
@@ -343,13 +342,13 @@ def test_z_image_wants_a_number_of_gpus(argument):
 @pytest.mark.parametrize("gpus", [1, 2, 4, 8, 16])
 def test_z_image_divides_among_the_gpus(gpus):
     config = load(Z_IMAGE, str(gpus))
-    place(open_recipe(config), gpus)
+    fit_config(load_config(config), gpus)
     assert config.sampler.chunk == config.trainer.micro_batch == gpus
 
 
 def test_z_image_has_the_published_settings():
     """48 groups of 16 in two updates; one noisy step, the second, third or fourth; an average every 4 steps."""
-    found = reopen_recipe(load(Z_IMAGE, "8"))
+    found = read_config(load(Z_IMAGE, "8"))
     assert (found.batch.groups, found.batch.images, found.trainer.updates) == (48, 16, 2)
     assert (found.sampler.steps, found.window.places, found.trained_steps) == (6, (1, 2, 3), 1)
     assert (found.sampler.guidance, found.evaluation.guidance, found.evaluation.steps) == (1, 1, 10)
@@ -365,7 +364,7 @@ def z_image(gpus=1, rank=64, **trainer):
     config.model.folder = str(published_folder(config.model.folder))
     config.lora.rank = rank
     config.placement.trainer.update(trainer)
-    return open_recipe(config)
+    return load_config(config)
 
 
 def test_z_image_holds_what_its_docstring_says():
@@ -391,7 +390,7 @@ def docstring(name):
 def test_z_images_thirty_heads_are_split_by_what_divides_them(tensor):
     recipe_ = z_image(tensor=tensor)
     _, family = assemble.recipe_model(recipe_)
-    placement = assemble.placed(place(recipe_, tensor), family, jax.devices()[:tensor])
+    placement = assemble.placed(fit_config(recipe_, tensor), family, jax.devices()[:tensor])
     if 30 % tensor == 0:
         return check_heads(family, placement)
     sentence = (
@@ -404,7 +403,7 @@ def test_z_images_thirty_heads_are_split_by_what_divides_them(tensor):
 @pytest.mark.usefixtures("traced")
 def test_a_whole_step_of_z_image_has_the_right_shapes(unread):
     """Its LoRA is drawn, which is most of the time, so it has a rank of 1."""
-    system = assemble.build(place(z_image(rank=1), 1), jax.devices()[:1])
+    system = assemble.build(fit_config(z_image(rank=1), 1), jax.devices()[:1])
     prompts, images, trajectory, totals, (after, metrics) = shapes_of_a_step(
         load(Z_IMAGE, "1"), system
     )
@@ -422,7 +421,7 @@ def test_a_whole_step_of_z_image_has_the_right_shapes(unread):
 @pytest.mark.parametrize("gpus", ["1", "2", "4", "8", "64"])
 def test_sd35_divides_among_the_gpus(name, gpus):
     config = load(SD35, f"{name},{gpus}")
-    place(open_recipe(config), int(gpus))
+    fit_config(load_config(config), int(gpus))
 
 
 def test_sd35_has_the_published_batch():
@@ -467,7 +466,7 @@ def test_seeds_are_the_published_ones(name, argument):
 
 def test_sd35_has_grpo_guards_published_range():
     config = load(SD35, "pickscore_guard,8")
-    algorithm = reopen_recipe(config).algorithm
+    algorithm = read_config(config).algorithm
     assert (algorithm.clip_range, algorithm.high, algorithm.kl_coefficient) == (4e-6, 4e-6, 0)
     assert (config.trainer.learning_rate, config.advantages.std) == (1e-4, "group")
     assert load(SD35, "geneval_guard,8").algorithm.clip_range == 2e-6
@@ -525,7 +524,7 @@ class Device(NamedTuple):
 def test_a_start_tells_devices_kernel_of_attention_and_precision(name, expected):
     config = load(*name)
     config.model.folder = str(published_folder(config.model.folder))
-    found = open_recipe(config)
+    found = load_config(config)
     _, family = assemble.recipe_model(found)
     devices = np.empty(8, object)
     devices[:] = [Device(i, "NVIDIA H100 80GB HBM3") for i in range(8)]
@@ -570,7 +569,7 @@ def test_a_whole_step_of_flux_has_the_right_shapes(unread):
     """Of DanceGRPO's recipe that has everything: all weights, an average, and a share of the steps."""
     config = load(FLUX, "dance_ema,1")
     config.model.folder = str(published_folder(config.model.folder))
-    system = assemble.build(place(open_recipe(config), 1), jax.devices()[:1])
+    system = assemble.build(fit_config(load_config(config), 1), jax.devices()[:1])
     prompts, images, trajectory, totals, (after, metrics) = shapes_of_a_step(config, system)
     assert prompts.conditioning.context.shape == (16, 512, 4096)
     assert prompts.conditioning.pooled.shape == (16, 768)
@@ -587,7 +586,7 @@ def test_a_whole_step_of_flux_has_the_right_shapes(unread):
 
 def test_kontext_has_the_published_settings():
     """48 groups of 21 in two updates, five of six steps trained, an average that is mixed six times at a turn."""
-    found = reopen_recipe(load(KONTEXT, "28"))
+    found = read_config(load(KONTEXT, "28"))
     assert (found.batch.groups, found.batch.images, found.trainer.updates) == (48, 21, 2)
     assert (found.sampler.steps, found.sampler.noise_level, found.trained_steps) == (6, 0.9, 5)
     assert (found.sampler.guidance, found.evaluation.guidance, found.evaluation.steps) == (
@@ -614,7 +613,7 @@ def test_a_whole_step_of_kontext_has_the_right_shapes(unread):
     config = load(KONTEXT, "1")
     config.model.folder = str(published_folder(config.model.folder))
     config.lora.rank = 1
-    system = assemble.build(place(open_recipe(config), 1), jax.devices()[:1])
+    system = assemble.build(fit_config(load_config(config), 1), jax.devices()[:1])
     record = example(system.policy.family)
     prompts, images, trajectory, totals, (after, metrics) = shapes_of_a_step(config, system, record)
     assert prompts.conditioning.context.shape == (48, 128, 4096)
@@ -632,7 +631,7 @@ def test_a_whole_step_of_kontext_has_the_right_shapes(unread):
 def test_a_whole_step_of_sd35_has_the_right_shapes(medium, unread):
     config = load(SD35, "geneval,1")
     config.model.folder = str(medium)
-    system = assemble.build(place(open_recipe(config), 1), jax.devices()[:1])
+    system = assemble.build(fit_config(load_config(config), 1), jax.devices()[:1])
     assert system.placement.colocated
     assert system.evaluator.settings.step == Ode() and len(system.evaluator.sigmas) == 41
 
@@ -697,5 +696,5 @@ def test_a_published_recipe_runs_on_separate_gpus_by_the_fields_in_its_docstring
     options = " ".join(f"--config.placement.{field}={n}" for field, n in fields.items())
     assert f"\n{options}\n" in docstring(name)
     config.placement.update_from_flattened_dict(fields)
-    rollout, trainer = place(open_recipe(config), 8).placement.meshes
+    rollout, trainer = fit_config(load_config(config), 8).placement.meshes
     assert (rollout.devices, trainer.devices, rollout.fsdp) == (4, 4, 4 if shared else 1)

@@ -15,8 +15,8 @@ import pytest
 from ml_collections import ConfigDict
 
 from digen_jax.algorithms.algorithm import Algorithm, MatchingSamples, Velocities
-from digen_jax.config import algorithm_section
-from digen_jax.config.door import open_recipe, place
+from digen_jax.config import train_config
+from digen_jax.config.load import fit_config, load_config
 from digen_jax.models.family import Family
 from tests import documents
 from tests.documents import page
@@ -85,11 +85,13 @@ def test_the_example_of_an_algorithm_is_one(monkeypatch):
     monkeypatch.setitem(sys.modules, "example", types.ModuleType("example"))
     exec(source, vars(sys.modules["example"]))
     kind = sys.modules["example"].RewardWeighted
-    monkeypatch.setitem(algorithm_section.CLASSES, kind.name, kind)
+    monkeypatch.setitem(train_config.ALGORITHMS, kind.name, kind)
     ode = dict(kind="ode", noise_level=0.0, window=dict(length=0))
     section = dict(name=kind.name, temperature=2.0, adv_clip=1.0)
     monkeypatch.chdir(ROOT)
-    algorithm = place(open_recipe(ConfigDict(dict(sampler=ode, algorithm=section))), 8).algorithm
+    algorithm = fit_config(
+        load_config(ConfigDict(dict(sampler=ode, algorithm=section))), 8
+    ).algorithm
 
     v, target = np.random.default_rng(0).normal(size=(2, 3, 4, 4, 2)).astype(np.float32)
     advantages, trained = np.float32([0.5, 7.0, np.nan]), np.array([True, True, False])

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from digen_jax import assemble
-from digen_jax.config.door import open_recipe, place, reopen_recipe
+from digen_jax.config.load import fit_config, load_config, read_config
 from digen_jax.errors import ConfigError
 from digen_jax.models.family import Size
 from digen_jax.models.published import published_folder
@@ -36,14 +36,14 @@ def test_klein_wants_a_recipe_and_a_number_of_gpus(argument):
 @pytest.mark.parametrize("gpus", [1, 2, 4, 8, 16])
 def test_klein_divides_among_the_gpus(name, gpus):
     config = load(KLEIN, f"{name},{gpus}")
-    place(open_recipe(config), gpus)
+    fit_config(load_config(config), gpus)
     assert config.sampler.chunk == config.trainer.micro_batch == gpus
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_klein_has_the_published_batch_and_steps(name):
     config = load(KLEIN, f"{name},8")
-    found = open_recipe(config)
+    found = load_config(config)
     assert (found.batch.groups, found.batch.images, found.trainer.updates) == (48, 16, 2)
     assert found.trained_steps == 1
     # Counted from 0; the last step, after which no noise is left, is never trained.
@@ -52,7 +52,7 @@ def test_klein_has_the_published_batch_and_steps(name):
     assert (config.sampler.steps, config.evaluation.steps) == ((8, 28) if of_base else (4, 10))
     assert (found.model.size, found.evaluation_size) == (Size(384, 384), Size(1024, 1024))
     assert config.sampler.guidance == config.evaluation.guidance == (4 if of_base else 1)
-    algorithm = reopen_recipe(config).algorithm
+    algorithm = read_config(config).algorithm
     assert (algorithm.old_log_probs, algorithm.kl_coefficient) == ("recomputed", 0)
     assert (algorithm.clip_range, config.trainer.weight_decay) == (1e-4, 1e-4)
     assert config.trainer.learning_rate == (3e-4 if name.endswith("lora") else 1e-5)
@@ -60,7 +60,7 @@ def test_klein_has_the_published_batch_and_steps(name):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_klein_tunes_the_published_layers(name):
-    recipe = open_recipe(of_published(f"{name},8"))
+    recipe = load_config(of_published(f"{name},8"))
     _, family = assemble.recipe_model(recipe)
     tuned, base, *_ = assemble.parameter_shapes(recipe, family)
     d = family.transformer.config.dim
@@ -76,7 +76,7 @@ def test_klein_tunes_the_published_layers(name):
 
 
 def test_klein_shares_all_weights_among_eight_gpus():
-    sizes = model_footprint(open_recipe(of_published("base_full,8")))
+    sizes = model_footprint(load_config(of_published("base_full,8")))
     weights = PARAMETERS["4B"]
     assert 4 * weights / 8 <= sizes.tuned(8, 1) < 4 * weights / 8 * 1.001
     assert sizes.base(8, 1) == 0
@@ -86,8 +86,8 @@ def test_klein_shares_all_weights_among_eight_gpus():
 @pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 def test_a_whole_step_of_klein_has_the_right_shapes(unread):
-    recipe = open_recipe(of_published("base_lora,1"))
-    system = assemble.build(place(recipe, 1), jax.devices()[:1])
+    recipe = load_config(of_published("base_lora,1"))
+    system = assemble.build(fit_config(recipe, 1), jax.devices()[:1])
     config = load(KLEIN, "base_lora,1")
     prompts, images, trajectory, totals, (after, _) = shapes_of_a_step(config, system)
     assert prompts.conditioning.context.shape == (48, 512, 12288)

@@ -83,7 +83,7 @@ def test_the_package_is_found_beside_its_clone(tmp_path):
     notebook = nbformat.read(ROOT / "notebooks" / "quickstart.ipynb", nbformat.NO_CONVERT)
     notebook.cells = [cell for cell in notebook.cells if cell.id == "install"]
     notebook.cells.append(
-        nbformat.v4.new_code_cell("import digen_jax.config.recipe\ndigen_jax.__file__")
+        nbformat.v4.new_code_cell("import digen_jax.config.train_config\ndigen_jax.__file__")
     )
     resources = {"metadata": {"path": str(tmp_path)}}
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

@@ -85,8 +85,8 @@ def tiny_config(base: pathlib.Path, kind: str) -> ConfigDict:
 
 def trained(base: pathlib.Path, kind: str) -> pathlib.Path:
     """The workdir of a finished run of a kind, "full" or "lora"."""
-    from digen_jax.config.door import open_recipe
+    from digen_jax.config.load import load_config
     from digen_jax.train import train
 
-    recipe = open_recipe(tiny_config(base, kind))
+    recipe = load_config(tiny_config(base, kind))
     return once(base / f"tiny-run-{kind}", functools.partial(train, recipe))

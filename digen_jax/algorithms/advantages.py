@@ -10,6 +10,31 @@ population's for a group, but a sample's for the step. It also differs in the gu
 Flow-GRPO, DiffusionNFT, GenRL, verl-omni and GDPO's TRL code add 1e-4, as here; DanceGRPO and MixGRPO add
 1e-8, with which float32 rounding of equal rewards may give advantages of order 1;
 Flow-Factory divides by max(std, 1e-6).
+
+The defaults are Flow-GRPO's (arXiv 2505.05470). RLOO (arXiv 2402.14740) is baseline
+"leave_one_out" with std "none", Dr. GRPO (arXiv 2503.20783) "group_mean" with std "none".
+
+For several rewards, `combine` makes one advantage:
+
+- "rewards": the reward is their weighted sum, as in Flow-GRPO's code.
+- "advantages": the weighted sum of each reward's own advantages, as in MixGRPO's code
+  ("advantage_aggr") and GenRL's (`weight_advantages`). `reward_clips` bounds the size of each reward's
+  advantages before they are weighted, as in DanceGRPO's code for HunyuanVideo.
+- "gdpo": the same with each reward standardised in its group, then divided by the std of the
+  result over the whole step (GDPO, arXiv 2601.05242). The mean of this batch normalisation
+  is 0, as every group's is, and is not subtracted.
+
+A reward may apply to some prompts only. Its scores of a group are then all there or all missing (NaN), and
+every image has at least one. With A_i the rewards that apply to image i, and w_j their weights:
+
+- "rewards": image i's reward is the sum of w_j r_ij over j in A_i. Baseline and std are those of these sums:
+  the global std is over all images of the step.
+- "advantages": reward j's own advantages are defined on the images that it applies to, and its global std
+  is over these. Image i's advantage is the sum of w_j times its clipped advantage of j over j in A_i.
+- "gdpo": the same sum without clipping; the std over the step is over all images.
+
+So a group has no share in the statistics of a reward that does not apply to it. With "advantages" a group of one
+reward weighs as much as a group of another one whatever their scales, with "rewards" scales matter.
 """
 
 import dataclasses
@@ -19,6 +44,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Float32, Int
 
 from digen_jax.algorithms.subsets import best_and_worst
+from digen_jax.ranges import DERIVED
 
 # Added to a std before a division by it, in units of the reward.
 STD_EPS = 1e-4
@@ -36,43 +62,23 @@ Combine = Literal["rewards", "advantages", "gdpo"]  # see AdvantageSettings
 
 @dataclasses.dataclass(frozen=True)
 class AdvantageSettings:
-    """Settings of a step's advantages, and of the images that train.
+    """How rewards become advantages, and which images train."""
 
-    The defaults are Flow-GRPO's (arXiv 2505.05470). RLOO (arXiv 2402.14740) is baseline
-    "leave_one_out" with std "none", Dr. GRPO (arXiv 2503.20783) "group_mean" with std "none".
-
-    For several rewards, `combine` makes one advantage:
-
-    - "rewards": the reward is their weighted sum, as in Flow-GRPO's code.
-    - "advantages": the weighted sum of each reward's own advantages, as in MixGRPO's code
-      ("advantage_aggr") and GenRL's (`weight_advantages`). `reward_clips` bounds the size of each reward's
-      advantages before they are weighted, as in DanceGRPO's code for HunyuanVideo.
-    - "gdpo": the same with each reward standardised in its group, then divided by the std of the
-      result over the whole step (GDPO, arXiv 2601.05242). The mean of this batch normalisation
-      is 0, as every group's is, and is not subtracted.
-
-    A reward may apply to some prompts only. Its scores of a group are then all there or all missing (NaN), and
-    every image has at least one. With A_i the rewards that apply to image i, and w_j their weights:
-
-    - "rewards": image i's reward is the sum of w_j r_ij over j in A_i. Baseline and std are those of these sums:
-      the global std is over all images of the step.
-    - "advantages": reward j's own advantages are defined on the images that it applies to, and its global std
-      is over these. Image i's advantage is the sum of w_j times its clipped advantage of j over j in A_i.
-    - "gdpo": the same sum without clipping; the std over the step is over all images.
-
-    So a group has no share in the statistics of a reward that does not apply to it. With "advantages" a group of one
-    reward weighs as much as a group of another one whatever their scales, with "rewards" scales matter.
-    """
-
-    baseline: Baseline = "group_mean"
+    baseline: Baseline = "group_mean"  # the reward that is subtracted; "leave_one_out" as in RLOO
+    # the standard deviation that divides: of the group, of the whole step ("global"), or "none" (Dr. GRPO)
     std: Std = "global"
-    ddof: DDof = 0  # of every std
-    reward_weights: tuple[float, ...] = (1.0,)  # one for each reward
+    ddof: DDof = 0  # 0: standard deviation of a population; 1: of a sample
+    # Of the config's rewards: a weight for each.
+    reward_weights: tuple[float, ...] = dataclasses.field(default=(1.0,), metadata=DERIVED)
+    # several rewards: "rewards" sums them with their weights first, "advantages" sums their
+    # advantages, "gdpo" also divides that sum by its standard deviation over the step
     combine: Combine = "rewards"
-    best_and_worst: int = 0  # only this many best and worst images of each group train; 0: all
-    drop_zero_std: bool = False  # groups of equal rewards do not train, not even for a KL
-    # Bounds of each reward's own advantages, 0: none; empty: all are 0.
-    reward_clips: tuple[float, ...] = ()
+    # train this many of the best and this many of the worst images of a group; 0: all
+    best_and_worst: int = 0
+    # leave groups of equal rewards out of the loss, the KL and the means
+    drop_zero_std: bool = False
+    # Of the config's rewards: bounds of each reward's own advantages, 0: none; empty: all are 0.
+    reward_clips: tuple[float, ...] = dataclasses.field(default=(), metadata=DERIVED)
 
     @property
     def needs(self) -> Literal["group", "step"]:

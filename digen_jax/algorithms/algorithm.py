@@ -2,7 +2,7 @@
 
 An algorithm is a frozen dataclass of its settings, which are the fields of the config's section `algorithm`. It
 trains either the transitions of sampled trajectories or final images at noise levels of the forward process
-("matching"). `config.algorithm_section.CLASSES` lists all algorithms.
+("matching"). `config.train_config.ALGORITHMS` lists all algorithms.
 """
 
 from collections.abc import Mapping

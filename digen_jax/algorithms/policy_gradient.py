@@ -10,7 +10,7 @@ micro-batches and timesteps divides once, at the update, and does not depend on 
 
 import dataclasses
 import math
-from typing import ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +51,7 @@ from digen_jax.algorithms.surrogates import (
     dual_clipped,
     topr,
 )
+from digen_jax.ranges import Range
 
 # "guard": GRPO-Guard's, with its scale of the loss. "sequence_*": of a whole trajectory, over its trained steps.
 Ratio = Literal["plain", "guard", "sequence_mean", "sequence_sum"]
@@ -81,7 +82,7 @@ class PolicyGradient(Algorithm):
     negative_weight: float = 1.0  # "topr": weight of images with negative advantage
     # 0: the ratio is to the policy that sampled; above 0: it is to the step's start, and the loss is
     # weighted by that policy's ratio to the sampler, up to this cap (TIS; inf: decoupled PPO)
-    importance_cap: float = 0.0
+    importance_cap: Annotated[float, Range(infinite=True)] = 0.0
     # samples whose log-probability differs from the sampler's by more are not trained; 0: all are
     rejection_bound: float = 0.0
     smallest_sigma: float = 0.0  # steps that begin below this noise level are not trained

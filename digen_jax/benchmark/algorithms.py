@@ -24,9 +24,9 @@ from digen_jax.benchmark.cells import (
     workdir,
 )
 from digen_jax.benchmark.family_plot import draw
-from digen_jax.config.checks import check_given
-from digen_jax.config.door import open_recipe
-from digen_jax.config.recipe import Recipe
+from digen_jax.config.inputs import check_inputs
+from digen_jax.config.load import load_config
+from digen_jax.config.train_config import TrainConfig
 from digen_jax.errors import ConfigError, blame, check_choice, user_input
 from digen_jax.records.metrics import read_metrics
 
@@ -192,7 +192,7 @@ def _line(row: Row) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def open_all(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Recipe]:
+def open_all(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, TrainConfig]:
     """The recipes of some configs.
 
     Raises:
@@ -201,12 +201,12 @@ def open_all(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Recipe]:
     recipes = {}
     for name, config in configs.items():
         with blame(f"{name}: ", (ConfigError,)):
-            recipes[name] = open_recipe(config)
+            recipes[name] = load_config(config)
     return recipes
 
 
 def compare(
-    recipes: Mapping[str, Recipe],
+    recipes: Mapping[str, TrainConfig],
     seeds: int,
     folder: pathlib.Path,
     only: Collection[str] = (),
@@ -228,7 +228,7 @@ def compare(
     check(recipes, seeds, only)
     for name, recipe in recipes.items():
         with blame(f"{name}: ", (ConfigError,)):
-            check_given(recipe)
+            check_inputs(recipe)
     first = next(iter(recipes.values())).seed
     chosen = range(first, first + seeds)
     check_workdirs(recipes, chosen, folder)
@@ -239,7 +239,7 @@ def compare(
     return table, code
 
 
-def check(recipes: Mapping[str, Recipe], seeds: int, only: Collection[str] = ()) -> None:
+def check(recipes: Mapping[str, TrainConfig], seeds: int, only: Collection[str] = ()) -> None:
     """Refuses recipes that cannot be compared.
 
     Raises:
@@ -257,7 +257,7 @@ def check(recipes: Mapping[str, Recipe], seeds: int, only: Collection[str] = ())
                 )
 
 
-def shared(recipe: Recipe) -> dict[str, Any]:
+def shared(recipe: TrainConfig) -> dict[str, Any]:
     """Fields that must be the same for all algorithms for a fair comparison."""
     fields = {
         f"config.{name}": getattr(recipe, name) for name in ("seed", "steps", "model", "prompts")
@@ -269,12 +269,12 @@ def shared(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def step_images(recipe: Recipe) -> int:
+def step_images(recipe: TrainConfig) -> int:
     """Images of a step."""
     return recipe.batch.groups * recipe.batch.images
 
 
-def read_row(name: str, recipe: Recipe, seeds: Sequence[int], folder: pathlib.Path) -> Row:
+def read_row(name: str, recipe: TrainConfig, seeds: Sequence[int], folder: pathlib.Path) -> Row:
     """The results of an algorithm's cells in a folder."""
     paths = {seed: workdir(folder, name, seed) for seed in seeds}
     finished = {seed: path for seed, path in paths.items() if is_finished(path, recipe)}
@@ -290,7 +290,7 @@ def _family(algorithm: Algorithm) -> str:
     return "preference" if algorithm.ranks else "forward process"
 
 
-def read_outcome(path: pathlib.Path, recipe: Recipe) -> Outcome:
+def read_outcome(path: pathlib.Path, recipe: TrainConfig) -> Outcome:
     """The result of a finished cell, from its metrics."""
     lines = read_metrics(path / "metrics.jsonl")
     images = step_images(recipe)

@@ -17,9 +17,9 @@ from digen_jax.benchmark.cells import (
     train_cells,
     workdir,
 )
-from digen_jax.config.door import open_recipe
-from digen_jax.config.recipe import Recipe
+from digen_jax.config.load import load_config
 from digen_jax.config.sections import AUTO
+from digen_jax.config.train_config import TrainConfig
 from digen_jax.errors import ConfigError
 from digen_jax.records import pictures
 from digen_jax.records.metrics import read_metrics
@@ -105,7 +105,7 @@ class Comparison:
         pictures.plot_curves(means, curves, path, "reward on held-out prompts")
 
 
-def compare(recipe: Recipe, seeds: int, folder: pathlib.Path) -> Comparison | int:
+def compare(recipe: TrainConfig, seeds: int, folder: pathlib.Path) -> Comparison | int:
     """Trains with and without asynchrony from each seed.
 
     Args:
@@ -133,7 +133,7 @@ def compare(recipe: Recipe, seeds: int, folder: pathlib.Path) -> Comparison | in
     return comparison
 
 
-def check(recipe: Recipe, seeds: int) -> None:
+def check(recipe: TrainConfig, seeds: int) -> None:
     """Refuses a recipe that gives no comparison.
 
     Raises:
@@ -154,13 +154,13 @@ def check(recipe: Recipe, seeds: int) -> None:
         )
 
 
-def variant(recipe: Recipe, kind: str) -> Recipe:
+def variant(recipe: TrainConfig, kind: str) -> TrainConfig:
     """The recipe of the runs "on" or "off"."""
     if kind == "on":
         return recipe
     asked = recipe.as_json()
     asked["runtime"]["max_policy_lag"] = 0
-    return open_recipe(asked)  # again, because other fields depend on the policy lag
+    return load_config(asked)  # again, because other fields depend on the policy lag
 
 
 def outcome(path: pathlib.Path) -> AsynchronyOutcome:

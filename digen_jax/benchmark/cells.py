@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
-from digen_jax.config.recipe import MAY_CHANGE, TURNED, Recipe
+from digen_jax.config.train_config import MAY_CHANGE, TURNED, TrainConfig
 from digen_jax.errors import ConfigError
 from digen_jax.records.workdir import claim_workdir, finished_step
 from digen_jax.train import train
@@ -42,7 +42,7 @@ def check_seeds(seeds: int) -> None:
 
 
 def check_workdirs(
-    recipes: Mapping[str, Recipe], seeds: Sequence[int], folder: pathlib.Path
+    recipes: Mapping[str, TrainConfig], seeds: Sequence[int], folder: pathlib.Path
 ) -> None:
     """Refuses cells that were begun with another config, before any is trained.
 
@@ -68,7 +68,7 @@ def check_workdirs(
 
 
 def train_cells(
-    recipes: Mapping[str, Recipe], seeds: Sequence[int], folder: pathlib.Path
+    recipes: Mapping[str, TrainConfig], seeds: Sequence[int], folder: pathlib.Path
 ) -> int | None:
     """Trains the unfinished cells, seed by seed, so that an early stop leaves some results for each name.
 
@@ -94,12 +94,12 @@ def train_cells(
     return None
 
 
-def with_seed(recipe: Recipe, seed: int) -> Recipe:
+def with_seed(recipe: TrainConfig, seed: int) -> TrainConfig:
     """A recipe with another seed."""
     return dataclasses.replace(recipe, seed=seed)
 
 
-def is_finished(path: pathlib.Path, recipe: Recipe) -> bool:
+def is_finished(path: pathlib.Path, recipe: TrainConfig) -> bool:
     """Whether the cell in a workdir has done all its steps."""
     return finished_step(path) == recipe.steps
 
@@ -120,7 +120,7 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     return fmean(values), stdev(values) / math.sqrt(len(values))
 
 
-def _train_timed(recipe: Recipe, path: pathlib.Path) -> int | None:
+def _train_timed(recipe: TrainConfig, path: pathlib.Path) -> int | None:
     """As `train`; adds to the workdir's cost."""
     before, began = os.times(), time.perf_counter()
     code = train(recipe, path)

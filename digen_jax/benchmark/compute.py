@@ -20,8 +20,8 @@ import numpy as np
 from digen_jax import assemble
 from digen_jax.benchmark.processes import Worker
 from digen_jax.benchmark.step import Build, Step
-from digen_jax.config.door import place
-from digen_jax.config.recipe import Recipe
+from digen_jax.config.load import fit_config
+from digen_jax.config.train_config import TrainConfig
 from digen_jax.engine.placement import ONE_DEVICE
 from digen_jax.engine.samples import Images
 from digen_jax.engine.trainer import TrainState
@@ -67,7 +67,7 @@ class Speed:
 
 
 def compare(
-    recipe: Recipe,
+    recipe: TrainConfig,
     rounds: int,
     went_round: Callable[[], object] = lambda: None,
     build: Build = assemble.build,
@@ -87,7 +87,7 @@ def compare(
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     if len(cores) < 2:
         raise ConfigError("two processes need two cores to be pinned to: run it on such a machine")
-    recipe = place(recipe.with_meshes(ONE_DEVICE), 1)
+    recipe = fit_config(recipe.with_meshes(ONE_DEVICE), 1)
     if recipe.algorithm.objective != "transitions":
         raise ConfigError(
             f"config.algorithm.name = {recipe.algorithm.name!r} trains final images, but what is sent from process to "
@@ -125,7 +125,9 @@ def compare(
     return Speed(**{name: tuple(times) for name, times in found.items()})
 
 
-def serve(control: Connection, core: int, recipe: Recipe, link: Connection, build: Build) -> None:
+def serve(
+    control: Connection, core: int, recipe: TrainConfig, link: Connection, build: Build
+) -> None:
     """The main function of a process: a step for every role that it is sent."""
     os.sched_setaffinity(0, {core})  # before XLA counts the cores
     prepare()
@@ -140,7 +142,7 @@ def serve(control: Connection, core: int, recipe: Recipe, link: Connection, buil
 class Roles:
     """A step of sampling, and one of training, by a run's own parts on one device."""
 
-    def __init__(self, recipe: Recipe, build: Build = assemble.build):
+    def __init__(self, recipe: TrainConfig, build: Build = assemble.build):
         self._step = Step(recipe, jax.devices()[:1], build)
 
     @property

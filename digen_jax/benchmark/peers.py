@@ -23,8 +23,8 @@ from digen_jax.benchmark.eager import EagerLora, Work
 from digen_jax.benchmark.processes import Seconds, Worker, do_as_asked
 from digen_jax.benchmark.rounds import PHASES, SIDES, Comparison, Round
 from digen_jax.benchmark.step import Build, Step, advantages
-from digen_jax.config.door import place
-from digen_jax.config.recipe import Recipe
+from digen_jax.config.load import fit_config
+from digen_jax.config.train_config import TrainConfig
 from digen_jax.engine.placement import MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.engine.samples import Images
 from digen_jax.errors import ConfigError, check_positive
@@ -40,7 +40,7 @@ TOLERANCE, TOLERANCE_TF32, TOLERANCE_BFLOAT16 = 1e-4, 1e-2, 5e-2
 COMPARED = 4  # images whose velocities are compared
 
 
-def check(recipe: Recipe, rounds: int) -> Recipe:
+def check(recipe: TrainConfig, rounds: int) -> TrainConfig:
     """The recipe on one GPU or on one virtual device for each core, which both samples and trains.
 
     Raises:
@@ -59,7 +59,7 @@ def check(recipe: Recipe, rounds: int) -> Recipe:
     jax.config.update("jax_platforms", "cpu")  # here; the process that is measured has the GPU
     devices = 1 if _has_gpu() else len(os.sched_getaffinity(0))
     rules = MeshSizes(RolloutAxes(data=0), TrainerAxes(data=devices))
-    return place(recipe.with_meshes(rules), devices)
+    return fit_config(recipe.with_meshes(rules), devices)
 
 
 def _has_gpu() -> bool:
@@ -69,7 +69,7 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def _check_eager(recipe: Recipe) -> None:
+def _check_eager(recipe: TrainConfig) -> None:
     algorithm = recipe.algorithm
     if algorithm.objective != "transitions":
         raise ConfigError(
@@ -98,7 +98,7 @@ def _check_eager(recipe: Recipe) -> None:
 
 
 def compare(
-    recipe: Recipe,
+    recipe: TrainConfig,
     rounds: int,
     went_round: Callable[[Round], object] = lambda _: None,
     build: Build = assemble.build,
@@ -179,7 +179,7 @@ def _check_same(ours: Worker, other: Worker, work: Work) -> tuple[int, float]:
     return trained[0], distance
 
 
-def serve(control: Connection, recipe: Recipe, devices: int, build: Build) -> None:
+def serve(control: Connection, recipe: TrainConfig, devices: int, build: Build) -> None:
     """The main function of our process."""
     prepare(devices)
     do_as_asked(control, Ours(recipe, build))
@@ -188,7 +188,7 @@ def serve(control: Connection, recipe: Recipe, devices: int, build: Build) -> No
 class Ours:
     """The same methods as the eager loop's, by a run's own programs."""
 
-    def __init__(self, recipe: Recipe, build: Build):
+    def __init__(self, recipe: TrainConfig, build: Build):
         devices = jax.devices()
         if _has_gpu():
             if devices[0].platform != "gpu":

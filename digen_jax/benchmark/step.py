@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float32, Int
 
 from digen_jax import assemble
-from digen_jax.config.recipe import Recipe
+from digen_jax.config.train_config import TrainConfig
 from digen_jax.engine.objective import Totals
 from digen_jax.engine.sampler import Weights
 from digen_jax.engine.samples import Images, on_trainer, receive, selected
@@ -16,14 +16,14 @@ from digen_jax.engine.system import System
 from digen_jax.flow.sampling import Trajectory
 from digen_jax.prompts.files import read_prompt_files
 
-Build = Callable[[Recipe, Sequence[jax.Device]], System]
+Build = Callable[[TrainConfig, Sequence[jax.Device]], System]
 
 
 class Step:
     """The programs and the inputs of a step, which is always the first one."""
 
     def __init__(
-        self, recipe: Recipe, devices: Sequence[jax.Device], build: Build = assemble.build
+        self, recipe: TrainConfig, devices: Sequence[jax.Device], build: Build = assemble.build
     ):
         self.system = build(recipe, devices)
         self.state = self.system.trainer.init(self.system.start)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-from digen_jax.config.recipe import Recipe
+from digen_jax.config.train_config import TrainConfig
 from digen_jax.errors import ConfigError
 from digen_jax.families import open_pipeline
 from digen_jax.models.layers import sincos_2d_table
@@ -24,7 +24,7 @@ POSITIONS = 64  # in each direction
 
 
 @contextlib.contextmanager
-def with_wide_model(recipe: Recipe, layers: int) -> Iterator[Recipe]:
+def with_wide_model(recipe: TrainConfig, layers: int) -> Iterator[TrainConfig]:
     """A recipe for such a model, whose folder is removed afterwards; with 0 layers the recipe as it is."""
     if layers < 0:
         raise ConfigError(f"--wide must not be below 0, but is {layers}")

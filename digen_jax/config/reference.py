@@ -8,23 +8,22 @@ comment lines above it.
 
 import ast
 import dataclasses
-import functools
 import inspect
 import io
-import math
 import sys
 import tokenize
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from digen_jax.config.algorithm_section import CLASSES
-from digen_jax.config.checks.choices import choices
-from digen_jax.config.checks.numbers import MAY_BE_INFINITE, RANGES
+from ml_collections import ConfigDict
+
+from digen_jax.config.checks import allowed_of
 from digen_jax.config.fields import flat
-from digen_jax.config.recipe import MAY_CHANGE, Recipe, reference
-from digen_jax.config.sections import AdvantagesSection
+from digen_jax.config.load import default_config
+from digen_jax.config.train_config import ALGORITHMS, MAY_CHANGE, TrainConfig
 from digen_jax.errors import ConfigError
 from digen_jax.flow.steps import KINDS
+from digen_jax.ranges import Range
 from digen_jax.rewards.settings import RewardSettings
 
 HEAD = """# Configuration
@@ -75,26 +74,34 @@ class Field(NamedTuple):
 
 
 def document() -> str:
-    """The whole page."""
-    infinite = " and ".join(f"`{name}`" for name in MAY_BE_INFINITE)
-    parts = [HEAD.format(infinite=infinite)]
-    alone = []
-    for field in dataclasses.fields(Recipe):
-        section = AdvantagesSection() if field.name == "advantages" else field.default
+    """Returns the complete page."""
+    infinite = [
+        f"`config.{name}`"
+        for name, allowed in allowed_of("policy_gradient").items()
+        if isinstance(allowed, Range) and allowed.infinite
+    ]
+    parts, single = [], []
+    for field in dataclasses.fields(TrainConfig):
         if field.name == "algorithm":
             parts += [_algorithms()]
-        elif field.name == "rewards":
-            parts += [_part("## rewards", RewardSettings.__doc__, described("rewards"))]
-        elif dataclasses.is_dataclass(section):
-            parts += [_part(f"## {field.name}", type(section).__doc__, described(field.name))]
-        elif section is not dataclasses.MISSING:
-            alone += described(field.name)
-    parts.insert(1, _part("## The run", "Fields outside of all sections.", alone))
-    first = {field.name: field for name in map(_section_of, FIRST) for field in described(name)}
-    told = "The ten fields that most users change; `model.height`, `lora.rank` and `placement` come next."
-    parts.insert(1, _part("## Ten fields to begin with", told, [first[name] for name in FIRST]))
+        elif field.name == "rewards" or dataclasses.is_dataclass(field.default):
+            kind = RewardSettings if field.name == "rewards" else type(field.default)
+            text = inspect.cleandoc(kind.__doc__)
+            parts += [_part(f"## {field.name}", text, described(field.name))]
+        elif field.default is not dataclasses.MISSING:
+            single += described(field.name)
+    named = {field.name: field for name in FIRST for field in described(_section_of(name))}
+    first = "The ten fields that most users change; `model.height`, `lora.rank` and `placement` come next."
     may_change = "\n".join(f"- `{name}`" for name in sorted(MAY_CHANGE))
-    return "\n".join([*parts, RESUMED.format(fields=may_change)])
+    return "\n".join(
+        [
+            HEAD.format(infinite=" and ".join(sorted(infinite, reverse=True))),
+            _part("## Ten fields to begin with", first, [named[name] for name in FIRST]),
+            _part("## The run", "Fields outside of all sections.", single),
+            *parts,
+            RESUMED.format(fields=may_change),
+        ]
+    )
 
 
 def _section_of(name: str) -> str:
@@ -102,88 +109,62 @@ def _section_of(name: str) -> str:
 
 
 def described(section: str, algorithm: str = "policy_gradient") -> list[Field]:
-    """The fields of a section, or the single field of that name outside of all sections.
+    """Returns the fields of a section, or the field of that name outside of all sections.
 
     Raises:
       ConfigError: a field without a comment.
     """
+    default = {field.name: field.default for field in dataclasses.fields(TrainConfig)}[section]
     if section == "rewards":
-        told, allowed = comments(RewardSettings), _allowed(algorithm)
-        return [
-            Field(f"rewards[i].{name}", value, told[name], allowed.get(f"rewards[i].{name}", ""))
-            for name, value in vars(RewardSettings()).items()
-        ]
-    holder = {"algorithm": CLASSES[algorithm], "advantages": AdvantagesSection}.get(section)
-    if holder is not None:
-        return list(_fields(holder, section, algorithm))
-    default = next(f.default for f in dataclasses.fields(Recipe) if f.name == section)
+        return list(_fields(RewardSettings, "rewards[i]", algorithm))
+    if section == "algorithm":
+        return list(_fields(ALGORITHMS[algorithm], section, algorithm))
     if dataclasses.is_dataclass(default):
         return list(_fields(type(default), section, algorithm))
-    return [_field(section, comments(Recipe)[section], algorithm)]
+    return [_field(section, comments(TrainConfig)[section], algorithm)]
 
 
 def comments(kind: type) -> dict[str, str]:
-    """The comment of each annotated field of a class: at its line's end, else the lines above it."""
+    """Returns the comment of each annotated field of a class: at its line's end, else the lines above it."""
     source = inspect.getsource(kind)
     lines = source.splitlines()
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    told = {t.start[0]: t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
-    found = {}
+    found = {t.start[0]: t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
+    meanings = {}
     for node in ast.parse(source).body[0].body:
         if isinstance(node, ast.AnnAssign):
             above, row = [], node.lineno - 1
             while lines[row - 1].lstrip().startswith("#"):
-                above.insert(0, told[row])
+                above.insert(0, found[row])
                 row -= 1
-            beside = [told[row] for row in range(node.lineno, node.end_lineno + 1) if row in told]
-            found[node.target.id] = " ".join(beside or above)
-    return found
+            inline = [found[row] for row in range(node.lineno, node.end_lineno + 1) if row in found]
+            meanings[node.target.id] = " ".join(inline or above)
+    return meanings
 
 
 def _fields(kind: type, path: str, algorithm: str) -> Iterator[Field]:
     """The fields of a dataclass and of the dataclasses in it."""
-    meanings, defaults = comments(kind), flat(reference(algorithm))
+    meanings = comments(kind)
     for field in dataclasses.fields(kind):
         name, default = f"{path}.{field.name}", field.default
         if dataclasses.is_dataclass(default):
             yield from _fields(type(default), name, algorithm)
-        elif f"config.{name}" in defaults:
+        elif "derived" not in field.metadata:
             yield _field(name, meanings[field.name], algorithm)
 
 
 def _field(name: str, meaning: str, algorithm: str) -> Field:
     if not meaning:
         raise ConfigError(f"{name} has no comment that says what it means: write one next to it")
-    allowed = _allowed(algorithm).get(name, "")
-    return Field(name, flat(reference(algorithm))[f"config.{name}"], meaning, allowed)
-
-
-@functools.cache
-def _allowed(algorithm: str) -> Mapping[str, str]:
-    """The allowed values of each field that has a choice or a range of its own."""
-    words = choices(CLASSES[algorithm]) | {"sampler.kind": tuple(KINDS)}
-    defaults = flat(reference(algorithm))
-    found = {
-        name: _range(defaults[f"config.{name}".replace("[i]", "[0]")], *limits)
-        for name, limits in RANGES.items()
-    }
-    return found | {
-        name: ", ".join(f"`{_literal(word)}`" for word in allowed)
-        for name, allowed in words.items()
-    }
-
-
-def _range(default: float | int, least: float, most: float, excluded: str = "") -> str:
-    """A range in the words of a table."""
-    if isinstance(default, int) and excluded == "least":
-        least, excluded = least + 1, ""
-    if math.isinf(most):
-        return f"{'>' if excluded == 'least' else '≥'} {least}"
-    if math.isinf(least):
-        return f"≤ {most}"
-    return (
-        f"{'(' if excluded == 'least' else '['}{least}, {most}{')' if excluded == 'most' else ']'}"
-    )
+    default = flat(default_config(algorithm))[f"config.{name.replace('[i]', '[0]')}"]
+    if isinstance(default, ConfigDict):
+        default = default.to_dict()
+    allowed = allowed_of(algorithm).get(name, "")
+    if name == "sampler.kind":
+        allowed = tuple(KINDS)
+    if isinstance(allowed, tuple):
+        allowed = ", ".join(f"`{_literal(value)}`" for value in allowed)
+    return Field(name, default, meaning, str(allowed))
 
 
 def _literal(value: Any) -> str:
@@ -193,22 +174,22 @@ def _literal(value: Any) -> str:
 
 def _algorithms() -> str:
     """The section that depends on the algorithm's name."""
-    names = ", ".join(f"`{_literal(name)}`" for name in CLASSES)
+    names = ", ".join(f"`{_literal(name)}`" for name in ALGORITHMS)
     intro = (
         f"`algorithm.name` is one of {names}. It decides which other\nfields the section has; "
         "[algorithms.md](algorithms.md) says which settings make which published method.\n"
     )
     parts = ["## algorithm\n", intro]
-    for name, kind in CLASSES.items():
-        told = inspect.getmodule(kind).__doc__.splitlines()[0]
-        parts += [_part(f"### {name}", told, described("algorithm", name))]
+    for name, kind in ALGORITHMS.items():
+        first = inspect.getmodule(kind).__doc__.splitlines()[0]
+        parts += [_part(f"### {name}", first, described("algorithm", name))]
     return "\n".join(parts)
 
 
-def _part(heading: str, told: str, fields: list[Field]) -> str:
-    """A heading, what the section is about, and a table of its fields."""
+def _part(heading: str, text: str, fields: list[Field]) -> str:
+    """A heading, a paragraph on the section, and a table of its fields."""
     rows = "".join(f"{field.row()}\n" for field in fields)
-    return f"{heading}\n\n{inspect.cleandoc(told)}\n\n{TABLE}{rows}"
+    return f"{heading}\n\n{text}\n\n{TABLE}{rows}"
 
 
 if __name__ == "__main__":

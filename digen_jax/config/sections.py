@@ -1,27 +1,33 @@
-"""The sections of a config: their fields with defaults, and the settings that they become.
+"""The sections of a config that belong to no other module: their fields with type, range and default.
 
-A field's comment is its text in docs/configuration.md. For the section `algorithm` see `algorithm_section`.
+A field's comment is its text in docs/configuration.md; `config.train_config` has all sections.
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import jax.numpy as jnp
 import numpy as np
 
-from digen_jax.algorithms.advantages import AdvantageSettings, Baseline, Combine, DDof, Std
-from digen_jax.algorithms.decay import EmaUnit
 from digen_jax.attention.kernels import Kernel
-from digen_jax.engine.optimisation import TrainerSettings
 from digen_jax.engine.placement import MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.engine.sharding import REPLICATED
-from digen_jax.flow.windows import Mode
+from digen_jax.errors import LARGEST_SIDE
+from digen_jax.flow.windows import Window
 from digen_jax.models.family import Size
 from digen_jax.models.remat import Remat
-from digen_jax.rewards.settings import RewardSettings
-from digen_jax.weights.lora import Init, LoraConfig
+from digen_jax.process.launching import MOST_CPU_DEVICES
+from digen_jax.ranges import (
+    Count,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Range,
+    Scale,
+)
 
+Side = Annotated[int, Range(1, LARGEST_SIDE)]  # in pixels
+OptionalSide = Annotated[int, Range(0, LARGEST_SIDE)]
 DType = Literal["float32", "bfloat16"]
 Sizes = Literal["given", "fitted", "auto"]  # see `PlacementSection.sizes`
 GIVEN, FITTED, AUTO = get_args(Sizes)
@@ -33,17 +39,17 @@ class ModelSection:
     """The model that is tuned, and the size of its images."""
 
     folder: str = "assets/shapes-sd3"  # a diffusers pipeline: a local folder or a hub id
-    height: int = 32  # height of the images, in pixels
-    width: int = 32  # width of the images, in pixels
+    height: Side = 32  # height of the images, in pixels
+    width: Side = 32  # width of the images, in pixels
     # components of the pipeline that are not loaded: "text_encoder_3", the T5 of Stable Diffusion 3
     without: tuple[str, ...] = ()
     # tokens of a prompt that a T5 or a language model reads, or empty tokens in a T5's place, as in the call of
     # diffusers' pipeline; 0: the pipeline's default
-    max_sequence_length: int = 0
+    max_sequence_length: Annotated[int, Range(0, 2**12)] = 0
     # height that the pictures of prompts ("image" in their file) are resized to before a model edits them, in pixels;
     # 0: prompts have no pictures
-    source_height: int = 0
-    source_width: int = 0  # their width
+    source_height: OptionalSide = 0
+    source_width: OptionalSide = 0  # their width
     # what the backward pass recomputes, for less memory and more time: "none"; "blocks": all but the inputs of the
     # transformer's blocks; "keep_attention": not attention; "keep_products": not linear layers either
     remat: Remat = "none"
@@ -100,15 +106,14 @@ class PromptsSection:
     # several such files instead of `file`; on the command line one option for each. A step's groups are drawn from all
     # of them, and the metadata that rewards get has "prompt_file", the file of a prompt
     files: tuple[str, ...] = ()
-    weights: tuple[
-        float, ...
-    ] = ()  # the share of each of `files` in a step's groups, in any unit; empty: all the same
+    # the share of each of `files` in a step's groups, in any unit; empty: all the same
+    weights: tuple[float, ...] = ()
     # "each_step": the text encoders stay on the sampling meshes; "ahead": before it samples, a run encodes all prompts
     # that it will draw, and then has no text encoders; "auto": ahead if their parameters take more than 4 GB
     encoding: Encoding = "auto"
     # folder of prompts that were encoded ahead, which runs share; "": digen_jax/prompts in the user's cache folder
     store: str = ""
-    store_limit: float = 100.0  # GB that this folder may take
+    store_limit: PositiveFloat = 100.0  # GB that this folder may take
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -122,136 +127,40 @@ class RewardPoolSection:
 
     # processes that score, each a batch with all rewards; 0: a thread of the run's own process, which cannot be
     # killed: where a reward hangs in it (`runtime.deadline`), the run saves and stops
-    processes: int = 1
+    processes: Annotated[int, Range(0, 1000)] = 1
     # how often a reward that raises, dies or hangs is asked again; then the run saves and stops
-    retries: int = 2
+    retries: Annotated[int, Range(0, 1000)] = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class BatchSection:
     """The images of a step."""
 
-    groups: int = 12  # groups a step; a group is the images of one prompt
-    images: int = 12  # images a group; at least 2
-
-
-@dataclasses.dataclass(frozen=True)
-class WindowSection:
-    """The denoising steps that have noise and are trained: `flow.windows.Window`."""
-
-    first: int = 0  # first step of the window; the first place of one that moves
-    # steps in the window; 0: sampling without noise, for algorithms that train final images
-    length: int = 4
-    mode: Mode = "fixed"  # how the window moves between training steps
-    end: int = 0  # a window that moves stays before this step; 0 for a fixed window
-    interval: int = 1  # training steps that the window stays at one place
-    stride: int = 1  # steps that a "progressive" window moves each time
-    # a "progressive" window starts again after its last place; False: it stays there
-    roll_back: bool = True
-    # share of the window's steps that each image trains, at random (DanceGRPO)
-    fraction: float = 1.0
+    # groups a step; a group is the images of one prompt
+    groups: Annotated[int, Range(1, 10**5)] = 12
+    images: Annotated[int, Range(2, 10**4)] = 12  # images a group; at least 2
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplerSection:
     """How training images are sampled."""
 
-    steps: int = 8  # denoising steps
+    steps: Annotated[int, Range(1, 1000)] = 8  # denoising steps
     # "ode" and "dpm2" add no noise; "flow" is Flow-GRPO's SDE, "dance" DanceGRPO's, "cps" keeps
     # coefficients, "flow_capped" bounds the noise of a step
     kind: str = "cps"
     # noise of the steps in the window, in the unit of `kind`; 0 without noise
     noise_level: float = 0.8
-    window: WindowSection = WindowSection()
+    window: Window = Window()
     # a group's images start from one noise (DanceGRPO; an option in Flow-GRPO's code)
     shared_noise: bool = False
     # guidance scale, 1 or less: none; policy gradients train at it too, other algorithms at algorithm.guidance
-    guidance: float = 1.0
+    guidance: Scale = 1.0
     # scale of a second pass without the prompt, 1 or less: none, for models with `guidance` as an input (FLUX.1-dev,
     # Kontext; diffusers' true_cfg_scale); all algorithms train at it too
-    true_guidance: float = 1.0
-    chunk: int = 144  # images that one call generates: the unit passed from rollout to trainer
-
-
-@dataclasses.dataclass(frozen=True)
-class AdvantagesSection:
-    """How rewards become advantages: `algorithms.advantages.AdvantageSettings`."""
-
-    baseline: Baseline = "group_mean"  # the reward that is subtracted; "leave_one_out" as in RLOO
-    # the standard deviation that divides: of the group, of the whole step ("global"), or "none" (Dr. GRPO)
-    std: Std = "group"
-    ddof: DDof = 0  # 0: standard deviation of a population; 1: of a sample
-    # several rewards: "rewards" sums them with their weights first, "advantages" sums their
-    # advantages, "gdpo" also divides that sum by its standard deviation over the step
-    combine: Combine = "rewards"
-    # train this many of the best and this many of the worst images of a group; 0: all
-    best_and_worst: int = 0
-    # leave groups of equal rewards out of the loss, the KL and the means
-    drop_zero_std: bool = False
-
-    def settings(self, rewards: Sequence[RewardSettings]) -> AdvantageSettings:
-        """The settings for a config's rewards."""
-        weights = tuple(weight for one in rewards for weight in one.weights)
-        clips = tuple(clip for one in rewards for clip in one.clips)
-        return AdvantageSettings(
-            **vars(self), reward_weights=weights, reward_clips=clips if any(clips) else ()
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class LoraSection:
-    """The LoRA that is tuned instead of all weights."""
-
-    rank: int = 0  # rank of the factors; 0: no LoRA, all weights are tuned
-    alpha: float = 1.0  # the update is scaled by alpha / rank
-    # regular expression for the whole names of the linear layers, as in torch; "": the model family's own
-    targets: str = ""
-    # how the first factor is drawn: PEFT's default, or "gaussian" with a standard deviation of 1 / rank
-    init: Init = "kaiming"
-    # a LoRA to continue, of the same rank, alpha and layers: a folder or file, or a hub id
-    start: str = ""
-
-    def settings(self, of_family: str) -> LoraConfig | None:
-        """Layers and factors; None where all weights are tuned.
-
-        Args:
-          of_family: the targets of the model's family.
-
-        Raises:
-          ValueError: the targets are no regular expression.
-        """
-        targets = self.targets or of_family
-        return LoraConfig(self.rank, self.alpha, targets, self.init) if self.rank else None
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainerSection:
-    """How a step's images become updates."""
-
-    micro_batch: int = 144  # images in one forward and backward pass
-    pack: int = 1  # denoising steps of each image in one pass
-    updates: int = 1  # optimizer updates a step, each of its own groups
-    learning_rate: float = 1e-4  # AdamW's learning rate after the warm-up
-    warmup: int = 0  # updates in which the learning rate rises linearly
-    decay: int = 0  # updates after the warm-up in which the rate falls linearly to 0; 0: it stays
-    b1: float = 0.9  # AdamW's decay of the gradient's average
-    b2: float = 0.999  # AdamW's decay of the squared gradient's average
-    eps: float = 1e-8  # AdamW's epsilon
-    weight_decay: float = 0.0  # AdamW's weight decay
-    clip_norm: float = 1.0  # gradients are clipped to this global norm; inf: never
-    # decay of the weights' moving average, which is evaluated and exported; 0: no average
-    ema: float = 0.0
-    # what the next two fields count: "update", the updates so far (Flow-GRPO, DiffusionNFT), or "step", the training
-    # steps before this one, at whose end the average is mixed (DanceGRPO, Flow-Factory, AWM)
-    ema_unit: EmaUnit = "update"
-    ema_warm_up: bool = False  # a smaller decay at first: (1 + n) / (10 + n) at number n
-    ema_every: int = 1  # the average is mixed where n + 1 is a multiple of this
-    ema_repeats: int = 1  # mixings each time, to follow code that mixes at every micro-batch
-
-    @property
-    def settings(self) -> TrainerSettings:
-        """The trainer's settings."""
-        return TrainerSettings(**vars(self))
+    true_guidance: Scale = 1.0
+    # images that one call generates: the unit passed from rollout to trainer
+    chunk: PositiveInt = 144
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,7 +178,8 @@ class PlacementSection:
     # (regular expression, tactic) or (regular expression, logical axis, mesh axis), of parameters' names such
     # as transformer/proj_out/kernel; tactics are "replicate" and "fsdp": see `engine.sharding.Layout`
     rules: tuple[tuple[str, ...], ...] = REPLICATED
-    cpu_devices: int = 8  # virtual CPU devices where there is no accelerator
+    # virtual CPU devices where there is no accelerator
+    cpu_devices: Annotated[int, Range(1, MOST_CPU_DEVICES)] = 8
 
     @property
     def meshes(self) -> MeshSizes:
@@ -282,21 +192,22 @@ class RuntimeSection:
     """The order in which meshes sample and train."""
 
     # weight versions that a trajectory may be behind; 0: strictly on policy
-    max_policy_lag: int = 0
+    max_policy_lag: Count = 0
     # largest fraction of a step's groups that may begin before the step; 0 to 1
-    max_off_policy_fraction: float = 0.5
+    max_off_policy_fraction: Annotated[float, Range(0, 1)] = 0.5
     # weights from which a trainer samples next to rollout workers: its own, or a copy on each device ("resharded")
     tag_weights: Literal["in place", "resharded"] = "in place"
     # dynamic sampling: groups tried for a step, as those of equal rewards are replaced; 0: off
-    max_candidates: int = 0
-    redundant_groups: int = 0  # groups generated ahead, so that no replacement has to be waited for
+    max_candidates: Annotated[int, Range(0, 10**5)] = 0
+    # groups generated in addition, so that no replacement has to be waited for
+    redundant_groups: Annotated[int, Range(0, 10**5)] = 0
     # each worker samples and trains its own chunks in their order, so that a repeated run gives the same bits;
     # "auto": unless chunks are trained early or stale, or the trainer samples next to rollout workers
     ordered: Literal["auto", "yes", "no"] = "auto"
-    max_incomplete_groups: int = 0  # incomplete groups that may be in training at a time; 0: none
+    max_incomplete_groups: Count = 0  # incomplete groups that may be in training at a time; 0: none
     # seconds after which a command or a reward counts as hung, or ten times its measured duration if
     # that is longer; compilation does not count; 0: never
-    deadline: float = 1800.0
+    deadline: NonNegativeFloat = 1800.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -304,14 +215,15 @@ class EvaluationSection:
     """How the model is evaluated on held-out prompts."""
 
     prompts: str = "assets/prompts/shapes_heldout.jsonl"  # a prompt file, as prompts.file
-    every: int = 20  # steps between two evaluations
-    height: int = 0  # height of the images, in pixels; 0: as in training
-    width: int = 0  # width of the images, in pixels; 0: as in training
-    steps: int = 0  # denoising steps of the noiseless sampler; 0: as many as in training
-    guidance: float = 1.0  # guidance scale, 1 or less: none
-    true_guidance: float = 1.0  # as sampler.true_guidance
-    batch: int = 180  # images generated by one call
-    images: int = 0  # the first prompts of the file, one image each; 0: all of them
+    every: PositiveInt = 20  # steps between two evaluations
+    height: OptionalSide = 0  # height of the images, in pixels; 0: as in training
+    width: OptionalSide = 0  # width of the images, in pixels; 0: as in training
+    # denoising steps of the noiseless sampler; 0: as many as in training
+    steps: Annotated[int, Range(0, 1000)] = 0
+    guidance: Scale = 1.0  # guidance scale, 1 or less: none
+    true_guidance: Scale = 1.0  # as sampler.true_guidance
+    batch: Annotated[int, Range(1, 10**6)] = 180  # images generated by one call
+    images: Count = 0  # the first prompts of the file, one image each; 0: all of them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -321,24 +233,25 @@ class StoppingSection:
     # the reward to watch on the held-out prompts, by its name in the metric evaluation/reward_of/NAME, such as one of
     # weight 0; "": the run never stops early
     reward: str = ""
-    margin: float = 0.0  # how far below its best evaluation it counts as fallen
-    evaluations: int = 3  # evaluations in a row in which it must be
+    margin: NonNegativeFloat = 0.0  # how far below its best evaluation it counts as fallen
+    evaluations: PositiveInt = 3  # evaluations in a row in which it must be
 
 
 @dataclasses.dataclass(frozen=True)
 class PicturesSection:
     """When pictures are written, and how many images each shows."""
 
-    every: int = 20  # steps between two pictures
-    images: int = 12  # images on each picture, of the first held-out prompts
+    every: PositiveInt = 20  # steps between two pictures
+    # images on each picture, of the first held-out prompts
+    images: Annotated[int, Range(1, 1000)] = 12
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointSection:
     """When the run is saved, and how many checkpoints stay."""
 
-    every: int = 20  # steps between two checkpoints
-    keep: int = 2  # the newest checkpoints that are kept
+    every: PositiveInt = 20  # steps between two checkpoints
+    keep: Annotated[int, Range(1, 10**6)] = 2  # the newest checkpoints that are kept
 
 
 @dataclasses.dataclass(frozen=True)

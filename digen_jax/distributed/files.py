@@ -10,12 +10,12 @@ import digen_jax
 from digen_jax.errors import ConfigError
 
 if TYPE_CHECKING:  # it imports JAX: see `worker_process`
-    from digen_jax.config.recipe import Recipe
+    from digen_jax.config.train_config import TrainConfig
 
 PACKAGE = "digen_jax"
 
 
-def fingerprints(recipe: "Recipe") -> dict[str, str]:
+def fingerprints(recipe: "TrainConfig") -> dict[str, str]:
     """A hash of this package's code, by its name, and of each prompt file, by its path; "" for a missing file."""
     found = {PACKAGE: _code()}
     for path in {*map(str, recipe.prompts.paths), str(recipe.evaluation.prompts)}:
@@ -32,7 +32,7 @@ def _code() -> str:
     return found.hexdigest()
 
 
-def check_same(expected: dict[str, str], recipe: "Recipe") -> None:
+def check_same(expected: dict[str, str], recipe: "TrainConfig") -> None:
     """Checks that the files here have the fingerprints of another process.
 
     Args:

@@ -22,8 +22,8 @@ from concurrent.futures import wait
 from contextlib import ExitStack
 from typing import NamedTuple
 
-from digen_jax.config.recipe import Recipe
 from digen_jax.config.sections import AUTO
+from digen_jax.config.train_config import TrainConfig
 from digen_jax.distributed.engine import (
     POLL,
     Actor,
@@ -57,7 +57,7 @@ class TrainerPart(NamedTuple):
     one_job: bool = False  # whether the rollout workers are in the trainer's JAX job
 
 
-def check(recipe: Recipe, place: tuple[str | int | None, ...], one_job: bool) -> None:
+def check(recipe: TrainConfig, place: tuple[str | int | None, ...], one_job: bool) -> None:
     """Checks that a config can run with workers in other processes.
 
     Args:
@@ -105,7 +105,7 @@ def check(recipe: Recipe, place: tuple[str | int | None, ...], one_job: bool) ->
         )
 
 
-def check_without_ray(recipe: Recipe, options: dict[str, bool]) -> None:
+def check_without_ray(recipe: TrainConfig, options: dict[str, bool]) -> None:
     """Refuses fields, and options by their names, that only --ray uses. Raises ConfigError."""
     for name, given in options.items():
         if given:
@@ -121,7 +121,7 @@ def check_without_ray(recipe: Recipe, options: dict[str, bool]) -> None:
 
 
 def run(
-    recipe: Recipe, workdir: str, address: str, is_open: bool = False, one_job: bool = False
+    recipe: TrainConfig, workdir: str, address: str, is_open: bool = False, one_job: bool = False
 ) -> int:
     """Runs this process's own command in the trainer's processes on the cluster; returns the first one's exit code.
 
@@ -176,7 +176,7 @@ def run(
             return last_word(f"a process of the trainer is lost ({error}): {AGAIN}", STOPPED)
 
 
-def check_devices(recipe: Recipe, engine: RayEngine, kind: str) -> None:
+def check_devices(recipe: TrainConfig, engine: RayEngine, kind: str) -> None:
     """Raises ConfigError if the cluster cannot have enough accelerators, or no node has enough for one process."""
     rollout, trainer = recipe.placement.meshes
     there = [int(have.get(kind, 0)) for _, have in engine.nodes]
@@ -306,7 +306,7 @@ def trainer_part() -> TrainerPart | None:
     return TrainerPart(*found, place and Place(*place), one_job)
 
 
-def check_part(part: TrainerPart, recipe: Recipe, workdir: str) -> None:
+def check_part(part: TrainerPart, recipe: TrainConfig, workdir: str) -> None:
     """Checks that a process of the trainer, maybe on another host than the driver, has the same files.
 
     Raises:

@@ -34,7 +34,7 @@ from digen_jax.scheduling.commands import Chunk, Deliver, Train, WeightsVersion,
 from digen_jax.scheduling.costs import Deadline
 
 if TYPE_CHECKING:
-    from digen_jax.config.recipe import Recipe
+    from digen_jax.config.train_config import TrainConfig
     from digen_jax.engine.system import Rollout, System
     from digen_jax.runtime.sampling import SamplingExecutor
     from digen_jax.runtime.scoring import TrainBatch
@@ -87,11 +87,11 @@ class RolloutProcess:
         """The name before each line of its output."""
         return self._name
 
-    def check_files(self, recipe: "Recipe", expected: dict[str, str]) -> None:
+    def check_files(self, recipe: "TrainConfig", expected: dict[str, str]) -> None:
         """Checks that this node has the trainer's files: see `files.check_same`. Raises ConfigError."""
         check_same(expected, recipe)
 
-    def open(self, recipe: "Recipe", first: int, place: Any = None) -> Opened:
+    def open(self, recipe: "TrainConfig", first: int, place: Any = None) -> Opened:
         """Builds the worker: devices, rewards, model.
 
         Args:
@@ -130,7 +130,7 @@ class RolloutProcess:
         gc.freeze()  # so that later collections take milliseconds
         return Opened(len(devices), socket.gethostname(), os.getpid())
 
-    def _open_rewards(self, recipe: "Recipe") -> None:
+    def _open_rewards(self, recipe: "TrainConfig") -> None:
         """Starts and tries the rewards, if this process scores and has not done so."""
         from digen_jax.runtime.scoring import try_files
 
@@ -147,13 +147,13 @@ class RolloutProcess:
             raise
         self._pool = pool
 
-    def _read(self, recipe: "Recipe", devices: Sequence[Any]) -> "Rollout":
+    def _read(self, recipe: "TrainConfig", devices: Sequence[Any]) -> "Rollout":
         """Reads the model."""
         from digen_jax.assemble import build_rollout
 
         return build_rollout(recipe, devices, self._stored(recipe))
 
-    def _stored(self, recipe: "Recipe") -> Any:
+    def _stored(self, recipe: "TrainConfig") -> Any:
         """Precomputed prompt embeddings, which the driver sends on request; None if this worker encodes."""
         from digen_jax.assemble import recipe_model
         from digen_jax.engine.encoding import Stored
@@ -171,7 +171,7 @@ class RolloutProcess:
 
     def _build(
         self,
-        recipe: "Recipe",
+        recipe: "TrainConfig",
         rollout: "Rollout | Callable[[], Rollout]",
         batches: Iterator[list[dict[str, Any]]],
         first: int,
@@ -360,13 +360,13 @@ class TrainingProcess(RolloutProcess):
 
     section = "trainer"
 
-    def _read(self, recipe: "Recipe", devices: Sequence[Any]) -> "System":
+    def _read(self, recipe: "TrainConfig", devices: Sequence[Any]) -> "System":
         """Reads the model."""
         from digen_jax.assemble import build_trainer
 
         return build_trainer(recipe, devices, self._stored(recipe))
 
-    def _build(self, recipe: "Recipe", system: "System", *arguments: Any) -> None:
+    def _build(self, recipe: "TrainConfig", system: "System", *arguments: Any) -> None:
         """See `RolloutProcess`; `system` has the worker's mesh."""
         from digen_jax.runtime.training import OtherTrainingExecutor
 
@@ -426,7 +426,7 @@ class TrainingProcess(RolloutProcess):
         super().drop_chunk(chunk)
 
 
-def _batches(recipe: "Recipe", first: int) -> Iterator[list[dict[str, Any]]]:
+def _batches(recipe: "TrainConfig", first: int) -> Iterator[list[dict[str, Any]]]:
     """The prompt records of every step from `first` on."""
     from digen_jax.assemble import drawn_prompts
 

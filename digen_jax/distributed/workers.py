@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from digen_jax.assemble import recipe_model
-from digen_jax.config.recipe import Recipe
+from digen_jax.config.train_config import TrainConfig
 from digen_jax.distributed.engine import (
     POLL,
     Actor,
@@ -63,7 +63,7 @@ class RemoteWorkers:
 
     def __init__(
         self,
-        recipe: Recipe,
+        recipe: TrainConfig,
         engine: RayEngine,
         accelerator: str = "",
         shares: Shares | None = None,

@@ -18,7 +18,7 @@ from jaxtyping import Shaped
 from tqdm import tqdm
 
 from digen_jax.assemble import open_parts
-from digen_jax.config.recipe import Recipe
+from digen_jax.config.train_config import TrainConfig
 from digen_jax.encoding.reached import reached
 from digen_jax.engine.encoding import (
     Rows,
@@ -71,7 +71,7 @@ class Encoding:
       missing: the keys of those that are not stored yet.
     """
 
-    recipe: Recipe
+    recipe: TrainConfig
     folder: pathlib.Path
     family: Family
     group: DeviceGroup
@@ -213,7 +213,7 @@ class Encoding:
 
 
 def prepare(
-    recipe: Recipe,
+    recipe: TrainConfig,
     devices: Sequence[jax.Device],
     records: Callable[[], Sequence[Record]],
     mesh: OwnMesh | None = None,
@@ -244,7 +244,7 @@ def prepare(
     return found
 
 
-def encode(recipe: Recipe, devices: Sequence[jax.Device], records: Sequence[Record]) -> None:
+def encode(recipe: TrainConfig, devices: Sequence[jax.Device], records: Sequence[Record]) -> None:
     """Encodes prompts that are not stored yet, if the recipe's prompts are encoded ahead.
 
     Raises:
@@ -254,7 +254,7 @@ def encode(recipe: Recipe, devices: Sequence[jax.Device], records: Sequence[Reco
         found.run()
 
 
-def encode_all(recipe: Recipe) -> None:
+def encode_all(recipe: TrainConfig) -> None:
     """Encodes the prompts of a recipe's whole run on the available devices.
 
     Raises:

@@ -5,12 +5,12 @@ import pathlib
 from typing import Any
 
 from digen_jax.assemble import drawn_prompts
-from digen_jax.config.recipe import Recipe
+from digen_jax.config.train_config import TrainConfig
 from digen_jax.errors import blame
 from digen_jax.prompts.files import read_prompt_file, read_prompt_files
 
 
-def reached(recipe: Recipe, cache: pathlib.Path, first: int = 0) -> list[dict[str, Any]]:
+def reached(recipe: TrainConfig, cache: pathlib.Path, first: int = 0) -> list[dict[str, Any]]:
     """The records of a run's evaluations and of its steps from `first` on, one of each prompt, negative and picture.
 
     Args:

@@ -43,16 +43,16 @@ class Draws:
 
     seed: int
     window: Window | None  # None: no step is noisy
-    fraction: float = 1.0
     shared_noise: bool = False
 
     def of(self, step: int, serials: Int[np.ndarray, "n"], images: Int[np.ndarray, "n"]) -> Drawn:
         """The draws of images in a step, from their groups' serials and their numbers in the group."""
         root, trained = jax.random.key(self.seed), None
         start_keys = group_keys(root, serials) if self.shared_noise else None
-        if self.window and self.fraction < 1:
+        window = self.window
+        if window and window.fraction < 1:
             seeds = ((self.seed, int(s), int(i)) for s, i in zip(serials, images, strict=True))
-            drawn = [random_timesteps(seed, self.window.length, self.fraction) for seed in seeds]
+            drawn = [random_timesteps(seed, window.length, window.fraction) for seed in seeds]
             trained = np.stack(drawn, axis=1).astype(np.int32)
-        start = self.window.start(step) if self.window else 0
+        start = window.start(step, self.seed) if window else 0
         return Drawn(image_keys(root, serials, images), start_keys, start, trained)

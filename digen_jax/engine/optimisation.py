@@ -1,36 +1,42 @@
-"""Optimisation settings of the trainer: batches and optimizer."""
+"""The config's section `trainer`: batches, optimizer, and the average of the weights."""
 
 import dataclasses
+from typing import Annotated
 
 import optax
 from jaxtyping import Array, Int
 
 from digen_jax.algorithms.decay import EmaDecay, EmaUnit
+from digen_jax.ranges import Decay, NonNegativeFloat, PositiveFloat, PositiveInt, Range
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainerSettings:
-    """Optimisation, apart from the algorithm's own settings.
+    """How a step's images become updates."""
 
-    A forward and backward pass takes `pack` denoising steps of `micro_batch` images each.
-    """
-
-    micro_batch: int
-    learning_rate: float
-    warmup: int
-    b1: float
-    b2: float
-    eps: float
-    weight_decay: float
-    clip_norm: float
-    ema: float  # 0: no average
+    micro_batch: PositiveInt = 144  # images in one forward and backward pass
+    pack: PositiveInt = 1  # denoising steps of each image in one pass
+    updates: PositiveInt = 1  # optimizer updates a step, each of its own groups
+    learning_rate: PositiveFloat = 1e-4  # AdamW's learning rate after the warm-up
+    # updates in which the learning rate rises linearly
+    warmup: Annotated[int, Range(0, 10**9)] = 0
+    # updates after the warm-up in which the rate falls linearly to 0; 0: it stays
+    decay: Annotated[int, Range(0, 10**9)] = 0
+    b1: Decay = 0.9  # AdamW's decay of the gradient's average
+    b2: Decay = 0.999  # AdamW's decay of the squared gradient's average
+    eps: PositiveFloat = 1e-8  # AdamW's epsilon
+    weight_decay: NonNegativeFloat = 0.0  # AdamW's weight decay
+    # gradients are clipped to this global norm; inf: never
+    clip_norm: Annotated[float, Range(0, excluded="least", infinite=True)] = 1.0
+    # decay of the weights' moving average, which is evaluated and exported; 0: no average
+    ema: Decay = 0.0
+    # what the next two fields count: "update", the updates so far (Flow-GRPO, DiffusionNFT), or "step", the training
+    # steps before this one, at whose end the average is mixed (DanceGRPO, Flow-Factory, AWM)
     ema_unit: EmaUnit = "update"
-    ema_warm_up: bool = False
-    ema_every: int = 1
-    ema_repeats: int = 1
-    pack: int = 1
-    updates: int = 1  # optimizer updates of a training step
-    decay: int = 0  # updates after the warm-up in which the rate falls to 0; 0: constant
+    ema_warm_up: bool = False  # a smaller decay at first: (1 + n) / (10 + n) at number n
+    ema_every: PositiveInt = 1  # the average is mixed where n + 1 is a multiple of this
+    # mixings each time, to follow code that mixes at every micro-batch
+    ema_repeats: PositiveInt = 1
 
     @property
     def average(self) -> EmaDecay:

@@ -13,6 +13,7 @@ from digen_jax.attention.kernels import AUTO
 from digen_jax.engine.axes import BATCH, DATA, FSDP, MODEL, SAMPLES, TIME, make_mesh, parts
 from digen_jax.engine.sharding import Layout, name_of
 from digen_jax.errors import ConfigError
+from digen_jax.ranges import Count, PositiveInt
 
 # The only mesh of a process, where others have the others.
 OwnMesh = Literal["trainer", "rollout"]
@@ -113,16 +114,16 @@ class DeviceGroup:
 class RolloutAxes:
     """The sampling meshes: their number, and the axes of each; `data` 0: the trainer's devices sample."""
 
-    data: int  # devices that share images; 0: sample on the trainer's devices, in turn with it
-    fsdp: int = 1  # devices that share images and parameters
-    workers: int = 1  # rollout workers of this size
-    hosts: int = 1  # processes of each rollout worker, with --ray; they have equally many devices
-    max_workers: int = 0  # with --ray: up to so many workers join when nodes are free
+    data: Count  # devices that share images; 0: sample on the trainer's devices, in turn with it
+    fsdp: PositiveInt = 1  # devices that share images and parameters
+    workers: PositiveInt = 1  # rollout workers of this size
+    # processes of each rollout worker, with --ray; they have equally many devices
+    hosts: PositiveInt = 1
+    max_workers: Count = 0  # with --ray: up to so many workers join when nodes are free
     # devices that share parameters and the work on each image; they divide the heads
-    tensor: int = 1
-    sequence: int = (
-        1  # devices that share the tokens of each image; with tensor they divide the heads
-    )
+    tensor: PositiveInt = 1
+    # devices that share the tokens of each image; with tensor they divide the heads
+    sequence: PositiveInt = 1
 
     @property
     def images(self) -> int:
@@ -139,16 +140,16 @@ class RolloutAxes:
 class TrainerAxes:
     """The training meshes: the axes of each, and their number."""
 
-    data: int  # devices that share images
-    fsdp: int = 1  # devices that share images and parameters
-    time: int = 1  # devices that share the denoising steps of a pass
+    data: PositiveInt  # devices that share images
+    fsdp: PositiveInt = 1  # devices that share images and parameters
+    time: PositiveInt = 1  # devices that share the denoising steps of a pass
     # devices that share parameters and the work on each image; they divide the heads
-    tensor: int = 1
-    sequence: int = (
-        1  # devices that share the tokens of each image; with tensor they divide the heads
-    )
-    hosts: int = 1  # processes of the mesh, with --ray; they have equally many devices
-    workers: int = 1  # meshes of this size, which train a part of each step; the first one updates
+    tensor: PositiveInt = 1
+    # devices that share the tokens of each image; with tensor they divide the heads
+    sequence: PositiveInt = 1
+    hosts: PositiveInt = 1  # processes of the mesh, with --ray; they have equally many devices
+    # meshes of this size, which train a part of each step; the first one updates
+    workers: PositiveInt = 1
     # with rollout workers: they also sample where they would wait (trainer-assisted generation)
     samples: bool = False
 

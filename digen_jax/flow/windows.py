@@ -12,6 +12,7 @@ from jaxtyping import Float
 
 from digen_jax.flow.sampling import check_window
 from digen_jax.flow.steps import ReverseStep
+from digen_jax.ranges import PositiveInt
 
 Mode = Literal["fixed", "random", "progressive"]
 
@@ -44,14 +45,18 @@ class Window:
     "decay" and "exp_decay") are not implemented.
     """
 
-    mode: Mode = "fixed"
-    length: int = 1
-    first: int = 0
-    end: int = 0  # of a window that moves; MixGRPO: 2 steps before the schedule's end
-    interval: int = 1  # training steps at one place
-    stride: int = 1  # of "progressive"
-    roll_back: bool = True  # of "progressive"
-    seed: int = 0  # of "random"
+    mode: Mode = "fixed"  # how the window moves between training steps
+    # steps in the window; 0: sampling without noise, for algorithms that train final images
+    length: int = 4
+    first: int = 0  # first step of the window; the first place of one that moves
+    # a window that moves stays before this step (MixGRPO: 2 steps before the schedule's end); 0 for a fixed window
+    end: int = 0
+    interval: PositiveInt = 1  # training steps that the window stays at one place
+    stride: PositiveInt = 1  # steps that a "progressive" window moves each time
+    # a "progressive" window starts again after its last place; False: it stays there
+    roll_back: bool = True
+    # share of the window's steps that each image trains, at random (DanceGRPO)
+    fraction: float = 1.0
 
     def check(self, steps: int) -> None:
         """Raises ValueError for a window that does not fit into a schedule of `steps` steps.
@@ -86,11 +91,11 @@ class Window:
         stride = self.stride if self.mode == "progressive" else 1
         return (*range(self.first, last, stride), last)
 
-    def start(self, k: int) -> int:
-        """The first noisy step in training step k, counted from 0."""
+    def start(self, k: int, seed: int = 0) -> int:
+        """Returns the first noisy step in training step k, counted from 0; `seed` is for the mode "random"."""
         places, turn = self.places, k // self.interval
         if self.mode == "random":
-            return places[np.random.default_rng((self.seed, turn)).integers(len(places))]
+            return places[np.random.default_rng((seed, turn)).integers(len(places))]
         if self.mode == "progressive" and not self.roll_back:
             return places[min(turn, len(places) - 1)]
         return places[turn % len(places)]

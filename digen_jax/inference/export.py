@@ -73,7 +73,7 @@ def first_average(run: TunedRun) -> int | None:
 
     Until then the average, and with it the export, is the model that the run started from.
     """
-    average = run.recipe.trainer.settings.average
+    average = run.recipe.trainer.average
     return average.first_step if average.decay and run.step < average.first_step else None
 
 

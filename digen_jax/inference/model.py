@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from digen_jax.config.door import reopen_recipe
-from digen_jax.config.recipe import Recipe
+from digen_jax.config.load import read_config
+from digen_jax.config.train_config import TrainConfig
 from digen_jax.engine.axes import make_mesh
 from digen_jax.engine.placement import DeviceGroup
 from digen_jax.engine.policy import Policy
@@ -56,7 +56,7 @@ class Asked(NamedTuple):
 class TunedRun(NamedTuple):
     """A training run at its newest checkpoint."""
 
-    recipe: Recipe
+    recipe: TrainConfig
     step: int
     folder: pathlib.Path  # the pipeline it started from
     policy: Policy
@@ -75,7 +75,7 @@ class Model(NamedTuple):
     group: DeviceGroup
     weights: Weights
     defaults: Defaults
-    run: Recipe | None  # of the training run that made it
+    run: TrainConfig | None  # of the training run that made it
 
     def sampler(
         self,
@@ -253,7 +253,7 @@ def read_run(
     return TunedRun(recipe, found.step, folder, policy, found.arrays[tree], base)
 
 
-def run_recipe(workdir: pathlib.Path) -> Recipe:
+def run_recipe(workdir: pathlib.Path) -> TrainConfig:
     """The recipe of the run in a workdir; fields that were introduced later have their defaults.
 
     Relative paths are those seen from the folder in which the run was started, if they still exist there.
@@ -270,13 +270,13 @@ def run_recipe(workdir: pathlib.Path) -> Recipe:
             "training run's workdir"
         )
     try:
-        recipe = reopen_recipe(given)
+        recipe = read_config(given)
     except ConfigError as error:
         raise ConfigError(f"{workdir} is no training run's workdir: {error}") from error
     return _located(recipe, started_in(workdir))
 
 
-def _located(recipe: Recipe, start: pathlib.Path | None) -> Recipe:
+def _located(recipe: TrainConfig, start: pathlib.Path | None) -> TrainConfig:
     """The recipe with the paths that exist relative to `start` as absolute ones; None leaves all as they are."""
 
     def at_start(name: Any) -> Any:
@@ -332,7 +332,7 @@ def _defaults_of_folder(folder: pathlib.Path, family: Family) -> Defaults:
     return Defaults(height, width, **defaults | own)
 
 
-def defaults_of_run(recipe: Recipe) -> Defaults:
+def defaults_of_run(recipe: TrainConfig) -> Defaults:
     """The sampling settings of the run's own evaluation."""
     size, evaluation = recipe.evaluation_size, recipe.evaluation
     guidances = evaluation.guidance, evaluation.true_guidance

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import get_args
 
-from digen_jax.config.recipe import Recipe
+from digen_jax.config.train_config import TrainConfig
 from digen_jax.engine.axes import FSDP
 from digen_jax.errors import ConfigError
 from digen_jax.models.remat import Remat
@@ -15,7 +15,7 @@ from digen_jax.scheduling.planner.problem import divisors
 SPLIT = ((".*", FSDP),)
 
 
-def smaller(recipe: Recipe, devices: int) -> Iterator[Recipe]:
+def smaller(recipe: TrainConfig, devices: int) -> Iterator[TrainConfig]:
     """The recipe with more remat, then with split parameters, too, then with fewer and fewer images in a pass.
 
     A change that the recipe has already, or that its batch does not allow, is left out.
@@ -45,7 +45,7 @@ def smaller(recipe: Recipe, devices: int) -> Iterator[Recipe]:
             yield changed
 
 
-def _works(recipe: Recipe, devices: int) -> bool:
+def _works(recipe: TrainConfig, devices: int) -> bool:
     try:
         step_settings(recipe)
         on_devices(recipe, devices)

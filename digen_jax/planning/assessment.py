@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from digen_jax.accelerators.answers import Answer, Answers, answer_of
 from digen_jax.accelerators.chips import Chip
 from digen_jax.accelerators.costs import Estimate, estimate_answer, flops_of
-from digen_jax.config.recipe import Recipe
+from digen_jax.config.train_config import TrainConfig
 from digen_jax.planning.compiled import Program, programs
 from digen_jax.policies import on_devices
 
@@ -54,7 +54,7 @@ class Assessed:
 
 
 def assess(
-    recipe: Recipe, devices: Sequence[jax.Device], chip: Chip, answers: Answers
+    recipe: TrainConfig, devices: Sequence[jax.Device], chip: Chip, answers: Answers
 ) -> list[Assessed]:
     """The estimates of a recipe's programs, compiled for a slice.
 
@@ -78,7 +78,7 @@ def assess(
 
 
 def assess_here(
-    recipe: Recipe, devices: Sequence[jax.Device], note: Callable[[str], None]
+    recipe: TrainConfig, devices: Sequence[jax.Device], note: Callable[[str], None]
 ) -> list[Assessed]:
     """The same programs, run and timed on available devices, with arrays of small numbers instead of weights.
 

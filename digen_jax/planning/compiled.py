@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 
 from digen_jax.assemble import outline
-from digen_jax.config.recipe import Recipe
+from digen_jax.config.train_config import TrainConfig
 from digen_jax.engine.encoding import block_size
 from digen_jax.engine.sampler import Sampler
 from digen_jax.engine.system import System, lower_reshard
@@ -46,7 +46,7 @@ class Program:
     work: Work | None = None
 
 
-def programs(recipe: Recipe, devices: Sequence[jax.Device]) -> Iterator[Program]:
+def programs(recipe: TrainConfig, devices: Sequence[jax.Device]) -> Iterator[Program]:
     """The programs of a step, in its order, then those of an evaluation.
 
     Raises:
@@ -68,7 +68,7 @@ def _weight_sync(system: System) -> Iterator[Program]:
         yield Program(name, "sync", rollout.group.mesh.size, 0, what, lambda one=lowered: one)
 
 
-def _sampling(system: System, recipe: Recipe) -> Iterator[Program]:
+def _sampling(system: System, recipe: TrainConfig) -> Iterator[Program]:
     images = recipe.sampler.chunk
     yield from _encoding(system, recipe)
     yield _generation("generate", "generate", system, system.sampler, recipe, images)
@@ -76,7 +76,7 @@ def _sampling(system: System, recipe: Recipe) -> Iterator[Program]:
     yield from _scoring("score", "decode", system, recipe.model.size, images)
 
 
-def _encoding(system: System, recipe: Recipe) -> Iterator[Program]:
+def _encoding(system: System, recipe: TrainConfig) -> Iterator[Program]:
     weights, sampler = sampler_weights(system), system.sampler
     size, records = sampler.group.mesh.size, step_records(recipe, sampler.policy.family)
     if sampler.stored is not None:
@@ -93,7 +93,7 @@ def _encoding(system: System, recipe: Recipe) -> Iterator[Program]:
         )  # fmt: skip
 
 
-def _training(system: System, recipe: Recipe) -> Iterator[Program]:
+def _training(system: System, recipe: TrainConfig) -> Iterator[Program]:
     samples, size = trained_samples(recipe), system.placement.trainer.mesh.size
     work = training_work(recipe, system.policy.family, samples)
     what = f"the gradient of {samples} x {recipe.trained_steps} samples, {_passes(recipe)} a pass"
@@ -107,7 +107,7 @@ def _training(system: System, recipe: Recipe) -> Iterator[Program]:
     )
 
 
-def _evaluation(system: System, recipe: Recipe) -> Iterator[Program]:
+def _evaluation(system: System, recipe: TrainConfig) -> Iterator[Program]:
     images = recipe.evaluation.batch
     yield _generation("evaluate", "evaluate", system, system.evaluator, recipe, images)
     if (images, recipe.evaluation_size) != (recipe.sampler.chunk, recipe.model.size):
@@ -116,7 +116,7 @@ def _evaluation(system: System, recipe: Recipe) -> Iterator[Program]:
 
 
 def _generation(
-    name: str, command: str, system: System, sampler: Sampler, recipe: Recipe, images: int
+    name: str, command: str, system: System, sampler: Sampler, recipe: TrainConfig, images: int
 ) -> Program:
     steps = sampler.settings.steps
     guided = ", two sequences each" if sampler.policy.sequences == 2 else ""
@@ -144,5 +144,5 @@ def _scoring(name: str, command: str, system: System, size: Size, images: int) -
         yield Program(f"{name} by {one.name}", command, one.group.mesh.size, images, what, lower)
 
 
-def _passes(recipe: Recipe) -> str:
+def _passes(recipe: TrainConfig) -> str:
     return f"{recipe.trainer.pack} x {recipe.trainer.micro_batch}"

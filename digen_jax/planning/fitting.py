@@ -10,7 +10,7 @@ import jax
 from flax.traverse_util import flatten_dict
 
 from digen_jax.accelerators.chips import GB
-from digen_jax.config.recipe import Recipe
+from digen_jax.config.train_config import TrainConfig
 from digen_jax.engine.placement import check_processes
 from digen_jax.errors import ConfigError
 from digen_jax.planning.alternatives import smaller
@@ -41,7 +41,9 @@ class Verdict(NamedTuple):
     refused: list[tuple[PoolLayout, DeviceBytes]]
 
 
-def judged(recipe: Recipe, calibration: Calibration, where: Slice, own: list[Assessed]) -> Verdict:
+def judged(
+    recipe: TrainConfig, calibration: Calibration, where: Slice, own: list[Assessed]
+) -> Verdict:
     """The best layout that fits, with its programs compiled on its own meshes.
 
     A layout that does not fit rules out all whose devices have larger shares of the images. `own` are the programs on
@@ -85,8 +87,8 @@ def judged(recipe: Recipe, calibration: Calibration, where: Slice, own: list[Ass
 
 
 def compiled(
-    recipe: Recipe, where: Slice, write: Callable[[str], None]
-) -> tuple[Recipe, list[Assessed]]:
+    recipe: TrainConfig, where: Slice, write: Callable[[str], None]
+) -> tuple[TrainConfig, list[Assessed]]:
     """The recipe, or the first smaller one of which the compiler takes all programs, and these.
 
     Args:
@@ -117,12 +119,12 @@ def compiled(
 
 
 def proposed(
-    recipe: Recipe,
+    recipe: TrainConfig,
     calibration: Calibration,
     where: Slice,
     own: list[Assessed],
     write: Callable[[str], None],
-) -> tuple[Verdict, Recipe]:
+) -> tuple[Verdict, TrainConfig]:
     """The best layout that fits, with the recipe that it is for: the given one, or a smaller one.
 
     Args:
@@ -158,7 +160,7 @@ def proposed(
     )
 
 
-def changed_fields(recipe: Recipe, other: Recipe) -> dict[str, Any]:
+def changed_fields(recipe: TrainConfig, other: TrainConfig) -> dict[str, Any]:
     """The fields of another recipe that differ, by dotted name, except the meshes."""
     now, then = (flatten_dict(one.as_json(), sep=".") for one in (recipe, other))
     return {name: value for name, value in then.items() if value != now[name]}
@@ -215,7 +217,7 @@ def _no_smaller(failed: PoolLayout, held: DeviceBytes, limit: float, other: Pool
 
 
 def _with_programs(
-    problem: Problem, recipe: Recipe, layout: PoolLayout, found: list[Assessed]
+    problem: Problem, recipe: TrainConfig, layout: PoolLayout, found: list[Assessed]
 ) -> Problem:
     """The problem with the temporary memory of compiled programs, which holds for this layout alone."""
     # A program that was not compiled, because another does not fit, counts as nothing.

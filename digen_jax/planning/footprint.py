@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from digen_jax.assemble import parameter_shapes, recipe_model
-from digen_jax.config.recipe import Recipe
+from digen_jax.config.train_config import TrainConfig
 from digen_jax.engine.axes import axis_sizes, make_mesh
 from digen_jax.engine.encoding import example
 from digen_jax.engine.placement import DeviceGroup
@@ -23,7 +23,7 @@ from digen_jax.rewards.built_in import on_mesh
 from digen_jax.scheduling.planner.problem import Footprint, OnDevice
 
 
-def model_footprint(recipe: Recipe) -> Footprint:
+def model_footprint(recipe: TrainConfig) -> Footprint:
     """The sizes of a recipe's model, from shapes only: nothing is read or allocated.
 
     The temporary memory of programs is not in them: `programs.measured_programs` compiles to find it.
@@ -66,7 +66,7 @@ def model_footprint(recipe: Recipe) -> Footprint:
     )
 
 
-def stored_bytes(recipe: Recipe, latent: tuple[int, ...]) -> int:
+def stored_bytes(recipe: TrainConfig, latent: tuple[int, ...]) -> int:
     """Bytes that are stored for an image until it is trained."""
     size = math.prod(latent)
     if recipe.algorithm.objective == "matching":
@@ -76,7 +76,7 @@ def stored_bytes(recipe: Recipe, latent: tuple[int, ...]) -> int:
     return recipe.noisy_steps * (images + mean + 4)  # log_prob
 
 
-def step_records(recipe: Recipe, family: Family) -> list[Record]:
+def step_records(recipe: TrainConfig, family: Family) -> list[Record]:
     """As many records as a step has prompts; programs depend on their number, and on whether negative ones differ."""
     records = [example(family)] * recipe.drawn_groups
     if not negatives_differ(recipe.prompts.paths):

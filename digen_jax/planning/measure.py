@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from digen_jax import rewards
-from digen_jax.config.recipe import Recipe
+from digen_jax.config.train_config import TrainConfig
 from digen_jax.engine.hosts import put
 from digen_jax.engine.packing import trained_part
 from digen_jax.engine.samples import Images, on_trainer, receive, selected
@@ -26,7 +26,7 @@ UNMEASURED = ("score_latency", "switch")
 
 def measure(
     system: System,
-    recipe: Recipe,
+    recipe: TrainConfig,
     records: list[dict],
     asked: rewards.Rewards,
     note: Callable[[str], None],

@@ -7,9 +7,9 @@ from contextlib import suppress
 import jax
 
 from digen_jax.config.checks import check_meshes, check_rules
-from digen_jax.config.door import place
-from digen_jax.config.recipe import Recipe
+from digen_jax.config.load import fit_config
 from digen_jax.config.sections import AUTO, GIVEN, PlacementSection
+from digen_jax.config.train_config import TrainConfig
 from digen_jax.engine.placement import ONE_DEVICE, MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.errors import ConfigError
 from digen_jax.inference.model import run_recipe
@@ -24,7 +24,7 @@ from digen_jax.scheduling.planner.search import Plan
 from digen_jax.scheduling.settings import Costs
 
 
-def place_run(recipe: Recipe, workdir: pathlib.Path) -> Recipe:
+def place_run(recipe: TrainConfig, workdir: pathlib.Path) -> TrainConfig:
     """The recipe of a run in `workdir`, on the available devices.
 
     With `placement.sizes` "auto" it has the placement of the run in `workdir`, else the planner's choice.
@@ -41,13 +41,13 @@ def place_run(recipe: Recipe, workdir: pathlib.Path) -> Recipe:
         )
     devices = jax.device_count()
     if (workdir / "config.json").exists():
-        return place(recipe.with_meshes(run_recipe(workdir).placement.meshes), devices)
+        return fit_config(recipe.with_meshes(run_recipe(workdir).placement.meshes), devices)
     planned = recipe.with_meshes(planned_meshes(recipe))
     check_meshes(planned, devices)
     return planned
 
 
-def place_here(recipe: Recipe) -> Recipe:
+def place_here(recipe: TrainConfig) -> TrainConfig:
     """A recipe on the available devices; prints its meshes if they were made smaller for them.
 
     Raises:
@@ -62,33 +62,33 @@ def place_here(recipe: Recipe) -> Recipe:
             f"config.placement.rollout wants {wanted[0]} and config.placement.trainer {wanted[1]} devices, but there "
             "is 1: set config.placement.sizes to 'fitted', which samples and trains on it in turn"
         )
-    placed = place(recipe, devices)
+    placed = fit_config(recipe, devices)
     sizes = placed.placement.meshes
     if sizes != recipe.placement.meshes and devices > 1:
         print(f"config.placement is fitted to {devices} devices: {sizes.plain()}", flush=True)
     return placed
 
 
-def place_apart(recipe: Recipe) -> Recipe:
+def place_apart(recipe: TrainConfig) -> TrainConfig:
     """A recipe whose workers are separate processes: no mesh is made smaller for the devices of this one.
 
     Raises:
       ConfigError: a setting cannot work.
     """
     rollout, trainer = recipe.placement.meshes
-    return place(recipe, rollout.devices * rollout.workers + trainer.devices * trainer.workers)
+    return fit_config(recipe, rollout.devices * rollout.workers + trainer.devices * trainer.workers)
 
 
-def place_alone(recipe: Recipe) -> Recipe:
+def place_alone(recipe: TrainConfig) -> TrainConfig:
     """A recipe on one device, which samples and trains, whatever its placement.
 
     Raises:
       ConfigError: a setting cannot work there.
     """
-    return place(recipe.with_meshes(ONE_DEVICE), jax.device_count())
+    return fit_config(recipe.with_meshes(ONE_DEVICE), jax.device_count())
 
 
-def planned_meshes(recipe: Recipe) -> MeshSizes:
+def planned_meshes(recipe: TrainConfig) -> MeshSizes:
     """Chooses the workers of a run on the available devices by the planner.
 
     Costs are measured first, which compiles: on one device, or on all devices, which share the parameters, if one
@@ -108,7 +108,7 @@ def planned_meshes(recipe: Recipe) -> MeshSizes:
         if device_bytes(problem, PoolLayout(1, 1)).largest > memory:
             all_devices = TrainerAxes(data=1, fsdp=devices)
             sizes = MeshSizes(RolloutAxes(data=0), all_devices)
-            alone, where = place(recipe.with_meshes(sizes), devices), f"all {devices} devices"
+            alone, where = fit_config(recipe.with_meshes(sizes), devices), f"all {devices} devices"
     print(
         f"config.placement = 'auto': times each part of a step on {where}, compiling it first",
         flush=True,

@@ -6,8 +6,8 @@ from typing import Any
 from flax.traverse_util import flatten_dict
 
 from digen_jax.config.checks import check_devices
-from digen_jax.config.recipe import Recipe
 from digen_jax.config.sections import AUTO, GIVEN
+from digen_jax.config.train_config import TrainConfig
 from digen_jax.engine.placement import MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.errors import ConfigError
 from digen_jax.planning.calibration import Calibration
@@ -17,7 +17,7 @@ from digen_jax.scheduling.planner.search import Plan, make_plan
 from digen_jax.scheduling.settings import Settings
 
 
-def step_settings(recipe: Recipe) -> Settings:
+def step_settings(recipe: TrainConfig) -> Settings:
     """The scheduler's settings for one step of a recipe, with a policy lag of 1 if early training permits it."""
     order = recipe.runtime.ordered
     ordered = order == "yes" or (order == "auto" and not recipe.runtime.max_incomplete_groups)
@@ -28,7 +28,7 @@ def step_settings(recipe: Recipe) -> Settings:
 
 
 def make_problem(
-    recipe: Recipe,
+    recipe: TrainConfig,
     devices: int,
     calibration: Calibration,
     footprint: Footprint | None = None,
@@ -53,7 +53,7 @@ def make_problem(
 
 
 def auto_plan(
-    recipe: Recipe,
+    recipe: TrainConfig,
     devices: int,
     calibration: Calibration,
     footprint: Footprint | None = None,
@@ -84,7 +84,7 @@ def auto_plan(
     return make_plan(problem, keeps)
 
 
-def suited(recipe: Recipe, problem: Problem, layout: PoolLayout) -> Recipe:
+def suited(recipe: TrainConfig, problem: Problem, layout: PoolLayout) -> TrainConfig:
     """The recipe of a layout's run: its meshes, chunks and policy lag, and settings that fit them.
 
     If the workers that sample cannot split the evaluation's batch, this takes the next larger batch that they can.
@@ -103,7 +103,7 @@ def suited(recipe: Recipe, problem: Problem, layout: PoolLayout) -> Recipe:
 
 
 def overrides(
-    recipe: Recipe, problem: Problem, layout: PoolLayout, planned: Recipe | None = None
+    recipe: TrainConfig, problem: Problem, layout: PoolLayout, planned: TrainConfig | None = None
 ) -> dict[str, Any]:
     """The fields of a recipe's config that change in a layout's run, by dotted name.
 
@@ -114,7 +114,7 @@ def overrides(
     return {name: value for name, value in then.items() if value != now[name]}
 
 
-def can_run(recipe: Recipe, problem: Problem, layout: PoolLayout) -> bool:
+def can_run(recipe: TrainConfig, problem: Problem, layout: PoolLayout) -> bool:
     """Whether a run can have the workers of a layout, and their meshes can divide its batches."""
     if layout.workers > 1 and recipe.runtime.max_incomplete_groups:
         return False

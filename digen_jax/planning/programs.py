@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from digen_jax.assemble import outline
-from digen_jax.config.recipe import Recipe
+from digen_jax.config.train_config import TrainConfig
 from digen_jax.engine.encoding import block_size, example
 from digen_jax.engine.packing import Experience, trained_part
 from digen_jax.engine.placement import MeshSizes, RolloutAxes, TrainerAxes
@@ -24,7 +24,7 @@ from digen_jax.scheduling.planner.problem import Programs
 Lowered = jax.stages.Lowered
 
 
-def measured_programs(recipe: Recipe, note: Callable[[str], None]) -> Programs:
+def measured_programs(recipe: TrainConfig, note: Callable[[str], None]) -> Programs:
     """The temporary memory of a recipe's programs, each compiled for the share of one device.
 
     The gradient is compiled on one device, or on as many as the axes tensor x sequence have, because these share their
@@ -68,7 +68,7 @@ def measured_programs(recipe: Recipe, note: Callable[[str], None]) -> Programs:
 class _Measured:
     """The bytes of each program on a device."""
 
-    def __init__(self, recipe: Recipe, note: Callable[[str], None]):
+    def __init__(self, recipe: TrainConfig, note: Callable[[str], None]):
         self.recipe, self.note = recipe, note
         self.system = functools.cache(self._system)  # by fsdp, tensor and sequence
         self.at_hand = functools.cache(self._at_hand)
@@ -168,7 +168,7 @@ def beyond_arguments(lowered: Lowered) -> int:
     return found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
 
 
-def trained_samples(recipe: Recipe) -> int:
+def trained_samples(recipe: TrainConfig) -> int:
     """Images, or pairs of images, that the trainer gets of a chunk."""
     chunk, images = recipe.sampler.chunk, recipe.batch.images
     if recipe.algorithm.images_of_sample == 2:
@@ -177,7 +177,12 @@ def trained_samples(recipe: Recipe) -> int:
 
 
 def _share(
-    recipe: Recipe, data: int = 1, time: int = 1, fsdp: int = 1, tensor: int = 1, sequence: int = 1
+    recipe: TrainConfig,
+    data: int = 1,
+    time: int = 1,
+    fsdp: int = 1,
+    tensor: int = 1,
+    sequence: int = 1,
 ) -> System:
     """On fsdp x tensor x sequence devices, with the part of a pass that they have on a mesh of these sizes."""
     trainer, whole = recipe.trainer, recipe.algorithm.images_of_sample
@@ -192,7 +197,7 @@ def _share(
     return outline(alone, jax.devices()[: axes.devices])
 
 
-def lower_gradient(system: System, recipe: Recipe, samples: int) -> Lowered:
+def lower_gradient(system: System, recipe: TrainConfig, samples: int) -> Lowered:
     """The trainer's program for a chunk of so many samples; `system` as from `outline`."""
     group = system.placement.trainer
     trajectory = lower_generate(system, system.sampler, recipe, samples).out_info
@@ -215,7 +220,7 @@ def lower_gradient(system: System, recipe: Recipe, samples: int) -> Lowered:
     return system.trainer.lower_accumulate(system.start, system.base, experience)
 
 
-def lower_generate(system: System, sampler: Sampler, recipe: Recipe, images: int) -> Lowered:
+def lower_generate(system: System, sampler: Sampler, recipe: TrainConfig, images: int) -> Lowered:
     """The program for so many images of one of the system's samplers, that of training or that of evaluation."""
     own = recipe.trained_steps if sampler is system.sampler and recipe.draws.fraction < 1 else 0
     records = step_records(recipe, system.policy.family)

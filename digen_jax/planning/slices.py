@@ -15,7 +15,7 @@ from digen_jax.accelerators.calibration import shares
 from digen_jax.accelerators.chips import CHIPS, Chip, chip_of
 from digen_jax.accelerators.costs import COMPILER, LINK_SHARE, estimate_answer
 from digen_jax.accelerators.topology import compiler_version, slice_devices
-from digen_jax.config.recipe import Recipe
+from digen_jax.config.train_config import TrainConfig
 from digen_jax.errors import ConfigError
 from digen_jax.models.published import published_folder, published_models
 from digen_jax.planning.assessment import Assessed, assess, assess_here, timed
@@ -48,7 +48,7 @@ class Slice(NamedTuple):
     devices: Sequence[jax.Device]
     chip: Chip | None
     memory: float | None
-    assess: Callable[[Recipe], list[Assessed]]
+    assess: Callable[[TrainConfig], list[Assessed]]
     answers: Answers | None = None
 
     @property
@@ -108,7 +108,7 @@ def _gpu_share() -> float:
     return share
 
 
-def configured(recipe: Recipe) -> Recipe:
+def configured(recipe: TrainConfig) -> TrainConfig:
     """The recipe with the shipped configuration of its model if `model.folder` is a hub id; a local folder stays.
 
     Raises:
@@ -139,7 +139,7 @@ def plain_shares(where: Slice, width: int) -> dict[tuple[int, int, int], float]:
 
 
 def calibrated(
-    recipe: Recipe, found: list[Assessed], chip: Chip | None, source: str
+    recipe: TrainConfig, found: list[Assessed], chip: Chip | None, source: str
 ) -> Calibration:
     """Costs of a step's commands on one device, from those of its programs on the recipe's meshes.
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jax
 
 from digen_jax.assemble import build, read_scorers
-from digen_jax.config.recipe import Recipe
+from digen_jax.config.train_config import TrainConfig
 from digen_jax.encoding.ahead import encode
 from digen_jax.engine.placement import mesh_sizes
 from digen_jax.errors import ConfigError, user_input
@@ -68,7 +68,7 @@ def read_run_costs(
 
 
 def measured_costs(
-    recipe: Recipe,
+    recipe: TrainConfig,
     trainer_serial: float = 0.0,
     worker_serial: float = 0.0,
     note: Callable[[str], None] = lambda text: None,

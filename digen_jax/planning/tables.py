@@ -10,8 +10,8 @@ from digen_jax.accelerators import costs
 from digen_jax.accelerators.chips import GB, Chip
 from digen_jax.accelerators.layers import module_of
 from digen_jax.assemble import recipe_model
-from digen_jax.config.recipe import Recipe
 from digen_jax.config.sections import AUTO
+from digen_jax.config.train_config import TrainConfig
 from digen_jax.engine.placement import MeshSizes
 from digen_jax.planning.assessment import Assessed
 from digen_jax.planning.calibration import Calibration
@@ -23,7 +23,7 @@ SLOWEST, MODULES = 10, 20
 
 
 def report(
-    recipe: Recipe, found: list[Assessed], where: Slice, write: Callable[[str], None]
+    recipe: TrainConfig, found: list[Assessed], where: Slice, write: Callable[[str], None]
 ) -> Calibration:
     """Writes the tables of a recipe's programs, and returns the costs that follow."""
     write(f"\n{programs_table(found, where)}\n\n{streams_table(found)}\n")
@@ -41,7 +41,7 @@ def report(
     return calibrated(recipe, found, where.chip, source)
 
 
-def heading(recipe: Recipe, where: Slice) -> str:
+def heading(recipe: TrainConfig, where: Slice) -> str:
     """The model, the slice, and where the numbers come from."""
     chip, count = where.chip, len(where.devices)
     kind = where.devices[0].device_kind
@@ -63,7 +63,7 @@ def heading(recipe: Recipe, where: Slice) -> str:
     return "\n".join(lines)
 
 
-def _meshes(recipe: Recipe) -> str:
+def _meshes(recipe: TrainConfig) -> str:
     if recipe.placement.sizes == AUTO:
         return "as the planner chooses"
     return describe_meshes(recipe.placement.meshes)

@@ -9,7 +9,7 @@ pass that is only repeated to save memory (remat) is not needed.
 
 from collections import Counter
 
-from digen_jax.config.recipe import Recipe
+from digen_jax.config.train_config import TrainConfig
 from digen_jax.engine.policy import Policy
 from digen_jax.models.family import Family, Size
 from digen_jax.policies import make_policy, trained_policy
@@ -26,7 +26,7 @@ def sampling_work(policy: Policy, size: Size, steps: int, images: int) -> Work:
     return _times(forward, steps * images * policy.sequences)
 
 
-def training_work(recipe: Recipe, family: Family, samples: int) -> Work:
+def training_work(recipe: TrainConfig, family: Family, samples: int) -> Work:
     """Of the gradient of so many images, or pairs of images, of a chunk."""
     algorithm = recipe.algorithm
     policy = trained_policy(make_policy(recipe, family), algorithm)

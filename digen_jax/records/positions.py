@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from digen_jax.config.recipe import Recipe
+from digen_jax.config.train_config import TrainConfig
 from digen_jax.engine.divergence import DivergedError
 from digen_jax.engine.hosts import put
 from digen_jax.engine.trainer import TrainState
@@ -48,7 +48,7 @@ class Positions(Checkpointer):
       ConfigError: there are checkpoints, and none is complete.
     """
 
-    def __init__(self, workdir: pathlib.Path, recipe: Recipe):
+    def __init__(self, workdir: pathlib.Path, recipe: TrainConfig):
         super().__init__(workdir / "checkpoints", recipe.checkpoint.every, recipe.checkpoint.keep)
         self._seed, self._layout = recipe.seed, recipe.layout
 
@@ -109,7 +109,9 @@ def finishing(positions: Positions) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def divergence_reported(position: Position, positions: Positions, recipe: Recipe) -> Iterator[None]:
+def divergence_reported(
+    position: Position, positions: Positions, recipe: TrainConfig
+) -> Iterator[None]:
     """Raises ConfigError with advice if a value in the step after a position became infinite or NaN."""
     try:
         yield

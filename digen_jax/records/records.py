@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from digen_jax.config.recipe import Recipe
+from digen_jax.config.train_config import TrainConfig
 from digen_jax.engine.system import System
 from digen_jax.errors import ConfigError
 from digen_jax.images import stills
@@ -63,7 +63,7 @@ class Records:
     def __init__(
         self,
         workdir: pathlib.Path,
-        recipe: Recipe,
+        recipe: TrainConfig,
         held_out: list[dict],
         release_room: Callable[[], None],
     ):

@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from digen_jax.ranges import NonNegativeFloat
+
 
 @dataclasses.dataclass(frozen=True)
 class RewardSettings:
@@ -23,9 +25,9 @@ class RewardSettings:
     # with the same reward, such as two of "served" with different servers, need different ones
     label: str = ""
     # seconds that a batch of images may take; 0: as `runtime.deadline` says
-    limit: float = 0.0
+    limit: NonNegativeFloat = 0.0
     # bound of the size of its advantages before they are weighted, if `advantages.combine` is "advantages"; 0: none
-    clip: float = 0.0
+    clip: NonNegativeFloat = 0.0
     # what computes it: "mesh": the devices that sample, once they have decoded a chunk, possible for clip_score,
     # pickscore, hpsv2 and aesthetic; "pool": the processes of `reward_pool`; "": the mesh where possible
     where: Literal["", "mesh", "pool"] = ""

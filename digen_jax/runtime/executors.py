@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from digen_jax.config.recipe import Recipe
+from digen_jax.config.train_config import TrainConfig
 from digen_jax.engine.system import Rollout, System
 from digen_jax.engine.trainer import TrainState
 from digen_jax.learned_rewards.on_mesh import named
@@ -68,7 +68,7 @@ class Executors:
     def __init__(
         self,
         system: System,
-        recipe: Recipe,
+        recipe: TrainConfig,
         held_out: Sequence[dict[str, Any]],
         position: Position,
         batches: Iterator[list[dict[str, Any]]],

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from digen_jax.assemble import build, build_trainer, drawn_prompts, held_out_prompts, read_scorers
-from digen_jax.config.recipe import Recipe
+from digen_jax.config.train_config import TrainConfig
 from digen_jax.distributed.workers import RemoteWorkers
 from digen_jax.encoding.ahead import prepare
 from digen_jax.encoding.reached import reached
@@ -46,7 +46,7 @@ from digen_jax.scheduling.settings import Settings
 
 
 def open_system(
-    recipe: Recipe,
+    recipe: TrainConfig,
     workdir: pathlib.Path,
     orders: Orders,
     positions: Positions,
@@ -103,7 +103,7 @@ def open_system(
     return system, rewards
 
 
-def print_warnings(recipe: Recipe, family: Family) -> None:
+def print_warnings(recipe: TrainConfig, family: Family) -> None:
     """Prints warnings about the config and about the prompt files, such as prompts that are cut off."""
     for warning in start_warnings(recipe, family):
         print(f"warning: {warning}", file=sys.stderr, flush=True)
@@ -146,7 +146,7 @@ class _Ended(Exception):
 
 
 def follow_run(
-    recipe: Recipe, workdir: pathlib.Path, mesh: TrainerMesh | None = None
+    recipe: TrainConfig, workdir: pathlib.Path, mesh: TrainerMesh | None = None
 ) -> int | None:
     """Executes a run that the first process coordinates, and ends as `train.train` does there.
 
@@ -173,7 +173,7 @@ def follow_run(
 
 
 def _follow(
-    recipe: Recipe,
+    recipe: TrainConfig,
     workdir: pathlib.Path,
     announced: Iterator[tuple[str, Any]],
     mesh: TrainerMesh | None,
@@ -234,7 +234,7 @@ def _follow(
 
 
 def _resumed(
-    recipe: Recipe,
+    recipe: TrainConfig,
     workdir: pathlib.Path,
     system: System,
     positions: Positions,

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Float32, Int, Num, UInt8
 
 from digen_jax import rewards
 from digen_jax.algorithms.advantages import AdvantageSettings, advantages, ranking, trained_images
-from digen_jax.config.recipe import Recipe
+from digen_jax.config.train_config import TrainConfig
 from digen_jax.engine.divergence import DivergedError, check_images
 from digen_jax.engine.scoring import Scoring
 from digen_jax.images import as_scored, stills
@@ -357,7 +357,7 @@ def failed(error: BaseException) -> Future:
     return found
 
 
-def try_files(recipe: Recipe, score: Callable[..., Any]) -> None:
+def try_files(recipe: TrainConfig, score: Callable[..., Any]) -> None:
     """Tries rewards on the prompts of training and of evaluation, with made-up images of the size that each has.
 
     Args:
@@ -373,7 +373,7 @@ def try_files(recipe: Recipe, score: Callable[..., Any]) -> None:
     try_out(score, [read_prompt_file(recipe.evaluation.prompts)], size.height, size.width)
 
 
-def try_scorers(recipe: Recipe, scorers: tuple[Scoring, ...]) -> None:
+def try_scorers(recipe: TrainConfig, scorers: tuple[Scoring, ...]) -> None:
     """Tries the rewards on a mesh by known scores and as `try_files`; with several processes in all of them.
 
     Raises:

@@ -22,6 +22,7 @@ from flax.linen.dtypes import promote_dtype
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array
 
+from digen_jax.ranges import Count, PositiveFloat
 from digen_jax.weights import names
 from digen_jax.weights.tensors import Tree
 
@@ -35,25 +36,17 @@ _scale = contextvars.ContextVar("scale", default=None)
 
 @dataclasses.dataclass(frozen=True)
 class LoraConfig:
-    """The adapted layers and their rank, scale and initialisation.
+    """The LoRA that is tuned instead of all weights."""
 
-    `targets` is a regular expression that matches the whole torch name of a linear layer, such as
-    r"transformer_blocks\\..*\\.attn\\.(to_[qkv]|to_out\\.0)", with or without its component's name
-    and a dot in front. The update is scaled by alpha / rank.
-    """
-
-    rank: int
-    alpha: float | int
-    targets: str
+    rank: Count = 0  # rank of the factors; 0: no LoRA, all weights are tuned
+    alpha: PositiveFloat = 1.0  # the update is scaled by alpha / rank
+    # regular expression for the full names of the linear layers, as in torch, with or without their component's name
+    # and a dot in front; "": the model family's own
+    targets: str = ""
+    # how the first factor is drawn: PEFT's default, or "gaussian" with a standard deviation of 1 / rank
     init: Init = "kaiming"
-
-    def __post_init__(self):
-        try:
-            re.compile(self.targets)
-        except re.error as error:
-            raise ValueError(
-                f"lora targets {self.targets!r} is not a regular expression: {error}"
-            ) from error
+    # a LoRA to continue, of the same rank, alpha and layers: a folder or file, or a hub id
+    start: str = ""
 
     @property
     def scale(self) -> float:
@@ -240,9 +233,15 @@ def _targets(
     template: Tree, targets: str, lists: tuple[str, ...], component: str
 ) -> dict[names.Path, Any]:
     """The kernels of the linear layers whose torch names match, with or without the component's name."""
+    try:
+        pattern = re.compile(targets)
+    except re.error as error:
+        raise ValueError(
+            f"lora targets {targets!r} is not a regular expression: {error}"
+        ) from error
 
     def matches(layer: str) -> bool:
-        return any(re.fullmatch(targets, name) for name in (layer, f"{component}.{layer}"))
+        return any(pattern.fullmatch(name) for name in (layer, f"{component}.{layer}"))
 
     found = {}
     for path, kernel, layers in dense_layers(template, lists):

@@ -11,7 +11,7 @@ from jax.sharding import SingleDeviceSharding
 from digen_jax import assemble
 from digen_jax.accelerators.topology import slice_devices
 from digen_jax.attention.attend import MOST_SCORES, attend
-from digen_jax.config.door import reopen_recipe
+from digen_jax.config.load import read_config
 from digen_jax.planning.programs import lower_gradient, trained_samples
 from digen_jax.planning.slices import configured
 from digen_jax.target import on_device
@@ -88,7 +88,7 @@ def test_families_train_with_cudnn_at_odd_sizes_and_lengths(config, argument, le
     c = load(config, argument)
     c.model.update(height=528, width=528, max_sequence_length=length)
     c.precision.update(arithmetic="bfloat16", frozen="bfloat16")
-    recipe = configured(reopen_recipe(c))
+    recipe = configured(read_config(c))
     system = assemble.outline(recipe, gpus())
     text = lower_gradient(system, recipe, trained_samples(recipe)).as_text()
     assert f"{FORWARD}(" in text and f"{BACKWARD}(" in text

@@ -13,8 +13,7 @@ from digen_jax import assemble, policies
 from digen_jax.accelerators.topology import slice_devices
 from digen_jax.attention import packed, splash
 from digen_jax.attention.attend import attend
-from digen_jax.config.door import reopen_recipe
-from digen_jax.config.recipe import complete
+from digen_jax.config.load import complete, read_config
 from digen_jax.engine.axes import make_mesh
 from digen_jax.planning.programs import lower_generate, lower_gradient
 from digen_jax.target import on_device, on_mesh
@@ -129,7 +128,7 @@ def test_a_runs_programs_have_the_kernel(base, rules):
     config.placement.update(sizes="given", rules=((".*", rules),))
     config.placement.rollout.data = 0
     config.placement.trainer.update(data=2, fsdp=2)
-    recipe = reopen_recipe(config)
+    recipe = read_config(config)
     system = assemble.outline(recipe, chips("v5p:2x2x1")[:4])
     kernels = policies.attention_kernels(recipe, system.policy.family, system.placement)
     assert kernels == {"sampling": "splash", "training": "splash"}

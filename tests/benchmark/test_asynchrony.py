@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from digen_jax.benchmark.asynchrony import AsynchronyOutcome, Comparison, check, compare
-from digen_jax.config.door import open_recipe
+from digen_jax.config.load import load_config
 from digen_jax.errors import ConfigError
 from digen_jax.records.metrics import read_metrics
 from digen_jax.runtime import opening
@@ -55,7 +55,7 @@ def built(monkeypatch):
 def test_each_seed_is_trained_with_and_without_it(config, built, tmp_path, stop_in_third, capsys):
     """After a stop in the third of four runs, the same call does the remaining ones."""
     stop_in_third(built)
-    recipe = open_recipe(config)
+    recipe = load_config(config)
     assert compare(recipe, 2, tmp_path) == 128 + signal.SIGTERM
     assert not (tmp_path / "asynchrony.png").exists()
     found = compare(recipe, 2, tmp_path)
@@ -109,9 +109,9 @@ def test_what_would_be_no_comparison_is_refused(config, field, value, sentence):
     with config.unlocked(), config.ignore_type():
         config.update_from_flattened_dict({field: value})
     with pytest.raises(ConfigError, match=sentence):
-        check(open_recipe(config), 3)
+        check(load_config(config), 3)
 
 
 def test_one_seed_has_no_error(config):
     with pytest.raises(ConfigError, match="seeds must be at least 2"):
-        check(open_recipe(config), 1)
+        check(load_config(config), 1)

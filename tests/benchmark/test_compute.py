@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from digen_jax.benchmark.compute import Roles, Speed, compare
-from digen_jax.config.door import open_recipe
+from digen_jax.config.load import load_config
 from digen_jax.engine.placement import ONE_DEVICE
 from tests.engine import toy
 from tests.tiny_runs import prompt_file
@@ -27,7 +27,7 @@ def build(config, devices):
 
 @pytest.mark.slow
 def test_chunks_by_a_link_train_as_chunks_at_hand(config):
-    alone = open_recipe(config).with_meshes(ONE_DEVICE)
+    alone = load_config(config).with_meshes(ONE_DEVICE)
     system = build(alone, jax.devices()[:1])  # compiled once for both
     starts = system, system._replace(start=toy.moved(system.start, 0.0))
     at_hand, apart = (Roles(alone, lambda *_, found=one: found) for one in starts)
@@ -47,7 +47,7 @@ def test_chunks_by_a_link_train_as_chunks_at_hand(config):
 @pytest.mark.slow
 def test_two_processes_on_a_core_each(config):
     rounds = []
-    speed = compare(open_recipe(config), 1, lambda: rounds.append(1), build)
+    speed = compare(load_config(config), 1, lambda: rounds.append(1), build)
     assert len(rounds) == 1
     times = dataclasses.asdict(speed)
     assert all(len(found) == 1 and found[0] > 0 for found in times.values())

@@ -14,7 +14,7 @@ from digen_jax.benchmark.peers import Ours, check, coefficients
 from digen_jax.benchmark.processes import Seconds
 from digen_jax.benchmark.rounds import Comparison, Round
 from digen_jax.benchmark.wide import write_wide
-from digen_jax.config.door import open_recipe
+from digen_jax.config.load import load_config
 from digen_jax.engine.placement import ONE_DEVICE
 from digen_jax.errors import ConfigError
 from digen_jax.flow.steps import make_step
@@ -24,7 +24,7 @@ from tests.tiny_runs import pipeline, tiny_config
 def alone(config):
     """A recipe on one device."""
     config.algorithm.old_log_probs = "rollout"
-    return open_recipe(config).with_meshes(ONE_DEVICE)
+    return load_config(config).with_meshes(ONE_DEVICE)
 
 
 def build(recipe, devices):
@@ -119,4 +119,4 @@ def test_what_the_eager_loop_does_not_do_is_refused(base):
     config = tiny_config(base, "full")
     config.algorithm.kl_coefficient = 0.1
     with pytest.raises(ConfigError, match=r"config\.algorithm\.kl_coefficient = 0\.1 is not what"):
-        check(open_recipe(config), 1)
+        check(load_config(config), 1)

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from digen_jax.config import command_line
-from digen_jax.config.door import reopen_recipe
+from digen_jax.config.load import read_config
 from digen_jax.errors import ConfigError
 from tests.pipelines import ROOT
 
@@ -192,7 +192,7 @@ def test_files_of_the_package_are_found_from_any_directory(tmp_path, monkeypatch
     ]
     (tmp_path / "assets" / "shapes-sd3").mkdir(parents=True)
     assert command_line.spelled_out(given[3:]) == given[3:]
-    recipe = reopen_recipe({"prompts": {"file": "assets/prompts/shapes_train.jsonl"}})
+    recipe = read_config({"prompts": {"file": "assets/prompts/shapes_train.jsonl"}})
     assert recipe.model.folder == "assets/shapes-sd3"
     assert recipe.prompts.paths == (f"{ROOT}/assets/prompts/shapes_train.jsonl",)
 

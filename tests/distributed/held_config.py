@@ -10,7 +10,7 @@ import time
 import numpy as np
 from ml_collections import ConfigDict
 
-from digen_jax.config.recipe import complete
+from digen_jax.config.load import complete
 from tests import tiny_runs
 
 GROUPS, STEPS = 2, 6

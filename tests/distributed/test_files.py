@@ -3,7 +3,7 @@
 import pytest
 from ml_collections import ConfigDict
 
-from digen_jax.config.door import reopen_recipe
+from digen_jax.config.load import read_config
 from digen_jax.distributed.files import PACKAGE, check_same, fingerprints
 from digen_jax.distributed.launch import TrainerPart, check, check_part, check_without_ray
 from digen_jax.errors import ConfigError
@@ -15,7 +15,7 @@ def test_a_prompt_file_or_code_that_differs_is_named(tmp_path):
     prompts = tmp_path / "prompts.txt"
     config.prompts.file = str(prompts)
     prompts.write_text("a red square\n")
-    recipe = reopen_recipe(config)
+    recipe = read_config(config)
     expected = fingerprints(recipe)
     check_same(expected, recipe)
     with pytest.raises(ConfigError, match=PACKAGE):
@@ -29,7 +29,7 @@ def test_a_prompt_file_or_code_that_differs_is_named(tmp_path):
 
 
 def test_a_workdir_that_the_trainers_node_does_not_see_is_named(tmp_path):
-    recipe = reopen_recipe(tiny_config(tmp_path, "lora"))
+    recipe = read_config(tiny_config(tmp_path, "lora"))
     part = TrainerPart("", "", fingerprints(recipe), "")
     check_part(part, recipe, str(tmp_path))
     with pytest.raises(ConfigError, match="--workdir"):
@@ -51,20 +51,20 @@ def test_what_ray_cannot_run_is_refused_by_its_field(tmp_path, rollout, trainer,
     config = tiny_config(tmp_path, "lora")
     config.placement = ConfigDict(dict(rollout=one | rollout, trainer=one | trainer))
     with pytest.raises(ConfigError, match=named):
-        check(reopen_recipe(config), (None, None, None), one_job)
+        check(read_config(config), (None, None, None), one_job)
 
 
 def test_a_pool_of_training_workers_needs_no_rollout_workers(tmp_path):
     config = tiny_config(tmp_path, "lora")
     config.placement = ConfigDict(dict(rollout=dict(data=0), trainer=dict(data=1, workers=2)))
-    check(reopen_recipe(config), (None, None, None), False)
+    check(read_config(config), (None, None, None), False)
 
 
 def test_what_only_ray_runs_is_refused_without_it(tmp_path):
     config = tiny_config(tmp_path, "lora")
-    check_without_ray(reopen_recipe(config), {"one_job": False})
+    check_without_ray(read_config(config), {"one_job": False})
     with pytest.raises(ConfigError, match="--one_job"):
-        check_without_ray(reopen_recipe(config), {"one_job": True})
+        check_without_ray(read_config(config), {"one_job": True})
     config.placement = ConfigDict(dict(rollout=dict(data=2, fsdp=1, hosts=2)))
     with pytest.raises(ConfigError, match=r"rollout\.hosts"):
-        check_without_ray(reopen_recipe(config), {})
+        check_without_ray(read_config(config), {})

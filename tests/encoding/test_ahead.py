@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 
 from digen_jax import prompt_store
 from digen_jax.assemble import build
-from digen_jax.config.door import open_recipe, place
+from digen_jax.config.load import fit_config, load_config
 from digen_jax.encoding import ahead
 from digen_jax.encoding.reached import reached
 from digen_jax.engine.encoding import NULL
@@ -80,7 +80,7 @@ def redness(images, prompts, metadata):
 
 def trained(config, workdir: pathlib.Path) -> list[dict]:
     """The metrics of a whole run."""
-    assert train(open_recipe(config), workdir) is None
+    assert train(load_config(config), workdir) is None
     return metrics(workdir)
 
 
@@ -220,7 +220,7 @@ def test_what_is_read_is_what_the_mesh_makes_bit_by_bit(base, folder, config, tm
             lora__targets="",  # the family's own
             model__max_sequence_length=64,
         )
-        recipe = place(open_recipe(c), 2)
+        recipe = fit_config(load_config(c), 2)
         if encoding_of == "ahead":
             ahead.encode(recipe, jax.devices()[:2], given)
         systems.append(build(recipe, jax.devices()[:2]))
@@ -246,11 +246,11 @@ def test_what_is_read_is_what_the_mesh_makes_bit_by_bit(base, folder, config, tm
 
 
 def test_large_text_encoders_encode_ahead_by_default(config, folder, monkeypatch):
-    family, recipe = load_family(folder), open_recipe(config(prompts__encoding="auto"))
+    family, recipe = load_family(folder), load_config(config(prompts__encoding="auto"))
     assert not prompt_store.is_ahead(recipe, family)
     monkeypatch.setattr(prompt_store, "LARGE", prompt_store.encoder_bytes(recipe, family) - 1)
     assert prompt_store.is_ahead(recipe, family)
-    half = open_recipe(
+    half = load_config(
         config(prompts__encoding="auto", precision=ConfigDict(dict(frozen="bfloat16")))
     )
     assert not prompt_store.is_ahead(half, family)
@@ -263,7 +263,7 @@ def test_what_a_run_reaches(base, config, tmp_path):
     c.evaluation.prompts = str(tmp_path / "held_out.txt")
 
     def texts(first=0):
-        return [record["prompt"] for record in reached(open_recipe(c), tmp_path, first)]
+        return [record["prompt"] for record in reached(load_config(c), tmp_path, first)]
 
     first = texts()
     assert first[0] == "one" and len(first) == 3 and {*first[1:]} < {*TEXTS}
@@ -281,7 +281,7 @@ def test_what_a_run_reaches(base, config, tmp_path):
     lines = [{"prompt": "one"} | n for n in ({}, {"negative_prompt": ""}, {"negative_prompt": "b"})]
     c.evaluation.update(prompts=str(tmp_path / "held_out.jsonl"), images=0)
     (tmp_path / "held_out.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    assert reached(open_recipe(c), tmp_path)[:3] == lines
+    assert reached(load_config(c), tmp_path)[:3] == lines
 
 
 def _is_masked(tree) -> bool:
@@ -312,7 +312,7 @@ def test_an_interrupted_encoding_continues_where_it_stopped_in_the_script(
     monkeypatch.setattr(ahead, "TOGETHER", 2)
     c = config(prompts__store=str(tmp_path / "store"))
     ahead.encode(
-        place(open_recipe(config(prompts__store=str(tmp_path / "all"))), 1),
+        fit_config(load_config(config(prompts__store=str(tmp_path / "all"))), 1),
         jax.devices()[:1],
         said(*TEXTS),
     )
@@ -330,7 +330,7 @@ def test_an_interrupted_encoding_continues_where_it_stopped_in_the_script(
 
     monkeypatch.setattr(encoded.PromptStore, "add", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        ahead.encode(place(open_recipe(c), 1), jax.devices()[:1], said(*TEXTS))
+        ahead.encode(fit_config(load_config(c), 1), jax.devices()[:1], said(*TEXTS))
     assert len(added) == 3 and added[0] == NULL  # it is a block of its own
 
     (tmp_path / "config.py").write_text(SCRIPT.replace("{config}", repr(c.to_dict())))
@@ -340,4 +340,4 @@ def test_an_interrupted_encoding_continues_where_it_stopped_in_the_script(
     assert "encoded 3 prompts, " in done.stdout
     assert done.stdout.endswith("imported: []\n")
     with pytest.raises(ConfigError, match="set it to 'ahead' here and in training"):
-        ahead.encode_all(open_recipe(config(prompts__encoding="each_step")))
+        ahead.encode_all(load_config(config(prompts__encoding="each_step")))

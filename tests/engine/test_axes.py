@@ -10,7 +10,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from digen_jax import assemble
-from digen_jax.config.door import open_recipe, place
+from digen_jax.config.load import fit_config, load_config
 from digen_jax.engine.samples import Images, receive
 from digen_jax.flow.sampling import image_keys
 from digen_jax.planning.programs import lower_generate
@@ -77,7 +77,7 @@ def config(base, tuning, mesh, family="sd3", **fields):
 def placed(config):
     """(recipe, devices) of the config's trainer mesh."""
     devices = math.prod({"data": 1, **config.placement.trainer}.values())
-    return place(open_recipe(config), devices), jax.devices()[:devices]
+    return fit_config(load_config(config), devices), jax.devices()[:devices]
 
 
 def system_of(config):

@@ -11,7 +11,7 @@ import pytest
 
 from digen_jax import assemble
 from digen_jax.algorithms.ratios import guard_log_ratio
-from digen_jax.config.door import open_recipe, place
+from digen_jax.config.load import fit_config, load_config
 from digen_jax.engine.samples import Images
 from digen_jax.flow.sampling import TRANSITION, flatten, image_keys, replay
 from digen_jax.models.sd3.network import FROZEN, SD3Config, SD3Transformer
@@ -154,7 +154,7 @@ def test_rounding_is_far_below_grpo_guards_published_range(monkeypatch):
     )
     config.sampler.update(steps=10, window=dict(first=0, length=9), chunk=24)
     config.trainer.micro_batch = 24
-    system = assemble.build(place(open_recipe(config), 1), jax.devices()[:1])
+    system = assemble.build(fit_config(load_config(config), 1), jax.devices()[:1])
     tuned, rows = system.trainer.init(system.start).tuned, np.arange(24, dtype=np.int32) // 12
     weights = system.rollout_weights(tuned)
     prompts = system.sampler.encode(weights, said("a photo of a red star", "two blue rings"))

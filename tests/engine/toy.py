@@ -14,10 +14,9 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from digen_jax import assemble
-from digen_jax.config import recipe
 from digen_jax.config.checks import check_devices
-from digen_jax.config.door import reopen_recipe
-from digen_jax.config.recipe import Recipe
+from digen_jax.config.load import complete, read_config
+from digen_jax.config.train_config import TrainConfig
 from digen_jax.engine.placement import make_placement
 from digen_jax.engine.samples import Images, on_trainer, shardings
 from digen_jax.engine.sharding import Layout
@@ -211,7 +210,7 @@ def config(**fields) -> ConfigDict:
             c.setdefault(group, {})[field] = value
         else:
             c[group] = value
-    return recipe.complete(ConfigDict(c))
+    return complete(ConfigDict(c))
 
 
 def meshes(
@@ -239,12 +238,12 @@ def meshes(
     )
 
 
-def opened(config: ConfigDict | Recipe) -> Recipe:
+def opened(config: ConfigDict | TrainConfig) -> TrainConfig:
     """The recipe of a config, whose files need not exist."""
-    return config if isinstance(config, Recipe) else reopen_recipe(config)
+    return config if isinstance(config, TrainConfig) else read_config(config)
 
 
-def system(config: ConfigDict | Recipe, devices: int = 8, family: Any = None) -> System:
+def system(config: ConfigDict | TrainConfig, devices: int = 8, family: Any = None) -> System:
     """All parts of a run around the toy family, its parameters where the rules put them."""
     family, asked = family or ToyFamily(), opened(config)
     check_devices(asked, devices)
@@ -354,7 +353,7 @@ def fresh(system: System) -> TrainState:
 
 
 def executors(
-    system: System, config: ConfigDict | Recipe, state: TrainState, batches, first=0, kept=None
+    system: System, config: ConfigDict | TrainConfig, state: TrainState, batches, first=0, kept=None
 ) -> Executors:
     """The executors of a run from the beginning, or from a checkpoint after `first` steps."""
     begun = Begun({}, kept) if kept else None

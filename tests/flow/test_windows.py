@@ -88,34 +88,34 @@ def test_progressive_is_the_public_recipe_while_its_window_is_whole():
 
 def test_random_is_uniform_over_the_documented_range():
     """As random.randint(low, high - size): 0, 1 and 2 for Flow-GRPO-Fast's 3 steps within (0, 5)."""
-    window = Window("random", length=3, end=5, seed=7)
-    counts = collections.Counter(window.start(k) for k in range(3000))
+    window = Window("random", length=3, end=5)
+    counts = collections.Counter(window.start(k, 7) for k in range(3000))
     assert set(counts) == {0, 1, 2}
     assert all(abs(count - 1000) < 5 * np.sqrt(1000 * 2 / 3) for count in counts.values())
-    pairs = collections.Counter((window.start(k), window.start(k + 1)) for k in range(2999))
+    pairs = collections.Counter((window.start(k, 7), window.start(k + 1, 7)) for k in range(2999))
     assert len(pairs) == 9 and max(pairs.values()) < 1.3 * min(pairs.values())
 
 
 def test_random_depends_on_the_seed_and_the_training_step_only():
-    window = Window("random", length=2, end=10, seed=3)
-    later = [window.start(k) for k in range(20, 40)]
-    assert [Window("random", 2, 0, 10, seed=3).start(k) for k in range(20, 40)] == later
-    assert [window.start(k) for k in range(40)][20:] == later
-    assert [Window("random", 2, 0, 10, seed=4).start(k) for k in range(20, 40)] != later
-    shifted = Window("random", 2, 5, 15, seed=3)
-    assert [shifted.start(k) - 5 for k in range(20, 40)] == later
+    window = Window("random", length=2, end=10)
+    later = [window.start(k, 3) for k in range(20, 40)]
+    assert [Window("random", 2, 0, 10).start(k, 3) for k in range(20, 40)] == later
+    assert [window.start(k, 3) for k in range(40)][20:] == later
+    assert [window.start(k, 4) for k in range(20, 40)] != later
+    shifted = Window("random", 2, 5, 15)
+    assert [shifted.start(k, 3) - 5 for k in range(20, 40)] == later
 
 
 def test_random_draws_do_not_change_with_versions():
     """A run that is resumed with other package versions must continue with the same windows."""
-    drawn = [Window("random", 1, 0, 1000, seed=5).start(k) for k in range(6)]
+    drawn = [Window("random", 1, 0, 1000).start(k, 5) for k in range(6)]
     assert drawn == PINNED
 
 
 def test_an_interval_holds_the_place():
     for mode in ("random", "progressive"):
-        slow, fast = (Window(mode, 2, 1, 9, interval=n, seed=1) for n in (3, 1))
-        assert [slow.start(k) for k in range(30)] == [fast.start(k // 3) for k in range(30)]
+        slow, fast = (Window(mode, 2, 1, 9, interval=n) for n in (3, 1))
+        assert [slow.start(k, 1) for k in range(30)] == [fast.start(k // 3, 1) for k in range(30)]
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from digen_jax.assemble import build
-from digen_jax.config.door import open_recipe, place
-from digen_jax.config.sections import TrainerSection
+from digen_jax.config.load import fit_config, load_config
+from digen_jax.engine.optimisation import TrainerSettings
 from digen_jax.engine.sampler import Sampler, SamplerSettings
 from digen_jax.errors import ConfigError
 from digen_jax.flow.sampling import image_keys, start_noise
@@ -37,7 +37,7 @@ def _keys():
 @functools.cache
 def by_our_sampler(base, kind):
     """Images from the run's own parts, with its LoRA unmerged, and the weights that it evaluates."""
-    config = place(open_recipe(tiny_config(base, kind)), 1)
+    config = fit_config(load_config(tiny_config(base, kind)), 1)
     system = build(config, jax.devices()[:1])
     state = system.trainer.init(system.start)
     arrays = {name: tree for name, tree in state._asdict().items() if tree is not None}
@@ -106,7 +106,7 @@ def test_a_run_continues_an_exported_lora(base, tmp_path, capsys):
     config.steps = 1
     config.lora.start = str(tmp_path / "lora")
     config.algorithm.kl_coefficient = 0.1
-    train(open_recipe(config), workdir)
+    train(load_config(config), workdir)
     assert f"LoRA of rank 4 on the layers {config.lora.targets}\n" in capsys.readouterr().out
     before = np.load(workdir / "pictures" / "before.npz")
     after = np.load(tuned / "pictures" / "after.npz")
@@ -148,6 +148,6 @@ def test_the_lines_that_the_script_prints_load_what_it_wrote(base, tmp_path):
 def test_a_run_whose_average_is_still_the_start_says_when_it_will_not_be(
     step, ema, every, updates, first
 ):
-    trainer = TrainerSection(ema=ema, ema_every=every, updates=updates)
+    trainer = TrainerSettings(ema=ema, ema_every=every, updates=updates)
     run = types.SimpleNamespace(step=step, recipe=types.SimpleNamespace(trainer=trainer))
     assert first_average(run) == first

@@ -10,7 +10,7 @@ import torch
 from safetensors.numpy import load_file
 
 from digen_jax import assemble
-from digen_jax.config.door import open_recipe, reopen_recipe
+from digen_jax.config.load import load_config, read_config
 from digen_jax.engine.axes import make_mesh
 from digen_jax.engine.divergence import DivergedError
 from digen_jax.engine.placement import DeviceGroup
@@ -268,7 +268,7 @@ def planned(files: Files, base, where: str = ""):
     settings = dict(folder=str(files.clip), batch=2)
     c.rewards = (dict(name="pickscore", settings=settings, where=where), "jpeg_compressibility")
     c.placement.rules = ((".*", "fsdp"),)
-    return reopen_recipe(c)
+    return read_config(c)
 
 
 def test_predicted_memory_has_the_weights(files, base):
@@ -306,10 +306,10 @@ def test_a_run_of_a_pipeline_reads_tries_and_scores(files, base, tmp_path, monke
     c.rewards, c.steps, c.reward_pool = (named, dict(JPEG)), 1, dict(processes=0)
     # Random weights prefer nothing: a run with them must not begin.
     with pytest.raises(ConfigError, match="'pickscore' fails its canary"):
-        train(open_recipe(dict(c, rewards=(named,))), tmp_path / "none")
+        train(load_config(dict(c, rewards=(named,))), tmp_path / "none")
     one = dataclasses.replace(built_in.BUILT_IN["pickscore"], canary="")
     monkeypatch.setitem(built_in.BUILT_IN, "pickscore", one)
-    assert train(open_recipe(c), tmp_path / "run") is None
+    assert train(load_config(c), tmp_path / "run") is None
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
     for line, prefix in zip(lines, ("evaluation/", ""), strict=True):
         scores = [line[f"{prefix}reward_of/{name}"] for name in ("pickscore", JPEG["name"])]

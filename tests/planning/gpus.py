@@ -47,7 +47,7 @@ def compiled(name: str, where: Any) -> dict[str, Any]:
     run as the planner counts it, with the largest temporaries. `auto` is the layout that the planner chooses by these
     costs, and `share` its share of the bound.
     """
-    from digen_jax.config.door import open_recipe
+    from digen_jax.config.load import load_config
     from digen_jax.planning.assessment import assess
     from digen_jax.planning.fitting import _with_programs
     from digen_jax.planning.footprint import model_footprint
@@ -58,7 +58,7 @@ def compiled(name: str, where: Any) -> dict[str, Any]:
 
     config, argument = name.split(":")
     gpus = int(argument.split(",")[-1])
-    recipe = configured(open_recipe(load(config, argument)))
+    recipe = configured(load_config(load(config, argument)))
     try:
         found = assess(recipe, where.devices[:gpus], where.chip, where.answers)
     except Exception as error:

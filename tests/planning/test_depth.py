@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from digen_jax.assemble import outline
-from digen_jax.config.door import reopen_recipe
-from digen_jax.config.recipe import complete
+from digen_jax.config.load import complete, read_config
 from digen_jax.engine.system import rounded
 from digen_jax.planning.programs import lower_generate, lower_gradient, trained_samples
 from tests.tiny_runs import pipeline, tiny_config
@@ -29,7 +28,7 @@ def lowered(base, folder, kind):
     config.model.update(folder=str(folder), remat="blocks")
     config.placement.sizes = "given"
     config.placement.rollout.data = 0
-    recipe = reopen_recipe(config)
+    recipe = read_config(config)
     system = outline(recipe, jax.devices()[:1])
     return {
         "sampling": lower_generate(system, system.sampler, recipe, 8),

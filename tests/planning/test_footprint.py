@@ -4,8 +4,7 @@ import jax
 import pytest
 from ml_collections import ConfigDict
 
-from digen_jax.config.door import reopen_recipe
-from digen_jax.config.recipe import complete
+from digen_jax.config.load import complete, read_config
 from digen_jax.engine.placement import RolloutAxes, TrainerAxes
 from digen_jax.planning.compiled import programs
 from digen_jax.planning.footprint import model_footprint
@@ -18,7 +17,7 @@ from tests.tiny_runs import pipeline, tiny_config
 def test_the_footprint_is_the_models(base, tmp_path):
     config = complete(tiny_config(base, "full"))
     config.placement.rules = ((".*", "replicate"),)
-    found = model_footprint(reopen_recipe(config))
+    found = model_footprint(read_config(config))
     from safetensors.numpy import load_file
 
     folder = pipeline(base)
@@ -27,20 +26,20 @@ def test_the_footprint_is_the_models(base, tmp_path):
     assert found.tuned(1, 1) + found.base(1, 1) == total["transformer"]
     assert found.tuned(2, 1) == found.tuned(1, 1) and found.frozen(1, 1) > total["vae"]
     assert found.copies == 1
-    lora = model_footprint(reopen_recipe(tiny_config(base, "lora")))
+    lora = model_footprint(read_config(tiny_config(base, "lora")))
     assert lora.base(1, 1) == total["transformer"] and 0 < lora.tuned(1, 1) < found.tuned(1, 1) / 2
     assert (found.published(1, 1), found.sampler_base(1, 1)) == (
         found.tuned(1, 1),
         found.base(1, 1),
     )
     config.precision.published = "bfloat16"
-    half = model_footprint(reopen_recipe(config))
+    half = model_footprint(read_config(config))
     assert half.published(1, 1) == found.tuned(1, 1) / 2 and half.tuned(1, 1) == found.tuned(1, 1)
     # An autoencoder of three resolutions: 8 x 8 latents of 4 channels, twice, and the log-probability.
     side = 32 // 4
     assert found.trajectory == 2 * 4 * (2 * side * side * 4 + 1)
     config.precision.trajectory = "bfloat16"
-    half = model_footprint(reopen_recipe(config)).trajectory
+    half = model_footprint(read_config(config)).trajectory
     assert half == 2 * (2 * 2 * side * side * 4 + 4)
     # Of two prompts, and of the empty one for both: 12 tokens of width 32, and a pooled vector of width 16.
     assert found.conditioning == 3 * 4 * (12 * 32 + 16)
@@ -49,7 +48,7 @@ def test_the_footprint_is_the_models(base, tmp_path):
         lines = [{"prompt": "a", "negative_prompt": name} for name in names]
         (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, lines)))
         config.prompts.file = str(tmp_path / "p.jsonl")
-        own = model_footprint(reopen_recipe(config))
+        own = model_footprint(read_config(config))
         assert own.conditioning == rows * 4 * (12 * 32 + 16)
 
 
@@ -59,7 +58,7 @@ def test_text_encoders_that_encode_ahead_are_not_in_a_step(base):
     found = {}
     for kind in ("each_step", "ahead"):
         config.prompts.encoding = kind
-        found[kind] = model_footprint(reopen_recipe(config))
+        found[kind] = model_footprint(read_config(config))
     from safetensors.numpy import load_file
 
     files = [next((pipeline(base) / f"text_encoder{n}").glob("*.safetensors")) for n in ("", "_2")]
@@ -68,9 +67,7 @@ def test_text_encoders_that_encode_ahead_are_not_in_a_step(base):
     assert each.ahead is None and ahead.ahead(1, 1) == pytest.approx(encoders, rel=0.01)
     assert each.frozen(1, 1) - ahead.frozen(1, 1) == ahead.ahead(1, 1)
     assert each.conditioning == ahead.conditioning
-    (encode,) = [
-        p for p in programs(reopen_recipe(config), jax.devices()[:2]) if "encode" in p.name
-    ]
+    (encode,) = [p for p in programs(read_config(config), jax.devices()[:2]) if "encode" in p.name]
     assert (encode.command, encode.what) == ("", "64 prompts, before the run samples")
     shapes = jax.tree.leaves(encode.lower().out_info)
     assert {leaf.shape[0] for leaf in shapes} == {64}
@@ -85,19 +82,19 @@ def forward(config, **fields):
 
 def test_of_the_forward_process_noise_levels_are_trained_and_the_image_alone_is_stored(base):
     config = complete(forward(tiny_config(base, "lora"), times=dict(count=5)))
-    assert make_problem(reopen_recipe(config), 4, calibration()).transitions == 5
-    found = model_footprint(reopen_recipe(config))
+    assert make_problem(read_config(config), 4, calibration()).transitions == 5
+    found = model_footprint(read_config(config))
     assert (found.trajectory, found.copies) == (4 * (8 * 8 * 4 + 2), 1)
 
 
 def test_parts_of_parameters_are_split_by_the_rules():
     config = shapes()
     config.placement.rules = ((".*bias", "replicate"), (".*", "fsdp"))
-    found = model_footprint(reopen_recipe(config))
+    found = model_footprint(read_config(config))
     whole, half = found.tuned(1, 1), found.tuned(2, 1)
     assert whole / 2 < half < 0.75 * whole
     assert whole / 4 < found.tuned(2, 2) < found.tuned(1, 2) < whole
-    problem = make_problem(reopen_recipe(config), 4, calibration(), found)
+    problem = make_problem(read_config(config), 4, calibration(), found)
     rollout, trainer = meshes(problem, PoolLayout(1, 2, rollout=1, rollout_devices=2))
     assert trainer == TrainerAxes(data=1, fsdp=2, samples=True)
     assert rollout in (RolloutAxes(data=1, fsdp=2), RolloutAxes(data=2))

@@ -11,8 +11,7 @@ import jax
 import pytest
 
 from digen_jax.config.checks import check_devices
-from digen_jax.config.door import open_recipe, place, reopen_recipe
-from digen_jax.config.recipe import complete, replaced
+from digen_jax.config.load import complete, fit_config, load_config, read_config, replaced
 from digen_jax.errors import ConfigError
 from digen_jax.planning import placing, step_costs
 from digen_jax.planning.calibration import Calibration, read_calibration
@@ -24,7 +23,7 @@ from digen_jax.scheduling.planner.search import Simulations, layouts, make_plan,
 from digen_jax.scheduling.settings import Costs
 from digen_jax.train import train
 from tests.engine import toy
-from tests.pipelines import ROOT, environment, load_config
+from tests.pipelines import ROOT, environment, shipped_config
 from tests.scripts import run_forked, run_script
 from tests.tiny_runs import pipeline, prompt_file, tiny_config
 
@@ -33,13 +32,13 @@ FINE = ("--config.sampler.chunk=12", "--config.trainer.micro_batch=12")
 
 
 def shapes(chunk=12):
-    config = complete(load_config("shapes_flow_grpo"))
+    config = complete(shipped_config("shapes_flow_grpo"))
     config.sampler.chunk = config.trainer.micro_batch = chunk
     return config
 
 
 def opened(chunk=12):
-    return reopen_recipe(shapes(chunk))
+    return read_config(shapes(chunk))
 
 
 def auto_placement(recipe, devices, costs):
@@ -88,7 +87,7 @@ def test_the_script_plans_from_a_file_of_costs(tmp_path):
     flags = re.findall(r"--config\.(\S+)=(\w+)", text.split("\nit runs with")[1])
     config = shapes()
     config.update_from_flattened_dict({name: ast.literal_eval(value) for name, value in flags})
-    place(open_recipe(config), 4)
+    fit_config(load_config(config), 4)
     for mesh, axes in section.items():
         assert {axis: config.placement[mesh][axis] for axis in axes} == axes
     assert config.runtime.max_policy_lag == chosen.endswith("lag 1")
@@ -195,7 +194,7 @@ def test_a_step_of_one_chunk_is_best_colocated_and_the_sentence_says_so():
 def test_auto_is_the_choice_as_a_section_of_the_config():
     config = shapes()
     config.runtime.max_policy_lag, config.evaluation.batch = 1, 12
-    recipe = reopen_recipe(config)
+    recipe = read_config(config)
     costs = dataclasses.replace(calibration(sync=0.2), trainer_serial=0.02)
     sizes = auto_placement(recipe, 4, costs)
     problem = make_problem(recipe, 4, costs)
@@ -216,7 +215,7 @@ def test_what_is_simulated_of_a_layout_is_what_its_run_does(fields):
     config.runtime.update(fields)
     if "max_incomplete_groups" in fields:
         config.algorithm.old_log_probs = "current"
-    recipe = reopen_recipe(config)
+    recipe = read_config(config)
     problem = make_problem(recipe, 4, calibration())
     found = layouts(problem, lambda layout: can_run(recipe, problem, layout))
     assert {layout.workers for layout in found} == (
@@ -233,7 +232,7 @@ def test_what_is_simulated_of_a_layout_is_what_its_run_does(fields):
 def test_slow_rewards_leave_colocated_the_best_as_it_trains_what_is_scored_already():
     config, costs = shapes(), calibration(score_latency=4.0)
     config.runtime.max_policy_lag = 1
-    recipe = reopen_recipe(config)
+    recipe = read_config(config)
     assert auto_placement(recipe, 4, costs).rollout.data == 0
 
     def seconds(*sizes, **fields):
@@ -248,7 +247,7 @@ def test_slow_rewards_leave_colocated_the_best_as_it_trains_what_is_scored_alrea
 def test_a_placement_that_no_batch_fits_is_not_chosen():
     config = shapes()
     config.evaluation.batch = 7
-    sizes = auto_placement(reopen_recipe(config), 4, calibration())
+    sizes = auto_placement(read_config(config), 4, calibration())
     used = sizes.rollout if sizes.rollout.data else sizes.trainer
     assert used.devices == 1  # 7 images are for no others
 
@@ -261,7 +260,7 @@ def test_a_run_with_an_automatic_placement_keeps_it_when_it_goes_on(
     config = tiny_config(base, "full")
     config = replaced(config, placement="auto", runtime=dict(max_off_policy_fraction=1.0))
     config.steps = 1
-    assert train(open_recipe(config), tmp_path) is None
+    assert train(load_config(config), tmp_path) is None
     said = capsys.readouterr().out
     assert "placement chosen by a chunk timed on" in said
     assert said.startswith(
@@ -279,7 +278,7 @@ def test_a_run_with_an_automatic_placement_keeps_it_when_it_goes_on(
     used += rollout["workers"] * rollout["data"] * rollout["fsdp"]
     assert used == jax.device_count() == 8
     config.steps = 2
-    assert train(open_recipe(config), tmp_path) is None
+    assert train(load_config(config), tmp_path) is None
     said = capsys.readouterr().out
     assert "continuing after step 1" in said and "chosen" not in said
     assert json.loads((tmp_path / "config.json").read_text())["placement"] == placement
@@ -294,7 +293,7 @@ def test_costs_are_measured_on_as_few_devices_as_hold_the_training(
     config.placement.update(sizes="auto", rules=((".*", "fsdp"),))
     config.sampler.chunk = config.trainer.micro_batch = config.evaluation.batch = 8
     config.batch.update(groups=4, images=4)
-    recipe, measured = open_recipe(config), []
+    recipe, measured = load_config(config), []
     alone = placing.place_alone(recipe)
     problem = make_problem(alone, 1, calibration(), placing.model_footprint(alone))
     needed = device_bytes(problem, PoolLayout(1, 1)).largest
@@ -321,7 +320,7 @@ def test_work_that_scales_is_colocated():
 def test_axes_whose_devices_share_images_are_kept():
     config = shapes()
     config.placement.rollout.tensor = config.placement.trainer.sequence = 2
-    recipe = reopen_recipe(config)
+    recipe = read_config(config)
     problem = make_problem(recipe, 8, calibration())
     layout = PoolLayout(1, 4, shared=2, rollout=2, rollout_devices=2, rollout_shared=2)
     rollout, trainer = meshes(problem, layout)
@@ -332,6 +331,6 @@ def test_axes_whose_devices_share_images_are_kept():
 def test_devices_that_no_batch_divides_are_an_error():
     config = shapes(144)
     config.trainer.micro_batch = 1
-    problem = make_problem(reopen_recipe(config), 7, calibration())
+    problem = make_problem(read_config(config), 7, calibration())
     with pytest.raises(ConfigError, match=r"config\.sampler\.chunk"):
         make_plan(problem, lambda layout: False)

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from digen_jax.assemble import build, outline
-from digen_jax.config.door import reopen_recipe
-from digen_jax.config.recipe import complete
+from digen_jax.config.load import complete, read_config
 from digen_jax.engine.samples import Images, on_trainer, receive
 from digen_jax.planning.footprint import model_footprint
 from digen_jax.planning.plan import make_problem
@@ -110,7 +109,7 @@ def sampling_bytes(recipe, system, programs, held, tuned):
 
 @pytest.mark.slow
 def test_predicted_memory_is_that_of_the_compiled_programs(base):
-    recipe = reopen_recipe(tiny(base, "lora", 16, "blocks", time=2, data=2, tensor=2))
+    recipe = read_config(tiny(base, "lora", 16, "blocks", time=2, data=2, tensor=2))
     plan = planned(recipe)
     found = training_bytes(recipe, *plan) | sampling_bytes(recipe, *plan)
     errors = {name: mine / compiled - 1 for name, (mine, compiled) in found.items()}
@@ -120,7 +119,7 @@ def test_predicted_memory_is_that_of_the_compiled_programs(base):
 @pytest.mark.slow
 def test_the_programs_are_those_that_a_run_calls(base):
     """Compiled without arrays, they take a step's own arrays as they lie, and return what the step does."""
-    recipe = reopen_recipe(tiny(base, "full", 8, data=2))
+    recipe = read_config(tiny(base, "full", 8, data=2))
     devices = jax.devices()[:2]
     system, lying = build(recipe, devices), outline(recipe, devices)
     rows = np.repeat(np.arange(2, dtype=np.int32), 4)

@@ -10,8 +10,7 @@ import pytest
 from digen_jax.accelerators.answers import Answer, Answers
 from digen_jax.accelerators.calibration import shares
 from digen_jax.accelerators.chips import Chip
-from digen_jax.config.door import open_recipe
-from digen_jax.config.recipe import complete
+from digen_jax.config.load import complete, load_config
 from digen_jax.errors import ConfigError
 from digen_jax.planning.assessment import Assessed, assess, timed
 from digen_jax.planning.compiled import Program
@@ -32,7 +31,7 @@ def tiny(base):
     config.placement.sizes = "given"
     config.placement.rollout.data = 0
     config.placement.trainer.data = 2
-    return open_recipe(config)
+    return load_config(config)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from digen_jax.config.recipe import complete
+from digen_jax.config.load import complete
 from digen_jax.errors import ConfigError
 from digen_jax.planning.step_costs import read_run_costs
 from digen_jax.scheduling.settings import Costs

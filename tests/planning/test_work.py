@@ -8,8 +8,7 @@ import pytest
 
 from digen_jax.accelerators.counting import products, repeated
 from digen_jax.accelerators.hlo import parse
-from digen_jax.config.door import open_recipe
-from digen_jax.config.recipe import complete
+from digen_jax.config.load import complete, load_config
 from digen_jax.models.published import published_folder
 from digen_jax.planning.compiled import programs
 from tests.tiny_runs import once, tiny_config
@@ -50,7 +49,7 @@ def recipe_of(base, kind, **changes):
     config.sampler.chunk = config.trainer.micro_batch = config.evaluation.batch = 2
     config.placement.rollout.data = 0
     config.update_from_flattened_dict(changes)
-    return open_recipe(config)
+    return load_config(config)
 
 
 CHANGES = {

@@ -4,11 +4,11 @@ import pytest
 
 from digen_jax.errors import ConfigError
 from digen_jax.pretraining.settings import read_settings
-from tests.pipelines import load_config
+from tests.pipelines import shipped_config
 
 
 def test_the_settings_say_what_the_config_says():
-    config = load_config("shapes_pretrain")
+    config = shipped_config("shapes_pretrain")
     found = read_settings(config)
     assert found.as_json() == json.loads(json.dumps(config.to_dict()))
     assert (found.transformer.fit.steps, found.text.max_length) == (16_000, 12)
@@ -24,7 +24,7 @@ def test_the_settings_say_what_the_config_says():
     ],
 )
 def test_what_cannot_be_read_is_one_sentence(name, value, sentence):
-    config = load_config("shapes_pretrain")
+    config = shipped_config("shapes_pretrain")
     *groups, field = name.split(".")
     holder = config
     for group in groups:

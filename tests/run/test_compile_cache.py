@@ -16,7 +16,7 @@ import collections, os, pathlib, signal, sys
 from digen_jax.process.launching import prepare
 prepare()
 import jax
-from digen_jax.config.door import open_recipe
+from digen_jax.config.load import load_config
 from digen_jax.runtime import opening
 from digen_jax.train import train
 from tests.engine import toy
@@ -29,7 +29,7 @@ opening.build = lambda recipe, devices: toy.system(recipe, len(devices))
 config = get_config()
 config.prompts.file = config.evaluation.prompts = sys.argv[2]
 config.steps = int(sys.argv[3])
-train(open_recipe(config), workdir)
+train(load_config(config), workdir)
 names = "compile_requests_use_cache", "cache_hits", "cache_misses"
 print({name: events[name] for name in names}, flush=True)
 # A thread of a library has once aborted the interpreter at its end, which is not tested here.

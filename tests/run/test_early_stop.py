@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from digen_jax.config.door import open_recipe
+from digen_jax.config.load import load_config
 from digen_jax.config.sections import StoppingSection
 from digen_jax.errors import ConfigError
 from digen_jax.records.metrics import MetricsLog, has_fallen, reason_to_stop
@@ -81,10 +81,10 @@ def both(tmp_path, **fields):
 )
 def test_what_cannot_be_watched_is_refused(tmp_path, fields, sentence):
     with pytest.raises(ConfigError, match=sentence):
-        open_recipe(both(tmp_path, **fields))
+        load_config(both(tmp_path, **fields))
     with pytest.raises(ConfigError, match="is the only reward, which is trained: add one"):
-        open_recipe(config(tmp_path, stopping__reward=TRAINED))
-    open_recipe(both(tmp_path, stopping__reward=WATCHED))
+        load_config(config(tmp_path, stopping__reward=TRAINED))
+    load_config(both(tmp_path, stopping__reward=WATCHED))
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from digen_jax.config.door import open_recipe
+from digen_jax.config.load import load_config
 from digen_jax.runtime import opening
 from digen_jax.runtime.executors import Executors
 from digen_jax.runtime.orders import Orders
@@ -63,7 +63,7 @@ def test_a_process_that_follows_ends_with_the_same_bits(
     assert train("first", c) is None
     (tmp_path / "other").mkdir()
     shutil.copy(tmp_path / "first" / ".lock", tmp_path / "other" / ".lock")
-    found = follow(monkeypatch, open_recipe(c), tmp_path / "other", announced)
+    found = follow(monkeypatch, load_config(c), tmp_path / "other", announced)
     assert found == ((None, None), [""])
     first, other = (jax.tree.leaves(one.state) for one in executors)
     for leaf, expected in zip(other, first, strict=True):
@@ -75,6 +75,6 @@ def test_another_config_is_answered(tmp_path, monkeypatch, train, announced):  #
     assert train("first", config(tmp_path, steps=1)) is None
     shutil.copytree(tmp_path / "first", tmp_path / "other")
     end = json.dumps(["end", pack(("another config", None))])
-    other = open_recipe(config(tmp_path, steps=2))
+    other = load_config(config(tmp_path, steps=2))
     found, (answer,) = follow(monkeypatch, other, tmp_path / "other", [announced[0], end])
     assert found == ("another config", None) and "got another config" in answer

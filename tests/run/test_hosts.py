@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from digen_jax.config.door import open_recipe
+from digen_jax.config.load import load_config
 from digen_jax.engine import sharding
 from digen_jax.process import ending
 from digen_jax.records.checkpoint_folder import read_checkpoint
@@ -94,7 +94,7 @@ def alone(folder: pathlib.Path, workdir: str) -> None:
         toy_process.without_canary()
         patch.setattr(sharding, "FSDP_MIN_SIZE", 16)
         patch.setattr(opening, "build", lambda config, devices: toy.system(config, 4))
-        assert train(open_recipe(toy_process.get_config(clip)), folder / workdir) is None
+        assert train(load_config(toy_process.get_config(clip)), folder / workdir) is None
 
 
 def tuned(workdir: pathlib.Path, like: dict) -> dict:

@@ -17,7 +17,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from digen_jax.config.door import open_recipe
+from digen_jax.config.load import load_config
 from digen_jax.engine import divergence
 from digen_jax.engine.divergence import DivergedError
 from digen_jax.errors import ConfigError
@@ -283,7 +283,7 @@ def train(tmp_path, monkeypatch):
 
         monkeypatch.setattr(opening, "build", build)
         monkeypatch.setattr(sys.modules[__name__], "happens", event)
-        return whole_run(open_recipe(config), tmp_path / workdir)
+        return whole_run(load_config(config), tmp_path / workdir)
 
     return train
 
@@ -382,7 +382,7 @@ def test_rewards_are_tried_at_the_evaluations_size(tmp_path, monkeypatch, height
 
     monkeypatch.setattr(opening, "build", build)
     with pytest.raises(InterruptedError if starts else RewardFailed):
-        whole_run(open_recipe(c), tmp_path / "run")
+        whole_run(load_config(c), tmp_path / "run")
 
 
 def test_a_wrong_reward_is_said_with_what_is_saved(tmp_path, train):

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from digen_jax.assemble import open_parts
-from digen_jax.config.door import open_recipe, place
+from digen_jax.config.load import fit_config, load_config
 from digen_jax.errors import ConfigError, blame
 from digen_jax.families import load_family, open_pipeline
 from digen_jax.inference.model import edited, open_model, run_recipe
@@ -296,7 +296,7 @@ def test_weights_that_do_not_fit_are_found_before_any_is_read(base, folder, monk
     )
     config = tiny_config(base, "full")
     config.model.folder = str(folder)
-    recipe = place(open_recipe(config), 1)
+    recipe = fit_config(load_config(config), 1)
     with pytest.raises(ConfigError, match=f"^config.model.folder: {sentence}"):
         open_parts(recipe, jax.devices()[:1])
     with pytest.raises(ConfigError, match=f"^{sentence}"):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from digen_jax import assemble
-from digen_jax.config.door import open_recipe, place
+from digen_jax.config.load import fit_config, load_config
 from digen_jax.errors import ConfigError
 from digen_jax.models.family import Size
 from digen_jax.models.published import published_folder
@@ -27,7 +27,7 @@ def load(*gpus):
 
 @pytest.mark.parametrize("gpus", [1, 7, 8, 28])
 def test_it_has_the_published_batch_and_steps(gpus):
-    found = place(open_recipe(load(str(gpus))), gpus)
+    found = fit_config(load_config(load(str(gpus))), gpus)
     assert (found.batch.groups, found.batch.images, found.trainer.updates) == (48, 21, 2)
     assert (found.sampler.steps, found.trained_steps, found.sampler.guidance) == (6, 5, 2.5)
     assert found.sampler.chunk == found.trainer.micro_batch == 3 * gpus
@@ -45,7 +45,7 @@ def test_it_wants_a_number_of_gpus(argument):
 @pytest.fixture(scope="module")
 def opened():
     """(the recipe, its family)"""
-    recipe = open_recipe(load())
+    recipe = load_config(load())
     return recipe, assemble.recipe_model(recipe)[1]
 
 

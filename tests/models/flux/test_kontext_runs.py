@@ -12,7 +12,7 @@ from diffusers import FluxKontextPipeline
 from PIL import Image
 
 from digen_jax.assemble import build
-from digen_jax.config.door import open_recipe, place
+from digen_jax.config.load import fit_config, load_config
 from digen_jax.encoding import ahead
 from digen_jax.encoding.reached import reached
 from digen_jax.engine.encoding import encoder
@@ -49,7 +49,7 @@ STEPS, SIZE = 3, Size(16, 12)
 
 def trained(base):
     """The workdir of two steps of two passes, whose prompts, some with a negative one, were encoded before."""
-    run = functools.partial(train, open_recipe(guided_config(base, "ahead")))
+    run = functools.partial(train, load_config(guided_config(base, "ahead")))
     return once(base / "tiny-kontext-run", run)
 
 
@@ -72,7 +72,7 @@ def test_equal_texts_with_other_pictures_stay_apart(base, tmp_path, capsys):
     folder = shutil.copytree(edit_prompts(base).parent, tmp_path / "edits")
     c = edit_config(base, encoding="ahead", store=str(tmp_path / "store"))
     c.prompts.file = c.evaluation.prompts = str(folder / "prompts.jsonl")
-    recipe = place(open_recipe(c), 1)
+    recipe = fit_config(load_config(c), 1)
 
     def prepared():
         drawn = functools.partial(reached, recipe, tmp_path / "cache")
@@ -96,7 +96,7 @@ def test_equal_texts_with_other_pictures_stay_apart(base, tmp_path, capsys):
 
     folder = folder.rename(tmp_path / "moved")
     c.prompts.file = c.evaluation.prompts = str(folder / "prompts.jsonl")
-    recipe = place(open_recipe(c), 1)
+    recipe = fit_config(load_config(c), 1)
     assert prepared().missing == []
     (folder / "c.jpg").write_bytes((folder / "photos" / "a.png").read_bytes())
     (missing,) = prepared().missing
@@ -113,7 +113,7 @@ def test_a_run_edits_in_two_passes_with_ratio_one_by_what_was_encoded_ahead(base
     assert len(_about(block)["texts"]) == 8
     records, systems = read_prompt_file(base / "guided-edits.jsonl"), []
     for encoding in ("each_step", "ahead"):
-        recipe = place(open_recipe(guided_config(base, encoding)), 2)
+        recipe = fit_config(load_config(guided_config(base, encoding)), 2)
         systems.append(build(recipe, jax.devices()[:2]))
     each, read = (one.sampler.encode(one.rollout_weights(one.start), records) for one in systems)
     assert jax.tree.structure(each) == jax.tree.structure(read) and read.null is not None
@@ -152,7 +152,7 @@ def test_a_mistake_is_one_sentence_before_anything_slow(base, tmp_path, kind):
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, records)))
     c.prompts.file = c.evaluation.prompts = str(tmp_path / "prompts.jsonl")
     with pytest.raises(ConfigError, match=words):
-        train(place(open_recipe(c), 1), tmp_path / "run")
+        train(fit_config(load_config(c), 1), tmp_path / "run")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from digen_jax.config.checks.rewards import needs_of
+from digen_jax.config.inputs import needs_of
 from digen_jax.errors import ConfigError
 from digen_jax.learned_rewards.canaries import of_objects
 from digen_jax.rewards.built_in import BUILT_IN, resolve

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from digen_jax.config.checks.rewards import needs_of
+from digen_jax.config.inputs import needs_of
 from digen_jax.errors import ConfigError
 from digen_jax.process.ending import Stopped
 from digen_jax.rewards.built_in import resolve

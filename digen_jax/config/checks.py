@@ -1,0 +1,612 @@
+"""Checks of a config's fields, alone and together, that need neither a file nor a model.
+
+Each field's own type states its choices or range (`ranges`). A rule about several fields is a function that raises a
+`ConfigError`. It is checked by the object that has the fields, if there is one (`check` of an algorithm,
+`AdvantageSettings`, `Window`, the scheduler's `Settings`). All errors that can be found at once are reported at once.
+"""
+
+import dataclasses
+import math
+import operator
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from digen_jax.algorithms.old_log_probs import choose_old_log_probs
+from digen_jax.algorithms.subsets import share_of_timesteps
+from digen_jax.config.fields import flat
+from digen_jax.config.train_config import ALGORITHMS, TrainConfig
+from digen_jax.engine.axes import MODEL, PARAMETERS, TIME
+from digen_jax.engine.placement import ONE_DEVICE, RolloutAxes, TrainerAxes, mesh_sizes
+from digen_jax.engine.sharding import TACTICS
+from digen_jax.errors import ConfigError, blame, check_choice, check_divides, together
+from digen_jax.flow.steps import KINDS, Ode, make_step
+from digen_jax.models.logical_axes import NAMES
+from digen_jax.ranges import ANY, Range, allowed_values, check_allowed
+from digen_jax.rewards.settings import RewardSettings
+
+WITHOUT_NOISE = tuple(kind for kind, step in KINDS.items() if issubclass(step, Ode))
+NOISY = tuple(kind for kind in KINDS if kind not in WITHOUT_NOISE)
+# Fields of the scheduler's settings, and their names in a config.
+SCHEDULED = {
+    "groups": "config.batch.groups",
+    "images": "config.batch.images",
+    "chunk_images": "config.sampler.chunk",
+    "updates": "config.trainer.updates",
+    "max_candidates": "config.runtime.max_candidates",
+    "redundant_groups": "config.runtime.redundant_groups",
+}
+
+
+def check_fields(config: ConfigDict) -> None:
+    """Refuses values that a field of a complete config cannot have, independent of other fields.
+
+    Raises:
+      ConfigError: one sentence for each such field.
+    """
+    fields, allowed = flat(config), allowed_of(config.algorithm.name)
+    with together() as one:
+        for name, value in fields.items():
+            known = allowed.get(re.sub(r"\[\d+\]", "[i]", name).removeprefix("config."), ANY)
+            if isinstance(known, tuple) or isinstance(value, int | float):
+                with one():
+                    check_allowed(name, value, known)
+        for check in (_check_tracker_projects, _check_weights, _check_files, _check_rules):
+            with one():
+                check(config)
+
+
+def allowed_of(algorithm: str) -> dict[str, tuple[Any, ...] | Range]:
+    """Returns the choices or the range of each field that has any, by dotted name.
+
+    Args:
+      algorithm: name of the config's algorithm.
+    """
+    kind = ALGORITHMS[algorithm]
+    found = dict(allowed_values(TrainConfig))
+    found |= allowed_values(kind, "algorithm.")
+    found |= allowed_values(RewardSettings, "rewards[i].")
+    found["sampler.kind"] = NOISY if kind.objective == "transitions" else tuple(KINDS)
+    if "algorithm.old_log_probs" in found:
+        found["algorithm.old_log_probs"] = ("auto", *found["algorithm.old_log_probs"])
+    return found
+
+
+def check_rules(config: TrainConfig) -> None:
+    """Refuses fields that cannot go together, independent of the devices.
+
+    A later group of rules is checked only if the rules before it found nothing.
+
+    Raises:
+      ConfigError: one sentence for each error that can be found at once.
+    """
+    for rules in (
+        # Groups, and the steps of an image.
+        (
+            _check_decay,
+            _check_average,
+            _check_source,
+            _check_lora_start,
+            _check_watched_reward,
+            _check_advantages,
+            _check_sampler,
+            _check_incomplete_groups,
+        ),
+        # How a step is divided.
+        (_check_batches, _check_candidates, _check_chunks_of_incomplete_groups, _check_algorithm),
+        # A step as a whole.
+        (_check_noise_level, _check_lag),
+    ):
+        run_checks(rules, config)
+
+
+def check_meshes(config: TrainConfig, devices: int) -> None:
+    """Refuses meshes that do not fit `devices` devices, or that a pass or chunk cannot be split over.
+
+    Raises:
+      ConfigError: one sentence for each error that can be found at once.
+    """
+
+    def on_devices(config: TrainConfig) -> None:
+        check_devices(config, devices)
+
+    run_checks((_check_pack, _check_trajectories_on_mesh, on_devices), config)
+
+
+def run_checks(checks: Iterable[Callable[[Any], None]], value: Any) -> None:
+    """Makes several checks of a value, and raises one ConfigError with all their sentences."""
+    with together() as one:
+        for check in checks:
+            with one():
+                check(value)
+
+
+# ------------------------------------------------------------------------------ single fields
+
+
+def _check_tracker_projects(config: ConfigDict) -> None:
+    with together() as one:
+        for tracker in ("wandb", "trackio"):
+            given = [name for name, value in config[tracker].items() if value and name != "mode"]
+            with one():
+                if given and not config[tracker].project:
+                    raise ConfigError(
+                        f"config.{tracker}.{given[0]} does nothing without config.{tracker}.project: name the "
+                        "project, too"
+                    )
+
+
+def _check_weights(config: ConfigDict) -> None:
+    """Refuses weights of rewards of which none trains anything, and dicts of weights that hold no numbers."""
+    weights = []
+    with together() as one:
+        for number, section in enumerate(config.rewards):
+            given = section.weight
+            several = given.to_dict() if isinstance(given, ConfigDict) else {"": given}
+            weights += several.values()
+            if not several or not all(type(w) in (int, float) for w in several.values()):
+                with one():
+                    raise ConfigError(
+                        f"config.rewards[{number}].weight = {several!r} must be a number, or a dict from scores' "
+                        "names to numbers"
+                    )
+    if weights and not any(weights):
+        raise ConfigError(
+            "config.rewards leaves nothing to train on: give a reward a weight other than 0"
+        )
+
+
+def _check_files(config: ConfigDict) -> None:
+    """Refuses weights that do not fit the prompt files."""
+    files, weights = tuple(config.prompts.files), tuple(config.prompts.weights)
+    for file in files:
+        if not isinstance(file, str) or not file:
+            raise ConfigError(f"config.prompts.files must hold paths of prompt files, not {file!r}")
+        if files.count(file) > 1:
+            raise ConfigError(
+                f"config.prompts.files has {file!r} twice: name it once, with a larger weight"
+            )
+    if not weights:
+        return
+    given = f"config.prompts.weights = {weights}"
+    if not all(type(one) in (int, float) and 0 < one < math.inf for one in weights):
+        raise ConfigError(f"{given} must hold positive numbers: leave out files of weight 0")
+    if len(weights) != len(files):
+        raise ConfigError(
+            f"{given} must have a weight for each of the {len(files)} files of config.prompts.files, or be () where "
+            "all weigh the same"
+        )
+
+
+def _check_rules(config: ConfigDict) -> None:
+    """Refuses invalid sharding rules."""
+    for rule in config.placement.rules:
+        kinds = [type(part) for part in rule] if isinstance(rule, tuple | list) else []
+        if kinds not in ([str] * 2, [str] * 3):
+            raise ConfigError(
+                "config.placement.rules must hold pairs such as ('.*', 'replicate'), a regular expression and a "
+                f"tactic, and triples such as ('.*', 'mlp', 'tensor'), where axes follow it, not {rule!r}"
+            )
+        pattern, *about = rule
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ConfigError(
+                f"config.placement.rules: {pattern!r} is not a regular expression: {error}"
+            ) from error
+        named = {"tactic": TACTICS}
+        if len(about) == 2:
+            named = {"logical axis": tuple(NAMES), "mesh axis": PARAMETERS}
+        for (kind, known), value in zip(named.items(), about, strict=True):
+            check_choice(f"the {kind} of {pattern!r} in config.placement.rules", value, known)
+
+
+# ------------------------------------------------------------------------------ model, optimizer, rewards
+
+
+def _check_decay(config: TrainConfig) -> None:
+    trainer = config.trainer
+    updates, rising = config.steps * trainer.updates, trainer.warmup + trainer.decay
+    if trainer.decay and updates > rising:
+        raise ConfigError(
+            f"config.trainer.warmup + config.trainer.decay = {rising} updates, after which the learning rate is 0, are "
+            f"fewer than the run's {updates}: set config.trainer.decay to {updates - trainer.warmup} or more, or to 0"
+        )
+
+
+def _check_average(config: TrainConfig) -> None:
+    trainer = config.trainer
+    asked = trainer.ema_unit != "update" or trainer.ema_warm_up
+    if not trainer.ema and (asked or trainer.ema_every * trainer.ema_repeats > 1):
+        raise ConfigError(
+            "config.trainer.ema = 0 keeps no average, so that ema_unit, ema_warm_up, ema_every and ema_repeats have no "
+            "effect: set config.trainer.ema to a decay such as 0.9, or leave these out"
+        )
+
+
+def _check_source(config: TrainConfig) -> None:
+    model = config.model
+    if (model.source_height > 0) != (model.source_width > 0):
+        raise ConfigError(
+            f"config.model.source_height = {model.source_height} and config.model.source_width = {model.source_width} "
+            "are no size: set both, or both to 0 where prompts have no pictures"
+        )
+
+
+def _check_lora_start(config: TrainConfig) -> None:
+    if config.lora.start and not config.lora.rank:
+        raise ConfigError(
+            f"config.lora.start = {config.lora.start!r} is a LoRA to continue, but config.lora.rank = 0 tunes "
+            "all weights: set config.lora.rank, config.lora.alpha and config.lora.targets to that LoRA's"
+        )
+
+
+def _check_watched_reward(config: TrainConfig) -> None:
+    """Refuses an early stop by a score that no evaluation shows."""
+    name, rewards = config.stopping.reward, config.rewards
+    shown = [score for one in rewards for score in one.entries.values()]
+    # What a reward returns in addition to its weighed scores is known when it is called.
+    if not name or name.startswith(tuple(f"{one.title}/" for one in rewards)):
+        return
+    check_choice("config.stopping.reward", name, shown)
+    if len(shown) == 1:
+        raise ConfigError(
+            f"config.stopping.reward = {name!r} is the only reward, which is trained: add one to config.rewards with "
+            "weight 0 and name that"
+        )
+
+
+def _check_advantages(config: TrainConfig) -> None:
+    with blame("config.advantages."):
+        config.advantages.check(config.batch.images)
+
+
+# ------------------------------------------------------------------------------ steps of an image
+
+
+def _check_sampler(config: TrainConfig) -> None:
+    """Refuses a window, a fraction of it, or start noise that cannot work."""
+    sampler, transitions = config.sampler, config.algorithm.objective == "transitions"
+    if config.noisy_steps or transitions:
+        with blame("config.sampler.window."):
+            sampler.window.check(sampler.steps)
+            if transitions:
+                share_of_timesteps(config.noisy_steps, sampler.window.fraction)
+    if sampler.shared_noise and sampler.kind in WITHOUT_NOISE:
+        raise ConfigError(
+            "config.sampler.shared_noise = True makes all images of a group equal, as a sampler of "
+            f"config.sampler.kind = {sampler.kind!r} adds no noise: set it to False"
+        )
+
+
+def _check_noise_level(config: TrainConfig) -> None:
+    with blame("config.sampler."):
+        make_step(config.sampler.kind, config.sampler.noise_level)
+
+
+def _check_pack(config: TrainConfig) -> None:
+    """A pass takes `pack` steps, split over the mesh axis "time"; no part may be padding only."""
+    pack, time = config.trainer.pack, config.placement.trainer.time
+    check_divides(
+        "config.placement.trainer.time",
+        time,
+        "config.trainer.pack",
+        pack,
+        "as the steps of a pass are split evenly over that axis",
+    )
+    steps = config.trained_steps
+    most = steps + -steps % time
+    if pack > most:
+        matching = config.algorithm.objective == "matching"
+        where = (
+            "noise levels of config.algorithm.times"
+            if matching
+            else "trained steps of config.sampler.window"
+        )
+        raise ConfigError(
+            f"config.trainer.pack = {pack} is more than the {steps} {where} fill: set it to {most} or less"
+        )
+
+
+# ------------------------------------------------------------------------------ division of a step
+
+
+def _check_batches(config: TrainConfig) -> None:
+    """Checks every division of a step's images: into update sets, chunks, micro-batches, devices."""
+    batch, trainer, chunk = config.batch, config.trainer, config.sampler.chunk
+    config.scheduler.check(SCHEDULED)
+    count = config.advantages.best_and_worst
+    if count:
+        check_divides(
+            "config.batch.images",
+            batch.images,
+            "config.sampler.chunk",
+            chunk,
+            f"as with config.advantages.best_and_worst = {count} a chunk holds whole groups",
+        )
+    if config.algorithm.images_of_sample == 1:
+        trained = config.advantages.kept(chunk, batch.images)
+        chosen = ""
+        if trained < chunk:
+            chosen = " / config.batch.images * 2 * config.advantages.best_and_worst"
+        check_divides(
+            "config.trainer.micro_batch",
+            trainer.micro_batch,
+            f"config.sampler.chunk{chosen}",
+            trained,
+            "as micro-batches are cut from a chunk",
+        )
+
+
+def _check_candidates(config: TrainConfig) -> None:
+    """Refuses groups that share chunks where one of them may be replaced."""
+    if config.runtime.max_candidates:
+        _check_one_group(
+            config,
+            "as with config.runtime.max_candidates a group that is replaced must not share a chunk",
+            config.batch.images,
+        )
+
+
+def _check_one_group(config: TrainConfig, why: str, most: int) -> None:
+    """Refuses chunks that hold several groups; `why` gives the reason, `most` is the largest size to suggest."""
+    chunk, images = config.sampler.chunk, config.batch.images
+    if images % chunk:
+        sizes = [size for size in range(1, most + 1) if images % size == 0]
+        raise ConfigError(
+            f"config.sampler.chunk = {chunk} must divide config.batch.images = {images}, {why}: "
+            f"set {_smaller_chunks(config, sizes)}"
+        )
+
+
+def _smaller_chunks(config: TrainConfig, sizes: Sequence[int]) -> str:
+    """The fields to set, micro-batch included, for the largest of some sizes that the meshes can split."""
+    meshes = (config.placement.rollout, config.placement.trainer)
+    split = math.lcm(*(max(1, mesh.images) for mesh in meshes))
+    size = max([size for size in sizes if size % split == 0] or sizes)
+    fields = "config.sampler.chunk"
+    if size % config.trainer.micro_batch:
+        fields += " and config.trainer.micro_batch"
+    return f"{fields} to {size}"
+
+
+def _check_lag(config: TrainConfig) -> None:
+    """Refuses a policy lag without an effect."""
+    runtime, settings = config.runtime, config.scheduler
+    if not runtime.max_policy_lag or settings.off_policy_units:
+        return
+    images = settings.groups * settings.images // settings.updates
+    sizes = [
+        size
+        for size in range(1, settings.chunk_images)
+        if images % size == 0 and dataclasses.replace(settings, chunk_images=size).off_policy_units
+    ]
+    change = "config.runtime.max_off_policy_fraction higher"
+    if sizes:
+        change = _smaller_chunks(config, sizes)
+    raise ConfigError(
+        f"config.runtime.max_policy_lag = {runtime.max_policy_lag} changes nothing, as "
+        f"config.runtime.max_off_policy_fraction = {runtime.max_off_policy_fraction} of a step is less than "
+        f"config.sampler.chunk = {config.sampler.chunk} images or a group: set {change}, or "
+        "config.runtime.max_policy_lag to 0"
+    )
+
+
+# ------------------------------------------------------------------------------ incomplete groups
+
+
+def _check_incomplete_groups(config: TrainConfig) -> None:
+    """Refuses training before groups are complete where it is not exact or has no effect.
+
+    `Algorithm.check_early` checks the algorithm's settings.
+    """
+    runtime = config.runtime
+    early = f"config.runtime.max_incomplete_groups = {runtime.max_incomplete_groups}"
+    names = [name for one in config.rewards for name in one.entries.values()]
+    if not runtime.max_incomplete_groups:
+        return
+    if not config.algorithm.may_train_early:
+        raise ConfigError(
+            f"{early} is for policy_gradient, whose loss may be linear in the advantages, and not for "
+            f"{config.algorithm.name}: set it to 0"
+        )
+    needed = (
+        ("runtime.max_policy_lag", 0, "older weights' ratios are not 1"),
+        ("trainer.updates", 1, "after an update ratios are not 1"),
+        ("placement.trainer.workers", 1, "one worker has to train a whole group"),
+        ("runtime.max_candidates", 0, "only a complete group shows whether it is replaced"),
+    )
+    with together() as one:
+        for name, value, why in needed:
+            if (given := operator.attrgetter(name)(config)) != value:
+                with one():
+                    raise ConfigError(
+                        f"{early} cannot go with config.{name} = {given}, as {why}: set that to {value}, or "
+                        "config.runtime.max_incomplete_groups to 0"
+                    )
+        with one():
+            if len(names) > 1:
+                raise ConfigError(
+                    f"{early} cannot go with config.rewards = {', '.join(names)}, as it is shown to be exact for a "
+                    f"single reward only: set that to {names[0]}, or config.runtime.max_incomplete_groups to 0"
+                )
+            with blame("config.advantages."):
+                config.advantages.check_early()
+        with one():
+            if runtime.ordered == "yes":
+                raise ConfigError(
+                    f"{early} cannot go with config.runtime.ordered = 'yes', as the order of training depends on "
+                    "arrival: set that to 'auto', or config.runtime.max_incomplete_groups to 0"
+                )
+
+
+def _check_chunks_of_incomplete_groups(config: TrainConfig) -> None:
+    """Refuses chunks that hold several groups, or everything that the trainer would wait for."""
+    early = f"config.runtime.max_incomplete_groups = {config.runtime.max_incomplete_groups}"
+    chunk, images = config.sampler.chunk, config.batch.images
+    if not config.runtime.max_incomplete_groups:
+        return
+    less = config.advantages.std == "group"
+    most = images // 2 if less else images
+    _check_one_group(config, f"as with {early} a chunk belongs to one group", most)
+    if less and chunk == images:
+        raise ConfigError(
+            f"{early} changes nothing where config.sampler.chunk = {chunk} is a whole group: set "
+            "that to less, or config.runtime.max_incomplete_groups to 0"
+        )
+
+
+# ------------------------------------------------------------------------------ algorithm
+
+
+def _check_algorithm(config: TrainConfig) -> None:
+    """Refuses settings of the algorithm that cannot go together, or not with other sections."""
+    algorithm, asked = config.algorithm, config.asked
+    with blame("config.algorithm."):
+        if asked.get("old_log_probs", "auto") != "auto":
+            choose_old_log_probs(
+                asked["old_log_probs"],
+                float32=True,
+                stale=config.runtime.max_policy_lag > 0,
+                updates=config.trainer.updates,
+                stored=algorithm.objective == "transitions",
+            )
+    if algorithm.times is not None:
+        with blame("config.algorithm.times."):
+            algorithm.times.check(config.sampler.steps)
+    if "ema" in asked:
+        with blame("config.algorithm.ema."):
+            algorithm.ema.check()
+    with blame("config.algorithm."):
+        algorithm.check()
+        algorithm.check_kind(config.sampler.kind)
+        if config.runtime.max_incomplete_groups:
+            algorithm.check_early(config.advantages, config.batch.images, config.batch.groups)
+    if algorithm.of_trajectories:
+        _check_trajectories(config)
+    if algorithm.objective == "matching":
+        _check_final_images(config)
+    if algorithm.ranks:
+        _check_ranking(config)
+    if algorithm.images_of_sample == 2:
+        _check_pairs(config)
+
+
+def _check_trajectories(config: TrainConfig) -> None:
+    """Ratios of whole trajectories need all steps of an image in one pass."""
+    pack, steps = config.trainer.pack, config.trained_steps
+    if pack < steps:
+        raise ConfigError(
+            f"{_ratio(config)}, so that a pass has to hold them all: set config.trainer.pack to {steps}, and "
+            "config.trainer.micro_batch as much lower as memory needs"
+        )
+
+
+def _check_trajectories_on_mesh(config: TrainConfig) -> None:
+    """Refuses to split an image's steps over devices where ratios are of whole trajectories."""
+    time = config.placement.trainer.time
+    if config.algorithm.of_trajectories and time > 1:
+        raise ConfigError(
+            f"{_ratio(config)}, but config.placement.trainer.time = {time} splits them: set that to 1"
+        )
+
+
+def _ratio(config: TrainConfig) -> str:
+    ratio = config.algorithm.ratio
+    return f"config.algorithm.ratio = {ratio!r} puts the steps of an image together"
+
+
+def _check_final_images(config: TrainConfig) -> None:
+    """Refuses a noisy sampler where final images are trained: the noise would only cost quality."""
+    name = config.algorithm.name
+    if config.noisy_steps or config.sampler.kind not in WITHOUT_NOISE:
+        raise ConfigError(
+            f"config.algorithm.name = {name!r} trains final images, which are sampled without noise: set "
+            "config.sampler.window.length to 0, config.sampler.kind to 'ode' or 'dpm2', and "
+            "config.sampler.noise_level to 0"
+        )
+    if config.precision.trajectory != "float32":
+        raise ConfigError(
+            f"config.precision.trajectory = {config.precision.trajectory!r} is the type of stored transitions, but "
+            f"config.algorithm.name = {name!r} trains final images: set it to 'float32'"
+        )
+
+
+def _check_ranking(config: TrainConfig) -> None:
+    """Refuses settings of `advantages` without an effect: a pair depends only on the order of a group's images."""
+    section = config.advantages
+    without = dict(baseline="group_mean", ddof=0, best_and_worst=0, drop_zero_std=False)
+    if section.combine == "rewards":
+        without["std"] = "group"
+    idle = {name: value for name, value in without.items() if getattr(section, name) != value}
+    if idle:
+        given = " and ".join(
+            f"config.advantages.{name} = {getattr(section, name)!r}" for name in idle
+        )
+        it = "it" if len(idle) == 1 else "them"
+        raise ConfigError(
+            f"{given} cannot change which pair of each group {config.algorithm.name} trains, its best and "
+            f"its worst image: set {it} to {' and '.join(map(repr, idle.values()))}"
+        )
+
+
+def _check_pairs(config: TrainConfig) -> None:
+    """A chunk holds complete groups, one pair of each is trained, and a micro-batch holds complete pairs."""
+    images, chunk = config.batch.images, config.sampler.chunk
+    micro, name = config.trainer.micro_batch, config.algorithm.name
+    check_divides(
+        "config.batch.images",
+        images,
+        "config.sampler.chunk",
+        chunk,
+        f"as {name} chooses a pair of each group of a chunk",
+    )
+    if micro % 2:
+        raise ConfigError(
+            f"config.trainer.micro_batch = {micro} must be even, as {name} trains pairs of images"
+        )
+    check_divides(
+        "config.trainer.micro_batch",
+        micro,
+        "twice the groups of a chunk",
+        2 * chunk // images,
+        f"as {name} trains one pair of images of each group",
+    )
+
+
+# ------------------------------------------------------------------------------ devices
+
+
+def check_devices(config: TrainConfig, devices: int) -> None:
+    """Refuses meshes that `devices` do not suffice for, and batches that a mesh cannot divide."""
+    sizes = config.placement.meshes if devices > 1 else ONE_DEVICE
+    mesh_sizes(sizes, devices)
+    trainer = _split("trainer", sizes.trainer, MODEL)
+    sampling = _split("rollout", sizes.rollout, MODEL) if sizes.rollout.data else trainer
+    training = _split("trainer", sizes.trainer, (TIME, *MODEL))
+    tag = [(trainer, "sampler.chunk")] if sizes.trainer.samples else []
+    for (mesh, size), name in (
+        *tag,
+        (sampling, "sampler.chunk"),
+        (sampling, "evaluation.batch"),
+        (training, "trainer.micro_batch"),
+    ):
+        value, name = operator.attrgetter(name)(config), f"config.{name}"
+        if name == "config.trainer.micro_batch" and config.algorithm.images_of_sample == 2:
+            value, name = value // 2, f"{name} / 2, the pairs of a pass,"
+        check_divides(
+            f"the number of devices of config.placement.{mesh}",
+            size,
+            name,
+            value,
+            "as images are split evenly over a mesh's devices",
+        )
+
+
+def _split(mesh: str, axes: RolloutAxes | TrainerAxes, others: Sequence[str]) -> tuple[str, int]:
+    """The devices over which a mesh splits images, which `others` of its axes do not, as text and how many."""
+    sizes = {axis: getattr(axes, axis) for axis in others}
+    words = [mesh, *(f"config.placement.{mesh}.{axis}" for axis, n in sizes.items() if n > 1)]
+    return " / ".join(words), axes.devices // math.prod(sizes.values())

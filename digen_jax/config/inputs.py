@@ -1,0 +1,127 @@
+"""Checks of the files, rewards and packages that a config needs on this machine."""
+
+import difflib
+import importlib.util
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from digen_jax.config.checks import check_meshes
+from digen_jax.config.train_config import TrainConfig
+from digen_jax.errors import ConfigError, blame, together
+from digen_jax.prompts.files import check_pictures, numbered_records, read_prompt_file
+from digen_jax.prompts.needs import Needs, check_needs
+from digen_jax.rewards.built_in import find_needs, resolve
+from digen_jax.rewards.settings import RewardSettings
+
+
+def check_machine(config: TrainConfig, devices: int) -> None:
+    """Refuses inputs that this machine does not have, and meshes that its devices cannot form.
+
+    Args:
+      config: with the sizes of its meshes, and with fields that can go together.
+      devices: number of devices.
+
+    Raises:
+      ConfigError: one sentence for each error that can be found at once.
+    """
+    with together() as one:
+        with one():
+            check_inputs(config)
+        with one():
+            _check_installed(config)
+        with one():
+            check_meshes(config, devices)
+
+
+def check_inputs(config: TrainConfig) -> None:
+    """Refuses a config without a model folder, readable prompt files and a reward.
+
+    Reads the files and imports the reward.
+
+    Raises:
+      ConfigError: names what is missing or cannot be used.
+    """
+    files = {
+        "prompts.files" if config.prompts.files else "prompts.file": config.prompts.paths,
+        "evaluation.prompts": tuple(filter(None, [config.evaluation.prompts])),
+    }
+    given = {"model.folder": config.model.folder, "rewards": config.rewards, **files}
+    read = check_pictures if config.model.source else read_prompt_file
+    with together() as one:
+        for name, value in given.items():
+            with one():
+                if not value:
+                    raise ConfigError(
+                        f"config.{name} is not given: add --config.{name}=... to the command"
+                    )
+        with one(), blame("", (ConfigError,)):
+            resolve(config.rewards)
+        for name, paths in files.items():
+            for file in paths:
+                with one(), blame(f"config.{name}: "):
+                    read(file)
+                    check_named(file, config.rewards, name != "evaluation.prompts")
+                    check_needs([file], needs_of(config.rewards))
+
+
+def _check_installed(config: TrainConfig) -> None:
+    """Refuses trackers that are not installed; imports nothing."""
+    with together() as one:
+        for name in config.trackers:
+            with one():
+                if importlib.util.find_spec(name) is None:
+                    raise ConfigError(
+                        f"config.{name}.project asks for {name}, which is not installed: run pip install {name}, or "
+                        "set the field to ''"
+                    )
+
+
+def check_named(path: str, rewards: Sequence[RewardSettings], training: bool) -> None:
+    """Refuses a prompt file with records that name unknown rewards.
+
+    Args:
+      path: of the file.
+      rewards: rewards of the config.
+      training: also refuse a prompt if all of its rewards have weight 0.
+
+    Raises:
+      ValueError: names the line, and what to change; or as `numbered_records`.
+    """
+    weighed = {one.title: any(one.weights) for one in rewards}
+    for line, record in numbered_records(path):
+        if "rewards" in record:
+            try:
+                _check_record(record["rewards"], weighed, training)
+            except ValueError as error:
+                raise ValueError(f"{path}, line {line}: {error}") from error
+
+
+def _check_record(named: Any, weighed: dict[str, bool], training: bool) -> None:
+    if not (isinstance(named, list) and named and all(isinstance(one, str) for one in named)):
+        raise ValueError(
+            f'"rewards" must be a list of the names of rewards, not {json.dumps(named)}; leave it out where all '
+            "rewards apply"
+        )
+    for one in named:
+        if one not in weighed:
+            close = difflib.get_close_matches(one, weighed, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else ""
+            raise ValueError(
+                f'"rewards" names {one!r}, but config.rewards has {", ".join(map(repr, weighed)) or "none"}; '
+                f"{hint or 'add it there, or take it out here'}"
+            )
+    if training and not any(weighed[one] for one in named):
+        raise ValueError(
+            f'"rewards" names only {", ".join(map(repr, named))} with a weight of 0: the prompt trains nothing'
+        )
+
+
+def needs_of(rewards: Sequence[RewardSettings]) -> dict[str, Needs]:
+    """Returns the needs of the built-in rewards, for the records to which each applies."""
+
+    def of(name: str, needs: Needs) -> Needs:
+        return lambda record: needs(record) if name in record.get("rewards", (name,)) else None
+
+    found = {one.title: find_needs(one) for one in rewards}
+    return {name: of(name, needs) for name, needs in found.items() if needs is not None}

@@ -1,0 +1,289 @@
+"""Loads a config: fills in defaults, checks every field, and returns a `TrainConfig`."""
+
+import ast
+import contextlib
+import dataclasses
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from digen_jax.algorithms.algorithm import Algorithm
+from digen_jax.algorithms.guidance import choose_guidance
+from digen_jax.algorithms.old_log_probs import choose_old_log_probs
+from digen_jax.config.checks import check_fields, check_rules
+from digen_jax.config.fields import KINDS, check_known, flat
+from digen_jax.config.inputs import check_machine
+from digen_jax.config.train_config import ALGORITHMS, TrainConfig, plain
+from digen_jax.errors import ConfigError, check_choice
+from digen_jax.files import in_home, shipped
+from digen_jax.rewards.settings import RewardSettings
+
+
+def read_config(config: ConfigDict | Mapping[str, Any]) -> TrainConfig:
+    """Reads a config without checking its fields together, for example that of an earlier run.
+
+    Args:
+      config: missing fields take their defaults.
+
+    Raises:
+      ConfigError: an unknown field, or a value that a field cannot have.
+    """
+    full = complete(ConfigDict(config))
+    check_fields(full)
+    full.model.folder = shipped(full.model.folder)
+    full.prompts.file = shipped(full.prompts.file)
+    full.prompts.files = tuple(map(shipped, full.prompts.files))
+    full.evaluation.prompts = shipped(full.evaluation.prompts)
+    return _typed(full)
+
+
+def load_config(config: ConfigDict | Mapping[str, Any]) -> TrainConfig:
+    """Reads a config and makes all checks that need neither a file nor a device.
+
+    JAX is not started, so that `placement.cpu_devices` can set the number of virtual devices.
+
+    Args:
+      config: missing fields take their defaults.
+
+    Raises:
+      ConfigError: one sentence for each error that can be found at once.
+    """
+    loaded = read_config(config)
+    check_rules(loaded)
+    return loaded
+
+
+def fit_config(config: TrainConfig, devices: int) -> TrainConfig:
+    """Fits a config to this machine: reduces "fitted" meshes to its devices, and makes the last checks.
+
+    Reads the prompt files and imports the rewards. Nothing slow happens, and no model is opened.
+
+    Args:
+      config: as `load_config` returns it.
+      devices: number of devices of this machine.
+
+    Raises:
+      ConfigError: one sentence for each error that can be found at once.
+    """
+    fitted = config.fitted(devices)
+    check_machine(fitted, devices)
+    return fitted
+
+
+def default_config(
+    algorithm: str = "policy_gradient", rewards: Sequence[ConfigDict | None] = (None,)
+) -> ConfigDict:
+    """Returns every field with its default.
+
+    Args:
+      algorithm: name of the algorithm whose fields the section `algorithm` has.
+      rewards: sections of the list `rewards`. The names that a section chooses itself are fields, too.
+    """
+    fields = {f.name: f.default for f in dataclasses.fields(TrainConfig)}
+    kind = ALGORITHMS[algorithm]
+    fields["algorithm"] = {"name": algorithm, **vars(kind()), **kind.config_defaults}
+    del fields["asked"]
+    listed = tuple(ConfigDict(_default_reward(one)) for one in rewards)
+    return ConfigDict(plain(fields) | {"rewards": listed})
+
+
+def complete(config: ConfigDict) -> ConfigDict:
+    """Returns a config with defaults for every missing field.
+
+    Raises:
+      ConfigError: an unknown field or one of another algorithm, or a value of another type than the default's.
+    """
+    if isinstance(config.get("placement"), str):
+        config = replaced(config, placement=ConfigDict(dict(sizes=config.placement)))
+    if "rewards" in config:
+        config = replaced(config, rewards=_reward_sections(config.rewards))
+    name = _algorithm_name(config)
+    defaults = default_config(name, config.get("rewards", (None,)))
+    _check_algorithm_fields(config, name)
+    known = flat(defaults)
+    for field in flat(config):
+        check_known(field, known)
+    return _filled(config, defaults, "config")
+
+
+def replaced(config: ConfigDict, **sections: Any) -> ConfigDict:
+    """Returns a config with other sections, which may have another type."""
+    changed = ConfigDict({k: v for k, v in config.items() if k not in sections})
+    for name, section in sections.items():
+        changed[name] = section
+    return changed
+
+
+def _filled(config: ConfigDict, defaults: ConfigDict, path: str) -> ConfigDict:
+    """Returns `config` over `defaults`, with values of the defaults' types."""
+    merged = ConfigDict(defaults)
+    with merged.unlocked():
+        for name, value in config.items():
+            filled = _value(value, defaults[name], f"{path}.{name}")
+            del merged[name]
+            merged[name] = filled
+    return merged
+
+
+def _value(value: Any, default: Any, path: str) -> Any:
+    """Returns a field's value in the type of its default; `~` at the start of a text is the home folder."""
+    if isinstance(default, ConfigDict):
+        if not isinstance(value, ConfigDict):
+            fields = ", ".join(f"{name}=..." for name in list(default)[:2])
+            raise ConfigError(f"{path} must be a section, such as dict({fields}), not {value!r}")
+        return _filled(value, default, path) if len(default) else _in_home(value)
+    if path == "config.rewards":
+        parts = enumerate(zip(value, default, strict=True))
+        return tuple(_filled(*pair, f"{path}[{number}]") for number, pair in parts)
+    words, accepted = KINDS[type(default)]
+    if isinstance(default, tuple) and isinstance(value, str):
+        value = (value,)  # as on the command line
+    if not isinstance(value, accepted) or (isinstance(value, bool) and type(default) is not bool):
+        raise ConfigError(f"{path} must be {words}, not {value!r}")
+    return float(value) if isinstance(default, float) else _in_home(value)
+
+
+def _in_home(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return type(value)(map(_in_home, value))
+    if isinstance(value, ConfigDict):
+        return ConfigDict({name: _in_home(one) for name, one in value.items()})
+    return in_home(value) if isinstance(value, str) else value
+
+
+def _typed(config: ConfigDict) -> TrainConfig:
+    """Returns a complete config whose single fields are valid with typed sections."""
+    fields = dataclasses.fields(TrainConfig)
+    defaults = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
+    sections = {name: _section(default, config[name]) for name, default in defaults.items()}
+    sections["rewards"] = rewards = tuple(map(_reward, config.rewards))
+    weights = tuple(weight for one in rewards for weight in one.weights)
+    clips = tuple(clip for one in rewards for clip in one.clips)
+    sections["advantages"] = dataclasses.replace(
+        sections["advantages"],
+        reward_weights=weights,
+        reward_clips=clips if any(clips) else (),
+    )
+    asked = config.algorithm.to_dict()
+    return TrainConfig(**sections, algorithm=_algorithm(asked, sections), asked=asked)
+
+
+def _section(default: Any, given: Any) -> Any:
+    """Returns settings of its default's type with a config's values."""
+    if dataclasses.is_dataclass(default):
+        fields = {name: _section(getattr(default, name), value) for name, value in given.items()}
+        return dataclasses.replace(default, **fields)
+    return _fixed(given) if isinstance(default, tuple) else given
+
+
+def _fixed(value: Any) -> Any:
+    """Returns tuples instead of the lists of JSON."""
+    return tuple(map(_fixed, value)) if isinstance(value, list | tuple) else value
+
+
+# ------------------------------------------------------------------------------ section `algorithm`
+
+
+def _algorithm_name(config: ConfigDict) -> str:
+    given = config.get("algorithm")
+    name = given.get("name") if isinstance(given, ConfigDict) else None
+    if name is not None:
+        check_choice("config.algorithm.name", name, ALGORITHMS)
+    return name or "policy_gradient"
+
+
+def _check_algorithm_fields(config: ConfigDict, name: str) -> None:
+    """Refuses fields of another algorithm than `name`."""
+    given = config.get("algorithm")
+    fields = {other: default_config(other).algorithm for other in ALGORITHMS}
+    for field in given if isinstance(given, ConfigDict) else ():
+        others = [other for other in ALGORITHMS if field in fields[other]]
+        if others and name not in others:
+            raise ConfigError(
+                f"config.algorithm.{field} is a field of {' and '.join(others)}, but config.algorithm.name "
+                f"is {name!r}: leave it out of the config file, or where only the name was given on the "
+                f"command line, start from a recipe for {name}"
+            )
+
+
+def _algorithm(given: Mapping[str, Any], sections: Mapping[str, Any]) -> Algorithm:
+    """Returns the settings of a complete section; other sections replace "auto" and a guidance of 0."""
+    precision, sampler = sections["precision"], sections["sampler"]
+    algorithm = ALGORITHMS[given["name"]]
+    fields = {field: value for field, value in given.items() if field != "name"}
+    for field, default in vars(algorithm()).items():
+        if dataclasses.is_dataclass(default):
+            fields[field] = dataclasses.replace(default, **fields[field])
+    if fields.get("old_log_probs") == "auto":
+        fields["old_log_probs"] = choose_old_log_probs(
+            "auto",
+            # An importance weight to the sampler's policy also corrects for its rounding.
+            float32=precision.exact_ratios or fields.get("importance_cap", 0) > 0,
+            stale=sections["runtime"].max_policy_lag > 0,
+            updates=sections["trainer"].updates,
+            stored=algorithm.objective == "transitions",
+        )
+    if "guidance" in fields:
+        fields["guidance"], fields["reference_guidance"] = choose_guidance(
+            fields["guidance"], fields["reference_guidance"], sampler.guidance
+        )
+    return algorithm(**fields)
+
+
+# ------------------------------------------------------------------------------ list `rewards`
+
+
+def _reward_sections(given: Any) -> tuple[ConfigDict, ...]:
+    """Returns the sections of a config's rewards, in which fields may be missing.
+
+    A reward may stand without a list, a name without a section, and a list in a text as Python writes it.
+
+    Raises:
+      ConfigError: a reward is neither a name nor a section.
+    """
+    if isinstance(given, str) and given.lstrip()[:1] in ("(", "[", "{"):
+        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            given = ast.literal_eval(given.strip())
+    listed = given if isinstance(given, tuple | list) else (given,)
+    return tuple(_reward_section(number, one) for number, one in enumerate(listed))
+
+
+def _reward_section(number: int, given: Any) -> ConfigDict:
+    if isinstance(given, ConfigDict | Mapping):
+        return ConfigDict(given)
+    if not isinstance(given, str):
+        raise ConfigError(
+            f"config.rewards[{number}] must be a reward's name, or a section such as dict(name='shapes_geneval', "
+            f"weight=0.5), not {given!r}"
+        )
+    if "," not in given:
+        return ConfigDict(dict(name=given))
+    names = tuple(part.strip(" '\"") for part in given.strip(" ()[]").split(",") if part.strip())
+    if re.search(r"[][(){}]", "".join(names)):
+        raise ConfigError(
+            f"config.rewards = {given!r} is one text, in which sections cannot be read: write a list such as "
+            "({'name': 'shapes_geneval', 'weight': 0.5}, 'my_rewards:redness')"
+        )
+    raise ConfigError(
+        f"config.rewards = {given!r} is one text with several names: write {names!r}, in a config.json "
+        f"{json.dumps(names)}, and on the command line --config.rewards=... for each"
+    )
+
+
+def _default_reward(given: ConfigDict | None) -> dict[str, Any]:
+    """Returns a section with every default; what a section chooses the names of is as in `given`."""
+    fields = dataclasses.asdict(RewardSettings())
+    for field in ("settings", "weight"):
+        if given is not None and isinstance(given.get(field), ConfigDict):
+            fields[field] = given[field].to_dict()
+    return fields
+
+
+def _reward(section: ConfigDict) -> RewardSettings:
+    fields = section.to_dict()
+    if isinstance(fields["weight"], Mapping):
+        fields["weight"] = {entry: float(factor) for entry, factor in fields["weight"].items()}
+    return RewardSettings(**fields)

@@ -1,0 +1,255 @@
+"""The complete config of a run with typed sections, and the fields that a resumed run may change."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from digen_jax.algorithms.advantages import AdvantageSettings
+from digen_jax.algorithms.algorithm import Algorithm
+from digen_jax.algorithms.awm import AWM
+from digen_jax.algorithms.diffusion_nft import DiffusionNFT
+from digen_jax.algorithms.policy_gradient import PolicyGradient
+from digen_jax.algorithms.preference import DiffusionDPO
+from digen_jax.algorithms.subsets import share_of_timesteps
+from digen_jax.config.sections import (
+    FITTED,
+    GIVEN,
+    BatchSection,
+    CheckpointSection,
+    EvaluationSection,
+    ModelSection,
+    PicturesSection,
+    PlacementSection,
+    PrecisionSection,
+    PromptsSection,
+    RewardPoolSection,
+    RuntimeSection,
+    SamplerSection,
+    StoppingSection,
+    TrackioSection,
+    WandbSection,
+)
+from digen_jax.engine.draws import Draws
+from digen_jax.engine.optimisation import TrainerSettings
+from digen_jax.engine.placement import MeshSizes, fitted
+from digen_jax.errors import LARGEST_SEED
+from digen_jax.models.family import Size
+from digen_jax.prompts.label import prompts_label
+from digen_jax.ranges import Range
+from digen_jax.rewards.settings import RewardSettings
+from digen_jax.scheduling.settings import Settings
+from digen_jax.weights.lora import LoraConfig
+
+# All algorithms, by name.
+ALGORITHMS = {kind.name: kind for kind in (PolicyGradient, DiffusionNFT, AWM, DiffusionDPO)}
+# Where a step's work is done and how it is divided: the result is the same up to rounding.
+LAYOUT = (
+    "placement",
+    "rewards[i].where",
+    "sampler.chunk",
+    "trainer.micro_batch",
+    "trainer.pack",
+)
+# Fields that change the result and that a user may change between two starts of a run.
+TURNED = (
+    "algorithm.clip_range",
+    "algorithm.kl_coefficient",
+    "trainer.clip_norm",
+    "trainer.decay",
+    "trainer.learning_rate",
+    "trainer.warmup",
+    "trainer.weight_decay",
+)
+# All fields that a resumed run may change; only those in TURNED change what a step computes.
+MAY_CHANGE = (
+    *LAYOUT,
+    *TURNED,
+    "algorithm.spread_limit",
+    "evaluation.batch",
+    "evaluation.every",
+    "checkpoint",
+    "pictures",
+    "prompts.encoding",
+    "prompts.store",
+    "prompts.store_limit",
+    "reward_pool",
+    "rewards[i].limit",
+    "runtime.deadline",
+    "steps",
+    "stopping",
+    "wandb",
+    "trackio",
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """A complete config with typed sections; fields that depend on other sections are settled.
+
+    `asked` is the section `algorithm` as the config has it, where "auto" or 0 may stand for another section's value.
+    """
+
+    seed: Annotated[int, Range(0, LARGEST_SEED)] = 0  # seed of all random numbers of a run
+    steps: Annotated[int, Range(1, 10**9)] = 100  # training steps
+    model: ModelSection = ModelSection()
+    precision: PrecisionSection = PrecisionSection()
+    prompts: PromptsSection = PromptsSection()
+    rewards: tuple[RewardSettings, ...] = (RewardSettings(),)
+    reward_pool: RewardPoolSection = RewardPoolSection()
+    batch: BatchSection = BatchSection()
+    sampler: SamplerSection = SamplerSection()
+    algorithm: Algorithm
+    advantages: AdvantageSettings = AdvantageSettings(std="group")
+    lora: LoraConfig = LoraConfig()
+    trainer: TrainerSettings = TrainerSettings()
+    placement: PlacementSection = PlacementSection()
+    runtime: RuntimeSection = RuntimeSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    stopping: StoppingSection = StoppingSection()
+    pictures: PicturesSection = PicturesSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    wandb: WandbSection = WandbSection()
+    trackio: TrackioSection = TrackioSection()
+    asked: Mapping[str, Any]
+
+    @property
+    def trackers(self) -> dict[str, dict[str, Any]]:
+        """The arguments of each tracker's `init`, by its name; only of those that are asked for."""
+        found = {"wandb": self.wandb.options, "trackio": self.trackio.options}
+        return {name: options for name, options in found.items() if options is not None}
+
+    @property
+    def noisy_steps(self) -> int:
+        """Number of steps in the sampler's window, which have noise and are stored."""
+        return self.sampler.window.length
+
+    @property
+    def trained_steps(self) -> int:
+        """Number of training samples of each image: transitions, or noise levels of the forward process.
+
+        Raises:
+          ValueError: the window's fraction gives no transition, or more than the window has.
+        """
+        if self.algorithm.objective == "matching":
+            return self.algorithm.times.count
+        return share_of_timesteps(self.noisy_steps, self.sampler.window.fraction)
+
+    @property
+    def draws(self) -> Draws:
+        """The random draws for the images of every step."""
+        window = self.sampler.window if self.noisy_steps else None
+        return Draws(self.seed, window, self.sampler.shared_noise)
+
+    @property
+    def scheduler(self) -> Settings:
+        """The scheduler's settings."""
+        runtime = self.runtime
+        return Settings(
+            steps=self.steps,
+            groups=self.batch.groups,
+            images=self.batch.images,
+            chunk_images=self.sampler.chunk,
+            passes=self.sampler.chunk
+            // self.trainer.micro_batch
+            * -(-self.trained_steps // self.trainer.pack),
+            updates=self.trainer.updates,
+            readiness=self.algorithm.needs(self.advantages),
+            max_incomplete_groups=runtime.max_incomplete_groups,
+            ordered=self.in_order,
+            max_policy_lag=runtime.max_policy_lag,
+            max_off_policy_fraction=runtime.max_off_policy_fraction,
+            max_candidates=runtime.max_candidates,
+            redundant_groups=runtime.redundant_groups,
+            score_retries=self.reward_pool.retries,
+        )
+
+    def scheduled(self, held_out: int) -> Settings:
+        """The scheduler's settings of a run that evaluates on so many prompts. 0 means that it does not evaluate."""
+        settings, algorithm = self.scheduler, self.algorithm
+        if not held_out:
+            return settings
+        return dataclasses.replace(
+            settings,
+            evaluate_every=self.evaluation.every,
+            evaluation_images=held_out,
+            show_every=self.pictures.every,
+            shown_images=self.pictures.images,
+            evaluation_batch=self.evaluation.batch,
+            # The trained parameters are not what samples, or their average is evaluated.
+            evaluated_apart=self.trainer.ema > 0
+            or algorithm.publishes_copy
+            or algorithm.set_steps > 0,
+        )
+
+    @property
+    def in_order(self) -> bool:
+        """Whether each worker samples and trains its own chunks, in their order: see `runtime.ordered`."""
+        runtime, placement = self.runtime, self.placement
+        if runtime.ordered != "auto":
+            return runtime.ordered == "yes"
+        assisted = placement.trainer.samples and placement.rollout.data > 0
+        return not (runtime.max_policy_lag or runtime.max_incomplete_groups or assisted)
+
+    @property
+    def drawn_groups(self) -> int:
+        """Number of groups for which every step draws prompts: with dynamic sampling all possible candidates.
+
+        The number is fixed, so that the next step's prompts, which asynchrony reads before this step has
+        ended, and the position in the file after a step do not depend on what happens in the step.
+        """
+        return self.runtime.max_candidates or self.batch.groups
+
+    @property
+    def evaluation_steps(self) -> int:
+        """Denoising steps of the sampler that evaluates."""
+        return self.evaluation.steps or self.sampler.steps
+
+    @property
+    def evaluation_size(self) -> Size:
+        """The size of the images of an evaluation."""
+        own, model = self.evaluation, self.model
+        return Size(own.height or model.height, own.width or model.width)
+
+    @property
+    def evaluated_prompts(self) -> str:
+        """The label of the evaluation's prompts: see `prompts_label`."""
+        return prompts_label(self.prompts.paths, self.evaluation.prompts)
+
+    @property
+    def layout(self) -> str:
+        """Where a step's work is done and how it is divided, as a string: the costs of commands depend on it."""
+        placement = dataclasses.asdict(self.placement)
+        del placement["cpu_devices"], placement["sizes"], placement["trainer"]["samples"]
+        cut = self.sampler.chunk, self.trainer.micro_batch, self.trainer.pack
+        known: dict[str, Any] = {"placement": placement, "cut": cut}
+        if any(where := [one.where for one in self.rewards]):
+            known["where"] = where
+        return json.dumps(known, sort_keys=True)
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the complete config as a user wrote it, as JSON values: all files of a run store it in this form."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        fields["algorithm"] = fields.pop("asked")
+        return json.loads(json.dumps(plain(fields), sort_keys=True))
+
+    def fitted(self, devices: int) -> "TrainConfig":
+        """The same recipe, with "fitted" meshes made smaller where there are fewer devices."""
+        if self.placement.sizes != FITTED:
+            return self
+        return self.with_meshes(fitted(self.placement.meshes, devices))
+
+    def with_meshes(self, sizes: MeshSizes) -> "TrainConfig":
+        """The same recipe with given meshes, of other sizes."""
+        placement = dataclasses.replace(self.placement, sizes=GIVEN, **sizes._asdict())
+        return dataclasses.replace(self, placement=placement)
+
+
+def plain(value: Any) -> Any:
+    """Returns settings as dicts, tuples and plain values, without the fields that follow from other sections."""
+    if dataclasses.is_dataclass(value):
+        own = (f.name for f in dataclasses.fields(value) if "derived" not in f.metadata)
+        value = {name: getattr(value, name) for name in own}
+    if isinstance(value, Mapping):
+        return {name: plain(one) for name, one in value.items()}
+    return tuple(map(plain, value)) if isinstance(value, tuple | list) else value

@@ -1,0 +1,78 @@
+"""Ranges of config fields, which their types state: `steps: PositiveInt = 100`."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+from digen_jax.errors import check_choice, check_finite, check_range
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """The values that a number may have; without one a number is finite.
+
+    Attributes:
+      least: the smallest value.
+      most: the largest value; infinity itself is allowed only if `infinite`.
+      excluded: the end that is not a value itself.
+      infinite: whether infinity is a value.
+    """
+
+    least: float = -math.inf
+    most: float = math.inf
+    excluded: Literal["", "least", "most"] = ""
+    infinite: bool = False
+
+    def check(self, name: str, value: float | int) -> None:
+        """Raises ConfigError for a value of the field `name` outside of the range."""
+        check_range(name, value, self.least, self.most, self.excluded)
+        check_finite(name, value, self.infinite)
+
+    def __str__(self) -> str:
+        """Returns the range as interval or bound, such as [0, 1) or > 0."""
+        if math.isinf(self.least) and math.isinf(self.most):
+            return ""
+        if math.isinf(self.most):
+            return f"{'>' if self.excluded == 'least' else '≥'} {self.least}"
+        if math.isinf(self.least):
+            return f"≤ {self.most}"
+        first = "(" if self.excluded == "least" else "["
+        return f"{first}{self.least}, {self.most}{')' if self.excluded == 'most' else ']'}"
+
+
+# Metadata of a dataclass field that no config sets: it follows from other sections.
+DERIVED = {"derived": True}
+ANY = Range()
+PositiveInt = Annotated[int, Range(1)]
+Count = Annotated[int, Range(0)]
+PositiveFloat = Annotated[float, Range(0, excluded="least")]
+NonNegativeFloat = Annotated[float, Range(0)]
+Scale = Annotated[float, Range(0, 1000)]  # of guidance
+Decay = Annotated[float, Range(0, 1, "most")]
+
+
+def allowed_values(kind: type, path: str = "") -> Iterator[tuple[str, tuple[Any, ...] | Range]]:
+    """Yields (dotted name, choices or range) of the fields of a dataclass and of the dataclasses in it.
+
+    A field whose type is a `Literal` has choices; numbers have a range, by default all finite numbers.
+    """
+    for field in dataclasses.fields(kind):
+        hint = get_type_hints(kind, include_extras=True)[field.name]
+        name, plain = f"{path}{field.name}", getattr(hint, "__origin__", hint)
+        if get_origin(hint) is Literal:
+            yield name, get_args(hint)
+        elif get_origin(hint) is Annotated:
+            yield name, hint.__metadata__[0]
+        elif dataclasses.is_dataclass(plain):
+            yield from allowed_values(plain, f"{name}.")
+        elif plain is float:
+            yield name, ANY
+
+
+def check_allowed(name: str, value: Any, allowed: tuple[Any, ...] | Range) -> None:
+    """Raises ConfigError for a value of the field `name` that `allowed_values` does not allow."""
+    if isinstance(allowed, Range):
+        allowed.check(name, value)
+    else:
+        check_choice(name, value, allowed)

@@ -1,0 +1,90 @@
+"""Prints the size of the code base, and fails beyond its limits.
+
+python tools/size.py
+python tools/size.py --run  # also trains one step of the demo, to count the modules that it imports
+
+The limits fall with each step towards the targets: lower them when the code gets smaller, and never raise them.
+"""
+
+import argparse
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+
+ROOT = pathlib.Path(__file__).parents[1]
+# By measure: the limit of today, and the target.
+LIMITS = {
+    "Python lines without tests": (58_000, 36_000),
+    "package files": (369, 220),
+    "test lines": (47_400, 28_000),
+    "README lines": (120, 120),
+    "imported modules": (140, 50),
+}
+# Imported modules of the package once a run has made its first update.
+COUNT = """
+import runpy, sys
+sys.argv = ["launch/train.py", *{arguments!r}]
+try:
+    runpy.run_path("launch/train.py", run_name="__main__")
+finally:
+    print("imported modules", sum(name.split(".")[0] == "digen_jax" for name in sys.modules))
+"""
+
+
+def tracked(*patterns: str) -> list[pathlib.Path]:
+    """Returns the tracked files that match git's patterns."""
+    command = ["git", "-C", str(ROOT), "ls-files", "--", *patterns]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    return [ROOT / name for name in listed if (ROOT / name).exists()]
+
+
+def lines(files: list[pathlib.Path]) -> list[int]:
+    """Returns the number of lines of each file."""
+    return [len(file.read_text().splitlines()) for file in files]
+
+
+def measured() -> dict[str, int]:
+    """Returns each measure that needs no run."""
+    tests = tracked("tests/**.py")
+    code = [file for file in tracked("*.py") if file not in set(tests)]
+    package = [count for count in lines(tracked("digen_jax/**.py")) if count > 1]
+    print(f"median package file: {statistics.median(package):.0f} lines")
+    return {
+        "Python lines without tests": sum(lines(code)),
+        "package files": len(package),
+        "test lines": sum(lines(tests)),
+        "README lines": lines([ROOT / "README.md"])[0],
+    }
+
+
+def imported_modules() -> int:
+    """Returns the number of modules of the package that one step of the demo imports in one process."""
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = [
+            "--config=configs/shapes_demo.py",
+            f"--workdir={folder}/run",
+            "--config.steps=1",
+        ]
+        command = [sys.executable, "-c", COUNT.format(arguments=arguments)]
+        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return int(run.stdout.split()[-1])
+
+
+def main() -> None:
+    """Prints the table; exits with 1 if a measure is above its limit."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--run", action="store_true", help="count the modules that a run imports")
+    found = measured()
+    if parser.parse_args().run:
+        found["imported modules"] = imported_modules()
+    for name, value in found.items():
+        limit, target = LIMITS[name]
+        state = "" if value <= limit else "  beyond the limit"
+        print(f"{name:28} {value:7,}  limit {limit:7,}  target {target:7,}{state}")
+    sys.exit(any(value > LIMITS[name][0] for name, value in found.items()))
+
+
+if __name__ == "__main__":
+    main()
