@@ -33,7 +33,7 @@ scripts/train_sd3.py of the former (ac4c86e) and in scripts/train_nft_sd3.py of 
 Differences to the sources:
 - float32 with TF32 matrix products instead of float16; both have 10 bits of mantissa. bfloat16 has 7: after
   one update its rounding alone moved the log-ratio by 5e-5 rms (the embedded model on a CPU, a LoRA of rank 8;
-  `pytest -s -m slow tests/engine/test_rounding.py -k embedded`), against a clip range of 1e-4;
+  `pytest -s -m slow tests/parallel/test_rounding.py -k embedded`), against a clip range of 1e-4;
 - only the nine trained steps have noise, not the tenth; an update's groups are split by index, not
   shuffled. Flow-GRPO and GRPO-Guard drop groups of equal rewards, from the KL, too; the sources drop each
   image whose advantage is 0 and divide the rest evenly among both updates, with some of the dropped images
@@ -50,7 +50,7 @@ T5 out; empty tokens are then in its place.
 
 float32 resolves GRPO-Guard's clip range. The clip acts on the log-ratio, which between sampling and replay
 by the same weights was 1.5e-8 at most (the embedded model on a CPU, 10 steps; `pytest -s -m slow
-tests/engine/test_ratios.py -k guard` prints it). Where a log-probability between 1 and 2 is rounded differently,
+tests/parallel/test_ratios.py -k guard` prints it). Where a log-probability between 1 and 2 is rounded differently,
 it is 8e-8: a resolution of 1.2e-7, times the first step's std of 0.7. bfloat16 could not resolve the range.
 
 The smallest TPU slice for geneval is one chip of 16 GB, v5e:1x1, by the compiler (estimated; nothing has run), in

@@ -10,8 +10,13 @@ from typing import Any, NamedTuple
 import jax
 
 from digen_jax.config.train_config import TrainConfig
-from digen_jax.engine.encoding import Stored
-from digen_jax.engine.placement import (
+from digen_jax.errors import blame
+from digen_jax.families import check_parts, editing, load_family, open_pipeline, read_parts
+from digen_jax.flow.steps import Ode, make_step
+from digen_jax.learned_rewards.on_mesh import outlined, read
+from digen_jax.models.family import Family, Params
+from digen_jax.parallel.encoding import Stored
+from digen_jax.parallel.placement import (
     DeviceGroup,
     OwnMesh,
     Placement,
@@ -19,17 +24,12 @@ from digen_jax.engine.placement import (
     make_own,
     make_placement,
 )
-from digen_jax.engine.policy import Policy
-from digen_jax.engine.sampler import Sampler, SamplerSettings
-from digen_jax.engine.scoring import Scoring
-from digen_jax.engine.sharding import Layout
-from digen_jax.engine.system import Rollout, System, in_dtype, lying, reshard
-from digen_jax.engine.trainer import Trainer
-from digen_jax.errors import blame
-from digen_jax.families import check_parts, editing, load_family, open_pipeline, read_parts
-from digen_jax.flow.steps import Ode, make_step
-from digen_jax.learned_rewards.on_mesh import outlined, read
-from digen_jax.models.family import Family, Params
+from digen_jax.parallel.policy import Policy
+from digen_jax.parallel.reward_model import Scoring
+from digen_jax.parallel.sampler import Sampler, SamplerSettings
+from digen_jax.parallel.sharding import Layout
+from digen_jax.parallel.system import Rollout, System, in_dtype, lying, reshard
+from digen_jax.parallel.trainer import Trainer
 from digen_jax.policies import (
     check_heads,
     check_model,

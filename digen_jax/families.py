@@ -7,7 +7,6 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from digen_jax.engine.placement import DeviceGroup
 from digen_jax.errors import ConfigError, blame, user_input
 from digen_jax.models.family import Family, Params, Size
 from digen_jax.models.flux import family as flux_family
@@ -23,6 +22,7 @@ from digen_jax.models.sd3 import family as stable_diffusion_3
 from digen_jax.models.sd3.family import StableDiffusion3
 from digen_jax.models.zimage import family as zimage_family
 from digen_jax.models.zimage.family import ZImage
+from digen_jax.parallel.placement import DeviceGroup
 from digen_jax.process.exhausted import during
 from digen_jax.weights.folder import read_model_index, resolve_folder
 

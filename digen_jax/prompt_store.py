@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from digen_jax.config.train_config import TrainConfig
-from digen_jax.engine.encoding import Rows, Stored
-from digen_jax.engine.system import in_dtype
 from digen_jax.errors import ConfigError, blame
 from digen_jax.models.family import Family, Params
+from digen_jax.parallel.encoding import Rows, Stored
+from digen_jax.parallel.system import in_dtype
 from digen_jax.process.ending import Stopped
 from digen_jax.process.launching import CACHE
 from digen_jax.prompts.encoded import PromptStore, models

@@ -3,12 +3,12 @@
 A step in the order of its work, and the code that does each part:
 
   prompts   draws the step's prompts and the keys of its noise       runtime/steps.py
-  encode    text encoders                                            engine/sampler.py
-  generate  denoising steps; keeps the transitions that are trained  engine/sampler.py, flow/sampling.py
-  decode    latents to images                                        engine/sampler.py
+  encode    text encoders                                            parallel/sampler.py
+  generate  denoising steps; keeps the transitions that are trained  parallel/sampler.py, flow/sampling.py
+  decode    latents to images                                        parallel/sampler.py
   score     rewards of the images, advantages within the groups      runtime/scoring.py, algorithms/advantages.py
-  train     sums of the gradient over a range of passes              runtime/training.py, engine/trainer.py
-  update    adds the sums of all workers; one optimizer update       runtime/training.py, engine/trainer.py
+  train     sums of the gradient over a range of passes              runtime/training.py, parallel/trainer.py
+  update    adds the sums of all workers; one optimizer update       runtime/training.py, parallel/trainer.py
   sync      sends the new weights to the workers                     runtime/link.py
   evaluate  rewards of held-out prompts, at some steps               runtime/scoring.py
 
@@ -32,8 +32,8 @@ from digen_jax.distributed.launch import TrainerPart
 from digen_jax.distributed.transfer import Shares, TrainerLink
 from digen_jax.distributed.worker_proxy import WorkerProxy
 from digen_jax.distributed.workers import RemoteWorkers
-from digen_jax.engine.divergence import check_metrics
-from digen_jax.engine.hosts import job_devices
+from digen_jax.parallel.mesh import job_devices
+from digen_jax.parallel.optimizer import check_metrics
 from digen_jax.planning.placing import place_apart, place_run
 from digen_jax.process import team
 from digen_jax.process.ending import hangs

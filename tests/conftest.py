@@ -28,7 +28,9 @@ def pytest_configure(config):
     from jaxtyping import install_import_hook
 
     # Networks are compared with diffusers; checking everything would be a sixth of the set's time.
-    packages = [ROOT / "digen_jax" / name for name in ("algorithms", "attention", "engine", "flow")]
+    packages = [
+        ROOT / "digen_jax" / name for name in ("algorithms", "attention", "parallel", "flow")
+    ]
     files = [file for package in packages for file in package.glob("*.py")]
     annotated = [file for file in files if "jaxtyping" in file.read_text()]
     names = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in annotated]
@@ -47,7 +49,7 @@ def exact_and_split():
     """Float32 stays float32 in every product, and small parameters are sharded like large ones."""
     import jax
 
-    from digen_jax.engine import sharding
+    from digen_jax.parallel import sharding
 
     # Not by the context manager of the same name, which other threads would not see.
     before = jax.config.jax_default_matmul_precision
@@ -87,7 +89,7 @@ LONGEST = (
     "distributed/test_launch.py",
     "distributed/test_nodes.py",
     "test_notebooks.py",
-    "engine/test_axes.py",
+    "parallel/test_axes.py",
     "encoding/test_ahead.py",
     "planning/test_programs.py",
     "planning/test_slices.py",

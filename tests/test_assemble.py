@@ -21,7 +21,7 @@ from digen_jax.models.family import Size
 from digen_jax.planning.placing import place_apart
 from digen_jax.weights.folder import open_tensors
 from tests.cases import said
-from tests.engine import toy
+from tests.parallel import toy
 from tests.pipelines import write_tiny_pipeline
 
 TARGETS = r"transformer_blocks\..*\.attn\.to_[qkv]"

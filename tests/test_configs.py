@@ -16,16 +16,16 @@ from flax.traverse_util import flatten_dict
 
 from digen_jax import assemble
 from digen_jax.config.load import complete, default_config, fit_config, load_config, read_config
-from digen_jax.engine import rounding
-from digen_jax.engine.encoding import example
-from digen_jax.engine.placement import mesh_sizes
-from digen_jax.engine.samples import Images, receive
 from digen_jax.errors import ConfigError
 from digen_jax.families import open_pipeline
 from digen_jax.flow.sampling import image_keys
 from digen_jax.flow.steps import Ode
 from digen_jax.models.published import published_folder
 from digen_jax.models.sd3.family import COMPONENTS, T5_COMPONENTS
+from digen_jax.parallel import policy as rounding
+from digen_jax.parallel.encoding import example
+from digen_jax.parallel.placement import mesh_sizes
+from digen_jax.parallel.system import Images, receive
 from digen_jax.planning.footprint import model_footprint
 from digen_jax.policies import check_heads, describe_computation
 from tests.cases import said

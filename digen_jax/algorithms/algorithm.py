@@ -31,10 +31,10 @@ class Prepared(NamedTuple):
 
 
 class Algorithm:
-    """The properties that engine, runtime, config and planner read, with the most frequent values."""
+    """The properties that parallel, runtime, config and planner read, with the most frequent values."""
 
     name: ClassVar[str]  # in a config
-    objective: ClassVar[Literal["transitions", "matching"]]  # the engine's program that trains it
+    objective: ClassVar[Literal["transitions", "matching"]]  # the program that trains it
     config_defaults: ClassVar[
         Mapping[str, Any]
     ] = {}  # config values that differ from the published ones

@@ -6,7 +6,7 @@ of them differ from 1 by more than `spread_limit` of the distance to the bound.
 
 |ratio - 1| before the first update, on the embedded model (48 images, four steps of cps, all weights tuned, on a CPU):
 
-    bfloat16, roundings in place (`engine.rounding`)    below 1e-7
+    bfloat16, roundings in place (`parallel.policy`)    below 1e-7
     bfloat16 as XLA compiles it by itself               4e-5 in the mean, 4% above 1e-4
     a bfloat16 sampler with a float32 trainer           6e-5 in the mean, 17% above 1e-4 ("rollout")
 
@@ -16,7 +16,7 @@ may still differ; recomputed ones come from the trained batch.
 After the first update bfloat16 has an effect in any case, because each weight is rounded differently than before: one
 update moved the log-ratio by 5e-4 rms, of which 8e-5 was rounding, and with a LoRA of rank 8 by 3e-6, with 5e-5 of
 rounding. With several updates a step the clip range must be well above that.
-(`pytest -s -m slow tests/engine/test_rounding.py -k embedded` prints these numbers.)
+(`pytest -s -m slow tests/parallel/test_rounding.py -k embedded` prints these numbers.)
 """
 
 import math

@@ -22,10 +22,10 @@ from digen_jax.benchmark.processes import Worker
 from digen_jax.benchmark.step import Build, Step
 from digen_jax.config.load import fit_config
 from digen_jax.config.train_config import TrainConfig
-from digen_jax.engine.placement import ONE_DEVICE
-from digen_jax.engine.samples import Images
-from digen_jax.engine.trainer import TrainState
 from digen_jax.errors import ConfigError, check_positive
+from digen_jax.parallel.placement import ONE_DEVICE
+from digen_jax.parallel.system import Images
+from digen_jax.parallel.trainer import TrainState
 from digen_jax.process.launching import prepare
 
 

@@ -80,7 +80,7 @@ class HashingTrainingProcess(HashingProcess, TrainingProcess):
 def note_weights() -> None:
     """Makes this process, the trainer's, note what it publishes, and its workers what they receive."""
     from digen_jax.distributed.workers import RemoteWorkers
-    from digen_jax.engine.system import rounded
+    from digen_jax.parallel.system import rounded
     from digen_jax.runtime.link import Versions
 
     add = Versions.add

@@ -9,11 +9,10 @@ from jaxtyping import Float32, Int
 
 from digen_jax import assemble
 from digen_jax.config.train_config import TrainConfig
-from digen_jax.engine.objective import Totals
-from digen_jax.engine.sampler import Weights
-from digen_jax.engine.samples import Images, on_trainer, receive, selected
-from digen_jax.engine.system import System
 from digen_jax.flow.sampling import Trajectory
+from digen_jax.parallel.objectives import Totals
+from digen_jax.parallel.sampler import Weights
+from digen_jax.parallel.system import Images, System, on_trainer, receive, selected
 from digen_jax.prompts.files import read_prompt_files
 
 Build = Callable[[TrainConfig, Sequence[jax.Device]], System]

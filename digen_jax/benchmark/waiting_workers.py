@@ -24,8 +24,8 @@ from digen_jax.distributed.transfer import TrainerLink, WorkerLink
 from digen_jax.distributed.worker_process import Opened, RolloutProcess
 from digen_jax.distributed.worker_proxy import WorkerProxy
 from digen_jax.distributed.workers import RemoteWorkers
-from digen_jax.engine.draws import Drawn
-from digen_jax.engine.placement import RolloutAxes
+from digen_jax.parallel.placement import RolloutAxes
+from digen_jax.parallel.sampler import Drawn
 from digen_jax.rewards import alone
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.driver import Driver

@@ -18,12 +18,12 @@ from digen_jax.algorithms.old_log_probs import choose_old_log_probs
 from digen_jax.algorithms.subsets import share_of_timesteps
 from digen_jax.config.fields import flat
 from digen_jax.config.train_config import ALGORITHMS, TrainConfig
-from digen_jax.engine.axes import MODEL, PARAMETERS, TIME
-from digen_jax.engine.placement import ONE_DEVICE, RolloutAxes, TrainerAxes, mesh_sizes
-from digen_jax.engine.sharding import TACTICS
 from digen_jax.errors import ConfigError, blame, check_choice, check_divides, together
 from digen_jax.flow.steps import KINDS, Ode, make_step
 from digen_jax.models.logical_axes import NAMES
+from digen_jax.parallel.mesh import MODEL, PARAMETERS, TIME
+from digen_jax.parallel.placement import ONE_DEVICE, RolloutAxes, TrainerAxes, mesh_sizes
+from digen_jax.parallel.sharding import TACTICS
 from digen_jax.ranges import ANY, Range, allowed_values, check_allowed
 from digen_jax.rewards.settings import RewardSettings
 

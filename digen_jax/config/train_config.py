@@ -30,11 +30,11 @@ from digen_jax.config.sections import (
     TrackioSection,
     WandbSection,
 )
-from digen_jax.engine.draws import Draws
-from digen_jax.engine.optimisation import TrainerSettings
-from digen_jax.engine.placement import MeshSizes, fitted
 from digen_jax.errors import LARGEST_SEED
 from digen_jax.models.family import Size
+from digen_jax.parallel.optimizer import TrainerSettings
+from digen_jax.parallel.placement import MeshSizes, fitted
+from digen_jax.parallel.sampler import Draws
 from digen_jax.prompts.label import prompts_label
 from digen_jax.ranges import Range
 from digen_jax.rewards.settings import RewardSettings

@@ -35,8 +35,8 @@ from digen_jax.distributed.engine import (
 )
 from digen_jax.distributed.files import check_same, fingerprints
 from digen_jax.distributed.transfer import Mailbox
-from digen_jax.engine.placement import PROCESSES
 from digen_jax.errors import ConfigError, check_divides
+from digen_jax.parallel.placement import PROCESSES
 from digen_jax.process.ending import STOPPED, last_word, leave
 from digen_jax.process.interrupt import SIGNALS
 from digen_jax.process.launching import Place

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from digen_jax.distributed.engine import Actor, ProcessLost, RayEngine, Ref
-from digen_jax.engine.hosts import fetch, put
+from digen_jax.parallel.mesh import fetch, put
 from digen_jax.runtime.link import (
     ConditioningOf,
     Key,

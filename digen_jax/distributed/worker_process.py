@@ -21,8 +21,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from digen_jax.distributed.files import check_same
-from digen_jax.engine.divergence import DivergedError
 from digen_jax.errors import ConfigError
+from digen_jax.parallel.optimizer import DivergedError
 from digen_jax.process.ending import Stopped
 from digen_jax.process.exhausted import out_of_memory
 from digen_jax.rewards.built_in import on_mesh, resolve
@@ -35,7 +35,7 @@ from digen_jax.scheduling.costs import Deadline
 
 if TYPE_CHECKING:
     from digen_jax.config.train_config import TrainConfig
-    from digen_jax.engine.system import Rollout, System
+    from digen_jax.parallel.system import Rollout, System
     from digen_jax.runtime.sampling import SamplingExecutor
     from digen_jax.runtime.scoring import TrainBatch
 
@@ -111,7 +111,7 @@ class RolloutProcess:
         import jax
 
         from digen_jax.assemble import held_out_prompts
-        from digen_jax.engine.hosts import job_devices
+        from digen_jax.parallel.mesh import job_devices
         from digen_jax.process import team
 
         self._alone = place is None
@@ -156,7 +156,7 @@ class RolloutProcess:
     def _stored(self, recipe: "TrainConfig") -> Any:
         """Precomputed prompt embeddings, which the driver sends on request; None if this worker encodes."""
         from digen_jax.assemble import recipe_model
-        from digen_jax.engine.encoding import Stored
+        from digen_jax.parallel.encoding import Stored
         from digen_jax.prompt_store import encoder_shapes, is_ahead
 
         def read(texts: Sequence[str]) -> list[Any]:

@@ -13,7 +13,7 @@ from typing import Any
 from digen_jax.distributed.engine import Actor, ObjectLost, ProcessLost, RayEngine, Ref
 from digen_jax.distributed.transfer import TrainerLink, TreeMissing
 from digen_jax.distributed.worker_process import NotDone, Opened, RowsMissing
-from digen_jax.engine.encoding import Rows
+from digen_jax.parallel.encoding import Rows
 from digen_jax.rewards.exchanges import moved
 from digen_jax.runtime.clock import elsewhere, paused
 from digen_jax.runtime.link import (

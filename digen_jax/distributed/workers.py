@@ -27,8 +27,8 @@ from digen_jax.distributed.files import fingerprints
 from digen_jax.distributed.transfer import Shares, TrainerLink
 from digen_jax.distributed.worker_process import RolloutProcess, TrainingProcess
 from digen_jax.distributed.worker_proxy import TrainingProxy, WorkerProxy
-from digen_jax.engine.encoding import Stored
 from digen_jax.errors import ConfigError
+from digen_jax.parallel.encoding import Stored
 from digen_jax.process.ending import STOPPED, Stopped, last_word, leave
 from digen_jax.process.launching import MEETING, Place
 from digen_jax.prompt_store import stored

@@ -20,7 +20,10 @@ from tqdm import tqdm
 from digen_jax.assemble import open_parts
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.encoding.reached import reached
-from digen_jax.engine.encoding import (
+from digen_jax.errors import ConfigError, blame, check_output
+from digen_jax.families import read_parts
+from digen_jax.models.family import Family, Record, Tokens
+from digen_jax.parallel.encoding import (
     Rows,
     block_size,
     encoder,
@@ -30,11 +33,8 @@ from digen_jax.engine.encoding import (
     row_bytes,
     rows_of,
 )
-from digen_jax.engine.hosts import any_of, fetch
-from digen_jax.engine.placement import DeviceGroup, OwnMesh
-from digen_jax.errors import ConfigError, blame, check_output
-from digen_jax.families import read_parts
-from digen_jax.models.family import Family, Record, Tokens
+from digen_jax.parallel.mesh import any_of, fetch
+from digen_jax.parallel.placement import DeviceGroup, OwnMesh
 from digen_jax.policies import on_devices, reads_null
 from digen_jax.process.exhausted import during
 from digen_jax.process.progress import watched

@@ -8,10 +8,10 @@ import numpy as np
 from jaxtyping import Float
 
 from digen_jax import rewards
-from digen_jax.engine.hosts import fetch
-from digen_jax.engine.sampler import Sampler, Weights
 from digen_jax.flow.sampling import Trajectory, image_keys
 from digen_jax.images import as_scored, to_uint8
+from digen_jax.parallel.mesh import fetch
+from digen_jax.parallel.sampler import Sampler, Weights
 from digen_jax.process.exhausted import during
 from digen_jax.process.progress import watched
 from digen_jax.records.evaluation import Evaluation

@@ -9,10 +9,6 @@ import jax
 
 from digen_jax.config.load import read_config
 from digen_jax.config.train_config import TrainConfig
-from digen_jax.engine.axes import make_mesh
-from digen_jax.engine.placement import DeviceGroup
-from digen_jax.engine.policy import Policy
-from digen_jax.engine.sampler import Sampler, SamplerSettings, Weights
 from digen_jax.errors import ConfigError, check_positive, user_input
 from digen_jax.families import (
     check_parts,
@@ -25,6 +21,10 @@ from digen_jax.families import (
 from digen_jax.flow.steps import Ode
 from digen_jax.images import read_picture
 from digen_jax.models.family import Family, Params, Record, Size
+from digen_jax.parallel.mesh import make_mesh
+from digen_jax.parallel.placement import DeviceGroup
+from digen_jax.parallel.policy import Policy
+from digen_jax.parallel.sampler import Sampler, SamplerSettings, Weights
 from digen_jax.policies import check_negative, make_policy, trained_of
 from digen_jax.records.checkpoint_folder import read_checkpoint
 from digen_jax.records.environment import started_in

@@ -18,7 +18,6 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int, UInt8
 
-from digen_jax.engine.scoring import Scoring
 from digen_jax.learned_rewards.files import in_dtype, read_config, read_processor
 from digen_jax.learned_rewards.host import on_host
 from digen_jax.learned_rewards.scorer import Opened, Params, Prepare
@@ -26,6 +25,7 @@ from digen_jax.models.precision import exact_products
 from digen_jax.models.vision import clip
 from digen_jax.models.vision.clip_vision import CLIPVisionModelWithProjection
 from digen_jax.models.vision.preprocess import pil_crop
+from digen_jax.parallel.reward_model import Scoring
 from digen_jax.weights.folder import Folder, read_params, resolve_folder
 from digen_jax.weights.tensors import read_tree
 from digen_jax.weights.torch_file import as_stored, open_arrays

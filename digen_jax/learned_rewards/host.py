@@ -2,10 +2,10 @@
 
 import jax
 
-from digen_jax.engine.axes import make_mesh
-from digen_jax.engine.placement import DeviceGroup
-from digen_jax.engine.scoring import Scorer, Scoring
 from digen_jax.learned_rewards.scorer import Params
+from digen_jax.parallel.mesh import make_mesh
+from digen_jax.parallel.placement import DeviceGroup
+from digen_jax.parallel.reward_model import Scorer, Scoring
 
 
 def on_host(scorer: Scorer, params: Params, batch: int = 16) -> Scoring:

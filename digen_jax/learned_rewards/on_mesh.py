@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping
 import jax
 import jax.numpy as jnp
 
-from digen_jax.engine.placement import DeviceGroup
-from digen_jax.engine.scoring import Scoring, placed
 from digen_jax.errors import blame
 from digen_jax.learned_rewards import aesthetic
 from digen_jax.learned_rewards.built_in import Learned
@@ -19,6 +17,8 @@ from digen_jax.models.vision import clip
 from digen_jax.models.vision.clip import CLIPConfig, CLIPModel
 from digen_jax.models.vision.clip_vision import CLIPVisionConfig, CLIPVisionModelWithProjection
 from digen_jax.models.vision.preprocess import Processor, pil_crop, tensor_crop, tensor_pad
+from digen_jax.parallel.placement import DeviceGroup
+from digen_jax.parallel.reward_model import Scoring, placed
 from digen_jax.process.exhausted import during
 from digen_jax.rewards import NamedReward, RewardSettings
 from digen_jax.rewards.built_in import resolve

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int, UInt8
 
-from digen_jax.engine.scoring import Scorer
 from digen_jax.models.precision import exact_products
 from digen_jax.models.text.tokenizer_files import padded
 from digen_jax.models.vision.clip import CLIPModel
+from digen_jax.parallel.reward_model import Scorer
 
 Params = dict[str, Any]
 Prepare = Callable[[UInt8[Array, "b h w 3"]], Float[Array, "b s s 3"]]

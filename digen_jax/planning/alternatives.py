@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from typing import get_args
 
 from digen_jax.config.train_config import TrainConfig
-from digen_jax.engine.axes import FSDP
 from digen_jax.errors import ConfigError
 from digen_jax.models.remat import Remat
+from digen_jax.parallel.mesh import FSDP
 from digen_jax.planning.plan import step_settings
 from digen_jax.policies import on_devices
 from digen_jax.scheduling.planner.problem import divisors

@@ -8,10 +8,10 @@ import jax
 
 from digen_jax.assemble import outline
 from digen_jax.config.train_config import TrainConfig
-from digen_jax.engine.encoding import block_size
-from digen_jax.engine.sampler import Sampler
-from digen_jax.engine.system import System, lower_reshard
 from digen_jax.models.family import Size
+from digen_jax.parallel.encoding import block_size
+from digen_jax.parallel.sampler import Sampler
+from digen_jax.parallel.system import System, lower_reshard
 from digen_jax.planning.footprint import step_records
 from digen_jax.planning.programs import (
     lower_block,

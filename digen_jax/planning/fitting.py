@@ -11,8 +11,8 @@ from flax.traverse_util import flatten_dict
 
 from digen_jax.accelerators.chips import GB
 from digen_jax.config.train_config import TrainConfig
-from digen_jax.engine.placement import check_processes
 from digen_jax.errors import ConfigError
+from digen_jax.parallel.placement import check_processes
 from digen_jax.planning.alternatives import smaller
 from digen_jax.planning.assessment import Assessed
 from digen_jax.planning.calibration import Calibration

@@ -10,9 +10,9 @@ from digen_jax.config.checks import check_meshes, check_rules
 from digen_jax.config.load import fit_config
 from digen_jax.config.sections import AUTO, GIVEN, PlacementSection
 from digen_jax.config.train_config import TrainConfig
-from digen_jax.engine.placement import ONE_DEVICE, MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.errors import ConfigError
 from digen_jax.inference.model import run_recipe
+from digen_jax.parallel.placement import ONE_DEVICE, MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.planning.calibration import Calibration
 from digen_jax.planning.footprint import model_footprint
 from digen_jax.planning.plan import auto_plan, make_problem, meshes

@@ -8,8 +8,8 @@ from flax.traverse_util import flatten_dict
 from digen_jax.config.checks import check_devices
 from digen_jax.config.sections import AUTO, GIVEN
 from digen_jax.config.train_config import TrainConfig
-from digen_jax.engine.placement import MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.errors import ConfigError
+from digen_jax.parallel.placement import MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.planning.calibration import Calibration
 from digen_jax.scheduling.planner.memory import PoolLayout, device_bytes
 from digen_jax.scheduling.planner.problem import Footprint, Problem, Scaling

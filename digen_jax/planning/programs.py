@@ -10,13 +10,12 @@ import numpy as np
 
 from digen_jax.assemble import outline
 from digen_jax.config.train_config import TrainConfig
-from digen_jax.engine.encoding import block_size, example
-from digen_jax.engine.packing import Experience, trained_part
-from digen_jax.engine.placement import MeshSizes, RolloutAxes, TrainerAxes
-from digen_jax.engine.sampler import Sampler, Weights
-from digen_jax.engine.samples import shardings
-from digen_jax.engine.system import System
 from digen_jax.models.family import Size
+from digen_jax.parallel.encoding import block_size, example
+from digen_jax.parallel.packing import Experience, trained_part
+from digen_jax.parallel.placement import MeshSizes, RolloutAxes, TrainerAxes
+from digen_jax.parallel.sampler import Sampler, Weights
+from digen_jax.parallel.system import System, shardings
 from digen_jax.planning.footprint import step_records, stored_bytes
 from digen_jax.rewards.built_in import on_mesh
 from digen_jax.scheduling.planner.problem import Programs

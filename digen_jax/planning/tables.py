@@ -12,7 +12,7 @@ from digen_jax.accelerators.layers import module_of
 from digen_jax.assemble import recipe_model
 from digen_jax.config.sections import AUTO
 from digen_jax.config.train_config import TrainConfig
-from digen_jax.engine.placement import MeshSizes
+from digen_jax.parallel.placement import MeshSizes
 from digen_jax.planning.assessment import Assessed
 from digen_jax.planning.calibration import Calibration
 from digen_jax.planning.slices import Slice, calibrated, plain_shares

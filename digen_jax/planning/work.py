@@ -10,8 +10,8 @@ pass that is only repeated to save memory (remat) is not needed.
 from collections import Counter
 
 from digen_jax.config.train_config import TrainConfig
-from digen_jax.engine.policy import Policy
 from digen_jax.models.family import Family, Size
+from digen_jax.parallel.policy import Policy
 from digen_jax.policies import make_policy, trained_policy
 
 ATTENTION = "attention"  # the stream whose products have no weights

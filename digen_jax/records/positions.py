@@ -9,10 +9,10 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from digen_jax.config.train_config import TrainConfig
-from digen_jax.engine.divergence import DivergedError
-from digen_jax.engine.hosts import put
-from digen_jax.engine.trainer import TrainState
 from digen_jax.errors import ConfigError
+from digen_jax.parallel.mesh import put
+from digen_jax.parallel.optimizer import DivergedError
+from digen_jax.parallel.trainer import TrainState
 from digen_jax.records.checkpoint import Checkpointer, SaveFailed, template_of, was_saved
 from digen_jax.records.checkpoint_folder import saved_steps, steps_done
 from digen_jax.records.command_log import read_log

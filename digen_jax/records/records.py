@@ -12,9 +12,9 @@ import numpy as np
 from jaxtyping import Float
 
 from digen_jax.config.train_config import TrainConfig
-from digen_jax.engine.system import System
 from digen_jax.errors import ConfigError
 from digen_jax.images import stills
+from digen_jax.parallel.system import System
 from digen_jax.policies import describe_computation
 from digen_jax.process.ending import Stopped
 from digen_jax.process.launching import describe_cache

@@ -13,9 +13,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from digen_jax.config.train_config import TrainConfig
-from digen_jax.engine.system import Rollout, System
-from digen_jax.engine.trainer import TrainState
 from digen_jax.learned_rewards.on_mesh import named
+from digen_jax.parallel.system import Rollout, System
+from digen_jax.parallel.trainer import TrainState
 from digen_jax.records.evaluation import Evaluation, Extremes
 from digen_jax.records.positions import Position
 from digen_jax.rewards.built_in import on_mesh

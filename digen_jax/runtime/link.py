@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from digen_jax.engine.system import resharded, rounded
-from digen_jax.engine.trainer import TrainState
+from digen_jax.parallel.system import resharded, rounded
+from digen_jax.parallel.trainer import TrainState
 from digen_jax.runtime.clock import paused
 from digen_jax.scheduling.commands import Chunk, WeightsVersion
 

@@ -19,10 +19,10 @@ from digen_jax.config.train_config import TrainConfig
 from digen_jax.distributed.workers import RemoteWorkers
 from digen_jax.encoding.ahead import prepare
 from digen_jax.encoding.reached import reached
-from digen_jax.engine.system import System
 from digen_jax.errors import ConfigError
 from digen_jax.models.family import Family
 from digen_jax.models.text.tokenizer_files import known_words
+from digen_jax.parallel.system import System
 from digen_jax.planning.placing import place_here
 from digen_jax.policies import start_warnings
 from digen_jax.process.ending import STOPPED, Stopped

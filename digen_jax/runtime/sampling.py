@@ -9,13 +9,13 @@ import jax
 import numpy as np
 
 from digen_jax import rewards
-from digen_jax.engine.hosts import fetch, put
-from digen_jax.engine.packing import trained_part
-from digen_jax.engine.sampler import EncodedPrompts, Weights
-from digen_jax.engine.system import Rollout
 from digen_jax.flow.sampling import Trajectory
 from digen_jax.images import as_scored, bytes_or_nan
 from digen_jax.inference.evaluation import sample_fixed
+from digen_jax.parallel.mesh import fetch, put
+from digen_jax.parallel.packing import trained_part
+from digen_jax.parallel.sampler import EncodedPrompts, Weights
+from digen_jax.parallel.system import Rollout
 from digen_jax.runtime.clock import part
 from digen_jax.runtime.link import ConditioningOf, Link, SamplesOf
 from digen_jax.runtime.scoring import ChunkScorer, HeldOut, ScoredChunk

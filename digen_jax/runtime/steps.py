@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Int, Key
 
-from digen_jax.engine.draws import Drawn, Draws
 from digen_jax.flow.noising import turn_keys
+from digen_jax.parallel.sampler import Drawn, Draws
 from digen_jax.scheduling.commands import Chunk
 
 

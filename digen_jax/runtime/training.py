@@ -9,13 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float32
 
-from digen_jax.engine.early import OpenGroup
-from digen_jax.engine.objective import Totals
-from digen_jax.engine.sampler import EncodedPrompts
-from digen_jax.engine.samples import Images, receive, selected, shardings
-from digen_jax.engine.spread import check_spread
-from digen_jax.engine.system import System, resharded
-from digen_jax.engine.trainer import TrainState
+from digen_jax.parallel.accumulate import OpenGroup
+from digen_jax.parallel.objectives import Totals
+from digen_jax.parallel.optimizer import check_spread
+from digen_jax.parallel.sampler import EncodedPrompts
+from digen_jax.parallel.system import Images, System, receive, resharded, selected, shardings
+from digen_jax.parallel.trainer import TrainState
 from digen_jax.runtime.link import (
     ConditioningOf,
     ExactOf,

@@ -13,7 +13,7 @@ from digen_jax.attention import attend as attending
 from digen_jax.attention import cudnn, key_weights
 from digen_jax.attention.attend import attend, attend_jointly
 from digen_jax.attention.partition import on_each_device
-from digen_jax.engine.axes import make_mesh
+from digen_jax.parallel.mesh import make_mesh
 from digen_jax.target import Target, current, on_device, on_mesh
 from tests.attention import oracle
 from tests.attention.cases import draw, error, gradients_of, weights

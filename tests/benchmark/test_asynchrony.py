@@ -12,7 +12,7 @@ from digen_jax.errors import ConfigError
 from digen_jax.records.metrics import read_metrics
 from digen_jax.runtime import opening
 from tests.benchmark.conftest import brightness
-from tests.engine import toy
+from tests.parallel import toy
 from tests.tiny_runs import prompt_file
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from digen_jax.benchmark.compute import Roles, Speed, compare
 from digen_jax.config.load import load_config
-from digen_jax.engine.placement import ONE_DEVICE
-from tests.engine import toy
+from digen_jax.parallel.placement import ONE_DEVICE
+from tests.parallel import toy
 from tests.tiny_runs import prompt_file
 
 

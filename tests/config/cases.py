@@ -8,7 +8,7 @@ FORWARD = {
     "awm": ODE | dict(algorithm=dict(name="awm")),
     "diffusion_dpo": ODE | dict(algorithm=dict(name="diffusion_dpo"), trainer__micro_batch=24),
 }
-TWO = dict(rewards=("shapes_geneval", "tests.engine.toy:brightness"))
+TWO = dict(rewards=("shapes_geneval", "tests.parallel.toy:brightness"))
 DYNAMIC = dict(sampler__chunk=12, trainer__micro_batch=12)
 EARLY = dict(
     runtime__max_incomplete_groups=2,

@@ -122,7 +122,7 @@ def named(sentence: str) -> list[str]:
         (dict(advantages__combine="gdpo"), "advantages.combine"),
         (
             dict(
-                rewards=("shapes_geneval", "tests.engine.toy:brightness"),
+                rewards=("shapes_geneval", "tests.parallel.toy:brightness"),
                 advantages__combine="gdpo",
                 advantages__std="global",
             ),
@@ -205,7 +205,7 @@ def named(sentence: str) -> list[str]:
         (
             FORWARD["diffusion_dpo"]
             | dict(
-                rewards=("shapes_geneval", "tests.engine.toy:brightness"),
+                rewards=("shapes_geneval", "tests.parallel.toy:brightness"),
                 advantages__ddof=1,
                 advantages__drop_zero_std=True,
                 advantages__std="global",
@@ -215,7 +215,7 @@ def named(sentence: str) -> list[str]:
         (
             FORWARD["diffusion_dpo"]
             | dict(
-                rewards=("shapes_geneval", "tests.engine.toy:brightness"),
+                rewards=("shapes_geneval", "tests.parallel.toy:brightness"),
                 advantages__combine="gdpo",
                 advantages__baseline="leave_one_out",
             ),
@@ -224,7 +224,7 @@ def named(sentence: str) -> list[str]:
         (
             FORWARD["diffusion_dpo"]
             | dict(
-                rewards=("shapes_geneval", "tests.engine.toy:brightness"),
+                rewards=("shapes_geneval", "tests.parallel.toy:brightness"),
                 advantages__combine="advantages",
                 advantages__baseline="leave_one_out",
             ),
@@ -272,7 +272,7 @@ def named(sentence: str) -> list[str]:
         ),
         (EARLY | dict(sampler__chunk=12), "runtime.max_incomplete_groups sampler.chunk"),
         (
-            EARLY | dict(rewards=("shapes_geneval", "tests.engine.toy:brightness")),
+            EARLY | dict(rewards=("shapes_geneval", "tests.parallel.toy:brightness")),
             "runtime.max_incomplete_groups rewards",
         ),
         (EARLY | dict(advantages__baseline="leave_one_out"), "advantages.baseline"),

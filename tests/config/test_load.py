@@ -20,10 +20,10 @@ from digen_jax.config.load import (
     read_config,
     replaced,
 )
-from digen_jax.engine.draws import Draws
-from digen_jax.engine.placement import MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.errors import ConfigError
 from digen_jax.flow.windows import Window
+from digen_jax.parallel.placement import MeshSizes, RolloutAxes, TrainerAxes
+from digen_jax.parallel.sampler import Draws
 from digen_jax.planning.placing import place_here
 from digen_jax.rewards.settings import RewardSettings
 from tests.config.cases import EARLY, FORWARD, TWO, changed

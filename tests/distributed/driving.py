@@ -10,13 +10,13 @@ from ml_collections import ConfigDict
 
 from digen_jax.distributed.worker_process import Opened, RolloutProcess, TrainingProcess
 from digen_jax.distributed.workers import RemoteWorkers
-from digen_jax.engine.placement import Placement
-from digen_jax.engine.system import Rollout, System
+from digen_jax.parallel.placement import Placement
+from digen_jax.parallel.system import Rollout, System
 from digen_jax.rewards import alone
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.driver import Driver
 from tests.distributed.local_engine import LocalEngine
-from tests.engine import toy
+from tests.parallel import toy
 
 
 def without_rollouts(system: System) -> System:

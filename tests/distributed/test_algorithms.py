@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from digen_jax.engine.early import settled
-from digen_jax.engine.trainer import Trainer
+from digen_jax.parallel.accumulate import settled
+from digen_jax.parallel.trainer import Trainer
 from digen_jax.rewards import alone
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.sampling import SamplingExecutor
 from digen_jax.scheduling.commands import TRAINER, Generate, Train, Update
 from tests.distributed import driving
-from tests.engine import toy
+from tests.parallel import toy
 from tests.pipelines import ROOT
 from tests.runtime import test_candidates as candidates
 from tests.runtime.test_evaluation import ROUNDED

@@ -19,8 +19,8 @@ from digen_jax.process.launching import Place
 from digen_jax.records.command_log import read_log
 from digen_jax.records.status import read_status
 from digen_jax.scheduling.commands import Command, Generate, Train
-from tests.engine import toy
 from tests.metrics import assert_same_metrics, metrics
+from tests.parallel import toy
 from tests.pipelines import ROOT
 from tests.processes import Begun, begin  # noqa: F401
 from tests.tiny_runs import once, pipeline, prompt_file

@@ -11,7 +11,7 @@ from tests.distributed import driving
 from tests.distributed.local_engine import LocalEngine
 from tests.distributed.test_algorithms import LORA, assert_same, config, run
 from tests.distributed.test_workers import quick, until  # noqa: F401
-from tests.engine import toy
+from tests.parallel import toy
 from tests.runtime import test_training_workers as one_process
 from tests.runtime.test_training_workers import alone, changed, equal_bits, trained_by  # noqa: F401
 

@@ -19,7 +19,7 @@ from digen_jax.scheduling.commands import TRAINER, Chunk, WeightsVersion
 from tests.distributed import driving
 from tests.distributed.local_engine import LocalEngine
 from tests.distributed.test_algorithms import LORA, TWO, assert_same, config, makers, run
-from tests.engine import toy
+from tests.parallel import toy
 from tests.pipelines import ROOT
 
 pytestmark = pytest.mark.usefixtures("exact_and_split")

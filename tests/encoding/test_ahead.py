@@ -18,12 +18,12 @@ from digen_jax.assemble import build
 from digen_jax.config.load import fit_config, load_config
 from digen_jax.encoding import ahead
 from digen_jax.encoding.reached import reached
-from digen_jax.engine.encoding import NULL
 from digen_jax.errors import ConfigError
 from digen_jax.families import load_family
 from digen_jax.inference.export import export, how_to_load
 from digen_jax.inference.model import open_model
 from digen_jax.models.sd3.family import StableDiffusion3
+from digen_jax.parallel.encoding import NULL
 from digen_jax.process.ending import Stopped
 from digen_jax.prompts import encoded
 from digen_jax.runtime import opening

@@ -11,13 +11,13 @@ import torch
 
 from digen_jax.assemble import build
 from digen_jax.config.load import fit_config, load_config
-from digen_jax.engine.optimisation import TrainerSettings
-from digen_jax.engine.sampler import Sampler, SamplerSettings
 from digen_jax.errors import ConfigError
 from digen_jax.flow.sampling import image_keys, start_noise
 from digen_jax.flow.steps import Ode
 from digen_jax.inference.export import export, first_average, how_to_load
 from digen_jax.models.family import Size
+from digen_jax.parallel.optimizer import TrainerSettings
+from digen_jax.parallel.sampler import Sampler, SamplerSettings
 from digen_jax.records.checkpoint import Checkpointer, template_of
 from digen_jax.records.metrics import read_metrics
 from digen_jax.train import train

@@ -11,13 +11,13 @@ from safetensors.numpy import load_file
 
 from digen_jax import assemble
 from digen_jax.config.load import load_config, read_config
-from digen_jax.engine.axes import make_mesh
-from digen_jax.engine.divergence import DivergedError
-from digen_jax.engine.placement import DeviceGroup
-from digen_jax.engine.scoring import Scoring
-from digen_jax.engine.sharding import Layout
 from digen_jax.errors import ConfigError
 from digen_jax.learned_rewards import on_mesh
+from digen_jax.parallel.mesh import make_mesh
+from digen_jax.parallel.optimizer import DivergedError
+from digen_jax.parallel.placement import DeviceGroup
+from digen_jax.parallel.reward_model import Scoring
+from digen_jax.parallel.sharding import Layout
 from digen_jax.planning.calibration import Calibration
 from digen_jax.planning.compiled import programs
 from digen_jax.planning.footprint import model_footprint
@@ -33,9 +33,9 @@ from digen_jax.rewards.settings import RewardSettings
 from digen_jax.scheduling.planner import memory
 from digen_jax.scheduling.settings import Costs
 from digen_jax.train import train
-from tests.engine import toy
 from tests.learned_rewards.folders import PROMPTS, Files, pictures, write
 from tests.learned_rewards.test_scores import by_pickscore
+from tests.parallel import toy
 from tests.tiny_runs import tiny_config
 
 STEPS = 2

@@ -9,7 +9,7 @@ import pytest
 
 from digen_jax.assemble import outline
 from digen_jax.config.load import complete, read_config
-from digen_jax.engine.system import rounded
+from digen_jax.parallel.system import rounded
 from digen_jax.planning.programs import lower_generate, lower_gradient, trained_samples
 from tests.tiny_runs import pipeline, tiny_config
 

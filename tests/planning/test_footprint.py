@@ -5,7 +5,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from digen_jax.config.load import complete, read_config
-from digen_jax.engine.placement import RolloutAxes, TrainerAxes
+from digen_jax.parallel.placement import RolloutAxes, TrainerAxes
 from digen_jax.planning.compiled import programs
 from digen_jax.planning.footprint import model_footprint
 from digen_jax.planning.plan import make_problem, meshes

@@ -22,7 +22,7 @@ from digen_jax.scheduling.planner.memory import PoolLayout, device_bytes
 from digen_jax.scheduling.planner.search import Simulations, layouts, make_plan, settings_of
 from digen_jax.scheduling.settings import Costs
 from digen_jax.train import train
-from tests.engine import toy
+from tests.parallel import toy
 from tests.pipelines import ROOT, environment, shipped_config
 from tests.scripts import run_forked, run_script
 from tests.tiny_runs import pipeline, prompt_file, tiny_config
@@ -101,7 +101,7 @@ def test_the_script_plans_from_a_file_of_costs(tmp_path):
 TOY_PLAN = """
 import runpy, sys
 from digen_jax.planning import step_costs
-from tests.engine import toy
+from tests.parallel import toy
 
 step_costs.build = lambda recipe, devices: toy.system(recipe, 2)
 sys.argv[0] = "launch/plan.py"

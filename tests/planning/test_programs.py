@@ -9,7 +9,7 @@ import pytest
 
 from digen_jax.assemble import build, outline
 from digen_jax.config.load import complete, read_config
-from digen_jax.engine.samples import Images, on_trainer, receive
+from digen_jax.parallel.system import Images, on_trainer, receive
 from digen_jax.planning.footprint import model_footprint
 from digen_jax.planning.plan import make_problem
 from digen_jax.planning.programs import (

@@ -10,7 +10,7 @@ from digen_jax.inference.pictures import evaluation_to_folder
 from digen_jax.records import pictures, records
 from digen_jax.records.evaluation import Evaluation, Extremes, Sample
 from digen_jax.records.pictures import image_grid
-from tests.engine import toy
+from tests.parallel import toy
 from tests.records.test_metrics import tags
 
 

@@ -19,7 +19,7 @@ import jax
 from digen_jax.config.load import load_config
 from digen_jax.runtime import opening
 from digen_jax.train import train
-from tests.engine import toy
+from tests.parallel import toy
 from tests.run.toy_process import get_config
 
 workdir = pathlib.Path(sys.argv[1])

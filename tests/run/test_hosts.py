@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from digen_jax.config.load import load_config
-from digen_jax.engine import sharding
+from digen_jax.parallel import sharding
 from digen_jax.process import ending
 from digen_jax.records.checkpoint_folder import read_checkpoint
 from digen_jax.records.metrics import read_metrics
@@ -20,9 +20,9 @@ from digen_jax.records.workdir import finished_step
 from digen_jax.rewards import built_in
 from digen_jax.runtime import opening
 from digen_jax.train import train
-from tests.engine import toy
 from tests.learned_rewards.folders import write
 from tests.metrics import assert_same_metrics, metrics
+from tests.parallel import toy
 from tests.pipelines import ROOT, environment
 from tests.ports import free_port
 from tests.run import toy_process

@@ -12,15 +12,15 @@ import jax
 import numpy as np
 import pytest
 
-from digen_jax.engine import sharding
 from digen_jax.errors import ConfigError
+from digen_jax.parallel import sharding
 from digen_jax.process.ending import Stopped
 from digen_jax.records import checkpoint, checkpoint_folder
 from digen_jax.records.checkpoint import SaveFailed
 from digen_jax.records.command_log import read_log
 from digen_jax.records.metrics import read_metrics
-from tests.engine import toy
 from tests.metrics import assert_same_metrics, metrics
+from tests.parallel import toy
 from tests.run import test_train
 from tests.run.test_train import arrays, at, config, saved
 

@@ -18,7 +18,7 @@ from tests.tiny_runs import PROMPTS
 pytestmark = pytest.mark.slow
 
 CONFIG = """
-from tests.engine import toy
+from tests.parallel import toy
 
 def get_config():
     c = toy.config(

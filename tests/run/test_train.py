@@ -18,9 +18,9 @@ import orbax.checkpoint as ocp
 import pytest
 
 from digen_jax.config.load import load_config
-from digen_jax.engine import divergence
-from digen_jax.engine.divergence import DivergedError
 from digen_jax.errors import ConfigError
+from digen_jax.parallel import optimizer as divergence
+from digen_jax.parallel.optimizer import DivergedError
 from digen_jax.records.metrics import TIMING, read_metrics
 from digen_jax.records.records import ADVICE, waiting
 from digen_jax.records.status import describe, read_status
@@ -30,8 +30,8 @@ from digen_jax.rewards.mistakes import RewardFailed
 from digen_jax.runtime import opening
 from digen_jax.scheduling.timeline import CAUSES
 from digen_jax.train import train as whole_run
-from tests.engine import toy
 from tests.metrics import metrics
+from tests.parallel import toy
 from tests.pipelines import ROOT, environment, write_tiny_pipeline
 from tests.records.test_metrics import scalars
 from tests.tiny_runs import PROMPTS
@@ -57,7 +57,7 @@ def get_config():
     ))
 """
 TOY = """
-from tests.engine import toy
+from tests.parallel import toy
 
 def get_config():
     c = toy.config(

@@ -13,10 +13,10 @@ import time
 import jax
 from ml_collections import ConfigDict
 
-from digen_jax.engine import sharding
+from digen_jax.parallel import sharding
 from digen_jax.rewards import built_in
 from digen_jax.runtime import opening
-from tests.engine import toy
+from tests.parallel import toy
 from tests.pipelines import ROOT
 
 # "step signal process": a signal that a process gets while the first one scores a step.

@@ -16,7 +16,7 @@ from digen_jax.runtime.sampling import SamplingExecutor
 from digen_jax.runtime.steps import Steps
 from digen_jax.scheduling.commands import Chunk, DropChunks, Generate, Train, Update
 from tests.cases import quick
-from tests.engine import toy
+from tests.parallel import toy
 
 pytestmark = pytest.mark.usefixtures("exact_and_split")
 

@@ -9,8 +9,8 @@ from digen_jax.errors import ConfigError
 from digen_jax.flow.sampling import image_keys
 from digen_jax.images import to_uint8
 from digen_jax.rewards.mistakes import RewardFailed
-from tests.engine import toy
-from tests.engine.toy import receive
+from tests.parallel import toy
+from tests.parallel.toy import receive
 
 pytestmark = pytest.mark.usefixtures("exact_and_split")
 

@@ -7,7 +7,7 @@ from digen_jax.errors import ConfigError
 from digen_jax.images import to_uint8
 from digen_jax.inference.evaluation import SEED, evaluate, sample_clips
 from digen_jax.scheduling.commands import Generate
-from tests.engine import toy
+from tests.parallel import toy
 
 pytestmark = pytest.mark.usefixtures("exact_and_split")
 

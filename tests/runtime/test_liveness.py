@@ -23,7 +23,7 @@ from digen_jax.scheduling.commands import (
     WeightsVersion,
 )
 from digen_jax.scheduling.costs import Deadline
-from tests.engine import toy
+from tests.parallel import toy
 from tests.runtime.test_workers import STALE, config, equal_bits, replayed
 
 pytestmark = pytest.mark.usefixtures("exact_and_split")

@@ -11,7 +11,7 @@ from digen_jax.rewards.pool import RewardPool
 from digen_jax.rewards.settings import RewardSettings
 from digen_jax.runtime.scoring import StepScores
 from digen_jax.runtime.steps import StepImages
-from tests.engine import toy
+from tests.parallel import toy
 
 STEPS = 2
 NAMED = (["first"], ["second"])

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from digen_jax.engine.early import settled
+from digen_jax.parallel.accumulate import settled
 from digen_jax.runtime.sampling import SamplingExecutor
 from digen_jax.scheduling.commands import TRAINER, Generate, Train
 from tests.cases import quick
-from tests.engine import toy
+from tests.parallel import toy
 
 pytestmark = pytest.mark.usefixtures("exact_and_split")
 

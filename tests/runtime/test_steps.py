@@ -6,11 +6,11 @@ import jax
 import numpy as np
 import pytest
 
-from digen_jax.engine.draws import Draws
 from digen_jax.flow.windows import Window
+from digen_jax.parallel.sampler import Draws
 from digen_jax.runtime.steps import Steps
 from digen_jax.scheduling.commands import Chunk
-from tests.engine import toy
+from tests.parallel import toy
 
 
 def steps(drawn=None, first=0):

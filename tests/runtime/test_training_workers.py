@@ -14,7 +14,7 @@ from digen_jax.scheduling.commands import TRAINER, Generate, Train, Update
 from tests.cases import quick
 from tests.distributed.test_algorithms import assert_same, replayed, run
 from tests.distributed.test_algorithms import config as of_algorithm
-from tests.engine import toy
+from tests.parallel import toy
 
 pytestmark = pytest.mark.usefixtures("exact_and_split")
 

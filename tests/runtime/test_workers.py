@@ -33,7 +33,7 @@ from digen_jax.scheduling.commands import (
     WeightsVersion,
 )
 from digen_jax.scheduling.scheduler import SchedulerError
-from tests.engine import toy
+from tests.parallel import toy
 
 pytestmark = pytest.mark.usefixtures("exact_and_split")
 

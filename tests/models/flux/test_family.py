@@ -14,8 +14,6 @@ from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift, retrieve_timesteps
 from safetensors.numpy import load_file, save_file
 
-from digen_jax.engine.policy import Policy
-from digen_jax.engine.sampler import Sampler, SamplerSettings, Weights
 from digen_jax.errors import ConfigError
 from digen_jax.families import load_family, open_pipeline, read_parts
 from digen_jax.flow.sampling import image_keys, start_noise
@@ -24,6 +22,8 @@ from digen_jax.inference.model import Asked, all_devices, open_model
 from digen_jax.models.family import Size
 from digen_jax.models.flux.flops import forward_flops
 from digen_jax.models.published import published_folder
+from digen_jax.parallel.policy import Policy
+from digen_jax.parallel.sampler import Sampler, SamplerSettings, Weights
 from digen_jax.weights.folder import copy_pipeline, read_json, write_params
 from tests.cases import said
 from tests.models.flux.folders import flux_folder, flux_pipeline, packed

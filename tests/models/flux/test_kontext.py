@@ -13,8 +13,6 @@ from diffusers.pipelines.flux import pipeline_flux_kontext
 from diffusers.utils import load_image
 from PIL import Image
 
-from digen_jax.engine.encoding import example, key_of, null_key
-from digen_jax.engine.policy import Policy
 from digen_jax.errors import ConfigError
 from digen_jax.families import editing, load_family, read_parts
 from digen_jax.inference.model import all_devices
@@ -22,6 +20,8 @@ from digen_jax.models.family import Size
 from digen_jax.models.flux.flops import forward_flops
 from digen_jax.models.flux.kontext import FluxKontext
 from digen_jax.models.published import published_folder
+from digen_jax.parallel.encoding import example, key_of, null_key
+from digen_jax.parallel.policy import Policy
 from tests.cases import said
 from tests.models.flux.folders import flux_folder, packed
 from tests.models.flux.kontext_folders import SOURCE, kontext_folder, kontext_pipeline, picture

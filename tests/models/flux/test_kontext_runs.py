@@ -15,7 +15,6 @@ from digen_jax.assemble import build
 from digen_jax.config.load import fit_config, load_config
 from digen_jax.encoding import ahead
 from digen_jax.encoding.reached import reached
-from digen_jax.engine.encoding import encoder
 from digen_jax.errors import ConfigError
 from digen_jax.families import editing, load_family, read_parts
 from digen_jax.flow.sampling import image_keys, start_noise
@@ -24,12 +23,11 @@ from digen_jax.inference.export import export, how_to_load
 from digen_jax.inference.model import Model, open_model
 from digen_jax.inference.pictures import sample_to_folder
 from digen_jax.models.family import Size
+from digen_jax.parallel.encoding import encoder
 from digen_jax.prompt_store import stored
 from digen_jax.prompts.encoded import _about, _blocks
 from digen_jax.prompts.files import read_prompt_file
 from digen_jax.train import train
-from tests.engine import toy
-from tests.engine.test_axes import ROWS, config, system_of
 from tests.metrics import metrics
 from tests.models.flux.folders import flux_folder, packed
 from tests.models.flux.kontext_folders import (
@@ -41,6 +39,8 @@ from tests.models.flux.kontext_folders import (
     kontext_pipeline,
     picture,
 )
+from tests.parallel import toy
+from tests.parallel.test_axes import ROWS, config, system_of
 from tests.scripts import run_forked, run_script
 from tests.tiny_runs import once
 

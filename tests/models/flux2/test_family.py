@@ -15,8 +15,6 @@ from diffusers.pipelines.flux2.pipeline_flux2_klein import (
     retrieve_timesteps,
 )
 
-from digen_jax.engine.policy import Policy
-from digen_jax.engine.sampler import Sampler, SamplerSettings, Weights
 from digen_jax.errors import ConfigError
 from digen_jax.families import load_family, open_pipeline, read_parts
 from digen_jax.flow.sampling import image_keys, start_noise
@@ -25,6 +23,8 @@ from digen_jax.inference.model import all_devices
 from digen_jax.models.family import Size
 from digen_jax.models.flux2.flops import forward_flops
 from digen_jax.models.published import published_folder
+from digen_jax.parallel.policy import Policy
+from digen_jax.parallel.sampler import Sampler, SamplerSettings, Weights
 from digen_jax.weights.folder import copy_pipeline, open_tensors, read_json, write_params
 from digen_jax.weights.names import tensor_names
 from tests.cases import said

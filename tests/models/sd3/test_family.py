@@ -12,9 +12,6 @@ import pytest
 import torch
 from diffusers.configuration_utils import FrozenDict
 
-from digen_jax.engine.placement import DeviceGroup
-from digen_jax.engine.policy import Policy
-from digen_jax.engine.sampler import Sampler, SamplerSettings, Weights
 from digen_jax.errors import ConfigError
 from digen_jax.families import load_family, read_parts
 from digen_jax.flow.sampling import image_keys, start_noise
@@ -22,6 +19,9 @@ from digen_jax.flow.steps import Ode
 from digen_jax.inference.model import all_devices
 from digen_jax.models.family import Size
 from digen_jax.models.sd3.flops import forward_flops
+from digen_jax.parallel.placement import DeviceGroup
+from digen_jax.parallel.policy import Policy
+from digen_jax.parallel.sampler import Sampler, SamplerSettings, Weights
 from digen_jax.policies import trained_of
 from tests.cases import quick, said
 from tests.pipelines import ROOT

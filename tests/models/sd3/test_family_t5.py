@@ -11,11 +11,6 @@ import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline
 
-from digen_jax.engine.axes import make_mesh
-from digen_jax.engine.placement import DeviceGroup
-from digen_jax.engine.policy import Policy
-from digen_jax.engine.sampler import Sampler, SamplerSettings, Weights
-from digen_jax.engine.sharding import Layout
 from digen_jax.errors import ConfigError
 from digen_jax.families import load_family, open_pipeline, read_frozen, read_parts
 from digen_jax.flow.sampling import image_keys, start_noise
@@ -23,6 +18,11 @@ from digen_jax.flow.steps import Ode
 from digen_jax.inference.model import all_devices
 from digen_jax.models.family import Size
 from digen_jax.models.sd3.flops import forward_flops
+from digen_jax.parallel.mesh import make_mesh
+from digen_jax.parallel.placement import DeviceGroup
+from digen_jax.parallel.policy import Policy
+from digen_jax.parallel.sampler import Sampler, SamplerSettings, Weights
+from digen_jax.parallel.sharding import Layout
 from tests.cases import said
 from tests.models.sd3.t5_folders import add_t5
 from tests.tiny_runs import oracle, pipeline

@@ -15,8 +15,6 @@ from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline
 from diffusers.pipelines.z_image import pipeline_z_image
 from peft.utils import get_peft_model_state_dict
 
-from digen_jax.engine.policy import Policy
-from digen_jax.engine.sampler import Sampler, SamplerSettings, Weights
 from digen_jax.errors import ConfigError
 from digen_jax.families import load_family, open_pipeline, read_parts
 from digen_jax.flow.sampling import image_keys, start_noise
@@ -24,6 +22,8 @@ from digen_jax.flow.steps import Ode
 from digen_jax.inference.model import all_devices
 from digen_jax.models.family import Size
 from digen_jax.models.zimage.flops import forward_flops
+from digen_jax.parallel.policy import Policy
+from digen_jax.parallel.sampler import Sampler, SamplerSettings, Weights
 from digen_jax.weights.folder import read_json, write_params
 from digen_jax.weights.lora import LoraConfig, adapted_layers, lora_init, lora_layers
 from digen_jax.weights.lora_files import read_lora, write_lora

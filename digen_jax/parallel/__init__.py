@@ -1,0 +1,1 @@
+"""Programs on device meshes: sampling, training and the shardings of their arrays."""

@@ -1,0 +1,208 @@
+"""Text encoders on a mesh, and their outputs as rows on the host, which can be stored without the encoders."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int, Shaped
+
+from digen_jax.errors import user_input
+from digen_jax.images import blank, picture_hash
+from digen_jax.models.family import Conditioning, Family, Params, Record, Tokens, negative_of
+from digen_jax.parallel.chunks import in_chunks
+from digen_jax.parallel.placement import DeviceGroup
+
+# A prompt's arrays by the field of the conditioning, without tokens that the network does not attend to.
+Rows = Mapping[str, np.ndarray]
+NULL = "\0"  # the key of the family's own pass without the prompt, and the beginning of those of records
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """Prompts that were encoded before, instead of text encoders on the devices.
+
+    Attributes:
+      family: whose encoders made them.
+      encoders: the parameters with which they were encoded, as shapes.
+      read: gives the rows of keys (`key_of`, `null_key`).
+    """
+
+    family: Family
+    encoders: Params
+    read: Callable[[Sequence[str]], list[Rows]]
+
+    def conditioning(self, records: Sequence[Record]) -> Conditioning:
+        """Of each record, on the host."""
+        rows = self.read([key_of(self.family, record) for record in records])
+        return joined(self.family, self._shapes, rows)
+
+    def null(self, records: Sequence[Record]) -> Conditioning:
+        """Of each record's pass without the prompt, one row for all where `Family.tokenize_null` has one."""
+        keys = [null_key(self.family, record) for record in records]
+        if self.family.source is None and len(set(keys)) == 1:
+            keys = keys[:1]
+        return joined(self.family, self._shapes, self.read(keys))
+
+    @functools.cached_property
+    def _shapes(self) -> Conditioning:
+        return encoded_shapes(self.family, self.encoders)
+
+
+def encoder(family: Family, group: DeviceGroup) -> Any:
+    """The jitted program (components, tokens) -> conditioning, which every device then has whole."""
+    return jax.jit(functools.partial(_encode, family, group), out_shardings=group.replicated)
+
+
+def block_size(family: Family, group: DeviceGroup) -> int:
+    """The prompts that a mesh encodes in one chunk."""
+    return family.encoded_prompts * group.images
+
+
+def example(family: Family) -> Record:
+    """A record with all that the family reads, for programs and shapes, which do not depend on the content."""
+    picture = {} if family.source is None else {"image": blank(*family.source[:2])}
+    return {"prompt": "", **picture}
+
+
+def key_of(family: Family, record: Record) -> str:
+    """What the conditioning of a record depends on: its prompt, and the bytes of the picture that is edited.
+
+    Raises:
+      ConfigError: the picture is gone.
+    """
+    if family.source is None:
+        return record["prompt"]
+    with user_input():
+        return f"{record['prompt']}\0{picture_hash(record['image'])}"
+
+
+def null_key(family: Family, record: Record) -> str:
+    """What a record's pass without the prompt depends on: its negative prompt, and the bytes of its picture.
+
+    Raises:
+      ConfigError: the picture is gone.
+    """
+    negative = negative_of(family, record)
+    if family.source is None and negative == family.negative_prompt:
+        return NULL
+    return NULL + key_of(family, {**record, "prompt": NULL + negative})
+
+
+def encoded_shapes(family: Family, encoders: Params) -> Conditioning:
+    """The conditioning of one prompt as shapes."""
+    return jax.eval_shape(family.encode, encoders, family.tokenize([example(family)]))
+
+
+def row_bytes(family: Family, encoders: Params, tokens: Tokens) -> Int[np.ndarray, "b"]:
+    """The bytes of each prompt's rows, before it is encoded.
+
+    Args:
+      family: whose encoders these are.
+      encoders: as shapes.
+      tokens: of the prompts.
+    """
+    shapes = _fields(encoded_shapes(family, encoders))
+    total = np.zeros(len(jax.tree.leaves(tokens)[0]), np.int64)
+    masks = set(family.masked.values())
+    if masks:
+        # Masks depend on tokens alone, so the program reads no parameter: these take no memory.
+        empty = jax.tree.map(lambda leaf: np.broadcast_to(leaf.dtype.type(0), leaf.shape), encoders)
+        made = jax.jit(functools.partial(_masks, family))(empty, tokens)
+    for field, leaf in shapes.items():
+        if field in masks:
+            continue
+        mask = family.masked.get(field)
+        length = _lengths(np.asarray(made[mask])) if mask else leaf.shape[1]
+        total += length * int(np.prod(leaf.shape[2:])) * leaf.dtype.itemsize
+    return total
+
+
+def _masks(family: Family, encoders: Params, tokens: Tokens) -> dict[str, Bool[Array, "b n"]]:
+    fields = _fields(family.encode(encoders, tokens))
+    return {mask: fields[mask] for mask in family.masked.values()}
+
+
+def rows_of(family: Family, conditioning: Conditioning) -> list[Rows]:
+    """The rows of each prompt; masks are left out, because the numbers of rows say what they do.
+
+    Args:
+      family: says which fields have a mask.
+      conditioning: on the host.
+
+    Raises:
+      ValueError: a mask excludes a token in front of another.
+    """
+    fields = _fields(conditioning)
+    lengths = {field: _lengths(fields[mask]) for field, mask in family.masked.items()}
+    kept = [field for field in fields if field not in family.masked.values()]
+    count = len(next(iter(fields.values())))
+    return [
+        # Copies, because the padding would stay in memory behind a view.
+        {f: fields[f][i, : lengths[f][i]].copy() if f in lengths else fields[f][i] for f in kept}
+        for i in range(count)
+    ]
+
+
+def joined(family: Family, shapes: Conditioning, rows: Sequence[Rows]) -> Conditioning:
+    """The conditioning of prompts on the host, from the rows of each: the inverse of `rows_of`.
+
+    Tokens that the network does not attend to are 0.
+
+    Args:
+      family: says which fields have a mask.
+      shapes: the conditioning of one prompt.
+      rows: of each prompt.
+
+    Raises:
+      ValueError: the rows are another model's.
+    """
+    made = {
+        field: np.zeros((len(rows), *leaf.shape[1:]), leaf.dtype)
+        for field, leaf in _fields(shapes).items()
+    }
+    for i, own in enumerate(rows):
+        for field, array in own.items():
+            _check_fits(field, array, made[field][i], field in family.masked)
+            made[field][i, : len(array)] = array
+            if field in family.masked:
+                made[family.masked[field]][i, : len(array)] = True
+    return jax.tree.unflatten(jax.tree.structure(shapes), list(made.values()))
+
+
+def _check_fits(field: str, array: np.ndarray, whole: np.ndarray, masked: bool) -> None:
+    length = len(array) <= len(whole) if masked else len(array) == len(whole)
+    if not length or (array.shape[1:], array.dtype) != (whole.shape[1:], whole.dtype):
+        raise ValueError(
+            f"{field} of an encoded prompt is {array.dtype}{list(array.shape)}, but the model's is "
+            f"{whole.dtype}{list(whole.shape)}"
+        )
+
+
+def _lengths(mask: Bool[np.ndarray, "b n"]) -> Int[np.ndarray, "b"]:
+    lengths = mask.sum(1)
+    if not np.array_equal(mask, np.arange(mask.shape[1]) < lengths[:, None]):
+        raise ValueError("the mask of encoded prompts excludes a token in front of another")
+    return lengths
+
+
+def _fields(conditioning: Conditioning) -> dict[str, Any]:
+    """Its arrays by name, in the order of its leaves."""
+    named = jax.tree.leaves_with_path(conditioning)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in named}
+
+
+def _encode(family: Family, group: DeviceGroup, frozen: Any, tokens: Any) -> Any:
+    """Each device encodes a part of the prompts, in chunks of a size that the family encodes in bounded memory."""
+    prompts = len(jax.tree.leaves(tokens)[0])
+
+    def filled(array: Shaped[Array, "b ..."]) -> Shaped[Array, "n ..."]:
+        free = [(0, 0)] * (array.ndim - 1)
+        return jnp.pad(array, [(0, -prompts % group.images), *free], mode="edge")
+
+    encode = functools.partial(family.encode, frozen)
+    done = in_chunks(encode, jax.tree.map(filled, tokens), family.encoded_prompts, group)
+    return jax.tree.map(lambda c: c[:prompts], done)

@@ -1,0 +1,101 @@
+"""The axes of a device mesh: every mesh has all of them, unused ones with size 1.
+
+| axis     | splits                                                                                        |
+| -------- | --------------------------------------------------------------------------------------------- |
+| time     | the denoising steps of a training pass                                                        |
+| data     | images                                                                                        |
+| fsdp     | images, and parameters that are gathered before use (ZeRO, arXiv 1910.02054)                  |
+| tensor   | parameters by heads and inner widths, so that each device computes a part (arXiv 1909.08053)  |
+| sequence | tokens, and in attention heads, so that each device has a part of the activations             |
+
+Devices that differ only in `tensor` or `sequence` work on the same images.
+
+`put`, `fetch` and `job_devices` are for meshes whose devices belong to several processes.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+from jaxtyping import Array, Bool, Shaped
+
+from digen_jax.errors import ConfigError
+from digen_jax.process import team
+
+TIME, DATA, FSDP, TENSOR, SEQUENCE = "time", "data", "fsdp", "tensor", "sequence"
+
+# The axes that split images.
+BATCH = (DATA, FSDP)
+# The axes that split the work on an image, so that neighbouring devices share it.
+MODEL = (TENSOR, SEQUENCE)
+# The axes whose devices train different samples: a gradient is the sum over these, and only these.
+SAMPLES = (TIME, *BATCH)
+# The axes that may split a parameter.
+PARAMETERS = (FSDP, TENSOR)
+ALL = (*SAMPLES, *MODEL)
+
+
+def axis_sizes(**given: int) -> dict[str, int]:
+    """The sizes of all axes; 1 for those that are not given."""
+    return dict.fromkeys(ALL, 1) | given
+
+
+def make_mesh(devices: Sequence[jax.Device], **sizes: int) -> Mesh:
+    """A mesh of all devices in their order, with the last axis varying fastest, by the sizes of `axis_sizes`."""
+    grid = np.asarray(devices).reshape(list(axis_sizes(**sizes).values()))
+    return Mesh(grid, ALL, axis_types=(AxisType.Auto,) * len(ALL))
+
+
+def parts(mesh: Mesh, axes: Sequence[str]) -> int:
+    """The number of parts into which some axes split."""
+    return math.prod(mesh.shape[axis] for axis in axes)
+
+
+def put(value: Any, sharding: Sharding) -> Array:
+    """Lays out a value that every process has whole, typed keys included, over a mesh.
+
+    `jax.device_put` does the same, but over several processes it first compares all values.
+    """
+    if sharding.is_fully_addressable:
+        return jax.device_put(value, sharding)
+    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+
+def any_of(mask: Bool[np.ndarray, "n"], mesh: Mesh) -> Bool[np.ndarray, "n"]:
+    """Where some process of a mesh has true; all of them must call."""
+    rows = NamedSharding(mesh, PartitionSpec(mesh.axis_names))  # one for each device
+    masks = jax.make_array_from_callback(
+        (mesh.size, len(mask)), rows, lambda index: mask[None, index[1]]
+    )
+    whole = NamedSharding(mesh, PartitionSpec())
+    return fetch(jax.jit(lambda masks: masks.any(0), out_shardings=whole)(masks))
+
+
+def fetch(array: Shaped[Array, "..."]) -> Shaped[np.ndarray, "..."]:
+    """The whole array on the host of every process; if it is split over several processes, all must call."""
+    if array.is_fully_addressable:
+        return np.asarray(array)
+    return multihost_utils.process_allgather(array, tiled=True)
+
+
+def job_devices(count: int, field: str) -> list[jax.Device]:
+    """The devices for the mesh of a field of the config: equally many of each process that works with this one.
+
+    Raises:
+      ConfigError: a process has fewer.
+    """
+    processes = team.members() or range(team.size())
+    own, found = count // len(processes), []
+    for process in processes:
+        its = [one for one in jax.devices() if one.process_index == process]
+        if len(its) < own:
+            raise ConfigError(
+                f"{field} has {count} devices, but its process has {len(its)} ({jax.devices()[0].device_kind}): make "
+                "it smaller, or start it where there are more"
+            )
+        found += its[:own]
+    return found

@@ -1,0 +1,280 @@
+"""The trainer's objectives: sums of gradients and metrics over passes of a chunk."""
+
+import dataclasses
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from digen_jax.algorithms.algorithm import Matching, MatchingSamples, Velocities
+from digen_jax.algorithms.kl import gaussian_kl, velocity_mse
+from digen_jax.algorithms.policy_gradient import PolicyGradient, Samples, policy_gradient_loss
+from digen_jax.algorithms.samples import blanked, weighted_sum
+from digen_jax.flow.noising import forward_noise, noised, noised_pairs
+from digen_jax.flow.sampling import Replay, Velocity, replay
+from digen_jax.flow.steps import ReverseStep
+from digen_jax.parallel.packing import MicroBatch, Shared
+from digen_jax.parallel.policy import Policy, of_rows
+
+Metrics = dict[str, Float[Array, ""]]
+
+
+class Term(NamedTuple):
+    """A part of the loss, summed over samples, and its gradient."""
+
+    gradient: Any
+    loss: Float[Array, ""]
+
+
+class Totals(NamedTuple):
+    """Sums over all samples so far; divided once, at the update.
+
+    `unscaled` is the part of the groups that were trained before the step's rewards were known; it is
+    divided by their std later: see `early`.
+    """
+
+    gradient: Any
+    sums: Metrics
+    unscaled: Term | None = None
+
+
+class GroupSums(NamedTuple):
+    """Sums of a group whose advantages are not known yet; g_i is the gradient of image i for advantage 1."""
+
+    centred: Term  # sum of (r_i - m) g_i, m the mean of the rewards so far
+    plain: Term  # sum of g_i
+    kl: Term | None  # without its coefficient; None: no KL
+    sums: Metrics
+
+
+class Policies(NamedTuple):
+    """Other parameters than those being trained; None: the algorithm does not read them, or they are the same.
+
+    Attributes:
+      behaviour: the parameters that sampled.
+      start: the parameters at the step's start.
+      copy: the algorithm's slow copy.
+    """
+
+    behaviour: Any = None
+    start: Any = None
+    copy: Any = None
+
+
+@runtime_checkable
+class Objective(Protocol):
+    """A loss as a function of parameters. `base` is the policy's (see `Policy`)."""
+
+    def no_totals(self, tuned: Any) -> Totals:
+        """Zero sums, for parameters of this structure."""
+
+    def gradient(
+        self, tuned: Any, base: Any, policies: Policies, shared: Shared, micro: MicroBatch
+    ) -> Totals:
+        """The summed gradient and metrics of one pass."""
+
+
+@runtime_checkable
+class LinearObjective(Objective, Protocol):
+    """An objective that is linear in the advantages, so that groups may train before these are known."""
+
+    def no_group(self, tuned: Any) -> GroupSums:
+        """Zero sums for a group."""
+
+    def linear(self, tuned: Any, base: Any, shared: Shared, micro: MicroBatch) -> GroupSums:
+        """The sums of one pass with r_i - m as advantages."""
+
+
+def no_totals(terms: tuple[str, ...], tuned: Any) -> Totals:
+    """Zero sums, for parameters of this structure."""
+    zeros = {name: jnp.zeros(()) for name in (*terms, "weight")}
+    return Totals(jax.tree.map(jnp.zeros_like, tuned), zeros)
+
+
+OF_ADVANTAGES = "loss", "policy_loss"  # the sums that depend on the advantages
+
+
+@dataclasses.dataclass(frozen=True)
+class TransitionObjective:
+    """The policy gradient's loss as a function of parameters. `base` is the policy's (see `Policy`)."""
+
+    policy: Policy
+    step: ReverseStep
+    algorithm: PolicyGradient
+
+    def no_totals(self, tuned: Any) -> Totals:
+        """Zero sums, for parameters of this structure."""
+        return no_totals(self.algorithm.terms, tuned)
+
+    def no_group(self, tuned: Any) -> GroupSums:
+        """Zero sums for a group whose advantages are not known yet."""
+        gradient, zeros = self.no_totals(tuned)[:2]
+        none = Term(gradient, jnp.zeros(()))
+        known = {name: zero for name, zero in zeros.items() if name not in OF_ADVANTAGES}
+        known.pop("kl", None)
+        return GroupSums(none, none, none if self.algorithm.kl_coefficient else None, known)
+
+    def gradient(
+        self, tuned: Any, base: Any, policies: Policies, shared: Shared, micro: MicroBatch
+    ) -> Totals:
+        """The summed gradient and metrics of one pass.
+
+        If the loss is decoupled and `policies.start` is None, the parameters at the step's start are `tuned`.
+        """
+        recomputed = start = None
+        if self.algorithm.reads_behaviour:
+            recomputed = self._replay(policies.behaviour, base, shared, micro)
+        if policies.start is not None:
+            start = self._replay(policies.start, base, shared, micro)
+
+        def loss(tuned):
+            new = self._replay(tuned, base, shared, micro)
+            samples = self._samples(new, recomputed, micro)
+            if self.algorithm.decoupled:
+                samples = _decoupled(
+                    samples, jax.lax.stop_gradient(new) if start is None else start
+                )
+            if self.algorithm.kl_coefficient:
+                samples = samples._replace(kl=self._kl(new, base, shared, micro))
+            return policy_gradient_loss(self.algorithm, samples)
+
+        (_, sums), gradient = jax.value_and_grad(loss, has_aux=True)(tuned)
+        return Totals(gradient, sums)
+
+    def linear(self, tuned: Any, base: Any, shared: Shared, micro: MicroBatch) -> GroupSums:
+        """The sums of one pass with r_i - m as advantages; old log-probabilities are "current"."""
+        policy_only = dataclasses.replace(self.algorithm, adv_clip=jnp.inf, kl_coefficient=0.0)
+        with_kl = self.algorithm.kl_coefficient > 0
+
+        def terms(tuned):
+            new = self._replay(tuned, base, shared, micro)
+            samples = self._samples(new, None, micro)
+
+            def loss(advantages):
+                return policy_gradient_loss(policy_only, samples._replace(advantages=advantages))
+
+            centred, sums = loss(micro.advantages)
+            plain, _ = loss(jnp.ones_like(micro.advantages))
+            for name in OF_ADVANTAGES:
+                del sums[name]
+            if not with_kl:
+                return (centred, plain), sums
+            kl = self._kl(new, base, shared, micro)
+            return (centred, plain, jnp.sum(micro.weight * kl)), sums
+
+        values, pullback, sums = jax.vjp(terms, tuned, has_aux=True)
+        units = [[jnp.float32(i == j) for j in range(len(values))] for i in range(len(values))]
+        parts = [
+            Term(*pullback(tuple(unit)), value) for unit, value in zip(units, values, strict=True)
+        ]
+        return GroupSums(parts[0], parts[1], parts[2] if with_kl else None, sums)
+
+    def _replay(self, tuned, base, shared, micro):
+        conditioning = jax.tree.map(lambda c: c[micro.rows], shared.conditioning)
+        velocity = self.policy.velocity(tuned, base, conditioning, of_rows(shared.null, micro.rows))
+        return replay(velocity, micro.samples, self.step, shared.sigma_max)
+
+    def _samples(self, new: Replay, recomputed: Replay | None, micro: MicroBatch) -> Samples:
+        """The loss's inputs, without the KL."""
+        t = micro.samples
+        match self.algorithm.old_log_probs:
+            case "rollout":
+                old, old_mean = t.log_prob, t.mean
+            case "recomputed":
+                old, old_mean = recomputed.log_prob, recomputed.mean
+            case "current":
+                old, old_mean = jax.lax.stop_gradient((new.log_prob, new.mean))
+        dt = t.sigma_next - t.sigma
+        known = t.log_prob, micro.advantages, micro.weight, t.sigma, dt
+        samples = Samples(new.log_prob, old, *known)
+        if self.algorithm.needs_means:
+            samples = samples._replace(mean=new.mean, old_mean=old_mean, std=new.std)
+        return samples._replace(trajectory=micro.image)
+
+    def _kl(self, new: Replay, base, shared, micro):
+        """The KL of each sample to the reference."""
+        conditioning = jax.tree.map(lambda c: c[micro.rows], shared.conditioning)
+        velocity = self.policy.reference(base, conditioning, of_rows(shared.null, micro.rows))
+        t = micro.samples
+        reference = replay(velocity, t, self.step, shared.sigma_max)
+        match self.algorithm.kl:
+            case "velocity":
+                return velocity_mse(new.velocity, reference.velocity)
+            case "gaussian_dt":
+                return gaussian_kl(new.mean, reference.mean, new.std)
+            case "gaussian":
+                scale = self.step.diffusion(t.sigma, t.sigma_next, shared.sigma_max)
+                return gaussian_kl(new.mean, reference.mean, scale)
+
+
+def _decoupled(samples: Samples, start: Replay) -> Samples:
+    """The same with the policy at the step's start as the old one; the one that sampled stays, for its weight."""
+    old_mean = None if samples.mean is None else start.mean
+    return samples._replace(
+        old_log_prob=start.log_prob, old_mean=old_mean, behaviour_log_prob=samples.old_log_prob
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class MatchingObjective:
+    """An algorithm's loss of final images as a function of parameters.
+
+    `base` is the policy's (see `Policy`), with training's guidances. The pass draws the noise from each
+    image's key.
+    """
+
+    policy: Policy
+    algorithm: Matching
+
+    def no_totals(self, tuned: Any) -> Totals:
+        """Zero sums, for parameters of this structure."""
+        return no_totals(self.algorithm.terms, tuned)
+
+    def gradient(
+        self, tuned: Any, base: Any, policies: Policies, shared: Shared, micro: MicroBatch
+    ) -> Totals:
+        """The summed gradient and metrics of one pass."""
+        samples = self._samples(micro)
+        rows = jnp.repeat(micro.rows, self.algorithm.images_of_sample)
+        conditioning = jax.tree.map(lambda c: c[rows], shared.conditioning)
+        null = of_rows(shared.null, rows)
+
+        def velocity(parameters: Any) -> Array:
+            policy = self.policy.velocity(parameters, base, conditioning, null)
+            return self._at(policy, samples)
+
+        def fixed(parameters: Any) -> Array | None:
+            return None if parameters is None else velocity(parameters)
+
+        reference = None
+        if self.algorithm.reads_reference:
+            reference = self._at(self.policy.reference(base, conditioning, null), samples)
+        behaviour, copy = fixed(policies.behaviour), fixed(policies.copy)
+
+        def loss(tuned: Any) -> tuple[Array, dict[str, Array]]:
+            v = Velocities(velocity(tuned), behaviour, copy, reference)
+            terms = self.algorithm.loss(samples, v)
+            sums = {name: weighted_sum(micro.weight, term) for name, term in terms.items()}
+            return sums["loss"], sums | {"weight": jnp.sum(micro.weight)}
+
+        (_, sums), gradient = jax.value_and_grad(loss, has_aux=True)(tuned)
+        return Totals(gradient, sums)
+
+    def _samples(self, micro: MicroBatch) -> MatchingSamples:
+        """The network's inputs and targets."""
+        x0, keys, draws, sigma = micro.samples
+        trained = micro.weight > 0
+        # Before the network sees them: infinite values in its input would not get a zero gradient.
+        (x0,) = blanked(trained, x0)
+        pairs = self.algorithm.images_of_sample == 2
+        noise = forward_noise(keys, draws, x0.shape[2 if pairs else 1 :])
+        given = (noised_pairs if pairs else noised)(x0, noise, sigma)
+        return MatchingSamples(x0, given.x, given.target, sigma, micro.advantages, trained)
+
+    def _at(self, policy: Velocity, samples: MatchingSamples) -> Float[Array, "n *shape"]:
+        """A policy's velocities; pairs are evaluated image by image, with the two images next to each other."""
+        x, sigma = samples.x, samples.sigma
+        if self.algorithm.images_of_sample == 1:
+            return policy(x, sigma)
+        return policy(x.reshape(-1, *x.shape[2:]), jnp.repeat(sigma, 2)).reshape(x.shape)

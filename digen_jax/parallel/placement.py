@@ -1,0 +1,381 @@
+"""Devices of the rollout workers and the trainer mesh, and the shardings of parameters and batches on each."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from digen_jax.attention.kernels import AUTO
+from digen_jax.errors import ConfigError
+from digen_jax.parallel.mesh import BATCH, DATA, FSDP, MODEL, SAMPLES, TIME, make_mesh, parts
+from digen_jax.parallel.sharding import Layout, name_of
+from digen_jax.ranges import Count, PositiveInt
+
+# The only mesh of a process, where others have the others.
+OwnMesh = Literal["trainer", "rollout"]
+# Fields of a mesh's section that do not change its number of devices.
+PROCESSES = ("hosts", "max_workers")
+NO_SIZES = (*PROCESSES, "samples")  # fields of axes that are no sizes
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceGroup:
+    """One mesh (`axes.make_mesh`), the layout of parameters on it, and the kernel of attention that was asked for."""
+
+    mesh: Mesh
+    layout: Layout = dataclasses.field(default_factory=Layout)
+    attention: str = AUTO
+
+    @property
+    def replicated(self) -> NamedSharding:
+        """Replicated on every device."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    @property
+    def batch(self) -> NamedSharding:
+        """Images on the leading axis, split over the axes that split a batch."""
+        return NamedSharding(self.mesh, PartitionSpec(BATCH))
+
+    @property
+    def batch_of_steps(self) -> NamedSharding:
+        """Arrays [steps, images, ...], the images split as in `batch`."""
+        return NamedSharding(self.mesh, PartitionSpec(None, BATCH))
+
+    @property
+    def images(self) -> int:
+        """Parts into which the images of a batch are split."""
+        return parts(self.mesh, BATCH)
+
+    @property
+    def time(self) -> int:
+        """Parts into which the steps of a pass are split."""
+        return self.mesh.shape[TIME]
+
+    @property
+    def merged(self) -> NamedSharding:
+        """Samples of any steps and images on the leading axis, split over time and images."""
+        return NamedSharding(self.mesh, PartitionSpec(SAMPLES))
+
+    @property
+    def as_sampler(self) -> "DeviceGroup":
+        """The same devices with a sampler's axes: the devices that split steps split images instead."""
+        if self.time == 1:
+            return self
+        size = dict(self.mesh.shape)
+        size[DATA] *= size.pop(TIME)
+        return dataclasses.replace(self, mesh=make_mesh(self.mesh.devices.ravel().tolist(), **size))
+
+    @property
+    def gathered(self) -> "DeviceGroup":
+        """The same devices as a sampler whose parameters are whole, except over the axes that split the work."""
+        kept = {axis: self.mesh.shape[axis] for axis in MODEL}
+        devices = self.mesh.devices.ravel().tolist()
+        return dataclasses.replace(
+            self, mesh=make_mesh(devices, data=parts(self.mesh, SAMPLES), **kept)
+        )
+
+    @property
+    def as_scorer(self) -> "DeviceGroup":
+        """The same devices for networks that are small compared with the model: each has images of its own.
+
+        The axis fsdp keeps its size, because rules may split parameters over it.
+        """
+        fsdp, devices = self.mesh.shape[FSDP], self.mesh.devices.ravel().tolist()
+        mesh = make_mesh(devices, data=len(devices) // fsdp, fsdp=fsdp)
+        return dataclasses.replace(self, mesh=mesh)
+
+    def passes(self, leading: int) -> NamedSharding:
+        """Arrays [..., steps, images, ...] with `leading` axes in front of the steps."""
+        return NamedSharding(self.mesh, PartitionSpec(*(None,) * leading, TIME, BATCH))
+
+    def holds_whole(self, tree: Any) -> bool:
+        """Whether every device has the whole of a parameter tree."""
+        return all(spec.is_fully_replicated for spec in jax.tree.leaves(self.params(tree)))
+
+    def params(self, tree: Any) -> Any:
+        """The sharding of every leaf of a tree by component (arrays or shapes), from the rules.
+
+        Raises:
+          ConfigError: no rule matches a parameter.
+        """
+
+        def sharding(path: tuple, leaf: Any) -> NamedSharding:
+            spec = self.layout.spec(name_of(path), leaf.shape, self.mesh.shape)
+            return NamedSharding(self.mesh, spec)
+
+        return jax.tree.map_with_path(sharding, tree)
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutAxes:
+    """The sampling meshes: their number, and the axes of each; `data` 0: the trainer's devices sample."""
+
+    data: Count  # devices that share images; 0: sample on the trainer's devices, in turn with it
+    fsdp: PositiveInt = 1  # devices that share images and parameters
+    workers: PositiveInt = 1  # rollout workers of this size
+    # processes of each rollout worker, with --ray; they have equally many devices
+    hosts: PositiveInt = 1
+    max_workers: Count = 0  # with --ray: up to so many workers join when nodes are free
+    # devices that share parameters and the work on each image; they divide the heads
+    tensor: PositiveInt = 1
+    # devices that share the tokens of each image; with tensor they divide the heads
+    sequence: PositiveInt = 1
+
+    @property
+    def images(self) -> int:
+        """Parts into which the images of a batch are split."""
+        return self.data * self.fsdp
+
+    @property
+    def devices(self) -> int:
+        """Devices of each mesh."""
+        return self.images * self.tensor * self.sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainerAxes:
+    """The training meshes: the axes of each, and their number."""
+
+    data: PositiveInt  # devices that share images
+    fsdp: PositiveInt = 1  # devices that share images and parameters
+    time: PositiveInt = 1  # devices that share the denoising steps of a pass
+    # devices that share parameters and the work on each image; they divide the heads
+    tensor: PositiveInt = 1
+    # devices that share the tokens of each image; with tensor they divide the heads
+    sequence: PositiveInt = 1
+    hosts: PositiveInt = 1  # processes of the mesh, with --ray; they have equally many devices
+    # meshes of this size, which train a part of each step; the first one updates
+    workers: PositiveInt = 1
+    # with rollout workers: they also sample where they would wait (trainer-assisted generation)
+    samples: bool = False
+
+    @property
+    def images(self) -> int:
+        """Parts into which the images of a batch are split."""
+        return self.data * self.fsdp
+
+    @property
+    def devices(self) -> int:
+        """Devices of each mesh."""
+        return self.images * self.time * self.tensor * self.sequence
+
+
+class MeshSizes(NamedTuple):
+    """The sizes of each mesh's axes, in devices."""
+
+    rollout: RolloutAxes
+    trainer: TrainerAxes
+
+    def plain(self) -> dict[str, dict[str, int]]:
+        """{"rollout": {axis: size}, "trainer": ...}, as in a config's section `placement`."""
+        return {name: dataclasses.asdict(axes) for name, axes in self._asdict().items()}
+
+
+def mesh_axes(sizes: RolloutAxes | TrainerAxes) -> dict[str, int]:
+    """The sizes of one mesh's axes, without its role and the numbers of workers and processes."""
+    others = {"workers", *NO_SIZES}
+    return {name: size for name, size in vars(sizes).items() if name not in others}
+
+
+# One device samples and trains.
+ONE_DEVICE = MeshSizes(RolloutAxes(data=0), TrainerAxes(data=1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Rollout workers encode, sample and decode; the trainer mesh trains and, without them, does everything.
+
+    Attributes:
+      rollouts: those of this process.
+      trainer: the mesh that trains and updates. None: another process has it.
+      elsewhere: the number of sampling meshes in other processes, as the config has it; others may join.
+      others: further training meshes.
+      trainers_elsewhere: the number of further training meshes in other processes.
+    """
+
+    rollouts: tuple[DeviceGroup, ...]
+    trainer: DeviceGroup | None
+    elsewhere: int = 0
+    others: tuple[DeviceGroup, ...] = ()
+    trainers_elsewhere: int = 0
+
+    @property
+    def rollout(self) -> DeviceGroup:
+        """The first mesh here that samples."""
+        return self.rollouts[0] if self.rollouts else self.trainer.as_sampler
+
+    @property
+    def training(self) -> DeviceGroup:
+        """One mesh of all training devices of this process, over which large parameters are sharded."""
+        groups = (self.trainer, *self.others)
+        devices = [device for group in groups for device in group.mesh.devices.flat]
+        layout = dataclasses.replace(self.trainer.layout, rules=((".*", FSDP),))
+        return DeviceGroup(make_mesh(devices, fsdp=len(devices)), layout)
+
+    @property
+    def colocated(self) -> bool:
+        """Whether sampling and training share their devices."""
+        return not (self.rollouts or self.elsewhere)
+
+    def describe(self) -> str:
+        """One line for the console."""
+        group = self.trainer or self.rollout
+        kind = group.mesh.devices.flat[0].device_kind
+        kind = "CPU" if kind == "cpu" else kind
+        if self.trainer is None:
+            return f"{_counted(group.mesh.size, kind)} for rollout"
+        meshes, training = len(self.rollouts), 1 + len(self.others) + self.trainers_elsewhere
+        trainer = training * self.trainer.mesh.size
+        if self.elsewhere:
+            return (
+                f"{_counted(trainer, kind)} for training; rollout on {self.elsewhere} other workers"
+            )
+        if self.colocated:
+            processes = processes_of(self.trainer.mesh.devices.flat)
+            where = f" of {processes} processes" if processes > 1 else ""
+            if training > 1:
+                return f"{_counted(trainer, kind)}: {training} workers that sample and train"
+            return f"{_counted(trainer, kind)}{where} for rollout and training in turn"
+        rollout = meshes * self.rollout.mesh.size
+        first, second = (f" ({n} workers)" if n > 1 else "" for n in (meshes, training))
+        total = _counted(rollout + trainer, kind)
+        return f"{total}: {rollout} for rollout{first}, {trainer} for training{second}"
+
+
+def _counted(count: int, kind: str) -> str:
+    return f"{count} {kind} device{'s' * (count > 1)}"
+
+
+def make_placement(
+    sizes: MeshSizes, layout: Layout, devices: Sequence[jax.Device], attention: str = AUTO
+) -> Placement:
+    """Meshes of the given sizes on the first of `devices`; with one device everything is colocated on it.
+
+    `attention` is the kernel that was asked for.
+
+    Raises:
+      ConfigError: there are too few devices, or they belong to several processes and the trainer does not take all.
+    """
+    check_processes(sizes, devices)
+    if len(devices) == 1:
+        return Placement((), DeviceGroup(make_mesh(devices), layout, attention))
+    size, trainer = mesh_sizes(sizes, len(devices))
+    starts = range(0, size * sizes.rollout.workers, size) if size else ()
+    sampling = (make_mesh(devices[i : i + size], **mesh_axes(sizes.rollout)) for i in starts)
+    first = size * len(starts)
+    starts = range(first, first + trainer * sizes.trainer.workers, trainer)
+    training = (make_mesh(devices[i : i + trainer], **mesh_axes(sizes.trainer)) for i in starts)
+    rollouts = tuple(DeviceGroup(mesh, layout, attention) for mesh in sampling)
+    home, *others = (DeviceGroup(mesh, layout, attention) for mesh in training)
+    return Placement(rollouts, home, others=tuple(others))
+
+
+def make_own(
+    sizes: MeshSizes,
+    layout: Layout,
+    devices: Sequence[jax.Device],
+    attention: str,
+    mesh: OwnMesh,
+) -> Placement:
+    """The placement as a process sees it that has one of the meshes, on the first of its `devices`.
+
+    Raises:
+      ConfigError: there are too few devices.
+    """
+    axes = getattr(sizes, mesh)
+    if axes.devices > len(devices):
+        raise ConfigError(
+            f"config.placement.{mesh} wants {axes.devices} devices, but its process has {len(devices)}: make it "
+            "smaller, or start the process where it has more"
+        )
+    group = DeviceGroup(make_mesh(devices[: axes.devices], **mesh_axes(axes)), layout, attention)
+    if mesh == "rollout":
+        return Placement((group,), None)
+    sampling = sizes.rollout.workers if sizes.rollout.data else 0
+    return Placement((), group, sampling, trainers_elsewhere=sizes.trainer.workers - 1)
+
+
+def processes_of(devices: Iterable[jax.Device]) -> int:
+    """The number of processes to which some devices belong."""
+    return len({device.process_index for device in devices})
+
+
+def check_processes(sizes: MeshSizes, devices: Sequence[jax.Device]) -> None:
+    """Refuses what several processes do not support: anything but sampling and training on all devices in turn."""
+    processes = processes_of(devices)
+    if processes == 1:
+        return
+    rollout, trainer = mesh_sizes(sizes, len(devices))
+    if rollout:
+        raise ConfigError(
+            f"config.placement.rollout.data = {sizes.rollout.data}, but with --coordinator the {processes} processes "
+            "sample and train together: start rollout workers by --ray, or set config.placement.rollout.data = 0, and "
+            f"the axes of config.placement.trainer so that they take all {len(devices)} devices"
+        )
+    if sizes.trainer.workers > 1:
+        raise ConfigError(
+            f"config.placement.trainer.workers = {sizes.trainer.workers} is for one process or --ray, not for several "
+            "processes that sample and train together: set it to 1, and the mesh's axes to all devices"
+        )
+    if trainer != len(devices):
+        raise ConfigError(
+            f"config.placement.trainer takes {trainer} of the {len(devices)} devices of {processes} processes, "
+            "which work together on all: set its axes so that their product is the number of devices"
+        )
+
+
+def mesh_sizes(sizes: MeshSizes, devices: int) -> tuple[int, int]:
+    """The numbers of `devices` that (each rollout worker, each training mesh) takes; 0: colocated.
+
+    Raises:
+      ConfigError: there are fewer devices.
+    """
+    if devices == 1:
+        return 0, 1
+    rollout, trainer = sizes.rollout.devices, sizes.trainer.devices
+    total, training = rollout * sizes.rollout.workers, trainer * sizes.trainer.workers
+    if total + training > devices:
+        raise ConfigError(
+            f"config.placement.rollout wants {total} and config.placement.trainer {training} devices, but there "
+            f"are {devices}: make the meshes smaller"
+        )
+    return rollout, trainer
+
+
+def fitted(wanted: MeshSizes, devices: int) -> MeshSizes:
+    """The sizes of the meshes on `devices` devices, reduced if these are too few.
+
+    Each axis is reduced by a divisor, so that it still divides batches. Both meshes keep the largest share of
+    their size that both can keep; then as many devices as possible work; then the trainer has priority.
+    """
+    if devices == 1:
+        return MeshSizes(dataclasses.replace(wanted.rollout, data=0), ONE_DEVICE.trainer)
+
+    def smaller(axes: Any) -> list[Any]:
+        names = [name for name in vars(axes) if name not in NO_SIZES]
+        choices = itertools.product(*(_divisors(getattr(axes, name), devices) for name in names))
+        return [dataclasses.replace(axes, **dict(zip(names, one, strict=True))) for one in choices]
+
+    def size(axes: RolloutAxes | TrainerAxes) -> int:
+        return math.prod(size for name, size in vars(axes).items() if name not in NO_SIZES)
+
+    def preferred(sizes: MeshSizes) -> tuple[float, ...]:
+        rollout, trainer = sizes.rollout, sizes.trainer
+        share = size(trainer) / max(1, size(wanted.trainer))
+        if size(rollout):
+            share = min(share, size(rollout) / max(1, size(wanted.rollout)))
+        memory = trainer.tensor, rollout.tensor, trainer.fsdp, rollout.fsdp
+        return share, size(rollout) + size(trainer), size(trainer), *memory
+
+    pairs = itertools.product(smaller(wanted.rollout), smaller(wanted.trainer))
+    found = (MeshSizes(*pair) for pair in pairs if sum(map(size, pair)) <= devices)
+    return max(found, key=preferred)
+
+
+def _divisors(number: int, most: int) -> list[int]:
+    """The divisors of `number` up to `most`; for 0, which means colocated, 0 itself."""
+    return [d for d in range(1, min(number, most) + 1) if number % d == 0] or [number]

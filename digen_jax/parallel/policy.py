@@ -1,0 +1,198 @@
+"""The trained components in an algorithm's form: a guided velocity of (tuned, fixed) parameters.
+
+`jit_as_written` compiles the programs whose log-probabilities are compared with one another.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jaxtyping import Array, Float, Int
+
+from digen_jax.flow.sampling import Velocity
+from digen_jax.models.family import Family
+from digen_jax.weights.lora import LoraConfig, lora_init, lora_layers, merge
+
+Params = Any
+GUIDED = "classifier-free", "embedded", "both"
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """The velocity of a family as a function of the tuned parameters.
+
+    `split` divides the trees of the family's trained components once, into `tuned` and `base`, both by
+    component. LoRA: `tuned` contains the factors and `base` the whole components, so the reference is the
+    same tree without the factors and needs no second copy. Full tuning: `tuned` contains the components
+    without the leaves that their family never trains; `base` contains those leaves or, if a reference is
+    needed, the whole initial components.
+    """
+
+    family: Family
+    guidance: float = 1.0
+    lora: LoraConfig | None = None
+    reference_guidance: float | None = None  # None means `guidance`
+    true_guidance: float = 1.0  # of the second pass, if the family's guidance is "both"
+
+    def __post_init__(self):
+        kind = self.family.guidance
+        for name, value, kinds in (
+            ("guidance", self.guidance, GUIDED),
+            ("reference_guidance", self.reference_guidance, GUIDED),
+            ("true_guidance", self.true_guidance, ("both",)),
+        ):
+            if value is not None and value > 1 and kind not in kinds:
+                raise ValueError(
+                    f"{name} = {value}, but this model's guidance is {kind!r} and has no such number: set it to 1"
+                )
+
+    @property
+    def reads_null(self) -> bool:
+        """Whether there may be a second pass, without the prompt, of this policy or of one with another `guidance`.
+
+        The trainer's policy and the reference have a `guidance` of their own, but the sampler's `true_guidance`.
+        """
+        kind = self.family.guidance
+        return kind == "classifier-free" or (kind == "both" and self.true_guidance > 1)
+
+    @property
+    def sequences(self) -> int:
+        """Sequences that the network takes for an image: 2 with a second pass, without the prompt."""
+        return 2 if self._scale(self.guidance) > 1 else 1
+
+    @property
+    def reference_sequences(self) -> int:
+        """The same for the reference."""
+        return 2 if self._scale(self._of_reference) > 1 else 1
+
+    def split(self, key: Array, trained: Params, reference: bool) -> tuple[Params, Params]:
+        """(tuned, base) before the first update; `reference`: whether the initial parameters are kept.
+
+        Raises:
+          ValueError: the LoRA's targets do not fit the components.
+        """
+        if self.lora is not None:
+            return self._factors(key, trained), trained
+        frozen, tuned = self._sorted_out(trained)
+        if not reference:
+            return tuned, frozen
+        # Copies, because the trainer's updates consume the tuned arrays.
+        return jax.tree.map(jnp.copy, tuned), trained
+
+    def untuned(self, base: Params) -> Params:
+        """A `tuned` that gives the base model; `base` was split with a reference."""
+        if self.lora is not None:
+            # One of the two factors is 0 initially, so any key is valid.
+            return self._factors(jax.random.key(0), base)
+        return self._sorted_out(base)[1]
+
+    def sampler_base(self, base: Params) -> Params:
+        """The part of `base` that sampling needs, without a reference that is kept for the KL."""
+        return base if self.lora is not None else self._sorted_out(base)[0]
+
+    def whole(self, tuned: Params, base: Params) -> Params:
+        """The whole components with the tuned parameters in them, for export."""
+        if self.lora is not None:
+            merged = {part: merge(base[part], tuned[part], self.lora.scale) for part in tuned}
+            return dict(base) | merged
+        frozen, _ = self._sorted_out(base)
+        return unflatten_dict(flatten_dict(frozen) | flatten_dict(tuned))
+
+    def velocity(self, tuned: Params, base: Params, conditioning: Any, null: Any) -> Velocity:
+        """The guided velocity of the policy; to be called while tracing."""
+        if self.lora is None:
+            variables = _collections(self.whole(tuned, base))
+            return self._guided(variables, conditioning, null, self.guidance)
+        variables = _collections(base)
+        for part, factors in tuned.items():
+            variables[part]["lora"] = factors
+        guided = self._guided(variables, conditioning, null, self.guidance)
+
+        def velocity(x: Float[Array, "b ..."], sigma: Float[Array, "b"]) -> Float[Array, "b ..."]:
+            with lora_layers(self.lora.scale):
+                return guided(x, sigma)
+
+        return velocity
+
+    def reference(self, base: Params, conditioning: Any, null: Any) -> Velocity:
+        """The guided velocity of the base model, without any LoRA, even an initial one."""
+        return self._guided(_collections(base), conditioning, null, self._of_reference)
+
+    @property
+    def _of_reference(self) -> float:
+        return self.guidance if self.reference_guidance is None else self.reference_guidance
+
+    def _scale(self, guidance: float) -> float:
+        """Returns the weight of the prompt against a second pass without it; at 1 or less there is no second pass.
+
+        So it is in diffusers' pipelines (`do_classifier_free_guidance`, `do_true_cfg`), where model cards of few-step
+        models ask for a guidance of 0. Z-Image's weight is its pipeline's `guidance_scale` plus one.
+        """
+        kind = self.family.guidance
+        return {"classifier-free": guidance, "both": self.true_guidance}.get(kind, 1.0)
+
+    def _guided(self, variables: Params, conditioning: Any, null: Any, guidance: float) -> Velocity:
+        """The velocity with the family's guidance; `null` has the rows of `conditioning`, or one for all of them."""
+        kind = self.family.guidance
+        embedded = guidance if kind in ("embedded", "both") else None
+        scale = self._scale(guidance)
+
+        def velocity(x: Float[Array, "b ..."], sigma: Float[Array, "b"]) -> Float[Array, "b ..."]:
+            if scale <= 1:
+                return self.family.velocity(variables, x, sigma, conditioning, embedded)
+            pairs = jax.tree.map(
+                lambda n, c: _interleave(jnp.broadcast_to(n, c.shape), c), null, conditioning
+            )
+            both = _interleave(x, x), _interleave(sigma, sigma)
+            v = self.family.velocity(variables, *both, pairs, embedded)
+            return self.family.guided(v[0::2], v[1::2], scale)
+
+        return velocity
+
+    def _factors(self, key: Array, trained: Params) -> Params:
+        # In the family's order: a program's output tree has sorted names.
+        ordered = {part: trained[part] for part in self.family.trained}
+        return lora_init(key, ordered, self.lora, self.family.lists)
+
+    def _sorted_out(self, trained: Params) -> tuple[Params, Params]:
+        """(leaves that the family never trains, the others)."""
+        frozen, others = {}, {}
+        for (part, *path), leaf in flatten_dict(trained).items():
+            never = "/".join(path) in self.family.frozen.get(part, ())
+            (frozen if never else others)[part, *path] = leaf
+        return unflatten_dict(frozen), unflatten_dict(others)
+
+
+def _collections(trained: Params) -> Params:
+    """The variables of the family's velocity, from parameters alone."""
+    return {part: {"params": tree} for part, tree in trained.items()}
+
+
+def of_rows(null: Any, rows: Int[Array, "b"]) -> Any:
+    """The conditioning of each row without its prompt; if one row holds for all, that row."""
+    return jax.tree.map(lambda n: n if n.shape[0] == 1 else n[rows], null)
+
+
+def _interleave(a: Array, b: Array) -> Array:
+    """Rows a0 b0 a1 b1 ...: unlike concatenation this keeps rows on their devices."""
+    return jnp.stack([a, b], axis=1).reshape(2 * a.shape[0], *a.shape[1:])
+
+
+# Otherwise XLA omits a rounding to bfloat16 wherever a fusion has the exact number. Each program then rounds at
+# other places: sampler and trainer, and within one program the pass with a backward pass and the one without.
+AS_WRITTEN = {"xla_allow_excess_precision": False}
+
+
+def jit_as_written(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """`jax.jit` that keeps every rounding to bfloat16 of the model, so that equal weights give equal ratios.
+
+    It does not change programs in float32. The result cannot be called inside another program.
+
+    Args:
+      function: to be compiled.
+      options: further options of `jax.jit`, except compiler_options.
+    """
+    return jax.jit(function, compiler_options=AS_WRITTEN, **options)

@@ -1,0 +1,296 @@
+"""The sampler's programs: prompts -> conditioning -> trajectories -> images, and the random draws of a step's images.
+
+Draws depend only on the step's number and the groups' serials. So they are the same on any mesh, at any time, for any
+weights version, and in a resumed run.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Key
+
+from digen_jax.algorithms.subsets import random_timesteps
+from digen_jax.flow.sampling import (
+    Trajectory,
+    check_inside,
+    group_keys,
+    image_keys,
+    own_steps,
+    sample,
+    start_noise,
+)
+from digen_jax.flow.steps import ReverseStep
+from digen_jax.flow.windows import Window
+from digen_jax.models.family import Family, Params, Record, Size
+from digen_jax.parallel.chunks import in_chunks
+from digen_jax.parallel.encoding import Stored, encoder
+from digen_jax.parallel.mesh import put
+from digen_jax.parallel.placement import DeviceGroup
+from digen_jax.parallel.policy import Policy, jit_as_written, of_rows
+from digen_jax.parallel.sharding import traced_on
+
+
+class Drawn(NamedTuple):
+    """The keys and steps for sampling some images, besides their prompts: the last arguments of `Sampler.generate`.
+
+    `start_keys` are the keys of shared start noise, None: the images' own. `start` is the window's first
+    step, `trained` contains each image's own steps of the window, None: all of them.
+    """
+
+    keys: Key[Array, "n"]
+    start_keys: Key[Array, "n"] | None
+    start: int
+    trained: Int[np.ndarray, "k n"] | None
+
+    def cut(self, part: slice) -> "Drawn":
+        """The draws of some of these images."""
+        start_keys = None if self.start_keys is None else self.start_keys[part]
+        trained = None if self.trained is None else self.trained[:, part]
+        return Drawn(self.keys[part], start_keys, self.start, trained)
+
+
+@dataclasses.dataclass(frozen=True)
+class Draws:
+    """The draws of a run's steps. An image trains a random share of the window's steps (`random_timesteps`).
+
+    With `shared_noise` all images of a group start from one noise (`group_keys`).
+    """
+
+    seed: int
+    window: Window | None  # None: no step is noisy
+    shared_noise: bool = False
+
+    def of(self, step: int, serials: Int[np.ndarray, "n"], images: Int[np.ndarray, "n"]) -> Drawn:
+        """The draws of images in a step, from their groups' serials and their numbers in the group."""
+        root, trained = jax.random.key(self.seed), None
+        start_keys = group_keys(root, serials) if self.shared_noise else None
+        window = self.window
+        if window and window.fraction < 1:
+            seeds = ((self.seed, int(s), int(i)) for s, i in zip(serials, images, strict=True))
+            drawn = [random_timesteps(seed, window.length, window.fraction) for seed in seeds]
+            trained = np.stack(drawn, axis=1).astype(np.int32)
+        start = window.start(step, self.seed) if window else 0
+        return Drawn(image_keys(root, serials, images), start_keys, start, trained)
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplerSettings:
+    """Sampling settings. `length` successive steps use `step` and are stored; the others have no noise.
+
+    `store_means` also stores the means of these steps. Images are rounded to `store_dtype` after every step.
+    """
+
+    size: Size
+    steps: int
+    step: ReverseStep
+    length: int = 0
+    store_means: bool = False
+    store_dtype: str = "float32"
+
+
+class Weights(NamedTuple):
+    """All weights of the sampler: the published policy, its base, and the frozen components."""
+
+    tuned: Any
+    base: Any
+    frozen: Any
+
+
+class EncodedPrompts(NamedTuple):
+    """Encoded records, replicated on the sampler's mesh, and the same for guidance, or one row for all."""
+
+    conditioning: Any
+    null: Any  # None: the policy reads none
+
+
+class Sampler:
+    """Jitted encoding, generation and decoding on one mesh.
+
+    A program is compiled once for each number of prompts and of images, for any start of the window; an
+    image depends only on its keys and prompt, never on its batch.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        group: DeviceGroup,
+        settings: SamplerSettings,
+        stored: Stored | None = None,
+    ):
+        """`stored` are prompts that were encoded before; None: the weights include the text encoders."""
+        self.policy, self.group, self.settings, self.stored = policy, group, settings, stored
+        self.shape = policy.family.latent_shape(settings.size)
+        self.sigmas = policy.family.sigmas(settings.steps, settings.size)
+        self._encode = encoder(policy.family, group)
+        self._generate = jit_as_written(
+            functools.partial(_generate, policy, settings, self.shape, self.sigmas, group),
+        )
+        self._decode = jax.jit(functools.partial(_decode, policy.family, settings.size, group))
+
+    def encode(self, weights: Weights, records: Sequence[Record]) -> EncodedPrompts:
+        """The conditioning of each record."""
+        if self.stored is not None:
+            return self._read(self.stored, records)
+        return self._run_encoders(weights.frozen, records)
+
+    def _read(self, stored: Stored, records: Sequence[Record]) -> EncodedPrompts:
+        null = stored.null(records) if self.policy.reads_null else None
+        prompts = EncodedPrompts(stored.conditioning(records), null)
+        return jax.tree.map(lambda array: put(array, self.group.replicated), prompts)
+
+    def _run_encoders(self, components: Params, records: Sequence[Record]) -> EncodedPrompts:
+        family = self.policy.family
+        conditioning = self._encode(components, family.tokenize(records))
+        if not self.policy.reads_null:
+            return EncodedPrompts(conditioning, None)
+        return EncodedPrompts(conditioning, self._encode(components, family.tokenize_null(records)))
+
+    def generate(
+        self,
+        weights: Weights,
+        prompts: EncodedPrompts,
+        rows: Int[np.ndarray, "b"],
+        keys: Key[Array, "b"],
+        start_keys: Key[Array, "b"] | None = None,
+        start: int = 0,
+        trained: Int[np.ndarray, "k b"] | None = None,
+    ) -> Trajectory:
+        """Samples one chunk: image i shows prompt `rows[i]` and is drawn with `keys[i]`.
+
+        Returns immediately; the arrays are computed asynchronously. The number of images must be a multiple of
+        the mesh's devices.
+
+        Args:
+          weights: the published ones.
+          prompts: encoded.
+          rows: each image's prompt.
+          keys: of each image's noise.
+          start_keys: of the start noise of each image; None: `keys`.
+          start: the first of the stored steps.
+          trained: each image's own ones of these, to which the result is limited (`own_steps`); None: all.
+
+        Raises:
+          ValueError: steps outside the schedule.
+        """
+        check_inside(start, self.settings.length, self.settings.steps)
+        batch = self.group.batch
+        keys = put(keys, batch)
+        return self._generate(
+            weights,
+            prompts,
+            put(rows, batch),
+            keys,
+            keys if start_keys is None else put(start_keys, batch),
+            np.int32(start),
+            None if trained is None else put(trained, self.group.batch_of_steps),
+        )
+
+    def decode(self, weights: Weights, trajectory: Trajectory) -> Float[Array, "b t h w 3"]:
+        """The clips at a trajectory's end; returns immediately, as `generate` does."""
+        return self._decode(weights.frozen, trajectory.latents.astype(jnp.float32))
+
+    def lower_encode(self, weights: Weights, records: Sequence[Record]) -> jax.stages.Lowered:
+        """The text encoders' program, with nothing allocated: `weights` holds shapes with their shardings.
+
+        For prompts that are encoded before it is the program that does this.
+        """
+        return self._encode.lower(self._encoders(weights), self.policy.family.tokenize(records))
+
+    def lower_encode_null(self, weights: Weights, records: Sequence[Record]) -> jax.stages.Lowered:
+        """The same for the pass without the prompt, if the policy `reads_null`."""
+        tokens = self.policy.family.tokenize_null(records)
+        return self._encode.lower(self._encoders(weights), tokens)
+
+    def lower_generate(
+        self, weights: Weights, records: Sequence[Record], images: int, trained: int = 0
+    ) -> jax.stages.Lowered:
+        """The program of `generate` for so many images of the records; as `lower_encode`.
+
+        `trained` is how many steps of its own each image returns, 0: all.
+        """
+        batch = self.group.batch
+        rows = jax.ShapeDtypeStruct((images,), np.int32, sharding=batch)
+        keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), images))
+        keys = keys.update(sharding=batch)
+        own = jax.ShapeDtypeStruct((trained, images), np.int32, sharding=self.group.batch_of_steps)
+        return self._generate.lower(
+            weights,
+            self.encoded(weights, records),
+            rows,
+            keys,
+            keys,
+            np.int32(0),
+            own if trained else None,
+        )
+
+    def lower_decode(self, weights: Weights, images: int) -> jax.stages.Lowered:
+        """The program of `decode` for so many images; as `lower_encode`."""
+        latents = jax.ShapeDtypeStruct((images, *self.shape), np.float32, sharding=self.group.batch)
+        return self._decode.lower(weights.frozen, latents)
+
+    def encoded(self, weights: Weights, records: Sequence[Record]) -> EncodedPrompts:
+        """What `encode` returns, as shapes."""
+        encoders = self._encoders(weights)
+        prompts = jax.eval_shape(lambda encoders: self._run_encoders(encoders, records), encoders)
+        return jax.tree.map(lambda leaf: leaf.update(sharding=self.group.replicated), prompts)
+
+    def _encoders(self, weights: Weights) -> Params:
+        """Shapes of the components that the text encoders' program is given."""
+        if self.stored is None:
+            return weights.frozen
+        shardings = self.group.params(self.stored.encoders)
+        return jax.tree.map(lambda s, at: s.update(sharding=at), self.stored.encoders, shardings)
+
+
+def _generate(
+    policy: Policy,
+    settings: SamplerSettings,
+    shape: tuple[int, ...],
+    sigmas: Float[np.ndarray, "sigmas"],
+    group: DeviceGroup,
+    weights: Weights,
+    prompts: EncodedPrompts,
+    rows: Int[Array, "b"],
+    keys: Key[Array, "b"],
+    start_keys: Key[Array, "b"],
+    start: Int[Array, ""],
+    trained: Int[Array, "k b"] | None,
+) -> Trajectory:
+    split = functools.partial(jax.lax.with_sharding_constraint, shardings=group.batch)
+    conditioning = jax.tree.map(lambda c: split(c[rows]), prompts.conditioning)
+    null = of_rows(prompts.null, rows)
+    velocity = policy.velocity(weights.tuned, weights.base, conditioning, null)
+    noise = split(start_noise(start_keys, shape))
+    with traced_on(group.batch, group.attention):
+        trajectory = sample(
+            velocity,
+            noise,
+            sigmas,
+            settings.step,
+            keys,
+            (start, settings.length),
+            settings.store_dtype,
+            settings.store_means,
+        )
+    if trained is None:
+        return trajectory
+    # On this mesh, so that untrained transitions are neither kept nor sent to the trainer.
+    return trajectory._replace(transitions=own_steps(trajectory.transitions, trained))
+
+
+def _decode(
+    family: Family,
+    size: Size,
+    group: DeviceGroup,
+    frozen: Any,
+    latents: Float[Array, "b *latent"],
+) -> Float[Array, "b t h w 3"]:
+    """Decodes clips in chunks of a size that the family decodes in bounded memory."""
+    at_once = max(1, family.decoded_pixels // math.prod(size))
+    return in_chunks(functools.partial(family.decode, frozen), latents, at_once, group)

@@ -1,0 +1,188 @@
+"""The mesh axes that split parameters and activations: a config's rules over a family's logical axes."""
+
+import contextlib
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+
+import flax.linen as nn
+import jax
+from flax.traverse_util import flatten_dict
+from jax.sharding import NamedSharding, PartitionSpec
+
+from digen_jax.errors import ConfigError
+from digen_jax.models.family import Params
+from digen_jax.parallel.mesh import FSDP, SEQUENCE, TENSOR, parts
+from digen_jax.target import on_mesh
+from digen_jax.weights.lora import factor_axes
+from digen_jax.weights.names import LAYERS
+
+# The tactic "fsdp" leaves smaller leaves whole: gathering them costs more than the memory they take.
+FSDP_MIN_SIZE = 2**14
+TACTICS = REPLICATE, SPLIT = "replicate", FSDP
+
+# (regex, tactic) or (regex, logical axis, mesh axis); see `Layout`.
+Rules = Sequence[tuple[str, ...]]
+REPLICATED = ((".*", REPLICATE),)
+# Megatron's: the first of two layers is split by columns, the second by rows (arXiv 1909.08053).
+TENSOR_RULES = ((".*", "heads", TENSOR), (".*", "mlp", TENSOR))
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The layout of parameters on any mesh.
+
+    A parameter's name is its component and path, such as "transformer/context_embedder/kernel". The
+    rules whose regex matches part of the name apply in their order:
+
+    - (regex, logical axis, mesh axis): the mesh axis splits the parameter's first dimension with that
+      logical axis, as in MaxText's `logical_axis_rules`;
+    - (regex, "fsdp"): the mesh axis fsdp splits the largest dimension other than the layers of a scan, in
+      parameters of `FSDP_MIN_SIZE` elements or more;
+    - (regex, "replicate"): no later rule applies.
+
+    A dimension is split at most once, by a size that divides it, and a mesh axis splits at most one dimension;
+    a rule that would violate this is skipped. If no rule uses the axis tensor, `TENSOR_RULES` come first.
+
+    Attributes:
+      rules: of a config.
+      axes: by a parameter's name, the logical axis of each dimension; other parameters have none.
+    """
+
+    rules: Rules = REPLICATED
+    axes: Mapping[str, tuple[str | None, ...]] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, rules: Rules, axes: Params) -> "Layout":
+        """The layout of a family's `axes()`, and of the LoRA factors that its parameters may get."""
+        named = flatten_dict(axes)
+        named |= factor_axes(named)
+        return cls(tuple(rules), {"/".join(path): names for path, names in named.items()})
+
+    def check(self) -> None:
+        """Refuses a rule that applies to no parameter.
+
+        Raises:
+          ConfigError: names the rule.
+        """
+        for pattern, *about in self.rules:
+            logical = about[0] if len(about) == 2 else None
+            if logical and not any(
+                logical in axes and re.search(pattern, name) for name, axes in self.axes.items()
+            ):
+                raise ConfigError(
+                    f"config.placement.rules splits the axis {logical!r} of parameters that match {pattern!r}, "
+                    "but no such parameter has it: change or remove that rule"
+                )
+
+    def spec(self, name: str, shape: tuple[int, ...], sizes: Mapping[str, int]) -> PartitionSpec:
+        """The mesh axis that splits each dimension, on a mesh with these sizes of axes.
+
+        Raises:
+          ConfigError: no rule of the config matches the name.
+        """
+        matching = list(self._matching(name))
+        if not matching:
+            raise ConfigError(
+                f"config.placement.rules has no rule that matches the parameter {name}: end it with ('.*', 'replicate')"
+            )
+        placed: list[str | None] = [None] * len(shape)
+        for axis, dimension in self._splits((*self._default(), *matching), name, shape, sizes):
+            placed[dimension] = axis
+        while placed and placed[-1] is None:
+            placed.pop()
+        return PartitionSpec(*placed)
+
+    def bytes(self, tree: Params, sizes: Mapping[str, int]) -> int:
+        """Bytes of a tree of parameters or their shapes on each device of a mesh with these sizes of axes."""
+        total = 0
+        for path, leaf in jax.tree.leaves_with_path(tree):
+            spec = self.spec(name_of(path), leaf.shape, sizes)
+            parts = math.prod(sizes[axis] for axis in spec if axis)
+            total += leaf.size * leaf.dtype.itemsize // parts
+        return total
+
+    def _default(self) -> Rules:
+        return () if any(rule[-1] == TENSOR for rule in self.rules) else TENSOR_RULES
+
+    def _matching(self, name: str) -> Iterator[tuple[str, ...]]:
+        """The matching rules, up to the one after which no other applies."""
+        for rule in self.rules:
+            if re.search(rule[0], name):
+                yield rule
+                if rule[1:] == (REPLICATE,):
+                    return
+
+    def _splits(
+        self,
+        rules: Iterable[tuple[str, ...]],
+        name: str,
+        shape: tuple[int, ...],
+        sizes: Mapping[str, int],
+    ) -> Iterator[tuple[str, int]]:
+        """(mesh axis, dimension) of each split."""
+        names, used, free = self.axes.get(name, ()), set(), set(range(len(shape)))
+        for _, *about in rules:
+            axis = about[-1]
+            if about == [REPLICATE] or axis in used or sizes[axis] == 1:
+                continue
+            fitting = [d for d in sorted(free) if shape[d] % sizes[axis] == 0]
+            if about == [SPLIT]:
+                # A scan takes one layer at a time: if layers were split, a device would gather all of them.
+                within = [d for d in fitting if not names or names[d] != LAYERS]
+                large = within and math.prod(shape) >= FSDP_MIN_SIZE
+                found = max(within, key=lambda d: shape[d]) if large else None
+            else:
+                found = next((d for d in fitting if names and names[d] == about[0]), None)
+            if found is not None:
+                used.add(axis)
+                free.remove(found)
+                yield axis, found
+
+
+def name_of(path: tuple) -> str:
+    """A parameter's name from its path in a tree by component."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+@contextlib.contextmanager
+def traced_on(sharding: NamedSharding, attention: str) -> Iterator[None]:
+    """A context for tracing networks whose programs XLA partitions.
+
+    Args:
+      sharding: of the rows of activations.
+      attention: the kernel that was asked for, see `attention.kernels`.
+    """
+    rows, *_ = sharding.spec
+    with on_mesh(sharding.mesh, rows, TENSOR, SEQUENCE, attention), _split(sharding):
+        yield
+
+
+def _split(sharding: NamedSharding) -> AbstractContextManager[None]:
+    """A context in which the outputs of linear layers and convolutions are split: their rows, and tokens.
+
+    Rows are split as in `sharding`, the tokens of [b n d] over the axis sequence. XLA chooses the sharding of other
+    dimensions. If parameters are split over fsdp and tensor, it would otherwise split the rows over data only and
+    compute with each part of a parameter on its device, which moves activations instead of parameters. If nothing
+    is split over tensor or sequence, it finds the sharding of rows itself.
+    """
+    mesh, (rows, *_) = sharding.mesh, sharding.spec
+    if mesh.shape[TENSOR] == mesh.shape[SEQUENCE] == 1:
+        return contextlib.nullcontext()
+
+    def intercept(call, args, kwargs, context):
+        y = call(*args, **kwargs)
+        if not isinstance(context.module, nn.Dense | nn.Conv) or y.shape[0] % parts(mesh, rows):
+            return y
+        free = [PartitionSpec.UNCONSTRAINED] * (y.ndim - 1)
+        if mesh.shape[SEQUENCE] > 1 and isinstance(context.module, nn.Conv):
+            # If XLA split pixels like tokens, it would double the gradient of the kernel where tensor splits, too.
+            free = [None] * (y.ndim - 1)
+        elif mesh.shape[SEQUENCE] > 1 and y.ndim == 3:
+            free[0] = SEQUENCE
+        spec = PartitionSpec(rows, *free)
+        return jax.lax.with_sharding_constraint(y, NamedSharding(mesh, spec))
+
+    return nn.intercept_methods(intercept)

@@ -1,0 +1,296 @@
+"""The parts of an assembled run: meshes, programs, parameters, and a chunk's sampled images for the trainer."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jaxtyping import Array, Float, Float32, Int
+
+from digen_jax.algorithms.advantages import AdvantageSettings
+from digen_jax.flow.sampling import Transitions
+from digen_jax.parallel.mesh import put
+from digen_jax.parallel.packing import Endpoints, Experience
+from digen_jax.parallel.placement import DeviceGroup, Placement
+from digen_jax.parallel.policy import Policy
+from digen_jax.parallel.sampler import Draws, EncodedPrompts, Sampler, Weights
+from digen_jax.parallel.trainer import Trainer
+
+
+class Rollout(NamedTuple):
+    """A sampling mesh: its programs, and all parameters that they need except the tuned ones.
+
+    `dtype` is that in which parameters are sent and kept, None: unchanged. `scorers` are the rewards that it
+    computes, each a `scoring.Scoring`.
+    """
+
+    sampler: Sampler
+    evaluator: Sampler
+    dtype: Any
+    base: Any  # see Policy.sampler_base
+    frozen: Any  # the other components
+    scorers: tuple[Any, ...] = ()
+
+    @property
+    def group(self) -> DeviceGroup:
+        """Its mesh."""
+        return self.sampler.group
+
+    def weights(self, tuned: Any) -> Weights:
+        """Tuned parameters resharded onto this mesh, with all other parameters that sampling needs.
+
+        If they already have the mesh's shardings, they are the given arrays.
+        """
+        return Weights(reshard(tuned, self.group, self.dtype), self.base, self.frozen)
+
+    def moved(self, group: DeviceGroup, base: Any) -> "Rollout":
+        """The same on another mesh; `base` may be on it already."""
+        samplers = (
+            Sampler(one.policy, group, one.settings, one.stored)
+            for one in (self.sampler, self.evaluator)
+        )
+        base = reshard(base, group, self.dtype)
+        scorers = tuple(one.moved(group) for one in self.scorers)
+        return Rollout(*samplers, self.dtype, base, reshard(self.frozen, group), scorers)
+
+
+class System(NamedTuple):
+    """The parts of a training run, with loaded parameters."""
+
+    placement: Placement
+    policy: Policy
+    draws: Draws
+    rollouts: tuple[Rollout, ...]  # those of the placement; if colocated, the trainer's mesh itself
+    trainer: Trainer
+    base: Any  # on the trainer mesh, see Policy
+    start: Any  # tuned parameters before the first update; the trainer's `init` takes them over
+    advantages: AdvantageSettings
+    sent: Any = None  # `Rollout.dtype`
+    # Where the sampling meshes are in other processes: a mesh of this process as one of them. It reads what is missing.
+    sampling_on: Callable[[DeviceGroup], Rollout] | None = None
+    trainers: tuple[Trainer, ...] = ()  # of the further training meshes
+    # Updates all parameters, on one mesh of all training devices. None means that `trainer` updates.
+    joint_trainer: Trainer | None = None
+
+    @property
+    def updater(self) -> Trainer:
+        """The trainer whose mesh has the optimizer's state and updates."""
+        return self.joint_trainer or self.trainer
+
+    @property
+    def sampler(self) -> Sampler:
+        """The first sampling mesh's sampler."""
+        return self.rollouts[0].sampler
+
+    @property
+    def evaluator(self) -> Sampler:
+        """The first sampling mesh's evaluator."""
+        return self.rollouts[0].evaluator
+
+    def with_scorers(self, scorers: tuple[Any, ...]) -> "System":
+        """The same with rewards on each of its sampling meshes, which lie on the first one: see `Rollout.scorers`."""
+        first, *others = self.rollouts
+        others = (
+            one._replace(scorers=tuple(scorer.moved(one.group) for scorer in scorers))
+            for one in others
+        )
+        return self._replace(rollouts=(first._replace(scorers=scorers), *others))
+
+    def on(self, trainer: Trainer) -> "System":
+        """The system as a further training mesh sees it: with its programs, and copies of what is not tuned."""
+        group, rollouts = trainer.group, self.rollouts
+        placement, base = (
+            dataclasses.replace(self.placement, trainer=group),
+            reshard(self.base, group),
+        )
+        if placement.colocated:
+            own = self.policy.sampler_base(base)
+            rollouts = (self.rollouts[0].moved(group.as_sampler, own),)
+        return self._replace(placement=placement, trainer=trainer, base=base, rollouts=rollouts)
+
+    def assistant(self, weights: str) -> Rollout:
+        """The trainer's devices as a sampling mesh; for `weights` see `tag_group`."""
+        if self.placement.colocated:
+            return self.rollouts[0]
+        group = tag_group(self.placement.trainer, weights)
+        if self.sampling_on is not None:
+            return self.sampling_on(group)
+        return self.rollouts[0].moved(group, self.policy.sampler_base(self.base))
+
+    def untuned(self) -> Any:
+        """A `tuned` that gives the base model, whatever `start` was; `base` has a reference."""
+        start = self.policy.untuned(self.base)
+        return jax.device_put(start, self.placement.trainer.params(start))
+
+    def rollout_weights(self, tuned: Any) -> Weights:
+        """Tuned parameters on the first sampling mesh, with all other parameters that it needs.
+
+        If colocated, they are the trainer's own arrays, which its next update consumes.
+        """
+        return self.rollouts[0].weights(tuned)
+
+
+def tag_group(trainer: DeviceGroup, weights: str) -> DeviceGroup:
+    """The trainer's devices as a sampling mesh.
+
+    Args:
+      trainer: the trainer's mesh.
+      weights: "in place": sampling uses them with the trainer's shardings. "resharded": it uses copies
+        that are whole except over the axis tensor; these take memory and save gathering in every pass.
+    """
+    return trainer.as_sampler if weights == "in place" else trainer.gathered
+
+
+def reshard(tree: Any, group: DeviceGroup, dtype: Any = None) -> Any:
+    """Parameters with the shardings of a mesh's rules: on the same devices by one program, else by transfer.
+
+    `dtype` is their new one, None: unchanged; they are rounded before the transfer.
+    Of shapes the result is shapes.
+    """
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree)):
+        return lying(tree if dtype is None else in_dtype(tree, dtype), group)
+    if dtype is not None:
+        tree = rounded(tree, dtype)
+    return resharded(tree, group.params(tree))
+
+
+def lower_reshard(tree: Any, group: DeviceGroup, dtype: Any = None) -> list[jax.stages.Lowered]:
+    """The programs of `reshard`, of shapes that lie somewhere; a transfer between devices is no program."""
+    programs = []
+    if dtype is not None:
+        programs.append(rounded.lower(tree, dtype))
+        tree = in_dtype(tree, dtype)
+    leaves, shardings = jax.tree.leaves(tree), group.params(tree)
+    wanted = jax.tree.leaves(shardings)
+    if _here(leaves, wanted) and _moved(leaves, wanted):
+        programs.append(jax.jit(_same, out_shardings=shardings).lower(tree))
+    return programs
+
+
+def lying(tree: Any, group: DeviceGroup) -> Any:
+    """Shapes of parameters that lie as a mesh's rules say."""
+    return jax.tree.map(
+        lambda leaf, sharding: leaf.update(sharding=sharding), tree, group.params(tree)
+    )
+
+
+def in_dtype(tree: Any, dtype: Any) -> Any:
+    """Shapes of the same parameters in another type."""
+    return jax.tree.map(lambda leaf: leaf.update(dtype=dtype), tree)
+
+
+def resharded(tree: Any, shardings: Any) -> Any:
+    """Arrays with shardings of the same structure: on the same devices by one program, else by transfer."""
+    leaves, wanted = jax.tree.leaves(tree), jax.tree.leaves(shardings)
+    here = all(isinstance(leaf, jax.Array) for leaf in leaves) and _here(leaves, wanted)
+    if here and _moved(leaves, wanted):
+        return jax.jit(_same, out_shardings=shardings)(tree)
+    return jax.device_put(tree, shardings)
+
+
+def _here(leaves: list[Any], wanted: list[Any]) -> bool:
+    """Whether arrays or their shapes lie on the devices on which they are wanted."""
+    pairs = zip(leaves, wanted, strict=True)
+    return bool(leaves) and all(a.sharding.device_set == b.device_set for a, b in pairs)
+
+
+def _moved(leaves: list[Any], wanted: list[Any]) -> bool:
+    """Whether some lie there in another way."""
+    return any(leaf.sharding != sharding for leaf, sharding in zip(leaves, wanted, strict=True))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def rounded(tree: Any, dtype: Any) -> Any:
+    """Parameters in another dtype."""
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
+
+
+def _same(tree: Any) -> Any:
+    return tree
+
+
+class Images(NamedTuple):
+    """A chunk's sampled images, on the trainer mesh."""
+
+    version: int  # of the policy that sampled them
+    rows: Int[np.ndarray, "b"]  # each image's group within the step
+    samples: Transitions | Endpoints
+    sigmas: Float32[Array, "sigmas"]
+
+
+def shardings(samples: tuple[Any, Any], trainer: DeviceGroup) -> tuple[Any, Any]:
+    """Shardings of (a chunk's samples, its sigmas) on a trainer mesh: images are split over the devices."""
+    trained, whole = samples[0], trainer.replicated
+    if isinstance(trained, Endpoints):
+        return Endpoints(trainer.batch, trainer.batch, whole), whole
+    split = trainer.batch_of_steps
+    means = None if trained.mean is None else split
+    sigma = split if trained.sigma.ndim == 2 else whole
+    return type(trained)(split, split, split, sigma, sigma, means), whole
+
+
+def on_trainer(images: Images, trainer: DeviceGroup) -> Images:
+    """Moves a chunk from any mesh to a trainer mesh."""
+    samples = images.samples, images.sigmas
+    moved, sigmas = resharded(samples, shardings(samples, trainer))
+    return images._replace(samples=moved, sigmas=sigmas)
+
+
+def selected(images: Images, places: Int[np.ndarray, "k"], trainer: DeviceGroup) -> Images:
+    """Selects images of a chunk on the trainer mesh by their places, with the same sharding.
+
+    A place may occur more than once. The number of places must be a multiple of the devices.
+    """
+    samples, at = images.samples, put(places, trainer.replicated)
+    if isinstance(samples, Endpoints):
+        x0, keys = _gathered((samples.x0, samples.keys), at, 0, trainer.batch)
+        samples = Endpoints(x0, keys, samples.sigmas)
+    else:
+        samples = _gathered(samples, at, 1, trainer.batch_of_steps)
+    return images._replace(rows=images.rows[places], samples=samples)
+
+
+def receive(
+    system: System,
+    prompts: EncodedPrompts,
+    images: Images,
+    advantages: Float[Any, "b"],
+    weight: Float32[Any, "b"] | None = None,
+) -> Experience:
+    """Converts a chunk on the trainer mesh to the trainer's form.
+
+    Args:
+      system: The trainer's system.
+      prompts: Encoded prompts of the step.
+      images: The chunk.
+      advantages: Of each image. For an algorithm that `ranks`, any numbers in the order of the images' ranks.
+      weight: Of each image. None means that all images train.
+    """
+    group = system.placement.trainer
+    samples, rows = images.samples, images.rows
+    weight = np.ones(len(rows), np.float32) if weight is None else weight
+    prepared = system.trainer.algorithm.prepare(advantages, weight, rows)
+    if (
+        prepared.pairs is not None
+    ):  # two images are one sample, with the key of the first, which is preferred
+        x0 = _gathered(samples.x0, put(prepared.pairs, group.replicated), 0, group.batch)
+        first = prepared.pairs[:, 0]
+        keys = _gathered(samples.keys, put(first, group.replicated), 0, group.batch)
+        samples, rows = Endpoints(x0, keys, samples.sigmas), rows[first]
+    each = (put(a, group.batch) for a in (rows, prepared.advantages, prepared.weight))
+    return Experience(samples, *prompts, *each, images.sigmas[1])
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _gathered(tree: Any, places: Int[Array, "..."], axis: int, sharding: NamedSharding) -> Any:
+    """Selects `places` on axis `axis`, the images'; arrays without this axis are unchanged."""
+
+    def gather(a: Array) -> Array:
+        if a.ndim <= axis:
+            return a
+        return jax.lax.with_sharding_constraint(a[(slice(None),) * axis + (places,)], sharding)
+
+    return jax.tree.map(gather, tree)

@@ -1,0 +1,362 @@
+"""The trainer mesh's programs: chunks of experience -> accumulated gradient -> update."""
+
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float
+
+from digen_jax.algorithms.advantages import STD_EPS
+from digen_jax.algorithms.algorithm import Algorithm
+from digen_jax.algorithms.decay import decayed
+from digen_jax.flow.steps import ReverseStep
+from digen_jax.parallel import accumulate as early
+from digen_jax.parallel.accumulate import OpenGroup, sum_passes
+from digen_jax.parallel.mesh import put
+from digen_jax.parallel.objectives import (
+    GroupSums,
+    MatchingObjective,
+    Metrics,
+    Objective,
+    Policies,
+    Term,
+    Totals,
+    TransitionObjective,
+)
+from digen_jax.parallel.optimizer import TrainerSettings, updates_made
+from digen_jax.parallel.packing import Experience, MicroBatch, passes, shared
+from digen_jax.parallel.placement import DeviceGroup
+from digen_jax.parallel.policy import Policy, jit_as_written
+
+
+class TrainState(NamedTuple):
+    """The state that a step changes. `ema` is None without an average, `copy` without a slow copy."""
+
+    tuned: Any
+    optimizer: Any
+    ema: Any
+    copy: Any = None
+
+    @property
+    def evaluated(self) -> Any:
+        """The evaluated parameters: the average, if there is one."""
+        return self.tuned if self.ema is None else self.ema
+
+
+def objective_of(policy: Policy, step: ReverseStep, algorithm: Algorithm) -> Objective:
+    """The objective of an algorithm; `step` is the sampler's."""
+    match algorithm.objective:
+        case "transitions":
+            return TransitionObjective(policy, step, algorithm)
+        case "matching":
+            return MatchingObjective(policy, algorithm)
+
+
+class Trainer:
+    """Jitted gradient accumulation and update on one mesh. `base` is the policy's (see `Policy`)."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        group: DeviceGroup,
+        step: ReverseStep,
+        algorithm: Algorithm,
+        settings: TrainerSettings,
+    ):
+        self.policy, self.group, self.settings = policy, group, settings
+        self.algorithm = algorithm
+        self._optimizer = settings.optimizer()
+        self._decay = algorithm.slow_copy
+        self._objective = objective_of(policy, step, algorithm)
+        self._begin = jax.jit(self._zeros)
+        self._accumulate = jit_as_written(self._scan, donate_argnums=4)
+        self._begin_group = jax.jit(self._zeros_of_group)
+        self._accumulate_group = jit_as_written(self._scan_group, donate_argnums=4)
+        self._empty = jax.jit(self._empty_totals, static_argnums=1)
+        self._fold = jax.jit(self._folded, donate_argnums=0)
+        self._add = jax.jit(self._added, donate_argnums=0)
+        self._update = jax.jit(self._apply, donate_argnums=0)
+        # A published copy is not consumed: samplers and the trainer still refer to the version.
+        self._follow = jax.jit(self._followed, donate_argnums=() if algorithm.publishes_copy else 0)
+
+    def init(self, tuned: Any) -> TrainState:
+        """The state before the first update, sharded by the group's rules.
+
+        It takes over `tuned`: if these arrays already have these shardings, the first update consumes them.
+        """
+        shardings = self._shardings(tuned)
+        tuned = jax.device_put(tuned, shardings.tuned)
+        optimizer = jax.jit(self._optimizer.init, out_shardings=shardings.optimizer)(tuned)
+        ema = jax.tree.map(jnp.copy, tuned) if self.settings.ema else None
+        copy = jax.tree.map(jnp.copy, tuned) if self._decay else None
+        return TrainState(tuned, optimizer, ema, copy)
+
+    def accumulate(
+        self,
+        state: TrainState,
+        base: Any,
+        experience: Experience,
+        totals: Totals | None,
+        behaviour: Any = None,
+        start: Any = None,
+        piece: tuple[int, int] | None = None,
+    ) -> Totals:
+        """Adds a chunk's gradient and sums to `totals`, which is consumed; None starts new totals.
+
+        `piece` is (first, count) of the passes to add; None: all. All pieces are computed by one program.
+
+        `behaviour` contains the parameters that sampled the chunk, of the version at its step's start or an
+        older one; it is read if the algorithm `reads_behaviour`. `start` contains those at the step's start, None:
+        `state` still has them; it is read if the algorithm `reads_start`.
+
+        Raises:
+          ValueError: the behaviour is read, but not given.
+        """
+        if self.algorithm.reads_behaviour and behaviour is None:
+            raise ValueError("the policy that sampled is evaluated, so accumulate needs behaviour")
+        if totals is None:
+            totals = self._begin(state.tuned)
+        policies = self.policies(state, behaviour, start)
+        unscaled, totals = totals.unscaled, totals._replace(unscaled=None)
+        if piece is not None:
+            piece = tuple(map(np.int32, piece))
+        totals = self._accumulate(state.tuned, base, policies, experience, totals, piece)
+        return totals._replace(unscaled=unscaled)
+
+    def accumulate_early(
+        self,
+        state: TrainState,
+        base: Any,
+        experience: Experience,
+        rewards: Float[np.ndarray, "b"],
+        group: OpenGroup | None,
+    ) -> OpenGroup:
+        """Adds a chunk of one group to that group's sums, which are consumed; None opens the group.
+
+        `experience.advantages` are not read. `Algorithm.check_early` decides whether the result is exact.
+        """
+        before = np.zeros(0) if group is None else group.rewards
+        known = np.concatenate([before, np.asarray(rewards, np.float64)])
+        shift = before.mean() - known.mean() if len(before) else 0.0
+        centred = np.asarray(known[len(before) :] - known.mean(), np.float32)
+        centred = put(centred, self.group.batch)
+        experience = experience._replace(advantages=centred)
+        sums = self._begin_group(state.tuned) if group is None else group.sums
+        args = (state.tuned, base, experience, np.float32(shift), sums)
+        return OpenGroup(known, self._accumulate_group(*args))
+
+    def close(
+        self, group: OpenGroup, totals: Totals | None, std: Literal["group", "global"]
+    ) -> Totals:
+        """Folds a complete group into `totals`, which is consumed; None starts new totals.
+
+        `std` is the divisor of its advantages: that of the group, or, at the update, that of the step.
+
+        Raises:
+          ValueError: an advantage of the group would have been clipped, so the fold is not its gradient.
+        """
+        scale = None
+        if std == "group":
+            centred = group.rewards - group.rewards.mean()
+            scale = 1 / (group.rewards.std() + STD_EPS)
+            largest = float(np.abs(centred).max() * scale)
+            # An advantage is rounded to float32 before it is clipped.
+            if np.float32(largest) > np.float32(self.algorithm.adv_clip) * (1 + 1e-6):
+                raise ValueError(
+                    f"an advantage of {largest:.4g} is clipped to {self.algorithm.adv_clip}, so its group "
+                    "cannot be trained before it is complete"
+                )
+            scale = np.float32(scale)
+        if totals is None:
+            totals = self._empty(group.sums, std)
+        elif std == "global" and totals.unscaled is None:
+            totals = totals._replace(unscaled=self._empty(group.sums, std).unscaled)
+        return self._fold(totals, group.sums, scale)
+
+    def add(self, totals: Totals | None, others: Totals) -> Totals:
+        """Adds sums on this mesh to `totals`, which is consumed; None: there are none yet."""
+        return others if totals is None else self._add(totals, others)
+
+    def shardings_of(self, totals: Totals) -> Totals:
+        """The sharding of each array of sums, which may be on another mesh."""
+        return jax.tree.broadcast(self._layout(totals), totals)
+
+    def update(
+        self, state: TrainState, totals: Totals, reward_std: float | None = None
+    ) -> tuple[TrainState, Metrics]:
+        """One optimizer step; `state` is consumed, except its slow copy, which is unchanged.
+
+        If every image was left out, the gradient is 0, and Adam makes an update with it: its moments decay, and
+        the parameters still move by the rest of them and by the weight decay.
+
+        `reward_std` is the global std, of all rewards of the step; it is needed if `totals` contains groups that
+        were closed before it was known.
+
+        Raises:
+          ValueError: it is needed and not given.
+        """
+        scale = None
+        if totals.unscaled is not None:
+            if reward_std is None:
+                raise ValueError(
+                    "groups were trained before the global std was known: give reward_std"
+                )
+            scale = np.float32(1 / (reward_std + STD_EPS))
+        updated, metrics = self._update(state._replace(copy=None), totals, scale)
+        return updated._replace(copy=state.copy), metrics
+
+    def end_step(self, state: TrainState, updates: int) -> TrainState:
+        """Moves the slow copy towards the trained parameters, after all updates of a step.
+
+        Args:
+          state: its copy is consumed, unless it is published.
+          updates: number of optimizer updates so far, in all steps.
+        """
+        if self._decay is None:
+            return state
+        decay = np.float32(self._decay.at(updates))
+        return state._replace(copy=self._follow(state.copy, state.tuned, decay))
+
+    def published(self, state: TrainState) -> Any:
+        """The behaviour policy between two steps: the trained parameters, or the algorithm's copy."""
+        return state.copy if self.algorithm.publishes_copy else state.tuned
+
+    def lower_accumulate(self, tuned: Any, base: Any, experience: Experience) -> jax.stages.Lowered:
+        """The program of `accumulate`, of shapes that lie where their arrays would; see `lower_update`."""
+        state = self._state_shapes(tuned)
+        policies, totals = self.policies(state, tuned, None), self._totals_shapes(tuned)
+        return self._accumulate.lower(tuned, base, policies, experience, totals)
+
+    def lower_update(self, tuned: Any) -> jax.stages.Lowered:
+        """The program of `update`, with nothing allocated. `tuned` holds shapes with their shardings."""
+        state = self._state_shapes(tuned)._replace(copy=None)
+        return self._update.lower(state, self._totals_shapes(tuned), None)
+
+    def _state_shapes(self, tuned: Any) -> TrainState:
+        optimizer = jax.eval_shape(self._optimizer.init, tuned)
+        optimizer = _placed(optimizer, self._shardings(tuned).optimizer)
+        ema, copy = (tuned if kept else None for kept in (self.settings.ema, self._decay))
+        return TrainState(tuned, optimizer, ema, copy)
+
+    def _totals_shapes(self, tuned: Any) -> Totals:
+        totals = jax.eval_shape(self._zeros, tuned)
+        return _placed(totals, self.shardings_of(totals))
+
+    def policies(self, state: TrainState, behaviour: Any, start: Any) -> Policies:
+        """The parameters that the algorithm reads besides those being trained; the arguments as in `accumulate`."""
+        read = self.algorithm
+        return Policies(
+            behaviour if read.reads_behaviour else None,
+            start if read.reads_start else None,
+            # A published copy is read as the version that sampled.
+            None if read.publishes_copy else state.copy,
+        )
+
+    def _shardings(self, tuned: Any) -> TrainState:
+        """Shardings of a state: the average and the moments like their parameters, counts replicated."""
+        params = self.group.params(tuned)
+        optimizer = optax.tree.map_params(
+            self._optimizer,
+            lambda _, sharding: sharding,
+            jax.eval_shape(self._optimizer.init, tuned),
+            params,
+            transform_non_params=lambda _: self.group.replicated,
+        )
+        return TrainState(params, optimizer, params if self.settings.ema else None)
+
+    # ------------------------------------------------------------------------------ while tracing
+
+    def _passes(self, experience: Experience) -> MicroBatch:
+        samples = self.settings.micro_batch // self.algorithm.images_of_sample
+        return passes(experience, samples, self.settings.pack, self.group, self.algorithm.times)
+
+    def _layout(self, sums: Totals | GroupSums | Term | None) -> Any:
+        """Shardings of sums: a gradient is split like its parameters."""
+        whole = self.group.replicated
+        match sums:
+            case None:
+                return None
+            case Term(gradient, _):
+                return Term(self.group.params(gradient), whole)
+            case Totals(gradient, _, unscaled):
+                return Totals(self.group.params(gradient), whole, self._layout(unscaled))
+            case GroupSums(centred, plain, kl, _):
+                return GroupSums(*map(self._layout, (centred, plain, kl)), whole)
+
+    def _laid_out(self, sums: Any) -> Any:
+        return jax.lax.with_sharding_constraint(sums, self._layout(sums))
+
+    def _zeros(self, tuned: Any) -> Totals:
+        return self._laid_out(self._objective.no_totals(tuned))
+
+    def _zeros_of_group(self, tuned: Any) -> GroupSums:
+        return self._laid_out(self._objective.no_group(tuned))
+
+    def _sum(
+        self, gradient: Any, parameters: tuple, experience: Experience, sums: Any, piece: Any = None
+    ) -> Totals | GroupSums:
+        micros, layout = self._passes(experience), self._layout(sums)
+        return sum_passes(
+            gradient, self.group, parameters, shared(experience), micros, sums, layout, piece
+        )
+
+    def _scan(
+        self,
+        tuned: Any,
+        base: Any,
+        policies: Policies,
+        experience: Experience,
+        totals: Totals,
+        piece: Any = None,
+    ) -> Totals:
+        def gradient(tuned, base, behaviour, start, copy, shared, micro):
+            policies = Policies(behaviour, start, copy)
+            return self._objective.gradient(tuned, base, policies, shared, micro)
+
+        return self._sum(gradient, (tuned, base, *policies), experience, totals, piece)
+
+    def _scan_group(
+        self, tuned: Any, base: Any, experience: Experience, shift: Any, sums: GroupSums
+    ) -> GroupSums:
+        sums = early.recentred(sums, shift)
+        return self._sum(self._objective.linear, (tuned, base), experience, sums)
+
+    def _empty_totals(self, sums: GroupSums, std: str) -> Totals:
+        totals = self._objective.no_totals(sums.plain.gradient)
+        if std == "global":
+            totals = totals._replace(unscaled=jax.tree.map(jnp.zeros_like, sums.plain))
+        return self._laid_out(totals)
+
+    def _folded(self, totals: Totals, sums: GroupSums, scale: Any) -> Totals:
+        return self._laid_out(early.folded(totals, sums, scale, self.algorithm.kl_coefficient))
+
+    def _added(self, totals: Totals, others: Totals) -> Totals:
+        return self._laid_out(jax.tree.map(jnp.add, totals, others))
+
+    def _followed(self, copy: Any, tuned: Any, decay: Float[Array, ""]) -> Any:
+        mixed = decayed(copy, tuned, decay)
+        return jax.lax.with_sharding_constraint(mixed, self.group.params(mixed))
+
+    def _apply(self, state: TrainState, totals: Totals, scale: Any) -> tuple[TrainState, Metrics]:
+        if scale is not None:
+            totals = early.settled(totals, scale)
+        weight = jnp.maximum(totals.sums["weight"], 1)  # 0 if every sample was left out
+        gradient = jax.tree.map(lambda g: g / weight, totals.gradient)
+        updates, optimizer = self._optimizer.update(gradient, state.optimizer, state.tuned)
+        tuned = optax.apply_updates(state.tuned, updates)
+        ema = state.ema
+        if ema is not None:
+            decay = self.settings.average.at(updates_made(optimizer))
+            ema = decayed(ema, tuned, decay)
+        metrics = {name: total / weight for name, total in totals.sums.items() if name != "weight"}
+        metrics["gradient_norm"] = optax.global_norm(gradient)
+        metrics["update_norm"] = optax.global_norm(updates)
+        # Otherwise the compiler may lay out the new state differently from the old one.
+        state = TrainState(tuned, optimizer, ema)
+        return jax.lax.with_sharding_constraint(state, self._shardings(tuned)), metrics
+
+
+def _placed(shapes: Any, shardings: Any) -> Any:
+    return jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), shapes, shardings)

@@ -1,0 +1,228 @@
+import dataclasses
+import itertools
+import re
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from digen_jax.errors import ConfigError
+from digen_jax.parallel import sharding
+from digen_jax.parallel.mesh import ALL, axis_sizes
+from digen_jax.parallel.placement import (
+    MeshSizes,
+    RolloutAxes,
+    TrainerAxes,
+    check_processes,
+    fitted,
+    make_placement,
+    mesh_sizes,
+)
+from digen_jax.parallel.sharding import Layout
+from tests.parallel import toy
+
+
+def placed(rollout, trainer, devices=8, workers=1, **fields):
+    config = toy.config(**toy.meshes(rollout, trainer, workers) | fields)
+    asked = toy.opened(config).placement
+    return make_placement(asked.meshes, Layout(asked.rules), jax.devices()[:devices])
+
+
+def shape_of(mesh):
+    """The sizes of the axes that are used."""
+    return {axis: size for axis, size in mesh.shape.items() if size > 1}
+
+
+def local_shape(array):
+    (shape,) = {shard.data.shape for shard in array.addressable_shards}
+    return shape
+
+
+def test_fsdp_splits_the_largest_axis_that_divides_and_leaves_small_ones_whole(monkeypatch):
+    monkeypatch.setattr(sharding, "FSDP_MIN_SIZE", 60)
+    shapes = [s for n in range(4) for s in itertools.product((1, 3, 4, 6, 10, 12), repeat=n)]
+    for shape, devices in itertools.product(shapes, (1, 2, 3, 4)):
+        spec = Layout(((".*", "fsdp"),)).spec("any/kernel", shape, axis_sizes(fsdp=devices))
+        divisible = [size for size in shape if size % devices == 0]
+        if devices == 1 or np.prod(shape) < 60 or not divisible:
+            assert spec == PartitionSpec()
+        else:
+            split = [i for i, name in enumerate(spec) if name is not None]
+            assert [spec[i] for i in split] == ["fsdp"]
+            assert shape[split[0]] == max(divisible)
+
+
+def test_after_replicate_no_rule_applies():
+    rules = (("attn/.*kernel$", "fsdp"), ("^attn", "replicate"), (".*", "fsdp"))
+    group = placed((4, 1), (2, 2), placement__rules=rules).trainer
+    large = jax.ShapeDtypeStruct((256, 128), jnp.float32)
+    shardings = group.params({"attn": {"q": {"kernel": large, "bias": large}}, "ff": large})
+    assert shardings["attn"]["q"]["kernel"].spec == PartitionSpec("fsdp")
+    assert shardings["attn"]["q"]["bias"].spec == PartitionSpec()
+    assert shardings["ff"].spec == PartitionSpec("fsdp")
+
+
+def test_a_parameter_without_a_rule_is_named():
+    group = placed((4, 1), (2, 2), placement__rules=(("attn", "fsdp"),)).trainer
+    expected = "config.placement.rules has no rule that matches the parameter ff/net/kernel: end it"
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        group.params({"ff": {"net": {"kernel": np.ones((2, 2))}}})
+
+
+def test_meshes_take_the_devices_in_turn():
+    found = placed((1, 3), (2, 2))
+    assert found.rollout.mesh.devices.ravel().tolist() == jax.devices()[:3]
+    assert found.trainer.mesh.devices.ravel().tolist() == jax.devices()[3:7]
+    assert found.trainer.mesh.axis_names == found.rollout.mesh.axis_names == ALL
+    assert shape_of(found.trainer.mesh) == {"data": 2, "fsdp": 2}
+    assert not found.colocated
+    assert found.describe() == "7 CPU devices: 3 for rollout, 4 for training"
+
+
+def test_several_rollout_meshes_take_the_devices_before_the_trainer():
+    found = placed((1, 2), (2, 1), workers=3)
+    devices = [group.mesh.devices.ravel().tolist() for group in (*found.rollouts, found.trainer)]
+    assert devices == [jax.devices()[i : i + 2] for i in (0, 2, 4, 6)]
+    assert found.rollout is found.rollouts[0]
+    assert found.describe() == "8 CPU devices: 6 for rollout (3 workers), 2 for training"
+
+
+def test_a_rollout_mesh_without_devices_means_colocated():
+    found = placed((0, 1), (2, 3))
+    assert found.colocated and found.rollout is found.trainer
+    assert found.trainer.mesh.devices.ravel().tolist() == jax.devices()[:6]
+    assert found.describe() == "6 CPU devices for rollout and training in turn"
+
+
+def test_one_device_is_colocated_whatever_the_config_says():
+    found = placed((4, 1), (2, 2), devices=1)
+    assert found.colocated and found.trainer.mesh.size == 1
+    assert found.describe() == "1 CPU device for rollout and training in turn"
+
+
+# Requested and fitted: (workers, data, fsdp) of rollout, (data, fsdp, time) of the trainer.
+@pytest.mark.parametrize(
+    ("wanted", "devices", "found"),
+    [
+        (((1, 4, 1), (2, 2, 1)), 16, ((1, 4, 1), (2, 2, 1))),
+        (((1, 4, 1), (2, 2, 1)), 8, ((1, 4, 1), (2, 2, 1))),
+        (((1, 4, 1), (2, 2, 1)), 7, ((1, 2, 1), (2, 2, 1))),
+        (((1, 4, 1), (2, 2, 1)), 5, ((1, 2, 1), (1, 2, 1))),
+        (((1, 4, 1), (2, 2, 1)), 4, ((1, 2, 1), (1, 2, 1))),
+        (((1, 4, 1), (2, 2, 1)), 3, ((1, 1, 1), (1, 2, 1))),
+        (((1, 4, 1), (2, 2, 1)), 2, ((1, 1, 1), (1, 1, 1))),
+        (((1, 4, 1), (2, 2, 1)), 1, ((1, 0, 1), (1, 1, 1))),
+        (((1, 4, 1), (2, 2, 2)), 8, ((1, 4, 1), (1, 2, 2))),
+        (((3, 2, 1), (2, 1, 1)), 6, ((3, 1, 1), (2, 1, 1))),
+        (((1, 0, 1), (4, 3, 1)), 8, ((1, 0, 1), (2, 3, 1))),
+    ],
+)
+def test_meshes_are_fitted_to_fewer_devices(wanted, devices, found):
+    (workers, data, fsdp), (*trainer, time) = wanted
+    sizes = fitted(
+        MeshSizes(RolloutAxes(data, fsdp, workers), TrainerAxes(*trainer, time)), devices
+    ).plain()
+    assert tuple(sizes["rollout"][axis] for axis in ("workers", "data", "fsdp")) == found[0]
+    assert tuple(sizes["trainer"][axis] for axis in ("data", "fsdp", "time")) == found[1]
+
+
+def test_where_devices_are_few_parameters_stay_split_and_batches_do_not():
+    wanted = MeshSizes(RolloutAxes(0), TrainerAxes(data=4, fsdp=2, tensor=2))
+    assert fitted(wanted, 4).trainer == TrainerAxes(data=1, fsdp=2, tensor=2)
+    assert fitted(wanted, 2).trainer == TrainerAxes(data=1, tensor=2)
+
+
+def test_batches_are_whole_over_tensor_and_a_sampler_keeps_it():
+    config = toy.config(**toy.meshes((0, 1), (2, 1, 2, 2)), trainer__pack=2)
+    asked = toy.opened(config).placement
+    found = make_placement(asked.meshes, Layout(asked.rules), jax.devices())
+    assert shape_of(found.trainer.mesh) == {"time": 2, "data": 2, "tensor": 2}
+    assert shape_of(found.rollout.mesh) == {"data": 4, "tensor": 2}
+    assert (found.trainer.images, found.rollout.images) == (2, 4)
+    assert local_shape(jax.device_put(np.zeros((8, 3)), found.trainer.batch)) == (4, 3)
+    assert local_shape(jax.device_put(np.zeros((8, 3)), found.trainer.merged)) == (2, 3)
+
+
+def timed(rollout, trainer, time):
+    config = toy.config(**toy.meshes(rollout, trainer), trainer__pack=time)
+    config.placement.trainer.time = time
+    return toy.opened(config).placement
+
+
+def test_a_trainer_mesh_may_have_an_axis_for_time():
+    config = timed((2, 1), (1, 2), 3)
+    layout = Layout(config.rules)
+    found = make_placement(config.meshes, layout, jax.devices())
+    assert mesh_sizes(config.meshes, 8) == (2, 6)
+    assert shape_of(found.trainer.mesh) == {"time": 3, "fsdp": 2}
+    assert found.trainer.mesh.devices.ravel().tolist() == jax.devices()[2:8]
+    assert (found.trainer.time, found.rollout.time) == (3, 1)
+    batch = jax.device_put(np.zeros((5, 8, 3)), found.trainer.batch_of_steps)
+    assert local_shape(batch) == (5, 4, 3)
+    packed = jax.device_put(np.zeros((5, 6, 8)), found.trainer.passes(1))
+    assert local_shape(packed) == (5, 2, 4)
+    assert make_placement(config.meshes, layout, jax.devices()[:1]).trainer.time == 1
+
+
+def test_colocated_a_sampler_splits_images_over_what_splits_time_in_training():
+    asked = timed((0, 1), (2, 2), 2)
+    found = make_placement(asked.meshes, Layout(asked.rules), jax.devices())
+    assert found.colocated
+    assert shape_of(found.rollout.mesh) == {"data": 4, "fsdp": 2}
+    assert local_shape(jax.device_put(np.zeros((8, 3)), found.rollout.batch)) == (1, 3)
+    assert found.describe() == "8 CPU devices for rollout and training in turn"
+
+
+@pytest.mark.parametrize(
+    ("rollout", "sentence"),
+    [
+        (1, "config.placement.rollout.data = 1, but with --coordinator"),
+        (0, "config.placement.trainer takes 3 of the 4 devices of 2 processes"),
+    ],
+)
+def test_processes_of_one_job_sample_and_train_in_turn_on_all_devices(rollout, sentence):
+    devices = [SimpleNamespace(process_index=number // 2) for number in range(4)]
+    with pytest.raises(ConfigError, match=sentence):
+        check_processes(timed((rollout, 1), (3, 1), 1).meshes, devices)
+
+
+@pytest.mark.parametrize(("rollout", "trainer"), [((4, 1), (5, 1)), ((0, 1), (3, 3))])
+def test_too_few_devices_are_refused(rollout, trainer):
+    sizes = [data * fsdp for data, fsdp in (rollout, trainer)]
+    expected = (
+        f"config.placement.rollout wants {sizes[0]} and config.placement.trainer {sizes[1]} "
+        "devices, but there are 8: make the meshes smaller"
+    )
+    with pytest.raises(ConfigError, match=expected):
+        placed(rollout, trainer)
+    asked = toy.opened(toy.config(**toy.meshes(rollout, trainer))).placement
+    assert mesh_sizes(asked.meshes, 9) == tuple(sizes)
+
+
+@pytest.mark.parametrize("tuning", ["full", "lora"])
+def test_fsdp_splits_every_parameter_on_both_meshes(tuning, monkeypatch):
+    """Each device holds 1/n of every parameter, its moments and its average, before and after a weight sync."""
+    monkeypatch.setattr(sharding, "FSDP_MIN_SIZE", 1)
+    lora = dict(lora__rank=4) if tuning == "lora" else {}
+    system = toy.system(toy.config(**toy.meshes((1, 4), (2, 2)), **lora, trainer__ema=0.5))
+    state = system.trainer.init(system.start)
+    weights = system.rollout_weights(state.tuned)
+    trainer = [state.tuned, state.ema, system.base, moments(state)]
+    for trees, devices in ((trainer, 2), ([weights.tuned, weights.base], 4)):
+        for leaf in jax.tree.leaves(trees):
+            assert np.prod(local_shape(leaf)) * devices == leaf.size
+
+
+def moments(state):
+    return [leaf for leaf in jax.tree.leaves(state.optimizer) if leaf.ndim]
+
+
+def test_a_batch_lies_split_over_all_devices():
+    group = placed((4, 1), (2, 2)).trainer
+    assert local_shape(jax.device_put(np.zeros((8, 3)), group.batch)) == (2, 3)
+    assert local_shape(jax.device_put(np.zeros((5, 8, 3)), group.batch_of_steps)) == (5, 2, 3)
+    assert local_shape(jax.device_put(np.zeros((5, 8)), group.replicated)) == (5, 8)
+    assert dataclasses.replace(group) == group

@@ -1,0 +1,118 @@
+"""The config's section `precision`: in which types parameters are kept, computed with, and gathered."""
+
+import collections
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from digen_jax.flow.sampling import image_keys
+from digen_jax.parallel.system import Images
+from digen_jax.planning.programs import lower_gradient, trained_samples
+from tests.cases import said
+from tests.parallel import toy
+from tests.parallel.test_axes import ADVANTAGES, ROWS, outlined, system_of
+from tests.parallel.test_axes import config as tiny_config
+
+pytestmark = pytest.mark.usefixtures("exact_and_split")
+
+HALF = jnp.dtype("bfloat16")
+
+
+def built(base, tuning, **precision):
+    c = tiny_config(base, tuning, "one device")
+    c.precision = precision
+    return system_of(c)
+
+
+def types(tree):
+    return {leaf.dtype for leaf in jax.tree.leaves(tree)}
+
+
+@pytest.mark.parametrize("tuning", ["full", "lora"])
+def test_what_is_never_trained_is_nowhere_in_float32(base, tuning):
+    others = jax.live_arrays()  # kept, so that no new one gets the identity of one that is gone
+    before = {id(array) for array in others}
+    system = built(base, tuning, frozen="bfloat16")
+    rollout = system.rollouts[0]
+    assert types((system.base, rollout.base, rollout.frozen)) == {HALF}
+    assert types(system.start) == {jnp.dtype("float32")}
+    new = [array for array in jax.live_arrays() if id(array) not in before]
+    kept = sum(array.nbytes for array in new if array.dtype == jnp.float32)
+    tuned = sum(leaf.nbytes for leaf in jax.tree.leaves(system.start))
+    assert tuned <= kept < 1.1 * tuned
+
+
+@pytest.mark.slow
+def test_trajectories_in_half_precision_are_replayed_as_sampled(base):
+    """The log-probability is that of the rounded image, and the next step starts from it."""
+    c = tiny_config(base, "full", "one device", algorithm__old_log_probs="rollout")
+    c.precision = dict(trajectory="bfloat16")
+    system = system_of(c)
+    weights = system.rollout_weights(system.start)
+    prompts = system.sampler.encode(weights, said("a photo of a star", "two rings"))
+    keys = image_keys(jax.random.key(1), ROWS, np.arange(8) % 4)
+    made = system.sampler.generate(weights, prompts, ROWS, keys)
+    x, x_next = made.transitions.x, made.transitions.x_next
+    assert types((x, x_next, made.latents)) == {HALF}
+    np.testing.assert_array_equal(x[1], x_next[0])
+    assert system.sampler.decode(weights, made).dtype == jnp.float32
+
+    def deviation(transitions):
+        images = Images(0, ROWS, transitions, made.sigmas)
+        experience = toy.receive(system, prompts, images, ADVANTAGES)
+        state = system.trainer.init(jax.tree.map(jnp.copy, system.start))
+        sums = system.trainer.accumulate(state, system.base, experience, None).sums
+        return sums["ratio_deviation"] / sums["weight"]
+
+    assert deviation(made.transitions) < 2e-6
+    off = made.transitions._replace(x_next=x_next.astype(jnp.float32) * 1.002)
+    assert deviation(off) > 1e-4
+
+
+# --------------------------------------------------------------------------- casts before gathers
+
+
+def gathered_kernels(text):
+    """Of each layer whose kernel a compiled program gathers: whether it was rounded to bfloat16 before.
+
+    A CPU has no products in bfloat16 and gathers the rounded numbers in float32.
+    """
+    bodies, instructions, body = collections.defaultdict(list), {}, None
+    for line in map(str.strip, text.splitlines()):
+        if found := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{", line):
+            body = found[1]
+        elif found := re.match(r"(?:ROOT )?%([\w.\-]+) = (.*)", line):
+            instructions[found[1]] = found[2]
+            bodies[body].append(line)
+
+    def rounded(name, depth=4):
+        line = instructions.get(name, "")
+        called = re.search(r"calls=%([\w.\-]+)", line)
+        if "bf16[" in line or (called and any("bf16[" in inner for inner in bodies[called[1]])):
+            return True
+        operands = re.findall(r"%([\w.\-]+)", line.split("(", 1)[-1].split(")")[0])
+        moves = re.match(r"\S+ (copy|bitcast|transpose|reshape|fusion|convert)\(", line)
+        return bool(moves and depth and any(rounded(one, depth - 1) for one in operands))
+
+    kernels = collections.defaultdict(list)
+    for line in instructions.values():
+        found = re.match(r"\w+\[\d+,\d+\]\S* all-gather\(%([\w.\-]+)\).*op_name=\"([^\"]*)\"", line)
+        if found and (
+            layer := re.search(r"((?:attn|ff|ff_context)/\S+)/sharding_constraint", found[2])
+        ):
+            kernels[layer[1]].append(rounded(found[1]))
+    return kernels
+
+
+@pytest.mark.slow
+def test_parameters_are_rounded_before_they_are_gathered(base):
+    config = tiny_config(base, "full", "fsdp")
+    config.precision = dict(arithmetic="bfloat16")
+    recipe, system = outlined(config)
+    lowered = lower_gradient(system, recipe, trained_samples(recipe))
+    found = gathered_kernels(lowered.compile().as_text())
+    assert {"attn/to_q", "attn/to_out_0", "ff/net_0/proj", "ff/net_2"} <= set(found)
+    assert all(one for kernel in found.values() for one in kernel)

@@ -1,0 +1,174 @@
+"""The importance ratios of a first update: the trainer's program against the sampler's."""
+
+import functools
+import pathlib
+import runpy
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from digen_jax import assemble
+from digen_jax.algorithms.ratios import guard_log_ratio
+from digen_jax.config.load import fit_config, load_config
+from digen_jax.flow.sampling import TRANSITION, flatten, image_keys, replay
+from digen_jax.models.sd3.network import FROZEN, SD3Config, SD3Transformer
+from digen_jax.parallel.system import Images
+from tests.cases import said
+from tests.parallel import toy
+from tests.parallel.toy import receive
+
+pytestmark = pytest.mark.usefixtures("exact_and_split", "optimised")
+
+# A tenth of Flow-GRPO's own clip range, 1e-4. Used as the clip range itself, it makes the trainer's
+# clip_fraction the number of ratios that are further than this from 1.
+LIMIT = 1e-5
+KINDS = {"flow": (0.7, 8), "dance": (0.3, 8), "cps": (0.8, 7)}  # noise level, steps with noise
+
+
+def attention_family(layers=1, **options):
+    network = SD3Config(
+        sample_size=8,
+        in_channels=4,
+        out_channels=4,
+        num_layers=layers,
+        attention_head_dim=8,
+        num_attention_heads=4,
+        joint_attention_dim=toy.TEXT,
+        caption_projection_dim=32,
+        pooled_projection_dim=toy.TEXT,
+        pos_embed_max_size=8,
+        qk_norm="rms_norm",
+    )
+    network = SD3Transformer(network, **options)
+    return toy.ToyFamily(network, (8, 8, 4), {"transformer": FROZEN})
+
+
+def replaying(system):
+    """The program (tuned, base, experience) -> Replay of all its transitions in one batch, as [s b]."""
+
+    @jax.jit
+    def program(tuned, base, experience):
+        steps = len(experience.samples.sigma)
+        rows = jnp.tile(experience.rows, steps)
+        conditioning = jax.tree.map(lambda c: c[rows], experience.conditioning)
+        velocity = system.policy.velocity(tuned, base, conditioning, experience.null)
+        step = system.sampler.settings.step
+        found = replay(velocity, flatten(experience.samples), step, experience.sigma_max)
+        return jax.tree.map(lambda a: a.reshape(steps, -1, *a.shape[1:]), found)
+
+    return program
+
+
+class Rollout:
+    """A step's images, from a rollout worker of 4 to a trainer mesh of 2 x 2 and other batches."""
+
+    def __init__(self, kind):
+        noise, length = KINDS[kind]
+        self.config = toy.config(
+            **toy.meshes((4, 1), (2, 2)),
+            sampler__kind=kind,
+            sampler__noise_level=noise,
+            sampler__steps=8,
+            sampler__window=dict(first=0, length=length),
+            algorithm__clip_range=LIMIT,
+        )
+        self.system = toy.system(self.config, family=attention_family())
+        self.state = self.system.trainer.init(self.system.start)
+        prompts, (chunk,) = toy.rollout(self.system, self.config, self.state.tuned)
+        self.transitions = jax.device_get(chunk.samples)
+        advantages = np.linspace(-1, 1, 8, dtype=np.float32)
+        self.experience = receive(self.system, prompts, chunk, advantages)
+
+    def far_ratios(self, experience):
+        """How many of the trainer's ratios are further than LIMIT from 1."""
+        totals = self.system.trainer.accumulate(self.state, self.system.base, experience, None)
+        return int(totals.sums["clip_fraction"])
+
+    @functools.cached_property
+    def replay(self):
+        """All transitions in one batch on the trainer mesh: their [s b] log_prob, mean and std."""
+
+        program = replaying(self.system)
+        return lambda experience: jax.device_get(
+            program(self.state.tuned, self.system.base, experience)
+        )
+
+    def sampled_means(self, std):
+        """x_next minus the noise that was added to its mean, drawn again from the images' keys."""
+        keys = image_keys(jax.random.key(0), np.repeat([10, 11], 4), np.tile(np.arange(4), 2))
+        keys = jax.vmap(lambda key: jax.random.fold_in(key, TRANSITION))(keys)
+        x_next = self.transitions.x_next
+
+        def noise(step):
+            fold = jax.vmap(lambda key: jax.random.fold_in(key, step))
+            return jax.vmap(lambda key: jax.random.normal(key, x_next.shape[2:]))(fold(keys))
+
+        return x_next - std[..., None, None, None] * np.stack([noise(i) for i in range(len(std))])
+
+
+@pytest.fixture(scope="module", params=["flow"])
+def rolled(request, exact_and_split, optimised):
+    return Rollout(request.param)
+
+
+def shifted(experience, step):
+    """One sigma, 1e-3 off."""
+    t = experience.samples
+    sigma = t.sigma.at[step].add(1e-3 if t.sigma[step] < 1 else -1e-3)
+    return experience._replace(samples=t._replace(sigma=sigma))
+
+
+def test_the_first_updates_ratios_are_1(rolled):
+    assert rolled.transitions.log_prob.size == 8 * KINDS[rolled.config.sampler.kind][1]
+    assert rolled.far_ratios(rolled.experience) == 0
+    found = rolled.replay(rolled.experience)
+    ratio = np.exp(found.log_prob - rolled.transitions.log_prob)
+    assert np.abs(ratio - 1).max() <= LIMIT
+
+
+def test_replayed_means_are_the_samplers(rolled):
+    found = rolled.replay(rolled.experience)
+    deviation = np.abs(found.mean - rolled.sampled_means(found.std)).max()
+    assert deviation <= 1e-5
+
+
+@pytest.mark.parametrize("step", [0, 3])
+def test_a_sigma_shifted_by_a_thousandth_fails_these_checks(rolled, step):
+    wrong = shifted(rolled.experience, step)
+    assert rolled.far_ratios(wrong) == 8
+    found = rolled.replay(wrong)
+    deviation = np.abs(found.mean - rolled.sampled_means(found.std)).max((1, 2, 3, 4))
+    assert deviation[step] > 1e-4
+    assert np.delete(deviation, step).max() <= 1e-5
+
+
+@pytest.mark.slow
+def test_rounding_is_far_below_grpo_guards_published_range(monkeypatch):
+    """Sampled and replayed by the same weights the guard's log-ratio is 0, but for rounding; that range is 2e-6."""
+    root = pathlib.Path(__file__).parents[2]
+    monkeypatch.chdir(root)
+    config = runpy.run_path(str(root / "configs" / "shapes_algorithms.py"))["get_config"](
+        "grpo_guard"
+    )
+    config.sampler.update(steps=10, window=dict(first=0, length=9), chunk=24)
+    config.trainer.micro_batch = 24
+    system = assemble.build(fit_config(load_config(config), 1), jax.devices()[:1])
+    tuned, rows = system.trainer.init(system.start).tuned, np.arange(24, dtype=np.int32) // 12
+    weights = system.rollout_weights(tuned)
+    prompts = system.sampler.encode(weights, said("a photo of a red star", "two blue rings"))
+    keys = image_keys(jax.random.key(0), rows, np.arange(24))
+    sampled = system.sampler.generate(weights, prompts, rows, keys)
+    chunk = Images(0, rows, sampled.transitions, sampled.sigmas)
+    experience = receive(system, prompts, chunk, np.ones(24, np.float32))
+
+    found, program = [], replaying(system)
+    for i in range(9):  # batches of the sampler's size, as the trainer's
+        one = jax.tree.map(lambda a, i=i: a[i : i + 1], experience.samples)
+        new = program(tuned, system.base, experience._replace(samples=one))
+        new, one = jax.tree.map(lambda a: a[0], (new, one))
+        found += [guard_log_ratio(new.log_prob, one.log_prob, new.mean, one.mean, new.std)]
+    found = np.stack(found)
+    print(f"guard log-ratio: rms {np.sqrt((found**2).mean()):.1e}, max {np.abs(found).max():.1e}")
+    assert np.abs(found).max() < 1e-6
