@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from digen_jax.weights import torch_file, torch_pickle
+from digen_jax.weights import torch_file
 from digen_jax.weights.torch_file import as_stored, load, open_arrays
 
 DTYPES = [
@@ -143,70 +143,47 @@ def crafted(tmp_path, operations: bytes, members=(("data/0", FOUR),)):
     return archive(tmp_path / "crafted.pt", b"\x80\x02" + operations + b".", members)
 
 
-def test_places_far_behind_in_the_memo_take_no_memory(tmp_path):
-    file = crafted(tmp_path, b"}r\xff\xff\xff\x7f0"[:-1] + b"j\xff\xff\xff\x7f")
-    assert load(file) == {}
-
-
 def test_a_crafted_tensor_is_read(tmp_path):
     np.testing.assert_array_equal(load(crafted(tmp_path, tensor((2, 2), (1, 2)))), [[0, 2], [1, 3]])
 
 
 @pytest.mark.parametrize(
-    ("operations", "words"),
+    "operations",
     [
-        (tensor((5,)), "leaves its storage of 4"),
-        (tensor((4,), (1,), 1), "leaves its storage"),
-        (tensor((2,), (2**61,)), "leaves its storage"),
-        (tensor((), (), 4), "leaves its storage"),
-        (tensor((3, 2), (1, 1)), "overlap"),
-        (tensor((10**6,), (0,)), "overlap"),
-        (tensor((2,), (-1,), 3), "no whole numbers from 0"),
-        (tensor((2,), (1,), -1), "no whole numbers from 0"),
-        (tensor((2**62,), (1,)), "no whole numbers from 0"),
-        (tensor((2, 2), (1,)), "no whole numbers from 0"),
-        (tensor((1,) * 40, (1,) * 40), "no whole numbers from 0"),
-        (tensor((2**61, 2**61, 0), (1, 1, 1)), "contents are broken|overlap"),
-        (tensor(first=_number(3)), "without a storage"),
-        (tensor(first=storage(count=5)), "has 4 numbers, not 5"),
-        (tensor(first=storage("DoubleStorage")), "has 2 numbers, not 4"),
-        (tensor(first=storage(key="1")), "member data/1 is missing"),
-        (tensor(first=storage(key="../data.pkl")), "not by a number"),
-        (tensor(first=storage("UntypedStorage")), "names torch.UntypedStorage"),
-        (b"(" + _text("module") + b"tQ", "no storage"),
-        (tensor() + b"}b", "sets attributes of something that is no dict"),
-        (b"ctorch._utils\n_rebuild_tensor_v2\n}b", "sets attributes of something that is no dict"),
-        (
-            b"ccollections\nOrderedDict\n(" + _number(1) + b"tR",
-            "neither a tensor nor an empty OrderedDict",
-        ),
-        (b"ctorch._utils\n_rebuild_parameter\n", "names torch._utils._rebuild_parameter"),
-        (b"ctorch\nload\n", "names torch.load"),
-        (b"}2", "operation DUP"),
-        (b"cbuiltins\nobject\n)\x81", "names builtins.object"),
-        (b"})\x85\x85N" + b"s", "a tuple as key"),
-        (b"]" + _text("a") + b"Ns", "no dict"),
-        (b"}Na", "no list"),
-        (_text("FloatStorage") + b")R", "neither a tensor"),
-        (b"h\x05", "contents are broken"),
-        (b"ccollections\nOrderedDict\n)\x81", "operation NEWOBJ"),
-        (b")" + b"\x85" * 10**5 + b"\x8c\x01a\x93", "recursion|it names"),
-        (b"})" + b"\x85" * 10**5 + b"Ns", "a tuple as key"),
-        (b"}q", "contents are broken"),
-        (b"R", "takes more values than it has"),
-        (tensor() + _number(0) + _number(9) + b"s", "no dict"),
-        (tensor(first=storage()[:-1] + b"b"), "no dict"),
+        tensor((5,)),  # beyond its storage
+        tensor((4,), (1,), 1),
+        tensor((2,), (2**61,)),
+        tensor((), (), 4),
+        tensor((3, 2), (1, 1)),  # elements overlap
+        tensor((10**6,), (0,)),
+        tensor((2,), (-1,), 3),
+        tensor((2,), (1,), -1),
+        tensor((2**62,), (1,)),
+        tensor((2, 2), (1,)),
+        tensor((1,) * 70, (1,) * 70),
+        tensor(first=_number(3)),
+        tensor(first=storage(count=5)),
+        tensor(first=storage("DoubleStorage")),
+        tensor(first=storage(key="1")),
+        tensor(first=storage(key="../data.pkl")),
+        tensor(first=storage("UntypedStorage")),
+        b"(" + _text("module") + b"tQ",
+        b"ctorch._utils\n_rebuild_parameter\n",
+        b"ctorch\nload\n",
+        b"cbuiltins\nobject\n)\x81",
+        b"]" + _text("a") + b"Ns",
+        _text("FloatStorage") + b")R",
+        b"h\x05",
+        b"}q",
+        b"R",
     ],
-    ids=range(38),
+    ids=range(26),
 )
-def test_a_crafted_pickle_is_refused(tmp_path, operations, words):
-    refused(crafted(tmp_path, operations), words)
+def test_a_crafted_pickle_is_refused(tmp_path, operations):
+    refused(crafted(tmp_path, operations), "cannot be read")
 
 
-def test_limits_on_pickles(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch_pickle, "MOST_OPERATIONS", 50)
-    refused(crafted(tmp_path, b"}0" * 3), "operation POP")
-    refused(crafted(tmp_path, b"}" * 60), "more than 50 operations")
+def test_a_pickle_that_is_larger_than_tensors_need_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(torch_file, "LARGEST_PICKLE", 20)
     refused(crafted(tmp_path, tensor()), "more than tensors need")
 
@@ -216,11 +193,11 @@ def test_broken_and_strange_archives_are_refused(tmp_path):
     good = b"\x80\x02" + tensor() + b"."
     refused(archive(tmp_path / "a.pt", good, four, kind=zipfile.ZIP_DEFLATED), "is compressed")
     refused(archive(tmp_path / "b.pt", good, name="archive/other"), "one data.pkl")
-    refused(crafted(tmp_path, tensor(), (("data/0", FOUR[:-1]),)), "15 bytes, which are no float32")
+    refused(crafted(tmp_path, tensor(), (("data/0", FOUR[:-1]),)), "contents are broken")
     refused(crafted(tmp_path, tensor(), (*four, ("byteorder", b"big"))), "big-endian")
     whole = crafted(tmp_path, tensor()).read_bytes()
     (tmp_path / "cut.pt").write_bytes(whole[:-30])
-    refused(tmp_path / "cut.pt", "not whole")
+    refused(tmp_path / "cut.pt", "incomplete")
     moved = bytearray(whole)
     at = moved.rindex(b"PK\x01\x02")  # the last entry of the directory: where its member begins
     moved[at + 42 : at + 46] = struct.pack("<I", 7)
