@@ -23,7 +23,7 @@ from digen_jax.models.sd3.family import StableDiffusion3
 from digen_jax.models.zimage import family as zimage_family
 from digen_jax.models.zimage.family import ZImage
 from digen_jax.parallel.placement import DeviceGroup
-from digen_jax.process.exhausted import during
+from digen_jax.process.shutdown import during
 from digen_jax.weights.folder import read_model_index, resolve_folder
 
 # The model families, by the pipeline class that a folder's model_index.json names.

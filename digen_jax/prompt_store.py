@@ -14,8 +14,8 @@ from digen_jax.errors import ConfigError, blame
 from digen_jax.models.family import Family, Params
 from digen_jax.parallel.encoding import Rows, Stored
 from digen_jax.parallel.system import in_dtype
-from digen_jax.process.ending import Stopped
-from digen_jax.process.launching import CACHE
+from digen_jax.process.shutdown import Stopped
+from digen_jax.process.startup import CACHE
 from digen_jax.prompts.encoded import PromptStore, models
 from digen_jax.weights.fingerprint import fingerprint
 from digen_jax.weights.folder import read_model_index

@@ -35,12 +35,11 @@ from digen_jax.distributed.workers import RemoteWorkers
 from digen_jax.parallel.mesh import job_devices
 from digen_jax.parallel.optimizer import check_metrics
 from digen_jax.planning.placing import place_apart, place_run
-from digen_jax.process import team
-from digen_jax.process.ending import hangs
+from digen_jax.process import process_group
 from digen_jax.process.interrupt import Interrupt
-from digen_jax.process.launching import Place, join_job
-from digen_jax.process.remembering import remembering
-from digen_jax.process.terminal import fitted
+from digen_jax.process.job import Place, join_job
+from digen_jax.process.shutdown import hangs
+from digen_jax.process.terminal import fitted, remembering
 from digen_jax.records.metrics import reason_to_stop
 from digen_jax.records.positions import (
     Position,
@@ -91,7 +90,7 @@ def train(
     with remembering(), fitted():
         if part is not None:
             return _train_with_workers(recipe, workdir, part)
-        if not team.is_first():
+        if not process_group.is_first():
             return follow_run(recipe, workdir)
         with leading() as orders:
             return _coordinate(place_run(recipe, workdir), workdir, orders)
@@ -170,7 +169,7 @@ class TrainingRun:
         self.system, self.rewards = open_system(recipe, workdir, orders, self.positions, workers)
         deadline = Deadline(recipe.runtime.deadline)
         # Where all processes sample and train, one may wait long for another one's compilation.
-        self.watch = Watch(Deadline(0) if team.several() and workers is None else deadline)
+        self.watch = Watch(Deadline(0) if process_group.several() and workers is None else deadline)
         orders.announce("built")
         self.held_out = held_out_prompts(recipe)
         self.stopped: str | None = None  # why the run ends early

@@ -96,7 +96,7 @@ def _check_flags() -> None:
 
 def _plan(recipe: Any) -> None:
     """For the devices of this machine, or as many as --devices says."""
-    from digen_jax.process.launching import prepare
+    from digen_jax.process.startup import prepare
 
     prepare(recipe.placement.cpu_devices)
 

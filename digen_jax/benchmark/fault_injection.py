@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from digen_jax.benchmark.equality import STEP, lines, steps
 from digen_jax.benchmark.job import AGENTS_END, Job, Wrong, processes
-from digen_jax.process.ending import STOPPED
+from digen_jax.process.shutdown import STOPPED
 from digen_jax.records.metrics import CLOCK
 
 ROLLOUT_WORKERS, TRAINING_WORKERS = 2, 2  # of the latter one is the trainer's process

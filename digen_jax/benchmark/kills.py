@@ -23,7 +23,7 @@ from digen_jax.benchmark.fault_injection import (
 )
 from digen_jax.benchmark.job import Job, Wrong
 from digen_jax.errors import ConfigError, check_positive
-from digen_jax.process.progress import watched
+from digen_jax.process.terminal import watched
 
 TOLERANCE = 1e-3  # of metrics and of the full update
 ONE_PROCESS = 3600.0  # seconds for the run without faults

@@ -31,7 +31,7 @@ from digen_jax.flow.steps import Ode, ReverseStep
 from digen_jax.models.sd3.family import T5_TOKENS
 from digen_jax.parallel.placement import MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.parallel.system import Images
-from digen_jax.process.launching import prepare
+from digen_jax.process.startup import prepare
 from digen_jax.weights.lora import adapted_layers
 
 # The largest difference of both velocities, as a share of the largest velocity: in float32 on a CPU; on a GPU, where

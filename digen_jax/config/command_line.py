@@ -16,9 +16,16 @@ from ml_collections import ConfigDict
 from digen_jax.config.fields import check_known, flat
 from digen_jax.errors import ConfigError, check_choice
 from digen_jax.files import in_home, shipped
-from digen_jax.process.ending import STOPPED, Stopped, ends_process, guard_exit, last_word
-from digen_jax.process.exhausted import no_devices, out_of_memory
 from digen_jax.process.interrupt import end_by_ctrl_c
+from digen_jax.process.shutdown import (
+    STOPPED,
+    Stopped,
+    ends_process,
+    guard_exit,
+    last_word,
+    no_devices,
+    out_of_memory,
+)
 from digen_jax.process.terminal import keep_writable
 
 OVERRIDE = re.compile(r"--?(?:no)?(config(?:\.\w+(?:\[[^]=]*\])?)+)(?:=|$)")
@@ -61,7 +68,7 @@ flags.disclaim_key_flags()
 def run_main(main: Main) -> None:
     """Runs a script's `main()` after absl has read the flags; a `ConfigError` prints one line, exit code 2.
 
-    `ending.Stopped` prints one line, too, with exit code 75, and so does Ctrl-C where nothing else handles it, with
+    `shutdown.Stopped` prints one line, too, with exit code 75, and so does Ctrl-C where nothing else handles it, with
     130. Devices that run out of memory, or that JAX does not find, are one line as well, with exit code 2. The process
     does not wait for a thread that hangs, reports an `os._exit` in a user's code, and continues if its output is no
     longer read, such as after `| head`. Characters that a console cannot show are printed as escapes.

@@ -19,7 +19,7 @@ from concurrent.futures import Future, InvalidStateError, wait
 from typing import Any, NamedTuple
 
 from digen_jax.errors import ConfigError
-from digen_jax.process.ending import STOPPED, last_word, leave
+from digen_jax.process.shutdown import STOPPED, last_word, leave
 
 LOCAL = "local"
 NAMESPACE = "digen_jax"  # of the names of processes

@@ -37,9 +37,9 @@ from digen_jax.distributed.files import check_same, fingerprints
 from digen_jax.distributed.transfer import Mailbox
 from digen_jax.errors import ConfigError, check_divides
 from digen_jax.parallel.placement import PROCESSES
-from digen_jax.process.ending import STOPPED, last_word, leave
 from digen_jax.process.interrupt import SIGNALS
-from digen_jax.process.launching import Place
+from digen_jax.process.job import Place
+from digen_jax.process.shutdown import STOPPED, last_word, leave
 
 PART = "DIGEN_JAX_RAY_TRAINER"  # set in the trainer's processes: a `TrainerPart` as JSON
 ENDING = 5.0  # seconds for the trainer's other processes to end after one has

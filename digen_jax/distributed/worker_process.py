@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from digen_jax.distributed.files import check_same
 from digen_jax.errors import ConfigError
 from digen_jax.parallel.optimizer import DivergedError
-from digen_jax.process.ending import Stopped
-from digen_jax.process.exhausted import out_of_memory
+from digen_jax.process.shutdown import Stopped, out_of_memory
 from digen_jax.rewards.built_in import on_mesh, resolve
 from digen_jax.rewards.canary import check_canaries
 from digen_jax.rewards.exchanges import moved
@@ -97,12 +96,13 @@ class RolloutProcess:
         Args:
           recipe: Config of the run, placed on all its devices.
           first: The present step.
-          place: Number of this process among those of its JAX job, a `launching.Place`. None means that it has no job.
+          place: Number of this process among those of its JAX job, a `startup.Place`. None means that it has no job.
 
         Raises:
           ConfigError: A setting cannot work here.
         """
-        from digen_jax.process.launching import join_job, prepare
+        from digen_jax.process.job import join_job
+        from digen_jax.process.startup import prepare
 
         axes = getattr(recipe.placement.meshes, self.section)
         prepare(axes.devices // axes.hosts)
@@ -112,10 +112,10 @@ class RolloutProcess:
 
         from digen_jax.assemble import held_out_prompts
         from digen_jax.parallel.mesh import job_devices
-        from digen_jax.process import team
+        from digen_jax.process import process_group
 
         self._alone = place is None
-        self._first = team.is_first()
+        self._first = process_group.is_first()
         assists = not recipe.placement.rollout.data or recipe.placement.trainer.samples
         samples = self.section == "rollout" or assists  # otherwise only without other samplers
         if samples:

@@ -29,8 +29,8 @@ from digen_jax.distributed.worker_process import RolloutProcess, TrainingProcess
 from digen_jax.distributed.worker_proxy import TrainingProxy, WorkerProxy
 from digen_jax.errors import ConfigError
 from digen_jax.parallel.encoding import Stored
-from digen_jax.process.ending import STOPPED, Stopped, last_word, leave
-from digen_jax.process.launching import MEETING, Place
+from digen_jax.process.job import MEETING, Place
+from digen_jax.process.shutdown import STOPPED, Stopped, last_word, leave
 from digen_jax.prompt_store import stored
 from digen_jax.runtime.driver import Driver
 from digen_jax.runtime.worker import Gone

@@ -36,9 +36,9 @@ from digen_jax.parallel.encoding import (
 from digen_jax.parallel.mesh import any_of, fetch
 from digen_jax.parallel.placement import DeviceGroup, OwnMesh
 from digen_jax.policies import on_devices, reads_null
-from digen_jax.process.exhausted import during
-from digen_jax.process.progress import watched
-from digen_jax.process.team import is_first, meet, several
+from digen_jax.process.process_group import is_first, meet, several
+from digen_jax.process.shutdown import during
+from digen_jax.process.terminal import watched
 from digen_jax.prompt_store import (
     EACH_STEP,
     encoder_shapes,

@@ -12,8 +12,8 @@ from digen_jax.flow.sampling import Trajectory, image_keys
 from digen_jax.images import as_scored, to_uint8
 from digen_jax.parallel.mesh import fetch
 from digen_jax.parallel.sampler import Sampler, Weights
-from digen_jax.process.exhausted import during
-from digen_jax.process.progress import watched
+from digen_jax.process.shutdown import during
+from digen_jax.process.terminal import watched
 from digen_jax.records.evaluation import Evaluation
 
 # The same for all runs, independent of their own seed, so that their evaluations can be compared.

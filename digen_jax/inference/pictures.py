@@ -13,7 +13,7 @@ from digen_jax.inference.evaluation import sample_clips
 from digen_jax.inference.model import Model
 from digen_jax.models.family import Record
 from digen_jax.parallel.sampler import Sampler
-from digen_jax.process.progress import watched
+from digen_jax.process.terminal import watched
 from digen_jax.records.evaluation import Evaluation
 from digen_jax.records.pictures import image_grid, save_frames
 

@@ -19,7 +19,7 @@ from digen_jax.models.vision.clip_vision import CLIPVisionConfig, CLIPVisionMode
 from digen_jax.models.vision.preprocess import Processor, pil_crop, tensor_crop, tensor_pad
 from digen_jax.parallel.placement import DeviceGroup
 from digen_jax.parallel.reward_model import Scoring, placed
-from digen_jax.process.exhausted import during
+from digen_jax.process.shutdown import during
 from digen_jax.rewards import NamedReward, RewardSettings
 from digen_jax.rewards.built_in import resolve
 

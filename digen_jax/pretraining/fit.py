@@ -14,7 +14,7 @@ import optax.contrib
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from digen_jax.algorithms.decay import EmaDecay, decayed
-from digen_jax.process.progress import watched
+from digen_jax.process.terminal import watched
 from digen_jax.records.checkpoint import Checkpointer, template_of
 from digen_jax.records.metrics import MetricsLog
 

@@ -6,7 +6,7 @@ Until `interrupt.end_by_ctrl_c` takes over nothing has to be cleaned up.
 import os
 import signal
 import sys
-from os import _exit  # unguarded: see `ending.guard_exit`
+from os import _exit  # unguarded: see `shutdown.guard_exit`
 
 
 def _end(number: int, frame: object) -> None:

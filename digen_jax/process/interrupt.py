@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from digen_jax.process.ending import last_word, leave
+from digen_jax.process.shutdown import last_word, leave
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 PATIENCE = 5.0  # seconds in which KeyboardInterrupt must end a process

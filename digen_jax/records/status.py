@@ -12,8 +12,7 @@ from typing import Any
 
 from digen_jax.errors import ConfigError
 from digen_jax.files import replace
-from digen_jax.process.remembering import last_lines
-from digen_jax.process.terminal import broken, printable
+from digen_jax.process.terminal import broken, last_lines, printable
 from digen_jax.weights.folder import read_json
 
 FILE = "status.json"

@@ -16,7 +16,7 @@ from typing import IO, Any
 from digen_jax.config.fields import MOVED
 from digen_jax.errors import ConfigError
 from digen_jax.files import replace
-from digen_jax.process.ending import Stopped
+from digen_jax.process.shutdown import Stopped
 from digen_jax.weights.folder import read_json
 
 # The C library's struct flock, by which a lock is asked for.

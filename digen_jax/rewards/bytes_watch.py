@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from digen_jax.errors import ConfigError
-from digen_jax.process.ending import Stopped
+from digen_jax.process.shutdown import Stopped
 from digen_jax.rewards.mistakes import RewardMistake, own_lines
 
 ADVICE = (

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float32, UInt8
 
-from digen_jax.process.ending import exits_raise
+from digen_jax.process.shutdown import exits_raise
 from digen_jax.rewards.bytes_watch import Watched, watched
 from digen_jax.rewards.exchanges import Exchange
 from digen_jax.rewards.mistakes import OURS, RewardMistake, blamed

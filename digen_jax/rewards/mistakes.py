@@ -13,7 +13,7 @@ from typing import Any
 
 from digen_jax.errors import ConfigError
 from digen_jax.process import interrupt
-from digen_jax.process.ending import Stopped
+from digen_jax.process.shutdown import Stopped
 
 ARGUMENTS = ("images", "prompts", "metadata")
 # Errors that a pool or a client of a server raises on purpose, such as of a server that does not answer.

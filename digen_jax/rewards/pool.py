@@ -15,7 +15,7 @@ from jaxtyping import UInt8
 
 from digen_jax import rewards
 from digen_jax.errors import ConfigError
-from digen_jax.process.ending import Stopped, guard_exit, hangs
+from digen_jax.process.shutdown import Stopped, guard_exit, hangs
 from digen_jax.rewards.built_in import resolve
 from digen_jax.rewards.exchanges import Exchange, moved
 from digen_jax.rewards.mistakes import RewardFailed

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import jax
 
-from digen_jax.process.ending import STOPPED, last_word, leave
+from digen_jax.process.shutdown import STOPPED, last_word, leave
 from digen_jax.scheduling.costs import Deadline
 
 COMPILING = "/jax/core/compile"

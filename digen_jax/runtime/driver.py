@@ -17,8 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from digen_jax.errors import ConfigError
-from digen_jax.process.ending import Stopped, hangs
-from digen_jax.process.exhausted import during, out_of_memory
+from digen_jax.process.shutdown import Stopped, during, hangs, out_of_memory
 from digen_jax.records.command_log import CommandLog
 from digen_jax.records.positions import Begun
 from digen_jax.records.summary import Summary

@@ -25,9 +25,9 @@ from digen_jax.models.text.tokenizer_files import known_words
 from digen_jax.parallel.system import System
 from digen_jax.planning.placing import place_here
 from digen_jax.policies import start_warnings
-from digen_jax.process.ending import STOPPED, Stopped
 from digen_jax.process.interrupt import Interrupt
-from digen_jax.process.launching import MEETING
+from digen_jax.process.job import MEETING
+from digen_jax.process.shutdown import STOPPED, Stopped
 from digen_jax.prompts.notes import tell
 from digen_jax.records.positions import Begun, Position, Positions
 from digen_jax.records.workdir import check_shared, own_claim

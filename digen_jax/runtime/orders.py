@@ -17,10 +17,9 @@ import jax
 from jax._src import distributed  # JAX has no public way to its key-value store
 
 from digen_jax.errors import ConfigError
-from digen_jax.process import ending, team
-from digen_jax.process.ending import STOPPED, Stopped
-from digen_jax.process.exhausted import out_of_memory
+from digen_jax.process import process_group, shutdown
 from digen_jax.process.interrupt import Interrupt
+from digen_jax.process.shutdown import STOPPED, Stopped, out_of_memory
 from digen_jax.runtime.link import LOSS, LinkError, connection_broke, may_be_a_loss
 from digen_jax.scheduling.saving import pack, unpack
 
@@ -32,7 +31,7 @@ class Orders:
     """The first process's end of the log; without other processes it writes nothing. For any thread."""
 
     def __init__(self):
-        self._client = distributed.global_state.client if team.several() else None
+        self._client = distributed.global_state.client if process_group.several() else None
         self.torn = False  # whether this process has failed during common work
         self._lock = threading.Lock()
         self._written, self._step, self._forgotten = 0, 0, 0
@@ -55,8 +54,8 @@ class Orders:
         """
         if self._client is None:
             return
-        limit = int(min(seconds, team.LONGEST_WAIT) * 1000)
-        for number in (team.members() or range(team.size()))[1:]:
+        limit = int(min(seconds, process_group.LONGEST_WAIT) * 1000)
+        for number in (process_group.members() or range(process_group.size()))[1:]:
             try:
                 found = self._client.blocking_key_value_get(f"{ANSWER}/{number}", limit)
             except jax.errors.JaxRuntimeError as error:
@@ -152,4 +151,4 @@ def leave(error: BaseException) -> None:
         message = str(error) if known else "".join(traceback.format_exception(error)).rstrip()
     number = distributed.global_state.process_id
     ends = f"process {number} has failed, which ends the run: the same command continues from the last checkpoint"
-    ending.leave(ending.last_word(f"{message}\n{ends}", code))
+    shutdown.leave(shutdown.last_word(f"{message}\n{ends}", code))

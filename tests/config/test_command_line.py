@@ -46,7 +46,7 @@ def main():
         print("0.5 \u00b1 0.1 \u2603")
     if config.seed == 4:
         import jax
-        from digen_jax.process.exhausted import during
+        from digen_jax.process.shutdown import during
         lines = "RESOURCE_EXHAUSTED: Out of memory allocating 2000000 bytes.\\nBuffers: many"
         try:
             with during("training on chunk 3 of step 2"):

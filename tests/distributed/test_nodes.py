@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from digen_jax.process.ending import STOPPED
+from digen_jax.process.shutdown import STOPPED
 from tests.distributed.test_launch import (
     LONG,
     ONE,

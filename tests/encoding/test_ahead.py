@@ -24,7 +24,7 @@ from digen_jax.inference.export import export, how_to_load
 from digen_jax.inference.model import open_model
 from digen_jax.models.sd3.family import StableDiffusion3
 from digen_jax.parallel.encoding import NULL
-from digen_jax.process.ending import Stopped
+from digen_jax.process.shutdown import Stopped
 from digen_jax.prompts import encoded
 from digen_jax.runtime import opening
 from digen_jax.train import train

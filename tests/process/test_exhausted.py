@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from digen_jax.process.exhausted import during, out_of_memory
+from digen_jax.process.shutdown import during, out_of_memory
 
 OF_TPU = "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 21G of 15G"
 

@@ -5,8 +5,8 @@ import sys
 
 import numpy as np
 
-from digen_jax.process import progress
-from digen_jax.process.progress import Progress, watched
+from digen_jax.process import terminal as progress
+from digen_jax.process.terminal import Progress, watched
 
 
 def test_progress_without_a_terminal_is_a_line_every_few_steps(monkeypatch, capsys):

@@ -1,8 +1,8 @@
 import io
 import sys
 
-from digen_jax.process import remembering as module
-from digen_jax.process.remembering import last_lines, remembering
+from digen_jax.process import terminal as module
+from digen_jax.process.terminal import last_lines, remembering
 
 
 def test_the_last_lines_are_kept_without_progress(monkeypatch):

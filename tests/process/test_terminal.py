@@ -15,9 +15,8 @@ import threading
 import pytest
 from tqdm import tqdm
 
-from digen_jax.process import progress
-from digen_jax.process.progress import Progress
-from digen_jax.process.terminal import Output, broken, complain, fitted
+from digen_jax.process import terminal as progress
+from digen_jax.process.terminal import Output, Progress, broken, complain, fitted
 from tests.pipelines import ROOT, environment
 from tests.run.test_train import TOY
 from tests.tiny_runs import PROMPTS

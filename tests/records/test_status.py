@@ -9,7 +9,7 @@ import time
 import pytest
 
 from digen_jax.errors import ConfigError
-from digen_jax.process import remembering
+from digen_jax.process import terminal
 from digen_jax.records import status
 from digen_jax.records.status import FILE, Status, describe, read_status, write_status
 
@@ -45,13 +45,13 @@ PLACES = {
 def written(tmp_path, monkeypatch):
     """A state that was written at 1000 s."""
     monkeypatch.setattr(time, "time", lambda: 1000.0)
-    remembering._lines.clear()
-    remembering._lines.append(
+    terminal._lines.clear()
+    terminal._lines.append(
         (939.0, "rollout 1 hangs: generating chunk 2 of step 12 " + "for long " * 5)
     )
     write_status(tmp_path, SNAPSHOT, PLACES)
     yield read_status(tmp_path)
-    remembering._lines.clear()
+    terminal._lines.clear()
 
 
 def test_the_table_fits_a_terminal(written):

@@ -11,8 +11,8 @@ import pytest
 
 from digen_jax import rewards
 from digen_jax.errors import ConfigError
-from digen_jax.process.ending import Stopped
 from digen_jax.process.interrupt import Interrupt
+from digen_jax.process.shutdown import Stopped
 from digen_jax.rewards.built_in import resolve
 from digen_jax.rewards.bytes_watch import Watched
 from digen_jax.rewards.mistakes import RewardFailed

@@ -7,7 +7,7 @@ import pytest
 
 from digen_jax import rewards
 from digen_jax.errors import ConfigError
-from digen_jax.process.ending import Stopped
+from digen_jax.process.shutdown import Stopped
 from digen_jax.rewards.built_in import BUILT_IN, find_canary, resolve
 from digen_jax.rewards.canary import check_canaries
 from digen_jax.rewards.mistakes import RewardMistake

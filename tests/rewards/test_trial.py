@@ -4,7 +4,7 @@ from PIL import Image
 
 from digen_jax import rewards
 from digen_jax.errors import ConfigError
-from digen_jax.process.ending import Stopped
+from digen_jax.process.shutdown import Stopped
 from digen_jax.rewards.built_in import resolve
 from digen_jax.rewards.bytes_watch import Watched
 from digen_jax.rewards.mistakes import RewardFailed, RewardMistake

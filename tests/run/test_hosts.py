@@ -13,7 +13,7 @@ import pytest
 
 from digen_jax.config.load import load_config
 from digen_jax.parallel import sharding
-from digen_jax.process import ending
+from digen_jax.process import shutdown as ending
 from digen_jax.records.checkpoint_folder import read_checkpoint
 from digen_jax.records.metrics import read_metrics
 from digen_jax.records.workdir import finished_step

@@ -14,7 +14,7 @@ import pytest
 
 from digen_jax.errors import ConfigError
 from digen_jax.parallel import sharding
-from digen_jax.process.ending import Stopped
+from digen_jax.process.shutdown import Stopped
 from digen_jax.records import checkpoint, checkpoint_folder
 from digen_jax.records.checkpoint import SaveFailed
 from digen_jax.records.command_log import read_log

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from digen_jax.process.ending import STOPPED
+from digen_jax.process.shutdown import STOPPED
 from tests.metrics import metrics
 from tests.pipelines import ROOT, environment
 from tests.run.test_train import arrays

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from digen_jax.process.ending import Stopped
+from digen_jax.process.shutdown import Stopped
 from digen_jax.rewards.mistakes import RewardFailed
 from digen_jax.runtime import driver as driving
 from digen_jax.runtime.clock import Watch, measured, paused

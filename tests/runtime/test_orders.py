@@ -7,8 +7,8 @@ import jax
 import pytest
 
 from digen_jax.errors import ConfigError
-from digen_jax.process import team
-from digen_jax.process.ending import Stopped
+from digen_jax.process import process_group
+from digen_jax.process.shutdown import Stopped
 from digen_jax.runtime import orders
 
 
@@ -35,12 +35,12 @@ def test_a_process_that_does_not_come_is_told(monkeypatch, said, sentence):
         client=types.SimpleNamespace(wait_at_barrier=wait), num_processes=2, process_id=1
     )
     monkeypatch.setattr(orders.distributed, "global_state", state)
-    team.meet("storing prompts", math.inf)
+    process_group.meet("storing prompts", math.inf)
     with pytest.raises(Stopped, match=sentence):
-        team.meet("storing prompts", 5)
+        process_group.meet("storing prompts", 5)
     assert waits[0][1] == 10**9 and waits[0][0] != waits[1][0]
     state.num_processes = 1
-    team.meet("storing prompts", 5)
+    process_group.meet("storing prompts", 5)
     assert len(waits) == 2
 
 
@@ -86,21 +86,23 @@ def test_meshes_that_share_a_job_do_not_wait_for_one_another(answers, monkeypatc
         monkeypatch.setattr(team, name, getattr(team, name))
     count = jax.process_count
     monkeypatch.setattr(jax, "process_count", count)
-    team.form(0, 2)
-    assert team.several() and team.is_first() and team.members() == [0, 1]
+    process_group.form(0, 2)
+    assert (
+        process_group.several() and process_group.is_first() and process_group.members() == [0, 1]
+    )
     found[1] = ""
     orders.Orders().hear(5)
     waits = []
     state.client.wait_at_barrier = lambda *_, process_ids: waits.append(process_ids)
-    team.meet("storing prompts", 5)
+    process_group.meet("storing prompts", 5)
     assert waits == [[0, 1]]
     state.process_id = 2
-    assert not team.is_first()
-    team.form(2, 2)
-    assert team.is_first()
+    assert not process_group.is_first()
+    process_group.form(2, 2)
+    assert process_group.is_first()
     # The mesh of one process: there is nobody to wait for, also not for libraries.
     assert jax.process_count is count
-    team.form(0, 1)
-    assert not team.several() and jax.process_count() == 1
-    team.meet("storing prompts", 5)
+    process_group.form(0, 1)
+    assert not process_group.several() and jax.process_count() == 1
+    process_group.meet("storing prompts", 5)
     assert len(waits) == 1

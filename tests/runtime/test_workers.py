@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from digen_jax.errors import ConfigError
-from digen_jax.process.ending import Stopped
+from digen_jax.process.shutdown import Stopped
 from digen_jax.records.command_log import CommandLog, read_log
 from digen_jax.records.positions import Begun
 from digen_jax.rewards import Scores, alone

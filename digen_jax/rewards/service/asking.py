@@ -13,7 +13,7 @@ import httpx
 import stamina
 
 from digen_jax.errors import ConfigError, check_range
-from digen_jax.process.ending import Stopped
+from digen_jax.process.shutdown import Stopped
 from digen_jax.rewards.exchanges import Exchange
 from digen_jax.rewards.mistakes import RewardMistake
 from digen_jax.rewards.service.http import checked_address, retry_after, sentence, words

@@ -15,7 +15,7 @@ from PIL import Image
 
 from digen_jax.config.inputs import needs_of
 from digen_jax.errors import ConfigError
-from digen_jax.process.ending import Stopped
+from digen_jax.process.shutdown import Stopped
 from digen_jax.rewards.built_in import resolve
 from digen_jax.rewards.judge import judge
 from digen_jax.rewards.judge.client import Client, asked_of, chosen

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from digen_jax.errors import ConfigError
-from digen_jax.process.ending import Stopped
+from digen_jax.process.shutdown import Stopped
 from digen_jax.rewards.mistakes import RewardMistake
 from digen_jax.rewards.service import installed
 from digen_jax.rewards.service.client import RemoteReward

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from digen_jax.errors import ConfigError
-from digen_jax.process.ending import Stopped
+from digen_jax.process.shutdown import Stopped
 from digen_jax.rewards.mistakes import RewardMistake
 from digen_jax.rewards.pool import Hung
 from digen_jax.rewards.process import Gone, Late

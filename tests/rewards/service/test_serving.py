@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from digen_jax.errors import ConfigError
-from digen_jax.process.ending import Stopped
+from digen_jax.process.shutdown import Stopped
 from digen_jax.rewards.built_in import resolve
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.rewards.service.client import RemoteReward

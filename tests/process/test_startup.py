@@ -12,11 +12,11 @@ import threading
 import pytest
 
 from digen_jax.errors import ConfigError
-from digen_jax.process import launching
-from digen_jax.process.launching import join, reach
+from digen_jax.process import startup
+from digen_jax.process.job import join, reach
 
 PROGRAM = """
-from digen_jax.process.launching import prepare
+from digen_jax.process.startup import prepare
 prepare(cpu_devices=3)
 import jax
 from absl import logging as absl_logging
@@ -54,7 +54,7 @@ def test_the_cache_is_a_temporary_folder_without_a_home(tmp_path, monkeypatch, h
         monkeypatch.setenv("HOME", home.replace("HOME", str(tmp_path)))
     own = tmp_path / ".cache"
     temporary = pathlib.Path(tempfile.gettempdir(), f"cache-{os.getuid()}")
-    assert launching._user_cache() == (own if home == "HOME" else temporary)
+    assert startup._user_cache() == (own if home == "HOME" else temporary)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_a_first_process_that_stays_alone_ends_with_a_sentence():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    program = f"from digen_jax.process.launching import join; join({address!r}, 3, 0, seconds=1.5)"
+    program = f"from digen_jax.process.job import join; join({address!r}, 3, 0, seconds=1.5)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 2
     said = [line for line in done.stderr.splitlines() if address in line]

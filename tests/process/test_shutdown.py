@@ -7,19 +7,19 @@ import time
 
 import pytest
 
-from digen_jax.process.ending import STOPPED
+from digen_jax.process.shutdown import STOPPED
 from tests.pipelines import ROOT, environment
 
 SCRIPT = """
 import sys, threading, time
 from absl import app
-from digen_jax.process import ending
+from digen_jax.process import shutdown
 from digen_jax.config.command_line import run_main
 from digen_jax.errors import ConfigError
 
 threading.Thread(target=time.sleep, args=(300,)).start()
-ending.hangs("reward")
-ending.at_leaving(lambda: print("last"))
+shutdown.hangs("reward")
+shutdown.at_leaving(lambda: print("last"))
 
 def main():
     print("done")
@@ -46,7 +46,7 @@ def run(folder, script):
     [
         ("pass", 0, ""),
         ("return 130", 130, ""),
-        ("raise ending.Stopped('the reward hangs')", STOPPED, "script.py: the reward hangs\n"),
+        ("raise shutdown.Stopped('the reward hangs')", STOPPED, "script.py: the reward hangs\n"),
         ("raise ConfigError('give a reward')", 2, "script.py: give a reward\n"),
         ("sys.exit('it was asked to')", 1, "it was asked to\n"),
         ("raise KeyError('a bug')", 1, "KeyError: 'a bug'\n"),
@@ -99,7 +99,7 @@ def test_threads_and_exit_handlers_are_awaited_but_the_interpreter_is_not_finali
 
 
 RACE = """
-from digen_jax.process.ending import last_word, leave
+from digen_jax.process.shutdown import last_word, leave
 from digen_jax.config.command_line import run_main
 from digen_jax.errors import ConfigError
 
@@ -127,7 +127,7 @@ def test_the_last_word_is_one_line_however_many_threads_have_it(tmp_path):
     done = run(
         tmp_path,
         "import sys, threading\n"
-        "from digen_jax.process.ending import last_word, leave\n"
+        "from digen_jax.process.shutdown import last_word, leave\n"
         "sys.setswitchinterval(1e-6)\n"
         "together = threading.Barrier(8)\n"
         "def work():\n"
@@ -146,7 +146,7 @@ def test_a_process_that_a_library_aborts_has_time_to_say_why(tmp_path, heard):
     done = run(
         tmp_path,
         "import ctypes, threading, time\n"
-        "from digen_jax.process.ending import abort_later, last_word, leave\n"
+        "from digen_jax.process.shutdown import abort_later, last_word, leave\n"
         "abort_later()\n"
         "threading.Thread(target=ctypes.CDLL(None).abort).start()\n"
         f"time.sleep({1 if heard else 60})\n"
@@ -158,7 +158,7 @@ def test_a_process_that_a_library_aborts_has_time_to_say_why(tmp_path, heard):
 
 def test_the_last_word_does_not_wait_for_a_full_pipe(tmp_path):
     (tmp_path / "script.py").write_text(
-        "from digen_jax.process.ending import last_word, leave\nleave(last_word('x' * 2**20, 75))\n"
+        "from digen_jax.process.shutdown import last_word, leave\nleave(last_word('x' * 2**20, 75))\n"
     )
     with subprocess.Popen(
         [sys.executable, "script.py"],
@@ -172,9 +172,9 @@ def test_the_last_word_does_not_wait_for_a_full_pipe(tmp_path):
 def test_leaving_waits_for_nobody(tmp_path):
     (tmp_path / "script.py").write_text(
         "import time\n"
-        "from digen_jax.process import ending\n"
-        "ending.at_leaving(lambda: time.sleep(300))\n"
-        "ending.leave(7)\n"
+        "from digen_jax.process import shutdown\n"
+        "shutdown.at_leaving(lambda: time.sleep(300))\n"
+        "shutdown.leave(7)\n"
     )
     begin = time.monotonic()
     done = subprocess.run(

@@ -5,7 +5,7 @@ import itertools
 import jax
 from jax._src import distributed  # JAX has no public way to it
 
-from digen_jax.process.ending import Stopped
+from digen_jax.process.shutdown import Stopped
 
 LONGEST_WAIT = 10**6  # seconds, for waits without a deadline
 

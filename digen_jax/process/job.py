@@ -1,73 +1,26 @@
-"""What every launch script does before the first array: devices, compile cache, quiet logs."""
+"""Joins this process to a job of `jax.distributed`, by the command line or by what a cluster detects.
+
+`ask_cluster` uses JAX's private detection (`jax._src.clusters`). It asks neither devices nor other processes.
+"""
 
 import os
 import pathlib
 import re
 import socket
 import sys
-import tempfile
 import threading
 import time
+import warnings
 from typing import NamedTuple
 
 import jax
-from absl import logging
 
 from digen_jax.errors import ConfigError
-from digen_jax.process import clusters, team
-from digen_jax.process.ending import abort_later, leave
-from digen_jax.process.memory import keep_freed_memory
+from digen_jax.process import process_group
+from digen_jax.process.shutdown import abort_later, leave
 
-
-def _user_cache() -> pathlib.Path:
-    """The user's cache folder; one in the folder for temporary files if the user has no home that can be written."""
-    if given := os.environ.get("XDG_CACHE_HOME"):
-        return pathlib.Path(given)
-    home = os.path.expanduser("~")  # unchanged if neither HOME nor the system knows it
-    if os.path.isabs(home) and os.access(home, os.W_OK):
-        return pathlib.Path(home, ".cache")
-    return pathlib.Path(tempfile.gettempdir(), f"cache-{os.getuid()}")
-
-
-CACHE = _user_cache() / "digen_jax/xla"
-# Every program, however small: a second start compiles nothing.
-KEPT = {
-    "jax_persistent_cache_min_compile_time_secs": 0,
-    "jax_persistent_cache_min_entry_size_bytes": -1,
-}
-MOST_CPU_DEVICES = 256  # more would take minutes to start
 # Seconds that processes wait for one another at the start, and between two lines about it.
 MEETING, WORD = 300, 30
-
-
-def prepare(cpu_devices: int = 1) -> None:
-    """Sets up virtual CPU devices (used where there is no accelerator) and a compile cache between runs.
-
-    Devices that XLA_FLAGS asks for, and settings of the cache in JAX's own variables, take precedence. Without an
-    accelerator the process keeps memory that it frees (`memory.keep_freed_memory`).
-    Must be called before JAX starts.
-    """
-    keep_freed_memory()
-    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        jax.config.update("jax_num_cpu_devices", cpu_devices)
-    if jax.config.jax_compilation_cache_dir is None:
-        jax.config.update("jax_compilation_cache_dir", str(CACHE))
-    for name, value in KEPT.items():
-        if name.upper() not in os.environ:
-            jax.config.update(name, value)
-    logging.set_verbosity(logging.ERROR)  # orbax warns of things that a user cannot change
-    # transformers advises to install PyTorch, which training does not need.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-
-
-def describe_cache() -> str:
-    """One line for the console: where the compile cache lies, and the size of its files if they are local."""
-    folder = jax.config.jax_compilation_cache_dir
-    if not folder or not jax.config.jax_enable_compilation_cache:
-        return "compiled programs are not kept for the next start"
-    files = [entry for entry in pathlib.Path(folder).glob("*") if entry.is_file()]
-    size = f" ({sum(file.stat().st_size for file in files) / 2**20:.1f} MiB)" if files else ""
-    return f"compiled programs are kept in {folder}{size}"
 
 
 class Place(NamedTuple):
@@ -114,7 +67,7 @@ def detected(
             )
         return None
     if coordinator == "auto":
-        coordinator, processes, process = clusters.ask(processes, process, seconds)
+        coordinator, processes, process = ask_cluster(processes, process, seconds)
     elif None in (processes, process):
         raise ConfigError(
             "--coordinator=host:port needs --processes, how many there are, and --process, which of "
@@ -129,7 +82,7 @@ def detected(
         raise ConfigError(
             f"--process={process} must be one of the --processes={processes}, which are counted from 0"
         )
-    return Place(address[1], int(address[2]), processes, process, clusters.own_devices())
+    return Place(address[1], int(address[2]), processes, process, own_devices())
 
 
 def join(
@@ -185,7 +138,7 @@ def join_job(place: Place, seconds: float = MEETING) -> None:
     finally:
         late.cancel()
     if place.team:
-        team.form(*place.team)
+        process_group.form(*place.team)
 
 
 def _give_up(place: Place, seconds: float) -> None:
@@ -233,3 +186,98 @@ def reach(host: str, port: int, seconds: float, pause: float = 1) -> None:
 
 def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
+
+
+# Variables of places where the detection finds nothing, and why.
+_WHY = {
+    "OMPI_COMM_WORLD_RANK": (
+        "Open MPI 5 does not tell where its first process is: set --coordinator=HOST:PORT with that host's name, "
+        "--processes=$OMPI_COMM_WORLD_SIZE and --process=$OMPI_COMM_WORLD_RANK"
+    ),
+    "SLURM_JOB_ID": "within a Slurm job start the command with srun",
+    "KUBERNETES_SERVICE_HOST": "on Kubernetes install the package kubernetes (pip install 'jax[k8s]')",
+}
+_NOTHING = (
+    "there is no Slurm, Open MPI, Kubernetes job or TPU slice here: set --coordinator=HOST:PORT"
+)
+
+
+def ask_cluster(
+    processes: int | None, process: int | None, seconds: float
+) -> tuple[str, int | None, int | None]:
+    """(the first process's host:port, number of processes, which of them this is), as the cluster says.
+
+    `JAX_COORDINATOR_ADDRESS` and `JAX_COORDINATOR_PORT` take precedence, as for `jax.distributed.initialize`.
+
+    Args:
+      processes: given by the user; None: the cluster says.
+      process: the same.
+      seconds: for names of hosts that are not known yet.
+
+    Raises:
+      ConfigError: no cluster is detected, or it does not answer.
+    """
+    from jax._src.clusters import ClusterEnv
+
+    given = os.environ.get("JAX_COORDINATOR_ADDRESS")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # our own sentence says what is missing
+            address, processes, process, _ = ClusterEnv.auto_detect_unset_distributed_params(
+                given, processes, process, (), None, int(seconds)
+            )
+    # Errors of environments, of Kubernetes' client and of requests have nothing in common.
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"--coordinator=auto does not work: {what}") from error
+    if address is None:
+        why = next((why for name, why in _WHY.items() if name in os.environ), _NOTHING)
+        raise ConfigError(f"--coordinator=auto does not work: {why}")
+    return address, processes, process
+
+
+def own_devices() -> tuple[int, ...]:
+    """Which of the GPUs that this process sees it may use, by number; (): all of them.
+
+    A process that is alone on its host uses all. Several that see the same ones (Slurm, Open MPI) get equal shares, in
+    order. Those that see fewer than the job has there were divided before, by `srun --gpus-per-task` or a script.
+    `JAX_LOCAL_DEVICE_IDS` takes precedence, as for `jax.distributed.initialize`, which by itself would give each
+    process one GPU.
+
+    Raises:
+      ConfigError: there are no equal shares.
+    """
+    if given := os.environ.get("JAX_LOCAL_DEVICE_IDS"):
+        if not re.fullmatch(r"\d+(,\d+)*", given):
+            raise ConfigError(f"JAX_LOCAL_DEVICE_IDS={given} must be numbers with commas between")
+        return tuple(map(int, given.split(",")))
+    local, beside = _on_this_host()
+    if beside == 1:
+        return ()
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if seen is None:
+        return (local,)  # JAX's own rule: their number is not known
+    seen = len([name for name in seen.split(",") if name])
+    if seen < 2 or seen < int(os.environ.get("SLURM_GPUS_ON_NODE", 0)):
+        return ()
+    if seen % beside:
+        raise ConfigError(
+            f"{seen} GPUs cannot be divided among {beside} processes of a host: start another number there, or set "
+            "JAX_LOCAL_DEVICE_IDS for each, such as 0,1"
+        )
+    share = seen // beside
+    return tuple(range(local * share, (local + 1) * share))
+
+
+def _on_this_host() -> tuple[int, int]:
+    """(which of this host's processes this one is, how many there are); (0, 1) where nothing tells."""
+    have = os.environ
+    if {"OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"} <= have.keys():
+        return int(have["OMPI_COMM_WORLD_LOCAL_RANK"]), int(have["OMPI_COMM_WORLD_LOCAL_SIZE"])
+    if {"SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE"} <= have.keys():
+        # Such as 2(x3),1: two on each of three hosts, one on the fourth.
+        counts: list[int] = []
+        for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", have["SLURM_STEP_TASKS_PER_NODE"]):
+            counts += [int(count)] * int(times or 1)
+        return int(have["SLURM_LOCALID"]), counts[int(have["SLURM_NODEID"])]
+    return 0, 1

@@ -9,8 +9,7 @@ import types
 import pytest
 
 from digen_jax.errors import ConfigError
-from digen_jax.process.clusters import own_devices
-from digen_jax.process.launching import Place, detected
+from digen_jax.process.job import Place, detected, own_devices
 from tests.pipelines import environment
 
 SLURM = {
@@ -206,7 +205,7 @@ def test_gpus_without_equal_shares_are_refused(monkeypatch):
 
 PROGRAM = """
 import jax
-from digen_jax.process.launching import detected
+from digen_jax.process.job import detected
 place = detected("auto", None, None)
 print(*place[:4], *place.devices, jax._src.xla_bridge.backends_are_initialized(), jax.distributed.is_initialized())
 """
