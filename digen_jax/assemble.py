@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import jax
 
 from digen_jax.config.train_config import TrainConfig
+from digen_jax.diffusion.steps import Ode, make_step
 from digen_jax.errors import blame
 from digen_jax.families import check_parts, editing, load_family, open_pipeline, read_parts
-from digen_jax.flow.steps import Ode, make_step
 from digen_jax.learned_rewards.on_mesh import outlined, read
 from digen_jax.models.family import Family, Params
 from digen_jax.parallel.encoding import Stored

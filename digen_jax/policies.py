@@ -15,8 +15,8 @@ from digen_jax.attention.kernels import choose
 from digen_jax.config.checks import check_devices
 from digen_jax.config.sections import AUTO
 from digen_jax.config.train_config import TrainConfig
+from digen_jax.diffusion.steps import make_step
 from digen_jax.errors import ConfigError, blame
-from digen_jax.flow.steps import make_step
 from digen_jax.models.family import Family, Params
 from digen_jax.models.precision import FLOAT32_NAMES
 from digen_jax.parallel.mesh import SEQUENCE, TENSOR

@@ -4,7 +4,7 @@ A step in the order of its work, and the code that does each part:
 
   prompts   draws the step's prompts and the keys of its noise       runtime/steps.py
   encode    text encoders                                            parallel/sampler.py
-  generate  denoising steps; keeps the transitions that are trained  parallel/sampler.py, flow/sampling.py
+  generate  denoising steps; keeps the transitions that are trained  parallel/sampler.py, diffusion/sampling.py
   decode    latents to images                                        parallel/sampler.py
   score     rewards of the images, advantages within the groups      runtime/scoring.py, algorithms/advantages.py
   train     sums of the gradient over a range of passes              runtime/training.py, parallel/trainer.py

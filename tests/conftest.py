@@ -29,7 +29,7 @@ def pytest_configure(config):
 
     # Networks are compared with diffusers; checking everything would be a sixth of the set's time.
     packages = [
-        ROOT / "digen_jax" / name for name in ("algorithms", "attention", "parallel", "flow")
+        ROOT / "digen_jax" / name for name in ("algorithms", "attention", "parallel", "diffusion")
     ]
     files = [file for package in packages for file in package.glob("*.py")]
     annotated = [file for file in files if "jaxtyping" in file.read_text()]

@@ -12,9 +12,9 @@ from ml_collections import ConfigDict
 
 from digen_jax import assemble, policies, rewards
 from digen_jax.config.load import fit_config, load_config
+from digen_jax.diffusion.steps import Ode
 from digen_jax.errors import ConfigError
 from digen_jax.families import load_family
-from digen_jax.flow.steps import Ode
 from digen_jax.inference.evaluation import evaluate
 from digen_jax.inference.model import defaults_of_run
 from digen_jax.models.family import Size

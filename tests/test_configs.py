@@ -16,10 +16,10 @@ from flax.traverse_util import flatten_dict
 
 from digen_jax import assemble
 from digen_jax.config.load import complete, default_config, fit_config, load_config, read_config
+from digen_jax.diffusion.sampling import image_keys
+from digen_jax.diffusion.steps import Ode
 from digen_jax.errors import ConfigError
 from digen_jax.families import open_pipeline
-from digen_jax.flow.sampling import image_keys
-from digen_jax.flow.steps import Ode
 from digen_jax.models.published import published_folder
 from digen_jax.models.sd3.family import COMPONENTS, T5_COMPONENTS
 from digen_jax.parallel import policy as rounding

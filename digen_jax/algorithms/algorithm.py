@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 
 from digen_jax.algorithms.advantages import AdvantageSettings
 from digen_jax.algorithms.decay import LinearDecay
-from digen_jax.flow.noising import Times
+from digen_jax.diffusion.noising import Times
 
 
 class Prepared(NamedTuple):
@@ -58,7 +58,7 @@ class Algorithm:
         raise NotImplementedError
 
     def check_kind(self, kind: str) -> None:
-        """Raises ValueError if images sampled by steps of this kind (`flow.steps.KINDS`) cannot be trained."""
+        """Raises ValueError if images sampled by steps of this kind (`diffusion.steps.KINDS`) cannot be trained."""
 
     def check_early(self, advantages: AdvantageSettings, images: int, groups: int) -> None:
         """Raises ValueError if training before a group is complete is not exact; called if `may_train_early`."""

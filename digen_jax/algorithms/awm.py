@@ -30,7 +30,7 @@ from digen_jax.algorithms.old_log_probs import (
 )
 from digen_jax.algorithms.samples import blanked
 from digen_jax.algorithms.surrogates import check_clip_range, clipped
-from digen_jax.flow.noising import LogitNormalTimes
+from digen_jax.diffusion.noising import LogitNormalTimes
 
 # The weight of a matching error e at noise level sigma: see `matching_log_prob`.
 Weighting = Literal["uniform", "sigma", "sigma_squared", "huber", "ghuber"]

@@ -23,7 +23,7 @@ from digen_jax.algorithms.decay import OLD_POLICY_DECAYS, LinearDecay
 from digen_jax.algorithms.guidance import check_guidance
 from digen_jax.algorithms.kl import velocity_mse
 from digen_jax.algorithms.samples import blanked
-from digen_jax.flow.noising import ScheduleTimes
+from digen_jax.diffusion.noising import ScheduleTimes
 
 # The conversion of an advantage into a probability: see `reward_probabilities`.
 AdvantageMode = Literal["all", "positive_only", "negative_only", "one_only", "binary"]

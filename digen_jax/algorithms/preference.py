@@ -20,7 +20,7 @@ from digen_jax.algorithms.algorithm import Matching, MatchingSamples, Prepared, 
 from digen_jax.algorithms.guidance import check_guidance
 from digen_jax.algorithms.kl import velocity_mse
 from digen_jax.algorithms.samples import blanked
-from digen_jax.flow.noising import LogitNormalTimes
+from digen_jax.diffusion.noising import LogitNormalTimes
 
 TIMES = LogitNormalTimes(1, shift=3.0)  # the training density of Stable Diffusion 3
 

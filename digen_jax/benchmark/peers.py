@@ -25,9 +25,9 @@ from digen_jax.benchmark.rounds import PHASES, SIDES, Comparison, Round
 from digen_jax.benchmark.step import Build, Step, advantages
 from digen_jax.config.load import fit_config
 from digen_jax.config.train_config import TrainConfig
+from digen_jax.diffusion.steps import Ode, ReverseStep
 from digen_jax.errors import ConfigError, check_positive
 from digen_jax.families import open_pipeline
-from digen_jax.flow.steps import Ode, ReverseStep
 from digen_jax.models.sd3.family import T5_TOKENS
 from digen_jax.parallel.placement import MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.parallel.system import Images

@@ -9,7 +9,7 @@ from jaxtyping import Float32, Int
 
 from digen_jax import assemble
 from digen_jax.config.train_config import TrainConfig
-from digen_jax.flow.sampling import Trajectory
+from digen_jax.diffusion.sampling import Trajectory
 from digen_jax.parallel.objectives import Totals
 from digen_jax.parallel.sampler import Weights
 from digen_jax.parallel.system import Images, System, on_trainer, receive, selected

@@ -18,8 +18,8 @@ from digen_jax.algorithms.old_log_probs import choose_old_log_probs
 from digen_jax.algorithms.subsets import share_of_timesteps
 from digen_jax.config.fields import flat
 from digen_jax.config.train_config import ALGORITHMS, TrainConfig
+from digen_jax.diffusion.steps import KINDS, Ode, make_step
 from digen_jax.errors import ConfigError, blame, check_choice, check_divides, together
-from digen_jax.flow.steps import KINDS, Ode, make_step
 from digen_jax.models.logical_axes import NAMES
 from digen_jax.parallel.mesh import MODEL, PARAMETERS, TIME
 from digen_jax.parallel.placement import ONE_DEVICE, RolloutAxes, TrainerAxes, mesh_sizes

@@ -21,8 +21,8 @@ from digen_jax.config.checks import allowed_of
 from digen_jax.config.fields import flat
 from digen_jax.config.load import default_config
 from digen_jax.config.train_config import ALGORITHMS, MAY_CHANGE, TrainConfig
+from digen_jax.diffusion.steps import KINDS
 from digen_jax.errors import ConfigError
-from digen_jax.flow.steps import KINDS
 from digen_jax.ranges import Range
 from digen_jax.rewards.settings import RewardSettings
 

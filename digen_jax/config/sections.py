@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from digen_jax.attention.kernels import Kernel
+from digen_jax.diffusion.windows import Window
 from digen_jax.errors import LARGEST_SIDE
-from digen_jax.flow.windows import Window
 from digen_jax.models.family import Size
 from digen_jax.models.remat import Remat
 from digen_jax.parallel.placement import MeshSizes, RolloutAxes, TrainerAxes

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float
 
 from digen_jax import rewards
-from digen_jax.flow.sampling import Trajectory, image_keys
+from digen_jax.diffusion.sampling import Trajectory, image_keys
 from digen_jax.images import as_scored, to_uint8
 from digen_jax.parallel.mesh import fetch
 from digen_jax.parallel.sampler import Sampler, Weights

@@ -9,6 +9,7 @@ import jax
 
 from digen_jax.config.load import read_config
 from digen_jax.config.train_config import TrainConfig
+from digen_jax.diffusion.steps import Ode
 from digen_jax.errors import ConfigError, check_positive, user_input
 from digen_jax.families import (
     check_parts,
@@ -18,7 +19,6 @@ from digen_jax.families import (
     read_frozen,
     read_parts,
 )
-from digen_jax.flow.steps import Ode
 from digen_jax.images import read_picture
 from digen_jax.models.family import Family, Params, Record, Size
 from digen_jax.parallel.mesh import make_mesh

@@ -11,9 +11,9 @@ from digen_jax.algorithms.algorithm import Matching, MatchingSamples, Velocities
 from digen_jax.algorithms.kl import gaussian_kl, velocity_mse
 from digen_jax.algorithms.policy_gradient import PolicyGradient, Samples, policy_gradient_loss
 from digen_jax.algorithms.samples import blanked, weighted_sum
-from digen_jax.flow.noising import forward_noise, noised, noised_pairs
-from digen_jax.flow.sampling import Replay, Velocity, replay
-from digen_jax.flow.steps import ReverseStep
+from digen_jax.diffusion.noising import forward_noise, noised, noised_pairs
+from digen_jax.diffusion.sampling import Replay, Velocity, replay
+from digen_jax.diffusion.steps import ReverseStep
 from digen_jax.parallel.packing import MicroBatch, Shared
 from digen_jax.parallel.policy import Policy, of_rows
 

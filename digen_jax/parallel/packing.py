@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Key
 
-from digen_jax.flow.noising import Times
-from digen_jax.flow.sampling import Trajectory, Transitions, per_image
+from digen_jax.diffusion.noising import Times
+from digen_jax.diffusion.sampling import Trajectory, Transitions, per_image
 from digen_jax.parallel.placement import DeviceGroup
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 from digen_jax.algorithms.subsets import random_timesteps
-from digen_jax.flow.sampling import (
+from digen_jax.diffusion.sampling import (
     Trajectory,
     check_inside,
     group_keys,
@@ -25,8 +25,8 @@ from digen_jax.flow.sampling import (
     sample,
     start_noise,
 )
-from digen_jax.flow.steps import ReverseStep
-from digen_jax.flow.windows import Window
+from digen_jax.diffusion.steps import ReverseStep
+from digen_jax.diffusion.windows import Window
 from digen_jax.models.family import Family, Params, Record, Size
 from digen_jax.parallel.chunks import in_chunks
 from digen_jax.parallel.encoding import Stored, encoder

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Float32, Int
 
 from digen_jax.algorithms.advantages import AdvantageSettings
-from digen_jax.flow.sampling import Transitions
+from digen_jax.diffusion.sampling import Transitions
 from digen_jax.parallel.mesh import put
 from digen_jax.parallel.packing import Endpoints, Experience
 from digen_jax.parallel.placement import DeviceGroup, Placement

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from digen_jax.algorithms.advantages import STD_EPS
 from digen_jax.algorithms.algorithm import Algorithm
 from digen_jax.algorithms.decay import decayed
-from digen_jax.flow.steps import ReverseStep
+from digen_jax.diffusion.steps import ReverseStep
 from digen_jax.parallel import accumulate as early
 from digen_jax.parallel.accumulate import OpenGroup, sum_passes
 from digen_jax.parallel.mesh import put

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from digen_jax import rewards
-from digen_jax.flow.sampling import Trajectory
+from digen_jax.diffusion.sampling import Trajectory
 from digen_jax.images import as_scored, bytes_or_nan
 from digen_jax.inference.evaluation import sample_fixed
 from digen_jax.parallel.mesh import fetch, put

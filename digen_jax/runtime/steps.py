@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Int, Key
 
-from digen_jax.flow.noising import turn_keys
+from digen_jax.diffusion.noising import turn_keys
 from digen_jax.parallel.sampler import Drawn, Draws
 from digen_jax.scheduling.commands import Chunk
 

@@ -5,7 +5,7 @@ import pytest
 
 from digen_jax.algorithms.kl import gaussian_kl, velocity_mse
 from digen_jax.algorithms.samples import blanked, weighted_sum
-from digen_jax.flow.steps import DanceSde, FlowSde
+from digen_jax.diffusion.steps import DanceSde, FlowSde
 from tests.algorithms.packing import check_junk, check_split, close
 
 RNG = np.random.default_rng(3)

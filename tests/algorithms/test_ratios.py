@@ -12,7 +12,7 @@ from digen_jax.algorithms.ratios import (
 )
 from digen_jax.algorithms.samples import blanked, weighted_sum
 from digen_jax.algorithms.surrogates import clipped
-from digen_jax.flow.steps import DanceSde, FlowSde
+from digen_jax.diffusion.steps import DanceSde, FlowSde
 from tests.algorithms.packing import check_junk, check_split
 
 

@@ -15,8 +15,8 @@ from digen_jax.benchmark.processes import Seconds
 from digen_jax.benchmark.rounds import Comparison, Round
 from digen_jax.benchmark.wide import write_wide
 from digen_jax.config.load import load_config
+from digen_jax.diffusion.steps import make_step
 from digen_jax.errors import ConfigError
-from digen_jax.flow.steps import make_step
 from digen_jax.parallel.placement import ONE_DEVICE
 from tests.tiny_runs import pipeline, tiny_config
 

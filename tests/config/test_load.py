@@ -20,8 +20,8 @@ from digen_jax.config.load import (
     read_config,
     replaced,
 )
+from digen_jax.diffusion.windows import Window
 from digen_jax.errors import ConfigError
-from digen_jax.flow.windows import Window
 from digen_jax.parallel.placement import MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.parallel.sampler import Draws
 from digen_jax.planning.placing import place_here

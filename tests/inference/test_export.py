@@ -11,9 +11,9 @@ import torch
 
 from digen_jax.assemble import build
 from digen_jax.config.load import fit_config, load_config
+from digen_jax.diffusion.sampling import image_keys, start_noise
+from digen_jax.diffusion.steps import Ode
 from digen_jax.errors import ConfigError
-from digen_jax.flow.sampling import image_keys, start_noise
-from digen_jax.flow.steps import Ode
 from digen_jax.inference.export import export, first_average, how_to_load
 from digen_jax.models.family import Size
 from digen_jax.parallel.optimizer import TrainerSettings

@@ -6,7 +6,7 @@ import peft
 import torch
 from diffusers import FluxPipeline
 
-from digen_jax.flow.sampling import image_keys, start_noise
+from digen_jax.diffusion.sampling import image_keys, start_noise
 from digen_jax.inference.model import open_model
 from tests.cases import said
 from tests.inference.test_export_klein import assert_written_alike

@@ -8,7 +8,7 @@ import torch
 from diffusers import QwenImagePipeline
 from peft.utils import get_peft_model_state_dict
 
-from digen_jax.flow.sampling import image_keys, start_noise
+from digen_jax.diffusion.sampling import image_keys, start_noise
 from digen_jax.inference.model import open_model
 from digen_jax.models.qwen_image.family import NULL
 from digen_jax.weights.lora import adapted_layers

@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 
 from digen_jax import assemble
 from digen_jax.config.load import fit_config, load_config
-from digen_jax.flow.sampling import image_keys
+from digen_jax.diffusion.sampling import image_keys
 from digen_jax.parallel.system import Images, receive
 from digen_jax.planning.programs import lower_generate
 from tests.cases import said

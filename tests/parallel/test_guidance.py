@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from digen_jax import policies
+from digen_jax.diffusion.sampling import start_noise
+from digen_jax.diffusion.steps import Ode
 from digen_jax.errors import ConfigError
-from digen_jax.flow.sampling import start_noise
-from digen_jax.flow.steps import Ode
 from digen_jax.inference.model import Model, all_devices, defaults_of_run
 from digen_jax.models.family import Size
 from digen_jax.parallel.placement import make_placement

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from digen_jax.algorithms import decay
-from digen_jax.flow.sampling import image_keys
+from digen_jax.diffusion.sampling import image_keys
 from digen_jax.parallel.packing import Endpoints
 from digen_jax.parallel.sampler import EncodedPrompts
 from digen_jax.parallel.system import Images

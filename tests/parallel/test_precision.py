@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from digen_jax.flow.sampling import image_keys
+from digen_jax.diffusion.sampling import image_keys
 from digen_jax.parallel.system import Images
 from digen_jax.planning.programs import lower_gradient, trained_samples
 from tests.cases import said

@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from digen_jax.flow.sampling import image_keys, start_noise
-from digen_jax.flow.schedule import SchedulerConfig, make_sigmas
+from digen_jax.diffusion.sampling import image_keys, start_noise
+from digen_jax.diffusion.schedule import SchedulerConfig, make_sigmas
 from tests.cases import said
 from tests.parallel import toy
 

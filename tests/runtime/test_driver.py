@@ -5,8 +5,8 @@ import numpy as np
 import optax
 import pytest
 
+from digen_jax.diffusion.sampling import image_keys
 from digen_jax.errors import ConfigError
-from digen_jax.flow.sampling import image_keys
 from digen_jax.images import to_uint8
 from digen_jax.rewards.mistakes import RewardFailed
 from tests.parallel import toy

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from digen_jax.flow.windows import Window
+from digen_jax.diffusion.windows import Window
 from digen_jax.parallel.sampler import Draws
 from digen_jax.runtime.steps import Steps
 from digen_jax.scheduling.commands import Chunk

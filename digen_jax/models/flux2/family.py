@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from digen_jax.attention.kernels import Heads
-from digen_jax.flow.schedule import SchedulerConfig
+from digen_jax.diffusion.schedule import SchedulerConfig
 from digen_jax.models.autoencoders import autoencoder_flux2, autoencoder_kl
 from digen_jax.models.family import Guidance, Params, Record, Size, check_image
 from digen_jax.models.flux2 import flops as flux2_flops

@@ -3,7 +3,7 @@
 import numpy as np
 from jaxtyping import Float32
 
-from digen_jax.flow.schedule import SchedulerConfig, make_sigmas
+from digen_jax.diffusion.schedule import SchedulerConfig, make_sigmas
 
 # Lines (slope, offset) of mu over the tokens of an image, for 10 and for 200 steps, and the tokens above which the
 # second holds for any number of steps: `compute_empirical_mu` of diffusers' pipeline_flux2_klein.py.

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from digen_jax.attention.kernels import Heads
-from digen_jax.flow.schedule import SchedulerConfig, make_sigmas
+from digen_jax.diffusion.schedule import SchedulerConfig, make_sigmas
 from digen_jax.models.autoencoders import autoencoder_kl
 from digen_jax.models.family import Guidance, Params, Record, Size, check_image
 from digen_jax.models.image_family import ImageFamily, check_tokens, check_widths, shapes_of

@@ -14,10 +14,10 @@ from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift, retrieve_timesteps
 from safetensors.numpy import load_file, save_file
 
+from digen_jax.diffusion.sampling import image_keys, start_noise
+from digen_jax.diffusion.steps import Ode
 from digen_jax.errors import ConfigError
 from digen_jax.families import load_family, open_pipeline, read_parts
-from digen_jax.flow.sampling import image_keys, start_noise
-from digen_jax.flow.steps import Ode
 from digen_jax.inference.model import Asked, all_devices, open_model
 from digen_jax.models.family import Size
 from digen_jax.models.flux.flops import forward_flops

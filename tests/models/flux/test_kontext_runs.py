@@ -13,11 +13,11 @@ from PIL import Image
 
 from digen_jax.assemble import build
 from digen_jax.config.load import fit_config, load_config
+from digen_jax.diffusion.sampling import image_keys, start_noise
 from digen_jax.encoding import ahead
 from digen_jax.encoding.reached import reached
 from digen_jax.errors import ConfigError
 from digen_jax.families import editing, load_family, read_parts
-from digen_jax.flow.sampling import image_keys, start_noise
 from digen_jax.images import read_picture
 from digen_jax.inference.export import export, how_to_load
 from digen_jax.inference.model import Model, open_model

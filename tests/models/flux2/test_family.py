@@ -15,10 +15,10 @@ from diffusers.pipelines.flux2.pipeline_flux2_klein import (
     retrieve_timesteps,
 )
 
+from digen_jax.diffusion.sampling import image_keys, start_noise
+from digen_jax.diffusion.steps import Ode
 from digen_jax.errors import ConfigError
 from digen_jax.families import load_family, open_pipeline, read_parts
-from digen_jax.flow.sampling import image_keys, start_noise
-from digen_jax.flow.steps import Ode
 from digen_jax.inference.model import all_devices
 from digen_jax.models.family import Size
 from digen_jax.models.flux2.flops import forward_flops

@@ -11,10 +11,10 @@ import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline
 
+from digen_jax.diffusion.sampling import image_keys, start_noise
+from digen_jax.diffusion.steps import Ode
 from digen_jax.errors import ConfigError
 from digen_jax.families import load_family, open_pipeline, read_frozen, read_parts
-from digen_jax.flow.sampling import image_keys, start_noise
-from digen_jax.flow.steps import Ode
 from digen_jax.inference.model import all_devices
 from digen_jax.models.family import Size
 from digen_jax.models.sd3.flops import forward_flops

@@ -15,10 +15,10 @@ from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline
 from diffusers.pipelines.z_image import pipeline_z_image
 from peft.utils import get_peft_model_state_dict
 
+from digen_jax.diffusion.sampling import image_keys, start_noise
+from digen_jax.diffusion.steps import Ode
 from digen_jax.errors import ConfigError
 from digen_jax.families import load_family, open_pipeline, read_parts
-from digen_jax.flow.sampling import image_keys, start_noise
-from digen_jax.flow.steps import Ode
 from digen_jax.inference.model import all_devices
 from digen_jax.models.family import Size
 from digen_jax.models.zimage.flops import forward_flops

@@ -9,7 +9,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Float32, Int, Key
 
-from digen_jax.flow.steps import Ode, ReverseStep
+from digen_jax.diffusion.steps import Ode, ReverseStep
 
 # The independent streams of an image's key.
 START, TRANSITION = 0, 1

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from diffusers import FlowMatchEulerDiscreteScheduler
 
-from digen_jax.flow.schedule import SchedulerConfig, make_sigmas
+from digen_jax.diffusion.schedule import SchedulerConfig, make_sigmas
 
 GOLDEN = np.load(pathlib.Path(__file__).parents[1] / "data" / "flow_rl.npz")
 FLUX = {"shift": 3.0, "use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 1.15}

@@ -4,9 +4,9 @@ import itertools
 import numpy as np
 import pytest
 
-from digen_jax.flow.schedule import SchedulerConfig, make_sigmas
-from digen_jax.flow.steps import Cps, Dpm2, FlowSde, Ode
-from digen_jax.flow.windows import Window
+from digen_jax.diffusion.schedule import SchedulerConfig, make_sigmas
+from digen_jax.diffusion.steps import Cps, Dpm2, FlowSde, Ode
+from digen_jax.diffusion.windows import Window
 
 SIGMAS = make_sigmas(SchedulerConfig(shift=3.0), 6)
 PINNED = [670, 132, 792, 971, 714, 521]

@@ -10,9 +10,9 @@ import pytest
 import torch
 from diffusers import DPMSolverMultistepScheduler
 
-from digen_jax.flow.sampling import image_keys, sample, start_noise
-from digen_jax.flow.schedule import SchedulerConfig, make_sigmas
-from digen_jax.flow.steps import Dpm2, Ode
+from digen_jax.diffusion.sampling import image_keys, sample, start_noise
+from digen_jax.diffusion.schedule import SchedulerConfig, make_sigmas
+from digen_jax.diffusion.steps import Dpm2, Ode
 
 SHAPE = (4, 5, 2)
 STEPS = [1, 2, 3, 10, 15, 40]

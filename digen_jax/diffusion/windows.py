@@ -10,8 +10,8 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Float
 
-from digen_jax.flow.sampling import check_window
-from digen_jax.flow.steps import ReverseStep
+from digen_jax.diffusion.sampling import check_window
+from digen_jax.diffusion.steps import ReverseStep
 from digen_jax.ranges import PositiveInt
 
 Mode = Literal["fixed", "random", "progressive"]

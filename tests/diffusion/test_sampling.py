@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from digen_jax.flow.sampling import (
+from digen_jax.diffusion.sampling import (
     Transitions,
     check_window,
     flatten,
@@ -17,8 +17,8 @@ from digen_jax.flow.sampling import (
     sample,
     start_noise,
 )
-from digen_jax.flow.schedule import SchedulerConfig, make_sigmas
-from digen_jax.flow.steps import CappedFlowSde, Cps, DanceSde, FlowSde, Ode
+from digen_jax.diffusion.schedule import SchedulerConfig, make_sigmas
+from digen_jax.diffusion.steps import CappedFlowSde, Cps, DanceSde, FlowSde, Ode
 
 SDES = [FlowSde(0.7), DanceSde(0.3), Cps(0.8), CappedFlowSde(0.7)]
 SIGMAS = make_sigmas(SchedulerConfig(shift=3.0), 6)

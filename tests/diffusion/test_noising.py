@@ -6,16 +6,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from digen_jax.flow import noising, sampling
-from digen_jax.flow.noising import (
+from digen_jax.diffusion import noising, sampling
+from digen_jax.diffusion.noising import (
     LogitNormalTimes,
     ScheduleTimes,
     forward_noise,
     noised,
     noised_pairs,
 )
-from digen_jax.flow.sampling import image_keys, start_noise
-from digen_jax.flow.schedule import SchedulerConfig, make_sigmas
+from digen_jax.diffusion.sampling import image_keys, start_noise
+from digen_jax.diffusion.schedule import SchedulerConfig, make_sigmas
 
 SIGMAS = make_sigmas(SchedulerConfig(shift=3.0), 10)
 SHAPE = (4, 3)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from digen_jax.flow.steps import CappedFlowSde, Cps, DanceSde, Dpm2, FlowSde, Ode, make_step
+from digen_jax.diffusion.steps import CappedFlowSde, Cps, DanceSde, Dpm2, FlowSde, Ode, make_step
 
 GOLDEN = np.load(pathlib.Path(__file__).parents[1] / "data" / "flow_rl.npz")
 IN_GOLDEN = [FlowSde(0.7), DanceSde(0.3), Cps(0.8)]
