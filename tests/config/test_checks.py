@@ -43,7 +43,7 @@ def named(sentence: str) -> list[str]:
         (dict(seed=-1), "seed"),
         (dict(lora__alpha=0.0), "lora.alpha"),
         (dict(lora__init="gausian"), "lora.init"),
-        (dict(lora__start="tuned"), "lora.start lora"),
+        (dict(lora__start="tuned"), "lora.start lora.rank lora.alpha lora.targets"),
         (dict(trainer__pack=0), "trainer.pack"),
         (dict(trainer__pack=5), "trainer.pack sampler.window"),
         (
@@ -62,7 +62,7 @@ def named(sentence: str) -> list[str]:
         (dict(model__folder=""), "model.folder"),
         (dict(algorithm__name="flow_dpo"), "algorithm.name"),
         (dict(algorithm__ratio="gard"), "algorithm.ratio"),
-        (dict(algorithm__ratio="guard"), "algorithm.ratio"),
+        (dict(algorithm__ratio="guard"), "algorithm.ratio sampler.kind"),
         (dict(algorithm__clip_range=1e-07), "algorithm.clip_range"),
         (dict(algorithm__adv_clip=0.0), "algorithm.adv_clip"),
         (dict(algorithm__kl_coefficient=-0.1), "algorithm.kl_coefficient"),
@@ -77,7 +77,7 @@ def named(sentence: str) -> list[str]:
         (dict(placement__cpu_devices=100000), "placement.cpu_devices"),
         (dict(sampler__noise_level=1.5), "sampler.noise_level"),
         (dict(sampler__guidence=1.0), "sampler.guidence sampler.guidance"),
-        (dict(guidance=1.0), "guidance"),
+        (dict(guidance=1.0), "guidance sampler.guidance"),
         (dict(samplr__steps=8), "samplr sampler"),
         (dict(sampler__steps="8"), "sampler.steps"),
         (dict(sampler__steps=8.5), "sampler.steps"),
@@ -162,9 +162,12 @@ def named(sentence: str) -> list[str]:
         (dict(reward__name=("shapes_geneval",)), "reward rewards reward_pool"),
         (
             FORWARD["diffusion_nft"] | dict(sampler__window=dict(length=4)),
-            "algorithm.name sampler.window.length sampler.kind",
+            "algorithm.name sampler.window.length sampler.kind sampler.noise_level",
         ),
-        (FORWARD["awm"] | dict(sampler__kind="cps"), "algorithm.name"),
+        (
+            FORWARD["awm"] | dict(sampler__kind="cps"),
+            "algorithm.name sampler.window.length sampler.kind sampler.noise_level",
+        ),
         (FORWARD["awm"] | dict(sampler__noise_level=0.8), "sampler.noise_level"),
         (
             FORWARD["awm"] | dict(precision__trajectory="bfloat16"),
@@ -197,7 +200,10 @@ def named(sentence: str) -> list[str]:
             | dict(algorithm__reference_guidance=4.5, algorithm__kl_coefficient=0.0),
             "algorithm.reference_guidance",
         ),
-        (FORWARD["awm"] | dict(algorithm__wieghting="sigma"), "algorithm.wieghting"),
+        (
+            FORWARD["awm"] | dict(algorithm__wieghting="sigma"),
+            "algorithm.wieghting algorithm.weighting",
+        ),
         (
             FORWARD["diffusion_dpo"] | dict(advantages__best_and_worst=2),
             "advantages.best_and_worst",
@@ -313,8 +319,8 @@ def named(sentence: str) -> list[str]:
             "placement.trainer placement.trainer.tensor trainer.micro_batch",
         ),
         (dict(placement__trainer=dict(data=2, fsdp=4)), "placement.rollout placement.trainer"),
-        (dict(prompts__files=("a", "b"), prompts__weights=(1,)), "prompts.weights"),
-        (dict(prompts__files=(), prompts__weights=(1,)), "prompts.weights"),
+        (dict(prompts__files=("a", "b"), prompts__weights=(1,)), "prompts.weights prompts.files"),
+        (dict(prompts__files=(), prompts__weights=(1,)), "prompts.weights prompts.files"),
         (dict(prompts__files=("a", "b"), prompts__weights=(1, 0)), "prompts.weights"),
         (dict(prompts__files=("a", "b"), prompts__weights=(1, math.inf)), "prompts.weights"),
         (dict(prompts__files=("a", "b"), prompts__weights=("1", 1)), "prompts.weights"),
@@ -332,10 +338,10 @@ def test_a_config_that_cannot_work_is_refused(given, fields, names):
 @pytest.mark.parametrize(
     ("fields", "change"),
     [
-        (dict(trainer__pack=5), "trainer.pack to 4"),
+        (dict(trainer__pack=5), "set it to 4 or less"),
         (dict(trainer__updates=5), "config.batch.groups to 10 or 15"),
         (dict(trainer__warmup=2, trainer__decay=1), "config.trainer.decay to 98 or more"),
-        (dict(runtime__max_candidates=13, runtime__redundant_groups=2), "14, or 0 for no dynamic"),
+        (DYNAMIC | dict(runtime__max_candidates=13, runtime__redundant_groups=2), "14, or 0"),
         (EARLY | dict(algorithm__adv_clip=3.0), "sqrt(11)"),
         (EARLY | dict(advantages__std="global"), "sqrt(132)"),
         (EARLY | dict(sampler__chunk=12), "config.runtime.max_incomplete_groups to 0"),

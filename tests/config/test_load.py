@@ -283,8 +283,9 @@ def test_given_meshes_of_several_devices_are_refused_on_one(
 def test_a_run_is_opened_again_without_its_files(given):
     gone = changed(given, prompts__file="gone.txt", rewards="gone:reward")
     assert read_config(gone).prompts.file == "gone.txt"
-    with pytest.raises(ConfigError, match=r"(?s)2 things .* no prompt file .* no module 'gone'"):
+    with pytest.raises(ConfigError) as caught:
         fit_config(load_config(gone), 8)
+    assert "config.rewards[0]" in str(caught.value) and "gone.txt" in str(caught.value)
 
 
 def test_a_recipe_is_opened_before_jax_starts(given, tmp_path):
