@@ -44,7 +44,7 @@ def test_it_has_the_published_batch_window_and_objective():
     assert (found.batch.groups, found.batch.images, found.trainer.updates) == (32, 16, 2)
     # Each of two steps is one of the first five: torch.randint(0, 5 - 2 + 1).
     assert found.trained_steps == found.noisy_steps == 2
-    assert found.window.places == (0, 1, 2, 3)
+    assert found.sampler.window.places == (0, 1, 2, 3)
     algorithm = read_config(load(QWEN_IMAGE)).algorithm
     assert (algorithm.old_log_probs, algorithm.kl_coefficient) == ("recomputed", 0)
     assert (algorithm.clip_range, found.lora.init) == (1e-5, "gaussian")

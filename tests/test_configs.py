@@ -22,7 +22,7 @@ from digen_jax.errors import ConfigError
 from digen_jax.families import open_pipeline
 from digen_jax.models.published import published_folder
 from digen_jax.models.sd3.family import COMPONENTS, T5_COMPONENTS
-from digen_jax.parallel import policy as rounding
+from digen_jax.parallel import policy
 from digen_jax.parallel.encoding import example
 from digen_jax.parallel.placement import mesh_sizes
 from digen_jax.parallel.system import Images, receive
@@ -258,7 +258,7 @@ def test_flux_has_the_published_batch_and_steps(name, batch, trained):
     assert found.noisy_steps < found.sampler.steps
     assert found.sampler.shared_noise == name.startswith("dance")
     # int(0.99 * 6) steps are trained; a window of 3 in the first 3 has one place.
-    assert name.startswith("dance") or found.window.places == (0,)
+    assert name.startswith("dance") or found.sampler.window.places == (0,)
 
 
 # Of each recipe with an average, the updates after which it is first mixed, and the decays there, in the source.
@@ -350,7 +350,11 @@ def test_z_image_has_the_published_settings():
     """48 groups of 16 in two updates; one noisy step, the second, third or fourth; an average every 4 steps."""
     found = read_config(load(Z_IMAGE, "8"))
     assert (found.batch.groups, found.batch.images, found.trainer.updates) == (48, 16, 2)
-    assert (found.sampler.steps, found.window.places, found.trained_steps) == (6, (1, 2, 3), 1)
+    assert (found.sampler.steps, found.sampler.window.places, found.trained_steps) == (
+        6,
+        (1, 2, 3),
+        1,
+    )
     assert (found.sampler.guidance, found.evaluation.guidance, found.evaluation.steps) == (1, 1, 10)
     trainer, algorithm = found.trainer, found.algorithm
     assert (trainer.learning_rate, trainer.weight_decay, trainer.clip_norm) == (3e-4, 1e-4, 1)
@@ -539,7 +543,7 @@ def test_a_start_tells_devices_kernel_of_attention_and_precision(name, expected)
 @pytest.fixture
 def traced(monkeypatch):
     """Programs may be traced within another one, which compiler options rule out."""
-    monkeypatch.setattr(rounding, "AS_WRITTEN", {})
+    monkeypatch.setattr(policy, "AS_WRITTEN", {})
 
 
 def shapes_of_a_step(config, system, record=None):

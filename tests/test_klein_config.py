@@ -48,7 +48,7 @@ def test_klein_has_the_published_batch_and_steps(name):
     assert found.trained_steps == 1
     # Counted from 0; the last step, after which no noise is left, is never trained.
     of_base = name.startswith("base")
-    assert found.window.places == ((1, 2, 3) if of_base else (1, 2))
+    assert found.sampler.window.places == ((1, 2, 3) if of_base else (1, 2))
     assert (config.sampler.steps, config.evaluation.steps) == ((8, 28) if of_base else (4, 10))
     assert (found.model.size, found.evaluation_size) == (Size(384, 384), Size(1024, 1024))
     assert config.sampler.guidance == config.evaluation.guidance == (4 if of_base else 1)
