@@ -1,13 +1,10 @@
 """The config's section `trainer`: batches, optimizer, the average of the weights; and checks of a step's numbers."""
 
 import dataclasses
-import math
-from collections.abc import Mapping
 from typing import Annotated
 
-import numpy as np
 import optax
-from jaxtyping import Array, Int, Num
+from jaxtyping import Array, Int
 
 from digen_jax.algorithms.algorithm import Algorithm
 from digen_jax.algorithms.decay import EmaDecay, EmaUnit
@@ -68,28 +65,6 @@ class TrainerSettings:
 def updates_made(state: optax.OptState) -> Int[Array, ""]:
     """The number of updates of an optimizer of `TrainerSettings`; all counts in its state are equal."""
     return optax.tree_utils.tree_get_all_with_path(state, "count")[0][1]
-
-
-class DivergedError(ArithmeticError):
-    """Names a value that is not finite, as the beginning of a sentence, such as "gradient_norm is nan"."""
-
-
-def check_metrics(metrics: Mapping[str, float]) -> None:
-    """Raises DivergedError for a metric of a step that is not finite; it names losses and norms first.
-
-    The norms of gradient and update are finite only if every parameter is.
-    """
-    wrong = {name: value for name, value in metrics.items() if not math.isfinite(value)}
-    first = [name for name in ("loss", "gradient_norm", "update_norm") if name in wrong]
-    if wrong:
-        name = (first or list(wrong))[0]
-        raise DivergedError(f"{name} is {wrong[name]}")
-
-
-def check_images(images: Num[np.ndarray, "..."]) -> None:
-    """Raises DivergedError for NaN in images, which are numbers in [0, 1]; bytes hold none."""
-    if images.dtype != np.uint8 and np.isnan(images.sum(dtype=np.float32)):
-        raise DivergedError("an image that the trained model drew holds NaN")
 
 
 def check_spread(algorithm: Algorithm, sums: Metrics) -> None:

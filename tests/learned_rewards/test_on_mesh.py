@@ -13,8 +13,8 @@ from digen_jax import assemble
 from digen_jax.config.load import load_config, read_config
 from digen_jax.errors import ConfigError
 from digen_jax.learned_rewards import on_mesh
+from digen_jax.parallel.divergence import DivergedError
 from digen_jax.parallel.mesh import make_mesh
-from digen_jax.parallel.optimizer import DivergedError
 from digen_jax.parallel.placement import DeviceGroup
 from digen_jax.parallel.reward_model import Scoring
 from digen_jax.parallel.sharding import Layout

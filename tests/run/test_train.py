@@ -19,8 +19,8 @@ import pytest
 
 from digen_jax.config.load import load_config
 from digen_jax.errors import ConfigError
-from digen_jax.parallel import optimizer as divergence
-from digen_jax.parallel.optimizer import DivergedError
+from digen_jax.parallel import divergence
+from digen_jax.parallel.divergence import DivergedError
 from digen_jax.records.metrics import TIMING, read_metrics
 from digen_jax.records.records import ADVICE, waiting
 from digen_jax.records.status import describe, read_status
