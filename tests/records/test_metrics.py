@@ -205,7 +205,7 @@ def test_pictures_and_config_are_events_that_a_resumed_run_keeps(tmp_path):
 def test_the_runs_bookkeeping_imports_neither_torch_nor_tensorflow():
     code = (
         "import json, sys\n"
-        "from digen_jax.process import progress\n"
+        "from digen_jax.process import terminal\n"
         "from digen_jax.records import checkpoint, event_file, metrics, pictures\n"
         "from digen_jax.config import fields\n"
         "print(json.dumps([m for m in ('torch', 'tensorflow', 'diffusers') if m in sys.modules]))"
