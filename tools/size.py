@@ -16,9 +16,9 @@ import tempfile
 ROOT = pathlib.Path(__file__).parents[1]
 # By measure: the limit of today, and the target.
 LIMITS = {
-    "Python lines without tests": (58_000, 36_000),
-    "package files": (369, 220),
-    "test lines": (47_400, 28_000),
+    "Python lines without tests": (54_000, 36_000),
+    "package files": (325, 220),
+    "test lines": (46_700, 28_000),
     "README lines": (120, 120),
     "imported modules": (140, 50),
 }
