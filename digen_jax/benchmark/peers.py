@@ -242,7 +242,6 @@ class Ours:
             config = system.policy.lora
             layers = adapted_layers(family.shapes(), config.targets, family.lists)["transformer"]
             lora = EagerLora(config.rank, config.alpha, tuple(sorted(layers)))
-        settings = trainer.settings
         return Work(
             open_pipeline(recipe.model.folder, recipe.model.without) / "transformer",
             sampler.shape,
@@ -256,15 +255,15 @@ class Ours:
             step.rows,
             advantages(recipe.sampler.chunk),
             recipe.sampler.chunk,
-            settings.micro_batch,
-            settings.pack,
+            trainer.micro_batch,
+            trainer.pack,
             recipe.algorithm.clip_range,
-            settings.clip_norm,
+            trainer.clip_norm,
             dict(
-                lr=settings.learning_rate,
-                betas=(settings.b1, settings.b2),
-                eps=settings.eps,
-                weight_decay=settings.weight_decay,
+                lr=trainer.learning_rate,
+                betas=(trainer.b1, trainer.b2),
+                eps=trainer.eps,
+                weight_decay=trainer.weight_decay,
             ),
             lora,
             min(1, family.null_tokens),

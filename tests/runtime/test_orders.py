@@ -83,7 +83,7 @@ def test_meshes_that_share_a_job_do_not_wait_for_one_another(answers, monkeypatc
     """Of four processes two train and two sample."""
     found, state = answers
     for name in ("_first", "_count"):
-        monkeypatch.setattr(team, name, getattr(team, name))
+        monkeypatch.setattr(process_group, name, getattr(process_group, name))
     count = jax.process_count
     monkeypatch.setattr(jax, "process_count", count)
     process_group.form(0, 2)
