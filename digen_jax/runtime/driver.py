@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from digen_jax.errors import ConfigError
@@ -45,6 +45,8 @@ from digen_jax.scheduling.costs import Deadline
 from digen_jax.scheduling.events import Completed, Event, Failed, Joined, Lost
 from digen_jax.scheduling.scheduler import FAILURES, Scheduler, SchedulerError
 from digen_jax.scheduling.timeline import Interval
+
+SIGNAL_PAUSE = 1.0  # longest seconds in which a signal is not handled
 
 
 class Driver:
@@ -127,7 +129,11 @@ class Driver:
 
     def _next(self) -> Command | None:
         """Waits for the home worker's next command and executes it; None: it failed, and others may repeat it."""
-        item = self._inbox.get()
+        item = None
+        while item is None:
+            # In turns: a signal that arrives right before the wait is handled at its end.
+            with suppress(queue.Empty):
+                item = self._inbox.get(timeout=SIGNAL_PAUSE)
         if isinstance(item, BaseException):
             raise item
         begin = self.now()
