@@ -10,7 +10,7 @@ from digen_jax.errors import check_choice, check_finite, check_range
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """The values that a number may have; without one a number is finite.
+    """The values that a number may have.
 
     Attributes:
       least: the smallest value.
@@ -26,8 +26,8 @@ class Range:
 
     def check(self, name: str, value: float | int) -> None:
         """Raises ConfigError for a value of the field `name` outside of the range."""
-        check_range(name, value, self.least, self.most, self.excluded)
         check_finite(name, value, self.infinite)
+        check_range(name, value, self.least, self.most, self.excluded)
 
     def __str__(self) -> str:
         """Returns the range as interval or bound, such as [0, 1) or > 0."""

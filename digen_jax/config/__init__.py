@@ -1,1 +1,1 @@
-"""A config as a user writes it, and the door where it becomes the typed recipe of a run."""
+"""The config of a run: its fields, their checks, and loading it from a file or the command line."""

@@ -53,7 +53,7 @@ def check_fields(config: ConfigDict) -> None:
             if isinstance(known, tuple) or isinstance(value, int | float):
                 with one():
                     check_allowed(name, value, known)
-        for check in (_check_tracker_projects, _check_weights, _check_files, _check_rules):
+        for check in (_check_tracker_projects, _check_weights, _check_files, _check_sharding_rules):
             with one():
                 check(config)
 
@@ -96,7 +96,7 @@ def check_rules(config: TrainConfig) -> None:
         ),
         # How a step is divided.
         (_check_batches, _check_candidates, _check_chunks_of_incomplete_groups, _check_algorithm),
-        # A step as a whole.
+        # The complete step.
         (_check_noise_level, _check_lag),
     ):
         run_checks(rules, config)
@@ -180,7 +180,7 @@ def _check_files(config: ConfigDict) -> None:
         )
 
 
-def _check_rules(config: ConfigDict) -> None:
+def _check_sharding_rules(config: ConfigDict) -> None:
     """Refuses invalid sharding rules."""
     for rule in config.placement.rules:
         kinds = [type(part) for part in rule] if isinstance(rule, tuple | list) else []
@@ -324,7 +324,7 @@ def _check_batches(config: TrainConfig) -> None:
             batch.images,
             "config.sampler.chunk",
             chunk,
-            f"as with config.advantages.best_and_worst = {count} a chunk holds whole groups",
+            f"as with config.advantages.best_and_worst = {count} a chunk holds complete groups",
         )
     if config.algorithm.images_of_sample == 1:
         trained = config.advantages.kept(chunk, batch.images)
@@ -415,7 +415,7 @@ def _check_incomplete_groups(config: TrainConfig) -> None:
     needed = (
         ("runtime.max_policy_lag", 0, "older weights' ratios are not 1"),
         ("trainer.updates", 1, "after an update ratios are not 1"),
-        ("placement.trainer.workers", 1, "one worker has to train a whole group"),
+        ("placement.trainer.workers", 1, "one worker has to train a complete group"),
         ("runtime.max_candidates", 0, "only a complete group shows whether it is replaced"),
     )
     with together() as one:
@@ -453,7 +453,7 @@ def _check_chunks_of_incomplete_groups(config: TrainConfig) -> None:
     _check_one_group(config, f"as with {early} a chunk belongs to one group", most)
     if less and chunk == images:
         raise ConfigError(
-            f"{early} changes nothing where config.sampler.chunk = {chunk} is a whole group: set "
+            f"{early} changes nothing where config.sampler.chunk = {chunk} is a complete group: set "
             "that to less, or config.runtime.max_incomplete_groups to 0"
         )
 
@@ -495,7 +495,7 @@ def _check_algorithm(config: TrainConfig) -> None:
 
 
 def _check_trajectories(config: TrainConfig) -> None:
-    """Ratios of whole trajectories need all steps of an image in one pass."""
+    """Ratios of trajectories need all steps of an image in one pass."""
     pack, steps = config.trainer.pack, config.trained_steps
     if pack < steps:
         raise ConfigError(
@@ -505,7 +505,7 @@ def _check_trajectories(config: TrainConfig) -> None:
 
 
 def _check_trajectories_on_mesh(config: TrainConfig) -> None:
-    """Refuses to split an image's steps over devices where ratios are of whole trajectories."""
+    """Refuses to split an image's steps over devices where ratios are of trajectories."""
     time = config.placement.trainer.time
     if config.algorithm.of_trajectories and time > 1:
         raise ConfigError(

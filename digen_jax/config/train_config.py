@@ -85,9 +85,9 @@ MAY_CHANGE = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """A complete config with typed sections; fields that depend on other sections are settled.
+    """A complete config with typed sections; "auto" and fields that depend on other sections are resolved.
 
-    `asked` is the section `algorithm` as the config has it, where "auto" or 0 may stand for another section's value.
+    `asked` is the section `algorithm` before that, where "auto" or 0 may stand for another section's value.
     """
 
     seed: Annotated[int, Range(0, LARGEST_SEED)] = 0  # seed of all random numbers of a run
@@ -234,13 +234,13 @@ class TrainConfig:
         return json.loads(json.dumps(plain(fields), sort_keys=True))
 
     def fitted(self, devices: int) -> "TrainConfig":
-        """The same recipe, with "fitted" meshes made smaller where there are fewer devices."""
+        """Returns the config with "fitted" meshes reduced to the available devices."""
         if self.placement.sizes != FITTED:
             return self
         return self.with_meshes(fitted(self.placement.meshes, devices))
 
     def with_meshes(self, sizes: MeshSizes) -> "TrainConfig":
-        """The same recipe with given meshes, of other sizes."""
+        """Returns the config with meshes of given sizes."""
         placement = dataclasses.replace(self.placement, sizes=GIVEN, **sizes._asdict())
         return dataclasses.replace(self, placement=placement)
 

@@ -346,6 +346,7 @@ def test_a_config_that_cannot_work_is_refused(given, fields, names):
         (EARLY | dict(advantages__std="global"), "sqrt(132)"),
         (EARLY | dict(sampler__chunk=12), "config.runtime.max_incomplete_groups to 0"),
         (dict(algorithm__ratio="gard"), "did you mean 'guard'"),
+        (dict(algorithm__clip_range=math.nan), "must be a finite number"),
         (dict(sampler__guidence=1.0), "did you mean config.sampler.guidance?"),
         (dict(sampler__zzz=1.0), "the fields of config.sampler are chunk, guidance, kind"),
         (dict(algorithm__advantage_std="group"), "it is config.advantages.std now"),

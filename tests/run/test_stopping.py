@@ -9,10 +9,7 @@ import time
 
 import pytest
 
-from digen_jax.process.shutdown import STOPPED
-from tests.metrics import metrics
 from tests.pipelines import ROOT, environment
-from tests.run.test_train import arrays
 from tests.tiny_runs import PROMPTS
 
 pytestmark = pytest.mark.slow
@@ -101,41 +98,6 @@ def begin(folder: pathlib.Path, workdir: str, events: str, *options: str) -> sub
         stderr=subprocess.STDOUT,
         text=True,
     )
-
-
-def launch(*arguments) -> tuple[int, str]:
-    """(exit code, all output)."""
-    process = begin(*arguments)
-    try:
-        said, _ = process.communicate(timeout=240)
-    finally:
-        process.kill()
-    return process.returncode, said
-
-
-def saved(workdir: pathlib.Path) -> list[str]:
-    return sorted(path.name for path in (workdir / "checkpoints").iterdir() if path.name.isdigit())
-
-
-def test_runs_in_which_anything_hangs_or_dies_end_in_the_same_bits(folder):
-    # Worker failures from which a run recovers.
-    code, said = launch(folder, "recovered", "reward dies 1 once;mesh hangs 2 once")
-    assert code == 0 and "Traceback" not in said, said
-    assert all((folder / f"happened_{who}").exists() for who in ("reward", "mesh"))
-    assert "it is asked again" in said and "given up" in said, said
-
-    # A hang that ends the process; the next start continues from the last checkpoint.
-    workdir = folder / "stopped"
-    code, said = launch(folder, "stopped", "trainer hangs 3 always")
-    assert code == STOPPED and "Traceback" not in said, said
-    assert "the trainer hangs: training on chunk 0 of step 3 has taken more than 10 sec" in said
-    assert saved(workdir) == ["2"]
-    code, said = launch(folder, "stopped", "")
-    assert code == 0 and "continuing after step 2" in said, said
-
-    found, expected = metrics(workdir), metrics(folder / "recovered")
-    assert found == expected and len(expected) == 5
-    assert arrays(workdir) == arrays(folder / "recovered")
 
 
 def test_the_second_signal_ends_a_run_in_which_something_hangs(folder):
