@@ -109,7 +109,8 @@ def test_a_snapshot_says_what_each_worker_does_or_waits_for_and_since_when(gates
     thread.join()
     assert awaited(driver, "rollout 0", arrives=[1], waits="weights")["step"] == 1
     gates.gates[SyncWeights].set()
-    awaited(driver, "rollout 0", "generating chunk [01] of step 1", holds=[1])
+    # Not what it generates: a worker that a busy machine slowed down in step 0 may leave all chunks to the other.
+    awaited(driver, "rollout 0", holds=[1], arrives=[])
 
 
 def test_waits_and_lost_workers_are_as_old_as_they_are_over_a_steps_end(gates, driver):
