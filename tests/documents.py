@@ -172,8 +172,6 @@ def _check_script(script: str, arguments: Sequence[str]) -> None:
             # A slice is planned without prompts and rewards.
             if "topology" not in flags.FLAGS or flags.FLAGS["topology"].value is None:
                 fit_config(recipe, _devices(recipe))
-    if script == "cluster.py":
-        check_command(["python", *command_line.cut_command(["", *arguments])], {})
 
 
 @contextlib.contextmanager
