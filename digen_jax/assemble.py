@@ -9,7 +9,12 @@ from typing import Any, NamedTuple
 
 import jax
 
+from digen_jax.checkpoints.folder import has_weights
+from digen_jax.checkpoints.lora import LoraConfig
+from digen_jax.checkpoints.lora_start import read_start
 from digen_jax.config.train_config import TrainConfig
+from digen_jax.data.prompt_files import read_prompt_file
+from digen_jax.data.prompt_order import PromptBatches, prompt_batches
 from digen_jax.diffusion.steps import Ode, make_step
 from digen_jax.errors import blame
 from digen_jax.families import check_parts, editing, load_family, open_pipeline, read_parts
@@ -39,12 +44,7 @@ from digen_jax.policies import (
     trained_policy,
 )
 from digen_jax.prompt_store import encoder_shapes, is_ahead, stored
-from digen_jax.prompts.dataset import PromptBatches, prompt_batches
-from digen_jax.prompts.files import read_prompt_file
 from digen_jax.rewards.built_in import on_mesh
-from digen_jax.weights.folder import has_weights
-from digen_jax.weights.lora import LoraConfig
-from digen_jax.weights.lora_start import read_start
 
 
 def recipe_model(recipe: TrainConfig) -> tuple[pathlib.Path, Family]:

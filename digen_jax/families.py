@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from digen_jax.checkpoints.folder import read_model_index, resolve_folder
 from digen_jax.errors import ConfigError, blame, user_input
 from digen_jax.models.family import Family, Params, Size
 from digen_jax.models.flux import family as flux_family
@@ -24,7 +25,6 @@ from digen_jax.models.zimage import family as zimage_family
 from digen_jax.models.zimage.family import ZImage
 from digen_jax.parallel.placement import DeviceGroup
 from digen_jax.process.shutdown import during
-from digen_jax.weights.folder import read_model_index, resolve_folder
 
 # The model families, by the pipeline class that a folder's model_index.json names.
 FAMILIES = {

@@ -12,9 +12,11 @@ import jax
 
 from digen_jax.algorithms.algorithm import Algorithm
 from digen_jax.attention.kernels import choose
+from digen_jax.checkpoints.lora import LoraConfig, check_rank
 from digen_jax.config.checks import check_devices
 from digen_jax.config.sections import AUTO
 from digen_jax.config.train_config import TrainConfig
+from digen_jax.data.prompt_files import first_negative, numbered_records
 from digen_jax.diffusion.steps import make_step
 from digen_jax.errors import ConfigError, blame
 from digen_jax.models.family import Family, Params
@@ -22,8 +24,6 @@ from digen_jax.models.precision import FLOAT32_NAMES
 from digen_jax.parallel.mesh import SEQUENCE, TENSOR
 from digen_jax.parallel.placement import MeshSizes, Placement, RolloutAxes, TrainerAxes
 from digen_jax.parallel.policy import Policy
-from digen_jax.prompts.files import first_negative, numbered_records
-from digen_jax.weights.lora import LoraConfig, check_rank
 
 # Names of published models that were distilled to be sampled in few steps.
 FEW_STEPS = re.compile(

@@ -9,16 +9,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from digen_jax.checkpoints.fingerprint import fingerprint
+from digen_jax.checkpoints.folder import read_model_index
 from digen_jax.config.train_config import TrainConfig
+from digen_jax.data.embedding_cache import PromptStore, models
 from digen_jax.errors import ConfigError, blame
 from digen_jax.models.family import Family, Params
 from digen_jax.parallel.encoding import Rows, Stored
 from digen_jax.parallel.system import in_dtype
 from digen_jax.process.shutdown import Stopped
 from digen_jax.process.startup import CACHE
-from digen_jax.prompts.encoded import PromptStore, models
-from digen_jax.weights.fingerprint import fingerprint
-from digen_jax.weights.folder import read_model_index
 
 AHEAD, EACH_STEP = "ahead", "each_step"
 # Bytes of text encoders that "auto" does not keep on the sampling meshes. The two CLIPs of Stable Diffusion 3 take

@@ -41,14 +41,6 @@ from digen_jax.process.job import Place, join_job
 from digen_jax.process.shutdown import hangs
 from digen_jax.process.terminal import fitted, remembering
 from digen_jax.records.metrics import reason_to_stop
-from digen_jax.records.positions import (
-    Position,
-    Positions,
-    check_records,
-    check_steps,
-    divergence_reported,
-    finishing,
-)
 from digen_jax.records.records import Records, full_disk, where
 from digen_jax.records.status import Status
 from digen_jax.records.workdir import (
@@ -58,6 +50,14 @@ from digen_jax.records.workdir import (
     finished_step,
     mark_finished,
     usable,
+)
+from digen_jax.runtime.checkpointing import (
+    Position,
+    Positions,
+    check_records,
+    check_steps,
+    divergence_reported,
+    finishing,
 )
 from digen_jax.runtime.clock import Watch
 from digen_jax.runtime.driver import Driver

@@ -26,7 +26,7 @@ def main() -> None:
     recipe = load_config(_CONFIG.value)
     prepare(recipe.placement.cpu_devices)
 
-    from digen_jax.encoding.ahead import encode_all
+    from digen_jax.precompute import encode_all
 
     encode_all(recipe)
 

@@ -63,7 +63,7 @@ def main() -> None:
 
     records = [{"prompt": "a photo of a cat"}]
     if _PROMPTS.value is not None:
-        from digen_jax.prompts.files import read_prompt_file
+        from digen_jax.data.prompt_files import read_prompt_file
 
         with user_input():
             records = read_prompt_file(_PROMPTS.value)

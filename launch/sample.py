@@ -88,10 +88,10 @@ def main() -> None:
 
     import jax
 
+    from digen_jax.data.notes import only, tell, unknown
     from digen_jax.inference.model import Asked, edited, open_model
     from digen_jax.inference.pictures import sample_to_folder
     from digen_jax.models.text.tokenizer_files import known_words
-    from digen_jax.prompts.notes import only, tell, unknown
 
     asked = Asked(_GUIDANCE.value, _STEPS.value, _HEIGHT.value, _WIDTH.value, _TRUE_GUIDANCE.value)
 
@@ -152,7 +152,7 @@ def _texts() -> list[tuple[str, str]]:
 
 def _negative() -> str | None:
     """What gives prompts a negative one, as the beginning of a sentence."""
-    from digen_jax.prompts.files import first_negative
+    from digen_jax.data.prompt_files import first_negative
 
     if _NEGATIVE.value is not None:
         return "--negative_prompt is given"
@@ -161,8 +161,8 @@ def _negative() -> str | None:
 
 
 def _read_records() -> list[dict[str, Any]]:
+    from digen_jax.data.prompt_files import read_prompt_file
     from digen_jax.images import check_picture
-    from digen_jax.prompts.files import read_prompt_file
 
     if bool(_PROMPT.value) == bool(_PROMPTS.value):
         raise ConfigError("there must be either --prompt (several times if need be) or --prompts")

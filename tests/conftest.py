@@ -90,7 +90,7 @@ LONGEST = (
     "distributed/test_nodes.py",
     "test_notebooks.py",
     "parallel/test_axes.py",
-    "encoding/test_ahead.py",
+    "prompts/test_precompute.py",
     "planning/test_programs.py",
     "planning/test_slices.py",
     "pretraining/test_pipeline.py",

@@ -11,6 +11,7 @@ from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
 
 from digen_jax import assemble, policies, rewards
+from digen_jax.checkpoints.folder import open_tensors
 from digen_jax.config.load import fit_config, load_config
 from digen_jax.diffusion.steps import Ode
 from digen_jax.errors import ConfigError
@@ -19,7 +20,6 @@ from digen_jax.inference.evaluation import evaluate
 from digen_jax.inference.model import defaults_of_run
 from digen_jax.models.family import Size
 from digen_jax.planning.placing import place_apart
-from digen_jax.weights.folder import open_tensors
 from tests.cases import said
 from tests.parallel import toy
 from tests.pipelines import write_tiny_pipeline

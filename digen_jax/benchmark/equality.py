@@ -10,7 +10,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jaxtyping import Shaped
 
-from digen_jax.records.checkpoint_folder import newest_whole
+from digen_jax.checkpoints.checkpoint_folder import newest_whole
 from digen_jax.records.metrics import without_timing
 
 STEP = "images_per_second"  # that only the line of a step has

@@ -23,6 +23,7 @@ from digen_jax.benchmark.eager import EagerLora, Work
 from digen_jax.benchmark.processes import Seconds, Worker, do_as_asked
 from digen_jax.benchmark.rounds import PHASES, SIDES, Comparison, Round
 from digen_jax.benchmark.step import Build, Step, advantages
+from digen_jax.checkpoints.lora import adapted_layers
 from digen_jax.config.load import fit_config
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.diffusion.steps import Ode, ReverseStep
@@ -32,7 +33,6 @@ from digen_jax.models.sd3.family import T5_TOKENS
 from digen_jax.parallel.placement import MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.parallel.system import Images
 from digen_jax.process.startup import prepare
-from digen_jax.weights.lora import adapted_layers
 
 # The largest difference of both velocities, as a share of the largest velocity: in float32 on a CPU; on a GPU, where
 # products are TF32; in bfloat16.

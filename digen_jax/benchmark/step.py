@@ -9,11 +9,11 @@ from jaxtyping import Float32, Int
 
 from digen_jax import assemble
 from digen_jax.config.train_config import TrainConfig
+from digen_jax.data.prompt_files import read_prompt_files
 from digen_jax.diffusion.sampling import Trajectory
 from digen_jax.parallel.objectives import Totals
 from digen_jax.parallel.sampler import Weights
 from digen_jax.parallel.system import Images, System, on_trainer, receive, selected
-from digen_jax.prompts.files import read_prompt_files
 
 Build = Callable[[TrainConfig, Sequence[jax.Device]], System]
 

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
+from digen_jax.checkpoints.folder import write_params
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.errors import ConfigError
 from digen_jax.families import open_pipeline
 from digen_jax.models.layers import sincos_2d_table
 from digen_jax.models.sd3 import network as sd3
 from digen_jax.models.sd3.family import COMPONENTS, StableDiffusion3
-from digen_jax.weights.folder import write_params
 
 HEADS, CHANNELS = 24, 64
 POSITIONS = 64  # in each direction

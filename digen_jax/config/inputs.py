@@ -8,9 +8,9 @@ from typing import Any
 
 from digen_jax.config.checks import check_meshes
 from digen_jax.config.train_config import TrainConfig
+from digen_jax.data.needs import Needs, check_needs
+from digen_jax.data.prompt_files import check_pictures, numbered_records, read_prompt_file
 from digen_jax.errors import ConfigError, blame, together
-from digen_jax.prompts.files import check_pictures, numbered_records, read_prompt_file
-from digen_jax.prompts.needs import Needs, check_needs
 from digen_jax.rewards.built_in import find_needs, resolve
 from digen_jax.rewards.settings import RewardSettings
 

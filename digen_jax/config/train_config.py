@@ -12,6 +12,7 @@ from digen_jax.algorithms.diffusion_nft import DiffusionNFT
 from digen_jax.algorithms.policy_gradient import PolicyGradient
 from digen_jax.algorithms.preference import DiffusionDPO
 from digen_jax.algorithms.subsets import share_of_timesteps
+from digen_jax.checkpoints.lora import LoraConfig
 from digen_jax.config.sections import (
     FITTED,
     GIVEN,
@@ -30,16 +31,15 @@ from digen_jax.config.sections import (
     TrackioSection,
     WandbSection,
 )
+from digen_jax.data.label import prompts_label
 from digen_jax.errors import LARGEST_SEED
 from digen_jax.models.family import Size
 from digen_jax.parallel.optimizer import TrainerSettings
 from digen_jax.parallel.placement import MeshSizes, fitted
 from digen_jax.parallel.sampler import Draws
-from digen_jax.prompts.label import prompts_label
 from digen_jax.ranges import Range
 from digen_jax.rewards.settings import RewardSettings
 from digen_jax.scheduling.settings import Settings
-from digen_jax.weights.lora import LoraConfig
 
 # All algorithms, by name.
 ALGORITHMS = {kind.name: kind for kind in (PolicyGradient, DiffusionNFT, AWM, DiffusionDPO)}

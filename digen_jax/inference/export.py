@@ -6,16 +6,16 @@ from typing import Any
 
 import jax
 
-from digen_jax.errors import ConfigError, check_output
-from digen_jax.inference.model import TunedRun, all_devices, defaults_of_run, read_run
-from digen_jax.weights.folder import (
+from digen_jax.checkpoints.folder import (
     absent_components,
     copy_pipeline,
     read_json,
     read_model_index,
     write_params,
 )
-from digen_jax.weights.lora_files import write_lora
+from digen_jax.checkpoints.lora_files import write_lora
+from digen_jax.errors import ConfigError, check_output
+from digen_jax.inference.model import TunedRun, all_devices, defaults_of_run, read_run
 
 
 def export(workdir: pathlib.Path, output: pathlib.Path, lora: bool | None = None) -> TunedRun:

@@ -7,6 +7,10 @@ from typing import Any, NamedTuple
 
 import jax
 
+from digen_jax.checkpoints.checkpoint_folder import read_checkpoint
+from digen_jax.checkpoints.folder import SAMPLING, read_json
+from digen_jax.checkpoints.lora import merge
+from digen_jax.checkpoints.lora_files import open_lora, read_lora
 from digen_jax.config.load import read_config
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.diffusion.steps import Ode
@@ -26,11 +30,7 @@ from digen_jax.parallel.placement import DeviceGroup
 from digen_jax.parallel.policy import Policy
 from digen_jax.parallel.sampler import Sampler, SamplerSettings, Weights
 from digen_jax.policies import check_negative, make_policy, trained_of
-from digen_jax.records.checkpoint_folder import read_checkpoint
 from digen_jax.records.environment import started_in
-from digen_jax.weights.folder import SAMPLING, read_json
-from digen_jax.weights.lora import merge
-from digen_jax.weights.lora_files import open_lora, read_lora
 
 
 class Defaults(NamedTuple):

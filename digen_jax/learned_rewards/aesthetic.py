@@ -18,6 +18,9 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int, UInt8
 
+from digen_jax.checkpoints.folder import Folder, read_params, resolve_folder
+from digen_jax.checkpoints.tensors import read_tree
+from digen_jax.checkpoints.torch_file import as_stored, open_arrays
 from digen_jax.learned_rewards.files import in_dtype, read_config, read_processor
 from digen_jax.learned_rewards.host import on_host
 from digen_jax.learned_rewards.scorer import Opened, Params, Prepare
@@ -26,9 +29,6 @@ from digen_jax.models.vision import clip
 from digen_jax.models.vision.clip_vision import CLIPVisionModelWithProjection
 from digen_jax.models.vision.preprocess import pil_crop
 from digen_jax.parallel.reward_model import Scoring
-from digen_jax.weights.folder import Folder, read_params, resolve_folder
-from digen_jax.weights.tensors import read_tree
-from digen_jax.weights.torch_file import as_stored, open_arrays
 
 # The linear layers' widths by their places in the source's list, between which are dropouts.
 WIDTHS = {0: 1024, 2: 128, 4: 64, 6: 16, 7: 1}

@@ -10,12 +10,12 @@ import functools
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from digen_jax.checkpoints.folder import Folder, resolve_folder
 from digen_jax.learned_rewards.files import opened_clip, read_processor, read_tokenizer
 from digen_jax.learned_rewards.host import on_host
 from digen_jax.learned_rewards.scorer import Opened, Params, Similarity
 from digen_jax.models.vision.preprocess import tensor_crop
 from digen_jax.parallel.reward_model import Scoring
-from digen_jax.weights.folder import Folder, resolve_folder
 
 DIVISOR = 30.0
 

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from digen_jax.checkpoints.folder import Folder, read_json, read_params
 from digen_jax.learned_rewards.scorer import Params
 from digen_jax.models.text import clip_tokenizer
 from digen_jax.models.text.clip_text import CLIPTextConfig
 from digen_jax.models.vision import clip
 from digen_jax.models.vision.clip import CLIPConfig, CLIPModel
 from digen_jax.models.vision.preprocess import Processor
-from digen_jax.weights.folder import Folder, read_json, read_params
 
 PROCESSOR = "preprocessor_config.json"
 

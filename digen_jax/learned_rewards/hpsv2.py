@@ -12,6 +12,9 @@ import pathlib
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from digen_jax.checkpoints.folder import Folder, resolve_folder
+from digen_jax.checkpoints.tensors import read_tree
+from digen_jax.checkpoints.torch_file import as_stored, open_arrays
 from digen_jax.learned_rewards.files import in_dtype, read_tokenizer
 from digen_jax.learned_rewards.host import on_host
 from digen_jax.learned_rewards.scorer import Opened, Params, Similarity
@@ -19,9 +22,6 @@ from digen_jax.models.vision import clip, open_clip
 from digen_jax.models.vision.clip import CLIPModel
 from digen_jax.models.vision.preprocess import Processor, tensor_pad
 from digen_jax.parallel.reward_model import Scoring
-from digen_jax.weights.folder import Folder, resolve_folder
-from digen_jax.weights.tensors import read_tree
-from digen_jax.weights.torch_file import as_stored, open_arrays
 
 HEADS = 16  # of both towers of open_clip's ViT-H-14
 

@@ -11,8 +11,8 @@ from flax.linen.dtypes import promote_dtype
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
+from digen_jax.checkpoints.lora import is_adapted, lora_scale
 from digen_jax.target import current
-from digen_jax.weights.lora import is_adapted, lora_scale
 
 LANES = 128
 Arrays = Sequence[Array]

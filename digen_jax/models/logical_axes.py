@@ -9,8 +9,8 @@ from typing import Any
 
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from digen_jax.weights.lora import RANK
-from digen_jax.weights.names import LAYERS, is_scanned
+from digen_jax.checkpoints.lora import RANK
+from digen_jax.checkpoints.names import LAYERS, is_scanned
 
 NAMES = {
     LAYERS: "layers of a scan",

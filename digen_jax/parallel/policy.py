@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float, Int
 
+from digen_jax.checkpoints.lora import LoraConfig, lora_init, lora_layers, merge
 from digen_jax.diffusion.sampling import Velocity
 from digen_jax.models.family import Family
-from digen_jax.weights.lora import LoraConfig, lora_init, lora_layers, merge
 
 Params = Any
 GUIDED = "classifier-free", "embedded", "both"

@@ -12,12 +12,12 @@ import jax
 from flax.traverse_util import flatten_dict
 from jax.sharding import NamedSharding, PartitionSpec
 
+from digen_jax.checkpoints.lora import factor_axes
+from digen_jax.checkpoints.names import LAYERS
 from digen_jax.errors import ConfigError
 from digen_jax.models.family import Params
 from digen_jax.parallel.mesh import FSDP, SEQUENCE, TENSOR, parts
 from digen_jax.target import on_mesh
-from digen_jax.weights.lora import factor_axes
-from digen_jax.weights.names import LAYERS
 
 # The tactic "fsdp" leaves smaller leaves whole: gathering them costs more than the memory they take.
 FSDP_MIN_SIZE = 2**14

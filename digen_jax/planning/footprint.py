@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from digen_jax.assemble import parameter_shapes, recipe_model
 from digen_jax.config.train_config import TrainConfig
+from digen_jax.data.prompt_files import negatives_differ
 from digen_jax.learned_rewards.on_mesh import outlined
 from digen_jax.models.family import Family, Params, Record
 from digen_jax.parallel.encoding import example
@@ -18,7 +19,6 @@ from digen_jax.parallel.policy import Policy
 from digen_jax.parallel.sharding import Layout
 from digen_jax.parallel.system import in_dtype
 from digen_jax.policies import make_policy
-from digen_jax.prompts.files import negatives_differ
 from digen_jax.rewards.built_in import on_mesh
 from digen_jax.scheduling.planner.problem import Footprint, OnDevice
 

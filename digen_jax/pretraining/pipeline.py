@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from digen_jax.checkpoints import folder as weights
 from digen_jax.models.sd3.family import (
     COMPONENTS,
     PIPELINE_CLASS,
@@ -17,7 +18,6 @@ from digen_jax.pretraining import stages
 from digen_jax.pretraining.pool import cached_pool
 from digen_jax.pretraining.settings import PretrainSettings
 from digen_jax.pretraining.tokenizer import build_tokenizer
-from digen_jax.weights import folder as weights
 
 
 def pretrain(settings: PretrainSettings, workdir: pathlib.Path, output: pathlib.Path) -> None:

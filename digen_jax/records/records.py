@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from digen_jax.checkpoints.checkpointer import SaveFailed
+from digen_jax.checkpoints.room import FULL
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.errors import ConfigError
 from digen_jax.images import stills
@@ -20,12 +22,10 @@ from digen_jax.process.shutdown import Stopped
 from digen_jax.process.startup import describe_cache
 from digen_jax.process.terminal import Progress
 from digen_jax.records import pictures
-from digen_jax.records.checkpoint import SaveFailed
 from digen_jax.records.command_log import CommandLog
 from digen_jax.records.environment import note_start
 from digen_jax.records.evaluation import Evaluation, Extremes, by_tag, save_images, saved_images
 from digen_jax.records.metrics import CLOCK, MetricsLog, read_metrics
-from digen_jax.records.room import FULL
 from digen_jax.records.timeline_files import TraceFile, draw
 from digen_jax.scheduling.timeline import Interval
 

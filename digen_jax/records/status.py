@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from digen_jax.checkpoints.folder import read_json
 from digen_jax.errors import ConfigError
 from digen_jax.files import replace
 from digen_jax.process.terminal import broken, last_lines, printable
-from digen_jax.weights.folder import read_json
 
 FILE = "status.json"
 EVERY = 2.0  # seconds between two writes

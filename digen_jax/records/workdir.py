@@ -13,11 +13,11 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from digen_jax.checkpoints.folder import read_json
 from digen_jax.config.fields import MOVED
 from digen_jax.errors import ConfigError
 from digen_jax.files import replace
 from digen_jax.process.shutdown import Stopped
-from digen_jax.weights.folder import read_json
 
 # The C library's struct flock, by which a lock is asked for.
 FLOCK, FIELDS = (

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from digen_jax.data.label import prompts_label
 from digen_jax.errors import ConfigError
 from digen_jax.files import parse_json, without_torn_line
-from digen_jax.prompts.label import prompts_label
 from digen_jax.records.evaluation import saved_images
 from digen_jax.records.metrics import CLOCK, read_metrics
 

@@ -19,10 +19,10 @@ from typing import Any
 from digen_jax.errors import ConfigError
 from digen_jax.process.shutdown import Stopped, during, hangs, out_of_memory
 from digen_jax.records.command_log import CommandLog
-from digen_jax.records.positions import Begun
 from digen_jax.records.summary import Summary
 from digen_jax.rewards.exchanges import moved
 from digen_jax.rewards.pool import RewardPool, may_pass
+from digen_jax.runtime.checkpointing import Begun
 from digen_jax.runtime.clock import Stopwatch, Watch, end_process
 from digen_jax.runtime.executors import Executors
 from digen_jax.runtime.link import LOSS, LinkError, LostSums

@@ -17,9 +17,9 @@ from digen_jax.learned_rewards.on_mesh import named
 from digen_jax.parallel.system import Rollout, System
 from digen_jax.parallel.trainer import TrainState
 from digen_jax.records.evaluation import Evaluation, Extremes
-from digen_jax.records.positions import Position
 from digen_jax.rewards.built_in import on_mesh
 from digen_jax.rewards.pool import RewardPool
+from digen_jax.runtime.checkpointing import Position
 from digen_jax.runtime.clock import paused
 from digen_jax.runtime.link import Link, LostSums, SamplesOf, Versions
 from digen_jax.runtime.sampling import SamplingExecutor

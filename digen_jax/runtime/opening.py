@@ -16,25 +16,24 @@ import numpy as np
 
 from digen_jax.assemble import build, build_trainer, drawn_prompts, held_out_prompts, read_scorers
 from digen_jax.config.train_config import TrainConfig
+from digen_jax.data.notes import tell
 from digen_jax.distributed.workers import RemoteWorkers
-from digen_jax.encoding.ahead import prepare
-from digen_jax.encoding.reached import reached
 from digen_jax.errors import ConfigError
 from digen_jax.models.family import Family
 from digen_jax.models.text.tokenizer_files import known_words
 from digen_jax.parallel.system import System
 from digen_jax.planning.placing import place_here
 from digen_jax.policies import start_warnings
+from digen_jax.precompute import prepare, reached
 from digen_jax.process.interrupt import Interrupt
 from digen_jax.process.job import MEETING
 from digen_jax.process.shutdown import STOPPED, Stopped
-from digen_jax.prompts.notes import tell
-from digen_jax.records.positions import Begun, Position, Positions
 from digen_jax.records.workdir import check_shared, own_claim
 from digen_jax.rewards import Scores
 from digen_jax.rewards.built_in import resolve
 from digen_jax.rewards.canary import check_canaries
 from digen_jax.rewards.pool import RewardPool
+from digen_jax.runtime.checkpointing import Begun, Position, Positions
 from digen_jax.runtime.executors import Executors, follow
 from digen_jax.runtime.link import Link
 from digen_jax.runtime.orders import Orders, answer, entries, leave

@@ -16,11 +16,11 @@ from jaxtyping import Bool, Float, Float32, Int, Num, UInt8
 from digen_jax import rewards
 from digen_jax.algorithms.advantages import AdvantageSettings, advantages, ranking, trained_images
 from digen_jax.config.train_config import TrainConfig
+from digen_jax.data.prompt_files import read_prompt_file, read_prompt_files
 from digen_jax.images import as_scored, stills
 from digen_jax.learned_rewards.on_mesh import named
 from digen_jax.parallel.divergence import DivergedError, check_images
 from digen_jax.parallel.reward_model import Scoring
-from digen_jax.prompts.files import read_prompt_file, read_prompt_files
 from digen_jax.records.evaluation import Evaluation, Extremes, Sample, by_tag
 from digen_jax.records.image_statistics import Looks, group_diversity, joined, look_beside
 from digen_jax.rewards.built_in import on_mesh

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from digen_jax.assemble import build
+from digen_jax.checkpoints.checkpointer import Checkpointer, template_of
 from digen_jax.config.load import fit_config, load_config
 from digen_jax.diffusion.sampling import image_keys, start_noise
 from digen_jax.diffusion.steps import Ode
@@ -18,7 +19,6 @@ from digen_jax.inference.export import export, first_average, how_to_load
 from digen_jax.models.family import Size
 from digen_jax.parallel.optimizer import TrainerSettings
 from digen_jax.parallel.sampler import Sampler, SamplerSettings
-from digen_jax.records.checkpoint import Checkpointer, template_of
 from digen_jax.records.metrics import read_metrics
 from digen_jax.train import train
 from tests.cases import said

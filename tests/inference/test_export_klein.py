@@ -8,9 +8,9 @@ import torch
 from diffusers import Flux2KleinPipeline
 from safetensors.numpy import load_file
 
+from digen_jax.checkpoints.lora_files import FILE, read_lora, write_lora
 from digen_jax.diffusion.sampling import image_keys, start_noise
 from digen_jax.inference.model import open_model
-from digen_jax.weights.lora_files import FILE, read_lora, write_lora
 from tests.cases import said
 from tests.models.flux2.folders import klein_folder, klein_pipeline
 

@@ -8,10 +8,10 @@ import torch
 from diffusers import QwenImagePipeline
 from peft.utils import get_peft_model_state_dict
 
+from digen_jax.checkpoints.lora import adapted_layers
 from digen_jax.diffusion.sampling import image_keys, start_noise
 from digen_jax.inference.model import open_model
 from digen_jax.models.qwen_image.family import NULL
-from digen_jax.weights.lora import adapted_layers
 from tests.cases import said
 from tests.inference.test_export_klein import assert_written_alike
 from tests.models.qwen_image.folders import packed, qwen_image_folder, qwen_image_pipeline

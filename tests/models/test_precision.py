@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from digen_jax.checkpoints.lora import lora_layers
 from digen_jax.families import load_family
 from digen_jax.models.linear import Linear, of_one_input
 from digen_jax.models.precision import exact_products
 from digen_jax.models.sd3.family import TokenIds
 from digen_jax.target import on_device
-from digen_jax.weights.lora import lora_layers
 from tests.pipelines import ROOT
 
 

@@ -3,11 +3,11 @@
 import jax
 import pytest
 
+from digen_jax.checkpoints.folder import resolve_folder
 from digen_jax.families import load_family, read_parts
 from digen_jax.models.published import published_folder, published_models
 from digen_jax.parallel.mesh import make_mesh
 from digen_jax.parallel.placement import DeviceGroup
-from digen_jax.weights.folder import resolve_folder
 
 # Parameters of the transformers without their position tables, as the repositories' safetensors files have them.
 TRANSFORMERS = {

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
 
+from digen_jax.checkpoints.lora import LoraConfig
 from digen_jax.parallel.policy import Policy
-from digen_jax.weights.lora import LoraConfig
 from tests.cases import said
 from tests.parallel import toy
 

@@ -26,10 +26,10 @@ from digen_jax.parallel.placement import make_placement
 from digen_jax.parallel.sharding import Layout
 from digen_jax.parallel.system import Images, System, on_trainer, shardings
 from digen_jax.parallel.trainer import TrainState
-from digen_jax.records.positions import Begun, Position
 from digen_jax.rewards import Rewards, alone
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime import opening, training
+from digen_jax.runtime.checkpointing import Begun, Position
 from digen_jax.runtime.clock import Watch
 from digen_jax.runtime.driver import Driver
 from digen_jax.runtime.executors import Executors, follow

@@ -10,9 +10,9 @@ import pyarrow.parquet
 import pytest
 from huggingface_hub import constants
 
-from digen_jax.prompts import hub
-from digen_jax.prompts.dataset import prompt_batches
-from digen_jax.prompts.files import read_prompt_file
+from digen_jax.data import hub
+from digen_jax.data.prompt_files import read_prompt_file
+from digen_jax.data.prompt_order import prompt_batches
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 ROWS = [

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from digen_jax.data.needs import check_needs
 from digen_jax.errors import ConfigError
-from digen_jax.prompts.needs import check_needs
 from digen_jax.rewards import ocr
 from tests.pipelines import ROOT
 

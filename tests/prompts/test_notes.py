@@ -5,9 +5,9 @@ import pathlib
 
 import pytest
 
+from digen_jax.data import notes, prompt_files
 from digen_jax.families import load_family
 from digen_jax.models.text.tokenizer_files import known_words
-from digen_jax.prompts import files, notes
 from tests.cases import said
 from tests.tiny_runs import pipeline
 
@@ -112,10 +112,10 @@ def test_lines_that_cannot_be_prompts_are_refused_by_number(tmp_path, name):
     with pytest.raises(
         ValueError, match=r"line 2: 1,000,0\d\d bytes are more than a prompt can have"
     ):
-        files.read_prompt_file(file)
+        prompt_files.read_prompt_file(file)
     file.write_text(f"{line('a')}\n{line('x' + chr(7))}\n{line(chr(7) + chr(0))}\n")
     with pytest.raises(ValueError, match=r"line 3: .*nothing but hidden characters; write a text"):
-        files.read_prompt_file(file)
+        prompt_files.read_prompt_file(file)
 
 
 def test_the_same_text_with_another_picture_is_no_repetition(tmp_path):

@@ -206,7 +206,8 @@ def test_the_runs_bookkeeping_imports_neither_torch_nor_tensorflow():
     code = (
         "import json, sys\n"
         "from digen_jax.process import terminal\n"
-        "from digen_jax.records import checkpoint, event_file, metrics, pictures\n"
+        "from digen_jax.checkpoints import checkpointer\n"
+        "from digen_jax.records import event_file, metrics, pictures\n"
         "from digen_jax.config import fields\n"
         "print(json.dumps([m for m in ('torch', 'tensorflow', 'diffusers') if m in sys.modules]))"
     )

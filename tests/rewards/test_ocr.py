@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw, ImageFont
 
+from digen_jax.data.prompt_files import read_prompt_file
 from digen_jax.errors import ConfigError
-from digen_jax.prompts.files import read_prompt_file
 from digen_jax.rewards import ocr
 from tests.pipelines import ROOT
 

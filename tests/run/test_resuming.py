@@ -12,11 +12,11 @@ import jax
 import numpy as np
 import pytest
 
+from digen_jax.checkpoints import checkpoint_folder, checkpointer
+from digen_jax.checkpoints.checkpointer import SaveFailed
 from digen_jax.errors import ConfigError
 from digen_jax.parallel import sharding
 from digen_jax.process.shutdown import Stopped
-from digen_jax.records import checkpoint, checkpoint_folder
-from digen_jax.records.checkpoint import SaveFailed
 from digen_jax.records.command_log import read_log
 from digen_jax.records.metrics import read_metrics
 from tests.metrics import assert_same_metrics, metrics
@@ -200,14 +200,14 @@ def test_a_disk_that_fills_while_a_checkpoint_is_written_is_one_sentence_that_sa
 ):
     """Then no space is reserved for what the run still writes at its end."""
     c = config(tmp_path, steps=4, checkpoint__every=1, **RARELY)
-    save, filling = checkpoint.Checkpointer.save, threading.Timer(0.02, fill, (small_disk,))
+    save, filling = checkpointer.Checkpointer.save, threading.Timer(0.02, fill, (small_disk,))
 
     def saved_late(self, step, *rest):
         if step == 2 and filling.ident is None:  # a failed save is repeated at the run's end
             filling.start()
         save(self, step, *rest)
 
-    monkeypatch.setattr(checkpoint.Checkpointer, "save", saved_late)
+    monkeypatch.setattr(checkpointer.Checkpointer, "save", saved_late)
     with pytest.raises(SaveFailed, match="make room, and the same command continues"):
         train("disk/run", c)
     filling.join()  # while it writes, the file takes space without a name, too

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from digen_jax.records.positions import Begun
+from digen_jax.runtime.checkpointing import Begun
 from digen_jax.runtime.training import GradientExecutor, OtherTrainingExecutor
 from digen_jax.scheduling.commands import TRAINER, Generate, Train, Update
 from tests.cases import quick

@@ -13,10 +13,10 @@ import pytest
 from digen_jax.errors import ConfigError
 from digen_jax.process.shutdown import Stopped
 from digen_jax.records.command_log import CommandLog, read_log
-from digen_jax.records.positions import Begun
 from digen_jax.rewards import Scores, alone
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime import driver as runtime_driver
+from digen_jax.runtime.checkpointing import Begun
 from digen_jax.runtime.executors import Executors
 from digen_jax.runtime.link import Link, LinkError
 from digen_jax.runtime.sampling import SamplingExecutor

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from digen_jax.prompts.files import read_prompt_file
+from digen_jax.data.prompt_files import read_prompt_file
 from digen_jax.shapes.reward import shapes_geneval
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from digen_jax.attention.kernels import Heads
+from digen_jax.checkpoints import folder as weights
 from digen_jax.diffusion.schedule import SchedulerConfig
 from digen_jax.models.autoencoders import autoencoder_flux2, autoencoder_kl
 from digen_jax.models.family import Guidance, Params, Record, Size, check_image
@@ -29,7 +30,6 @@ from digen_jax.models.remat import Remat
 from digen_jax.models.text import language_model, language_model_tokenizer
 from digen_jax.models.text.language_model_config import LanguageModelConfig
 from digen_jax.models.text.tokenizer_files import longer, padded
-from digen_jax.weights import folder as weights
 
 PIPELINE_CLASS = "Flux2KleinPipeline"
 # (library, classes) of each component, as diffusers' model_index.json names them.

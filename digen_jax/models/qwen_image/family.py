@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from digen_jax.attention.kernels import Heads
+from digen_jax.checkpoints import folder as weights
 from digen_jax.diffusion.schedule import SchedulerConfig, make_sigmas
 from digen_jax.models.autoencoders import autoencoder_wan
 from digen_jax.models.family import Guidance, Params, Record, Size, check_image
@@ -27,7 +28,6 @@ from digen_jax.models.remat import Remat
 from digen_jax.models.text import language_model, language_model_tokenizer
 from digen_jax.models.text.language_model_config import LanguageModelConfig
 from digen_jax.models.text.tokenizer_files import longer, padded
-from digen_jax.weights import folder as weights
 
 PIPELINE_CLASS = "QwenImagePipeline"
 # (library, class) of each component, as diffusers' model_index.json names them.

@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from digen_jax.attention.kernels import Heads
+from digen_jax.checkpoints import folder as weights
 from digen_jax.diffusion.schedule import SchedulerConfig, make_sigmas
 from digen_jax.models.autoencoders import autoencoder_kl
 from digen_jax.models.family import Guidance, Params, Record, Size, check_image
@@ -25,7 +26,6 @@ from digen_jax.models.sd3 import flops as sd3_flops
 from digen_jax.models.sd3 import network as sd3
 from digen_jax.models.text import clip_text, clip_tokenizer, t5, t5_tokenizer
 from digen_jax.models.text.tokenizer_files import longer, padded
-from digen_jax.weights import folder as weights
 
 PIPELINE_CLASS = "StableDiffusion3Pipeline"
 # (library, class) of each component, as diffusers' model_index.json names them. A model may have no T5.

@@ -3,9 +3,9 @@
 import pathlib
 from typing import Any
 
+from digen_jax.checkpoints.folder import read_json
 from digen_jax.models.text.clip_text import LEGACY_EOS, CLIPTextConfig
 from digen_jax.models.text.tokenizer_files import ANOTHER, GENERAL, class_name, open_tokenizer
-from digen_jax.weights.folder import read_json
 
 # Either set of files contains the vocabulary.
 FILES = (("tokenizer.json",), ("vocab.json", "merges.txt"))

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Int
 
-from digen_jax.weights.folder import read_json
+from digen_jax.checkpoints.folder import read_json
 
 # Classes that a tokenizer of any kind may be saved as.
 GENERAL = ("PreTrainedTokenizer", "TokenizersBackend")

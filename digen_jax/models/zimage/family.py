@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from digen_jax.attention.kernels import Heads
+from digen_jax.checkpoints import folder as weights
 from digen_jax.diffusion.schedule import SchedulerConfig, make_sigmas
 from digen_jax.models.autoencoders import autoencoder_kl
 from digen_jax.models.family import Guidance, Params, Record, Size, check_image
@@ -26,7 +27,6 @@ from digen_jax.models.text.tokenizer_files import longer, padded
 from digen_jax.models.zimage import flops as zimage_flops
 from digen_jax.models.zimage import network as zimage
 from digen_jax.models.zimage.config import ZImageConfig
-from digen_jax.weights import folder as weights
 
 PIPELINE_CLASS = "ZImagePipeline"
 # (library, classes) of each component, as diffusers' model_index.json names them.

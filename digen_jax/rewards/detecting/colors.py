@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from PIL import Image
 from transformers import AutoImageProcessor, AutoTokenizer, CLIPModel
 
+from digen_jax.checkpoints.folder import resolve_folder
 from digen_jax.rewards.detecting import COLORS
-from digen_jax.weights.folder import resolve_folder
 
 GREY = "#999"  # around an object
 Box = tuple[float, float, float, float]

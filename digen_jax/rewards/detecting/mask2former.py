@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from jaxtyping import UInt8
 from transformers import AutoImageProcessor, Mask2FormerForUniversalSegmentation
 
+from digen_jax.checkpoints.folder import resolve_folder
 from digen_jax.rewards.detecting import Colored
 from digen_jax.rewards.detecting.colors import Colors
 from digen_jax.rewards.geneval import Detection
-from digen_jax.weights.folder import resolve_folder
 
 # GenEval's names of classes for which COCO has others, in either of COCO's spellings.
 GENEVAL = {

@@ -12,6 +12,7 @@ import torch
 from diffusers import Flux2KleinPipeline
 from flax.traverse_util import flatten_dict
 
+from digen_jax.checkpoints import folder, names
 from digen_jax.models.autoencoders.autoencoder_flux2 import (
     AXES,
     IGNORED,
@@ -20,7 +21,6 @@ from digen_jax.models.autoencoders.autoencoder_flux2 import (
 )
 from digen_jax.models.autoencoders.autoencoder_kl import LISTS
 from digen_jax.models.logical_axes import logical_axes
-from digen_jax.weights import folder, names
 from tests.models import parity
 
 TINY = {

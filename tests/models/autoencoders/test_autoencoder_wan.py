@@ -12,6 +12,7 @@ import pytest
 import torch
 from flax.traverse_util import flatten_dict
 
+from digen_jax.checkpoints import folder, names
 from digen_jax.models.autoencoders.autoencoder_wan import (
     AXES,
     LISTS,
@@ -24,7 +25,6 @@ from digen_jax.models.autoencoders.autoencoder_wan import (
 )
 from digen_jax.models.autoencoders.autoencoder_wan_layers import RMSNorm
 from digen_jax.models.logical_axes import logical_axes
-from digen_jax.weights import folder, names
 from tests.models import parity
 
 # vae/config.json of Qwen/Qwen-Image; Wan-AI/Wan2.1-T2V-1.3B-Diffusers' has the same fields.

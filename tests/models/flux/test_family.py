@@ -14,6 +14,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift, retrieve_timesteps
 from safetensors.numpy import load_file, save_file
 
+from digen_jax.checkpoints.folder import copy_pipeline, read_json, write_params
 from digen_jax.diffusion.sampling import image_keys, start_noise
 from digen_jax.diffusion.steps import Ode
 from digen_jax.errors import ConfigError
@@ -24,7 +25,6 @@ from digen_jax.models.flux.flops import forward_flops
 from digen_jax.models.published import published_folder
 from digen_jax.parallel.policy import Policy
 from digen_jax.parallel.sampler import Sampler, SamplerSettings, Weights
-from digen_jax.weights.folder import copy_pipeline, read_json, write_params
 from tests.cases import said
 from tests.models.flux.folders import flux_folder, flux_pipeline, packed
 

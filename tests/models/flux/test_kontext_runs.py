@@ -11,11 +11,12 @@ import pytest
 from diffusers import FluxKontextPipeline
 from PIL import Image
 
+from digen_jax import precompute
 from digen_jax.assemble import build
 from digen_jax.config.load import fit_config, load_config
+from digen_jax.data.embedding_cache import _about, _blocks
+from digen_jax.data.prompt_files import read_prompt_file
 from digen_jax.diffusion.sampling import image_keys, start_noise
-from digen_jax.encoding import ahead
-from digen_jax.encoding.reached import reached
 from digen_jax.errors import ConfigError
 from digen_jax.families import editing, load_family, read_parts
 from digen_jax.images import read_picture
@@ -24,9 +25,8 @@ from digen_jax.inference.model import Model, open_model
 from digen_jax.inference.pictures import sample_to_folder
 from digen_jax.models.family import Size
 from digen_jax.parallel.encoding import encoder
+from digen_jax.precompute import reached
 from digen_jax.prompt_store import stored
-from digen_jax.prompts.encoded import _about, _blocks
-from digen_jax.prompts.files import read_prompt_file
 from digen_jax.train import train
 from tests.metrics import metrics
 from tests.models.flux.folders import flux_folder, packed
@@ -76,7 +76,7 @@ def test_equal_texts_with_other_pictures_stay_apart(base, tmp_path, capsys):
 
     def prepared():
         drawn = functools.partial(reached, recipe, tmp_path / "cache")
-        return ahead.prepare(recipe, jax.devices()[:1], drawn)
+        return precompute.prepare(recipe, jax.devices()[:1], drawn)
 
     found = prepared()
     found.run()

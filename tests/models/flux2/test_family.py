@@ -15,6 +15,8 @@ from diffusers.pipelines.flux2.pipeline_flux2_klein import (
     retrieve_timesteps,
 )
 
+from digen_jax.checkpoints.folder import copy_pipeline, open_tensors, read_json, write_params
+from digen_jax.checkpoints.names import tensor_names
 from digen_jax.diffusion.sampling import image_keys, start_noise
 from digen_jax.diffusion.steps import Ode
 from digen_jax.errors import ConfigError
@@ -25,8 +27,6 @@ from digen_jax.models.flux2.flops import forward_flops
 from digen_jax.models.published import published_folder
 from digen_jax.parallel.policy import Policy
 from digen_jax.parallel.sampler import Sampler, SamplerSettings, Weights
-from digen_jax.weights.folder import copy_pipeline, open_tensors, read_json, write_params
-from digen_jax.weights.names import tensor_names
 from tests.cases import said
 from tests.models.flux2.folders import klein_folder, klein_pipeline
 

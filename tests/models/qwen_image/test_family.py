@@ -13,6 +13,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift, retrieve_timesteps
 from safetensors.numpy import load_file, save_file
 
+from digen_jax.checkpoints.folder import copy_pipeline, open_tensors, read_json, write_params
 from digen_jax.diffusion.sampling import image_keys, start_noise
 from digen_jax.diffusion.steps import Ode
 from digen_jax.errors import ConfigError
@@ -24,7 +25,6 @@ from digen_jax.models.qwen_image.family import DROPPED, NULL, TEMPLATE
 from digen_jax.models.qwen_image.flops import forward_flops
 from digen_jax.parallel.policy import Policy
 from digen_jax.parallel.sampler import Sampler, SamplerSettings, Weights
-from digen_jax.weights.folder import copy_pipeline, open_tensors, read_json, write_params
 from tests.cases import said
 from tests.models.qwen_image.folders import packed, qwen_image_folder, qwen_image_pipeline
 

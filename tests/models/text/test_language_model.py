@@ -10,6 +10,7 @@ import safetensors.torch
 import torch
 import transformers
 
+from digen_jax.checkpoints import folder, names
 from digen_jax.models.logical_axes import logical_axes
 from digen_jax.models.text.language_model import (
     AXES,
@@ -20,7 +21,6 @@ from digen_jax.models.text.language_model import (
     unused,
 )
 from digen_jax.models.text.language_model_config import LanguageModelConfig
-from digen_jax.weights import folder, names
 from tests.models import parity
 
 TEXT = {

@@ -9,6 +9,8 @@ import transformers
 from flax.traverse_util import flatten_dict
 from transformers.models.t5.modeling_t5 import T5Attention
 
+from digen_jax.checkpoints import names
+from digen_jax.checkpoints.folder import open_tensors, read_params
 from digen_jax.models.logical_axes import logical_axes
 from digen_jax.models.text.t5 import (
     AXES,
@@ -18,8 +20,6 @@ from digen_jax.models.text.t5 import (
     T5EncoderModel,
     relative_buckets,
 )
-from digen_jax.weights import names
-from digen_jax.weights.folder import open_tensors, read_params
 from tests.models import parity
 
 TINY = {

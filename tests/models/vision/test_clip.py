@@ -7,11 +7,11 @@ import pytest
 import torch
 import transformers
 
+from digen_jax.checkpoints.folder import read_params
 from digen_jax.models.logical_axes import logical_axes
 from digen_jax.models.vision import clip, clip_vision
 from digen_jax.models.vision.clip import CLIPConfig, CLIPModel
 from digen_jax.models.vision.clip_vision import CLIPVisionConfig, CLIPVisionModelWithProjection
-from digen_jax.weights.folder import read_params
 from tests.models import parity
 
 END = 40

@@ -15,6 +15,9 @@ from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline
 from diffusers.pipelines.z_image import pipeline_z_image
 from peft.utils import get_peft_model_state_dict
 
+from digen_jax.checkpoints.folder import read_json, write_params
+from digen_jax.checkpoints.lora import LoraConfig, adapted_layers, lora_init, lora_layers
+from digen_jax.checkpoints.lora_files import read_lora, write_lora
 from digen_jax.diffusion.sampling import image_keys, start_noise
 from digen_jax.diffusion.steps import Ode
 from digen_jax.errors import ConfigError
@@ -24,9 +27,6 @@ from digen_jax.models.family import Size
 from digen_jax.models.zimage.flops import forward_flops
 from digen_jax.parallel.policy import Policy
 from digen_jax.parallel.sampler import Sampler, SamplerSettings, Weights
-from digen_jax.weights.folder import read_json, write_params
-from digen_jax.weights.lora import LoraConfig, adapted_layers, lora_init, lora_layers
-from digen_jax.weights.lora_files import read_lora, write_lora
 from tests.cases import said
 from tests.models.zimage.folders import TRANSFORMER, zimage_folder, zimage_pipeline
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from diffusers import ZImageTransformer2DModel
 
+from digen_jax.checkpoints import names
 from digen_jax.models.logical_axes import logical_axes
 from digen_jax.models.zimage import network as zimage
 from digen_jax.models.zimage.config import ZImageConfig
 from digen_jax.models.zimage.flops import forward_flops
-from digen_jax.weights import names
 from tests.cases import quick
 from tests.models import parity
 

@@ -1,0 +1,381 @@
+"""Component and pipeline folders in the format of diffusers and transformers.
+
+A component is `config.json` and safetensors, in one file or in several with an index; a pipeline is
+`model_index.json` and a folder for each component. This code needs neither torch nor diffusers.
+"""
+
+import json
+import os
+import pathlib
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import huggingface_hub
+import numpy as np
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from jax.typing import DTypeLike
+
+from digen_jax.checkpoints.tensors import (
+    StoredTensor,
+    Tree,
+    check_tensors,
+    file_tensors,
+    open_file,
+    read_tree,
+    write_file,
+)
+from digen_jax.files import parse_json
+
+Folder = str | pathlib.Path
+
+INDEX = "model_index.json"
+# The file name that each library expects.
+STEMS = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
+# Next to model_index.json: the sampling settings (steps, guidance) with which a model is best sampled, if they differ
+# from its pipeline's defaults. diffusers does not read it.
+SAMPLING = "sampling.json"
+# Hub repositories often also contain the pipeline as one file at the root, and half-precision copies.
+HUB_FILES = ["*.json", "*/*.txt", "*/*.model", "*/*.jinja", "LICENSE*", "*/*.safetensors"]
+HUB_FILES += [f"{stem}*.safetensors" for stem in STEMS.values()]
+HUB_FILES += ["*lora_weights.safetensors", "adapter_model.safetensors"]
+HUB_IGNORED = ["*.fp16.*", "*.fp16-*", "*.bf16.*", "*.non_ema.*", "*onnx*"]
+
+
+def resolve_folder(
+    name_or_path: Folder,
+    revision: str | None = None,
+    without: tuple[str, ...] = (),
+    index_only: bool = False,
+) -> pathlib.Path:
+    """A local folder as it is, or the downloaded local copy of a hub repository "owner/name".
+
+    Args:
+      name_or_path: name of the folder or repository.
+      revision: of the repository; None: the newest one.
+      without: components of the repository that are not needed, such as a large text encoder.
+      index_only: download only `model_index.json`.
+
+    Raises:
+      ValueError: there is no such folder or repository.
+    """
+    path = pathlib.Path(name_or_path).expanduser()
+    if path.is_dir():
+        return path
+    name = str(name_or_path)
+    seen_from = "" if path.is_absolute() else f"; relative folders are seen from {os.getcwd()}"
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) or path.exists():
+        raise ValueError(
+            f"{name!r} is neither an existing folder nor a hub id 'owner/name'{seen_from}"
+        )
+    skip = HUB_IGNORED + [f"{component}/*" for component in without]
+    files = [INDEX] if index_only else HUB_FILES
+    try:
+        return pathlib.Path(
+            huggingface_hub.snapshot_download(
+                name, revision=revision, allow_patterns=files, ignore_patterns=skip
+            )
+        )
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, ConnectionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"{name!r} is not an existing folder, and the hub repository of that name cannot be downloaded "
+            f"(check the name, the network, and your access to gated models{seen_from}): {reason}"
+        ) from error
+
+
+def read_json(path: Folder) -> dict[str, Any]:
+    """A JSON object from a file; a missing or malformed file is a ValueError that names it."""
+    try:
+        value = parse_json(pathlib.Path(path).read_bytes())
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ValueError(f"{path} is missing") from error
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object, not a {type(value).__name__}")
+    return value
+
+
+def read_model_index(folder: Folder) -> dict[str, Any]:
+    """`model_index.json` of a pipeline folder: `_class_name`, and [library, class] for each component."""
+    path = pathlib.Path(folder) / INDEX
+    index = read_json(path)
+    if not isinstance(index.get("_class_name"), str):
+        raise ValueError(f"{path} has no _class_name, so it does not describe a pipeline")
+    return index
+
+
+def absent_components(folder: Folder) -> list[str]:
+    """The components that a pipeline's `model_index.json` names but its folder lacks."""
+    entries = {k: v for k, v in read_model_index(folder).items() if isinstance(v, list)}
+    return [name for name in entries if not pathlib.Path(folder, name).is_dir()]
+
+
+def check_classes(folder: Folder, components: Mapping[str, tuple[str | None, ...]]) -> None:
+    """Compares `model_index.json` with the (library, class, ..) of each component; (None, None) is not compared.
+
+    Where several classes are given, each of them will do.
+
+    Raises:
+      ValueError: names the first component that is missing or has another class.
+    """
+    path = pathlib.Path(folder) / INDEX
+    index = read_json(path)
+    for part, expected in components.items():
+        found = index.get(part)
+        # transformers also saves the class of a faster tokenizer, which reads the same files.
+        same = isinstance(found, list) and [str(name).removesuffix("Fast") for name in found]
+        supported = [[expected[0], name] for name in expected[1:]]
+        if expected[0] is not None and same not in supported:
+            raise ValueError(
+                f"{path} says that {part} is {json.dumps(found)}, but only {' or '.join(map(json.dumps, supported))} "
+                "is supported: choose another folder"
+            )
+
+
+def read_configs(
+    folder: Folder,
+    components: Mapping[str, tuple[str | None, ...]],
+    readers: Mapping[str, Callable[[dict[str, Any]], Any]],
+) -> dict[str, Any]:
+    """The results of `readers` for the JSON files of a pipeline's components, after `check_classes`.
+
+    Raises:
+      ValueError: names the file that is missing, has another class, or is refused by its reader.
+    """
+    check_classes(folder, components)
+    return {
+        part: read_component(folder, part, components[part][1:], read)
+        for part, read in readers.items()
+    }
+
+
+def read_component(
+    folder: Folder,
+    part: str,
+    kinds: Sequence[str | None],
+    read: Callable[[dict[str, Any]], Any],
+) -> Any:
+    """The result of `read` for the JSON file of a pipeline's component, after a check of its class: one of `kinds`.
+
+    Raises:
+      ValueError: names the file that is missing, has another class, or is refused by `read`.
+    """
+    name = "scheduler_config.json" if part == "scheduler" else "config.json"
+    path = pathlib.Path(folder) / part / name
+    config = read_json(path)
+    said = config.get("_class_name") or (config.get("architectures") or kinds)[0]
+    if said not in kinds:
+        raise ValueError(
+            f"{path} describes a {said}, not a {' or '.join(map(str, kinds))}: choose another folder"
+        )
+    try:
+        return read(config)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+# -------------------------------------------------------------------------------------- reading
+
+
+def read_params(
+    folder: Folder,
+    template: Tree,
+    lists: tuple[str, ...],
+    shardings: Any = None,
+    dtype: DTypeLike | None = None,
+    ignore: tuple[str, ...] = (),
+    rename: Callable[[str], str] | None = None,
+) -> dict[str, Any]:
+    """The parameters of a component folder; each device reads only its own shards.
+
+    `template` is the network's tree of `jax.ShapeDtypeStruct`, `lists` the network's `LISTS`.
+    `shardings` is one Sharding, a tree of them or a prefix of such a tree; None puts everything on
+    the first device. Floating leaves get `dtype`, or the template's. `ignore` are name patterns
+    (`*.position_ids`) of tensors that the file may contain although the network has no such leaf.
+    `rename` gives a tensor's name in the network where versions of transformers have saved different ones;
+    `ignore` is about the results. Raises a ValueError that names a missing, surplus or misshapen tensor.
+    """
+    tensors = _renamed(open_tensors(folder), rename)
+    config = pathlib.Path(folder) / "config.json"
+    return read_tree(tensors, template, lists, shardings, dtype, ignore, config)
+
+
+def check_params(
+    folder: Folder,
+    template: Tree,
+    lists: tuple[str, ...],
+    ignore: tuple[str, ...] = (),
+    rename: Callable[[str], str] | None = None,
+) -> None:
+    """Raises the errors of `read_params` that the headers of its files tell; only these are read."""
+    tensors = _renamed(open_tensors(folder), rename)
+    check_tensors(tensors, template, lists, ignore, pathlib.Path(folder) / "config.json")
+
+
+def _renamed(
+    tensors: dict[str, StoredTensor], rename: Callable[[str], str] | None
+) -> dict[str, StoredTensor]:
+    """Raises ValueError if two tensors get the same name."""
+    if rename is None:
+        return tensors
+    stored: dict[str, str] = {}
+    for name in tensors:
+        first = stored.setdefault(rename(name), name)
+        if first != name:
+            raise ValueError(
+                f"{tensors[name].file} holds both {first} and {name}, which are the same parameter: "
+                "get a whole copy of the folder"
+            )
+    return {name: tensors[in_file] for name, in_file in stored.items()}
+
+
+def has_weights(folder: Folder) -> bool:
+    """Whether a component folder holds any weights, complete or not."""
+    return any(pathlib.Path(folder).glob("*.safetensors*"))
+
+
+def open_tensors(folder: Folder) -> dict[str, StoredTensor]:
+    """The tensors of a component folder by name; only the headers are read.
+
+    If there is a single file next to an index of several, the index counts for a component of diffusers and the
+    single file for one of transformers, as in `from_pretrained` of both.
+    """
+    folder = pathlib.Path(folder)
+    for stem in STEMS.values():
+        index, single = (folder / f"{stem}.safetensors{end}" for end in (".index.json", ""))
+        if single.exists() and (stem == STEMS["transformers"] or not index.exists()):
+            return open_file(single)
+        if index.exists():
+            weight_map = read_json(index).get("weight_map")
+            if not isinstance(weight_map, dict):
+                raise ValueError(f"{index} has no weight_map of tensor names to files")
+            for file in weight_map.values():
+                # A lexical check, because files in the hub's cache are links to places outside the folder.
+                plain = isinstance(file, str) and pathlib.PurePath(file).name == file
+                if not (plain and file.endswith(".safetensors")):
+                    raise ValueError(
+                        f"{index} takes weights from {file!r}, but they must be next to it: name a "
+                        ".safetensors file of that folder"
+                    )
+            files = sorted({folder / file for file in weight_map.values()})
+            for file in files:
+                if not file.exists():
+                    raise ValueError(
+                        f"{file} is missing, which {index.name} next to it names: copy or download the folder again"
+                    )
+            return {name: tensor for file in files for name, tensor in open_file(file).items()}
+    expected = " or ".join(f"{stem}.safetensors[.index.json]" for stem in STEMS.values())
+    others = sorted({*folder.glob("*.safetensors"), *folder.glob("*.bin")})
+    found = f", not {others[0].name}" if others else ""
+    raise ValueError(f"{folder} holds no weights: expected {expected}{found}")
+
+
+# -------------------------------------------------------------------------------------- writing
+
+
+def write_params(
+    folder: Folder,
+    params: Tree,
+    lists: tuple[str, ...],
+    config: Mapping[str, Any],
+    kind: str = "diffusers",
+    dtype: DTypeLike | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+) -> None:
+    """Write `config.json` and the weights so that `from_pretrained(folder)` loads them.
+
+    `kind` is the library, "diffusers" or "transformers". Floating leaves are cast to `dtype` if given;
+    above `max_shard_bytes` the weights are divided into several files with an index. Every file appears
+    whole, earlier weights are removed, and `config.json` is written last: if it exists, all files do.
+    """
+    folder = pathlib.Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = STEMS[kind]
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".partial-") as scratch:
+        written = _write_weights(
+            pathlib.Path(scratch), stem, file_tensors(params, lists, dtype), max_shard_bytes
+        )
+        written.append(pathlib.Path(scratch, "config.json"))
+        written[-1].write_text(_dump(config), encoding="utf-8")
+        (folder / "config.json").unlink(missing_ok=True)
+        for stale in (f"{stem}.safetensors", f"{stem}.safetensors.index.json"):
+            (folder / stale).unlink(missing_ok=True)
+        for stale in folder.glob(f"{stem}-?????-of-?????.safetensors"):
+            stale.unlink()
+        for file in written:
+            os.replace(file, folder / file.name)
+
+
+def _write_weights(
+    folder: pathlib.Path, stem: str, tensors: Iterable[tuple[str, np.ndarray]], limit: int
+) -> list[pathlib.Path]:
+    """Returns the written files: one, or numbered ones and their index."""
+    shards: list[list[str]] = []
+    total, size, held = 0, 0, {}
+
+    def flush() -> None:
+        write_file(folder / f"{len(shards)}", held)
+        shards.append(list(held))
+
+    for name, tensor in tensors:
+        if held and size + tensor.nbytes > limit:
+            flush()
+            size, held = 0, {}
+        held[name] = tensor
+        size, total = size + tensor.nbytes, total + tensor.nbytes
+    flush()
+    if len(shards) == 1:
+        return [(folder / "0").rename(folder / f"{stem}.safetensors")]
+    files = [f"{stem}-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+    index = folder / f"{stem}.safetensors.index.json"
+    index.write_text(_dump({"metadata": {"total_size": total}, "weight_map": weight_map}))
+    return [(folder / f"{i}").rename(folder / file) for i, file in enumerate(files)] + [index]
+
+
+def _dump(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, indent=2, sort_keys=True) + "\n"
+
+
+def copy_pipeline(
+    source: Folder,
+    target: Folder,
+    replace: Mapping[str, Callable[[pathlib.Path], None]],
+    sampling: Mapping[str, Any],
+) -> None:
+    """Writes a pipeline folder with the source's components, except those in `replace`, which are written anew.
+
+    `replace[component](folder)` must fill the given folder. `sampling` is the content of `SAMPLING`. If
+    the source lacks the folder of a component, its entry becomes null, as in diffusers for a component
+    that was not loaded. The target must not exist, and appears only when it is complete.
+    """
+    source, target = pathlib.Path(source), pathlib.Path(target)
+    index = read_model_index(source)
+    parts = [name for name, value in index.items() if isinstance(value, list) and value[0]]
+    if unknown := sorted(set(replace) - set(parts)):
+        raise ValueError(f"{source} has no component {unknown[0]}, only {', '.join(sorted(parts))}")
+    if target.exists():
+        raise ValueError(f"{target} exists already; choose another folder or delete it")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".partial-") as scratch:
+        pipeline = pathlib.Path(scratch, target.name)
+        pipeline.mkdir()
+        for part in parts:
+            if part in replace:
+                (pipeline / part).mkdir()
+                replace[part](pipeline / part)
+            elif (source / part).is_dir():
+                shutil.copytree(source / part, pipeline / part)
+            else:
+                index[part] = [None, None]
+        for licence in source.glob("LICENSE*"):
+            shutil.copy(licence, pipeline)
+        (pipeline / SAMPLING).write_text(_dump(sampling), encoding="utf-8")
+        (pipeline / INDEX).write_text(_dump(index), encoding="utf-8")
+        os.replace(pipeline, target)

@@ -1,0 +1,257 @@
+"""LoRA (arXiv 2106.09685) on linen networks; `lora_files` reads and writes its files.
+
+A layer y = W x becomes y = W x + (alpha / rank) B A x. The low-rank term is added to the
+activations of every `nn.Dense` that has factors in the collection "lora", so that neither B A nor a
+gradient of W is ever computed. Networks need no code for it, but their scans must declare
+`variable_axes={"params": 0, "lora": 0}`.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.linen.dtypes import promote_dtype
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jaxtyping import Array
+
+from digen_jax.checkpoints import names
+from digen_jax.checkpoints.tensors import Tree
+from digen_jax.ranges import Count, PositiveFloat
+
+# How the first factor is drawn; see `lora_init`.
+Init = Literal["kaiming", "gaussian"]
+# The logical axis between the two factors.
+RANK = "rank"
+
+_scale = contextvars.ContextVar("scale", default=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraConfig:
+    """The LoRA that is tuned instead of all weights."""
+
+    rank: Count = 0  # rank of the factors; 0: no LoRA, all weights are tuned
+    alpha: PositiveFloat = 1.0  # the update is scaled by alpha / rank
+    # regular expression for the full names of the linear layers, as in torch, with or without their component's name
+    # and a dot in front; "": the model family's own
+    targets: str = ""
+    # how the first factor is drawn: PEFT's default, or "gaussian" with a standard deviation of 1 / rank
+    init: Init = "kaiming"
+    # a LoRA to continue, of the same rank, alpha and layers: a folder or file, or a hub id
+    start: str = ""
+
+    @property
+    def scale(self) -> float:
+        """The factor of the low-rank term."""
+        return self.alpha / self.rank
+
+
+def lora_init(
+    key: Array,
+    templates: Mapping[str, Tree],
+    config: LoraConfig,
+    lists: Mapping[str, tuple[str, ...]],
+) -> dict[str, Any]:
+    """Fresh float32 factors: a [.., in, r] random, b [.., r, out] zero, as in PEFT.
+
+    With "kaiming", PEFT's default, a is uniform within 1/sqrt(in), so that its std is 1/sqrt(3 in);
+    with "gaussian" it is normal with std 1/r (peft 0.21.2, tuners/lora/layer.py,
+    `reset_lora_parameters`), which Flow-GRPO, DiffusionNFT, AWM and GenRL use.
+
+    `templates` contains each component's parameters or their shapes; components without targets get no
+    factors. The first component draws with `key`, each other one with a key derived from it. A layer's
+    draw depends only on its torch name, not on the division of the network into scans.
+
+    Raises:
+      ValueError: the targets match nothing, or only some layers of a scan.
+    """
+    keys = {
+        part: jax.random.fold_in(key, zlib.crc32(part.encode())) if number else key
+        for number, part in enumerate(templates)
+    }
+    return {
+        part: _factors(keys[part], templates[part], config, lists[part], part)
+        for part in adapted_layers(templates, config.targets, lists)
+    }
+
+
+def adapted_layers(
+    templates: Mapping[str, Tree], targets: str, lists: Mapping[str, tuple[str, ...]]
+) -> dict[str, set[str]]:
+    """The torch names of the linear layers that `targets` matches, for each component.
+
+    Components without such layers are left out. Raises ValueError if there are none at all, or if only
+    some layers of a scan match.
+    """
+    found = {
+        part: {
+            name.removesuffix(".weight")
+            for path in _targets(template, targets, lists[part], part)
+            for name in names.tensor_names((*path, "kernel"), lists[part])
+        }
+        for part, template in templates.items()
+    }
+    if not any(found.values()):
+        known = [
+            name
+            for part, template in templates.items()
+            for _, _, layers in dense_layers(template, lists[part])
+            for name in layers
+        ]
+        raise ValueError(
+            f"lora targets {targets!r} matches none of the {len(known)} linear layers; "
+            f"it must match a whole name such as {known[0]}"
+        )
+    return {part: layers for part, layers in found.items() if layers}
+
+
+def _factors(
+    key: Array, template: Tree, config: LoraConfig, lists: tuple[str, ...], component: str
+) -> dict[str, Any]:
+    """`lora_init` of one component."""
+    factors = {}
+    for path, kernel in _targets(template, config.targets, lists, component).items():
+        layers = names.tensor_names((*path, "kernel"), lists)
+        numbers = np.array([zlib.crc32(name.encode()) for name in layers], np.uint32)
+        keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, numbers)
+        *stack, inputs, outputs = kernel.shape
+
+        def draw(key: Array, shape=(inputs, config.rank)) -> Array:
+            if config.init == "gaussian":
+                return jax.random.normal(key, shape, jnp.float32) / config.rank
+            bound = shape[0] ** -0.5
+            return jax.random.uniform(key, shape, jnp.float32, -bound, bound)
+
+        a = jax.vmap(draw)(keys)
+        factors[*path, "a"] = a if stack else a[0]
+        factors[*path, "b"] = jnp.zeros((*stack, config.rank, outputs), jnp.float32)
+    return unflatten_dict(factors)
+
+
+def factor_axes(
+    axes: Mapping[names.Path, tuple[str | None, ...]],
+) -> dict[names.Path, tuple[str | None, ...]]:
+    """The logical axes of possible LoRA factors of linear layers: a [.., in, rank], b [.., rank, out].
+
+    `axes` contains those of parameters, by path.
+    """
+    factors = {}
+    for (*module, leaf), (*stack, last) in axes.items():
+        if leaf == "kernel" and len(stack) > 0:
+            *stack, first = stack
+            factors[*module, "a"] = (*stack, first, RANK)
+            factors[*module, "b"] = (*stack, RANK, last)
+    return factors
+
+
+def check_rank(rank: int, factors: Tree) -> None:
+    """Raises ValueError for a rank that no layer can have, given the factors or their shapes."""
+    flat = flatten_dict(factors)
+    highest = max(
+        min(a.shape[-2], flat[*path, "b"].shape[-1])
+        for (*path, leaf), a in flat.items()
+        if leaf == "a"
+    )
+    if rank > highest:
+        raise ValueError(
+            f"rank = {rank} is too large for all of its layers: set it to {highest} or less"
+        )
+
+
+@contextlib.contextmanager
+def lora_layers(scale: float) -> Iterator[None]:
+    """A context in which `module.apply({"params": ..., "lora": ...}, ...)` adds the low-rank terms.
+
+    It acts while the module is traced, so enter it inside the jitted function. `scale` is alpha / rank.
+    """
+
+    def intercept(call, args, kwargs, context):
+        y = call(*args, **kwargs)
+        dense = context.module
+        if not is_adapted(dense):
+            return y
+        a, b = dense.get_variable("lora", "a"), dense.get_variable("lora", "b")
+        x, a, b = promote_dtype(*args, a, b, dtype=dense.dtype)
+        low = _product(dense, x, a) * scale
+        return y + _product(dense, low, b).astype(y.dtype)
+
+    token = _scale.set(scale)
+    try:
+        with nn.intercept_methods(intercept):
+            yield
+    finally:
+        _scale.reset(token)
+
+
+def lora_scale() -> float | None:
+    """The scale of the innermost `lora_layers`; None outside of them."""
+    return _scale.get()
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Whether a module is a linear layer that has factors."""
+    return isinstance(module, nn.Dense) and module.has_variable("lora", "a")
+
+
+def _product(dense: nn.Dense, x: Array, factor: Array) -> Array:
+    """Tokens [..., i] times a factor [i, o], by the layer's own product."""
+    product = dense.dot_general or jax.lax.dot_general
+    return product(x, factor, (((x.ndim - 1,), (0,)), ((), ())), precision=dense.precision)
+
+
+def merge(params: Tree, lora: Tree, scale: float) -> dict[str, Any]:
+    """Full weights W + scale A B, computed in float32 and rounded once to W's dtype."""
+    merged, factors = flatten_dict(params), flatten_dict(lora)
+    for *path, leaf in factors:
+        if leaf == "a":
+            kernel = merged[*path, "kernel"]
+            a, b = (factors[*path, factor].astype(jnp.float32) for factor in ("a", "b"))
+            update = jnp.matmul(a, b, precision="highest") * scale
+            merged[*path, "kernel"] = (kernel.astype(jnp.float32) + update).astype(kernel.dtype)
+    return unflatten_dict(merged)
+
+
+def dense_layers(
+    template: Tree, lists: tuple[str, ...]
+) -> Iterator[tuple[names.Path, Any, list[str]]]:
+    """Every linear layer: its path, its kernel, and its torch name in each layer of the scan."""
+    for path, leaf in flatten_dict(template).items():
+        if path[-1] == "kernel" and len(leaf.shape) - names.is_scanned(path, lists) == 2:
+            tensors = names.tensor_names(path, lists)
+            yield path[:-1], leaf, [tensor.removesuffix(".weight") for tensor in tensors]
+
+
+def _targets(
+    template: Tree, targets: str, lists: tuple[str, ...], component: str
+) -> dict[names.Path, Any]:
+    """The kernels of the linear layers whose torch names match, with or without the component's name."""
+    try:
+        pattern = re.compile(targets)
+    except re.error as error:
+        raise ValueError(
+            f"lora targets {targets!r} is not a regular expression: {error}"
+        ) from error
+
+    def matches(layer: str) -> bool:
+        return any(pattern.fullmatch(name) for name in (layer, f"{component}.{layer}"))
+
+    found = {}
+    for path, kernel, layers in dense_layers(template, lists):
+        hits = [layer for layer in layers if matches(layer)]
+        if hits and len(hits) < len(layers):
+            missed = next(layer for layer in layers if layer not in hits)
+            raise ValueError(
+                f"lora targets {targets!r} matches {hits[0]} but not {missed}; these layers are "
+                "scanned together, so it must match all of them or none"
+            )
+        if hits:
+            found[path] = kernel
+    return found

@@ -1,0 +1,395 @@
+"""LoRA files: writes diffusers' `pytorch_lora_weights.safetensors`, reads the plain LoRAs of many programs.
+
+A PEFT folder contains `adapter_config.json` and `adapter_model.safetensors`; Flow-GRPO, DiffusionNFT and
+AWM publish these. Diffusers writes one file, whose metadata may contain PEFT's settings, such as alpha. kohya's
+scripts, ai-toolkit and ComfyUI use other prefixes, other names of the factors, and a tensor `.alpha` for each layer.
+"""
+
+import dataclasses
+import json
+import math
+import pathlib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from digen_jax.checkpoints.folder import read_json
+from digen_jax.checkpoints.lora import dense_layers
+from digen_jax.checkpoints.tensors import (
+    StoredTensor,
+    Tree,
+    file_metadata,
+    file_tensors,
+    open_file,
+    read_tree,
+    write_file,
+)
+from digen_jax.files import parse_json
+
+FILE = "pytorch_lora_weights.safetensors"
+METADATA = "lora_adapter_metadata"
+PEFT_FILE, PEFT_CONFIG, PEFT_PREFIX = (
+    "adapter_model.safetensors",
+    "adapter_config.json",
+    "base_model.model",
+)
+# Our leaf names and torch's module names; both factors are stored in the layout of a Dense kernel.
+FACTORS = {"a": "lora_A", "b": "lora_B"}
+# The ends of tensor names, and what the tensor is.
+ROLES = {
+    ".lora_A.weight": "lora_A",
+    ".lora_B.weight": "lora_B",
+    ".lora_down.weight": "lora_A",
+    ".lora_up.weight": "lora_B",
+    ".lora.down.weight": "lora_A",
+    ".lora.up.weight": "lora_B",
+    ".alpha": "alpha",
+}
+# Parts of a name that DDP, torch.compile, FSDP, activation checkpointing and PEFT's adapter names add.
+WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "default"}
+# Prefixes of PEFT, of ai-toolkit and ComfyUI, and of kohya's scripts, which write a layer's name with underscores.
+PREFIXES = (PEFT_PREFIX, "diffusion_model")
+FLAT = "lora_unet_"
+# How to convert other files, where `pipe` is diffusers' pipeline of the model; {file}, {part}: the file and the tuned
+# component; {parts}: it and the text encoders that the file adapts.
+CONVERT = (
+    "convert it with diffusers by safetensors.torch.save_file({{k: v.clone() for k, v in "
+    "pipe.lora_state_dict({file!r}).items()}}, 'converted.safetensors'), and use that file"
+)
+MERGE = (
+    "merge it into the model with diffusers by pipe.load_lora_weights({file!r}), pipe.fuse_lora({parts}), "
+    "pipe.unload_lora_weights() and pipe.save_pretrained(FOLDER), and use that folder as the model"
+)
+MERGE_PEFT = (
+    "merge it into the model by pipe.{part} = peft.PeftModel.from_pretrained(pipe.{part}, {folder!r})"
+    ".merge_and_unload() and pipe.save_pretrained(FOLDER), and use that folder as the model"
+)
+ELSEWHERE = "merge it into the model with the program that made it, and use the merged model"
+# Tensors of other formats: by name, what they are and what to do.
+ENCODER = r"(?:.*\.)?(?:text_encoder(_\d)?\.|lora_te(\d?)_)"
+FORMATS = (
+    (ENCODER, "a factor of a text encoder, which is not tuned here", MERGE),
+    (r".*\.lora_magnitude_vector", "a part of DoRA", MERGE),
+    (r".*[._](lokr_|hada_|oft_|dora_scale$|diff(_b)?$|lora_mid)", "no part of a LoRA", ELSEWHERE),
+    (
+        r".*joint_blocks",
+        "a layer by its original name, which diffusers cannot convert either",
+        ELSEWHERE,
+    ),
+    (
+        r".*(double_blocks|single_blocks|qkv|[._]processor[._])",
+        "a layer by its original name, which diffusers has renamed or divided",
+        CONVERT,
+    ),
+)
+# PEFT settings that change the meaning of the same tensors; only these values are supported. Some
+# initialisations (init_lora_weights) also change the base model.
+PLAIN = {
+    "peft_type": ("LORA",),
+    "use_rslora": (False,),
+    "use_dora": (False,),
+    "fan_in_fan_out": (False,),
+    "rank_pattern": ({},),
+    "alpha_pattern": ({},),
+    "layer_replication": (None,),
+    "alora_invocation_tokens": (None,),
+    "init_lora_weights": (True, False, "gaussian"),
+    "modules_to_save": ([],),
+    "bias": ("none",),
+    "lora_bias": (False,),
+}
+
+
+class LoraFile(NamedTuple):
+    """The LoRA of a component: its tensors, of which only the headers are read, and its settings."""
+
+    file: pathlib.Path
+    tensors: dict[str, StoredTensor]  # by COMPONENT.LAYER.lora_A.weight and so on
+    component: str
+    rank: int
+    alpha: float | None  # None: not given, and diffusers takes the rank
+
+    @property
+    def layers(self) -> set[str]:
+        """The torch names of the layers that have a tensor."""
+        start = f"{self.component}."
+        return {name.rsplit(".lora_", 1)[0].removeprefix(start) for name in self.tensors}
+
+
+def write_lora(
+    folder: str | pathlib.Path,
+    lora: Mapping[str, Tree],
+    alpha: float | int,
+    lists: Mapping[str, tuple[str, ...]],
+) -> None:
+    """Write `pytorch_lora_weights.safetensors`, which `pipe.load_lora_weights(folder)` reads.
+
+    `lora` and `lists` are by component, whose name is the prefix of its tensors' names. The metadata gives
+    diffusers alpha, which would otherwise be the rank.
+    """
+    folder = pathlib.Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors, adapter = {}, {}
+    for part, factors in lora.items():
+        own = dict(file_tensors(_as_modules(factors, part), lists[part]))
+        layers = sorted({name.removeprefix(f"{part}.").rsplit(".", 2)[0] for name in own})
+        rank = next(tensor.shape[0] for name, tensor in own.items() if ".lora_A." in name)
+        settings = {"r": rank, "lora_alpha": alpha, "target_modules": layers}
+        adapter |= {f"{part}.{key}": value for key, value in settings.items()}
+        tensors |= own
+    write_file(folder / FILE, tensors, {METADATA: json.dumps(adapter, indent=2, sort_keys=True)})
+
+
+def read_lora(
+    folder: str | pathlib.Path,
+    templates: Mapping[str, Tree],
+    lists: Mapping[str, tuple[str, ...]],
+    shardings: Any = None,
+) -> dict[str, tuple[dict[str, Any], int, float]]:
+    """(lora, rank, alpha) of each component in a folder or file; arguments and errors as in `open_lora`."""
+    found = {}
+    for part, opened in open_lora(folder, templates, lists).items():
+        alpha = opened.rank if opened.alpha is None else opened.alpha
+        lora = read_opened(opened, templates[part], lists[part], shardings)
+        found[part] = lora, opened.rank, float(alpha)
+    return found
+
+
+def open_lora(
+    folder: str | pathlib.Path,
+    templates: Mapping[str, Tree],
+    lists: Mapping[str, tuple[str, ...]],
+) -> dict[str, LoraFile]:
+    """Opens a LoRA in a folder of PEFT or diffusers, or in a single file, by component.
+
+    Names that begin with no component belong to the first one; components without tensors are left out. If a
+    folder has both files, PEFT's is read. The settings come from `adapter_config.json` if the folder has one, else
+    from the metadata of the file. Tensors `.alpha` take the place of the settings' alpha; where layers have different
+    ones, the factors are scaled and alpha is the rank.
+
+    Args:
+      folder: of the LoRA, or its file.
+      templates: the parameters of the tuned components, or their shapes.
+      lists: the `LISTS` of each component.
+
+    Raises:
+      ValueError: there is no file, or it is no plain LoRA of one rank of these components; the message names the
+        format or the layer, and how to convert the file.
+    """
+    folder = pathlib.Path(folder).expanduser()
+    file = _lora_file(folder) if folder.is_dir() else folder
+    stored, opened = open_file(file), {}
+    found = _by_component(file, stored, templates, lists)
+    given = _settings(file, stored)
+    for part, roles in found.items():
+        settings = {key.removeprefix(f"{part}."): value for key, value in given.items()}
+        _check_plain(file, settings, part)
+        rank = _rank(file, roles.get("lora_A", {}), part, settings)
+        alpha = _alpha(file, settings)
+        if alphas := {layer: _number(tensor) for layer, tensor in roles.pop("alpha", {}).items()}:
+            # As in kohya's scripts a layer without the tensor has a scale of 1.
+            alphas |= {layer: rank for layer in roles["lora_A"] if layer not in alphas}
+            alpha = alphas[min(alphas)] if len({*alphas.values()}) == 1 else rank
+            for layer in roles.get("lora_B", {}):
+                roles["lora_B"][layer] = _scaled(roles["lora_B"][layer], alphas[layer] / alpha)
+        tensors = {
+            f"{part}.{layer}.{role}.weight": tensor
+            for role, layers in roles.items()
+            for layer, tensor in layers.items()
+        }
+        opened[part] = LoraFile(file, tensors, part, rank, alpha)
+    return opened
+
+
+def read_opened(
+    opened: LoraFile, template: Tree, lists: tuple[str, ...], shardings: Any = None
+) -> dict[str, Any]:
+    """The float32 factors of an opened LoRA; see `read_lora`."""
+    adapted, rank = opened.layers, opened.rank
+    factors = {}
+    for path, kernel, layers in dense_layers(template, lists):
+        if adapted.intersection(layers):
+            *stack, inputs, outputs = kernel.shape
+            factors[*path, "a"] = jax.ShapeDtypeStruct((*stack, inputs, rank), jnp.float32)
+            factors[*path, "b"] = jax.ShapeDtypeStruct((*stack, rank, outputs), jnp.float32)
+    modules = _as_modules(unflatten_dict(factors), opened.component)
+    read = flatten_dict(read_tree(opened.tensors, modules, lists, shardings))
+    short = {module: leaf for leaf, module in FACTORS.items()}
+    lora = {(*path[1:-2], short[path[-2]]): leaf for path, leaf in read.items()}
+    return unflatten_dict(lora)
+
+
+def _as_modules(lora: Tree, component: str) -> dict[str, Any]:
+    """The tree whose tensor names are those of the file: factors are kernels of modules lora_A, lora_B."""
+    return unflatten_dict(
+        {
+            (component, *path, FACTORS[leaf], "kernel"): factor
+            for (*path, leaf), factor in flatten_dict(lora).items()
+        }
+    )
+
+
+def _lora_file(folder: pathlib.Path) -> pathlib.Path:
+    """The file of a LoRA in a folder."""
+    for name in (PEFT_FILE, FILE):
+        if (folder / name).exists():
+            return folder / name
+    others = sorted(folder.glob("*.safetensors"))
+    advice = f"; if {others[0].name} is the LoRA, give the path of that file" if others else ""
+    raise ValueError(f"{folder} holds no LoRA: neither {PEFT_FILE} nor {FILE}{advice}")
+
+
+def _by_component(
+    file: pathlib.Path,
+    stored: Mapping[str, StoredTensor],
+    templates: Mapping[str, Tree],
+    lists: Mapping[str, tuple[str, ...]],
+) -> dict[str, dict[str, dict[str, StoredTensor]]]:
+    """The tensors of a file by component, role and layer; ValueError if one is no tensor of a plain LoRA."""
+    layers = {part: set(_layers(template, lists[part])) for part, template in templates.items()}
+    flat = {part: {name.replace(".", "_"): name for name in own} for part, own in layers.items()}
+    first = next(iter(templates))
+    prefixes = "|".join(map(re.escape, (*templates, *PREFIXES)))
+    found: dict[str, dict[str, dict[str, StoredTensor]]] = {}
+    unknown = []
+    for name, tensor in stored.items():
+        plain = ".".join(word for word in name.split(".") if word not in WRAPPERS)
+        role = next((role for end, role in ROLES.items() if plain.endswith(end)), None)
+        end = next((end for end in ROLES if plain.endswith(end)), "")
+        start = re.match(rf"((?:{prefixes})\.)*", plain)[0]
+        part = next((one for one in templates if f".{one}." in f".{start}"), first)
+        layer = plain.removeprefix(start).removesuffix(end)
+        if layer.startswith(FLAT):
+            layer = flat[part].get(layer.removeprefix(FLAT), layer)
+        if role is None or layer not in layers[part]:
+            unknown.append(name)
+        else:
+            found.setdefault(part, {}).setdefault(role, {})[layer] = tensor
+    if unknown:
+        raise ValueError(f"{file} {_why_unknown(file, unknown, first)}")
+    if not found:
+        raise ValueError(f"{file} holds no tensors")
+    return found
+
+
+def _why_unknown(file: pathlib.Path, names: list[str], part: str) -> str:
+    """What the tensors are that belong to no plain LoRA of the network, and what to do."""
+    for pattern, kind, advice in FORMATS:
+        if found := next((name for name in names if re.match(pattern, name)), None):
+            return f"has {found}, {kind}: {_advice(advice, file, part, names)}"
+    what = f"has {names[0]}" + (f" and {len(names) - 1} more tensors" if len(names) > 1 else "")
+    if any(name.endswith(end) for name in names for end in ROLES):
+        return f"{what}, of layers that are no linear layers of this {part}: choose a LoRA of the same model"
+    advice = MERGE_PEFT if names[0].startswith(PEFT_PREFIX) else ELSEWHERE
+    return f"{what}, which are no factors of a LoRA: {_advice(advice, file, part)}"
+
+
+def _advice(text: str, file: pathlib.Path, part: str, names: Iterable[str] = ()) -> str:
+    """One of the ways to convert a file; `names` are those of the tensors that are not of `part`."""
+    numbers = {match[1] or match[2] for name in names if (match := re.match(ENCODER, name))}
+    encoders = {
+        f"text_encoder_{number[-1]}" if number and number != "1" else "text_encoder"
+        for number in numbers
+    }
+    parts = [part, *sorted(encoders)]
+    return text.format(file=str(file), folder=str(file.parent), part=part, parts=parts)
+
+
+def _layers(template: Tree, lists: tuple[str, ...]) -> Iterator[str]:
+    """The torch names of all linear layers."""
+    for _, _, names in dense_layers(template, lists):
+        yield from names
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scaled:
+    """A stored array times a number, read in parts as float32."""
+
+    inner: Any
+    factor: float
+
+    def get_shape(self) -> list[int]:
+        return self.inner.get_shape()
+
+    def get_dtype(self) -> str:
+        return self.inner.get_dtype()
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        return self.inner[index].astype(np.float32) * np.float32(self.factor)
+
+
+def _scaled(tensor: StoredTensor, factor: float) -> StoredTensor:
+    if factor == 1:
+        return tensor
+    return StoredTensor(tensor.file, _Scaled(tensor.slice, factor))
+
+
+def _number(tensor: StoredTensor) -> float:
+    """The value of a tensor with one element; ValueError if it is not a positive number."""
+    values = np.ravel(tensor.slice[...])
+    if values.size != 1 or not 0 < float(values[0]) < math.inf:
+        raise ValueError(f"{tensor.file} has an alpha {values[:3].tolist()}, not a positive number")
+    return float(values[0])
+
+
+def _settings(file: pathlib.Path, stored: Mapping[str, StoredTensor]) -> dict[str, Any]:
+    """PEFT's settings, of the folder or as diffusers saves them in the file's header; empty if there are none."""
+    config = file.parent / PEFT_CONFIG
+    needed = any(name.startswith(f"{PEFT_PREFIX}.") for name in stored)
+    needed = needed and not any(name.endswith(".alpha") for name in stored)
+    if needed or (file.name in (FILE, PEFT_FILE) and config.exists()):
+        return read_json(config)
+    text = file_metadata(file).get(METADATA, "{}")
+    try:
+        return dict(parse_json(text).items())
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{file} has metadata {METADATA} that is not a JSON object") from error
+
+
+def _check_plain(file: pathlib.Path, settings: Mapping[str, Any], part: str) -> None:
+    """Raises ValueError for a setting of PEFT that plain LoRA does not have."""
+    for key, plain in PLAIN.items():
+        if settings.get(key) is not None and settings[key] not in plain:
+            supported = " or ".join(f"{key}={value}" for value in plain)
+            advice = MERGE_PEFT if file.name == PEFT_FILE else MERGE
+            raise ValueError(
+                f"{file} has {key}={settings[key]}, but only {supported} is supported: "
+                + _advice(advice, file, part)
+            )
+
+
+def _rank(
+    file: pathlib.Path,
+    factors: Mapping[str, StoredTensor],
+    part: str,
+    settings: Mapping[str, Any],
+) -> int:
+    """The rank of the factors lora_A of a component."""
+    ranks = {tensor.shape[0] for tensor in factors.values()}
+    if not ranks:
+        raise ValueError(f"{file} holds no factors lora_A of {part}")
+    if len(ranks) > 1:
+        advice = MERGE_PEFT if file.name == PEFT_FILE else MERGE
+        raise ValueError(
+            f"{file} mixes the ranks {sorted(ranks)}; only a single rank is supported: "
+            + _advice(advice, file, part)
+        )
+    rank = ranks.pop()
+    if settings.get("r", rank) != rank:
+        raise ValueError(
+            f"{file} says rank {settings['r']}, but its tensors have rank {rank}: save the LoRA again, or correct r"
+        )
+    return rank
+
+
+def _alpha(file: pathlib.Path, settings: Mapping[str, Any]) -> float | None:
+    """Alpha by PEFT's settings; None if they do not give it."""
+    alpha = settings.get("lora_alpha")
+    if alpha is not None and not (type(alpha) in (int, float) and 0 < alpha < math.inf):
+        raise ValueError(f"{file} has lora_alpha={alpha}, which must be a positive number")
+    return alpha

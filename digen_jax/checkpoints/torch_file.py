@@ -1,0 +1,214 @@
+"""Tensors in PyTorch's `.pt` and `.pth` files: no code of the file runs, and torch is not needed.
+
+Such a file (torch.save since 1.6, torch/serialization.py) is a zip archive: `data.pkl` describes nested dicts and lists
+whose tensors refer to the members `data/KEY`, which hold plain numbers. The unpickler resolves only the names that
+tensors and dicts need, to functions of this module.
+"""
+
+import io
+import math
+import pathlib
+import pickle
+import struct
+import zipfile
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from digen_jax.checkpoints.tensors import StoredTensor
+
+# numpy's dtype, and safetensors' name of it, for each of torch's types of storages.
+STORAGES: dict[str, tuple[np.dtype, str]] = {
+    f"{kind}Storage": (np.dtype(dtype), name)
+    for kind, dtype, name in (
+        ("Double", np.float64, "F64"),
+        ("Float", np.float32, "F32"),
+        ("Half", np.float16, "F16"),
+        ("BFloat16", ml_dtypes.bfloat16, "BF16"),
+        ("Long", np.int64, "I64"),
+        ("Int", np.int32, "I32"),
+        ("Short", np.int16, "I16"),
+        ("Char", np.int8, "I8"),
+        ("Byte", np.uint8, "U8"),
+        ("Bool", np.bool_, "BOOL"),
+        ("ComplexFloat", np.complex64, "C64"),
+        ("ComplexDouble", np.complex128, "C128"),
+    )
+}
+NAMES = dict(STORAGES.values())
+LARGEST_PICKLE = 2**26  # in bytes; a model with ten thousand tensors has a smaller one
+LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # torch's magic number, pickled, as in torch/serialization.py
+
+
+class Refused(Exception):
+    """What is wrong in a file, as a clause."""
+
+
+class Numbers(NamedTuple):
+    """An array as `StoredTensor.slice` has it."""
+
+    array: np.ndarray
+
+    def get_shape(self) -> list[int]:
+        """Returns the full shape."""
+        return list(self.array.shape)
+
+    def get_dtype(self) -> str:
+        """Returns the name of the dtype in safetensors, such as BF16."""
+        return NAMES[self.array.dtype]
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        """Returns a part."""
+        return np.asarray(self.array[index])
+
+
+def open_arrays(file: str | pathlib.Path) -> dict[str, np.ndarray]:
+    """Opens the tensors of a state_dict by name; their numbers are read when they are used.
+
+    Args:
+      file: written by torch.save in 1.6 or later. It holds a state_dict, or a dict with one as `state_dict`.
+
+    Raises:
+      ValueError: names the file, and what in it is not supported or unsafe.
+    """
+    found = load(file)
+    if isinstance(found, Mapping):
+        found = found.get("state_dict", found)
+    if not isinstance(found, Mapping) or not found:
+        raise ValueError(f"{file} holds a {type(found).__name__}, not tensors by name")
+    for name, value in found.items():
+        if not isinstance(name, str) or not isinstance(value, np.ndarray):
+            raise ValueError(f"{file}: {name!r} is a {type(value).__name__}, not a tensor")
+    return dict(found)
+
+
+def as_stored(
+    file: str | pathlib.Path, arrays: Mapping[str, np.ndarray]
+) -> dict[str, StoredTensor]:
+    """Returns arrays as tensors of a file, which errors name."""
+    return {name: StoredTensor(pathlib.Path(file), Numbers(a)) for name, a in arrays.items()}
+
+
+def load(file: str | pathlib.Path) -> Any:
+    """Loads dicts, lists, tuples, numbers, strings, and arrays that are mapped into memory.
+
+    Raises:
+      ValueError: names the file, and what in it is broken, not supported or unsafe.
+    """
+    file = pathlib.Path(file).expanduser()
+    try:
+        with file.open("rb") as opened:
+            start = opened.read(len(LEGACY))
+        if not start.startswith(b"PK"):
+            old = "in torch's format before 1.6" if start == LEGACY else "no file of torch.save"
+            raise Refused(
+                f"it is {old}: load it where torch is, with weights_only=True, and torch.save it again"
+            )
+        with zipfile.ZipFile(file) as archive:
+            return _read(file, archive)
+    except FileNotFoundError as error:
+        raise ValueError(f"{file} is missing") from error
+    except (OSError, zipfile.BadZipFile, zipfile.LargeZipFile) as error:
+        raise ValueError(f"{file} is incomplete or cannot be read: {error}") from error
+    except Refused as error:
+        raise ValueError(f"{file} cannot be read: {error}") from error
+    except Exception as error:  # the unpickler may raise any
+        raise ValueError(f"{file} cannot be read, its contents are broken: {error}") from error
+
+
+def _read(file: pathlib.Path, archive: zipfile.ZipFile) -> Any:
+    mapped = np.memmap(file, np.uint8, "r")
+    pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+    if len(pickles) != 1 or pickles[0].count("/") != 1:
+        raise Refused("it is no file of torch.save, which has one data.pkl")
+    root = pickles[0].removesuffix("data.pkl")
+
+    def content(name: str) -> np.ndarray:
+        """A member's bytes, which follow its own header, whose last two fields are lengths of name and extra fields."""
+        info = archive.getinfo(root + name)
+        if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
+            raise Refused(f"its member {name} is compressed, which torch.save does not do")
+        header = mapped[info.header_offset : info.header_offset + 30].tobytes()
+        if header[:4] != b"PK\x03\x04":
+            raise Refused(f"its member {name} is not where the archive says")
+        begin = info.header_offset + 30 + sum(struct.unpack("<HH", header[26:30]))
+        found = mapped[begin : begin + info.file_size]
+        if len(found) != info.file_size:
+            raise Refused(f"its member {name} ends behind the file")
+        return found
+
+    if root + "byteorder" in archive.namelist() and content("byteorder").tobytes() != b"little":
+        raise Refused("its numbers are big-endian: torch.save it again on another machine")
+    program = content("data.pkl")
+    if len(program) > LARGEST_PICKLE:
+        raise Refused(f"its data.pkl has {len(program)} bytes, more than tensors need")
+    return _Unpickler(io.BytesIO(program.tobytes()), content).load()
+
+
+class _StateDict(dict):
+    """An OrderedDict of torch, whose attributes, the versions of modules, are dropped."""
+
+    def __setstate__(self, state: Any) -> None: ...
+
+
+class _Unpickler(pickle.Unpickler):
+    """Restricted to tensors and dicts: see "Restricting Globals" in Python's documentation of pickle."""
+
+    def __init__(self, program: io.BytesIO, content: Callable[[str], np.ndarray]):
+        super().__init__(program)
+        self._content = content
+        self._storages: dict[tuple[np.dtype, str], np.ndarray] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Returns this module's own object for a name of torch; any other name is refused."""
+        if (module, name) == ("collections", "OrderedDict"):
+            return _StateDict
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return _tensor
+        if module == "torch" and name in STORAGES:
+            return STORAGES[name][0]
+        raise Refused(
+            f"it names {module}.{name}, and only tensors and plain values are read: load it where torch is, with "
+            "weights_only=True, and torch.save its state_dict"
+        )
+
+    def persistent_load(self, pid: Any) -> np.ndarray:
+        """Returns the numbers of a storage."""
+        _, dtype, key, _, count = pid
+        if not isinstance(dtype, np.dtype) or not str(key).isdecimal():
+            raise Refused(f"it has a storage {key!r} of kind {dtype!r}, which is not supported")
+        if (dtype, key) not in self._storages:
+            raw = self._content(f"data/{key}")
+            # Bytes other than 0 and 1 are no truth values of numpy.
+            self._storages[dtype, key] = raw != 0 if dtype == np.bool_ else raw.view(dtype)
+        numbers = self._storages[dtype, key]
+        if len(numbers) != count:
+            raise Refused(f"storage {key} has {len(numbers)} numbers, not {count}")
+        return numbers
+
+
+def _tensor(numbers: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> np.ndarray:
+    """Returns a view of a storage's numbers, which must be inside of it and have no number twice."""
+    if not isinstance(numbers, np.ndarray):
+        raise Refused("it has a tensor without a storage")
+    if not all(type(n) is int and 0 <= n < 2**62 for n in (offset, *shape, *strides)):
+        raise Refused("it has a tensor whose shape, strides and offset are no integers from 0")
+    dims = sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1)
+    last = 0
+    for stride, size in dims:
+        if stride <= last:
+            raise Refused(
+                f"it has a tensor of shape {list(shape)} and strides {list(strides)}, whose elements overlap: "
+                "torch.save a contiguous copy"
+            )
+        last += stride * (size - 1)
+    if math.prod(shape) == 0:
+        return np.zeros(shape, numbers.dtype)
+    if offset + last >= len(numbers):
+        raise Refused(
+            f"it has a tensor of shape {list(shape)} that leaves its storage of {len(numbers)} numbers"
+        )
+    steps = [stride * numbers.itemsize for stride in strides]
+    return np.lib.stride_tricks.as_strided(numbers[offset:], shape, steps, writeable=False)

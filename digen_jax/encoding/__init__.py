@@ -1,1 +1,0 @@
-"""Prompts that are encoded before a run samples: which they are, and how they come into the store."""

@@ -1,0 +1,154 @@
+"""Positions: the state of a run after some steps, to and from its checkpoints, in every process."""
+
+import contextlib
+import pathlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from digen_jax.checkpoints.checkpoint_folder import saved_steps, steps_done
+from digen_jax.checkpoints.checkpointer import Checkpointer, SaveFailed, template_of, was_saved
+from digen_jax.config.train_config import TrainConfig
+from digen_jax.errors import ConfigError
+from digen_jax.parallel.divergence import DivergedError
+from digen_jax.parallel.mesh import put
+from digen_jax.parallel.trainer import TrainState
+from digen_jax.records.command_log import read_log
+from digen_jax.records.metrics import read_metrics
+from digen_jax.rewards.mistakes import RewardMistake
+
+
+class Begun(NamedTuple):
+    """The work in flight at a step's end, as a checkpoint holds it in addition to the trainer's state."""
+
+    scheduler: dict[str, Any]  # Scheduler.save()
+    kept: dict[int, Any]  # version: tuned parameters that begun chunks need, except the newest
+    layout: str = ""  # recipe.layout of the process that saved it, in which the costs were measured
+
+
+class Position(NamedTuple):
+    """The state of a run after `done` steps."""
+
+    done: int
+    state: TrainState
+    begun: Begun | None  # work in flight; None before the first step
+    host: dict[str, Any]  # other content of a checkpoint: places in the prompts and in the metrics
+
+    def is_whole(self) -> bool:
+        """Whether its arrays still exist: an update consumes them."""
+        return not any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state))
+
+
+class Positions(Checkpointer):
+    """The positions in a run's checkpoints. In a run of several processes all save and read together.
+
+    Raises:
+      ConfigError: there are checkpoints, and none is complete.
+    """
+
+    def __init__(self, workdir: pathlib.Path, recipe: TrainConfig):
+        super().__init__(workdir / "checkpoints", recipe.checkpoint.every, recipe.checkpoint.keep)
+        self._seed, self._layout = recipe.seed, recipe.layout
+
+    def newest(self, state: TrainState) -> Position | None:
+        """The newest position, laid out as `state` (the one before the first step); None if there is none."""
+        host = self.latest_host()
+        if host is None:
+            return None
+        versions = [int(version) for version in host["kept"]]
+        template = self._arrays(state, dict.fromkeys(versions, state.tuned))
+        found = self.restore_latest(template_of(template))
+        begun = None
+        if host["scheduler"] is not None:
+            kept = {version: found.arrays["kept"][str(version)] for version in versions}
+            begun = Begun(host["scheduler"], kept, host["layout"])
+        state = TrainState(**{name: found.arrays.get(name) for name in TrainState._fields})
+        return Position(found.step, state, begun, found.host)
+
+    def store(self, position: Position) -> None:
+        """Saves a checkpoint of a position, unless it exists; the host's part is the first process's."""
+        scheduler, kept, _ = position.begun or (None, {}, "")
+        own = {"scheduler": scheduler, "kept": sorted(kept), "layout": self._layout}
+        self.save(position.done, self._arrays(position.state, kept), position.host | own)
+
+    def reserve(self, state: TrainState) -> None:
+        """Reserves the space of a checkpoint; raises SaveFailed if there is none."""
+        self.hold_room(self._arrays(state, {}))
+
+    def _arrays(self, state: TrainState, kept: dict[int, Any]) -> dict[str, Any]:
+        arrays = {name: tree for name, tree in state._asdict().items() if tree is not None}
+        if kept:
+            arrays["kept"] = {str(version): tree for version, tree in kept.items()}
+        mesh = jax.tree.leaves(state.tuned)[0].sharding.mesh
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        return arrays | {"root_key": put(jax.random.key(self._seed), everywhere)}
+
+
+@contextlib.contextmanager
+def finishing(positions: Positions) -> Iterator[None]:
+    """Waits for the last checkpoint on exit; adds to an error of the disk or of a reward how to continue.
+
+    The block's own exception takes precedence over a save failure.
+    """
+    try:
+        yield
+        positions.close()
+    except BaseException as error:
+        with contextlib.suppress(SaveFailed):
+            positions.close()
+        if not isinstance(error, SaveFailed | RewardMistake):
+            raise
+        steps = positions.steps()
+        point = f"after step {steps[-1]}, which is saved" if steps else "from the beginning"
+        advice = f"the same command continues {point}"
+        if isinstance(error, SaveFailed):
+            raise SaveFailed(f"{error}: make room, and {advice}") from error
+        raise type(error)(f"{error}\n  fix the reward, and {advice}") from error
+
+
+@contextlib.contextmanager
+def divergence_reported(
+    position: Position, positions: Positions, recipe: TrainConfig
+) -> Iterator[None]:
+    """Raises ConfigError with advice if a value in the step after a position became infinite or NaN."""
+    try:
+        yield
+    except DivergedError as error:
+        done, trainer = position.done, recipe.trainer
+        # At the end of the run the position is saved, if an update has not consumed it.
+        saved = [done] if position.is_whole() else positions.steps()[-1:]
+        newest = f"the newest checkpoint is of step {saved[0]}" if saved else "nothing is saved"
+        raise ConfigError(
+            f"{error} in step {done + 1}: training has diverged; the last good step is {done}, and {newest}. Lower "
+            f"config.trainer.learning_rate = {trainer.learning_rate} or config.trainer.clip_norm = "
+            f"{trainer.clip_norm}, and begin in another workdir"
+        ) from error
+
+
+def check_steps(workdir: pathlib.Path, steps: int) -> None:
+    """Raises ConfigError if the run in a workdir has done more steps than its config wants."""
+    done = steps_done(workdir / "checkpoints")
+    if done > steps:
+        raise ConfigError(
+            f"config.steps = {steps}, but the run in {workdir} has done {done} steps already: give {done} or more"
+        )
+
+
+def check_records(workdir: pathlib.Path) -> None:
+    """Checks before anything slow that the files of a run can be continued.
+
+    Raises:
+      ConfigError: A file is damaged, or the checkpoints were deleted, without which the run would start at step 0.
+    """
+    metrics, folder = workdir / "metrics.jsonl", workdir / "checkpoints"
+    lines = read_metrics(metrics) if metrics.exists() else []
+    if (workdir / "commands.jsonl").exists():
+        read_log(workdir / "commands.jsonl")
+    if lines and not saved_steps(folder) and (was_saved(folder) or not folder.exists()):
+        done = lines[-1]["step"]
+        raise ConfigError(
+            f"{workdir} has the metrics of {done} steps, but no checkpoint: bring {folder} back to continue, or choose "
+            "another workdir to start again"
+        )

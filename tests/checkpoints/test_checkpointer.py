@@ -1,0 +1,348 @@
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from digen_jax.checkpoints import checkpointer
+from digen_jax.checkpoints.checkpoint_folder import read_checkpoint
+from digen_jax.checkpoints.checkpointer import Checkpointer, template_of
+from digen_jax.errors import ConfigError
+from digen_jax.records.workdir import claim_workdir, finished_step, holder, mark_finished
+
+ROOT = pathlib.Path(checkpointer.__file__).parents[2]
+
+
+def mesh(first: int, count: int):
+    devices = jax.devices()[first : first + count]
+    return jax.make_mesh((count,), ("data",), axis_types=(AxisType.Auto,), devices=devices)
+
+
+def state(step: int, on) -> dict:
+    """The content of a run's checkpoint: sharded and replicated leaves, an optimizer's tuples, a typed key."""
+    split, whole = NamedSharding(on, P("data")), NamedSharding(on, P())
+    params = {
+        "kernel": jax.device_put(jnp.arange(32.0).reshape(8, 4) + step, split),
+        "bias": jax.device_put(jnp.full(3, step, jnp.bfloat16), whole),
+    }
+    adam = optax.masked(optax.adamw(1e-3), {"kernel": True, "bias": False})
+    optimizer = jax.device_put(optax.chain(optax.clip(1.0), adam).init(params), whole)
+    key = jax.device_put(jax.random.fold_in(jax.random.key(7), step), whole)
+    return {"params": params, "optimizer": optimizer, "ema": None, "key": key}
+
+
+def assert_equal(actual, expected) -> None:
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == b.dtype
+        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        np.testing.assert_array_equal(np.asarray(a, np.float64), np.asarray(b, np.float64))
+
+
+def test_restores_onto_another_mesh_and_keeps_the_newest(tmp_path):
+    four, two = mesh(0, 4), mesh(5, 2)
+    checkpointer = Checkpointer(tmp_path / "checkpoints", every=5, keep=2)
+    for step in (5, 10, 15):
+        checkpointer.save(step, state(step, four), {"position": [step, "a"], "none": None})
+    checkpointer.close()
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["10", "15"]
+
+    template = template_of(state(0, two))
+    again = Checkpointer(tmp_path / "checkpoints", every=5, keep=2)
+    restored = again.restore_latest(template)
+    assert (restored.step, restored.host) == (15, {"position": [15, "a"], "none": None})
+    assert again.latest_host() == restored.host
+    assert_equal(restored.arrays, state(15, two))
+    assert jax.tree.map(lambda x: x.sharding, restored.arrays) == jax.tree.map(
+        lambda x: x.sharding, template
+    )
+    # The key still gives the same draws.
+    drawn = [jax.random.normal(s["key"], 3) for s in (restored.arrays, state(15, four))]
+    np.testing.assert_array_equal(*map(np.asarray, drawn))
+    again.close()
+
+
+def test_nothing_to_restore_is_none_and_due_counts_steps(tmp_path):
+    checkpointer = Checkpointer(tmp_path, every=5, keep=1)
+    assert checkpointer.restore_latest({"x": jax.ShapeDtypeStruct((1,), jnp.float32)}) is None
+    assert checkpointer.latest_host() is None
+    assert [step for step in range(1, 12) if checkpointer.due(step)] == [5, 10]
+    checkpointer.close()
+
+
+def test_saving_a_step_twice_keeps_the_first(tmp_path):
+    checkpointer = Checkpointer(tmp_path, every=1, keep=3)
+    checkpointer.save(4, {"x": jnp.zeros(2)}, {})
+    checkpointer.save(4, {"x": jnp.ones(2)}, {})
+    restored = checkpointer.restore_latest(template_of({"x": jnp.ones(2)}))
+    assert restored.arrays["x"].tolist() == [0, 0]
+    checkpointer.close()
+
+
+def test_arrays_may_be_donated_while_the_save_goes_on(tmp_path):
+    add = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
+    split = NamedSharding(mesh(0, 4), P("data"))
+    tree = {name: jax.device_put(jnp.zeros((4, 1 << 16)), split) for name in "ab"}
+    checkpointer = Checkpointer(tmp_path, every=1, keep=9)
+    for step in range(6):
+        checkpointer.save(step, tree, {})
+        tree = add(add(tree))
+    checkpointer.close()
+    for step in reversed(range(6)):
+        restored = read_checkpoint(tmp_path, template_of(tree))
+        assert restored.step == step
+        assert all((x == 2 * step).all() for x in restored.arrays.values())
+        shutil.rmtree(tmp_path / str(step))
+
+
+def test_another_tree_or_shape_is_refused(tmp_path):
+    checkpointer = Checkpointer(tmp_path, every=1, keep=1)
+    checkpointer.save(1, {"a": jnp.zeros(4), "b": jnp.zeros(2)}, {})
+    for other in ({"a": jnp.zeros(4)}, {"a": jnp.zeros(5), "b": jnp.zeros(2)}):
+        with pytest.raises(ValueError, match=r"b|shape"):
+            checkpointer.restore_latest(template_of(other))
+    checkpointer.close()
+
+
+def test_an_old_checkpoint_half_removed_does_no_harm(tmp_path):
+    checkpointer = Checkpointer(tmp_path, every=1, keep=3)
+    for step in (1, 2, 3):
+        checkpointer.save(step, {"x": jnp.full(2, step)}, {})
+    checkpointer.close()
+    shutil.rmtree(tmp_path / "1" / "arrays")
+    (tmp_path / "2" / "_CHECKPOINT_METADATA").unlink()
+    again = Checkpointer(tmp_path, every=1, keep=2)
+    template = template_of({"x": jnp.full(2, 0)})
+    assert again.restore_latest(template).arrays["x"].tolist() == [3, 3]
+    again.save(4, {"x": jnp.full(2, 4)}, {})
+    again.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["3", "4"]
+
+
+CHILD = """
+import os, pathlib, signal, sys
+import jax, jax.numpy as jnp, numpy as np
+from digen_jax.checkpoints.checkpointer import Checkpointer, SaveFailed, template_of
+
+folder = pathlib.Path(sys.argv[1])
+noise = np.random.default_rng(0).random({size})
+
+def arrays(step):
+    return {{"x": jnp.asarray(noise + step, jnp.float32), "key": jax.random.key(step)}}
+
+{body}
+"""
+IN_THE_MIDDLE = """
+checkpointer = Checkpointer(folder, 1, 3)
+checkpointer.save(1, arrays(1), {"step": 1})
+checkpointer.close()
+checkpointer = Checkpointer(folder, 1, 3)
+
+def kill(event, arguments):
+    # Before the folder in which orbax has written gets its name.
+    if event == "os.rename" and pathlib.Path(arguments[1]) == folder / "2":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+sys.addaudithook(kill)
+checkpointer.save(2, arrays(2), {"step": 2})
+checkpointer.close()
+"""
+ONE_AFTER_THE_OTHER = """
+checkpointer = Checkpointer(folder, 1, 2)
+restored = checkpointer.restore_latest(template_of(arrays(0)))
+step = restored.step if restored else 0
+print(step, flush=True)
+while True:
+    step += 1
+    checkpointer.save(step, arrays(step), {"step": step})
+    print(step, flush=True)
+"""
+
+
+def child(body: str, size: int, folder: pathlib.Path) -> subprocess.Popen:
+    code = CHILD.format(size=size, body=body)
+    run = [sys.executable, "-c", code, str(folder)]
+    return subprocess.Popen(run, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+
+
+def assert_whole(folder: pathlib.Path, size: int) -> int:
+    """Restores the newest checkpoint, checks that its parts are of one step, and returns that step."""
+    noise = np.random.default_rng(0).random(size)
+    template = template_of({"x": jnp.zeros(size), "key": jax.random.key(0)})
+    checkpointer = Checkpointer(folder, 1, 3)
+    step, arrays, host = checkpointer.restore_latest(template)
+    checkpointer.close()
+    assert host == {"step": step}
+    np.testing.assert_array_equal(arrays["x"], np.asarray(noise + step, np.float32))
+    assert jax.random.key_data(arrays["key"]).tolist() == [0, step]
+    return step
+
+
+def test_killed_in_the_middle_of_a_save_the_one_before_is_there(tmp_path):
+    process = child(IN_THE_MIDDLE, 1 << 22, tmp_path)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names[0] == "1"
+    assert names[1:] and "2" not in names
+    assert assert_whole(tmp_path, 1 << 22) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_and_started_again_only_the_last_save_may_be_lost(tmp_path):
+    reached = 0
+    for delay in (0.02, 0.05):
+        process = child(ONE_AFTER_THE_OTHER, 1 << 18, tmp_path)
+        first = int(process.stdout.readline())
+        assert first == reached
+        while int(process.stdout.readline()) < first + 4:
+            pass
+        time.sleep(delay)
+        process.kill()
+        reached = max(first + 4, *map(int, process.stdout.read().split() or [0]))
+        process.wait()
+        step = assert_whole(tmp_path, 1 << 18)
+        # A save in progress may have become whole without its number being printed.
+        assert reached - 1 <= step <= reached + 1
+        reached = step
+
+
+TOO_LARGE = """
+import resource, time
+checkpointer = Checkpointer(folder, 1, 2)
+for step in (1, 2):
+    checkpointer.save(step, arrays(step), {"step": step})
+checkpointer.wait()
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+checkpointer.save(3, arrays(3), {"step": 3})
+try:
+    while True:
+        time.sleep(0.05)
+        checkpointer.check()
+except SaveFailed as error:
+    print(error)
+print(checkpointer.steps(), sorted(path.name for path in folder.iterdir()))
+"""
+
+
+def test_a_save_that_fails_is_noticed_before_the_next_one_is_due(tmp_path):
+    process = child(TOO_LARGE, 1 << 18, tmp_path)
+    said, _ = process.communicate(timeout=100)
+    assert process.returncode == 0
+    sentence, left = said.splitlines()
+    assert sentence == f"the checkpoint of step 3 could not be saved in {tmp_path}: File too large"
+    assert left == "[1, 2] ['1', '2']"
+    assert assert_whole(tmp_path, 1 << 18) == 2
+
+
+HOLD = """
+import sys
+from digen_jax.records.workdir import claim_workdir
+claim = claim_workdir(sys.argv[1], {"seed": 0})
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_second_process_is_refused_until_the_first_ends_however_it_ends(tmp_path):
+    run = [sys.executable, "-c", HOLD, str(tmp_path)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(run, cwd=ROOT, **pipes) as process:
+        assert process.stdout.readline() == "held\n"
+        with pytest.raises(ConfigError, match=rf"in use by process {process.pid} on .*: wait"):
+            claim_workdir(tmp_path, {"seed": 0})
+        assert holder(tmp_path) == process.pid
+        process.kill()
+    assert holder(tmp_path) is holder(tmp_path / "none") is None
+    claim_workdir(tmp_path, {"seed": 0}).close()
+    assert f"process {os.getpid()} on" in (tmp_path / ".lock").read_text()
+
+
+CONFIG = {"seed": 0, "steps": 10, "log": {"every": 5, "wandb": {}}, "window": (0, 4)}
+
+
+def claim(workdir, config, may_change=(), metrics='{"step": 0}\n'):
+    """A run that claims the workdir, writes these metrics and ends."""
+    claim_workdir(workdir, config, may_change).close()
+    (workdir / "metrics.jsonl").write_text(metrics)
+
+
+def test_the_same_config_may_come_back(tmp_path):
+    claim(tmp_path, CONFIG)
+    claim(tmp_path, CONFIG | {"window": [0, 4]})
+    assert json.loads((tmp_path / "config.json").read_text())["window"] == [0, 4]
+
+
+def test_a_section_of_a_list_is_compared_field_by_field(tmp_path):
+    one, two = {"name": "one", "limit": 3}, {"name": "two", "limit": 3}
+    claim(tmp_path, {"rewards": [one, two]})
+    with pytest.raises(ConfigError, match=r"\(config\.rewards\[1\]\.limit: 3 -> 5\)"):
+        claim(tmp_path, {"rewards": (one, two | {"limit": 5})})
+    claim(tmp_path, {"rewards": (one, two | {"limit": 5})}, ["rewards[i].limit"])
+    with pytest.raises(ConfigError, match=r'config\.rewards\[1\]\.name: "two" -> not there'):
+        claim(tmp_path, {"rewards": (one,)}, ["rewards[i].limit"])
+
+
+def test_a_run_with_fields_of_an_older_version_is_refused_with_their_new_names(tmp_path):
+    claim(tmp_path, {"reward": {"name": ["one"], "processes": 1}})
+    with pytest.raises(
+        ConfigError, match=r"older version: config\.reward\.name is config\.rewards, of"
+    ):
+        claim(tmp_path, {"rewards": [{"name": "one"}]})
+
+
+def test_another_config_is_refused_with_the_fields_that_differ(tmp_path):
+    claim(tmp_path, CONFIG)
+    other = {"seed": 1, "steps": 10, "log": {"every": 5, "wandb": {"project": "x"}}, "window": None}
+    with pytest.raises(ConfigError) as caught:
+        claim(tmp_path, other, ["steps"])
+    assert str(caught.value) == (
+        f"the run in {tmp_path} has another config (config.log.wandb: {{}} -> not there; "
+        'config.log.wandb.project: not there -> "x"; config.seed: 0 -> 1; '
+        "config.window: [0, 4] -> null): choose another workdir, or take these changes back"
+    )
+    assert json.loads((tmp_path / "config.json").read_text())["seed"] == 0
+
+
+def test_fields_that_may_change_do_and_are_recorded(tmp_path):
+    claim(tmp_path, CONFIG)
+    longer = CONFIG | {"steps": 20, "log": {"every": 1, "wandb": {"project": "x"}}}
+    claim(tmp_path, longer, ["steps", "log"])
+    assert json.loads((tmp_path / "config.json").read_text())["steps"] == 20
+    with pytest.raises(ConfigError, match=r"config\.steps: 20 -> 10"):
+        claim(tmp_path, CONFIG, ["step", "log"])
+
+
+def test_where_nothing_has_been_computed_another_config_may_follow(tmp_path):
+    claim(tmp_path, CONFIG, metrics="")
+    claim(tmp_path, CONFIG | {"seed": 1}, metrics="")
+    (tmp_path / "metrics.jsonl").unlink()
+    claim(tmp_path, CONFIG | {"seed": 2})
+    assert json.loads((tmp_path / "config.json").read_text())["seed"] == 2
+    with pytest.raises(ConfigError, match=r"config\.seed: 2 -> 3"):
+        claim(tmp_path, CONFIG | {"seed": 3})
+
+
+def test_many_differences_are_counted_not_listed(tmp_path):
+    claim(tmp_path, {f"f{i}": 0 for i in range(9)})
+    with pytest.raises(ConfigError, match=r"config\.f5: 0 -> 1 and 3 more\)"):
+        claim(tmp_path, {f"f{i}": 1 for i in range(9)})
+
+
+def test_a_finished_run_says_so(tmp_path):
+    assert finished_step(tmp_path) is None
+    mark_finished(tmp_path, 70)
+    assert finished_step(tmp_path) == 70

@@ -1,0 +1,376 @@
+import hashlib
+import json
+import pathlib
+from fnmatch import fnmatch
+
+import diffusers
+import huggingface_hub
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from digen_jax.checkpoints import folder, tensors
+from digen_jax.models.autoencoders import autoencoder_kl
+from digen_jax.models.sd3 import network as sd3
+from digen_jax.models.text import clip_text
+from tests.checkpoints import toy
+
+VAE = {
+    "block_out_channels": (8, 12),
+    "down_block_types": ("DownEncoderBlock2D",) * 2,
+    "up_block_types": ("UpDecoderBlock2D",) * 2,
+    "latent_channels": 3,
+    "norm_num_groups": 4,
+}
+CLIP = {
+    "vocab_size": 30,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 9,
+    "projection_dim": 10,
+    "eos_token_id": 29,
+}
+
+
+def build(name: str):
+    """A torch model with every tensor redrawn."""
+    if name == "sd3":
+        module = diffusers.SD3Transformer2DModel(**toy.SD3)
+    elif name == "vae":
+        module = diffusers.AutoencoderKL(**VAE)
+    else:
+        config = transformers.CLIPTextConfig(**CLIP)
+        module = transformers.CLIPTextModelWithProjection(config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for tensor in module.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.normal_(generator=generator)
+    return module.eval()
+
+
+def network(name: str, config: dict):
+    """Our network's parameter shapes, from the config.json the torch model saved, and its lists."""
+    f32 = jnp.float32
+    if name == "sd3":
+        ours = sd3.SD3Transformer(sd3.SD3Config.from_config(config))
+        shapes = (1, 4, 4, 4), (1,), (1, 2, 12), (1, 10)
+        args, options, lists = [jnp.zeros(s, f32) for s in shapes], {}, sd3.LISTS
+    elif name == "vae":
+        ours = autoencoder_kl.AutoencoderKL(autoencoder_kl.AutoencoderKLConfig.from_config(config))
+        args, options = [jnp.zeros((1, 4, 4, 3), f32)], {"method": "reconstruct"}
+        lists = autoencoder_kl.LISTS
+    else:
+        ours = clip_text.CLIPTextModelWithProjection(clip_text.CLIPTextConfig.from_config(config))
+        args, options, lists = [jnp.zeros((1, 4), jnp.int32)], {}, clip_text.LISTS
+    shapes = jax.eval_shape(lambda key: ours.init(key, *args, **options), jax.random.key(0))
+    return shapes["params"], lists
+
+
+KINDS = {"sd3": "diffusers", "vae": "diffusers", "clip": "transformers"}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("sd3", torch.bfloat16), ("vae", torch.float32), ("clip", torch.bfloat16)]
+)
+def test_a_real_component_survives_the_round_trip_byte_by_byte(tmp_path, name, dtype):
+    module = build(name).to(dtype)
+    module.save_pretrained(tmp_path / "theirs")
+    config = folder.read_json(tmp_path / "theirs" / "config.json")
+    template, lists = network(name, config)
+    params = folder.read_params(tmp_path / "theirs", template, lists)
+    jax_dtype = {torch.float32: jnp.float32, torch.bfloat16: jnp.bfloat16}[dtype]
+    folder.write_params(tmp_path / "ours", params, lists, config, KINDS[name], jax_dtype)
+
+    weights = f"{folder.STEMS[KINDS[name]]}.safetensors"
+    digests = [
+        hashlib.sha256((tmp_path / side / weights).read_bytes()).hexdigest()
+        for side in ("theirs", "ours")
+    ]
+    assert digests[0] == digests[1]
+    assert sorted(file.name for file in (tmp_path / "ours").iterdir()) == ["config.json", weights]
+    again = type(module).from_pretrained(tmp_path / "ours", torch_dtype=dtype)
+    state = module.state_dict()
+    assert again.state_dict().keys() == state.keys()
+    assert all(torch.equal(tensor, state[key]) for key, tensor in again.state_dict().items())
+    assert folder.read_json(tmp_path / "ours" / "config.json") == config
+
+
+def toy_params(path: pathlib.Path, max_shard_size: int = 10**9):
+    """The torch toy saved by the hub's own writer, and read."""
+    path.mkdir(parents=True)
+    huggingface_hub.save_torch_state_dict(
+        toy.TorchToy().state_dict(),
+        path,
+        filename_pattern="diffusion_pytorch_model{suffix}.safetensors",
+        max_shard_size=max_shard_size,
+    )
+    return folder.read_params(path, toy.template(), toy.LISTS)
+
+
+def files(path: pathlib.Path) -> list[str]:
+    return sorted(file.name for file in path.iterdir())
+
+
+def equal(left, right) -> bool:
+    same = jax.tree.map(lambda a, b: bool((np.asarray(a) == np.asarray(b)).all()), left, right)
+    return jax.tree.all(same)
+
+
+def test_a_sharded_index_is_read(tmp_path):
+    whole = toy_params(tmp_path / "whole")
+    parts = toy_params(tmp_path / "parts", max_shard_size=600)
+    assert len(files(tmp_path / "parts")) > 4
+    assert equal(whole, parts)
+
+
+@pytest.mark.parametrize("name", ["vae", "clip"])
+def test_of_a_single_file_beside_an_index_the_same_is_read_as_by_its_library(tmp_path, name):
+    module = build(name)
+    module.save_pretrained(tmp_path, max_shard_size="2KB")
+    kept = {file.name: file.read_bytes() for file in tmp_path.glob("*.safetensors*")}
+    assert len(kept) > 2
+    with torch.no_grad():
+        for tensor in module.parameters():
+            tensor += 1
+    module.save_pretrained(tmp_path)
+    for file, content in kept.items():
+        (tmp_path / file).write_bytes(content)
+    expected = type(module).from_pretrained(tmp_path).state_dict()
+    stored = folder.open_tensors(tmp_path)
+    for tensor, values in expected.items():
+        np.testing.assert_array_equal(stored[tensor].slice[...], values.numpy())
+
+
+def test_a_missing_shard_or_tensor_names_the_files(tmp_path):
+    toy_params(tmp_path / "parts", max_shard_size=600)
+    first, *_, last = sorted((tmp_path / "parts").glob("*.safetensors"))
+    bigger = dict(toy.template(), more={"scale": jax.ShapeDtypeStruct((1,), jnp.float32)})
+    with pytest.raises(
+        ValueError, match=f"tensor more.weight .* from .*{first.name} to .*{last.name}"
+    ):
+        folder.read_params(tmp_path / "parts", bigger, toy.LISTS)
+    last.unlink()
+    with pytest.raises(ValueError, match=f"{last.name} is missing"):
+        folder.read_params(tmp_path / "parts", toy.template(), toy.LISTS)
+
+
+def test_large_weights_are_written_in_parts_that_diffusers_loads(tmp_path):
+    module = build("sd3")
+    module.save_pretrained(tmp_path / "theirs")
+    config = folder.read_json(tmp_path / "theirs" / "config.json")
+    template, lists = network("sd3", config)
+    params = folder.read_params(tmp_path / "theirs", template, lists)
+    folder.write_params(tmp_path / "ours", params, lists, config, max_shard_bytes=100_000)
+
+    index = folder.read_json(tmp_path / "ours" / "diffusion_pytorch_model.safetensors.index.json")
+    shards = sorted((tmp_path / "ours").glob("*.safetensors"))
+    assert {shard.name for shard in shards} == set(index["weight_map"].values())
+    assert len(shards) > 2
+    sizes = [shard.stat().st_size for shard in shards]
+    assert max(sizes) < 110_000
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in module.state_dict().values())
+    again = diffusers.SD3Transformer2DModel.from_pretrained(tmp_path / "ours").state_dict()
+    assert all(torch.equal(tensor, again[key]) for key, tensor in module.state_dict().items())
+    assert equal(folder.read_params(tmp_path / "ours", template, lists), params)
+
+
+def test_writing_again_leaves_nothing_of_the_earlier_weights(tmp_path):
+    params = toy_params(tmp_path / "theirs")
+    for limit in (600, 10**9, 600):
+        folder.write_params(tmp_path / "ours", params, toy.LISTS, {"a": 1}, max_shard_bytes=limit)
+        assert equal(folder.read_params(tmp_path / "ours", toy.template(), toy.LISTS), params)
+        single = "diffusion_pytorch_model.safetensors" in files(tmp_path / "ours")
+        assert single == (limit == 10**9)
+        assert (len(files(tmp_path / "ours")) == 2) == single
+
+
+def test_a_failed_write_leaves_the_earlier_folder_whole(tmp_path, monkeypatch):
+    params = toy_params(tmp_path / "theirs")
+    folder.write_params(tmp_path / "ours", params, toy.LISTS, {"version": 1})
+    before = files(tmp_path / "ours")
+    calls = []
+
+    def fails_the_second_time(*args, save=tensors.save_file, **kwargs):
+        calls.append(args)
+        if len(calls) == 2:
+            raise OSError("no space left on device")
+        save(*args, **kwargs)
+
+    monkeypatch.setattr(tensors, "save_file", fails_the_second_time)
+    changed = jax.tree.map(lambda leaf: leaf + 1, params)
+    with pytest.raises(OSError, match="no space left"):
+        folder.write_params(
+            tmp_path / "ours", changed, toy.LISTS, {"version": 2}, max_shard_bytes=600
+        )
+    assert len(calls) == 2
+    assert files(tmp_path / "ours") == before
+    assert folder.read_json(tmp_path / "ours" / "config.json") == {"version": 1}
+    assert equal(folder.read_params(tmp_path / "ours", toy.template(), toy.LISTS), params)
+
+
+def test_a_folder_without_weights_is_named(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"holds no weights: expected diffusion_pytorch_model.safe"
+    ):
+        folder.read_params(tmp_path, toy.template(), toy.LISTS)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, r"config.json is missing"),
+        ("{", r"config.json is not JSON: .* line 1 column 2"),
+        ("[1]", r"config.json must hold a JSON object, not a list"),
+        ('{"a": ' * 10**5, "config.json"),
+        ('{"a": ' * 101 + "1" + "}" * 101, "config.json"),
+        (f'{{"a": {"1" * 5000}}}', "config.json"),
+    ],
+)
+def test_read_json_names_the_file(tmp_path, text, message):
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        folder.read_json(tmp_path / "config.json")
+
+
+def test_json_may_have_a_byte_order_mark_and_some_levels(tmp_path):
+    (tmp_path / "config.json").write_bytes(b'\xef\xbb\xbf{"a": [[{"b": "\xc3\xa4"}], 1]}')
+    assert folder.read_json(tmp_path / "config.json") == {"a": [[{"b": "ä"}], 1]}
+
+
+def test_an_index_without_a_map_is_named(tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"model.safetensors.index.json has no weight_map"):
+        folder.open_tensors(tmp_path)
+
+
+# ---------------------------------------------------------------------------------- resolve_folder
+
+HUB = [
+    "model_index.json",
+    "LICENSE.md",
+    "transformer/config.json",
+    "transformer/diffusion_pytorch_model.safetensors",
+    "text_encoder/model.safetensors",
+    "tokenizer/merges.txt",
+    "tokenizer/chat_template.jinja",
+    "tokenizer_3/spiece.model",
+    "text_encoder_3/model-00001-of-00002.safetensors",
+    "adapter_config.json",  # a LoRA's, as PEFT saves it
+    "adapter_model.safetensors",
+]
+NOT_NEEDED = [
+    "sd3_medium_incl_clips_t5xxlfp16.safetensors",
+    "text_encoder/model.fp16.safetensors",
+    "text_encoder_3/model.fp16-00001-of-00002.safetensors",
+    "transformer/diffusion_pytorch_model.bin",
+    "demo.png",
+]
+
+
+def test_a_local_folder_is_taken_as_it_is(tmp_path):
+    assert folder.resolve_folder(str(tmp_path)) == tmp_path
+
+
+def test_neither_folder_nor_hub_id(tmp_path):
+    (tmp_path / "file").touch()
+    for name in ("nowhere", tmp_path / "nowhere", "./a/b", tmp_path / "file", "a/b/c"):
+        with pytest.raises(ValueError, match="is neither an existing folder nor a hub id"):
+            folder.resolve_folder(name)
+
+
+def test_an_unreachable_hub_says_what_to_check():
+    with pytest.raises(
+        ValueError, match=r"'some-owner/no-such-model' is not an existing folder.*network"
+    ):
+        folder.resolve_folder("some-owner/no-such-model")
+
+
+def test_only_the_needed_files_come_from_the_hub(tmp_path, monkeypatch):
+    asked = {}
+
+    def download(name, revision, allow_patterns, ignore_patterns):
+        asked.update(name=name, revision=revision)
+        kept = huggingface_hub.utils.filter_repo_objects(
+            HUB + NOT_NEEDED, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
+        )
+        asked["files"] = list(kept)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert folder.resolve_folder("owner/model-3.5", "abc") == tmp_path
+    assert asked == {"name": "owner/model-3.5", "revision": "abc", "files": HUB}
+    folder.resolve_folder("owner/model-3.5", without=("text_encoder_3", "tokenizer_3"))
+    assert asked["files"] == [file for file in HUB if not fnmatch(file, "*_3/*")]
+
+
+# ---------------------------------------------------------------------------------- pipelines
+
+
+def pipeline(path: pathlib.Path) -> pathlib.Path:
+    """A pipeline folder that diffusers wrote: transformer, vae, scheduler; and a T5 not there."""
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
+    pipe = diffusers.StableDiffusion3Pipeline(build("sd3"), scheduler, build("vae"), **toy.ENCODERS)
+    pipe.save_pretrained(path)
+    index = json.loads((path / "model_index.json").read_text())
+    index["text_encoder_3"] = ["transformers", "T5EncoderModel"]
+    (path / "model_index.json").write_text(json.dumps(index))
+    (path / "LICENSE.md").write_text("as you like")
+    (path / "picture.png").write_text("large")
+    return path
+
+
+def test_a_tuned_pipeline_is_exported_whole(tmp_path):
+    source = pipeline(tmp_path / "base")
+    config = folder.read_json(source / "transformer" / "config.json")
+    template, lists = network("sd3", config)
+    params = folder.read_params(source / "transformer", template, lists)
+    tuned = jax.tree.map(lambda leaf: leaf + 1, params)
+
+    def write(path: pathlib.Path) -> None:
+        folder.write_params(path, tuned, lists, config)
+
+    folder.copy_pipeline(source, tmp_path / "new" / "tuned", {"transformer": write}, {"steps": 9})
+    assert files(tmp_path / "new") == ["tuned"]
+    copied = ["LICENSE.md", "model_index.json", "sampling.json", "scheduler", "transformer", "vae"]
+    assert files(tmp_path / "new" / "tuned") == copied
+    pipe = diffusers.StableDiffusion3Pipeline.from_pretrained(
+        tmp_path / "new" / "tuned", **toy.ENCODERS
+    )
+    assert pipe.scheduler.config.shift == 3.0
+    assert pipe.text_encoder_3 is None
+    bias = pipe.transformer.state_dict()["proj_out.bias"].numpy()
+    np.testing.assert_array_equal(bias, np.asarray(params["proj_out"]["bias"]) + 1)
+    vae, expected = pipe.vae.state_dict(), build("vae").state_dict()
+    assert all(torch.equal(vae[name], expected[name]) for name in expected)
+
+
+def test_what_cannot_be_exported_is_named(tmp_path):
+    source = pipeline(tmp_path / "base")
+    with pytest.raises(ValueError, match="base has no component unet, only scheduler"):
+        folder.copy_pipeline(source, tmp_path / "tuned", {"unet": lambda path: None}, {})
+    with pytest.raises(ValueError, match="base exists already"):
+        folder.copy_pipeline(source, source, {}, {})
+
+    def fails(path):
+        raise OSError("no space left on device")
+
+    with pytest.raises(OSError, match="no space"):
+        folder.copy_pipeline(source, tmp_path / "tuned", {"vae": fails}, {})
+    assert files(tmp_path) == ["base"]
+
+
+def test_read_model_index_wants_a_pipeline(tmp_path):
+    assert folder.read_model_index(pipeline(tmp_path / "p"))["vae"] == [
+        "diffusers",
+        "AutoencoderKL",
+    ]
+    (tmp_path / "model_index.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"model_index.json has no _class_name"):
+        folder.read_model_index(tmp_path)

@@ -1,0 +1,704 @@
+import dataclasses
+import functools
+import json
+import pathlib
+import shutil
+
+import diffusers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import peft
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+from diffusers.utils.state_dict_utils import convert_unet_state_dict_to_peft
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from peft.utils import get_peft_model_state_dict
+
+from digen_jax.checkpoints import folder, lora_files, lora_start, tensors
+from digen_jax.checkpoints import lora as components
+from digen_jax.checkpoints.lora import LoraConfig, lora_layers, merge
+from digen_jax.checkpoints.lora_files import PEFT_CONFIG, PEFT_FILE
+from digen_jax.errors import ConfigError
+from digen_jax.models.sd3 import network as sd3
+from tests.checkpoints import toy
+from tests.models import parity
+
+KEY = jax.random.key(3)
+TOY = LoraConfig(rank=3, alpha=5.0, targets=r"linear_1|blocks\.\d+\.to_out\.0")
+
+
+@functools.cache
+def toy_params():
+    state = toy.TorchToy().state_dict()
+    stored = {
+        name: tensors.StoredTensor(pathlib.Path("memory"), Memory(tensor.numpy()))
+        for name, tensor in state.items()
+    }
+    return tensors.read_tree(stored, toy.template(), toy.LISTS)
+
+
+class Memory:
+    """An array that answers like a tensor in a file."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def get_shape(self):
+        return list(self.array.shape)
+
+    def get_dtype(self):
+        return "F32"
+
+    def __getitem__(self, index):
+        return self.array[index]
+
+
+# Of a pipeline with one component, "transformer".
+
+
+def lora_init(key, template, config, lists):
+    templates, lists = {"transformer": template}, {"transformer": lists}
+    return components.lora_init(key, templates, config, lists)["transformer"]
+
+
+def write_lora(path, factors, alpha, lists, prefix="transformer"):
+    lora_files.write_lora(path, {prefix: factors}, alpha, {prefix: lists})
+
+
+def read_lora(path, template, lists, shardings=None):
+    templates, lists = {"transformer": template}, {"transformer": lists}
+    return lora_files.read_lora(path, templates, lists, shardings)["transformer"]
+
+
+def read_start(path, config, template, lists):
+    templates, lists = {"transformer": template}, {"transformer": lists}
+    return lora_start.read_start(path, config, templates, lists)["transformer"]
+
+
+def redrawn(lora, seed=1):
+    """Both factors are random: with B = 0 mistakes would not show."""
+    draw = np.random.default_rng(seed).standard_normal
+    return jax.tree.map(lambda leaf: jnp.asarray(0.3 * draw(leaf.shape), leaf.dtype), lora)
+
+
+@functools.cache
+def toy_lora():
+    return redrawn(lora_init(KEY, toy.template(), TOY, toy.LISTS))
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def apply_toy(params, lora, dtype=None):
+    variables = {"params": params, "lora": lora}
+    with jax.default_matmul_precision("highest"), lora_layers(TOY.scale):
+        return toy.Toy(dtype).apply(variables, *toy.inputs())
+
+
+# -------------------------------------------------------------------------------------- training
+
+
+def test_activations_are_those_of_merged_weights():
+    params, lora = toy_params(), toy_lora()
+    expected = toy.output(merge(params, lora, TOY.scale))
+    assert np.abs(expected - toy.output(params)).max() > 0.1
+    np.testing.assert_allclose(apply_toy(params, lora), expected, atol=1e-5)
+
+
+def test_merged_weights_are_torchs():
+    module, lora = toy.TorchToy(), toy_lora()
+    factors = lora["blocks_0to2"]["to_out_0"]
+    with torch.no_grad():
+        for i in range(3):
+            update = torch.tensor(np.asarray(factors["a"][i] @ factors["b"][i])).T
+            module.blocks[i].to_out[0].weight += 5 / 3 * update
+    merged = merge(toy_params(), lora, TOY.scale)["blocks_0to2"]["to_out_0"]["kernel"]
+    for i in range(3):
+        expected = module.blocks[i].to_out[0].weight.detach().T
+        np.testing.assert_allclose(merged[i], expected, atol=1e-6)
+
+
+def test_a_fresh_lora_changes_nothing():
+    params = toy_params()
+    lora = lora_init(KEY, params, TOY, toy.LISTS)
+    np.testing.assert_allclose(apply_toy(params, lora), toy.output(params), atol=1e-6)
+
+
+def test_gradient_through_scan_and_remat_is_that_of_merged_weights():
+    params, lora = toy_params(), toy_lora()
+
+    def through_activations(lora):
+        return jnp.sum(jnp.sin(apply_toy(params, lora)))
+
+    def through_weights(lora):
+        merged = merge(params, lora, TOY.scale)
+        with jax.default_matmul_precision("highest"):
+            return jnp.sum(jnp.sin(toy.Toy().apply({"params": merged}, *toy.inputs())))
+
+    actual = jax.jit(jax.grad(through_activations))(lora)
+    expected = jax.jit(jax.grad(through_weights))(lora)
+    largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(expected))
+    for path, leaf in flatten_dict(actual).items():
+        reference = flatten_dict(expected)[path]
+        assert float(jnp.abs(reference).max()) > 0
+        np.testing.assert_allclose(leaf, reference, atol=1e-5 * largest)
+
+
+def products(jaxpr) -> set[tuple[int, ...]]:
+    """Shapes of every matrix product in a jaxpr and those it contains."""
+    shapes = set()
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            shapes.add(equation.outvars[0].aval.shape)
+        for parameter in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda p: hasattr(p, "eqns")
+        ):
+            inner = getattr(parameter, "jaxpr", parameter)
+            if hasattr(inner, "eqns"):
+                shapes |= products(inner)
+    return shapes
+
+
+def test_neither_the_product_of_the_factors_nor_a_gradient_of_weights_is_formed():
+    params, lora = toy_params(), toy_lora()
+
+    def loss(params, lora):
+        return jnp.sum(apply_toy(params, lora))
+
+    tuned_lora = products(jax.make_jaxpr(jax.grad(loss, argnums=1))(params, lora).jaxpr)
+    tuned_fully = products(jax.make_jaxpr(jax.grad(loss))(params, lora).jaxpr)
+    weights = {(8, 8), (12, 8), (8, 12)}
+    assert {(8, 3), (3, 8)} & tuned_lora
+    assert not weights & tuned_lora
+    assert weights & tuned_fully
+
+
+def test_compute_type_stays_what_the_network_says():
+    lora = toy_lora()
+    out = apply_toy(jax.tree.map(jnp.bfloat16, toy_params()), lora, dtype=jnp.bfloat16)
+    assert out.dtype == jnp.bfloat16
+    expected = apply_toy(toy_params(), lora)
+    np.testing.assert_allclose(
+        out.astype(jnp.float32), expected, atol=0.06 * np.abs(expected).max()
+    )
+
+
+@pytest.mark.parametrize(
+    ("init", "pefts", "std"), [("kaiming", True, 1200**-0.5), ("gaussian", "gaussian", 1 / 50)]
+)
+def test_initial_factors_are_pefts(init, pefts, std):
+    """Their distribution: the std by formula, and the quantiles of PEFT's own draw."""
+    template = {"linear_1": {"kernel": jax.ShapeDtypeStruct((400, 8), jnp.bfloat16)}}
+    config = LoraConfig(50, 1.0, "linear_1", init)
+    a, b = lora_init(KEY, template, config, ())["linear_1"].values()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(400, 8))
+    settings = peft.LoraConfig(r=50, target_modules=["0"], init_lora_weights=pefts)
+    reference = peft.get_peft_model(model, settings)
+    theirs = reference.base_model.model[0].lora_A["default"].weight.detach().numpy()
+    assert (a.shape, b.shape, a.dtype) == ((400, 50), (50, 8), jnp.float32)
+    assert not b.any()
+    assert float(a.std()) == pytest.approx(std, rel=0.02)
+    assert float(theirs.std()) == pytest.approx(std, rel=0.02)
+    shares = np.linspace(0, 1, 21)[1:-1]
+    np.testing.assert_allclose(
+        np.quantile(a, shares), np.quantile(theirs, shares), rtol=0, atol=0.05 * std
+    )
+
+
+def test_initial_factors_do_not_depend_on_how_layers_are_scanned():
+    one, other = (lora_init(KEY, toy.template(cut), TOY, toy.LISTS) for cut in (False, True))
+    stacked = np.concatenate([other[f"blocks_{run}"]["to_out_0"]["a"] for run in ("0to1", "2to3")])
+    np.testing.assert_array_equal(one["blocks_0to2"]["to_out_0"]["a"], stacked[:3])
+    np.testing.assert_array_equal(one["blocks_3"]["to_out_0"]["a"], stacked[3])
+    assert len({row.tobytes() for row in stacked}) == 4
+
+
+@pytest.mark.parametrize(
+    ("targets", "expected"),
+    [
+        (r"blocks\.3\.to_in", {("blocks_3", "to_in")}),
+        ("blocks.*to_in", {("blocks_0to2", "to_in"), ("blocks_3", "to_in")}),
+        (r"blocks\.[012]\.to_out\.0", {("blocks_0to2", "to_out_0")}),
+    ],
+)
+def test_targets_choose_layers(targets, expected):
+    lora = lora_init(KEY, toy.template(), LoraConfig(2, 2, targets), toy.LISTS)
+    assert {path[:-1] for path in flatten_dict(lora)} == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ((1, 1, "(to_q"), r"lora targets '\(to_q' is not a regular expression: .*position 0"),
+        ((1, 1, "to_in"), r"lora targets 'to_in' matches none of the 9 linear layers; .*blocks\."),
+        ((1, 1, "proj|embed"), "matches none"),
+        (
+            (1, 1, r"blocks\.[13]\.to_in"),
+            r"matches blocks.1.to_in but not blocks.0.to_in; these layers are scanned together",
+        ),
+    ],
+)
+def test_impossible_configs_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        lora_init(KEY, toy.template(), LoraConfig(*fields), toy.LISTS)
+
+
+# -------------------------------------------------------------------------------------- files
+
+# The same layers as a regular expression of ours and as PEFT's list of name endings.
+TARGETS = r"transformer_blocks\.\d+\.attn2?\..*|context_embedder"
+MODULES = ["to_q", "to_k", "to_v", "to_out.0", "to_add_out", "context_embedder"]
+MODULES += ["add_q_proj", "add_k_proj", "add_v_proj"]
+LORA = LoraConfig(rank=3, alpha=7.0, targets=TARGETS)
+
+
+def test_the_familys_targets_are_the_layers_that_flow_grpos_script_adapts():
+    """The names are its `target_modules`; the last block updates no text, and has no `to_add_out`."""
+    names = ["add_k_proj", "add_q_proj", "add_v_proj", "to_add_out"]
+    names += ["to_k", "to_out.0", "to_q", "to_v"]
+    module = diffusers.SD3Transformer2DModel(**toy.SD3)
+    module.add_adapter(peft.LoraConfig(target_modules=[f"attn.{name}" for name in names]))
+    adapted = {name for name, part in module.named_modules() if hasattr(part, "lora_A")}
+    network = sd3.SD3Transformer(sd3.SD3Config.from_config(toy.SD3))
+    template = jax.eval_shape(network.init, KEY, *sd3_inputs())["params"]
+    templates, lists = {"transformer": template}, {"transformer": sd3.LISTS}
+    found = components.adapted_layers(templates, sd3.LORA_TARGETS, lists)
+    assert found == {"transformer": adapted}
+    assert not any("attn2" in name for name in adapted) and len(adapted) > 8
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory):
+    """diffusers' SD3 transformer in a folder; ours, its parameters from there, a random LoRA."""
+    path = tmp_path_factory.mktemp("sd3")
+    parity.randomise(diffusers.SD3Transformer2DModel(**toy.SD3)).save_pretrained(path)
+    network = sd3.SD3Transformer(sd3.SD3Config.from_config(folder.read_json(path / "config.json")))
+    template = jax.eval_shape(network.init, KEY, *sd3_inputs())["params"]
+    params = folder.read_params(path, template, sd3.LISTS)
+    return path, network, params, redrawn(lora_init(KEY, params, LORA, sd3.LISTS))
+
+
+def sd3_inputs():
+    draw = np.random.default_rng(0).standard_normal
+    arrays = draw((2, 8, 12, 4)), np.array([0.3, 0.9]), draw((2, 5, 12)), draw((2, 10))
+    return tuple(np.asarray(array, np.float32) for array in arrays)
+
+
+def load(path) -> diffusers.SD3Transformer2DModel:
+    return diffusers.SD3Transformer2DModel.from_pretrained(path).eval()
+
+
+def theirs(module) -> np.ndarray:
+    x, sigma, context, pooled = (torch.tensor(array) for array in sd3_inputs())
+    with torch.no_grad():
+        out = module(x.permute(0, 3, 1, 2), context, pooled, sigma * 1000, return_dict=False)[0]
+    return out.permute(0, 2, 3, 1).numpy()
+
+
+@functools.cache
+def forward(network):
+    def apply(*args):
+        with jax.default_matmul_precision("highest"), lora_layers(LORA.scale):
+            return network.apply(*args)
+
+    return jax.jit(apply)
+
+
+def ours(real, lora) -> np.ndarray:
+    _, network, params, _ = real
+    return np.asarray(forward(network)({"params": params, "lora": lora}, *sd3_inputs()))
+
+
+def relative(actual, expected) -> float:
+    return float(np.abs(actual - expected).max() / np.abs(expected).max())
+
+
+def pipeline(transformer) -> diffusers.StableDiffusion3Pipeline:
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    return diffusers.StableDiffusion3Pipeline(transformer, scheduler, vae=None, **toy.ENCODERS)
+
+
+def test_diffusers_loads_our_lora_at_its_scale(real, tmp_path):
+    write_lora(tmp_path, real[3], LORA.alpha, sd3.LISTS)
+    pipe = pipeline(load(real[0]))
+    base = theirs(pipe.transformer)
+    pipe.load_lora_weights(tmp_path)
+    scales = {m.scaling["default_0"] for m in pipe.transformer.modules() if hasattr(m, "scaling")}
+    assert scales == {7 / 3}
+    tuned = theirs(pipe.transformer)
+    assert relative(base, tuned) > 0.1
+    assert relative(ours(real, real[3]), tuned) < 1e-5
+
+
+def test_diffusers_loads_merged_weights(real, tmp_path):
+    path, _, params, lora = real
+    merged = merge(params, lora, LORA.scale)
+    folder.write_params(tmp_path, merged, sd3.LISTS, folder.read_json(path / "config.json"))
+    assert relative(ours(real, lora), theirs(load(tmp_path))) < 1e-5
+
+
+def test_a_lora_that_diffusers_saved_is_read(real, tmp_path):
+    module = load(real[0])
+    config = peft.LoraConfig(r=3, lora_alpha=7, init_lora_weights=False, target_modules=MODULES)
+    module.add_adapter(config)
+    diffusers.StableDiffusion3Pipeline.save_lora_weights(
+        tmp_path,
+        transformer_lora_layers=get_peft_model_state_dict(module),
+        transformer_lora_adapter_metadata=module.peft_config["default"].to_dict(),
+    )
+    pipe = pipeline(load(real[0]))
+    pipe.load_lora_weights(tmp_path)
+    lora, rank, alpha = read_lora(tmp_path, real[2], sd3.LISTS)
+    assert (rank, alpha) == (3, 7)
+    assert jax.tree.map(jnp.shape, lora) == jax.tree.map(jnp.shape, real[3])
+    expected = theirs(pipe.transformer)
+    assert relative(expected, theirs(load(real[0]))) > 1e-2
+    assert relative(ours(real, lora), expected) < 1e-5
+
+
+@pytest.fixture(scope="module")
+def pefts(real, tmp_path_factory):
+    """A LoRA saved by PEFT as in Flow-GRPO's code, and the output of diffusers with PEFT."""
+    path = tmp_path_factory.mktemp("peft")
+    settings = dict(r=3, lora_alpha=7, init_lora_weights="gaussian", target_modules=MODULES)
+    model = peft.get_peft_model(load(real[0]), peft.LoraConfig(**settings))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(path)
+    return path, theirs(peft.PeftModel.from_pretrained(load(real[0]), path).eval())
+
+
+def test_a_lora_that_peft_saved_is_read(real, pefts):
+    path, expected = pefts
+    assert {file.name for file in path.iterdir()} >= {PEFT_CONFIG, PEFT_FILE}
+    lora, rank, alpha = read_lora(path, real[2], sd3.LISTS)
+    assert (rank, alpha) == (3, 7.0)
+    assert jax.tree.map(jnp.shape, lora) == jax.tree.map(jnp.shape, real[3])
+    assert relative(expected, theirs(load(real[0]))) > 1e-2
+    assert relative(ours(real, lora), expected) < 1e-5
+
+
+def edited(pefts, path, change):
+    """PEFT's folder with some of its settings changed."""
+    shutil.copytree(pefts[0], path)
+    settings = json.loads((path / PEFT_CONFIG).read_text()) | change
+    (path / PEFT_CONFIG).write_text(json.dumps(settings))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"use_rslora": True}, "has use_rslora=True, but only use_rslora=False is supported"),
+        (
+            {"modules_to_save": ["proj_out"]},
+            r"has modules_to_save=\['proj_out'\], .*merge_and_unload",
+        ),
+        ({"bias": "all"}, "has bias=all"),
+        ({"peft_type": "LOHA"}, "has peft_type=LOHA, but only peft_type=LORA is supported"),
+        ({"init_lora_weights": "pissa"}, "has init_lora_weights=pissa, but only init_l"),
+        ({"lora_alpha": "7"}, "has lora_alpha=7, which must be a positive number"),
+        ({"lora_alpha": 9}, "has alpha 9, but config.lora.alpha is 7: set that to 9"),
+        ({"r": 8}, "says rank 8, but its tensors have rank 3"),
+    ],
+)
+def test_a_start_with_other_settings_is_refused(real, pefts, tmp_path, change, message):
+    folder = edited(pefts, tmp_path / "lora", change)
+    with pytest.raises(ValueError, match=message):
+        read_start(folder, LORA, real[2], sd3.LISTS)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(rank=4), "has rank 3, but config.lora.rank is 4: set that to 3"),
+        (dict(alpha=3.0), "has alpha 7, but config.lora.alpha is 3: set that to 7"),
+        (
+            dict(targets=r"transformer_blocks\.\d+\.attn\..*"),
+            r"does not match context_embedder and \d+ more layers, for which .* has factors",
+        ),
+        (
+            dict(targets=r"transformer_blocks\..*(attn2?|ff)\..*|context_embedder"),
+            r"targets = .* matches transformer_blocks\.0\.ff\.\S+ and \d+ more .* no factors: make it",
+        ),
+    ],
+)
+def test_a_start_that_is_not_what_is_tuned_is_refused(real, pefts, change, message):
+    with pytest.raises(ConfigError, match=message):
+        read_start(str(pefts[0]), dataclasses.replace(LORA, **change), real[2], sd3.LISTS)
+
+
+def test_a_start_is_read_from_both_formats(real, pefts, tmp_path):
+    expected, _, _ = read_lora(pefts[0], real[2], sd3.LISTS)
+    write_lora(tmp_path, expected, LORA.alpha, sd3.LISTS)
+    for path in (pefts[0], tmp_path):
+        start = read_start(str(path), LORA, real[2], sd3.LISTS)
+        assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), start, expected))
+
+
+def test_a_diffusers_file_without_alpha_has_its_rank(tmp_path):
+    write_lora(tmp_path, toy_lora(), TOY.alpha, toy.LISTS)
+    file = tmp_path / "pytorch_lora_weights.safetensors"
+    safetensors.torch.save_file(safetensors.torch.load_file(file), file)
+    with pytest.raises(ConfigError, match="does not give alpha, which is then its rank 3, but"):
+        read_start(str(tmp_path), TOY, toy.template(), toy.LISTS)
+    read_start(str(tmp_path), dataclasses.replace(TOY, alpha=3), toy.template(), toy.LISTS)
+    (tmp_path / PEFT_CONFIG).write_text('{"lora_alpha": 5}')  # as some are published
+    read_start(str(tmp_path), TOY, toy.template(), toy.LISTS)
+
+
+def test_a_start_without_pefts_config_is_refused(real, pefts, tmp_path):
+    shutil.copy(pefts[0] / PEFT_FILE, tmp_path)
+    with pytest.raises(ValueError, match=r"adapter_config.json is missing"):
+        read_start(str(tmp_path), LORA, real[2], sd3.LISTS)
+
+
+def test_a_start_with_nan_is_refused(tmp_path):
+    write_lora(tmp_path, jax.tree.map(lambda a: a * jnp.nan, toy_lora()), TOY.alpha, toy.LISTS)
+    with pytest.raises(ValueError, match="holds NaN or infinite numbers"):
+        read_start(str(tmp_path), TOY, toy.template(), toy.LISTS)
+
+
+def test_a_file_of_two_components_comes_back_by_component(tmp_path):
+    lists = {"transformer": toy.LISTS, "transformer_2": toy.LISTS}
+    written = {part: redrawn(toy_lora(), seed) for seed, part in enumerate(lists)}
+    lora_files.write_lora(tmp_path, written, TOY.alpha, lists)
+    templates = {part: toy.template() for part in lists}
+    found = lora_files.read_lora(tmp_path, templates, lists)
+    assert {part: settings for part, (_, *settings) in found.items()} == {
+        part: [3, 5] for part in lists
+    }
+    jax.tree.map(
+        np.testing.assert_array_equal, {p: lora for p, (lora, *_) in found.items()}, written
+    )
+    started = lora_start.read_start(str(tmp_path), TOY, templates, lists)
+    jax.tree.map(np.testing.assert_array_equal, started, written)
+    one = dataclasses.replace(TOY, targets=r"transformer\.(linear_1|blocks\.\d+\.to_out\.0)")
+    with pytest.raises(ConfigError, match=r"does not match blocks\.0\.to_out\.0 and 4 more layers"):
+        lora_start.read_start(str(tmp_path), one, templates, lists)
+
+
+def test_our_own_file_comes_back_bit_by_bit_onto_a_mesh(real, tmp_path):
+    _, _, params, lora = real
+    write_lora(tmp_path, lora, LORA.alpha, sd3.LISTS)
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    sharding = NamedSharding(mesh, PartitionSpec())
+    file = tmp_path / "pytorch_lora_weights.safetensors"
+    again, rank, alpha = read_lora(file, params, sd3.LISTS, shardings=sharding)
+    assert (rank, alpha) == (3, 7.0)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), again, lora))
+    assert {leaf.sharding for leaf in jax.tree.leaves(again)} == {sharding}
+
+
+def rewritten(path, change, metadata=None):
+    """The file with some tensors changed (None: left out) and metadata added."""
+    file = path / "pytorch_lora_weights.safetensors"
+    with safetensors.safe_open(file, "pt") as handle:
+        state = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
+        settings = json.loads(handle.metadata()["lora_adapter_metadata"]) | (metadata or {})
+    state = {name: tensor for name, tensor in {**state, **change}.items() if tensor is not None}
+    strings = {"lora_adapter_metadata": json.dumps(settings)}
+    safetensors.torch.save_file(state, file, metadata=strings)
+
+
+LAYER = "transformer.blocks.1.to_out.0"
+
+
+@pytest.mark.parametrize(
+    ("change", "metadata", "message"),
+    [
+        (
+            {f"{LAYER}.lora_B.weight": None},
+            {},
+            rf"tensor {LAYER}.lora_B.weight of shape \[8, 3\] is missing from .*lora_weights",
+        ),
+        (
+            {f"{LAYER}.lora_A.weight": torch.zeros(3, 11)},
+            {},
+            rf"tensor {LAYER}.lora_A.weight in .* has shape \[3, 11\], expected \[3, 12\]",
+        ),
+        ({"transformer.nowhere.lora_B.weight": torch.zeros(8, 3)}, {}, "nowhere.lora_B.weight"),
+        ({f"{LAYER}.lora_A.weight": torch.zeros(4, 12)}, {}, r"mixes the ranks \[3, 4\]"),
+        ({}, {"transformer.r": 8}, "says rank 8, but its tensors have rank 3"),
+        ({}, {"transformer.use_rslora": True}, "has use_rslora=True, but only use_rslora"),
+        ({}, {"transformer.alpha_pattern": {"x": 2}}, "has alpha_pattern={'x': 2}"),
+    ],
+)
+def test_a_lora_that_does_not_fit_is_named(tmp_path, change, metadata, message):
+    write_lora(tmp_path, toy_lora(), TOY.alpha, toy.LISTS)
+    rewritten(tmp_path, change, metadata)
+    with pytest.raises(ValueError, match=message):
+        read_lora(tmp_path, toy.template(), toy.LISTS)
+
+
+@pytest.mark.parametrize("text", ["[" * 10**5, '{"transformer.r": ' + "9" * 5000 + "}"])
+def test_metadata_that_cannot_be_read_names_the_file(tmp_path, text):
+    file, metadata = tmp_path / "pytorch_lora_weights.safetensors", {"lora_adapter_metadata": text}
+    safetensors.torch.save_file({f"{LAYER}.lora_A.weight": torch.zeros(3, 12)}, file, metadata)
+    with pytest.raises(ValueError, match=file.name):
+        read_lora(tmp_path, toy.template(), toy.LISTS)
+
+
+def test_a_file_without_lora_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"holds no LoRA: neither adapter_model.safetensors nor"):
+        read_lora(tmp_path, toy.template(), toy.LISTS)
+    with pytest.raises(ValueError, match=r"nowhere is missing"):
+        read_lora(tmp_path / "nowhere", toy.template(), toy.LISTS)
+    write_lora(tmp_path, toy_lora(), TOY.alpha, toy.LISTS, prefix="unet")
+    with pytest.raises(ValueError, match=r"unet\.blocks"):
+        read_lora(tmp_path, toy.template(), toy.LISTS)
+
+
+# -------------------------------------------------------------------------- files of other programs
+
+
+@functools.cache
+def sd3_template():
+    network = sd3.SD3Transformer(sd3.SD3Config.from_config(toy.SD3))
+    return jax.eval_shape(network.init, KEY, *sd3_inputs())["params"]
+
+
+@functools.cache
+def plain_factors() -> dict[str, torch.Tensor]:
+    """A LoRA of SD3's attention: tensors LAYER.lora_A.weight and LAYER.lora_B.weight."""
+    config = dataclasses.replace(LORA, targets=r"transformer_blocks\.\d+\.attn\..*")
+    lora = redrawn(lora_init(KEY, sd3_template(), config, sd3.LISTS))
+    modules = lora_files._as_modules(lora, "transformer")
+    return {
+        name.removeprefix("transformer."): torch.tensor(array)
+        for name, array in tensors.file_tensors(modules, sd3.LISTS)
+    }
+
+
+def renamed(before="", flat=False, factors=(".lora_A", ".lora_B"), after="", alphas=()):
+    """The same tensors under other names; `alphas` are the layers' alphas, in turn."""
+    state = {}
+    for number, name in enumerate(plain_factors()):
+        layer, which = name.split(".lora_")
+        where = before + (layer.replace(".", "_") if flat else layer)
+        state[where + factors["A" not in which] + after + ".weight"] = plain_factors()[name]
+        if alphas:
+            state[f"{where}.alpha"] = torch.tensor(alphas[number // 2 % len(alphas)])
+    return state
+
+
+def added(lora, scale) -> dict[str, np.ndarray]:
+    """What a LoRA of ours adds to each layer's weight, in torch's layout."""
+    merged = merge(jax.tree.map(lambda s: jnp.zeros(s.shape), sd3_template()), lora, scale)
+    changed = {(*path[:-1], "kernel") for path in flatten_dict(lora)}
+    kernels = {path: leaf for path, leaf in flatten_dict(merged).items() if path in changed}
+    return dict(tensors.file_tensors(unflatten_dict(kernels), sd3.LISTS))
+
+
+def added_by_theirs(state, alphas=None) -> dict[str, np.ndarray]:
+    """The same of diffusers' tensors transformer.LAYER.lora_A.weight, of rank 3."""
+    found = {}
+    for name, a in state.items():
+        if ".lora_A." in name:
+            layer = name.removesuffix(".lora_A.weight")
+            scale = alphas[f"{layer}.alpha"] / 3 if alphas else 1
+            product = scale * state[f"{layer}.lora_B.weight"] @ a
+            found[f"{layer.removeprefix('transformer.')}.weight"] = product.numpy()
+    return found
+
+
+QWEN = diffusers.QwenImagePipeline.lora_state_dict
+KOHYA = dict(factors=(".lora_down", ".lora_up"))
+COMFY = dict(before="diffusion_model.")
+
+
+@pytest.mark.parametrize(
+    ("names", "oracle"),
+    [
+        (KOHYA | dict(before="lora_unet_", flat=True, alphas=[1.5, 4.0]), QWEN),
+        (KOHYA | COMFY | dict(alphas=[2.0]), QWEN),
+        (COMFY, QWEN),
+        (COMFY | dict(after=".default"), QWEN),
+        (dict(alphas=[7.0]), QWEN),
+        (
+            dict(before="transformer.", factors=(".lora.down", ".lora.up")),
+            convert_unet_state_dict_to_peft,
+        ),
+        (dict(before="transformer.", alphas=[2.0, 5.0]), diffusers.FluxPipeline.lora_state_dict),
+        *(
+            (dict(before=before), lambda state: renamed("transformer."))
+            for before in ("", "transformer.module.", "_orig_mod.", "module.transformer._orig_mod.")
+        ),
+    ],
+)
+def test_a_lora_of_another_program_is_read_as_by_diffusers(tmp_path, names, oracle):
+    state, file = renamed(**names), tmp_path / "lora.safetensors"
+    safetensors.torch.save_file(state, file)
+    lora, rank, alpha = read_lora(file, sd3_template(), sd3.LISTS)
+    alphas = names.get("alphas", [])
+    assert (rank, alpha) == (3, alphas[0] if len(alphas) == 1 else 3)
+    flux = oracle == diffusers.FluxPipeline.lora_state_dict
+    expected = oracle(state, return_alphas=True) if flux else (oracle(state), None)
+    expected, found = added_by_theirs(*expected), added(lora, alpha / rank)
+    assert expected.keys() == found.keys() and len(found) > 20
+    for name, product in expected.items():
+        assert relative(found[name], product) < 1e-6
+
+
+def test_a_peft_folder_may_be_given_by_its_file(real, pefts):
+    expected, file = read_lora(pefts[0], real[2], sd3.LISTS), str(pefts[0] / PEFT_FILE)
+    found = read_lora(file, real[2], sd3.LISTS)
+    assert found[1:] == expected[1:] == (3, 7.0)
+    start = read_start(file, LORA, real[2], sd3.LISTS)
+    for lora in (found[0], start):
+        jax.tree.map(np.testing.assert_array_equal, lora, expected[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        (
+            "text_encoder_2.layers.0.q_proj.lora_A.weight",
+            "fuse_lora(['transformer', 'text_encoder_2'])",
+        ),
+        ("lora_te1_layers_0_q_proj.lora_down.weight", "fuse_lora(['transformer', 'text_encoder'])"),
+        ("transformer.x.lora_magnitude_vector", "fuse_lora(['transformer'])"),
+        ("lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight", "pipe.lora_state_dict("),
+        ("diffusion_model.layers.0.attention.qkv.lora_A.weight", "pipe.lora_state_dict("),
+        ("lora_unet_joint_blocks_0_x_block_attn_qkv.lora_down.weight", "the program that made it"),
+        ("diffusion_model.x.lokr_w1", "the program that made it"),
+        ("lora_unet_x.hada_w1_a", "the program that made it"),
+        ("diffusion_model.x.diff_b", "the program that made it"),
+        ("base_model.model.proj_out.weight", "merge_and_unload()"),
+        ("transformer.elsewhere.lora_A.weight", "the same model"),
+    ],
+)
+def test_what_is_no_plain_lora_is_named_with_the_way_to_convert_it(tmp_path, name, advice):
+    file = tmp_path / "lora.safetensors"
+    safetensors.torch.save_file(renamed("transformer.") | {name: torch.zeros(3, 3)}, file)
+    with pytest.raises(ValueError) as refused:
+        read_lora(file, sd3_template(), sd3.LISTS)
+    assert name in str(refused.value) and advice in str(refused.value)
+    assert str(file) in str(refused.value)
+
+
+def test_fused_factors_are_read_after_the_conversion_that_is_advised(tmp_path):
+    """A FLUX LoRA in kohya's format, whose query, key and value have one pair of factors."""
+    layer = "lora_unet_double_blocks_0_img_attn_qkv"
+    draw = torch.Generator().manual_seed(0)
+    a, b = torch.randn(3, 32, generator=draw), torch.randn(96, 3, generator=draw)
+    state = {f"{layer}.lora_down.weight": a, f"{layer}.lora_up.weight": b}
+    safetensors.torch.save_file(
+        state | {f"{layer}.alpha": torch.tensor(2.0)}, tmp_path / "kohya.safetensors"
+    )
+    state = diffusers.FluxPipeline.lora_state_dict(tmp_path / "kohya.safetensors")
+    file = tmp_path / "converted.safetensors"
+    safetensors.torch.save_file({k: v.clone() for k, v in state.items()}, file)
+    network = {
+        "blocks_0": {"attn": {f"to_{one}": {"kernel": jnp.zeros((32, 32))} for one in "qkv"}}
+    }
+    template = {f"transformer_{name}": part for name, part in network.items()}
+    lora, rank, alpha = read_lora(file, template, ("transformer_blocks",))
+    merged = merge(template, lora, alpha / rank)["transformer_blocks_0"]["attn"]
+    for one, part in zip("qkv", b.chunk(3), strict=True):
+        expected = (2 / 3 * part @ a).T.numpy()
+        np.testing.assert_allclose(merged[f"to_{one}"]["kernel"], expected, atol=1e-5)
