@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -56,15 +56,6 @@ class Waits:
         return seconds_of(command, worker, self.costs, self.settings, self.jitter, draw)
 
 
-@contextmanager
-def lasting(seconds: float, late: list[float]) -> Iterator[None]:
-    """A block that lasts so long at least; how much later it ends, from work in it or the timer, goes to `late`."""
-    end = time.perf_counter() + seconds
-    yield
-    time.sleep(max(0.0, end - time.perf_counter()))
-    late.append(time.perf_counter() - end)
-
-
 class WaitingJudge:
     """Has chunks scored by a pool whose reward is `score` below, which takes a command's seconds."""
 
@@ -91,6 +82,7 @@ class WaitingWorker:
     def __init__(self, name: str, layout: WorkerLayout, waits: Waits):
         self.name, self.devices = name, layout.devices
         self.late: list[float] = []  # of each wait, in seconds
+        self._debt = 0.0  # the last one's
         self._layout, self._waits = layout, waits
 
     def receive(self, weights_version: WeightsVersion) -> None:
@@ -132,9 +124,19 @@ class WaitingWorker:
     def give_up(self) -> None:
         """There is nothing to free."""
 
-    def lasting(self, command: Command) -> AbstractContextManager[None]:
-        """A block that lasts as long as a command on this worker."""
-        return lasting(self._waits.seconds(command, self._layout), self.late)
+    @contextmanager
+    def lasting(self, command: Command) -> Iterator[None]:
+        """A block that lasts as long as a command on this worker.
+
+        The timer wakes a thread up too late, which a device does not: the worker's next command is shorter by that.
+        """
+        begin = time.perf_counter()
+        end = begin + max(0.0, self._waits.seconds(command, self._layout) - self._debt)
+        yield
+        rest = end - time.perf_counter()
+        time.sleep(max(0.0, rest))
+        self.late.append(time.perf_counter() - end)
+        self._debt = self.late[-1] if rest > 0 else 0.0
 
 
 class WaitingExecutors:
