@@ -20,7 +20,7 @@ from digen_jax.data.prompt_files import first_negative, numbered_records
 from digen_jax.diffusion.steps import make_step
 from digen_jax.errors import ConfigError, blame
 from digen_jax.models.family import Family, Params
-from digen_jax.models.precision import FLOAT32_NAMES
+from digen_jax.models.linear import FLOAT32_NAMES
 from digen_jax.parallel.mesh import SEQUENCE, TENSOR
 from digen_jax.parallel.placement import MeshSizes, Placement, RolloutAxes, TrainerAxes
 from digen_jax.parallel.policy import Policy

@@ -91,7 +91,7 @@ def main() -> None:
     from digen_jax.data.notes import only, tell, unknown
     from digen_jax.inference.model import Asked, edited, open_model
     from digen_jax.inference.pictures import sample_to_folder
-    from digen_jax.models.text.tokenizer_files import known_words
+    from digen_jax.models.text.tokenizers import known_words
 
     asked = Asked(_GUIDANCE.value, _STEPS.value, _HEIGHT.value, _WIDTH.value, _TRUE_GUIDANCE.value)
 

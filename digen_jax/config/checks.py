@@ -20,7 +20,7 @@ from digen_jax.config.fields import flat
 from digen_jax.config.train_config import ALGORITHMS, TrainConfig
 from digen_jax.diffusion.steps import KINDS, Ode, make_step
 from digen_jax.errors import ConfigError, blame, check_choice, check_divides, together
-from digen_jax.models.logical_axes import NAMES
+from digen_jax.models.family import NAMES
 from digen_jax.parallel.mesh import MODEL, PARAMETERS, TIME
 from digen_jax.parallel.placement import ONE_DEVICE, RolloutAxes, TrainerAxes, mesh_sizes
 from digen_jax.parallel.sharding import TACTICS

@@ -24,9 +24,9 @@ from digen_jax.checkpoints.torch_file import as_stored, open_arrays
 from digen_jax.learned_rewards.files import in_dtype, read_config, read_processor
 from digen_jax.learned_rewards.host import on_host
 from digen_jax.learned_rewards.scorer import Opened, Params, Prepare
-from digen_jax.models.precision import exact_products
+from digen_jax.models.linear import exact_products
 from digen_jax.models.vision import clip
-from digen_jax.models.vision.clip_vision import CLIPVisionModelWithProjection
+from digen_jax.models.vision.clip import CLIPVisionModelWithProjection
 from digen_jax.models.vision.preprocess import pil_crop
 from digen_jax.parallel.reward_model import Scoring
 

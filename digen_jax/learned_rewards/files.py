@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from digen_jax.checkpoints.folder import Folder, read_json, read_params
 from digen_jax.learned_rewards.scorer import Params
-from digen_jax.models.text import clip_tokenizer
+from digen_jax.models.text import tokenizers
 from digen_jax.models.text.clip_text import CLIPTextConfig
 from digen_jax.models.vision import clip
 from digen_jax.models.vision.clip import CLIPConfig, CLIPModel
@@ -62,7 +62,7 @@ def read_processor(folder: Folder, size: int) -> Processor:
 
 def read_tokenizer(folder: Folder, text: CLIPTextConfig) -> Any:
     """The CLIPTokenizer in a folder; raises ValueError if it is not whole or does not fit the network."""
-    return clip_tokenizer.read(pathlib.Path(folder), text)
+    return tokenizers.read_clip(pathlib.Path(folder), text)
 
 
 def _read(path: pathlib.Path, read: Callable[[dict[str, Any]], Any]) -> Any:

@@ -14,8 +14,12 @@ from digen_jax.learned_rewards.files import in_dtype
 from digen_jax.learned_rewards.scorer import Opened, Similarity
 from digen_jax.models.text.clip_text import CLIPTextConfig
 from digen_jax.models.vision import clip
-from digen_jax.models.vision.clip import CLIPConfig, CLIPModel
-from digen_jax.models.vision.clip_vision import CLIPVisionConfig, CLIPVisionModelWithProjection
+from digen_jax.models.vision.clip import (
+    CLIPConfig,
+    CLIPModel,
+    CLIPVisionConfig,
+    CLIPVisionModelWithProjection,
+)
 from digen_jax.models.vision.preprocess import Processor, pil_crop, tensor_crop, tensor_pad
 from digen_jax.parallel.placement import DeviceGroup
 from digen_jax.parallel.reward_model import Scoring, placed

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int, UInt8
 
-from digen_jax.models.precision import exact_products
-from digen_jax.models.text.tokenizer_files import padded
+from digen_jax.models.linear import exact_products
+from digen_jax.models.text.tokenizers import padded
 from digen_jax.models.vision.clip import CLIPModel
 from digen_jax.parallel.reward_model import Scorer
 

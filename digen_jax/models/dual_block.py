@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from digen_jax.attention.attend import attend_jointly
-from digen_jax.attention.head_norms import HeadNorms, normed
+from digen_jax.attention.queries_keys import HeadNorms, normed
 from digen_jax.models import layers
 from digen_jax.models.linear import Linear, of_one_input
 from digen_jax.models.remat import product

@@ -16,9 +16,8 @@ from jaxtyping import Array, Float
 from digen_jax.checkpoints import folder as weights
 from digen_jax.errors import FieldError
 from digen_jax.models.autoencoders import autoencoder_kl
-from digen_jax.models.family import Params, Record, Size, negative_of
-from digen_jax.models.logical_axes import logical_axes
-from digen_jax.models.precision import exact_products
+from digen_jax.models.family import Params, Record, Size, logical_axes, negative_of
+from digen_jax.models.linear import exact_products
 
 
 class ImageFamily:

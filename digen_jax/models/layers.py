@@ -15,6 +15,7 @@ from digen_jax.models.remat import product
 EPSILON = 1e-6
 TIME_FEATURES = 256
 NUM_TRAIN_TIMESTEPS = 1000
+SIDE = 2  # latents a packed token has along each side
 
 linear_init = nn.initializers.xavier_uniform()
 embedder_init = nn.initializers.normal(0.02)
@@ -166,3 +167,25 @@ class FeedForward(nn.Module):
         dim = x.shape[-1]
         x = GeluProjection(4 * dim, self.dtype, name="net_0")(x)
         return product(Linear(dim, dtype=self.dtype, kernel_init=linear_init, name="net_2")(x))
+
+
+def pack(latents: Float[Array, "b h w c"]) -> Float[Array, "b n p"]:
+    """Latents as tokens of 2 x 2 of them, as FLUX's and Qwen-Image's pipelines pack them.
+
+    Tokens are row by row, each channel's four numbers side by side; raises ValueError if a side is odd.
+    """
+    batch, height, width, channels = latents.shape
+    if height % SIDE or width % SIDE:
+        raise ValueError(
+            f"latents of {height} x {width} do not fit: both sides must be multiples of {SIDE}."
+        )
+    x = latents.reshape(batch, height // SIDE, SIDE, width // SIDE, SIDE, channels)
+    x = jnp.einsum("bhpwqc->bhwcpq", x)
+    return x.reshape(batch, height // SIDE * (width // SIDE), channels * SIDE * SIDE)
+
+
+def unpack(tokens: Float[Array, "b n p"], height: int, width: int) -> Float[Array, "b h w c"]:
+    """The inverse of `pack`, for latents of `height` x `width`."""
+    x = tokens.reshape(len(tokens), height // SIDE, width // SIDE, -1, SIDE, SIDE)
+    x = jnp.einsum("bhwcpq->bhpwqc", x)
+    return x.reshape(len(tokens), height, width, -1)

@@ -1,8 +1,8 @@
-"""Linear layers whose products XLA hands to its fast kernels, on CPUs too."""
+"""Linear layers whose products XLA hands to its fast kernels, on CPUs too, and the precision of these products."""
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import flax.linen as nn
 import jax
@@ -14,7 +14,13 @@ from jaxtyping import Array, Float
 from digen_jax.checkpoints.lora import is_adapted, lora_scale
 from digen_jax.target import current
 
+# TF32 on NVIDIA (10 bits of mantissa), three bfloat16 passes on TPUs, whose default is a single one with 7 bits:
+# such rounding moves an importance ratio by more than the usual clip ranges.
+FLOAT32_PRODUCTS = "high"
+FLOAT32_NAMES = {"gpu": "TF32", "tpu": "three bfloat16 passes"}  # by platform
 LANES = 128
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 Arrays = Sequence[Array]
 Product = Callable[[Array, Array], Array]
 
@@ -207,3 +213,19 @@ def patch_product(x: Array, kernel: Array, strides: Any, padding: Any, **options
     x = x.reshape(b, h // p, w // q, p * q * c)
     kernel = kernel.reshape(p * q * c, o)
     return dot_general(x, kernel, (((3,), (0,)), ((), ())), precision=options.get("precision"))
+
+
+def exact_products(method: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Traces `method` with a precision of at least FLOAT32_PRODUCTS for float32 products, also in its gradient.
+
+    A precision that the user has chosen (`JAX_DEFAULT_MATMUL_PRECISION`, `jax.default_matmul_precision`) has priority.
+    Products of bfloat16 are not affected.
+    """
+
+    @functools.wraps(method)
+    def traced(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        chosen = jax.config.jax_default_matmul_precision
+        with jax.default_matmul_precision(chosen or FLOAT32_PRODUCTS):
+            return method(*args, **kwargs)
+
+    return traced

@@ -9,7 +9,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from digen_jax.attention.key_weights import RESIDUALS
+from digen_jax.attention.queries_keys import RESIDUALS
 
 # From the most memory to the least. "none": everything is kept. "keep_products": blocks' inputs, the results of linear
 # layers, and what attention's backward pass needs of its forward one; only norms, activation functions and the like

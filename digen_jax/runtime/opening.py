@@ -20,7 +20,7 @@ from digen_jax.data.notes import tell
 from digen_jax.distributed.workers import RemoteWorkers
 from digen_jax.errors import ConfigError
 from digen_jax.models.family import Family
-from digen_jax.models.text.tokenizer_files import known_words
+from digen_jax.models.text.tokenizers import known_words
 from digen_jax.parallel.system import System
 from digen_jax.planning.placing import place_here
 from digen_jax.policies import start_warnings

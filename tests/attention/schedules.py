@@ -24,7 +24,7 @@ def words(topology: str, width: int, tokens: int, normed: bool, folder: str) -> 
 
     from digen_jax.accelerators.topology import slice_devices
     from digen_jax.attention import packed
-    from digen_jax.attention.head_norms import HeadNorms
+    from digen_jax.attention.queries_keys import HeadNorms
 
     place = SingleDeviceSharding(slice_devices(topology)[0])
     heads = 2 * packed.LANES // width

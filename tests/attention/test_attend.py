@@ -10,9 +10,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from digen_jax.attention import attend as attending
-from digen_jax.attention import cudnn, key_weights
-from digen_jax.attention.attend import attend, attend_jointly
-from digen_jax.attention.partition import on_each_device
+from digen_jax.attention import flash, queries_keys
+from digen_jax.attention.attend import attend, attend_jointly, on_each_device
 from digen_jax.parallel.mesh import make_mesh
 from digen_jax.target import Target, current, on_device, on_mesh
 from tests.attention import oracle
@@ -105,7 +104,7 @@ def test_a_key_of_weight_n_counts_as_n_equal_ones():
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_weights_are_exact_as_sums_of_a_dtypes_numbers(dtype):
     log_weights = np.log([1, 2, 7, 256, 333, 4096]).astype(np.float32)
-    found = key_weights.parts(log_weights, dtype)
+    found = queries_keys.parts(log_weights, dtype)
     np.testing.assert_array_equal(found, found.astype(dtype).astype(np.float32))
     smallest = 2.0**-24 if dtype == jnp.float16 else 0  # its least number
     assert np.all(np.abs(found.sum(0, dtype=np.float64) - log_weights) <= smallest / 2)
@@ -139,7 +138,7 @@ def test_cudnn_gets_even_tokens_and_weights_as_channels(
     lengths = [t, max(1, t - 2)] if padded else None
     rows = None if lengths is None else jnp.array(lengths)
     log_weights = weights(t) if weighted else None
-    found = gradients_of(lambda *a: cudnn.attend(*a, rows, log_weights))
+    found = gradients_of(lambda *a: flash.cudnn(*a, rows, log_weights))
     found = jax.jit(found)(q, k, v, direction)
     assert all(a.dtype == q.dtype for a in found)
     expected = (

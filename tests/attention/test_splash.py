@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas.ops.tpu import splash_attention
 
-from digen_jax.attention import splash
-from digen_jax.attention.partition import on_each_device
+from digen_jax.attention import flash
+from digen_jax.attention.attend import on_each_device
 from digen_jax.parallel.mesh import make_mesh
 from digen_jax.target import Target
 from tests.attention import oracle
@@ -29,7 +29,7 @@ def interpreted(monkeypatch):
 def test_blocks_are_large_and_have_little_padding():
     tokens = 12, 128, 129, 1024, 1102, 1300, 4096, 4250, 4608
     blocks = {
-        dtype: [splash.block(count, dtype) for count in tokens] for dtype in ("bfloat16", "float32")
+        dtype: [flash.block(count, dtype) for count in tokens] for dtype in ("bfloat16", "float32")
     }
     assert blocks["bfloat16"] == [128, 128, 256, 1024, 1152, 768, 1024, 896, 1152]
     assert blocks["float32"] == [128, 128, 256, 512, 384, 768, 512, 640, 768]
@@ -54,7 +54,7 @@ def test_splash_and_its_gradients_are_attention_written_out(name, dtype):
     q, k, v, direction = draw(2, s, t, heads, groups, width, dtype)
     log_weights = weights(t) if weighted else None
     rows = None if lengths is None else jnp.array(lengths)
-    found = gradients_of(functools.partial(splash.attend, lengths=rows, log_weights=log_weights))
+    found = gradients_of(functools.partial(flash.splash, lengths=rows, log_weights=log_weights))
     # The precision of products is the kernel's own, forward and backward.
     out, *gradients = jax.jit(found)(q, k, v, direction)
     assert out.dtype == dtype
@@ -64,10 +64,10 @@ def test_splash_and_its_gradients_are_attention_written_out(name, dtype):
 
 
 def test_several_blocks_of_keys_and_queries(monkeypatch):
-    monkeypatch.setitem(splash.LARGEST_BLOCK, 4, 128)
+    monkeypatch.setitem(flash.LARGEST_BLOCK, 4, 128)
     q, k, v, direction = draw(1, 300, 400, 2, 1, 16)
     lengths = jnp.array([200])  # the last blocks have no key that counts
-    found = gradients_of(functools.partial(splash.attend, lengths=lengths))
+    found = gradients_of(functools.partial(flash.splash, lengths=lengths))
     out, *gradients = jax.jit(found)(q, k, v, direction)
     assert error(out, oracle.attention(q, k, v, [200])) < 1e-5
     expected = oracle.gradients(q, k, v, direction, [200])
@@ -88,7 +88,7 @@ def test_inside_remat_scan_and_shard_map():
 
     def split(q, k, v):
         def whole(q, k, v, lengths, norms):
-            return (splash.attend(q[0], k[0], v[0], lengths),)
+            return (flash.splash(q[0], k[0], v[0], lengths),)
 
         return on_each_device(target, whole, (q,), (k,), (v,), None)[0]
 

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from digen_jax import assemble, policies
 from digen_jax.accelerators.topology import slice_devices
-from digen_jax.attention import packed, splash
+from digen_jax.attention import flash, packed
 from digen_jax.attention.attend import attend
 from digen_jax.config.load import complete, read_config
 from digen_jax.parallel.mesh import make_mesh
@@ -75,7 +75,7 @@ def test_the_largest_blocks_fit_the_chips(topology, dtype, kernel):
     if kernel == "packed":
         tokens = max(n for n in range(packed.LANES, 2**14, packed.LANES) if packed.fits(n, size))
     else:
-        tokens = 2 * splash.LARGEST_BLOCK[size]
+        tokens = 2 * flash.LARGEST_BLOCK[size]
     program = compiled(topology, (1, tokens, 2, 128), dtype, True, kernel=kernel)
     assert not pairs(program, tokens)
 

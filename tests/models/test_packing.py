@@ -6,7 +6,7 @@ import pytest
 import torch
 from diffusers import FluxPipeline
 
-from digen_jax.models import packing
+from digen_jax.models import layers
 
 
 def test_latents_are_packed_and_unpacked_as_by_the_pipeline():
@@ -15,12 +15,12 @@ def test_latents_are_packed_and_unpacked_as_by_the_pipeline():
     latents = latents.astype(np.float32)
     raw = torch.tensor(latents.transpose(0, 3, 1, 2)).contiguous()
     expected = FluxPipeline._pack_latents(raw, 2, channels, height, width)
-    tokens = packing.pack(jnp.asarray(latents))
+    tokens = layers.pack(jnp.asarray(latents))
     np.testing.assert_array_equal(tokens, expected.numpy())
-    np.testing.assert_array_equal(packing.unpack(tokens, height, width), latents)
+    np.testing.assert_array_equal(layers.unpack(tokens, height, width), latents)
 
 
 @pytest.mark.parametrize("shape", [(1, 5, 4, 2), (1, 4, 5, 2)])
 def test_an_odd_side_is_refused(shape):
     with pytest.raises(ValueError, match=f"latents of {shape[1]} x {shape[2]} do not fit"):
-        packing.pack(jnp.zeros(shape))
+        layers.pack(jnp.zeros(shape))

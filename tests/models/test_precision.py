@@ -10,8 +10,7 @@ import pytest
 
 from digen_jax.checkpoints.lora import lora_layers
 from digen_jax.families import load_family
-from digen_jax.models.linear import Linear, of_one_input
-from digen_jax.models.precision import exact_products
+from digen_jax.models.linear import Linear, exact_products, of_one_input
 from digen_jax.models.sd3.family import TokenIds
 from digen_jax.target import on_device
 from tests.pipelines import ROOT

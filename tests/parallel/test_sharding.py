@@ -10,7 +10,7 @@ from flax.traverse_util import flatten_dict
 
 from digen_jax.errors import ConfigError
 from digen_jax.families import load_family
-from digen_jax.models.logical_axes import NAMES, logical_axes
+from digen_jax.models.family import NAMES, logical_axes
 from digen_jax.models.sd3 import network as sd3
 from digen_jax.parallel import sharding
 from digen_jax.parallel.mesh import axis_sizes

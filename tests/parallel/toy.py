@@ -18,9 +18,8 @@ from digen_jax.config.checks import check_devices
 from digen_jax.config.load import complete, read_config
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.diffusion.schedule import SchedulerConfig, make_sigmas
-from digen_jax.models.family import Heads, Size
+from digen_jax.models.family import Heads, Size, logical_axes
 from digen_jax.models.image_family import ImageFamily
-from digen_jax.models.logical_axes import logical_axes
 from digen_jax.models.sd3 import network as sd3
 from digen_jax.parallel.placement import make_placement
 from digen_jax.parallel.sharding import Layout

@@ -7,7 +7,7 @@ import pytest
 
 from digen_jax.data import notes, prompt_files
 from digen_jax.families import load_family
-from digen_jax.models.text.tokenizer_files import known_words
+from digen_jax.models.text.tokenizers import known_words
 from tests.cases import said
 from tests.tiny_runs import pipeline
 

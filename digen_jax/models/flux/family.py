@@ -19,14 +19,13 @@ from digen_jax.checkpoints import folder as weights
 from digen_jax.diffusion.schedule import SchedulerConfig, make_sigmas
 from digen_jax.models.autoencoders import autoencoder_kl
 from digen_jax.models.family import Guidance, Params, Record, Size, check_image
-from digen_jax.models.flux import flops as flux_flops
 from digen_jax.models.flux import network as flux
 from digen_jax.models.image_family import ImageFamily, check_tokens, check_widths, shapes_of
-from digen_jax.models.packing import SIDE
-from digen_jax.models.precision import exact_products
+from digen_jax.models.layers import SIDE
+from digen_jax.models.linear import exact_products
 from digen_jax.models.remat import Remat
-from digen_jax.models.text import clip_text, clip_tokenizer, t5, t5_tokenizer
-from digen_jax.models.text.tokenizer_files import longer, padded
+from digen_jax.models.text import clip_text, t5, tokenizers
+from digen_jax.models.text.tokenizers import longer, padded
 
 PIPELINE_CLASS = "FluxPipeline"
 # (library, class) of each component, as diffusers' model_index.json names them.
@@ -150,8 +149,8 @@ class Flux(ImageFamily):
             vae=autoencoder_kl.AutoencoderKL(vae, dtype=jnp.float32),
             text_encoder=clip_text.CLIPTextModel(clip, dtype=dtype),
             text_encoder_2=t5.T5EncoderModel(long, dtype=dtype),
-            tokenizer=clip_tokenizer.read(folder / "tokenizer", clip),
-            tokenizer_2=t5_tokenizer.read(folder / "tokenizer_2", long),
+            tokenizer=tokenizers.read_clip(folder / "tokenizer", clip),
+            tokenizer_2=tokenizers.read_t5(folder / "tokenizer_2", long),
             scheduler=configs["scheduler"],
             max_sequence_length=max_sequence_length or T5_TOKENS,
         )
@@ -256,9 +255,9 @@ class Flux(ImageFamily):
         return size.height // self.factor, size.width // self.factor, channels
 
     def flops(self, size: Size) -> dict[str, dict[str, float]]:
-        """FLOPs of the transformer by stream: see `flux_flops`."""
+        """FLOPs of the transformer by stream: see `flux.forward_flops`."""
         config, latent = self.transformer.config, self.latent_shape(size)
-        return {"transformer": flux_flops.forward_flops(config, latent, self.max_sequence_length)}
+        return {"transformer": flux.forward_flops(config, latent, self.max_sequence_length)}
 
     # ---------------------------------------------------------------- parameters
 

@@ -16,11 +16,10 @@ from digen_jax.errors import user_input
 from digen_jax.images import read_picture, resized
 from digen_jax.models.autoencoders.autoencoder_kl import encode_images
 from digen_jax.models.family import Params, Record, Size, check_image, negative_of
-from digen_jax.models.flux import flops as flux_flops
 from digen_jax.models.flux import network as flux
 from digen_jax.models.flux.family import Conditioning, Flux, TokenIds
-from digen_jax.models.packing import SIDE
-from digen_jax.models.precision import exact_products
+from digen_jax.models.layers import SIDE
+from digen_jax.models.linear import exact_products
 
 PIPELINE_CLASS = "FluxKontextPipeline"
 # `target_modules` of yifan123/flow_grpo, scripts/train_flux_kontext.py (74db691).
@@ -131,12 +130,12 @@ class FluxKontext(Flux):
         return Size(nearest.height // multiple * multiple, nearest.width // multiple * multiple)
 
     def flops(self, size: Size) -> dict[str, dict[str, float]]:
-        """FLOPs of the transformer by stream, with the tokens of the picture: see `flux_flops`."""
+        """FLOPs of the transformer by stream, with the tokens of the picture: see `flux.forward_flops`."""
         tokens = 0
         if self.source is not None:
             tokens = self.source.height * self.source.width // (self.factor * SIDE) ** 2
         config, latent = self.transformer.config, self.latent_shape(size)
-        found = flux_flops.forward_flops(config, latent, self.max_sequence_length, tokens)
+        found = flux.forward_flops(config, latent, self.max_sequence_length, tokens)
         return {"transformer": found}
 
 

@@ -15,7 +15,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from digen_jax.json_fields import fields_of, number
-from digen_jax.models import dual_block, layers, packing
+from digen_jax.models import dual_block, layers
+from digen_jax.models.layers import SIDE, TIME_FEATURES
 from digen_jax.models.linear import Linear
 from digen_jax.models.remat import Remat, block_run, product
 from digen_jax.models.rotary import Rotary, image_positions, rotary_table
@@ -65,7 +66,7 @@ class FluxConfig:
 
     def __post_init__(self):
         for name in ("in_channels", "out_channels"):
-            if getattr(self, name) % packing.SIDE**2:
+            if getattr(self, name) % layers.SIDE**2:
                 raise ValueError(
                     f"{name} must be a multiple of 4, of the 2 x 2 latents of a token, not {getattr(self, name)}."
                 )
@@ -99,10 +100,10 @@ def _image_tokens(
     """The tokens of an image, those of the picture that is edited behind them, and their positions."""
     pictures = [latents] if source is None else [latents, source]
     positions = [
-        image_positions(*(side // packing.SIDE for side in picture.shape[1:3]), index)
+        image_positions(*(side // layers.SIDE for side in picture.shape[1:3]), index)
         for index, picture in enumerate(pictures)
     ]
-    tokens = [packing.pack(picture) for picture in pictures]
+    tokens = [layers.pack(picture) for picture in pictures]
     if source is None:
         return tokens[0], positions[0]
     return jnp.concatenate(tokens, axis=1), np.concatenate(positions)
@@ -185,7 +186,7 @@ class FluxTransformer(nn.Module):
         joined = Rotary(*(jnp.concatenate(tables) for tables in zip(*rotary, strict=True)))
         tokens = jnp.concatenate([x, context], axis=1)
         tokens, _ = self._single_blocks()(tokens, embedding, joined)
-        own = height * width // packing.SIDE**2  # none of the source's
+        own = height * width // layers.SIDE**2  # none of the source's
         return self._velocity(tokens[:, :own], embedding, height, width)
 
     def _linear(self, features: int, name: str) -> nn.Dense:
@@ -214,4 +215,38 @@ class FluxTransformer(nn.Module):
         proj_out = Linear(
             self.config.out_channels, dtype=self.dtype, kernel_init=zeros, name="proj_out"
         )
-        return packing.unpack(proj_out(x).astype(jnp.float32), height, width)
+        return layers.unpack(proj_out(x).astype(jnp.float32), height, width)
+
+
+def forward_flops(
+    config: FluxConfig, latent: tuple[int, int, int], text: int, source: int = 0
+) -> dict[str, float]:
+    """FLOPs of one sequence by stream: matrix products and attention, a multiply-add counts as two.
+
+    "image" and "text" are the operations on each token alone, "attention" the products of queries, keys and values,
+    "modulation" the operations once a sequence, on the embedding of time, guidance and pooled text. Norms, softmax,
+    rotations and other elementwise operations are not counted.
+
+    Args:
+      config: the transformer's.
+      latent: (h, w, c) of the latents.
+      text: tokens of the context.
+      source: tokens of a picture that is edited, which belong to the stream "image".
+    """
+    d, blocks, singles = config.dim, config.num_layers, config.num_single_layers
+    h, w, _ = latent
+    own = (h // SIDE) * (w // SIDE)
+    image = own + source
+    # Of a dual block, for each stream: four linear layers of the attention, two of a feed-forward network four times
+    # as wide. A single block has the same for all tokens.
+    wide = (blocks + singles) * (4 * d * d + 8 * d * d)
+    modulations = blocks * 12 + singles * 3 + 2  # the last of them is norm_out
+    numbers = 2 if config.guidance_embeds else 1  # time, guidance
+    embedders = (numbers * (TIME_FEATURES + d) + config.pooled_projection_dim + d) * d
+    products = {
+        "image": image * (wide + config.in_channels * d) + own * config.out_channels * d,
+        "text": text * (wide + config.joint_attention_dim * d),
+        "attention": 2 * d * (blocks + singles) * (image + text) ** 2,
+        "modulation": modulations * d * d + embedders,
+    }
+    return {stream: 2.0 * count for stream, count in products.items()}

@@ -20,16 +20,15 @@ from digen_jax.checkpoints import folder as weights
 from digen_jax.diffusion.schedule import SchedulerConfig
 from digen_jax.models.autoencoders import autoencoder_flux2, autoencoder_kl
 from digen_jax.models.family import Guidance, Params, Record, Size, check_image
-from digen_jax.models.flux2 import flops as flux2_flops
 from digen_jax.models.flux2 import network as flux2
 from digen_jax.models.flux2 import schedule
-from digen_jax.models.flux2.config import Flux2Config
+from digen_jax.models.flux2.network import Flux2Config
 from digen_jax.models.image_family import ImageFamily, check_widths, shapes_of
-from digen_jax.models.precision import exact_products
+from digen_jax.models.linear import exact_products
 from digen_jax.models.remat import Remat
-from digen_jax.models.text import language_model, language_model_tokenizer
-from digen_jax.models.text.language_model_config import LanguageModelConfig
-from digen_jax.models.text.tokenizer_files import longer, padded
+from digen_jax.models.text import language_model, tokenizers
+from digen_jax.models.text.language_model import LanguageModelConfig
+from digen_jax.models.text.tokenizers import longer, padded
 
 PIPELINE_CLASS = "Flux2KleinPipeline"
 # (library, classes) of each component, as diffusers' model_index.json names them.
@@ -146,7 +145,7 @@ class Flux2Klein(ImageFamily):
             transformer=flux2.Flux2Transformer(network, dtype=dtype, remat=remat),
             vae=autoencoder_flux2.AutoencoderKLFlux2(vae, dtype=jnp.float32),
             text_encoder=language_model.LanguageModel(encoder, STATES, dtype=dtype),
-            tokenizer=language_model_tokenizer.read(
+            tokenizer=tokenizers.read_language_model(
                 folder / "tokenizer", encoder, tokens, chats=True
             ),
             scheduler=configs["scheduler"],
@@ -182,7 +181,7 @@ class Flux2Klein(ImageFamily):
         return longer([(self.tokenizer, self.max_sequence_length)], self._chats(prompts))
 
     def _chats(self, prompts: Sequence[str]) -> list[str]:
-        return language_model_tokenizer.chat(self.tokenizer, prompts, thinking=False)
+        return tokenizers.chat(self.tokenizer, prompts, thinking=False)
 
     @exact_products
     def encode(self, params: Params, tokens: Tokens) -> Conditioning:
@@ -237,9 +236,9 @@ class Flux2Klein(ImageFamily):
         return autoencoder_flux2.decode_images(self.vae, params["vae"], latents)[:, None]
 
     def flops(self, size: Size) -> dict[str, dict[str, float]]:
-        """FLOPs of the transformer by stream: see `flux2_flops`."""
+        """FLOPs of the transformer by stream: see `flux2.forward_flops`."""
         config, latent = self.transformer.config, self.latent_shape(size)
-        return {"transformer": flux2_flops.forward_flops(config, latent, self.max_sequence_length)}
+        return {"transformer": flux2.forward_flops(config, latent, self.max_sequence_length)}
 
     # ---------------------------------------------------------------- parameters
 

@@ -6,7 +6,9 @@ a bias. Attribute names are those of diffusers' `Flux2Transformer2DModel`, so th
 name; dual blocks are scanned as one run (`transformer_blocks_0to4`), and single blocks as another.
 """
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -15,12 +17,77 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from digen_jax.attention.attend import attend
-from digen_jax.attention.head_norms import normed
+from digen_jax.attention.queries_keys import normed
+from digen_jax.json_fields import fields_of, number
 from digen_jax.models import dual_block, layers
-from digen_jax.models.flux2.config import Flux2Config
+from digen_jax.models.layers import EPSILON, TIME_FEATURES
 from digen_jax.models.linear import Linear
 from digen_jax.models.remat import Remat, block_run, product
 from digen_jax.models.rotary import Rotary, image_positions, rotary_table, rotate_pairs
+
+POSITION_AXES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Flux2Config:
+    """The fields of diffusers' config.json, with its defaults but for guidance; raises ValueError if they conflict.
+
+    FLUX.2-dev is given its guidance as a number (`guidance_embeds`), and has another text encoder; klein is not.
+
+    Attributes:
+      in_channels: of a token, which is one of the autoencoder's normed patches.
+      mlp_ratio: width of a feed-forward network's hidden layer, in widths of the transformer.
+      axes_dims_rope: channels of a head that turn with a token's image, row, column, and place in the text.
+    """
+
+    patch_size: int = number(1, 1, 1)
+    in_channels: int = 128
+    out_channels: int = 128
+    num_layers: int = number(8, 1, 1000)
+    num_single_layers: int = number(48, 1, 1000)
+    attention_head_dim: int = 128
+    num_attention_heads: int = 48
+    joint_attention_dim: int = 15360
+    timestep_guidance_channels: int = number(TIME_FEATURES, TIME_FEATURES, TIME_FEATURES)
+    mlp_ratio: float = number(3.0, 0.01, 100)
+    axes_dims_rope: tuple[int, ...] = (32, 32, 32, 32)
+    rope_theta: float = number(2000.0, 1, 1e12)
+    eps: float = number(EPSILON, EPSILON, EPSILON)
+    guidance_embeds: Literal[False] = False
+
+    def __post_init__(self):
+        widths = self.axes_dims_rope
+        positive = all(width > 0 and width % 2 == 0 for width in widths)
+        if len(widths) != POSITION_AXES or not positive or sum(widths) != self.attention_head_dim:
+            raise ValueError(
+                f"axes_dims_rope must be four even numbers whose sum is attention_head_dim = "
+                f"{self.attention_head_dim}, not {list(widths)}."
+            )
+        if self.hidden < 1:
+            raise ValueError(f"mlp_ratio times {self.dim} must be 1 or more, not {self.mlp_ratio}.")
+
+    @property
+    def dim(self) -> int:
+        """Width of the transformer."""
+        return self.num_attention_heads * self.attention_head_dim
+
+    @property
+    def hidden(self) -> int:
+        """Width of a feed-forward network's hidden layer."""
+        return int(self.dim * self.mlp_ratio)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> "Flux2Config":
+        """Reads diffusers' config.json, ignoring keys that start with an underscore.
+
+        Raises a ValueError that names a key that is unknown or whose value is not supported.
+        """
+        if config.get("out_channels") is None:
+            config = {**config, "out_channels": config.get("in_channels", cls.in_channels)}
+        # diffusers' default, which the files of klein do not rely on.
+        config = {"guidance_embeds": True, **config}
+        return cls(**fields_of(cls, config, "a FLUX.2 transformer"))
+
 
 LISTS = ("single_transformer_blocks", *dual_block.LISTS)
 # `default_target_modules` of X-GenGroup/Flow-Factory, src/flow_factory/models/flux/flux2_klein.py (3e615ee). They are
@@ -232,3 +299,31 @@ class Flux2Transformer(nn.Module):
         config = self.config
         run = block_run(block, name, 0, count - 1, self.remat)
         return run(config.num_attention_heads, config.hidden, self.dtype)
+
+
+def forward_flops(config: Flux2Config, latent: tuple[int, int, int], text: int) -> dict[str, float]:
+    """FLOPs of one sequence by stream: matrix products and attention, a multiply-add counts as two.
+
+    "image" and "text" are the operations on each token alone, "attention" the products of queries, keys and values,
+    "modulation" the operations once a sequence, on the embedding of time. Norms, softmax, rotations and other
+    elementwise operations are not counted.
+
+    Args:
+      config: the transformer's.
+      latent: (h, w, c) of the latents.
+      text: tokens of the context, padding included, as it is computed, too.
+    """
+    d, blocks = config.dim, config.num_layers + config.num_single_layers
+    h, w, _ = latent
+    image = h * w
+    # Of a dual block, for each stream: four linear layers of the attention, three matrices of a gated feed-forward
+    # network, of which two are one. A single block has the same for all tokens, in two matrices.
+    wide = blocks * (4 * d * d + 3 * d * config.hidden)
+    modulations = 2 * 6 + 3 + 2  # of the streams, of the single blocks, of norm_out
+    products = {
+        "image": image * (wide + (config.in_channels + config.out_channels) * d),
+        "text": text * (wide + config.joint_attention_dim * d),
+        "attention": 2 * d * blocks * (image + text) ** 2,
+        "modulation": modulations * d * d + (TIME_FEATURES + d) * d,
+    }
+    return {stream: 2.0 * count for stream, count in products.items()}

@@ -20,14 +20,13 @@ from digen_jax.diffusion.schedule import SchedulerConfig, make_sigmas
 from digen_jax.models.autoencoders import autoencoder_wan
 from digen_jax.models.family import Guidance, Params, Record, Size, check_image
 from digen_jax.models.image_family import ImageFamily, check_tokens, check_widths, shapes_of
-from digen_jax.models.packing import SIDE, pack, unpack
-from digen_jax.models.precision import exact_products
-from digen_jax.models.qwen_image import flops as qwen_image_flops
+from digen_jax.models.layers import SIDE, pack, unpack
+from digen_jax.models.linear import exact_products
 from digen_jax.models.qwen_image import network as qwen_image
 from digen_jax.models.remat import Remat
-from digen_jax.models.text import language_model, language_model_tokenizer
-from digen_jax.models.text.language_model_config import LanguageModelConfig
-from digen_jax.models.text.tokenizer_files import longer, padded
+from digen_jax.models.text import language_model, tokenizers
+from digen_jax.models.text.language_model import LanguageModelConfig
+from digen_jax.models.text.tokenizers import longer, padded
 
 PIPELINE_CLASS = "QwenImagePipeline"
 # (library, class) of each component, as diffusers' model_index.json names them.
@@ -159,7 +158,7 @@ class QwenImage(ImageFamily):
             transformer=qwen_image.QwenImageTransformer(network, dtype=dtype, remat=remat),
             vae=autoencoder_wan.AutoencoderKLWan(vae),
             text_encoder=language_model.LanguageModel(encoder, dtype=dtype),
-            tokenizer=language_model_tokenizer.read(
+            tokenizer=tokenizers.read_language_model(
                 folder / "tokenizer",
                 encoder,
                 tokens + DROPPED,
@@ -260,11 +259,9 @@ class QwenImage(ImageFamily):
         return autoencoder_wan.decode_images(self.vae, params["vae"], latents)
 
     def flops(self, size: Size) -> dict[str, dict[str, float]]:
-        """FLOPs of the transformer by stream: see `qwen_image_flops`."""
+        """FLOPs of the transformer by stream: see `qwen_image.forward_flops`."""
         config, latent = self.transformer.config, self.latent_shape(size)
-        return {
-            "transformer": qwen_image_flops.forward_flops(config, latent, self.max_sequence_length)
-        }
+        return {"transformer": qwen_image.forward_flops(config, latent, self.max_sequence_length)}
 
     # ---------------------------------------------------------------- parameters
 

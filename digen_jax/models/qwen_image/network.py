@@ -15,7 +15,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from digen_jax.json_fields import fields_of, number
-from digen_jax.models import dual_block, layers, packing
+from digen_jax.models import dual_block, layers
+from digen_jax.models.layers import SIDE, TIME_FEATURES
 from digen_jax.models.linear import Linear
 from digen_jax.models.remat import Remat, block_run
 from digen_jax.models.rotary import Rotary, image_positions, rotary_table
@@ -51,7 +52,7 @@ class QwenImageConfig:
     fields are about models that edit images or draw layers.
     """
 
-    patch_size: int = number(packing.SIDE, packing.SIDE, packing.SIDE)
+    patch_size: int = number(layers.SIDE, layers.SIDE, layers.SIDE)
     in_channels: int = 64
     out_channels: int = 16
     num_layers: int = number(60, 1, 1000)
@@ -65,7 +66,7 @@ class QwenImageConfig:
     use_layer3d_rope: Literal[False] = False
 
     def __post_init__(self):
-        if self.in_channels % packing.SIDE**2:
+        if self.in_channels % layers.SIDE**2:
             raise ValueError(
                 f"in_channels must be a multiple of 4, of the 2 x 2 latents of a token, not {self.in_channels}."
             )
@@ -155,12 +156,12 @@ class QwenImageTransformer(nn.Module):
         """
         config = self.config
         height, width = latents.shape[1:3]
-        x = self._linear(config.dim, "img_in")(packing.pack(latents))
+        x = self._linear(config.dim, "img_in")(layers.pack(latents))
         norm = nn.RMSNorm(epsilon=layers.EPSILON, dtype=jnp.float32, name="txt_norm")
         context = self._linear(config.dim, "txt_in")(norm(context).astype(self.dtype))
         embedding = TimeEmbed(config.dim, name="time_text_embed")(sigma)
 
-        grid = height // packing.SIDE, width // packing.SIDE
+        grid = height // layers.SIDE, width // layers.SIDE
         rotary = rotary_tables(config.axes_dims_rope, *grid, context.shape[1])
         lengths = x.shape[1] + mask.sum(axis=1).astype(jnp.int32)
         (x, _), _ = self._blocks()((x, context), embedding, rotary, lengths)
@@ -168,9 +169,9 @@ class QwenImageTransformer(nn.Module):
         scale, shift = layers.Modulation(2, name="norm_out")(embedding)
         x = layers.modulate(layers.layer_norm(x), shift, scale, self.dtype)
         zeros = nn.initializers.zeros
-        features = config.out_channels * packing.SIDE**2
+        features = config.out_channels * layers.SIDE**2
         proj_out = Linear(features, dtype=self.dtype, kernel_init=zeros, name="proj_out")
-        return packing.unpack(proj_out(x).astype(jnp.float32), height, width)
+        return layers.unpack(proj_out(x).astype(jnp.float32), height, width)
 
     def _linear(self, features: int, name: str) -> nn.Dense:
         return Linear(features, dtype=self.dtype, kernel_init=layers.linear_init, name=name)
@@ -180,3 +181,34 @@ class QwenImageTransformer(nn.Module):
         block = block_run(dual_block.DualBlock, "transformer_blocks", 0, last, self.remat)
         heads = self.config.num_attention_heads
         return block(heads, QK_NORM, self.dtype, names=dual_block.QWEN_IMAGE)
+
+
+def forward_flops(
+    config: QwenImageConfig, latent: tuple[int, int, int], text: int
+) -> dict[str, float]:
+    """FLOPs of one sequence by stream: matrix products and attention, a multiply-add counts as two.
+
+    "image" and "text" are the operations on each token alone, "attention" the products of queries, keys and values,
+    "modulation" the operations once a sequence, on the embedding of time. Norms, softmax, rotations and other
+    elementwise operations are not counted.
+
+    Args:
+      config: the transformer's.
+      latent: (h, w, c) of the latents.
+      text: tokens of the context, padding included, as it is computed, too.
+    """
+    d, blocks = config.dim, config.num_layers
+    h, w, _ = latent
+    image = (h // SIDE) * (w // SIDE)
+    # For each stream four linear layers of the attention, two of a feed-forward network four times as wide.
+    wide = blocks * (4 * d * d + 8 * d * d)
+    of_a_token = config.in_channels + config.out_channels * SIDE**2
+    modulations = blocks * 12 + 2  # the last of them is norm_out
+    products = {
+        "image": image * (wide + of_a_token * d),
+        # Of the last block only keys and values are read, but the scan computes the rest, too.
+        "text": text * (wide + config.joint_attention_dim * d),
+        "attention": 2 * d * blocks * (image + text) ** 2,
+        "modulation": modulations * d * d + (TIME_FEATURES + d) * d,
+    }
+    return {stream: 2.0 * count for stream, count in products.items()}

@@ -20,12 +20,11 @@ from digen_jax.diffusion.schedule import SchedulerConfig, make_sigmas
 from digen_jax.models.autoencoders import autoencoder_kl
 from digen_jax.models.family import Guidance, Params, Record, Size, check_image
 from digen_jax.models.image_family import ImageFamily, check_tokens, check_widths, shapes_of
-from digen_jax.models.precision import exact_products
+from digen_jax.models.linear import exact_products
 from digen_jax.models.remat import Remat
-from digen_jax.models.sd3 import flops as sd3_flops
 from digen_jax.models.sd3 import network as sd3
-from digen_jax.models.text import clip_text, clip_tokenizer, t5, t5_tokenizer
-from digen_jax.models.text.tokenizer_files import longer, padded
+from digen_jax.models.text import clip_text, t5, tokenizers
+from digen_jax.models.text.tokenizers import longer, padded
 
 PIPELINE_CLASS = "StableDiffusion3Pipeline"
 # (library, class) of each component, as diffusers' model_index.json names them. A model may have no T5.
@@ -157,7 +156,7 @@ class StableDiffusion3(ImageFamily):
             folder, components, READERS | T5_READERS if has_t5 else READERS
         )
         tokenizers = tuple(
-            clip_tokenizer.read(folder / part, configs[encoder])
+            tokenizers.read_clip(folder / part, configs[encoder])
             for part, encoder in (("tokenizer", "text_encoder"), ("tokenizer_2", "text_encoder_2"))
         )
         length = tokenizers[0].model_max_length
@@ -178,7 +177,7 @@ class StableDiffusion3(ImageFamily):
         return dataclasses.replace(
             self,
             text_encoder_3=t5.T5EncoderModel(config, dtype=dtype),
-            tokenizer_3=t5_tokenizer.read(folder / "tokenizer_3", config),
+            tokenizer_3=tokenizers.read_t5(folder / "tokenizer_3", config),
         )
 
     @classmethod
@@ -325,12 +324,12 @@ class StableDiffusion3(ImageFamily):
         return size.height // self.factor, size.width // self.factor, config.in_channels
 
     def flops(self, size: Size) -> dict[str, dict[str, float]]:
-        """FLOPs of the transformer by stream: see `sd3_flops`."""
+        """FLOPs of the transformer by stream: see `sd3.forward_flops`."""
         # One token stands for the zero tokens.
         third = 1 if self.null_tokens else self.max_sequence_length
         text = self.tokenizers[0].model_max_length + third
         config, latent = self.transformer.config, self.latent_shape(size)
-        return {"transformer": sd3_flops.forward_flops(config, latent, text)}
+        return {"transformer": sd3.forward_flops(config, latent, text)}
 
     # ---------------------------------------------------------------- parameters
 

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from digen_jax.models.text.clip_text import LEGACY_EOS, CLIPTextConfig
-from digen_jax.models.vision.clip import CLIPConfig
-from digen_jax.models.vision.clip_vision import CLIPVisionConfig
+from digen_jax.models.vision.clip import CLIPConfig, CLIPVisionConfig
 
 # A buffer that old files have: the mask of causal attention.
 IGNORED = ("attn_mask",)

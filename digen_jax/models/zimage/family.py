@@ -19,14 +19,13 @@ from digen_jax.diffusion.schedule import SchedulerConfig, make_sigmas
 from digen_jax.models.autoencoders import autoencoder_kl
 from digen_jax.models.family import Guidance, Params, Record, Size, check_image
 from digen_jax.models.image_family import ImageFamily, check_tokens, check_widths, shapes_of
-from digen_jax.models.precision import exact_products
+from digen_jax.models.linear import exact_products
 from digen_jax.models.remat import Remat
-from digen_jax.models.text import language_model, language_model_tokenizer
-from digen_jax.models.text.language_model_config import LanguageModelConfig
-from digen_jax.models.text.tokenizer_files import longer, padded
-from digen_jax.models.zimage import flops as zimage_flops
+from digen_jax.models.text import language_model, tokenizers
+from digen_jax.models.text.language_model import LanguageModelConfig
+from digen_jax.models.text.tokenizers import longer, padded
 from digen_jax.models.zimage import network as zimage
-from digen_jax.models.zimage.config import ZImageConfig
+from digen_jax.models.zimage.network import ZImageConfig
 
 PIPELINE_CLASS = "ZImagePipeline"
 # (library, classes) of each component, as diffusers' model_index.json names them.
@@ -149,7 +148,7 @@ class ZImage(ImageFamily):
             transformer=zimage.ZImageTransformer(network, dtype=dtype, remat=remat),
             vae=autoencoder_kl.AutoencoderKL(vae, dtype=jnp.float32),
             text_encoder=language_model.LanguageModel(encoder, STATES, dtype=dtype),
-            tokenizer=language_model_tokenizer.read(
+            tokenizer=tokenizers.read_language_model(
                 folder / "tokenizer", encoder, tokens, chats=True
             ),
             scheduler=configs["scheduler"],
@@ -175,7 +174,7 @@ class ZImage(ImageFamily):
         return longer([(self.tokenizer, self.max_sequence_length)], texts)
 
     def _chats(self, prompts: Sequence[str]) -> list[str]:
-        return language_model_tokenizer.chat(self.tokenizer, prompts, thinking=True)
+        return tokenizers.chat(self.tokenizer, prompts, thinking=True)
 
     @exact_products
     def encode(self, params: Params, tokens: Tokens) -> Conditioning:
@@ -239,9 +238,9 @@ class ZImage(ImageFamily):
         return size.height // self.factor, size.width // self.factor, config.in_channels
 
     def flops(self, size: Size) -> dict[str, dict[str, float]]:
-        """FLOPs of the transformer by stream: see `zimage_flops`."""
+        """FLOPs of the transformer by stream: see `zimage.forward_flops`."""
         config, latent = self.transformer.config, self.latent_shape(size)
-        return {"transformer": zimage_flops.forward_flops(config, latent, self.max_sequence_length)}
+        return {"transformer": zimage.forward_flops(config, latent, self.max_sequence_length)}
 
     # ---------------------------------------------------------------- parameters
 

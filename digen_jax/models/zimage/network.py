@@ -10,20 +10,155 @@ runs of equal blocks are scanned (`layers_0to29`).
 Both are filled up to a multiple of 32 tokens, each row's caption by itself, and what fills them up is attended to.
 """
 
-from typing import Any
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from digen_jax.attention.attend import attend
+from digen_jax.json_fields import fields_of, number
 from digen_jax.models import layers
 from digen_jax.models.linear import Linear, of_one_input
 from digen_jax.models.remat import Remat, block_run, product
-from digen_jax.models.rotary import Rotary, rotate_pairs
-from digen_jax.models.zimage.config import ZImageConfig, filled_up
-from digen_jax.models.zimage.positions import caption_rotary, image_rotary, joined
+from digen_jax.models.rotary import Rotary, rotate_pairs, turned_by
+
+# Constants of diffusers' transformer_z_image.py.
+MULTIPLE = 32  # SEQ_MULTI_OF
+EMBEDDING = 256  # ADALN_EMBED_DIM
+
+
+@dataclasses.dataclass(frozen=True)
+class ZImageConfig:
+    """The fields of diffusers' config.json, with its defaults; raises ValueError if they conflict.
+
+    Attributes:
+      axes_dims: channels of a head that turn with a token's position: its place in the caption, row, column.
+      axes_lens: positions along each of these axes.
+    """
+
+    all_patch_size: tuple[int, ...] = (2,)
+    all_f_patch_size: tuple[int, ...] = (1,)
+    in_channels: int = 16
+    dim: int = 3840
+    n_layers: int = number(30, 1, 1000)
+    n_refiner_layers: int = number(2, 1, 1000)
+    n_heads: int = 30
+    n_kv_heads: int = 30
+    norm_eps: float = number(1e-5, 0, 1)
+    qk_norm: Literal[True] = True
+    cap_feat_dim: int = 2560
+    siglip_feat_dim: Literal[None] = None  # of reference images, which only the Omni models read
+    rope_theta: float = number(256.0, 1, 1e12)
+    t_scale: float = number(1000.0, 0)
+    axes_dims: tuple[int, ...] = (32, 48, 48)
+    axes_lens: tuple[int, ...] = (1024, 512, 512)
+
+    def __post_init__(self):
+        if len(self.all_patch_size) != 1 or self.all_patch_size[0] < 1:
+            raise ValueError(f"all_patch_size must be one number, not {list(self.all_patch_size)}.")
+        if tuple(self.all_f_patch_size) != (1,):
+            raise ValueError(f"all_f_patch_size must be [1], not {list(self.all_f_patch_size)}.")
+        if self.n_kv_heads != self.n_heads:
+            raise ValueError(
+                f"n_kv_heads must equal n_heads = {self.n_heads}, not {self.n_kv_heads}."
+            )
+        widths = self.axes_dims
+        even = all(width > 0 and width % 2 == 0 for width in widths)
+        if len(widths) != 3 or not even or sum(widths) * self.n_heads != self.dim:
+            raise ValueError(
+                f"axes_dims must be three even numbers whose sum is dim / n_heads = "
+                f"{self.dim} / {self.n_heads}, not {list(widths)}."
+            )
+        if len(self.axes_lens) != 3 or min(self.axes_lens) < 1:
+            raise ValueError(f"axes_lens must be three numbers from 1, not {list(self.axes_lens)}.")
+
+    @property
+    def patch(self) -> int:
+        """Latents a token has along each side."""
+        return self.all_patch_size[0]
+
+    @property
+    def hidden(self) -> int:
+        """Width of a feed-forward network's hidden layer."""
+        return int(self.dim / 3 * 8)
+
+    @property
+    def embedding(self) -> int:
+        """Width of the embedding of time."""
+        return min(self.dim, EMBEDDING)
+
+    @property
+    def longest_caption(self) -> int:
+        """Tokens of a caption behind which there is a position for the image."""
+        return (self.axes_lens[0] - 2) // MULTIPLE * MULTIPLE
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> "ZImageConfig":
+        """Reads diffusers' config.json, ignoring keys that start with an underscore.
+
+        Raises a ValueError that names a key that is unknown or whose value is not supported.
+        """
+        return cls(**fields_of(cls, config, "a Z-Image transformer"))
+
+
+def filled_up(tokens: int | Int[Array, "b"]) -> int | Int[Array, "b"]:
+    """The tokens of an image or caption with those that fill it up."""
+    return tokens + -tokens % MULTIPLE
+
+
+def caption_rotary(config: ZImageConfig, tokens: int) -> Rotary:
+    """The table of captions of so many tokens, which is the same for all rows."""
+    still = np.zeros((tokens, sum(config.axes_dims[1:]) // 2), np.float32)
+    return turned_by(np.concatenate([_angles(config, 0, tokens + 1)[1:], still], axis=1))
+
+
+def image_rotary(
+    config: ZImageConfig, grid: tuple[int, int], tokens: int, lengths: Int[Array, "b"]
+) -> Rotary:
+    """The table of each row's image, which lies behind its caption.
+
+    Args:
+      config: the transformer's.
+      grid: rows and columns of patches.
+      tokens: with those that fill up.
+      lengths: each caption's filled-up length.
+    """
+    rows, columns = (index.reshape(-1) for index in np.indices(grid))
+    inside = [_angles(config, 1, grid[0])[rows], _angles(config, 2, grid[1])[columns]]
+    inside = np.pad(np.concatenate(inside, axis=1), ((0, tokens - rows.size), (0, 0)))
+    behind = turned_by(_angles(config, 0, config.longest_caption + 2))
+    filling = np.arange(tokens) >= rows.size
+    places = jnp.where(filling, 0, lengths[:, None] + 1)
+    first = Rotary(*(jnp.asarray(table)[places] for table in behind))
+    return Rotary(
+        *(
+            jnp.concatenate([a, jnp.broadcast_to(b, (*a.shape[:2], b.shape[-1]))], axis=-1)
+            for a, b in zip(first, turned_by(inside), strict=True)
+        )
+    )
+
+
+def joined(image: Rotary, caption: Rotary) -> Rotary:
+    """The table of both, the caption's behind the image's."""
+    return Rotary(
+        *(
+            jnp.concatenate([i, jnp.broadcast_to(c, (len(i), *c.shape))], axis=1)
+            for i, c in zip(image, caption, strict=True)
+        )
+    )
+
+
+def _angles(config: ZImageConfig, axis: int, positions: int) -> Float[np.ndarray, "n half"]:
+    """Of the pairs that turn with an axis at its first positions; float64 rounded to float32, as in diffusers."""
+    width = config.axes_dims[axis]
+    pairs = 1 / config.rope_theta ** (np.arange(0, width, 2, dtype=np.float64) / width)
+    return np.outer(np.arange(positions), pairs).astype(np.float32)
+
 
 LISTS = (
     "layers",
@@ -58,7 +193,6 @@ AXES = (
     (r"^all_final_layer/.*/linear$", ("embed", "channels")),
     (r"^$", ("embed",)),  # the tokens that fill up
 )
-# Constants of diffusers' transformer_z_image.py.
 TIME_FEATURES, TIME_HIDDEN = 256, 1024
 HEAD_EPSILON = 1e-5  # of the heads' norms, whatever `norm_eps` is
 
@@ -311,3 +445,38 @@ def _linear(features: int, dtype: DTypeLike, name: str, **options: Any) -> nn.De
 def _key(config: ZImageConfig) -> str:
     """The key of a patch's size: along the sides, and in frames, as diffusers writes it."""
     return f"{config.patch}-1"
+
+
+def forward_flops(
+    config: ZImageConfig, latent: tuple[int, int, int], text: int
+) -> dict[str, float]:
+    """FLOPs of one sequence by stream: matrix products and attention, a multiply-add counts as two.
+
+    "image" and "text" are the operations on each token alone, "attention" the products of queries, keys and values,
+    "modulation" the operations once a sequence, on the embedding of time. Norms, softmax and other elementwise
+    operations are not counted.
+
+    Args:
+      config: the transformer's.
+      latent: (h, w, c) of the latents.
+      text: tokens of the captions, padding included, as it is computed, too.
+    """
+    d, patch = config.dim, config.patch
+    h, w, _ = latent
+    patches = (h // patch) * (w // patch)
+    image, captions = filled_up(patches), filled_up(text)
+    numbers = patch * patch * config.in_channels
+    refiners, blocks = config.n_refiner_layers, config.n_layers
+    block = 4 * d * d + 3 * d * config.hidden
+    wide = (refiners + blocks) * block
+    time = TIME_FEATURES * TIME_HIDDEN + TIME_HIDDEN * config.embedding
+    modulations = 4 * (refiners + blocks) + 1  # the last of them is the final layer's
+    products = {
+        "image": image * wide + patches * 2 * numbers * d,
+        "text": captions * (wide + config.cap_feat_dim * d),
+        "attention": 2
+        * d
+        * (refiners * (image**2 + captions**2) + blocks * (image + captions) ** 2),
+        "modulation": modulations * config.embedding * d + time,
+    }
+    return {stream: 2.0 * count for stream, count in products.items()}

@@ -20,7 +20,7 @@ from digen_jax.models.autoencoders.autoencoder_flux2 import (
     AutoencoderKLFlux2Config,
 )
 from digen_jax.models.autoencoders.autoencoder_kl import LISTS
-from digen_jax.models.logical_axes import logical_axes
+from digen_jax.models.family import logical_axes
 from tests.models import parity
 
 TINY = {

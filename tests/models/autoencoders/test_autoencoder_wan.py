@@ -24,7 +24,7 @@ from digen_jax.models.autoencoders.autoencoder_wan import (
     unscale_latents,
 )
 from digen_jax.models.autoencoders.autoencoder_wan_layers import RMSNorm
-from digen_jax.models.logical_axes import logical_axes
+from digen_jax.models.family import logical_axes
 from tests.models import parity
 
 # vae/config.json of Qwen/Qwen-Image; Wan-AI/Wan2.1-T2V-1.3B-Diffusers' has the same fields.

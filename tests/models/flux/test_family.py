@@ -21,7 +21,7 @@ from digen_jax.errors import ConfigError
 from digen_jax.families import load_family, open_pipeline, read_parts
 from digen_jax.inference.model import Asked, all_devices, open_model
 from digen_jax.models.family import Size
-from digen_jax.models.flux.flops import forward_flops
+from digen_jax.models.flux.network import forward_flops
 from digen_jax.models.published import published_folder
 from digen_jax.parallel.policy import Policy
 from digen_jax.parallel.sampler import Sampler, SamplerSettings, Weights

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from digen_jax.models.flux import network as flux
-from digen_jax.models.flux.flops import forward_flops
+from digen_jax.models.flux.network import forward_flops
 
 
 @pytest.mark.parametrize(("h", "w"), [(16, 24), (32, 20)])

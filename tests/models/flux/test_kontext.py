@@ -17,8 +17,8 @@ from digen_jax.errors import ConfigError
 from digen_jax.families import editing, load_family, read_parts
 from digen_jax.inference.model import all_devices
 from digen_jax.models.family import Size
-from digen_jax.models.flux.flops import forward_flops
 from digen_jax.models.flux.kontext import FluxKontext
+from digen_jax.models.flux.network import forward_flops
 from digen_jax.models.published import published_folder
 from digen_jax.parallel.encoding import example, key_of, null_key
 from digen_jax.parallel.policy import Policy

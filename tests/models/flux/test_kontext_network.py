@@ -10,7 +10,7 @@ import torch
 from diffusers import FluxKontextPipeline, FluxTransformer2DModel
 
 from digen_jax.models.flux import network as flux
-from digen_jax.models.flux.flops import forward_flops
+from digen_jax.models.flux.network import forward_flops
 from tests.models import parity
 from tests.models.flux.test_network import DEV, abstract, direction
 

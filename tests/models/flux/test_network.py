@@ -14,8 +14,8 @@ from diffusers import FluxPipeline, FluxTransformer2DModel
 from flax.traverse_util import flatten_dict
 
 from digen_jax.checkpoints.names import file_shape, tensor_names
+from digen_jax.models.family import logical_axes
 from digen_jax.models.flux import network as flux
-from digen_jax.models.logical_axes import logical_axes
 from tests.models import parity
 
 DEV = {

@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from digen_jax.models.flux2 import network as flux2
-from digen_jax.models.flux2.config import Flux2Config
-from digen_jax.models.flux2.flops import forward_flops
+from digen_jax.models.flux2.network import Flux2Config, forward_flops
 
 
 @pytest.mark.parametrize(("h", "w"), [(8, 12), (16, 10)])

@@ -22,7 +22,7 @@ from digen_jax.inference.model import all_devices
 from digen_jax.models.family import Size
 from digen_jax.models.published import published_folder
 from digen_jax.models.qwen_image.family import DROPPED, NULL, TEMPLATE
-from digen_jax.models.qwen_image.flops import forward_flops
+from digen_jax.models.qwen_image.network import forward_flops
 from digen_jax.parallel.policy import Policy
 from digen_jax.parallel.sampler import Sampler, SamplerSettings, Weights
 from tests.cases import said

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from digen_jax.models.qwen_image import network as qwen_image
-from digen_jax.models.qwen_image.flops import forward_flops
+from digen_jax.models.qwen_image.network import forward_flops
 
 
 @pytest.mark.parametrize(("h", "w"), [(16, 24), (32, 20)])

@@ -18,7 +18,7 @@ from digen_jax.errors import ConfigError
 from digen_jax.families import load_family, read_parts
 from digen_jax.inference.model import all_devices
 from digen_jax.models.family import Size
-from digen_jax.models.sd3.flops import forward_flops
+from digen_jax.models.sd3.network import forward_flops
 from digen_jax.parallel.placement import DeviceGroup
 from digen_jax.parallel.policy import Policy
 from digen_jax.parallel.sampler import Sampler, SamplerSettings, Weights

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from digen_jax.models.sd3 import network as sd3
-from digen_jax.models.sd3.flops import forward_flops
+from digen_jax.models.sd3.network import forward_flops
 
 # Wide enough that elementwise operations hardly count. The compiler counts a loop's body once, so no two blocks
 # in a row are of one kind: with dual attention, without, and the last.

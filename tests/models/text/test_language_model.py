@@ -11,16 +11,16 @@ import torch
 import transformers
 
 from digen_jax.checkpoints import folder, names
-from digen_jax.models.logical_axes import logical_axes
+from digen_jax.models.family import logical_axes
 from digen_jax.models.text.language_model import (
     AXES,
     LISTS,
     LanguageModel,
+    LanguageModelConfig,
     canonical_name,
     state_indices,
     unused,
 )
-from digen_jax.models.text.language_model_config import LanguageModelConfig
 from tests.models import parity
 
 TEXT = {

@@ -3,8 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from digen_jax.models.text.language_model import LanguageModel
-from digen_jax.models.text.language_model_config import LanguageModelConfig
+from digen_jax.models.text.language_model import LanguageModel, LanguageModelConfig
 from tests.models import parity
 from tests.models.text.test_language_model import (
     LLAMA,

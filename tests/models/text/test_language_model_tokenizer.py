@@ -13,10 +13,9 @@ import torch
 import transformers
 from diffusers import Flux2KleinPipeline
 
-from digen_jax.models.text import language_model_tokenizer
-from digen_jax.models.text.language_model import LISTS, LanguageModel
-from digen_jax.models.text.language_model_config import LanguageModelConfig
-from digen_jax.models.text.tokenizer_files import longer, padded
+from digen_jax.models.text import tokenizers
+from digen_jax.models.text.language_model import LISTS, LanguageModel, LanguageModelConfig
+from digen_jax.models.text.tokenizers import longer, padded
 from tests.models import parity
 from tests.models.text import tiny_tokenizer
 from tests.models.text.test_language_model import QWEN3, read_by, shapes, torch_module
@@ -44,9 +43,9 @@ def folders(tmp_path_factory):
 @pytest.mark.parametrize("files", ["tokenizer.json", "vocab.json"])
 @pytest.mark.parametrize("thinking", [True, False])
 def test_tokens_are_those_of_transformers(folders, files, thinking):
-    ours = language_model_tokenizer.read(folders[files], ENCODER, LENGTH, chats=True)
+    ours = tokenizers.read_language_model(folders[files], ENCODER, LENGTH, chats=True)
     expected = transformers.AutoTokenizer.from_pretrained(folders["tokenizer.json"])
-    texts = language_model_tokenizer.chat(ours, PROMPTS, thinking)
+    texts = tokenizers.chat(ours, PROMPTS, thinking)
     thought = "" if thinking else "<think>\n\n</think>\n\n"
     by_hand = [
         f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n{thought}"
@@ -83,8 +82,8 @@ def test_embeddings_of_prompts_equal_the_pipelines_padding_included(folders, tmp
         max_sequence_length=LENGTH,
         hidden_states_layers=(1, 3, 4),
     )
-    tokenizer = language_model_tokenizer.read(old, ENCODER, LENGTH, chats=True)
-    texts = language_model_tokenizer.chat(tokenizer, PROMPTS, thinking=False)
+    tokenizer = tokenizers.read_language_model(old, ENCODER, LENGTH, chats=True)
+    texts = tokenizers.chat(tokenizer, PROMPTS, thinking=False)
     tokens = padded(tokenizer, texts, LENGTH)
     ids = tokenizer(texts[2])["input_ids"]
     assert len(ids) > LENGTH and tokens[0][2].tolist() == ids[-LENGTH:]
@@ -99,10 +98,10 @@ def test_embeddings_of_prompts_equal_the_pipelines_padding_included(folders, tmp
 def test_no_torch_is_imported(folders):
     code = (
         "import pathlib, sys\n"
-        "from digen_jax.models.text import language_model_config, language_model_tokenizer as tokens\n"
-        "from digen_jax.models.text.tokenizer_files import padded\n"
-        f"config = language_model_config.LanguageModelConfig.from_config({CONFIG})\n"
-        f"tokenizer = tokens.read(pathlib.Path({str(folders['tokenizer.json'])!r}), config, 5, True)\n"
+        "from digen_jax.models.text import language_model, tokenizers as tokens\n"
+        "from digen_jax.models.text.tokenizers import padded\n"
+        f"config = language_model.LanguageModelConfig.from_config({CONFIG})\n"
+        f"tokenizer = tokens.read_language_model(pathlib.Path({str(folders['tokenizer.json'])!r}), config, 5, True)\n"
         "padded(tokenizer, tokens.chat(tokenizer, ['a'], True), 5)\n"
         "sys.exit('torch' in sys.modules)"
     )
@@ -137,7 +136,7 @@ def changed(folder, path, name, **fields):
 def test_a_field_that_does_not_fit_is_named(folders, tmp_path, fields, message):
     folder = changed(folders["tokenizer.json"], tmp_path, "tokenizer_config.json", **fields)
     with pytest.raises(ValueError, match=rf"tokenizer_config\.json: {message}"):
-        language_model_tokenizer.read(folder, ENCODER, LENGTH)
+        tokenizers.read_language_model(folder, ENCODER, LENGTH)
 
 
 @pytest.mark.parametrize(("tokens", "fits"), [(8, True), (9, False)])
@@ -145,7 +144,7 @@ def test_prompts_must_fit_the_encoders_sliding_window(folders, tokens, fits):
     encoder = dataclasses.replace(ENCODER, sliding_window=8)
     expected = contextlib.nullcontext() if fits else pytest.raises(ValueError)
     with expected as caught:
-        language_model_tokenizer.read(folders["tokenizer.json"], encoder, tokens)
+        tokenizers.read_language_model(folders["tokenizer.json"], encoder, tokens)
     assert fits or "sliding_window" in str(caught.value)
 
 
@@ -173,13 +172,13 @@ def test_a_missing_or_broken_file_is_named(folders, tmp_path, file, content, mes
     else:
         (folder / file).write_text(content)
     with pytest.raises(ValueError, match=message):
-        language_model_tokenizer.read(folder, ENCODER, LENGTH, chats=True)
+        tokenizers.read_language_model(folder, ENCODER, LENGTH, chats=True)
 
 
 def test_a_template_is_only_needed_for_chats(folders, tmp_path):
     folder = changed(folders["tokenizer.json"], tmp_path, "tokenizer_config.json")
     (folder / "chat_template.jinja").unlink()
-    assert len(language_model_tokenizer.read(folder, ENCODER, LENGTH)) == 303
+    assert len(tokenizers.read_language_model(folder, ENCODER, LENGTH)) == 303
 
 
 def test_more_tokens_than_the_encoder_has_are_refused(folders):
@@ -187,7 +186,7 @@ def test_more_tokens_than_the_encoder_has_are_refused(folders):
     with pytest.raises(
         ValueError, match="ids up to 302, but vocab_size of its text encoder is 302"
     ):
-        language_model_tokenizer.read(folders["tokenizer.json"], encoder, LENGTH)
+        tokenizers.read_language_model(folders["tokenizer.json"], encoder, LENGTH)
 
 
 def test_another_models_tokenizer_is_refused(folders, tmp_path):
@@ -197,14 +196,14 @@ def test_another_models_tokenizer_is_refused(folders, tmp_path):
     file.write_text(file.read_text().replace("<|im_start|>", "<start_of_turn>"))
     sentence = f"the tokenizer in {folder} has no token <|im_start|>, which the template of prompts"
     with pytest.raises(ValueError, match=re.escape(sentence)):
-        language_model_tokenizer.read(folder, ENCODER, LENGTH, chats=True)
+        tokenizers.read_language_model(folder, ENCODER, LENGTH, chats=True)
     head = "<|im_start|>user\n"
     with pytest.raises(ValueError, match=re.escape(sentence)):
-        language_model_tokenizer.read(folder, ENCODER, LENGTH, head=(head, 3))
+        tokenizers.read_language_model(folder, ENCODER, LENGTH, head=(head, 3))
     whole = folders["tokenizer.json"]
-    assert len(language_model_tokenizer.read(whole, ENCODER, LENGTH, head=(head, 3))) == 303
+    assert len(tokenizers.read_language_model(whole, ENCODER, LENGTH, head=(head, 3))) == 303
     with pytest.raises(ValueError, match="makes 3 tokens of the beginning of the model's template"):
-        language_model_tokenizer.read(whole, ENCODER, LENGTH, head=(head, 4))
+        tokenizers.read_language_model(whole, ENCODER, LENGTH, head=(head, 4))
     large = dataclasses.replace(ENCODER, vocab_size=607)
     with pytest.raises(ValueError, match=r"has 303 tokens, but vocab_size .* is 607: they do not"):
-        language_model_tokenizer.read(whole, large, LENGTH)
+        tokenizers.read_language_model(whole, large, LENGTH)

@@ -5,7 +5,7 @@ import torch
 import transformers
 from transformers.models.qwen3 import modeling_qwen3
 
-from digen_jax.models.text import rope
+from digen_jax.models import rotary
 
 LLAMA_31 = {
     "factor": 8.0,
@@ -25,11 +25,11 @@ def of_torch(theta: float, width: int, scaling: dict) -> torch.nn.Module:
 @pytest.mark.parametrize(("theta", "width"), [(1e6, 128), (1e4, 128), (5e5, 64), (1e6, 10)])
 def test_frequencies_and_angles_of_long_texts_equal_torch(theta, width):
     module = of_torch(theta, width, {"rope_type": "default"})
-    frequencies = rope.inverse_frequencies(width, theta)
+    frequencies = rotary.inverse_frequencies(width, theta)
     np.testing.assert_allclose(frequencies, module.inv_freq.numpy(), rtol=5e-7)
     positions = np.arange(1058, dtype=np.float32)
     # With torch's frequencies: the last bit of one, times a thousand, is not rounding of an angle.
-    actual = rope.cos_sin(positions, module.inv_freq.numpy())
+    actual = rotary.cos_sin(positions, module.inv_freq.numpy())
     expected = module(torch.zeros(1), torch.arange(1058)[None])
     for a, e in zip(actual, expected, strict=True):
         np.testing.assert_allclose(a, e[0, :, : width // 2].numpy(), atol=2e-7)
@@ -37,8 +37,8 @@ def test_frequencies_and_angles_of_long_texts_equal_torch(theta, width):
 
 def test_llama3s_scaling_equals_torch():
     module = of_torch(5e5, 128, {"rope_type": "llama3", **LLAMA_31})
-    plain = rope.inverse_frequencies(128, 5e5)
-    scaled = rope.llama3_scaled(plain, rope.Llama3Scaling(**LLAMA_31))
+    plain = rotary.inverse_frequencies(128, 5e5)
+    scaled = rotary.llama3_scaled(plain, rotary.Llama3Scaling(**LLAMA_31))
     np.testing.assert_allclose(scaled, module.inv_freq.numpy(), rtol=1e-6)
     ratios = scaled / plain
     assert (ratios == 1).any() and (ratios == 1 / 8).any()
@@ -49,8 +49,8 @@ def test_llama3s_scaling_equals_torch():
 def test_halves_turn_as_in_torch(dtype):
     x = np.random.default_rng(0).normal(size=(2, 5, 3, 8))
     x = np.asarray(jnp.asarray(x, dtype), np.float32)
-    cos, sin = rope.cos_sin(np.arange(5, dtype=np.float32), rope.inverse_frequencies(8, 100.0))
-    turned = rope.rotate_halves(jnp.asarray(x, dtype), cos, sin)
+    cos, sin = rotary.cos_sin(np.arange(5, dtype=np.float32), rotary.inverse_frequencies(8, 100.0))
+    turned = rotary.rotate_halves(jnp.asarray(x, dtype), cos, sin)
     whole = (torch.tensor(np.concatenate([a, a], -1))[None] for a in (cos, sin))
     q = torch.tensor(x)
     expected, _ = modeling_qwen3.apply_rotary_pos_emb(q, q, *whole, unsqueeze_dim=2)

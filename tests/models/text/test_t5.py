@@ -11,7 +11,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from digen_jax.checkpoints import names
 from digen_jax.checkpoints.folder import open_tensors, read_params
-from digen_jax.models.logical_axes import logical_axes
+from digen_jax.models.family import logical_axes
 from digen_jax.models.text.t5 import (
     AXES,
     IGNORED,

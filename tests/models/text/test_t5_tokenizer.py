@@ -3,10 +3,10 @@ import json
 import numpy as np
 import pytest
 
-from digen_jax.models.text import clip_tokenizer, t5_tokenizer
+from digen_jax.models.text import tokenizers
 from digen_jax.models.text.clip_text import CLIPTextConfig
 from digen_jax.models.text.t5 import T5Config
-from digen_jax.models.text.tokenizer_files import padded
+from digen_jax.models.text.tokenizers import padded
 from digen_jax.pretraining.tokenizer import build_tokenizer
 from tests.models.sd3.t5_folders import backend, vocabulary, write_tokenizer
 
@@ -35,7 +35,7 @@ def encoder(vocab_size: int = 60) -> T5Config:
 
 
 def test_ids_are_those_of_the_vocabulary_cut_and_padded(folder):
-    tokenizer = t5_tokenizer.read(folder, encoder())
+    tokenizer = tokenizers.read_t5(folder, encoder())
     ids, mask = padded(tokenizer, PROMPTS, LENGTH)
     assert (ids.shape, ids.dtype, mask.dtype) == ((len(PROMPTS), LENGTH), np.int32, bool)
     lengths = []
@@ -55,7 +55,7 @@ def test_ids_are_those_of_the_vocabulary_cut_and_padded(folder):
 
 
 def test_tokens_that_a_text_names_are_transformers(folder):
-    tokenizer = t5_tokenizer.read(folder, encoder())
+    tokenizer = tokenizers.read_t5(folder, encoder())
     ids = padded(tokenizer, ["a <extra_id_0> star </s> a"], 8)[0][0].tolist()
     a, star = ([piece for piece, _ in PIECES].index(piece) for piece in ("▁a", "▁star"))
     extra = ids[1]
@@ -67,23 +67,23 @@ def test_a_tokenizer_that_does_not_fit_or_is_broken_is_named(folder, tmp_path):
     with pytest.raises(
         ValueError, match=r"has ids up to \d+, but vocab_size of its text encoder is 9: they"
     ):
-        t5_tokenizer.read(folder, encoder(9))
+        tokenizers.read_t5(folder, encoder(9))
     with pytest.raises(
         ValueError, match=r"has \d+ tokens, but vocab_size of its text encoder is 100:"
     ):
-        t5_tokenizer.read(folder, encoder(100))
+        tokenizers.read_t5(folder, encoder(100))
     with pytest.raises(ValueError, match=r"tokenizer_config.json is missing"):
-        t5_tokenizer.read(tmp_path, encoder())
+        tokenizers.read_t5(tmp_path, encoder())
     (tmp_path / "tokenizer_config.json").write_text("{}")
     (tmp_path / "spiece.model").write_bytes(b"")
     with pytest.raises(ValueError, match=r"holds no vocabulary: tokenizer.json is missing$"):
-        t5_tokenizer.read(tmp_path, encoder())
+        tokenizers.read_t5(tmp_path, encoder())
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ValueError, match=r"tokenizer.json is not JSON"):
-        t5_tokenizer.read(tmp_path, encoder())
+        tokenizers.read_t5(tmp_path, encoder())
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"type": "Unigram"}}))
     with pytest.raises(ValueError, match="cannot be read"):
-        t5_tokenizer.read(tmp_path, encoder())
+        tokenizers.read_t5(tmp_path, encoder())
 
 
 def test_another_models_tokenizer_is_refused(folder, tmp_path):
@@ -91,11 +91,11 @@ def test_another_models_tokenizer_is_refused(folder, tmp_path):
     build_tokenizer(TEXTS, 12).save_pretrained(tmp_path)
     config = tmp_path / "tokenizer_config.json"
     with pytest.raises(ValueError, match=r"tokenizer_class must be one of T5Tokenizer, .*'CLIPTok"):
-        t5_tokenizer.read(tmp_path, encoder(900))
+        tokenizers.read_t5(tmp_path, encoder(900))
     config.write_text(config.read_text().replace("CLIPTokenizer", "T5Tokenizer"))
     with pytest.raises(ValueError, match=f"the tokenizer in {tmp_path} cannot be read"):
-        t5_tokenizer.read(tmp_path, encoder(900))
+        tokenizers.read_t5(tmp_path, encoder(900))
     config.write_text(config.read_text().replace("T5Tokenizer", "GemmaTokenizer"))
     clip = CLIPTextConfig(vocab_size=900)
     with pytest.raises(ValueError, match=r"tokenizer_class must be one of CLIPTokenizer, .*'Gemma"):
-        clip_tokenizer.read(tmp_path, clip)
+        tokenizers.read_clip(tmp_path, clip)

@@ -8,10 +8,14 @@ import torch
 import transformers
 
 from digen_jax.checkpoints.folder import read_params
-from digen_jax.models.logical_axes import logical_axes
-from digen_jax.models.vision import clip, clip_vision
-from digen_jax.models.vision.clip import CLIPConfig, CLIPModel
-from digen_jax.models.vision.clip_vision import CLIPVisionConfig, CLIPVisionModelWithProjection
+from digen_jax.models.family import logical_axes
+from digen_jax.models.vision import clip
+from digen_jax.models.vision.clip import (
+    CLIPConfig,
+    CLIPModel,
+    CLIPVisionConfig,
+    CLIPVisionModelWithProjection,
+)
 from tests.models import parity
 
 END = 40
@@ -109,12 +113,12 @@ def test_pictures_embeddings_equal_transformers(config):
     parity.randomise(module)
     model = CLIPVisionModelWithProjection(CLIPVisionConfig.from_config(whole))
     shapes = jax.eval_shape(model.init, jax.random.key(0), pixels())["params"]
-    params = parity.to_flax(module.state_dict(), shapes, clip_vision.LISTS)
+    params = parity.to_flax(module.state_dict(), shapes, clip.LISTS)
     expected = module(for_torch(pixels())).image_embeds.detach().numpy()
     with jax.default_matmul_precision("highest"):
         actual = jax.jit(model.apply)({"params": params}, pixels())
     assert parity.worst([actual], [expected])[0] < 1e-5
-    axes = logical_axes(shapes, clip_vision.AXES, clip_vision.LISTS)
+    axes = logical_axes(shapes, clip.AXES, clip.LISTS)
     assert axes["vision_model"]["embeddings"]["class_embedding"] == ("embed",)
 
 

@@ -8,8 +8,13 @@ import torch
 from PIL import Image
 from transformers import CLIPImageProcessorPil
 
-from digen_jax.models.vision.preprocess import Processor, pil_crop, tensor_crop, tensor_pad
-from digen_jax.models.vision.resize import resize_bytes
+from digen_jax.models.vision.preprocess import (
+    Processor,
+    pil_crop,
+    resize_bytes,
+    tensor_crop,
+    tensor_pad,
+)
 
 SIZES = [(37, 61), (90, 40), (17, 13), (24, 24)]
 

@@ -24,7 +24,7 @@ from digen_jax.errors import ConfigError
 from digen_jax.families import load_family, open_pipeline, read_parts
 from digen_jax.inference.model import all_devices
 from digen_jax.models.family import Size
-from digen_jax.models.zimage.flops import forward_flops
+from digen_jax.models.zimage.network import forward_flops
 from digen_jax.parallel.policy import Policy
 from digen_jax.parallel.sampler import Sampler, SamplerSettings, Weights
 from tests.cases import said

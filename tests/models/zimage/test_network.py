@@ -10,10 +10,9 @@ import torch
 from diffusers import ZImageTransformer2DModel
 
 from digen_jax.checkpoints import names
-from digen_jax.models.logical_axes import logical_axes
+from digen_jax.models.family import logical_axes
 from digen_jax.models.zimage import network as zimage
-from digen_jax.models.zimage.config import ZImageConfig
-from digen_jax.models.zimage.flops import forward_flops
+from digen_jax.models.zimage.network import ZImageConfig, forward_flops
 from tests.cases import quick
 from tests.models import parity
 

@@ -1,16 +1,37 @@
-"""Weights of keys, and padding, as further channels of queries and keys: a way that every kernel takes."""
+"""What happens to queries and keys before they attend: RMS norms of heads (arXiv 2010.04245), and keys' weights.
+
+Weights of keys, and padding, are further channels of queries and keys: a way that every kernel takes.
+"""
 
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+EPSILON = 1e-6  # of the norms
 # The name of what a kernel keeps for its backward pass, for a policy of `jax.checkpoint`.
 RESIDUALS = "attention"
 # Added to the score of a key that is padding. Finite, as 0 times infinity is not a number.
 MINUS_INFINITY = -1e30
+
+
+class HeadNorms(NamedTuple):
+    """The scales of the norms, one for each stream of tokens, the same for all heads of it."""
+
+    q: Sequence[Float[Array, "d"]]
+    k: Sequence[Float[Array, "d"]]
+
+
+def normed(x: Float[Array, "b n h d"], scale: Float[Array, "d"]) -> Float[Array, "b n h d"]:
+    """The heads divided by their root mean square and scaled, in float32, rounded to x's dtype."""
+    wide = x.astype(jnp.float32)
+    mean = jnp.square(wide).mean(-1, keepdims=True)
+    return (wide * (jax.lax.rsqrt(mean + EPSILON) * scale)).astype(x.dtype)
 
 
 def parts(log_weights: Float[np.ndarray, "t"], dtype: DTypeLike) -> Float[np.ndarray, "p t"]:

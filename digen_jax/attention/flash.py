@@ -1,4 +1,4 @@
-"""Splash attention on TPUs, Pallas's flash attention: jax.experimental.pallas.ops.tpu.splash_attention."""
+"""Flash attention of libraries: Pallas's splash attention on TPUs, and cuDNN's on NVIDIA's GPUs."""
 
 import functools
 from typing import Any
@@ -10,7 +10,7 @@ from jax.experimental.pallas.ops.tpu import splash_attention
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from digen_jax.attention import key_weights
+from digen_jax.attention import queries_keys
 
 LANES = 128
 # The largest blocks that fit a core's memory on v5e, v5p and v6e, by the bytes of a number; scores are float32.
@@ -19,14 +19,14 @@ LARGEST_BLOCK = {2: 9 * LANES, 4: 6 * LANES}
 COST_OF_BLOCK = 64
 
 
-def attend(
+def splash(
     q: Float[Array, "b s h d"],
     k: Float[Array, "b t g d"],
     v: Float[Array, "b t g d"],
     lengths: Int[Array, "b"] | None = None,
     log_weights: Float[np.ndarray, "t"] | None = None,
 ) -> Float[Array, "b s h d"]:
-    """As `attend.attend`, by the kernel.
+    """As `attend.attend`, by jax.experimental.pallas.ops.tpu.splash_attention.
 
     Tokens are padded to whole blocks. Padding is masked by a further channel where a lane is unused, which costs
     nothing, else by segments, which cost a comparison for each score.
@@ -36,15 +36,15 @@ def attend(
     masks = lengths is not None or padded > t
     terms = np.zeros((0, padded), np.float32)
     if log_weights is not None:
-        terms = np.pad(key_weights.parts(log_weights, k.dtype), ((0, 0), (0, padded - t)))
+        terms = np.pad(queries_keys.parts(log_weights, k.dtype), ((0, 0), (0, padded - t)))
     elif masks and d % LANES:
         terms = np.zeros((1, padded), np.float32)
     by_channel = masks and len(terms) > 0
     # The kernel has no scale of its own. In bfloat16 this rounds, unless the width is a power of four.
     q, k, v = _padded(q * d**-0.5, _in_blocks(s, q)), _padded(k, padded), _padded(v, padded)
     if len(terms):
-        all_terms = key_weights.masked(terms, lengths, t) if by_channel else terms[:, None]
-        q, k = key_weights.with_channels(q, k, all_terms)
+        all_terms = queries_keys.masked(terms, lengths, t) if by_channel else terms[:, None]
+        q, k = queries_keys.with_channels(q, k, all_terms)
     segments = _segments(q, k, lengths, t) if masks and not by_channel else None
     q, k, v = (a.swapaxes(1, 2) for a in (q, k, v))
     precision = "highest" if q.dtype == jnp.float32 else "default"
@@ -119,5 +119,40 @@ def _of_heads(q: Array, k: Array) -> Any:
         use_fused_bwd_kernel=True,
     )
     return splash_attention.make_splash_mha_single_device(
-        full, block_sizes=sizes, residual_checkpoint_name=key_weights.RESIDUALS
+        full, block_sizes=sizes, residual_checkpoint_name=queries_keys.RESIDUALS
     )
+
+
+def cudnn(
+    q: Float[Array, "b s h d"],
+    k: Float[Array, "b t g d"],
+    v: Float[Array, "b t g d"],
+    lengths: Int[Array, "b"] | None = None,
+    log_weights: Float[np.ndarray, "t"] | None = None,
+) -> Float[Array, "b s h d"]:
+    """As `attend.attend`, by cuDNN, which takes no bias on keys alone: weights become further channels.
+
+    JAX's gradient of it takes even numbers of tokens only (0.10.2 and 0.12.0.1). An odd number of keys is padded by
+    one that `lengths` excludes, an odd number of queries by one of zeros: its result is dropped, so that its gradient,
+    and what it adds to those of keys and values, is zero.
+    """
+    (b, s, _, d), t = q.shape, k.shape[1]
+    scale = d**-0.5
+    if t % 2 and lengths is None:
+        lengths = jnp.full(b, t, jnp.int32)
+    q, k, v = (jnp.pad(a, ((0, 0), (0, a.shape[1] % 2), (0, 0), (0, 0))) for a in (q, k, v))
+    if log_weights is not None:
+        unit = queries_keys.unit(scale)
+        log_weights = np.pad(log_weights, (0, t % 2))
+        terms = queries_keys.parts(log_weights / (scale * unit), k.dtype)[:, None]
+        q, k = queries_keys.with_channels(q, k, terms, unit, width=cudnn_width(d, len(terms)))
+        v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, q.shape[-1] - d)))
+    out = jax.nn.dot_product_attention(
+        q, k, v, scale=scale, key_value_seq_lengths=lengths, implementation="cudnn"
+    )
+    return out[:, :s, :, :d]
+
+
+def cudnn_width(d: int, terms: int) -> int:
+    """Channels of d channels and some terms: cuDNN takes multiples of 8."""
+    return -(-(d + terms) // 8) * 8

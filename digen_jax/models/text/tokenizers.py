@@ -1,0 +1,311 @@
+"""Tokenizers of transformers: read from a pipeline folder, checked against their text encoders, and applied."""
+
+import pathlib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Int
+
+from digen_jax.checkpoints.folder import read_json
+from digen_jax.models.text.clip_text import LEGACY_EOS, CLIPTextConfig
+from digen_jax.models.text.language_model import LanguageModelConfig
+from digen_jax.models.text.t5 import T5Config
+
+# Classes that a tokenizer of any kind may be saved as.
+GENERAL = ("PreTrainedTokenizer", "TokenizersBackend")
+# transformers' classes of language models' tokenizers. Its AutoTokenizer, which would choose among them, imports torch.
+CLASSES = ("Qwen2Tokenizer", "LlamaTokenizer", *GENERAL)
+# Either set of files contains the vocabulary. Next to tokenizer.json a T5 has it as spiece.model, too, to read which
+# transformers needs the package sentencepiece. Of the language models' classes only the first knows the rules that
+# belong to the second set.
+ONE_FILE, TWO_FILES = ("tokenizer.json",), ("vocab.json", "merges.txt")
+# Marks of a chat's turns, such as <|im_start|>.
+MARK = re.compile(r"<\|\w+\|>")
+ANOTHER = "they do not belong together: take both folders from one model"
+
+
+def open_tokenizer(
+    folder: pathlib.Path, kind: str, files: Sequence[tuple[str, ...]], vocab_size: int
+) -> Any:
+    """The tokenizer in a folder.
+
+    Args:
+      folder: with tokenizer_config.json and one of the sets of files.
+      kind: its class in transformers.
+      files: sets of files, each of which contains the vocabulary.
+      vocab_size: of the text encoder, which must know all tokens, and not many more.
+
+    Raises:
+      ValueError: names the missing or broken file, or the number that does not fit.
+    """
+    # Imported here, as it takes a second, which would delay the error for a mistake in a command.
+    import transformers
+
+    _check_files(folder, files)
+    try:
+        tokenizer = getattr(transformers, kind).from_pretrained(folder)
+    # The library raises any error of its parsers, even a bare Exception.
+    except Exception as error:
+        raise ValueError(f"the tokenizer in {folder} cannot be read: {error}") from error
+    _check_vocabulary(folder, tokenizer, vocab_size)
+    return tokenizer
+
+
+def class_name(folder: pathlib.Path, classes: Sequence[str], named: bool = True) -> str:
+    """The class that tokenizer_config.json names, without "Fast".
+
+    Args:
+      folder: of the tokenizer.
+      classes: those that are supported.
+      named: whether it must be named; if not, and it is not, the first of the classes is meant.
+
+    Raises:
+      ValueError: it is another one.
+    """
+    path = folder / "tokenizer_config.json"
+    said = read_json(path).get("tokenizer_class")
+    if said is None and not named:
+        return classes[0]
+    name = str(said).removesuffix("Fast")
+    if name not in classes:
+        raise ValueError(
+            f"{path}: tokenizer_class must be one of {', '.join(classes)} and is {said!r}"
+        )
+    return name
+
+
+def has_words(tokenizer: Any) -> bool:
+    """Whether any token but the special ones has a letter; there is none in `models.published`."""
+    special = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
+    return any(map(str.isalpha, "".join(tokenizer.get_vocab().keys() - special)))
+
+
+def known_words(family: Any) -> tuple[str, ...]:
+    """The words that a model can read, of a tokenizer_config.json that lists them; empty for any other model.
+
+    Such a model, as the embedded one, was trained on captions of few words, and spells all others in letters.
+    """
+    tokenizers = getattr(family, "tokenizers", ())
+    return tuple(tokenizers[0].init_kwargs.get("words", ())) if tokenizers else ()
+
+
+def _check_vocabulary(folder: pathlib.Path, tokenizer: Any, vocab_size: int) -> None:
+    """Refuses ids that the text encoder does not know; and few ids, which mean other words to it."""
+    ids = tokenizer.get_vocab().values()
+    last = max(ids)
+    if last >= vocab_size:
+        raise ValueError(
+            f"the tokenizer in {folder} has ids up to {last}, but vocab_size of its text encoder is {vocab_size}: "
+            f"{ANOTHER}"
+        )
+    # Published vocabularies fill 99% and more.
+    if len(ids) < vocab_size / 2 and has_words(tokenizer):
+        raise ValueError(
+            f"the tokenizer in {folder} has {len(ids)} tokens, but vocab_size of its text encoder is {vocab_size}: "
+            f"{ANOTHER}"
+        )
+
+
+def padded(
+    tokenizer: Any, prompts: Sequence[str], length: int
+) -> tuple[Int[np.ndarray, "b n"], Bool[np.ndarray, "b n"]]:
+    """Ids of prompts that are padded or truncated to `length` tokens, and which of them are not padding."""
+    found = tokenizer(list(prompts), padding="max_length", truncation=True, max_length=length)
+    return np.asarray(found["input_ids"], np.int32), np.asarray(found["attention_mask"], bool)
+
+
+def longer(lengths: Sequence[tuple[Any, int]], prompts: Sequence[str]) -> Bool[np.ndarray, "b"]:
+    """Which prompts have more tokens than fit, for any of several (tokenizer, number of tokens)."""
+    found = [
+        [
+            len(ids) > limit
+            for ids in tokenizer(list(prompts), truncation=True, max_length=limit + 1).input_ids
+        ]
+        for tokenizer, limit in lengths
+    ]
+    return np.any(found, axis=0)
+
+
+def _check_files(folder: pathlib.Path, files: Sequence[tuple[str, ...]]) -> None:
+    read_json(folder / "tokenizer_config.json")
+    if not any(all((folder / name).is_file() for name in names) for names in files):
+        missing = " is missing, and so is ".join(" or ".join(names) for names in files)
+        end = " is missing" if len(files) == 1 else ""
+        raise ValueError(f"{folder} holds no vocabulary: {missing}{end}")
+    for name in {name for names in files for name in names if name.endswith(".json")}:
+        if (folder / name).is_file():
+            read_json(folder / name)
+
+
+def read_clip(folder: pathlib.Path, encoder: CLIPTextConfig) -> Any:
+    """The `CLIPTokenizer` in a folder.
+
+    Args:
+      folder: with tokenizer_config.json, and tokenizer.json or vocab.json and merges.txt.
+      encoder: the tokenizer's ids must be among its tokens, and the length within its positions.
+
+    Raises:
+      ValueError: names the missing or broken file, or the number that does not fit.
+    """
+    class_name(folder, ("CLIPTokenizer", *GENERAL), named=False)
+    _check_clip_length(folder)
+    tokenizer = open_tokenizer(folder, "CLIPTokenizer", (ONE_FILE, TWO_FILES), encoder.vocab_size)
+    length = tokenizer.model_max_length
+    if length > encoder.max_position_embeddings:
+        raise ValueError(
+            f"{folder / 'tokenizer_config.json'}: model_max_length must be at most "
+            f"{encoder.max_position_embeddings}, the positions of its text encoder, and is {length:g}"
+        )
+    _check_clip_end(folder, tokenizer, encoder)
+    return tokenizer
+
+
+def _check_clip_end(folder: pathlib.Path, tokenizer: Any, encoder: CLIPTextConfig) -> None:
+    """Refuses an end token that the text encoder would not find, at which it reads the summary of a prompt."""
+    end, said = tokenizer.eos_token_id, encoder.eos_token_id
+    wanted = max(tokenizer.get_vocab().values()) if said == LEGACY_EOS else said
+    if end != wanted:
+        raise ValueError(
+            f"the eos_token of the tokenizer in {folder} has the id {end}, but its text encoder looks for {wanted}: "
+            f"{ANOTHER}"
+        )
+
+
+def _check_clip_length(folder: pathlib.Path) -> None:
+    length = read_json(folder / "tokenizer_config.json").get("model_max_length")
+    if isinstance(length, bool) or not isinstance(length, int) or length < 3:
+        raise ValueError(
+            f"{folder / 'tokenizer_config.json'}: model_max_length must be the number of tokens that the text "
+            f"encoder reads, 3 or more, and is {length}"
+        )
+
+
+def read_t5(folder: pathlib.Path, encoder: T5Config) -> Any:
+    """The `T5Tokenizer` in a folder, which pipelines of Wan use as well.
+
+    Args:
+      folder: with tokenizer_config.json and tokenizer.json.
+      encoder: the tokenizer's ids must be among its tokens.
+
+    Raises:
+      ValueError: names the missing or broken file, or the number that does not fit.
+    """
+    class_name(folder, ("T5Tokenizer", *GENERAL), named=False)
+    return open_tokenizer(folder, "T5Tokenizer", (ONE_FILE,), encoder.vocab_size)
+
+
+def read_language_model(
+    folder: pathlib.Path,
+    encoder: LanguageModelConfig,
+    tokens: int,
+    chats: bool = False,
+    head: tuple[str, int] | None = None,
+) -> Any:
+    """The tokenizer in a folder, of one of `CLASSES`.
+
+    Args:
+      folder: with tokenizer_config.json, and tokenizer.json or vocab.json and merges.txt.
+      encoder: the tokenizer's ids must be among its tokens.
+      tokens: tokens of a prompt, including `head` and padding, which must fit the encoder's sliding window.
+      chats: whether `chat` will be called, for which there must be a chat template.
+      head: the beginning of a template of the caller's own, and its number of tokens. None means no such template.
+
+    Raises:
+      ValueError: names the missing or broken file, or what does not fit.
+    """
+    _check_window(folder.with_name("text_encoder") / "config.json", encoder, tokens, head)
+    name = class_name(folder, CLASSES)
+    fast = "PreTrainedTokenizerFast" if name == "PreTrainedTokenizer" else name
+    files = (ONE_FILE, TWO_FILES) if name == CLASSES[0] else (ONE_FILE,)
+    tokenizer = open_tokenizer(folder, fast, files, encoder.vocab_size)
+    config = folder / "tokenizer_config.json"
+    if tokenizer.padding_side != "right":
+        raise ValueError(
+            f"{config}: padding_side must be 'right' and is {tokenizer.padding_side!r}"
+        )
+    if tokenizer.pad_token_id is None:
+        raise ValueError(f"{config}: pad_token is missing; name one of the vocabulary's tokens")
+    if chats:
+        _check_template(folder, tokenizer)
+    if head is not None:
+        if tokenizer.truncation_side != "right":
+            raise ValueError(
+                f"{config}: truncation_side must be 'right', as the states of the template's beginning are dropped, "
+                f"and is {tokenizer.truncation_side!r}"
+            )
+        _check_head(folder, tokenizer, *head)
+    return tokenizer
+
+
+def _check_window(
+    path: pathlib.Path, encoder: LanguageModelConfig, tokens: int, head: tuple[str, int] | None
+) -> None:
+    """Raises ValueError if prompts are longer than the encoder's sliding window; `path` is its config.json."""
+    window = encoder.sliding_window
+    if window is None or tokens <= window:
+        return
+    most = window - (head[1] if head else 0)
+    fix = (
+        f"set config.model.max_sequence_length to {most} or less"
+        if most > 0
+        else "the beginning of the prompt template alone fills it, so this model cannot be used"
+    )
+    raise ValueError(
+        f"{path}: its layers attend to sliding_window = {window} tokens, and prompts have {tokens}: {fix}"
+    )
+
+
+def _check_head(folder: pathlib.Path, tokenizer: Any, text: str, expected: int) -> None:
+    """Refuses a tokenizer by which the states that are dropped would not be those of the template's beginning."""
+    _check_marks(folder, tokenizer, text)
+    found = len(tokenizer(text)["input_ids"])
+    if found != expected and has_words(tokenizer):
+        raise ValueError(
+            f"the tokenizer in {folder} makes {found} tokens of the beginning of the model's template, which must be "
+            f"{expected}: it is another model's, so take it from the folder of the text encoder's model"
+        )
+
+
+def _check_marks(folder: pathlib.Path, tokenizer: Any, text: str) -> None:
+    """Refuses a tokenizer to which a mark in a chat is ordinary text."""
+    for mark in sorted({*MARK.findall(text)}):
+        if tokenizer.tokenize(mark) != [mark]:
+            raise ValueError(
+                f"the tokenizer in {folder} has no token {mark}, which the template of prompts needs: it is another "
+                "model's, so take it from the folder of the text encoder's model"
+            )
+
+
+def _check_template(folder: pathlib.Path, tokenizer: Any) -> None:
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"{folder} holds no chat template: chat_template.jinja is missing, and so is chat_template in "
+            "tokenizer_config.json"
+        )
+    try:
+        (text,) = chat(tokenizer, [""], thinking=True)
+    # Templates raise jinja2's errors and their own.
+    except Exception as error:
+        raise ValueError(f"the chat template in {folder} cannot be used: {error}") from error
+    _check_marks(folder, tokenizer, text)
+
+
+def chat(tokenizer: Any, prompts: Sequence[str], thinking: bool) -> list[str]:
+    """Each prompt as a user's turn before the assistant's, by the tokenizer's chat template.
+
+    Args:
+      tokenizer: with a chat template.
+      prompts: texts.
+      thinking: Qwen3's `enable_thinking`; False adds an empty thought to the assistant's turn.
+    """
+    return [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}],
+            tokenize=False,
+            add_generation_prompt=True,
+            enable_thinking=thinking,
+        )
+        for prompt in prompts
+    ]
