@@ -8,7 +8,7 @@ import contextlib
 import difflib
 import math
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -187,3 +187,19 @@ def check_folder(name: str, path: str | Path) -> None:
     if not Path(path).is_dir():
         wrong = "a file, not a folder" if Path(path).exists() else "no folder"
         raise ConfigError(f"{name} = {str(path)!r} is {wrong}: set it to a folder that exists")
+
+
+class DivergedError(ArithmeticError):
+    """Names a value that is not finite, as the beginning of a sentence, such as "gradient_norm is nan"."""
+
+
+def check_metrics(metrics: Mapping[str, float]) -> None:
+    """Raises DivergedError for a metric of a step that is not finite; it names losses and norms first.
+
+    The norms of gradient and update are finite only if every parameter is.
+    """
+    wrong = {name: value for name, value in metrics.items() if not math.isfinite(value)}
+    first = [name for name in ("loss", "gradient_norm", "update_norm") if name in wrong]
+    if wrong:
+        name = (first or list(wrong))[0]
+        raise DivergedError(f"{name} is {wrong[name]}")

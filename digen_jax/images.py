@@ -11,6 +11,8 @@ import numpy as np
 from jaxtyping import Num, UInt8
 from PIL import Image, ImageOps
 
+from digen_jax.errors import DivergedError
+
 # A picture's file, or the picture itself.
 Picture = str | os.PathLike[str] | Image.Image
 
@@ -38,6 +40,12 @@ def to_uint8(images: Num[np.ndarray, "*b h w 3"]) -> UInt8[np.ndarray, "*b h w 3
     scaled = np.clip(images, 0, 1)
     scaled *= 255  # in place: large pictures would need several copies
     return np.round(scaled, out=scaled).astype(np.uint8)
+
+
+def check_images(images: Num[np.ndarray, "..."]) -> None:
+    """Raises DivergedError for NaN in images, which are numbers in [0, 1]; bytes hold none."""
+    if images.dtype != np.uint8 and np.isnan(images.sum(dtype=np.float32)):
+        raise DivergedError("an image that the trained model drew holds NaN")
 
 
 def bytes_or_nan(images: Num[np.ndarray, "*b h w 3"]) -> Num[np.ndarray, "*b h w 3"]:

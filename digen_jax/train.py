@@ -32,7 +32,7 @@ from digen_jax.distributed.launch import TrainerPart
 from digen_jax.distributed.transfer import Shares, TrainerLink
 from digen_jax.distributed.worker_proxy import WorkerProxy
 from digen_jax.distributed.workers import RemoteWorkers
-from digen_jax.parallel.divergence import check_metrics
+from digen_jax.errors import check_metrics
 from digen_jax.parallel.mesh import job_devices
 from digen_jax.planning.placing import place_apart, place_run
 from digen_jax.process import process_group

@@ -43,7 +43,6 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Bool, Float, Float32, Int
 
-from digen_jax.algorithms.subsets import best_and_worst
 from digen_jax.ranges import DERIVED
 
 # Added to a std before a division by it, in units of the reward.
@@ -239,6 +238,41 @@ def zero_std_groups(
     np.maximum.at(highest, group_ids, rewards)
     equal = highest == _group_lowest(rewards, group_ids, num_groups)
     return equal.all(axis=tuple(range(1, rewards.ndim)))
+
+
+def best_and_worst(
+    scores: Float[np.ndarray, "n"], group_ids: Int[np.ndarray, "n"], count: int
+) -> Bool[np.ndarray, "n"]:
+    """The `count` best and the `count` worst images of each group (DanceGRPO, arXiv 2505.07818).
+
+    DanceGRPO's code for HunyuanVideo, whose `bestofn` is both halves together (8 of 24 images), computes
+    the advantages over the whole group first and then ranks the images by them, before clipping; so does
+    `advantages.trained_images`. The order of ties depends on its sort, and for an odd `bestofn` it takes one
+    more of the best; here equal images are ranked by their index, the lower one as the worse, and both
+    halves are equally large.
+
+    Args:
+      scores: the numbers by which images are ranked; higher is better.
+      group_ids: each image's group. Images must be in the order of their index, not of their arrival.
+      count: images in a half, at most half of the smallest group.
+
+    Raises:
+      ValueError: a score is not a number, or a group is too small for both halves.
+    """
+    broken = np.flatnonzero(np.isnan(scores))
+    if broken.size:
+        raise ValueError(f"the score of image {broken[0]} is not a number; it cannot be ranked")
+    groups, group, sizes = np.unique(group_ids, return_inverse=True, return_counts=True)
+    small = np.flatnonzero(sizes < 2 * count)
+    if small.size:
+        raise ValueError(
+            f"group {groups[small[0]]} has {sizes[small[0]]} images, too few for {count} best and "
+            f"{count} other worst ones; give it {2 * count} or more"
+        )
+    order = np.lexsort((scores, group))  # stable, so that equal scores stay in order of index
+    rank = np.empty(len(scores), np.int64)
+    rank[order] = np.arange(len(scores)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    return (rank < count) | (rank >= sizes[group] - count)
 
 
 def _columns(

@@ -19,17 +19,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32
 
-from digen_jax.algorithms.algorithm import Matching, MatchingSamples, Velocities
+from digen_jax.algorithms.algorithm import Matching, MatchingSamples, Velocities, check_guidance
 from digen_jax.algorithms.decay import LinearDecay
-from digen_jax.algorithms.guidance import check_guidance
-from digen_jax.algorithms.kl import velocity_mse
+from digen_jax.algorithms.losses import blanked, check_clip_range, clipped, velocity_mse
 from digen_jax.algorithms.old_log_probs import (
     SPREAD_LIMIT,
     check_spread_limit,
     spread_terms,
 )
-from digen_jax.algorithms.samples import blanked
-from digen_jax.algorithms.surrogates import check_clip_range, clipped
 from digen_jax.diffusion.noising import LogitNormalTimes
 
 # The weight of a matching error e at noise level sigma: see `matching_log_prob`.

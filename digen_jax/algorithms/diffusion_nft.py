@@ -18,11 +18,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from digen_jax.algorithms.algorithm import Matching, MatchingSamples, Prepared, Velocities
+from digen_jax.algorithms.algorithm import (
+    Matching,
+    MatchingSamples,
+    Prepared,
+    Velocities,
+    check_guidance,
+)
 from digen_jax.algorithms.decay import OLD_POLICY_DECAYS, LinearDecay
-from digen_jax.algorithms.guidance import check_guidance
-from digen_jax.algorithms.kl import velocity_mse
-from digen_jax.algorithms.samples import blanked
+from digen_jax.algorithms.losses import blanked, velocity_mse
 from digen_jax.diffusion.noising import ScheduleTimes
 
 # The conversion of an advantage into a probability: see `reward_probabilities`.

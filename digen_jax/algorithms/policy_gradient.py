@@ -18,38 +18,35 @@ from jaxtyping import Array, Float, Int
 
 from digen_jax.algorithms.advantages import AdvantageSettings
 from digen_jax.algorithms.algorithm import Algorithm
-from digen_jax.algorithms.corrections import (
+from digen_jax.algorithms.losses import (
     accepted,
+    blanked,
+    check_clip_range,
+    check_dual_clip,
     check_importance_cap,
+    check_kl_threshold,
     check_rejection_bound,
+    check_smallest_sigma,
+    check_topr_weights,
+    cispo,
+    clipped,
     decoupled,
+    divergence_masked,
+    dual_clipped,
+    gaussian_kl,
+    guard_log_ratio,
+    guard_loss_scale,
     importance_weight,
+    sequence_log_ratio,
+    topr,
+    weighted_sum,
+    well_conditioned,
 )
-from digen_jax.algorithms.kl import gaussian_kl
 from digen_jax.algorithms.old_log_probs import (
     SPREAD_LIMIT,
     OldLogProbs,
     check_spread_limit,
     spread_terms,
-)
-from digen_jax.algorithms.ratios import (
-    check_smallest_sigma,
-    guard_log_ratio,
-    guard_loss_scale,
-    sequence_log_ratio,
-    well_conditioned,
-)
-from digen_jax.algorithms.samples import blanked, weighted_sum
-from digen_jax.algorithms.surrogates import (
-    check_clip_range,
-    check_dual_clip,
-    check_kl_threshold,
-    check_topr_weights,
-    cispo,
-    clipped,
-    divergence_masked,
-    dual_clipped,
-    topr,
 )
 from digen_jax.ranges import Range
 

@@ -16,10 +16,14 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from digen_jax.algorithms.advantages import zero_std_groups
-from digen_jax.algorithms.algorithm import Matching, MatchingSamples, Prepared, Velocities
-from digen_jax.algorithms.guidance import check_guidance
-from digen_jax.algorithms.kl import velocity_mse
-from digen_jax.algorithms.samples import blanked
+from digen_jax.algorithms.algorithm import (
+    Matching,
+    MatchingSamples,
+    Prepared,
+    Velocities,
+    check_guidance,
+)
+from digen_jax.algorithms.losses import blanked, velocity_mse
 from digen_jax.diffusion.noising import LogitNormalTimes
 
 TIMES = LogitNormalTimes(1, shift=3.0)  # the training density of Stable Diffusion 3

@@ -11,7 +11,7 @@ from digen_jax import assemble
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.data.prompt_files import read_prompt_files
 from digen_jax.diffusion.sampling import Trajectory
-from digen_jax.parallel.objectives import Totals
+from digen_jax.parallel.accumulate import Totals
 from digen_jax.parallel.sampler import Weights
 from digen_jax.parallel.system import Images, System, on_trainer, receive, selected
 

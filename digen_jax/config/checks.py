@@ -15,10 +15,10 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from digen_jax.algorithms.old_log_probs import choose_old_log_probs
-from digen_jax.algorithms.subsets import share_of_timesteps
 from digen_jax.config.fields import flat
 from digen_jax.config.train_config import ALGORITHMS, TrainConfig
 from digen_jax.diffusion.steps import KINDS, Ode, make_step
+from digen_jax.diffusion.windows import share_of_timesteps
 from digen_jax.errors import ConfigError, blame, check_choice, check_divides, together
 from digen_jax.models.family import NAMES
 from digen_jax.parallel.mesh import MODEL, PARAMETERS, TIME

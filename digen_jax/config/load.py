@@ -10,8 +10,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from digen_jax.algorithms.algorithm import Algorithm
-from digen_jax.algorithms.guidance import choose_guidance
+from digen_jax.algorithms.algorithm import Algorithm, choose_guidance
 from digen_jax.algorithms.old_log_probs import choose_old_log_probs
 from digen_jax.config.checks import check_fields, check_rules
 from digen_jax.config.fields import KINDS, check_known, flat

@@ -11,7 +11,6 @@ from digen_jax.algorithms.awm import AWM
 from digen_jax.algorithms.diffusion_nft import DiffusionNFT
 from digen_jax.algorithms.policy_gradient import PolicyGradient
 from digen_jax.algorithms.preference import DiffusionDPO
-from digen_jax.algorithms.subsets import share_of_timesteps
 from digen_jax.checkpoints.lora import LoraConfig
 from digen_jax.config.sections import (
     FITTED,
@@ -32,11 +31,12 @@ from digen_jax.config.sections import (
     WandbSection,
 )
 from digen_jax.data.label import prompts_label
+from digen_jax.diffusion.windows import share_of_timesteps
 from digen_jax.errors import LARGEST_SEED
 from digen_jax.models.family import Size
-from digen_jax.parallel.optimizer import TrainerSettings
 from digen_jax.parallel.placement import MeshSizes, fitted
 from digen_jax.parallel.sampler import Draws
+from digen_jax.parallel.trainer import TrainerSettings
 from digen_jax.ranges import Range
 from digen_jax.rewards.settings import RewardSettings
 from digen_jax.scheduling.settings import Settings

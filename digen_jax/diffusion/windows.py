@@ -5,10 +5,12 @@ the training step, so that every host and a resumed run compute the same window.
 """
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from digen_jax.diffusion.sampling import check_window
 from digen_jax.diffusion.steps import ReverseStep
@@ -99,3 +101,43 @@ class Window:
         if self.mode == "progressive" and not self.roll_back:
             return places[min(turn, len(places) - 1)]
         return places[turn % len(places)]
+
+
+def random_timesteps(
+    seed: int | Sequence[int], steps: int, fraction: float
+) -> Int[np.ndarray, "k"]:
+    """A random share of the denoising steps, in ascending order (DanceGRPO, arXiv 2505.07818).
+
+    DanceGRPO's code draws a separate share for every image, trains it in the order of the draw, and never
+    the last step of the schedule. The order changes nothing when gradients are summed, so it is ascending
+    here. The draw depends only on the seed: (seed, training step) gives all images of a step the same share,
+    and (seed, group serial, image) each its own, in any batch. The `timestep_fraction` of Flow-GRPO's code is
+    different: it takes the first steps, not random ones.
+
+    Args:
+      seed: one integer or several, none of them negative.
+      steps: number of denoising steps to draw from, without those that are never trained.
+      fraction: of the steps, in (0, 1]; a part of a step is not trained, as in DanceGRPO's code.
+
+    Returns:
+      floor(fraction * steps) different indices in [0, steps).
+
+    Raises:
+      ValueError: the fraction is out of range, or gives less than one step.
+    """
+    count = share_of_timesteps(steps, fraction)
+    # numpy guarantees that a bit generator's raw stream stays the same, but not the draws from it
+    drawn = np.random.PCG64(np.random.SeedSequence(seed)).random_raw(steps)
+    return np.sort(np.argsort(drawn, kind="stable")[:count])
+
+
+def share_of_timesteps(steps: int, fraction: float) -> int:
+    """How many of `steps` denoising steps `random_timesteps` draws; raises the same errors."""
+    if not 0 < fraction <= 1:
+        raise ValueError(f"fraction is {fraction}; it must lie in (0, 1]")
+    count = math.floor(fraction * steps + 1e-9)  # 0.29 * 100 is 28.999999999999996
+    if count < 1:
+        raise ValueError(
+            f"fraction is {fraction}, which selects none of {steps} denoising steps; raise it"
+        )
+    return count

@@ -21,8 +21,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from digen_jax.distributed.files import check_same
-from digen_jax.errors import ConfigError
-from digen_jax.parallel.divergence import DivergedError
+from digen_jax.errors import ConfigError, DivergedError
 from digen_jax.process.shutdown import Stopped, out_of_memory
 from digen_jax.rewards.built_in import on_mesh, resolve
 from digen_jax.rewards.canary import check_canaries

@@ -13,8 +13,7 @@ from jaxtyping import Array, Bool, Int, Shaped
 from digen_jax.errors import user_input
 from digen_jax.images import blank, picture_hash
 from digen_jax.models.family import Conditioning, Family, Params, Record, Tokens, negative_of
-from digen_jax.parallel.chunks import in_chunks
-from digen_jax.parallel.placement import DeviceGroup
+from digen_jax.parallel.placement import DeviceGroup, in_chunks
 
 # A prompt's arrays by the field of the conditioning, without tokens that the network does not attend to.
 Rows = Mapping[str, np.ndarray]

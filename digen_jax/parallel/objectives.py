@@ -8,44 +8,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from digen_jax.algorithms.algorithm import Matching, MatchingSamples, Velocities
-from digen_jax.algorithms.kl import gaussian_kl, velocity_mse
+from digen_jax.algorithms.losses import blanked, gaussian_kl, velocity_mse, weighted_sum
 from digen_jax.algorithms.policy_gradient import PolicyGradient, Samples, policy_gradient_loss
-from digen_jax.algorithms.samples import blanked, weighted_sum
 from digen_jax.diffusion.noising import forward_noise, noised, noised_pairs
 from digen_jax.diffusion.sampling import Replay, Velocity, replay
 from digen_jax.diffusion.steps import ReverseStep
-from digen_jax.parallel.packing import MicroBatch, Shared
+from digen_jax.parallel.accumulate import GroupSums, MicroBatch, Shared, Term, Totals
 from digen_jax.parallel.policy import Policy, of_rows
-
-Metrics = dict[str, Float[Array, ""]]
-
-
-class Term(NamedTuple):
-    """A part of the loss, summed over samples, and its gradient."""
-
-    gradient: Any
-    loss: Float[Array, ""]
-
-
-class Totals(NamedTuple):
-    """Sums over all samples so far; divided once, at the update.
-
-    `unscaled` is the part of the groups that were trained before the step's rewards were known; it is
-    divided by their std later: see `early`.
-    """
-
-    gradient: Any
-    sums: Metrics
-    unscaled: Term | None = None
-
-
-class GroupSums(NamedTuple):
-    """Sums of a group whose advantages are not known yet; g_i is the gradient of image i for advantage 1."""
-
-    centred: Term  # sum of (r_i - m) g_i, m the mean of the rewards so far
-    plain: Term  # sum of g_i
-    kl: Term | None  # without its coefficient; None: no KL
-    sums: Metrics
 
 
 class Policies(NamedTuple):

@@ -10,9 +10,8 @@ from jaxtyping import Array, Float32, Int, Num, UInt8
 
 from digen_jax.errors import ConfigError
 from digen_jax.images import to_uint8
-from digen_jax.parallel.chunks import in_chunks
 from digen_jax.parallel.mesh import fetch, put
-from digen_jax.parallel.placement import DeviceGroup
+from digen_jax.parallel.placement import DeviceGroup, in_chunks
 from digen_jax.parallel.system import lying, reshard
 
 

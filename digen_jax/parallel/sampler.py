@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
-from digen_jax.algorithms.subsets import random_timesteps
 from digen_jax.diffusion.sampling import (
     Trajectory,
     check_inside,
@@ -26,12 +25,11 @@ from digen_jax.diffusion.sampling import (
     start_noise,
 )
 from digen_jax.diffusion.steps import ReverseStep
-from digen_jax.diffusion.windows import Window
+from digen_jax.diffusion.windows import Window, random_timesteps
 from digen_jax.models.family import Family, Params, Record, Size
-from digen_jax.parallel.chunks import in_chunks
 from digen_jax.parallel.encoding import Stored, encoder
 from digen_jax.parallel.mesh import put
-from digen_jax.parallel.placement import DeviceGroup
+from digen_jax.parallel.placement import DeviceGroup, in_chunks
 from digen_jax.parallel.policy import Policy, jit_as_written, of_rows
 from digen_jax.parallel.sharding import traced_on
 

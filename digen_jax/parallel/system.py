@@ -12,8 +12,8 @@ from jaxtyping import Array, Float, Float32, Int
 
 from digen_jax.algorithms.advantages import AdvantageSettings
 from digen_jax.diffusion.sampling import Transitions
+from digen_jax.parallel.accumulate import Endpoints, Experience
 from digen_jax.parallel.mesh import put
-from digen_jax.parallel.packing import Endpoints, Experience
 from digen_jax.parallel.placement import DeviceGroup, Placement
 from digen_jax.parallel.policy import Policy
 from digen_jax.parallel.sampler import Draws, EncodedPrompts, Sampler, Weights

@@ -1,34 +1,94 @@
 """The trainer mesh's programs: chunks of experience -> accumulated gradient -> update."""
 
-from typing import Any, Literal, NamedTuple
+import dataclasses
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from digen_jax.algorithms.advantages import STD_EPS
 from digen_jax.algorithms.algorithm import Algorithm
-from digen_jax.algorithms.decay import decayed
+from digen_jax.algorithms.decay import EmaDecay, EmaUnit, decayed
 from digen_jax.diffusion.steps import ReverseStep
 from digen_jax.parallel import accumulate as early
-from digen_jax.parallel.accumulate import OpenGroup, sum_passes
-from digen_jax.parallel.mesh import put
-from digen_jax.parallel.objectives import (
+from digen_jax.parallel.accumulate import (
+    Experience,
     GroupSums,
-    MatchingObjective,
     Metrics,
-    Objective,
-    Policies,
+    MicroBatch,
+    OpenGroup,
     Term,
     Totals,
+    passes,
+    shared,
+    sum_passes,
+)
+from digen_jax.parallel.mesh import put
+from digen_jax.parallel.objectives import (
+    MatchingObjective,
+    Objective,
+    Policies,
     TransitionObjective,
 )
-from digen_jax.parallel.optimizer import TrainerSettings, updates_made
-from digen_jax.parallel.packing import Experience, MicroBatch, passes, shared
 from digen_jax.parallel.placement import DeviceGroup
 from digen_jax.parallel.policy import Policy, jit_as_written
+from digen_jax.ranges import Decay, NonNegativeFloat, PositiveFloat, PositiveInt, Range
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainerSettings:
+    """How a step's images become updates."""
+
+    micro_batch: PositiveInt = 144  # images in one forward and backward pass
+    pack: PositiveInt = 1  # denoising steps of each image in one pass
+    updates: PositiveInt = 1  # optimizer updates a step, each of its own groups
+    learning_rate: PositiveFloat = 1e-4  # AdamW's learning rate after the warm-up
+    # updates in which the learning rate rises linearly
+    warmup: Annotated[int, Range(0, 10**9)] = 0
+    # updates after the warm-up in which the rate falls linearly to 0; 0: it stays
+    decay: Annotated[int, Range(0, 10**9)] = 0
+    b1: Decay = 0.9  # AdamW's decay of the gradient's average
+    b2: Decay = 0.999  # AdamW's decay of the squared gradient's average
+    eps: PositiveFloat = 1e-8  # AdamW's epsilon
+    weight_decay: NonNegativeFloat = 0.0  # AdamW's weight decay
+    # gradients are clipped to this global norm; inf: never
+    clip_norm: Annotated[float, Range(0, excluded="least", infinite=True)] = 1.0
+    # decay of the weights' moving average, which is evaluated and exported; 0: no average
+    ema: Decay = 0.0
+    # what the next two fields count: "update", the updates so far (Flow-GRPO, DiffusionNFT), or "step", the training
+    # steps before this one, at whose end the average is mixed (DanceGRPO, Flow-Factory, AWM)
+    ema_unit: EmaUnit = "update"
+    ema_warm_up: bool = False  # a smaller decay at first: (1 + n) / (10 + n) at number n
+    ema_every: PositiveInt = 1  # the average is mixed where n + 1 is a multiple of this
+    # mixings each time, to follow code that mixes at every micro-batch
+    ema_repeats: PositiveInt = 1
+
+    @property
+    def average(self) -> EmaDecay:
+        """The decay of the parameters' average."""
+        warm_up, every, repeats = self.ema_warm_up, self.ema_every, self.ema_repeats
+        return EmaDecay(self.ema, warm_up, every, repeats, self.ema_unit, self.updates)
+
+    def optimizer(self) -> optax.GradientTransformation:
+        """AdamW after clipping by the global norm; the rate has a linear warm-up and an optional linear decay."""
+        rate = optax.linear_schedule(
+            self.learning_rate / (self.warmup + 1), self.learning_rate, self.warmup
+        )
+        if self.decay:
+            fall = optax.linear_schedule(self.learning_rate, 0.0, self.decay)
+            rate = optax.join_schedules([rate, fall], [self.warmup])
+        return optax.chain(
+            optax.clip_by_global_norm(self.clip_norm),
+            optax.adamw(rate, self.b1, self.b2, self.eps, weight_decay=self.weight_decay),
+        )
+
+
+def updates_made(state: optax.OptState) -> Int[Array, ""]:
+    """The number of updates of an optimizer of `TrainerSettings`; all counts in its state are equal."""
+    return optax.tree_utils.tree_get_all_with_path(state, "count")[0][1]
 
 
 class TrainState(NamedTuple):

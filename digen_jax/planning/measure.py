@@ -12,8 +12,8 @@ from digen_jax import rewards
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.images import as_scored, to_uint8
 from digen_jax.learned_rewards.on_mesh import named
+from digen_jax.parallel.accumulate import trained_part
 from digen_jax.parallel.mesh import put
-from digen_jax.parallel.packing import trained_part
 from digen_jax.parallel.system import Images, System, on_trainer, receive, selected
 from digen_jax.rewards.built_in import on_mesh
 from digen_jax.scheduling.settings import Costs

@@ -11,8 +11,8 @@ import numpy as np
 from digen_jax.assemble import outline
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.models.family import Size
+from digen_jax.parallel.accumulate import Experience, trained_part
 from digen_jax.parallel.encoding import block_size, example
-from digen_jax.parallel.packing import Experience, trained_part
 from digen_jax.parallel.placement import MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.parallel.sampler import Sampler, Weights
 from digen_jax.parallel.system import System, shardings

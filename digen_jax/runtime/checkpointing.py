@@ -11,8 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from digen_jax.checkpoints.checkpoint_folder import saved_steps, steps_done
 from digen_jax.checkpoints.checkpointer import Checkpointer, SaveFailed, template_of, was_saved
 from digen_jax.config.train_config import TrainConfig
-from digen_jax.errors import ConfigError
-from digen_jax.parallel.divergence import DivergedError
+from digen_jax.errors import ConfigError, DivergedError
 from digen_jax.parallel.mesh import put
 from digen_jax.parallel.trainer import TrainState
 from digen_jax.records.command_log import read_log

@@ -12,8 +12,8 @@ from digen_jax import rewards
 from digen_jax.diffusion.sampling import Trajectory
 from digen_jax.images import as_scored, bytes_or_nan
 from digen_jax.inference.evaluation import sample_fixed
+from digen_jax.parallel.accumulate import trained_part
 from digen_jax.parallel.mesh import fetch, put
-from digen_jax.parallel.packing import trained_part
 from digen_jax.parallel.sampler import EncodedPrompts, Weights
 from digen_jax.parallel.system import Rollout
 from digen_jax.runtime.clock import part

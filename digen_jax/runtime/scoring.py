@@ -17,9 +17,9 @@ from digen_jax import rewards
 from digen_jax.algorithms.advantages import AdvantageSettings, advantages, ranking, trained_images
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.data.prompt_files import read_prompt_file, read_prompt_files
-from digen_jax.images import as_scored, stills
+from digen_jax.errors import DivergedError
+from digen_jax.images import as_scored, check_images, stills
 from digen_jax.learned_rewards.on_mesh import named
-from digen_jax.parallel.divergence import DivergedError, check_images
 from digen_jax.parallel.reward_model import Scoring
 from digen_jax.records.evaluation import Evaluation, Extremes, Sample, by_tag
 from digen_jax.records.image_statistics import Looks, group_diversity, joined, look_beside

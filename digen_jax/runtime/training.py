@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float32
 
-from digen_jax.parallel.accumulate import OpenGroup
-from digen_jax.parallel.objectives import Totals
-from digen_jax.parallel.optimizer import check_spread
+from digen_jax.algorithms.old_log_probs import check_spread
+from digen_jax.parallel.accumulate import OpenGroup, Totals
 from digen_jax.parallel.sampler import EncodedPrompts
 from digen_jax.parallel.system import Images, System, receive, resharded, selected, shardings
 from digen_jax.parallel.trainer import TrainState

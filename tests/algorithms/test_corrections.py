@@ -5,16 +5,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from digen_jax.algorithms.corrections import (
+from digen_jax.algorithms.losses import (
     accepted,
+    blanked,
     check_importance_cap,
     check_rejection_bound,
+    clipped,
     decoupled,
     importance_weight,
+    sequence_log_ratio,
+    topr,
+    weighted_sum,
 )
-from digen_jax.algorithms.ratios import sequence_log_ratio
-from digen_jax.algorithms.samples import blanked, weighted_sum
-from digen_jax.algorithms.surrogates import clipped, topr
 from tests.algorithms.packing import check_junk, check_split, close
 
 CAP, EPSILON = 1.5, 0.2

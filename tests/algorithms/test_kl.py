@@ -3,8 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from digen_jax.algorithms.kl import gaussian_kl, velocity_mse
-from digen_jax.algorithms.samples import blanked, weighted_sum
+from digen_jax.algorithms.losses import blanked, gaussian_kl, velocity_mse, weighted_sum
 from digen_jax.diffusion.steps import DanceSde, FlowSde
 from tests.algorithms.packing import check_junk, check_split, close
 

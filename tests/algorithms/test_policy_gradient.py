@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from digen_jax.algorithms.advantages import AdvantageSettings, advantages
-from digen_jax.algorithms.kl import gaussian_kl
+from digen_jax.algorithms.losses import gaussian_kl
 from digen_jax.algorithms.policy_gradient import PolicyGradient, Samples, policy_gradient_loss
 from tests.algorithms.packing import close
 

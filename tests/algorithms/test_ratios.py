@@ -3,15 +3,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from digen_jax.algorithms.policy_gradient import PolicyGradient, Samples, policy_gradient_loss
-from digen_jax.algorithms.ratios import (
+from digen_jax.algorithms.losses import (
+    blanked,
     check_smallest_sigma,
+    clipped,
     guard_log_ratio,
     sequence_log_ratio,
+    weighted_sum,
     well_conditioned,
 )
-from digen_jax.algorithms.samples import blanked, weighted_sum
-from digen_jax.algorithms.surrogates import clipped
+from digen_jax.algorithms.policy_gradient import PolicyGradient, Samples, policy_gradient_loss
 from digen_jax.diffusion.steps import DanceSde, FlowSde
 from tests.algorithms.packing import check_junk, check_split
 

@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from digen_jax.algorithms.samples import blanked, weighted_sum
+from digen_jax.algorithms.losses import blanked, weighted_sum
 
 
 def test_blanked_rows_are_zero_and_stop_the_gradient():

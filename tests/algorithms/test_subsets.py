@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from digen_jax.algorithms.subsets import best_and_worst, random_timesteps
+from digen_jax.algorithms.advantages import best_and_worst
+from digen_jax.diffusion.windows import random_timesteps
 
 PINNED = [0, 1, 4, 5, 6, 7, 9, 10, 12]
 

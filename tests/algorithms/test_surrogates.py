@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from digen_jax.algorithms.samples import blanked, weighted_sum
-from digen_jax.algorithms.surrogates import (
+from digen_jax.algorithms.losses import (
+    blanked,
     check_clip_range,
     check_dual_clip,
     check_kl_threshold,
@@ -16,6 +16,7 @@ from digen_jax.algorithms.surrogates import (
     divergence_masked,
     dual_clipped,
     topr,
+    weighted_sum,
 )
 from tests.algorithms.packing import check_junk, check_split, close
 

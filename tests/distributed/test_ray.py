@@ -19,8 +19,7 @@ from digen_jax.distributed.engine import LOCAL, ProcessLost, RayEngine, Resource
 from digen_jax.distributed.launch import check_devices
 from digen_jax.distributed.transfer import TrainerLink, unpack
 from digen_jax.distributed.worker_process import NotDone
-from digen_jax.errors import ConfigError
-from digen_jax.parallel.divergence import DivergedError
+from digen_jax.errors import ConfigError, DivergedError
 from digen_jax.parallel.placement import RolloutAxes, TrainerAxes
 from digen_jax.rewards.mistakes import RewardFailed
 from digen_jax.rewards.process import Late

@@ -11,9 +11,8 @@ from safetensors.numpy import load_file
 
 from digen_jax import assemble
 from digen_jax.config.load import load_config, read_config
-from digen_jax.errors import ConfigError
+from digen_jax.errors import ConfigError, DivergedError
 from digen_jax.learned_rewards import on_mesh
-from digen_jax.parallel.divergence import DivergedError
 from digen_jax.parallel.mesh import make_mesh
 from digen_jax.parallel.placement import DeviceGroup
 from digen_jax.parallel.reward_model import Scoring

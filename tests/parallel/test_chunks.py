@@ -7,8 +7,13 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from digen_jax.parallel.chunks import in_chunks
-from digen_jax.parallel.placement import MeshSizes, RolloutAxes, TrainerAxes, make_placement
+from digen_jax.parallel.placement import (
+    MeshSizes,
+    RolloutAxes,
+    TrainerAxes,
+    in_chunks,
+    make_placement,
+)
 from tests.cases import said
 from tests.parallel import toy
 

@@ -7,9 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from digen_jax.algorithms.subsets import random_timesteps
 from digen_jax.diffusion.sampling import image_keys
-from digen_jax.diffusion.windows import Window
+from digen_jax.diffusion.windows import Window, random_timesteps
 from digen_jax.parallel.sampler import Draws, EncodedPrompts
 from digen_jax.runtime.training import TrainingExecutor
 from digen_jax.scheduling.commands import TRAINER, Generate

@@ -10,7 +10,7 @@ import pytest
 
 from digen_jax.algorithms import decay
 from digen_jax.diffusion.sampling import image_keys
-from digen_jax.parallel.packing import Endpoints
+from digen_jax.parallel.accumulate import Endpoints
 from digen_jax.parallel.sampler import EncodedPrompts
 from digen_jax.parallel.system import Images
 from digen_jax.runtime import training

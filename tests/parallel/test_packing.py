@@ -10,8 +10,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from digen_jax.parallel import accumulate as gradient
 from digen_jax.parallel import trainer
+from digen_jax.parallel.accumulate import MicroBatch
 from digen_jax.parallel.objectives import Policies
-from digen_jax.parallel.packing import MicroBatch
 from tests.cases import quick
 from tests.parallel import chunks, toy
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from digen_jax.algorithms.advantages import AdvantageSettings
-from digen_jax.parallel.packing import Endpoints
+from digen_jax.parallel.accumulate import Endpoints
 from digen_jax.parallel.system import Images
 from digen_jax.runtime.scoring import StepScores
 from digen_jax.runtime.steps import Steps

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from digen_jax import assemble
-from digen_jax.algorithms.ratios import guard_log_ratio
+from digen_jax.algorithms.losses import guard_log_ratio
 from digen_jax.config.load import fit_config, load_config
 from digen_jax.diffusion.sampling import TRANSITION, flatten, image_keys, replay
 from digen_jax.models.sd3.network import FROZEN, SD3Config, SD3Transformer

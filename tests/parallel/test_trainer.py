@@ -10,10 +10,9 @@ import optax
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from digen_jax.parallel.optimizer import TrainerSettings
 from digen_jax.parallel.sharding import Layout
 from digen_jax.parallel.system import Images
-from digen_jax.parallel.trainer import Totals, Trainer
+from digen_jax.parallel.trainer import Totals, Trainer, TrainerSettings
 from tests.parallel import toy
 from tests.parallel.toy import receive
 

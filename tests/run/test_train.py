@@ -18,9 +18,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 from digen_jax.config.load import load_config
-from digen_jax.errors import ConfigError
-from digen_jax.parallel import divergence
-from digen_jax.parallel.divergence import DivergedError
+from digen_jax.errors import ConfigError, DivergedError, check_metrics
+from digen_jax.images import check_images
 from digen_jax.records.metrics import TIMING, read_metrics
 from digen_jax.records.records import ADVICE, waiting
 from digen_jax.records.status import describe, read_status
@@ -577,11 +576,11 @@ def test_a_run_that_diverges_stops_by_name(tmp_path, train):
 
 
 def test_what_is_not_finite_is_named():
-    divergence.check_metrics({"reward": 1.0, "loss": -2.0})
+    check_metrics({"reward": 1.0, "loss": -2.0})
     with pytest.raises(DivergedError, match=r"^loss is nan$"):
-        divergence.check_metrics({"ratio": math.inf, "gradient_norm": math.nan, "loss": math.nan})
+        check_metrics({"ratio": math.inf, "gradient_norm": math.nan, "loss": math.nan})
     images = np.ones((2, 4, 4, 3), np.float32)
-    divergence.check_images(images)
+    check_images(images)
     images[1, 2, 3, 0] = np.nan
     with pytest.raises(DivergedError, match="an image that the trained model drew holds NaN"):
-        divergence.check_images(images)
+        check_images(images)

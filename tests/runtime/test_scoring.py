@@ -7,7 +7,7 @@ from concurrent.futures import CancelledError, Future
 import numpy as np
 import pytest
 
-from digen_jax.parallel.divergence import DivergedError
+from digen_jax.errors import DivergedError
 from digen_jax.parallel.sampler import Draws
 from digen_jax.records.image_statistics import look
 from digen_jax.rewards import alone

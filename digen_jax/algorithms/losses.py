@@ -1,0 +1,346 @@
+"""Functions that the losses share: masking, KL, ratios, surrogates and off-policy corrections."""
+
+import math
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Float32, Int
+
+
+def blanked(
+    trained: Bool[Array, "n"], *arrays: Float[Array, "n ..."]
+) -> tuple[Float32[Array, "n ..."], ...]:
+    """The arrays in float32, with zeros for samples that are not trained (weight 0).
+
+    The gradient of a function of these stops at a blanked row. Call it before any computation with
+    log-probabilities or means that have a gradient: if an overflow is merely left out of a sum, its
+    gradient is NaN.
+    """
+    return tuple(
+        jnp.where(
+            trained.reshape(trained.shape + (1,) * (array.ndim - 1)),
+            array.astype(jnp.float32),
+            0.0,
+        )
+        for array in arrays
+    )
+
+
+def weighted_sum(weight: Float[Array, "n"], values: Float[Array, "n"]) -> Float[Array, ""]:
+    """Sum of weight * value, in which a value of weight 0 may be anything, inf and NaN included."""
+    return jnp.sum(weight * jnp.where(weight > 0, values, 0.0))
+
+
+def gaussian_kl(
+    mean: Float[Array, "n ..."],
+    reference_mean: Float[Array, "n ..."],
+    std: Float[Array, "n"] | Float[Array, ""],
+) -> Float[Array, "n"]:
+    """KL between two Gaussians of equal std: (mean - reference_mean)^2 / (2 std^2).
+
+    Averaged over all axes but the first, with gradient to `mean`. Implementations differ in `std`.
+    Flow-GRPO's code for images divides by the diffusion without its factor sqrt(-dt)
+    (`step.diffusion(...)`), and its published coefficients are for this; its paper (arXiv 2505.05470), and its
+    code for video, by the step's whole std (`replay(...).std`), which gives the true KL; Flow-DPPO and
+    GRPO-Guard use the true KL to the old policy. If std = 0 (padding, which has no weight), std 1 is used, so
+    that the value is finite.
+    """
+    std = jnp.where(std > 0, std, 1.0)
+    return _mean_square(mean, reference_mean) / (2 * std**2)
+
+
+def velocity_mse(
+    velocity: Float[Array, "n ..."], target: Float[Array, "n ..."]
+) -> Float32[Array, "n"]:
+    """(v - target)^2, averaged over all axes but the first, with gradient to `velocity`.
+
+    With target eps - x0 it is the loss of flow matching; with a reference's velocity it is the penalty of
+    DiffusionNFT's code and Flow-Factory's "v-based" one: without a factor, so that all noise levels have
+    equal weights. Flow-GRPO's true KL is this times
+    -dt/2 (1/g + g (1 - sigma) / (2 sigma))^2, g the diffusion of the step's SDE (arXiv 2505.05470).
+    """
+    return _mean_square(velocity, target)
+
+
+def _mean_square(a: Float[Array, "n ..."], reference: Float[Array, "n ..."]) -> Float32[Array, "n"]:
+    reference = jax.lax.stop_gradient(reference).astype(jnp.float32)
+    return jnp.mean((a.astype(jnp.float32) - reference) ** 2, axis=tuple(range(1, a.ndim)))
+
+
+def guard_log_ratio(
+    log_prob: Float[Array, "n"],
+    old_log_prob: Float[Array, "n"],
+    mean: Float[Array, "n ..."],
+    old_mean: Float[Array, "n ..."],
+    std: Float[Array, "n"],
+) -> Float[Array, "n"]:
+    """(log_prob - old_log_prob + KL) std: GRPO-Guard's RatioNorm (arXiv 2510.22319, equation 8).
+
+    For samples of the old policy the mean of the plain log-ratio is -KL, and its std falls with 1/std of the
+    step: without these two effects it is (mean - old_mean) times the noise, at every step, and a clip range has
+    the same meaning everywhere. Public codes (Flow-GRPO's, verl-omni) take the std averaged over the batch,
+    which is equal if a batch has one step only; here it is each sample's own, so that steps may be mixed.
+    Flow-GRPO's (scripts/train_sd3_GRPO_Guard.py, 2e2f712) also averages the KL over the batch: it reduces
+    the axes `range(1, log_prob.ndim)`, which are none, and torch's `mean(dim=())` averages over all. The
+    paper and verl-omni (diffusion_algos.py, a1139ba) use each sample's own KL, as here.
+
+    Args:
+      log_prob: Gaussian, with its 1 / (2 std^2): of flow and dance steps. Not of cps, which omits
+        it, so that other constants would be needed.
+      old_log_prob: of the policy of `old_mean`.
+      mean: of x_next for the policy being trained, with gradient.
+      old_mean: of x_next for the old policy, at the same x.
+      std: each step's whole std, sqrt(-dt) included.
+    """
+    return (log_prob - old_log_prob + gaussian_kl(mean, old_mean, std)) * std
+
+
+def guard_loss_scale(dt: Float[Array, "n"]) -> Float[Array, "n"]:
+    """1 / -dt, GRPO-Guard's factor of the loss of a step (arXiv 2510.22319, equation 12).
+
+    It equalises gradients of steps of different length; it multiplies the loss, not the weight in the
+    denominator. For dance the paper has a further factor 1 + a^2 (1 - sigma) / (2 sigma), for flow a
+    constant one that it drops; public codes have neither, and this follows them, but per sample, while
+    they average dt over the batch. 0 if dt is not negative (padding).
+    """
+    forward = dt < 0
+    return jnp.where(forward, -1 / jnp.where(forward, dt, -1.0), 0.0)
+
+
+def sequence_log_ratio(
+    log_ratio: Float[Array, "n"],
+    weight: Float[Array, "n"],
+    trajectory: Int[Array, "n"],
+    num_trajectories: int,
+    reduce: Literal["sum", "mean"],
+) -> Float[Array, "n"]:
+    """The log-ratio of each sample's trajectory, over those of its trained steps that have weight.
+
+    "mean": GSPO (arXiv 2507.18071, equation 7), with steps instead of tokens; its clip ranges are
+    accordingly small (3e-4 and 4e-4). "sum": the ratio of the whole path, for off-policy corrections
+    (OP-GRPO, arXiv 2604.04142). The gradient reaches every step of the trajectory. With one loss for each
+    sample, a trajectory counts as often as it has steps.
+
+    A trajectory's samples may be in any order, but **all of them must be in the same call**.
+
+    Args:
+      log_ratio: per step, with gradient.
+      weight: 0 for padding, and for steps that are left out (`well_conditioned`).
+      trajectory: each sample's, in [0, num_trajectories); padding may have any number.
+      num_trajectories: in this call, static.
+      reduce: how the steps are combined.
+    """
+    counts = weight > 0
+    total = jax.ops.segment_sum(jnp.where(counts, log_ratio, 0.0), trajectory, num_trajectories)
+    if reduce == "mean":
+        steps = jax.ops.segment_sum(counts.astype(jnp.float32), trajectory, num_trajectories)
+        total = total / jnp.maximum(steps, 1.0)
+    # 0 for rows without weight: none of their gradient, NaN included, may reach the trajectory
+    return jnp.where(counts, total[trajectory], 0.0)
+
+
+def well_conditioned(sigma: Float[Array, "n"], smallest_sigma: float) -> Float[Array, "n"]:
+    """1 if sigma >= smallest_sigma, else 0: a factor of the weight, which leaves out the last steps.
+
+    A change dv of the velocity moves the mean of x_next by (1 + g^2 (1 - sigma) / (2 sigma)) dt dv. In
+    units of the step's std g sqrt(-dt) this grows without bound as sigma falls to 0: for flow because g
+    falls, for dance because of 1/sigma. There a ratio to an older policy says little about the distance, and
+    it dominates a sum over steps. OP-GRPO (arXiv 2604.04142) shows this and truncates trajectories at late
+    steps; the rule by sigma, which does not depend on the number of steps or their spacing, is ours.
+    """
+    return (sigma >= smallest_sigma).astype(jnp.float32)
+
+
+def check_smallest_sigma(smallest_sigma: float) -> None:
+    """Raises ValueError for a bound that is not a sigma or that no step can meet."""
+    if not 0 <= smallest_sigma < 1:
+        raise ValueError(
+            f"smallest_sigma is {smallest_sigma}; it must lie in [0, 1), where 0 keeps every step"
+        )
+
+
+# Float32's epsilon limits the resolution of a ratio; clip bounds must be well above it.
+SMALLEST_CLIP_RANGE = 10 * float(np.finfo(np.float32).eps)
+
+
+def clipped(
+    log_ratio: Float[Array, "n"], advantages: Float[Array, "n"], low: float, high: float
+) -> Float[Array, "n"]:
+    """-min(A r, A clip(r, 1 - low, 1 + high)): PPO (arXiv 1707.06347, equation 7).
+
+    Flow-GRPO (arXiv 2505.05470) uses it with low = high; a larger `high` is DAPO's clip-higher
+    (arXiv 2503.14476, section 3.1).
+    """
+    return dual_clipped(log_ratio, advantages, low, high, math.inf)
+
+
+def dual_clipped(
+    log_ratio: Float[Array, "n"],
+    advantages: Float[Array, "n"],
+    low: float,
+    high: float,
+    dual: float,
+) -> Float[Array, "n"]:
+    """If A < 0, -max(min(A r, A clip(r)), dual A), else `clipped`: dual-clip PPO.
+
+    arXiv 1912.09729, section "Dual-clip PPO": a bad sample that has become much more likely has at most the
+    loss of r = dual, and beyond that no gradient. Implementations differ in `dual`: a constant (the paper: 3;
+    verl), or 1 + 2 clip_range (ROLL). Here it is a constant.
+    """
+    bad = advantages < 0
+    lower = jnp.where(bad, jnp.log1p(-low), -jnp.inf)
+    upper = jnp.where(bad, jnp.log(dual), jnp.log1p(high))
+    return -advantages * jnp.exp(jnp.clip(log_ratio, lower, upper))
+
+
+def cispo(
+    log_prob: Float[Array, "n"],
+    log_ratio: Float[Array, "n"],
+    advantages: Float[Array, "n"],
+    low: float,
+    high: float,
+) -> Float[Array, "n"]:
+    """-sg(clip(r, 1 - low, 1 + high)) A log_prob: CISPO (MiniMax-M1, arXiv 2506.13585, eqs. 4, 5).
+
+    The weight is clipped, not the update: every sample keeps its gradient. The paper sets no lower
+    bound, which here is low = 1; ROLL's code has 0.1 on both sides. The paper's unified mask (its
+    equation 7), which drops the samples that PPO would clip, belongs neither to CISPO nor to this function.
+    """
+    bounded = jnp.clip(log_ratio, jnp.log1p(-low), jnp.log1p(high))
+    return -jax.lax.stop_gradient(jnp.exp(bounded)) * advantages * log_prob
+
+
+def topr(
+    log_prob: Float[Array, "n"],
+    log_ratio: Float[Array, "n"],
+    advantages: Float[Array, "n"],
+    positive_weight: float = 1.0,
+    negative_weight: float = 1.0,
+) -> Float[Array, "n"]:
+    """-w A log_prob, w = 1 if A > 0, else sg(min(r, 1)): tapered off-policy REINFORCE.
+
+    arXiv 2503.14286, section 3: a good sample is imitated whatever its ratio; a bad one loses influence as
+    its probability falls. The weights make it the weighted TOPR of ROLL: positive_weight if A > 0,
+    negative_weight times min(r, 1) otherwise. The definition of positive differs: the paper uses the reward
+    minus its baseline, as do this code and Trinity-RFT; ROLL uses the sign of the raw score.
+    """
+    tapered = negative_weight * jnp.exp(jnp.minimum(jax.lax.stop_gradient(log_ratio), 0.0))
+    return -jnp.where(advantages > 0, positive_weight, tapered) * advantages * log_prob
+
+
+def divergence_masked(
+    log_ratio: Float[Array, "n"],
+    advantages: Float[Array, "n"],
+    kl: Float[Array, "n"],
+    threshold: float,
+) -> Float[Array, "n"]:
+    """-A r, or 0 if the policy is too far from the old one and would move away: Flow-DPPO.
+
+    arXiv 2606.11025. Too far: kl >= threshold, where `kl` is `gaussian_kl` to the old policy's mean with
+    the step's whole std (verl-omni and UniRL: 1e-5; their `add_kl_coefficient=False` omits the std).
+    Away: A > 0 and r > 1, or A < 0 and r < 1. A sample that moves the policy back is never masked or
+    clipped. Neither of these codes clips advantages (verl-project/verl-omni,
+    verl_omni/trainer/diffusion/diffusion_algos.py, a1139ba; Tencent-Hunyuan/UniRL,
+    unirl/algorithms/flowdppo.py, 1a7b501). A masked sample counts in the denominator, as a sample that PPO
+    clips does.
+    """
+    away = jnp.sign(advantages) * log_ratio > 0
+    masked = jax.lax.stop_gradient(away & (kl >= threshold))
+    ratio = jnp.exp(jnp.where(masked, 0.0, log_ratio))
+    return jnp.where(masked, 0.0, -advantages * ratio)
+
+
+def check_clip_range(
+    low: float, high: float, names: tuple[str, str] = ("clip_low", "clip_high")
+) -> None:
+    """Raises ValueError, with the settings' `names`, for a range that cannot bound a float32 ratio.
+
+    low = 1 means no lower bound: a ratio is never negative.
+    """
+    if not SMALLEST_CLIP_RANGE <= low <= 1:
+        raise ValueError(
+            f"{names[0]} is {low}; it must lie in [{SMALLEST_CLIP_RANGE:.1e}, 1]: "
+            "below, float32 cannot resolve the ratio"
+        )
+    if not SMALLEST_CLIP_RANGE <= high < math.inf:
+        raise ValueError(
+            f"{names[1]} is {high}; it must be finite and at least {SMALLEST_CLIP_RANGE:.1e}: "
+            "below, float32 cannot resolve the ratio"
+        )
+
+
+def check_dual_clip(dual: float) -> None:
+    """Raises ValueError for a bound with which a bad sample would have no gradient at r = 1."""
+    if not 1 < dual < math.inf:
+        raise ValueError(f"dual_clip is {dual}; it must be finite and above 1, such as 3")
+
+
+def check_topr_weights(positive: float, negative: float) -> None:
+    """Raises ValueError for weights that are negative or not finite, or that are both 0."""
+    for name, weight in (("positive_weight", positive), ("negative_weight", negative)):
+        if not 0 <= weight < math.inf:
+            raise ValueError(f"{name} is {weight}; it must be finite and not negative")
+    if positive == negative == 0:
+        raise ValueError("positive_weight and negative_weight are both 0; set one of them above 0")
+
+
+def check_kl_threshold(threshold: float) -> None:
+    """Raises ValueError for a threshold that masks everything or nothing."""
+    if not 0 < threshold < math.inf:
+        raise ValueError(f"kl_threshold is {threshold}; it must be positive and finite")
+
+
+def decoupled(
+    log_prob: Float[Array, "n"],
+    proximal_log_prob: Float[Array, "n"],
+    behaviour_log_prob: Float[Array, "n"],
+) -> tuple[Float[Array, "n"], Float[Array, "n"]]:
+    """The log-ratios current / proximal and proximal / behaviour: decoupled PPO.
+
+    arXiv 2110.00641, section 3: the first, with gradient, goes to a clipped surrogate; the second, without
+    gradient, to `importance_weight`, which multiplies the loss. For a sample of any age, clipping acts on the
+    change since the proximal policy.
+    """
+    proximal_log_prob = jax.lax.stop_gradient(proximal_log_prob)
+    behaviour_log_prob = jax.lax.stop_gradient(behaviour_log_prob)
+    return log_prob - proximal_log_prob, proximal_log_prob - behaviour_log_prob
+
+
+def importance_weight(log_ratio: Float[Array, "n"], cap: float = math.inf) -> Float[Array, "n"]:
+    """sg(min(exp(log_ratio), cap)), a factor of a loss: truncated importance sampling.
+
+    For old / behaviour, with the loss clipped around old: TIS as in IMPALA (arXiv 1802.01561, its
+    truncated rho) and the RL frameworks (verl, verl-omni: cap 2). cap = inf gives the whole ratio, as in
+    the paper of decoupled PPO; AReaL (arXiv 2505.24298) also caps it. Do not apply it to a surrogate
+    whose ratio is already current / behaviour.
+    """
+    return jnp.exp(jnp.minimum(jax.lax.stop_gradient(log_ratio), jnp.log(cap)))
+
+
+def accepted(log_ratio: Float[Array, "n"], bound: float) -> Bool[Array, "n"]:
+    """Whether |delta log_prob| <= bound; other samples must get weight 0.
+
+    Rejection as in the RL frameworks (verl's rollout correction, verl-omni), whose bounds are for the
+    ratio: ours is their logarithm, symmetric on both sides. verl-omni keeps rejected samples in the
+    denominator of a mean; here they are in none. NaN is rejected.
+    """
+    return jnp.abs(jax.lax.stop_gradient(log_ratio)) <= bound
+
+
+def check_importance_cap(cap: float) -> None:
+    """Raises ValueError for a cap that would reduce the weight of samples that are not stale."""
+    if not cap >= 1:
+        raise ValueError(
+            f"importance_cap is {cap}; it must be at least 1, the weight of a sample that is not stale"
+        )
+
+
+def check_rejection_bound(bound: float) -> None:
+    """Raises ValueError for a bound that is infinite or below float32's resolution of a log-ratio."""
+    if not SMALLEST_CLIP_RANGE <= bound < math.inf:
+        raise ValueError(
+            f"rejection_bound is {bound}; it must be finite and at least {SMALLEST_CLIP_RANGE:.1e}: "
+            "below, rounding alone is rejected"
+        )
