@@ -39,7 +39,7 @@ from digen_jax.parallel.encoding import (
 from digen_jax.parallel.mesh import any_of, fetch
 from digen_jax.parallel.placement import DeviceGroup, OwnMesh
 from digen_jax.policies import on_devices, reads_null
-from digen_jax.process.process_group import is_first, meet, several
+from digen_jax.process.job import is_first, meet, several
 from digen_jax.process.shutdown import during
 from digen_jax.process.terminal import watched
 from digen_jax.prompt_store import (
@@ -50,7 +50,7 @@ from digen_jax.prompt_store import (
     open_store,
     store_folder,
 )
-from digen_jax.scheduling.costs import Deadline
+from digen_jax.scheduling.settings import Deadline
 
 # What is stored together at most, and lost if the process is killed meanwhile.
 TOGETHER, TOGETHER_BYTES = 1024, 2**30

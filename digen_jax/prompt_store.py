@@ -17,8 +17,8 @@ from digen_jax.errors import ConfigError, blame
 from digen_jax.models.family import Family, Params
 from digen_jax.parallel.encoding import Rows, Stored
 from digen_jax.parallel.system import in_dtype
+from digen_jax.process.job import CACHE
 from digen_jax.process.shutdown import Stopped
-from digen_jax.process.startup import CACHE
 
 AHEAD, EACH_STEP = "ahead", "each_step"
 # Bytes of text encoders that "auto" does not keep on the sampling meshes. The two CLIPs of Stable Diffusion 3 take

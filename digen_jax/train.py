@@ -6,11 +6,11 @@ A step in the order of its work, and the code that does each part:
   encode    text encoders                                            parallel/sampler.py
   generate  denoising steps; keeps the transitions that are trained  parallel/sampler.py, diffusion/sampling.py
   decode    latents to images                                        parallel/sampler.py
-  score     rewards of the images, advantages within the groups      runtime/scoring.py, algorithms/advantages.py
+  score     rewards of the images, advantages within the groups      runtime/sampling.py, runtime/steps.py
   train     sums of the gradient over a range of passes              runtime/training.py, parallel/trainer.py
   update    adds the sums of all workers; one optimizer update       runtime/training.py, parallel/trainer.py
   sync      sends the new weights to the workers                     runtime/link.py
-  evaluate  rewards of held-out prompts, at some steps               runtime/scoring.py
+  evaluate  rewards of held-out prompts, at some steps               runtime/sampling.py
 
 `runtime.executors.Executors.do` calls them. A single worker does one after the other (colocated training). Of several
 workers each does the next work that `scheduling/scheduler.py` gives it, by the same functions (`runtime/driver.py`).
@@ -30,15 +30,13 @@ from digen_jax.config.train_config import MAY_CHANGE, TrainConfig
 from digen_jax.distributed.engine import RayEngine
 from digen_jax.distributed.launch import TrainerPart
 from digen_jax.distributed.transfer import Shares, TrainerLink
-from digen_jax.distributed.worker_proxy import WorkerProxy
-from digen_jax.distributed.workers import RemoteWorkers
+from digen_jax.distributed.workers import RemoteWorkers, WorkerProxy
 from digen_jax.errors import check_metrics
 from digen_jax.parallel.mesh import job_devices
 from digen_jax.planning.placing import place_apart, place_run
-from digen_jax.process import process_group
-from digen_jax.process.interrupt import Interrupt
+from digen_jax.process import job
 from digen_jax.process.job import Place, join_job
-from digen_jax.process.shutdown import hangs
+from digen_jax.process.shutdown import Interrupt, hangs
 from digen_jax.process.terminal import fitted, remembering
 from digen_jax.records.metrics import reason_to_stop
 from digen_jax.records.records import Records, full_disk, where
@@ -62,9 +60,15 @@ from digen_jax.runtime.checkpointing import (
 from digen_jax.runtime.clock import Watch
 from digen_jax.runtime.driver import Driver
 from digen_jax.runtime.executors import Executors
-from digen_jax.runtime.opening import TrainerMesh, follow_run, open_scheduler, open_system
-from digen_jax.runtime.orders import Orders, leading
-from digen_jax.scheduling.costs import Deadline
+from digen_jax.runtime.opening import (
+    Orders,
+    TrainerMesh,
+    follow_run,
+    leading,
+    open_scheduler,
+    open_system,
+)
+from digen_jax.scheduling.settings import Deadline
 
 
 def train(
@@ -90,7 +94,7 @@ def train(
     with remembering(), fitted():
         if part is not None:
             return _train_with_workers(recipe, workdir, part)
-        if not process_group.is_first():
+        if not job.is_first():
             return follow_run(recipe, workdir)
         with leading() as orders:
             return _coordinate(place_run(recipe, workdir), workdir, orders)
@@ -169,7 +173,7 @@ class TrainingRun:
         self.system, self.rewards = open_system(recipe, workdir, orders, self.positions, workers)
         deadline = Deadline(recipe.runtime.deadline)
         # Where all processes sample and train, one may wait long for another one's compilation.
-        self.watch = Watch(Deadline(0) if process_group.several() and workers is None else deadline)
+        self.watch = Watch(Deadline(0) if job.several() and workers is None else deadline)
         orders.announce("built")
         self.held_out = held_out_prompts(recipe)
         self.stopped: str | None = None  # why the run ends early

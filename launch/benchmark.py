@@ -200,7 +200,7 @@ def asynchrony() -> int | None:
     """Train with and without asynchrony, from a few seeds; returns the exit code where a signal stopped it."""
     output, recipe, workdir = _output(), _recipe(), _workdir("asynchrony")
     from digen_jax.benchmark.asynchrony import Comparison, check, compare
-    from digen_jax.process.startup import prepare
+    from digen_jax.process.job import prepare
 
     check(recipe, _SEEDS.value)
     prepare(recipe.placement.cpu_devices)
@@ -219,7 +219,7 @@ def algorithms() -> int | None:
     output, recipe, workdir = _output(), _recipe(), _workdir("algorithms")
     configs = _all_configs()
     from digen_jax.benchmark.algorithms import check, compare, open_all
-    from digen_jax.process.startup import prepare
+    from digen_jax.process.job import prepare
 
     recipes = open_all(configs)
     check(recipes, _SEEDS.value, _ONLY.value)
@@ -282,7 +282,7 @@ def ray() -> None:
     """Measure Ray on this machine: commands, weights, starts, and what its own processes use."""
     output, megabytes = _output(), _numbers("--megabytes", _MEGABYTES.value, int)
     from digen_jax.benchmark.ray_transport import measure
-    from digen_jax.process.startup import prepare
+    from digen_jax.process.job import prepare
 
     prepare()
     found = measure(_COMMANDS.value, megabytes, _IDLE_SECONDS.value)
@@ -296,7 +296,7 @@ def kills() -> None:
     if _CONFIG.value is None:
         raise ConfigError("say what to run, by --config=configs/shapes_demo.py for example")
     from digen_jax.benchmark.kills import compare
-    from digen_jax.process.startup import prepare
+    from digen_jax.process.job import prepare
 
     prepare()
     flag = flags.FLAGS["config"]

@@ -21,7 +21,7 @@ flags.mark_flags_as_required(["config"])
 def main() -> None:
     """Encode on the config's sampling mesh, or on all devices if the planner is to choose the meshes."""
     from digen_jax.config.load import load_config
-    from digen_jax.process.startup import prepare
+    from digen_jax.process.job import prepare
 
     recipe = load_config(_CONFIG.value)
     prepare(recipe.placement.cpu_devices)

@@ -80,7 +80,7 @@ flags.mark_flags_as_required(["model"])
 
 def main() -> None:
     """Read model, prompts and reward, sample and score, and print the table."""
-    from digen_jax.process.startup import prepare
+    from digen_jax.process.job import prepare
 
     prepare()
 

@@ -26,7 +26,7 @@ flags.mark_flags_as_required(["workdir", "output"])
 
 def main() -> None:
     """Read the newest checkpoint and write it."""
-    from digen_jax.process.startup import prepare
+    from digen_jax.process.job import prepare
 
     prepare()
 

@@ -96,7 +96,7 @@ def _check_flags() -> None:
 
 def _plan(recipe: Any) -> None:
     """For the devices of this machine, or as many as --devices says."""
-    from digen_jax.process.startup import prepare
+    from digen_jax.process.job import prepare
 
     prepare(recipe.placement.cpu_devices)
 
@@ -105,7 +105,7 @@ def _plan(recipe: Any) -> None:
     from digen_jax.planning.footprint import model_footprint
     from digen_jax.planning.plan import can_run, make_problem
     from digen_jax.planning.programs import measured_programs
-    from digen_jax.scheduling.planner.search import make_plan
+    from digen_jax.scheduling.planner import make_plan
 
     calibration, footprint = _calibration(recipe), model_footprint(recipe)
     if _MEMORY.value is not None:

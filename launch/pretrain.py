@@ -25,7 +25,7 @@ flags.mark_flags_as_required(["config", "workdir", "output"])
 def main() -> None:
     """Set up the devices and pretrain."""
     from digen_jax.pretraining.settings import read_settings
-    from digen_jax.process.startup import prepare
+    from digen_jax.process.job import prepare
 
     settings = read_settings(_CONFIG.value)
     for flag in (_WORKDIR, _OUTPUT):

@@ -73,7 +73,7 @@ flags.mark_flags_as_required(["model", "output"])
 
 def main() -> None:
     """Read the prompts and the model, and sample."""
-    from digen_jax.process.startup import prepare
+    from digen_jax.process.job import prepare
 
     for flag in (_GUIDANCE, _TRUE_GUIDANCE):
         if flag.value is not None:

@@ -47,8 +47,7 @@ def main() -> int | None:
     """Check the config, set up the devices and train; returns the exit code where a signal stopped the run."""
     from digen_jax.config.load import load_config
     from digen_jax.distributed import launch
-    from digen_jax.process.job import join
-    from digen_jax.process.startup import prepare
+    from digen_jax.process.job import join, prepare
 
     recipe = load_config(_CONFIG.value)
     place = _COORDINATOR.value, _PROCESSES.value, _PROCESS.value

@@ -26,7 +26,7 @@ from digen_jax.errors import ConfigError, check_positive
 from digen_jax.parallel.placement import ONE_DEVICE
 from digen_jax.parallel.system import Images
 from digen_jax.parallel.trainer import TrainState
-from digen_jax.process.startup import prepare
+from digen_jax.process.job import prepare
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,7 +32,7 @@ from digen_jax.families import open_pipeline
 from digen_jax.models.sd3.family import T5_TOKENS
 from digen_jax.parallel.placement import MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.parallel.system import Images
-from digen_jax.process.startup import prepare
+from digen_jax.process.job import prepare
 
 # The largest difference of both velocities, as a share of the largest velocity: in float32 on a CPU; on a GPU, where
 # products are TF32; in bfloat16.

@@ -18,7 +18,7 @@ from digen_jax.benchmark.waiting_workers import Emulation, WaitingProcess
 from digen_jax.benchmark.waits import Waits
 from digen_jax.distributed.engine import LOCAL, RayEngine, Resources, surroundings
 from digen_jax.distributed.transfer import TrainerLink
-from digen_jax.distributed.worker_proxy import WorkerProxy
+from digen_jax.distributed.workers import WorkerProxy
 from digen_jax.errors import check_positive
 from digen_jax.planning.tables import aligned
 from digen_jax.scheduling.commands import Chunk, WeightsVersion

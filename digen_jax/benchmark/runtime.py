@@ -15,11 +15,10 @@ from digen_jax.errors import ConfigError, check_positive
 from digen_jax.rewards import alone
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.driver import Driver
-from digen_jax.scheduling.costs import GUESSED
-from digen_jax.scheduling.planner.memory import PoolLayout
-from digen_jax.scheduling.planner.search import settings_of, workers_of
+from digen_jax.scheduling.layouts import PoolLayout
+from digen_jax.scheduling.planner import settings_of, workers_of
 from digen_jax.scheduling.scheduler import Scheduler
-from digen_jax.scheduling.settings import Costs, Settings
+from digen_jax.scheduling.settings import GUESSED, Costs, Settings
 from digen_jax.scheduling.simulator import Disturbance, Report, WorkerLayout, simulate
 
 SIMULATED = 8  # runs of the simulator with different random numbers, whose mean is the prediction

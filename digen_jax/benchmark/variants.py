@@ -3,9 +3,8 @@
 import dataclasses
 
 from digen_jax.errors import ConfigError, check_positive
-from digen_jax.scheduling.planner.memory import PoolLayout
-from digen_jax.scheduling.planner.problem import Problem
-from digen_jax.scheduling.planner.search import Simulations, layouts, search
+from digen_jax.scheduling.layouts import PoolLayout, Problem
+from digen_jax.scheduling.planner import Simulations, layouts, search
 from digen_jax.scheduling.settings import Costs, Settings
 
 DECODE = 0.05  # of the seconds of generation

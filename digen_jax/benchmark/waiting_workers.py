@@ -22,8 +22,7 @@ from digen_jax.config.sections import EvaluationSection, PlacementSection, Promp
 from digen_jax.distributed.engine import LOCAL, RayEngine
 from digen_jax.distributed.transfer import TrainerLink, WorkerLink
 from digen_jax.distributed.worker_process import Opened, RolloutProcess
-from digen_jax.distributed.worker_proxy import WorkerProxy
-from digen_jax.distributed.workers import RemoteWorkers
+from digen_jax.distributed.workers import RemoteWorkers, WorkerProxy
 from digen_jax.parallel.placement import RolloutAxes
 from digen_jax.parallel.sampler import Drawn
 from digen_jax.rewards import alone

@@ -13,7 +13,8 @@ import numpy as np
 from jaxtyping import Float, UInt8
 
 from digen_jax.rewards.pool import RewardPool
-from digen_jax.runtime.scoring import ScoredChunk, ready, then
+from digen_jax.runtime.sampling import ready, then
+from digen_jax.runtime.steps import ScoredChunk
 from digen_jax.scheduling.commands import (
     Chunk,
     Command,

@@ -25,7 +25,7 @@ from digen_jax.checkpoints.checkpoint_folder import (
 )
 from digen_jax.checkpoints.checksums import write_checksums
 from digen_jax.checkpoints.room import Room
-from digen_jax.process import process_group
+from digen_jax.process import job
 from digen_jax.process.shutdown import Stopped
 
 # Reserved beyond the bytes of the arrays: for a checkpoint's other files and for a step's records.
@@ -63,14 +63,14 @@ class Checkpointer:
         self._newest, damaged = newest_whole(self._folder)
         self._saving: int | None = None  # the step that is being saved, or was saved last
         self._room, self._size = Room(self._folder / "room_for_the_next"), 0
-        if process_group.is_first():
+        if job.is_first():
             for step in damaged:
                 put_aside(self._folder / str(step))
 
     @functools.cached_property
     def _manager(self) -> ocp.CheckpointManager:
         """Created at its first use, which must be at the same time in all processes of a run."""
-        members = process_group.members() if process_group.size() > 1 else None
+        members = job.members() if job.size() > 1 else None
         if members is not None:  # then orbax does not create it
             self._folder.mkdir(parents=True, exist_ok=True)
         return ocp.CheckpointManager(
@@ -134,7 +134,7 @@ class Checkpointer:
         """
         with self._saved():
             self._manager.wait_until_finished()
-        if self._newest is not None and process_group.is_first():
+        if self._newest is not None and job.is_first():
             _note(self._folder).touch()
 
     def hold_room(self, arrays: Any) -> None:
@@ -203,7 +203,7 @@ class Checkpointer:
         write_checksums(written, without=(STAMPED,))
 
     def _hold_room(self) -> None:
-        if not self._size or not process_group.is_first():
+        if not self._size or not job.is_first():
             return
         try:
             self._room.hold(self._size)

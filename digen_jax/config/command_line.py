@@ -16,10 +16,10 @@ from ml_collections import ConfigDict
 from digen_jax.config.fields import check_known, flat
 from digen_jax.errors import ConfigError, check_choice
 from digen_jax.files import in_home, shipped
-from digen_jax.process.interrupt import end_by_ctrl_c
 from digen_jax.process.shutdown import (
     STOPPED,
     Stopped,
+    end_by_ctrl_c,
     ends_process,
     guard_exit,
     last_word,

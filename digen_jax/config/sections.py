@@ -16,7 +16,7 @@ from digen_jax.models.family import Size
 from digen_jax.models.remat import Remat
 from digen_jax.parallel.placement import MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.parallel.sharding import REPLICATED
-from digen_jax.process.startup import MOST_CPU_DEVICES
+from digen_jax.process.job import MOST_CPU_DEVICES
 from digen_jax.ranges import (
     Count,
     NonNegativeFloat,

@@ -33,13 +33,12 @@ from digen_jax.distributed.engine import (
     surroundings,
     wait_for_resources,
 )
-from digen_jax.distributed.files import check_same, fingerprints
 from digen_jax.distributed.transfer import Mailbox
+from digen_jax.distributed.worker_process import check_same, fingerprints
 from digen_jax.errors import ConfigError, check_divides
 from digen_jax.parallel.placement import PROCESSES
-from digen_jax.process.interrupt import SIGNALS
 from digen_jax.process.job import Place
-from digen_jax.process.shutdown import STOPPED, last_word, leave
+from digen_jax.process.shutdown import SIGNALS, STOPPED, last_word, leave
 
 PART = "DIGEN_JAX_RAY_TRAINER"  # set in the trainer's processes: a `TrainerPart` as JSON
 ENDING = 5.0  # seconds for the trainer's other processes to end after one has

@@ -7,8 +7,10 @@ sets.
 
 import functools
 import gc
+import hashlib
 import itertools
 import os
+import pathlib
 import socket
 import sys
 import tempfile
@@ -20,7 +22,7 @@ from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from digen_jax.distributed.files import check_same
+import digen_jax
 from digen_jax.errors import ConfigError, DivergedError
 from digen_jax.process.shutdown import Stopped, out_of_memory
 from digen_jax.rewards.built_in import on_mesh, resolve
@@ -29,13 +31,13 @@ from digen_jax.rewards.exchanges import moved
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.rewards.process import Gone
 from digen_jax.scheduling.commands import Chunk, Deliver, Train, WeightsVersion, trainer_names
-from digen_jax.scheduling.costs import Deadline
+from digen_jax.scheduling.settings import Deadline
 
 if TYPE_CHECKING:
     from digen_jax.config.train_config import TrainConfig
     from digen_jax.parallel.system import Rollout, System
     from digen_jax.runtime.sampling import SamplingExecutor
-    from digen_jax.runtime.scoring import TrainBatch
+    from digen_jax.runtime.steps import TrainBatch
 
 Parts = tuple[tuple[str, float, float], ...]  # (kind, begin, end)
 
@@ -100,8 +102,7 @@ class RolloutProcess:
         Raises:
           ConfigError: A setting cannot work here.
         """
-        from digen_jax.process.job import join_job
-        from digen_jax.process.startup import prepare
+        from digen_jax.process.job import join_job, prepare
 
         axes = getattr(recipe.placement.meshes, self.section)
         prepare(axes.devices // axes.hosts)
@@ -111,10 +112,10 @@ class RolloutProcess:
 
         from digen_jax.assemble import held_out_prompts
         from digen_jax.parallel.mesh import job_devices
-        from digen_jax.process import process_group
+        from digen_jax.process import job
 
         self._alone = place is None
-        self._first = process_group.is_first()
+        self._first = job.is_first()
         assists = not recipe.placement.rollout.data or recipe.placement.trainer.samples
         samples = self.section == "rollout" or assists  # otherwise only without other samplers
         if samples:
@@ -131,7 +132,7 @@ class RolloutProcess:
 
     def _open_rewards(self, recipe: "TrainConfig") -> None:
         """Starts and tries the rewards, if this process scores and has not done so."""
-        from digen_jax.runtime.scoring import try_files
+        from digen_jax.runtime.sampling import try_files
 
         if not self._first or self._pool is not None:
             return
@@ -182,9 +183,8 @@ class RolloutProcess:
         """
         from digen_jax.distributed.transfer import WorkerLink
         from digen_jax.learned_rewards.on_mesh import named
-        from digen_jax.runtime.sampling import SamplingExecutor
-        from digen_jax.runtime.scoring import ChunkScorer, HeldOut, try_scorers
-        from digen_jax.runtime.steps import Steps
+        from digen_jax.runtime.sampling import ChunkScorer, SamplingExecutor, try_scorers
+        from digen_jax.runtime.steps import HeldOut, Steps
 
         settings = recipe.scheduled(len(held_out))
         shape = settings.images, settings.chunk_images
@@ -432,3 +432,47 @@ def _batches(recipe: "TrainConfig", first: int) -> Iterator[list[dict[str, Any]]
     # The data set of the prompts; this process needs no workdir.
     with tempfile.TemporaryDirectory(prefix="digen_jax_prompts_") as cache:
         yield from map(drawn_prompts(recipe, cache).at, itertools.count(first))
+
+
+if TYPE_CHECKING:  # it imports JAX: see `worker_process`
+    from digen_jax.config.train_config import TrainConfig
+
+PACKAGE = "digen_jax"
+
+
+def fingerprints(recipe: "TrainConfig") -> dict[str, str]:
+    """A hash of this package's code, by its name, and of each prompt file, by its path; "" for a missing file."""
+    found = {PACKAGE: _code()}
+    for path in {*map(str, recipe.prompts.paths), str(recipe.evaluation.prompts)}:
+        file = pathlib.Path(path)
+        found[path] = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
+    return found
+
+
+@functools.cache
+def _code() -> str:
+    folder, found = pathlib.Path(digen_jax.__file__).parent, hashlib.sha256()
+    for file in sorted(folder.rglob("*.py")):
+        found.update(str(file.relative_to(folder)).encode() + file.read_bytes())
+    return found.hexdigest()
+
+
+def check_same(expected: dict[str, str], recipe: "TrainConfig") -> None:
+    """Checks that the files here have the fingerprints of another process.
+
+    Args:
+      expected: Its fingerprints.
+      recipe: Config of the run.
+
+    Raises:
+      ConfigError: Names the file that differs.
+    """
+    own = fingerprints(recipe)
+    for name, digest in expected.items():
+        if own.get(name) != digest:
+            what = "the code of digen_jax" if name == PACKAGE else name
+            wrong = "is missing" if own.get(name) == "" else "differs"
+            raise ConfigError(
+                f"{what} {wrong} on {socket.gethostname()}: copy the same files to the same paths on all nodes, or use "
+                "a shared disk"
+            )

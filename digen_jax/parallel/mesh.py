@@ -24,7 +24,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Bool, Shaped
 
 from digen_jax.errors import ConfigError
-from digen_jax.process import process_group
+from digen_jax.process import job
 
 TIME, DATA, FSDP, TENSOR, SEQUENCE = "time", "data", "fsdp", "tensor", "sequence"
 
@@ -88,7 +88,7 @@ def job_devices(count: int, field: str) -> list[jax.Device]:
     Raises:
       ConfigError: a process has fewer.
     """
-    processes = process_group.members() or range(process_group.size())
+    processes = job.members() or range(job.size())
     own, found = count // len(processes), []
     for process in processes:
         its = [one for one in jax.devices() if one.process_index == process]

@@ -10,7 +10,7 @@ from digen_jax.models.remat import Remat
 from digen_jax.parallel.mesh import FSDP
 from digen_jax.planning.plan import step_settings
 from digen_jax.policies import on_devices
-from digen_jax.scheduling.planner.problem import divisors
+from digen_jax.scheduling.layouts import divisors
 
 SPLIT = ((".*", FSDP),)
 

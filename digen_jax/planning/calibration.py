@@ -6,7 +6,7 @@ import pathlib
 
 from digen_jax.errors import ConfigError
 from digen_jax.files import parse_json
-from digen_jax.scheduling.planner.problem import Scaling
+from digen_jax.scheduling.layouts import Scaling
 from digen_jax.scheduling.settings import Costs
 
 

@@ -20,9 +20,8 @@ from digen_jax.planning.footprint import model_footprint
 from digen_jax.planning.plan import can_run, make_problem, meshes, suited
 from digen_jax.planning.slices import Slice
 from digen_jax.policies import on_devices
-from digen_jax.scheduling.planner.memory import DeviceBytes, PoolLayout, device_bytes
-from digen_jax.scheduling.planner.problem import Problem, Programs
-from digen_jax.scheduling.planner.search import Plan, make_plan
+from digen_jax.scheduling.layouts import DeviceBytes, PoolLayout, Problem, Programs, device_bytes
+from digen_jax.scheduling.planner import Plan, make_plan
 
 
 class Verdict(NamedTuple):

@@ -20,7 +20,7 @@ from digen_jax.parallel.sharding import Layout
 from digen_jax.parallel.system import in_dtype
 from digen_jax.policies import make_policy
 from digen_jax.rewards.built_in import on_mesh
-from digen_jax.scheduling.planner.problem import Footprint, OnDevice
+from digen_jax.scheduling.layouts import Footprint, OnDevice
 
 
 def model_footprint(recipe: TrainConfig) -> Footprint:

@@ -18,9 +18,9 @@ from digen_jax.planning.footprint import model_footprint
 from digen_jax.planning.plan import auto_plan, make_problem, meshes
 from digen_jax.planning.programs import measured_programs
 from digen_jax.planning.step_costs import measured_costs
-from digen_jax.process.process_group import several
-from digen_jax.scheduling.planner.memory import PoolLayout, device_bytes
-from digen_jax.scheduling.planner.search import Plan
+from digen_jax.process.job import several
+from digen_jax.scheduling.layouts import PoolLayout, device_bytes
+from digen_jax.scheduling.planner import Plan
 from digen_jax.scheduling.settings import Costs
 
 

@@ -11,9 +11,8 @@ from digen_jax.config.train_config import TrainConfig
 from digen_jax.errors import ConfigError
 from digen_jax.parallel.placement import MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.planning.calibration import Calibration
-from digen_jax.scheduling.planner.memory import PoolLayout, device_bytes
-from digen_jax.scheduling.planner.problem import Footprint, Problem, Scaling
-from digen_jax.scheduling.planner.search import Plan, make_plan
+from digen_jax.scheduling.layouts import Footprint, PoolLayout, Problem, Scaling, device_bytes
+from digen_jax.scheduling.planner import Plan, make_plan
 from digen_jax.scheduling.settings import Settings
 
 

@@ -5,8 +5,8 @@ import itertools
 import textwrap
 from collections.abc import Sequence
 
-from digen_jax.scheduling.planner.problem import Problem
-from digen_jax.scheduling.planner.search import Plan, Prediction
+from digen_jax.scheduling.layouts import Problem
+from digen_jax.scheduling.planner import Plan, Prediction
 
 WIDTH = 100  # columns
 

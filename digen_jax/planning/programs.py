@@ -18,7 +18,7 @@ from digen_jax.parallel.sampler import Sampler, Weights
 from digen_jax.parallel.system import System, shardings
 from digen_jax.planning.footprint import step_records, stored_bytes
 from digen_jax.rewards.built_in import on_mesh
-from digen_jax.scheduling.planner.problem import Programs
+from digen_jax.scheduling.layouts import Programs
 
 Lowered = jax.stages.Lowered
 

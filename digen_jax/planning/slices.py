@@ -22,7 +22,7 @@ from digen_jax.planning.assessment import Assessed, assess, assess_here, timed
 from digen_jax.planning.calibration import Calibration
 from digen_jax.planning.footprint import model_footprint
 from digen_jax.planning.step_costs import on_one_device
-from digen_jax.process.startup import CACHE, prepare
+from digen_jax.process.job import CACHE, prepare
 from digen_jax.scheduling.settings import Costs
 
 # The share of a TPU's memory that a run may take, and of a GPU's, which is JAX's default or what these variables give.

@@ -18,7 +18,7 @@ from digen_jax.planning.measure import UNMEASURED, measure
 from digen_jax.precompute import encode
 from digen_jax.records.metrics import read_metrics
 from digen_jax.rewards.built_in import resolve
-from digen_jax.scheduling.planner.problem import Scaling
+from digen_jax.scheduling.layouts import Scaling
 from digen_jax.scheduling.settings import Costs
 
 WARM = 2  # first steps of a run, which may include compilation

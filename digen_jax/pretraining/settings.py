@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 from digen_jax.config.fields import flat
 from digen_jax.errors import LARGEST_SEED, ConfigError, check_finite, check_range
 from digen_jax.pretraining.fit import FitSettings
-from digen_jax.process.startup import MOST_CPU_DEVICES
+from digen_jax.process.job import MOST_CPU_DEVICES
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,23 +1,29 @@
-"""Joins this process to a job of `jax.distributed`, by the command line or by what a cluster detects.
+"""Sets up a process before its first array: devices, memory, compile cache, and its place in a `jax.distributed` job.
 
-`ask_cluster` uses JAX's private detection (`jax._src.clusters`). It asks neither devices nor other processes.
+The processes of a job work together: all of them, or where several workers share a job those of one worker.
 """
 
+import ctypes
+import importlib.metadata
+import importlib.util
+import itertools
 import os
 import pathlib
 import re
 import socket
 import sys
+import tempfile
 import threading
 import time
 import warnings
 from typing import NamedTuple
 
 import jax
+from absl import logging
+from jax._src import distributed  # JAX has no public way to it
 
 from digen_jax.errors import ConfigError
-from digen_jax.process import process_group
-from digen_jax.process.shutdown import abort_later, leave
+from digen_jax.process.shutdown import Stopped, abort_later, leave
 
 # Seconds that processes wait for one another at the start, and between two lines about it.
 MEETING, WORD = 300, 30
@@ -117,7 +123,7 @@ def join_job(place: Place, seconds: float = MEETING) -> None:
     elif place.processes > 1:
         words = f"waiting at {place.address} for {place.processes - 1} more processes, at most {seconds:g} s"
         print(words, file=sys.stderr, flush=True)
-    # A process that gets a signal to stop tells the first one, which decides when (see runtime.orders).
+    # A process that gets a signal to stop tells the first one, which decides when (see runtime.opening).
     jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     abort_later()
@@ -138,7 +144,7 @@ def join_job(place: Place, seconds: float = MEETING) -> None:
     finally:
         late.cancel()
     if place.team:
-        process_group.form(*place.team)
+        form(*place.team)
 
 
 def _give_up(place: Place, seconds: float) -> None:
@@ -281,3 +287,150 @@ def _on_this_host() -> tuple[int, int]:
             counts += [int(count)] * int(times or 1)
         return int(have["SLURM_LOCALID"]), counts[int(have["SLURM_NODEID"])]
     return 0, 1
+
+
+LONGEST_WAIT = 10**6  # seconds, for waits without a deadline
+
+_meetings = itertools.count()  # a name for each, as all processes come to the same ones
+_first: int = 0
+_count: int | None = None  # None: all
+
+
+def form(first: int, count: int) -> None:
+    """From now on this process works with so many, of which `first` is the first one's number within the job."""
+    global _first, _count
+    _first, _count = first, count
+    if count == 1:
+        # Libraries that count the job's processes, such as orbax, would take arrays of this one for parts.
+        jax.process_count = lambda backend=None: 1
+
+
+def size() -> int:
+    """How many they are; 1 where there is no job."""
+    state = distributed.global_state
+    if state.client is None:
+        return 1
+    return state.num_processes if _count is None else _count
+
+
+def is_first() -> bool:
+    """Whether this process is the first of them; always true in a run of one process."""
+    return distributed.global_state.process_id == _first
+
+
+def members() -> list[int] | None:
+    """Their numbers within the job; None: all of it."""
+    return None if _count is None else list(range(_first, _first + _count))
+
+
+def several() -> bool:
+    """Whether this run has more than one process."""
+    return size() > 1
+
+
+def meet(what: str, seconds: float) -> None:
+    """Waits until all processes have come to this call; with one process it does nothing.
+
+    Args:
+      what: the work that all have done by then, in words.
+      seconds: the longest wait, which may be infinite.
+
+    Raises:
+      Stopped: another process has not come, or has ended.
+    """
+    if not several():
+        return
+    limit = int(min(seconds, LONGEST_WAIT) * 1000)
+    try:
+        name, client = f"digen_jax/meeting/{next(_meetings)}", distributed.global_state.client
+        client.wait_at_barrier(name, limit, process_ids=members())
+    except jax.errors.JaxRuntimeError as error:
+        late = "DEADLINE_EXCEEDED" in str(error)
+        why = f"not there within {seconds:g} seconds (config.runtime.deadline)" if late else "gone"
+        raise Stopped(
+            f"another process is {why} after {what}: look at what it printed, and start the same command on all again, "
+            "which continues"
+        ) from error
+
+
+# Parameters of mallopt (glibc's malloc.h), and the most that an int can say, in bytes.
+M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
+MOST_KEPT = 2**31 - 1
+
+
+def _user_cache() -> pathlib.Path:
+    """The user's cache folder; one in the folder for temporary files if the user has no home that can be written."""
+    if given := os.environ.get("XDG_CACHE_HOME"):
+        return pathlib.Path(given)
+    home = os.path.expanduser("~")  # unchanged if neither HOME nor the system knows it
+    if os.path.isabs(home) and os.access(home, os.W_OK):
+        return pathlib.Path(home, ".cache")
+    return pathlib.Path(tempfile.gettempdir(), f"cache-{os.getuid()}")
+
+
+CACHE = _user_cache() / "digen_jax/xla"
+# Every program, however small: a second start compiles nothing.
+KEPT = {
+    "jax_persistent_cache_min_compile_time_secs": 0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+}
+MOST_CPU_DEVICES = 256  # more would take minutes to start
+
+
+def prepare(cpu_devices: int = 1) -> None:
+    """Sets up virtual CPU devices (used where there is no accelerator) and a compile cache between runs.
+
+    Devices that XLA_FLAGS asks for, and settings of the cache in JAX's own variables, take precedence. Without an
+    accelerator the process keeps memory that it frees (`keep_freed_memory`).
+    Must be called before JAX starts.
+    """
+    keep_freed_memory()
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        jax.config.update("jax_num_cpu_devices", cpu_devices)
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(CACHE))
+    for name, value in KEPT.items():
+        if name.upper() not in os.environ:
+            jax.config.update(name, value)
+    logging.set_verbosity(logging.ERROR)  # orbax warns of things that a user cannot change
+    # transformers advises to install PyTorch, which training does not need.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
+
+def describe_cache() -> str:
+    """One line for the console: where the compile cache lies, and the size of its files if they are local."""
+    folder = jax.config.jax_compilation_cache_dir
+    if not folder or not jax.config.jax_enable_compilation_cache:
+        return "compiled programs are not kept for the next start"
+    files = [entry for entry in pathlib.Path(folder).glob("*") if entry.is_file()]
+    size = f" ({sum(file.stat().st_size for file in files) / 2**20:.1f} MiB)" if files else ""
+    return f"compiled programs are kept in {folder}{size}"
+
+
+def keep_freed_memory() -> None:
+    """Lets the process use freed memory again, where JAX computes on CPUs and the C library is glibc.
+
+    XLA allocates a program's temporary arrays anew for every call. glibc maps blocks above 32 MB from the kernel and
+    returns them as they are freed, so that in each call every page is mapped and zeroed again. Now there are no such
+    maps, and up to 2 GiB of free memory stay with the process. There is one arena, because another one than the main
+    arena has at most 64 MB and would map larger blocks.
+
+    Must be called before JAX starts its threads.
+    """
+    if sys.platform != "linux" or _has_accelerators():
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return
+    for parameter, value in (
+        (M_ARENA_MAX, 1),
+        (M_MMAP_MAX, 0),
+        (M_TRIM_THRESHOLD, MOST_KEPT),
+    ):
+        mallopt(parameter, value)
+
+
+def _has_accelerators() -> bool:
+    """Whether JAX was installed for devices whose arrays do not come from malloc."""
+    plugins = importlib.metadata.entry_points(group="jax_plugins")
+    return bool(plugins) or importlib.util.find_spec("libtpu") is not None

@@ -17,7 +17,7 @@ from digen_jax.scheduling.commands import (
     SyncWeights,
     Update,
 )
-from digen_jax.scheduling.saving import pack, unpack
+from digen_jax.scheduling.state import pack, unpack
 
 
 class CommandLog:

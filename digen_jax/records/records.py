@@ -18,8 +18,8 @@ from digen_jax.errors import ConfigError
 from digen_jax.images import stills
 from digen_jax.parallel.system import System
 from digen_jax.policies import describe_computation
+from digen_jax.process.job import describe_cache
 from digen_jax.process.shutdown import Stopped
-from digen_jax.process.startup import describe_cache
 from digen_jax.process.terminal import Progress
 from digen_jax.records import pictures
 from digen_jax.records.command_log import CommandLog

@@ -11,15 +11,18 @@ from digen_jax.rewards.exchanges import Exchange
 from digen_jax.scheduling.commands import (
     TRAINER,
     Command,
+    Completed,
     Decode,
     Deliver,
     Encode,
+    Event,
     Generate,
+    Joined,
+    Lost,
     Score,
     SyncWeights,
     Train,
 )
-from digen_jax.scheduling.events import Completed, Event, Joined, Lost
 from digen_jax.scheduling.scheduler import Scheduler
 from digen_jax.scheduling.state import TRAIN
 from digen_jax.scheduling.timeline import Interval, Recorder, bubbles, busy_seconds

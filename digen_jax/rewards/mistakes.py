@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from digen_jax.errors import ConfigError
-from digen_jax.process import interrupt
+from digen_jax.process import shutdown
 from digen_jax.process.shutdown import Stopped
 
 ARGUMENTS = ("images", "prompts", "metadata")
@@ -72,7 +72,7 @@ def _is_signal(error: KeyboardInterrupt) -> bool:
         return False
     raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
     python = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    return python or raised_in == interrupt.__file__
+    return python or raised_in == shutdown.__file__
 
 
 def own_lines(error: BaseException) -> list[str]:

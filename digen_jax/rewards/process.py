@@ -22,8 +22,7 @@ import traceback
 from typing import Any, NamedTuple
 
 from digen_jax import rewards
-from digen_jax.process.interrupt import SIGNALS
-from digen_jax.process.shutdown import at_leaving
+from digen_jax.process.shutdown import SIGNALS, at_leaving
 from digen_jax.process.terminal import fitted
 from digen_jax.rewards.mistakes import blamed
 

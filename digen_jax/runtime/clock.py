@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 
 from digen_jax.process.shutdown import STOPPED, last_word, leave
-from digen_jax.scheduling.costs import Deadline
+from digen_jax.scheduling.settings import Deadline
 
 COMPILING = "/jax/core/compile"
 LOWERED = f"{COMPILING}/jaxpr_to_mlir_module_duration"  # the compiler runs next

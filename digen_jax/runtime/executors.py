@@ -22,9 +22,8 @@ from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.checkpointing import Position
 from digen_jax.runtime.clock import paused
 from digen_jax.runtime.link import Link, LostSums, SamplesOf, Versions
-from digen_jax.runtime.sampling import SamplingExecutor
-from digen_jax.runtime.scoring import ChunkScorer, Gathering, HeldOut, ScoredChunk, StepScores
-from digen_jax.runtime.steps import Steps
+from digen_jax.runtime.sampling import ChunkScorer, SamplingExecutor
+from digen_jax.runtime.steps import Gathering, HeldOut, ScoredChunk, Steps, StepScores
 from digen_jax.runtime.training import GradientExecutor, OtherTrainingExecutor, TrainingExecutor
 from digen_jax.scheduling.commands import (
     TRAINER,
@@ -131,7 +130,7 @@ class Executors:
         return ((TRAIN, SAMPLE), ()) if samples else ((TRAIN,), (SAMPLE,))
 
     def join(self, worker: Any) -> None:
-        """Adds a worker in another process: see `distributed.worker_proxy`."""
+        """Adds a worker in another process: see `distributed.workers.WorkerProxy`."""
         if worker.name in self._trainers:
             self.others[worker.name] = self._assistants[worker.name] = worker
         else:

@@ -1,26 +1,133 @@
-"""A rollout worker's executor: holds weights by version, prompts by step, and chunks in progress."""
+"""A worker that samples: it encodes, generates and decodes chunks, and scores the images that it decoded.
 
-from collections.abc import Mapping
+Only scores and previews leave a worker's process. An image of a step leaves it only if it may be one of the best or
+worst that are shown, one of an evaluation only if it is shown.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from types import MappingProxyType
 from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Float32, Int, Num
 
 from digen_jax import rewards
+from digen_jax.config.train_config import TrainConfig
+from digen_jax.data.prompt_files import read_prompt_file, read_prompt_files
 from digen_jax.diffusion.sampling import Trajectory
-from digen_jax.images import as_scored, bytes_or_nan
+from digen_jax.errors import DivergedError
+from digen_jax.images import as_scored, bytes_or_nan, check_images, stills
 from digen_jax.inference.evaluation import sample_fixed
+from digen_jax.learned_rewards.on_mesh import named
 from digen_jax.parallel.accumulate import trained_part
 from digen_jax.parallel.mesh import fetch, put
+from digen_jax.parallel.reward_model import Scoring
 from digen_jax.parallel.sampler import EncodedPrompts, Weights
 from digen_jax.parallel.system import Rollout
+from digen_jax.records.image_statistics import look_beside
+from digen_jax.rewards.built_in import on_mesh
+from digen_jax.rewards.canary import check_canaries
+from digen_jax.rewards.pool import RewardPool, Scored
+from digen_jax.rewards.trial import try_out
 from digen_jax.runtime.clock import part
 from digen_jax.runtime.link import ConditioningOf, Link, SamplesOf
-from digen_jax.runtime.scoring import ChunkScorer, HeldOut, ScoredChunk
-from digen_jax.runtime.steps import Steps
+from digen_jax.runtime.steps import HeldOut, Kept, ScoredChunk, Steps, order
 from digen_jax.scheduling.commands import Chunk, WeightsVersion
+from digen_jax.scheduling.settings import Settings
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkScorer:
+    """Scores the images that are decoded in its process, and computes their statistics.
+
+    Attributes:
+      pool: The rewards.
+      weights: Weight of each column of scores.
+      steps: Steps of the process.
+      held_out: Prompts of evaluations.
+      settings: Settings of the scheduler.
+    """
+
+    pool: RewardPool
+    weights: Sequence[float]
+    steps: Steps
+    held_out: HeldOut
+    settings: Settings
+
+    def submit(
+        self,
+        chunk: Chunk,
+        clips: Num[np.ndarray, "b t h w 3"],
+        known: rewards.Answers = (),
+    ) -> Future[ScoredChunk]:
+        """A future `ScoredChunk` of images as bytes; `known` holds the scores of rewards on a mesh.
+
+        The future raises the errors of `RewardPool.submit`'s, and DivergedError for NaN, which is no reward's error.
+        """
+        try:
+            check_images(clips)
+        except DivergedError as error:
+            return failed(error)
+        if chunk.evaluation:
+            records = self.held_out.of(chunk)
+        else:
+            step = self.steps[chunk.step]
+            records, rows = step.shown(chunk.index), step.rows[step.cut(chunk.index)]
+        looks = look_beside(stills(clips))  # in parallel to the rewards
+        prompts = [record["prompt"] for record in records]
+
+        def scored_chunk(scored: Scored) -> ScoredChunk:
+            values = rewards.total(scored.scores.columns, self.weights)
+            found = ScoredChunk(scored.scores, values, scored.seconds, scored.exchanges, looks)
+            most = self.settings.shown_images
+            if chunk.evaluation:  # the first clips; if no picture is due only their middle frames
+                first = clips[: max(0, most - self.held_out.first(chunk))]
+                if not self.settings.is_shown(chunk.step):
+                    first = stills(first)[:, None]
+                return found._replace(clips=first.copy())  # so that the others can be freed
+            shown = self.settings.is_shown(chunk.step + 1)
+            places = ends(values, rows, most if shown else 0)
+            return found._replace(kept=Kept(places, stills(clips)[places]))
+
+        return then(self.pool.submit(as_scored(clips), prompts, records, known), scored_chunk)
+
+
+def ends(
+    values: Float32[np.ndarray, "b"], rows: Int[np.ndarray, "b"], keep: int
+) -> Int[np.ndarray, "k"]:
+    """The places of a chunk's best images and of its worst, so many of each, in ascending order."""
+    return np.unique(np.concatenate([order(values, rows, sign)[:keep] for sign in (1, -1)]))
+
+
+def then(found: Future, call: Callable[[Any], Any]) -> Future:
+    """The future of a call with a future's result, in the thread that has the result; passes errors on."""
+    made: Future = Future()
+
+    def settle(done: Future) -> None:
+        try:
+            made.set_result(call(done.result()))
+        except BaseException as error:
+            made.set_exception(error)
+
+    found.add_done_callback(settle)
+    return made
+
+
+def ready(result: Any) -> Future:
+    """A future that has its result."""
+    found: Future = Future()
+    found.set_result(result)
+    return found
+
+
+def failed(error: BaseException) -> Future:
+    """A future that has an error."""
+    found: Future = Future()
+    found.set_exception(error)
+    return found
 
 
 class SamplingExecutor:
@@ -165,3 +272,32 @@ class SamplingExecutor:
     def give_up(self) -> None:
         """Another worker repeats its work: results of calls in progress are not offered."""
         self.given_up = True
+
+
+def try_files(recipe: TrainConfig, score: Callable[..., Any]) -> None:
+    """Tries rewards on the prompts of training and of evaluation, with made-up images of the size that each has.
+
+    Args:
+      recipe: The validated config.
+      score: As `RewardPool.score`.
+
+    Raises:
+      ConfigError: See `try_out`.
+    """
+    size = recipe.evaluation_size
+    training = read_prompt_files(recipe.prompts.paths)
+    try_out(score, training, recipe.model.height, recipe.model.width)
+    try_out(score, [read_prompt_file(recipe.evaluation.prompts)], size.height, size.width)
+
+
+def try_scorers(recipe: TrainConfig, scorers: tuple[Scoring, ...]) -> None:
+    """Tries the rewards on a mesh by known scores and as `try_files`; with several processes in all of them.
+
+    Raises:
+      ConfigError: A score is not as it must be.
+    """
+    if not scorers:
+        return
+    found = rewards.Rewards(tuple(named(on_mesh(recipe.rewards), scorers).values()))
+    check_canaries(found, found.score)
+    try_files(recipe, found.score)

@@ -26,8 +26,7 @@ from digen_jax.runtime.link import (
     Versions,
 )
 from digen_jax.runtime.sampling import SamplingExecutor
-from digen_jax.runtime.scoring import StepScores, TrainBatch
-from digen_jax.runtime.steps import Steps
+from digen_jax.runtime.steps import Steps, StepScores, TrainBatch
 from digen_jax.scheduling.commands import TRAINER, Chunk, Deliver, Train, WeightsVersion
 from digen_jax.scheduling.settings import Settings
 

@@ -11,23 +11,25 @@ from digen_jax.scheduling.commands import (
     TRAINER,
     Chunk,
     Command,
+    Completed,
     Decode,
     Deliver,
     DropChunks,
     DropVersion,
     Encode,
     Evaluate,
+    Event,
+    Failed,
     Generate,
+    Joined,
+    Lost,
     Score,
     SyncWeights,
     Train,
     Update,
     WeightsVersion,
 )
-from digen_jax.scheduling.costs import CostModel
-from digen_jax.scheduling.events import Completed, Event, Failed, Joined, Lost
-from digen_jax.scheduling.saving import pack, unpack
-from digen_jax.scheduling.settings import Costs, Settings
+from digen_jax.scheduling.settings import CostModel, Costs, Settings
 from digen_jax.scheduling.state import (
     SAMPLE,
     TRAIN,
@@ -36,6 +38,8 @@ from digen_jax.scheduling.state import (
     SchedulerState,
     Task,
     Worker,
+    pack,
+    unpack,
 )
 from digen_jax.scheduling.step import DROPPED, SAMPLING, SCORING, Step
 

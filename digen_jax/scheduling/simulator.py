@@ -12,18 +12,19 @@ from digen_jax.scheduling.commands import (
     TRAINER,
     Chunk,
     Command,
+    Completed,
     Decode,
     Deliver,
+    Event,
     Generate,
+    Joined,
     Score,
     SyncWeights,
     Train,
     Update,
 )
-from digen_jax.scheduling.costs import cost_of
-from digen_jax.scheduling.events import Completed, Event, Joined
 from digen_jax.scheduling.scheduler import Scheduler
-from digen_jax.scheduling.settings import Costs, Settings
+from digen_jax.scheduling.settings import Costs, Settings, cost_of
 from digen_jax.scheduling.state import SAMPLE, TRAIN
 from digen_jax.scheduling.timeline import Interval, Recorder
 

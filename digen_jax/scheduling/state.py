@@ -1,11 +1,12 @@
-"""The state of the scheduler between two events."""
+"""The state of the scheduler between two events, and the JSON form of its commands, events and settings."""
 
 import dataclasses
 from collections import Counter
+from typing import Any
 
+from digen_jax.scheduling import commands, settings
 from digen_jax.scheduling.commands import Chunk, Command, WeightsVersion
-from digen_jax.scheduling.costs import CostModel
-from digen_jax.scheduling.settings import Settings
+from digen_jax.scheduling.settings import CostModel, Settings
 from digen_jax.scheduling.step import Piece, Step
 
 SAMPLE, TRAIN = "sample", "train"  # roles
@@ -97,3 +98,36 @@ class SchedulerState:
     failures: Counter[str] = dataclasses.field(default_factory=Counter)  # of pieces of work
     failed_on: dict[Chunk, list[str]] = dataclasses.field(default_factory=dict)
     delivered: int = 0  # chunks of workers that only sample: the next one's training worker
+
+
+CLASSES = {
+    name: found
+    for module in (commands, settings)
+    for name, found in vars(module).items()
+    if dataclasses.is_dataclass(found)
+}
+
+
+def pack(value: Any) -> Any:
+    """Dataclasses and tuples become tagged dicts; other values stay as they are."""
+    if dataclasses.is_dataclass(value):
+        fields = {f.name: pack(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {"is": type(value).__name__, **fields}
+    if isinstance(value, tuple):
+        return {"is": "tuple", "items": [pack(v) for v in value]}
+    if isinstance(value, dict):
+        return {key: pack(v) for key, v in value.items()}
+    return [pack(v) for v in value] if isinstance(value, list) else value
+
+
+def unpack(value: Any) -> Any:
+    """The inverse of `pack`."""
+    if isinstance(value, list):
+        return [unpack(v) for v in value]
+    if not isinstance(value, dict):
+        return value
+    if "is" not in value:
+        return {key: unpack(v) for key, v in value.items()}
+    if value["is"] == "tuple":
+        return tuple(unpack(v) for v in value["items"])
+    return CLASSES[value["is"]](**{k: unpack(v) for k, v in value.items() if k != "is"})

@@ -9,7 +9,7 @@ from digen_jax.benchmark import report
 from digen_jax.benchmark.runtime import TimedRun, compare, measure, simulations
 from digen_jax.benchmark.variants import COLOCATED, Work, best_layout
 from digen_jax.errors import ConfigError
-from digen_jax.scheduling.planner.search import settings_of, workers_of
+from digen_jax.scheduling.planner import settings_of, workers_of
 
 WORK = Work(devices=4, seconds=0.5, groups=4)
 RUN = TimedRun(warm_up=1, steps=2)

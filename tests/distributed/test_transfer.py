@@ -20,7 +20,7 @@ from digen_jax.distributed.transfer import (
     unpack,
 )
 from digen_jax.distributed.worker_process import Opened, RolloutProcess
-from digen_jax.distributed.worker_proxy import WorkerProxy
+from digen_jax.distributed.workers import WorkerProxy
 from digen_jax.runtime.link import ConditioningOf, ExactOf, LinkError, SamplesOf
 from digen_jax.scheduling.commands import TRAINER, Chunk, WeightsVersion
 from tests.distributed.local_engine import LocalEngine

@@ -8,13 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from digen_jax.distributed import worker_proxy, workers
+from digen_jax.distributed import workers
 from digen_jax.distributed.transfer import TrainerLink
 from digen_jax.distributed.worker_process import NotDone, Opened, RolloutProcess
-from digen_jax.distributed.worker_proxy import WorkerProxy
-from digen_jax.distributed.workers import RemoteWorkers
+from digen_jax.distributed.workers import RemoteWorkers, WorkerProxy
 from digen_jax.errors import ConfigError
-from digen_jax.runtime.worker import Gone
+from digen_jax.runtime.driver import Gone
 from digen_jax.scheduling.commands import TRAINER, Chunk, WeightsVersion
 from tests.distributed import driving
 from tests.distributed.local_engine import LocalEngine
@@ -59,7 +58,7 @@ def test_lost_workers_are_started_again_and_change_nothing(quick, monkeypatch):
 
     def silence(driver, engine):
         with monkeypatch.context() as patch:
-            patch.setattr(worker_proxy, "PING_TIMEOUT", 0.2)
+            patch.setattr(workers, "PING_TIMEOUT", 0.2)
             engine.actors[0].object.ping = lambda: release.wait(LONG)
             until(lambda: engine.actors[0].lost)
         release.set()

@@ -29,7 +29,7 @@ from digen_jax.rewards.built_in import resolve
 from digen_jax.rewards.mistakes import RewardMistake
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.rewards.settings import RewardSettings
-from digen_jax.scheduling.planner import memory
+from digen_jax.scheduling import layouts
 from digen_jax.scheduling.settings import Costs
 from digen_jax.train import train
 from tests.learned_rewards.folders import PROMPTS, Files, pictures, write
@@ -277,10 +277,10 @@ def test_predicted_memory_has_the_weights(files, base):
     assert found.rewards(1, 1) == sum(array.nbytes for array in stored.values())
     assert found.rewards(1, 1) / 2 <= found.rewards(2, 1) < 0.6 * found.rewards(1, 1)
     problem = make_problem(recipe, 2, Calibration(Costs(1.0, 1.0), "", ()), found)
-    layout = memory.PoolLayout(1, 1, samples=False, rollout=1, rollout_devices=1)
-    held = memory.device_bytes(problem, layout)
+    layout = layouts.PoolLayout(1, 1, samples=False, rollout=1, rollout_devices=1)
+    held = layouts.device_bytes(problem, layout)
     assert held.worker["rewards"] == found.rewards(1, 1) and "rewards" not in held.trainer
-    colocated = memory.device_bytes(problem, memory.PoolLayout(1, 2)).trainer
+    colocated = layouts.device_bytes(problem, layouts.PoolLayout(1, 2)).trainer
     assert colocated["rewards"] == found.rewards(1, 1)
     assert on_mesh.outlined(on_mesh_of(planned(files, base, "pool").rewards), group(data=1)) == ()
 

@@ -9,8 +9,7 @@ import pytest
 
 from digen_jax.algorithms.advantages import AdvantageSettings
 from digen_jax.parallel.system import Images, on_trainer, selected
-from digen_jax.runtime.scoring import StepScores
-from digen_jax.runtime.steps import Steps
+from digen_jax.runtime.steps import Steps, StepScores
 from tests.parallel import chunks, toy
 from tests.parallel.chunks import GROUPS, IMAGES, ROWS
 

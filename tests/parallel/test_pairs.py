@@ -9,8 +9,7 @@ import pytest
 from digen_jax.algorithms.advantages import AdvantageSettings
 from digen_jax.parallel.accumulate import Endpoints
 from digen_jax.parallel.system import Images
-from digen_jax.runtime.scoring import StepScores
-from digen_jax.runtime.steps import Steps
+from digen_jax.runtime.steps import Steps, StepScores
 from tests.parallel import toy
 from tests.parallel.test_matching import (
     GROUPS,

@@ -34,8 +34,7 @@ from digen_jax.runtime.driver import Driver
 from digen_jax.runtime.executors import Executors, follow
 from digen_jax.runtime.link import ConditioningOf, Link, SamplesOf, Versions
 from digen_jax.runtime.sampling import SamplingExecutor
-from digen_jax.runtime.scoring import StepScores
-from digen_jax.runtime.steps import Steps
+from digen_jax.runtime.steps import Steps, StepScores
 from digen_jax.runtime.training import TrainingExecutor
 from digen_jax.scheduling.commands import (
     TRAINER,
@@ -46,8 +45,7 @@ from digen_jax.scheduling.commands import (
     Train,
     WeightsVersion,
 )
-from digen_jax.scheduling.costs import Deadline
-from digen_jax.scheduling.settings import Settings
+from digen_jax.scheduling.settings import Deadline, Settings
 
 LETTERS, TEXT = 6, 8
 MANY = 1_000  # passes: more than any chunk has

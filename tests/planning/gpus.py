@@ -53,7 +53,7 @@ def compiled(name: str, where: Any) -> dict[str, Any]:
     from digen_jax.planning.footprint import model_footprint
     from digen_jax.planning.plan import auto_plan, make_problem
     from digen_jax.planning.slices import calibrated, configured
-    from digen_jax.scheduling.planner.memory import PoolLayout, device_bytes
+    from digen_jax.scheduling.layouts import PoolLayout, device_bytes
     from tests.test_configs import load
 
     config, argument = name.split(":")

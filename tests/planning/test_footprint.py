@@ -9,7 +9,7 @@ from digen_jax.parallel.placement import RolloutAxes, TrainerAxes
 from digen_jax.planning.compiled import programs
 from digen_jax.planning.footprint import model_footprint
 from digen_jax.planning.plan import make_problem, meshes
-from digen_jax.scheduling.planner.memory import PoolLayout
+from digen_jax.scheduling.layouts import PoolLayout
 from tests.planning.test_plan import calibration, shapes
 from tests.tiny_runs import pipeline, tiny_config
 

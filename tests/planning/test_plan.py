@@ -18,8 +18,8 @@ from digen_jax.planning.calibration import Calibration, read_calibration
 from digen_jax.planning.plan import auto_plan, can_run, make_problem, meshes, suited
 from digen_jax.planning.plan_text import table, why
 from digen_jax.runtime import opening
-from digen_jax.scheduling.planner.memory import PoolLayout, device_bytes
-from digen_jax.scheduling.planner.search import Simulations, layouts, make_plan, settings_of
+from digen_jax.scheduling.layouts import PoolLayout, device_bytes
+from digen_jax.scheduling.planner import Simulations, layouts, make_plan, settings_of
 from digen_jax.scheduling.settings import Costs
 from digen_jax.train import train
 from tests.parallel import toy

@@ -20,7 +20,7 @@ from digen_jax.planning.programs import (
     sampler_weights,
     trained_samples,
 )
-from digen_jax.scheduling.planner.memory import PoolLayout, device_bytes
+from digen_jax.scheduling.layouts import PoolLayout, device_bytes
 from tests.planning.test_plan import calibration
 from tests.tiny_runs import tiny_config
 

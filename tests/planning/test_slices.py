@@ -16,7 +16,7 @@ from digen_jax.planning.assessment import Assessed, assess, timed
 from digen_jax.planning.compiled import Program
 from digen_jax.planning.fitting import _no_smaller, compiled, proposed
 from digen_jax.planning.slices import Slice, calibrated, configured
-from digen_jax.scheduling.planner.memory import DeviceBytes, PoolLayout
+from digen_jax.scheduling.layouts import DeviceBytes, PoolLayout
 from tests.scripts import run_forked
 from tests.tiny_runs import tiny_config
 

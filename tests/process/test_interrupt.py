@@ -8,14 +8,14 @@ import time
 
 import pytest
 
-from digen_jax.process.interrupt import Interrupt
+from digen_jax.process.shutdown import Interrupt
 from tests.pipelines import ROOT, environment
 from tests.scripts import ends
 
 # The last word says what hangs; everything else is as in a run: the pool of rewards, threads, the exit.
 SCRIPT = """
 import os, pathlib, sys, threading, time
-from digen_jax.process.interrupt import Interrupt
+from digen_jax.process.shutdown import Interrupt
 from digen_jax.rewards import alone
 from digen_jax.rewards.pool import RewardPool
 import hanging
@@ -34,7 +34,7 @@ with Interrupt() as interrupt:
         pool = RewardPool(alone("hanging:for_ever", hanging.for_ever), 1)
         pool.score([[]], ["x"], [{}])  # which says that it is ready
     elif what == "mesh":
-        from digen_jax.runtime.worker import WorkerThreads
+        from digen_jax.runtime.driver import WorkerThreads
         worker = WorkerThreads("rollout 0")
         worker.thread.submit(hanging.for_ever)
         while not pathlib.Path("ready").exists():
@@ -75,9 +75,9 @@ if what == "before":
         pass
 
 from digen_jax.config.command_line import run_main
-from digen_jax.process import interrupt
+from digen_jax.process import shutdown
 
-interrupt.PATIENCE = 0.2
+shutdown.CTRL_C_PATIENCE = 0.2
 
 class Collected:
     def __del__(self):

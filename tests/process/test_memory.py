@@ -7,7 +7,7 @@ import pytest
 
 PROGRAM = """
 import resource
-from digen_jax.process.startup import prepare
+from digen_jax.process.job import prepare
 prepare()
 import jax, jax.numpy as jnp
 x = jnp.ones((4096, 4096))

@@ -12,11 +12,11 @@ import threading
 import pytest
 
 from digen_jax.errors import ConfigError
-from digen_jax.process import startup
+from digen_jax.process import job
 from digen_jax.process.job import join, reach
 
 PROGRAM = """
-from digen_jax.process.startup import prepare
+from digen_jax.process.job import prepare
 prepare(cpu_devices=3)
 import jax
 from absl import logging as absl_logging
@@ -54,7 +54,7 @@ def test_the_cache_is_a_temporary_folder_without_a_home(tmp_path, monkeypatch, h
         monkeypatch.setenv("HOME", home.replace("HOME", str(tmp_path)))
     own = tmp_path / ".cache"
     temporary = pathlib.Path(tempfile.gettempdir(), f"cache-{os.getuid()}")
-    assert startup._user_cache() == (own if home == "HOME" else temporary)
+    assert job._user_cache() == (own if home == "HOME" else temporary)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,7 @@ import pytest
 
 from digen_jax import rewards
 from digen_jax.errors import ConfigError
-from digen_jax.process.interrupt import Interrupt
-from digen_jax.process.shutdown import Stopped
+from digen_jax.process.shutdown import Interrupt, Stopped
 from digen_jax.rewards.built_in import resolve
 from digen_jax.rewards.bytes_watch import Watched
 from digen_jax.rewards.mistakes import RewardFailed
@@ -164,7 +163,7 @@ def test_a_reward_may_fork_and_terminate_children_while_a_run_handles_signals(
     pool, monkeypatch, processes
 ):
     ended = []
-    monkeypatch.setattr("digen_jax.process.interrupt.leave", ended.append)
+    monkeypatch.setattr("digen_jax.process.shutdown.leave", ended.append)
     with Interrupt() as interrupt:
         limited = pool("forks", processes, limit=lambda expected: 120.0)
         scores = limited.score(IMAGES, PROMPTS, METADATA).columns[:, 0]

@@ -13,7 +13,7 @@ from tests.tiny_runs import prompt_file
 
 PROGRAM = """
 import collections, os, pathlib, signal, sys
-from digen_jax.process.startup import prepare
+from digen_jax.process.job import prepare
 prepare()
 import jax
 from digen_jax.config.load import load_config

@@ -11,8 +11,8 @@ import pytest
 from digen_jax.config.load import load_config
 from digen_jax.runtime import opening
 from digen_jax.runtime.executors import Executors
-from digen_jax.runtime.orders import Orders
-from digen_jax.scheduling.saving import pack, unpack
+from digen_jax.runtime.opening import Orders
+from digen_jax.scheduling.state import pack, unpack
 from tests.run.test_train import config, saved, train  # noqa: F401
 
 

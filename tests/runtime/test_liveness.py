@@ -22,7 +22,7 @@ from digen_jax.scheduling.commands import (
     SyncWeights,
     WeightsVersion,
 )
-from digen_jax.scheduling.costs import Deadline
+from digen_jax.scheduling.settings import Deadline
 from tests.parallel import toy
 from tests.runtime.test_workers import STALE, config, equal_bits, replayed
 

@@ -9,8 +9,7 @@ import pytest
 from digen_jax import rewards
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.rewards.settings import RewardSettings
-from digen_jax.runtime.scoring import StepScores
-from digen_jax.runtime.steps import StepImages
+from digen_jax.runtime.steps import StepImages, StepScores
 from tests.parallel import toy
 
 STEPS = 2

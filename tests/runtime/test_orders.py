@@ -7,9 +7,9 @@ import jax
 import pytest
 
 from digen_jax.errors import ConfigError
-from digen_jax.process import process_group
+from digen_jax.process import job
 from digen_jax.process.shutdown import Stopped
-from digen_jax.runtime import orders
+from digen_jax.runtime import opening
 
 
 @pytest.mark.parametrize(
@@ -34,13 +34,13 @@ def test_a_process_that_does_not_come_is_told(monkeypatch, said, sentence):
     state = types.SimpleNamespace(
         client=types.SimpleNamespace(wait_at_barrier=wait), num_processes=2, process_id=1
     )
-    monkeypatch.setattr(orders.distributed, "global_state", state)
-    process_group.meet("storing prompts", math.inf)
+    monkeypatch.setattr(opening.distributed, "global_state", state)
+    job.meet("storing prompts", math.inf)
     with pytest.raises(Stopped, match=sentence):
-        process_group.meet("storing prompts", 5)
+        job.meet("storing prompts", 5)
     assert waits[0][1] == 10**9 and waits[0][0] != waits[1][0]
     state.num_processes = 1
-    process_group.meet("storing prompts", 5)
+    job.meet("storing prompts", 5)
     assert len(waits) == 2
 
 
@@ -60,19 +60,19 @@ def answers(monkeypatch):
 
     client = types.SimpleNamespace(blocking_key_value_get=get, key_value_set=put)
     state = types.SimpleNamespace(client=client, num_processes=4, process_id=0)
-    monkeypatch.setattr(orders.distributed, "global_state", state)
+    monkeypatch.setattr(opening.distributed, "global_state", state)
     return found, state
 
 
 def test_the_first_process_hears_all_others_before_common_work(answers):
     found, state = answers
-    first = orders.Orders()
+    first = opening.Orders()
     for state.process_id in (1, 2):
-        orders.answer("")
+        opening.answer("")
     with pytest.raises(Stopped, match="process 3 has not looked at the run within 5 seconds"):
         first.hear(5)
     state.process_id = 3
-    orders.answer("another folder")
+    opening.answer("another folder")
     with pytest.raises(ConfigError, match="another folder"):
         first.hear(5)
     found[3] = ""
@@ -83,26 +83,24 @@ def test_meshes_that_share_a_job_do_not_wait_for_one_another(answers, monkeypatc
     """Of four processes two train and two sample."""
     found, state = answers
     for name in ("_first", "_count"):
-        monkeypatch.setattr(process_group, name, getattr(process_group, name))
+        monkeypatch.setattr(job, name, getattr(job, name))
     count = jax.process_count
     monkeypatch.setattr(jax, "process_count", count)
-    process_group.form(0, 2)
-    assert (
-        process_group.several() and process_group.is_first() and process_group.members() == [0, 1]
-    )
+    job.form(0, 2)
+    assert job.several() and job.is_first() and job.members() == [0, 1]
     found[1] = ""
-    orders.Orders().hear(5)
+    opening.Orders().hear(5)
     waits = []
     state.client.wait_at_barrier = lambda *_, process_ids: waits.append(process_ids)
-    process_group.meet("storing prompts", 5)
+    job.meet("storing prompts", 5)
     assert waits == [[0, 1]]
     state.process_id = 2
-    assert not process_group.is_first()
-    process_group.form(2, 2)
-    assert process_group.is_first()
+    assert not job.is_first()
+    job.form(2, 2)
+    assert job.is_first()
     # The mesh of one process: there is nobody to wait for, also not for libraries.
     assert jax.process_count is count
-    process_group.form(0, 1)
-    assert not process_group.several() and jax.process_count() == 1
-    process_group.meet("storing prompts", 5)
+    job.form(0, 1)
+    assert not job.several() and jax.process_count() == 1
+    job.meet("storing prompts", 5)
     assert len(waits) == 1

@@ -5,8 +5,8 @@ from digen_jax import rewards
 from digen_jax.algorithms.advantages import AdvantageSettings
 from digen_jax.parallel.sampler import Draws
 from digen_jax.records.image_statistics import look_beside
-from digen_jax.runtime.scoring import Kept, StepScores, ends
-from digen_jax.runtime.steps import StepImages
+from digen_jax.runtime.sampling import ends
+from digen_jax.runtime.steps import Kept, StepImages, StepScores
 
 
 def step(rows: list[int], size: int) -> StepScores:

@@ -13,8 +13,8 @@ from digen_jax.records.image_statistics import look
 from digen_jax.rewards import alone
 from digen_jax.rewards.mistakes import RewardFailed
 from digen_jax.rewards.pool import RewardPool
-from digen_jax.runtime.scoring import ChunkScorer, HeldOut, failed, ready, then
-from digen_jax.runtime.steps import Steps
+from digen_jax.runtime.sampling import ChunkScorer, failed, ready, then
+from digen_jax.runtime.steps import HeldOut, Steps
 from digen_jax.scheduling.commands import Chunk
 from digen_jax.scheduling.settings import Settings
 

@@ -17,12 +17,12 @@ from digen_jax.rewards import Scores, alone
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime import driver as runtime_driver
 from digen_jax.runtime.checkpointing import Begun
+from digen_jax.runtime.driver import Gone
 from digen_jax.runtime.executors import Executors
 from digen_jax.runtime.link import Link, LinkError
-from digen_jax.runtime.sampling import SamplingExecutor
-from digen_jax.runtime.scoring import ScoredChunk, failed
+from digen_jax.runtime.sampling import SamplingExecutor, failed
+from digen_jax.runtime.steps import ScoredChunk
 from digen_jax.runtime.training import TrainingExecutor
-from digen_jax.runtime.worker import Gone
 from digen_jax.scheduling.commands import (
     TRAINER,
     Generate,

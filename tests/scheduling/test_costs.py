@@ -2,8 +2,7 @@ import numpy as np
 import pytest
 
 from digen_jax.scheduling.commands import TRAINER, Chunk, Generate, Score, Train, WeightsVersion
-from digen_jax.scheduling.costs import WEIGHT, CostModel
-from digen_jax.scheduling.settings import Costs, Settings
+from digen_jax.scheduling.settings import WEIGHT, CostModel, Costs, Settings
 
 SETTINGS = Settings(1, groups=1, images=4, chunk_images=4, passes=2)
 

@@ -1,8 +1,7 @@
 import math
 
 from digen_jax.scheduling.commands import TRAINER, Chunk, Generate, Score, Train, WeightsVersion
-from digen_jax.scheduling.costs import GUESSED, CostModel, Deadline
-from digen_jax.scheduling.settings import Settings
+from digen_jax.scheduling.settings import GUESSED, CostModel, Deadline, Settings
 
 SETTINGS = Settings(1, groups=1, images=4, chunk_images=4, passes=10)
 GENERATE, OTHER = (Generate(1, worker, Chunk(0, 0), WeightsVersion(0)) for worker in ("r0", "r1"))

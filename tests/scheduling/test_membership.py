@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from digen_jax.scheduling.membership import Candidates
+from digen_jax.scheduling.step import Candidates
 
 
 def defined(flat, wanted):

@@ -13,16 +13,19 @@ from digen_jax.scheduling.commands import (
     TRAINER,
     Chunk,
     Command,
+    Completed,
     Decode,
     Deliver,
+    Failed,
     Generate,
+    Joined,
+    Lost,
     Score,
     SyncWeights,
     Train,
     Update,
     WeightsVersion,
 )
-from digen_jax.scheduling.events import Completed, Failed, Joined, Lost
 from digen_jax.scheduling.scheduler import Scheduler, SchedulerError
 from digen_jax.scheduling.settings import Costs, Settings
 from digen_jax.scheduling.simulator import Disturbance, WorkerLayout, simulate

@@ -12,20 +12,23 @@ from collections import Counter, defaultdict
 from digen_jax.scheduling.commands import (
     TRAINER,
     Chunk,
+    Completed,
     Decode,
     Deliver,
     DropChunks,
     DropVersion,
     Encode,
     Evaluate,
+    Failed,
     Generate,
+    Joined,
+    Lost,
     Score,
     SyncWeights,
     Train,
     Update,
     WeightsVersion,
 )
-from digen_jax.scheduling.events import Completed, Failed, Joined, Lost
 
 
 def values_of(seed, chunk, settings, flat_share):

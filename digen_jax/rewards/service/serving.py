@@ -17,7 +17,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from digen_jax.errors import ConfigError
-from digen_jax.process.interrupt import SIGNALS
+from digen_jax.process.shutdown import SIGNALS
 from digen_jax.rewards.service.server import Service, make_app
 
 HEADERS = 10.0  # seconds in which the head of a request must come

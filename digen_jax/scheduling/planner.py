@@ -1,4 +1,7 @@
-"""The layouts of a problem, a lower bound of their steps, and the search for a plan by simulation."""
+"""Chooses the workers of a pool by running the scheduler on a virtual clock.
+
+It enumerates the layouts of a problem, orders and prunes them by a lower bound, and ranks the others by simulation.
+"""
 
 import dataclasses
 import itertools
@@ -6,8 +9,14 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from digen_jax.errors import ConfigError
-from digen_jax.scheduling.planner.memory import DeviceBytes, PoolLayout, device_bytes, fits_memory
-from digen_jax.scheduling.planner.problem import Problem, divisors
+from digen_jax.scheduling.layouts import (
+    DeviceBytes,
+    PoolLayout,
+    Problem,
+    device_bytes,
+    divisors,
+    fits_memory,
+)
 from digen_jax.scheduling.settings import Costs, Settings
 from digen_jax.scheduling.simulator import WARM_UP, Disturbance, WorkerLayout, simulate
 from digen_jax.scheduling.state import SAMPLE, TRAIN

@@ -8,9 +8,15 @@ import pytest
 
 from digen_jax.errors import ConfigError
 from digen_jax.planning.plan_text import memory_table, table, why
-from digen_jax.scheduling.planner.memory import PoolLayout, device_bytes
-from digen_jax.scheduling.planner.problem import Footprint, Problem, Programs, Scaling
-from digen_jax.scheduling.planner.search import (
+from digen_jax.scheduling.layouts import (
+    Footprint,
+    PoolLayout,
+    Problem,
+    Programs,
+    Scaling,
+    device_bytes,
+)
+from digen_jax.scheduling.planner import (
     WORK,
     Simulations,
     layouts,
