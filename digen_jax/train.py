@@ -32,16 +32,10 @@ from digen_jax.distributed.launch import TrainerPart
 from digen_jax.distributed.transfer import Shares, TrainerLink
 from digen_jax.distributed.workers import RemoteWorkers, WorkerProxy
 from digen_jax.errors import check_metrics
-from digen_jax.parallel.mesh import job_devices
-from digen_jax.planning.placing import place_apart, place_run
-from digen_jax.process import job
-from digen_jax.process.job import Place, join_job
-from digen_jax.process.shutdown import Interrupt, hangs
-from digen_jax.process.terminal import fitted, remembering
-from digen_jax.records.metrics import reason_to_stop
-from digen_jax.records.records import Records, full_disk, where
-from digen_jax.records.status import Status
-from digen_jax.records.workdir import (
+from digen_jax.logging.metrics import reason_to_stop
+from digen_jax.logging.records import Records, full_disk, where
+from digen_jax.logging.status import Status
+from digen_jax.logging.workdir import (
     changes,
     check_there,
     claim_workdir,
@@ -49,6 +43,12 @@ from digen_jax.records.workdir import (
     mark_finished,
     usable,
 )
+from digen_jax.parallel.mesh import job_devices
+from digen_jax.planning.placing import place_apart, place_run
+from digen_jax.process import job
+from digen_jax.process.job import Place, join_job
+from digen_jax.process.shutdown import Interrupt, hangs
+from digen_jax.process.terminal import fitted, remembering
 from digen_jax.runtime.checkpointing import (
     Position,
     Positions,

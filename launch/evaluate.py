@@ -91,8 +91,8 @@ def main() -> None:
     from digen_jax.data.notes import tell
     from digen_jax.data.prompt_files import first_negative, read_prompt_file
     from digen_jax.inference.model import Asked, edited, open_model
+    from digen_jax.logging.evaluation import score_table
     from digen_jax.models.text.tokenizers import known_words
-    from digen_jax.records.evaluation import score_table
     from digen_jax.rewards.built_in import resolve
     from digen_jax.rewards.canary import check_canaries
     from digen_jax.rewards.trial import try_out

@@ -35,7 +35,7 @@ def main() -> None:
     output = str(workdirs[0] / "report.html") if given is None else given
     check_output("--output", output)
 
-    from digen_jax.report.page import write_report
+    from digen_jax.logging.report_page import write_report
 
     with blame("--output: ", (OSError,)):
         size = write_report(workdirs, pathlib.Path(output))

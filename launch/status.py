@@ -33,7 +33,7 @@ def main() -> None:
     workdir = pathlib.Path(_WORKDIR.value)
     check_folder("--workdir", workdir)
 
-    from digen_jax.records.status import EVERY
+    from digen_jax.logging.status import EVERY
 
     if not _FOLLOW.value:
         print(_shown(workdir))
@@ -50,8 +50,8 @@ def main() -> None:
 
 
 def _shown(workdir: pathlib.Path) -> str:
-    from digen_jax.records.status import describe, read_status
-    from digen_jax.records.workdir import holder
+    from digen_jax.logging.status import describe, read_status
+    from digen_jax.logging.workdir import holder
 
     found, owner = read_status(workdir), holder(workdir)
     if found is not None:

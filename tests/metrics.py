@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from digen_jax.records.metrics import read_metrics, without_timing
+from digen_jax.logging.metrics import read_metrics, without_timing
 
 # A number that is rounded to another byte of a picture moves the statistics of small pictures by so much.
 BYTE = 1e-3

@@ -6,8 +6,8 @@ import re
 import numpy as np
 import pytest
 
-from digen_jax.records.evaluation import Evaluation, by_tag, score_table
-from digen_jax.records.metrics import read_metrics
+from digen_jax.logging.evaluation import Evaluation, by_tag, score_table
+from digen_jax.logging.metrics import read_metrics
 from tests.scripts import run_forked, run_script
 from tests.tiny_runs import pipeline, prompt_file, trained
 

@@ -13,7 +13,7 @@ from digen_jax.errors import ConfigError
 from digen_jax.inference.export import export
 from digen_jax.inference.model import Asked, is_run, open_model, run_recipe
 from digen_jax.inference.pictures import sample_to_folder, slug
-from digen_jax.records.environment import note_start
+from digen_jax.logging.environment import note_start
 from tests.cases import said
 from tests.pipelines import ROOT
 from tests.scripts import run_forked, run_script

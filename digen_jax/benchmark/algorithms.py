@@ -28,7 +28,7 @@ from digen_jax.config.inputs import check_inputs
 from digen_jax.config.load import load_config
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.errors import ConfigError, blame, check_choice, user_input
-from digen_jax.records.metrics import read_metrics
+from digen_jax.logging.metrics import read_metrics
 
 CELLS = ("algorithm", "family", "seed", "images", "seconds", "reward")
 COSTS = ("cell_seconds", "cell_cpu_seconds")

@@ -21,8 +21,8 @@ from digen_jax.config.load import load_config
 from digen_jax.config.sections import AUTO
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.errors import ConfigError
-from digen_jax.records import pictures
-from digen_jax.records.metrics import read_metrics
+from digen_jax.logging.images import plot_curves
+from digen_jax.logging.metrics import read_metrics
 
 KINDS = ("off", "on")
 
@@ -102,7 +102,7 @@ class Comparison:
             for step in steps
         ]
         curves = {f"asynchrony {kind}, mean of {len(self.off)} seeds": kind for kind in KINDS}
-        pictures.plot_curves(means, curves, path, "reward on held-out prompts")
+        plot_curves(means, curves, path, "reward on held-out prompts")
 
 
 def compare(recipe: TrainConfig, seeds: int, folder: pathlib.Path) -> Comparison | int:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from digen_jax.config.train_config import MAY_CHANGE, TURNED, TrainConfig
 from digen_jax.errors import ConfigError
-from digen_jax.records.workdir import claim_workdir, finished_step
+from digen_jax.logging.workdir import claim_workdir, finished_step
 from digen_jax.train import train
 
 REWARD = "evaluation/reward"

@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 from jaxtyping import Shaped
 
 from digen_jax.checkpoints.checkpoint_folder import newest_whole
-from digen_jax.records.metrics import without_timing
+from digen_jax.logging.metrics import without_timing
 
 STEP = "images_per_second"  # that only the line of a step has
 CHANCE = ("tag_share",)  # what depends on who was idle

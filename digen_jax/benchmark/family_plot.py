@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from digen_jax.records.pictures import label_axes
+from digen_jax.logging.images import label_axes
 
 # Each evaluation of one run: the values on the horizontal axes, and the reward.
 Curve = Sequence[Mapping[str, float]]

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 from digen_jax.benchmark.equality import STEP, lines, steps
 from digen_jax.benchmark.job import AGENTS_END, Job, Wrong, processes
+from digen_jax.logging.metrics import CLOCK
 from digen_jax.process.shutdown import STOPPED
-from digen_jax.records.metrics import CLOCK
 
 ROLLOUT_WORKERS, TRAINING_WORKERS = 2, 2  # of the latter one is the trainer's process
 WORKERS = ROLLOUT_WORKERS + TRAINING_WORKERS - 1  # in processes of their own

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from digen_jax.records.status import FILE
+from digen_jax.logging.status import FILE
 
 LOOK = 0.1  # seconds between two looks
 PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h

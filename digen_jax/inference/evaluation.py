@@ -10,11 +10,11 @@ from jaxtyping import Float
 from digen_jax import rewards
 from digen_jax.diffusion.sampling import Trajectory, image_keys
 from digen_jax.images import as_scored, to_uint8
+from digen_jax.logging.evaluation import Evaluation
 from digen_jax.parallel.mesh import fetch
 from digen_jax.parallel.sampler import Sampler, Weights
 from digen_jax.process.shutdown import during
 from digen_jax.process.terminal import watched
-from digen_jax.records.evaluation import Evaluation
 
 # The same for all runs, independent of their own seed, so that their evaluations can be compared.
 SEED = 2**20

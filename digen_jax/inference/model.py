@@ -24,13 +24,13 @@ from digen_jax.families import (
     read_parts,
 )
 from digen_jax.images import read_picture
+from digen_jax.logging.environment import started_in
 from digen_jax.models.family import Family, Params, Record, Size
 from digen_jax.parallel.mesh import make_mesh
 from digen_jax.parallel.placement import DeviceGroup
 from digen_jax.parallel.policy import Policy
 from digen_jax.parallel.sampler import Sampler, SamplerSettings, Weights
 from digen_jax.policies import check_negative, make_policy, trained_of
-from digen_jax.records.environment import started_in
 
 
 class Defaults(NamedTuple):

@@ -11,11 +11,11 @@ from PIL import Image
 from digen_jax.images import stills, to_uint8
 from digen_jax.inference.evaluation import sample_clips
 from digen_jax.inference.model import Model
+from digen_jax.logging.evaluation import Evaluation
+from digen_jax.logging.images import image_grid, save_frames
 from digen_jax.models.family import Record
 from digen_jax.parallel.sampler import Sampler
 from digen_jax.process.terminal import watched
-from digen_jax.records.evaluation import Evaluation
-from digen_jax.records.pictures import image_grid, save_frames
 
 # A grid of more images would be too large to look at.
 LARGEST_GRID = 64

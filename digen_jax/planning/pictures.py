@@ -4,7 +4,7 @@ import pathlib
 
 from matplotlib.figure import Figure
 
-from digen_jax.records.timeline_files import draw
+from digen_jax.logging.timeline_files import draw
 from digen_jax.scheduling.layouts import PoolLayout, Problem
 from digen_jax.scheduling.planner import Plan, settings_of, workers_of
 from digen_jax.scheduling.simulator import WARM_UP, Disturbance, names_of, simulate

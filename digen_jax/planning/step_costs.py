@@ -12,11 +12,11 @@ from digen_jax.config.train_config import TrainConfig
 from digen_jax.data.prompt_files import read_prompt_files
 from digen_jax.errors import ConfigError, user_input
 from digen_jax.inference.model import run_recipe
+from digen_jax.logging.metrics import read_metrics
 from digen_jax.parallel.placement import mesh_sizes
 from digen_jax.planning.calibration import Calibration, per_device
 from digen_jax.planning.measure import UNMEASURED, measure
 from digen_jax.precompute import encode
-from digen_jax.records.metrics import read_metrics
 from digen_jax.rewards.built_in import resolve
 from digen_jax.scheduling.layouts import Scaling
 from digen_jax.scheduling.settings import Costs

@@ -14,8 +14,8 @@ import numpy as np
 from jaxtyping import Float
 
 from digen_jax.images import to_uint8
+from digen_jax.logging.evaluation import Evaluation, score_table
 from digen_jax.models.sd3.family import StableDiffusion3
-from digen_jax.records.evaluation import Evaluation, score_table
 from digen_jax.shapes.captions import heldout_records
 from digen_jax.shapes.render import render_batch
 from digen_jax.shapes.reward import shapes_geneval

@@ -15,8 +15,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from digen_jax.algorithms.decay import EmaDecay, decayed
 from digen_jax.checkpoints.checkpointer import Checkpointer, template_of
+from digen_jax.logging.metrics import MetricsLog
 from digen_jax.process.terminal import watched
-from digen_jax.records.metrics import MetricsLog
 
 Loss = Callable[[Any, Any, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
 

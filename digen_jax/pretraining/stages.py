@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from digen_jax.logging.workdir import claim_workdir
 from digen_jax.models.autoencoders.autoencoder_kl import scale_latents
 from digen_jax.models.sd3.family import StableDiffusion3, TokenIds
 from digen_jax.pretraining.fit import fit
 from digen_jax.pretraining.pool import Pool
 from digen_jax.pretraining.settings import PretrainSettings
-from digen_jax.records.workdir import claim_workdir
 
 ENCODE_BATCH = 500
 # Fields that the first stage depends on; the second stage depends on these and on its own.

@@ -12,10 +12,10 @@ from digen_jax.checkpoints.checkpoint_folder import saved_steps, steps_done
 from digen_jax.checkpoints.checkpointer import Checkpointer, SaveFailed, template_of, was_saved
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.errors import ConfigError, DivergedError
+from digen_jax.logging.command_log import read_log
+from digen_jax.logging.metrics import read_metrics
 from digen_jax.parallel.mesh import put
 from digen_jax.parallel.trainer import TrainState
-from digen_jax.records.command_log import read_log
-from digen_jax.records.metrics import read_metrics
 from digen_jax.rewards.mistakes import RewardMistake
 
 

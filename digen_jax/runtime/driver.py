@@ -17,9 +17,9 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from digen_jax.errors import ConfigError
+from digen_jax.logging.command_log import CommandLog
+from digen_jax.logging.summary import Summary
 from digen_jax.process.shutdown import Stopped, during, hangs, out_of_memory
-from digen_jax.records.command_log import CommandLog
-from digen_jax.records.summary import Summary
 from digen_jax.rewards.exchanges import moved
 from digen_jax.rewards.pool import RewardPool, may_pass
 from digen_jax.runtime.checkpointing import Begun

@@ -14,9 +14,9 @@ from typing import Any
 
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.learned_rewards.on_mesh import named
+from digen_jax.logging.evaluation import Evaluation, Extremes
 from digen_jax.parallel.system import Rollout, System
 from digen_jax.parallel.trainer import TrainState
-from digen_jax.records.evaluation import Evaluation, Extremes
 from digen_jax.rewards.built_in import on_mesh
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.checkpointing import Position

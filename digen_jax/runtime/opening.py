@@ -26,6 +26,7 @@ from digen_jax.assemble import build, build_trainer, drawn_prompts, held_out_pro
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.data.notes import tell
 from digen_jax.errors import ConfigError
+from digen_jax.logging.workdir import check_shared, own_claim
 from digen_jax.models.family import Family
 from digen_jax.models.text.tokenizers import known_words
 from digen_jax.parallel.system import System
@@ -35,7 +36,6 @@ from digen_jax.precompute import prepare, reached
 from digen_jax.process import job, shutdown
 from digen_jax.process.job import MEETING
 from digen_jax.process.shutdown import STOPPED, Interrupt, Stopped, out_of_memory
-from digen_jax.records.workdir import check_shared, own_claim
 from digen_jax.rewards import Scores
 from digen_jax.rewards.built_in import resolve
 from digen_jax.rewards.canary import check_canaries

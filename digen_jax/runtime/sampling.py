@@ -22,12 +22,12 @@ from digen_jax.errors import DivergedError
 from digen_jax.images import as_scored, bytes_or_nan, check_images, stills
 from digen_jax.inference.evaluation import sample_fixed
 from digen_jax.learned_rewards.on_mesh import named
+from digen_jax.logging.image_statistics import look_beside
 from digen_jax.parallel.accumulate import trained_part
 from digen_jax.parallel.mesh import fetch, put
 from digen_jax.parallel.reward_model import Scoring
 from digen_jax.parallel.sampler import EncodedPrompts, Weights
 from digen_jax.parallel.system import Rollout
-from digen_jax.records.image_statistics import look_beside
 from digen_jax.rewards.built_in import on_mesh
 from digen_jax.rewards.canary import check_canaries
 from digen_jax.rewards.pool import RewardPool, Scored

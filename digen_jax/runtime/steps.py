@@ -16,9 +16,9 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Key, UInt8
 from digen_jax import rewards
 from digen_jax.algorithms.advantages import AdvantageSettings, advantages, ranking, trained_images
 from digen_jax.diffusion.noising import turn_keys
+from digen_jax.logging.evaluation import Evaluation, Extremes, Sample, by_tag
+from digen_jax.logging.image_statistics import Looks, group_diversity, joined
 from digen_jax.parallel.sampler import Drawn, Draws
-from digen_jax.records.evaluation import Evaluation, Extremes, Sample, by_tag
-from digen_jax.records.image_statistics import Looks, group_diversity, joined
 from digen_jax.rewards.exchanges import Exchange
 from digen_jax.scheduling.commands import Chunk
 from digen_jax.scheduling.settings import Settings

@@ -5,7 +5,7 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from digen_jax.records.metrics import MetricsLog
+from digen_jax.logging.metrics import MetricsLog
 
 
 def brightness(images, prompts, metadata):

@@ -24,7 +24,7 @@ from digen_jax.benchmark.algorithms import (
 )
 from digen_jax.benchmark.cells import Cost, cost
 from digen_jax.errors import ConfigError
-from digen_jax.records.metrics import read_metrics
+from digen_jax.logging.metrics import read_metrics
 from digen_jax.runtime import opening
 from tests.benchmark.conftest import brightness
 from tests.parallel import toy

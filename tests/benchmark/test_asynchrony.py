@@ -9,7 +9,7 @@ from PIL import Image
 from digen_jax.benchmark.asynchrony import AsynchronyOutcome, Comparison, check, compare
 from digen_jax.config.load import load_config
 from digen_jax.errors import ConfigError
-from digen_jax.records.metrics import read_metrics
+from digen_jax.logging.metrics import read_metrics
 from digen_jax.runtime import opening
 from tests.benchmark.conftest import brightness
 from tests.parallel import toy

@@ -19,7 +19,7 @@ from digen_jax.checkpoints import checkpointer
 from digen_jax.checkpoints.checkpoint_folder import read_checkpoint
 from digen_jax.checkpoints.checkpointer import Checkpointer, template_of
 from digen_jax.errors import ConfigError
-from digen_jax.records.workdir import claim_workdir, finished_step, holder, mark_finished
+from digen_jax.logging.workdir import claim_workdir, finished_step, holder, mark_finished
 
 ROOT = pathlib.Path(checkpointer.__file__).parents[2]
 
@@ -250,7 +250,7 @@ def test_a_save_that_fails_is_noticed_before_the_next_one_is_due(tmp_path):
 
 HOLD = """
 import sys
-from digen_jax.records.workdir import claim_workdir
+from digen_jax.logging.workdir import claim_workdir
 claim = claim_workdir(sys.argv[1], {"seed": 0})
 print("held", flush=True)
 sys.stdin.read()

@@ -14,10 +14,10 @@ import orbax.checkpoint as ocp
 import pytest
 
 from digen_jax.distributed.launch import PART, TrainerPart
+from digen_jax.logging.command_log import read_log
+from digen_jax.logging.status import read_status
 from digen_jax.process.job import Place
 from digen_jax.process.shutdown import STOPPED
-from digen_jax.records.command_log import read_log
-from digen_jax.records.status import read_status
 from digen_jax.scheduling.commands import Command, Generate, Train
 from tests.metrics import assert_same_metrics, metrics
 from tests.parallel import toy

@@ -16,10 +16,10 @@ from digen_jax.diffusion.sampling import image_keys, start_noise
 from digen_jax.diffusion.steps import Ode
 from digen_jax.errors import ConfigError
 from digen_jax.inference.export import export, first_average, how_to_load
+from digen_jax.logging.metrics import read_metrics
 from digen_jax.models.family import Size
 from digen_jax.parallel.sampler import Sampler, SamplerSettings
 from digen_jax.parallel.trainer import TrainerSettings
-from digen_jax.records.metrics import read_metrics
 from digen_jax.train import train
 from tests.cases import said
 from tests.scripts import run_script

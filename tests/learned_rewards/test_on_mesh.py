@@ -13,6 +13,7 @@ from digen_jax import assemble
 from digen_jax.config.load import load_config, read_config
 from digen_jax.errors import ConfigError, DivergedError
 from digen_jax.learned_rewards import on_mesh
+from digen_jax.logging.metrics import read_metrics
 from digen_jax.parallel.mesh import make_mesh
 from digen_jax.parallel.placement import DeviceGroup
 from digen_jax.parallel.reward_model import Scoring
@@ -22,7 +23,6 @@ from digen_jax.planning.compiled import programs
 from digen_jax.planning.footprint import model_footprint
 from digen_jax.planning.plan import make_problem
 from digen_jax.planning.programs import measured_programs
-from digen_jax.records.metrics import read_metrics
 from digen_jax.rewards import built_in
 from digen_jax.rewards.built_in import on_mesh as on_mesh_of
 from digen_jax.rewards.built_in import resolve

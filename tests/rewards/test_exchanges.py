@@ -12,9 +12,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import numpy as np
 import pytest
 
-from digen_jax.records.timeline_files import TraceFile, draw, in_order, read_events
-from digen_jax.report.reading import read_run
-from digen_jax.report.timeline import timeline
+from digen_jax.logging.report_reading import read_run
+from digen_jax.logging.report_timeline import timeline
+from digen_jax.logging.timeline_files import TraceFile, draw, in_order, read_events
 from digen_jax.rewards import exchanges
 from digen_jax.rewards.built_in import resolve
 from digen_jax.rewards.pool import RewardPool

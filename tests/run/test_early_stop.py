@@ -8,9 +8,9 @@ import pytest
 from digen_jax.config.load import load_config
 from digen_jax.config.sections import StoppingSection
 from digen_jax.errors import ConfigError
-from digen_jax.records.metrics import MetricsLog, has_fallen, reason_to_stop
-from digen_jax.records.workdir import finished_step
-from digen_jax.report.reading import read_run
+from digen_jax.logging.metrics import MetricsLog, has_fallen, reason_to_stop
+from digen_jax.logging.report_reading import read_run
+from digen_jax.logging.workdir import finished_step
 from tests.metrics import metrics
 from tests.run.test_train import config, saved, train  # noqa: F401
 

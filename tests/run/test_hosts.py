@@ -13,10 +13,10 @@ import pytest
 
 from digen_jax.checkpoints.checkpoint_folder import read_checkpoint
 from digen_jax.config.load import load_config
+from digen_jax.logging.metrics import read_metrics
+from digen_jax.logging.workdir import finished_step
 from digen_jax.parallel import sharding
 from digen_jax.process import shutdown as ending
-from digen_jax.records.metrics import read_metrics
-from digen_jax.records.workdir import finished_step
 from digen_jax.rewards import built_in
 from digen_jax.runtime import opening
 from digen_jax.train import train

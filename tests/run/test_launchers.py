@@ -14,8 +14,8 @@ import time
 
 import pytest
 
-from digen_jax.records.metrics import read_metrics
-from digen_jax.records.workdir import finished_step
+from digen_jax.logging.metrics import read_metrics
+from digen_jax.logging.workdir import finished_step
 from tests.compiling import quick_flags
 from tests.pipelines import ROOT
 from tests.ports import free_port

@@ -15,10 +15,10 @@ import pytest
 from digen_jax.checkpoints import checkpoint_folder, checkpointer
 from digen_jax.checkpoints.checkpointer import SaveFailed
 from digen_jax.errors import ConfigError
+from digen_jax.logging.command_log import read_log
+from digen_jax.logging.metrics import read_metrics
 from digen_jax.parallel import sharding
 from digen_jax.process.shutdown import Stopped
-from digen_jax.records.command_log import read_log
-from digen_jax.records.metrics import read_metrics
 from tests.metrics import assert_same_metrics, metrics
 from tests.parallel import toy
 from tests.run import test_train

@@ -20,19 +20,19 @@ import pytest
 from digen_jax.config.load import load_config
 from digen_jax.errors import ConfigError, DivergedError, check_metrics
 from digen_jax.images import check_images
-from digen_jax.records.metrics import TIMING, read_metrics
-from digen_jax.records.records import ADVICE, waiting
-from digen_jax.records.status import describe, read_status
-from digen_jax.records.workdir import finished_step
+from digen_jax.logging.metrics import TIMING, read_metrics
+from digen_jax.logging.records import ADVICE, waiting
+from digen_jax.logging.status import describe, read_status
+from digen_jax.logging.workdir import finished_step
 from digen_jax.rewards import trial
 from digen_jax.rewards.mistakes import RewardFailed
 from digen_jax.runtime import opening
 from digen_jax.scheduling.timeline import CAUSES
 from digen_jax.train import train as whole_run
+from tests.logging.test_metrics import scalars
 from tests.metrics import metrics
 from tests.parallel import toy
 from tests.pipelines import ROOT, environment, write_tiny_pipeline
-from tests.records.test_metrics import scalars
 from tests.tiny_runs import PROMPTS
 
 # Around a model, and around the toy family.

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from digen_jax.records.command_log import CommandLog, read_log, since
+from digen_jax.logging.command_log import CommandLog, read_log, since
 from digen_jax.runtime.clock import _length, measured
 from digen_jax.scheduling.commands import (
     Chunk,

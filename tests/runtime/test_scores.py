@@ -3,8 +3,8 @@ import pytest
 
 from digen_jax import rewards
 from digen_jax.algorithms.advantages import AdvantageSettings
+from digen_jax.logging.image_statistics import look_beside
 from digen_jax.parallel.sampler import Draws
-from digen_jax.records.image_statistics import look_beside
 from digen_jax.runtime.sampling import ends
 from digen_jax.runtime.steps import Kept, StepImages, StepScores
 

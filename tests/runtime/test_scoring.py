@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from digen_jax.errors import DivergedError
+from digen_jax.logging.image_statistics import look
 from digen_jax.parallel.sampler import Draws
-from digen_jax.records.image_statistics import look
 from digen_jax.rewards import alone
 from digen_jax.rewards.mistakes import RewardFailed
 from digen_jax.rewards.pool import RewardPool

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from digen_jax.errors import ConfigError
+from digen_jax.logging.command_log import CommandLog, read_log
 from digen_jax.process.shutdown import Stopped
-from digen_jax.records.command_log import CommandLog, read_log
 from digen_jax.rewards import Scores, alone
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime import driver as runtime_driver

@@ -3,7 +3,7 @@ import json
 import pytest
 from PIL import Image
 
-from digen_jax.records.timeline_files import TraceFile, draw
+from digen_jax.logging.timeline_files import TraceFile, draw
 from digen_jax.scheduling.commands import Chunk
 from digen_jax.scheduling.settings import Costs, Settings
 from digen_jax.scheduling.simulator import WorkerLayout, simulate

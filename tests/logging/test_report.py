@@ -16,13 +16,15 @@ import pytest
 from PIL import Image
 
 from digen_jax.errors import ConfigError
-from digen_jax.records.timeline_files import TraceFile
-from digen_jax.report import curves, images, page
-from digen_jax.report.page import task_table, time_table, write_report
-from digen_jax.report.reading import differing, read_run
-from digen_jax.report.timeline import timeline
+from digen_jax.logging import report_curves as curves
+from digen_jax.logging import report_images as images
+from digen_jax.logging import report_page as page
+from digen_jax.logging.report_page import task_table, time_table, write_report
+from digen_jax.logging.report_reading import differing, read_run
+from digen_jax.logging.report_timeline import timeline
+from digen_jax.logging.timeline_files import TraceFile
+from tests.logging.workdirs import HOSTILE, intervals, level, write_workdir
 from tests.pipelines import ROOT
-from tests.report.workdirs import HOSTILE, intervals, level, write_workdir
 
 
 class Parsed(html.parser.HTMLParser):

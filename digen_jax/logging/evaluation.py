@@ -14,8 +14,8 @@ from jaxtyping import Float, Float32, UInt8
 
 from digen_jax import rewards
 from digen_jax.files import replace
+from digen_jax.logging.image_statistics import Looks, diversity
 from digen_jax.process.terminal import printable
-from digen_jax.records.image_statistics import Looks, diversity
 
 
 class Sample(NamedTuple):

@@ -5,10 +5,10 @@ import pathlib
 
 import numpy as np
 
-from digen_jax.records.evaluation import save_images
-from digen_jax.records.metrics import MetricsLog
-from digen_jax.records.pictures import image_grid
-from digen_jax.records.timeline_files import TraceFile
+from digen_jax.logging.evaluation import save_images
+from digen_jax.logging.images import image_grid
+from digen_jax.logging.metrics import MetricsLog
+from digen_jax.logging.timeline_files import TraceFile
 from digen_jax.scheduling.commands import Chunk
 from digen_jax.scheduling.timeline import Interval
 

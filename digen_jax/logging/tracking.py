@@ -16,13 +16,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from digen_jax.records.tracking_process import Told
+from digen_jax.logging.tracking_process import Told
 
 WAITING = 1000  # messages that wait for a tracker; what comes then is left out
 PATIENCE = 60.0  # seconds that the end of a run waits for a tracker
 START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from digen_jax.records.tracking_process import main; main()"
+    "from digen_jax.logging.tracking_process import main; main()"
 )
 
 

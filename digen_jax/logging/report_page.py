@@ -11,10 +11,10 @@ import numpy as np
 from markupsafe import Markup
 
 from digen_jax.files import write_output
-from digen_jax.records.metrics import CLOCK
-from digen_jax.report import curves, images
-from digen_jax.report.reading import EVALUATION, Run, differing, evaluated_prompts, read_run
-from digen_jax.report.timeline import MOST, timeline
+from digen_jax.logging import report_curves, report_images
+from digen_jax.logging.metrics import CLOCK
+from digen_jax.logging.report_reading import EVALUATION, Run, differing, evaluated_prompts, read_run
+from digen_jax.logging.report_timeline import MOST, timeline
 
 TEMPLATE = "page.html.jinja"
 
@@ -56,13 +56,13 @@ def render(runs: Sequence[Run]) -> str:
         loader=places, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
     )  # fmt: skip
-    script, charts = curves.draw(runs, curves.charts(runs))
+    script, charts = report_curves.draw(runs, report_curves.charts(runs))
     return environment.get_template(TEMPLATE).render(
         prompts=evaluated_prompts(runs),
         runs=[_of_run(run, MOST // len(runs)) for run in runs],
         charts={part: list(map(Markup, drawn)) for part, drawn in charts.items()},
         chart_script=Markup(script),
-        core_script=Markup(curves.core_script()),
+        core_script=Markup(report_curves.core_script()),
         table=task_table(runs),
         times=time_table(runs),
         differing=differing(runs),
@@ -84,8 +84,8 @@ def _of_run(run: Run, intervals: int) -> dict[str, Any]:
         "minutes": run.seconds / 60,
         "starts": run.starts,
         "command": run.command,
-        "pairs": images.pairs(run),
-        "shown": images.shown(run),
+        "pairs": report_images.pairs(run),
+        "shown": report_images.shown(run),
         # "<" could end the script that this stands in
         "timeline": drawn and Markup(json.dumps(drawn).replace("<", "\\u003c")),
     }

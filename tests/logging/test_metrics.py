@@ -13,8 +13,8 @@ from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.record_writer import masked_crc32c
 
 from digen_jax.errors import ConfigError
-from digen_jax.records import metrics
-from digen_jax.records.metrics import MetricsLog, read_metrics, without_timing
+from digen_jax.logging import metrics
+from digen_jax.logging.metrics import MetricsLog, read_metrics, without_timing
 
 PACKAGE = pathlib.Path(metrics.__file__).parents[1]
 
@@ -132,7 +132,7 @@ def test_cutting_back_to_more_than_there_is_is_refused(tmp_path):
 
 KILLED = """
 import os, signal, sys
-from digen_jax.records.metrics import MetricsLog
+from digen_jax.logging.metrics import MetricsLog
 log = MetricsLog(sys.argv[1])
 for step in range(3):
     log.write(step, {"a": step})
@@ -207,7 +207,7 @@ def test_the_runs_bookkeeping_imports_neither_torch_nor_tensorflow():
         "import json, sys\n"
         "from digen_jax.process import terminal\n"
         "from digen_jax.checkpoints import checkpointer\n"
-        "from digen_jax.records import event_file, metrics, pictures\n"
+        "from digen_jax.logging import event_file, images, metrics\n"
         "from digen_jax.config import fields\n"
         "print(json.dumps([m for m in ('torch', 'tensorflow', 'diffusers') if m in sys.modules]))"
     )

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from digen_jax.report.page import write_report
-from tests.report.workdirs import write_workdir
+from digen_jax.logging.report_page import write_report
+from tests.logging.workdirs import write_workdir
 
 REQUIRED = "DIGEN_JAX_CHROMIUM"  # "required": a missing browser fails; .ci/run sets it
 # The browser asks for updates and the time: no name is resolved, so that nothing leaves this machine.

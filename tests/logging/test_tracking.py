@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from digen_jax.records import tracking
-from digen_jax.records.metrics import MetricsLog, read_metrics
-from digen_jax.records.tracking import Tracker
-from digen_jax.records.tracking_process import Told
+from digen_jax.logging import tracking
+from digen_jax.logging.metrics import MetricsLog, read_metrics
+from digen_jax.logging.tracking import Tracker
+from digen_jax.logging.tracking_process import Told
+from tests.logging.test_metrics import drawn, lines
 from tests.pipelines import ROOT
-from tests.records.test_metrics import drawn, lines
 from tests.run.test_train import config, train  # noqa: F401
 
 # Stands for wandb: notes all calls, a line each, and does what a text in the project's name asks for.
@@ -147,8 +147,8 @@ def test_a_tracker_that_hangs_neither_slows_nor_keeps_a_run(tmp_path, fake, capf
 def test_a_tracker_ends_its_run_where_the_process_that_tells_it_is_killed(tmp_path, fake):
     code = (
         "import os, sys, time\n"
-        "from digen_jax.records.tracking import Tracker\n"
-        "from digen_jax.records.tracking_process import Told\n"
+        "from digen_jax.logging.tracking import Tracker\n"
+        "from digen_jax.logging.tracking_process import Told\n"
         "tracker = Tracker(Told('wandb', sys.argv[1], {'project': 'fine'}, None, -1))\n"
         "tracker.log({'a': 1.0}, 0)\n"
         "time.sleep(0.5)\n"

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from scipy import ndimage
 
-from digen_jax.records import image_statistics
-from digen_jax.records.image_statistics import (
+from digen_jax.logging import image_statistics
+from digen_jax.logging.image_statistics import (
     diversity,
     group_diversity,
     joined,

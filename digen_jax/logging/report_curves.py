@@ -12,8 +12,8 @@ from bokeh.plotting import figure
 from bokeh.resources import Resources
 from jaxtyping import Float, Int
 
-from digen_jax.records.pictures import running_mean
-from digen_jax.report.reading import EVALUATION, Run, evaluated_prompts
+from digen_jax.logging.images import running_mean
+from digen_jax.logging.report_reading import EVALUATION, Run, evaluated_prompts
 
 COLOURS = (
     "#1f77b4", "#d9730d", "#2f8f4e", "#8a55c7", "#c23b3b", "#7a5a4a", "#c75aa6", "#5f6a72", "#9a9a1f", "#1f9fb0"

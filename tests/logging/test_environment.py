@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from digen_jax.records.environment import commit, note_start, started_in
+from digen_jax.logging.environment import commit, note_start, started_in
 
 
 def test_every_start_is_a_line_with_versions_and_devices(tmp_path):

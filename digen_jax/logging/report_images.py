@@ -11,7 +11,7 @@ from jaxtyping import Num, UInt8
 from PIL import Image
 
 from digen_jax.images import to_uint8
-from digen_jax.report.reading import Run
+from digen_jax.logging.report_reading import Run
 
 QUALITY = 82
 SMALL = 1 << 16  # pixels up to which a picture is written without loss

@@ -9,7 +9,7 @@ from tensorboardX.proto.summary_pb2 import Summary
 from tensorboardX.record_writer import RecordWriter, masked_crc32c
 from tensorboardX.summary import text
 
-from digen_jax.records import event_file
+from digen_jax.logging import event_file
 
 
 @pytest.mark.parametrize("data", [b"", b"123456789", bytes(range(256)) * 3])

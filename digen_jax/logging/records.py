@@ -16,17 +16,17 @@ from digen_jax.checkpoints.room import FULL
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.errors import ConfigError
 from digen_jax.images import stills
+from digen_jax.logging.command_log import CommandLog
+from digen_jax.logging.environment import note_start
+from digen_jax.logging.evaluation import Evaluation, Extremes, by_tag, save_images, saved_images
+from digen_jax.logging.images import before_after, image_grid, plot_curves, save_frames
+from digen_jax.logging.metrics import CLOCK, MetricsLog, read_metrics
+from digen_jax.logging.timeline_files import TraceFile, draw
 from digen_jax.parallel.system import System
 from digen_jax.policies import describe_computation
 from digen_jax.process.job import describe_cache
 from digen_jax.process.shutdown import Stopped
 from digen_jax.process.terminal import Progress
-from digen_jax.records import pictures
-from digen_jax.records.command_log import CommandLog
-from digen_jax.records.environment import note_start
-from digen_jax.records.evaluation import Evaluation, Extremes, by_tag, save_images, saved_images
-from digen_jax.records.metrics import CLOCK, MetricsLog, read_metrics
-from digen_jax.records.timeline_files import TraceFile, draw
 from digen_jax.scheduling.timeline import Interval
 
 NO_SPACE = re.compile("|".join(map(os.strerror, FULL)))
@@ -184,7 +184,7 @@ class Records:
         for name, sample in found._asdict().items():
             captions = [record["prompt"] for record in sample.records]
             title = f"the {name} images of step {done}"
-            sheet = pictures.image_grid(sample.images, captions, 6, sample.values, title)
+            sheet = image_grid(sample.images, captions, 6, sample.values, title)
             path = self._folder / f"{name}_{done:06d}.png"
             self._write(sheet.save, path)
             self._write(self.metrics.picture, path)
@@ -212,16 +212,16 @@ class Records:
         captions = [record["prompt"] for record in found.records[:count]]
         title = f"after step {done}" if done else "before tuning"
         grids = [
-            pictures.image_grid(images, captions, 6, found.scores[:count], title)
+            image_grid(images, captions, 6, found.scores[:count], title)
             for images in found.clips[:count].swapaxes(0, 1)
         ]
         path = self._folder / f"step_{done:06d}.png"
-        self._write(pictures.save_frames, path, grids)
+        self._write(save_frames, path, grids)
         self._write(self.metrics.picture, path)
 
     def _draw_curve(self) -> None:
         """Writes the reward so far as a picture."""
-        pictures.plot_curves(
+        plot_curves(
             read_metrics(self._workdir / "metrics.jsonl"),
             {"training": "reward", self._prompts: "evaluation/reward"},
             self._folder / "curve.png",
@@ -233,7 +233,7 @@ class Records:
             return
         first, last = found
         count = min(len(first["images"]), len(last["images"]))
-        sheet = pictures.before_after(
+        sheet = before_after(
             first["images"][:count],
             last["images"][:count],
             [record["prompt"] for record in self._held_out[:count]],

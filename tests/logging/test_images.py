@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from digen_jax.records import pictures
+from digen_jax.logging import images as pictures
 
 GREEN, RED, AMBER = (26, 127, 55), (207, 34, 46), (154, 103, 0)
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from digen_jax.errors import ConfigError
 from digen_jax.files import append, parse_json, without_torn_line
-from digen_jax.records import event_file
-from digen_jax.records.tracking import Told, Tracker
+from digen_jax.logging import event_file
+from digen_jax.logging.tracking import Told, Tracker
 
 if TYPE_CHECKING:  # launch/report.py reads metrics without JAX
     from digen_jax.config.sections import StoppingSection

@@ -9,9 +9,9 @@ import time
 import pytest
 
 from digen_jax.errors import ConfigError
+from digen_jax.logging import status
+from digen_jax.logging.status import FILE, Status, describe, read_status, write_status
 from digen_jax.process import terminal
-from digen_jax.records import status
-from digen_jax.records.status import FILE, Status, describe, read_status, write_status
 
 HERE = socket.gethostname()
 TRAINER = dict(

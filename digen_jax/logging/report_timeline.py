@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from digen_jax.records.timeline_files import COLOURS, WAIT, in_order, read_events
-from digen_jax.report.reading import Run
+from digen_jax.logging.report_reading import Run
+from digen_jax.logging.timeline_files import COLOURS, WAIT, in_order, read_events
 
 MOST = 5000  # intervals on a page; the steps before the newest so many are left out
 

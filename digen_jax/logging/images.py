@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from PIL import Image, ImageDraw
 
 from digen_jax.images import to_uint8
-from digen_jax.records.fonts import text_width, write
+from digen_jax.logging.fonts import text_width, write
 
 PAPER, INK, PALE, EDGE = "#ffffff", "#24292f", "#8c959f", "#d0d7de"
 GOOD, MIDDLING, BAD = "#1a7f37", "#9a6700", "#cf222e"

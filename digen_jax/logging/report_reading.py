@@ -12,8 +12,8 @@ import numpy as np
 from digen_jax.data.label import prompts_label
 from digen_jax.errors import ConfigError
 from digen_jax.files import parse_json, without_torn_line
-from digen_jax.records.evaluation import saved_images
-from digen_jax.records.metrics import CLOCK, read_metrics
+from digen_jax.logging.evaluation import saved_images
+from digen_jax.logging.metrics import CLOCK, read_metrics
 
 EVALUATION = "evaluation/"
 # After "evaluation/", what is no task's reward.

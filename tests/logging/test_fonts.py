@@ -1,7 +1,7 @@
 import pytest
 from PIL import Image, ImageDraw, ImageFont
 
-from digen_jax.records.fonts import FONTS, text_width, write
+from digen_jax.logging.fonts import FONTS, text_width, write
 
 
 def written(text: str) -> bytes:

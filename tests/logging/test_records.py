@@ -7,11 +7,11 @@ import pytest
 from PIL import Image
 
 from digen_jax.inference.pictures import evaluation_to_folder
-from digen_jax.records import pictures, records
-from digen_jax.records.evaluation import Evaluation, Extremes, Sample
-from digen_jax.records.pictures import image_grid
+from digen_jax.logging import records
+from digen_jax.logging.evaluation import Evaluation, Extremes, Sample
+from digen_jax.logging.images import image_grid
+from tests.logging.test_metrics import tags
 from tests.parallel import toy
-from tests.records.test_metrics import tags
 
 
 @pytest.mark.parametrize(
@@ -27,9 +27,9 @@ def test_the_label_tells_whether_evaluated_prompts_are_trained_on(
 ):
     recipe = toy.opened(toy.config(**training, evaluation__prompts=evaluated, evaluation__every=1))
     plotted = []
-    monkeypatch.setattr(pictures, "plot_curves", lambda _, curves, *__: plotted.append(curves))
+    monkeypatch.setattr(records, "plot_curves", lambda _, curves, *__: plotted.append(curves))
     monkeypatch.setattr(
-        pictures,
+        records,
         "before_after",
         lambda *_, title: plotted.append(title) or Image.new("RGB", (1, 1)),
     )

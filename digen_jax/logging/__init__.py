@@ -1,0 +1,1 @@
+"""Metrics, images, timeline, status and report of a run."""

@@ -1,1 +1,0 @@
-"""Files in a run's workdir: checkpoints, metrics, pictures, commands, timeline, versions."""
