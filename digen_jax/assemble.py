@@ -20,20 +20,20 @@ from digen_jax.errors import blame
 from digen_jax.families import check_parts, editing, load_family, open_pipeline, read_parts
 from digen_jax.learned_rewards.on_mesh import outlined, read
 from digen_jax.models.family import Family, Params
-from digen_jax.parallel.encoding import Stored
+from digen_jax.parallel.encoding import PrecomputedPrompts
 from digen_jax.parallel.placement import (
     DeviceGroup,
-    OwnMesh,
+    MeshRole,
     Placement,
     check_processes,
-    make_own,
     make_placement,
+    make_process_placement,
 )
 from digen_jax.parallel.policy import Policy
-from digen_jax.parallel.reward_model import Scoring
+from digen_jax.parallel.reward_model import RewardModel
 from digen_jax.parallel.sampler import Sampler, SamplerSettings
 from digen_jax.parallel.sharding import Layout
-from digen_jax.parallel.system import Rollout, System, in_dtype, lying, reshard
+from digen_jax.parallel.system import Rollout, System, reshard, shapes_in_dtype, sharded_shapes
 from digen_jax.parallel.trainer import Trainer
 from digen_jax.policies import (
     check_heads,
@@ -65,8 +65,8 @@ def recipe_model(recipe: TrainConfig) -> tuple[pathlib.Path, Family]:
 def build(
     recipe: TrainConfig,
     devices: Sequence[jax.Device],
-    mesh: OwnMesh | None = None,
-    encoded: Stored | None = None,
+    mesh: MeshRole | None = None,
+    encoded: PrecomputedPrompts | None = None,
 ) -> System:
     """All parts of a run; what does not fit the model is found before its weights are read.
 
@@ -91,7 +91,7 @@ def build(
 
 
 def build_trainer(
-    recipe: TrainConfig, devices: Sequence[jax.Device], encoded: Stored | None = None
+    recipe: TrainConfig, devices: Sequence[jax.Device], encoded: PrecomputedPrompts | None = None
 ) -> System:
     """As `build` in the process of one training worker.
 
@@ -118,7 +118,7 @@ def build_trainer(
 
 
 def build_rollout(
-    recipe: TrainConfig, devices: Sequence[jax.Device], encoded: Stored | None
+    recipe: TrainConfig, devices: Sequence[jax.Device], encoded: PrecomputedPrompts | None
 ) -> Rollout:
     """A rollout worker in its own process, with all parameters but the tuned ones, which the trainer sends.
 
@@ -144,7 +144,11 @@ def _split_on(recipe: TrainConfig, parts: "Parts", group: DeviceGroup) -> tuple[
 
 
 def _rollout_on(
-    recipe: TrainConfig, parts: "Parts", group: DeviceGroup, base: Any, encoded: Stored | None
+    recipe: TrainConfig,
+    parts: "Parts",
+    group: DeviceGroup,
+    base: Any,
+    encoded: PrecomputedPrompts | None,
 ) -> Rollout:
     folder, family, *_ = parts
     with blame("config.model.folder: "):
@@ -155,7 +159,7 @@ def _rollout_on(
     return found._replace(scorers=read(on_mesh(recipe.rewards), group))
 
 
-def read_scorers(recipe: TrainConfig, devices: Sequence[jax.Device]) -> tuple[Scoring, ...]:
+def read_scorers(recipe: TrainConfig, devices: Sequence[jax.Device]) -> tuple[RewardModel, ...]:
     """The rewards that a run computes on its sampling meshes, on the first of these; for `System.with_scorers`.
 
     Raises:
@@ -176,7 +180,7 @@ class Parts(NamedTuple):
 
 
 def open_parts(
-    recipe: TrainConfig, devices: Sequence[jax.Device], mesh: OwnMesh | None = None
+    recipe: TrainConfig, devices: Sequence[jax.Device], mesh: MeshRole | None = None
 ) -> Parts:
     """Opens a run's model, and finds what does not fit it; components without weights may stay so until they are read.
 
@@ -204,7 +208,7 @@ def placed(
     recipe: TrainConfig,
     family: Family,
     devices: Sequence[jax.Device],
-    mesh: OwnMesh | None = None,
+    mesh: MeshRole | None = None,
 ) -> Placement:
     """The meshes of a recipe, with its rules for the model's parameters; `mesh` as in `open_parts`.
 
@@ -215,7 +219,7 @@ def placed(
     layout.check()
     sizes, attention = recipe.placement.meshes, recipe.model.attention
     if mesh is not None:
-        return make_own(sizes, layout, devices, attention, mesh)
+        return make_process_placement(sizes, layout, devices, attention, mesh)
     return make_placement(sizes, layout, devices, attention)
 
 
@@ -226,7 +230,7 @@ def connect(
     trained: Params,
     frozen: Params,
     lora: Any = None,
-    encoded: Stored | None = None,
+    encoded: PrecomputedPrompts | None = None,
 ) -> System:
     """The parts of a run around a model: components by name, `trained` on the trainer mesh, `frozen` on the rollout's.
 
@@ -260,8 +264,8 @@ def outline(recipe: TrainConfig, devices: Sequence[jax.Device]) -> System:
     placement = placed(recipe, family, devices)
     check_heads(family, placement)
     shapes = parameter_shapes(recipe, family)
-    start, base = (lying(tree, placement.trainer) for tree in (shapes.tuned, shapes.base))
-    frozen = lying(shapes.frozen, placement.rollout)
+    start, base = (sharded_shapes(tree, placement.trainer) for tree in (shapes.tuned, shapes.base))
+    frozen = sharded_shapes(shapes.frozen, placement.rollout)
     encoded = stored(recipe, None, family) if shapes.ahead else None
     policy = make_policy(recipe, family)
     system = _around(recipe, placement, policy, start, base, frozen, encoded)
@@ -285,7 +289,7 @@ def parameter_shapes(recipe: TrainConfig, family: Family) -> ParameterShapes:
     ahead = encoder_shapes(recipe, family) if is_ahead(recipe, family) else {}
     others = {*shapes} - {*family.trained, *ahead} | {*family.decoders}
     frozen = {part: tree for part, tree in shapes.items() if part in others}
-    return ParameterShapes(tuned, *in_dtype((base, frozen), recipe.precision.frozen), ahead)
+    return ParameterShapes(tuned, *shapes_in_dtype((base, frozen), recipe.precision.frozen), ahead)
 
 
 def _around(
@@ -295,7 +299,7 @@ def _around(
     start: Any,
     base: Any,
     frozen: Params,
-    encoded: Stored | None,
+    encoded: PrecomputedPrompts | None,
 ) -> System:
     """The parts of a run around parameters that lie where they belong."""
     sampler_base = policy.sampler_base(base)
@@ -310,7 +314,7 @@ def make_rollout(
     group: DeviceGroup,
     base: Any,
     frozen: Params,
-    encoded: Stored | None,
+    encoded: PrecomputedPrompts | None,
 ) -> Rollout:
     """A sampling mesh: `base` is `Policy.sampler_base`, and may lie elsewhere; `frozen` lies on the mesh."""
     algorithm = recipe.algorithm
@@ -351,7 +355,7 @@ def make_system(
     return System(
         placement,
         policy,
-        recipe.draws,
+        recipe.rng,
         rollouts,
         trainer(placement.trainer),
         base,
@@ -386,7 +390,7 @@ def evaluation_sampler(
     group: DeviceGroup,
     recipe: TrainConfig,
     lora: LoraConfig | None = None,
-    encoded: Stored | None = None,
+    encoded: PrecomputedPrompts | None = None,
 ) -> Sampler:
     """Builds a sampler without noise, with the evaluation's own size, steps and guidance."""
     settings = SamplerSettings(recipe.evaluation_size, recipe.evaluation_steps, Ode())

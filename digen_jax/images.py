@@ -14,15 +14,15 @@ from PIL import Image, ImageOps
 from digen_jax.errors import DivergedError
 
 # A picture's file, or the picture itself.
-Picture = str | os.PathLike[str] | Image.Image
+ImageSource = str | os.PathLike[str] | Image.Image
 
 
-def stills(clips: Num[np.ndarray, "*b t h w 3"]) -> Num[np.ndarray, "*b h w 3"]:
+def middle_frames(clips: Num[np.ndarray, "*b t h w 3"]) -> Num[np.ndarray, "*b h w 3"]:
     """The middle frame of each clip; for a picture, which has one frame, the picture."""
     return clips[..., clips.shape[-4] // 2, :, :, :]
 
 
-def as_scored(clips: UInt8[np.ndarray, "b t h w 3"]) -> UInt8[np.ndarray, "b ..."]:
+def reward_input(clips: UInt8[np.ndarray, "b t h w 3"]) -> UInt8[np.ndarray, "b ..."]:
     """The rewards' input: pictures [b h w 3] where clips have one frame, else the clips."""
     return clips[:, 0] if clips.shape[1] == 1 else clips
 
@@ -53,7 +53,7 @@ def bytes_or_nan(images: Num[np.ndarray, "*b h w 3"]) -> Num[np.ndarray, "*b h w
     return images if np.isnan(images.sum()) else to_uint8(images)
 
 
-def read_picture(picture: Picture) -> Image.Image:
+def read_image(picture: ImageSource) -> Image.Image:
     """A picture in RGB, upright, as diffusers' `load_image` reads it.
 
     Raises:
@@ -69,17 +69,17 @@ def read_picture(picture: Picture) -> Image.Image:
         raise ValueError(f"{picture} cannot be read as a picture: {error}") from error
 
 
-def resized(picture: Image.Image, height: int, width: int) -> UInt8[np.ndarray, "h w 3"]:
+def resize_image(picture: Image.Image, height: int, width: int) -> UInt8[np.ndarray, "h w 3"]:
     """A picture stretched to a size, by the filter of diffusers' `VaeImageProcessor`."""
     return np.asarray(picture.resize((width, height), Image.Resampling.LANCZOS))
 
 
-def blank(height: int, width: int) -> Image.Image:
+def black_image(height: int, width: int) -> Image.Image:
     """A black picture."""
     return Image.new("RGB", (width, height))
 
 
-def picture_hash(picture: Picture) -> str:
+def image_hash(picture: ImageSource) -> str:
     """A hash of a picture's file, byte by byte.
 
     Raises:
@@ -90,11 +90,11 @@ def picture_hash(picture: Picture) -> str:
     return _of_file(_hash_file, picture)
 
 
-def check_picture(path: str | os.PathLike[str]) -> None:
+def check_image_file(path: str | os.PathLike[str]) -> None:
     """Reads a picture's file whole, once while it does not change.
 
     Raises:
-      ValueError: as `read_picture`.
+      ValueError: as `read_image`.
     """
     _of_file(_read_file, path)
 
@@ -115,7 +115,7 @@ def _hash_file(path: str, *state: int) -> str:
 
 @functools.cache
 def _read_file(path: str, *state: int) -> None:
-    read_picture(path)
+    read_image(path)
 
 
 def _hash(content: bytes) -> str:

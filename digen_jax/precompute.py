@@ -29,15 +29,15 @@ from digen_jax.models.family import Family, Record, Tokens
 from digen_jax.parallel.encoding import (
     Rows,
     block_size,
-    encoder,
-    example,
-    key_of,
-    null_key,
+    example_record,
+    jit_encoder,
+    null_prompt_key,
+    prompt_key,
     row_bytes,
-    rows_of,
+    unpad_rows,
 )
 from digen_jax.parallel.mesh import any_of, fetch
-from digen_jax.parallel.placement import DeviceGroup, OwnMesh
+from digen_jax.parallel.placement import DeviceGroup, MeshRole
 from digen_jax.policies import on_devices, reads_null
 from digen_jax.process.job import is_first, meet, several
 from digen_jax.process.shutdown import during
@@ -67,8 +67,8 @@ class Encoding:
       family: of its model.
       group: the sampling mesh whose devices encode.
       store: where they are kept.
-      records: all of them by their keys: first those of passes without the prompt (`null_key`), if there is one, then
-        those of the prompts (`key_of`).
+      records: all of them by their keys: first those of passes without the prompt (`null_prompt_key`), if there is one,
+        then those of the prompts (`prompt_key`).
       nulls: the keys of passes without the prompt.
       missing: the keys of those that are not stored yet.
     """
@@ -117,7 +117,7 @@ class Encoding:
             blocks = map(self._tokens, _blocks(self.missing, TOKENIZED, self.nulls))
             rows = sum(int(row_bytes(family, shapes, tokens).sum()) for tokens in blocks)
         else:  # all have as many
-            one = row_bytes(family, shapes, family.tokenize([example(family)]))
+            one = row_bytes(family, shapes, family.tokenize([example_record(family)]))
             rows = int(one.sum()) * len(self.missing)
         return rows + (2 + len(self.missing) // TOGETHER + rows // TOGETHER_BYTES) * OVERHEAD
 
@@ -178,13 +178,13 @@ class Encoding:
         with blame("config.model.folder: "):
             kept = self.recipe.precision.frozen
             params = read_parts(family, self.folder, family.encoders, group, kept)
-        program, done = encoder(family, group), 0
+        program, done = jit_encoder(family, group), 0
         shown = watched(blocks, "encoding prompts", "block", note=lambda: _shown(done))
         for block in shown if is_first() else blocks:
             tokens = jax.tree.map(lambda rows: _filled(rows, count), self._tokens(block))
             with during("the encoding of prompts"):
                 made = jax.tree.map(fetch, program(params, tokens))
-            rows = dict(zip(block, rows_of(family, made), strict=False))
+            rows = dict(zip(block, unpad_rows(family, made), strict=False))
             done += _bytes(rows)
             yield rows
 
@@ -218,7 +218,7 @@ def prepare(
     recipe: TrainConfig,
     devices: Sequence[jax.Device],
     records: Callable[[], Sequence[Record]],
-    mesh: OwnMesh | None = None,
+    mesh: MeshRole | None = None,
 ) -> Encoding | None:
     """What is to be encoded of some prompts, with a look at the store; None: the text encoders run in each step.
 
@@ -234,8 +234,8 @@ def prepare(
         return None
     drawn = records()
     own = drawn if reads_null(recipe, family) else ()
-    nulls = {null_key(family, record): record for record in own}
-    wanted = nulls | {key_of(family, record): record for record in drawn}
+    nulls = {null_prompt_key(family, record): record for record in own}
+    wanted = nulls | {prompt_key(family, record): record for record in drawn}
     store = open_store(recipe, folder, family)
     with blame("config.prompts.store: "):
         missing = store.missing(wanted)

@@ -15,8 +15,8 @@ from digen_jax.config.train_config import TrainConfig
 from digen_jax.data.embedding_cache import PromptStore, models
 from digen_jax.errors import ConfigError, blame
 from digen_jax.models.family import Family, Params
-from digen_jax.parallel.encoding import Rows, Stored
-from digen_jax.parallel.system import in_dtype
+from digen_jax.parallel.encoding import PrecomputedPrompts, Rows
+from digen_jax.parallel.system import shapes_in_dtype
 from digen_jax.process.job import CACHE
 from digen_jax.process.shutdown import Stopped
 
@@ -30,7 +30,7 @@ def encoder_shapes(recipe: TrainConfig, family: Family) -> Params:
     """The parameters of the text encoders as shapes, in the type that a run has them in."""
     shapes = family.shapes()
     parts = {part: shapes[part] for part in family.encoders}
-    return in_dtype(parts, jnp.dtype(recipe.precision.frozen))
+    return shapes_in_dtype(parts, jnp.dtype(recipe.precision.frozen))
 
 
 def is_ahead(recipe: TrainConfig, family: Family) -> bool:
@@ -65,7 +65,7 @@ def open_store(recipe: TrainConfig, folder: pathlib.Path, family: Family) -> Pro
         return PromptStore(store_folder(recipe), model, limit)
 
 
-def stored(recipe: TrainConfig, folder: pathlib.Path | None, family: Family) -> Stored:
+def stored(recipe: TrainConfig, folder: pathlib.Path | None, family: Family) -> PrecomputedPrompts:
     """Encoded prompts in the text encoders' place; the store is opened when the first ones are read.
 
     `folder` is the model's, None: nothing will be read.
@@ -82,7 +82,7 @@ def stored(recipe: TrainConfig, folder: pathlib.Path | None, family: Family) -> 
                 f"{error}; the same command encodes what is missing and continues"
             ) from error
 
-    return Stored(family, encoder_shapes(recipe, family), read)
+    return PrecomputedPrompts(family, encoder_shapes(recipe, family), read)
 
 
 def missing_weights(folder: pathlib.Path, family: Family) -> list[str]:

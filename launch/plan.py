@@ -151,7 +151,7 @@ def _propose(recipe: Any, problem: Any, plan: Any, changed: Any = None) -> None:
 
     choice = plan.choice.layout
     if _OUTPUT.value:
-        section = meshes(problem, choice).plain()
+        section = meshes(problem, choice).as_dict()
         write_output(_OUTPUT.value, (json.dumps(section, indent=2) + "\n").encode())
     changes = overrides(recipe, problem, choice, changed)
     given = " \\\n".join(f"  --config.{name}={value}" for name, value in changes.items())

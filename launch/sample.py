@@ -162,7 +162,7 @@ def _negative() -> str | None:
 
 def _read_records() -> list[dict[str, Any]]:
     from digen_jax.data.prompt_files import read_prompt_file
-    from digen_jax.images import check_picture
+    from digen_jax.images import check_image_file
 
     if bool(_PROMPT.value) == bool(_PROMPTS.value):
         raise ConfigError("there must be either --prompt (several times if need be) or --prompts")
@@ -178,7 +178,7 @@ def _read_records() -> list[dict[str, Any]]:
     if _PROMPT.value:
         if image:
             with user_input():
-                check_picture(_IMAGE.value)
+                check_image_file(_IMAGE.value)
         return [{"prompt": prompt, **image, **negative} for prompt in _PROMPT.value]
     if image:
         raise ConfigError(

@@ -243,7 +243,7 @@ def test_full_tuning_on_two_meshes(make, folder, tensors):
     assert {part: size(tree) for part, tree in system.rollouts[0].frozen.items()} == {
         part: count for part, count in tensors.items() if part != "transformer"
     }
-    assert system.sampler.settings.length == 4 and system.draws.window.first == 0
+    assert system.sampler.settings.length == 4 and system.rng.window.first == 0
     assert len(system.sampler.sigmas) == 9 and system.policy.guidance == 1.0
     evaluator = system.evaluator
     assert evaluator.settings.step == Ode() and len(evaluator.sigmas) == 6

@@ -23,9 +23,9 @@ from digen_jax.families import open_pipeline
 from digen_jax.models.published import published_folder
 from digen_jax.models.sd3.family import COMPONENTS, T5_COMPONENTS
 from digen_jax.parallel import policy
-from digen_jax.parallel.encoding import example
-from digen_jax.parallel.placement import mesh_sizes
-from digen_jax.parallel.system import Images, receive
+from digen_jax.parallel.encoding import example_record
+from digen_jax.parallel.placement import devices_per_mesh
+from digen_jax.parallel.system import SampledImages, make_train_batch
 from digen_jax.planning.footprint import model_footprint
 from digen_jax.policies import check_heads, describe_computation
 from tests.cases import said
@@ -202,7 +202,7 @@ def test_the_long_shapes_recipe_is_the_same_one_for_longer():
 @pytest.mark.parametrize(("devices", "sizes"), [(1, (0, 1)), (2, (1, 1)), (8, (1, 1))])
 def test_the_demo_fits_itself_to_the_devices_there_are(devices, sizes):
     fitted = fit_config(load_config(load("shapes_demo")), devices)
-    assert mesh_sizes(fitted.placement.meshes, devices) == sizes
+    assert devices_per_mesh(fitted.placement.meshes, devices) == sizes
 
 
 @pytest.mark.parametrize("name", ["rewards", "prompts.file", "evaluation.prompts"])
@@ -557,9 +557,9 @@ def shapes_of_a_step(config, system, record=None):
     def step(state, weights, base, prompts):
         trajectory = system.sampler.generate(weights, prompts, rows, keys)
         images = system.sampler.decode(weights, trajectory)
-        chunk = Images(0, rows, trajectory.transitions, trajectory.sigmas)
-        experience = receive(system, prompts, chunk, advantages)
-        totals = system.trainer.accumulate(state, base, experience, None, behaviour=state.tuned)
+        chunk = SampledImages(0, rows, trajectory.transitions, trajectory.sigmas)
+        train_batch = make_train_batch(system, prompts, chunk, advantages)
+        totals = system.trainer.accumulate(state, base, train_batch, None, behavior=state.tuned)
         return images, trajectory, totals, system.trainer.update(state, totals)
 
     state = jax.eval_shape(system.trainer.init, system.start)
@@ -618,7 +618,7 @@ def test_a_whole_step_of_kontext_has_the_right_shapes(unread):
     config.model.folder = str(published_folder(config.model.folder))
     config.lora.rank = 1
     system = assemble.build(fit_config(load_config(config), 1), jax.devices()[:1])
-    record = example(system.policy.family)
+    record = example_record(system.policy.family)
     prompts, images, trajectory, totals, (after, metrics) = shapes_of_a_step(config, system, record)
     assert prompts.conditioning.context.shape == (48, 128, 4096)
     assert prompts.conditioning.pooled.shape == (48, 768)

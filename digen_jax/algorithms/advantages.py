@@ -121,7 +121,7 @@ class AdvantageSettings:
                 "combine to 'advantages'"
             )
 
-    def check_early(self) -> None:
+    def check_early_training(self) -> None:
         """Checks that advantages are (reward - the group's mean) / a std, and that all images train.
 
         Raises ValueError otherwise: then training before a group is complete (`runtime.early`) is not

@@ -17,7 +17,7 @@ from digen_jax.algorithms.decay import LinearDecay
 from digen_jax.diffusion.noising import Times
 
 
-class Prepared(NamedTuple):
+class PreparedChunk(NamedTuple):
     """The trained part of a chunk.
 
     Attributes:
@@ -40,12 +40,14 @@ class Algorithm:
         Mapping[str, Any]
     ] = {}  # config values that differ from the published ones
 
-    images_of_sample: ClassVar[int] = 1  # images in one training sample
+    images_per_sample: ClassVar[int] = 1  # images in one training sample
     ranks: ClassVar[bool] = False  # reads only the order of images
-    may_train_early: ClassVar[bool] = False  # its loss can be linear in the advantages
-    publishes_copy: ClassVar[bool] = False  # its slow copy is the behaviour policy
+    supports_early_training: ClassVar[bool] = False  # its loss can be linear in the advantages
+    samples_from_copy: ClassVar[bool] = False  # its slow copy is the behavior policy
     stores_means: bool = False  # the sampler must store the means of x_next
-    of_trajectories: bool = False  # one call of the loss needs all trained steps of an image
+    needs_full_trajectories: bool = (
+        False  # one call of the loss needs all trained steps of an image
+    )
     set_steps: int = 0  # of a fixed set that the policy before tuning samples; 0: no set
     times: Times | None = None  # noise levels of "matching"
 
@@ -61,8 +63,8 @@ class Algorithm:
     def check_kind(self, kind: str) -> None:
         """Raises ValueError if images sampled by steps of this kind (`diffusion.steps.KINDS`) cannot be trained."""
 
-    def check_early(self, advantages: AdvantageSettings, images: int, groups: int) -> None:
-        """Raises ValueError if training before a group is complete is not exact; called if `may_train_early`."""
+    def check_early_training(self, advantages: AdvantageSettings, images: int, groups: int) -> None:
+        """Raises ValueError if training before a group is complete is not exact."""
         raise NotImplementedError
 
     def needs(self, advantages: AdvantageSettings) -> Literal["group", "step"]:
@@ -74,7 +76,7 @@ class Algorithm:
         advantages: Float[np.ndarray, "b"],
         weight: Float32[np.ndarray, "b"],
         rows: Int[np.ndarray, "b"],
-    ) -> Prepared:
+    ) -> PreparedChunk:
         """The trained part of a chunk.
 
         Args:
@@ -82,7 +84,7 @@ class Algorithm:
           weight: 0 for images that are left out.
           rows: the number of each image's group.
         """
-        return Prepared(None, advantages, weight)
+        return PreparedChunk(None, advantages, weight)
 
     @property
     def guidances(self) -> tuple[float, float] | None:
@@ -103,7 +105,7 @@ class Algorithm:
         raise NotImplementedError
 
     @property
-    def reads_behaviour(self) -> bool:
+    def reads_behavior(self) -> bool:
         """Whether training reads the parameters that generated the samples."""
         return False
 
@@ -126,7 +128,7 @@ class MatchingSamples(NamedTuple):
       x: x0 at noise level sigma.
       target: eps - x0.
       sigma: the noise levels.
-      advantages: those of `Prepared`.
+      advantages: those of `PreparedChunk`.
       trained: False for padding: the terms and gradient of such a sample are 0, whatever its values.
     """
 
@@ -142,7 +144,7 @@ class Velocities(NamedTuple):
     """Velocities of each policy at the same images and noise levels; None if the algorithm does not read one."""
 
     trained: Float[Array, "n *shape"]  # with gradient
-    behaviour: Float[Array, "n *shape"] | None
+    behavior: Float[Array, "n *shape"] | None
     copy: Float[Array, "n *shape"] | None
     reference: Float[Array, "n *shape"] | None
 
@@ -152,7 +154,7 @@ class Matching(Algorithm):
 
     The loss reads velocities v = v(null) + guidance (v(prompt) - v(null)) (arXiv 2207.12598); at guidance 1 or below
     it reads v(prompt) alone. This guidance may differ from the sampler's. One value holds for the trained policy, the
-    behaviour policy and the slow copy, another one for the reference. If the model takes guidance as an input, these
+    behavior policy and the slow copy, another one for the reference. If the model takes guidance as an input, these
     values are that input; if it also has a second pass, every velocity has the sampler's `true_guidance`.
 
     Policy gradients always replay with the sampler's guidance, also for the reference, because their ratio is to the

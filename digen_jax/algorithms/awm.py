@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Float32
 
 from digen_jax.algorithms.algorithm import Matching, MatchingSamples, Velocities, check_guidance
 from digen_jax.algorithms.decay import LinearDecay
-from digen_jax.algorithms.losses import blanked, check_clip_range, clipped, velocity_mse
+from digen_jax.algorithms.losses import check_clip_range, clipped, mask_rows, velocity_mse
 from digen_jax.algorithms.old_log_probs import (
     SPREAD_LIMIT,
     check_spread_limit,
@@ -91,7 +91,7 @@ class AWM(Matching):
         return self.kl_coefficient > 0
 
     @property
-    def reads_behaviour(self) -> bool:
+    def reads_behavior(self) -> bool:
         """Whether the old matching error is recomputed."""
         return self.old_log_probs == "recomputed"
 
@@ -122,8 +122,8 @@ class AWM(Matching):
     def loss(self, samples: MatchingSamples, v: Velocities) -> dict[str, Float32[Array, "n"]]:
         """See `awm_loss`."""
         old = None
-        if v.behaviour is not None:
-            old = matching_log_prob(self, v.behaviour, samples.target, samples.sigma)
+        if v.behavior is not None:
+            old = matching_log_prob(self, v.behavior, samples.target, samples.sigma)
         return awm_loss(
             self,
             v.trained,
@@ -174,7 +174,7 @@ def awm_loss(
       sigma: the noise levels.
       advantages: before clipping and scaling.
       trained: False for padding: the terms and gradient of such a sample are 0, whatever its values.
-      old_log_prob: `matching_log_prob` of the behaviour policy with the same noise and sigma, if
+      old_log_prob: `matching_log_prob` of the behavior policy with the same noise and sigma, if
         old_log_probs is "recomputed".
       v_reference: of the reference, if kl_coefficient is above 0.
       v_ema: of the slow copy, if ema_kl_coefficient is above 0.
@@ -188,12 +188,12 @@ def awm_loss(
       ValueError: an input that the settings need is missing.
     """
     _check_given(settings, old_log_prob, v_reference, v_ema)
-    v, target, sigma, advantages = blanked(trained, v, target, sigma, advantages)
+    v, target, sigma, advantages = mask_rows(trained, v, target, sigma, advantages)
     error = velocity_mse(v, target)
     log_prob = -_weighted(settings, error, sigma)
     if settings.old_log_probs == "current":
         old_log_prob = log_prob
-    (old_log_prob,) = blanked(trained, old_log_prob)
+    (old_log_prob,) = mask_rows(trained, old_log_prob)
     log_ratio = log_prob - jax.lax.stop_gradient(old_log_prob)
     ratio = jnp.exp(log_ratio)
     advantages = jnp.clip(advantages, -settings.adv_clip, settings.adv_clip)
@@ -214,7 +214,7 @@ def awm_loss(
         ("ema_kl", settings.ema_kl_coefficient, v_ema),
     ):
         if coefficient:
-            (other,) = blanked(trained, other)
+            (other,) = mask_rows(trained, other)
             terms[name] = velocity_mse(v, other)
             terms["loss"] += coefficient * terms[name]
     return terms

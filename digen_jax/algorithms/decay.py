@@ -91,7 +91,7 @@ class EmaDecay:
         return -(-max(self.every - 1, 1) // self.step_updates)
 
 
-def decayed(copy: Any, current: Any, decay: Float[ArrayLike, ""]) -> Any:
+def update_average(copy: Any, current: Any, decay: Float[ArrayLike, ""]) -> Any:
     """Mixes every leaf of two equal trees: decay copy + (1 - decay) current, in the copy's dtype.
 
     Computed in float32. A decay of 0 gives `current` exactly, and 1 gives `copy`.

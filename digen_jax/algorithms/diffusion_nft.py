@@ -5,7 +5,7 @@ images in proportion to their probability r of being good, and an implicit negat
 image of the positive one at the old policy, in proportion to 1 - r. It needs only final images, from any
 sampler (the public code's is a second-order DPM solver, without noise), and no log-probability.
 
-The old policy is the behaviour policy, which the runtime publishes to the sampler. It follows the trained
+The old policy is the behavior policy, which the runtime publishes to the sampler. It follows the trained
 policy by `OLD_POLICY_DECAYS`.
 """
 
@@ -21,12 +21,12 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 from digen_jax.algorithms.algorithm import (
     Matching,
     MatchingSamples,
-    Prepared,
+    PreparedChunk,
     Velocities,
     check_guidance,
 )
 from digen_jax.algorithms.decay import OLD_POLICY_DECAYS, LinearDecay
-from digen_jax.algorithms.losses import blanked, velocity_mse
+from digen_jax.algorithms.losses import mask_rows, velocity_mse
 from digen_jax.diffusion.noising import ScheduleTimes
 
 # The conversion of an advantage into a probability: see `reward_probabilities`.
@@ -45,7 +45,7 @@ class DiffusionNFT(Matching):
 
     name: ClassVar[str] = "diffusion_nft"
     config_defaults: ClassVar[dict] = dict(reference_guidance=0.0)
-    publishes_copy: ClassVar[bool] = True  # the old policy, which samples
+    samples_from_copy: ClassVar[bool] = True  # the old policy, which samples
 
     beta: float = 1.0  # the trained policy's share in the positive one; 1 / beta is the guidance
     adv_clip: float = 5.0  # the advantage whose reward probability is 1
@@ -69,7 +69,7 @@ class DiffusionNFT(Matching):
         return OLD_POLICY_DECAYS[self.decay_type]
 
     @property
-    def reads_behaviour(self) -> bool:
+    def reads_behavior(self) -> bool:
         """True: the old policy's velocities define the implicit positive and negative policies."""
         return True
 
@@ -95,9 +95,9 @@ class DiffusionNFT(Matching):
         advantages: Float[np.ndarray, "b"],
         weight: Float32[np.ndarray, "b"],
         rows: Int[np.ndarray, "b"],
-    ) -> Prepared:
+    ) -> PreparedChunk:
         """Replaces advantages by probabilities of being good."""
-        return Prepared(None, reward_probabilities(self, advantages), weight)
+        return PreparedChunk(None, reward_probabilities(self, advantages), weight)
 
     def loss(self, samples: MatchingSamples, v: Velocities) -> dict[str, Float32[Array, "n"]]:
         """See `diffusion_nft_loss`."""
@@ -107,7 +107,7 @@ class DiffusionNFT(Matching):
             samples.x,
             samples.sigma,
             v.trained,
-            v.behaviour,
+            v.behavior,
             v.reference,
             samples.advantages,
             samples.trained,
@@ -187,7 +187,7 @@ def diffusion_nft_loss(
         raise ValueError(
             f"kl_coefficient is {settings.kl_coefficient} but no v_reference was given"
         )
-    x0, x, v, v_old, sigma, r = blanked(trained, x0, x, v, v_old, sigma, reward_prob)
+    x0, x, v, v_old, sigma, r = mask_rows(trained, x0, x, v, v_old, sigma, reward_prob)
     v_old = jax.lax.stop_gradient(v_old)
     beta, floor = settings.beta, settings.weight_floor
     positive = _image_error(x0, x, sigma, (1 - beta) * v_old + beta * v, floor)
@@ -201,7 +201,7 @@ def diffusion_nft_loss(
         "old_deviation": velocity_mse(v, v_old),
     }
     if settings.kl_coefficient:
-        (v_reference,) = blanked(trained, v_reference)
+        (v_reference,) = mask_rows(trained, v_reference)
         kl = velocity_mse(v, v_reference)
         terms |= {"loss": policy_loss + settings.kl_coefficient * kl, "kl": kl}
     return terms

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 
-def blanked(
+def mask_rows(
     trained: Bool[Array, "n"], *arrays: Float[Array, "n ..."]
 ) -> tuple[Float32[Array, "n ..."], ...]:
     """The arrays in float32, with zeros for samples that are not trained (weight 0).
@@ -292,34 +292,34 @@ def check_kl_threshold(threshold: float) -> None:
         raise ValueError(f"kl_threshold is {threshold}; it must be positive and finite")
 
 
-def decoupled(
+def decoupled_log_ratios(
     log_prob: Float[Array, "n"],
     proximal_log_prob: Float[Array, "n"],
-    behaviour_log_prob: Float[Array, "n"],
+    behavior_log_prob: Float[Array, "n"],
 ) -> tuple[Float[Array, "n"], Float[Array, "n"]]:
-    """The log-ratios current / proximal and proximal / behaviour: decoupled PPO.
+    """The log-ratios current / proximal and proximal / behavior: decoupled PPO.
 
     arXiv 2110.00641, section 3: the first, with gradient, goes to a clipped surrogate; the second, without
     gradient, to `importance_weight`, which multiplies the loss. For a sample of any age, clipping acts on the
     change since the proximal policy.
     """
     proximal_log_prob = jax.lax.stop_gradient(proximal_log_prob)
-    behaviour_log_prob = jax.lax.stop_gradient(behaviour_log_prob)
-    return log_prob - proximal_log_prob, proximal_log_prob - behaviour_log_prob
+    behavior_log_prob = jax.lax.stop_gradient(behavior_log_prob)
+    return log_prob - proximal_log_prob, proximal_log_prob - behavior_log_prob
 
 
 def importance_weight(log_ratio: Float[Array, "n"], cap: float = math.inf) -> Float[Array, "n"]:
     """sg(min(exp(log_ratio), cap)), a factor of a loss: truncated importance sampling.
 
-    For old / behaviour, with the loss clipped around old: TIS as in IMPALA (arXiv 1802.01561, its
+    For old / behavior, with the loss clipped around old: TIS as in IMPALA (arXiv 1802.01561, its
     truncated rho) and the RL frameworks (verl, verl-omni: cap 2). cap = inf gives the whole ratio, as in
     the paper of decoupled PPO; AReaL (arXiv 2505.24298) also caps it. Do not apply it to a surrogate
-    whose ratio is already current / behaviour.
+    whose ratio is already current / behavior.
     """
     return jnp.exp(jnp.minimum(jax.lax.stop_gradient(log_ratio), jnp.log(cap)))
 
 
-def accepted(log_ratio: Float[Array, "n"], bound: float) -> Bool[Array, "n"]:
+def within_bound(log_ratio: Float[Array, "n"], bound: float) -> Bool[Array, "n"]:
     """Whether |delta log_prob| <= bound; other samples must get weight 0.
 
     Rejection as in the RL frameworks (verl's rollout correction, verl-omni), whose bounds are for the

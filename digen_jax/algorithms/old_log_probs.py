@@ -91,7 +91,7 @@ def check_spread_limit(limit: float) -> None:
         )
 
 
-def check_spread(algorithm: Algorithm, sums: Mapping[str, Float[Array, ""]]) -> None:
+def check_ratio_spread(algorithm: Algorithm, sums: Mapping[str, Float[Array, ""]]) -> None:
     """Checks how far rounding moves the ratios of a step's first update, if the algorithm has any.
 
     For "divergence" these are the KLs to the policy that sampled, which should be 0.

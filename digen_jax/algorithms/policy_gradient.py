@@ -19,8 +19,6 @@ from jaxtyping import Array, Float, Int
 from digen_jax.algorithms.advantages import AdvantageSettings
 from digen_jax.algorithms.algorithm import Algorithm
 from digen_jax.algorithms.losses import (
-    accepted,
-    blanked,
     check_clip_range,
     check_dual_clip,
     check_importance_cap,
@@ -30,17 +28,19 @@ from digen_jax.algorithms.losses import (
     check_topr_weights,
     cispo,
     clipped,
-    decoupled,
+    decoupled_log_ratios,
     divergence_masked,
     dual_clipped,
     gaussian_kl,
     guard_log_ratio,
     guard_loss_scale,
     importance_weight,
+    mask_rows,
     sequence_log_ratio,
     topr,
     weighted_sum,
     well_conditioned,
+    within_bound,
 )
 from digen_jax.algorithms.old_log_probs import (
     SPREAD_LIMIT,
@@ -66,7 +66,7 @@ class PolicyGradient(Algorithm):
     name: ClassVar[str] = "policy_gradient"
     objective: ClassVar[Literal["transitions"]] = "transitions"
     config_defaults: ClassVar[dict] = dict(clip_range=1e-3, old_log_probs="auto")
-    may_train_early: ClassVar[bool] = True
+    supports_early_training: ClassVar[bool] = True
 
     clip_range: float = 1e-4  # the ratio is clipped to [1 - clip_range, 1 + clip_high]
     clip_high: float = 0.0  # upper clip range, for clip-higher; 0: as clip_range
@@ -103,7 +103,7 @@ class PolicyGradient(Algorithm):
         return self.importance_cap > 0
 
     @property
-    def of_trajectories(self) -> bool:
+    def needs_full_trajectories(self) -> bool:
         """Whether all trained steps of an image must be in one call of the loss."""
         return self.ratio in OF_TRAJECTORIES
 
@@ -113,7 +113,7 @@ class PolicyGradient(Algorithm):
         return self.kl_coefficient > 0
 
     @property
-    def reads_behaviour(self) -> bool:
+    def reads_behavior(self) -> bool:
         """Whether old log-probabilities are recomputed."""
         return self.old_log_probs == "recomputed"
 
@@ -202,7 +202,7 @@ class PolicyGradient(Algorithm):
                 "'cps' are not Gaussian: set config.sampler.kind to 'flow' or 'dance', or ratio to 'plain'"
             )
 
-    def check_early(self, advantages: AdvantageSettings, images: int, groups: int) -> None:
+    def check_early_training(self, advantages: AdvantageSettings, images: int, groups: int) -> None:
         """Checks that training before a group is complete is exact, with groups of `images` images.
 
         The largest advantage of G images is sqrt(G - 1) with the std (of the population) of their group,
@@ -210,7 +210,7 @@ class PolicyGradient(Algorithm):
 
         Raises:
           ValueError: advantages could be clipped, the ratio is not always 1, or the loss is not Flow-GRPO's,
-            for which alone exactness is shown. `AdvantageSettings.check_early` is about the advantages.
+            for which alone exactness is shown. `AdvantageSettings.check_early_training` is about the advantages.
         """
         if self.old_log_probs != "current":
             raise ValueError(
@@ -250,7 +250,7 @@ class Samples(NamedTuple):
     old_mean: Float[Array, "n ..."] | None = None
     std: Float[Array, "n"] | None = None
     kl: Float[Array, "n"] | None = None  # to the reference
-    behaviour_log_prob: Float[Array, "n"] | None = None  # of the policy that sampled, if decoupled
+    behavior_log_prob: Float[Array, "n"] | None = None  # of the policy that sampled, if decoupled
     trajectory: Int[Array, "n"] | None = None  # in [0, n), if ratios are of whole trajectories
 
 
@@ -282,7 +282,7 @@ def policy_gradient_loss(
         weight = weight * well_conditioned(samples.sigma, settings.smallest_sigma)
     if settings.rejection_bound:
         log_ratio = samples.log_prob - samples.stored_log_prob
-        weight = weight * accepted(log_ratio, settings.rejection_bound)
+        weight = weight * within_bound(log_ratio, settings.rejection_bound)
     samples = _blanked(samples, weight)
 
     log_ratio, correction = _log_ratios(settings, samples, weight)
@@ -345,7 +345,7 @@ def _blanked(samples: Samples, weight: Array) -> Samples:
     """All given arrays in float32, with zeros for samples that are not trained."""
     parts = {k: part for k, part in samples._asdict().items() if part is not None}
     parts.pop("trajectory", None)
-    return samples._replace(**dict(zip(parts, blanked(weight > 0, *parts.values()), strict=True)))
+    return samples._replace(**dict(zip(parts, mask_rows(weight > 0, *parts.values()), strict=True)))
 
 
 def _log_ratios(
@@ -354,7 +354,7 @@ def _log_ratios(
     """The log-ratio of each sample, or of its trajectory, to the old policy; and the factor of its loss."""
 
     def whole(log_ratio):
-        if not settings.of_trajectories:
+        if not settings.needs_full_trajectories:
             return log_ratio
         reduce = "mean" if settings.ratio == "sequence_mean" else "sum"
         return sequence_log_ratio(
@@ -363,10 +363,10 @@ def _log_ratios(
 
     if not settings.decoupled:
         return whole(samples.log_prob - samples.old_log_prob), 1.0
-    log_ratio, to_behaviour = decoupled(
-        samples.log_prob, samples.old_log_prob, samples.behaviour_log_prob
+    log_ratio, to_behavior = decoupled_log_ratios(
+        samples.log_prob, samples.old_log_prob, samples.behavior_log_prob
     )
-    return whole(log_ratio), importance_weight(whole(to_behaviour), settings.importance_cap)
+    return whole(log_ratio), importance_weight(whole(to_behavior), settings.importance_cap)
 
 
 def _check_given(settings: PolicyGradient, samples: Samples) -> None:
@@ -379,8 +379,8 @@ def _check_given(settings: PolicyGradient, samples: Samples) -> None:
             "and std, but not all of them were given"
         )
     for name, needed in (
-        ("behaviour_log_prob", settings.decoupled),
-        ("trajectory", settings.of_trajectories),
+        ("behavior_log_prob", settings.decoupled),
+        ("trajectory", settings.needs_full_trajectories),
     ):
         if needed and getattr(samples, name) is None:
             raise ValueError(

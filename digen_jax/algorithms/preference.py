@@ -19,11 +19,11 @@ from digen_jax.algorithms.advantages import zero_std_groups
 from digen_jax.algorithms.algorithm import (
     Matching,
     MatchingSamples,
-    Prepared,
+    PreparedChunk,
     Velocities,
     check_guidance,
 )
-from digen_jax.algorithms.losses import blanked, velocity_mse
+from digen_jax.algorithms.losses import mask_rows, velocity_mse
 from digen_jax.diffusion.noising import LogitNormalTimes
 
 TIMES = LogitNormalTimes(1, shift=3.0)  # the training density of Stable Diffusion 3
@@ -44,7 +44,7 @@ class DiffusionDPO(Matching):
 
     name: ClassVar[str] = "diffusion_dpo"
     config_defaults: ClassVar[dict] = dict(reference_guidance=0.0)
-    images_of_sample: ClassVar[int] = 2
+    images_per_sample: ClassVar[int] = 2
     ranks: ClassVar[bool] = True
 
     beta: float = 100.0  # the inverse temperature of the preference; the paper's beta T omega
@@ -79,10 +79,10 @@ class DiffusionDPO(Matching):
         advantages: Float[np.ndarray, "b"],
         weight: Float32[np.ndarray, "b"],
         rows: Int[np.ndarray, "b"],
-    ) -> Prepared:
+    ) -> PreparedChunk:
         """Takes the best and the worst image of each group; the weights of images are not read."""
         pairs, decided = pair_of_each_group(advantages, rows, int(rows.max()) + 1)
-        return Prepared(pairs, np.zeros(len(pairs), np.float32), decided)
+        return PreparedChunk(pairs, np.zeros(len(pairs), np.float32), decided)
 
     def loss(self, samples: MatchingSamples, v: Velocities) -> dict[str, Float32[Array, "n"]]:
         """See `diffusion_dpo_loss`."""
@@ -114,7 +114,7 @@ def diffusion_dpo_loss(
       Terms per pair, to be weighted and summed: loss; margin, the argument of the sigmoid; accuracy, 1
       if that is positive; preferred_error and dispreferred_error, the policy's.
     """
-    v, target, v_reference = blanked(trained, v, target, v_reference)
+    v, target, v_reference = mask_rows(trained, v, target, v_reference)
     v_reference = jax.lax.stop_gradient(v_reference)
     error = jax.vmap(velocity_mse, in_axes=1, out_axes=1)
     policy = error(v, target)

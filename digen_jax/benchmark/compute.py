@@ -24,7 +24,7 @@ from digen_jax.config.load import fit_config
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.errors import ConfigError, check_positive
 from digen_jax.parallel.placement import ONE_DEVICE
-from digen_jax.parallel.system import Images
+from digen_jax.parallel.system import SampledImages
 from digen_jax.parallel.trainer import TrainState
 from digen_jax.process.job import prepare
 
@@ -171,8 +171,8 @@ class Roles:
         self._step.train(made)
         return middle - begin, time.perf_counter() - middle
 
-    def _sampled(self) -> Iterator[Images]:
+    def _sampled(self) -> Iterator[SampledImages]:
         sampler, weights = self._step.system.sampler, self._step.weights
         for rows, made in self._step.generate():
             np.asarray(sampler.decode(weights, made))  # for a reward, which is not used here
-            yield jax.device_get(Images(0, rows, made.transitions, made.sigmas))
+            yield jax.device_get(SampledImages(0, rows, made.transitions, made.sigmas))

@@ -80,7 +80,7 @@ class HashingTrainingProcess(HashingProcess, TrainingProcess):
 def note_weights() -> None:
     """Makes this process, the trainer's, note what it publishes, and its workers what they receive."""
     from digen_jax.distributed.workers import RemoteWorkers
-    from digen_jax.parallel.system import rounded
+    from digen_jax.parallel.system import cast
     from digen_jax.runtime.link import Versions
 
     add = Versions.add
@@ -89,9 +89,7 @@ def note_weights() -> None:
         self: Versions, weights_version: WeightsVersion, tree: Any, own: str | None = None
     ) -> None:
         # First, since a worker may receive it at once.
-        note(
-            PUBLISHED, weights_version, tree if self._dtype is None else rounded(tree, self._dtype)
-        )
+        note(PUBLISHED, weights_version, tree if self._dtype is None else cast(tree, self._dtype))
         add(self, weights_version, tree, own)
 
     Versions.add = added

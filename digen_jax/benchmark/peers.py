@@ -31,7 +31,7 @@ from digen_jax.errors import ConfigError, check_positive
 from digen_jax.families import open_pipeline
 from digen_jax.models.sd3.family import T5_TOKENS
 from digen_jax.parallel.placement import MeshSizes, RolloutAxes, TrainerAxes
-from digen_jax.parallel.system import Images
+from digen_jax.parallel.system import SampledImages
 from digen_jax.process.job import prepare
 
 # The largest difference of both velocities, as a share of the largest velocity: in float32 on a CPU; on a GPU, where
@@ -219,7 +219,7 @@ class Ours:
     def sample(self) -> None:
         """Samples a step's images and keeps their transitions."""
         self.chunks = [
-            Images(0, rows, made.transitions, jax.block_until_ready(made.sigmas))
+            SampledImages(0, rows, made.transitions, jax.block_until_ready(made.sigmas))
             for rows, made in self.step.generate()
         ]
 

@@ -13,7 +13,13 @@ from digen_jax.data.prompt_files import read_prompt_files
 from digen_jax.diffusion.sampling import Trajectory
 from digen_jax.parallel.accumulate import Totals
 from digen_jax.parallel.sampler import Weights
-from digen_jax.parallel.system import Images, System, on_trainer, receive, selected
+from digen_jax.parallel.system import (
+    SampledImages,
+    System,
+    make_train_batch,
+    move_to_trainer,
+    select_images,
+)
 
 Build = Callable[[TrainConfig, Sequence[jax.Device]], System]
 
@@ -32,7 +38,7 @@ class Step:
         self.prompts = self.system.sampler.encode(self.weights, records)
         self.rows = np.repeat(np.arange(batch.groups, dtype=np.int32), batch.images)
         numbers = np.tile(np.arange(batch.images), batch.groups)
-        self.drawn = self.system.draws.of(0, self.rows, numbers)
+        self.drawn = self.system.rng.draw(0, self.rows, numbers)
         self.cuts = [slice(i, i + size) for i in range(0, len(self.rows), size)]
         self.trained = self.system.advantages.kept(size, batch.images)
 
@@ -45,10 +51,10 @@ class Step:
         """Samples each chunk when it is asked for: its images' prompts, and what was sampled."""
         weights = self.weights
         for cut in self.cuts:
-            rows, drawn = self.rows[cut], self.drawn.cut(cut)
+            rows, drawn = self.rows[cut], self.drawn.subset(cut)
             yield rows, self.system.sampler.generate(weights, self.prompts, rows, *drawn)
 
-    def train(self, chunks: Iterable[Images]) -> None:
+    def train(self, chunks: Iterable[SampledImages]) -> None:
         """Trains a step's chunks as they come, and updates."""
         totals = None
         for images in chunks:
@@ -56,15 +62,15 @@ class Step:
         self.state, _ = self.system.trainer.update(self.state, totals)
         jax.block_until_ready(self.state)
 
-    def accumulate(self, images: Images, totals: Totals | None = None) -> Totals:
+    def accumulate(self, images: SampledImages, totals: Totals | None = None) -> Totals:
         """Adds the gradient of a chunk."""
         trainer, mesh = self.system.trainer, self.system.placement.trainer
-        images = on_trainer(images, mesh)
+        images = move_to_trainer(images, mesh)
         if self.trained < len(images.rows):
-            images = selected(images, np.arange(self.trained), mesh)
-        experience = receive(self.system, self.prompts, images, advantages(self.trained))
+            images = select_images(images, np.arange(self.trained), mesh)
+        train_batch = make_train_batch(self.system, self.prompts, images, advantages(self.trained))
         return trainer.accumulate(
-            self.state, self.system.base, experience, totals, self.state.tuned
+            self.state, self.system.base, train_batch, totals, self.state.tuned
         )
 
 

@@ -24,7 +24,7 @@ from digen_jax.distributed.transfer import TrainerLink, WorkerLink
 from digen_jax.distributed.worker_process import Opened, RolloutProcess
 from digen_jax.distributed.workers import RemoteWorkers, WorkerProxy
 from digen_jax.parallel.placement import RolloutAxes
-from digen_jax.parallel.sampler import Drawn
+from digen_jax.parallel.sampler import SampleDraws
 from digen_jax.rewards import alone
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.driver import Driver
@@ -170,11 +170,11 @@ class TransferringWorker(WaitingWorker):
 
 
 class _NoDraws:
-    """Instead of `engine.draws.Draws`: draws and compiles nothing."""
+    """Instead of `SampleRng`: draws and compiles nothing."""
 
-    def of(self, step: int, serials: np.ndarray, images: np.ndarray) -> Drawn:
+    def draw(self, step: int, serials: np.ndarray, images: np.ndarray) -> SampleDraws:
         """Zeros."""
-        return Drawn(np.zeros(len(serials), np.uint32), None, 0, None)
+        return SampleDraws(np.zeros(len(serials), np.uint32), None, 0, None)
 
 
 def _number(name: str) -> int:

@@ -22,7 +22,7 @@ from digen_jax.diffusion.windows import share_of_timesteps
 from digen_jax.errors import ConfigError, blame, check_choice, check_divides, together
 from digen_jax.models.family import NAMES
 from digen_jax.parallel.mesh import MODEL, PARAMETERS, TIME
-from digen_jax.parallel.placement import ONE_DEVICE, RolloutAxes, TrainerAxes, mesh_sizes
+from digen_jax.parallel.placement import ONE_DEVICE, RolloutAxes, TrainerAxes, devices_per_mesh
 from digen_jax.parallel.sharding import TACTICS
 from digen_jax.ranges import ANY, Range, allowed_values, check_allowed
 from digen_jax.rewards.settings import RewardSettings
@@ -326,7 +326,7 @@ def _check_batches(config: TrainConfig) -> None:
             chunk,
             f"as with config.advantages.best_and_worst = {count} a chunk holds complete groups",
         )
-    if config.algorithm.images_of_sample == 1:
+    if config.algorithm.images_per_sample == 1:
         trained = config.advantages.kept(chunk, batch.images)
         chosen = ""
         if trained < chunk:
@@ -400,14 +400,14 @@ def _check_lag(config: TrainConfig) -> None:
 def _check_incomplete_groups(config: TrainConfig) -> None:
     """Refuses training before groups are complete where it is not exact or has no effect.
 
-    `Algorithm.check_early` checks the algorithm's settings.
+    `Algorithm.check_early_training` checks the algorithm's settings.
     """
     runtime = config.runtime
     early = f"config.runtime.max_incomplete_groups = {runtime.max_incomplete_groups}"
     names = [name for one in config.rewards for name in one.entries.values()]
     if not runtime.max_incomplete_groups:
         return
-    if not config.algorithm.may_train_early:
+    if not config.algorithm.supports_early_training:
         raise ConfigError(
             f"{early} is for policy_gradient, whose loss may be linear in the advantages, and not for "
             f"{config.algorithm.name}: set it to 0"
@@ -433,7 +433,7 @@ def _check_incomplete_groups(config: TrainConfig) -> None:
                     f"single reward only: set that to {names[0]}, or config.runtime.max_incomplete_groups to 0"
                 )
             with blame("config.advantages."):
-                config.advantages.check_early()
+                config.advantages.check_early_training()
         with one():
             if runtime.ordered == "yes":
                 raise ConfigError(
@@ -483,14 +483,16 @@ def _check_algorithm(config: TrainConfig) -> None:
         algorithm.check()
         algorithm.check_kind(config.sampler.kind)
         if config.runtime.max_incomplete_groups:
-            algorithm.check_early(config.advantages, config.batch.images, config.batch.groups)
-    if algorithm.of_trajectories:
+            algorithm.check_early_training(
+                config.advantages, config.batch.images, config.batch.groups
+            )
+    if algorithm.needs_full_trajectories:
         _check_trajectories(config)
     if algorithm.objective == "matching":
         _check_final_images(config)
     if algorithm.ranks:
         _check_ranking(config)
-    if algorithm.images_of_sample == 2:
+    if algorithm.images_per_sample == 2:
         _check_pairs(config)
 
 
@@ -507,7 +509,7 @@ def _check_trajectories(config: TrainConfig) -> None:
 def _check_trajectories_on_mesh(config: TrainConfig) -> None:
     """Refuses to split an image's steps over devices where ratios are of trajectories."""
     time = config.placement.trainer.time
-    if config.algorithm.of_trajectories and time > 1:
+    if config.algorithm.needs_full_trajectories and time > 1:
         raise ConfigError(
             f"{_ratio(config)}, but config.placement.trainer.time = {time} splits them: set that to 1"
         )
@@ -582,7 +584,7 @@ def _check_pairs(config: TrainConfig) -> None:
 def check_devices(config: TrainConfig, devices: int) -> None:
     """Refuses meshes that `devices` do not suffice for, and batches that a mesh cannot divide."""
     sizes = config.placement.meshes if devices > 1 else ONE_DEVICE
-    mesh_sizes(sizes, devices)
+    devices_per_mesh(sizes, devices)
     trainer = _split("trainer", sizes.trainer, MODEL)
     sampling = _split("rollout", sizes.rollout, MODEL) if sizes.rollout.data else trainer
     training = _split("trainer", sizes.trainer, (TIME, *MODEL))
@@ -594,7 +596,7 @@ def check_devices(config: TrainConfig, devices: int) -> None:
         (training, "trainer.micro_batch"),
     ):
         value, name = operator.attrgetter(name)(config), f"config.{name}"
-        if name == "config.trainer.micro_batch" and config.algorithm.images_of_sample == 2:
+        if name == "config.trainer.micro_batch" and config.algorithm.images_per_sample == 2:
             value, name = value // 2, f"{name} / 2, the pairs of a pass,"
         check_divides(
             f"the number of devices of config.placement.{mesh}",

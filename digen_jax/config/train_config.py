@@ -34,8 +34,8 @@ from digen_jax.data.label import prompts_label
 from digen_jax.diffusion.windows import share_of_timesteps
 from digen_jax.errors import LARGEST_SEED
 from digen_jax.models.family import Size
-from digen_jax.parallel.placement import MeshSizes, fitted
-from digen_jax.parallel.sampler import Draws
+from digen_jax.parallel.placement import MeshSizes, fit_mesh_sizes
+from digen_jax.parallel.sampler import SampleRng
 from digen_jax.parallel.trainer import TrainerSettings
 from digen_jax.ranges import Range
 from digen_jax.rewards.settings import RewardSettings
@@ -136,10 +136,10 @@ class TrainConfig:
         return share_of_timesteps(self.noisy_steps, self.sampler.window.fraction)
 
     @property
-    def draws(self) -> Draws:
+    def rng(self) -> SampleRng:
         """The random draws for the images of every step."""
         window = self.sampler.window if self.noisy_steps else None
-        return Draws(self.seed, window, self.sampler.shared_noise)
+        return SampleRng(self.seed, window, self.sampler.shared_noise)
 
     @property
     def scheduler(self) -> Settings:
@@ -178,7 +178,7 @@ class TrainConfig:
             evaluation_batch=self.evaluation.batch,
             # The trained parameters are not what samples, or their average is evaluated.
             evaluated_apart=self.trainer.ema > 0
-            or algorithm.publishes_copy
+            or algorithm.samples_from_copy
             or algorithm.set_steps > 0,
         )
 
@@ -237,7 +237,7 @@ class TrainConfig:
         """Returns the config with "fitted" meshes reduced to the available devices."""
         if self.placement.sizes != FITTED:
             return self
-        return self.with_meshes(fitted(self.placement.meshes, devices))
+        return self.with_meshes(fit_mesh_sizes(self.placement.meshes, devices))
 
     def with_meshes(self, sizes: MeshSizes) -> "TrainConfig":
         """Returns the config with meshes of given sizes."""

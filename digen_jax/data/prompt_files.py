@@ -11,7 +11,7 @@ from typing import Any
 
 from digen_jax.data import hub
 from digen_jax.files import in_home, parse_json
-from digen_jax.images import check_picture
+from digen_jax.images import check_image_file
 
 # Of a line in bytes: a text encoder reads some hundred letters, and metadata is not much longer.
 LONGEST_LINE = 1_000_000
@@ -119,7 +119,7 @@ def _picture_mistake(record: dict[str, Any]) -> str | None:
             '"image" is missing; give the path of the picture to edit, relative to the prompt file'
         )
     try:
-        check_picture(image)
+        check_image_file(image)
     except ValueError as error:
         return f"{error}; give the path of a whole picture, relative to the prompt file"
     return None

@@ -110,7 +110,7 @@ def forward_noise(
     return jax.vmap(draw)(_stream(keys, FORWARD_NOISE), jnp.asarray(draws))
 
 
-def turn_keys(keys: Key[Array, "b"], turn: int) -> Key[Array, "b"]:
+def repeat_keys(keys: Key[Array, "b"], turn: int) -> Key[Array, "b"]:
     """The keys of images that are trained again: other noise, other noise levels.
 
     In the first turn, 0, they are the images' own keys.

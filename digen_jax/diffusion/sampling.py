@@ -22,7 +22,7 @@ class Transitions(NamedTuple):
 
     Indexing the first axis of every field gives leading axes `[b]` and a scalar sigma, `flatten`
     gives `[n]` and sigma `[n]`: `replay` takes these two forms. Where each image has steps of its
-    own (`own_steps`), sigma is `[s b]`.
+    own (`select_steps`), sigma is `[s b]`.
     """
 
     x: Float[Array, "s b ..."]  # in the dtype they were stored in
@@ -97,7 +97,7 @@ def check_window(
     steps = len(sigmas) - 1
     if length < 1:
         raise ValueError(f"the window has length {length}; train at least 1 step")
-    check_inside(start, length, steps)
+    check_step_range(start, length, steps)
     if isinstance(step, Ode):
         raise ValueError("the trained steps are ode steps; give them noise: flow, dance or cps")
     nothing, sigma = jnp.zeros(steps), jnp.asarray(sigmas, jnp.float32)
@@ -146,7 +146,7 @@ def sample(
     start, length = window
     sigmas = jnp.asarray(sigmas, jnp.float32)
     steps = len(sigmas) - 1
-    check_inside(start, length, steps)
+    check_step_range(start, length, steps)
     noise_keys = jax.vmap(lambda key: jax.random.fold_in(key, TRANSITION))(keys)
     solver = step if isinstance(step, Ode) else Ode()
 
@@ -210,7 +210,7 @@ def per_image(transitions: Transitions) -> Transitions:
     return transitions._replace(sigma=sigma, sigma_next=sigma_next)
 
 
-def own_steps(transitions: Transitions, steps: Int[Array, "k b"]) -> Transitions:
+def select_steps(transitions: Transitions, steps: Int[Array, "k b"]) -> Transitions:
     """Each image's own k steps, for b images: `[s b ...]` becomes `[k b ...]`, sigma `[k b]`."""
 
     def of_image(image: Transitions, own: Int[Array, "k"]) -> Transitions:
@@ -224,7 +224,7 @@ def flatten(transitions: Transitions) -> Transitions:
     return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), per_image(transitions))
 
 
-def check_inside(start: int | Array, length: int, steps: int) -> None:
+def check_step_range(start: int | Array, length: int, steps: int) -> None:
     """Raises ValueError where the steps [start, start + length) are not within the schedule.
 
     Of a traced start only the length is checked.

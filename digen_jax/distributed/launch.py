@@ -36,7 +36,7 @@ from digen_jax.distributed.engine import (
 from digen_jax.distributed.transfer import Mailbox
 from digen_jax.distributed.worker_process import check_same, fingerprints
 from digen_jax.errors import ConfigError, check_divides
-from digen_jax.parallel.placement import PROCESSES
+from digen_jax.parallel.placement import PROCESS_FIELDS
 from digen_jax.process.job import Place
 from digen_jax.process.shutdown import SIGNALS, STOPPED, last_word, leave
 
@@ -112,7 +112,7 @@ def check_without_ray(recipe: TrainConfig, options: dict[str, bool]) -> None:
     for name, axes in recipe.placement.meshes._asdict().items():
         for field in dataclasses.fields(axes):
             given = getattr(axes, field.name)
-            if field.name in PROCESSES and given != field.default:
+            if field.name in PROCESS_FIELDS and given != field.default:
                 raise ConfigError(
                     f"config.placement.{name}.{field.name} = {given}, but only --ray starts other processes: add "
                     f"--ray=local or a cluster's address, or set it to {field.default}"

@@ -156,7 +156,7 @@ class RolloutProcess:
     def _stored(self, recipe: "TrainConfig") -> Any:
         """Precomputed prompt embeddings, which the driver sends on request; None if this worker encodes."""
         from digen_jax.assemble import recipe_model
-        from digen_jax.parallel.encoding import Stored
+        from digen_jax.parallel.encoding import PrecomputedPrompts
         from digen_jax.prompt_store import encoder_shapes, is_ahead
 
         def read(texts: Sequence[str]) -> list[Any]:
@@ -167,7 +167,7 @@ class RolloutProcess:
         _, family = recipe_model(recipe)
         if not is_ahead(recipe, family):
             return None
-        return Stored(family, encoder_shapes(recipe, family), read)
+        return PrecomputedPrompts(family, encoder_shapes(recipe, family), read)
 
     def _build(
         self,
@@ -188,7 +188,7 @@ class RolloutProcess:
 
         settings = recipe.scheduled(len(held_out))
         shape = settings.images, settings.chunk_images
-        self._steps = Steps(batches, *shape, recipe.draws, first, recipe.algorithm.set_steps)
+        self._steps = Steps(batches, *shape, recipe.rng, first, recipe.algorithm.set_steps)
         self._link = WorkerLink()
         evaluated, weights = HeldOut(held_out, settings), recipe.advantages.reward_weights
 

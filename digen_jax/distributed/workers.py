@@ -37,7 +37,7 @@ from digen_jax.distributed.worker_process import (
     fingerprints,
 )
 from digen_jax.errors import ConfigError
-from digen_jax.parallel.encoding import Rows, Stored
+from digen_jax.parallel.encoding import PrecomputedPrompts, Rows
 from digen_jax.process.job import MEETING, Place
 from digen_jax.process.shutdown import STOPPED, Stopped, last_word, leave
 from digen_jax.prompt_store import stored
@@ -571,7 +571,7 @@ class RemoteWorkers:
         )
 
     @functools.cached_property
-    def _stored(self) -> Stored:
+    def _stored(self) -> PrecomputedPrompts:
         """Precomputed prompt embeddings."""
         folder, family = recipe_model(self._recipe)  # not at once: JAX starts
         return stored(self._recipe, folder, family)

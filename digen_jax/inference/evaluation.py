@@ -9,7 +9,7 @@ from jaxtyping import Float
 
 from digen_jax import rewards
 from digen_jax.diffusion.sampling import Trajectory, image_keys
-from digen_jax.images import as_scored, to_uint8
+from digen_jax.images import reward_input, to_uint8
 from digen_jax.logging.evaluation import Evaluation
 from digen_jax.parallel.mesh import fetch
 from digen_jax.parallel.sampler import Sampler, Weights
@@ -38,7 +38,7 @@ def evaluate(
         part = list(records[start : start + batch])
         made = to_uint8(sample_clips(sampler, weights, part, start, batch, seed))
         prompts = [record["prompt"] for record in part]
-        scores.append(asked.score(as_scored(made), prompts, part))
+        scores.append(asked.score(reward_input(made), prompts, part))
         clips.append(made)
     return Evaluation.of(list(records), clips, scores, asked.names, asked.weights)
 

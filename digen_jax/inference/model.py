@@ -23,7 +23,7 @@ from digen_jax.families import (
     read_frozen,
     read_parts,
 )
-from digen_jax.images import read_picture
+from digen_jax.images import read_image
 from digen_jax.logging.environment import started_in
 from digen_jax.models.family import Family, Params, Record, Size
 from digen_jax.parallel.mesh import make_mesh
@@ -65,7 +65,7 @@ class TunedRun(NamedTuple):
 
     def whole(self) -> Params:
         """The trained components with what was tuned in them; LoRA is merged."""
-        return self.policy.whole(self.tuned, self.base)
+        return self.policy.merged(self.tuned, self.base)
 
 
 class Model(NamedTuple):
@@ -171,7 +171,7 @@ def edited(family: Family, records: Sequence[Record], source: Size | None = None
     with user_input():
         given = [record["image"] for record in records if "image" in record and family.edits]
         # As (width, height), because all of the pictures together may be large.
-        shapes = [read_picture(image).size for image in given]
+        shapes = [read_image(image).size for image in given]
     if not shapes and family.source is None:
         if source is not None:
             raise ConfigError("a size of pictures is given, but there is none to edit")

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float, UInt8
 from PIL import Image
 
-from digen_jax.images import stills, to_uint8
+from digen_jax.images import middle_frames, to_uint8
 from digen_jax.inference.evaluation import sample_clips
 from digen_jax.inference.model import Model
 from digen_jax.logging.evaluation import Evaluation
@@ -46,7 +46,7 @@ def sample_to_folder(
         for number, (clip, record) in enumerate(zip(clips, part, strict=True), first):
             which = f"{number // images:05d}" + (f"_{number % images:02d}" if images > 1 else "")
             _save_clip(output / f"{which}_{slug(record['prompt'])}.png", clip)
-        shown += list(stills(clips[: LARGEST_GRID - len(shown)]))
+        shown += list(middle_frames(clips[: LARGEST_GRID - len(shown)]))
     _grid(np.stack(shown), [record["prompt"] for record in every]).save(output / "grid.png")
 
 
@@ -61,7 +61,7 @@ def evaluation_to_folder(found: Evaluation, output: pathlib.Path) -> None:
         name = f"{number:05d}_{found.scores[number]:.3f}_{slug(prompt)}.png"
         _save_clip(output / name, clip)
     shown = slice(LARGEST_GRID)
-    _grid(stills(found.clips[shown]), prompts, found.scores[shown]).save(output / "grid.png")
+    _grid(middle_frames(found.clips[shown]), prompts, found.scores[shown]).save(output / "grid.png")
 
 
 def slug(prompt: str) -> str:

@@ -28,7 +28,7 @@ from digen_jax.models.linear import exact_products
 from digen_jax.models.vision import clip
 from digen_jax.models.vision.clip import CLIPVisionModelWithProjection
 from digen_jax.models.vision.preprocess import pil_crop
-from digen_jax.parallel.reward_model import Scoring
+from digen_jax.parallel.reward_model import RewardModel
 
 # The linear layers' widths by their places in the source's list, between which are dropouts.
 WIDTHS = {0: 1024, 2: 128, 4: 64, 6: 16, 7: 1}
@@ -125,6 +125,6 @@ def load(
     return opened(folder, head, dtype).load(shardings)
 
 
-def make(*, folder: str, head: str, batch: int = 16, dtype: str = "float32") -> Scoring:
+def make(*, folder: str, head: str, batch: int = 16, dtype: str = "float32") -> RewardModel:
     """The reward on the host; for the settings see `opened` and `on_host`."""
     return on_host(*load(folder, head, dtype), batch)

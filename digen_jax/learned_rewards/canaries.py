@@ -16,7 +16,7 @@ from jaxtyping import UInt8
 from matplotlib import cbook
 from PIL import Image
 
-from digen_jax.images import read_picture, resized, to_uint8
+from digen_jax.images import read_image, resize_image, to_uint8
 from digen_jax.rewards.canary import Canary
 from digen_jax.shapes.render import render
 from digen_jax.shapes.scene import Background, Object, Scene
@@ -76,6 +76,6 @@ def _pairs(both: Sequence[tuple[UInt8[np.ndarray, "h w 3"], str]]) -> Canary:
 def _photograph(size: int) -> UInt8[np.ndarray, "h w 3"]:
     """The photograph as a square of its upper part, where the face is."""
     file = pathlib.Path(cbook.get_sample_data(PHOTOGRAPH, asfileobj=False))
-    picture: Image.Image = read_picture(file)
+    picture: Image.Image = read_image(file)
     side = min(picture.size)
-    return resized(picture.crop((0, 0, side, side)), size, size)
+    return resize_image(picture.crop((0, 0, side, side)), size, size)

@@ -15,7 +15,7 @@ from digen_jax.learned_rewards.files import opened_clip, read_processor, read_to
 from digen_jax.learned_rewards.host import on_host
 from digen_jax.learned_rewards.scorer import Opened, Params, Similarity
 from digen_jax.models.vision.preprocess import tensor_crop
-from digen_jax.parallel.reward_model import Scoring
+from digen_jax.parallel.reward_model import RewardModel
 
 DIVISOR = 30.0
 
@@ -45,6 +45,6 @@ def load(
     return opened(folder, dtype).load(shardings)
 
 
-def make(*, folder: str, batch: int = 16, dtype: str = "float32") -> Scoring:
+def make(*, folder: str, batch: int = 16, dtype: str = "float32") -> RewardModel:
     """The reward on the host; for the settings see `opened` and `on_host`."""
     return on_host(*load(folder, dtype), batch)

@@ -5,10 +5,10 @@ import jax
 from digen_jax.learned_rewards.scorer import Params
 from digen_jax.parallel.mesh import make_mesh
 from digen_jax.parallel.placement import DeviceGroup
-from digen_jax.parallel.reward_model import Scorer, Scoring
+from digen_jax.parallel.reward_model import RewardModel, Scorer
 
 
-def on_host(scorer: Scorer, params: Params, batch: int = 16) -> Scoring:
+def on_host(scorer: Scorer, params: Params, batch: int = 16) -> RewardModel:
     """The reward on one device.
 
     Args:
@@ -20,4 +20,4 @@ def on_host(scorer: Scorer, params: Params, batch: int = 16) -> Scoring:
       ValueError: `batch` is no number of pictures.
     """
     here = DeviceGroup(make_mesh(jax.local_devices()[:1]))
-    return Scoring("reward", scorer, params, here, batch)
+    return RewardModel("reward", scorer, params, here, batch)

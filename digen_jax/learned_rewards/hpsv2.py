@@ -21,7 +21,7 @@ from digen_jax.learned_rewards.scorer import Opened, Params, Similarity
 from digen_jax.models.vision import clip, open_clip
 from digen_jax.models.vision.clip import CLIPModel
 from digen_jax.models.vision.preprocess import Processor, tensor_pad
-from digen_jax.parallel.reward_model import Scoring
+from digen_jax.parallel.reward_model import RewardModel
 
 HEADS = 16  # of both towers of open_clip's ViT-H-14
 
@@ -72,6 +72,6 @@ def load(
     return opened(file, tokenizer, dtype).load(shardings)
 
 
-def make(*, file: str, tokenizer: str, batch: int = 16, dtype: str = "float32") -> Scoring:
+def make(*, file: str, tokenizer: str, batch: int = 16, dtype: str = "float32") -> RewardModel:
     """The reward on the host; for the settings see `opened` and `on_host`."""
     return on_host(*load(file, tokenizer, dtype), batch)

@@ -22,7 +22,7 @@ from digen_jax.models.vision.clip import (
 )
 from digen_jax.models.vision.preprocess import Processor, pil_crop, tensor_crop, tensor_pad
 from digen_jax.parallel.placement import DeviceGroup
-from digen_jax.parallel.reward_model import Scoring, placed
+from digen_jax.parallel.reward_model import RewardModel, scorer_shapes
 from digen_jax.process.shutdown import during
 from digen_jax.rewards import NamedReward, RewardSettings
 from digen_jax.rewards.built_in import resolve
@@ -31,7 +31,7 @@ from digen_jax.rewards.built_in import resolve
 FILES = ("folder", "file", "head", "processor", "tokenizer")
 
 
-def read(asked: Mapping[int, RewardSettings], group: DeviceGroup) -> tuple[Scoring, ...]:
+def read(asked: Mapping[int, RewardSettings], group: DeviceGroup) -> tuple[RewardModel, ...]:
     """Rewards of a config's list, by their places in it, with their weights on a mesh.
 
     Raises:
@@ -40,7 +40,7 @@ def read(asked: Mapping[int, RewardSettings], group: DeviceGroup) -> tuple[Scori
     return tuple(_read(number, one, group) for number, one in asked.items())
 
 
-def outlined(asked: Mapping[int, RewardSettings], group: DeviceGroup) -> tuple[Scoring, ...]:
+def outlined(asked: Mapping[int, RewardSettings], group: DeviceGroup) -> tuple[RewardModel, ...]:
     """The same with shapes instead of weights: nothing is downloaded, and nothing but configurations is read.
 
     If the files of a reward are not on this machine, its published network stands for it.
@@ -52,31 +52,31 @@ def outlined(asked: Mapping[int, RewardSettings], group: DeviceGroup) -> tuple[S
 
 
 def named(
-    asked: Mapping[int, RewardSettings], scorers: tuple[Scoring, ...]
+    asked: Mapping[int, RewardSettings], scorers: tuple[RewardModel, ...]
 ) -> dict[int, NamedReward]:
     """The rewards of a mesh by their places in a config's list, to be called on the host."""
     pairs = zip(asked.items(), scorers, strict=True)
     return {number: NamedReward(settings, scorer) for (number, settings), scorer in pairs}
 
 
-def _read(number: int, asked: RewardSettings, group: DeviceGroup) -> Scoring:
+def _read(number: int, asked: RewardSettings, group: DeviceGroup) -> RewardModel:
     learned = _learned(asked)
     with blame(f"config.rewards[{number}]: reward {asked.title!r}: "):
         opened = learned.opened()
-        shardings = jax.tree.map(_sharding, placed(asked.title, opened.shapes, group))
+        shardings = jax.tree.map(_sharding, scorer_shapes(asked.title, opened.shapes, group))
         with during(f"the reading of the weights of reward {asked.title!r}"):
             scorer, params = opened.load(shardings)
-        return Scoring(asked.title, scorer, params, group, learned.batch)
+        return RewardModel(asked.title, scorer, params, group, learned.batch)
 
 
-def _outlined(number: int, asked: RewardSettings, group: DeviceGroup) -> Scoring:
+def _outlined(number: int, asked: RewardSettings, group: DeviceGroup) -> RewardModel:
     learned = _learned(asked)
     files = [value for name, value in learned.settings if name in FILES and value]
     here = all(pathlib.Path(file).exists() for file in files)
     with blame(f"config.rewards[{number}]: reward {asked.title!r}: "):
         opened = learned.opened() if here else published(learned)
-        shapes = placed(asked.title, opened.shapes, group)
-        return Scoring(asked.title, opened.scorer, shapes, group, learned.batch)
+        shapes = scorer_shapes(asked.title, opened.shapes, group)
+        return RewardModel(asked.title, opened.scorer, shapes, group, learned.batch)
 
 
 def _learned(asked: RewardSettings) -> Learned:

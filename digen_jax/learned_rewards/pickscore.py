@@ -14,7 +14,7 @@ from digen_jax.learned_rewards.files import opened_clip, read_processor, read_to
 from digen_jax.learned_rewards.host import on_host
 from digen_jax.learned_rewards.scorer import Opened, Params, Similarity
 from digen_jax.models.vision.preprocess import pil_crop
-from digen_jax.parallel.reward_model import Scoring
+from digen_jax.parallel.reward_model import RewardModel
 
 DIVISOR = 26.0
 
@@ -53,6 +53,6 @@ def load(
 
 def make(
     *, folder: str, processor: str | None = None, batch: int = 16, dtype: str = "float32"
-) -> Scoring:
+) -> RewardModel:
     """The reward on the host; for the settings see `opened` and `on_host`."""
     return on_host(*load(folder, processor, dtype), batch)

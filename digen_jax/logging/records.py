@@ -15,7 +15,7 @@ from digen_jax.checkpoints.checkpointer import SaveFailed
 from digen_jax.checkpoints.room import FULL
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.errors import ConfigError
-from digen_jax.images import stills
+from digen_jax.images import middle_frames
 from digen_jax.logging.command_log import CommandLog
 from digen_jax.logging.environment import note_start
 from digen_jax.logging.evaluation import Evaluation, Extremes, by_tag, save_images, saved_images
@@ -196,7 +196,7 @@ class Records:
         if not self._settings.is_evaluated(version):
             return
         self._write(self.metrics.write, version, found.metrics())
-        images = stills(found.clips[: self._count])
+        images = middle_frames(found.clips[: self._count])
         prompts = np.asarray([record["prompt"] for record in found.records[: len(images)]])
         content = dict(step=version, images=images, scores=found.scores, prompts=prompts)
         file = self._folder / ("after.npz" if version else "before.npz")

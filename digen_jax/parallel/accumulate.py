@@ -26,7 +26,7 @@ from digen_jax.diffusion.noising import Times
 from digen_jax.diffusion.sampling import Trajectory, Transitions, per_image
 from digen_jax.parallel.mesh import SAMPLES, SEQUENCE
 from digen_jax.parallel.placement import DeviceGroup
-from digen_jax.parallel.sharding import traced_on
+from digen_jax.parallel.sharding import tracing_on
 from digen_jax.target import on_device
 
 Metrics = dict[str, Float[Array, ""]]
@@ -60,7 +60,7 @@ class GroupSums(NamedTuple):
     sums: Metrics
 
 
-class Endpoints(NamedTuple):
+class FinalImages(NamedTuple):
     """Final images, from which the forward process makes samples: the draws depend only on the keys.
 
     A pair of images with the same noise and noise level counts as one of b, x0 `[b 2 ...]`, with one key.
@@ -83,10 +83,10 @@ class NoiseLevels(NamedTuple):
     sigma: Float32[Array, "n"]
 
 
-class Experience(NamedTuple):
+class TrainBatch(NamedTuple):
     """A chunk in the trainer's form: s transitions of b images, or b final images."""
 
-    samples: Transitions | Endpoints
+    samples: Transitions | FinalImages
     conditioning: Any  # of P prompts
     null: Any  # of the empty prompt
     rows: Int[Array, "b"]  # each image's prompt
@@ -95,7 +95,7 @@ class Experience(NamedTuple):
     sigma_max: Float[Array, ""]  # sigmas[1] of the schedule
 
 
-class Shared(NamedTuple):
+class SharedInputs(NamedTuple):
     """The inputs of all passes over a chunk."""
 
     conditioning: Any
@@ -115,20 +115,20 @@ class MicroBatch(NamedTuple):
     )
 
 
-def trained_part(trajectory: Trajectory, keys: Key[Array, "b"]) -> Transitions | Endpoints:
+def trained_part(trajectory: Trajectory, keys: Key[Array, "b"]) -> Transitions | FinalImages:
     """The trained part of a trajectory: the stored transitions or, without any, its end."""
     if len(trajectory.transitions.sigma):
         return trajectory.transitions
-    return Endpoints(trajectory.latents, keys, trajectory.sigmas)
+    return FinalImages(trajectory.latents, keys, trajectory.sigmas)
 
 
-def shared(experience: Experience) -> Shared:
+def shared(train_batch: TrainBatch) -> SharedInputs:
     """The part of a chunk that is not divided."""
-    return Shared(experience.conditioning, experience.null, experience.sigma_max)
+    return SharedInputs(train_batch.conditioning, train_batch.null, train_batch.sigma_max)
 
 
 def passes(
-    experience: Experience, images: int, steps: int, group: DeviceGroup, times: Times | None = None
+    train_batch: TrainBatch, images: int, steps: int, group: DeviceGroup, times: Times | None = None
 ) -> MicroBatch:
     """All samples of a chunk, divided into passes [m, steps, images, ...]; `times` draws the noise levels.
 
@@ -136,7 +136,7 @@ def passes(
     already has its share of a pass. If `steps` does not divide the trained steps, the last step is repeated
     with weight 0.
     """
-    samples = _per_step(experience.samples, times)
+    samples = _per_step(train_batch.samples, times)
     s, b = samples.sigma.shape
     rounds, chunks = -(-s // steps), b // images
 
@@ -153,15 +153,15 @@ def passes(
         """[b] -> [s b]."""
         return jnp.broadcast_to(a, (s, b))
 
-    rows, advantages = per_step(experience.rows), per_step(experience.advantages)
+    rows, advantages = per_step(train_batch.rows), per_step(train_batch.advantages)
     trained = (jnp.arange(rounds * steps) < s).astype(jnp.float32)
-    weight = trained[:, None] * experience.weight
+    weight = trained[:, None] * train_batch.weight
     return jax.tree.map(cut, MicroBatch(samples, rows, advantages, weight))
 
 
-def _per_step(samples: Transitions | Endpoints, times: Times | None) -> Transitions | NoiseLevels:
+def _per_step(samples: Transitions | FinalImages, times: Times | None) -> Transitions | NoiseLevels:
     """All samples [s b ...]."""
-    if isinstance(samples, Endpoints):
+    if isinstance(samples, FinalImages):
         sigma = times.draw(samples.keys, samples.sigmas)
         s, b = sigma.shape
         draws = jnp.broadcast_to(jnp.arange(s)[:, None], (s, b))
@@ -170,7 +170,7 @@ def _per_step(samples: Transitions | Endpoints, times: Times | None) -> Transiti
     return per_image(samples)
 
 
-def merged(micro: MicroBatch, group: DeviceGroup) -> MicroBatch:
+def merge_pass(micro: MicroBatch, group: DeviceGroup) -> MicroBatch:
     """One pass [steps, images, ...] -> [steps*images, ...], in the order of the devices that hold it."""
     time, devices = group.time, group.images
 
@@ -183,7 +183,7 @@ def merged(micro: MicroBatch, group: DeviceGroup) -> MicroBatch:
     return jax.tree.map(merge, _numbered(micro))
 
 
-def merged_on_device(micro: MicroBatch) -> MicroBatch:
+def merge_pass_on_device(micro: MicroBatch) -> MicroBatch:
     """The share of one device, [steps, images, ...] -> [steps*images, ...]."""
     return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), _numbered(micro))
 
@@ -197,7 +197,7 @@ def sum_passes(
     gradient: Callable[..., Any],
     group: DeviceGroup,
     parameters: tuple[Any, ...],
-    shared: Shared,
+    shared: SharedInputs,
     micros: MicroBatch,
     totals: Any,
     layout: Any,
@@ -231,21 +231,21 @@ def sum_passes(
         mine = jax.tree.map(lambda a: jnp.where(first, a, 0), totals)
         with on_device(group.mesh.devices.flat[0], group.attention):
             mine = scan(
-                parameters, shared, micros, mine, piece, merged_on_device, lambda sums: sums
+                parameters, shared, micros, mine, piece, merge_pass_on_device, lambda sums: sums
             )
         return jax.lax.psum(mine, SAMPLES)
 
     whole = PartitionSpec()
-    apart = group.mesh.shape[SEQUENCE] == 1 and all(map(group.holds_whole, parameters))
+    apart = group.mesh.shape[SEQUENCE] == 1 and all(map(group.is_replicated, parameters))
     if group.mesh.size == 1 or not apart:
-        with traced_on(group.merged, group.attention):
+        with tracing_on(group.merged, group.attention):
             return scan(
                 parameters,
                 shared,
                 micros,
                 totals,
                 piece,
-                lambda micro: merged(micro, group),
+                lambda micro: merge_pass(micro, group),
                 lambda sums: jax.lax.with_sharding_constraint(sums, layout),
             )
     # Unchecked, because the check would make every gradient of whole parameters a sum over all devices.
@@ -266,12 +266,12 @@ class OpenGroup:
     sums: GroupSums
 
 
-def recentred(sums: GroupSums, shift: Float[Array, ""]) -> GroupSums:
+def recenter(sums: GroupSums, shift: Float[Array, ""]) -> GroupSums:
     """The same sums after the mean of the rewards fell by `shift`."""
     return sums._replace(centred=_add(sums.centred, sums.plain, shift))
 
 
-def folded(
+def fold_group(
     totals: Totals, sums: GroupSums, scale: Float[Array, ""] | None, kl_coefficient: float
 ) -> Totals:
     """Adds a complete group to a step's totals; `scale` is 1 / (std + eps), None while that is not known."""
@@ -290,7 +290,7 @@ def folded(
     return totals._replace(sums=totals.sums | added)
 
 
-def settled(totals: Totals, scale: Float[Array, ""]) -> Totals:
+def apply_global_std(totals: Totals, scale: Float[Array, ""]) -> Totals:
     """Totals whose unscaled part is divided by the global std: `scale` is 1 / (std + eps)."""
     return _with_policy(totals._replace(unscaled=None), totals.unscaled, scale)
 

@@ -11,9 +11,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, Shaped
 
 from digen_jax.errors import user_input
-from digen_jax.images import blank, picture_hash
+from digen_jax.images import black_image, image_hash
 from digen_jax.models.family import Conditioning, Family, Params, Record, Tokens, negative_of
-from digen_jax.parallel.placement import DeviceGroup, in_chunks
+from digen_jax.parallel.placement import DeviceGroup, chunked_map
 
 # A prompt's arrays by the field of the conditioning, without tokens that the network does not attend to.
 Rows = Mapping[str, np.ndarray]
@@ -21,13 +21,13 @@ NULL = "\0"  # the key of the family's own pass without the prompt, and the begi
 
 
 @dataclasses.dataclass(frozen=True)
-class Stored:
+class PrecomputedPrompts:
     """Prompts that were encoded before, instead of text encoders on the devices.
 
     Attributes:
       family: whose encoders made them.
       encoders: the parameters with which they were encoded, as shapes.
-      read: gives the rows of keys (`key_of`, `null_key`).
+      read: gives the rows of keys (`prompt_key`, `null_prompt_key`).
     """
 
     family: Family
@@ -36,22 +36,22 @@ class Stored:
 
     def conditioning(self, records: Sequence[Record]) -> Conditioning:
         """Of each record, on the host."""
-        rows = self.read([key_of(self.family, record) for record in records])
-        return joined(self.family, self._shapes, rows)
+        rows = self.read([prompt_key(self.family, record) for record in records])
+        return pad_rows(self.family, self._shapes, rows)
 
     def null(self, records: Sequence[Record]) -> Conditioning:
         """Of each record's pass without the prompt, one row for all where `Family.tokenize_null` has one."""
-        keys = [null_key(self.family, record) for record in records]
+        keys = [null_prompt_key(self.family, record) for record in records]
         if self.family.source is None and len(set(keys)) == 1:
             keys = keys[:1]
-        return joined(self.family, self._shapes, self.read(keys))
+        return pad_rows(self.family, self._shapes, self.read(keys))
 
     @functools.cached_property
     def _shapes(self) -> Conditioning:
         return encoded_shapes(self.family, self.encoders)
 
 
-def encoder(family: Family, group: DeviceGroup) -> Any:
+def jit_encoder(family: Family, group: DeviceGroup) -> Any:
     """The jitted program (components, tokens) -> conditioning, which every device then has whole."""
     return jax.jit(functools.partial(_encode, family, group), out_shardings=group.replicated)
 
@@ -61,13 +61,13 @@ def block_size(family: Family, group: DeviceGroup) -> int:
     return family.encoded_prompts * group.images
 
 
-def example(family: Family) -> Record:
+def example_record(family: Family) -> Record:
     """A record with all that the family reads, for programs and shapes, which do not depend on the content."""
-    picture = {} if family.source is None else {"image": blank(*family.source[:2])}
+    picture = {} if family.source is None else {"image": black_image(*family.source[:2])}
     return {"prompt": "", **picture}
 
 
-def key_of(family: Family, record: Record) -> str:
+def prompt_key(family: Family, record: Record) -> str:
     """What the conditioning of a record depends on: its prompt, and the bytes of the picture that is edited.
 
     Raises:
@@ -76,10 +76,10 @@ def key_of(family: Family, record: Record) -> str:
     if family.source is None:
         return record["prompt"]
     with user_input():
-        return f"{record['prompt']}\0{picture_hash(record['image'])}"
+        return f"{record['prompt']}\0{image_hash(record['image'])}"
 
 
-def null_key(family: Family, record: Record) -> str:
+def null_prompt_key(family: Family, record: Record) -> str:
     """What a record's pass without the prompt depends on: its negative prompt, and the bytes of its picture.
 
     Raises:
@@ -88,12 +88,12 @@ def null_key(family: Family, record: Record) -> str:
     negative = negative_of(family, record)
     if family.source is None and negative == family.negative_prompt:
         return NULL
-    return NULL + key_of(family, {**record, "prompt": NULL + negative})
+    return NULL + prompt_key(family, {**record, "prompt": NULL + negative})
 
 
 def encoded_shapes(family: Family, encoders: Params) -> Conditioning:
     """The conditioning of one prompt as shapes."""
-    return jax.eval_shape(family.encode, encoders, family.tokenize([example(family)]))
+    return jax.eval_shape(family.encode, encoders, family.tokenize([example_record(family)]))
 
 
 def row_bytes(family: Family, encoders: Params, tokens: Tokens) -> Int[np.ndarray, "b"]:
@@ -125,7 +125,7 @@ def _masks(family: Family, encoders: Params, tokens: Tokens) -> dict[str, Bool[A
     return {mask: fields[mask] for mask in family.masked.values()}
 
 
-def rows_of(family: Family, conditioning: Conditioning) -> list[Rows]:
+def unpad_rows(family: Family, conditioning: Conditioning) -> list[Rows]:
     """The rows of each prompt; masks are left out, because the numbers of rows say what they do.
 
     Args:
@@ -146,8 +146,8 @@ def rows_of(family: Family, conditioning: Conditioning) -> list[Rows]:
     ]
 
 
-def joined(family: Family, shapes: Conditioning, rows: Sequence[Rows]) -> Conditioning:
-    """The conditioning of prompts on the host, from the rows of each: the inverse of `rows_of`.
+def pad_rows(family: Family, shapes: Conditioning, rows: Sequence[Rows]) -> Conditioning:
+    """The conditioning of prompts on the host, from the rows of each: the inverse of `unpad_rows`.
 
     Tokens that the network does not attend to are 0.
 
@@ -203,5 +203,5 @@ def _encode(family: Family, group: DeviceGroup, frozen: Any, tokens: Any) -> Any
         return jnp.pad(array, [(0, -prompts % group.images), *free], mode="edge")
 
     encode = functools.partial(family.encode, frozen)
-    done = in_chunks(encode, jax.tree.map(filled, tokens), family.encoded_prompts, group)
+    done = chunked_map(encode, jax.tree.map(filled, tokens), family.encoded_prompts, group)
     return jax.tree.map(lambda c: c[:prompts], done)

@@ -8,25 +8,25 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from digen_jax.algorithms.algorithm import Matching, MatchingSamples, Velocities
-from digen_jax.algorithms.losses import blanked, gaussian_kl, velocity_mse, weighted_sum
+from digen_jax.algorithms.losses import gaussian_kl, mask_rows, velocity_mse, weighted_sum
 from digen_jax.algorithms.policy_gradient import PolicyGradient, Samples, policy_gradient_loss
 from digen_jax.diffusion.noising import forward_noise, noised, noised_pairs
 from digen_jax.diffusion.sampling import Replay, Velocity, replay
 from digen_jax.diffusion.steps import ReverseStep
-from digen_jax.parallel.accumulate import GroupSums, MicroBatch, Shared, Term, Totals
-from digen_jax.parallel.policy import Policy, of_rows
+from digen_jax.parallel.accumulate import GroupSums, MicroBatch, SharedInputs, Term, Totals
+from digen_jax.parallel.policy import Policy, null_rows
 
 
 class Policies(NamedTuple):
     """Other parameters than those being trained; None: the algorithm does not read them, or they are the same.
 
     Attributes:
-      behaviour: the parameters that sampled.
+      behavior: the parameters that sampled.
       start: the parameters at the step's start.
       copy: the algorithm's slow copy.
     """
 
-    behaviour: Any = None
+    behavior: Any = None
     start: Any = None
     copy: Any = None
 
@@ -39,7 +39,7 @@ class Objective(Protocol):
         """Zero sums, for parameters of this structure."""
 
     def gradient(
-        self, tuned: Any, base: Any, policies: Policies, shared: Shared, micro: MicroBatch
+        self, tuned: Any, base: Any, policies: Policies, shared: SharedInputs, micro: MicroBatch
     ) -> Totals:
         """The summed gradient and metrics of one pass."""
 
@@ -51,7 +51,7 @@ class LinearObjective(Objective, Protocol):
     def no_group(self, tuned: Any) -> GroupSums:
         """Zero sums for a group."""
 
-    def linear(self, tuned: Any, base: Any, shared: Shared, micro: MicroBatch) -> GroupSums:
+    def linear(self, tuned: Any, base: Any, shared: SharedInputs, micro: MicroBatch) -> GroupSums:
         """The sums of one pass with r_i - m as advantages."""
 
 
@@ -85,15 +85,15 @@ class TransitionObjective:
         return GroupSums(none, none, none if self.algorithm.kl_coefficient else None, known)
 
     def gradient(
-        self, tuned: Any, base: Any, policies: Policies, shared: Shared, micro: MicroBatch
+        self, tuned: Any, base: Any, policies: Policies, shared: SharedInputs, micro: MicroBatch
     ) -> Totals:
         """The summed gradient and metrics of one pass.
 
         If the loss is decoupled and `policies.start` is None, the parameters at the step's start are `tuned`.
         """
         recomputed = start = None
-        if self.algorithm.reads_behaviour:
-            recomputed = self._replay(policies.behaviour, base, shared, micro)
+        if self.algorithm.reads_behavior:
+            recomputed = self._replay(policies.behavior, base, shared, micro)
         if policies.start is not None:
             start = self._replay(policies.start, base, shared, micro)
 
@@ -111,7 +111,7 @@ class TransitionObjective:
         (_, sums), gradient = jax.value_and_grad(loss, has_aux=True)(tuned)
         return Totals(gradient, sums)
 
-    def linear(self, tuned: Any, base: Any, shared: Shared, micro: MicroBatch) -> GroupSums:
+    def linear(self, tuned: Any, base: Any, shared: SharedInputs, micro: MicroBatch) -> GroupSums:
         """The sums of one pass with r_i - m as advantages; old log-probabilities are "current"."""
         policy_only = dataclasses.replace(self.algorithm, adv_clip=jnp.inf, kl_coefficient=0.0)
         with_kl = self.algorithm.kl_coefficient > 0
@@ -141,7 +141,9 @@ class TransitionObjective:
 
     def _replay(self, tuned, base, shared, micro):
         conditioning = jax.tree.map(lambda c: c[micro.rows], shared.conditioning)
-        velocity = self.policy.velocity(tuned, base, conditioning, of_rows(shared.null, micro.rows))
+        velocity = self.policy.velocity(
+            tuned, base, conditioning, null_rows(shared.null, micro.rows)
+        )
         return replay(velocity, micro.samples, self.step, shared.sigma_max)
 
     def _samples(self, new: Replay, recomputed: Replay | None, micro: MicroBatch) -> Samples:
@@ -164,7 +166,7 @@ class TransitionObjective:
     def _kl(self, new: Replay, base, shared, micro):
         """The KL of each sample to the reference."""
         conditioning = jax.tree.map(lambda c: c[micro.rows], shared.conditioning)
-        velocity = self.policy.reference(base, conditioning, of_rows(shared.null, micro.rows))
+        velocity = self.policy.reference(base, conditioning, null_rows(shared.null, micro.rows))
         t = micro.samples
         reference = replay(velocity, t, self.step, shared.sigma_max)
         match self.algorithm.kl:
@@ -181,7 +183,7 @@ def _decoupled(samples: Samples, start: Replay) -> Samples:
     """The same with the policy at the step's start as the old one; the one that sampled stays, for its weight."""
     old_mean = None if samples.mean is None else start.mean
     return samples._replace(
-        old_log_prob=start.log_prob, old_mean=old_mean, behaviour_log_prob=samples.old_log_prob
+        old_log_prob=start.log_prob, old_mean=old_mean, behavior_log_prob=samples.old_log_prob
     )
 
 
@@ -201,13 +203,13 @@ class MatchingObjective:
         return no_totals(self.algorithm.terms, tuned)
 
     def gradient(
-        self, tuned: Any, base: Any, policies: Policies, shared: Shared, micro: MicroBatch
+        self, tuned: Any, base: Any, policies: Policies, shared: SharedInputs, micro: MicroBatch
     ) -> Totals:
         """The summed gradient and metrics of one pass."""
         samples = self._samples(micro)
-        rows = jnp.repeat(micro.rows, self.algorithm.images_of_sample)
+        rows = jnp.repeat(micro.rows, self.algorithm.images_per_sample)
         conditioning = jax.tree.map(lambda c: c[rows], shared.conditioning)
-        null = of_rows(shared.null, rows)
+        null = null_rows(shared.null, rows)
 
         def velocity(parameters: Any) -> Array:
             policy = self.policy.velocity(parameters, base, conditioning, null)
@@ -219,10 +221,10 @@ class MatchingObjective:
         reference = None
         if self.algorithm.reads_reference:
             reference = self._at(self.policy.reference(base, conditioning, null), samples)
-        behaviour, copy = fixed(policies.behaviour), fixed(policies.copy)
+        behavior, copy = fixed(policies.behavior), fixed(policies.copy)
 
         def loss(tuned: Any) -> tuple[Array, dict[str, Array]]:
-            v = Velocities(velocity(tuned), behaviour, copy, reference)
+            v = Velocities(velocity(tuned), behavior, copy, reference)
             terms = self.algorithm.loss(samples, v)
             sums = {name: weighted_sum(micro.weight, term) for name, term in terms.items()}
             return sums["loss"], sums | {"weight": jnp.sum(micro.weight)}
@@ -235,8 +237,8 @@ class MatchingObjective:
         x0, keys, draws, sigma = micro.samples
         trained = micro.weight > 0
         # Before the network sees them: infinite values in its input would not get a zero gradient.
-        (x0,) = blanked(trained, x0)
-        pairs = self.algorithm.images_of_sample == 2
+        (x0,) = mask_rows(trained, x0)
+        pairs = self.algorithm.images_per_sample == 2
         noise = forward_noise(keys, draws, x0.shape[2 if pairs else 1 :])
         given = (noised_pairs if pairs else noised)(x0, noise, sigma)
         return MatchingSamples(x0, given.x, given.target, sigma, micro.advantages, trained)
@@ -244,6 +246,6 @@ class MatchingObjective:
     def _at(self, policy: Velocity, samples: MatchingSamples) -> Float[Array, "n *shape"]:
         """A policy's velocities; pairs are evaluated image by image, with the two images next to each other."""
         x, sigma = samples.x, samples.sigma
-        if self.algorithm.images_of_sample == 1:
+        if self.algorithm.images_per_sample == 1:
             return policy(x, sigma)
         return policy(x.reshape(-1, *x.shape[2:]), jnp.repeat(sigma, 2)).reshape(x.shape)

@@ -14,14 +14,14 @@ from jaxtyping import Array, Shaped
 from digen_jax.attention.kernels import AUTO
 from digen_jax.errors import ConfigError
 from digen_jax.parallel.mesh import BATCH, DATA, FSDP, MODEL, SAMPLES, TIME, make_mesh, parts
-from digen_jax.parallel.sharding import Layout, name_of
+from digen_jax.parallel.sharding import Layout, parameter_name
 from digen_jax.ranges import Count, PositiveInt
 
 # The only mesh of a process, where others have the others.
-OwnMesh = Literal["trainer", "rollout"]
+MeshRole = Literal["trainer", "rollout"]
 # Fields of a mesh's section that do not change its number of devices.
-PROCESSES = ("hosts", "max_workers")
-NO_SIZES = (*PROCESSES, "samples")  # fields of axes that are no sizes
+PROCESS_FIELDS = ("hosts", "max_workers")
+NON_AXIS_FIELDS = (*PROCESS_FIELDS, "samples")  # fields of axes that are no sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +94,7 @@ class DeviceGroup:
         """Arrays [..., steps, images, ...] with `leading` axes in front of the steps."""
         return NamedSharding(self.mesh, PartitionSpec(*(None,) * leading, TIME, BATCH))
 
-    def holds_whole(self, tree: Any) -> bool:
+    def is_replicated(self, tree: Any) -> bool:
         """Whether every device has the whole of a parameter tree."""
         return all(spec.is_fully_replicated for spec in jax.tree.leaves(self.params(tree)))
 
@@ -106,13 +106,15 @@ class DeviceGroup:
         """
 
         def sharding(path: tuple, leaf: Any) -> NamedSharding:
-            spec = self.layout.spec(name_of(path), leaf.shape, self.mesh.shape)
+            spec = self.layout.spec(parameter_name(path), leaf.shape, self.mesh.shape)
             return NamedSharding(self.mesh, spec)
 
         return jax.tree.map_with_path(sharding, tree)
 
 
-def in_chunks(function: Callable[[Any], Any], batch: Any, at_once: int, group: DeviceGroup) -> Any:
+def chunked_map(
+    function: Callable[[Any], Any], batch: Any, at_once: int, group: DeviceGroup
+) -> Any:
     """`function` of a batch that is split over a mesh; to be called while tracing.
 
     Every chunk contains the same number of rows of each device, so that no row moves to another device. Of several
@@ -216,14 +218,14 @@ class MeshSizes(NamedTuple):
     rollout: RolloutAxes
     trainer: TrainerAxes
 
-    def plain(self) -> dict[str, dict[str, int]]:
+    def as_dict(self) -> dict[str, dict[str, int]]:
         """{"rollout": {axis: size}, "trainer": ...}, as in a config's section `placement`."""
         return {name: dataclasses.asdict(axes) for name, axes in self._asdict().items()}
 
 
 def mesh_axes(sizes: RolloutAxes | TrainerAxes) -> dict[str, int]:
     """The sizes of one mesh's axes, without its role and the numbers of workers and processes."""
-    others = {"workers", *NO_SIZES}
+    others = {"workers", *NON_AXIS_FIELDS}
     return {name: size for name, size in vars(sizes).items() if name not in others}
 
 
@@ -238,16 +240,16 @@ class Placement:
     Attributes:
       rollouts: those of this process.
       trainer: the mesh that trains and updates. None: another process has it.
-      elsewhere: the number of sampling meshes in other processes, as the config has it; others may join.
+      remote_rollouts: the number of sampling meshes in other processes, as the config has it; others may join.
       others: further training meshes.
-      trainers_elsewhere: the number of further training meshes in other processes.
+      remote_trainers: the number of further training meshes in other processes.
     """
 
     rollouts: tuple[DeviceGroup, ...]
     trainer: DeviceGroup | None
-    elsewhere: int = 0
+    remote_rollouts: int = 0
     others: tuple[DeviceGroup, ...] = ()
-    trainers_elsewhere: int = 0
+    remote_trainers: int = 0
 
     @property
     def rollout(self) -> DeviceGroup:
@@ -265,7 +267,7 @@ class Placement:
     @property
     def colocated(self) -> bool:
         """Whether sampling and training share their devices."""
-        return not (self.rollouts or self.elsewhere)
+        return not (self.rollouts or self.remote_rollouts)
 
     def describe(self) -> str:
         """One line for the console."""
@@ -274,12 +276,10 @@ class Placement:
         kind = "CPU" if kind == "cpu" else kind
         if self.trainer is None:
             return f"{_counted(group.mesh.size, kind)} for rollout"
-        meshes, training = len(self.rollouts), 1 + len(self.others) + self.trainers_elsewhere
+        meshes, training = len(self.rollouts), 1 + len(self.others) + self.remote_trainers
         trainer = training * self.trainer.mesh.size
-        if self.elsewhere:
-            return (
-                f"{_counted(trainer, kind)} for training; rollout on {self.elsewhere} other workers"
-            )
+        if self.remote_rollouts:
+            return f"{_counted(trainer, kind)} for training; rollout on {self.remote_rollouts} other workers"
         if self.colocated:
             processes = processes_of(self.trainer.mesh.devices.flat)
             where = f" of {processes} processes" if processes > 1 else ""
@@ -309,7 +309,7 @@ def make_placement(
     check_processes(sizes, devices)
     if len(devices) == 1:
         return Placement((), DeviceGroup(make_mesh(devices), layout, attention))
-    size, trainer = mesh_sizes(sizes, len(devices))
+    size, trainer = devices_per_mesh(sizes, len(devices))
     starts = range(0, size * sizes.rollout.workers, size) if size else ()
     sampling = (make_mesh(devices[i : i + size], **mesh_axes(sizes.rollout)) for i in starts)
     first = size * len(starts)
@@ -320,12 +320,12 @@ def make_placement(
     return Placement(rollouts, home, others=tuple(others))
 
 
-def make_own(
+def make_process_placement(
     sizes: MeshSizes,
     layout: Layout,
     devices: Sequence[jax.Device],
     attention: str,
-    mesh: OwnMesh,
+    mesh: MeshRole,
 ) -> Placement:
     """The placement as a process sees it that has one of the meshes, on the first of its `devices`.
 
@@ -342,7 +342,7 @@ def make_own(
     if mesh == "rollout":
         return Placement((group,), None)
     sampling = sizes.rollout.workers if sizes.rollout.data else 0
-    return Placement((), group, sampling, trainers_elsewhere=sizes.trainer.workers - 1)
+    return Placement((), group, sampling, remote_trainers=sizes.trainer.workers - 1)
 
 
 def processes_of(devices: Iterable[jax.Device]) -> int:
@@ -355,7 +355,7 @@ def check_processes(sizes: MeshSizes, devices: Sequence[jax.Device]) -> None:
     processes = processes_of(devices)
     if processes == 1:
         return
-    rollout, trainer = mesh_sizes(sizes, len(devices))
+    rollout, trainer = devices_per_mesh(sizes, len(devices))
     if rollout:
         raise ConfigError(
             f"config.placement.rollout.data = {sizes.rollout.data}, but with --coordinator the {processes} processes "
@@ -374,7 +374,7 @@ def check_processes(sizes: MeshSizes, devices: Sequence[jax.Device]) -> None:
         )
 
 
-def mesh_sizes(sizes: MeshSizes, devices: int) -> tuple[int, int]:
+def devices_per_mesh(sizes: MeshSizes, devices: int) -> tuple[int, int]:
     """The numbers of `devices` that (each rollout worker, each training mesh) takes; 0: colocated.
 
     Raises:
@@ -392,7 +392,7 @@ def mesh_sizes(sizes: MeshSizes, devices: int) -> tuple[int, int]:
     return rollout, trainer
 
 
-def fitted(wanted: MeshSizes, devices: int) -> MeshSizes:
+def fit_mesh_sizes(wanted: MeshSizes, devices: int) -> MeshSizes:
     """The sizes of the meshes on `devices` devices, reduced if these are too few.
 
     Each axis is reduced by a divisor, so that it still divides batches. Both meshes keep the largest share of
@@ -402,12 +402,12 @@ def fitted(wanted: MeshSizes, devices: int) -> MeshSizes:
         return MeshSizes(dataclasses.replace(wanted.rollout, data=0), ONE_DEVICE.trainer)
 
     def smaller(axes: Any) -> list[Any]:
-        names = [name for name in vars(axes) if name not in NO_SIZES]
+        names = [name for name in vars(axes) if name not in NON_AXIS_FIELDS]
         choices = itertools.product(*(_divisors(getattr(axes, name), devices) for name in names))
         return [dataclasses.replace(axes, **dict(zip(names, one, strict=True))) for one in choices]
 
     def size(axes: RolloutAxes | TrainerAxes) -> int:
-        return math.prod(size for name, size in vars(axes).items() if name not in NO_SIZES)
+        return math.prod(size for name, size in vars(axes).items() if name not in NON_AXIS_FIELDS)
 
     def preferred(sizes: MeshSizes) -> tuple[float, ...]:
         rollout, trainer = sizes.rollout, sizes.trainer

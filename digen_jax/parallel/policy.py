@@ -93,18 +93,18 @@ class Policy:
         """The part of `base` that sampling needs, without a reference that is kept for the KL."""
         return base if self.lora is not None else self._sorted_out(base)[0]
 
-    def whole(self, tuned: Params, base: Params) -> Params:
+    def merged(self, tuned: Params, base: Params) -> Params:
         """The whole components with the tuned parameters in them, for export."""
         if self.lora is not None:
-            merged = {part: merge(base[part], tuned[part], self.lora.scale) for part in tuned}
-            return dict(base) | merged
+            components = {part: merge(base[part], tuned[part], self.lora.scale) for part in tuned}
+            return dict(base) | components
         frozen, _ = self._sorted_out(base)
         return unflatten_dict(flatten_dict(frozen) | flatten_dict(tuned))
 
     def velocity(self, tuned: Params, base: Params, conditioning: Any, null: Any) -> Velocity:
         """The guided velocity of the policy; to be called while tracing."""
         if self.lora is None:
-            variables = _collections(self.whole(tuned, base))
+            variables = _collections(self.merged(tuned, base))
             return self._guided(variables, conditioning, null, self.guidance)
         variables = _collections(base)
         for part, factors in tuned.items():
@@ -171,7 +171,7 @@ def _collections(trained: Params) -> Params:
     return {part: {"params": tree} for part, tree in trained.items()}
 
 
-def of_rows(null: Any, rows: Int[Array, "b"]) -> Any:
+def null_rows(null: Any, rows: Int[Array, "b"]) -> Any:
     """The conditioning of each row without its prompt; if one row holds for all, that row."""
     return jax.tree.map(lambda n: n if n.shape[0] == 1 else n[rows], null)
 

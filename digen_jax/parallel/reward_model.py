@@ -11,8 +11,8 @@ from jaxtyping import Array, Float32, Int, Num, UInt8
 from digen_jax.errors import ConfigError
 from digen_jax.images import to_uint8
 from digen_jax.parallel.mesh import fetch, put
-from digen_jax.parallel.placement import DeviceGroup, in_chunks
-from digen_jax.parallel.system import lying, reshard
+from digen_jax.parallel.placement import DeviceGroup, chunked_map
+from digen_jax.parallel.system import reshard, sharded_shapes
 
 
 @runtime_checkable
@@ -35,7 +35,7 @@ class Scorer(Protocol):
         ...
 
 
-class Scoring:
+class RewardModel:
     """A scorer with its parameters on a mesh: a reward, whose pictures and scores are on the host.
 
     Rows are split over all devices. Their number is padded so that few programs are compiled: for 1, 2, 4 and so on
@@ -44,7 +44,7 @@ class Scoring:
     Args:
       name: of the reward, the first part of its parameters' names.
       scorer: the network.
-      params: its parameters or their shapes, which lie as `placed` says.
+      params: its parameters or their shapes, which lie as `scorer_shapes` says.
       group: the mesh.
       batch: pictures that each device scores at once, at most.
 
@@ -90,10 +90,10 @@ class Scoring:
             return self.group.images * -(-share // self.batch) * self.batch
         return self.group.images * min(self.batch, 1 << (share - 1).bit_length())
 
-    def moved(self, group: DeviceGroup) -> "Scoring":
+    def moved(self, group: DeviceGroup) -> "RewardModel":
         """The same on another mesh."""
         params = reshard({self.name: self.params}, group.as_scorer)[self.name]
-        return Scoring(self.name, self.scorer, params, group, self.batch)
+        return RewardModel(self.name, self.scorer, params, group, self.batch)
 
     def lower(self, images: int, height: int, width: int) -> jax.stages.Lowered:
         """The program for so many images, with nothing allocated: the parameters may be shapes."""
@@ -103,13 +103,13 @@ class Scoring:
         return self._score.lower(self.params, pictures, ids)
 
 
-def placed(name: str, shapes: Any, group: DeviceGroup) -> Any:
+def scorer_shapes(name: str, shapes: Any, group: DeviceGroup) -> Any:
     """The shapes of a scorer's parameters with shardings by the mesh's rules: as a reward's component of its name.
 
     Raises:
       ConfigError: no rule matches a parameter.
     """
-    return lying({name: shapes}, group.as_scorer)[name]
+    return sharded_shapes({name: shapes}, group.as_scorer)[name]
 
 
 def _score(
@@ -120,4 +120,4 @@ def _score(
     images: UInt8[Array, "b h w 3"],
     ids: Int[Array, "b n"],
 ) -> Float32[Array, "b"]:
-    return in_chunks(lambda rows: scorer.score(params, *rows), (images, ids), batch, group)
+    return chunked_map(lambda rows: scorer.score(params, *rows), (images, ids), batch, group)

@@ -17,24 +17,24 @@ from jaxtyping import Array, Float, Int, Key
 
 from digen_jax.diffusion.sampling import (
     Trajectory,
-    check_inside,
+    check_step_range,
     group_keys,
     image_keys,
-    own_steps,
     sample,
+    select_steps,
     start_noise,
 )
 from digen_jax.diffusion.steps import ReverseStep
 from digen_jax.diffusion.windows import Window, random_timesteps
 from digen_jax.models.family import Family, Params, Record, Size
-from digen_jax.parallel.encoding import Stored, encoder
+from digen_jax.parallel.encoding import PrecomputedPrompts, jit_encoder
 from digen_jax.parallel.mesh import put
-from digen_jax.parallel.placement import DeviceGroup, in_chunks
-from digen_jax.parallel.policy import Policy, jit_as_written, of_rows
-from digen_jax.parallel.sharding import traced_on
+from digen_jax.parallel.placement import DeviceGroup, chunked_map
+from digen_jax.parallel.policy import Policy, jit_as_written, null_rows
+from digen_jax.parallel.sharding import tracing_on
 
 
-class Drawn(NamedTuple):
+class SampleDraws(NamedTuple):
     """The keys and steps for sampling some images, besides their prompts: the last arguments of `Sampler.generate`.
 
     `start_keys` are the keys of shared start noise, None: the images' own. `start` is the window's first
@@ -46,15 +46,15 @@ class Drawn(NamedTuple):
     start: int
     trained: Int[np.ndarray, "k n"] | None
 
-    def cut(self, part: slice) -> "Drawn":
+    def subset(self, part: slice) -> "SampleDraws":
         """The draws of some of these images."""
         start_keys = None if self.start_keys is None else self.start_keys[part]
         trained = None if self.trained is None else self.trained[:, part]
-        return Drawn(self.keys[part], start_keys, self.start, trained)
+        return SampleDraws(self.keys[part], start_keys, self.start, trained)
 
 
 @dataclasses.dataclass(frozen=True)
-class Draws:
+class SampleRng:
     """The draws of a run's steps. An image trains a random share of the window's steps (`random_timesteps`).
 
     With `shared_noise` all images of a group start from one noise (`group_keys`).
@@ -64,7 +64,9 @@ class Draws:
     window: Window | None  # None: no step is noisy
     shared_noise: bool = False
 
-    def of(self, step: int, serials: Int[np.ndarray, "n"], images: Int[np.ndarray, "n"]) -> Drawn:
+    def draw(
+        self, step: int, serials: Int[np.ndarray, "n"], images: Int[np.ndarray, "n"]
+    ) -> SampleDraws:
         """The draws of images in a step, from their groups' serials and their numbers in the group."""
         root, trained = jax.random.key(self.seed), None
         start_keys = group_keys(root, serials) if self.shared_noise else None
@@ -74,7 +76,7 @@ class Draws:
             drawn = [random_timesteps(seed, window.length, window.fraction) for seed in seeds]
             trained = np.stack(drawn, axis=1).astype(np.int32)
         start = window.start(step, self.seed) if window else 0
-        return Drawn(image_keys(root, serials, images), start_keys, start, trained)
+        return SampleDraws(image_keys(root, serials, images), start_keys, start, trained)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,13 +121,13 @@ class Sampler:
         policy: Policy,
         group: DeviceGroup,
         settings: SamplerSettings,
-        stored: Stored | None = None,
+        stored: PrecomputedPrompts | None = None,
     ):
         """`stored` are prompts that were encoded before; None: the weights include the text encoders."""
         self.policy, self.group, self.settings, self.stored = policy, group, settings, stored
         self.shape = policy.family.latent_shape(settings.size)
         self.sigmas = policy.family.sigmas(settings.steps, settings.size)
-        self._encode = encoder(policy.family, group)
+        self._encode = jit_encoder(policy.family, group)
         self._generate = jit_as_written(
             functools.partial(_generate, policy, settings, self.shape, self.sigmas, group),
         )
@@ -137,7 +139,7 @@ class Sampler:
             return self._read(self.stored, records)
         return self._run_encoders(weights.frozen, records)
 
-    def _read(self, stored: Stored, records: Sequence[Record]) -> EncodedPrompts:
+    def _read(self, stored: PrecomputedPrompts, records: Sequence[Record]) -> EncodedPrompts:
         null = stored.null(records) if self.policy.reads_null else None
         prompts = EncodedPrompts(stored.conditioning(records), null)
         return jax.tree.map(lambda array: put(array, self.group.replicated), prompts)
@@ -171,12 +173,12 @@ class Sampler:
           keys: of each image's noise.
           start_keys: of the start noise of each image; None: `keys`.
           start: the first of the stored steps.
-          trained: each image's own ones of these, to which the result is limited (`own_steps`); None: all.
+          trained: each image's own ones of these, to which the result is limited (`select_steps`); None: all.
 
         Raises:
           ValueError: steps outside the schedule.
         """
-        check_inside(start, self.settings.length, self.settings.steps)
+        check_step_range(start, self.settings.length, self.settings.steps)
         batch = self.group.batch
         keys = put(keys, batch)
         return self._generate(
@@ -262,10 +264,10 @@ def _generate(
 ) -> Trajectory:
     split = functools.partial(jax.lax.with_sharding_constraint, shardings=group.batch)
     conditioning = jax.tree.map(lambda c: split(c[rows]), prompts.conditioning)
-    null = of_rows(prompts.null, rows)
+    null = null_rows(prompts.null, rows)
     velocity = policy.velocity(weights.tuned, weights.base, conditioning, null)
     noise = split(start_noise(start_keys, shape))
-    with traced_on(group.batch, group.attention):
+    with tracing_on(group.batch, group.attention):
         trajectory = sample(
             velocity,
             noise,
@@ -279,7 +281,7 @@ def _generate(
     if trained is None:
         return trajectory
     # On this mesh, so that untrained transitions are neither kept nor sent to the trainer.
-    return trajectory._replace(transitions=own_steps(trajectory.transitions, trained))
+    return trajectory._replace(transitions=select_steps(trajectory.transitions, trained))
 
 
 def _decode(
@@ -291,4 +293,4 @@ def _decode(
 ) -> Float[Array, "b t h w 3"]:
     """Decodes clips in chunks of a size that the family decodes in bounded memory."""
     at_once = max(1, family.decoded_pixels // math.prod(size))
-    return in_chunks(functools.partial(family.decode, frozen), latents, at_once, group)
+    return chunked_map(functools.partial(family.decode, frozen), latents, at_once, group)

@@ -99,7 +99,7 @@ class Layout:
         """Bytes of a tree of parameters or their shapes on each device of a mesh with these sizes of axes."""
         total = 0
         for path, leaf in jax.tree.leaves_with_path(tree):
-            spec = self.spec(name_of(path), leaf.shape, sizes)
+            spec = self.spec(parameter_name(path), leaf.shape, sizes)
             parts = math.prod(sizes[axis] for axis in spec if axis)
             total += leaf.size * leaf.dtype.itemsize // parts
         return total
@@ -142,13 +142,13 @@ class Layout:
                 yield axis, found
 
 
-def name_of(path: tuple) -> str:
+def parameter_name(path: tuple) -> str:
     """A parameter's name from its path in a tree by component."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 @contextlib.contextmanager
-def traced_on(sharding: NamedSharding, attention: str) -> Iterator[None]:
+def tracing_on(sharding: NamedSharding, attention: str) -> Iterator[None]:
     """A context for tracing networks whose programs XLA partitions.
 
     Args:

@@ -12,11 +12,11 @@ from jaxtyping import Array, Float, Float32, Int
 
 from digen_jax.algorithms.advantages import AdvantageSettings
 from digen_jax.diffusion.sampling import Transitions
-from digen_jax.parallel.accumulate import Endpoints, Experience
+from digen_jax.parallel.accumulate import FinalImages, TrainBatch
 from digen_jax.parallel.mesh import put
 from digen_jax.parallel.placement import DeviceGroup, Placement
 from digen_jax.parallel.policy import Policy
-from digen_jax.parallel.sampler import Draws, EncodedPrompts, Sampler, Weights
+from digen_jax.parallel.sampler import EncodedPrompts, Sampler, SampleRng, Weights
 from digen_jax.parallel.trainer import Trainer
 
 
@@ -24,7 +24,7 @@ class Rollout(NamedTuple):
     """A sampling mesh: its programs, and all parameters that they need except the tuned ones.
 
     `dtype` is that in which parameters are sent and kept, None: unchanged. `scorers` are the rewards that it
-    computes, each a `scoring.Scoring`.
+    computes, each a `scoring.RewardModel`.
     """
 
     sampler: Sampler
@@ -62,7 +62,7 @@ class System(NamedTuple):
 
     placement: Placement
     policy: Policy
-    draws: Draws
+    rng: SampleRng
     rollouts: tuple[Rollout, ...]  # those of the placement; if colocated, the trainer's mesh itself
     trainer: Trainer
     base: Any  # on the trainer mesh, see Policy
@@ -112,10 +112,10 @@ class System(NamedTuple):
         return self._replace(placement=placement, trainer=trainer, base=base, rollouts=rollouts)
 
     def assistant(self, weights: str) -> Rollout:
-        """The trainer's devices as a sampling mesh; for `weights` see `tag_group`."""
+        """The trainer's devices as a sampling mesh; for `weights` see `assistant_group`."""
         if self.placement.colocated:
             return self.rollouts[0]
-        group = tag_group(self.placement.trainer, weights)
+        group = assistant_group(self.placement.trainer, weights)
         if self.sampling_on is not None:
             return self.sampling_on(group)
         return self.rollouts[0].moved(group, self.policy.sampler_base(self.base))
@@ -133,7 +133,7 @@ class System(NamedTuple):
         return self.rollouts[0].weights(tuned)
 
 
-def tag_group(trainer: DeviceGroup, weights: str) -> DeviceGroup:
+def assistant_group(trainer: DeviceGroup, weights: str) -> DeviceGroup:
     """The trainer's devices as a sampling mesh.
 
     Args:
@@ -151,9 +151,9 @@ def reshard(tree: Any, group: DeviceGroup, dtype: Any = None) -> Any:
     Of shapes the result is shapes.
     """
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree)):
-        return lying(tree if dtype is None else in_dtype(tree, dtype), group)
+        return sharded_shapes(tree if dtype is None else shapes_in_dtype(tree, dtype), group)
     if dtype is not None:
-        tree = rounded(tree, dtype)
+        tree = cast(tree, dtype)
     return resharded(tree, group.params(tree))
 
 
@@ -161,8 +161,8 @@ def lower_reshard(tree: Any, group: DeviceGroup, dtype: Any = None) -> list[jax.
     """The programs of `reshard`, of shapes that lie somewhere; a transfer between devices is no program."""
     programs = []
     if dtype is not None:
-        programs.append(rounded.lower(tree, dtype))
-        tree = in_dtype(tree, dtype)
+        programs.append(cast.lower(tree, dtype))
+        tree = shapes_in_dtype(tree, dtype)
     leaves, shardings = jax.tree.leaves(tree), group.params(tree)
     wanted = jax.tree.leaves(shardings)
     if _here(leaves, wanted) and _moved(leaves, wanted):
@@ -170,14 +170,14 @@ def lower_reshard(tree: Any, group: DeviceGroup, dtype: Any = None) -> list[jax.
     return programs
 
 
-def lying(tree: Any, group: DeviceGroup) -> Any:
+def sharded_shapes(tree: Any, group: DeviceGroup) -> Any:
     """Shapes of parameters that lie as a mesh's rules say."""
     return jax.tree.map(
         lambda leaf, sharding: leaf.update(sharding=sharding), tree, group.params(tree)
     )
 
 
-def in_dtype(tree: Any, dtype: Any) -> Any:
+def shapes_in_dtype(tree: Any, dtype: Any) -> Any:
     """Shapes of the same parameters in another type."""
     return jax.tree.map(lambda leaf: leaf.update(dtype=dtype), tree)
 
@@ -203,7 +203,7 @@ def _moved(leaves: list[Any], wanted: list[Any]) -> bool:
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def rounded(tree: Any, dtype: Any) -> Any:
+def cast(tree: Any, dtype: Any) -> Any:
     """Parameters in another dtype."""
     return jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
 
@@ -212,54 +212,56 @@ def _same(tree: Any) -> Any:
     return tree
 
 
-class Images(NamedTuple):
+class SampledImages(NamedTuple):
     """A chunk's sampled images, on the trainer mesh."""
 
     version: int  # of the policy that sampled them
     rows: Int[np.ndarray, "b"]  # each image's group within the step
-    samples: Transitions | Endpoints
+    samples: Transitions | FinalImages
     sigmas: Float32[Array, "sigmas"]
 
 
-def shardings(samples: tuple[Any, Any], trainer: DeviceGroup) -> tuple[Any, Any]:
+def sample_shardings(samples: tuple[Any, Any], trainer: DeviceGroup) -> tuple[Any, Any]:
     """Shardings of (a chunk's samples, its sigmas) on a trainer mesh: images are split over the devices."""
     trained, whole = samples[0], trainer.replicated
-    if isinstance(trained, Endpoints):
-        return Endpoints(trainer.batch, trainer.batch, whole), whole
+    if isinstance(trained, FinalImages):
+        return FinalImages(trainer.batch, trainer.batch, whole), whole
     split = trainer.batch_of_steps
     means = None if trained.mean is None else split
     sigma = split if trained.sigma.ndim == 2 else whole
     return type(trained)(split, split, split, sigma, sigma, means), whole
 
 
-def on_trainer(images: Images, trainer: DeviceGroup) -> Images:
+def move_to_trainer(images: SampledImages, trainer: DeviceGroup) -> SampledImages:
     """Moves a chunk from any mesh to a trainer mesh."""
     samples = images.samples, images.sigmas
-    moved, sigmas = resharded(samples, shardings(samples, trainer))
+    moved, sigmas = resharded(samples, sample_shardings(samples, trainer))
     return images._replace(samples=moved, sigmas=sigmas)
 
 
-def selected(images: Images, places: Int[np.ndarray, "k"], trainer: DeviceGroup) -> Images:
+def select_images(
+    images: SampledImages, places: Int[np.ndarray, "k"], trainer: DeviceGroup
+) -> SampledImages:
     """Selects images of a chunk on the trainer mesh by their places, with the same sharding.
 
     A place may occur more than once. The number of places must be a multiple of the devices.
     """
     samples, at = images.samples, put(places, trainer.replicated)
-    if isinstance(samples, Endpoints):
+    if isinstance(samples, FinalImages):
         x0, keys = _gathered((samples.x0, samples.keys), at, 0, trainer.batch)
-        samples = Endpoints(x0, keys, samples.sigmas)
+        samples = FinalImages(x0, keys, samples.sigmas)
     else:
         samples = _gathered(samples, at, 1, trainer.batch_of_steps)
     return images._replace(rows=images.rows[places], samples=samples)
 
 
-def receive(
+def make_train_batch(
     system: System,
     prompts: EncodedPrompts,
-    images: Images,
+    images: SampledImages,
     advantages: Float[Any, "b"],
     weight: Float32[Any, "b"] | None = None,
-) -> Experience:
+) -> TrainBatch:
     """Converts a chunk on the trainer mesh to the trainer's form.
 
     Args:
@@ -279,9 +281,9 @@ def receive(
         x0 = _gathered(samples.x0, put(prepared.pairs, group.replicated), 0, group.batch)
         first = prepared.pairs[:, 0]
         keys = _gathered(samples.keys, put(first, group.replicated), 0, group.batch)
-        samples, rows = Endpoints(x0, keys, samples.sigmas), rows[first]
+        samples, rows = FinalImages(x0, keys, samples.sigmas), rows[first]
     each = (put(a, group.batch) for a in (rows, prepared.advantages, prepared.weight))
-    return Experience(samples, *prompts, *each, images.sigmas[1])
+    return TrainBatch(samples, *prompts, *each, images.sigmas[1])
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))

@@ -11,17 +11,17 @@ from jaxtyping import Array, Float, Int
 
 from digen_jax.algorithms.advantages import STD_EPS
 from digen_jax.algorithms.algorithm import Algorithm
-from digen_jax.algorithms.decay import EmaDecay, EmaUnit, decayed
+from digen_jax.algorithms.decay import EmaDecay, EmaUnit, update_average
 from digen_jax.diffusion.steps import ReverseStep
 from digen_jax.parallel import accumulate as early
 from digen_jax.parallel.accumulate import (
-    Experience,
     GroupSums,
     Metrics,
     MicroBatch,
     OpenGroup,
     Term,
     Totals,
+    TrainBatch,
     passes,
     shared,
     sum_passes,
@@ -139,7 +139,9 @@ class Trainer:
         self._add = jax.jit(self._added, donate_argnums=0)
         self._update = jax.jit(self._apply, donate_argnums=0)
         # A published copy is not consumed: samplers and the trainer still refer to the version.
-        self._follow = jax.jit(self._followed, donate_argnums=() if algorithm.publishes_copy else 0)
+        self._follow = jax.jit(
+            self._followed, donate_argnums=() if algorithm.samples_from_copy else 0
+        )
 
     def init(self, tuned: Any) -> TrainState:
         """The state before the first update, sharded by the group's rules.
@@ -157,9 +159,9 @@ class Trainer:
         self,
         state: TrainState,
         base: Any,
-        experience: Experience,
+        train_batch: TrainBatch,
         totals: Totals | None,
-        behaviour: Any = None,
+        behavior: Any = None,
         start: Any = None,
         piece: tuple[int, int] | None = None,
     ) -> Totals:
@@ -167,44 +169,44 @@ class Trainer:
 
         `piece` is (first, count) of the passes to add; None: all. All pieces are computed by one program.
 
-        `behaviour` contains the parameters that sampled the chunk, of the version at its step's start or an
-        older one; it is read if the algorithm `reads_behaviour`. `start` contains those at the step's start, None:
+        `behavior` contains the parameters that sampled the chunk, of the version at its step's start or an
+        older one; it is read if the algorithm `reads_behavior`. `start` contains those at the step's start, None:
         `state` still has them; it is read if the algorithm `reads_start`.
 
         Raises:
-          ValueError: the behaviour is read, but not given.
+          ValueError: the behavior is read, but not given.
         """
-        if self.algorithm.reads_behaviour and behaviour is None:
-            raise ValueError("the policy that sampled is evaluated, so accumulate needs behaviour")
+        if self.algorithm.reads_behavior and behavior is None:
+            raise ValueError("the policy that sampled is evaluated, so accumulate needs behavior")
         if totals is None:
             totals = self._begin(state.tuned)
-        policies = self.policies(state, behaviour, start)
+        policies = self.policies(state, behavior, start)
         unscaled, totals = totals.unscaled, totals._replace(unscaled=None)
         if piece is not None:
             piece = tuple(map(np.int32, piece))
-        totals = self._accumulate(state.tuned, base, policies, experience, totals, piece)
+        totals = self._accumulate(state.tuned, base, policies, train_batch, totals, piece)
         return totals._replace(unscaled=unscaled)
 
     def accumulate_early(
         self,
         state: TrainState,
         base: Any,
-        experience: Experience,
+        train_batch: TrainBatch,
         rewards: Float[np.ndarray, "b"],
         group: OpenGroup | None,
     ) -> OpenGroup:
         """Adds a chunk of one group to that group's sums, which are consumed; None opens the group.
 
-        `experience.advantages` are not read. `Algorithm.check_early` decides whether the result is exact.
+        `train_batch.advantages` are not read. `Algorithm.check_early_training` decides whether the result is exact.
         """
         before = np.zeros(0) if group is None else group.rewards
         known = np.concatenate([before, np.asarray(rewards, np.float64)])
         shift = before.mean() - known.mean() if len(before) else 0.0
         centred = np.asarray(known[len(before) :] - known.mean(), np.float32)
         centred = put(centred, self.group.batch)
-        experience = experience._replace(advantages=centred)
+        train_batch = train_batch._replace(advantages=centred)
         sums = self._begin_group(state.tuned) if group is None else group.sums
-        args = (state.tuned, base, experience, np.float32(shift), sums)
+        args = (state.tuned, base, train_batch, np.float32(shift), sums)
         return OpenGroup(known, self._accumulate_group(*args))
 
     def close(
@@ -279,15 +281,17 @@ class Trainer:
         decay = np.float32(self._decay.at(updates))
         return state._replace(copy=self._follow(state.copy, state.tuned, decay))
 
-    def published(self, state: TrainState) -> Any:
-        """The behaviour policy between two steps: the trained parameters, or the algorithm's copy."""
-        return state.copy if self.algorithm.publishes_copy else state.tuned
+    def sampling_params(self, state: TrainState) -> Any:
+        """The behavior policy between two steps: the trained parameters, or the algorithm's copy."""
+        return state.copy if self.algorithm.samples_from_copy else state.tuned
 
-    def lower_accumulate(self, tuned: Any, base: Any, experience: Experience) -> jax.stages.Lowered:
+    def lower_accumulate(
+        self, tuned: Any, base: Any, train_batch: TrainBatch
+    ) -> jax.stages.Lowered:
         """The program of `accumulate`, of shapes that lie where their arrays would; see `lower_update`."""
         state = self._state_shapes(tuned)
         policies, totals = self.policies(state, tuned, None), self._totals_shapes(tuned)
-        return self._accumulate.lower(tuned, base, policies, experience, totals)
+        return self._accumulate.lower(tuned, base, policies, train_batch, totals)
 
     def lower_update(self, tuned: Any) -> jax.stages.Lowered:
         """The program of `update`, with nothing allocated. `tuned` holds shapes with their shardings."""
@@ -304,14 +308,14 @@ class Trainer:
         totals = jax.eval_shape(self._zeros, tuned)
         return _placed(totals, self.shardings_of(totals))
 
-    def policies(self, state: TrainState, behaviour: Any, start: Any) -> Policies:
+    def policies(self, state: TrainState, behavior: Any, start: Any) -> Policies:
         """The parameters that the algorithm reads besides those being trained; the arguments as in `accumulate`."""
         read = self.algorithm
         return Policies(
-            behaviour if read.reads_behaviour else None,
+            behavior if read.reads_behavior else None,
             start if read.reads_start else None,
             # A published copy is read as the version that sampled.
-            None if read.publishes_copy else state.copy,
+            None if read.samples_from_copy else state.copy,
         )
 
     def _shardings(self, tuned: Any) -> TrainState:
@@ -328,9 +332,9 @@ class Trainer:
 
     # ------------------------------------------------------------------------------ while tracing
 
-    def _passes(self, experience: Experience) -> MicroBatch:
-        samples = self.settings.micro_batch // self.algorithm.images_of_sample
-        return passes(experience, samples, self.settings.pack, self.group, self.algorithm.times)
+    def _passes(self, train_batch: TrainBatch) -> MicroBatch:
+        samples = self.settings.micro_batch // self.algorithm.images_per_sample
+        return passes(train_batch, samples, self.settings.pack, self.group, self.algorithm.times)
 
     def _layout(self, sums: Totals | GroupSums | Term | None) -> Any:
         """Shardings of sums: a gradient is split like its parameters."""
@@ -355,11 +359,16 @@ class Trainer:
         return self._laid_out(self._objective.no_group(tuned))
 
     def _sum(
-        self, gradient: Any, parameters: tuple, experience: Experience, sums: Any, piece: Any = None
+        self,
+        gradient: Any,
+        parameters: tuple,
+        train_batch: TrainBatch,
+        sums: Any,
+        piece: Any = None,
     ) -> Totals | GroupSums:
-        micros, layout = self._passes(experience), self._layout(sums)
+        micros, layout = self._passes(train_batch), self._layout(sums)
         return sum_passes(
-            gradient, self.group, parameters, shared(experience), micros, sums, layout, piece
+            gradient, self.group, parameters, shared(train_batch), micros, sums, layout, piece
         )
 
     def _scan(
@@ -367,21 +376,21 @@ class Trainer:
         tuned: Any,
         base: Any,
         policies: Policies,
-        experience: Experience,
+        train_batch: TrainBatch,
         totals: Totals,
         piece: Any = None,
     ) -> Totals:
-        def gradient(tuned, base, behaviour, start, copy, shared, micro):
-            policies = Policies(behaviour, start, copy)
+        def gradient(tuned, base, behavior, start, copy, shared, micro):
+            policies = Policies(behavior, start, copy)
             return self._objective.gradient(tuned, base, policies, shared, micro)
 
-        return self._sum(gradient, (tuned, base, *policies), experience, totals, piece)
+        return self._sum(gradient, (tuned, base, *policies), train_batch, totals, piece)
 
     def _scan_group(
-        self, tuned: Any, base: Any, experience: Experience, shift: Any, sums: GroupSums
+        self, tuned: Any, base: Any, train_batch: TrainBatch, shift: Any, sums: GroupSums
     ) -> GroupSums:
-        sums = early.recentred(sums, shift)
-        return self._sum(self._objective.linear, (tuned, base), experience, sums)
+        sums = early.recenter(sums, shift)
+        return self._sum(self._objective.linear, (tuned, base), train_batch, sums)
 
     def _empty_totals(self, sums: GroupSums, std: str) -> Totals:
         totals = self._objective.no_totals(sums.plain.gradient)
@@ -390,18 +399,18 @@ class Trainer:
         return self._laid_out(totals)
 
     def _folded(self, totals: Totals, sums: GroupSums, scale: Any) -> Totals:
-        return self._laid_out(early.folded(totals, sums, scale, self.algorithm.kl_coefficient))
+        return self._laid_out(early.fold_group(totals, sums, scale, self.algorithm.kl_coefficient))
 
     def _added(self, totals: Totals, others: Totals) -> Totals:
         return self._laid_out(jax.tree.map(jnp.add, totals, others))
 
     def _followed(self, copy: Any, tuned: Any, decay: Float[Array, ""]) -> Any:
-        mixed = decayed(copy, tuned, decay)
+        mixed = update_average(copy, tuned, decay)
         return jax.lax.with_sharding_constraint(mixed, self.group.params(mixed))
 
     def _apply(self, state: TrainState, totals: Totals, scale: Any) -> tuple[TrainState, Metrics]:
         if scale is not None:
-            totals = early.settled(totals, scale)
+            totals = early.apply_global_std(totals, scale)
         weight = jnp.maximum(totals.sums["weight"], 1)  # 0 if every sample was left out
         gradient = jax.tree.map(lambda g: g / weight, totals.gradient)
         updates, optimizer = self._optimizer.update(gradient, state.optimizer, state.tuned)
@@ -409,7 +418,7 @@ class Trainer:
         ema = state.ema
         if ema is not None:
             decay = self.settings.average.at(updates_made(optimizer))
-            ema = decayed(ema, tuned, decay)
+            ema = update_average(ema, tuned, decay)
         metrics = {name: total / weight for name, total in totals.sums.items() if name != "weight"}
         metrics["gradient_norm"] = optax.global_norm(gradient)
         metrics["update_norm"] = optax.global_norm(updates)

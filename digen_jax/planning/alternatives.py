@@ -28,7 +28,7 @@ def smaller(recipe: TrainConfig, devices: int) -> Iterator[TrainConfig]:
         placement = dataclasses.replace(recipe.placement, rules=SPLIT)
         recipe = dataclasses.replace(recipe, placement=placement)
         yield recipe
-    whole = recipe.algorithm.images_of_sample
+    whole = recipe.algorithm.images_per_sample
     trainer = on_devices(recipe, devices).placement.trainer
     each = recipe.trainer.micro_batch // (whole * trainer.images)
     for fewer in sorted(divisors(each), reverse=True)[1:]:

@@ -12,12 +12,12 @@ from digen_jax.config.train_config import TrainConfig
 from digen_jax.data.prompt_files import negatives_differ
 from digen_jax.learned_rewards.on_mesh import outlined
 from digen_jax.models.family import Family, Params, Record
-from digen_jax.parallel.encoding import example
+from digen_jax.parallel.encoding import example_record
 from digen_jax.parallel.mesh import axis_sizes, make_mesh
 from digen_jax.parallel.placement import DeviceGroup
 from digen_jax.parallel.policy import Policy
 from digen_jax.parallel.sharding import Layout
-from digen_jax.parallel.system import in_dtype
+from digen_jax.parallel.system import shapes_in_dtype
 from digen_jax.policies import make_policy
 from digen_jax.rewards.built_in import on_mesh
 from digen_jax.scheduling.layouts import Footprint, OnDevice
@@ -36,7 +36,7 @@ def model_footprint(recipe: TrainConfig) -> Footprint:
     tuned, base, frozen, ahead = shapes
     sent = tuned, jax.eval_shape(policy.sampler_base, base)
     if recipe.precision.published:
-        sent = in_dtype(sent, recipe.precision.published)
+        sent = shapes_in_dtype(sent, recipe.precision.published)
     latent = family.latent_shape(recipe.model.size)
     placement = recipe.placement
     layout = Layout.of(placement.rules, family.axes())
@@ -78,7 +78,7 @@ def stored_bytes(recipe: TrainConfig, latent: tuple[int, ...]) -> int:
 
 def step_records(recipe: TrainConfig, family: Family) -> list[Record]:
     """As many records as a step has prompts; programs depend on their number, and on whether negative ones differ."""
-    records = [example(family)] * recipe.drawn_groups
+    records = [example_record(family)] * recipe.drawn_groups
     if not negatives_differ(recipe.prompts.paths):
         return records
     return [{**record, "negative_prompt": str(i)} for i, record in enumerate(records)]

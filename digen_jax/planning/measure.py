@@ -10,11 +10,17 @@ import numpy as np
 
 from digen_jax import rewards
 from digen_jax.config.train_config import TrainConfig
-from digen_jax.images import as_scored, to_uint8
+from digen_jax.images import reward_input, to_uint8
 from digen_jax.learned_rewards.on_mesh import named
 from digen_jax.parallel.accumulate import trained_part
 from digen_jax.parallel.mesh import put
-from digen_jax.parallel.system import Images, System, on_trainer, receive, selected
+from digen_jax.parallel.system import (
+    SampledImages,
+    System,
+    make_train_batch,
+    move_to_trainer,
+    select_images,
+)
 from digen_jax.rewards.built_in import on_mesh
 from digen_jax.scheduling.settings import Costs
 
@@ -49,7 +55,7 @@ def measure(
     size = recipe.sampler.chunk
     rows = np.repeat(np.arange(len(records), dtype=np.int32), recipe.batch.images)[:size]
     numbers = np.tile(np.arange(recipe.batch.images), len(records))[:size]
-    drawn = system.draws.of(0, rows, numbers)
+    drawn = system.rng.draw(0, rows, numbers)
     state = system.trainer.init(system.start)
     weights, sync = timed_part("sync", lambda: system.rollout_weights(state.tuned))
     prompts, encode = timed_part("encode", lambda: system.sampler.encode(weights, records))
@@ -58,26 +64,26 @@ def measure(
     )
     decoded, decode = timed_part("decode", lambda: system.sampler.decode(weights, made))
     shown = [records[row] for row in rows]
-    batch = as_scored(to_uint8(np.asarray(decoded))), [one["prompt"] for one in shown], shown
+    batch = reward_input(to_uint8(np.asarray(decoded))), [one["prompt"] for one in shown], shown
     on_meshes, others = divided(system, asked)
     judging = 0.0
     if on_meshes:
         _, judging = timed_part("score on the mesh", lambda: columns(on_meshes, batch))
     _, score = timed_part("score", lambda: columns(others, batch))
     samples = trained_part(made, put(drawn.keys, system.sampler.group.batch))
-    images = Images(0, rows, samples, made.sigmas)
+    images = SampledImages(0, rows, samples, made.sigmas)
     advantages = np.linspace(-1, 1, size, dtype=np.float32)
     local = jax.device_put(prompts, system.placement.trainer.replicated)
 
     trainer, count = system.placement.trainer, system.advantages.kept(size, recipe.batch.images)
-    delivered, deliver = timed_part("deliver", lambda: on_trainer(images, trainer)[2:])
+    delivered, deliver = timed_part("deliver", lambda: move_to_trainer(images, trainer)[2:])
 
     def accumulate() -> Any:
-        given = Images(0, rows, *delivered)
+        given = SampledImages(0, rows, *delivered)
         if count < size:
-            given = selected(given, np.arange(count), trainer)
-        experience = receive(system, local, given, advantages[:count])
-        return system.trainer.accumulate(state, system.base, experience, None, state.tuned)
+            given = select_images(given, np.arange(count), trainer)
+        train_batch = make_train_batch(system, local, given, advantages[:count])
+        return system.trainer.accumulate(state, system.base, train_batch, None, state.tuned)
 
     totals, train = timed_part("train", accumulate)
     _, update = timed_part("update", _updates(system, state, totals))

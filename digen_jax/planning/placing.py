@@ -65,7 +65,7 @@ def place_here(recipe: TrainConfig) -> TrainConfig:
     placed = fit_config(recipe, devices)
     sizes = placed.placement.meshes
     if sizes != recipe.placement.meshes and devices > 1:
-        print(f"config.placement is fitted to {devices} devices: {sizes.plain()}", flush=True)
+        print(f"config.placement is fitted to {devices} devices: {sizes.as_dict()}", flush=True)
     return placed
 
 
@@ -122,7 +122,7 @@ def planned_meshes(recipe: TrainConfig) -> MeshSizes:
         footprint = dataclasses.replace(footprint, programs=measured_programs(alone, note))
     plan = auto_plan(alone, devices, calibration, footprint, memory)
     sizes = meshes(plan.problem, plan.choice.layout)
-    print(f"placement chosen by {calibration.source}: {sizes.plain()}", flush=True)
+    print(f"placement chosen by {calibration.source}: {sizes.as_dict()}", flush=True)
     note(_predicted(plan))
     lagging = dataclasses.replace(
         alone, runtime=dataclasses.replace(alone.runtime, max_policy_lag=1)

@@ -11,11 +11,11 @@ import numpy as np
 from digen_jax.assemble import outline
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.models.family import Size
-from digen_jax.parallel.accumulate import Experience, trained_part
-from digen_jax.parallel.encoding import block_size, example
+from digen_jax.parallel.accumulate import TrainBatch, trained_part
+from digen_jax.parallel.encoding import block_size, example_record
 from digen_jax.parallel.placement import MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.parallel.sampler import Sampler, Weights
-from digen_jax.parallel.system import System, shardings
+from digen_jax.parallel.system import System, sample_shardings
 from digen_jax.planning.footprint import step_records, stored_bytes
 from digen_jax.rewards.built_in import on_mesh
 from digen_jax.scheduling.layouts import Programs
@@ -96,7 +96,7 @@ class _Measured:
         _, tensor, sequence = self.at_hand(1, given.tensor, given.sequence)
         system = _share(self.recipe, data, time, tensor=tensor, sequence=sequence)
         settings = system.trainer.settings
-        each = settings.micro_batch // self.recipe.algorithm.images_of_sample
+        each = settings.micro_batch // self.recipe.algorithm.images_per_sample
         samples = each * -(-trained_samples(self.recipe) // (each * data))
         passing = f"{settings.pack} x {settings.micro_batch}"
         return self._needed(
@@ -118,7 +118,7 @@ class _Measured:
         if system.sampler.stored is not None:
             return self._needed("encoding a block of prompts", lower_block(system))
         lowered = system.sampler.lower_encode(
-            sampler_weights(system), [example(system.policy.family)] * here
+            sampler_weights(system), [example_record(system.policy.family)] * here
         )
         found = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(lowered.out_info))
         others = found / here * (self.recipe.drawn_groups - here)
@@ -170,7 +170,7 @@ def beyond_arguments(lowered: Lowered) -> int:
 def trained_samples(recipe: TrainConfig) -> int:
     """Images, or pairs of images, that the trainer gets of a chunk."""
     chunk, images = recipe.sampler.chunk, recipe.batch.images
-    if recipe.algorithm.images_of_sample == 2:
+    if recipe.algorithm.images_per_sample == 2:
         return chunk // images  # a pair of each group
     return recipe.advantages.kept(chunk, images)
 
@@ -184,7 +184,7 @@ def _share(
     sequence: int = 1,
 ) -> System:
     """On fsdp x tensor x sequence devices, with the part of a pass that they have on a mesh of these sizes."""
-    trainer, whole = recipe.trainer, recipe.algorithm.images_of_sample
+    trainer, whole = recipe.trainer, recipe.algorithm.images_per_sample
     own = dataclasses.replace(
         trainer,
         micro_batch=whole * -(-trainer.micro_batch // (whole * data)),
@@ -203,11 +203,11 @@ def lower_gradient(system: System, recipe: TrainConfig, samples: int) -> Lowered
     trained = jax.eval_shape(
         lambda made: trained_part(made, jax.random.split(jax.random.key(0), samples)), trajectory
     )
-    if recipe.algorithm.images_of_sample == 2:
+    if recipe.algorithm.images_per_sample == 2:
         count, *shape = trained.x0.shape
         trained = trained._replace(x0=trained.x0.update(shape=(count, 2, *shape)))
     trained, sigmas = _placed(
-        (trained, trajectory.sigmas), shardings((trained, trajectory.sigmas), group)
+        (trained, trajectory.sigmas), sample_shardings((trained, trajectory.sigmas), group)
     )
     records = step_records(recipe, system.policy.family)
     prompts = system.sampler.encoded(sampler_weights(system), records)
@@ -215,8 +215,8 @@ def lower_gradient(system: System, recipe: TrainConfig, samples: int) -> Lowered
     row = jax.ShapeDtypeStruct((samples,), np.int32, sharding=group.batch)
     number = row.update(dtype=np.float32)
     largest = jax.ShapeDtypeStruct((), sigmas.dtype, sharding=group.replicated)
-    experience = Experience(trained, conditioning, null, row, number, number, largest)
-    return system.trainer.lower_accumulate(system.start, system.base, experience)
+    train_batch = TrainBatch(trained, conditioning, null, row, number, number, largest)
+    return system.trainer.lower_accumulate(system.start, system.base, train_batch)
 
 
 def lower_generate(system: System, sampler: Sampler, recipe: TrainConfig, images: int) -> Lowered:
@@ -239,7 +239,7 @@ def lower_block(system: System) -> Lowered:
     """The program that encodes a block of prompts before the run samples."""
     sampler = system.sampler
     family = sampler.policy.family
-    records = [example(family)] * block_size(family, sampler.group)
+    records = [example_record(family)] * block_size(family, sampler.group)
     return sampler.lower_encode(sampler_weights(system), records)
 
 

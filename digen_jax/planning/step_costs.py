@@ -13,7 +13,7 @@ from digen_jax.data.prompt_files import read_prompt_files
 from digen_jax.errors import ConfigError, user_input
 from digen_jax.inference.model import run_recipe
 from digen_jax.logging.metrics import read_metrics
-from digen_jax.parallel.placement import mesh_sizes
+from digen_jax.parallel.placement import devices_per_mesh
 from digen_jax.planning.calibration import Calibration, per_device
 from digen_jax.planning.measure import UNMEASURED, measure
 from digen_jax.precompute import encode
@@ -44,7 +44,7 @@ def read_run_costs(
             f"{workdir} has timings of {len(timed)} steps, the first {WARM} of which may include compilation: "
             "run it for more steps"
         )
-    rollout, trainer = mesh_sizes(recipe.placement.meshes, 10**9)
+    rollout, trainer = devices_per_mesh(recipe.placement.meshes, 10**9)
     images = recipe.batch.groups * recipe.batch.images
     count = len(timed) - WARM
 

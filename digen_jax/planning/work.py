@@ -31,14 +31,14 @@ def training_work(recipe: TrainConfig, family: Family, samples: int) -> Work:
     algorithm = recipe.algorithm
     policy = trained_policy(make_policy(recipe, family), algorithm)
     forward = _forward(family, recipe.model.size)
-    count = samples * algorithm.images_of_sample * recipe.trained_steps
+    count = samples * algorithm.images_per_sample * recipe.trained_steps
     trained = _times(forward, count * policy.sequences)
     needed = Counter(trained)
     for stream, flops in trained.items():
         needed[stream] += flops * (1 if policy.lora and stream != ATTENTION else 2)
     # Without gradients: the policy that sampled, and the slow copy, unless that is the one that sampled.
-    fixed = algorithm.reads_behaviour
-    fixed += algorithm.slow_copy is not None and not algorithm.publishes_copy
+    fixed = algorithm.reads_behavior
+    fixed += algorithm.slow_copy is not None and not algorithm.samples_from_copy
     needed.update(_times(trained, fixed))
     if algorithm.reads_reference:
         needed.update(_times(forward, count * policy.reference_sequences))

@@ -13,7 +13,7 @@ import optax
 import optax.contrib
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from digen_jax.algorithms.decay import EmaDecay, decayed
+from digen_jax.algorithms.decay import EmaDecay, update_average
 from digen_jax.checkpoints.checkpointer import Checkpointer, template_of
 from digen_jax.logging.metrics import MetricsLog
 from digen_jax.process.terminal import watched
@@ -79,7 +79,7 @@ def fit(
         updates, optimizer_state = optimizer.update(gradient, state["optimizer"], state["params"])
         new = optax.apply_updates(state["params"], updates)
         # An early average would be mostly the random start, so its memory grows with the step.
-        ema = decayed(state["ema"], new, average.at(step))
+        ema = update_average(state["ema"], new, average.at(step))
         metrics["gradient_norm"] = optax.global_norm(gradient)
         return {"params": new, "optimizer": optimizer_state, "ema": ema}, metrics
 

@@ -130,7 +130,7 @@ class Lines:
 
     Args:
       stream: a terminal's, or any.
-      beside: see `fitted`.
+      beside: see `fit_mesh_sizes`.
     """
 
     def __init__(self, stream: TextIO, beside: bool = False):

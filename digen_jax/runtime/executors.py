@@ -78,7 +78,7 @@ class Executors:
         self.extremes: Extremes | None = None
         first, algorithm = position.done, system.trainer.algorithm
         shape = settings.images, settings.chunk_images
-        self.steps = Steps(batches, *shape, system.draws, first, algorithm.set_steps)
+        self.steps = Steps(batches, *shape, system.rng, first, algorithm.set_steps)
         self._scores: dict[int, StepScores] = {}
         self._held_out = HeldOut(held_out, settings)
         self._names = tuple(name for one in recipe.rewards for name in one.entries.values())
@@ -86,11 +86,11 @@ class Executors:
         self.gathering = Gathering(self._held_out, self._names, self._weights)
         self._link: Link = link or Link()
         apart = not system.placement.colocated
-        many = len(system.trainers) + system.placement.trainers_elsewhere
+        many = len(system.trainers) + system.placement.remote_trainers
         self._trainers = names = trainer_names(1 + many)
         self.last_update = settings.updates - 1
         # Only then may a chunk or an evaluation need, after an update, the arrays that the update consumes.
-        later = apart or many or algorithm.reads_behaviour or algorithm.reads_start
+        later = apart or many or algorithm.reads_behavior or algorithm.reads_start
         # A resumed run may also have begun chunks of the next step with the newest version, on separate meshes.
         stale = settings.max_policy_lag > 0 and (later or first > 0)
         keep = stale or (later and self.last_update > 0)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from digen_jax.parallel.system import resharded, rounded
+from digen_jax.parallel.system import cast, resharded
 from digen_jax.parallel.trainer import TrainState
 from digen_jax.runtime.clock import paused
 from digen_jax.scheduling.commands import Chunk, WeightsVersion
@@ -202,7 +202,7 @@ class Versions:
             if own is not None:
                 self._own[weights_version] = own
         # Rounded once, before any transfer.
-        offered = tree if self._dtype is None else rounded(tree, self._dtype)
+        offered = tree if self._dtype is None else cast(tree, self._dtype)
         self._link.offer(weights_version, offered)
         if self._exact:
             self._link.offer(ExactOf(weights_version), tree)

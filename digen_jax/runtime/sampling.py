@@ -19,13 +19,13 @@ from digen_jax.config.train_config import TrainConfig
 from digen_jax.data.prompt_files import read_prompt_file, read_prompt_files
 from digen_jax.diffusion.sampling import Trajectory
 from digen_jax.errors import DivergedError
-from digen_jax.images import as_scored, bytes_or_nan, check_images, stills
+from digen_jax.images import bytes_or_nan, check_images, middle_frames, reward_input
 from digen_jax.inference.evaluation import sample_fixed
 from digen_jax.learned_rewards.on_mesh import named
 from digen_jax.logging.image_statistics import look_beside
 from digen_jax.parallel.accumulate import trained_part
 from digen_jax.parallel.mesh import fetch, put
-from digen_jax.parallel.reward_model import Scoring
+from digen_jax.parallel.reward_model import RewardModel
 from digen_jax.parallel.sampler import EncodedPrompts, Weights
 from digen_jax.parallel.system import Rollout
 from digen_jax.rewards.built_in import on_mesh
@@ -76,7 +76,7 @@ class ChunkScorer:
         else:
             step = self.steps[chunk.step]
             records, rows = step.shown(chunk.index), step.rows[step.cut(chunk.index)]
-        looks = look_beside(stills(clips))  # in parallel to the rewards
+        looks = look_beside(middle_frames(clips))  # in parallel to the rewards
         prompts = [record["prompt"] for record in records]
 
         def scored_chunk(scored: Scored) -> ScoredChunk:
@@ -86,13 +86,13 @@ class ChunkScorer:
             if chunk.evaluation:  # the first clips; if no picture is due only their middle frames
                 first = clips[: max(0, most - self.held_out.first(chunk))]
                 if not self.settings.is_shown(chunk.step):
-                    first = stills(first)[:, None]
+                    first = middle_frames(first)[:, None]
                 return found._replace(clips=first.copy())  # so that the others can be freed
             shown = self.settings.is_shown(chunk.step + 1)
             places = ends(values, rows, most if shown else 0)
-            return found._replace(kept=Kept(places, stills(clips)[places]))
+            return found._replace(kept=Kept(places, middle_frames(clips)[places]))
 
-        return then(self.pool.submit(as_scored(clips), prompts, records, known), scored_chunk)
+        return then(self.pool.submit(reward_input(clips), prompts, records, known), scored_chunk)
 
 
 def ends(
@@ -201,7 +201,7 @@ class SamplingExecutor:
                 return
             cut = step.cut(chunk.index)
             trajectory = self.rollout.sampler.generate(
-                weights, self._prompts[chunk.step], step.rows[cut], *step.drawn.cut(cut)
+                weights, self._prompts[chunk.step], step.rows[cut], *step.drawn.subset(cut)
             )
         self._begun[chunk] = jax.block_until_ready(trajectory)
         if not chunk.evaluation and self._steps.find(chunk) is None:
@@ -243,7 +243,7 @@ class SamplingExecutor:
         # With a NaN nothing is scored: the run ends where these images are taken.
         if self._scorers and made.dtype == np.uint8:
             with part("score"):
-                batch = as_scored(made), [record["prompt"] for record in records], records
+                batch = reward_input(made), [record["prompt"] for record in records], records
                 self.answers[chunk] = rewards.answers(self._scorers, batch)
         self.images[chunk] = made
 
@@ -290,7 +290,7 @@ def try_files(recipe: TrainConfig, score: Callable[..., Any]) -> None:
     try_out(score, [read_prompt_file(recipe.evaluation.prompts)], size.height, size.width)
 
 
-def try_scorers(recipe: TrainConfig, scorers: tuple[Scoring, ...]) -> None:
+def try_scorers(recipe: TrainConfig, scorers: tuple[RewardModel, ...]) -> None:
     """Tries the rewards on a mesh by known scores and as `try_files`; with several processes in all of them.
 
     Raises:

@@ -15,10 +15,10 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Key, UInt8
 
 from digen_jax import rewards
 from digen_jax.algorithms.advantages import AdvantageSettings, advantages, ranking, trained_images
-from digen_jax.diffusion.noising import turn_keys
+from digen_jax.diffusion.noising import repeat_keys
 from digen_jax.logging.evaluation import Evaluation, Extremes, Sample, by_tag
 from digen_jax.logging.image_statistics import Looks, group_diversity, joined
-from digen_jax.parallel.sampler import Drawn, Draws
+from digen_jax.parallel.sampler import SampleDraws, SampleRng
 from digen_jax.rewards.exchanges import Exchange
 from digen_jax.scheduling.commands import Chunk
 from digen_jax.scheduling.settings import Settings
@@ -34,7 +34,7 @@ class StepImages:
     records: list[dict[str, Any]]
     size: int  # images of a chunk
     rows: Int[np.ndarray, "n"]
-    drawn: Drawn
+    drawn: SampleDraws
     training_keys: Key[Array, "n"]  # of training's noise: on the first turn the images' own keys
     dropped: set[int] = dataclasses.field(default_factory=set)  # begun, not needed
 
@@ -45,14 +45,14 @@ class StepImages:
         records: list[dict[str, Any]],
         images: int,
         size: int,
-        draws: Draws,
+        rng: SampleRng,
         turn: int = 0,
     ) -> "StepImages":
         """`images` a group, `size` a chunk. `turn`: how many times the step was trained before."""
         rows = np.repeat(np.arange(len(records), dtype=np.int32), images)
         serials = np.asarray([record["serial"] for record in records])[rows]
-        drawn = draws.of(number, serials, np.tile(np.arange(images), len(records)))
-        return cls(records, size, rows, drawn, turn_keys(drawn.keys, turn))
+        drawn = rng.draw(number, serials, np.tile(np.arange(images), len(records)))
+        return cls(records, size, rows, drawn, repeat_keys(drawn.keys, turn))
 
     def cut(self, index: int) -> slice:
         """The slice of a chunk's images."""
@@ -72,7 +72,7 @@ class Steps:
       batches: Prompt records of each step.
       images: Images of a group.
       size: Images of a chunk.
-      draws: Draws keys and noise.
+      rng: Draws the keys and steps of images.
       first: The present step.
       set_steps: Steps after which `batches` repeats, if the images are a fixed set. 0 means never.
     """
@@ -82,12 +82,12 @@ class Steps:
         batches: Iterator[list[dict[str, Any]]],
         images: int,
         size: int,
-        draws: Draws,
+        rng: SampleRng,
         first: int,
         set_steps: int = 0,
     ):
         self.first = first  # the present step
-        self._batches, self._make = batches, (images, size, draws)
+        self._batches, self._make = batches, (images, size, rng)
         self._set_steps, self._next = set_steps, first
         self._steps: dict[int, StepImages] = {}
         self._lock = threading.Lock()

@@ -9,10 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float32
 
-from digen_jax.algorithms.old_log_probs import check_spread
+from digen_jax.algorithms.old_log_probs import check_ratio_spread
 from digen_jax.parallel.accumulate import OpenGroup, Totals
 from digen_jax.parallel.sampler import EncodedPrompts
-from digen_jax.parallel.system import Images, System, receive, resharded, selected, shardings
+from digen_jax.parallel.system import (
+    SampledImages,
+    System,
+    make_train_batch,
+    resharded,
+    sample_shardings,
+    select_images,
+)
 from digen_jax.parallel.trainer import TrainState
 from digen_jax.runtime.link import (
     ConditioningOf,
@@ -49,7 +56,7 @@ class GradientExecutor:
     ):
         self.name, self.system = name, system
         self.devices = system.placement.trainer.mesh.size
-        self.samples: dict[Chunk, Images] = {}  # not yet trained
+        self.samples: dict[Chunk, SampledImages] = {}  # not yet trained
         self._steps, self._link, self._trainers = steps, link, trainers
         self._prompts: dict[int, EncodedPrompts] = {}  # by step
         self._taking = threading.Lock()
@@ -90,7 +97,7 @@ class GradientExecutor:
                 self._prompts[chunk.step] = found
                 if several:
                     self._link.offer(ConditioningOf(self.name, chunk.step), found)
-        taken = self._link.take(key, lambda tree: shardings(tree, group), self.name)
+        taken = self._link.take(key, lambda tree: sample_shardings(tree, group), self.name)
         if not (several and worker in self._trainers):
             self._link.withdraw(key)
         if taken is None:
@@ -99,7 +106,7 @@ class GradientExecutor:
             raise LinkError(f"{worker} has no samples of chunk {chunk.index}")
         if several:
             self._link.offer(SamplesOf(self.name, chunk), taken)
-        self.samples[chunk] = Images(version, step.rows[step.cut(chunk.index)], *taken)
+        self.samples[chunk] = SampledImages(version, step.rows[step.cut(chunk.index)], *taken)
         if self._steps.find(chunk) is None:
             self.drop_chunk(chunk)
 
@@ -120,31 +127,35 @@ class GradientExecutor:
             return self._train_early(chunk, batch.advantages, images, state)
         self._stale |= images.version != chunk.step
         if len(batch.places) < len(images.rows):
-            images = selected(images, batch.places, self.system.placement.trainer)
-        experience = receive(self.system, prompts, images, batch.advantages, batch.weight)
-        reads, behaviour, start = trainer.algorithm, None, None
-        if reads.reads_behaviour:
-            behaviour = self.published(WeightsVersion(images.version))
+            images = select_images(images, batch.places, self.system.placement.trainer)
+        train_batch = make_train_batch(self.system, prompts, images, batch.advantages, batch.weight)
+        reads, behavior, start = trainer.algorithm, None, None
+        if reads.reads_behavior:
+            behavior = self.published(WeightsVersion(images.version))
         if reads.reads_start and command.update:  # else no update has changed the parameters
             start = self.published(WeightsVersion(chunk.step))
         piece = command.first, command.count
         self._totals = jax.block_until_ready(
             trainer.accumulate(
-                state, self.system.base, experience, self._totals, behaviour, start, piece
+                state, self.system.base, train_batch, self._totals, behavior, start, piece
             )
         )
         return None
 
     def _train_early(
-        self, chunk: Chunk, values: Float32[np.ndarray, "b"], images: Images, state: TrainState
+        self,
+        chunk: Chunk,
+        values: Float32[np.ndarray, "b"],
+        images: SampledImages,
+        state: TrainState,
     ) -> None:
         """Adds a chunk to its group's sums; the group's last one adds these to the update's."""
         trainer, number = self.system.trainer, int(images.rows[0])
         # Advantages are not known yet: nothing may read them.
         unknown = np.full_like(values, np.nan)
-        experience = receive(self.system, self._prompts[chunk.step], images, unknown)
+        train_batch = make_train_batch(self.system, self._prompts[chunk.step], images, unknown)
         begun, base = self._groups.pop(number, None), self.system.base
-        group = trainer.accumulate_early(state, base, experience, values, begun)
+        group = trainer.accumulate_early(state, base, train_batch, values, begun)
         jax.block_until_ready(group.sums)
         if len(group.rewards) < np.count_nonzero(self._steps[chunk.step].rows == number):
             self._groups[number] = group
@@ -220,7 +231,7 @@ class OtherTrainingExecutor(GradientExecutor):
         tuned, copy = found
         self._weights = {weights_version: TrainState(tuned, None, None, copy)}
         if not weights_version.update:
-            own = copy if self.system.trainer.algorithm.publishes_copy else tuned
+            own = copy if self.system.trainer.algorithm.samples_from_copy else tuned
             self._published[weights_version] = own if self._fixed is None else self._fixed
         return True
 
@@ -306,7 +317,7 @@ class TrainingExecutor(GradientExecutor):
         totals = resharded(totals, trainer.shardings_of(totals))
         if not (stale or self._history or self._compared):
             self._compared = True
-            check_spread(trainer.algorithm, totals.sums)
+            check_ratio_spread(trainer.algorithm, totals.sums)
         # Before an update consumes the arrays that other training workers are offered.
         if self._offered is not None and not self._link.settle(TrainedOf(self._offered)):
             # A worker that hangs may still read them.
@@ -327,7 +338,7 @@ class TrainingExecutor(GradientExecutor):
         """Publishes the behavior policy as a version; if an evaluation with other weights is due, these too."""
         settings, tree = self._settings, self._fixed
         if tree is None:
-            tree = self.system.updater.published(self.state)
+            tree = self.system.updater.sampling_params(self.state)
         self._add(WeightsVersion(version), tree)
         if settings.evaluated_apart and settings.evaluated_images(version):
             self._add(WeightsVersion(version, evaluated=True), self.state.evaluated)

@@ -384,9 +384,9 @@ def test_settings_that_cannot_work_are_refused(changes, images, message):
 )
 def test_what_early_training_cannot_make_up_for_is_refused(changes, message):
     for std in ("group", "global"):
-        AdvantageSettings(std=std).check_early()
+        AdvantageSettings(std=std).check_early_training()
         with pytest.raises(ValueError, match=message):
-            AdvantageSettings(**{"std": std} | changes).check_early()
+            AdvantageSettings(**{"std": std} | changes).check_early_training()
 
 
 def test_settings_at_their_limits_are_not_refused():

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from digen_jax.algorithms.decay import OLD_POLICY_DECAYS, EmaDecay, LinearDecay, decayed
+from digen_jax.algorithms.decay import OLD_POLICY_DECAYS, EmaDecay, LinearDecay, update_average
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_decayed_equals_float64():
         )
         for _ in range(2)
     ]
-    ours = jax.jit(decayed)(*trees, 0.3)
+    ours = jax.jit(update_average)(*trees, 0.3)
     expected = jax.tree.map(lambda o, c: 0.3 * np.float64(o) + 0.7 * np.float64(c), *trees)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), ours, expected
@@ -130,24 +130,24 @@ def test_decayed_equals_float64():
 
 def test_the_ends_are_exact():
     old, current = jnp.array([0.1, -1e-30, 3e8]), jnp.array([0.7, 5.0, -2e-7])
-    np.testing.assert_array_equal(decayed(old, current, 0.0), current)
-    np.testing.assert_array_equal(decayed(old, current, 1.0), old)
+    np.testing.assert_array_equal(update_average(old, current, 0.0), current)
+    np.testing.assert_array_equal(update_average(old, current, 1.0), old)
 
 
 def test_dtypes_are_the_copys_and_the_mixing_is_float32():
     old = jnp.array([1.0, 2.0], jnp.bfloat16)
     current = jnp.array([1.0078125, 4.0], jnp.bfloat16)
-    mixed = decayed(old, current, 0.25)
+    mixed = update_average(old, current, 0.25)
     assert mixed.dtype == jnp.bfloat16
     np.testing.assert_array_equal(mixed, jnp.array([1.005859375, 3.5]).astype(jnp.bfloat16))
-    assert decayed(jnp.zeros(2), current, 0.5).dtype == jnp.float32
+    assert update_average(jnp.zeros(2), current, 0.5).dtype == jnp.float32
 
 
 def test_an_average_is_the_sum_that_its_decays_say():
     decay, values = EmaDecay(0.8, warm_up=True), np.random.default_rng(1).normal(size=12)
     average = jnp.float32(values[0])
     for n, value in enumerate(values[1:], 1):
-        average = decayed(average, jnp.float32(value), decay.at(n))
+        average = update_average(average, jnp.float32(value), decay.at(n))
     decays = [min(0.8, (1 + n) / (10 + n)) for n in range(1, 12)]
     weights = [np.prod(decays)]
     weights += [(1 - decays[k]) * np.prod(decays[k + 1 :]) for k in range(11)]

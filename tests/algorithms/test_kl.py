@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from digen_jax.algorithms.losses import blanked, gaussian_kl, velocity_mse, weighted_sum
+from digen_jax.algorithms.losses import gaussian_kl, mask_rows, velocity_mse, weighted_sum
 from digen_jax.diffusion.steps import DanceSde, FlowSde
 from tests.algorithms.packing import check_junk, check_split, close
 
@@ -63,7 +63,7 @@ def test_kl_of_padding_without_noise_is_finite():
 )
 def test_packing_and_padding(form):
     def total(weight, mean, reference, std):
-        mean, reference = blanked(weight > 0, mean, reference)
+        mean, reference = mask_rows(weight > 0, mean, reference)
         return weighted_sum(weight, form(mean, reference, std))
 
     check_split(total, [MEAN, REFERENCE, STD], 1)

@@ -249,8 +249,8 @@ BY_GROUP, BY_STEP = AdvantageSettings(std="group"), AdvantageSettings(std="globa
 
 
 def test_early_training_is_allowed_where_no_advantage_can_be_clipped():
-    CURRENT.check_early(BY_GROUP, images=10, groups=100)
-    CURRENT.check_early(BY_STEP, images=4, groups=3)
+    CURRENT.check_early_training(BY_GROUP, images=10, groups=100)
+    CURRENT.check_early_training(BY_STEP, images=4, groups=3)
 
 
 def test_the_largest_advantages_are_those_that_the_check_assumes():
@@ -273,12 +273,12 @@ def test_the_largest_advantages_are_those_that_the_check_assumes():
 )
 def test_early_training_that_is_not_exact_is_refused(change, images, groups, message):
     with pytest.raises(ValueError, match=message):
-        dataclasses.replace(CURRENT, **change).check_early(BY_GROUP, images, groups)
+        dataclasses.replace(CURRENT, **change).check_early_training(BY_GROUP, images, groups)
 
 
 def test_early_training_with_advantages_that_are_clipped_is_refused():
     with pytest.raises(ValueError, match=r"set it to sqrt\(12\) or more"):
-        CURRENT.check_early(BY_STEP, 4, 4)
+        CURRENT.check_early_training(BY_STEP, 4, 4)
 
 
 @pytest.mark.parametrize("name", ["mean", "old_mean", "std"])
@@ -295,7 +295,7 @@ TRAJECTORY = np.array([0, 1, 2, 0, 1, 2, 0, 1, 2, 2])  # the last one is padding
 WEIGHT = np.array([1.0] * 9 + [0.0])
 
 
-def corrected(log_prob, old, behaviour, advantages, whole, cap):
+def corrected(log_prob, old, behavior, advantages, whole, cap):
     """The loss in float64: each sample's clipped surrogate by its trajectory's ratio, times the correction."""
     total = 0.0
     for i in range(9):
@@ -305,7 +305,7 @@ def corrected(log_prob, old, behaviour, advantages, whole, cap):
         bounded = min(max(ratio, 0.8), 1.2)
         weight = 1.0
         if cap:
-            weight = min(math.exp(put_together([old[j] - behaviour[j] for j in mine])), cap)
+            weight = min(math.exp(put_together([old[j] - behavior[j] for j in mine])), cap)
         total -= weight * min(advantages[i] * ratio, advantages[i] * bounded)
     return total
 
@@ -321,7 +321,7 @@ def corrected(log_prob, old, behaviour, advantages, whole, cap):
 )
 def test_corrected_and_sequence_losses_equal_float64_transcription(ratio, whole, cap):
     rng = np.random.default_rng(3)
-    log_prob, old, behaviour, advantages = rng.normal(size=(4, 10)) * [[0.4], [0.2], [0.2], [1.5]]
+    log_prob, old, behavior, advantages = rng.normal(size=(4, 10)) * [[0.4], [0.2], [0.2], [1.5]]
     settings = PolicyGradient(clip_range=0.2, ratio=ratio, importance_cap=cap)
     settings.check()
 
@@ -329,7 +329,7 @@ def test_corrected_and_sequence_losses_equal_float64_transcription(ratio, whole,
         f32 = [jnp.asarray(a, jnp.float32) for a in (old, old, advantages, WEIGHT, old, old)]
         samples = Samples(log_prob, *f32)
         if cap:
-            samples = samples._replace(behaviour_log_prob=jnp.asarray(behaviour, jnp.float32))
+            samples = samples._replace(behavior_log_prob=jnp.asarray(behavior, jnp.float32))
         return policy_gradient_loss(settings, samples._replace(trajectory=jnp.asarray(TRAJECTORY)))
 
     spoilt = log_prob.copy()
@@ -337,7 +337,7 @@ def test_corrected_and_sequence_losses_equal_float64_transcription(ratio, whole,
     value_and_grad = jax.jit(jax.value_and_grad(loss, has_aux=True))
     (value, sums), gradient = value_and_grad(jnp.asarray(spoilt, jnp.float32))
     expected = functools.partial(
-        corrected, old=old, behaviour=behaviour, advantages=advantages, whole=whole, cap=cap
+        corrected, old=old, behavior=behavior, advantages=advantages, whole=whole, cap=cap
     )
     assert float(value) == pytest.approx(expected(log_prob), rel=1e-5)
     h = 1e-6
@@ -352,7 +352,7 @@ def test_corrected_and_sequence_losses_equal_float64_transcription(ratio, whole,
 
 @pytest.mark.parametrize(
     ("settings", "name"),
-    [({"importance_cap": 2.0}, "behaviour_log_prob"), ({"ratio": "sequence_sum"}, "trajectory")],
+    [({"importance_cap": 2.0}, "behavior_log_prob"), ({"ratio": "sequence_sum"}, "trajectory")],
 )
 def test_what_a_correction_needs_must_be_given(settings, name):
     with pytest.raises(ValueError, match=f"which need {name}, but it was not given"):

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from digen_jax.algorithms.losses import (
-    blanked,
     check_smallest_sigma,
     clipped,
     guard_log_ratio,
+    mask_rows,
     sequence_log_ratio,
     weighted_sum,
     well_conditioned,
@@ -118,7 +118,7 @@ def brute_force(log_prob, old, ids, reduce):
 
 def sequence_total(reduce):
     def total(weight, log_prob, old, advantages, ids):
-        log_prob, old = blanked(weight > 0, log_prob, old)
+        log_prob, old = mask_rows(weight > 0, log_prob, old)
         log_ratio = sequence_log_ratio(log_prob - old, weight, ids, 5, reduce)
         return weighted_sum(weight, clipped(log_ratio, advantages, 0.1, 0.1))
 

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from digen_jax.algorithms.losses import (
-    blanked,
     check_clip_range,
     check_dual_clip,
     check_kl_threshold,
@@ -15,6 +14,7 @@ from digen_jax.algorithms.losses import (
     clipped,
     divergence_masked,
     dual_clipped,
+    mask_rows,
     topr,
     weighted_sum,
 )
@@ -87,7 +87,7 @@ def inputs(n=60):
 
 def total_of(ours):
     def total(weight, log_prob, old, advantages, kl):
-        log_prob, old = blanked(weight > 0, log_prob, old)
+        log_prob, old = mask_rows(weight > 0, log_prob, old)
         return weighted_sum(weight, ours(log_prob, log_prob - old, advantages, kl))
 
     return total

@@ -68,7 +68,7 @@ def built(monkeypatch):
         if surrogate not in systems:
             systems[surrogate] = toy.system(config, 1)
         system = systems[surrogate]
-        return system._replace(start=toy.moved(system.start, 0.0), draws=config.draws)
+        return system._replace(start=toy.moved(system.start, 0.0), rng=config.rng)
 
     monkeypatch.setattr(opening, "build", build)
     return seen

@@ -45,7 +45,7 @@ def built(monkeypatch):
         if max_policy_lag not in systems:
             systems[max_policy_lag] = toy.system(config, 2)
         system = systems[max_policy_lag]
-        return system._replace(start=toy.moved(system.start, 0.0), draws=config.draws)
+        return system._replace(start=toy.moved(system.start, 0.0), rng=config.rng)
 
     monkeypatch.setattr(opening, "build", build)
     return seen

@@ -23,7 +23,7 @@ from digen_jax.config.load import (
 from digen_jax.diffusion.windows import Window
 from digen_jax.errors import ConfigError
 from digen_jax.parallel.placement import MeshSizes, RolloutAxes, TrainerAxes
-from digen_jax.parallel.sampler import Draws
+from digen_jax.parallel.sampler import SampleRng
 from digen_jax.planning.placing import place_here
 from digen_jax.rewards.settings import RewardSettings
 from tests.config.cases import EARLY, FORWARD, TWO, changed
@@ -258,7 +258,7 @@ def test_meshes_are_fitted_to_the_devices_that_are_named(given):
     opened = fit_config(load_config(given), 2)
     assert opened.placement.meshes == MeshSizes(RolloutAxes(1), TrainerAxes(1))
     expected = as_written(given)
-    expected["placement"] |= opened.placement.meshes.plain() | {"sizes": "given"}
+    expected["placement"] |= opened.placement.meshes.as_dict() | {"sizes": "given"}
     assert opened.as_json() == expected
 
 
@@ -341,8 +341,8 @@ def test_a_moving_window_is_drawn_by_the_runs_own_seed(given):
     fields = dict(mode="random", first=1, length=2, end=7, interval=3, stride=2, roll_back=False)
     fields = {f"sampler__window__{name}": value for name, value in fields.items()}
     full = load_config(changed(given, seed=5, **fields))
-    assert full.draws == Draws(5, Window("random", 2, 1, 7, 3, 2, False))
-    assert load_config(ConfigDict()).draws == Draws(0, Window(length=4))
+    assert full.rng == SampleRng(5, Window("random", 2, 1, 7, 3, 2, False))
+    assert load_config(ConfigDict()).rng == SampleRng(0, Window(length=4))
 
 
 def test_what_advantages_are_made_of(given):

@@ -12,9 +12,9 @@ from digen_jax.diffusion.sampling import (
     flatten,
     group_keys,
     image_keys,
-    own_steps,
     replay,
     sample,
+    select_steps,
     start_noise,
 )
 from digen_jax.diffusion.schedule import SchedulerConfig, make_sigmas
@@ -192,7 +192,7 @@ def test_flatten_pairs_every_image_with_its_sigma():
 def test_every_image_keeps_its_own_steps(means):
     stored = run(keys_of([0, 1, 2]), FlowSde(0.7), 1, 3, means=means).transitions
     steps = np.array([[0, 1, 0], [2, 2, 1]])
-    own = own_steps(stored, jnp.asarray(steps))
+    own = select_steps(stored, jnp.asarray(steps))
     flat = flatten(own)
     for k, b in np.ndindex(2, 3):
         for mine, all_steps in zip(own, stored, strict=True):

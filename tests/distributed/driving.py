@@ -27,7 +27,7 @@ def without_rollouts(system: System) -> System:
         rollouts=system.rollouts if colocated else (),
         trainers=(),
         joint_trainer=None,
-        placement=Placement((), system.placement.trainer, rollouts, trainers_elsewhere=others),
+        placement=Placement((), system.placement.trainer, rollouts, remote_trainers=others),
         sampling_on=lambda group: first.moved(group, system.policy.sampler_base(system.base)),
     )
 

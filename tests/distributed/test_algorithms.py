@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from digen_jax.parallel.accumulate import settled
+from digen_jax.parallel.accumulate import apply_global_std
 from digen_jax.parallel.trainer import Trainer
 from digen_jax.rewards import alone
 from digen_jax.rewards.pool import RewardPool
@@ -65,7 +65,7 @@ def run(drive, system, c: ConfigDict, **options):
     gradients, update = [], Trainer.update
 
     def spy(trainer, state, totals, std):
-        whole = totals if std is None else settled(totals, jnp.float32(1 / (std + 1e-4)))
+        whole = totals if std is None else apply_global_std(totals, jnp.float32(1 / (std + 1e-4)))
         gradients.append(jax.tree.map(lambda g: g / totals.sums["weight"], whole.gradient))
         return update(trainer, state, totals, std)
 

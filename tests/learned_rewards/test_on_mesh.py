@@ -16,7 +16,7 @@ from digen_jax.learned_rewards import on_mesh
 from digen_jax.logging.metrics import read_metrics
 from digen_jax.parallel.mesh import make_mesh
 from digen_jax.parallel.placement import DeviceGroup
-from digen_jax.parallel.reward_model import Scoring
+from digen_jax.parallel.reward_model import RewardModel
 from digen_jax.parallel.sharding import Layout
 from digen_jax.planning.calibration import Calibration
 from digen_jax.planning.compiled import programs
@@ -62,7 +62,7 @@ def group(**sizes: int) -> DeviceGroup:
     return DeviceGroup(make_mesh(devices, **sizes), Layout(((".*", "fsdp"),)))
 
 
-def scored(found: Scoring, count: int) -> np.ndarray:
+def scored(found: RewardModel, count: int) -> np.ndarray:
     images, prompts = np.tile(pictures(), (4, 1, 1, 1))[:count], (PROMPTS * 4)[:count]
     return found(images, prompts, [{}] * count)
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from digen_jax.parallel.system import Images, System
-from digen_jax.parallel.trainer import Experience
+from digen_jax.parallel.system import SampledImages, System
+from digen_jax.parallel.trainer import TrainBatch
 from tests.parallel import toy
 from tests.parallel.test_trainer import gradient_config, plain_loss
 from tests.parallel.toy import receive
@@ -60,14 +60,14 @@ def tuned(tuning: str, by: float = 0.05):
     return jax.device_get(toy.moved(system(config(tuning)).start, by))
 
 
-def experience(
+def train_batch(
     parts: System, images: slice, steps: int = STEPS, advantages: np.ndarray = ADVANTAGES
-) -> Experience:
+) -> TrainBatch:
     """Some images in the trainer's form, with the first steps of each."""
     prompts, all_images = sampled()
     t = all_images.samples
     t = type(t)(*(part[:steps, images] for part in t[:3]), *(part[:steps] for part in t[3:5]))
-    part = Images(0, ROWS[images], t, all_images.sigmas)
+    part = SampledImages(0, ROWS[images], t, all_images.sigmas)
     return receive(parts, prompts, part, advantages[images])
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from digen_jax.algorithms.advantages import AdvantageSettings
-from digen_jax.parallel.system import Images, on_trainer, selected
+from digen_jax.parallel.system import SampledImages, move_to_trainer, select_images
 from digen_jax.runtime.steps import Steps, StepScores
 from tests.parallel import chunks, toy
 from tests.parallel.chunks import GROUPS, IMAGES, ROWS
@@ -96,15 +96,15 @@ def part_of(images: slice):
     _, whole = chunks.sampled()
     t = whole.samples
     t = t._replace(**{name: getattr(t, name)[:, images] for name in ("x", "x_next", "log_prob")})
-    part = Images(0, ROWS[images], t, whole.sigmas)
-    return on_trainer(part, built()[0].placement.trainer)
+    part = SampledImages(0, ROWS[images], t, whole.sigmas)
+    return move_to_trainer(part, built()[0].placement.trainer)
 
 
 def accumulated(settings, size, scores):
     """The totals of a step's chunks of `size` images, trained by a run's own executor."""
     parts, state = built()
     parts = parts._replace(advantages=settings)
-    steps = Steps(iter([toy.records(GROUPS)]), IMAGES, size, parts.draws, 0)
+    steps = Steps(iter([toy.records(GROUPS)]), IMAGES, size, parts.rng, 0)
     known = StepScores(steps[0], np.float32(scores), settings, np.ones(len(scores), bool))
     return toy.trained(parts, steps, state, known, chunks.sampled()[0], part_of)
 
@@ -147,7 +147,7 @@ def test_images_are_taken_in_any_order_and_stay_split():
     """Pairs too, in which an image may occur twice."""
     images, trainer = part_of(slice(0, 12)), built()[0].placement.trainer
     places = np.array([7, 0, 0, 11])
-    found = selected(images, places, trainer)
+    found = select_images(images, places, trainer)
     np.testing.assert_array_equal(found.rows, [1, 0, 0, 2])
     for name, array in found.samples._asdict().items():
         before = getattr(images.samples, name)

@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 from digen_jax import assemble
 from digen_jax.config.load import fit_config, load_config
 from digen_jax.diffusion.sampling import image_keys
-from digen_jax.parallel.system import Images, receive
+from digen_jax.parallel.system import SampledImages, make_train_batch
 from digen_jax.planning.programs import lower_generate
 from tests.cases import said
 from tests.models.flux.folders import flux_folder
@@ -105,10 +105,10 @@ def result(base):
         if mesh != "one device":
             _, _, prompts, trajectory = of(tuning, "one device", family)
         prompts, trajectory = jax.device_get((prompts, trajectory))
-        images = Images(0, ROWS, trajectory.transitions, trajectory.sigmas)
-        experience = receive(system, prompts, images, ADVANTAGES)
+        images = SampledImages(0, ROWS, trajectory.transitions, trajectory.sigmas)
+        train_batch = make_train_batch(system, prompts, images, ADVANTAGES)
         state = system.trainer.init(tuned)
-        totals = system.trainer.accumulate(state, system.base, experience, None)
+        totals = system.trainer.accumulate(state, system.base, train_batch, None)
         gradient = jax.tree.map(lambda g: g / totals.sums["weight"], totals.gradient)
         return (*jax.device_get((clips, gradient)), prompts, trajectory)
 

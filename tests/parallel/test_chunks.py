@@ -11,7 +11,7 @@ from digen_jax.parallel.placement import (
     MeshSizes,
     RolloutAxes,
     TrainerAxes,
-    in_chunks,
+    chunked_map,
     make_placement,
 )
 from tests.cases import said
@@ -49,7 +49,7 @@ def test_every_device_takes_its_own_rows_in_chunks(axes, share, at_once, traced)
     batch = np.random.default_rng(0).normal(size=(share * devices, 5)).astype(np.float32)
     sizes = []
     program = jax.jit(
-        lambda batch: in_chunks(functools.partial(widened, sizes), batch, at_once, group)
+        lambda batch: chunked_map(functools.partial(widened, sizes), batch, at_once, group)
     )
     given = jax.device_put(batch, group.batch)
     text = program.lower(given).compile().as_text()
@@ -77,7 +77,7 @@ def test_where_parameters_are_split_they_are_gathered_and_rows_stay(at_once):
         return jnp.tanh(rows @ kernels["one"]) @ kernels["other"]
 
     program = jax.jit(
-        lambda kernels, rows: in_chunks(functools.partial(network, kernels), rows, at_once, group)
+        lambda kernels, rows: chunked_map(functools.partial(network, kernels), rows, at_once, group)
     )
     text = program.lower(kernels, rows).compile().as_text()
     moved = re.findall(

@@ -9,7 +9,7 @@ import pytest
 
 from digen_jax.diffusion.sampling import image_keys
 from digen_jax.diffusion.windows import Window, random_timesteps
-from digen_jax.parallel.sampler import Draws, EncodedPrompts
+from digen_jax.parallel.sampler import EncodedPrompts, SampleRng
 from digen_jax.runtime.training import TrainingExecutor
 from digen_jax.scheduling.commands import TRAINER, Generate
 from tests.cases import said
@@ -43,8 +43,8 @@ def gradient(parts, step):
     """For a step whose only chunk is sampled and trained on different meshes."""
     _, system = parts
     state = system.trainer.init(toy.moved(system.start, 0.05))
-    experience = receive(system, step.prompts, step.images[0], ADVANTAGES)
-    return system.trainer.accumulate(state, system.base, experience, None)
+    train_batch = receive(system, step.prompts, step.images[0], ADVANTAGES)
+    return system.trainer.accumulate(state, system.base, train_batch, None)
 
 
 def equal_bits(found, expected):
@@ -144,21 +144,21 @@ def test_images_of_a_group_may_start_from_one_noise_whatever_the_chunk():
 def test_what_is_drawn_does_not_depend_on_the_other_images():
     window = Window(length=7, fraction=0.5)
     serials, images = np.array([4, 4, 9, 12]), np.array([0, 1, 0, 3])
-    drawn = Draws(5, window, shared_noise=True).of(2, serials, images)
+    drawn = SampleRng(5, window, shared_noise=True).draw(2, serials, images)
     assert drawn.trained.shape == (3, 4) and drawn.start == 0
     for column, serial, image in zip(drawn.trained.T, serials, images, strict=True):
         np.testing.assert_array_equal(
             column, random_timesteps([5, int(serial), int(image)], 7, 0.5)
         )
-    part = drawn.cut(slice(1, 3))
+    part = drawn.subset(slice(1, 3))
     np.testing.assert_array_equal(part.trained, drawn.trained[:, 1:3])
     data = jax.random.key_data
     of_groups = image_keys(jax.random.key(5), serials[1:3], 0 * serials[1:3])
     np.testing.assert_array_equal(data(part.start_keys), data(of_groups))
     own = image_keys(jax.random.key(5), serials[1:3], images[1:3])
     np.testing.assert_array_equal(data(part.keys), data(own))
-    plain = Draws(5, Window(length=7)).of(2, serials, images)
-    for none in (plain, plain.cut(slice(2))):
+    plain = SampleRng(5, Window(length=7)).draw(2, serials, images)
+    for none in (plain, plain.subset(slice(2))):
         assert none.trained is none.start_keys is None
 
 
@@ -184,8 +184,8 @@ def test_the_gradient_is_that_of_the_drawn_transitions():
         np.testing.assert_allclose(a, own, rtol=1e-5, atol=1e-5)
 
     state = parts.trainer.init(chunks.tuned("lora"))
-    experience = receive(parts, prompts, images, chunks.ADVANTAGES)
-    totals = parts.trainer.accumulate(state, parts.base, experience, None)
+    train_batch = receive(parts, prompts, images, chunks.ADVANTAGES)
+    totals = parts.trainer.accumulate(state, parts.base, train_batch, None)
     drawn = np.zeros((chunks.STEPS, 12), bool)
     np.put_along_axis(drawn, chosen, True, axis=0)
     expected, ratios = chunks.plain("lora", every.log_prob, drawn=drawn)
@@ -200,7 +200,7 @@ def test_to_choose_steps_no_trajectory_is_gathered():
     parts = chunks.system(chunks.config("lora", (1, 4, 1), sampler__window=window))
     weights = parts.rollout_weights(parts.start)
     prompts = parts.sampler.encode(weights, said("red") * chunks.GROUPS)
-    drawn = parts.draws.of(0, chunks.ROWS, np.tile(np.arange(4), chunks.GROUPS))
+    drawn = parts.rng.draw(0, chunks.ROWS, np.tile(np.arange(4), chunks.GROUPS))
     given, program = [], parts.sampler._generate
     parts.sampler._generate = lambda *args: given.append(args) or program(*args)
     parts.sampler.generate(weights, prompts, chunks.ROWS, *drawn)

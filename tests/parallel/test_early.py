@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from digen_jax.algorithms.advantages import AdvantageSettings, advantages
-from digen_jax.parallel.accumulate import settled
+from digen_jax.parallel.accumulate import apply_global_std
 from digen_jax.parallel.trainer import Trainer
 from tests.cases import quick
 from tests.parallel import chunks, toy
@@ -29,7 +29,7 @@ def built(tuning, mesh, kl, std, images=2, **fields):
     config = chunks.config(tuning, mesh, images=images, **settings)
     config.algorithm.update(kl_coefficient=kl, adv_clip=6.0, old_log_probs="current")
     parts = chunks.system(config)
-    parts.trainer.algorithm.check_early(parts.advantages, 4, 3)
+    parts.trainer.algorithm.check_early_training(parts.advantages, 4, 3)
     return parts, parts.trainer.init(chunks.tuned(tuning))
 
 
@@ -39,8 +39,8 @@ def ordinary(parts, state, std, rewards=REWARDS):
     totals = None
     for chunk in range(6):
         cut = slice(2 * chunk, 2 * chunk + 2)
-        experience = chunks.experience(parts, cut, advantages=known)
-        totals = parts.trainer.accumulate(state, parts.base, experience, totals)
+        train_batch = chunks.train_batch(parts, cut, advantages=known)
+        totals = parts.trainer.accumulate(state, parts.base, train_batch, totals)
     return totals
 
 
@@ -49,8 +49,8 @@ def early(parts, state, order, rewards=REWARDS):
     unknown, groups, totals = np.full(12, np.nan, np.float32), {}, None
     for chunk in order:
         cut, number = slice(2 * chunk, 2 * chunk + 2), chunk // 2
-        experience = chunks.experience(parts, cut, advantages=unknown)
-        args = (state, parts.base, experience, rewards[cut], groups.get(number))
+        train_batch = chunks.train_batch(parts, cut, advantages=unknown)
+        args = (state, parts.base, train_batch, rewards[cut], groups.get(number))
         groups[number] = parts.trainer.accumulate_early(*args)
         if len(groups[number].rewards) == 4:
             std = parts.advantages.std
@@ -62,7 +62,7 @@ def early(parts, state, order, rewards=REWARDS):
 def updated(parts, state, totals, std):
     """(the gradient that an update takes, the update's metrics)."""
     given = REWARDS.std() if std == "global" and totals.unscaled is not None else None
-    whole = totals if given is None else settled(totals, jnp.float32(1 / (given + 1e-4)))
+    whole = totals if given is None else apply_global_std(totals, jnp.float32(1 / (given + 1e-4)))
     gradient = jax.device_get(chunks.mean(whole))
     copy = jax.tree.map(jnp.copy, state)
     _, metrics = parts.trainer.update(copy, totals, given)
@@ -105,11 +105,11 @@ def test_groups_that_were_complete_and_groups_that_were_not_share_an_update():
     expected, totals, group = ordinary(parts, state, "group"), None, None
     for chunk in (4, 0, 1, 5, 2, 3):
         cut = slice(2 * chunk, 2 * chunk + 2)
-        experience = chunks.experience(parts, cut, advantages=known)
+        train_batch = chunks.train_batch(parts, cut, advantages=known)
         if chunk < 4:
-            totals = trainer.accumulate(state, parts.base, experience, totals)
+            totals = trainer.accumulate(state, parts.base, train_batch, totals)
         else:
-            group = trainer.accumulate_early(state, parts.base, experience, REWARDS[cut], group)
+            group = trainer.accumulate_early(state, parts.base, train_batch, REWARDS[cut], group)
         if chunk == 5:
             totals = trainer.close(group, totals, "group")
     assert toy.difference(chunks.mean(totals), chunks.mean(expected)) < 1e-5

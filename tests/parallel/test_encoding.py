@@ -53,7 +53,7 @@ def made(family, encoders):
 
 
 def test_exactly_the_states_that_are_attended_to_are_kept(family, made):
-    rows = encoding.rows_of(family, made)
+    rows = encoding.unpad_rows(family, made)
     for prompt, own, states, pooled in zip(PROMPTS, rows, made.states, made.pooled, strict=True):
         assert own.keys() == {"states", "pooled"}
         assert own["states"].shape == (len(prompt), toy.TEXT)
@@ -63,10 +63,12 @@ def test_exactly_the_states_that_are_attended_to_are_kept(family, made):
 
 
 def test_they_are_padded_again(family, encoders, made):
-    rows = dict(zip(PROMPTS, encoding.rows_of(family, made), strict=True))
+    rows = dict(zip(PROMPTS, encoding.unpad_rows(family, made), strict=True))
     rows[encoding.NULL] = rows[""]
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), encoders)
-    stored = encoding.Stored(family, shapes, lambda texts: [rows[text] for text in texts])
+    stored = encoding.PrecomputedPrompts(
+        family, shapes, lambda texts: [rows[text] for text in texts]
+    )
     found = stored.conditioning(said("x", "yellow", "x"))
     order = [3, 2, 3]
     assert isinstance(found, Masked)
@@ -82,12 +84,12 @@ def test_they_are_padded_again(family, encoders, made):
 def test_the_pass_without_the_prompt_is_stored_for_each_negative_prompt(family, encoders):
     """As the mesh makes it: one row if all are equal, be it because one is the family's own."""
     plain, own, red = said("x", "y")[0], {"negative_prompt": ""}, {"negative_prompt": "red"}
-    keys = [encoding.null_key(family, plain | more) for more in ({}, own, red)]
+    keys = [encoding.null_prompt_key(family, plain | more) for more in ({}, own, red)]
     assert keys[:2] == [encoding.NULL] * 2 and keys[2] not in {*keys[:2], "red"}
-    assert encoding.null_key(family, {"prompt": "y"} | red) == keys[2]
+    assert encoding.null_prompt_key(family, {"prompt": "y"} | red) == keys[2]
     # A family whose own one is not empty tells it from an empty one.
     spaced = NotEmpty()
-    others = {encoding.null_key(spaced, plain | more) for more in ({}, own, red)}
+    others = {encoding.null_prompt_key(spaced, plain | more) for more in ({}, own, red)}
     assert encoding.NULL in others and len(others) == 3
 
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), encoders)
@@ -95,9 +97,9 @@ def test_the_pass_without_the_prompt_is_stored_for_each_negative_prompt(family, 
 
     def read(wanted):
         made = family.encode(encoders, family.tokenize(said(*(texts[key] for key in wanted))))
-        return encoding.rows_of(family, jax.tree.map(np.asarray, made))
+        return encoding.unpad_rows(family, jax.tree.map(np.asarray, made))
 
-    stored = encoding.Stored(family, shapes, read)
+    stored = encoding.PrecomputedPrompts(family, shapes, read)
     for records, count in (
         ([plain, plain | own], 1),
         ([plain | red] * 2, 1),
@@ -116,7 +118,7 @@ def test_bytes_are_known_before_and_without_parameters(family, encoders, made):
     found = encoding.row_bytes(
         family, {"text_encoder": {"table": table}}, family.tokenize(said(*PROMPTS))
     )
-    rows = encoding.rows_of(family, made)
+    rows = encoding.unpad_rows(family, made)
     assert found.tolist() == [sum(a.nbytes for a in own.values()) for own in rows]
     plain, shapes = toy.ToyFamily(), jax.tree.map(jnp.asarray, encoders)
     assert encoding.row_bytes(plain, shapes, plain.tokenize(said("red"))).tolist() == [
@@ -126,7 +128,7 @@ def test_bytes_are_known_before_and_without_parameters(family, encoders, made):
 
 def test_rows_of_another_model_and_masks_with_holes_are_refused(family, encoders, made):
     shapes = encoding.encoded_shapes(family, encoders)
-    (own, *_) = encoding.rows_of(family, made)
+    (own, *_) = encoding.unpad_rows(family, made)
     for wrong in (
         {"states": np.zeros((toy.LETTERS + 1, toy.TEXT), ml_dtypes.bfloat16)},
         {"states": np.zeros((1, 1), ml_dtypes.bfloat16)},
@@ -136,8 +138,8 @@ def test_rows_of_another_model_and_masks_with_holes_are_refused(family, encoders
         with pytest.raises(
             ValueError, match=r"of an encoded prompt is \S+\[.*, but the model's is"
         ):
-            encoding.joined(family, shapes, [own | wrong])
+            encoding.pad_rows(family, shapes, [own | wrong])
     mask = made.mask.copy()
     mask[0, 0] = False
     with pytest.raises(ValueError, match="excludes a token in front of another"):
-        encoding.rows_of(family, made._replace(mask=mask))
+        encoding.unpad_rows(family, made._replace(mask=mask))

@@ -10,9 +10,9 @@ import pytest
 
 from digen_jax.algorithms import decay
 from digen_jax.diffusion.sampling import image_keys
-from digen_jax.parallel.accumulate import Endpoints
+from digen_jax.parallel.accumulate import FinalImages
 from digen_jax.parallel.sampler import EncodedPrompts
-from digen_jax.parallel.system import Images
+from digen_jax.parallel.system import SampledImages
 from digen_jax.runtime import training
 from digen_jax.runtime.link import Versions
 from tests.parallel import toy
@@ -75,7 +75,7 @@ def keys():
 
 @functools.cache
 def parameters(tuning):
-    """(trained, behaviour, slow copy): three different policies, on the host."""
+    """(trained, behavior, slow copy): three different policies, on the host."""
     start = toy.system(config("diffusion_dpo", tuning), devices=1).start
     return tuple(jax.device_get(toy.moved(start, by)) for by in (0.05, 0.03, -0.04))
 
@@ -144,12 +144,12 @@ def differentiated(name, guidance, with_kl):
             return v(*prompt)
         return v(*PROMPTS.null) + guidance * (v(*prompt) - v(*PROMPTS.null))
 
-    def loss(tuned, behaviour, copy, x0s, key, draw, sigma, judged, prompt):
+    def loss(tuned, behavior, copy, x0s, key, draw, sigma, judged, prompt):
         noise = jax.random.normal(
             jax.random.fold_in(jax.random.fold_in(key, 2), draw), x0s.shape[1:]
         )
         samples = [(x0, (1 - sigma) * x0 + sigma * noise, sigma, noise - x0) for x0 in x0s]
-        trees = [adapted(start, tree, SCALE) for tree in (tuned, behaviour, copy)]
+        trees = [adapted(start, tree, SCALE) for tree in (tuned, behavior, copy)]
         v, old, slow, reference = (
             [velocity(tree, x, sigma, prompt, at) for _, x, *_ in samples]
             for tree, at in zip((*trees, start), (own, own, own, of_reference), strict=True)
@@ -194,23 +194,23 @@ def plain(name, tuning, guidance, with_kl, left_out=(), chosen=None):
 
 def received(parts, part):
     """Some images in the trainer's form."""
-    images = Images(0, ROWS[part], Endpoints(X0[part], keys()[part], SIGMAS), SIGMAS)
+    images = SampledImages(0, ROWS[part], FinalImages(X0[part], keys()[part], SIGMAS), SIGMAS)
     return receive(parts, PROMPTS, images, JUDGED[part])
 
 
-def accumulated(name, tuning, change=lambda experience: experience, **cut):
+def accumulated(name, tuning, change=lambda train_batch: train_batch, **cut):
     c = config(name, tuning, **cut)
     time, data, fsdp = cut.get("mesh", (1, 1, 1))
     parts = toy.system(c, time * data * fsdp)
-    trainer, (tuned, behaviour, copy) = parts.trainer, parameters(tuning)
+    trainer, (tuned, behavior, copy) = parts.trainer, parameters(tuning)
     state = trainer.init(tuned)
-    laid = [jax.device_put(tree, trainer.group.params(tree)) for tree in (behaviour, copy)]
+    laid = [jax.device_put(tree, trainer.group.params(tree)) for tree in (behavior, copy)]
     state = state._replace(copy=laid[1] if name == "awm" else state.copy)
     totals, size = None, c.sampler.chunk
     for first in range(0, len(ROWS), size):
         part = slice(first, first + size)
-        experience = change(received(parts, part))
-        totals = trainer.accumulate(state, parts.base, experience, totals, laid[0])
+        train_batch = change(received(parts, part))
+        totals = trainer.accumulate(state, parts.base, train_batch, totals, laid[0])
     assert trainer._accumulate._cache_size() == 1
     return totals
 
@@ -244,13 +244,13 @@ def test_the_gradient_is_that_of_single_samples(name, tuning, guidance, with_kl,
 
 
 def test_an_image_that_is_left_out_adds_nothing_whatever_it_is():
-    def spoilt(experience):
-        samples, bad = experience.samples, np.isin(np.arange(len(ROWS)), (2, 7))
+    def spoilt(train_batch):
+        samples, bad = train_batch.samples, np.isin(np.arange(len(ROWS)), (2, 7))
         x0 = jnp.where(bad[:, None, None, None], jnp.nan, samples.x0)
-        return experience._replace(
+        return train_batch._replace(
             samples=samples._replace(x0=x0),
-            advantages=jnp.where(bad, jnp.inf, experience.advantages),
-            weight=jnp.where(bad, 0.0, experience.weight),
+            advantages=jnp.where(bad, jnp.inf, train_batch.advantages),
+            weight=jnp.where(bad, 0.0, train_batch.weight),
         )
 
     fields = dict(algorithm__kl_coefficient=0.0, micro=12, pack=3)
@@ -260,7 +260,7 @@ def test_an_image_that_is_left_out_adds_nothing_whatever_it_is():
 
 def test_without_the_policy_that_sampled_diffusion_nft_is_not_trained():
     parts = toy.system(config("diffusion_nft"), 1)
-    with pytest.raises(ValueError, match="accumulate needs behaviour"):
+    with pytest.raises(ValueError, match="accumulate needs behavior"):
         parts.trainer.accumulate(toy.fresh(parts), parts.base, received(parts, slice(0, 12)), None)
 
 
@@ -323,9 +323,9 @@ def test_diffusion_nft_publishes_its_old_policy_which_follows(monkeypatch):
     assert all(line["old_deviation"] > 0 for line in history)  # of the second update
 
 
-def test_with_asynchrony_the_behaviour_is_the_version_that_sampled(monkeypatch):
+def test_with_asynchrony_the_behavior_is_the_version_that_sampled(monkeypatch):
     seen, ages = [], []
-    real = training.receive
+    real = training.make_train_batch
 
     def noted(system, prompts, images, *judged):
         seen.append(images.version)
@@ -339,11 +339,11 @@ def test_with_asynchrony_the_behaviour_is_the_version_that_sampled(monkeypatch):
         kept[weights_version.version] = jax.device_get(tree)
         add(self, weights_version, tree, own)
 
-    def checked(state, base, experience, totals, behaviour, proximal, piece):
-        jax.tree.map(np.testing.assert_array_equal, jax.device_get(behaviour), kept[seen[-1]])
-        return accumulate(state, base, experience, totals, behaviour, proximal, piece)
+    def checked(state, base, train_batch, totals, behavior, proximal, piece):
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(behavior), kept[seen[-1]])
+        return accumulate(state, base, train_batch, totals, behavior, proximal, piece)
 
-    monkeypatch.setattr(training, "receive", noted)
+    monkeypatch.setattr(training, "make_train_batch", noted)
     monkeypatch.setattr(Versions, "add", added)
     monkeypatch.setattr(parts.trainer, "accumulate", checked)
     _, history, _ = toy.drive(parts, c, 3)
@@ -365,19 +365,23 @@ def test_awms_copy_follows_and_is_not_what_is_published(monkeypatch):
 
 
 def test_offline_the_images_are_a_set_of_the_start(monkeypatch):
-    fields, keys, real = dict(algorithm__set_steps=2, tuning="lora", micro=8), [], training.receive
+    fields, keys, real = (
+        dict(algorithm__set_steps=2, tuning="lora", micro=8),
+        [],
+        training.make_train_batch,
+    )
 
     def noted(system, prompts, images, *judged):
         keys.append(jax.random.key_data(images.samples.keys))
         return real(system, prompts, images, *judged)
 
-    monkeypatch.setattr(training, "receive", noted)
+    monkeypatch.setattr(training, "make_train_batch", noted)
     parts, states, calls, _, versions = driven(monkeypatch, "diffusion_dpo", 3, **fields)
     np.testing.assert_array_equal(calls[0], calls[2])
     assert np.abs(calls[1] - calls[0]).max() > 0.01
-    start = parts.policy.whole(versions[0], parts.base)
+    start = parts.policy.merged(versions[0], parts.base)
     for version in (1, 2, 3):
-        tree = parts.policy.whole(versions[version], parts.base)
+        tree = parts.policy.merged(versions[version], parts.base)
         assert toy.difference(tree, start) < 1e-6
     assert toy.difference(states[-1][0].tuned, versions[3]) > 1e-3
     # The same pairs at other noise levels when they come again.

@@ -154,7 +154,7 @@ def with_means():
     return t
 
 
-def experience(parts, means):
+def train_batch(parts, means):
     prompts, images = chunks.sampled()
     images = images._replace(samples=with_means() if means else images.samples)
     return receive(parts, prompts, images, chunks.ADVANTAGES)
@@ -179,8 +179,8 @@ def test_the_gradient_is_that_of_single_transitions(name, old):
     stores = parts.trainer.algorithm.stores_means
     assert stores == (old == "rollout" and name in ("guard", "flow_dppo"))
     state = parts.trainer.init(chunks.tuned("lora"))
-    behaviour = parts.start if old == "recomputed" else None
-    totals = parts.trainer.accumulate(state, parts.base, experience(parts, stores), None, behaviour)
+    behavior = parts.start if old == "recomputed" else None
+    totals = parts.trainer.accumulate(state, parts.base, train_batch(parts, stores), None, behavior)
     expected, count = plain(name)
     every = chunks.STEPS * len(chunks.ROWS)
     assert float(totals.sums["weight"]) == count
@@ -198,7 +198,7 @@ def test_an_update_without_a_single_sample_is_one_without_a_gradient():
     parts = chunks.system(config)
     state = parts.trainer.init(chunks.tuned("lora"))
     before = jax.device_get(state.tuned)
-    late = experience(parts, False)
+    late = train_batch(parts, False)
     late = late._replace(samples=late.samples._replace(sigma=late.samples.sigma * 0.9))
     state, metrics = parts.trainer.update(
         state, parts.trainer.accumulate(state, parts.base, late, None)
@@ -233,7 +233,7 @@ def test_a_trajectorys_ratio_to_the_steps_start_is_weighted_by_that_ones_to_the_
     parts = chunks.system(chunks.config("lora", (1, 2, 2), images=4, **fields))
     state, snapshot = parts.trainer.init(chunks.tuned("lora")), chunks.tuned("lora", 0.02)
     proximal = jax.device_put(snapshot, jax.tree.map(lambda leaf: leaf.sharding, state.tuned))
-    given = experience(parts, False)
+    given = train_batch(parts, False)
     totals = parts.trainer.accumulate(state, parts.base, given, None, None, proximal)
 
     start = toy.ToyFamily(size=chunks.SIZE).params()["transformer"]

@@ -27,8 +27,8 @@ def with_wrong_stored():
     return stored + np.float32(0.02) * np.random.default_rng(5).normal(size=stored.shape)
 
 
-def experience(parts):
-    given = chunks.experience(parts, ALL)
+def train_batch(parts):
+    given = chunks.train_batch(parts, ALL)
     stored = jax.device_put(np.float32(with_wrong_stored()), given.samples.log_prob.sharding)
     return given._replace(samples=given.samples._replace(log_prob=stored))
 
@@ -37,8 +37,8 @@ def test_recomputed_ones_are_those_of_the_version_that_sampled():
     """After an update of the state: the arrays that it consumed are not the kept ones."""
     tuning, by = "full", 0.02
     parts, state = built(tuning, "recomputed")
-    behaviour = parts.trainer.init(chunks.tuned(tuning, by)).tuned
-    totals = parts.trainer.accumulate(state, parts.base, experience(parts), None, behaviour)
+    behavior = parts.trainer.init(chunks.tuned(tuning, by)).tuned
+    totals = parts.trainer.accumulate(state, parts.base, train_batch(parts), None, behavior)
     old = chunks.log_probs(tuning, by).astype(np.float32)
     expected, ratios = chunks.plain(tuning, old)
     clipped = np.abs(ratios - 1) > CLIP
@@ -59,7 +59,7 @@ def assert_ratios_are_to_what_is_stored(tuning, totals):
 
 def test_with_current_ones_nothing_is_clipped_and_the_deviation_is_still_seen():
     parts, state = built(tuning := "lora", "current", (1, 2, 2))
-    totals = parts.trainer.accumulate(state, parts.base, experience(parts), None)
+    totals = parts.trainer.accumulate(state, parts.base, train_batch(parts), None)
     expected, ratios = chunks.plain(tuning, chunks.log_probs(tuning, 0.05).astype(np.float32))
     np.testing.assert_allclose(ratios, 1, atol=1e-6)
     assert toy.difference(chunks.mean(totals), expected) < 1e-5
@@ -69,5 +69,5 @@ def test_with_current_ones_nothing_is_clipped_and_the_deviation_is_still_seen():
 
 def test_without_the_version_that_sampled_nothing_is_recomputed():
     parts, state = built("lora", "recomputed")
-    with pytest.raises(ValueError, match="accumulate needs behaviour"):
-        parts.trainer.accumulate(state, parts.base, experience(parts), None)
+    with pytest.raises(ValueError, match="accumulate needs behavior"):
+        parts.trainer.accumulate(state, parts.base, train_batch(parts), None)

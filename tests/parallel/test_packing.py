@@ -41,11 +41,11 @@ def test_the_gradient_of_packed_and_sharded_steps_is_the_plain_loops(
     tuning, tactic, steps, pack, mesh, images
 ):
     parts, state = built(tuning, tactic, pack, mesh, images)
-    assert parts.placement.trainer.holds_whole(state.tuned) == (
+    assert parts.placement.trainer.is_replicated(state.tuned) == (
         tactic == "replicate" or mesh[2] == 1
     )
-    experience = chunks.experience(parts, ALL, steps)
-    totals = parts.trainer.accumulate(state, parts.base, experience, None)
+    train_batch = chunks.train_batch(parts, ALL, steps)
+    totals = parts.trainer.accumulate(state, parts.base, train_batch, None)
     expected, ratios = chunks.plain_of_stored(tuning, steps)
     assert float(totals.sums["weight"]) == 12 * steps
     assert toy.difference(chunks.mean(totals), expected) < 1e-5
@@ -54,12 +54,12 @@ def test_the_gradient_of_packed_and_sharded_steps_is_the_plain_loops(
     passes = -(-steps // pack) * 12 // images
     pieces = None
     for piece in ((passes - 1, 1), (0, passes - 1)):  # in any order
-        added = (state, parts.base, experience, pieces)
+        added = (state, parts.base, train_batch, pieces)
         pieces = parts.trainer.accumulate(*added, piece=piece) if piece[1] else pieces
     assert toy.difference(chunks.mean(pieces), chunks.mean(totals)) < 1e-6
     assert float(pieces.sums["weight"]) == 12 * steps
     assert parts.trainer._accumulate._cache_size() <= 2  # all passes, and any piece
-    once_more = parts.trainer.accumulate(state, parts.base, experience, totals)
+    once_more = parts.trainer.accumulate(state, parts.base, train_batch, totals)
     assert toy.difference(chunks.mean(once_more), expected) < 1e-5
     assert float(once_more.sums["weight"]) == 24 * steps
 
@@ -69,8 +69,8 @@ def test_the_gradient_of_packed_and_sharded_steps_is_the_plain_loops(
 
 def compiled(parts, state, steps):
     """The compiled program that adds a chunk to the totals: its text."""
-    experience = chunks.experience(parts, ALL, steps)
-    program, args = parts.trainer, (state.tuned, parts.base, Policies(), experience)
+    train_batch = chunks.train_batch(parts, ALL, steps)
+    program, args = parts.trainer, (state.tuned, parts.base, Policies(), train_batch)
     totals = jax.eval_shape(program._begin, args[0])
     layout = program._layout(totals)
     given = jax.tree.map(
@@ -105,12 +105,12 @@ def sent_latents(text):
     return [kind for kind, shapes, back in found if not back and any(s[-3:] == end for s in shapes)]
 
 
-def merged_first(experience, images, steps, group, times):
+def merged_first(train_batch, images, steps, group, times):
     """As `passes`, but the steps and images of a pass are merged before they are constrained."""
-    s, b = experience.samples.log_prob.shape
-    t = experience.samples
+    s, b = train_batch.samples.log_prob.shape
+    t = train_batch.samples
     sigmas = (jnp.broadcast_to(a[:, None], (s, b)) for a in t[3:5])
-    per_image = (jnp.broadcast_to(a, (s, b)) for a in (experience.rows, experience.advantages))
+    per_image = (jnp.broadcast_to(a, (s, b)) for a in (train_batch.rows, train_batch.advantages))
     micro = MicroBatch(type(t)(*t[:3], *sigmas), *per_image, jnp.ones((s, b)))
     sharding = NamedSharding(group.mesh, PartitionSpec(None, group.mesh.axis_names))
 

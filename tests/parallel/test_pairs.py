@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from digen_jax.algorithms.advantages import AdvantageSettings
-from digen_jax.parallel.accumulate import Endpoints
-from digen_jax.parallel.system import Images
+from digen_jax.parallel.accumulate import FinalImages
+from digen_jax.parallel.system import SampledImages
 from digen_jax.runtime.steps import Steps, StepScores
 from tests.parallel import toy
 from tests.parallel.test_matching import (
@@ -61,11 +61,11 @@ def system():
 def accumulated(settings):
     """The totals of a step's two chunks, trained by a run's own executor."""
     parts = system()._replace(advantages=settings)
-    steps = Steps(iter([toy.records(GROUPS)]), IMAGES, 6, parts.draws, 0)
+    steps = Steps(iter([toy.records(GROUPS)]), IMAGES, 6, parts.rng, 0)
     state = parts.trainer.init(parameters("full")[0])
 
     def part_of(cut):
-        return Images(0, ROWS[cut], Endpoints(X0[cut], keys()[cut], SIGMAS), SIGMAS)
+        return SampledImages(0, ROWS[cut], FinalImages(X0[cut], keys()[cut], SIGMAS), SIGMAS)
 
     known = StepScores(steps[0], REWARDS, settings, np.ones(len(REWARDS), bool))
     return toy.trained(parts, steps, state, known, PROMPTS, part_of)

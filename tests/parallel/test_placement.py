@@ -17,9 +17,9 @@ from digen_jax.parallel.placement import (
     RolloutAxes,
     TrainerAxes,
     check_processes,
-    fitted,
+    devices_per_mesh,
+    fit_mesh_sizes,
     make_placement,
-    mesh_sizes,
 )
 from digen_jax.parallel.sharding import Layout
 from tests.parallel import toy
@@ -122,17 +122,17 @@ def test_one_device_is_colocated_whatever_the_config_says():
 )
 def test_meshes_are_fitted_to_fewer_devices(wanted, devices, found):
     (workers, data, fsdp), (*trainer, time) = wanted
-    sizes = fitted(
+    sizes = fit_mesh_sizes(
         MeshSizes(RolloutAxes(data, fsdp, workers), TrainerAxes(*trainer, time)), devices
-    ).plain()
+    ).as_dict()
     assert tuple(sizes["rollout"][axis] for axis in ("workers", "data", "fsdp")) == found[0]
     assert tuple(sizes["trainer"][axis] for axis in ("data", "fsdp", "time")) == found[1]
 
 
 def test_where_devices_are_few_parameters_stay_split_and_batches_do_not():
     wanted = MeshSizes(RolloutAxes(0), TrainerAxes(data=4, fsdp=2, tensor=2))
-    assert fitted(wanted, 4).trainer == TrainerAxes(data=1, fsdp=2, tensor=2)
-    assert fitted(wanted, 2).trainer == TrainerAxes(data=1, tensor=2)
+    assert fit_mesh_sizes(wanted, 4).trainer == TrainerAxes(data=1, fsdp=2, tensor=2)
+    assert fit_mesh_sizes(wanted, 2).trainer == TrainerAxes(data=1, tensor=2)
 
 
 def test_batches_are_whole_over_tensor_and_a_sampler_keeps_it():
@@ -156,7 +156,7 @@ def test_a_trainer_mesh_may_have_an_axis_for_time():
     config = timed((2, 1), (1, 2), 3)
     layout = Layout(config.rules)
     found = make_placement(config.meshes, layout, jax.devices())
-    assert mesh_sizes(config.meshes, 8) == (2, 6)
+    assert devices_per_mesh(config.meshes, 8) == (2, 6)
     assert shape_of(found.trainer.mesh) == {"time": 3, "fsdp": 2}
     assert found.trainer.mesh.devices.ravel().tolist() == jax.devices()[2:8]
     assert (found.trainer.time, found.rollout.time) == (3, 1)
@@ -199,7 +199,7 @@ def test_too_few_devices_are_refused(rollout, trainer):
     with pytest.raises(ConfigError, match=expected):
         placed(rollout, trainer)
     asked = toy.opened(toy.config(**toy.meshes(rollout, trainer))).placement
-    assert mesh_sizes(asked.meshes, 9) == tuple(sizes)
+    assert devices_per_mesh(asked.meshes, 9) == tuple(sizes)
 
 
 @pytest.mark.parametrize("tuning", ["full", "lora"])

@@ -77,7 +77,7 @@ def test_full_tuning_leaves_out_what_the_family_never_trains(start, reference):
     frozen = {"places"}
     assert base["transformer"].keys() == (start["transformer"].keys() if reference else frozen)
     assert policy.sampler_base(base)["transformer"].keys() == frozen
-    jax.tree.map(np.testing.assert_array_equal, policy.whole(tuned, base), start)
+    jax.tree.map(np.testing.assert_array_equal, policy.merged(tuned, base), start)
 
 
 def test_what_is_tuned_shares_no_array_with_its_reference(start):
@@ -107,7 +107,7 @@ def test_a_lora_trains_its_factors_only_and_exports_whole_weights(start, inputs)
     assert tuned["transformer"].keys() == {"inside", "outside"}
     assert base is start and policy.sampler_base(base) is start
     moved = toy.moved(tuned, 0.5)
-    whole = policy.whole(moved, base)
+    whole = policy.merged(moved, base)
     a, b = (moved["transformer"]["inside"][factor] for factor in "ab")
     kernel = start["transformer"]["inside"]["kernel"]
     close(whole["transformer"]["inside"]["kernel"], kernel + 3 * a @ b)
@@ -151,7 +151,7 @@ def test_a_lora_of_two_components_adapts_each_with_factors_of_its_own(experts, i
     for part, tree in jax.jit(lambda params: policy.split(KEY, params, False)[0])(experts).items():
         jax.tree.map(close, tree, tuned[part])
     moved = toy.moved(tuned, 0.5)
-    whole = policy.whole(moved, base)
+    whole = policy.merged(moved, base)
     expected = family.velocity(
         {part: {"params": tree} for part, tree in whole.items()}, x, sigma, prompts
     )
@@ -166,7 +166,7 @@ def test_qualified_targets_adapt_one_of_two_components(experts, inputs):
     tuned, base = split(policy, experts)
     assert tuned.keys() == {"transformer_2"}
     moved = toy.moved(tuned, 0.5)
-    whole = policy.whole(moved, base)
+    whole = policy.merged(moved, base)
     assert whole["transformer"] is experts["transformer"]
     v = policy.velocity(moved, base, prompts, None)(x, sigma)
     changed = np.abs(v - policy.reference(base, prompts, None)(x, sigma)).max((1, 2, 3)) > 0.01
@@ -178,4 +178,4 @@ def test_of_two_components_all_leaves_are_tuned_but_each_ones_frozen(experts):
     tuned, base = split(policy, experts)
     assert flatten_dict(base).keys() == {("transformer_2", "places")}
     assert flatten_dict(tuned).keys() == flatten_dict(experts).keys() - flatten_dict(base).keys()
-    jax.tree.map(np.testing.assert_array_equal, policy.whole(tuned, base), experts)
+    jax.tree.map(np.testing.assert_array_equal, policy.merged(tuned, base), experts)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from digen_jax.diffusion.sampling import image_keys
-from digen_jax.parallel.system import Images
+from digen_jax.parallel.system import SampledImages
 from digen_jax.planning.programs import lower_gradient, trained_samples
 from tests.cases import said
 from tests.parallel import toy
@@ -61,10 +61,10 @@ def test_trajectories_in_half_precision_are_replayed_as_sampled(base):
     assert system.sampler.decode(weights, made).dtype == jnp.float32
 
     def deviation(transitions):
-        images = Images(0, ROWS, transitions, made.sigmas)
-        experience = toy.receive(system, prompts, images, ADVANTAGES)
+        images = SampledImages(0, ROWS, transitions, made.sigmas)
+        train_batch = toy.receive(system, prompts, images, ADVANTAGES)
         state = system.trainer.init(jax.tree.map(jnp.copy, system.start))
-        sums = system.trainer.accumulate(state, system.base, experience, None).sums
+        sums = system.trainer.accumulate(state, system.base, train_batch, None).sums
         return sums["ratio_deviation"] / sums["weight"]
 
     assert deviation(made.transitions) < 2e-6

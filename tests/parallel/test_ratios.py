@@ -14,7 +14,7 @@ from digen_jax.algorithms.losses import guard_log_ratio
 from digen_jax.config.load import fit_config, load_config
 from digen_jax.diffusion.sampling import TRANSITION, flatten, image_keys, replay
 from digen_jax.models.sd3.network import FROZEN, SD3Config, SD3Transformer
-from digen_jax.parallel.system import Images
+from digen_jax.parallel.system import SampledImages
 from tests.cases import said
 from tests.parallel import toy
 from tests.parallel.toy import receive
@@ -49,13 +49,13 @@ def replaying(system):
     """The program (tuned, base, experience) -> Replay of all its transitions in one batch, as [s b]."""
 
     @jax.jit
-    def program(tuned, base, experience):
-        steps = len(experience.samples.sigma)
-        rows = jnp.tile(experience.rows, steps)
-        conditioning = jax.tree.map(lambda c: c[rows], experience.conditioning)
-        velocity = system.policy.velocity(tuned, base, conditioning, experience.null)
+    def program(tuned, base, train_batch):
+        steps = len(train_batch.samples.sigma)
+        rows = jnp.tile(train_batch.rows, steps)
+        conditioning = jax.tree.map(lambda c: c[rows], train_batch.conditioning)
+        velocity = system.policy.velocity(tuned, base, conditioning, train_batch.null)
         step = system.sampler.settings.step
-        found = replay(velocity, flatten(experience.samples), step, experience.sigma_max)
+        found = replay(velocity, flatten(train_batch.samples), step, train_batch.sigma_max)
         return jax.tree.map(lambda a: a.reshape(steps, -1, *a.shape[1:]), found)
 
     return program
@@ -79,11 +79,11 @@ class Rollout:
         prompts, (chunk,) = toy.rollout(self.system, self.config, self.state.tuned)
         self.transitions = jax.device_get(chunk.samples)
         advantages = np.linspace(-1, 1, 8, dtype=np.float32)
-        self.experience = receive(self.system, prompts, chunk, advantages)
+        self.train_batch = receive(self.system, prompts, chunk, advantages)
 
-    def far_ratios(self, experience):
+    def far_ratios(self, train_batch):
         """How many of the trainer's ratios are further than LIMIT from 1."""
-        totals = self.system.trainer.accumulate(self.state, self.system.base, experience, None)
+        totals = self.system.trainer.accumulate(self.state, self.system.base, train_batch, None)
         return int(totals.sums["clip_fraction"])
 
     @functools.cached_property
@@ -91,8 +91,8 @@ class Rollout:
         """All transitions in one batch on the trainer mesh: their [s b] log_prob, mean and std."""
 
         program = replaying(self.system)
-        return lambda experience: jax.device_get(
-            program(self.state.tuned, self.system.base, experience)
+        return lambda train_batch: jax.device_get(
+            program(self.state.tuned, self.system.base, train_batch)
         )
 
     def sampled_means(self, std):
@@ -113,30 +113,30 @@ def rolled(request, exact_and_split, optimised):
     return Rollout(request.param)
 
 
-def shifted(experience, step):
+def shifted(train_batch, step):
     """One sigma, 1e-3 off."""
-    t = experience.samples
+    t = train_batch.samples
     sigma = t.sigma.at[step].add(1e-3 if t.sigma[step] < 1 else -1e-3)
-    return experience._replace(samples=t._replace(sigma=sigma))
+    return train_batch._replace(samples=t._replace(sigma=sigma))
 
 
 def test_the_first_updates_ratios_are_1(rolled):
     assert rolled.transitions.log_prob.size == 8 * KINDS[rolled.config.sampler.kind][1]
-    assert rolled.far_ratios(rolled.experience) == 0
-    found = rolled.replay(rolled.experience)
+    assert rolled.far_ratios(rolled.train_batch) == 0
+    found = rolled.replay(rolled.train_batch)
     ratio = np.exp(found.log_prob - rolled.transitions.log_prob)
     assert np.abs(ratio - 1).max() <= LIMIT
 
 
 def test_replayed_means_are_the_samplers(rolled):
-    found = rolled.replay(rolled.experience)
+    found = rolled.replay(rolled.train_batch)
     deviation = np.abs(found.mean - rolled.sampled_means(found.std)).max()
     assert deviation <= 1e-5
 
 
 @pytest.mark.parametrize("step", [0, 3])
 def test_a_sigma_shifted_by_a_thousandth_fails_these_checks(rolled, step):
-    wrong = shifted(rolled.experience, step)
+    wrong = shifted(rolled.train_batch, step)
     assert rolled.far_ratios(wrong) == 8
     found = rolled.replay(wrong)
     deviation = np.abs(found.mean - rolled.sampled_means(found.std)).max((1, 2, 3, 4))
@@ -160,13 +160,13 @@ def test_rounding_is_far_below_grpo_guards_published_range(monkeypatch):
     prompts = system.sampler.encode(weights, said("a photo of a red star", "two blue rings"))
     keys = image_keys(jax.random.key(0), rows, np.arange(24))
     sampled = system.sampler.generate(weights, prompts, rows, keys)
-    chunk = Images(0, rows, sampled.transitions, sampled.sigmas)
-    experience = receive(system, prompts, chunk, np.ones(24, np.float32))
+    chunk = SampledImages(0, rows, sampled.transitions, sampled.sigmas)
+    train_batch = receive(system, prompts, chunk, np.ones(24, np.float32))
 
     found, program = [], replaying(system)
     for i in range(9):  # batches of the sampler's size, as the trainer's
-        one = jax.tree.map(lambda a, i=i: a[i : i + 1], experience.samples)
-        new = program(tuned, system.base, experience._replace(samples=one))
+        one = jax.tree.map(lambda a, i=i: a[i : i + 1], train_batch.samples)
+        new = program(tuned, system.base, train_batch._replace(samples=one))
         new, one = jax.tree.map(lambda a: a[0], (new, one))
         found += [guard_log_ratio(new.log_prob, one.log_prob, new.mean, one.mean, new.std)]
     found = np.stack(found)

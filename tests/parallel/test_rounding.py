@@ -75,8 +75,8 @@ def test_sampler_and_trainer_round_where_the_model_does():
         expected.append(found[0])
     np.testing.assert_allclose(t.log_prob, expected, atol=1e-6)
     given = images._replace(samples=images.samples._replace(log_prob=jnp.stack(expected)))
-    experience = receive(system, prompts, given, np.ones(4, np.float32))
-    mean, over = spread(system.trainer.accumulate(state, system.base, experience, None))
+    train_batch = receive(system, prompts, given, np.ones(4, np.float32))
+    mean, over = spread(system.trainer.accumulate(state, system.base, train_batch, None))
     assert mean < 1e-6 and over == 0
 
 
@@ -87,13 +87,13 @@ def test_the_second_updates_gradient_is_that_of_the_network_in_float32_but_for_r
     Before the first update all ratios are 1: with a backward pass and without, with remat, and in smaller batches.
     """
     fields = dict(trainer__micro_batch=2, model__remat="blocks", trainer__learning_rate=1e-3)
-    system, state, experience = tiny("recomputed", algorithm__clip_range=0.2, **fields)
+    system, state, train_batch = tiny("recomputed", algorithm__clip_range=0.2, **fields)
     start = toy.fresh(system).tuned
-    totals = system.trainer.accumulate(state, system.base, experience, None, start)
+    totals = system.trainer.accumulate(state, system.base, train_batch, None, start)
     mean, over = spread(totals)
     assert mean < 2e-6 and over == 0
     state, _ = system.trainer.update(state, totals)
-    found = system.trainer.accumulate(state, system.base, experience, None, start)
+    found = system.trainer.accumulate(state, system.base, train_batch, None, start)
     exact = toy.system(
         toy.config(**toy.meshes((0, 1), (1, 1)), sampler__chunk=4), 1, attention_family()
     )
@@ -101,7 +101,7 @@ def test_the_second_updates_gradient_is_that_of_the_network_in_float32_but_for_r
     program = replaying(exact).__wrapped__  # to be differentiated in one of its own
 
     def log_probs(tuned):
-        return program(tuned, exact.base, experience).log_prob
+        return program(tuned, exact.base, train_batch).log_prob
 
     @jax.jit
     def pulled_back(tuned, weights):
@@ -109,7 +109,7 @@ def test_the_second_updates_gradient_is_that_of_the_network_in_float32_but_for_r
 
     new, old = (np.float64(jax.jit(log_probs)(tuned)) for tuned in (state.tuned, start))
     ratio = np.exp(new - old)
-    advantages = np.float64(experience.advantages)[None] + np.zeros(ratio.shape)
+    advantages = np.float64(train_batch.advantages)[None] + np.zeros(ratio.shape)
     active = np.where(advantages > 0, ratio < 1.2, ratio > 0.8)
     weights = np.float32(-advantages * ratio * active / ratio.size)
     expected = pulled_back(state.tuned, weights)

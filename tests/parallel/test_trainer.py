@@ -11,7 +11,7 @@ import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from digen_jax.parallel.sharding import Layout
-from digen_jax.parallel.system import Images
+from digen_jax.parallel.system import SampledImages
 from digen_jax.parallel.trainer import Totals, Trainer, TrainerSettings
 from tests.parallel import toy
 from tests.parallel.toy import receive
@@ -65,7 +65,7 @@ def experiences(system, chunk):
         cut = slice(start, start + chunk)
         t = images.samples
         part = t._replace(**{name: getattr(t, name)[:, cut] for name in t._fields[:3]})
-        part = Images(0, ROWS[cut], part, images.sigmas)
+        part = SampledImages(0, ROWS[cut], part, images.sigmas)
         yield receive(system, prompts, part, ADVANTAGES[cut])
 
 
@@ -140,8 +140,8 @@ def accumulated(tuning, cut):
     system = toy.system(config, devices)
     state = system.trainer.init(start_of(tuning))
     totals = None
-    for experience in experiences(system, chunk):
-        totals = system.trainer.accumulate(state, system.base, experience, totals)
+    for train_batch in experiences(system, chunk):
+        totals = system.trainer.accumulate(state, system.base, train_batch, totals)
     assert system.trainer._accumulate._cache_size() == 1  # the layout of the totals is stable
     return totals
 
@@ -175,10 +175,10 @@ def test_devices_that_share_their_images_are_counted_once():
     config = gradient_config("lora", (1, 1), (1, 2, 1, 2), 8, 8)
     config.placement.rules = (("text_encoder/", "mlp", "tensor"), (".*", "replicate"))
     system = toy.system(config, 8)
-    assert system.placement.trainer.holds_whole((system.start, system.base))
+    assert system.placement.trainer.is_replicated((system.start, system.base))
     state = system.trainer.init(start_of("lora"))
-    (experience,) = experiences(system, 8)
-    totals = system.trainer.accumulate(state, system.base, experience, None)
+    (train_batch,) = experiences(system, 8)
+    totals = system.trainer.accumulate(state, system.base, train_batch, None)
     assert float(totals.sums["weight"]) == 16
     gradient = jax.tree.map(lambda g: g / 16, totals.gradient)
     assert toy.difference(gradient, plain("lora")[0]) < 1e-5
@@ -305,5 +305,5 @@ def test_what_the_family_never_trains_is_in_no_tree_of_the_state(tuning):
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(state)]
     assert len(paths) > 10 and not any("places" in path for path in paths)
     places = toy.ToyFamily().params()["transformer"]["places"]
-    whole = system.policy.whole(toy.moved(state.tuned), system.base)
+    whole = system.policy.merged(toy.moved(state.tuned), system.base)
     np.testing.assert_array_equal(whole["transformer"]["places"], places)

@@ -23,7 +23,7 @@ from digen_jax.models.image_family import ImageFamily
 from digen_jax.models.sd3 import network as sd3
 from digen_jax.parallel.placement import make_placement
 from digen_jax.parallel.sharding import Layout
-from digen_jax.parallel.system import Images, System, on_trainer, shardings
+from digen_jax.parallel.system import SampledImages, System, move_to_trainer, sample_shardings
 from digen_jax.parallel.trainer import TrainState
 from digen_jax.rewards import Rewards, alone
 from digen_jax.rewards.pool import RewardPool
@@ -269,13 +269,13 @@ class Sampled(NamedTuple):
     """A step as a sampling mesh made it: what the trainer was delivered, and the pictures of each chunk."""
 
     prompts: Any
-    images: list[Images]
+    images: list[SampledImages]
     pictures: list[np.ndarray]
 
 
 def sampled_steps(system: System, batches, images: int, size: int, count: int, tuned: Any):
     """The first steps of a run whose chunks have `size` images, all from the same weights."""
-    steps = Steps(batches, images, size, system.draws, 0)
+    steps = Steps(batches, images, size, system.rng, 0)
     link, group, name = Link(), system.placement.trainer, "rollout 0"
     executor = SamplingExecutor(name, system.rollouts[0], steps, None, link)
     executor.weights[WeightsVersion(0)] = system.rollout_weights(tuned)
@@ -295,8 +295,8 @@ def sampled_steps(system: System, batches, images: int, size: int, count: int, t
             executor.generate(chunk, WeightsVersion(0))
             executor.decode(chunk)
             key, rows = SamplesOf(name, chunk), steps[number].rows[steps[number].cut(index)]
-            made = link.take(key, lambda tree: shardings(tree, group), "trainer")
-            found.images.append(Images(0, rows, *made))
+            made = link.take(key, lambda tree: sample_shardings(tree, group), "trainer")
+            found.images.append(SampledImages(0, rows, *made))
             found.pictures.append(executor.images[chunk])
         yield found
 
@@ -308,11 +308,11 @@ def rollout(system: System, config: ConfigDict, tuned: Any):
     return next(step)[:2]
 
 
-def receive(system: System, prompts, images: Images, *known):
+def receive(system: System, prompts, images: SampledImages, *known):
     """A chunk in the trainer's form, from any mesh."""
     group = system.placement.trainer
     prompts = jax.device_put(prompts, group.replicated)
-    return training.receive(system, prompts, on_trainer(images, group), *known)
+    return training.make_train_batch(system, prompts, move_to_trainer(images, group), *known)
 
 
 def draw_and_show(sampler, weights, prompts, rows, keys, **drawn):

@@ -9,7 +9,7 @@ import pytest
 
 from digen_jax.assemble import outline
 from digen_jax.config.load import complete, read_config
-from digen_jax.parallel.system import rounded
+from digen_jax.parallel.system import cast
 from digen_jax.planning.programs import lower_generate, lower_gradient, trained_samples
 from tests.tiny_runs import pipeline, tiny_config
 
@@ -34,7 +34,7 @@ def lowered(base, folder, kind):
         "sampling": lower_generate(system, system.sampler, recipe, 8),
         "gradient": lower_gradient(system, recipe, trained_samples(recipe)),
         "update": system.trainer.lower_update(system.start),
-        "weights_version": rounded.lower(system.start, jnp.dtype("bfloat16")),
+        "weights_version": cast.lower(system.start, jnp.dtype("bfloat16")),
     }
 
 

@@ -200,7 +200,7 @@ def test_auto_is_the_choice_as_a_section_of_the_config():
     problem = make_problem(recipe, 4, costs)
     plan = make_plan(problem, lambda layout: can_run(recipe, problem, layout))
     assert plan.choice.layout.lag == 1 and sizes == meshes(problem, plan.choice.layout)
-    rollout, trainer = sizes.plain().values()
+    rollout, trainer = sizes.as_dict().values()
     axes = {"data", "fsdp", "tensor", "sequence", "hosts", "workers"}
     assert set(rollout) == axes | {"max_workers"}
     assert set(trainer) == axes | {"time", "samples"}

@@ -9,7 +9,7 @@ import pytest
 
 from digen_jax.assemble import build, outline
 from digen_jax.config.load import complete, read_config
-from digen_jax.parallel.system import Images, on_trainer, receive
+from digen_jax.parallel.system import SampledImages, make_train_batch, move_to_trainer
 from digen_jax.planning.footprint import model_footprint
 from digen_jax.planning.plan import make_problem
 from digen_jax.planning.programs import (
@@ -123,20 +123,22 @@ def test_the_programs_are_those_that_a_run_calls(base):
     devices = jax.devices()[:2]
     system, lying = build(recipe, devices), outline(recipe, devices)
     rows = np.repeat(np.arange(2, dtype=np.int32), 4)
-    drawn = system.draws.of(0, rows, np.tile(np.arange(4), 2))
+    drawn = system.rng.draw(0, rows, np.tile(np.arange(4), 2))
     weights = system.rollout_weights(system.start)
     prompts = system.sampler.encode(weights, [{"prompt": "a"}, {"prompt": "b"}])
     made = system.sampler.generate(weights, prompts, rows, *drawn)
 
     state = system.trainer.init(system.start)
-    images = on_trainer(Images(0, rows, made.transitions, made.sigmas), system.placement.trainer)
-    experience = receive(system, prompts, images, np.linspace(-1, 1, 8, dtype=np.float32))
-    own = system.trainer.accumulate(state, system.base, experience, None)
+    images = move_to_trainer(
+        SampledImages(0, rows, made.transitions, made.sigmas), system.placement.trainer
+    )
+    train_batch = make_train_batch(system, prompts, images, np.linspace(-1, 1, 8, dtype=np.float32))
+    own = system.trainer.accumulate(state, system.base, train_batch, None)
 
     gradient = lower_gradient(lying, recipe, trained_samples(recipe)).compile()
     empty = jax.tree.map(jax.numpy.zeros_like, own)
     given = system.trainer.policies(state, None, None)
-    found = gradient(state.tuned, system.base, given, experience, empty)
+    found = gradient(state.tuned, system.base, given, train_batch, empty)
     for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(own), strict=True):
         np.testing.assert_array_equal(mine, theirs)
     update = lying.trainer.lower_update(lying.start).compile()

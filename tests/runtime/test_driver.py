@@ -125,9 +125,9 @@ def test_two_updates_train_one_half_of_the_groups_each(alone):
         images, _ = toy.draw_and_show(system.sampler, weights, texts, chunk.rows, keys)
         scores = toy.brightness(to_uint8(np.asarray(images)), None, None)
         advantages = np.float32((scores - scores.mean()) / (scores.std() + 1e-4))
-        experience = receive(system, prompts, chunk, advantages)
+        train_batch = receive(system, prompts, chunk, advantages)
         held = toy.fresh(system)._replace(tuned=tuned)
-        totals = system.trainer.accumulate(held, system.base, experience, None)
+        totals = system.trainer.accumulate(held, system.base, train_batch, None)
         assert float(totals.sums["weight"]) == 8
         gradient = jax.tree.map(lambda g: g / 8, totals.gradient)
         updates, moments = updated(gradient, moments, tuned)
@@ -147,15 +147,15 @@ def test_a_decoupled_loss_is_given_the_parameters_at_the_steps_start(monkeypatch
     system = toy.system(config, devices=1)
     accumulate, seen = system.trainer.accumulate, []
 
-    def noted(state, base, experience, totals, behaviour, proximal, piece):
-        seen.append((jax.device_get(state.tuned), jax.device_get(proximal), behaviour))
-        return accumulate(state, base, experience, totals, behaviour, proximal, piece)
+    def noted(state, base, train_batch, totals, behavior, proximal, piece):
+        seen.append((jax.device_get(state.tuned), jax.device_get(proximal), behavior))
+        return accumulate(state, base, train_batch, totals, behavior, proximal, piece)
 
     monkeypatch.setattr(system.trainer, "accumulate", noted)
     toy.drive(system, config, 2)
     starts = [0, 0, 2, 2]  # of the chunks, one an update, two a step
-    for (_, proximal, behaviour), start in zip(seen, starts, strict=True):
-        assert behaviour is None
+    for (_, proximal, behavior), start in zip(seen, starts, strict=True):
+        assert behavior is None
         if proximal is not None:
             jax.tree.map(np.testing.assert_array_equal, proximal, seen[start][0])
     assert [proximal is None for _, proximal, _ in seen] == [True, False, True, False]

@@ -4,7 +4,7 @@ import pytest
 from digen_jax import rewards
 from digen_jax.algorithms.advantages import AdvantageSettings
 from digen_jax.logging.image_statistics import look_beside
-from digen_jax.parallel.sampler import Draws
+from digen_jax.parallel.sampler import SampleRng
 from digen_jax.runtime.sampling import ends
 from digen_jax.runtime.steps import Kept, StepImages, StepScores
 
@@ -13,7 +13,7 @@ def step(rows: list[int], size: int) -> StepScores:
     """Scores of a step whose records are named after their groups, in chunks of `size` images."""
     groups = max(rows) + 1
     records = [{"prompt": f"group {row}", "serial": row} for row in range(groups)]
-    images = StepImages.begin(0, records, len(rows) // groups, size, Draws(0, None))
+    images = StepImages.begin(0, records, len(rows) // groups, size, SampleRng(0, None))
     return StepScores.begin(images, AdvantageSettings(reward_weights=(1.0,), reward_clips=()))
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from digen_jax.errors import DivergedError
 from digen_jax.logging.image_statistics import look
-from digen_jax.parallel.sampler import Draws
+from digen_jax.parallel.sampler import SampleRng
 from digen_jax.rewards import alone
 from digen_jax.rewards.mistakes import RewardFailed
 from digen_jax.rewards.pool import RewardPool
@@ -40,7 +40,7 @@ def level(images, prompts, metadata):
 
 @contextlib.contextmanager
 def judging(reward=level, settings=SETTINGS):
-    steps = Steps(iter([RECORDS[:2]] * 9), 3, 6, Draws(0, None), 0)
+    steps = Steps(iter([RECORDS[:2]] * 9), 3, 6, SampleRng(0, None), 0)
     with contextlib.closing(RewardPool(alone("mine", reward), 0)) as pool:
         yield ChunkScorer(pool, (2.0,), steps, HeldOut(RECORDS, settings), settings)
 

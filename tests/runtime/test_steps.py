@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from digen_jax.diffusion.windows import Window
-from digen_jax.parallel.sampler import Draws
+from digen_jax.parallel.sampler import SampleRng
 from digen_jax.runtime.steps import Steps
 from digen_jax.scheduling.commands import Chunk
 from tests.parallel import toy
@@ -16,7 +16,7 @@ from tests.parallel import toy
 def steps(drawn=None, first=0):
     given = itertools.islice(toy.batches(2), first, None)
     noted = given if drawn is None else (drawn.append(1) or batch for batch in given)
-    return Steps(noted, 2, 2, Draws(3, Window(length=2)), first, set_steps=4)
+    return Steps(noted, 2, 2, SampleRng(3, Window(length=2)), first, set_steps=4)
 
 
 def test_a_mesh_that_joins_late_draws_what_it_missed_and_holds_none_of_it():

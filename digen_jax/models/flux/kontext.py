@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, UInt8
 
 from digen_jax.errors import user_input
-from digen_jax.images import read_picture, resized
+from digen_jax.images import read_image, resize_image
 from digen_jax.models.autoencoders.autoencoder_kl import encode_images
 from digen_jax.models.family import Params, Record, Size, check_image, negative_of
 from digen_jax.models.flux import network as flux
@@ -99,7 +99,7 @@ class FluxKontext(Flux):
             return ids
         height, width, _ = self.source
         with user_input():
-            pictures = [resized(read_picture(r["image"]), height, width) for r in records]
+            pictures = [resize_image(read_image(r["image"]), height, width) for r in records]
         return EditTokens(*ids, np.stack(pictures))
 
     def tokenize_null(self, records: Sequence[Record]) -> TokenIds | EditTokens:

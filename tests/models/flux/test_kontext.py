@@ -20,7 +20,7 @@ from digen_jax.models.family import Size
 from digen_jax.models.flux.kontext import FluxKontext
 from digen_jax.models.flux.network import forward_flops
 from digen_jax.models.published import published_folder
-from digen_jax.parallel.encoding import example, key_of, null_key
+from digen_jax.parallel.encoding import example_record, null_prompt_key, prompt_key
 from digen_jax.parallel.policy import Policy
 from tests.cases import said
 from tests.models.flux.folders import flux_folder, packed
@@ -352,17 +352,17 @@ def test_the_key_of_a_record_has_the_pictures_bytes(folder, tmp_path):
     family, (one, other) = ours(folder)[0], (tmp_path / "one.png", tmp_path / "other.png")
     for seed, path in enumerate((one, other)):
         picture(seed, 8, 8).save(path)
-    keys = [key_of(family, {"prompt": "x", "image": str(path)}) for path in (one, other)]
+    keys = [prompt_key(family, {"prompt": "x", "image": str(path)}) for path in (one, other)]
     assert keys[0] != keys[1]
     other.write_bytes(one.read_bytes())
-    assert key_of(family, {"prompt": "x", "image": str(other)}) == keys[0]
-    assert key_of(family, {"prompt": "y", "image": str(other)}) != keys[0]
-    assert key_of(load_family(folder), {"prompt": "x"}) == "x"
+    assert prompt_key(family, {"prompt": "x", "image": str(other)}) == keys[0]
+    assert prompt_key(family, {"prompt": "y", "image": str(other)}) != keys[0]
+    assert prompt_key(load_family(folder), {"prompt": "x"}) == "x"
     same = {"image": str(other)}
     nulls = [{"prompt": p} | same | n for p in "xy" for n in ({}, {"negative_prompt": "x"})]
-    found = [null_key(family, record) for record in nulls]
+    found = [null_prompt_key(family, record) for record in nulls]
     assert found[:2] == found[2:] and len({*found, *keys}) == 4
     other.unlink()
     with pytest.raises(ConfigError, match=r"there is no picture at .*other.png"):
-        key_of(family, {"prompt": "x", "image": str(other)})
-    assert family.tokenize([example(family)]).picture.shape == (1, *SOURCE[:2], 3)
+        prompt_key(family, {"prompt": "x", "image": str(other)})
+    assert family.tokenize([example_record(family)]).picture.shape == (1, *SOURCE[:2], 3)

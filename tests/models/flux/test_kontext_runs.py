@@ -19,12 +19,12 @@ from digen_jax.data.prompt_files import read_prompt_file
 from digen_jax.diffusion.sampling import image_keys, start_noise
 from digen_jax.errors import ConfigError
 from digen_jax.families import editing, load_family, read_parts
-from digen_jax.images import read_picture
+from digen_jax.images import read_image
 from digen_jax.inference.export import export, how_to_load
 from digen_jax.inference.model import Model, open_model
 from digen_jax.inference.pictures import sample_to_folder
 from digen_jax.models.family import Size
-from digen_jax.parallel.encoding import encoder
+from digen_jax.parallel.encoding import jit_encoder
 from digen_jax.precompute import reached
 from digen_jax.prompt_store import stored
 from digen_jax.train import train
@@ -91,7 +91,7 @@ def test_equal_texts_with_other_pictures_stay_apart(base, tmp_path, capsys):
     assert np.array_equal(made.source[1], made.source[2])
     family, group = found.family, found.group
     params = read_parts(family, found.folder, family.encoders, group)
-    expected = encoder(family, group)(params, family.tokenize(records))
+    expected = jit_encoder(family, group)(params, family.tokenize(records))
     jax.tree.map(np.testing.assert_array_equal, made, expected)
 
     folder = folder.rename(tmp_path / "moved")
@@ -175,7 +175,7 @@ def by_ours(name, records, lora=None):
 def by_diffusers(pipe, noise, records, tokens):
     pipe.set_progress_bar_config(disable=True)
     return pipe(
-        [read_picture(record["image"]).resize(SOURCE[::-1], 1) for record in records],
+        [read_image(record["image"]).resize(SOURCE[::-1], 1) for record in records],
         [record["prompt"] for record in records],
         height=SIZE.height,
         width=SIZE.width,
