@@ -94,8 +94,8 @@ def main() -> None:
     from digen_jax.logging.evaluation import score_table
     from digen_jax.models.text.tokenizers import known_words
     from digen_jax.rewards.built_in import resolve
-    from digen_jax.rewards.canary import check_canaries
-    from digen_jax.rewards.trial import try_out
+    from digen_jax.rewards.dry_run import dry_run
+    from digen_jax.rewards.sanity_check import run_sanity_checks
 
     _check_options()
     prompts, images, asked_for = _task()
@@ -120,8 +120,8 @@ def main() -> None:
     tell([prompts], model.family.cut, known_words(model.family))
     samplers = [model.sampler(*one) for one in asked]
     size = samplers[0].settings.size
-    check_canaries(rewards, rewards.score)
-    try_out(rewards.score, [records], size.height, size.width)
+    run_sanity_checks(rewards, rewards.score)
+    dry_run(rewards.score, [records], size.height, size.width)
     found = _evaluated(model, samplers, records, rewards)
     label = ", ".join(rewards.names)
     if _OUTPUT.value:

@@ -57,9 +57,9 @@ def main() -> None:
         from digen_jax.rewards.service.serving import listen, serve, warn
 
     from digen_jax.rewards.built_in import resolve
-    from digen_jax.rewards.canary import check_canaries
+    from digen_jax.rewards.dry_run import dry_run
     from digen_jax.rewards.pool import RewardPool
-    from digen_jax.rewards.trial import try_out
+    from digen_jax.rewards.sanity_check import run_sanity_checks
 
     records = [{"prompt": "a photo of a cat"}]
     if _PROMPTS.value is not None:
@@ -78,8 +78,8 @@ def main() -> None:
     service = Service(pool, rewards.names, _PROCESSES.value, limits, token)
 
     def trial() -> None:
-        check_canaries(rewards, pool.score)
-        try_out(pool.score, [records], SIDE, SIDE)
+        run_sanity_checks(rewards, pool.score)
+        dry_run(pool.score, [records], SIDE, SIDE)
 
     try:
         serve(service, place, trial, _PATIENCE.value)

@@ -23,7 +23,7 @@ PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
 # Processes of Ray that end themselves a minute after a driver that was killed: they report its loss to Ray first.
 AGENTS = b"ray::DashboardAgent", b"ray::RuntimeEnvAgent"
 AGENTS_END = 90.0  # seconds for that
-REWARDS = b"digen_jax.rewards.process"  # on the command line of a process that scores
+REWARDS = b"digen_jax.rewards.pool"  # on the command line of a process that scores
 
 
 class Wrong(RuntimeError):

@@ -26,10 +26,9 @@ import digen_jax
 from digen_jax.errors import ConfigError, DivergedError
 from digen_jax.process.shutdown import Stopped, out_of_memory
 from digen_jax.rewards.built_in import on_mesh, resolve
-from digen_jax.rewards.canary import check_canaries
-from digen_jax.rewards.exchanges import moved
-from digen_jax.rewards.pool import RewardPool
-from digen_jax.rewards.process import Gone
+from digen_jax.rewards.pool import RewardPool, RewardProcessDied
+from digen_jax.rewards.request_log import moved
+from digen_jax.rewards.sanity_check import run_sanity_checks
 from digen_jax.scheduling.commands import Chunk, Deliver, Train, WeightsVersion, trainer_names
 from digen_jax.scheduling.settings import Deadline
 
@@ -140,7 +139,7 @@ class RolloutProcess:
         seconds = Deadline(recipe.runtime.deadline).seconds
         pool = RewardPool(found, asked.processes, asked.retries, seconds)
         try:
-            check_canaries(found, pool.score)
+            run_sanity_checks(found, pool.score)
             try_files(recipe, pool.score)
         except BaseException:
             pool.close()
@@ -339,7 +338,7 @@ class RolloutProcess:
         from digen_jax.distributed.transfer import TreeMissing
         from digen_jax.runtime.link import LinkError, LostSums, connection_broke
 
-        passed = ConfigError, Stopped, DivergedError, Gone
+        passed = ConfigError, Stopped, DivergedError, RewardProcessDied
         try:
             yield
         except (*passed, RowsMissing, TreeMissing, LinkError, LostSums):

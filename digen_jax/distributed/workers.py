@@ -41,7 +41,7 @@ from digen_jax.parallel.encoding import PrecomputedPrompts, Rows
 from digen_jax.process.job import MEETING, Place
 from digen_jax.process.shutdown import STOPPED, Stopped, last_word, leave
 from digen_jax.prompt_store import stored
-from digen_jax.rewards.exchanges import moved
+from digen_jax.rewards.request_log import moved
 from digen_jax.runtime.clock import elsewhere, paused
 from digen_jax.runtime.driver import Driver, Gone
 from digen_jax.runtime.link import (
@@ -84,7 +84,7 @@ class WorkerProxy:
       rows: Reads precomputed prompt embeddings by their keys.
 
     Raises (every method that works):
-      NotDone: the work failed there; or a `RewardMistake` or the like, as in one process.
+      NotDone: the work failed there; or a `RewardError` or the like, as in one process.
       Gone: the worker is lost or was given up, or the run ends.
     """
 

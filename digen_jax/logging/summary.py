@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from digen_jax.rewards.exchanges import Exchange
+from digen_jax.rewards.request_log import Exchange
 from digen_jax.scheduling.commands import (
     TRAINER,
     Command,

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float, Float32, Int, UInt8
 
-from digen_jax.rewards.calling import Answer, Reward, called
-from digen_jax.rewards.exchanges import taken
+from digen_jax.rewards.call import Answer, Reward, called
+from digen_jax.rewards.request_log import taken
 from digen_jax.rewards.settings import RewardSettings
 
 Batch = tuple[UInt8[np.ndarray, "_ ..."], list[str], list[dict[str, Any]]]
@@ -48,7 +48,7 @@ class NamedReward:
         return np.flatnonzero([name in record.get("rewards", (name,)) for record in metadata])
 
     def answer(self, batch: Batch) -> Answer:
-        """Its checked scores of images to which it applies; raises as `calling.called`."""
+        """Its checked scores of images to which it applies; raises as `call.called`."""
         return called(self.function, self.settings, *batch)._replace(exchanges=taken())
 
 
@@ -91,13 +91,13 @@ class Rewards:
         return Scores(columns, shown)
 
     def score(self, images: np.ndarray, prompts: list[str], metadata: list[dict]) -> Scores:
-        """The scores of a batch, asked in this thread; raises as `calling.called`."""
+        """The scores of a batch, asked in this thread; raises as `call.called`."""
         found = answers(dict(enumerate(self.members)), (images, prompts, metadata))
         return self.merged(len(images), found)
 
 
 def answers(members: Mapping[int, NamedReward], batch: Batch) -> Answers:
-    """What rewards, by their numbers, say of the images to which they apply; raises as `calling.called`."""
+    """What rewards, by their numbers, say of the images to which they apply; raises as `call.called`."""
     asked = ((number, one, one.applying(batch[2])) for number, one in members.items())
     return [
         (number, places, one.answer(cut(batch, places)))

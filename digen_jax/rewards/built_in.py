@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from digen_jax.errors import ConfigError
 from digen_jax.rewards import NamedReward, Rewards, RewardSettings
-from digen_jax.rewards.mistakes import ARGUMENTS, blamed, check_callable
+from digen_jax.rewards.errors import ARGUMENTS, blamed, check_callable
 
 # Where a reward is computed: "pool" is a process or thread of the host, which needs a function that can be pickled;
 # "server" is such a process of launch/reward_server.py only, because the reward imports torch; "mesh" are the devices
@@ -32,9 +32,7 @@ class BuiltIn:
     """
 
     factory: str  # of the function; its keywords, with their defaults, are the reward's settings
-    canary: str = (
-        ""  # a function without arguments that returns a `canary.Canary`; empty: there is none
-    )
+    sanity_check: str = ""  # a function without arguments that returns a `SanityCheck`, if any
     where: Where = "pool"
     # A function from a record and the reward's settings to what the record lacks, as the end of a sentence about its
     # prompt, or None; empty: the reward needs nothing.
@@ -43,38 +41,38 @@ class BuiltIn:
 
 BUILT_IN = {
     "geneval": BuiltIn(
-        "digen_jax.rewards.detecting:geneval",
-        canary="digen_jax.learned_rewards.canaries:of_objects",
+        "digen_jax.rewards.geneval:geneval",
+        sanity_check="digen_jax.learned_rewards.sanity_checks:of_objects",
         where="server",
-        needs="digen_jax.rewards.detecting:needs",
+        needs="digen_jax.rewards.geneval:needs",
     ),
     "jpeg_compressibility": BuiltIn(
         "digen_jax.rewards.jpeg:jpeg_compressibility",
-        canary="digen_jax.rewards.jpeg:known_compressibility",
+        sanity_check="digen_jax.rewards.jpeg:known_compressibility",
     ),
     "jpeg_incompressibility": BuiltIn(
         "digen_jax.rewards.jpeg:jpeg_incompressibility",
-        canary="digen_jax.rewards.jpeg:known_incompressibility",
+        sanity_check="digen_jax.rewards.jpeg:known_incompressibility",
     ),
     "ocr": BuiltIn(
         "digen_jax.rewards.ocr:ocr",
-        canary="digen_jax.rewards.ocr:known",
+        sanity_check="digen_jax.rewards.ocr:known",
         needs="digen_jax.rewards.ocr:needs",
     ),
     # Its servers and their models are the user's: no picture's score is known.
     "judge": BuiltIn("digen_jax.rewards.judge:judge", needs="digen_jax.rewards.judge:needs"),
     "shapes_geneval": BuiltIn(
-        "digen_jax.shapes.reward:make", canary="digen_jax.shapes.reward:canary"
+        "digen_jax.shapes.reward:make", sanity_check="digen_jax.shapes.reward:sanity_check"
     ),
-    # The server has let its rewards score their own canaries.
+    # The server runs the sanity checks of its rewards.
     "served": BuiltIn("digen_jax.rewards.service.served:served"),
     **{
         name: BuiltIn(
             f"digen_jax.learned_rewards.built_in:{name}",
-            canary=f"digen_jax.learned_rewards.canaries:{canary}",
+            sanity_check=f"digen_jax.learned_rewards.sanity_checks:{check}",
             where="mesh",
         )
-        for name, canary in (
+        for name, check in (
             ("aesthetic", "of_pictures"),
             ("clip_score", "of_prompts"),
             ("hpsv2", "of_prompts"),
@@ -147,15 +145,22 @@ def _on_mesh(asked: RewardSettings) -> bool:
     return found
 
 
-def find_canary(reward: NamedReward) -> Callable[[], Any] | None:
-    """The function that makes a reward's canary; None: it has none.
+def find_sanity_check(reward: NamedReward) -> Callable[[], Any] | None:
+    """Returns the function that makes a reward's `SanityCheck`, or None if it has none.
 
-    A user's function has it as its attribute `canary`.
+    A user's function has it as its attribute `sanity_check`.
+
+    Raises:
+      ConfigError: the function has it under its old name, `canary`.
     """
     name = reward.settings.name
     if name in BUILT_IN:
-        return _named(BUILT_IN[name].canary, name) if BUILT_IN[name].canary else None
-    return getattr(getattr(reward.function, "func", reward.function), "canary", None)
+        place = BUILT_IN[name].sanity_check
+        return _named(place, name) if place else None
+    function = getattr(reward.function, "func", reward.function)
+    if hasattr(function, "canary"):
+        raise ConfigError(f"reward {name!r}: its attribute 'canary' is now named 'sanity_check'")
+    return getattr(function, "sanity_check", None)
 
 
 def find_needs(asked: RewardSettings) -> Callable[[dict[str, Any]], str | None] | None:

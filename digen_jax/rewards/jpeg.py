@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float32, UInt8
 from PIL import Image
 
-from digen_jax.rewards.canary import Canary
+from digen_jax.rewards.sanity_check import SanityCheck
 
 QUALITY = 95
 UNIT = 1_000  # bytes
@@ -51,7 +51,7 @@ def jpeg_compressibility() -> JpegSize:
     return JpegSize(-COMPRESSIBILITY_UNIT)
 
 
-def known_incompressibility() -> Canary:
+def known_incompressibility() -> SanityCheck:
     """A flat picture, a gradient and noise, with the sizes that libjpeg-turbo 3 gives.
 
     Another version may differ by some bytes. The tolerance allows a twentieth of the smallest size, which is less than
@@ -63,10 +63,10 @@ def known_incompressibility() -> Canary:
     images = np.stack([np.full_like(noise, 128), gradient, noise])
     prompts = ["a grey square", "a gradient", "noise"]
     expected = np.array([0.689, 1.258, 5.446], np.float32)
-    return Canary(images, prompts, [{"prompt": prompt} for prompt in prompts], expected, 0.035)
+    return SanityCheck(images, prompts, [{"prompt": prompt} for prompt in prompts], expected, 0.035)
 
 
-def known_compressibility() -> Canary:
+def known_compressibility() -> SanityCheck:
     """The same pictures."""
     sizes = known_incompressibility()
     scale = np.float32(UNIT / COMPRESSIBILITY_UNIT)

@@ -27,7 +27,7 @@ from jaxtyping import Float32, UInt8
 from PIL import Image, ImageDraw, ImageFont
 
 from digen_jax.errors import ConfigError
-from digen_jax.rewards.canary import Canary
+from digen_jax.rewards.sanity_check import SanityCheck
 
 PACKAGES = ("rapidocr", "onnxruntime", "rapidfuzz")
 QUOTED = re.compile(r'"([^"]*)"|“([^“”]*)”|„([^„“”]*)[“”]')
@@ -152,13 +152,13 @@ def reader(threads: int) -> Callable[[UInt8[np.ndarray, "h w 3"]], str]:
     return read
 
 
-def known() -> Canary:
+def known() -> SanityCheck:
     """Pictures of one word with the font that Pillow contains: the word asked for, another one, and no text."""
     prompts = ['a sign that says "HELLO"', "a sign that says “WORLD”", 'a sign that says "HELLO"']
     images = np.stack([picture_of(text) for text in ("HELLO", "HELLO", "")])
     # Four of the five letters of WORLD must be changed.
     expected = np.array([1, 0.2, 0], np.float32)
-    return Canary(images, prompts, [{"prompt": prompt} for prompt in prompts], expected, 1e-6)
+    return SanityCheck(images, prompts, [{"prompt": prompt} for prompt in prompts], expected, 1e-6)
 
 
 def picture_of(text: str) -> UInt8[np.ndarray, "128 256 3"]:

@@ -1,11 +1,19 @@
-"""Scoring in parallel with generation: the rewards in processes of their own, or in a thread of this one."""
+"""Scores batches in parallel with generation, in separate processes or in a thread of this process."""
 
+import contextlib
+import json
 import math
+import multiprocessing.connection
+import os
 import pickle
 import queue
+import signal
+import socket
+import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from typing import Any, NamedTuple
@@ -15,12 +23,200 @@ from jaxtyping import UInt8
 
 from digen_jax import rewards
 from digen_jax.errors import ConfigError
-from digen_jax.process.shutdown import Stopped, guard_exit, hangs
+from digen_jax.process.shutdown import SIGNALS, Stopped, at_leaving, guard_exit, hangs
+from digen_jax.process.terminal import fitted
 from digen_jax.rewards.built_in import resolve
-from digen_jax.rewards.exchanges import Exchange, moved
-from digen_jax.rewards.mistakes import RewardFailed
-from digen_jax.rewards.process import Gone, Limit, RewardProcess
+from digen_jax.rewards.errors import RewardFailed, blamed
+from digen_jax.rewards.request_log import Exchange, moved
 from digen_jax.rewards.settings import RewardSettings
+
+START = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from digen_jax.process.terminal import keep_writable; keep_writable(); "
+    "from digen_jax.rewards.pool import serve; serve(int(sys.argv[2]))"
+)
+
+
+class Limit(NamedTuple):
+    """The time that a reward may take, and the field of the config that sets it."""
+
+    seconds: float = math.inf
+    field: str = "config.runtime.deadline"
+
+
+class RewardProcessDied(RuntimeError):
+    """A process died while it scored, or took too long and was killed; `advice` says what to do."""
+
+    def __init__(
+        self, text: str, advice: str = "call it by itself, such as in a Python shell, to see why"
+    ):
+        super().__init__(text)
+        self.advice = advice
+
+    def __reduce__(self) -> Any:
+        return type(self), (str(self), self.advice)  # pickle would leave out the advice
+
+
+class RewardTimeout(RewardProcessDied):
+    """It took too long."""
+
+
+class RewardProcess:
+    """A process that scores and is started again after it has died. For one thread; `close` is for any.
+
+    Args:
+      payload: `rewards.Rewards`, pickled.
+      names: the name of each reward in errors.
+      accelerator: whether JAX has the machine's accelerators there, or only the CPU.
+    """
+
+    def __init__(self, payload: bytes, names: tuple[str, ...], accelerator: bool = False):
+        self._told, self._names = (payload, names), names
+        self._environment = {} if accelerator else {"JAX_PLATFORMS": "cpu"}
+        self._lock = threading.Lock()
+        self._closed = False
+        self._start()
+
+    def ask(self, number: int, batch: rewards.Batch, limit: Limit) -> rewards.Answer:
+        """What one of the rewards says of images to which it applies.
+
+        Raises:
+          RewardProcessDied: the process died, or was killed at the limit (RewardTimeout).
+          ConfigError: see `call.called`.
+        """
+        if self._link.closed or self._process.poll() is not None:
+            self._start()
+        late = threading.Event()
+        timer = threading.Timer(limit.seconds, self._kill, [late])
+        timer.daemon = True
+        if limit.seconds < math.inf:
+            timer.start()
+        try:
+            self._link.send((number, batch))
+            found = self._link.recv()
+        except (EOFError, OSError):
+            self._kill()
+            self._link.close()
+            reward = f"reward {self._names[number]!r}"
+            if late.is_set():
+                raise RewardTimeout(
+                    f"{reward} took more than {limit.seconds:g} seconds and was killed",
+                    f"fix it, or raise {limit.field}",
+                ) from None
+            raise RewardProcessDied(
+                f"{reward} died in its process ({self._end()}), perhaps because memory ran out"
+            ) from None
+        finally:
+            timer.cancel()
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    def close(self) -> None:
+        """Kills the process and starts no other one."""
+        with self._lock:
+            self._closed = True
+            self._kill()
+        self._end()
+        _running.discard(self)
+
+    def _start(self) -> None:
+        """Starts a process and sends it the reward."""
+        here, there = socket.socketpair()
+        with self._lock, here, there:
+            if self._closed:
+                raise RewardProcessDied("the process of a reward was closed")
+            path = json.dumps([str(folder) for folder in sys.path])
+            command = [sys.executable, "-c", START, path, str(there.fileno())]
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                env=os.environ | self._environment,
+                pass_fds=[there.fileno()],
+                start_new_session=True,
+            )
+            self._link = multiprocessing.connection.Connection(here.detach())
+        _running.add(self)
+        with contextlib.suppress(OSError):  # if it has died already, `score` says so
+            self._link.send(self._told)
+
+    def _kill(self, late: threading.Event | None = None) -> None:
+        """Kills the process and everything that it started."""
+        if late is not None:
+            late.set()
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _end(self) -> str:
+        try:
+            code = self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            return "and cannot be killed"
+        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
+_running: set[RewardProcess] = set()
+
+
+def _kill_all() -> None:
+    for process in list(_running):
+        process._kill()
+
+
+at_leaving(_kill_all)
+
+
+# -------------------------------------------------------------------------------- in the process
+
+
+@fitted(beside=True)
+def serve(descriptor: int) -> None:
+    """Scores batches as they come, until the asking process has gone."""
+    # The run handles signals to all processes of a job. SIG_IGN is not used, as children would inherit it.
+    for number in SIGNALS:
+        signal.signal(number, lambda *_: None)
+    os.set_inheritable(descriptor, False)
+    link = multiprocessing.connection.Connection(descriptor)
+    # So that the asking process sees the end of this one although a child that the reward has forked lives on.
+    os.register_at_fork(after_in_child=link.close)
+    told: queue.SimpleQueue = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(link, told), daemon=True).start()
+    payload, names = told.get()
+    try:
+        with blamed(", ".join(names), "cannot be imported in its process:"):
+            found, failed = pickle.loads(payload), None
+    except BaseException as error:
+        found, failed = None, error
+    while True:
+        number, batch = told.get()
+        try:
+            if failed is not None:
+                raise failed
+            answer: Any = found.members[number].answer(batch)
+        except BaseException as error:
+            answer = _picklable(error)
+        link.send(answer)
+
+
+def _listen(link: multiprocessing.connection.Connection, told: queue.SimpleQueue) -> None:
+    """Receives batches also while the reward works, so that this process ends when the asking one does."""
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            told.put(link.recv())
+    os.killpg(0, signal.SIGKILL)
+
+
+def _picklable(error: BaseException) -> BaseException:
+    """An error pickled for another process, with its origin."""
+    where = "".join(traceback.format_exception(error))
+    try:
+        error = pickle.loads(pickle.dumps(error))
+    # Pickling may raise anything, as the exception's own class decides.
+    except Exception:
+        error = RuntimeError(f"{type(error).__name__}: {error}")
+    error.add_note(f"In the process of the reward:\n{where}")
+    return error
 
 
 def for_ever(expected: float | None) -> float:
@@ -28,7 +224,7 @@ def for_ever(expected: float | None) -> float:
     return math.inf
 
 
-class Hung(Stopped):
+class RewardHung(Stopped):
     """A reward hangs in a thread of this process, which can neither be killed nor asked again."""
 
 
@@ -52,7 +248,7 @@ class Thread:
         self._thread.start()
 
     def ask(self, number: int, batch: rewards.Batch, limit: Limit) -> rewards.Answer:
-        """As `RewardProcess.ask`; raises Hung where it takes longer than the limit, and in every call after that."""
+        """As `RewardProcess.ask`; raises RewardHung past the limit, and in every later call."""
         future, asked = Future(), self._rewards.members[number]
         if not self._hangs:
             self._asked.put((future, asked, batch))
@@ -63,7 +259,7 @@ class Thread:
                 raise  # the reward's own
         self._hangs = True
         hangs("reward")
-        raise Hung(
+        raise RewardHung(
             f"reward {asked.settings.title!r} took more than {limit.seconds:g} seconds in a thread of this process, "
             "where it cannot be killed and asked again: fix it, set config.reward_pool.processes to 1 or more, or "
             f"raise {limit.field}, and the same command continues"
@@ -108,7 +304,7 @@ class RewardPool:
         self.rewards = found
         self._retries, self._limit = retries, limit
         idle = all(one.on_mesh for one in found.members)
-        payload = _sendable(found) if processes and not idle else None
+        payload = _pickled(found) if processes and not idle else None
         if processes and payload is None and not idle:
             print(
                 f"reward {found.label!r} is in no module that another process can import, so it scores in a thread of "
@@ -143,8 +339,8 @@ class RewardPool:
 
         `known` is what rewards on a mesh have said of the images, and becomes a part of the scores.
 
-        The future raises what `calling.called` raises; Gone, if a reward's process died or was killed at its
-        limit; Stopped, if a thread hangs.
+        The future raises what `call.called` raises; RewardProcessDied if a reward's process
+        died or was killed at its limit; Stopped if a thread hangs.
         """
         future = Future()
         if self._closed:
@@ -190,7 +386,7 @@ class RewardPool:
         """
         failures = self._retries + 1
         often = f"{failures} times" if failures > 1 else "once"
-        if not isinstance(error, Gone):
+        if not isinstance(error, RewardProcessDied):
             return RewardFailed(f"{error}\n  it has failed {often} on the same pictures")
         return Stopped(
             f"{error}, having failed {often} on the same pictures: {error.advice}; the same command continues"
@@ -250,10 +446,10 @@ class RewardPool:
 
 def may_pass(error: BaseException) -> bool:
     """Whether to ask a reward again after this failure: not if it returned something wrong."""
-    return isinstance(error, RewardFailed | Gone)
+    return isinstance(error, RewardFailed | RewardProcessDied)
 
 
-def _sendable(found: rewards.Rewards) -> bytes | None:
+def _pickled(found: rewards.Rewards) -> bytes | None:
     """Returns the rewards pickled for another process, by name if a function cannot be; None if neither is possible."""
     functions = [getattr(one.function, "func", one.function) for one in found.members]
     if any(getattr(one, "__module__", "__main__") == "__main__" for one in functions):

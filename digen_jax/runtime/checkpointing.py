@@ -16,7 +16,7 @@ from digen_jax.logging.command_log import read_log
 from digen_jax.logging.metrics import read_metrics
 from digen_jax.parallel.mesh import put
 from digen_jax.parallel.trainer import TrainState
-from digen_jax.rewards.mistakes import RewardMistake
+from digen_jax.rewards.errors import RewardError
 
 
 class Begun(NamedTuple):
@@ -97,7 +97,7 @@ def finishing(positions: Positions) -> Iterator[None]:
     except BaseException as error:
         with contextlib.suppress(SaveFailed):
             positions.close()
-        if not isinstance(error, SaveFailed | RewardMistake):
+        if not isinstance(error, SaveFailed | RewardError):
             raise
         steps = positions.steps()
         point = f"after step {steps[-1]}, which is saved" if steps else "from the beginning"

@@ -20,8 +20,8 @@ from digen_jax.errors import ConfigError
 from digen_jax.logging.command_log import CommandLog
 from digen_jax.logging.summary import Summary
 from digen_jax.process.shutdown import Stopped, during, hangs, out_of_memory
-from digen_jax.rewards.exchanges import moved
 from digen_jax.rewards.pool import RewardPool, may_pass
+from digen_jax.rewards.request_log import moved
 from digen_jax.runtime.checkpointing import Begun
 from digen_jax.runtime.clock import Stopwatch, Watch, end_process
 from digen_jax.runtime.executors import Executors

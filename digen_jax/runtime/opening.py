@@ -38,8 +38,8 @@ from digen_jax.process.job import MEETING
 from digen_jax.process.shutdown import STOPPED, Interrupt, Stopped, out_of_memory
 from digen_jax.rewards import Scores
 from digen_jax.rewards.built_in import resolve
-from digen_jax.rewards.canary import check_canaries
 from digen_jax.rewards.pool import RewardPool
+from digen_jax.rewards.sanity_check import run_sanity_checks
 from digen_jax.runtime.checkpointing import Begun, Position, Positions
 from digen_jax.runtime.executors import Executors, follow
 from digen_jax.runtime.link import LOSS, Link, LinkError, connection_broke, may_be_a_loss
@@ -220,7 +220,7 @@ def open_system(
     rewards = RewardPool(found, pool.processes, pool.retries, seconds)
     try:
         scorers = () if workers else read_scorers(recipe, devices)
-        check_canaries(found, rewards.score)
+        run_sanity_checks(found, rewards.score)
         try_files(recipe, rewards.score)
         orders.announce("try")
         try_scorers(recipe, scorers)

@@ -29,9 +29,9 @@ from digen_jax.parallel.reward_model import RewardModel
 from digen_jax.parallel.sampler import EncodedPrompts, Weights
 from digen_jax.parallel.system import Rollout
 from digen_jax.rewards.built_in import on_mesh
-from digen_jax.rewards.canary import check_canaries
+from digen_jax.rewards.dry_run import dry_run
 from digen_jax.rewards.pool import RewardPool, Scored
-from digen_jax.rewards.trial import try_out
+from digen_jax.rewards.sanity_check import run_sanity_checks
 from digen_jax.runtime.clock import part
 from digen_jax.runtime.link import ConditioningOf, Link, SamplesOf
 from digen_jax.runtime.steps import HeldOut, Kept, ScoredChunk, Steps, order
@@ -213,7 +213,7 @@ class SamplingExecutor:
         The rewards on this mesh score the images.
 
         Raises:
-          RewardMistake: their scores are not finite.
+          RewardError: their scores are not finite.
         """
         trajectory = self._begun.pop(chunk, None)
         if trajectory is None:
@@ -282,12 +282,12 @@ def try_files(recipe: TrainConfig, score: Callable[..., Any]) -> None:
       score: As `RewardPool.score`.
 
     Raises:
-      ConfigError: See `try_out`.
+      ConfigError: See `dry_run`.
     """
     size = recipe.evaluation_size
     training = read_prompt_files(recipe.prompts.paths)
-    try_out(score, training, recipe.model.height, recipe.model.width)
-    try_out(score, [read_prompt_file(recipe.evaluation.prompts)], size.height, size.width)
+    dry_run(score, training, recipe.model.height, recipe.model.width)
+    dry_run(score, [read_prompt_file(recipe.evaluation.prompts)], size.height, size.width)
 
 
 def try_scorers(recipe: TrainConfig, scorers: tuple[RewardModel, ...]) -> None:
@@ -299,5 +299,5 @@ def try_scorers(recipe: TrainConfig, scorers: tuple[RewardModel, ...]) -> None:
     if not scorers:
         return
     found = rewards.Rewards(tuple(named(on_mesh(recipe.rewards), scorers).values()))
-    check_canaries(found, found.score)
+    run_sanity_checks(found, found.score)
     try_files(recipe, found.score)

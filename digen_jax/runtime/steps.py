@@ -19,7 +19,7 @@ from digen_jax.diffusion.noising import repeat_keys
 from digen_jax.logging.evaluation import Evaluation, Extremes, Sample, by_tag
 from digen_jax.logging.image_statistics import Looks, group_diversity, joined
 from digen_jax.parallel.sampler import SampleDraws, SampleRng
-from digen_jax.rewards.exchanges import Exchange
+from digen_jax.rewards.request_log import Exchange
 from digen_jax.scheduling.commands import Chunk
 from digen_jax.scheduling.settings import Settings
 

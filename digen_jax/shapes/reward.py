@@ -5,9 +5,9 @@ from jaxtyping import Float, UInt8
 
 from digen_jax.errors import ConfigError
 from digen_jax.images import to_uint8
-from digen_jax.rewards.calling import Reward
-from digen_jax.rewards.canary import Canary
+from digen_jax.rewards.call import Reward
 from digen_jax.rewards.geneval import satisfies
+from digen_jax.rewards.sanity_check import SanityCheck
 from digen_jax.shapes.read import find_objects
 from digen_jax.shapes.render import render
 from digen_jax.shapes.scene import Background, Object, Scene
@@ -18,7 +18,7 @@ def make() -> Reward:
     return shapes_geneval
 
 
-def canary() -> Canary:
+def sanity_check() -> SanityCheck:
     """A red circle and a blue star side by side, which are what their prompts ask for, or not."""
     asked = [
         [("circle", "red", 1)],
@@ -37,7 +37,7 @@ def canary() -> Canary:
         " and ".join(f"{count} {color} {shape}" for shape, color, count in entries)
         for entries in asked
     ]
-    return Canary(images, prompts, metadata, expected=(1.0, 0.0, 1.0, 0.0))
+    return SanityCheck(images, prompts, metadata, expected=(1.0, 0.0, 1.0, 0.0))
 
 
 def shapes_geneval(

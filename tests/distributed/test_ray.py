@@ -21,8 +21,8 @@ from digen_jax.distributed.transfer import TrainerLink, unpack
 from digen_jax.distributed.worker_process import NotDone
 from digen_jax.errors import ConfigError, DivergedError
 from digen_jax.parallel.placement import RolloutAxes, TrainerAxes
-from digen_jax.rewards.mistakes import RewardFailed
-from digen_jax.rewards.process import Late
+from digen_jax.rewards.errors import RewardFailed
+from digen_jax.rewards.pool import RewardTimeout
 from digen_jax.scheduling.commands import WeightsVersion
 from tests.pipelines import ROOT
 
@@ -36,7 +36,7 @@ VERSION = WeightsVersion(3)
 
 ERRORS = {
     "reward": RewardFailed("reward 'x' raised KeyError"),
-    "late": Late("reward 'x' took too long", "raise the limit"),
+    "late": RewardTimeout("reward 'x' took too long", "raise the limit"),
     "config": ConfigError("config.steps must be positive"),
     "diverged": DivergedError("NaN"),
     "other": NotDone("rollout 0: out of memory"),

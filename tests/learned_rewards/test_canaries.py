@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from digen_jax.errors import ConfigError
-from digen_jax.learned_rewards.canaries import of_pictures, of_prompts
+from digen_jax.learned_rewards.sanity_checks import of_pictures, of_prompts
 from digen_jax.rewards import Rewards
 from digen_jax.rewards.built_in import resolve
-from digen_jax.rewards.canary import check_canaries
+from digen_jax.rewards.sanity_check import run_sanity_checks
 from digen_jax.rewards.settings import RewardSettings
 
 
@@ -38,6 +38,6 @@ def test_a_learned_reward_is_named_in_a_config_and_its_weights_are_read_when_it_
     found = pickle.loads(pickle.dumps(resolve([asked])))
     assert isinstance(found, Rewards)
     with pytest.raises(ConfigError, match=f"reward 'pickscore' raised .*{tmp_path}"):
-        check_canaries(found, found.score)
+        run_sanity_checks(found, found.score)
     with pytest.raises(ConfigError, match="no setting 'foldr'; did you mean 'folder'"):
         resolve([RewardSettings("pickscore", settings={"foldr": "x"})])

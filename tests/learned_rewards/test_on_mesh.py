@@ -26,7 +26,7 @@ from digen_jax.planning.programs import measured_programs
 from digen_jax.rewards import built_in
 from digen_jax.rewards.built_in import on_mesh as on_mesh_of
 from digen_jax.rewards.built_in import resolve
-from digen_jax.rewards.mistakes import RewardMistake
+from digen_jax.rewards.errors import RewardError
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.rewards.settings import RewardSettings
 from digen_jax.scheduling import layouts
@@ -194,7 +194,7 @@ def brightness(images, calls):
 
 def test_scores_that_are_not_finite_end_a_run_with_a_sentence():
     driver, judge, _ = judged(lambda images, calls: np.full(len(images), np.nan))
-    with driver as found, pytest.raises(RewardMistake, match=r"'pickscore' returned nan"):
+    with driver as found, pytest.raises(RewardError, match=r"'pickscore' returned nan"):
         found.step()
     assert len(judge.calls) == 1
 
@@ -304,9 +304,9 @@ def test_a_run_of_a_pipeline_reads_tries_and_scores(files, base, tmp_path, monke
     c = tiny_config(base, "lora")
     c.rewards, c.steps, c.reward_pool = (named, dict(JPEG)), 1, dict(processes=0)
     # Random weights prefer nothing: a run with them must not begin.
-    with pytest.raises(ConfigError, match="'pickscore' fails its canary"):
+    with pytest.raises(ConfigError, match="'pickscore' fails its sanity check"):
         train(load_config(dict(c, rewards=(named,))), tmp_path / "none")
-    one = dataclasses.replace(built_in.BUILT_IN["pickscore"], canary="")
+    one = dataclasses.replace(built_in.BUILT_IN["pickscore"], sanity_check="")
     monkeypatch.setitem(built_in.BUILT_IN, "pickscore", one)
     assert train(load_config(c), tmp_path / "run") is None
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")

@@ -199,7 +199,7 @@ def test_an_exit_of_a_users_code_is_never_silent(tmp_path, where, code, calls):
         "import multiprocessing, threading\n"
         "import numpy as np\n"
         "from digen_jax.config.command_line import run_main\n"
-        "from digen_jax.rewards.calling import called\n"
+        "from digen_jax.rewards.call import called\n"
         "from digen_jax.rewards.settings import RewardSettings\n"
         "def reward(images, prompts, metadata):\n"
         "    from os import _exit\n"

@@ -8,13 +8,13 @@ from digen_jax import rewards
 from digen_jax.errors import ConfigError
 from digen_jax.rewards import built_in
 from digen_jax.rewards.built_in import BUILT_IN, resolve
-from digen_jax.rewards.canary import Canary, check_canaries
+from digen_jax.rewards.sanity_check import SanityCheck, run_sanity_checks
 from digen_jax.rewards.settings import RewardSettings
 from digen_jax.shapes import reward as shapes
 
 IMAGES = np.stack([np.full((8, 8, 3), value, np.uint8) for value in (0, 102, 255)])
 PROMPTS = ["black", "grey", "white"]
-CANARY = Canary(IMAGES, PROMPTS, [{"color": prompt} for prompt in PROMPTS])
+CANARY = SanityCheck(IMAGES, PROMPTS, [{"color": prompt} for prompt in PROMPTS])
 
 
 def mean(images, prompts, metadata):
@@ -31,10 +31,10 @@ def checked(reward=mean, **canary):
     def other(*given):
         raise AssertionError
 
-    own.canary = lambda: dataclasses.replace(CANARY, **canary)
+    own.sanity_check = lambda: dataclasses.replace(CANARY, **canary)
     named = [rewards.NamedReward(RewardSettings(f.__name__), f) for f in (other, own)]
     found = rewards.Rewards(tuple(named))
-    check_canaries(found, found.score)
+    run_sanity_checks(found, found.score)
 
 
 # The others need weights, which are not at hand, or a server.
@@ -49,7 +49,7 @@ WITHOUT_WEIGHTS = [
 def test_every_built_in_reward_without_weights_passes_its_canary(name):
     found = resolve([RewardSettings(name)])
     asked = []
-    check_canaries(found, lambda *batch: asked.append(batch) or found.score(*batch))
+    run_sanity_checks(found, lambda *batch: asked.append(batch) or found.score(*batch))
     assert len(asked) == 1
 
 
@@ -57,9 +57,9 @@ def test_the_shapes_canary_notices_a_picture_in_other_units(monkeypatch):
     real = shapes.find_objects
     monkeypatch.setattr(shapes, "find_objects", lambda image: real(image * 255))
     found = resolve([RewardSettings("shapes_geneval")])
-    sentence = r"reward 'shapes_geneval' fails its canary: picture \d \('.*'\) scores 0, but it must score 1"
+    sentence = r"reward 'shapes_geneval' fails its sanity check: picture \d \('.*'\) scores 0, but it must score 1"
     with pytest.raises(ConfigError, match=sentence):
-        check_canaries(found, found.score)
+        run_sanity_checks(found, found.score)
 
 
 def test_a_canary_of_the_users_that_is_right_says_nothing():
@@ -74,16 +74,16 @@ def test_a_canary_of_the_users_that_is_right_says_nothing():
     [
         (
             dict(expected=(0.0, 0.5, 1.0), tolerance=0.01),
-            "reward 'own' fails its canary: picture 1 ('grey') scores 0.4, but it must score 0.5",
+            "reward 'own' fails its sanity check: picture 1 ('grey') scores 0.4, but it must score 0.5",
         ),
         (
             dict(prefers=((2, 0), (0, 1))),
-            "reward 'own' fails its canary: picture 0 ('black') scores 0, not more than picture 1 ('grey') with 0.4",
+            "fails its sanity check: picture 0 ('black') scores 0, not more than picture 1 ('grey') with 0.4",
         ),
         (dict(prefers=((1, 1),)), "scores 0.4, not more than picture 1 ('grey') with 0.4"),
         (
             dict(prefers=((0, 1),), verified=False),
-            "with 0.4; this canary was never tried with the real weights, so it may itself be wrong",
+            "with 0.4; this sanity check was never tried with the real weights, so it may itself be wrong",
         ),
     ],
 )
@@ -97,16 +97,16 @@ def test_a_canary_that_is_none_or_raises_is_refused(monkeypatch):
         return np.zeros(len(images))
 
     found = rewards.alone("own", reward)
-    reward.canary = lambda: (IMAGES, PROMPTS)
+    reward.sanity_check = lambda: (IMAGES, PROMPTS)
     with pytest.raises(
-        ConfigError, match=r"the canary of reward 'own' returned a tuple: return a rew"
+        ConfigError, match=r"the sanity check of reward 'own' returned a tuple: return a digen"
     ):
-        check_canaries(found, found.score)
-    reward.canary = lambda: {}["picture"]
+        run_sanity_checks(found, found.score)
+    reward.sanity_check = lambda: {}["picture"]
     with pytest.raises(
-        ConfigError, match="reward 'own' has a canary that raised KeyError: 'picture'"
+        ConfigError, match="reward 'own' has a sanity check that raised KeyError: 'picture'"
     ):
-        check_canaries(found, found.score)
+        run_sanity_checks(found, found.score)
     monkeypatch.setitem(built_in.BUILT_IN, "own", built_in.BuiltIn("a:b", "json:nothing"))
     with pytest.raises(ConfigError, match="module json has no function 'nothing'"):
-        check_canaries(found, found.score)
+        run_sanity_checks(found, found.score)

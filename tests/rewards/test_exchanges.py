@@ -15,7 +15,7 @@ import pytest
 from digen_jax.logging.report_reading import read_run
 from digen_jax.logging.report_timeline import timeline
 from digen_jax.logging.timeline_files import TraceFile, draw, in_order, read_events
-from digen_jax.rewards import exchanges
+from digen_jax.rewards import request_log
 from digen_jax.rewards.built_in import resolve
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.rewards.service.limits import Limits
@@ -131,9 +131,9 @@ def test_what_failed_is_there_too():
 
 
 def test_a_long_address_is_shortened_in_its_middle():
-    name = exchanges.row("judge", "https://" + "a" * 30 + ".example.org/models/one:8000")
+    name = request_log.row("judge", "https://" + "a" * 30 + ".example.org/models/one:8000")
     assert name.startswith("judge aaaaaaaa") and name.endswith("one:8000") and "…" in name
-    assert len(name) == len("judge ") + exchanges.SHOWN
+    assert len(name) == len("judge ") + request_log.SHOWN
 
 
 def test_timelines_have_the_servers_last(tmp_path):
@@ -187,7 +187,7 @@ def test_a_run_shows_a_row_for_each_server(tmp_path, train):  # noqa: F811
     for row in rows:
         own = [span for span in found["spans"] if found["rows"][span[0]] == row]
         assert {span[1] for span in own} == {kind} and len(own) >= 8
-        spans = [exchanges.Exchange(row, at, at + length, 0, None) for _, _, at, length, _ in own]
+        spans = [request_log.Exchange(row, at, at + length, 0, None) for _, _, at, length, _ in own]
         assert most_at_once(spans) <= 2  # as many as there are processes
         # While a batch is scored; on a busy machine an answer takes its time to arrive.
         for one in spans:

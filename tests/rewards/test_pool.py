@@ -13,8 +13,8 @@ from digen_jax import rewards
 from digen_jax.errors import ConfigError
 from digen_jax.process.shutdown import Interrupt, Stopped
 from digen_jax.rewards.built_in import resolve
-from digen_jax.rewards.bytes_watch import Watched
-from digen_jax.rewards.mistakes import RewardFailed
+from digen_jax.rewards.dry_run import Watched
+from digen_jax.rewards.errors import RewardFailed
 from digen_jax.rewards.pool import RewardPool, for_ever
 from digen_jax.rewards.settings import RewardSettings
 from tests.scripts import ends

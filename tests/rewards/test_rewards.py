@@ -8,9 +8,9 @@ import pytest
 from digen_jax import rewards
 from digen_jax.errors import ConfigError
 from digen_jax.process.shutdown import Stopped
-from digen_jax.rewards.built_in import BUILT_IN, find_canary, resolve
-from digen_jax.rewards.canary import check_canaries
-from digen_jax.rewards.mistakes import RewardMistake
+from digen_jax.rewards.built_in import BUILT_IN, find_sanity_check, resolve
+from digen_jax.rewards.errors import RewardError
+from digen_jax.rewards.sanity_check import run_sanity_checks
 from digen_jax.rewards.settings import RewardSettings
 from digen_jax.shapes.reward import shapes_geneval
 
@@ -189,8 +189,8 @@ def test_sections_with_one_reward_are_told_apart_by_labels():
     metadata = [{"rewards": [name]} for name in ("size", "jpeg_compressibility")] + [{}]
     columns = both.score(IMAGES, PROMPTS, metadata).columns
     assert (~np.isnan(columns)).tolist() == [[False, True], [True, False], [True, True]]
-    assert find_canary(both.members[1]) is find_canary(both.members[0]) is not None
-    check_canaries(both, both.score)
+    assert find_sanity_check(both.members[1]) is find_sanity_check(both.members[0]) is not None
+    run_sanity_checks(both, both.score)
 
 
 def test_a_label_is_the_name_of_every_score():
@@ -363,7 +363,7 @@ def test_what_cannot_be_converted_is_one_sentence_with_the_rewards_name():
     wrong = [Unreadable(error) for error in (RuntimeError("no\narray"), TypeError(), KeyError(3))]
     on_meta = torch.zeros(3, device="meta")
     for scores in (*wrong, wrong[:1] * 3, on_meta, [on_meta] * 3, [[1, 2], [3], [4]], on_meta * 1j):
-        with pytest.raises(RewardMistake) as caught:
+        with pytest.raises(RewardError) as caught:
             call(scores)
         assert "'mine:f'" in str(caught.value) and len(str(caught.value).splitlines()) == 1
 

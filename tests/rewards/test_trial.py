@@ -6,10 +6,9 @@ from digen_jax import rewards
 from digen_jax.errors import ConfigError
 from digen_jax.process.shutdown import Stopped
 from digen_jax.rewards.built_in import resolve
-from digen_jax.rewards.bytes_watch import Watched
-from digen_jax.rewards.mistakes import RewardFailed, RewardMistake
+from digen_jax.rewards.dry_run import KINDS, Watched, dry_run, picture
+from digen_jax.rewards.errors import RewardError, RewardFailed
 from digen_jax.rewards.settings import RewardSettings
-from digen_jax.rewards.trial import KINDS, picture, try_out
 
 COLORS = {"prompt": "a red circle", "tag": "colors", "include": []}
 PLAIN = {"prompt": "a cat"}
@@ -28,7 +27,7 @@ def test_a_record_of_each_kind_is_tried_on_pictures_of_the_runs_size():
         return images.mean((1, 2, 3))
 
     many = [{"prompt": f"{n}", f"field{n}": n} for n in range(KINDS + 3)]
-    try_out(scored(reward), [[COLORS, COLORS, PLAIN, COLORS | {"prompt": "b"}], many], 16, 24)
+    dry_run(scored(reward), [[COLORS, COLORS, PLAIN, COLORS | {"prompt": "b"}], many], 16, 24)
     first, second = seen
     expected = [COLORS, COLORS, PLAIN, PLAIN]
     assert first == ((4, 16, 24, 3), [record["prompt"] for record in expected], expected)
@@ -38,15 +37,15 @@ def test_a_record_of_each_kind_is_tried_on_pictures_of_the_runs_size():
 @pytest.mark.parametrize("scores", [[0.5], np.float32([0.5]), 0.5])
 @pytest.mark.parametrize("records", [[PLAIN], [COLORS, PLAIN | {"rewards": ["other"]}]])
 def test_one_number_for_any_batch_is_refused(scores, records):
-    with pytest.raises(RewardMistake):
-        try_out(scored(lambda *_: scores), [records], 8, 8)
+    with pytest.raises(RewardError):
+        dry_run(scored(lambda *_: scores), [records], 8, 8)
 
 
 def test_what_a_reward_cannot_score_is_refused_before_anything_is_computed():
     with pytest.raises(
         ConfigError, match=r"cannot score .a cat.: (?s:.*)it was tried on made-up images"
     ):
-        try_out(resolve([RewardSettings()]).score, [[COLORS], [COLORS, PLAIN]], 32, 32)
+        dry_run(resolve([RewardSettings()]).score, [[COLORS], [COLORS, PLAIN]], 32, 32)
 
 
 def test_the_users_own_lines_are_said():
@@ -56,12 +55,12 @@ def test_the_users_own_lines_are_said():
     with pytest.raises(
         RewardFailed, match=r"(?s)KeyError: 'text'\n.*test_trial.py, line .*made-up"
     ):
-        try_out(scored(reward), [[PLAIN]], 8, 8)
+        dry_run(scored(reward), [[PLAIN]], 8, 8)
 
 
 def test_scores_are_checked():
     with pytest.raises(ConfigError, match="returned nan for image 0"):
-        try_out(scored(lambda *_: np.full(2, np.nan)), [[PLAIN]], 8, 8)
+        dry_run(scored(lambda *_: np.full(2, np.nan)), [[PLAIN]], 8, 8)
 
 
 def test_prompts_of_other_rewards_are_of_another_kind():
@@ -74,7 +73,7 @@ def test_prompts_of_other_rewards_are_of_another_kind():
     named = [
         PLAIN | {"prompt": f"{n}", "rewards": ["mine:f"] if n else ["other"]} for n in (0, 1, 1)
     ]
-    try_out(scored(reward), [named], 8, 8)
+    dry_run(scored(reward), [named], 8, 8)
     assert seen == ["1", "1"]
 
 
@@ -101,7 +100,7 @@ def test_pictures_that_are_misread_are_noticed_with_the_line(line, what):
     namespace = {"np": np}
     exec(f"def reward(images, prompts, metadata):\n    {line}\n    return [0.0]", namespace)
     with pytest.raises(ConfigError) as caught:
-        try_out(scored(namespace["reward"]), [[PLAIN]], 16, 16)
+        dry_run(scored(namespace["reward"]), [[PLAIN]], 16, 16)
     said = str(caught.value)
     assert said.startswith("reward 'mine:f' misreads its pictures: ") and what in said
     assert (
@@ -133,7 +132,7 @@ def test_pictures_that_are_read_as_bytes_raise_no_alarm(line):
         eval(line, {"np": np, "images": images, "Image": Image})
         return np.zeros(len(images))
 
-    try_out(scored(reward), [[PLAIN]], 16, 16)
+    dry_run(scored(reward), [[PLAIN]], 16, 16)
 
 
 def test_what_only_watching_breaks_is_tried_again_with_plain_pictures():
@@ -145,7 +144,7 @@ def test_what_only_watching_breaks_is_tried_again_with_plain_pictures():
             raise TypeError("of a library that takes plain arrays only")
         return np.ones(len(images))
 
-    try_out(scored(reward), [[PLAIN]], 8, 8)
+    dry_run(scored(reward), [[PLAIN]], 8, 8)
     assert [one.__name__ for one in calls] == ["Watched", "ndarray"]
 
 
@@ -158,7 +157,7 @@ def test_what_a_reward_says_on_purpose_is_said_once(error):
         raise error("the server does not answer")
 
     with pytest.raises(error, match="does not answer"):
-        try_out(scored(gone), [[{"prompt": "a"}]], 8, 8)
+        dry_run(scored(gone), [[{"prompt": "a"}]], 8, 8)
     assert asked == [2]
 
 

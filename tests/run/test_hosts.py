@@ -91,7 +91,7 @@ def alone(folder: pathlib.Path, workdir: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(built_in, "BUILT_IN", dict(built_in.BUILT_IN))
-        toy_process.without_canary()
+        toy_process.without_sanity_check()
         patch.setattr(sharding, "FSDP_MIN_SIZE", 16)
         patch.setattr(opening, "build", lambda config, devices: toy.system(config, 4))
         assert train(load_config(toy_process.get_config(clip)), folder / workdir) is None

@@ -67,10 +67,10 @@ def get_config(clip: str = CLIP) -> ConfigDict:
     return c
 
 
-def without_canary() -> None:
+def without_sanity_check() -> None:
     """Random weights prefer nothing."""
     known = built_in.BUILT_IN
-    known["pickscore"] = dataclasses.replace(known["pickscore"], canary="")
+    known["pickscore"] = dataclasses.replace(known["pickscore"], sanity_check="")
 
 
 def main() -> None:
@@ -81,7 +81,7 @@ def main() -> None:
         )
     pathlib.Path(f"process_{given('process')}").write_text(str(os.getpid()))
     sharding.FSDP_MIN_SIZE = 16
-    without_canary()
+    without_sanity_check()
     opening.build = lambda config, devices: toy.system(config, len(devices))
     sys.argv[0] = str(ROOT / "launch" / "train.py")
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -8,7 +8,7 @@ import pytest
 from digen_jax.diffusion.sampling import image_keys
 from digen_jax.errors import ConfigError
 from digen_jax.images import to_uint8
-from digen_jax.rewards.mistakes import RewardFailed
+from digen_jax.rewards.errors import RewardFailed
 from tests.parallel import toy
 from tests.parallel.toy import receive
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from digen_jax.process.shutdown import Stopped
-from digen_jax.rewards.mistakes import RewardFailed
+from digen_jax.rewards.errors import RewardFailed
 from digen_jax.runtime import driver as driving
 from digen_jax.runtime.clock import Watch, measured, paused
 from digen_jax.runtime.executors import Executors

@@ -11,7 +11,7 @@ from digen_jax.errors import DivergedError
 from digen_jax.logging.image_statistics import look
 from digen_jax.parallel.sampler import SampleRng
 from digen_jax.rewards import alone
-from digen_jax.rewards.mistakes import RewardFailed
+from digen_jax.rewards.errors import RewardFailed
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.sampling import ChunkScorer, failed, ready, then
 from digen_jax.runtime.steps import HeldOut, Steps

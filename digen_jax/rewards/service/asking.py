@@ -14,8 +14,8 @@ import stamina
 
 from digen_jax.errors import ConfigError, check_range
 from digen_jax.process.shutdown import Stopped
-from digen_jax.rewards.exchanges import Exchange
-from digen_jax.rewards.mistakes import RewardMistake
+from digen_jax.rewards.errors import RewardError
+from digen_jax.rewards.request_log import Exchange
 from digen_jax.rewards.service.http import checked_address, retry_after, sentence, words
 from digen_jax.rewards.service.servers import FIRST, MOST, Server, Servers
 
@@ -174,7 +174,7 @@ class Asker:
         Raises:
           Stopped: the servers have failed too often or too long, or `Unreadable` answers came too often: names the
             last server, a prompt and the reason.
-          RewardMistake: a server refuses the request, which would not change.
+          RewardError: a server refuses the request, which would not change.
         """
         return self._repeated(request, read)[1]
 
@@ -280,7 +280,7 @@ class Asker:
         """The content of an answer with status 200.
 
         Raises:
-          Passing, RewardMistake: see `ask`; ConfigError: see `each`.
+          Passing, RewardError: see `ask`; ConfigError: see `each`.
         """
         end = min(until, time.monotonic() + self._limit)
         left = max(1e-3, end - time.monotonic())
@@ -307,7 +307,7 @@ class Asker:
         if request.body is None:
             raise ConfigError(f"{self.what} {url} answered {status}: {told}")
         prompt = request.prompts[0]
-        raise RewardMistake(f"{self.what} {url} refuses {prompt!r} with {status}: {told}")
+        raise RewardError(f"{self.what} {url} refuses {prompt!r} with {status}: {told}")
 
 
 def _read(response: httpx.Response, most: int, end: float) -> bytes:

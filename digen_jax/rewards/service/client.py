@@ -13,7 +13,7 @@ from jaxtyping import Float32, Num
 
 from digen_jax.errors import ConfigError
 from digen_jax.images import to_uint8
-from digen_jax.rewards.mistakes import RewardMistake
+from digen_jax.rewards.errors import RewardError
 from digen_jax.rewards.service import REWARDS, SCORE, VERSION
 from digen_jax.rewards.service.asking import Asker, Passing, Request
 from digen_jax.rewards.service.wire import Malformed, decode_answer, encode_request
@@ -67,7 +67,7 @@ class RemoteReward:
 
         Raises:
           Stopped: the servers have failed too often or too long: names the last server, a prompt and the reason.
-          RewardMistake: a server refuses the request, which would not change.
+          RewardError: a server refuses the request, which would not change.
         """
         pixels = math.prod(images.shape[1:-1])
         count = int(max(1, min(self._most[0], self._most[1] // max(1, pixels))))
@@ -89,7 +89,7 @@ class RemoteReward:
         try:
             kind, body = encode_request(images, prompts, metadata, secrets.token_hex(16))
         except ValueError as error:
-            raise RewardMistake(str(error)) from error
+            raise RewardError(str(error)) from error
         most = ANSWER[0] + ANSWER[1] * len(prompts)
         request = Request(SCORE, prompts, most, kind, lambda _: body)
         return self._asker.ask(request, functools.partial(self._read, count=len(prompts)))

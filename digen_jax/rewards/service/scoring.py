@@ -11,9 +11,8 @@ import numpy as np
 from jaxtyping import Float32, UInt8
 
 from digen_jax.errors import ConfigError
-from digen_jax.rewards.mistakes import RewardMistake
-from digen_jax.rewards.pool import Hung
-from digen_jax.rewards.process import Gone, Late
+from digen_jax.rewards.errors import RewardError
+from digen_jax.rewards.pool import RewardHung, RewardProcessDied, RewardTimeout
 from digen_jax.rewards.service.limits import Refused
 
 GRACE = 2.0  # seconds after which a pool that should have killed a call is not waited for
@@ -73,18 +72,18 @@ class Scorer:
 
     def _failed(self, error: BaseException) -> Failed:
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        if isinstance(error, ConfigError) and not isinstance(error, RewardMistake):
+        if isinstance(error, ConfigError) and not isinstance(error, RewardError):
             return Failed(422, reason(error))  # the request lacks what the reward needs
         label = ", ".join(self.names)
         self.failures += 1
-        late = isinstance(error, Late | Hung | TimeoutError)
-        if isinstance(error, Hung):
+        late = isinstance(error, RewardTimeout | RewardHung | TimeoutError)
+        if isinstance(error, RewardHung):
             self.hung = (
                 f"reward {label!r} hangs in a thread of the server: it must be started again"
             )
         if late:
             self.last = f"reward {label!r} took more than {self._limit:g} seconds"
-        elif isinstance(error, Gone):
+        elif isinstance(error, RewardProcessDied):
             self.last = f"reward {label!r} died in its process"
         else:
             self.last = reason(error)
@@ -101,7 +100,7 @@ def by_name(found: Any, names: tuple[str, ...], count: int) -> dict[str, Float32
       count: of the images.
 
     Raises:
-      RewardMistake: there is not one finite number an image and name.
+      RewardError: there is not one finite number an image and name.
     """
     scores = getattr(found, "scores", found)
     shown = getattr(scores, "shown", {})
@@ -112,7 +111,7 @@ def by_name(found: Any, names: tuple[str, ...], count: int) -> dict[str, Float32
     scores = {name: np.asarray(column, np.float32) for name, column in {**scores, **shown}.items()}
     for name, column in scores.items():
         if column.shape != (count,) or not np.isfinite(column).all():
-            raise RewardMistake(
+            raise RewardError(
                 f"reward {name!r} has not one finite score for each of {count} images"
             )
     return scores

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float32, UInt8
 
-from digen_jax.rewards.exchanges import noting
+from digen_jax.rewards.request_log import noting
 from digen_jax.rewards.service import TOKEN
 from digen_jax.rewards.service.client import RemoteReward
 from digen_jax.rewards.service.http import addresses
@@ -33,7 +33,7 @@ class Served:
         """The scores of the asked name; a server's only ones; or all of them by name.
 
         Raises:
-          ConfigError, RewardMistake, Stopped: as `RemoteReward.check` and `RemoteReward`.
+          ConfigError, RewardError, Stopped: as `RemoteReward.check` and `RemoteReward`.
         """
         client = _client(self)
         if not client.checked:

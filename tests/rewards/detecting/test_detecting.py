@@ -10,10 +10,9 @@ import pytest
 
 from digen_jax.config.inputs import needs_of
 from digen_jax.errors import ConfigError
-from digen_jax.learned_rewards.canaries import of_objects
+from digen_jax.learned_rewards.sanity_checks import of_objects
 from digen_jax.rewards.built_in import BUILT_IN, resolve
-from digen_jax.rewards.detecting import Detector, judged, kept
-from digen_jax.rewards.geneval import Detection
+from digen_jax.rewards.geneval import Detection, Detector, judged, kept
 from digen_jax.rewards.settings import RewardSettings
 
 SETTINGS = {"folder": "weights/mask2former"}
@@ -119,7 +118,7 @@ def test_only_a_server_has_it():
 
 def test_its_interface_imports_no_torch():
     code = (
-        "import sys, digen_jax.rewards.built_in, digen_jax.rewards.detecting, digen_jax.rewards.judge; "
+        "import sys, digen_jax.rewards.built_in, digen_jax.rewards.geneval, digen_jax.rewards.judge; "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

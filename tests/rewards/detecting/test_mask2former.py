@@ -19,10 +19,8 @@ from transformers import (
 )
 
 from digen_jax.rewards.built_in import resolve
-from digen_jax.rewards.detecting import COLORS
-from digen_jax.rewards.detecting.colors import Colors, cut_out
-from digen_jax.rewards.detecting.mask2former import Mask2FormerDetector
-from digen_jax.rewards.geneval import satisfies
+from digen_jax.rewards.geneval import COLORS, satisfies
+from digen_jax.rewards.mask2former import Colors, Mask2FormerDetector, cut_out
 from digen_jax.rewards.settings import RewardSettings
 from tests.learned_rewards import folders
 from tests.models import parity
@@ -158,7 +156,7 @@ def test_colours_are_those_of_the_logits_of_clip(clip):
 
 
 def test_the_reward_reads_folders_and_applies_the_rules(folder, clip, monkeypatch):
-    monkeypatch.setattr("digen_jax.rewards.detecting.THRESHOLD", 0.02)
+    monkeypatch.setattr("digen_jax.rewards.geneval.THRESHOLD", 0.02)
     settings = {"folder": str(folder), "clip": str(clip), "device": "cpu", "batch": 2}
     (named,) = resolve([RewardSettings("geneval", settings=settings)], serving=True).members
     images = pictures(4, 64, 64, seed=7)
@@ -188,4 +186,6 @@ def test_a_server_tries_it_in_a_process_of_its_own(folder, clip, tmp_path):
         timeout=300,
     )
     assert ended.returncode == 2, ended.stderr
-    assert "reward 'geneval' fails its canary: picture 0 ('a photo of a person')" in ended.stderr
+    assert (
+        "reward 'geneval' fails its sanity check: picture 0 ('a photo of a person')" in ended.stderr
+    )

@@ -17,10 +17,9 @@ from digen_jax.config.inputs import needs_of
 from digen_jax.errors import ConfigError
 from digen_jax.process.shutdown import Stopped
 from digen_jax.rewards.built_in import resolve
-from digen_jax.rewards.judge import judge
-from digen_jax.rewards.judge.client import Client, asked_of, chosen
-from digen_jax.rewards.judge.templates import TEMPLATES
-from digen_jax.rewards.mistakes import RewardMistake
+from digen_jax.rewards.errors import RewardError
+from digen_jax.rewards.judge import Client, asked_of, chosen, judge
+from digen_jax.rewards.judge_templates import TEMPLATES
 from digen_jax.rewards.settings import RewardSettings
 from tests.rewards.service.helpers import pictures
 
@@ -223,7 +222,7 @@ def test_the_probability_of_yes(answer, expected):
 )
 def test_missing_logprobs_are_an_error_that_names_the_option(more):
     server = Server([said("Yes", **more)] * 9)
-    with pytest.raises(RewardMistake, match=r"sends no top_logprobs .*--max-logprobs=20"):
+    with pytest.raises(RewardError, match=r"sends no top_logprobs .*--max-logprobs=20"):
         ask(server, pictures(1), ["a"])
     assert len(server.asked) == 1
 
@@ -299,7 +298,7 @@ def test_failures_of_a_server_are_repeated(answer):
 def test_a_refusal_is_told_by_the_servers_sentence(body):
     server = Server([httpx.Response(404, json=body)] * 9)
     sentence = f"judge {A} refuses 'a' with 404: The model is not here"
-    with pytest.raises(RewardMistake, match=sentence):
+    with pytest.raises(RewardError, match=sentence):
         ask(server, pictures(1), ["a"])
     assert len(server.asked) == 1
 
@@ -320,7 +319,7 @@ def test_the_model_is_the_only_one_or_must_be_there():
             ask(lambda request, wrong=wrong: wrong, pictures(1), ["a"])
 
 
-class Late(Server):
+class RewardTimeout(Server):
     """A server that cannot be reached for its first requests, and then is not ready for one."""
 
     def __init__(self, answers, count):
@@ -339,7 +338,7 @@ class Late(Server):
 
 @pytest.mark.parametrize("model", ["", "m"])
 def test_a_server_that_comes_up_late_is_waited_for(model, capsys):
-    server = Late([said("Score: 4")] * 2, count=5)
+    server = RewardTimeout([said("Score: 4")] * 2, count=5)
     scores = ask(server, pictures(2), ["a", "b"], template="rating", model=model)
     np.testing.assert_allclose(scores, [0.4, 0.4], rtol=1e-6)
     assert server.failed == ["/v1/models"] * 6 and len(server.asked) == 2
@@ -347,7 +346,7 @@ def test_a_server_that_comes_up_late_is_waited_for(model, capsys):
 
 
 def test_a_server_that_never_comes_up_ends_the_run_with_server_prompt_and_reason():
-    server = Late([], count=1000)
+    server = RewardTimeout([], count=1000)
     with pytest.raises(Stopped) as stopped:
         ask(server, pictures(2), ["a cat", "a dog"], template="rating", retries=3)
     told = rf"judge {A} cannot be reached \(refused\) \(prompt 'a cat'\), after 4 attempts in .* s: repair or"

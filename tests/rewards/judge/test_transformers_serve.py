@@ -13,7 +13,7 @@ import pytest
 
 from digen_jax.errors import ConfigError
 from digen_jax.rewards.built_in import resolve
-from digen_jax.rewards.mistakes import RewardMistake
+from digen_jax.rewards.errors import RewardError
 from digen_jax.rewards.settings import RewardSettings
 from tests.ports import free_port
 from tests.rewards.service.helpers import pictures
@@ -181,7 +181,7 @@ def test_scores_by_pattern_are_those_of_the_model_without_a_server(serving):
 
 
 def test_a_server_without_logprobs_is_named(serving):
-    with pytest.raises(RewardMistake, match="sends no top_logprobs"):
+    with pytest.raises(RewardError, match="sends no top_logprobs"):
         reward(serving[0], template="alignment")(pictures(1), ["a"], [{}])
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from digen_jax.errors import ConfigError
 from digen_jax.process.shutdown import Stopped
-from digen_jax.rewards.mistakes import RewardMistake
+from digen_jax.rewards.errors import RewardError
 from digen_jax.rewards.service import installed
 from digen_jax.rewards.service.client import RemoteReward
 from digen_jax.rewards.service.http import retry_after
@@ -116,13 +116,13 @@ def test_it_stops_with_server_prompt_and_reason(what):
 @pytest.mark.parametrize("status", [301, 400, 401, 404, 413, 422])
 def test_a_refusal_is_not_repeated(status):
     answering = Answering([httpx.Response(status, json={"error": "too\nlarge"})])
-    with pytest.raises(RewardMistake, match=f"{A} refuses 'prompt 0' with {status}: too large"):
+    with pytest.raises(RewardError, match=f"{A} refuses 'prompt 0' with {status}: too large"):
         score(remote(answering))
     assert len(answering.asked) == 1
 
 
 def test_metadata_that_cannot_be_sent_are_a_mistake():
-    with pytest.raises(RewardMistake, match="must be JSON"):
+    with pytest.raises(RewardError, match="must be JSON"):
         remote(Answering())(pictures(1), ["a"], [{"x": {1}}])
 
 

@@ -9,9 +9,8 @@ from PIL import Image
 
 from digen_jax.errors import ConfigError
 from digen_jax.process.shutdown import Stopped
-from digen_jax.rewards.mistakes import RewardMistake
-from digen_jax.rewards.pool import Hung
-from digen_jax.rewards.process import Gone, Late
+from digen_jax.rewards.errors import RewardError
+from digen_jax.rewards.pool import RewardHung, RewardProcessDied, RewardTimeout
 from digen_jax.rewards.service import scoring
 from digen_jax.rewards.service.answers import Answers
 from digen_jax.rewards.service.limits import Limits, Refused
@@ -113,16 +112,24 @@ def test_a_score_that_is_not_finite_is_an_error():
 @pytest.mark.parametrize(
     ("error", "status", "what"),
     [
-        (Late("took more than 3 seconds and was killed"), 504, "took more than 600 seconds"),
         (
-            Hung("reward 'x' took more than 3 seconds in a thread"),
+            RewardTimeout("took more than 3 seconds and was killed"),
+            504,
+            "took more than 600 seconds",
+        ),
+        (
+            RewardHung("reward 'x' took more than 3 seconds in a thread"),
             504,
             "took more than 600 seconds",
         ),
         (Stopped("judge http://a:1 cannot be reached"), 500, "judge (a path) cannot be reached"),
-        (Gone("died in its process (SIGKILL)"), 500, "reward 'mean' died in its process"),
         (
-            RewardMistake("reward 'x' returned None\n  /folder/x.py, line 3"),
+            RewardProcessDied("died in its process (SIGKILL)"),
+            500,
+            "reward 'mean' died in its process",
+        ),
+        (
+            RewardError("reward 'x' returned None\n  /folder/x.py, line 3"),
             500,
             "'x' returned None",
         ),
@@ -145,7 +152,7 @@ def test_failures_have_a_status_and_a_short_reason(error, status, what):
         assert service.scorer.failures == (status != 422)
         # only what hangs in a thread of the server cannot be asked again
         again = await post(client)
-        assert ("must be started again" in sentence(again)) == isinstance(error, Hung)
+        assert ("must be started again" in sentence(again)) == isinstance(error, RewardHung)
 
     run(test, Failing())
 
@@ -461,7 +468,7 @@ def test_scores_by_name():
     assert list(both) == ["a", "b", "c"] and both["b"].tolist() == [2, 4]
     assert list(by_name({"x": [1, 2]}, ("a",), 2)) == ["x"]
     for wrong in ({"x": [1]}, {"x": [[1], [2]]}, {"x": [1, np.inf]}):
-        with pytest.raises(RewardMistake, match="reward 'x' has not one finite score"):
+        with pytest.raises(RewardError, match="reward 'x' has not one finite score"):
             by_name(wrong, ("a",), 2)
 
 

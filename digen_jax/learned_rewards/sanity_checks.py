@@ -17,7 +17,7 @@ from matplotlib import cbook
 from PIL import Image
 
 from digen_jax.images import read_image, resize_image, to_uint8
-from digen_jax.rewards.canary import Canary
+from digen_jax.rewards.sanity_check import SanityCheck
 from digen_jax.shapes.render import render
 from digen_jax.shapes.scene import Background, Object, Scene
 from digen_jax.shapes.vocabulary import BACKGROUNDS
@@ -32,7 +32,7 @@ PHOTOGRAPH = "grace_hopper.jpg"
 PORTRAIT = "a portrait photo of a woman in a navy uniform"
 
 
-def of_prompts(size: int = 512) -> Canary:
+def of_prompts(size: int = 512) -> SanityCheck:
     """Pictures with their own prompts and with wrong ones: for rewards that read prompts."""
     both = []
     for shape, color, background, wrong in DRAWN:
@@ -45,7 +45,7 @@ def of_prompts(size: int = 512) -> Canary:
     return _pairs(both)
 
 
-def of_pictures(size: int = 512) -> Canary:
+def of_pictures(size: int = 512) -> SanityCheck:
     """A photograph, and what is left of it under noise, with the same prompt: for rewards that read none, too."""
     photograph = _photograph(size)
     noise = np.random.default_rng(0).integers(0, 256, photograph.shape)
@@ -53,7 +53,7 @@ def of_pictures(size: int = 512) -> Canary:
     return _pairs([(photograph, PORTRAIT), (spoiled, PORTRAIT)])
 
 
-def of_objects(size: int = 512) -> Canary:
+def of_objects(size: int = 512) -> SanityCheck:
     """A photograph of a person, with a prompt for one and for a dog: for the reward by a detector."""
     photograph = _photograph(size)
     prompts = ["a photo of a person", "a photo of a dog"]
@@ -62,15 +62,15 @@ def of_objects(size: int = 512) -> Canary:
         for prompt, label in zip(prompts, ("person", "dog"), strict=True)
     ]
     images = np.stack([photograph] * 2)
-    return Canary(images, prompts, metadata, prefers=((0, 1),), verified=False)
+    return SanityCheck(images, prompts, metadata, prefers=((0, 1),), verified=False)
 
 
-def _pairs(both: Sequence[tuple[UInt8[np.ndarray, "h w 3"], str]]) -> Canary:
+def _pairs(both: Sequence[tuple[UInt8[np.ndarray, "h w 3"], str]]) -> SanityCheck:
     """A canary of pictures with prompts, of which the first, third and so on must each score above the next one."""
     images, prompts = np.stack([image for image, _ in both]), [prompt for _, prompt in both]
     prefers = tuple((i, i + 1) for i in range(0, len(both), 2))
     metadata = [{"prompt": prompt} for prompt in prompts]
-    return Canary(images, prompts, metadata, prefers=prefers, verified=False)
+    return SanityCheck(images, prompts, metadata, prefers=prefers, verified=False)
 
 
 def _photograph(size: int) -> UInt8[np.ndarray, "h w 3"]:

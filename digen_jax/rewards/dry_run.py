@@ -6,14 +6,15 @@ array that compares each of its element-wise operations with the same one in wid
 a tensor of torch, is not followed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import UInt8
 
 from digen_jax.errors import ConfigError
 from digen_jax.process.shutdown import Stopped
-from digen_jax.rewards.mistakes import RewardMistake, own_lines
+from digen_jax.rewards.errors import RewardError, own_lines
 
 ADVICE = (
     "Images are uint8, from 0 to 255: convert them with images.astype(np.float32), and divide by 255 where the "
@@ -56,14 +57,14 @@ def watched(name: str, score: Callable[[np.ndarray], Any], images: Watched) -> A
     An error that only watching causes is none: the reward is then called with plain pictures.
 
     Raises:
-      RewardMistake: it misreads the pictures, with the lines of the user's own code.
+      RewardError: it misreads the pictures, with the lines of the user's own code.
       Exception: the reward's own.
     """
     try:
         return score(images)
     except Misread as error:
         said = f"reward {name!r} misreads its pictures: {error}. {ADVICE}"
-        raise RewardMistake("\n".join([said, *own_lines(error)])) from error
+        raise RewardError("\n".join([said, *own_lines(error)])) from error
     except (ConfigError, Stopped):
         raise  # said on purpose, such as of a server that does not answer
     except Exception:
@@ -84,3 +85,58 @@ def _look(ufunc: np.ufunc, inputs: list[Any]) -> None:
     by_255 = any(np.ndim(one) == 0 and one == 255 for one in inputs)
     if ufunc is np.multiply and by_255 and found.size and found.max() > 255.5:
         raise Misread("numbers from 0 to 255 are multiplied by 255")
+
+
+KINDS = 8  # of records, at most
+
+
+def dry_run(
+    score: Callable[..., Any], files: Iterable[Sequence[dict[str, Any]]], height: int, width: int
+) -> None:
+    """Scores two made-up images for the first record of each kind in every prompt file.
+
+    Two, because a reward that returns one number for any batch would pass with one. Records are of one kind where
+    they have the same task, the same rewards and the same fields. The images notice a reward that reads them as
+    something else than bytes: see `bytes_watch`.
+
+    Args:
+      score: as `RewardPool.score`.
+      files: the records of each.
+      height: of the images, in pixels.
+      width: likewise.
+
+    Raises:
+      ConfigError: the reward raises an exception or returns something wrong; Stopped, see `RewardPool.score`.
+    """
+    for records in files:
+        chosen = _kinds(records)
+        bright = picture(height, width)
+        made_up = np.stack([bright, bright // 2] * len(chosen)).view(Watched)
+        chosen = [record for record in chosen for _ in range(2)]
+        prompts = [record["prompt"] for record in chosen]
+        try:
+            score(made_up, prompts, chosen)
+        except ConfigError as error:
+            what = (
+                "it was tried on made-up images (uint8, from 0 to 255), two for each of the first prompts, before "
+                "anything was computed"
+            )
+            raise type(error)(f"{error}\n  {what}") from error
+
+
+def picture(height: int, width: int) -> UInt8[np.ndarray, "h w 3"]:
+    """Ramps of colours: red rises from left to right, green from top to bottom, and blue falls in both directions."""
+    red, green = np.meshgrid(np.linspace(0, 255, width), np.linspace(0, 255, height))
+    ramps = np.stack([red, green, 255 - (red + green) / 2], axis=-1)
+    return ramps.round().astype(np.uint8)
+
+
+def _kinds(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The first record of each kind, in the file's order."""
+    found: dict[tuple, dict[str, Any]] = {}
+    for record in records:
+        kind = (record.get("tag"), str(record.get("rewards")), *sorted(record))
+        found.setdefault(kind, record)
+        if len(found) == KINDS:
+            break
+    return list(found.values())

@@ -9,9 +9,9 @@ import numpy as np
 from jaxtyping import Float32, UInt8
 
 from digen_jax.process.shutdown import exits_raise
-from digen_jax.rewards.bytes_watch import Watched, watched
-from digen_jax.rewards.exchanges import Exchange
-from digen_jax.rewards.mistakes import OURS, RewardMistake, blamed
+from digen_jax.rewards.dry_run import Watched, watched
+from digen_jax.rewards.errors import OURS, RewardError, blamed
+from digen_jax.rewards.request_log import Exchange
 from digen_jax.rewards.settings import RewardSettings
 
 Reward = Callable[..., Any]
@@ -41,7 +41,7 @@ def called(
 
     Raises:
       RewardFailed: the reward raises an exception.
-      RewardMistake: its scores are not one finite number an image, or one that has a weight is missing.
+      RewardError: its scores are not one finite number an image, or one that has a weight is missing.
     """
 
     def score(images: np.ndarray) -> Any:
@@ -53,14 +53,14 @@ def called(
     seconds = time.perf_counter() - begin
     if not isinstance(returned, Mapping):
         if isinstance(settings.weight, Mapping):
-            raise RewardMistake(
+            raise RewardError(
                 f"reward {name!r} returned no dict, but its weight names the scores "
                 f"{_listed(settings.weight)}: return {{name: scores}}, or give it one number as weight"
             )
         return Answer(_checked(returned, name, prompts)[:, None], {}, seconds)
     entries = settings.entries
     if missing := [entry for entry in entries if entry not in returned]:
-        raise RewardMistake(
+        raise RewardError(
             f"reward {name!r} returned the scores {_listed(returned)}, but {missing[0]!r} is to be trained: "
             f"return that too, or give the reward a weight of the form {{name: factor}}"
         )
@@ -80,14 +80,14 @@ def _checked(returned: object, name: str, prompts: list[str]) -> Float32[np.ndar
     """One reward's scores in float32."""
     scores, count = _as_array(returned, name), len(prompts)
     if scores.shape != (count,):
-        raise RewardMistake(
+        raise RewardError(
             f"reward {name!r} returned shape {scores.shape} for {count} images: return one number "
             f"an image, shape {(count,)}"
         )
     if scores.dtype.kind not in "biuf":
-        raise RewardMistake(f"reward {name!r} returned {scores.dtype} values: return numbers")
+        raise RewardError(f"reward {name!r} returned {scores.dtype} values: return numbers")
     for worst in map(int, np.flatnonzero(~(np.abs(scores.astype(np.float64)) <= LARGEST))):
-        raise RewardMistake(
+        raise RewardError(
             f"reward {name!r} returned {scores[worst]} for image {worst} ({prompts[worst]!r}): "
             f"return finite numbers, at most {LARGEST:g}"
         )
@@ -96,13 +96,13 @@ def _checked(returned: object, name: str, prompts: list[str]) -> Float32[np.ndar
 
 def _as_array(scores: object, name: str) -> np.ndarray:
     if scores is None:
-        raise RewardMistake(f"reward {name!r} returned None: return one number an image")
+        raise RewardError(f"reward {name!r} returned None: return one number an image")
     try:
         return np.asarray(_readable(scores))
     # Lists of different lengths, and whatever the class of an object raises.
     except Exception as error:
         why = (str(error).splitlines() or [type(error).__name__])[0]
-        raise RewardMistake(
+        raise RewardError(
             f"reward {name!r} returned a {type(scores).__name__} that cannot be read as an array ({why}): return one "
             "number an image, such as a numpy array"
         ) from error

@@ -25,7 +25,7 @@ FOREIGN = [
 ]
 
 
-class RewardMistake(ConfigError):
+class RewardError(ConfigError):
     """A reward returned something wrong: one sentence, and lines on its consequences."""
 
     def shown(self) -> str:
@@ -33,7 +33,7 @@ class RewardMistake(ConfigError):
         return str(self)
 
 
-class RewardFailed(RewardMistake):
+class RewardFailed(RewardError):
     """A user's code raised an exception: a line that names it, and one for each place in that code."""
 
 

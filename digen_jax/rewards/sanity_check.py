@@ -9,12 +9,12 @@ from jaxtyping import Float, UInt8
 
 from digen_jax import rewards
 from digen_jax.errors import ConfigError
-from digen_jax.rewards.built_in import find_canary
-from digen_jax.rewards.mistakes import blamed
+from digen_jax.rewards.built_in import find_sanity_check
+from digen_jax.rewards.errors import blamed
 
 
 @dataclasses.dataclass(frozen=True)
-class Canary:
+class SanityCheck:
     """Pictures with prompts, and what the reward must say of them.
 
     A reward without weights has scores that are known; a learned one must prefer some pictures to others. Of a
@@ -33,8 +33,8 @@ class Canary:
     verified: bool = True  # False: it was never scored with the reward's real weights
 
 
-def check_canaries(found: rewards.Rewards, score: Callable[..., rewards.Scores]) -> None:
-    """Lets every reward that has a canary score it.
+def run_sanity_checks(found: rewards.Rewards, score: Callable[..., rewards.Scores]) -> None:
+    """Lets every reward that has a sanity check score it.
 
     Args:
       found: the rewards; those on a mesh are passed over, as `score` does not ask them.
@@ -45,39 +45,40 @@ def check_canaries(found: rewards.Rewards, score: Callable[..., rewards.Scores])
       Stopped: see `RewardPool.score`.
     """
     for reward in found.members:
-        make, name = find_canary(reward), reward.settings.title
+        make, name = find_sanity_check(reward), reward.settings.title
         if make is None or reward.on_mesh:
             continue
-        with blamed(name, "has a canary that raised"):
-            canary = make()
-        if not isinstance(canary, Canary):
+        with blamed(name, "has a sanity check that raised"):
+            check = make()
+        if not isinstance(check, SanityCheck):
             raise ConfigError(
-                f"the canary of reward {name!r} returned a {type(canary).__name__}: return a rewards.canary.Canary"
+                f"the sanity check of reward {name!r} returned a {type(check).__name__}: return a "
+                "digen_jax.rewards.sanity_check.SanityCheck"
             )
         # So that only this reward is asked.
-        metadata = [record | {"rewards": [name]} for record in canary.metadata]
-        given = score(canary.images, canary.prompts, metadata).columns
+        metadata = [record | {"rewards": [name]} for record in check.metadata]
+        given = score(check.images, check.prompts, metadata).columns
         column = found.names.index(next(iter(reward.settings.entries.values())))
-        if wrong := _mistake(canary, given[:, column]):
-            raise ConfigError(f"reward {name!r} fails its canary: {wrong}{_doubt(canary)}")
+        if wrong := _mistake(check, given[:, column]):
+            raise ConfigError(f"reward {name!r} fails its sanity check: {wrong}{_doubt(check)}")
 
 
-def _mistake(canary: Canary, given: np.ndarray) -> str | None:
-    """What is wrong with the scores of a canary's pictures; None: nothing."""
-    for number, expected in enumerate(np.float32(canary.expected)):
-        if not abs(given[number] - expected) <= canary.tolerance:
-            of = f"picture {number} ({canary.prompts[number]!r})"
+def _mistake(check: SanityCheck, given: np.ndarray) -> str | None:
+    """What is wrong with the scores of a sanity check's images; None: nothing."""
+    for number, expected in enumerate(np.float32(check.expected)):
+        if not abs(given[number] - expected) <= check.tolerance:
+            of = f"picture {number} ({check.prompts[number]!r})"
             return f"{of} scores {given[number]:.7g}, but it must score {expected:.7g}"
-    for better, worse in canary.prefers:
+    for better, worse in check.prefers:
         if not given[better] > given[worse]:
             return (
-                f"picture {better} ({canary.prompts[better]!r}) scores {given[better]:.7g}, not more than picture "
-                f"{worse} ({canary.prompts[worse]!r}) with {given[worse]:.7g}"
+                f"picture {better} ({check.prompts[better]!r}) scores {given[better]:.7g}, not more than picture "
+                f"{worse} ({check.prompts[worse]!r}) with {given[worse]:.7g}"
             )
     return None
 
 
-def _doubt(canary: Canary) -> str:
-    if canary.verified:
+def _doubt(check: SanityCheck) -> str:
+    if check.verified:
         return ""
-    return "; this canary was never tried with the real weights, so it may itself be wrong"
+    return "; this sanity check was never tried with the real weights, so it may itself be wrong"
