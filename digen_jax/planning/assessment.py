@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from digen_jax.accelerators.answers import Answer, Answers, answer_of
-from digen_jax.accelerators.chips import Chip
-from digen_jax.accelerators.costs import Estimate, estimate_answer, flops_of
 from digen_jax.config.train_config import TrainConfig
+from digen_jax.planning.answers import Answer, Answers, answer_of
+from digen_jax.planning.chips import Chip
 from digen_jax.planning.compiled import Program, programs
+from digen_jax.planning.costs import Estimate, estimate_answer, flops_of
 from digen_jax.policies import on_devices
 
 REPEATS = 3  # timed calls after one that is not; their median counts

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import jax
 from flax.traverse_util import flatten_dict
 
-from digen_jax.accelerators.chips import GB
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.errors import ConfigError
 from digen_jax.parallel.placement import check_processes
 from digen_jax.planning.alternatives import smaller
 from digen_jax.planning.assessment import Assessed
 from digen_jax.planning.calibration import Calibration
+from digen_jax.planning.chips import GB
 from digen_jax.planning.footprint import model_footprint
 from digen_jax.planning.plan import can_run, make_problem, meshes, suited
 from digen_jax.planning.slices import Slice

@@ -10,18 +10,18 @@ from typing import NamedTuple
 
 import jax
 
-from digen_jax.accelerators.answers import Answers
-from digen_jax.accelerators.calibration import shares
-from digen_jax.accelerators.chips import CHIPS, Chip, chip_of
-from digen_jax.accelerators.costs import COMPILER, LINK_SHARE, estimate_answer
-from digen_jax.accelerators.topology import compiler_version, slice_devices
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.errors import ConfigError
 from digen_jax.models.published import published_folder, published_models
+from digen_jax.planning.answers import Answers
 from digen_jax.planning.assessment import Assessed, assess, assess_here, timed
 from digen_jax.planning.calibration import Calibration
+from digen_jax.planning.chips import CHIPS, Chip, chip_of
+from digen_jax.planning.costs import COMPILER, LINK_SHARE, estimate_answer
 from digen_jax.planning.footprint import model_footprint
+from digen_jax.planning.plain_products import shares
 from digen_jax.planning.step_costs import on_one_device
+from digen_jax.planning.topology import compiler_version, slice_devices
 from digen_jax.process.job import CACHE, prepare
 from digen_jax.scheduling.settings import Costs
 

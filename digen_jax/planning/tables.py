@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
 
-from digen_jax.accelerators import costs
-from digen_jax.accelerators.chips import GB, Chip
-from digen_jax.accelerators.layers import module_of
 from digen_jax.assemble import recipe_model
 from digen_jax.config.sections import AUTO
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.parallel.placement import MeshSizes
+from digen_jax.planning import costs
 from digen_jax.planning.assessment import Assessed
 from digen_jax.planning.calibration import Calibration
+from digen_jax.planning.chips import GB, Chip
+from digen_jax.planning.layers import module_of
 from digen_jax.planning.slices import Slice, calibrated, plain_shares
 from digen_jax.policies import trained_of
 

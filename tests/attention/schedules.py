@@ -22,9 +22,9 @@ def words(topology: str, width: int, tokens: int, normed: bool, folder: str) -> 
     import jax.numpy as jnp
     from jax.sharding import SingleDeviceSharding
 
-    from digen_jax.accelerators.topology import slice_devices
     from digen_jax.attention import packed
     from digen_jax.attention.queries_keys import HeadNorms
+    from digen_jax.planning.topology import slice_devices
 
     place = SingleDeviceSharding(slice_devices(topology)[0])
     heads = 2 * packed.LANES // width

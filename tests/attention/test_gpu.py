@@ -9,11 +9,11 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from digen_jax import assemble
-from digen_jax.accelerators.topology import slice_devices
 from digen_jax.attention.attend import MOST_SCORES, attend
 from digen_jax.config.load import read_config
 from digen_jax.planning.programs import lower_gradient, trained_samples
 from digen_jax.planning.slices import configured
+from digen_jax.planning.topology import slice_devices
 from digen_jax.target import on_device
 from tests.attention import oracle
 from tests.attention.cases import draw, error, gradients_of, weights

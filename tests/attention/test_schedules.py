@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from digen_jax.accelerators.chips import CHIPS
-from digen_jax.accelerators.kernels import PACKED_SHARES
 from digen_jax.attention import packed
+from digen_jax.planning.chips import CHIPS
+from digen_jax.planning.kernels import PACKED_SHARES
 
 pytestmark = pytest.mark.tpu
 

@@ -10,12 +10,12 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from digen_jax import assemble, policies
-from digen_jax.accelerators.topology import slice_devices
 from digen_jax.attention import flash, packed
 from digen_jax.attention.attend import attend
 from digen_jax.config.load import complete, read_config
 from digen_jax.parallel.mesh import make_mesh
 from digen_jax.planning.programs import lower_generate, lower_gradient
+from digen_jax.planning.topology import slice_devices
 from digen_jax.target import on_device, on_mesh
 from tests.tiny_runs import tiny_config
 

@@ -7,14 +7,14 @@ import math
 import jax
 import pytest
 
-from digen_jax.accelerators.answers import Answer, Answers
-from digen_jax.accelerators.calibration import shares
-from digen_jax.accelerators.chips import Chip
 from digen_jax.config.load import complete, load_config
 from digen_jax.errors import ConfigError
+from digen_jax.planning.answers import Answer, Answers
 from digen_jax.planning.assessment import Assessed, assess, timed
+from digen_jax.planning.chips import Chip
 from digen_jax.planning.compiled import Program
 from digen_jax.planning.fitting import _no_smaller, compiled, proposed
+from digen_jax.planning.plain_products import shares
 from digen_jax.planning.slices import Slice, calibrated, configured
 from digen_jax.scheduling.layouts import DeviceBytes, PoolLayout
 from tests.scripts import run_forked

@@ -74,10 +74,10 @@ def test_a_second_time_nothing_is_compiled(planned):
 
 SHARES = """
 import json, sys
-from digen_jax.accelerators.calibration import shares
-from digen_jax.accelerators.chips import chip_of
-from digen_jax.accelerators.costs import COMPILER, estimate
-from digen_jax.accelerators.topology import slice_devices
+from digen_jax.planning.plain_products import shares
+from digen_jax.planning.chips import chip_of
+from digen_jax.planning.costs import COMPILER, estimate
+from digen_jax.planning.topology import slice_devices
 device = slice_devices(sys.argv[1])[0]
 chip = chip_of(device.device_kind)
 found = shares(device, chip, 1536, lambda one: estimate(one.compile(), chip).of(COMPILER))

@@ -6,11 +6,11 @@ import shutil
 import jax
 import pytest
 
-from digen_jax.accelerators.counting import products, repeated
-from digen_jax.accelerators.hlo import parse
 from digen_jax.config.load import complete, load_config
 from digen_jax.models.published import published_folder
 from digen_jax.planning.compiled import programs
+from digen_jax.planning.counting import products, repeated
+from digen_jax.planning.hlo import parse
 from tests.tiny_runs import once, tiny_config
 
 # Wide enough that what is not counted, elementwise operations aside, is small: the ends of the network.

@@ -10,9 +10,9 @@ import jax
 import pytest
 from jax.experimental import topologies
 
-from digen_jax.accelerators import topology
-from digen_jax.accelerators.chips import CHIPS, GPUS
 from digen_jax.errors import ConfigError
+from digen_jax.planning import topology
+from digen_jax.planning.chips import CHIPS, GPUS
 
 
 @pytest.fixture

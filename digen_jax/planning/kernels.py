@@ -3,7 +3,7 @@
 import math
 import re
 
-from digen_jax.accelerators.hlo import Array, Computation, Instruction
+from digen_jax.planning.hlo import Array, Computation, Instruction
 
 # The share of the peak, or of that part of it which the width of its products permits, that a kernel reaches.
 KERNEL_SHARE = 0.5

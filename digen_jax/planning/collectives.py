@@ -3,7 +3,7 @@
 import math
 import re
 
-from digen_jax.accelerators.hlo import Instruction
+from digen_jax.planning.hlo import Instruction
 
 OPCODES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute",
          "ragged-all-to-all", "collective-broadcast")  # fmt: skip

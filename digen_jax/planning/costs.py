@@ -23,14 +23,14 @@ from typing import Any
 
 import jax
 
-from digen_jax.accelerators.answers import Answer, answer_of
-from digen_jax.accelerators.chips import Chip
-from digen_jax.accelerators.collectives import group_size, is_collective, kind_of, moved_bytes
-from digen_jax.accelerators.counting import library_flops, products, repeated
-from digen_jax.accelerators.hlo import Computation, Instruction, Module, parse
-from digen_jax.accelerators.kernels import kernel_name, kernel_work, library_share
-from digen_jax.accelerators.layers import AGAIN, layer_of
-from digen_jax.accelerators.loops import Frame, trips
+from digen_jax.planning.answers import Answer, answer_of
+from digen_jax.planning.chips import Chip
+from digen_jax.planning.collectives import group_size, is_collective, kind_of, moved_bytes
+from digen_jax.planning.counting import library_flops, products, repeated
+from digen_jax.planning.hlo import Computation, Instruction, Module, parse
+from digen_jax.planning.kernels import kernel_name, kernel_work, library_share
+from digen_jax.planning.layers import AGAIN, layer_of
+from digen_jax.planning.loops import Frame, trips
 
 LINK_SHARE, MEMORY_SHARE = 0.8, 0.8
 

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from digen_jax.accelerators.hlo import Computation, Instruction, Module
+from digen_jax.planning.hlo import Computation, Instruction, Module
 
 SAME = ("copy", "bitcast", "convert", "reshape", "opt-barrier", "broadcast", "copy-done")
 DIRECTIONS = {"LT", "LE", "GT", "GE", "NE"}

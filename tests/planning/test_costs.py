@@ -5,8 +5,9 @@ import pathlib
 
 import pytest
 
-from digen_jax.accelerators.chips import CHIPS, Chip, chip_of
-from digen_jax.accelerators.costs import (
+from digen_jax.errors import ConfigError
+from digen_jax.planning.chips import CHIPS, Chip, chip_of
+from digen_jax.planning.costs import (
     COLLECTIVES,
     COMPILER,
     KERNELS,
@@ -14,8 +15,7 @@ from digen_jax.accelerators.costs import (
     TRANSFERS,
     estimate_text,
 )
-from digen_jax.accelerators.kernels import KERNEL_SHARE, PACKED_SHARES
-from digen_jax.errors import ConfigError
+from digen_jax.planning.kernels import KERNEL_SHARE, PACKED_SHARES
 
 PROGRAMS = pathlib.Path(__file__).parent / "programs"
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from digen_jax.accelerators.answers import Answers
+from digen_jax.planning.answers import Answers
 
 
 def test_an_answer_is_kept_by_program_and_target(tmp_path):

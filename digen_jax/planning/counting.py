@@ -4,9 +4,9 @@ import math
 import re
 from collections.abc import Callable, Iterator
 
-from digen_jax.accelerators.hlo import Array, Computation, Instruction, Module
-from digen_jax.accelerators.layers import REPEATED
-from digen_jax.accelerators.loops import Frame, trips
+from digen_jax.planning.hlo import Array, Computation, Instruction, Module
+from digen_jax.planning.layers import REPEATED
+from digen_jax.planning.loops import Frame, trips
 
 Chosen = Callable[[Instruction], bool]
 

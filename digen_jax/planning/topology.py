@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import jax
 from jax.experimental import topologies
 
-from digen_jax.accelerators.chips import GPUS
 from digen_jax.errors import ConfigError
+from digen_jax.planning.chips import GPUS
 
 # Otherwise libtpu asks the cloud's metadata server which machine this is, and complains where there is none; and it
 # locks the machine's TPU for this process, which uses none.

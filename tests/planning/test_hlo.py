@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from digen_jax.accelerators.counting import products
-from digen_jax.accelerators.hlo import Array, parse
-from digen_jax.accelerators.layers import layer_of, module_of
-from digen_jax.accelerators.loops import Frame, trips
+from digen_jax.planning.counting import products
+from digen_jax.planning.hlo import Array, parse
+from digen_jax.planning.layers import layer_of, module_of
+from digen_jax.planning.loops import Frame, trips
 
 PROGRAMS = pathlib.Path(__file__).parent / "programs"
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from digen_jax.accelerators.chips import Chip
+from digen_jax.planning.chips import Chip
 
 # Sixteen sequences of Stable Diffusion 3.5 at 512 x 512: 1,024 patches and 78 tokens of text.
 ROWS = 16 * 1102
