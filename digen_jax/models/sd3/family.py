@@ -155,18 +155,18 @@ class StableDiffusion3(ImageFamily):
         configs = weights.read_configs(
             folder, components, READERS | T5_READERS if has_t5 else READERS
         )
-        tokenizers = tuple(
+        clips = tuple(
             tokenizers.read_clip(folder / part, configs[encoder])
             for part, encoder in (("tokenizer", "text_encoder"), ("tokenizer_2", "text_encoder_2"))
         )
-        length = tokenizers[0].model_max_length
+        length = clips[0].model_max_length
         longest = configs["text_encoder_2"].max_position_embeddings
         if length > longest:
             raise ValueError(
                 f"{folder / 'tokenizer' / 'tokenizer_config.json'}: model_max_length must be at most {longest}, the "
                 f"positions of text_encoder_2, which reads as many tokens, and is {length}"
             )
-        family = cls._of(configs, tokenizers, dtype, remat)
+        family = cls._of(configs, clips, dtype, remat)
         family = dataclasses.replace(family, max_sequence_length=max_sequence_length or T5_TOKENS)
         return family._with_t5(folder, configs["text_encoder_3"], dtype) if has_t5 else family
 
