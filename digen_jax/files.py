@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,17 @@ def shipped(path: str) -> str:
         return path
     found = (folder / path for folder in (PACKAGE, PACKAGE.parent))
     return str(next((one for one in found if one.exists()), path))
+
+
+def make_examples_importable() -> None:
+    """Puts the packages `benchmarks` and `examples` on Python's path.
+
+    A wheel has them in the package's folder `bundled`, a checkout next to the package.
+    """
+    bundled = PACKAGE / "bundled"
+    folder = str(bundled if bundled.exists() else PACKAGE.parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
 
 
 def _integer(digits: str) -> int:

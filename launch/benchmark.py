@@ -36,7 +36,9 @@ from ml_collections import config_flags
 
 from digen_jax.config.command_line import define_path, run_main
 from digen_jax.errors import ConfigError, check_choice, check_output, check_positive, user_input
-from digen_jax.files import write_output
+from digen_jax.files import make_examples_importable, write_output
+
+make_examples_importable()
 
 _OUTPUT = define_path("output", None, "A JSON file for all numbers.")
 
@@ -108,7 +110,7 @@ _KILLS = flags.DEFINE_integer("kills", 100, "Faults, one after the other.")
 def bound() -> int | None:
     """Simulate the scheduler at many sizes, and compare it with the bound; returns 1 if a required share is missed."""
     output = _output()
-    from digen_jax.benchmark.bound import measure
+    from benchmarks.bound import measure
 
     rows = measure(lambda text: print(text, flush=True))
     _write(output, {"rows": list(map(dataclasses.asdict, rows))})
@@ -121,9 +123,9 @@ def runtime() -> None:
     """Measure each kind of layout with waits instead of device work, and print the tables."""
     check_positive("--devices", _DEVICES.value)
     output, ratios = _output(), list(map(_ratio, _RATIOS.value))
-    from digen_jax.benchmark.report import accuracy, introduction, record, table
-    from digen_jax.benchmark.runtime import TimedRun, compare
-    from digen_jax.benchmark.variants import KINDS, Work
+    from benchmarks.report import accuracy, introduction, record, table
+    from benchmarks.runtime import TimedRun, compare
+    from benchmarks.variants import KINDS, Work
 
     names = {kind: kind.split(",")[0] for kind in KINDS}
     for name in _WORKERS.value:
@@ -155,7 +157,7 @@ def runtime() -> None:
 def compute() -> None:
     """Time a step on one core, sampling and training in turn, and on a core each at the same time."""
     output, recipe = _output(), _recipe()
-    from digen_jax.benchmark.compute import compare
+    from benchmarks.compute import compare
 
     batch, chunk = recipe.batch, recipe.sampler.chunk
     images = batch.groups * batch.images
@@ -173,8 +175,8 @@ def compute() -> None:
 def peers() -> None:
     """Time a step's sampling and training, and the same work by an eager loop of torch and diffusers, in turn."""
     output, recipe = _output(), _recipe()
-    from digen_jax.benchmark.peers import check, compare
-    from digen_jax.benchmark.wide import with_wide_model
+    from benchmarks.peers import check, compare
+    from benchmarks.wide import with_wide_model
 
     recipe = check(recipe, _ROUNDS.value)
     with with_wide_model(recipe, _WIDE.value) as recipe, _bar(_ROUNDS.value, "round") as bar:
@@ -199,7 +201,7 @@ def peers() -> None:
 def asynchrony() -> int | None:
     """Train with and without asynchrony, from a few seeds; returns the exit code where a signal stopped it."""
     output, recipe, workdir = _output(), _recipe(), _workdir("asynchrony")
-    from digen_jax.benchmark.asynchrony import Comparison, check, compare
+    from benchmarks.asynchrony import Comparison, check, compare
     from digen_jax.process.job import prepare
 
     check(recipe, _SEEDS.value)
@@ -218,7 +220,7 @@ def algorithms() -> int | None:
         return _redraw(pathlib.Path(_CELLS.value), _workdir("algorithms"))
     output, recipe, workdir = _output(), _recipe(), _workdir("algorithms")
     configs = _all_configs()
-    from digen_jax.benchmark.algorithms import check, compare, open_all
+    from benchmarks.algorithms import check, compare, open_all
     from digen_jax.process.job import prepare
 
     recipes = open_all(configs)
@@ -236,7 +238,7 @@ def algorithms() -> int | None:
 def rewards() -> None:
     """Ask reward servers from many clients, with faults on the way and a server that is killed."""
     output = _output()
-    from digen_jax.benchmark.rewards import Load, compare
+    from benchmarks.rewards import Load, compare
 
     load = Load(
         clients=_CLIENTS.value,
@@ -260,8 +262,8 @@ def rewards() -> None:
 def cluster() -> None:
     """Run rollout workers on Ray that wait instead of using devices, and the simulator at equal costs."""
     output = _output()
-    from digen_jax.benchmark.cluster import chosen, describe, measure
-    from digen_jax.benchmark.runtime import TimedRun
+    from benchmarks.cluster import chosen, describe, measure
+    from benchmarks.runtime import TimedRun
 
     jitter = _JITTER.value if flags.FLAGS["jitter"].present else 0.0
     run = TimedRun(_WARM_UP.value, _STEPS.value, jitter, _SEED.value)
@@ -281,7 +283,7 @@ def cluster() -> None:
 def ray() -> None:
     """Measure Ray on this machine: commands, weights, starts, and what its own processes use."""
     output, megabytes = _output(), _numbers("--megabytes", _MEGABYTES.value, int)
-    from digen_jax.benchmark.ray_transport import measure
+    from benchmarks.ray_transport import measure
     from digen_jax.process.job import prepare
 
     prepare()
@@ -295,7 +297,7 @@ def kills() -> None:
     output, workdir = _output(), _workdir("kills")
     if _CONFIG.value is None:
         raise ConfigError("say what to run, by --config=configs/shapes_demo.py for example")
-    from digen_jax.benchmark.kills import compare
+    from benchmarks.kills import compare
     from digen_jax.process.job import prepare
 
     prepare()
@@ -307,7 +309,7 @@ def kills() -> None:
 
 
 def _redraw(cells: pathlib.Path, workdir: pathlib.Path) -> None:
-    from digen_jax.benchmark.algorithms import read_cells
+    from benchmarks.algorithms import read_cells
 
     table = read_cells(cells)
     with user_input():

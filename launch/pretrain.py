@@ -13,6 +13,9 @@ from ml_collections import config_flags
 
 from digen_jax.config.command_line import define_path, run_main
 from digen_jax.errors import check_output
+from digen_jax.files import make_examples_importable
+
+make_examples_importable()
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A configs/*.py file.", lock_config=True)
 _WORKDIR = define_path(
@@ -24,15 +27,15 @@ flags.mark_flags_as_required(["config", "workdir", "output"])
 
 def main() -> None:
     """Set up the devices and pretrain."""
-    from digen_jax.pretraining.settings import read_settings
     from digen_jax.process.job import prepare
+    from examples.shapes.settings import read_settings
 
     settings = read_settings(_CONFIG.value)
     for flag in (_WORKDIR, _OUTPUT):
         check_output(f"--{flag.name}", flag.value, folder=True)
     prepare(settings.cpu_devices)
 
-    from digen_jax.pretraining.pipeline import pretrain
+    from examples.shapes.pipeline import pretrain
 
     pretrain(settings, pathlib.Path(_WORKDIR.value), pathlib.Path(_OUTPUT.value))
 

@@ -93,7 +93,7 @@ LONGEST = (
     "prompts/test_precompute.py",
     "planning/test_programs.py",
     "planning/test_slices.py",
-    "pretraining/test_pipeline.py",
+    "shapes/test_pipeline.py",
     "run/test_stopping.py",
     "run/test_hosts.py",
 )

@@ -27,11 +27,22 @@ from digen_jax.config.fields import check_known, flat
 from digen_jax.config.load import default_config, fit_config, load_config
 from digen_jax.config.sections import GIVEN
 from digen_jax.config.train_config import ALGORITHMS, TrainConfig
-from digen_jax.pretraining.settings import read_settings
+from examples.shapes.settings import read_settings
 from tests.pipelines import ROOT
 
 SCRIPTS = sorted(path.name for path in (ROOT / "launch").glob("*.py"))
-FOLDERS = ("assets", "configs", "constraints", "digen_jax", "docs", "launch", "notebooks", "tests")
+FOLDERS = (
+    "assets",
+    "benchmarks",
+    "configs",
+    "constraints",
+    "digen_jax",
+    "docs",
+    "examples",
+    "launch",
+    "notebooks",
+    "tests",
+)
 DEMO = "configs/shapes_demo.py"
 # Commands of other programs, which are not checked; but commands that they start are.
 FOREIGN = ("pip", "python3", ".", "hf", "curl", "vllm", "export", "openssl", "kubectl")

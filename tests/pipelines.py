@@ -50,10 +50,10 @@ def tiny_pretrain_config() -> Any:
 def write_tiny_pipeline(folder: pathlib.Path, seed: int = 0, heads: int = 2) -> pathlib.Path:
     """Every parameter random, so that no zero or one hides a mistake."""
     from digen_jax.models.layers import sincos_2d_table
-    from digen_jax.pretraining.pipeline import build_family, network_configs, write_pipeline
-    from digen_jax.pretraining.settings import read_settings
-    from digen_jax.pretraining.tokenizer import build_tokenizer
-    from digen_jax.shapes.captions import train_records
+    from examples.shapes.captions import train_records
+    from examples.shapes.pipeline import build_family, network_configs, write_pipeline
+    from examples.shapes.settings import read_settings
+    from examples.shapes.tokenizer import build_tokenizer
 
     config = tiny_pretrain_config()
     config.transformer.network.update(num_attention_heads=heads, attention_head_dim=16 // heads)

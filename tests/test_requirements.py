@@ -148,7 +148,7 @@ def test_a_wheel_in_a_fresh_environment_works_from_any_directory(tmp_path):
     source, venv, here = (tmp_path / name for name in ("source", "venv", "here"))
     source.mkdir(), here.mkdir()
     for path in ROOT.iterdir():  # a build writes into its folder
-        if path.name in ("digen_jax", "launch", "configs", "assets"):
+        if path.name in ("digen_jax", "launch", "configs", "assets", "benchmarks", "examples"):
             shutil.copytree(path, source / path.name)
         elif path.is_file():
             shutil.copy(path, source)
@@ -175,7 +175,19 @@ def test_a_wheel_in_a_fresh_environment_works_from_any_directory(tmp_path):
     sample = ("--model", "assets/shapes-sd3", "--prompt", "a red ring", "--output", here / "a")
     call(venv / "bin" / "digen-sample", *sample, "--steps=1")
     assert (here / "a" / "grid.png").exists()
-    # All but the reward is found: the config, the model and both prompt files.
-    run = ("--config", "configs/shapes_demo.py", "--workdir", "run", "--config.rewards=none:f")
-    said = call(venv / "bin" / "digen-train", *run, code=2)
-    assert "config.rewards[0]" in said and "config.prompts" not in said, said
+    # All but one reward is found: the config, the model, both prompt files and the shapes reward.
+    run = ("--config", "configs/shapes_demo.py", "--workdir", "run")
+    rewards = ("--config.rewards=shapes_geneval", "--config.rewards=none:f")
+    said = call(venv / "bin" / "digen-train", *run, *rewards, code=2)
+    assert "config.rewards[1]" in said and "config.prompts" not in said, said
+    said = call(venv / "bin" / "digen-benchmark", "runtime", "--workers=none", code=2)
+    assert "--workers" in said, said
+    outputs = (
+        "--workdir",
+        "pretrain",
+        "--output",
+        wheel / "model",
+    )  # in a file instead of a folder
+    run = ("--config", "configs/shapes_pretrain.py", *outputs)
+    said = call(venv / "bin" / "digen-pretrain", *run, code=2)
+    assert "--output" in said, said

@@ -14,19 +14,16 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import UInt8
 from matplotlib import cbook
-from PIL import Image
+from PIL import Image, ImageDraw
 
-from digen_jax.images import read_image, resize_image, to_uint8
+from digen_jax.images import read_image, resize_image
 from digen_jax.rewards.sanity_check import SanityCheck
-from digen_jax.shapes.render import render
-from digen_jax.shapes.scene import Background, Object, Scene
-from digen_jax.shapes.vocabulary import BACKGROUNDS
 
-# (shape, colour, background) of a drawn picture, and a prompt that is wrong for it.
-DRAWN = (
-    ("circle", "red", "light", "a photo of a blue star"),
-    ("star", "yellow", "slate", "a photo of a red cross"),
-    ("heart", "green", "gray", "a photo of an orange triangle"),
+# (shape, colour, background) of a rendered image, and a wrong prompt for it.
+RENDERED = (
+    ("circle", "red", "lightgray", "a photo of a blue triangle"),
+    ("triangle", "yellow", "slategray", "a photo of a red square"),
+    ("square", "green", "gray", "a photo of an orange circle"),
 )
 PHOTOGRAPH = "grace_hopper.jpg"
 PORTRAIT = "a portrait photo of a woman in a navy uniform"
@@ -35,11 +32,9 @@ PORTRAIT = "a portrait photo of a woman in a navy uniform"
 def of_prompts(size: int = 512) -> SanityCheck:
     """Pictures with their own prompts and with wrong ones: for rewards that read prompts."""
     both = []
-    for shape, color, background, wrong in DRAWN:
-        place = Background(background, BACKGROUNDS[background])
-        scene = Scene((Object(shape, color, 0.5, 0.5, 0.3),), place)
-        picture = to_uint8(render(scene, size))
-        both += (picture, f"a photo of a {color} {shape}"), (picture, wrong)
+    for shape, color, background, wrong in RENDERED:
+        image = _render(shape, color, background, size)
+        both += (image, f"a photo of a {color} {shape}"), (image, wrong)
     photograph = _photograph(size)
     both += (photograph, PORTRAIT), (photograph, "a photo of a bowl of fruit on a table")
     return _pairs(both)
@@ -71,6 +66,16 @@ def _pairs(both: Sequence[tuple[UInt8[np.ndarray, "h w 3"], str]]) -> SanityChec
     prefers = tuple((i, i + 1) for i in range(0, len(both), 2))
     metadata = [{"prompt": prompt} for prompt in prompts]
     return SanityCheck(images, prompts, metadata, prefers=prefers, verified=False)
+
+
+def _render(shape: str, color: str, background: str, size: int) -> UInt8[np.ndarray, "h w 3"]:
+    image = Image.new("RGB", (size, size), background)
+    draw, circle = ImageDraw.Draw(image), (size / 2, size / 2, 0.3 * size)
+    if shape == "circle":
+        draw.circle(circle[:2], circle[2], color)
+    else:
+        draw.regular_polygon(circle, {"triangle": 3, "square": 4}[shape], fill=color)
+    return np.asarray(image)
 
 
 def _photograph(size: int) -> UInt8[np.ndarray, "h w 3"]:

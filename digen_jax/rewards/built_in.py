@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from digen_jax.errors import ConfigError
+from digen_jax.files import make_examples_importable
 from digen_jax.rewards import NamedReward, Rewards, RewardSettings
 from digen_jax.rewards.errors import ARGUMENTS, blamed, check_callable
 
@@ -62,7 +63,7 @@ BUILT_IN = {
     # Its servers and their models are the user's: no picture's score is known.
     "judge": BuiltIn("digen_jax.rewards.judge:judge", needs="digen_jax.rewards.judge:needs"),
     "shapes_geneval": BuiltIn(
-        "digen_jax.shapes.reward:make", sanity_check="digen_jax.shapes.reward:sanity_check"
+        "examples.shapes.reward:make", sanity_check="examples.shapes.reward:sanity_check"
     ),
     # The server runs the sanity checks of its rewards.
     "served": BuiltIn("digen_jax.rewards.service.served:served"),
@@ -194,6 +195,8 @@ def _named(place: str, name: str) -> Any:
             f"unknown reward {name!r}: use one of {', '.join(sorted(BUILT_IN))}, or module:function "
             "for your own"
         )
+    if module_name.startswith(("benchmarks.", "examples.")):
+        make_examples_importable()
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     module = _import(module_name, name)

@@ -10,7 +10,7 @@ from digen_jax.rewards import built_in
 from digen_jax.rewards.built_in import BUILT_IN, resolve
 from digen_jax.rewards.sanity_check import SanityCheck, run_sanity_checks
 from digen_jax.rewards.settings import RewardSettings
-from digen_jax.shapes import reward as shapes
+from examples.shapes import reward as shapes
 
 IMAGES = np.stack([np.full((8, 8, 3), value, np.uint8) for value in (0, 102, 255)])
 PROMPTS = ["black", "grey", "white"]

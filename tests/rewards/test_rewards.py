@@ -12,7 +12,7 @@ from digen_jax.rewards.built_in import BUILT_IN, find_sanity_check, resolve
 from digen_jax.rewards.errors import RewardError
 from digen_jax.rewards.sanity_check import run_sanity_checks
 from digen_jax.rewards.settings import RewardSettings
-from digen_jax.shapes.reward import shapes_geneval
+from examples.shapes.reward import shapes_geneval
 
 IMAGES = np.zeros((3, 8, 8, 3), np.uint8)
 PROMPTS = ["one", "two", "three"]

@@ -8,7 +8,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from digen_jax.benchmark.waits import WaitingExecutors, Waits
+from benchmarks.waits import WaitingExecutors, Waits
 from digen_jax.rewards import alone
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.clock import elsewhere

@@ -7,9 +7,9 @@ import re
 import numpy as np
 import pytest
 
-from digen_jax.shapes import captions
-from digen_jax.shapes.scene import Background, Object, Scene, sample_scene
-from digen_jax.shapes.vocabulary import BACKGROUNDS, COLORS, RELATIONS, SHAPES, TASKS
+from examples.shapes import captions
+from examples.shapes.scene import Background, Object, Scene, sample_scene
+from examples.shapes.vocabulary import BACKGROUNDS, COLORS, RELATIONS, SHAPES, TASKS
 from tests.shapes.atoms import COLOR, SHAPE, all_atoms, atoms_in
 
 RELATION = "left of|right of|above|below"

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from digen_jax.data.prompt_files import read_prompt_file
-from digen_jax.shapes.reward import shapes_geneval
+from examples.shapes.reward import shapes_geneval
 
 ROOT = pathlib.Path(__file__).parents[2]
 JUDGED = ROOT / "tests" / "data" / "judged_pictures"

@@ -2,11 +2,11 @@ import numpy as np
 import pytest
 from scipy import ndimage
 
-from digen_jax.shapes import captions
-from digen_jax.shapes.read import estimate_background, find_objects
-from digen_jax.shapes.render import render
-from digen_jax.shapes.scene import Background, Object, Scene, sample_scene
-from digen_jax.shapes.vocabulary import BACKGROUNDS, COLORS, SHAPES
+from examples.shapes import captions
+from examples.shapes.read import estimate_background, find_objects
+from examples.shapes.render import render
+from examples.shapes.scene import Background, Object, Scene, sample_scene
+from examples.shapes.vocabulary import BACKGROUNDS, COLORS, SHAPES
 
 GRAY = Background("gray", (0.5, 0.5, 0.5))
 

@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 from scipy import ndimage
 
-from digen_jax.shapes.render import render, render_batch, signed_distance
-from digen_jax.shapes.scene import REACH, Background, Object, Scene
-from digen_jax.shapes.vocabulary import BACKGROUNDS, COLORS, SHAPES
+from examples.shapes.render import render, render_batch, signed_distance
+from examples.shapes.scene import REACH, Background, Object, Scene
+from examples.shapes.vocabulary import BACKGROUNDS, COLORS, SHAPES
 
 GRAY = Background("gray", (0.5, 0.5, 0.5))
 

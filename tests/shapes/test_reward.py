@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from digen_jax.images import to_uint8
-from digen_jax.shapes import captions
-from digen_jax.shapes.render import render_batch
-from digen_jax.shapes.reward import shapes_geneval
-from digen_jax.shapes.scene import Object, sample_scene
-from digen_jax.shapes.vocabulary import COLORS, SHAPES, TASKS
+from examples.shapes import captions
+from examples.shapes.render import render_batch
+from examples.shapes.reward import shapes_geneval
+from examples.shapes.scene import Object, sample_scene
+from examples.shapes.vocabulary import COLORS, SHAPES, TASKS
 
 COUNT = 100
 

@@ -3,10 +3,10 @@ import itertools
 import numpy as np
 import pytest
 
-from digen_jax.shapes import captions, split
-from digen_jax.shapes.render import coverage
-from digen_jax.shapes.scene import sample_scene
-from digen_jax.shapes.vocabulary import RELATIONS, TASKS
+from examples.shapes import captions, split
+from examples.shapes.render import coverage
+from examples.shapes.scene import sample_scene
+from examples.shapes.vocabulary import RELATIONS, TASKS
 
 
 def scenes_of(records, seed=0):

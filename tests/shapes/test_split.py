@@ -1,7 +1,7 @@
 import itertools
 
-from digen_jax.shapes import split
-from digen_jax.shapes.vocabulary import BACKGROUNDS, COLORS, MIRRORED, RELATIONS, SHAPES
+from examples.shapes import split
+from examples.shapes.vocabulary import BACKGROUNDS, COLORS, MIRRORED, RELATIONS, SHAPES
 
 COLORED = list(itertools.product(COLORS, SHAPES))
 

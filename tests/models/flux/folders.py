@@ -14,7 +14,7 @@ from diffusers import (
     FluxTransformer2DModel,
 )
 
-from digen_jax.pretraining.tokenizer import build_tokenizer
+from examples.shapes.tokenizer import build_tokenizer
 from tests.models.parity import randomise
 from tests.models.sd3.t5_folders import tiny_t5, vocabulary, write_tokenizer
 from tests.tiny_runs import once

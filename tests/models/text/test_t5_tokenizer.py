@@ -7,7 +7,7 @@ from digen_jax.models.text import tokenizers
 from digen_jax.models.text.clip_text import CLIPTextConfig
 from digen_jax.models.text.t5 import T5Config
 from digen_jax.models.text.tokenizers import padded
-from digen_jax.pretraining.tokenizer import build_tokenizer
+from examples.shapes.tokenizer import build_tokenizer
 from tests.models.sd3.t5_folders import backend, vocabulary, write_tokenizer
 
 TEXTS = ["a photo of two blue squares", "schräg größer ☃", "a green star"]

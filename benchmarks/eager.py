@@ -1,0 +1,225 @@
+"""The same step as an eager loop of torch and diffusers, as public codes of Flow-GRPO are written.
+
+It is what `peers.py` compares with, in a process of its own: training imports no torch.
+"""
+
+import dataclasses
+import pathlib
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Float32, Int
+
+from benchmarks.processes import do_as_asked
+
+NUM_TRAIN_TIMESTEPS = 1000
+
+
+@dataclasses.dataclass(frozen=True)
+class EagerLora:
+    """A LoRA for PEFT; `layers` are the torch names of its linear layers."""
+
+    rank: int
+    alpha: float
+    layers: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """The work of a step, in numpy.
+
+    A reverse step of any kind is of_x x + of_v v + std noise. `empty` zero tokens are appended to a context.
+    """
+
+    transformer: pathlib.Path
+    latent: tuple[int, int, int]  # h, w, c
+    sigmas: Float32[np.ndarray, "steps+1"]
+    of_x: Float[np.ndarray, "steps"]
+    of_v: Float[np.ndarray, "steps"]
+    std: Float[np.ndarray, "steps"]
+    window: slice  # the stored and trained steps
+    context: Float32[np.ndarray, "p n d"]
+    pooled: Float32[np.ndarray, "p e"]
+    null: tuple[np.ndarray, np.ndarray] | None  # context and pooled, of one row; None: no guidance
+    guidance: float
+    rows: Int[np.ndarray, "b"]  # each image's prompt
+    advantages: Float32[np.ndarray, "b"]
+    chunk: int
+    micro_batch: int
+    pack: int
+    clip_range: float
+    clip_norm: float
+    adamw: dict[str, Any]
+    lora: EagerLora | None
+    empty: int
+    threads: int
+    gpu: bool = False
+    bfloat16: bool = False  # frozen weights and products; tuned parameters stay in float32
+    checkpointing: bool = False  # of each block
+
+
+def serve(control: Connection, work: Work) -> None:
+    """The main function of the process."""
+    do_as_asked(control, EagerLoop(work))
+
+
+class EagerLoop:
+    """Sampling and training of a step with diffusers' transformer, on the CPU or a GPU.
+
+    On a GPU float32 products are TF32, as ours, and bfloat16 is autocast's, as in the public codes.
+    """
+
+    def __init__(self, work: Work):
+        # Here, as nothing but this process imports them.
+        import torch
+        from diffusers import SD3Transformer2DModel
+
+        torch.set_num_threads(work.threads)
+        torch.manual_seed(0)
+        self.torch, self.work = torch, work
+        torch.set_float32_matmul_precision("high")
+        self.device = torch.device("cuda" if work.gpu else "cpu")
+        dtype = torch.bfloat16 if work.bfloat16 else torch.float32
+        self.model = SD3Transformer2DModel.from_pretrained(work.transformer, torch_dtype=dtype)
+        self.model.to(self.device)
+        if work.checkpointing:
+            self.model.enable_gradient_checkpointing()
+        if work.lora is not None:
+            from peft import LoraConfig
+
+            self.model.requires_grad_(False)
+            lora = work.lora
+            names = list(lora.layers)
+            self.model.add_adapter(
+                LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=names)
+            )
+        self.tuned = [p for p in self.model.parameters() if p.requires_grad]
+        for parameter in self.tuned:
+            parameter.data = parameter.data.float()
+        self.optimizer = torch.optim.AdamW(self.tuned, **work.adamw)
+        self.conditioning = self._conditioning(work.context, work.pooled, work.empty)
+        self.null = self._conditioning(*work.null, work.empty) if work.null else None
+
+    def parameters(self) -> int:
+        """Number of trained parameters."""
+        return sum(p.numel() for p in self.tuned)
+
+    def velocity(
+        self,
+        x: Float32[np.ndarray, "b h w c"],
+        sigma: Float32[np.ndarray, "b"],
+        rows: Int[np.ndarray, "b"],
+        empty: int,
+    ) -> Float32[np.ndarray, "b h w c"]:
+        """The guided velocity, with so many empty tokens."""
+        torch, work = self.torch, self.work
+        conditioning = self._conditioning(work.context, work.pooled, empty)
+        null = self._conditioning(*work.null, empty) if work.null else None
+        with torch.inference_mode():
+            x = self._tensor(x).permute(0, 3, 1, 2).contiguous()
+            v = self._velocity(
+                x, self._tensor(sigma), self._tensor(rows).long(), conditioning, null
+            )
+            return v.permute(0, 2, 3, 1).cpu().numpy()
+
+    def sample(self) -> None:
+        """Samples a step's images and keeps their transitions."""
+        rows, size = self._tensor(self.work.rows).long(), self.work.chunk
+        with self.torch.inference_mode():
+            made = [self._sampled(rows[i : i + size]) for i in range(0, len(rows), size)]
+        self.chunks = made
+        self._wait()
+
+    def train(self) -> None:
+        """A gradient of all transitions, one pass after another, and an update."""
+        torch, work = self.torch, self.work
+        transitions = len(work.rows) * (work.window.stop - work.window.start)
+        self.optimizer.zero_grad(set_to_none=True)
+        for steps, rows, x, x_next, old, advantages in self._passes():
+            new = self._log_prob(steps, x, x_next, self._guided(x, steps, rows))
+            ratio = torch.exp(new - old)
+            clipped = ratio.clamp(1 - work.clip_range, 1 + work.clip_range)
+            loss = -torch.minimum(ratio * advantages, clipped * advantages)
+            (loss.sum() / transitions).backward()
+        torch.nn.utils.clip_grad_norm_(self.tuned, work.clip_norm)
+        self.optimizer.step()
+        self._wait()
+
+    def _wait(self) -> None:
+        """Until the GPU has done what it was asked for."""
+        if self.work.gpu:
+            self.torch.cuda.synchronize()
+
+    def _tensor(self, array: np.ndarray) -> Any:
+        return self.torch.from_numpy(np.array(array)).to(self.device)
+
+    def _conditioning(self, context: np.ndarray, pooled: np.ndarray, empty: int) -> tuple[Any, Any]:
+        context = np.pad(context, ((0, 0), (0, empty), (0, 0)))
+        return self._tensor(context), self._tensor(pooled)
+
+    def _guided(self, x: Any, steps: Any, rows: Any) -> Any:
+        sigma = self._tensor(self.work.sigmas)[steps]
+        return self._velocity(x, sigma, rows, self.conditioning, self.null)
+
+    def _velocity(self, x: Any, sigma: Any, rows: Any, conditioning: Any, null: Any) -> Any:
+        torch, work = self.torch, self.work
+        context, pooled = (c[rows] for c in conditioning)
+        if null is not None:
+            x, sigma = x.repeat(2, 1, 1, 1), sigma.repeat(2)
+            context, pooled = (
+                torch.cat([n.expand(len(rows), *n.shape[1:]), c])
+                for n, c in zip(null, (context, pooled), strict=True)
+            )
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=work.bfloat16):
+            v = self.model(x, context, pooled, sigma * NUM_TRAIN_TIMESTEPS, return_dict=False)[0]
+        v = v.float()
+        if null is None:
+            return v
+        without, prompt = v.chunk(2)
+        return without + work.guidance * (prompt - without)
+
+    def _sampled(self, rows: Any) -> tuple[Any, ...]:
+        """(rows, x, x_next, log-probabilities) of the window's transitions of a chunk, [s, b, ...]."""
+        torch, work = self.torch, self.work
+        h, w, c = work.latent
+        x, kept = torch.randn(len(rows), c, h, w, device=self.device), []
+        for i in range(len(work.std)):
+            steps = torch.full((len(rows),), i, device=self.device)
+            v = self._guided(x, steps, rows)
+            mean = float(work.of_x[i]) * x + float(work.of_v[i]) * v
+            x_next = mean + float(work.std[i]) * torch.randn_like(x) if work.std[i] else mean
+            if work.window.start <= i < work.window.stop:
+                kept.append((x, x_next, self._log_prob(steps, x, x_next, v)))
+            x = x_next
+        return rows, *(torch.stack(each) for each in zip(*kept, strict=True))
+
+    def _log_prob(self, steps: Any, x: Any, x_next: Any, v: Any) -> Any:
+        """The Gaussian log-density without its normaliser, averaged over each image."""
+        of_x, of_v, std = (
+            self._tensor(a.astype(np.float32))[steps][:, None, None, None]
+            for a in (self.work.of_x, self.work.of_v, self.work.std)
+        )
+        square = (x_next - of_x * x - of_v * v) ** 2 / (2 * std**2)
+        return -square.mean((1, 2, 3))
+
+    def _passes(self) -> Iterator[tuple[Any, ...]]:
+        """(steps, rows, x, x_next, old log-probabilities, advantages) of each pass: `pack` steps of some images."""
+        torch, work = self.torch, self.work
+        advantages = self._tensor(work.advantages)
+        first = work.window.start
+        for rows, x, x_next, old in self.chunks:
+            for i in range(0, len(x), work.pack):
+                for j in range(0, len(rows), work.micro_batch):
+                    at = slice(i, i + work.pack), slice(j, j + work.micro_batch)
+                    taken = [a[at].flatten(0, 1).clone() for a in (x, x_next, old)]
+                    count = len(x[at[0]])
+                    steps = torch.arange(first + i, first + i + count, device=self.device)
+                    steps = steps.repeat_interleave(len(rows[at[1]]))
+                    yield (
+                        steps,
+                        rows[at[1]].repeat(count),
+                        *taken,
+                        advantages[at[1]].repeat(count),
+                    )

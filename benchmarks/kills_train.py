@@ -1,0 +1,109 @@
+"""launch/train.py as the benchmark `kills` starts it: with a smooth reward, and with hashes of weights.
+
+DIGEN_JAX_WEIGHT_HASHES=FOLDER python benchmarks/kills_train.py [options of launch/train.py]
+
+The trainer's process notes a hash of each published version, and the other workers one of each version they received.
+"""
+
+import hashlib
+import os
+import pathlib
+import runpy
+import sys
+from functools import partialmethod
+from typing import Any
+
+from digen_jax.config.command_line import run_main
+from digen_jax.distributed.launch import PART
+from digen_jax.distributed.worker_process import RolloutProcess, TrainingProcess
+from digen_jax.files import shipped
+from digen_jax.scheduling.commands import WeightsVersion
+
+FOLDER = "DIGEN_JAX_WEIGHT_HASHES"  # the variable with the folder of the notes
+PUBLISHED, RECEIVED = "published", "received"
+
+
+def brightness(images: Any, prompts: list[str], metadata: list[dict]) -> Any:
+    """A reward that changes little when images do."""
+    return images.mean((1, 2, 3), dtype="float64") / 255
+
+
+def digest(tree: Any) -> str:
+    """A hash of the bits of all arrays, by their paths in the tree."""
+    import jax
+    import numpy as np
+
+    found = hashlib.sha256()
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        array = np.ascontiguousarray(leaf)
+        found.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}".encode())
+        found.update(array.view(np.uint8).data)
+    return found.hexdigest()[:32]
+
+
+def note(kind: str, weights_version: WeightsVersion, tree: Any) -> None:
+    """Appends a line, which survives a kill of this process."""
+    name = f"{weights_version.version}{'e' * weights_version.evaluated}"
+    with pathlib.Path(os.environ[FOLDER], str(os.getpid())).open("a") as file:
+        file.write(f"{kind} {name} {digest(tree)}\n")
+
+
+def compare_hashes(folder: pathlib.Path) -> tuple[int, list[str]]:
+    """Returns how often weights were received, and the versions whose received bits were never published."""
+    files = [file.read_text().splitlines() for file in folder.iterdir()]
+    lines = [line.split() for file in files for line in file]
+    # A process that was killed may leave an unfinished line.
+    full = [line for line in lines if len(line) == 3 and len(line[2]) == 32]
+    published = {(name, found) for kind, name, found in full if kind == PUBLISHED}
+    received = [(name, found) for kind, name, found in full if kind == RECEIVED]
+    return len(received), [name for name, found in received if (name, found) not in published]
+
+
+class HashingProcess(RolloutProcess):
+    """A rollout worker's process that notes the weights it receives."""
+
+    def receive(self, weights_version: WeightsVersion) -> None:
+        """See `RolloutProcess`."""
+        super().receive(weights_version)
+        weights = self._executor.weights.get(weights_version)
+        if weights is not None:
+            note(RECEIVED, weights_version, weights.tuned)
+
+
+class HashingTrainingProcess(HashingProcess, TrainingProcess):
+    """The same for a training worker, which also notes the weights that it trains."""
+
+    def take_trained(self, weights_version: WeightsVersion) -> None:
+        """See `TrainingProcess`."""
+        super().take_trained(weights_version)
+        if not weights_version.update:
+            note(RECEIVED, weights_version, self._training.published(weights_version))
+
+
+def note_weights() -> None:
+    """Makes this process, the trainer's, note what it publishes, and its workers what they receive."""
+    from digen_jax.distributed.workers import RemoteWorkers
+    from digen_jax.parallel.system import cast
+    from digen_jax.runtime.link import Versions
+
+    add = Versions.add
+
+    def added(
+        self: Versions, weights_version: WeightsVersion, tree: Any, own: str | None = None
+    ) -> None:
+        # First, since a worker may receive it at once.
+        note(PUBLISHED, weights_version, tree if self._dtype is None else cast(tree, self._dtype))
+        add(self, weights_version, tree, own)
+
+    Versions.add = added
+    kinds = dict(kind=HashingProcess, training_kind=HashingTrainingProcess)
+    RemoteWorkers.__init__ = partialmethod(RemoteWorkers.__init__, **kinds)
+
+
+if __name__ == "__main__":
+    sys.path[0] = str(pathlib.Path(__file__).parents[1])  # instead of this file's folder
+    from benchmarks import kills_train  # as the workers' processes import it
+
+    if PART in os.environ:
+        kills_train.note_weights()
+    run_main(runpy.run_path(shipped("launch/train.py"))["main"])

@@ -1,0 +1,160 @@
+"""Ray on one machine: commands to rollout workers, weights of different sizes, starts, and Ray's own processes."""
+
+import dataclasses
+import functools
+import itertools
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import load
+from benchmarks.waiting_workers import Emulation, WaitingProcess
+from benchmarks.waits import Waits
+from digen_jax.distributed.engine import LOCAL, RayEngine, Resources, surroundings
+from digen_jax.distributed.transfer import TrainerLink
+from digen_jax.distributed.workers import WorkerProxy
+from digen_jax.errors import check_positive
+from digen_jax.planning.tables import aligned
+from digen_jax.scheduling.commands import Chunk, WeightsVersion
+from digen_jax.scheduling.settings import Costs, Settings
+from digen_jax.scheduling.simulator import WorkerLayout
+
+WORKERS = 2
+LONGEST = 120.0  # seconds for a worker to start
+CALLERS = 16  # threads that send commands at the same time
+ARRAYS = 20  # of the weights, in float32
+VERSIONS = 3  # of each size, whose median counts
+SETTLING = 5.0  # seconds before idle processes are measured
+_versions = itertools.count()
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """The result.
+
+    Attributes:
+      command_milliseconds: median of a command that does nothing and its answer.
+      commands_per_second: to all workers, from `CALLERS` threads.
+      weights_seconds: by megabytes, until all workers have received a weights version.
+      ray_seconds: start of Ray.
+      actor_seconds: start of an actor until it answers.
+      idle_mebibytes: memory of Ray's own processes; shared pages count once.
+      idle_share: the share of a core that they use while the workers are idle.
+    """
+
+    command_milliseconds: float
+    commands_per_second: float
+    weights_seconds: dict[int, float]
+    ray_seconds: float
+    actor_seconds: float
+    idle_mebibytes: float
+    idle_share: float
+
+    def rows(self) -> list[tuple[str, float, str, str]]:
+        """What was measured, its value and unit, and the requirement; "" where there is none."""
+        return [
+            ("command", self.command_milliseconds, "ms", "<= 3"),
+            ("commands", self.commands_per_second, "/s", ">= 1000"),
+            *((f"weights, {size} MB", s, "s", "") for size, s in self.weights_seconds.items()),
+            ("start of Ray", self.ray_seconds, "s", ""),
+            ("start of an actor", self.actor_seconds, "s", ""),
+            ("Ray's memory", self.idle_mebibytes, "MiB", "<= 500"),
+            ("Ray's CPU", 100 * self.idle_share, "% of a core", "<= 5"),
+        ]
+
+    def describe(self) -> str:
+        """The rows as a table."""
+        head = ["", "measured", "required", "unit"]
+        rows = [[name, f"{value:.4g}", least, unit] for name, value, unit, least in self.rows()]
+        return aligned([head, *rows])
+
+
+def measure(commands: int, megabytes: Sequence[int], idle: float) -> Found:
+    """Measures all.
+
+    Args:
+      commands: one after the other for their median, and again from several threads for their rate.
+      megabytes: of the weights.
+      idle: seconds for which idle processes are measured.
+
+    Raises:
+      ConfigError: names the option to change, or Ray is not installed.
+    """
+    check_positive("--commands", commands)
+    check_positive("--idle_seconds", idle)
+    for size in megabytes:
+        check_positive("--megabytes", size)
+    begin = time.perf_counter()
+    with closing(RayEngine(LOCAL, show=False, cpus=WORKERS)) as engine:
+        ray_seconds = time.perf_counter() - begin
+        link = TrainerLink(engine)
+        seconds, workers = zip(*(_start(engine, link, n) for n in range(WORKERS)), strict=True)
+        memory, share = _idle(workers, idle)
+        calls = [functools.partial(_command, workers[0], number) for number in range(commands)]
+        milliseconds = 1000 * statistics.median(map(_seconds, calls))
+        with ThreadPoolExecutor(CALLERS) as pool:
+            sent = itertools.cycle(workers), range(commands)
+            rate = commands / _seconds(lambda: list(pool.map(_command, *sent)))
+            weights = {
+                size: statistics.median(
+                    _transfer(link, workers, pool, size) for _ in range(VERSIONS)
+                )
+                for size in megabytes
+            }
+    return Found(milliseconds, rate, weights, ray_seconds, seconds[0], memory, share)
+
+
+def _start(engine: RayEngine, link: TrainerLink, number: int) -> tuple[float, WorkerProxy]:
+    """A worker, and the seconds until its actor has answered for the first time."""
+    name, begin = f"rollout {number}", time.perf_counter()
+    _, *folders = surroundings()
+    given = name, {"JAX_PLATFORMS": "cpu"}, *folders
+    actors = engine.start(WaitingProcess, [given], Resources())
+    engine.call(actors[0], "ping", group="ping").result(LONGEST)
+    seconds = time.perf_counter() - begin
+    nothing = Waits(Costs(0.0, 0.0), Settings(1, 1, 1, 1))
+    emulation = Emulation((WorkerLayout(),) * (1 + WORKERS), nothing)
+    opened = engine.call(actors[0], "open", emulation, 0, group="work").result(LONGEST)
+    return seconds, WorkerProxy(name, opened, actors, engine, link)
+
+
+def _idle(workers: Sequence[WorkerProxy], seconds: float) -> tuple[float, float]:
+    """The memory of Ray's own processes in MiB, and the share of a core that they use in so many seconds."""
+    time.sleep(SETTLING)
+    own = load.descendants(os.getpid()) - {worker.opened.pid for worker in workers}
+    before = sum(map(load.used, own))
+    time.sleep(seconds)
+    share = (sum(map(load.used, own)) - before) / seconds
+    return sum(map(load.memory, own)) / 2**20, share
+
+
+def _command(worker: WorkerProxy, number: int) -> None:
+    """A command that takes no time on the worker."""
+    worker.generate(Chunk(0, number), WeightsVersion(0))
+
+
+def _transfer(
+    link: TrainerLink, workers: Sequence[WorkerProxy], pool: ThreadPoolExecutor, size: int
+) -> float:
+    """Seconds until all workers have received a new version of so many megabytes."""
+    version = WeightsVersion(next(_versions))
+    arrays = {str(n): jnp.ones(size * 10**6 // ARRAYS // 4) for n in range(ARRAYS)}
+    link.offer(version, jax.block_until_ready(arrays))
+    try:
+        return _seconds(lambda: list(pool.map(lambda one: one.receive(version), workers)))
+    finally:
+        link.withdraw(version)
+        for worker in workers:
+            worker.drop_weights(version)
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin

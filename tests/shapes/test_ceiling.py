@@ -1,0 +1,59 @@
+import functools
+
+import jax
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderKL
+
+from digen_jax.models.sd3.family import StableDiffusion3
+from examples.shapes import ceiling
+from examples.shapes.captions import heldout_records
+from examples.shapes.reward import shapes_geneval
+from tests.pipelines import ROOT
+
+COUNT = 180
+FOLDER = ROOT / "assets" / "shapes-sd3"
+
+
+@functools.cache
+def shapes_model():
+    family = StableDiffusion3.from_folder(FOLDER)
+    return family, family.read(FOLDER, "vae")
+
+
+@pytest.fixture(scope="module")
+def found():
+    """Of the first third of the prompts, all tasks equally often."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ceiling, "heldout_records", lambda: heldout_records()[:COUNT])
+        return ceiling.ceiling(*shapes_model(), 32)
+
+
+def test_the_reward_survives_the_embedded_autoencoder(found):
+    rendered, passed = found
+    assert len(rendered.scores) == COUNT
+    assert rendered.scores.mean() >= 0.99
+    assert passed.scores.mean() >= 0.95, passed.metrics()
+
+
+def test_what_is_rejected_stays_rejected(found):
+    # Each picture with the next prompt of its task; six tasks take turns.
+    records = found[0].records[6:] + found[0].records[:6]
+    prompts = [record["prompt"] for record in records]
+    before, after = (
+        shapes_geneval(evaluation.clips[:, 0], prompts, records) for evaluation in found
+    )
+    assert (before == 0).sum() > 0.75 * COUNT
+    assert (before == after).mean() >= 0.99
+
+
+def test_the_round_trip_is_diffusers(found):
+    images = found[0].clips[:6, 0] / np.float32(255)
+    with jax.default_matmul_precision("highest"):
+        ours = ceiling.round_trip(*shapes_model(), images)
+    oracle = AutoencoderKL.from_pretrained(FOLDER, subfolder="vae")
+    with torch.no_grad():
+        latents = oracle.encode(torch.from_numpy(images).permute(0, 3, 1, 2) * 2 - 1)
+        wanted = oracle.decode(latents.latent_dist.mean).sample.permute(0, 2, 3, 1)
+    np.testing.assert_allclose(ours, (wanted / 2 + 0.5).clip(0, 1), atol=1e-4)

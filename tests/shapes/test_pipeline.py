@@ -1,0 +1,194 @@
+"""Pretraining of a tiny model by the script, read by diffusers."""
+
+import functools
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from diffusers import StableDiffusion3Pipeline
+
+from digen_jax.errors import ConfigError
+from examples.shapes import stages
+from examples.shapes.pipeline import pretrain
+from examples.shapes.pool import Pool, cached_pool
+from examples.shapes.settings import read_settings
+from tests.cases import said
+from tests.metrics import metrics
+from tests.pipelines import ROOT, environment
+from tests.shapes.tiny_config import get_config
+
+pytestmark = pytest.mark.slow
+
+PARTS = ("transformer", "vae", "text_encoder", "text_encoder_2")
+
+
+def launch(base: pathlib.Path) -> subprocess.CompletedProcess:
+    """The script, with its folders "workdir" and "output" in `base`."""
+    command = ["launch/pretrain.py", "--config=tests/shapes/tiny_config.py"]
+    return subprocess.run(
+        [sys.executable, *command, f"--workdir={base / 'workdir'}", f"--output={base / 'output'}"],
+        cwd=ROOT,
+        env=environment(1, PYTHONPATH=str(ROOT)),
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> pathlib.Path:
+    """A folder with "workdir" and the pipeline "output"."""
+    base = tmp_path_factory.mktemp("pretraining")
+    done = launch(base)
+    assert done.returncode == 0, done.stderr
+    return base
+
+
+def test_a_workdir_of_other_settings_is_refused(trained, tmp_path):
+    other = get_config()
+    other.transformer.batch = 8
+    with pytest.raises(ConfigError, match=r"config\.transformer\.batch: 16 -> 8"):
+        pretrain(read_settings(other), trained / "workdir", tmp_path / "output")
+
+
+@pytest.fixture(scope="module")
+def oracle(trained) -> StableDiffusion3Pipeline:
+    pipe = StableDiffusion3Pipeline.from_pretrained(
+        trained / "output", text_encoder_3=None, tokenizer_3=None
+    )
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+@functools.cache
+def ours(folder: pathlib.Path):
+    """The family and all its parameters, read from the folder."""
+    from digen_jax.models.sd3.family import StableDiffusion3
+
+    family = StableDiffusion3.from_folder(folder)
+    return family, {part: family.read(folder, part) for part in PARTS}
+
+
+def the_pool(trained: pathlib.Path) -> Pool:
+    config = get_config()
+    return cached_pool(
+        trained / "workdir" / "pool.npz", config.images, config.image_size, config.seed
+    )
+
+
+def history(workdir: pathlib.Path, stage: str) -> list[dict]:
+    return metrics(workdir / stage)
+
+
+def test_both_stages_learn(trained):
+    for stage, name, share in (("autoencoder", "mse", 0.6), ("transformer", "loss", 0.9)):
+        lines = history(trained / "workdir", stage)
+        assert [line["step"] for line in lines] == list(range(2, 26, 2))
+        values = [line[name] for line in lines]
+        assert np.mean(values[-5:]) < share * np.mean(values[:5]), (stage, values)
+
+
+def test_diffusers_runs_what_is_written(oracle):
+    images = oracle(
+        ["a photo of a red circle"] * 2,
+        num_inference_steps=2,
+        height=32,
+        width=32,
+        output_type="np",
+        generator=torch.manual_seed(0),
+    ).images
+    assert images.shape == (2, 32, 32, 3) and np.isfinite(images).all()
+    assert images.std() > 0.01
+
+
+def test_latents_have_mean_zero_and_variance_one(trained, oracle):
+    images = torch.from_numpy(the_pool(trained).images.astype(np.float32) / 127.5 - 1)
+    with torch.no_grad():
+        latents = oracle.vae.encode(images.permute(0, 3, 1, 2)).latent_dist.mean
+    config = oracle.vae.config
+    scaled = (latents - config.shift_factor) * config.scaling_factor
+    assert abs(float(scaled.mean())) < 1e-4
+    assert float(scaled.std()) == pytest.approx(1, abs=1e-3)
+    assert abs(float(latents.mean())) > 1e-3  # tests the shift, too
+    ours_scaled = stages.scaled(
+        ours(trained / "output")[0], np.asarray(latents.permute(0, 2, 3, 1))
+    )
+    np.testing.assert_allclose(ours_scaled, scaled.permute(0, 2, 3, 1), atol=1e-4)
+
+
+def test_autoencoder_loss_is_diffusers(trained, oracle):
+    family, params = ours(trained / "output")
+    images = the_pool(trained).images[:4].astype(np.float32) / 127.5 - 1
+    key = jax.random.key(5)
+    with jax.default_matmul_precision("highest"):
+        loss, parts = stages.autoencoder_loss(family, 0.3, params["vae"], jnp.asarray(images), key)
+
+    wanted = torch.from_numpy(images).permute(0, 3, 1, 2)
+    noise = np.asarray(jax.random.normal(key, (4, 8, 8, 4))).transpose(0, 3, 1, 2)
+    with torch.no_grad():
+        posterior = oracle.vae.encode(wanted).latent_dist
+        latents = posterior.mean + posterior.std * torch.from_numpy(noise.copy())
+        error = oracle.vae.decode(latents).sample - wanted
+        mse, mae = (error**2).mean(), error.abs().mean()
+        kl = posterior.kl().mean() / posterior.mean[0].numel()  # diffusers sums over a latent
+        expected = mse + 0.5 * mae + 0.3 * kl
+    for name, value in {"mse": mse, "mae": mae, "kl": kl}.items():
+        assert float(parts[name]) == pytest.approx(float(value), rel=1e-4), name
+    assert float(loss) == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_flow_matching_loss_is_diffusers(trained, oracle):
+    family, params = ours(trained / "output")
+    prompts = ["a photo of a red circle", "", "two blue stars"]
+    latents = np.random.default_rng(0).normal(size=(3, 8, 8, 4)).astype(np.float32)
+    batch = jax.tree.map(jnp.asarray, (latents, family.tokenize(said(*prompts))))
+    key = jax.random.key(5)
+    with jax.default_matmul_precision("highest"):
+        found, _ = stages.flow_matching_loss(family, params, batch, key)
+
+    noise_key, sigma_key = jax.random.split(key)
+    draw = functools.partial(np.array, copy=True)
+    noise = torch.from_numpy(draw(jax.random.normal(noise_key, latents.shape)))
+    logit = torch.from_numpy(draw(jax.random.normal(sigma_key, (3,))))
+    sigma = torch.sigmoid(logit)
+    s, x0 = sigma[:, None, None, None], torch.from_numpy(latents)
+    with torch.no_grad():
+        context, _, pooled, _ = oracle.encode_prompt(
+            prompts, prompts, prompts, do_classifier_free_guidance=False
+        )
+        v = oracle.transformer(
+            ((1 - s) * x0 + s * noise).permute(0, 3, 1, 2), context, pooled, sigma * 1000
+        ).sample.permute(0, 2, 3, 1)
+    expected = ((v - (noise - x0)) ** 2).mean()
+    assert float(found) == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_captions_are_dropped_by_chance_and_rows_are_drawn_by_the_step(trained, monkeypatch):
+    family, params = ours(trained / "output")
+    pool, config = the_pool(trained), get_config()
+    config.transformer.batch, config.transformer.caption_dropout = 2000, 0.25
+    seen = []
+    monkeypatch.setattr(
+        stages, "fit", lambda params, loss, batch, *_: seen.append((params, batch)) or params
+    )
+    latents = np.arange(len(pool.images), dtype=np.float32)[:, None, None, None]
+    stages.train_transformer(
+        family, params, latents, pool, read_settings(config), trained / "unused"
+    )
+    ((tuned, batch),) = seen
+    assert sorted(tuned) == ["text_encoder", "text_encoder_2", "transformer"]
+    rows, ids = batch(7)
+    empty, given = family.tokenize_null([]), family.tokenize(said(*pool.captions))
+    assert ids.third is None  # there is no T5
+    for part, none, all_ids in zip(*map(jax.tree.leaves, (ids, empty, given)), strict=True):
+        dropped = (part == none).all(1)
+        assert 0.2 < dropped.mean() < 0.3
+        np.testing.assert_array_equal(part[~dropped], all_ids[rows[~dropped, 0, 0, 0].astype(int)])
+    again, other = batch(7), batch(8)
+    jax.tree.map(np.testing.assert_array_equal, (rows, ids), again)
+    assert (other[0] != rows).any()
