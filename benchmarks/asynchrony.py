@@ -140,7 +140,7 @@ def check(recipe: TrainConfig, seeds: int) -> None:
       ConfigError: says what to change.
     """
     check_seeds(seeds)
-    if recipe.placement.sizes == AUTO:
+    if recipe.placement.mode == AUTO:
         raise ConfigError(
             "config.placement = 'auto' may choose no rollout worker at all: set one for this comparison"
         )

@@ -33,10 +33,10 @@ batch.groups=2 batch.images=4 sampler.chunk=2 sampler.steps=4
 rewards=('{kills_train.__name__}:brightness',) reward_pool.processes=1
 trainer.micro_batch=2 trainer.learning_rate=0.03 trainer.decay=0 trainer.eps=1.0 trainer.clip_norm=1e3
 placement.trainer.samples=True runtime.max_policy_lag=0 checkpoint.every=1 checkpoint.keep=2
-evaluation.images=4 evaluation.batch=4 evaluation.every={ENDLESS} pictures.images=2 pictures.every={ENDLESS}
+evaluation.images=4 evaluation.batch=4 evaluation.every={ENDLESS} images.count=2 images.every={ENDLESS}
 """
 PLACED = f"""
-placement.sizes=given placement.rollout.data=1 placement.rollout.fsdp=1 placement.rollout.workers={ROLLOUT_WORKERS}
+placement.mode=given placement.rollout.data=1 placement.rollout.fsdp=1 placement.rollout.workers={ROLLOUT_WORKERS}
 placement.trainer.data=1 placement.trainer.fsdp=1 placement.trainer.workers={TRAINING_WORKERS}
 """
 WITHOUT_WORKERS = "placement.rollout.data=0 placement.trainer.workers=1 placement.cpu_devices=1"

@@ -80,7 +80,7 @@ def _check_eager(recipe: TrainConfig) -> None:
         ("algorithm.kl_coefficient", algorithm.kl_coefficient, 0),
         ("algorithm.old_log_probs", algorithm.old_log_probs, "rollout"),
         ("advantages.best_and_worst", recipe.advantages.best_and_worst, 0),
-        ("sampler.window.fraction", recipe.sampler.window.fraction, 1),
+        ("sampler.window.timestep_fraction", recipe.sampler.window.timestep_fraction, 1),
         ("trainer.updates", recipe.trainer.updates, 1),
         ("model.max_sequence_length", recipe.model.max_sequence_length, 0),
         ("placement.rollout.workers", recipe.placement.rollout.workers, 1),

@@ -65,7 +65,7 @@ that sampled, autoencoder, trajectories, prompts, without the programs' temporar
 not fit. The text encoder, 10.9 or 5.8 whole, is there before, while it encodes the prompts.
 
 Not measured: no recipe here was run on such GPUs. An encoded prompt takes 7.9 MB of disk for a 4B model and 12.6 MB for
-a 9B one, 512 x 7680 or 512 x 12288 bfloat16 numbers (prompts.store_limit).
+a 9B one, 512 x 7680 or 512 x 12288 bfloat16 numbers (prompts.cache_limit).
 """
 
 from ml_collections import ConfigDict
@@ -128,7 +128,7 @@ def base(n: int) -> ConfigDict:
     c.steps = 3000  # the source runs until it is stopped
     c.model = ConfigDict(dict(height=384, width=384, remat="blocks"))
     c.precision = ConfigDict(dict(arithmetic="bfloat16", frozen="bfloat16"))
-    c.prompts = ConfigDict(dict(file="", store_limit=250.0))
+    c.prompts = ConfigDict(dict(file="", cache_limit=250.0))
     c.rewards = ()
     c.batch = ConfigDict(dict(groups=48, images=16))
     c.sampler = ConfigDict(dict(kind="flow", chunk=n))
@@ -149,7 +149,7 @@ def base(n: int) -> ConfigDict:
     # Sampling and training take turns on the same devices, so no device waits for another.
     c.placement = ConfigDict(dict(rollout=dict(data=0, fsdp=1), trainer=dict(data=1, fsdp=1)))
     c.evaluation = ConfigDict(dict(prompts="", every=20, height=1024, width=1024, batch=n))
-    c.pictures = ConfigDict(dict(every=20, images=12))
+    c.images = ConfigDict(dict(every=20, count=12))
     c.checkpoint = ConfigDict(dict(every=20, keep=2))
     return c
 

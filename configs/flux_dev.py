@@ -82,7 +82,7 @@ that sampled, autoencoder, trajectories, prompts, without the programs' temporar
 dance_ema 33.7, dance_lora 25.4. The text encoders are there before, while they encode the prompts. So `dance` needs
 about 8 GPUs; a LoRA's recipe has the same on one GPU but for the trajectories, 8 times 0.35 or 0.25. Not measured: no
 recipe here was run on such a GPU. An encoded prompt takes 4.2 MB of disk, 512 x 4096 bfloat16 numbers
-(prompts.store_limit).
+(prompts.cache_limit).
 """
 
 from ml_collections import ConfigDict
@@ -130,7 +130,7 @@ def dance(n: int) -> dict:
             kind="dance",
             noise_level=0.3,
             steps=16,
-            window=dict(length=15, fraction=0.6),
+            window=dict(length=15, timestep_fraction=0.6),
             shared_noise=True,
             chunk=n,
         ),
@@ -186,7 +186,7 @@ def base() -> ConfigDict:
     c.steps = 3000  # the sources of Flow-GRPO run until they are stopped
     c.model = ConfigDict(dict(folder="black-forest-labs/FLUX.1-dev", remat="blocks"))
     c.precision = ConfigDict(dict(arithmetic="bfloat16", frozen="bfloat16"))
-    c.prompts = ConfigDict(dict(file="", store_limit=250.0))
+    c.prompts = ConfigDict(dict(file="", cache_limit=250.0))
     c.rewards = ()
     c.sampler = ConfigDict(dict(guidance=3.5))
     c.algorithm = ConfigDict(dict(adv_clip=5.0))
@@ -194,7 +194,7 @@ def base() -> ConfigDict:
     # Sampling and training take turns on the same devices, so no device waits for another.
     c.placement = ConfigDict(dict(rollout=dict(data=0, fsdp=1), trainer=dict(data=1, fsdp=1)))
     c.evaluation = ConfigDict(dict(prompts="", guidance=3.5))
-    c.pictures = ConfigDict(dict(every=20, images=12))
+    c.images = ConfigDict(dict(every=20, count=12))
     c.checkpoint = ConfigDict(dict(keep=2))
     return c
 

@@ -83,7 +83,7 @@ def get_config(argument: str = "8") -> ConfigDict:
         )
     )
     c.precision = ConfigDict(dict(arithmetic="bfloat16", frozen="bfloat16"))
-    c.prompts = ConfigDict(dict(file="", store_limit=250.0))
+    c.prompts = ConfigDict(dict(file="", cache_limit=250.0))
     c.rewards = ()
     c.batch = ConfigDict(dict(groups=48, images=21))
     c.sampler = ConfigDict(
@@ -116,6 +116,6 @@ def get_config(argument: str = "8") -> ConfigDict:
     # Sampling and training take turns on the same devices, so no device waits for another.
     c.placement = ConfigDict(dict(rollout=dict(data=0, fsdp=1), trainer=dict(data=n, fsdp=1)))
     c.evaluation = ConfigDict(dict(prompts="", every=30, steps=28, guidance=2.5, batch=2 * n))
-    c.pictures = ConfigDict(dict(every=20, images=12))
+    c.images = ConfigDict(dict(every=20, count=12))
     c.checkpoint = ConfigDict(dict(every=30, keep=2))
     return complete(c)  # so that every field can be given on the command line

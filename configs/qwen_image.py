@@ -54,7 +54,7 @@ Needed on H100s, as compiled (docs/performance.md; nothing has run): at most 26 
 
 Memory of each of 4 GPUs by the accounting of launch/plan.py, without the programs' temporary memory: 11.7 GiB. The text
 encoder is there before, while it encodes the prompts. Not measured: the recipe was not run on such a GPU. An encoded
-prompt takes at most 1.8 MB of disk, 256 x 3584 bfloat16 numbers (prompts.store_limit).
+prompt takes at most 1.8 MB of disk, 256 x 3584 bfloat16 numbers (prompts.cache_limit).
 """
 
 from ml_collections import ConfigDict
@@ -113,7 +113,7 @@ def base() -> ConfigDict:
     # Sampling and training take turns on the same devices, so no device waits for another.
     c.placement = ConfigDict(dict(rollout=dict(data=0, fsdp=1), trainer=dict(data=1, fsdp=1)))
     c.evaluation = ConfigDict(dict(prompts="", guidance=4.0))
-    c.pictures = ConfigDict(dict(every=30, images=12))
+    c.images = ConfigDict(dict(every=30, count=12))
     c.checkpoint = ConfigDict(dict(keep=2))
     return c
 

@@ -163,7 +163,7 @@ def base(n: int) -> ConfigDict:
         )
     )
     c.precision = ConfigDict(dict(arithmetic="float32"))
-    c.prompts = ConfigDict(dict(file="", store_limit=200.0))
+    c.prompts = ConfigDict(dict(file="", cache_limit=200.0))
     c.rewards = ()
     c.batch = ConfigDict(dict(groups=48, images=24))
     c.sampler = ConfigDict(dict(steps=10, chunk=n * each))
@@ -196,7 +196,7 @@ def base(n: int) -> ConfigDict:
             images=280 if n == 1 else 0,
         )
     )
-    c.pictures = ConfigDict(dict(every=20, images=12))
+    c.images = ConfigDict(dict(every=20, count=12))
     c.checkpoint = ConfigDict(dict(every=60, keep=2))
     return c
 

@@ -83,7 +83,7 @@ ALGORITHMS = {
     "flow_capped": dict(sampler=dict(kind="flow_capped", noise_level=0.7), algorithm=CLIP),
     "dance_grpo": dict(
         sampler=dict(kind="dance", noise_level=1.4, shared_noise=True)
-        | dict(window=dict(length=3, fraction=0.67)),
+        | dict(window=dict(length=3, timestep_fraction=0.67)),
         advantages=dict(best_and_worst=5),
         trainer=dict(micro_batch=60),
         algorithm=CLIP,
@@ -131,7 +131,7 @@ def base() -> ConfigDict:
     c.trainer = ConfigDict(dict(micro_batch=72, updates=2, learning_rate=1.5e-4, ema=0.9))
     c.placement = ConfigDict(dict(rollout=dict(data=0), trainer=dict(data=1), cpu_devices=2))
     c.evaluation = ConfigDict(dict(prompts="assets/prompts/shapes_heldout.jsonl", every=16))
-    c.pictures = ConfigDict(dict(every=32, images=12))
+    c.images = ConfigDict(dict(every=32, count=12))
     c.checkpoint = ConfigDict(dict(every=16, keep=1))
     return c
 

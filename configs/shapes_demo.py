@@ -77,13 +77,13 @@ def get_config() -> ConfigDict:
     c.trainer = ConfigDict(dict(micro_batch=36, learning_rate=3e-4, ema=0.95, decay=240))
     c.placement = ConfigDict(
         dict(
-            sizes="fitted",
+            mode="fitted",
             rollout=dict(data=1, fsdp=1),
             trainer=dict(data=1, fsdp=1),
             cpu_devices=2,  # where there is no accelerator
         )
     )
     c.evaluation = ConfigDict(dict(prompts="assets/prompts/shapes_heldout.jsonl", every=60))
-    c.pictures = ConfigDict(dict(every=60, images=12))
+    c.images = ConfigDict(dict(every=60, count=12))
     c.checkpoint = ConfigDict(dict(every=20))
     return complete(c)  # so that every field can be given on the command line

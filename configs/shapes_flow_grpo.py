@@ -43,7 +43,7 @@ def get_config(length: str = "short") -> ConfigDict:
     c.trainer = ConfigDict(dict(micro_batch=144, learning_rate=rate, ema=ema))
     c.placement = ConfigDict(
         dict(
-            sizes="fitted",
+            mode="fitted",
             rollout=dict(data=4, fsdp=1),
             trainer=dict(data=2, fsdp=2),
             rules=((".*", "fsdp"),),
@@ -52,6 +52,6 @@ def get_config(length: str = "short") -> ConfigDict:
     c.evaluation = ConfigDict(
         dict(prompts="assets/prompts/shapes_heldout.jsonl", every=60 if length == "short" else 50)
     )
-    c.pictures = ConfigDict(dict(every=60, images=12))
+    c.images = ConfigDict(dict(every=60, count=12))
     c.checkpoint = ConfigDict(dict(every=30))
     return complete(c)  # so that every field can be given on the command line

@@ -55,7 +55,7 @@ Memory of each of 8 GPUs by the accounting of launch/plan.py, in GiB: weights, g
 that sampled, autoencoder, trajectories, prompts, without the programs' temporary memory: 15.3, of which 11.5 are the
 frozen transformer. The text encoder, 7.3, is there before, while it encodes the prompts. One GPU has the same, and 0.3
 more trajectories. Not measured: the recipe was not run on such a GPU. An encoded prompt takes up to 2.6 MB of disk, 512
-x 2560 bfloat16 numbers (prompts.store_limit).
+x 2560 bfloat16 numbers (prompts.cache_limit).
 """
 
 from ml_collections import ConfigDict
@@ -108,7 +108,7 @@ def recipe(n: int) -> dict:
         # Sampling and training take turns on the same devices, so no device waits for another.
         placement=dict(rollout=dict(data=0, fsdp=1), trainer=dict(data=n, fsdp=1)),
         evaluation=dict(prompts="", every=40, steps=10, guidance=1.0, batch=4 * n),
-        pictures=dict(every=20, images=12),
+        images=dict(every=20, count=12),
         checkpoint=dict(every=40, keep=2),
     )
 

@@ -197,10 +197,10 @@ def open_parts(
     with blame("config.model.folder: "):
         check_parts(family, folder, [p for p in family.shapes() if has_weights(folder / p)])
     start = None
-    if recipe.lora.start:
-        with blame("config.lora.start: "):
+    if recipe.lora.path:
+        with blame("config.lora.path: "):
             lora, shapes = make_policy(recipe, family).lora, trained_of(family, family.shapes())
-            start = read_start(recipe.lora.start, lora, shapes, family.lists)
+            start = read_start(recipe.lora.path, lora, shapes, family.lists)
     return Parts(folder, family, placement, start)
 
 

@@ -38,7 +38,7 @@ def make_policy(recipe: TrainConfig, family: Family) -> Policy:
     if recipe.lora.rank:
         targets = recipe.lora.targets or family.lora_targets
         lora = dataclasses.replace(recipe.lora, targets=targets)
-    return Policy(family, sampler.guidance, lora, true_guidance=sampler.true_guidance)
+    return Policy(family, sampler.guidance, lora, true_cfg_scale=sampler.true_cfg_scale)
 
 
 def trained_policy(policy: Policy, algorithm: Algorithm) -> Policy:
@@ -54,7 +54,7 @@ def evaluation_policy(
 ) -> Policy:
     """The policy at the guidance of evaluations."""
     own = recipe.evaluation
-    return Policy(family, own.guidance, lora, true_guidance=own.true_guidance)
+    return Policy(family, own.guidance, lora, true_cfg_scale=own.true_cfg_scale)
 
 
 def reads_null(recipe: TrainConfig, family: Family) -> bool:
@@ -84,7 +84,7 @@ def check_negative(given: str, policies: Sequence[Policy], prefix: str) -> None:
             f"{given}, but this model's guidance is {kind!r}, without a second pass that would read it: leave it out, "
             "or choose another model"
         )
-    name = prefix + ("true_guidance" if kind == "both" else "guidance")
+    name = prefix + ("true_cfg_scale" if kind == "both" else "guidance")
     raise ConfigError(
         f"{given}, but {name} is not above 1, so that there is no second pass that would read it: set {name} to a "
         "number above 1, or leave the negative prompt out"
@@ -159,7 +159,7 @@ def attention_kernels(recipe: TrainConfig, family: Family, placement: Placement)
     """
     precision, heads = recipe.precision, family.heads
     dtypes = {
-        "sampling": (placement.rollout, precision.published or precision.arithmetic),
+        "sampling": (placement.rollout, precision.rollout or precision.arithmetic),
         "training": (placement.trainer, precision.arithmetic),
     }
     return {
@@ -180,7 +180,7 @@ def describe_computation(recipe: TrainConfig, family: Family, placement: Placeme
     devices = {device for group in groups for device in group.mesh.devices.flat}
     kinds = Counter(device.device_kind for device in devices)
     precision = recipe.precision
-    arithmetic = {"sampling": precision.published or precision.arithmetic}
+    arithmetic = {"sampling": precision.rollout or precision.arithmetic}
     if placement.trainer is not None:
         arithmetic["training"] = precision.arithmetic
     products = ""
@@ -242,7 +242,7 @@ def _check_guidance(recipe: TrainConfig, family: Family) -> None:
     """Whether the model has what the sampler, evaluation and training are guided by."""
     for name, section in (("sampler", recipe.sampler), ("evaluation", recipe.evaluation)):
         with blame(f"config.{name}."):
-            Policy(family, section.guidance, true_guidance=section.true_guidance)
+            Policy(family, section.guidance, true_cfg_scale=section.true_cfg_scale)
     with blame("config.algorithm."):
         trained_policy(Policy(family), recipe.algorithm)
 
@@ -270,7 +270,7 @@ def on_devices(recipe: TrainConfig, devices: int) -> TrainConfig:
       ConfigError: its meshes need more devices, or do not divide its batches.
     """
     recipe = recipe.fitted(devices)
-    if recipe.placement.sizes == AUTO:
+    if recipe.placement.mode == AUTO:
         batch = recipe.trainer.micro_batch
         most = max(n for n in range(1, devices + 1) if batch % n == 0)
         recipe = recipe.with_meshes(MeshSizes(RolloutAxes(data=0), TrainerAxes(data=most)))

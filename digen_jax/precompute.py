@@ -122,11 +122,11 @@ class Encoding:
         return rows + (2 + len(self.missing) // TOGETHER + rows // TOGETHER_BYTES) * OVERHEAD
 
     def _check_room(self, size: int) -> None:
-        check_output("config.prompts.store", self._place, folder=True)
-        limit, what = self.recipe.prompts.store_limit, f"{_prompts(self.missing)} to be encoded"
+        check_output("config.prompts.cache", self._place, folder=True)
+        limit, what = self.recipe.prompts.cache_limit, f"{_prompts(self.missing)} to be encoded"
         if excess := self.store.excess(size):
             raise ConfigError(
-                f"config.prompts.store_limit = {limit:g} GB is too small: {what}, "
+                f"config.prompts.cache_limit = {limit:g} GB is too small: {what}, "
                 f"{_shown(size)} in {self._place}: set it to {math.ceil(limit + excess / 1e9)} or more, delete what is "
                 f"not needed there, or set config.prompts.encoding to {EACH_STEP!r}"
             )
@@ -134,7 +134,7 @@ class Encoding:
         free = shutil.disk_usage(next(p for p in (place, *place.parents) if p.exists())).free
         if size > free:
             raise ConfigError(
-                f"config.prompts.store = {str(place)!r} has room for {_shown(free)}, and {what}, "
+                f"config.prompts.cache = {str(place)!r} has room for {_shown(free)}, and {what}, "
                 f"{_shown(size)}: make room, or name a folder on another disk"
             )
 
@@ -204,7 +204,7 @@ class Encoding:
 
     def _keep(self, rows: dict[str, Rows]) -> None:
         """Stores rows, unless another process has stored them in the same folder."""
-        with blame("config.prompts.store: "):
+        with blame("config.prompts.cache: "):
             if is_first():
                 self.store.add(rows)
             if not several():
@@ -237,7 +237,7 @@ def prepare(
     nulls = {null_prompt_key(family, record): record for record in own}
     wanted = nulls | {prompt_key(family, record): record for record in drawn}
     store = open_store(recipe, folder, family)
-    with blame("config.prompts.store: "):
+    with blame("config.prompts.cache: "):
         missing = store.missing(wanted)
     found = Encoding(
         recipe, folder, family, placement.rollout, store, wanted, frozenset(nulls), missing
@@ -275,7 +275,7 @@ def encode_all(recipe: TrainConfig) -> None:
     if found is None:
         raise ConfigError(
             f"config.prompts.encoding = {recipe.prompts.encoding!r} has this model's text encoders run in each step: "
-            "set it to 'ahead' here and in training"
+            "set it to 'precomputed' here and in training"
         )
     found.run()
 

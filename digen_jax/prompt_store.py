@@ -20,7 +20,7 @@ from digen_jax.parallel.system import shapes_in_dtype
 from digen_jax.process.job import CACHE
 from digen_jax.process.shutdown import Stopped
 
-AHEAD, EACH_STEP = "ahead", "each_step"
+AHEAD, EACH_STEP = "precomputed", "each_step"
 # Bytes of text encoders that "auto" does not keep on the sampling meshes. The two CLIPs of Stable Diffusion 3 take
 # 3.3 GB in float32; a T5-XXL takes 9.5 GB in bfloat16, a language model of 4 billion parameters 8 GB.
 LARGE = 4 * 10**9
@@ -48,7 +48,7 @@ def encoder_bytes(recipe: TrainConfig, family: Family) -> int:
 
 def store_folder(recipe: TrainConfig) -> pathlib.Path:
     """The folder of encoded prompts."""
-    given = recipe.prompts.store
+    given = recipe.prompts.cache
     return pathlib.Path(given) if given else CACHE.with_name("prompts")
 
 
@@ -59,9 +59,9 @@ def open_store(recipe: TrainConfig, folder: pathlib.Path, family: Family) -> Pro
       ConfigError: the text encoders' weights are not in the folder, and several of the models whose prompts are stored
         may be this one; or a part of the store is damaged.
     """
-    with blame("config.prompts.store: "):
+    with blame("config.prompts.cache: "):
         model = _description(recipe, folder, family)
-        limit = round(recipe.prompts.store_limit * 1e9)
+        limit = round(recipe.prompts.cache_limit * 1e9)
         return PromptStore(store_folder(recipe), model, limit)
 
 

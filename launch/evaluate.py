@@ -48,7 +48,7 @@ _GUIDANCE = flags.DEFINE_list(
     "guidance", [], "A number, or several with commas; default: the run's or the model's."
 )
 _TRUE_GUIDANCE = flags.DEFINE_float(
-    "true_guidance",
+    "true_cfg_scale",
     None,
     "Scale of a second pass of models that are given --guidance as a number; default: as for guidance.",
 )
@@ -134,7 +134,7 @@ def _check_options() -> None:
     """Refuses numbers out of range, and places that nothing can be written to."""
     _guidances()
     if _TRUE_GUIDANCE.value is not None:
-        check_range("--true_guidance", _TRUE_GUIDANCE.value, 0, 1000)
+        check_range("--true_cfg_scale", _TRUE_GUIDANCE.value, 0, 1000)
     check_positive("--batch", _BATCH.value)
     if _OUTPUT.value is not None:
         check_output("--output", _OUTPUT.value)
@@ -226,7 +226,7 @@ def _write(
         "steps": settings.steps,
         "height": settings.size.height,
         "width": settings.size.width,
-        "true_guidance": sampler.policy.true_guidance,
+        "true_cfg_scale": sampler.policy.true_cfg_scale,
         "guidance": {
             guidance: {task: score._asdict() for task, score in scores.items()}
             for guidance, scores in found.items()

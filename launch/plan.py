@@ -201,7 +201,7 @@ def _calibration(recipe: Any) -> Any:
     serial = {"trainer_serial": _TRAINER_SERIAL.value, "worker_serial": _WORKER_SERIAL.value}
     serial = {name: value for name, value in serial.items() if value is not None}
     if _MEASURE.value:
-        placed = place_alone if recipe.placement.sizes == AUTO else place_here
+        placed = place_alone if recipe.placement.mode == AUTO else place_here
         return measured_costs(placed(recipe), **serial, note=_note)
     path = pathlib.Path(_COSTS.value)
     if path.is_dir():

@@ -54,7 +54,7 @@ _GUIDANCE = flags.DEFINE_float(
     "guidance", None, "Guidance scale, 1 or less for none; default: as for steps."
 )
 _TRUE_GUIDANCE = flags.DEFINE_float(
-    "true_guidance",
+    "true_cfg_scale",
     None,
     "Scale of a second pass of models that are given --guidance as a number; default: as for steps.",
 )

@@ -211,7 +211,7 @@ def _flags(script: str) -> frozenset[str]:
 def _devices(recipe: TrainConfig) -> int:
     """The number of devices of a given placement; 8 where the placement is fitted or planned."""
     placement = recipe.placement
-    if placement.sizes != GIVEN:
+    if placement.mode != GIVEN:
         return 8
     return placement.rollout.devices * placement.rollout.workers + placement.trainer.devices
 

@@ -43,10 +43,10 @@ PRETRAIN = ("pretrain.py", "--config=configs/shapes_pretrain.py")
             "--negative_prompt='gr\\udcfcn' is not UTF-8 at character 3: write the prompt in that",
         ),
         (
-            (*SAMPLE, "--output=x", "--true_guidance=-2"),
-            "--true_guidance must be 0 or more, not -2.0",
+            (*SAMPLE, "--output=x", "--true_cfg_scale=-2"),
+            "--true_cfg_scale must be 0 or more, not -2.0",
         ),
-        ((*EVALUATE, "--true_guidance=nan"), "--true_guidance must be 0 or more, not nan"),
+        ((*EVALUATE, "--true_cfg_scale=nan"), "--true_cfg_scale must be 0 or more, not nan"),
         ((*EVALUATE, "--batch=-1"), "--batch must be above 0, not -1"),
         ((*SAMPLE, "--output=x", "--guidance=-2"), "--guidance must be 0 or more, not -2.0"),
         (

@@ -155,7 +155,7 @@ class Matching(Algorithm):
     The loss reads velocities v = v(null) + guidance (v(prompt) - v(null)) (arXiv 2207.12598); at guidance 1 or below
     it reads v(prompt) alone. This guidance may differ from the sampler's. One value holds for the trained policy, the
     behavior policy and the slow copy, another one for the reference. If the model takes guidance as an input, these
-    values are that input; if it also has a second pass, every velocity has the sampler's `true_guidance`.
+    values are that input; if it also has a second pass, every velocity has the sampler's `true_cfg_scale`.
 
     Policy gradients always replay with the sampler's guidance, also for the reference, because their ratio is to the
     sampled policy (yifan123/flow_grpo, scripts/train_sd3.py, 74db691, `train.cfg`). Both passes have a gradient, as

@@ -116,6 +116,6 @@ def check_ratio_spread(algorithm: Algorithm, sums: Mapping[str, Float[Array, ""]
         f"and {over:.1%} of them by more than {limit:.1e}, which is config.algorithm.spread_limit = "
         f"{algorithm.spread_limit:g} of their bound {bound:g}: set config.algorithm.old_log_probs, which is "
         f"{algorithm.old_log_probs!r}, to 'current' for one update a step of fresh samples or to 'recomputed' for "
-        "several, or config.precision.arithmetic and config.precision.published to 'float32', or raise "
+        "several, or config.precision.arithmetic and config.precision.rollout to 'float32', or raise "
         "config.algorithm.spread_limit"
     )

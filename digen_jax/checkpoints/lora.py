@@ -46,7 +46,7 @@ class LoraConfig:
     # how the first factor is drawn: PEFT's default, or "gaussian" with a standard deviation of 1 / rank
     init: Init = "kaiming"
     # a LoRA to continue, of the same rank, alpha and layers: a folder or file, or a hub id
-    start: str = ""
+    path: str = ""
 
     @property
     def scale(self) -> float:

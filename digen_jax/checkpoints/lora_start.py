@@ -1,4 +1,4 @@
-"""The initial LoRA of a run, `config.lora.start`: another run's, or a published one."""
+"""The initial LoRA of a run, `config.lora.path`: another run's, or a published one."""
 
 import pathlib
 from collections.abc import Mapping

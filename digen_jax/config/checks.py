@@ -36,7 +36,7 @@ SCHEDULED = {
     "chunk_images": "config.sampler.chunk",
     "updates": "config.trainer.updates",
     "max_candidates": "config.runtime.max_candidates",
-    "redundant_groups": "config.runtime.redundant_groups",
+    "oversampled_groups": "config.runtime.oversampled_groups",
 }
 
 
@@ -236,9 +236,9 @@ def _check_source(config: TrainConfig) -> None:
 
 
 def _check_lora_start(config: TrainConfig) -> None:
-    if config.lora.start and not config.lora.rank:
+    if config.lora.path and not config.lora.rank:
         raise ConfigError(
-            f"config.lora.start = {config.lora.start!r} is a LoRA to continue, but config.lora.rank = 0 tunes "
+            f"config.lora.path = {config.lora.path!r} is a LoRA to continue, but config.lora.rank = 0 tunes "
             "all weights: set config.lora.rank, config.lora.alpha and config.lora.targets to that LoRA's"
         )
 
@@ -273,7 +273,7 @@ def _check_sampler(config: TrainConfig) -> None:
         with blame("config.sampler.window."):
             sampler.window.check(sampler.steps)
             if transitions:
-                share_of_timesteps(config.noisy_steps, sampler.window.fraction)
+                share_of_timesteps(config.noisy_steps, sampler.window.timestep_fraction)
     if sampler.shared_noise and sampler.kind in WITHOUT_NOISE:
         raise ConfigError(
             "config.sampler.shared_noise = True makes all images of a group equal, as a sampler of "
@@ -435,10 +435,10 @@ def _check_incomplete_groups(config: TrainConfig) -> None:
             with blame("config.advantages."):
                 config.advantages.check_early_training()
         with one():
-            if runtime.ordered == "yes":
+            if runtime.deterministic_order == "yes":
                 raise ConfigError(
-                    f"{early} cannot go with config.runtime.ordered = 'yes', as the order of training depends on "
-                    "arrival: set that to 'auto', or config.runtime.max_incomplete_groups to 0"
+                    f"{early} cannot go with config.runtime.deterministic_order = 'yes', as the order of training "
+                    "depends on arrival: set that to 'auto', or config.runtime.max_incomplete_groups to 0"
                 )
 
 

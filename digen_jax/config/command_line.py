@@ -31,7 +31,7 @@ from digen_jax.process.terminal import keep_writable
 OVERRIDE = re.compile(r"--?(?:no)?(config(?:\.\w+(?:\[[^]=]*\])?)+)(?:=|$)")
 PATH = re.compile(r"(-[^=]*=|)([^:]*)(.*)", re.DOTALL)  # option, path, a config's own arguments
 # Groups of fields that may be given as one word, and the field that this word sets.
-IN_A_WORD = {"config.placement": "config.placement.sizes"}
+IN_A_WORD = {"config.placement": "config.placement.mode"}
 
 _OTHER_DEVICES = "install JAX for these devices, check their driver, or leave JAX_PLATFORMS out"
 # What a script runs; by name, where it has several.

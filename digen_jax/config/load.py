@@ -96,7 +96,7 @@ def complete(config: ConfigDict) -> ConfigDict:
       ConfigError: an unknown field or one of another algorithm, or a value of another type than the default's.
     """
     if isinstance(config.get("placement"), str):
-        config = replaced(config, placement=ConfigDict(dict(sizes=config.placement)))
+        config = replaced(config, placement=ConfigDict(dict(mode=config.placement)))
     if "rewards" in config:
         config = replaced(config, rewards=_reward_sections(config.rewards))
     name = _algorithm_name(config)

@@ -29,9 +29,9 @@ from digen_jax.ranges import (
 Side = Annotated[int, Range(1, LARGEST_SIDE)]  # in pixels
 OptionalSide = Annotated[int, Range(0, LARGEST_SIDE)]
 DType = Literal["float32", "bfloat16"]
-Sizes = Literal["given", "fitted", "auto"]  # see `PlacementSection.sizes`
-GIVEN, FITTED, AUTO = get_args(Sizes)
-Encoding = Literal["auto", "ahead", "each_step"]  # see `PromptsSection.encoding`
+Mode = Literal["given", "fitted", "auto"]  # see `PlacementSection.sizes`
+GIVEN, FITTED, AUTO = get_args(Mode)
+Encoding = Literal["auto", "precomputed", "each_step"]  # see `PromptsSection.encoding`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,19 +80,19 @@ class PrecisionSection:
     # of parameters that are never trained: text encoders, autoencoder, the weights under a LoRA, the KL's reference
     frozen: DType = "float32"
     # of the weights that samplers are sent, and of their arithmetic; "": both as in training
-    published: Literal["", DType] = ""
+    rollout: Literal["", DType] = ""
     # of the stored transitions; the sampler continues from the rounded images, so every step is rounded to it
     trajectory: DType = "float32"
 
     @property
     def exact_ratios(self) -> bool:
         """Whether sampler and trainer both compute in float32, so that stored log-probabilities are the trainer's."""
-        return {self.arithmetic, self.published or self.arithmetic} == {"float32"}
+        return {self.arithmetic, self.rollout or self.arithmetic} == {"float32"}
 
     @property
     def sent(self) -> np.dtype | None:
         """The type of weights that are sent; None: their own."""
-        return jnp.dtype(self.published) if self.published else None
+        return jnp.dtype(self.rollout) if self.rollout else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,12 +108,12 @@ class PromptsSection:
     files: tuple[str, ...] = ()
     # the share of each of `files` in a step's groups, in any unit; empty: all the same
     weights: tuple[float, ...] = ()
-    # "each_step": the text encoders stay on the sampling meshes; "ahead": before it samples, a run encodes all prompts
-    # that it will draw, and then has no text encoders; "auto": ahead if their parameters take more than 4 GB
+    # "each_step": the text encoders stay on the workers that sample; "precomputed": a run encodes all prompts that it
+    # will use before it samples, then frees the text encoders; "auto": precomputed if they take more than 4 GB
     encoding: Encoding = "auto"
-    # folder of prompts that were encoded ahead, which runs share; "": digen_jax/prompts in the user's cache folder
-    store: str = ""
-    store_limit: PositiveFloat = 100.0  # GB that this folder may take
+    # folder of precomputed prompt embeddings, which runs share; "": digen_jax/prompts in the user's cache folder
+    cache: str = ""
+    cache_limit: PositiveFloat = 100.0  # GB that this folder may take
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -158,7 +158,7 @@ class SamplerSection:
     guidance: Scale = 1.0
     # scale of a second pass without the prompt, 1 or less: none, for models with `guidance` as an input (FLUX.1-dev,
     # Kontext; diffusers' true_cfg_scale); all algorithms train at it too
-    true_guidance: Scale = 1.0
+    true_cfg_scale: Scale = 1.0
     # images that one call generates: the unit passed from rollout to trainer
     chunk: PositiveInt = 144
 
@@ -167,12 +167,12 @@ class SamplerSection:
 class PlacementSection:
     """Which devices do what.
 
-    One word instead of the section sets `sizes`, in a config file as on the command line: --config.placement=auto.
+    One word instead of the section sets `mode`, in a config file as on the command line: --config.placement=auto.
     """
 
     # "given": the sizes below; "fitted": smaller ones where there are fewer devices; "auto": the
     # planner chooses, from costs that it measures first
-    sizes: Sizes = GIVEN
+    mode: Mode = GIVEN
     rollout: RolloutAxes = dataclasses.field(default=RolloutAxes(data=4, fsdp=1, workers=1))
     trainer: TrainerAxes = dataclasses.field(default=TrainerAxes(data=4, fsdp=1, time=1))
     # (regular expression, tactic) or (regular expression, logical axis, mesh axis), of parameters' names such
@@ -200,10 +200,10 @@ class RuntimeSection:
     # dynamic sampling: groups tried for a step, as those of equal rewards are replaced; 0: off
     max_candidates: Annotated[int, Range(0, 10**5)] = 0
     # groups generated in addition, so that no replacement has to be waited for
-    redundant_groups: Annotated[int, Range(0, 10**5)] = 0
+    oversampled_groups: Annotated[int, Range(0, 10**5)] = 0
     # each worker samples and trains its own chunks in their order, so that a repeated run gives the same bits;
     # "auto": unless chunks are trained early or stale, or the trainer samples next to rollout workers
-    ordered: Literal["auto", "yes", "no"] = "auto"
+    deterministic_order: Literal["auto", "yes", "no"] = "auto"
     max_incomplete_groups: Count = 0  # incomplete groups that may be in training at a time; 0: none
     # seconds after which a command or a reward counts as hung, or ten times its measured duration if
     # that is longer; compilation does not count; 0: never
@@ -221,7 +221,7 @@ class EvaluationSection:
     # denoising steps of the noiseless sampler; 0: as many as in training
     steps: Annotated[int, Range(0, 1000)] = 0
     guidance: Scale = 1.0  # guidance scale, 1 or less: none
-    true_guidance: Scale = 1.0  # as sampler.true_guidance
+    true_cfg_scale: Scale = 1.0  # as sampler.true_cfg_scale
     batch: Annotated[int, Range(1, 10**6)] = 180  # images generated by one call
     images: Count = 0  # the first prompts of the file, one image each; 0: all of them
 
@@ -238,12 +238,12 @@ class StoppingSection:
 
 
 @dataclasses.dataclass(frozen=True)
-class PicturesSection:
-    """When pictures are written, and how many images each shows."""
+class ImagesSection:
+    """When sample images are written, and how many."""
 
-    every: PositiveInt = 20  # steps between two pictures
-    # images on each picture, of the first held-out prompts
-    images: Annotated[int, Range(1, 1000)] = 12
+    every: PositiveInt = 20  # steps between two sets of sample images
+    # sample images in a set, of the first held-out prompts
+    count: Annotated[int, Range(1, 1000)] = 12
 
 
 @dataclasses.dataclass(frozen=True)

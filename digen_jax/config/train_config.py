@@ -18,8 +18,8 @@ from digen_jax.config.sections import (
     BatchSection,
     CheckpointSection,
     EvaluationSection,
+    ImagesSection,
     ModelSection,
-    PicturesSection,
     PlacementSection,
     PrecisionSection,
     PromptsSection,
@@ -69,10 +69,10 @@ MAY_CHANGE = (
     "evaluation.batch",
     "evaluation.every",
     "checkpoint",
-    "pictures",
+    "images",
     "prompts.encoding",
-    "prompts.store",
-    "prompts.store_limit",
+    "prompts.cache",
+    "prompts.cache_limit",
     "reward_pool",
     "rewards[i].limit",
     "runtime.deadline",
@@ -107,7 +107,7 @@ class TrainConfig:
     runtime: RuntimeSection = RuntimeSection()
     evaluation: EvaluationSection = EvaluationSection()
     stopping: StoppingSection = StoppingSection()
-    pictures: PicturesSection = PicturesSection()
+    images: ImagesSection = ImagesSection()
     checkpoint: CheckpointSection = CheckpointSection()
     wandb: WandbSection = WandbSection()
     trackio: TrackioSection = TrackioSection()
@@ -133,7 +133,7 @@ class TrainConfig:
         """
         if self.algorithm.objective == "matching":
             return self.algorithm.times.count
-        return share_of_timesteps(self.noisy_steps, self.sampler.window.fraction)
+        return share_of_timesteps(self.noisy_steps, self.sampler.window.timestep_fraction)
 
     @property
     def rng(self) -> SampleRng:
@@ -160,7 +160,7 @@ class TrainConfig:
             max_policy_lag=runtime.max_policy_lag,
             max_off_policy_fraction=runtime.max_off_policy_fraction,
             max_candidates=runtime.max_candidates,
-            redundant_groups=runtime.redundant_groups,
+            oversampled_groups=runtime.oversampled_groups,
             score_retries=self.reward_pool.retries,
         )
 
@@ -173,8 +173,8 @@ class TrainConfig:
             settings,
             evaluate_every=self.evaluation.every,
             evaluation_images=held_out,
-            show_every=self.pictures.every,
-            shown_images=self.pictures.images,
+            show_every=self.images.every,
+            shown_images=self.images.count,
             evaluation_batch=self.evaluation.batch,
             # The trained parameters are not what samples, or their average is evaluated.
             evaluated_apart=self.trainer.ema > 0
@@ -184,10 +184,10 @@ class TrainConfig:
 
     @property
     def in_order(self) -> bool:
-        """Whether each worker samples and trains its own chunks, in their order: see `runtime.ordered`."""
+        """Whether each worker samples and trains its own chunks, in their order: see `runtime.deterministic_order`."""
         runtime, placement = self.runtime, self.placement
-        if runtime.ordered != "auto":
-            return runtime.ordered == "yes"
+        if runtime.deterministic_order != "auto":
+            return runtime.deterministic_order == "yes"
         assisted = placement.trainer.samples and placement.rollout.data > 0
         return not (runtime.max_policy_lag or runtime.max_incomplete_groups or assisted)
 
@@ -220,7 +220,7 @@ class TrainConfig:
     def layout(self) -> str:
         """Where a step's work is done and how it is divided, as a string: the costs of commands depend on it."""
         placement = dataclasses.asdict(self.placement)
-        del placement["cpu_devices"], placement["sizes"], placement["trainer"]["samples"]
+        del placement["cpu_devices"], placement["mode"], placement["trainer"]["samples"]
         cut = self.sampler.chunk, self.trainer.micro_batch, self.trainer.pack
         known: dict[str, Any] = {"placement": placement, "cut": cut}
         if any(where := [one.where for one in self.rewards]):
@@ -235,13 +235,13 @@ class TrainConfig:
 
     def fitted(self, devices: int) -> "TrainConfig":
         """Returns the config with "fitted" meshes reduced to the available devices."""
-        if self.placement.sizes != FITTED:
+        if self.placement.mode != FITTED:
             return self
         return self.with_meshes(fit_mesh_sizes(self.placement.meshes, devices))
 
     def with_meshes(self, sizes: MeshSizes) -> "TrainConfig":
         """Returns the config with meshes of given sizes."""
-        placement = dataclasses.replace(self.placement, sizes=GIVEN, **sizes._asdict())
+        placement = dataclasses.replace(self.placement, mode=GIVEN, **sizes._asdict())
         return dataclasses.replace(self, placement=placement)
 
 

@@ -58,7 +58,7 @@ class Window:
     # a "progressive" window starts again after its last place; False: it stays there
     roll_back: bool = True
     # share of the window's steps that each image trains, at random (DanceGRPO)
-    fraction: float = 1.0
+    timestep_fraction: float = 1.0
 
     def check(self, steps: int) -> None:
         """Raises ValueError for a window that does not fit into a schedule of `steps` steps.
@@ -134,10 +134,10 @@ def random_timesteps(
 def share_of_timesteps(steps: int, fraction: float) -> int:
     """How many of `steps` denoising steps `random_timesteps` draws; raises the same errors."""
     if not 0 < fraction <= 1:
-        raise ValueError(f"fraction is {fraction}; it must lie in (0, 1]")
+        raise ValueError(f"timestep_fraction is {fraction}; it must lie in (0, 1]")
     count = math.floor(fraction * steps + 1e-9)  # 0.29 * 100 is 28.999999999999996
     if count < 1:
         raise ValueError(
-            f"fraction is {fraction}, which selects none of {steps} denoising steps; raise it"
+            f"timestep_fraction is {fraction}, which selects none of {steps} denoising steps; raise it"
         )
     return count

@@ -73,7 +73,7 @@ def check(recipe: TrainConfig, place: tuple[str | int | None, ...], one_job: boo
             "--coordinator, --processes and --process are for processes that sample and train together: leave them out "
             "with --ray, which starts all processes"
         )
-    if recipe.placement.sizes == AUTO:
+    if recipe.placement.mode == AUTO:
         raise ConfigError(
             "config.placement = 'auto' plans for one process only: with --ray give config.placement.rollout and "
             "config.placement.trainer their sizes"

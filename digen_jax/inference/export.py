@@ -51,7 +51,7 @@ def export(workdir: pathlib.Path, output: pathlib.Path, lora: bool | None = None
         sampling = defaults_of_run(run.recipe)
         own = {"steps": sampling.steps, "guidance": sampling.guidance}
         if run.policy.family.guidance == "both":
-            own["true_guidance"] = sampling.true_guidance
+            own["true_cfg_scale"] = sampling.true_cfg_scale
         copy_pipeline(run.folder, output, write, own)
     return run
 

@@ -40,7 +40,7 @@ class Defaults(NamedTuple):
     width: int
     steps: int
     guidance: float
-    true_guidance: float = 1.0  # see `Policy`
+    true_cfg_scale: float = 1.0  # see `Policy`
 
 
 class Asked(NamedTuple):
@@ -50,7 +50,7 @@ class Asked(NamedTuple):
     steps: int | None = None
     height: int | None = None
     width: int | None = None
-    true_guidance: float | None = None
+    true_cfg_scale: float | None = None
 
 
 class TunedRun(NamedTuple):
@@ -83,14 +83,14 @@ class Model(NamedTuple):
         steps: int | None,
         height: int | None,
         width: int | None,
-        true_guidance: float | None = None,
+        true_cfg_scale: float | None = None,
     ) -> Sampler:
         """The sampler without noise between the steps; None takes the model's default.
 
         Raises:
           ConfigError: no step, or a size that does not fit the model.
         """
-        asked = Asked(guidance, steps, height, width, true_guidance)
+        asked = Asked(guidance, steps, height, width, true_cfg_scale)
         return _sampler(self.family, self.group, self.defaults, asked)
 
     def editing(self, records: Sequence[Record], source: Size | None = None) -> "Model":
@@ -198,7 +198,7 @@ def _sampler(family: Family, group: DeviceGroup, defaults: Defaults, asked: Aske
     check_positive("the number of steps", chosen.steps)
     settings = SamplerSettings(Size(chosen.height, chosen.width), chosen.steps, Ode())
     with user_input():
-        policy = Policy(family, chosen.guidance, true_guidance=chosen.true_guidance)
+        policy = Policy(family, chosen.guidance, true_cfg_scale=chosen.true_cfg_scale)
         return Sampler(policy, group, settings)
 
 
@@ -319,7 +319,7 @@ def _defaults_of_folder(folder: pathlib.Path, family: Family) -> Defaults:
     """The defaults of the pipeline's own `SAMPLING` file, or those of diffusers' pipeline."""
     defaults = {"steps": family.default_steps, "guidance": family.default_guidance}
     if family.guidance == "both":
-        defaults["true_guidance"] = 1.0
+        defaults["true_cfg_scale"] = 1.0
     path = folder / SAMPLING
     own = read_json(path) if path.exists() else {}
     for name, value in own.items():
@@ -335,7 +335,7 @@ def _defaults_of_folder(folder: pathlib.Path, family: Family) -> Defaults:
 def defaults_of_run(recipe: TrainConfig) -> Defaults:
     """The sampling settings of the run's own evaluation."""
     size, evaluation = recipe.evaluation_size, recipe.evaluation
-    guidances = evaluation.guidance, evaluation.true_guidance
+    guidances = evaluation.guidance, evaluation.true_cfg_scale
     return Defaults(size.height, size.width, recipe.evaluation_steps, *guidances)
 
 

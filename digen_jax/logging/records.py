@@ -77,7 +77,7 @@ class Records:
         self._commands: CommandLog | None = None
         self._folder = workdir / "pictures"
         self._folder.mkdir(exist_ok=True)
-        self._prompts, self._count = recipe.evaluated_prompts, recipe.pictures.images
+        self._prompts, self._count = recipe.evaluated_prompts, recipe.images.count
         self._progress: Progress | None = None
         self._on_cpu = False
         self._steps = 0  # of this process

@@ -409,7 +409,7 @@ def fit_mesh_sizes(wanted: MeshSizes, devices: int) -> MeshSizes:
     def size(axes: RolloutAxes | TrainerAxes) -> int:
         return math.prod(size for name, size in vars(axes).items() if name not in NON_AXIS_FIELDS)
 
-    def preferred(sizes: MeshSizes) -> tuple[float, ...]:
+    def preferred(sizes: MeshSizes) -> tuple[float | int, ...]:
         rollout, trainer = sizes.rollout, sizes.trainer
         share = size(trainer) / max(1, size(wanted.trainer))
         if size(rollout):

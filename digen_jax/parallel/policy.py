@@ -35,14 +35,14 @@ class Policy:
     guidance: float = 1.0
     lora: LoraConfig | None = None
     reference_guidance: float | None = None  # None means `guidance`
-    true_guidance: float = 1.0  # of the second pass, if the family's guidance is "both"
+    true_cfg_scale: float = 1.0  # of the second pass, if the family's guidance is "both"
 
     def __post_init__(self):
         kind = self.family.guidance
         for name, value, kinds in (
             ("guidance", self.guidance, GUIDED),
             ("reference_guidance", self.reference_guidance, GUIDED),
-            ("true_guidance", self.true_guidance, ("both",)),
+            ("true_cfg_scale", self.true_cfg_scale, ("both",)),
         ):
             if value is not None and value > 1 and kind not in kinds:
                 raise ValueError(
@@ -53,10 +53,10 @@ class Policy:
     def reads_null(self) -> bool:
         """Whether there may be a second pass, without the prompt, of this policy or of one with another `guidance`.
 
-        The trainer's policy and the reference have a `guidance` of their own, but the sampler's `true_guidance`.
+        The trainer's policy and the reference have a `guidance` of their own, but the sampler's `true_cfg_scale`.
         """
         kind = self.family.guidance
-        return kind == "classifier-free" or (kind == "both" and self.true_guidance > 1)
+        return kind == "classifier-free" or (kind == "both" and self.true_cfg_scale > 1)
 
     @property
     def sequences(self) -> int:
@@ -132,7 +132,7 @@ class Policy:
         models ask for a guidance of 0. Z-Image's weight is its pipeline's `guidance_scale` plus one.
         """
         kind = self.family.guidance
-        return {"classifier-free": guidance, "both": self.true_guidance}.get(kind, 1.0)
+        return {"classifier-free": guidance, "both": self.true_cfg_scale}.get(kind, 1.0)
 
     def _guided(self, variables: Params, conditioning: Any, null: Any, guidance: float) -> Velocity:
         """The velocity with the family's guidance; `null` has the rows of `conditioning`, or one for all of them."""

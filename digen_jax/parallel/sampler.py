@@ -71,9 +71,11 @@ class SampleRng:
         root, trained = jax.random.key(self.seed), None
         start_keys = group_keys(root, serials) if self.shared_noise else None
         window = self.window
-        if window and window.fraction < 1:
+        if window and window.timestep_fraction < 1:
             seeds = ((self.seed, int(s), int(i)) for s, i in zip(serials, images, strict=True))
-            drawn = [random_timesteps(seed, window.length, window.fraction) for seed in seeds]
+            drawn = [
+                random_timesteps(seed, window.length, window.timestep_fraction) for seed in seeds
+            ]
             trained = np.stack(drawn, axis=1).astype(np.int32)
         start = window.start(step, self.seed) if window else 0
         return SampleDraws(image_keys(root, serials, images), start_keys, start, trained)

@@ -35,8 +35,8 @@ def model_footprint(recipe: TrainConfig) -> Footprint:
     policy, shapes = make_policy(recipe, family), parameter_shapes(recipe, family)
     tuned, base, frozen, ahead = shapes
     sent = tuned, jax.eval_shape(policy.sampler_base, base)
-    if recipe.precision.published:
-        sent = shapes_in_dtype(sent, recipe.precision.published)
+    if recipe.precision.rollout:
+        sent = shapes_in_dtype(sent, recipe.precision.rollout)
     latent = family.latent_shape(recipe.model.size)
     placement = recipe.placement
     layout = Layout.of(placement.rules, family.axes())

@@ -27,12 +27,12 @@ from digen_jax.scheduling.settings import Costs
 def place_run(recipe: TrainConfig, workdir: pathlib.Path) -> TrainConfig:
     """The recipe of a run in `workdir`, on the available devices.
 
-    With `placement.sizes` "auto" it has the placement of the run in `workdir`, else the planner's choice.
+    With `placement.mode` "auto" it has the placement of the run in `workdir`, else the planner's choice.
 
     Raises:
       ConfigError: a setting or the placement cannot work here.
     """
-    if recipe.placement.sizes != AUTO:
+    if recipe.placement.mode != AUTO:
         return place_here(recipe)
     if several():
         raise ConfigError(
@@ -57,10 +57,10 @@ def place_here(recipe: TrainConfig) -> TrainConfig:
     wanted = rollout.devices * rollout.workers, trainer.devices * trainer.workers
     # A config without sizes, which has the default ones, trains on one device.
     chosen = recipe.placement.meshes != PlacementSection().meshes
-    if devices == 1 < sum(wanted) and chosen and recipe.placement.sizes == GIVEN:
+    if devices == 1 < sum(wanted) and chosen and recipe.placement.mode == GIVEN:
         raise ConfigError(
             f"config.placement.rollout wants {wanted[0]} and config.placement.trainer {wanted[1]} devices, but there "
-            "is 1: set config.placement.sizes to 'fitted', which samples and trains on it in turn"
+            "is 1: set config.placement.mode to 'fitted', which samples and trains on it in turn"
         )
     placed = fit_config(recipe, devices)
     sizes = placed.placement.meshes

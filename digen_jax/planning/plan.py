@@ -18,7 +18,7 @@ from digen_jax.scheduling.settings import Settings
 
 def step_settings(recipe: TrainConfig) -> Settings:
     """The scheduler's settings for one step of a recipe, with a policy lag of 1 if early training permits it."""
-    order = recipe.runtime.ordered
+    order = recipe.runtime.deterministic_order
     ordered = order == "yes" or (order == "auto" and not recipe.runtime.max_incomplete_groups)
     max_policy_lag = 0 if recipe.runtime.max_incomplete_groups else 1
     return dataclasses.replace(
@@ -88,9 +88,9 @@ def suited(recipe: TrainConfig, problem: Problem, layout: PoolLayout) -> TrainCo
 
     If the workers that sample cannot split the evaluation's batch, this takes the next larger batch that they can.
     """
-    asked, batch = recipe.placement.sizes, recipe.evaluation.batch
+    asked, batch = recipe.placement.mode, recipe.evaluation.batch
     pack, parts = recipe.trainer.pack, layout.sampling_parts
-    sizes = {"sizes": GIVEN if asked == AUTO else asked, **meshes(problem, layout)._asdict()}
+    sizes = {"mode": GIVEN if asked == AUTO else asked, **meshes(problem, layout)._asdict()}
     return dataclasses.replace(
         recipe,
         placement=dataclasses.replace(recipe.placement, **sizes),

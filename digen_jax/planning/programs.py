@@ -223,7 +223,7 @@ def lower_generate(system: System, sampler: Sampler, recipe: TrainConfig, images
     """The program for so many images of one of the system's samplers, that of training or that of evaluation."""
     own = (
         recipe.trained_steps
-        if sampler is system.sampler and recipe.sampler.window.fraction < 1
+        if sampler is system.sampler and recipe.sampler.window.timestep_fraction < 1
         else 0
     )
     records = step_records(recipe, system.policy.family)

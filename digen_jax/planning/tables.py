@@ -64,7 +64,7 @@ def heading(recipe: TrainConfig, where: Slice) -> str:
 
 
 def _meshes(recipe: TrainConfig) -> str:
-    if recipe.placement.sizes == AUTO:
+    if recipe.placement.mode == AUTO:
         return "as the planner chooses"
     return describe_meshes(recipe.placement.meshes)
 

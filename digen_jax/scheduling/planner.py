@@ -157,7 +157,7 @@ def _part(problem: Problem, layout: PoolLayout) -> tuple[Problem, PoolLayout, in
     of_step = "update", "sync", "encode", "score_latency"
     changes = {name: getattr(costs, name) / less for name in of_step}
     changes["score"] = costs.score * (scorers * fewer / problem.scorers if scorers else 1)
-    names = "groups", "max_candidates", "redundant_groups"
+    names = "groups", "max_candidates", "oversampled_groups"
     counts = {name: math.ceil(getattr(given, name) / (fewer * less)) for name in names}
     settings, costs = dataclasses.replace(given, **counts), dataclasses.replace(costs, **changes)
     numbers = {"workers": layout.workers // fewer, "rollout": layout.rollout // fewer}

@@ -27,7 +27,7 @@ class Settings:
     A step may start up to `max_policy_lag` versions early. At most `max_off_policy_fraction` of its groups start early.
 
     `max_candidates` above 0 is dynamic sampling: the next candidates replace groups whose values are all
-    equal, up to `max_candidates` groups in all. `redundant_groups` more than needed are generated at any
+    equal, up to `max_candidates` groups in all. `oversampled_groups` more than needed are generated at any
     time, so that a replacement is ready without delay. If the candidates run out, groups without variance
     fill the step up: the first by index, ranked after all others.
     """
@@ -44,7 +44,7 @@ class Settings:
     max_off_policy_fraction: float = 0.5
     passes: int = 1  # of a chunk in training
     max_candidates: int = 0
-    redundant_groups: int = 0
+    oversampled_groups: int = 0
     retries: int = 2  # of one piece of work; the next failure ends the run
     score_retries: int = 2  # the same for a score
     evaluate_every: int = 0  # versions, and after the last step; 0: never
@@ -140,10 +140,10 @@ class Settings:
             "images",
             "chunk_images",
             "max_candidates",
-            "redundant_groups",
+            "oversampled_groups",
         )
         updates, groups, images, chunk, most, redundant = (names.get(one, one) for one in fields)
-        least = self.groups + self.redundant_groups
+        least = self.groups + self.oversampled_groups
         with together() as one:
             with one():
                 why = "as each update trains its own groups"
@@ -152,9 +152,9 @@ class Settings:
                 why = "as a chunk belongs to one update"
                 check_divides(chunk, self.chunk_images, share, size // self.updates, why)
             with one():
-                if self.redundant_groups and not self.max_candidates:
+                if self.oversampled_groups and not self.max_candidates:
                     raise ConfigError(
-                        f"{redundant} = {self.redundant_groups} is for dynamic sampling, which is off: set "
+                        f"{redundant} = {self.oversampled_groups} is for dynamic sampling, which is off: set "
                         f"{most} to {least} or more, or {redundant} to 0"
                     )
                 if self.max_candidates and self.max_candidates < least:

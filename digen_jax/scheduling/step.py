@@ -57,7 +57,7 @@ class Step:
     def __init__(self, number: int, settings: Settings):
         self.number, self.settings = number, settings
         self.candidates = Candidates(
-            settings.units, settings.set_units, settings.max_candidates, settings.redundant_groups
+            settings.units, settings.set_units, settings.max_candidates, settings.oversampled_groups
         )
         self.groups: list[Group] = []
         self.chunks: list[ChunkState] = []

@@ -102,7 +102,7 @@ def test_means_are_compared_by_their_standard_errors():
         ("runtime.max_policy_lag", 0, "config.runtime.max_policy_lag = 0 is no asynchrony"),
         ("placement.rollout.data", 0, "config.placement.rollout.data = 0 is colocated"),
         ("sampler.chunk", 8, "config.runtime.max_policy_lag = 1 changes nothing, as"),
-        ("placement.sizes", "auto", "config.placement = 'auto' may choose no rollout worker"),
+        ("placement.mode", "auto", "config.placement = 'auto' may choose no rollout worker"),
     ],
 )
 def test_what_would_be_no_comparison_is_refused(config, field, value, sentence):

@@ -43,7 +43,7 @@ def named(sentence: str) -> list[str]:
         (dict(seed=-1), "seed"),
         (dict(lora__alpha=0.0), "lora.alpha"),
         (dict(lora__init="gausian"), "lora.init"),
-        (dict(lora__start="tuned"), "lora.start lora.rank lora.alpha lora.targets"),
+        (dict(lora__path="tuned"), "lora.path lora.rank lora.alpha lora.targets"),
         (dict(trainer__pack=0), "trainer.pack"),
         (dict(trainer__pack=5), "trainer.pack sampler.window"),
         (
@@ -115,9 +115,9 @@ def named(sentence: str) -> list[str]:
             ),
             "sampler.window.stride",
         ),
-        (dict(sampler__window__fraction=0.0), "sampler.window.fraction"),
-        (dict(sampler__window__fraction=1.5), "sampler.window.fraction"),
-        (dict(sampler__window__fraction=0.2), "sampler.window.fraction"),
+        (dict(sampler__window__timestep_fraction=0.0), "sampler.window.timestep_fraction"),
+        (dict(sampler__window__timestep_fraction=1.5), "sampler.window.timestep_fraction"),
+        (dict(sampler__window__timestep_fraction=0.2), "sampler.window.timestep_fraction"),
         (dict(advantages__std="none", advantages__ddof=1), "advantages.ddof"),
         (dict(advantages__combine="gdpo"), "advantages.combine"),
         (
@@ -248,12 +248,12 @@ def named(sentence: str) -> list[str]:
             "placement.trainer trainer.micro_batch",
         ),
         (
-            DYNAMIC | dict(runtime__redundant_groups=2),
-            "runtime.redundant_groups runtime.max_candidates",
+            DYNAMIC | dict(runtime__oversampled_groups=2),
+            "runtime.oversampled_groups runtime.max_candidates",
         ),
         (
-            DYNAMIC | dict(runtime__max_candidates=13, runtime__redundant_groups=2),
-            "runtime.max_candidates batch.groups runtime.redundant_groups",
+            DYNAMIC | dict(runtime__max_candidates=13, runtime__oversampled_groups=2),
+            "runtime.max_candidates batch.groups runtime.oversampled_groups",
         ),
         (
             DYNAMIC | dict(runtime__max_candidates=20, sampler__chunk=144),
@@ -268,7 +268,10 @@ def named(sentence: str) -> list[str]:
             EARLY | dict(runtime__max_candidates=20),
             "runtime.max_incomplete_groups runtime.max_candidates",
         ),
-        (EARLY | dict(runtime__ordered="yes"), "runtime.max_incomplete_groups runtime.ordered"),
+        (
+            EARLY | dict(runtime__deterministic_order="yes"),
+            "runtime.max_incomplete_groups runtime.deterministic_order",
+        ),
         (EARLY | dict(algorithm__old_log_probs="auto"), "algorithm.old_log_probs"),
         (EARLY | dict(algorithm__adv_clip=3.0), "algorithm.adv_clip"),
         (EARLY | dict(advantages__std="global"), "algorithm.adv_clip"),
@@ -341,7 +344,7 @@ def test_a_config_that_cannot_work_is_refused(given, fields, names):
         (dict(trainer__pack=5), "set it to 4 or less"),
         (dict(trainer__updates=5), "config.batch.groups to 10 or 15"),
         (dict(trainer__warmup=2, trainer__decay=1), "config.trainer.decay to 98 or more"),
-        (DYNAMIC | dict(runtime__max_candidates=13, runtime__redundant_groups=2), "14, or 0"),
+        (DYNAMIC | dict(runtime__max_candidates=13, runtime__oversampled_groups=2), "14, or 0"),
         (EARLY | dict(algorithm__adv_clip=3.0), "sqrt(11)"),
         (EARLY | dict(advantages__std="global"), "sqrt(132)"),
         (EARLY | dict(sampler__chunk=12), "config.runtime.max_incomplete_groups to 0"),
@@ -402,7 +405,7 @@ def test_ratios_of_trajectories_need_all_steps_of_an_image_in_a_pass(given):
 
 
 def test_a_fraction_of_the_window_is_trained(given):
-    given = changed(given, sampler__window__fraction=0.75, trainer__pack=3)
+    given = changed(given, sampler__window__timestep_fraction=0.75, trainer__pack=3)
     assert load_config(given).trained_steps == 3
     assert refused(changed(given, trainer__pack=4)).startswith("config.trainer.pack = 4")
 
@@ -446,7 +449,7 @@ def test_a_complete_config_does_not_become_that_of_another_algorithm_by_its_name
 
 def test_a_word_for_the_placement_is_one_of_its_sizes(given):
     sentence = refused(replaced(given, placement="atuo"))
-    assert named(sentence) == ["placement.sizes"] and "'auto'" in sentence
+    assert named(sentence) == ["placement.mode"] and "'auto'" in sentence
 
 
 def test_infinity_is_allowed_in_few_fields(given):

@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 
 def get_config():
     sampler = {"guidance": 1.0, "steps": 8}
-    placement, trainer = {"sizes": "given"}, {"micro_batch": 2}
+    placement, trainer = {"mode": "given"}, {"micro_batch": 2}
     groups = {"sampler": sampler, "free": {}, "placement": placement, "trainer": trainer}
     return ConfigDict({"seed": 0, **groups})
 """
@@ -55,7 +55,7 @@ def main():
             raise RuntimeError("a piece of work failed too often") from error
     if FILES.value:
         print(WORKDIR.value, *FILES.value)
-    print(config.sampler.guidance, config.seed, config.placement.sizes)
+    print(config.sampler.guidance, config.seed, config.placement.mode)
 
 command_line.run_main(main)
 """
@@ -199,10 +199,10 @@ def test_files_of_the_package_are_found_from_any_directory(tmp_path, monkeypatch
 
 def test_one_word_for_the_placement_is_its_sizes():
     given = ["x.py", "--config=a.py", "--config.placement=auto", "-config.placement=fitted"]
-    kept = ["--config.placement={'rollout': {'data': 0}}", "--config.placement.sizes=auto", "auto"]
+    kept = ["--config.placement={'rollout': {'data': 0}}", "--config.placement.mode=auto", "auto"]
     assert command_line.spelled_out([*given, *kept]) == [
         *given[:2],
-        "--config.placement.sizes=auto",
-        "--config.placement.sizes=fitted",
+        "--config.placement.mode=auto",
+        "--config.placement.mode=fitted",
         *kept,
     ]

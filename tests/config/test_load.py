@@ -61,10 +61,10 @@ def test_a_tilde_in_a_path_is_the_home_folder(given, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     reward = dict(name="clip_score", settings=dict(folder="~/clip", threads=2))
     fields = dict(model__folder="~/sd3", prompts__files=("~/a.txt", "b~.txt"), rewards=(reward,))
-    full = complete(changed(given, **fields, prompts__store="~", lora__start="~x"))
+    full = complete(changed(given, **fields, prompts__cache="~", lora__path="~x"))
     assert full.model.folder == "/home/me/sd3"
     assert tuple(full.prompts.files) == ("/home/me/a.txt", "b~.txt")
-    assert (full.prompts.store, full.lora.start) == ("/home/me", "~x")
+    assert (full.prompts.cache, full.lora.path) == ("/home/me", "~x")
     assert full.rewards[0].settings.to_dict() == {"folder": "/home/me/clip", "threads": 2}
     with pytest.raises(ConfigError):
         complete(changed(given, model__folder="~no-user/sd3"))
@@ -74,10 +74,10 @@ def test_a_tilde_in_a_path_is_the_home_folder(given, monkeypatch):
 def test_a_placement_may_be_given_in_a_word(given, is_complete):
     given = complete(given) if is_complete else given
     full = complete(replaced(given, placement="auto"))
-    assert full.placement.sizes == "auto" != complete(given).placement.sizes
+    assert full.placement.mode == "auto" != complete(given).placement.mode
     assert full.placement.rules == default_config().placement.rules
     placed = load_config(full).with_meshes(MeshSizes(RolloutAxes(2), TrainerAxes(1, time=3)))
-    assert placed.placement.sizes == "given"
+    assert placed.placement.mode == "given"
     assert (placed.placement.rollout.data, placed.placement.trainer.time) == (2, 3)
 
 
@@ -253,12 +253,12 @@ def test_older_options_are_answered_with_their_new_names(option, now):
 
 
 def test_meshes_are_fitted_to_the_devices_that_are_named(given):
-    given = changed(given, placement__sizes="fitted")
-    assert load_config(given).placement.sizes == "fitted"
+    given = changed(given, placement__mode="fitted")
+    assert load_config(given).placement.mode == "fitted"
     opened = fit_config(load_config(given), 2)
     assert opened.placement.meshes == MeshSizes(RolloutAxes(1), TrainerAxes(1))
     expected = as_written(given)
-    expected["placement"] |= opened.placement.meshes.as_dict() | {"sizes": "given"}
+    expected["placement"] |= opened.placement.meshes.as_dict() | {"mode": "given"}
     assert opened.as_json() == expected
 
 
@@ -270,11 +270,11 @@ def test_given_meshes_of_several_devices_are_refused_on_one(
     given, monkeypatch, rollout, trainer, sizes
 ):
     monkeypatch.setattr(jax, "device_count", lambda: 1)
-    sections = dict(rollout=dict(data=rollout), trainer=dict(data=trainer), sizes=sizes)
+    sections = dict(rollout=dict(data=rollout), trainer=dict(data=trainer), mode=sizes)
     fields = {f"placement__{name}": value for name, value in sections.items()}
     asked = load_config(changed(given, **fields))
     if sizes == "given" and rollout + trainer in (2, 4):
-        with pytest.raises(ConfigError, match=r"config\.placement\.sizes"):
+        with pytest.raises(ConfigError, match=r"config\.placement\.mode"):
             place_here(asked)
     else:
         place_here(asked)  # the last are the default sizes, which nobody has asked for
@@ -385,9 +385,9 @@ def test_of_one_dtype_old_log_probabilities_are_the_rollouts(given, updates):
     ("fields", "chosen"),
     [
         (dict(precision__arithmetic="bfloat16"), "current"),
-        (dict(precision__published="bfloat16"), "current"),
-        (dict(precision__arithmetic="bfloat16", precision__published="float32"), "current"),
-        (dict(precision__published="float32"), "rollout"),
+        (dict(precision__rollout="bfloat16"), "current"),
+        (dict(precision__arithmetic="bfloat16", precision__rollout="float32"), "current"),
+        (dict(precision__rollout="float32"), "rollout"),
         (
             dict(precision__arithmetic="bfloat16", trainer__updates=2, sampler__chunk=72),
             "recomputed",
@@ -454,19 +454,19 @@ def test_awms_ratios_are_recomputed_where_they_are_not_1(given):
 def test_with_dynamic_sampling_a_step_draws_prompts_for_all_its_candidates(given):
     assert load_config(given).drawn_groups == 12
     sizes = dict(sampler__chunk=12, trainer__micro_batch=12)
-    fields = dict(runtime__max_candidates=20, runtime__redundant_groups=3)
+    fields = dict(runtime__max_candidates=20, runtime__oversampled_groups=3)
     full = load_config(changed(given, **sizes, **fields))
     settings = full.scheduler
-    assert (settings.groups, settings.max_candidates, settings.redundant_groups) == (12, 20, 3)
+    assert (settings.groups, settings.max_candidates, settings.oversampled_groups) == (12, 20, 3)
     assert settings.ordered and full.drawn_groups == 20
 
 
 def test_whether_chunks_are_trained_in_their_order_may_be_said(given):
     for fields, ordered in (
         (dict(), True),
-        (dict(runtime__ordered="no"), False),
+        (dict(runtime__deterministic_order="no"), False),
         (dict(runtime__max_policy_lag=1), False),
-        (dict(runtime__max_policy_lag=1, runtime__ordered="yes"), True),
+        (dict(runtime__max_policy_lag=1, runtime__deterministic_order="yes"), True),
     ):
         full = read_config(changed(given, **fields))
         assert full.scheduler.ordered == ordered
@@ -487,5 +487,5 @@ def test_training_early_is_for_the_scheduler_what_the_algorithm_needs(given, fie
 
 
 def test_where_what_sampled_is_corrected_for_it_is_what_was_stored(given):
-    given = changed(given, precision__published="bfloat16", algorithm__importance_cap=2.0)
+    given = changed(given, precision__rollout="bfloat16", algorithm__importance_cap=2.0)
     assert load_config(given).algorithm.old_log_probs == "rollout"

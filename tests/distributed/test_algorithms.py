@@ -111,7 +111,7 @@ def makers(log) -> set[str]:
 OTHERS = {
     "two meshes, LoRA": ("flow_grpo", TWO, LORA),
     "LoRA, pairs of a set": ("dpo_offline", ONE, LORA),
-    "bfloat16, LoRA": ("awm", ONE, LORA | dict(precision__published="bfloat16")),
+    "bfloat16, LoRA": ("awm", ONE, LORA | dict(precision__rollout="bfloat16")),
     "old log-probabilities recomputed": (
         "flow_cps",
         ONE,

@@ -177,7 +177,7 @@ def test_a_run_of_which_any_process_is_lost_or_stopped_continues_and_is_the_same
     # Prompts are encoded before the last start's only step. Ctrl-C in a terminal reaches the driver's whole group.
     run.hold(5)
     store = tmp_path / "store"
-    ahead = "--config.prompts.encoding=ahead", f"--config.prompts.store={store}"
+    ahead = "--config.prompts.encoding=precomputed", f"--config.prompts.cache={store}"
     process = run.begin(ONE, *ahead)
     run.held(5, process)
     process.signal(signal.SIGINT)
@@ -244,14 +244,14 @@ def test_a_worker_and_a_trainer_of_two_processes_are_lost(run, begin, base, tmp_
     Both processes of the trainer encode the prompts before the first step.
     """
     meshes = "--config.placement.trainer.fsdp=2", "--config.placement.rules=(('.*', 'fsdp'),)"
-    meshes += "--config.placement.rollout.data=2", "--config.prompts.encoding=ahead", ONE
+    meshes += "--config.placement.rollout.data=2", "--config.prompts.encoding=precomputed", ONE
     hosts = "--config.placement.trainer.hosts=2", "--config.placement.rollout.hosts=2"
     alone = Run(begin, base, tmp_path / "alone")
-    store = f"--config.prompts.store={tmp_path / 'alone' / 'store'}"
+    store = f"--config.prompts.cache={tmp_path / 'alone' / 'store'}"
     ends(alone.begin(*meshes, store, "--config.steps=2", devices=4, ray=False), 0)
 
     run.hold(3), run.hold(4)
-    store = f"--config.prompts.store={tmp_path / 'store'}"
+    store = f"--config.prompts.cache={tmp_path / 'store'}"
     process = run.begin(*meshes, *hosts, store)
     run.held(3, process)
     os.kill(run.pid("rollout 0", process), signal.SIGKILL)

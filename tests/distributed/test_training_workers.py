@@ -142,7 +142,7 @@ def test_nothing_is_left_of_a_step_that_has_ended(systems, monkeypatch):
         return train(process, *arguments)
 
     monkeypatch.setattr(TrainingProcess, "train", slow)
-    c.runtime.ordered = "no"
+    c.runtime.deterministic_order = "no"
     with driving.driver(systems(False), c, engine=engine, log=(log := [])) as driver:
         for _ in range(2):
             driver.step()

@@ -104,7 +104,7 @@ def test_a_run_continues_an_exported_lora(base, tmp_path, capsys):
     export(tuned, tmp_path / "lora")
     config = tiny_config(base, "lora")
     config.steps = 1
-    config.lora.start = str(tmp_path / "lora")
+    config.lora.path = str(tmp_path / "lora")
     config.algorithm.kl_coefficient = 0.1
     train(load_config(config), workdir)
     assert f"LoRA of rank 4 on the layers {config.lora.targets}\n" in capsys.readouterr().out

@@ -142,7 +142,7 @@ def test_images_of_a_group_may_start_from_one_noise_whatever_the_chunk():
 
 
 def test_what_is_drawn_does_not_depend_on_the_other_images():
-    window = Window(length=7, fraction=0.5)
+    window = Window(length=7, timestep_fraction=0.5)
     serials, images = np.array([4, 4, 9, 12]), np.array([0, 1, 0, 3])
     drawn = SampleRng(5, window, shared_noise=True).draw(2, serials, images)
     assert drawn.trained.shape == (3, 4) and drawn.start == 0
@@ -164,7 +164,7 @@ def test_what_is_drawn_does_not_depend_on_the_other_images():
 
 def test_the_gradient_is_that_of_the_drawn_transitions():
     """Three of four steps, so that with two a pass one is padding."""
-    window = dict(first=0, length=chunks.STEPS, fraction=0.75)
+    window = dict(first=0, length=chunks.STEPS, timestep_fraction=0.75)
     fields = dict(sampler__window=window, trainer__pack=2)
     config = chunks.config("lora", (2, 2, 1), **fields)
     parts = chunks.system(config)
@@ -196,7 +196,7 @@ def test_the_gradient_is_that_of_the_drawn_transitions():
 
 
 def test_to_choose_steps_no_trajectory_is_gathered():
-    window = dict(first=0, length=chunks.STEPS, fraction=0.5)
+    window = dict(first=0, length=chunks.STEPS, timestep_fraction=0.5)
     parts = chunks.system(chunks.config("lora", (1, 4, 1), sampler__window=window))
     weights = parts.rollout_weights(parts.start)
     prompts = parts.sampler.encode(weights, said("red") * chunks.GROUPS)

@@ -14,7 +14,7 @@ LORA = dict(lora__rank=2, lora__alpha=6.0, lora__targets="inside|outside")
 
 def config(dtype="bfloat16", **fields):
     layout = toy.meshes((2, 1), (1, 2), samples=True)
-    return toy.config(precision__published=dtype, **layout, **fields)
+    return toy.config(precision__rollout=dtype, **layout, **fields)
 
 
 def kinds(tree):

@@ -70,12 +70,12 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "guidance", "true_guidance", "c", "e"), KINDS)
+@pytest.mark.parametrize(("kind", "guidance", "true_cfg_scale", "c", "e"), KINDS)
 def test_every_kind_of_guidance_samples_and_trains_by_its_formula(
-    kind, guidance, true_guidance, c, e
+    kind, guidance, true_cfg_scale, c, e
 ):
-    policy = Policy(Linear(guidance=kind), guidance, true_guidance=true_guidance)
-    assert policy.reads_null == (kind == "classifier-free" or true_guidance > 1)
+    policy = Policy(Linear(guidance=kind), guidance, true_cfg_scale=true_cfg_scale)
+    assert policy.reads_null == (kind == "classifier-free" or true_cfg_scale > 1)
     assert policy.sequences == policy.reference_sequences == 1 + (c > PROMPT)
     start = {"transformer": {"w": jnp.float32(W)}}
     tuned, base = policy.split(jax.random.key(0), start, reference=True)
@@ -127,7 +127,7 @@ def test_the_first_updates_ratios_are_1_with_both_scales_and_negative_prompts(
     )
     config = toy.config(
         sampler__guidance=2.0,
-        sampler__true_guidance=3.0,
+        sampler__true_cfg_scale=3.0,
         algorithm__clip_range=1e-5,
     )
     system = toy.system(config, family=Both(guidance="both"))
@@ -146,7 +146,7 @@ def test_the_first_updates_ratios_are_1_with_both_scales_and_negative_prompts(
 
 
 def test_the_references_guidance_is_the_embedded_one():
-    policy = Policy(Linear(guidance="both"), 4.0, reference_guidance=7.0, true_guidance=5.0)
+    policy = Policy(Linear(guidance="both"), 4.0, reference_guidance=7.0, true_cfg_scale=5.0)
     start, one = {"transformer": {"w": jnp.float32(W)}}, jnp.ones((1, 1, 1, 1))
     v = policy.reference(start, jnp.array([PROMPT]), jnp.array([NULL]))(one, jnp.ones(1))
     np.testing.assert_allclose(v, W * (NULL + 5 * (PROMPT - NULL) + 0.7), rtol=1e-6)
@@ -178,10 +178,10 @@ def test_a_step_of_a_family_without_guidance_is_that_of_one_at_guidance_1():
             dict(algorithm=dict(NFT, reference_guidance=2.0)),
             "algorithm.reference_guidance = 2.0",
         ),
-        ("classifier-free", dict(sampler__true_guidance=2.0), "sampler.true_guidance = 2.0"),
-        ("embedded", dict(evaluation__true_guidance=2.0), "evaluation.true_guidance = 2.0"),
-        ("none", dict(sampler__guidance=0.0, evaluation__true_guidance=0.0), None),
-        ("both", dict(sampler__true_guidance=2.0), None),
+        ("classifier-free", dict(sampler__true_cfg_scale=2.0), "sampler.true_cfg_scale = 2.0"),
+        ("embedded", dict(evaluation__true_cfg_scale=2.0), "evaluation.true_cfg_scale = 2.0"),
+        ("none", dict(sampler__guidance=0.0, evaluation__true_cfg_scale=0.0), None),
+        ("both", dict(sampler__true_cfg_scale=2.0), None),
     ],
 )
 def test_a_guidance_that_the_model_has_not_is_refused(kind, fields, field):
@@ -208,11 +208,11 @@ def test_a_guidance_that_the_model_has_not_is_refused(kind, fields, field):
         (
             "both",
             {},
-            "config.sampler.true_guidance is not above 1, so that there is no second pass",
+            "config.sampler.true_cfg_scale is not above 1, so that there is no second pass",
         ),
         ("classifier-free", {}, "config.sampler.guidance is not above 1, so that there is no"),
         ("classifier-free", dict(sampler__guidance=0.5), "config.sampler.guidance is not above 1"),
-        ("both", dict(evaluation__true_guidance=2.0), None),
+        ("both", dict(evaluation__true_cfg_scale=2.0), None),
         ("classifier-free", dict(algorithm=dict(NFT, reference_guidance=2.0)), None),
     ],
 )
@@ -252,7 +252,7 @@ def test_steps_of_an_evaluation_that_the_schedule_has_not_are_refused():
 
 
 def test_an_opened_model_is_sampled_at_both_of_its_runs_guidances():
-    recipe = toy.opened(toy.config(evaluation__guidance=4.0, evaluation__true_guidance=2.0))
+    recipe = toy.opened(toy.config(evaluation__guidance=4.0, evaluation__true_cfg_scale=2.0))
     group, defaults = all_devices(jax.devices()[:1]), defaults_of_run(recipe)
 
     def policy(kind, guidance):
@@ -261,10 +261,10 @@ def test_an_opened_model_is_sampled_at_both_of_its_runs_guidances():
 
     own, given = policy("both", None), policy("both", 3.0)
     asked = Model(toy.ToyFamily(guidance="both"), group, None, defaults, None)
-    assert asked.sampler(None, None, None, None, 1.5).policy.true_guidance == 1.5
-    assert (own.guidance, own.true_guidance) == (4.0, 2.0)
-    assert (given.guidance, given.true_guidance) == (3.0, 2.0)
+    assert asked.sampler(None, None, None, None, 1.5).policy.true_cfg_scale == 1.5
+    assert (own.guidance, own.true_cfg_scale) == (4.0, 2.0)
+    assert (given.guidance, given.true_cfg_scale) == (3.0, 2.0)
     with pytest.raises(
-        ConfigError, match=r"true_guidance = 2\.0, but this model's guidance is 'embedded'"
+        ConfigError, match=r"true_cfg_scale = 2\.0, but this model's guidance is 'embedded'"
     ):
         policy("embedded", None)

@@ -26,7 +26,7 @@ def of_depth(base, path, layers):
 def lowered(base, folder, kind):
     config = complete(tiny_config(base, kind))
     config.model.update(folder=str(folder), remat="blocks")
-    config.placement.sizes = "given"
+    config.placement.mode = "given"
     config.placement.rollout.data = 0
     recipe = read_config(config)
     system = outline(recipe, jax.devices()[:1])

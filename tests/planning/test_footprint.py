@@ -32,7 +32,7 @@ def test_the_footprint_is_the_models(base, tmp_path):
         found.tuned(1, 1),
         found.base(1, 1),
     )
-    config.precision.published = "bfloat16"
+    config.precision.rollout = "bfloat16"
     half = model_footprint(read_config(config))
     assert half.published(1, 1) == found.tuned(1, 1) / 2 and half.tuned(1, 1) == found.tuned(1, 1)
     # An autoencoder of three resolutions: 8 x 8 latents of 4 channels, twice, and the log-probability.
@@ -56,14 +56,14 @@ def test_text_encoders_that_encode_ahead_are_not_in_a_step(base):
     config = complete(tiny_config(base, "lora"))
     config.placement.rules = ((".*", "replicate"),)
     found = {}
-    for kind in ("each_step", "ahead"):
+    for kind in ("each_step", "precomputed"):
         config.prompts.encoding = kind
         found[kind] = model_footprint(read_config(config))
     from safetensors.numpy import load_file
 
     files = [next((pipeline(base) / f"text_encoder{n}").glob("*.safetensors")) for n in ("", "_2")]
     encoders = sum(a.nbytes for file in files for a in load_file(file).values())
-    each, ahead = found["each_step"], found["ahead"]
+    each, ahead = found["each_step"], found["precomputed"]
     assert each.ahead is None and ahead.ahead(1, 1) == pytest.approx(encoders, rel=0.01)
     assert each.frozen(1, 1) - ahead.frozen(1, 1) == ahead.ahead(1, 1)
     assert each.conditioning == ahead.conditioning

@@ -208,7 +208,8 @@ def test_auto_is_the_choice_as_a_section_of_the_config():
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"max_policy_lag": 1}, {"ordered": "no"}, {"max_incomplete_groups": 2}]
+    "fields",
+    [{}, {"max_policy_lag": 1}, {"deterministic_order": "no"}, {"max_incomplete_groups": 2}],
 )
 def test_what_is_simulated_of_a_layout_is_what_its_run_does(fields):
     config = shapes(4)

@@ -37,7 +37,7 @@ def on_mesh(config, images, **mesh):
     config.sampler.chunk = config.trainer.micro_batch = images
     config.trainer.pack = mesh.get("time", 1)
     config.evaluation.batch = images // 2
-    config.placement.sizes = "given"
+    config.placement.mode = "given"
     config.placement.rollout.data = 0
     config.placement.trainer.update(dict(data=1, fsdp=1) | mesh)
     config.placement.rules = ((".*", "fsdp"),)

@@ -28,7 +28,7 @@ def tiny(base):
     config.model.height = config.model.width = 64
     config.batch.update(groups=4, images=4)
     config.sampler.chunk = config.trainer.micro_batch = config.evaluation.batch = 4
-    config.placement.sizes = "given"
+    config.placement.mode = "given"
     config.placement.rollout.data = 0
     config.placement.trainer.data = 2
     return load_config(config)

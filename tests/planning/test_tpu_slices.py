@@ -18,7 +18,7 @@ TINY = (
     *("--config=configs/shapes_flow_grpo.py", "--config.batch.groups=2", "--config.batch.images=8"),
     *("--config.sampler.chunk=16", "--config.trainer.micro_batch=16", "--config.sampler.steps=4"),
     *("--config.evaluation.batch=16", "--config.placement.rollout.data=0"),
-    *("--config.placement.sizes=given", "--config.placement.trainer.fsdp=2"),
+    *("--config.placement.mode=given", "--config.placement.trainer.fsdp=2"),
 )  # fmt: skip
 SLICES = {"v5e:2x4": 8, "v5p:2x2x1": 4, "v6e:2x2": 4}
 

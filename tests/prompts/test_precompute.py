@@ -41,7 +41,7 @@ ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 
 @pytest.fixture(scope="module")
 def folder(base, tmp_path_factory) -> pathlib.Path:
-    target = tmp_path_factory.mktemp("ahead") / "pipeline"
+    target = tmp_path_factory.mktemp("precomputed") / "pipeline"
     return add_t5(pipeline(base), target, TEXTS)
 
 
@@ -52,7 +52,7 @@ def config(base, folder):
     def make(**fields):
         c = tiny_config(base, "lora")
         c.model.update(folder=str(folder), max_sequence_length=9)
-        c.prompts.encoding = "ahead"
+        c.prompts.encoding = "precomputed"
         c.trainer.eps = 1.0  # with less, Adam would enlarge rounding
         c.rewards = ("tests.prompts.test_precompute:redness",)
         c.reward_pool = ConfigDict(dict(processes=0))
@@ -87,11 +87,11 @@ def trained(config, workdir: pathlib.Path) -> list[dict]:
 def runs(config, tmp_path_factory):
     """The same run with prompts encoded in each step, and ahead: workdir, metrics and what was live, by encoding."""
     folder, found = tmp_path_factory.mktemp("runs"), {}
-    for kind in ("each_step", "ahead"):
+    for kind in ("each_step", "precomputed"):
         gc.collect()
         LIVE.clear()
         OTHERS[:] = jax.live_arrays()
-        c = config(prompts__encoding=kind, prompts__store=str(folder / "store"))
+        c = config(prompts__encoding=kind, prompts__cache=str(folder / "store"))
         found[kind] = folder / kind, trained(c, folder / kind), list(LIVE)
     OTHERS.clear()
     return found
@@ -100,12 +100,12 @@ def runs(config, tmp_path_factory):
 @pytest.fixture(scope="module")
 def store(runs) -> str:
     """The prompts that the run encoded."""
-    return str(runs["ahead"][0].parent / "store")
+    return str(runs["precomputed"][0].parent / "store")
 
 
 @pytest.mark.slow
 def test_a_run_that_encodes_ahead_is_the_same(runs):
-    (_, each, _), (_, before, _) = runs["each_step"], runs["ahead"]
+    (_, each, _), (_, before, _) = runs["each_step"], runs["precomputed"]
     assert len(each) == 3 and each[1]["gradient_norm"] > 0.001
     # Other programs round otherwise, which makes other bytes of some pixels, and so other rewards.
     assert_same_metrics(before, each, rel=1e-2)
@@ -113,7 +113,7 @@ def test_a_run_that_encodes_ahead_is_the_same(runs):
 
 @pytest.mark.slow
 def test_text_encoders_leave_the_devices_before_it_samples(runs, folder):
-    (*_, each), (*_, before) = runs["each_step"], runs["ahead"]
+    (*_, each), (*_, before) = runs["each_step"], runs["precomputed"]
     shapes = load_family(folder).shapes()
     of = {part: {leaf.shape for leaf in jax.tree.leaves(tree)} for part, tree in shapes.items()}
     own = set.union(*(of[part] for part in ENCODERS)) - of["transformer"] - of["vae"]
@@ -133,14 +133,14 @@ def test_a_later_run_encodes_nothing_and_needs_no_weights(
     for part in ENCODERS:
         for file in (bare / part).glob("*.safetensors"):
             file.unlink()
-    c = config(prompts__store=store, model__folder=str(bare))
-    assert_same_metrics(trained(c, tmp_path / "run"), runs["ahead"][1])
+    c = config(prompts__cache=store, model__folder=str(bare))
+    assert_same_metrics(trained(c, tmp_path / "run"), runs["precomputed"][1])
     assert f"all 6 prompts are encoded in {store}\n" in capsys.readouterr().out
 
     with pytest.raises(
         ConfigError, match=r"bare/text_encoder holds no weights, and \S+ holds .* by 0 models"
     ):
-        trained(config(prompts__store=str(tmp_path), model__folder=str(bare)), tmp_path / "none")
+        trained(config(prompts__cache=str(tmp_path), model__folder=str(bare)), tmp_path / "none")
     (tmp_path / "more.txt").write_text("a new prompt\n")
     c.evaluation.prompts = str(tmp_path / "more.txt")
     with pytest.raises(
@@ -151,7 +151,7 @@ def test_a_later_run_encodes_nothing_and_needs_no_weights(
 
 @pytest.mark.slow
 def test_an_exported_run_has_its_t5_in_diffusers(runs, folder, tmp_path):
-    workdir, output = runs["ahead"][0], tmp_path / "tuned"
+    workdir, output = runs["precomputed"][0], tmp_path / "tuned"
     assert "None" not in how_to_load(export(workdir, output, lora=False), output)
     for name in ("text_encoder_3/model.safetensors", "tokenizer_3/tokenizer.json"):
         assert (output / name).read_bytes() == (folder / name).read_bytes()
@@ -162,15 +162,15 @@ def test_an_exported_run_has_its_t5_in_diffusers(runs, folder, tmp_path):
 def test_a_limit_that_is_too_small_is_refused_before_anything_slow(config, tmp_path, monkeypatch):
     LIVE.clear()
     monkeypatch.setattr(opening, "build", None)
-    c = config(prompts__store=str(tmp_path / "store"), prompts__store_limit=1e-4)
+    c = config(prompts__cache=str(tmp_path / "store"), prompts__cache_limit=1e-4)
     with pytest.raises(
         ConfigError,
-        match=r"config.prompts.store_limit = 0.0001 GB is too small: 6 prompts are .* set it to 1 or more",
+        match=r"config.prompts.cache_limit = 0.0001 GB is too small: 6 prompts are .* set it to 1 or more",
     ):
         trained(c, tmp_path / "run")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 1000))
-    c = config(prompts__store=str(tmp_path / "store"))
-    with pytest.raises(ConfigError, match=r"config.prompts.store = \S+ has room for 1.00kB, and 6"):
+    c = config(prompts__cache=str(tmp_path / "store"))
+    with pytest.raises(ConfigError, match=r"config.prompts.cache = \S+ has room for 1.00kB, and 6"):
         trained(c, tmp_path / "run")
     assert not LIVE
 
@@ -178,9 +178,9 @@ def test_a_limit_that_is_too_small_is_refused_before_anything_slow(config, tmp_p
 def test_a_store_that_is_a_file_is_refused_before_anything_slow(config, tmp_path, monkeypatch):
     monkeypatch.setattr(precompute, "read_parts", None)
     (tmp_path / "file").write_text("")
-    c = config(prompts__store=str(tmp_path / "file"))
+    c = config(prompts__cache=str(tmp_path / "file"))
     with pytest.raises(
-        ConfigError, match=r"config.prompts.store = '.*file' is a file already: give"
+        ConfigError, match=r"config.prompts.cache = '.*file' is a file already: give"
     ):
         trained(c, tmp_path / "run")
 
@@ -194,7 +194,7 @@ def test_a_prompt_that_is_gone_in_mid_run_stops_it_with_a_sentence(
     with pytest.raises(
         Stopped, match=r"does not hold '.*' encoded: encode it first; the same command encodes"
     ):
-        trained(config(prompts__store=str(tmp_path / "store")), tmp_path / "run")
+        trained(config(prompts__cache=str(tmp_path / "store")), tmp_path / "run")
 
 
 @pytest.mark.parametrize("model", quick([("sd3",), ("flux",), ("qwen_image",)], 0, 1))
@@ -210,17 +210,17 @@ def test_what_is_read_is_what_the_mesh_makes_bit_by_bit(base, folder, config, tm
         given = [r | {"negative_prompt": n} for r, n in zip(given, negatives, strict=True)]
     models = {"sd3": lambda: folder, "flux": lambda: flux_folder(base, "dev")}
     models["qwen_image"] = lambda: qwen_image_folder(base)
-    for encoding_of in ("each_step", "ahead"):
+    for encoding_of in ("each_step", "precomputed"):
         c = config(
             prompts__encoding=encoding_of,
-            prompts__store=str(tmp_path),
+            prompts__cache=str(tmp_path),
             precision=ConfigDict(dict(arithmetic="bfloat16", frozen="bfloat16")),
             model__folder=str(models[model]()),
             lora__targets="",  # the family's own
             model__max_sequence_length=64,
         )
         recipe = fit_config(load_config(c), 2)
-        if encoding_of == "ahead":
+        if encoding_of == "precomputed":
             precompute.encode(recipe, jax.devices()[:2], given)
         systems.append(build(recipe, jax.devices()[:2]))
     records = given * 2 if model == "sd3" else given if flux else [*given, given[-1]]
@@ -309,9 +309,9 @@ def test_an_interrupted_encoding_continues_where_it_stopped_in_the_script(
 ):
     monkeypatch.setattr(StableDiffusion3, "encoded_prompts", 2)
     monkeypatch.setattr(precompute, "TOGETHER", 2)
-    c = config(prompts__store=str(tmp_path / "store"))
+    c = config(prompts__cache=str(tmp_path / "store"))
     precompute.encode(
-        fit_config(load_config(config(prompts__store=str(tmp_path / "all"))), 1),
+        fit_config(load_config(config(prompts__cache=str(tmp_path / "all"))), 1),
         jax.devices()[:1],
         said(*TEXTS),
     )
@@ -338,5 +338,5 @@ def test_an_interrupted_encoding_continues_where_it_stopped_in_the_script(
     assert re.match(r"of 6 prompts 3 are to be encoded, \S+B in \S+store\n", done.stdout)
     assert "encoded 3 prompts, " in done.stdout
     assert done.stdout.endswith("imported: []\n")
-    with pytest.raises(ConfigError, match="set it to 'ahead' here and in training"):
+    with pytest.raises(ConfigError, match="set it to 'precomputed' here and in training"):
         precompute.encode_all(load_config(config(prompts__encoding="each_step")))

@@ -51,7 +51,7 @@ def get_config():
         trainer=dict(micro_batch=8, learning_rate=1e-3, ema=0.9),
         placement=dict(rollout=dict(data=2), trainer=dict(data=2)),
         evaluation=dict(prompts="prompts.jsonl", images=4, batch=8, every=2, height=40, width=48),
-        pictures=dict(every=2, images=3),
+        images=dict(every=2, count=3),
         checkpoint=dict(every=2, keep=9),
     ))
 """
@@ -329,7 +329,7 @@ GDPO = dict(
 KINDS_OF_STATE = [
     dict(trainer__ema=0.5, algorithm__kl_coefficient=0.1, trainer__warmup=3)
     | dict(advantages__best_and_worst=1, advantages__drop_zero_std=True)
-    | dict(sampler__window=dict(mode="progressive", length=2, end=4, fraction=0.5))
+    | dict(sampler__window=dict(mode="progressive", length=2, end=4, timestep_fraction=0.5))
     | dict(sampler__shared_noise=True),
     ODE
     | dict(algorithm=dict(name="diffusion_nft", times=dict(count=2)))
@@ -434,7 +434,7 @@ def test_with_dynamic_sampling_a_resumed_run_equals_an_unbroken_one(tmp_path, tr
     fields = toy.meshes((1, 1), (1, 1)) | dict(
         sampler__chunk=2, trainer__micro_batch=2, runtime__max_candidates=6
     )
-    c = config(tmp_path, **fields, runtime__redundant_groups=1)
+    c = config(tmp_path, **fields, runtime__oversampled_groups=1)
 
     def flat(pair, scores):
         return 0 * scores if pair % 3 == 1 else scores
@@ -518,7 +518,7 @@ def test_a_mistake_that_shows_at_the_first_evaluation_leaves_the_workdir_free(tm
 
 def rounded(tmp_path, **fields):
     """A run whose ratios are to log-probabilities that a bfloat16 sampler has stored."""
-    given = dict(precision__published="bfloat16", algorithm__old_log_probs="rollout", steps=1)
+    given = dict(precision__rollout="bfloat16", algorithm__old_log_probs="rollout", steps=1)
     return config(tmp_path, **given | fields)
 
 

@@ -49,7 +49,7 @@ def chosen(step, records):
 
 def config(layout, most=MOST, **fields):
     rollout, trainer, workers, chunk = LAYOUTS[layout]
-    fields = dict(runtime__redundant_groups=1 if most else 0) | fields
+    fields = dict(runtime__oversampled_groups=1 if most else 0) | fields
     return toy.config(
         **toy.meshes(rollout, trainer, workers),
         batch__groups=GROUPS,

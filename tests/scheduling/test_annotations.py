@@ -13,7 +13,7 @@ def test_annotations_hold():
     for plan in (
         Settings(chunk_images=4, updates=2, **common),
         Settings(chunk_images=1, max_incomplete_groups=2, **common),
-        Settings(chunk_images=1, max_candidates=7, redundant_groups=1, **common),
+        Settings(chunk_images=1, max_candidates=7, oversampled_groups=1, **common),
     ):
         scheduler = Scheduler(plan, costs)
         world = World(scheduler, Referee(plan, 1, 0.4), random.Random(1), 0.05, 2)

@@ -21,10 +21,10 @@ GOOD = Settings(1, groups=6, images=4, chunk_images=2)
         ),
         (dict(updates=4), "updates = 4 must divide groups = 6"),
         (
-            dict(redundant_groups=2),
-            "redundant_groups = 2 is for dynamic sampling, which is off",
+            dict(oversampled_groups=2),
+            "oversampled_groups = 2 is for dynamic sampling, which is off",
         ),
-        (dict(max_candidates=7, redundant_groups=2), "must be at least groups"),
+        (dict(max_candidates=7, oversampled_groups=2), "must be at least groups"),
         (
             dict(updates=4, max_candidates=5),
             r"(?s)2 things .*updates = 4 must divide .*max_candidates = 5 must be at least",

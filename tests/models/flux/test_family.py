@@ -171,7 +171,7 @@ def call(pipe, latents: np.ndarray, prompts=PROMPTS, guidance=GUIDANCE, **given)
 def test_latents_are_the_pipelines_after_each_step_and_so_are_pixels(folders, kind, true):
     """In one pass, in two with a negative prompt for each prompt, of which one is empty, and below a scale of 1."""
     family, params, encode = ours(folders[kind])
-    policy = Policy(family, GUIDANCE if kind == "dev" else true, true_guidance=true)
+    policy = Policy(family, GUIDANCE if kind == "dev" else true, true_cfg_scale=true)
     null, given = None, {}
     if true != 1:
         given = dict(true_cfg_scale=true, negative_prompt=NEGATIVES)
@@ -208,9 +208,9 @@ def negated(prompts, negatives):
     ]
 
 
-def drawn(family, params, records, guidance, true_guidance=1.0):
+def drawn(family, params, records, guidance, true_cfg_scale=1.0):
     """Images of the prompts by the sampler, and their start noise."""
-    policy = Policy(family, guidance, true_guidance=true_guidance)
+    policy = Policy(family, guidance, true_cfg_scale=true_cfg_scale)
     sampler = Sampler(policy, all_devices(jax.devices()[:1]), SamplerSettings(SIZE, STEPS, Ode()))
     trained = {"transformer": params["transformer"]}
     tuned, base = policy.split(jax.random.key(0), trained, reference=False)
@@ -282,9 +282,9 @@ def test_defaults_are_the_pipelines(folders):
 @pytest.mark.parametrize(
     ("kind", "asked", "sentence"),
     [
-        ("dev", Asked(), "--true_guidance is not above 1, so that there is no second pass that"),
+        ("dev", Asked(), "--true_cfg_scale is not above 1, so that there is no second pass that"),
         ("schnell", Asked(), "this model's guidance is 'none', without a second pass that would"),
-        ("dev", Asked(true_guidance=2.0), "holds no weights"),
+        ("dev", Asked(true_cfg_scale=2.0), "holds no weights"),
     ],
 )
 def test_a_negative_prompt_that_nothing_reads_is_refused_before_weights_are_read(
@@ -295,7 +295,7 @@ def test_a_negative_prompt_that_nothing_reads_is_refused_before_weights_are_read
     given = "--negative_prompt is given"
     with pytest.raises(ConfigError, match=sentence) as caught:
         open_model(str(folder), jax.devices()[:1], asked=[asked], negative=given)
-    assert str(caught.value).startswith(f"{given}, but ") == (asked.true_guidance is None)
+    assert str(caught.value).startswith(f"{given}, but ") == (asked.true_cfg_scale is None)
 
 
 def test_flops_are_of_the_tokens_that_the_transformer_is_given(folders):

@@ -253,7 +253,7 @@ def test_latents_are_the_pipelines_after_each_step_and_so_are_pixels(folder, tru
     images = [record["image"] for record in given]
     # The pipeline gives all of them the first one's size.
     images[1] = images[1].resize((SOURCE.width, SOURCE.height), Image.Resampling.LANCZOS)
-    policy = Policy(family, GUIDANCE, true_guidance=true)
+    policy = Policy(family, GUIDANCE, true_cfg_scale=true)
     null, more = None, dict(true_cfg_scale=true, negative_prompt=NEGATIVES)
     if true > 1:
         negatives = [r | {"negative_prompt": n} for r, n in zip(given, NEGATIVES, strict=True)]

@@ -66,6 +66,6 @@ def test_a_prompt_has_as_many_bytes_as_its_arrays(opened):
     assert shapes.context.dtype == jax.numpy.bfloat16 and shapes.source.dtype == np.float32
     one = 2 * 128 * 4096 + 2 * 768 + 4 * 64 * 64 * 16
     assert model_footprint(recipe).conditioning == 48 * one
-    guided = dataclasses.replace(recipe.sampler, true_guidance=2.0)
+    guided = dataclasses.replace(recipe.sampler, true_cfg_scale=2.0)
     guided = dataclasses.replace(recipe, sampler=guided)
     assert model_footprint(guided).conditioning == 2 * 48 * one

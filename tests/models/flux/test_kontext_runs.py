@@ -49,14 +49,14 @@ STEPS, SIZE = 3, Size(16, 12)
 
 def trained(base):
     """The workdir of two steps of two passes, whose prompts, some with a negative one, were encoded before."""
-    run = functools.partial(train, load_config(guided_config(base, "ahead")))
+    run = functools.partial(train, load_config(guided_config(base, "precomputed")))
     return once(base / "tiny-kontext-run", run)
 
 
 def guided_config(base, encoding):
-    c = edit_config(base, encoding=encoding, store=str(base / "tiny-edits-store"))
+    c = edit_config(base, encoding=encoding, cache=str(base / "tiny-edits-store"))
     c.prompts.file = c.evaluation.prompts = str(once(base / "guided-edits.jsonl", write_guided))
-    c.sampler.true_guidance, c.evaluation.true_guidance = 3.0, 2.0
+    c.sampler.true_cfg_scale, c.evaluation.true_cfg_scale = 3.0, 2.0
     return c
 
 
@@ -70,7 +70,7 @@ def write_guided(file):
 def test_equal_texts_with_other_pictures_stay_apart(base, tmp_path, capsys):
     """What is stored is what the model encodes; a changed picture is encoded again, a moved one is not."""
     folder = shutil.copytree(edit_prompts(base).parent, tmp_path / "edits")
-    c = edit_config(base, encoding="ahead", store=str(tmp_path / "store"))
+    c = edit_config(base, encoding="precomputed", cache=str(tmp_path / "store"))
     c.prompts.file = c.evaluation.prompts = str(folder / "prompts.jsonl")
     recipe = fit_config(load_config(c), 1)
 
@@ -112,7 +112,7 @@ def test_a_run_edits_in_two_passes_with_ratio_one_by_what_was_encoded_ahead(base
     (block,) = _blocks(base / "tiny-edits-store")
     assert len(_about(block)["texts"]) == 8
     records, systems = read_prompt_file(base / "guided-edits.jsonl"), []
-    for encoding in ("each_step", "ahead"):
+    for encoding in ("each_step", "precomputed"):
         recipe = fit_config(load_config(guided_config(base, encoding)), 2)
         systems.append(build(recipe, jax.devices()[:2]))
     each, read = (one.sampler.encode(one.rollout_weights(one.start), records) for one in systems)
