@@ -37,5 +37,5 @@ def test_a_fields_meaning_is_the_comment_beside_or_above_it():
 
 def test_a_field_without_a_meaning_is_refused(monkeypatch):
     monkeypatch.setattr(reference, "comments", lambda kind: {"every": "", "images": "some"})
-    with pytest.raises(ConfigError, match=r"pictures\.every has no comment"):
+    with pytest.raises(ConfigError, match=r"images\.every has no comment"):
         reference.described("images")
