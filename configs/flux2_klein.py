@@ -5,9 +5,9 @@ python launch/train.py --config configs/flux2_klein.py:base_lora,8 --workdir run
     --config.prompts.file=train.txt --config.evaluation.prompts=test.txt
 
 The argument is the recipe's name, a comma, and the number of GPUs: 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128,
-192 or 384. Reward and prompt files are yours: docs/rewards.md says which weights PickScore needs. The hub repositories
-of the 9B models are gated: accept the licence there and log in with `hf auth login`, or set model.folder to a copy, or
-to another size of the same kind.
+192 or 384. Reward and prompt files are yours: docs/rewards.md lists the weights that PickScore needs. The hub
+repositories of the 9B models are gated: accept the licence there and log in with `hf auth login`, or set model.folder
+to a copy, or to another size of the same kind.
 
 Separate GPUs for rollout and training, of eight four each; the second line where all weights are tuned:
 --config.placement.rollout.data=4 --config.placement.trainer.data=4
@@ -35,8 +35,8 @@ github.com/X-GenGroup/Flow-Factory:
   the average warms up
 - config/accelerate_configs/fsdp2.yaml (d003d89): shared weights and recomputed blocks where all weights are tuned
 
-Ours: recomputed blocks under a LoRA; the number of steps, as the source runs until it is stopped; pictures, the number
-of checkpoints, and all placements. Its recipes for DiffusionNFT and AWM on the base models are not here.
+Ours: recomputed blocks under a LoRA; the number of steps, as the source runs until it is stopped; sample images, the
+number of checkpoints, and all placements. Its recipes for DiffusionNFT and AWM on the base models are not here.
 
 Differences to the source:
 - these settings train image editing there: all 128 training records of the examples' data have an image to edit, scaled
@@ -62,7 +62,7 @@ with as much; all weights take several.
 Memory of each of 8 GPUs by the accounting of launch/plan.py, in GiB: weights, gradient, moments, average, the version
 that sampled, autoencoder, trajectories, prompts, without the programs' temporary memory: base_lora and distilled_lora
 20.9, base_full and distilled_full 11.3. On one GPU the former have 0.4 more trajectories; the latter take 87.6 and do
-not fit. The text encoder, 10.9 or 5.8 whole, is there before, while it encodes the prompts.
+not fit. The text encoder, 10.9 or 5.8 unsharded, is there before, while it encodes the prompts.
 
 Not measured: no recipe here was run on such GPUs. An encoded prompt takes 7.9 MB of disk for a 4B model and 12.6 MB for
 a 9B one, 512 x 7680 or 512 x 12288 bfloat16 numbers (prompts.cache_limit).

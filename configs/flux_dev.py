@@ -7,7 +7,7 @@ python launch/train.py --config configs/flux_dev.py:dance_ema,8 --workdir runs/f
 The argument is the recipe's name, a comma, and the number of GPUs, among which the passes of an update are divided:
 - pickscore, pickscore_fast, geneval_fast: 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96 or 192
 - dance: 1, 2, 3, 4, 6, 8, 12, 16, 24 or 48; dance_ema, dance_lora: these, 32 or 96
-Reward and prompt files are yours: docs/rewards.md has HPSv2.1, PickScore and GenEval, and says which weights they need.
+Reward and prompt files are yours: docs/rewards.md has HPSv2.1, PickScore and GenEval, and lists their weights.
 The hub repository is gated: accept its licence there and log in with `hf auth login`, or set model.folder to a copy.
 
 Separate GPUs for rollout and training, of eight four each; the second line where all weights are tuned:
@@ -56,7 +56,7 @@ Differences to the sources:
 - DanceGRPO shifts the sigmas by 3. Here they are the pipeline's, whose shift at 720 x 720 is 2.22. A copy of the
   model whose scheduler_config.json has `"use_dynamic_shifting": false` has DanceGRPO's: its `shift` is 3;
 - `dance` has four updates of four groups; the source has three, of four images of every group. The other two scripts
-  have two updates of whole groups, as here;
+  have two updates of complete groups, as here;
 - in DanceGRPO both prompts of a GPU share one start noise; here each group has its own. It adds 1e-8 to a std, and here
   1e-4 is added;
 - a step's prompts are the next ones of a permutation of the file; Flow-GRPO takes the first ones of a new permutation

@@ -5,7 +5,7 @@ python launch/train.py --config configs/qwen_image.py:ocr,4 --workdir runs/qwen-
     --config.prompts.file=train.txt --config.evaluation.prompts=test.txt
 
 The argument is the recipe's name, a comma, and the number of GPUs: 1, 2, 4, 8 or 16; it was published for 4. Reward and
-prompt files are yours: docs/rewards.md says what `ocr` needs, and the source's prompts are in dataset/ocr of
+prompt files are yours: docs/rewards.md lists what `ocr` needs, and the source's prompts are in dataset/ocr of
 github.com/yifan123/flow_grpo. Qwen-Image-2512 has the same settings: --config.model.folder=Qwen/Qwen-Image-2512.
 
 Separate GPUs for rollout and training, of eight four each:
@@ -34,12 +34,12 @@ github.com/verl-project/verl-omni:
   the prompt, as in diffusers' pipeline
 
 Ours: 16 images a GPU at once in sampling and in evaluation, 8 in training (the same gradient; of 16, the inputs of the
-60 blocks alone, which the backward pass needs, take 14 GiB of a GPU), pictures, the number of checkpoints, the
+60 blocks alone, which the backward pass needs, take 14 GiB of a GPU), sample images, the number of checkpoints, the
 seed, and the placement: GPUs share all parameters.
 
 Differences to the source:
 - each image has a window of its own there (verl_omni/pipelines/request_batch.py); here all images of a step share one;
-- the source's reward asks Qwen3-VL-8B what it reads in a picture (verl_omni/utils/reward_score/genrm_ocr.py, 57a9441);
+- the source's reward has Qwen3-VL-8B read the text in an image (verl_omni/utils/reward_score/genrm_ocr.py, 57a9441);
 - the LoRA and its moments are bfloat16 there, as PEFT gives factors the dtype of the weights that they adapt
   (verl_omni/workers/engine/fsdp/diffusers_impl.py, 04e7572); here they are float32;
 - diffusers rounds a sigma to bfloat16 before it multiplies it by 1000, so that 0.99 becomes 988. It is exact here;

@@ -11,7 +11,7 @@ dance_grpo      DanceGRPO (arXiv 2505.07818): its SDE, one start noise a group, 
 mix_grpo        MixGRPO (arXiv 2507.21802): two noisy steps that move towards the data
 grpo_guard      GRPO-Guard (arXiv 2510.22319): ratios centred and scaled step by step
 flow_dppo       Flow-DPPO (arXiv 2606.11025): bounds the KL to the policy that sampled instead of the ratio
-gspo            GSPO's ratio (arXiv 2507.18071): of an image's whole trajectory
+gspo            GSPO's ratio (arXiv 2507.18071): of an image's complete trajectory
 cispo           CISPO (MiniMax-M1, arXiv 2506.13585): the ratio as a bounded weight
 topr            TOPR (arXiv 2503.14286): bad images weigh less, the less likely they become
 weighted_topr   ROLL's TOPR, here with half the weight of bad images
@@ -26,7 +26,7 @@ Policy gradients have two updates a step: with one all ratios would be 1 and mos
 little even so. With flow_grpo and seed 0 ratios differ from 1 by 2e-4 on average in the first step, when Adam's updates
 are largest, and by 6e-5 from the sixth step on (`ratio_deviation` in metrics.jsonl, over both updates; in the first
 update all are 1). The clip range of 1e-3 acts on 3% of the samples in the first step and on two in ten thousand later.
-Flow-DPPO's published bound of 1e-5 acts on half of the samples, which is the whole second update, and on 7% later.
+Flow-DPPO's published bound of 1e-5 acts on half of the samples, which is the complete second update, and on 7% later.
 GRPO-Guard's log-ratio is smaller, because the steps' stds are a factor of it, and averages over the 512 numbers of a
 latent, while the published ranges (configs/sd35_medium.py) are for 65,536. 1e-4 acts on 37% of the samples in the first
 step and on 3% to 12% from the fourth on (grpo_guard, seed 0, `clip_fraction`), with a gain of 0.078.

@@ -31,8 +31,8 @@ The rest of that repository, at a0b2bc5:
 - src/flow_factory/ema/ema_utils.py: that schedule, (1 + n) / (10 + n) at first
 - src/flow_factory/scheduler/flow_match_euler_discrete.py: the step, its sigmas from 1 to 1/steps, steps counted from 0
 
-Ours: recomputed blocks, the number of training steps, the batch of an evaluation, pictures, the number of checkpoints,
-and all placements: each GPU has all parameters.
+Ours: recomputed blocks, the number of training steps, the batch of an evaluation, sample images, the number of
+checkpoints, and all placements: each GPU has all parameters.
 
 Differences to the source:
 - its transformer's frozen weights are float32, and autocast rounds them for each matrix product; here they are

@@ -1,7 +1,7 @@
-"""A user's mistake as one sentence on what to change, and checks that find it before anything slow starts.
+"""Errors in a user's input as one message that names what to change, and checks that run before anything slow.
 
-A mistake of the user raises `ConfigError`, which `command_line.run_main` prints without a traceback. Other
-errors are bugs and keep their traceback.
+Invalid input raises `ConfigError`, which `command_line.run_main` prints without a traceback. Other errors are bugs and
+keep their traceback.
 """
 
 import contextlib
@@ -19,38 +19,38 @@ LARGEST_SIDE = 2**14
 
 
 class ConfigError(ValueError):
-    """A mistake in what the user asked for; its text is one sentence that says what to change.
+    """Invalid input of a user; the message states what is wrong and what to change.
 
-    Each of several mistakes that were found `together` is one argument and one line of the text.
+    Each of several errors found `together` is one argument and one line of the message.
     """
 
     def __str__(self) -> str:
         if len(self.args) < 2:
             return super().__str__()
-        sentences = [" ".join(sentence.split()) for sentence in self.args]
-        return "\n  ".join([f"{len(sentences)} things must change:", *sentences])
+        messages = [" ".join(message.split()) for message in self.args]
+        return "\n  ".join([f"{len(messages)} things must change:", *messages])
 
     def shown(self) -> str:
-        """The text that a script prints: one sentence on one line."""
+        """Returns the text that a script prints: one message on one line."""
         return str(self) if len(self.args) > 1 else " ".join(str(self).split())
 
 
 class FieldError(ConfigError):
-    """A mistake whose sentence begins with its own field, so that `blame` puts no other one in front of it."""
+    """A ConfigError whose message already names its field; `blame` leaves it unchanged."""
 
 
 @contextlib.contextmanager
 def blame(
     field: str, errors: tuple[type[Exception], ...] = (ValueError, OSError)
 ) -> Iterator[None]:
-    """Puts the field of the config that an error is about in front of its sentence."""
+    """Prefixes the messages of errors in a block with the field of the config that they concern."""
     try:
         yield
     except FieldError:
         raise
     except errors as error:
-        sentences = error.args if isinstance(error, ConfigError) else [error]
-        raise ConfigError(*(" ".join(f"{field}{one}".split()) for one in sentences)) from error
+        messages = error.args if isinstance(error, ConfigError) else [error]
+        raise ConfigError(*(" ".join(f"{field}{one}".split()) for one in messages)) from error
 
 
 @contextlib.contextmanager
@@ -69,7 +69,7 @@ def user_input() -> Iterator[None]:
 
 @contextlib.contextmanager
 def together() -> Iterator[Callable[[], contextlib.AbstractContextManager]]:
-    """Collects the mistakes of several checks, so that a user sees all of them at once.
+    """Collects the errors of several checks, so that a user sees all of them at once.
 
         with together() as one:
             for name in names:
@@ -79,7 +79,7 @@ def together() -> Iterator[Callable[[], contextlib.AbstractContextManager]]:
     The code inside `one` must not depend on an earlier check.
 
     Raises:
-      ConfigError: after the block, the only one that was raised in it, or one with the sentences of all.
+      ConfigError: after the block, the only one that was raised in it, or one with the messages of all.
     """
     errors: list[ConfigError] = []
 
@@ -95,7 +95,7 @@ def together() -> Iterator[Callable[[], contextlib.AbstractContextManager]]:
     if len(errors) == 1:
         raise errors[0]
     if errors:
-        raise ConfigError(*dict.fromkeys(sentence for error in errors for sentence in error.args))
+        raise ConfigError(*dict.fromkeys(message for error in errors for message in error.args))
 
 
 def check_positive(name: str, value: float | int) -> None:
@@ -111,7 +111,7 @@ def check_range(
     if least <= value <= most and value != {"least": least, "most": most}.get(excluded):
         return
     if excluded == "most":
-        raise ConfigError(f"{name} must lie in [{least}, {most}), not be {value!r}")
+        raise ConfigError(f"{name} must be in [{least}, {most}), not {value!r}")
     words = f"above {least}" if excluded == "least" else f"{least} or more"
     if value > most:
         words = f"at most {most}"
@@ -136,7 +136,7 @@ def check_choice(name: str, value: Any, choices: Collection[Any]) -> None:
 
 
 def check_divides(name_a: str, a: int, name_b: str, b: int, why: str) -> None:
-    """Refuses an `a` that does not divide `b`; `why` ends the sentence "... must divide ...,"."""
+    """Refuses an `a` that does not divide `b`; `why` ends the message."""
     if b % a:
         nearest = sorted({max(a, b - b % a), b - b % a + a})
         raise ConfigError(
@@ -165,9 +165,9 @@ def check_output(name: str, path: str | Path, folder: bool = False) -> None:
         wrong = "a folder" if path.is_dir() else "a file"
         wrong = f"is {wrong} already: give the name of a {'folder' if folder else 'file'}"
     elif above != path and not above.is_dir():
-        wrong = f"lies in {above}, which is a file: give another place"
+        wrong = f"is inside {above}, which is a file: choose another path"
     elif not os.access(written, os.W_OK):
-        wrong = f"cannot be written, as {written} is not yours to write: give another place"
+        wrong = f"cannot be written, as {written} is not writable: choose another path"
     if wrong:
         raise ConfigError(f"{name} = {str(given)!r} {wrong}")
 

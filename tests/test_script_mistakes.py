@@ -26,7 +26,7 @@ PRETRAIN = ("pretrain.py", "--config=configs/shapes_pretrain.py")
         ),
         (
             (*SAMPLE, "--output=FILE/x"),
-            "--output = 'FILE/x' lies in FILE, which is a file: give an",
+            "--output = 'FILE/x' is inside FILE, which is a file: choose",
         ),
         ((*SAMPLE, "--output=IMAGES"), "--output = 'IMAGES' has images already, such as 0.png"),
         ((*EVALUATE, "--pictures=IMAGES"), "--pictures = 'IMAGES' has images already"),
@@ -55,7 +55,7 @@ PRETRAIN = ("pretrain.py", "--config=configs/shapes_pretrain.py")
         ),
         (
             (*EVALUATE, "--output=FILE/x.json"),
-            "--output = 'FILE/x.json' lies in FILE, which is a file",
+            "--output = 'FILE/x.json' is inside FILE, which is a file",
         ),
         ((*EVALUATE, "--guidance=1,inf"), "--guidance must be at most 1000, not inf"),
         (
@@ -85,7 +85,7 @@ PRETRAIN = ("pretrain.py", "--config=configs/shapes_pretrain.py")
         ),
         (
             ("export.py", "--workdir=x", "--output=FILE/x"),
-            "--output = 'FILE/x' lies in FILE, which",
+            "--output = 'FILE/x' is inside FILE, which",
         ),
         (("status.py", "--workdir=FOLDER"), "--workdir = 'FOLDER' has no status: give the workdir"),
     ],

@@ -44,7 +44,7 @@ def check_fields(config: ConfigDict) -> None:
     """Refuses values that a field of a complete config cannot have, independent of other fields.
 
     Raises:
-      ConfigError: one sentence for each such field.
+      ConfigError: one message for each such field.
     """
     fields, allowed = flat(config), allowed_of(config.algorithm.name)
     with together() as one:
@@ -80,7 +80,7 @@ def check_rules(config: TrainConfig) -> None:
     A later group of rules is checked only if the rules before it found nothing.
 
     Raises:
-      ConfigError: one sentence for each error that can be found at once.
+      ConfigError: one message for each error that can be found at once.
     """
     for rules in (
         # Groups, and the steps of an image.
@@ -106,7 +106,7 @@ def check_meshes(config: TrainConfig, devices: int) -> None:
     """Refuses meshes that do not fit `devices` devices, or that a pass or chunk cannot be split over.
 
     Raises:
-      ConfigError: one sentence for each error that can be found at once.
+      ConfigError: one message for each error that can be found at once.
     """
 
     def on_devices(config: TrainConfig) -> None:
@@ -116,7 +116,7 @@ def check_meshes(config: TrainConfig, devices: int) -> None:
 
 
 def run_checks(checks: Iterable[Callable[[Any], None]], value: Any) -> None:
-    """Makes several checks of a value, and raises one ConfigError with all their sentences."""
+    """Makes several checks of a value, and raises one ConfigError with all their messages."""
     with together() as one:
         for check in checks:
             with one():
@@ -231,7 +231,7 @@ def _check_source(config: TrainConfig) -> None:
     if (model.source_height > 0) != (model.source_width > 0):
         raise ConfigError(
             f"config.model.source_height = {model.source_height} and config.model.source_width = {model.source_width} "
-            "are no size: set both, or both to 0 where prompts have no pictures"
+            "are no size: set both, or both to 0 if prompts have no source images"
         )
 
 

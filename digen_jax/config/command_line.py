@@ -1,4 +1,4 @@
-"""The command line of a script: overrides are checked before the config is read, each mistake is one line."""
+"""The command line of a script: checks overrides before the config is read, and reports each error in one line."""
 
 import inspect
 import logging
@@ -89,15 +89,15 @@ def run_main(main: Main) -> None:
                 flags_parser=lambda argv: parse_flags(argv, isinstance(main, Mapping)),
             )
         except (ConfigError, Stopped) as error:
-            mistake = isinstance(error, ConfigError)
-            sys.exit(_end(error.shown() if mistake else str(error), 2 if mistake else STOPPED))
+            wrong = isinstance(error, ConfigError)
+            sys.exit(_end(error.shown() if wrong else str(error), 2 if wrong else STOPPED))
         except KeyboardInterrupt:
             sys.exit(_end("stopped by Ctrl-C", 128 + signal.SIGINT))
         except Exception as error:
-            if sentence := out_of_memory(error):
-                sys.exit(_end(f"{sentence}: {_smaller()}", 2))
-            if sentence := no_devices(error):
-                sys.exit(_end(f"{sentence}: {_OTHER_DEVICES}", 2))
+            if message := out_of_memory(error):
+                sys.exit(_end(f"{message}: {_smaller()}", 2))
+            if message := no_devices(error):
+                sys.exit(_end(f"{message}: {_OTHER_DEVICES}", 2))
             raise
 
 
@@ -121,14 +121,14 @@ def _smaller() -> str:
 
 
 def chosen(main: Main, words: Sequence[str]) -> Callable[[], Any]:
-    """The function that a command line asks for by the words that are left after absl has read the flags.
+    """Returns the function that the remaining words of a command line select.
 
     Raises:
       ConfigError: there is no such function, or there are too many words.
     """
     if isinstance(main, Mapping):
         if not words:
-            raise ConfigError(f"say which one to run: {' or '.join(main)}")
+            raise ConfigError(f"choose what to run: {' or '.join(main)}")
         check_choice("the first word", words[0], main)
         main, words = main[words[0]], words[1:]
     if words:
@@ -215,7 +215,7 @@ def _check_rewards(overrides: Sequence[re.Match[str]]) -> None:
     if parts or given["config.rewards"].startswith("{"):
         what = f"replaces the list that --{parts[0]} is about" if parts else "must be a list"
         raise ConfigError(
-            f"--config.rewards={given['config.rewards']} {what}: give the whole list in one option, such as "
+            f"--config.rewards={given['config.rewards']} {what}: give the complete list in one option, such as "
             "--config.rewards=\"({'name': 'shapes_geneval', 'weight': 0.5}, 'my_rewards:redness')\""
         )
 

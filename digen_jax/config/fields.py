@@ -78,11 +78,11 @@ def _nearest(name: str, fields: dict[str, Any]) -> str:
     if name in MOVED:
         return f"it is {MOVED[name]} now"
     parent, field = name.rsplit(".", 1)
-    whole = name.partition("[")[0]
-    if isinstance(fields.get(whole), tuple | list) and name.endswith("]"):
+    listed = name.partition("[")[0]
+    if isinstance(fields.get(listed), tuple | list) and name.endswith("]"):
         return (
-            f"the config file has {len(fields[whole])} of {whole}: change what is there, or give the whole list, by "
-            f"one --{whole}=NAME for each or as --{whole}=\"({{'name': NAME, 'weight': 0.5}}, ...)\""
+            f"the config file has {len(fields[listed])} of {listed}: change these, or give the complete list by "
+            f"one --{listed}=NAME for each or as --{listed}=\"({{'name': NAME, 'weight': 0.5}}, ...)\""
         )
     everywhere = {known.rsplit(".", 1)[1]: known for known in fields}
     siblings = {last: f"{parent}.{last}" for last in everywhere if f"{parent}.{last}" in fields}

@@ -23,7 +23,7 @@ def check_machine(config: TrainConfig, devices: int) -> None:
       devices: number of devices.
 
     Raises:
-      ConfigError: one sentence for each error that can be found at once.
+      ConfigError: one message for each error that can be found at once.
     """
     with together() as one:
         with one():
@@ -72,7 +72,7 @@ def _check_installed(config: TrainConfig) -> None:
             with one():
                 if importlib.util.find_spec(name) is None:
                     raise ConfigError(
-                        f"config.{name}.project asks for {name}, which is not installed: run pip install {name}, or "
+                        f"config.{name}.project needs {name}, which is not installed: run pip install {name}, or "
                         "set the field to ''"
                     )
 

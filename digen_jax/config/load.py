@@ -48,7 +48,7 @@ def load_config(config: ConfigDict | Mapping[str, Any]) -> TrainConfig:
       config: missing fields take their defaults.
 
     Raises:
-      ConfigError: one sentence for each error that can be found at once.
+      ConfigError: one message for each error that can be found at once.
     """
     loaded = read_config(config)
     check_rules(loaded)
@@ -65,7 +65,7 @@ def fit_config(config: TrainConfig, devices: int) -> TrainConfig:
       devices: number of devices of this machine.
 
     Raises:
-      ConfigError: one sentence for each error that can be found at once.
+      ConfigError: one message for each error that can be found at once.
     """
     fitted = config.fitted(devices)
     check_machine(fitted, devices)

@@ -38,7 +38,7 @@ python launch/train.py --config configs/shapes_demo.py --workdir runs/shapes --c
 ```
 
 A misspelt field, a value of another type or outside of its range, and fields that cannot work together are refused
-with one sentence each before anything is computed. Numbers are finite; only
+with one message each before anything is computed. Numbers are finite; only
 {infinite} may be `inf`.
 """
 # The fields that most users change.
@@ -49,7 +49,7 @@ FIRST = (
 RESUMED = """## What a resumed run may change
 
 The same command with the same `--workdir` continues a run. These fields and sections may differ from the first start;
-the run says which ones do. All others must be as they were.
+the run reports which ones do. All others must be as they were.
 
 {fields}
 """
@@ -155,7 +155,7 @@ def _fields(kind: type, path: str, algorithm: str) -> Iterator[Field]:
 
 def _field(name: str, meaning: str, algorithm: str) -> Field:
     if not meaning:
-        raise ConfigError(f"{name} has no comment that says what it means: write one next to it")
+        raise ConfigError(f"{name} has no comment with its meaning: write one next to it")
     default = flat(default_config(algorithm))[f"config.{name.replace('[i]', '[0]')}"]
     if isinstance(default, ConfigDict):
         default = default.to_dict()
@@ -177,7 +177,7 @@ def _algorithms() -> str:
     names = ", ".join(f"`{_literal(name)}`" for name in ALGORITHMS)
     intro = (
         f"`algorithm.name` is one of {names}. It decides which other\nfields the section has; "
-        "[algorithms.md](algorithms.md) says which settings make which published method.\n"
+        "[algorithms.md](algorithms.md) lists the settings of each published method.\n"
     )
     parts = ["## algorithm\n", intro]
     for name, kind in ALGORITHMS.items():

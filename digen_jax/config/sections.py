@@ -46,8 +46,8 @@ class ModelSection:
     # tokens of a prompt that a T5 or a language model reads, or empty tokens in a T5's place, as in the call of
     # diffusers' pipeline; 0: the pipeline's default
     max_sequence_length: Annotated[int, Range(0, 2**12)] = 0
-    # height that the pictures of prompts ("image" in their file) are resized to before a model edits them, in pixels;
-    # 0: prompts have no pictures
+    # height that source images ("image" in a prompt file) are resized to before a model edits them, in pixels;
+    # 0: prompts have no source images
     source_height: OptionalSide = 0
     source_width: OptionalSide = 0  # their width
     # what the backward pass recomputes, for less memory and more time: "none"; "blocks": all but the inputs of the
@@ -100,7 +100,7 @@ class PromptsSection:
     """The prompts to train on, and when the text encoders read them."""
 
     # one prompt a line (.txt), or one JSON object with a "prompt" a line (.jsonl), as GenEval's metadata; a
-    # "negative_prompt" is for the pass without the prompt, an "image" is the path of a picture to edit, relative to the
+    # "negative_prompt" is for the pass without the prompt, an "image" is the path of an image to edit, relative to the
     # file
     file: str = "assets/prompts/shapes_train.jsonl"
     # several such files instead of `file`; on the command line one option for each. A step's groups are drawn from all
@@ -128,7 +128,7 @@ class RewardPoolSection:
     # processes that score, each a batch with all rewards; 0: a thread of the run's own process, which cannot be
     # killed: where a reward hangs in it (`runtime.deadline`), the run saves and stops
     processes: Annotated[int, Range(0, 1000)] = 1
-    # how often a reward that raises, dies or hangs is asked again; then the run saves and stops
+    # how often a reward that raises, dies or hangs is called again; then the run saves and stops
     retries: Annotated[int, Range(0, 1000)] = 2
 
 
@@ -264,7 +264,7 @@ class WandbSection:
     group: str = ""  # group of runs that it belongs to
     notes: str = ""  # a text about the run
     tags: tuple[str, ...] = ()  # words to find the run by
-    # how wandb records; "": as the environment's WANDB_MODE says, or "online"
+    # how wandb records; "": the environment variable WANDB_MODE, or "online"
     mode: Literal["", "online", "offline", "disabled", "shared"] = ""
 
     @property

@@ -115,7 +115,7 @@ class TrainConfig:
 
     @property
     def trackers(self) -> dict[str, dict[str, Any]]:
-        """The arguments of each tracker's `init`, by its name; only of those that are asked for."""
+        """The arguments of each tracker's `init`, by its name; only of those with a project."""
         found = {"wandb": self.wandb.options, "trackio": self.trackio.options}
         return {name: options for name, options in found.items() if options is not None}
 
@@ -137,7 +137,7 @@ class TrainConfig:
 
     @property
     def rng(self) -> SampleRng:
-        """The random draws for the images of every step."""
+        """The random keys for the images of every step."""
         window = self.sampler.window if self.noisy_steps else None
         return SampleRng(self.seed, window, self.sampler.shared_noise)
 
@@ -165,7 +165,7 @@ class TrainConfig:
         )
 
     def scheduled(self, held_out: int) -> Settings:
-        """The scheduler's settings of a run that evaluates on so many prompts. 0 means that it does not evaluate."""
+        """The scheduler's settings of a run that evaluates on `held_out` prompts. 0 means no evaluation."""
         settings, algorithm = self.scheduler, self.algorithm
         if not held_out:
             return settings
@@ -193,7 +193,7 @@ class TrainConfig:
 
     @property
     def drawn_groups(self) -> int:
-        """Number of groups for which every step draws prompts: with dynamic sampling all possible candidates.
+        """Number of groups for which every step reads prompts: with dynamic sampling all possible candidates.
 
         The number is fixed, so that the next step's prompts, which asynchrony reads before this step has
         ended, and the position in the file after a step do not depend on what happens in the step.

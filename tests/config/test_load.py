@@ -225,7 +225,7 @@ def parsed(*options):
         ),
         (
             ["={'name': 'a:b'}"],
-            "--config.rewards={'name': 'a:b'} must be a list: give the whole list in",
+            "--config.rewards={'name': 'a:b'} must be a list: give the complete list in",
         ),
         ([".name=a:b"], "config.rewards is one value and has no fields"),
     ],
