@@ -23,7 +23,7 @@ from benchmarks.fault_injection import (
 )
 from benchmarks.job import Job, Wrong
 from digen_jax.errors import ConfigError, check_positive
-from digen_jax.process.terminal import watched
+from digen_jax.process.terminal import track
 
 TOLERANCE = 1e-3  # of metrics and of the full update
 ONE_PROCESS = 3600.0  # seconds for the run without faults
@@ -121,7 +121,7 @@ def compare(
     with closing(Job([*command, "--ray=local"], faulty, variables)) as job:
         run = FaultInjection(job, seed)
         run.begin()
-        for _ in watched(range(kills), "kills", "fault"):
+        for _ in track(range(kills), "kills", "fault"):
             run.next()
         steps = run.conclude()
     received, wrong = kills_train.compare_hashes(hashes)

@@ -84,7 +84,7 @@ def note_weights() -> None:
     """Makes this process, the trainer's, note what it publishes, and its workers what they receive."""
     from digen_jax.distributed.workers import RemoteWorkers
     from digen_jax.parallel.system import cast
-    from digen_jax.runtime.link import Versions
+    from digen_jax.runtime.array_transfer import Versions
 
     add = Versions.add
 

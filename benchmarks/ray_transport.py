@@ -17,7 +17,7 @@ from benchmarks import load
 from benchmarks.waiting_workers import Emulation, WaitingProcess
 from benchmarks.waits import Waits
 from digen_jax.distributed.engine import LOCAL, RayEngine, Resources, surroundings
-from digen_jax.distributed.transfer import TrainerLink
+from digen_jax.distributed.transfer import TrainerTransfer
 from digen_jax.distributed.workers import WorkerProxy
 from digen_jax.errors import check_positive
 from digen_jax.planning.tables import aligned
@@ -93,8 +93,8 @@ def measure(commands: int, megabytes: Sequence[int], idle: float) -> Found:
     begin = time.perf_counter()
     with closing(RayEngine(LOCAL, show=False, cpus=WORKERS)) as engine:
         ray_seconds = time.perf_counter() - begin
-        link = TrainerLink(engine)
-        seconds, workers = zip(*(_start(engine, link, n) for n in range(WORKERS)), strict=True)
+        transfer = TrainerTransfer(engine)
+        seconds, workers = zip(*(_start(engine, transfer, n) for n in range(WORKERS)), strict=True)
         memory, share = _idle(workers, idle)
         calls = [functools.partial(_command, workers[0], number) for number in range(commands)]
         milliseconds = 1000 * statistics.median(map(_seconds, calls))
@@ -103,14 +103,14 @@ def measure(commands: int, megabytes: Sequence[int], idle: float) -> Found:
             rate = commands / _seconds(lambda: list(pool.map(_command, *sent)))
             weights = {
                 size: statistics.median(
-                    _transfer(link, workers, pool, size) for _ in range(VERSIONS)
+                    _transfer(transfer, workers, pool, size) for _ in range(VERSIONS)
                 )
                 for size in megabytes
             }
     return Found(milliseconds, rate, weights, ray_seconds, seconds[0], memory, share)
 
 
-def _start(engine: RayEngine, link: TrainerLink, number: int) -> tuple[float, WorkerProxy]:
+def _start(engine: RayEngine, transfer: TrainerTransfer, number: int) -> tuple[float, WorkerProxy]:
     """A worker, and the seconds until its actor has answered for the first time."""
     name, begin = f"rollout {number}", time.perf_counter()
     _, *folders = surroundings()
@@ -121,7 +121,7 @@ def _start(engine: RayEngine, link: TrainerLink, number: int) -> tuple[float, Wo
     nothing = Waits(Costs(0.0, 0.0), Settings(1, 1, 1, 1))
     emulation = Emulation((WorkerLayout(),) * (1 + WORKERS), nothing)
     opened = engine.call(actors[0], "open", emulation, 0, group="work").result(LONGEST)
-    return seconds, WorkerProxy(name, opened, actors, engine, link)
+    return seconds, WorkerProxy(name, opened, actors, engine, transfer)
 
 
 def _idle(workers: Sequence[WorkerProxy], seconds: float) -> tuple[float, float]:
@@ -140,16 +140,16 @@ def _command(worker: WorkerProxy, number: int) -> None:
 
 
 def _transfer(
-    link: TrainerLink, workers: Sequence[WorkerProxy], pool: ThreadPoolExecutor, size: int
+    transfer: TrainerTransfer, workers: Sequence[WorkerProxy], pool: ThreadPoolExecutor, size: int
 ) -> float:
     """Seconds until all workers have received a new version of so many megabytes."""
     version = WeightsVersion(next(_versions))
     arrays = {str(n): jnp.ones(size * 10**6 // ARRAYS // 4) for n in range(ARRAYS)}
-    link.offer(version, jax.block_until_ready(arrays))
+    transfer.put(version, jax.block_until_ready(arrays))
     try:
         return _seconds(lambda: list(pool.map(lambda one: one.receive(version), workers)))
     finally:
-        link.withdraw(version)
+        transfer.delete(version)
         for worker in workers:
             worker.drop_weights(version)
 

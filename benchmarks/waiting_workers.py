@@ -1,6 +1,6 @@
 """Rollout workers on Ray that wait instead of using devices, and the driver of a run that has them.
 
-Driver, scheduler, worker proxies, Ray, the trainer's link and the rewards are those of a run. Weights, encoded prompts,
+Driver, scheduler, worker proxies, Ray, the array transfer and the rewards are those of a run. Weights, encoded prompts,
 samples and scores are transferred as small trees; each transfer lasts as long as that of a model's tree would.
 """
 
@@ -20,15 +20,15 @@ from jax.sharding import SingleDeviceSharding
 from benchmarks.waits import WaitingExecutors, WaitingJudge, WaitingWorker, Waits, score
 from digen_jax.config.sections import EvaluationSection, PlacementSection, PromptsSection
 from digen_jax.distributed.engine import LOCAL, RayEngine
-from digen_jax.distributed.transfer import TrainerLink, WorkerLink
+from digen_jax.distributed.transfer import TrainerTransfer, WorkerTransfer
 from digen_jax.distributed.worker_process import Opened, RolloutProcess
 from digen_jax.distributed.workers import RemoteWorkers, WorkerProxy
 from digen_jax.parallel.placement import RolloutAxes
 from digen_jax.parallel.sampler import SampleDraws
 from digen_jax.rewards import alone
 from digen_jax.rewards.pool import RewardPool
+from digen_jax.runtime.array_transfer import ConditioningKey, SamplesKey
 from digen_jax.runtime.driver import Driver
-from digen_jax.runtime.link import ConditioningOf, SamplesOf
 from digen_jax.runtime.steps import Steps
 from digen_jax.scheduling.commands import (
     TRAINER,
@@ -79,7 +79,7 @@ def driving(emulation: Emulation) -> Iterator[tuple[Driver, RemoteWorkers]]:
         def make(proxies: list[WorkerProxy]) -> Driver:
             # In the order of the simulator, whichever started first.
             proxies.sort(key=lambda one: _number(one.name))
-            executors = DrivingExecutors(waits, emulation.workers, proxies, workers.link)
+            executors = DrivingExecutors(waits, emulation.workers, proxies, workers.transfer)
             return Driver(executors, Scheduler(waits.settings, waits.costs), rewards)
 
         yield stack.enter_context(workers.driving(make, stops=lambda: False)), workers
@@ -99,11 +99,11 @@ class DrivingExecutors(WaitingExecutors):
         waits: Waits,
         workers: tuple[WorkerLayout, ...],
         rollouts: Sequence[WorkerProxy],
-        link: TrainerLink,
+        transfer: TrainerTransfer,
     ):
         super().__init__(waits, workers, rollouts)
-        self._link = link
-        link.offer(WeightsVersion(0), _tree(WEIGHTS))
+        self._transfer = transfer
+        transfer.put(WeightsVersion(0), _tree(WEIGHTS))
 
     def do(self, command: Command) -> None:
         """See `WaitingExecutors`."""
@@ -113,15 +113,15 @@ class DrivingExecutors(WaitingExecutors):
             return
         super().do(command)
         if isinstance(command, Update):
-            self._link.offer(WeightsVersion(command.step + 1), _tree(WEIGHTS))
+            self._transfer.put(WeightsVersion(command.step + 1), _tree(WEIGHTS))
         elif isinstance(command, DropVersion):
-            self._link.withdraw(command.weights_version)
+            self._transfer.delete(command.weights_version)
 
     def _deliver(self, worker: str, chunk: Chunk) -> None:
         """Takes a chunk's samples, and the step's encoded prompts if the worker has them."""
-        for key in (ConditioningOf(worker, chunk.step), SamplesOf(worker, chunk)):
-            found = self._link.take(key, _one_device, TRAINER)
-            self._link.withdraw(key)
+        for key in (ConditioningKey(worker, chunk.step), SamplesKey(worker, chunk)):
+            found = self._transfer.get(key, _one_device, TRAINER)
+            self._transfer.delete(key)
         if found is None:
             raise RuntimeError(f"{worker} has no samples of {chunk}")
 
@@ -135,10 +135,10 @@ class WaitingProcess(RolloutProcess):
         waits, settings = recipe.waits, recipe.waits.settings
         self._pool = RewardPool(alone("waits", score), 0)
         self._scorer = WaitingJudge(waits, self._pool)
-        self._link = WorkerLink()
+        self._transfer = WorkerTransfer()
         shape = settings.images, settings.chunk_images
         self._steps = Steps(_records(settings.groups, first), *shape, _NoDraws(), first)
-        self._executor = TransferringWorker(self._name, layout, waits, self._steps, self._link)
+        self._executor = TransferringWorker(self._name, layout, waits, self._steps, self._transfer)
         gc.freeze()  # as in a run, so that later collections take milliseconds
         return Opened(layout.devices, socket.gethostname(), os.getpid())
 
@@ -147,26 +147,26 @@ class TransferringWorker(WaitingWorker):
     """Waits of a rollout worker, which takes weights meanwhile and offers small trees afterwards."""
 
     def __init__(
-        self, name: str, layout: WorkerLayout, waits: Waits, steps: Steps, link: WorkerLink
+        self, name: str, layout: WorkerLayout, waits: Waits, steps: Steps, transfer: WorkerTransfer
     ):
         super().__init__(name, layout, waits)
-        self._steps, self._link = steps, link
+        self._steps, self._transfer = steps, transfer
 
     def receive(self, weights_version: WeightsVersion) -> None:
         """See `SamplingExecutor`."""
         with self.lasting(SyncWeights(0, self.name, weights_version)):
-            self._link.take(weights_version, _one_device, self.name)
+            self._transfer.get(weights_version, _one_device, self.name)
 
     def encode(self, number: int) -> None:
         """See `SamplingExecutor`."""
         with self.lasting(Encode(0, self.name, number)):
             _ = self._steps[number]
-        self._link.offer(ConditioningOf(self.name, number), _tree(PROMPTS))
+        self._transfer.put(ConditioningKey(self.name, number), _tree(PROMPTS))
 
     def decode(self, chunk: Chunk) -> None:
         """See `SamplingExecutor`."""
         super().decode(chunk)
-        self._link.offer(SamplesOf(self.name, chunk), _tree(SAMPLES))
+        self._transfer.put(SamplesKey(self.name, chunk), _tree(SAMPLES))
 
 
 class _NoDraws:

@@ -122,7 +122,7 @@ class WaitingWorker:
     def end_step(self, step: int) -> None:
         """There is nothing to free."""
 
-    def give_up(self) -> None:
+    def remove(self) -> None:
         """There is nothing to free."""
 
     @contextmanager
@@ -236,9 +236,9 @@ class WaitingExecutors:
     def evaluated(self, command: Evaluate) -> None:
         """Nothing is evaluated."""
 
-    def give_up(self, worker: str) -> None:
+    def remove(self, worker: str) -> None:
         """Removes a lost worker."""
-        self.workers.pop(worker).give_up()
+        self.workers.pop(worker).remove()
 
 
 def score(

@@ -39,9 +39,9 @@ from digen_jax.parallel.encoding import (
 from digen_jax.parallel.mesh import any_of, fetch
 from digen_jax.parallel.placement import DeviceGroup, MeshRole
 from digen_jax.policies import on_devices, reads_null
-from digen_jax.process.job import is_first, meet, several
+from digen_jax.process.job import barrier, is_first, several
 from digen_jax.process.shutdown import during
-from digen_jax.process.terminal import watched
+from digen_jax.process.terminal import track
 from digen_jax.prompt_store import (
     EACH_STEP,
     encoder_shapes,
@@ -179,7 +179,7 @@ class Encoding:
             kept = self.recipe.precision.frozen
             params = read_parts(family, self.folder, family.encoders, group, kept)
         program, done = jit_encoder(family, group), 0
-        shown = watched(blocks, "encoding prompts", "block", note=lambda: _shown(done))
+        shown = track(blocks, "encoding prompts", "block", note=lambda: _shown(done))
         for block in shown if is_first() else blocks:
             tokens = jax.tree.map(lambda rows: _filled(rows, count), self._tokens(block))
             with during("the encoding of prompts"):
@@ -209,7 +209,7 @@ class Encoding:
                 self.store.add(rows)
             if not several():
                 return
-            meet("storing prompts", Deadline(self.recipe.runtime.deadline).seconds())
+            barrier("storing prompts", Deadline(self.recipe.runtime.deadline).seconds())
             if own := self.store.missing(rows):
                 self.store.add({text: rows[text] for text in own})
 

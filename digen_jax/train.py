@@ -9,7 +9,7 @@ A step in the order of its work, and the code that does each part:
   score     rewards of the images, advantages within the groups      runtime/sampling.py, runtime/steps.py
   train     sums of the gradient over a range of passes              runtime/training.py, parallel/trainer.py
   update    adds the sums of all workers; one optimizer update       runtime/training.py, parallel/trainer.py
-  sync      sends the new weights to the workers                     runtime/link.py
+  sync      sends the new weights to the workers                     runtime/array_transfer.py
   evaluate  rewards of held-out prompts, at some steps               runtime/sampling.py
 
 `runtime.executors.Executors.do` calls them. A single worker does one after the other (colocated training). Of several
@@ -29,7 +29,7 @@ from digen_jax.assemble import drawn_prompts, held_out_prompts
 from digen_jax.config.train_config import MAY_CHANGE, TrainConfig
 from digen_jax.distributed.engine import RayEngine
 from digen_jax.distributed.launch import TrainerPart
-from digen_jax.distributed.transfer import Shares, TrainerLink
+from digen_jax.distributed.transfer import Shares, TrainerTransfer
 from digen_jax.distributed.workers import RemoteWorkers, WorkerProxy
 from digen_jax.errors import check_metrics
 from digen_jax.logging.metrics import reason_to_stop
@@ -47,8 +47,8 @@ from digen_jax.parallel.mesh import job_devices
 from digen_jax.planning.placing import place_apart, place_run
 from digen_jax.process import job
 from digen_jax.process.job import Place, join_job
-from digen_jax.process.shutdown import Interrupt, hangs
-from digen_jax.process.terminal import fitted, remembering
+from digen_jax.process.shutdown import Interrupt, mark_hung
+from digen_jax.process.terminal import complete_lines, keep_log_tail
 from digen_jax.runtime.checkpointing import (
     Position,
     Positions,
@@ -61,10 +61,10 @@ from digen_jax.runtime.clock import Watch
 from digen_jax.runtime.driver import Driver
 from digen_jax.runtime.executors import Executors
 from digen_jax.runtime.opening import (
-    Orders,
+    CommandBroadcast,
     TrainerMesh,
+    coordinating,
     follow_run,
-    leading,
     open_scheduler,
     open_system,
 )
@@ -91,13 +91,13 @@ def train(
       ConfigError: A setting cannot work here, or the reward returned an invalid value.
       Stopped: A part that the run needs hangs or has failed, such as the reward.
     """
-    with remembering(), fitted():
+    with keep_log_tail(), complete_lines():
         if part is not None:
             return _train_with_workers(recipe, workdir, part)
         if not job.is_first():
             return follow_run(recipe, workdir)
-        with leading() as orders:
-            return _coordinate(place_run(recipe, workdir), workdir, orders)
+        with coordinating() as broadcast:
+            return _coordinate(place_run(recipe, workdir), workdir, broadcast)
 
 
 def _train_with_workers(
@@ -107,19 +107,19 @@ def _train_with_workers(
     recipe = place_apart(recipe)
     engine = RayEngine(part.address)
     # Its exit ends the process with code 1 if another thread still frees a stored object.
-    hangs("Ray")
+    mark_hung("Ray")
     hosts, place = recipe.placement.meshes.trainer.hosts, part.place
     number = place.process if place else 0
     shares = Shares(engine.find(part.mailbox), number, hosts) if hosts > 1 else None
     if number:
-        mesh = TrainerMesh(_join(recipe, place), TrainerLink(engine, shares))
+        mesh = TrainerMesh(_join(recipe, place), TrainerTransfer(engine, shares))
         return follow_run(recipe, workdir, mesh)
     # In one JAX job with the workers they must start before this process waits for them.
     job = place if part.one_job else None
     with closing(RemoteWorkers(recipe, engine, part.devices, shares, job)) as workers:
         workers.devices = _join(recipe, place)
-        with leading() as orders:
-            return _coordinate(recipe, workdir, orders, workers)
+        with coordinating() as broadcast:
+            return _coordinate(recipe, workdir, broadcast, workers)
 
 
 def _join(recipe: TrainConfig, place: Place | None) -> list[jax.Device]:
@@ -129,7 +129,10 @@ def _join(recipe: TrainConfig, place: Place | None) -> list[jax.Device]:
 
 
 def _coordinate(
-    recipe: TrainConfig, workdir: pathlib.Path, orders: Orders, workers: RemoteWorkers | None = None
+    recipe: TrainConfig,
+    workdir: pathlib.Path,
+    broadcast: CommandBroadcast,
+    workers: RemoteWorkers | None = None,
 ) -> int | None:
     """`train` in the process that coordinates."""
     config = recipe.as_json()
@@ -141,13 +144,13 @@ def _coordinate(
         stopped = reason_to_stop(recipe.stopping, workdir) if finished else None
         if finished < recipe.steps and not stopped:
             check_records(workdir)
-            run = TrainingRun(recipe, workdir, orders, workers)
+            run = TrainingRun(recipe, workdir, broadcast, workers)
             code = run.run([f"{name}: {change}" for name, change in changed.items()])
         else:
             why = f"It has {stopped}" if stopped else "To continue, give a larger config.steps"
             print(f"This run is finished: {finished} steps are done. {why}.")
             print(where(workdir))
-    orders.announce("end", (None, code))
+    broadcast.send("end", (None, code))
     return code
 
 
@@ -157,7 +160,7 @@ class TrainingRun:
     Args:
       recipe: The validated config.
       workdir: Folder of the run, which this process has claimed.
-      orders: Announces common work to the other processes that train.
+      broadcast: Announces common work to the other processes that train.
       workers: Workers in other processes. None means that all workers are in this one.
     """
 
@@ -165,16 +168,21 @@ class TrainingRun:
         self,
         recipe: TrainConfig,
         workdir: pathlib.Path,
-        orders: Orders,
+        broadcast: CommandBroadcast,
         workers: RemoteWorkers | None = None,
     ):
-        self.recipe, self.workdir, self.orders, self.workers = recipe, workdir, orders, workers
+        self.recipe, self.workdir, self.broadcast, self.workers = (
+            recipe,
+            workdir,
+            broadcast,
+            workers,
+        )
         self.positions = Positions(workdir, recipe)
-        self.system, self.rewards = open_system(recipe, workdir, orders, self.positions, workers)
+        self.system, self.rewards = open_system(recipe, workdir, broadcast, self.positions, workers)
         deadline = Deadline(recipe.runtime.deadline)
         # Where all processes sample and train, one may wait long for another one's compilation.
         self.watch = Watch(Deadline(0) if job.several() and workers is None else deadline)
-        orders.announce("built")
+        broadcast.send("built")
         self.held_out = held_out_prompts(recipe)
         self.stopped: str | None = None  # why the run ends early
         self.prompts = drawn_prompts(recipe, workdir / "prompts")
@@ -194,11 +202,11 @@ class TrainingRun:
                 self.records.start(position.done, changed)
                 position = self.steps(position, interrupt)
                 self.positions.wait()
-                if not interrupt.asked:
+                if not interrupt.requested:
                     self.records.conclude(position.done)
-            if interrupt.asked:
+            if interrupt.requested:
                 print(f"Stopped and saved after step {position.done}; the same command continues.")
-                return 128 + interrupt.asked
+                return 128 + interrupt.requested
             if self.stopped:
                 print(f"The run has {self.stopped}.")
             self.records.results()
@@ -225,23 +233,25 @@ class TrainingRun:
             driving, places = closing(make()), dict
         else:
             workers.step = position.done
-            driving, places = workers.driving(make, lambda: interrupt.asked), workers.places
+            driving, places = workers.driving(make, lambda: interrupt.requested), workers.places
         with driving as driver, Status(self.workdir, driver.snapshot, places):
             try:
                 self.check_disk()
-                while position.done < self.recipe.steps and not (interrupt.asked or self.stopped):
+                while position.done < self.recipe.steps and not (
+                    interrupt.requested or self.stopped
+                ):
                     position = self.step(position, driver)
                     self.check_disk()
-                    interrupt.asked = interrupt.asked or self.orders.asked_to_stop()
+                    interrupt.requested = interrupt.requested or self.broadcast.stop_signal()
                     if position.done < self.recipe.steps:
                         self.stopped = reason_to_stop(self.recipe.stopping, self.workdir)
-                if not (interrupt.asked or self.stopped):
+                if not (interrupt.requested or self.stopped):
                     with divergence_reported(position, self.positions, self.recipe):
                         driver.finish()  # the last version's evaluation
             finally:
                 # Also saves the steps before a failure. An update consumes its state: a step that fails after its
                 # first update leaves the last checkpoint as it is.
-                if position.is_whole() and not self.orders.torn:
+                if position.is_whole() and not self.broadcast.is_broken:
                     self.save(position)
                 self.records.timeline(driver.rest(), time.time() - driver.now())
         return position
@@ -263,14 +273,16 @@ class TrainingRun:
     def driver(self, position: Position, others: Sequence[WorkerProxy] = ()) -> Driver:
         """A driver for the steps after a position; `others` are workers in other processes."""
         done, begun = position.done, position.begun
-        batches, link = self.draw_prompts(done), self.workers and self.workers.link
-        executors = Executors(self.system, self.recipe, self.held_out, position, batches, link)
+        batches, transfer = self.draw_prompts(done), self.workers and self.workers.transfer
+        executors = Executors(self.system, self.recipe, self.held_out, position, batches, transfer)
         for worker in others:
             executors.join(worker)
         scheduler = open_scheduler(executors.settings, begun, self.recipe.layout)
-        log, orders = self.records.begin_commands(done), self.orders
+        log, broadcast = self.records.begin_commands(done), self.broadcast
         evaluated = self.records.evaluated
-        return Driver(executors, scheduler, self.rewards, begun, log, orders, self.watch, evaluated)
+        return Driver(
+            executors, scheduler, self.rewards, begun, log, broadcast, self.watch, evaluated
+        )
 
     def draw_prompts(self, done: int) -> Iterator[list[dict]]:
         """The prompts of the steps after `done`; records the position after each step's."""
@@ -290,7 +302,7 @@ class TrainingRun:
         if (oldest := self.positions.oldest()) is not None:
             self.records.forget(oldest)
         kept = position.begun.kept if position.begun else {}
-        with self.orders.together("save", (position.done, tuple(kept))):
+        with self.broadcast.collective("save", (position.done, tuple(kept))):
             self.positions.store(position)
 
     def check_disk(self) -> None:

@@ -19,7 +19,7 @@ from absl import flags
 
 from digen_jax.config.command_line import define_path, run_main
 from digen_jax.errors import ConfigError, check_folder
-from digen_jax.process.terminal import is_read
+from digen_jax.process.terminal import has_reader
 
 CLEAR = "\x1b[H\x1b[J"  # the terminal
 
@@ -44,7 +44,7 @@ def main() -> None:
         except ConfigError as error:  # the run may begin
             text = str(error)
         print(CLEAR + text if sys.stdout.isatty() else f"{text}\n", flush=True)
-        if not is_read():
+        if not has_reader():
             sys.exit(128 + signal.SIGPIPE)
         time.sleep(EVERY)
 

@@ -22,7 +22,7 @@ from digen_jax.process.shutdown import (
     end_by_ctrl_c,
     ends_process,
     guard_exit,
-    last_word,
+    log_fatal,
     no_devices,
     out_of_memory,
 )
@@ -102,7 +102,7 @@ def run_main(main: Main) -> None:
 
 
 def _end(why: str, code: int) -> int:
-    return last_word(f"{Path(sys.argv[0]).name}: {why}", code)
+    return log_fatal(f"{Path(sys.argv[0]).name}: {why}", code)
 
 
 def _smaller() -> str:

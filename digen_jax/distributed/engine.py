@@ -19,7 +19,7 @@ from concurrent.futures import Future, InvalidStateError, wait
 from typing import Any, NamedTuple
 
 from digen_jax.errors import ConfigError
-from digen_jax.process.shutdown import STOPPED, last_word, leave
+from digen_jax.process.shutdown import STOPPED, exit_now, log_fatal
 
 LOCAL = "local"
 NAMESPACE = "digen_jax"  # of the names of processes
@@ -46,11 +46,11 @@ Ref = Any  # a stored object, which is freed when the last reference is
 Actor = Any  # a process that executes calls
 
 
-class ProcessLost(RuntimeError):
+class ProcessDied(RuntimeError):
     """A process has died, was killed or cannot be reached, or a stored object is gone."""
 
 
-class ObjectLost(ProcessLost):
+class ObjectUnavailable(ProcessDied):
     """A stored object is gone together with its node."""
 
 
@@ -87,7 +87,7 @@ class RayEngine:
         only_local = dict(num_cpus=cpus, include_dashboard=False) if address == LOCAL else {}
         text = _no_cluster(address, f"not within {CONNECT_TIMEOUT:g} s")
         # The main thread is then blocked in Ray.
-        late = threading.Timer(CONNECT_TIMEOUT, lambda: leave(last_word(text, 2)))
+        late = threading.Timer(CONNECT_TIMEOUT, lambda: exit_now(log_fatal(text, 2)))
         late.daemon = True
         late.start()
         try:
@@ -159,7 +159,7 @@ class RayEngine:
 
         Raises:
           ConfigError: No TPU slice of the cluster has so many chips in so many hosts.
-          ProcessLost: No such slice is free.
+          ProcessDied: No such slice is free.
         """
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -216,7 +216,7 @@ class RayEngine:
         try:
             reserved = slice_placement_group(topology, generation, needed, **options)
         except TimeoutError as error:
-            raise ProcessLost(f"no {generation} slice of {topology} is free") from error
+            raise ProcessDied(f"no {generation} slice of {topology} is free") from error
         return reserved.slice_placement_group, reserved.shutdown
 
     def find(self, name: str) -> Actor:
@@ -226,7 +226,7 @@ class RayEngine:
     def call(self, actor: Actor, method: str, *arguments: Any, group: str) -> Future:
         """Calls a method in one of the threads of `GROUPS`; arguments that are references are passed as values.
 
-        The future raises the method's own exception, or ProcessLost.
+        The future raises the method's own exception, or ProcessDied.
         """
         bound = getattr(actor, method).options(concurrency_group=group)
         return self._future(bound.remote(*arguments))
@@ -248,14 +248,14 @@ class RayEngine:
         return self._ray.put(value)
 
     def get(self, ref: Ref) -> Any:
-        """A stored value; arrays are read-only views of it. Raises ProcessLost."""
+        """A stored value; arrays are read-only views of it. Raises ProcessDied."""
         try:
             return self._ray.get(ref)
         except self._ray.exceptions.RayError as error:
             raise self._raised(error) from error
 
     def kill(self, actor: Actor) -> None:
-        """Kills a process, even one that is stopped; its calls raise ProcessLost.
+        """Kills a process, even one that is stopped; its calls raise ProcessDied.
 
         The resources of processes that were started together are freed when the last of them is killed.
         """
@@ -284,7 +284,7 @@ class RayEngine:
                         f"the head of the Ray cluster at {address} is lost ({error}): start it again, and the same "
                         "command continues from the last checkpoint"
                     )
-                    leave(last_word(text, STOPPED))
+                    exit_now(log_fatal(text, STOPPED))
 
     def _future(self, ref: Ref) -> Future:
         found: Future = Future()
@@ -302,7 +302,7 @@ class RayEngine:
         return found
 
     def _raised(self, error: BaseException) -> BaseException:
-        """The exception that a process's method raised, or ProcessLost."""
+        """The exception that a process's method raised, or ProcessDied."""
         exceptions = self._ray.exceptions
         if isinstance(error, exceptions.RayTaskError):
             cause = error.cause
@@ -313,7 +313,9 @@ class RayEngine:
             error = cause
         if isinstance(error, exceptions.RayError):
             first_line = str(error).strip().partition("\n")[0]
-            lost = ObjectLost if isinstance(error, exceptions.ObjectLostError) else ProcessLost
+            lost = (
+                ObjectUnavailable if isinstance(error, exceptions.ObjectLostError) else ProcessDied
+            )
             return lost(f"{type(error).__name__}: {first_line}")
         return error
 

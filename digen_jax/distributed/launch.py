@@ -27,7 +27,7 @@ from digen_jax.config.train_config import TrainConfig
 from digen_jax.distributed.engine import (
     POLL,
     Actor,
-    ProcessLost,
+    ProcessDied,
     RayEngine,
     Resources,
     surroundings,
@@ -38,7 +38,7 @@ from digen_jax.distributed.worker_process import check_same, fingerprints
 from digen_jax.errors import ConfigError, check_divides
 from digen_jax.parallel.placement import PROCESS_FIELDS
 from digen_jax.process.job import Place
-from digen_jax.process.shutdown import SIGNALS, STOPPED, last_word, leave
+from digen_jax.process.shutdown import SIGNALS, STOPPED, exit_now, log_fatal
 
 PART = "DIGEN_JAX_RAY_TRAINER"  # set in the trainer's processes: a `TrainerPart` as JSON
 ENDING = 5.0  # seconds for the trainer's other processes to end after one has
@@ -166,13 +166,13 @@ def run(
             job = trainer.hosts + one_job * rollout.workers * rollout.hosts
             for number, actor in enumerate(actors):
                 if job > 1:
-                    team = (0, trainer.hosts) if one_job else ()
-                    place = Place(host, port, job, number, (), team)
+                    group = (0, trainer.hosts) if one_job else ()
+                    place = Place(host, port, job, number, (), group)
                     part = part._replace(place=place, one_job=one_job)
                 engine.call(actor, "start", terminal or None, part, group="work").result()
             return _follow(engine, actors, signals)
-        except ProcessLost as error:
-            return last_word(f"a process of the trainer is lost ({error}): {AGAIN}", STOPPED)
+        except ProcessDied as error:
+            return log_fatal(f"a process of the trainer is lost ({error}): {AGAIN}", STOPPED)
 
 
 def check_devices(recipe: TrainConfig, engine: RayEngine, kind: str) -> None:
@@ -221,7 +221,7 @@ def _follow(engine: RayEngine, actors: list[Actor], signals: list[int]) -> int:
         return first
     killed = [-code for code in codes.values() if code < 0]
     why = f"was killed by {signal.Signals(killed[0]).name}" if killed else "has failed"
-    return last_word(f"a process of the trainer {why}: {AGAIN}", STOPPED)
+    return log_fatal(f"a process of the trainer {why}: {AGAIN}", STOPPED)
 
 
 class TrainerProcess(Mailbox):
@@ -322,4 +322,4 @@ def check_part(part: TrainerPart, recipe: TrainConfig, workdir: str) -> None:
 def _ends_with_driver() -> None:
     while os.read(0, 1):
         pass
-    leave(last_word(f"the driver is gone: {AGAIN}", STOPPED))
+    exit_now(log_fatal(f"the driver is gone: {AGAIN}", STOPPED))

@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from digen_jax.distributed.engine import Actor, ProcessLost, RayEngine, Ref
+from digen_jax.distributed.engine import Actor, ProcessDied, RayEngine, Ref
 from digen_jax.parallel.mesh import fetch, put
-from digen_jax.runtime.link import (
-    ConditioningOf,
+from digen_jax.runtime.array_transfer import (
+    ArrayTransfer,
+    ConditioningKey,
     Key,
-    Link,
-    LinkError,
-    SamplesOf,
+    SamplesKey,
     Shardings,
+    TransferError,
     Tree,
 )
 from digen_jax.scheduling.commands import TRAINER, WeightsVersion
@@ -93,7 +93,7 @@ def unpack(packed: Iterable[Any]) -> Tree:
 
 
 def received(stored: Sequence[Any]) -> Tree | None:
-    """The tree of `TrainerLink.stored`'s values: a single one is a whole `Packed`, or None; none: there is no tree."""
+    """Unpacks the values of `TrainerTransfer.stored`: one complete `Packed` or None, or its parts."""
     packed = stored[0] if len(stored) == 1 else stored
     return unpack(packed) if packed else None
 
@@ -108,22 +108,22 @@ class TreeMissing(RuntimeError):
     """A call needs a tree of another worker; its argument is the key."""
 
 
-class WorkerLink(Link):
-    """The link of a worker's process, between its executors and the calls that receive and return trees."""
+class WorkerTransfer(ArrayTransfer):
+    """The transfer of a worker's process, between its executors and the calls that receive and return trees."""
 
-    def take(self, key: Key, shardings: Shardings, taker: str) -> Tree | None:
-        """See `runtime.link.Link`; trees of others are on the host. Raises TreeMissing if not even None is offered."""
+    def get(self, key: Key, shardings: Shardings, taker: str) -> Tree | None:
+        """See `ArrayTransfer`; trees of others are on the host. Raises TreeMissing if not even None is stored."""
         if key not in self._offered:
             raise TreeMissing(key)
-        tree = self.lend(key, taker)
-        self.returned(key, taker)
+        tree = self.start_read(key, taker)
+        self.end_read(key, taker)
         return None if tree is None else _placed(tree, shardings)
 
     def pop(self, key: Key) -> Tree | None:
         """Returns a tree that was offered and forgets it; None if there is none."""
-        tree = self.lend(key, TRAINER)
-        self.returned(key, TRAINER)
-        self.withdraw(key)
+        tree = self.start_read(key, TRAINER)
+        self.end_read(key, TRAINER)
+        self.delete(key)
         return tree
 
 
@@ -133,11 +133,11 @@ class Mailbox:
     def __init__(self):
         self._refs: dict[Key, tuple[list[Ref], set[int]]] = {}
 
-    def hold(self, key: Key, refs: list[Ref], readers: set[int]) -> None:
-        """Holds objects, in a list so that they are passed as references, for processes by their numbers."""
+    def store(self, key: Key, refs: list[Ref], readers: set[int]) -> None:
+        """Stores objects, in a list so that they are passed as references, for processes by their numbers."""
         self._refs[key] = refs, readers
 
-    def held(self, key: Key, reader: int) -> list[Ref]:
+    def fetch(self, key: Key, reader: int) -> list[Ref]:
         """The objects of a key, which this process does not ask for again; empty if there are none."""
         refs, readers = self._refs.get(key, ([], set()))
         readers.discard(reader)
@@ -154,8 +154,8 @@ class Shares(NamedTuple):
     processes: int
 
 
-class TrainerLink(Link):
-    """The trainer's link: weights are stored once for all workers, samples are references until they are taken.
+class TrainerTransfer(ArrayTransfer):
+    """The trainer's transfer: weights are stored once for all workers, samples are references until they are taken.
 
     Of a trainer with several processes the first one takes samples from workers, and the others take them from it.
 
@@ -191,11 +191,11 @@ class TrainerLink(Link):
             if self._shares is not None:
                 packed = self._gathered.pop(key, None)
             else:
-                tree = self.lend(key, "store")
+                tree = self.start_read(key, "store")
                 try:
                     packed = None if tree is None else pack(tree)
                 finally:
-                    self.returned(key, "store")
+                    self.end_read(key, "store")
             if packed is None:
                 return None
             refs = [self._engine.put(part) for part in packed]
@@ -204,42 +204,42 @@ class TrainerLink(Link):
                     self._stored[key] = refs
             return refs
 
-    def hold(self, key: Key, ref: Ref) -> None:
+    def put_ref(self, key: Key, ref: Ref) -> None:
         """Offers a tree that a worker has returned, which stays on its node."""
         with self._lock:
             self._refs[key] = ref
 
-    def offer(self, key: Key, tree: Tree) -> None:
-        """See `runtime.link.Link`. All processes of the trainer offer weights in the same order."""
+    def put(self, key: Key, tree: Tree) -> None:
+        """See `ArrayTransfer`. All processes of the trainer offer weights in the same order."""
         if self._shares is not None and isinstance(key, WeightsVersion):
             packed = pack(tree)
             if not self._shares.process:
                 self._gathered[key] = packed
-        super().offer(key, tree)
+        super().put(key, tree)
 
-    def take(self, key: Key, shardings: Shardings, taker: str) -> Tree | None:
-        """See `runtime.link.Link`.
+    def get(self, key: Key, shardings: Shardings, taker: str) -> Tree | None:
+        """See `ArrayTransfer`.
 
         Raises:
-          LinkError: The worker that has it, or its node, is lost.
+          TransferError: The worker that has it, or its node, is lost.
         """
         shares = self._shares
         try:
             ref = self._ref(key)
             if ref is None:
-                return super().take(key, shardings, taker)
+                return super().get(key, shardings, taker)
             packed = self._engine.get(ref)
             if packed is not None and shares is not None and not shares.process:
-                self._mail("hold", _shared(key), [ref], set(range(1, shares.processes)))
-        except ProcessLost as error:
-            raise LinkError(f"{key} was lost with its node ({error})") from error
+                self._mail("store", _shared(key), [ref], set(range(1, shares.processes)))
+        except ProcessDied as error:
+            raise TransferError(f"{key} was lost with its node ({error})") from error
         return None if packed is None else _placed(unpack(packed), shardings)
 
     def _ref(self, key: Key) -> Ref | None:
         """The reference to a tree of another process; None if this one has it."""
         own = getattr(key, "worker", TRAINER) == TRAINER
         if self._shares is not None and self._shares.process and not own:
-            return next(iter(self._mail("held", _shared(key), self._shares.process)), None)
+            return next(iter(self._mail("fetch", _shared(key), self._shares.process)), None)
         found, source = self._refs.get(key), self.sources.get(getattr(key, "worker", TRAINER))
         return source(key) if found is None and source is not None else found
 
@@ -247,22 +247,22 @@ class TrainerLink(Link):
         asked = self._engine.call(self._shares.mailbox, method, *arguments, group="work")
         return asked.result(MAILBOX_TIMEOUT)
 
-    def withdraw(self, key: Key) -> None:
-        """See `runtime.link.Link`."""
-        super().withdraw(key)
+    def delete(self, key: Key) -> None:
+        """See `ArrayTransfer`."""
+        super().delete(key)
         self._forget(key)
-        if self._shares is not None and self._shares.process and isinstance(key, SamplesOf):
+        if self._shares is not None and self._shares.process and isinstance(key, SamplesKey):
             self._ref(key)  # a chunk that was dropped before this process has taken it
 
-    def settle(self, key: Key) -> bool:
-        """See `runtime.link.Link`."""
-        settled = super().settle(key)
+    def drain(self, key: Key) -> bool:
+        """See `ArrayTransfer`."""
+        settled = super().drain(key)
         self._forget(key)
         return settled
 
-    def give_up(self, worker: str) -> None:
-        """See `runtime.link.Link`."""
-        super().give_up(worker)
+    def drop_peer(self, worker: str) -> None:
+        """See `ArrayTransfer`."""
+        super().drop_peer(worker)
         self.sources.pop(worker, None)
         with self._lock:
             for key in [key for key in self._refs if getattr(key, "worker", None) == worker]:
@@ -276,4 +276,4 @@ class TrainerLink(Link):
 
 def _shared(key: Key) -> Key:
     """The mailbox's key. A step's prompts have one key, because the processes may name different workers."""
-    return ConditioningOf(TRAINER, key.step) if isinstance(key, ConditioningOf) else key
+    return ConditioningKey(TRAINER, key.step) if isinstance(key, ConditioningKey) else key

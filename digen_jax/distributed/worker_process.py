@@ -180,7 +180,7 @@ class RolloutProcess:
 
         `batches` are the prompts of each step from `first` on.
         """
-        from digen_jax.distributed.transfer import WorkerLink
+        from digen_jax.distributed.transfer import WorkerTransfer
         from digen_jax.learned_rewards.on_mesh import named
         from digen_jax.runtime.sampling import ChunkScorer, SamplingExecutor, try_scorers
         from digen_jax.runtime.steps import HeldOut, Steps
@@ -188,7 +188,7 @@ class RolloutProcess:
         settings = recipe.scheduled(len(held_out))
         shape = settings.images, settings.chunk_images
         self._steps = Steps(batches, *shape, recipe.rng, first, recipe.algorithm.set_steps)
-        self._link = WorkerLink()
+        self._transfer = WorkerTransfer()
         evaluated, weights = HeldOut(held_out, settings), recipe.advantages.reward_weights
 
         def create() -> SamplingExecutor:
@@ -197,7 +197,9 @@ class RolloutProcess:
             found = rollout() if callable(rollout) else rollout
             try_scorers(recipe, found.scorers)
             scorers = named(on_mesh(recipe.rewards), found.scorers)
-            return SamplingExecutor(self._name, found, self._steps, evaluated, self._link, scorers)
+            return SamplingExecutor(
+                self._name, found, self._steps, evaluated, self._transfer, scorers
+            )
 
         self._create = create
 
@@ -218,7 +220,7 @@ class RolloutProcess:
     ) -> tuple[tuple[float, Parts], Any]:
         """Calls a method of this section; `serial` is the number of the call in `ping`.
 
-        Meanwhile the link offers `trees` of other workers: by key, the number of the tree's objects in `stored`.
+        Meanwhile the transfer offers `trees` of other workers: by key, the number of the tree's objects in `stored`.
 
         Returns:
           ((seconds of work without compilation, its parts in seconds before its end), the method's tree)
@@ -230,13 +232,13 @@ class RolloutProcess:
             self._doing[serial] = stopwatch
             objects = iter(stored)
             for key, count in trees.items():
-                self._link.offer(key, received([*itertools.islice(objects, count)]))
+                self._transfer.put(key, received([*itertools.islice(objects, count)]))
             try:
                 tree = getattr(self, method)(*arguments)
-                return (stopwatch.so_far(), stopwatch.parts_ago()), tree
+                return (stopwatch.elapsed(), stopwatch.parts_ago()), tree
             finally:
                 for key in trees:
-                    self._link.withdraw(key)
+                    self._transfer.delete(key)
                 del self._doing[serial]
 
     def receive(self, weights_version: WeightsVersion) -> None:
@@ -245,11 +247,11 @@ class RolloutProcess:
 
     def encode(self, step: int) -> Any:
         """Encodes a step's prompts; returns their conditioning, packed, for the trainer."""
-        from digen_jax.runtime.link import ConditioningOf
+        from digen_jax.runtime.array_transfer import ConditioningKey
 
         self._sampling().encode(step)
         self._rows.clear()
-        return self._packed(ConditioningOf(self._name, step))
+        return self._packed(ConditioningKey(self._name, step))
 
     def generate(self, chunk: Chunk, weights_version: WeightsVersion) -> None:
         """Generates a chunk's trajectories, which stay here."""
@@ -261,17 +263,17 @@ class RolloutProcess:
 
         The samples are None for images of an evaluation and for a chunk that was dropped.
         """
-        from digen_jax.runtime.link import SamplesOf
+        from digen_jax.runtime.array_transfer import SamplesKey
 
         self._sampling().decode(chunk)
         if not self._first:
             self._sampling().scored(chunk)
-        return self._packed(SamplesOf(self._name, chunk))
+        return self._packed(SamplesKey(self._name, chunk))
 
     def _packed(self, key: Any) -> Any:
         from digen_jax.distributed.transfer import pack
 
-        tree = self._link.pop(key)
+        tree = self._transfer.pop(key)
         packed = None if tree is None else pack(tree)  # all processes of the worker gather it
         return packed if self._first else None
 
@@ -321,11 +323,11 @@ class RolloutProcess:
     def end_step(self, step: int) -> None:
         """Forgets a step that has ended, and those before it."""
         self._steps.forget(step + 1)
-        self._link.end_step(step)
+        self._transfer.end_step(step)
 
     def ping(self) -> dict[int, float]:
         """The seconds of work of each call in progress, by its serial."""
-        return {serial: one.so_far() for serial, one in list(self._doing.items())}
+        return {serial: one.elapsed() for serial, one in list(self._doing.items())}
 
     def close(self) -> None:
         """Ends the processes of the rewards."""
@@ -336,19 +338,19 @@ class RolloutProcess:
     def _errors(self) -> Iterator[None]:
         """Passes errors that the driver handles; others become `NotDone`, because they may not be picklable."""
         from digen_jax.distributed.transfer import TreeMissing
-        from digen_jax.runtime.link import LinkError, LostSums, connection_broke
+        from digen_jax.runtime.array_transfer import MissingSums, TransferError, is_connection_error
 
         passed = ConfigError, Stopped, DivergedError, RewardProcessDied
         try:
             yield
-        except (*passed, RowsMissing, TreeMissing, LinkError, LostSums):
+        except (*passed, RowsMissing, TreeMissing, TransferError, MissingSums):
             raise
         except CancelledError:
             raise NotDone(f"{self._name} is closed") from None
         except Exception as error:
             sentence = out_of_memory(error)
             # A collective breaks when another process of the worker is lost: its driver reports that.
-            if not sentence and (self._alone or not connection_broke(error)):
+            if not sentence and (self._alone or not is_connection_error(error)):
                 traceback.print_exception(error)
             raise NotDone(f"{self._name}: {sentence or repr(error)}") from None
 
@@ -371,7 +373,9 @@ class TrainingProcess(RolloutProcess):
         assistant = functools.partial(system.assistant, recipe.runtime.tag_weights)
         super()._build(recipe, assistant, *arguments)
         names = trainer_names(recipe.placement.trainer.workers)
-        self._training = OtherTrainingExecutor(self._name, system, self._steps, self._link, names)
+        self._training = OtherTrainingExecutor(
+            self._name, system, self._steps, self._transfer, names
+        )
 
     def _executors(self) -> list[Any]:
         return [*super()._executors(), self._training]
@@ -383,8 +387,8 @@ class TrainingProcess(RolloutProcess):
         """A tree that this worker offers, packed for another one; None if it does not."""
         from digen_jax.distributed.transfer import pack
 
-        tree = self._link.lend(key, "store")
-        self._link.returned(key, "store")
+        tree = self._transfer.start_read(key, "store")
+        self._transfer.end_read(key, "store")
         return None if tree is None else pack(tree)
 
     def take_trained(self, weights_version: WeightsVersion) -> None:
@@ -408,10 +412,10 @@ class TrainingProcess(RolloutProcess):
 
     def offer_sums(self, others: Sequence[str]) -> Any:
         """Returns the sums since the last update, packed, with those of other workers added."""
-        from digen_jax.runtime.link import SumsOf
+        from digen_jax.runtime.array_transfer import SumsKey
 
         self._training.offer_sums(others)
-        return self.send(SumsOf(self._name))
+        return self.send(SumsKey(self._name))
 
     def updated(self, first: int) -> None:
         """Frees the data of an update, and of steps before `first`."""

@@ -19,15 +19,15 @@ from digen_jax.config.train_config import TrainConfig
 from digen_jax.distributed.engine import (
     POLL,
     Actor,
-    ObjectLost,
-    ProcessLost,
+    ObjectUnavailable,
+    ProcessDied,
     RayEngine,
     Ref,
     Resources,
     surroundings,
     wait_for_resources,
 )
-from digen_jax.distributed.transfer import Shares, TrainerLink, TreeMissing
+from digen_jax.distributed.transfer import Shares, TrainerTransfer, TreeMissing
 from digen_jax.distributed.worker_process import (
     NotDone,
     Opened,
@@ -38,21 +38,21 @@ from digen_jax.distributed.worker_process import (
 )
 from digen_jax.errors import ConfigError
 from digen_jax.parallel.encoding import PrecomputedPrompts, Rows
-from digen_jax.process.job import MEETING, Place
-from digen_jax.process.shutdown import STOPPED, Stopped, last_word, leave
+from digen_jax.process.job import START_TIMEOUT, Place
+from digen_jax.process.shutdown import STOPPED, Stopped, exit_now, log_fatal
 from digen_jax.prompt_store import stored
 from digen_jax.rewards.request_log import moved
-from digen_jax.runtime.clock import elsewhere, paused
-from digen_jax.runtime.driver import Driver, Gone
-from digen_jax.runtime.link import (
-    ConditioningOf,
+from digen_jax.runtime.array_transfer import (
+    ConditioningKey,
     Key,
-    LinkError,
-    LostSums,
-    SamplesOf,
-    SumsOf,
-    TrainedOf,
+    MissingSums,
+    SamplesKey,
+    SumsKey,
+    TrainedWeightsKey,
+    TransferError,
 )
+from digen_jax.runtime.clock import paused, remote_work
+from digen_jax.runtime.driver import Driver, WorkerDisconnected
 from digen_jax.runtime.sampling import ChunkScorer, failed, ready
 from digen_jax.runtime.steps import ScoredChunk, TrainBatch
 from digen_jax.scheduling.commands import (
@@ -68,7 +68,7 @@ PING_TIMEOUT = 8.0  # seconds without an answer to a ping after which a worker i
 FREE_TIMEOUT = 60.0  # seconds in which data is freed
 CONTROL = -1  # instead of the serial of a call that frees data
 
-Trees = Mapping[Key, list[Ref]]  # see `TrainerLink.stored`
+Trees = Mapping[Key, list[Ref]]  # see `TrainerTransfer.stored`
 NO_TREES: Trees = MappingProxyType({})
 
 
@@ -80,12 +80,12 @@ class WorkerProxy:
       opened: Result of `open` in its first process.
       actors: Its processes.
       engine: Calls them.
-      link: The trainer's link.
+      transfer: The trainer's transfer.
       rows: Reads precomputed prompt embeddings by their keys.
 
     Raises (every method that works):
       NotDone: the work failed there; or a `RewardError` or the like, as in one process.
-      Gone: the worker is lost or was given up, or the run ends.
+      WorkerDisconnected: the worker is lost or was given up, or the run ends.
     """
 
     def __init__(
@@ -94,14 +94,14 @@ class WorkerProxy:
         opened: Opened,
         actors: Sequence[Actor],
         engine: RayEngine,
-        link: TrainerLink,
+        transfer: TrainerTransfer,
         rows: Callable[[Sequence[str]], list[Rows]] | None = None,
     ):
         self.name, self.devices, self.opened = name, opened.devices, opened
         self.processes = len(actors)
         self.heard = time.time()  # when a ping was answered last
         self.lost = threading.Event()
-        self._actors, self._engine, self._link, self._rows = actors, engine, link, rows
+        self._actors, self._engine, self._transfer, self._rows = actors, engine, transfer, rows
         self._serials = itertools.count()
         self._lock = threading.Lock()
         self._calls: dict[int, list[Future]] = {}  # in progress, by serial
@@ -113,13 +113,13 @@ class WorkerProxy:
     def receive(self, weights_version: WeightsVersion) -> None:
         """Has published weights received; weights that were withdrawn are no longer needed."""
         with paused():  # another worker's call may be storing them
-            refs = self._link.stored(weights_version)
+            refs = self._transfer.stored(weights_version)
         if refs is not None:
             self._work("receive", weights_version, trees={weights_version: refs}, group="sync")
 
     def encode(self, number: int) -> None:
         """Has a step's prompts encoded; their conditioning stays there until the trainer takes it."""
-        self._link.hold(ConditioningOf(self.name, number), self._work("encode", number))
+        self._transfer.put_ref(ConditioningKey(self.name, number), self._work("encode", number))
 
     def generate(self, chunk: Chunk, weights_version: WeightsVersion) -> None:
         """Has a chunk's trajectories generated."""
@@ -129,7 +129,7 @@ class WorkerProxy:
         """Has a chunk's images decoded, which stay there, as do its samples until the trainer takes them."""
         samples = self._work("decode", chunk)
         if not chunk.evaluation:
-            self._link.hold(SamplesOf(self.name, chunk), samples)
+            self._transfer.put_ref(SamplesKey(self.name, chunk), samples)
 
     def score(self, chunk: Chunk, scorer: ChunkScorer | None = None) -> Future[ScoredChunk | None]:
         """Has a decoded chunk scored by the rewards of its process, in parallel with other work; returns at once.
@@ -139,7 +139,7 @@ class WorkerProxy:
         serial, found = next(self._serials), Future()
         with self._lock:
             if self._why is not None:
-                return failed(Gone(f"{self.name} {self._why}"))
+                return failed(WorkerDisconnected(f"{self.name} {self._why}"))
             asked = self._engine.call(self._actors[0], "score", chunk, group="score")
             self._calls[serial] = [asked]
         asked.add_done_callback(functools.partial(self._scored, serial, found))
@@ -151,7 +151,7 @@ class WorkerProxy:
     def drop_chunk(self, chunk: Chunk) -> None:
         """Frees all data of a chunk."""
         self._free("drop_chunk", chunk)
-        self._link.withdraw(SamplesOf(self.name, chunk))
+        self._transfer.delete(SamplesKey(self.name, chunk))
 
     def drop_weights(self, weights_version: WeightsVersion) -> None:
         """Frees published weights."""
@@ -160,10 +160,10 @@ class WorkerProxy:
     def end_step(self, step: int) -> None:
         """Has the processes forget a step that has ended, and those before it."""
         self._free("end_step", step)
-        self._link.withdraw(ConditioningOf(self.name, step))
+        self._transfer.delete(ConditioningKey(self.name, step))
 
-    def give_up(self) -> None:
-        """Ends all calls, which raise Gone; another worker repeats the work."""
+    def remove(self) -> None:
+        """Ends all calls, which raise WorkerDisconnected; another worker repeats the work."""
         self.end_calls("was given up")
         self.lost.set()
 
@@ -173,7 +173,7 @@ class WorkerProxy:
         """Notes the progress of the calls in progress.
 
         Raises:
-          Gone: A process is lost, or did not answer for `PING_TIMEOUT` seconds.
+          WorkerDisconnected: A process is lost, or did not answer for `PING_TIMEOUT` seconds.
         """
         asked = [self._engine.call(actor, "ping", group="ping") for actor in self._actors]
         end = time.monotonic() + PING_TIMEOUT
@@ -181,8 +181,10 @@ class WorkerProxy:
             try:
                 seen = one.result(max(0.0, end - time.monotonic()))
             except TimeoutError:
-                raise Gone(f"{self.name} has been silent for {PING_TIMEOUT:g} seconds") from None
-            except ProcessLost as error:
+                raise WorkerDisconnected(
+                    f"{self.name} has been silent for {PING_TIMEOUT:g} seconds"
+                ) from None
+            except ProcessDied as error:
                 raise self._as_gone(error) from error
             with self._lock:  # calls that have ended meanwhile are left out
                 for serial in seen.keys() & self._calls.keys():
@@ -190,13 +192,13 @@ class WorkerProxy:
         self.heard = time.time()
 
     def end_calls(self, why: str) -> None:
-        """Ends all waits for its work, also those that begin later: they raise Gone."""
+        """Ends all waits for its work, also those that begin later: they raise WorkerDisconnected."""
         with self._lock:
             self._why = self._why or why
             asked = [one for calls in self._calls.values() for one in calls]
         for one in asked:
             with suppress(InvalidStateError):
-                one.set_exception(Gone(f"{self.name} {self._why}"))
+                one.set_exception(WorkerDisconnected(f"{self.name} {self._why}"))
 
     # ---------------------------------------------------------------------------------- helpers
 
@@ -210,13 +212,13 @@ class WorkerProxy:
         serial, counts = next(self._serials), {key: len(refs) for key, refs in trees.items()}
         sent = method, arguments, counts, *itertools.chain.from_iterable(trees.values())
         try:
-            with elsewhere(functools.partial(self._so_far, serial)) as counts:
+            with remote_work(functools.partial(self._so_far, serial)) as counts:
                 # Data is freed before later work.
                 if wait(self._calls.get(CONTROL, ()), FREE_TIMEOUT).not_done:
                     raise NotDone(f"{self.name} did not free data in {FREE_TIMEOUT:g} s")
                 with self._lock:
                     if self._why is not None:
-                        raise Gone(f"{self.name} {self._why}")
+                        raise WorkerDisconnected(f"{self.name} {self._why}")
                     call = functools.partial(self._engine.call_for_tree, group=group)
                     work = [call(one, "work", serial, *sent) for one in self._actors]
                     asked = self._calls[serial] = [done for done, _ in work]
@@ -230,7 +232,7 @@ class WorkerProxy:
             return self._work(method, *arguments, trees=trees, group=group)
         except TreeMissing as missing:
             (key,) = missing.args
-            found = {**trees, key: self._link.stored(key) or []}
+            found = {**trees, key: self._transfer.stored(key) or []}
             return self._work(method, *arguments, trees=found, group=group)
         finally:
             with self._lock:
@@ -250,16 +252,18 @@ class WorkerProxy:
                 self.lost.set()
             # If a process is lost, the others fail, too, and may report it first.
             found = errors()
-            raise next((error for error in found if isinstance(error, Gone)), found[0])
+            raise next(
+                (error for error in found if isinstance(error, WorkerDisconnected)), found[0]
+            )
 
     def _as_gone(self, error: BaseException) -> BaseException:
-        """Gone instead of the loss of a process, which is noted; LinkError if an argument's node is lost."""
-        if isinstance(error, ObjectLost):
-            return LinkError(f"{self.name} lacks an object of a lost node ({error})")
-        if not isinstance(error, ProcessLost):
+        """Converts a lost process to WorkerDisconnected, and notes it; a lost argument to TransferError."""
+        if isinstance(error, ObjectUnavailable):
+            return TransferError(f"{self.name} lacks an object of a lost node ({error})")
+        if not isinstance(error, ProcessDied):
             return error
         self.lost.set()
-        return Gone(f"{self.name} is lost ({error})")
+        return WorkerDisconnected(f"{self.name} is lost ({error})")
 
     def _so_far(self, serial: int) -> float:
         """Seconds of work on a call: what its process has reported last, and the time since then."""
@@ -288,7 +292,7 @@ class WorkerProxy:
         error = asked.exception()
         if isinstance(error, NotDone):
             self.lost.set()
-            error = Gone(str(error))
+            error = WorkerDisconnected(str(error))
         if error is not None:
             return found.set_exception(self._as_gone(error))
         scored_chunk: ScoredChunk | None = asked.result()
@@ -305,13 +309,13 @@ class TrainingProxy(WorkerProxy):
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
-        self._link.sources[self.name] = functools.partial(self._work, "send", group="sync")
+        self._transfer.sources[self.name] = functools.partial(self._work, "send", group="sync")
 
     def take_trained(self, weights_version: WeightsVersion) -> bool:
         """Has the weights that are trained taken; returns False if these are others."""
-        key = TrainedOf(weights_version)
+        key = TrainedWeightsKey(weights_version)
         with paused():
-            refs = self._link.stored(key)
+            refs = self._transfer.stored(key)
         if refs is not None:
             self._work("take_trained", weights_version, trees={key: refs}, group="sync")
         return refs is not None
@@ -326,25 +330,27 @@ class TrainingProxy(WorkerProxy):
 
     def deliver(self, command: Deliver) -> None:
         """Has a chunk's samples taken from another worker."""
-        key = SamplesOf(command.worker, command.chunk)
-        self._work("deliver", command, trees={key: self._link.stored(key) or []}, group="sync")
+        key = SamplesKey(command.worker, command.chunk)
+        self._work("deliver", command, trees={key: self._transfer.stored(key) or []}, group="sync")
 
     def train(self, command: Train, batch: TrainBatch) -> None:
         """Has the gradient of a chunk's passes added to the update's."""
         self._work("train", command, batch)
 
     def offer_sums(self, others: Sequence[str]) -> None:
-        """Has the sums of other workers added to its own, which the link offers until the update. Raises LostSums."""
-        trees = {key: self._link.stored(key) or [] for key in map(SumsOf, others)}
+        """Adds the sums of other workers to its own, which are available until the update. Raises MissingSums."""
+        trees = {key: self._transfer.stored(key) or [] for key in map(SumsKey, others)}
         try:
-            self._link.hold(SumsOf(self.name), self._work("offer_sums", others, trees=trees))
-        except (Gone, NotDone, LinkError) as error:
-            raise LostSums(self.name) from error
+            self._transfer.put_ref(
+                SumsKey(self.name), self._work("offer_sums", others, trees=trees)
+            )
+        except (WorkerDisconnected, NotDone, TransferError) as error:
+            raise MissingSums(self.name) from error
 
     def updated(self, first: int) -> None:
         """Has the data of an update freed, and of steps before `first`."""
         self._free("updated", first)
-        self._link.withdraw(SumsOf(self.name))
+        self._transfer.delete(SumsKey(self.name))
 
 
 PING = 2.0  # seconds between two pings
@@ -368,7 +374,7 @@ class RemoteWorkers:
 
     Attributes:
       devices: Devices of the trainer's mesh.
-      link: The trainer's link.
+      transfer: The trainer's transfer.
       step: The present step, from which a worker that starts draws the prompts.
     """
 
@@ -383,7 +389,7 @@ class RemoteWorkers:
         training_kind: type[TrainingProcess] = TrainingProcess,
     ):
         self.devices: Sequence[jax.Device] = ()
-        self.link, self.step = TrainerLink(engine, shares), 0
+        self.transfer, self.step = TrainerTransfer(engine, shares), 0
         self._recipe, self._engine, self._job = recipe, engine, job
         self._kinds, self._accelerator = (kind, training_kind), accelerator
         self._files = fingerprints(recipe)
@@ -403,7 +409,7 @@ class RemoteWorkers:
         for name in self._names:
             threading.Thread(target=self._keep, args=(name,), name=name, daemon=True).start()
 
-    def wait(self, seconds: float = MEETING, stops: Callable[[], Any] = lambda: None) -> None:
+    def wait(self, seconds: float = START_TIMEOUT, stops: Callable[[], Any] = lambda: None) -> None:
         """Waits for `placement.rollout.workers` and the training workers; continues without those that are not in time.
 
         Args:
@@ -552,7 +558,7 @@ class RemoteWorkers:
             one.result(0)
         if self._job is not None:
             first = self._hosts + int(name.split()[-1]) * hosts
-            place = self._job._replace(process=first, team=(first, hosts))
+            place = self._job._replace(process=first, group=(first, hosts))
         elif hosts > 1:
             place = Place(*self._engine.coordinator_address(actors[0]).result(), hosts, 0)
         else:
@@ -564,10 +570,15 @@ class RemoteWorkers:
         late = wait(opening, OPEN_TIMEOUT, "FIRST_EXCEPTION").not_done
         opened = [one.result() for one in opening if one not in late]
         if late:
-            raise ProcessLost(f"not ready after {OPEN_TIMEOUT:g} s")
+            raise ProcessDied(f"not ready after {OPEN_TIMEOUT:g} s")
         proxy = TrainingProxy if trains else WorkerProxy
         return proxy(
-            name, opened[0], actors, self._engine, self.link, lambda keys: self._stored.read(keys)
+            name,
+            opened[0],
+            actors,
+            self._engine,
+            self.transfer,
+            lambda keys: self._stored.read(keys),
         )
 
     @functools.cached_property
@@ -591,7 +602,7 @@ class RemoteWorkers:
         while not self._closed.is_set():
             try:
                 proxy.ping()
-            except Gone as error:
+            except WorkerDisconnected as error:
                 return str(error).removeprefix(f"{proxy.name} ")
             if proxy.lost.wait(PING):
                 return "was lost or given up"
@@ -606,7 +617,7 @@ class RemoteWorkers:
             self._engine.kill(actor)
         if proxy is not None:
             if driver is None:
-                proxy.give_up()
+                proxy.remove()
             else:
                 driver.lost(name, why)
 
@@ -617,5 +628,5 @@ class RemoteWorkers:
         with self._changed:
             driver = self._driver
         if driver is None:
-            leave(last_word(str(error), STOPPED))
+            exit_now(log_fatal(str(error), STOPPED))
         driver.fail(error)

@@ -14,7 +14,7 @@ from digen_jax.logging.evaluation import Evaluation
 from digen_jax.parallel.mesh import fetch
 from digen_jax.parallel.sampler import Sampler, Weights
 from digen_jax.process.shutdown import during
-from digen_jax.process.terminal import watched
+from digen_jax.process.terminal import track
 
 # The same for all runs, independent of their own seed, so that their evaluations can be compared.
 SEED = 2**20
@@ -34,7 +34,7 @@ def evaluate(
     Image i depends only on the seed, i, its prompt and the weights. `head` labels the progress bar.
     """
     clips, scores = [], []
-    for start in watched(range(0, len(records), batch), head, "batch"):
+    for start in track(range(0, len(records), batch), head, "batch"):
         part = list(records[start : start + batch])
         made = to_uint8(sample_clips(sampler, weights, part, start, batch, seed))
         prompts = [record["prompt"] for record in part]

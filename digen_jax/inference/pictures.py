@@ -15,7 +15,7 @@ from digen_jax.logging.evaluation import Evaluation
 from digen_jax.logging.images import image_grid, save_frames
 from digen_jax.models.family import Record
 from digen_jax.parallel.sampler import Sampler
-from digen_jax.process.terminal import watched
+from digen_jax.process.terminal import track
 
 # A grid of more images would be too large to look at.
 LARGEST_GRID = 64
@@ -40,7 +40,7 @@ def sample_to_folder(
     every = [record for record in records for _ in range(images)]
     batch = model.batch(batch, len(every))
     shown = []
-    for first in watched(range(0, len(every), batch), "sampling", "batch"):
+    for first in track(range(0, len(every), batch), "sampling", "batch"):
         part = every[first : first + batch]
         clips = to_uint8(sample_clips(sampler, model.weights, part, first, batch, seed, images))
         for number, (clip, record) in enumerate(zip(clips, part, strict=True), first):

@@ -13,7 +13,7 @@ from typing import Any
 from digen_jax.checkpoints.folder import read_json
 from digen_jax.errors import ConfigError
 from digen_jax.files import replace
-from digen_jax.process.terminal import broken, last_lines, printable
+from digen_jax.process.terminal import broken, log_tail, printable
 
 FILE = "status.json"
 EVERY = 2.0  # seconds between two writes
@@ -87,7 +87,7 @@ def write_status(
         name: {**here, "processes": 1, "heard": None, **places.get(name, {}), **found}
         for name, found in snapshot["workers"].items()
     }
-    told = {"written": time.time(), **here, "ended": ended, "lines": last_lines()[-SHOWN:]}
+    told = {"written": time.time(), **here, "ended": ended, "lines": log_tail()[-SHOWN:]}
     content = {**snapshot, **told, "workers": workers}
     try:
         replace(workdir / FILE, (json.dumps(content, indent=1) + "\n").encode())

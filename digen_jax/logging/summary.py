@@ -18,7 +18,7 @@ from digen_jax.scheduling.commands import (
     Event,
     Generate,
     Joined,
-    Lost,
+    Removed,
     Score,
     SyncWeights,
     Train,
@@ -65,15 +65,15 @@ class Summary:
         worker = getattr(event, "worker", None) or getattr(
             getattr(event, "command", None), "worker", None
         )
-        if isinstance(event, Lost):
+        if isinstance(event, Removed):
             self._recorder.end_wait(event.worker, now)
             self._under_way.pop(event.worker, None)
             self._lost[event.worker] = now, self.devices.get(event.worker, 0)
         if isinstance(event, Joined):
             self._lost.pop(event.worker, None)
-        if isinstance(event, Joined | Completed) and worker and scheduler.is_there(worker):
+        if isinstance(event, Joined | Completed) and worker and scheduler.has_worker(worker):
             self._recorder.look_at(scheduler, worker, now)
-        if scheduler.is_there(TRAINER):
+        if scheduler.has_worker(TRAINER):
             self._recorder.look_at(scheduler, TRAINER, now)
         for command in commands:
             self._commanded(command, scheduler, now)

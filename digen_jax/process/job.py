@@ -23,10 +23,10 @@ from absl import logging
 from jax._src import distributed  # JAX has no public way to it
 
 from digen_jax.errors import ConfigError
-from digen_jax.process.shutdown import Stopped, abort_later, leave
+from digen_jax.process.shutdown import Stopped, abort_later, exit_now
 
 # Seconds that processes wait for one another at the start, and between two lines about it.
-MEETING, WORD = 300, 30
+START_TIMEOUT, REPORT_EVERY = 300, 30
 
 
 class Place(NamedTuple):
@@ -38,7 +38,7 @@ class Place(NamedTuple):
     process: int
     devices: tuple[int, ...] = ()  # the GPUs that are its own, of those it sees; (): all
     # (first, number) of the processes that it works with, if several workers share the job; (): all
-    team: tuple[int, ...] = ()
+    group: tuple[int, ...] = ()
 
     @property
     def address(self) -> str:
@@ -46,11 +46,11 @@ class Place(NamedTuple):
         return f"{_bracketed(self.host)}:{self.port}"
 
 
-def detected(
+def resolve_place(
     coordinator: str | None,
     processes: int | None,
     process: int | None,
-    seconds: float = MEETING,
+    seconds: float = START_TIMEOUT,
 ) -> Place | None:
     """Which process this is, from the command line or the cluster; None for all three: it runs alone.
 
@@ -73,7 +73,7 @@ def detected(
             )
         return None
     if coordinator == "auto":
-        coordinator, processes, process = ask_cluster(processes, process, seconds)
+        coordinator, processes, process = detect_cluster(processes, process, seconds)
     elif None in (processes, process):
         raise ConfigError(
             "--coordinator=host:port needs --processes, how many there are, and --process, which of "
@@ -92,34 +92,37 @@ def detected(
 
 
 def join(
-    coordinator: str | None, processes: int | None, process: int | None, seconds: float = MEETING
+    coordinator: str | None,
+    processes: int | None,
+    process: int | None,
+    seconds: float = START_TIMEOUT,
 ) -> None:
     """Joins this process to others in one job of `jax.distributed`; None for all three: it runs alone.
 
     Must be called before JAX starts.
 
     Args:
-      coordinator: as in `detected`.
-      processes: as in `detected`.
-      process: as in `detected`.
+      coordinator: as in `resolve_place`.
+      processes: as in `resolve_place`.
+      process: as in `resolve_place`.
       seconds: time for the others to come, after which this process ends with code 2.
 
     Raises:
-      ConfigError: as in `detected`, or the first process cannot be reached.
+      ConfigError: as in `resolve_place`, or the first process cannot be reached.
     """
-    place = detected(coordinator, processes, process, seconds)
+    place = resolve_place(coordinator, processes, process, seconds)
     if place is not None:
         join_job(place, seconds)
 
 
-def join_job(place: Place, seconds: float = MEETING) -> None:
+def join_job(place: Place, seconds: float = START_TIMEOUT) -> None:
     """As `join`, of a place that is known.
 
     Raises:
       ConfigError: the first process cannot be reached.
     """
     if place.process:
-        reach(place.host, place.port, seconds)
+        wait_for_port(place.host, place.port, seconds)
     elif place.processes > 1:
         words = f"waiting at {place.address} for {place.processes - 1} more processes, at most {seconds:g} s"
         print(words, file=sys.stderr, flush=True)
@@ -128,7 +131,7 @@ def join_job(place: Place, seconds: float = MEETING) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     abort_later()
     # JAX aborts the process with a page of text where the others do not come in time: this ends it before.
-    late = threading.Timer(seconds, _give_up, (place, seconds))
+    late = threading.Timer(seconds, _exit_late, (place, seconds))
     late.daemon = True
     late.start()
     try:
@@ -143,27 +146,27 @@ def join_job(place: Place, seconds: float = MEETING) -> None:
         raise ConfigError(f"--coordinator={place.address} does not work: {error}") from error
     finally:
         late.cancel()
-    if place.team:
-        form(*place.team)
+    if place.group:
+        set_group(*place.group)
 
 
-def _give_up(place: Place, seconds: float) -> None:
+def _exit_late(place: Place, seconds: float) -> None:
     """Ends this process, whose main thread is blocked in JAX."""
     name = pathlib.Path(sys.argv[0]).name
     words = (
         f"--coordinator={place.address}: not all processes have come in {seconds:g} s: start as many as --processes "
         "says, each with its own --process"
     )
-    if place.team:  # Ray starts them
+    if place.group:  # Ray starts them
         words = (
             f"--one_job: not all {place.processes} processes have started in {seconds:g} s: see `ray status` for free "
             "resources, or leave --one_job out, so that rollout workers can join later"
         )
     print(f"{name}: {words}", file=sys.stderr, flush=True)
-    leave(2)
+    exit_now(2)
 
 
-def reach(host: str, port: int, seconds: float, pause: float = 1) -> None:
+def wait_for_port(host: str, port: int, seconds: float, pause: float = 1) -> None:
     """Returns as soon as a process listens at a port; prints from time to time that it waits, and why.
 
     Raises:
@@ -181,7 +184,7 @@ def reach(host: str, port: int, seconds: float, pause: float = 1) -> None:
                 f"--coordinator={host}:{port} was not reached in {seconds:g} s ({reason}): check the address, and "
                 "that the first process (--process=0) has been started"
             ) from reason
-        if said == begin or now - said > WORD:
+        if said == begin or now - said > REPORT_EVERY:
             words = (
                 f"waiting for the first process at {host}:{port} ({reason}), at most {seconds:g} s"
             )
@@ -208,7 +211,7 @@ _NOTHING = (
 )
 
 
-def ask_cluster(
+def detect_cluster(
     processes: int | None, process: int | None, seconds: float
 ) -> tuple[str, int | None, int | None]:
     """(the first process's host:port, number of processes, which of them this is), as the cluster says.
@@ -296,7 +299,7 @@ _first: int = 0
 _count: int | None = None  # None: all
 
 
-def form(first: int, count: int) -> None:
+def set_group(first: int, count: int) -> None:
     """From now on this process works with so many, of which `first` is the first one's number within the job."""
     global _first, _count
     _first, _count = first, count
@@ -328,7 +331,7 @@ def several() -> bool:
     return size() > 1
 
 
-def meet(what: str, seconds: float) -> None:
+def barrier(what: str, seconds: float) -> None:
     """Waits until all processes have come to this call; with one process it does nothing.
 
     Args:

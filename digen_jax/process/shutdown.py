@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-from digen_jax.process.terminal import complain
+from digen_jax.process.terminal import print_error
 
 STOPPED = 75  # exit code of a run that cannot continue: EX_TEMPFAIL, as the same command may be tried again
 PATIENCE = 1.0  # seconds for the last actions
@@ -36,17 +36,17 @@ class Stopped(RuntimeError):
     """A run cannot continue, but not by a mistake of the user; its text is one sentence that says why."""
 
 
-def hangs(what: str) -> None:
+def mark_hung(what: str) -> None:
     """Registers a thread that hangs, so that this process does not wait for it at its end."""
     _hung.append(what)
 
 
-def at_leaving(call: Callable[[], None]) -> None:
-    """Registers a short action for `leave` to do before it ends the process, such as ending its children."""
+def before_exit(call: Callable[[], None]) -> None:
+    """Registers a short action for `exit_now` to do before it ends the process, such as ending its children."""
     _last.append(call)
 
 
-def last_word(text: str, code: int) -> int:
+def log_fatal(text: str, code: int) -> int:
     """Prints why this process ends to standard error, unless another thread has; for any thread.
 
     Returns:
@@ -55,14 +55,14 @@ def last_word(text: str, code: int) -> int:
     with _deciding:
         if not _said:
             # In a thread of its own, as a thread that hangs may hold a lock that this needs.
-            _said.append((code, threading.Thread(target=complain, args=(text,), daemon=True)))
+            _said.append((code, threading.Thread(target=print_error, args=(text,), daemon=True)))
             _said[0][1].start()
     code, printing = _said[0]
     printing.join(PATIENCE)
     return code
 
 
-def leave(code: int) -> None:
+def exit_now(code: int) -> None:
     """Ends this process at once, whatever its threads do; printed text is flushed."""
     # In a thread of its own, as a thread that hangs may hold a lock that this needs.
     last = threading.Thread(target=_do_last, daemon=True)
@@ -86,8 +86,8 @@ def guard_exit() -> None:
             raise SystemExit(status)
         caller = sys._getframe(1)
         where = f"{caller.f_code.co_filename}, line {caller.f_lineno}"
-        leave(
-            last_word(
+        exit_now(
+            log_fatal(
                 f"os._exit({status}) was called in {where}: raise an exception there", STOPPED
             )
         )
@@ -106,7 +106,7 @@ def exits_raise() -> Iterator[None]:
 
 
 def abort_later() -> None:
-    """From now on an abort of this process (SIGABRT) takes some seconds, in which another thread may `leave`.
+    """From now on an abort of this process (SIGABRT) takes some seconds, in which another thread may `exit_now`.
 
     JAX aborts a process as soon as its job's first one is lost, before the thread that hears of the loss can say so.
     The handler is C's `sleep`, which takes the signal's number for seconds: 6. No Python runs in it, so that nothing
@@ -146,7 +146,7 @@ def ends_process() -> Iterator[None]:
             atexit._run_exitfuncs()
             sys.stdout.flush()
     finally:
-        leave(code)
+        exit_now(code)
 
 
 # The status is also that of messages too large for a connection.
@@ -252,7 +252,7 @@ class Interrupt:
     """
 
     def __init__(self, told: Callable[[int], None] = _finishing):
-        self.asked, self._told = 0, told
+        self.requested, self._told = 0, told
 
     def __enter__(self) -> "Interrupt":
         self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
@@ -270,7 +270,7 @@ class Interrupt:
         os.close(self._pipe)
 
     def _note(self, number: int, frame: Any) -> None:
-        first, self.asked = not self.asked, number
+        first, self.requested = not self.requested, number
         if first:
             self._told(number)
 
@@ -282,7 +282,7 @@ def _count(came: int) -> None:
         asked += number[0] in SIGNALS
         if asked == 2:
             os.write(2, b"\nended at once: the same command continues from the last checkpoint\n")
-            leave(128 + number[0])
+            exit_now(128 + number[0])
     os.close(came)
 
 
@@ -311,9 +311,9 @@ def end_by_ctrl_c() -> None:
     def interrupt(number: int, frame: FrameType | None) -> None:
         while frame is not None:
             if frame.f_code.co_filename.startswith("<frozen importlib"):
-                # Not by `last_word`, whose own modules may be the ones that are imported.
+                # Not by `log_fatal`, whose own modules may be the ones that are imported.
                 os.write(2, f"{said}\n".encode())
-                leave(128 + number)
+                exit_now(128 + number)
             frame = frame.f_back
         raise KeyboardInterrupt
 
@@ -321,7 +321,7 @@ def end_by_ctrl_c() -> None:
         while number := os.read(came, 1):
             if number[0] == signal.SIGINT and signal.getsignal(signal.SIGINT) is interrupt:
                 select.select([came], [], [], CTRL_C_PATIENCE)  # until another signal
-                leave(last_word(said, 128 + signal.SIGINT))
+                exit_now(log_fatal(said, 128 + signal.SIGINT))
 
     signal.signal(signal.SIGINT, interrupt)
     signal.set_wakeup_fd(writes, warn_on_full_buffer=False)

@@ -26,14 +26,14 @@ UNREAD = (errno.EPIPE, errno.EIO)
 
 
 @contextlib.contextmanager
-def fitted(beside: bool = False) -> Iterator[None]:
+def complete_lines(beside: bool = False) -> Iterator[None]:
     """In this block printed lines stay whole, whichever thread prints, and fit a terminal, above its bar.
 
     Args:
       beside: another process has the terminal's progress bar, which it draws again by itself.
     """
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = streams = [Lines(one, beside) for one in before]
+    sys.stdout, sys.stderr = streams = [LineStream(one, beside) for one in before]
     try:
         yield
     finally:
@@ -84,7 +84,7 @@ def keep_writable() -> None:
         setattr(sys, name, stream)
 
 
-def is_read() -> bool:
+def has_reader() -> bool:
     """Whether what this process prints to standard output may have a reader; see `keep_writable`."""
     return not sys.stdout.buffer.raw.unread
 
@@ -95,9 +95,9 @@ def _to_nowhere(descriptor: int) -> None:
     os.close(nowhere)
 
 
-def complain(text: str) -> None:
+def print_error(text: str) -> None:
     """Prints a text to standard error, whose lines are broken between words on a terminal."""
-    stream = sys.stderr if isinstance(sys.stderr, Lines) else Lines(sys.stderr)
+    stream = sys.stderr if isinstance(sys.stderr, LineStream) else LineStream(sys.stderr)
     stream.write(f"{text}\n")
 
 
@@ -123,7 +123,7 @@ def broken(text: str, columns: int) -> str:
     )
 
 
-class Lines:
+class LineStream:
     """A stream to which whole lines are written, each thread's own; what a bar writes passes through.
 
     Python's print writes a line and its end one after the other, so that another thread's line may come between.
@@ -175,7 +175,7 @@ BAR = 4  # characters of a bar at least
 STEP_LINE = re.compile(r"step \d+ of \d+: ")  # how the plain lines of `Progress` begin
 
 
-def watched(
+def track(
     items: Iterable[Item],
     head: str,
     unit: str,
@@ -295,10 +295,10 @@ _lines: deque[tuple[float, str]] = deque(maxlen=KEPT)
 
 
 @contextlib.contextmanager
-def remembering() -> Iterator[None]:
-    """In this block what Python code writes to standard error is kept for `last_lines`, except progress."""
+def keep_log_tail() -> Iterator[None]:
+    """In this block what Python code writes to standard error is kept for `log_tail`, except progress."""
     before = sys.stderr
-    sys.stderr = Remembering(before)
+    sys.stderr = LogTail(before)
     _lines.clear()
     try:
         yield
@@ -306,12 +306,12 @@ def remembering() -> Iterator[None]:
         sys.stderr = before
 
 
-def last_lines() -> list[tuple[float, str]]:
+def log_tail() -> list[tuple[float, str]]:
     """(the system's time, the line) of the last ones."""
     return list(_lines)
 
 
-class Remembering:
+class LogTail:
     """A stream that passes everything on and keeps the last whole lines."""
 
     def __init__(self, stream: TextIO):

@@ -23,8 +23,8 @@ from jaxtyping import UInt8
 
 from digen_jax import rewards
 from digen_jax.errors import ConfigError
-from digen_jax.process.shutdown import SIGNALS, Stopped, at_leaving, guard_exit, hangs
-from digen_jax.process.terminal import fitted
+from digen_jax.process.shutdown import SIGNALS, Stopped, before_exit, guard_exit, mark_hung
+from digen_jax.process.terminal import complete_lines
 from digen_jax.rewards.built_in import resolve
 from digen_jax.rewards.errors import RewardFailed, blamed
 from digen_jax.rewards.request_log import Exchange, moved
@@ -164,13 +164,13 @@ def _kill_all() -> None:
         process._kill()
 
 
-at_leaving(_kill_all)
+before_exit(_kill_all)
 
 
 # -------------------------------------------------------------------------------- in the process
 
 
-@fitted(beside=True)
+@complete_lines(beside=True)
 def serve(descriptor: int) -> None:
     """Scores batches as they come, until the asking process has gone."""
     # The run handles signals to all processes of a job. SIG_IGN is not used, as children would inherit it.
@@ -258,7 +258,7 @@ class Thread:
             if future.done() and not self._hangs:
                 raise  # the reward's own
         self._hangs = True
-        hangs("reward")
+        mark_hung("reward")
         raise RewardHung(
             f"reward {asked.settings.title!r} took more than {limit.seconds:g} seconds in a thread of this process, "
             "where it cannot be killed and asked again: fix it, set config.reward_pool.processes to 1 or more, or "

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import jax
 
-from digen_jax.process.shutdown import STOPPED, last_word, leave
+from digen_jax.process.shutdown import STOPPED, exit_now, log_fatal
 from digen_jax.scheduling.settings import Deadline
 
 COMPILING = "/jax/core/compile"
@@ -26,7 +26,7 @@ def _current() -> "Stopwatch | None":
 
 
 class Stopwatch:
-    """The seconds of a block: `so_far` inside it, for any thread, and `seconds` after it.
+    """The seconds of a block: `elapsed` inside it, for any thread, and `seconds` after it.
 
     `parts` are (kind, begin, end) of the blocks of `part` in it, by `time.perf_counter`.
     """
@@ -41,7 +41,7 @@ class Stopwatch:
             None  # seconds of work in it in another process
         )
 
-    def so_far(self) -> float:
+    def elapsed(self) -> float:
         """Seconds of work up to now."""
         since, elsewhere, now = self._since, self._elsewhere, time.perf_counter()
         spans = [*self._uncounted, *([(since, now)] if since is not None else [])]
@@ -83,7 +83,7 @@ def measured() -> Iterator[Stopwatch]:
     finally:
         _thread.watch = outer
         watch.resume()
-        watch.seconds = watch.so_far()
+        watch.seconds = watch.elapsed()
 
 
 @contextlib.contextmanager
@@ -109,11 +109,11 @@ def paused() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def elsewhere(so_far: Callable[[], float]) -> Iterator[Callable[[float, Parts], None]]:
+def remote_work(elapsed: Callable[[], float]) -> Iterator[Callable[[float, Parts], None]]:
     """A block in which this thread waits for another process, whose seconds of work count instead of its own.
 
     Args:
-      so_far: These seconds up to now, for any thread.
+      elapsed: These seconds up to now, for any thread.
 
     Yields:
       A function to call with the seconds of all work, and with its parts in seconds before then.
@@ -130,7 +130,7 @@ def elsewhere(so_far: Callable[[], float]) -> Iterator[Callable[[float, Parts], 
             ]
 
     if watch:
-        watch.pause(so_far)
+        watch.pause(elapsed)
     try:
         yield done
     finally:
@@ -218,7 +218,7 @@ class Watch:
             with self._lock:
                 for work in list(self._works.values()):
                     work.seen += passed
-                    if min(work.seen, work.stopwatch.so_far()) > work.seconds:
+                    if min(work.seen, work.stopwatch.elapsed()) > work.seconds:
                         late.append(self._works.pop(id(work)))
             for work in late:
                 work.late(work.seconds)
@@ -230,4 +230,4 @@ def end_process(who: str, what: str, seconds: float) -> None:
         f"{who} hangs: {what} has taken more than {seconds:g} seconds (config.runtime.deadline). The process ends with "
         f"code {STOPPED}; the same command continues from the last checkpoint."
     )
-    leave(last_word(why, STOPPED))
+    exit_now(log_fatal(why, STOPPED))

@@ -19,14 +19,14 @@ from typing import Any
 from digen_jax.errors import ConfigError
 from digen_jax.logging.command_log import CommandLog
 from digen_jax.logging.summary import Summary
-from digen_jax.process.shutdown import Stopped, during, hangs, out_of_memory
+from digen_jax.process.shutdown import Stopped, during, mark_hung, out_of_memory
 from digen_jax.rewards.pool import RewardPool, may_pass
 from digen_jax.rewards.request_log import moved
+from digen_jax.runtime.array_transfer import DISCONNECT_TIMEOUT, MissingSums, TransferError
 from digen_jax.runtime.checkpointing import Begun
 from digen_jax.runtime.clock import Stopwatch, Watch, end_process
 from digen_jax.runtime.executors import Executors
-from digen_jax.runtime.link import LOSS, LinkError, LostSums
-from digen_jax.runtime.opening import Orders
+from digen_jax.runtime.opening import CommandBroadcast
 from digen_jax.runtime.steps import ScoredChunk
 from digen_jax.scheduling.commands import (
     TRAINER,
@@ -40,7 +40,7 @@ from digen_jax.scheduling.commands import (
     Failed,
     Generate,
     Joined,
-    Lost,
+    Removed,
     Score,
     SyncWeights,
     Update,
@@ -50,7 +50,7 @@ from digen_jax.scheduling.settings import Deadline
 from digen_jax.scheduling.timeline import Interval
 
 
-class Gone(RuntimeError):
+class WorkerDisconnected(RuntimeError):
     """A worker's process is lost, or was given up; the driver is notified separately."""
 
 
@@ -58,13 +58,13 @@ class WorkerThreads:
     """A worker's thread, and the threads of the transfers to and from it.
 
     Attributes:
-      given_up: Set when the worker is lost or given up.
+      removed: Set when the worker is lost or given up.
       failed: Number of failed calls in a row, by thread.
     """
 
     def __init__(self, name: str):
         self.name = name
-        self.given_up = threading.Event()
+        self.removed = threading.Event()
         self.thread = Line(name)
         self._transfers = {SyncWeights: Line(f"sync {name}"), Deliver: Line(f"deliver {name}")}
         self._lines = self.thread, *self._transfers.values()
@@ -79,11 +79,11 @@ class WorkerThreads:
         for line in self._lines:
             line.close()
 
-    def give_up(self) -> None:
+    def remove(self) -> None:
         """The same, without waiting for the present calls."""
-        self.given_up.set()
+        self.removed.set()
         for line in self._lines:
-            line.give_up()
+            line.remove()
 
 
 class Line:
@@ -112,7 +112,7 @@ class Line:
         self._cancel()
         self._ended.wait()
 
-    def give_up(self) -> None:
+    def remove(self) -> None:
         """Also gives up the present call: its future gets an error, and its thread is left alone."""
         self._cancel()
         current = self._current
@@ -161,7 +161,7 @@ class Driver:
       rewards: Scores images; the caller closes it.
       begun: The work in flight when the run was saved. None means that there is none.
       log: Gets all commands in their order. None means that they are not recorded.
-      orders: Announces commands to other processes as they start. None means that there are no others.
+      broadcast: Announces commands to other processes as they start. None means that there are no others.
       watch: Ends work that takes too long; the caller closes it. None means no deadline.
       evaluated: Called on the main thread with a version and the result of its evaluation.
 
@@ -176,14 +176,14 @@ class Driver:
         rewards: RewardPool,
         begun: Begun | None = None,
         log: CommandLog | list[Command] | None = None,
-        orders: Orders | None = None,
+        broadcast: CommandBroadcast | None = None,
         watch: Watch | None = None,
         evaluated: Callable[[int, Any], None] = lambda version, found: None,
     ):
         self.executor, self.begun = executor, begun
         self.intervals: list[Interval] = []
         self._scheduler, self._rewards, self._evaluated = scheduler, rewards, evaluated
-        self._log, self._orders = log, orders or Orders()
+        self._log, self._broadcast = log, broadcast or CommandBroadcast()
         self._watch = watch or Watch(Deadline(0))
         self._lock = threading.RLock()
         # Commands for the home worker, or an error that ends the run.
@@ -217,7 +217,7 @@ class Driver:
         self._away += self.now() - self._left
         while not self._ends_step(self._next()):
             pass
-        self._orders.step_done()
+        self._broadcast.step_done()
         metrics = self.executor.end_step()
         self._left = self.now()
         return metrics | self._summary.numbers
@@ -241,18 +241,18 @@ class Driver:
             raise item
         begin = self.now()
         if isinstance(item, Evaluate):
-            self._orders.announce("do", item)
+            self._broadcast.send("do", item)
             self._evaluated(item.version, self.executor.evaluated(item))
             self._away += self.now() - begin
             return item
         late = self._watched(item, lambda *late: end_process("the trainer", *late))
         try:
-            with self._orders.together("do", item), late as stopwatch:
+            with self._broadcast.collective("do", item), late as stopwatch:
                 self.executor.do(item)
         except Exception as error:
             if not self._others_may_do(item, error):
                 raise
-            if isinstance(error, LostSums):
+            if isinstance(error, MissingSums):
                 self.lost(*error.args, "did not send its sums")  # unless it is given up already
             else:
                 traceback.print_exception(error)
@@ -267,7 +267,7 @@ class Driver:
         Raises:
           Stopped: There is no other worker left, because they hang.
         """
-        if isinstance(error, LostSums):
+        if isinstance(error, MissingSums):
             return True
         if not isinstance(command, Encode | Generate | Decode):
             return False
@@ -277,7 +277,7 @@ class Driver:
                 "before this one are saved, and the same command continues"
             ) from error
         ends = isinstance(error, Stopped | ConfigError) and not may_pass(error)
-        return bool(self._workers) and not ends and not self._orders.torn
+        return bool(self._workers) and not ends and not self._broadcast.is_broken
 
     def rest(self) -> list[Interval]:
         """The intervals since the last step ended."""
@@ -305,7 +305,7 @@ class Driver:
             worker = None if self._closed else self._workers.get(name)
         if worker is not None:
             with self._failing():
-                self._give_up(worker, why)
+                self._remove(worker, why)
 
     def fail(self, error: BaseException) -> None:
         """Makes the main thread raise an error at its next command. Any thread may call."""
@@ -364,7 +364,7 @@ class Driver:
         elif worker == TRAINER or isinstance(command, Evaluate):
             self._inbox.put(command)
         elif worker is None:
-            self._orders.announce("do", command)
+            self._broadcast.send("do", command)
             self.executor.do(command)
         else:
             found = self._workers[worker]
@@ -397,7 +397,7 @@ class Driver:
             try:
                 with late as stopwatch:
                     self.executor.do(command)
-            except Gone:  # `lost` follows, or has been called
+            except WorkerDisconnected:  # `lost` follows, or has been called
                 return
             # Any error: another device may succeed where this one fails, and the scheduler limits the attempts.
             except Exception as error:
@@ -408,22 +408,22 @@ class Driver:
             worker.failed[line] = 0
             if isinstance(command, Deliver):
                 # The trainer's other processes take it from this one, before they train on it.
-                self._orders.announce("delivered", command)
+                self._broadcast.send("delivered", command)
             self._completed(command, begin, stopwatch)
 
     def _failed(
         self, worker: WorkerThreads, line: Line, command: Command, error: Exception
     ) -> None:
-        if isinstance(error, LinkError):
+        if isinstance(error, TransferError):
             # Arrays that do not come are often the first sign of a lost process, which is no failure of the work.
-            worker.given_up.wait(LOSS)
+            worker.removed.wait(DISCONNECT_TIMEOUT)
         with self._lock:
-            if not (self._is_current(worker) and self._scheduler.awaits(command)):
+            if not (self._is_current(worker) and self._scheduler.is_in_flight(command)):
                 return
             if self._scheduler.is_superseded(command):
                 return self._post(Failed(self.now(), command, repr(error)))
         # A tree that a lost process was to send does not come.
-        if message := str(error) if isinstance(error, LinkError) else out_of_memory(error):
+        if message := str(error) if isinstance(error, TransferError) else out_of_memory(error):
             print(f"{worker.name}: {message}", file=sys.stderr, flush=True)
         else:
             traceback.print_exception(error)
@@ -432,45 +432,45 @@ class Driver:
             useless = isinstance(command, SyncWeights | Deliver) and worker.failed[line] == FAILURES
             if not useless:
                 self._post(Failed(self.now(), command, repr(error)))
-                useless = self._is_current(worker) and self._scheduler.is_useless(worker.name)
+                useless = self._is_current(worker) and self._scheduler.has_no_role(worker.name)
         if useless:
-            self._give_up(worker, f"has failed {FAILURES} times in a row")
+            self._remove(worker, f"has failed {FAILURES} times in a row")
 
     def _hangs(self, worker: WorkerThreads, what: str, seconds: float) -> None:
         """A worker is late: it is given up, and the others repeat its work."""
         with self._failing():
-            hangs(worker.name)
+            mark_hung(worker.name)
             self._hung.append(worker.name)
             limit = f"{seconds:g} seconds (config.runtime.deadline)"
-            self._give_up(worker, f"hangs: {what} has taken more than {limit}")
+            self._remove(worker, f"hangs: {what} has taken more than {limit}")
 
     def _is_current(self, worker: WorkerThreads) -> bool:
         """Whether it was not given up; a worker of the same name may have joined since."""
         with self._lock:
             return self._workers.get(worker.name) is worker
 
-    def _give_up(self, worker: WorkerThreads, why: str) -> None:
+    def _remove(self, worker: WorkerThreads, why: str) -> None:
         with self._lock:
             if not self._is_current(worker):
                 return
             print(f"{worker.name} {why}: given up", file=sys.stderr, flush=True)
             del self._workers[worker.name]
-            self.executor.give_up(worker.name)
-            self._post(Lost(self.now(), worker.name))
+            self.executor.remove(worker.name)
+            self._post(Removed(self.now(), worker.name))
             if not self._workers:
                 words = "no other worker is left: the trainer does all work until one joins"
                 print(words, file=sys.stderr, flush=True)
-        worker.give_up()
+        worker.remove()
 
     def _scored(self, command: Score, asked: float, done: Future[ScoredChunk | None]) -> None:
         """Takes scores; the timeline shows the reward's own time, the scheduler uses the whole waiting time."""
         with self._failing():
             error = done.exception()
-            if isinstance(error, Gone):
+            if isinstance(error, WorkerDisconnected):
                 return  # `lost` follows, or has been called, after which the chunk is made again
             with self._lock:
                 # Scores from a lost worker may arrive when another worker generates their chunk again.
-                if not self._scheduler.awaits(command):
+                if not self._scheduler.is_in_flight(command):
                     return
                 if error is not None and may_pass(error):
                     try:  # the scheduler decides whether to ask the reward again
@@ -485,7 +485,7 @@ class Driver:
                     self._summary.asked(command, moved(found.exchanges, -self._start))
             values, seconds = (), 0.0
             if found is not None:
-                self._orders.announce("scored", (command, found.scores.columns.tolist()))
+                self._broadcast.send("scored", (command, found.scores.columns.tolist()))
                 values, seconds = tuple(map(float, found.values)), found.seconds
             with self._lock:
                 end = self.now()

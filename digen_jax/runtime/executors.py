@@ -19,11 +19,11 @@ from digen_jax.parallel.system import Rollout, System
 from digen_jax.parallel.trainer import TrainState
 from digen_jax.rewards.built_in import on_mesh
 from digen_jax.rewards.pool import RewardPool
+from digen_jax.runtime.array_transfer import ArrayTransfer, MissingSums, SamplesKey, Versions
 from digen_jax.runtime.checkpointing import Position
 from digen_jax.runtime.clock import paused
-from digen_jax.runtime.link import Link, LostSums, SamplesOf, Versions
 from digen_jax.runtime.sampling import ChunkScorer, SamplingExecutor
-from digen_jax.runtime.steps import Gathering, HeldOut, ScoredChunk, Steps, StepScores
+from digen_jax.runtime.steps import EvaluationScores, HeldOut, ScoredChunk, Steps, StepScores
 from digen_jax.runtime.training import GradientExecutor, OtherTrainingExecutor, TrainingExecutor
 from digen_jax.scheduling.commands import (
     TRAINER,
@@ -48,7 +48,7 @@ from digen_jax.scheduling.state import SAMPLE, TRAIN
 class Executors:
     """The executors of the home worker and, by name, of all other workers, which may be in other processes.
 
-    They share the data of the steps that follow from the config (`steps`); the link moves arrays between them.
+    They share the data of the steps that follow from the config (`steps`); the transfer moves arrays between them.
     The scheduler decides the order of commands. `do` may be called from one thread for each worker, and from
     others for transfers to and from it.
 
@@ -58,7 +58,7 @@ class Executors:
       held_out: Prompts of evaluations.
       position: State of the run at the start of its next step.
       batches: Prompt records of each step from this one on.
-      link: Link to the workers in other processes, which `join`. None means that there are none.
+      transfer: ArrayTransfer to the workers in other processes, which `join`. None means that there are none.
 
     Attributes:
       extremes: The best and the worst images of the step that ended last, if pictures of it are due.
@@ -71,7 +71,7 @@ class Executors:
         held_out: Sequence[dict[str, Any]],
         position: Position,
         batches: Iterator[list[dict[str, Any]]],
-        link: Link | None = None,
+        transfer: ArrayTransfer | None = None,
     ):
         settings = self.settings = recipe.scheduled(len(held_out))
         self.system, self._recipe = system, recipe
@@ -83,8 +83,8 @@ class Executors:
         self._held_out = HeldOut(held_out, settings)
         self._names = tuple(name for one in recipe.rewards for name in one.entries.values())
         self._weights = system.advantages.reward_weights
-        self.gathering = Gathering(self._held_out, self._names, self._weights)
-        self._link: Link = link or Link()
+        self.evaluation_scores = EvaluationScores(self._held_out, self._names, self._weights)
+        self._transfer: ArrayTransfer = transfer or ArrayTransfer()
         apart = not system.placement.colocated
         many = len(system.trainers) + system.placement.remote_trainers
         self._trainers = names = trainer_names(1 + many)
@@ -94,14 +94,14 @@ class Executors:
         # A resumed run may also have begun chunks of the next step with the newest version, on separate meshes.
         stale = settings.max_policy_lag > 0 and (later or first > 0)
         keep = stale or (later and self.last_update > 0)
-        self.versions = Versions(self._link, keep, system.sent, exact=many > 0)
+        self.versions = Versions(self._transfer, keep, system.sent, exact=many > 0)
         for version, tuned in (position.begun.kept if position.begun else {}).items():
             self.versions.add(WeightsVersion(version), tuned)
         self.trainer = TrainingExecutor(
-            system, settings, self.steps, self.versions, self._link, position.state, names
+            system, settings, self.steps, self.versions, self._transfer, position.state, names
         )
         self.others = {
-            name: OtherTrainingExecutor(name, system.on(one), self.steps, self._link, names)
+            name: OtherTrainingExecutor(name, system.on(one), self.steps, self._transfer, names)
             for name, one in zip(names[1:], system.trainers, strict=False)
         }
         self.trainer.add_version(first)
@@ -138,7 +138,7 @@ class Executors:
 
     def _sampling(self, name: str, rollout: Rollout) -> SamplingExecutor:
         scorers = named(on_mesh(self._recipe.rewards), rollout.scorers)
-        return SamplingExecutor(name, rollout, self.steps, self._held_out, self._link, scorers)
+        return SamplingExecutor(name, rollout, self.steps, self._held_out, self._transfer, scorers)
 
     def sampling(self, worker: str) -> SamplingExecutor:
         """A worker's sampling executor; that of a training worker is created at its first use."""
@@ -162,16 +162,16 @@ class Executors:
         if worker == TRAINER:
             return self.trainer
         if worker not in self.others:
-            raise LostSums(worker)
+            raise MissingSums(worker)
         return self.others[worker]
 
-    def give_up(self, worker: str) -> None:
+    def remove(self, worker: str) -> None:
         """Marks a worker as failed or hung: its later results are ignored."""
         self.others.pop(worker, None)
         for held in (self.rollouts, self._assistants):
             if worker in held:
-                held.pop(worker).give_up()
-        self._link.give_up(worker)
+                held.pop(worker).remove()
+        self._transfer.drop_peer(worker)
 
     def do(self, command: Command) -> None:
         """Executes a command other than a Score or an Evaluate; returns when its work is done."""
@@ -188,7 +188,7 @@ class Executors:
             case Deliver():
                 self._training(command.to).deliver(command)
                 if command.to != TRAINER and command.worker in self.rollouts:
-                    self._link.withdraw(SamplesOf(command.worker, command.chunk))
+                    self._transfer.delete(SamplesKey(command.worker, command.chunk))
             case Train():
                 ranks = self.system.trainer.algorithm.ranks
                 scores = self.scores(command.chunk.step)
@@ -229,7 +229,7 @@ class Executors:
             one.updated(self.steps.first if version is None else version)
 
     def _add_sums(self, workers: Sequence[str]) -> None:
-        """Has the first worker offer the sums of all, which they add in pairs, in parallel. Raises LostSums."""
+        """Has the first worker offer the sums of all, which they add in pairs, in parallel. Raises MissingSums."""
         first, *others = workers
         parts = []  # of 1, 2, 4, ... workers
         while others:
@@ -254,14 +254,14 @@ class Executors:
         """The scores of a step."""
         found = self._scores.get(step)
         if found is None:
-            begun = StepScores.begin(self.steps[step], self.system.advantages)
+            begun = StepScores.create(self.steps[step], self.system.advantages)
             found = self._scores.setdefault(step, begun)
         return found
 
     def score(self, command: Score, pool: RewardPool) -> Future[ScoredChunk | None]:
         """Has a chunk scored where it was decoded, by `pool` if that is in this process; returns at once.
 
-        The future has None for a chunk that was dropped. It raises the errors of `ChunkScorer.submit`'s, and Gone.
+        The future has None for a chunk that was dropped. It raises WorkerDisconnected, and as `ChunkScorer.submit`'s.
         """
         scorer = ChunkScorer(pool, self._weights, self.steps, self._held_out, self.settings)
         return self.sampling(command.maker).score(command.chunk, scorer)
@@ -281,13 +281,13 @@ class Executors:
         if scored_chunk.looks is None:
             return
         if chunk.evaluation:
-            self.gathering.note(chunk, scored_chunk)
+            self.evaluation_scores.note(chunk, scored_chunk)
         else:
             self.scores(chunk.step).see(chunk.index, scored_chunk.looks, scored_chunk.kept)
 
     def evaluated(self, command: Evaluate) -> Evaluation:
         """The result of a version's evaluation, all of whose chunks are scored."""
-        return self.gathering.take(command.version)
+        return self.evaluation_scores.take(command.version)
 
     def end_step(self) -> dict[str, float]:
         """Ends the present step; returns the metrics of its rewards and updates."""
@@ -297,7 +297,7 @@ class Executors:
         self.steps.end()
         for executor in self._samplers():
             executor.end_step(ended)
-        self._link.end_step(ended)
+        self._transfer.end_step(ended)
         self.extremes = scores.extremes(self.settings.shown_images)
         return self.trainer.metrics() | scores.metrics(self._names) | scores.image_metrics()
 
@@ -309,7 +309,7 @@ class Executors:
 def follow(executors: Executors, command: Command) -> None:
     """Executes a command of a log; after its last command a step or an evaluation is forgotten."""
     if isinstance(command, Evaluate):
-        executors.gathering.forget(command.version)
+        executors.evaluation_scores.forget(command.version)
         return
     executors.do(command)
     if isinstance(command, Update) and command.update == executors.last_update:

@@ -34,15 +34,21 @@ from digen_jax.planning.placing import place_here
 from digen_jax.policies import start_warnings
 from digen_jax.precompute import prepare, reached
 from digen_jax.process import job, shutdown
-from digen_jax.process.job import MEETING
+from digen_jax.process.job import START_TIMEOUT
 from digen_jax.process.shutdown import STOPPED, Interrupt, Stopped, out_of_memory
 from digen_jax.rewards import Scores
 from digen_jax.rewards.built_in import resolve
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.rewards.sanity_check import run_sanity_checks
+from digen_jax.runtime.array_transfer import (
+    DISCONNECT_TIMEOUT,
+    ArrayTransfer,
+    TransferError,
+    is_connection_error,
+    may_be_disconnect,
+)
 from digen_jax.runtime.checkpointing import Begun, Position, Positions
 from digen_jax.runtime.executors import Executors, follow
-from digen_jax.runtime.link import LOSS, Link, LinkError, connection_broke, may_be_a_loss
 from digen_jax.runtime.sampling import try_files, try_scorers
 from digen_jax.runtime.steps import ScoredChunk
 from digen_jax.scheduling.commands import WeightsVersion
@@ -57,16 +63,16 @@ LOG, STOP, ANSWER = "digen_jax/log", "digen_jax/stop", "digen_jax/answer"
 WAIT = 1000  # milliseconds: between two waits a process checks for signals
 
 
-class Orders:
+class CommandBroadcast:
     """The first process's end of the log; without other processes it writes nothing. For any thread."""
 
     def __init__(self):
         self._client = distributed.global_state.client if job.several() else None
-        self.torn = False  # whether this process has failed during common work
+        self.is_broken = False  # whether this process has failed during common work
         self._lock = threading.Lock()
         self._written, self._step, self._forgotten = 0, 0, 0
 
-    def announce(self, kind: str, value: Any = None) -> None:
+    def send(self, kind: str, value: Any = None) -> None:
         """Writes the next entry; `value` is anything that `pack` accepts."""
         if self._client is None:
             return
@@ -75,7 +81,7 @@ class Orders:
             self._client.key_value_set(f"{LOG}/{self._written}", text)
             self._written += 1
 
-    def hear(self, seconds: float) -> None:
+    def wait_for_answers(self, seconds: float) -> None:
         """Waits until every other process has answered: see `answer`.
 
         Raises:
@@ -97,13 +103,13 @@ class Orders:
                 raise ConfigError(found)
 
     @contextlib.contextmanager
-    def together(self, kind: str, value: Any = None) -> Iterator[None]:
+    def collective(self, kind: str, value: Any = None) -> Iterator[None]:
         """Announces a block that all processes execute. If it fails here, the others remain inside it."""
-        self.announce(kind, value)
+        self.send(kind, value)
         try:
             yield
         except BaseException:
-            self.torn = self._client is not None
+            self.is_broken = self._client is not None
             raise
 
     def step_done(self) -> None:
@@ -115,7 +121,7 @@ class Orders:
                 self._client.key_value_delete(f"{LOG}/{number}")
             self._forgotten, self._step = self._step, self._written
 
-    def asked_to_stop(self) -> int:
+    def stop_signal(self) -> int:
         """The signal that asked another process to stop, or 0."""
         found = self._client and self._client.key_value_dir_get(STOP)
         return int(found[0][1]) if found else 0
@@ -127,7 +133,7 @@ def answer(error: str) -> None:
     state.client.key_value_set(f"{ANSWER}/{state.process_id}", error)
 
 
-def entries(interrupt: Interrupt) -> Iterator[tuple[str, Any]]:
+def received_entries(interrupt: Interrupt) -> Iterator[tuple[str, Any]]:
     """The entries (kind, value) in order; passes a signal to this process on to the first."""
     state, passed_on = distributed.global_state, False
     for number in itertools.count():
@@ -138,29 +144,31 @@ def entries(interrupt: Interrupt) -> Iterator[tuple[str, Any]]:
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
-            if interrupt.asked and not passed_on:
-                state.client.key_value_set(f"{STOP}/{state.process_id}", str(int(interrupt.asked)))
+            if interrupt.requested and not passed_on:
+                state.client.key_value_set(
+                    f"{STOP}/{state.process_id}", str(int(interrupt.requested))
+                )
                 passed_on = True
         kind, value = json.loads(text)
         yield kind, unpack(value)
 
 
 @contextlib.contextmanager
-def leading() -> Iterator[Orders]:
-    """The first process's orders in a run. If it fails between two orders, the others get its error."""
-    orders = Orders()
+def coordinating() -> Iterator[CommandBroadcast]:
+    """The first process's broadcast in a run. If it fails between two broadcast, the others get its error."""
+    broadcast = CommandBroadcast()
     try:
-        yield orders
+        yield broadcast
     except BaseException as error:
-        if orders.torn:
-            leave(error)
+        if broadcast.is_broken:
+            exit_failed(error)
         known = isinstance(error, ConfigError | Stopped)
         text = str(error) if known else f"the first process: {out_of_memory(error) or repr(error)}"
-        orders.announce("end", (text, STOPPED if isinstance(error, Stopped) else None))
+        broadcast.send("end", (text, STOPPED if isinstance(error, Stopped) else None))
         raise
 
 
-def leave(error: BaseException) -> None:
+def exit_failed(error: BaseException) -> None:
     """Ends a failed process without waiting for the others, because they may wait for it in common work.
 
     They notice its absence, and end, too. Its exit code is `run_main`'s for the same error.
@@ -170,24 +178,24 @@ def leave(error: BaseException) -> None:
         code = 2
     elif isinstance(error, Stopped):
         code = STOPPED
-    elif may_be_a_loss(error):
+    elif may_be_disconnect(error):
         # The thread that notices the loss reports it and ends this process.
-        time.sleep(LOSS)
+        time.sleep(DISCONNECT_TIMEOUT)
         code = STOPPED
-    if not message and connection_broke(error):
+    if not message and is_connection_error(error):
         message = f"another process is lost ({str(error).partition(chr(10))[0]})"
     if not message:
-        known = isinstance(error, ConfigError | Stopped | LinkError)
+        known = isinstance(error, ConfigError | Stopped | TransferError)
         message = str(error) if known else "".join(traceback.format_exception(error)).rstrip()
     number = distributed.global_state.process_id
     ends = f"process {number} has failed, which ends the run: the same command continues from the last checkpoint"
-    shutdown.leave(shutdown.last_word(f"{message}\n{ends}", code))
+    shutdown.exit_now(shutdown.log_fatal(f"{message}\n{ends}", code))
 
 
 def open_system(
     recipe: TrainConfig,
     workdir: pathlib.Path,
-    orders: Orders,
+    broadcast: CommandBroadcast,
     positions: Positions,
     workers: "RemoteWorkers | None" = None,
 ) -> tuple[System, RewardPool]:
@@ -196,7 +204,7 @@ def open_system(
     Args:
       recipe: The validated config.
       workdir: Folder of the run.
-      orders: Announces common work to the other processes that train: see `follow_run`.
+      broadcast: Announces common work to the other processes that train: see `follow_run`.
       positions: The checkpoints of the run.
       workers: Rollout workers in other processes. None means that all workers are in this one.
 
@@ -207,8 +215,8 @@ def open_system(
       ConfigError: A reward, a prompt file or the model is invalid, or a process has another config.
     """
     devices = jax.devices() if workers is None else workers.devices
-    orders.announce("begin", json.dumps([recipe.as_json(), own_claim()]))
-    orders.hear(MEETING)
+    broadcast.send("begin", json.dumps([recipe.as_json(), own_claim()]))
+    broadcast.wait_for_answers(START_TIMEOUT)
     oldest = positions.oldest() or 0
     if workers is not None:
         # A worker may be ready before the model is read here: it need not draw the steps before the checkpoint.
@@ -222,11 +230,11 @@ def open_system(
         scorers = () if workers else read_scorers(recipe, devices)
         run_sanity_checks(found, rewards.score)
         try_files(recipe, rewards.score)
-        orders.announce("try")
+        broadcast.send("try")
         try_scorers(recipe, scorers)
         if encoding is not None:
             print_warnings(recipe, encoding.family)
-        with orders.together("encode"):
+        with broadcast.collective("encode"):
             if encoding is not None:
                 encoding.run()
         system = (
@@ -274,10 +282,10 @@ def open_scheduler(settings: Settings, begun: Begun | None, layout: str) -> Sche
 
 
 class TrainerMesh(NamedTuple):
-    """The trainer's devices, and its link to rollout workers in other processes."""
+    """The trainer's devices, and its transfer to rollout workers in other processes."""
 
     devices: Sequence[jax.Device]
-    link: Link
+    transfer: ArrayTransfer
 
 
 class _Ended(Exception):
@@ -301,11 +309,11 @@ def follow_run(
     jax.devices()  # in the other processes this call waits for this process
     with Interrupt() as interrupt:
         try:
-            _follow(recipe, workdir, entries(interrupt), mesh)
+            _follow(recipe, workdir, received_entries(interrupt), mesh)
         except _Ended as end:
             error, code = end.args
         except BaseException as failure:
-            leave(failure)
+            exit_failed(failure)
     if error is not None:
         raise Stopped(error) if code == STOPPED else ConfigError(error)
     return code
@@ -366,7 +374,7 @@ def _follow(
         system = (
             build_trainer(recipe, devices) if mesh else build(recipe, devices).with_scorers(scorers)
         )
-    executors = _resumed(recipe, workdir, system, positions, mesh and mesh.link)
+    executors = _resumed(recipe, workdir, system, positions, mesh and mesh.transfer)
     with closing(positions):
         while True:
             _execute(executors, positions, *entry())
@@ -377,7 +385,7 @@ def _resumed(
     workdir: pathlib.Path,
     system: System,
     positions: Positions,
-    link: Link | None,
+    transfer: ArrayTransfer | None,
 ) -> Executors:
     """The executors at the newest position."""
     held_out, prompts = held_out_prompts(recipe), drawn_prompts(recipe, workdir / "prompts")
@@ -385,7 +393,7 @@ def _resumed(
     found = positions.newest(state) or Position(0, state, None, {})
     if found.host:
         prompts.set_state(found.host["prompts"])
-    return Executors(system, recipe, held_out, found, prompts, link)
+    return Executors(system, recipe, held_out, found, prompts, transfer)
 
 
 def _execute(executors: Executors, positions: Positions, kind: str, value: Any) -> None:

@@ -32,9 +32,9 @@ from digen_jax.rewards.built_in import on_mesh
 from digen_jax.rewards.dry_run import dry_run
 from digen_jax.rewards.pool import RewardPool, Scored
 from digen_jax.rewards.sanity_check import run_sanity_checks
+from digen_jax.runtime.array_transfer import ArrayTransfer, ConditioningKey, SamplesKey
 from digen_jax.runtime.clock import part
-from digen_jax.runtime.link import ConditioningOf, Link, SamplesOf
-from digen_jax.runtime.steps import HeldOut, Kept, ScoredChunk, Steps, order
+from digen_jax.runtime.steps import HeldOut, Previews, ScoredChunk, Steps, order
 from digen_jax.scheduling.commands import Chunk, WeightsVersion
 from digen_jax.scheduling.settings import Settings
 
@@ -90,7 +90,7 @@ class ChunkScorer:
                 return found._replace(clips=first.copy())  # so that the others can be freed
             shown = self.settings.is_shown(chunk.step + 1)
             places = ends(values, rows, most if shown else 0)
-            return found._replace(kept=Kept(places, middle_frames(clips)[places]))
+            return found._replace(kept=Previews(places, middle_frames(clips)[places]))
 
         return then(self.pool.submit(reward_input(clips), prompts, records, known), scored_chunk)
 
@@ -134,7 +134,7 @@ class SamplingExecutor:
     """Encodes, generates and decodes on one mesh; every method returns when its work is done.
 
     It holds its results until others have taken them: images for the rewards in `images`, scores of the rewards on
-    this mesh in `answers`, samples for training on the link. The proxy of a worker in another process has the same
+    this mesh in `answers`, samples for training on the transfer. The proxy of a worker in another process has the same
     attributes `name` and `devices` and the same methods.
 
     Args:
@@ -142,7 +142,7 @@ class SamplingExecutor:
       rollout: Programs and parameters of the mesh.
       steps: Steps of the run.
       held_out: Prompts of evaluations.
-      link: The link to other workers.
+      transfer: The transfer to other workers.
       scorers: Rewards on this mesh, by their numbers among those of the run.
     """
 
@@ -152,7 +152,7 @@ class SamplingExecutor:
         rollout: Rollout,
         steps: Steps,
         held_out: HeldOut,
-        link: Link,
+        transfer: ArrayTransfer,
         scorers: Mapping[int, rewards.NamedReward] = MappingProxyType({}),
     ):
         self.name, self.rollout = name, rollout
@@ -160,8 +160,13 @@ class SamplingExecutor:
         self.weights: dict[WeightsVersion, Weights] = {}
         self.images: dict[Chunk, np.ndarray] = {}  # as bytes, not yet scored
         self.answers: dict[Chunk, rewards.Answers] = {}
-        self.given_up = False
-        self._steps, self._held_out, self._link, self._scorers = steps, held_out, link, scorers
+        self.removed = False
+        self._steps, self._held_out, self._transfer, self._scorers = (
+            steps,
+            held_out,
+            transfer,
+            scorers,
+        )
         self._fixed = Weights(None, rollout.base, rollout.frozen)
         self._prompts: dict[int, EncodedPrompts] = {}
         self._begun: dict[Chunk, Trajectory] = {}
@@ -172,7 +177,7 @@ class SamplingExecutor:
 
     def receive(self, weights_version: WeightsVersion) -> None:
         """Takes published weights; weights that were withdrawn are no longer needed."""
-        tuned = self._link.take(weights_version, self.rollout.group.params, self.name)
+        tuned = self._transfer.get(weights_version, self.rollout.group.params, self.name)
         if tuned is not None:
             self.weights[weights_version] = Weights(tuned, self.rollout.base, self.rollout.frozen)
 
@@ -180,11 +185,11 @@ class SamplingExecutor:
         """Encodes a step's prompts, for this mesh and for the trainer."""
         prompts = self.rollout.sampler.encode(self._fixed, self._steps[number].records)
         self._prompts[number] = jax.block_until_ready(prompts)
-        if not self.given_up:
-            self._link.offer(ConditioningOf(self.name, number), prompts)
+        if not self.removed:
+            self._transfer.put(ConditioningKey(self.name, number), prompts)
         for old in [old for old in self._prompts if old < self._steps.first]:
             del self._prompts[old]
-            self._link.withdraw(ConditioningOf(self.name, old))
+            self._transfer.delete(ConditioningKey(self.name, old))
 
     def generate(self, chunk: Chunk, weights_version: WeightsVersion) -> None:
         """Generates a chunk's trajectories with weights that were received."""
@@ -208,7 +213,7 @@ class SamplingExecutor:
             self.drop_chunk(chunk)
 
     def decode(self, chunk: Chunk) -> None:
-        """Brings a chunk's images to the host, and offers its samples for training on the link.
+        """Brings a chunk's images to the host, and offers its samples for training on the transfer.
 
         The rewards on this mesh score the images.
 
@@ -225,15 +230,15 @@ class SamplingExecutor:
             return
         images = fetch(self.rollout.sampler.decode(self._fixed, trajectory))
         step = self._steps.find(chunk)
-        if step is None or self.given_up:  # another worker generates the chunk
+        if step is None or self.removed:  # another worker generates the chunk
             return
         # First, so that nothing is offered of a chunk whose scoring fails.
         self._keep(chunk, images, step.shown(chunk.index))
-        if self.given_up:
+        if self.removed:
             return
         keys = put(step.training_keys[step.cut(chunk.index)], self.rollout.group.batch)
         samples = trained_part(trajectory, keys), trajectory.sigmas
-        self._link.offer(SamplesOf(self.name, chunk), jax.block_until_ready(samples))
+        self._transfer.put(SamplesKey(self.name, chunk), jax.block_until_ready(samples))
         if self._steps.find(chunk) is None:
             self.drop_chunk(chunk)
 
@@ -260,7 +265,7 @@ class SamplingExecutor:
         """Frees all data of a chunk."""
         self._begun.pop(chunk, None)
         self.scored(chunk)
-        self._link.withdraw(SamplesOf(self.name, chunk))
+        self._transfer.delete(SamplesKey(self.name, chunk))
 
     def drop_weights(self, weights_version: WeightsVersion) -> None:
         """Frees published weights."""
@@ -269,9 +274,9 @@ class SamplingExecutor:
     def end_step(self, step: int) -> None:
         """A step has ended, which this process has forgotten already."""
 
-    def give_up(self) -> None:
+    def remove(self) -> None:
         """Another worker repeats its work: results of calls in progress are not offered."""
-        self.given_up = True
+        self.removed = True
 
 
 def try_files(recipe: TrainConfig, score: Callable[..., Any]) -> None:

@@ -39,7 +39,7 @@ class StepImages:
     dropped: set[int] = dataclasses.field(default_factory=set)  # begun, not needed
 
     @classmethod
-    def begin(
+    def create(
         cls,
         number: int,
         records: list[dict[str, Any]],
@@ -98,7 +98,7 @@ class Steps:
                 records = next(self._batches)
                 if self._next >= self.first:
                     turn = self._next // self._set_steps if self._set_steps else 0
-                    begun = StepImages.begin(self._next, records, *self._make, turn)
+                    begun = StepImages.create(self._next, records, *self._make, turn)
                     self._steps[self._next] = begun
                 self._next += 1
             return self._steps[number]
@@ -153,7 +153,7 @@ class HeldOut:
         return chunk.index * self.batch
 
 
-class Kept(NamedTuple):
+class Previews(NamedTuple):
     """Images of a chunk that may be the step's best and worst."""
 
     places: Int[np.ndarray, "k"]  # within the chunk
@@ -168,7 +168,7 @@ class ScoredChunk(NamedTuple):
     seconds: float = 0.0  # that the rewards took
     exchanges: tuple[Exchange, ...] = ()  # with servers, on the clock of `time.perf_counter`
     looks: Future[Looks] | None = None  # None: without image statistics
-    kept: Kept | None = None  # of a step
+    kept: Previews | None = None  # of a step
     clips: UInt8[np.ndarray, "k t h w 3"] | None = None  # of an evaluation: the first ones
 
 
@@ -183,7 +183,7 @@ def order(
     return np.lexsort((np.arange(len(values)), turn, -sign * values))
 
 
-class Gathering:
+class EvaluationScores:
     """Collects scores and clips of evaluations, chunk by chunk, until a version is complete; in the first process."""
 
     def __init__(self, held_out: HeldOut, names: tuple[str, ...], weights: Sequence[float]):
@@ -233,7 +233,7 @@ class StepScores:
     kept: dict[int, UInt8[np.ndarray, "h w 3"]] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def begin(cls, images: StepImages, settings: AdvantageSettings) -> "StepScores":
+    def create(cls, images: StepImages, settings: AdvantageSettings) -> "StepScores":
         """Scores of a step of which nothing is scored."""
         count = len(images.rows)
         empty = np.full((count, len(settings.reward_weights)), np.nan, np.float32)
@@ -247,7 +247,7 @@ class StepScores:
             empty = np.full(len(self.scored), np.nan, np.float32)
             self.shown.setdefault(name, empty)[cut] = found
 
-    def see(self, index: int, looks: Future[Looks], kept: Kept) -> None:
+    def see(self, index: int, looks: Future[Looks], kept: Previews) -> None:
         """Stores the image statistics of a scored chunk, and the images that may be shown."""
         self.looks[index] = looks
         start = self.images.cut(index).start

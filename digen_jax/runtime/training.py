@@ -21,15 +21,15 @@ from digen_jax.parallel.system import (
     select_images,
 )
 from digen_jax.parallel.trainer import TrainState
-from digen_jax.runtime.link import (
-    ConditioningOf,
-    ExactOf,
-    Link,
-    LinkError,
-    LostSums,
-    SamplesOf,
-    SumsOf,
-    TrainedOf,
+from digen_jax.runtime.array_transfer import (
+    ArrayTransfer,
+    ConditioningKey,
+    ExactWeightsKey,
+    MissingSums,
+    SamplesKey,
+    SumsKey,
+    TrainedWeightsKey,
+    TransferError,
     Versions,
 )
 from digen_jax.runtime.sampling import SamplingExecutor
@@ -52,12 +52,17 @@ class GradientExecutor:
     """
 
     def __init__(
-        self, name: str, system: System, steps: Steps, link: Link, trainers: Collection[str]
+        self,
+        name: str,
+        system: System,
+        steps: Steps,
+        transfer: ArrayTransfer,
+        trainers: Collection[str],
     ):
         self.name, self.system = name, system
         self.devices = system.placement.trainer.mesh.size
         self.samples: dict[Chunk, SampledImages] = {}  # not yet trained
-        self._steps, self._link, self._trainers = steps, link, trainers
+        self._steps, self._transfer, self._trainers = steps, transfer, trainers
         self._prompts: dict[int, EncodedPrompts] = {}  # by step
         self._taking = threading.Lock()
         self._totals: Totals | None = None
@@ -81,9 +86,9 @@ class GradientExecutor:
 
     def _take(self, worker: str, chunk: Chunk, version: int) -> None:
         group, several = self.system.placement.trainer, len(self._trainers) > 1
-        step, key = self._steps.find(chunk), SamplesOf(worker, chunk)
+        step, key = self._steps.find(chunk), SamplesKey(worker, chunk)
         if step is None:
-            self._link.withdraw(key)
+            self._transfer.delete(key)
             return
         with self._taking:  # one lock for the chunks of all workers
             if chunk.step not in self._prompts:
@@ -91,21 +96,23 @@ class GradientExecutor:
                 def everywhere(tree: Any) -> Any:
                     return jax.tree.map(lambda _: group.replicated, tree)
 
-                found = self._link.take(ConditioningOf(worker, chunk.step), everywhere, self.name)
+                found = self._transfer.get(
+                    ConditioningKey(worker, chunk.step), everywhere, self.name
+                )
                 if found is None:  # its worker was given up just now
-                    raise LinkError(f"{worker} has no prompts of step {chunk.step}")
+                    raise TransferError(f"{worker} has no prompts of step {chunk.step}")
                 self._prompts[chunk.step] = found
                 if several:
-                    self._link.offer(ConditioningOf(self.name, chunk.step), found)
-        taken = self._link.take(key, lambda tree: sample_shardings(tree, group), self.name)
+                    self._transfer.put(ConditioningKey(self.name, chunk.step), found)
+        taken = self._transfer.get(key, lambda tree: sample_shardings(tree, group), self.name)
         if not (several and worker in self._trainers):
-            self._link.withdraw(key)
+            self._transfer.delete(key)
         if taken is None:
             if self._steps.find(chunk) is None:
                 return
-            raise LinkError(f"{worker} has no samples of chunk {chunk.index}")
+            raise TransferError(f"{worker} has no samples of chunk {chunk.index}")
         if several:
-            self._link.offer(SamplesOf(self.name, chunk), taken)
+            self._transfer.put(SamplesKey(self.name, chunk), taken)
         self.samples[chunk] = SampledImages(version, step.rows[step.cut(chunk.index)], *taken)
         if self._steps.find(chunk) is None:
             self.drop_chunk(chunk)
@@ -113,7 +120,7 @@ class GradientExecutor:
     def drop_chunk(self, chunk: Chunk) -> None:
         """Frees a chunk that will not be trained."""
         if self.samples.pop(chunk, None) is not None:
-            self._link.withdraw(SamplesOf(self.name, chunk))
+            self._transfer.delete(SamplesKey(self.name, chunk))
 
     def train(self, command: Train, batch: TrainBatch) -> None:
         """Adds the gradient of a chunk's passes to the update's; `early`: through the sums of its group."""
@@ -167,7 +174,7 @@ class GradientExecutor:
         """The sums since the last update, added to those that other workers offer; its own stay until `updated`.
 
         Raises:
-          LostSums: One of them is lost.
+          MissingSums: One of them is lost.
         """
         trainer, totals, stale = self.system.trainer, None, self._stale
         for worker in others:
@@ -186,11 +193,11 @@ class GradientExecutor:
             return Sums(trainer.shardings_of(sums.totals), stale)
 
         try:
-            found = self._link.take(SumsOf(worker), shardings, self.name)
-        except LinkError as error:
-            raise LostSums(worker) from error
+            found = self._transfer.get(SumsKey(worker), shardings, self.name)
+        except TransferError as error:
+            raise MissingSums(worker) from error
         if found is None:
-            raise LostSums(worker)
+            raise MissingSums(worker)
         return found
 
     def updated(self, first: int) -> None:
@@ -202,7 +209,7 @@ class GradientExecutor:
         self._trained.clear()
         for step in [step for step in list(self._prompts) if step < first]:
             del self._prompts[step]
-            self._link.withdraw(ConditioningOf(self.name, step))
+            self._transfer.delete(ConditioningKey(self.name, step))
 
 
 class OtherTrainingExecutor(GradientExecutor):
@@ -225,7 +232,7 @@ class OtherTrainingExecutor(GradientExecutor):
             tuned, copy = tree
             return params(tuned), None if copy is None else params(copy)
 
-        found = self._link.take(TrainedOf(weights_version), own_shardings, self.name)
+        found = self._transfer.get(TrainedWeightsKey(weights_version), own_shardings, self.name)
         if found is None:
             return False
         tuned, copy = found
@@ -239,9 +246,9 @@ class OtherTrainingExecutor(GradientExecutor):
         """See `GradientExecutor`; weights that were never sent are taken now."""
         if weights_version not in self._published:
             params = self.system.placement.trainer.params
-            found = self._link.take(ExactOf(weights_version), params, self.name)
+            found = self._transfer.get(ExactWeightsKey(weights_version), params, self.name)
             if found is None:
-                raise LinkError(f"the weights of version {weights_version.version} are gone")
+                raise TransferError(f"the weights of version {weights_version.version} are gone")
             self._published[weights_version] = found
         return self._published[weights_version]
 
@@ -255,14 +262,14 @@ class OtherTrainingExecutor(GradientExecutor):
             sampler.hold(weights_version, self.published(weights_version))
 
     def offer_sums(self, others: Sequence[str]) -> None:
-        """Offers its sums, added to those that other workers offer, until the update. Raises LostSums."""
+        """Offers its sums, added to those that other workers offer, until the update. Raises MissingSums."""
         if self._totals is None:  # its process was started after it had trained
-            raise LostSums(self.name)
-        self._link.offer(SumsOf(self.name), self.sums(others))
+            raise MissingSums(self.name)
+        self._transfer.put(SumsKey(self.name), self.sums(others))
 
     def updated(self, first: int) -> None:
         """See `GradientExecutor`."""
-        self._link.withdraw(SumsOf(self.name))
+        self._transfer.delete(SumsKey(self.name))
         super().updated(first)
 
 
@@ -275,11 +282,11 @@ class TrainingExecutor(GradientExecutor):
         settings: Settings,
         steps: Steps,
         versions: Versions,
-        link: Link,
+        transfer: ArrayTransfer,
         state: TrainState,
         trainers: Collection[str] = (TRAINER,),
     ):
-        super().__init__(TRAINER, system, steps, link, trainers)
+        super().__init__(TRAINER, system, steps, transfer, trainers)
         self.state = state
         # The parameters on this worker's mesh if the state is sharded over all training workers.
         self._copy: TrainState | None = None
@@ -309,7 +316,7 @@ class TrainingExecutor(GradientExecutor):
           others: Training workers that offer sums.
 
         Raises:
-          LostSums: One of them is lost; nothing has changed.
+          MissingSums: One of them is lost; nothing has changed.
           ConfigError: Rounding moves the ratios too far; checked before the first update on fresh samples.
         """
         trainer, (totals, stale) = self.system.updater, self.sums(others)
@@ -319,7 +326,7 @@ class TrainingExecutor(GradientExecutor):
             self._compared = True
             check_ratio_spread(trainer.algorithm, totals.sums)
         # Before an update consumes the arrays that other training workers are offered.
-        if self._offered is not None and not self._link.settle(TrainedOf(self._offered)):
+        if self._offered is not None and not self._transfer.drain(TrainedWeightsKey(self._offered)):
             # A worker that hangs may still read them.
             self.state = jax.tree.map(jnp.copy, self.state)
         state = self._versions.to_consume(self.state)
@@ -357,7 +364,9 @@ class TrainingExecutor(GradientExecutor):
             self._copy = TrainState(self._resharded(tuned), None, None, own_copy)
         if len(self._trainers) > 1:
             self._offered = weights_version
-            self._link.offer(TrainedOf(weights_version), (self.state.tuned, self.state.copy))
+            self._transfer.put(
+                TrainedWeightsKey(weights_version), (self.state.tuned, self.state.copy)
+            )
 
     def metrics(self) -> dict[str, float]:
         """Returns the means over a step's updates, and forgets them."""

@@ -188,7 +188,7 @@ class Joined(Event):
 
 
 @dataclasses.dataclass(frozen=True)
-class Lost(Event):
+class Removed(Event):
     """A worker is lost with all its work; its later reports are ignored."""
 
     worker: str

@@ -1,6 +1,6 @@
 """Chooses the workers of a pool by running the scheduler on a virtual clock.
 
-It enumerates the layouts of a problem, orders and prunes them by a lower bound, and ranks the others by simulation.
+It enumerates the layouts of a problem, broadcast and prunes them by a lower bound, and ranks the others by simulation.
 """
 
 import dataclasses

@@ -22,7 +22,7 @@ from digen_jax.scheduling.commands import (
     Failed,
     Generate,
     Joined,
-    Lost,
+    Removed,
     Score,
     SyncWeights,
     Train,
@@ -57,7 +57,7 @@ class Scheduler:
     """
 
     def __init__(self, settings: Settings, costs: Costs):
-        self.state = SchedulerState(settings, CostModel.begin(costs, settings))
+        self.state = SchedulerState(settings, CostModel.create(costs, settings))
         self.state.references[WeightsVersion(0)] = 0
         self._open_steps()
         self._open_evaluation()
@@ -75,15 +75,15 @@ class Scheduler:
         match event:
             case Joined():
                 self._join(event)
-            case Lost():
-                self._lose(event.worker)
+            case Removed():
+                self._remove(event.worker)
             case Completed():
                 if state.in_flight.pop(event.command.serial, None) is not None:
                     self._complete(event)
             case Failed():
                 if state.in_flight.pop(event.command.serial, None) is not None:
                     self._fail(event)
-        self._serve()
+        self._dispatch()
         return self._out
 
     @property
@@ -124,7 +124,7 @@ class Scheduler:
         """
         old = unpack(saved["settings"])
         settings, scheduler = settings or old, cls.__new__(cls)
-        model = CostModel.begin(costs, settings) if costs is not None else unpack(saved["costs"])
+        model = CostModel.create(costs, settings) if costs is not None else unpack(saved["costs"])
         scheduler.state = state = SchedulerState(
             settings, model, step=saved["step"], serials=saved["serials"]
         )
@@ -143,15 +143,15 @@ class Scheduler:
         """Whether a worker is occupied by a command."""
         return self.state.workers[worker].busy is not None
 
-    def is_there(self, worker: str) -> bool:
+    def has_worker(self, worker: str) -> bool:
         """Whether a worker has joined and was not lost."""
         return worker in self.state.workers
 
-    def is_useless(self, worker: str) -> bool:
+    def has_no_role(self, worker: str) -> bool:
         """Whether a worker has lost its roles by failures."""
         return not self.state.workers[worker].roles
 
-    def awaits(self, command: Command) -> bool:
+    def is_in_flight(self, command: Command) -> bool:
         """Whether a command is in flight: after its worker's loss it no longer is."""
         return command.serial in self.state.in_flight
 
@@ -204,7 +204,7 @@ class Scheduler:
         """Adds a worker; if its name is known, the old worker was lost without notice."""
         state = self.state
         if event.worker in state.workers:
-            self._lose(event.worker)
+            self._remove(event.worker)
         worker = Worker(event.worker, state.joins, event.roles, event.spare)
         state.joins += 1
         state.workers[worker.name] = worker
@@ -220,7 +220,7 @@ class Scheduler:
             self._sync(worker)
         self._set_idle(worker)
 
-    def _lose(self, name: str) -> None:
+    def _remove(self, name: str) -> None:
         """Requeues a lost worker's chunks and passes; its commands are no longer in flight."""
         state = self.state
         if name == TRAINER:
@@ -248,7 +248,7 @@ class Scheduler:
                     self._free(receiver)
         gone = {c for c, handover in state.handovers.items() if handover.worker == name}
         for step in state.steps.values():
-            gone |= {Chunk(step.number, index) for index in step.lose(name, sums)}
+            gone |= {Chunk(step.number, index) for index in step.remove_worker(name, sums)}
         for serial, command in list(state.in_flight.items()):
             if isinstance(command, Score) and command.chunk in gone:
                 del state.in_flight[serial]
@@ -348,7 +348,7 @@ class Scheduler:
         step, state = self._present, self.state
         lost = [name for name in step.pieces if name not in state.workers]
         for name in lost:
-            for index in step.lose(name):
+            for index in step.remove_worker(name):
                 self._requeue(Chunk(step.number, index))
         return bool(lost)
 
@@ -415,7 +415,7 @@ class Scheduler:
 
     # --------------------------------------------------------------------- what a worker does
 
-    def _serve(self) -> None:
+    def _dispatch(self) -> None:
         """Gives work to idle workers, of each combination of roles until one of them gets none."""
         state = self.state
         if TRAINER not in state.workers:
@@ -452,12 +452,16 @@ class Scheduler:
             return samples and self._evaluate(worker)
         if worker.name == TRAINER and self._update(step):
             return True
-        if samples and self._is_time_to_lead(step) and self._lead(worker, self._reserve()):
+        if (
+            samples
+            and self._should_sample_ahead(step)
+            and self._sample_ahead(worker, self._reserved_groups())
+        ):
             return True
         for role in worker.roles:
             if self._sample(worker, step) if role == SAMPLE else self._train(worker, step):
                 return True
-        return samples and (self._evaluate(worker) or self._lead(worker))
+        return samples and (self._evaluate(worker) or self._sample_ahead(worker))
 
     def _sample_old(self, worker: Worker) -> None:
         """A worker that waits for the newest weights samples with those before, if `max_policy_lag` allows it."""
@@ -466,7 +470,7 @@ class Scheduler:
         if step is not None and SAMPLE in worker.roles and lags:
             self._sample(worker, step, old)
 
-    def _is_time_to_lead(self, step: Step) -> bool:
+    def _should_sample_ahead(self, step: Step) -> bool:
         """Whether chunks of the next step have to start now, so that they are scored when this one ends."""
         state = self.state
         if not state.settings.max_policy_lag or step.queued:
@@ -474,7 +478,7 @@ class Scheduler:
         left = step.left * state.costs.predict("train") / len(state.trainers)
         return left < self._handover_seconds()
 
-    def _reserve(self) -> int:
+    def _reserved_groups(self) -> int:
         """Groups of the next step that start during the update and the transfer of weights, not before.
 
         Enough others start before, so that workers do not wait for rewards when the next step starts.
@@ -489,7 +493,7 @@ class Scheduler:
         left = settings.off_policy_units - math.ceil(scored / settings.unit_chunks)
         return max(0, min(left, math.ceil(started / settings.unit_chunks)))
 
-    def _lead(self, worker: Worker, reserve: int = 0) -> bool:
+    def _sample_ahead(self, worker: Worker, reserve: int = 0) -> bool:
         """Starts a chunk of a later step, unless only `reserve` groups may still start early."""
         later = (step for step in self.state.steps.values() if step is not self._present)
         return any(self._sample(worker, step, reserve=reserve) for step in later)

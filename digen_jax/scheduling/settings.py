@@ -230,7 +230,7 @@ class CostModel:
     counts: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def begin(cls, expected: Costs, settings: Settings) -> "CostModel":
+    def create(cls, expected: Costs, settings: Settings) -> "CostModel":
         """Nothing is measured yet."""
         return cls(expected, settings.chunk_images, settings.passes)
 

@@ -151,7 +151,7 @@ class Step:
         if group.unscored:
             return self._offer([number])
         was_known = self._members_known
-        passed = self.candidates.judge(number, group.low, group.high)
+        passed = self.candidates.classify(number, group.low, group.high)
         self._open_groups()
         # Groups that wait for their set, or that fill it up, become ready with its last member.
         known_now = self._members_known and not was_known
@@ -225,7 +225,7 @@ class Step:
         if chunk.stage == READY:
             self._push(piece.index)
 
-    def lose(self, worker: str, sums: bool = True) -> list[int]:
+    def remove_worker(self, worker: str, sums: bool = True) -> list[int]:
         """A worker is lost; returns chunks whose samples are lost with it.
 
         `sums`: with its sums, so that its passes are trained again.
@@ -418,7 +418,7 @@ class Candidates:
         for frontier in (self.current, self.full):
             frontier.advance(self.verdicts)
 
-    def judge(self, group: int, low: float, high: float) -> range:
+    def classify(self, group: int, low: float, high: float) -> range:
         """Judges a complete group by its lowest and highest value; returns the groups that may be members now.
 
         Opens the candidate that replaces it; if no candidate is left, fills the step up.

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from digen_jax.algorithms.decay import EmaDecay, update_average
 from digen_jax.checkpoints.checkpointer import Checkpointer, template_of
 from digen_jax.logging.metrics import MetricsLog
-from digen_jax.process.terminal import watched
+from digen_jax.process.terminal import track
 
 Loss = Callable[[Any, Any, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
 
@@ -93,7 +93,7 @@ def fit(
     log.cut_back(found.host["metrics"] if found else 0)
     with closing(checkpoints), closing(log):
         steps = range(start, settings.steps)
-        for step in watched(steps, workdir.name, "step", settings.steps, start):
+        for step in track(steps, workdir.name, "step", settings.steps, start):
             state, metrics = update(state, jax.device_put(batch(step), split), step)
             done = step + 1
             if done % settings.log_every == 0:

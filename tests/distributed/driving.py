@@ -78,7 +78,9 @@ def driver(
         stack.callback(workers.close)
         yield stack.enter_context(
             workers.driving(
-                lambda samplers: stack.enter_context(make(link=workers.link, samplers=samplers)),
+                lambda samplers: stack.enter_context(
+                    make(transfer=workers.transfer, samplers=samplers)
+                ),
                 stops=lambda: False,
             )
         )

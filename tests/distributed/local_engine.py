@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any
 from weakref import WeakValueDictionary
 
-from digen_jax.distributed.engine import GROUPS, ProcessLost, Resources
+from digen_jax.distributed.engine import GROUPS, ProcessDied, Resources
 
 
 class Stored:
@@ -46,7 +46,7 @@ class LocalActor:
         found: Future = Future()
         with self.lock:
             if self.lost:
-                found.set_exception(ProcessLost("killed"))
+                found.set_exception(ProcessDied("killed"))
                 return found
             self.calls.add(found)
         sent = [one if isinstance(one, Stored) else pickle.dumps(one) for one in arguments]
@@ -70,7 +70,7 @@ class LocalActor:
             calls, self.calls = self.calls, set()
         for call in calls:
             with suppress(InvalidStateError):
-                call.set_exception(ProcessLost("killed"))
+                call.set_exception(ProcessDied("killed"))
 
 
 class LocalEngine:

@@ -150,7 +150,7 @@ def run(begin, base, tmp_path):  # noqa: F811
 def test_a_run_of_which_any_process_is_lost_or_stopped_continues_and_is_the_same(
     run, unbroken, tmp_path
 ):
-    """Lost workers start again, unless all processes are one job of JAX; all else ends the run."""
+    """Removed workers start again, unless all processes are one job of JAX; all else ends the run."""
     for step in (2, 3, 4):
         run.hold(step)
     process = run.begin()

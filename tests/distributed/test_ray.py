@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from digen_jax.config.sections import PlacementSection
-from digen_jax.distributed.engine import LOCAL, ProcessLost, RayEngine, Resources
+from digen_jax.distributed.engine import LOCAL, ProcessDied, RayEngine, Resources
 from digen_jax.distributed.launch import check_devices
-from digen_jax.distributed.transfer import TrainerLink, unpack
+from digen_jax.distributed.transfer import TrainerTransfer, unpack
 from digen_jax.distributed.worker_process import NotDone
 from digen_jax.errors import ConfigError, DivergedError
 from digen_jax.parallel.placement import RolloutAxes, TrainerAxes
@@ -136,9 +136,9 @@ def test_calls_of_a_lost_process_fail(engine, number):
     os.kill(pid, number)
     if number == signal.SIGSTOP:  # a ping that is not answered tells the driver, who kills it
         engine.kill(made)
-    with pytest.raises(ProcessLost):
+    with pytest.raises(ProcessDied):
         done(waiting)
-    with pytest.raises(ProcessLost):
+    with pytest.raises(ProcessDied):
         done(engine.call(made, "pid", group="ping"))
     until(lambda: not pathlib.Path(f"/proc/{pid}").exists())
 
@@ -152,12 +152,12 @@ def test_the_second_of_a_pair_stays_until_it_is_asked_for(engine, actor):
 
 def test_donating_a_stored_array_does_not_change_the_store(engine, actor):
     """On CPUs JAX may use the store's read-only memory in place."""
-    link = TrainerLink(engine)
-    link.offer(VERSION, {"x": jnp.ones(10**6)})
+    transfer = TrainerTransfer(engine)
+    transfer.put(VERSION, {"x": jnp.ones(10**6)})
     for _ in range(2):
-        total = done(engine.call(actor, "keep", *link.stored(VERSION), group="work"))
+        total = done(engine.call(actor, "keep", *transfer.stored(VERSION), group="work"))
         assert total == 2e6
-    found = unpack(map(engine.get, link.stored(VERSION)))
+    found = unpack(map(engine.get, transfer.stored(VERSION)))
     np.testing.assert_array_equal(found["x"], np.ones(10**6))
 
 
@@ -177,12 +177,12 @@ def until(condition):
 
 
 def test_a_dropped_version_is_freed_once_no_worker_has_its_arrays(engine, actor):
-    size, link = 10**8, TrainerLink(engine)
+    size, transfer = 10**8, TrainerTransfer(engine)
     before = used(engine)
-    link.offer(VERSION, {"x": jnp.ones(size // 4)})
-    done(engine.call(actor, "keep", *link.stored(VERSION), group="work"))
+    transfer.put(VERSION, {"x": jnp.ones(size // 4)})
+    done(engine.call(actor, "keep", *transfer.stored(VERSION), group="work"))
     assert used(engine) > before + size // 2
-    link.withdraw(VERSION)
+    transfer.delete(VERSION)
     done(engine.call(actor, "forget", group="work"))
     until(lambda: used(engine) < before + size // 2)
 

@@ -149,11 +149,11 @@ def test_nothing_is_left_of_a_step_that_has_ended(systems, monkeypatch):
     of_slow = {c.chunk for c in log if isinstance(c, Generate) and c.worker == "worker 1"}
     assert any(c.worker != "worker 1" for c in log if isinstance(c, Train) and c.chunk in of_slow)
     held = [driver.executor.trainer, *(one.object._training for one in engine.actors)]
-    links = [driver.executor._link, *(one.object._link for one in engine.actors)]
+    links = [driver.executor._transfer, *(one.object._transfer for one in engine.actors)]
 
     def kept():
         samples = [chunk for one in held for chunk in one.samples]
-        offered = [getattr(key, "chunk", None) for link in links for key in link._offered]
+        offered = [getattr(key, "chunk", None) for transfer in links for key in transfer._offered]
         return [one for one in (*samples, *offered) if one is not None and one.step < 2]
 
     until(lambda: not kept())  # workers free them while others go on

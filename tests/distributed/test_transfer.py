@@ -9,24 +9,29 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from digen_jax.distributed.engine import ProcessLost, Resources
+from digen_jax.distributed.engine import ProcessDied, Resources
 from digen_jax.distributed.transfer import (
     Mailbox,
     Shares,
-    TrainerLink,
-    WorkerLink,
+    TrainerTransfer,
+    WorkerTransfer,
     pack,
     received,
     unpack,
 )
 from digen_jax.distributed.worker_process import Opened, RolloutProcess
 from digen_jax.distributed.workers import WorkerProxy
-from digen_jax.runtime.link import ConditioningOf, ExactOf, LinkError, SamplesOf
+from digen_jax.runtime.array_transfer import (
+    ConditioningKey,
+    ExactWeightsKey,
+    SamplesKey,
+    TransferError,
+)
 from digen_jax.scheduling.commands import TRAINER, Chunk, WeightsVersion
 from tests.distributed.local_engine import LocalEngine
 
 VERSION = WeightsVersion(3)
-SAMPLES = SamplesOf("rollout 0", Chunk(0, 1))
+SAMPLES = SamplesKey("rollout 0", Chunk(0, 1))
 
 
 def tree():
@@ -72,19 +77,19 @@ def test_arrays_are_not_copied_where_one_piece_holds_them():
 
 def test_a_version_is_stored_once_for_all_workers_until_it_is_dropped():
     engine = LocalEngine()
-    link = TrainerLink(engine)
-    assert link.stored(VERSION) is None  # it is not offered
-    link.offer(VERSION, tree())
-    first, second = link.stored(VERSION), link.stored(VERSION)
+    transfer = TrainerTransfer(engine)
+    assert transfer.stored(VERSION) is None  # it is not offered
+    transfer.put(VERSION, tree())
+    first, second = transfer.stored(VERSION), transfer.stored(VERSION)
     assert first == second
     assert_equal(unpack(map(engine.get, first)), tree())
-    assert link.settle(VERSION)  # copies were sent: the arrays may be overwritten
-    assert link.stored(VERSION) is None and not link._stored
+    assert transfer.drain(VERSION)  # copies were sent: the arrays may be overwritten
+    assert transfer.stored(VERSION) is None and not transfer._stored
 
 
 def test_a_version_that_is_dropped_while_it_is_stored_is_not_kept(monkeypatch):
     engine, storing, go_on = LocalEngine(), threading.Event(), threading.Event()
-    link, put = TrainerLink(engine), engine.put
+    transfer, put = TrainerTransfer(engine), engine.put
 
     def slow(value):
         storing.set()
@@ -92,54 +97,54 @@ def test_a_version_that_is_dropped_while_it_is_stored_is_not_kept(monkeypatch):
         return put(value)
 
     monkeypatch.setattr(engine, "put", slow)
-    link.offer(VERSION, {"a": jnp.ones(3)})
-    thread = threading.Thread(target=link.stored, args=(VERSION,))
+    transfer.put(VERSION, {"a": jnp.ones(3)})
+    thread = threading.Thread(target=transfer.stored, args=(VERSION,))
     thread.start()
     assert storing.wait(60)
-    link.withdraw(VERSION)
+    transfer.delete(VERSION)
     go_on.set()
     thread.join(60)
-    assert not thread.is_alive() and not link._stored
+    assert not thread.is_alive() and not transfer._stored
 
 
 def test_samples_are_taken_from_where_they_are_and_a_lost_worker_has_none():
     engine = LocalEngine()
-    link = TrainerLink(engine)
+    transfer = TrainerTransfer(engine)
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[1])
 
     def on_device(tree):
         return jax.tree.map(lambda _: sharding, tree)
 
-    link.hold(SAMPLES, engine.put(pack({"x": jnp.arange(3)})))
-    taken = link.take(SAMPLES, on_device, "trainer")["x"]
+    transfer.put_ref(SAMPLES, engine.put(pack({"x": jnp.arange(3)})))
+    taken = transfer.get(SAMPLES, on_device, "trainer")["x"]
     assert taken.sharding == sharding and taken.tolist() == [0, 1, 2]
-    link.withdraw(SAMPLES)
-    assert link.take(SAMPLES, on_device, "trainer") is None
-    link.hold(SAMPLES, engine.put(None))  # its chunk was dropped before it was decoded
-    assert link.take(SAMPLES, on_device, "trainer") is None
-    link.give_up("rollout 0")
-    assert not link._refs
+    transfer.delete(SAMPLES)
+    assert transfer.get(SAMPLES, on_device, "trainer") is None
+    transfer.put_ref(SAMPLES, engine.put(None))  # its chunk was dropped before it was decoded
+    assert transfer.get(SAMPLES, on_device, "trainer") is None
+    transfer.drop_peer("rollout 0")
+    assert not transfer._refs
 
 
 def test_the_trainers_other_processes_take_what_the_first_one_has_taken():
     engine = LocalEngine()
     (mailbox,) = engine.start(Mailbox, [()], Resources())
-    first, *others = (TrainerLink(engine, Shares(mailbox, number, 3)) for number in range(3))
+    first, *others = (TrainerTransfer(engine, Shares(mailbox, number, 3)) for number in range(3))
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
-    def take(link, key):
-        found = link.take(key, lambda tree: jax.tree.map(lambda _: sharding, tree), "trainer")
+    def take(transfer, key):
+        found = transfer.get(key, lambda tree: jax.tree.map(lambda _: sharding, tree), "trainer")
         return None if found is None else found["x"].tolist()
 
     # Another worker's chunk comes first in the other processes, whose prompts are the same.
-    prompts = [ConditioningOf(f"rollout {number}", 0) for number in range(2)]
+    prompts = [ConditioningKey(f"rollout {number}", 0) for number in range(2)]
     for key, value in {prompts[0]: 1, SAMPLES: 2}.items():
-        first.hold(key, engine.put(pack({"x": jnp.full(2, value)})))
+        first.put_ref(key, engine.put(pack({"x": jnp.full(2, value)})))
         assert take(first, key) == [value] * 2
     for other in others:
         assert take(other, prompts[1]) == [1, 1]
     assert take(others[0], SAMPLES) == [2, 2]
-    others[1].withdraw(SAMPLES)  # it was dropped there
+    others[1].delete(SAMPLES)  # it was dropped there
     assert take(others[0], SAMPLES) is None
     assert not mailbox.object._refs
 
@@ -148,37 +153,37 @@ def test_weights_of_several_processes_are_gathered_when_they_are_offered():
     """Later only the first process is asked for them, and alone it cannot gather."""
     engine = LocalEngine()
     (mailbox,) = engine.start(Mailbox, [()], Resources())
-    link = TrainerLink(engine, Shares(mailbox, 0, 2))
+    transfer = TrainerTransfer(engine, Shares(mailbox, 0, 2))
     weights = {"x": jnp.arange(3.0)}
-    link.offer(VERSION, weights)
+    transfer.put(VERSION, weights)
     weights["x"].delete()
-    assert unpack(map(engine.get, link.stored(VERSION)))["x"].tolist() == [0, 1, 2]
-    link.withdraw(VERSION)
-    assert link.stored(VERSION) is None
+    assert unpack(map(engine.get, transfer.stored(VERSION)))["x"].tolist() == [0, 1, 2]
+    transfer.delete(VERSION)
+    assert transfer.stored(VERSION) is None
 
 
 def test_other_workers_get_what_the_trainer_or_a_training_worker_has():
     """The trainer's arrays are stored once; those of others are fetched, and passed on as they are."""
-    link, own = TrainerLink(engine := LocalEngine()), SamplesOf(TRAINER, Chunk(0, 0))
-    link.offer(own, tree())
-    refs = link.stored(own)
-    assert link.stored(own) == refs
+    transfer, own = TrainerTransfer(engine := LocalEngine()), SamplesKey(TRAINER, Chunk(0, 0))
+    transfer.put(own, tree())
+    refs = transfer.stored(own)
+    assert transfer.stored(own) == refs
     assert_equal(received([*map(engine.get, refs)]), tree())
-    link.end_step(0)
-    assert link.stored(own) is None and not link._stored
+    transfer.end_step(0)
+    assert transfer.stored(own) is None and not transfer._stored
 
-    fetched, other = [], SamplesOf("worker 1", Chunk(0, 1))
+    fetched, other = [], SamplesKey("worker 1", Chunk(0, 1))
 
     def send(key):
         fetched.append(key)
         return engine.put(pack(tree()))
 
-    link.sources["worker 1"] = send
-    (ref,) = link.stored(other)
+    transfer.sources["worker 1"] = send
+    (ref,) = transfer.stored(other)
     assert fetched == [other]
     assert_equal(received([engine.get(ref)]), tree())
-    link.give_up("worker 1")
-    assert link.stored(other) is None and fetched == [other]
+    transfer.drop_peer("worker 1")
+    assert transfer.stored(other) is None and fetched == [other]
     assert received([]) is None and received([None]) is None
 
 
@@ -186,32 +191,32 @@ def test_a_call_that_lacks_a_tree_is_repeated_with_it():
     class Process(RolloutProcess):
         def __init__(self):
             super().__init__("worker 1", {}, "", [])
-            self._link = WorkerLink()
+            self._transfer = WorkerTransfer()
 
         def read(self, key):
-            found = self._link.take(key, lambda tree: jax.tree.map(on_first, tree), "worker 1")
+            found = self._transfer.get(key, lambda tree: jax.tree.map(on_first, tree), "worker 1")
             return None if found is None else float(found["x"].sum())
 
     def on_first(_):
         return jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
-    link, weights = TrainerLink(engine := LocalEngine()), ExactOf(VERSION)
+    transfer, weights = TrainerTransfer(engine := LocalEngine()), ExactWeightsKey(VERSION)
     proxy = WorkerProxy(
-        "worker 1", Opened(1, "", 0), engine.start(Process, [()], None), engine, link
+        "worker 1", Opened(1, "", 0), engine.start(Process, [()], None), engine, transfer
     )
-    link.offer(weights, {"x": jnp.arange(3.0)})
+    transfer.put(weights, {"x": jnp.arange(3.0)})
     assert engine.get(proxy._work("read", weights)) == 3
-    link.withdraw(weights)
+    transfer.delete(weights)
     assert engine.get(proxy._work("read", weights)) is None
 
 
 def test_a_lost_object_is_an_error_that_names_what_was_lost(monkeypatch):
-    link = TrainerLink(engine := LocalEngine())
-    link.hold(SAMPLES, engine.put(None))
+    transfer = TrainerTransfer(engine := LocalEngine())
+    transfer.put_ref(SAMPLES, engine.put(None))
 
     def lost(ref):
-        raise ProcessLost("its node died")
+        raise ProcessDied("its node died")
 
     monkeypatch.setattr(engine, "get", lost)
-    with pytest.raises(LinkError, match="rollout 0"):
-        link.take(SAMPLES, lambda tree: tree, "trainer")
+    with pytest.raises(TransferError, match="rollout 0"):
+        transfer.get(SAMPLES, lambda tree: tree, "trainer")

@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from digen_jax.distributed import workers
-from digen_jax.distributed.transfer import TrainerLink
+from digen_jax.distributed.transfer import TrainerTransfer
 from digen_jax.distributed.worker_process import NotDone, Opened, RolloutProcess
 from digen_jax.distributed.workers import RemoteWorkers, WorkerProxy
 from digen_jax.errors import ConfigError
-from digen_jax.runtime.driver import Gone
+from digen_jax.runtime.driver import WorkerDisconnected
 from digen_jax.scheduling.commands import TRAINER, Chunk, WeightsVersion
 from tests.distributed import driving
 from tests.distributed.local_engine import LocalEngine
@@ -166,13 +166,13 @@ def test_the_loss_of_one_process_is_no_error_of_the_other():
 
     engine = LocalEngine()
     actors = engine.start(Half, [(0,), (1,)], None)
-    proxy = WorkerProxy("rollout 0", Opened(2, "here", 0), actors, engine, TrainerLink(engine))
+    proxy = WorkerProxy("rollout 0", Opened(2, "here", 0), actors, engine, TrainerTransfer(engine))
     with ThreadPoolExecutor(1) as thread:
         working = thread.submit(proxy.generate, Chunk(0, 0), WeightsVersion(0))
         failed.wait(LONG)
         engine.kill(actors[1])
         release.set()
-        with pytest.raises(Gone):
+        with pytest.raises(WorkerDisconnected):
             working.result(LONG)
 
 

@@ -14,7 +14,7 @@ from digen_jax.parallel.accumulate import FinalImages
 from digen_jax.parallel.sampler import EncodedPrompts
 from digen_jax.parallel.system import SampledImages
 from digen_jax.runtime import training
-from digen_jax.runtime.link import Versions
+from digen_jax.runtime.array_transfer import Versions
 from tests.parallel import toy
 from tests.parallel.test_trainer import LORA, adapted
 from tests.parallel.toy import receive

@@ -28,11 +28,11 @@ from digen_jax.parallel.trainer import TrainState
 from digen_jax.rewards import Rewards, alone
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime import opening, training
+from digen_jax.runtime.array_transfer import ArrayTransfer, ConditioningKey, SamplesKey, Versions
 from digen_jax.runtime.checkpointing import Begun, Position
 from digen_jax.runtime.clock import Watch
 from digen_jax.runtime.driver import Driver
 from digen_jax.runtime.executors import Executors, follow
-from digen_jax.runtime.link import ConditioningOf, Link, SamplesOf, Versions
 from digen_jax.runtime.sampling import SamplingExecutor
 from digen_jax.runtime.steps import Steps, StepScores
 from digen_jax.runtime.training import TrainingExecutor
@@ -276,14 +276,14 @@ class Sampled(NamedTuple):
 def sampled_steps(system: System, batches, images: int, size: int, count: int, tuned: Any):
     """The first steps of a run whose chunks have `size` images, all from the same weights."""
     steps = Steps(batches, images, size, system.rng, 0)
-    link, group, name = Link(), system.placement.trainer, "rollout 0"
-    executor = SamplingExecutor(name, system.rollouts[0], steps, None, link)
+    transfer, group, name = ArrayTransfer(), system.placement.trainer, "rollout 0"
+    executor = SamplingExecutor(name, system.rollouts[0], steps, None, transfer)
     executor.weights[WeightsVersion(0)] = system.rollout_weights(tuned)
     for number in range(count):
         executor.encode(number)
         found = Sampled(
-            link.take(
-                ConditioningOf(name, number),
+            transfer.get(
+                ConditioningKey(name, number),
                 lambda tree: jax.tree.map(lambda _: group.replicated, tree),
                 "trainer",
             ),
@@ -294,8 +294,8 @@ def sampled_steps(system: System, batches, images: int, size: int, count: int, t
             chunk = Chunk(number, index)
             executor.generate(chunk, WeightsVersion(0))
             executor.decode(chunk)
-            key, rows = SamplesOf(name, chunk), steps[number].rows[steps[number].cut(index)]
-            made = link.take(key, lambda tree: sample_shardings(tree, group), "trainer")
+            key, rows = SamplesKey(name, chunk), steps[number].rows[steps[number].cut(index)]
+            made = transfer.get(key, lambda tree: sample_shardings(tree, group), "trainer")
             found.images.append(SampledImages(0, rows, *made))
             found.pictures.append(executor.images[chunk])
         yield found
@@ -382,7 +382,7 @@ def driver(
     held_out=(),
     first=0,
     begun=None,
-    link=None,
+    transfer=None,
     samplers=(),
     **options,
 ):
@@ -396,7 +396,7 @@ def driver(
     position = Position(first, state, begun, {})
     watch = options.setdefault("watch", Watch(deadline))
     with contextlib.closing(watch), contextlib.closing(rewards):
-        executors = Executors(system, asked, held_out, position, given, link)
+        executors = Executors(system, asked, held_out, position, given, transfer)
         for sampler in samplers:
             executors.join(sampler)
         scheduler = opening.open_scheduler(executors.settings, begun, asked.layout)
@@ -414,14 +414,14 @@ def drive(system: System, config: ConfigDict, steps: int, reward=brightness, **o
 
 def trained(system: System, steps: Steps, state: TrainState, scores: StepScores, prompts, part_of):
     """The totals of the first step's chunks, `part_of` some images each, trained by a run's own executor."""
-    link, made = Link(), "rollout 0"
-    link.offer(ConditioningOf(made, 0), prompts)
+    transfer, made = ArrayTransfer(), "rollout 0"
+    transfer.put(ConditioningKey(made, 0), prompts)
     settings = Settings(1, 1, 1, 1)
-    executor = TrainingExecutor(system, settings, steps, Versions(link, False), link, state)
+    executor = TrainingExecutor(system, settings, steps, Versions(transfer, False), transfer, state)
     step = steps[0]
     for index in range(len(step.rows) // step.size):
         images, chunk = part_of(step.cut(index)), Chunk(0, index)
-        link.offer(SamplesOf(made, chunk), (images.samples, images.sigmas))
+        transfer.put(SamplesKey(made, chunk), (images.samples, images.sigmas))
         executor.deliver(Deliver(0, made, chunk, 0, TRAINER))
         batch = scores.batch(index, system.trainer.algorithm.ranks)
         executor.train(Train(0, TRAINER, chunk, 0, 0, first=0, count=MANY), batch)

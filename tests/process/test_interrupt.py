@@ -168,9 +168,9 @@ def test_the_first_interrupt_is_noted():
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = [*map(signal.getsignal, numbers), signal.set_wakeup_fd(-1)]
     with Interrupt() as interrupt:
-        assert not interrupt.asked
+        assert not interrupt.requested
         os.kill(os.getpid(), signal.SIGTERM)
-        assert interrupt.asked == signal.SIGTERM
+        assert interrupt.requested == signal.SIGTERM
     assert [*map(signal.getsignal, numbers), signal.set_wakeup_fd(-1)] == before
 
 

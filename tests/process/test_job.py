@@ -9,7 +9,7 @@ import types
 import pytest
 
 from digen_jax.errors import ConfigError
-from digen_jax.process.job import Place, detected, own_devices
+from digen_jax.process.job import Place, own_devices, resolve_place
 from tests.pipelines import environment
 
 SLURM = {
@@ -57,33 +57,33 @@ def port(job: int) -> int:
 
 def test_a_slurm_step_says_which_process_this_is(monkeypatch):
     tell(monkeypatch, SLURM)
-    assert detected("auto", None, None) == Place("gpu07", port(4242), 7, 3, (1,))
+    assert resolve_place("auto", None, None) == Place("gpu07", port(4242), 7, 3, (1,))
 
 
 def test_open_mpi_says_which_process_this_is(monkeypatch):
     tell(monkeypatch, OPEN_MPI)
     job = 1279524864 // 4096
-    assert detected("auto", None, None) == Place("192.0.2.2", port(job), 2, 1, (1,))
+    assert resolve_place("auto", None, None) == Place("192.0.2.2", port(job), 2, 1, (1,))
     only6 = OPEN_MPI["OMPI_MCA_orte_hnp_uri"].replace("tcp://", "other://")
     monkeypatch.setenv("OMPI_MCA_orte_hnp_uri", only6)
-    assert detected("auto", None, None).address == f"[fd00::2]:{port(job)}"
+    assert resolve_place("auto", None, None).address == f"[fd00::2]:{port(job)}"
 
 
 def test_slices_of_tpus_say_which_process_this_is(monkeypatch):
     monkeypatch.setattr("jax._src.clusters.cloud_tpu_cluster.running_in_cloud_tpu_vm", True)
     tell(monkeypatch, SLICES)
-    assert detected("auto", None, None) == Place("localhost", 8482, 4, 3)
+    assert resolve_place("auto", None, None) == Place("localhost", 8482, 4, 3)
 
 
 def test_what_is_given_goes_before_what_a_cluster_says(monkeypatch):
     tell(monkeypatch, SLURM | {"JAX_COORDINATOR_PORT": "77"})
-    assert detected("auto", 9, 8)[:4] == ("gpu07", 77, 9, 8)
+    assert resolve_place("auto", 9, 8)[:4] == ("gpu07", 77, 9, 8)
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "elsewhere:88")
-    assert detected("auto", None, None)[:4] == ("elsewhere", 88, 7, 3)
-    assert detected("[::1]:1234", 2, 1)[:4] == ("::1", 1234, 2, 1)
-    assert detected("[::1]:1234", 2, 1).address == "[::1]:1234"
+    assert resolve_place("auto", None, None)[:4] == ("elsewhere", 88, 7, 3)
+    assert resolve_place("[::1]:1234", 2, 1)[:4] == ("::1", 1234, 2, 1)
+    assert resolve_place("[::1]:1234", 2, 1).address == "[::1]:1234"
     with pytest.raises(ConfigError, match="--process=3 must be one of the --processes=2"):
-        detected("auto", 2, None)
+        resolve_place("auto", 2, None)
 
 
 @pytest.mark.parametrize(
@@ -99,13 +99,13 @@ def test_where_nothing_is_detected_a_sentence_says_what_is_missing(monkeypatch, 
     monkeypatch.setitem(sys.modules, "kubernetes", None)
     tell(monkeypatch, {name: "1"})
     with pytest.raises(ConfigError, match=f"--coordinator=auto does not work: {sentence}"):
-        detected("auto", None, None)
+        resolve_place("auto", None, None)
 
 
 def test_an_environment_that_lacks_a_part_is_a_mistake_of_the_user(monkeypatch):
     tell(monkeypatch, {"OMPI_MCA_orte_hnp_uri": OPEN_MPI["OMPI_MCA_orte_hnp_uri"]})
     with pytest.raises(ConfigError, match=r"--coordinator=auto does not work: KeyError: 'OMPI_"):
-        detected("auto", None, None)
+        resolve_place("auto", None, None)
 
 
 # ------------------------------------------------------------------------------- Kubernetes
@@ -160,13 +160,13 @@ def kubernetes(monkeypatch):
 
 def test_a_jobset_says_which_process_this_is(monkeypatch, kubernetes):
     tell(monkeypatch, {"JOB_COMPLETION_INDEX": "3"})
-    assert detected("auto", None, None) == Place("tune-processes-0-0.tune", 55527, 4, 3)
+    assert resolve_place("auto", None, None) == Place("tune-processes-0-0.tune", 55527, 4, 3)
 
 
 def test_a_pod_that_may_not_ask_is_a_mistake_of_the_user(monkeypatch, kubernetes):
     monkeypatch.setattr(Api, "allowed", False)
     with pytest.raises(ConfigError, match="Kubernetes API Error: 403 - Forbidden") as error:
-        detected("auto", None, None)
+        resolve_place("auto", None, None)
     assert "\n" not in error.value.shown()
 
 
@@ -205,8 +205,8 @@ def test_gpus_without_equal_shares_are_refused(monkeypatch):
 
 PROGRAM = """
 import jax
-from digen_jax.process.job import detected
-place = detected("auto", None, None)
+from digen_jax.process.job import resolve_place
+place = resolve_place("auto", None, None)
 print(*place[:4], *place.devices, jax._src.xla_bridge.backends_are_initialized(), jax.distributed.is_initialized())
 """
 

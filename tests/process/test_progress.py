@@ -6,7 +6,7 @@ import sys
 import numpy as np
 
 from digen_jax.process import terminal as progress
-from digen_jax.process.terminal import Progress, watched
+from digen_jax.process.terminal import Progress, track
 
 
 def test_progress_without_a_terminal_is_a_line_every_few_steps(monkeypatch, capsys):
@@ -43,12 +43,12 @@ def test_progress_on_a_terminal_is_a_bar(monkeypatch):
 def test_what_takes_long_is_reported_now_and_then_without_a_terminal(monkeypatch, capsys):
     clock = iter(range(0, 1000, 8))
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
-    assert list(watched("abcdefg", "evaluating", "batch", total=9, done=2)) == list("abcdefg")
+    assert list(track("abcdefg", "evaluating", "batch", total=9, done=2)) == list("abcdefg")
     assert capsys.readouterr().err.splitlines() == [
         "evaluating: batch 5 of 9, 00:32 left",
         "evaluating: batch 8 of 9, 00:08 left",
     ]
-    assert list(watched("ab", "sampling", "batch")) == list("ab")
+    assert list(track("ab", "sampling", "batch")) == list("ab")
     assert "sampling" not in capsys.readouterr().err, "nothing is said of what is short"
 
 
@@ -56,5 +56,5 @@ def test_what_takes_long_has_a_bar_on_a_terminal(monkeypatch):
     stream = io.StringIO()
     stream.isatty = lambda: True
     monkeypatch.setattr(sys, "stderr", stream)
-    assert list(watched(range(4), "sampling", "batch")) == [0, 1, 2, 3]
+    assert list(track(range(4), "sampling", "batch")) == [0, 1, 2, 3]
     assert "sampling:   0%" in stream.getvalue() and "0/4" in stream.getvalue()

@@ -18,8 +18,8 @@ from digen_jax.config.command_line import run_main
 from digen_jax.errors import ConfigError
 
 threading.Thread(target=time.sleep, args=(300,)).start()
-shutdown.hangs("reward")
-shutdown.at_leaving(lambda: print("last"))
+shutdown.mark_hung("reward")
+shutdown.before_exit(lambda: print("last"))
 
 def main():
     print("done")
@@ -99,12 +99,12 @@ def test_threads_and_exit_handlers_are_awaited_but_the_interpreter_is_not_finali
 
 
 RACE = """
-from digen_jax.process.shutdown import last_word, leave
+from digen_jax.process.shutdown import log_fatal, exit_now
 from digen_jax.config.command_line import run_main
 from digen_jax.errors import ConfigError
 
 def main():
-    last_word("a thread: the leader is lost", 75)
+    log_fatal("a thread: the leader is lost", 75)
     {what}
 
 run_main(main)
@@ -115,7 +115,7 @@ run_main(main)
     "what",
     [
         "raise ConfigError('the leader is lost')",
-        "leave(last_word('another thread: the leader is lost', 2))",
+        "exit_now(log_fatal('another thread: the leader is lost', 2))",
     ],
 )
 def test_the_first_thread_that_says_why_a_process_ends_says_it_for_all(tmp_path, what):
@@ -127,12 +127,12 @@ def test_the_last_word_is_one_line_however_many_threads_have_it(tmp_path):
     done = run(
         tmp_path,
         "import sys, threading\n"
-        "from digen_jax.process.shutdown import last_word, leave\n"
+        "from digen_jax.process.shutdown import log_fatal, exit_now\n"
         "sys.setswitchinterval(1e-6)\n"
         "together = threading.Barrier(8)\n"
         "def work():\n"
         "    together.wait()\n"
-        "    leave(last_word('the leader is lost', 75))\n"
+        "    exit_now(log_fatal('the leader is lost', 75))\n"
         "threads = [threading.Thread(target=work) for _ in range(8)]\n"
         "for one in threads: one.start()\n"
         "for one in threads: one.join()\n",
@@ -146,11 +146,11 @@ def test_a_process_that_a_library_aborts_has_time_to_say_why(tmp_path, heard):
     done = run(
         tmp_path,
         "import ctypes, threading, time\n"
-        "from digen_jax.process.shutdown import abort_later, last_word, leave\n"
+        "from digen_jax.process.shutdown import abort_later, log_fatal, exit_now\n"
         "abort_later()\n"
         "threading.Thread(target=ctypes.CDLL(None).abort).start()\n"
         f"time.sleep({1 if heard else 60})\n"
-        "leave(last_word('the leader is lost', 75))\n",
+        "exit_now(log_fatal('the leader is lost', 75))\n",
     )
     found = done.returncode, done.stderr
     assert found == ((75, "the leader is lost\n") if heard else (-signal.SIGABRT, ""))
@@ -158,7 +158,7 @@ def test_a_process_that_a_library_aborts_has_time_to_say_why(tmp_path, heard):
 
 def test_the_last_word_does_not_wait_for_a_full_pipe(tmp_path):
     (tmp_path / "script.py").write_text(
-        "from digen_jax.process.shutdown import last_word, leave\nleave(last_word('x' * 2**20, 75))\n"
+        "from digen_jax.process.shutdown import log_fatal, exit_now\nexit_now(log_fatal('x' * 2**20, 75))\n"
     )
     with subprocess.Popen(
         [sys.executable, "script.py"],
@@ -173,8 +173,8 @@ def test_leaving_waits_for_nobody(tmp_path):
     (tmp_path / "script.py").write_text(
         "import time\n"
         "from digen_jax.process import shutdown\n"
-        "shutdown.at_leaving(lambda: time.sleep(300))\n"
-        "shutdown.leave(7)\n"
+        "shutdown.before_exit(lambda: time.sleep(300))\n"
+        "shutdown.exit_now(7)\n"
     )
     begin = time.monotonic()
     done = subprocess.run(

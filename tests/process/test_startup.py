@@ -13,7 +13,7 @@ import pytest
 
 from digen_jax.errors import ConfigError
 from digen_jax.process import job
-from digen_jax.process.job import join, reach
+from digen_jax.process.job import join, wait_for_port
 
 PROGRAM = """
 from digen_jax.process.job import prepare
@@ -83,7 +83,7 @@ def test_a_coordinator_that_nobody_reaches_is_refused_after_its_time_and_a_word(
         bound.bind(("127.0.0.1", 0))  # and does not listen
         port = bound.getsockname()[1]
         with pytest.raises(ConfigError) as caught:
-            reach("127.0.0.1", port, seconds=0.3, pause=0.1)
+            wait_for_port("127.0.0.1", port, seconds=0.3, pause=0.1)
     sentence = f"--coordinator=127.0.0.1:{port} was not reached in 0.3 s ([Errno 111] Connection refused): check"
     assert str(caught.value).startswith(sentence)
     said = capsys.readouterr().err
@@ -97,7 +97,7 @@ def test_a_coordinator_that_comes_later_is_waited_for():
         bound.bind(("127.0.0.1", 0))
         later = threading.Timer(0.3, bound.listen)
         later.start()
-        reach("127.0.0.1", bound.getsockname()[1], seconds=60, pause=0.1)
+        wait_for_port("127.0.0.1", bound.getsockname()[1], seconds=60, pause=0.1)
         later.join()
 
 

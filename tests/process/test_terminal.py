@@ -16,7 +16,7 @@ import pytest
 from tqdm import tqdm
 
 from digen_jax.process import terminal as progress
-from digen_jax.process.terminal import Output, Progress, broken, complain, fitted
+from digen_jax.process.terminal import Output, Progress, broken, complete_lines, print_error
 from tests.pipelines import ROOT, environment
 from tests.run.test_train import TOY
 from tests.tiny_runs import PROMPTS
@@ -94,7 +94,7 @@ def test_lines_are_broken_between_words_under_what_they_continue(line, lines):
 
 def test_prints_do_not_break_a_bar(monkeypatch):
     terminal = on_terminal(monkeypatch)
-    with fitted():
+    with complete_lines():
         bar = tqdm(total=4, file=sys.stderr, ncols=30, bar_format="{n_fmt}/{total_fmt}|{bar}|")
         print("a", "line", end=" of ", flush=True)
         bar.update(1)
@@ -117,16 +117,16 @@ def test_prints_do_not_break_a_bar(monkeypatch):
 def test_another_process_writes_over_the_bar(monkeypatch):
     terminal = on_terminal(monkeypatch)
     terminal.write("\r 50% |##  | step 2 of 4")
-    with fitted(beside=True):
+    with complete_lines(beside=True):
         print("a reward says this")
     assert Screen(terminal.getvalue()).shown == ["a reward says this", ""]
 
 
 def test_what_is_no_terminal_has_the_lines_as_they_are(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "40")
-    with fitted(beside=True):
+    with complete_lines(beside=True):
         print("word " * 20)
-    complain("word " * 20)
+    print_error("word " * 20)
     assert capsys.readouterr() == ("word " * 20 + "\n",) * 2
 
 
@@ -140,7 +140,7 @@ def test_a_line_of_a_thread_is_whole_wherever_others_print(monkeypatch, stream):
         print("line")
 
     others = threading.Barrier(3)
-    with fitted():
+    with complete_lines():
         threads = [threading.Thread(target=say) for _ in range(3)]
         for one in threads:
             one.start()
@@ -151,7 +151,7 @@ def test_a_line_of_a_thread_is_whole_wherever_others_print(monkeypatch, stream):
 
 def test_an_error_is_broken_on_a_terminal(monkeypatch):
     terminal = on_terminal(monkeypatch)
-    complain("train.py: " + "word " * 8)
+    print_error("train.py: " + "word " * 8)
     assert terminal.getvalue() == "train.py: word word word word word word\n  word word\n"
 
 

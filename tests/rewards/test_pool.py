@@ -94,7 +94,7 @@ def fails_at_first(images, prompts, metadata):
         raise KeyError("a bug that passes")
     return images.mean((1, 2, 3), dtype=np.float64)
 
-def hangs(images, prompts, metadata):
+def mark_hung(images, prompts, metadata):
     release.wait(60)
     return [0.0] * len(images)
 
@@ -163,11 +163,11 @@ def test_a_reward_may_fork_and_terminate_children_while_a_run_handles_signals(
     pool, monkeypatch, processes
 ):
     ended = []
-    monkeypatch.setattr("digen_jax.process.shutdown.leave", ended.append)
+    monkeypatch.setattr("digen_jax.process.shutdown.exit_now", ended.append)
     with Interrupt() as interrupt:
         limited = pool("forks", processes, limit=lambda expected: 120.0)
         scores = limited.score(IMAGES, PROMPTS, METADATA).columns[:, 0]
-        assert not interrupt.asked and not ended
+        assert not interrupt.requested and not ended
     np.testing.assert_allclose(scores, IMAGES.mean((1, 2, 3)), rtol=1e-6)
 
 
@@ -215,7 +215,7 @@ def test_what_a_reward_writes_into_its_arguments_nothing_else_reads(mine, proces
 
 @pytest.mark.parametrize("processes", [0, 1])
 def test_each_reward_has_its_own_time_limit(mine, monkeypatch, processes):
-    monkeypatch.setattr("digen_jax.rewards.pool.hangs", lambda what: None)
+    monkeypatch.setattr("digen_jax.rewards.pool.mark_hung", lambda what: None)
     slow = RewardSettings("pooled_rewards:hangs", limit=0.5)
     scorer = RewardPool(named("pooled_rewards:mean", slow), processes, limit=lambda expected: 60.0)
     name = r"reward 'pooled_rewards:hangs' took more than 0.5 seconds"
@@ -361,7 +361,7 @@ def test_a_reward_that_raises_is_asked_again_as_often_as_that(pool, mine, capfd,
 
 def test_a_thread_that_hangs_stops_the_run_by_name_and_is_not_asked_again(pool, mine, monkeypatch):
     noted = []
-    monkeypatch.setattr("digen_jax.rewards.pool.hangs", noted.append)
+    monkeypatch.setattr("digen_jax.rewards.pool.mark_hung", noted.append)
     scorer = pool("hangs", 0, retries=2, limit=lambda expected: 0.2)
     for _ in range(2):
         with pytest.raises(Stopped, match=r"'mine:f' took more than 0.2 seconds in a thread"):

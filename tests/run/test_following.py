@@ -11,7 +11,7 @@ import pytest
 from digen_jax.config.load import load_config
 from digen_jax.runtime import opening
 from digen_jax.runtime.executors import Executors
-from digen_jax.runtime.opening import Orders
+from digen_jax.runtime.opening import CommandBroadcast
 from digen_jax.scheduling.state import pack, unpack
 from tests.run.test_train import config, saved, train  # noqa: F401
 
@@ -24,7 +24,7 @@ def announced(monkeypatch):
     def announce(self, kind, value=None):
         entries.append(json.dumps([kind, pack(value)]))
 
-    monkeypatch.setattr(Orders, "announce", announce)
+    monkeypatch.setattr(CommandBroadcast, "send", announce)
     return entries
 
 

@@ -1,4 +1,4 @@
-"""The link of one process: who takes what was offered, and when its arrays may be overwritten."""
+"""The transfer of one process: who takes what was offered, and when its arrays may be overwritten."""
 
 import gc
 import sys
@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from digen_jax.runtime import link as links
-from digen_jax.runtime.link import ConditioningOf, Link, SamplesOf
+from digen_jax.runtime import array_transfer as links
+from digen_jax.runtime.array_transfer import ArrayTransfer, ConditioningKey, SamplesKey
 from digen_jax.scheduling.commands import Chunk, WeightsVersion
 
 WEIGHTS = WeightsVersion(3)
@@ -29,8 +29,13 @@ def tree():
 
 @pytest.fixture
 def held(monkeypatch):
-    """A transfer that has begun and ends when the event is set: (link, its thread, the event)."""
-    link, begun, end, real = Link(), threading.Event(), threading.Event(), links.resharded
+    """A transfer that has begun and ends when the event is set: (transfer, its thread, the event)."""
+    transfer, begun, end, real = (
+        ArrayTransfer(),
+        threading.Event(),
+        threading.Event(),
+        links.resharded,
+    )
 
     def slow(*arguments):
         begun.set()
@@ -38,32 +43,32 @@ def held(monkeypatch):
         return real(*arguments)
 
     monkeypatch.setattr(links, "resharded", slow)
-    link.offer(WEIGHTS, tree())
-    thread = threading.Thread(target=link.take, args=(WEIGHTS, on(1), "rollout 0"))
+    transfer.put(WEIGHTS, tree())
+    thread = threading.Thread(target=transfer.get, args=(WEIGHTS, on(1), "rollout 0"))
     thread.start()
     assert begun.wait(60)
-    yield link, thread, end
+    yield transfer, thread, end
     end.set()
     thread.join(60)
 
 
 def test_what_is_offered_arrives_on_the_takers_devices_until_it_is_withdrawn():
-    link, given = Link(), tree()
-    assert link.take(WEIGHTS, on(1), "rollout 0") is None
-    link.offer(WEIGHTS, given)
-    found = link.take(WEIGHTS, on(1), "rollout 0")
+    transfer, given = ArrayTransfer(), tree()
+    assert transfer.get(WEIGHTS, on(1), "rollout 0") is None
+    transfer.put(WEIGHTS, given)
+    found = transfer.get(WEIGHTS, on(1), "rollout 0")
     jax.tree.map(np.testing.assert_array_equal, found, given)
     assert {leaf.sharding for leaf in jax.tree.leaves(found)} == {on(1)(given)["a"]}
-    here = link.take(WEIGHTS, on(0), "trainer")
+    here = transfer.get(WEIGHTS, on(0), "trainer")
     assert here["a"].unsafe_buffer_pointer() == given["a"].unsafe_buffer_pointer()
-    link.withdraw(WEIGHTS)
-    assert link.take(WEIGHTS, on(1), "rollout 0") is None
+    transfer.delete(WEIGHTS)
+    assert transfer.get(WEIGHTS, on(1), "rollout 0") is None
 
 
 def test_settling_waits_for_whoever_is_taking(held):
-    link, _, end = held
+    transfer, _, end = held
     settled = []
-    waiting = threading.Thread(target=lambda: settled.append(link.settle(WEIGHTS)))
+    waiting = threading.Thread(target=lambda: settled.append(transfer.drain(WEIGHTS)))
     waiting.start()
     waiting.join(0.2)
     assert waiting.is_alive() and not settled
@@ -73,22 +78,22 @@ def test_settling_waits_for_whoever_is_taking(held):
 
 
 def test_arrays_that_a_given_up_worker_may_be_taking_are_not_overwritten(held):
-    link, thread, _ = held
-    link.give_up("rollout 0")
-    assert link.settle(WEIGHTS) is False and thread.is_alive()
+    transfer, thread, _ = held
+    transfer.drop_peer("rollout 0")
+    assert transfer.drain(WEIGHTS) is False and thread.is_alive()
 
 
 def test_the_offers_of_a_given_up_worker_end():
-    link, chunk = Link(), Chunk(0, 1)
+    transfer, chunk = ArrayTransfer(), Chunk(0, 1)
     keys = [
         key(worker, place)
         for worker in ("rollout 0", "rollout 1")
-        for key, place in ((SamplesOf, chunk), (ConditioningOf, 0))
+        for key, place in ((SamplesKey, chunk), (ConditioningKey, 0))
     ]
     for key in (*keys, WEIGHTS):
-        link.offer(key, tree())
-    link.give_up("rollout 0")
-    found = [link.take(key, on(0), "trainer") is not None for key in (*keys, WEIGHTS)]
+        transfer.put(key, tree())
+    transfer.drop_peer("rollout 0")
+    found = [transfer.get(key, on(0), "trainer") is not None for key in (*keys, WEIGHTS)]
     assert found == [False, False, True, True, True]
 
 
@@ -96,7 +101,7 @@ def test_what_is_offered_may_be_read_by_several_threads_at_once():
     """JAX lists an array's shards at their first use, twice where two threads come together."""
     sharding = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("data",)), PartitionSpec())
     arrays = [jax.device_put(np.float32([n, 1]), sharding) for n in range(200)]
-    Link().offer(WeightsVersion(1), {"weights": arrays})
+    ArrayTransfer().put(WeightsVersion(1), {"weights": arrays})
     together, found = threading.Barrier(2), []
     thresholds, interval = gc.get_threshold(), sys.getswitchinterval()
 

@@ -10,9 +10,9 @@ import pytest
 from digen_jax.process.shutdown import Stopped
 from digen_jax.rewards.errors import RewardFailed
 from digen_jax.runtime import driver as driving
+from digen_jax.runtime.array_transfer import ArrayTransfer, SamplesKey
 from digen_jax.runtime.clock import Watch, measured, paused
 from digen_jax.runtime.executors import Executors
-from digen_jax.runtime.link import Link, SamplesOf
 from digen_jax.runtime.sampling import SamplingExecutor
 from digen_jax.scheduling.commands import (
     TRAINER,
@@ -55,7 +55,7 @@ def end():
 def noted(monkeypatch):
     """Threads recorded instead of registered in this process, so that it can end without them."""
     found = []
-    monkeypatch.setattr(driving, "hangs", found.append)
+    monkeypatch.setattr(driving, "mark_hung", found.append)
     return found
 
 
@@ -103,9 +103,9 @@ def test_what_comes_back_too_late_is_not_taken(system, hang, end):
         deadline = time.monotonic() + LONG
         while late._begun and time.monotonic() < deadline:
             time.sleep(0.05)
-        offered = driver.executor._link._offered
-    assert late.given_up and late.images == {}
-    assert not any(isinstance(key, SamplesOf) and key.worker == late.name for key in offered)
+        offered = driver.executor._transfer._offered
+    assert late.removed and late.images == {}
+    assert not any(isinstance(key, SamplesKey) and key.worker == late.name for key in offered)
 
 
 def test_without_any_mesh_left_the_trainer_does_everything(system, undisturbed, hang, noted):
@@ -145,9 +145,9 @@ def test_a_weight_sync_that_hangs_costs_its_mesh_and_no_update(
     """An update consumes published arrays: it waits for their readers, but not forever."""
     place = threading.local()
 
-    def take(link, key, shardings, taker):
+    def take(transfer, key, shardings, taker):
         place.hangs = key == WeightsVersion(1) and taker == "rollout 1"
-        return taken(link, key, shardings, taker)
+        return taken(transfer, key, shardings, taker)
 
     def ready(tree):
         if getattr(place, "hangs", False):
@@ -155,8 +155,8 @@ def test_a_weight_sync_that_hangs_costs_its_mesh_and_no_update(
             end.wait(LONG)
         return block(tree)
 
-    taken, block = Link.take, jax.block_until_ready
-    monkeypatch.setattr(Link, "take", take)
+    taken, block = ArrayTransfer.get, jax.block_until_ready
+    monkeypatch.setattr(ArrayTransfer, "get", take)
     monkeypatch.setattr(jax, "block_until_ready", ready)
     state, _, log = toy.drive(system, config(**HANGS), 3)
     equal_bits(state, undisturbed[0])
@@ -193,16 +193,16 @@ def test_an_evaluation_that_hangs_is_made_elsewhere(system, end, noted, monkeypa
 
 def test_a_weight_sync_that_others_supersede_costs_its_mesh_nothing(system, monkeypatch, capfd):
     """It fails in the end: of the versions published meanwhile its mesh gets the last, and stays."""
-    c, release, real = config(**STALE), threading.Event(), Link.take
+    c, release, real = config(**STALE), threading.Event(), ArrayTransfer.get
     c.batch.groups = 1  # rollout 0 generates it
 
-    def take(link, key, shardings, taker):
+    def take(transfer, key, shardings, taker):
         if key == WeightsVersion(1) and taker == "rollout 1":
             release.wait(LONG)
             raise RuntimeError("what is sent has been freed")
-        return real(link, key, shardings, taker)
+        return real(transfer, key, shardings, taker)
 
-    monkeypatch.setattr(Link, "take", take)
+    monkeypatch.setattr(ArrayTransfer, "get", take)
     log = []
     with toy.driver(system, c, log=log) as driver:
         for step in range(6):
@@ -257,7 +257,7 @@ def test_a_reward_that_goes_on_failing_stops_the_run_with_its_own_error(system, 
 
 
 def test_a_reward_that_hangs_in_a_thread_stops_the_run_by_name(system, end, monkeypatch):
-    monkeypatch.setattr("digen_jax.rewards.pool.hangs", lambda what: None)
+    monkeypatch.setattr("digen_jax.rewards.pool.mark_hung", lambda what: None)
     with toy.driver(system, config(**HANGS), lambda *_: end.wait(LONG)) as driver:
         with pytest.raises(Stopped, match=r"'mine' took more than .* seconds in a thread"):
             driver.step()

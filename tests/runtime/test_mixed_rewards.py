@@ -108,8 +108,8 @@ def test_evaluations_have_the_means_of_what_applies(single, mixed):
 
 def test_a_step_without_a_reward_has_no_metric_of_it():
     asked = toy.opened(config(rewards=("first", "second"), advantages__combine="advantages"))
-    images = StepImages.begin(0, toy.records(2), 2, 4, asked.rng)
-    known = StepScores.begin(images, asked.advantages)
+    images = StepImages.create(0, toy.records(2), 2, 4, asked.rng)
+    known = StepScores.create(images, asked.advantages)
     columns = np.float32([[1, np.nan], [2, np.nan], [3, np.nan], [6, np.nan]])
     known.note(0, rewards.Scores(columns, {"second/double": np.full(4, np.nan, np.float32)}))
     metrics = known.metrics(("first", "second"))

@@ -35,12 +35,12 @@ def test_a_process_that_does_not_come_is_told(monkeypatch, said, sentence):
         client=types.SimpleNamespace(wait_at_barrier=wait), num_processes=2, process_id=1
     )
     monkeypatch.setattr(opening.distributed, "global_state", state)
-    job.meet("storing prompts", math.inf)
+    job.barrier("storing prompts", math.inf)
     with pytest.raises(Stopped, match=sentence):
-        job.meet("storing prompts", 5)
+        job.barrier("storing prompts", 5)
     assert waits[0][1] == 10**9 and waits[0][0] != waits[1][0]
     state.num_processes = 1
-    job.meet("storing prompts", 5)
+    job.barrier("storing prompts", 5)
     assert len(waits) == 2
 
 
@@ -66,17 +66,17 @@ def answers(monkeypatch):
 
 def test_the_first_process_hears_all_others_before_common_work(answers):
     found, state = answers
-    first = opening.Orders()
+    first = opening.CommandBroadcast()
     for state.process_id in (1, 2):
         opening.answer("")
     with pytest.raises(Stopped, match="process 3 has not looked at the run within 5 seconds"):
-        first.hear(5)
+        first.wait_for_answers(5)
     state.process_id = 3
     opening.answer("another folder")
     with pytest.raises(ConfigError, match="another folder"):
-        first.hear(5)
+        first.wait_for_answers(5)
     found[3] = ""
-    first.hear(5)
+    first.wait_for_answers(5)
 
 
 def test_meshes_that_share_a_job_do_not_wait_for_one_another(answers, monkeypatch):
@@ -86,21 +86,21 @@ def test_meshes_that_share_a_job_do_not_wait_for_one_another(answers, monkeypatc
         monkeypatch.setattr(job, name, getattr(job, name))
     count = jax.process_count
     monkeypatch.setattr(jax, "process_count", count)
-    job.form(0, 2)
+    job.set_group(0, 2)
     assert job.several() and job.is_first() and job.members() == [0, 1]
     found[1] = ""
-    opening.Orders().hear(5)
+    opening.CommandBroadcast().wait_for_answers(5)
     waits = []
     state.client.wait_at_barrier = lambda *_, process_ids: waits.append(process_ids)
-    job.meet("storing prompts", 5)
+    job.barrier("storing prompts", 5)
     assert waits == [[0, 1]]
     state.process_id = 2
     assert not job.is_first()
-    job.form(2, 2)
+    job.set_group(2, 2)
     assert job.is_first()
     # The mesh of one process: there is nobody to wait for, also not for libraries.
     assert jax.process_count is count
-    job.form(0, 1)
+    job.set_group(0, 1)
     assert not job.several() and jax.process_count() == 1
-    job.meet("storing prompts", 5)
+    job.barrier("storing prompts", 5)
     assert len(waits) == 1

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.waits import WaitingExecutors, Waits
 from digen_jax.rewards import alone
 from digen_jax.rewards.pool import RewardPool
-from digen_jax.runtime.clock import elsewhere
+from digen_jax.runtime.clock import remote_work
 from digen_jax.runtime.driver import Driver
 from digen_jax.scheduling.commands import TRAINER, Generate, SyncWeights, Train, Update
 from digen_jax.scheduling.scheduler import Scheduler
@@ -37,7 +37,7 @@ class Gates(WaitingExecutors):
     def do(self, command):
         """Waits for a gate, which counts as a fixed time: the scheduler prefers faster workers."""
         if type(command) in self.gates:
-            with elsewhere(lambda: 0.01) as counts:
+            with remote_work(lambda: 0.01) as counts:
                 assert self.gates[type(command)].wait(60)
                 counts(0.01)
 
@@ -116,7 +116,7 @@ def test_a_snapshot_says_what_each_worker_does_or_waits_for_and_since_when(gates
 def test_waits_and_lost_workers_are_as_old_as_they_are_over_a_steps_end(gates, driver):
     awaited(driver, "rollout 1", GENERATING)
     waits = awaited(driver, TRAINER, waits="sampling")["workers"][TRAINER]["since"]
-    driver._give_up(driver._workers["rollout 1"], "is away")
+    driver._remove(driver._workers["rollout 1"], "is away")
     when = time.time()
     lost = driver.snapshot()["workers"]["rollout 1"]
     assert set(lost) == {"devices", "lost"} and lost["devices"] == 2

@@ -6,15 +6,15 @@ from digen_jax.algorithms.advantages import AdvantageSettings
 from digen_jax.logging.image_statistics import look_beside
 from digen_jax.parallel.sampler import SampleRng
 from digen_jax.runtime.sampling import ends
-from digen_jax.runtime.steps import Kept, StepImages, StepScores
+from digen_jax.runtime.steps import Previews, StepImages, StepScores
 
 
 def step(rows: list[int], size: int) -> StepScores:
     """Scores of a step whose records are named after their groups, in chunks of `size` images."""
     groups = max(rows) + 1
     records = [{"prompt": f"group {row}", "serial": row} for row in range(groups)]
-    images = StepImages.begin(0, records, len(rows) // groups, size, SampleRng(0, None))
-    return StepScores.begin(images, AdvantageSettings(reward_weights=(1.0,), reward_clips=()))
+    images = StepImages.create(0, records, len(rows) // groups, size, SampleRng(0, None))
+    return StepScores.create(images, AdvantageSettings(reward_weights=(1.0,), reward_clips=()))
 
 
 def grey(levels: list[int]) -> np.ndarray:
@@ -28,7 +28,7 @@ def scored(known: StepScores, index: int, values: list[float], keep: int) -> Non
     cut = known.images.cut(index)
     pictures = grey(list(range(cut.start, cut.stop)))
     places = ends(np.float32(values), known.images.rows[cut], keep)
-    known.see(index, look_beside(pictures), Kept(places, pictures[places]))
+    known.see(index, look_beside(pictures), Previews(places, pictures[places]))
 
 
 def test_the_best_and_worst_images_of_a_step_have_their_prompts_and_values():

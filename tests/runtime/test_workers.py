@@ -16,10 +16,10 @@ from digen_jax.process.shutdown import Stopped
 from digen_jax.rewards import Scores, alone
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime import driver as runtime_driver
+from digen_jax.runtime.array_transfer import ArrayTransfer, TransferError
 from digen_jax.runtime.checkpointing import Begun
-from digen_jax.runtime.driver import Gone
+from digen_jax.runtime.driver import WorkerDisconnected
 from digen_jax.runtime.executors import Executors
-from digen_jax.runtime.link import Link, LinkError
 from digen_jax.runtime.sampling import SamplingExecutor, failed
 from digen_jax.runtime.steps import ScoredChunk
 from digen_jax.runtime.training import TrainingExecutor
@@ -152,14 +152,14 @@ def test_a_trainer_whose_sampling_fails_leaves_it_to_others(undisturbed, monkeyp
 
 
 def test_a_worker_that_weights_do_not_reach_is_given_up(system, undisturbed, monkeypatch, capfd):
-    real = Link.take
+    real = ArrayTransfer.get
 
-    def take(link, key, shardings, taker):
+    def take(transfer, key, shardings, taker):
         if key == WeightsVersion(1) and taker == "rollout 1":
-            raise RuntimeError("the link is down")
-        return real(link, key, shardings, taker)
+            raise RuntimeError("the transfer is down")
+        return real(transfer, key, shardings, taker)
 
-    monkeypatch.setattr(Link, "take", take)
+    monkeypatch.setattr(ArrayTransfer, "get", take)
     state, _, log = toy.drive(system, config(), 3)
     equal_bits(state, undisturbed[0])
     assert "rollout 1 has failed 2 times in a row: given up" in capfd.readouterr().err
@@ -173,11 +173,11 @@ def test_what_another_process_does_not_send_is_one_line(system, undisturbed, mon
     def deliver(executor, command):
         if not failed:
             failed.append(command.worker)
-            raise LinkError("the samples have not come: the connection is refused")
+            raise TransferError("the samples have not come: the connection is refused")
         return real(executor, command)
 
     monkeypatch.setattr(TrainingExecutor, "deliver", deliver)
-    monkeypatch.setattr(runtime_driver, "LOSS", 0.01)
+    monkeypatch.setattr(runtime_driver, "DISCONNECT_TIMEOUT", 0.01)
     state, *_ = toy.drive(system, config(), 3)
     equal_bits(state, undisturbed[0])
     said = capfd.readouterr().err
@@ -194,7 +194,7 @@ def test_arrays_that_do_not_come_from_a_lost_process_are_no_failure(
     def deliver(executor, command):
         if command.worker == "rollout 1":
             threading.Timer(0.2, drivers[0].lost, (command.worker, "is lost")).start()
-            raise LinkError("the samples have not come: the connection is refused")
+            raise TransferError("the samples have not come: the connection is refused")
         return real(executor, command)
 
     monkeypatch.setattr(TrainingExecutor, "deliver", deliver)
@@ -260,11 +260,13 @@ def test_scores_of_a_lost_mesh_do_not_count(system, undisturbed, monkeypatch, ca
         found = real(executor, chunk, judge)
         if executor.name == "rollout 1" and not lost:
             lost.append(chunk)
-            held.append(Future() if late else failed(Gone("it has lost its connection")))
+            held.append(
+                Future() if late else failed(WorkerDisconnected("it has lost its connection"))
+            )
             assert there.wait(60)
             driver = drivers[0]
             dead = driver._workers[executor.name], "is lost"
-            threading.Thread(target=driver._give_up, args=dead, daemon=True).start()
+            threading.Thread(target=driver._remove, args=dead, daemon=True).start()
             return held[0]
         if late and [chunk] == lost:
             wrong = Scores(np.full((4, 1), 7, np.float32), {})

@@ -16,7 +16,7 @@ def train(count=1):
 
 
 def test_predictions_move_from_the_expected_to_the_measured():
-    model = CostModel.begin(Costs(generate=1.0, train=2.0, evaluate=7.0), SETTINGS)
+    model = CostModel.create(Costs(generate=1.0, train=2.0, evaluate=7.0), SETTINGS)
     assert model.predict("generate", "a") == 4
     model.observe(generate("a"), 3.0)
     assert model.predict("generate", "a") == 3
@@ -30,7 +30,7 @@ def test_predictions_move_from_the_expected_to_the_measured():
 
 
 def test_training_is_predicted_by_the_pass():
-    model = CostModel.begin(Costs(generate=1.0, train=2.0), SETTINGS)
+    model = CostModel.create(Costs(generate=1.0, train=2.0), SETTINGS)
     assert model.predict("train", TRAINER) == 2.0 * 4 / 2
     model.observe(train(count=2), 6.0)
     assert model.predict("train", TRAINER) == 3
@@ -39,14 +39,17 @@ def test_training_is_predicted_by_the_pass():
 
 
 def test_work_without_a_worker_has_one_average():
-    model = CostModel.begin(Costs(generate=1.0, train=1.0), SETTINGS)
+    model = CostModel.create(Costs(generate=1.0, train=1.0), SETTINGS)
     for seconds in (1.0, 3.0):
         model.observe(Score(1, Chunk(0, 0), "a"), seconds)
     assert model.averages["score"] == {"": 2.0} and model.counts["score"] == {"": 2}
 
 
 def test_an_average_is_plain_at_first_and_then_moves():
-    rng, model = np.random.default_rng(0), CostModel.begin(Costs(generate=1.0, train=1.0), SETTINGS)
+    rng, model = (
+        np.random.default_rng(0),
+        CostModel.create(Costs(generate=1.0, train=1.0), SETTINGS),
+    )
     many = round(1 / WEIGHT)
     seconds = rng.uniform(0.8, 1.2, size=3 * many)
     for value in seconds[:many]:

@@ -18,7 +18,7 @@ def test_a_deadline_is_a_floor_or_ten_times_the_expected_duration():
 
 
 def test_only_measured_durations_are_expected():
-    costs = CostModel.begin(GUESSED, SETTINGS)
+    costs = CostModel.create(GUESSED, SETTINGS)
     assert costs.measured(GENERATE) is None
     costs.observe(GENERATE, 8.0)
     costs.observe(OTHER, 2.0)
@@ -30,14 +30,14 @@ def test_only_measured_durations_are_expected():
 
 
 def test_a_piece_is_expected_to_take_as_long_as_its_passes():
-    costs = CostModel.begin(GUESSED, SETTINGS)
+    costs = CostModel.create(GUESSED, SETTINGS)
     costs.observe(train(4), 8.0)
     assert [costs.measured(train(count)) for count in (1, 3, 10)] == [2.0, 6.0, 20.0]
 
 
 def test_an_evaluation_is_measured_separately():
     """Its chunks have another size, schedule and guidance."""
-    costs = CostModel.begin(GUESSED, SETTINGS)
+    costs = CostModel.create(GUESSED, SETTINGS)
     evaluation = Generate(1, "r0", Chunk(0, 0, evaluation=True), WeightsVersion(0))
     costs.observe(evaluation, 30.0)
     assert (costs.measured(evaluation), costs.measured(GENERATE)) == (30.0, None)

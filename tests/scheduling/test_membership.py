@@ -37,7 +37,7 @@ def test_members_are_the_first_informative_candidates_in_any_order(wanted, spare
                 opened = [g for g in order if g < len(candidates.verdicts) and g not in known]
                 group = opened[0]
                 known.append(group)
-                candidates.judge(group, 0.0, 0.0 if flat[group] else 1.0)
+                candidates.classify(group, 0.0, 0.0 if flat[group] else 1.0)
                 found = {g for g in known if candidates.is_member(g)}
                 sure = certain(flat, known, wanted, most).intersection(known)
                 if len(known) < most:

@@ -19,7 +19,7 @@ from digen_jax.scheduling.commands import (
     Failed,
     Generate,
     Joined,
-    Lost,
+    Removed,
     Score,
     SyncWeights,
     Train,
@@ -210,7 +210,7 @@ class Pool:
         new = self.scheduler.handle(event)
         self.issued += new
         self.flying += [c for c in new if c.answered]
-        self.flying = [c for c in self.flying if self.scheduler.awaits(c)]
+        self.flying = [c for c in self.flying if self.scheduler.is_in_flight(c)]
         return new
 
     def find(self, kind=Command, worker=None, chunk=None):
@@ -264,7 +264,7 @@ def matches(command, kind=Command, worker=None, chunk=None):
 def test_a_lost_workers_chunk_is_generated_elsewhere_by_the_same_version():
     pool = Pool()
     lost, other = pool.until(Generate, "r0"), pool.until(Generate, "r1")
-    pool.handle(Lost(1.0, lost.worker))
+    pool.handle(Removed(1.0, lost.worker))
     pool.complete(Generate, other.worker)
     pool.complete(Decode, other.worker)
     found = pool.find(Generate, other.worker)
@@ -318,7 +318,7 @@ def test_a_role_that_no_worker_is_left_with_returns():
         pool.until(Generate, "r0")
         pool.fail(Generate, "r0")
     assert pool.roles("r0") == TRAIN_ONLY
-    pool.handle(Lost(1.0, "r1"))
+    pool.handle(Removed(1.0, "r1"))
     assert pool.roles("r0") == SAMPLE_FIRST
     while not pool.scheduler.finished:
         pool.complete()
@@ -326,7 +326,7 @@ def test_a_role_that_no_worker_is_left_with_returns():
 
 def test_a_lost_home_worker_ends_the_run():
     with pytest.raises(SchedulerError, match="the trainer is lost"):
-        Pool().handle(Lost(1.0, TRAINER))
+        Pool().handle(Removed(1.0, TRAINER))
 
 
 @pytest.mark.parametrize(("seconds", "expected"), [(1.2, 2), (20.0, 1)])
@@ -364,7 +364,7 @@ def test_passes_of_a_worker_lost_after_its_last_piece_are_trained_again():
     pool = before_last_piece()
     lost = passes_trained(c for c in pool.issued if matches(c, Train, "r0"))
     issued = len(pool.issued)
-    pool.handle(Lost(1.0, "r0"))
+    pool.handle(Removed(1.0, "r0"))
     update = pool.until(Update)
     assert passes_trained(pool.issued[issued:]) == lost and lost
     assert update.trained == (TRAINER,)
@@ -377,7 +377,7 @@ def test_a_worker_is_lost_during_the_update(has_sums):
     lost = passes_trained(c for c in pool.issued if matches(c, Train, "r0"))
     assert set(pool.until(Update).trained) == {TRAINER, "r0"}
     issued = len(pool.issued)
-    pool.handle(Lost(1.0, "r0"))
+    pool.handle(Removed(1.0, "r0"))
     if has_sums:
         pool.complete(Update)
         assert pool.scheduler.state.step == 1 and not passes_trained(pool.issued[issued:])
@@ -391,7 +391,7 @@ def test_a_worker_is_lost_while_it_trains():
     pool = Pool(roles=(SAMPLE_FIRST,))
     piece = pool.until(Train, "r0")
     issued = len(pool.issued)
-    pool.handle(Lost(1.0, "r0"))
+    pool.handle(Removed(1.0, "r0"))
     pool.handle(Joined(1.0, "r0", SAMPLE_FIRST))
     pool.until(Update)
     again = passes_trained(pool.issued[issued:])[piece.chunk.index]
@@ -552,7 +552,7 @@ def test_the_clock_of_a_resumed_scheduler_is_that_of_its_process():
     assert found.scheduler.state.now > 5
     scheduler = Scheduler.resume(found.scheduler.save())
     for time in (0.5, 2.0):
-        scheduler.handle(Lost(time, "nobody"))
+        scheduler.handle(Removed(time, "nobody"))
         assert scheduler.state.now == time
 
 
@@ -602,7 +602,7 @@ def test_samples_that_a_lost_worker_has_not_handed_over_are_generated_again(done
     for kind in done:
         pool.complete(kind, chunk=chunk)
     issued = len(pool.issued)
-    pool.handle(Lost(1.0, "r0"))
+    pool.handle(Removed(1.0, "r0"))
     pool.until(Update, hold=[(Update,)])
     again = any(matches(c, Generate, None, chunk) for c in pool.issued[issued:])
     assert again == (len(done) < 2)

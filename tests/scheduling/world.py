@@ -22,7 +22,7 @@ from digen_jax.scheduling.commands import (
     Failed,
     Generate,
     Joined,
-    Lost,
+    Removed,
     Score,
     SyncWeights,
     Train,
@@ -459,7 +459,7 @@ class World:
         ]
         ghosts = [self.in_flight.pop(serial) for serial in gone]
         self.referee.lost(name, ghosts, self.in_flight.values())
-        self.send(Lost(self.now, name))
+        self.send(Removed(self.now, name))
         for ghost in ghosts:  # late reports of a lost worker
             if self.rng.random() < 0.5:
                 self.send(Completed(self.now, ghost, 1.0, (1.0, 2.0)))

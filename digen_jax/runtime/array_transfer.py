@@ -17,7 +17,7 @@ from digen_jax.scheduling.commands import Chunk, WeightsVersion
 Tree = Any
 Shardings = Callable[[Tree], Tree]  # of a tree: the sharding of each of its arrays
 # Seconds in which the loss of a process becomes known. Its connections break at once, which may be noticed before.
-LOSS = 2.0
+DISCONNECT_TIMEOUT = 2.0
 # How XLA's errors begin where a program of several processes cannot go on.
 STATUS = re.compile(
     "(ABORTED|CANCELLED|DATA_LOSS|DEADLINE_EXCEEDED|INTERNAL|UNAVAILABLE|UNKNOWN): "
@@ -26,7 +26,7 @@ BROKEN = re.compile("UNAVAILABLE|Connection (reset|closed|refused)|Socket closed
 
 
 @dataclasses.dataclass(frozen=True)
-class SamplesOf:
+class SamplesKey:
     """The key of a chunk's samples for training, on a worker that has them."""
 
     worker: str
@@ -34,7 +34,7 @@ class SamplesOf:
 
 
 @dataclasses.dataclass(frozen=True)
-class ConditioningOf:
+class ConditioningKey:
     """The key of a step's encoded prompts, on a worker that has them."""
 
     worker: str
@@ -42,52 +42,52 @@ class ConditioningOf:
 
 
 @dataclasses.dataclass(frozen=True)
-class ExactOf:
+class ExactWeightsKey:
     """The key of published weights as the trainer has them, in their own type: for other training workers."""
 
     weights_version: WeightsVersion
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainedOf:
+class TrainedWeightsKey:
     """The key of (the parameters that are trained, the slow copy or None), until the next update."""
 
     weights_version: WeightsVersion
 
 
 @dataclasses.dataclass(frozen=True)
-class SumsOf:
+class SumsKey:
     """The key of a training worker's sums of an update, maybe with those of others added."""
 
     worker: str
 
 
-Key = WeightsVersion | ExactOf | TrainedOf | SamplesOf | ConditioningOf | SumsOf
+Key = WeightsVersion | ExactWeightsKey | TrainedWeightsKey | SamplesKey | ConditioningKey | SumsKey
 
 
-class LinkError(RuntimeError):
+class TransferError(RuntimeError):
     """A tree did not arrive from another process; its command may be repeated."""
 
 
-class LostSums(RuntimeError):
+class MissingSums(RuntimeError):
     """An update cannot be made, because a worker, the argument, is lost that has trained a part of it."""
 
 
-def may_be_a_loss(error: BaseException) -> bool:
+def may_be_disconnect(error: BaseException) -> bool:
     """Whether work has perhaps failed because another process is lost that takes part in it.
 
     A collective that fails while NumPy reads its result raises a ValueError with XLA's status (jaxlib 0.10.2).
     """
-    known = isinstance(error, LinkError | jax.errors.JaxRuntimeError)
+    known = isinstance(error, TransferError | jax.errors.JaxRuntimeError)
     return known or (isinstance(error, ValueError) and STATUS.match(str(error)) is not None)
 
 
-def connection_broke(error: BaseException) -> bool:
+def is_connection_error(error: BaseException) -> bool:
     """Whether work has failed because a connection to another process broke, which is no failure of the work."""
-    return may_be_a_loss(error) and BROKEN.search(str(error)) is not None
+    return may_be_disconnect(error) and BROKEN.search(str(error)) is not None
 
 
-class Link:
+class ArrayTransfer:
     """Moves trees of arrays between meshes of one process: they are copied between devices, or stay in place.
 
     `distributed.transfer` has links with the same methods for workers in other processes. Any thread may call.
@@ -99,7 +99,7 @@ class Link:
         self._hung: set[Key] = set()  # keys of transfers that may never end
         self._changed = threading.Condition()
 
-    def offer(self, key: Key, tree: Tree) -> None:
+    def put(self, key: Key, tree: Tree) -> None:
         """Makes a tree available to receivers."""
         for leaf in jax.tree.leaves(tree):
             # JAX (0.10.2) lists the shards at their first use, and lists each twice for two threads that come at once.
@@ -109,39 +109,39 @@ class Link:
         with self._changed:
             self._offered[key] = tree
 
-    def take(self, key: Key, shardings: Shardings, receiver: str) -> Tree | None:
+    def get(self, key: Key, shardings: Shardings, receiver: str) -> Tree | None:
         """The tree on the receiver's devices, after the transfer; None if it is no longer offered.
 
         If the tree already has these shardings, the offered tree itself is returned.
         """
-        tree = self.lend(key, receiver)
+        tree = self.start_read(key, receiver)
         if tree is None:
             return None
         try:
             return jax.block_until_ready(resharded(tree, shardings(tree)))
         finally:
-            self.returned(key, receiver)
+            self.end_read(key, receiver)
 
-    def lend(self, key: Key, receiver: str) -> Tree | None:
-        """The offered tree, or None; `settle` then waits until `returned` was called."""
+    def start_read(self, key: Key, receiver: str) -> Tree | None:
+        """The offered tree, or None; `drain` then waits until `end_read` was called."""
         with self._changed:
             if key in self._offered:
                 self._taking.append((key, receiver))
             return self._offered.get(key)
 
-    def returned(self, key: Key, receiver: str) -> None:
+    def end_read(self, key: Key, receiver: str) -> None:
         """A tree's transfer has ended."""
         with self._changed:
             if (key, receiver) in self._taking:  # else it was given up
                 self._taking.remove((key, receiver))
             self._changed.notify_all()
 
-    def withdraw(self, key: Key) -> None:
+    def delete(self, key: Key) -> None:
         """Ends the offer of a tree; a transfer in progress is completed."""
         with self._changed:
             self._offered.pop(key, None)
 
-    def settle(self, key: Key) -> bool:
+    def drain(self, key: Key) -> bool:
         """The same, after all transfers of the tree; returns whether its arrays may be overwritten.
 
         They may not if a receiver was given up during its transfer.
@@ -154,11 +154,11 @@ class Link:
     def end_step(self, step: int) -> None:
         """Ends the offers of samples of a step that has ended, and of those before it."""
         for key in list(self._offered):
-            if isinstance(key, SamplesOf) and key.chunk.step <= step:
-                self.withdraw(key)
+            if isinstance(key, SamplesKey) and key.chunk.step <= step:
+                self.delete(key)
 
-    def give_up(self, worker: str) -> None:
-        """Ends a worker's offers; `settle` no longer waits for it, and trees that it may be taking stay as they are."""
+    def drop_peer(self, worker: str) -> None:
+        """Ends a worker's offers; `drain` no longer waits for it, and trees that it may be taking stay as they are."""
         with self._changed:
             self._hung |= {key for key, receiver in self._taking if receiver == worker}
             # Other workers generate the chunks of a lost one again.
@@ -169,20 +169,20 @@ class Link:
 
 
 class Versions:
-    """Published weights that may still be needed, on the trainer mesh; the link offers them to the workers.
+    """Published weights that may still be needed, on the trainer mesh; the transfer offers them to the workers.
 
     The newest ones may be the trainer's own arrays. May be used by several threads.
 
     Args:
-      link: The link to the workers.
+      transfer: The transfer to the workers.
       keep: Whether an update consumes a copy of them, because chunks may still refer to them. Otherwise the
-        link offers them until the update.
+        transfer offers them until the update.
       dtype: Type of the offered weights. None means unchanged.
       exact: Whether they are offered unchanged, too.
     """
 
-    def __init__(self, link: Link, keep: bool, dtype: Any = None, exact: bool = False):
-        self._link, self._keep, self._dtype, self._exact = link, keep, dtype, exact
+    def __init__(self, transfer: ArrayTransfer, keep: bool, dtype: Any = None, exact: bool = False):
+        self._transfer, self._keep, self._dtype, self._exact = transfer, keep, dtype, exact
         self._trees: dict[WeightsVersion, Tree] = {}
         self._own: dict[
             WeightsVersion, str
@@ -203,9 +203,9 @@ class Versions:
                 self._own[weights_version] = own
         # Rounded once, before any transfer.
         offered = tree if self._dtype is None else cast(tree, self._dtype)
-        self._link.offer(weights_version, offered)
+        self._transfer.put(weights_version, offered)
         if self._exact:
-            self._link.offer(ExactOf(weights_version), tree)
+            self._transfer.put(ExactWeightsKey(weights_version), tree)
 
     def drop(self, weights_version: WeightsVersion) -> None:
         """Frees published weights."""
@@ -213,7 +213,7 @@ class Versions:
             self._trees.pop(weights_version, None)
             self._own.pop(weights_version, None)
         for key in self._keys(weights_version):
-            self._link.withdraw(key)
+            self._transfer.delete(key)
 
     def to_consume(self, state: TrainState) -> TrainState:
         """The state that an update may consume: published arrays that must be kept are replaced by copies."""
@@ -223,16 +223,22 @@ class Versions:
         copies = {field: jax.tree.map(jnp.copy, getattr(state, field)) for field in copied}
         return state._replace(**copies)
 
-    def _keys(self, weights_version: WeightsVersion) -> tuple[WeightsVersion | ExactOf, ...]:
-        """What the link offers of a version."""
-        return (weights_version, ExactOf(weights_version)) if self._exact else (weights_version,)
+    def _keys(
+        self, weights_version: WeightsVersion
+    ) -> tuple[WeightsVersion | ExactWeightsKey, ...]:
+        """What the transfer offers of a version."""
+        return (
+            (weights_version, ExactWeightsKey(weights_version))
+            if self._exact
+            else (weights_version,)
+        )
 
     def _needed(self, weights_version: WeightsVersion) -> bool:
         """Whether arrays must outlive an update; if not, they are no longer offered."""
         if self._keep:
             return True
         with paused():  # the trainer's deadline: a receiver has its own
-            free = all([self._link.settle(key) for key in self._keys(weights_version)])
+            free = all([self._transfer.drain(key) for key in self._keys(weights_version)])
         with self._lock:
             self._trees.pop(weights_version, None)
         return not free
