@@ -77,7 +77,7 @@ class HashingTrainingProcess(HashingProcess, TrainingProcess):
         """See `TrainingProcess`."""
         super().take_trained(weights_version)
         if not weights_version.update:
-            note(RECEIVED, weights_version, self._training.published(weights_version))
+            note(RECEIVED, weights_version, self._training.version_weights(weights_version))
 
 
 def note_weights() -> None:

@@ -230,7 +230,7 @@ class WaitingExecutors:
         self._step += 1
         return {}
 
-    def published(self, weights_version: WeightsVersion) -> None:
+    def version_weights(self, weights_version: WeightsVersion) -> None:
         """A version without weights."""
 
     def evaluated(self, command: Evaluate) -> None:

@@ -619,7 +619,7 @@ class RemoteWorkers:
             if driver is None:
                 proxy.remove()
             else:
-                driver.lost(name, why)
+                driver.disconnected(name, why)
 
     def _end(self, why: str) -> None:
         """Ends the run, because JAX ends all processes of a job that has lost one."""

@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Future, InvalidStateError
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -49,107 +49,74 @@ from digen_jax.scheduling.scheduler import FAILURES, Scheduler, SchedulerError
 from digen_jax.scheduling.settings import Deadline
 from digen_jax.scheduling.timeline import Interval
 
+SIGNAL_PAUSE = 1.0  # longest seconds in which a signal is not handled
+
 
 class WorkerDisconnected(RuntimeError):
-    """A worker's process is lost, or was given up; the driver is notified separately."""
+    """A worker's process disconnected, or the worker was removed; the driver is notified separately."""
+
+
+class SerialThread:
+    """Executes calls in order in a daemon thread, for which the exit of Python does not wait.
+
+    Attributes:
+      failures: Failed calls in a row, counted by the caller.
+    """
+
+    def __init__(self, name: str):
+        self.failures = 0
+        self._calls: queue.SimpleQueue = queue.SimpleQueue()
+        self._closed, self._ended = False, threading.Event()
+        threading.Thread(target=self._work, name=name, daemon=True).start()
+
+    def submit(self, call: Callable[..., None], *arguments: Any) -> None:
+        """Queues a call, which must not raise. After `close` it is dropped."""
+        self._calls.put((call, arguments))
+
+    def close(self, wait: bool = True) -> None:
+        """Drops queued calls; with `wait`, returns when the call in progress ends or another `close` does not wait."""
+        self._closed = True
+        self._calls.put(None)
+        if not wait:
+            self._ended.set()
+        self._ended.wait()
+
+    def _work(self) -> None:
+        while (item := self._calls.get()) is not None and not self._closed:
+            call, arguments = item
+            call(*arguments)
+        self._ended.set()
 
 
 class WorkerThreads:
-    """A worker's thread, and the threads of the transfers to and from it.
+    """The threads of a worker: one for its work, and one for each kind of transfer to and from it.
 
     Attributes:
-      removed: Set when the worker is lost or given up.
-      failed: Number of failed calls in a row, by thread.
+      removed: Set when the worker is removed.
     """
 
     def __init__(self, name: str):
         self.name = name
         self.removed = threading.Event()
-        self.thread = Line(name)
-        self._transfers = {SyncWeights: Line(f"sync {name}"), Deliver: Line(f"deliver {name}")}
-        self._lines = self.thread, *self._transfers.values()
-        self.failed = dict.fromkeys(self._lines, 0)
+        self._work = SerialThread(name)
+        self._transfers = {
+            SyncWeights: SerialThread(f"sync {name}"),
+            Deliver: SerialThread(f"deliver {name}"),
+        }
 
-    def line(self, command: Command) -> "Line":
-        """The thread that executes a command."""
-        return self._transfers.get(type(command), self.thread)
+    def thread(self, command: Command) -> SerialThread:
+        """Returns the thread that executes a command."""
+        return self._transfers.get(type(command), self._work)
 
-    def close(self) -> None:
-        """Ends the threads after their present calls; calls that have not begun are cancelled."""
-        for line in self._lines:
-            line.close()
+    def close(self, wait: bool = True) -> None:
+        """Closes all threads: see `SerialThread.close`."""
+        for thread in (self._work, *self._transfers.values()):
+            thread.close(wait)
 
     def remove(self) -> None:
-        """The same, without waiting for the present calls."""
+        """Leaves calls in progress alone."""
         self.removed.set()
-        for line in self._lines:
-            line.remove()
-
-
-class Line:
-    """Executes calls in order. Unlike a ThreadPoolExecutor's, its thread does not delay the exit of Python."""
-
-    def __init__(self, name: str):
-        self._calls: queue.SimpleQueue = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._open = True
-        self._current: Future | None = None
-        self._ended = threading.Event()
-        threading.Thread(target=self._work, name=name, daemon=True).start()
-
-    def submit(self, call: Callable[..., Any], *arguments: Any) -> Future:
-        """The future result of a call; cancelled if the line was closed."""
-        future = Future()
-        with self._lock:
-            if self._open:
-                self._calls.put((future, call, arguments))
-            else:
-                future.cancel()
-        return future
-
-    def close(self) -> None:
-        """Waits for the end of the present call, unless it is given up; cancels the calls that have not begun."""
-        self._cancel()
-        self._ended.wait()
-
-    def remove(self) -> None:
-        """Also gives up the present call: its future gets an error, and its thread is left alone."""
-        self._cancel()
-        current = self._current
-        if current is not None:
-            with suppress(InvalidStateError):
-                current.set_exception(CancelledError())
-        self._ended.set()
-
-    def _cancel(self) -> None:
-        with self._lock, suppress(queue.Empty):
-            self._open = False
-            self._calls.put(None)
-            while (waiting := self._calls.get_nowait()) is not None:
-                waiting[0].cancel()
-            self._calls.put(None)
-
-    def _work(self) -> None:
-        while (waiting := self._calls.get()) is not None:
-            self._current, call, arguments = waiting
-            if self._current.set_running_or_notify_cancel():
-                _fulfil(self._current, call, arguments)
-            self._current = None
-        self._ended.set()
-
-
-def _fulfil(future: Future, call: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """Executes a call; ignores the result of a call that was given up."""
-    with suppress(InvalidStateError):
-        try:
-            result = call(*arguments)
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
-
-
-SIGNAL_PAUSE = 1.0  # longest seconds in which a signal is not handled
+        self.close(wait=False)
 
 
 class Driver:
@@ -161,7 +128,7 @@ class Driver:
       rewards: Scores images; the caller closes it.
       begun: The work in flight when the run was saved. None means that there is none.
       log: Gets all commands in their order. None means that they are not recorded.
-      broadcast: Announces commands to other processes as they start. None means that there are no others.
+      broadcast: Sends commands to other processes as they start. None means that there are none.
       watch: Ends work that takes too long; the caller closes it. None means no deadline.
       evaluated: Called on the main thread with a version and the result of its evaluation.
 
@@ -188,8 +155,7 @@ class Driver:
         self._lock = threading.RLock()
         # Commands for the home worker, or an error that ends the run.
         self._inbox: queue.SimpleQueue = queue.SimpleQueue()
-        rollouts = [name for name in executor.devices if name != TRAINER]
-        self._workers = {name: WorkerThreads(name) for name in rollouts}
+        self._workers = {name: WorkerThreads(name) for name in executor.devices if name != TRAINER}
         self._hung: list[str] = []  # workers
         self._closed = False
         self._left, self._away = 0.0, 0.0  # when `step` returned, and seconds spent outside of it
@@ -203,11 +169,11 @@ class Driver:
     # ------------------------------------------------------------------------ for the main thread
 
     def now(self) -> float:
-        """Seconds since this driver was created."""
+        """Returns the seconds since this driver was created."""
         return time.perf_counter() - self._start
 
     def step(self) -> dict[str, float]:
-        """Runs until the present step has ended; returns its metrics.
+        """Runs until the current step has ended; returns its metrics.
 
         Raises:
           ConfigError: The reward returns a wrong value. An error of the reward itself is raised as it is.
@@ -231,10 +197,10 @@ class Driver:
             self._next()
 
     def _next(self) -> Command | None:
-        """Waits for the home worker's next command and executes it; None: it failed, and others may repeat it."""
+        """Executes the home worker's next command. Returns None if it failed and others may repeat it."""
         item = None
         while item is None:
-            # In turns: a signal that arrives right before the wait is handled at its end.
+            # With a timeout, so that a signal that arrives right before the wait is handled.
             with suppress(queue.Empty):
                 item = self._inbox.get(timeout=SIGNAL_PAUSE)
         if isinstance(item, BaseException):
@@ -245,15 +211,15 @@ class Driver:
             self._evaluated(item.version, self.executor.evaluated(item))
             self._away += self.now() - begin
             return item
-        late = self._watched(item, lambda *late: end_process("the trainer", *late))
+        watched = self._watched(item, lambda *late: end_process("the trainer", *late))
         try:
-            with self._broadcast.collective("do", item), late as stopwatch:
+            with self._broadcast.collective("do", item), watched as stopwatch:
                 self.executor.do(item)
         except Exception as error:
             if not self._others_may_do(item, error):
                 raise
             if isinstance(error, MissingSums):
-                self.lost(*error.args, "did not send its sums")  # unless it is given up already
+                self.disconnected(*error.args, "did not send its sums")  # unless already removed
             else:
                 traceback.print_exception(error)
             self._post(Failed(self.now(), item, repr(error)))
@@ -262,10 +228,10 @@ class Driver:
         return item
 
     def _others_may_do(self, command: Command, error: Exception) -> bool:
-        """Whether other workers may do failed work of the home worker: sampling, or training of lost sums.
+        """Whether other workers may repeat a failed command of the home worker: sampling, or an update without sums.
 
         Raises:
-          Stopped: There is no other worker left, because they hang.
+          Stopped: No other worker is left, because they hang.
         """
         if isinstance(error, MissingSums):
             return True
@@ -273,24 +239,33 @@ class Driver:
             return False
         if self._hung and not self._workers:
             raise Stopped(
-                f"{' and '.join(self._hung)} hung, and the trainer could not take over ({error!r}): all steps "
-                "before this one are saved, and the same command continues"
+                f"{' and '.join(self._hung)} hung, and the trainer could not take over ({error!r}). All steps before "
+                "this one are saved; the same command continues"
             ) from error
-        ends = isinstance(error, Stopped | ConfigError) and not may_pass(error)
-        return bool(self._workers) and not ends and not self._broadcast.is_broken
+        return bool(self._workers) and not _ends_run(error) and not self._broadcast.is_broken
 
     def rest(self) -> list[Interval]:
-        """The intervals since the last step ended."""
+        """Returns the intervals since the last step ended."""
         with self._lock:
             return self._summary.take(self.now())
 
     def snapshot(self) -> dict[str, Any]:
-        """The present work or wait of every worker, as JSON: see `Summary.present`. Any thread may call."""
+        """Returns the current work or wait of every worker, as JSON: see `Summary.present`. Any thread may call."""
         with self._lock:
             return self._summary.present(self._scheduler, self.executor.devices, self.now())
 
+    def close(self) -> None:
+        """Ends the threads after the calls in progress."""
+        with self._lock:
+            self._closed = True
+            workers = list(self._workers.values())
+        for worker in workers:
+            worker.close()
+
+    # -------------------------------------------------------------- for threads of other processes
+
     def join(self, worker: Any) -> None:
-        """Adds a worker in another process, in mid-run, too; one of its name was lost before. Any thread may call."""
+        """Adds a worker in another process, also mid-run. A worker of the same name must have been removed."""
         with self._failing(), self._lock:
             if self._closed:
                 return
@@ -299,8 +274,8 @@ class Driver:
             self._summary.devices[worker.name] = worker.devices
             self._post(Joined(self.now(), worker.name, *self.executor.roles(worker.name)))
 
-    def lost(self, name: str, why: str) -> None:
-        """A worker's process is lost: the others repeat its work. Any thread may call."""
+    def disconnected(self, name: str, why: str) -> None:
+        """Removes a worker whose process disconnected; others repeat its work."""
         with self._lock:
             worker = None if self._closed else self._workers.get(name)
         if worker is not None:
@@ -308,24 +283,16 @@ class Driver:
                 self._remove(worker, why)
 
     def fail(self, error: BaseException) -> None:
-        """Makes the main thread raise an error at its next command. Any thread may call."""
+        """Makes the main thread raise an error at its next command."""
         self._inbox.put(error)
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """Ends the run with any error of a block, instead of the thread that executes it."""
+        """Passes any error of the block to the main thread."""
         try:
             yield
         except BaseException as error:
             self.fail(error)
-
-    def close(self) -> None:
-        """Ends the threads after their present work."""
-        with self._lock:
-            self._closed = True
-            workers = list(self._workers.values())
-        for worker in workers:
-            worker.close()
 
     # ------------------------------------------------------------------------------------- events
 
@@ -342,7 +309,7 @@ class Driver:
                 # The work in flight, from which another process can continue. The newest version, and its evaluated
                 # weights, are in the trainer's state.
                 older = [p for p in self._scheduler.kept if p.version <= command.step]
-                trees = {p.version: self.executor.published(p) for p in older}
+                trees = {p.version: self.executor.version_weights(p) for p in older}
                 self.begun = Begun(self._scheduler.save(), trees)
                 self.intervals = self._summary.end_step(self.now(), self._away)
                 self._away = 0.0
@@ -354,22 +321,21 @@ class Driver:
         return isinstance(command, Update) and command.update == self._last_update
 
     def _send(self, command: Command) -> None:
-        worker = getattr(command, "worker", None)
+        name = getattr(command, "worker", None)
         if isinstance(command, Deliver) and command.to != TRAINER:
-            worker = command.to
+            name = command.to
         if isinstance(command, Score):
-            asked = self.now()
+            start = self.now()
             future = self.executor.score(command, self._rewards)
-            future.add_done_callback(lambda done: self._scored(command, asked, done))
-        elif worker == TRAINER or isinstance(command, Evaluate):
+            future.add_done_callback(lambda done: self._scored(command, start, done))
+        elif name == TRAINER or isinstance(command, Evaluate):
             self._inbox.put(command)
-        elif worker is None:
+        elif name is None:
             self._broadcast.send("do", command)
             self.executor.do(command)
         else:
-            found = self._workers[worker]
-            line = found.line(command)
-            line.submit(self._do, found, line, command)
+            worker = self._workers[name]
+            worker.thread(command).submit(self._do, worker, command)
 
     def _completed(self, command: Command, begin: float, stopwatch: Stopwatch) -> None:
         end = self.now()
@@ -387,57 +353,54 @@ class Driver:
         with during(what), self._watch.over(seconds, lambda limit: late(what, limit)) as stopwatch:
             yield stopwatch
 
-    # ------------------------------------------------------------------------- in other threads
+    # ---------------------------------------------------------------------- in threads of workers
 
-    def _do(self, worker: WorkerThreads, line: Line, command: Command) -> None:
-        """Executes a worker's command; the scheduler handles a failure; after two in a row the worker is lost."""
+    def _do(self, worker: WorkerThreads, command: Command) -> None:
+        """Executes a worker's command. The scheduler handles a failure; after two in a row the worker is removed."""
         with self._failing():
             begin = self.now()
-            late = self._watched(command, lambda *late: self._hangs(worker, *late))
+            watched = self._watched(command, lambda *late: self._timed_out(worker, *late))
             try:
-                with late as stopwatch:
+                with watched as stopwatch:
                     self.executor.do(command)
-            except WorkerDisconnected:  # `lost` follows, or has been called
+            except WorkerDisconnected:  # `disconnected` follows, or has been called
                 return
             # Any error: another device may succeed where this one fails, and the scheduler limits the attempts.
             except Exception as error:
-                ends = isinstance(error, Stopped | ConfigError) and not may_pass(error)
-                if ends and self._is_current(worker):
-                    raise  # no other device can do it either
-                return self._failed(worker, line, command, error)
-            worker.failed[line] = 0
+                if _ends_run(error) and self._is_current(worker):
+                    raise
+                return self._failed(worker, command, error)
+            worker.thread(command).failures = 0
             if isinstance(command, Deliver):
-                # The trainer's other processes take it from this one, before they train on it.
+                # The trainer's other processes get it from this one, before they train on it.
                 self._broadcast.send("delivered", command)
             self._completed(command, begin, stopwatch)
 
-    def _failed(
-        self, worker: WorkerThreads, line: Line, command: Command, error: Exception
-    ) -> None:
+    def _failed(self, worker: WorkerThreads, command: Command, error: Exception) -> None:
         if isinstance(error, TransferError):
-            # Arrays that do not come are often the first sign of a lost process, which is no failure of the work.
+            # Missing arrays are often the first sign of a disconnected process, not a failure of the work.
             worker.removed.wait(DISCONNECT_TIMEOUT)
         with self._lock:
             if not (self._is_current(worker) and self._scheduler.is_in_flight(command)):
                 return
             if self._scheduler.is_superseded(command):
                 return self._post(Failed(self.now(), command, repr(error)))
-        # A tree that a lost process was to send does not come.
         if message := str(error) if isinstance(error, TransferError) else out_of_memory(error):
             print(f"{worker.name}: {message}", file=sys.stderr, flush=True)
         else:
             traceback.print_exception(error)
-        worker.failed[line] += 1
+        thread = worker.thread(command)
+        thread.failures += 1
         with self._lock:
-            useless = isinstance(command, SyncWeights | Deliver) and worker.failed[line] == FAILURES
+            useless = isinstance(command, SyncWeights | Deliver) and thread.failures == FAILURES
             if not useless:
                 self._post(Failed(self.now(), command, repr(error)))
                 useless = self._is_current(worker) and self._scheduler.has_no_role(worker.name)
         if useless:
             self._remove(worker, f"has failed {FAILURES} times in a row")
 
-    def _hangs(self, worker: WorkerThreads, what: str, seconds: float) -> None:
-        """A worker is late: it is given up, and the others repeat its work."""
+    def _timed_out(self, worker: WorkerThreads, what: str, seconds: float) -> None:
+        """Removes a worker that exceeded the deadline; others repeat its work."""
         with self._failing():
             mark_hung(worker.name)
             self._hung.append(worker.name)
@@ -445,7 +408,7 @@ class Driver:
             self._remove(worker, f"hangs: {what} has taken more than {limit}")
 
     def _is_current(self, worker: WorkerThreads) -> bool:
-        """Whether it was not given up; a worker of the same name may have joined since."""
+        """True if the worker was not removed; a worker of the same name may have joined since."""
         with self._lock:
             return self._workers.get(worker.name) is worker
 
@@ -453,23 +416,23 @@ class Driver:
         with self._lock:
             if not self._is_current(worker):
                 return
-            print(f"{worker.name} {why}: given up", file=sys.stderr, flush=True)
+            print(f"{worker.name} {why}; reassigning its work", file=sys.stderr, flush=True)
             del self._workers[worker.name]
             self.executor.remove(worker.name)
             self._post(Removed(self.now(), worker.name))
             if not self._workers:
-                words = "no other worker is left: the trainer does all work until one joins"
-                print(words, file=sys.stderr, flush=True)
+                message = "no other worker is left: the trainer does all work until one joins"
+                print(message, file=sys.stderr, flush=True)
         worker.remove()
 
-    def _scored(self, command: Score, asked: float, done: Future[ScoredChunk | None]) -> None:
-        """Takes scores; the timeline shows the reward's own time, the scheduler uses the whole waiting time."""
+    def _scored(self, command: Score, start: float, done: Future[ScoredChunk | None]) -> None:
+        """Takes scores. The timeline shows the reward's own time, the scheduler uses the complete waiting time."""
         with self._failing():
             error = done.exception()
             if isinstance(error, WorkerDisconnected):
-                return  # `lost` follows, or has been called, after which the chunk is made again
+                return  # `disconnected` follows, or has been called; the chunk is generated again
             with self._lock:
-                # Scores from a lost worker may arrive when another worker generates their chunk again.
+                # Scores from a removed worker may arrive after its chunk was reassigned.
                 if not self._scheduler.is_in_flight(command):
                     return
                 if error is not None and may_pass(error):
@@ -489,5 +452,10 @@ class Driver:
                 values, seconds = tuple(map(float, found.values)), found.seconds
             with self._lock:
                 end = self.now()
-                self._summary.work(command, max(asked, now - seconds), end)
-                self._post(Completed(end, command, now - asked, values))
+                self._summary.work(command, max(start, now - seconds), end)
+                self._post(Completed(end, command, now - start, values))
+
+
+def _ends_run(error: Exception) -> bool:
+    """Whether no other device can do failed work either."""
+    return isinstance(error, Stopped | ConfigError) and not may_pass(error)

@@ -301,7 +301,7 @@ class Executors:
         self.extremes = scores.extremes(self.settings.shown_images)
         return self.trainer.metrics() | scores.metrics(self._names) | scores.image_metrics()
 
-    def published(self, weights_version: WeightsVersion) -> Any:
+    def version_weights(self, weights_version: WeightsVersion) -> Any:
         """Published weights that are kept, in a checkpoint's form."""
         return self.versions[weights_version]
 

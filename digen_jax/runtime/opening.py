@@ -412,7 +412,7 @@ def _execute(executors: Executors, positions: Positions, kind: str, value: Any) 
             executors.scored(command, ScoredChunk(Scores(np.asarray(columns, np.float32), {})))
         case "save":
             done, versions = value
-            begun = Begun({}, {v: executors.published(WeightsVersion(v)) for v in versions})
+            begun = Begun({}, {v: executors.version_weights(WeightsVersion(v)) for v in versions})
             positions.store(Position(done, executors.state, begun, {}))
         case _:
             raise ValueError(f"the first process announces {kind!r}: it runs another version")

@@ -76,7 +76,7 @@ class GradientExecutor:
         """The parameters that are trained, and the slow copy."""
         raise NotImplementedError
 
-    def published(self, weights_version: WeightsVersion) -> Any:
+    def version_weights(self, weights_version: WeightsVersion) -> Any:
         """The published weights of a version, in the trainer's type."""
         raise NotImplementedError
 
@@ -138,9 +138,9 @@ class GradientExecutor:
         train_batch = make_train_batch(self.system, prompts, images, batch.advantages, batch.weight)
         reads, behavior, start = trainer.algorithm, None, None
         if reads.reads_behavior:
-            behavior = self.published(WeightsVersion(images.version))
+            behavior = self.version_weights(WeightsVersion(images.version))
         if reads.reads_start and command.update:  # else no update has changed the parameters
-            start = self.published(WeightsVersion(chunk.step))
+            start = self.version_weights(WeightsVersion(chunk.step))
         piece = command.first, command.count
         self._totals = jax.block_until_ready(
             trainer.accumulate(
@@ -242,7 +242,7 @@ class OtherTrainingExecutor(GradientExecutor):
             self._published[weights_version] = own if self._fixed is None else self._fixed
         return True
 
-    def published(self, weights_version: WeightsVersion) -> Any:
+    def version_weights(self, weights_version: WeightsVersion) -> Any:
         """See `GradientExecutor`; weights that were never sent are taken now."""
         if weights_version not in self._published:
             params = self.system.placement.trainer.params
@@ -259,7 +259,7 @@ class OtherTrainingExecutor(GradientExecutor):
     def lend_weights(self, sampler: SamplingExecutor, weights_version: WeightsVersion) -> None:
         """Has this worker's sampler use published weights that it trains with, unless it was sent others."""
         if weights_version not in sampler.weights:
-            sampler.hold(weights_version, self.published(weights_version))
+            sampler.hold(weights_version, self.version_weights(weights_version))
 
     def offer_sums(self, others: Sequence[str]) -> None:
         """Offers its sums, added to those that other workers offer, until the update. Raises MissingSums."""
@@ -299,7 +299,7 @@ class TrainingExecutor(GradientExecutor):
         """See `GradientExecutor`."""
         return self._copy or self.state
 
-    def published(self, weights_version: WeightsVersion) -> Any:
+    def version_weights(self, weights_version: WeightsVersion) -> Any:
         """See `GradientExecutor`."""
         tree = self._versions[weights_version]
         return tree if self.system.joint_trainer is None else self._resharded(tree)

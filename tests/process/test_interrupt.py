@@ -34,9 +34,9 @@ with Interrupt() as interrupt:
         pool = RewardPool(alone("hanging:for_ever", hanging.for_ever), 1)
         pool.score([[]], ["x"], [{}])  # which says that it is ready
     elif what == "mesh":
-        from digen_jax.runtime.driver import WorkerThreads
-        worker = WorkerThreads("rollout 0")
-        worker.thread.submit(hanging.for_ever)
+        from digen_jax.runtime.driver import SerialThread
+        worker = SerialThread("rollout 0")
+        worker.submit(hanging.for_ever)
         while not pathlib.Path("ready").exists():
             time.sleep(0.01)
         worker.close()

@@ -87,7 +87,7 @@ def test_a_mesh_that_hangs_is_given_up_and_changes_nothing(system, undisturbed, 
     assert [m["reward"] for m in history] == [m["reward"] for m in undisturbed[1]]
     assert noted == ["rollout 1"]
     said = capfd.readouterr().err
-    assert "rollout 1 hangs: generating chunk" in said and "runtime.deadline): given up" in said
+    assert "rollout 1 hangs: generating chunk" in said and "runtime.deadline); reassigning" in said
     assert not any(isinstance(c, Generate) and c.worker == TRAINER for c in log)
     equal_bits(replayed(system, config(), log), state)
 

@@ -184,7 +184,7 @@ def test_sums_that_are_lost_before_the_update_are_trained_again(alone, systems, 
         def lose(command):
             if not once:
                 once.append(command)
-                driver.lost("worker 1", "is lost")
+                driver.disconnected("worker 1", "is lost")
             return update(command)
 
         monkeypatch.setattr(driver.executor, "_update", lose)

@@ -119,7 +119,7 @@ def test_a_worker_that_fails_changes_nothing(system, undisturbed, fails, capfd, 
     # An encoding is for the chunk that it begins.
     sentence = r"rollout 1: a device ran out of memory during generating chunk \d of step \d \("
     assert re.search(sentence + "RESOURCE_EXHAUSTED: worker 1 is out of memory\\)\n", said)
-    assert ("rollout 1 has failed 2 times in a row: given up" in said) == (times == 99)
+    assert ("rollout 1 has failed 2 times in a row; reassigning" in said) == (times == 99)
     assert not any(isinstance(c, Generate) and c.worker == TRAINER for c in log)
 
 
@@ -162,7 +162,7 @@ def test_a_worker_that_weights_do_not_reach_is_given_up(system, undisturbed, mon
     monkeypatch.setattr(ArrayTransfer, "get", take)
     state, _, log = toy.drive(system, config(), 3)
     equal_bits(state, undisturbed[0])
-    assert "rollout 1 has failed 2 times in a row: given up" in capfd.readouterr().err
+    assert "rollout 1 has failed 2 times in a row; reassigning" in capfd.readouterr().err
     late = [c for c in log if isinstance(c, Generate) and c.chunk.step > 0]
     assert {c.worker for c in late} == {"rollout 0"}
 
@@ -182,7 +182,7 @@ def test_what_another_process_does_not_send_is_one_line(system, undisturbed, mon
     equal_bits(state, undisturbed[0])
     said = capfd.readouterr().err
     line = f"{failed[0]}: the samples have not come: the connection is refused\n"
-    assert line in said and "Traceback" not in said and "given up" not in said
+    assert line in said and "Traceback" not in said and "reassigning" not in said
 
 
 def test_arrays_that_do_not_come_from_a_lost_process_are_no_failure(
@@ -204,7 +204,7 @@ def test_arrays_that_do_not_come_from_a_lost_process_are_no_failure(
             driver.step()
         equal_bits(driver.executor.state, undisturbed[0])
     said = capfd.readouterr().err
-    assert "rollout 1 is lost: given up\n" in said
+    assert "rollout 1 is lost; reassigning its work\n" in said
     assert "have not come" not in said and "times in a row" not in said
 
 
@@ -214,7 +214,7 @@ def test_a_mesh_that_is_lost_already_does_not_end_the_run(system, undisturbed, m
 
     def generate(executor, chunk, version):
         if executor.name == "rollout 1":
-            drivers[0].lost(executor.name, "leaves, because it was asked to stop")
+            drivers[0].disconnected(executor.name, "leaves, because it was asked to stop")
             raise Stopped("its prompts have not come")
         real(executor, chunk, version)
 
