@@ -13,7 +13,7 @@ from typing import Any
 from digen_jax.checkpoints.folder import read_json
 from digen_jax.errors import ConfigError
 from digen_jax.files import replace
-from digen_jax.process.terminal import broken, log_tail, printable
+from digen_jax.process.terminal import log_tail, printable, wrapped
 
 FILE = "status.json"
 EVERY = 2.0  # seconds between two writes
@@ -140,7 +140,7 @@ def describe(
     if found["lines"]:
         texts.append("the last lines of its standard error:")
         texts += [f"  {_span(now - when)} ago: {line}" for when, line in found["lines"]]
-    return "\n".join(broken(printable(text), columns) for text in texts)
+    return "\n".join(wrapped(printable(text), columns) for text in texts)
 
 
 def _alive(found: Mapping[str, Any], holder: int | None, now: float) -> str:

@@ -16,21 +16,21 @@ from typing import Any, SupportsFloat, TextIO, TypeVar
 
 from tqdm import tqdm
 
-# What a broken line is continued under: the second column of a line of two, else the line's beginning.
+# Indentation of a continued line: the second column of a line with two, else two more than the line's own.
 HANGING = re.compile(r"\s*\S.*?\s{2,}(?=\S)")
-CLEAR = "\r\x1b[K"  # to the begin of the line, which is emptied
+CLEAR = "\r\x1b[K"  # empties the line
 # Control characters, also those that change the direction of text.
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-# Error numbers of a pipe without a reader and of a terminal that is gone.
+# Error numbers of a pipe without a reader and of a closed terminal.
 UNREAD = (errno.EPIPE, errno.EIO)
 
 
 @contextlib.contextmanager
 def complete_lines(beside: bool = False) -> Iterator[None]:
-    """In this block printed lines stay whole, whichever thread prints, and fit a terminal, above its bar.
+    """In this block each thread prints complete lines, which fit the terminal and stay above its progress bar.
 
     Args:
-      beside: another process has the terminal's progress bar, which it draws again by itself.
+      beside: Whether another process draws the progress bar.
     """
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = streams = [LineStream(one, beside) for one in before]
@@ -43,7 +43,7 @@ def complete_lines(beside: bool = False) -> Iterator[None]:
 
 
 class Output(io.FileIO):
-    """A descriptor to which writing continues after its reader has closed it; that text is dropped.
+    """A descriptor to which writing never fails: text is dropped after its reader has closed it.
 
     Args:
       descriptor: 1 or 2. It is not closed with this object.
@@ -55,19 +55,21 @@ class Output(io.FileIO):
         super().__init__(descriptor, "w", closefd=False)
 
     def write(self, data: bytes) -> int:
-        """Writes to the descriptor, or to nowhere from the first failure on, as children and C code then do."""
+        """Writes to the descriptor; from the first failure on it is /dev/null, for children and C code, too."""
         try:
             return super().write(data)
         except OSError as error:
             if error.errno not in UNREAD:
                 raise
             self.unread = True
-            _to_nowhere(self.fileno())
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self.fileno())
+            os.close(null)
             return len(data)
 
 
 def keep_writable() -> None:
-    """Lets this process print after the reader of standard output or error has gone.
+    """Lets this process print after the reader of standard output or error has closed it.
 
     Characters that a console cannot show are printed as escapes.
     """
@@ -85,18 +87,12 @@ def keep_writable() -> None:
 
 
 def has_reader() -> bool:
-    """Whether what this process prints to standard output may have a reader; see `keep_writable`."""
+    """Whether standard output may have a reader; see `keep_writable`."""
     return not sys.stdout.buffer.raw.unread
 
 
-def _to_nowhere(descriptor: int) -> None:
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, descriptor)
-    os.close(nowhere)
-
-
 def print_error(text: str) -> None:
-    """Prints a text to standard error, whose lines are broken between words on a terminal."""
+    """Prints a text to standard error; on a terminal its lines are wrapped."""
     stream = sys.stderr if isinstance(sys.stderr, LineStream) else LineStream(sys.stderr)
     stream.write(f"{text}\n")
 
@@ -106,8 +102,8 @@ def printable(text: str) -> str:
     return CONTROL.sub(lambda one: one[0].encode("unicode_escape").decode(), text)
 
 
-def broken(text: str, columns: int) -> str:
-    """A line in as many as it needs; a word stays whole, however long."""
+def wrapped(text: str, columns: int) -> str:
+    """Wraps a line between words; a word longer than the line is not broken."""
     if len(text) <= columns:
         return text
     hanging = HANGING.match(text)
@@ -124,13 +120,13 @@ def broken(text: str, columns: int) -> str:
 
 
 class LineStream:
-    """A stream to which whole lines are written, each thread's own; what a bar writes passes through.
+    """Writes each thread's text to a stream line by line; the text of a progress bar passes through.
 
-    Python's print writes a line and its end one after the other, so that another thread's line may come between.
+    Python's print writes a line and its end separately, so that another thread's line could be written in between.
 
     Args:
-      stream: a terminal's, or any.
-      beside: see `fit_mesh_sizes`.
+      stream: A terminal's stream, or any.
+      beside: See `complete_lines`.
     """
 
     def __init__(self, stream: TextIO, beside: bool = False):
@@ -141,14 +137,14 @@ class LineStream:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Keeps text to the end of its line; returns the number of characters, as a stream does."""
+        """Buffers text until its line ends; returns the number of characters, as a stream does."""
         if "\r" in text:
             self._stream.write(text)
             return len(text)
         thread = threading.get_ident()
-        *whole, self._begun[thread] = (self._begun.get(thread, "") + text).split("\n")
-        if whole:
-            self._show(whole)
+        *complete, self._begun[thread] = (self._begun.get(thread, "") + text).split("\n")
+        if complete:
+            self._show(complete)
         return len(text)
 
     def end(self) -> None:
@@ -161,7 +157,7 @@ class LineStream:
         clear = ""
         if self._stream.isatty():
             columns = shutil.get_terminal_size().columns
-            lines = [broken(line, columns) for line in lines]
+            lines = [wrapped(line, columns) for line in lines]
             clear = CLEAR * self._beside
         with tqdm.external_write_mode(file=self):
             self._stream.write(clear + "".join(f"{line}\n" for line in lines))
@@ -188,12 +184,12 @@ def track(
     Without a terminal nothing is printed about work of less than `EVERY` seconds.
 
     Args:
-      items: to iterate over.
-      head: the name of the work, such as "evaluating".
-      unit: the name of an item, such as "batch".
-      total: the number of items in all; None: `len(items)`.
-      done: the number of items that were done before.
-      note: gives words on what was done, for the end of the line.
+      items: Items to iterate over.
+      head: Name of the work, such as "evaluating".
+      unit: Name of an item, such as "batch".
+      total: Number of items in all. None means `len(items)`.
+      done: Number of items that were done before.
+      note: Returns a text for the end of the line.
     """
     total = len(items) if total is None else total
     if sys.stderr.isatty():
@@ -202,25 +198,25 @@ def track(
             yield item
             bar.set_postfix_str(note(), refresh=False)
         return
-    begun = said = time.monotonic()
+    start = reported = time.monotonic()
     for number, item in enumerate(items, start=done + 1):
         yield item
         now = time.monotonic()
-        if now - said >= EVERY:
-            left = (now - begun) / (number - done) * (total - number)
+        if now - reported >= EVERY:
+            left = (now - start) / (number - done) * (total - number)
             text = f"{head}: {unit} {number} of {total}, {tqdm.format_interval(left)} left"
             text += f", {note()}" if note() else ""
             print(text, file=sys.stderr, flush=True)
-            said = now
+            reported = now
 
 
 class Progress:
     """A progress bar with reward, images/s and time left; plain lines without a terminal.
 
     Args:
-      total: steps of the whole run.
-      done: steps done before this process began.
-      every: steps between two plain lines, where stderr is not a terminal.
+      total: Steps of the run.
+      done: Steps done before this process started.
+      every: Steps between two plain lines, where stderr is not a terminal.
     """
 
     def __init__(self, total: int, done: int = 0, every: int = 10):
@@ -268,10 +264,10 @@ class Progress:
             )
 
     def _fitting(self, step: int, numbers: list[str]) -> str:
-        """The numbers for which the terminal has room next to a bar; speed and utilisation are left out first."""
-        room = self._bar.ncols - len(f"100% |{'':{BAR}}| step {step} of {self._total}")
+        """Returns the numbers that fit next to the bar; speed and utilisation are left out first."""
+        space = self._bar.ncols - len(f"100% |{'':{BAR}}| step {step} of {self._total}")
         kept = list(numbers)
-        while len(", ".join(["", *kept])) > room and len(kept) > 1:
+        while len(", ".join(["", *kept])) > space and len(kept) > 1:
             del kept[-2 if len(kept) > 2 else -1]
         return ", ".join(kept)
 
@@ -296,7 +292,7 @@ _lines: deque[tuple[float, str]] = deque(maxlen=KEPT)
 
 @contextlib.contextmanager
 def keep_log_tail() -> Iterator[None]:
-    """In this block what Python code writes to standard error is kept for `log_tail`, except progress."""
+    """In this block the last lines that Python code writes to standard error, except progress, are in `log_tail`."""
     before = sys.stderr
     sys.stderr = LogTail(before)
     _lines.clear()
@@ -307,12 +303,12 @@ def keep_log_tail() -> Iterator[None]:
 
 
 def log_tail() -> list[tuple[float, str]]:
-    """(the system's time, the line) of the last ones."""
+    """Returns (time, line) of the last lines; times are those of `time.time`."""
     return list(_lines)
 
 
 class LogTail:
-    """A stream that passes everything on and keeps the last whole lines."""
+    """Writes to a stream, and keeps its last complete lines."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -323,15 +319,15 @@ class LogTail:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Writes to the stream, and keeps the lines that end."""
+        """Writes to the stream, and keeps the lines that are complete."""
         with self._lock:
-            *whole, begun = (self._begun + text).split("\n")
+            *complete, begun = (self._begun + text).split("\n")
             self._begun = _last_state(begun)[:WIDEST]
-            found = [_last_state(line)[:WIDEST].rstrip() for line in whole]
+            found = [_last_state(line)[:WIDEST].rstrip() for line in complete]
             _lines.extend((time.time(), x) for x in found if x.strip() and not STEP_LINE.match(x))
         return self._stream.write(text)
 
 
 def _last_state(line: str) -> str:
-    """What a bar's line is after its last carriage return, without what empties a terminal's line."""
+    """Returns what a progress bar's line shows at last."""
     return line.rpartition("\r")[2].removeprefix("\x1b[K")

@@ -201,6 +201,6 @@ def test_the_second_ends_at_once_whatever_hangs_and_says_no_more_than_that(tmp_p
     assert process.returncode == 128 + signal.SIGINT
     lines = [line for line in errors.splitlines() if line]
     noted = what != "call"  # which Python's own handler does not get into
-    assert len(lines) == 1 + noted and lines[-1].startswith("ended at once"), errors
+    assert len(lines) == 1 + noted and lines[-1].startswith("Exiting now"), errors
     assert out == ""
     assert ends(int(ready.read_text()))  # where the reward's process hangs, it is that one

@@ -16,7 +16,7 @@ import pytest
 from tqdm import tqdm
 
 from digen_jax.process import terminal as progress
-from digen_jax.process.terminal import Output, Progress, broken, complete_lines, print_error
+from digen_jax.process.terminal import Output, Progress, complete_lines, print_error, wrapped
 from tests.pipelines import ROOT, environment
 from tests.run.test_train import TOY
 from tests.tiny_runs import PROMPTS
@@ -89,7 +89,7 @@ def on_terminal(monkeypatch, columns="40"):
     ],
 )
 def test_lines_are_broken_between_words_under_what_they_continue(line, lines):
-    assert broken(line, 40).split("\n") == lines
+    assert wrapped(line, 40).split("\n") == lines
 
 
 def test_prints_do_not_break_a_bar(monkeypatch):

@@ -109,7 +109,7 @@ def test_the_second_signal_ends_a_run_in_which_something_hangs(folder):
             time.sleep(0.1)
         process.send_signal(signal.SIGINT)
         lines = [process.stdout.readline()]
-        while not lines[-1].startswith("finishing"):
+        while not lines[-1].startswith("Finishing"):
             assert lines[-1], lines
             lines.append(process.stdout.readline())
         process.send_signal(signal.SIGINT)
@@ -119,6 +119,6 @@ def test_the_second_signal_ends_a_run_in_which_something_hangs(folder):
     assert process.returncode == 128 + signal.SIGINT
     # The step that was recorded meanwhile may be printed between them.
     words = [line.partition(" ")[0] for line in said.splitlines()]
-    assert "ended" in words and "finishing" not in words, said
+    assert "Exiting" in words and "Finishing" not in words, said
     with pytest.raises(ProcessLookupError):
         os.kill(process.pid, 0)
