@@ -84,18 +84,18 @@ def note_weights() -> None:
     """Makes this process, the trainer's, note what it publishes, and its workers what they receive."""
     from digen_jax.distributed.workers import RemoteWorkers
     from digen_jax.parallel.system import cast
-    from digen_jax.runtime.array_transfer import Versions
+    from digen_jax.runtime.array_transfer import SyncedWeights
 
-    add = Versions.add
+    add = SyncedWeights.add
 
     def added(
-        self: Versions, weights_version: WeightsVersion, tree: Any, own: str | None = None
+        self: SyncedWeights, weights_version: WeightsVersion, tree: Any, own: str | None = None
     ) -> None:
         # First, since a worker may receive it at once.
         note(PUBLISHED, weights_version, tree if self._dtype is None else cast(tree, self._dtype))
         add(self, weights_version, tree, own)
 
-    Versions.add = added
+    SyncedWeights.add = added
     kinds = dict(kind=HashingProcess, training_kind=HashingTrainingProcess)
     RemoteWorkers.__init__ = partialmethod(RemoteWorkers.__init__, **kinds)
 

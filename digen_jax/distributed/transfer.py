@@ -113,7 +113,7 @@ class WorkerTransfer(ArrayTransfer):
 
     def get(self, key: Key, shardings: Shardings, taker: str) -> Tree | None:
         """See `ArrayTransfer`; trees of others are on the host. Raises TreeMissing if not even None is stored."""
-        if key not in self._offered:
+        if key not in self._trees:
             raise TreeMissing(key)
         tree = self.start_read(key, taker)
         self.end_read(key, taker)
@@ -200,7 +200,7 @@ class TrainerTransfer(ArrayTransfer):
                 return None
             refs = [self._engine.put(part) for part in packed]
             with self._lock:
-                if key in self._offered:  # otherwise it was dropped meanwhile
+                if key in self._trees:  # otherwise it was dropped meanwhile
                     self._stored[key] = refs
             return refs
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from digen_jax.config.train_config import TrainConfig
     from digen_jax.parallel.system import Rollout, System
     from digen_jax.runtime.sampling import SamplingExecutor
-    from digen_jax.runtime.steps import TrainBatch
+    from digen_jax.runtime.steps import ChunkAdvantages
 
 Parts = tuple[tuple[str, float, float], ...]  # (kind, begin, end)
 
@@ -403,10 +403,10 @@ class TrainingProcess(RolloutProcess):
 
     def generate(self, chunk: Chunk, weights_version: WeightsVersion) -> None:
         """See `RolloutProcess`; samples with the weights that it trains, unless it was sent others."""
-        self._training.lend_weights(self._sampling(), weights_version)
+        self._training.share_weights(self._sampling(), weights_version)
         super().generate(chunk, weights_version)
 
-    def train(self, command: Train, batch: "TrainBatch") -> None:
+    def train(self, command: Train, batch: "ChunkAdvantages") -> None:
         """Adds the gradient of a chunk's passes to the update's."""
         self._training.train(command, batch)
 

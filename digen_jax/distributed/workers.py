@@ -54,7 +54,7 @@ from digen_jax.runtime.array_transfer import (
 from digen_jax.runtime.clock import paused, remote_work
 from digen_jax.runtime.driver import Driver, WorkerDisconnected
 from digen_jax.runtime.sampling import ChunkScorer, failed, ready
-from digen_jax.runtime.steps import ScoredChunk, TrainBatch
+from digen_jax.runtime.steps import ChunkAdvantages, ScoredChunk
 from digen_jax.scheduling.commands import (
     TRAINER,
     Chunk,
@@ -333,7 +333,7 @@ class TrainingProxy(WorkerProxy):
         key = SamplesKey(command.worker, command.chunk)
         self._work("deliver", command, trees={key: self._transfer.stored(key) or []}, group="sync")
 
-    def train(self, command: Train, batch: TrainBatch) -> None:
+    def train(self, command: Train, batch: ChunkAdvantages) -> None:
         """Has the gradient of a chunk's passes added to the update's."""
         self._work("train", command, batch)
 

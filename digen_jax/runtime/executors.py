@@ -19,7 +19,7 @@ from digen_jax.parallel.system import Rollout, System
 from digen_jax.parallel.trainer import TrainState
 from digen_jax.rewards.built_in import on_mesh
 from digen_jax.rewards.pool import RewardPool
-from digen_jax.runtime.array_transfer import ArrayTransfer, MissingSums, SamplesKey, Versions
+from digen_jax.runtime.array_transfer import ArrayTransfer, MissingSums, SamplesKey, SyncedWeights
 from digen_jax.runtime.checkpointing import Position
 from digen_jax.runtime.clock import paused
 from digen_jax.runtime.sampling import ChunkScorer, SamplingExecutor
@@ -46,11 +46,10 @@ from digen_jax.scheduling.state import SAMPLE, TRAIN
 
 
 class Executors:
-    """The executors of the home worker and, by name, of all other workers, which may be in other processes.
+    """The executors of all workers, some of which may be in other processes.
 
-    They share the data of the steps that follow from the config (`steps`); the transfer moves arrays between them.
-    The scheduler decides the order of commands. `do` may be called from one thread for each worker, and from
-    others for transfers to and from it.
+    They share the prompts and keys of the steps; the transfer moves arrays between them. The scheduler decides the
+    order of commands. `do` may be called from one thread for each worker, and from others for transfers to and from it.
 
     Args:
       system: Parts of the run.
@@ -58,10 +57,10 @@ class Executors:
       held_out: Prompts of evaluations.
       position: State of the run at the start of its next step.
       batches: Prompt records of each step from this one on.
-      transfer: ArrayTransfer to the workers in other processes, which `join`. None means that there are none.
+      transfer: Transfer to workers in other processes, which `join`. None means that there are none.
 
     Attributes:
-      extremes: The best and the worst images of the step that ended last, if pictures of it are due.
+      extremes: The best and the worst images of the step that ended last, if images of it are due.
     """
 
     def __init__(
@@ -94,7 +93,7 @@ class Executors:
         # A resumed run may also have begun chunks of the next step with the newest version, on separate meshes.
         stale = settings.max_policy_lag > 0 and (later or first > 0)
         keep = stale or (later and self.last_update > 0)
-        self.versions = Versions(self._transfer, keep, system.sent, exact=many > 0)
+        self.versions = SyncedWeights(self._transfer, keep, system.sent, exact=many > 0)
         for version, tuned in (position.begun.kept if position.begun else {}).items():
             self.versions.add(WeightsVersion(version), tuned)
         self.trainer = TrainingExecutor(
@@ -111,7 +110,7 @@ class Executors:
 
     @property
     def devices(self) -> dict[str, int]:
-        """The number of devices of every worker, the home worker last."""
+        """Returns the number of devices of every worker, the home worker last."""
         workers = {**self.rollouts, **self.others, TRAINER: self.trainer}
         return {name: executor.devices for name, executor in workers.items()}
 
@@ -121,7 +120,7 @@ class Executors:
         return self.trainer.state
 
     def roles(self, worker: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The roles of a worker, in order of preference, and those that it takes only if no other worker has them."""
+        """Returns (roles, spare roles) of a worker: see `Joined`."""
         if worker != TRAINER and worker not in self.others:
             return (SAMPLE,), ()
         if self.system.placement.colocated:
@@ -141,7 +140,7 @@ class Executors:
         return SamplingExecutor(name, rollout, self.steps, self._held_out, self._transfer, scorers)
 
     def sampling(self, worker: str) -> SamplingExecutor:
-        """A worker's sampling executor; that of a training worker is created at its first use."""
+        """Returns a worker's sampling executor; that of a training worker is created at its first use."""
         found = self.rollouts.get(worker) or self._assistants.get(worker)
         if found is None:
             with paused():  # it may have to read components, and compiles
@@ -151,11 +150,10 @@ class Executors:
         return found
 
     def _samplers(self) -> tuple[SamplingExecutor, ...]:
-        """The sampling executors that exist at present."""
         return *self._assistants.values(), *self.rollouts.values()
 
     def _holders(self) -> tuple[Any, ...]:
-        """All executors but that of the home worker's training; one in another process trains and samples."""
+        """Returns all executors except the home worker's training; one in another process trains and samples."""
         return tuple(dict.fromkeys((*self.others.values(), *self._samplers())))
 
     def _training(self, worker: str) -> GradientExecutor:
@@ -166,21 +164,21 @@ class Executors:
         return self.others[worker]
 
     def remove(self, worker: str) -> None:
-        """Marks a worker as failed or hung: its later results are ignored."""
+        """Removes a worker that failed, hung or disconnected; its later results are ignored."""
         self.others.pop(worker, None)
-        for held in (self.rollouts, self._assistants):
-            if worker in held:
-                held.pop(worker).remove()
+        for samplers in (self.rollouts, self._assistants):
+            if worker in samplers:
+                samplers.pop(worker).remove()
         self._transfer.drop_peer(worker)
 
     def do(self, command: Command) -> None:
         """Executes a command other than a Score or an Evaluate; returns when its work is done."""
         match command:
             case Encode():
-                _ = self.steps[command.step]  # drawn here, too, where another process encodes it
+                _ = self.steps[command.step]  # drawn here, too, if another process encodes it
                 self.sampling(command.worker).encode(command.step)
             case Generate():
-                self._hold(command)
+                self._provide_weights(command)
                 self.sampling(command.worker).generate(command.chunk, command.weights_version)
             case Decode():
                 self.sampling(command.worker).decode(command.chunk)
@@ -211,11 +209,11 @@ class Executors:
             case _:
                 raise TypeError(f"{command} is not for the executors")
 
-    def _hold(self, command: Generate) -> None:
-        """Has a training worker sample with the weights that it trains, unless it was sent others."""
+    def _provide_weights(self, command: Generate) -> None:
+        """Gives a training worker's sampler the weights that it trains, unless it has received them."""
         worker, weights_version = command.worker, command.weights_version
-        if isinstance(own := self.others.get(worker), OtherTrainingExecutor):
-            own.lend_weights(self.sampling(worker), weights_version)
+        if isinstance(other := self.others.get(worker), OtherTrainingExecutor):
+            other.share_weights(self.sampling(worker), weights_version)
         elif worker == TRAINER and weights_version not in self.sampling(worker).weights:
             self.sampling(worker).receive(weights_version)
 
@@ -229,7 +227,7 @@ class Executors:
             one.updated(self.steps.first if version is None else version)
 
     def _add_sums(self, workers: Sequence[str]) -> None:
-        """Has the first worker offer the sums of all, which they add in pairs, in parallel. Raises MissingSums."""
+        """Adds the sums of workers at the first of them, in a binary tree in parallel. Raises MissingSums."""
         first, *others = workers
         parts = []  # of 1, 2, 4, ... workers
         while others:
@@ -241,8 +239,9 @@ class Executors:
 
     def _sync(self, command: SyncWeights) -> None:
         other, weights_version = self.others.get(command.worker), command.weights_version
-        trains = other is not None
-        if trains and (other.take_trained(weights_version) or weights_version not in self.versions):
+        if other is not None and (
+            other.take_trained(weights_version) or weights_version not in self.versions
+        ):
             return  # these are the weights that it trains, or newer weights exist
         executor = self.sampling(command.worker)
         executor.receive(weights_version)
@@ -251,15 +250,15 @@ class Executors:
             executor.drop_weights(weights_version)
 
     def scores(self, step: int) -> StepScores:
-        """The scores of a step."""
+        """Returns the scores of a step."""
         found = self._scores.get(step)
         if found is None:
-            begun = StepScores.create(self.steps[step], self.system.advantages)
-            found = self._scores.setdefault(step, begun)
+            empty = StepScores.create(self.steps[step], self.system.advantages)
+            found = self._scores.setdefault(step, empty)
         return found
 
     def score(self, command: Score, pool: RewardPool) -> Future[ScoredChunk | None]:
-        """Has a chunk scored where it was decoded, by `pool` if that is in this process; returns at once.
+        """Scores a chunk in the process that decoded it, by `pool` if that is this process; returns at once.
 
         The future has None for a chunk that was dropped. It raises WorkerDisconnected, and as `ChunkScorer.submit`'s.
         """
@@ -267,7 +266,7 @@ class Executors:
         return self.sampling(command.maker).score(command.chunk, scorer)
 
     def scored(self, command: Score, scored_chunk: ScoredChunk | None) -> None:
-        """Notes the result of `score`. Processes other than the first get only the scores."""
+        """Stores the result of `score`. Processes other than the first get only the scores."""
         chunk = command.chunk
         maker = self._assistants.get(command.maker) or self.rollouts.get(command.maker)
         if maker is not None:
@@ -277,20 +276,22 @@ class Executors:
         if scored_chunk is None:
             raise RuntimeError(f"{command.maker} has no scores of {chunk}")
         if not chunk.evaluation:
-            self.scores(chunk.step).note(chunk.index, scored_chunk.scores)
+            self.scores(chunk.step).add(chunk.index, scored_chunk.scores)
         if scored_chunk.looks is None:
             return
         if chunk.evaluation:
-            self.evaluation_scores.note(chunk, scored_chunk)
+            self.evaluation_scores.add(chunk, scored_chunk)
         else:
-            self.scores(chunk.step).see(chunk.index, scored_chunk.looks, scored_chunk.kept)
+            self.scores(chunk.step).add_previews(
+                chunk.index, scored_chunk.looks, scored_chunk.previews
+            )
 
     def evaluated(self, command: Evaluate) -> Evaluation:
-        """The result of a version's evaluation, all of whose chunks are scored."""
+        """Returns the result of a version's evaluation, of which all chunks are scored."""
         return self.evaluation_scores.take(command.version)
 
     def end_step(self) -> dict[str, float]:
-        """Ends the present step; returns the metrics of its rewards and updates."""
+        """Ends the current step; returns the metrics of its rewards and updates."""
         ended = self.steps.first
         scores = self.scores(ended)
         del self._scores[ended]
@@ -302,7 +303,7 @@ class Executors:
         return self.trainer.metrics() | scores.metrics(self._names) | scores.image_metrics()
 
     def version_weights(self, weights_version: WeightsVersion) -> Any:
-        """Published weights that are kept, in a checkpoint's form."""
+        """Returns weights that are kept, as a checkpoint stores them."""
         return self.versions[weights_version]
 
 

@@ -34,7 +34,7 @@ from digen_jax.rewards.pool import RewardPool, Scored
 from digen_jax.rewards.sanity_check import run_sanity_checks
 from digen_jax.runtime.array_transfer import ArrayTransfer, ConditioningKey, SamplesKey
 from digen_jax.runtime.clock import part
-from digen_jax.runtime.steps import HeldOut, Previews, ScoredChunk, Steps, order
+from digen_jax.runtime.steps import HeldOut, Previews, ScoredChunk, Steps, ranked
 from digen_jax.scheduling.commands import Chunk, WeightsVersion
 from digen_jax.scheduling.settings import Settings
 
@@ -63,9 +63,9 @@ class ChunkScorer:
         clips: Num[np.ndarray, "b t h w 3"],
         known: rewards.Answers = (),
     ) -> Future[ScoredChunk]:
-        """A future `ScoredChunk` of images as bytes; `known` holds the scores of rewards on a mesh.
+        """Returns the future `ScoredChunk` of images as bytes; `known` has the scores of rewards on a mesh.
 
-        The future raises the errors of `RewardPool.submit`'s, and DivergedError for NaN, which is no reward's error.
+        It raises as `RewardPool.submit`'s, and DivergedError for NaN, which is no error of a reward.
         """
         try:
             check_images(clips)
@@ -75,7 +75,7 @@ class ChunkScorer:
             records = self.held_out.of(chunk)
         else:
             step = self.steps[chunk.step]
-            records, rows = step.shown(chunk.index), step.rows[step.cut(chunk.index)]
+            records, rows = step.records_of(chunk.index), step.rows[step.slice_of(chunk.index)]
         looks = look_beside(middle_frames(clips))  # in parallel to the rewards
         prompts = [record["prompt"] for record in records]
 
@@ -83,48 +83,48 @@ class ChunkScorer:
             values = rewards.total(scored.scores.columns, self.weights)
             found = ScoredChunk(scored.scores, values, scored.seconds, scored.exchanges, looks)
             most = self.settings.shown_images
-            if chunk.evaluation:  # the first clips; if no picture is due only their middle frames
+            if chunk.evaluation:  # the first clips, or only their middle frames if no image is due
                 first = clips[: max(0, most - self.held_out.first(chunk))]
                 if not self.settings.is_shown(chunk.step):
                     first = middle_frames(first)[:, None]
                 return found._replace(clips=first.copy())  # so that the others can be freed
             shown = self.settings.is_shown(chunk.step + 1)
-            places = ends(values, rows, most if shown else 0)
-            return found._replace(kept=Previews(places, middle_frames(clips)[places]))
+            places = best_and_worst(values, rows, most if shown else 0)
+            return found._replace(previews=Previews(places, middle_frames(clips)[places]))
 
         return then(self.pool.submit(reward_input(clips), prompts, records, known), scored_chunk)
 
 
-def ends(
+def best_and_worst(
     values: Float32[np.ndarray, "b"], rows: Int[np.ndarray, "b"], keep: int
 ) -> Int[np.ndarray, "k"]:
-    """The places of a chunk's best images and of its worst, so many of each, in ascending order."""
-    return np.unique(np.concatenate([order(values, rows, sign)[:keep] for sign in (1, -1)]))
+    """Returns the places of a chunk's `keep` best and `keep` worst images, in ascending order."""
+    return np.unique(np.concatenate([ranked(values, rows, sign)[:keep] for sign in (1, -1)]))
 
 
 def then(found: Future, call: Callable[[Any], Any]) -> Future:
-    """The future of a call with a future's result, in the thread that has the result; passes errors on."""
-    made: Future = Future()
+    """Returns the future of `call` with a future's result, in the thread that sets the result; passes errors on."""
+    result: Future = Future()
 
     def settle(done: Future) -> None:
         try:
-            made.set_result(call(done.result()))
+            result.set_result(call(done.result()))
         except BaseException as error:
-            made.set_exception(error)
+            result.set_exception(error)
 
     found.add_done_callback(settle)
-    return made
+    return result
 
 
 def ready(result: Any) -> Future:
-    """A future that has its result."""
+    """Returns a future with a result."""
     found: Future = Future()
     found.set_result(result)
     return found
 
 
 def failed(error: BaseException) -> Future:
-    """A future that has an error."""
+    """Returns a future with an error."""
     found: Future = Future()
     found.set_exception(error)
     return found
@@ -133,9 +133,8 @@ def failed(error: BaseException) -> Future:
 class SamplingExecutor:
     """Encodes, generates and decodes on one mesh; every method returns when its work is done.
 
-    It holds its results until others have taken them: images for the rewards in `images`, scores of the rewards on
-    this mesh in `answers`, samples for training on the transfer. The proxy of a worker in another process has the same
-    attributes `name` and `devices` and the same methods.
+    Results are stored until they are fetched: images for the rewards in `images`, scores of the rewards on this mesh
+    in `answers`, samples for training in the transfer. The proxy of a worker in another process has the same methods.
 
     Args:
       name: Name of the worker.
@@ -161,22 +160,18 @@ class SamplingExecutor:
         self.images: dict[Chunk, np.ndarray] = {}  # as bytes, not yet scored
         self.answers: dict[Chunk, rewards.Answers] = {}
         self.removed = False
-        self._steps, self._held_out, self._transfer, self._scorers = (
-            steps,
-            held_out,
-            transfer,
-            scorers,
-        )
+        self._steps, self._held_out = steps, held_out
+        self._transfer, self._scorers = transfer, scorers
         self._fixed = Weights(None, rollout.base, rollout.frozen)
         self._prompts: dict[int, EncodedPrompts] = {}
-        self._begun: dict[Chunk, Trajectory] = {}
+        self._trajectories: dict[Chunk, Trajectory] = {}
 
     def hold(self, weights_version: WeightsVersion, tuned: Any) -> None:
-        """Keeps published weights that this process has, in the sampler's type and shardings."""
+        """Stores weights of this process, in the sampler's type and shardings."""
         self.weights[weights_version] = jax.block_until_ready(self.rollout.weights(tuned))
 
     def receive(self, weights_version: WeightsVersion) -> None:
-        """Takes published weights; weights that were withdrawn are no longer needed."""
+        """Gets weights of the trainer; deleted weights are no longer needed."""
         tuned = self._transfer.get(weights_version, self.rollout.group.params, self.name)
         if tuned is not None:
             self.weights[weights_version] = Weights(tuned, self.rollout.base, self.rollout.frozen)
@@ -192,7 +187,7 @@ class SamplingExecutor:
             self._transfer.delete(ConditioningKey(self.name, old))
 
     def generate(self, chunk: Chunk, weights_version: WeightsVersion) -> None:
-        """Generates a chunk's trajectories with weights that were received."""
+        """Generates a chunk's trajectories with weights that it has received."""
         if chunk.evaluation:
             held_out, weights = self._held_out, self.weights[weights_version]
             records, first = held_out.of(chunk), held_out.first(chunk)
@@ -204,23 +199,23 @@ class SamplingExecutor:
             weights, step = self.weights.get(weights_version), self._steps.find(chunk)
             if step is None:
                 return
-            cut = step.cut(chunk.index)
+            cut = step.slice_of(chunk.index)
             trajectory = self.rollout.sampler.generate(
                 weights, self._prompts[chunk.step], step.rows[cut], *step.drawn.subset(cut)
             )
-        self._begun[chunk] = jax.block_until_ready(trajectory)
+        self._trajectories[chunk] = jax.block_until_ready(trajectory)
         if not chunk.evaluation and self._steps.find(chunk) is None:
             self.drop_chunk(chunk)
 
     def decode(self, chunk: Chunk) -> None:
-        """Brings a chunk's images to the host, and offers its samples for training on the transfer.
+        """Decodes a chunk's images to the host, and makes its samples available for training.
 
         The rewards on this mesh score the images.
 
         Raises:
           RewardError: their scores are not finite.
         """
-        trajectory = self._begun.pop(chunk, None)
+        trajectory = self._trajectories.pop(chunk, None)
         if trajectory is None:
             return
         if chunk.evaluation:
@@ -232,28 +227,28 @@ class SamplingExecutor:
         step = self._steps.find(chunk)
         if step is None or self.removed:  # another worker generates the chunk
             return
-        # First, so that nothing is offered of a chunk whose scoring fails.
-        self._keep(chunk, images, step.shown(chunk.index))
+        # First, so that samples are not available if scoring fails.
+        self._keep(chunk, images, step.records_of(chunk.index))
         if self.removed:
             return
-        keys = put(step.training_keys[step.cut(chunk.index)], self.rollout.group.batch)
+        keys = put(step.training_keys[step.slice_of(chunk.index)], self.rollout.group.batch)
         samples = trained_part(trajectory, keys), trajectory.sigmas
         self._transfer.put(SamplesKey(self.name, chunk), jax.block_until_ready(samples))
         if self._steps.find(chunk) is None:
             self.drop_chunk(chunk)
 
     def _keep(self, chunk: Chunk, images: np.ndarray, records: list[dict[str, Any]]) -> None:
-        """Holds images for the rewards; those on this mesh score them now."""
-        made = bytes_or_nan(images)
-        # With a NaN nothing is scored: the run ends where these images are taken.
-        if self._scorers and made.dtype == np.uint8:
+        """Stores images for the rewards; those on this mesh score them now."""
+        images = bytes_or_nan(images)
+        # With a NaN nothing is scored: the run ends when these images are fetched.
+        if self._scorers and images.dtype == np.uint8:
             with part("score"):
-                batch = reward_input(made), [record["prompt"] for record in records], records
+                batch = reward_input(images), [record["prompt"] for record in records], records
                 self.answers[chunk] = rewards.answers(self._scorers, batch)
-        self.images[chunk] = made
+        self.images[chunk] = images
 
     def score(self, chunk: Chunk, scorer: ChunkScorer) -> Future[ScoredChunk]:
-        """Has the rewards score a decoded chunk, whose images stay here until `scored`; see `ChunkScorer.submit`."""
+        """Scores a decoded chunk, whose images are stored until `scored`; see `ChunkScorer.submit`."""
         return scorer.submit(chunk, self.images[chunk], self.answers.get(chunk, ()))
 
     def scored(self, chunk: Chunk) -> None:
@@ -263,19 +258,19 @@ class SamplingExecutor:
 
     def drop_chunk(self, chunk: Chunk) -> None:
         """Frees all data of a chunk."""
-        self._begun.pop(chunk, None)
+        self._trajectories.pop(chunk, None)
         self.scored(chunk)
         self._transfer.delete(SamplesKey(self.name, chunk))
 
     def drop_weights(self, weights_version: WeightsVersion) -> None:
-        """Frees published weights."""
+        """Frees weights."""
         self.weights.pop(weights_version, None)
 
     def end_step(self, step: int) -> None:
-        """A step has ended, which this process has forgotten already."""
+        """Does nothing: see `WorkerProxy.end_step`."""
 
     def remove(self) -> None:
-        """Another worker repeats its work: results of calls in progress are not offered."""
+        """Marks the worker as removed: another one repeats its work, and results of calls in progress are not used."""
         self.removed = True
 
 

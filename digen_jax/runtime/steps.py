@@ -28,15 +28,15 @@ from digen_jax.scheduling.settings import Settings
 class StepImages:
     """The images of a step: image j is the (j mod G)-th of group j // G.
 
-    With dynamic sampling the groups are all possible candidates, begun or not.
+    With dynamic sampling the groups are all possible candidates, started or not.
     """
 
     records: list[dict[str, Any]]
     size: int  # images of a chunk
     rows: Int[np.ndarray, "n"]
     drawn: SampleDraws
-    training_keys: Key[Array, "n"]  # of training's noise: on the first turn the images' own keys
-    dropped: set[int] = dataclasses.field(default_factory=set)  # begun, not needed
+    training_keys: Key[Array, "n"]  # of training's noise: the first time the keys of the images
+    dropped: set[int] = dataclasses.field(default_factory=set)  # started, not needed
 
     @classmethod
     def create(
@@ -54,26 +54,26 @@ class StepImages:
         drawn = rng.draw(number, serials, np.tile(np.arange(images), len(records)))
         return cls(records, size, rows, drawn, repeat_keys(drawn.keys, turn))
 
-    def cut(self, index: int) -> slice:
-        """The slice of a chunk's images."""
+    def slice_of(self, index: int) -> slice:
+        """Returns the slice of a chunk's images."""
         return slice(index * self.size, (index + 1) * self.size)
 
-    def shown(self, index: int) -> list[dict[str, Any]]:
-        """The record of each image of a chunk."""
-        return [self.records[row] for row in self.rows[self.cut(index)]]
+    def records_of(self, index: int) -> list[dict[str, Any]]:
+        """Returns the record of each image of a chunk."""
+        return [self.records[row] for row in self.rows[self.slice_of(index)]]
 
 
 class Steps:
-    """The steps by number. Each draws its prompts at its first use, in order; those that have ended are not held.
+    """The steps by number. Each draws its prompts at its first use, in order; those that have ended are not stored.
 
-    May be used by several threads.
+    Any thread may call.
 
     Args:
       batches: Prompt records of each step.
       images: Images of a group.
       size: Images of a chunk.
       rng: Draws the keys and steps of images.
-      first: The present step.
+      first: The current step.
       set_steps: Steps after which `batches` repeats, if the images are a fixed set. 0 means never.
     """
 
@@ -86,7 +86,7 @@ class Steps:
         first: int,
         set_steps: int = 0,
     ):
-        self.first = first  # the present step
+        self.first = first  # the current step
         self._batches, self._make = batches, (images, size, rng)
         self._set_steps, self._next = set_steps, first
         self._steps: dict[int, StepImages] = {}
@@ -98,18 +98,18 @@ class Steps:
                 records = next(self._batches)
                 if self._next >= self.first:
                     turn = self._next // self._set_steps if self._set_steps else 0
-                    begun = StepImages.create(self._next, records, *self._make, turn)
-                    self._steps[self._next] = begun
+                    step = StepImages.create(self._next, records, *self._make, turn)
+                    self._steps[self._next] = step
                 self._next += 1
             return self._steps[number]
 
     def draw(self, number: int) -> None:
-        """Draws the prompts of a step, unless it has ended: for a process in which no mesh encodes them."""
+        """Draws the prompts of a step, unless it has ended: for a process in which no worker encodes them."""
         if number >= self.first:
             self[number]
 
     def find(self, chunk: Chunk) -> StepImages | None:
-        """The step of a chunk; None if the chunk was dropped (its step may have ended)."""
+        """Returns the step of a chunk, or None if the chunk was dropped or its step has ended."""
         with self._lock:
             step = self._steps.get(chunk.step)
             return None if step is None or chunk.index in step.dropped else step
@@ -121,11 +121,11 @@ class Steps:
                 self._steps[chunk.step].dropped.add(chunk.index)
 
     def end(self) -> None:
-        """Forgets the present step, which has ended."""
+        """Ends the current step."""
         self.forget(self.first + 1)
 
     def forget(self, before: int) -> None:
-        """Forgets all steps before this one, which have ended."""
+        """Frees all steps before this one, which have ended."""
         with self._lock:
             self.first = max(self.first, before)
             for number in [number for number in self._steps if number < self.first]:
@@ -144,38 +144,38 @@ class HeldOut:
         self.batch = settings.evaluation_batch  # images of a chunk
 
     def of(self, chunk: Chunk) -> list[dict[str, Any]]:
-        """The records of a chunk; the last one of an evaluation may have fewer than a batch."""
+        """Returns the records of a chunk; the last one of an evaluation may have fewer than a batch."""
         count, first = self._settings.evaluated_images(chunk.step), self.first(chunk)
         return self.records[first : min(first + self.batch, count)]
 
     def first(self, chunk: Chunk) -> int:
-        """The number of a chunk's first image."""
+        """Returns the number of a chunk's first image."""
         return chunk.index * self.batch
 
 
 class Previews(NamedTuple):
-    """Images of a chunk that may be the step's best and worst."""
+    """Images of a chunk that may be among the step's best and worst."""
 
     places: Int[np.ndarray, "k"]  # within the chunk
-    pictures: UInt8[np.ndarray, "k h w 3"]
+    images: UInt8[np.ndarray, "k h w 3"]
 
 
 class ScoredChunk(NamedTuple):
     """Scores and previews of a chunk's images."""
 
     scores: rewards.Scores
-    values: Float32[np.ndarray, "b"] = np.zeros(0, np.float32)  # by which the scheduler compares
+    values: Float32[np.ndarray, "b"] = np.zeros(0, np.float32)  # that the scheduler compares
     seconds: float = 0.0  # that the rewards took
     exchanges: tuple[Exchange, ...] = ()  # with servers, on the clock of `time.perf_counter`
-    looks: Future[Looks] | None = None  # None: without image statistics
-    kept: Previews | None = None  # of a step
+    looks: Future[Looks] | None = None  # image statistics, if computed
+    previews: Previews | None = None  # of a step
     clips: UInt8[np.ndarray, "k t h w 3"] | None = None  # of an evaluation: the first ones
 
 
-def order(
+def ranked(
     values: Float32[np.ndarray, "k"], rows: Int[np.ndarray, "k"], sign: int
 ) -> Int[np.ndarray, "k"]:
-    """An order of images, for 1 the best first, for -1 the worst; of equal values first one of each group."""
+    """Returns an order of images: best first for sign 1, worst first for -1; of equal ones first one of each group."""
     turn = np.zeros(len(values), int)
     for row, value in set(zip(rows, values, strict=True)):
         same = np.flatnonzero((rows == row) & (values == value))
@@ -184,18 +184,18 @@ def order(
 
 
 class EvaluationScores:
-    """Collects scores and clips of evaluations, chunk by chunk, until a version is complete; in the first process."""
+    """Collects scores and clips of evaluations in the first process, until a version is complete."""
 
     def __init__(self, held_out: HeldOut, names: tuple[str, ...], weights: Sequence[float]):
         self._held_out, self._names, self._weights = held_out, names, weights
         self._found: dict[int, dict[int, ScoredChunk]] = defaultdict(dict)
 
-    def note(self, chunk: Chunk, scored_chunk: ScoredChunk) -> None:
+    def add(self, chunk: Chunk, scored_chunk: ScoredChunk) -> None:
         """Stores a scored chunk."""
         self._found[chunk.step][chunk.index] = scored_chunk
 
     def take(self, version: int) -> Evaluation:
-        """Returns a version's complete evaluation and forgets it."""
+        """Returns and removes a version's complete evaluation."""
         parts = [part for _, part in sorted(self._found.pop(version).items())]
         clips, scores = [part.clips for part in parts], [part.scores for part in parts]
         records = self._held_out.records[: sum(len(part.columns) for part in scores)]
@@ -203,19 +203,19 @@ class EvaluationScores:
         return found._replace(looks=joined([part.looks.result() for part in parts]))
 
     def forget(self, version: int) -> None:
-        """Forgets a version's evaluation, if there is one."""
+        """Removes a version's evaluation, if there is one."""
         self._found.pop(version, None)
 
 
-class TrainBatch(NamedTuple):
-    """The images of a chunk that are given to the trainer, and their advantages and weights.
+class ChunkAdvantages(NamedTuple):
+    """The images of a chunk that are trained, with their advantages and weights.
 
-    For an algorithm that `ranks` they have ranks, and in early training rewards, instead of advantages.
+    Instead of advantages there are ranks for an algorithm that `ranks`, and rewards in early training.
     """
 
     places: Int[np.ndarray, "k"]  # within the chunk
     advantages: Float[np.ndarray, "k"]
-    weight: Float32[np.ndarray, "k"]  # 0: the image's group is dropped
+    weight: Float32[np.ndarray, "k"]  # 0 if the image's group is dropped
 
 
 @dataclasses.dataclass
@@ -230,34 +230,35 @@ class StepScores:
     shown: dict[str, Float32[np.ndarray, "n"]] = dataclasses.field(default_factory=dict)
     looks: dict[int, Future[Looks]] = dataclasses.field(default_factory=dict)  # by chunk
     # Images that may be the step's best and worst, by their places in the step.
-    kept: dict[int, UInt8[np.ndarray, "h w 3"]] = dataclasses.field(default_factory=dict)
+    previews: dict[int, UInt8[np.ndarray, "h w 3"]] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def create(cls, images: StepImages, settings: AdvantageSettings) -> "StepScores":
-        """Scores of a step of which nothing is scored."""
+        """Creates the scores of a step without a scored image."""
         count = len(images.rows)
         empty = np.full((count, len(settings.reward_weights)), np.nan, np.float32)
         return cls(images, empty, settings, np.zeros(count, bool))
 
-    def note(self, index: int, scores: rewards.Scores) -> None:
+    def add(self, index: int, scores: rewards.Scores) -> None:
         """Stores a chunk's scores."""
-        cut = self.images.cut(index)
+        cut = self.images.slice_of(index)
         self.scores[cut], self.scored[cut] = scores.columns, True
         for name, found in scores.shown.items():
             empty = np.full(len(self.scored), np.nan, np.float32)
             self.shown.setdefault(name, empty)[cut] = found
 
-    def see(self, index: int, looks: Future[Looks], kept: Previews) -> None:
+    def add_previews(self, index: int, looks: Future[Looks], previews: Previews) -> None:
         """Stores the image statistics of a scored chunk, and the images that may be shown."""
         self.looks[index] = looks
-        start = self.images.cut(index).start
-        self.kept |= {
-            start + int(place): one for place, one in zip(kept.places, kept.pictures, strict=True)
+        start = self.images.slice_of(index).start
+        self.previews |= {
+            start + int(place): one
+            for place, one in zip(previews.places, previews.images, strict=True)
         }
 
     @property
     def members(self) -> Bool[np.ndarray, "n"]:
-        """The scored images of the groups that form the step."""
+        """Which images are scored and of groups that form the step."""
         images = self.images
         dropped = np.isin(np.arange(len(images.rows)) // images.size, list(images.dropped))
         return self.scored & ~dropped
@@ -272,48 +273,48 @@ class StepScores:
         """The std of the rewards over the groups that form the step."""
         return float(self.values[self.members].std(dtype=np.float64))
 
-    def batch(self, index: int, ranks: bool = False, early: bool = False) -> TrainBatch:
-        """The trained part of a chunk, when the unit `AdvantageSettings.needs` is scored.
+    def batch(self, index: int, ranks: bool = False, early: bool = False) -> ChunkAdvantages:
+        """Returns the trained part of a chunk, when the unit `AdvantageSettings.needs` is scored.
 
         The number of images given to the trainer does not depend on how many groups are dropped. With `ranks` the
         unit is `AdvantageSettings.ranking_needs`; `early`: before advantages are known.
         """
         settings = self.settings
         if ranks or early:
-            values = self.values[self.images.cut(index)] if early else self.ranking(index)
-            return TrainBatch(np.arange(len(values)), values, np.ones(len(values), np.float32))
+            values = self.values[self.images.slice_of(index)] if early else self.ranking(index)
+            return ChunkAdvantages(np.arange(len(values)), values, np.ones(len(values), np.float32))
         known, mine = self._known(index, settings.needs)
         given = trained_images(dataclasses.replace(settings, drop_zero_std=False), *known)[mine]
         weight = trained_images(settings, *known)[mine].astype(np.float32)
         found = advantages(settings, *known)[mine]
-        return TrainBatch(np.flatnonzero(given), found[given], weight[given])
+        return ChunkAdvantages(np.flatnonzero(given), found[given], weight[given])
 
     def ranking(self, index: int) -> Float[np.ndarray, "b"]:
-        """The ranks of a chunk's images, when the unit `AdvantageSettings.ranking_needs` is scored."""
+        """Returns the ranks of a chunk's images, when the unit `AdvantageSettings.ranking_needs` is scored."""
         known, mine = self._known(index, self.settings.ranking_needs)
         return ranking(self.settings, *known)[mine]
 
     def _known(
         self, index: int, needs: Literal["group", "step"]
     ) -> tuple[tuple[np.ndarray, np.ndarray, int], Bool[np.ndarray, "m"]]:
-        """((scores, groups, number of groups) of the images in the chunk's groups or step, which are its own)."""
-        rows, cut = self.images.rows, self.images.cut(index)
+        """Returns ((scores, groups, number of groups) of the chunk's groups or step, which of them are the chunk's)."""
+        rows, cut = self.images.rows, self.images.slice_of(index)
         members = np.isin(rows, rows[cut]) if needs == "group" else self.members
         mine = np.isin(np.flatnonzero(members), np.arange(cut.start, cut.stop))
         return (self.scores[members], rows[members], len(self.images.records)), mine
 
     def extremes(self, most: int) -> Extremes | None:
-        """At most this many of the best images and of the worst, none in both; None where none was kept."""
+        """Returns at most `most` of the best and of the worst images, none in both, or None without previews."""
         values, rows = self.values, self.images.rows
-        found = np.asarray([p for p in np.flatnonzero(self.members) if p in self.kept], int)
+        found = np.asarray([p for p in np.flatnonzero(self.members) if p in self.previews], int)
         count = min(most, len(found) // 2)
         if not count:
             return None
 
         def sample(places: Int[np.ndarray, "k"], sign: int) -> tuple[np.ndarray, Sample]:
-            places = places[order(values[places], rows[places], sign)][:count]
+            places = places[ranked(values[places], rows[places], sign)][:count]
             records = [self.images.records[row] for row in rows[places]]
-            images = np.stack([self.kept[one] for one in places])
+            images = np.stack([self.previews[one] for one in places])
             return places, Sample(records, images, values[places])
 
         places, best = sample(found, 1)
@@ -321,7 +322,7 @@ class StepScores:
         return Extremes(best, worst)
 
     def metrics(self, names: tuple[str, ...]) -> dict[str, float]:
-        """Mean and spread of the rewards of the groups that form a step, over all prompts and for each task.
+        """Returns mean and spread of the rewards of the groups that form a step, over all prompts and for each task.
 
         For several rewards these are of the weighted sum; mean, spread and range of each reward over the images to
         which it applies are added by its name, one of `names`.
@@ -347,20 +348,20 @@ class StepScores:
             **{f"reward/{tag}": mean for tag, mean in by_tag(shown, scores).items()},
             **{f"reward_std/{tag}": std for tag, std in by_tag(shown, scores, np.std).items()},
         }
-        if len(records) > groups:  # dynamic sampling: the candidates that were begun
-            begun = members.copy()
+        if len(records) > groups:  # dynamic sampling: the candidates that were started
+            started = members.copy()
             for index in self.images.dropped:
-                begun[self.images.cut(index)] = True
-            metrics["candidates"] = float(len(np.unique(self.images.rows[begun])))
+                started[self.images.slice_of(index)] = True
+            metrics["candidates"] = float(len(np.unique(self.images.rows[started])))
         return metrics
 
     def image_metrics(self) -> dict[str, float]:
-        """Image statistics of the groups that form a step, and the diversity within a group; empty without images."""
+        """Returns statistics of the images of a step, and the diversity within a group; empty without images."""
         chunks = [index for index in sorted(self.looks) if index not in self.images.dropped]
         if not chunks:
             return {}
         looks = joined([self.looks[index].result() for index in chunks])
-        groups = np.concatenate([self.images.rows[self.images.cut(index)] for index in chunks])
+        groups = np.concatenate([self.images.rows[self.images.slice_of(index)] for index in chunks])
         within = group_diversity(looks.thumbnails, groups)
         means = looks.means() | ({} if within is None else {"diversity": within})
         return {f"images/{name}": value for name, value in means.items()}

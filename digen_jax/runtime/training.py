@@ -1,4 +1,4 @@
-"""Executors of the training workers: each accumulates gradients of chunks; the home worker updates."""
+"""Executors of training workers: each accumulates gradients of chunks, and the home worker updates."""
 
 import threading
 from collections.abc import Collection, Sequence
@@ -28,12 +28,12 @@ from digen_jax.runtime.array_transfer import (
     MissingSums,
     SamplesKey,
     SumsKey,
+    SyncedWeights,
     TrainedWeightsKey,
     TransferError,
-    Versions,
 )
 from digen_jax.runtime.sampling import SamplingExecutor
-from digen_jax.runtime.steps import Steps, StepScores, TrainBatch
+from digen_jax.runtime.steps import ChunkAdvantages, Steps, StepScores
 from digen_jax.scheduling.commands import TRAINER, Chunk, Deliver, Train, WeightsVersion
 from digen_jax.scheduling.settings import Settings
 
@@ -48,7 +48,12 @@ class Sums(NamedTuple):
 class GradientExecutor:
     """Accumulates gradients of chunks on a mesh; every method returns when its work is done.
 
-    `trainers` are the names of all training workers: each may take the samples that another one has.
+    Args:
+      name: Name of the worker.
+      system: Parts of the run on its mesh.
+      steps: Steps of the run.
+      transfer: Moves arrays between workers.
+      trainers: Names of all training workers: each may get the samples that another one has.
     """
 
     def __init__(
@@ -64,7 +69,7 @@ class GradientExecutor:
         self.samples: dict[Chunk, SampledImages] = {}  # not yet trained
         self._steps, self._transfer, self._trainers = steps, transfer, trainers
         self._prompts: dict[int, EncodedPrompts] = {}  # by step
-        self._taking = threading.Lock()
+        self._prompts_lock = threading.Lock()
         self._totals: Totals | None = None
         self._trained: set[Chunk] = set()  # since the last update
         self._groups: dict[int, OpenGroup] = {}  # groups that are trained early, by number
@@ -73,47 +78,48 @@ class GradientExecutor:
         self._fixed = system.untuned() if system.trainer.algorithm.set_steps > 0 else None
 
     def current(self, weights_version: WeightsVersion) -> TrainState:
-        """The parameters that are trained, and the slow copy."""
+        """Returns the parameters that are trained, and the slow copy."""
         raise NotImplementedError
 
     def version_weights(self, weights_version: WeightsVersion) -> Any:
-        """The published weights of a version, in the trainer's type."""
+        """Returns the weights of a version that sample, in the trainer's type."""
         raise NotImplementedError
 
     def deliver(self, command: Deliver) -> None:
-        """Takes a chunk's samples from another worker, and with the first ones the step's prompts."""
-        self._take(command.worker, command.chunk, command.version)
+        """Gets a chunk's samples from another worker, and with the first ones the step's prompts."""
+        self._get_samples(command.worker, command.chunk, command.version)
 
-    def _take(self, worker: str, chunk: Chunk, version: int) -> None:
+    def _get_samples(self, worker: str, chunk: Chunk, version: int) -> None:
         group, several = self.system.placement.trainer, len(self._trainers) > 1
         step, key = self._steps.find(chunk), SamplesKey(worker, chunk)
         if step is None:
             self._transfer.delete(key)
             return
-        with self._taking:  # one lock for the chunks of all workers
+        with self._prompts_lock:  # one lock for the chunks of all workers
             if chunk.step not in self._prompts:
 
-                def everywhere(tree: Any) -> Any:
+                def replicated(tree: Any) -> Any:
                     return jax.tree.map(lambda _: group.replicated, tree)
 
-                found = self._transfer.get(
-                    ConditioningKey(worker, chunk.step), everywhere, self.name
-                )
-                if found is None:  # its worker was given up just now
+                prompts = ConditioningKey(worker, chunk.step)
+                found = self._transfer.get(prompts, replicated, self.name)
+                if found is None:  # its worker was just removed
                     raise TransferError(f"{worker} has no prompts of step {chunk.step}")
                 self._prompts[chunk.step] = found
                 if several:
                     self._transfer.put(ConditioningKey(self.name, chunk.step), found)
-        taken = self._transfer.get(key, lambda tree: sample_shardings(tree, group), self.name)
+        samples = self._transfer.get(key, lambda tree: sample_shardings(tree, group), self.name)
         if not (several and worker in self._trainers):
             self._transfer.delete(key)
-        if taken is None:
+        if samples is None:
             if self._steps.find(chunk) is None:
                 return
             raise TransferError(f"{worker} has no samples of chunk {chunk.index}")
         if several:
-            self._transfer.put(SamplesKey(self.name, chunk), taken)
-        self.samples[chunk] = SampledImages(version, step.rows[step.cut(chunk.index)], *taken)
+            self._transfer.put(SamplesKey(self.name, chunk), samples)
+        self.samples[chunk] = SampledImages(
+            version, step.rows[step.slice_of(chunk.index)], *samples
+        )
         if self._steps.find(chunk) is None:
             self.drop_chunk(chunk)
 
@@ -122,12 +128,12 @@ class GradientExecutor:
         if self.samples.pop(chunk, None) is not None:
             self._transfer.delete(SamplesKey(self.name, chunk))
 
-    def train(self, command: Train, batch: TrainBatch) -> None:
-        """Adds the gradient of a chunk's passes to the update's; `early`: through the sums of its group."""
+    def train(self, command: Train, batch: ChunkAdvantages) -> None:
+        """Adds the gradient of a chunk's passes to the update's, for early training through the sums of its group."""
         chunk, trainer = command.chunk, self.system.trainer
         state = self.current(WeightsVersion(chunk.step, update=command.update))
         if chunk not in self.samples:  # this worker has sampled it
-            self._take(self.name, chunk, command.version)
+            self._get_samples(self.name, chunk, command.version)
         images, prompts = self.samples[chunk], self._prompts[chunk.step]
         self._trained.add(chunk)
         if command.early:
@@ -136,17 +142,14 @@ class GradientExecutor:
         if len(batch.places) < len(images.rows):
             images = select_images(images, batch.places, self.system.placement.trainer)
         train_batch = make_train_batch(self.system, prompts, images, batch.advantages, batch.weight)
-        reads, behavior, start = trainer.algorithm, None, None
-        if reads.reads_behavior:
+        algorithm, behavior, start = trainer.algorithm, None, None
+        if algorithm.reads_behavior:
             behavior = self.version_weights(WeightsVersion(images.version))
-        if reads.reads_start and command.update:  # else no update has changed the parameters
+        if algorithm.reads_start and command.update:  # else no update has changed the parameters
             start = self.version_weights(WeightsVersion(chunk.step))
-        piece = command.first, command.count
-        self._totals = jax.block_until_ready(
-            trainer.accumulate(
-                state, self.system.base, train_batch, self._totals, behavior, start, piece
-            )
-        )
+        piece, base = (command.first, command.count), self.system.base
+        totals = trainer.accumulate(state, base, train_batch, self._totals, behavior, start, piece)
+        self._totals = jax.block_until_ready(totals)
         return None
 
     def _train_early(
@@ -156,13 +159,13 @@ class GradientExecutor:
         images: SampledImages,
         state: TrainState,
     ) -> None:
-        """Adds a chunk to its group's sums; the group's last one adds these to the update's."""
+        """Adds a chunk to its group's sums; the group's last chunk adds these to the update's."""
         trainer, number = self.system.trainer, int(images.rows[0])
         # Advantages are not known yet: nothing may read them.
         unknown = np.full_like(values, np.nan)
         train_batch = make_train_batch(self.system, self._prompts[chunk.step], images, unknown)
-        begun, base = self._groups.pop(number, None), self.system.base
-        group = trainer.accumulate_early(state, base, train_batch, values, begun)
+        group, base = self._groups.pop(number, None), self.system.base
+        group = trainer.accumulate_early(state, base, train_batch, values, group)
         jax.block_until_ready(group.sums)
         if len(group.rewards) < np.count_nonzero(self._steps[chunk.step].rows == number):
             self._groups[number] = group
@@ -171,14 +174,24 @@ class GradientExecutor:
             self._totals = jax.block_until_ready(trainer.close(group, self._totals, std))
 
     def sums(self, others: Sequence[str] = ()) -> Sums:
-        """The sums since the last update, added to those that other workers offer; its own stay until `updated`.
+        """Returns the sums since the last update, added to those of other workers.
 
         Raises:
-          MissingSums: One of them is lost.
+          MissingSums: A worker disconnected.
         """
         trainer, totals, stale = self.system.trainer, None, self._stale
+        replicated = self.system.placement.trainer.replicated
+
+        def shardings(sums: Sums) -> Sums:
+            return Sums(trainer.shardings_of(sums.totals), replicated)
+
         for worker in others:
-            other = self._sums_of(worker)
+            try:
+                other = self._transfer.get(SumsKey(worker), shardings, self.name)
+            except TransferError as error:
+                raise MissingSums(worker) from error
+            if other is None:
+                raise MissingSums(worker)
             totals, stale = trainer.add(totals, other.totals), stale or bool(other.stale)
         if totals is None:
             totals = self._totals
@@ -186,22 +199,8 @@ class GradientExecutor:
             totals = trainer.add(totals, self._totals)
         return Sums(jax.block_until_ready(totals), stale)
 
-    def _sums_of(self, worker: str) -> Sums:
-        trainer, stale = self.system.trainer, self.system.placement.trainer.replicated
-
-        def shardings(sums: Sums) -> Sums:
-            return Sums(trainer.shardings_of(sums.totals), stale)
-
-        try:
-            found = self._transfer.get(SumsKey(worker), shardings, self.name)
-        except TransferError as error:
-            raise MissingSums(worker) from error
-        if found is None:
-            raise MissingSums(worker)
-        return found
-
     def updated(self, first: int) -> None:
-        """Forgets the sums of an update and frees its samples, and the samples and prompts of steps before `first`."""
+        """Frees the sums and samples of an update, and the samples and prompts of steps before `first`."""
         self._totals, self._stale = None, False
         # Another worker may have trained samples that this one has.
         for chunk in {*self._trained, *(one for one in list(self.samples) if one.step < first)}:
@@ -213,19 +212,19 @@ class GradientExecutor:
 
 
 class OtherTrainingExecutor(GradientExecutor):
-    """A training worker that does not update: it holds the weights that it was sent."""
+    """A training worker that does not update: it stores the weights that it receives."""
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
         self._weights: dict[WeightsVersion, TrainState] = {}
-        self._published: dict[WeightsVersion, Any] = {}
+        self._version_weights: dict[WeightsVersion, Any] = {}
 
     def current(self, weights_version: WeightsVersion) -> TrainState:
         """See `GradientExecutor`."""
         return self._weights[weights_version]
 
     def take_trained(self, weights_version: WeightsVersion) -> bool:
-        """Takes the weights that are trained; returns False if these are others."""
+        """Gets the weights that are trained; returns False if these are others."""
         params = self.system.placement.trainer.params
 
         def own_shardings(tree: Any) -> Any:
@@ -239,31 +238,32 @@ class OtherTrainingExecutor(GradientExecutor):
         self._weights = {weights_version: TrainState(tuned, None, None, copy)}
         if not weights_version.update:
             own = copy if self.system.trainer.algorithm.samples_from_copy else tuned
-            self._published[weights_version] = own if self._fixed is None else self._fixed
+            self._version_weights[weights_version] = own if self._fixed is None else self._fixed
         return True
 
     def version_weights(self, weights_version: WeightsVersion) -> Any:
-        """See `GradientExecutor`; weights that were never sent are taken now."""
-        if weights_version not in self._published:
+        """See `GradientExecutor`; weights that were not received yet are transferred now."""
+        if weights_version not in self._version_weights:
             params = self.system.placement.trainer.params
             found = self._transfer.get(ExactWeightsKey(weights_version), params, self.name)
             if found is None:
-                raise TransferError(f"the weights of version {weights_version.version} are gone")
-            self._published[weights_version] = found
-        return self._published[weights_version]
+                number = weights_version.version
+                raise TransferError(f"the weights of version {number} are not available")
+            self._version_weights[weights_version] = found
+        return self._version_weights[weights_version]
 
     def drop_weights(self, weights_version: WeightsVersion) -> None:
-        """Frees the published weights of a version."""
-        self._published.pop(weights_version, None)
+        """Frees the weights of a version."""
+        self._version_weights.pop(weights_version, None)
 
-    def lend_weights(self, sampler: SamplingExecutor, weights_version: WeightsVersion) -> None:
-        """Has this worker's sampler use published weights that it trains with, unless it was sent others."""
+    def share_weights(self, sampler: SamplingExecutor, weights_version: WeightsVersion) -> None:
+        """Gives weights to this worker's sampler, unless it has received them."""
         if weights_version not in sampler.weights:
             sampler.hold(weights_version, self.version_weights(weights_version))
 
     def offer_sums(self, others: Sequence[str]) -> None:
-        """Offers its sums, added to those that other workers offer, until the update. Raises MissingSums."""
-        if self._totals is None:  # its process was started after it had trained
+        """Makes its sums available until the update, with those of other workers added. Raises MissingSums."""
+        if self._totals is None:  # its process was restarted after it had trained
             raise MissingSums(self.name)
         self._transfer.put(SumsKey(self.name), self.sums(others))
 
@@ -281,7 +281,7 @@ class TrainingExecutor(GradientExecutor):
         system: System,
         settings: Settings,
         steps: Steps,
-        versions: Versions,
+        versions: SyncedWeights,
         transfer: ArrayTransfer,
         state: TrainState,
         trainers: Collection[str] = (TRAINER,),
@@ -291,7 +291,8 @@ class TrainingExecutor(GradientExecutor):
         # The parameters on this worker's mesh if the state is sharded over all training workers.
         self._copy: TrainState | None = None
         self._settings, self._versions = settings, versions
-        self._offered: WeightsVersion | None = None  # to other training workers
+        # The trained weights that are available to other training workers.
+        self._available: WeightsVersion | None = None
         self._history: list[dict[str, jax.Array]] = []  # of the step's updates
         self._compared = False  # whether the ratios of an update on fresh samples were checked
 
@@ -308,15 +309,15 @@ class TrainingExecutor(GradientExecutor):
         return resharded(tree, self.system.placement.trainer.params(tree))
 
     def update(self, scores: StepScores, version: int | None, others: Sequence[str] = ()) -> None:
-        """One optimizer update of the step with these scores; the step's last update makes a version.
+        """One optimizer update; the last one of a step creates a version.
 
         Args:
           scores: Scores of the step.
-          version: The version that the update makes. None means that it is not the step's last.
-          others: Training workers that offer sums.
+          version: The version that the update creates. None means that it is not the step's last.
+          others: Training workers whose sums are added.
 
         Raises:
-          MissingSums: One of them is lost; nothing has changed.
+          MissingSums: One of them disconnected; nothing has changed.
           ConfigError: Rounding moves the ratios too far; checked before the first update on fresh samples.
         """
         trainer, (totals, stale) = self.system.updater, self.sums(others)
@@ -325,8 +326,10 @@ class TrainingExecutor(GradientExecutor):
         if not (stale or self._history or self._compared):
             self._compared = True
             check_ratio_spread(trainer.algorithm, totals.sums)
-        # Before an update consumes the arrays that other training workers are offered.
-        if self._offered is not None and not self._transfer.drain(TrainedWeightsKey(self._offered)):
+        # Before an update consumes the arrays that other training workers may get.
+        if self._available is not None and not self._transfer.drain(
+            TrainedWeightsKey(self._available)
+        ):
             # A worker that hangs may still read them.
             self.state = jax.tree.map(jnp.copy, self.state)
         state = self._versions.to_consume(self.state)
@@ -339,37 +342,36 @@ class TrainingExecutor(GradientExecutor):
             self.state = trainer.end_step(self.state, version * self._settings.updates)
             self.add_version(version)
         else:
-            self._offer(WeightsVersion(self._steps.first, update=len(self._history)))
+            self._make_available(WeightsVersion(self._steps.first, update=len(self._history)))
 
     def add_version(self, version: int) -> None:
-        """Publishes the behavior policy as a version; if an evaluation with other weights is due, these too."""
+        """Makes the behavior policy available as a version, and the evaluated weights if they differ and are due."""
         settings, tree = self._settings, self._fixed
         if tree is None:
             tree = self.system.updater.sampling_params(self.state)
         self._add(WeightsVersion(version), tree)
         if settings.evaluated_apart and settings.evaluated_images(version):
             self._add(WeightsVersion(version, evaluated=True), self.state.evaluated)
-        self._offer(WeightsVersion(version))
+        self._make_available(WeightsVersion(version))
 
     def _add(self, weights_version: WeightsVersion, tree: Any) -> None:
-        """Publishes a tree, which may be a part of the state that the next update consumes."""
-        own = (field for field in ("tuned", "ema") if getattr(self.state, field) is tree)
-        self._versions.add(weights_version, tree, next(own, None))
+        fields = (field for field in ("tuned", "ema") if getattr(self.state, field) is tree)
+        self._versions.add(weights_version, tree, next(fields, None))
 
-    def _offer(self, weights_version: WeightsVersion) -> None:
-        """Offers the parameters that are trained to the other training workers, until the next update."""
+    def _make_available(self, weights_version: WeightsVersion) -> None:
+        """Makes the trained parameters available to the other training workers until the next update."""
         if self.system.joint_trainer is not None:
             tuned, copy = self.state.tuned, self.state.copy
             own_copy = None if copy is None else self._resharded(copy)
             self._copy = TrainState(self._resharded(tuned), None, None, own_copy)
         if len(self._trainers) > 1:
-            self._offered = weights_version
+            self._available = weights_version
             self._transfer.put(
                 TrainedWeightsKey(weights_version), (self.state.tuned, self.state.copy)
             )
 
     def metrics(self) -> dict[str, float]:
-        """Returns the means over a step's updates, and forgets them."""
+        """Returns the means over a step's updates, and resets them."""
         history, self._history = self._history, []
         means = jax.tree.map(lambda *values: sum(values) / len(values), *history)
         return {name: float(value) for name, value in means.items()}

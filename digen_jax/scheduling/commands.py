@@ -13,13 +13,13 @@ TRAINER = "trainer"
 
 
 def trainer_names(count: int) -> tuple[str, ...]:
-    """The names of some training workers, the home worker first."""
+    """Returns the names of `count` training workers, the home worker first."""
     return TRAINER, *(f"worker {number}" for number in range(1, count))
 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Chunk:
-    """Images index * n ... index * n + n - 1 of a step's candidates, n images a chunk.
+    """Images index * n to index * n + n - 1 of a step's candidates, for n images a chunk.
 
     Image j belongs to candidate group j // G. In an evaluation, `step` is the evaluated version.
     """
@@ -61,7 +61,7 @@ class Command:
 
 @dataclasses.dataclass(frozen=True)
 class Encode(Command, kind="encode"):
-    """Encode a step's prompts on a worker. A chunk of an evaluation encodes its own when it is generated."""
+    """Encode a step's prompts on a worker. Prompts of an evaluation are encoded when its chunks are generated."""
 
     worker: str
     step: int
@@ -101,7 +101,7 @@ class Deliver(Command, kind="deliver"):
 
 @dataclasses.dataclass(frozen=True)
 class Score(Command, kind="score"):
-    """Ask the reward pool for the values of a chunk, whose images the worker `maker` holds."""
+    """Score the images of a chunk, which are stored on the worker `maker`."""
 
     chunk: Chunk
     maker: str
@@ -125,7 +125,7 @@ class Train(Command, kind="train"):
 
 @dataclasses.dataclass(frozen=True)
 class Update(Command, kind="update"):
-    """One optimizer update from the sums of `trained` workers; the step's last one makes a new version."""
+    """One optimizer update from the sums of `trained` workers; the step's last one creates a new version."""
 
     worker: str
     step: int
@@ -176,10 +176,14 @@ class Event:
 
 @dataclasses.dataclass(frozen=True)
 class Joined(Event):
-    """A worker is ready. `roles`, "sample" and "train", are in order of preference.
+    """A worker is ready.
 
-    It takes a role in `spare` only while no other worker has this role. The run starts when the home worker, TRAINER,
-    joins; the others of the start join before it.
+    The run starts when the home worker, TRAINER, joins; other workers that are ready join before it.
+
+    Attributes:
+      worker: Its name.
+      roles: "sample" and "train", in order of preference.
+      spare: Roles that it takes only while no other worker has them.
     """
 
     worker: str
@@ -189,28 +193,23 @@ class Joined(Event):
 
 @dataclasses.dataclass(frozen=True)
 class Removed(Event):
-    """A worker is lost with all its work; its later reports are ignored."""
+    """A worker disconnected or was dropped, with all its work; its later reports are ignored."""
 
     worker: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Completed(Event):
-    """A command is done after `seconds`; a Score has one value per image in `values`.
-
-    `parts` are (kind, begin, end) of parts of the work in another process, in seconds before this event.
-    """
+    """A command is done after `seconds`; a Score has one value per image in `values`."""
 
     command: Command
     seconds: float
     values: tuple[float, ...] = ()
-    parts: tuple[tuple[str, float, float], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Failed(Event):
-    """A command failed; its worker still works and is free. `kind` names an error of another process."""
+    """A command failed; its worker still works and is free."""
 
     command: Command
     reason: str
-    kind: str = ""

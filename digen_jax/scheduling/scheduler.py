@@ -47,7 +47,7 @@ FAILURES = 2  # in a row, after which a worker loses a role
 
 
 class SchedulerError(RuntimeError):
-    """The run cannot continue: no worker can do what is left, or a piece of work failed too often."""
+    """The run cannot continue: no worker can do the remaining work, or a piece of it failed too often."""
 
 
 class Scheduler:
@@ -68,7 +68,7 @@ class Scheduler:
         A completion or failure of a command that is not in flight (any more) changes nothing.
 
         Raises:
-          SchedulerError: no worker can do what is left, or something failed too often.
+          SchedulerError: No worker can do the remaining work, or a piece of it failed too often.
         """
         state, self._out = self.state, []
         state.now = max(state.now, event.at)
@@ -97,13 +97,13 @@ class Scheduler:
         return sorted(self.state.references)
 
     def save(self) -> dict[str, Any]:
-        """What `resume` needs of the scheduler at the end of a step, as JSON.
+        """Returns the state that `resume` needs at the end of a step, as JSON.
 
         Raises:
-          ValueError: a part of the current step is trained.
+          ValueError: Part of the current step is trained.
         """
         state = self.state
-        if self._present is not None and self._present.has_trained:
+        if self._current_step is not None and self._current_step.has_trained:
             raise ValueError("a scheduler can only be saved at the end of a step")
         versions = [[s.number, [g.version for g in s.groups]] for s in state.steps.values()]
         saved = {"step": state.step, "serials": state.serials, "versions": versions}
@@ -113,14 +113,14 @@ class Scheduler:
     def resume(
         cls, saved: dict[str, Any], settings: Settings | None = None, costs: Costs | None = None
     ) -> "Scheduler":
-        """The scheduler in a new process, whose clock starts at 0: workers have to join again.
+        """Creates the scheduler in a new process, whose clock starts at 0; workers have to join again.
 
         Nothing is in flight. Started chunks are generated again, with the version of their group.
 
         Args:
-          saved: the result of `save`.
-          settings: new settings, if the number of steps or the devices changed. None means as saved.
-          costs: expected costs, if the measured ones are of other devices. None keeps the measured ones.
+          saved: The result of `save`.
+          settings: New settings, if the number of steps or the devices changed. None means as saved.
+          costs: Expected costs, if the measured ones are of other devices. None keeps the measured ones.
         """
         old = unpack(saved["settings"])
         settings, scheduler = settings or old, cls.__new__(cls)
@@ -144,7 +144,7 @@ class Scheduler:
         return self.state.workers[worker].busy is not None
 
     def has_worker(self, worker: str) -> bool:
-        """Whether a worker has joined and was not lost."""
+        """Whether a worker has joined and was not removed."""
         return worker in self.state.workers
 
     def has_no_role(self, worker: str) -> bool:
@@ -152,20 +152,20 @@ class Scheduler:
         return not self.state.workers[worker].roles
 
     def is_in_flight(self, command: Command) -> bool:
-        """Whether a command is in flight: after its worker's loss it no longer is."""
+        """Whether a command is in flight; commands of a removed worker are not."""
         return command.serial in self.state.in_flight
 
     def is_superseded(self, command: Command) -> bool:
         """Whether a command sends weights that the worker no longer needs because newer ones exist."""
-        if not isinstance(command, SyncWeights) or command.weights_version == self._current:
+        if not isinstance(command, SyncWeights) or command.weights_version == self._current_weights:
             return False
         worker = self.state.workers.get(command.worker)
         task = worker and worker.task
         return not (task and task.weights_version == command.weights_version)
 
     def waits_for(self, worker: str) -> str:
-        """What an idle worker waits for, one of `timeline.CAUSES`."""
-        state, found, step = self.state, self.state.workers[worker], self._present
+        """Returns what an idle worker waits for, one of `timeline.CAUSES`."""
+        state, found, step = self.state, self.state.workers[worker], self._current_step
         if found.task is not None or (found.arriving and step is not None):
             return "weights"
         if state.evaluations and (step is None or step.set_trained):
@@ -179,7 +179,7 @@ class Scheduler:
         return "reward" if step.left and TRAIN in found.roles else "training"
 
     def work(self, command: Command) -> str:
-        """The piece of work that a command belongs to, in words."""
+        """Describes the piece of work that a command belongs to, for messages."""
         match command:
             case SyncWeights(weights_version=found):
                 what = "the evaluated weights of version" if found.evaluated else "version"
@@ -201,7 +201,7 @@ class Scheduler:
     # -------------------------------------------------------------------------------- events
 
     def _join(self, event: Joined) -> None:
-        """Adds a worker; if its name is known, the old worker was lost without notice."""
+        """Adds a worker. If its name is known, the old worker disconnected without notice."""
         state = self.state
         if event.worker in state.workers:
             self._remove(event.worker)
@@ -213,7 +213,7 @@ class Scheduler:
         else:
             self._assign_roles()
         if worker.name == TRAINER:
-            worker.held.add(self._current)
+            worker.held.add(self._current_weights)
             for other in state.workers.values():
                 self._sync(other)
         elif TRAINER in state.workers:
@@ -221,10 +221,12 @@ class Scheduler:
         self._set_idle(worker)
 
     def _remove(self, name: str) -> None:
-        """Requeues a lost worker's chunks and passes; its commands are no longer in flight."""
+        """Removes a worker, and requeues its chunks and passes; its commands are no longer in flight."""
         state = self.state
         if name == TRAINER:
-            raise SchedulerError("the trainer is lost: restart the run from its last checkpoint")
+            raise SchedulerError(
+                "the trainer disconnected: restart the run from its last checkpoint"
+            )
         worker = state.workers.pop(name, None)
         if worker is None:
             return
@@ -232,7 +234,7 @@ class Scheduler:
         if worker.task is not None:
             self._requeue(worker.task.chunk)
         if worker.piece is not None:
-            self._present.return_piece(worker.piece)
+            self._current_step.return_piece(worker.piece)
         # An update in flight may have the worker's sums already; if not, it fails.
         sums = not any(isinstance(command, Update) for command in state.in_flight.values())
         interrupted = []  # transfers to the worker
@@ -246,13 +248,13 @@ class Scheduler:
                 receiver = state.workers.get(command.to)
                 if receiver is not None and receiver.busy == serial:
                     self._free(receiver)
-        gone = {c for c, handover in state.handovers.items() if handover.worker == name}
+        lost = {c for c, handover in state.handovers.items() if handover.worker == name}
         for step in state.steps.values():
-            gone |= {Chunk(step.number, index) for index in step.remove_worker(name, sums)}
+            lost |= {Chunk(step.number, index) for index in step.remove_worker(name, sums)}
         for serial, command in list(state.in_flight.items()):
-            if isinstance(command, Score) and command.chunk in gone:
+            if isinstance(command, Score) and command.chunk in lost:
                 del state.in_flight[serial]
-        for chunk in gone:
+        for chunk in lost:
             state.handovers.pop(chunk, None)
             self._requeue(chunk)
         for chunk in interrupted:
@@ -260,8 +262,8 @@ class Scheduler:
                 self._deliver(chunk)
 
     def _free(self, worker: Worker) -> None:
-        """Takes a worker's piece away, whose samples did not arrive."""
-        self._present.return_piece(worker.piece)
+        """Returns a worker's piece, whose samples did not arrive."""
+        self._current_step.return_piece(worker.piece)
         worker.busy = worker.piece = None
         self._set_idle(worker)
 
@@ -296,7 +298,7 @@ class Scheduler:
                     self._handed_over(command.chunk)
             case Train():
                 worker.failed[TRAIN] = 0
-                self._present.trained_piece(worker.name, worker.piece)
+                self._current_step.trained_piece(worker.name, worker.piece)
                 worker.piece = None
             case Update():
                 self._updated()
@@ -324,7 +326,7 @@ class Scheduler:
                     state.failed_on.setdefault(chunk, []).append(worker.name)
                 self._fail_role(worker, SAMPLE, event.reason)
             case Train():
-                self._present.return_piece(worker.piece)
+                self._current_step.return_piece(worker.piece)
                 worker.piece = None
                 self._fail_role(worker, TRAIN, event.reason)
             case SyncWeights():
@@ -344,13 +346,13 @@ class Scheduler:
         return None
 
     def _lost_sums(self) -> bool:
-        """Requeues the passes of lost workers, whose sums an update has not got; whether there are any."""
-        step, state = self._present, self.state
-        lost = [name for name in step.pieces if name not in state.workers]
-        for name in lost:
+        """Requeues passes whose sums were lost with their workers before an update; returns whether there are any."""
+        step, state = self._current_step, self.state
+        removed = [name for name in step.pieces if name not in state.workers]
+        for name in removed:
             for index in step.remove_worker(name):
                 self._requeue(Chunk(step.number, index))
-        return bool(lost)
+        return bool(removed)
 
     def _count_failure(self, command: Command, reason: str) -> None:
         """Counts a failure of a piece of work.
@@ -381,9 +383,9 @@ class Scheduler:
         self._assign_roles()
 
     def _assign_roles(self) -> None:
-        """Decides which workers sample and which train.
+        """Assigns roles to workers.
 
-        A role that no worker has goes to the workers that have it in spare, else returns to those that lost it.
+        A role that no worker has goes to workers that have it in spare, else returns to those that lost it by failures.
         """
         state, workers = self.state, self.state.workers.values()
         state.spare_roles, state.samplers, state.trainers = set(), [], []
@@ -416,7 +418,7 @@ class Scheduler:
     # --------------------------------------------------------------------- what a worker does
 
     def _dispatch(self) -> None:
-        """Gives work to idle workers, of each combination of roles until one of them gets none."""
+        """Gives work to idle workers; of each combination of roles, until one of them gets none."""
         state = self.state
         if TRAINER not in state.workers:
             return
@@ -433,7 +435,7 @@ class Scheduler:
                 if self._next_work(worker):
                     continue
                 passed.append(rank)
-                # Others may get what this one may not have, or what is its own.
+                # In these cases work that this worker may not do may be for another one.
                 if not (state.failed_on or state.settings.ordered):
                     break
             for rank in passed:
@@ -447,7 +449,7 @@ class Scheduler:
         Chunks of this step and its passes, in the order of the worker's roles; then the evaluation; then
         chunks of the next steps, if `max_policy_lag` allows them. The home worker updates as soon as it can.
         """
-        step, samples = self._present, SAMPLE in worker.roles
+        step, samples = self._current_step, SAMPLE in worker.roles
         if step is None:
             return samples and self._evaluate(worker)
         if worker.name == TRAINER and self._update(step):
@@ -465,7 +467,7 @@ class Scheduler:
 
     def _sample_old(self, worker: Worker) -> None:
         """A worker that waits for the newest weights samples with those before, if `max_policy_lag` allows it."""
-        step, old = self._present, self.state.step - 1
+        step, old = self._current_step, self.state.step - 1
         lags = self.state.settings.max_policy_lag and WeightsVersion(old) in worker.held
         if step is not None and SAMPLE in worker.roles and lags:
             self._sample(worker, step, old)
@@ -495,7 +497,7 @@ class Scheduler:
 
     def _sample_ahead(self, worker: Worker, reserve: int = 0) -> bool:
         """Starts a chunk of a later step, unless only `reserve` groups may still start early."""
-        later = (step for step in self.state.steps.values() if step is not self._present)
+        later = (step for step in self.state.steps.values() if step is not self._current_step)
         return any(self._sample(worker, step, reserve=reserve) for step in later)
 
     def _sample(self, worker: Worker, step: Step, old: int | None = None, reserve: int = 0) -> bool:
@@ -516,7 +518,7 @@ class Scheduler:
         most = self.state.settings.off_policy_units - reserve
         if is_new and version < step.number and step.ahead >= most:
             return False
-        if step is not self._present and worker.name == TRAINER and not self._has_time(worker):
+        if step is not self._current_step and worker.name == TRAINER and not self._has_time(worker):
             return False
         scored_at = self.state.now + self._sampling_seconds(worker.name) + self._handover_seconds()
         if step.generate(index, version, scored_at):
@@ -527,7 +529,7 @@ class Scheduler:
 
     def _has_time(self, worker: Worker) -> bool:
         """Whether the home worker can sample a chunk before an update is due."""
-        step, end = self._present, self.state.now + self._sampling_seconds(worker.name)
+        step, end = self._current_step, self.state.now + self._sampling_seconds(worker.name)
         # The bound of all chunks first: to look at each of them for every event takes too long.
         if step.set_trained or not step.left or step.latest_score < end:
             return False
@@ -569,7 +571,7 @@ class Scheduler:
     def _train(self, worker: Worker, step: Step) -> bool:
         """Gives a worker a piece to train."""
         state = self.state
-        if self._current not in worker.held:
+        if self._current_weights not in worker.held:
             return False
         if state.settings.ordered:
             place = state.trainers.index(worker.name)
@@ -616,7 +618,7 @@ class Scheduler:
     def _continue(self, worker: Worker) -> None:
         """Issues the next command of a worker's task or piece, unless its weights are in transfer.
 
-        A task that has become superfluous is given up.
+        A task that is no longer needed is dropped.
         """
         task, piece, name = worker.task, worker.piece, worker.name
         if task is not None and self._is_wanted(task.chunk):
@@ -634,7 +636,7 @@ class Scheduler:
         worker.task = None
         if piece is None:
             return self._set_idle(worker)
-        step = self._present
+        step = self._current_step
         chunk, held = Chunk(step.number, piece.index), step.chunks[piece.index]
         version = step.group_of(piece.index).version
         if name in held.holders:
@@ -646,7 +648,7 @@ class Scheduler:
     def _set_idle(self, worker: Worker) -> None:
         heapq.heappush(self.state.idle.setdefault("".join(worker.roles), []), worker.rank)
 
-    # ------------------------------------------------------------------- a chunk's way
+    # -------------------------------------------------- scores and samples of a decoded chunk
 
     def _decoded(self, worker: Worker, chunk: Chunk) -> None:
         """Has a decoded chunk scored, and delivered if its worker does not train."""
@@ -672,7 +674,7 @@ class Scheduler:
         self._issue(Score, chunk, self.state.handovers[chunk].worker)
 
     def _deliver(self, chunk: Chunk) -> None:
-        """Sends the samples of a worker that only samples to a training worker, each in turn."""
+        """Sends the samples of a worker that only samples to the next training worker in rotation."""
         state, names = self.state, self.state.trainers
         turn = chunk.index if state.settings.ordered else state.delivered
         state.delivered += 1
@@ -743,17 +745,17 @@ class Scheduler:
     # ------------------------------------------------------------------- steps and weights
 
     @property
-    def _present(self) -> Step | None:
+    def _current_step(self) -> Step | None:
         return self.state.steps.get(self.state.step)
 
     @property
-    def _current(self) -> WeightsVersion:
+    def _current_weights(self) -> WeightsVersion:
         """The weights that are being trained."""
-        step = self._present
+        step = self._current_step
         return WeightsVersion(self.state.step, update=step.update if step else 0)
 
     def _open_steps(self) -> None:
-        """Opens the present step and the next steps within `max_policy_lag`."""
+        """Opens the current step and the next steps within `max_policy_lag`."""
         state = self.state
         last = min(state.step + state.settings.max_policy_lag, state.settings.steps - 1)
         for number in range(state.step, last + 1):
@@ -773,8 +775,8 @@ class Scheduler:
         return WeightsVersion(version, self.state.settings.evaluated_apart)
 
     def _updated(self) -> None:
-        """Ends an update set; after its last one a step: its version exists, and the next step starts."""
-        state, step, old = self.state, self._present, self._current
+        """Ends an update set. After the last one of a step the new version exists, and the next step starts."""
+        state, step, old = self.state, self._current_step, self._current_weights
         if step.next_set():
             del state.steps[state.step]
             state.step += 1
@@ -785,7 +787,7 @@ class Scheduler:
             for version in sorted({*used, *kept}):
                 self._release(WeightsVersion(version), used.count(version))
             self._open_steps()
-        state.workers[TRAINER].held.add(self._current)
+        state.workers[TRAINER].held.add(self._current_weights)
         for worker in state.workers.values():
             if old.update:
                 worker.held.discard(old)
@@ -802,7 +804,7 @@ class Scheduler:
             self._send_weights(worker, newest)
 
     def _newest(self, worker: Worker) -> WeightsVersion:
-        return self._current if TRAIN in worker.roles else WeightsVersion(self.state.step)
+        return self._current_weights if TRAIN in worker.roles else WeightsVersion(self.state.step)
 
     def _send_weights(self, worker: Worker, weights_version: WeightsVersion) -> None:
         """Sends weights to a worker, which occupies only a home worker that needs others than it trains."""
@@ -811,7 +813,7 @@ class Scheduler:
         self._issue(SyncWeights, worker.name, weights_version, occupies=home)
 
     def _is_needed(self, weights_version: WeightsVersion) -> bool:
-        return weights_version in self.state.references or weights_version == self._current
+        return weights_version in self.state.references or weights_version == self._current_weights
 
     def _release(self, weights_version: WeightsVersion, count: int) -> None:
         """Counts `count` groups fewer that need some weights; drops old weights that nothing needs."""

@@ -113,13 +113,13 @@ class Settings:
         return every > 0 and (version % every == 0 or version == self.steps)
 
     def evaluated_images(self, version: int) -> int:
-        """Images of a version's evaluation; 0: it has none."""
+        """Images of a version's evaluation, 0 without one."""
         if self.is_evaluated(version):
             return self.evaluation_images
         return min(self.shown_images, self.evaluation_images) if self.is_shown(version) else 0
 
     def evaluated_chunks(self, version: int) -> int:
-        """Chunks of a version's evaluation; 0: it has none."""
+        """Chunks of a version's evaluation, 0 without one."""
         return math.ceil(self.evaluated_images(version) / self.evaluation_batch)
 
     def check(self, names: Mapping[str, str] = MappingProxyType({})) -> None:
@@ -129,10 +129,10 @@ class Settings:
         sampling cannot divide.
 
         Args:
-          names: names of fields in errors, if users know them by other names.
+          names: Names of fields in errors, if users know them by other names.
 
         Raises:
-          ConfigError: every invalid field, and what to change.
+          ConfigError: Names every invalid field, and what to change.
         """
         fields = (
             "updates",
@@ -208,7 +208,7 @@ GUESSED = Costs(generate=1.0, train=1.0)
 
 
 def cost_of(command: Command) -> str:
-    """The kind of cost of a command."""
+    """Returns the kind of a command's cost."""
     chunk = getattr(command, "chunk", None)
     if chunk is not None and chunk.evaluation:
         return OF_EVALUATION[command.kind]
@@ -231,7 +231,7 @@ class CostModel:
 
     @classmethod
     def create(cls, expected: Costs, settings: Settings) -> "CostModel":
-        """Nothing is measured yet."""
+        """Creates a model without measurements."""
         return cls(expected, settings.chunk_images, settings.passes)
 
     def observe(self, command: Command, seconds: float) -> None:
@@ -247,14 +247,14 @@ class CostModel:
             known[name] = average + max(WEIGHT, 1 / counts[name]) * (seconds - average)
 
     def predict(self, kind: str, worker: str = "") -> float:
-        """Seconds of the next command: this worker's average, else all workers', else the expected cost."""
+        """Returns the seconds of the next command: this worker's average, else all workers', else the expected cost."""
         known = self.averages.get(kind)
         if not known:
             return self.expected.seconds(kind, self.images, 1 / self.passes)
         return known.get(worker, known[""])
 
     def measured(self, command: Command) -> float | None:
-        """Seconds of a command by measurement. None before the first measurement of its kind.
+        """Returns the measured seconds of a command, or None before the first measurement of its kind.
 
         The expected costs do not count: they compare commands, and may have another unit.
         """
@@ -272,9 +272,9 @@ class Deadline:
     least: float
 
     def seconds(self, expected: float | None = None) -> float:
-        """Seconds after which work counts as hung.
+        """Returns the seconds after which work counts as hung.
 
         Args:
-          expected: its usual duration. None means unknown.
+          expected: Usual duration. None means unknown.
         """
         return max(self.least, HUNG * (expected or 0.0)) if self.least else math.inf

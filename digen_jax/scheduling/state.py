@@ -49,7 +49,7 @@ class Worker:
     failed: Counter[str] = dataclasses.field(default_factory=Counter)  # in a row, by role
 
     def can(self, role: str) -> bool:
-        """Whether it may take a role: it joined with it, if only in spare, and has not lost it."""
+        """Whether it may take a role: it joined with it, also in `spare`, and has not lost it by failures."""
         return role in (*self.first_roles, *self.spare) and role not in self.lost_roles
 
     @property
@@ -74,7 +74,7 @@ class PendingEvaluation:
 
 @dataclasses.dataclass
 class SchedulerState:
-    """The state between two events. `step` is the present step, and the newest version."""
+    """The state between two events. `step` is the current step, and the newest version."""
 
     settings: Settings
     costs: CostModel
@@ -82,7 +82,7 @@ class SchedulerState:
     step: int = 0
     serials: int = 0
     joins: int = 0
-    steps: dict[int, Step] = dataclasses.field(default_factory=dict)  # the present and later ones
+    steps: dict[int, Step] = dataclasses.field(default_factory=dict)  # the current and later ones
     evaluations: dict[int, PendingEvaluation] = dataclasses.field(default_factory=dict)
     workers: dict[str, Worker] = dataclasses.field(default_factory=dict)
     trainers: list[str] = dataclasses.field(default_factory=list)  # workers that train, in order

@@ -16,7 +16,7 @@ class Interval(NamedTuple):
 
     `kind` is a command's, "evaluate" for an evaluation chunk, or "wait" for `cause`, one of CAUSES. The rewards are
     the worker "reward", whose intervals may overlap. Transfers to and from a rollout worker have separate rows, such
-    as "sync rollout 0", and so has each server that a reward asks, such as "judge 127.0.0.1:8000", with "ask" for
+    as "sync rollout 0", and so has each server of a reward, such as "judge 127.0.0.1:8000", with "ask" for
     an answered request and "ask in vain" for one that is repeated; they may overlap, too.
     """
 

@@ -153,7 +153,7 @@ def test_nothing_is_left_of_a_step_that_has_ended(systems, monkeypatch):
 
     def kept():
         samples = [chunk for one in held for chunk in one.samples]
-        offered = [getattr(key, "chunk", None) for transfer in links for key in transfer._offered]
+        offered = [getattr(key, "chunk", None) for transfer in links for key in transfer._trees]
         return [one for one in (*samples, *offered) if one is not None and one.step < 2]
 
     until(lambda: not kept())  # workers free them while others go on

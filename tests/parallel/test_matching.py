@@ -14,7 +14,7 @@ from digen_jax.parallel.accumulate import FinalImages
 from digen_jax.parallel.sampler import EncodedPrompts
 from digen_jax.parallel.system import SampledImages
 from digen_jax.runtime import training
-from digen_jax.runtime.array_transfer import Versions
+from digen_jax.runtime.array_transfer import SyncedWeights
 from tests.parallel import toy
 from tests.parallel.test_trainer import LORA, adapted
 from tests.parallel.toy import receive
@@ -274,23 +274,23 @@ def driven(monkeypatch, name, steps, devices=1, **fields):
     """(states after each step, images of each call of the reward, metrics, trees by version) of a run."""
     parts = toy.system(c := config(name, **OPTIMIZER | fields), devices)
     calls, states, versions = [], [], {}
-    end_step, add = parts.trainer.end_step, Versions.add
+    end_step, add = parts.trainer.end_step, SyncedWeights.add
 
     def ended(state, updates):
         state = end_step(state, updates)
         states.append((jax.device_get(state), updates))
         return state
 
-    def added(self, weights_version, tree, own=None):
+    def added(self, weights_version, tree, field=None):
         versions[weights_version.version] = jax.device_get(tree)
-        add(self, weights_version, tree, own)
+        add(self, weights_version, tree, field)
 
     def reward(images, prompts, metadata):
         calls.append(np.asarray(images))
         return toy.brightness(images, prompts, metadata)
 
     monkeypatch.setattr(parts.trainer, "end_step", ended)
-    monkeypatch.setattr(Versions, "add", added)
+    monkeypatch.setattr(SyncedWeights, "add", added)
     batches = itertools.cycle(
         itertools.islice(toy.batches(GROUPS), c.algorithm.get("set_steps") or 9)
     )
@@ -333,18 +333,18 @@ def test_with_asynchrony_the_behavior_is_the_version_that_sampled(monkeypatch):
 
     fields = toy.meshes((1, 1), (1, 1)) | dict(runtime__max_policy_lag=1, chunk=3, micro=3, pack=3)
     parts = toy.system(c := config("diffusion_nft", **OPTIMIZER | fields), 2)
-    accumulate, kept, add = parts.trainer.accumulate, {}, Versions.add
+    accumulate, kept, add = parts.trainer.accumulate, {}, SyncedWeights.add
 
-    def added(self, weights_version, tree, own=None):
+    def added(self, weights_version, tree, field=None):
         kept[weights_version.version] = jax.device_get(tree)
-        add(self, weights_version, tree, own)
+        add(self, weights_version, tree, field)
 
     def checked(state, base, train_batch, totals, behavior, proximal, piece):
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(behavior), kept[seen[-1]])
         return accumulate(state, base, train_batch, totals, behavior, proximal, piece)
 
     monkeypatch.setattr(training, "make_train_batch", noted)
-    monkeypatch.setattr(Versions, "add", added)
+    monkeypatch.setattr(SyncedWeights, "add", added)
     monkeypatch.setattr(parts.trainer, "accumulate", checked)
     _, history, _ = toy.drive(parts, c, 3)
     ages = [line["policy_lag"] for line in history]

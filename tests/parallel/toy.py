@@ -28,7 +28,12 @@ from digen_jax.parallel.trainer import TrainState
 from digen_jax.rewards import Rewards, alone
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime import opening, training
-from digen_jax.runtime.array_transfer import ArrayTransfer, ConditioningKey, SamplesKey, Versions
+from digen_jax.runtime.array_transfer import (
+    ArrayTransfer,
+    ConditioningKey,
+    SamplesKey,
+    SyncedWeights,
+)
 from digen_jax.runtime.checkpointing import Begun, Position
 from digen_jax.runtime.clock import Watch
 from digen_jax.runtime.driver import Driver
@@ -294,7 +299,7 @@ def sampled_steps(system: System, batches, images: int, size: int, count: int, t
             chunk = Chunk(number, index)
             executor.generate(chunk, WeightsVersion(0))
             executor.decode(chunk)
-            key, rows = SamplesKey(name, chunk), steps[number].rows[steps[number].cut(index)]
+            key, rows = SamplesKey(name, chunk), steps[number].rows[steps[number].slice_of(index)]
             made = transfer.get(key, lambda tree: sample_shardings(tree, group), "trainer")
             found.images.append(SampledImages(0, rows, *made))
             found.pictures.append(executor.images[chunk])
@@ -417,10 +422,12 @@ def trained(system: System, steps: Steps, state: TrainState, scores: StepScores,
     transfer, made = ArrayTransfer(), "rollout 0"
     transfer.put(ConditioningKey(made, 0), prompts)
     settings = Settings(1, 1, 1, 1)
-    executor = TrainingExecutor(system, settings, steps, Versions(transfer, False), transfer, state)
+    executor = TrainingExecutor(
+        system, settings, steps, SyncedWeights(transfer, False), transfer, state
+    )
     step = steps[0]
     for index in range(len(step.rows) // step.size):
-        images, chunk = part_of(step.cut(index)), Chunk(0, index)
+        images, chunk = part_of(step.slice_of(index)), Chunk(0, index)
         transfer.put(SamplesKey(made, chunk), (images.samples, images.sigmas))
         executor.deliver(Deliver(0, made, chunk, 0, TRAINER))
         batch = scores.batch(index, system.trainer.algorithm.ranks)

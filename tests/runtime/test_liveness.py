@@ -103,7 +103,7 @@ def test_what_comes_back_too_late_is_not_taken(system, hang, end):
         deadline = time.monotonic() + LONG
         while late._begun and time.monotonic() < deadline:
             time.sleep(0.05)
-        offered = driver.executor._transfer._offered
+        offered = driver.executor._transfer._trees
     assert late.removed and late.images == {}
     assert not any(isinstance(key, SamplesKey) and key.worker == late.name for key in offered)
 

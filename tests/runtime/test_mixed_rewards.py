@@ -111,7 +111,7 @@ def test_a_step_without_a_reward_has_no_metric_of_it():
     images = StepImages.create(0, toy.records(2), 2, 4, asked.rng)
     known = StepScores.create(images, asked.advantages)
     columns = np.float32([[1, np.nan], [2, np.nan], [3, np.nan], [6, np.nan]])
-    known.note(0, rewards.Scores(columns, {"second/double": np.full(4, np.nan, np.float32)}))
+    known.add(0, rewards.Scores(columns, {"second/double": np.full(4, np.nan, np.float32)}))
     metrics = known.metrics(("first", "second"))
     assert not any("/second" in name for name in metrics)
     assert metrics["reward_of/first"] == metrics["reward"] == 3.0

@@ -5,7 +5,7 @@ from digen_jax import rewards
 from digen_jax.algorithms.advantages import AdvantageSettings
 from digen_jax.logging.image_statistics import look_beside
 from digen_jax.parallel.sampler import SampleRng
-from digen_jax.runtime.sampling import ends
+from digen_jax.runtime.sampling import best_and_worst
 from digen_jax.runtime.steps import Previews, StepImages, StepScores
 
 
@@ -24,11 +24,11 @@ def grey(levels: list[int]) -> np.ndarray:
 
 def scored(known: StepScores, index: int, values: list[float], keep: int) -> None:
     """A chunk whose pictures have their places as levels."""
-    known.note(index, rewards.Scores(np.float32(values)[:, None], {}))
-    cut = known.images.cut(index)
+    known.add(index, rewards.Scores(np.float32(values)[:, None], {}))
+    cut = known.images.slice_of(index)
     pictures = grey(list(range(cut.start, cut.stop)))
-    places = ends(np.float32(values), known.images.rows[cut], keep)
-    known.see(index, look_beside(pictures), Previews(places, pictures[places]))
+    places = best_and_worst(np.float32(values), known.images.rows[cut], keep)
+    known.add_previews(index, look_beside(pictures), Previews(places, pictures[places]))
 
 
 def test_the_best_and_worst_images_of_a_step_have_their_prompts_and_values():

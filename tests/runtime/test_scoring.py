@@ -58,10 +58,10 @@ def test_of_a_step_only_what_may_be_shown_leaves():
     np.testing.assert_allclose(shown.scores.columns[:, 0], [0.3, 0.1, 0.5, 0.5, 0.2, 0.4])
     np.testing.assert_allclose(shown.values, 2 * shown.scores.columns[:, 0])
     # The best two and the worst two, as pictures their middle frames.
-    assert shown.kept.places.tolist() == [1, 2, 3, 4]
-    assert np.array_equal(shown.kept.pictures, given[[1, 2, 3, 4], 1])
+    assert shown.previews.places.tolist() == [1, 2, 3, 4]
+    assert np.array_equal(shown.previews.images, given[[1, 2, 3, 4], 1])
     assert shown.clips is None and shown.seconds > 0
-    assert other.kept.places.size == 0 and other.kept.pictures.shape == (0, 4, 4, 3)
+    assert other.previews.places.size == 0 and other.previews.images.shape == (0, 4, 4, 3)
     for one in (shown, other):
         for found, expected in zip(one.looks.result(), look(given[:, 1]), strict=True):
             assert np.array_equal(found, expected)
@@ -70,7 +70,7 @@ def test_of_a_step_only_what_may_be_shown_leaves():
 def test_of_equal_images_those_of_several_prompts_are_shown():
     with judging() as judge:
         found = judge.submit(Chunk(6, 0), clips(9, 9, 9, 9, 9, 9)).result(30)
-    assert found.kept.places.tolist() == [0, 3]
+    assert found.previews.places.tolist() == [0, 3]
 
 
 @pytest.mark.parametrize(("version", "frames"), [(7, 3), (2, 1)])
@@ -85,7 +85,7 @@ def test_of_an_evaluation_the_first_clips_leave_and_whole_ones_where_they_are_sh
     cut = slice(None) if frames == 3 else slice(1, 2)
     for one, made, count in zip(found, given, (4, 1), strict=True):
         assert np.array_equal(one.clips, made[:count, cut]) and one.clips.base is None
-        assert one.kept is None and len(one.values) == len(made)
+        assert one.previews is None and len(one.values) == len(made)
 
 
 def test_images_with_nan_are_no_fault_of_a_reward():

@@ -193,7 +193,7 @@ def test_arrays_that_do_not_come_from_a_lost_process_are_no_failure(
 
     def deliver(executor, command):
         if command.worker == "rollout 1":
-            threading.Timer(0.2, drivers[0].lost, (command.worker, "is lost")).start()
+            threading.Timer(0.2, drivers[0].disconnected, (command.worker, "is lost")).start()
             raise TransferError("the samples have not come: the connection is refused")
         return real(executor, command)
 
