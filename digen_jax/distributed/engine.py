@@ -47,11 +47,11 @@ Actor = Any  # a process that executes calls
 
 
 class ProcessDied(RuntimeError):
-    """A process has died, was killed or cannot be reached, or a stored object is gone."""
+    """A process has died, was killed or cannot be reached, or a stored object is not available."""
 
 
 class ObjectUnavailable(ProcessDied):
-    """A stored object is gone together with its node."""
+    """A stored object was lost with its node."""
 
 
 class Resources(NamedTuple):
@@ -120,12 +120,12 @@ class RayEngine:
 
     @property
     def nodes(self) -> list[tuple[str, dict[str, float]]]:
-        """(address, resources such as {"CPU": 8.0, "GPU": 2.0}) of each node that is alive."""
+        """Returns (address, resources such as {"CPU": 8.0, "GPU": 2.0}) of each node that is alive."""
         found = [one for one in self._ray.nodes() if one["Alive"]]
         return [(one["NodeManagerAddress"], one["Resources"]) for one in found]
 
     def most(self, kind: str) -> int:
-        """Number of accelerators of a kind that the cluster has, or can have if an autoscaler adds nodes."""
+        """Returns the number of accelerators of a kind that the cluster has or, with an autoscaler, can have."""
         from ray._private.state import state
 
         there = sum(have.get(kind, 0) for _, have in self.nodes)
@@ -135,7 +135,7 @@ class RayEngine:
         """Refuses a cluster of several hosts without a token, unless `is_open`: any client could run code on it.
 
         Raises:
-          ConfigError: Says how to set a token for the address that was given.
+          ConfigError: Explains how to set a token for the address that was given.
         """
         own = self._ray.util.get_node_ip_address()
         others = sorted({host for host, _ in self.nodes} - {own})
@@ -220,7 +220,7 @@ class RayEngine:
         return reserved.slice_placement_group, reserved.shutdown
 
     def find(self, name: str) -> Actor:
-        """The process that another driver has started under a name."""
+        """Returns the process that another driver has started under a name."""
         return self._ray.get_actor(name)
 
     def call(self, actor: Actor, method: str, *arguments: Any, group: str) -> Future:
@@ -234,13 +234,13 @@ class RayEngine:
     def call_for_tree(
         self, actor: Actor, method: str, *arguments: Any, group: str
     ) -> tuple[Future, Ref]:
-        """As `call`, for a method that returns a pair: its second value stays on its node until it is asked for."""
+        """As `call`, for a method that returns a pair: its second value stays on its node until it is requested."""
         bound = getattr(actor, method).options(concurrency_group=group, num_returns=2)
         first, second = bound.remote(*arguments)
         return self._future(first), second
 
     def coordinator_address(self, actor: Actor) -> Future:
-        """(address, port) of a process, at which other nodes reach it and nothing listens yet."""
+        """Returns (address, port) of a process, at which other nodes reach it and nothing listens yet."""
         return self._future(actor.__ray_call__.remote(_free_address))
 
     def put(self, value: Any) -> Ref:
@@ -248,7 +248,7 @@ class RayEngine:
         return self._ray.put(value)
 
     def get(self, ref: Ref) -> Any:
-        """A stored value; arrays are read-only views of it. Raises ProcessDied."""
+        """Returns a stored value; arrays are read-only views of it. Raises ProcessDied."""
         try:
             return self._ray.get(ref)
         except self._ray.exceptions.RayError as error:
@@ -273,15 +273,15 @@ class RayEngine:
 
     def _watch_head(self) -> None:
         """Ends this process when the cluster's head is lost; Ray itself would end it with code 1, and later."""
-        address, heard = self.address, time.monotonic()
+        address, connected = self.address, time.monotonic()
         while not self._closed.wait(HEAD_PERIOD):
             try:
                 _connect(address, HEAD_PERIOD)
-                heard = time.monotonic()
+                connected = time.monotonic()
             except OSError as error:
-                if time.monotonic() - heard > HEAD_TIMEOUT:
+                if time.monotonic() - connected > HEAD_TIMEOUT:
                     text = (
-                        f"the head of the Ray cluster at {address} is lost ({error}): start it again, and the same "
+                        f"the head of the Ray cluster at {address} does not answer ({error}): start it again; the same "
                         "command continues from the last checkpoint"
                     )
                     exit_now(log_fatal(text, STOPPED))
@@ -302,7 +302,7 @@ class RayEngine:
         return found
 
     def _raised(self, error: BaseException) -> BaseException:
-        """The exception that a process's method raised, or ProcessDied."""
+        """Returns the exception that a process's method raised, or ProcessDied."""
         exceptions = self._ray.exceptions
         if isinstance(error, exceptions.RayTaskError):
             cause = error.cause
@@ -331,7 +331,7 @@ def _free_address(actor: object) -> tuple[str, int]:
 def _end_with_parent(actor: object) -> None:
     """Has the kernel kill a process together with its parent, Ray's process of the node.
 
-    Otherwise, if a driver that started Ray is killed, it may keep its devices for a minute to report the loss to Ray.
+    Otherwise, if a driver that started Ray is killed, it may keep its devices for a minute to report this to Ray.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
@@ -373,6 +373,6 @@ def wait_for_resources(
 
 
 def surroundings() -> tuple[dict[str, str], str, list[str]]:
-    """(environment variables, working directory, import folders) of this process, for its processes on other nodes."""
+    """Returns (environment variables, working directory, import folders) of this process, for those on other nodes."""
     variables = {name: text for name, text in os.environ.items() if name.startswith(FORWARDED)}
     return variables, os.getcwd(), [os.path.abspath(folder) for folder in sys.path]

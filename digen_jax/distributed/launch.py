@@ -1,4 +1,4 @@
-"""`launch/train.py --ray=...`: starts the trainer's processes on the cluster, and passes output and signals on.
+"""`launch/train.py --ray=...`: starts the trainer's processes on the cluster, and forwards output and signals.
 
 They run the same command. The first one connects to the cluster by itself and starts the other workers, so that these
 end with it. All end with this driver.
@@ -49,10 +49,10 @@ class TrainerPart(NamedTuple):
     """Arguments of a process of the trainer."""
 
     address: str  # of the cluster
-    mailbox: str  # name of the actor that passes stored objects on
+    mailbox: str  # name of the actor that forwards stored objects
     files: dict[str, str]  # the driver's `fingerprints`
     devices: str  # kind of accelerator, such as GPU; "": virtual CPU devices
-    place: Place | None = None  # its number among the processes of a JAX job; None: it has no job
+    place: Place | None = None  # its place in a JAX job, if it has one
     one_job: bool = False  # whether the rollout workers are in the trainer's JAX job
 
 
@@ -172,7 +172,7 @@ def run(
                 engine.call(actor, "start", terminal or None, part, group="work").result()
             return _follow(engine, actors, signals)
         except ProcessDied as error:
-            return log_fatal(f"a process of the trainer is lost ({error}): {AGAIN}", STOPPED)
+            return log_fatal(f"a process of the trainer died ({error}): {AGAIN}", STOPPED)
 
 
 def check_devices(recipe: TrainConfig, engine: RayEngine, kind: str) -> None:
@@ -197,7 +197,7 @@ def check_devices(recipe: TrainConfig, engine: RayEngine, kind: str) -> None:
 
 
 def _follow(engine: RayEngine, actors: list[Actor], signals: list[int]) -> int:
-    """Prints the output of the trainer's processes and passes signals to the first one; returns its exit code."""
+    """Prints the output of the trainer's processes, forwards signals to the first one and returns its exit code."""
     asked = {actor: engine.call(actor, "output", group="sync") for actor in actors}
     codes: dict[Actor, int] = {}
     until = float("inf")  # when all others are ended
@@ -268,7 +268,7 @@ class TrainerProcess(Mailbox):
             os.close(write)
 
     def output(self) -> tuple[list[tuple[int, bytes]], int | None]:
-        """The next output, as (1 or 2, bytes), and at its end the exit code, which is negative after a signal."""
+        """Returns the next output as (1 or 2, bytes), and at its end the exit code, negative after a signal."""
         while self._reads:
             found = []
             for read in select.select(list(self._reads), [], [])[0]:
@@ -291,9 +291,9 @@ class TrainerProcess(Mailbox):
 
 
 def trainer_part() -> TrainerPart | None:
-    """The part of this process, if it is one of the trainer's that a driver has started; otherwise None.
+    """Returns the part of this process, or None if no driver has started it as one of the trainer's.
 
-    From this call on the process ends when the driver is gone.
+    From this call on the process ends when the driver does.
     """
     given = os.environ.pop(PART, None)
     if given is None:
@@ -322,4 +322,4 @@ def check_part(part: TrainerPart, recipe: TrainConfig, workdir: str) -> None:
 def _ends_with_driver() -> None:
     while os.read(0, 1):
         pass
-    exit_now(log_fatal(f"the driver is gone: {AGAIN}", STOPPED))
+    exit_now(log_fatal(f"the driver has ended: {AGAIN}", STOPPED))

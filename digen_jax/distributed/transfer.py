@@ -76,7 +76,7 @@ def pack(tree: Tree, piece: int = PIECE) -> Packed:
 
 
 def unpack(packed: Iterable[Any]) -> Tree:
-    """The tree of `pack`, with NumPy arrays, which may be read-only views of stored objects, and typed PRNG keys."""
+    """Returns the tree of `pack` with NumPy arrays, maybe read-only views of stored objects, and typed PRNG keys."""
     structure, *pieces = packed
     arrays = itertools.chain.from_iterable(pieces)
 
@@ -99,28 +99,28 @@ def received(stored: Sequence[Any]) -> Tree | None:
 
 
 def _placed(tree: Tree, shardings: Shardings) -> Tree:
-    """A tree of this host on a mesh."""
+    """Places a tree of this host on a mesh."""
     arrays = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else np.asarray(leaf), tree)
     return jax.block_until_ready(jax.tree.map(put, arrays, shardings(arrays)))
 
 
 class TreeMissing(RuntimeError):
-    """A call needs a tree of another worker; its argument is the key."""
+    """A call needs a tree of another worker; the argument is the key."""
 
 
 class WorkerTransfer(ArrayTransfer):
-    """The transfer of a worker's process, between its executors and the calls that receive and return trees."""
+    """The transfer in a worker's process, between its executors and the calls that receive and return trees."""
 
-    def get(self, key: Key, shardings: Shardings, taker: str) -> Tree | None:
+    def get(self, key: Key, shardings: Shardings, receiver: str) -> Tree | None:
         """See `ArrayTransfer`; trees of others are on the host. Raises TreeMissing if not even None is stored."""
         if key not in self._trees:
             raise TreeMissing(key)
-        tree = self.start_read(key, taker)
-        self.end_read(key, taker)
+        tree = self.start_read(key, receiver)
+        self.end_read(key, receiver)
         return None if tree is None else _placed(tree, shardings)
 
     def pop(self, key: Key) -> Tree | None:
-        """Returns a tree that was offered and forgets it; None if there is none."""
+        """Returns and deletes a tree, or returns None."""
         tree = self.start_read(key, TRAINER)
         self.end_read(key, TRAINER)
         self.delete(key)
@@ -128,7 +128,7 @@ class WorkerTransfer(ArrayTransfer):
 
 
 class Mailbox:
-    """Stored objects that the trainer's first process passes on to its other ones, until each has taken them."""
+    """Stored objects that the trainer's first process passes to its other ones, until each has fetched them."""
 
     def __init__(self):
         self._refs: dict[Key, tuple[list[Ref], set[int]]] = {}
@@ -138,7 +138,7 @@ class Mailbox:
         self._refs[key] = refs, readers
 
     def fetch(self, key: Key, reader: int) -> list[Ref]:
-        """The objects of a key, which this process does not ask for again; empty if there are none."""
+        """Returns the objects of a key, which the reader does not fetch again; empty if there are none."""
         refs, readers = self._refs.get(key, ([], set()))
         readers.discard(reader)
         if not readers:
@@ -155,16 +155,16 @@ class Shares(NamedTuple):
 
 
 class TrainerTransfer(ArrayTransfer):
-    """The trainer's transfer: weights are stored once for all workers, samples are references until they are taken.
+    """The trainer's transfer: weights are stored once for all workers, samples are references until they are needed.
 
-    Of a trainer with several processes the first one takes samples from workers, and the others take them from it.
+    Of a trainer with several processes the first one gets samples from workers, and the others get them from it.
 
     Args:
       engine: Stores objects.
       shares: None means that the trainer has one process.
 
     Attributes:
-      sources: By training worker in another process: a function that stores a tree which that worker offers.
+      sources: By training worker in another process: a function that stores a tree of that worker.
     """
 
     def __init__(self, engine: RayEngine, shares: Shares | None = None):
@@ -179,9 +179,9 @@ class TrainerTransfer(ArrayTransfer):
         self._lock, self._storing = threading.Lock(), threading.Lock()
 
     def stored(self, key: Key) -> list[Ref] | None:
-        """References to a tree for other workers: one to its `Packed` form, or one to each of its parts.
+        """Returns references to a tree for other workers: one to its `Packed` form, or one to each of its parts.
 
-        A tree of this process is stored by the first call, in parts. None means that it is not offered any more.
+        A tree of this process is stored by the first call, in parts. None means that it is not available any more.
         """
         if (ref := self._ref(key)) is not None:
             return [ref]
@@ -205,29 +205,29 @@ class TrainerTransfer(ArrayTransfer):
             return refs
 
     def put_ref(self, key: Key, ref: Ref) -> None:
-        """Offers a tree that a worker has returned, which stays on its node."""
+        """Makes a tree available that a worker has returned, and that stays on its node."""
         with self._lock:
             self._refs[key] = ref
 
     def put(self, key: Key, tree: Tree) -> None:
-        """See `ArrayTransfer`. All processes of the trainer offer weights in the same order."""
+        """See `ArrayTransfer`. All processes of the trainer put weights in the same order."""
         if self._shares is not None and isinstance(key, WeightsVersion):
             packed = pack(tree)
             if not self._shares.process:
                 self._gathered[key] = packed
         super().put(key, tree)
 
-    def get(self, key: Key, shardings: Shardings, taker: str) -> Tree | None:
+    def get(self, key: Key, shardings: Shardings, receiver: str) -> Tree | None:
         """See `ArrayTransfer`.
 
         Raises:
-          TransferError: The worker that has it, or its node, is lost.
+          TransferError: The worker that has it, or its node, failed.
         """
         shares = self._shares
         try:
             ref = self._ref(key)
             if ref is None:
-                return super().get(key, shardings, taker)
+                return super().get(key, shardings, receiver)
             packed = self._engine.get(ref)
             if packed is not None and shares is not None and not shares.process:
                 self._mail("store", _shared(key), [ref], set(range(1, shares.processes)))
@@ -236,7 +236,7 @@ class TrainerTransfer(ArrayTransfer):
         return None if packed is None else _placed(unpack(packed), shardings)
 
     def _ref(self, key: Key) -> Ref | None:
-        """The reference to a tree of another process; None if this one has it."""
+        """Returns the reference to a tree of another process, or None if this one has it."""
         own = getattr(key, "worker", TRAINER) == TRAINER
         if self._shares is not None and self._shares.process and not own:
             return next(iter(self._mail("fetch", _shared(key), self._shares.process)), None)
@@ -252,7 +252,7 @@ class TrainerTransfer(ArrayTransfer):
         super().delete(key)
         self._forget(key)
         if self._shares is not None and self._shares.process and isinstance(key, SamplesKey):
-            self._ref(key)  # a chunk that was dropped before this process has taken it
+            self._ref(key)  # a chunk that was dropped before this process got it
 
     def drain(self, key: Key) -> bool:
         """See `ArrayTransfer`."""
@@ -275,5 +275,5 @@ class TrainerTransfer(ArrayTransfer):
 
 
 def _shared(key: Key) -> Key:
-    """The mailbox's key. A step's prompts have one key, because the processes may name different workers."""
+    """Returns the mailbox's key. A step's prompts have one key, because the processes may name different workers."""
     return ConditioningKey(TRAINER, key.step) if isinstance(key, ConditioningKey) else key

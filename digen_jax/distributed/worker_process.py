@@ -25,12 +25,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import digen_jax
 from digen_jax.errors import ConfigError, DivergedError
 from digen_jax.process.shutdown import Stopped, out_of_memory
-from digen_jax.rewards.built_in import on_mesh, resolve
-from digen_jax.rewards.pool import RewardPool, RewardProcessDied
+from digen_jax.rewards.built_in import on_mesh
+from digen_jax.rewards.pool import RewardProcessDied
 from digen_jax.rewards.request_log import moved
-from digen_jax.rewards.sanity_check import run_sanity_checks
 from digen_jax.scheduling.commands import Chunk, Deliver, Train, WeightsVersion, trainer_names
-from digen_jax.scheduling.settings import Deadline
 
 if TYPE_CHECKING:
     from digen_jax.config.train_config import TrainConfig
@@ -41,8 +39,8 @@ if TYPE_CHECKING:
 Parts = tuple[tuple[str, float, float], ...]  # (kind, begin, end)
 
 
-class NotDone(RuntimeError):
-    """A call failed in a worker that still works; its text has the worker's name and the error."""
+class CallFailed(RuntimeError):
+    """A call failed in a worker that still works; the message has the worker's name and the error."""
 
 
 class RowsMissing(RuntimeError):
@@ -50,7 +48,13 @@ class RowsMissing(RuntimeError):
 
 
 class Opened(NamedTuple):
-    """A worker that is ready: its number of devices, its host, its process there."""
+    """A worker that is ready.
+
+    Attributes:
+      devices: Number of its devices.
+      host: Its host.
+      pid: Its process there.
+    """
 
     devices: int
     host: str
@@ -80,14 +84,14 @@ class RolloutProcess:
         self._executor: SamplingExecutor | None = None  # see `_sampling`
         self._creating = threading.Lock()
         self._rows: dict[str, Any] = {}  # precomputed embeddings for the next call, by key
-        self._doing: dict[int, Any] = {}  # stopwatches of the calls in progress, by serial
+        self._calls: dict[int, Any] = {}  # stopwatches of the calls in progress, by serial
 
     def __repr__(self) -> str:
         """The name before each line of its output."""
         return self._name
 
     def check_files(self, recipe: "TrainConfig", expected: dict[str, str]) -> None:
-        """Checks that this node has the trainer's files: see `files.check_same`. Raises ConfigError."""
+        """Checks that this node has the trainer's files: see `check_same`. Raises ConfigError."""
         check_same(expected, recipe)
 
     def open(self, recipe: "TrainConfig", first: int, place: Any = None) -> Opened:
@@ -95,8 +99,8 @@ class RolloutProcess:
 
         Args:
           recipe: Config of the run, placed on all its devices.
-          first: The present step.
-          place: Number of this process among those of its JAX job, a `startup.Place`. None means that it has no job.
+          first: The current step.
+          place: Number of this process among those of its JAX job, a `job.Place`. None means that it has no job.
 
         Raises:
           ConfigError: A setting cannot work here.
@@ -130,21 +134,11 @@ class RolloutProcess:
         return Opened(len(devices), socket.gethostname(), os.getpid())
 
     def _open_rewards(self, recipe: "TrainConfig") -> None:
-        """Starts and tries the rewards, if this process scores and has not done so."""
-        from digen_jax.runtime.sampling import try_files
+        """Opens the rewards, if this process scores and has not done so."""
+        from digen_jax.runtime.sampling import open_rewards
 
-        if not self._first or self._pool is not None:
-            return
-        found, asked = resolve(recipe.rewards, meshes=True), recipe.reward_pool
-        seconds = Deadline(recipe.runtime.deadline).seconds
-        pool = RewardPool(found, asked.processes, asked.retries, seconds)
-        try:
-            run_sanity_checks(found, pool.score)
-            try_files(recipe, pool.score)
-        except BaseException:
-            pool.close()
-            raise
-        self._pool = pool
+        if self._first and self._pool is None:
+            self._pool = open_rewards(recipe)
 
     def _read(self, recipe: "TrainConfig", devices: Sequence[Any]) -> "Rollout":
         """Reads the model."""
@@ -153,7 +147,7 @@ class RolloutProcess:
         return build_rollout(recipe, devices, self._stored(recipe))
 
     def _stored(self, recipe: "TrainConfig") -> Any:
-        """Precomputed prompt embeddings, which the driver sends on request; None if this worker encodes."""
+        """Returns precomputed prompt embeddings, which the driver sends on request, or None if this worker encodes."""
         from digen_jax.assemble import recipe_model
         from digen_jax.parallel.encoding import PrecomputedPrompts
         from digen_jax.prompt_store import encoder_shapes, is_ahead
@@ -176,9 +170,14 @@ class RolloutProcess:
         first: int,
         held_out: list[dict[str, Any]],
     ) -> None:
-        """Builds all parts but the executor of `rollout`, which may be a function that builds a `Rollout`.
+        """Builds all parts but the executor, which is created at its first use.
 
-        `batches` are the prompts of each step from `first` on.
+        Args:
+          recipe: Config of the run.
+          rollout: Programs and parameters of the mesh, or a function that builds them.
+          batches: Prompts of each step from `first` on.
+          first: The current step.
+          held_out: Prompts of evaluations.
         """
         from digen_jax.distributed.transfer import WorkerTransfer
         from digen_jax.learned_rewards.on_mesh import named
@@ -204,7 +203,7 @@ class RolloutProcess:
         self._create = create
 
     def _sampling(self) -> "SamplingExecutor":
-        """The sampling executor; the first call creates it, which may read components and starts the rewards."""
+        """Returns the sampling executor. The first call creates it: it may read components and start the rewards."""
         from digen_jax.runtime.clock import paused
 
         with self._creating:
@@ -218,9 +217,14 @@ class RolloutProcess:
     def work(
         self, serial: int, method: str, arguments: tuple, trees: Mapping[Any, int], *stored: Any
     ) -> tuple[tuple[float, Parts], Any]:
-        """Calls a method of this section; `serial` is the number of the call in `ping`.
+        """Calls a method of this section.
 
-        Meanwhile the transfer offers `trees` of other workers: by key, the number of the tree's objects in `stored`.
+        Args:
+          serial: Number of the call in `ping`.
+          method: Name of the method.
+          arguments: Its arguments.
+          trees: Trees of other workers for this call: by key, the number of objects in `stored`.
+          *stored: Objects of all trees.
 
         Returns:
           ((seconds of work without compilation, its parts in seconds before its end), the method's tree)
@@ -229,7 +233,7 @@ class RolloutProcess:
         from digen_jax.runtime.clock import measured
 
         with self._errors(), measured() as stopwatch:
-            self._doing[serial] = stopwatch
+            self._calls[serial] = stopwatch
             objects = iter(stored)
             for key, count in trees.items():
                 self._transfer.put(key, received([*itertools.islice(objects, count)]))
@@ -239,10 +243,10 @@ class RolloutProcess:
             finally:
                 for key in trees:
                     self._transfer.delete(key)
-                del self._doing[serial]
+                del self._calls[serial]
 
     def receive(self, weights_version: WeightsVersion) -> None:
-        """Takes published weights, which the engine has brought to this node."""
+        """Gets weights, which the engine has transferred to this node."""
         self._sampling().receive(weights_version)
 
     def encode(self, step: int) -> Any:
@@ -254,12 +258,12 @@ class RolloutProcess:
         return self._packed(ConditioningKey(self._name, step))
 
     def generate(self, chunk: Chunk, weights_version: WeightsVersion) -> None:
-        """Generates a chunk's trajectories, which stay here."""
+        """Generates a chunk's trajectories, which stay in this process."""
         self._sampling().generate(chunk, weights_version)
         self._rows.clear()
 
     def decode(self, chunk: Chunk) -> Any:
-        """Decodes a chunk's images, which stay here; returns its samples, packed, for the trainer.
+        """Decodes a chunk's images, which stay in this process; returns its samples, packed, for the trainer.
 
         The samples are None for images of an evaluation and for a chunk that was dropped.
         """
@@ -280,7 +284,7 @@ class RolloutProcess:
     # ------------------------------------------------------------------------ scores and control
 
     def score(self, chunk: Chunk) -> Any:
-        """Scores a decoded chunk, whose images are freed; returns `ScoredChunk`, or None if it was dropped meanwhile.
+        """Scores a decoded chunk and frees its images; returns `ScoredChunk`, or None if it was dropped meanwhile.
 
         The times of exchanges with servers are seconds before the return.
         """
@@ -290,7 +294,7 @@ class RolloutProcess:
             except KeyError:
                 if chunk.evaluation or self._steps.find(chunk) is not None:
                     raise
-                return None  # another thread dropped it before this call began
+                return None  # another thread dropped it before this call
             scored_chunk = asked.result()
             looks = scored_chunk.looks.result()
             self._sampling().scored(chunk)
@@ -300,7 +304,7 @@ class RolloutProcess:
             return scored_chunk._replace(looks=looks, exchanges=ago)
 
     def add_rows(self, rows: dict[str, Any]) -> None:
-        """Takes precomputed embeddings that a call was missing; it is then repeated."""
+        """Stores precomputed embeddings that a call was missing; the call is then repeated."""
         self._rows |= rows
 
     def drop_chunk(self, chunk: Chunk) -> None:
@@ -311,23 +315,22 @@ class RolloutProcess:
             one.drop_chunk(chunk)
 
     def drop_weights(self, weights_version: WeightsVersion) -> None:
-        """Frees published weights."""
+        """Frees weights."""
         for one in self._executors():
             one.drop_weights(weights_version)
         gc.collect()  # JAX's arrays that share the store's memory are in reference cycles
 
     def _executors(self) -> list[Any]:
-        """The executors that exist at present."""
         return [] if self._executor is None else [self._executor]
 
     def end_step(self, step: int) -> None:
-        """Forgets a step that has ended, and those before it."""
+        """Frees the data of a step that has ended, and of those before it."""
         self._steps.forget(step + 1)
         self._transfer.end_step(step)
 
     def ping(self) -> dict[int, float]:
-        """The seconds of work of each call in progress, by its serial."""
-        return {serial: one.elapsed() for serial, one in list(self._doing.items())}
+        """Returns the seconds of work of each call in progress, by its serial."""
+        return {serial: one.elapsed() for serial, one in list(self._calls.items())}
 
     def close(self) -> None:
         """Ends the processes of the rewards."""
@@ -336,7 +339,7 @@ class RolloutProcess:
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """Passes errors that the driver handles; others become `NotDone`, because they may not be picklable."""
+        """Raises errors that the driver handles; others become `CallFailed`, because they may not be picklable."""
         from digen_jax.distributed.transfer import TreeMissing
         from digen_jax.runtime.array_transfer import MissingSums, TransferError, is_connection_error
 
@@ -346,17 +349,17 @@ class RolloutProcess:
         except (*passed, RowsMissing, TreeMissing, TransferError, MissingSums):
             raise
         except CancelledError:
-            raise NotDone(f"{self._name} is closed") from None
+            raise CallFailed(f"{self._name} is closed") from None
         except Exception as error:
-            sentence = out_of_memory(error)
-            # A collective breaks when another process of the worker is lost: its driver reports that.
-            if not sentence and (self._alone or not is_connection_error(error)):
+            message = out_of_memory(error)
+            # A collective breaks when another process of the worker disconnects: the driver reports that.
+            if not message and (self._alone or not is_connection_error(error)):
                 traceback.print_exception(error)
-            raise NotDone(f"{self._name}: {sentence or repr(error)}") from None
+            raise CallFailed(f"{self._name}: {message or repr(error)}") from None
 
 
 class TrainingProcess(RolloutProcess):
-    """The process of a training worker, which also samples; what it makes stays here until it must `send` it."""
+    """The process of a training worker, which also samples; its results stay in this process until `send`."""
 
     section = "trainer"
 
@@ -384,7 +387,7 @@ class TrainingProcess(RolloutProcess):
         """See `send`."""
 
     def send(self, key: Any) -> Any:
-        """A tree that this worker offers, packed for another one; None if it does not."""
+        """Returns an available tree, packed for another worker, or None."""
         from digen_jax.distributed.transfer import pack
 
         tree = self._transfer.start_read(key, "store")
@@ -392,17 +395,17 @@ class TrainingProcess(RolloutProcess):
         return None if tree is None else pack(tree)
 
     def take_trained(self, weights_version: WeightsVersion) -> None:
-        """Takes the weights that are trained."""
+        """Gets the weights that are trained."""
         self._training.take_trained(weights_version)
         gc.collect()  # see `drop_weights`
 
     def deliver(self, command: Deliver) -> None:
-        """Takes a chunk's samples from another worker."""
+        """Gets a chunk's samples from another worker."""
         self._steps.draw(command.chunk.step)
         self._training.deliver(command)
 
     def generate(self, chunk: Chunk, weights_version: WeightsVersion) -> None:
-        """See `RolloutProcess`; samples with the weights that it trains, unless it was sent others."""
+        """See `RolloutProcess`; samples with the weights that it trains, unless it has received others."""
         self._training.share_weights(self._sampling(), weights_version)
         super().generate(chunk, weights_version)
 
@@ -429,10 +432,9 @@ class TrainingProcess(RolloutProcess):
 
 
 def _batches(recipe: "TrainConfig", first: int) -> Iterator[list[dict[str, Any]]]:
-    """The prompt records of every step from `first` on."""
+    """Yields the prompt records of every step from `first` on."""
     from digen_jax.assemble import drawn_prompts
 
-    # The data set of the prompts; this process needs no workdir.
     with tempfile.TemporaryDirectory(prefix="digen_jax_prompts_") as cache:
         yield from map(drawn_prompts(recipe, cache).at, itertools.count(first))
 
@@ -444,7 +446,7 @@ PACKAGE = "digen_jax"
 
 
 def fingerprints(recipe: "TrainConfig") -> dict[str, str]:
-    """A hash of this package's code, by its name, and of each prompt file, by its path; "" for a missing file."""
+    """Returns a hash of this package's code, by its name, and of each prompt file, by its path; "" if it is missing."""
     found = {PACKAGE: _code()}
     for path in {*map(str, recipe.prompts.paths), str(recipe.evaluation.prompts)}:
         file = pathlib.Path(path)

@@ -29,7 +29,7 @@ from digen_jax.distributed.engine import (
 )
 from digen_jax.distributed.transfer import Shares, TrainerTransfer, TreeMissing
 from digen_jax.distributed.worker_process import (
-    NotDone,
+    CallFailed,
     Opened,
     RolloutProcess,
     RowsMissing,
@@ -64,7 +64,9 @@ from digen_jax.scheduling.commands import (
     trainer_names,
 )
 
-PING_TIMEOUT = 8.0  # seconds without an answer to a ping after which a worker is lost
+PING_TIMEOUT = (
+    8.0  # seconds without an answer to a ping, after which a worker is considered disconnected
+)
 FREE_TIMEOUT = 60.0  # seconds in which data is freed
 CONTROL = -1  # instead of the serial of a call that frees data
 
@@ -84,8 +86,8 @@ class WorkerProxy:
       rows: Reads precomputed prompt embeddings by their keys.
 
     Raises (every method that works):
-      NotDone: the work failed there; or a `RewardError` or the like, as in one process.
-      WorkerDisconnected: the worker is lost or was given up, or the run ends.
+      CallFailed: the work failed there; or a `RewardError` or the like, as in one process.
+      WorkerDisconnected: The worker disconnected or was removed, or the run ends.
     """
 
     def __init__(
@@ -100,7 +102,7 @@ class WorkerProxy:
         self.name, self.devices, self.opened = name, opened.devices, opened
         self.processes = len(actors)
         self.heard = time.time()  # when a ping was answered last
-        self.lost = threading.Event()
+        self.disconnected = threading.Event()
         self._actors, self._engine, self._transfer, self._rows = actors, engine, transfer, rows
         self._serials = itertools.count()
         self._lock = threading.Lock()
@@ -111,28 +113,28 @@ class WorkerProxy:
     # ------------------------------------------------------------------------ for the executors
 
     def receive(self, weights_version: WeightsVersion) -> None:
-        """Has published weights received; weights that were withdrawn are no longer needed."""
+        """Sends weights to the worker; deleted weights are no longer needed."""
         with paused():  # another worker's call may be storing them
             refs = self._transfer.stored(weights_version)
         if refs is not None:
             self._work("receive", weights_version, trees={weights_version: refs}, group="sync")
 
     def encode(self, number: int) -> None:
-        """Has a step's prompts encoded; their conditioning stays there until the trainer takes it."""
+        """Encodes a step's prompts; their conditioning stays there until the trainer gets it."""
         self._transfer.put_ref(ConditioningKey(self.name, number), self._work("encode", number))
 
     def generate(self, chunk: Chunk, weights_version: WeightsVersion) -> None:
-        """Has a chunk's trajectories generated."""
+        """Generates a chunk's trajectories."""
         self._work("generate", chunk, weights_version)
 
     def decode(self, chunk: Chunk) -> None:
-        """Has a chunk's images decoded, which stay there, as do its samples until the trainer takes them."""
+        """Decodes a chunk's images, which stay there, as do its samples until the trainer gets them."""
         samples = self._work("decode", chunk)
         if not chunk.evaluation:
             self._transfer.put_ref(SamplesKey(self.name, chunk), samples)
 
     def score(self, chunk: Chunk, scorer: ChunkScorer | None = None) -> Future[ScoredChunk | None]:
-        """Has a decoded chunk scored by the rewards of its process, in parallel with other work; returns at once.
+        """Scores a decoded chunk by the rewards of its process, in parallel with other work; returns at once.
 
         The future raises the errors of the rewards there as `ChunkScorer.submit`'s does.
         """
@@ -146,7 +148,7 @@ class WorkerProxy:
         return found
 
     def scored(self, chunk: Chunk) -> None:
-        """The process has freed the images before it sent their scores."""
+        """Does nothing: the process has freed the images before it sent their scores."""
 
     def drop_chunk(self, chunk: Chunk) -> None:
         """Frees all data of a chunk."""
@@ -154,18 +156,18 @@ class WorkerProxy:
         self._transfer.delete(SamplesKey(self.name, chunk))
 
     def drop_weights(self, weights_version: WeightsVersion) -> None:
-        """Frees published weights."""
+        """Frees weights."""
         self._free("drop_weights", weights_version)
 
     def end_step(self, step: int) -> None:
-        """Has the processes forget a step that has ended, and those before it."""
+        """Frees the data of a step that has ended, and of those before it."""
         self._free("end_step", step)
         self._transfer.delete(ConditioningKey(self.name, step))
 
     def remove(self) -> None:
         """Ends all calls, which raise WorkerDisconnected; another worker repeats the work."""
-        self.end_calls("was given up")
-        self.lost.set()
+        self.end_calls("was removed")
+        self.disconnected.set()
 
     # -------------------------------------------------------------------------- for the registry
 
@@ -173,7 +175,7 @@ class WorkerProxy:
         """Notes the progress of the calls in progress.
 
         Raises:
-          WorkerDisconnected: A process is lost, or did not answer for `PING_TIMEOUT` seconds.
+          WorkerDisconnected: A process has died, or did not answer for `PING_TIMEOUT` seconds.
         """
         asked = [self._engine.call(actor, "ping", group="ping") for actor in self._actors]
         end = time.monotonic() + PING_TIMEOUT
@@ -182,7 +184,7 @@ class WorkerProxy:
                 seen = one.result(max(0.0, end - time.monotonic()))
             except TimeoutError:
                 raise WorkerDisconnected(
-                    f"{self.name} has been silent for {PING_TIMEOUT:g} seconds"
+                    f"{self.name} did not answer for {PING_TIMEOUT:g} seconds"
                 ) from None
             except ProcessDied as error:
                 raise self._as_gone(error) from error
@@ -192,7 +194,7 @@ class WorkerProxy:
         self.heard = time.time()
 
     def end_calls(self, why: str) -> None:
-        """Ends all waits for its work, also those that begin later: they raise WorkerDisconnected."""
+        """Ends all waits for its work, also later ones: they raise WorkerDisconnected."""
         with self._lock:
             self._why = self._why or why
             asked = [one for calls in self._calls.values() for one in calls]
@@ -215,7 +217,7 @@ class WorkerProxy:
             with remote_work(functools.partial(self._so_far, serial)) as counts:
                 # Data is freed before later work.
                 if wait(self._calls.get(CONTROL, ()), FREE_TIMEOUT).not_done:
-                    raise NotDone(f"{self.name} did not free data in {FREE_TIMEOUT:g} s")
+                    raise CallFailed(f"{self.name} did not free data in {FREE_TIMEOUT:g} s")
                 with self._lock:
                     if self._why is not None:
                         raise WorkerDisconnected(f"{self.name} {self._why}")
@@ -249,32 +251,32 @@ class WorkerProxy:
         wait(asked, return_when=FIRST_EXCEPTION)
         if errors():
             if wait(asked, PING_TIMEOUT).not_done:  # they wait for the failed one in a collective
-                self.lost.set()
-            # If a process is lost, the others fail, too, and may report it first.
+                self.disconnected.set()
+            # If a process dies, the others fail, too, and may report it first.
             found = errors()
             raise next(
                 (error for error in found if isinstance(error, WorkerDisconnected)), found[0]
             )
 
     def _as_gone(self, error: BaseException) -> BaseException:
-        """Converts a lost process to WorkerDisconnected, and notes it; a lost argument to TransferError."""
+        """Converts the death of a process to WorkerDisconnected, and notes it; a lost argument to TransferError."""
         if isinstance(error, ObjectUnavailable):
-            return TransferError(f"{self.name} lacks an object of a lost node ({error})")
+            return TransferError(f"{self.name} lacks an object of a node that failed ({error})")
         if not isinstance(error, ProcessDied):
             return error
-        self.lost.set()
-        return WorkerDisconnected(f"{self.name} is lost ({error})")
+        self.disconnected.set()
+        return WorkerDisconnected(f"{self.name} disconnected ({error})")
 
     def _so_far(self, serial: int) -> float:
-        """Seconds of work on a call: what its process has reported last, and the time since then."""
+        """Returns the seconds of work on a call: those that its process reported last, and the time since then."""
         now = time.monotonic()
         seconds, when = self._seen.get(serial, (0.0, now))
         return seconds + min(PING_TIMEOUT, now - when)
 
     def _free(self, method: str, *arguments: Any) -> None:
-        """Has data freed before any later work; a worker that is lost gets no call."""
+        """Frees data before any later work; a disconnected worker is not called."""
         with self._lock:
-            if self._why is not None or self.lost.is_set():
+            if self._why is not None or self.disconnected.is_set():
                 return
             # Processes that work together must free data at the same point of their work.
             alone = self.processes == 1
@@ -286,12 +288,12 @@ class WorkerProxy:
                 self._calls[CONTROL] = asked
 
     def _scored(self, serial: int, found: Future, asked: Future) -> None:
-        """Passes scores on, in this process's time. Rewards that do not work for another reason lose the worker."""
+        """Forwards scores, in this process's time. If rewards fail for another reason, the worker is removed."""
         with self._lock:
             self._calls.pop(serial, None)
         error = asked.exception()
-        if isinstance(error, NotDone):
-            self.lost.set()
+        if isinstance(error, CallFailed):
+            self.disconnected.set()
             error = WorkerDisconnected(str(error))
         if error is not None:
             return found.set_exception(self._as_gone(error))
@@ -305,14 +307,14 @@ class WorkerProxy:
 
 
 class TrainingProxy(WorkerProxy):
-    """As `OtherTrainingExecutor`, too; trees that the worker makes stay there until another one takes them."""
+    """As `OtherTrainingExecutor`, too; results stay on the worker until another one gets them."""
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
         self._transfer.sources[self.name] = functools.partial(self._work, "send", group="sync")
 
     def take_trained(self, weights_version: WeightsVersion) -> bool:
-        """Has the weights that are trained taken; returns False if these are others."""
+        """Sends the weights that are trained to the worker; returns False if these are others."""
         key = TrainedWeightsKey(weights_version)
         with paused():
             refs = self._transfer.stored(key)
@@ -321,20 +323,20 @@ class TrainingProxy(WorkerProxy):
         return refs is not None
 
     def encode(self, number: int) -> None:
-        """Has a step's prompts encoded."""
+        """Encodes a step's prompts."""
         self._work("encode", number)
 
     def decode(self, chunk: Chunk) -> None:
-        """Has a chunk's images decoded."""
+        """Decodes a chunk's images."""
         self._work("decode", chunk)
 
     def deliver(self, command: Deliver) -> None:
-        """Has a chunk's samples taken from another worker."""
+        """Sends a chunk's samples from another worker."""
         key = SamplesKey(command.worker, command.chunk)
         self._work("deliver", command, trees={key: self._transfer.stored(key) or []}, group="sync")
 
     def train(self, command: Train, batch: ChunkAdvantages) -> None:
-        """Has the gradient of a chunk's passes added to the update's."""
+        """Adds the gradient of a chunk's passes to the update's."""
         self._work("train", command, batch)
 
     def offer_sums(self, others: Sequence[str]) -> None:
@@ -344,11 +346,11 @@ class TrainingProxy(WorkerProxy):
             self._transfer.put_ref(
                 SumsKey(self.name), self._work("offer_sums", others, trees=trees)
             )
-        except (WorkerDisconnected, NotDone, TransferError) as error:
+        except (WorkerDisconnected, CallFailed, TransferError) as error:
             raise MissingSums(self.name) from error
 
     def updated(self, first: int) -> None:
-        """Has the data of an update freed, and of steps before `first`."""
+        """Frees the data of an update, and of steps before `first`."""
         self._free("updated", first)
         self._transfer.delete(SumsKey(self.name))
 
@@ -375,7 +377,7 @@ class RemoteWorkers:
     Attributes:
       devices: Devices of the trainer's mesh.
       transfer: The trainer's transfer.
-      step: The present step, from which a worker that starts draws the prompts.
+      step: The current step, from which a worker that starts draws the prompts.
     """
 
     def __init__(
@@ -410,7 +412,7 @@ class RemoteWorkers:
             threading.Thread(target=self._keep, args=(name,), name=name, daemon=True).start()
 
     def wait(self, seconds: float = START_TIMEOUT, stops: Callable[[], Any] = lambda: None) -> None:
-        """Waits for `placement.rollout.workers` and the training workers; continues without those that are not in time.
+        """Waits for `placement.rollout.workers` and the training workers; then continues without the late ones.
 
         Args:
           seconds: The longest wait.
@@ -428,8 +430,8 @@ class RemoteWorkers:
                     if not self._ready.keys() & {*(self._rollouts or self._training)}:
                         section = "rollout" if self._rollouts else "trainer"
                         raise ConfigError(
-                            f"no {section} worker is ready after {seconds:g} s: look at their output above, or ask for "
-                            f"fewer or smaller ones by config.placement.{section}"
+                            f"no {section} worker is ready after {seconds:g} s: see their output above, or set fewer "
+                            f"or smaller ones by config.placement.{section}"
                         )
                     text = f"not ready after {seconds:g} s; starting without (can join later)"
                     print(f"{', '.join(missing)} {text}", flush=True)
@@ -439,7 +441,7 @@ class RemoteWorkers:
                 raise self._failed
 
     def _missing(self) -> list[str]:
-        """The workers that the start waits for."""
+        """Returns the workers that the start waits for."""
         rollouts, training = (
             [name for name in names if name not in self._ready]
             for names in (self._rollouts, self._training)
@@ -450,7 +452,7 @@ class RemoteWorkers:
     def driving(
         self, make: Callable[[list[WorkerProxy]], Driver], stops: Callable[[], Any]
     ) -> Iterator[Driver]:
-        """Waits for workers; the driver that `make` builds of them is notified of all others in this block.
+        """Waits for workers, and yields their driver, which is notified of workers that join or disconnect.
 
         Args:
           make: Builds the driver.
@@ -474,14 +476,14 @@ class RemoteWorkers:
     def _end_calls(self) -> None:
         """Ends the wait for work that is in progress at the run's end."""
         for one in self._workers():
-            one.end_calls("is not waited for: the run ends")
+            one.end_calls("is not needed: the run ends")
 
     def _workers(self) -> list[WorkerProxy]:
         with self._changed:
             return list(self._ready.values())
 
     def places(self) -> dict[str, dict[str, Any]]:
-        """Where the ready workers are, and when each answered last: see `records.status.Status`."""
+        """Returns where the ready workers are, and when each answered last: see `logging.status.Status`."""
         found = {
             one.name: {
                 "host": one.opened.host,
@@ -507,7 +509,7 @@ class RemoteWorkers:
     # ----------------------------------------------------------------------- in a worker's thread
 
     def _keep(self, name: str) -> None:
-        """Starts a worker, and restarts it when it is lost; the pause doubles while it fails to start."""
+        """Starts a worker, and restarts it when it disconnects; the pause doubles while it fails to start."""
         pause = FIRST_PAUSE
         while not self._closed.is_set():
             try:
@@ -530,7 +532,7 @@ class RemoteWorkers:
             self._lost(name, why)
             if self._job is not None:
                 return self._end(f"{name} {why}")
-            print(f"{name} {why}; starting it again in {pause:g} s", flush=True)
+            print(f"{name} {why}; restarting it in {pause:g} s", flush=True)
             self._closed.wait(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 
@@ -552,7 +554,7 @@ class RemoteWorkers:
 
         checked = [call(actor, "check_files", self._files) for actor in actors]
         needed, stops = "a node with free resources", self._closed.is_set
-        # Workers in addition to those that are needed join when a node is free.
+        # Additional workers join when a node is free.
         wait_for_resources(checked, name, needed, stops, lambda: not self._missing())
         for one in checked:
             one.result(0)
@@ -584,7 +586,7 @@ class RemoteWorkers:
     @functools.cached_property
     def _stored(self) -> PrecomputedPrompts:
         """Precomputed prompt embeddings."""
-        folder, family = recipe_model(self._recipe)  # not at once: JAX starts
+        folder, family = recipe_model(self._recipe)  # not in the constructor: JAX starts
         return stored(self._recipe, folder, family)
 
     def _join(self, proxy: WorkerProxy) -> None:
@@ -598,14 +600,14 @@ class RemoteWorkers:
                 self._driver.join(proxy)
 
     def _watch(self, proxy: WorkerProxy) -> str:
-        """Pings a worker until it is lost or was given up; returns why."""
+        """Pings a worker until it disconnects or is removed; returns why."""
         while not self._closed.is_set():
             try:
                 proxy.ping()
             except WorkerDisconnected as error:
                 return str(error).removeprefix(f"{proxy.name} ")
-            if proxy.lost.wait(PING):
-                return "was lost or given up"
+            if proxy.disconnected.wait(PING):
+                return "disconnected or was removed"
         return "has ended"
 
     def _lost(self, name: str, why: str) -> None:
@@ -622,7 +624,7 @@ class RemoteWorkers:
                 driver.disconnected(name, why)
 
     def _end(self, why: str) -> None:
-        """Ends the run, because JAX ends all processes of a job that has lost one."""
+        """Ends the run, because JAX ends all processes of a job if one disconnects."""
         again = "the same command continues from the last checkpoint"
         error = Stopped(f"{why}, and all processes are one job of JAX (--one_job): {again}")
         with self._changed:

@@ -29,6 +29,7 @@ from digen_jax.errors import ConfigError
 from digen_jax.logging.workdir import check_shared, own_claim
 from digen_jax.models.family import Family
 from digen_jax.models.text.tokenizers import known_words
+from digen_jax.parallel.reward_model import RewardModel
 from digen_jax.parallel.system import System
 from digen_jax.planning.placing import place_here
 from digen_jax.policies import start_warnings
@@ -37,9 +38,7 @@ from digen_jax.process import job, shutdown
 from digen_jax.process.job import START_TIMEOUT
 from digen_jax.process.shutdown import STOPPED, Interrupt, Stopped, out_of_memory
 from digen_jax.rewards import Scores
-from digen_jax.rewards.built_in import resolve
 from digen_jax.rewards.pool import RewardPool
-from digen_jax.rewards.sanity_check import run_sanity_checks
 from digen_jax.runtime.array_transfer import (
     DISCONNECT_TIMEOUT,
     ArrayTransfer,
@@ -49,22 +48,22 @@ from digen_jax.runtime.array_transfer import (
 )
 from digen_jax.runtime.checkpointing import Begun, Position, Positions
 from digen_jax.runtime.executors import Executors, follow
-from digen_jax.runtime.sampling import try_files, try_scorers
+from digen_jax.runtime.sampling import open_rewards, try_scorers
 from digen_jax.runtime.steps import ScoredChunk
 from digen_jax.scheduling.commands import WeightsVersion
 from digen_jax.scheduling.scheduler import Scheduler
-from digen_jax.scheduling.settings import GUESSED, Deadline, Settings
+from digen_jax.scheduling.settings import GUESSED, Settings
 from digen_jax.scheduling.state import pack, unpack
 
 if TYPE_CHECKING:  # it imports the driver, which imports this module
     from digen_jax.distributed.workers import RemoteWorkers
 
 LOG, STOP, ANSWER = "digen_jax/log", "digen_jax/stop", "digen_jax/answer"
-WAIT = 1000  # milliseconds: between two waits a process checks for signals
+WAIT = 1000  # milliseconds of a wait, after which a process checks for signals
 
 
 class CommandBroadcast:
-    """The first process's end of the log; without other processes it writes nothing. For any thread."""
+    """Writes the log in the first process; without other processes it writes nothing. Any thread may call."""
 
     def __init__(self):
         self._client = distributed.global_state.client if job.several() else None
@@ -85,8 +84,8 @@ class CommandBroadcast:
         """Waits until every other process has answered: see `answer`.
 
         Raises:
-          ConfigError: The error that one of them has found.
-          Stopped: One of them does not answer.
+          ConfigError: A process found an error.
+          Stopped: A process does not answer.
         """
         if self._client is None:
             return
@@ -96,15 +95,15 @@ class CommandBroadcast:
                 found = self._client.blocking_key_value_get(f"{ANSWER}/{number}", limit)
             except jax.errors.JaxRuntimeError as error:
                 raise Stopped(
-                    f"process {number} has not looked at the run within {seconds:g} seconds: look at what it printed, "
-                    "and start the same command on all again"
+                    f"process {number} has not opened the run within {seconds:g} seconds: check its log, and start the "
+                    "same command on all again"
                 ) from error
             if found:
                 raise ConfigError(found)
 
     @contextlib.contextmanager
     def collective(self, kind: str, value: Any = None) -> Iterator[None]:
-        """Announces a block that all processes execute. If it fails here, the others remain inside it."""
+        """Sends an entry and runs the block that all processes execute. If it fails here, the others may hang in it."""
         self.send(kind, value)
         try:
             yield
@@ -113,7 +112,7 @@ class CommandBroadcast:
             raise
 
     def step_done(self) -> None:
-        """A step has ended: deletes the entries of the previous one, which all processes have executed."""
+        """Deletes the entries of the step before the one that has ended, which all processes have executed."""
         if self._client is None:
             return
         with self._lock:
@@ -122,19 +121,19 @@ class CommandBroadcast:
             self._forgotten, self._step = self._step, self._written
 
     def stop_signal(self) -> int:
-        """The signal that asked another process to stop, or 0."""
+        """Returns the signal that another process got, or 0."""
         found = self._client and self._client.key_value_dir_get(STOP)
         return int(found[0][1]) if found else 0
 
 
 def answer(error: str) -> None:
-    """Sends the first process, once, the error that this one has found before any common work; "": none."""
+    """Sends the first process, once, the error that this one found before any common work. "" means none."""
     state = distributed.global_state
     state.client.key_value_set(f"{ANSWER}/{state.process_id}", error)
 
 
 def received_entries(interrupt: Interrupt) -> Iterator[tuple[str, Any]]:
-    """The entries (kind, value) in order; passes a signal to this process on to the first."""
+    """Yields the entries (kind, value) in order; forwards a signal of this process to the first one."""
     state, passed_on = distributed.global_state, False
     for number in itertools.count():
         text = None
@@ -155,7 +154,7 @@ def received_entries(interrupt: Interrupt) -> Iterator[tuple[str, Any]]:
 
 @contextlib.contextmanager
 def coordinating() -> Iterator[CommandBroadcast]:
-    """The first process's broadcast in a run. If it fails between two broadcast, the others get its error."""
+    """Yields the first process's broadcast in a run. If it fails between two entries, the others get its error."""
     broadcast = CommandBroadcast()
     try:
         yield broadcast
@@ -169,9 +168,9 @@ def coordinating() -> Iterator[CommandBroadcast]:
 
 
 def exit_failed(error: BaseException) -> None:
-    """Ends a failed process without waiting for the others, because they may wait for it in common work.
+    """Ends a failed process without waiting for the others, which may wait for it in common work, and end then, too.
 
-    They notice its absence, and end, too. Its exit code is `run_main`'s for the same error.
+    Its exit code is `run_main`'s for the same error.
     """
     message, code = out_of_memory(error), 1
     if isinstance(error, ConfigError) or message:
@@ -179,11 +178,11 @@ def exit_failed(error: BaseException) -> None:
     elif isinstance(error, Stopped):
         code = STOPPED
     elif may_be_disconnect(error):
-        # The thread that notices the loss reports it and ends this process.
+        # The thread that detects the disconnect logs it and ends this process.
         time.sleep(DISCONNECT_TIMEOUT)
         code = STOPPED
     if not message and is_connection_error(error):
-        message = f"another process is lost ({str(error).partition(chr(10))[0]})"
+        message = f"another process disconnected ({str(error).partition(chr(10))[0]})"
     if not message:
         known = isinstance(error, ConfigError | Stopped | TransferError)
         message = str(error) if known else "".join(traceback.format_exception(error)).rstrip()
@@ -204,7 +203,7 @@ def open_system(
     Args:
       recipe: The validated config.
       workdir: Folder of the run.
-      broadcast: Announces common work to the other processes that train: see `follow_run`.
+      broadcast: Sends common work to the other processes that train: see `follow_run`.
       positions: The checkpoints of the run.
       workers: Rollout workers in other processes. None means that all workers are in this one.
 
@@ -223,13 +222,9 @@ def open_system(
         workers.step = oldest
     drawn = functools.partial(reached, recipe, workdir / "prompts", oldest)
     encoding = prepare(recipe, devices, drawn, "trainer" if workers else None)
-    found, pool = resolve(recipe.rewards, meshes=True), recipe.reward_pool
-    seconds = Deadline(recipe.runtime.deadline).seconds
-    rewards = RewardPool(found, pool.processes, pool.retries, seconds)
+    scorers = () if workers else read_scorers(recipe, devices)
+    rewards = open_rewards(recipe)
     try:
-        scorers = () if workers else read_scorers(recipe, devices)
-        run_sanity_checks(found, rewards.score)
-        try_files(recipe, rewards.score)
         broadcast.send("try")
         try_scorers(recipe, scorers)
         if encoding is not None:
@@ -237,11 +232,7 @@ def open_system(
         with broadcast.collective("encode"):
             if encoding is not None:
                 encoding.run()
-        system = (
-            build_trainer(recipe, devices)
-            if workers
-            else build(recipe, devices).with_scorers(scorers)
-        )
+        system = _build(recipe, devices, scorers, bool(workers))
         if encoding is None:
             print_warnings(recipe, system.policy.family)
     except BaseException:  # Ctrl-C, too: otherwise the reward's processes would continue
@@ -259,7 +250,7 @@ def print_warnings(recipe: TrainConfig, family: Family) -> None:
 
 
 def open_scheduler(settings: Settings, begun: Begun | None, layout: str) -> Scheduler:
-    """The scheduler of a run before its next event.
+    """Creates the scheduler of a run, or restores it from a checkpoint.
 
     Args:
       settings: Settings of the scheduler.
@@ -288,8 +279,8 @@ class TrainerMesh(NamedTuple):
     transfer: ArrayTransfer
 
 
-class _Ended(Exception):
-    """The first process has announced the end of the run: (error message or None, exit code or None)."""
+class RunEnded(Exception):
+    """The first process has ended the run: (error message or None, exit code or None)."""
 
 
 def follow_run(
@@ -301,16 +292,12 @@ def follow_run(
       recipe: The validated config.
       workdir: Folder of the run.
       mesh: The trainer's mesh if rollout workers sample. None means that all devices sample and train.
-
-    Raises:
-      ConfigError: The error that the first process found.
-      Stopped: The reason why it cannot continue.
     """
-    jax.devices()  # in the other processes this call waits for this process
+    jax.devices()  # other processes wait in this call for this one
     with Interrupt() as interrupt:
         try:
             _follow(recipe, workdir, received_entries(interrupt), mesh)
-        except _Ended as end:
+        except RunEnded as end:
             error, code = end.args
         except BaseException as failure:
             exit_failed(failure)
@@ -325,17 +312,17 @@ def _follow(
     announced: Iterator[tuple[str, Any]],
     mesh: TrainerMesh | None,
 ) -> None:
-    """Follows until the end is announced, which raises `_Ended`."""
+    """Executes entries until the run ends, which raises `RunEnded`."""
 
     def entry() -> tuple[str, Any]:
         kind, value = next(announced)
         if kind == "end":
-            raise _Ended(*value)
+            raise RunEnded(*value)
         return kind, value
 
     @contextmanager
     def stage() -> Iterator[None]:
-        """A stage of opening the run, until the first process has completed it, too.
+        """Runs a stage of opening the run, and waits until the first process has completed it, too.
 
         Most errors occur in all processes: then the first one reports them.
         """
@@ -353,7 +340,7 @@ def _follow(
         check_shared(workdir, claim)
         if recipe.as_json() != first:
             raise ConfigError(
-                "this process got another config than the first one: start all processes with the same command"
+                "the config of this process differs from the first one's: start all processes with the same command"
             )
     except ConfigError as error:
         answer(str(error))
@@ -371,29 +358,29 @@ def _follow(
     if encoding is not None:
         encoding.run()
     with stage():
-        system = (
-            build_trainer(recipe, devices) if mesh else build(recipe, devices).with_scorers(scorers)
-        )
-    executors = _resumed(recipe, workdir, system, positions, mesh and mesh.transfer)
+        system = _build(recipe, devices, scorers, bool(mesh))
+    held_out, prompts = held_out_prompts(recipe), drawn_prompts(recipe, workdir / "prompts")
+    state = system.updater.init(system.start)
+    position = positions.newest(state) or Position(0, state, None, {})
+    if position.host:
+        prompts.set_state(position.host["prompts"])
+    transfer = mesh and mesh.transfer
+    executors = Executors(system, recipe, held_out, position, prompts, transfer)
     with closing(positions):
         while True:
             _execute(executors, positions, *entry())
 
 
-def _resumed(
+def _build(
     recipe: TrainConfig,
-    workdir: pathlib.Path,
-    system: System,
-    positions: Positions,
-    transfer: ArrayTransfer | None,
-) -> Executors:
-    """The executors at the newest position."""
-    held_out, prompts = held_out_prompts(recipe), drawn_prompts(recipe, workdir / "prompts")
-    state = system.updater.init(system.start)
-    found = positions.newest(state) or Position(0, state, None, {})
-    if found.host:
-        prompts.set_state(found.host["prompts"])
-    return Executors(system, recipe, held_out, found, prompts, transfer)
+    devices: Sequence[jax.Device],
+    scorers: tuple[RewardModel, ...],
+    workers: bool,
+) -> System:
+    """Builds the system of all workers, or of the trainer if there are others in other processes."""
+    return (
+        build_trainer(recipe, devices) if workers else build(recipe, devices).with_scorers(scorers)
+    )
 
 
 def _execute(executors: Executors, positions: Positions, kind: str, value: Any) -> None:
@@ -408,11 +395,11 @@ def _execute(executors: Executors, positions: Positions, kind: str, value: Any) 
             command, columns = value
             if not command.chunk.evaluation:
                 executors.steps.draw(command.chunk.step)
-            # Scores that are only shown are not announced.
+            # Scores that are only shown are not sent.
             executors.scored(command, ScoredChunk(Scores(np.asarray(columns, np.float32), {})))
         case "save":
             done, versions = value
             begun = Begun({}, {v: executors.version_weights(WeightsVersion(v)) for v in versions})
             positions.store(Position(done, executors.state, begun, {}))
         case _:
-            raise ValueError(f"the first process announces {kind!r}: it runs another version")
+            raise ValueError(f"the first process sent {kind!r}: it runs another version")

@@ -28,7 +28,7 @@ from digen_jax.parallel.mesh import fetch, put
 from digen_jax.parallel.reward_model import RewardModel
 from digen_jax.parallel.sampler import EncodedPrompts, Weights
 from digen_jax.parallel.system import Rollout
-from digen_jax.rewards.built_in import on_mesh
+from digen_jax.rewards.built_in import on_mesh, resolve
 from digen_jax.rewards.dry_run import dry_run
 from digen_jax.rewards.pool import RewardPool, Scored
 from digen_jax.rewards.sanity_check import run_sanity_checks
@@ -36,7 +36,7 @@ from digen_jax.runtime.array_transfer import ArrayTransfer, ConditioningKey, Sam
 from digen_jax.runtime.clock import part
 from digen_jax.runtime.steps import HeldOut, Previews, ScoredChunk, Steps, ranked
 from digen_jax.scheduling.commands import Chunk, WeightsVersion
-from digen_jax.scheduling.settings import Settings
+from digen_jax.scheduling.settings import Deadline, Settings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,6 +272,24 @@ class SamplingExecutor:
     def remove(self) -> None:
         """Marks the worker as removed: another one repeats its work, and results of calls in progress are not used."""
         self.removed = True
+
+
+def open_rewards(recipe: TrainConfig) -> RewardPool:
+    """Starts the rewards and tries them, by known scores and by `try_files`; the caller closes the pool.
+
+    Raises:
+      ConfigError: A reward does not work, or a score is not as it must be.
+    """
+    found, settings = resolve(recipe.rewards, meshes=True), recipe.reward_pool
+    seconds = Deadline(recipe.runtime.deadline).seconds
+    pool = RewardPool(found, settings.processes, settings.retries, seconds)
+    try:
+        run_sanity_checks(found, pool.score)
+        try_files(recipe, pool.score)
+    except BaseException:  # Ctrl-C, too: otherwise its processes would continue
+        pool.close()
+        raise
+    return pool
 
 
 def try_files(recipe: TrainConfig, score: Callable[..., Any]) -> None:

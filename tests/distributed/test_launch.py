@@ -161,7 +161,7 @@ def test_a_run_of_which_any_process_is_lost_or_stopped_continues_and_is_the_same
         run.held(step, process)
         os.kill(run.pid(worker, process), number)
         run.release(step)
-        assert process.until("starting it again in 1 s").startswith(f"{worker} ")
+        assert process.until("restarting it in 1 s").startswith(f"{worker} ")
     run.held(4, process)
     os.kill(process.process.pid, signal.SIGKILL)
     ends(process, -signal.SIGKILL)

@@ -93,7 +93,7 @@ def test_a_worker_moves_when_its_node_is_lost_and_the_loss_of_the_head_ends_all(
     nodes.run.held(2, process)
     lose(other)
     nodes.run.release(2)
-    process.until("starting it again in 1 s")
+    process.until("restarting it in 1 s")
     nodes.add(), nodes.add()
     joined = {process.until("joins"), process.until("joins")}
     assert joined == {"rollout 0 joins", "rollout 1 joins"}

@@ -18,7 +18,7 @@ from digen_jax.config.sections import PlacementSection
 from digen_jax.distributed.engine import LOCAL, ProcessDied, RayEngine, Resources
 from digen_jax.distributed.launch import check_devices
 from digen_jax.distributed.transfer import TrainerTransfer, unpack
-from digen_jax.distributed.worker_process import NotDone
+from digen_jax.distributed.worker_process import CallFailed
 from digen_jax.errors import ConfigError, DivergedError
 from digen_jax.parallel.placement import RolloutAxes, TrainerAxes
 from digen_jax.rewards.errors import RewardFailed
@@ -39,7 +39,7 @@ ERRORS = {
     "late": RewardTimeout("reward 'x' took too long", "raise the limit"),
     "config": ConfigError("config.steps must be positive"),
     "diverged": DivergedError("NaN"),
-    "other": NotDone("rollout 0: out of memory"),
+    "other": CallFailed("rollout 0: out of memory"),
 }
 
 

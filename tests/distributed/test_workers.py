@@ -10,7 +10,7 @@ import pytest
 
 from digen_jax.distributed import workers
 from digen_jax.distributed.transfer import TrainerTransfer
-from digen_jax.distributed.worker_process import NotDone, Opened, RolloutProcess
+from digen_jax.distributed.worker_process import CallFailed, Opened, RolloutProcess
 from digen_jax.distributed.workers import RemoteWorkers, WorkerProxy
 from digen_jax.errors import ConfigError
 from digen_jax.runtime.driver import WorkerDisconnected
@@ -162,7 +162,7 @@ def test_the_loss_of_one_process_is_no_error_of_the_other():
             if self.number:
                 release.wait(LONG)
             failed.set()
-            raise NotDone("connection closed by peer")
+            raise CallFailed("connection closed by peer")
 
     engine = LocalEngine()
     actors = engine.start(Half, [(0,), (1,)], None)
@@ -185,7 +185,7 @@ def test_a_chunk_that_is_dropped_before_its_scoring_begins_has_no_scores():
     process._steps.draw(0)
     process.drop_chunk(Chunk(0, 0))
     assert process.score(Chunk(0, 0)) is None
-    with pytest.raises(NotDone):
+    with pytest.raises(CallFailed):
         process.score(Chunk(0, 1))
     process.close()
 

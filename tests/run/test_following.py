@@ -47,7 +47,7 @@ def follow(monkeypatch, recipe, workdir, announced):
     answers = []
     monkeypatch.setattr(opening, "answer", answers.append)
     entries = ((kind, unpack(value)) for kind, value in map(json.loads, announced))
-    with pytest.raises(opening._Ended) as end:
+    with pytest.raises(opening.RunEnded) as end:
         opening._follow(recipe, workdir, entries, None)
     return end.value.args, answers
 

@@ -174,7 +174,7 @@ def test_what_is_dropped_while_it_is_made_is_not_kept(monkeypatch):
     dropped = {f for c in log if isinstance(c, DropChunks) for f in c.chunks}
     assert last in dropped and history[2]["candidates"] == GROUPS + 1
     assert sum(isinstance(c, Generate) and c.chunk == last for c in log) == 1
-    kept = {f for worker in workers for f in worker._begun}
+    kept = {f for worker in workers for f in worker._trajectories}
     assert not kept & dropped and {f.step for f in kept} <= {4}
     assert set(driver.executor.steps._steps) <= {4}
 

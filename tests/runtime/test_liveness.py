@@ -101,7 +101,7 @@ def test_what_comes_back_too_late_is_not_taken(system, hang, end):
         end.set()
         driver.step()
         deadline = time.monotonic() + LONG
-        while late._begun and time.monotonic() < deadline:
+        while late._trajectories and time.monotonic() < deadline:
             time.sleep(0.05)
         offered = driver.executor._transfer._trees
     assert late.removed and late.images == {}
