@@ -1,15 +1,20 @@
 """Environments as clusters set them (Slurm 22.05 and Open MPI 4.1 were looked at), read without starting anything."""
 
 import os
+import pathlib
+import pwd
 import socket
 import subprocess
 import sys
+import tempfile
+import threading
 import types
 
 import pytest
 
 from digen_jax.errors import ConfigError
-from digen_jax.process.job import Place, own_devices, resolve_place
+from digen_jax.process import job
+from digen_jax.process.job import Place, join, own_devices, resolve_place, wait_for_port
 from tests.pipelines import environment
 
 SLURM = {
@@ -62,11 +67,11 @@ def test_a_slurm_step_says_which_process_this_is(monkeypatch):
 
 def test_open_mpi_says_which_process_this_is(monkeypatch):
     tell(monkeypatch, OPEN_MPI)
-    job = 1279524864 // 4096
-    assert resolve_place("auto", None, None) == Place("192.0.2.2", port(job), 2, 1, (1,))
+    number = 1279524864 // 4096
+    assert resolve_place("auto", None, None) == Place("192.0.2.2", port(number), 2, 1, (1,))
     only6 = OPEN_MPI["OMPI_MCA_orte_hnp_uri"].replace("tcp://", "other://")
     monkeypatch.setenv("OMPI_MCA_orte_hnp_uri", only6)
-    assert resolve_place("auto", None, None).address == f"[fd00::2]:{port(job)}"
+    assert resolve_place("auto", None, None).address == f"[fd00::2]:{port(number)}"
 
 
 def test_slices_of_tpus_say_which_process_this_is(monkeypatch):
@@ -82,29 +87,29 @@ def test_what_is_given_goes_before_what_a_cluster_says(monkeypatch):
     assert resolve_place("auto", None, None)[:4] == ("elsewhere", 88, 7, 3)
     assert resolve_place("[::1]:1234", 2, 1)[:4] == ("::1", 1234, 2, 1)
     assert resolve_place("[::1]:1234", 2, 1).address == "[::1]:1234"
-    with pytest.raises(ConfigError, match="--process=3 must be one of the --processes=2"):
+    with pytest.raises(ConfigError, match=r"--process=3 .* --processes=2"):
         resolve_place("auto", 2, None)
 
 
 @pytest.mark.parametrize(
-    ("name", "sentence"),
+    ("name", "advice"),
     [
-        ("SLURM_JOB_ID", "within a Slurm job start the command with srun"),
-        ("OMPI_COMM_WORLD_RANK", "Open MPI 5 does not tell where its first process is: set --co"),
-        ("KUBERNETES_SERVICE_HOST", "on Kubernetes install the package kubernetes"),
-        ("HOME", "there is no Slurm, Open MPI, Kubernetes job or TPU slice here: set --coord"),
+        ("SLURM_JOB_ID", "srun"),
+        ("OMPI_COMM_WORLD_RANK", "Open MPI 5"),
+        ("KUBERNETES_SERVICE_HOST", "install the package kubernetes"),
+        ("HOME", "--coordinator=HOST:PORT"),
     ],
 )
-def test_where_nothing_is_detected_a_sentence_says_what_is_missing(monkeypatch, name, sentence):
+def test_without_a_cluster_the_error_has_advice(monkeypatch, name, advice):
     monkeypatch.setitem(sys.modules, "kubernetes", None)
     tell(monkeypatch, {name: "1"})
-    with pytest.raises(ConfigError, match=f"--coordinator=auto does not work: {sentence}"):
+    with pytest.raises(ConfigError, match=f"--coordinator=auto .*{advice}"):
         resolve_place("auto", None, None)
 
 
-def test_an_environment_that_lacks_a_part_is_a_mistake_of_the_user(monkeypatch):
+def test_an_environment_that_lacks_a_variable_is_a_config_error(monkeypatch):
     tell(monkeypatch, {"OMPI_MCA_orte_hnp_uri": OPEN_MPI["OMPI_MCA_orte_hnp_uri"]})
-    with pytest.raises(ConfigError, match=r"--coordinator=auto does not work: KeyError: 'OMPI_"):
+    with pytest.raises(ConfigError, match=r"--coordinator=auto .*'OMPI_"):
         resolve_place("auto", None, None)
 
 
@@ -165,7 +170,7 @@ def test_a_jobset_says_which_process_this_is(monkeypatch, kubernetes):
 
 def test_a_pod_that_may_not_ask_is_a_mistake_of_the_user(monkeypatch, kubernetes):
     monkeypatch.setattr(Api, "allowed", False)
-    with pytest.raises(ConfigError, match="Kubernetes API Error: 403 - Forbidden") as error:
+    with pytest.raises(ConfigError, match="403") as error:
         resolve_place("auto", None, None)
     assert "\n" not in error.value.shown()
 
@@ -194,14 +199,12 @@ def test_processes_of_one_host_share_the_gpus_that_all_of_them_see(monkeypatch, 
 
 def test_gpus_without_equal_shares_are_refused(monkeypatch):
     tell(monkeypatch, SLURM | {"CUDA_VISIBLE_DEVICES": "0,1,2"})
-    with pytest.raises(ConfigError, match="3 GPUs cannot be divided among 2 processes of a host"):
+    with pytest.raises(ConfigError, match="3 GPUs"):
         own_devices()
     monkeypatch.setenv("JAX_LOCAL_DEVICE_IDS", "first")
-    with pytest.raises(ConfigError, match="JAX_LOCAL_DEVICE_IDS=first must be numbers"):
+    with pytest.raises(ConfigError, match="JAX_LOCAL_DEVICE_IDS"):
         own_devices()
 
-
-# ------------------------------------------------------------------------------- addresses
 
 PROGRAM = """
 import jax
@@ -217,3 +220,115 @@ def test_detection_starts_nothing():
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment(1, **told)
     )
     assert done.stdout == f"gpu07 {port(4242)} 7 3 2 3 False False\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "fields"),
+    [
+        ((None, 2, None), "--coordinator"),
+        ((None, None, 0), "--coordinator"),
+        (("here:1234", 2, None), "--process,"),
+        (("here", 2, 1), "--coordinator=here must"),
+        (("here:99999", 2, 1), "--coordinator=here:99999 must"),
+        (("here:1234", 2, 5), "--process=5 must .* --processes=2"),
+        (("here:1234", 0, 0), "--process=0 must .* --processes=0"),
+    ],
+)
+def test_an_invalid_place_is_refused(given, fields):
+    with pytest.raises(ConfigError, match=fields):
+        join(*given)
+
+
+def test_a_single_process_joins_nothing():
+    join(None, None, None)
+
+
+def test_a_coordinator_is_waited_for_up_to_a_timeout(capsys):
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))  # and does not listen
+        place = bound.getsockname()
+        with pytest.raises(ConfigError, match=f"--coordinator=127.0.0.1:{place[1]} .* 0.3 s"):
+            wait_for_port(*place, seconds=0.3, pause=0.1)
+        assert capsys.readouterr().err.count("\n") == 1
+        later = threading.Timer(0.3, bound.listen)
+        later.start()
+        wait_for_port(*place, seconds=60, pause=0.1)
+        later.join()
+
+
+def test_a_first_process_whose_peers_do_not_join_ends():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    program = f"from digen_jax.process.job import join; join({address!r}, 3, 0, seconds=1.5)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 2
+    waiting, ended = [line for line in done.stderr.splitlines() if address in line]
+    assert "2 more processes" in waiting and "--processes" in ended
+
+
+# ------------------------------------------------------------------------- devices, cache, memory
+
+PREPARED = """
+from digen_jax.process.job import prepare
+prepare(cpu_devices=3)
+import jax
+from absl import logging as absl_logging
+print(len(jax.devices()), jax.config.jax_compilation_cache_dir, absl_logging.get_verbosity())
+"""
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_devices_and_cache_are_set_unless_the_environment_has_them(tmp_path, given):
+    unset = ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    environment |= {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(tmp_path)}
+    if given:
+        environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+        environment["JAX_COMPILATION_CACHE_DIR"] = "elsewhere"
+    done = subprocess.run(
+        [sys.executable, "-c", PREPARED], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    cache = "elsewhere" if given else tmp_path / "digen_jax" / "xla"
+    assert done.stdout.split() == ["2" if given else "3", str(cache), "-2"]
+
+
+@pytest.mark.parametrize("home", [None, "/", "", "nowhere", "HOME"])
+def test_the_cache_is_a_temporary_folder_without_a_home(tmp_path, monkeypatch, home):
+    def unknown(user):
+        raise KeyError(user)
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.setattr(os, "access", lambda path, mode: path == str(tmp_path))
+    if home is None:
+        monkeypatch.delenv("HOME", raising=False)
+    else:
+        monkeypatch.setenv("HOME", home.replace("HOME", str(tmp_path)))
+    own = tmp_path / ".cache"
+    temporary = pathlib.Path(tempfile.gettempdir(), f"cache-{os.getuid()}")
+    assert job._user_cache() == (own if home == "HOME" else temporary)
+
+
+ALLOCATING = """
+import resource
+from digen_jax.process.job import prepare
+prepare()
+import jax, jax.numpy as jnp
+x = jnp.ones((4096, 4096))
+double = jax.jit(lambda x: x + 1)
+for _ in range(40):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    double(x).block_until_ready()
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only glibc is set up")
+def test_a_program_reuses_freed_memory():
+    done = subprocess.run([sys.executable, "-c", ALLOCATING], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    faults = list(map(int, done.stdout.split()))
+    # A result of 64 MB has 16384 pages. In the first calls, and now and then, the heap grows.
+    assert sum(pages > 0 for pages in faults) < len(faults) / 2, faults

@@ -12,11 +12,21 @@ import sys
 import termios
 import threading
 
+import numpy as np
 import pytest
 from tqdm import tqdm
 
-from digen_jax.process import terminal as progress
-from digen_jax.process.terminal import Output, Progress, complete_lines, print_error, wrapped
+from digen_jax.process import terminal
+from digen_jax.process.terminal import (
+    Output,
+    Progress,
+    complete_lines,
+    keep_log_tail,
+    log_tail,
+    print_error,
+    track,
+    wrapped,
+)
 from tests.pipelines import ROOT, environment
 from tests.run.test_train import TOY
 from tests.tiny_runs import PROMPTS
@@ -93,7 +103,7 @@ def test_lines_are_broken_between_words_under_what_they_continue(line, lines):
 
 
 def test_prints_do_not_break_a_bar(monkeypatch):
-    terminal = on_terminal(monkeypatch)
+    shown_ = on_terminal(monkeypatch)
     with complete_lines():
         bar = tqdm(total=4, file=sys.stderr, ncols=30, bar_format="{n_fmt}/{total_fmt}|{bar}|")
         print("a", "line", end=" of ", flush=True)
@@ -102,8 +112,8 @@ def test_prints_do_not_break_a_bar(monkeypatch):
         print("another\nand a third", file=sys.stderr)
         bar.close()
         print("no end", end="")
-    assert sys.stdout is terminal
-    screen = Screen(terminal.getvalue())
+    assert sys.stdout is shown_
+    screen = Screen(shown_.getvalue())
     assert screen.shown[:4] == [
         "a line of several pieces which is longer",
         "  than a terminal is wide",
@@ -115,11 +125,11 @@ def test_prints_do_not_break_a_bar(monkeypatch):
 
 
 def test_another_process_writes_over_the_bar(monkeypatch):
-    terminal = on_terminal(monkeypatch)
-    terminal.write("\r 50% |##  | step 2 of 4")
+    shown_ = on_terminal(monkeypatch)
+    shown_.write("\r 50% |##  | step 2 of 4")
     with complete_lines(beside=True):
         print("a reward says this")
-    assert Screen(terminal.getvalue()).shown == ["a reward says this", ""]
+    assert Screen(shown_.getvalue()).shown == ["a reward says this", ""]
 
 
 def test_what_is_no_terminal_has_the_lines_as_they_are(monkeypatch, capsys):
@@ -150,9 +160,9 @@ def test_a_line_of_a_thread_is_whole_wherever_others_print(monkeypatch, stream):
 
 
 def test_an_error_is_broken_on_a_terminal(monkeypatch):
-    terminal = on_terminal(monkeypatch)
+    shown_ = on_terminal(monkeypatch)
     print_error("train.py: " + "word " * 8)
-    assert terminal.getvalue() == "train.py: word word word word word word\n  word word\n"
+    assert shown_.getvalue() == "train.py: word word word word word word\n  word word\n"
 
 
 @pytest.mark.parametrize(
@@ -168,15 +178,93 @@ def test_an_error_is_broken_on_a_terminal(monkeypatch):
     ],
 )
 def test_a_bar_has_what_fits(monkeypatch, columns, ends):
-    terminal = on_terminal(monkeypatch, columns)
+    shown_ = on_terminal(monkeypatch, columns)
     clock = iter([0.0, 10.0])
-    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: next(clock))
     shown = Progress(2000, done=998)
     for step in (999, 1000):
         shown.update(step, -0.125, 1234.5, 1.0)
     shown.close()
-    last = Screen(terminal.getvalue()).shown[0]
+    last = Screen(shown_.getvalue()).shown[0]
     assert last.endswith(ends) and len(last) <= int(columns)
+
+
+def test_progress_without_a_terminal_is_a_line_every_few_steps(monkeypatch, capsys):
+    clock = iter([100.0, *(110.0 + 2 * i for i in range(20))])
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: next(clock))
+    shown = Progress(12, done=2, every=5)
+    for step in range(3, 13):
+        shown.update(step, np.float32(step / 100), 6.25, None if step == 12 else 0.5)
+    shown.note("saved")
+    shown.close()
+    assert capsys.readouterr().err.splitlines() == [
+        "step 3 of 12: reward 0.030, 6.2 images/s, devices 50% busy",
+        "step 5 of 12: reward 0.050, 6.2 images/s, devices 50% busy, 00:42 left",
+        "step 10 of 12: reward 0.100, 6.2 images/s, devices 50% busy, 00:06 left",
+        "step 12 of 12: reward 0.120, 6.2 images/s, 00:00 left",
+        "saved",
+    ]
+
+
+def test_progress_on_a_terminal_is_a_bar(monkeypatch):
+    stream = io.StringIO()
+    stream.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("COLUMNS", "100")
+    shown = Progress(4, done=1)
+    shown.update(2, 0.5, 3.0, 0.9)
+    shown.update(3, 0.625, 3.0, 0.9)
+    shown.close()
+    last = stream.getvalue().split("\r")[-1]
+    assert "75%" in last
+    assert "step 3 of 4, reward 0.625, 3.0 images/s, devices 90% busy, 00:00 left" in last
+
+
+def test_what_takes_long_is_reported_now_and_then_without_a_terminal(monkeypatch, capsys):
+    clock = iter(range(0, 1000, 8))
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: next(clock))
+    assert list(track("abcdefg", "evaluating", "batch", total=9, done=2)) == list("abcdefg")
+    assert capsys.readouterr().err.splitlines() == [
+        "evaluating: batch 5 of 9, 00:32 left",
+        "evaluating: batch 8 of 9, 00:08 left",
+    ]
+    assert list(track("ab", "sampling", "batch")) == list("ab")
+    assert "sampling" not in capsys.readouterr().err, "nothing is said of what is short"
+
+
+def test_what_takes_long_has_a_bar_on_a_terminal(monkeypatch):
+    stream = io.StringIO()
+    stream.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", stream)
+    assert list(track(range(4), "sampling", "batch")) == [0, 1, 2, 3]
+    assert "sampling:   0%" in stream.getvalue() and "0/4" in stream.getvalue()
+
+
+def test_the_last_lines_are_kept_without_progress(monkeypatch):
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    with keep_log_tail():
+        print("step 3 of 9: reward 0.5", file=sys.stderr)
+        print("\r 50%|##", end="", file=sys.stderr)
+        print("\r\x1b[Krollout 0 hangs", "and is given up", file=sys.stderr)
+        print("\n x", end="", file=sys.stderr)
+        assert sys.stderr.getvalue().count("\n") == 3 and not sys.stderr.isatty()
+    assert [line for _, line in log_tail()] == ["rollout 0 hangs and is given up"]
+    assert sys.stderr is stream
+    assert stream.getvalue().startswith("step 3 of 9: reward 0.5\n\r 50%|##\r\x1b[Krollout 0")
+
+
+def test_few_lines_are_kept_and_of_each_the_begin(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with keep_log_tail():
+        for number in range(100):
+            print(number, "x" * 10000, file=sys.stderr)
+        sys.stderr.write("x" * 10**6)
+        assert len(sys.stderr._begun) == terminal.WIDEST
+    found = [line for _, line in log_tail()]
+    assert len(found) == terminal.KEPT and found[-1] == f"99 {'x' * 497}"
+    with keep_log_tail():
+        assert log_tail() == []
 
 
 REWARD = """
