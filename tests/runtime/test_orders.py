@@ -13,30 +13,27 @@ from digen_jax.runtime import opening
 
 
 @pytest.mark.parametrize(
-    ("said", "sentence"),
+    ("status", "why"),
     [
-        (
-            "DEADLINE_EXCEEDED: Barrier timed out",
-            r"is not there within 5 seconds \(config.runtime.deadline\) after storing prompts: look",
-        ),
-        ("UNAVAILABLE: the service has ended", "^another process is gone after storing prompts: "),
+        ("DEADLINE_EXCEEDED: Barrier timed out", "5 seconds .config.runtime.deadline."),
+        ("UNAVAILABLE: the service has ended", "has ended"),
     ],
 )
-def test_a_process_that_does_not_come_is_told(monkeypatch, said, sentence):
+def test_a_barrier_that_a_process_does_not_reach_stops_the_run(monkeypatch, status, why):
     waits = []
 
     def wait(name, milliseconds, process_ids):
         assert process_ids is None
         waits.append((name, milliseconds))
         if milliseconds == 5000:
-            raise jax.errors.JaxRuntimeError(said)
+            raise jax.errors.JaxRuntimeError(status)
 
     state = types.SimpleNamespace(
         client=types.SimpleNamespace(wait_at_barrier=wait), num_processes=2, process_id=1
     )
     monkeypatch.setattr(opening.distributed, "global_state", state)
     job.barrier("storing prompts", math.inf)
-    with pytest.raises(Stopped, match=sentence):
+    with pytest.raises(Stopped, match=why):
         job.barrier("storing prompts", 5)
     assert waits[0][1] == 10**9 and waits[0][0] != waits[1][0]
     state.num_processes = 1
@@ -69,7 +66,7 @@ def test_the_first_process_hears_all_others_before_common_work(answers):
     first = opening.CommandBroadcast()
     for state.process_id in (1, 2):
         opening.answer("")
-    with pytest.raises(Stopped, match="process 3 has not looked at the run within 5 seconds"):
+    with pytest.raises(Stopped, match=r"process 3 .* 5 seconds"):
         first.wait_for_answers(5)
     state.process_id = 3
     opening.answer("another folder")
