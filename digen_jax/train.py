@@ -72,16 +72,16 @@ from digen_jax.scheduling.settings import Deadline
 
 
 def train(
-    recipe: TrainConfig, workdir: pathlib.Path, part: TrainerPart | None = None
+    config: TrainConfig, workdir: pathlib.Path, part: TrainerPart | None = None
 ) -> int | None:
-    """Starts or continues the run of `recipe` in `workdir`.
+    """Starts or continues the run of a config in its workdir.
 
     All processes that train together call this and share the workdir; the first one coordinates.
 
     Args:
-      recipe: The validated config.
+      config: The validated config.
       workdir: Folder of the run.
-      part: Part of this process in a trainer whose other workers run on Ray. None means that the devices of all
+      part: Arguments of this process in a trainer whose other workers run on Ray. None means that the devices of all
         processes sample and train.
 
     Returns:
@@ -89,62 +89,62 @@ def train(
 
     Raises:
       ConfigError: A setting cannot work here, or the reward returned an invalid value.
-      Stopped: A part that the run needs hangs or has failed, such as the reward.
+      Stopped: A part of the run hangs or has failed, such as the reward.
     """
     with keep_log_tail(), complete_lines():
         if part is not None:
-            return _train_with_workers(recipe, workdir, part)
+            return _train_with_workers(config, workdir, part)
         if not job.is_first():
-            return follow_run(recipe, workdir)
+            return follow_run(config, workdir)
         with coordinating() as broadcast:
-            return _coordinate(place_run(recipe, workdir), workdir, broadcast)
+            return _coordinate(place_run(config, workdir), workdir, broadcast)
 
 
 def _train_with_workers(
-    recipe: TrainConfig, workdir: pathlib.Path, part: TrainerPart
+    config: TrainConfig, workdir: pathlib.Path, part: TrainerPart
 ) -> int | None:
     """`train` in a process of a trainer whose other workers run on Ray."""
-    recipe = place_apart(recipe)
+    config = place_apart(config)
     engine = RayEngine(part.address)
-    # Its exit ends the process with code 1 if another thread still frees a stored object.
+    # Its exit handler ends the process with code 1 if another thread still frees a stored object.
     mark_hung("Ray")
-    hosts, place = recipe.placement.meshes.trainer.hosts, part.place
+    hosts, place = config.placement.meshes.trainer.hosts, part.place
     number = place.process if place else 0
     shares = Shares(engine.find(part.mailbox), number, hosts) if hosts > 1 else None
     if number:
-        mesh = TrainerMesh(_join(recipe, place), TrainerTransfer(engine, shares))
-        return follow_run(recipe, workdir, mesh)
+        mesh = TrainerMesh(_join(config, place), TrainerTransfer(engine, shares))
+        return follow_run(config, workdir, mesh)
     # In one JAX job with the workers they must start before this process waits for them.
     job = place if part.one_job else None
-    with closing(RemoteWorkers(recipe, engine, part.devices, shares, job)) as workers:
-        workers.devices = _join(recipe, place)
+    with closing(RemoteWorkers(config, engine, part.devices, shares, job)) as workers:
+        workers.devices = _join(config, place)
         with coordinating() as broadcast:
-            return _coordinate(recipe, workdir, broadcast, workers)
+            return _coordinate(config, workdir, broadcast, workers)
 
 
-def _join(recipe: TrainConfig, place: Place | None) -> list[jax.Device]:
+def _join(config: TrainConfig, place: Place | None) -> list[jax.Device]:
     if place is not None:
         join_job(place)
-    return job_devices(recipe.placement.meshes.trainer.devices, "config.placement.trainer")
+    return job_devices(config.placement.meshes.trainer.devices, "config.placement.trainer")
 
 
 def _coordinate(
-    recipe: TrainConfig,
+    config: TrainConfig,
     workdir: pathlib.Path,
     broadcast: CommandBroadcast,
     workers: RemoteWorkers | None = None,
 ) -> int | None:
     """`train` in the process that coordinates."""
-    config = recipe.as_json()
+    as_json = config.as_json()
     # If another process uses the run's folder, or it is unusable, the claim below finds the reason.
-    changed = changes(workdir, config) if workdir.is_dir() else {}
-    check, code = functools.partial(check_steps, workdir, recipe.steps), None
-    with full_disk(workdir), claim_workdir(workdir, config, MAY_CHANGE, check), usable(workdir):
+    changed = changes(workdir, as_json) if workdir.is_dir() else {}
+    check, code = functools.partial(check_steps, workdir, config.steps), None
+    with full_disk(workdir), claim_workdir(workdir, as_json, MAY_CHANGE, check), usable(workdir):
         finished = finished_step(workdir) or 0
-        stopped = reason_to_stop(recipe.stopping, workdir) if finished else None
-        if finished < recipe.steps and not stopped:
+        stopped = reason_to_stop(config.stopping, workdir) if finished else None
+        if finished < config.steps and not stopped:
             check_records(workdir)
-            run = TrainingRun(recipe, workdir, broadcast, workers)
+            run = TrainingRun(config, workdir, broadcast, workers)
             code = run.run([f"{name}: {change}" for name, change in changed.items()])
         else:
             why = f"It has {stopped}" if stopped else "To continue, give a larger config.steps"
@@ -158,36 +158,36 @@ class TrainingRun:
     """A run from its start or last checkpoint to its results, in the process that coordinates.
 
     Args:
-      recipe: The validated config.
+      config: The validated config.
       workdir: Folder of the run, which this process has claimed.
-      broadcast: Announces common work to the other processes that train.
+      broadcast: Sends common work to the other processes that train.
       workers: Workers in other processes. None means that all workers are in this one.
     """
 
     def __init__(
         self,
-        recipe: TrainConfig,
+        config: TrainConfig,
         workdir: pathlib.Path,
         broadcast: CommandBroadcast,
         workers: RemoteWorkers | None = None,
     ):
-        self.recipe, self.workdir, self.broadcast, self.workers = (
-            recipe,
+        self.config, self.workdir, self.broadcast, self.workers = (
+            config,
             workdir,
             broadcast,
             workers,
         )
-        self.positions = Positions(workdir, recipe)
-        self.system, self.rewards = open_system(recipe, workdir, broadcast, self.positions, workers)
-        deadline = Deadline(recipe.runtime.deadline)
+        self.positions = Positions(workdir, config)
+        self.system, self.rewards = open_system(config, workdir, broadcast, self.positions, workers)
+        deadline = Deadline(config.runtime.deadline)
         # Where all processes sample and train, one may wait long for another one's compilation.
         self.watch = Watch(Deadline(0) if job.several() and workers is None else deadline)
         broadcast.send("built")
-        self.held_out = held_out_prompts(recipe)
+        self.held_out = held_out_prompts(config)
         self.stopped: str | None = None  # why the run ends early
-        self.prompts = drawn_prompts(recipe, workdir / "prompts")
+        self.prompts = drawn_prompts(config, workdir / "prompts")
         self.drawn: dict[int, Any] = {}  # positions in the prompts, by number of steps
-        self.records = Records(workdir, recipe, self.held_out, self.positions.release_room)
+        self.records = Records(workdir, config, self.held_out, self.positions.release_room)
 
     def run(self, changed: list[str]) -> int | None:
         """Runs from the last checkpoint to the last step, then shows the results; returns as `train` does.
@@ -214,7 +214,7 @@ class TrainingRun:
         return None
 
     def resume(self) -> Position:
-        """The newest checkpoint's position, or the initial one."""
+        """Restores the newest checkpoint, or initializes the state."""
         state = self.system.updater.init(self.system.start)
         self.system = self.system._replace(start=None)  # the state replaces it
         found = self.positions.newest(state)
@@ -237,16 +237,16 @@ class TrainingRun:
         with driving as driver, Status(self.workdir, driver.snapshot, places):
             try:
                 self.check_disk()
-                while position.done < self.recipe.steps and not (
+                while position.done < self.config.steps and not (
                     interrupt.requested or self.stopped
                 ):
                     position = self.step(position, driver)
                     self.check_disk()
                     interrupt.requested = interrupt.requested or self.broadcast.stop_signal()
-                    if position.done < self.recipe.steps:
-                        self.stopped = reason_to_stop(self.recipe.stopping, self.workdir)
+                    if position.done < self.config.steps:
+                        self.stopped = reason_to_stop(self.config.stopping, self.workdir)
                 if not (interrupt.requested or self.stopped):
-                    with divergence_reported(position, self.positions, self.recipe):
+                    with divergence_reported(position, self.positions, self.config):
                         driver.finish()  # the last version's evaluation
             finally:
                 # Also saves the steps before a failure. An update consumes its state: a step that fails after its
@@ -258,7 +258,7 @@ class TrainingRun:
 
     def step(self, position: Position, driver: Driver) -> Position:
         """Runs the step after a position: trains, records the metrics, and saves a checkpoint if one is due."""
-        with divergence_reported(position, self.positions, self.recipe):
+        with divergence_reported(position, self.positions, self.config):
             metrics = driver.step()
             check_metrics(metrics)
         done, clock = position.done + 1, time.time() - driver.now()
@@ -271,13 +271,13 @@ class TrainingRun:
         return position
 
     def driver(self, position: Position, others: Sequence[WorkerProxy] = ()) -> Driver:
-        """A driver for the steps after a position; `others` are workers in other processes."""
+        """Builds the driver of the steps after a position; `others` are workers in other processes."""
         done, begun = position.done, position.begun
         batches, transfer = self.draw_prompts(done), self.workers and self.workers.transfer
-        executors = Executors(self.system, self.recipe, self.held_out, position, batches, transfer)
+        executors = Executors(self.system, self.config, self.held_out, position, batches, transfer)
         for worker in others:
             executors.join(worker)
-        scheduler = open_scheduler(executors.settings, begun, self.recipe.layout)
+        scheduler = open_scheduler(executors.settings, begun, self.config.layout)
         log, broadcast = self.records.begin_commands(done), self.broadcast
         evaluated = self.records.evaluated
         return Driver(
@@ -285,18 +285,18 @@ class TrainingRun:
         )
 
     def draw_prompts(self, done: int) -> Iterator[list[dict]]:
-        """The prompts of the steps after `done`; records the position after each step's."""
+        """Yields the prompts of the steps after `done`, and stores the position in the prompts after each step."""
         for number, records in enumerate(self.prompts, done + 1):
             self.drawn[number] = self.prompts.get_state()
             yield records
 
     def places(self, done: int) -> dict[str, Any]:
-        """The positions in the prompts and the metrics after `done` steps."""
+        """Returns the positions in the prompts and the metrics after `done` steps."""
         place = self.drawn.pop(done) if done else self.prompts.get_state()
         return {"prompts": place, "metrics": self.records.metrics.position()}
 
     def save(self, position: Position) -> None:
-        """Saves a checkpoint of a position, unless it exists; raises `Stopped` if the workdir is gone."""
+        """Saves a checkpoint of a position, unless it exists. Raises `Stopped` if the workdir was removed."""
         check_there(self.workdir)
         self.positions.wait()
         if (oldest := self.positions.oldest()) is not None:
@@ -306,7 +306,7 @@ class TrainingRun:
             self.positions.store(position)
 
     def check_disk(self) -> None:
-        """Raises SaveFailed if a write failed or no checkpoint has space, and Stopped if the workdir is gone."""
+        """Raises SaveFailed if a write failed or no checkpoint has space, and Stopped if the workdir was removed."""
         check_there(self.workdir)
         self.records.check_disk()
         self.positions.check()

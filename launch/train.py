@@ -49,30 +49,30 @@ def main() -> int | None:
     from digen_jax.distributed import launch
     from digen_jax.process.job import join, prepare
 
-    recipe = load_config(_CONFIG.value)
+    config = load_config(_CONFIG.value)
     place = _COORDINATOR.value, _PROCESSES.value, _PROCESS.value
     part = None
     if _RAY.value is None:
         options = dict(ray_open=_RAY_OPEN.value, one_job=_ONE_JOB.value)
-        launch.check_without_ray(recipe, options)
+        launch.check_without_ray(config, options)
     else:
-        launch.check(recipe, place, _ONE_JOB.value)
+        launch.check(config, place, _ONE_JOB.value)
         part = launch.trainer_part()
     check_output("--workdir", _WORKDIR.value, folder=True)
     if _RAY.value is not None and part is None:
         asked = _RAY.value, _RAY_OPEN.value, _ONE_JOB.value
-        return launch.run(recipe, _WORKDIR.value, *asked)
+        return launch.run(config, _WORKDIR.value, *asked)
     if part is None:
-        prepare(recipe.placement.cpu_devices)
+        prepare(config.placement.cpu_devices)
         join(*place)
     else:
-        launch.check_part(part, recipe, _WORKDIR.value)
-        trainer = recipe.placement.meshes.trainer
+        launch.check_part(part, config, _WORKDIR.value)
+        trainer = config.placement.meshes.trainer
         prepare(trainer.devices // trainer.hosts)
 
     from digen_jax.train import train
 
-    return train(recipe, pathlib.Path(_WORKDIR.value), part)
+    return train(config, pathlib.Path(_WORKDIR.value), part)
 
 
 if __name__ == "__main__":

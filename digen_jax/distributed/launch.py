@@ -56,24 +56,24 @@ class TrainerPart(NamedTuple):
     one_job: bool = False  # whether the rollout workers are in the trainer's JAX job
 
 
-def check(recipe: TrainConfig, place: tuple[str | int | None, ...], one_job: bool) -> None:
+def check(config: TrainConfig, place: tuple[str | int | None, ...], one_job: bool) -> None:
     """Checks that a config can run with workers in other processes.
 
     Args:
-      recipe: Config of the run.
+      config: Config of the run.
       place: Values of --coordinator, --processes and --process.
       one_job: Value of --one_job.
 
     Raises:
       ConfigError: Names the field or the option to change.
     """
-    rollout, trainer = recipe.placement.meshes
+    rollout, trainer = config.placement.meshes
     if place != (None, None, None):
         raise ConfigError(
             "--coordinator, --processes and --process are for processes that sample and train together: leave them out "
             "with --ray, which starts all processes"
         )
-    if recipe.placement.mode == AUTO:
+    if config.placement.mode == AUTO:
         raise ConfigError(
             "config.placement = 'auto' plans for one process only: with --ray give config.placement.rollout and "
             "config.placement.trainer their sizes"
@@ -94,7 +94,7 @@ def check(recipe: TrainConfig, place: tuple[str | int | None, ...], one_job: boo
             f"config.placement.rollout.max_workers = {rollout.max_workers}, but no process can join a JAX job later: "
             "set it to 0 with --one_job"
         )
-    for name, axes in recipe.placement.meshes._asdict().items():
+    for name, axes in config.placement.meshes._asdict().items():
         check_divides(
             f"config.placement.{name}.hosts",
             axes.hosts,
@@ -104,12 +104,12 @@ def check(recipe: TrainConfig, place: tuple[str | int | None, ...], one_job: boo
         )
 
 
-def check_without_ray(recipe: TrainConfig, options: dict[str, bool]) -> None:
+def check_without_ray(config: TrainConfig, options: dict[str, bool]) -> None:
     """Refuses fields, and options by their names, that only --ray uses. Raises ConfigError."""
     for name, given in options.items():
         if given:
             raise ConfigError(f"--{name} needs --ray: add --ray=local or a cluster's address")
-    for name, axes in recipe.placement.meshes._asdict().items():
+    for name, axes in config.placement.meshes._asdict().items():
         for field in dataclasses.fields(axes):
             given = getattr(axes, field.name)
             if field.name in PROCESS_FIELDS and given != field.default:
@@ -120,12 +120,12 @@ def check_without_ray(recipe: TrainConfig, options: dict[str, bool]) -> None:
 
 
 def run(
-    recipe: TrainConfig, workdir: str, address: str, is_open: bool = False, one_job: bool = False
+    config: TrainConfig, workdir: str, address: str, is_open: bool = False, one_job: bool = False
 ) -> int:
     """Runs this process's own command in the trainer's processes on the cluster; returns the first one's exit code.
 
     Args:
-      recipe: Config that was checked.
+      config: Config that was checked.
       workdir: Folder of the run, which all processes of the trainer must see.
       address: Address of the cluster; "local" starts one on this machine, which ends with this process.
       is_open: Whether a cluster of several hosts needs no token.
@@ -134,7 +134,7 @@ def run(
     Raises:
       ConfigError: There is no such cluster, it has no token, or it is too small.
     """
-    rollout, trainer = recipe.placement.meshes
+    rollout, trainer = config.placement.meshes
     sampling = max(rollout.workers, rollout.max_workers) * rollout.hosts if rollout.data else 0
     processes = trainer.hosts * trainer.workers + sampling
     engine = RayEngine(address, show=False, cpus=max(os.cpu_count() or 1, processes))
@@ -142,10 +142,10 @@ def run(
     kinds = () if os.environ.get("JAX_PLATFORMS") == "cpu" else ("TPU", "GPU")
     kind = next((kind for kind in kinds if engine.most(kind)), "")
     if kind:
-        check_devices(recipe, engine, kind)
+        check_devices(config, engine, kind)
     os.makedirs(workdir, exist_ok=True)  # a node that does not see it has another disk
     given = [sys.executable, *sys.argv], *surroundings()
-    part = TrainerPart(engine.address, f"trainer {uuid.uuid4()}", fingerprints(recipe), kind)
+    part = TrainerPart(engine.address, f"trainer {uuid.uuid4()}", fingerprints(config), kind)
     each = Resources(kind, trainer.devices // trainer.hosts if kind else 0)
     actors = engine.start(TrainerProcess, [given] * trainer.hosts, each, part.mailbox)
     terminal = sys.stdout.isatty() and sys.stderr.isatty() and tuple(shutil.get_terminal_size())
@@ -175,9 +175,9 @@ def run(
             return log_fatal(f"a process of the trainer died ({error}): {AGAIN}", STOPPED)
 
 
-def check_devices(recipe: TrainConfig, engine: RayEngine, kind: str) -> None:
+def check_devices(config: TrainConfig, engine: RayEngine, kind: str) -> None:
     """Raises ConfigError if the cluster cannot have enough accelerators, or no node has enough for one process."""
-    rollout, trainer = recipe.placement.meshes
+    rollout, trainer = config.placement.meshes
     there = [int(have.get(kind, 0)) for _, have in engine.nodes]
     needed = trainer.workers * trainer.devices + rollout.workers * rollout.devices
     most = engine.most(kind)
@@ -188,7 +188,7 @@ def check_devices(recipe: TrainConfig, engine: RayEngine, kind: str) -> None:
         )
     if most > sum(there):  # an autoscaler may add nodes of any size
         return
-    for name, axes in recipe.placement.meshes._asdict().items():
+    for name, axes in config.placement.meshes._asdict().items():
         if axes.devices // axes.hosts > max(there):
             raise ConfigError(
                 f"config.placement.{name} has {axes.devices // axes.hosts} {kind}s in each process and no node has "
@@ -305,13 +305,13 @@ def trainer_part() -> TrainerPart | None:
     return TrainerPart(*found, place and Place(*place), one_job)
 
 
-def check_part(part: TrainerPart, recipe: TrainConfig, workdir: str) -> None:
+def check_part(part: TrainerPart, config: TrainConfig, workdir: str) -> None:
     """Checks that a process of the trainer, maybe on another host than the driver, has the same files.
 
     Raises:
       ConfigError: Names the file that differs.
     """
-    check_same(part.files, recipe)
+    check_same(part.files, config)
     if not os.path.isdir(workdir):
         raise ConfigError(
             f"--workdir={workdir} does not exist on {socket.gethostname()}, where a process of the trainer runs: "

@@ -90,15 +90,15 @@ class RolloutProcess:
         """The name before each line of its output."""
         return self._name
 
-    def check_files(self, recipe: "TrainConfig", expected: dict[str, str]) -> None:
+    def check_files(self, config: "TrainConfig", expected: dict[str, str]) -> None:
         """Checks that this node has the trainer's files: see `check_same`. Raises ConfigError."""
-        check_same(expected, recipe)
+        check_same(expected, config)
 
-    def open(self, recipe: "TrainConfig", first: int, place: Any = None) -> Opened:
+    def open(self, config: "TrainConfig", first: int, place: Any = None) -> Opened:
         """Builds the worker: devices, rewards, model.
 
         Args:
-          recipe: Config of the run, placed on all its devices.
+          config: Config of the run, placed on all its devices.
           first: The current step.
           place: Number of this process among those of its JAX job, a `job.Place`. None means that it has no job.
 
@@ -107,7 +107,7 @@ class RolloutProcess:
         """
         from digen_jax.process.job import join_job, prepare
 
-        axes = getattr(recipe.placement.meshes, self.section)
+        axes = getattr(config.placement.meshes, self.section)
         prepare(axes.devices // axes.hosts)
         if place is not None:
             join_job(place)
@@ -119,13 +119,13 @@ class RolloutProcess:
 
         self._alone = place is None
         self._first = job.is_first()
-        assists = not recipe.placement.rollout.data or recipe.placement.trainer.samples
+        assists = not config.placement.rollout.data or config.placement.trainer.samples
         samples = self.section == "rollout" or assists  # otherwise only without other samplers
         if samples:
-            self._open_rewards(recipe)
+            self._open_rewards(config)
         devices = job_devices(axes.devices, f"config.placement.{self.section}")
-        parts = self._read(recipe, devices)
-        self._build(recipe, parts, _batches(recipe, first), first, held_out_prompts(recipe))
+        parts = self._read(config, devices)
+        self._build(config, parts, _batches(config, first), first, held_out_prompts(config))
         if samples:
             self._sampling()
         print(f"ready on {len(devices)} x {jax.devices()[0].device_kind}", flush=True)
@@ -133,20 +133,20 @@ class RolloutProcess:
         gc.freeze()  # so that later collections take milliseconds
         return Opened(len(devices), socket.gethostname(), os.getpid())
 
-    def _open_rewards(self, recipe: "TrainConfig") -> None:
+    def _open_rewards(self, config: "TrainConfig") -> None:
         """Opens the rewards, if this process scores and has not done so."""
         from digen_jax.runtime.sampling import open_rewards
 
         if self._first and self._pool is None:
-            self._pool = open_rewards(recipe)
+            self._pool = open_rewards(config)
 
-    def _read(self, recipe: "TrainConfig", devices: Sequence[Any]) -> "Rollout":
+    def _read(self, config: "TrainConfig", devices: Sequence[Any]) -> "Rollout":
         """Reads the model."""
         from digen_jax.assemble import build_rollout
 
-        return build_rollout(recipe, devices, self._stored(recipe))
+        return build_rollout(config, devices, self._stored(config))
 
-    def _stored(self, recipe: "TrainConfig") -> Any:
+    def _stored(self, config: "TrainConfig") -> Any:
         """Returns precomputed prompt embeddings, which the driver sends on request, or None if this worker encodes."""
         from digen_jax.assemble import recipe_model
         from digen_jax.parallel.encoding import PrecomputedPrompts
@@ -157,14 +157,14 @@ class RolloutProcess:
                 raise RowsMissing(missing)
             return [self._rows[text] for text in texts]
 
-        _, family = recipe_model(recipe)
-        if not is_ahead(recipe, family):
+        _, family = recipe_model(config)
+        if not is_ahead(config, family):
             return None
-        return PrecomputedPrompts(family, encoder_shapes(recipe, family), read)
+        return PrecomputedPrompts(family, encoder_shapes(config, family), read)
 
     def _build(
         self,
-        recipe: "TrainConfig",
+        config: "TrainConfig",
         rollout: "Rollout | Callable[[], Rollout]",
         batches: Iterator[list[dict[str, Any]]],
         first: int,
@@ -173,7 +173,7 @@ class RolloutProcess:
         """Builds all parts but the executor, which is created at its first use.
 
         Args:
-          recipe: Config of the run.
+          config: Config of the run.
           rollout: Programs and parameters of the mesh, or a function that builds them.
           batches: Prompts of each step from `first` on.
           first: The current step.
@@ -184,18 +184,18 @@ class RolloutProcess:
         from digen_jax.runtime.sampling import ChunkScorer, SamplingExecutor, try_scorers
         from digen_jax.runtime.steps import HeldOut, Steps
 
-        settings = recipe.scheduled(len(held_out))
+        settings = config.scheduled(len(held_out))
         shape = settings.images, settings.chunk_images
-        self._steps = Steps(batches, *shape, recipe.rng, first, recipe.algorithm.set_steps)
+        self._steps = Steps(batches, *shape, config.rng, first, config.algorithm.set_steps)
         self._transfer = WorkerTransfer()
-        evaluated, weights = HeldOut(held_out, settings), recipe.advantages.reward_weights
+        evaluated, weights = HeldOut(held_out, settings), config.advantages.reward_weights
 
         def create() -> SamplingExecutor:
-            self._open_rewards(recipe)
+            self._open_rewards(config)
             self._scorer = ChunkScorer(self._pool, weights, self._steps, evaluated, settings)
             found = rollout() if callable(rollout) else rollout
-            try_scorers(recipe, found.scorers)
-            scorers = named(on_mesh(recipe.rewards), found.scorers)
+            try_scorers(config, found.scorers)
+            scorers = named(on_mesh(config.rewards), found.scorers)
             return SamplingExecutor(
                 self._name, found, self._steps, evaluated, self._transfer, scorers
             )
@@ -363,19 +363,19 @@ class TrainingProcess(RolloutProcess):
 
     section = "trainer"
 
-    def _read(self, recipe: "TrainConfig", devices: Sequence[Any]) -> "System":
+    def _read(self, config: "TrainConfig", devices: Sequence[Any]) -> "System":
         """Reads the model."""
         from digen_jax.assemble import build_trainer
 
-        return build_trainer(recipe, devices, self._stored(recipe))
+        return build_trainer(config, devices, self._stored(config))
 
-    def _build(self, recipe: "TrainConfig", system: "System", *arguments: Any) -> None:
+    def _build(self, config: "TrainConfig", system: "System", *arguments: Any) -> None:
         """See `RolloutProcess`; `system` has the worker's mesh."""
         from digen_jax.runtime.training import OtherTrainingExecutor
 
-        assistant = functools.partial(system.assistant, recipe.runtime.tag_weights)
-        super()._build(recipe, assistant, *arguments)
-        names = trainer_names(recipe.placement.trainer.workers)
+        assistant = functools.partial(system.assistant, config.runtime.tag_weights)
+        super()._build(config, assistant, *arguments)
+        names = trainer_names(config.placement.trainer.workers)
         self._training = OtherTrainingExecutor(
             self._name, system, self._steps, self._transfer, names
         )
@@ -431,12 +431,12 @@ class TrainingProcess(RolloutProcess):
         super().drop_chunk(chunk)
 
 
-def _batches(recipe: "TrainConfig", first: int) -> Iterator[list[dict[str, Any]]]:
+def _batches(config: "TrainConfig", first: int) -> Iterator[list[dict[str, Any]]]:
     """Yields the prompt records of every step from `first` on."""
     from digen_jax.assemble import drawn_prompts
 
     with tempfile.TemporaryDirectory(prefix="digen_jax_prompts_") as cache:
-        yield from map(drawn_prompts(recipe, cache).at, itertools.count(first))
+        yield from map(drawn_prompts(config, cache).at, itertools.count(first))
 
 
 if TYPE_CHECKING:  # it imports JAX: see `worker_process`
@@ -445,10 +445,10 @@ if TYPE_CHECKING:  # it imports JAX: see `worker_process`
 PACKAGE = "digen_jax"
 
 
-def fingerprints(recipe: "TrainConfig") -> dict[str, str]:
+def fingerprints(config: "TrainConfig") -> dict[str, str]:
     """Returns a hash of this package's code, by its name, and of each prompt file, by its path; "" if it is missing."""
     found = {PACKAGE: _code()}
-    for path in {*map(str, recipe.prompts.paths), str(recipe.evaluation.prompts)}:
+    for path in {*map(str, config.prompts.paths), str(config.evaluation.prompts)}:
         file = pathlib.Path(path)
         found[path] = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
     return found
@@ -462,17 +462,17 @@ def _code() -> str:
     return found.hexdigest()
 
 
-def check_same(expected: dict[str, str], recipe: "TrainConfig") -> None:
+def check_same(expected: dict[str, str], config: "TrainConfig") -> None:
     """Checks that the files here have the fingerprints of another process.
 
     Args:
       expected: Its fingerprints.
-      recipe: Config of the run.
+      config: Config of the run.
 
     Raises:
       ConfigError: Names the file that differs.
     """
-    own = fingerprints(recipe)
+    own = fingerprints(config)
     for name, digest in expected.items():
         if own.get(name) != digest:
             what = "the code of digen_jax" if name == PACKAGE else name

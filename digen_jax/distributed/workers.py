@@ -366,7 +366,7 @@ class RemoteWorkers:
     """The rollout workers of a run, and its training workers but the home worker, each kept alive by a thread.
 
     Args:
-      recipe: Config of the run, placed on all its devices.
+      config: Config of the run, placed on all its devices.
       engine: Starts the workers.
       accelerator: Kind that workers have, such as GPU. "" means virtual CPU devices.
       shares: Number of this process among the trainer's. None means that it has one.
@@ -382,7 +382,7 @@ class RemoteWorkers:
 
     def __init__(
         self,
-        recipe: TrainConfig,
+        config: TrainConfig,
         engine: RayEngine,
         accelerator: str = "",
         shares: Shares | None = None,
@@ -392,10 +392,10 @@ class RemoteWorkers:
     ):
         self.devices: Sequence[jax.Device] = ()
         self.transfer, self.step = TrainerTransfer(engine, shares), 0
-        self._recipe, self._engine, self._job = recipe, engine, job
+        self._config, self._engine, self._job = config, engine, job
         self._kinds, self._accelerator = (kind, training_kind), accelerator
-        self._files = fingerprints(recipe)
-        rollout, trainer = recipe.placement.meshes
+        self._files = fingerprints(config)
+        rollout, trainer = config.placement.meshes
         self._hosts = trainer.hosts
         most = max(rollout.workers, rollout.max_workers) if rollout.data else 0
         self._rollouts = [f"rollout {number}" for number in range(most)]
@@ -539,7 +539,7 @@ class RemoteWorkers:
     def _start(self, name: str) -> WorkerProxy:
         """Starts a worker's processes and has them open the model."""
         (environment, *folders), trains = surroundings(), name in self._training
-        axes = self._recipe.placement.meshes[trains]
+        axes = self._config.placement.meshes[trains]
         hosts, devices = axes.hosts, axes.devices // axes.hosts if self._accelerator else 0
         if not devices:
             environment["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS") or "cpu"
@@ -550,7 +550,7 @@ class RemoteWorkers:
             self._actors[name] = actors
 
         def call(actor: Actor, method: str, *arguments: Any) -> Any:
-            return self._engine.call(actor, method, self._recipe, *arguments, group="work")
+            return self._engine.call(actor, method, self._config, *arguments, group="work")
 
         checked = [call(actor, "check_files", self._files) for actor in actors]
         needed, stops = "a node with free resources", self._closed.is_set
@@ -586,8 +586,8 @@ class RemoteWorkers:
     @functools.cached_property
     def _stored(self) -> PrecomputedPrompts:
         """Precomputed prompt embeddings."""
-        folder, family = recipe_model(self._recipe)  # not in the constructor: JAX starts
-        return stored(self._recipe, folder, family)
+        folder, family = recipe_model(self._config)  # not in the constructor: JAX starts
+        return stored(self._config, folder, family)
 
     def _join(self, proxy: WorkerProxy) -> None:
         """Registers a worker that is ready, and adds it to the run."""

@@ -24,7 +24,7 @@ class Begun(NamedTuple):
 
     scheduler: dict[str, Any]  # Scheduler.save()
     kept: dict[int, Any]  # version: tuned parameters that begun chunks need, except the newest
-    layout: str = ""  # recipe.layout of the process that saved it, in which the costs were measured
+    layout: str = ""  # config.layout of the process that saved it, in which the costs were measured
 
 
 class Position(NamedTuple):
@@ -47,9 +47,9 @@ class Positions(Checkpointer):
       ConfigError: there are checkpoints, and none is complete.
     """
 
-    def __init__(self, workdir: pathlib.Path, recipe: TrainConfig):
-        super().__init__(workdir / "checkpoints", recipe.checkpoint.every, recipe.checkpoint.keep)
-        self._seed, self._layout = recipe.seed, recipe.layout
+    def __init__(self, workdir: pathlib.Path, config: TrainConfig):
+        super().__init__(workdir / "checkpoints", config.checkpoint.every, config.checkpoint.keep)
+        self._seed, self._layout = config.seed, config.layout
 
     def newest(self, state: TrainState) -> Position | None:
         """The newest position, laid out as `state` (the one before the first step); None if there is none."""
@@ -109,13 +109,13 @@ def finishing(positions: Positions) -> Iterator[None]:
 
 @contextlib.contextmanager
 def divergence_reported(
-    position: Position, positions: Positions, recipe: TrainConfig
+    position: Position, positions: Positions, config: TrainConfig
 ) -> Iterator[None]:
     """Raises ConfigError with advice if a value in the step after a position became infinite or NaN."""
     try:
         yield
     except DivergedError as error:
-        done, trainer = position.done, recipe.trainer
+        done, trainer = position.done, config.trainer
         # At the end of the run the position is saved, if an update has not consumed it.
         saved = [done] if position.is_whole() else positions.steps()[-1:]
         newest = f"the newest checkpoint is of step {saved[0]}" if saved else "nothing is saved"

@@ -53,7 +53,7 @@ class Executors:
 
     Args:
       system: Parts of the run.
-      recipe: The validated config.
+      config: The validated config.
       held_out: Prompts of evaluations.
       position: State of the run at the start of its next step.
       batches: Prompt records of each step from this one on.
@@ -66,21 +66,21 @@ class Executors:
     def __init__(
         self,
         system: System,
-        recipe: TrainConfig,
+        config: TrainConfig,
         held_out: Sequence[dict[str, Any]],
         position: Position,
         batches: Iterator[list[dict[str, Any]]],
         transfer: ArrayTransfer | None = None,
     ):
-        settings = self.settings = recipe.scheduled(len(held_out))
-        self.system, self._recipe = system, recipe
+        settings = self.settings = config.scheduled(len(held_out))
+        self.system, self._config = system, config
         self.extremes: Extremes | None = None
         first, algorithm = position.done, system.trainer.algorithm
         shape = settings.images, settings.chunk_images
         self.steps = Steps(batches, *shape, system.rng, first, algorithm.set_steps)
         self._scores: dict[int, StepScores] = {}
         self._held_out = HeldOut(held_out, settings)
-        self._names = tuple(name for one in recipe.rewards for name in one.entries.values())
+        self._names = tuple(name for one in config.rewards for name in one.entries.values())
         self._weights = system.advantages.reward_weights
         self.evaluation_scores = EvaluationScores(self._held_out, self._names, self._weights)
         self._transfer: ArrayTransfer = transfer or ArrayTransfer()
@@ -125,7 +125,7 @@ class Executors:
             return (SAMPLE,), ()
         if self.system.placement.colocated:
             return (SAMPLE, TRAIN), ()
-        samples = self._recipe.placement.trainer.samples
+        samples = self._config.placement.trainer.samples
         return ((TRAIN, SAMPLE), ()) if samples else ((TRAIN,), (SAMPLE,))
 
     def join(self, worker: Any) -> None:
@@ -136,7 +136,7 @@ class Executors:
             self.rollouts[worker.name] = worker
 
     def _sampling(self, name: str, rollout: Rollout) -> SamplingExecutor:
-        scorers = named(on_mesh(self._recipe.rewards), rollout.scorers)
+        scorers = named(on_mesh(self._config.rewards), rollout.scorers)
         return SamplingExecutor(name, rollout, self.steps, self._held_out, self._transfer, scorers)
 
     def sampling(self, worker: str) -> SamplingExecutor:
@@ -144,7 +144,7 @@ class Executors:
         found = self.rollouts.get(worker) or self._assistants.get(worker)
         if found is None:
             with paused():  # it may have to read components, and compiles
-                weights = self._recipe.runtime.tag_weights
+                weights = self._config.runtime.tag_weights
                 rollout = self._training(worker).system.assistant(weights)
             found = self._assistants.setdefault(worker, self._sampling(worker, rollout))
         return found

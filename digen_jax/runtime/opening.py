@@ -192,7 +192,7 @@ def exit_failed(error: BaseException) -> None:
 
 
 def open_system(
-    recipe: TrainConfig,
+    config: TrainConfig,
     workdir: pathlib.Path,
     broadcast: CommandBroadcast,
     positions: Positions,
@@ -201,7 +201,7 @@ def open_system(
     """Tries the rewards, encodes the prompts if they are precomputed, and reads the model.
 
     Args:
-      recipe: The validated config.
+      config: The validated config.
       workdir: Folder of the run.
       broadcast: Sends common work to the other processes that train: see `follow_run`.
       positions: The checkpoints of the run.
@@ -214,38 +214,38 @@ def open_system(
       ConfigError: A reward, a prompt file or the model is invalid, or a process has another config.
     """
     devices = jax.devices() if workers is None else workers.devices
-    broadcast.send("begin", json.dumps([recipe.as_json(), own_claim()]))
+    broadcast.send("begin", json.dumps([config.as_json(), own_claim()]))
     broadcast.wait_for_answers(START_TIMEOUT)
     oldest = positions.oldest() or 0
     if workers is not None:
         # A worker may be ready before the model is read here: it need not draw the steps before the checkpoint.
         workers.step = oldest
-    drawn = functools.partial(reached, recipe, workdir / "prompts", oldest)
-    encoding = prepare(recipe, devices, drawn, "trainer" if workers else None)
-    scorers = () if workers else read_scorers(recipe, devices)
-    rewards = open_rewards(recipe)
+    drawn = functools.partial(reached, config, workdir / "prompts", oldest)
+    encoding = prepare(config, devices, drawn, "trainer" if workers else None)
+    scorers = () if workers else read_scorers(config, devices)
+    rewards = open_rewards(config)
     try:
         broadcast.send("try")
-        try_scorers(recipe, scorers)
+        try_scorers(config, scorers)
         if encoding is not None:
-            print_warnings(recipe, encoding.family)
+            print_warnings(config, encoding.family)
         with broadcast.collective("encode"):
             if encoding is not None:
                 encoding.run()
-        system = _build(recipe, devices, scorers, bool(workers))
+        system = _build(config, devices, scorers, bool(workers))
         if encoding is None:
-            print_warnings(recipe, system.policy.family)
+            print_warnings(config, system.policy.family)
     except BaseException:  # Ctrl-C, too: otherwise the reward's processes would continue
         rewards.close()
         raise
     return system, rewards
 
 
-def print_warnings(recipe: TrainConfig, family: Family) -> None:
+def print_warnings(config: TrainConfig, family: Family) -> None:
     """Prints warnings about the config and about the prompt files, such as prompts that are cut off."""
-    for warning in start_warnings(recipe, family):
+    for warning in start_warnings(config, family):
         print(f"warning: {warning}", file=sys.stderr, flush=True)
-    paths = (*recipe.prompts.paths, recipe.evaluation.prompts)
+    paths = (*config.prompts.paths, config.evaluation.prompts)
     tell(paths, family.cut, known_words(family))
 
 
@@ -255,7 +255,7 @@ def open_scheduler(settings: Settings, begun: Begun | None, layout: str) -> Sche
     Args:
       settings: Settings of the scheduler.
       begun: Work in flight at the newest checkpoint. None means that there is none, as before the first step.
-      layout: `recipe.layout` of this process; costs that were measured in another one are not used.
+      layout: `config.layout` of this process; costs that were measured in another one are not used.
 
     Raises:
       ConfigError: The checkpoint is of an older version.
@@ -284,19 +284,19 @@ class RunEnded(Exception):
 
 
 def follow_run(
-    recipe: TrainConfig, workdir: pathlib.Path, mesh: TrainerMesh | None = None
+    config: TrainConfig, workdir: pathlib.Path, mesh: TrainerMesh | None = None
 ) -> int | None:
     """Executes a run that the first process coordinates, and ends as `train.train` does there.
 
     Args:
-      recipe: The validated config.
+      config: The validated config.
       workdir: Folder of the run.
       mesh: The trainer's mesh if rollout workers sample. None means that all devices sample and train.
     """
     jax.devices()  # other processes wait in this call for this one
     with Interrupt() as interrupt:
         try:
-            _follow(recipe, workdir, received_entries(interrupt), mesh)
+            _follow(config, workdir, received_entries(interrupt), mesh)
         except RunEnded as end:
             error, code = end.args
         except BaseException as failure:
@@ -307,7 +307,7 @@ def follow_run(
 
 
 def _follow(
-    recipe: TrainConfig,
+    config: TrainConfig,
     workdir: pathlib.Path,
     announced: Iterator[tuple[str, Any]],
     mesh: TrainerMesh | None,
@@ -336,9 +336,9 @@ def _follow(
     _, value = entry()
     try:
         first, claim = json.loads(value)
-        recipe = recipe if mesh else place_here(recipe)
+        config = config if mesh else place_here(config)
         check_shared(workdir, claim)
-        if recipe.as_json() != first:
+        if config.as_json() != first:
             raise ConfigError(
                 "the config of this process differs from the first one's: start all processes with the same command"
             )
@@ -349,37 +349,37 @@ def _follow(
     answer("")
     devices = jax.devices() if mesh is None else mesh.devices
     with stage():
-        positions = Positions(workdir, recipe)
-        drawn = functools.partial(reached, recipe, workdir / "prompts", positions.oldest() or 0)
-        encoding = prepare(recipe, devices, drawn, "trainer" if mesh else None)
-        scorers = () if mesh else read_scorers(recipe, devices)
+        positions = Positions(workdir, config)
+        drawn = functools.partial(reached, config, workdir / "prompts", positions.oldest() or 0)
+        encoding = prepare(config, devices, drawn, "trainer" if mesh else None)
+        scorers = () if mesh else read_scorers(config, devices)
     with stage():
-        try_scorers(recipe, scorers)
+        try_scorers(config, scorers)
     if encoding is not None:
         encoding.run()
     with stage():
-        system = _build(recipe, devices, scorers, bool(mesh))
-    held_out, prompts = held_out_prompts(recipe), drawn_prompts(recipe, workdir / "prompts")
+        system = _build(config, devices, scorers, bool(mesh))
+    held_out, prompts = held_out_prompts(config), drawn_prompts(config, workdir / "prompts")
     state = system.updater.init(system.start)
     position = positions.newest(state) or Position(0, state, None, {})
     if position.host:
         prompts.set_state(position.host["prompts"])
     transfer = mesh and mesh.transfer
-    executors = Executors(system, recipe, held_out, position, prompts, transfer)
+    executors = Executors(system, config, held_out, position, prompts, transfer)
     with closing(positions):
         while True:
             _execute(executors, positions, *entry())
 
 
 def _build(
-    recipe: TrainConfig,
+    config: TrainConfig,
     devices: Sequence[jax.Device],
     scorers: tuple[RewardModel, ...],
     workers: bool,
 ) -> System:
     """Builds the system of all workers, or of the trainer if there are others in other processes."""
     return (
-        build_trainer(recipe, devices) if workers else build(recipe, devices).with_scorers(scorers)
+        build_trainer(config, devices) if workers else build(config, devices).with_scorers(scorers)
     )
 
 

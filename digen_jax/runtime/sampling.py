@@ -274,41 +274,41 @@ class SamplingExecutor:
         self.removed = True
 
 
-def open_rewards(recipe: TrainConfig) -> RewardPool:
+def open_rewards(config: TrainConfig) -> RewardPool:
     """Starts the rewards and tries them, by known scores and by `try_files`; the caller closes the pool.
 
     Raises:
       ConfigError: A reward does not work, or a score is not as it must be.
     """
-    found, settings = resolve(recipe.rewards, meshes=True), recipe.reward_pool
-    seconds = Deadline(recipe.runtime.deadline).seconds
+    found, settings = resolve(config.rewards, meshes=True), config.reward_pool
+    seconds = Deadline(config.runtime.deadline).seconds
     pool = RewardPool(found, settings.processes, settings.retries, seconds)
     try:
         run_sanity_checks(found, pool.score)
-        try_files(recipe, pool.score)
+        try_files(config, pool.score)
     except BaseException:  # Ctrl-C, too: otherwise its processes would continue
         pool.close()
         raise
     return pool
 
 
-def try_files(recipe: TrainConfig, score: Callable[..., Any]) -> None:
+def try_files(config: TrainConfig, score: Callable[..., Any]) -> None:
     """Tries rewards on the prompts of training and of evaluation, with made-up images of the size that each has.
 
     Args:
-      recipe: The validated config.
+      config: The validated config.
       score: As `RewardPool.score`.
 
     Raises:
       ConfigError: See `dry_run`.
     """
-    size = recipe.evaluation_size
-    training = read_prompt_files(recipe.prompts.paths)
-    dry_run(score, training, recipe.model.height, recipe.model.width)
-    dry_run(score, [read_prompt_file(recipe.evaluation.prompts)], size.height, size.width)
+    size = config.evaluation_size
+    training = read_prompt_files(config.prompts.paths)
+    dry_run(score, training, config.model.height, config.model.width)
+    dry_run(score, [read_prompt_file(config.evaluation.prompts)], size.height, size.width)
 
 
-def try_scorers(recipe: TrainConfig, scorers: tuple[RewardModel, ...]) -> None:
+def try_scorers(config: TrainConfig, scorers: tuple[RewardModel, ...]) -> None:
     """Tries the rewards on a mesh by known scores and as `try_files`; with several processes in all of them.
 
     Raises:
@@ -316,6 +316,6 @@ def try_scorers(recipe: TrainConfig, scorers: tuple[RewardModel, ...]) -> None:
     """
     if not scorers:
         return
-    found = rewards.Rewards(tuple(named(on_mesh(recipe.rewards), scorers).values()))
+    found = rewards.Rewards(tuple(named(on_mesh(config.rewards), scorers).values()))
     run_sanity_checks(found, found.score)
-    try_files(recipe, found.score)
+    try_files(config, found.score)
