@@ -1,4 +1,4 @@
-"""Seconds of work in threads, without compilation and pauses, and detection of work that exceeds its deadline."""
+"""Times work in threads, without compilation and pauses, and detects work that exceeds its deadline."""
 
 import contextlib
 import dataclasses
@@ -14,7 +14,7 @@ from digen_jax.scheduling.settings import Deadline
 
 COMPILING = "/jax/core/compile"
 LOWERED = f"{COMPILING}/jaxpr_to_mlir_module_duration"  # the compiler runs next
-LOOKS = 20  # checks within a deadline, at most a second apart
+CHECKS = 20  # within a deadline, at most a second apart
 
 Parts = Sequence[tuple[str, float, float]]  # (kind, begin, end)
 
@@ -26,46 +26,46 @@ def _current() -> "Stopwatch | None":
 
 
 class Stopwatch:
-    """The seconds of a block: `elapsed` inside it, for any thread, and `seconds` after it.
+    """Times a block of work.
 
-    `parts` are (kind, begin, end) of the blocks of `part` in it, by `time.perf_counter`.
+    Attributes:
+      seconds: Seconds of work, after the block; `elapsed` has them inside it, for any thread.
+      parts: (kind, start, end) of the blocks of `part` in it, by `time.perf_counter`.
     """
 
     def __init__(self):
         self.seconds = 0.0
         self.parts: list[tuple[str, float, float]] = []
-        self._began = time.perf_counter()
+        self._start = time.perf_counter()
         self._uncounted: list[tuple[float, float]] = []  # spans, which may be nested
-        self._since: float | None = None  # begin of such a span that has not ended
-        self._elsewhere: Callable[[], float] | None = (
-            None  # seconds of work in it in another process
-        )
+        self._paused: float | None = None  # start of a pause in progress
+        self._remote: Callable[[], float] | None = None  # seconds of work in another process in it
 
     def elapsed(self) -> float:
-        """Seconds of work up to now."""
-        since, elsewhere, now = self._since, self._elsewhere, time.perf_counter()
-        spans = [*self._uncounted, *([(since, now)] if since is not None else [])]
-        here = max(0.0, now - self._began - _length(spans, self._began))
-        return here if elsewhere is None else here + elsewhere()
+        """Returns the seconds of work up to now."""
+        paused, remote, now = self._paused, self._remote, time.perf_counter()
+        spans = [*self._uncounted, *([(paused, now)] if paused is not None else [])]
+        here = max(0.0, now - self._start - _length(spans, self._start))
+        return here if remote is None else here + remote()
 
     def parts_ago(self) -> tuple[tuple[str, float, float], ...]:
-        """The parts, in seconds before now."""
+        """Returns the parts, in seconds before now."""
         now = time.perf_counter()
         return tuple((kind, now - begin, now - end) for kind, begin, end in self.parts)
 
-    def pause(self, elsewhere: Callable[[], float] | None = None) -> None:
-        """Stops the measurement; `elsewhere` gives the seconds of another process that count instead."""
-        self._since, self._elsewhere = time.perf_counter(), elsewhere
+    def pause(self, remote: Callable[[], float] | None = None) -> None:
+        """Stops the measurement; `remote` returns seconds of work in another process that count instead."""
+        self._paused, self._remote = time.perf_counter(), remote
 
     def resume(self, uncounted: float = 0.0) -> None:
         """Continues the measurement, without the last `uncounted` seconds."""
         now = time.perf_counter()
-        self._since = self._elsewhere = None
+        self._paused = self._remote = None
         self._uncounted.append((now - uncounted, now))
 
 
 def _length(spans: list[tuple[float, float]], begin: float) -> float:
-    """The length of the union of spans after `begin`; tracing and compiling are nested."""
+    """Returns the length of the union of spans after `begin`; tracing and compiling are nested."""
     total, reached = 0.0, begin
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))
@@ -88,7 +88,7 @@ def measured() -> Iterator[Stopwatch]:
 
 @contextlib.contextmanager
 def part(kind: str) -> Iterator[None]:
-    """Notes a block in this thread as a part of the measured work, which the timeline shows separately."""
+    """Records a block in this thread as a part of the measured work, which the timeline shows separately."""
     begin = time.perf_counter()
     yield
     if watch := _current():
@@ -97,7 +97,7 @@ def part(kind: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """A block in which this thread only waits for other threads, and which does not count as work."""
+    """Does not count a block, in which this thread waits for other threads, as work."""
     watch, begin = _current(), time.perf_counter()
     if watch:
         watch.pause()
@@ -110,13 +110,13 @@ def paused() -> Iterator[None]:
 
 @contextlib.contextmanager
 def remote_work(elapsed: Callable[[], float]) -> Iterator[Callable[[float, Parts], None]]:
-    """A block in which this thread waits for another process, whose seconds of work count instead of its own.
+    """Counts the seconds of work in another process, for which this thread waits in the block.
 
     Args:
-      elapsed: These seconds up to now, for any thread.
+      elapsed: Returns these seconds up to now. Any thread may call.
 
     Yields:
-      A function to call with the seconds of all work, and with its parts in seconds before then.
+      A function to call with the seconds of the complete work, and its parts in seconds before then.
     """
     watch, begin, counted = _current(), time.perf_counter(), 0.0
 
@@ -139,7 +139,7 @@ def remote_work(elapsed: Callable[[], float]) -> Iterator[Callable[[float, Parts
 
 
 def _compiled(event: str, seconds: float, **_: object) -> None:
-    """JAX reports the seconds that it has just traced, lowered or compiled in this thread."""
+    """Called by JAX with the seconds that it has just traced, lowered or compiled in this thread."""
     watch = _current()
     if watch is None or not event.startswith(COMPILING):
         return
@@ -161,7 +161,7 @@ class _Work:
 
 
 class Watch:
-    """One thread, started by the first work with a deadline, that calls the handlers of late work."""
+    """Calls handlers of late work, in one thread that the first work with a deadline starts."""
 
     def __init__(self, deadline: Deadline):
         self._deadline = deadline
@@ -173,7 +173,7 @@ class Watch:
 
     @contextlib.contextmanager
     def over(self, expected: float | None, late: Callable[[float], None]) -> Iterator[Stopwatch]:
-        """Times a block, as `measured`; another thread calls `late(seconds)` when the block exceeds its limit.
+        """Times a block, as `measured`; another thread calls `late(seconds)` if the block exceeds its limit.
 
         Compilation and pauses do not count.
 
@@ -208,7 +208,7 @@ class Watch:
         while not self._closed:
             with self._lock:
                 shortest = min((work.seconds for work in self._works.values()), default=math.inf)
-            every, begin = min(1.0, shortest / LOOKS), time.perf_counter()
+            every, begin = min(1.0, shortest / CHECKS), time.perf_counter()
             if shortest == math.inf:
                 self._changed.wait()
             else:
@@ -224,10 +224,10 @@ class Watch:
                 work.late(work.seconds)
 
 
-def end_process(who: str, what: str, seconds: float) -> None:
+def end_process(name: str, what: str, seconds: float) -> None:
     """Ends this process when its main work hangs, so that nothing can be saved; its last checkpoint remains."""
     why = (
-        f"{who} hangs: {what} has taken more than {seconds:g} seconds (config.runtime.deadline). The process ends with "
-        f"code {STOPPED}; the same command continues from the last checkpoint."
+        f"{name} hangs: {what} has taken more than {seconds:g} seconds (config.runtime.deadline). The process ends "
+        f"with code {STOPPED}; the same command continues from the last checkpoint."
     )
     exit_now(log_fatal(why, STOPPED))
