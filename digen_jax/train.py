@@ -50,8 +50,8 @@ from digen_jax.process.job import Place, join_job
 from digen_jax.process.shutdown import Interrupt, mark_hung
 from digen_jax.process.terminal import complete_lines, keep_log_tail
 from digen_jax.runtime.checkpointing import (
-    Position,
-    Positions,
+    CheckpointStore,
+    TrainCheckpoint,
     check_records,
     check_steps,
     divergence_reported,
@@ -177,8 +177,10 @@ class TrainingRun:
             broadcast,
             workers,
         )
-        self.positions = Positions(workdir, config)
-        self.system, self.rewards = open_system(config, workdir, broadcast, self.positions, workers)
+        self.checkpoints = CheckpointStore(workdir, config)
+        self.system, self.rewards = open_system(
+            config, workdir, broadcast, self.checkpoints, workers
+        )
         deadline = Deadline(config.runtime.deadline)
         # Where all processes sample and train, one may wait long for another one's compilation.
         self.watch = Watch(Deadline(0) if job.several() and workers is None else deadline)
@@ -187,7 +189,7 @@ class TrainingRun:
         self.stopped: str | None = None  # why the run ends early
         self.prompts = drawn_prompts(config, workdir / "prompts")
         self.drawn: dict[int, Any] = {}  # positions in the prompts, by number of steps
-        self.records = Records(workdir, config, self.held_out, self.positions.release_room)
+        self.records = Records(workdir, config, self.held_out, self.checkpoints.release_room)
 
     def run(self, changed: list[str]) -> int | None:
         """Runs from the last checkpoint to the last step, then shows the results; returns as `train` does.
@@ -197,91 +199,97 @@ class TrainingRun:
         """
         self.records.describe(self.system)
         with closing(self.watch), closing(self.rewards):
-            with Interrupt() as interrupt, closing(self.records), finishing(self.positions):
-                position = self.resume()
-                self.records.start(position.done, changed)
-                position = self.steps(position, interrupt)
-                self.positions.wait()
+            with Interrupt() as interrupt, closing(self.records), finishing(self.checkpoints):
+                checkpoint = self.resume()
+                self.records.start(checkpoint.done, changed)
+                checkpoint = self.steps(checkpoint, interrupt)
+                self.checkpoints.wait()
                 if not interrupt.requested:
-                    self.records.conclude(position.done)
+                    self.records.conclude(checkpoint.done)
             if interrupt.requested:
-                print(f"Stopped and saved after step {position.done}; the same command continues.")
+                print(
+                    f"Stopped and saved after step {checkpoint.done}; the same command continues."
+                )
                 return 128 + interrupt.requested
             if self.stopped:
                 print(f"The run has {self.stopped}.")
             self.records.results()
-            mark_finished(self.workdir, position.done)
+            mark_finished(self.workdir, checkpoint.done)
         return None
 
-    def resume(self) -> Position:
+    def resume(self) -> TrainCheckpoint:
         """Restores the newest checkpoint, or initializes the state."""
         state = self.system.updater.init(self.system.start)
         self.system = self.system._replace(start=None)  # the state replaces it
-        found = self.positions.newest(state)
-        self.positions.reserve(state)
+        found = self.checkpoints.newest(state)
+        self.checkpoints.reserve(state)
         if found is None:
             self.records.metrics.cut_back(0)
-            return Position(0, state, None, self.places(0))
+            return TrainCheckpoint(0, state, None, self.places(0))
         self.prompts.set_state(found.host["prompts"])
         self.records.metrics.cut_back(found.host["metrics"])
         return found
 
-    def steps(self, position: Position, interrupt: Interrupt) -> Position:
-        """Runs the steps after a position, to the last one or until a signal; saves and returns the final position."""
-        make, workers = functools.partial(self.driver, position), self.workers
+    def steps(self, checkpoint: TrainCheckpoint, interrupt: Interrupt) -> TrainCheckpoint:
+        """Runs the steps after a checkpoint, to the last one or until a signal; saves and returns the final one."""
+        make, workers = functools.partial(self.driver, checkpoint), self.workers
         if workers is None:
             driving, places = closing(make()), dict
         else:
-            workers.step = position.done
+            workers.step = checkpoint.done
             driving, places = workers.driving(make, lambda: interrupt.requested), workers.places
         with driving as driver, Status(self.workdir, driver.snapshot, places):
             try:
                 self.check_disk()
-                while position.done < self.config.steps and not (
+                while checkpoint.done < self.config.steps and not (
                     interrupt.requested or self.stopped
                 ):
-                    position = self.step(position, driver)
+                    checkpoint = self.step(checkpoint, driver)
                     self.check_disk()
                     interrupt.requested = interrupt.requested or self.broadcast.stop_signal()
-                    if position.done < self.config.steps:
+                    if checkpoint.done < self.config.steps:
                         self.stopped = reason_to_stop(self.config.stopping, self.workdir)
                 if not (interrupt.requested or self.stopped):
-                    with divergence_reported(position, self.positions, self.config):
+                    with divergence_reported(checkpoint, self.checkpoints, self.config):
                         driver.finish()  # the last version's evaluation
             finally:
                 # Also saves the steps before a failure. An update consumes its state: a step that fails after its
                 # first update leaves the last checkpoint as it is.
-                if position.is_whole() and not self.broadcast.is_broken:
-                    self.save(position)
+                if checkpoint.is_intact() and not self.broadcast.is_broken:
+                    self.save(checkpoint)
                 self.records.timeline(driver.rest(), time.time() - driver.now())
-        return position
+        return checkpoint
 
-    def step(self, position: Position, driver: Driver) -> Position:
-        """Runs the step after a position: trains, records the metrics, and saves a checkpoint if one is due."""
-        with divergence_reported(position, self.positions, self.config):
+    def step(self, checkpoint: TrainCheckpoint, driver: Driver) -> TrainCheckpoint:
+        """Runs the step after a checkpoint: trains, records the metrics, and saves a checkpoint if one is due."""
+        with divergence_reported(checkpoint, self.checkpoints, self.config):
             metrics = driver.step()
             check_metrics(metrics)
-        done, clock = position.done + 1, time.time() - driver.now()
+        done, clock = checkpoint.done + 1, time.time() - driver.now()
         if self.workers is not None:
             self.workers.step = done
         self.records.step(done, metrics, driver.intervals, clock, driver.executor.extremes)
-        position = Position(done, driver.executor.state, driver.begun, self.places(done))
-        if self.positions.due(done):
-            self.save(position)
-        return position
+        checkpoint = TrainCheckpoint(
+            done, driver.executor.state, driver.in_flight, self.places(done)
+        )
+        if self.checkpoints.due(done):
+            self.save(checkpoint)
+        return checkpoint
 
-    def driver(self, position: Position, others: Sequence[WorkerProxy] = ()) -> Driver:
-        """Builds the driver of the steps after a position; `others` are workers in other processes."""
-        done, begun = position.done, position.begun
+    def driver(self, checkpoint: TrainCheckpoint, others: Sequence[WorkerProxy] = ()) -> Driver:
+        """Builds the driver of the steps after a checkpoint; `others` are workers in other processes."""
+        done, in_flight = checkpoint.done, checkpoint.in_flight
         batches, transfer = self.draw_prompts(done), self.workers and self.workers.transfer
-        executors = Executors(self.system, self.config, self.held_out, position, batches, transfer)
+        executors = Executors(
+            self.system, self.config, self.held_out, checkpoint, batches, transfer
+        )
         for worker in others:
             executors.join(worker)
-        scheduler = open_scheduler(executors.settings, begun, self.config.layout)
+        scheduler = open_scheduler(executors.settings, in_flight, self.config.layout)
         log, broadcast = self.records.begin_commands(done), self.broadcast
         evaluated = self.records.evaluated
         return Driver(
-            executors, scheduler, self.rewards, begun, log, broadcast, self.watch, evaluated
+            executors, scheduler, self.rewards, in_flight, log, broadcast, self.watch, evaluated
         )
 
     def draw_prompts(self, done: int) -> Iterator[list[dict]]:
@@ -295,18 +303,18 @@ class TrainingRun:
         place = self.drawn.pop(done) if done else self.prompts.get_state()
         return {"prompts": place, "metrics": self.records.metrics.position()}
 
-    def save(self, position: Position) -> None:
-        """Saves a checkpoint of a position, unless it exists. Raises `Stopped` if the workdir was removed."""
+    def save(self, checkpoint: TrainCheckpoint) -> None:
+        """Saves a checkpoint, unless it exists. Raises `Stopped` if the workdir was removed."""
         check_there(self.workdir)
-        self.positions.wait()
-        if (oldest := self.positions.oldest()) is not None:
+        self.checkpoints.wait()
+        if (oldest := self.checkpoints.oldest()) is not None:
             self.records.forget(oldest)
-        kept = position.begun.kept if position.begun else {}
-        with self.broadcast.collective("save", (position.done, tuple(kept))):
-            self.positions.store(position)
+        kept = checkpoint.in_flight.kept if checkpoint.in_flight else {}
+        with self.broadcast.collective("save", (checkpoint.done, tuple(kept))):
+            self.checkpoints.store(checkpoint)
 
     def check_disk(self) -> None:
         """Raises SaveFailed if a write failed or no checkpoint has space, and Stopped if the workdir was removed."""
         check_there(self.workdir)
         self.records.check_disk()
-        self.positions.check()
+        self.checkpoints.check()

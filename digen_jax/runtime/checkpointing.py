@@ -1,4 +1,4 @@
-"""Positions: the state of a run after some steps, to and from its checkpoints, in every process."""
+"""Checkpoints of a run: the state after some steps, saved and restored in every process."""
 
 import contextlib
 import pathlib
@@ -19,58 +19,58 @@ from digen_jax.parallel.trainer import TrainState
 from digen_jax.rewards.errors import RewardError
 
 
-class Begun(NamedTuple):
-    """The work in flight at a step's end, as a checkpoint holds it in addition to the trainer's state."""
+class InFlight(NamedTuple):
+    """The work in flight at a step's end, which a checkpoint has in addition to the trainer's state."""
 
     scheduler: dict[str, Any]  # Scheduler.save()
-    kept: dict[int, Any]  # version: tuned parameters that begun chunks need, except the newest
+    kept: dict[int, Any]  # version: tuned parameters that started chunks need, except the newest
     layout: str = ""  # config.layout of the process that saved it, in which the costs were measured
 
 
-class Position(NamedTuple):
+class TrainCheckpoint(NamedTuple):
     """The state of a run after `done` steps."""
 
     done: int
     state: TrainState
-    begun: Begun | None  # work in flight; None before the first step
+    in_flight: InFlight | None  # work in flight; None before the first step
     host: dict[str, Any]  # other content of a checkpoint: places in the prompts and in the metrics
 
-    def is_whole(self) -> bool:
+    def is_intact(self) -> bool:
         """Whether its arrays still exist: an update consumes them."""
         return not any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state))
 
 
-class Positions(Checkpointer):
-    """The positions in a run's checkpoints. In a run of several processes all save and read together.
+class CheckpointStore(Checkpointer):
+    """Saves and restores the checkpoints of a run. In a run of several processes all save and read together.
 
     Raises:
-      ConfigError: there are checkpoints, and none is complete.
+      ConfigError: There are checkpoints, and none is complete.
     """
 
     def __init__(self, workdir: pathlib.Path, config: TrainConfig):
         super().__init__(workdir / "checkpoints", config.checkpoint.every, config.checkpoint.keep)
         self._seed, self._layout = config.seed, config.layout
 
-    def newest(self, state: TrainState) -> Position | None:
-        """The newest position, laid out as `state` (the one before the first step); None if there is none."""
+    def newest(self, state: TrainState) -> TrainCheckpoint | None:
+        """The newest checkpoint, laid out as `state` (the one before the first step); None if there is none."""
         host = self.latest_host()
         if host is None:
             return None
         versions = [int(version) for version in host["kept"]]
         template = self._arrays(state, dict.fromkeys(versions, state.tuned))
         found = self.restore_latest(template_of(template))
-        begun = None
+        in_flight = None
         if host["scheduler"] is not None:
             kept = {version: found.arrays["kept"][str(version)] for version in versions}
-            begun = Begun(host["scheduler"], kept, host["layout"])
+            in_flight = InFlight(host["scheduler"], kept, host["layout"])
         state = TrainState(**{name: found.arrays.get(name) for name in TrainState._fields})
-        return Position(found.step, state, begun, found.host)
+        return TrainCheckpoint(found.step, state, in_flight, found.host)
 
-    def store(self, position: Position) -> None:
-        """Saves a checkpoint of a position, unless it exists; the host's part is the first process's."""
-        scheduler, kept, _ = position.begun or (None, {}, "")
+    def store(self, checkpoint: TrainCheckpoint) -> None:
+        """Saves a checkpoint, unless it exists; the host's part is the first process's."""
+        scheduler, kept, _ = checkpoint.in_flight or (None, {}, "")
         own = {"scheduler": scheduler, "kept": sorted(kept), "layout": self._layout}
-        self.save(position.done, self._arrays(position.state, kept), position.host | own)
+        self.save(checkpoint.done, self._arrays(checkpoint.state, kept), checkpoint.host | own)
 
     def reserve(self, state: TrainState) -> None:
         """Reserves the space of a checkpoint; raises SaveFailed if there is none."""
@@ -86,20 +86,20 @@ class Positions(Checkpointer):
 
 
 @contextlib.contextmanager
-def finishing(positions: Positions) -> Iterator[None]:
+def finishing(checkpoints: CheckpointStore) -> Iterator[None]:
     """Waits for the last checkpoint on exit; adds to an error of the disk or of a reward how to continue.
 
     The block's own exception takes precedence over a save failure.
     """
     try:
         yield
-        positions.close()
+        checkpoints.close()
     except BaseException as error:
         with contextlib.suppress(SaveFailed):
-            positions.close()
+            checkpoints.close()
         if not isinstance(error, SaveFailed | RewardError):
             raise
-        steps = positions.steps()
+        steps = checkpoints.steps()
         point = f"after step {steps[-1]}, which is saved" if steps else "from the beginning"
         advice = f"the same command continues {point}"
         if isinstance(error, SaveFailed):
@@ -109,15 +109,15 @@ def finishing(positions: Positions) -> Iterator[None]:
 
 @contextlib.contextmanager
 def divergence_reported(
-    position: Position, positions: Positions, config: TrainConfig
+    checkpoint: TrainCheckpoint, checkpoints: CheckpointStore, config: TrainConfig
 ) -> Iterator[None]:
-    """Raises ConfigError with advice if a value in the step after a position became infinite or NaN."""
+    """Raises ConfigError with advice if a value in the step after a checkpoint became infinite or NaN."""
     try:
         yield
     except DivergedError as error:
-        done, trainer = position.done, config.trainer
-        # At the end of the run the position is saved, if an update has not consumed it.
-        saved = [done] if position.is_whole() else positions.steps()[-1:]
+        done, trainer = checkpoint.done, config.trainer
+        # At the end of the run this state is saved, if an update has not consumed it.
+        saved = [done] if checkpoint.is_intact() else checkpoints.steps()[-1:]
         newest = f"the newest checkpoint is of step {saved[0]}" if saved else "nothing is saved"
         raise ConfigError(
             f"{error} in step {done + 1}: training has diverged; the last good step is {done}, and {newest}. Lower "

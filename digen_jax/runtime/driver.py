@@ -23,7 +23,7 @@ from digen_jax.process.shutdown import Stopped, during, mark_hung, out_of_memory
 from digen_jax.rewards.pool import RewardPool, may_pass
 from digen_jax.rewards.request_log import moved
 from digen_jax.runtime.array_transfer import DISCONNECT_TIMEOUT, MissingSums, TransferError
-from digen_jax.runtime.checkpointing import Begun
+from digen_jax.runtime.checkpointing import InFlight
 from digen_jax.runtime.clock import Stopwatch, Watch, end_process
 from digen_jax.runtime.executors import Executors
 from digen_jax.runtime.opening import CommandBroadcast
@@ -126,7 +126,7 @@ class Driver:
       executor: Executes commands.
       scheduler: The scheduler, before its first event.
       rewards: Scores images; the caller closes it.
-      begun: The work in flight when the run was saved. None means that there is none.
+      in_flight: The work in flight when the run was saved. None means that there is none.
       log: Gets all commands in their order. None means that they are not recorded.
       broadcast: Sends commands to other processes as they start. None means that there are none.
       watch: Ends work that takes too long; the caller closes it. None means no deadline.
@@ -141,13 +141,13 @@ class Driver:
         executor: Executors,
         scheduler: Scheduler,
         rewards: RewardPool,
-        begun: Begun | None = None,
+        in_flight: InFlight | None = None,
         log: CommandLog | list[Command] | None = None,
         broadcast: CommandBroadcast | None = None,
         watch: Watch | None = None,
         evaluated: Callable[[int, Any], None] = lambda version, found: None,
     ):
-        self.executor, self.begun = executor, begun
+        self.executor, self.in_flight = executor, in_flight
         self.intervals: list[Interval] = []
         self._scheduler, self._rewards, self._evaluated = scheduler, rewards, evaluated
         self._log, self._broadcast = log, broadcast or CommandBroadcast()
@@ -310,7 +310,7 @@ class Driver:
                 # weights, are in the trainer's state.
                 older = [p for p in self._scheduler.kept if p.version <= command.step]
                 trees = {p.version: self.executor.version_weights(p) for p in older}
-                self.begun = Begun(self._scheduler.save(), trees)
+                self.in_flight = InFlight(self._scheduler.save(), trees)
                 self.intervals = self._summary.end_step(self.now(), self._away)
                 self._away = 0.0
             self._summary.seen(event, commands, self._scheduler, self.now())

@@ -20,7 +20,7 @@ from digen_jax.parallel.trainer import TrainState
 from digen_jax.rewards.built_in import on_mesh
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.array_transfer import ArrayTransfer, MissingSums, SamplesKey, SyncedWeights
-from digen_jax.runtime.checkpointing import Position
+from digen_jax.runtime.checkpointing import TrainCheckpoint
 from digen_jax.runtime.clock import paused
 from digen_jax.runtime.sampling import ChunkScorer, SamplingExecutor
 from digen_jax.runtime.steps import EvaluationScores, HeldOut, ScoredChunk, Steps, StepScores
@@ -55,7 +55,7 @@ class Executors:
       system: Parts of the run.
       config: The validated config.
       held_out: Prompts of evaluations.
-      position: State of the run at the start of its next step.
+      checkpoint: State of the run at the start of its next step.
       batches: Prompt records of each step from this one on.
       transfer: Transfer to workers in other processes, which `join`. None means that there are none.
 
@@ -68,14 +68,14 @@ class Executors:
         system: System,
         config: TrainConfig,
         held_out: Sequence[dict[str, Any]],
-        position: Position,
+        checkpoint: TrainCheckpoint,
         batches: Iterator[list[dict[str, Any]]],
         transfer: ArrayTransfer | None = None,
     ):
         settings = self.settings = config.scheduled(len(held_out))
         self.system, self._config = system, config
         self.extremes: Extremes | None = None
-        first, algorithm = position.done, system.trainer.algorithm
+        first, algorithm = checkpoint.done, system.trainer.algorithm
         shape = settings.images, settings.chunk_images
         self.steps = Steps(batches, *shape, system.rng, first, algorithm.set_steps)
         self._scores: dict[int, StepScores] = {}
@@ -90,14 +90,14 @@ class Executors:
         self.last_update = settings.updates - 1
         # Only then may a chunk or an evaluation need, after an update, the arrays that the update consumes.
         later = apart or many or algorithm.reads_behavior or algorithm.reads_start
-        # A resumed run may also have begun chunks of the next step with the newest version, on separate meshes.
+        # A resumed run may also have started chunks of the next step with the newest version, on separate meshes.
         stale = settings.max_policy_lag > 0 and (later or first > 0)
         keep = stale or (later and self.last_update > 0)
         self.versions = SyncedWeights(self._transfer, keep, system.sent, exact=many > 0)
-        for version, tuned in (position.begun.kept if position.begun else {}).items():
+        for version, tuned in (checkpoint.in_flight.kept if checkpoint.in_flight else {}).items():
             self.versions.add(WeightsVersion(version), tuned)
         self.trainer = TrainingExecutor(
-            system, settings, self.steps, self.versions, self._transfer, position.state, names
+            system, settings, self.steps, self.versions, self._transfer, checkpoint.state, names
         )
         self.others = {
             name: OtherTrainingExecutor(name, system.on(one), self.steps, self._transfer, names)

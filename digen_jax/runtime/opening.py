@@ -46,7 +46,7 @@ from digen_jax.runtime.array_transfer import (
     is_connection_error,
     may_be_disconnect,
 )
-from digen_jax.runtime.checkpointing import Begun, Position, Positions
+from digen_jax.runtime.checkpointing import CheckpointStore, InFlight, TrainCheckpoint
 from digen_jax.runtime.executors import Executors, follow
 from digen_jax.runtime.sampling import open_rewards, try_scorers
 from digen_jax.runtime.steps import ScoredChunk
@@ -195,7 +195,7 @@ def open_system(
     config: TrainConfig,
     workdir: pathlib.Path,
     broadcast: CommandBroadcast,
-    positions: Positions,
+    checkpoints: CheckpointStore,
     workers: "RemoteWorkers | None" = None,
 ) -> tuple[System, RewardPool]:
     """Tries the rewards, encodes the prompts if they are precomputed, and reads the model.
@@ -204,7 +204,7 @@ def open_system(
       config: The validated config.
       workdir: Folder of the run.
       broadcast: Sends common work to the other processes that train: see `follow_run`.
-      positions: The checkpoints of the run.
+      checkpoints: The checkpoints of the run.
       workers: Rollout workers in other processes. None means that all workers are in this one.
 
     Returns:
@@ -216,7 +216,7 @@ def open_system(
     devices = jax.devices() if workers is None else workers.devices
     broadcast.send("begin", json.dumps([config.as_json(), own_claim()]))
     broadcast.wait_for_answers(START_TIMEOUT)
-    oldest = positions.oldest() or 0
+    oldest = checkpoints.oldest() or 0
     if workers is not None:
         # A worker may be ready before the model is read here: it need not draw the steps before the checkpoint.
         workers.step = oldest
@@ -249,22 +249,22 @@ def print_warnings(config: TrainConfig, family: Family) -> None:
     tell(paths, family.cut, known_words(family))
 
 
-def open_scheduler(settings: Settings, begun: Begun | None, layout: str) -> Scheduler:
+def open_scheduler(settings: Settings, in_flight: InFlight | None, layout: str) -> Scheduler:
     """Creates the scheduler of a run, or restores it from a checkpoint.
 
     Args:
       settings: Settings of the scheduler.
-      begun: Work in flight at the newest checkpoint. None means that there is none, as before the first step.
+      in_flight: Work in flight at the newest checkpoint. None means that there is none, as before the first step.
       layout: `config.layout` of this process; costs that were measured in another one are not used.
 
     Raises:
       ConfigError: The checkpoint is of an older version.
     """
-    if begun is None:
+    if in_flight is None:
         return Scheduler(settings, GUESSED)
     try:
-        costs = None if begun.layout == layout else GUESSED
-        return Scheduler.resume(begun.scheduler, settings, costs)
+        costs = None if in_flight.layout == layout else GUESSED
+        return Scheduler.resume(in_flight.scheduler, settings, costs)
     except (KeyError, TypeError) as error:
         raise ConfigError(
             "the newest checkpoint is of an older version of digen_jax, whose scheduler had another state: "
@@ -349,8 +349,8 @@ def _follow(
     answer("")
     devices = jax.devices() if mesh is None else mesh.devices
     with stage():
-        positions = Positions(workdir, config)
-        drawn = functools.partial(reached, config, workdir / "prompts", positions.oldest() or 0)
+        checkpoints = CheckpointStore(workdir, config)
+        drawn = functools.partial(reached, config, workdir / "prompts", checkpoints.oldest() or 0)
         encoding = prepare(config, devices, drawn, "trainer" if mesh else None)
         scorers = () if mesh else read_scorers(config, devices)
     with stage():
@@ -361,14 +361,14 @@ def _follow(
         system = _build(config, devices, scorers, bool(mesh))
     held_out, prompts = held_out_prompts(config), drawn_prompts(config, workdir / "prompts")
     state = system.updater.init(system.start)
-    position = positions.newest(state) or Position(0, state, None, {})
-    if position.host:
-        prompts.set_state(position.host["prompts"])
+    checkpoint = checkpoints.newest(state) or TrainCheckpoint(0, state, None, {})
+    if checkpoint.host:
+        prompts.set_state(checkpoint.host["prompts"])
     transfer = mesh and mesh.transfer
-    executors = Executors(system, config, held_out, position, prompts, transfer)
-    with closing(positions):
+    executors = Executors(system, config, held_out, checkpoint, prompts, transfer)
+    with closing(checkpoints):
         while True:
-            _execute(executors, positions, *entry())
+            _execute(executors, checkpoints, *entry())
 
 
 def _build(
@@ -383,7 +383,7 @@ def _build(
     )
 
 
-def _execute(executors: Executors, positions: Positions, kind: str, value: Any) -> None:
+def _execute(executors: Executors, checkpoints: CheckpointStore, kind: str, value: Any) -> None:
     """Executes one entry of the log."""
     match kind:
         case "do":
@@ -399,7 +399,9 @@ def _execute(executors: Executors, positions: Positions, kind: str, value: Any) 
             executors.scored(command, ScoredChunk(Scores(np.asarray(columns, np.float32), {})))
         case "save":
             done, versions = value
-            begun = Begun({}, {v: executors.version_weights(WeightsVersion(v)) for v in versions})
-            positions.store(Position(done, executors.state, begun, {}))
+            in_flight = InFlight(
+                {}, {v: executors.version_weights(WeightsVersion(v)) for v in versions}
+            )
+            checkpoints.store(TrainCheckpoint(done, executors.state, in_flight, {}))
         case _:
             raise ValueError(f"the first process sent {kind!r}: it runs another version")

@@ -34,7 +34,7 @@ from digen_jax.runtime.array_transfer import (
     SamplesKey,
     SyncedWeights,
 )
-from digen_jax.runtime.checkpointing import Begun, Position
+from digen_jax.runtime.checkpointing import InFlight, TrainCheckpoint
 from digen_jax.runtime.clock import Watch
 from digen_jax.runtime.driver import Driver
 from digen_jax.runtime.executors import Executors, follow
@@ -357,8 +357,10 @@ def executors(
     system: System, config: ConfigDict | TrainConfig, state: TrainState, batches, first=0, kept=None
 ) -> Executors:
     """The executors of a run from the beginning, or from a checkpoint after `first` steps."""
-    begun = Begun({}, kept) if kept else None
-    return Executors(system, opened(config), (), Position(first, state, begun, {}), batches)
+    in_flight = InFlight({}, kept) if kept else None
+    return Executors(
+        system, opened(config), (), TrainCheckpoint(first, state, in_flight, {}), batches
+    )
 
 
 def replay(executors: Executors, pool: RewardPool, log: list[Command]) -> TrainState:
@@ -386,7 +388,7 @@ def driver(
     state=None,
     held_out=(),
     first=0,
-    begun=None,
+    in_flight=None,
     transfer=None,
     samplers=(),
     **options,
@@ -398,14 +400,16 @@ def driver(
     rewards = RewardPool(found, 0, config.reward_pool.retries, deadline.seconds)
     state = fresh(system) if state is None else state
     given = options.pop("batches", None) or batches(asked.drawn_groups)
-    position = Position(first, state, begun, {})
+    checkpoint = TrainCheckpoint(first, state, in_flight, {})
     watch = options.setdefault("watch", Watch(deadline))
     with contextlib.closing(watch), contextlib.closing(rewards):
-        executors = Executors(system, asked, held_out, position, given, transfer)
+        executors = Executors(system, asked, held_out, checkpoint, given, transfer)
         for sampler in samplers:
             executors.join(sampler)
-        scheduler = opening.open_scheduler(executors.settings, begun, asked.layout)
-        with contextlib.closing(Driver(executors, scheduler, rewards, begun, **options)) as found:
+        scheduler = opening.open_scheduler(executors.settings, in_flight, asked.layout)
+        with contextlib.closing(
+            Driver(executors, scheduler, rewards, in_flight, **options)
+        ) as found:
             yield found
 
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from digen_jax.runtime.checkpointing import Begun
+from digen_jax.runtime.checkpointing import InFlight
 from digen_jax.runtime.training import GradientExecutor, OtherTrainingExecutor
 from digen_jax.scheduling.commands import TRAINER, Generate, Train, Update
 from tests.cases import quick
@@ -114,12 +114,12 @@ def test_equal_runs_give_equal_bits_also_where_one_is_continued():
 
     with toy.driver(system, c) as driver:
         driver.step()
-        saved = jax.device_get((driver.executor.state, driver.begun.kept))
-        scheduler = json.loads(json.dumps(driver.begun.scheduler))
+        saved = jax.device_get((driver.executor.state, driver.in_flight.kept))
+        scheduler = json.loads(json.dumps(driver.in_flight.scheduler))
     resumed = jax.device_put(saved[0], jax.tree.map(lambda a: a.sharding, toy.fresh(system)))
     steps = toy.batches(GROUPS)
     next(steps)
-    options = dict(state=resumed, batches=steps, first=1, begun=Begun(scheduler, {}))
+    options = dict(state=resumed, batches=steps, first=1, in_flight=InFlight(scheduler, {}))
     after, of_later, _ = toy.drive(system, c, 2, **options)
     equal_bits(after.tuned, state.tuned)
     assert [line["reward"] for line in of_later] == [line["reward"] for line in history[1:]]

@@ -17,7 +17,7 @@ from digen_jax.rewards import Scores, alone
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime import driver as runtime_driver
 from digen_jax.runtime.array_transfer import ArrayTransfer, TransferError
-from digen_jax.runtime.checkpointing import Begun
+from digen_jax.runtime.checkpointing import InFlight
 from digen_jax.runtime.driver import WorkerDisconnected
 from digen_jax.runtime.executors import Executors
 from digen_jax.runtime.sampling import SamplingExecutor, failed
@@ -337,8 +337,8 @@ def test_a_run_goes_on_with_what_it_had_begun(system):
     with toy.driver(system, c) as driver:
         driver.step()
         driver.step()
-        saved = jax.device_get((driver.executor.state, driver.begun.kept))
-        scheduler = json.loads(json.dumps(driver.begun.scheduler))
+        saved = jax.device_get((driver.executor.state, driver.in_flight.kept))
+        scheduler = json.loads(json.dumps(driver.in_flight.scheduler))
     versions = dict(scheduler["versions"])[2]  # of the groups of step 2
     begun = {i: 1 for i, version in enumerate(versions) if version == 1}
     assert begun and set(saved[1]) == {1}
@@ -351,7 +351,7 @@ def test_a_run_goes_on_with_what_it_had_begun(system):
         return state, kept, steps
 
     state, kept, steps = resumed()
-    options = dict(state=state, batches=steps, first=2, begun=Begun(scheduler, kept))
+    options = dict(state=state, batches=steps, first=2, in_flight=InFlight(scheduler, kept))
     after, (metrics, _), log = toy.drive(system, c, 2, **options)
     assert {c.version for c in log[:4] if isinstance(c, SyncWeights)} == {1, 2}
     versions = {
@@ -365,10 +365,10 @@ def test_a_run_goes_on_with_what_it_had_begun(system):
 
 
 def test_a_checkpoint_of_the_scheduler_before_this_one_is_refused(system):
-    begun = Begun({"is": "SchedulerState", "batches": {"is": "dict", "items": []}}, {})
+    in_flight = InFlight({"is": "SchedulerState", "batches": {"is": "dict", "items": []}}, {})
     with (
         pytest.raises(ConfigError, match="an older version of digen_jax"),
-        toy.driver(system, config(), first=1, begun=begun),
+        toy.driver(system, config(), first=1, in_flight=in_flight),
     ):
         pass
 
@@ -382,7 +382,7 @@ def test_a_log_that_was_cut_back_is_replayed_from_the_checkpoint_that_it_begins_
     with toy.driver(system, c, log=log) as driver:
         driver.step()
         driver.step()
-        saved = jax.device_get((driver.executor.state, driver.begun.kept))
+        saved = jax.device_get((driver.executor.state, driver.in_flight.kept))
         driver.step()
         log.cut_back(2)
         driver.step()
