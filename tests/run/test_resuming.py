@@ -3,6 +3,7 @@
 import json
 import logging
 import pathlib
+import re
 import shutil
 import subprocess
 import threading
@@ -231,15 +232,11 @@ def test_a_disk_that_is_full_before_a_run_begins_is_one_sentence(tmp_path, train
 # -------------------------------------------------------------------------------- the workdir
 
 
-def test_a_workdir_that_cannot_be_used_is_one_sentence(tmp_path, train):
+def test_a_workdir_that_cannot_be_used_is_named(tmp_path, train):
     c = config(tmp_path)
     (tmp_path / "file").write_text("")
-    for workdir, sentence in {
-        "file": r"the workdir \S+/file is a file: choose another one",
-        "file/in": r"the workdir \S+/file/in cannot be written \(Not a directory\): choose",
-        "/proc/run": r"the workdir /proc/run cannot be written \(No such file or directory\): ch",
-    }.items():
-        with pytest.raises(ConfigError, match=sentence):
+    for workdir in ("file", "file/in", "/proc/run"):
+        with pytest.raises(ConfigError, match=workdir):
             train(workdir, c)
 
 
@@ -282,94 +279,66 @@ def test_what_orbax_says_of_a_failed_save_beside_its_error_is_not_shown(caplog, 
     assert [str(one.exc_value) for one in passed] == ["mine"]
 
 
+@pytest.fixture
+def workdir(tmp_path):
+    """workdir(config, step): the workdir of a run with metrics up to a step."""
+
+    def write(c, step):
+        folder = tmp_path / "run"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(toy.opened(c).as_json()))
+        (folder / "metrics.jsonl").write_text(f'{{"step": {step}, "seconds/clock": 0}}\n')
+        return folder
+
+    return write
+
+
 @pytest.mark.parametrize(
-    ("file", "content", "sentence"),
+    ("file", "content"),
     [
-        ("config.json", None, r"config\.json is missing: bring it back, or choose another workdir"),
-        (
-            "config.json",
-            b"\x93\xff",
-            r"config\.json is not JSON: .*: bring it back, or choose",
-        ),
-        ("config.json", b"[1]", r"config\.json must hold a JSON object, not a list: bring it"),
-        (
-            "finished.json",
-            b"{",
-            r"finished\.json is not JSON: .*: delete it, and run the same co",
-        ),
-        (
-            "finished.json",
-            b'{"step": "x"}',
-            r"finished\.json names no step: delete it, and run",
-        ),
-        (
-            "metrics.jsonl",
-            b"nonsense\n",
-            r"metrics\.jsonl, line 1 holds no metrics: bring back a c",
-        ),
-        (
-            "commands.jsonl",
-            b"nonsense\n",
-            r"commands\.jsonl, line 1 is not a command: delete the file",
-        ),
+        ("config.json", None),
+        ("config.json", b"\x93\xff"),
+        ("config.json", b"[1]"),
+        ("finished.json", b"{"),
+        ("finished.json", b'{"step": "x"}'),
+        ("metrics.jsonl", b"nonsense\n"),
+        ("commands.jsonl", b"nonsense\n"),
     ],
 )
-def test_garbage_in_a_workdir_is_one_sentence(tmp_path, train, file, content, sentence):
+def test_a_damaged_file_of_a_workdir_is_named(tmp_path, train, workdir, file, content):
     c = config(tmp_path)
-    workdir = tmp_path / "run"
-    workdir.mkdir()
-    (workdir / "config.json").write_text(c.to_json())
-    (workdir / "metrics.jsonl").write_text('{"step": 0, "seconds/clock": 0}\n')
-    (workdir / file).unlink(missing_ok=True)
+    damaged = workdir(c, 0) / file
+    damaged.unlink(missing_ok=True)
     if content is not None:
-        (workdir / file).write_bytes(content)
-    with pytest.raises(ConfigError, match=sentence):
+        damaged.write_bytes(content)
+    with pytest.raises(ConfigError, match=re.escape(file)):
         train("run", c, lambda *_: pytest.fail("it runs"))
 
 
-@pytest.mark.parametrize("steps", [0, 4])
-def test_a_run_without_its_folder_of_checkpoints_does_not_start_again(tmp_path, train, steps):
-    c = config(tmp_path, steps=9, checkpoint__every=3)
-    workdir = tmp_path / "run"
-    workdir.mkdir()
-    (workdir / "config.json").write_text(c.to_json())
-    metrics = f'{{"step": {steps}, "seconds/clock": 0}}\n'
-    (workdir / "metrics.jsonl").write_text(metrics)
-    with pytest.raises(ConfigError) as caught:
-        train("run", c, lambda *_: pytest.fail("it runs"))
-    assert str(workdir / "checkpoints") in str(caught.value)
-    assert (workdir / "metrics.jsonl").read_text() == metrics
-
-
-def test_a_run_without_its_folder_of_checkpoints_is_refused_with_any_interval(tmp_path, train):
-    c = config(tmp_path, steps=9, checkpoint__every=60)
-    workdir = tmp_path / "run"
-    workdir.mkdir()
-    (workdir / "config.json").write_text(json.dumps(toy.opened(c).as_json()))
-    (workdir / "metrics.jsonl").write_text('{"step": 8, "seconds/clock": 0}\n')
-    with pytest.raises(ConfigError) as caught:
+@pytest.mark.parametrize(("step", "every"), [(0, 3), (4, 3), (8, 60)])
+def test_a_run_without_its_folder_of_checkpoints_is_refused(tmp_path, train, workdir, step, every):
+    folder = workdir(config(tmp_path, steps=9, checkpoint__every=every), step)
+    metrics = (folder / "metrics.jsonl").read_text()
+    with pytest.raises(ConfigError, match=re.escape(str(folder / "checkpoints"))):
         train("run", config(tmp_path, steps=9, checkpoint__every=1))
-    assert str(workdir / "checkpoints") in str(caught.value)
+    assert (folder / "metrics.jsonl").read_text() == metrics
 
 
-def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(tmp_path, train):
-    c = config(tmp_path, steps=9, checkpoint__every=60)
-    workdir = tmp_path / "run"
-    (workdir / "checkpoints").mkdir(parents=True)
-    (workdir / "config.json").write_text(json.dumps(toy.opened(c).as_json()))
-    (workdir / "metrics.jsonl").write_text('{"step": 8, "seconds/clock": 0}\n')
+def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(tmp_path, train, workdir):
+    folder = workdir(config(tmp_path, steps=9, checkpoint__every=60), 8)
+    (folder / "checkpoints").mkdir()
     assert train("run", config(tmp_path, steps=9, checkpoint__every=1)) is None
 
 
 def test_a_run_whose_only_checkpoint_was_deleted_does_not_start_again(tmp_path, train):
     assert train("run", config(tmp_path, steps=1, checkpoint__every=1)) is None
-    workdir = tmp_path / "run"
-    for folder in (workdir / "checkpoints").iterdir():
+    checkpoints = tmp_path / "run" / "checkpoints"
+    for folder in checkpoints.iterdir():
         shutil.rmtree(folder)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=re.escape(str(checkpoints))):
         train("run", config(tmp_path, steps=3, checkpoint__every=1))
-    assert str(workdir / "checkpoints") in str(caught.value)
-    assert [line["step"] for line in read_metrics(workdir / "metrics.jsonl")] == [0, 1]
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [0, 1]
 
 
 def test_a_folder_that_is_no_checkpoint_counts_as_no_steps_done(tmp_path, train):
