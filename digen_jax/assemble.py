@@ -85,8 +85,8 @@ def build(
         check_parts(family, folder, {*family.trained, *shapes.frozen})
         kept = config.precision.frozen
         # Parameters that are trained themselves are float32; with a LoRA there are none.
-        own = kept if config.lora.rank else "float32"
-        trained = read_parts(family, folder, family.trained, placement.trainer, own)
+        dtype = kept if config.lora.rank else "float32"
+        trained = read_parts(family, folder, family.trained, placement.trainer, dtype)
         frozen = read_parts(family, folder, shapes.frozen, placement.rollout, kept)
     if shapes.ahead:
         encoded = encoded or stored(config, folder, family)
@@ -144,8 +144,8 @@ def _split_on(config: TrainConfig, parts: "Parts", group: DeviceGroup) -> tuple[
     """As `split`, of components that are read onto a mesh of this process."""
     with blame("config.model.folder: "):
         check_parts(parts.family, parts.folder, parts.family.trained)
-        own = config.precision.frozen if config.lora.rank else "float32"
-        trained = read_parts(parts.family, parts.folder, parts.family.trained, group, own)
+        dtype = config.precision.frozen if config.lora.rank else "float32"
+        trained = read_parts(parts.family, parts.folder, parts.family.trained, group, dtype)
     return split(config, parts.family, trained, group)
 
 

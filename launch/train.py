@@ -60,8 +60,8 @@ def main() -> int | None:
         part = launch.trainer_part()
     check_output("--workdir", _WORKDIR.value, folder=True)
     if _RAY.value is not None and part is None:
-        asked = _RAY.value, _RAY_OPEN.value, _ONE_JOB.value
-        return launch.run(config, _WORKDIR.value, *asked)
+        options = _RAY.value, _RAY_OPEN.value, _ONE_JOB.value
+        return launch.run(config, _WORKDIR.value, *options)
     if part is None:
         prepare(config.placement.cpu_devices)
         join(*place)

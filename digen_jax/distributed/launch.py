@@ -198,21 +198,21 @@ def check_devices(config: TrainConfig, engine: RayEngine, kind: str) -> None:
 
 def _follow(engine: RayEngine, actors: list[Actor], signals: list[int]) -> int:
     """Prints the output of the trainer's processes, forwards signals to the first one and returns its exit code."""
-    asked = {actor: engine.call(actor, "output", group="sync") for actor in actors}
+    pending = {actor: engine.call(actor, "output", group="sync") for actor in actors}
     codes: dict[Actor, int] = {}
     until = float("inf")  # when all others are ended
-    while asked and time.monotonic() < until:
-        wait(asked.values(), POLL, "FIRST_COMPLETED")
+    while pending and time.monotonic() < until:
+        wait(pending.values(), POLL, "FIRST_COMPLETED")
         while signals:
             engine.call(actors[0], "signal", signals.pop(0), group="control")
-        for actor in [actor for actor, one in asked.items() if one.done()]:
-            parts, code = asked.pop(actor).result()
+        for actor in [actor for actor, one in pending.items() if one.done()]:
+            parts, code = pending.pop(actor).result()
             for descriptor, data in parts:
                 stream = sys.stdout if descriptor == 1 else sys.stderr
                 stream.buffer.write(data)
                 stream.flush()
             if code is None:
-                asked[actor] = engine.call(actor, "output", group="sync")
+                pending[actor] = engine.call(actor, "output", group="sync")
             else:
                 codes[actor] = code
                 until = min(until, time.monotonic() + ENDING)

@@ -244,8 +244,8 @@ class TrainerTransfer(ArrayTransfer):
         return source(key) if found is None and source is not None else found
 
     def _mail(self, method: str, *arguments: Any) -> Any:
-        asked = self._engine.call(self._shares.mailbox, method, *arguments, group="work")
-        return asked.result(MAILBOX_TIMEOUT)
+        future = self._engine.call(self._shares.mailbox, method, *arguments, group="work")
+        return future.result(MAILBOX_TIMEOUT)
 
     def delete(self, key: Key) -> None:
         """See `ArrayTransfer`."""

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from digen_jax.runtime.sampling import SamplingExecutor
     from digen_jax.runtime.steps import ChunkAdvantages
 
-Parts = tuple[tuple[str, float, float], ...]  # (kind, begin, end)
+Parts = tuple[tuple[str, float, float], ...]  # (kind, start, end)
 
 
 class CallFailed(RuntimeError):
@@ -290,12 +290,12 @@ class RolloutProcess:
         """
         with self._errors():
             try:
-                asked = self._sampling().score(chunk, self._scorer)
+                future = self._sampling().score(chunk, self._scorer)
             except KeyError:
                 if chunk.evaluation or self._steps.find(chunk) is not None:
                     raise
                 return None  # another thread dropped it before this call
-            scored_chunk = asked.result()
+            scored_chunk = future.result()
             looks = scored_chunk.looks.result()
             self._sampling().scored(chunk)
             if not chunk.evaluation and self._steps.find(chunk) is None:

@@ -142,9 +142,9 @@ class WorkerProxy:
         with self._lock:
             if self._why is not None:
                 return failed(WorkerDisconnected(f"{self.name} {self._why}"))
-            asked = self._engine.call(self._actors[0], "score", chunk, group="score")
-            self._calls[serial] = [asked]
-        asked.add_done_callback(functools.partial(self._scored, serial, found))
+            future = self._engine.call(self._actors[0], "score", chunk, group="score")
+            self._calls[serial] = [future]
+        future.add_done_callback(functools.partial(self._scored, serial, found))
         return found
 
     def scored(self, chunk: Chunk) -> None:
@@ -177,9 +177,9 @@ class WorkerProxy:
         Raises:
           WorkerDisconnected: A process has died, or did not answer for `PING_TIMEOUT` seconds.
         """
-        asked = [self._engine.call(actor, "ping", group="ping") for actor in self._actors]
+        futures = [self._engine.call(actor, "ping", group="ping") for actor in self._actors]
         end = time.monotonic() + PING_TIMEOUT
-        for one in asked:
+        for one in futures:
             try:
                 seen = one.result(max(0.0, end - time.monotonic()))
             except TimeoutError:
@@ -197,8 +197,8 @@ class WorkerProxy:
         """Ends all waits for its work, also later ones: they raise WorkerDisconnected."""
         with self._lock:
             self._why = self._why or why
-            asked = [one for calls in self._calls.values() for one in calls]
-        for one in asked:
+            futures = [one for calls in self._calls.values() for one in calls]
+        for one in futures:
             with suppress(InvalidStateError):
                 one.set_exception(WorkerDisconnected(f"{self.name} {self._why}"))
 
@@ -223,9 +223,9 @@ class WorkerProxy:
                         raise WorkerDisconnected(f"{self.name} {self._why}")
                     call = functools.partial(self._engine.call_for_tree, group=group)
                     work = [call(one, "work", serial, *sent) for one in self._actors]
-                    asked = self._calls[serial] = [done for done, _ in work]
-                self._wait(asked)
-                counts(*max(one.result() for one in asked))
+                    futures = self._calls[serial] = [done for done, _ in work]
+                self._wait(futures)
+                counts(*max(one.result() for one in futures))
             return work[0][1]
         except RowsMissing as missing:
             (texts,) = missing.args
@@ -241,16 +241,16 @@ class WorkerProxy:
                 self._calls.pop(serial, None)
                 self._seen.pop(serial, None)
 
-    def _wait(self, asked: list[Future]) -> None:
+    def _wait(self, futures: list[Future]) -> None:
         """Waits for the calls of all processes; raises the error that explains the others."""
 
         def errors() -> list[BaseException]:
-            ended = [one.exception() for one in asked if one.done()]
+            ended = [one.exception() for one in futures if one.done()]
             return [self._as_gone(error) for error in ended if error is not None]
 
-        wait(asked, return_when=FIRST_EXCEPTION)
+        wait(futures, return_when=FIRST_EXCEPTION)
         if errors():
-            if wait(asked, PING_TIMEOUT).not_done:  # they wait for the failed one in a collective
+            if wait(futures, PING_TIMEOUT).not_done:  # they wait for the failed one in a collective
                 self.disconnected.set()
             # If a process dies, the others fail, too, and may report it first.
             found = errors()
@@ -281,23 +281,23 @@ class WorkerProxy:
             # Processes that work together must free data at the same point of their work.
             alone = self.processes == 1
             group = "control" if alone else "work"
-            asked = [
+            futures = [
                 self._engine.call(one, method, *arguments, group=group) for one in self._actors
             ]
             if alone:
-                self._calls[CONTROL] = asked
+                self._calls[CONTROL] = futures
 
-    def _scored(self, serial: int, found: Future, asked: Future) -> None:
+    def _scored(self, serial: int, found: Future, future: Future) -> None:
         """Forwards scores, in this process's time. If rewards fail for another reason, the worker is removed."""
         with self._lock:
             self._calls.pop(serial, None)
-        error = asked.exception()
+        error = future.exception()
         if isinstance(error, CallFailed):
             self.disconnected.set()
             error = WorkerDisconnected(str(error))
         if error is not None:
             return found.set_exception(self._as_gone(error))
-        scored_chunk: ScoredChunk | None = asked.result()
+        scored_chunk: ScoredChunk | None = future.result()
         if scored_chunk is not None:
             exchanges = moved(scored_chunk.exchanges, time.perf_counter())
             scored_chunk = scored_chunk._replace(

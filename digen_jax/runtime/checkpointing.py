@@ -103,7 +103,7 @@ def finishing(checkpoints: CheckpointStore) -> Iterator[None]:
         point = f"after step {steps[-1]}, which is saved" if steps else "from the beginning"
         advice = f"the same command continues {point}"
         if isinstance(error, SaveFailed):
-            raise SaveFailed(f"{error}: make room, and {advice}") from error
+            raise SaveFailed(f"{error}: free some space, and {advice}") from error
         raise type(error)(f"{error}\n  fix the reward, and {advice}") from error
 
 
@@ -122,7 +122,7 @@ def divergence_reported(
         raise ConfigError(
             f"{error} in step {done + 1}: training has diverged; the last good step is {done}, and {newest}. Lower "
             f"config.trainer.learning_rate = {trainer.learning_rate} or config.trainer.clip_norm = "
-            f"{trainer.clip_norm}, and begin in another workdir"
+            f"{trainer.clip_norm}, and start in another workdir"
         ) from error
 
 

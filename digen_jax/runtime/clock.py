@@ -16,7 +16,7 @@ COMPILING = "/jax/core/compile"
 LOWERED = f"{COMPILING}/jaxpr_to_mlir_module_duration"  # the compiler runs next
 CHECKS = 20  # within a deadline, at most a second apart
 
-Parts = Sequence[tuple[str, float, float]]  # (kind, begin, end)
+Parts = Sequence[tuple[str, float, float]]  # (kind, start, end)
 
 _thread = threading.local()
 
@@ -51,7 +51,7 @@ class Stopwatch:
     def parts_ago(self) -> tuple[tuple[str, float, float], ...]:
         """Returns the parts, in seconds before now."""
         now = time.perf_counter()
-        return tuple((kind, now - begin, now - end) for kind, begin, end in self.parts)
+        return tuple((kind, now - start, now - end) for kind, start, end in self.parts)
 
     def pause(self, remote: Callable[[], float] | None = None) -> None:
         """Stops the measurement; `remote` returns seconds of work in another process that count instead."""
@@ -64,9 +64,9 @@ class Stopwatch:
         self._uncounted.append((now - uncounted, now))
 
 
-def _length(spans: list[tuple[float, float]], begin: float) -> float:
-    """Returns the length of the union of spans after `begin`; tracing and compiling are nested."""
-    total, reached = 0.0, begin
+def _length(spans: list[tuple[float, float]], start: float) -> float:
+    """Returns the length of the union of spans after `start`; tracing and compiling are nested."""
+    total, reached = 0.0, start
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))
         reached = max(reached, end)
@@ -89,23 +89,23 @@ def measured() -> Iterator[Stopwatch]:
 @contextlib.contextmanager
 def part(kind: str) -> Iterator[None]:
     """Records a block in this thread as a part of the measured work, which the timeline shows separately."""
-    begin = time.perf_counter()
+    start = time.perf_counter()
     yield
     if watch := _current():
-        watch.parts.append((kind, begin, time.perf_counter()))
+        watch.parts.append((kind, start, time.perf_counter()))
 
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
     """Does not count a block, in which this thread waits for other threads, as work."""
-    watch, begin = _current(), time.perf_counter()
+    watch, start = _current(), time.perf_counter()
     if watch:
         watch.pause()
     try:
         yield
     finally:
         if watch:
-            watch.resume(time.perf_counter() - begin)
+            watch.resume(time.perf_counter() - start)
 
 
 @contextlib.contextmanager
@@ -118,7 +118,7 @@ def remote_work(elapsed: Callable[[], float]) -> Iterator[Callable[[float, Parts
     Yields:
       A function to call with the seconds of the complete work, and its parts in seconds before then.
     """
-    watch, begin, counted = _current(), time.perf_counter(), 0.0
+    watch, start, counted = _current(), time.perf_counter(), 0.0
 
     def done(seconds: float, parts: Parts = ()) -> None:
         nonlocal counted
@@ -126,7 +126,7 @@ def remote_work(elapsed: Callable[[], float]) -> Iterator[Callable[[float, Parts
         if watch:
             # The answer took a while to arrive, and clocks differ a little.
             watch.parts += [
-                (kind, *(max(begin, now - ago) for ago in span)) for kind, *span in parts
+                (kind, *(max(start, now - ago) for ago in span)) for kind, *span in parts
             ]
 
     if watch:
@@ -135,7 +135,7 @@ def remote_work(elapsed: Callable[[], float]) -> Iterator[Callable[[float, Parts
         yield done
     finally:
         if watch:
-            watch.resume(max(0.0, time.perf_counter() - begin - counted))
+            watch.resume(max(0.0, time.perf_counter() - start - counted))
 
 
 def _compiled(event: str, seconds: float, **_: object) -> None:
@@ -208,13 +208,13 @@ class Watch:
         while not self._closed:
             with self._lock:
                 shortest = min((work.seconds for work in self._works.values()), default=math.inf)
-            every, begin = min(1.0, shortest / CHECKS), time.perf_counter()
+            every, start = min(1.0, shortest / CHECKS), time.perf_counter()
             if shortest == math.inf:
                 self._changed.wait()
             else:
                 time.sleep(every)
             self._changed.clear()
-            passed, late = min(time.perf_counter() - begin, 2 * every), []
+            passed, late = min(time.perf_counter() - start, 2 * every), []
             with self._lock:
                 for work in list(self._works.values()):
                     work.seen += passed

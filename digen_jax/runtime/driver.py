@@ -205,11 +205,11 @@ class Driver:
                 item = self._inbox.get(timeout=SIGNAL_PAUSE)
         if isinstance(item, BaseException):
             raise item
-        begin = self.now()
+        start = self.now()
         if isinstance(item, Evaluate):
             self._broadcast.send("do", item)
             self._evaluated(item.version, self.executor.evaluated(item))
-            self._away += self.now() - begin
+            self._away += self.now() - start
             return item
         watched = self._watched(item, lambda *late: end_process("the trainer", *late))
         try:
@@ -224,7 +224,7 @@ class Driver:
                 traceback.print_exception(error)
             self._post(Failed(self.now(), item, repr(error)))
             return None
-        self._completed(item, begin, stopwatch)
+        self._completed(item, start, stopwatch)
         return item
 
     def _others_may_do(self, command: Command, error: Exception) -> bool:
@@ -337,11 +337,11 @@ class Driver:
             worker = self._workers[name]
             worker.thread(command).submit(self._do, worker, command)
 
-    def _completed(self, command: Command, begin: float, stopwatch: Stopwatch) -> None:
+    def _completed(self, command: Command, start: float, stopwatch: Stopwatch) -> None:
         end = self.now()
         parts = [(kind, *(time - self._start for time in span)) for kind, *span in stopwatch.parts]
         with self._lock:
-            self._summary.work(command, begin, end, parts)
+            self._summary.work(command, start, end, parts)
             self._post(Completed(end, command, stopwatch.seconds))
 
     @contextmanager
@@ -358,7 +358,7 @@ class Driver:
     def _do(self, worker: WorkerThreads, command: Command) -> None:
         """Executes a worker's command. The scheduler handles a failure; after two in a row the worker is removed."""
         with self._failing():
-            begin = self.now()
+            start = self.now()
             watched = self._watched(command, lambda *late: self._timed_out(worker, *late))
             try:
                 with watched as stopwatch:
@@ -374,7 +374,7 @@ class Driver:
             if isinstance(command, Deliver):
                 # The trainer's other processes get it from this one, before they train on it.
                 self._broadcast.send("delivered", command)
-            self._completed(command, begin, stopwatch)
+            self._completed(command, start, stopwatch)
 
     def _failed(self, worker: WorkerThreads, command: Command, error: Exception) -> None:
         if isinstance(error, TransferError):

@@ -332,7 +332,7 @@ class StepScores:
         shown, groups = [records[row] for row in rows], len(np.unique(rows))
         unweighted = {name: found[members] for name, found in self.shown.items()}
         each = rewards.each(names, rewards.Scores(self.scores[members], unweighted))
-        each = {name: rewards.there(own) for name, own in each.items()}
+        each = {name: rewards.there(found) for name, found in each.items()}
         teaching = dataclasses.replace(self.settings, best_and_worst=0, drop_zero_std=True)
         taught = trained_images(teaching, self.scores[members], rows, len(records))
         metrics = {
@@ -340,10 +340,10 @@ class StepScores:
             "reward_std": float(scores.std()),
             "zero_std_groups": len(np.unique(rows[~taught])) / groups,
             **{
-                f"reward_{what}of/{name}": float(statistic(own))
+                f"reward_{what}of/{name}": float(statistic(found))
                 for what, statistic in STATISTICS.items()
-                for name, own in each.items()
-                if len(own)
+                for name, found in each.items()
+                if len(found)
             },
             **{f"reward/{tag}": mean for tag, mean in by_tag(shown, scores).items()},
             **{f"reward_std/{tag}": std for tag, std in by_tag(shown, scores, np.std).items()},

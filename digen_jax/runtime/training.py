@@ -237,8 +237,8 @@ class OtherTrainingExecutor(GradientExecutor):
         tuned, copy = found
         self._weights = {weights_version: TrainState(tuned, None, None, copy)}
         if not weights_version.update:
-            own = copy if self.system.trainer.algorithm.samples_from_copy else tuned
-            self._version_weights[weights_version] = own if self._fixed is None else self._fixed
+            tree = copy if self.system.trainer.algorithm.samples_from_copy else tuned
+            self._version_weights[weights_version] = tree if self._fixed is None else self._fixed
         return True
 
     def version_weights(self, weights_version: WeightsVersion) -> Any:

@@ -180,7 +180,7 @@ def test_a_full_disk_costs_no_step_and_the_same_command_goes_on(
     with pytest.raises(SaveFailed) as caught:
         train("disk/run", c, at(2, full))
     assert str(caught.value) == (
-        f"the disk of {run} is full: make room, and the same command continues after step 2, which is saved"
+        f"the disk of {run} is full: free some space, and the same command continues after step 2, which is saved"
     )
     assert saved(run) == ["2"] and len(read_metrics(run / "metrics.jsonl")) == 3
     assert json.loads((run / "timeline.json").read_text())
@@ -209,7 +209,7 @@ def test_a_disk_that_fills_while_a_checkpoint_is_written_is_one_sentence_that_sa
         save(self, step, *rest)
 
     monkeypatch.setattr(checkpointer.Checkpointer, "save", saved_late)
-    with pytest.raises(SaveFailed, match="make room, and the same command continues"):
+    with pytest.raises(SaveFailed, match="free some space, and the same command continues"):
         train("disk/run", c)
     filling.join()  # while it writes, the file takes space without a name, too
     (small_disk / "ballast").unlink()

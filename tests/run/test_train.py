@@ -569,7 +569,7 @@ def test_a_run_that_diverges_stops_by_name(tmp_path, train):
         train("run", config(tmp_path, trainer__learning_rate=1e38))
     assert str(caught.value) == (
         "update_norm is inf in step 1: training has diverged; the last good step is 0, and nothing is saved. "
-        "Lower config.trainer.learning_rate = 1e+38 or config.trainer.clip_norm = 1.0, and begin in another "
+        "Lower config.trainer.learning_rate = 1e+38 or config.trainer.clip_norm = 1.0, and start in another "
         "workdir"
     )
     assert [line["step"] for line in metrics(tmp_path / "run")] == [0]
