@@ -115,8 +115,8 @@ def _train_with_workers(
         mesh = TrainerMesh(_join(config, place), TrainerTransfer(engine, shares))
         return follow_run(config, workdir, mesh)
     # In one JAX job with the workers they must start before this process waits for them.
-    job = place if part.one_job else None
-    with closing(RemoteWorkers(config, engine, part.devices, shares, job)) as workers:
+    joint = place if part.one_job else None
+    with closing(RemoteWorkers(config, engine, part.devices, shares, joint)) as workers:
         workers.devices = _join(config, place)
         with coordinating() as broadcast:
             return _coordinate(config, workdir, broadcast, workers)

@@ -395,7 +395,8 @@ class Driver:
             useless = isinstance(command, SyncWeights | Deliver) and thread.failures == FAILURES
             if not useless:
                 self._post(Failed(self.now(), command, repr(error)))
-                useless = self._is_current(worker) and self._scheduler.has_no_role(worker.name)
+                if self._is_current(worker):  # it may have lost its roles by failures
+                    useless = not self._scheduler.state.workers[worker.name].roles
         if useless:
             self._remove(worker, f"has failed {FAILURES} times in a row")
 

@@ -102,8 +102,8 @@ class Scheduler:
         Raises:
           ValueError: Part of the current step is trained.
         """
-        state = self.state
-        if self._current_step is not None and self._current_step.has_trained:
+        state, step = self.state, self._current_step
+        if step is not None and (step.update or step.trained):
             raise ValueError("a scheduler can only be saved at the end of a step")
         versions = [[s.number, [g.version for g in s.groups]] for s in state.steps.values()]
         saved = {"step": state.step, "serials": state.serials, "versions": versions}
@@ -146,10 +146,6 @@ class Scheduler:
     def has_worker(self, worker: str) -> bool:
         """Whether a worker has joined and was not removed."""
         return worker in self.state.workers
-
-    def has_no_role(self, worker: str) -> bool:
-        """Whether a worker has lost its roles by failures."""
-        return not self.state.workers[worker].roles
 
     def is_in_flight(self, command: Command) -> bool:
         """Whether a command is in flight; commands of a removed worker are not."""

@@ -189,7 +189,10 @@ class Step:
         if not self.ready:
             self._open_early()
         index = self.turns.get(("train", worker), place)
-        while index < len(self.chunks) and self._is_passed(index):
+        unit, verdicts = self.settings.unit_chunks, self.candidates.verdicts
+        while index < len(self.chunks) and (
+            verdicts[index // unit] == FLAT or not self.chunks[index].left
+        ):
             index += workers
         self.turns["train", worker] = index
         if index >= len(self.chunks):
@@ -249,11 +252,6 @@ class Step:
         """Passes of the current update set that no worker trains."""
         settings = self.settings
         return settings.set_units * settings.unit_chunks * settings.passes - self.assigned
-
-    @property
-    def has_trained(self) -> bool:
-        """Whether a part of the step was trained."""
-        return self.update > 0 or self.trained > 0
 
     @property
     def set_trained(self) -> bool:
@@ -338,11 +336,6 @@ class Step:
                 return sign * heap[0]
             heapq.heappop(heap)
         return None
-
-    def _is_passed(self, index: int) -> bool:
-        """Whether no pass of a chunk will be assigned in its turn."""
-        number = index // self.settings.unit_chunks
-        return self.candidates.verdicts[number] == FLAT or not self.chunks[index].left
 
     def _take(self, index: int, count: int) -> Piece:
         chunk = self.chunks[index]
