@@ -1,22 +1,28 @@
-"""What a judge says of a chunk's images, and which of them leave their process."""
+"""Steps and scores: what each process knows of a step, and which images leave the worker that decoded them."""
 
 import contextlib
 import dataclasses
+import itertools
 from concurrent.futures import CancelledError, Future
 
+import jax
 import numpy as np
 import pytest
 
+from digen_jax import rewards
+from digen_jax.algorithms.advantages import AdvantageSettings
+from digen_jax.diffusion.windows import Window
 from digen_jax.errors import DivergedError
-from digen_jax.logging.image_statistics import look
+from digen_jax.logging.image_statistics import look, look_beside
 from digen_jax.parallel.sampler import SampleRng
 from digen_jax.rewards import alone
 from digen_jax.rewards.errors import RewardFailed
 from digen_jax.rewards.pool import RewardPool
-from digen_jax.runtime.sampling import ChunkScorer, failed, ready, then
-from digen_jax.runtime.steps import HeldOut, Steps
+from digen_jax.runtime.sampling import ChunkScorer, best_and_worst, failed, ready, then
+from digen_jax.runtime.steps import HeldOut, Previews, StepImages, Steps, StepScores
 from digen_jax.scheduling.commands import Chunk
 from digen_jax.scheduling.settings import Settings
+from tests.parallel import toy
 
 RECORDS = [{"prompt": f"prompt {i}", "serial": i} for i in range(7)]
 # Pictures are due of the images of step 6, the seventh one, and of version 7.
@@ -114,3 +120,92 @@ def test_one_future_follows_another():
     late = then(never, str)
     never.cancel()
     assert isinstance(late.exception(0), CancelledError)
+
+
+def step(rows: list[int], size: int) -> StepScores:
+    """Scores of a step whose records are named after their groups, in chunks of `size` images."""
+    groups = max(rows) + 1
+    records = [{"prompt": f"group {row}", "serial": row} for row in range(groups)]
+    images = StepImages.create(0, records, len(rows) // groups, size, SampleRng(0, None))
+    return StepScores.create(images, AdvantageSettings(reward_weights=(1.0,), reward_clips=()))
+
+
+def grey(levels: list[int]) -> np.ndarray:
+    """One 4 x 4 picture a level."""
+    return np.broadcast_to(np.uint8(levels)[:, None, None, None], (len(levels), 4, 4, 3))
+
+
+def scored(known: StepScores, index: int, values: list[float], keep: int) -> None:
+    """A chunk whose pictures have their places as levels."""
+    known.add(index, rewards.Scores(np.float32(values)[:, None], {}))
+    cut = known.images.slice_of(index)
+    pictures = grey(list(range(cut.start, cut.stop)))
+    places = best_and_worst(np.float32(values), known.images.rows[cut], keep)
+    known.add_previews(index, look_beside(pictures), Previews(places, pictures[places]))
+
+
+def test_the_best_and_worst_images_of_a_step_have_their_prompts_and_values():
+    known = step([0, 0, 0, 0, 1, 1, 1, 1], 4)
+    scored(known, 1, [0.5, 1.0, 0.0, 0.0], keep=2)
+    scored(known, 0, [1.0, 1.0, 0.25, 0.0], keep=2)
+    best, worst = known.extremes(2)
+    # Of equal values one of each group comes first.
+    assert best.images[:, 0, 0, 0].tolist() == [0, 5] and best.values.tolist() == [1, 1]
+    assert [record["prompt"] for record in best.records] == ["group 0", "group 1"]
+    assert worst.images[:, 0, 0, 0].tolist() == [3, 6] and worst.values.tolist() == [0, 0]
+    best, worst = known.extremes(100)
+    seen = [*best.images[:, 0, 0, 0], *worst.images[:, 0, 0, 0]]
+    assert sorted(seen) == list(range(8)) and best.values.min() >= worst.values.max()
+
+
+def test_dropped_candidates_are_in_no_picture_and_no_statistic():
+    known = step([0, 0, 1, 1], 2)
+    scored(known, 0, [1.0, 0.5], keep=1)
+    scored(known, 1, [9.0, -9.0], keep=1)
+    known.images.dropped.add(1)
+    best, worst = known.extremes(5)
+    assert (best.values.tolist(), worst.values.tolist()) == ([1.0], [0.5])
+    found = known.image_metrics()
+    assert found["images/diversity"] == pytest.approx(1 / 255) and found["images/sharpness"] == 0
+    assert step([0, 0], 2).image_metrics() == {} and step([0, 0], 2).extremes(1) is None
+
+
+def test_without_pictures_to_show_only_the_statistics_are_kept():
+    known = step([0, 0], 2)
+    scored(known, 0, [1.0, 0.0], keep=0)
+    assert known.extremes(4) is None and known.image_metrics()
+
+
+def steps(drawn=None, first=0):
+    given = itertools.islice(toy.batches(2), first, None)
+    noted = given if drawn is None else (drawn.append(1) or batch for batch in given)
+    return Steps(noted, 2, 2, SampleRng(3, Window(length=2)), first, set_steps=4)
+
+
+def test_a_mesh_that_joins_late_draws_what_it_missed_and_holds_none_of_it():
+    drawn, whole = [], steps()
+    late = steps(drawn)
+    late.forget(5)
+    assert late[6].records == whole[6].records and len(drawn) == 7
+    assert sorted(late._steps) == [5, 6] and late.first == 5
+    for found, expected in ((late[5], whole[5]), (late[6], whole[6])):
+        for keys, others in (
+            (found.drawn.keys, expected.drawn.keys),
+            (found.training_keys, expected.training_keys),
+        ):
+            assert np.array_equal(jax.random.key_data(keys), jax.random.key_data(others))
+    with pytest.raises(KeyError):
+        late[4]
+
+
+def test_steps_are_forgotten_once_and_in_any_order():
+    found = steps(first=2)
+    found[4]
+    found.end()
+    found.forget(3)
+    assert found.first == 3 and sorted(found._steps) == [3, 4]
+    found.forget(5)
+    found.forget(4)
+    found.forget(0)
+    assert found.first == 5 and not found._steps
+    assert found.find(Chunk(4, 0)) is None and found[5].size == 2
