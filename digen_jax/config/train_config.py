@@ -177,7 +177,7 @@ class TrainConfig:
             shown_images=self.images.count,
             evaluation_batch=self.evaluation.batch,
             # The trained parameters are not what samples, or their average is evaluated.
-            evaluated_apart=self.trainer.ema > 0
+            separate_eval_weights=self.trainer.ema > 0
             or algorithm.samples_from_copy
             or algorithm.set_steps > 0,
         )

@@ -350,7 +350,7 @@ class TrainingExecutor(GradientExecutor):
         if tree is None:
             tree = self.system.updater.sampling_params(self.state)
         self._add(WeightsVersion(version), tree)
-        if settings.evaluated_apart and settings.evaluated_images(version):
+        if settings.separate_eval_weights and settings.evaluated_images(version):
             self._add(WeightsVersion(version, evaluated=True), self.state.evaluated)
         self._make_available(WeightsVersion(version))
 

@@ -768,7 +768,7 @@ class Scheduler:
 
     def _evaluated(self, version: int) -> WeightsVersion:
         """The weights that are evaluated for a version."""
-        return WeightsVersion(version, self.state.settings.evaluated_apart)
+        return WeightsVersion(version, self.state.settings.separate_eval_weights)
 
     def _updated(self) -> None:
         """Ends an update set. After the last one of a step the new version exists, and the next step starts."""

@@ -52,7 +52,9 @@ class Settings:
     show_every: int = 0  # the same for evaluations that only show images; 0: never
     shown_images: int = 1  # the first ones of an evaluation
     evaluation_batch: int = 1  # images of an evaluation's chunk
-    evaluated_apart: bool = False  # evaluated weights differ from those that sample training images
+    separate_eval_weights: bool = (
+        False  # evaluated weights differ from those that sample training images
+    )
 
     @functools.cached_property
     def early(self) -> bool:

@@ -108,6 +108,10 @@ CLASSES = {
 }
 
 
+# Fields by their names in older checkpoints.
+RENAMED = {"evaluated_apart": "separate_eval_weights", "redundant_groups": "oversampled_groups"}
+
+
 def pack(value: Any) -> Any:
     """Dataclasses and tuples become tagged dicts; other values stay as they are."""
     if dataclasses.is_dataclass(value):
@@ -130,4 +134,5 @@ def unpack(value: Any) -> Any:
         return {key: unpack(v) for key, v in value.items()}
     if value["is"] == "tuple":
         return tuple(unpack(v) for v in value["items"])
-    return CLASSES[value["is"]](**{k: unpack(v) for k, v in value.items() if k != "is"})
+    fields = {RENAMED.get(k, k): unpack(v) for k, v in value.items() if k != "is"}
+    return CLASSES[value["is"]](**fields)

@@ -79,7 +79,7 @@ def plans(draw, ordered=None):
         show_every=draw(st.integers(0, 2)),
         shown_images=1,
         evaluation_batch=draw(st.integers(1, 2)),
-        evaluated_apart=draw(st.booleans()),
+        separate_eval_weights=draw(st.booleans()),
     )
     found.check()
     return found

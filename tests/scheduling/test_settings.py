@@ -1,4 +1,5 @@
 import dataclasses
+import json
 import math
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 from digen_jax.errors import ConfigError
 from digen_jax.scheduling.commands import TRAINER, Chunk, Generate, Score, Train, WeightsVersion
 from digen_jax.scheduling.settings import WEIGHT, CostModel, Costs, Deadline, Settings
+from digen_jax.scheduling.state import RENAMED, pack, unpack
 
 GOOD = Settings(1, groups=6, images=4, chunk_images=2)
 ONE_CHUNK = Settings(1, groups=1, images=4, chunk_images=4, passes=2)
@@ -19,7 +21,10 @@ ONE_CHUNK = Settings(1, groups=1, images=4, chunk_images=4, passes=2)
         (dict(chunk_images=16), ["chunk_images = 16"]),
         (dict(updates=4), ["updates = 4", "groups = 6"]),
         (dict(oversampled_groups=2), ["oversampled_groups = 2", "max_candidates"]),
-        (dict(max_candidates=7, oversampled_groups=2), ["max_candidates = 7", "oversampled_groups"]),
+        (
+            dict(max_candidates=7, oversampled_groups=2),
+            ["max_candidates = 7", "oversampled_groups"],
+        ),
         (dict(updates=4, max_candidates=5), ["updates = 4", "max_candidates = 5"]),
     ],
 )
@@ -43,6 +48,13 @@ def test_the_share_of_units_that_may_start_early_is_rounded_down():
         plan = Settings(1, groups=10, images=1, chunk_images=1, max_off_policy_fraction=share)
         assert plan.off_policy_units == expected
         assert dataclasses.replace(plan, max_policy_lag=0).off_policy_units == 0
+
+
+def test_settings_of_an_older_checkpoint_are_readable():
+    saved = json.loads(json.dumps(pack(GOOD)))
+    for old, new in RENAMED.items():
+        saved[old] = saved.pop(new)
+    assert unpack(saved) == GOOD
 
 
 # ---------------------------------------------------------------------------------------- costs

@@ -125,7 +125,7 @@ class Referee:
         assert "sample" in self.roles[c.worker] or c.worker in self.sampling
         self.sampling.discard(c.worker)
         if f.evaluation:
-            assert c.weights_version == WeightsVersion(f.step, self.settings.evaluated_apart)
+            assert c.weights_version == WeightsVersion(f.step, self.settings.separate_eval_weights)
             return
         assert not c.weights_version.evaluated
         assert f not in self.decoded, "generated twice"
@@ -220,7 +220,7 @@ class Referee:
         found = c.weights_version
         assert found not in self.dropped
         self.dropped.add(found)
-        if found.evaluated or not self.settings.evaluated_apart:
+        if found.evaluated or not self.settings.separate_eval_weights:
             due = self.settings.evaluated_chunks(found.version)
             assert not due or found.version in self.evaluated
         if found.evaluated:
@@ -379,7 +379,7 @@ class Referee:
         due = [v for v in range(s.steps + 1) if s.evaluated_chunks(v)]
         assert sorted(self.evaluated) == due
         dropped = {WeightsVersion(v) for v in range(s.steps - s.max_policy_lag)}
-        dropped |= {WeightsVersion(v, True) for v in due if s.evaluated_apart}
+        dropped |= {WeightsVersion(v, True) for v in due if s.separate_eval_weights}
         assert self.dropped == dropped, "a version was kept for ever"
 
 
