@@ -203,7 +203,7 @@ def test_dynamic_sampling():
 
 @pytest.mark.slow
 def test_evaluations_of_the_average_of_the_tuned_weights():
-    evaluated = dict(evaluation__every=1, evaluation__batch=4, pictures__images=6)
+    evaluated = dict(evaluation__every=1, evaluation__batch=4, images__count=6)
     c = config("flow_grpo", TWO, **evaluated, trainer__ema=0.5, **LORA)
     system, seen = toy.system(c, 3), []
     for drive in (toy.drive, driving.drive):

@@ -62,7 +62,7 @@ def test_the_reason_names_the_best_and_the_last_value(tmp_path):
 
 def both(tmp_path, **fields):
     rewards = (TRAINED, dict(name=WATCHED, weight=0.0))
-    return config(tmp_path, rewards=rewards, evaluation__every=1, pictures__every=9, **fields)
+    return config(tmp_path, rewards=rewards, evaluation__every=1, images__every=9, **fields)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from tests.run.test_train import arrays, at, config, saved
 train = test_train.train
 
 # Adam with a large eps is nearly SGD: rounding stays rounding.
-RARELY = dict(evaluation__every=6, pictures__every=6)
+RARELY = dict(evaluation__every=6, images__every=6)
 PLAIN = dict(
     steps=3,
     trainer__learning_rate=3.0,
@@ -169,7 +169,7 @@ def fill(folder: pathlib.Path) -> None:
 def test_a_full_disk_costs_no_step_and_the_same_command_goes_on(
     tmp_path, train, small_disk, monkeypatch
 ):
-    c = config(tmp_path, steps=3, checkpoint__every=3, evaluation__every=1, pictures__every=1)
+    c = config(tmp_path, steps=3, checkpoint__every=3, evaluation__every=1, images__every=1)
     assert train("unbroken", c) is None
 
     def full(scores):

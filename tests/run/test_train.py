@@ -68,8 +68,8 @@ def get_config():
         evaluation__prompts="prompts.jsonl",
         evaluation__images=4,
         evaluation__every=2,
-        pictures__every=2,
-        pictures__images=3,
+        images__every=2,
+        images__count=3,
         checkpoint__every=2,
         checkpoint__keep=2,
         **toy.meshes((2, 1), (2, 1)),
@@ -296,8 +296,8 @@ def config(tmp_path: pathlib.Path, steps: int = 4, **fields):
         "reward_pool__processes": 0,
         "evaluation__prompts": prompts,
         "evaluation__every": 2,
-        "pictures__every": 2,
-        "pictures__images": 3,
+        "images__every": 2,
+        "images__count": 3,
         "checkpoint__every": 3,
         "trainer__learning_rate": 0.1,
         **toy.meshes((0, 1), (2, 1)),
@@ -485,7 +485,7 @@ def test_a_stopped_run_may_be_ended_where_it_is_but_not_before(tmp_path, train, 
         train("run", config(tmp_path, steps=2))
     assert json.loads((tmp_path / "run" / "config.json").read_text())["steps"] == 9
     # Step 3 has not been evaluated, and the first evaluation had more pictures.
-    assert train("run", config(tmp_path, steps=3, pictures__images=2)) is None
+    assert train("run", config(tmp_path, steps=3, images__count=2)) is None
     folder = tmp_path / "run" / "pictures"
     assert np.load(folder / "after.npz")["step"] == 3
     assert (folder / "before_after.png").exists()

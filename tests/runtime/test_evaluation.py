@@ -114,7 +114,7 @@ def test_a_run_evaluates_each_version_as_that_versions_weights_alone(layout, ema
         trainer__learning_rate=0.05,
         evaluation__every=1,
         evaluation__batch=4,
-        pictures__images=6,
+        images__count=6,
     )
     system, records = toy.system(config, 3), toy.records(10)
     found, log = {}, []
