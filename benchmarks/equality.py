@@ -10,7 +10,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jaxtyping import Shaped
 
-from digen_jax.checkpoints.checkpoint_folder import newest_whole
+from digen_jax.checkpoints.checkpointer import newest_complete
 from digen_jax.logging.metrics import without_timing
 
 STEP = "images_per_second"  # that only the line of a step has
@@ -50,7 +50,7 @@ def metrics_off(workdir: pathlib.Path, other: pathlib.Path) -> float:
 def tuned(workdir: pathlib.Path) -> dict[str, Shaped[np.ndarray, "..."]]:
     """The tuned parameters of a run's newest checkpoint, by name."""
     folder = workdir / "checkpoints"
-    step, _ = newest_whole(folder)
+    step, _ = newest_complete(folder)
     arrays = folder.absolute() / str(step) / "arrays"
     with ocp.PyTreeCheckpointer() as reader:
         # As numpy's arrays: their devices may not be here.

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import os
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ import jax
 
 from digen_jax.checkpoints.folder import has_weights
 from digen_jax.checkpoints.lora import LoraConfig
-from digen_jax.checkpoints.lora_start import read_start
+from digen_jax.checkpoints.lora_files import read_initial_lora
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.data.prompt_files import read_prompt_file
 from digen_jax.data.prompt_order import PromptBatches, prompt_batches
@@ -43,7 +42,7 @@ from digen_jax.policies import (
     trained_of,
     trained_policy,
 )
-from digen_jax.prompt_store import encoder_shapes, is_ahead, stored
+from digen_jax.prompt_store import encoder_shapes, is_precomputed, stored_prompts
 from digen_jax.rewards.built_in import on_mesh
 
 
@@ -89,7 +88,7 @@ def build(
         trained = read_parts(family, folder, family.trained, placement.trainer, dtype)
         frozen = read_parts(family, folder, shapes.frozen, placement.rollout, kept)
     if shapes.ahead:
-        encoded = encoded or stored(config, folder, family)
+        encoded = encoded or stored_prompts(config, folder, family)
     return connect(config, placement, family, trained, frozen, start, encoded)
 
 
@@ -109,8 +108,8 @@ def build_trainer(
     folder, family, placement, lora = parts = open_parts(config, devices, "trainer")
     start, base = _split_on(config, parts, placement.trainer)
     policy = make_policy(config, family)
-    if encoded is None and is_ahead(config, family):
-        encoded = stored(config, folder, family)
+    if encoded is None and is_precomputed(config, family):
+        encoded = stored_prompts(config, folder, family)
 
     def sampling_on(group: DeviceGroup) -> Rollout:
         print("loading text encoders and VAE so that the trainer can sample", flush=True)
@@ -209,7 +208,7 @@ def open_parts(
     if config.lora.path:
         with blame("config.lora.path: "):
             lora, shapes = make_policy(config, family).lora, trained_of(family, family.shapes())
-            start = read_start(config.lora.path, lora, shapes, family.lists)
+            start = read_initial_lora(config.lora.path, lora, shapes, family.lists)
     return Parts(folder, family, placement, start)
 
 
@@ -282,7 +281,7 @@ def outline(config: TrainConfig, devices: Sequence[jax.Device]) -> System:
     shapes = parameter_shapes(config, family)
     start, base = (sharded_shapes(tree, placement.trainer) for tree in (shapes.tuned, shapes.base))
     frozen = sharded_shapes(shapes.frozen, placement.rollout)
-    encoded = stored(config, None, family) if shapes.ahead else None
+    encoded = stored_prompts(config, None, family) if shapes.ahead else None
     policy = make_policy(config, family)
     system = _around(config, placement, policy, start, base, frozen, encoded)
     return system.with_scorers(outlined(on_mesh(config.rewards), placement.rollout))
@@ -302,7 +301,7 @@ def parameter_shapes(config: TrainConfig, family: Family) -> ParameterShapes:
     policy, shapes = make_policy(config, family), family.shapes()
     split = functools.partial(policy.split, reference=config.algorithm.reads_reference)
     tuned, base = jax.eval_shape(split, jax.random.key(0), trained_of(family, shapes))
-    ahead = encoder_shapes(config, family) if is_ahead(config, family) else {}
+    ahead = encoder_shapes(config, family) if is_precomputed(config, family) else {}
     others = {*shapes} - {*family.trained, *ahead} | {*family.decoders}
     frozen = {part: tree for part, tree in shapes.items() if part in others}
     return ParameterShapes(tuned, *shapes_in_dtype((base, frozen), config.precision.frozen), ahead)
@@ -384,13 +383,12 @@ def make_system(
     )
 
 
-def drawn_prompts(config: TrainConfig, cache: str | os.PathLike[str]) -> PromptBatches:
-    """Returns the prompt records of each step of a run; the data set of the prompt files is kept in `cache`."""
+def drawn_prompts(config: TrainConfig) -> PromptBatches:
+    """Returns the prompt records of each step of a run."""
     return prompt_batches(
         config.prompts.paths,
         config.drawn_groups,
         config.seed,
-        cache,
         set_steps=config.algorithm.set_steps,
         weights=config.prompts.weights,
     )

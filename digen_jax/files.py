@@ -1,4 +1,4 @@
-"""Names of files, JSON, and writing so that a kill or a full disk leaves the old content or the complete new one."""
+"""Paths, JSON, and atomic writes: a kill or a full disk leaves the old content or the complete new one."""
 
 import contextlib
 import errno
@@ -37,14 +37,14 @@ def in_home(path: str) -> str:
 
 
 def parse_json(content: bytes | str, constant: Callable[[str], Any] | None = None) -> Any:
-    """The value of JSON in UTF-8, with or without a byte order mark.
+    """Parses JSON in UTF-8, with or without a byte order mark.
 
     Args:
       content: the text.
-      constant: called for NaN, Infinity and -Infinity; None reads them as Python does.
+      constant: called for NaN, Infinity and -Infinity. None reads them as Python does.
 
     Raises:
-      ValueError: it is no JSON, or has more levels or longer integers than any file of ours.
+      ValueError: it is not JSON, or has too many levels or too long integers.
     """
     text = content.removeprefix("\ufeff") if isinstance(content, str) else content
     try:
@@ -65,7 +65,7 @@ SHIPPED = ("assets", "configs", "launch")
 
 
 def shipped(path: str) -> str:
-    """The place of a file or folder that comes with the package, such as "configs/shapes_demo.py".
+    """Returns the path of a file or folder that is part of the package, such as "configs/shapes_demo.py".
 
     A wheel has these folders in the package, a checkout next to it. A path that exists in the current directory, or
     that is none of these, stays as it is.
@@ -131,10 +131,10 @@ def replace(path: Path, data: bytes) -> None:
 
 
 def write_output(path: Path | str, data: bytes) -> None:
-    """Replaces the content of a file, like `replace`; makes missing folders on its path.
+    """Replaces the content of a file, like `replace`; creates missing folders.
 
     Raises:
-      OSError: as `replace`, or a folder cannot be made.
+      OSError: as `replace`, or a folder cannot be created.
     """
     path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -142,5 +142,5 @@ def write_output(path: Path | str, data: bytes) -> None:
 
 
 def without_torn_line(data: bytes) -> bytes:
-    """The complete lines, without a last one that a kill cut off."""
+    """Returns the complete lines, without a last one that a kill truncated."""
     return data[: data.rfind(b"\n") + 1]

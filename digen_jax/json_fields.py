@@ -1,7 +1,7 @@
-"""Checks of the values in a model folder's JSON files against the fields of the dataclass that they fill.
+"""Validates values of a model folder's JSON files against the fields of a dataclass.
 
-`int` is a whole number from 1, `float` a finite number, `tuple[int, ...]` a list of whole numbers, `X | None` null
-as well; `number` gives a field, or each number of a list, another range.
+`int` is a whole number from 1, `float` a finite number, `tuple[int, ...]` a list of whole numbers; `X | None` also
+allows null. `number` sets another range for a field, or for each number of a list.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ hints = functools.cache(get_type_hints)
 
 
 def number(default: Any, least: float, most: float = LARGEST) -> Any:
-    """A dataclass field whose number, or each of its numbers, must lie between `least` and `most`, both included."""
+    """Returns a dataclass field with a number, or numbers, between `least` and `most`, both included."""
     return dataclasses.field(default=default, metadata={"within": Within(least, most)})
 
 
@@ -34,7 +34,7 @@ def check_values(kind: type, values: Mapping[str, Any]) -> None:
     """Checks each value against the field of its name in the dataclass `kind`; other names are ignored.
 
     Raises:
-      ValueError: names the first field with a value that it cannot hold, and the allowed values.
+      ValueError: a value is not allowed; the message names the field and the allowed values.
     """
     for field in dataclasses.fields(kind):
         if field.name not in values:
@@ -46,12 +46,12 @@ def check_values(kind: type, values: Mapping[str, Any]) -> None:
 
 
 def fields_of(kind: type, config: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """The values of a diffusers config.json for the dataclass `kind`, whose names it has, lists as tuples.
+    """Returns the values of a diffusers config.json for the dataclass `kind`, lists as tuples.
 
-    Keys that start with an underscore are about the file, and are left out.
+    Keys that start with an underscore describe the file and are left out.
 
     Raises:
-      ValueError: names a key that is no field of `what`, or a value that its field cannot hold.
+      ValueError: a key is not a field of `what`, or a value is not allowed.
     """
     fields = {key: value for key, value in config.items() if not key.startswith("_")}
     unknown = sorted(fields.keys() - {field.name for field in dataclasses.fields(kind)})
@@ -100,6 +100,6 @@ def _words(hint: Any, within: Within | None = None) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value for a sentence, shortened if it is long."""
+    """Returns a value for a message, shortened if it is long."""
     text = repr(value)
     return text if len(text) < 80 else f"{text[:77]}..."

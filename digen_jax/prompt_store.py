@@ -1,4 +1,4 @@
-"""Whether a recipe's prompts are encoded before it samples, and where what was encoded is kept."""
+"""Decides whether a run's prompts are precomputed, and opens the cache of their embeddings."""
 
 import functools
 import pathlib
@@ -9,10 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from digen_jax.checkpoints.fingerprint import fingerprint
-from digen_jax.checkpoints.folder import read_model_index
+from digen_jax.checkpoints.folder import fingerprint, read_model_index
 from digen_jax.config.train_config import TrainConfig
-from digen_jax.data.embedding_cache import PromptStore, models
+from digen_jax.data.embedding_cache import EmbeddingCache, models
 from digen_jax.errors import ConfigError, blame
 from digen_jax.models.family import Family, Params
 from digen_jax.parallel.encoding import PrecomputedPrompts, Rows
@@ -20,58 +19,63 @@ from digen_jax.parallel.system import shapes_in_dtype
 from digen_jax.process.job import CACHE
 from digen_jax.process.shutdown import Stopped
 
-AHEAD, EACH_STEP = "precomputed", "each_step"
-# Bytes of text encoders that "auto" does not keep on the sampling meshes. The two CLIPs of Stable Diffusion 3 take
-# 3.3 GB in float32; a T5-XXL takes 9.5 GB in bfloat16, a language model of 4 billion parameters 8 GB.
+PRECOMPUTED, EACH_STEP = "precomputed", "each_step"
+# Above these bytes of text encoders, "auto" precomputes prompts instead of keeping the encoders on rollout workers. The
+# two CLIPs of Stable Diffusion 3 take 3.3 GB in float32; a T5-XXL takes 9.5 GB in bfloat16.
 LARGE = 4 * 10**9
 
 
 def encoder_shapes(recipe: TrainConfig, family: Family) -> Params:
-    """The parameters of the text encoders as shapes, in the type that a run has them in."""
+    """Returns the text encoders' parameters as shapes, with the run's dtype."""
     shapes = family.shapes()
     parts = {part: shapes[part] for part in family.encoders}
     return shapes_in_dtype(parts, jnp.dtype(recipe.precision.frozen))
 
 
-def is_ahead(recipe: TrainConfig, family: Family) -> bool:
-    """Whether the prompts are encoded before the run samples."""
+def is_precomputed(recipe: TrainConfig, family: Family) -> bool:
+    """Returns whether the prompts are encoded before the run samples."""
     if recipe.prompts.encoding != "auto":
-        return recipe.prompts.encoding == AHEAD
+        return recipe.prompts.encoding == PRECOMPUTED
     return encoder_bytes(recipe, family) > LARGE
 
 
 def encoder_bytes(recipe: TrainConfig, family: Family) -> int:
-    """Bytes of the text encoders' parameters."""
+    """Returns the bytes of the text encoders' parameters."""
     leaves = jax.tree.leaves(encoder_shapes(recipe, family))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
 def store_folder(recipe: TrainConfig) -> pathlib.Path:
-    """The folder of encoded prompts."""
+    """Returns the folder of the embedding cache."""
     given = recipe.prompts.cache
     return pathlib.Path(given) if given else CACHE.with_name("prompts")
 
 
-def open_store(recipe: TrainConfig, folder: pathlib.Path, family: Family) -> PromptStore:
-    """The encoded prompts of a recipe's model, which is in `folder`.
+def open_store(recipe: TrainConfig, folder: pathlib.Path, family: Family) -> EmbeddingCache:
+    """Opens the embedding cache of a run's model, which is in `folder`.
 
     Raises:
-      ConfigError: the text encoders' weights are not in the folder, and several of the models whose prompts are stored
-        may be this one; or a part of the store is damaged.
+      ConfigError: the text encoders' weights are not in the folder, and the cached model cannot be identified without
+        them; or a file of the cache is damaged.
     """
     with blame("config.prompts.cache: "):
         model = _description(recipe, folder, family)
         limit = round(recipe.prompts.cache_limit * 1e9)
-        return PromptStore(store_folder(recipe), model, limit)
+        return EmbeddingCache(store_folder(recipe), model, limit)
 
 
-def stored(recipe: TrainConfig, folder: pathlib.Path | None, family: Family) -> PrecomputedPrompts:
-    """Encoded prompts in the text encoders' place; the store is opened when the first ones are read.
+def stored_prompts(
+    recipe: TrainConfig, folder: pathlib.Path | None, family: Family
+) -> PrecomputedPrompts:
+    """Returns precomputed embeddings instead of text encoders. The cache is opened at the first read.
 
-    `folder` is the model's, None: nothing will be read.
+    Args:
+      recipe: of the run.
+      folder: the model's. None means that nothing will be read.
+      family: the model's.
     """
     opened = functools.cache(lambda: open_store(recipe, folder, family))
-    lock = threading.Lock()  # the store is for one thread, and each sampling mesh has one
+    lock = threading.Lock()  # the cache is for one thread, and each rollout worker has one
 
     def read(texts: Sequence[str]) -> list[Rows]:
         try:
@@ -86,14 +90,14 @@ def stored(recipe: TrainConfig, folder: pathlib.Path | None, family: Family) -> 
 
 
 def missing_weights(folder: pathlib.Path, family: Family) -> list[str]:
-    """The text encoders whose weights are not in a pipeline's folder."""
+    """Returns the text encoders whose weights are not in a pipeline's folder."""
     return [part for part in family.encoders if not any((folder / part).glob("*.safetensors"))]
 
 
 def _description(recipe: TrainConfig, folder: pathlib.Path, family: Family) -> dict[str, Any]:
-    """What the rows of a text depend on.
+    """Returns everything that the embeddings of a text depend on.
 
-    Without the text encoders' weights it is that of the only stored model that agrees in everything else.
+    If the text encoders' weights are missing, their hash is that of the only cached model that agrees otherwise.
     """
     known = {
         "pipeline": read_model_index(folder)["_class_name"],

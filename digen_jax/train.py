@@ -187,9 +187,9 @@ class TrainingRun:
         broadcast.send("built")
         self.held_out = held_out_prompts(config)
         self.stopped: str | None = None  # why the run ends early
-        self.prompts = drawn_prompts(config, workdir / "prompts")
+        self.prompts = drawn_prompts(config)
         self.drawn: dict[int, Any] = {}  # positions in the prompts, by number of steps
-        self.records = Records(workdir, config, self.held_out, self.checkpoints.release_room)
+        self.records = Records(workdir, config, self.held_out, self.checkpoints.release_space)
 
     def run(self, changed: list[str]) -> int | None:
         """Runs from the last checkpoint to the last step, then shows the results; returns as `train` does.

@@ -1,4 +1,4 @@
-"""Encode the prompts of a config ahead of time, so that its run needs no text encoders.
+"""Precompute the prompt embeddings of a config, so that its run needs no text encoders.
 
 python launch/encode_prompts.py --config configs/sd35_medium.py:geneval,1 \
     --config.prompts.file=train.txt --config.evaluation.prompts=test.txt
@@ -19,16 +19,16 @@ flags.mark_flags_as_required(["config"])
 
 
 def main() -> None:
-    """Encode on the config's sampling mesh, or on all devices if the planner is to choose the meshes."""
+    """Encodes on the config's rollout mesh, or on all devices if the planner chooses the meshes."""
     from digen_jax.config.load import load_config
     from digen_jax.process.job import prepare
 
     recipe = load_config(_CONFIG.value)
     prepare(recipe.placement.cpu_devices)
 
-    from digen_jax.precompute import encode_all
+    from digen_jax.precompute import precompute_all
 
-    encode_all(recipe)
+    precompute_all(recipe)
 
 
 if __name__ == "__main__":

@@ -74,12 +74,12 @@ _DTYPE = flags.DEFINE_enum(
     "dtype", None, ["float32", "bfloat16"], "Type of the network's arithmetic."
 )
 _OUTPUT = define_path("output", None, "A JSON file for the numbers.")
-_PICTURES = define_path("pictures", None, "A folder for all pictures with their scores.")
+_PICTURES = define_path("pictures", None, "A folder for all images with their scores.")
 flags.mark_flags_as_required(["model"])
 
 
 def main() -> None:
-    """Read model, prompts and reward, sample and score, and print the table."""
+    """Reads model, prompts and reward, samples and scores, and prints the table."""
     from digen_jax.process.job import prepare
 
     prepare()
@@ -87,10 +87,9 @@ def main() -> None:
     import jax
 
     from digen_jax.config.inputs import check_named, needs_of
-    from digen_jax.data.needs import check_needs
-    from digen_jax.data.notes import tell
+    from digen_jax.data.prompt_checks import check_needs, report_odd_prompts
     from digen_jax.data.prompt_files import first_negative, read_prompt_file
-    from digen_jax.inference.model import Asked, edited, open_model
+    from digen_jax.inference.model import SamplingOptions, edited, open_model
     from digen_jax.logging.evaluation import score_table
     from digen_jax.models.text.tokenizers import known_words
     from digen_jax.rewards.built_in import resolve
@@ -98,27 +97,27 @@ def main() -> None:
     from digen_jax.rewards.sanity_check import run_sanity_checks
 
     _check_options()
-    prompts, images, asked_for = _task()
+    prompts, images, reward_settings = _task()
     with user_input():
         records = read_prompt_file(prompts)[:images]
         place = first_negative(prompts)
-        check_named(prompts, asked_for, training=False)
-    rewards = resolve(asked_for, field="")
-    check_needs([prompts], needs_of(asked_for))
+        check_named(prompts, reward_settings, training=False)
+    rewards = resolve(reward_settings, field="")
+    check_needs([prompts], needs_of(reward_settings))
     rest = _STEPS.value, _HEIGHT.value, _WIDTH.value, _TRUE_GUIDANCE.value
-    asked = [Asked(guidance, *rest) for guidance in _guidances()]
+    options = [SamplingOptions(guidance, *rest) for guidance in _guidances()]
     model = open_model(
         _MODEL.value,
         jax.devices(),
         _LORA.value,
         _DTYPE.value,
-        asked,
+        options,
         negative=f"{place}, has a negative prompt" if place else None,
         fits=lambda family: edited(family, records),
     )
     model = model.editing(records)
-    tell([prompts], model.family.cut, known_words(model.family))
-    samplers = [model.sampler(*one) for one in asked]
+    report_odd_prompts([prompts], model.family.cut, known_words(model.family))
+    samplers = [model.sampler(*one) for one in options]
     size = samplers[0].settings.size
     run_sanity_checks(rewards, rewards.score)
     dry_run(rewards.score, [records], size.height, size.width)
@@ -131,7 +130,7 @@ def main() -> None:
 
 
 def _check_options() -> None:
-    """Refuses numbers out of range, and places that nothing can be written to."""
+    """Checks the ranges of numbers, and that the outputs can be written."""
     _guidances()
     if _TRUE_GUIDANCE.value is not None:
         check_range("--true_cfg_scale", _TRUE_GUIDANCE.value, 0, 1000)
@@ -146,9 +145,8 @@ def _check_options() -> None:
 def _evaluated(
     model: Any, samplers: Sequence[Any], records: list[dict[str, Any]], rewards: Any
 ) -> dict[str, Any]:
-    """The scores by task of each sampler, by its guidance; writes the pictures that --pictures asks for."""
-    from digen_jax.inference.evaluation import evaluate
-    from digen_jax.inference.pictures import evaluation_to_folder
+    """Returns the scores by task of each sampler, by its guidance; writes images if --pictures is given."""
+    from digen_jax.inference.sampling import evaluate, evaluation_to_folder
 
     batch = model.batch(_BATCH.value, len(records))
     found = {}
@@ -165,7 +163,7 @@ def _evaluated(
 
 
 def _task() -> tuple[str, int | None, tuple[RewardSettings, ...]]:
-    """(prompt file, number of prompts, rewards): as given, by default the run's own."""
+    """Returns (prompt file, number of prompts, rewards); the defaults are the run's."""
     from digen_jax.inference.model import is_run, run_recipe
 
     prompts, images = _PROMPTS.value, _IMAGES.value
@@ -183,7 +181,7 @@ def _task() -> tuple[str, int | None, tuple[RewardSettings, ...]]:
 
 
 def _weighed(rewards: tuple[RewardSettings, ...]) -> tuple[RewardSettings, ...]:
-    """The rewards with the numbers of --reward_weights, where these are given."""
+    """Returns the rewards with --reward_weights, if given."""
     if not _WEIGHTS.value:
         return rewards
     try:
@@ -200,7 +198,7 @@ def _weighed(rewards: tuple[RewardSettings, ...]) -> tuple[RewardSettings, ...]:
 
 
 def _guidances() -> list[float | None]:
-    """The numbers of --guidance; None stands for the model's own."""
+    """Returns the numbers of --guidance. None means the model's default."""
     try:
         guidances = [float(text) for text in _GUIDANCE.value]
     except ValueError as error:

@@ -18,14 +18,14 @@ _OUTPUT = define_path("output", None, "The folder to write; it must not exist ye
 _LORA = flags.DEFINE_boolean(
     "lora",
     None,
-    "For a run that tunes a LoRA: the LoRA alone, for load_lora_weights (as by default), or with "
-    "--lora=false a whole pipeline with the LoRA merged in.",
+    "For a run that trains a LoRA: the LoRA alone, for load_lora_weights (as by default), or with "
+    "--lora=false a complete pipeline with the LoRA merged in.",
 )
 flags.mark_flags_as_required(["workdir", "output"])
 
 
 def main() -> None:
-    """Read the newest checkpoint and write it."""
+    """Reads the newest checkpoint and writes it."""
     from digen_jax.process.job import prepare
 
     prepare()
@@ -39,8 +39,8 @@ def main() -> None:
     print(how_to_load(run, output))
     if first := first_average(run):
         print(
-            f"These are the weights that the run began with: config.trainer.ema_every has its average mixed for the "
-            f"first time in step {first}."
+            f"These are the weights that the run started with: because of config.trainer.ema_every, its average is "
+            f"updated for the first time in step {first}."
         )
 
 

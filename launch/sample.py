@@ -33,13 +33,11 @@ _PROMPTS = define_path("prompts", None, "A .jsonl or .txt file of prompts instea
 _NEGATIVE = flags.DEFINE_string(
     "negative_prompt",
     None,
-    "What the pass without the prompt is given, for all prompts, instead of a file's own.",
+    "Negative prompt for all prompts; overrides those of a prompt file.",
 )
-_IMAGE = define_path(
-    "image", None, "The picture that the prompts edit; a file of prompts names its own."
-)
+_IMAGE = define_path("image", None, "The image to edit; the prompts of a file name their own.")
 _SOURCE_HEIGHT = flags.DEFINE_integer(
-    "source_height", None, "Height that pictures to edit are resized to; default: as in diffusers."
+    "source_height", None, "Height that images to edit are resized to; default: as in diffusers."
 )
 _SOURCE_WIDTH = flags.DEFINE_integer("source_width", None, "Their width.")
 _IMAGES = flags.DEFINE_integer("images", 1, "Number of images of each prompt.")
@@ -72,7 +70,7 @@ flags.mark_flags_as_required(["model", "output"])
 
 
 def main() -> None:
-    """Read the prompts and the model, and sample."""
+    """Reads the prompts and the model, and samples."""
     from digen_jax.process.job import prepare
 
     for flag in (_GUIDANCE, _TRUE_GUIDANCE):
@@ -88,12 +86,14 @@ def main() -> None:
 
     import jax
 
-    from digen_jax.data.notes import only, tell, unknown
-    from digen_jax.inference.model import Asked, edited, open_model
-    from digen_jax.inference.pictures import sample_to_folder
+    from digen_jax.data.prompt_checks import list_unknown, report_odd_prompts, unknown_words
+    from digen_jax.inference.model import SamplingOptions, edited, open_model
+    from digen_jax.inference.sampling import sample_to_folder
     from digen_jax.models.text.tokenizers import known_words
 
-    asked = Asked(_GUIDANCE.value, _STEPS.value, _HEIGHT.value, _WIDTH.value, _TRUE_GUIDANCE.value)
+    options = SamplingOptions(
+        _GUIDANCE.value, _STEPS.value, _HEIGHT.value, _WIDTH.value, _TRUE_GUIDANCE.value
+    )
 
     def fits(family: Any) -> None:
         if _IMAGE.value and not family.edits:
@@ -104,20 +104,20 @@ def main() -> None:
         edited(family, records, source)
 
     model = open_model(
-        _MODEL.value, jax.devices(), _LORA.value, _DTYPE.value, [asked], _negative(), fits
+        _MODEL.value, jax.devices(), _LORA.value, _DTYPE.value, [options], _negative(), fits
     )
     model = model.editing(records, source)
-    sampler = model.sampler(*asked)
+    sampler = model.sampler(*options)
     output = pathlib.Path(_OUTPUT.value)
     words = known_words(model.family)
     if _PROMPTS.value:
-        tell([_PROMPTS.value], model.family.cut, words)
+        report_odd_prompts([_PROMPTS.value], model.family.cut, words)
     texts = _texts()
     cuts = model.family.cut([text for _, text in texts] or [""])
     for (name, text), cut in zip(texts, cuts, strict=False):
-        if unread := unknown([text], words):
+        if unread := unknown_words([text], words):
             said = f"--{name}={text!r} has words that this model does not know"
-            print(f"{said}: {only(unread, words)}", file=sys.stderr)
+            print(f"{said}: {list_unknown(unread, words)}", file=sys.stderr)
         elif cut:
             shown = textwrap.shorten(text, 80, placeholder=" ...")
             print(
@@ -132,7 +132,7 @@ def main() -> None:
 
 
 def _source() -> Any:
-    """The size that pictures are resized to, if one is given."""
+    """Returns the size that images are resized to, if one is given."""
     from digen_jax.models.family import Size
 
     sides = _SOURCE_HEIGHT.value, _SOURCE_WIDTH.value
@@ -144,14 +144,14 @@ def _source() -> Any:
 
 
 def _texts() -> list[tuple[str, str]]:
-    """The options that hold a text: each one's name and text."""
+    """Returns name and text of each option that has a text."""
     negatives = [] if _NEGATIVE.value is None else [_NEGATIVE.value]
     given = [(_PROMPT.name, text) for text in _PROMPT.value]
     return given + [(_NEGATIVE.name, text) for text in negatives]
 
 
 def _negative() -> str | None:
-    """What gives prompts a negative one, as the beginning of a sentence."""
+    """Returns where negative prompts come from, as the start of an error message, or None."""
     from digen_jax.data.prompt_files import first_negative
 
     if _NEGATIVE.value is not None:

@@ -16,8 +16,8 @@ from digen_jax.config.load import fit_config, load_config
 from digen_jax.diffusion.steps import Ode
 from digen_jax.errors import ConfigError
 from digen_jax.families import load_family
-from digen_jax.inference.evaluation import evaluate
 from digen_jax.inference.model import defaults_of_run
+from digen_jax.inference.sampling import evaluate
 from digen_jax.models.family import Size
 from digen_jax.planning.placing import place_apart
 from tests.cases import said

@@ -11,8 +11,8 @@ from PIL import Image
 
 from digen_jax.errors import ConfigError
 from digen_jax.inference.export import export
-from digen_jax.inference.model import Asked, is_run, open_model, run_recipe
-from digen_jax.inference.pictures import sample_to_folder, slug
+from digen_jax.inference.model import SamplingOptions, is_run, open_model, run_recipe
+from digen_jax.inference.sampling import sample_to_folder, slug
 from digen_jax.logging.environment import note_start
 from tests.cases import said
 from tests.pipelines import ROOT
@@ -146,8 +146,12 @@ def test_what_does_not_fit_is_refused_before_weights_are_read(base, tmp_path):
     (tmp_path / "run" / "config.json").write_text(json.dumps(config))
     for name in ("pipeline", "run"):
         with pytest.raises(ConfigError, match="30x32 does not fit"):
-            open_model(str(tmp_path / name), jax.devices()[:1], asked=[Asked(height=30, width=32)])
-        one, two = Asked(guidance=1.0), Asked(guidance=2.0)
+            open_model(
+                str(tmp_path / name),
+                jax.devices()[:1],
+                options=[SamplingOptions(height=30, width=32)],
+            )
+        one, two = SamplingOptions(guidance=1.0), SamplingOptions(guidance=2.0)
         for asked, words in (
             (
                 [one],
@@ -157,10 +161,17 @@ def test_what_does_not_fit_is_refused_before_weights_are_read(base, tmp_path):
         ):
             with pytest.raises(ConfigError, match=words):
                 open_model(
-                    str(tmp_path / name), jax.devices()[:1], asked=asked, negative="p.txt is given"
+                    str(tmp_path / name),
+                    jax.devices()[:1],
+                    options=asked,
+                    negative="p.txt is given",
                 )
         with pytest.raises(ConfigError, match="holds no weights"):
-            open_model(str(tmp_path / name), jax.devices()[:1], asked=[Asked(height=32, width=32)])
+            open_model(
+                str(tmp_path / name),
+                jax.devices()[:1],
+                options=[SamplingOptions(height=32, width=32)],
+            )
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,1 @@
-"""Parameters in and out: diffusers and transformers folders, LoRA in the PEFT/diffusers format."""
+"""Diffusers and transformers folders, LoRA files, and training checkpoints."""

@@ -1,71 +1,103 @@
-"""Checkpoints, from which a run is resumed.
+"""Training checkpoints: orbax in the background, verified by checksums, with disk space reserved for the next one.
 
-A checkpoint is saved in the background and is valid as soon as orbax has renamed its folder, so a run
-that is killed at any moment, even during a save, finds the newest whole one. Before the renaming,
-checksums of all files are written into it; a checkpoint that was damaged later, or has none, is not whole.
+A checkpoint is complete as soon as orbax has renamed its folder, so a run that is killed at any moment, even during a
+save, finds the newest complete one. Orbax does not notice every damaged file: before the renaming, the checksums of all
+files are written into the folder. A checkpoint that differs from them, or has none, is damaged.
+
+The checksums are CRC-32, which detects accidents, not forgeries. They take about 1 s for 1 GB and core.
 """
 
 import contextlib
+import errno
 import functools
+import json
+import logging
+import os
 import re
 import shutil
-from collections.abc import Iterator
+import sys
+import zlib
+from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
 
-from digen_jax.checkpoints.checkpoint_folder import (
-    STAMPED,
-    Restored,
-    newest_whole,
-    put_aside,
-    unfinished,
-)
-from digen_jax.checkpoints.checksums import write_checksums
-from digen_jax.checkpoints.room import Room
+from digen_jax.errors import ConfigError
+from digen_jax.files import parse_json
 from digen_jax.process import job
 from digen_jax.process.shutdown import Stopped
 
-# Reserved beyond the bytes of the arrays: for a checkpoint's other files and for a step's records.
+STAMPED = "_CHECKPOINT_METADATA"  # orbax's file, to which it adds the time at the very end
+CHECKSUMS = "checksums.json"
+CHUNK = 1 << 22  # bytes that are read at a time for a checksum
+THREADS = 4
+FULL = (errno.ENOSPC, errno.EDQUOT)  # error numbers of a disk or a quota without space
+# Reserved in addition to the bytes of the arrays: for a checkpoint's other files and for a step's records.
 SPARE = 1 << 21
 REASON = re.compile(
     "No space left on device|Disk quota exceeded|File too large|Permission denied"
     "|Read-only file system|Input/output error"
 )
 
+# Orbax logs a traceback for every error that it raises.
+logging.getLogger("absl").addFilter(lambda record: "/orbax/" not in record.pathname)
+# It awaits the first error of a failed save; asyncio logs each of the others, hundreds on a full disk.
+LATE = re.compile(r"exception was never retrieved[\s\S]*(orbax|OCDBT|tensorstore)")
+logging.getLogger("asyncio").addFilter(lambda record: not LATE.search(record.getMessage()))
+
+
+def _print_unraisable(error: Any) -> None:
+    """Leaves out what TensorStore's threads raise after a failed save, whose event loop has ended."""
+    if not (error.exc_type is RuntimeError and str(error.exc_value) == "Event loop is closed"):
+        _printing(error)
+
+
+_printing, sys.unraisablehook = sys.unraisablehook, _print_unraisable
+
 
 class SaveFailed(Stopped):
     """A checkpoint could not be written, or there is no space for the next one."""
 
 
-class Checkpointer:
-    """Saves every few steps into a folder, keeps the newest, and restores the newest whole one.
+class Restored(NamedTuple):
+    """A checkpoint that was read: the number of steps, the arrays, and the host's part."""
 
-    It reserves the space of one more checkpoint while none is being saved. Next to its folder it leaves a file that
-    says that a checkpoint was saved: see `was_saved`.
+    step: int
+    arrays: Any
+    host: dict[str, Any]
+
+
+class Checkpointer:
+    """Saves checkpoints into a folder, keeps the newest ones, and restores the newest complete one.
+
+    It reserves the space of one more checkpoint while none is being saved. A file next to its folder records that a
+    checkpoint was saved: see `was_saved`.
 
     Args:
-      folder: for the checkpoints of one run, one folder a step; created if needed. Remains of a
-        killed save are removed, and damaged checkpoints are renamed, so open it only in the
-        process that trains.
+      folder: for the checkpoints of one run, one folder a step; created if needed. Remains of a killed save are
+        removed, and damaged checkpoints are renamed, so open it only in the process that trains.
       every: a checkpoint is due after this many steps.
-      keep: how many stay; older ones are removed as soon as a newer one is whole.
+      keep: number of checkpoints; older ones are removed as soon as a newer one is complete.
 
     Raises:
-      ConfigError: there are checkpoints, and none is whole.
+      ConfigError: there are checkpoints, and none is complete.
     """
 
     def __init__(self, folder: Path | str, every: int, keep: int):
         self.every, self._keep = every, keep
         self._folder = Path(folder).absolute()
-        self._newest, damaged = newest_whole(self._folder)
+        self._newest, damaged = newest_complete(self._folder)
         self._saving: int | None = None  # the step that is being saved, or was saved last
-        self._room, self._size = Room(self._folder / "room_for_the_next"), 0
+        self._reserved = self._folder / "room_for_the_next"  # a file that occupies the space
+        self._size = 0
         if job.is_first():
-            for step in damaged:
-                put_aside(self._folder / str(step))
+            for step in damaged:  # so that it can be saved again
+                aside = self._folder / f"damaged_{step}"
+                shutil.rmtree(aside, ignore_errors=True)
+                (self._folder / str(step)).rename(aside)
 
     @functools.cached_property
     def _manager(self) -> ocp.CheckpointManager:
@@ -84,83 +116,83 @@ class Checkpointer:
                 max_to_keep=self._keep,
                 cleanup_tmp_directories=True,
                 # Called in the background by the first process, before the folder gets its name.
-                async_options=ocp.AsyncOptions(post_finalization_callback=self._note_checksums),
+                async_options=ocp.AsyncOptions(post_finalization_callback=self._add_checksums),
             ),
         )
 
     def due(self, step: int) -> bool:
-        """Whether a checkpoint is due after `step` steps."""
+        """Returns whether a checkpoint is due after `step` steps."""
         return step % self.every == 0
 
     def save(self, step: int, arrays: Any, host: dict[str, Any]) -> None:
-        """Copies the arrays and writes them in the background; an already saved step is left as it is.
+        """Copies the arrays and writes them in the background; does nothing for a step that is saved already.
 
         Args:
           step: the number of steps done.
           arrays: a tree of arrays, typed PRNG keys included; they may be donated after this returns.
-          host: what else the run needs to continue, as JSON: data position, position in the metrics.
+          host: what else the run needs to continue, as JSON: positions in the data and in the metrics.
 
         Raises:
-          SaveFailed: for the checkpoint before this one, or the beginning of this one.
+          SaveFailed: for the checkpoint before this one, or the start of this one.
         """
         self.wait()
         if step == self._manager.latest_step():
             return
-        self.release_room()
+        self.release_space()
         self._size = _bytes_of(arrays)
         items = ocp.args.Composite(
             arrays=ocp.args.StandardSave(arrays), host=ocp.args.JsonSave(host)
         )
         self._saving = step
-        with self._saved():
+        with self._report_failure():
             self._manager.save(step, args=items, force=True)
         self._newest = step
 
     def check(self) -> None:
-        """Notices a save that has failed in the background, and reserves space for the next one after a save.
+        """Notices a save that has failed in the background; after a save, reserves space for the next one.
 
         Raises:
           SaveFailed: it failed and was removed, or there is no space for the next one.
         """
         if not self._manager.is_saving_in_progress():
             self.wait()
-            self._hold_room()
+            self._reserve()
 
     def wait(self) -> None:
-        """Waits until the checkpoint that is being saved is whole.
+        """Waits until the checkpoint that is being saved is complete.
 
         Raises:
           SaveFailed: it failed and was removed.
         """
-        with self._saved():
+        with self._report_failure():
             self._manager.wait_until_finished()
         if self._newest is not None and job.is_first():
             _note(self._folder).touch()
 
-    def hold_room(self, arrays: Any) -> None:
+    def reserve_space(self, arrays: Any) -> None:
         """Reserves the space of a checkpoint of such arrays, before the first one.
 
         Raises:
           SaveFailed: there is no space.
         """
         self._size = _bytes_of(arrays)
-        self._hold_room()
+        self._reserve()
 
-    def release_room(self) -> None:
+    def release_space(self) -> None:
         """Frees the reserved space, for a checkpoint or on a full disk."""
-        self._room.release()
+        self._reserved.unlink(missing_ok=True)
 
     def steps(self) -> list[int]:
-        """The steps of all checkpoints, including the one that is being saved, the oldest first."""
+        """Returns the steps of all checkpoints, including the one that is being saved, the oldest first."""
         return sorted(self._manager.all_steps())
 
     def oldest(self) -> int | None:
-        """The step of the oldest checkpoint; None while there are fewer than `keep`."""
+        """Returns the step of the oldest checkpoint, or None while there are fewer than `keep`."""
         steps = self.steps()
         return steps[0] if len(steps) >= self._keep else None
 
     def latest_host(self) -> dict[str, Any] | None:
-        """The host's part of the newest whole checkpoint, or None."""
+        """Returns the host's part of the newest complete checkpoint, or None if there is none."""
         manager, step = self._manager, self._newest
         if step is None:
             return None
@@ -168,11 +200,11 @@ class Checkpointer:
         return manager.restore(step, args=items).host
 
     def restore_latest(self, template: Any) -> Restored | None:
-        """The newest whole checkpoint on the template's devices, or None where there is none.
+        """Reads the newest complete checkpoint onto the template's devices; returns None if there is none.
 
         Args:
-          template: the saved tree with a `jax.ShapeDtypeStruct` for each array, whose sharding says
-            where the array goes; the mesh may differ from the one that it was saved from.
+          template: the saved tree with a `jax.ShapeDtypeStruct` for each array, with the sharding that it gets; the
+            mesh may differ from the one that it was saved from.
 
         Raises:
           ValueError: the template's tree or shapes differ from the checkpoint's.
@@ -187,7 +219,7 @@ class Checkpointer:
         return Restored(step, restored.arrays, restored.host)
 
     def close(self) -> None:
-        """Waits until the last checkpoint is whole, and frees the reserved space.
+        """Waits until the last checkpoint is complete, and frees the reserved space.
 
         Raises:
           SaveFailed: the save failed.
@@ -195,32 +227,38 @@ class Checkpointer:
         try:
             self.wait()
         finally:
-            self.release_room()
+            self.release_space()
             self._manager.close()
 
-    def _note_checksums(self) -> None:
-        (written,) = unfinished(self._folder, self._saving)
+    def _add_checksums(self) -> None:
+        (written,) = _unfinished(self._folder, self._saving)
         write_checksums(written, without=(STAMPED,))
 
-    def _hold_room(self) -> None:
+    def _reserve(self) -> None:
+        """Where a file system cannot reserve space (or a limit on a file's size forbids it), none is reserved."""
         if not self._size or not job.is_first():
             return
+        if self._reserved.exists() and self._reserved.stat().st_size == self._size:
+            return
         try:
-            self._room.hold(self._size)
+            with self._reserved.open("wb") as file:
+                os.posix_fallocate(file.fileno(), 0, self._size)
         except OSError as error:
-            raise SaveFailed(
-                f"there is no space for the next checkpoint in {self._folder}, which takes up to "
-                f"{self._size / 1e6:.0f} MB ({error.strerror})"
-            ) from error
+            self.release_space()
+            if error.errno in FULL:
+                raise SaveFailed(
+                    f"there is no space for the next checkpoint in {self._folder}, which takes up to "
+                    f"{self._size / 1e6:.0f} MB ({error.strerror})"
+                ) from error
 
     @contextlib.contextmanager
-    def _saved(self) -> Iterator[None]:
-        """Removes the remains of a failed save, and raises one sentence that it failed."""
+    def _report_failure(self) -> Iterator[None]:
+        """Removes the remains of a failed save, and raises SaveFailed."""
         try:
             yield
         # Orbax and TensorStore raise various errors after a failed write, ValueError and RuntimeError among them.
         except Exception as error:
-            for left in unfinished(self._folder, self._saving):
+            for left in _unfinished(self._folder, self._saving):
                 shutil.rmtree(left, ignore_errors=True)
             self._manager.reload()
             self._newest = max(self.steps(), default=None)
@@ -231,23 +269,163 @@ class Checkpointer:
             ) from error
 
 
+# ----------------------------------------------------------------- checkpoints of any run, also of one in progress
+
+
+def read_checkpoint(folder: Path | str, template: Any) -> Restored:
+    """Reads a part of the newest complete checkpoint, for programs other than the run itself.
+
+    Args:
+      folder: a `Checkpointer`'s folder, which is not changed; the run may be in progress.
+      template: the wanted branches of the saved tree, as in `Checkpointer.restore_latest`.
+
+    Raises:
+      FileNotFoundError: there is no checkpoint.
+      ConfigError: there are checkpoints, and none is complete.
+      ValueError: the checkpoint lacks a branch of the template, or has it in another shape.
+    """
+    folder = Path(folder).absolute()
+    step, _ = newest_complete(folder)
+    if step is None:
+        raise FileNotFoundError(f"{folder} has no checkpoint: give the checkpoints folder of a run")
+    newest = folder / str(step)
+    wanted = ocp.args.PyTreeRestore(
+        item=template,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(template),
+        partial_restore=True,
+    )
+    with ocp.PyTreeCheckpointer() as reader:
+        arrays = reader.restore(newest / "arrays", args=wanted)
+    with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
+        host = reader.restore(newest / "host")
+    unread = [
+        jax.tree_util.keystr(path, simple=True, separator="/")
+        for path, leaf in jax.tree.leaves_with_path(arrays)
+        if isinstance(leaf, jax.ShapeDtypeStruct)
+    ]
+    if unread:
+        raise ValueError(f"checkpoint {newest} has no {unread[0]}: it is of another kind of run")
+    return Restored(step, arrays, host)
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """Returns the steps of the checkpoints in a folder, the oldest first, damaged or not."""
+    return sorted(ocp.utils.checkpoint_steps(folder)) if folder.is_dir() else []
+
+
+def steps_done(folder: Path) -> int:
+    """Returns the step of the newest checkpoint in a folder whose saving has ended, or 0 if there is none."""
+    ended = (step for step in saved_steps(folder) if not _missing_stamp(folder / str(step)))
+    return max(ended, default=0)
+
+
 def was_saved(folder: Path) -> bool:
-    """Whether a `Checkpointer` has saved a checkpoint into this folder, even if it was deleted since."""
+    """Returns whether a `Checkpointer` has saved a checkpoint into this folder, even if it was deleted since."""
     return _note(folder).exists()
+
+
+def newest_complete(folder: Path) -> tuple[int | None, list[int]]:
+    """Returns the step of the newest complete checkpoint or None, and the steps of newer, damaged ones.
+
+    Prints a line about each damaged one.
+
+    Raises:
+      ConfigError: there are checkpoints, and none is complete.
+    """
+    damaged = {}
+    for step in reversed(saved_steps(folder)):
+        checkpoint = folder / str(step)
+        wrong = find_damage(checkpoint) or _missing_stamp(checkpoint)
+        if wrong is None:
+            for other, why in damaged.items():
+                print(f"checkpoint {other} is damaged ({why}): {step} is used", file=sys.stderr)
+            return step, list(damaged)
+        damaged[step] = wrong
+    if damaged:
+        each = "; ".join(f"{step}: {why}" for step, why in damaged.items())
+        raise ConfigError(
+            f"no checkpoint in {folder} is whole ({each}): put a copy in its place, or choose "
+            "another workdir"
+        )
+    return None, []
+
+
+def template_of(arrays: Any) -> Any:
+    """Returns the shapes, dtypes and shardings of a tree of arrays, to restore it onto the same devices."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays
+    )
+
+
+def _missing_stamp(checkpoint: Path) -> str | None:
+    try:
+        parse_json((checkpoint / STAMPED).read_bytes())
+    except (OSError, ValueError):
+        return f"its {STAMPED} cannot be read"
+    return None
 
 
 def _note(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}_saved")
 
 
+def _unfinished(folder: Path, step: int | None) -> list[Path]:
+    """Returns the folders in which orbax writes a step, or has started to."""
+    return list(folder.glob(f"{step}.orbax-checkpoint-tmp*"))
+
+
 def _bytes_of(arrays: Any) -> int:
-    """An upper bound of the bytes of a checkpoint of a tree of arrays."""
-    whole = sum(leaf.nbytes for leaf in jax.tree.leaves(arrays))
-    return whole + whole // 20 + SPARE
+    """Returns an upper bound of the bytes of a checkpoint of a tree of arrays."""
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(arrays))
+    return size + size // 20 + SPARE
 
 
-def template_of(arrays: Any) -> Any:
-    """Shapes, dtypes and shardings of a tree of arrays, to restore it onto the same devices."""
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays
-    )
+# ------------------------------------------------------------------------------------- checksums
+
+
+def write_checksums(folder: Path, without: Collection[str] = ()) -> None:
+    """Writes size and CRC-32 of a folder's files, except some names, into CHECKSUMS; on the disk on return."""
+    files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name not in without)
+    names = [path.relative_to(folder).as_posix() for path in files]
+    with ThreadPoolExecutor(THREADS) as threads:
+        found = dict(zip(names, threads.map(_size_and_crc, files), strict=True))
+    with (folder / CHECKSUMS).open("w") as file:
+        json.dump(found, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def find_damage(folder: Path) -> str | None:
+    """Returns the first difference between a folder and its checksums, or None. Later files are not checked."""
+    try:
+        expected = {
+            str(name): (int(size), int(crc))
+            for name, (size, crc) in parse_json((folder / CHECKSUMS).read_bytes()).items()
+        }
+    except FileNotFoundError:
+        return f"it has no {CHECKSUMS}"
+    except (OSError, ValueError, TypeError, AttributeError):
+        return f"its {CHECKSUMS} cannot be read"
+    with ThreadPoolExecutor(THREADS) as threads:
+        wrong = threads.map(lambda item: _difference(folder, *item), expected.items())
+        return next(filter(None, wrong), None)
+
+
+def _difference(folder: Path, name: str, expected: tuple[int, int]) -> str | None:
+    path = folder / name
+    try:
+        if path.stat().st_size != expected[0]:
+            return f"{name} has {path.stat().st_size} bytes, not {expected[0]}"
+        return None if _size_and_crc(path) == expected else f"{name} is not what was written"
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except OSError as error:
+        return f"{name} cannot be read: {error.strerror}"
+
+
+def _size_and_crc(path: Path) -> tuple[int, int]:
+    size = crc = 0
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK):
+            size, crc = size + len(chunk), zlib.crc32(chunk, crc)
+    return size, crc

@@ -4,6 +4,7 @@ A component is `config.json` and safetensors, in one file or in several with an 
 `model_index.json` and a folder for each component. This code needs neither torch nor diffusers.
 """
 
+import hashlib
 import json
 import os
 import pathlib
@@ -43,6 +44,10 @@ HUB_FILES += [f"{stem}*.safetensors" for stem in STEMS.values()]
 HUB_FILES += ["*lora_weights.safetensors", "adapter_model.safetensors"]
 HUB_IGNORED = ["*.fp16.*", "*.fp16-*", "*.bf16.*", "*.non_ema.*", "*onnx*"]
 
+# Bytes of a file that `fingerprint` reads, in pieces of a larger file.
+WHOLE = 2**25
+PIECE = 2**16
+
 
 def resolve_folder(
     name_or_path: Folder,
@@ -50,11 +55,11 @@ def resolve_folder(
     without: tuple[str, ...] = (),
     index_only: bool = False,
 ) -> pathlib.Path:
-    """A local folder as it is, or the downloaded local copy of a hub repository "owner/name".
+    """Returns a local folder unchanged, or downloads a hub repository "owner/name".
 
     Args:
       name_or_path: name of the folder or repository.
-      revision: of the repository; None: the newest one.
+      revision: of the repository. None means the newest one.
       without: components of the repository that are not needed, such as a large text encoder.
       index_only: download only `model_index.json`.
 
@@ -87,7 +92,7 @@ def resolve_folder(
 
 
 def read_json(path: Folder) -> dict[str, Any]:
-    """A JSON object from a file; a missing or malformed file is a ValueError that names it."""
+    """Reads a JSON object; raises ValueError for a missing or malformed file."""
     try:
         value = parse_json(pathlib.Path(path).read_bytes())
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -102,7 +107,7 @@ def read_json(path: Folder) -> dict[str, Any]:
 
 
 def read_model_index(folder: Folder) -> dict[str, Any]:
-    """`model_index.json` of a pipeline folder: `_class_name`, and [library, class] for each component."""
+    """Reads a pipeline's `model_index.json`: `_class_name`, and [library, class] for each component."""
     path = pathlib.Path(folder) / INDEX
     index = read_json(path)
     if not isinstance(index.get("_class_name"), str):
@@ -111,15 +116,15 @@ def read_model_index(folder: Folder) -> dict[str, Any]:
 
 
 def absent_components(folder: Folder) -> list[str]:
-    """The components that a pipeline's `model_index.json` names but its folder lacks."""
+    """Returns the components that a pipeline's `model_index.json` names but its folder lacks."""
     entries = {k: v for k, v in read_model_index(folder).items() if isinstance(v, list)}
     return [name for name in entries if not pathlib.Path(folder, name).is_dir()]
 
 
 def check_classes(folder: Folder, components: Mapping[str, tuple[str | None, ...]]) -> None:
-    """Compares `model_index.json` with the (library, class, ..) of each component; (None, None) is not compared.
+    """Checks `model_index.json` against the (library, class, ..) of each component; (None, None) is not compared.
 
-    Where several classes are given, each of them will do.
+    Any of several classes is accepted.
 
     Raises:
       ValueError: names the first component that is missing or has another class.
@@ -143,10 +148,10 @@ def read_configs(
     components: Mapping[str, tuple[str | None, ...]],
     readers: Mapping[str, Callable[[dict[str, Any]], Any]],
 ) -> dict[str, Any]:
-    """The results of `readers` for the JSON files of a pipeline's components, after `check_classes`.
+    """Calls `readers` with the JSON files of a pipeline's components, after `check_classes`.
 
     Raises:
-      ValueError: names the file that is missing, has another class, or is refused by its reader.
+      ValueError: a file is missing, has another class, or is rejected by its reader.
     """
     check_classes(folder, components)
     return {
@@ -161,10 +166,10 @@ def read_component(
     kinds: Sequence[str | None],
     read: Callable[[dict[str, Any]], Any],
 ) -> Any:
-    """The result of `read` for the JSON file of a pipeline's component, after a check of its class: one of `kinds`.
+    """Calls `read` with the JSON file of a pipeline's component, whose class must be one of `kinds`.
 
     Raises:
-      ValueError: names the file that is missing, has another class, or is refused by `read`.
+      ValueError: the file is missing, has another class, or is rejected by `read`.
     """
     name = "scheduler_config.json" if part == "scheduler" else "config.json"
     path = pathlib.Path(folder) / part / name
@@ -192,14 +197,20 @@ def read_params(
     ignore: tuple[str, ...] = (),
     rename: Callable[[str], str] | None = None,
 ) -> dict[str, Any]:
-    """The parameters of a component folder; each device reads only its own shards.
+    """Reads the parameters of a component folder; each device reads only its own shards.
 
-    `template` is the network's tree of `jax.ShapeDtypeStruct`, `lists` the network's `LISTS`.
-    `shardings` is one Sharding, a tree of them or a prefix of such a tree; None puts everything on
-    the first device. Floating leaves get `dtype`, or the template's. `ignore` are name patterns
-    (`*.position_ids`) of tensors that the file may contain although the network has no such leaf.
-    `rename` gives a tensor's name in the network where versions of transformers have saved different ones;
-    `ignore` is about the results. Raises a ValueError that names a missing, surplus or misshapen tensor.
+    Args:
+      folder: of the component.
+      template: the network's tree of `jax.ShapeDtypeStruct`.
+      lists: the network's `LISTS`.
+      shardings: one Sharding, a tree of them or a prefix of such a tree. None means the first device.
+      dtype: of floating leaves. None means the template's.
+      ignore: patterns of tensor names (`*.position_ids`) that the file may have in addition to the network's leaves.
+      rename: returns the network's name of a tensor, which versions of transformers have saved with different names;
+        applied before `ignore`.
+
+    Raises:
+      ValueError: a tensor is missing, surplus or misshapen.
     """
     tensors = _renamed(open_tensors(folder), rename)
     config = pathlib.Path(folder) / "config.json"
@@ -213,7 +224,7 @@ def check_params(
     ignore: tuple[str, ...] = (),
     rename: Callable[[str], str] | None = None,
 ) -> None:
-    """Raises the errors of `read_params` that the headers of its files tell; only these are read."""
+    """Raises the errors of `read_params` that show in the headers of its files; only these are read."""
     tensors = _renamed(open_tensors(folder), rename)
     check_tensors(tensors, template, lists, ignore, pathlib.Path(folder) / "config.json")
 
@@ -221,7 +232,7 @@ def check_params(
 def _renamed(
     tensors: dict[str, StoredTensor], rename: Callable[[str], str] | None
 ) -> dict[str, StoredTensor]:
-    """Raises ValueError if two tensors get the same name."""
+    """Renames tensors; raises ValueError if two get the same name."""
     if rename is None:
         return tensors
     stored: dict[str, str] = {}
@@ -230,21 +241,20 @@ def _renamed(
         if first != name:
             raise ValueError(
                 f"{tensors[name].file} holds both {first} and {name}, which are the same parameter: "
-                "get a whole copy of the folder"
+                "get a complete copy of the folder"
             )
     return {name: tensors[in_file] for name, in_file in stored.items()}
 
 
 def has_weights(folder: Folder) -> bool:
-    """Whether a component folder holds any weights, complete or not."""
+    """Returns whether a component folder has any weights, complete or not."""
     return any(pathlib.Path(folder).glob("*.safetensors*"))
 
 
 def open_tensors(folder: Folder) -> dict[str, StoredTensor]:
-    """The tensors of a component folder by name; only the headers are read.
+    """Opens the tensors of a component folder by name; only the headers are read.
 
-    If there is a single file next to an index of several, the index counts for a component of diffusers and the
-    single file for one of transformers, as in `from_pretrained` of both.
+    If there is a single file next to an index of several, diffusers reads the index and transformers the single file.
     """
     folder = pathlib.Path(folder)
     for stem in STEMS.values():
@@ -288,11 +298,11 @@ def write_params(
     dtype: DTypeLike | None = None,
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:
-    """Write `config.json` and the weights so that `from_pretrained(folder)` loads them.
+    """Writes `config.json` and the weights so that `from_pretrained(folder)` loads them.
 
-    `kind` is the library, "diffusers" or "transformers". Floating leaves are cast to `dtype` if given;
-    above `max_shard_bytes` the weights are divided into several files with an index. Every file appears
-    whole, earlier weights are removed, and `config.json` is written last: if it exists, all files do.
+    `kind` is the library, "diffusers" or "transformers". Floating leaves are cast to `dtype` if given; above
+    `max_shard_bytes` the weights are divided into several files with an index. No partial file appears, earlier weights
+    are removed, and `config.json` is written last: if it exists, all files do.
     """
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -315,7 +325,7 @@ def write_params(
 def _write_weights(
     folder: pathlib.Path, stem: str, tensors: Iterable[tuple[str, np.ndarray]], limit: int
 ) -> list[pathlib.Path]:
-    """Returns the written files: one, or numbered ones and their index."""
+    """Writes one file, or numbered ones and their index; returns their paths."""
     shards: list[list[str]] = []
     total, size, held = 0, 0, {}
 
@@ -349,11 +359,11 @@ def copy_pipeline(
     replace: Mapping[str, Callable[[pathlib.Path], None]],
     sampling: Mapping[str, Any],
 ) -> None:
-    """Writes a pipeline folder with the source's components, except those in `replace`, which are written anew.
+    """Writes a pipeline folder with the source's components, except those in `replace`.
 
-    `replace[component](folder)` must fill the given folder. `sampling` is the content of `SAMPLING`. If
-    the source lacks the folder of a component, its entry becomes null, as in diffusers for a component
-    that was not loaded. The target must not exist, and appears only when it is complete.
+    `replace[component](folder)` must fill the given folder. `sampling` is the content of `SAMPLING`. The entry of a
+    component whose folder is missing becomes null, as in diffusers for a component that was not loaded. The target must
+    not exist, and appears only when it is complete.
     """
     source, target = pathlib.Path(source), pathlib.Path(target)
     index = read_model_index(source)
@@ -379,3 +389,40 @@ def copy_pipeline(
         (pipeline / SAMPLING).write_text(_dump(sampling), encoding="utf-8")
         (pipeline / INDEX).write_text(_dump(index), encoding="utf-8")
         os.replace(pipeline, target)
+
+
+# ------------------------------------------------------------------------------------ fingerprint
+
+
+def fingerprint(folder: str | os.PathLike[str], parts: Sequence[str]) -> str:
+    """Returns a hash of the files of a pipeline's components, in seconds for weights of any size.
+
+    It includes the names and sizes of files, but not their dates or the folder's path. Of large files it reads 512
+    pieces at equal distances: training changes weights everywhere, but a change of less than a 500th of a file may be
+    missed.
+
+    Args:
+      folder: of the pipeline.
+      parts: its components, such as text encoders and tokenizers.
+
+    Raises:
+      ValueError: a component is missing or empty.
+    """
+    digest = hashlib.sha256()
+    for part in parts:
+        files = sorted(path for path in pathlib.Path(folder, part).glob("*") if path.is_file())
+        if not files:
+            raise ValueError(
+                f"{pathlib.Path(folder, part)} holds no file, so that {part} cannot be read"
+            )
+        for path in files:
+            size, pieces = path.stat().st_size, WHOLE // PIECE
+            digest.update(f"{part}/{path.name} {size}\n".encode())
+            with path.open("rb") as file:
+                if size <= WHOLE:
+                    digest.update(file.read())
+                    continue
+                for piece in range(pieces):
+                    file.seek(piece * (size - PIECE) // (pieces - 1))
+                    digest.update(file.read(PIECE))
+    return digest.hexdigest()[:32]

@@ -1,9 +1,8 @@
 """LoRA (arXiv 2106.09685) on linen networks; `lora_files` reads and writes its files.
 
-A layer y = W x becomes y = W x + (alpha / rank) B A x. The low-rank term is added to the
-activations of every `nn.Dense` that has factors in the collection "lora", so that neither B A nor a
-gradient of W is ever computed. Networks need no code for it, but their scans must declare
-`variable_axes={"params": 0, "lora": 0}`.
+A layer y = W x becomes y = W x + (alpha / rank) B A x. The low-rank term is added to the activations of every
+`nn.Dense` that has factors in the collection "lora", so that neither B A nor a gradient of W is ever computed. Networks
+need no code for it, but their scans must declare `variable_axes={"params": 0, "lora": 0}`.
 """
 
 import contextlib
@@ -22,11 +21,10 @@ from flax.linen.dtypes import promote_dtype
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array
 
-from digen_jax.checkpoints import names
-from digen_jax.checkpoints.tensors import Tree
+from digen_jax.checkpoints.tensors import Path, Tree, is_scanned, tensor_names
 from digen_jax.ranges import Count, PositiveFloat
 
-# How the first factor is drawn; see `lora_init`.
+# Distribution of the first factor; see `lora_init`.
 Init = Literal["kaiming", "gaussian"]
 # The logical axis between the two factors.
 RANK = "rank"
@@ -36,7 +34,7 @@ _scale = contextvars.ContextVar("scale", default=None)
 
 @dataclasses.dataclass(frozen=True)
 class LoraConfig:
-    """The LoRA that is tuned instead of all weights."""
+    """The LoRA that is trained instead of all weights."""
 
     rank: Count = 0  # rank of the factors; 0: no LoRA, all weights are tuned
     alpha: PositiveFloat = 1.0  # the update is scaled by alpha / rank
@@ -50,7 +48,7 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        """The factor of the low-rank term."""
+        """Returns the factor of the low-rank term."""
         return self.alpha / self.rank
 
 
@@ -60,7 +58,7 @@ def lora_init(
     config: LoraConfig,
     lists: Mapping[str, tuple[str, ...]],
 ) -> dict[str, Any]:
-    """Fresh float32 factors: a [.., in, r] random, b [.., r, out] zero, as in PEFT.
+    """Initializes float32 factors as PEFT does: a [.., in, r] random, b [.., r, out] zero.
 
     With "kaiming", PEFT's default, a is uniform within 1/sqrt(in), so that its std is 1/sqrt(3 in);
     with "gaussian" it is normal with std 1/r (peft 0.21.2, tuners/lora/layer.py,
@@ -86,16 +84,16 @@ def lora_init(
 def adapted_layers(
     templates: Mapping[str, Tree], targets: str, lists: Mapping[str, tuple[str, ...]]
 ) -> dict[str, set[str]]:
-    """The torch names of the linear layers that `targets` matches, for each component.
+    """Returns the torch names of the linear layers that `targets` matches, for each component that has any.
 
-    Components without such layers are left out. Raises ValueError if there are none at all, or if only
-    some layers of a scan match.
+    Raises:
+      ValueError: there are none at all, or only some layers of a scan match.
     """
     found = {
         part: {
             name.removesuffix(".weight")
             for path in _targets(template, targets, lists[part], part)
-            for name in names.tensor_names((*path, "kernel"), lists[part])
+            for name in tensor_names((*path, "kernel"), lists[part])
         }
         for part, template in templates.items()
     }
@@ -116,10 +114,10 @@ def adapted_layers(
 def _factors(
     key: Array, template: Tree, config: LoraConfig, lists: tuple[str, ...], component: str
 ) -> dict[str, Any]:
-    """`lora_init` of one component."""
+    """Initializes the factors of one component."""
     factors = {}
     for path, kernel in _targets(template, config.targets, lists, component).items():
-        layers = names.tensor_names((*path, "kernel"), lists)
+        layers = tensor_names((*path, "kernel"), lists)
         numbers = np.array([zlib.crc32(name.encode()) for name in layers], np.uint32)
         keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, numbers)
         *stack, inputs, outputs = kernel.shape
@@ -137,11 +135,11 @@ def _factors(
 
 
 def factor_axes(
-    axes: Mapping[names.Path, tuple[str | None, ...]],
-) -> dict[names.Path, tuple[str | None, ...]]:
-    """The logical axes of possible LoRA factors of linear layers: a [.., in, rank], b [.., rank, out].
+    axes: Mapping[Path, tuple[str | None, ...]],
+) -> dict[Path, tuple[str | None, ...]]:
+    """Returns the logical axes of the factors of all linear layers: a [.., in, rank], b [.., rank, out].
 
-    `axes` contains those of parameters, by path.
+    `axes` has those of the parameters, by path.
     """
     factors = {}
     for (*module, leaf), (*stack, last) in axes.items():
@@ -153,7 +151,7 @@ def factor_axes(
 
 
 def check_rank(rank: int, factors: Tree) -> None:
-    """Raises ValueError for a rank that no layer can have, given the factors or their shapes."""
+    """Raises ValueError for a rank that is too large for every layer, given the factors or their shapes."""
     flat = flatten_dict(factors)
     highest = max(
         min(a.shape[-2], flat[*path, "b"].shape[-1])
@@ -168,9 +166,9 @@ def check_rank(rank: int, factors: Tree) -> None:
 
 @contextlib.contextmanager
 def lora_layers(scale: float) -> Iterator[None]:
-    """A context in which `module.apply({"params": ..., "lora": ...}, ...)` adds the low-rank terms.
+    """Adds the low-rank terms in `module.apply({"params": ..., "lora": ...}, ...)`; `scale` is alpha / rank.
 
-    It acts while the module is traced, so enter it inside the jitted function. `scale` is alpha / rank.
+    It acts while the module is traced, so enter it inside the jitted function.
     """
 
     def intercept(call, args, kwargs, context):
@@ -192,23 +190,23 @@ def lora_layers(scale: float) -> Iterator[None]:
 
 
 def lora_scale() -> float | None:
-    """The scale of the innermost `lora_layers`; None outside of them."""
+    """Returns the scale of the innermost `lora_layers`, or None outside of them."""
     return _scale.get()
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Whether a module is a linear layer that has factors."""
+    """Returns whether a module is a linear layer with factors."""
     return isinstance(module, nn.Dense) and module.has_variable("lora", "a")
 
 
 def _product(dense: nn.Dense, x: Array, factor: Array) -> Array:
-    """Tokens [..., i] times a factor [i, o], by the layer's own product."""
+    """Multiplies tokens [..., i] with a factor [i, o] by the layer's own product."""
     product = dense.dot_general or jax.lax.dot_general
     return product(x, factor, (((x.ndim - 1,), (0,)), ((), ())), precision=dense.precision)
 
 
 def merge(params: Tree, lora: Tree, scale: float) -> dict[str, Any]:
-    """Full weights W + scale A B, computed in float32 and rounded once to W's dtype."""
+    """Returns the weights W + scale A B, computed in float32 and rounded once to W's dtype."""
     merged, factors = flatten_dict(params), flatten_dict(lora)
     for *path, leaf in factors:
         if leaf == "a":
@@ -219,20 +217,18 @@ def merge(params: Tree, lora: Tree, scale: float) -> dict[str, Any]:
     return unflatten_dict(merged)
 
 
-def dense_layers(
-    template: Tree, lists: tuple[str, ...]
-) -> Iterator[tuple[names.Path, Any, list[str]]]:
-    """Every linear layer: its path, its kernel, and its torch name in each layer of the scan."""
+def dense_layers(template: Tree, lists: tuple[str, ...]) -> Iterator[tuple[Path, Any, list[str]]]:
+    """Yields the path of every linear layer, its kernel, and its torch name in each layer of the scan."""
     for path, leaf in flatten_dict(template).items():
-        if path[-1] == "kernel" and len(leaf.shape) - names.is_scanned(path, lists) == 2:
-            tensors = names.tensor_names(path, lists)
+        if path[-1] == "kernel" and len(leaf.shape) - is_scanned(path, lists) == 2:
+            tensors = tensor_names(path, lists)
             yield path[:-1], leaf, [tensor.removesuffix(".weight") for tensor in tensors]
 
 
 def _targets(
     template: Tree, targets: str, lists: tuple[str, ...], component: str
-) -> dict[names.Path, Any]:
-    """The kernels of the linear layers whose torch names match, with or without the component's name."""
+) -> dict[Path, Any]:
+    """Returns the kernels of linear layers whose torch names match, with or without the component's name."""
     try:
         pattern = re.compile(targets)
     except re.error as error:

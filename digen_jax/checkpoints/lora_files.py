@@ -1,4 +1,4 @@
-"""LoRA files: writes diffusers' `pytorch_lora_weights.safetensors`, reads the plain LoRAs of many programs.
+"""LoRA files: writes diffusers' `pytorch_lora_weights.safetensors`; reads plain LoRAs of many programs.
 
 A PEFT folder contains `adapter_config.json` and `adapter_model.safetensors`; Flow-GRPO, DiffusionNFT and
 AWM publish these. Diffusers writes one file, whose metadata may contain PEFT's settings, such as alpha. kohya's
@@ -10,7 +10,7 @@ import json
 import math
 import pathlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from digen_jax.checkpoints.folder import read_json
-from digen_jax.checkpoints.lora import dense_layers
+from digen_jax.checkpoints.folder import read_json, resolve_folder
+from digen_jax.checkpoints.lora import LoraConfig, adapted_layers, dense_layers
 from digen_jax.checkpoints.tensors import (
     StoredTensor,
     Tree,
@@ -29,6 +29,7 @@ from digen_jax.checkpoints.tensors import (
     read_tree,
     write_file,
 )
+from digen_jax.errors import ConfigError
 from digen_jax.files import parse_json
 
 FILE = "pytorch_lora_weights.safetensors"
@@ -127,10 +128,10 @@ def write_lora(
     alpha: float | int,
     lists: Mapping[str, tuple[str, ...]],
 ) -> None:
-    """Write `pytorch_lora_weights.safetensors`, which `pipe.load_lora_weights(folder)` reads.
+    """Writes `pytorch_lora_weights.safetensors`, which `pipe.load_lora_weights(folder)` reads.
 
-    `lora` and `lists` are by component, whose name is the prefix of its tensors' names. The metadata gives
-    diffusers alpha, which would otherwise be the rank.
+    `lora` and `lists` are by component, whose name is the prefix of its tensors' names. The metadata has alpha, for
+    which diffusers would otherwise take the rank.
     """
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -151,7 +152,7 @@ def read_lora(
     lists: Mapping[str, tuple[str, ...]],
     shardings: Any = None,
 ) -> dict[str, tuple[dict[str, Any], int, float]]:
-    """(lora, rank, alpha) of each component in a folder or file; arguments and errors as in `open_lora`."""
+    """Reads (factors, rank, alpha) of each component; arguments and errors as in `open_lora`."""
     found = {}
     for part, opened in open_lora(folder, templates, lists).items():
         alpha = opened.rank if opened.alpha is None else opened.alpha
@@ -174,7 +175,7 @@ def open_lora(
 
     Args:
       folder: of the LoRA, or its file.
-      templates: the parameters of the tuned components, or their shapes.
+      templates: the parameters of the trainable components, or their shapes.
       lists: the `LISTS` of each component.
 
     Raises:
@@ -195,8 +196,10 @@ def open_lora(
             # As in kohya's scripts a layer without the tensor has a scale of 1.
             alphas |= {layer: rank for layer in roles["lora_A"] if layer not in alphas}
             alpha = alphas[min(alphas)] if len({*alphas.values()}) == 1 else rank
-            for layer in roles.get("lora_B", {}):
-                roles["lora_B"][layer] = _scaled(roles["lora_B"][layer], alphas[layer] / alpha)
+            for layer, tensor in roles.get("lora_B", {}).items():
+                if alphas[layer] != alpha:
+                    scaled = _Scaled(tensor.slice, alphas[layer] / alpha)
+                    roles["lora_B"][layer] = StoredTensor(tensor.file, scaled)
         tensors = {
             f"{part}.{layer}.{role}.weight": tensor
             for role, layers in roles.items()
@@ -209,7 +212,7 @@ def open_lora(
 def read_opened(
     opened: LoraFile, template: Tree, lists: tuple[str, ...], shardings: Any = None
 ) -> dict[str, Any]:
-    """The float32 factors of an opened LoRA; see `read_lora`."""
+    """Reads the float32 factors of an opened LoRA."""
     adapted, rank = opened.layers, opened.rank
     factors = {}
     for path, kernel, layers in dense_layers(template, lists):
@@ -225,7 +228,7 @@ def read_opened(
 
 
 def _as_modules(lora: Tree, component: str) -> dict[str, Any]:
-    """The tree whose tensor names are those of the file: factors are kernels of modules lora_A, lora_B."""
+    """Returns the tree with the tensor names of the file: factors are kernels of modules lora_A, lora_B."""
     return unflatten_dict(
         {
             (component, *path, FACTORS[leaf], "kernel"): factor
@@ -235,7 +238,6 @@ def _as_modules(lora: Tree, component: str) -> dict[str, Any]:
 
 
 def _lora_file(folder: pathlib.Path) -> pathlib.Path:
-    """The file of a LoRA in a folder."""
     for name in (PEFT_FILE, FILE):
         if (folder / name).exists():
             return folder / name
@@ -250,8 +252,11 @@ def _by_component(
     templates: Mapping[str, Tree],
     lists: Mapping[str, tuple[str, ...]],
 ) -> dict[str, dict[str, dict[str, StoredTensor]]]:
-    """The tensors of a file by component, role and layer; ValueError if one is no tensor of a plain LoRA."""
-    layers = {part: set(_layers(template, lists[part])) for part, template in templates.items()}
+    """Returns the tensors by component, role and layer; raises ValueError for one that is not of a plain LoRA."""
+    layers = {
+        part: {name for _, _, names in dense_layers(template, lists[part]) for name in names}
+        for part, template in templates.items()
+    }
     flat = {part: {name.replace(".", "_"): name for name in own} for part, own in layers.items()}
     first = next(iter(templates))
     prefixes = "|".join(map(re.escape, (*templates, *PREFIXES)))
@@ -278,7 +283,7 @@ def _by_component(
 
 
 def _why_unknown(file: pathlib.Path, names: list[str], part: str) -> str:
-    """What the tensors are that belong to no plain LoRA of the network, and what to do."""
+    """Describes tensors that do not belong to a plain LoRA of the network, and what to do."""
     for pattern, kind, advice in FORMATS:
         if found := next((name for name in names if re.match(pattern, name)), None):
             return f"has {found}, {kind}: {_advice(advice, file, part, names)}"
@@ -290,7 +295,7 @@ def _why_unknown(file: pathlib.Path, names: list[str], part: str) -> str:
 
 
 def _advice(text: str, file: pathlib.Path, part: str, names: Iterable[str] = ()) -> str:
-    """One of the ways to convert a file; `names` are those of the tensors that are not of `part`."""
+    """Returns the instructions to convert a file; `names` are the tensors that are not of `part`."""
     numbers = {match[1] or match[2] for name in names if (match := re.match(ENCODER, name))}
     encoders = {
         f"text_encoder_{number[-1]}" if number and number != "1" else "text_encoder"
@@ -298,12 +303,6 @@ def _advice(text: str, file: pathlib.Path, part: str, names: Iterable[str] = ())
     }
     parts = [part, *sorted(encoders)]
     return text.format(file=str(file), folder=str(file.parent), part=part, parts=parts)
-
-
-def _layers(template: Tree, lists: tuple[str, ...]) -> Iterator[str]:
-    """The torch names of all linear layers."""
-    for _, _, names in dense_layers(template, lists):
-        yield from names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -323,14 +322,8 @@ class _Scaled:
         return self.inner[index].astype(np.float32) * np.float32(self.factor)
 
 
-def _scaled(tensor: StoredTensor, factor: float) -> StoredTensor:
-    if factor == 1:
-        return tensor
-    return StoredTensor(tensor.file, _Scaled(tensor.slice, factor))
-
-
 def _number(tensor: StoredTensor) -> float:
-    """The value of a tensor with one element; ValueError if it is not a positive number."""
+    """Reads a tensor with one element; raises ValueError if it is not a positive number."""
     values = np.ravel(tensor.slice[...])
     if values.size != 1 or not 0 < float(values[0]) < math.inf:
         raise ValueError(f"{tensor.file} has an alpha {values[:3].tolist()}, not a positive number")
@@ -338,7 +331,7 @@ def _number(tensor: StoredTensor) -> float:
 
 
 def _settings(file: pathlib.Path, stored: Mapping[str, StoredTensor]) -> dict[str, Any]:
-    """PEFT's settings, of the folder or as diffusers saves them in the file's header; empty if there are none."""
+    """Reads PEFT's settings from the folder, or from the file's header as diffusers saves them; may be empty."""
     config = file.parent / PEFT_CONFIG
     needed = any(name.startswith(f"{PEFT_PREFIX}.") for name in stored)
     needed = needed and not any(name.endswith(".alpha") for name in stored)
@@ -369,7 +362,7 @@ def _rank(
     part: str,
     settings: Mapping[str, Any],
 ) -> int:
-    """The rank of the factors lora_A of a component."""
+    """Returns the rank of a component's factors."""
     ranks = {tensor.shape[0] for tensor in factors.values()}
     if not ranks:
         raise ValueError(f"{file} holds no factors lora_A of {part}")
@@ -388,8 +381,74 @@ def _rank(
 
 
 def _alpha(file: pathlib.Path, settings: Mapping[str, Any]) -> float | None:
-    """Alpha by PEFT's settings; None if they do not give it."""
+    """Returns alpha from PEFT's settings, or None if they do not have it."""
     alpha = settings.get("lora_alpha")
     if alpha is not None and not (type(alpha) in (int, float) and 0 < alpha < math.inf):
         raise ValueError(f"{file} has lora_alpha={alpha}, which must be a positive number")
     return alpha
+
+
+def read_initial_lora(
+    name: str,
+    config: LoraConfig,
+    templates: Mapping[str, Tree],
+    lists: Mapping[str, tuple[str, ...]],
+) -> dict[str, Any]:
+    """Reads the initial factors of a run (`config.lora.path`): float32, on the first device, by component.
+
+    The run starts with these factors and new optimizer moments. The KL's reference stays the model without LoRA, as in
+    the code of Flow-GRPO (scripts/train_sd3.py, ac4c86e), DiffusionNFT and AWM, which turn the adapter off for it.
+
+    Args:
+      name: a folder, a file or a hub id.
+      config: rank, alpha and targets of the run, which the LoRA must have.
+      templates: the parameters of the trainable components, or their shapes.
+      lists: the `LISTS` of each component.
+
+    Raises:
+      ConfigError: the LoRA differs from `config`.
+      ValueError: there is no LoRA, or none for this network.
+    """
+    path = pathlib.Path(name)
+    opened = open_lora(path if path.is_file() else resolve_folder(name), templates, lists)
+    targets = adapted_layers(templates, config.targets, lists)
+    for file in opened.values():
+        _check_settings(file, config)
+    for part in templates:
+        _check_layers(opened, targets, config.targets, part)
+    return {part: read_opened(file, templates[part], lists[part]) for part, file in opened.items()}
+
+
+def _check_settings(opened: LoraFile, config: LoraConfig) -> None:
+    """Raises ConfigError if rank or alpha differs from the config's."""
+    file, rank, alpha = opened.file, opened.rank, opened.alpha
+    if rank != config.rank:
+        raise ConfigError(
+            f"{file} has rank {rank}, but config.lora.rank is {config.rank}: set that to {rank}"
+        )
+    said = (
+        f"has alpha {alpha:g}" if alpha else f"does not give alpha, which is then its rank {rank}"
+    )
+    if (alpha or rank) != config.alpha:
+        raise ConfigError(
+            f"{file} {said}, but config.lora.alpha is {config.alpha:g}: set that to {alpha or rank:g}"
+        )
+
+
+def _check_layers(
+    opened: Mapping[str, LoraFile], wanted: Mapping[str, set[str]], targets: str, part: str
+) -> None:
+    """Raises ConfigError if the layers of a component differ from the config's; `wanted` are those of `targets`."""
+    file = next(iter(opened.values())).file
+    own = opened[part].layers if part in opened else set()
+    matched = wanted.get(part, set())
+    for layers, differs in (
+        (matched - own, "matches {}, for which {} has no factors"),
+        (own - matched, "does not match {}, for which {} has factors"),
+    ):
+        if layers:
+            more = f" and {len(layers) - 1} more layers" if len(layers) > 1 else ""
+            raise ConfigError(
+                f"config.lora.targets = {targets!r} {differs.format(min(layers) + more, file)}: "
+                f"make it match the {len(own)} layers of the LoRA"
+            )

@@ -1,11 +1,16 @@
-"""Trees of arrays and safetensors files: reads leaves directly onto a mesh, and writes them.
+"""Reads and writes trees of arrays as safetensors files with the tensor names of diffusers and transformers.
 
-A device reads only its own part of a tensor. The host holds one leaf while reading, and the tensors of
-one file while writing.
+Networks have torch's attribute names, so a path is almost a tensor name: `xs_3` is the torch list entry `xs.3`,
+`xs_0to12` a scanned run of such entries, whose leaves are stacked along a leading axis. Each network declares which
+names are lists, because `linear_1` is an ordinary attribute in diffusers.
+
+A device reads only its own part of a tensor. The host holds one leaf while reading, and the tensors of one file while
+writing.
 """
 
 import os
 import pathlib
+import re
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -19,12 +24,85 @@ from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from digen_jax.checkpoints import names
-
 Tree = Mapping[str, Any]
+Path = tuple[str, ...]
 
+LEAF_NAMES = {"kernel": "weight", "scale": "weight", "embedding": "weight"}
+# The logical axis along which the leaves of a scanned run are stacked.
+LAYERS = "layers"
 # safetensors' names of the dtypes that weights may have in a file.
 FLOATING = {"F64", "F32", "F16", "BF16"}
+
+
+# ------------------------------------------------------------------------------ names and layouts
+
+
+def tensor_names(path: Path, lists: tuple[str, ...]) -> list[str]:
+    """Returns the tensors that hold a leaf: one, or one for each layer of its scanned run.
+
+    ("blocks_0to1", "to_q", "kernel") -> ["blocks.0.to_q.weight", "blocks.1.to_q.weight"].
+    """
+    names = [""]
+    for part in path[:-1]:
+        entries = _entries(part, lists)
+        if len(names) > 1 and len(entries) > 1:
+            raise ValueError(f"{'/'.join(path)} is scanned twice; a leaf can be stacked only once")
+        names = [f"{name}{entry}." for name in names for entry in entries]
+    return [name + LEAF_NAMES.get(path[-1], path[-1]) for name in names]
+
+
+def is_scanned(path: Path, lists: tuple[str, ...]) -> bool:
+    """Returns whether a leaf has a leading layer axis."""
+    return any((match := _list_entry(part, lists)) and match["last"] for part in path[:-1])
+
+
+def file_axes(leaf: str, ndim: int) -> tuple[int, ...]:
+    """Returns the permutation of axes from one layer's leaf to the file's layout.
+
+    A kernel [..., in, out] is the torch weight [out, in, ...]: Dense, and convolutions of any
+    dimension (HWIO <-> OIHW, DHWIO <-> OIDHW). Every other leaf keeps its layout.
+    """
+    if leaf != "kernel" or ndim < 2:
+        return tuple(range(ndim))
+    return (ndim - 1, ndim - 2, *range(ndim - 2))
+
+
+def flax_axes(leaf: str, ndim: int) -> tuple[int, ...]:
+    """Returns the inverse of `file_axes`."""
+    if leaf != "kernel" or ndim < 2:
+        return tuple(range(ndim))
+    return (*range(2, ndim), 1, 0)
+
+
+def file_shape(path: Path, shape: tuple[int, ...], lists: tuple[str, ...]) -> tuple[int, ...]:
+    """Returns the shape in the file of each tensor of a leaf with a (perhaps stacked) shape."""
+    if is_scanned(path, lists):
+        layers = len(tensor_names(path, lists))
+        if shape[:1] != (layers,):
+            raise ValueError(
+                f"{'/'.join(path)} has shape {list(shape)}, but should stack {layers} layers"
+            )
+        shape = shape[1:]
+    return tuple(shape[axis] for axis in file_axes(path[-1], len(shape)))
+
+
+def _list_entry(part: str, lists: tuple[str, ...]) -> re.Match | None:
+    match = re.fullmatch(r"(?P<name>.+)_(?P<first>\d+)(to(?P<last>\d+))?", part)
+    return match if match and match["name"] in lists else None
+
+
+def _entries(part: str, lists: tuple[str, ...]) -> list[str]:
+    """Returns a part of a path in torch's notation: `xs_3` -> xs.3, `xs_0to1` -> xs.0, xs.1."""
+    match = _list_entry(part, lists)
+    if match is None:
+        return [part]
+    first, last = int(match["first"]), int(match["last"] or match["first"])
+    if last < first:
+        raise ValueError(f"the scanned run {part} ends before it begins")
+    return [f"{match['name']}.{layer}" for layer in range(first, last + 1)]
+
+
+# -------------------------------------------------------------------------------------- reading
 
 
 class StoredTensor(NamedTuple):
@@ -35,17 +113,17 @@ class StoredTensor(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The whole shape of the stored tensor."""
+        """Returns the full shape."""
         return tuple(self.slice.get_shape())
 
     @property
     def kind(self) -> str:
-        """The stored dtype in safetensors' notation, such as BF16."""
+        """Returns the dtype in safetensors' notation, such as BF16."""
         return self.slice.get_dtype()
 
 
 def open_file(file: pathlib.Path) -> dict[str, StoredTensor]:
-    """The tensors of one safetensors file by name."""
+    """Opens the tensors of one safetensors file by name."""
     try:
         handle = safe_open(file, "np")
     except FileNotFoundError as error:
@@ -60,7 +138,7 @@ def open_file(file: pathlib.Path) -> dict[str, StoredTensor]:
 
 
 def file_metadata(file: pathlib.Path) -> dict[str, str]:
-    """The free-form strings in a safetensors file's header."""
+    """Reads the metadata in a safetensors file's header."""
     with safe_open(file, "np") as handle:
         return handle.metadata() or {}
 
@@ -74,18 +152,18 @@ def read_tree(
     ignore: tuple[str, ...] = (),
     config: pathlib.Path | None = None,
 ) -> dict[str, Any]:
-    """`read_params` from opened tensors; `config` as in `check_tensors`."""
+    """Reads parameters as `read_params` from opened tensors; `config` as in `check_tensors`."""
     check_tensors(tensors, template, lists, ignore, config)
     leaves = flatten_dict(template)
     if shardings is None:
         shardings = SingleDeviceSharding(jax.local_devices()[0])
     shardings = flatten_dict(jax.tree.broadcast(shardings, unflatten_dict(leaves)))
 
-    def read(path: names.Path, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        stored = [(name, tensors[name]) for name in names.tensor_names(path, lists)]
+    def read(path: Path, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        stored = [(name, tensors[name]) for name in tensor_names(path, lists)]
         floating = jnp.issubdtype(leaf.dtype, jnp.floating)
         target = jnp.dtype(dtype if dtype is not None and floating else leaf.dtype)
-        scanned = names.is_scanned(path, lists)
+        scanned = is_scanned(path, lists)
         return _assemble(stored, path[-1], scanned, leaf.shape, target, shardings[path])
 
     return unflatten_dict({path: read(path, leaf) for path, leaf in leaves.items()})
@@ -99,7 +177,7 @@ def _assemble(
     dtype: np.dtype,
     sharding: Sharding,
 ) -> jax.Array:
-    """One leaf, from one tensor or from one for each layer; reads only the parts of this host's devices."""
+    """Reads one leaf from one tensor or one for each layer; only the parts of this host's devices."""
     shards: dict[str, np.ndarray] = {}
 
     def part(index: tuple[slice, ...]) -> np.ndarray:
@@ -107,9 +185,9 @@ def _assemble(
         key = str(index)
         if key not in shards:
             inner = index[1:] if scanned else index
-            axes = names.file_axes(leaf, len(inner))
+            axes = file_axes(leaf, len(inner))
             cut = tuple(inner[axis] for axis in axes)
-            back = names.flax_axes(leaf, len(inner))
+            back = flax_axes(leaf, len(inner))
             layers = stored[index[0]] if scanned else stored
             arrays = [
                 _finite(tensor, name, tensor.slice[cut]).transpose(back).astype(dtype, copy=False)
@@ -149,8 +227,8 @@ def check_tensors(
     expected, floating = {}, {}
     by = f", by {config}: the two belong to different models" if config else ""
     for path, leaf in flatten_dict(template).items():
-        for name in names.tensor_names(path, lists):
-            expected[name] = names.file_shape(path, leaf.shape, lists)
+        for name in tensor_names(path, lists):
+            expected[name] = file_shape(path, leaf.shape, lists)
             floating[name] = jnp.issubdtype(leaf.dtype, jnp.floating)
     files = sorted({str(tensor.file) for tensor in tensors.values()})
     where = " to ".join(files[:1] + files[1:][-1:]) or "an empty file"
@@ -179,32 +257,37 @@ def check_tensors(
         raise ValueError(problems[0] + more)
 
 
+# -------------------------------------------------------------------------------------- writing
+
+
 def file_tensors(
     params: Tree, lists: tuple[str, ...], dtype: DTypeLike | None = None
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, array) in the file's layout, floating leaves as `dtype` if given.
+    """Yields (name, array) in the file's layout, floating leaves as `dtype` if given.
 
     The host holds one leaf; a sharded leaf is gathered there.
     """
     for path, leaf in flatten_dict(params).items():
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-            raise ValueError(f"{'/'.join(path)} lies on several hosts; gather it before writing")
-        names.file_shape(path, leaf.shape, lists)
-        scanned = names.is_scanned(path, lists)
+            raise ValueError(
+                f"{'/'.join(path)} is stored on several hosts; gather it before writing"
+            )
+        file_shape(path, leaf.shape, lists)
+        scanned = is_scanned(path, lists)
         array = np.asarray(leaf)
         if dtype is not None and jnp.issubdtype(array.dtype, jnp.floating):
             array = array.astype(dtype)
         layers = array if scanned else array[None]
-        for name, layer in zip(names.tensor_names(path, lists), layers, strict=True):
+        for name, layer in zip(tensor_names(path, lists), layers, strict=True):
             # safetensors writes the raw buffer: a transposed view would be written in the wrong order
-            tensor = layer.transpose(names.file_axes(path[-1], layer.ndim))
+            tensor = layer.transpose(file_axes(path[-1], layer.ndim))
             yield name, np.ascontiguousarray(tensor)
 
 
 def write_file(
     file: pathlib.Path, tensors: dict[str, np.ndarray], metadata: Mapping[str, str] = {}
 ) -> None:
-    """Writes one safetensors file with the metadata that torch's readers require; it appears whole.
+    """Writes one safetensors file with the metadata that torch's readers require; it appears complete or not at all.
 
     Raises:
       OSError: names the file; no part of it remains.

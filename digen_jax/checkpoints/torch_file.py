@@ -38,16 +38,17 @@ STORAGES: dict[str, tuple[np.dtype, str]] = {
     )
 }
 NAMES = dict(STORAGES.values())
+Path = str | pathlib.Path
 LARGEST_PICKLE = 2**26  # in bytes; a model with ten thousand tensors has a smaller one
 LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # torch's magic number, pickled, as in torch/serialization.py
 
 
-class Refused(Exception):
-    """What is wrong in a file, as a clause."""
+class Unsupported(Exception):
+    """A reason, as a clause about the file."""
 
 
-class Numbers(NamedTuple):
-    """An array as `StoredTensor.slice` has it."""
+class ArraySlice(NamedTuple):
+    """An array with the interface of `StoredTensor.slice`."""
 
     array: np.ndarray
 
@@ -64,14 +65,11 @@ class Numbers(NamedTuple):
         return np.asarray(self.array[index])
 
 
-def open_arrays(file: str | pathlib.Path) -> dict[str, np.ndarray]:
-    """Opens the tensors of a state_dict by name; their numbers are read when they are used.
-
-    Args:
-      file: written by torch.save in 1.6 or later. It holds a state_dict, or a dict with one as `state_dict`.
+def open_arrays(file: Path) -> dict[str, np.ndarray]:
+    """Opens the tensors of a state_dict, or of the one in a dict's `state_dict`, by name, mapped into memory.
 
     Raises:
-      ValueError: names the file, and what in it is not supported or unsafe.
+      ValueError: something in the file is not supported or unsafe.
     """
     found = load(file)
     if isinstance(found, Mapping):
@@ -84,18 +82,16 @@ def open_arrays(file: str | pathlib.Path) -> dict[str, np.ndarray]:
     return dict(found)
 
 
-def as_stored(
-    file: str | pathlib.Path, arrays: Mapping[str, np.ndarray]
-) -> dict[str, StoredTensor]:
+def as_stored(file: Path, arrays: Mapping[str, np.ndarray]) -> dict[str, StoredTensor]:
     """Returns arrays as tensors of a file, which errors name."""
-    return {name: StoredTensor(pathlib.Path(file), Numbers(a)) for name, a in arrays.items()}
+    return {name: StoredTensor(pathlib.Path(file), ArraySlice(a)) for name, a in arrays.items()}
 
 
-def load(file: str | pathlib.Path) -> Any:
+def load(file: Path) -> Any:
     """Loads dicts, lists, tuples, numbers, strings, and arrays that are mapped into memory.
 
     Raises:
-      ValueError: names the file, and what in it is broken, not supported or unsafe.
+      ValueError: something in the file is broken, not supported or unsafe.
     """
     file = pathlib.Path(file).expanduser()
     try:
@@ -103,7 +99,7 @@ def load(file: str | pathlib.Path) -> Any:
             start = opened.read(len(LEGACY))
         if not start.startswith(b"PK"):
             old = "in torch's format before 1.6" if start == LEGACY else "no file of torch.save"
-            raise Refused(
+            raise Unsupported(
                 f"it is {old}: load it where torch is, with weights_only=True, and torch.save it again"
             )
         with zipfile.ZipFile(file) as archive:
@@ -112,7 +108,7 @@ def load(file: str | pathlib.Path) -> Any:
         raise ValueError(f"{file} is missing") from error
     except (OSError, zipfile.BadZipFile, zipfile.LargeZipFile) as error:
         raise ValueError(f"{file} is incomplete or cannot be read: {error}") from error
-    except Refused as error:
+    except Unsupported as error:
         raise ValueError(f"{file} cannot be read: {error}") from error
     except Exception as error:  # the unpickler may raise any
         raise ValueError(f"{file} cannot be read, its contents are broken: {error}") from error
@@ -122,28 +118,28 @@ def _read(file: pathlib.Path, archive: zipfile.ZipFile) -> Any:
     mapped = np.memmap(file, np.uint8, "r")
     pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
     if len(pickles) != 1 or pickles[0].count("/") != 1:
-        raise Refused("it is no file of torch.save, which has one data.pkl")
+        raise Unsupported("it is no file of torch.save, which has one data.pkl")
     root = pickles[0].removesuffix("data.pkl")
 
     def content(name: str) -> np.ndarray:
-        """A member's bytes, which follow its own header, whose last two fields are lengths of name and extra fields."""
+        """Returns a member's bytes. The last two fields of its header are the lengths of name and extra fields."""
         info = archive.getinfo(root + name)
         if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
-            raise Refused(f"its member {name} is compressed, which torch.save does not do")
+            raise Unsupported(f"its member {name} is compressed, which torch.save does not do")
         header = mapped[info.header_offset : info.header_offset + 30].tobytes()
         if header[:4] != b"PK\x03\x04":
-            raise Refused(f"its member {name} is not where the archive says")
+            raise Unsupported(f"its member {name} is not where the archive says")
         begin = info.header_offset + 30 + sum(struct.unpack("<HH", header[26:30]))
         found = mapped[begin : begin + info.file_size]
         if len(found) != info.file_size:
-            raise Refused(f"its member {name} ends behind the file")
+            raise Unsupported(f"its member {name} ends behind the file")
         return found
 
     if root + "byteorder" in archive.namelist() and content("byteorder").tobytes() != b"little":
-        raise Refused("its numbers are big-endian: torch.save it again on another machine")
+        raise Unsupported("its numbers are big-endian: torch.save it again on another machine")
     program = content("data.pkl")
     if len(program) > LARGEST_PICKLE:
-        raise Refused(f"its data.pkl has {len(program)} bytes, more than tensors need")
+        raise Unsupported(f"its data.pkl has {len(program)} bytes, more than tensors need")
     return _Unpickler(io.BytesIO(program.tobytes()), content).load()
 
 
@@ -162,14 +158,14 @@ class _Unpickler(pickle.Unpickler):
         self._storages: dict[tuple[np.dtype, str], np.ndarray] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """Returns this module's own object for a name of torch; any other name is refused."""
+        """Returns this module's object for a name of torch; rejects any other name."""
         if (module, name) == ("collections", "OrderedDict"):
             return _StateDict
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
             return _tensor
         if module == "torch" and name in STORAGES:
             return STORAGES[name][0]
-        raise Refused(
+        raise Unsupported(
             f"it names {module}.{name}, and only tensors and plain values are read: load it where torch is, with "
             "weights_only=True, and torch.save its state_dict"
         )
@@ -178,28 +174,28 @@ class _Unpickler(pickle.Unpickler):
         """Returns the numbers of a storage."""
         _, dtype, key, _, count = pid
         if not isinstance(dtype, np.dtype) or not str(key).isdecimal():
-            raise Refused(f"it has a storage {key!r} of kind {dtype!r}, which is not supported")
+            raise Unsupported(f"it has a storage {key!r} of kind {dtype!r}, which is not supported")
         if (dtype, key) not in self._storages:
             raw = self._content(f"data/{key}")
             # Bytes other than 0 and 1 are no truth values of numpy.
             self._storages[dtype, key] = raw != 0 if dtype == np.bool_ else raw.view(dtype)
         numbers = self._storages[dtype, key]
         if len(numbers) != count:
-            raise Refused(f"storage {key} has {len(numbers)} numbers, not {count}")
+            raise Unsupported(f"storage {key} has {len(numbers)} numbers, not {count}")
         return numbers
 
 
 def _tensor(numbers: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> np.ndarray:
-    """Returns a view of a storage's numbers, which must be inside of it and have no number twice."""
+    """Returns a view of a storage's numbers, which must be inside of it and not overlap."""
     if not isinstance(numbers, np.ndarray):
-        raise Refused("it has a tensor without a storage")
+        raise Unsupported("it has a tensor without a storage")
     if not all(type(n) is int and 0 <= n < 2**62 for n in (offset, *shape, *strides)):
-        raise Refused("it has a tensor whose shape, strides and offset are no integers from 0")
+        raise Unsupported("it has a tensor whose shape, strides and offset are no integers from 0")
     dims = sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1)
     last = 0
     for stride, size in dims:
         if stride <= last:
-            raise Refused(
+            raise Unsupported(
                 f"it has a tensor of shape {list(shape)} and strides {list(strides)}, whose elements overlap: "
                 "torch.save a contiguous copy"
             )
@@ -207,7 +203,7 @@ def _tensor(numbers: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> np.
     if math.prod(shape) == 0:
         return np.zeros(shape, numbers.dtype)
     if offset + last >= len(numbers):
-        raise Refused(
+        raise Unsupported(
             f"it has a tensor of shape {list(shape)} that leaves its storage of {len(numbers)} numbers"
         )
     steps = [stride * numbers.itemsize for stride in strides]

@@ -8,8 +8,8 @@ from typing import Any
 
 from digen_jax.config.checks import check_meshes
 from digen_jax.config.train_config import TrainConfig
-from digen_jax.data.needs import Needs, check_needs
-from digen_jax.data.prompt_files import check_pictures, numbered_records, read_prompt_file
+from digen_jax.data.prompt_checks import Needs, check_images, check_needs
+from digen_jax.data.prompt_files import numbered_records, read_prompt_file
 from digen_jax.errors import ConfigError, blame, together
 from digen_jax.rewards.built_in import find_needs, resolve
 from digen_jax.rewards.settings import RewardSettings
@@ -47,7 +47,7 @@ def check_inputs(config: TrainConfig) -> None:
         "evaluation.prompts": tuple(filter(None, [config.evaluation.prompts])),
     }
     given = {"model.folder": config.model.folder, "rewards": config.rewards, **files}
-    read = check_pictures if config.model.source else read_prompt_file
+    read = check_images if config.model.source else read_prompt_file
     with together() as one:
         for name, value in given.items():
             with one():

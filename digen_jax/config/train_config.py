@@ -30,7 +30,7 @@ from digen_jax.config.sections import (
     TrackioSection,
     WandbSection,
 )
-from digen_jax.data.label import prompts_label
+from digen_jax.data.prompt_files import prompts_label
 from digen_jax.diffusion.windows import share_of_timesteps
 from digen_jax.errors import LARGEST_SEED
 from digen_jax.models.family import Size

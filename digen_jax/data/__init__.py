@@ -1,1 +1,1 @@
-"""Prompt files: read and checked (`files`), cached and streamed (`dataset`)."""
+"""Prompt files, the order of their prompts in a run, and the cache of prompt embeddings."""

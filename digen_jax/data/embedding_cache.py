@@ -1,204 +1,148 @@
-"""Encoded prompts on disk, for all runs of a model: TFDS datasets (array_record) of the rows a network attends to.
+"""Prompt embeddings on disk, for all runs of a model, as safetensors files.
 
-    folder/encoded_prompts/MODEL-BLOCK/1.0.0/   one dataset, of the texts that were encoded together
-        about.json                              the model's description, and a hash of each text, in the dataset's order
+    folder/embeddings/MODEL-BLOCK.safetensors    the embeddings of texts that were encoded together
 
-MODEL and BLOCK are hashes of the description and of the texts. A dataset never changes, and appears complete or not at
-all, so that any number of processes may read and add at once, and be killed.
+MODEL and BLOCK are hashes of the model's description and of the texts. A tensor's name is TEXT/ARRAY, where TEXT is a
+hash, too. The header's metadata has the description, and a CRC-32 of each text's arrays. A file never changes, and
+appears complete or not at all, so that any number of processes may read, add and be killed at once.
 """
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import os
 import pathlib
-import shutil
-import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+import uuid
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
-import tensorflow_datasets as tfds
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
-from digen_jax.data.building import BUILDING, build, quiet
 from digen_jax.files import parse_json
 
-Rows = Mapping[str, np.ndarray]  # one prompt's arrays, of which texts differ in the first axis
-Model = Mapping[str, Any]  # what the rows depend on in addition to the text, as JSON
+Rows = Mapping[str, np.ndarray]  # one text's arrays
+Model = Mapping[str, Any]  # what the arrays depend on in addition to the text, as JSON
 
-ABOUT = "about.json"
-REMOVED = "removed."
-# Datasets that were read so recently are not removed to make room: a run may need them again.
+FOLDER = "embeddings"
+PARTIAL = ".partial"  # end of the names of files that are being written
+# Files that were read so recently are not removed to free space: a run may need them again.
 IN_USE_S = 86_400.0
-# What a dataset takes in addition to its rows: array_record fills up blocks of 64 kB.
-OVERHEAD = 4 * 2**16
+# Upper bound of a text's part of the header, in bytes.
+HEADER = 1024
 
 
-@dataclasses.dataclass(eq=False)
-class BlockConfig(tfds.core.BuilderConfig):
-    """Texts and their rows; `name` is their hash and the model's."""
+class CacheFile(NamedTuple):
+    """An open file. It stays readable after it was removed."""
 
-    rows: Mapping[str, Rows] = dataclasses.field(default_factory=dict, repr=False)
-
-
-class EncodedPrompts(tfds.core.GeneratorBasedBuilder):
-    """TFDS builder of texts that were encoded together."""
-
-    VERSION = tfds.core.Version("1.0.0")  # raise it when the features change
-
-    def _info(self) -> tfds.core.DatasetInfo:
-        first = next(iter(self.builder_config.rows.values()))
-        arrays = {
-            name: tfds.features.Tensor(
-                shape=(None, *array.shape[1:]), dtype=array.dtype.type, encoding="bytes"
-            )
-            for name, array in first.items()
-        }
-        features = {"text": tfds.features.Text(), "rows": tfds.features.FeaturesDict(arrays)}
-        return tfds.core.DatasetInfo(
-            builder=self, features=tfds.features.FeaturesDict(features), disable_shuffling=True
-        )
-
-    def _split_generators(self, dl_manager: tfds.download.DownloadManager) -> dict[str, Any]:
-        del dl_manager
-        return {"train": self._generate_examples()}
-
-    def _generate_examples(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        for index, (text, rows) in enumerate(self.builder_config.rows.items()):
-            yield index, {"text": text, "rows": dict(rows)}
+    path: pathlib.Path
+    handle: Any  # of safetensors
+    model: Model
+    checksums: Mapping[str, int]  # by the hash of the text
+    arrays: Mapping[str, list[str]]  # names, by the hash of the text
 
 
-class PromptStore:
-    """The encoded prompts of one model in a folder, which may hold those of others; for one thread.
+class EmbeddingCache:
+    """The prompt embeddings of one model in a folder, which may hold those of others; for one thread.
 
-    Attributes:
-      model: its description.
-      limit: bytes that the folder may have. Writers at the same time may exceed it by what each of them adds.
+    Args:
+      folder: of the cache.
+      model: the model's description.
+      limit: bytes that the files may take. Concurrent writers may exceed it by what each of them adds.
     """
 
     def __init__(self, folder: str | os.PathLike[str], model: Model, limit: int):
         self.model, self.limit = dict(model), limit
-        self._folder = pathlib.Path(folder)
-        self._key = _hash(json.dumps(self.model, sort_keys=True))
-        self._index: dict[str, tuple[pathlib.Path, int]] = {}
-        self._sources: dict[pathlib.Path, Sequence[Any]] = {}
+        self._folder = pathlib.Path(folder) / FOLDER
+        self._key = _model_key(model)
+        self._index: dict[str, CacheFile] = {}  # by the hash of the text
 
     def missing(self, texts: Iterable[str]) -> list[str]:
-        """Those of the texts that are not stored yet, each once; the datasets of the others count as used.
+        """Returns the texts that are not stored, each once; the files of the others count as used.
 
         Raises:
-          ValueError: names a damaged dataset.
+          ValueError: a file is damaged.
         """
         self._refresh()
         hashes = {text: _hash(text) for text in texts}
-        for block in {self._index[key][0] for key in hashes.values() if key in self._index}:
-            _use(block)
+        _mark_used(self._index[key] for key in hashes.values() if key in self._index)
         return [text for text, key in hashes.items() if key not in self._index]
 
     def add(self, rows: Mapping[str, Rows]) -> None:
-        """Stores some texts, of which at least one, as one dataset.
+        """Stores some texts, at least one, in one file.
 
-        To make room within the limit, datasets of any model that were not used for IN_USE_S are removed, the least
-        recently used first.
-
-        Args:
-          rows: of each text, arrays of equal names, dtypes and shapes but for the first axis.
+        Where the limit requires it, files of any model that were not used for IN_USE_S are removed, the least recently
+        used first.
 
         Raises:
-          ValueError: there is not enough room, or arrays that do not belong together.
+          ValueError: the limit is too low.
         """
-        _check_alike(rows)
-        sizes = [array.nbytes for arrays in rows.values() for array in arrays.values()]
-        self._make_room(sum(sizes) + OVERHEAD)
-        hashes = [_hash(text) for text in rows]
-        config = BlockConfig(name=f"{self._key}-{_hash(*sorted(hashes))}", rows=rows)
-        about = json.dumps({"model": self.model, "texts": hashes})
-        final = _root(self._folder) / config.name / str(EncodedPrompts.VERSION)
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with quiet():
-            build(
-                lambda private: EncodedPrompts(data_dir=private, config=config),
-                final,
-                self._folder,
-                lambda folder: (folder / ABOUT).write_text(about, encoding="utf-8"),
-            )
+        hashes = {text: _hash(text) for text in rows}
+        arrays = {text: dict(sorted(own.items())) for text, own in rows.items()}
+        tensors = {f"{hashes[t]}/{n}": a for t, own in arrays.items() for n, a in own.items()}
+        self._free(sum(array.nbytes for array in tensors.values()) + HEADER * len(rows))
+        checksums = {hashes[text]: _checksum(own) for text, own in arrays.items()}
+        header = {"model": json.dumps(self.model), "checksums": json.dumps(checksums)}
+        file = self._folder / f"{self._key}-{_hash(*sorted(checksums))}.safetensors"
+        partial = file.with_name(f"{file.stem}.{uuid.uuid4().hex}{PARTIAL}")
+        try:
+            save_file(tensors, partial, metadata=header)
+            os.replace(partial, file)
+        except (SafetensorError, OSError) as error:
+            raise OSError(f"{file} cannot be written: {error}") from error
+        finally:
+            partial.unlink(missing_ok=True)
         self._refresh()
 
     def read(self, texts: Sequence[str]) -> list[Rows]:
-        """The rows of each text.
+        """Reads the arrays of each text.
 
         Raises:
-          ValueError: a text is not stored, or names a damaged dataset.
+          ValueError: a text is not stored, or a file is damaged.
         """
-        places: dict[pathlib.Path, dict[str, int]] = {}
         if any(_hash(text) not in self._index for text in texts):
             self._refresh()
         for text in texts:
             if _hash(text) not in self._index:
                 raise ValueError(f"{self._folder} does not hold {text!r} encoded: encode it first")
-            block, position = self._index[_hash(text)]
-            places.setdefault(block, {})[text] = position
-        found = {}
-        for block, positions in places.items():
-            found |= self._read_block(block, positions)
-        return [found[text] for text in texts]
+        files = [self._index[_hash(text)] for text in texts]
+        _mark_used(files)
+        return [_read(file, _hash(text)) for file, text in zip(files, texts, strict=True)]
 
     def excess(self, needed: int) -> int:
-        """Bytes by which `needed` more would exceed the limit after all is removed that may be; 0: they fit."""
-        removable = sum(map(_size, self._unused()))
+        """Returns the bytes by which `needed` more would exceed the limit after all unused files are removed."""
+        removable = sum(map(_size, _unused(self._folder)))
         return max(0, self.size() - removable + needed - self.limit)
 
     def size(self) -> int:
-        """Bytes of all files of the folder, those of other models too."""
-        return _size(self._folder)
+        """Returns the bytes of all files, including those of other models."""
+        return sum(_size(file) for file in self._folder.glob("*"))
 
     def _refresh(self) -> None:
-        """Finds the datasets of other processes, and forgets those that were removed."""
-        found = {}
-        for block in _blocks(self._folder, self._key):
+        """Finds the files of other processes, and drops those that were removed."""
+        known = {file.path: file for file in self._index.values()}
+        index = {}
+        for path in _paths(self._folder, self._key):
             with contextlib.suppress(FileNotFoundError):
-                for position, text in enumerate(_about(block)["texts"]):
-                    found[text] = (block, position)
-        self._index = found
+                file = known.get(path) or _open(path)
+                index |= dict.fromkeys(file.checksums, file)
+        self._index = index
 
-    def _read_block(self, block: pathlib.Path, positions: Mapping[str, int]) -> dict[str, Rows]:
-        _use(block)
-        try:
-            if block not in self._sources:
-                with quiet():
-                    builder = tfds.builder_from_directory(block)
-                    self._sources[block] = builder.as_data_source(split="train")
-            examples = self._sources[block].__getitems__(list(positions.values()))
-        # TFDS, array_record and protobuf each have errors of their own.
-        except Exception as error:
-            if not block.exists():
-                raise ValueError(
-                    f"{block} has been removed to make room for others: encode its prompts again"
-                ) from error
-            raise _damaged(block, error) from error
-        for text, example in zip(positions, examples, strict=True):
-            if example["text"] != text.encode():
-                raise _damaged(block, "a prompt is not in its place")
-        pairs = zip(positions, examples, strict=True)
-        return {text: example["rows"] for text, example in pairs}
-
-    def _unused(self) -> list[pathlib.Path]:
-        """The datasets that may be removed."""
-        return [b for b in _blocks(self._folder) if time.time() - _last_use(b) > IN_USE_S]
-
-    def _make_room(self, needed: int) -> None:
-        """Removes datasets until `needed` bytes more are within the limit."""
-        if not self._folder.is_dir():
-            self._folder.mkdir(parents=True)
-        _remove_remains(self._folder)
+    def _free(self, needed: int) -> None:
+        """Removes files until `needed` more bytes are within the limit."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for file in self._folder.glob(f"*{PARTIAL}"):  # of killed processes
+            if time.time() - _last_use(file) > IN_USE_S:
+                file.unlink(missing_ok=True)
         excess = self.size() + needed - self.limit
-        for block in sorted(self._unused(), key=_last_use):
+        for file in sorted(_unused(self._folder), key=_last_use):
             if excess <= 0:
                 return
-            excess -= _size(block)
-            _remove(block.parent, self._folder)
+            excess -= _size(file)
+            file.unlink(missing_ok=True)
         if excess > 0:
             raise ValueError(
                 f"{needed:,} bytes of encoded prompts do not fit into {self._folder}, which may have {self.limit:,} "
@@ -208,100 +152,98 @@ class PromptStore:
 
 
 def models(folder: str | os.PathLike[str]) -> list[Model]:
-    """The descriptions of the models whose prompts a folder holds.
+    """Returns the descriptions of the models whose prompts are cached in a folder.
 
     Raises:
-      ValueError: names a damaged dataset.
+      ValueError: a file is damaged.
     """
     found = {}
-    for block in _blocks(pathlib.Path(folder)):
+    for path in _paths(pathlib.Path(folder) / FOLDER):
         with contextlib.suppress(FileNotFoundError):
-            model = _about(block)["model"]
+            model = _open(path).model
             found[json.dumps(model, sort_keys=True)] = model
     return [found[key] for key in sorted(found)]
+
+
+def _open(path: pathlib.Path) -> CacheFile:
+    """Opens a file; raises FileNotFoundError if it has been removed."""
+    try:
+        handle = safe_open(path, "np")
+        header = {name: parse_json(text) for name, text in handle.metadata().items()}
+        model, checksums = dict(header["model"]), dict(header["checksums"])
+    except FileNotFoundError:
+        raise
+    except (SafetensorError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise _damaged(path, error) from error
+    if not path.name.startswith(_model_key(model)):
+        raise _damaged(path, "it has another model's description")
+    arrays: dict[str, list[str]] = {}
+    for name in sorted(handle.keys()):
+        text, _, array = name.partition("/")
+        arrays.setdefault(text, []).append(array)
+    return CacheFile(path, handle, model, checksums, arrays)
+
+
+def _read(file: CacheFile, key: str) -> Rows:
+    """Reads the arrays of a text by its hash."""
+    try:
+        names = file.arrays.get(key, [])
+        found = {name: file.handle.get_tensor(f"{key}/{name}") for name in names}
+    except SafetensorError as error:
+        raise _damaged(file.path, error) from error
+    if _checksum(found) != file.checksums[key]:
+        raise _damaged(file.path, "a prompt's embeddings have another checksum")
+    return found
+
+
+def _damaged(file: pathlib.Path, reason: Any) -> ValueError:
+    return ValueError(
+        f"{file} is damaged ({reason}): delete that file, and its prompts will be encoded again"
+    )
+
+
+def _model_key(model: Model) -> str:
+    return _hash(json.dumps(dict(model), sort_keys=True))
 
 
 def _hash(*texts: str) -> str:
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:32]
 
 
-def _root(folder: pathlib.Path) -> pathlib.Path:
-    return folder / EncodedPrompts.name
+def _checksum(rows: Rows) -> int:
+    """Returns the CRC-32 of arrays, which are sorted by their names."""
+    crc = 0
+    for name, array in rows.items():
+        crc = zlib.crc32(f"{name} {array.dtype.name} {array.shape}".encode(), crc)
+        crc = zlib.crc32(array.tobytes(), crc)
+    return crc
 
 
-def _blocks(folder: pathlib.Path, key: str = "*") -> list[pathlib.Path]:
-    """The datasets of a model, or of all, in an order that does not change."""
-    return sorted(_root(folder).glob(f"{key}-*/{EncodedPrompts.VERSION}"))
+def _paths(folder: pathlib.Path, key: str = "*") -> list[pathlib.Path]:
+    """Returns the files of a model, or of all, in a stable order."""
+    return sorted(folder.glob(f"{key}-*.safetensors"))
 
 
-def _about(block: pathlib.Path) -> dict[str, Any]:
-    """Raises FileNotFoundError if the dataset has been removed."""
+def _unused(folder: pathlib.Path) -> list[pathlib.Path]:
+    """Returns the files that may be removed."""
+    return [file for file in _paths(folder) if time.time() - _last_use(file) > IN_USE_S]
+
+
+def _size(file: pathlib.Path) -> int:
     try:
-        about = parse_json((block / ABOUT).read_bytes())
-        return {"model": dict(about["model"]), "texts": list(about["texts"])}
-    except FileNotFoundError as error:
-        if block.exists():
-            raise _damaged(block, f"{ABOUT} is missing") from error
-        raise
-    except (ValueError, TypeError, KeyError) as error:
-        raise _damaged(block, f"{ABOUT} is broken") from error
-
-
-def _damaged(block: pathlib.Path, reason: Any) -> ValueError:
-    return ValueError(
-        f"{block} is damaged ({reason}): delete that folder, and its prompts will be encoded again"
-    )
-
-
-def _check_alike(rows: Mapping[str, Rows]) -> None:
-    """Raises ValueError if texts differ in their arrays' names, dtypes, or shapes behind the first axis."""
-    kinds = {
-        tuple(sorted((name, a.dtype.name, a.ndim, a.shape[1:]) for name, a in arrays.items()))
-        for arrays in rows.values()
-    }
-    if len(kinds) != 1 or not all(rank for *_, rank, _ in next(iter(kinds))):
-        raise ValueError(
-            "all encoded prompts of a dataset must have arrays of the same names, dtypes and shapes but for the first "
-            f"axis, and there are {len(kinds)} kinds"
-        )
-
-
-def _size(folder: pathlib.Path) -> int:
-    """Bytes of all files below, without what another process removes meanwhile."""
-    # Not by rglob, which fails where a folder is removed.
-    return sum(_bytes(os.path.join(at, name)) for at, _, names in os.walk(folder) for name in names)
-
-
-def _bytes(file: str) -> int:
-    try:
-        return os.stat(file).st_size
-    except FileNotFoundError:
+        return file.stat().st_size
+    except FileNotFoundError:  # removed by another process
         return 0
 
 
-def _use(block: pathlib.Path) -> None:
-    with contextlib.suppress(OSError):  # others' datasets may be read-only
-        os.utime(block)
+def _mark_used(files: Iterable[CacheFile]) -> None:
+    for path in {file.path for file in files}:
+        with contextlib.suppress(OSError):  # removed, or read-only for this user
+            os.utime(path)
 
 
-def _last_use(path: pathlib.Path) -> float:
+def _last_use(file: pathlib.Path) -> float:
     try:
-        return path.stat().st_mtime
+        return file.stat().st_mtime
     except FileNotFoundError:
         return 0.0
-
-
-def _remove(path: pathlib.Path, folder: pathlib.Path) -> None:
-    """Moves a folder out of sight, so that nothing sees half of it, and deletes it."""
-    hidden = pathlib.Path(tempfile.mkdtemp(prefix=REMOVED, dir=folder))
-    with contextlib.suppress(OSError):  # another process was faster
-        path.rename(hidden / path.name)
-    shutil.rmtree(hidden, ignore_errors=True)
-
-
-def _remove_remains(folder: pathlib.Path) -> None:
-    """Deletes what processes left that were killed while they built or removed something."""
-    for prefix in (BUILDING, REMOVED):
-        for path in folder.glob(f"{prefix}*"):
-            if time.time() - _last_use(path) > IN_USE_S:
-                shutil.rmtree(path, ignore_errors=True)

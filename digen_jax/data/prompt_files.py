@@ -1,6 +1,5 @@
-"""Prompt files to records: GenEval metadata (.jsonl), one prompt a line (.txt), or a data set of the hub."""
+"""Reads prompt files: .jsonl (one object a line), .txt (one prompt a line), or a data set of `datasets`."""
 
-import concurrent.futures
 import itertools
 import json
 import os
@@ -9,11 +8,13 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from digen_jax.data import hub
+from digen_jax.data import datasets
 from digen_jax.files import in_home, parse_json
-from digen_jax.images import check_image_file
 
-# Of a line in bytes: a text encoder reads some hundred letters, and metadata is not much longer.
+Path = str | os.PathLike
+Record = dict[str, Any]
+
+# In bytes. A text encoder reads some hundred letters, and metadata is not much longer.
 LONGEST_LINE = 1_000_000
 # Characters that no editor shows: control characters, soft hyphens, marks of direction, spaces without width, byte
 # order marks, tags. Joiners of letters and emoji are not among them.
@@ -22,137 +23,52 @@ HIDDEN = re.compile(
     "\U000e0000-\U000e007f]"
 )
 JOINERS = "\u200c\u200d\ufe0e\ufe0f"
-# Fields that records get.
+# Fields that are added to records.
 SERIAL, PROMPT_FILE = "serial", "prompt_file"
 RESERVED = {SERIAL: "the number of the group", PROMPT_FILE: "the file of the prompt"}
+# Labels of a run's evaluation prompts in its output.
+HELD_OUT, TRAINING = "held-out prompts", "training prompts"
 
 
-def read_prompt_file(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """All records of a prompt file, in the file's order.
+def read_prompt_file(path: Path) -> list[Record]:
+    """Reads the records of a prompt file, in the file's order.
 
-    A .txt file holds one prompt a line; its records are `{"prompt": line}`, without the white
-    space around it. A .jsonl file holds one object a line with a string `prompt`; blank lines are
-    skipped. `negative_prompt`, a string that may be empty, is read by a model's pass without the
-    prompt. The fields of GenEval's metadata (Ghosh et al. 2023, arXiv 2310.11513) are checked
-    where they are present: `tag`, a string; `include` and `exclude`, lists of objects with
-    `class`, `count` and optionally `color` and `position` = [relation, index of an earlier
-    `include`]. `image` is the path of a picture to edit, relative to the file's folder: see
-    `located`. All other fields are kept as they are. `path` may also name a data set of the hub,
-    whose rows count as lines: see `hub.Place`.
+    A .txt file has one prompt a line; its records are `{"prompt": line}`, without the white space around it. A .jsonl
+    file has one object a line with a string `prompt`; blank lines are skipped. `negative_prompt`, a string that may be
+    empty, is the prompt of the unconditional pass. The fields of GenEval's metadata (Ghosh et al. 2023, arXiv
+    2310.11513) are checked where they are present: `tag`, a string; `include` and `exclude`, lists of objects with
+    `class`, `count` and optionally `color` and `position` = [relation, index of an earlier `include`]. `image` is the
+    path of an image to edit, relative to the file's folder, or a URL. All other fields are kept as they are. `path`
+    may also name a data set, whose rows count as lines: see `datasets`.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file is neither .jsonl nor .txt, has no prompt, or has a line that cannot
-            be used; the message gives its number and what to change.
+      FileNotFoundError: there is no such file.
+      ValueError: the file is neither .jsonl nor .txt, has no prompt, or has an invalid line; the message has the
+        line's number and what to change.
     """
     return [record for _, record in numbered_records(path)]
 
 
-def read_prompt_files(paths: Sequence[str | os.PathLike[str]]) -> list[list[dict[str, Any]]]:
-    """The records of each file, as `marked`. Raises as `read_prompt_file`."""
-    several = len(paths) > 1
-    return [[marked(path, record, several) for record in read_prompt_file(path)] for path in paths]
+def read_prompt_files(paths: Sequence[Path]) -> list[list[Record]]:
+    """Reads the records of each file, with the field `prompt_file` if there are several; see `read_prompt_file`."""
+    return [add_source(path, paths, read_prompt_file(path)) for path in paths]
 
 
-def marked(path: str | os.PathLike[str], record: dict[str, Any], several: bool) -> dict[str, Any]:
-    """A record that says which file it is from, if there are `several`."""
-    return record | ({PROMPT_FILE: str(path)} if several else {})
+def add_source(path: Path, paths: Sequence[Path], records: Sequence[Record]) -> list[Record]:
+    """Returns the records of the file at `path` with the field `prompt_file`, if `paths` are several."""
+    source = {PROMPT_FILE: str(path)} if len(paths) > 1 else {}
+    return [record | source for record in records]
 
 
-def numbered_records(path: str | os.PathLike[str]) -> list[tuple[int, dict[str, Any]]]:
-    """The records of a file with the numbers of their lines, from 1; raises as `read_prompt_file`."""
-    numbered = _numbered_records(path, read_bytes(path))
-    return [(number, located(path, record)) for number, record in numbered]
+def numbered_records(path: Path, content: bytes | None = None) -> list[tuple[int, Record]]:
+    """Reads the records of a file with their line numbers, from 1; raises as `read_prompt_file`.
 
-
-def located(path: str | os.PathLike[str], record: dict[str, Any]) -> dict[str, Any]:
-    """A record of the prompt file at `path`, whose `image` is a path as seen from the working folder, or a URL."""
-    image = record.get("image")
-    if not isinstance(image, str) or not image.strip() or "://" in image or hub.is_hub(path):
-        return record
-    return record | {"image": str(pathlib.Path(path).parent / in_home(image))}
-
-
-def first_negative(path: str | os.PathLike[str]) -> str | None:
-    """The place of a prompt file's first negative prompt, "FILE, line N"; None: there is none.
-
-    Raises as `read_prompt_file` if there is one.
+    Args:
+      path: of the file; gives the format, and is named in errors.
+      content: of the file. None means that it is read here.
     """
-    if b"negative_prompt" not in read_bytes(path):
-        return None
-    numbers = (number for number, record in numbered_records(path) if "negative_prompt" in record)
-    number = next(numbers, None)
-    return None if number is None else f"{path}, line {number}"
-
-
-def negatives_differ(paths: Sequence[str | os.PathLike[str]]) -> bool:
-    """Whether prompts of files have different negative ones; a file that does not exist has none."""
-    here = [path for path in paths if hub.is_hub(path) or pathlib.Path(path).is_file()]
-    if all(first_negative(path) is None for path in here):
-        return False
-    records = itertools.chain.from_iterable(map(read_prompt_file, here))
-    return len({record.get("negative_prompt") for record in records}) > 1
-
-
-def check_pictures(path: str | os.PathLike[str]) -> None:
-    """Reads the pictures to edit of a prompt file, of which each record must have one.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: as `read_prompt_file`; or names the line of the first record whose picture is
-            missing or broken.
-    """
-    numbered = numbered_records(path)
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        # Pillow decodes without Python's lock.
-        mistakes = pool.map(_picture_mistake, [record for _, record in numbered])
-        for (number, _), mistake in zip(numbered, mistakes, strict=True):
-            if mistake:
-                pool.shutdown(cancel_futures=True)
-                raise ValueError(f"{path}, line {number}: {mistake}")
-
-
-def _picture_mistake(record: dict[str, Any]) -> str | None:
-    image = record.get("image")
-    if not isinstance(image, str) or not image.strip():
-        return (
-            '"image" is missing; give the path of the picture to edit, relative to the prompt file'
-        )
-    try:
-        check_image_file(image)
-    except ValueError as error:
-        return f"{error}; give the path of a whole picture, relative to the prompt file"
-    return None
-
-
-def read_bytes(path: str | os.PathLike[str]) -> bytes:
-    """The content of the prompt file at `path`; FileNotFoundError says what to do.
-
-    A data set of the hub is read as the lines of a .jsonl file; ValueError says why it cannot be.
-    """
-    if hub.is_hub(path):
-        return hub.read_rows(str(path))
-    path = pathlib.Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"There is no prompt file at {path}: give the path of a .jsonl or .txt file, or hf:owner/name for a "
-            "data set of the hub."
-        )
-    return path.read_bytes()
-
-
-def parse_prompts(path: str | os.PathLike[str], content: bytes) -> list[dict[str, Any]]:
-    """The records of a prompt file's content; `path` gives the format and is named in errors.
-
-    As in `read_prompt_file`, but a picture's path is as the file has it.
-    """
-    return [record for _, record in _numbered_records(path, content)]
-
-
-def _numbered_records(
-    path: str | os.PathLike[str], content: bytes
-) -> list[tuple[int, dict[str, Any]]]:
     parsers = {".jsonl": _parse_json, ".txt": _parse_text}
+    content = read_bytes(path) if content is None else content
     suffix = suffix_of(path)
     if suffix not in parsers:
         raise ValueError(
@@ -166,21 +82,74 @@ def _numbered_records(
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from error
         if record is not None:
-            records.append((number, record))
+            records.append((number, _with_image_path(path, record)))
     if not records:
         raise ValueError(f"{path} holds no prompt: write at least one line.")
     return records
 
 
-def suffix_of(path: str | os.PathLike[str]) -> str:
-    """What says the format of a prompt file."""
-    return ".jsonl" if hub.is_hub(path) else pathlib.Path(path).suffix
+def _with_image_path(path: Path, record: Record) -> Record:
+    """Returns a record whose `image` is relative to the working folder instead of the prompt file's."""
+    image = record.get("image")
+    if not isinstance(image, str) or not image.strip() or "://" in image:
+        return record
+    if datasets.is_dataset(path):
+        return record
+    return record | {"image": str(pathlib.Path(path).parent / in_home(image))}
 
 
-def _lines(path: str | os.PathLike[str], content: bytes) -> Iterator[tuple[int, str]]:
-    """Numbered lines up to the last that is not blank, without byte order marks, of which joined files have several.
+def first_negative(path: Path) -> str | None:
+    """Returns the place of a file's first negative prompt, "FILE, line N", or None; raises as `read_prompt_file`."""
+    content = read_bytes(path)
+    if b"negative_prompt" not in content:  # saves parsing
+        return None
+    numbered = numbered_records(path, content)
+    found = (f"{path}, line {n}" for n, record in numbered if "negative_prompt" in record)
+    return next(found, None)
 
-    Only a line feed ends a line: a prompt may contain Unicode's other separators.
+
+def negatives_differ(paths: Sequence[Path]) -> bool:
+    """Returns whether files have several different negative prompts; files that do not exist are ignored."""
+    found = [path for path in paths if datasets.is_dataset(path) or pathlib.Path(path).is_file()]
+    if all(first_negative(path) is None for path in found):
+        return False
+    records = itertools.chain.from_iterable(map(read_prompt_file, found))
+    return len({record.get("negative_prompt") for record in records}) > 1
+
+
+def prompts_label(training: Sequence[str], evaluation: str) -> str:
+    """Returns TRAINING if the evaluation's prompt file is also a training file, else HELD_OUT."""
+    own, *others = (pathlib.Path(path).resolve() for path in (evaluation, *training))
+    return TRAINING if evaluation and own in others else HELD_OUT
+
+
+def read_bytes(path: Path) -> bytes:
+    """Reads the content of a prompt file; that of a data set is the lines of a .jsonl file.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: the data set cannot be read.
+    """
+    if datasets.is_dataset(path):
+        return datasets.read_rows(str(path))
+    path = pathlib.Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"There is no prompt file at {path}: give the path of a .jsonl or .txt file, or hf:owner/name for a "
+            "data set of the hub."
+        )
+    return path.read_bytes()
+
+
+def suffix_of(path: Path) -> str:
+    """Returns the suffix that gives a prompt file's format."""
+    return ".jsonl" if datasets.is_dataset(path) else pathlib.Path(path).suffix
+
+
+def _lines(path: Path, content: bytes) -> Iterator[tuple[int, str]]:
+    """Yields numbered lines up to the last one that is not blank, without byte order marks.
+
+    Joined files have several such marks. Only a line feed ends a line: a prompt may have Unicode's other separators.
     """
     lines = content.rstrip().split(b"\n") if content.strip() else []
     for number, line in enumerate(lines, start=1):
@@ -198,7 +167,7 @@ def _lines(path: str | os.PathLike[str], content: bytes) -> Iterator[tuple[int, 
             ) from error
 
 
-def _parse_text(line: str) -> dict[str, Any]:
+def _parse_text(line: str) -> Record:
     if not line.strip():
         raise ValueError("the prompt is blank; write one or delete the line.")
     if _is_hidden(line):
@@ -207,12 +176,12 @@ def _parse_text(line: str) -> dict[str, Any]:
 
 
 def _is_hidden(text: str) -> bool:
-    """Whether a text has no character that can be seen."""
+    """Returns whether a text has no visible character."""
     return not "".join(HIDDEN.sub("", text).split()).strip(JOINERS)
 
 
-def _parse_json(line: str) -> dict[str, Any] | None:
-    """The record of a line, None for a blank line."""
+def _parse_json(line: str) -> Record | None:
+    """Returns the record of a line, or None for a blank line."""
     if not line.strip():
         return None
     try:
@@ -229,11 +198,11 @@ def _parse_json(line: str) -> dict[str, Any] | None:
 
 
 def _refuse(constant: str) -> None:
-    """Python reads these, but no other program does, a reward server among them."""
+    """Rejects NaN and infinities, which Python reads, but reward servers may not."""
     raise ValueError(f"{constant} is no JSON number; write null, or leave the field out.")
 
 
-def _check_record(record: dict[str, Any]) -> None:
+def _check_record(record: Record) -> None:
     if "prompt" not in record:
         raise ValueError('"prompt" is missing; give the text to draw.')
     prompt = record["prompt"]
@@ -261,7 +230,7 @@ def _check_record(record: dict[str, Any]) -> None:
         _check_object(f"exclude[{index}]", entry, earlier=len(included))
 
 
-def _objects(record: dict[str, Any], field: str) -> list[Any]:
+def _objects(record: Record, field: str) -> list[Any]:
     entries = record.get(field, [])
     if not isinstance(entries, list):
         raise ValueError(f'"{field}" must be a list of objects, not {entries!r}.')
@@ -269,7 +238,7 @@ def _objects(record: dict[str, Any], field: str) -> list[Any]:
 
 
 def _check_object(name: str, entry: Any, earlier: int) -> None:
-    """Check one entry of include or exclude; its position may refer to one of the `earlier` includes."""
+    """Checks an entry of include or exclude; its position may refer to one of the `earlier` includes."""
     if not isinstance(entry, dict):
         raise ValueError(f'{name} must be an object with "class" and "count", not {entry!r}.')
     texts = {"class": entry.get("class"), "color": entry.get("color", "any")}
@@ -277,7 +246,7 @@ def _check_object(name: str, entry: Any, earlier: int) -> None:
         if not isinstance(text, str) or not text:
             raise ValueError(f'{name}: "{field}" must be a text, not {text!r}.')
     count = entry.get("count")
-    if not _is_integer(count) or count < 1:
+    if type(count) is not int or count < 1:
         raise ValueError(f'{name}: "count" must be an integer of at least 1, not {count!r}.')
     if "position" in entry:
         _check_position(name, entry["position"], earlier)
@@ -285,7 +254,7 @@ def _check_object(name: str, entry: Any, earlier: int) -> None:
 
 def _check_position(name: str, position: Any, earlier: int) -> None:
     pair = isinstance(position, list) and len(position) == 2
-    if not pair or not isinstance(position[0], str) or not _is_integer(position[1]):
+    if not pair or not isinstance(position[0], str) or type(position[1]) is not int:
         raise ValueError(
             f'{name}: "position" must be [relation, index of an earlier include], such as '
             f'["left of", 0], not {position!r}.'
@@ -295,8 +264,3 @@ def _check_position(name: str, position: Any, earlier: int) -> None:
             f'{name}: "position" names include[{position[1]}], which is not an earlier entry; '
             "give the index of one that stands before it."
         )
-
-
-def _is_integer(value: Any) -> bool:
-    """Whether a value is an integer; True and False are not."""
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -13,7 +13,6 @@ import os
 import pathlib
 import socket
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -150,7 +149,7 @@ class RolloutProcess:
         """Returns precomputed prompt embeddings, which the driver sends on request, or None if this worker encodes."""
         from digen_jax.assemble import recipe_model
         from digen_jax.parallel.encoding import PrecomputedPrompts
-        from digen_jax.prompt_store import encoder_shapes, is_ahead
+        from digen_jax.prompt_store import encoder_shapes, is_precomputed
 
         def read(texts: Sequence[str]) -> list[Any]:
             if missing := [text for text in dict.fromkeys(texts) if text not in self._rows]:
@@ -158,7 +157,7 @@ class RolloutProcess:
             return [self._rows[text] for text in texts]
 
         _, family = recipe_model(config)
-        if not is_ahead(config, family):
+        if not is_precomputed(config, family):
             return None
         return PrecomputedPrompts(family, encoder_shapes(config, family), read)
 
@@ -432,11 +431,10 @@ class TrainingProcess(RolloutProcess):
 
 
 def _batches(config: "TrainConfig", first: int) -> Iterator[list[dict[str, Any]]]:
-    """Yields the prompt records of every step from `first` on."""
+    """Returns the prompt records of every step from `first` on."""
     from digen_jax.assemble import drawn_prompts
 
-    with tempfile.TemporaryDirectory(prefix="digen_jax_prompts_") as cache:
-        yield from map(drawn_prompts(config, cache).at, itertools.count(first))
+    return map(drawn_prompts(config).at, itertools.count(first))
 
 
 if TYPE_CHECKING:  # it imports JAX: see `worker_process`

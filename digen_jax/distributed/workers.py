@@ -40,7 +40,7 @@ from digen_jax.errors import ConfigError
 from digen_jax.parallel.encoding import PrecomputedPrompts, Rows
 from digen_jax.process.job import START_TIMEOUT, Place
 from digen_jax.process.shutdown import STOPPED, Stopped, exit_now, log_fatal
-from digen_jax.prompt_store import stored
+from digen_jax.prompt_store import stored_prompts
 from digen_jax.rewards.request_log import moved
 from digen_jax.runtime.array_transfer import (
     ConditioningKey,
@@ -587,7 +587,7 @@ class RemoteWorkers:
     def _stored(self) -> PrecomputedPrompts:
         """Precomputed prompt embeddings."""
         folder, family = recipe_model(self._config)  # not in the constructor: JAX starts
-        return stored(self._config, folder, family)
+        return stored_prompts(self._config, folder, family)
 
     def _join(self, proxy: WorkerProxy) -> None:
         """Registers a worker that is ready, and adds it to the run."""

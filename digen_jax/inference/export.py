@@ -1,4 +1,4 @@
-"""Export of a training run as files that diffusers loads."""
+"""Exports a training run as files that diffusers loads."""
 
 import functools
 import pathlib
@@ -19,19 +19,19 @@ from digen_jax.inference.model import TunedRun, all_devices, defaults_of_run, re
 
 
 def export(workdir: pathlib.Path, output: pathlib.Path, lora: bool | None = None) -> TunedRun:
-    """Writes the newest checkpoint of a run, or its average of the weights where the run keeps one.
+    """Writes the newest checkpoint of a run, or its EMA of the weights if it has one.
 
     Args:
-      workdir: the run's.
-      output: a folder that does not exist yet. It becomes a complete pipeline, or holds a LoRA for
+      workdir: of the run.
+      output: a folder that does not exist yet. It becomes a complete pipeline, or gets a LoRA for
         `pipe.load_lora_weights`.
-      lora: whether to write the LoRA alone or merged into a pipeline; None: alone where there is one.
+      lora: whether to write a LoRA alone or merged into a pipeline. None means alone.
 
     Returns:
       The run whose weights were written.
 
     Raises:
-      ConfigError: the run cannot be read, or has no LoRA where one is wanted, or the output exists.
+      ConfigError: the run cannot be read, or has no LoRA but `lora` is True, or the output exists.
     """
     if output.exists():
         raise ConfigError(f"{output} exists already: choose another folder or delete it")
@@ -46,8 +46,8 @@ def export(workdir: pathlib.Path, output: pathlib.Path, lora: bool | None = None
     if has_lora and lora is not False:
         write_lora(output, run.tuned, run.policy.lora.alpha, run.policy.family.lists)
     else:
-        whole = run.whole()
-        write = {part: functools.partial(_write, run, part, tree) for part, tree in whole.items()}
+        merged = run.merged()
+        write = {part: functools.partial(_write, run, part, tree) for part, tree in merged.items()}
         sampling = defaults_of_run(run.recipe)
         own = {"steps": sampling.steps, "guidance": sampling.guidance}
         if run.policy.family.guidance == "both":
@@ -57,7 +57,7 @@ def export(workdir: pathlib.Path, output: pathlib.Path, lora: bool | None = None
 
 
 def how_to_load(run: TunedRun, output: pathlib.Path) -> str:
-    """The lines of Python that load the export in `output` with diffusers."""
+    """Returns the Python code that loads the export in `output` with diffusers."""
     whole = (output / "model_index.json").exists()
     source = str(output) if whole else run.recipe.model.folder
     # diffusers needs an argument for each absent component, although model_index.json names them.
@@ -71,7 +71,7 @@ def how_to_load(run: TunedRun, output: pathlib.Path) -> str:
 def first_average(run: TunedRun) -> int | None:
     """Returns the step that mixes weights into the run's average for the first time, or None if it is over.
 
-    Until then the average, and with it the export, is the model that the run started from.
+    Until then the average is the model that the run started from.
     """
     average = run.recipe.trainer.average
     return average.first_step if average.decay and run.step < average.first_step else None

@@ -1,4 +1,4 @@
-"""A model opened to sample from: a pipeline folder, a hub id, or a training run at its newest checkpoint."""
+"""Opens a model to sample from: a pipeline folder, a hub id, or a training run at its newest checkpoint."""
 
 import dataclasses
 import pathlib
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from digen_jax.checkpoints.checkpoint_folder import read_checkpoint
+from digen_jax.checkpoints.checkpointer import read_checkpoint
 from digen_jax.checkpoints.folder import SAMPLING, read_json
 from digen_jax.checkpoints.lora import merge
 from digen_jax.checkpoints.lora_files import open_lora, read_lora
@@ -34,7 +34,7 @@ from digen_jax.policies import check_negative, make_policy, trained_of
 
 
 class Defaults(NamedTuple):
-    """How a model is sampled by default."""
+    """Default sampling settings of a model."""
 
     height: int
     width: int
@@ -43,8 +43,8 @@ class Defaults(NamedTuple):
     true_cfg_scale: float = 1.0  # see `Policy`
 
 
-class Asked(NamedTuple):
-    """What is asked of a sampler; None takes the model's default."""
+class SamplingOptions(NamedTuple):
+    """Options of a sampler. None means the model's default."""
 
     guidance: float | None = None
     steps: int | None = None
@@ -61,21 +61,21 @@ class TunedRun(NamedTuple):
     folder: pathlib.Path  # the pipeline it started from
     policy: Policy
     tuned: Any
-    base: Params  # the trained components as that pipeline has them
+    base: Params  # the trained components of that pipeline
 
-    def whole(self) -> Params:
-        """The trained components with what was tuned in them; LoRA is merged."""
+    def merged(self) -> Params:
+        """Returns the complete trained components; a LoRA is merged."""
         return self.policy.merged(self.tuned, self.base)
 
 
 class Model(NamedTuple):
-    """A model with its parameters on a mesh, every device holding all of them."""
+    """A model with its parameters, replicated on all devices of a mesh."""
 
     family: Family
     group: DeviceGroup
     weights: Weights
     defaults: Defaults
-    run: TrainConfig | None  # of the training run that made it
+    run: TrainConfig | None  # of the training run that produced it
 
     def sampler(
         self,
@@ -85,29 +85,29 @@ class Model(NamedTuple):
         width: int | None,
         true_cfg_scale: float | None = None,
     ) -> Sampler:
-        """The sampler without noise between the steps; None takes the model's default.
+        """Returns a sampler without noise between the steps. None means the model's default.
 
         Raises:
           ConfigError: no step, or a size that does not fit the model.
         """
-        asked = Asked(guidance, steps, height, width, true_cfg_scale)
-        return _sampler(self.family, self.group, self.defaults, asked)
+        options = SamplingOptions(guidance, steps, height, width, true_cfg_scale)
+        return _sampler(self.family, self.group, self.defaults, options)
 
     def editing(self, records: Sequence[Record], source: Size | None = None) -> "Model":
-        """The model for the pictures of some records, which it edits if it can.
+        """Returns the model for the images of some records, which it edits if it can.
 
         Args:
           records: of prompts, each with an `image` or none with one.
-          source: the size that pictures are resized to; None: the run's, or as diffusers' pipeline chooses.
+          source: the size that images are resized to. None means the run's, or that of diffusers' pipeline.
 
         Raises:
-          ConfigError: pictures that are missing, cannot be read, or need different sizes; or a size without them.
+          ConfigError: images that are missing, cannot be read, or need different sizes; or a size without images.
         """
         family = edited(self.family, records, source)
         return self if family is self.family else self._replace(family=family)
 
     def batch(self, wanted: int, images: int) -> int:
-        """The batch size: `wanted`, at most the number of images, rounded up to a multiple of the devices."""
+        """Returns a batch size: `wanted`, at most the number of images, rounded up to a multiple of the devices."""
         check_positive("the batch", wanted)
         devices = self.group.images
         return -(-min(wanted, images) // devices) * devices
@@ -118,7 +118,7 @@ def open_model(
     devices: Sequence[jax.Device],
     lora: str | None = None,
     dtype: str | None = None,
-    asked: Sequence[Asked] = (),
+    options: Sequence[SamplingOptions] = (),
     negative: str | None = None,
     fits: Callable[[Family], None] = lambda family: None,
 ) -> Model:
@@ -128,13 +128,13 @@ def open_model(
       name: a diffusers pipeline folder, a hub id "owner/name", or the workdir of a training run.
       devices: images are split over all of them.
       lora: a folder or file with a LoRA (`lora_files.open_lora`), which is merged into what it adapts.
-      dtype: of the network's arithmetic; None takes the run's, or float32.
-      asked: of the samplers that will be made; what does not fit is refused before weights are read.
-      negative: what gives prompts a negative one, as the beginning of a sentence; refused if no sampler reads it.
-      fits: a check of the caller's own at that time; raises ConfigError.
+      dtype: of the network's arithmetic. None means the run's, or float32.
+      options: of the samplers that will be created, which are checked before weights are read.
+      negative: where a negative prompt comes from, as the start of an error message; refused if no sampler reads it.
+      fits: another check before weights are read; raises ConfigError.
 
     Raises:
-      ConfigError: one sentence on what cannot be read, or does not fit the model.
+      ConfigError: something cannot be read, or does not fit the model.
     """
     group = all_devices(devices)
 
@@ -143,7 +143,7 @@ def open_model(
         if lora is not None:
             shapes = trained_of(family, family.shapes())
             open_lora(lora, shapes, family.lists)
-        policies = [_sampler(family, group, defaults, one).policy for one in asked]
+        policies = [_sampler(family, group, defaults, one).policy for one in options]
         if negative is not None:
             check_negative(negative, policies, "--")
         check_parts(family, folder, family.shapes())
@@ -152,7 +152,7 @@ def open_model(
         if is_run(name):
             run = read_run(name, group, dtype, check)
             recipe, folder, family = run.recipe, run.folder, run.policy.family
-            trained, defaults = run.whole(), defaults_of_run(recipe)
+            trained, defaults = run.merged(), defaults_of_run(recipe)
         else:
             recipe, folder = None, open_pipeline(name)
             family = load_family(folder, dtype or "float32")
@@ -167,10 +167,10 @@ def open_model(
 
 
 def edited(family: Family, records: Sequence[Record], source: Size | None = None) -> Family:
-    """The family for the pictures of some records; arguments and errors as in `Model.editing`."""
+    """Returns the family for the images of some records; arguments and errors as in `Model.editing`."""
     with user_input():
         given = [record["image"] for record in records if "image" in record and family.edits]
-        # As (width, height), because all of the pictures together may be large.
+        # As (width, height): all images together may be large.
         shapes = [read_image(image).size for image in given]
     if not shapes and family.source is None:
         if source is not None:
@@ -187,13 +187,15 @@ def edited(family: Family, records: Sequence[Record], source: Size | None = None
 
 
 def all_devices(devices: Sequence[jax.Device]) -> DeviceGroup:
-    """One mesh of all the devices: images are split over them, parameters are whole on each."""
+    """Returns one mesh of all devices: images are split over them, parameters are replicated."""
     return DeviceGroup(make_mesh(devices, data=len(devices)))
 
 
-def _sampler(family: Family, group: DeviceGroup, defaults: Defaults, asked: Asked) -> Sampler:
-    """The sampler without noise between the steps; ConfigError where what is asked does not fit the family."""
-    given = {name: value for name, value in asked._asdict().items() if value is not None}
+def _sampler(
+    family: Family, group: DeviceGroup, defaults: Defaults, options: SamplingOptions
+) -> Sampler:
+    """Returns the sampler without noise between the steps; raises ConfigError if the options do not fit."""
+    given = {name: value for name, value in options._asdict().items() if value is not None}
     chosen = defaults._replace(**given)
     check_positive("the number of steps", chosen.steps)
     settings = SamplerSettings(Size(chosen.height, chosen.width), chosen.steps, Ode())
@@ -203,7 +205,7 @@ def _sampler(family: Family, group: DeviceGroup, defaults: Defaults, asked: Aske
 
 
 def is_run(name: str | pathlib.Path) -> bool:
-    """Whether a name is the workdir of a training run; ConfigError for any other folder but a pipeline's."""
+    """Returns whether a name is the workdir of a training run; raises ConfigError for an unknown kind of folder."""
     folder = pathlib.Path(name).expanduser()
     if not folder.is_dir() or (folder / "model_index.json").exists():
         return False
@@ -221,12 +223,12 @@ def read_run(
     dtype: str | None = None,
     check: Callable[[Family, pathlib.Path, Defaults], None] | None = None,
 ) -> TunedRun:
-    """The newest checkpoint of a training run, which may be in progress; its average where it keeps one.
+    """Reads the newest checkpoint of a training run, which may be in progress; its EMA if it has one.
 
     Args:
       workdir: of the run.
       group: the devices that the parameters are read onto.
-      dtype: of the network's arithmetic; None takes the run's.
+      dtype: of the network's arithmetic. None means the run's.
       check: called before weights are read.
 
     Raises:
@@ -254,9 +256,9 @@ def read_run(
 
 
 def run_recipe(workdir: pathlib.Path) -> TrainConfig:
-    """The recipe of the run in a workdir; fields that were introduced later have their defaults.
+    """Reads the config of the run in a workdir; fields that were introduced later have their defaults.
 
-    Relative paths are those seen from the folder in which the run was started, if they still exist there.
+    Relative paths become absolute, from the folder in which the run was started, if they still exist there.
     """
     if not (workdir / "config.json").exists():
         raise ConfigError(
@@ -273,11 +275,11 @@ def run_recipe(workdir: pathlib.Path) -> TrainConfig:
         recipe = read_config(given)
     except ConfigError as error:
         raise ConfigError(f"{workdir} is no training run's workdir: {error}") from error
-    return _located(recipe, started_in(workdir))
+    return _with_absolute_paths(recipe, started_in(workdir))
 
 
-def _located(recipe: TrainConfig, start: pathlib.Path | None) -> TrainConfig:
-    """The recipe with the paths that exist relative to `start` as absolute ones; None leaves all as they are."""
+def _with_absolute_paths(recipe: TrainConfig, start: pathlib.Path | None) -> TrainConfig:
+    """Returns the config with absolute paths where they exist relative to `start`. None changes nothing."""
 
     def at_start(name: Any) -> Any:
         if start is None or start == pathlib.Path.cwd() or not (name and isinstance(name, str)):
@@ -303,7 +305,7 @@ def _located(recipe: TrainConfig, start: pathlib.Path | None) -> TrainConfig:
 def _common_size(
     family: Family, records: Sequence[Record], shapes: Sequence[tuple[int, int]]
 ) -> Size:
-    """The size that the pipeline chooses for all of the records' pictures, of (width, height)."""
+    """Returns the size that the pipeline chooses for all images, of (width, height)."""
     sizes = [family.source_size(height, width) for width, height in shapes]
     for record, size in zip(records, sizes, strict=True):
         if size != sizes[0]:
@@ -316,12 +318,14 @@ def _common_size(
 
 
 def _defaults_of_folder(folder: pathlib.Path, family: Family) -> Defaults:
-    """The defaults of the pipeline's own `SAMPLING` file, or those of diffusers' pipeline."""
+    """Returns the defaults of the folder's `SAMPLING` file, or those of diffusers' pipeline."""
     defaults = {"steps": family.default_steps, "guidance": family.default_guidance}
     if family.guidance == "both":
         defaults["true_cfg_scale"] = 1.0
     path = folder / SAMPLING
     own = read_json(path) if path.exists() else {}
+    if "true_guidance" in own:  # its name in older exports
+        own["true_cfg_scale"] = own.pop("true_guidance")
     for name, value in own.items():
         if name not in defaults or type(value) not in (int, type(defaults[name])):
             raise ConfigError(
@@ -333,14 +337,14 @@ def _defaults_of_folder(folder: pathlib.Path, family: Family) -> Defaults:
 
 
 def defaults_of_run(recipe: TrainConfig) -> Defaults:
-    """The sampling settings of the run's own evaluation."""
+    """Returns the sampling settings of the run's evaluation."""
     size, evaluation = recipe.evaluation_size, recipe.evaluation
     guidances = evaluation.guidance, evaluation.true_cfg_scale
     return Defaults(size.height, size.width, recipe.evaluation_steps, *guidances)
 
 
 def _read_tree(workdir: pathlib.Path, tree: str, policy: Policy, group: DeviceGroup) -> Any:
-    """One tree of parameters from the newest checkpoint, replicated."""
+    """Reads one tree of parameters from the newest checkpoint, replicated."""
     shapes = jax.eval_shape(
         lambda key, trained: policy.split(key, trained, reference=False)[0],
         jax.random.key(0),

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from digen_jax.checkpoints.checkpointer import SaveFailed
-from digen_jax.checkpoints.room import FULL
+from digen_jax.checkpoints.checkpointer import FULL, SaveFailed
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.errors import ConfigError
 from digen_jax.images import middle_frames
@@ -51,7 +50,7 @@ class Records:
       workdir: Folder of the run, which this process has claimed.
       recipe: Config of the run.
       held_out: Prompts of evaluations.
-      release_room: Frees the disk space that is reserved for a checkpoint.
+      release_space: Frees the disk space that is reserved for a checkpoint.
 
     Attributes:
       metrics: The record of all numbers.
@@ -65,11 +64,11 @@ class Records:
         workdir: pathlib.Path,
         recipe: TrainConfig,
         held_out: list[dict],
-        release_room: Callable[[], None],
+        release_space: Callable[[], None],
     ):
         self._workdir, self._recipe, self._held_out = workdir, recipe, held_out
         self._settings = recipe.scheduled(len(held_out))
-        self._release_room = release_room
+        self._release_space = release_space
         self._full: OSError | None = None  # error of a write that found the disk full
         self._timeline = TraceFile(workdir / "timeline.json")
         self._shown: list[list[Interval]] = []  # of the last steps
@@ -120,7 +119,7 @@ class Records:
             if error.errno not in FULL:
                 raise
             self._full = error
-            self._release_room()
+            self._release_space()
             write(*arguments)
 
     def check_disk(self) -> None:

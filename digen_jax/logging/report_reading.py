@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from digen_jax.data.label import prompts_label
+from digen_jax.data.prompt_files import prompts_label
 from digen_jax.errors import ConfigError
 from digen_jax.files import parse_json, without_torn_line
 from digen_jax.logging.evaluation import saved_images

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Float32
 
 from digen_jax.attention.kernels import Heads
 from digen_jax.checkpoints.lora import RANK
-from digen_jax.checkpoints.names import LAYERS, is_scanned
+from digen_jax.checkpoints.tensors import LAYERS, is_scanned
 
 Params = dict[str, Any]  # one tree for each component
 # A line of a prompt file: "prompt", "negative_prompt" (of the pass without the prompt), "image" (the picture to edit),
@@ -79,7 +79,7 @@ class Family(Protocol):
       masked: fields of the conditioning that have tokens which the network does not attend to, always the last ones,
         each with the field of booleans that says so, False for these; fields of which every token is attended to,
         padding included, are not among them.
-      lists: for each component, the modules whose children a checkpoint numbers (see `weights.names`).
+      lists: for each component, the modules whose children a checkpoint numbers (see `checkpoints.tensors`).
       frozen: for each component, paths of a trained one's parameters that no optimizer may change.
       lora_targets: the linear layers that LoRA adapts by default, as a regular expression for their whole torch names.
       guidance: how the velocity is guided.

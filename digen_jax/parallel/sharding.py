@@ -13,7 +13,7 @@ from flax.traverse_util import flatten_dict
 from jax.sharding import NamedSharding, PartitionSpec
 
 from digen_jax.checkpoints.lora import factor_axes
-from digen_jax.checkpoints.names import LAYERS
+from digen_jax.checkpoints.tensors import LAYERS
 from digen_jax.errors import ConfigError
 from digen_jax.models.family import Params
 from digen_jax.parallel.mesh import FSDP, SEQUENCE, TENSOR, parts

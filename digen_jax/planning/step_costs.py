@@ -16,7 +16,7 @@ from digen_jax.logging.metrics import read_metrics
 from digen_jax.parallel.placement import devices_per_mesh
 from digen_jax.planning.calibration import Calibration, per_device
 from digen_jax.planning.measure import UNMEASURED, measure
-from digen_jax.precompute import encode
+from digen_jax.precompute import precompute
 from digen_jax.rewards.built_in import resolve
 from digen_jax.scheduling.layouts import Scaling
 from digen_jax.scheduling.settings import Costs
@@ -87,7 +87,7 @@ def measured_costs(
     note(f"loading {recipe.model.folder}")
     records = [*itertools.chain(*read_prompt_files(recipe.prompts.paths))]
     records = [records[i % len(records)] for i in range(recipe.batch.groups)]
-    encode(recipe, jax.devices(), records)
+    precompute(recipe, jax.devices(), records)
     scorers = read_scorers(recipe, jax.devices())
     system = build(recipe, jax.devices()).with_scorers(scorers)
     measured = measure(system, recipe, records, resolve(recipe.rewards), note)

@@ -8,8 +8,14 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from digen_jax.checkpoints.checkpoint_folder import saved_steps, steps_done
-from digen_jax.checkpoints.checkpointer import Checkpointer, SaveFailed, template_of, was_saved
+from digen_jax.checkpoints.checkpointer import (
+    Checkpointer,
+    SaveFailed,
+    saved_steps,
+    steps_done,
+    template_of,
+    was_saved,
+)
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.errors import ConfigError, DivergedError
 from digen_jax.logging.command_log import read_log
@@ -74,7 +80,7 @@ class CheckpointStore(Checkpointer):
 
     def reserve(self, state: TrainState) -> None:
         """Reserves the space of a checkpoint; raises SaveFailed if there is none."""
-        self.hold_room(self._arrays(state, {}))
+        self.reserve_space(self._arrays(state, {}))
 
     def _arrays(self, state: TrainState, kept: dict[int, Any]) -> dict[str, Any]:
         arrays = {name: tree for name, tree in state._asdict().items() if tree is not None}

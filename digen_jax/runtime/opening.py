@@ -24,7 +24,7 @@ from jax._src import distributed  # JAX has no public way to its key-value store
 
 from digen_jax.assemble import build, build_trainer, drawn_prompts, held_out_prompts, read_scorers
 from digen_jax.config.train_config import TrainConfig
-from digen_jax.data.notes import tell
+from digen_jax.data.prompt_checks import report_odd_prompts
 from digen_jax.errors import ConfigError
 from digen_jax.logging.workdir import check_shared, own_claim
 from digen_jax.models.family import Family
@@ -220,7 +220,7 @@ def open_system(
     if workers is not None:
         # A worker may be ready before the model is read here: it need not draw the steps before the checkpoint.
         workers.step = oldest
-    drawn = functools.partial(reached, config, workdir / "prompts", oldest)
+    drawn = functools.partial(reached, config, oldest)
     encoding = prepare(config, devices, drawn, "trainer" if workers else None)
     scorers = () if workers else read_scorers(config, devices)
     rewards = open_rewards(config)
@@ -246,7 +246,7 @@ def print_warnings(config: TrainConfig, family: Family) -> None:
     for warning in start_warnings(config, family):
         print(f"warning: {warning}", file=sys.stderr, flush=True)
     paths = (*config.prompts.paths, config.evaluation.prompts)
-    tell(paths, family.cut, known_words(family))
+    report_odd_prompts(paths, family.cut, known_words(family))
 
 
 def open_scheduler(settings: Settings, in_flight: InFlight | None, layout: str) -> Scheduler:
@@ -350,7 +350,7 @@ def _follow(
     devices = jax.devices() if mesh is None else mesh.devices
     with stage():
         checkpoints = CheckpointStore(workdir, config)
-        drawn = functools.partial(reached, config, workdir / "prompts", checkpoints.oldest() or 0)
+        drawn = functools.partial(reached, config, checkpoints.oldest() or 0)
         encoding = prepare(config, devices, drawn, "trainer" if mesh else None)
         scorers = () if mesh else read_scorers(config, devices)
     with stage():
@@ -359,7 +359,7 @@ def _follow(
         encoding.run()
     with stage():
         system = _build(config, devices, scorers, bool(mesh))
-    held_out, prompts = held_out_prompts(config), drawn_prompts(config, workdir / "prompts")
+    held_out, prompts = held_out_prompts(config), drawn_prompts(config)
     state = system.updater.init(system.start)
     checkpoint = checkpoints.newest(state) or TrainCheckpoint(0, state, None, {})
     if checkpoint.host:

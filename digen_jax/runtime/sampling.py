@@ -20,7 +20,7 @@ from digen_jax.data.prompt_files import read_prompt_file, read_prompt_files
 from digen_jax.diffusion.sampling import Trajectory
 from digen_jax.errors import DivergedError
 from digen_jax.images import bytes_or_nan, check_images, middle_frames, reward_input
-from digen_jax.inference.evaluation import sample_fixed
+from digen_jax.inference.sampling import sample_fixed
 from digen_jax.learned_rewards.on_mesh import named
 from digen_jax.logging.image_statistics import look_beside
 from digen_jax.parallel.accumulate import trained_part

@@ -1,4 +1,4 @@
-"""Pipeline folders with a mistake: each gives one sentence that names the file, before any computation."""
+"""Invalid pipeline folders: each gives one line that names the file, before any computation."""
 
 import json
 import shutil
@@ -40,168 +40,71 @@ def refused(folder):
     return str(caught.value).replace(f"{folder}/", "")
 
 
+SCHEDULER, TRANSFORMER, VAE = (
+    "scheduler/scheduler_config.json",
+    "transformer/config.json",
+    "vae/config.json",
+)
+
+
 @pytest.mark.parametrize(
-    ("file", "values", "sentence"),
+    ("file", "values", "named"),
     [
-        ("model_index.json", dict(_class_name=["x"]), "model_index.json has no _class_name"),
-        (
-            "model_index.json",
-            dict(transformer=["diffusers", "FluxTransformer2DModel"]),
-            'model_index.json says that transformer is ["diffusers", "FluxTransformer2DModel"], but only '
-            '["diffusers", "SD3Transformer2DModel"] is supported: choose another folder',
-        ),
-        (
-            "model_index.json",
-            dict(vae=[None, None]),
-            "model_index.json says that vae is [null, null]",
-        ),
-        ("model_index.json", dict(vae=...), "model_index.json says that vae is null, but only"),
-        (
-            "model_index.json",
-            dict(tokenizer="x"),
-            'model_index.json says that tokenizer is "x", but',
-        ),
-        (
-            "transformer/config.json",
-            dict(_class_name="FluxTransformer2DModel"),
-            "transformer/config.json describes a FluxTransformer2DModel, not a SD3Transformer2DModel",
-        ),
-        (
-            "vae/config.json",
-            dict(_class_name="AutoencoderTiny"),
-            "vae/config.json describes a Auto",
-        ),
-        (
-            "text_encoder/config.json",
-            dict(architectures=["T5EncoderModel"]),
-            "text_encoder/config.json describes a T5EncoderModel, not a CLIPTextModelWithProjection",
-        ),
-        ("text_encoder/config.json", dict(model_type="t5"), "text_encoder/config.json: model_type"),
-        (
-            "vae/config.json",
-            dict(scaling_factor=0),
-            "vae/config.json: scaling_factor must be a finite number from 1e-06 to 1e+06, not 0",
-        ),
-        ("vae/config.json", dict(scaling_factor=NAN), "vae/config.json: scaling_factor must be"),
-        ("vae/config.json", dict(scaling_factor=None), "vae/config.json: scaling_factor must be"),
-        (
-            "vae/config.json",
-            dict(shift_factor="abc"),
-            "vae/config.json: shift_factor must be a finite number or null, not 'abc'",
-        ),
-        (
-            "vae/config.json",
-            dict(block_out_channels="abc"),
-            "vae/config.json: block_out_channels must be a list, each of it a whole number from 0",
-        ),
-        ("vae/config.json", dict(norm_num_groups=0), "vae/config.json: norm_num_groups must be"),
-        ("vae/config.json", dict(layers_per_block=-1), "vae/config.json: layers_per_block must be"),
-        (
-            "scheduler/scheduler_config.json",
-            dict(shift="abc"),
-            "scheduler/scheduler_config.json: shift must be a finite number from 0.001 to 1000, not 'abc'",
-        ),
-        (
-            "scheduler/scheduler_config.json",
-            dict(shift=-3),
-            "scheduler/scheduler_config.json: shift",
-        ),
-        (
-            "scheduler/scheduler_config.json",
-            dict(shift=NAN),
-            "scheduler/scheduler_config.json: shift",
-        ),
-        (
-            "scheduler/scheduler_config.json",
-            dict(num_train_timesteps=500),
-            "scheduler/scheduler_config.json: num_train_timesteps must be 1000, not 500",
-        ),
-        (
-            "scheduler/scheduler_config.json",
-            dict(use_dynamic_shifting="no"),
-            "scheduler/scheduler_config.json: use_dynamic_shifting must be true or false, not 'no'",
-        ),
-        (
-            "transformer/config.json",
-            dict(num_layers=1_000_000),
-            "transformer/config.json: num_layers must be a whole number from 1 to 1000, not 1000000",
-        ),
-        (
-            "text_encoder_2/config.json",
-            dict(num_hidden_layers="x"),
-            "text_encoder_2/config.json: num_hidden_layers must be a whole number from 1 to 1000",
-        ),
-        (
-            "text_encoder/config.json",
-            dict(num_attention_heads=0),
-            "text_encoder/config.json: num_a",
-        ),
-        (
-            "tokenizer/tokenizer_config.json",
-            dict(model_max_length=...),
-            "tokenizer/tokenizer_config.json: model_max_length must be the number of tokens",
-        ),
-        (
-            "tokenizer_2/tokenizer_config.json",
-            dict(model_max_length=1000),
-            "tokenizer_2/tokenizer_config.json: model_max_length must be at most 12, the positions of",
-        ),
-        (
-            "tokenizer/tokenizer.json",
-            dict(model={"type": "none"}),
-            "the tokenizer in ",
-        ),
+        ("model_index.json", dict(_class_name=["x"]), "_class_name"),
+        ("model_index.json", dict(transformer=["diffusers", "Flux"]), '["diffusers", "Flux"]'),
+        ("model_index.json", dict(vae=[None, None]), "vae is [null, null]"),
+        ("model_index.json", dict(vae=...), "vae is null"),
+        ("model_index.json", dict(tokenizer="x"), 'tokenizer is "x"'),
+        (TRANSFORMER, dict(_class_name="FluxTransformer2DModel"), "FluxTransformer2DModel"),
+        (VAE, dict(_class_name="AutoencoderTiny"), "AutoencoderTiny"),
+        ("text_encoder/config.json", dict(architectures=["T5"]), "T5"),
+        ("text_encoder/config.json", dict(model_type="t5"), "model_type"),
+        ("text_encoder/config.json", dict(num_attention_heads=0), "num_attention_heads"),
+        ("text_encoder/config.json", dict(vocab_size=7), "vocab_size"),
+        ("text_encoder_2/config.json", dict(num_hidden_layers="x"), "num_hidden_layers"),
+        ("text_encoder_2/config.json", dict(eos_token_id=5), "eos_token"),
+        (VAE, dict(scaling_factor=0), "scaling_factor"),
+        (VAE, dict(scaling_factor=NAN), "scaling_factor"),
+        (VAE, dict(scaling_factor=None), "scaling_factor"),
+        (VAE, dict(shift_factor="abc"), "shift_factor"),
+        (VAE, dict(block_out_channels="abc"), "block_out_channels"),
+        (VAE, dict(norm_num_groups=0), "norm_num_groups"),
+        (VAE, dict(layers_per_block=-1), "layers_per_block"),
+        (SCHEDULER, dict(shift="abc"), "shift"),
+        (SCHEDULER, dict(shift=-3), "shift"),
+        (SCHEDULER, dict(shift=NAN), "shift"),
+        (SCHEDULER, dict(num_train_timesteps=500), "num_train_timesteps"),
+        (SCHEDULER, dict(use_dynamic_shifting="no"), "use_dynamic_shifting"),
+        (TRANSFORMER, dict(num_layers=1_000_000), "num_layers"),
+        ("tokenizer/tokenizer_config.json", dict(model_max_length=...), "model_max_length"),
+        ("tokenizer_2/tokenizer_config.json", dict(model_max_length=1000), "model_max_length"),
+        ("tokenizer/tokenizer.json", dict(model={"type": "none"}), "tokenizer"),
     ],
 )
-def test_a_wrong_value_is_refused_by_file_and_field(folder, file, values, sentence):
+def test_an_invalid_value_is_refused_by_file_and_field(folder, file, values, named):
     edit(folder, file, **values)
-    assert refused(folder).startswith(sentence)
+    sentence = refused(folder)
+    assert file.partition("/")[0] in sentence and named in sentence
 
 
-@pytest.mark.parametrize(
-    ("gone", "sentence"),
-    [
-        ("tokenizer", "tokenizer/tokenizer_config.json is missing"),
-        (
-            "tokenizer_2/tokenizer.json",
-            "tokenizer_2 holds no vocabulary: tokenizer.json is missing",
-        ),
-        ("scheduler", "scheduler/scheduler_config.json is missing"),
-    ],
-)
-def test_a_missing_file_is_named(folder, gone, sentence):
+@pytest.mark.parametrize("gone", ["tokenizer", "tokenizer_2/tokenizer.json", "scheduler"])
+def test_a_missing_file_is_named(folder, gone):
     path = folder / gone
     shutil.rmtree(path) if path.is_dir() else path.unlink()
-    assert sentence in refused(folder)
+    assert gone.partition("/")[0] in refused(folder)
 
 
 def test_files_that_are_empty_or_folders_are_named(folder):
     (folder / "tokenizer" / "tokenizer.json").write_text("")
-    assert refused(folder).startswith("tokenizer/tokenizer.json is not JSON")
-    (folder / "vae" / "config.json").unlink()
-    (folder / "vae" / "config.json").mkdir()
-    assert refused(folder).startswith("vae/config.json cannot be read: Is a directory")
+    assert refused(folder).startswith("tokenizer/tokenizer.json")
+    (folder / VAE).unlink()
+    (folder / VAE).mkdir()
+    assert refused(folder).startswith(VAE)
 
 
-def test_an_encoder_with_fewer_tokens_than_its_tokenizer_is_refused(folder):
-    edit(folder, "text_encoder/config.json", vocab_size=7)
-    assert ", but vocab_size of its text encoder is 7: they do not belong together" in refused(
-        folder
-    )
-
-
-def test_an_end_token_that_the_encoder_does_not_look_for_is_refused(folder):
-    edit(folder, "text_encoder_2/config.json", eos_token_id=5)
-    assert refused(folder).startswith("the eos_token of the tokenizer in tokenizer_2 has the id ")
-    assert "but its text encoder looks for 5: they do not belong together" in refused(folder)
-
-
-def test_too_many_tokens_are_the_fields_mistake_and_not_the_folders(folder):
-    """Also where the folder is blamed for the rest."""
-    sentence = (
-        "config.model.max_sequence_length must be at most 512, the most that Stable Diffusion"
-    )
-    with pytest.raises(ConfigError, match=f"^{sentence}"), blame("config.model.folder: "):
+def test_too_many_tokens_are_an_error_of_the_field_and_not_of_the_folder(folder):
+    named = "^config.model.max_sequence_length"
+    with pytest.raises(ConfigError, match=named), blame("config.model.folder: "):
         load_family(folder, max_sequence_length=513)
 
 
@@ -209,7 +112,7 @@ def test_too_many_tokens_are_the_fields_mistake_and_not_the_folders(folder):
 
 
 def reading(folder, part):
-    """The sentence that refuses the weights of a component."""
+    """The error of reading the weights of a component."""
     family = load_family(folder)
     with pytest.raises(ValueError) as caught:
         family.read(folder, part)
@@ -243,8 +146,7 @@ def test_weights_that_are_not_finite_are_refused_by_tensor_and_file(
         tensors[tensor] = broken
 
     file = rewrite(folder, part, break_one)
-    expected = f"tensor {tensor} in {part}/{file} holds NaN or infinite numbers: get a whole copy"
-    assert reading(folder, part).startswith(expected)
+    assert reading(folder, part).startswith(f"tensor {tensor} in {part}/{file}")
 
 
 def test_large_numbers_whose_sum_overflows_are_read(folder):
@@ -261,74 +163,64 @@ def test_quantised_weights_are_refused(folder):
         tensors.update({name: np.int8(10 * tensor) for name, tensor in tensors.items()})
 
     rewrite(folder, "vae", quantise)
-    sentence = reading(folder, "vae")
-    assert (
-        "is of type I8, and quantised weights are not supported: use a copy in float32" in sentence
-    )
+    assert "I8" in reading(folder, "vae")
 
 
-@pytest.mark.parametrize("target", ["../../outside.safetensors", "/outside", "..", "a/b", "", 3])
-def test_an_index_that_leads_out_of_its_folder_is_refused(folder, target):
+@pytest.mark.parametrize(
+    ("target", "named"),
+    [
+        *((one, INDEX) for one in ("../../outside.safetensors", "/outside", "..", "a/b", "", 3)),
+        ("part.safetensors", "transformer/part.safetensors"),
+    ],
+)
+def test_an_index_of_files_outside_of_its_folder_or_missing_ones_is_refused(folder, target, named):
     (file,) = (folder / "transformer").glob("*.safetensors")
     weight_map = dict.fromkeys(load_file(file), target)
     (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
-    sentence = f"{INDEX} takes weights from {target!r}, but they must be next to it"
-    assert reading(folder, "transformer").startswith(sentence)
-
-
-def test_an_index_that_names_a_missing_file_is_refused(folder):
-    (file,) = (folder / "transformer").glob("*.safetensors")
-    weight_map = dict.fromkeys(load_file(file), "part.safetensors")
-    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     sentence = reading(folder, "transformer")
-    assert sentence.startswith("transformer/part.safetensors is missing, which diffusion_pytorch_")
+    assert sentence.startswith(named) and str(target) in sentence
 
 
 def test_weights_that_do_not_fit_are_found_before_any_is_read(base, folder, monkeypatch):
-    """The sentence names the file, both shapes, and the config that the expected one is from."""
-    widths = json.loads((folder / "vae" / "config.json").read_text())["block_out_channels"]
-    edit(folder, "vae/config.json", block_out_channels=[*widths[:-1], 2 * widths[-1]])
+    """The error names the file, both shapes, and the config that the expected one is from."""
+    widths = json.loads((folder / VAE).read_text())["block_out_channels"]
+    edit(folder, VAE, block_out_channels=[*widths[:-1], 2 * widths[-1]])
     monkeypatch.setattr(weights, "read_tree", None)
     (file,) = (folder / "vae").glob("*.safetensors")
-    sentence = (
-        rf"tensor \S+ in {file} has shape \[[\d, ]+\], expected \[[\d, ]+\], "
-        rf"by {folder}/vae/config.json: the two belong to different models"
-    )
+    named = rf"tensor \S+ in {file} .* \[[\d, ]+\], .* \[[\d, ]+\], .* {folder}/{VAE}"
     config = tiny_config(base, "full")
     config.model.folder = str(folder)
     recipe = fit_config(load_config(config), 1)
-    with pytest.raises(ConfigError, match=f"^config.model.folder: {sentence}"):
+    with pytest.raises(ConfigError, match=f"^config.model.folder: {named}"):
         open_parts(recipe, jax.devices()[:1])
-    with pytest.raises(ConfigError, match=f"^{sentence}"):
+    with pytest.raises(ConfigError, match=f"^{named}"):
         open_model(str(folder), jax.devices()[:1])
 
 
-def test_what_is_asked_is_compared_with_the_model_before_its_weights_are_read(folder, monkeypatch):
+def test_options_are_checked_before_weights_are_read(folder, monkeypatch):
     def fits(family):
         edited(family, [{"prompt": "x"}], Size(16, 16))
 
     monkeypatch.setattr(weights, "open_tensors", None)
-    with pytest.raises(ConfigError, match="a size of pictures is given, but there is none to edit"):
+    with pytest.raises(ConfigError, match="size"):
         open_model(str(folder), jax.devices()[:1], fits=fits)
 
 
-def test_a_component_or_a_pipeline_in_a_runs_place_is_told_apart(folder):
-    with pytest.raises(ConfigError, match="transformer is one component of a pipeline: give the"):
+def test_a_component_or_a_pipeline_instead_of_a_run_is_refused(folder):
+    with pytest.raises(ConfigError, match=r"model_index.json"):
         open_model(str(folder / "transformer"), jax.devices()[:1])
-    with pytest.raises(
-        ConfigError, match=r"is no training run's workdir, as it has no config.json"
-    ):
+    with pytest.raises(ConfigError, match=r"config.json"):
         run_recipe(folder)
 
 
 def test_weights_of_another_kind_are_named(folder):
     (file,) = (folder / "vae").glob("*.safetensors")
     file.rename(file.with_name("diffusion_pytorch_model.fp16.safetensors"))
-    assert reading(folder, "vae").endswith(", not diffusion_pytorch_model.fp16.safetensors")
+    assert "diffusion_pytorch_model.fp16.safetensors" in reading(folder, "vae")
 
 
-def test_a_file_that_cannot_be_written_is_an_error_of_the_system(tmp_path):
-    """safetensors raises its own for a full disk, as for a folder that is not there."""
+def test_a_file_that_cannot_be_written_is_an_os_error(tmp_path):
+    """safetensors raises its own error for a full disk, as for a folder that does not exist."""
     file = tmp_path / "none" / "model.safetensors"
-    with pytest.raises(OSError, match=f"{file} cannot be written: "):
+    with pytest.raises(OSError, match=str(file)):
         write_file(file, {"a": np.ones(3, np.float32)})

@@ -1,5 +1,3 @@
-import json
-import os
 import pathlib
 import shutil
 import signal
@@ -11,15 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from digen_jax.checkpoints import checkpointer
-from digen_jax.checkpoints.checkpoint_folder import read_checkpoint
-from digen_jax.checkpoints.checkpointer import Checkpointer, template_of
+from digen_jax.checkpoints.checkpointer import Checkpointer, read_checkpoint, template_of
 from digen_jax.errors import ConfigError
-from digen_jax.logging.workdir import claim_workdir, finished_step, holder, mark_finished
 
 ROOT = pathlib.Path(checkpointer.__file__).parents[2]
 
@@ -240,109 +237,118 @@ print(checkpointer.steps(), sorted(path.name for path in folder.iterdir()))
 
 def test_a_save_that_fails_is_noticed_before_the_next_one_is_due(tmp_path):
     process = child(TOO_LARGE, 1 << 18, tmp_path)
-    said, _ = process.communicate(timeout=100)
+    out, _ = process.communicate(timeout=100)
     assert process.returncode == 0
-    sentence, left = said.splitlines()
-    assert sentence == f"the checkpoint of step 3 could not be saved in {tmp_path}: File too large"
+    error, left = out.splitlines()
+    assert str(tmp_path) in error and "step 3" in error and "File too large" in error
     assert left == "[1, 2] ['1', '2']"
     assert assert_whole(tmp_path, 1 << 18) == 2
 
 
-HOLD = """
-import sys
-from digen_jax.logging.workdir import claim_workdir
-claim = claim_workdir(sys.argv[1], {"seed": 0})
-print("held", flush=True)
-sys.stdin.read()
-"""
+def test_a_part_can_be_read_by_another_program(tmp_path):
+    checkpointer = Checkpointer(tmp_path, every=1, keep=2)
+    checkpointer.save(3, state(3, mesh(0, 4)), {"done": 3})
+    checkpointer.close()
+    half = tmp_path / "4.orbax-checkpoint-tmp"
+    half.mkdir()
+    wanted = {"params": state(3, mesh(4, 2))["params"]}
+    step, arrays, host = read_checkpoint(tmp_path, template_of(wanted))
+    assert (step, host) == (3, {"done": 3})
+    assert_equal(arrays, wanted)
+    assert half.is_dir()
+    with pytest.raises(ValueError, match="params/kernels"):
+        read_checkpoint(tmp_path, {"params": {"kernels": template_of(wanted)["params"]["kernel"]}})
+    with pytest.raises(FileNotFoundError, match=str(tmp_path / "none")):
+        read_checkpoint(tmp_path / "none", template_of(wanted))
 
 
-def test_a_second_process_is_refused_until_the_first_ends_however_it_ends(tmp_path):
-    run = [sys.executable, "-c", HOLD, str(tmp_path)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(run, cwd=ROOT, **pipes) as process:
-        assert process.stdout.readline() == "held\n"
-        with pytest.raises(ConfigError, match=rf"in use by process {process.pid} on .*: wait"):
-            claim_workdir(tmp_path, {"seed": 0})
-        assert holder(tmp_path) == process.pid
-        process.kill()
-    assert holder(tmp_path) is holder(tmp_path / "none") is None
-    claim_workdir(tmp_path, {"seed": 0}).close()
-    assert f"process {os.getpid()} on" in (tmp_path / ".lock").read_text()
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-1])
 
 
-CONFIG = {"seed": 0, "steps": 10, "log": {"every": 5, "wandb": {}}, "window": (0, 4)}
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
 
 
-def claim(workdir, config, may_change=(), metrics='{"step": 0}\n'):
-    """A run that claims the workdir, writes these metrics and ends."""
-    claim_workdir(workdir, config, may_change).close()
-    (workdir / "metrics.jsonl").write_text(metrics)
+def garbage(path):
+    path.write_bytes(b"\x93\xff nonsense")
 
 
-def test_the_same_config_may_come_back(tmp_path):
-    claim(tmp_path, CONFIG)
-    claim(tmp_path, CONFIG | {"window": [0, 4]})
-    assert json.loads((tmp_path / "config.json").read_text())["window"] == [0, 4]
+ARRAYS = "arrays/ocdbt.process_0/d/*"
+DAMAGE = {
+    "a bit of an array flipped": (flip, ARRAYS),
+    "an array truncated": (cut, ARRAYS),
+    "no host": (shutil.rmtree, "host"),
+    "garbage for host": (garbage, "host/metadata"),
+    "no metadata": (pathlib.Path.unlink, "arrays/_METADATA"),
+    "garbage for metadata": (garbage, "arrays/_METADATA"),
+    "garbage for orbax's own": (garbage, "_CHECKPOINT_METADATA"),
+    "no checksums": (pathlib.Path.unlink, "checksums.json"),
+    "garbage for checksums": (garbage, "checksums.json"),
+}
 
 
-def test_a_section_of_a_list_is_compared_field_by_field(tmp_path):
-    one, two = {"name": "one", "limit": 3}, {"name": "two", "limit": 3}
-    claim(tmp_path, {"rewards": [one, two]})
-    with pytest.raises(ConfigError, match=r"\(config\.rewards\[1\]\.limit: 3 -> 5\)"):
-        claim(tmp_path, {"rewards": (one, two | {"limit": 5})})
-    claim(tmp_path, {"rewards": (one, two | {"limit": 5})}, ["rewards[i].limit"])
-    with pytest.raises(ConfigError, match=r'config\.rewards\[1\]\.name: "two" -> not there'):
-        claim(tmp_path, {"rewards": (one,)}, ["rewards[i].limit"])
+def largest(folder, pattern):
+    return max(folder.glob(pattern), key=lambda path: path.stat().st_size)
 
 
-def test_a_run_with_fields_of_an_older_version_is_refused_with_their_new_names(tmp_path):
-    claim(tmp_path, {"reward": {"name": ["one"], "processes": 1}})
-    with pytest.raises(
-        ConfigError, match=r"older version: config\.reward\.name is config\.rewards, of"
-    ):
-        claim(tmp_path, {"rewards": [{"name": "one"}]})
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
+    """Checkpoints of steps 1 to 3."""
+    folder = tmp_path_factory.mktemp("three")
+    checkpointer = Checkpointer(folder, every=1, keep=3)
+    for step in (1, 2, 3):
+        arrays = {"x": jnp.arange(999.0) + step}
+        checkpointer.save(step, arrays, {"position": f"after {step}"})
+    checkpointer.close()
+    return folder
 
 
-def test_another_config_is_refused_with_the_fields_that_differ(tmp_path):
-    claim(tmp_path, CONFIG)
-    other = {"seed": 1, "steps": 10, "log": {"every": 5, "wandb": {"project": "x"}}, "window": None}
-    with pytest.raises(ConfigError) as caught:
-        claim(tmp_path, other, ["steps"])
-    assert str(caught.value) == (
-        f"the run in {tmp_path} has another config (config.log.wandb: {{}} -> not there; "
-        'config.log.wandb.project: not there -> "x"; config.seed: 0 -> 1; '
-        "config.window: [0, 4] -> null): choose another workdir, or take these changes back"
-    )
-    assert json.loads((tmp_path / "config.json").read_text())["seed"] == 0
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_instead_of_a_damaged_checkpoint_the_one_before_is_used(tmp_path, three, capsys, kind):
+    action, pattern = DAMAGE[kind]
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(three, folder)
+    damaged = largest(folder / "3", pattern)
+    action(damaged)
+    template = template_of({"x": jnp.arange(999.0)})
+    before = sorted(path.name for path in folder.iterdir())
+
+    found = read_checkpoint(folder, template)
+    assert (found.step, found.host) == (2, {"position": "after 2"})
+    np.testing.assert_array_equal(found.arrays["x"], np.arange(999) + 2)
+    assert sorted(path.name for path in folder.iterdir()) == before
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("checkpoint 3 is damaged ") and damaged.name in line
+
+    checkpointer = Checkpointer(folder, every=1, keep=3)
+    assert checkpointer.restore_latest(template).step == 2
+    checkpointer.save(3, {"x": jnp.arange(999.0) + 3}, {})
+    checkpointer.close()
+    assert {path.name for path in folder.iterdir()} == {"1", "2", "3", "damaged_3"}
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert read_checkpoint(folder, template).step == 3
 
 
-def test_fields_that_may_change_do_and_are_recorded(tmp_path):
-    claim(tmp_path, CONFIG)
-    longer = CONFIG | {"steps": 20, "log": {"every": 1, "wandb": {"project": "x"}}}
-    claim(tmp_path, longer, ["steps", "log"])
-    assert json.loads((tmp_path / "config.json").read_text())["steps"] == 20
-    with pytest.raises(ConfigError, match=r"config\.steps: 20 -> 10"):
-        claim(tmp_path, CONFIG, ["step", "log"])
+def test_orbax_does_not_notice_a_flipped_bit(tmp_path, three):
+    """The reason for checksums of our own."""
+    shutil.copytree(three, tmp_path / "checkpoints")
+    flip(largest(tmp_path / "checkpoints" / "3", ARRAYS))
+    with ocp.PyTreeCheckpointer() as reader:
+        found = reader.restore(tmp_path / "checkpoints" / "3" / "arrays")
+    assert (np.asarray(found["x"]) != np.arange(999.0) + 3).any()
 
 
-def test_where_nothing_has_been_computed_another_config_may_follow(tmp_path):
-    claim(tmp_path, CONFIG, metrics="")
-    claim(tmp_path, CONFIG | {"seed": 1}, metrics="")
-    (tmp_path / "metrics.jsonl").unlink()
-    claim(tmp_path, CONFIG | {"seed": 2})
-    assert json.loads((tmp_path / "config.json").read_text())["seed"] == 2
-    with pytest.raises(ConfigError, match=r"config\.seed: 2 -> 3"):
-        claim(tmp_path, CONFIG | {"seed": 3})
-
-
-def test_many_differences_are_counted_not_listed(tmp_path):
-    claim(tmp_path, {f"f{i}": 0 for i in range(9)})
-    with pytest.raises(ConfigError, match=r"config\.f5: 0 -> 1 and 3 more\)"):
-        claim(tmp_path, {f"f{i}": 1 for i in range(9)})
-
-
-def test_a_finished_run_says_so(tmp_path):
-    assert finished_step(tmp_path) is None
-    mark_finished(tmp_path, 70)
-    assert finished_step(tmp_path) == 70
+def test_without_a_complete_checkpoint_an_error_says_why_of_each(tmp_path, three):
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(three, folder)
+    (folder / "1" / "checksums.json").unlink()
+    cut(largest(folder / "2", ARRAYS))
+    shutil.rmtree(folder / "3" / "host")
+    template = template_of({"x": jnp.arange(999.0)})
+    for read in (read_checkpoint, lambda *_: Checkpointer(folder, 1, 3)):
+        with pytest.raises(ConfigError, match=r"3: host.*; 2: .* bytes.*; 1: .*checksums\.json"):
+            read(folder, template)
+    assert sorted(path.name for path in folder.iterdir()) == ["1", "2", "3"]

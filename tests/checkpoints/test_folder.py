@@ -1,6 +1,7 @@
 import hashlib
 import json
 import pathlib
+import shutil
 from fnmatch import fnmatch
 
 import diffusers
@@ -151,12 +152,10 @@ def test_a_missing_shard_or_tensor_names_the_files(tmp_path):
     toy_params(tmp_path / "parts", max_shard_size=600)
     first, *_, last = sorted((tmp_path / "parts").glob("*.safetensors"))
     bigger = dict(toy.template(), more={"scale": jax.ShapeDtypeStruct((1,), jnp.float32)})
-    with pytest.raises(
-        ValueError, match=f"tensor more.weight .* from .*{first.name} to .*{last.name}"
-    ):
+    with pytest.raises(ValueError, match=f"more.weight .*{first.name} .*{last.name}"):
         folder.read_params(tmp_path / "parts", bigger, toy.LISTS)
     last.unlink()
-    with pytest.raises(ValueError, match=f"{last.name} is missing"):
+    with pytest.raises(ValueError, match=last.name):
         folder.read_params(tmp_path / "parts", toy.template(), toy.LISTS)
 
 
@@ -215,39 +214,31 @@ def test_a_failed_write_leaves_the_earlier_folder_whole(tmp_path, monkeypatch):
 
 
 def test_a_folder_without_weights_is_named(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"holds no weights: expected diffusion_pytorch_model.safe"
-    ):
+    with pytest.raises(ValueError, match=str(tmp_path)):
         folder.read_params(tmp_path, toy.template(), toy.LISTS)
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"model.safetensors.index.json"):
+        folder.open_tensors(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    "text",
     [
-        (None, r"config.json is missing"),
-        ("{", r"config.json is not JSON: .* line 1 column 2"),
-        ("[1]", r"config.json must hold a JSON object, not a list"),
-        ('{"a": ' * 10**5, "config.json"),
-        ('{"a": ' * 101 + "1" + "}" * 101, "config.json"),
-        (f'{{"a": {"1" * 5000}}}', "config.json"),
+        *(None, "{", "[1]", '{"a": ' * 10**5),
+        *('{"a": ' * 101 + "1" + "}" * 101, f'{{"a": {"1" * 5000}}}'),
     ],
+    ids=range(6),
 )
-def test_read_json_names_the_file(tmp_path, text, message):
+def test_read_json_names_the_file(tmp_path, text):
     if text is not None:
         (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=str(tmp_path / "config.json")):
         folder.read_json(tmp_path / "config.json")
 
 
 def test_json_may_have_a_byte_order_mark_and_some_levels(tmp_path):
     (tmp_path / "config.json").write_bytes(b'\xef\xbb\xbf{"a": [[{"b": "\xc3\xa4"}], 1]}')
     assert folder.read_json(tmp_path / "config.json") == {"a": [[{"b": "ä"}], 1]}
-
-
-def test_an_index_without_a_map_is_named(tmp_path):
-    (tmp_path / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"model.safetensors.index.json has no weight_map"):
-        folder.open_tensors(tmp_path)
 
 
 # ---------------------------------------------------------------------------------- resolve_folder
@@ -274,22 +265,12 @@ NOT_NEEDED = [
 ]
 
 
-def test_a_local_folder_is_taken_as_it_is(tmp_path):
+def test_what_is_neither_a_folder_nor_a_reachable_repository_is_named(tmp_path):
     assert folder.resolve_folder(str(tmp_path)) == tmp_path
-
-
-def test_neither_folder_nor_hub_id(tmp_path):
     (tmp_path / "file").touch()
-    for name in ("nowhere", tmp_path / "nowhere", "./a/b", tmp_path / "file", "a/b/c"):
-        with pytest.raises(ValueError, match="is neither an existing folder nor a hub id"):
+    for name in ("nowhere", tmp_path / "nowhere", "./a/b", tmp_path / "file", "a/b/c", "no/model"):
+        with pytest.raises(ValueError, match=str(name)):
             folder.resolve_folder(name)
-
-
-def test_an_unreachable_hub_says_what_to_check():
-    with pytest.raises(
-        ValueError, match=r"'some-owner/no-such-model' is not an existing folder.*network"
-    ):
-        folder.resolve_folder("some-owner/no-such-model")
 
 
 def test_only_the_needed_files_come_from_the_hub(tmp_path, monkeypatch):
@@ -353,9 +334,9 @@ def test_a_tuned_pipeline_is_exported_whole(tmp_path):
 
 def test_what_cannot_be_exported_is_named(tmp_path):
     source = pipeline(tmp_path / "base")
-    with pytest.raises(ValueError, match="base has no component unet, only scheduler"):
+    with pytest.raises(ValueError, match="unet"):
         folder.copy_pipeline(source, tmp_path / "tuned", {"unet": lambda path: None}, {})
-    with pytest.raises(ValueError, match="base exists already"):
+    with pytest.raises(ValueError, match="base"):
         folder.copy_pipeline(source, source, {}, {})
 
     def fails(path):
@@ -372,5 +353,74 @@ def test_read_model_index_wants_a_pipeline(tmp_path):
         "AutoencoderKL",
     ]
     (tmp_path / "model_index.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"model_index.json has no _class_name"):
+    with pytest.raises(ValueError, match="_class_name"):
         folder.read_model_index(tmp_path)
+
+
+# ------------------------------------------------------------------------------------ fingerprint
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder, "WHOLE", 2**13)
+    monkeypatch.setattr(folder, "PIECE", 2**8)
+    for part in ("text_encoder", "tokenizer", "vae"):
+        (tmp_path / "model" / part).mkdir(parents=True)
+        (tmp_path / "model" / part / "config.json").write_text(part)
+    (tmp_path / "model" / "text_encoder" / "model.safetensors").write_bytes(bytes(100_001))
+    return tmp_path / "model"
+
+
+def of(model):
+    return folder.fingerprint(model, ("text_encoder", "tokenizer"))
+
+
+def test_it_depends_on_what_the_components_hold_alone(model, tmp_path):
+    first = of(model)
+    copied = shutil.copytree(model, tmp_path / "elsewhere")
+    (copied / "vae" / "config.json").write_text("other")
+    assert of(copied) == first
+    (copied / "tokenizer" / "config.json").write_text("other")
+    assert of(copied) != first
+
+
+@pytest.mark.parametrize(
+    ("place", "count"), [(0, 1), (100_000, 1), (1, 5), (50_000, 4_000), (96_500, 3_400)]
+)
+def test_a_change_of_large_files_is_seen(model, place, count):
+    first = of(model)
+    path = model / "text_encoder" / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[place : place + count] = b"x" * count
+    path.write_bytes(data)
+    assert len(data) == 100_001 and of(model) != first
+
+
+def test_size_and_name_are_a_part_of_it(model):
+    path = model / "text_encoder" / "model.safetensors"
+    hashes = [of(model)]
+    path.write_bytes(bytes(100_002))
+    hashes.append(of(model))
+    path.rename(path.with_name("other.safetensors"))
+    hashes.append(of(model))
+    assert len(set(hashes)) == 3
+
+
+def test_only_pieces_of_a_large_file_are_read(model, monkeypatch):
+    read = []
+
+    class Counting:
+        def update(self, data):
+            read.append(len(data))
+
+        def hexdigest(self):
+            return ""
+
+    monkeypatch.setattr(folder.hashlib, "sha256", Counting)
+    folder.fingerprint(model, ("text_encoder",))
+    assert folder.WHOLE < sum(read) < 50_000
+
+
+def test_a_missing_component_is_named(model):
+    with pytest.raises(ValueError, match=r"text_encoder_2"):
+        folder.fingerprint(model, ("text_encoder_2",))

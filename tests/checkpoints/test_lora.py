@@ -18,7 +18,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from peft.utils import get_peft_model_state_dict
 
-from digen_jax.checkpoints import folder, lora_files, lora_start, tensors
+from digen_jax.checkpoints import folder, lora_files, tensors
 from digen_jax.checkpoints import lora as components
 from digen_jax.checkpoints.lora import LoraConfig, lora_layers, merge
 from digen_jax.checkpoints.lora_files import PEFT_CONFIG, PEFT_FILE
@@ -74,9 +74,9 @@ def read_lora(path, template, lists, shardings=None):
     return lora_files.read_lora(path, templates, lists, shardings)["transformer"]
 
 
-def read_start(path, config, template, lists):
+def read_initial_lora(path, config, template, lists):
     templates, lists = {"transformer": template}, {"transformer": lists}
-    return lora_start.read_start(path, config, templates, lists)["transformer"]
+    return lora_files.read_initial_lora(path, config, templates, lists)["transformer"]
 
 
 def redrawn(lora, seed=1):
@@ -232,13 +232,10 @@ def test_targets_choose_layers(targets, expected):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ((1, 1, "(to_q"), r"lora targets '\(to_q' is not a regular expression: .*position 0"),
-        ((1, 1, "to_in"), r"lora targets 'to_in' matches none of the 9 linear layers; .*blocks\."),
-        ((1, 1, "proj|embed"), "matches none"),
-        (
-            (1, 1, r"blocks\.[13]\.to_in"),
-            r"matches blocks.1.to_in but not blocks.0.to_in; these layers are scanned together",
-        ),
+        ((1, 1, "(to_q"), r"'\(to_q' .*position 0"),
+        ((1, 1, "to_in"), r"'to_in' .*none of the 9 .*blocks\."),
+        ((1, 1, "proj|embed"), "none"),
+        ((1, 1, r"blocks\.[13]\.to_in"), r"blocks.1.to_in .*blocks.0.to_in"),
     ],
 )
 def test_impossible_configs_are_refused(fields, message):
@@ -393,74 +390,70 @@ def edited(pefts, path, change):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"use_rslora": True}, "has use_rslora=True, but only use_rslora=False is supported"),
-        (
-            {"modules_to_save": ["proj_out"]},
-            r"has modules_to_save=\['proj_out'\], .*merge_and_unload",
-        ),
-        ({"bias": "all"}, "has bias=all"),
-        ({"peft_type": "LOHA"}, "has peft_type=LOHA, but only peft_type=LORA is supported"),
-        ({"init_lora_weights": "pissa"}, "has init_lora_weights=pissa, but only init_l"),
-        ({"lora_alpha": "7"}, "has lora_alpha=7, which must be a positive number"),
-        ({"lora_alpha": 9}, "has alpha 9, but config.lora.alpha is 7: set that to 9"),
-        ({"r": 8}, "says rank 8, but its tensors have rank 3"),
+        ({"use_rslora": True}, "use_rslora=True"),
+        ({"modules_to_save": ["proj_out"]}, r"modules_to_save=\['proj_out'\].*merge_and_unload"),
+        ({"bias": "all"}, "bias=all"),
+        ({"peft_type": "LOHA"}, "peft_type=LOHA"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa"),
+        ({"lora_alpha": "7"}, "lora_alpha=7"),
+        ({"lora_alpha": 9}, "alpha 9, but config.lora.alpha is 7"),
+        ({"r": 8}, "rank 8, .* rank 3"),
     ],
 )
-def test_a_start_with_other_settings_is_refused(real, pefts, tmp_path, change, message):
+def test_an_initial_lora_with_other_settings_is_refused(real, pefts, tmp_path, change, message):
     folder = edited(pefts, tmp_path / "lora", change)
     with pytest.raises(ValueError, match=message):
-        read_start(folder, LORA, real[2], sd3.LISTS)
+        read_initial_lora(folder, LORA, real[2], sd3.LISTS)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(rank=4), "has rank 3, but config.lora.rank is 4: set that to 3"),
-        (dict(alpha=3.0), "has alpha 7, but config.lora.alpha is 3: set that to 7"),
+        (dict(rank=4), "rank 3, but config.lora.rank is 4"),
+        (dict(alpha=3.0), "alpha 7, but config.lora.alpha is 3"),
         (
             dict(targets=r"transformer_blocks\.\d+\.attn\..*"),
-            r"does not match context_embedder and \d+ more layers, for which .* has factors",
+            r"does not match context_embedder and \d+ more",
         ),
         (
             dict(targets=r"transformer_blocks\..*(attn2?|ff)\..*|context_embedder"),
-            r"targets = .* matches transformer_blocks\.0\.ff\.\S+ and \d+ more .* no factors: make it",
+            r"matches transformer_blocks\.0\.ff\.\S+ and \d+ more",
         ),
     ],
 )
-def test_a_start_that_is_not_what_is_tuned_is_refused(real, pefts, change, message):
+def test_an_initial_lora_that_differs_from_the_config_is_refused(real, pefts, change, message):
     with pytest.raises(ConfigError, match=message):
-        read_start(str(pefts[0]), dataclasses.replace(LORA, **change), real[2], sd3.LISTS)
+        read_initial_lora(str(pefts[0]), dataclasses.replace(LORA, **change), real[2], sd3.LISTS)
 
 
-def test_a_start_is_read_from_both_formats(real, pefts, tmp_path):
-    expected, _, _ = read_lora(pefts[0], real[2], sd3.LISTS)
+def test_an_initial_lora_is_read_from_folders_and_files_of_both_formats(real, pefts, tmp_path):
+    expected, *settings = read_lora(pefts[0], real[2], sd3.LISTS)
     write_lora(tmp_path, expected, LORA.alpha, sd3.LISTS)
-    for path in (pefts[0], tmp_path):
-        start = read_start(str(path), LORA, real[2], sd3.LISTS)
-        assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), start, expected))
+    for path in (pefts[0], tmp_path, pefts[0] / PEFT_FILE):
+        start = read_initial_lora(str(path), LORA, real[2], sd3.LISTS)
+        jax.tree.map(np.testing.assert_array_equal, start, expected)
+        assert read_lora(path, real[2], sd3.LISTS)[1:] == (*settings,) == (3, 7.0)
 
 
 def test_a_diffusers_file_without_alpha_has_its_rank(tmp_path):
     write_lora(tmp_path, toy_lora(), TOY.alpha, toy.LISTS)
     file = tmp_path / "pytorch_lora_weights.safetensors"
     safetensors.torch.save_file(safetensors.torch.load_file(file), file)
-    with pytest.raises(ConfigError, match="does not give alpha, which is then its rank 3, but"):
-        read_start(str(tmp_path), TOY, toy.template(), toy.LISTS)
-    read_start(str(tmp_path), dataclasses.replace(TOY, alpha=3), toy.template(), toy.LISTS)
+    with pytest.raises(ConfigError, match=r"alpha.* rank 3"):
+        read_initial_lora(str(tmp_path), TOY, toy.template(), toy.LISTS)
+    read_initial_lora(str(tmp_path), dataclasses.replace(TOY, alpha=3), toy.template(), toy.LISTS)
     (tmp_path / PEFT_CONFIG).write_text('{"lora_alpha": 5}')  # as some are published
-    read_start(str(tmp_path), TOY, toy.template(), toy.LISTS)
+    read_initial_lora(str(tmp_path), TOY, toy.template(), toy.LISTS)
 
 
-def test_a_start_without_pefts_config_is_refused(real, pefts, tmp_path):
+def test_an_initial_lora_without_pefts_config_or_with_nan_is_refused(real, pefts, tmp_path):
     shutil.copy(pefts[0] / PEFT_FILE, tmp_path)
-    with pytest.raises(ValueError, match=r"adapter_config.json is missing"):
-        read_start(str(tmp_path), LORA, real[2], sd3.LISTS)
-
-
-def test_a_start_with_nan_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=PEFT_CONFIG):
+        read_initial_lora(str(tmp_path), LORA, real[2], sd3.LISTS)
+    (tmp_path / PEFT_FILE).unlink()
     write_lora(tmp_path, jax.tree.map(lambda a: a * jnp.nan, toy_lora()), TOY.alpha, toy.LISTS)
-    with pytest.raises(ValueError, match="holds NaN or infinite numbers"):
-        read_start(str(tmp_path), TOY, toy.template(), toy.LISTS)
+    with pytest.raises(ValueError, match="NaN"):
+        read_initial_lora(str(tmp_path), TOY, toy.template(), toy.LISTS)
 
 
 def test_a_file_of_two_components_comes_back_by_component(tmp_path):
@@ -475,11 +468,11 @@ def test_a_file_of_two_components_comes_back_by_component(tmp_path):
     jax.tree.map(
         np.testing.assert_array_equal, {p: lora for p, (lora, *_) in found.items()}, written
     )
-    started = lora_start.read_start(str(tmp_path), TOY, templates, lists)
+    started = lora_files.read_initial_lora(str(tmp_path), TOY, templates, lists)
     jax.tree.map(np.testing.assert_array_equal, started, written)
     one = dataclasses.replace(TOY, targets=r"transformer\.(linear_1|blocks\.\d+\.to_out\.0)")
-    with pytest.raises(ConfigError, match=r"does not match blocks\.0\.to_out\.0 and 4 more layers"):
-        lora_start.read_start(str(tmp_path), one, templates, lists)
+    with pytest.raises(ConfigError, match=r"blocks\.0\.to_out\.0 and 4 more"):
+        lora_files.read_initial_lora(str(tmp_path), one, templates, lists)
 
 
 def test_our_own_file_comes_back_bit_by_bit_onto_a_mesh(real, tmp_path):
@@ -511,21 +504,17 @@ LAYER = "transformer.blocks.1.to_out.0"
 @pytest.mark.parametrize(
     ("change", "metadata", "message"),
     [
-        (
-            {f"{LAYER}.lora_B.weight": None},
-            {},
-            rf"tensor {LAYER}.lora_B.weight of shape \[8, 3\] is missing from .*lora_weights",
-        ),
+        ({f"{LAYER}.lora_B.weight": None}, {}, rf"{LAYER}.lora_B.weight .*\[8, 3\]"),
         (
             {f"{LAYER}.lora_A.weight": torch.zeros(3, 11)},
             {},
-            rf"tensor {LAYER}.lora_A.weight in .* has shape \[3, 11\], expected \[3, 12\]",
+            rf"{LAYER}.lora_A.weight .*\[3, 11\], .*\[3, 12\]",
         ),
         ({"transformer.nowhere.lora_B.weight": torch.zeros(8, 3)}, {}, "nowhere.lora_B.weight"),
-        ({f"{LAYER}.lora_A.weight": torch.zeros(4, 12)}, {}, r"mixes the ranks \[3, 4\]"),
-        ({}, {"transformer.r": 8}, "says rank 8, but its tensors have rank 3"),
-        ({}, {"transformer.use_rslora": True}, "has use_rslora=True, but only use_rslora"),
-        ({}, {"transformer.alpha_pattern": {"x": 2}}, "has alpha_pattern={'x': 2}"),
+        ({f"{LAYER}.lora_A.weight": torch.zeros(4, 12)}, {}, r"\[3, 4\]"),
+        ({}, {"transformer.r": 8}, "rank 8, .* rank 3"),
+        ({}, {"transformer.use_rslora": True}, "use_rslora=True"),
+        ({}, {"transformer.alpha_pattern": {"x": 2}}, "alpha_pattern={'x': 2}"),
     ],
 )
 def test_a_lora_that_does_not_fit_is_named(tmp_path, change, metadata, message):
@@ -544,9 +533,9 @@ def test_metadata_that_cannot_be_read_names_the_file(tmp_path, text):
 
 
 def test_a_file_without_lora_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"holds no LoRA: neither adapter_model.safetensors nor"):
+    with pytest.raises(ValueError, match=r"adapter_model\.safetensors"):
         read_lora(tmp_path, toy.template(), toy.LISTS)
-    with pytest.raises(ValueError, match=r"nowhere is missing"):
+    with pytest.raises(ValueError, match="nowhere"):
         read_lora(tmp_path / "nowhere", toy.template(), toy.LISTS)
     write_lora(tmp_path, toy_lora(), TOY.alpha, toy.LISTS, prefix="unet")
     with pytest.raises(ValueError, match=r"unet\.blocks"):
@@ -642,15 +631,6 @@ def test_a_lora_of_another_program_is_read_as_by_diffusers(tmp_path, names, orac
     assert expected.keys() == found.keys() and len(found) > 20
     for name, product in expected.items():
         assert relative(found[name], product) < 1e-6
-
-
-def test_a_peft_folder_may_be_given_by_its_file(real, pefts):
-    expected, file = read_lora(pefts[0], real[2], sd3.LISTS), str(pefts[0] / PEFT_FILE)
-    found = read_lora(file, real[2], sd3.LISTS)
-    assert found[1:] == expected[1:] == (3, 7.0)
-    start = read_start(file, LORA, real[2], sd3.LISTS)
-    for lora in (found[0], start):
-        jax.tree.map(np.testing.assert_array_equal, lora, expected[0])
 
 
 @pytest.mark.parametrize(

@@ -113,23 +113,13 @@ def test_layers_of_a_stack_can_lie_on_different_devices(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"blocks.2.to_in.weight": None},
-            r"tensor blocks.2.to_in.weight of shape \[12, 8\] is missing from .*toy.safetensors",
-        ),
+        ({"blocks.2.to_in.weight": None}, r"blocks.2.to_in.weight .*\[12, 8\] .*toy.safetensors"),
         (
             {"proj.weight": torch.zeros(3, 8, 3, 2)},
-            r"tensor proj.weight in .*toy.safetensors has shape \[3, 8, 3, 2\], "
-            r"expected \[8, 3, 3, 2\]",
+            r"proj.weight .*toy.safetensors .*\[3, 8, 3, 2\], .*\[8, 3, 3, 2\]",
         ),
-        (
-            {"blocks.4.norm.bias": torch.zeros(8)},
-            r"tensor blocks.4.norm.bias of shape \[8\] in .*toy.safetensors is surplus",
-        ),
-        (
-            {"linear_1.bias": None, "extra": torch.zeros(1), "embed.weight": None},
-            r"tensor .* is missing from .* \(and 2 more like this\)",
-        ),
+        ({"blocks.4.norm.bias": torch.zeros(8)}, r"blocks.4.norm.bias .*\[8\] .*toy.safetensors"),
+        ({"linear_1.bias": None, "extra": torch.zeros(1), "embed.weight": None}, "2 more"),
     ],
 )
 def test_a_tensor_that_does_not_fit_is_named(tmp_path, changes, message):
@@ -140,16 +130,16 @@ def test_a_tensor_that_does_not_fit_is_named(tmp_path, changes, message):
 
 def test_surplus_tensors_can_be_ignored_by_pattern(tmp_path):
     opened = stored(tmp_path, **{"x.position_ids": torch.zeros(1), "y.other": torch.zeros(1)})
-    with pytest.raises(ValueError, match=r"tensor y.other .* is surplus: .*it$"):
+    with pytest.raises(ValueError, match=r"y.other(?!.*more)"):
         tensors.read_tree(opened, toy.template(), toy.LISTS, ignore=("*.position_ids",))
 
 
 def test_broken_files_are_named(tmp_path):
-    with pytest.raises(ValueError, match=r"none.safetensors is missing"):
+    with pytest.raises(ValueError, match=r"none.safetensors"):
         tensors.open_file(tmp_path / "none.safetensors")
     file = next(iter(stored(tmp_path).values())).file
     file.write_bytes(file.read_bytes()[:-5])
-    with pytest.raises(ValueError, match=r"toy.safetensors is not a whole safetensors file"):
+    with pytest.raises(ValueError, match=r"toy.safetensors"):
         tensors.open_file(file)
 
 
@@ -174,3 +164,71 @@ def test_written_type_is_the_one_asked_for():
     tree = {"w": jnp.ones((2, 3), jnp.float32), "ids": jnp.arange(3)}
     written = dict(tensors.file_tensors(tree, (), jnp.bfloat16))
     assert (written["w"].dtype, written["ids"].dtype) == (jnp.bfloat16, jnp.int32)
+
+
+# ------------------------------------------------------------------------------ names and layouts
+
+LISTS = ("blocks", "net", "to_out")
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        (("proj", "kernel"), ["proj.weight"]),
+        (("proj", "bias"), ["proj.bias"]),
+        (("norm", "scale"), ["norm.weight"]),
+        (("token", "embedding"), ["token.weight"]),
+        (("pos_embed", "pos_embed"), ["pos_embed.pos_embed"]),
+        (("time", "linear_1", "kernel"), ["time.linear_1.weight"]),
+        (("blocks_11", "to_out_0", "bias"), ["blocks.11.to_out.0.bias"]),
+        (
+            ("blocks_9to11", "ff", "net_2", "kernel"),
+            [f"blocks.{i}.ff.net.2.weight" for i in (9, 10, 11)],
+        ),
+        (("blocks_4to4", "scale"), ["blocks.4.weight"]),
+        (("blocks_0toe", "scale"), ["blocks_0toe.weight"]),
+    ],
+)
+def test_tensor_names(path, expected):
+    assert tensors.tensor_names(path, LISTS) == expected
+
+
+def test_only_runs_are_scanned():
+    assert tensors.is_scanned(("blocks_4to4", "kernel"), LISTS)
+    assert not tensors.is_scanned(("blocks_4", "kernel"), LISTS)
+    assert not tensors.is_scanned(("linear_1to2", "kernel"), LISTS)
+
+
+def test_impossible_runs_are_refused():
+    with pytest.raises(ValueError, match="blocks_3to1"):
+        tensors.tensor_names(("blocks_3to1", "kernel"), LISTS)
+    with pytest.raises(ValueError, match="blocks_0to1/net_0to1/kernel"):
+        tensors.tensor_names(("blocks_0to1", "net_0to1", "kernel"), LISTS)
+    with pytest.raises(ValueError, match=r"\[3, 4, 5\], .* 2 layers"):
+        tensors.file_shape(("blocks_0to1", "kernel"), (3, 4, 5), LISTS)
+
+
+@pytest.mark.parametrize(
+    ("shape", "module"),
+    [
+        ((4, 5), torch.nn.Linear(4, 5)),
+        ((3, 4, 5), torch.nn.Conv1d(4, 5, 3)),
+        ((2, 3, 4, 5), torch.nn.Conv2d(4, 5, (2, 3))),
+        ((1, 2, 3, 4, 5), torch.nn.Conv3d(4, 5, (1, 2, 3))),
+    ],
+)
+def test_kernels_have_torch_layout(shape, module):
+    stored = tuple(module.weight.shape)
+    assert tensors.file_shape(("kernel",), shape, LISTS) == stored
+    assert tensors.file_shape(("blocks_0to6", "kernel"), (7, *shape), LISTS) == stored
+    kernel = np.arange(np.prod(shape)).reshape(shape)
+    tensor = kernel.transpose(tensors.file_axes("kernel", kernel.ndim))
+    back = tensor.transpose(tensors.flax_axes("kernel", tensor.ndim))
+    np.testing.assert_array_equal(back, kernel)
+
+
+@pytest.mark.parametrize("leaf", ["scale", "bias", "embedding", "pos_embed"])
+def test_other_leaves_keep_their_layout(leaf):
+    assert tensors.file_shape((leaf,), (3, 4, 5), LISTS) == (3, 4, 5)
+    assert tensors.flax_axes(leaf, 3) == (0, 1, 2)
+    assert jnp.zeros(()).transpose(tensors.file_axes(leaf, 0)).shape == ()

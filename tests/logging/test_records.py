@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from digen_jax.inference.pictures import evaluation_to_folder
+from digen_jax.inference.sampling import evaluation_to_folder
 from digen_jax.logging import records
 from digen_jax.logging.evaluation import Evaluation, Extremes, Sample
 from digen_jax.logging.images import image_grid

@@ -3,10 +3,9 @@ import json
 import pathlib
 
 import pytest
-from PIL import Image
 
 from digen_jax.data import prompt_files
-from digen_jax.data.prompt_files import check_pictures, first_negative, read_prompt_file
+from digen_jax.data.prompt_files import first_negative, read_prompt_file
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
 
@@ -60,26 +59,26 @@ def test_json_keeps_unknown_fields_and_skips_blank_lines(tmp_path):
     assert read_prompt_file(path) == [first, {"prompt": "b"}]
 
 
-def test_line_numbers_count_blank_lines(tmp_path):
-    path = write(tmp_path, "p.jsonl", '{"prompt": "a"}\n\n\n{"prompt": ""}\n')
-    with pytest.raises(ValueError, match=r'p\.jsonl, line 4: "prompt" is ""; write'):
-        read_prompt_file(path)
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("p.txt", "", "p.txt holds no prompt: write at least one line"),
-        ("p.jsonl", "\n \n", "p.jsonl holds no prompt: write at least one line"),
-        ("p.txt", "a\n \nb\n", "line 2: the prompt is blank; write one or delete the line"),
-        ("p.txt", b"a\nb\xff\n", "line 2: byte 2 is not UTF-8; save the file in that encoding"),
+        ("p.txt", "", "p.txt"),
+        ("p.jsonl", "\n \n", "p.jsonl"),
+        ("p.txt", "a\n \nb\n", "line 2"),
+        ("p.txt", b"a\nb\xff\n", "line 2: byte 2"),
         ("p.jsonl", '{"prompt": "a"}\n' + "[" * 200_000, "line 2: .* nested"),
         ("p.jsonl", f'{{"prompt": "a", "n": {"[" * 101 + "]" * 101}}}', "line 1: .* nested"),
         ("p.jsonl", f'{{"prompt": "a", "n": {"1" * 5000}}}', "line 1: .* 5000 digits"),
-        ("p.jsonl", '{"prompt": "a"}\n{"prompt"\n', "line 2: this is not JSON .* at column 10"),
-        ("p.jsonl", '{"prompt": "a", "n": [NaN]}\n', "line 1: NaN is no JSON number; write null"),
-        ("p.jsonl", '"a cat"\n', "line 1: write an object, such as"),
-        ("p.csv", "a\n", "p.csv ends in '.csv': a prompt file is .jsonl .* or .txt"),
+        ("p.jsonl", '{"prompt": "a"}\n{"prompt"\n', "line 2: .* column 10"),
+        ("p.jsonl", '{"prompt": "a", "n": [NaN]}\n', "line 1: NaN"),
+        ("p.jsonl", '"a cat"\n', "line 1"),
+        (
+            "p.jsonl",
+            '{"prompt": "a"}\n\n\n{"prompt": ""}\n',
+            'line 4: "prompt"',
+        ),  # blank lines count
+        ("p.jsonl", '{"tag": "colors"}', 'line 1: "prompt"'),
+        ("p.csv", "a\n", "p.csv .*jsonl.*txt"),
     ],
 )
 def test_refuses_unusable_files(tmp_path, name, content, message):
@@ -92,38 +91,38 @@ CAT = {"class": "cat", "count": 1}
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "named"),
     [
-        ({"prompt": None}, '"prompt" is null; write a text'),
-        ({"prompt": ["a"]}, '"prompt" is .*; write a text'),
-        ({"prompt": "\ud83d"}, '"prompt" holds half of a surrogate pair'),
-        ({"negative_prompt": None}, '"negative_prompt" is null; write a text, or ""'),
-        ({"negative_prompt": ["a"]}, r'"negative_prompt" is \["a"\]; write a text'),
-        ({"negative_prompt": "\ud83d"}, '"negative_prompt" holds half of a surrogate pair'),
-        ({"serial": 3}, '"serial" will hold the number of the group; rename'),
-        ({"prompt_file": "a"}, '"prompt_file" will hold the file of the prompt; rename'),
-        ({"tag": 3}, '"tag" must be a text, not 3'),
-        ({"include": CAT}, '"include" must be a list of objects'),
-        ({"include": ["cat"]}, r'include\[0\] must be an object with "class" and "count"'),
-        ({"include": [{"count": 1}]}, r'include\[0\]: "class" must be a text, not None'),
-        ({"include": [CAT, {"class": "cat"}]}, r'include\[1\]: "count" must be an integer'),
-        ({"include": [CAT | {"count": 0}]}, '"count" must be an integer of at least 1, not 0'),
-        ({"include": [CAT | {"count": True}]}, '"count" must be an integer .* not True'),
-        ({"include": [CAT | {"count": 1.0}]}, '"count" must be an integer .* not 1.0'),
-        ({"include": [CAT | {"color": 7}]}, '"color" must be a text, not 7'),
-        ({"include": [CAT, CAT | {"position": "above"}]}, r'"position" must be \[relation, index'),
-        ({"include": [CAT, CAT | {"position": ["above"]}]}, r'"position" must be \[relation'),
-        ({"include": [CAT, CAT | {"position": [0, "above"]}]}, r'"position" must be \[relation'),
-        ({"include": [CAT, CAT | {"position": ["above", 1]}]}, r"names include\[1\], which is not"),
-        ({"include": [CAT, CAT | {"position": ["above", -1]}]}, r"names include\[-1\]"),
-        ({"exclude": [{"class": "cat"}]}, r'exclude\[0\]: "count" must be an integer'),
-        ({"exclude": None}, '"exclude" must be a list of objects, not None'),
+        ({"prompt": None}, '"prompt"'),
+        ({"prompt": ["a"]}, '"prompt"'),
+        ({"prompt": "\ud83d"}, '"prompt"'),
+        ({"negative_prompt": None}, '"negative_prompt"'),
+        ({"negative_prompt": ["a"]}, r'"negative_prompt" is \["a"\]'),
+        ({"negative_prompt": "\ud83d"}, '"negative_prompt"'),
+        ({"serial": 3}, '"serial"'),
+        ({"prompt_file": "a"}, '"prompt_file"'),
+        ({"tag": 3}, '"tag" .* 3'),
+        ({"include": CAT}, '"include"'),
+        ({"include": ["cat"]}, r"include\[0\] "),
+        ({"include": [{"count": 1}]}, r'include\[0\]: "class" .* None'),
+        ({"include": [CAT, {"class": "cat"}]}, r'include\[1\]: "count"'),
+        ({"include": [CAT | {"count": 0}]}, '"count" .* 0'),
+        ({"include": [CAT | {"count": True}]}, '"count" .* True'),
+        ({"include": [CAT | {"count": 1.0}]}, '"count" .* 1.0'),
+        ({"include": [CAT | {"color": 7}]}, '"color" .* 7'),
+        ({"include": [CAT, CAT | {"position": "above"}]}, r'include\[1\]: "position"'),
+        ({"include": [CAT, CAT | {"position": ["above"]}]}, r'include\[1\]: "position"'),
+        ({"include": [CAT, CAT | {"position": [0, "above"]}]}, r'include\[1\]: "position"'),
+        ({"include": [CAT, CAT | {"position": ["above", 1]}]}, r'"position" .* include\[1\]'),
+        ({"include": [CAT, CAT | {"position": ["above", -1]}]}, r'"position" .* include\[-1\]'),
+        ({"exclude": [{"class": "cat"}]}, r'exclude\[0\]: "count"'),
+        ({"exclude": None}, '"exclude" .* None'),
     ],
 )
-def test_refuses_wrong_metadata_with_its_line(tmp_path, fields, message):
+def test_refuses_wrong_metadata_with_its_line(tmp_path, fields, named):
     lines = [{"prompt": "a"}, {"prompt": "b"} | fields]
     path = write(tmp_path, "p.jsonl", "\n".join(map(json.dumps, lines)))
-    with pytest.raises(ValueError, match=r"p\.jsonl, line 2: .*" + message) as raised:
+    with pytest.raises(ValueError, match=r"p\.jsonl, line 2: .*" + named) as raised:
         read_prompt_file(path)
     assert str(raised.value).count("\n") == 0
 
@@ -137,15 +136,9 @@ def test_the_first_negative_prompt_is_found_where_there_is_one(tmp_path):
     assert first_negative(write(tmp_path, "q.txt", "a negative_prompt\n")) is None
 
 
-def test_prompt_must_be_there(tmp_path):
-    path = write(tmp_path, "p.jsonl", '{"tag": "colors"}')
-    with pytest.raises(ValueError, match='line 1: "prompt" is missing; give'):
-        read_prompt_file(path)
-
-
-def test_names_a_missing_file_and_a_folder(tmp_path):
+def test_a_missing_file_and_a_folder_are_named(tmp_path):
     for path in (tmp_path / "none.jsonl", tmp_path):
-        with pytest.raises(FileNotFoundError, match=f"no prompt file at {path}: give the path"):
+        with pytest.raises(FileNotFoundError, match=str(path)):
             read_prompt_file(path)
 
 
@@ -179,61 +172,21 @@ def test_emoji_and_joined_letters_are_kept_and_not_hidden(tmp_path):
     assert all(map(prompt_files.HIDDEN.search, [text for text in HIDDEN if "\u200d" not in text]))
 
 
-# --------------------------------------------------------------------------------------- pictures
+@pytest.mark.parametrize("name", ["p.txt", "p.jsonl"])
+def test_a_line_that_is_too_long_is_refused(tmp_path, name):
+    lines = ["a", "b" * 1_000_001]
+    if name == "p.jsonl":
+        lines = [json.dumps({"prompt": text}) for text in lines]
+    with pytest.raises(ValueError, match="line 2: 1,000,0"):
+        read_prompt_file(write(tmp_path, name, "\n".join(lines)))
 
 
-def edits(folder, *images):
-    """A prompt file with these values of "image"; None: there is none."""
-    lines = [{"prompt": "x"} | ({} if i is None else {"image": i}) for i in images]
-    return write(folder, "edits.jsonl", "\n".join(map(json.dumps, lines)))
-
-
-def test_a_picture_lies_relative_to_its_file(tmp_path, monkeypatch):
+def test_the_path_of_an_image_is_relative_to_its_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own").mkdir()
     monkeypatch.setenv("HOME", "/me")
-    images = ["a.png", "../b.png", "/c.png", "s://h/d.png", None, 3, " ", "~/e.png"]
-    path = edits(pathlib.Path("own"), *images)
-    found = [record.get("image") for record in read_prompt_file(path)]
+    images = ["a.png", "../b.png", "/c.png", "s://h/d.png", 3, " ", "~/e.png"]
+    lines = "\n".join(json.dumps({"prompt": "x", "image": image}) for image in images)
+    path = write(pathlib.Path("own"), "edits.jsonl", lines)
+    found = [record["image"] for record in read_prompt_file(path)]
     assert found == ["own/a.png", "own/../b.png", *images[2:-1], "/me/e.png"]
-
-
-def test_all_pictures_of_a_file_are_read(tmp_path):
-    for name in ("a.png", "b.jpg", "c.webp"):
-        Image.new("RGB", (30, 20), "red").save(tmp_path / name)
-    check_pictures(edits(tmp_path, "a.png", "b.jpg", "c.webp", "a.png"))
-
-
-@pytest.mark.parametrize(
-    ("images", "sentence"),
-    [
-        (["a.png", None], r'edits.jsonl, line 2: "image" is missing; give the path of the picture'),
-        (["a.png", 3], r'edits.jsonl, line 2: "image" is missing'),
-        (
-            ["b.png", "a.png"],
-            r"edits.jsonl, line 1: there is no picture at \S+b.png; give the path",
-        ),
-        (["a.png", "a.png", "half.png", "b.png"], r"line 3: \S+half.png cannot be read as a pict"),
-        (
-            ["a.png", "text.png"],
-            r"line 2: \S+text.png cannot be read as a picture: cannot identify",
-        ),
-        ([""], r'line 1: "image" is missing'),
-        (["."], r"line 1: \S+ cannot be read as a picture: .*directory"),
-    ],
-)
-def test_the_first_line_without_a_whole_picture_is_named(tmp_path, images, sentence):
-    Image.effect_noise((30, 20), 90).save(tmp_path / "a.png")
-    (tmp_path / "half.png").write_bytes((tmp_path / "a.png").read_bytes()[:300])
-    (tmp_path / "text.png").write_text("no picture")
-    with pytest.raises(ValueError, match=sentence):
-        check_pictures(edits(tmp_path, *images))
-
-
-def test_a_picture_that_has_changed_is_read_again(tmp_path):
-    Image.new("RGB", (30, 20)).save(tmp_path / "a.png")
-    path = edits(tmp_path, "a.png")
-    check_pictures(path)
-    (tmp_path / "a.png").write_text("broken")
-    with pytest.raises(ValueError, match="cannot be read"):
-        check_pictures(path)

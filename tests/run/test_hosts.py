@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from digen_jax.checkpoints.checkpoint_folder import read_checkpoint
+from digen_jax.checkpoints.checkpointer import read_checkpoint
 from digen_jax.config.load import load_config
 from digen_jax.logging.metrics import read_metrics
 from digen_jax.logging.workdir import finished_step

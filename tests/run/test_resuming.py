@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from digen_jax.checkpoints import checkpoint_folder, checkpointer
+from digen_jax.checkpoints import checkpointer
 from digen_jax.checkpoints.checkpointer import SaveFailed
 from digen_jax.errors import ConfigError
 from digen_jax.logging.command_log import read_log
@@ -271,9 +271,9 @@ def test_what_orbax_says_of_a_failed_save_beside_its_error_is_not_shown(caplog, 
     asyncio.error("Task exception was never retrieved\nfuture: <Task coro=<mine>>")
     assert len(caplog.records) == 1
     passed = []
-    monkeypatch.setattr(checkpoint_folder, "_printing", passed.append)
+    monkeypatch.setattr(checkpointer, "_printing", passed.append)
     for text in ("Event loop is closed", "mine"):
-        checkpoint_folder._print_unraisable(
+        checkpointer._print_unraisable(
             SimpleNamespace(exc_type=RuntimeError, exc_value=RuntimeError(text))
         )
     assert [str(one.exc_value) for one in passed] == ["mine"]

@@ -5,7 +5,7 @@ import pytest
 from digen_jax import rewards
 from digen_jax.errors import ConfigError
 from digen_jax.images import to_uint8
-from digen_jax.inference.evaluation import SEED, evaluate, sample_clips
+from digen_jax.inference.sampling import SEED, evaluate, sample_clips
 from digen_jax.scheduling.commands import Generate
 from tests.parallel import toy
 

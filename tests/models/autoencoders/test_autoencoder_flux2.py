@@ -12,7 +12,8 @@ import torch
 from diffusers import Flux2KleinPipeline
 from flax.traverse_util import flatten_dict
 
-from digen_jax.checkpoints import folder, names
+from digen_jax.checkpoints import folder
+from digen_jax.checkpoints.tensors import file_shape, tensor_names
 from digen_jax.models.autoencoders.autoencoder_flux2 import (
     AXES,
     IGNORED,
@@ -132,8 +133,8 @@ def test_the_real_autoencoder_has_the_tensors_of_diffusers():
     tree = shapes(AutoencoderKLFlux2(config))
     found = {}
     for path, leaf in flatten_dict(tree).items():
-        (tensor,) = names.tensor_names(path, LISTS)
-        found[tensor] = names.file_shape(path, leaf.shape, LISTS)
+        (tensor,) = tensor_names(path, LISTS)
+        found[tensor] = file_shape(path, leaf.shape, LISTS)
     assert found == {k: tuple(v.shape) for k, v in tensors(module).items()}
     assert sum(leaf.size for leaf in jax.tree.leaves(tree)) == 84_046_371
 

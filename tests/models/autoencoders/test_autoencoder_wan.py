@@ -12,7 +12,8 @@ import pytest
 import torch
 from flax.traverse_util import flatten_dict
 
-from digen_jax.checkpoints import folder, names
+from digen_jax.checkpoints import folder
+from digen_jax.checkpoints.tensors import file_shape, tensor_names
 from digen_jax.models.autoencoders.autoencoder_wan import (
     AXES,
     LISTS,
@@ -194,8 +195,8 @@ def test_the_real_autoencoder_has_the_tensors_of_diffusers(name):
     tree = shapes(AutoencoderKLWan(config))
     found = {}
     for path, leaf in flatten_dict(tree).items():
-        (tensor,) = names.tensor_names(path, LISTS)
-        found[tensor] = names.file_shape(path, leaf.shape, LISTS)
+        (tensor,) = tensor_names(path, LISTS)
+        found[tensor] = file_shape(path, leaf.shape, LISTS)
     assert found == {k: tuple(v.shape) for k, v in module.state_dict().items()}
     assert sum(leaf.size for leaf in jax.tree.leaves(tree)) == 126_892_531
 

@@ -19,7 +19,7 @@ from digen_jax.diffusion.sampling import image_keys, start_noise
 from digen_jax.diffusion.steps import Ode
 from digen_jax.errors import ConfigError
 from digen_jax.families import load_family, open_pipeline, read_parts
-from digen_jax.inference.model import Asked, all_devices, open_model
+from digen_jax.inference.model import SamplingOptions, all_devices, open_model
 from digen_jax.models.family import Size
 from digen_jax.models.flux.network import forward_flops
 from digen_jax.models.published import published_folder
@@ -282,9 +282,17 @@ def test_defaults_are_the_pipelines(folders):
 @pytest.mark.parametrize(
     ("kind", "asked", "sentence"),
     [
-        ("dev", Asked(), "--true_cfg_scale is not above 1, so that there is no second pass that"),
-        ("schnell", Asked(), "this model's guidance is 'none', without a second pass that would"),
-        ("dev", Asked(true_cfg_scale=2.0), "holds no weights"),
+        (
+            "dev",
+            SamplingOptions(),
+            "--true_cfg_scale is not above 1, so that there is no second pass that",
+        ),
+        (
+            "schnell",
+            SamplingOptions(),
+            "this model's guidance is 'none', without a second pass that would",
+        ),
+        ("dev", SamplingOptions(true_cfg_scale=2.0), "holds no weights"),
     ],
 )
 def test_a_negative_prompt_that_nothing_reads_is_refused_before_weights_are_read(
@@ -294,7 +302,7 @@ def test_a_negative_prompt_that_nothing_reads_is_refused_before_weights_are_read
     folder = shutil.copytree(folders[kind], tmp_path / "pipeline", ignore=ignore)
     given = "--negative_prompt is given"
     with pytest.raises(ConfigError, match=sentence) as caught:
-        open_model(str(folder), jax.devices()[:1], asked=[asked], negative=given)
+        open_model(str(folder), jax.devices()[:1], options=[asked], negative=given)
     assert str(caught.value).startswith(f"{given}, but ") == (asked.true_cfg_scale is None)
 
 

@@ -14,7 +14,7 @@ from PIL import Image
 from digen_jax import precompute
 from digen_jax.assemble import build
 from digen_jax.config.load import fit_config, load_config
-from digen_jax.data.embedding_cache import _about, _blocks
+from digen_jax.data import embedding_cache
 from digen_jax.data.prompt_files import read_prompt_file
 from digen_jax.diffusion.sampling import image_keys, start_noise
 from digen_jax.errors import ConfigError
@@ -22,11 +22,11 @@ from digen_jax.families import editing, load_family, read_parts
 from digen_jax.images import read_image
 from digen_jax.inference.export import export, how_to_load
 from digen_jax.inference.model import Model, open_model
-from digen_jax.inference.pictures import sample_to_folder
+from digen_jax.inference.sampling import sample_to_folder
 from digen_jax.models.family import Size
 from digen_jax.parallel.encoding import jit_encoder
 from digen_jax.precompute import reached
-from digen_jax.prompt_store import stored
+from digen_jax.prompt_store import stored_prompts
 from digen_jax.train import train
 from tests.metrics import metrics
 from tests.models.flux.folders import flux_folder, packed
@@ -75,17 +75,17 @@ def test_equal_texts_with_other_pictures_stay_apart(base, tmp_path, capsys):
     recipe = fit_config(load_config(c), 1)
 
     def prepared():
-        drawn = functools.partial(reached, recipe, tmp_path / "cache")
+        drawn = functools.partial(reached, recipe)
         return precompute.prepare(recipe, jax.devices()[:1], drawn)
 
     found = prepared()
     found.run()
     assert "of 4 prompts 4 are to be encoded" in capsys.readouterr().out
-    (block,) = _blocks(tmp_path / "store")
-    assert _about(block)["model"]["source"] == [*SOURCE, 1]
+    (model,) = embedding_cache.models(tmp_path / "store")
+    assert model["source"] == [*SOURCE, 1]
     records = read_prompt_file(folder / "prompts.jsonl")
     assert {**records[0], "image": ""} == {**records[1], "image": ""}
-    made = stored(recipe, found.folder, found.family).conditioning(records)
+    made = stored_prompts(recipe, found.folder, found.family).conditioning(records)
     assert np.array_equal(made.context[0], made.context[1])
     assert np.abs(made.source[0] - made.source[1]).max() > 0.1
     assert np.array_equal(made.source[1], made.source[2])
@@ -109,8 +109,8 @@ def test_a_run_edits_in_two_passes_with_ratio_one_by_what_was_encoded_ahead(base
     first = next(line for line in metrics(trained(base)) if "ratio" in line)
     assert first["ratio"] == pytest.approx(1, abs=1e-5) and first["gradient_norm"] > 0
     # A null conditioning of each negative prompt and picture, in addition to the prompts' own.
-    (block,) = _blocks(base / "tiny-edits-store")
-    assert len(_about(block)["texts"]) == 8
+    (file,) = (base / "tiny-edits-store").rglob("*.safetensors")
+    assert len(embedding_cache._open(file).checksums) == 8
     records, systems = read_prompt_file(base / "guided-edits.jsonl"), []
     for encoding in ("each_step", "precomputed"):
         recipe = fit_config(load_config(guided_config(base, encoding)), 2)

@@ -13,7 +13,7 @@ import torch
 from diffusers import FluxPipeline, FluxTransformer2DModel
 from flax.traverse_util import flatten_dict
 
-from digen_jax.checkpoints.names import file_shape, tensor_names
+from digen_jax.checkpoints.tensors import file_shape, tensor_names
 from digen_jax.models.family import logical_axes
 from digen_jax.models.flux import network as flux
 from tests.models import parity

@@ -16,7 +16,7 @@ from diffusers.pipelines.flux2.pipeline_flux2_klein import (
 )
 
 from digen_jax.checkpoints.folder import copy_pipeline, open_tensors, read_json, write_params
-from digen_jax.checkpoints.names import tensor_names
+from digen_jax.checkpoints.tensors import tensor_names
 from digen_jax.diffusion.sampling import image_keys, start_noise
 from digen_jax.diffusion.steps import Ode
 from digen_jax.errors import ConfigError

@@ -12,7 +12,7 @@ import torch
 from diffusers import Flux2KleinPipeline, Flux2Transformer2DModel
 from flax.traverse_util import flatten_dict
 
-from digen_jax.checkpoints.names import file_shape, tensor_names
+from digen_jax.checkpoints.tensors import file_shape, tensor_names
 from digen_jax.models.family import logical_axes
 from digen_jax.models.flux2 import network as flux2
 from digen_jax.models.flux2.network import Flux2Config

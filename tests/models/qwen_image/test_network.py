@@ -13,7 +13,7 @@ from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
 from diffusers.models.transformers.transformer_qwenimage import QwenEmbedRope
 from flax.traverse_util import flatten_dict
 
-from digen_jax.checkpoints.names import file_shape, tensor_names
+from digen_jax.checkpoints.tensors import file_shape, tensor_names
 from digen_jax.models.family import logical_axes
 from digen_jax.models.qwen_image import network as qwen_image
 from tests.models import parity

@@ -10,7 +10,8 @@ import safetensors.torch
 import torch
 import transformers
 
-from digen_jax.checkpoints import folder, names
+from digen_jax.checkpoints import folder
+from digen_jax.checkpoints.tensors import file_shape, tensor_names
 from digen_jax.models.family import logical_axes
 from digen_jax.models.text.language_model import (
     AXES,
@@ -312,10 +313,10 @@ def test_the_real_encoders_have_the_names_and_shapes_of_transformers(config, sta
     model = LanguageModel(LanguageModelConfig.from_config(config), states)
     tree = shapes(model)
     actual = {
-        name: names.file_shape(path, leaf.shape, LISTS)
+        name: file_shape(path, leaf.shape, LISTS)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
         for path in [tuple(key.key for key in path)]
-        for name in names.tensor_names(path, LISTS)
+        for name in tensor_names(path, LISTS)
     }
     expected = {name: tuple(tensor.shape) for name, tensor in read_by(module, model).items()}
     assert actual == expected

@@ -9,8 +9,8 @@ import transformers
 from flax.traverse_util import flatten_dict
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from digen_jax.checkpoints import names
 from digen_jax.checkpoints.folder import open_tensors, read_params
+from digen_jax.checkpoints.tensors import file_shape, tensor_names
 from digen_jax.models.family import logical_axes
 from digen_jax.models.text.t5 import (
     AXES,
@@ -181,9 +181,7 @@ def test_a_folder_of_transformers_is_read_each_tensor_once(config, shard, tmp_pa
     assert T5Config.from_config(written) == model.config
     tensors = open_tensors(tmp_path)
     assert "shared.weight" in tensors and not tensors.keys() & set(IGNORED)
-    wanted = [
-        name for path in flatten_dict(shapes(model)) for name in names.tensor_names(path, LISTS)
-    ]
+    wanted = [name for path in flatten_dict(shapes(model)) for name in tensor_names(path, LISTS)]
     assert sorted(wanted) == sorted(tensors)
     found = read_params(tmp_path, shapes(model), LISTS)
     assert parity.worst(found, params)[0] == 0
@@ -211,9 +209,9 @@ def test_the_real_encoders_have_transformers_tensors(config, expected):
     theirs = {name: tuple(p.shape) for name, p in module.named_parameters()}
     tree = shapes(T5EncoderModel(T5Config.from_config(config)))
     ours = {
-        name: names.file_shape(path, leaf.shape, LISTS)
+        name: file_shape(path, leaf.shape, LISTS)
         for path, leaf in flatten_dict(tree).items()
-        for name in names.tensor_names(path, LISTS)
+        for name in tensor_names(path, LISTS)
     }
     assert ours == theirs
     assert sum(leaf.size for leaf in jax.tree.leaves(tree)) == expected

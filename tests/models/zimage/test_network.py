@@ -9,7 +9,7 @@ import pytest
 import torch
 from diffusers import ZImageTransformer2DModel
 
-from digen_jax.checkpoints import names
+from digen_jax.checkpoints.tensors import file_shape, tensor_names
 from digen_jax.models.family import logical_axes
 from digen_jax.models.zimage import network as zimage
 from digen_jax.models.zimage.network import ZImageConfig, forward_flops
@@ -220,8 +220,8 @@ def test_turbo_has_diffusers_parameters():
     found = {}
     for path, leaf in tree:
         path = tuple(key.key for key in path)
-        shape = names.file_shape(path, leaf.shape, zimage.LISTS)
-        found |= dict.fromkeys(names.tensor_names(path, zimage.LISTS), shape)
+        shape = file_shape(path, leaf.shape, zimage.LISTS)
+        found |= dict.fromkeys(tensor_names(path, zimage.LISTS), shape)
     with torch.device("meta"):
         tensors = ZImageTransformer2DModel.from_config(TURBO).state_dict()
     assert found == {name: tuple(tensor.shape) for name, tensor in tensors.items()}

@@ -1,0 +1,162 @@
+"""Data sets as prompt files: `hf:` names one of the Hugging Face hub, `tfds:` a folder of TensorFlow Datasets.
+
+    hf:OWNER/NAME[/SUBSET][:SPLIT[:COLUMN]]
+    tfds:FOLDER[:SPLIT[:COLUMN]]
+
+A split's rows are read as the lines of a .jsonl file. COLUMN holds the prompts; the other columns are metadata.
+
+The hub converts every public data set to Parquet files on a branch of its repository: SUBSET/SPLIT/NUMBER.parquet on
+refs/convert/parquet. They are downloaded into the cache of `huggingface_hub` and read with pyarrow, which
+tensorflow-datasets needs, too. Without a network the cache is read.
+
+A TFDS folder, such as ~/tensorflow_datasets/NAME/1.0.0, has array_record files (`download_and_prepare(
+file_format="array_record")`), which are read without TensorFlow.
+"""
+
+import functools
+import json
+import os
+import pathlib
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import huggingface_hub
+import numpy as np
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+from digen_jax.files import in_home
+
+HUB, TFDS = "hf:", "tfds:"
+BRANCH = "refs/convert/parquet"
+FORM = re.compile(
+    r"(?:hf:(?P<repository>[\w-][\w.-]*/[\w.-]+)(?:/(?P<subset>[\w.-]+))?|tfds:(?P<folder>[^:]+))"
+    r"(?::(?P<split>[\w.-]+)(?::(?P<column>.+))?)?"
+)
+DEFAULTS = {"subset": "default", "split": "train", "column": "prompt"}
+LISTED = 3  # numbers in a message, which fits a line of a terminal
+
+
+def is_dataset(path: str | os.PathLike[str]) -> bool:
+    """Returns whether a prompt file's path names a data set."""
+    return str(path).startswith((HUB, TFDS))
+
+
+@functools.cache  # a run reads its prompt files several times
+def read_rows(name: str) -> bytes:
+    """Reads the rows of a data set as JSON lines with the field "prompt"; line n is row n, from 1.
+
+    Rows without a prompt are blank lines and are reported. Columns with bytes, such as images, are left out.
+
+    Raises:
+      ValueError: the name is invalid, or the data set or its columns cannot be read.
+    """
+    found = FORM.fullmatch(name)
+    if not found:
+        raise ValueError(
+            f"{name} names no data set of the hub: write hf:owner/name, hf:owner/name/subset, or one of these "
+            "with :split or :split:column behind it; tfds:folder is one of TensorFlow Datasets"
+        )
+    place = DEFAULTS | {field: text for field, text in found.groupdict().items() if text}
+    read = _read_tfds if "folder" in place else _read_hub
+    rows = [_to_record(row, place["column"]) for row in read(name, place)]
+    if without := [number for number, row in enumerate(rows, start=1) if row is None]:
+        print(
+            f"{name}: {len(without):,} of {len(rows):,} rows hold no text in the column {place['column']!r} and are "
+            f"left out: {first_numbers(without)}",
+            file=sys.stderr,
+            flush=True,
+        )
+    return b"\n".join(b"" if row is None else json.dumps(row, default=str).encode() for row in rows)
+
+
+def first_numbers(numbers: Sequence[int]) -> str:
+    """Returns the first numbers, and how many more there are, as text."""
+    more = f" and {len(numbers) - LISTED:,} more" if len(numbers) > LISTED else ""
+    return ", ".join(map(str, numbers[:LISTED])) + more
+
+
+def _to_record(row: dict[str, Any], column: str) -> dict[str, Any] | None:
+    prompt = row.pop(column, None)
+    if not isinstance(prompt, str) or not prompt.strip():
+        return None
+    # A table has every column in every row: null or NaN, which equals nothing, where the row has no value.
+    given = {name: value for name, value in row.items() if value is not None and value == value}
+    return given | {"prompt": prompt}
+
+
+def _read_hub(name: str, place: dict[str, str]) -> Iterator[dict[str, Any]]:
+    import pyarrow.parquet as parquet  # takes a while, and few runs need it
+
+    repository, subset, split = (place[field] for field in ("repository", "subset", "split"))
+    try:
+        folder = huggingface_hub.snapshot_download(
+            repository,
+            repo_type="dataset",
+            revision=BRANCH,
+            allow_patterns=[f"{subset}/{split}/*.parquet"],
+        )
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, ConnectionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"{name} cannot be downloaded (check the name, the network, and whether the data set's page on the hub "
+            f"shows its rows), or write its prompts to a .jsonl file: {reason}"
+        ) from error
+    files = sorted(pathlib.Path(folder, subset, split).glob("*.parquet"))
+    if not files:
+        raise ValueError(
+            f"{name} has no rows in the subset {subset!r} and the split {split!r}: write "
+            f"{HUB}{repository}/SUBSET:SPLIT with the names on the data set's page on the hub"
+        )
+    for file in files:
+        schema = parquet.read_schema(file)
+        _check_column(name, place["column"], schema.names, f"{HUB}{repository}/{subset}:{split}")
+        columns = [field.name for field in schema if not _has_bytes(field.type)]
+        for batch in parquet.ParquetFile(file).iter_batches(columns=columns):
+            yield from batch.to_pylist()
+
+
+def _check_column(name: str, column: str, columns: Sequence[str], start: str) -> None:
+    if column not in columns:
+        raise ValueError(
+            f"{name} has no column {column!r}, but {', '.join(map(repr, columns))}: write {start}:COLUMN"
+        )
+
+
+def _has_bytes(kind: Any) -> bool:
+    """Returns whether a pyarrow type is bytes, such as an image's file, or contains them."""
+    import pyarrow.types as types
+
+    if types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind):
+        return True
+    return any(_has_bytes(kind.field(i).type) for i in range(kind.num_fields))
+
+
+def _read_tfds(name: str, place: dict[str, str]) -> Iterator[dict[str, Any]]:
+    """Yields the texts and numbers of each record."""
+    import tensorflow_datasets as tfds  # takes a while, and few runs need it
+
+    folder, split, column = (place[field] for field in ("folder", "split", "column"))
+    # TFDS, array_record and protobuf each have errors of their own.
+    try:
+        builder = tfds.builder_from_directory(in_home(folder))
+        features = builder.info.features
+        columns = [key for key, one in features.items() if one.shape == ()]
+        skipped = {key: tfds.decode.SkipDecoding() for key in features if key not in columns}
+        source = builder.as_data_source(split=split, decoders=skipped)
+        rows = [{key: _plain(row[key]) for key in columns} for row in source]
+    except Exception as error:
+        reason = str(error).partition("\n")[0][:100]
+        raise ValueError(
+            f"{name} cannot be read ({reason}): give the folder of a version, such as "
+            f"{TFDS}~/tensorflow_datasets/NAME/1.0.0:SPLIT, with array_record files"
+        ) from error
+    _check_column(name, column, columns, f"{TFDS}{folder}:{split}")
+    yield from rows
+
+
+def _plain(value: Any) -> str | float | int | bool:
+    if value is None:  # array_record reads this where a file was truncated
+        raise ValueError("a record is empty")
+    return value.decode() if isinstance(value, bytes) else np.asarray(value).item()

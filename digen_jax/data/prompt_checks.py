@@ -1,0 +1,184 @@
+"""Checks of prompt files before anything slow starts: errors for missing inputs, warnings about odd prompts."""
+
+import concurrent.futures
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from digen_jax.data.datasets import first_numbers
+from digen_jax.data.prompt_files import HIDDEN, Path, Record, numbered_records
+from digen_jax.errors import ConfigError, together
+from digen_jax.images import check_image_file
+
+# Returns what a record lacks for a reward, such as "quotes no text", or None.
+Needs = Callable[[Record], str | None]
+# Returns for each prompt whether it is longer than the text encoders read.
+IsCut = Callable[[list[str]], Iterable[bool]]
+
+CHUNK = 10_000  # prompts tokenized at a time
+REPORTED = 100_000  # prompts between two progress lines
+LISTED = 10  # unknown words in a warning
+WORD = re.compile(r"[^\W_]+")
+
+
+def check_images(path: Path) -> None:
+    """Reads the images to edit of a prompt file, of which each record must have one.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: as `read_prompt_file`; or names the line of the first record with a missing or broken image.
+    """
+    numbered = numbered_records(path)
+    with concurrent.futures.ThreadPoolExecutor() as pool:  # Pillow decodes without Python's lock
+        errors = pool.map(_image_error, [record for _, record in numbered])
+        for (number, _), error in zip(numbered, errors, strict=True):
+            if error:
+                pool.shutdown(cancel_futures=True)
+                raise ValueError(f"{path}, line {number}: {error}")
+
+
+def _image_error(record: Record) -> str | None:
+    image = record.get("image")
+    if not isinstance(image, str) or not image.strip():
+        return (
+            '"image" is missing; give the path of the picture to edit, relative to the prompt file'
+        )
+    try:
+        check_image_file(image)
+    except ValueError as error:
+        return f"{error}; give the path of a whole picture, relative to the prompt file"
+    return None
+
+
+def check_needs(paths: Iterable[Path], needs: Mapping[str, Needs]) -> None:
+    """Checks that records have what the rewards need.
+
+    Args:
+      paths: of the files; each is read once, even if it is named twice.
+      needs: by the names of the rewards that need something.
+
+    Raises:
+      ConfigError: one line for each file, reward and kind of lack, with the number of records and their first lines.
+      ValueError or FileNotFoundError: as `read_prompt_file`.
+    """
+    with together() as one:
+        for path in dict.fromkeys(paths):
+            numbered = numbered_records(path) if needs else []
+            lacking: dict[tuple[str, str], list[int]] = {}
+            for number, record in numbered:
+                for reward, lack_of in needs.items():
+                    if lack := lack_of(record):
+                        lacking.setdefault((reward, lack), []).append(number)
+            for (reward, lack), lines in lacking.items():
+                with one():
+                    raise ConfigError(
+                        f"{path}, {_lines(lines)}: {len(lines):,} of {len(numbered):,} prompts cannot be scored by the "
+                        f"reward {reward!r}, because each {lack}; change or remove them"
+                    )
+
+
+def report_odd_prompts(paths: Sequence[Path], is_cut: IsCut, words: Sequence[str] = ()) -> None:
+    """Prints the `odd_prompts` of each prompt file, and `repeats_between` them."""
+    paths = list(dict.fromkeys(paths))
+    for path in paths:
+        for line in odd_prompts(path, is_cut, words):
+            print(line, file=sys.stderr, flush=True)
+    for line in repeats_between(paths):
+        print(line, file=sys.stderr, flush=True)
+
+
+def odd_prompts(path: Path, is_cut: IsCut, words: Sequence[str] = ()) -> list[str]:
+    """Returns one line for each kind of problem of a prompt file.
+
+    Args:
+      path: of the file; the lines start with it.
+      is_cut: of the model's text encoders.
+      words: all words that the model knows. Empty means that it reads any text.
+
+    Raises:
+      ValueError or FileNotFoundError: as `read_prompt_file`.
+    """
+    numbered = numbered_records(path)
+    lines: dict[str, list[int]] = {}
+    firsts = _first_lines(numbered)
+    repeats = [(n, firsts[_key(record)]) for n, record in numbered if firsts[_key(record)] != n]
+    for number, record in numbered:
+        for text in {record["prompt"], record.get("negative_prompt", record["prompt"])}:
+            lines.setdefault(text, []).append(number)
+    found = []
+    unknown = {text: at for text, at in lines.items() if unknown_words([text], words)}
+    if unknown:
+        at = sorted(set().union(*unknown.values()))
+        listed = list_unknown(unknown_words(unknown, words), words)
+        found.append((at, f"have words that this model does not know ({_lines(at)}): {listed}"))
+    # A model that spells words in letters soon has too many tokens.
+    if cut := _cut_lines({t: at for t, at in lines.items() if t not in unknown}, is_cut):
+        found.append((cut, f"are cut off by the text encoders: {_lines(cut)}"))
+    # A file that repeats most of its prompts, such as the embedded model's, does so on purpose.
+    if 0 < len(repeats) <= len(numbered) / 2:
+        found.append((repeats, "are repeats (line {} repeats line {})".format(*repeats[0])))
+    if hidden := sorted({n for text, at in lines.items() if HIDDEN.search(text) for n in at}):
+        found.append((hidden, f"have hidden characters: {_lines(hidden)}"))
+    return [f"{path}: {len(at):,} of {len(numbered):,} prompts {what}" for at, what in found]
+
+
+def repeats_between(paths: Sequence[Path]) -> list[str]:
+    """Returns one line for each prompt file with prompts of an earlier one, with the lines of one example.
+
+    Raises:
+      ValueError or FileNotFoundError: as `read_prompt_file`.
+    """
+    firsts = [_first_lines(numbered_records(path)) for path in paths] if len(paths) > 1 else []
+    found = []
+    for number, (path, here) in enumerate(zip(paths, firsts, strict=False)):
+        for other, there in zip(paths[:number], firsts, strict=False):
+            if both := [key for key in here if key in there]:
+                count = f"{len(both):,} of {len(here):,} different prompts"
+                example = f"line {here[both[0]]} is line {there[both[0]]} there"
+                found.append(f"{path}: {count} are in {other}, too ({example})")
+    return found
+
+
+def unknown_words(prompts: Iterable[str], words: Sequence[str]) -> list[str]:
+    """Returns the words of some prompts that a model does not know, each once.
+
+    Args:
+      prompts: any texts.
+      words: all words that the model knows. Empty means any.
+    """
+    found = dict.fromkeys(word for prompt in prompts for word in WORD.findall(prompt.lower()))
+    return [word for word in found if words and word not in words]
+
+
+def list_unknown(unknown: Sequence[str], words: Sequence[str]) -> str:
+    """Returns the end of a warning about unknown words: the first of them, and the known words."""
+    more = f" and {len(unknown) - LISTED} more" if len(unknown) > LISTED else ""
+    return f"{', '.join(map(repr, unknown[:LISTED]))}{more}; it knows only {', '.join(words)}"
+
+
+def _first_lines(numbered: Iterable[tuple[int, Record]]) -> dict[tuple[str, ...], int]:
+    """Returns the first line of each prompt with its negative prompt and image."""
+    found: dict[tuple[str, ...], int] = {}
+    for number, record in numbered:
+        found.setdefault(_key(record), number)
+    return found
+
+
+def _key(record: Record) -> tuple[str, ...]:
+    return record["prompt"], repr(record.get("negative_prompt")), repr(record.get("image"))
+
+
+def _cut_lines(lines: dict[str, list[int]], is_cut: IsCut) -> list[int]:
+    """Returns the line numbers of prompts that are cut off; `lines` are those of each prompt."""
+    prompts, found = list(lines), set()
+    for first in range(0, len(prompts), CHUNK):
+        chunk = prompts[first : first + CHUNK]
+        if first and first % REPORTED == 0:
+            print(f"tokenized {first:,} of {len(prompts):,} prompts", file=sys.stderr, flush=True)
+        for prompt, cut in zip(chunk, is_cut(chunk), strict=True):
+            found.update(lines[prompt] if cut else ())
+    return sorted(found)
+
+
+def _lines(numbers: Sequence[int]) -> str:
+    return f"line{'s' * (len(numbers) > 1)} {first_numbers(numbers)}"

@@ -1,0 +1,142 @@
+"""Samples prompts with fixed noise, for evaluations and into folders; the sampler adds no noise."""
+
+import pathlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Float, UInt8
+from PIL import Image
+
+from digen_jax import rewards
+from digen_jax.diffusion.sampling import Trajectory, image_keys
+from digen_jax.images import middle_frames, reward_input, to_uint8
+from digen_jax.inference.model import Model
+from digen_jax.logging.evaluation import Evaluation
+from digen_jax.logging.images import image_grid, save_frames
+from digen_jax.models.family import Record
+from digen_jax.parallel.mesh import fetch
+from digen_jax.parallel.sampler import Sampler, Weights
+from digen_jax.process.shutdown import during
+from digen_jax.process.terminal import track
+
+# Independent of a run's seed, so that evaluations of all runs can be compared.
+SEED = 2**20
+# A grid of more images would be too large to look at.
+LARGEST_GRID = 64
+
+
+def evaluate(
+    sampler: Sampler,
+    weights: Weights,
+    records: Sequence[dict[str, Any]],
+    asked: rewards.Rewards,
+    batch: int,
+    seed: int = SEED,
+    head: str = "evaluating",
+) -> Evaluation:
+    """Samples one image for each record and scores it.
+
+    Image i depends only on the seed, i, its prompt and the weights. `head` labels the progress bar.
+    """
+    clips, scores = [], []
+    for start in track(range(0, len(records), batch), head, "batch"):
+        part = list(records[start : start + batch])
+        made = to_uint8(sample_clips(sampler, weights, part, start, batch, seed))
+        prompts = [record["prompt"] for record in part]
+        scores.append(asked.score(reward_input(made), prompts, part))
+        clips.append(made)
+    return Evaluation.of(list(records), clips, scores, asked.names, asked.weights)
+
+
+def sample_clips(
+    sampler: Sampler,
+    weights: Weights,
+    records: Sequence[Mapping[str, Any]],
+    first: int,
+    batch: int,
+    seed: int = SEED,
+    of_each: int = 1,
+) -> Float[np.ndarray, "n t h w 3"]:
+    """Samples clips first, first + 1, ... of a seed, one for each of `records`, at most `batch`.
+
+    If each record is repeated for several clips in a row, `of_each` is their number.
+    """
+    with during("the sampling of images"):
+        trajectory = sample_fixed(sampler, weights, records, first, batch, seed, of_each)
+        return fetch(sampler.decode(weights, trajectory))[: len(records)]
+
+
+def sample_fixed(
+    sampler: Sampler,
+    weights: Weights,
+    records: Sequence[Mapping[str, Any]],
+    first: int,
+    batch: int,
+    seed: int = SEED,
+    of_each: int = 1,
+) -> Trajectory:
+    """Dispatches the sampling of `sample_clips`, padded to `batch`; returns before it is done."""
+    padded = [*records, *[records[-1]] * (batch - len(records))]
+    numbers = np.arange(first, first + batch, dtype=np.int32)
+    keys = image_keys(jax.random.key(seed), numbers // of_each, numbers % of_each)
+    rows = np.arange(batch, dtype=np.int32)
+    return sampler.generate(weights, sampler.encode(weights, padded), rows, keys)
+
+
+def sample_to_folder(
+    model: Model,
+    sampler: Sampler,
+    records: Sequence[Record],
+    output: pathlib.Path,
+    batch: int,
+    seed: int,
+    images: int = 1,
+) -> None:
+    """Samples prompts and writes numbered PNGs, animations of clips, and `grid.png` with the first images.
+
+    Image j of record i depends on the seed, i, j and the record, not on the batch.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    every = [record for record in records for _ in range(images)]
+    batch = model.batch(batch, len(every))
+    shown = []
+    for first in track(range(0, len(every), batch), "sampling", "batch"):
+        part = every[first : first + batch]
+        clips = to_uint8(sample_clips(sampler, model.weights, part, first, batch, seed, images))
+        for number, (clip, record) in enumerate(zip(clips, part, strict=True), first):
+            which = f"{number // images:05d}" + (f"_{number % images:02d}" if images > 1 else "")
+            _save_clip(output / f"{which}_{slug(record['prompt'])}.png", clip)
+        shown += list(middle_frames(clips[: LARGEST_GRID - len(shown)]))
+    _grid(np.stack(shown), [record["prompt"] for record in every]).save(output / "grid.png")
+
+
+def evaluation_to_folder(found: Evaluation, output: pathlib.Path) -> None:
+    """Writes an evaluation's images as PNGs named by score, animations of clips, and `grid.png`."""
+    output.mkdir(parents=True, exist_ok=True)
+    prompts = [record["prompt"] for record in found.records]
+    for number, (clip, prompt) in enumerate(zip(found.clips, prompts, strict=True)):
+        name = f"{number:05d}_{found.scores[number]:.3f}_{slug(prompt)}.png"
+        _save_clip(output / name, clip)
+    shown = slice(LARGEST_GRID)
+    _grid(middle_frames(found.clips[shown]), prompts, found.scores[shown]).save(output / "grid.png")
+
+
+def slug(prompt: str) -> str:
+    """Returns a prompt's words for a file name, in any alphabet, at most 48 letters."""
+    return re.sub(r"\W+", "-", prompt).strip("-")[:48].rstrip("-").lower() or "empty"
+
+
+def _save_clip(path: pathlib.Path, clip: UInt8[np.ndarray, "t h w 3"]) -> None:
+    save_frames(path, [Image.fromarray(frame) for frame in clip])
+
+
+def _grid(
+    images: UInt8[np.ndarray, "n h w 3"],
+    prompts: Sequence[str],
+    scores: Float[np.ndarray, "n"] | None = None,
+) -> Image.Image:
+    columns = min(8, len(images), max(4, round(len(images) ** 0.5)))
+    return image_grid(images, prompts[: len(images)], columns, scores)

@@ -1,0 +1,111 @@
+"""Claims of a workdir: by one process at a time, with the same config."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from digen_jax.errors import ConfigError
+from digen_jax.logging.workdir import claim_workdir, finished_step, holder, mark_finished
+from tests.pipelines import ROOT
+
+HOLD = """
+import sys
+from digen_jax.logging.workdir import claim_workdir
+claim = claim_workdir(sys.argv[1], {"seed": 0})
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_second_process_is_refused_until_the_first_ends_however_it_ends(tmp_path):
+    run = [sys.executable, "-c", HOLD, str(tmp_path)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(run, cwd=ROOT, **pipes) as process:
+        assert process.stdout.readline() == "held\n"
+        with pytest.raises(ConfigError, match=rf"in use by process {process.pid} on .*: wait"):
+            claim_workdir(tmp_path, {"seed": 0})
+        assert holder(tmp_path) == process.pid
+        process.kill()
+    assert holder(tmp_path) is holder(tmp_path / "none") is None
+    claim_workdir(tmp_path, {"seed": 0}).close()
+    assert f"process {os.getpid()} on" in (tmp_path / ".lock").read_text()
+
+
+CONFIG = {"seed": 0, "steps": 10, "log": {"every": 5, "wandb": {}}, "window": (0, 4)}
+
+
+def claim(workdir, config, may_change=(), metrics='{"step": 0}\n'):
+    """A run that claims the workdir, writes these metrics and ends."""
+    claim_workdir(workdir, config, may_change).close()
+    (workdir / "metrics.jsonl").write_text(metrics)
+
+
+def test_the_same_config_may_come_back(tmp_path):
+    claim(tmp_path, CONFIG)
+    claim(tmp_path, CONFIG | {"window": [0, 4]})
+    assert json.loads((tmp_path / "config.json").read_text())["window"] == [0, 4]
+
+
+def test_a_section_of_a_list_is_compared_field_by_field(tmp_path):
+    one, two = {"name": "one", "limit": 3}, {"name": "two", "limit": 3}
+    claim(tmp_path, {"rewards": [one, two]})
+    with pytest.raises(ConfigError, match=r"\(config\.rewards\[1\]\.limit: 3 -> 5\)"):
+        claim(tmp_path, {"rewards": (one, two | {"limit": 5})})
+    claim(tmp_path, {"rewards": (one, two | {"limit": 5})}, ["rewards[i].limit"])
+    with pytest.raises(ConfigError, match=r'config\.rewards\[1\]\.name: "two" -> not there'):
+        claim(tmp_path, {"rewards": (one,)}, ["rewards[i].limit"])
+
+
+def test_a_run_with_fields_of_an_older_version_is_refused_with_their_new_names(tmp_path):
+    claim(tmp_path, {"reward": {"name": ["one"], "processes": 1}})
+    with pytest.raises(
+        ConfigError, match=r"older version: config\.reward\.name is config\.rewards, of"
+    ):
+        claim(tmp_path, {"rewards": [{"name": "one"}]})
+
+
+def test_another_config_is_refused_with_the_fields_that_differ(tmp_path):
+    claim(tmp_path, CONFIG)
+    other = {"seed": 1, "steps": 10, "log": {"every": 5, "wandb": {"project": "x"}}, "window": None}
+    with pytest.raises(ConfigError) as caught:
+        claim(tmp_path, other, ["steps"])
+    assert str(caught.value) == (
+        f"the run in {tmp_path} has another config (config.log.wandb: {{}} -> not there; "
+        'config.log.wandb.project: not there -> "x"; config.seed: 0 -> 1; '
+        "config.window: [0, 4] -> null): choose another workdir, or take these changes back"
+    )
+    assert json.loads((tmp_path / "config.json").read_text())["seed"] == 0
+
+
+def test_fields_that_may_change_do_and_are_recorded(tmp_path):
+    claim(tmp_path, CONFIG)
+    longer = CONFIG | {"steps": 20, "log": {"every": 1, "wandb": {"project": "x"}}}
+    claim(tmp_path, longer, ["steps", "log"])
+    assert json.loads((tmp_path / "config.json").read_text())["steps"] == 20
+    with pytest.raises(ConfigError, match=r"config\.steps: 20 -> 10"):
+        claim(tmp_path, CONFIG, ["step", "log"])
+
+
+def test_where_nothing_has_been_computed_another_config_may_follow(tmp_path):
+    claim(tmp_path, CONFIG, metrics="")
+    claim(tmp_path, CONFIG | {"seed": 1}, metrics="")
+    (tmp_path / "metrics.jsonl").unlink()
+    claim(tmp_path, CONFIG | {"seed": 2})
+    assert json.loads((tmp_path / "config.json").read_text())["seed"] == 2
+    with pytest.raises(ConfigError, match=r"config\.seed: 2 -> 3"):
+        claim(tmp_path, CONFIG | {"seed": 3})
+
+
+def test_many_differences_are_counted_not_listed(tmp_path):
+    claim(tmp_path, {f"f{i}": 0 for i in range(9)})
+    with pytest.raises(ConfigError, match=r"config\.f5: 0 -> 1 and 3 more\)"):
+        claim(tmp_path, {f"f{i}": 1 for i in range(9)})
+
+
+def test_a_finished_run_says_so(tmp_path):
+    assert finished_step(tmp_path) is None
+    mark_finished(tmp_path, 70)
+    assert finished_step(tmp_path) == 70
