@@ -25,7 +25,7 @@ from digen_jax.files import shipped
 from digen_jax.images import to_uint8
 from digen_jax.rewards import alone
 from digen_jax.rewards.pool import RewardPool
-from digen_jax.rewards.service import installed
+from digen_jax.rewards.service.client import RemoteReward
 
 SERVER = shipped("launch/reward_server.py")
 NAME = "benchmarks.rewards:fingerprint"
@@ -148,10 +148,7 @@ def compare(load: Load, told: Callable[[str], None] = print) -> Comparison:
 
     Raises:
       RuntimeError: an image got no score, two scores, or another one's.
-      ConfigError: a package is missing.
     """
-    with installed("a reward client"):
-        import digen_jax.rewards.service.client  # noqa: F401
     load.check()
     local = run_local(load)
     told(f"local pool      {local.describe()}")
@@ -175,8 +172,6 @@ def run_local(load: Load) -> Speed:
 
 def run_remote(load: Load, folder: pathlib.Path, faults: Faults | None) -> Speed:
     """The load on servers; with faults on the way to each, and a kill of the first server."""
-    from digen_jax.rewards.service.client import RemoteReward
-
     servers = [ServerProcess(folder) for _ in range(load.servers)]
     proxies: list[Proxy] = []
     exchanges: list[Any] = []
@@ -190,13 +185,13 @@ def run_remote(load: Load, folder: pathlib.Path, faults: Faults | None) -> Speed
         reward = RemoteReward(
             [f"http://127.0.0.1:{port}" for port in ports],
             [NAME],
-            limit=DEADLINE / 5,
+            attempt=DEADLINE / 5,
             deadline=DEADLINE,
             retries=50,
             connections=load.clients,
-            alone=(0.05, 1.0),
-            waits=(0.01, 0.2),
-            listen=exchanges.append,
+            blocked=(0.05, 1.0),
+            pauses=(0.01, 0.2),
+            listener=exchanges.append,
         )
         _warm(load, reward)
         exchanges.clear()

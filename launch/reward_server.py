@@ -16,8 +16,8 @@ from absl import flags
 from digen_jax.config.command_line import define_path, run_main
 from digen_jax.errors import ConfigError, check_range, user_input
 from digen_jax.files import parse_json
-from digen_jax.rewards.service import TOKEN, installed
-from digen_jax.rewards.service.limits import Limits
+from digen_jax.rewards.service import TOKEN, server_packages
+from digen_jax.rewards.service.wire import Limits
 from digen_jax.rewards.settings import RewardSettings
 
 SIDE = 64  # of the pictures that the reward is tried on
@@ -50,11 +50,10 @@ def main() -> None:
     check_range("--patience", _PATIENCE.value, 0)
     limits = Limits(**{name: flag.value for name, flag in _LIMITS.items()})
     limits.check()
-    with installed("a reward server"):
+    with server_packages():
         import python_multipart  # noqa: F401
 
-        from digen_jax.rewards.service.server import Service
-        from digen_jax.rewards.service.serving import listen, serve, warn
+        from digen_jax.rewards.service.server import Service, listen, serve
 
     from digen_jax.rewards.built_in import resolve
     from digen_jax.rewards.dry_run import dry_run
@@ -70,19 +69,18 @@ def main() -> None:
     token = os.environ.get(TOKEN) or None
     with user_input():
         rewards = resolve(_asked(), field="", serving=True)
-    place = listen(_HOST.value, _PORT.value)
-    warn(_HOST.value, token)
+    listener = listen(_HOST.value, _PORT.value, token)
     pool = RewardPool(
         rewards, _PROCESSES.value, limit=lambda expected: limits.score, accelerator=True
     )
     service = Service(pool, rewards.names, _PROCESSES.value, limits, token)
 
-    def trial() -> None:
+    def check() -> None:
         run_sanity_checks(rewards, pool.score)
         dry_run(pool.score, [records], SIDE, SIDE)
 
     try:
-        serve(service, place, trial, _PATIENCE.value)
+        serve(service, listener, check, _PATIENCE.value)
     except ConfigError as error:
         if _PROMPTS.value is None:
             hint = "if it needs a prompt file's fields, give one by --prompts"

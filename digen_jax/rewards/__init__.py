@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Float, Float32, Int, UInt8
 
 from digen_jax.rewards.call import Answer, Reward, called
-from digen_jax.rewards.request_log import taken
+from digen_jax.rewards.request_log import take_exchanges
 from digen_jax.rewards.settings import RewardSettings
 
 Batch = tuple[UInt8[np.ndarray, "_ ..."], list[str], list[dict[str, Any]]]
@@ -49,7 +49,7 @@ class NamedReward:
 
     def answer(self, batch: Batch) -> Answer:
         """Its checked scores of images to which it applies; raises as `call.called`."""
-        return called(self.function, self.settings, *batch)._replace(exchanges=taken())
+        return called(self.function, self.settings, *batch)._replace(exchanges=take_exchanges())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,7 +43,7 @@ class BuiltIn:
 BUILT_IN = {
     "geneval": BuiltIn(
         "digen_jax.rewards.geneval:geneval",
-        sanity_check="digen_jax.learned_rewards.sanity_checks:of_objects",
+        sanity_check="digen_jax.learned_rewards.sanity_checks:object_pairs",
         where="server",
         needs="digen_jax.rewards.geneval:needs",
     ),
@@ -66,18 +66,18 @@ BUILT_IN = {
         "examples.shapes.reward:make", sanity_check="examples.shapes.reward:sanity_check"
     ),
     # The server runs the sanity checks of its rewards.
-    "served": BuiltIn("digen_jax.rewards.service.served:served"),
+    "served": BuiltIn("digen_jax.rewards.service.client:served"),
     **{
         name: BuiltIn(
-            f"digen_jax.learned_rewards.built_in:{name}",
+            f"digen_jax.learned_rewards:{name}",
             sanity_check=f"digen_jax.learned_rewards.sanity_checks:{check}",
             where="mesh",
         )
         for name, check in (
-            ("aesthetic", "of_pictures"),
-            ("clip_score", "of_prompts"),
-            ("hpsv2", "of_prompts"),
-            ("pickscore", "of_prompts"),
+            ("aesthetic", "image_pairs"),
+            ("clip_score", "prompt_pairs"),
+            ("hpsv2", "prompt_pairs"),
+            ("pickscore", "prompt_pairs"),
         )
     },
 }

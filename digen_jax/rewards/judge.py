@@ -19,10 +19,9 @@ from PIL import Image
 
 from digen_jax.errors import ConfigError, check_range
 from digen_jax.rewards import ocr
+from digen_jax.rewards.http_client import FailoverClient, Request, parse_addresses
 from digen_jax.rewards.judge_templates import TEMPLATES, TOP, Template, lacking, named, read
-from digen_jax.rewards.request_log import noting
-from digen_jax.rewards.service.asking import Asker, Request
-from digen_jax.rewards.service.http import addresses
+from digen_jax.rewards.request_log import recorder
 
 TOKEN = "DIGEN_JUDGE_TOKEN"  # the environment's variable that holds the servers' token
 MODELS, CHAT = "/v1/models", "/v1/chat/completions"
@@ -67,7 +66,7 @@ class Judge:
 
         Raises:
           ConfigError: a server lacks the model, or a record lacks a field of the template.
-          RewardError, Stopped: as `Asker.ask`, and where a server sends no logprobs.
+          RewardError, Stopped: as `FailoverClient.post`, and where a server sends no logprobs.
         """
         return asked_of(_client(self), self, images, prompts, metadata)
 
@@ -76,7 +75,7 @@ class Client:
     """The connections of a judge, and the model that its servers have."""
 
     def __init__(self, judge: Judge, transport: httpx.BaseTransport | None = None, **waits: Any):
-        self._asker = Asker(
+        self._client = FailoverClient(
             judge.servers,
             "judge",
             os.environ.get(TOKEN) or None,
@@ -84,7 +83,7 @@ class Client:
             judge.deadline,
             judge.retries,
             judge.connections,
-            listen=noting("judge"),
+            listener=recorder("judge"),
             transport=transport,
             **waits,
         )
@@ -93,7 +92,7 @@ class Client:
     def model(self, prompts: Sequence[str]) -> str:
         """The model to ask for, which is found out when the first prompts wait to be scored; raises as `Judge`."""
         if not self._model:
-            answers = self._asker.each(MODELS, "vllm serve, for example", prompts)
+            answers = self._client.get_each(MODELS, "vllm serve, for example", prompts)
             models = {url: listed(url, content) for url, content in answers.items()}
             self._model = chosen(models, self._named)
         return self._model
@@ -115,11 +114,11 @@ class Client:
             lambda unread: json.dumps(message | {"seed": judge.seed + unread}).encode(),
         )
         template, wanted = judge.template, ocr.quoted(prompt)
-        return self._asker.ask(request, lambda found: read(found, template, wanted, judge.again))
+        return self._client.post(request, lambda found: read(found, template, wanted, judge.again))
 
     def close(self) -> None:
         """Closes the connections."""
-        self._asker.close()
+        self._client.close()
 
 
 @functools.lru_cache(maxsize=8)
@@ -239,7 +238,7 @@ def judge(
     for name, value, least in (("again", again, 0), ("temperature", temperature, 0)):
         check_range(name, value, least)
     given = dict(score=score, patterns=pattern, scale=scale, system=system, max_tokens=max_tokens)
-    asked = addresses(servers, "judge", "judge", "http://127.0.0.1:8000"), model
+    asked = parse_addresses(servers, "judge", "judge", "http://127.0.0.1:8000"), model
     sampling = _template(template, given), temperature, seed, format
     return Judge(*asked, *sampling, again, attempt, deadline, retries, connections)
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from digen_jax.rewards import ocr
 from digen_jax.rewards.errors import RewardError
-from digen_jax.rewards.service.asking import Passing, Unreadable
+from digen_jax.rewards.http_client import RetryableError, UnusableAnswer
 
 FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")  # such as {prompt}: of the prompt's record
 NUMBER = r"([-+]?\d+(?:\.\d+)?)"
@@ -170,7 +170,7 @@ def read(content: bytes, template: Template, wanted: str | None, again: int) -> 
       again: how often the request is repeated after answers without a score.
 
     Raises:
-      Passing: the answer is no chat completion; Unreadable: it has no score.
+      RetryableError: the answer is no chat completion; UnusableAnswer: it has no score.
       RewardError: it has no logprobs.
     """
     try:
@@ -179,18 +179,18 @@ def read(content: bytes, template: Template, wanted: str | None, again: int) -> 
         if not isinstance(answer, str):
             raise TypeError("content")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise Passing("sent an answer that is no chat completion", down=True) from error
+        raise RetryableError("sent an answer that is no chat completion", down=True) from error
     cut = choice.get("finish_reason") == "length"
     if template.score == "text" and not (cut and not answer):
         return ocr.of_text("".join(answer.split()), "".join(str(wanted).split()))
 
-    def unreadable(what: str) -> Unreadable:
+    def unreadable(what: str) -> UnusableAnswer:
         short = cut and template.score != "yes"
         length = f", cut off at max_tokens = {template.max_tokens}" if short else ""
         advice = (
             "change the judge's template, pattern or max_tokens, and the same command continues"
         )
-        return Unreadable(f"answered {answer[:SHOWN]!r}{length}, {what}", again, advice)
+        return UnusableAnswer(f"answered {answer[:SHOWN]!r}{length}, {what}", again, advice)
 
     if template.score == "text":  # what was cut off are a model's thoughts
         raise unreadable("before it says anything")
@@ -199,13 +199,15 @@ def read(content: bytes, template: Template, wanted: str | None, again: int) -> 
     return by_patterns(answer, template, unreadable)
 
 
-def by_patterns(answer: str, template: Template, unreadable: Callable[[str], Unreadable]) -> float:
+def by_patterns(
+    answer: str, template: Template, unreadable: Callable[[str], UnusableAnswer]
+) -> float:
     """The mean of the numbers that patterns find last in an answer, on the template's scale.
 
     A pattern reads the answer's plain text (`plain`), or the answer as it is where it finds nothing in that.
 
     Raises:
-      Unreadable: a pattern finds no number, or one outside of the scale.
+      UnusableAnswer: a pattern finds no number, or one outside of the scale.
     """
     low, high = template.scale
     numbers = []
@@ -238,7 +240,7 @@ def plain(answer: str, scale: tuple[float, float]) -> str:
     return re.sub(r"(?<=\d),(?=\d)", "" if max(map(abs, scale)) >= 1000 else ".", text)
 
 
-def probability(choice: dict[str, Any], unreadable: Callable[[str], Unreadable]) -> float:
+def probability(choice: dict[str, Any], unreadable: Callable[[str], UnusableAnswer]) -> float:
     """The probability that the answer's first token is yes, in any of its spellings.
 
     It is not divided by the sum for yes and no, as a model that says something else is not sure. Without yes among
@@ -248,7 +250,7 @@ def probability(choice: dict[str, Any], unreadable: Callable[[str], Unreadable])
     (Tencent-Hunyuan/UniRL, unirl/reward/local/geneval2.py, commit 2f357c7).
 
     Raises:
-      Unreadable: neither yes nor no is among the likeliest tokens.
+      UnusableAnswer: neither yes nor no is among the likeliest tokens.
       RewardError: the answer has no logprobs.
     """
     try:

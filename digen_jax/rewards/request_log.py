@@ -1,7 +1,7 @@
-"""The requests that rewards send to servers, for the timeline of the run that asked.
+"""Records of requests that rewards send to servers, for the timeline of the run.
 
-A reward notes them in the process in which it scores. They travel with its answer as seconds before that answer: so
-the two processes need not have the same clock, and the run places them to within the time that the answer travels.
+A reward records them in the process in which it scores. They return with its answer, as seconds before that answer: so
+the two processes need not share a clock, and the run places them to within the answer's travel time.
 """
 
 import collections
@@ -9,48 +9,44 @@ import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-SHOWN = 40  # characters of an address in a row's name
-KEPT = 10_000  # requests that wait for an answer to travel with; of more the newest
+ADDRESS = 40  # characters of an address in a row's name
+KEPT = 10_000  # newest requests that are kept until the next answer
 
 
 class Exchange(NamedTuple):
-    """A request as the timeline shows it; times are in seconds, of `time.perf_counter` where nothing else is said."""
+    """A request as the timeline shows it; times are seconds of `time.perf_counter` unless stated otherwise."""
 
     server: str
     begin: float
     end: float
     images: int
-    failure: str | None  # why it is repeated
+    failure: str | None  # why it is retried
 
 
-_noted: collections.deque[Exchange] = collections.deque(maxlen=KEPT)
+_recorded: collections.deque[Exchange] = collections.deque(maxlen=KEPT)
 
 
-def noting(what: str) -> Callable[[Exchange], None]:
-    """Notes what an `asking.Asker` tells it of servers of some kind, such as "judge", in any thread."""
-
-    def note(exchange: Exchange) -> None:
-        _noted.append(exchange._replace(server=row(what, exchange.server)))
-
-    return note
+def recorder(kind: str) -> Callable[[Exchange], None]:
+    """Returns a thread-safe listener for a `FailoverClient` of servers of some kind, such as "judge"."""
+    return lambda exchange: _recorded.append(exchange._replace(server=row(kind, exchange.server)))
 
 
-def row(what: str, address: str) -> str:
-    """The name of a server's row, such as "judge 127.0.0.1:8000"; the middle of a long address is left out."""
+def row(kind: str, address: str) -> str:
+    """Returns the name of a server's row, such as "judge 127.0.0.1:8000"; a long address is shortened."""
     short = address.partition("://")[2]
-    if len(short) > SHOWN:
-        short = f"{short[: SHOWN // 2]}…{short[-SHOWN // 2 + 1 :]}"
-    return f"{what} {short}"
+    if len(short) > ADDRESS:
+        short = f"{short[: ADDRESS // 2]}…{short[-ADDRESS // 2 + 1 :]}"
+    return f"{kind} {short}"
 
 
-def taken() -> tuple[Exchange, ...]:
-    """What was noted since the last call, with times before now, which are negative."""
+def take_exchanges() -> tuple[Exchange, ...]:
+    """Returns what was recorded since the last call, with times before now, which are negative."""
     found = []
-    while _noted:
-        found.append(_noted.popleft())
+    while _recorded:
+        found.append(_recorded.popleft())
     return moved(found, -time.perf_counter())
 
 
 def moved(exchanges: Iterable[Exchange], seconds: float) -> tuple[Exchange, ...]:
-    """Exchanges on another clock, on which all is so much later."""
+    """Returns the exchanges with times later by some seconds, such as on another clock."""
     return tuple(e._replace(begin=e.begin + seconds, end=e.end + seconds) for e in exchanges)

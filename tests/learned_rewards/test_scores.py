@@ -1,6 +1,5 @@
 """Each learned reward against its source's formula in torch, from the files to the score."""
 
-import functools
 import subprocess
 import sys
 
@@ -12,9 +11,16 @@ import torch
 import transformers
 from PIL import Image
 
+from digen_jax import learned_rewards
 from digen_jax.errors import ConfigError
-from digen_jax.learned_rewards import aesthetic, clip_score, hpsv2, pickscore
-from digen_jax.learned_rewards.host import on_host
+from digen_jax.learned_rewards.scorers import (
+    OPEN,
+    clean_prompt,
+    on_host,
+    open_aesthetic,
+    open_hpsv2,
+    open_pickscore,
+)
 from digen_jax.rewards.built_in import resolve
 from digen_jax.rewards.settings import RewardSettings
 from tests.learned_rewards.folders import PROMPTS, SIZE, TOKENS, WIDTH, Files, pictures, write
@@ -89,10 +95,10 @@ def by_aesthetic(files: Files, images: np.ndarray) -> torch.Tensor:
 
 
 REWARDS = {
-    "clip_score": (clip_score, by_clip_score),
-    "pickscore": (pickscore, by_pickscore),
-    "hpsv2": (hpsv2, by_hpsv2),
-    "aesthetic": (aesthetic, by_aesthetic),
+    "clip_score": by_clip_score,
+    "pickscore": by_pickscore,
+    "hpsv2": by_hpsv2,
+    "aesthetic": by_aesthetic,
 }
 
 
@@ -107,51 +113,47 @@ def settings(files: Files, name: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", REWARDS)
 def test_the_reward_on_the_host_equals_its_source(name, files):
-    module, by_torch = REWARDS[name]
     images = pictures()
     with torch.no_grad():
-        expected = by_torch(files, images).numpy()
+        expected = REWARDS[name](files, images).numpy()
     assert np.ptp(expected) > 0.01
-    reward = module.make(**settings(files, name), batch=2)
-    assert np.abs(reward(images, PROMPTS, [{}] * 3) - expected).max() < 1e-5
-    # As a config names it.
     (named,) = resolve(
         [RewardSettings(name, settings=settings(files, name) | {"batch": 2})]
     ).members
-    np.testing.assert_array_equal(
-        named.answer((images, PROMPTS, [{}] * 3)).columns[:, 0], reward(images, PROMPTS, [{}] * 3)
-    )
+    found = named.answer((images, PROMPTS, [{}] * 3)).columns[:, 0]
+    assert np.abs(found - expected).max() < 1e-5
 
 
 @pytest.mark.slow
 def test_bfloat16_stays_close_and_keeps_the_logits_scale(files):
     images = pictures()
     for name in ("pickscore", "aesthetic"):
-        module, by_torch = REWARDS[name]
-        scorer, params = module.load(**settings(files, name), dtype=jnp.bfloat16)
+        scorer, params = OPEN[name](**settings(files, name), dtype=jnp.bfloat16).load()
         scores = jax.jit(scorer.score)(params, images, scorer.tokenize(PROMPTS))
         with torch.no_grad():
-            expected = by_torch(files, images).numpy()
+            expected = REWARDS[name](files, images).numpy()
         assert scores.dtype == jnp.float32
         assert 1e-5 < np.abs(scores - expected).max() < 0.05
-    assert pickscore.load(files.clip, dtype=jnp.bfloat16)[1]["logit_scale"].dtype == jnp.float32
+    assert (
+        open_pickscore(files.clip, dtype=jnp.bfloat16).load()[1]["logit_scale"].dtype == jnp.float32
+    )
 
 
 @pytest.mark.slow
 def test_no_torch_is_imported(files):
     calls = "".join(
-        f"{name}.make(**{settings(files, name)!r})(images, ['a red star'], [{{}}])\n"
+        f"learned_rewards.{name}(**{settings(files, name)!r})(images, ['a red star'], [{{}}])\n"
         for name in REWARDS
     )
     code = (
-        f"import sys, numpy as np\nfrom digen_jax.learned_rewards import {', '.join(REWARDS)}\n"
+        "import sys, numpy as np\nfrom digen_jax import learned_rewards\n"
         f"images = np.zeros((1, 24, 30, 3), np.uint8)\n{calls}sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_batches_of_any_number_are_cut_and_padded(files):
-    scorer, params = aesthetic.load(files.clip, files.head)
+    scorer, params = open_aesthetic(files.clip, files.head).load()
     images = pictures(24, 24, count=7)
     whole = on_host(scorer, params, batch=8)(images, [""] * 7, [{}] * 7)
     calls = set()
@@ -172,39 +174,38 @@ def test_batches_of_any_number_are_cut_and_padded(files):
 
 
 def test_hpsv2_cleans_prompts_as_open_clip():
-    assert hpsv2.clean("a \u201ccat\u201d\u2019s") == 'a "cat"\'s'
-    assert hpsv2.clean("  a cat &amp;amp; a dog &lt;3 ") == "a cat & a dog <3"
+    assert clean_prompt("a \u201ccat\u201d\u2019s") == 'a "cat"\'s'
+    assert clean_prompt("  a cat &amp;amp; a dog &lt;3 ") == "a cat & a dog <3"
 
 
 def test_clips_are_refused(files):
-    reward = clip_score.make(folder=str(files.clip))
+    reward = learned_rewards.clip_score(folder=str(files.clip))
     with pytest.raises(ConfigError, match="scores pictures, not clips"):
         reward(np.zeros((1, 2, 8, 8, 3), np.uint8), ["a"], [{}])
 
 
 def test_a_batch_of_none_is_refused(files):
     with pytest.raises(ValueError, match="batch must be a whole number from 1"):
-        on_host(*aesthetic.load(files.clip, files.head), batch=0)
+        on_host(*open_aesthetic(files.clip, files.head).load(), batch=0)
 
 
 def test_files_that_do_not_fit_are_named(files, tmp_path):
-    load = functools.partial(aesthetic.load, files.clip)
     with pytest.raises(ValueError, match=r"tensor layers.0.bias .* missing from .*compressed.pt"):
-        load(files.hps)
+        open_aesthetic(files.clip, files.hps).load()
     with pytest.raises(ValueError, match=r"head.pth has no CLIP of open_clip: tensor visual.conv1"):
-        hpsv2.load(files.head, files.clip)
+        open_hpsv2(files.head, files.clip).load()
     with pytest.raises(ValueError, match=r"none.pt is missing"):
-        hpsv2.load(tmp_path / "none.pt", files.clip)
+        open_hpsv2(tmp_path / "none.pt", files.clip).load()
     with pytest.raises(ValueError, match="is neither an existing folder nor a hub id"):
-        pickscore.load(tmp_path / "none")
+        open_pickscore(tmp_path / "none").load()
     with pytest.raises(ValueError, match=r"preprocessor_config.json is missing"):
-        pickscore.load(files.clip, tmp_path)
+        open_pickscore(files.clip, tmp_path).load()
     (tmp_path / "preprocessor_config.json").write_text('{"crop_size": 20}')
     with pytest.raises(ValueError, match=f"crop_size is 20, .* image_size is {SIZE}"):
-        pickscore.load(files.clip, tmp_path)
+        open_pickscore(files.clip, tmp_path).load()
     (tmp_path / "preprocessor_config.json").write_text('{"resample": 7}')
     with pytest.raises(ValueError, match=r"preprocessor_config.json: resample must be 2"):
-        pickscore.load(files.clip, tmp_path)
+        open_pickscore(files.clip, tmp_path).load()
 
 
 def test_tensors_that_open_clip_does_not_have_are_surplus(files, tmp_path):
@@ -213,13 +214,13 @@ def test_tensors_that_open_clip_does_not_have_are_surplus(files, tmp_path):
         state | {"visual.transformer.resblocks.0.ls_1.gamma": torch.ones(48)}, tmp_path / "a.pt"
     )
     with pytest.raises(ValueError, match=r"ls_1.gamma .* is surplus"):
-        hpsv2.load(tmp_path / "a.pt", files.clip)
+        open_hpsv2(tmp_path / "a.pt", files.clip).load()
     del state["transformer.resblocks.1.attn.in_proj_bias"]
     torch.save(state, tmp_path / "b.pt")
     with pytest.raises(
         ValueError, match=r"text_model.encoder.layers.1.self_attn.._proj.bias .* is missing"
     ):
-        hpsv2.load(tmp_path / "b.pt", files.clip)
+        open_hpsv2(tmp_path / "b.pt", files.clip).load()
 
 
 def test_the_modules_with_open_clips_names_are_its_own(files):

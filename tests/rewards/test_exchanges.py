@@ -18,12 +18,11 @@ from digen_jax.logging.timeline_files import TraceFile, draw, in_order, read_eve
 from digen_jax.rewards import request_log
 from digen_jax.rewards.built_in import resolve
 from digen_jax.rewards.pool import RewardPool
-from digen_jax.rewards.service.limits import Limits
-from digen_jax.rewards.service.wire import decode_request
+from digen_jax.rewards.service.wire import Limits, decode_request
 from digen_jax.rewards.settings import RewardSettings
 from digen_jax.scheduling.timeline import Interval
 from tests.pipelines import ROOT, environment
-from tests.rewards.service.helpers import pictures
+from tests.rewards.service.helpers import random_images
 from tests.run.test_train import config, train  # noqa: F401
 
 PAUSE = 0.05  # seconds that a stub takes for an answer
@@ -71,7 +70,7 @@ def stub():
 def scored(processes, *asked, count=6):
     """(begin, the exchanges of one batch, end), which is scored a second time."""
     pool = RewardPool(resolve(asked), processes)
-    batch = pictures(count), [f"prompt {i}" for i in range(count)], [{}] * count
+    batch = random_images(count), [f"prompt {i}" for i in range(count)], [{}] * count
     try:
         pool.score(*batch)
         begin = time.perf_counter()
@@ -124,7 +123,7 @@ def test_what_failed_is_there_too():
         dead = f"127.0.0.1:{nobody.getsockname()[1]}"
         settings = {"servers": (f"http://{dead}", address)}
         pool = RewardPool(resolve([RewardSettings("served", settings=settings)]), 0)
-        found = pool.submit(pictures(1), ["a"], [{}]).result().exchanges
+        found = pool.submit(random_images(1), ["a"], [{}]).result().exchanges
         pool.close()
     assert found[0].server == f"reward server {dead}"
     assert found[0].failure and found[-1].failure is None
@@ -133,7 +132,7 @@ def test_what_failed_is_there_too():
 def test_a_long_address_is_shortened_in_its_middle():
     name = request_log.row("judge", "https://" + "a" * 30 + ".example.org/models/one:8000")
     assert name.startswith("judge aaaaaaaa") and name.endswith("one:8000") and "…" in name
-    assert len(name) == len("judge ") + request_log.SHOWN
+    assert len(name) == len("judge ") + request_log.ADDRESS
 
 
 def test_timelines_have_the_servers_last(tmp_path):

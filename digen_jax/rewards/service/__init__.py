@@ -1,7 +1,6 @@
-"""Rewards over HTTP: a server that scores with its own processes, and a client that is a reward.
+"""Rewards over HTTP: a server that scores in its own processes (`server`), and a client that is a reward (`client`).
 
-`wire` has the format, `server` the app, `serving` the process that runs it, and `client.RemoteReward` asks. `asking`
-repeats requests, those of other clients as well.
+`wire` has the format of requests and answers. `rewards.http_client` has retries and failover.
 """
 
 import contextlib
@@ -10,30 +9,14 @@ from collections.abc import Iterator
 from digen_jax.errors import ConfigError
 
 VERSION = 1  # of the format
-TOKEN = "DIGEN_REWARD_TOKEN"  # the environment's variable that holds a server's token
+TOKEN = "DIGEN_REWARD_TOKEN"  # environment variable with a server's token
 SCORE, HEALTH, REWARDS = "/v1/score", "/health", "/rewards"
-
-# Modules of packages that only the service needs, and what installs them.
-PACKAGES = {
-    "fastapi": "requirements-reward.txt",
-    "starlette": "requirements-reward.txt",
-    "uvicorn": "requirements-reward.txt",
-    "python_multipart": "requirements-reward.txt",
-    "httpx": "requirements.txt",
-    "stamina": "requirements.txt",
-}
+PACKAGES = ("starlette", "uvicorn", "python_multipart")  # of requirements-reward.txt
 
 
 @contextlib.contextmanager
-def installed(what: str) -> Iterator[None]:
-    """Turns a failed import of one of the service's packages into a sentence.
-
-    Args:
-      what: needs them, such as "a reward server".
-
-    Raises:
-      ConfigError: a package is missing.
-    """
+def server_packages() -> Iterator[None]:
+    """Turns a failed import of a package that only a server needs into a ConfigError."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -41,5 +24,5 @@ def installed(what: str) -> Iterator[None]:
         if module not in PACKAGES:
             raise
         raise ConfigError(
-            f"{what} needs the package {module}, which is not installed: pip install -r {PACKAGES[module]}"
+            f"a reward server needs the package {module}: run pip install -r requirements-reward.txt"
         ) from error

@@ -1,60 +1,64 @@
-"""A reward that asks reward servers."""
+"""The client of reward servers, and the reward "served", which calls it in each process that scores."""
 
+import dataclasses
 import functools
 import json
 import math
+import os
 import secrets
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float32, Num
+from jaxtyping import Float32, Num, UInt8
 
 from digen_jax.errors import ConfigError
 from digen_jax.images import to_uint8
 from digen_jax.rewards.errors import RewardError
-from digen_jax.rewards.service import REWARDS, SCORE, VERSION
-from digen_jax.rewards.service.asking import Asker, Passing, Request
+from digen_jax.rewards.http_client import FailoverClient, Request, RetryableError, parse_addresses
+from digen_jax.rewards.request_log import recorder
+from digen_jax.rewards.service import REWARDS, SCORE, TOKEN, VERSION
 from digen_jax.rewards.service.wire import Malformed, decode_answer, encode_request
 
-ANSWER = 2**16, 64  # bytes of an answer at most: and for each score
+ANSWER = 2**16, 64  # largest answer in bytes: in all, and for each image in addition
 
 
 class RemoteReward:
-    """A reward whose scores reward servers make. Several threads may call it at the same time.
+    """A reward that is computed by reward servers. Several threads may call it at the same time.
 
     Args:
-      servers: their addresses, such as "http://127.0.0.1:8100".
-      names: that the scores must have; others are returned, too.
-      options: those of `Asker`.
+      servers: addresses, such as "http://127.0.0.1:8100".
+      names: scores that every answer must have; others are returned, too.
+      options: those of `FailoverClient`.
 
     Raises:
-      ConfigError: an address is none, or a number out of range.
+      ConfigError: An address or a number is invalid.
     """
 
     def __init__(self, servers: Sequence[str], names: Sequence[str] = (), **options: Any):
         self._names = tuple(names)
-        self._most = sys.maxsize, math.inf  # images and pixels of a request
-        self.checked = False  # whether `check` has had an answer
-        self._asker = Asker(servers, **options)
+        self._max_images, self._max_pixels = sys.maxsize, math.inf  # of a request
+        self.checked = False  # whether `check` has succeeded
+        self._client = FailoverClient(servers, **options)
 
     def check(self, prompts: Sequence[str] = ()) -> dict[str, Any]:
-        """Asks each server what it has, and keeps to the smallest limits; returns the answers by address.
+        """Returns each server's description by address, and adopts the smallest limits.
 
         Args:
-          prompts: that wait to be scored, for which servers that cannot be reached are asked again.
+          prompts: prompts that wait to be scored, for which servers that cannot be reached are tried again.
 
         Raises:
-          Unreachable: none answers, and no prompt waits; Stopped: none answers in time.
-          ConfigError: one refuses the token or has another version.
+          Unreachable: No server answers, and no prompt waits.
+          Stopped: No server answers in time.
+          ConfigError: A server refuses the token, or has another version.
         """
-        answers = self._asker.each(REWARDS, "launch/reward_server.py", prompts)
-        found = {url: _told(url, content) for url, content in answers.items()}
+        answers = self._client.get_each(REWARDS, "launch/reward_server.py", prompts)
+        found = {url: _parse_description(url, content) for url, content in answers.items()}
+        limits = [description["limits"] for description in found.values()]
+        self._max_images = min(one["images"] for one in limits)
+        self._max_pixels = min(one["pixels"] for one in limits)
         self.checked = True
-        self._most = tuple(
-            min(told["limits"][name] for told in found.values()) for name in ("images", "pixels")
-        )
         return found
 
     def __call__(
@@ -63,59 +67,125 @@ class RemoteReward:
         prompts: list[str],
         metadata: list[dict],
     ) -> dict[str, Float32[np.ndarray, "b"]]:
-        """The scores by name.
+        """Returns the scores by name.
 
         Raises:
-          Stopped: the servers have failed too often or too long: names the last server, a prompt and the reason.
-          RewardError: a server refuses the request, which would not change.
+          Stopped: Too many attempts, or too late; names the last server, a prompt and the reason.
+          RewardError: A server refuses the request itself.
         """
-        pixels = math.prod(images.shape[1:-1])
-        count = int(max(1, min(self._most[0], self._most[1] // max(1, pixels))))
+        pixels = max(1, math.prod(images.shape[1:-1]))
+        count = int(max(1, min(self._max_images, self._max_pixels // pixels)))
         found = []
-        for i in range(0, len(prompts), count):
-            part = slice(i, i + count)
-            found.append(self._ask(to_uint8(images[part]), prompts[part], metadata[part]))
+        for start in range(0, len(prompts), count):
+            part = slice(start, start + count)
+            found.append(self._request(to_uint8(images[part]), prompts[part], metadata[part]))
         names = [name for name in found[0] if all(name in one for one in found)]
         return {name: np.concatenate([one[name] for one in found]) for name in names}
 
     def close(self) -> None:
         """Closes the connections."""
-        self._asker.close()
+        self._client.close()
 
-    def _ask(
+    def _request(
         self, images: np.ndarray, prompts: list[str], metadata: list[dict]
     ) -> dict[str, Float32[np.ndarray, "b"]]:
-        """One request, repeated with its id."""
+        """Sends one request, and retries it with the same id."""
         try:
             kind, body = encode_request(images, prompts, metadata, secrets.token_hex(16))
         except ValueError as error:
             raise RewardError(str(error)) from error
-        most = ANSWER[0] + ANSWER[1] * len(prompts)
-        request = Request(SCORE, prompts, most, kind, lambda _: body)
-        return self._asker.ask(request, functools.partial(self._read, count=len(prompts)))
 
-    def _read(self, content: bytes, count: int) -> dict[str, Float32[np.ndarray, "b"]]:
-        """The scores in an answer; raises Passing where it has not `count` of each."""
-        try:
-            return decode_answer(content, count, self._names)[0]
-        except Malformed as error:
-            which = error.args[1] if len(error.args) > 1 else 0
-            raise Passing(f"sent an answer that {error.args[0]}", which, down=True) from error
+        def read(content: bytes) -> dict[str, Float32[np.ndarray, "b"]]:
+            try:
+                return decode_answer(content, len(prompts), self._names)
+            except Malformed as error:
+                reason = f"sent an answer that {error}"
+                raise RetryableError(reason, error.image, down=True) from error
+
+        max_bytes = ANSWER[0] + ANSWER[1] * len(prompts)
+        return self._client.post(Request(SCORE, prompts, max_bytes, kind, lambda _: body), read)
 
 
-def _told(url: str, content: bytes) -> dict[str, Any]:
-    """A server's answer to /rewards, checked."""
+def _parse_description(url: str, content: bytes) -> dict[str, Any]:
+    """Returns a server's checked answer to GET /rewards."""
     try:
-        told = json.loads(content)
-        version, limits = told["version"], told["limits"]
-        if not all(
-            isinstance(limits[name], int) and limits[name] > 0 for name in ("images", "pixels")
-        ):
-            raise ValueError("limits")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{url} is no reward server: its {REWARDS} has another format") from error
+        found = json.loads(content)
+        version, limits = found["version"], [found["limits"][one] for one in ("images", "pixels")]
+        valid = all(isinstance(one, int) and one > 0 for one in limits)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        valid = False
+    if not valid:
+        raise ConfigError(f"{url} is no reward server: its {REWARDS} has another format")
     if version != VERSION:
         raise ConfigError(
-            f"reward server {url} has version {version!r} of the format, this code {VERSION}: use the same code"
+            f"reward server {url} has version {version!r} of the format, but this code has version "
+            f"{VERSION}: use the same code"
         )
-    return told
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """The reward "served". Each process that scores opens its own connections at the first call.
+
+    The fields are the arguments of `served`.
+    """
+
+    servers: tuple[str, ...]
+    score: str
+    attempt: float
+    deadline: float
+    retries: int
+
+    def __call__(
+        self, images: UInt8[np.ndarray, "b ..."], prompts: list[str], metadata: list[dict]
+    ) -> Float32[np.ndarray, "b"] | dict[str, Float32[np.ndarray, "b"]]:
+        """Returns the scores with the configured name, a server's only ones, or all of them by name.
+
+        Raises:
+          ConfigError, RewardError, Stopped: As `RemoteReward.check` and `RemoteReward`.
+        """
+        reward = _remote(self)
+        if not reward.checked:
+            reward.check(prompts)
+        found = reward(images, prompts, metadata)
+        if self.score:
+            return found[self.score]
+        return next(iter(found.values())) if len(found) == 1 else found
+
+
+@functools.lru_cache(maxsize=8)
+def _remote(settings: Served) -> RemoteReward:
+    return RemoteReward(
+        settings.servers,
+        (settings.score,) if settings.score else (),
+        token=os.environ.get(TOKEN) or None,
+        attempt=settings.attempt,
+        deadline=settings.deadline,
+        retries=settings.retries,
+        listener=recorder("reward server"),
+    )
+
+
+def served(
+    servers: Sequence[str] = (),
+    score: str = "",
+    attempt: float = 600.0,
+    deadline: float = 1800.0,
+    retries: int = 8,
+) -> Served:
+    """Returns the reward of `launch/reward_server.py`; DIGEN_REWARD_TOKEN in the environment is the token.
+
+    Args:
+      servers: addresses, such as "http://127.0.0.1:8100"; the one with the fewest requests in flight is used.
+      score: name of the server's score that is trained. "" means its only one, or all, of which the section's
+        `weight` then names some.
+      attempt: seconds of one attempt.
+      deadline: seconds of all attempts of a request.
+      retries: attempts after the first.
+
+    Raises:
+      ConfigError: An address is missing or invalid.
+    """
+    given = parse_addresses(servers, "served", "reward server", "http://127.0.0.1:8100")
+    return Served(given, score, attempt, deadline, retries)

@@ -1,240 +1,571 @@
-"""The app of a reward server: it reads, checks and answers requests; what it accepts is in `limits`.
+"""A reward server: an ASGI app that checks, batches and answers requests, and the process that runs it.
 
-No request names a file, and nothing is unpickled. Every refusal is a sentence, `{"error": "..."}`.
+No request names a file, and nothing is unpickled. Every refusal is JSON, {"error": "..."}.
 """
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import hmac
-import json
+import ipaddress
 import math
+import os
+import re
+import resource
+import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
+from typing import Any, Protocol
 
-from fastapi import FastAPI, Request, Response
+import numpy as np
+import uvicorn
+from jaxtyping import Float32, UInt8
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from digen_jax.rewards.service import HEALTH, REWARDS, SCORE, VERSION
-from digen_jax.rewards.service.answers import Answers
-from digen_jax.rewards.service.batching import Batcher
-from digen_jax.rewards.service.limits import Limits, Refused
-from digen_jax.rewards.service.multipart import check_type
-from digen_jax.rewards.service.scoring import Pool, Scorer
-from digen_jax.rewards.service.wire import decode_request, encode_answer
+from digen_jax.errors import ConfigError
+from digen_jax.rewards.errors import RewardError
+from digen_jax.rewards.pool import RewardHung, RewardProcessDied, RewardTimeout
+from digen_jax.rewards.service import HEALTH, REWARDS, SCORE, TOKEN, VERSION
+from digen_jax.rewards.service.wire import (
+    Limits,
+    Refused,
+    ScoreRequest,
+    boundary_of,
+    decode_request,
+    encode_answer,
+)
 
-DECODERS = 4  # requests whose pictures are decoded at the same time
-# Seconds in which the rest of a refused body is read, so that its sender reads the answer.
-DRAINED = 2.0
-GONE = 499  # of a sender that went away; nobody gets it
+Columns = dict[str, Float32[np.ndarray, "b"]]  # scores by name
+
+DECODERS = 4  # requests that are decoded at the same time
+DRAIN = 2.0  # seconds for which the rest of a refused body is read
+GRACE = 2.0  # seconds after its limit at which a call is abandoned that the pool should have killed
+FAILURES = 3  # failed calls in a row after which the server is unhealthy
+LONGEST_WAIT = 60.0  # seconds in a Retry-After
+REASON = 200  # characters of a failure's reason
+PATH = re.compile(r"\S*[/\\]\S*")
+HEAD = 10.0  # seconds in which the head of a request must arrive
+IDLE = 75  # seconds for which an idle connection is kept
+# Connections that wait to be accepted, and those that asyncio accepts at once. asyncio logs every connection for which
+# it has no file descriptor, in a loop.
+BACKLOG, ACCEPTED = 1024, 16
+SPARE = 6 * ACCEPTED  # file descriptors for other purposes
+LATE = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
-@dataclasses.dataclass
-class Service:
-    """The state of a server.
+class Pool(Protocol):
+    """The method of `RewardPool` that a server needs."""
+
+    def submit(self, images: np.ndarray, prompts: list[str], metadata: list[dict]) -> Future:
+        """Returns a future `pool.Scored`."""
+        ...
+
+
+class Scorer:
+    """Calls a pool, and turns its failures into responses.
 
     Args:
-      pool: see `scoring.Pool`.
-      names: of the reward.
-      at_once: calls that the pool makes at the same time.
-      token: that requests must have, or None.
+      pool: scores batches.
+      names: names of the columns of scores.
+      limit: seconds of a call, after which the pool should kill it.
     """
 
-    pool: Pool
-    names: tuple[str, ...]
-    at_once: int = 1
-    limits: Limits = dataclasses.field(default_factory=Limits)
-    token: str | None = None
+    def __init__(self, pool: Pool, names: tuple[str, ...], limit: float):
+        self._pool, self.names, self._limit = pool, names, limit
+        self.hung = ""  # message, if the reward hangs in a thread of the server
+        self.failures = 0  # in a row
 
-    def __post_init__(self):
-        self.scorer = Scorer(self.pool, self.names, self.limits.score)
-        self.batcher = Batcher(self.scorer, self.at_once, self.limits)
+    async def __call__(
+        self, images: UInt8[np.ndarray, "b ..."], prompts: list[str], metadata: list[dict]
+    ) -> Columns:
+        """Returns the scores.
+
+        Raises:
+          Refused: 500, 504 if the call took too long, or 422 if the metadata lacks what the reward needs.
+        """
+        try:
+            future = asyncio.wrap_future(self._pool.submit(images, prompts, metadata))
+            scores = (await asyncio.wait_for(future, self._limit + GRACE)).scores
+        except Exception as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            if isinstance(error, ConfigError) and not isinstance(error, RewardError):
+                raise Refused(422, reason(error)) from error
+            reward = f"reward {', '.join(self.names)!r}"
+            self.failures += 1
+            if isinstance(error, RewardHung):
+                self.hung = f"{reward} hangs in a thread of the server: restart it"
+            if isinstance(error, RewardTimeout | RewardHung | TimeoutError):
+                raise Refused(504, f"{reward} took more than {self._limit:g} seconds") from error
+            died = isinstance(error, RewardProcessDied)
+            raise Refused(500, f"{reward} died" if died else reason(error)) from error
+        self.failures = 0
+        return dict(zip(self.names, scores.columns.T, strict=True)) | dict(scores.shown)
+
+
+def reason(error: BaseException) -> str:
+    """Returns an error's first line for clients: short and without paths."""
+    line = next(iter(str(error).splitlines()), "") or type(error).__name__
+    return PATH.sub("(a path)", line)[:REASON]
+
+
+class Batcher:
+    """A queue of requests, which are scored together. For one event loop.
+
+    Args:
+      score: scores images of one size.
+      at_once: calls at the same time.
+      limits: limits of a batch and of the queue, in images. A request is never divided.
+    """
+
+    def __init__(self, score: Callable[..., Awaitable[Columns]], at_once: int, limits: Limits):
+        self._score, self._at_once, self._limits = score, at_once, limits
+        self._waiting: deque[tuple[ScoreRequest, asyncio.Future]] = deque()
+        self.calls: set[asyncio.Task] = set()  # in progress
+        self.scored, self.seconds = 0, 0.0  # images so far, and seconds of their calls
+
+    @property
+    def queued(self) -> int:
+        """Images that wait."""
+        return sum(len(request.prompts) for request, _ in self._waiting)
+
+    async def __call__(self, request: ScoreRequest) -> tuple[Columns, float]:
+        """Returns (scores, seconds of the call).
+
+        Raises:
+          Refused: The queue is full, or `score` refuses this request.
+        """
+        if (queued := self.queued) + len(request.prompts) > self._limits.queue:
+            raise Refused(503, f"{queued} images wait already", self.retry_after())
+        future = asyncio.get_running_loop().create_future()
+        self._waiting.append((request, future))
+        self._start()
+        return await future
+
+    def retry_after(self) -> float:
+        """Returns the seconds until half of the queue is scored, estimated from the calls so far."""
+        each = self.seconds / self.scored if self.scored else 0.0
+        return min(LONGEST_WAIT, max(1.0, self.queued * each / self._at_once / 2))
+
+    def _start(self, done: asyncio.Task | None = None) -> None:
+        """Starts calls, after one that is done."""
+        self.calls.discard(done)
+        while self._waiting and len(self.calls) < self._at_once:
+            call = asyncio.ensure_future(self._call(self._next_batch()))
+            self.calls.add(call)
+            call.add_done_callback(self._start)
+
+    def _next_batch(self) -> list[tuple[ScoreRequest, asyncio.Future]]:
+        """Removes the oldest request, and later ones that have its image size and fit into a batch."""
+        batch, left, room = [], deque(), self._limits.batch
+        for one in self._waiting:
+            images = one[0].images
+            fits = not batch or (
+                len(images) <= room and images[0].shape == batch[0][0].images[0].shape
+            )
+            (batch if fits else left).append(one)
+            room -= len(images) if fits else 0
+        self._waiting = left
+        return batch
+
+    async def _call(self, batch: list[tuple[ScoreRequest, asyncio.Future]]) -> None:
+        """Scores a batch. If that fails, scores each request separately, so that each gets its own answer."""
+        requests = [request for request, _ in batch]
+        images = [request.images for request in requests]
+        prompts = [prompt for request in requests for prompt in request.prompts]
+        metadata = [record for request in requests for record in request.metadata]
+        start = time.perf_counter()
+        try:
+            joined = images[0] if len(images) == 1 else np.concatenate(images)
+            columns = await self._score(joined, prompts, metadata)
+        except Exception as error:
+            if len(batch) > 1:
+                for one in batch:
+                    await self._call([one])
+            elif not batch[0][1].done():
+                batch[0][1].set_exception(error)
+            return
+        seconds = time.perf_counter() - start
+        self.scored += len(prompts)
+        self.seconds += seconds
+        end = 0
+        for request, future in batch:
+            begin, end = end, end + len(request.prompts)
+            if not future.done():
+                scores = {name: column[begin:end] for name, column in columns.items()}
+                future.set_result((scores, seconds))
+
+
+class Answers:
+    """Answers each request id once: a repeated request waits for the first answer, or gets it again.
+
+    Args:
+      seconds: time for which an answer is kept.
+      most: number of answers that are kept; the oldest are dropped first.
+    """
+
+    def __init__(self, seconds: float, most: int, clock: Callable[[], float] = time.monotonic):
+        self._seconds, self._most, self._clock = seconds, most, clock
+        self._tasks: dict[str, tuple[bytes, asyncio.Task]] = {}  # digest of the content, and answer
+        self._expires: OrderedDict[str, float] = OrderedDict()  # times of answers that are kept
+
+    def __len__(self) -> int:
+        return len(self._expires)
+
+    async def once(
+        self, id: str | None, digest: bytes, answer: Callable[[], Awaitable[Any]]
+    ) -> tuple[Any, bool]:
+        """Returns (the answer, whether it was given before). Failures are not kept.
+
+        The answer is completed even if its client disconnects, because the client will repeat the request.
+
+        Raises:
+          Refused: The id belongs to other content.
+        """
+        while self._expires and next(iter(self._expires.values())) <= self._clock():
+            del self._tasks[self._expires.popitem(last=False)[0]]
+        if repeated := id in self._tasks:
+            known, task = self._tasks[id]
+            if known != digest:
+                raise Refused(422, "id belongs to a request with other content: use a new one")
+        else:
+            task = asyncio.ensure_future(answer())
+            if id is not None:
+                self._tasks[id] = digest, task
+                task.add_done_callback(functools.partial(self._keep, id))
+        return await asyncio.shield(task), repeated
+
+    def _keep(self, id: str, task: asyncio.Task) -> None:
+        if task.cancelled() or task.exception() is not None:
+            del self._tasks[id]
+            return
+        self._expires[id] = self._clock() + self._seconds
+        if len(self._expires) > self._most:
+            del self._tasks[self._expires.popitem(last=False)[0]]
+
+
+class Service:
+    """The state of a server, and its endpoints.
+
+    Args:
+      pool: scores batches.
+      names: names of the reward's scores.
+      at_once: calls of the pool at the same time.
+      limits: limits of requests.
+      token: bearer token that requests must have, if any.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        names: tuple[str, ...],
+        at_once: int = 1,
+        limits: Limits | None = None,
+        token: str | None = None,
+    ):
+        self.names, self.limits, self.token = names, limits or Limits(), token
+        self.scorer = Scorer(pool, names, self.limits.score)
+        self.batcher = Batcher(self.scorer, at_once, self.limits)
         self.answers = Answers(self.limits.remembered, self.limits.answers)
-        self.decoders = ThreadPoolExecutor(DECODERS, "decode")
-        self.held = 0  # bytes of requests
-        self.tried = False  # the trial has passed; requests are refused before
+        self.held = 0  # bytes of requests in memory
+        self.ready = False  # whether the dry run has passed; requests are refused before
         self.stopping = False
-        self.asked = self.repeated = 0  # requests that got scores
+        self._decoding = asyncio.Semaphore(DECODERS)
 
     async def score(self, request: Request) -> Response:
-        """`POST /v1/score`."""
-        self.check(request)
-        with Room(self) as room:
-            body = await read_body(request, self.limits, room)
-            kind = request.headers.get("content-type", "")
-            decode = functools.partial(decode_request, kind, body, self.limits)
-            asked = await asyncio.get_running_loop().run_in_executor(self.decoders, decode)
-            del body, decode
-            room.resize(asked.images.nbytes)
-            (scores, seconds), repeated = await self.answers.once(
-                asked.id, asked.digest, functools.partial(self.batcher, asked)
-            )
-        self.asked += 1
-        self.repeated += repeated
-        return Response(encode_answer(scores, seconds), media_type="application/json")
-
-    def check(self, request: Request) -> None:
-        """Refuses a request by its headers."""
-        self.authorise(request)
-        if self.stopping or not self.tried:
-            what = "stops" if self.stopping else "has not tried its reward yet"
-            raise Refused(503, f"the server {what}", 1.0)
+        """Answers `POST /v1/score`."""
+        self._authorize(request)
+        if self.stopping or not self.ready:
+            state = "is stopping" if self.stopping else "has not finished its dry run"
+            raise Refused(503, f"the server {state}", 1.0)
         if self.scorer.hung:
             raise Refused(504, self.scorer.hung)
-        check_type(request.headers.get("content-type", ""))
+        content_type = request.headers.get("content-type", "")
+        boundary_of(content_type)
         if request.headers.get("content-encoding", "identity") != "identity":
             raise Refused(415, "the body must not be compressed")
-        length = request.headers.get("content-length", "0")
+        length = request.headers.get("content-length", str(self.limits.body))
         if not length.isdecimal() or int(length) > self.limits.body:
             raise Refused(413, f"the body has more than {self.limits.body} bytes")
+        with self._memory(int(length)):
+            body = b"".join([chunk async for chunk in request.stream()])
+            async with self._decoding:
+                found = await asyncio.to_thread(decode_request, content_type, body, self.limits)
+            del body
+        with self._memory(found.images.nbytes):
+            answer = functools.partial(self.batcher, found)
+            (scores, seconds), _ = await self.answers.once(found.id, found.digest, answer)
+        return Response(encode_answer(scores, seconds), media_type="application/json")
 
-    def authorise(self, request: Request) -> None:
-        """Refuses a request without the server's token, and those that a web page makes a browser send."""
+    async def health(self, request: Request) -> Response:
+        """Answers `GET /health`."""
+        alive = not self.scorer.hung and self.scorer.failures < FAILURES
+        ok = self.ready and alive and not self.stopping
+        state = dict(ok=ok, ready=self.ready, alive=alive, stopping=self.stopping)
+        load = dict(queued=self.batcher.queued, calls=len(self.batcher.calls))
+        return JSONResponse(state | load, 200 if ok else 503)
+
+    async def rewards(self, request: Request) -> Response:
+        """Answers `GET /rewards`."""
+        self._authorize(request)
+        names = ("body", "text", "images", "side", "frames", "pixels", "queue", "upload", "score")
+        limits = {name: getattr(self.limits, name) for name in names}
+        return JSONResponse({"version": VERSION, "rewards": list(self.names), "limits": limits})
+
+    def _authorize(self, request: Request) -> None:
+        """Refuses requests without the token, and those that a web page makes a browser send."""
         if "origin" in request.headers:
             raise Refused(403, "requests of web pages are not answered")
         given = request.headers.get("authorization", "").encode()
         if self.token and not hmac.compare_digest(given, f"Bearer {self.token}".encode()):
             raise Refused(401, "the request needs the server's token: Authorization: Bearer TOKEN")
 
-    def health(self) -> dict[str, Any]:
-        """What `GET /health` answers: 200 if `ok`, else 503."""
-        return {
-            "ok": self.tried and self.scorer.alive and not self.stopping,
-            "tried": self.tried,
-            "alive": self.scorer.alive,
-            "stopping": self.stopping,
-            "queued": self.batcher.queued,
-            "calls": self.batcher.busy,
-        }
-
-    def rewards(self) -> dict[str, Any]:
-        """What `GET /rewards` answers."""
-        return {"version": VERSION, "rewards": list(self.names), "limits": self.limits.told()}
+    @contextlib.contextmanager
+    def _memory(self, size: int) -> Iterator[None]:
+        """Reserves bytes of the memory for all requests."""
+        if self.held + size > self.limits.memory:
+            raise Refused(503, "the server has no memory left", self.batcher.retry_after())
+        self.held += size
+        try:
+            yield
+        finally:
+            self.held -= size
 
 
-class Room:
-    """The bytes that a request has in memory, of what the server has for all."""
+class BodyLimits:
+    """ASGI middleware: bounds the size and the upload time of request bodies.
 
-    def __init__(self, service: Service):
-        self._service, self._bytes = service, 0
-
-    def __enter__(self) -> "Room":
-        return self
-
-    def resize(self, size: int) -> None:
-        """Raises Refused, 503, if all requests together would have too many bytes."""
-        held = self._service.held - self._bytes + size
-        if size > self._bytes and held > self._service.limits.memory:
-            raise Refused(503, "the server has no memory left", self._service.batcher.after())
-        self._service.held, self._bytes = held, size
-
-    def grow(self, size: int) -> None:
-        """Makes room for at least `size` bytes."""
-        self.resize(max(size, self._bytes))
-
-    def __exit__(self, *_: Any) -> None:
-        self.resize(0)
-
-
-async def read_body(request: Request, limits: Limits, room: Room) -> bytearray:
-    """A body, with or without a length, within the limits.
-
-    Raises:
-      Refused: 413, it is too long; 408, it comes too slowly; 503, there is no memory for it.
-    """
-    room.resize(int(request.headers.get("content-length", "0")))
-    body = bytearray()
-    try:
-        async with asyncio.timeout(limits.upload):
-            async for chunk in request.stream():
-                if len(body) + len(chunk) > limits.body:
-                    raise Refused(413, f"the body has more than {limits.body} bytes")
-                room.grow(len(body) + len(chunk))
-                body += chunk
-    except TimeoutError:
-        raise Refused(408, f"the body has not come in {limits.upload:g} seconds") from None
-    request.state.whole = True
-    return body
-
-
-class Refusal(Response):
-    """An error as JSON.
-
-    Args:
-      whole: the request's body has been read; otherwise it is dropped for a moment, then the connection ends.
+    If a response is sent before the body was read, the rest of the body is read for up to `DRAIN` seconds: a client
+    that is still sending would otherwise lose the response.
     """
 
-    def __init__(self, status: int, sentence: str, after: float | None = None, whole: bool = False):
-        self._whole = whole
-        headers = {} if whole else {"Connection": "close"}
-        if after is not None:
-            headers["Retry-After"] = str(math.ceil(after))
-        if status == 401:
-            headers["WWW-Authenticate"] = "Bearer"
-        content = json.dumps({"error": sentence}).encode()
-        super().__init__(content, status, headers, "application/json")
+    def __init__(self, app: ASGIApp, limits: Limits):
+        self._app, self._limits = app, limits
 
-    async def __call__(self, scope: Any, receive: Callable[[], Awaitable], send: Callable) -> None:
-        """Sends the whole answer before the rest of the body is read, and its end after that."""
-        start = {"type": "http.response.start", "status": self.status_code}
-        await send(start | {"headers": self.raw_headers})
-        await send({"type": "http.response.body", "body": self.body, "more_body": True})
-        if not self._whole:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(DRAINED):
-                    while (await receive()).get("more_body"):
-                        pass
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handles a request."""
+        unread, size = scope["method"] not in ("GET", "HEAD"), 0
+        deadline = asyncio.get_running_loop().time() + self._limits.upload
+
+        async def limited_receive() -> Message:
+            nonlocal unread, size
+            try:
+                async with asyncio.timeout_at(deadline if unread else None):
+                    message = await receive()
+            except TimeoutError:
+                seconds = f"{self._limits.upload:g} seconds"
+                raise Refused(408, f"the body did not arrive within {seconds}") from None
+            unread = message.get("more_body", False)
+            size += len(message.get("body", b""))
+            if size > self._limits.body:
+                raise Refused(413, f"the body has more than {self._limits.body} bytes")
+            return message
+
+        async def draining_send(message: Message) -> None:
+            if unread and message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"connection", b"close")]
+            elif unread and message["type"] == "http.response.body":
+                await send(message | {"more_body": True})
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(DRAIN):
+                        while (await receive()).get("more_body"):
+                            pass
+                message = {"type": "http.response.body"}
+            await send(message)
+
+        await self._app(scope, limited_receive, draining_send)
 
 
-def make_app(service: Service) -> FastAPI:
-    """The app of a service, whose trial is the caller's to make."""
+def make_app(service: Service) -> Starlette:
+    """Returns the ASGI app of a service."""
 
-    @contextlib.asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        yield
-        service.decoders.shutdown(wait=False, cancel_futures=True)
+    def refuse(request: Request, error: Exception) -> Response:
+        assert isinstance(error, Refused)
+        headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
+        if error.after is not None:
+            headers["Retry-After"] = str(math.ceil(error.after))
+        return JSONResponse({"error": str(error)}, error.status, headers)
 
-    app = FastAPI(
-        title="Rewards", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan
+    def unknown(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        paths = f"use POST {SCORE}, GET {HEALTH} or GET {REWARDS}"
+        return JSONResponse({"error": paths}, error.status_code)
+
+    def fail(request: Request, error: Exception) -> Response:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return JSONResponse({"error": "the server has failed"}, 500)
+
+    return Starlette(
+        routes=[
+            Route(SCORE, service.score, methods=["POST"]),
+            Route(HEALTH, service.health),
+            Route(REWARDS, service.rewards),
+        ],
+        middleware=[Middleware(BodyLimits, service.limits)],
+        exception_handlers={
+            Refused: refuse,
+            HTTPException: unknown,
+            ClientDisconnect: lambda request, error: Response(status_code=499),
+            Exception: fail,
+        },
     )
 
-    @app.post(SCORE)
-    async def score(request: Request) -> Response:
-        return await service.score(request)
 
-    @app.get(HEALTH)
-    async def health() -> Response:
-        told = service.health()
-        return Response(json.dumps(told), 200 if told["ok"] else 503, media_type="application/json")
+class LimitedProtocol(H11Protocol):
+    """HTTP/1.1 with a time limit for request heads; the oldest idle connection is closed for a new one."""
 
-    @app.get(REWARDS)
-    async def rewards(request: Request) -> Response:
-        service.authorise(request)
-        return Response(json.dumps(service.rewards()), media_type="application/json")
+    used = 0.0  # time of the last data
 
-    @app.exception_handler(Refused)
-    async def refused(request: Request, error: Refused) -> Response:
-        whole = getattr(request.state, "whole", False)
-        return Refusal(error.status, str(error), error.after, whole)
+    def connection_made(self, transport: Any) -> None:
+        """Starts the time limit, and closes the oldest idle connection if there are too many."""
+        super().connection_made(transport)
+        self.used = self.loop.time()
+        self._timer = self.loop.call_later(HEAD, self._end)
+        if len(self.connections) >= self.limit_concurrency:
+            idle = [one for one in self.connections if one is not self and one.is_idle]
+            if idle:
+                oldest = min(idle, key=lambda one: one.used)
+                self.connections.discard(oldest)
+                oldest.transport.abort()
 
-    @app.exception_handler(HTTPException)
-    async def unknown(request: Request, error: HTTPException) -> Response:
-        return Refusal(
-            error.status_code, f"there is {SCORE} to POST, {HEALTH} and {REWARDS} to GET"
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is being answered and the connection is not closing."""
+        answering = self.cycle is not None and not self.cycle.response_complete
+        return not answering and not self.transport.is_closing()
+
+    def data_received(self, data: bytes) -> None:
+        """Ends the time limit with a complete head; the first bytes of the next request start it again."""
+        super().data_received(data)
+        self.used = self.loop.time()
+        if not self.is_idle:
+            self._timer.cancel()
+        elif self._timer.cancelled():
+            self._timer = self.loop.call_later(HEAD, self._end)
+
+    def _end(self) -> None:
+        if not self.transport.is_closing():
+            self.transport.write(LATE)
+            self.transport.close()
+
+
+class Server(uvicorn.Server):
+    """A server that finishes accepted requests after SIGTERM or Ctrl-C; a second signal ends it at once."""
+
+    def __init__(self, config: uvicorn.Config, service: Service):
+        super().__init__(config)
+        self._service = service
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Starts to accept connections; see `BACKLOG`."""
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(BACKLOG)
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        """Refuses new requests. uvicorn would raise the signal again at the end; here the exit code is 0."""
+        self._service.stopping = True
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+
+def listen(host: str, port: int, token: str | None = None) -> socket.socket:
+    """Returns a listening socket; port 0 is any free one. Warns about an open address without a token.
+
+    Raises:
+      ConfigError: The address is in use or invalid.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OverflowError as error:
+        raise ConfigError(f"--port={port} must be 0 to 65535") from error
+    except OSError as error:
+        raise ConfigError(
+            f"--host={host} --port={port} cannot be used ({error.strerror or error}): choose others"
+        ) from error
+    if not ipaddress.ip_address(address[0]).is_loopback and not token:
+        print(
+            f"warning: --host={host} is open to the network, and there is no token: set {TOKEN}",
+            file=sys.stderr,
+            flush=True,
         )
+    return listener
 
-    @app.exception_handler(ClientDisconnect)
-    async def gone(request: Request, error: ClientDisconnect) -> Response:
-        return Response(status_code=GONE)
 
-    @app.exception_handler(Exception)
-    async def bug(request: Request, error: Exception) -> Response:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        return Refusal(500, "the server has failed")
+def serve(
+    service: Service, listener: socket.socket, dry_run: Callable[[], Any], patience: float
+) -> None:
+    """Serves until a signal arrives, then finishes accepted requests.
 
-    return app
+    Args:
+      service: what is served.
+      listener: see `listen`.
+      dry_run: tries the reward, in a thread; requests are refused until it returns.
+      patience: seconds to finish, after which the rest is dropped.
+
+    Raises:
+      ConfigError: The process may open too few files for the connections.
+      Exception: Whatever the dry run raises.
+    """
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if descriptors == resource.RLIM_INFINITY:
+        descriptors = sys.maxsize
+    needed = len(os.listdir("/dev/fd")) + SPARE
+    if descriptors <= needed:
+        raise ConfigError(
+            f"this process may open {descriptors} files: allow more than {needed} (ulimit -n)"
+        )
+    config = uvicorn.Config(
+        make_app(service),
+        http=LimitedProtocol,
+        ws="none",
+        lifespan="off",
+        log_level="critical",
+        access_log=False,
+        server_header=False,
+        limit_concurrency=min(service.limits.connections, descriptors - needed),
+        backlog=ACCEPTED,
+        timeout_keep_alive=IDLE,
+        timeout_graceful_shutdown=max(1, round(patience)),
+    )
+    asyncio.run(_serve(Server(config, service), service, listener, dry_run))
+
+
+async def _serve(
+    server: Server, service: Service, listener: socket.socket, dry_run: Callable[[], Any]
+) -> None:
+    future: Future = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(dry_run())
+        except BaseException as error:
+            future.set_exception(error)
+
+    def announce(done: asyncio.Future) -> None:
+        if done.cancelled() or done.exception() is not None:
+            server.should_exit = True
+            return
+        service.ready = True
+        host, port = listener.getsockname()[:2]
+        host = f"[{host}]" if ":" in host else host
+        print(f"reward {', '.join(service.names)!r} is served at http://{host}:{port}", flush=True)
+
+    # A daemon thread: at its end, this process must not wait for a reward that hangs.
+    threading.Thread(target=work, name="dry run", daemon=True).start()
+    tried = asyncio.wrap_future(future)
+    tried.add_done_callback(announce)
+    await server.serve(sockets=[listener])
+    if tried.done() and not service.stopping:
+        tried.result()

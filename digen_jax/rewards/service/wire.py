@@ -1,37 +1,95 @@
-"""The format of requests and answers, both directions: pure functions that check before they allocate.
+"""The format of requests and answers, and its limits: pure functions that check before they allocate.
 
 A request is multipart/form-data. Its part `request` is JSON: {"prompts": [...], "metadata": [...], "id": "..."},
 the last two optional. Its images are one part `images`, a safetensors file with one uint8 tensor `images`
 [b, h, w, 3] (clips [b, t, h, w, 3]), or parts `image`, a PNG, JPEG or WebP file each, in the prompts' order.
-An answer is JSON: {"scores": {name: [...]}, "seconds": s}. Source of safetensors' format: its README.
+An answer is JSON: {"scores": {name: [...]}, "seconds": s}.
 """
 
+import collections
+import dataclasses
 import hashlib
+import io
 import json
 import math
 import re
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import httpx
 import numpy as np
+import safetensors.numpy
 from jaxtyping import Float32, UInt8
+from PIL import Image
 
-from digen_jax.rewards.service.limits import Limits, Refused
-from digen_jax.rewards.service.multipart import Part, decode_parts, encode_parts
-from digen_jax.rewards.service.pictures import decode_picture
+from digen_jax.errors import ConfigError, check_range
 
-TENSOR = "images"
-HEADER = 4096  # bytes of a safetensors header, at most
+MIB = 2**20
+HEADER = 4096  # bytes of a safetensors header
 ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-# Fields of prompt files that are paths: they stay where the files are.
-PATHS = ("image",)
-# The field that says which rewards of a run score a prompt: the run has chosen when it asks.
-CHOICE = "rewards"
-SHOWN = 300  # characters of a server's sentence
+FORMATS = ("PNG", "JPEG", "WEBP")
+# A JPEG file can have its whole image decoded again in every scan; a progressive one has about ten.
+SCANS = 64
 
 
-class Asked(NamedTuple):
-    """A request; `digest` is the same for the same content."""
+class Refused(ValueError):
+    """A request that is not scored; the message is sent to the client, so it contains nothing secret.
+
+    Args:
+      status: HTTP status, 4xx or 5xx.
+      message: what is wrong.
+      after: seconds after which the client may try again, if it may.
+    """
+
+    def __init__(self, status: int, message: str, after: float | None = None):
+        super().__init__(message)
+        self.status, self.after = status, after
+
+
+def _limit(default: int | float, help: str) -> Any:
+    return dataclasses.field(default=default, metadata={"help": help})
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Limits of a server, which are its command-line options."""
+
+    body: int = _limit(128 * MIB, "Bytes of a request.")
+    text: int = _limit(4 * MIB, "Bytes of a request's prompts and metadata.")
+    values: int = _limit(100_000, "Numbers, texts, lists and dicts in a request's metadata.")
+    depth: int = _limit(16, "Depth of lists and dicts in a request's metadata.")
+    images: int = _limit(128, "Images or clips of a request.")
+    side: int = _limit(4096, "Pixels of an image's height or width.")
+    frames: int = _limit(1024, "Frames of a clip.")
+    pixels: int = _limit(32 * MIB, "Pixels of all images and frames of a request.")
+    upload: float = _limit(30.0, "Seconds in which a request must arrive.")
+    score: float = _limit(600.0, "Seconds of one call of the reward, after which it is killed.")
+    batch: int = _limit(64, "Images of several requests that are scored in one call.")
+    queue: int = _limit(1024, "Images that wait to be scored.")
+    memory: int = _limit(1024 * MIB, "Bytes of all requests that are read or wait.")
+    connections: int = _limit(512, "Open connections.")
+    remembered: float = _limit(
+        600.0, "Seconds in which a repeated request gets its first answer again."
+    )
+    answers: int = _limit(4096, "Answers that are remembered.")
+
+    def check(self) -> None:
+        """Raises ConfigError where a number is out of range or a request could never be accepted."""
+        for field in dataclasses.fields(self):
+            least = 0 if field.name == "remembered" else 1e-3 if field.type is float else 1
+            most = 86400 if field.type is float else math.inf
+            check_range(f"--{field.name}", getattr(self, field.name), least, most)
+        if self.memory < (least := max(self.body, 3 * self.pixels)):
+            raise ConfigError(
+                f"--memory={self.memory} must hold one request: {least} bytes by --body and --pixels"
+            )
+        if self.queue < self.images:
+            raise ConfigError(f"--queue={self.queue} must be at least --images={self.images}")
+
+
+class ScoreRequest(NamedTuple):
+    """A decoded request; equal contents have equal digests."""
 
     id: str | None
     prompts: list[str]
@@ -41,10 +99,15 @@ class Asked(NamedTuple):
 
 
 class Malformed(ValueError):
-    """An answer that does not have the format, or not one finite score an image."""
+    """An answer without one finite score for each image; the message continues "an answer that".
 
+    Args:
+      image: index of the image that it is about.
+    """
 
-# -------------------------------------------------------------------------------------- requests
+    def __init__(self, message: str, image: int = 0):
+        super().__init__(message)
+        self.image = image
 
 
 def encode_request(
@@ -53,250 +116,267 @@ def encode_request(
     metadata: Sequence[Mapping[str, Any]],
     id: str | None = None,
 ) -> tuple[str, bytes]:
-    """(content type, body) of a request; images as an array, or as the contents of picture files.
+    """Returns (content type, body) of a request; images are an array, or the contents of image files.
+
+    The field `image` of the metadata, which is a path on this machine, is left out.
 
     Raises:
-      ValueError: metadata that JSON cannot hold.
+      ValueError: The metadata is not valid JSON.
     """
-    records = [{k: v for k, v in record.items() if k not in PATHS} for record in metadata]
-    told = {"prompts": list(prompts), "metadata": records} | ({"id": id} if id else {})
+    records = [{k: v for k, v in record.items() if k != "image"} for record in metadata]
+    fields = {"prompts": list(prompts), "metadata": records} | ({"id": id} if id else {})
     try:
-        text = json.dumps(told, allow_nan=False).encode()
+        text = json.dumps(fields, allow_nan=False).encode()
     except (TypeError, ValueError) as error:
         raise ValueError(f"metadata for a reward server must be JSON: {error}") from error
-    parts = [("request", "application/json", text)]
     if isinstance(images, np.ndarray):
-        parts.append(("images", "application/octet-stream", encode_tensor(images)))
+        file = safetensors.numpy.save({"images": np.ascontiguousarray(images)})
+        files = [("images", ("images", file, "application/octet-stream"))]
     else:
-        parts += [("image", "application/octet-stream", bytes(one)) for one in images]
-    return encode_parts(parts)
+        files = [("image", ("image", bytes(one), "application/octet-stream")) for one in images]
+    parts = [("request", (None, text, "application/json")), *files]
+    request = httpx.Request("POST", "http://server", files=parts)
+    return request.headers["Content-Type"], request.read()
 
 
-def encode_tensor(images: UInt8[np.ndarray, "..."]) -> bytes:
-    """A safetensors file of one tensor."""
-    about = {"dtype": "U8", "shape": list(images.shape), "data_offsets": [0, images.nbytes]}
-    header = json.dumps({TENSOR: about}).encode()
-    header += b" " * (-len(header) % 8)
-    return b"".join([len(header).to_bytes(8, "little"), header, np.ascontiguousarray(images).data])
-
-
-def decode_request(content_type: str, body: bytes | bytearray, limits: Limits) -> Asked:
-    """A request's content.
+def decode_request(content_type: str, body: bytes, limits: Limits) -> ScoreRequest:
+    """Returns a request's content.
 
     Raises:
-      Refused: a sentence on what is wrong with it.
+      Refused: It does not have the format, or exceeds the limits.
     """
-    parts = decode_parts(content_type, body, 1 + limits.images)
-    named: dict[str, list[Part]] = {}
-    for part in parts:
-        named.setdefault(part.name, []).append(part)
-    unknown = sorted(named.keys() - {"request", "images", "image"})
-    if unknown:
-        raise Refused(
-            400, f"the part {unknown[0][:80]!r} is unknown: send request, and images or image"
-        )
-    if len(named.get("request", ())) != 1:
+    parts = _decode_parts(content_type, body, 1 + limits.images)
+    if unknown := sorted(parts.keys() - {"request", "images", "image"}):
+        raise Refused(400, f"unknown part {unknown[0][:80]!r}: send request, and images or image")
+    if len(parts["request"]) != 1:
         raise Refused(400, "there must be one part named request, of JSON")
-    if len(named.get("images", ())) > 1 or ("images" in named) == ("image" in named):
-        raise Refused(
-            400, "there must be one part named images, or one named image for each picture"
-        )
-    id, prompts, metadata = decode_text(named["request"][0].content, limits)
-    if "images" in named:
-        images = decode_tensor(named["images"][0].content, limits)
-    else:
-        images = _decode_pictures(named["image"], limits)
+    if len(parts["images"]) > 1 or bool(parts["images"]) == bool(parts["image"]):
+        raise Refused(400, "there must be one part named images, or parts named image")
+    id, prompts, metadata = _decode_text(parts["request"][0], limits)
+    images = (
+        _decode_tensor(parts["images"][0], limits)
+        if parts["images"]
+        else _decode_images(parts["image"], limits)
+    )
     if len(images) != len(prompts):
         raise Refused(422, f"there are {len(images)} images for {len(prompts)} prompts")
-    return Asked(id, prompts, metadata, images, _digest(parts))
+    digest = hashlib.blake2b(digest_size=16)
+    for content in (part for name in sorted(parts) for part in parts[name]):
+        digest.update(f"{len(content)}:".encode() + content)
+    return ScoreRequest(id, prompts, metadata, images, digest.digest())
 
 
-def decode_text(
-    content: bytes | bytearray, limits: Limits
-) -> tuple[str | None, list[str], list[dict[str, Any]]]:
-    """(id, prompts, metadata) of a request's JSON.
+def boundary_of(content_type: str) -> bytes:
+    """Returns the boundary of a multipart body.
 
     Raises:
-      Refused: it is too large or deep, no JSON, or has other fields or types.
+      Refused: The content type is another one, or has no boundary of 1 to 70 bytes.
     """
+    from python_multipart.multipart import parse_options_header
+
+    kind, options = parse_options_header(content_type)
+    if kind != b"multipart/form-data":
+        raise Refused(415, "the request's type must be multipart/form-data")
+    if not 1 <= len(boundary := options.get(b"boundary", b"")) <= 70:
+        raise Refused(400, "the Content-Type must have a boundary of 1 to 70 bytes")
+    return boundary
+
+
+def _decode_parts(content_type: str, body: bytes, most: int) -> dict[str, list[bytes]]:
+    """Returns the contents of a multipart body's parts by name."""
+    from python_multipart.exceptions import FormParserError
+    from python_multipart.multipart import File, FormParser
+
+    parts: dict[str, list[bytes]] = collections.defaultdict(list)
+    ended = []
+
+    def add(part: Any) -> None:
+        if sum(map(len, parts.values())) == most:
+            raise Refused(413, f"the request has more than {most} parts")
+        content = part.file_object.getvalue() if isinstance(part, File) else part.value
+        parts[part.field_name.decode("utf-8", "replace")].append(content or b"")
+
+    boundary = boundary_of(content_type)
+    config = {"MAX_MEMORY_FILE_SIZE": math.inf}  # no temporary files
+    try:
+        parser = FormParser(
+            "multipart/form-data", add, add, lambda: ended.append(True), boundary, config=config
+        )
+        parser.write(body)
+        parser.finalize()
+    except FormParserError as error:
+        raise Refused(400, "the body is no multipart/form-data with this boundary") from error
+    if not ended:
+        raise Refused(400, "the body ends before its last boundary")
+    return parts
+
+
+def _decode_text(
+    content: bytes, limits: Limits
+) -> tuple[str | None, list[str], list[dict[str, Any]]]:
+    """Returns (id, prompts, metadata) of a request's JSON."""
     if len(content) > limits.text:
         raise Refused(413, f"prompts and metadata have more than {limits.text} bytes")
     try:
-        told = json.loads(content.decode("utf-8"), parse_constant=_no_number)
+        fields = json.loads(content.decode())
+        # Refuses numbers that are not finite and halves of surrogate pairs.
+        json.dumps(fields, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError) as error:
         raise Refused(422, "the part request is no JSON in UTF-8 with finite numbers") from error
-    if not isinstance(told, dict) or told.keys() - {"id", "prompts", "metadata"}:
+    if not isinstance(fields, dict) or fields.keys() - {"id", "prompts", "metadata"}:
         raise Refused(422, "the part request must be an object with prompts, metadata and id only")
-    _check_values(told, limits)
-    id, prompts = told.get("id"), told.get("prompts")
+    # The request, its lists and their objects are not counted.
+    if _count_values(fields, limits.depth + 2) > limits.values + 2 * limits.images:
+        raise Refused(413, f"the metadata has more than {limits.values} values")
+    id, prompts = fields.get("id"), fields.get("prompts")
     if id is not None and not (isinstance(id, str) and ID.fullmatch(id)):
         raise Refused(422, "id must be 1 to 64 letters, digits and _ . -")
     if not isinstance(prompts, list) or not all(isinstance(one, str) for one in prompts):
-        raise Refused(422, "prompts must be a list of texts")
+        raise Refused(422, "prompts must be a list of strings")
     if not 1 <= len(prompts) <= limits.images:
-        raise Refused(
-            413 if prompts else 422,
-            f"there are {len(prompts)} prompts: a request may have 1 to {limits.images}",
-        )
-    metadata = told.get("metadata", [{} for _ in prompts])
+        status = 413 if prompts else 422
+        raise Refused(status, f"{len(prompts)} prompts: a request may have 1 to {limits.images}")
+    metadata = fields.get("metadata", [{} for _ in prompts])
     if not isinstance(metadata, list) or not all(isinstance(one, dict) for one in metadata):
         raise Refused(422, "metadata must be a list of objects")
     if len(metadata) != len(prompts):
-        raise Refused(422, f"there are {len(metadata)} metadata for {len(prompts)} prompts")
-    for name in PATHS:
-        if any(name in record for record in metadata):
-            raise Refused(
-                422, f"the metadata's field {name!r} is a path of the sender: leave it out"
-            )
-    for record in metadata:
-        record.pop(CHOICE, None)
+        raise Refused(422, f"metadata has {len(metadata)} objects for {len(prompts)} prompts")
+    if any("image" in record for record in metadata):
+        raise Refused(422, "the metadata's field 'image' is a path of the client: leave it out")
+    for record in metadata:  # the client's run has already selected the rewards of each prompt
+        record.pop("rewards", None)
     return id, prompts, metadata
 
 
-def decode_tensor(
-    content: bytes | bytearray, limits: Limits
+def _count_values(value: Any, depth: int) -> int:
+    """Returns the number of values in JSON, keys included; raises Refused below a depth."""
+    if isinstance(value, dict):
+        value = [*value.keys(), *value.values()]
+    if not isinstance(value, list):
+        return 1
+    if depth < 0:
+        raise Refused(422, "the metadata is nested too deeply")
+    return 1 + sum(_count_values(one, depth - 1) for one in value)
+
+
+def _decode_tensor(
+    content: bytes, limits: Limits
 ) -> UInt8[np.ndarray, "b h w 3"] | UInt8[np.ndarray, "b t h w 3"]:
-    """The tensor of a safetensors file, a view of its bytes.
-
-    Raises:
-      Refused: it is no such file with one uint8 tensor `images` within the limits.
-    """
-    size = int.from_bytes(content[:8], "little")
-    if len(content) < 8 or size > min(HEADER, len(content) - 8):
-        raise Refused(
-            422, f"the part images is no safetensors file with a header of up to {HEADER} bytes"
-        )
+    """Returns the tensor of a safetensors file."""
+    if int.from_bytes(content[:8], "little") > HEADER:
+        raise Refused(422, f"the safetensors file must have a header of at most {HEADER} bytes")
     try:
-        header = json.loads(content[8 : 8 + size].decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise Refused(422, "the safetensors header is no JSON") from error
-    names = header.keys() - {"__metadata__"} if isinstance(header, dict) else set()
-    about = header[TENSOR] if names == {TENSOR} else None
-    if not isinstance(about, dict) or about.get("dtype") != "U8":
-        raise Refused(422, f"the safetensors file must have one tensor {TENSOR!r} of type U8")
-    shape = about.get("shape")
-    if not isinstance(shape, list) or not all(type(n) is int and n > 0 for n in shape):
-        raise Refused(422, "the tensor's shape must be a list of numbers above 0")
-    if len(shape) not in (4, 5) or shape[-1] != 3:
+        tensors = safetensors.numpy.load(content)
+    except (safetensors.SafetensorError, KeyError, ValueError) as error:
+        raise Refused(422, "the part images is no safetensors file") from error
+    images = tensors.get("images")
+    if len(tensors) != 1 or images is None or images.dtype != np.uint8:
+        raise Refused(422, "the safetensors file must have one tensor 'images' of type U8")
+    if images.ndim not in (4, 5) or images.shape[-1] != 3 or not images.size:
         raise Refused(422, "the tensor's shape must be [b, h, w, 3], or [b, t, h, w, 3] for clips")
-    _check_shape(shape, limits)
-    data = memoryview(content)[8 + size :]
-    if about.get("data_offsets") != [0, len(data)] or math.prod(shape) != len(data):
-        raise Refused(422, f"the tensor has {len(data)} bytes, its shape {shape} other ones")
-    return np.frombuffer(data, np.uint8).reshape(shape)
-
-
-def _check_shape(shape: list[int], limits: Limits) -> None:
-    frames = shape[1] if len(shape) == 5 else 1
-    if shape[0] > limits.images or frames > limits.frames:
+    count, *frames, height, width, _ = images.shape
+    if count > limits.images or max(frames, default=1) > limits.frames:
         raise Refused(
-            413,
-            f"a request may have {limits.images} images or clips, and a clip {limits.frames} frames",
+            413, f"at most {limits.images} images or clips, of at most {limits.frames} frames"
         )
-    if max(shape[-3:-1]) > limits.side:
+    if max(height, width) > limits.side:
         raise Refused(413, f"a side may have {limits.side} pixels")
-    if math.prod(shape[:-1]) > limits.pixels:
+    if images.size // 3 > limits.pixels:
         raise Refused(413, f"the images have more than {limits.pixels} pixels together")
+    return images
 
 
-def _decode_pictures(parts: Sequence[Part], limits: Limits) -> UInt8[np.ndarray, "b h w 3"]:
-    pictures, left = [], limits.pixels
-    for which, part in enumerate(parts):
-        picture = decode_picture(part.content, which, limits, left)
-        if pictures and picture.shape != pictures[0].shape:
-            raise Refused(
-                422, "the pictures of a request must be of one size: send a request for each"
-            )
-        pictures.append(picture)
-        left -= picture.shape[0] * picture.shape[1]
-    return np.stack(pictures)
+def _decode_images(files: Sequence[bytes], limits: Limits) -> UInt8[np.ndarray, "b h w 3"]:
+    """Returns the images in PNG, JPEG or WebP files, all of one size."""
+    images: list[np.ndarray] = []
+    for i, file in enumerate(files):
+        image = _decode_image(file, i, limits, limits.pixels - sum(one.size // 3 for one in images))
+        if images and image.shape != images[0].shape:
+            raise Refused(422, "the images of a request must have one size: send several requests")
+        images.append(image)
+    return np.stack(images)
 
 
-def _check_values(told: Any, limits: Limits) -> None:
-    """Walks through JSON without recursion: its depth, its number of values, and what texts and numbers hold."""
-    level, seen = [told], 0
-    for _ in range(limits.depth + 3):  # the request, its lists and their objects are not counted
-        seen += len(level)
-        if seen > limits.values + 2 * limits.images:
-            raise Refused(413, f"the metadata have more than {limits.values} values")
-        inner: list[Any] = []
-        for one in level:
-            if isinstance(one, dict):
-                inner += one.keys()
-                inner += one.values()
-            elif isinstance(one, list):
-                inner += one
-            else:
-                _check_value(one)
-        if not inner:
-            return
-        level = inner
-    raise Refused(422, f"the metadata are nested deeper than {limits.depth}")
+def _decode_image(file: bytes, i: int, limits: Limits, left: int) -> UInt8[np.ndarray, "h w 3"]:
+    """Returns the image in a file; `left` is the number of pixels that the request may still have."""
+
+    def check_size(width: int, height: int) -> None:
+        if not (1 <= width <= limits.side and 1 <= height <= limits.side):
+            raise Refused(413, f"image {i} is {width} x {height}: a side may have {limits.side}")
+        if width * height > left:
+            raise Refused(413, f"the images have more than {limits.pixels} pixels together")
+
+    if (size := webp_size(file)) is not None:
+        check_size(*size)  # Pillow allocates the canvas before it returns the size
+    try:
+        with Image.open(io.BytesIO(file), formats=FORMATS) as image:
+            check_size(*image.size)
+            if getattr(image, "is_animated", False):
+                raise Refused(422, f"image {i} has several frames: send a single image")
+            if image.mode not in ("RGB", "L"):
+                raise Refused(422, f"image {i} has the mode {image.mode}: convert it to RGB")
+            if image.format == "JPEG" and file.count(b"\xff\xda") > SCANS:
+                raise Refused(422, f"image {i} is a JPEG file of more than {SCANS} scans")
+            return np.asarray(image.convert("RGB"))
+    except Refused:
+        raise
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise Refused(413, f"image {i} has more than {limits.pixels} pixels") from error
+    except (OSError, SyntaxError, ValueError, EOFError, struct.error) as error:
+        raise Refused(422, f"image {i} is no complete PNG, JPEG or WebP file") from error
 
 
-def _check_value(one: Any) -> None:
-    if isinstance(one, str):
-        try:
-            one.encode()
-        except UnicodeEncodeError as error:
-            raise Refused(422, "a text has half of a surrogate pair") from error
-    elif isinstance(one, float) and not math.isfinite(one):
-        raise Refused(422, "a number is too large for a float")
+def webp_size(content: bytes) -> tuple[int, int] | None:
+    """Returns (width, height) in a WebP file's header, or None for other files.
 
-
-def _no_number(name: str) -> None:
-    raise ValueError(name)
-
-
-def _digest(parts: Sequence[Part]) -> bytes:
-    digest = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        digest.update(f"{part.name}:{len(part.content)}:".encode())
-        digest.update(part.content)
-    return digest.digest()
-
-
-# --------------------------------------------------------------------------------------- answers
+    Source: RFC 9649, sections 2.5 to 2.7.
+    """
+    if content[:4] != b"RIFF" or content[8:12] != b"WEBP" or len(content) < 30:
+        return None
+    chunk, head = content[12:16], content[20:30]
+    if chunk == b"VP8X":
+        return 1 + int.from_bytes(head[4:7], "little"), 1 + int.from_bytes(head[7:10], "little")
+    if chunk == b"VP8L":
+        bits = int.from_bytes(head[1:5], "little")
+        return 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
+    width, height = struct.unpack("<HH", head[6:10])
+    return (width & 0x3FFF, height & 0x3FFF) if chunk == b"VP8 " else None
 
 
 def encode_answer(scores: Mapping[str, Float32[np.ndarray, "b"]], seconds: float) -> bytes:
-    """An answer; a float32 is the same after it is read."""
-    told = {name: column.astype(np.float64).tolist() for name, column in scores.items()}
-    return json.dumps({"scores": told, "seconds": seconds}, allow_nan=False).encode()
+    """Returns an answer, from which the same float32 numbers are read; raises ValueError for NaN."""
+    columns = {name: column.astype(np.float64).tolist() for name, column in scores.items()}
+    return json.dumps({"scores": columns, "seconds": seconds}, allow_nan=False).encode()
 
 
 def decode_answer(
     content: bytes, count: int, names: Sequence[str] = ()
-) -> tuple[dict[str, Float32[np.ndarray, "b"]], float]:
-    """(scores by name, the seconds that the reward took) for a number of images.
+) -> dict[str, Float32[np.ndarray, "b"]]:
+    """Returns the scores by name.
 
     Args:
-      content: of an answer with status 200.
-      count: of the images.
-      names: must be among the scores' names.
+      content: content of an answer with status 200.
+      count: number of images.
+      names: scores that must be present.
 
     Raises:
-      Malformed: a sentence's end that begins "the answer".
+      Malformed: There is not one finite score for each image.
     """
     try:
-        told = json.loads(content)
-        scores, seconds = told["scores"], float(told["seconds"])
+        answer = json.loads(content)
+        scores, seconds = answer["scores"], float(answer["seconds"])
     except (ValueError, RecursionError, KeyError, TypeError) as error:
         raise Malformed("is no JSON with scores and seconds") from error
-    if not isinstance(scores, dict) or not scores:
-        raise Malformed("has no scores by name")
-    missing = [name for name in names if name not in scores]
-    if missing:
-        raise Malformed(f"has no score {missing[0]!r}, but {', '.join(scores)[:SHOWN]}")
-    if not math.isfinite(seconds):
-        raise Malformed("has no finite seconds")
-    return {name: _decode_column(name, scores[name], count) for name in scores}, seconds
+    if not isinstance(scores, dict) or not scores or not math.isfinite(seconds):
+        raise Malformed("has no scores by name, or no finite seconds")
+    if missing := [name for name in names if name not in scores]:
+        raise Malformed(f"has no score {missing[0]!r}, but {', '.join(scores)[:300]}")
+    return {name: _decode_column(name, values, count) for name, values in scores.items()}
 
 
 def _decode_column(name: str, values: Any, count: int) -> Float32[np.ndarray, "b"]:
     if not isinstance(values, list) or len(values) != count:
-        length = len(values) if isinstance(values, list) else "no list of"
-        raise Malformed(f"has {length} scores {name!r} for {count} images")
+        raise Malformed(f"does not have {count} scores {name!r}")
     if not all(type(value) in (int, float) for value in values):
         raise Malformed(f"has scores {name!r} that are no numbers")
     with np.errstate(over="ignore"):
@@ -305,6 +385,6 @@ def _decode_column(name: str, values: Any, count: int) -> Float32[np.ndarray, "b
         except OverflowError:
             column = np.full(count, np.inf, np.float32)
     if not np.isfinite(column).all():
-        which = int(np.argmin(np.isfinite(column)))
-        raise Malformed(f"has the score {name!r} {values[which]} for image {which}", which)
+        i = int(np.argmin(np.isfinite(column)))
+        raise Malformed(f"has the score {name!r} {values[i]} for image {i}", i)
     return column

@@ -10,7 +10,7 @@ import pytest
 
 from digen_jax.config.inputs import needs_of
 from digen_jax.errors import ConfigError
-from digen_jax.learned_rewards.sanity_checks import of_objects
+from digen_jax.learned_rewards.sanity_checks import object_pairs
 from digen_jax.rewards.built_in import BUILT_IN, resolve
 from digen_jax.rewards.geneval import Detection, Detector, judged, kept
 from digen_jax.rewards.settings import RewardSettings
@@ -139,6 +139,6 @@ def test_clips_and_colours_without_a_clip_are_refused():
 
 
 def test_the_canary_asks_for_a_person():
-    canary = of_objects(64)
+    canary = object_pairs(64)
     labels = [one["include"][0]["class"] for one in canary.metadata]
     assert labels == ["person", "dog"] and canary.prefers == ((0, 1),) and not canary.verified

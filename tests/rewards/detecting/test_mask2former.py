@@ -25,7 +25,7 @@ from digen_jax.rewards.settings import RewardSettings
 from tests.learned_rewards import folders
 from tests.models import parity
 from tests.pipelines import ROOT
-from tests.rewards.service.helpers import pictures
+from tests.rewards.service.helpers import random_images
 
 pytestmark = pytest.mark.slow
 
@@ -69,7 +69,7 @@ def detector(folder):
 
 
 def test_objects_are_those_of_transformers(folder, detector):
-    images = pictures(3, SIDE, SIDE, seed=3)
+    images = random_images(3, SIDE, SIDE, seed=3)
     images[1, :, :200] = 30
     found = detector.find(images[:2]) + detector.find(images[2:])
     processor = Mask2FormerImageProcessorPil.from_pretrained(folder)
@@ -96,7 +96,7 @@ def test_objects_are_those_of_transformers(folder, detector):
 
 
 def test_batches_and_other_sizes_of_pictures(detector):
-    images = pictures(3, 48, 96, seed=5)
+    images = random_images(3, 48, 96, seed=5)
     together = detector(images, [{}] * 3)
     for image, things in zip(images, together, strict=True):
         (alone,) = detector(image[None], [{}])
@@ -159,7 +159,7 @@ def test_the_reward_reads_folders_and_applies_the_rules(folder, clip, monkeypatc
     monkeypatch.setattr("digen_jax.rewards.geneval.THRESHOLD", 0.02)
     settings = {"folder": str(folder), "clip": str(clip), "device": "cpu", "batch": 2}
     (named,) = resolve([RewardSettings("geneval", settings=settings)], serving=True).members
-    images = pictures(4, 64, 64, seed=7)
+    images = random_images(4, 64, 64, seed=7)
     records = [
         {"prompt": label, "tag": "colors", "include": [{"class": label, "count": 1}]}
         for label in ("person", "computer mouse", "cat", "dog")

@@ -21,10 +21,10 @@ from digen_jax.rewards.errors import RewardError
 from digen_jax.rewards.judge import Client, asked_of, chosen, judge
 from digen_jax.rewards.judge_templates import TEMPLATES
 from digen_jax.rewards.settings import RewardSettings
-from tests.rewards.service.helpers import pictures
+from tests.rewards.service.helpers import random_images
 
 A, B = "http://a:1", "http://b:1"
-FAST = dict(alone=(0.02, 0.1), waits=(0.001, 0.01))
+FAST = dict(blocked=(0.02, 0.1), pauses=(0.001, 0.01))
 
 
 def said(text, **more):
@@ -80,7 +80,7 @@ def brightness(asked):
 
 
 def test_each_picture_gets_its_own_score():
-    images = pictures(5)
+    images = random_images(5)
     server = Server(brightness)
     scores = ask(server, images, [f"prompt {i}" for i in range(5)], template="rating")
     np.testing.assert_allclose(scores, images.mean((1, 2, 3)) / 255, atol=1e-6)
@@ -112,7 +112,7 @@ def test_several_requests_are_under_way_at_the_same_time_but_not_more_than_conne
             now[0] -= 1
         return said("Score: 1")
 
-    ask(Server(slow), pictures(12), ["a"] * 12, template="rating", connections=3)
+    ask(Server(slow), random_images(12), ["a"] * 12, template="rating", connections=3)
     assert most[0] == 3
 
 
@@ -154,7 +154,7 @@ def test_of_a_clip_every_fourth_frame_is_asked_for():
     ],
 )
 def test_numbers_become_scores(template, answer, expected):
-    scores = ask(Server([said(answer)]), pictures(1), ["a cat"], template=template)
+    scores = ask(Server([said(answer)]), random_images(1), ["a cat"], template=template)
     np.testing.assert_allclose(scores, [expected], rtol=1e-6)
 
 
@@ -162,7 +162,7 @@ def test_a_text_of_ones_own_has_the_fields_of_a_record():
     server = Server([said("about 30 of 40 points")])
     scores = ask(
         server,
-        pictures(1),
+        random_images(1),
         ["a {style} dog"],
         [{"style": "gothic", "prompt": "unused"}],
         template='{style}? {prompt} {"points": 40}',
@@ -189,7 +189,7 @@ def test_a_text_of_ones_own_has_the_fields_of_a_record():
 def test_a_pattern_of_ones_own_reads_the_answer_as_it_is_where_it_must(answer, pattern, expected):
     server = Server([said(answer)])
     scale = dict(scale=(0, 2000))
-    scores = ask(server, pictures(1), ["a"], template="{prompt}", pattern=pattern, **scale)
+    scores = ask(server, random_images(1), ["a"], template="{prompt}", pattern=pattern, **scale)
     np.testing.assert_allclose(scores, [expected / 2000], rtol=1e-6)
 
 
@@ -204,7 +204,7 @@ def test_a_pattern_of_ones_own_reads_the_answer_as_it_is_where_it_must(answer, p
 )
 def test_the_probability_of_yes(answer, expected):
     server = Server([answer])
-    scores = ask(server, pictures(1), ["a red star"])
+    scores = ask(server, random_images(1), ["a red star"])
     np.testing.assert_allclose(scores, [expected], rtol=1e-6)
     (asked,) = server.asked
     assert asked["logprobs"] is True and asked["top_logprobs"] == 20 and asked["max_tokens"] == 1
@@ -223,7 +223,7 @@ def test_the_probability_of_yes(answer, expected):
 def test_missing_logprobs_are_an_error_that_names_the_option(more):
     server = Server([said("Yes", **more)] * 9)
     with pytest.raises(RewardError, match=r"sends no top_logprobs .*--max-logprobs=20"):
-        ask(server, pictures(1), ["a"])
+        ask(server, random_images(1), ["a"])
     assert len(server.asked) == 1
 
 
@@ -254,19 +254,19 @@ def test_an_answer_without_a_score_is_repeated_a_number_of_times_and_then_stops(
 ):
     server = Server([answer] * 9)
     with pytest.raises(Stopped, match=what) as stopped:
-        ask(server, pictures(1), ["a cat"], again=2, seed=5, **settings)
+        ask(server, random_images(1), ["a cat"], again=2, seed=5, **settings)
     assert f"judge {A} answered" in str(stopped.value) and "'a cat'" in str(stopped.value)
     assert "change the judge's template, pattern or max_tokens" in str(stopped.value)
     assert [asked["seed"] for asked in server.asked] == [5, 6, 7]
     server = Server([answer, said("Score: 5")])
     if settings == {"template": "rating"}:
-        assert ask(server, pictures(1), ["a cat"], **settings) == [0.5]
+        assert ask(server, random_images(1), ["a cat"], **settings) == [0.5]
 
 
 def test_no_answer_is_repeated_where_again_is_0():
     server = Server([said("none")] * 9)
-    with pytest.raises(Stopped, match="after one attempt"):
-        ask(server, pictures(1), ["a"], template="rating", again=0)
+    with pytest.raises(Stopped, match="after 1 attempt"):
+        ask(server, random_images(1), ["a"], template="rating", again=0)
     assert len(server.asked) == 1
 
 
@@ -282,9 +282,9 @@ def test_no_answer_is_repeated_where_again_is_0():
 )
 def test_failures_of_a_server_are_repeated(answer):
     server = Server([answer, said("Score: 5")])
-    assert ask(server, pictures(1), ["a"], template="rating", again=0) == [0.5]
+    assert ask(server, random_images(1), ["a"], template="rating", again=0) == [0.5]
     with pytest.raises(Stopped, match=r"after 3 attempts .* repair or restart it"):
-        ask(Server([answer] * 9), pictures(1), ["a"], template="rating", again=0, retries=2)
+        ask(Server([answer] * 9), random_images(1), ["a"], template="rating", again=0, retries=2)
 
 
 @pytest.mark.parametrize(
@@ -299,24 +299,24 @@ def test_a_refusal_is_told_by_the_servers_sentence(body):
     server = Server([httpx.Response(404, json=body)] * 9)
     sentence = f"judge {A} refuses 'a' with 404: The model is not here"
     with pytest.raises(RewardError, match=sentence):
-        ask(server, pictures(1), ["a"])
+        ask(server, random_images(1), ["a"])
     assert len(server.asked) == 1
 
 
 def test_the_model_is_the_only_one_or_must_be_there():
     server = Server([said("Score: 1")] * 2, models=("m", "n"))
-    ask(server, pictures(1), ["a"], template="rating", model="n")
+    ask(server, random_images(1), ["a"], template="rating", model="n")
     assert server.asked[0]["model"] == "n"
     with pytest.raises(ConfigError, match=rf"judge {A} has no model 'x', but 'm', 'n': set model"):
-        ask(server, pictures(1), ["a"], model="x")
+        ask(server, random_images(1), ["a"], model="x")
     with pytest.raises(ConfigError, match="has the models 'm', 'n': name one"):
-        ask(server, pictures(1), ["a"])
+        ask(server, random_images(1), ["a"])
     for wrong, what in (
         (httpx.Response(200, json={"models": []}), "is no OpenAI-compatible server"),
         (httpx.Response(401, json={"error": "Unauthorized"}), "answered 401: Unauthorized"),
     ):
         with pytest.raises(ConfigError, match=what):
-            ask(lambda request, wrong=wrong: wrong, pictures(1), ["a"])
+            ask(lambda request, wrong=wrong: wrong, random_images(1), ["a"])
 
 
 class RewardTimeout(Server):
@@ -339,7 +339,7 @@ class RewardTimeout(Server):
 @pytest.mark.parametrize("model", ["", "m"])
 def test_a_server_that_comes_up_late_is_waited_for(model, capsys):
     server = RewardTimeout([said("Score: 4")] * 2, count=5)
-    scores = ask(server, pictures(2), ["a", "b"], template="rating", model=model)
+    scores = ask(server, random_images(2), ["a", "b"], template="rating", model=model)
     np.testing.assert_allclose(scores, [0.4, 0.4], rtol=1e-6)
     assert server.failed == ["/v1/models"] * 6 and len(server.asked) == 2
     assert f"judge {A} cannot be reached (refused)" in capsys.readouterr().err
@@ -348,12 +348,12 @@ def test_a_server_that_comes_up_late_is_waited_for(model, capsys):
 def test_a_server_that_never_comes_up_ends_the_run_with_server_prompt_and_reason():
     server = RewardTimeout([], count=1000)
     with pytest.raises(Stopped) as stopped:
-        ask(server, pictures(2), ["a cat", "a dog"], template="rating", retries=3)
+        ask(server, random_images(2), ["a cat", "a dog"], template="rating", retries=3)
     told = rf"judge {A} cannot be reached \(refused\) \(prompt 'a cat'\), after 4 attempts in .* s: repair or"
     assert re.match(told, str(stopped.value))
     assert server.failed == ["/v1/models"] * 5  # once for all servers, then four attempts
     with pytest.raises(Stopped, match="cannot be reached"):
-        ask(server, pictures(1), ["a"], template="rating", retries=10**6, deadline=0.2)
+        ask(server, random_images(1), ["a"], template="rating", retries=10**6, deadline=0.2)
 
 
 def test_servers_that_have_different_models_are_refused():
@@ -365,7 +365,7 @@ def test_servers_that_have_different_models_are_refused():
 def test_the_token_is_that_of_the_environment(monkeypatch):
     monkeypatch.setenv("DIGEN_JUDGE_TOKEN", "secret")
     server = Server([said("Score: 1")])
-    ask(server, pictures(1), ["a"], template="rating", servers=f"{A}/v1")
+    ask(server, random_images(1), ["a"], template="rating", servers=f"{A}/v1")
     assert server.tokens == ["Bearer secret"] * 2
 
 
@@ -384,7 +384,7 @@ def test_an_answer_cut_off_before_it_has_begun_is_no_text():
     """A model that thinks may reach max_tokens without an answer, which says nothing about the picture."""
     server = Server([said(None, finish_reason="length")] * 3)
     with pytest.raises(Stopped, match="answered '', cut off at max_tokens = 512, before it says"):
-        ask(server, pictures(1), ['a sign "x"'], template="ocr")
+        ask(server, random_images(1), ['a sign "x"'], template="ocr")
     assert len(server.asked) == 3
 
 
@@ -412,7 +412,7 @@ def test_a_template_needs_fields_of_records():
     }
     assert both["light"]({"prompt": "a", "rewards": ["judge"]}) is None
     with pytest.raises(ConfigError, match="the prompt 'a' has no field 'b'"):
-        ask(Server([]), pictures(1), ["a"], template="{b}", pattern=r"(\d)")
+        ask(Server([]), random_images(1), ["a"], template="{b}", pattern=r"(\d)")
 
 
 @pytest.mark.parametrize(

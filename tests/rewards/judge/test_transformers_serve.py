@@ -16,7 +16,7 @@ from digen_jax.rewards.built_in import resolve
 from digen_jax.rewards.errors import RewardError
 from digen_jax.rewards.settings import RewardSettings
 from tests.ports import free_port
-from tests.rewards.service.helpers import pictures
+from tests.rewards.service.helpers import random_images
 
 pytestmark = pytest.mark.slow
 
@@ -167,7 +167,7 @@ def expected(model, processor, image, text, tokens):
 
 def test_scores_by_pattern_are_those_of_the_model_without_a_server(serving):
     address, model, processor = serving
-    images = pictures(6, 40, 40)
+    images = random_images(6, 40, 40)
     images[3:] //= 4
     prompts = ["a cat", "a dog", 'a "sign"'] * 2
     given = reward(address, pattern=r"^(\d{3})$", scale=(0, 999), max_tokens=3)
@@ -182,9 +182,9 @@ def test_scores_by_pattern_are_those_of_the_model_without_a_server(serving):
 
 def test_a_server_without_logprobs_is_named(serving):
     with pytest.raises(RewardError, match="sends no top_logprobs"):
-        reward(serving[0], template="alignment")(pictures(1), ["a"], [{}])
+        reward(serving[0], template="alignment")(random_images(1), ["a"], [{}])
 
 
 def test_the_servers_models_are_known(serving):
     with pytest.raises(ConfigError, match=f"has no model 'other', but '{NAME}'"):
-        reward(serving[0], model="other", pattern=r"(\d)")(pictures(1), ["a"], [{}])
+        reward(serving[0], model="other", pattern=r"(\d)")(random_images(1), ["a"], [{}])

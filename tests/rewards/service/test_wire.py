@@ -3,32 +3,31 @@ import json
 import struct
 import zlib
 
+import httpx
 import numpy as np
 import pytest
 from PIL import Image
-from safetensors.numpy import load, save
+from safetensors.numpy import save
 
-from digen_jax.rewards.service.limits import Limits, Refused
-from digen_jax.rewards.service.multipart import encode_parts
-from digen_jax.rewards.service.pictures import webp_size
 from digen_jax.rewards.service.wire import (
+    Limits,
     Malformed,
+    Refused,
     decode_answer,
     decode_request,
-    decode_tensor,
     encode_answer,
     encode_request,
-    encode_tensor,
+    webp_size,
 )
-from tests.rewards.service.helpers import pictures
+from tests.rewards.service.helpers import random_images
 
 LIMITS = Limits(images=4, side=64, frames=8, pixels=4096, text=10_000, values=200, depth=6)
 CAT = json.dumps({"prompts": ["a cat"]}).encode()
 
 
-def picture_file(format, image=None, **options):
+def image_file(format, image=None, **options):
     file = io.BytesIO()
-    image = Image.fromarray(pictures(1)[0]) if image is None else image
+    image = Image.fromarray(random_images(1)[0]) if image is None else image
     image.save(file, format, **options)
     return file.getvalue()
 
@@ -40,24 +39,30 @@ def tensor_file(shape=(1, 2, 2, 3), dtype="U8", offsets=None, size=None, name="i
     return struct.pack("<Q", len(text)) + text + bytes(count)
 
 
-def shown(value):
-    """The same in every process: boundaries are random."""
+def label(value):
+    """A label that is the same in every process: boundaries are random."""
     if isinstance(value, bytes):
         return f"{len(value)} bytes"
     return value.partition(";")[0] if isinstance(value, str) and "boundary" in value else None
 
 
 def request(text=CAT, **parts):
+    """(content type, body) by httpx."""
     parts = parts or {"images": tensor_file()}
-    told = [("request", "application/json", text)] if text is not None else []
+    files = [("request", (None, text, "application/json"))] if text is not None else []
     for name, contents in parts.items():
         contents = contents if isinstance(contents, list) else [contents]
-        told += [(name, "application/octet-stream", content) for content in contents]
-    return encode_parts(told)
+        files += [(name, (name, content)) for content in contents]
+    made = httpx.Request("POST", "http://x", files=files)
+    return made.headers["content-type"], made.read()
 
 
-def told(**fields):
+def text_of(**fields):
     return json.dumps({"prompts": ["a cat"]} | fields).encode()
+
+
+def decoded(images, prompts=("a cat",), metadata=({},), id=None):
+    return decode_request(*encode_request(images, list(prompts), list(metadata), id), LIMITS)
 
 
 @pytest.mark.parametrize("shape", [(3, 4, 6, 3), (2, 5, 4, 6, 3)])
@@ -65,84 +70,66 @@ def test_a_request_arrives_as_it_was_sent(shape):
     images = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
     prompts = ["a cat\r\n--x", "ein Kätzchen 猫", ""][: len(images)]
     metadata = [{"prompt": p, "include": [{"class": "cat", "count": 2}], "x": 0.1} for p in prompts]
-    asked = decode_request(*encode_request(images, prompts, metadata, "abc-1"), LIMITS)
-    assert asked.id == "abc-1" and asked.prompts == prompts and asked.metadata == metadata
-    np.testing.assert_array_equal(asked.images, images)
+    found = decoded(images, prompts, metadata, "abc-1")
+    assert found.id == "abc-1" and found.prompts == prompts and found.metadata == metadata
+    np.testing.assert_array_equal(found.images, images)
 
 
-def test_the_tensor_is_that_of_safetensors():
-    images = pictures(3)
-    np.testing.assert_array_equal(load(encode_tensor(images))["images"], images)
-    np.testing.assert_array_equal(decode_tensor(save({"images": images}), LIMITS), images)
-    sliced = np.arange(2 * 8 * 6 * 3, dtype=np.uint8).reshape(2, 8, 6, 3)[:, ::2]
-    np.testing.assert_array_equal(decode_tensor(encode_tensor(sliced), LIMITS), sliced)
+def test_a_sliced_array_arrives_as_it_is():
+    images = np.arange(2 * 8 * 6 * 3, dtype=np.uint8).reshape(2, 8, 6, 3)[:, ::2]
+    np.testing.assert_array_equal(decoded(images, "ab", [{}, {}]).images, images)
 
 
 @pytest.mark.parametrize("format", ["PNG", "WEBP", "JPEG"])
-def test_files_of_pictures_arrive_as_they_are(format):
-    images = pictures(2, 8, 10)
+def test_image_files_arrive_as_they_are(format):
+    images = random_images(2, 8, 10)
     options = {"lossless": True} if format == "WEBP" else {}
-    files = [picture_file(format, Image.fromarray(image), **options) for image in images]
-    asked = decode_request(*encode_request(files, ["a", "b"], [{}, {}]), LIMITS)
+    files = [image_file(format, Image.fromarray(image), **options) for image in images]
+    found = decoded(files, ["a", "b"], [{}, {}])
     expected = [np.asarray(Image.open(io.BytesIO(file)).convert("RGB")) for file in files]
-    np.testing.assert_array_equal(asked.images, expected)
+    np.testing.assert_array_equal(found.images, expected)
     if format != "JPEG":
-        np.testing.assert_array_equal(asked.images, images)
+        np.testing.assert_array_equal(found.images, images)
 
 
-def test_a_path_in_the_metadata_is_not_sent():
-    record = {"prompt": "a cat", "image": "/home/me/cat.png", "n": 1}
-    asked = decode_request(*encode_request(pictures(1), ["a cat"], [record]), LIMITS)
-    assert asked.metadata == [{"prompt": "a cat", "n": 1}]
+def test_paths_and_the_selection_of_rewards_stay_with_the_client():
+    record = {"prompt": "a cat", "image": "/home/me/cat.png", "rewards": ["mine"], "n": 1}
+    assert decoded(random_images(1), metadata=[record]).metadata == [{"prompt": "a cat", "n": 1}]
 
 
-def test_the_choice_of_rewards_is_the_runs():
-    record = {"prompt": "a cat", "rewards": ["mine"]}
-    asked = decode_request(*encode_request(pictures(1), ["a cat"], [record]), LIMITS)
-    assert asked.metadata == [{"prompt": "a cat"}]
+def test_equal_contents_have_equal_digests():
+    images = random_images(1)
+    others = [decoded(images, ["b"]), decoded(random_images(1, seed=1)), decoded(images)]
+    assert decoded(images).digest == decoded(images).digest
+    assert len({one.digest for one in others}) == 3
 
 
-def test_the_same_content_has_the_same_digest():
-    def digest(images, prompt):
-        return decode_request(*encode_request(images, [prompt], [{}]), LIMITS).digest
-
-    assert digest(pictures(1), "a") == digest(pictures(1), "a")
-    others = [digest(pictures(1), "b"), digest(pictures(1, seed=1), "a")]
-    assert len({digest(pictures(1), "a"), *others}) == 3
-
-
-@pytest.mark.parametrize(
-    ("content", "status", "what"),
-    [
-        (b"", 422, "no safetensors"),
-        (b"\xff" * 8 + b"{}", 422, "no safetensors"),
-        (struct.pack("<Q", 5000) + b" " * 5000, 422, "no safetensors"),
-        (struct.pack("<Q", 3) + b"{]}", 422, "no JSON"),
-        (struct.pack("<Q", 4000) + b"[" * 4000, 422, "no JSON"),
-        (struct.pack("<Q", 2) + b"[]", 422, "one tensor 'images'"),
-        (tensor_file(dtype="F32", size=48), 422, "of type U8"),
-        (tensor_file(name="pictures"), 422, "one tensor 'images'"),
-        (tensor_file(more={"b": {"dtype": "U8"}}), 422, "one tensor 'images'"),
-        (tensor_file(shape=(1, 2, 2, 4)), 422, "must be \\[b, h, w, 3\\]"),
-        (tensor_file(shape=(4, 3)), 422, "must be \\[b, h, w, 3\\]"),
-        (tensor_file(shape=(1, 0, 2, 3)), 422, "numbers above 0"),
-        (tensor_file(shape=(-1, -2, 2, 3), size=12), 422, "numbers above 0"),
-        (tensor_file(shape=(True, 2, 2, 3), size=12), 422, "numbers above 0"),
-        (tensor_file(shape=(1.0, 2, 2, 3), size=12), 422, "numbers above 0"),
-        (tensor_file(shape=(1, 2, 2, 3), size=11), 422, "other ones"),
-        (tensor_file(offsets=[1, 13]), 422, "other ones"),
-        (tensor_file(shape=(1, 2**40, 2**40, 3), size=12), 413, "64 pixels"),
-        (tensor_file(shape=(1, 65, 1, 3)), 413, "64 pixels"),
-        (tensor_file(shape=(5, 1, 1, 3)), 413, "4 images"),
-        (tensor_file(shape=(1, 9, 1, 1, 3)), 413, "8 frames"),
-        (tensor_file(shape=(2, 64, 33, 3)), 413, "4096 pixels together"),
-    ],
-    ids=shown,
-)
-def test_a_wrong_tensor_is_refused(content, status, what):
-    with pytest.raises(Refused, match=what) as refused:
-        decode_request(*request(images=content), LIMITS)
-    assert refused.value.status == status
+TENSORS = [
+    (b"", 422),
+    (b"\xff" * 8 + b"{}", 422),
+    (struct.pack("<Q", 5000) + b" " * 5000, 422),
+    (struct.pack("<Q", 3) + b"{]}", 422),
+    (struct.pack("<Q", 4000) + b"[" * 4000, 422),
+    (struct.pack("<Q", 2) + b"[]", 422),
+    (tensor_file(dtype="F32", size=48), 422),
+    (tensor_file(dtype="F8_E4M3"), 422),
+    (tensor_file(name="pictures"), 422),
+    (tensor_file(more={"b": {"dtype": "U8"}}), 422),
+    (save({"images": random_images(1), "b": random_images(1)}), 422),
+    (tensor_file(shape=(1, 2, 2, 4)), 422),
+    (tensor_file(shape=(4, 3)), 422),
+    (tensor_file(shape=(1, 0, 2, 3)), 422),
+    (tensor_file(shape=(-1, -2, 2, 3), size=12), 422),
+    (tensor_file(shape=(True, 2, 2, 3), size=12), 422),
+    (tensor_file(shape=(1.0, 2, 2, 3), size=12), 422),
+    (tensor_file(shape=(1, 2, 2, 3), size=11), 422),
+    (tensor_file(offsets=[1, 13]), 422),
+    (tensor_file(shape=(1, 2**40, 2**40, 3), size=12), 422),
+    (tensor_file(shape=(1, 65, 1, 3)), 413),
+    (tensor_file(shape=(5, 1, 1, 3)), 413),
+    (tensor_file(shape=(1, 9, 1, 1, 3)), 413),
+    (tensor_file(shape=(2, 64, 33, 3)), 413),
+]
 
 
 def png_of(width, height, data=b""):
@@ -165,155 +152,128 @@ def webp_of(width, height):
 
 
 FRAMES = [Image.new("RGB", (4, 4), color) for color in ("red", "blue")]
+SEVERAL = dict(image=FRAMES[0], save_all=True, append_images=FRAMES[1:])
+SMALL, LARGE = (image_file("PNG", Image.new("RGB", (side, side))) for side in (4, 60))
+IMAGES = [
+    (b"garbage", 422),
+    (b"", 422),
+    (image_file("GIF"), 422),
+    (image_file("BMP"), 422),
+    (image_file("PNG")[:60], 422),
+    (image_file("JPEG")[:400], 422),
+    (image_file("PNG", **SEVERAL), 422),
+    (image_file("WEBP", **SEVERAL), 422),
+    (image_file("PNG", Image.new("RGBA", (4, 4))), 422),
+    (image_file("PNG", Image.new("I;16", (4, 4))), 422),
+    (image_file("JPEG", Image.new("CMYK", (4, 4))), 422),
+    (image_file("JPEG") + b"\xff\xda" * 65, 422),
+    (png_of(100_000, 100_000), 413),
+    (png_of(2**31 - 1, 2**31 - 1), 413),
+    (png_of(65, 1), 413),
+    (webp_of(16_383, 16_383), 413),
+    (image_file("WEBP", Image.new("RGB", (1, 70))), 413),
+]
+TEXTS = [
+    (b"{", 422),
+    (b"\xff", 422),
+    (b"[" * 9000, 422),
+    (b'{"prompts": ["a"], "metadata": [{"x": NaN}]}', 422),
+    (b'{"prompts": ["a"], "metadata": [{"x": 1e999}]}', 422),
+    (b'{"prompts": ["a"], "metadata": [{"x": 1' + b"0" * 5000 + b"}]}", 422),
+    (b'{"prompts": ["\\ud800"]}', 422),
+    (b'{"prompts": ["a"], "metadata": [{"\\ud800": 1}]}', 422),
+    (text_of(metadata=[{"x": "y" * 10_000}]), 413),
+    (text_of(metadata=[{"x": [0] * 300}]), 413),
+    (text_of(metadata=[{"a": json.loads("[" * 7 + "]" * 7)}]), 422),
+    (b"[]", 422),
+    (text_of(path="/etc/passwd"), 422),
+    (text_of(prompts="a cat"), 422),
+    (text_of(prompts=[1]), 422),
+    (text_of(prompts=[]), 422),
+    (text_of(prompts=["a"] * 5), 413),
+    (text_of(prompts=["a", "b"]), 422),
+    (text_of(metadata=[]), 422),
+    (text_of(metadata=["x"]), 422),
+    (text_of(metadata=[{"image": "/etc/passwd"}]), 422),
+    (text_of(id=7), 422),
+    (text_of(id="x" * 65), 422),
+    (text_of(id="../x"), 422),
+]
+TYPE, BODY = request()
+BODIES = [
+    ("application/json", BODY, 415),
+    ("", BODY, 415),
+    ("multipart/form-data", BODY, 400),
+    ("multipart/form-data; boundary=" + "x" * 71, BODY, 400),
+    ("multipart/form-data; boundary=other", BODY, 400),
+    (TYPE, b"garbage", 400),
+    (TYPE, b"", 400),
+    (TYPE, BODY[:-40], 400),
+    (TYPE, BODY.replace(b"Content-Disposition: form-data", b"X: form-data"), 400),
+    (TYPE, BODY.replace(b"Content-Disposition", b"X" * 10_000), 400),
+    (*request(None), 400),
+    (*request(request=CAT), 400),
+    (*request(CAT, images=tensor_file(), image=b""), 400),
+    (*request(CAT, images=[tensor_file()] * 2), 400),
+    (*request(CAT, file=b""), 400),
+    (*request(CAT, image=[b""] * 5), 413),
+    (*request(text_of(prompts=["a", "b"]), image=[SMALL, LARGE]), 422),
+    (*request(text_of(prompts=["a", "b"]), image=[LARGE, LARGE]), 413),
+]
 
 
 @pytest.mark.parametrize(
-    ("content", "status", "what"),
+    ("kind", "body", "status"),
     [
-        (b"garbage", 422, "image 0 is no whole PNG"),
-        (b"", 422, "image 0 is no whole PNG"),
-        (picture_file("GIF"), 422, "image 0 is no whole PNG"),
-        (picture_file("BMP"), 422, "image 0 is no whole PNG"),
-        (picture_file("PNG")[:60], 422, "image 0 is no whole PNG"),
-        (picture_file("JPEG")[:400], 422, "image 0 is no whole PNG"),
-        (picture_file("PNG", FRAMES[0], save_all=True, append_images=FRAMES[1:]), 422, "frames"),
-        (picture_file("WEBP", FRAMES[0], save_all=True, append_images=FRAMES[1:]), 422, "frames"),
-        (picture_file("PNG", Image.new("RGBA", (4, 4))), 422, "mode RGBA"),
-        (picture_file("PNG", Image.new("I;16", (4, 4))), 422, "mode I;16"),
-        (picture_file("JPEG", Image.new("CMYK", (4, 4))), 422, "mode CMYK"),
-        (picture_file("JPEG") + b"\xff\xda" * 65, 422, "more than 64 scans"),
-        (png_of(100_000, 100_000), 413, "image 0 has more than 4096 pixels"),
-        (png_of(2**31 - 1, 2**31 - 1), 413, "more than 4096 pixels"),
-        (png_of(65, 1), 413, "65 x 1 pixels: a side may have 64"),
-        (webp_of(16_383, 16_383), 413, "image 0 has 16383 x 16383"),
-        (picture_file("WEBP", Image.new("RGB", (1, 70))), 413, "1 x 70"),
+        *[(*request(images=content), status) for content, status in TENSORS],
+        *[(*request(image=content), status) for content, status in IMAGES],
+        *[(*request(text), status) for text, status in TEXTS],
+        *BODIES,
     ],
-    ids=shown,
+    ids=label,
 )
-def test_a_wrong_picture_is_refused(content, status, what):
-    with pytest.raises(Refused, match=what) as refused:
-        decode_request(*request(image=content), LIMITS)
+def test_an_invalid_request_is_refused(kind, body, status):
+    with pytest.raises(Refused) as refused:
+        decode_request(kind, body, LIMITS)
     assert refused.value.status == status
 
 
 def test_a_png_that_inflates_is_read_to_its_size_only():
-    asked = decode_request(*request(image=png_of(4, 4, bytes(10**7))), LIMITS)
-    assert asked.images.shape == (1, 4, 4, 3)
+    found = decode_request(*request(image=png_of(4, 4, bytes(10**7))), LIMITS)
+    assert found.images.shape == (1, 4, 4, 3)
 
 
 @pytest.mark.parametrize(
     "options", [{}, {"lossless": True}, {"exif": b"Exif\0\0MM\0*\0\0\0\b\0\0"}]
 )
-def test_a_webp_files_size_is_that_of_its_header(options):
-    file = picture_file("WEBP", Image.new("RGB", (37, 21), "red"), **options)
+def test_the_size_of_a_webp_file_is_read_from_its_header(options):
+    file = image_file("WEBP", Image.new("RGB", (37, 21), "red"), **options)
     assert webp_size(file) == (37, 21)
 
 
-def test_pictures_of_a_request_share_size_and_limit():
-    small, large = (picture_file("PNG", Image.new("RGB", (side, side))) for side in (4, 60))
-    two = json.dumps({"prompts": ["a", "b"]}).encode()
-    with pytest.raises(Refused, match="of one size"):
-        decode_request(*request(two, image=[small, large]), LIMITS)
-    with pytest.raises(Refused, match="4096 pixels together") as refused:
-        decode_request(*request(two, image=[large, large]), LIMITS)
-    assert refused.value.status == 413
-
-
-DEEP = told(metadata=[{"a": json.loads("[" * 7 + "]" * 7)}])
-
-
-@pytest.mark.parametrize(
-    ("text", "status", "what"),
-    [
-        (b"{", 422, "no JSON"),
-        (b"\xff", 422, "no JSON in UTF-8"),
-        (b"[" * 9000, 422, "no JSON"),
-        (b'{"prompts": ["a"], "metadata": [{"x": NaN}]}', 422, "finite numbers"),
-        (b'{"prompts": ["a"], "metadata": [{"x": 1e999}]}', 422, "too large for a float"),
-        (b'{"prompts": ["a"], "metadata": [{"x": 1' + b"0" * 5000 + b"}]}", 422, "no JSON"),
-        (b'{"prompts": ["\\ud800"]}', 422, "surrogate"),
-        (b'{"prompts": ["a"], "metadata": [{"\\ud800": 1}]}', 422, "surrogate"),
-        (told(metadata=[{"x": "y" * 10_000}]), 413, "more than 10000 bytes"),
-        (told(metadata=[{"x": [0] * 300}]), 413, "more than 200 values"),
-        (DEEP, 422, "nested deeper than 6"),
-        (b"[]", 422, "must be an object"),
-        (told(path="/etc/passwd"), 422, "prompts, metadata and id only"),
-        (told(prompts="a cat"), 422, "list of texts"),
-        (told(prompts=[1]), 422, "list of texts"),
-        (told(prompts=[]), 422, "0 prompts"),
-        (told(prompts=["a"] * 5), 413, "5 prompts: a request may have 1 to 4"),
-        (told(prompts=["a", "b"]), 422, "1 images for 2 prompts"),
-        (told(metadata=[]), 422, "0 metadata for 1 prompts"),
-        (told(metadata=["x"]), 422, "list of objects"),
-        (told(metadata=[{"image": "/etc/passwd"}]), 422, "'image' is a path"),
-        (told(id=7), 422, "id must be"),
-        (told(id="x" * 65), 422, "id must be"),
-        (told(id="../x"), 422, "id must be"),
-    ],
-    ids=shown,
-)
-def test_wrong_prompts_and_metadata_are_refused(text, status, what):
-    with pytest.raises(Refused, match=what) as refused:
-        decode_request(*request(text), LIMITS)
-    assert refused.value.status == status
-
-
 def test_metadata_may_be_as_deep_and_many_as_allowed():
-    metadata = [{"a": json.loads("[" * 5 + "]" * 5), "b": list(range(100))}]
-    assert decode_request(*request(told(metadata=metadata)), LIMITS).metadata == metadata
+    metadata = [{"a": json.loads("[" * 6 + "]" * 6), "b": list(range(100))}]
+    assert decode_request(*request(text_of(metadata=metadata)), LIMITS).metadata == metadata
 
 
-KIND, BODY = request()
-
-
-@pytest.mark.parametrize(
-    ("kind", "body", "status", "what"),
-    [
-        ("application/json", BODY, 415, "must be multipart/form-data"),
-        ("", BODY, 415, "must be multipart/form-data"),
-        ("multipart/form-data", BODY, 400, "a boundary"),
-        ("multipart/form-data; boundary=" + "x" * 71, BODY, 400, "a boundary"),
-        ("multipart/form-data; boundary=other", BODY, 400, "announced boundary"),
-        (KIND, b"garbage", 400, "announced boundary"),
-        (KIND, b"", 400, "last boundary"),
-        (KIND, BODY[:-40], 400, "last boundary"),
-        (KIND, BODY.replace(b"form-data;", b"attachment;"), 400, "no name"),
-        (KIND, BODY.replace(b"Content-Disposition", b"X" * 2000), 400, "announced boundary"),
-        (KIND, BODY.replace(b"Content-Type", b"Content-Transfer-Encoding"), 400, "as they are"),
-        (*request(None), 400, "one part named request"),
-        (*request(request=CAT), 400, "one part named request"),
-        (*request(CAT, images=tensor_file(), image=b""), 400, "one part named images, or"),
-        (*request(CAT, images=[tensor_file()] * 2), 400, "one part named images, or"),
-        (*request(CAT, file=b""), 400, "'file' is unknown"),
-        (*request(CAT, image=[b""] * 5), 413, "more than 5 parts"),
-    ],
-    ids=shown,
-)
-def test_a_wrong_body_is_refused(kind, body, status, what):
-    with pytest.raises(Refused, match=what) as refused:
-        decode_request(kind, body, LIMITS)
-    assert refused.value.status == status
-
-
-def test_no_body_makes_another_error():
-    """Bytes changed, removed and added anywhere are a request or refused."""
+def test_damaged_bodies_raise_no_other_error():
+    """Bytes changed, removed and added anywhere give a request or a refusal."""
     rng = np.random.default_rng(0)
-    kinds = request(), request(image=picture_file("PNG")), request(image=picture_file("WEBP"))
+    kinds = request(), request(image=image_file("PNG")), request(image=image_file("WEBP"))
     refusals = 0
     for i in range(400):
         kind, body = kinds[i % 3]
         body = bytearray(body)
         for _ in range(rng.integers(1, 5)):
-            at = int(rng.integers(len(body)))
-            what = rng.integers(3)
-            if what == 0:
+            at, change = int(rng.integers(len(body))), rng.integers(3)
+            if change == 0:
                 body[at] = rng.integers(256)
-            elif what == 1:
+            elif change == 1:
                 del body[at : at + int(rng.integers(1, 40))]
             else:
                 body[at:at] = rng.bytes(int(rng.integers(1, 40)))
         try:
-            decode_request(kind, body, LIMITS)
+            decode_request(kind, bytes(body), LIMITS)
         except Refused as error:
             refusals += 1
             assert 400 <= error.status < 500
@@ -321,46 +281,44 @@ def test_no_body_makes_another_error():
 
 
 def test_an_answer_arrives_exactly():
-    rng = np.random.default_rng(0)
-    scores = {
-        "a": rng.normal(size=5).astype(np.float32),
-        "b": np.float32([1e-40, 3e38, 0, -0.1, 1]),
-    }
-    found, seconds = decode_answer(encode_answer(scores, 0.25), 5, ["b"])
-    assert seconds == 0.25 and list(found) == ["a", "b"]
+    normal = np.random.default_rng(0).normal(size=5).astype(np.float32)
+    scores = {"a": normal, "b": np.float32([1e-40, 3e38, 0, -0.1, 1])}
+    found = decode_answer(encode_answer(scores, 0.25), 5, ["b"])
+    assert list(found) == ["a", "b"]
     for name in scores:
         assert found[name].dtype == np.float32
         np.testing.assert_array_equal(found[name], scores[name])
 
 
 @pytest.mark.parametrize(
-    ("content", "what"),
+    ("content", "image"),
     [
-        (b"", "no JSON"),
-        (b"[" * 100_000, "no JSON"),
-        (b"<html>", "no JSON"),
-        (b"[]", "no JSON"),
-        (b'{"scores": {"a": [1, 2]}}', "no JSON"),
-        (b'{"scores": {}, "seconds": 1}', "no scores"),
-        (b'{"scores": [1, 2], "seconds": 1}', "no scores"),
-        (b'{"scores": {"b": [1, 2]}, "seconds": 1}', "no score 'a', but b"),
-        (b'{"scores": {"a": [1]}, "seconds": 1}', "1 scores 'a' for 2 images"),
-        (b'{"scores": {"a": 1}, "seconds": 1}', "no list of scores 'a' for 2"),
-        (b'{"scores": {"a": [1, null]}, "seconds": 1}', "no numbers"),
-        (b'{"scores": {"a": [1, true]}, "seconds": 1}', "no numbers"),
-        (b'{"scores": {"a": [1, "2"]}, "seconds": 1}', "no numbers"),
-        (b'{"scores": {"a": [1, NaN]}, "seconds": 1}', "nan for image 1"),
-        (b'{"scores": {"a": [1, 1e39]}, "seconds": 1}', "1e\\+39 for image 1"),
-        (b'{"scores": {"a": [1' + b"0" * 400 + b', 1]}, "seconds": 1}', "for image 0"),
-        (b'{"scores": {"a": [1, 2]}, "seconds": NaN}', "no finite seconds"),
+        (b"", 0),
+        (b"[" * 100_000, 0),
+        (b"<html>", 0),
+        (b"[]", 0),
+        (b'{"scores": {"a": [1, 2]}}', 0),
+        (b'{"scores": {}, "seconds": 1}', 0),
+        (b'{"scores": [1, 2], "seconds": 1}', 0),
+        (b'{"scores": {"b": [1, 2]}, "seconds": 1}', 0),
+        (b'{"scores": {"a": [1]}, "seconds": 1}', 0),
+        (b'{"scores": {"a": 1}, "seconds": 1}', 0),
+        (b'{"scores": {"a": [1, null]}, "seconds": 1}', 0),
+        (b'{"scores": {"a": [1, true]}, "seconds": 1}', 0),
+        (b'{"scores": {"a": [1, "2"]}, "seconds": 1}', 0),
+        (b'{"scores": {"a": [1, NaN]}, "seconds": 1}', 1),
+        (b'{"scores": {"a": [1, 1e39]}, "seconds": 1}', 1),
+        (b'{"scores": {"a": [1' + b"0" * 400 + b', 1]}, "seconds": 1}', 0),
+        (b'{"scores": {"a": [1, 2]}, "seconds": NaN}', 0),
     ],
-    ids=shown,
+    ids=label,
 )
-def test_a_wrong_answer_is_malformed(content, what):
-    with pytest.raises(Malformed, match=what):
+def test_an_invalid_answer_is_malformed(content, image):
+    with pytest.raises(Malformed) as malformed:
         decode_answer(content, 2, ["a"])
+    assert malformed.value.image == image
 
 
-def test_metadata_that_json_cannot_hold_are_a_sentence():
-    with pytest.raises(ValueError, match="metadata for a reward server must be JSON"):
-        encode_request(pictures(1), ["a"], [{"x": {1, 2}}])
+def test_invalid_metadata_is_not_sent():
+    with pytest.raises(ValueError, match="metadata"):
+        encode_request(random_images(1), ["a"], [{"x": {1, 2}}])

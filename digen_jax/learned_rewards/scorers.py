@@ -1,0 +1,330 @@
+"""The networks of the learned rewards, and how their published files are opened.
+
+CLIP score: the logit of an image and its prompt by OpenAI's CLIP, divided by 30. Hessel et al., CLIPScore, arXiv
+2104.08718, as in Flow-GRPO (flow_grpo/clip_scorer.py; a copy is zhtmike/flow_grpo, 19d5169):
+openai/clip-vit-large-patch14, whose logits are 100 cosines. Images are resized by torchvision's bilinear filter with
+antialiasing, not by the processor's bicubic one.
+
+PickScore: the logit of an image and its prompt by a CLIP that was fine-tuned on human choices, divided by 26. Kirstain
+et al., Pick-a-Pic, arXiv 2305.01569: yuvalkirstain/PickScore_v1, with the processor and the tokenizer of
+laion/CLIP-ViT-H-14-laion2B-s32B-b79K. The divisor is Flow-GRPO's (flow_grpo/pickscore_scorer.py, ac4c86e).
+
+HPSv2.1: the cosine of an image and its prompt by a CLIP that was fine-tuned on human preferences. Wu et al., Human
+Preference Score v2, arXiv 2306.09341: xswu/HPSv2, HPS_v2.1_compressed.pt, and the code tgxs002/HPSv2
+(hpsv2/img_score.py and hpsv2/src/open_clip, 866735e). Images that are not square get black bars. The source resizes
+with antialiasing since torchvision 0.17, as here, and did so without it before.
+
+Aesthetic score: a rating of the image, about 1 to 10, from its CLIP embedding; prompts have no effect.
+christophschuhmann/improved-aesthetic-predictor (simple_inference.py and sac+logos+ava1-l14-linearMSE.pth, 6934dd8):
+five linear layers without activations, on the embedding of openai/clip-vit-large-patch14 divided by its length.
+Flow-GRPO's reward is this score itself (flow_grpo/aesthetic_scorer.py, ac4c86e).
+"""
+
+import dataclasses
+import functools
+import html
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, Int, UInt8
+
+from digen_jax.checkpoints.folder import Folder, read_json, read_params, resolve_folder
+from digen_jax.checkpoints.tensors import read_tree
+from digen_jax.checkpoints.torch_file import as_stored, open_arrays
+from digen_jax.models.linear import exact_products
+from digen_jax.models.text import tokenizers
+from digen_jax.models.text.tokenizers import padded
+from digen_jax.models.vision import clip, open_clip
+from digen_jax.models.vision.clip import CLIPConfig, CLIPModel, CLIPVisionModelWithProjection
+from digen_jax.models.vision.preprocess import Processor, pil_crop, tensor_crop, tensor_pad
+from digen_jax.parallel.mesh import make_mesh
+from digen_jax.parallel.placement import DeviceGroup
+from digen_jax.parallel.reward_model import RewardModel, Scorer
+
+Params = dict[str, Any]
+Prepare = Callable[[UInt8[Array, "b h w 3"]], Float[Array, "b s s 3"]]
+
+CLIP_DIVISOR, PICK_DIVISOR = 30.0, 26.0
+HPS_HEADS = 16  # of both towers of open_clip's ViT-H-14
+# Curly quotes, which open_clip straightens (ftfy's `uncurl_quotes`).
+STRAIGHT = str.maketrans(
+    dict.fromkeys("\u02bc\u2018\u2019\u201a\u201b", "'")
+    | dict.fromkeys("\u201c\u201d\u201e\u201f", '"')
+)
+# Widths of the aesthetic score's linear layers, by their index in the source's list, which also has dropouts.
+WIDTHS = {0: 1024, 2: 128, 4: 64, 6: 16, 7: 1}
+# The tensors for text of a complete CLIPModel.
+TEXT_TENSORS = (*clip.IGNORED, "text_model.*", "text_projection.*", "logit_scale")
+
+
+class Opened(NamedTuple):
+    """A learned reward whose files are open, and whose weights are not yet read."""
+
+    scorer: Scorer
+    shapes: Params  # of the parameters
+    read: Callable[[Any], Params]  # from shardings, as in `read_params`, to the parameters
+
+    def load(self, shardings: Any = None) -> tuple[Any, Params]:
+        """Returns the scorer and its parameters; raises ValueError, which names an invalid file or tensor."""
+        return self.scorer, self.read(shardings)
+
+
+@dataclasses.dataclass(frozen=True)
+class Similarity:
+    """The cosine of the embeddings of an image and its prompt, or the logit that CLIP computes from it.
+
+    Attributes:
+      network: of both.
+      prepare: maps images to the network's pixels.
+      tokenizer: transformers' CLIPTokenizer.
+      divisor: divides the logits. None means that the score is the cosine.
+      clean: applied to a prompt before it is tokenized.
+    """
+
+    network: CLIPModel
+    prepare: Prepare
+    tokenizer: Any
+    divisor: float | None = None
+    clean: Callable[[str], str] = str
+
+    @property
+    def tokens(self) -> int:
+        """The positions of the network."""
+        return self.network.config.text.max_position_embeddings
+
+    def tokenize(self, prompts: Sequence[str]) -> Int[np.ndarray, "b n"]:
+        """Returns ids, truncated or padded to the network's positions.
+
+        The kind of padding has no effect: it follows the end token, and attention is causal.
+        """
+        return padded(self.tokenizer, list(map(self.clean, prompts)), self.tokens)[0]
+
+    @exact_products
+    def score(
+        self, params: Params, images: UInt8[Array, "b h w 3"], ids: Int[Array, "b n"]
+    ) -> Float32[Array, "b"]:
+        """Returns one score per image."""
+        cosine, scale = self.network.apply({"params": params}, self.prepare(images), ids)
+        return cosine if self.divisor is None else scale * cosine / self.divisor
+
+
+class AestheticHead(nn.Module):
+    """From embeddings of length 1 to ratings."""
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "b p"]) -> Float32[Array, "b"]:
+        """Computes in float32."""
+        for i, width in WIDTHS.items():
+            x = nn.Dense(width, dtype=jnp.float32, name=f"layers_{i}")(x)
+        return x[:, 0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Aesthetic:
+    """The rating of an image; its parameters are "clip" and "head".
+
+    Attributes:
+      network: of images.
+      prepare: maps images to the network's pixels.
+    """
+
+    network: CLIPVisionModelWithProjection
+    prepare: Prepare
+
+    @property
+    def tokens(self) -> int:
+        """One zero per prompt."""
+        return 1
+
+    def tokenize(self, prompts: Sequence[str]) -> Int[np.ndarray, "b n"]:
+        """Returns one zero per prompt, since prompts have no effect."""
+        return np.zeros((len(prompts), 1), np.int32)
+
+    @exact_products
+    def score(
+        self, params: Params, images: UInt8[Array, "b h w 3"], ids: Int[Array, "b n"]
+    ) -> Float32[Array, "b"]:
+        """Returns one rating per image."""
+        embeddings = self.network.apply({"params": params["clip"]}, self.prepare(images))
+        return AestheticHead().apply({"params": params["head"]}, clip.unit(embeddings))
+
+
+def open_clip_score(folder: Folder, dtype: DTypeLike = jnp.float32) -> Opened:
+    """Opens CLIP score.
+
+    Args:
+      folder: a CLIPModel with its tokenizer and processor, or its hub id.
+      dtype: of parameters and arithmetic.
+
+    Raises:
+      ValueError: Names the file that is missing or invalid.
+    """
+    folder = resolve_folder(folder)
+    prepare = functools.partial(tensor_crop, kind="bilinear")
+    return _open_clip(folder, folder, dtype, prepare, CLIP_DIVISOR)
+
+
+def open_pickscore(
+    folder: Folder, processor: Folder = "", dtype: DTypeLike = jnp.float32
+) -> Opened:
+    """Opens PickScore.
+
+    Args:
+      folder: a CLIPModel, or its hub id.
+      processor: folder of tokenizer and processor, or its hub id; "" means that they are in `folder`.
+      dtype: of parameters and arithmetic.
+
+    Raises:
+      ValueError: Names the file that is missing or invalid.
+    """
+    folder = resolve_folder(folder)
+    processor = resolve_folder(processor) if processor else folder
+    return _open_clip(folder, processor, dtype, pil_crop, PICK_DIVISOR)
+
+
+def open_hpsv2(file: Folder, tokenizer: Folder, dtype: DTypeLike = jnp.float32) -> Opened:
+    """Opens HPSv2.1.
+
+    Args:
+      file: open_clip's tensors, written by torch.save.
+      tokenizer: folder of a CLIPTokenizer, or its hub id; every published CLIP has the same.
+      dtype: of parameters and arithmetic.
+
+    Raises:
+      ValueError: Names the file or tensor that is missing, unsafe or invalid.
+    """
+    arrays = open_arrays(file)
+    try:
+        config = open_clip.config_of(arrays, HPS_HEADS)
+    except ValueError as error:
+        raise ValueError(f"{file} has no CLIP of open_clip: {error}") from error
+    network = CLIPModel(config, jnp.dtype(dtype))
+    template = in_dtype(clip.shapes(network), dtype)
+    stored = as_stored(pathlib.Path(file), open_clip.renamed(arrays))
+    read = functools.partial(read_tree, stored, template, clip.LISTS, ignore=open_clip.IGNORED)
+    size = config.vision.image_size
+    prepare = functools.partial(tensor_pad, processor=Processor(edge=size, size=size))
+    words = tokenizers.read_clip(pathlib.Path(resolve_folder(tokenizer)), config.text)
+    return Opened(Similarity(network, prepare, words, clean=clean_prompt), template, read)
+
+
+def clean_prompt(prompt: str) -> str:
+    """Cleans a prompt as open_clip does; of the repairs by `ftfy`, only that of quotes."""
+    return html.unescape(html.unescape(prompt.translate(STRAIGHT))).strip()
+
+
+def open_aesthetic(folder: Folder, head: Folder, dtype: DTypeLike = jnp.float32) -> Opened:
+    """Opens the aesthetic score.
+
+    Args:
+      folder: a CLIPModel with its processor, or its hub id.
+      head: file of the linear layers, written by torch.save.
+      dtype: of the CLIP's parameters and arithmetic.
+
+    Raises:
+      ValueError: Names the file or tensor that is missing, unsafe or invalid.
+    """
+    folder = resolve_folder(folder)
+    config = _read_config(folder).vision
+    network = CLIPVisionModelWithProjection(config, jnp.dtype(dtype))
+    processor = _read_processor(folder, config.image_size)
+    template = aesthetic_shapes(network)
+    stored = as_stored(pathlib.Path(head), open_arrays(head))
+
+    def read(shardings: object = None) -> Params:
+        each: Any = dict.fromkeys(template)
+        if shardings is not None:
+            each = jax.tree.broadcast(shardings, template)
+        vision = read_params(
+            folder, template["clip"], clip.LISTS, each["clip"], ignore=TEXT_TENSORS
+        )
+        return {
+            "clip": vision,
+            "head": read_tree(stored, template["head"], ("layers",), each["head"]),
+        }
+
+    return Opened(
+        Aesthetic(network, functools.partial(pil_crop, processor=processor)), template, read
+    )
+
+
+def aesthetic_shapes(network: CLIPVisionModelWithProjection) -> Params:
+    """Returns the shapes of all parameters, those of the CLIP in the dtype of its arithmetic."""
+    config, key = network.config, jax.random.key(0)
+    pixels = jnp.zeros((1, config.image_size, config.image_size, 3))
+    vision = jax.eval_shape(network.init, key, pixels)["params"]
+    embedding = jnp.zeros((1, config.projection_dim))
+    head = jax.eval_shape(AestheticHead().init, key, embedding)["params"]
+    return {"clip": in_dtype(vision, network.dtype), "head": head}
+
+
+OPEN = {
+    "clip_score": open_clip_score,
+    "pickscore": open_pickscore,
+    "hpsv2": open_hpsv2,
+    "aesthetic": open_aesthetic,
+}
+
+
+def on_host(scorer: Scorer, params: Params, batch: int = 16) -> RewardModel:
+    """Returns a reward of numpy arrays on this process's first device.
+
+    Args:
+      scorer: the network.
+      params: its parameters.
+      batch: maximum number of images that are scored at once.
+
+    Raises:
+      ValueError: `batch` is not a positive integer.
+    """
+    device = DeviceGroup(make_mesh(jax.local_devices()[:1]))
+    return RewardModel("reward", scorer, params, device, batch)
+
+
+def in_dtype(template: Params, dtype: DTypeLike) -> Params:
+    """Returns a template in a dtype, except for the logits' scale, which would be wrong by 1% in bfloat16."""
+    leaves = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), template)
+    return leaves | {name: template[name] for name in ("logit_scale",) if name in template}
+
+
+def _open_clip(
+    folder: Folder, processor: Folder, dtype: DTypeLike, prepare: Callable[..., Any], divisor: float
+) -> Opened:
+    """Opens a CLIPModel; `prepare` takes images and the processor in the folder `processor`."""
+    network = CLIPModel(_read_config(folder), jnp.dtype(dtype))
+    template = in_dtype(clip.shapes(network), dtype)
+    read = functools.partial(read_params, folder, template, clip.LISTS, ignore=clip.IGNORED)
+    found = _read_processor(processor, network.config.vision.image_size)
+    tokenizer = tokenizers.read_clip(pathlib.Path(processor), network.config.text)
+    prepare = functools.partial(prepare, processor=found)
+    return Opened(Similarity(network, prepare, tokenizer, divisor), template, read)
+
+
+def _read_config(folder: Folder) -> CLIPConfig:
+    """Returns the configuration of a CLIPModel; raises ValueError that names the file and the field."""
+    return _parse(pathlib.Path(folder) / "config.json", CLIPConfig.from_config)
+
+
+def _read_processor(folder: Folder, size: int) -> Processor:
+    """Returns the processor for a network of images of `size` pixels; raises ValueError if it does not fit."""
+    path = pathlib.Path(folder) / "preprocessor_config.json"
+    processor = _parse(path, Processor.from_config)
+    if processor.size != size:
+        raise ValueError(
+            f"{path}: crop_size is {processor.size}, but the network's image_size is {size}"
+        )
+    return processor
+
+
+def _parse(path: pathlib.Path, parse: Callable[[dict[str, Any]], Any]) -> Any:
+    config = read_json(path)
+    try:
+        return parse(config)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error

@@ -1,0 +1,449 @@
+"""HTTP client with retries and failover over several servers, for reward servers and judges."""
+
+import dataclasses
+import email.utils
+import json
+import logging
+import math
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import httpx
+import stamina
+
+from digen_jax.errors import ConfigError, check_range
+from digen_jax.process.shutdown import Stopped
+from digen_jax.rewards.errors import RewardError
+from digen_jax.rewards.request_log import Exchange
+
+T = TypeVar("T")
+
+CONNECT = 5.0  # seconds to connect, and to answer a request of `get_each`
+GET_BYTES = 2**22  # largest answer to `get_each`
+PAUSES = 0.1, 5.0  # first and longest pause between two attempts, in seconds
+BLOCKED = 0.5, 30.0  # seconds for which a failed server is not used, doubling: first and longest
+LOG_INTERVAL = 5.0  # seconds between two log lines about a server
+RETRIED = (408, 425, 429)  # statuses that are retried, in addition to 5xx
+MESSAGE = 300  # characters of a server's error message
+ADVICE = "repair or restart it, and the same command continues"
+
+# They log every retry and every request; `FailoverClient` has its own log lines.
+for name, level in (("stamina", logging.ERROR), ("httpx", logging.WARNING)):
+    logging.getLogger(name).setLevel(level)
+
+
+class Request(NamedTuple):
+    """A request to any of the servers.
+
+    Attributes:
+      path: path on each server.
+      prompts: prompts of its images, for error messages.
+      max_bytes: largest accepted answer.
+      content_type: type of the body.
+      body: maps the number of answers that were `UnusableAnswer` so far to the body. None means GET.
+    """
+
+    path: str
+    prompts: Sequence[str]
+    max_bytes: int
+    content_type: str = ""
+    body: Callable[[int], bytes] | None = None
+
+
+class RetryableError(Exception):
+    """A failure after which the request is sent again.
+
+    Args:
+      reason: continues a sentence whose subject is the server.
+      image: index of the image that it is about, in the request.
+      after: seconds that the server asks to wait.
+      down: whether the server itself does not work.
+    """
+
+    advice = ADVICE
+
+    def __init__(self, reason: str, image: int = 0, after: float = 0.0, down: bool = False):
+        super().__init__(reason)
+        self.image, self.after, self.down = image, after, down
+        self.server: str | None = None
+
+
+class UnusableAnswer(RetryableError):
+    """A well-formed answer without the expected content; retried at most `max_retries` times."""
+
+    def __init__(self, reason: str, max_retries: int, advice: str):
+        super().__init__(reason)
+        self.max_retries, self.advice = max_retries, advice
+
+
+class Unreachable(ConfigError):
+    """No server answers, before anything was requested."""
+
+
+@dataclasses.dataclass
+class Server:
+    """The state of a server, as its clients see it."""
+
+    url: str
+    in_flight: int = 0  # requests
+    total: int = 0  # requests so far
+    failures: int = 0  # in a row
+    blocked_until: float = 0.0
+    failed_at: float = 0.0  # time of the last failure that counts
+
+
+class Servers:
+    """Chooses the server with the fewest requests in flight, and blocks a failed one for a while. Thread-safe.
+
+    Args:
+      urls: addresses.
+      blocked: seconds for which a failed server is not used: after its first failure, and at most.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        blocked: tuple[float, float] = BLOCKED,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._servers = [Server(url) for url in urls]
+        self._blocked, self.clock = blocked, clock
+        self._changed = threading.Condition()
+
+    def __iter__(self) -> Iterator[Server]:
+        return iter(self._servers)
+
+    def all_failed(self, times: int) -> bool:
+        """Whether every server has failed this often in a row, over all requests."""
+        return all(server.failures >= times for server in self._servers)
+
+    def take(self, until: float) -> Server | None:
+        """Returns the server to use; waits while all are blocked, and returns None at the time `until`.
+
+        A server that failed gets a single request at a time until one succeeds.
+        """
+        with self._changed:
+            while True:
+                now = self.clock()
+                usable = [
+                    one
+                    for one in self._servers
+                    if now >= one.blocked_until and not (one.failures and one.in_flight)
+                ]
+                if usable:
+                    chosen = min(usable, key=lambda one: (one.in_flight, one.total))
+                    chosen.in_flight += 1
+                    chosen.total += 1
+                    return chosen
+                if now >= until:
+                    return None
+                unblocked = [one.blocked_until for one in self._servers if one.blocked_until > now]
+                self._changed.wait(min([until, *unblocked]) - now)
+
+    def release(self, server: Server, succeeded: bool = False, pause: float = 0.0) -> None:
+        """Ends a request that the server answered; the server is not used for `pause` seconds."""
+        with self._changed:
+            server.in_flight -= 1
+            if succeeded:
+                server.failures, server.blocked_until = 0, 0.0
+            elif pause:
+                server.blocked_until = max(server.blocked_until, self.clock() + pause)
+            self._changed.notify_all()
+
+    def fail(self, server: Server, start: float) -> float:
+        """Ends a request that failed and was sent at `start`; returns the seconds for which the server is blocked.
+
+        Requests that were in flight at an earlier failure count as the same failure.
+        """
+        with self._changed:
+            now = self.clock()
+            if start >= server.failed_at:
+                server.failures += 1
+                server.failed_at = now
+                seconds = self._blocked[0] * 2 ** min(server.failures - 1, 32)
+                until = now + min(self._blocked[1], seconds)
+                server.blocked_until = max(server.blocked_until, until)
+            server.in_flight -= 1
+            self._changed.notify_all()
+            return max(0.0, server.blocked_until - now)
+
+
+class FailoverClient:
+    """Sends requests to servers, several threads at a time.
+
+    Args:
+      servers: addresses, such as "http://127.0.0.1:8100".
+      kind: what a server is, in messages.
+      token: bearer token.
+      attempt: seconds of one attempt.
+      deadline: seconds of all attempts of a request.
+      retries: attempts after the first; also how often in a row every server may fail, over all requests.
+      connections: connections to all servers together.
+      blocked: as for `Servers`.
+      pauses: first and longest pause between two attempts, in seconds.
+      listener: receives each `Exchange`, in the thread that sent it.
+      transport: replaces the network, for tests.
+
+    Raises:
+      ConfigError: An address or a number is invalid.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[str],
+        kind: str = "reward server",
+        token: str | None = None,
+        attempt: float = 600.0,
+        deadline: float = 1800.0,
+        retries: int = 8,
+        connections: int = 64,
+        blocked: tuple[float, float] = BLOCKED,
+        pauses: tuple[float, float] = PAUSES,
+        listener: Callable[[Exchange], None] | None = None,
+        transport: httpx.BaseTransport | None = None,
+    ):
+        check_range("attempt", attempt, 1e-3)
+        check_range("deadline", deadline, 1e-3)
+        check_range("retries", retries, 0)
+        check_range("connections", connections, 1)
+        self.servers = Servers([parse_address(one, kind) for one in servers], blocked)
+        if not servers or len(set(servers)) < len(servers):
+            raise ConfigError("servers must be one or more different addresses")
+        self._kind, self._attempt, self._deadline = kind, attempt, deadline
+        self._retries, self._pauses, self._listener = retries, pauses, listener
+        self._logged: dict[str, float] = {}  # time of the last log line, by server
+        self._lock = threading.Lock()
+        self._http = httpx.Client(
+            headers={"Authorization": f"Bearer {token}"} if token else {},
+            limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
+            transport=transport,
+            trust_env=False,  # no proxies from the environment
+        )
+
+    def get_each(self, path: str, start: str, prompts: Sequence[str] = ()) -> dict[str, bytes]:
+        """Sends a GET to every server and returns the answers of those that can be reached, by address.
+
+        Args:
+          path: path on each server.
+          start: command that starts a server, for the error message.
+          prompts: prompts that wait to be scored. If there are any and no server can be reached, the GET is
+            retried as by `post`, and only the first answer is returned.
+
+        Raises:
+          Unreachable: No server can be reached, and no prompt waits.
+          ConfigError: A server refuses the request.
+          Stopped: As `post`.
+        """
+        found, request = {}, Request(path, prompts, GET_BYTES)
+        for server in self.servers:
+            try:
+                found[server.url] = self._send(server.url, request, time.monotonic() + CONNECT, 0)
+            except RetryableError as error:
+                print(f"{self._kind} {server.url}: {error}", file=sys.stderr, flush=True)
+        if not found and prompts:
+            url, content = self._retry(request, bytes)
+            return {url: content}
+        if not found:
+            addresses = ", ".join(server.url for server in self.servers)
+            raise Unreachable(f"no {self._kind} answers at {addresses}: start one by {start}")
+        return found
+
+    def post(self, request: Request, read: Callable[[bytes], T]) -> T:
+        """Returns `read(content)` of an answer; retries where `read` raises RetryableError.
+
+        Raises:
+          Stopped: Too many attempts, or too late; names the last server, a prompt and the reason.
+          RewardError: A server refuses the request itself, so a retry would not help.
+        """
+        return self._retry(request, read)[1]
+
+    def close(self) -> None:
+        """Closes the connections."""
+        self._http.close()
+
+    def _retry(self, request: Request, read: Callable[[bytes], T]) -> tuple[str, T]:
+        """Returns (address of the server that answered, `read(content)`); raises as `post`."""
+        start = time.monotonic()
+        until = start + self._deadline
+        attempts, unusable, last = 0, 0, None
+
+        def pause(error: Exception) -> bool | float:
+            """Whether stamina retries: True after its own backoff, a number after these seconds."""
+            left = until - time.monotonic()
+            if not isinstance(error, RetryableError) or left <= 0:
+                return False
+            if isinstance(error, UnusableAnswer) and unusable > error.max_retries:
+                return False
+            # While no server works, one request at a time is tried, which counts for all threads.
+            if self.servers.all_failed(self._retries + 1):
+                return False
+            return True if left > self._pauses[1] else random.uniform(0, left)
+
+        try:
+            for attempt in stamina.retry_context(
+                on=pause,
+                attempts=self._retries + 1,
+                timeout=self._deadline,
+                wait_initial=self._pauses[0],
+                wait_max=self._pauses[1],
+                wait_jitter=self._pauses[1] / 5,
+            ):
+                with attempt:
+                    attempts += 1
+                    try:
+                        return self._try_once(request, unusable, read, until)
+                    except RetryableError as error:
+                        unusable += isinstance(error, UnusableAnswer)
+                        if last is not None and time.monotonic() >= until:
+                            raise last from error  # this attempt was too short to be informative
+                        last = error
+                        raise
+        except RetryableError as error:
+            prompt, seconds = request.prompts[error.image], time.monotonic() - start
+            raise Stopped(
+                f"{self._kind} {error.server or 'of any address'} {error} (prompt {prompt!r}), "
+                f"after {attempts} attempt{'s' * (attempts > 1)} in {seconds:.1f} s: {error.advice}"
+            ) from error
+        raise AssertionError("an attempt returns or raises")
+
+    def _try_once(
+        self, request: Request, unusable: int, read: Callable[[bytes], T], until: float
+    ) -> tuple[str, T]:
+        server = self.servers.take(until)
+        if server is None:
+            raise RetryableError("does not answer: all have failed and are paused")
+        sent, start, failure = self.servers.clock(), time.perf_counter(), None
+        try:
+            found = read(self._send(server.url, request, until, unusable))
+        except RetryableError as error:
+            failure, error.server = str(error), server.url
+            if error.down:
+                blocked = self.servers.fail(server, sent)
+            else:
+                blocked = error.after and error.after * random.uniform(1, 1.25)
+                self.servers.release(server, pause=blocked)
+            self._log(f"{self._kind} {server.url} {error}", server.url, blocked)
+            raise
+        except BaseException:
+            self.servers.release(server)
+            raise
+        else:
+            self.servers.release(server, succeeded=True)
+        finally:
+            if self._listener is not None and request.body is not None:
+                end = time.perf_counter()
+                self._listener(Exchange(server.url, start, end, len(request.prompts), failure))
+        return server.url, found
+
+    def _log(self, text: str, url: str, blocked: float) -> None:
+        with self._lock:
+            now = time.monotonic()
+            if now - self._logged.get(url, -math.inf) < LOG_INTERVAL:
+                return
+            self._logged[url] = now
+        paused = f"; it is not used for {blocked:.1f} s" if blocked else ""
+        print(f"{text}{paused}", file=sys.stderr, flush=True)
+
+    def _send(self, url: str, request: Request, until: float, unusable: int) -> bytes:
+        """Returns the content of an answer with status 200.
+
+        Raises:
+          RetryableError, RewardError: See `post`.
+          ConfigError: See `get_each`.
+        """
+        end = min(until, time.monotonic() + self._attempt)
+        left = max(1e-3, end - time.monotonic())
+        options: dict[str, Any] = {"timeout": httpx.Timeout(left, connect=min(CONNECT, left))}
+        if request.body is not None:
+            options["content"] = request.body(unusable)
+            options["headers"] = {"Content-Type": request.content_type}
+        method, content = "GET" if request.body is None else "POST", bytearray()
+        try:
+            with self._http.stream(method, url + request.path, **options) as response:
+                for chunk in response.iter_bytes():
+                    if content and time.monotonic() > end:
+                        raise RetryableError("did not answer in time", down=True)
+                    content += chunk
+                    if len(content) > request.max_bytes:
+                        reason = f"sent an answer of more than {request.max_bytes} bytes"
+                        raise RetryableError(reason, down=True)
+        except httpx.PoolTimeout as error:
+            raise RetryableError("had no free connection: increase connections") from error
+        except httpx.TimeoutException as error:
+            raise RetryableError("did not answer in time", down=True) from error
+        except httpx.ConnectError as error:
+            raise RetryableError(f"cannot be reached ({error})", down=True) from error
+        except httpx.HTTPError as error:
+            reason = f"closed the connection ({error or type(error).__name__})"
+            raise RetryableError(reason, down=True) from error
+        status = response.status_code
+        if status == 200:
+            return bytes(content)
+        message = f"{status}: {error_message(content)}"
+        if status in RETRIED or status >= 500:
+            raise RetryableError(f"answered {message}", after=retry_after(response.headers))
+        if request.body is None:
+            raise ConfigError(f"{self._kind} {url} answered {message}")
+        raise RewardError(f"{self._kind} {url} refuses {request.prompts[0]!r} with {message}")
+
+
+def parse_address(text: str, kind: str = "reward server") -> str:
+    """Returns a server's address without a trailing slash; `kind` says in the ConfigError what it should be."""
+    try:
+        url = httpx.URL(text.rstrip("/"))
+        valid = url.port is None or 0 < url.port < 2**16
+    except (httpx.InvalidURL, AttributeError) as error:
+        raise ConfigError(f"{text!r} is no address of a {kind}: {error}") from error
+    valid &= url.scheme in ("http", "https") and bool(url.host) and url.path == "/"
+    if not valid or url.userinfo:
+        raise ConfigError(f"{text!r} is no address of a {kind}: write it as http://127.0.0.1:8100")
+    return str(url).rstrip("/")
+
+
+def parse_addresses(
+    servers: Sequence[str] | str, reward: str, kind: str, example: str
+) -> tuple[str, ...]:
+    """Returns the addresses in a reward's setting `servers`, where a single one may be a string.
+
+    "/v1", which clients of OpenAI's API append to an address, is removed.
+
+    Raises:
+      ConfigError: There is none, or one is invalid.
+    """
+    given = (servers,) if isinstance(servers, str) else tuple(servers)
+    if not given:
+        raise ConfigError(
+            f"the reward {reward!r} has no servers: give their addresses in its settings, such as "
+            f"dict(servers=({example!r},))"
+        )
+    return tuple(parse_address(str(one).rstrip("/").removesuffix("/v1"), kind) for one in given)
+
+
+def retry_after(headers: httpx.Headers) -> float:
+    """Returns the seconds of a Retry-After header, which has a number or a date; 0 without one."""
+    text = headers.get("retry-after", "").strip()
+    if text.isdecimal():
+        return float(text)
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
+    except ValueError:
+        return 0.0
+
+
+def error_message(content: bytes | bytearray) -> str:
+    """Returns the message of an error response, on one line.
+
+    Reward servers send it as `error`, OpenAI's API as `error.message`, FastAPI as `detail`.
+    """
+    try:
+        fields = json.loads(content)
+        text = fields["error"] if "error" in fields else fields["detail"]
+        if isinstance(text, dict) and "message" in text:
+            text = text["message"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        text = content[:MESSAGE].decode("utf-8", "replace") or "without a reason"
+    return " ".join(str(text).split())[:MESSAGE]
