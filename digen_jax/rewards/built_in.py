@@ -1,4 +1,4 @@
-"""Finds the rewards that a run asks for: built-in ones, and the user's own functions."""
+"""Finds the rewards that a config names: built-in ones, and the user's own functions."""
 
 import dataclasses
 import difflib
@@ -13,40 +13,53 @@ from typing import Any, Literal
 from digen_jax.errors import ConfigError
 from digen_jax.files import make_examples_importable
 from digen_jax.rewards import NamedReward, Rewards, RewardSettings
-from digen_jax.rewards.errors import ARGUMENTS, blamed, check_callable
+from digen_jax.rewards.errors import ARGUMENTS, check_callable, user_code
 
 # Where a reward is computed: "pool" is a process or thread of the host, which needs a function that can be pickled;
-# "server" is such a process of launch/reward_server.py only, because the reward imports torch; "mesh" are the devices
-# that sample, unless a config or a server has it in the pool.
+# "server" is such a process of launch/reward_server.py only, because the reward imports torch; "mesh" means the devices
+# that sample, unless a config or a server computes it in the pool.
 Where = Literal["pool", "server", "mesh"]
 KEYWORDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-# The kinds of settings that are checked, in words.
-SIMPLE = {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}
+# The types of settings that are checked.
+TYPES = {bool: "True or False", int: "an integer", float: "a number", str: "a string"}
 
 
 @dataclasses.dataclass(frozen=True)
 class BuiltIn:
-    """A reward that has a name of its own.
+    """A reward with a name of its own.
 
-    Its parts are named as "module:name" and imported when they are needed. The module of a factory imports nothing
+    Functions are given as "module:name", and imported when they are needed. The module of a factory imports nothing
     slow: weights are read at the first call.
+
+    Attributes:
+      factory: returns the reward; its keyword arguments are the reward's settings.
+      sanity_check: returns a `SanityCheck`. Empty means none.
+      where: where it is computed.
+      needs: maps a record and the reward's settings to what the record lacks, as the end of a sentence about its
+        prompt, or None. Empty means that the reward needs nothing.
     """
 
-    factory: str  # of the function; its keywords, with their defaults, are the reward's settings
-    sanity_check: str = ""  # a function without arguments that returns a `SanityCheck`, if any
+    factory: str
+    sanity_check: str = ""
     where: Where = "pool"
-    # A function from a record and the reward's settings to what the record lacks, as the end of a sentence about its
-    # prompt, or None; empty: the reward needs nothing.
     needs: str = ""
 
 
+def _learned(name: str, check: str) -> BuiltIn:
+    package = "digen_jax.learned_rewards"
+    return BuiltIn(f"{package}:{name}", f"{package}.sanity_checks:{check}", "mesh")
+
+
 BUILT_IN = {
+    "aesthetic": _learned("aesthetic", "image_pairs"),
+    "clip_score": _learned("clip_score", "prompt_pairs"),
     "geneval": BuiltIn(
         "digen_jax.rewards.geneval:geneval",
         sanity_check="digen_jax.learned_rewards.sanity_checks:object_pairs",
         where="server",
         needs="digen_jax.rewards.geneval:needs",
     ),
+    "hpsv2": _learned("hpsv2", "prompt_pairs"),
     "jpeg_compressibility": BuiltIn(
         "digen_jax.rewards.jpeg:jpeg_compressibility",
         sanity_check="digen_jax.rewards.jpeg:known_compressibility",
@@ -55,31 +68,19 @@ BUILT_IN = {
         "digen_jax.rewards.jpeg:jpeg_incompressibility",
         sanity_check="digen_jax.rewards.jpeg:known_incompressibility",
     ),
+    # The servers of a judge and their models are the user's: no scores are known.
+    "judge": BuiltIn("digen_jax.rewards.judge:judge", needs="digen_jax.rewards.judge:needs"),
     "ocr": BuiltIn(
         "digen_jax.rewards.ocr:ocr",
-        sanity_check="digen_jax.rewards.ocr:known",
+        sanity_check="digen_jax.rewards.ocr:sanity_check",
         needs="digen_jax.rewards.ocr:needs",
     ),
-    # Its servers and their models are the user's: no picture's score is known.
-    "judge": BuiltIn("digen_jax.rewards.judge:judge", needs="digen_jax.rewards.judge:needs"),
+    "pickscore": _learned("pickscore", "prompt_pairs"),
+    # The server runs the sanity checks of its rewards.
+    "served": BuiltIn("digen_jax.rewards.service.client:served"),
     "shapes_geneval": BuiltIn(
         "examples.shapes.reward:make", sanity_check="examples.shapes.reward:sanity_check"
     ),
-    # The server runs the sanity checks of its rewards.
-    "served": BuiltIn("digen_jax.rewards.service.client:served"),
-    **{
-        name: BuiltIn(
-            f"digen_jax.learned_rewards:{name}",
-            sanity_check=f"digen_jax.learned_rewards.sanity_checks:{check}",
-            where="mesh",
-        )
-        for name, check in (
-            ("aesthetic", "image_pairs"),
-            ("clip_score", "prompt_pairs"),
-            ("hpsv2", "prompt_pairs"),
-            ("pickscore", "prompt_pairs"),
-        )
-    },
 }
 
 
@@ -89,36 +90,39 @@ def resolve(
     serving: bool = False,
     meshes: bool = False,
 ) -> Rewards:
-    """The rewards of a config's sections, built-in or the user's own as "module:function".
+    """Returns the rewards of a config's sections, built-in or the user's own as "module:function".
 
-    The user's module is searched in the current directory first, then on Python's path. `field` is the list in which
-    errors give the number of a section; "": they name the reward only. `serving`: for the processes of a reward server.
-    `meshes`: for a run, whose meshes compute some of them; without it all are computed where they are called.
+    The user's module is searched in the current directory first, then on Python's path.
+
+    Args:
+      asked: sections.
+      field: list in which errors give the index of a section. Empty: they name only the reward.
+      serving: whether this is for the processes of a reward server.
+      meshes: whether this is for a run, whose meshes compute some of the rewards.
 
     Raises:
-      ConfigError: there is no such reward, module or function, it cannot be imported or called, it has not these
-        settings, only a server has it, or two sections have one title; names the section.
+      ConfigError: There is no such reward, module or function, it cannot be imported or called, it does not have these
+        settings, only a server has it, or two sections have one title.
     """
     found, titles = [], [one.title for one in asked]
     for number, one in enumerate(asked):
         try:
             if "/" in one.label:
                 raise ConfigError(
-                    f"label = {one.label!r} has a '/', which in metrics divides a reward's name from those of its "
-                    "scores: leave it out"
+                    f"label = {one.label!r} must not contain '/', which separates a reward's name from "
+                    "those of its scores in metrics"
                 )
             if one.title in titles[:number]:
-                other = f", or give one of them another label than {one.title!r}" if field else ""
+                label = f", or give one of them another label than {one.title!r}" if field else ""
                 raise ConfigError(
-                    f"reward {one.title!r} is named twice: name it once, with the sum of weights{other}"
+                    f"reward {one.title!r} is named twice: name it once, with the sum of weights{label}"
                 )
             if not serving and one.name in BUILT_IN and BUILT_IN[one.name].where == "server":
                 raise ConfigError(
                     f"reward {one.name!r} imports torch, which a run must not: start launch/reward_server.py with "
                     f"--reward={one.name}, and name the reward 'served' with its address here"
                 )
-            there = _on_mesh(one) and meshes
-            found.append(NamedReward(one, _function(one), there))
+            found.append(NamedReward(one, _function(one), _on_mesh(one) and meshes))
         except ConfigError as error:
             where = f"{field}[{number}]: " if field else ""
             raise type(error)(f"{where}{error}") from error
@@ -126,22 +130,22 @@ def resolve(
 
 
 def on_mesh(asked: Sequence[RewardSettings]) -> dict[int, RewardSettings]:
-    """The rewards that a run computes on its sampling meshes, by their numbers; raises ConfigError as `resolve`."""
+    """Returns the rewards that a run computes on its sampling meshes, by index; raises as `resolve`."""
     return {number: one for number, one in enumerate(asked) if _on_mesh(one)}
 
 
 def _on_mesh(asked: RewardSettings) -> bool:
-    able = asked.name in BUILT_IN and BUILT_IN[asked.name].where == "mesh"
-    if asked.where == "mesh" and not able:
+    possible = asked.name in BUILT_IN and BUILT_IN[asked.name].where == "mesh"
+    if asked.where == "mesh" and not possible:
         learned = ", ".join(sorted(name for name, one in BUILT_IN.items() if one.where == "mesh"))
         raise ConfigError(
             f"reward {asked.name!r} cannot be computed on a mesh, as {learned} can: leave its field 'where' at ''"
         )
-    found = able and asked.where != "pool"
+    found = possible and asked.where != "pool"
     if found and asked.limit:
         raise ConfigError(
-            f"reward {asked.name!r} is computed on the mesh, where it has no limit of its own: set its field 'limit' "
-            "to 0, or 'where' to 'pool'"
+            f"reward {asked.name!r} is computed on the mesh, where it has no time limit: set its field 'limit' to 0, "
+            "or 'where' to 'pool'"
         )
     return found
 
@@ -152,12 +156,12 @@ def find_sanity_check(reward: NamedReward) -> Callable[[], Any] | None:
     A user's function has it as its attribute `sanity_check`.
 
     Raises:
-      ConfigError: the function has it under its old name, `canary`.
+      ConfigError: The function has it under its old name, `canary`.
     """
     name = reward.settings.name
     if name in BUILT_IN:
         place = BUILT_IN[name].sanity_check
-        return _named(place, name) if place else None
+        return _import(place, name) if place else None
     function = getattr(reward.function, "func", reward.function)
     if hasattr(function, "canary"):
         raise ConfigError(f"reward {name!r}: its attribute 'canary' is now named 'sanity_check'")
@@ -165,32 +169,36 @@ def find_sanity_check(reward: NamedReward) -> Callable[[], Any] | None:
 
 
 def find_needs(asked: RewardSettings) -> Callable[[dict[str, Any]], str | None] | None:
-    """What a built-in reward with its settings needs of a record: see `BuiltIn.needs`; None: nothing."""
+    """Returns what a built-in reward with its settings needs of a record: see `BuiltIn.needs`."""
     needs = BUILT_IN[asked.name].needs if asked.name in BUILT_IN else ""
     if not needs:
         return None
-    function = _named(needs, asked.name)
+    function = _import(needs, asked.name)
     return lambda record: function(record, asked.settings)
 
 
 def _function(asked: RewardSettings) -> Callable[..., Any]:
-    """The function of a section, with its settings."""
+    """Returns the function of a section, with its settings."""
     name, settings = asked.name, dict(asked.settings)
     if name in BUILT_IN:
-        factory = _named(BUILT_IN[name].factory, name)
+        factory = _import(BUILT_IN[name].factory, name)
         _check_settings(factory, name, settings, 0)
         return factory(**settings)
-    function = _named(name, name)
+    function = _import(name, name)
     if callable(function) and not isinstance(function, type):
         _check_settings(function, name, settings, len(ARGUMENTS))
     check_callable(function, name, settings)
     return functools.partial(function, **settings) if settings else function
 
 
-def _named(place: str, name: str) -> Any:
-    """What "module:name" stands for; `name` is the reward's."""
-    module_name, colon, attribute = place.partition(":")
-    if not (module_name and colon and attribute):
+def _import(place: str, name: str) -> Any:
+    """Returns the object "module:name" for a reward.
+
+    Raises:
+      ConfigError: It is missing; or the line of the user's code that fails.
+    """
+    module_name, _, attribute = place.partition(":")
+    if not (module_name and attribute):
         raise ConfigError(
             f"unknown reward {name!r}: use one of {', '.join(sorted(BUILT_IN))}, or module:function "
             "for your own"
@@ -199,7 +207,16 @@ def _named(place: str, name: str) -> Any:
         make_examples_importable()
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    module = _import(module_name, name)
+    with user_code(name, "cannot be imported:"):
+        try:
+            module = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+                raise
+            raise ConfigError(
+                f"reward {name!r}: there is no module {module_name!r} in {os.getcwd()} or among the "
+                "installed packages"
+            ) from error
     if not hasattr(module, attribute):
         raise ConfigError(f"reward {name!r}: module {module_name} has no function {attribute!r}")
     return getattr(module, attribute)
@@ -208,10 +225,10 @@ def _named(place: str, name: str) -> Any:
 def _check_settings(
     function: Callable[..., Any], name: str, settings: Mapping[str, Any], first: int
 ) -> None:
-    """Refuses settings that are no keywords of a function from its argument `first` on, or of another type."""
+    """Checks that settings are keywords of a function from its argument `first` on, and of the defaults' types."""
     try:
         parameters = list(inspect.signature(function).parameters.values())[first:]
-    except (TypeError, ValueError):  # of some that are written in C it is not known
+    except (TypeError, ValueError):  # unknown for some functions in C
         return
     if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters):
         return
@@ -226,22 +243,8 @@ def _check_settings(
         kind = type(known[setting])
         accepted = (int, float) if kind is float else kind
         fits = isinstance(value, accepted) and (kind is bool or not isinstance(value, bool))
-        if kind in SIMPLE and not fits:
+        if kind in TYPES and not fits:
             raise ConfigError(
-                f"the setting {setting!r} of reward {name!r} is {value!r}: give it {SIMPLE[kind]}, as its default "
+                f"the setting {setting!r} of reward {name!r} is {value!r}: give it {TYPES[kind]}, as its default "
                 f"{known[setting]!r} is"
             )
-
-
-def _import(module_name: str, name: str) -> object:
-    """The module; a ConfigError says that it is missing, or where in the user's own code it fails."""
-    with blamed(name, "cannot be imported:"):
-        try:
-            return importlib.import_module(module_name)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-                raise
-            raise ConfigError(
-                f"reward {name!r}: there is no module {module_name!r} in {os.getcwd()} or among the "
-                "installed packages"
-            ) from error

@@ -9,109 +9,105 @@ import numpy as np
 from jaxtyping import Float32, UInt8
 
 from digen_jax.process.shutdown import exits_raise
-from digen_jax.rewards.dry_run import Watched, watched
-from digen_jax.rewards.errors import OURS, RewardError, blamed
+from digen_jax.rewards.dry_run import Watched, call_watched
+from digen_jax.rewards.errors import DELIBERATE, RewardError, user_code
 from digen_jax.rewards.request_log import Exchange
 from digen_jax.rewards.settings import RewardSettings
 
 Reward = Callable[..., Any]
-# The largest score: sums of squares of such numbers fit float32.
-LARGEST = 1e15
+LARGEST = 1e15  # largest score: sums of squares of such numbers fit float32
 
 
 class Answer(NamedTuple):
-    """What a reward says of images."""
+    """The scores of images by a reward."""
 
     columns: Float32[np.ndarray, "b c"]  # one for each of `RewardSettings.entries`
-    shown: Mapping[str, Float32[np.ndarray, "b"]]  # by "reward/score", what else it returned
-    seconds: float  # that it took
-    exchanges: tuple[Exchange, ...] = ()  # with servers, before the answer: see `exchanges.taken`
+    shown: Mapping[str, Float32[np.ndarray, "b"]]  # its other scores, by "reward/score"
+    seconds: float  # of the call
+    exchanges: tuple[Exchange, ...] = ()  # with servers: see `request_log.take_exchanges`
 
 
-def called(
+def call_reward(
     reward: Reward,
     settings: RewardSettings,
     images: UInt8[np.ndarray, "b ..."],
     prompts: list[str],
     metadata: list[dict],
 ) -> Answer:
-    """The reward's scores as checked float32 numbers; errors say its name.
+    """Returns the reward's scores as checked float32 numbers.
 
-    The reward gets copies of its arguments: it may write into them, and other rewards and the run read them later.
+    The reward gets copies of its arguments, because it may write into them.
 
     Raises:
-      RewardFailed: the reward raises an exception.
-      RewardError: its scores are not one finite number an image, or one that has a weight is missing.
+      RewardFailed: The reward raises an exception.
+      RewardError: There is not one finite number per image, or a score that has a weight is missing.
     """
 
     def score(images: np.ndarray) -> Any:
         return reward(images.copy(), [*prompts], copy.deepcopy(metadata))
 
-    begin, name = time.perf_counter(), settings.title
-    with blamed(name, "raised", OURS), exits_raise():
-        returned = watched(name, score, images) if isinstance(images, Watched) else score(images)
-    seconds = time.perf_counter() - begin
+    start, name = time.perf_counter(), settings.title
+    with user_code(name, "raised", DELIBERATE), exits_raise():
+        watched = isinstance(images, Watched)
+        returned = call_watched(name, score, images) if watched else score(images)
+    seconds = time.perf_counter() - start
     if not isinstance(returned, Mapping):
         if isinstance(settings.weight, Mapping):
             raise RewardError(
                 f"reward {name!r} returned no dict, but its weight names the scores "
-                f"{_listed(settings.weight)}: return {{name: scores}}, or give it one number as weight"
+                f"{_list(settings.weight)}: return {{name: scores}}, or give it a number as weight"
             )
-        return Answer(_checked(returned, name, prompts)[:, None], {}, seconds)
+        return Answer(_check(returned, name, prompts)[:, None], {}, seconds)
     entries = settings.entries
     if missing := [entry for entry in entries if entry not in returned]:
         raise RewardError(
-            f"reward {name!r} returned the scores {_listed(returned)}, but {missing[0]!r} is to be trained: "
-            f"return that too, or give the reward a weight of the form {{name: factor}}"
+            f"reward {name!r} returned the scores {_list(returned)}, but {missing[0]!r} is to be "
+            "trained: return that too, or give the reward a weight of the form {name: factor}"
         )
-    found = {
-        entry: _checked(scores, f"{name}/{entry}", prompts) for entry, scores in returned.items()
-    }
+    found = {entry: _check(one, f"{name}/{entry}", prompts) for entry, one in returned.items()}
     columns = np.stack([found[entry] for entry in entries], axis=1)
     shown = {f"{name}/{entry}": scores for entry, scores in found.items() if entry not in entries}
     return Answer(columns, shown, seconds)
 
 
-def _listed(names: Mapping[Any, Any]) -> str:
+def _list(names: Mapping[Any, Any]) -> str:
     return ", ".join(map(repr, names)) or "of no name"
 
 
-def _checked(returned: object, name: str, prompts: list[str]) -> Float32[np.ndarray, "b"]:
-    """One reward's scores in float32."""
-    scores, count = _as_array(returned, name), len(prompts)
-    if scores.shape != (count,):
+def _check(returned: object, name: str, prompts: list[str]) -> Float32[np.ndarray, "b"]:
+    """Returns one score per prompt in float32."""
+    if returned is None:
+        raise RewardError(f"reward {name!r} returned None: return one number per image")
+    try:
+        scores = np.asarray(_readable(returned))
+    # Lists of different lengths, and whatever the class of an object raises.
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise RewardError(
-            f"reward {name!r} returned shape {scores.shape} for {count} images: return one number "
-            f"an image, shape {(count,)}"
+            f"reward {name!r} returned a {type(returned).__name__} that cannot be read as an array "
+            f"({reason}): return one number per image, such as a numpy array"
+        ) from error
+    if scores.shape != (len(prompts),):
+        raise RewardError(
+            f"reward {name!r} returned shape {scores.shape} for {len(prompts)} images: return one "
+            f"number per image, shape {(len(prompts),)}"
         )
     if scores.dtype.kind not in "biuf":
         raise RewardError(f"reward {name!r} returned {scores.dtype} values: return numbers")
-    for worst in map(int, np.flatnonzero(~(np.abs(scores.astype(np.float64)) <= LARGEST))):
+    invalid = np.flatnonzero(~(np.abs(scores.astype(np.float64)) <= LARGEST))
+    if len(invalid):
+        i = int(invalid[0])
         raise RewardError(
-            f"reward {name!r} returned {scores[worst]} for image {worst} ({prompts[worst]!r}): "
-            f"return finite numbers, at most {LARGEST:g}"
+            f"reward {name!r} returned {scores[i]} for image {i} ({prompts[i]!r}): return finite "
+            f"numbers, at most {LARGEST:g}"
         )
     return scores.astype(np.float32)
 
 
-def _as_array(scores: object, name: str) -> np.ndarray:
-    if scores is None:
-        raise RewardError(f"reward {name!r} returned None: return one number an image")
-    try:
-        return np.asarray(_readable(scores))
-    # Lists of different lengths, and whatever the class of an object raises.
-    except Exception as error:
-        why = (str(error).splitlines() or [type(error).__name__])[0]
-        raise RewardError(
-            f"reward {name!r} returned a {type(scores).__name__} that cannot be read as an array ({why}): return one "
-            "number an image, such as a numpy array"
-        ) from error
-
-
 def _readable(scores: Any) -> Any:
-    """Scores that numpy can read: tensors of torch from any device, of any dtype, with or without a gradient.
+    """Returns scores that numpy can read, also of torch tensors on any device, with or without a gradient.
 
-    Those of bfloat16 and other dtypes that numpy itself does not have are widened; lists are converted item by item.
+    bfloat16 and other dtypes that numpy does not have are widened; lists are converted item by item.
     """
     if isinstance(scores, list | tuple):
         return [_readable(one) for one in scores]

@@ -1,12 +1,12 @@
-"""GenEval's rules: do the objects that a detector found satisfy a prompt's metadata?
+"""The reward "geneval": whether images satisfy GenEval's metadata, by the objects that a detector finds.
 
-The rules are those of GenEval (Ghosh et al., 2023, arXiv 2310.11513, and its evaluation code), for
-any detector. A class of `include` needs at least `count` objects; the `count` most confident ones
-count, and all of them must have the colour and position asked for. A class of `exclude` must have
-fewer than `count` objects.
+The rules are those of GenEval (Ghosh et al., 2023, arXiv 2310.11513; djghosh13/geneval, evaluation/evaluate_images.py,
+commit 16f1681), for any detector. Objects count above a confidence of 0.3, in the task "counting" above 0.9, and of
+each class the 16 most confident. GenEval drops no overlapping boxes, since its `max_overlap` is 1. A class of `include`
+needs at least `count` objects; the `count` most confident ones must all have the given color and position. A class of
+`exclude` must have fewer than `count` objects. The score is GenEval's `correct`, 1 or 0.
 """
 
-import dataclasses
 import functools
 import importlib.util
 from collections.abc import Mapping, Sequence
@@ -19,15 +19,25 @@ from jaxtyping import Float32, UInt8
 from digen_jax.errors import ConfigError, check_range
 
 RELATIONS = ("left of", "right of", "above", "below")
-POSITION_THRESHOLD = 0.1  # of the two objects' summed width (height), taken off the offset
+POSITION_THRESHOLD = 0.1  # of the two objects' summed width (height), subtracted from the offset
+THRESHOLD, COUNTING = 0.3, 0.9
+MAX_OBJECTS = 16  # of a class
+COLORS = tuple(
+    ["red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white"]
+)
+# By class, the number of its most confident objects that need a color.
+Colored = Mapping[str, int]
 
 
 @dataclass(frozen=True)
 class Detection:
-    """One object in a picture: its class, its colour, its box (x0, y0, x1, y1; y down).
+    """An object in an image.
 
-    `label` or `color` is None where the object resembles nothing that the detector can name;
-    `confidence` is from 0 to 1.
+    Attributes:
+      label: class, or None if the object resembles nothing that the detector knows.
+      color: color, or None likewise.
+      box: x0, y0, x1, y1; y increases downwards.
+      confidence: from 0 to 1.
     """
 
     label: str | None
@@ -36,16 +46,72 @@ class Detection:
     confidence: float
 
 
-def satisfies(found: Sequence[Detection], record: dict) -> bool:
-    """Whether the objects found satisfy `include` and `exclude` of a prompt record.
+@runtime_checkable
+class Detector(Protocol):
+    """Finds objects in images.
+
+    Attributes:
+      labels: its classes, as GenEval's metadata names them.
+    """
+
+    labels: frozenset[str]
+
+    def __call__(
+        self, images: UInt8[np.ndarray, "b h w 3"], colored: Sequence[Colored]
+    ) -> list[list[Detection]]:
+        """Returns all objects of each image with a confidence above `THRESHOLD`.
+
+        Objects that `colored` selects need a color, one of `COLORS`; that of others may be None.
+        """
+        ...
+
+
+def judged(
+    detector: Detector, images: UInt8[np.ndarray, "b h w 3"], metadata: Sequence[dict[str, Any]]
+) -> Float32[np.ndarray, "b"]:
+    """Returns 1 for each image whose objects satisfy its record, else 0.
 
     Raises:
-      ValueError: a position names a relation that GenEval does not have, or a later entry.
+      ConfigError: A record has no `include`, or names a class or color that the detector does not know.
     """
-    surest = sorted(found, key=lambda thing: -thing.confidence)
+    for record in metadata:
+        _check_record(record, detector.labels)
+    found = detector(images, [colored(record) for record in metadata])
+    pairs = zip(found, metadata, strict=True)
+    return np.array([satisfies(kept(things, record), record) for things, record in pairs], "f4")
+
+
+def kept(found: Sequence[Detection], record: Mapping[str, Any]) -> list[Detection]:
+    """Returns the objects that count: above the task's confidence, and of each class the most confident."""
+    least = COUNTING if record.get("tag") == "counting" else THRESHOLD
+    things: dict[str | None, list[Detection]] = {}
+    for thing in sorted(found, key=lambda one: -one.confidence):
+        same_class = things.setdefault(thing.label, [])
+        if thing.confidence > least and len(same_class) < MAX_OBJECTS:
+            same_class.append(thing)
+    return [thing for same_class in things.values() for thing in same_class]
+
+
+def colored(record: Mapping[str, Any]) -> dict[str, int]:
+    """Returns the number of objects that need a color for a record, by class."""
+    found: dict[str, int] = {}
+    for entry in record["include"]:
+        if "color" in entry:
+            found[entry["class"]] = max(found.get(entry["class"], 0), entry["count"])
+    return found
+
+
+def satisfies(found: Sequence[Detection], record: dict) -> bool:
+    """Whether objects satisfy `include` and `exclude` of a record.
+
+    Raises:
+      ValueError: A position names an unknown relation, or a later entry.
+    """
+    by_confidence = sorted(found, key=lambda thing: -thing.confidence)
     matched: list[list[Detection] | None] = []
     for entry in record["include"]:
-        things = [thing for thing in surest if thing.label == entry["class"]][: entry["count"]]
+        things = [thing for thing in by_confidence if thing.label == entry["class"]]
+        things = things[: entry["count"]]
         matched.append(things if _matches(things, entry, matched) else None)
     excluded = any(
         sum(thing.label == entry["class"] for thing in found) >= entry["count"]
@@ -55,11 +121,10 @@ def satisfies(found: Sequence[Detection], record: dict) -> bool:
 
 
 def relations(a: Detection, b: Detection) -> set[str]:
-    """The relations in which a stands to b: where a's centre lies, seen from b's.
+    """Returns the relations of a to b: the directions of a's center from b's.
 
-    The offset of the centres is first shortened by a tenth of the summed sizes in each direction. A
-    relation holds where the rest exceeds half of the whole distance. A horizontal and a vertical one
-    may both hold.
+    The offset of the centers is first reduced by a tenth of the summed sizes in each direction. A relation holds if
+    the rest exceeds half of the distance. A horizontal and a vertical one may both hold.
     """
     box_a, box_b = np.asarray([a.box, b.box]).reshape(2, 2, 2)
     offset = box_a.mean(axis=0) - box_b.mean(axis=0)
@@ -75,7 +140,7 @@ def relations(a: Detection, b: Detection) -> set[str]:
 def _matches(
     things: list[Detection], entry: dict, matched: Sequence[list[Detection] | None]
 ) -> bool:
-    """Whether there are enough of these objects, in the right colour and position."""
+    """Whether these objects are enough, and have the right color and position."""
     if len(things) < entry["count"]:
         return False
     if "color" in entry and any(thing.color != entry["color"] for thing in things):
@@ -94,149 +159,17 @@ def _matches(
     )
 
 
-THRESHOLD, COUNTING = 0.3, 0.9
-MOST = 16  # objects of a class
-COLORS = (
-    "red",
-    "orange",
-    "yellow",
-    "green",
-    "blue",
-    "purple",
-    "pink",
-    "brown",
-    "black",
-    "white",
-)
-
-# By class, how many of its objects, from the surest on, need a colour.
-Colored = Mapping[str, int]
-
-
-@runtime_checkable
-class Detector(Protocol):
-    """Finds objects in pictures.
-
-    Attributes:
-      labels: the classes that it knows, as GenEval's metadata name them.
-    """
-
-    labels: frozenset[str]
-
-    def __call__(
-        self, images: UInt8[np.ndarray, "b h w 3"], colored: Sequence[Colored]
-    ) -> list[list[Detection]]:
-        """All objects of each picture with a confidence above `THRESHOLD`, without a limit to their number.
-
-        A colour, one of `COLORS`, is needed of those that `colored` asks for; of others it may be None.
-        """
-        ...
-
-
-def judged(
-    detector: Detector, images: UInt8[np.ndarray, "b h w 3"], metadata: Sequence[dict[str, Any]]
-) -> Float32[np.ndarray, "b"]:
-    """1 for each picture whose objects satisfy its record, else 0.
-
-    Raises:
-      ConfigError: a record has no `include`, or names a class or colour that the detector does not know.
-    """
-    for record in metadata:
-        _check(record, detector.labels)
-    found = detector(images, [colored(record) for record in metadata])
-    pairs = zip(found, metadata, strict=True)
-    return np.array([satisfies(kept(things, record), record) for things, record in pairs], "f4")
-
-
-def kept(found: Sequence[Detection], record: Mapping[str, Any]) -> list[Detection]:
-    """The objects that count: sure enough for the record's task, and of each class the surest."""
-    least = COUNTING if record.get("tag") == "counting" else THRESHOLD
-    things: dict[str | None, list[Detection]] = {}
-    for thing in sorted(found, key=lambda one: -one.confidence):
-        of = things.setdefault(thing.label, [])
-        if thing.confidence > least and len(of) < MOST:
-            of.append(thing)
-    return [thing for of in things.values() for thing in of]
-
-
-def colored(record: Mapping[str, Any]) -> dict[str, int]:
-    """By class, how many of its objects need a colour for a record."""
-    found: dict[str, int] = {}
-    for entry in record["include"]:
-        if "color" in entry:
-            found[entry["class"]] = max(found.get(entry["class"], 0), entry["count"])
-    return found
-
-
 def needs(record: Mapping[str, Any], settings: Mapping[str, Any] | None = None) -> str | None:
-    """What a prompt record lacks for this reward, as the end of a sentence about it; None: nothing."""
+    """Returns what a record lacks for this reward, as the end of a sentence about its prompt, or None."""
     del settings
-    given = record.get("include")
-    if isinstance(given, list) and given:
+    include = record.get("include")
+    if isinstance(include, list) and include:
         return None
     return "has no `include`: use a JSONL file of GenEval's metadata"
 
 
-@dataclasses.dataclass(frozen=True)
-class GenEval:
-    """GenEval's score by Mask2Former and CLIP in torch, which are read by the first call in a process.
-
-    The fields are those of `geneval`.
-    """
-
-    folder: str
-    clip: str
-    device: str
-    batch: int
-
-    def __call__(
-        self, images: UInt8[np.ndarray, "b *t h w 3"], prompts: list[str], metadata: list[dict]
-    ) -> Float32[np.ndarray, "b"]:
-        """1 or 0 for each picture.
-
-        Raises:
-          ConfigError: see `judged`; the images are clips, or `clip` is missing for a prompt with a colour.
-          ValueError: a folder is missing or does not fit.
-        """
-        if images.ndim != 4:
-            raise ConfigError("the reward 'geneval' scores pictures, not clips")
-        if not self.clip and any(colored(one) for one in metadata if needs(one) is None):
-            raise ConfigError(
-                "a prompt asks for a colour, for which the reward 'geneval' needs a CLIP: set clip"
-            )
-        return judged(_detector(self), images, metadata)
-
-
-@functools.lru_cache(maxsize=2)
-def _detector(asked: GenEval) -> Detector:
-    from digen_jax.rewards.mask2former import Mask2FormerDetector
-
-    return Mask2FormerDetector(asked.folder, asked.clip, asked.device, asked.batch, THRESHOLD)
-
-
-def geneval(*, folder: str, clip: str = "", device: str = "", batch: int = 8) -> GenEval:
-    """GenEval's score, for the processes of a reward server.
-
-    Args:
-      folder: of a Mask2Former that segments the instances of COCO's 80 classes, or its hub id.
-      clip: of a CLIP with its tokenizer and processor, or its hub id; "": no prompt asks for a colour.
-      device: torch's name; "": the GPU if there is one.
-      batch: pictures that are searched at once.
-
-    Raises:
-      ConfigError: torch is not installed, or a number is not positive.
-    """
-    if importlib.util.find_spec("torch") is None:
-        raise ConfigError(
-            "the reward 'geneval' needs torch, which this project does not install: run pip install torch, as "
-            "pytorch.org says for your GPU, in an environment of the reward server's own"
-        )
-    check_range("batch", batch, 1)
-    return GenEval(folder, clip, device, batch)
-
-
-def _check(record: Mapping[str, Any], labels: frozenset[str]) -> None:
-    """Refuses a record that no picture could satisfy, whatever it shows."""
+def _check_record(record: Mapping[str, Any], labels: frozenset[str]) -> None:
+    """Refuses a record that no image could satisfy."""
     prompt = record.get("prompt", "")
     lacking = needs(record)
     if lacking is not None:
@@ -250,3 +183,62 @@ def _check(record: Mapping[str, Any], labels: frozenset[str]) -> None:
             raise ConfigError(
                 f"the prompt {prompt!r} names the color {entry['color']!r}: use one of {', '.join(COLORS)}"
             )
+
+
+@dataclass(frozen=True)
+class GenEval:
+    """GenEval's score by Mask2Former and CLIP in torch, which are read at the first call in a process.
+
+    The fields are the arguments of `geneval`.
+    """
+
+    folder: str
+    clip: str
+    device: str
+    batch: int
+
+    def __call__(
+        self, images: UInt8[np.ndarray, "b *t h w 3"], prompts: list[str], metadata: list[dict]
+    ) -> Float32[np.ndarray, "b"]:
+        """Returns 1 or 0 for each image.
+
+        Raises:
+          ConfigError: See `judged`; the images are clips, or `clip` is missing for a prompt with a color.
+          ValueError: A folder is missing or invalid.
+        """
+        if images.ndim != 4:
+            raise ConfigError("the reward 'geneval' scores images, not clips")
+        if not self.clip and any(colored(one) for one in metadata if needs(one) is None):
+            raise ConfigError(
+                "a prompt has a color, for which the reward 'geneval' needs a CLIP: set clip"
+            )
+        return judged(_detector(self), images, metadata)
+
+
+@functools.lru_cache(maxsize=2)
+def _detector(settings: GenEval) -> Detector:
+    from digen_jax.rewards.mask2former import Mask2FormerDetector
+
+    folders = settings.folder, settings.clip
+    return Mask2FormerDetector(*folders, settings.device, settings.batch, THRESHOLD)
+
+
+def geneval(*, folder: str, clip: str = "", device: str = "", batch: int = 8) -> GenEval:
+    """Returns GenEval's score, for the processes of a reward server.
+
+    Args:
+      folder: a Mask2Former that segments the instances of COCO's 80 classes, or its hub id.
+      clip: a CLIP with its tokenizer and processor, or its hub id. Empty: no prompt has a color.
+      device: torch's name. Empty: the GPU if there is one.
+      batch: images at once.
+
+    Raises:
+      ConfigError: torch is not installed, or a number is not positive.
+    """
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError(
+            "the reward 'geneval' needs torch, which this project does not install: run pip install torch, as "
+            "pytorch.org says for your GPU, in a separate environment for the reward server"
+        )
+    check_range("batch", batch, 1)
+    return GenEval(folder, clip, device, batch)

@@ -1,8 +1,8 @@
-"""Rewards by the size of a picture's JPEG file: the usual test of whether a reward changes the model at all.
+"""Rewards by the size of an image's JPEG file: the usual test of whether a reward changes the model at all.
 
 Black et al. 2023 (DDPO, arXiv 2305.13301). The size in units of 1000 bytes at quality 95, and the signs, are those of
 both kvablack/ddpo-pytorch (ddpo_pytorch/rewards.py, commit 1958463) and yifan123/flow_grpo (flow_grpo/rewards.py,
-commit ac4c86e). These differ in the scale of compressibility: flow_grpo divides it by 500, and so does this module.
+commit ac4c86e). They differ in the scale of compressibility: flow_grpo divides it by 500, and so does this module.
 """
 
 import dataclasses
@@ -21,12 +21,12 @@ COMPRESSIBILITY_UNIT = 500_000  # bytes
 
 @dataclasses.dataclass(frozen=True)
 class JpegSize:
-    """The size of each picture's JPEG file; of a clip, the mean over its frames.
+    """The size of each image's JPEG file; for a clip, the mean over its frames.
 
-    The sources score pictures only, so the mean is this project's choice.
+    The sources score only images, so the mean is this project's choice.
 
     Attributes:
-      unit: bytes that are a score of 1; negative: small files score high.
+      unit: bytes per score of 1. Negative: small files score high.
     """
 
     unit: int
@@ -34,7 +34,7 @@ class JpegSize:
     def __call__(
         self, images: UInt8[np.ndarray, "b *t h w 3"], prompts: list[str], metadata: list[dict]
     ) -> Float32[np.ndarray, "b"]:
-        """The scores; prompts and metadata are not read."""
+        """Returns the scores; prompts and metadata are not used."""
         del prompts, metadata
         clips = images.reshape(len(images), -1, *images.shape[-3:])
         sizes = [[_size(frame) for frame in clip] for clip in clips]
@@ -42,20 +42,20 @@ class JpegSize:
 
 
 def jpeg_incompressibility() -> JpegSize:
-    """High for large JPEG files: the size in units of 1000 bytes."""
+    """Returns a reward that is high for large JPEG files: the size in units of 1000 bytes."""
     return JpegSize(UNIT)
 
 
 def jpeg_compressibility() -> JpegSize:
-    """High for small JPEG files: minus the size in units of 500,000 bytes."""
+    """Returns a reward that is high for small JPEG files: minus the size in units of 500,000 bytes."""
     return JpegSize(-COMPRESSIBILITY_UNIT)
 
 
 def known_incompressibility() -> SanityCheck:
-    """A flat picture, a gradient and noise, with the sizes that libjpeg-turbo 3 gives.
+    """Returns a flat image, a gradient and noise, with the sizes by libjpeg-turbo 3.
 
-    Another version may differ by some bytes. The tolerance allows a twentieth of the smallest size, which is less than
-    a tenth of what the sizes differ by.
+    Other versions may differ by some bytes. The tolerance is a twentieth of the smallest size, which is less than a
+    tenth of the differences of the sizes.
     """
     down, across = np.mgrid[:64, :64].astype(np.uint8)
     noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
@@ -67,7 +67,7 @@ def known_incompressibility() -> SanityCheck:
 
 
 def known_compressibility() -> SanityCheck:
-    """The same pictures."""
+    """Returns the same images with their compressibility."""
     sizes = known_incompressibility()
     scale = np.float32(UNIT / COMPRESSIBILITY_UNIT)
     return dataclasses.replace(
@@ -75,7 +75,7 @@ def known_compressibility() -> SanityCheck:
     )
 
 
-def _size(picture: UInt8[np.ndarray, "h w 3"]) -> int:
+def _size(image: UInt8[np.ndarray, "h w 3"]) -> int:
     file = io.BytesIO()
-    Image.fromarray(picture).save(file, "JPEG", quality=QUALITY)
+    Image.fromarray(image).save(file, "JPEG", quality=QUALITY)
     return file.tell()

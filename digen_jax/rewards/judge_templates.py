@@ -1,4 +1,4 @@
-"""What a judge is asked, and how its answer is read: templates that have a name, and those of users.
+"""Templates of the reward "judge": the question, and how a score is read from the answer.
 
 "ocr" asks as verl-omni's `genrm_ocr` does (verl-project/verl-omni, verl_omni/utils/reward_score/genrm_ocr.py, commit
 1384a41). "alignment" is VQAScore's question (Lin et al., arXiv 2404.01291; linzhiqiu/t2v_metrics,
@@ -21,22 +21,26 @@ from digen_jax.rewards import ocr
 from digen_jax.rewards.errors import RewardError
 from digen_jax.rewards.http_client import RetryableError, UnusableAnswer
 
-FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")  # such as {prompt}: of the prompt's record
+FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")  # such as {prompt}, a field of the prompt's record
 NUMBER = r"([-+]?\d+(?:\.\d+)?)"
+TOP = 20  # tokens whose logprobs a server returns: vLLM's default maximum
+DASHES = dict.fromkeys(map(ord, "‐‑‒–—−"), "-")
+MARKS = r"\\?[*`~]+|(?<![^\W_])_+|_+(?![^\W_])"
+SHOWN = 200  # characters of an answer in an error
 
 
 @dataclasses.dataclass(frozen=True)
 class Template:
-    """A question about a picture, and how its answer becomes a score.
+    """A question about an image, and how a score is read from its answer.
 
     Attributes:
       text: the question; {prompt}, and any other field of a prompt's record, is filled in.
       score: "pattern": the numbers that patterns find in the answer; "yes": the probability that the answer begins
-        with yes; "text": how well the answer is the text that the prompt quotes.
+        with yes; "text": similarity of the answer and the text that the prompt quotes.
       patterns: regular expressions with one group each, a number; the score is the mean of these numbers.
       scale: the numbers that become 0 and 1.
       max_tokens: of the answer.
-      system: the system's message; "": none.
+      system: system message, if any.
     """
 
     text: str
@@ -46,28 +50,26 @@ class Template:
     max_tokens: int = 0
     system: str = ""
 
-    @property
-    def fields(self) -> tuple[str, ...]:
-        """The fields of a record that the text has, each once."""
-        return tuple(dict.fromkeys(FIELD.findall(self.text)))
-
-    def filled(self, prompt: str, record: dict[str, Any]) -> str:
-        """The question about a picture of a prompt.
-
-        Raises:
-          KeyError: the record lacks a field.
-        """
+    def fill(self, prompt: str, record: dict[str, Any]) -> str:
+        """Returns the question about an image of a prompt; raises KeyError if the record lacks a field."""
         known = record | {"prompt": prompt}
         return FIELD.sub(lambda found: str(known[found[1]]), self.text)
 
+    def lacking(self, record: dict[str, Any]) -> str | None:
+        """Returns what a record lacks, as the end of a sentence about its prompt, or None."""
+        if self.score == "text":
+            return ocr.needs(record)
+        missing = [name for name in FIELD.findall(self.text) if name not in record]
+        return f"has no field {missing[0]!r}, which the judge's template has" if missing else None
+
 
 def lines(*texts: str) -> str:
-    """Texts, a line each."""
+    """Joins texts to lines."""
     return "\n".join(texts)
 
 
 def axes(names: Sequence[str]) -> tuple[str, ...]:
-    """The patterns of scores such as "Style Score (1-5): 3.5"."""
+    """Returns the patterns of scores such as "Style Score (1-5): 3.5"."""
     return tuple(rf"{name}\s+Score\s*(?:\(1-5\))?\s*:\s*{NUMBER}" for name in names)
 
 
@@ -141,37 +143,23 @@ TEMPLATES = {
 }
 
 
-def named(template: str) -> Template:
-    """The template with a name, else that of a user's text."""
-    return TEMPLATES.get(template, Template(template))
+def find_template(name: str) -> Template:
+    """Returns the template with a name, or that of a custom text."""
+    return TEMPLATES.get(name, Template(name))
 
 
-def lacking(template: Template, record: dict[str, Any]) -> str | None:
-    """What a record lacks for a template, as the end of a sentence about its prompt; None: nothing."""
-    if template.score == "text":
-        return ocr.needs(record)
-    missing = [name for name in template.fields if name not in record]
-    return f"has no field {missing[0]!r}, which the judge's template has" if missing else None
-
-
-TOP = 20  # tokens of which a server tells the logprobs: the most that vLLM tells by default
-DASHES = dict.fromkeys(map(ord, "‐‑‒–—−"), "-")
-MARKS = r"\\?[*`~]+|(?<![^\W_])_+|_+(?![^\W_])"
-SHOWN = 200  # characters of an answer in an error
-
-
-def read(content: bytes, template: Template, wanted: str | None, again: int) -> float:
-    """The score in an answer, from 0 to 1.
+def read_score(content: bytes, template: Template, quoted: str | None, again: int) -> float:
+    """Returns the score in an answer, from 0 to 1.
 
     Args:
-      content: of the answer.
-      template: of the question.
-      wanted: the text that is to be read in the picture, for `score` "text".
-      again: how often the request is repeated after answers without a score.
+      content: the answer.
+      template: template of the question.
+      quoted: text that must be readable in the image, for the score "text".
+      again: number of times that the request is repeated after answers without a score.
 
     Raises:
-      RetryableError: the answer is no chat completion; UnusableAnswer: it has no score.
-      RewardError: it has no logprobs.
+      RetryableError: The answer is no chat completion; UnusableAnswer: it has no score.
+      RewardError: It has no logprobs.
     """
     try:
         choice = json.loads(content)["choices"][0]
@@ -180,105 +168,98 @@ def read(content: bytes, template: Template, wanted: str | None, again: int) -> 
             raise TypeError("content")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise RetryableError("sent an answer that is no chat completion", down=True) from error
-    cut = choice.get("finish_reason") == "length"
-    if template.score == "text" and not (cut and not answer):
-        return ocr.of_text("".join(answer.split()), "".join(str(wanted).split()))
+    truncated = choice.get("finish_reason") == "length"
 
-    def unreadable(what: str) -> UnusableAnswer:
-        short = cut and template.score != "yes"
+    def unusable(what: str) -> UnusableAnswer:
+        short = truncated and template.score != "yes"
         length = f", cut off at max_tokens = {template.max_tokens}" if short else ""
         advice = (
             "change the judge's template, pattern or max_tokens, and the same command continues"
         )
         return UnusableAnswer(f"answered {answer[:SHOWN]!r}{length}, {what}", again, advice)
 
-    if template.score == "text":  # what was cut off are a model's thoughts
-        raise unreadable("before it says anything")
+    if template.score == "text":
+        if truncated and not answer:  # only a model's thoughts were generated
+            raise unusable("which is empty")
+        return ocr.of_text("".join(answer.split()), "".join(str(quoted).split()))
     if template.score == "yes":
-        return probability(choice, unreadable)
-    return by_patterns(answer, template, unreadable)
+        return probability_of_yes(choice, unusable)
+    return by_patterns(answer, template, unusable)
 
 
 def by_patterns(
-    answer: str, template: Template, unreadable: Callable[[str], UnusableAnswer]
+    answer: str, template: Template, unusable: Callable[[str], UnusableAnswer]
 ) -> float:
-    """The mean of the numbers that patterns find last in an answer, on the template's scale.
+    """Returns the mean of the last numbers that the patterns find in an answer, on the template's scale.
 
-    A pattern reads the answer's plain text (`plain`), or the answer as it is where it finds nothing in that.
+    A pattern is applied to the answer's plain text (`plain`), and to the answer itself if it finds nothing there.
 
     Raises:
-      UnusableAnswer: a pattern finds no number, or one outside of the scale.
+      UnusableAnswer: A pattern finds no number, or one outside the scale.
     """
     low, high = template.scale
     numbers = []
     for pattern in template.patterns:
         texts = (plain(answer, template.scale), answer)
-        found = next(
-            filter(None, (list(re.finditer(pattern, t, re.IGNORECASE)) for t in texts)), []
-        )
+        matches = (list(re.finditer(pattern, text, re.IGNORECASE)) for text in texts)
+        found = next(filter(None, matches), [])
         if not found:
-            raise unreadable(f"in which the pattern {pattern!r} finds no number")
+            raise unusable(f"in which the pattern {pattern!r} finds no number")
         try:
             number = float(found[-1][1])
         except (TypeError, ValueError) as error:
-            raise unreadable(f"in which {pattern!r} finds {found[-1][1]!r}, no number") from error
+            raise unusable(f"in which {pattern!r} finds {found[-1][1]!r}, no number") from error
         if not min(low, high) <= number <= max(low, high):
-            raise unreadable(f"whose number {number:g} is not from {low:g} to {high:g}")
+            raise unusable(f"whose number {number:g} is not from {low:g} to {high:g}")
         numbers.append(number)
     return (sum(numbers) / len(numbers) - low) / (high - low)
 
 
 def plain(answer: str, scale: tuple[float, float]) -> str:
-    """An answer without Markdown's emphasis and code marks, in ASCII's colons, digits and signs, with decimal points.
+    """Returns an answer without Markdown's emphasis and code marks, in ASCII's colons, digits, signs and points.
 
     Args:
       answer: such as "**Score**：7,5".
-      scale: of its number; a comma between digits is a decimal one, or where the scale reaches 1000 one of thousands.
+      scale: range of its number. A comma between digits is a decimal one, or one of thousands if this reaches 1000.
     """
     text = unicodedata.normalize("NFKC", answer).translate(DASHES)
     text = re.sub(MARKS, "", text)
     return re.sub(r"(?<=\d),(?=\d)", "" if max(map(abs, scale)) >= 1000 else ".", text)
 
 
-def probability(choice: dict[str, Any], unreadable: Callable[[str], UnusableAnswer]) -> float:
-    """The probability that the answer's first token is yes, in any of its spellings.
+def probability_of_yes(choice: dict[str, Any], unusable: Callable[[str], UnusableAnswer]) -> float:
+    """Returns the probability that the answer's first token is yes, in any of its spellings.
 
-    It is not divided by the sum for yes and no, as a model that says something else is not sure. Without yes among
-    the likeliest tokens, and with no, it is 0: too low by less than the least of their probabilities.
+    It is not divided by the sum for yes and no, because a model that gives another answer is not sure. If no, but not
+    yes, is among the likeliest tokens, it is 0: too low by less than the smallest of their probabilities.
 
     Source: VQAScore, P("Yes") of the first token; UniRL adds "Yes", "yes", and both with a space before
     (Tencent-Hunyuan/UniRL, unirl/reward/local/geneval2.py, commit 2f357c7).
 
     Raises:
-      UnusableAnswer: neither yes nor no is among the likeliest tokens.
-      RewardError: the answer has no logprobs.
+      UnusableAnswer: Neither yes nor no is among the likeliest tokens.
+      RewardError: The answer has no logprobs.
     """
     try:
         tokens = choice["logprobs"]["content"][0]["top_logprobs"]
-        likely = [(spelled(one["token"]), math.exp(one["logprob"])) for one in tokens]
-    except (LookupError, TypeError, AttributeError, OverflowError) as error:
-        raise RewardError(_no_logprobs()) from error
-    if not likely:
-        raise RewardError(_no_logprobs())
-    if not any(token in ("yes", "no") for token, _ in likely):
+        likely = [(normalize(one["token"]), math.exp(one["logprob"])) for one in tokens]
         first = max(likely, key=lambda one: one[1])[0]
-        raise unreadable(
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise RewardError(
+            "the judge's server sends no top_logprobs of its answer's first token, which score = 'yes' needs: start "
+            f"vLLM with --max-logprobs={TOP} or more, use sglang, which sends them without an option, or set score = "
+            "'pattern' for a server that has none, such as transformers serve"
+        ) from error
+    if not any(token in ("yes", "no") for token, _ in likely):
+        raise unusable(
             f"of whose first token neither yes nor no is among the {len(likely)} likeliest (first: {first!r})"
         )
-    chance = math.fsum(chance for token, chance in likely if token == "yes")
-    if not chance < 1.01:  # NaN, too; sums of rounded logprobs are a little above 1
-        raise unreadable(f"of whose first token yes has a probability of {chance:g}")
-    return min(1.0, chance)
+    probability = math.fsum(one for token, one in likely if token == "yes")
+    if not probability < 1.01:  # also NaN; sums of rounded logprobs are slightly above 1
+        raise unusable(f"of whose first token yes has a probability of {probability:g}")
+    return min(1.0, probability)
 
 
-def spelled(token: str) -> str:
-    """A token in lower case without spaces, those of SentencePiece included."""
+def normalize(token: str) -> str:
+    """Returns a token in lower case without spaces, including those of SentencePiece."""
     return token.replace("▁", " ").strip().lower()
-
-
-def _no_logprobs() -> str:
-    return (
-        "the judge's server sends no top_logprobs of its answer's first token, which score = 'yes' needs: start vLLM "
-        f"with --max-logprobs={TOP} or more, ask sglang, which sends them without an option, or set score = 'pattern' "
-        "for a server that has none, such as transformers serve"
-    )

@@ -3,12 +3,17 @@
 Only a reward server's processes import this module: see `built_in.Where`.
 
 From the network's output to objects it follows mmdet, which GenEval runs: MaskFormerFusionHead.instance_postprocess of
-open-mmlab/mmdetection, as arXiv 2112.01527 has it. Masks are resized to the picture as logits, and the confidence of an
+open-mmlab/mmdetection, as in arXiv 2112.01527. Masks are resized to the image as logits, and the confidence of an
 object is the probability of its class times the mean probability of its mask's pixels. transformers' own
-`post_process_instance_segmentation` does the same at 384 x 384 pixels, and makes masks, not boxes.
+`post_process_instance_segmentation` does the same at 384 x 384 pixels, and returns masks, not boxes.
 
-What differs from GenEval: it has mmdet's weights of Mask2Former with Swin-S (mask2former_swin-s-p4-w7-224_lsj_8x2_50e),
-and pictures resized to 1333 x 800 at most. Here the weights and the size of pictures are the folder's.
+The color of an object is CLIP's zero-shot choice, with each object alone on gray: `color_classification` of
+djghosh13/geneval, evaluation/evaluate_images.py, commit 16f1681, with LAION-AI/CLIP_benchmark's
+`zero_shot_classifier`.
+
+Differences from GenEval: it has mmdet's weights of Mask2Former with Swin-S (mask2former_swin-s-p4-w7-224_lsj_8x2_50e),
+images resized to at most 1333 x 800, and OpenAI's ViT-L/14 in open_clip. Here the weights and the size of images are
+those of the folder, and the CLIP is transformers' CLIPModel in the precision of its file.
 """
 
 from collections.abc import Sequence
@@ -29,7 +34,7 @@ from transformers import (
 from digen_jax.checkpoints.folder import resolve_folder
 from digen_jax.rewards.geneval import COLORS, Colored, Detection
 
-# GenEval's names of classes for which COCO has others, in either of COCO's spellings.
+# GenEval's names of classes with other names in COCO, in either of COCO's spellings.
 GENEVAL = {
     "mouse": "computer mouse",
     "remote": "tv remote",
@@ -41,6 +46,8 @@ GENEVAL = {
     "diningtable": "dining table",
     "tvmonitor": "tv",
 }
+GRAY = "#999"  # around an object
+Box = tuple[float, float, float, float]
 
 
 class Thing(NamedTuple):
@@ -48,22 +55,22 @@ class Thing(NamedTuple):
 
     label: str
     confidence: float
-    box: tuple[float, float, float, float]
+    box: Box
     mask: np.ndarray  # bool [h, w]
 
 
 class Mask2FormerDetector:
-    """See `Detector`.
+    """A `geneval.Detector`.
 
     Args:
-      folder: of Mask2FormerForUniversalSegmentation and its processor, or its hub id.
-      clip: of a CLIP; "": no colours.
-      device: torch's name; "": the GPU if there is one.
-      batch: pictures at once.
-      least: objects with this confidence or less are left out.
+      folder: a Mask2FormerForUniversalSegmentation with its processor, or its hub id.
+      clip: a CLIP. Empty: no colors.
+      device: torch's name. Empty: the GPU if there is one.
+      batch: images at once.
+      least: objects with this confidence or less are omitted.
 
     Raises:
-      ValueError: a folder is missing or does not fit.
+      ValueError: A folder is missing or invalid.
     """
 
     def __init__(
@@ -74,10 +81,10 @@ class Mask2FormerDetector:
         batch: int = 8,
         least: float = 0.0,
     ):
-        place = resolve_folder(folder)
+        path = resolve_folder(folder)
         self._device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        self._processor = AutoImageProcessor.from_pretrained(place)
-        network = Mask2FormerForUniversalSegmentation.from_pretrained(place)
+        self._processor = AutoImageProcessor.from_pretrained(path)
+        network = Mask2FormerForUniversalSegmentation.from_pretrained(path)
         self._network = network.to(self._device).eval()
         names = network.config.id2label
         self._names = [GENEVAL.get(names[i], names[i]) for i in range(len(names))]
@@ -88,7 +95,7 @@ class Mask2FormerDetector:
     def __call__(
         self, images: UInt8[np.ndarray, "b h w 3"], colored: Sequence[Colored]
     ) -> list[list[Detection]]:
-        """The objects of each picture, the surest first; those that `colored` asks for have a colour."""
+        """Returns the objects of each image, the most confident first; those that `colored` selects have a color."""
         images = np.asarray(images)  # processors test for the exact type
         found = []
         for start in range(0, len(images), self._batch):
@@ -96,18 +103,18 @@ class Mask2FormerDetector:
         return [self._with_colors(*one) for one in zip(images, found, colored, strict=True)]
 
     def find(self, images: UInt8[np.ndarray, "b h w 3"]) -> list[list[Thing]]:
-        """The objects of each picture, the surest first."""
+        """Returns the objects of each image, the most confident first."""
         inputs = self._processor(
             images=list(images), input_data_format="channels_last", return_tensors="pt"
         ).to(self._device)
         with torch.inference_mode():
-            told = self._network(**inputs)
-            # what the processor has filled up to the right and below is no part of the picture
+            output = self._network(**inputs)
+            # The processor pads to the right and below.
             sizes = [(int(one[:, 0].sum()), int(one[0].sum())) for one in inputs["pixel_mask"]]
-            whole = inputs["pixel_values"].shape[-2:]
-            outputs = told.class_queries_logits, told.masks_queries_logits, sizes
+            padded = inputs["pixel_values"].shape[-2:]
+            outputs = output.class_queries_logits, output.masks_queries_logits, sizes
             return [
-                self._things(classes, masks, whole, size, images.shape[1:3])
+                self._things(classes, masks, padded, size, images.shape[1:3])
                 for classes, masks, size in zip(*outputs, strict=True)
             ]
 
@@ -115,20 +122,20 @@ class Mask2FormerDetector:
         self,
         classes: torch.Tensor,
         masks: torch.Tensor,
-        whole: tuple[int, int],
+        padded: tuple[int, int],
         size: tuple[int, int],
-        shown: tuple[int, int],
+        original: tuple[int, int],
     ) -> list[Thing]:
-        """Objects from the network's output on a picture.
+        """Returns the objects in the network's output for an image.
 
         Args:
-          classes: logits [queries, classes + 1]; the last one is no object.
+          classes: logits [queries, classes + 1]; the last one means no object.
           masks: logits [queries, height, width].
-          whole: height and width of the network's input.
-          size: those of the picture in it.
-          shown: those of the picture itself.
+          padded: height and width of the network's input.
+          size: height and width of the image in it.
+          original: height and width of the image itself.
         """
-        logits = _resized(_resized(masks, whole)[:, : size[0], : size[1]], shown)
+        logits = _resize(_resize(masks, padded)[:, : size[0], : size[1]], original)
         chances = classes.float().softmax(-1)[:, :-1]
         best, places = chances.flatten().topk(min(len(classes), chances.numel()))
         queries, labels = places // chances.shape[1], places % chances.shape[1]
@@ -160,48 +167,44 @@ class Mask2FormerDetector:
         ]
 
 
-def _resized(logits: torch.Tensor, size: Any) -> torch.Tensor:
-    """Masks as logits in another size, bilinear."""
+def _resize(logits: torch.Tensor, size: Any) -> torch.Tensor:
+    """Returns masks, as logits, in another size, by bilinear interpolation."""
     return F.interpolate(logits[None].float(), tuple(size), mode="bilinear", align_corners=False)[0]
 
 
-def _box(mask: np.ndarray) -> tuple[float, float, float, float]:
-    """The box of a mask; its right and lower ends are behind the last pixel."""
+def _box(mask: np.ndarray) -> Box:
+    """Returns the box of a mask; its right and lower ends are behind the last pixel."""
     across, down = np.flatnonzero(mask.any(0)), np.flatnonzero(mask.any(1))
     return float(across[0]), float(down[0]), float(across[-1] + 1), float(down[-1] + 1)
 
 
-GREY = "#999"  # around an object
-Box = tuple[float, float, float, float]
-
-
 class Colors:
-    """Names the colours of objects.
+    """Names the colors of objects.
 
     Args:
-      folder: of a CLIPModel with its tokenizer and processor, or its hub id.
+      folder: a CLIPModel with its tokenizer and processor, or its hub id.
       device: torch's name.
 
     Raises:
-      ValueError: there is no such folder.
+      ValueError: There is no such folder.
     """
 
     def __init__(self, folder: str, device: str):
-        place = resolve_folder(folder)
+        path = resolve_folder(folder)
         self._device = device
-        self._network = CLIPModel.from_pretrained(place).to(device).eval()
-        self._tokenizer = AutoTokenizer.from_pretrained(place)
-        self._processor = AutoImageProcessor.from_pretrained(place)
-        self._known: dict[str, torch.Tensor] = {}  # by class, a vector for each colour
+        self._network = CLIPModel.from_pretrained(path).to(device).eval()
+        self._tokenizer = AutoTokenizer.from_pretrained(path)
+        self._processor = AutoImageProcessor.from_pretrained(path)
+        self._known: dict[str, torch.Tensor] = {}  # by class, a vector for each color
 
     def __call__(
         self, image: np.ndarray, things: Sequence[tuple[Box, np.ndarray]], label: str
     ) -> list[str]:
-        """The colour of each object of a class.
+        """Returns the color of each object of a class.
 
         Args:
           image: uint8 [h, w, 3].
-          things: the box and the mask, bool [h, w], of each.
+          things: box and mask, bool [h, w], of each object.
           label: their class.
         """
         if label not in self._known:
@@ -214,11 +217,11 @@ class Colors:
         return [COLORS[i] for i in best.tolist()]
 
     def _classifier(self, label: str) -> torch.Tensor:
-        """A vector of length 1 for each colour: the mean over three texts."""
+        """Returns a vector of length 1 for each color: the mean over three texts."""
         texts = [text for color in COLORS for text in texts_of(color, label)]
-        most = self._network.config.text_config.max_position_embeddings
+        positions = self._network.config.text_config.max_position_embeddings
         inputs = self._tokenizer(
-            texts, padding=True, truncation=True, max_length=most, return_tensors="pt"
+            texts, padding=True, truncation=True, max_length=positions, return_tensors="pt"
         ).to(self._device)
         with torch.inference_mode():
             found = F.normalize(self._network.get_text_features(**inputs).pooler_output, dim=-1)
@@ -226,7 +229,7 @@ class Colors:
 
 
 def texts_of(color: str, label: str) -> tuple[str, str, str]:
-    """GenEval's texts for a colour of a class."""
+    """Returns GenEval's texts for a color of a class."""
     return (
         f"a photo of a {color} {label}",
         f"a photo of a {color}-colored {label}",
@@ -235,7 +238,7 @@ def texts_of(color: str, label: str) -> tuple[str, str, str]:
 
 
 def cut_out(image: np.ndarray, box: Box, mask: np.ndarray) -> Image.Image:
-    """An object in its box, on grey."""
-    picture = Image.fromarray(image)
-    blank = Image.new("RGB", picture.size, GREY)
-    return Image.composite(picture, blank, Image.fromarray(mask)).crop(box)
+    """Returns an object in its box, on gray."""
+    original = Image.fromarray(image)
+    blank = Image.new("RGB", original.size, GRAY)
+    return Image.composite(original, blank, Image.fromarray(mask)).crop(box)

@@ -1,4 +1,9 @@
-"""Scores batches in parallel with generation, in separate processes or in a thread of this process."""
+"""Scores batches in parallel with generation: in separate processes, or in a thread of this process.
+
+A reward process holds all rewards of a run and is called for one at a time, so that each has its own time limit. It is
+a separate process group, so that everything the reward starts is killed with it, and ends with the process that calls
+it. It imports JAX only if the user's reward does, and then without an accelerator by default.
+"""
 
 import contextlib
 import json
@@ -26,7 +31,7 @@ from digen_jax.errors import ConfigError
 from digen_jax.process.shutdown import SIGNALS, Stopped, before_exit, guard_exit, mark_hung
 from digen_jax.process.terminal import complete_lines
 from digen_jax.rewards.built_in import resolve
-from digen_jax.rewards.errors import RewardFailed, blamed
+from digen_jax.rewards.errors import RewardFailed, user_code
 from digen_jax.rewards.request_log import Exchange, moved
 from digen_jax.rewards.settings import RewardSettings
 
@@ -38,14 +43,14 @@ START = (
 
 
 class Limit(NamedTuple):
-    """The time that a reward may take, and the field of the config that sets it."""
+    """The time limit of a reward, and the config field that sets it."""
 
     seconds: float = math.inf
     field: str = "config.runtime.deadline"
 
 
 class RewardProcessDied(RuntimeError):
-    """A process died while it scored, or took too long and was killed; `advice` says what to do."""
+    """A process died while it scored, or was killed at its limit; `advice` says what to do."""
 
     def __init__(
         self, text: str, advice: str = "call it by itself, such as in a Python shell, to see why"
@@ -54,35 +59,47 @@ class RewardProcessDied(RuntimeError):
         self.advice = advice
 
     def __reduce__(self) -> Any:
-        return type(self), (str(self), self.advice)  # pickle would leave out the advice
+        return type(self), (str(self), self.advice)  # pickle would omit the advice
 
 
 class RewardTimeout(RewardProcessDied):
-    """It took too long."""
+    """It was killed at its limit."""
+
+
+class RewardHung(Stopped):
+    """A reward hangs in a thread of this process, which can be neither killed nor used again."""
+
+
+class Scored(NamedTuple):
+    """A batch's scores, the seconds of its rewards, and their requests to servers."""
+
+    scores: rewards.Scores
+    seconds: float
+    exchanges: tuple[Exchange, ...] = ()
 
 
 class RewardProcess:
-    """A process that scores and is started again after it has died. For one thread; `close` is for any.
+    """A process that scores, and that is started again after it died. For one thread; `close` is for any.
 
     Args:
-      payload: `rewards.Rewards`, pickled.
-      names: the name of each reward in errors.
-      accelerator: whether JAX has the machine's accelerators there, or only the CPU.
+      payload: pickled `rewards.Rewards`.
+      names: name of each reward, for messages.
+      accelerator: whether JAX has the machine's accelerators there, not only the CPU.
     """
 
     def __init__(self, payload: bytes, names: tuple[str, ...], accelerator: bool = False):
-        self._told, self._names = (payload, names), names
+        self._payload, self._names = payload, names
         self._environment = {} if accelerator else {"JAX_PLATFORMS": "cpu"}
         self._lock = threading.Lock()
         self._closed = False
         self._start()
 
     def ask(self, number: int, batch: rewards.Batch, limit: Limit) -> rewards.Answer:
-        """What one of the rewards says of images to which it applies.
+        """Returns one reward's answer for images to which it applies.
 
         Raises:
-          RewardProcessDied: the process died, or was killed at the limit (RewardTimeout).
-          ConfigError: see `call.called`.
+          RewardProcessDied: The process died, or was killed at the limit (RewardTimeout).
+          ConfigError: See `call.call_reward`.
         """
         if self._link.closed or self._process.poll() is not None:
             self._start()
@@ -104,7 +121,7 @@ class RewardProcess:
                     f"fix it, or raise {limit.field}",
                 ) from None
             raise RewardProcessDied(
-                f"{reward} died in its process ({self._end()}), perhaps because memory ran out"
+                f"{reward} died in its process ({self._exit_code()}), perhaps because memory ran out"
             ) from None
         finally:
             timer.cancel()
@@ -117,19 +134,18 @@ class RewardProcess:
         with self._lock:
             self._closed = True
             self._kill()
-        self._end()
+        self._exit_code()
         _running.discard(self)
 
     def _start(self) -> None:
-        """Starts a process and sends it the reward."""
+        """Starts a process and sends it the rewards."""
         here, there = socket.socketpair()
         with self._lock, here, there:
             if self._closed:
                 raise RewardProcessDied("the process of a reward was closed")
             path = json.dumps([str(folder) for folder in sys.path])
-            command = [sys.executable, "-c", START, path, str(there.fileno())]
             self._process = subprocess.Popen(
-                command,
+                [sys.executable, "-c", START, path, str(there.fileno())],
                 stdin=subprocess.DEVNULL,
                 env=os.environ | self._environment,
                 pass_fds=[there.fileno()],
@@ -137,8 +153,8 @@ class RewardProcess:
             )
             self._link = multiprocessing.connection.Connection(here.detach())
         _running.add(self)
-        with contextlib.suppress(OSError):  # if it has died already, `score` says so
-            self._link.send(self._told)
+        with contextlib.suppress(OSError):  # if it has already died, `ask` raises
+            self._link.send((self._payload, self._names))
 
     def _kill(self, late: threading.Event | None = None) -> None:
         """Kills the process and everything that it started."""
@@ -148,7 +164,7 @@ class RewardProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
-    def _end(self) -> str:
+    def _exit_code(self) -> str:
         try:
             code = self._process.wait(10)
         except subprocess.TimeoutExpired:
@@ -167,29 +183,38 @@ def _kill_all() -> None:
 before_exit(_kill_all)
 
 
-# -------------------------------------------------------------------------------- in the process
-
-
 @complete_lines(beside=True)
 def serve(descriptor: int) -> None:
-    """Scores batches as they come, until the asking process has gone."""
-    # The run handles signals to all processes of a job. SIG_IGN is not used, as children would inherit it.
+    """The main function of a reward process: scores batches until the calling process ends.
+
+    Args:
+      descriptor: file descriptor of the socket to that process.
+    """
+    # Signals to all processes of a job are handled by the run. SIG_IGN is not used, as children would inherit it.
     for number in SIGNALS:
         signal.signal(number, lambda *_: None)
     os.set_inheritable(descriptor, False)
     link = multiprocessing.connection.Connection(descriptor)
-    # So that the asking process sees the end of this one although a child that the reward has forked lives on.
+    # The calling process must see the end of this one even if a child that the reward forked is still running.
     os.register_at_fork(after_in_child=link.close)
-    told: queue.SimpleQueue = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(link, told), daemon=True).start()
-    payload, names = told.get()
+    received: queue.SimpleQueue = queue.SimpleQueue()
+
+    def receive() -> None:
+        """Receives also while the reward works, so that this process ends with the calling one."""
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                received.put(link.recv())
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=receive, daemon=True).start()
+    payload, names = received.get()
     try:
-        with blamed(", ".join(names), "cannot be imported in its process:"):
+        with user_code(", ".join(names), "cannot be imported in its process:"):
             found, failed = pickle.loads(payload), None
     except BaseException as error:
         found, failed = None, error
     while True:
-        number, batch = told.get()
+        number, batch = received.get()
         try:
             if failed is not None:
                 raise failed
@@ -199,98 +224,77 @@ def serve(descriptor: int) -> None:
         link.send(answer)
 
 
-def _listen(link: multiprocessing.connection.Connection, told: queue.SimpleQueue) -> None:
-    """Receives batches also while the reward works, so that this process ends when the asking one does."""
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            told.put(link.recv())
-    os.killpg(0, signal.SIGKILL)
-
-
 def _picklable(error: BaseException) -> BaseException:
-    """An error pickled for another process, with its origin."""
-    where = "".join(traceback.format_exception(error))
+    """Returns an error for another process, with its traceback as a note."""
+    origin = "".join(traceback.format_exception(error))
     try:
         error = pickle.loads(pickle.dumps(error))
-    # Pickling may raise anything, as the exception's own class decides.
-    except Exception:
+    except Exception:  # the error's own class decides what pickling raises
         error = RuntimeError(f"{type(error).__name__}: {error}")
-    error.add_note(f"In the process of the reward:\n{where}")
+    error.add_note(f"In the process of the reward:\n{origin}")
     return error
 
 
-def for_ever(expected: float | None) -> float:
-    """A batch has no time limit."""
-    return math.inf
-
-
-class RewardHung(Stopped):
-    """A reward hangs in a thread of this process, which can neither be killed nor asked again."""
-
-
-class Scored(NamedTuple):
-    """A batch's scores, the seconds that its rewards took for them, and the requests that they sent to servers."""
-
-    scores: rewards.Scores
-    seconds: float
-    exchanges: tuple[Exchange, ...] = ()
-
-
-class Thread:
+class RewardThread:
     """Scores in a thread of this process. A reward that hangs in it cannot be killed."""
 
     def __init__(self, found: rewards.Rewards):
         self._rewards = found
         guard_exit()
-        self._asked: queue.SimpleQueue = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue = queue.SimpleQueue()
         self._hangs = False
         self._thread = threading.Thread(target=self._work, name="reward", daemon=True)
         self._thread.start()
 
     def ask(self, number: int, batch: rewards.Batch, limit: Limit) -> rewards.Answer:
         """As `RewardProcess.ask`; raises RewardHung past the limit, and in every later call."""
-        future, asked = Future(), self._rewards.members[number]
+        future, reward = Future(), self._rewards.members[number]
         if not self._hangs:
-            self._asked.put((future, asked, batch))
+            self._jobs.put((future, reward, batch))
         try:
             return future.result(0 if self._hangs else min(limit.seconds, threading.TIMEOUT_MAX))
         except TimeoutError:
             if future.done() and not self._hangs:
-                raise  # the reward's own
+                raise  # the reward raised it
         self._hangs = True
         mark_hung("reward")
         raise RewardHung(
-            f"reward {asked.settings.title!r} took more than {limit.seconds:g} seconds in a thread of this process, "
-            "where it cannot be killed and asked again: fix it, set config.reward_pool.processes to 1 or more, or "
+            f"reward {reward.settings.title!r} took more than {limit.seconds:g} seconds in a thread of this process, "
+            "where it cannot be killed and called again: fix it, set config.reward_pool.processes to 1 or more, or "
             f"raise {limit.field}, and the same command continues"
         )
 
     def close(self) -> None:
         """Ends the thread after its current batch."""
-        self._asked.put(None)
+        self._jobs.put(None)
 
     def _work(self) -> None:
-        while (asked := self._asked.get()) is not None:
-            future, reward, batch = asked
+        while (job := self._jobs.get()) is not None:
+            future, reward, batch = job
             try:
                 future.set_result(reward.answer(batch))
             except BaseException as error:
                 future.set_exception(error)
 
 
+def no_limit(expected: float | None) -> float:
+    """The default of `RewardPool`: a batch has no time limit."""
+    return math.inf
+
+
 class RewardPool:
     """Scores batches of images, several at a time, without blocking the caller.
 
-    The rewards score a batch one after the other. Those that a run computes on its meshes are not asked.
+    The rewards score a batch one after the other. Those that a run computes on its meshes are skipped.
 
     Args:
-      found: the rewards.
-      processes: how many batches are scored at the same time; 0 means in a thread of this process. A function that
-        no other process can import, such as one from a notebook's cell, gets a thread, too, and a line says so.
-      retries: how often `score` asks again where a reward fails.
-      limit: from the expected seconds of a batch, None if unknown, to the seconds that a reward may take which has
-        no limit of its own. A process that takes longer is killed and replaced.
-      accelerator: whether JAX has the machine's accelerators in the processes; a run's own meshes have them else.
+      found: rewards.
+      processes: number of batches that are scored at the same time; 0 means in a thread of this process. A function
+        that no other process can import, such as one from a notebook, also gets a thread, which is logged.
+      retries: number of times that `score` calls a failed reward again.
+      limit: maps the expected seconds of a batch, None if unknown, to the time limit of a reward without one. A
+        process that takes longer is killed and replaced.
+      accelerator: whether JAX has the machine's accelerators in the processes.
     """
 
     def __init__(
@@ -298,7 +302,7 @@ class RewardPool:
         found: rewards.Rewards,
         processes: int,
         retries: int = 0,
-        limit: Callable[[float | None], float] = for_ever,
+        limit: Callable[[float | None], float] = no_limit,
         accelerator: bool = False,
     ):
         self.rewards = found
@@ -312,21 +316,21 @@ class RewardPool:
                 file=sys.stderr,
             )
         names = tuple(one.settings.title for one in found.members)
-        self._scorers: list[RewardProcess | Thread] = (
-            [Thread(found)]
+        self._scorers: list[RewardProcess | RewardThread] = (
+            [RewardThread(found)]
             if payload is None
             else [RewardProcess(payload, names, accelerator) for _ in range(processes)]
         )
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
         self._closed = False
-        # Of each reward: the images that it has scored, and its seconds.
+        # For each reward: the images that it has scored, and its seconds.
         self._images, self._seconds = [0] * len(names), [0.0] * len(names)
-        self._keepers = [
-            threading.Thread(target=self._keep, args=(scorer,), name="rewards", daemon=True)
+        self._threads = [
+            threading.Thread(target=self._work, args=(scorer,), name="rewards", daemon=True)
             for scorer in self._scorers
         ]
-        for keeper in self._keepers:
-            keeper.start()
+        for thread in self._threads:
+            thread.start()
 
     def submit(
         self,
@@ -335,12 +339,16 @@ class RewardPool:
         metadata: list[dict],
         known: rewards.Answers = (),
     ) -> Future:
-        """A future `Scored`; the rewards that apply to the prompts are asked once.
+        """Returns a future `Scored`, for which the rewards that apply to the prompts are called once.
 
-        `known` is what rewards on a mesh have said of the images, and becomes a part of the scores.
+        The future raises what `call.call_reward` raises; RewardProcessDied if a reward's process died or was killed at
+        its limit; Stopped if a thread hangs.
 
-        The future raises what `call.called` raises; RewardProcessDied if a reward's process
-        died or was killed at its limit; Stopped if a thread hangs.
+        Args:
+          images: images or clips.
+          prompts: one prompt per image.
+          metadata: one record per image.
+          known: answers of rewards on a mesh, which become part of the scores.
         """
         future = Future()
         if self._closed:
@@ -355,17 +363,13 @@ class RewardPool:
         metadata: list[dict],
         known: rewards.Answers = (),
     ) -> rewards.Scores:
-        """Waits for the scores; asks again where a reward fails.
-
-        Raises:
-          Exception: see `final`.
-        """
+        """Returns the scores, and calls a failed reward again; raises what `final` returns."""
         return self.insist(lambda: self.submit(images, prompts, metadata, known)).scores
 
-    def insist(self, ask: Callable[[], Future]) -> Any:
-        """Waits for what a future of this pool has; asks again where a reward fails. Raises as `score`."""
+    def insist(self, submit: Callable[[], Future]) -> Any:
+        """Returns the result of a future of this pool, which is submitted again if a reward fails."""
         for left in reversed(range(self._retries + 1)):
-            future = ask()
+            future = submit()
             error = future.exception()
             if error is None:
                 return future.result()
@@ -376,35 +380,35 @@ class RewardPool:
         raise self.final(error)
 
     def tell(self, error: BaseException) -> None:
-        """Prints that the reward has failed and is asked again."""
-        print(f"{error}\n  it is asked again", file=sys.stderr, flush=True)
+        """Logs that the reward has failed and is called again."""
+        print(f"{error}\n  it is called again", file=sys.stderr, flush=True)
 
     def final(self, error: BaseException) -> BaseException:
-        """The error to raise after the reward has failed on the same pictures in every attempt.
+        """Returns the error to raise after the reward has failed on the same images in every attempt.
 
         RewardFailed, or Stopped if its process died or hung.
         """
         failures = self._retries + 1
         often = f"{failures} times" if failures > 1 else "once"
         if not isinstance(error, RewardProcessDied):
-            return RewardFailed(f"{error}\n  it has failed {often} on the same pictures")
+            return RewardFailed(f"{error}\n  it has failed {often} on the same images")
         return Stopped(
-            f"{error}, having failed {often} on the same pictures: {error.advice}; the same command continues"
+            f"{error}, having failed {often} on the same images: {error.advice}; the same command continues"
         )
 
     def close(self) -> None:
-        """Kills the processes; a thread ends after its current batch. Batches that have not begun are dropped."""
+        """Kills the processes; a thread ends after its current batch. Batches that wait are dropped."""
         self._closed = True
         for scorer in self._scorers:
             self._jobs.put(None)
             if isinstance(scorer, RewardProcess):
                 scorer.close()
-        for keeper in self._keepers:
-            keeper.join()
+        for thread in self._threads:
+            thread.join()
         for scorer in self._scorers:
             scorer.close()
 
-    def _keep(self, scorer: RewardProcess | Thread) -> None:
+    def _work(self, scorer: RewardProcess | RewardThread) -> None:
         """Lets a process or thread score one batch after the other."""
         while (job := self._jobs.get()) is not None:
             future, batch, known = job
@@ -412,21 +416,26 @@ class RewardPool:
                 future.cancel()
                 continue
             try:
-                found = self._scored(scorer, batch, known)
+                found = self._score(scorer, batch, known)
             except BaseException as error:
                 future.set_exception(CancelledError() if self._closed else error)
             else:
                 future.set_result(found)
 
-    def _scored(
-        self, scorer: RewardProcess | Thread, batch: rewards.Batch, known: rewards.Answers
+    def _score(
+        self, scorer: RewardProcess | RewardThread, batch: rewards.Batch, known: rewards.Answers
     ) -> Scored:
-        """Asks the rewards that apply to a batch, one after the other."""
+        """Calls the rewards that apply to a batch, one after the other."""
         answers, spent, exchanges = [*known], 0.0, ()
-        for number, places in self.rewards.parts(batch[2]):
-            if self.rewards.members[number].on_mesh:
+        for number, reward in enumerate(self.rewards.members):
+            places = reward.applying(batch[2])
+            if reward.on_mesh or not len(places):
                 continue
-            limit = self._limit_of(number, len(places))
+            scored, seconds = self._images[number], self._seconds[number]
+            if reward.settings.limit:
+                limit = Limit(reward.settings.limit, f"config.rewards[{number}].limit")
+            else:
+                limit = Limit(self._limit(seconds / scored * len(places) if scored else None))
             answer = scorer.ask(number, rewards.cut(batch, places), limit)
             exchanges += moved(answer.exchanges, time.perf_counter())
             answers.append((number, places, answer))
@@ -435,17 +444,9 @@ class RewardPool:
             spent += answer.seconds
         return Scored(self.rewards.merged(len(batch[0]), answers), spent, exchanges)
 
-    def _limit_of(self, number: int, images: int) -> Limit:
-        """The time that a reward may take for so many images."""
-        own = self.rewards.members[number].settings.limit
-        if own:
-            return Limit(own, f"config.rewards[{number}].limit")
-        known = self._images[number]
-        return Limit(self._limit(self._seconds[number] / known * images if known else None))
-
 
 def may_pass(error: BaseException) -> bool:
-    """Whether to ask a reward again after this failure: not if it returned something wrong."""
+    """Whether to call a reward again after this failure: not if it returned something invalid."""
     return isinstance(error, RewardFailed | RewardProcessDied)
 
 
@@ -454,27 +455,21 @@ def _pickled(found: rewards.Rewards) -> bytes | None:
     functions = [getattr(one.function, "func", one.function) for one in found.members]
     if any(getattr(one, "__module__", "__main__") == "__main__" for one in functions):
         return None
-    try:
+    # Lambdas, closures, and objects with locks cannot be pickled.
+    with contextlib.suppress(pickle.PicklingError, AttributeError, TypeError):
         return pickle.dumps(found)
-    except (
-        pickle.PicklingError,
-        AttributeError,
-        TypeError,
-    ):  # lambdas, closures, objects with locks
-        pass
     settings = tuple(one.settings for one in found.members)
     try:
         same = [one.function for one in resolve(settings).members]
     except ConfigError:
         return None
-    own = [":" in one.name for one in settings]
-    pairs = zip(own, (getattr(one, "func", one) for one in same), functions, strict=True)
-    if any(mine and one is not function for mine, one, function in pairs):
+    named = zip(settings, (getattr(one, "func", one) for one in same), functions, strict=True)
+    if any(":" in one.name and function is not original for one, function, original in named):
         return None
-    return pickle.dumps(_Named(settings))
+    return pickle.dumps(_ByName(settings))
 
 
-class _Named:
+class _ByName:
     """Is pickled as rewards that the other process finds by their names."""
 
     def __init__(self, settings: tuple[RewardSettings, ...]):

@@ -192,7 +192,7 @@ def test_leaving_waits_for_nobody(tmp_path):
     ("where", "code", "calls"),
     [
         ("reward(None, [], [])", 75, "script.py, line 8"),
-        ("called(reward, RewardSettings('r'), np.zeros((1, 8, 8, 3)), ['x'], [{}])", 2, "'r'"),
+        ("call_reward(reward, RewardSettings('r'), np.zeros((1, 8, 8, 3)), ['x'], [{}])", 2, "'r'"),
         ("thread(reward)", 75, "script.py, line 8"),
         ("child(reward)", 0, ""),
     ],
@@ -204,7 +204,7 @@ def test_an_exit_of_a_users_code_is_never_silent(tmp_path, where, code, calls):
         "import multiprocessing, threading\n"
         "import numpy as np\n"
         "from digen_jax.config.command_line import run_main\n"
-        "from digen_jax.rewards.call import called\n"
+        "from digen_jax.rewards.call import call_reward\n"
         "from digen_jax.rewards.settings import RewardSettings\n"
         "def reward(images, prompts, metadata):\n"
         "    from os import _exit\n"

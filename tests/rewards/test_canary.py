@@ -57,7 +57,9 @@ def test_the_shapes_canary_notices_a_picture_in_other_units(monkeypatch):
     real = shapes.find_objects
     monkeypatch.setattr(shapes, "find_objects", lambda image: real(image * 255))
     found = resolve([RewardSettings("shapes_geneval")])
-    sentence = r"reward 'shapes_geneval' fails its sanity check: picture \d \('.*'\) scores 0, but it must score 1"
+    sentence = (
+        r"reward 'shapes_geneval' fails its sanity check: image \d \('.*'\) scores 0 instead of 1"
+    )
     with pytest.raises(ConfigError, match=sentence):
         run_sanity_checks(found, found.score)
 
@@ -74,16 +76,16 @@ def test_a_canary_of_the_users_that_is_right_says_nothing():
     [
         (
             dict(expected=(0.0, 0.5, 1.0), tolerance=0.01),
-            "reward 'own' fails its sanity check: picture 1 ('grey') scores 0.4, but it must score 0.5",
+            "reward 'own' fails its sanity check: image 1 ('grey') scores 0.4 instead of 0.5",
         ),
         (
             dict(prefers=((2, 0), (0, 1))),
-            "fails its sanity check: picture 0 ('black') scores 0, not more than picture 1 ('grey') with 0.4",
+            "fails its sanity check: image 0 ('black') scores 0, not more than image 1 ('grey') with 0.4",
         ),
-        (dict(prefers=((1, 1),)), "scores 0.4, not more than picture 1 ('grey') with 0.4"),
+        (dict(prefers=((1, 1),)), "scores 0.4, not more than image 1 ('grey') with 0.4"),
         (
             dict(prefers=((0, 1),), verified=False),
-            "with 0.4; this sanity check was never tried with the real weights, so it may itself be wrong",
+            "with 0.4; it was never run with the real weights",
         ),
     ],
 )

@@ -82,7 +82,7 @@ def test_the_score_is_flow_grpos(seed):
     edited = 1 - min(distance(bare_found, bare_wanted), length) / length
     part = bare_wanted in bare_found
     clip = np.zeros((1, 1, 1, 3), np.uint8)
-    assert ocr.of_picture(clip[0], wanted, lambda _: found) == (1 if part else edited)
+    assert ocr.of_text(found, wanted) == (1 if part else edited)
     assert ocr.of_clip(clip, wanted, lambda _: found) == edited
 
 
@@ -119,7 +119,7 @@ def test_every_prompt_of_flow_grpos_file_has_the_text_that_flow_grpo_takes():
 
 
 def test_known_pictures_have_the_known_scores():
-    known, reward = ocr.known(), pickle.loads(pickle.dumps(ocr.ocr()))
+    known, reward = ocr.sanity_check(), pickle.loads(pickle.dumps(ocr.ocr()))
     found = reward(known.images, known.prompts, known.metadata)
     assert found.dtype == np.float32
     assert np.abs(found - known.expected).max() <= known.tolerance

@@ -15,7 +15,7 @@ from digen_jax.process.shutdown import Interrupt, Stopped
 from digen_jax.rewards.built_in import resolve
 from digen_jax.rewards.dry_run import Watched
 from digen_jax.rewards.errors import RewardFailed
-from digen_jax.rewards.pool import RewardPool, for_ever
+from digen_jax.rewards.pool import RewardPool, no_limit
 from digen_jax.rewards.settings import RewardSettings
 from tests.scripts import ends
 
@@ -308,7 +308,7 @@ def test_a_process_that_hangs_or_dies_is_replaced_and_asked_again(
 ):
     """A hung process is killed with all processes that it has started."""
     limits = iter([120.0, 3.0, 120.0])
-    limit = (lambda expected: next(limits)) if way == "hangs" else for_ever
+    limit = (lambda expected: next(limits)) if way == "hangs" else no_limit
     scorer = pool("fails", retries=retries, limit=limit)
     # Once before, so that the limit is not for the process to start.
     scorer.score(IMAGES, [str(tmp_path), "", "0"], METADATA)
@@ -319,13 +319,13 @@ def test_a_process_that_hangs_or_dies_is_replaced_and_asked_again(
     np.testing.assert_allclose(scores, IMAGES.mean((1, 2, 3)), rtol=1e-6)
     said = capfd.readouterr().err
     what = {"hangs": "took more than 3 seconds and was killed"}.get(way, f"({way})")
-    assert said.count(what) == said.count("it is asked again") == retries
+    assert said.count(what) == said.count("it is called again") == retries
     failed = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime)[:retries]
     assert all(ends(int(path.name)) for path in failed)
     assert "Traceback" not in said
 
 
-def test_what_hangs_for_ever_is_given_up_by_name(pool):
+def test_what_hangs_no_limit_is_given_up_by_name(pool):
     scorer = pool("hangs", retries=1, limit=lambda expected: 0.5)
     sentence = (
         r"'mine:f' took more than 0.5 seconds and was killed, having failed 2 times.*deadline"
@@ -356,7 +356,7 @@ def test_a_reward_that_raises_is_asked_again_as_often_as_that(pool, mine, capfd,
         ):
             scorer.score(IMAGES, prompts, METADATA)
     assert len(mine.asked) == retries + 1
-    assert capfd.readouterr().err.count("it is asked again") == retries
+    assert capfd.readouterr().err.count("it is called again") == retries
 
 
 def test_a_thread_that_hangs_stops_the_run_by_name_and_is_not_asked_again(pool, mine, monkeypatch):

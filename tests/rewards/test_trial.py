@@ -6,7 +6,7 @@ from digen_jax import rewards
 from digen_jax.errors import ConfigError
 from digen_jax.process.shutdown import Stopped
 from digen_jax.rewards.built_in import resolve
-from digen_jax.rewards.dry_run import KINDS, Watched, dry_run, picture
+from digen_jax.rewards.dry_run import KINDS, Watched, dry_run, synthetic_image
 from digen_jax.rewards.errors import RewardError, RewardFailed
 from digen_jax.rewards.settings import RewardSettings
 
@@ -42,9 +42,7 @@ def test_one_number_for_any_batch_is_refused(scores, records):
 
 
 def test_what_a_reward_cannot_score_is_refused_before_anything_is_computed():
-    with pytest.raises(
-        ConfigError, match=r"cannot score .a cat.: (?s:.*)it was tried on made-up images"
-    ):
+    with pytest.raises(ConfigError, match=r"cannot score .a cat.: (?s:.*)dry run"):
         dry_run(resolve([RewardSettings()]).score, [[COLORS], [COLORS, PLAIN]], 32, 32)
 
 
@@ -102,7 +100,7 @@ def test_pictures_that_are_misread_are_noticed_with_the_line(line, what):
     with pytest.raises(ConfigError) as caught:
         dry_run(scored(namespace["reward"]), [[PLAIN]], 16, 16)
     said = str(caught.value)
-    assert said.startswith("reward 'mine:f' misreads its pictures: ") and what in said
+    assert said.startswith("reward 'mine:f' misreads its images: ") and what in said
     assert (
         "Images are uint8, from 0 to 255: convert them with images.astype(np.float32), and divide"
         in said
@@ -162,7 +160,7 @@ def test_what_a_reward_says_on_purpose_is_said_once(error):
 
 
 def test_watched_pictures_give_the_same_scores():
-    images = np.stack([picture(16, 16)] * 2)
+    images = np.stack([synthetic_image(16, 16)] * 2)
 
     def reward(images, prompts, metadata):
         grey = images.astype(np.float32) @ np.float32([0.3, 0.6, 0.1])
@@ -177,6 +175,6 @@ def test_watched_pictures_give_the_same_scores():
 
 
 def test_the_made_up_picture_has_all_colours():
-    shown = picture(20, 30)
+    shown = synthetic_image(20, 30)
     assert shown.shape == (20, 30, 3) and shown.dtype == np.uint8
     assert shown[0, 0].tolist() == [0, 0, 255] and shown[-1, -1].tolist() == [255, 255, 0]

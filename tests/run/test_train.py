@@ -260,7 +260,7 @@ happens = None
 def reward(images, prompts, metadata):
     """Brightness, and the events that a test wants in a step (0: in the evaluation)."""
     scores = images.mean((1, 2, 3), dtype=np.float64) / 255
-    tried = (images[0] == dry_run.picture(*images.shape[1:3])).all()  # before the run
+    tried = (images[0] == dry_run.synthetic_image(*images.shape[1:3])).all()  # before the run
     return (
         happens(metadata[0].get("serial", -2) // 2 + 1, scores) if happens and not tried else scores
     )

@@ -253,7 +253,7 @@ def test_a_reward_that_goes_on_failing_stops_the_run_with_its_own_error(system, 
             driver.step()
         assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(driver.executor.state))
     often = {0: "once", 1: "2 times"}[retries]
-    assert f"failed {often} on the same pictures" in str(caught.value)
+    assert f"failed {often} on the same images" in str(caught.value)
 
 
 def test_a_reward_that_hangs_in_a_thread_stops_the_run_by_name(system, end, monkeypatch):

@@ -286,7 +286,7 @@ def test_scores_of_a_lost_mesh_do_not_count(system, undisturbed, monkeypatch, ca
         equal_bits(driver.executor.state, undisturbed[0])
     assert [m["reward"] for m in history] == [m["reward"] for m in undisturbed[1]]
     assert [maker for chunk, maker in noted if chunk == lost[0]] == ["rollout 0"]
-    assert "it is asked again" not in capfd.readouterr().err
+    assert "it is called again" not in capfd.readouterr().err
 
 
 # --------------------------------------------------------------------------------- replay, order

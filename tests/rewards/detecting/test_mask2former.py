@@ -187,5 +187,5 @@ def test_a_server_tries_it_in_a_process_of_its_own(folder, clip, tmp_path):
     )
     assert ended.returncode == 2, ended.stderr
     assert (
-        "reward 'geneval' fails its sanity check: picture 0 ('a photo of a person')" in ended.stderr
+        "reward 'geneval' fails its sanity check: image 0 ('a photo of a person')" in ended.stderr
     )

@@ -18,7 +18,7 @@ from digen_jax.errors import ConfigError
 from digen_jax.process.shutdown import Stopped
 from digen_jax.rewards.built_in import resolve
 from digen_jax.rewards.errors import RewardError
-from digen_jax.rewards.judge import Client, asked_of, chosen, judge
+from digen_jax.rewards.judge import Client, choose_model, judge
 from digen_jax.rewards.judge_templates import TEMPLATES
 from digen_jax.rewards.settings import RewardSettings
 from tests.rewards.service.helpers import random_images
@@ -60,8 +60,8 @@ class Server:
 
 def ask(server, images, prompts, metadata=None, **settings):
     asked = judge(**{"servers": (A,)} | settings)
-    client = Client(asked, httpx.MockTransport(server), **FAST)
-    return asked_of(client, asked, images, prompts, metadata or [{} for _ in prompts])
+    client = Client(asked, transport=httpx.MockTransport(server), **FAST)
+    return client.score(images, prompts, metadata or [{} for _ in prompts])
 
 
 def text_of(asked):
@@ -358,8 +358,8 @@ def test_a_server_that_never_comes_up_ends_the_run_with_server_prompt_and_reason
 
 def test_servers_that_have_different_models_are_refused():
     with pytest.raises(ConfigError, match="different models: m, n"):
-        chosen({A: ["m"], B: ["n"]}, "")
-    assert chosen({A: ["m"], B: ["m"]}, "") == "m"
+        choose_model({A: ["m"], B: ["n"]}, "")
+    assert choose_model({A: ["m"], B: ["m"]}, "") == "m"
 
 
 def test_the_token_is_that_of_the_environment(monkeypatch):
