@@ -95,7 +95,7 @@ def test_objects_are_those_of_transformers(folder, detector):
             assert thing.box == expected_box
 
 
-def test_batches_and_other_sizes_of_pictures(detector):
+def test_batches_and_other_image_sizes(detector):
     images = random_images(3, 48, 96, seed=5)
     together = detector(images, [{}] * 3)
     for image, things in zip(images, together, strict=True):
@@ -113,10 +113,10 @@ def clip(tmp_path_factory):
 
 
 def nearest(network, processor, tokenizer, image, box, mask):
-    """The colour by transformers' own embeddings of an object on grey and of all texts."""
-    grey = np.where(mask[..., None], image, np.uint8(0x99))
+    """The color by transformers' own embeddings of an object on gray and of all texts."""
+    gray = np.where(mask[..., None], image, np.uint8(0x99))
     x0, y0, x1, y1 = map(int, box)
-    pixels = processor(images=Image.fromarray(grey[y0:y1, x0:x1]), return_tensors="pt")
+    pixels = processor(images=Image.fromarray(gray[y0:y1, x0:x1]), return_tensors="pt")
     scores = []
     for color in COLORS:
         texts = [f"a photo of a {color} cat", f"a photo of a {color}-colored cat"]
@@ -128,13 +128,13 @@ def nearest(network, processor, tokenizer, image, box, mask):
             return_tensors="pt",
         )
         with torch.no_grad():
-            told = network(**ids, **pixels)
-        mean = told.text_embeds.mean(0)
-        scores.append(float(told.image_embeds[0] @ mean / mean.norm()))
+            output = network(**ids, **pixels)
+        mean = output.text_embeds.mean(0)
+        scores.append(float(output.image_embeds[0] @ mean / mean.norm()))
     return COLORS[int(np.argmax(scores))]
 
 
-def test_colours_are_those_of_the_logits_of_clip(clip):
+def test_colors_are_those_of_the_logits_of_clip(clip):
     draw = np.random.default_rng(0)
     image = draw.integers(0, 256, (40, 48, 3), dtype=np.uint8)
     masks, boxes = np.zeros((3, 40, 48), bool), []
@@ -172,8 +172,8 @@ def test_the_reward_reads_folders_and_applies_the_rules(folder, clip, monkeypatc
     assert scores.tolist() == [float(one) for one in expected]
 
 
-def test_a_server_tries_it_in_a_process_of_its_own(folder, clip, tmp_path):
-    """Random weights find no person in the canary's photograph, which ends the server."""
+def test_a_server_runs_its_sanity_check_in_a_separate_process(folder, clip, tmp_path):
+    """Random weights find no person in the photograph, which ends the server."""
     record = {"prompt": "a dog", "tag": "single_object", "include": [{"class": "dog", "count": 1}]}
     (tmp_path / "prompts.jsonl").write_text(json.dumps(record))
     settings = json.dumps({"folder": str(folder), "clip": str(clip), "device": "cpu"})

@@ -1,4 +1,4 @@
-"""The judge against a stub of an OpenAI-compatible server; `test_transformers_serve` has a real one."""
+"""The judge with a fake OpenAI-compatible server; `test_transformers_serve` has a real one."""
 
 import base64
 import io
@@ -27,7 +27,7 @@ A, B = "http://a:1", "http://b:1"
 FAST = dict(blocked=(0.02, 0.1), pauses=(0.001, 0.01))
 
 
-def said(text, **more):
+def reply(text, **more):
     choice = {"message": {"role": "assistant", "content": text}, "finish_reason": "stop"} | more
     return httpx.Response(200, json={"choices": [choice]})
 
@@ -35,94 +35,95 @@ def said(text, **more):
 def tokens(**chances):
     """An answer whose first token has these probabilities; "_" stands for a space."""
     top = [{"token": t.replace("_", " "), "logprob": math.log(p)} for t, p in chances.items()]
-    return said("Yes", logprobs={"content": [{"token": "Yes", "top_logprobs": top}]})
+    return reply("Yes", logprobs={"content": [{"token": "Yes", "top_logprobs": top}]})
 
 
-class Server:
-    """Stands for servers: has models, and answers by a script or function."""
+class FakeServers:
+    """Servers with models, which answer by a script or a function."""
 
     def __init__(self, answers, models=("m",)):
-        self.answers, self.models, self.asked, self.tokens = answers, models, [], []
+        self.answers, self.models, self.requests, self.tokens = answers, models, [], []
         self.lock = threading.Lock()
 
-    def __call__(self, request):
-        self.tokens.append(request.headers.get("authorization"))
-        if request.url.path == "/v1/models":
+    def __call__(self, sent):
+        self.tokens.append(sent.headers.get("authorization"))
+        if sent.url.path == "/v1/models":
             return httpx.Response(200, json={"data": [{"id": one} for one in self.models]})
-        assert (request.method, request.url.path) == ("POST", "/v1/chat/completions")
-        asked = json.loads(request.read())
+        assert (sent.method, sent.url.path) == ("POST", "/v1/chat/completions")
+        request = json.loads(sent.read())
         with self.lock:
-            self.asked.append(asked)
+            self.requests.append(request)
             if isinstance(self.answers, list):
                 return self.answers.pop(0)
-        return self.answers(asked)
+        return self.answers(request)
 
 
 def ask(server, images, prompts, metadata=None, **settings):
-    asked = judge(**{"servers": (A,)} | settings)
-    client = Client(asked, transport=httpx.MockTransport(server), **FAST)
+    client = Client(
+        judge(**{"servers": (A,)} | settings), transport=httpx.MockTransport(server), **FAST
+    )
     return client.score(images, prompts, metadata or [{} for _ in prompts])
 
 
-def text_of(asked):
-    return asked["messages"][-1]["content"][1]["text"]
+def text_of(request):
+    return request["messages"][-1]["content"][1]["text"]
 
 
-def picture_of(asked):
-    kind, data = asked["messages"][-1]["content"][0]["image_url"]["url"].split(";base64,")
+def image_of(request):
+    kind, data = request["messages"][-1]["content"][0]["image_url"]["url"].split(";base64,")
     with Image.open(io.BytesIO(base64.b64decode(data))) as opened:
         assert kind == f"data:image/{opened.format.lower()}"
         return np.asarray(opened)
 
 
-def brightness(asked):
-    return said(f"Score: {picture_of(asked).mean() / 25.5:.6f}")
+def brightness(request):
+    return reply(f"Score: {image_of(request).mean() / 25.5:.6f}")
 
 
-def test_each_picture_gets_its_own_score():
+def test_each_image_gets_its_own_score():
     images = random_images(5)
-    server = Server(brightness)
+    server = FakeServers(brightness)
     scores = ask(server, images, [f"prompt {i}" for i in range(5)], template="rating")
     np.testing.assert_allclose(scores, images.mean((1, 2, 3)) / 255, atol=1e-6)
-    assert scores.dtype == np.float32 and len(server.asked) == 5
-    for asked in server.asked:
-        which = int(re.search(r"prompt (\d)", text_of(asked))[1])
-        np.testing.assert_array_equal(picture_of(asked), images[which])  # PNG is exact
-        assert (asked["model"], asked["temperature"], asked["seed"]) == ("m", 0.0, 0)
-        assert asked["max_tokens"] == 64 and "logprobs" not in asked
+    assert scores.dtype == np.float32 and len(server.requests) == 5
+    for request in server.requests:
+        which = int(re.search(r"prompt (\d)", text_of(request))[1])
+        np.testing.assert_array_equal(image_of(request), images[which])  # PNG is exact
+        assert (request["model"], request["temperature"], request["seed"]) == ("m", 0.0, 0)
+        assert request["max_tokens"] == 64 and "logprobs" not in request
 
 
-def test_pictures_as_jpeg_are_nearly_the_same():
+def test_jpeg_images_are_nearly_the_same():
     image = np.tile(np.linspace(0, 255, 64).astype(np.uint8)[:, None, None], (1, 64, 3))
-    server = Server([said("Score: 5")])
+    server = FakeServers([reply("Score: 5")])
     ask(server, image[None], ["a"], template="rating", format="jpeg")
-    assert np.abs(picture_of(server.asked[0]).astype(int) - image).max() < 8
+    assert np.abs(image_of(server.requests[0]).astype(int) - image).max() < 8
 
 
-def test_several_requests_are_under_way_at_the_same_time_but_not_more_than_connections():
+def test_as_many_requests_are_in_flight_as_connections():
     together = threading.Barrier(3)
     most, now, lock = [0], [0], threading.Lock()
 
-    def slow(asked):
+    def slow(request):
         with lock:
             now[0] += 1
             most[0] = max(most[0], now[0])
         together.wait(30)
         with lock:
             now[0] -= 1
-        return said("Score: 1")
+        return reply("Score: 1")
 
-    ask(Server(slow), random_images(12), ["a"] * 12, template="rating", connections=3)
+    ask(FakeServers(slow), random_images(12), ["a"] * 12, template="rating", connections=3)
     assert most[0] == 3
 
 
-def test_of_a_clip_every_fourth_frame_is_asked_for():
+def test_every_fourth_frame_of_a_clip_is_sent():
     clips = np.random.default_rng(0).integers(0, 256, (2, 6, 4, 4, 3), dtype=np.uint8)
-    server = Server(brightness)
+    server = FakeServers(brightness)
     scores = ask(server, clips, ["a", "b"], template="rating")
     expected = clips[:, [0, 4]].mean((1, 2, 3, 4)) / 255
     np.testing.assert_allclose(scores, expected, atol=1e-6)
-    assert len(server.asked) == 4
+    assert len(server.requests) == 4
 
 
 @pytest.mark.parametrize(
@@ -154,12 +155,12 @@ def test_of_a_clip_every_fourth_frame_is_asked_for():
     ],
 )
 def test_numbers_become_scores(template, answer, expected):
-    scores = ask(Server([said(answer)]), random_images(1), ["a cat"], template=template)
+    scores = ask(FakeServers([reply(answer)]), random_images(1), ["a cat"], template=template)
     np.testing.assert_allclose(scores, [expected], rtol=1e-6)
 
 
-def test_a_text_of_ones_own_has_the_fields_of_a_record():
-    server = Server([said("about 30 of 40 points")])
+def test_a_custom_text_has_the_fields_of_a_record():
+    server = FakeServers([reply("about 30 of 40 points")])
     scores = ask(
         server,
         random_images(1),
@@ -172,10 +173,10 @@ def test_a_text_of_ones_own_has_the_fields_of_a_record():
         max_tokens=9,
     )
     assert scores == [0.5]
-    (asked,) = server.asked
-    assert text_of(asked) == 'gothic? a {style} dog {"points": 40}'
-    assert asked["messages"][0] == {"role": "system", "content": "Be strict."}
-    assert asked["max_tokens"] == 9
+    (request,) = server.requests
+    assert text_of(request) == 'gothic? a {style} dog {"points": 40}'
+    assert request["messages"][0] == {"role": "system", "content": "Be strict."}
+    assert request["max_tokens"] == 9
 
 
 @pytest.mark.parametrize(
@@ -186,8 +187,8 @@ def test_a_text_of_ones_own_has_the_fields_of_a_record():
         ("about 1,250 points", r"about ([\d.]+)", 1250),
     ],
 )
-def test_a_pattern_of_ones_own_reads_the_answer_as_it_is_where_it_must(answer, pattern, expected):
-    server = Server([said(answer)])
+def test_a_custom_pattern_reads_the_answer_itself_if_necessary(answer, pattern, expected):
+    server = FakeServers([reply(answer)])
     scale = dict(scale=(0, 2000))
     scores = ask(server, random_images(1), ["a"], template="{prompt}", pattern=pattern, **scale)
     np.testing.assert_allclose(scores, [expected / 2000], rtol=1e-6)
@@ -203,12 +204,13 @@ def test_a_pattern_of_ones_own_reads_the_answer_as_it_is_where_it_must(answer, p
     ],
 )
 def test_the_probability_of_yes(answer, expected):
-    server = Server([answer])
+    server = FakeServers([answer])
     scores = ask(server, random_images(1), ["a red star"])
     np.testing.assert_allclose(scores, [expected], rtol=1e-6)
-    (asked,) = server.asked
-    assert asked["logprobs"] is True and asked["top_logprobs"] == 20 and asked["max_tokens"] == 1
-    assert text_of(asked) == 'Does this figure show "a red star"? Please answer yes or no.'
+    (request,) = server.requests
+    assert request["logprobs"] is True and request["top_logprobs"] == 20
+    assert request["max_tokens"] == 1
+    assert text_of(request) == 'Does this figure show "a red star"? Please answer yes or no.'
 
 
 @pytest.mark.parametrize(
@@ -220,54 +222,45 @@ def test_the_probability_of_yes(answer, expected):
         {"logprobs": {"content": [{"token": "Yes", "logprob": -0.1, "top_logprobs": []}]}},
     ],
 )
-def test_missing_logprobs_are_an_error_that_names_the_option(more):
-    server = Server([said("Yes", **more)] * 9)
-    with pytest.raises(RewardError, match=r"sends no top_logprobs .*--max-logprobs=20"):
+def test_missing_logprobs_are_an_error(more):
+    server = FakeServers([reply("Yes", **more)] * 9)
+    with pytest.raises(RewardError, match="max-logprobs=20"):
         ask(server, random_images(1), ["a"])
-    assert len(server.asked) == 1
+    assert len(server.requests) == 1
+
+
+COHERENCE_IS_MISSING = "Alignment Score (1-5): 3\nStyle Score (1-5): 4"
 
 
 @pytest.mark.parametrize(
     ("settings", "answer", "what"),
     [
-        ({"template": "rating"}, said("I like it"), r"answered 'I like it', in which the pattern"),
-        ({"template": "rating"}, said("Score: 11"), "whose number 11 is not from 0 to 10"),
-        ({"template": "rating"}, said("Score: -1"), "whose number -1 is not from 0 to 10"),
-        ({"template": "rating"}, said(None), "answered '', in which the pattern"),
-        (
-            {"template": "rating"},
-            said("Well, the", finish_reason="length"),
-            r"answered 'Well, the', cut off at max_tokens = 64, in which",
-        ),
-        ({"template": "{prompt}", "pattern": r"(\w+)"}, said("nine"), "finds 'nine', no number"),
-        ({"template": "{prompt}", "pattern": r"x|(\d)"}, said("x"), "finds None, no number"),
-        (
-            {"template": "unified_reward_2"},
-            said("Alignment Score (1-5): 3\nStyle Score (1-5): 4"),
-            r"the pattern 'Coherence.* finds no number",
-        ),
-        ({}, tokens(Maybe=0.5, The=0.3), r"neither yes nor no is among the 2 likeliest .*'maybe'"),
+        ({"template": "rating"}, reply("I like it"), "'I like it'"),
+        ({"template": "rating"}, reply("Score: 11"), "11 is not from 0 to 10"),
+        ({"template": "rating"}, reply("Score: -1"), "-1 is not from 0 to 10"),
+        ({"template": "rating"}, reply(None), "''"),
+        ({"template": "rating"}, reply("Well, the", finish_reason="length"), "max_tokens = 64"),
+        ({"template": "{prompt}", "pattern": r"(\w+)"}, reply("nine"), "'nine'"),
+        ({"template": "{prompt}", "pattern": r"x|(\d)"}, reply("x"), "None"),
+        ({"template": "unified_reward_2"}, reply(COHERENCE_IS_MISSING), "Coherence"),
+        ({}, tokens(Maybe=0.5, The=0.3), "'maybe'"),
+        # A model that thinks may reach max_tokens without an answer.
+        ({"template": "ocr"}, reply(None, finish_reason="length"), "max_tokens = 512"),
     ],
 )
-def test_an_answer_without_a_score_is_repeated_a_number_of_times_and_then_stops(
-    settings, answer, what
-):
-    server = Server([answer] * 9)
+def test_an_answer_without_a_score_is_repeated_with_the_next_seeds(settings, answer, what):
+    if settings == {"template": "ocr"}:
+        pytest.importorskip("rapidfuzz")
+    server = FakeServers([answer] * 9)
     with pytest.raises(Stopped, match=what) as stopped:
-        ask(server, random_images(1), ["a cat"], again=2, seed=5, **settings)
-    assert f"judge {A} answered" in str(stopped.value) and "'a cat'" in str(stopped.value)
-    assert "change the judge's template, pattern or max_tokens" in str(stopped.value)
-    assert [asked["seed"] for asked in server.asked] == [5, 6, 7]
-    server = Server([answer, said("Score: 5")])
+        ask(server, random_images(1), ['a "cat"'], again=2, seed=5, **settings)
+    assert A in str(stopped.value) and "cat" in str(stopped.value)
+    assert [request["seed"] for request in server.requests] == [5, 6, 7]
+    with pytest.raises(Stopped, match="1 attempt "):
+        ask(FakeServers([answer]), random_images(1), ['a "cat"'], again=0, **settings)
     if settings == {"template": "rating"}:
+        server = FakeServers([answer, reply("Score: 5")])
         assert ask(server, random_images(1), ["a cat"], **settings) == [0.5]
-
-
-def test_no_answer_is_repeated_where_again_is_0():
-    server = Server([said("none")] * 9)
-    with pytest.raises(Stopped, match="after 1 attempt"):
-        ask(server, random_images(1), ["a"], template="rating", again=0)
-    assert len(server.asked) == 1
 
 
 @pytest.mark.parametrize(
@@ -280,11 +273,18 @@ def test_no_answer_is_repeated_where_again_is_0():
         httpx.Response(200, json={"choices": [{"message": {"content": ["x"]}}]}),
     ],
 )
-def test_failures_of_a_server_are_repeated(answer):
-    server = Server([answer, said("Score: 5")])
+def test_failures_of_a_server_are_retried(answer):
+    server = FakeServers([answer, reply("Score: 5")])
     assert ask(server, random_images(1), ["a"], template="rating", again=0) == [0.5]
-    with pytest.raises(Stopped, match=r"after 3 attempts .* repair or restart it"):
-        ask(Server([answer] * 9), random_images(1), ["a"], template="rating", again=0, retries=2)
+    with pytest.raises(Stopped, match="3 attempts"):
+        ask(
+            FakeServers([answer] * 9),
+            random_images(1),
+            ["a"],
+            template="rating",
+            again=0,
+            retries=2,
+        )
 
 
 @pytest.mark.parametrize(
@@ -295,32 +295,34 @@ def test_failures_of_a_server_are_repeated(answer):
         {"error": "The model is not here"},
     ],
 )
-def test_a_refusal_is_told_by_the_servers_sentence(body):
-    server = Server([httpx.Response(404, json=body)] * 9)
-    sentence = f"judge {A} refuses 'a' with 404: The model is not here"
-    with pytest.raises(RewardError, match=sentence):
+def test_a_refusal_has_the_servers_message(body):
+    server = FakeServers([httpx.Response(404, json=body)] * 9)
+    with pytest.raises(RewardError, match=f"{A} .*'a' .*404: The model is not here"):
         ask(server, random_images(1), ["a"])
-    assert len(server.asked) == 1
+    assert len(server.requests) == 1
 
 
 def test_the_model_is_the_only_one_or_must_be_there():
-    server = Server([said("Score: 1")] * 2, models=("m", "n"))
+    server = FakeServers([reply("Score: 1")] * 2, models=("m", "n"))
     ask(server, random_images(1), ["a"], template="rating", model="n")
-    assert server.asked[0]["model"] == "n"
-    with pytest.raises(ConfigError, match=rf"judge {A} has no model 'x', but 'm', 'n': set model"):
+    assert server.requests[0]["model"] == "n"
+    with pytest.raises(ConfigError, match=f"{A} .*'x'.*'m', 'n'"):
         ask(server, random_images(1), ["a"], model="x")
-    with pytest.raises(ConfigError, match="has the models 'm', 'n': name one"):
+    with pytest.raises(ConfigError, match="'m', 'n'"):
         ask(server, random_images(1), ["a"])
-    for wrong, what in (
-        (httpx.Response(200, json={"models": []}), "is no OpenAI-compatible server"),
-        (httpx.Response(401, json={"error": "Unauthorized"}), "answered 401: Unauthorized"),
+    for wrong in (
+        httpx.Response(200, json={"models": []}),
+        httpx.Response(401, json={"error": "Unauthorized"}),
     ):
-        with pytest.raises(ConfigError, match=what):
+        with pytest.raises(ConfigError, match=A):
             ask(lambda request, wrong=wrong: wrong, random_images(1), ["a"])
+    with pytest.raises(ConfigError, match="m, n"):
+        choose_model({A: ["m"], B: ["n"]}, "")
+    assert choose_model({A: ["m"], B: ["m"]}, "") == "m"
 
 
-class RewardTimeout(Server):
-    """A server that cannot be reached for its first requests, and then is not ready for one."""
+class LateServers(FakeServers):
+    """A server that cannot be reached for its first requests, and then is not ready."""
 
     def __init__(self, answers, count):
         super().__init__(answers)
@@ -337,55 +339,39 @@ class RewardTimeout(Server):
 
 
 @pytest.mark.parametrize("model", ["", "m"])
-def test_a_server_that_comes_up_late_is_waited_for(model, capsys):
-    server = RewardTimeout([said("Score: 4")] * 2, count=5)
+def test_a_server_that_starts_late_is_waited_for(model, capsys):
+    server = LateServers([reply("Score: 4")] * 2, count=5)
     scores = ask(server, random_images(2), ["a", "b"], template="rating", model=model)
     np.testing.assert_allclose(scores, [0.4, 0.4], rtol=1e-6)
-    assert server.failed == ["/v1/models"] * 6 and len(server.asked) == 2
-    assert f"judge {A} cannot be reached (refused)" in capsys.readouterr().err
+    assert server.failed == ["/v1/models"] * 6 and len(server.requests) == 2
+    assert A in capsys.readouterr().err
 
 
-def test_a_server_that_never_comes_up_ends_the_run_with_server_prompt_and_reason():
-    server = RewardTimeout([], count=1000)
-    with pytest.raises(Stopped) as stopped:
+def test_a_server_that_never_starts_stops_the_run():
+    server = LateServers([], count=1000)
+    with pytest.raises(Stopped, match=rf"{A} .*\(refused\).*'a cat'.* 4 attempts"):
         ask(server, random_images(2), ["a cat", "a dog"], template="rating", retries=3)
-    told = rf"judge {A} cannot be reached \(refused\) \(prompt 'a cat'\), after 4 attempts in .* s: repair or"
-    assert re.match(told, str(stopped.value))
     assert server.failed == ["/v1/models"] * 5  # once for all servers, then four attempts
     with pytest.raises(Stopped, match="cannot be reached"):
         ask(server, random_images(1), ["a"], template="rating", retries=10**6, deadline=0.2)
 
 
-def test_servers_that_have_different_models_are_refused():
-    with pytest.raises(ConfigError, match="different models: m, n"):
-        choose_model({A: ["m"], B: ["n"]}, "")
-    assert choose_model({A: ["m"], B: ["m"]}, "") == "m"
-
-
 def test_the_token_is_that_of_the_environment(monkeypatch):
     monkeypatch.setenv("DIGEN_JUDGE_TOKEN", "secret")
-    server = Server([said("Score: 1")])
+    server = FakeServers([reply("Score: 1")])
     ask(server, random_images(1), ["a"], template="rating", servers=f"{A}/v1")
     assert server.tokens == ["Bearer secret"] * 2
 
 
-def test_text_is_read_as_the_reward_ocr_compares_it():
+def test_text_is_compared_as_by_the_reward_ocr():
     pytest.importorskip("rapidfuzz")
     prompts = ['a sign "OPEN now"'] * 4
     answers = {0: "open\nNOW!", 1: "opan now", 2: "", 3: "Open"}
     images = np.stack([np.full((4, 4, 3), i, np.uint8) for i in range(4)])
-    server = Server(lambda asked: said(answers[int(picture_of(asked)[0, 0, 0])]))
+    server = FakeServers(lambda request: reply(answers[int(image_of(request)[0, 0, 0])]))
     scores = ask(server, images, prompts, template="ocr")
     # of the seven letters of "opennow" one is wrong, all are missing, three are missing
     np.testing.assert_allclose(scores, [1, 6 / 7, 0, 4 / 7], atol=1e-6)
-
-
-def test_an_answer_cut_off_before_it_has_begun_is_no_text():
-    """A model that thinks may reach max_tokens without an answer, which says nothing about the picture."""
-    server = Server([said(None, finish_reason="length")] * 3)
-    with pytest.raises(Stopped, match="answered '', cut off at max_tokens = 512, before it says"):
-        ask(server, random_images(1), ['a sign "x"'], template="ocr")
-    assert len(server.asked) == 3
 
 
 def test_a_template_needs_fields_of_records():
@@ -412,28 +398,28 @@ def test_a_template_needs_fields_of_records():
     }
     assert both["light"]({"prompt": "a", "rewards": ["judge"]}) is None
     with pytest.raises(ConfigError, match="the prompt 'a' has no field 'b'"):
-        ask(Server([]), random_images(1), ["a"], template="{b}", pattern=r"(\d)")
+        ask(FakeServers([]), random_images(1), ["a"], template="{b}", pattern=r"(\d)")
 
 
 @pytest.mark.parametrize(
-    ("settings", "what"),
+    ("settings", "field"),
     [
-        ({"servers": ()}, "has no servers"),
-        ({"servers": ("localhost:8000",)}, "is no address of a judge"),
-        ({"template": "unified"}, "name one of alignment, rating, ocr, unified_reward"),
-        ({"template": "{prompt}"}, "has no pattern"),
-        ({"template": "{prompt}", "pattern": "("}, r"the pattern '\(': missing"),
-        ({"template": "{prompt}", "pattern": r"(\d)/(\d)"}, "with 2 groups: it must have one"),
-        ({"template": "rating", "scale": (1, 1)}, "give it two numbers"),
-        ({"score": "maybe"}, "score = 'maybe': set it to pattern, yes, text"),
-        ({"format": "webp"}, "format = 'webp': set it to png or jpeg"),
-        ({"again": -1}, "again must be 0 or more"),
-        ({"max_tokens": -1}, "max_tokens must be 1 or more"),
-        ({"modle": "x"}, "no setting 'modle'; did you mean 'model'"),
+        ({"servers": ()}, "servers"),
+        ({"servers": ("localhost:8000",)}, "address of a judge"),
+        ({"template": "unified"}, "template = 'unified'"),
+        ({"template": "{prompt}"}, "pattern"),
+        ({"template": "{prompt}", "pattern": "("}, r"pattern '\('"),
+        ({"template": "{prompt}", "pattern": r"(\d)/(\d)"}, "2 groups"),
+        ({"template": "rating", "scale": (1, 1)}, "scale"),
+        ({"score": "maybe"}, "score is 'maybe'"),
+        ({"format": "webp"}, "format is 'webp'"),
+        ({"again": -1}, "again"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"modle": "x"}, "did you mean 'model'"),
     ],
 )
-def test_wrong_settings_are_refused(settings, what):
-    with pytest.raises(ConfigError, match=what):
+def test_invalid_settings_are_refused(settings, field):
+    with pytest.raises(ConfigError, match=field):
         resolve([RewardSettings("judge", settings={"servers": (A,)} | settings)])
 
 
@@ -443,6 +429,6 @@ def test_it_can_be_sent_to_a_process():
     assert hash(found.members[0].function)
 
 
-def test_each_template_asks_of_the_prompt_or_reads_text():
+def test_each_template_contains_the_prompt_or_reads_text():
     for template in TEMPLATES.values():
-        assert template.fields == ("prompt",) or template.score == "text"
+        assert template.score == "text" or template.fill("a cat", {}).count("a cat") == 1

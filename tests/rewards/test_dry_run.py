@@ -18,7 +18,7 @@ def scored(reward):
     return rewards.alone("mine:f", reward).score
 
 
-def test_a_record_of_each_kind_is_tried_on_pictures_of_the_runs_size():
+def test_a_record_of_each_kind_is_tried_on_images_of_the_runs_size():
     seen = []
 
     def reward(images, prompts, metadata):
@@ -41,24 +41,17 @@ def test_one_number_for_any_batch_is_refused(scores, records):
         dry_run(scored(lambda *_: scores), [records], 8, 8)
 
 
-def test_what_a_reward_cannot_score_is_refused_before_anything_is_computed():
+def test_records_that_a_reward_cannot_score_are_refused():
     with pytest.raises(ConfigError, match=r"cannot score .a cat.: (?s:.*)dry run"):
         dry_run(resolve([RewardSettings()]).score, [[COLORS], [COLORS, PLAIN]], 32, 32)
 
 
-def test_the_users_own_lines_are_said():
+def test_an_exception_names_the_users_line():
     def reward(images, prompts, metadata):
         return [record["text"] for record in metadata]
 
-    with pytest.raises(
-        RewardFailed, match=r"(?s)KeyError: 'text'\n.*test_trial.py, line .*made-up"
-    ):
+    with pytest.raises(RewardFailed, match=r"(?s)KeyError: 'text'\n.*test_dry_run.py, line"):
         dry_run(scored(reward), [[PLAIN]], 8, 8)
-
-
-def test_scores_are_checked():
-    with pytest.raises(ConfigError, match="returned nan for image 0"):
-        dry_run(scored(lambda *_: np.full(2, np.nan)), [[PLAIN]], 8, 8)
 
 
 def test_prompts_of_other_rewards_are_of_another_kind():
@@ -78,33 +71,26 @@ def test_prompts_of_other_rewards_are_of_another_kind():
 @pytest.mark.parametrize(
     ("line", "what"),
     [
-        ("np.uint8(images * 255)", "8-bit numbers wrap in np.multiply"),
-        ("np.uint8(255 * images[0])", "8-bit numbers wrap in np.multiply"),
-        (
-            "np.uint8((images.astype(np.float32) * 255).round())",
-            "from 0 to 255 are multiplied by 255",
-        ),
-        ("(images.mean((1, 2, 3)) * 255.0)", "from 0 to 255 are multiplied by 255"),
-        ("images[..., 0] - images[..., 1]", "8-bit numbers wrap in np.subtract"),
-        ("np.abs(images[:, 1:] - images[:, :-1])", "8-bit numbers wrap in np.subtract"),
-        ("2 * images", "8-bit numbers wrap in np.multiply"),
-        ("-images", "8-bit numbers wrap in np.negative"),
-        ("images + np.uint8(9)", "8-bit numbers wrap in np.add"),
-        ("np.power(images, 2)", "8-bit numbers wrap in np.power"),
-        ("images.__imul__(255)", "8-bit numbers wrap in np.multiply"),
+        ("np.uint8(images * 255)", "np.multiply"),
+        ("np.uint8(255 * images[0])", "np.multiply"),
+        ("np.uint8((images.astype(np.float32) * 255).round())", "multiplied by 255"),
+        ("(images.mean((1, 2, 3)) * 255.0)", "multiplied by 255"),
+        ("images[..., 0] - images[..., 1]", "np.subtract"),
+        ("np.abs(images[:, 1:] - images[:, :-1])", "np.subtract"),
+        ("2 * images", "np.multiply"),
+        ("-images", "np.negative"),
+        ("images + np.uint8(9)", "np.add"),
+        ("np.power(images, 2)", "np.power"),
+        ("images.__imul__(255)", "np.multiply"),
     ],
 )
-def test_pictures_that_are_misread_are_noticed_with_the_line(line, what):
+def test_misread_images_are_detected(line, what):
     namespace = {"np": np}
     exec(f"def reward(images, prompts, metadata):\n    {line}\n    return [0.0]", namespace)
     with pytest.raises(ConfigError) as caught:
         dry_run(scored(namespace["reward"]), [[PLAIN]], 16, 16)
-    said = str(caught.value)
-    assert said.startswith("reward 'mine:f' misreads its images: ") and what in said
-    assert (
-        "Images are uint8, from 0 to 255: convert them with images.astype(np.float32), and divide"
-        in said
-    )
+    text = str(caught.value)
+    assert "'mine:f'" in text and what in text and "astype" in text
 
 
 @pytest.mark.parametrize(
@@ -125,7 +111,7 @@ def test_pictures_that_are_misread_are_noticed_with_the_line(line, what):
         "np.concatenate([images, images], axis=2).sum(), np.histogram(images, 8), np.median(images)",
     ],
 )
-def test_pictures_that_are_read_as_bytes_raise_no_alarm(line):
+def test_images_that_are_used_as_bytes_are_accepted(line):
     def reward(images, prompts, metadata):
         eval(line, {"np": np, "images": images, "Image": Image})
         return np.zeros(len(images))
@@ -133,7 +119,7 @@ def test_pictures_that_are_read_as_bytes_raise_no_alarm(line):
     dry_run(scored(reward), [[PLAIN]], 16, 16)
 
 
-def test_what_only_watching_breaks_is_tried_again_with_plain_pictures():
+def test_an_error_by_watching_is_tried_again_with_plain_images():
     calls = []
 
     def reward(images, prompts, metadata):
@@ -147,7 +133,7 @@ def test_what_only_watching_breaks_is_tried_again_with_plain_pictures():
 
 
 @pytest.mark.parametrize("error", [ConfigError, Stopped])
-def test_what_a_reward_says_on_purpose_is_said_once(error):
+def test_a_deliberate_error_is_raised_at_once(error):
     asked = []
 
     def gone(images, prompts, metadata):
@@ -159,7 +145,7 @@ def test_what_a_reward_says_on_purpose_is_said_once(error):
     assert asked == [2]
 
 
-def test_watched_pictures_give_the_same_scores():
+def test_watched_images_give_the_same_scores():
     images = np.stack([synthetic_image(16, 16)] * 2)
 
     def reward(images, prompts, metadata):
@@ -174,7 +160,7 @@ def test_watched_pictures_give_the_same_scores():
     assert all(type(found) is np.ndarray for found in (two.columns, *two.shown.values()))
 
 
-def test_the_made_up_picture_has_all_colours():
+def test_the_synthetic_image_has_all_colors():
     shown = synthetic_image(20, 30)
     assert shown.shape == (20, 30, 3) and shown.dtype == np.uint8
     assert shown[0, 0].tolist() == [0, 0, 255] and shown[-1, -1].tolist() == [255, 255, 0]
