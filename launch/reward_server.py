@@ -20,7 +20,7 @@ from digen_jax.rewards.service import TOKEN, server_packages
 from digen_jax.rewards.service.wire import Limits
 from digen_jax.rewards.settings import RewardSettings
 
-SIDE = 64  # of the pictures that the reward is tried on
+SIDE = 64  # pixels of the dry run's images
 
 _REWARD = flags.DEFINE_multi_string(
     "reward", None, "A built-in reward, or module:function for your own; may be repeated."
@@ -28,11 +28,11 @@ _REWARD = flags.DEFINE_multi_string(
 _SETTINGS = flags.DEFINE_multi_string(
     "settings", [], "Settings of the rewards in JSON, one for each, such as '{\"threads\": 2}'."
 )
-_HOST = flags.DEFINE_string("host", "127.0.0.1", "The address to listen at; 0.0.0.0: all.")
-_PORT = flags.DEFINE_integer("port", 8100, "The port; 0: any free one, which is printed.")
-_PROCESSES = flags.DEFINE_integer("processes", 1, "Processes that score at the same time.")
+_HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen on; 0.0.0.0 means all.")
+_PORT = flags.DEFINE_integer("port", 8100, "Port; 0 means any free one, which is printed.")
+_PROCESSES = flags.DEFINE_integer("processes", 1, "Processes that score in parallel.")
 _PROMPTS = define_path(
-    "prompts", None, "A prompt file, whose first records the reward is tried on; default: a prompt."
+    "prompts", None, "Prompt file for the dry run; by default a single prompt without metadata."
 )
 _PATIENCE = flags.DEFINE_float("patience", 30, "Seconds to finish requests after SIGTERM.")
 _LIMITS = {
@@ -45,7 +45,7 @@ flags.mark_flags_as_required(["reward"])
 
 
 def main() -> None:
-    """Open the port, try the reward, and serve it until a signal comes."""
+    """Opens the port, checks the reward, and serves it until a signal arrives."""
     check_range("--processes", _PROCESSES.value, 1)
     check_range("--patience", _PATIENCE.value, 0)
     limits = Limits(**{name: flag.value for name, flag in _LIMITS.items()})
@@ -68,7 +68,7 @@ def main() -> None:
             records = read_prompt_file(_PROMPTS.value)
     token = os.environ.get(TOKEN) or None
     with user_input():
-        rewards = resolve(_asked(), field="", serving=True)
+        rewards = resolve(_sections(), field="", serving=True)
     listener = listen(_HOST.value, _PORT.value, token)
     pool = RewardPool(
         rewards, _PROCESSES.value, limit=lambda expected: limits.score, accelerator=True
@@ -90,25 +90,21 @@ def main() -> None:
         pool.close()
 
 
-def _asked() -> list[RewardSettings]:
-    """The rewards with their settings; raises ConfigError where these are no JSON objects, or too many."""
-    given = [_object(text) for text in _SETTINGS.value]
-    if len(given) > len(_REWARD.value):
-        raise ConfigError(
-            f"--settings is given {len(given)} times for {len(_REWARD.value)} rewards"
-        )
-    given += [{}] * (len(_REWARD.value) - len(given))
-    return [RewardSettings(name, settings=s) for name, s in zip(_REWARD.value, given, strict=True)]
-
-
-def _object(text: str) -> dict[str, Any]:
-    try:
-        found = parse_json(text)
-    except ValueError as error:
-        raise ConfigError(f"--settings={text} is no JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f'--settings={text} is no JSON object, such as {{"threads": 2}}')
-    return found
+def _sections() -> list[RewardSettings]:
+    """Returns the rewards with their settings; raises ConfigError if these are invalid or too many."""
+    settings: list[dict[str, Any]] = []
+    for text in _SETTINGS.value:
+        try:
+            settings.append(parse_json(text))
+        except ValueError as error:
+            raise ConfigError(f"--settings={text} is no JSON: {error}") from error
+        if not isinstance(settings[-1], dict):
+            raise ConfigError(f'--settings={text} is no JSON object, such as {{"threads": 2}}')
+    names = _REWARD.value
+    if len(settings) > len(names):
+        raise ConfigError(f"--settings is given {len(settings)} times for {len(names)} rewards")
+    settings += [{}] * (len(names) - len(settings))
+    return [RewardSettings(name, settings=s) for name, s in zip(names, settings, strict=True)]
 
 
 if __name__ == "__main__":

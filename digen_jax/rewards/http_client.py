@@ -80,10 +80,6 @@ class UnusableAnswer(RetryableError):
         self.max_retries, self.advice = max_retries, advice
 
 
-class Unreachable(ConfigError):
-    """No server answers, before anything was requested."""
-
-
 @dataclasses.dataclass
 class Server:
     """The state of a server, as its clients see it."""
@@ -234,8 +230,7 @@ class FailoverClient:
             retried as by `post`, and only the first answer is returned.
 
         Raises:
-          Unreachable: No server can be reached, and no prompt waits.
-          ConfigError: A server refuses the request.
+          ConfigError: A server refuses the request, or none can be reached and no prompt waits.
           Stopped: As `post`.
         """
         found, request = {}, Request(path, prompts, GET_BYTES)
@@ -249,7 +244,7 @@ class FailoverClient:
             return {url: content}
         if not found:
             addresses = ", ".join(server.url for server in self.servers)
-            raise Unreachable(f"no {self._kind} answers at {addresses}: start one by {start}")
+            raise ConfigError(f"no {self._kind} answers at {addresses}: start one by {start}")
         return found
 
     def post(self, request: Request, read: Callable[[bytes], T]) -> T:

@@ -89,9 +89,6 @@ def test_scores_are_the_same_on_any_mesh(files):
         assert np.abs(scored(moved, count) - by_torch(files, count)).max() < 1e-5
 
 
-# ------------------------------------------------------------------------------------------- runs
-
-
 def batches(groups: int):
     """Records that name their rewards."""
     for records in toy.batches(groups):
@@ -162,7 +159,7 @@ def test_a_run_has_the_scores_that_the_rewards_have_on_the_host(files, monkeypat
 
 
 class Judge:
-    """In a scorer's place: a function of pictures."""
+    """Replaces a scorer by a function of images."""
 
     def __init__(self, function):
         self.function, self.calls = function, []
@@ -176,7 +173,7 @@ class Judge:
 
 
 def judged(function, **fields):
-    """What drives a run in which `function` scores on the meshes in PickScore's place, and the judge."""
+    """The driver of a run in which `function` replaces PickScore on the meshes, and the judge."""
     c = toy.config(
         rewards=(dict(name="pickscore", settings=dict(folder="x")),),
         sampler__chunk=4,
@@ -192,14 +189,14 @@ def brightness(images, calls):
     return toy.brightness(images, [], [])
 
 
-def test_scores_that_are_not_finite_end_a_run_with_a_sentence():
+def test_a_score_that_is_not_finite_stops_a_run():
     driver, judge, _ = judged(lambda images, calls: np.full(len(images), np.nan))
     with driver as found, pytest.raises(RewardError, match=r"'pickscore' returned nan"):
         found.step()
     assert len(judge.calls) == 1
 
 
-def test_what_fails_on_a_mesh_is_computed_again(capsys):
+def test_a_failure_on_a_mesh_is_computed_again(capsys):
     def fails_once(images, calls):
         if calls == 1:
             raise RuntimeError("a device is lost")
@@ -211,7 +208,7 @@ def test_what_fails_on_a_mesh_is_computed_again(capsys):
     assert len(judge.calls) >= 3 and "a device is lost" in capsys.readouterr().err
 
 
-def test_pictures_with_nan_are_not_scored():
+def test_images_with_nan_are_not_scored():
     driver, judge, system = judged(brightness)
     system.rollouts[0].frozen["vae"]["kernel"] *= np.nan
     with driver as found, pytest.raises(DivergedError, match="NaN"):
@@ -219,36 +216,31 @@ def test_pictures_with_nan_are_not_scored():
     assert not judge.calls
 
 
-# --------------------------------------------------------------------------- mistakes, and memory
+@pytest.mark.parametrize(
+    ("section", "field"),
+    [
+        (dict(name="ocr", where="mesh"), "'where'"),
+        (dict(name="x:y", where="mesh"), "'where'"),
+        (dict(name="pickscore", settings=dict(folder="x"), limit=1.0), "'limit'"),
+    ],
+)
+def test_sections_that_no_mesh_can_compute_are_refused(section, field):
+    with pytest.raises(ConfigError, match=rf"\[0\]: .*{section['name']}.*{field}"):
+        resolve([RewardSettings(**section)])
 
 
-def test_mistakes_are_sentences(files):
-    for section, said in (
-        (
-            dict(name="ocr", where="mesh"),
-            r"\[0\]: reward 'ocr' cannot be computed on a mesh, as aest",
-        ),
-        (dict(name="x:y", where="mesh"), "reward 'x:y' cannot be computed on a mesh"),
-        (
-            dict(name="pickscore", settings=dict(folder="x"), limit=1.0),
-            r"where it has no limit .* set its field 'limit' to 0, or 'where' to 'pool'",
-        ),
-    ):
-        with pytest.raises(ConfigError, match=said):
-            resolve([RewardSettings(**section)])
+def test_invalid_settings_name_the_reward(files):
     pool = RewardSettings("pickscore", settings=dict(folder="x"), limit=1.0, where="pool")
-    (found,) = resolve([pool], meshes=True).members
-    assert not found.on_mesh
-    with pytest.raises(ConfigError, match=r"rewards\[0\].where is 'gpu'; it must be one of"):
+    assert not resolve([pool], meshes=True).members[0].on_mesh
+    with pytest.raises(ConfigError, match=r"rewards\[0\].where"):
         toy.opened(toy.config(rewards=(dict(name="ocr", where="gpu"),)))
-    gone = RewardSettings("pickscore", settings=dict(folder="x/none"))
-    with pytest.raises(
-        ConfigError, match=r"rewards\[3\]: reward 'pickscore': 'x/none' is .* folder"
+    for settings, message in (
+        (dict(folder="x/none"), "x/none"),
+        (dict(folder=str(files.clip), batch=0), "batch"),
     ):
-        on_mesh.read({3: gone}, group(data=1))
-    none = dataclasses.replace(pickscore(files), settings=dict(folder=str(files.clip), batch=0))
-    with pytest.raises(ConfigError, match="'pickscore': batch must be a whole number from 1"):
-        on_mesh.read({0: none}, group(data=1))
+        asked = RewardSettings("pickscore", settings=settings)
+        with pytest.raises(ConfigError, match=rf"rewards\[3\]: .*'pickscore': .*{message}"):
+            on_mesh.read({3: asked}, group(data=1))
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("clip_score", "float32"), ("aesthetic", "bfloat16")])
@@ -298,12 +290,12 @@ def test_predicted_memory_has_the_programs(files, base):
 
 
 @pytest.mark.slow
-def test_a_run_of_a_pipeline_reads_tries_and_scores(files, base, tmp_path, monkeypatch):
+def test_a_run_of_a_pipeline_reads_checks_and_scores(files, base, tmp_path, monkeypatch):
     """From the command's config to the records."""
     named = dict(name="pickscore", settings=dict(folder=str(files.clip)), where="mesh")
     c = tiny_config(base, "lora")
     c.rewards, c.steps, c.reward_pool = (named, dict(JPEG)), 1, dict(processes=0)
-    # Random weights prefer nothing: a run with them must not begin.
+    # Random weights prefer nothing: a run with them must not start.
     with pytest.raises(ConfigError, match="'pickscore' fails its sanity check"):
         train(load_config(dict(c, rewards=(named,))), tmp_path / "none")
     one = dataclasses.replace(built_in.BUILT_IN["pickscore"], sanity_check="")

@@ -180,16 +180,16 @@ def test_hpsv2_cleans_prompts_as_open_clip():
 
 def test_clips_are_refused(files):
     reward = learned_rewards.clip_score(folder=str(files.clip))
-    with pytest.raises(ConfigError, match="scores pictures, not clips"):
+    with pytest.raises(ConfigError, match="clips"):
         reward(np.zeros((1, 2, 8, 8, 3), np.uint8), ["a"], [{}])
 
 
 def test_a_batch_of_none_is_refused(files):
-    with pytest.raises(ValueError, match="batch must be a whole number from 1"):
+    with pytest.raises(ValueError, match="batch"):
         on_host(*open_aesthetic(files.clip, files.head).load(), batch=0)
 
 
-def test_files_that_do_not_fit_are_named(files, tmp_path):
+def test_invalid_files_are_named(files, tmp_path):
     with pytest.raises(ValueError, match=r"tensor layers.0.bias .* missing from .*compressed.pt"):
         open_aesthetic(files.clip, files.hps).load()
     with pytest.raises(ValueError, match=r"head.pth has no CLIP of open_clip: tensor visual.conv1"):
@@ -208,7 +208,7 @@ def test_files_that_do_not_fit_are_named(files, tmp_path):
         open_pickscore(files.clip, tmp_path).load()
 
 
-def test_tensors_that_open_clip_does_not_have_are_surplus(files, tmp_path):
+def test_surplus_and_missing_tensors_of_open_clip_are_named(files, tmp_path):
     state = files.hps_module.state_dict()
     torch.save(
         state | {"visual.transformer.resblocks.0.ls_1.gamma": torch.ones(48)}, tmp_path / "a.pt"

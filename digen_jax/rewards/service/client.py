@@ -49,9 +49,8 @@ class RemoteReward:
           prompts: prompts that wait to be scored, for which servers that cannot be reached are tried again.
 
         Raises:
-          Unreachable: No server answers, and no prompt waits.
+          ConfigError: A server refuses the token or has another version, or none answers and no prompt waits.
           Stopped: No server answers in time.
-          ConfigError: A server refuses the token, or has another version.
         """
         answers = self._client.get_each(REWARDS, "launch/reward_server.py", prompts)
         found = {url: _parse_description(url, content) for url, content in answers.items()}
