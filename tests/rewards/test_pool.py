@@ -159,9 +159,7 @@ def test_scores_are_the_rewards(pool, processes):
 
 @pytest.mark.parametrize("processes", [0, 1])
 @pytest.mark.filterwarnings("ignore:.*fork")
-def test_a_reward_may_fork_and_terminate_children_while_a_run_handles_signals(
-    pool, monkeypatch, processes
-):
+def test_a_reward_may_fork_and_terminate_children(pool, monkeypatch, processes):
     ended = []
     monkeypatch.setattr("digen_jax.process.shutdown.exit_now", ended.append)
     with Interrupt() as interrupt:
@@ -172,7 +170,7 @@ def test_a_reward_may_fork_and_terminate_children_while_a_run_handles_signals(
 
 
 @pytest.mark.parametrize("processes", [0, 1])
-def test_several_rewards_have_a_column_each_and_their_own_names(mine, processes):
+def test_several_rewards_have_a_column_each(mine, processes):
     names = ("pooled_rewards:mean", "pooled_rewards:darkness")
     scorer = RewardPool(named(*names), processes)
     scores = scorer.score(IMAGES, PROMPTS, METADATA).columns
@@ -198,7 +196,7 @@ def named(*asked):
 
 
 @pytest.mark.parametrize("processes", [None, 0, 1])
-def test_what_a_reward_writes_into_its_arguments_nothing_else_reads(mine, processes):
+def test_a_reward_may_write_into_its_arguments(mine, processes):
     """None: as evaluate.py scores, without a pool."""
     found = named("pooled_rewards:spoils", "pooled_rewards:mean")
     scorer = found if processes is None else RewardPool(found, processes)
@@ -218,8 +216,7 @@ def test_each_reward_has_its_own_time_limit(mine, monkeypatch, processes):
     monkeypatch.setattr("digen_jax.rewards.pool.mark_hung", lambda what: None)
     slow = RewardSettings("pooled_rewards:hangs", limit=0.5)
     scorer = RewardPool(named("pooled_rewards:mean", slow), processes, limit=lambda expected: 60.0)
-    name = r"reward 'pooled_rewards:hangs' took more than 0.5 seconds"
-    with pytest.raises(Stopped, match=rf"{name}.*or raise config.rewards\[1\].limit"):
+    with pytest.raises(Stopped, match=r"'pooled_rewards:hangs' .* 0.5 .*config.rewards\[1\].limit"):
         scorer.score(IMAGES, PROMPTS, METADATA)
     mine.release.set()
     scorer.close()
@@ -227,7 +224,6 @@ def test_each_reward_has_its_own_time_limit(mine, monkeypatch, processes):
 
 
 def test_settings_and_clips_reach_a_process(mine):
-    """A clip has a time axis; the canary's file and others need nothing else."""
     asked = RewardSettings("pooled_rewards:scaled", settings=dict(scale=3.0))
     scorer = RewardPool(named(asked), 1)
     clips = np.stack([IMAGES, IMAGES], axis=1)
@@ -236,7 +232,7 @@ def test_settings_and_clips_reach_a_process(mine):
     np.testing.assert_allclose(scores, 3 * IMAGES.mean((1, 2, 3)), rtol=1e-6)
 
 
-def test_a_process_is_another_one_without_jax_and_without_an_accelerator(pool):
+def test_a_process_has_no_jax_and_no_accelerator(pool):
     process, has_jax, on_cpu = pool("where").score(IMAGES, PROMPTS, METADATA).columns[:, 0]
     assert process != np.float32(os.getpid())
     assert (has_jax, on_cpu) == (0, 1)
@@ -250,19 +246,15 @@ def test_processes_of_a_server_have_the_accelerators(pool, monkeypatch):
 
 @pytest.mark.parametrize("processes", [0, 1])
 @pytest.mark.parametrize(
-    ("reward", "error", "sentence"),
+    ("reward", "error", "message"),
     [
-        ("nan", ConfigError, r"'mine:f' returned nan for image 1 \('two'\)"),
-        ("short", ConfigError, r"'mine:f' returned shape \(1,\) for 3 images"),
-        (
-            "bug",
-            RewardFailed,
-            r"'mine:f' raised KeyError: .a bug of the user's.\n  .*, in bug: raise",
-        ),
+        ("nan", ConfigError, "nan for image 1"),
+        ("short", ConfigError, r"shape \(1,\) for 3 images"),
+        ("bug", RewardFailed, r"KeyError: .a bug of the user's.\n  .*, in bug: raise"),
     ],
 )
-def test_a_wrong_reward_is_named_with_the_users_own_lines(pool, processes, reward, error, sentence):
-    with pytest.raises(error, match=sentence):
+def test_an_error_of_a_reward_names_it_and_its_line(pool, processes, reward, error, message):
+    with pytest.raises(error, match=f"'mine:f' .*{message}"):
         pool(reward, processes).score(IMAGES, PROMPTS, METADATA)
 
 
@@ -277,25 +269,25 @@ def test_a_wrong_reward_is_named_with_the_users_own_lines(pool, processes, rewar
         "BaseException()",
     ],
 )
-def test_whatever_a_reward_raises_is_its_own_failure(pool, processes, error):
+def test_any_exception_of_a_reward_is_its_failure(pool, processes, error):
     with pytest.raises(RewardFailed) as caught:
         pool("raises", processes).score(IMAGES, [error, "", ""], METADATA)
     assert "mine:f" in str(caught.value) and error.rpartition(".")[2][:-2] in str(caught.value)
 
 
-def test_a_reward_cannot_end_the_run_as_if_it_were_finished(pool):
+def test_an_exit_of_a_reward_in_a_thread_is_its_failure(pool):
     with pytest.raises(RewardFailed):
         pool("dies", 0).score(IMAGES, PROMPTS, METADATA)
 
 
-def test_a_closure_in_a_module_scores_in_a_process_that_finds_it_by_its_name(mine, capsys):
+def test_a_closure_in_a_module_scores_in_a_process(mine, capsys):
     with contextlib.closing(RewardPool(named("pooled_rewards:closure"), 1)) as scorer:
         found = {-int(one) for one in scorer.score(IMAGES, PROMPTS, METADATA).columns[:, 0]}
     assert len(found) == 1 and os.getpid() not in found and not capsys.readouterr().err
 
 
 @pytest.mark.parametrize("reward", ["dies", "dies_with_a_child"])
-def test_a_process_that_dies_is_said_to_have_died(pool, reward):
+def test_a_process_that_dies_is_reported(pool, reward):
     scorer = pool(reward)
     for _ in range(2):
         with pytest.raises(Stopped, match=r"reward 'mine:f' died in its process \(exit code 3\)"):
@@ -303,9 +295,7 @@ def test_a_process_that_dies_is_said_to_have_died(pool, reward):
 
 
 @pytest.mark.parametrize(("way", "retries"), [("hangs", 1), ("SIGKILL", 2)])
-def test_a_process_that_hangs_or_dies_is_replaced_and_asked_again(
-    pool, tmp_path, capfd, way, retries
-):
+def test_a_process_that_hangs_or_dies_is_replaced(pool, tmp_path, capfd, way, retries):
     """A hung process is killed with all processes that it has started."""
     limits = iter([120.0, 3.0, 120.0])
     limit = (lambda expected: next(limits)) if way == "hangs" else no_limit
@@ -317,33 +307,30 @@ def test_a_process_that_hangs_or_dies_is_replaced_and_asked_again(
     prompts = [str(folder), way, str(retries)]
     scores = scorer.score(IMAGES, prompts, METADATA).columns[:, 0]
     np.testing.assert_allclose(scores, IMAGES.mean((1, 2, 3)), rtol=1e-6)
-    said = capfd.readouterr().err
-    what = {"hangs": "took more than 3 seconds and was killed"}.get(way, f"({way})")
-    assert said.count(what) == said.count("it is called again") == retries
+    log = capfd.readouterr().err
+    reason = "3 seconds" if way == "hangs" else f"({way})"
+    assert log.count(reason) == log.count("it is called again") == retries
     failed = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime)[:retries]
     assert all(ends(int(path.name)) for path in failed)
-    assert "Traceback" not in said
+    assert "Traceback" not in log
 
 
-def test_what_hangs_no_limit_is_given_up_by_name(pool):
+def test_a_reward_that_always_hangs_stops_the_run(pool):
     scorer = pool("hangs", retries=1, limit=lambda expected: 0.5)
-    sentence = (
-        r"'mine:f' took more than 0.5 seconds and was killed, having failed 2 times.*deadline"
-    )
-    with pytest.raises(Stopped, match=sentence):
+    with pytest.raises(Stopped, match=r"'mine:f' .* 0.5 seconds .* 2 times.*deadline"):
         scorer.score(IMAGES, PROMPTS, METADATA)
 
 
-def test_a_limit_is_told_what_was_measured(pool):
-    told = []
-    scorer = pool("mean", limit=lambda expected: told.append(expected) or 60.0)
+def test_a_limit_depends_on_the_measured_time(pool):
+    seen = []
+    scorer = pool("mean", limit=lambda expected: seen.append(expected) or 60.0)
     seconds = scorer.submit(IMAGES, PROMPTS, METADATA).result().seconds
     scorer.score(IMAGES[:2], PROMPTS[:2], METADATA[:2])
-    assert told == [None, pytest.approx(seconds / 3 * 2)]
+    assert seen == [None, pytest.approx(seconds / 3 * 2)]
 
 
 @pytest.mark.parametrize("retries", [1, 2])
-def test_a_reward_that_raises_is_asked_again_as_often_as_that(pool, mine, capfd, retries):
+def test_a_reward_that_raises_is_called_again(pool, mine, capfd, retries):
     mine.asked.clear()
     scorer, prompts = pool("fails_at_first", 0, retries=retries), ["", "", "2"]
     if retries == 2:
@@ -351,26 +338,24 @@ def test_a_reward_that_raises_is_asked_again_as_often_as_that(pool, mine, capfd,
             scorer.score(IMAGES, prompts, METADATA).columns[:, 0], IMAGES.mean((1, 2, 3)), rtol=1e-6
         )
     else:
-        with pytest.raises(
-            RewardFailed, match=r"(?s)a bug that passes.*failed 2 times on the same"
-        ):
+        with pytest.raises(RewardFailed, match=r"(?s)a bug that passes.*2 times"):
             scorer.score(IMAGES, prompts, METADATA)
     assert len(mine.asked) == retries + 1
     assert capfd.readouterr().err.count("it is called again") == retries
 
 
-def test_a_thread_that_hangs_stops_the_run_by_name_and_is_not_asked_again(pool, mine, monkeypatch):
+def test_a_thread_that_hangs_stops_the_run(pool, mine, monkeypatch):
     noted = []
     monkeypatch.setattr("digen_jax.rewards.pool.mark_hung", noted.append)
     scorer = pool("hangs", 0, retries=2, limit=lambda expected: 0.2)
     for _ in range(2):
-        with pytest.raises(Stopped, match=r"'mine:f' took more than 0.2 seconds in a thread"):
+        with pytest.raises(Stopped, match=r"'mine:f' .* 0.2 seconds"):
             scorer.score(IMAGES, PROMPTS, METADATA)
     assert noted[0] == "reward"
     mine.release.set()
 
 
-def test_closing_ends_the_processes_whatever_they_do(pool, tmp_path):
+def test_closing_kills_the_processes(pool, tmp_path):
     scorer = pool("fails")
     future = scorer.submit(IMAGES, [str(tmp_path), "hangs", "1"], METADATA)
     later = scorer.submit(IMAGES, PROMPTS, METADATA)
@@ -383,7 +368,7 @@ def test_closing_ends_the_processes_whatever_they_do(pool, tmp_path):
     assert isinstance(future.exception(), CancelledError) and later.cancelled()
 
 
-def test_asking_does_not_wait_and_two_processes_score_side_by_side(pool, tmp_path):
+def test_two_processes_score_in_parallel(pool, tmp_path):
     scorer, where = pool("meets", 2), [str(tmp_path)] * 3
     asked = [scorer.submit(IMAGES, where, METADATA) for _ in range(2)]
     assert not asked[0].done()
@@ -392,7 +377,7 @@ def test_asking_does_not_wait_and_two_processes_score_side_by_side(pool, tmp_pat
 
 
 @pytest.mark.parametrize("processes", [0, 1])
-def test_a_function_that_no_file_holds_scores_in_a_thread_and_says_so(pool, capsys, processes):
+def test_a_function_without_a_file_scores_in_a_thread(pool, capsys, processes):
     threads = []
 
     def reward(images, prompts, metadata):

@@ -1,4 +1,4 @@
-"""Rows of the timeline for the servers that rewards ask: over real sockets, and in a run with real servers."""
+"""The timeline's rows for servers of rewards: over real sockets, and in a run with real servers."""
 
 import contextlib
 import json
@@ -29,14 +29,14 @@ PAUSE = 0.05  # seconds that a stub takes for an answer
 
 
 class Handler(BaseHTTPRequestHandler):
-    """A reward server and an OpenAI-compatible one, each with answers that are always the same."""
+    """A reward server and an OpenAI-compatible one, with constant answers."""
 
     protocol_version = "HTTP/1.1"
 
     def do_GET(self):
         limits = {"images": 4, "pixels": 2**20}
-        told = {"data": [{"id": "m"}], "version": 1, "rewards": ["mean"], "limits": limits}
-        self.answer(told)
+        answer = {"data": [{"id": "m"}], "version": 1, "rewards": ["mean"], "limits": limits}
+        self.answer(answer)
 
     def do_POST(self):
         body = self.rfile.read(int(self.headers["Content-Length"]))
@@ -46,8 +46,8 @@ class Handler(BaseHTTPRequestHandler):
         count = len(decode_request(self.headers["Content-Type"], body, Limits()).prompts)
         return self.answer({"scores": {"mean": [0.5] * count}, "seconds": PAUSE})
 
-    def answer(self, told):
-        content = json.dumps(told).encode()
+    def answer(self, answer):
+        content = json.dumps(answer).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
@@ -59,7 +59,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def stub():
-    """The address of such a server on the loopback."""
+    """The address of such a server."""
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
@@ -68,7 +68,7 @@ def stub():
 
 
 def scored(processes, *asked, count=6):
-    """(begin, the exchanges of one batch, end), which is scored a second time."""
+    """(start, the exchanges of one batch, end), after a first batch."""
     pool = RewardPool(resolve(asked), processes)
     batch = random_images(count), [f"prompt {i}" for i in range(count)], [{}] * count
     try:
@@ -81,15 +81,13 @@ def scored(processes, *asked, count=6):
 
 
 def most_at_once(found):
-    """How many of some intervals overlap at most."""
+    """Returns the largest number of intervals that overlap."""
     changes = sorted([(one.begin, 1) for one in found] + [(one.end, -1) for one in found])
     return max(np.cumsum([change for _, change in changes]))
 
 
 @pytest.mark.parametrize("processes", [0, 1])
-def test_requests_come_from_the_process_that_scores_with_the_time_in_which_they_were_sent(
-    processes,
-):
+def test_requests_of_a_process_have_their_times(processes):
     with stub() as first, stub() as second:
         begin, found, end = scored(
             processes,
@@ -107,7 +105,7 @@ def test_requests_come_from_the_process_that_scores_with_the_time_in_which_they_
     assert times == sorted(times)
 
 
-def test_a_judge_has_no_more_requests_at_a_time_than_connections():
+def test_a_judge_has_as_many_requests_in_flight_as_connections():
     with stub() as address:
         settings = {"servers": (address,), "connections": 3, "template": "rating"}
         begin, found, end = scored(0, RewardSettings("judge", settings=settings), count=9)
@@ -116,8 +114,8 @@ def test_a_judge_has_no_more_requests_at_a_time_than_connections():
     assert all(begin <= one.begin < one.end <= end for one in found)
 
 
-def test_what_failed_is_there_too():
-    # Bound, so that nobody else gets the port, and not listening.
+def test_failed_requests_are_recorded():
+    # Bound, so that no other process gets the port, and not listening.
     with socket.socket() as nobody, stub() as address:
         nobody.bind(("127.0.0.1", 0))
         dead = f"127.0.0.1:{nobody.getsockname()[1]}"
@@ -135,7 +133,7 @@ def test_a_long_address_is_shortened_in_its_middle():
     assert len(name) == len("judge ") + request_log.ADDRESS
 
 
-def test_timelines_have_the_servers_last(tmp_path):
+def test_the_rows_of_servers_are_last(tmp_path):
     rows = ["rollout 0", "sync rollout 0", "trainer", "reward", "judge a:1", "reward server b:1"]
     kinds = ["generate", "sync", "train", "score", "ask", "ask in vain"]
     found = [
@@ -153,7 +151,7 @@ def test_timelines_have_the_servers_last(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_shows_a_row_for_each_server(tmp_path, train):  # noqa: F811
-    """Two processes of `launch/reward_server.py`, asked for chunks and evaluations in processes of the run."""
+    """Two reward servers, called for chunks and evaluations by processes of the run."""
     command = [sys.executable, ROOT / "launch" / "reward_server.py", "--port=0"]
     options = dict(stdout=subprocess.PIPE, text=True, env=environment(1, PYTHONPATH=str(ROOT)))
     names = ("jpeg_compressibility", "jpeg_incompressibility")

@@ -55,7 +55,7 @@ def test_the_built_in_reward_has_a_name():
     assert function("shapes_geneval") is shapes_geneval
 
 
-def test_a_users_own_function_is_found_in_the_current_directory(folder):
+def test_a_users_function_is_found_in_the_current_directory(folder):
     (folder / "my_reward.py").write_text("def redness(images, prompts, metadata):\n    return 7\n")
     assert function("my_reward:redness")(IMAGES, PROMPTS, METADATA) == 7
 
@@ -83,7 +83,7 @@ def test_several_names_are_one_function_with_a_column_each(folder):
     assert rewards.each(names[:1], alone) == {}
 
 
-def test_of_one_reward_the_total_is_itself():
+def test_the_total_of_one_reward_is_itself():
     scores = np.float32([0.1, 1e-30, 3e38])
     np.testing.assert_array_equal(rewards.total(scores[:, None], (1.0,)), scores)
 
@@ -116,7 +116,7 @@ def test_records_name_the_rewards_that_apply(folder):
     np.testing.assert_array_equal(twice.shown["naming:parts/more"][3:], [nan] * 3)
 
 
-def test_of_several_scores_the_one_named_like_the_reward_is_trained():
+def test_the_score_with_the_rewards_name_is_trained():
     scores = {"other": [1, 2, 3], "f": [4, 5, 6]}
     found = answer(scores)
     assert found.columns.tolist() == [[4], [5], [6]]
@@ -132,21 +132,17 @@ def test_of_several_scores_the_one_named_like_the_reward_is_trained():
 
 
 @pytest.mark.parametrize(
-    ("scores", "weight", "sentence"),
+    ("scores", "weight", "message"),
     [
-        (
-            {"a": [1, 2, 3], "b": [1, 2, 3]},
-            1.0,
-            "returned the scores 'a', 'b', but 'f' is to be trained",
-        ),
-        ({"f": [1, 2, 3]}, {"g": 1.0}, "returned the scores 'f', but 'g' is to be trained"),
-        ([1, 2, 3], {"g": 1.0}, "returned no dict, but its weight names the scores 'g'"),
+        ({"a": [1, 2, 3], "b": [1, 2, 3]}, 1.0, "'a', 'b', but 'f'"),
+        ({"f": [1, 2, 3]}, {"g": 1.0}, "'f', but 'g'"),
+        ([1, 2, 3], {"g": 1.0}, "no dict.* 'g'"),
         ({"f": [1, 2, 3], "a": [1, 2]}, 1.0, r"'mine:f/a' returned shape \(2,\) for 3 images"),
         ({"f": [1, 2, 3], "a": [1, np.nan, 2]}, 1.0, "'mine:f/a' returned nan for image 1"),
     ],
 )
-def test_several_scores_that_do_not_fit_the_weights_are_refused(scores, weight, sentence):
-    with pytest.raises(ConfigError, match=sentence):
+def test_scores_that_do_not_match_the_weights_are_refused(scores, weight, message):
+    with pytest.raises(ConfigError, match=message):
         answer(scores, weight)
 
 
@@ -155,33 +151,30 @@ def test_settings_are_keywords_of_the_function(folder):
         "def f(images, prompts, metadata, *, scale=1.0, power):\n    return scale**power\n"
     )
     assert function("set:f", scale=3, power=2)(IMAGES, PROMPTS, METADATA) == 9
-    for settings, sentence in (
-        (
-            dict(scale="3", power=2),
-            "the setting 'scale' of reward 'set:f' is '3': give it a number, as its",
-        ),
-        (dict(scale=True, power=2), "the setting 'scale' of reward 'set:f' is True"),
-        (dict(scael=3.0, power=2), "reward 'set:f' has no setting 'scael'; did you mean 'scale'?"),
-        (dict(scale=3.0), "takes (images, prompts, metadata, *, scale=1.0, power): it must take"),
+    for settings, message in (
+        (dict(scale="3", power=2), "'scale' of reward 'set:f' is '3'"),
+        (dict(scale=True, power=2), "'scale' of reward 'set:f' is True"),
+        (dict(scael=3.0, power=2), "'scael'; did you mean 'scale'"),
+        (dict(scale=3.0), "scale=1.0, power"),
     ):
-        with pytest.raises(ConfigError, match=re.escape(sentence)):
+        with pytest.raises(ConfigError, match=message):
             function("set:f", **settings)
 
 
 def test_a_reward_that_is_named_twice_is_refused():
-    with pytest.raises(ValueError, match=r"config.rewards\[1\]: .*'shapes_geneval' is named twice"):
+    with pytest.raises(ValueError, match=r"config.rewards\[1\]: .*'shapes_geneval'"):
         asked("shapes_geneval", "shapes_geneval")
 
 
-def test_sections_with_one_reward_are_told_apart_by_labels():
-    with pytest.raises(ConfigError, match=r"twice: .* give one of them another label than 'small'"):
+def test_sections_with_one_reward_need_labels():
+    with pytest.raises(ConfigError, match="'small'"):
         asked(
             RewardSettings("jpeg_compressibility", label="small"),
             RewardSettings("jpeg_incompressibility", label="small"),
         )
     with pytest.raises(ConfigError, match=r"config.rewards\[0\]: label = 'a/b'"):
         asked(RewardSettings("jpeg_compressibility", label="a/b"))
-    with pytest.raises(ConfigError, match=r"the sum of weights$"):  # a server's have no labels
+    with pytest.raises(ConfigError, match=r"^reward .*weights$"):  # a server's have no labels
         resolve([RewardSettings("shapes_geneval")] * 2, field="", serving=True)
     both = asked("jpeg_compressibility", RewardSettings("jpeg_compressibility", -1.0, label="size"))
     assert both.names == ("jpeg_compressibility", "size")
@@ -207,59 +200,41 @@ def test_a_label_is_the_name_of_every_score():
 
 @pytest.mark.parametrize("name", ["shape_geneval", "module:", ":function", ""])
 def test_an_unknown_name_is_refused(name):
-    expected = (
-        f"unknown reward '{name}': use one of {', '.join(sorted(BUILT_IN))}, or module:function"
-    )
-    with pytest.raises(ValueError, match=re.escape(expected)):
+    with pytest.raises(ConfigError, match=f"'{name}': use one of {', '.join(sorted(BUILT_IN))}"):
         asked(name)
 
 
 @pytest.mark.parametrize("name", ["no_such_module:f", "no_such.module:f", "json.nothing:f"])
 def test_a_missing_module_is_named(folder, name):
-    with pytest.raises(ValueError, match=f"there is no module '{name.split(':')[0]}' in"):
+    with pytest.raises(ConfigError, match=f"no module '{name.split(':')[0]}'"):
         asked(name)
 
 
 def test_a_missing_function_is_named(folder):
     (folder / "other_reward.py").write_text("number = 3\n")
-    with pytest.raises(ConfigError, match="module other_reward has no function 'redness'"):
+    with pytest.raises(ConfigError, match=r"other_reward .*'redness'"):
         asked("other_reward:redness")
 
 
 @pytest.mark.parametrize(
-    ("code", "sentence"),
+    ("code", "message"),
     [
-        ("f = 3", r"is a int: name a function$"),
-        (
-            "class f:\n    pass",
-            r"is a class: name a function or an instance of it$",
-        ),
-        (
-            "def f(images):\n    pass",
-            r"takes \(images\): it must take \(images, prompts, metadata\)$",
-        ),
-        ("def f(a, b, c, d):\n    pass", r"takes \(a, b, c, d\): it must take"),
-        ("def f(:\n", r"cannot be imported: SyntaxError: .*\n  .*mistaken.py, line 1: def f\(:$"),
-        (
-            "\nimport no_such",
-            r"ModuleNotFoundError: .*'no_such'\n  .*mistaken.py, line 2, in <module>: im",
-        ),
-        (
-            "import sys\nsys.exit(3)",
-            r"cannot be imported: SystemExit: 3\n  .*mistaken.py, line 2, in",
-        ),
-        (
-            "import json\njson.loads('{')",
-            r"JSONDecodeError: .*\n  .*mistaken.py, line 2, in <module>: j.*$",
-        ),
+        ("f = 3", "int"),
+        ("class f:\n    pass", "class"),
+        ("def f(images):\n    pass", r"\(images\).*\(images, prompts, metadata\)$"),
+        ("def f(a, b, c, d):\n    pass", r"\(a, b, c, d\)"),
+        ("def f(:\n", r"SyntaxError: .*\n  .*invalid.py, line 1: def f\(:$"),
+        ("\nimport no_such", r"'no_such'\n  .*invalid.py, line 2, in <module>: im"),
+        ("import sys\nsys.exit(3)", r"SystemExit: 3\n  .*invalid.py, line 2, in"),
+        ("import json\njson.loads('{')", r"JSONDecodeError: .*\n  .*invalid.py, line 2, in"),
     ],
 )
-def test_what_cannot_be_a_reward_is_refused_when_it_is_named(folder, code, sentence):
-    (folder / "mistaken.py").write_text(code)
+def test_an_invalid_function_is_refused(folder, code, message):
+    (folder / "invalid.py").write_text(code)
     with pytest.raises(
-        ConfigError, match=rf"(?s)^config.rewards\[0\]: reward 'mistaken:f' .*{sentence}"
+        ConfigError, match=rf"(?s)^config.rewards\[0\]: reward 'invalid:f' .*{message}"
     ):
-        asked("mistaken:f")
+        asked("invalid:f")
 
 
 @pytest.mark.parametrize(
@@ -282,7 +257,7 @@ def test_arguments_may_have_any_names(folder, form):
         ("assert False", "AssertionError"),
     ],
 )
-def test_what_a_reward_raises_is_said_with_the_users_own_lines(folder, line, error):
+def test_an_exception_has_the_users_lines(folder, line, error):
     inner = f"import sys\nimport numpy as np\ndef inner(images):\n    {line}\n"
     (folder / "raising.py").write_text(f"{inner}def f(images, *_):\n    return inner(images)\n")
     with pytest.raises(ConfigError) as caught:
@@ -357,7 +332,7 @@ class Unreadable:
         raise self.error
 
 
-def test_what_cannot_be_converted_is_one_sentence_with_the_rewards_name():
+def test_scores_that_cannot_be_converted_are_refused_in_one_line():
     import torch
 
     wrong = [Unreadable(error) for error in (RuntimeError("no\narray"), TypeError(), KeyError(3))]
@@ -372,31 +347,25 @@ def test_what_cannot_be_converted_is_one_sentence_with_the_rewards_name():
     ("scores", "shape"), [(0.5, "()"), ([1.0, 2.0], "(2,)"), (np.zeros((3, 1)), "(3, 1)")]
 )
 def test_a_wrong_shape_is_refused(scores, shape):
-    expected = f"reward 'mine:f' returned shape {shape} for 3 images"
-    with pytest.raises(ValueError, match=re.escape(expected)):
+    with pytest.raises(RewardError, match=re.escape(f"'mine:f' returned shape {shape} for 3")):
         call(scores)
 
 
 @pytest.mark.parametrize(
     ("value", "shown"), [(np.nan, "nan"), (-np.inf, "-inf"), (1e60, "1e.60"), (1e30, "1e.30")]
 )
-def test_a_value_that_is_not_finite_is_refused(value, shown):
-    with pytest.raises(ValueError, match=rf"'mine:f' returned {shown} for image 1 \('two'\)"):
+def test_an_invalid_value_is_refused(value, shown):
+    with pytest.raises(RewardError, match=rf"'mine:f' .* {shown} for image 1 \('two'\)"):
         call([0.0, value, 1.0])
 
 
-@pytest.mark.parametrize("scores", [["a", "b", "c"], [1j, 2, 3], [None, 1, 2], [{}, {}, {}]])
+@pytest.mark.parametrize("scores", [["a", "b", "c"], [1j, 2, 3], [None, 1, 2], [{}, {}, {}], None])
 def test_scores_that_are_no_numbers_are_refused(scores):
-    with pytest.raises(ConfigError, match=r"'mine:f' returned .* values: return numbers"):
+    with pytest.raises(RewardError, match="'mine:f'"):
         call(scores)
 
 
-def test_nothing_returned_is_refused():
-    with pytest.raises(ConfigError, match="'mine:f' returned None: return one number per image"):
-        call(None)
-
-
-def test_that_a_pool_cannot_go_on_is_not_the_rewards_exception():
+def test_a_deliberate_stop_is_not_the_rewards_exception():
     def pooled(images, prompts, metadata):
         raise Stopped("reward 'mine:f' took more than 3 seconds")
 
