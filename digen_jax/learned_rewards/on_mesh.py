@@ -34,14 +34,14 @@ from digen_jax.rewards.built_in import resolve
 FILES = ("folder", "file", "head", "processor", "tokenizer")  # settings that name files
 
 
-def read(asked: Mapping[int, RewardSettings], group: DeviceGroup) -> tuple[RewardModel, ...]:
+def read(sections: Mapping[int, RewardSettings], group: DeviceGroup) -> tuple[RewardModel, ...]:
     """Returns rewards, by their index in the config's list, with their weights on a mesh.
 
     Raises:
       ConfigError: Names the reward, and the file that is missing or invalid.
     """
     found = []
-    for number, one in asked.items():
+    for number, one in sections.items():
         learned = _learned(one)
         with blame(f"config.rewards[{number}]: reward {one.title!r}: "):
             opened = learned.open()
@@ -52,7 +52,7 @@ def read(asked: Mapping[int, RewardSettings], group: DeviceGroup) -> tuple[Rewar
     return tuple(found)
 
 
-def outlined(asked: Mapping[int, RewardSettings], group: DeviceGroup) -> tuple[RewardModel, ...]:
+def outlined(sections: Mapping[int, RewardSettings], group: DeviceGroup) -> tuple[RewardModel, ...]:
     """As `read`, with shapes instead of weights: downloads nothing, and reads only configurations.
 
     A reward whose files are not on this machine is replaced by its published network.
@@ -61,7 +61,7 @@ def outlined(asked: Mapping[int, RewardSettings], group: DeviceGroup) -> tuple[R
       ConfigError: Names the reward, and the file that is invalid.
     """
     found = []
-    for number, one in asked.items():
+    for number, one in sections.items():
         learned = _learned(one)
         files = [value for name, value in learned.settings if name in FILES and value]
         local = all(pathlib.Path(file).exists() for file in files)
@@ -73,10 +73,10 @@ def outlined(asked: Mapping[int, RewardSettings], group: DeviceGroup) -> tuple[R
 
 
 def named(
-    asked: Mapping[int, RewardSettings], scorers: tuple[RewardModel, ...]
+    sections: Mapping[int, RewardSettings], scorers: tuple[RewardModel, ...]
 ) -> dict[int, NamedReward]:
     """Returns the rewards of a mesh by their index in the config's list, to be called on the host."""
-    pairs = zip(asked.items(), scorers, strict=True)
+    pairs = zip(sections.items(), scorers, strict=True)
     return {number: NamedReward(settings, scorer) for (number, settings), scorer in pairs}
 
 

@@ -85,7 +85,7 @@ BUILT_IN = {
 
 
 def resolve(
-    asked: Sequence[RewardSettings],
+    sections: Sequence[RewardSettings],
     field: str = "config.rewards",
     serving: bool = False,
     meshes: bool = False,
@@ -95,7 +95,7 @@ def resolve(
     The user's module is searched in the current directory first, then on Python's path.
 
     Args:
-      asked: sections.
+      sections: sections of the config's list.
       field: list in which errors give the index of a section. Empty: they name only the reward.
       serving: whether this is for the processes of a reward server.
       meshes: whether this is for a run, whose meshes compute some of the rewards.
@@ -104,8 +104,8 @@ def resolve(
       ConfigError: There is no such reward, module or function, it cannot be imported or called, it does not have these
         settings, only a server has it, or two sections have one title.
     """
-    found, titles = [], [one.title for one in asked]
-    for number, one in enumerate(asked):
+    found, titles = [], [one.title for one in sections]
+    for number, one in enumerate(sections):
         try:
             if "/" in one.label:
                 raise ConfigError(
@@ -129,22 +129,22 @@ def resolve(
     return Rewards(tuple(found))
 
 
-def on_mesh(asked: Sequence[RewardSettings]) -> dict[int, RewardSettings]:
+def on_mesh(sections: Sequence[RewardSettings]) -> dict[int, RewardSettings]:
     """Returns the rewards that a run computes on its sampling meshes, by index; raises as `resolve`."""
-    return {number: one for number, one in enumerate(asked) if _on_mesh(one)}
+    return {number: one for number, one in enumerate(sections) if _on_mesh(one)}
 
 
-def _on_mesh(asked: RewardSettings) -> bool:
-    possible = asked.name in BUILT_IN and BUILT_IN[asked.name].where == "mesh"
-    if asked.where == "mesh" and not possible:
+def _on_mesh(section: RewardSettings) -> bool:
+    possible = section.name in BUILT_IN and BUILT_IN[section.name].where == "mesh"
+    if section.where == "mesh" and not possible:
         learned = ", ".join(sorted(name for name, one in BUILT_IN.items() if one.where == "mesh"))
         raise ConfigError(
-            f"reward {asked.name!r} cannot be computed on a mesh, as {learned} can: leave its field 'where' at ''"
+            f"reward {section.name!r} cannot be computed on a mesh, as {learned} can: leave its field 'where' at ''"
         )
-    found = possible and asked.where != "pool"
-    if found and asked.limit:
+    found = possible and section.where != "pool"
+    if found and section.limit:
         raise ConfigError(
-            f"reward {asked.name!r} is computed on the mesh, where it has no time limit: set its field 'limit' to 0, "
+            f"reward {section.name!r} is computed on the mesh, where it has no time limit: set its field 'limit' to 0, "
             "or 'where' to 'pool'"
         )
     return found
@@ -168,18 +168,18 @@ def find_sanity_check(reward: NamedReward) -> Callable[[], Any] | None:
     return getattr(function, "sanity_check", None)
 
 
-def find_needs(asked: RewardSettings) -> Callable[[dict[str, Any]], str | None] | None:
+def find_needs(section: RewardSettings) -> Callable[[dict[str, Any]], str | None] | None:
     """Returns what a built-in reward with its settings needs of a record: see `BuiltIn.needs`."""
-    needs = BUILT_IN[asked.name].needs if asked.name in BUILT_IN else ""
+    needs = BUILT_IN[section.name].needs if section.name in BUILT_IN else ""
     if not needs:
         return None
-    function = _import(needs, asked.name)
-    return lambda record: function(record, asked.settings)
+    function = _import(needs, section.name)
+    return lambda record: function(record, section.settings)
 
 
-def _function(asked: RewardSettings) -> Callable[..., Any]:
+def _function(section: RewardSettings) -> Callable[..., Any]:
     """Returns the function of a section, with its settings."""
-    name, settings = asked.name, dict(asked.settings)
+    name, settings = section.name, dict(section.settings)
     if name in BUILT_IN:
         factory = _import(BUILT_IN[name].factory, name)
         _check_settings(factory, name, settings, 0)

@@ -66,7 +66,7 @@ class Detector(Protocol):
         ...
 
 
-def judged(
+def score_images(
     detector: Detector, images: UInt8[np.ndarray, "b h w 3"], metadata: Sequence[dict[str, Any]]
 ) -> Float32[np.ndarray, "b"]:
     """Returns 1 for each image whose objects satisfy its record, else 0.
@@ -203,7 +203,7 @@ class GenEval:
         """Returns 1 or 0 for each image.
 
         Raises:
-          ConfigError: See `judged`; the images are clips, or `clip` is missing for a prompt with a color.
+          ConfigError: See `score_images`; the images are clips, or `clip` is missing for a prompt with a color.
           ValueError: A folder is missing or invalid.
         """
         if images.ndim != 4:
@@ -212,7 +212,7 @@ class GenEval:
             raise ConfigError(
                 "a prompt has a color, for which the reward 'geneval' needs a CLIP: set clip"
             )
-        return judged(_detector(self), images, metadata)
+        return score_images(_detector(self), images, metadata)
 
 
 @functools.lru_cache(maxsize=2)

@@ -94,7 +94,7 @@ class RewardProcess:
         self._closed = False
         self._start()
 
-    def ask(self, number: int, batch: rewards.Batch, limit: Limit) -> rewards.Answer:
+    def call(self, number: int, batch: rewards.Batch, limit: Limit) -> rewards.Answer:
         """Returns one reward's answer for images to which it applies.
 
         Raises:
@@ -153,7 +153,7 @@ class RewardProcess:
             )
             self._link = multiprocessing.connection.Connection(here.detach())
         _running.add(self)
-        with contextlib.suppress(OSError):  # if it has already died, `ask` raises
+        with contextlib.suppress(OSError):  # if it has already died, `call` raises
             self._link.send((self._payload, self._names))
 
     def _kill(self, late: threading.Event | None = None) -> None:
@@ -246,8 +246,8 @@ class RewardThread:
         self._thread = threading.Thread(target=self._work, name="reward", daemon=True)
         self._thread.start()
 
-    def ask(self, number: int, batch: rewards.Batch, limit: Limit) -> rewards.Answer:
-        """As `RewardProcess.ask`; raises RewardHung past the limit, and in every later call."""
+    def call(self, number: int, batch: rewards.Batch, limit: Limit) -> rewards.Answer:
+        """As `RewardProcess.call`; raises RewardHung past the limit, and in every later call."""
         future, reward = Future(), self._rewards.members[number]
         if not self._hangs:
             self._jobs.put((future, reward, batch))
@@ -436,7 +436,7 @@ class RewardPool:
                 limit = Limit(reward.settings.limit, f"config.rewards[{number}].limit")
             else:
                 limit = Limit(self._limit(seconds / scored * len(places) if scored else None))
-            answer = scorer.ask(number, rewards.cut(batch, places), limit)
+            answer = scorer.call(number, rewards.cut(batch, places), limit)
             exchanges += moved(answer.exchanges, time.perf_counter())
             answers.append((number, places, answer))
             self._images[number] += len(places)

@@ -12,7 +12,7 @@ from digen_jax.config.inputs import needs_of
 from digen_jax.errors import ConfigError
 from digen_jax.learned_rewards.sanity_checks import object_pairs
 from digen_jax.rewards.built_in import BUILT_IN, resolve
-from digen_jax.rewards.geneval import Detection, Detector, judged, kept, relations, satisfies
+from digen_jax.rewards.geneval import Detection, Detector, kept, relations, satisfies, score_images
 from digen_jax.rewards.settings import RewardSettings
 
 SETTINGS = {"folder": "weights/mask2former"}
@@ -117,7 +117,7 @@ def score(found, *records):
     detector = FakeDetector(*found)
     assert isinstance(detector, Detector)
     images = np.zeros((len(records), 8, 8, 3), np.uint8)
-    return judged(detector, images, records).tolist(), detector
+    return score_images(detector, images, records).tolist(), detector
 
 
 def test_objects_count_above_a_confidence_that_depends_on_the_task():

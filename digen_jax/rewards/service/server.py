@@ -200,9 +200,9 @@ class Batcher:
         self.seconds += seconds
         end = 0
         for request, future in batch:
-            begin, end = end, end + len(request.prompts)
+            start, end = end, end + len(request.prompts)
             if not future.done():
-                scores = {name: column[begin:end] for name, column in columns.items()}
+                scores = {name: column[start:end] for name, column in columns.items()}
                 future.set_result((scores, seconds))
 
 
@@ -511,7 +511,7 @@ def serve(
     Args:
       service: what is served.
       listener: see `listen`.
-      dry_run: tries the reward, in a thread; requests are refused until it returns.
+      dry_run: checks the reward, in a thread; requests are refused until it returns.
       patience: seconds to finish, after which the rest is dropped.
 
     Raises:
@@ -564,8 +564,8 @@ async def _serve(
 
     # A daemon thread: at its end, this process must not wait for a reward that hangs.
     threading.Thread(target=work, name="dry run", daemon=True).start()
-    tried = asyncio.wrap_future(future)
-    tried.add_done_callback(announce)
+    checked = asyncio.wrap_future(future)
+    checked.add_done_callback(announce)
     await server.serve(sockets=[listener])
-    if tried.done() and not service.stopping:
-        tried.result()
+    if checked.done() and not service.stopping:
+        checked.result()
