@@ -141,7 +141,7 @@ def test_a_clip_is_read_too():
     assert scores(clips, ["OPEN", "OPEN"]).tolist() == [1, 0]
 
 
-def test_what_is_missing_is_said_at_the_start(monkeypatch):
+def test_missing_packages_and_invalid_settings_are_refused(monkeypatch):
     monkeypatch.setattr(ocr.importlib.util, "find_spec", lambda name: None if "o" in name else 1)
     with pytest.raises(ConfigError) as error:
         ocr.ocr()
@@ -149,7 +149,7 @@ def test_what_is_missing_is_said_at_the_start(monkeypatch):
         "the reward 'ocr' needs rapidocr, onnxruntime: run pip install -r requirements-reward.txt"
     )
     monkeypatch.undo()
-    with pytest.raises(ConfigError, match="threads = 0: set it to 1 or more"):
+    with pytest.raises(ConfigError, match="threads must be 1"):
         ocr.ocr(threads=0)
 
 
