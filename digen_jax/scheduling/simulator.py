@@ -92,7 +92,7 @@ class Report:
 
 
 def names_of(workers: tuple[WorkerLayout, ...]) -> list[str]:
-    """The names of workers: the first one is the home worker, which updates; "rollout" ones only sample."""
+    """Returns the names of workers: the first one is the home worker, which updates; "rollout" ones only sample."""
     rollouts, others = itertools.count(), itertools.count(1)
     samples = (one.roles == (SAMPLE,) for one in workers[1:])
     return [
@@ -109,15 +109,15 @@ def seconds_of(
     jitter: float,
     draw: Callable[[], float],
 ) -> float:
-    """Duration of a command.
+    """Returns the duration of a command.
 
     Args:
-      command: a command that is answered.
-      worker: the worker that executes it. None means that it occupies no device, such as a score.
-      costs: durations on a worker of one device.
-      settings: the scheduler's.
-      jitter: see `Disturbance`.
-      draw: a uniformly random number from [0, 1), from which follows the factor of the slowest device.
+      command: A command that is answered.
+      worker: The worker that executes it. None means that it occupies no device, such as a score.
+      costs: Durations on a worker of one device.
+      settings: Settings of the scheduler.
+      jitter: See `Disturbance`.
+      draw: Returns a uniformly random number from [0, 1), which determines the factor of the slowest device.
     """
     share = command.count / settings.passes if isinstance(command, Train) else 1.0
     kind = cost_of(command)
@@ -128,66 +128,51 @@ def seconds_of(
     return seconds * (1 + jitter * (2 * draw() ** (1 / worker.devices) - 1)) if jitter else seconds
 
 
-def simulate(
-    workers: tuple[WorkerLayout, ...],
-    costs: Costs,
-    settings: Settings,
-    steps: int,
-    disturbance: Disturbance | None = None,
-    timeline: bool = True,
-) -> Report:
-    """Simulates a run of `steps` steps.
+@dataclasses.dataclass
+class Simulation:
+    """Runs the scheduler for `settings.steps` steps.
 
-    Args:
-      workers: the first one is the home worker.
-      costs: durations of commands, on a worker of one device.
-      settings: the scheduler's; `steps` replaces their number of steps.
-      steps: how many to run.
-      disturbance: jitter and a limited number of scorers. None means neither.
-      timeline: whether to record intervals; False is faster.
+    Attributes:
+      workers: The first one is the home worker.
+      costs: Durations of commands, on a worker of one device.
+      settings: Settings of the scheduler.
+      disturbance: Jitter and a limited number of scorers.
+      timeline: Whether to record intervals; False is faster.
     """
-    settings = dataclasses.replace(settings, steps=steps)
-    return _Simulation(workers, costs, settings, disturbance or Disturbance(), timeline).run()
 
+    workers: tuple[WorkerLayout, ...]
+    costs: Costs
+    settings: Settings
+    disturbance: Disturbance = Disturbance()
+    timeline: bool = True
 
-class _Simulation:
-    """The virtual clock, and the records of a simulation."""
-
-    def __init__(
-        self,
-        workers: tuple[WorkerLayout, ...],
-        costs: Costs,
-        settings: Settings,
-        disturbance: Disturbance,
-        timeline: bool,
-    ):
-        self.costs, self.settings = costs, settings
+    def __post_init__(self):
+        settings, costs, named = self.settings, self.costs, names_of(self.workers)
         self.scheduler = Scheduler(settings, costs)
-        self.timeline, self.jitter = timeline, disturbance.jitter
-        self.random = random.Random(disturbance.seed)
-        home, *others = zip(names_of(workers), workers, strict=True)
-        self.workers = dict([*others, home])  # the home worker joins last
+        self.random = random.Random(self.disturbance.seed)
+        home, *others = zip(named, self.workers, strict=True)
+        self.named = dict([*others, home])  # the home worker joins last
         self.roles: dict[str, str] = {}  # of each worker's last work
-        # What each worker generates, from when to when.
+        # The chunk that each worker generates, its start and its end.
         self.sampling: dict[str, tuple[Chunk, float, float]] = {}
         self.events: list[tuple[float, int, Event]] = []  # heap by time, then by order of pushing
         self.pushed = 0
-        self.scorers = [0.0] * disturbance.scorers  # heap of the times at which each is free
+        self.scorers = [0.0] * self.disturbance.scorers  # heap of the times at which each is free
         self.recorder = Recorder()
         images = settings.groups * settings.images
         bound = images * (costs.generate + costs.decode + costs.train)
-        bound /= sum(worker.devices * worker.speed for worker in workers)
-        devices = {name: worker.devices for name, worker in self.workers.items()}
+        bound /= sum(worker.devices * worker.speed for worker in self.workers)
+        devices = {name: worker.devices for name, worker in self.named.items()}
         self.report = Report(devices, bound, self.recorder.intervals)
 
     def run(self) -> Report:
         """Runs until the scheduler is finished."""
-        for name, worker in self.workers.items():
+        for name, worker in self.named.items():
             self._push(Joined(0.0, name, worker.roles))
         while not self.scheduler.finished:
             _, _, event = heapq.heappop(self.events)
             self._handle(event)
-        for worker in self.workers:
+        for worker in self.named:
             self.recorder.end_wait(worker, event.at)
         return self.report
 
@@ -210,7 +195,7 @@ class _Simulation:
                 self.recorder.look_at(self.scheduler, name, event.at)
 
     def _ahead(self, now: float) -> float:
-        """The share of the step that starts now which is sampled already."""
+        """Returns the share of the step that starts now which is already sampled."""
         step = self.scheduler.state.steps.get(self.scheduler.state.step)
         if step is None:
             return 0.0
@@ -222,9 +207,11 @@ class _Simulation:
 
     def _start(self, command: Command, now: float) -> None:
         """Starts a command now, or as soon as a scorer is free; schedules its completion."""
-        worker = self.workers.get(getattr(command, "worker", ""))
+        worker = self.named.get(getattr(command, "worker", ""))
         draw = self.random.random
-        seconds = seconds_of(command, worker, self.costs, self.settings, self.jitter, draw)
+        seconds = seconds_of(
+            command, worker, self.costs, self.settings, self.disturbance.jitter, draw
+        )
         if command.kind in ROLES:
             before, role = self.roles.get(command.worker), ROLES[command.kind]
             seconds += self.costs.switch if before not in (None, role) else 0.0
@@ -256,3 +243,16 @@ class _Simulation:
         elif chunk is not None and chunk.evaluation and name != "reward":
             kind = "evaluate"
         self.recorder.work(name, kind, start, end, chunk)
+
+
+def simulate(
+    workers: tuple[WorkerLayout, ...],
+    costs: Costs,
+    settings: Settings,
+    steps: int,
+    disturbance: Disturbance = Disturbance(),
+    timeline: bool = True,
+) -> Report:
+    """Simulates a run of `steps` steps: see `Simulation`."""
+    settings = dataclasses.replace(settings, steps=steps)
+    return Simulation(workers, costs, settings, disturbance, timeline).run()
