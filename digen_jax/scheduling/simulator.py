@@ -4,7 +4,6 @@ import dataclasses
 import heapq
 import itertools
 import random
-from collections import Counter
 from collections.abc import Callable
 
 from digen_jax.scheduling import timeline
@@ -63,7 +62,6 @@ class Report:
       devices: of each worker.
       bound: seconds of a step in which all devices always sample or train: (G + T) / N.
       ahead: the share of the next step that was sampled at each step's end.
-      trained_by_age: passes by the age of their samples, in versions.
     """
 
     devices: dict[str, int]
@@ -71,7 +69,6 @@ class Report:
     intervals: list[Interval] = dataclasses.field(default_factory=list)
     step_ends: list[float] = dataclasses.field(default_factory=list)
     ahead: list[float] = dataclasses.field(default_factory=list)
-    trained_by_age: Counter[int] = dataclasses.field(default_factory=Counter)
 
     @property
     def step_seconds(self) -> float:
@@ -228,8 +225,6 @@ class Simulation:
         elif isinstance(command, Decode):
             self.sampling.pop(command.worker, None)
         self._push(Completed(end, command, end - now, values))
-        if isinstance(command, Train):
-            self.report.trained_by_age[command.chunk.step - command.version] += command.count
         if self.timeline:
             self._note(command, start, end)
 

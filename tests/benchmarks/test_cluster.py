@@ -33,7 +33,7 @@ def test_every_worker_has_its_roles_and_waits_long_enough(case):
     report = simulated(case)
     sampling = {one.worker for one in report.intervals if one.kind == "generate"}
     assert (TRAINER in sampling) == case.samples
-    assert set(report.trained_by_age) == set(range(1 + case.max_policy_lag))
+    assert any(report.ahead) == bool(case.max_policy_lag)
     assert report.devices == {TRAINER: 1} | {
         f"rollout {number}": 1 for number in range(len(case.speeds))
     }

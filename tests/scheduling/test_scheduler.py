@@ -28,7 +28,7 @@ from digen_jax.scheduling.commands import (
 )
 from digen_jax.scheduling.scheduler import Scheduler, SchedulerError
 from digen_jax.scheduling.settings import Costs, Settings
-from digen_jax.scheduling.simulator import Disturbance, WorkerLayout, simulate
+from digen_jax.scheduling.simulator import WorkerLayout, simulate
 from tests.scheduling.world import BOTH, Referee, World, values_of
 
 COSTS = Costs(generate=1.0, train=1.0, decode=0.1, score=0.1, sync=0.2)
@@ -261,16 +261,6 @@ def matches(command, kind=Command, worker=None, chunk=None):
     )
 
 
-def test_a_lost_workers_chunk_is_generated_elsewhere_by_the_same_version():
-    pool = Pool()
-    lost, other = pool.until(Generate, "r0"), pool.until(Generate, "r1")
-    pool.handle(Removed(1.0, lost.worker))
-    pool.complete(Generate, other.worker)
-    pool.complete(Decode, other.worker)
-    found = pool.find(Generate, other.worker)
-    assert (found.chunk, found.version) == (lost.chunk, lost.version)
-
-
 def test_work_that_failed_is_tried_elsewhere_and_not_forever():
     pool = Pool(dataclasses.replace(PLAIN, retries=1))
     first, second = pool.until(Generate, "r0"), pool.until(Generate, "r1")
@@ -360,16 +350,6 @@ def passes_trained(commands, step=0):
     return found
 
 
-def test_passes_of_a_worker_lost_after_its_last_piece_are_trained_again():
-    pool = before_last_piece()
-    lost = passes_trained(c for c in pool.issued if matches(c, Train, "r0"))
-    issued = len(pool.issued)
-    pool.handle(Removed(1.0, "r0"))
-    update = pool.until(Update)
-    assert passes_trained(pool.issued[issued:]) == lost and lost
-    assert update.trained == (TRAINER,)
-
-
 @pytest.mark.parametrize("has_sums", [True, False])
 def test_a_worker_is_lost_during_the_update(has_sums):
     """The update has the worker's sums already and completes, or it fails and the worker's passes are trained again."""
@@ -385,17 +365,6 @@ def test_a_worker_is_lost_during_the_update(has_sums):
     pool.fail(Update, TRAINER)  # no failure counts, or `retries` = 0 would end the run
     assert pool.until(Update).trained == (TRAINER,) and pool.scheduler.state.step == 0
     assert passes_trained(pool.issued[issued:]) == lost
-
-
-def test_a_worker_is_lost_while_it_trains():
-    pool = Pool(roles=(SAMPLE_FIRST,))
-    piece = pool.until(Train, "r0")
-    issued = len(pool.issued)
-    pool.handle(Removed(1.0, "r0"))
-    pool.handle(Joined(1.0, "r0", SAMPLE_FIRST))
-    pool.until(Update)
-    again = passes_trained(pool.issued[issued:])[piece.chunk.index]
-    assert again >= set(range(piece.first, piece.first + piece.count))
 
 
 # --------------------------------------------------------------------------- shapes of a step
@@ -507,18 +476,6 @@ def test_the_lag_and_the_fraction_bound_what_begins_early(max_policy_lag, share,
     begun = {c.chunk for c in pool.issued if isinstance(c, Generate)}
     assert sorted(f.index for f in begun if f.step == 1) == list(range(expected))
     assert all(f.step <= 1 for f in begun)
-
-
-@pytest.mark.parametrize(("max_policy_lag", "share"), [(0, 0.5), (1, 0.25), (1, 1.0)])
-def test_the_age_of_trained_samples_is_bounded(max_policy_lag, share):
-    plan = dataclasses.replace(
-        PLAIN, groups=32, images=1, max_policy_lag=max_policy_lag, max_off_policy_fraction=share
-    )
-    costs = dataclasses.replace(COSTS, update=2.0, sync=2.0)
-    report = simulate((WorkerLayout(),) * 4, costs, plan, 8, Disturbance(jitter=0.2))
-    ages = report.trained_by_age
-    assert set(ages) == set(range(max_policy_lag + 1))
-    assert ages[1] <= share * ages.total()
 
 
 def test_the_home_worker_does_not_sample_ahead_when_its_update_is_due():
@@ -640,17 +597,6 @@ def test_an_evaluation_runs_while_other_workers_train():
     without = dataclasses.replace(EVALUATED, evaluate_every=0)
     ends = [simulate(SPLIT, slow, plan, 3).step_ends for plan in (EVALUATED, without)]
     assert ends[0] == pytest.approx(ends[1])
-
-
-def test_an_evaluation_ends_before_the_next_version_exists():
-    report = simulate(SPLIT[:2], DEAR, EVALUATED, 2)
-    made = [i for i in report.intervals if i.kind == "evaluate"]
-    updates = [i for i in report.intervals if i.kind == "update"]
-    for version, update in enumerate(updates):
-        own = [i for i in made if i.chunk.step == version]
-        assert len({i.chunk for i in own}) == 2
-        assert max(i.end for i in own) <= update.start
-    assert {i.chunk.step for i in made} == {0, 1, 2}
 
 
 @pytest.mark.parametrize("roles", [TRAIN_ONLY, SAMPLE_FIRST])
