@@ -147,9 +147,7 @@ def run(begin, base, tmp_path):  # noqa: F811
     return Run(begin, base, tmp_path)
 
 
-def test_a_run_of_which_any_process_is_lost_or_stopped_continues_and_is_the_same(
-    run, unbroken, tmp_path
-):
+def test_a_run_continues_the_same_after_any_process_dies_or_stops(run, unbroken, tmp_path):
     """Removed workers start again, unless all processes are one job of JAX; all else ends the run."""
     for step in (2, 3, 4):
         run.hold(step)
@@ -199,7 +197,7 @@ def test_a_run_of_which_any_process_is_lost_or_stopped_continues_and_is_the_same
 TRAINERS = "--config.placement.trainer.workers=2"
 
 
-def test_a_pool_of_training_workers_of_which_one_is_lost_and_rejoins(run, unbroken):
+def test_a_training_worker_dies_and_rejoins(run, unbroken):
     run.hold(2), run.hold(3)
     process = run.begin("--config.placement.rollout.data=0", TRAINERS, "--config.steps=4")
     run.held(2, process)
@@ -238,7 +236,7 @@ def trainer_pid(process: Begun, number: int) -> int:
     raise AssertionError(f"there is no process {number} of the trainer")
 
 
-def test_a_worker_and_a_trainer_of_two_processes_are_lost(run, begin, base, tmp_path):  # noqa: F811
+def test_a_worker_and_a_trainer_of_two_processes_die(run, begin, base, tmp_path):  # noqa: F811
     """Without its worker the trainer generates; a lost process of the trainer ends the run.
 
     Both processes of the trainer encode the prompts before the first step.

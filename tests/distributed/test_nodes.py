@@ -70,7 +70,7 @@ def nodes(begin, base, tmp_path):  # noqa: F811
         lose(node)
 
 
-def test_a_worker_moves_when_its_node_is_lost_and_the_loss_of_the_head_ends_all(
+def test_a_worker_moves_when_its_node_dies_and_the_death_of_the_head_ends_all(
     nodes,
     unbroken,  # noqa: F811
     tmp_path,

@@ -129,7 +129,7 @@ def test_an_error_keeps_its_type_and_text(engine, actor, kind):
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_calls_of_a_lost_process_fail(engine, number):
+def test_calls_of_a_dead_process_fail(engine, number):
     (made,) = engine.start(Process, [("lost",)], Resources())
     pid = done(engine.call(made, "pid", group="work"))
     waiting = engine.call(made, "wait", group="work")

@@ -76,7 +76,7 @@ MOMENTS = {
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_lost_worker_changes_nothing_and_rejoins(
+def test_a_worker_that_dies_changes_nothing_and_rejoins(
     alone,  # noqa: F811
     systems,
     quick,  # noqa: F811

@@ -107,7 +107,7 @@ def test_a_version_that_is_dropped_while_it_is_stored_is_not_kept(monkeypatch):
     assert not thread.is_alive() and not transfer._stored
 
 
-def test_samples_are_taken_from_where_they_are_and_a_lost_worker_has_none():
+def test_samples_stay_on_their_worker_until_they_are_needed():
     engine = LocalEngine()
     transfer = TrainerTransfer(engine)
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[1])
@@ -126,7 +126,7 @@ def test_samples_are_taken_from_where_they_are_and_a_lost_worker_has_none():
     assert not transfer._refs
 
 
-def test_the_trainers_other_processes_take_what_the_first_one_has_taken():
+def test_the_trainers_other_processes_get_samples_from_the_first_one():
     engine = LocalEngine()
     (mailbox,) = engine.start(Mailbox, [()], Resources())
     first, *others = (TrainerTransfer(engine, Shares(mailbox, number, 3)) for number in range(3))
@@ -149,7 +149,7 @@ def test_the_trainers_other_processes_take_what_the_first_one_has_taken():
     assert not mailbox.object._refs
 
 
-def test_weights_of_several_processes_are_gathered_when_they_are_offered():
+def test_weights_of_several_processes_are_gathered_when_they_become_available():
     """Later only the first process is asked for them, and alone it cannot gather."""
     engine = LocalEngine()
     (mailbox,) = engine.start(Mailbox, [()], Resources())

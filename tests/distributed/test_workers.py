@@ -51,7 +51,7 @@ def drive(system, c, steps, faults, **options):
     return driver.executor.state, history, log
 
 
-def test_lost_workers_are_started_again_and_change_nothing(quick, monkeypatch):
+def test_disconnected_workers_restart_and_change_nothing(quick, monkeypatch):
     """The first worker does not answer; later both are killed, and the trainer may sample until one is back."""
     c = config("flow_grpo", TWO, **LORA)
     system, release = toy.system(c, 3), threading.Event()
@@ -98,7 +98,7 @@ def test_a_config_that_cannot_work_ends_the_start_with_its_error(quick):
     found.close()
 
 
-def test_a_worker_that_fails_to_start_is_tried_again(quick):
+def test_a_worker_that_fails_to_start_restarts(quick):
     kind = type("Late", (Broken,), dict(error=RuntimeError("no memory"), times=3))
     engine = LocalEngine()
     found = RemoteWorkers(toy.opened(config("flow_grpo", TWO)), engine, kind=kind)
@@ -107,7 +107,7 @@ def test_a_worker_that_fails_to_start_is_tried_again(quick):
     found.close()
 
 
-def test_a_worker_that_hangs_while_it_opens_is_started_again(quick, monkeypatch):
+def test_a_worker_that_hangs_during_its_start_restarts(quick, monkeypatch):
     monkeypatch.setattr(workers, "OPEN_TIMEOUT", 0.5)
     hangs, release = threading.Lock(), threading.Event()
 
@@ -150,7 +150,7 @@ def test_a_run_starts_with_as_many_workers_as_it_needs_whichever_they_are():
     found.close()
 
 
-def test_the_loss_of_one_process_is_no_error_of_the_other():
+def test_the_death_of_one_process_is_no_error_of_the_other():
     """Of two processes in a collective, the one that is left fails before the loss is known."""
     failed, release = threading.Event(), threading.Event()
 

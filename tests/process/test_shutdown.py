@@ -57,9 +57,7 @@ def run(folder, script):
         ("raise KeyError('a bug')", 1, "KeyError: 'a bug'\n"),
     ],
 )
-def test_a_script_ends_with_its_code_and_all_that_it_said_though_a_thread_hangs(
-    tmp_path, what, code, said
-):
+def test_a_script_with_a_hung_thread_ends_with_its_code_and_output(tmp_path, what, code, said):
     done = run(tmp_path, SCRIPT.format(what=what))
     assert (done.returncode, done.stdout) == (code, "done\nlast\n")
     assert done.stderr.endswith(said)
@@ -123,12 +121,12 @@ run_main(main)
         "exit_now(log_fatal('another thread: the leader is lost', 2))",
     ],
 )
-def test_the_first_thread_that_says_why_a_process_ends_says_it_for_all(tmp_path, what):
+def test_the_first_fatal_error_determines_message_and_exit_code(tmp_path, what):
     done = run(tmp_path, RACE.format(what=what))
     assert (done.returncode, done.stderr) == (75, "a thread: the leader is lost\n")
 
 
-def test_the_last_word_is_one_line_however_many_threads_have_it(tmp_path):
+def test_one_thread_logs_the_fatal_error(tmp_path):
     done = run(
         tmp_path,
         "import sys, threading\n"
@@ -146,7 +144,7 @@ def test_the_last_word_is_one_line_however_many_threads_have_it(tmp_path):
 
 
 @pytest.mark.parametrize("heard", [True, False])
-def test_a_process_that_a_library_aborts_has_time_to_say_why(tmp_path, heard):
+def test_an_abort_by_a_library_leaves_time_to_log_the_reason(tmp_path, heard):
     """Whether a thread says it or not, it ends."""
     done = run(
         tmp_path,
@@ -161,7 +159,7 @@ def test_a_process_that_a_library_aborts_has_time_to_say_why(tmp_path, heard):
     assert found == ((75, "the leader is lost\n") if heard else (-signal.SIGABRT, ""))
 
 
-def test_the_last_word_does_not_wait_for_a_full_pipe(tmp_path):
+def test_logging_a_fatal_error_does_not_wait_for_a_full_pipe(tmp_path):
     (tmp_path / "script.py").write_text(
         "from digen_jax.process.shutdown import log_fatal, exit_now\nexit_now(log_fatal('x' * 2**20, 75))\n"
     )
@@ -174,7 +172,7 @@ def test_the_last_word_does_not_wait_for_a_full_pipe(tmp_path):
         assert process.wait(20) == 75  # nothing reads
 
 
-def test_leaving_waits_for_nobody(tmp_path):
+def test_exiting_does_not_wait_for_actions(tmp_path):
     (tmp_path / "script.py").write_text(
         "import time\n"
         "from digen_jax.process import shutdown\n"
@@ -376,7 +374,7 @@ def test_ctrl_c_ends_a_run_that_is_starting(tmp_path, mapped):
     assert (process.returncode, errors) == (130, "train.py: stopped by Ctrl-C\n")
 
 
-def test_the_first_interrupt_is_noted():
+def test_the_first_signal_is_noted():
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = [*map(signal.getsignal, numbers), signal.set_wakeup_fd(-1)]
     with Interrupt() as interrupt:
@@ -387,7 +385,7 @@ def test_the_first_interrupt_is_noted():
 
 
 @pytest.mark.parametrize("what", ["thread", "process", "mesh", "exit", "call"])
-def test_the_second_ends_at_once_whatever_hangs_and_says_no_more_than_that(tmp_path, what):
+def test_the_second_signal_ends_the_process_whatever_hangs(tmp_path, what):
     (tmp_path / "hanging.py").write_text(textwrap.dedent(HANGING))
     (tmp_path / "script.py").write_text(HANGS)
     process = subprocess.Popen(
@@ -428,7 +426,7 @@ def failed(text: str, kind: type[Exception] = jax.errors.JaxRuntimeError) -> Exc
     return caught.value
 
 
-def test_what_ran_and_the_first_line_are_told():
+def test_an_out_of_memory_summary_has_the_work_and_the_first_line():
     found = out_of_memory(failed(f"{OF_TPU}.\n\nTotal hbm usage >= 21.0G"))
     assert found == f"a device ran out of memory during training ({OF_TPU})"
     bare = jax.errors.JaxRuntimeError(f"{OF_TPU} {'x' * 900}")
@@ -436,7 +434,7 @@ def test_what_ran_and_the_first_line_are_told():
     assert len(out_of_memory(bare)) < 400
 
 
-def test_it_is_found_behind_the_error_that_it_led_to():
+def test_out_of_memory_is_found_behind_the_error_that_it_caused():
     try:
         try:
             raise failed(OF_TPU)
@@ -462,5 +460,5 @@ def test_it_is_found_behind_the_error_that_it_led_to():
     ],
     ids=str,
 )
-def test_others_are_left_alone(error):
+def test_other_errors_are_not_out_of_memory(error):
     assert out_of_memory(error) is None and not getattr(error, "__notes__", [])

@@ -83,7 +83,7 @@ def test_a_layout_is_what_costs_depend_on(tmp_path):
         assert layout() != layout(**fields)
 
 
-def test_what_was_begun_by_two_meshes_is_done_by_others(tmp_path, train):
+def test_work_in_flight_of_two_workers_is_continued_by_others(tmp_path, train):
     """Half of a step has begun with older weights, which the checkpoint contains; then one device does everything."""
     apart = toy.meshes((1, 1), (1, 1), workers=2)
     fields = dict(runtime__max_policy_lag=1, sampler__chunk=4, trainer__micro_batch=4)
@@ -166,7 +166,7 @@ def fill(folder: pathlib.Path) -> None:
                 pass
 
 
-def test_a_full_disk_costs_no_step_and_the_same_command_goes_on(
+def test_a_full_disk_costs_no_step_and_the_same_command_continues(
     tmp_path, train, small_disk, monkeypatch
 ):
     c = config(tmp_path, steps=3, checkpoint__every=3, evaluation__every=1, images__every=1)
@@ -196,7 +196,7 @@ def test_a_full_disk_costs_no_step_and_the_same_command_goes_on(
 
 
 @pytest.mark.slow
-def test_a_disk_that_fills_while_a_checkpoint_is_written_is_one_sentence_that_says_what_to_do(
+def test_a_disk_that_fills_during_a_save_is_reported_with_advice(
     tmp_path, train, small_disk, monkeypatch
 ):
     """Then no space is reserved for what the run still writes at its end."""
@@ -220,7 +220,7 @@ def test_a_disk_that_fills_while_a_checkpoint_is_written_is_one_sentence_that_sa
     ]
 
 
-def test_a_disk_that_is_full_before_a_run_begins_is_one_sentence(tmp_path, train, small_disk):
+def test_a_disk_that_is_full_before_the_start_is_reported(tmp_path, train, small_disk):
     fill(small_disk)
     for workdir in ("disk/run", "disk"):
         with pytest.raises((SaveFailed, ConfigError)):

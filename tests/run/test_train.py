@@ -455,7 +455,7 @@ def test_with_dynamic_sampling_a_resumed_run_equals_an_unbroken_one(tmp_path, tr
         assert 4 <= line["candidates"] <= 5
 
 
-def test_a_run_with_asynchrony_goes_on_with_what_it_had_begun(tmp_path, train):
+def test_an_asynchronous_run_resumes_work_in_flight(tmp_path, train):
     """Chunks begun ahead are in the checkpoint, with the weights that they were begun with."""
     fields = toy.meshes((1, 1), (1, 1)) | dict(
         runtime__max_policy_lag=1, sampler__chunk=4, trainer__micro_batch=4
@@ -510,7 +510,7 @@ def test_one_device_does_everything_and_says_so(tmp_path, train, capsys):
     assert history[1]["gradient_norm"] > 0 and history[1]["ratio"] == pytest.approx(1, abs=1e-5)
 
 
-def test_a_mistake_that_shows_at_the_first_evaluation_leaves_the_workdir_free(tmp_path, train):
+def test_an_error_at_the_first_evaluation_frees_the_workdir(tmp_path, train):
     with pytest.raises(ConfigError, match="returned shape"):
         train("run", config(tmp_path), at(0, lambda scores: scores[:-1]))
     assert train("run", config(tmp_path, steps=1, trainer__learning_rate=0.2)) is None

@@ -151,7 +151,7 @@ def test_neither_order_nor_bits_depend_on_arrival(monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, *found)
 
 
-def test_what_is_dropped_while_it_is_made_is_not_kept(monkeypatch):
+def test_a_chunk_that_is_dropped_during_generation_is_not_kept(monkeypatch):
     """The redundant candidate's chunks come after the end of their step."""
     over, real, end = threading.Event(), SamplingExecutor.generate, Steps.end
     last = Chunk(2, GROUPS * 2)

@@ -80,7 +80,9 @@ def hang(monkeypatch, end, noted):
     return arrange
 
 
-def test_a_mesh_that_hangs_is_given_up_and_changes_nothing(system, undisturbed, hang, noted, capfd):
+def test_a_worker_that_hangs_is_removed_and_changes_nothing(
+    system, undisturbed, hang, noted, capfd
+):
     hang("generate")
     state, history, log = toy.drive(system, config(**HANGS), 3)
     equal_bits(state, undisturbed[0])
@@ -92,7 +94,7 @@ def test_a_mesh_that_hangs_is_given_up_and_changes_nothing(system, undisturbed, 
     equal_bits(replayed(system, config(), log), state)
 
 
-def test_what_comes_back_too_late_is_not_taken(system, hang, end):
+def test_late_results_of_a_removed_worker_are_ignored(system, hang, end):
     """By then the chunk belongs to another mesh."""
     hang("decode", call=1)
     with toy.driver(system, config(**HANGS)) as driver:
@@ -108,7 +110,7 @@ def test_what_comes_back_too_late_is_not_taken(system, hang, end):
     assert not any(isinstance(key, SamplesKey) and key.worker == late.name for key in offered)
 
 
-def test_without_any_mesh_left_the_trainer_does_everything(system, undisturbed, hang, noted):
+def test_without_another_worker_the_trainer_does_everything(system, undisturbed, hang, noted):
     hang("generate", workers=(0, 1))
     state, _, log = toy.drive(system, config(**HANGS), 3)
     assert any(isinstance(c, Generate) and c.worker == TRAINER for c in log)
@@ -139,7 +141,7 @@ def test_where_the_trainer_cannot_take_over_the_run_stops_by_name(system, hang, 
         assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(driver.executor.state))
 
 
-def test_a_weight_sync_that_hangs_costs_its_mesh_and_no_update(
+def test_a_weight_sync_that_hangs_removes_its_worker_and_no_update(
     system, undisturbed, noted, end, monkeypatch
 ):
     """An update consumes published arrays: it waits for their readers, but not forever."""
@@ -165,7 +167,7 @@ def test_a_weight_sync_that_hangs_costs_its_mesh_and_no_update(
     assert {c.worker for c in late} <= {"rollout 0"}
 
 
-def test_an_evaluation_that_hangs_is_made_elsewhere(system, end, noted, monkeypatch):
+def test_an_evaluation_that_hangs_is_repeated_by_another_worker(system, end, noted, monkeypatch):
     """One of its two chunks hangs on the first mesh that gets it."""
     real, hung = SamplingExecutor.generate, []
 
@@ -191,7 +193,7 @@ def test_an_evaluation_that_hangs_is_made_elsewhere(system, end, noted, monkeypa
     np.testing.assert_array_equal(found.scores, expected.scores)
 
 
-def test_a_weight_sync_that_others_supersede_costs_its_mesh_nothing(system, monkeypatch, capfd):
+def test_a_superseded_weight_sync_does_not_count_against_its_worker(system, monkeypatch, capfd):
     """It fails in the end: of the versions published meanwhile its mesh gets the last, and stays."""
     c, release, real = config(**STALE), threading.Event(), ArrayTransfer.get
     c.batch.groups = 1  # rollout 0 generates it

@@ -57,7 +57,7 @@ def clips(*levels: int) -> np.ndarray:
     return np.broadcast_to(greys[..., None, None, None], (len(levels), 3, 4, 4, 3))
 
 
-def test_of_a_step_only_what_may_be_shown_leaves():
+def test_only_previews_of_a_step_leave_the_worker():
     given = clips(30, 10, 50, 50, 20, 40)
     with judging() as judge:
         (shown, other) = (judge.submit(Chunk(step, 0), given).result(30) for step in (6, 7))
@@ -80,9 +80,7 @@ def test_of_equal_images_those_of_several_prompts_are_shown():
 
 
 @pytest.mark.parametrize(("version", "frames"), [(7, 3), (2, 1)])
-def test_of_an_evaluation_the_first_clips_leave_and_whole_ones_where_they_are_shown(
-    version, frames
-):
+def test_of_an_evaluation_the_first_clips_leave_the_worker(version, frames):
     settings = dataclasses.replace(SETTINGS, shown_images=5)
     with judging(settings=settings) as judge:
         chunks = [Chunk(version, i, evaluation=True) for i in (0, 1)]
@@ -94,7 +92,7 @@ def test_of_an_evaluation_the_first_clips_leave_and_whole_ones_where_they_are_sh
         assert one.previews is None and len(one.values) == len(made)
 
 
-def test_images_with_nan_are_no_fault_of_a_reward():
+def test_images_with_nan_are_no_error_of_a_reward():
     with judging() as judge, pytest.raises(DivergedError, match="holds NaN"):
         judge.submit(Chunk(0, 0), np.full((6, 1, 4, 4, 3), np.nan, np.float32)).result(30)
 
@@ -182,7 +180,7 @@ def steps(drawn=None, first=0):
     return Steps(noted, 2, 2, SampleRng(3, Window(length=2)), first, set_steps=4)
 
 
-def test_a_mesh_that_joins_late_draws_what_it_missed_and_holds_none_of_it():
+def test_a_worker_that_joins_late_draws_earlier_steps_and_does_not_store_them():
     drawn, whole = [], steps()
     late = steps(drawn)
     late.forget(5)
@@ -198,7 +196,7 @@ def test_a_mesh_that_joins_late_draws_what_it_missed_and_holds_none_of_it():
         late[4]
 
 
-def test_steps_are_forgotten_once_and_in_any_order():
+def test_steps_are_freed_once_and_in_any_order():
     found = steps(first=2)
     found[4]
     found.end()

@@ -203,7 +203,7 @@ def test_sums_that_are_lost_before_the_update_are_trained_again(alone, systems, 
     assert len(made) > GROUPS
 
 
-def test_a_training_worker_that_hangs_is_given_up(alone, systems, monkeypatch, capfd):
+def test_a_training_worker_that_hangs_is_removed(alone, systems, monkeypatch, capfd):
     released = threading.Event()
     Failing(monkeypatch, OtherTrainingExecutor, "train", "worker 2", 3, released.wait)
     c, system = config(POOL, runtime__deadline=4.0), systems(False)

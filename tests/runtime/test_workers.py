@@ -151,7 +151,7 @@ def test_a_trainer_whose_sampling_fails_leaves_it_to_others(undisturbed, monkeyp
     assert toy.difference(*map(jax.device_get, (state.tuned, undisturbed[0].tuned))) < 1e-3
 
 
-def test_a_worker_that_weights_do_not_reach_is_given_up(system, undisturbed, monkeypatch, capfd):
+def test_a_worker_that_gets_no_weights_is_removed(system, undisturbed, monkeypatch, capfd):
     real = ArrayTransfer.get
 
     def take(transfer, key, shardings, taker):
@@ -167,7 +167,7 @@ def test_a_worker_that_weights_do_not_reach_is_given_up(system, undisturbed, mon
     assert {c.worker for c in late} == {"rollout 0"}
 
 
-def test_what_another_process_does_not_send_is_one_line(system, undisturbed, monkeypatch, capfd):
+def test_a_transfer_error_is_logged_in_one_line(system, undisturbed, monkeypatch, capfd):
     real, failed = TrainingExecutor.deliver, []
 
     def deliver(executor, command):
@@ -185,7 +185,7 @@ def test_what_another_process_does_not_send_is_one_line(system, undisturbed, mon
     assert line in said and "Traceback" not in said and "reassigning" not in said
 
 
-def test_arrays_that_do_not_come_from_a_lost_process_are_no_failure(
+def test_missing_arrays_of_a_disconnected_process_are_no_failure(
     system, undisturbed, monkeypatch, capfd
 ):
     """Its connections break before the leader knows that it is lost."""
@@ -208,7 +208,7 @@ def test_arrays_that_do_not_come_from_a_lost_process_are_no_failure(
     assert "have not come" not in said and "times in a row" not in said
 
 
-def test_a_mesh_that_is_lost_already_does_not_end_the_run(system, undisturbed, monkeypatch):
+def test_a_failure_of_a_removed_worker_does_not_end_the_run(system, undisturbed, monkeypatch):
     """What it was at fails by that, in words that would end the run."""
     real, drivers = SamplingExecutor.generate, []
 
@@ -226,7 +226,7 @@ def test_a_mesh_that_is_lost_already_does_not_end_the_run(system, undisturbed, m
         equal_bits(driver.executor.state, undisturbed[0])
 
 
-def test_a_mesh_that_cannot_be_added_ends_the_run_with_the_reason(system, monkeypatch):
+def test_a_worker_that_cannot_join_ends_the_run_with_the_reason(system, monkeypatch):
     def join(executors, sampler):
         raise RuntimeError("there is no room for it")
 
@@ -251,7 +251,7 @@ def test_what_fails_everywhere_ends_the_run_with_its_reason(system, monkeypatch)
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_scores_of_a_lost_mesh_do_not_count(system, undisturbed, monkeypatch, capfd, late):
+def test_scores_of_a_removed_worker_are_ignored(system, undisturbed, monkeypatch, capfd, late):
     """They fail as the mesh's, or come when another mesh has made their chunk again."""
     real, held, lost, drivers, noted = SamplingExecutor.score, [], [], [], []
     there, note = threading.Event(), Executors.scored
@@ -331,7 +331,7 @@ def test_a_replayed_log_gives_the_same_bits_with_asynchrony(system, asynchronous
     assert sum(metrics["policy_lag"] for metrics in history) > 0
 
 
-def test_a_run_goes_on_with_what_it_had_begun(system):
+def test_a_run_resumes_work_in_flight(system):
     """As from a checkpoint: arrays, and JSON."""
     c = config(**STALE)
     with toy.driver(system, c) as driver:

@@ -274,7 +274,7 @@ def test_work_that_failed_is_tried_elsewhere_and_not_forever():
 
 
 @pytest.mark.parametrize(("kind", "role"), [(Generate, "sample"), (Train, "train")])
-def test_two_failures_in_a_row_take_a_role_and_the_run_ends_without_workers(kind, role):
+def test_two_failures_in_a_row_remove_a_role_and_the_run_ends_without_workers(kind, role):
     plan = dataclasses.replace(PLAIN, groups=8, retries=99)
     pool = Pool(plan, home=SAMPLE_FIRST)
     for worker in ("r0", "r1"):
@@ -302,7 +302,7 @@ def test_a_success_between_two_failures_keeps_the_role():
     assert pool.roles("r0") == SAMPLE_FIRST
 
 
-def test_a_role_that_no_worker_is_left_with_returns():
+def test_a_role_that_no_worker_has_returns():
     pool = Pool(dataclasses.replace(PLAIN, retries=99))
     for _ in range(2):
         pool.until(Generate, "r0")
@@ -314,7 +314,7 @@ def test_a_role_that_no_worker_is_left_with_returns():
         pool.complete()
 
 
-def test_a_lost_home_worker_ends_the_run():
+def test_the_run_ends_when_the_home_worker_disconnects():
     with pytest.raises(SchedulerError, match="the trainer"):
         Pool().handle(Removed(1.0, TRAINER))
 
@@ -462,7 +462,7 @@ def test_a_failed_transfer_of_superseded_weights_does_not_count_against_its_work
     ("max_policy_lag", "share", "expected"),
     [(0, 0.5, 0), (1, 0.0, 0), (1, 0.3, 3), (1, 0.5, 5), (1, 1.0, 10)],
 )
-def test_the_lag_and_the_fraction_bound_what_begins_early(max_policy_lag, share, expected):
+def test_lag_and_fraction_bound_the_chunks_that_start_early(max_policy_lag, share, expected):
     plan = dataclasses.replace(
         PLAIN,
         groups=10,
@@ -550,7 +550,7 @@ def test_a_scheduler_is_saved_only_at_the_end_of_a_step():
 
 
 @pytest.mark.parametrize("done", [(), (Score,), (Deliver,), (Score, Deliver)])
-def test_samples_that_a_lost_worker_has_not_handed_over_are_generated_again(done):
+def test_samples_only_on_a_removed_worker_are_generated_again(done):
     """Decoded, scored or delivered alone is not enough: images and samples are on the worker."""
     pool = Pool(roles=(SAMPLE_ONLY,) * 2)
     chunk = pool.until(Generate, "r0").chunk

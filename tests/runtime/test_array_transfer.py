@@ -52,7 +52,7 @@ def held(monkeypatch):
     thread.join(60)
 
 
-def test_what_is_offered_arrives_on_the_takers_devices_until_it_is_withdrawn():
+def test_a_tree_is_available_on_a_receivers_devices_until_it_is_deleted():
     transfer, given = ArrayTransfer(), tree()
     assert transfer.get(WEIGHTS, on(1), "rollout 0") is None
     transfer.put(WEIGHTS, given)
@@ -65,7 +65,7 @@ def test_what_is_offered_arrives_on_the_takers_devices_until_it_is_withdrawn():
     assert transfer.get(WEIGHTS, on(1), "rollout 0") is None
 
 
-def test_settling_waits_for_whoever_is_taking(held):
+def test_draining_waits_for_transfers_in_progress(held):
     transfer, _, end = held
     settled = []
     waiting = threading.Thread(target=lambda: settled.append(transfer.drain(WEIGHTS)))
@@ -77,13 +77,13 @@ def test_settling_waits_for_whoever_is_taking(held):
     assert settled == [True]
 
 
-def test_arrays_that_a_given_up_worker_may_be_taking_are_not_overwritten(held):
+def test_arrays_that_a_removed_worker_may_still_read_are_not_overwritten(held):
     transfer, thread, _ = held
     transfer.drop_peer("rollout 0")
     assert transfer.drain(WEIGHTS) is False and thread.is_alive()
 
 
-def test_the_offers_of_a_given_up_worker_end():
+def test_the_trees_of_a_removed_worker_are_deleted():
     transfer, chunk = ArrayTransfer(), Chunk(0, 1)
     keys = [
         key(worker, place)
@@ -97,7 +97,7 @@ def test_the_offers_of_a_given_up_worker_end():
     assert found == [False, False, True, True, True]
 
 
-def test_what_is_offered_may_be_read_by_several_threads_at_once():
+def test_several_threads_may_read_a_tree_at_once():
     """JAX lists an array's shards at their first use, twice where two threads come together."""
     sharding = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("data",)), PartitionSpec())
     arrays = [jax.device_put(np.float32([n, 1]), sharding) for n in range(200)]

@@ -61,7 +61,7 @@ def answers(monkeypatch):
     return found, state
 
 
-def test_the_first_process_hears_all_others_before_common_work(answers):
+def test_the_first_process_waits_for_the_answers_of_all_others(answers):
     found, state = answers
     first = opening.CommandBroadcast()
     for state.process_id in (1, 2):
@@ -76,7 +76,7 @@ def test_the_first_process_hears_all_others_before_common_work(answers):
     first.wait_for_answers(5)
 
 
-def test_meshes_that_share_a_job_do_not_wait_for_one_another(answers, monkeypatch):
+def test_workers_that_share_a_job_do_not_wait_for_one_another(answers, monkeypatch):
     """Of four processes two train and two sample."""
     found, state = answers
     for name in ("_first", "_count"):
