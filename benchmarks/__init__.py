@@ -1,7 +1,7 @@
-"""Benchmarks of the runtime and the algorithms: `launch/benchmark.py` prints them.
+"""Benchmarks of the runtime and the algorithms, which `launch/benchmark.py` runs.
 
-`bound.py` simulates the scheduler. `variants.py` lists the tactics to compare, `waits.py` replaces device
-work, `runtime.py` drives the real runtime with it, `report.py` prints the results. `step.py` is a real step,
-which `compute.py` runs on two cores and `peers.py` next to an eager loop of torch and diffusers (`eager.py`).
-`cells.py` trains real runs over a few seeds, which `asynchrony.py` and `algorithms.py` compare.
+`bound.py` simulates the scheduler; `runtime.py` and `cluster.py` drive the real runtime with the waits of `waits.py`
+instead of device work. `step.py` is a real step, which `compute.py` runs on two cores and `peers.py` next to an eager
+loop of torch and diffusers (`eager.py`). `runs.py` trains real runs over a few seeds, which `asynchrony.py` and
+`algorithms.py` compare. `kills.py` injects faults into a run, `rewards.py` into the requests to reward servers.
 """

@@ -1,7 +1,7 @@
 """Every algorithm from the same start on the same number of images: real runs over a few seeds.
 
-An algorithm *learns* where its mean gain on the held-out prompts, over all seeds, is at least 0.05 and more
-than two of its standard errors.
+An algorithm *learns* if its mean gain on the held-out prompts, over all seeds, is at least 0.05 and more than two of
+its standard errors.
 """
 
 import csv
@@ -9,31 +9,33 @@ import dataclasses
 import itertools
 import pathlib
 from collections.abc import Collection, Mapping, Sequence
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
-from benchmarks.cells import (
+from matplotlib.figure import Figure
+
+from benchmarks.runs import (
     check_seeds,
-    check_workdirs,
     cost,
     held_out,
     is_finished,
     mean_and_error,
-    train_cells,
+    train_runs,
     workdir,
 )
-from benchmarks.family_plot import draw
-from digen_jax.algorithms.algorithm import Algorithm
 from digen_jax.config.inputs import check_inputs
 from digen_jax.config.load import load_config
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.errors import ConfigError, blame, check_choice, user_input
+from digen_jax.logging.images import label_axes
 from digen_jax.logging.metrics import read_metrics
 
-CELLS = ("algorithm", "family", "seed", "images", "seconds", "reward")
+COLUMNS = ("algorithm", "family", "seed", "images", "seconds", "reward")
 COSTS = ("cell_seconds", "cell_cpu_seconds")
 GAIN, ERRORS = 0.05, 2  # see `Row.learns`
-HEAD = "| algorithm | gain | reward at the end | images | seconds a cell | CPU-seconds a cell | learns |"
+HEAD = (
+    "| algorithm | gain | reward at the end | images | seconds a run | CPU-seconds a run | learns |"
+)
 
 
 class Point(NamedTuple):
@@ -46,7 +48,7 @@ class Point(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The result of a finished cell; `seconds` and `cpu_seconds` are those of the whole run."""
+    """The result of a finished run; `seconds` and `cpu_seconds` include compilation and evaluations."""
 
     points: tuple[Point, ...]
     seconds: float
@@ -54,28 +56,17 @@ class Outcome:
 
     @property
     def gain(self) -> float:
-        """Reward at the end minus that of the base model."""
-        return self.reward - self.points[0].reward
+        """Final reward minus that of the base model."""
+        return self.points[-1].reward - self.points[0].reward
 
-    @property
-    def reward(self) -> float:
-        """Reward at the end."""
-        return self.points[-1].reward
-
-    @property
-    def images(self) -> int:
-        """All images seen in training."""
-        return self.points[-1].images
-
-    def record(self) -> dict[str, Any]:
-        """All numbers, for a JSON file."""
-        points = [point._asdict() for point in self.points]
-        return dict(points=points, seconds=self.seconds, cpu_seconds=self.cpu_seconds)
+    def as_json(self) -> dict[str, Any]:
+        """Returns all numbers."""
+        return dataclasses.asdict(self) | {"points": [point._asdict() for point in self.points]}
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """An algorithm: the outcomes of its finished cells by seed, and the seeds that are missing."""
+    """An algorithm: the outcomes of its finished runs by seed, and the seeds that are missing."""
 
     name: str
     family: str
@@ -96,14 +87,24 @@ class Row:
         mean, error = self.gain
         return mean >= GAIN and mean > ERRORS * error
 
-    def mean(self, name: str) -> float:
-        """The mean of an attribute of `Outcome` over the seeds."""
-        return fmean(getattr(outcome, name) for outcome in self.outcomes.values())
+    def as_json(self) -> dict[str, Any]:
+        """Returns all numbers."""
+        runs = {seed: outcome.as_json() for seed, outcome in self.outcomes.items()}
+        return dict(gain=self.gain, learns=self.learns, seeds=runs, missing=self.missing)
 
-    def record(self) -> dict[str, Any]:
-        """All numbers, for a JSON file."""
-        cells = {seed: outcome.record() for seed, outcome in self.outcomes.items()}
-        return dict(gain=self.gain, learns=self.learns, seeds=cells, missing=self.missing)
+    def line(self) -> str:
+        """Returns the row in Markdown, with means over the seeds."""
+        (mean, error), outcomes = self.gain, self.outcomes.values()
+        cells = [
+            self.name,
+            f"{mean:+.3f}" + ("" if error is None else f" ± {error:.3f}"),
+            f"{fmean(one.points[-1].reward for one in outcomes):.3f}",
+            f"{fmean(one.points[-1].images for one in outcomes):.0f}",
+            f"{fmean(one.seconds for one in outcomes):.0f}",
+            f"{fmean(one.cpu_seconds for one in outcomes):.0f}",
+            {True: "yes", False: "no", None: "seeds missing"}[self.learns],
+        ]
+        return f"| {' | '.join(cells)} |"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,9 +114,9 @@ class Table:
     rows: tuple[Row, ...]
 
     def describe(self) -> str:
-        """A Markdown table of the finished cells, and a list of the others."""
+        """Returns a Markdown table of the finished runs, and a list of the others."""
         lines = [HEAD, "| --- |" + " ---: |" * 5 + " --- |"]
-        lines += [_line(row) for row in self.rows if row.outcomes]
+        lines += [row.line() for row in self.rows if row.outcomes]
         base = {round(o.points[0].reward, 3) for row in self.rows for o in row.outcomes.values()}
         if base:
             lines += ["", f"Held-out reward of the base: {', '.join(map(str, sorted(base)))}."]
@@ -126,129 +127,92 @@ class Table:
             lines += ["", f"Not finished (algorithm, seeds): {'; '.join(missing)}."]
         return "\n".join(lines)
 
-    def draw(self, path: pathlib.Path) -> None:
-        """Draws the families' held-out reward against images and against seconds, and every gain, into a PNG file."""
-        runs, gains = {}, {}
-        for row in self.rows:
-            if row.outcomes:
-                points = [[p._asdict() for p in one.points] for one in row.outcomes.values()]
-                runs.setdefault(row.family, []).extend(points)
-                gains.setdefault(row.family, {})[row.name] = row.gain
-        draw(runs, gains, path)
-
-    def write_cells(self, path: pathlib.Path) -> None:
-        """Writes the finished cells as CSV, one line per evaluation, unrounded: `read_cells` returns equal values."""
-        with path.open("w", newline="") as file:
+    def write(self, folder: pathlib.Path) -> None:
+        """Writes algorithms.md, .csv (unrounded, one line per evaluation) and .png; nothing if no run is finished."""
+        if not any(row.outcomes for row in self.rows):
+            return
+        (folder / "algorithms.md").write_text(self.describe() + "\n")
+        with (folder / "algorithms.csv").open("w", newline="") as file:
             lines = csv.writer(file)
-            lines.writerow((*CELLS, *COSTS))
+            lines.writerow((*COLUMNS, *COSTS))
             for row in self.rows:
                 for seed, one in row.outcomes.items():
                     for point in one.points:
-                        cells = (row.name, row.family, seed, *point)
-                        lines.writerow((*cells, one.seconds, one.cpu_seconds))
-
-    def write(self, folder: pathlib.Path) -> None:
-        """Writes algorithms.md, .csv and .png; nothing if no cell is finished."""
-        if any(row.outcomes for row in self.rows):
-            (folder / "algorithms.md").write_text(self.describe() + "\n")
-            self.write_cells(folder / "algorithms.csv")
-            self.draw(folder / "algorithms.png")
+                        run = (row.name, row.family, seed, *point)
+                        lines.writerow((*run, one.seconds, one.cpu_seconds))
+        plot([row for row in self.rows if row.outcomes], folder / "algorithms.png")
 
 
-def read_cells(path: pathlib.Path) -> Table:
-    """The table of the finished cells that `Table.write_cells` wrote.
+def read_table(path: pathlib.Path) -> Table:
+    """Returns the table of the finished runs from an algorithms.csv.
 
     Raises:
       ConfigError: the file cannot be read, or is no such table.
     """
     with user_input(), path.open(newline="") as file:
         lines = list(csv.DictReader(file))
-    if not lines or set(lines[0]) != {*CELLS, *COSTS}:
+    if not lines or set(lines[0]) != {*COLUMNS, *COSTS}:
         raise ConfigError(
-            f"{path} is no table of cells: its first line must be {','.join((*CELLS, *COSTS))}"
+            f"{path} is no table of runs: its first line must be {','.join((*COLUMNS, *COSTS))}"
         )
     outcomes = {}
     with blame(f"{path}: "):
         for line in lines:
-            cells = outcomes.setdefault((line["algorithm"], line["family"]), {})
+            runs = outcomes.setdefault((line["algorithm"], line["family"]), {})
             costs = [float(line[name]) for name in COSTS]
-            before = cells.get(int(line["seed"]), Outcome((), *costs)).points
+            before = runs.get(int(line["seed"]), Outcome((), *costs)).points
             point = Point(int(line["images"]), float(line["seconds"]), float(line["reward"]))
-            cells[int(line["seed"])] = Outcome((*before, point), *costs)
-    return Table(tuple(Row(*names, cells, ()) for names, cells in outcomes.items()))
+            runs[int(line["seed"])] = Outcome((*before, point), *costs)
+    return Table(tuple(Row(*names, runs, ()) for names, runs in outcomes.items()))
 
 
-def _line(row: Row) -> str:
-    mean, error = row.gain
-    cells = [
-        row.name,
-        f"{mean:+.3f}" + ("" if error is None else f" ± {error:.3f}"),
-        f"{row.mean('reward'):.3f}",
-        f"{row.mean('images'):.0f}",
-        f"{row.mean('seconds'):.0f}",
-        f"{row.mean('cpu_seconds'):.0f}",
-        {True: "yes", False: "no", None: "seeds missing"}[row.learns],
-    ]
-    return f"| {' | '.join(cells)} |"
-
-
-def open_all(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, TrainConfig]:
-    """The recipes of some configs.
-
-    Raises:
-      ConfigError: a config cannot work; the sentence begins with its name.
-    """
-    recipes = {}
+def load_configs(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, TrainConfig]:
+    """Loads configs by name; raises ConfigError, with the name, for one that cannot work."""
+    loaded = {}
     for name, config in configs.items():
         with blame(f"{name}: ", (ConfigError,)):
-            recipes[name] = load_config(config)
-    return recipes
+            loaded[name] = load_config(config)
+    return loaded
 
 
 def compare(
-    recipes: Mapping[str, TrainConfig],
+    configs: Mapping[str, TrainConfig],
     seeds: int,
     folder: pathlib.Path,
     only: Collection[str] = (),
 ) -> tuple[Table, int | None]:
-    """Trains the cells that are not finished, seed by seed.
+    """Trains the runs that are not finished, seed by seed.
 
     Args:
-      recipes: by the algorithms' names.
-      seeds: the first one's config.seed and those after it.
-      folder: gets a workdir for every cell, the table and the curves.
-      only: the names of the algorithms to train; empty: all. The table has all finished cells.
+      configs: by the algorithms' names.
+      seeds: number of seeds, from the first config's on.
+      folder: gets a workdir for every run, the table and the curves.
+      only: the names of the algorithms to train; empty means all. The table has all finished runs.
 
     Returns:
       The table; and the exit code where a signal stopped a run, else None.
 
     Raises:
-      ConfigError: a recipe cannot work, or differs where all must be the same.
+      ConfigError: a config cannot work, or differs where all must be the same.
     """
-    check(recipes, seeds, only)
-    for name, recipe in recipes.items():
+    check(configs, seeds, only)
+    for name, config in configs.items():
         with blame(f"{name}: ", (ConfigError,)):
-            check_inputs(recipe)
-    first = next(iter(recipes.values())).seed
+            check_inputs(config)
+    first = next(iter(configs.values())).seed
     chosen = range(first, first + seeds)
-    check_workdirs(recipes, chosen, folder)
-    wanted = {name: recipe for name, recipe in recipes.items() if name in only or not only}
-    code = train_cells(wanted, chosen, folder)
-    table = Table(tuple(read_row(name, one, chosen, folder) for name, one in recipes.items()))
+    code = train_runs(configs, chosen, folder, only)
+    table = Table(tuple(_row(name, config, chosen, folder) for name, config in configs.items()))
     table.write(folder)
     return table, code
 
 
-def check(recipes: Mapping[str, TrainConfig], seeds: int, only: Collection[str] = ()) -> None:
-    """Refuses recipes that cannot be compared.
-
-    Raises:
-      ConfigError: says what to change.
-    """
+def check(configs: Mapping[str, TrainConfig], seeds: int, only: Collection[str] = ()) -> None:
+    """Raises ConfigError for configs that cannot be compared."""
     check_seeds(seeds)
     for name in only:
-        check_choice("a name in --only", name, recipes)
-    (first, base), *others = ((name, shared(recipe)) for name, recipe in recipes.items())
+        check_choice("a name in --only", name, configs)
+    (first, base), *others = ((name, _shared(config)) for name, config in configs.items())
     for name, fields in others:
         for field, value in fields.items():
             if value != base[field]:
@@ -257,49 +221,86 @@ def check(recipes: Mapping[str, TrainConfig], seeds: int, only: Collection[str] 
                 )
 
 
-def shared(recipe: TrainConfig) -> dict[str, Any]:
-    """Fields that must be the same for all algorithms for a fair comparison."""
+def _shared(config: TrainConfig) -> dict[str, Any]:
+    """Returns the fields that must be the same for all algorithms for a fair comparison."""
     fields = {
-        f"config.{name}": getattr(recipe, name) for name in ("seed", "steps", "model", "prompts")
+        f"config.{name}": getattr(config, name) for name in ("seed", "steps", "model", "prompts")
     }
     return fields | {
-        "config.batch.groups * config.batch.images": step_images(recipe),
-        "config.evaluation": recipe.evaluation,
-        "config.placement.cpu_devices": recipe.placement.cpu_devices,
+        "config.batch.groups * config.batch.images": config.batch.groups * config.batch.images,
+        "config.evaluation": config.evaluation,
+        "config.placement.cpu_devices": config.placement.cpu_devices,
     }
 
 
-def step_images(recipe: TrainConfig) -> int:
-    """Images of a step."""
-    return recipe.batch.groups * recipe.batch.images
+def _row(name: str, config: TrainConfig, seeds: Sequence[int], folder: pathlib.Path) -> Row:
+    """Reads the results of an algorithm's runs."""
+    outcomes = {}
+    for seed in seeds:
+        path = workdir(folder, name, seed)
+        if is_finished(path, config):
+            outcomes[seed] = Outcome(_points(path, config), *cost(path))
+    family = "preference" if config.algorithm.ranks else "forward process"
+    if config.algorithm.objective == "transitions":
+        family = "policy gradients"
+    return Row(name, family, outcomes, tuple(seed for seed in seeds if seed not in outcomes))
 
 
-def read_row(name: str, recipe: TrainConfig, seeds: Sequence[int], folder: pathlib.Path) -> Row:
-    """The results of an algorithm's cells in a folder."""
-    paths = {seed: workdir(folder, name, seed) for seed in seeds}
-    finished = {seed: path for seed, path in paths.items() if is_finished(path, recipe)}
-    outcomes = {seed: read_outcome(path, recipe) for seed, path in finished.items()}
-    missing = tuple(seed for seed in seeds if seed not in finished)
-    return Row(name, _family(recipe.algorithm), outcomes, missing)
-
-
-def _family(algorithm: Algorithm) -> str:
-    """The group of methods under which an algorithm is shown."""
-    if algorithm.objective == "transitions":
-        return "policy gradients"
-    return "preference" if algorithm.ranks else "forward process"
-
-
-def read_outcome(path: pathlib.Path, recipe: TrainConfig) -> Outcome:
-    """The result of a finished cell, from its metrics."""
+def _points(path: pathlib.Path, config: TrainConfig) -> tuple[Point, ...]:
     lines = read_metrics(path / "metrics.jsonl")
-    images = step_images(recipe)
+    images = config.batch.groups * config.batch.images
     seconds = [images / line["images_per_second"] if line["step"] else 0.0 for line in lines]
     until = dict(zip((line["step"] for line in lines), itertools.accumulate(seconds), strict=True))
     # A run that first ended earlier was also evaluated there.
-    points = tuple(
+    return tuple(
         Point(step * images, until[step], reward)
         for step, reward in held_out(lines).items()
-        if step % recipe.evaluation.every == 0 or step == recipe.steps
+        if step % config.evaluation.every == 0 or step == config.steps
     )
-    return Outcome(points, *cost(path))
+
+
+def plot(rows: Sequence[Row], path: pathlib.Path) -> None:
+    """Plots the families' reward over images and over seconds, and each algorithm's gain, into a PNG file.
+
+    Curves are means over the runs of a family with bars of one standard deviation; gains have standard errors.
+    """
+    families = {row.family: [one for one in rows if one.family == row.family] for row in rows}
+    figure = Figure(figsize=(15, max(4.5, 1.2 + 0.24 * len(rows))), dpi=120, layout="constrained")
+    *curves, dots = figure.subplots(1, 3, width_ratios=(1, 1, 1.1))
+    curves[1].sharey(curves[0])
+    names = []
+    for number, (family, members) in enumerate(families.items()):
+        style = dict(color=f"C{number}", marker="os^D"[number % 4])
+        runs = [one.points for row in members for one in row.outcomes.values()]
+        columns = [Point(*zip(*column, strict=True)) for column in zip(*runs, strict=True)]
+        mean, deviation = summary(columns)
+        for axes, field in zip(curves, ("images", "seconds"), strict=True):
+            x = [fmean(getattr(column, field)) for column in columns]
+            axes.errorbar(
+                x, mean, deviation, label=f"{family} ({len(runs)} runs)", capsize=4, **style
+            )
+        best_first = sorted(members, key=lambda row: -row.gain[0])
+        gains, errors = zip(*(row.gain for row in best_first), strict=True)
+        places = range(len(names), len(names) + len(members))
+        errors = [one or 0.0 for one in errors]
+        dots.errorbar(gains, places, xerr=errors, linestyle="none", capsize=3, **style)
+        names += [row.name for row in best_first]
+    for axes, label in zip(curves, ("images seen", "seconds of training"), strict=True):
+        label_axes(axes, label, "reward on held-out prompts")
+    curves[0].legend(frameon=False, loc="upper left")
+    curves[0].set_title("mean and standard deviation of a family's runs", fontsize=10, loc="left")
+    dots.axvline(0, color="0.7", linewidth=1)
+    dots.set_yticks(range(len(names)), names)
+    dots.invert_yaxis()
+    label_axes(dots, "gain on held-out prompts", "")
+    dots.set_title("mean over seeds and its standard error", fontsize=10, loc="left")
+    figure.savefig(path)
+
+
+def summary(columns: Sequence[Point]) -> tuple[list[float], list[float]]:
+    """Returns mean and standard deviation of the rewards at each point; each `Point` has one value per run."""
+    rewards = [column.reward for column in columns]
+    return (
+        [fmean(values) for values in rewards],
+        [stdev(values) if len(values) > 1 else 0.0 for values in rewards],
+    )

@@ -1,7 +1,4 @@
-"""Asynchrony on and off from the same start: real runs over a few seeds, compared on the held-out prompts.
-
-Every run has a workdir of its own, so that the comparison continues where it was stopped.
-"""
+"""Asynchrony on and off from the same start: real runs over a few seeds, compared on the held-out prompts."""
 
 import dataclasses
 import math
@@ -9,14 +6,7 @@ import pathlib
 from collections.abc import Mapping
 from statistics import fmean
 
-from benchmarks.cells import (
-    check_seeds,
-    check_workdirs,
-    held_out,
-    mean_and_error,
-    train_cells,
-    workdir,
-)
+from benchmarks.runs import check_seeds, held_out, mean_and_error, train_runs, workdir
 from digen_jax.config.load import load_config
 from digen_jax.config.sections import AUTO
 from digen_jax.config.train_config import TrainConfig
@@ -39,22 +29,17 @@ class AsynchronyOutcome:
     rewards: Mapping[int, float]
     policy_lag: float
 
-    @property
-    def after(self) -> float:
-        """The reward at the end."""
-        return self.rewards[max(self.rewards)]
-
 
 @dataclasses.dataclass(frozen=True)
-class Comparison:
+class AsynchronyComparison:
     """The outcomes of "off" and "on", seed by seed."""
 
     off: tuple[AsynchronyOutcome, ...]
     on: tuple[AsynchronyOutcome, ...]
 
-    def ends(self, kind: str) -> list[float]:
-        """Rewards at the end, one for each seed."""
-        return [outcome.after for outcome in getattr(self, kind)]
+    def final(self, kind: str) -> list[float]:
+        """Returns the final rewards, one for each seed."""
+        return [outcome.rewards[max(outcome.rewards)] for outcome in getattr(self, kind)]
 
     @property
     def difference(self) -> tuple[float, float]:
@@ -62,110 +47,83 @@ class Comparison:
 
         Seeds are treated as unpaired; as they share noise and prompts, the true error is smaller.
         """
-        (off, off_error), (on, on_error) = (mean_and_error(self.ends(kind)) for kind in KINDS)
+        (off, off_error), (on, on_error) = (mean_and_error(self.final(kind)) for kind in KINDS)
         return on - off, math.hypot(off_error, on_error)
 
-    @property
-    def equal(self) -> bool:
-        """Whether the difference is within two of its standard errors."""
-        difference, error = self.difference
-        return abs(difference) <= 2 * error
-
     def describe(self) -> str:
-        """A table and a sentence on its result."""
-        rows = [(f"asynchrony {kind}", self.ends(kind)) for kind in KINDS]
-        names = [f"seed {i}" for i in range(len(self.off))]
-        steps = max(self.off[0].rewards)
-        lines = [f"{f'held-out reward, {steps} steps':<28}" + "".join(f"{n:>8}" for n in names)]
-        lines[0] += f"{'mean':>8}"
-        for name, ends in rows:
-            mean, error = mean_and_error(ends)
-            numbers = "".join(f"{end:8.3f}" for end in [*ends, mean])
-            lines.append(f"{name:<28}{numbers} ± {error:.3f}")
+        """Returns a table, and whether the difference is within two standard errors."""
+        names = "".join(f"{name:>8}" for name in (f"seed {i}" for i in range(len(self.off))))
+        lines = [f"{f'held-out reward, {max(self.off[0].rewards)} steps':<28}{names}{'mean':>8}"]
+        for kind in KINDS:
+            mean, error = mean_and_error(self.final(kind))
+            numbers = "".join(f"{reward:8.3f}" for reward in [*self.final(kind), mean])
+            lines.append(f"{f'asynchrony {kind}':<28}{numbers} ± {error:.3f}")
         difference, error = self.difference
-        stale = fmean(outcome.policy_lag for outcome in self.on)
-        says = "equal within two standard errors" if self.equal else "beyond two standard errors"
-        return "\n".join(
-            [
-                *lines,
-                f"on - off: {difference:+.3f} ± {error:.3f}, {says}. With asynchrony an image that was trained was "
-                f"{stale:.2f} versions old on average.",
-            ]
+        result = "equal within" if abs(difference) <= 2 * error else "beyond"
+        policy_lag = fmean(outcome.policy_lag for outcome in self.on)
+        lines.append(
+            f"on - off: {difference:+.3f} ± {error:.3f}, {result} two standard errors. With asynchrony trained images "
+            f"were {policy_lag:.2f} versions old on average."
         )
+        return "\n".join(lines)
 
-    def draw(self, path: pathlib.Path) -> None:
-        """Draws the curves' means over the seeds into a PNG file."""
-        steps = sorted(self.off[0].rewards)
+    def plot(self, path: pathlib.Path) -> None:
+        """Plots the mean curves over the seeds into a PNG file."""
         means = [
             {"step": step}
-            | {k: fmean(outcome.rewards[step] for outcome in getattr(self, k)) for k in KINDS}
-            for step in steps
+            | {kind: fmean(one.rewards[step] for one in getattr(self, kind)) for kind in KINDS}
+            for step in sorted(self.off[0].rewards)
         ]
         curves = {f"asynchrony {kind}, mean of {len(self.off)} seeds": kind for kind in KINDS}
         plot_curves(means, curves, path, "reward on held-out prompts")
 
 
-def compare(recipe: TrainConfig, seeds: int, folder: pathlib.Path) -> Comparison | int:
+def compare(config: TrainConfig, seeds: int, folder: pathlib.Path) -> AsynchronyComparison | int:
     """Trains with and without asynchrony from each seed.
 
     Args:
-      recipe: `runtime.max_policy_lag` is the policy lag of "on".
-      seeds: config.seed and those after it.
-      folder: gets a workdir for every run, and the curves as a picture.
+      config: `runtime.max_policy_lag` is the policy lag of "on".
+      seeds: number of seeds, from config.seed on.
+      folder: gets a workdir for every run, and a plot of the curves.
 
     Returns:
       The outcomes; or the exit code where a signal stopped a run.
 
     Raises:
-      ConfigError: the recipe cannot work, or nothing would be asynchronous.
+      ConfigError: the config cannot work, or nothing would be asynchronous.
     """
-    check(recipe, seeds)
-    chosen = range(recipe.seed, recipe.seed + seeds)
-    recipes = {kind: variant(recipe, kind) for kind in KINDS}
-    check_workdirs(recipes, chosen, folder)
-    code = train_cells(recipes, chosen, folder)
+    check(config, seeds)
+    chosen = range(config.seed, config.seed + seeds)
+    values = config.as_json()
+    values["runtime"]["max_policy_lag"] = 0
+    # Loaded again because other fields depend on the policy lag.
+    code = train_runs({"off": load_config(values), "on": config}, chosen, folder)
     if code is not None:
         return code
-    comparison = Comparison(
-        *(tuple(outcome(workdir(folder, kind, seed)) for seed in chosen) for kind in KINDS)
-    )
-    comparison.draw(folder / "asynchrony.png")
+    off, on = (tuple(_outcome(workdir(folder, kind, seed)) for seed in chosen) for kind in KINDS)
+    comparison = AsynchronyComparison(off, on)
+    comparison.plot(folder / "asynchrony.png")
     return comparison
 
 
-def check(recipe: TrainConfig, seeds: int) -> None:
-    """Refuses a recipe that gives no comparison.
-
-    Raises:
-      ConfigError: says what to change.
-    """
+def check(config: TrainConfig, seeds: int) -> None:
+    """Raises ConfigError for a config that gives no comparison."""
     check_seeds(seeds)
-    if recipe.placement.mode == AUTO:
+    if config.placement.mode == AUTO:
         raise ConfigError(
             "config.placement = 'auto' may choose no rollout worker at all: set one for this comparison"
         )
-    if not recipe.runtime.max_policy_lag:
+    if not config.runtime.max_policy_lag:
         raise ConfigError(
             "config.runtime.max_policy_lag = 0 is no asynchrony to compare with: set it to 1"
         )
-    if not recipe.placement.rollout.data:
+    if not config.placement.rollout.data:
         raise ConfigError(
             "config.placement.rollout.data = 0 is colocated, where nothing can be asynchronous: set it to 1 or more"
         )
 
 
-def variant(recipe: TrainConfig, kind: str) -> TrainConfig:
-    """The recipe of the runs "on" or "off"."""
-    if kind == "on":
-        return recipe
-    asked = recipe.as_json()
-    asked["runtime"]["max_policy_lag"] = 0
-    return load_config(asked)  # again, because other fields depend on the policy lag
-
-
-def outcome(path: pathlib.Path) -> AsynchronyOutcome:
-    """The result of a finished run, from its metrics."""
+def _outcome(path: pathlib.Path) -> AsynchronyOutcome:
     lines = read_metrics(path / "metrics.jsonl")
-    return AsynchronyOutcome(
-        held_out(lines), fmean(line["policy_lag"] for line in lines if line["step"])
-    )
+    policy_lag = fmean(line["policy_lag"] for line in lines if line["step"])
+    return AsynchronyOutcome(held_out(lines), policy_lag)

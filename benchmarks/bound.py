@@ -36,7 +36,7 @@ SIZES = (
 
 
 def layout_of(layout: str, devices: int, share: float) -> tuple[WorkerLayout, ...]:
-    """The workers of a layout; `share` is G / (G + T). The first one updates.
+    """Returns the workers of a layout; `share` is G / (G + T). The first one updates.
 
     "sample-only" has workers for three quarters of G that only sample; the others train first and sample in between.
     "one role" has workers that only sample and workers that only train, in the numbers closest to G and T.
@@ -93,31 +93,24 @@ SCENARIOS = (
 
 
 def simulated(scenario: Scenario, size: Size, ratio: float, jitter: float, seed: int) -> float:
-    """The share of the bound of one simulated run."""
+    """Returns the share of the bound of one simulated run."""
     generate, lag = ratio / (1 + ratio), scenario.lag
     workers = layout_of(scenario.layout, size.devices, generate)
     chunks, images = scenario.chunks or size.chunks[lag], size.devices // len(workers)
     groups = chunks * len(workers)  # of one chunk each
     fraction, passes = scenario.off_policy, PASSES // chunks
-    settings = Settings(
-        1,
-        groups,
-        images,
-        images,
-        max_policy_lag=lag,
-        max_off_policy_fraction=fraction,
-        passes=passes,
-    )
+    limits = dict(max_policy_lag=lag, max_off_policy_fraction=fraction)
+    settings = Settings(1, groups, images, images, passes=passes, **limits)
     image = sum(worker.devices * worker.speed for worker in workers) / (groups * images)
     costs = Costs(generate * image, (1 - generate) * image, score_latency=scenario.latency)
     costs = dataclasses.replace(costs, update=scenario.update, sync=scenario.sync)
     first, last = (3, 1) if lag else (1, 0)  # steps that are not measured
     steps, noise = size.steps[lag], Disturbance(jitter, seed=seed)
     report = simulate(workers, costs, settings, first + steps + last, noise, timeline=False)
-    begin, end = first - 1, first + steps - 1
-    # With lag a step has begun before the one before it ends, and this varies.
-    work = steps + generate * (report.ahead[end] - report.ahead[begin])
-    return report.bound * work / (report.step_ends[end] - report.step_ends[begin])
+    start, end = first - 1, first + steps - 1
+    # With lag a step starts before the one before it ends, and this varies.
+    work = steps + generate * (report.ahead[end] - report.ahead[start])
+    return report.bound * work / (report.step_ends[end] - report.step_ends[start])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,12 +121,12 @@ class Row:
     devices: int
     jitter: float
     shares: dict[str, float]
-    needed: float | None
+    required: float | None
 
     @property
     def missed(self) -> list[str]:
-        """The ratios whose share is too small, or larger than is possible."""
-        least = self.needed or 0.0
+        """The ratios whose share is too small, or larger than possible."""
+        least = self.required or 0.0
         return [name for name, found in self.shares.items() if not least <= found <= LIMIT]
 
 
@@ -154,15 +147,17 @@ def measure(show: Callable[[str], None]) -> list[Row]:
     """Measures all scenarios and shows a table of each; an exclamation mark follows a share that is out of range."""
     show("Shares of the bound (G + T) / N in percent, by G:T. Jitter is per command and device.")
     for devices, chunks, steps, seeds in SIZES:
-        what = f"{chunks[0]} chunks per worker, {chunks[1]} with lag; {steps[0]} and {steps[1]} steps measured"
-        show(f"{devices:,} devices: {what}; {'/'.join(map(str, seeds))} seeds at 0/2/20% jitter")
+        measured = f"{chunks[0]} chunks per worker, {chunks[1]} with lag; {steps[0]} and {steps[1]} steps measured"
+        show(
+            f"{devices:,} devices: {measured}; {'/'.join(map(str, seeds))} seeds at 0/2/20% jitter"
+        )
     found, names = [], "".join(f"{name:>7}" for name in RATIOS)
     for scenario in SCENARIOS:
         show(f"\n{scenario.name}\ndevices jitter{names} required")
         for row in rows(scenario):
             marks = {name: "!" if name in row.missed else " " for name in RATIOS}
             cells = "".join(f"{100 * row.shares[name]:6.1f}{marks[name]}" for name in RATIOS)
-            needed = f"{100 * row.needed:.0f}" if row.needed else "-"
-            show(f"{row.devices:7,} {100 * row.jitter:5.0f}%{cells}{needed:>9}")
+            required = f"{100 * row.required:.0f}" if row.required else "-"
+            show(f"{row.devices:7,} {100 * row.jitter:5.0f}%{cells}{required:>9}")
             found.append(row)
     return found

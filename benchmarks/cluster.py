@@ -1,32 +1,63 @@
-"""An emulated cluster: processes that wait instead of using devices, compared with the simulator at equal costs.
+"""An emulated cluster: rollout workers on Ray that wait instead of using devices, compared with the simulator.
 
-See `benchmark.waiting_workers` for the processes.
+Driver, scheduler, worker proxies, Ray, the array transfer and the rewards are those of a run. Weights, encoded prompts,
+samples and scores are transferred as small trees; each transfer lasts as long as that of a model's tree would.
 """
 
 import dataclasses
+import gc
+import itertools
 import os
-import time
-from collections.abc import Callable, Sequence
-from statistics import fmean
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from statistics import fmean, median
+from typing import Any
 
+import jax
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
-from benchmarks import load
-from benchmarks.runtime import TimedRun, simulations, timed
-from benchmarks.waiting_workers import Emulation, driving, processes
-from benchmarks.waits import Waits
+from benchmarks.runtime import Measured, TimedRun, simulations, time_steps
+from benchmarks.waits import WaitingExecutors, WaitingScorer, WaitingWorker, Waits, score
+from digen_jax.config.sections import EvaluationSection, PlacementSection, PromptsSection
+from digen_jax.distributed.engine import LOCAL, RayEngine
+from digen_jax.distributed.transfer import TrainerTransfer, WorkerTransfer
+from digen_jax.distributed.worker_process import Opened, RolloutProcess
+from digen_jax.distributed.workers import RemoteWorkers, WorkerProxy
 from digen_jax.errors import check_choice
-from digen_jax.planning.tables import aligned
+from digen_jax.parallel.placement import RolloutAxes
+from digen_jax.parallel.sampler import SampleDraws
+from digen_jax.rewards import alone
+from digen_jax.rewards.pool import RewardPool
+from digen_jax.runtime.array_transfer import ConditioningKey, SamplesKey
+from digen_jax.runtime.driver import Driver
+from digen_jax.runtime.steps import Steps
+from digen_jax.scheduling.commands import (
+    TRAINER,
+    Chunk,
+    Command,
+    Deliver,
+    DropVersion,
+    Encode,
+    SyncWeights,
+    Update,
+    WeightsVersion,
+)
+from digen_jax.scheduling.scheduler import Scheduler
 from digen_jax.scheduling.settings import Costs, Settings
 from digen_jax.scheduling.simulator import WorkerLayout
 from digen_jax.scheduling.state import SAMPLE, TRAIN
 
 CHUNK, GROUP = 4, 8  # images
+# Bytes of the trees that are transferred.
+WEIGHTS, SAMPLES, PROMPTS = 2**20, 2**18, 2**16
+FOUR, UNEQUAL = (1.0,) * 4, (2.0, 1.0, 1.0, 0.5)
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
-    """A layout, and the policy lag."""
+class Layout:
+    """A layout of workers, and the policy lag."""
 
     name: str
     speeds: tuple[float, ...]  # of the rollout workers
@@ -36,7 +67,7 @@ class Case:
     max_policy_lag: int = 0  # see `Settings`
 
     def costs(self, seconds: float) -> Costs:
-        """Costs with which the rollout workers generate for about so many seconds a step."""
+        """Returns costs with which the rollout workers generate for about `seconds` a step."""
         chunk = seconds * sum(self.speeds) / self.chunks  # at speed 1
         return Costs(
             generate=0.9 * chunk / CHUNK,
@@ -50,7 +81,7 @@ class Case:
         )
 
     def settings(self, steps: int) -> Settings:
-        """The scheduler's, for so many steps."""
+        """Returns the scheduler's settings for a number of steps."""
         groups = self.chunks * CHUNK // GROUP
         return Settings(steps, groups, GROUP, CHUNK, max_policy_lag=self.max_policy_lag)
 
@@ -61,111 +92,187 @@ class Case:
         return home, *(WorkerLayout(roles=(SAMPLE,), speed=speed) for speed in self.speeds)
 
 
-FOUR, UNEQUAL = (1.0,) * 4, (2.0, 1.0, 1.0, 0.5)
-CASES = (
-    Case("1 worker", (1.0,), 8),
-    Case("4 workers", FOUR, 16),
-    Case("4 workers, home samples", FOUR, 18, training=0.5, samples=True),
-    Case("4 workers, lag 1", FOUR, 16, training=1.0, max_policy_lag=1),
-    Case("4 workers of unequal speeds", UNEQUAL, 18),
-    Case(
-        "the same, home samples, lag 1", UNEQUAL, 20, training=0.5, samples=True, max_policy_lag=1
-    ),
-    Case("16 workers", (1.0,) * 16, 32),
+LAYOUTS = (
+    Layout("1 worker", (1.0,), 8),
+    Layout("4 workers", FOUR, 16),
+    Layout("4 workers, home samples", FOUR, 18, training=0.5, samples=True),
+    Layout("4 workers, lag 1", FOUR, 16, training=1.0, max_policy_lag=1),
+    Layout("4 workers of unequal speeds", UNEQUAL, 18),
+    Layout("the same, home samples, lag 1", UNEQUAL, 20, 0.5, samples=True, max_policy_lag=1),
+    Layout("16 workers", (1.0,) * 16, 32),
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Emulated:
-    """The result of a case. `driver`, `worker` and `ray` are shares of one core."""
-
-    case: str
-    step_seconds: float  # mean of the measured steps
-    simulated: float  # the same by the simulator, the mean of its runs
-    bound: float  # seconds of a step in which all devices only generate and train, without a pause
-    policy_lag: float  # mean age in versions
-    driver: float
-    worker: float  # mean of the rollout workers
-    ray: float  # Ray's own processes
-    others: float  # share of all cores that other processes and virtual machines used
-
-    @property
-    def deviation(self) -> float:
-        """Deviation of the emulated cluster from the simulator."""
-        return self.step_seconds / self.simulated - 1
-
-    def cells(self) -> list[str]:
-        """A row of the table."""
-        seconds = self.step_seconds, self.simulated
-        shares = self.driver, self.worker, self.ray, self.others
-        return [
-            self.case,
-            *(f"{one:.2f}" for one in seconds),
-            f"{self.deviation:+.1%}",
-            *(f"{self.bound / one:.0%}" for one in seconds),
-            f"{self.policy_lag:.2f}",
-            *(f"{share:.1%}" for share in shares),
-        ]
-
-
-TIMES = "", "s/step", "simulated", "deviation", "of bound", "simulated"
-HEAD = [*TIMES, "age", "driver", "worker", "Ray", "others"]
-
-
-def describe(found: Sequence[Emulated]) -> str:
-    """A table of the cases."""
-    return aligned([HEAD, *(one.cells() for one in found)])
-
-
-def chosen(numbers: Sequence[str]) -> list[Case]:
-    """The cases of these numbers, from 1 on; all if there are none.
-
-    Raises:
-      ConfigError: there is no such case.
-    """
-    known = {str(number): case for number, case in enumerate(CASES, start=1)}
+def chosen(numbers: Sequence[str]) -> list[Layout]:
+    """Returns the layouts of these numbers, from 1 on; all if there are none. Raises ConfigError for unknown ones."""
+    known = {str(number): layout for number, layout in enumerate(LAYOUTS, start=1)}
     for number in numbers:
         check_choice("--layouts", number, tuple(known))
     return [known[number] for number in numbers or known]
 
 
 def measure(
-    case: Case, seconds: float, run: TimedRun, stepped: Callable[[], object] = lambda: None
-) -> Emulated:
-    """Runs a case in processes and in the simulator; calls `stepped` after every step.
+    layout: Layout, seconds: float, run: TimedRun, on_step: Callable[[], object] = lambda: None
+) -> Measured:
+    """Runs a layout in processes and in the simulator; calls `on_step` after every step.
 
     Raises:
       ConfigError: Ray is not installed.
-      RuntimeError: a rollout worker was not ready in time or was lost.
+      RuntimeError: a rollout worker was not ready in time or disconnected.
     """
-    settings, costs = case.settings(run.length), case.costs(seconds)
-    emulation = Emulation(case.workers, Waits(costs, settings, run.jitter, run.seed))
-    cores = os.sched_getaffinity(0)
+    settings, costs = layout.settings(run.length), layout.costs(seconds)
+    emulation = Emulation(layout.workers, Waits(costs, settings, run.jitter, run.seed))
     with driving(emulation) as (driver, workers):
-        started = processes(workers)
-        before, used = load.read(cores), _used(started.values())
-        step_times, policy_lag = timed(driver, run, stepped)
-        after, used = load.read(cores), _used(started.values()) - used
-        if processes(workers) != started or len(started) < len(case.speeds):
-            raise RuntimeError("a rollout worker was not ready in time or was lost: see above")
-    taken = load.between(before, after, float(used.sum()), len(cores))
-    shares = (used / (after.clock - before.clock)).tolist()
-    reports = simulations(case.workers, costs, settings, run)
-    return Emulated(
-        case.name,
-        fmean(step_times),
-        fmean(time for report in reports for time in run.step_times(report.step_ends)),
-        reports[0].bound,
-        policy_lag,
-        shares[0],
-        shares[1] / len(started),
-        shares[2],
-        taken.others + taken.stolen,
-    )
+        started = _processes(workers)
+        step_times, policy_lag = time_steps(driver, run, on_step)
+        if _processes(workers) != started or len(started) < len(layout.speeds):
+            raise RuntimeError("a rollout worker was not ready in time or disconnected: see above")
+    reports = simulations(layout.workers, costs, settings, run)
+    predicted = fmean(median(run.step_times(report.step_ends)) for report in reports)
+    names = f"1 + {len(layout.speeds)}"
+    return Measured(names, step_times, reports[0].bound, predicted, policy_lag)
 
 
-def _used(workers: Sequence[int]) -> np.ndarray:
-    """CPU-seconds so far of the driver, of all rollout workers, and of Ray's own processes."""
-    ray = load.descendants(os.getpid()) - set(workers)
-    groups = workers, ray
-    return np.array([time.process_time(), *(sum(map(load.used, group)) for group in groups)])
+def _processes(workers: RemoteWorkers) -> dict[str, int]:
+    """Returns the process of each ready rollout worker."""
+    places = workers.places()
+    return {name: place["process"] for name, place in places.items() if name != TRAINER}
+
+
+@dataclasses.dataclass(frozen=True)
+class Emulation:
+    """Replaces the config for `RemoteWorkers` and `WaitingProcess`.
+
+    The first worker is the home worker, and the others only sample.
+    """
+
+    workers: tuple[WorkerLayout, ...]
+    waits: Waits
+    prompts: PromptsSection = dataclasses.field(default=PromptsSection(file=""))
+    evaluation: EvaluationSection = dataclasses.field(default=EvaluationSection(prompts=""))
+
+    @property
+    def placement(self) -> PlacementSection:
+        """The number of workers, of one device each."""
+        return PlacementSection(rollout=RolloutAxes(data=1, workers=len(self.workers) - 1))
+
+
+@contextmanager
+def driving(emulation: Emulation) -> Iterator[tuple[Driver, RemoteWorkers]]:
+    """Yields the driver of a run on a new Ray instance, and its workers; raises ConfigError without Ray."""
+    waits, processes = emulation.waits, len(emulation.workers) - 1
+    with ExitStack() as stack:
+        engine = stack.enter_context(closing(RayEngine(LOCAL, show=False, cpus=processes)))
+        workers = RemoteWorkers(emulation, engine, kind=WaitingProcess)
+        stack.callback(workers.close)
+        rewards = stack.enter_context(closing(RewardPool(alone("waits", score), 0)))
+
+        def make(proxies: list[WorkerProxy]) -> Driver:
+            # In the order of the simulator, whichever started first.
+            proxies.sort(key=lambda one: _number(one.name))
+            executors = DrivingExecutors(waits, emulation.workers, proxies, workers.transfer)
+            return Driver(executors, Scheduler(waits.settings, waits.costs), rewards)
+
+        yield stack.enter_context(workers.driving(make, stops=lambda: False)), workers
+
+
+class DrivingExecutors(WaitingExecutors):
+    """Waits of the trainer, which transfers trees to and from rollout workers in other processes."""
+
+    def __init__(
+        self,
+        waits: Waits,
+        workers: tuple[WorkerLayout, ...],
+        rollouts: Sequence[WorkerProxy],
+        transfer: TrainerTransfer,
+    ):
+        super().__init__(waits, workers, rollouts)
+        self._transfer = transfer
+        transfer.put(WeightsVersion(0), _tree(WEIGHTS))
+
+    def do(self, command: Command) -> None:
+        """See `WaitingExecutors`."""
+        if isinstance(command, Deliver):
+            with self.home.lasting(command):
+                worker, chunk = command.worker, command.chunk
+                # The encoded prompts of the step are there only once.
+                for key in (ConditioningKey(worker, chunk.step), SamplesKey(worker, chunk)):
+                    found = self._transfer.get(key, _one_device, TRAINER)
+                    self._transfer.delete(key)
+                if found is None:
+                    raise RuntimeError(f"{worker} has no samples of {chunk}")
+            return
+        super().do(command)
+        if isinstance(command, Update):
+            self._transfer.put(WeightsVersion(command.step + 1), _tree(WEIGHTS))
+        elif isinstance(command, DropVersion):
+            self._transfer.delete(command.weights_version)
+
+
+class WaitingProcess(RolloutProcess):
+    """The process of a rollout worker that waits."""
+
+    def open(self, recipe: Emulation, first: int, place: Any = None) -> Opened:
+        """See `RolloutProcess`."""
+        layout = recipe.workers[1 + _number(self._name)]
+        waits, settings = recipe.waits, recipe.waits.settings
+        self._pool = RewardPool(alone("waits", score), 0)
+        self._scorer = WaitingScorer(waits, self._pool)
+        self._transfer = WorkerTransfer()
+        shape = settings.images, settings.chunk_images
+        self._steps = Steps(_records(settings.groups, first), *shape, _NoDraws(), first)
+        self._executor = TransferringWorker(self._name, layout, waits, self._steps, self._transfer)
+        gc.freeze()  # as in a run, so that later collections take milliseconds
+        return Opened(layout.devices, socket.gethostname(), os.getpid())
+
+
+class TransferringWorker(WaitingWorker):
+    """Waits of a rollout worker, which receives weights meanwhile and offers small trees afterwards."""
+
+    def __init__(
+        self, name: str, layout: WorkerLayout, waits: Waits, steps: Steps, transfer: WorkerTransfer
+    ):
+        super().__init__(name, layout, waits)
+        self._steps, self._transfer = steps, transfer
+
+    def receive(self, weights_version: WeightsVersion) -> None:
+        """See `SamplingExecutor`."""
+        with self.lasting(SyncWeights(0, self.name, weights_version)):
+            self._transfer.get(weights_version, _one_device, self.name)
+
+    def encode(self, number: int) -> None:
+        """See `SamplingExecutor`."""
+        with self.lasting(Encode(0, self.name, number)):
+            _ = self._steps[number]
+        self._transfer.put(ConditioningKey(self.name, number), _tree(PROMPTS))
+
+    def decode(self, chunk: Chunk) -> None:
+        """See `SamplingExecutor`."""
+        super().decode(chunk)
+        self._transfer.put(SamplesKey(self.name, chunk), _tree(SAMPLES))
+
+
+class _NoDraws:
+    """Replaces `SampleRng`; compiles nothing."""
+
+    def draw(self, step: int, serials: np.ndarray, images: np.ndarray) -> SampleDraws:
+        """Returns zeros."""
+        return SampleDraws(np.zeros(len(serials), np.uint32), None, 0, None)
+
+
+def _number(name: str) -> int:
+    return int(name.split()[-1])
+
+
+def _tree(size: int) -> dict[str, np.ndarray]:
+    return {"numbers": np.zeros(size, np.uint8)}
+
+
+def _one_device(tree: Any) -> Any:
+    return jax.tree.map(lambda _: SingleDeviceSharding(jax.devices()[0]), tree)
+
+
+def _records(groups: int, first: int) -> Iterator[list[dict[str, Any]]]:
+    """Yields the prompts of every step."""
+    for step in itertools.count(first):
+        yield [{"prompt": "", "serial": step * groups + number} for number in range(groups)]

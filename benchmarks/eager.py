@@ -1,6 +1,6 @@
 """The same step as an eager loop of torch and diffusers, as public codes of Flow-GRPO are written.
 
-It is what `peers.py` compares with, in a process of its own: training imports no torch.
+`peers.py` compares with it, in a separate process: training imports no torch.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Float32, Int
 
-from benchmarks.processes import do_as_asked
+from benchmarks.processes import answer_requests
 
 NUM_TRAIN_TIMESTEPS = 1000
 
@@ -56,13 +56,13 @@ class Work:
     empty: int
     threads: int
     gpu: bool = False
-    bfloat16: bool = False  # frozen weights and products; tuned parameters stay in float32
+    bfloat16: bool = False  # frozen weights and products; trained parameters stay in float32
     checkpointing: bool = False  # of each block
 
 
-def serve(control: Connection, work: Work) -> None:
-    """The main function of the process."""
-    do_as_asked(control, EagerLoop(work))
+def serve(connection: Connection, work: Work) -> None:
+    """Runs the process."""
+    answer_requests(connection, EagerLoop(work))
 
 
 class EagerLoop:
@@ -72,7 +72,7 @@ class EagerLoop:
     """
 
     def __init__(self, work: Work):
-        # Here, as nothing but this process imports them.
+        # Only this process imports them.
         import torch
         from diffusers import SD3Transformer2DModel
 
@@ -95,16 +95,16 @@ class EagerLoop:
             self.model.add_adapter(
                 LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=names)
             )
-        self.tuned = [p for p in self.model.parameters() if p.requires_grad]
-        for parameter in self.tuned:
+        self.trained = [p for p in self.model.parameters() if p.requires_grad]
+        for parameter in self.trained:
             parameter.data = parameter.data.float()
-        self.optimizer = torch.optim.AdamW(self.tuned, **work.adamw)
+        self.optimizer = torch.optim.AdamW(self.trained, **work.adamw)
         self.conditioning = self._conditioning(work.context, work.pooled, work.empty)
         self.null = self._conditioning(*work.null, work.empty) if work.null else None
 
     def parameters(self) -> int:
-        """Number of trained parameters."""
-        return sum(p.numel() for p in self.tuned)
+        """Returns the number of trained parameters."""
+        return sum(p.numel() for p in self.trained)
 
     def velocity(
         self,
@@ -113,7 +113,7 @@ class EagerLoop:
         rows: Int[np.ndarray, "b"],
         empty: int,
     ) -> Float32[np.ndarray, "b h w c"]:
-        """The guided velocity, with so many empty tokens."""
+        """Returns the guided velocity, with `empty` empty tokens."""
         torch, work = self.torch, self.work
         conditioning = self._conditioning(work.context, work.pooled, empty)
         null = self._conditioning(*work.null, empty) if work.null else None
@@ -128,12 +128,12 @@ class EagerLoop:
         """Samples a step's images and keeps their transitions."""
         rows, size = self._tensor(self.work.rows).long(), self.work.chunk
         with self.torch.inference_mode():
-            made = [self._sampled(rows[i : i + size]) for i in range(0, len(rows), size)]
-        self.chunks = made
-        self._wait()
+            chunks = [self._sample_chunk(rows[i : i + size]) for i in range(0, len(rows), size)]
+        self.chunks = chunks
+        self._synchronize()
 
     def train(self) -> None:
-        """A gradient of all transitions, one pass after another, and an update."""
+        """Computes the gradient of all transitions, one pass after another, and updates."""
         torch, work = self.torch, self.work
         transitions = len(work.rows) * (work.window.stop - work.window.start)
         self.optimizer.zero_grad(set_to_none=True)
@@ -143,12 +143,11 @@ class EagerLoop:
             clipped = ratio.clamp(1 - work.clip_range, 1 + work.clip_range)
             loss = -torch.minimum(ratio * advantages, clipped * advantages)
             (loss.sum() / transitions).backward()
-        torch.nn.utils.clip_grad_norm_(self.tuned, work.clip_norm)
+        torch.nn.utils.clip_grad_norm_(self.trained, work.clip_norm)
         self.optimizer.step()
-        self._wait()
+        self._synchronize()
 
-    def _wait(self) -> None:
-        """Until the GPU has done what it was asked for."""
+    def _synchronize(self) -> None:
         if self.work.gpu:
             self.torch.cuda.synchronize()
 
@@ -180,7 +179,7 @@ class EagerLoop:
         without, prompt = v.chunk(2)
         return without + work.guidance * (prompt - without)
 
-    def _sampled(self, rows: Any) -> tuple[Any, ...]:
+    def _sample_chunk(self, rows: Any) -> tuple[Any, ...]:
         """(rows, x, x_next, log-probabilities) of the window's transitions of a chunk, [s, b, ...]."""
         torch, work = self.torch, self.work
         h, w, c = work.latent

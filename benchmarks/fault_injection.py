@@ -7,16 +7,16 @@ import signal
 import time
 from collections.abc import Callable
 
-from benchmarks.equality import STEP, lines, steps
-from benchmarks.job import AGENTS_END, Job, Wrong, processes
+from benchmarks.job import AGENTS_END, STEP, Job, Unexpected, metric_lines, processes, steps
 from digen_jax.logging.metrics import CLOCK
 from digen_jax.process.shutdown import STOPPED
 
-ROLLOUT_WORKERS, TRAINING_WORKERS = 2, 2  # of the latter one is the trainer's process
-WORKERS = ROLLOUT_WORKERS + TRAINING_WORKERS - 1  # in processes of their own
+ROLLOUT_WORKERS, TRAINING_WORKERS = 2, 2  # one of the latter is the trainer's process
+WORKERS = ROLLOUT_WORKERS + TRAINING_WORKERS - 1  # in separate processes
 ENDLESS = 10**6  # steps of a run that a signal ends
 START = 300.0  # seconds for a step with a start before it
-# Seconds until a worker that does not answer is lost, and until all processes end without the trainer or the driver.
+# Seconds until a worker that does not answer counts as disconnected, and until all processes end after the loss of the
+# trainer or the driver.
 SILENCE, END = 8.0, 10.0
 BUSY = 10.0  # seconds that a busy machine may take in addition
 OVERLAP = 0.25  # share of the faults after which the next one does not wait
@@ -28,7 +28,7 @@ class Fault:
 
     Attributes:
       kind: a key of `FaultInjection.kinds`.
-      continued: seconds until a step that began after the fault had ended; None: the next fault did not wait for it.
+      continued: seconds until the end of a step that started after the fault; None if the next fault did not wait.
       recovered: seconds until all workers were ready; None likewise.
       ended: seconds until all processes had ended; None if the fault does not end the run at once.
     """
@@ -40,12 +40,12 @@ class Fault:
 
 
 class FaultInjection:
-    """A run in which faults happen.
+    """Injects faults into a run.
 
     Attributes:
-      faults: those that have happened.
-      kinds: the weight of each in random choices, and the method that makes it happen, which returns False if it
-        cannot at present.
+      faults: those so far.
+      kinds: the weight of each in random choices, and the method that injects it, which returns False if it cannot at
+        present.
     """
 
     def __init__(self, job: Job, seed: int):
@@ -67,37 +67,37 @@ class FaultInjection:
             "SIGTERM to the driver": (2, self._end_driver),
         }
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Starts the run, and waits for its second step and all workers."""
         self._start()
         self._wait(2)
 
     def next(self) -> Fault:
-        """A fault after a random time, and its checks. Its kind is a new one until all kinds have happened.
+        """Injects a fault after a random time, and checks the run. Each kind is used once before any is repeated.
 
         Raises:
-          Wrong: it had a consequence that it must not have.
+          Unexpected: it had a consequence that it must not have.
         """
         time.sleep(self._random.uniform(0, 4))
         overlaps = self._random.random() < OVERLAP
         seen = {fault.kind for fault in self.faults}
         kinds = {k: v for k, v in self.kinds.items() if k not in seen} or self.kinds
         (kind,) = self._random.choices([*kinds], [weight for weight, _ in kinds.values()])
-        fault, begin, done = kinds[kind][1], time.time(), self._done()
+        start = done = 0
 
-        def happens() -> bool:
-            nonlocal begin, done
-            begin, done, self._ended, self._left = time.time(), self._done(), None, None
-            return fault()
+        def inject() -> bool:
+            nonlocal start, done
+            start, done, self._ended, self._left = time.time(), self._done(), None, None
+            return kinds[kind][1]()
 
-        self._job.wait(happens, START, kind)
+        self._job.wait(inject, START, kind)
         # The step after the one in progress, or the first one of a new start.
         count = done + 2 if self._left is None else self._left + 1
         continued = recovered = None
         if not overlaps:
-            recovered = self._wait(count) - begin
-            found = [one for one in lines(self._job.workdir) if STEP in one]
-            continued = found[count - 1][CLOCK] - begin
+            recovered = self._wait(count) - start
+            found = [one for one in metric_lines(self._job.workdir) if STEP in one]
+            continued = found[count - 1][CLOCK] - start
         self.check()
         self.faults.append(Fault(kind, continued, recovered, self._ended))
         after = "the next one follows" if overlaps else f"continued after {continued:.1f} s"
@@ -105,31 +105,29 @@ class FaultInjection:
         return self.faults[-1]
 
     def check(self) -> None:
-        """Raises Wrong if a process is left, there is a traceback, or a step is missing or there twice."""
+        """Raises Unexpected if a process is left, there is a traceback, or a step is missing or there twice."""
         self._job.check_none_left(END)
         if "Traceback" in self._job.output():
-            raise Wrong(f"a traceback:\n{self._job.output(5000)}")
+            raise Unexpected(f"a traceback:\n{self._job.output(5000)}")
         found = steps(self._job.workdir)
         if found != list(range(1, len(found) + 1)):
-            raise Wrong(f"the metrics have these steps: {found}")
+            raise Unexpected(f"the metrics have these steps: {found}")
 
-    def conclude(self) -> int:
+    def finish(self) -> int:
         """Ends the run by SIGTERM, and continues it for two steps to its end; returns the number of all steps.
 
         Raises:
-          Wrong: as `next`.
+          Unexpected: as `next`.
         """
         self._job.wait(lambda: self._end_driver(start=False), START, "the trainer has started")
         last = self._done() + 2
         self._start(last)
-        self._job.ends(0, START)
+        self._job.wait_for_end(0, START)
         self.check()
         if self._done() != last:
-            raise Wrong(f"the run has ended after {self._done()} steps of {last}")
+            raise Unexpected(f"the run has ended after {self._done()} steps of {last}")
         self._job.check_none_left(AGENTS_END, agents=True)
         return last
-
-    # ------------------------------------------------------------------------------- the faults
 
     def _signal_workers(self, count: int, number: int) -> bool:
         """Sends a signal to workers, after which their processes end."""
@@ -147,7 +145,7 @@ class FaultInjection:
         return True
 
     def _slow_worker(self) -> bool:
-        """A worker that answers late is not lost."""
+        """A worker that answers late stays connected."""
         ready = self._job.workers()
         if ready:
             pid = self._random.choice([*ready.values()])
@@ -169,13 +167,13 @@ class FaultInjection:
         trainer = self._job.trainer()
         if trainer is not None:
             os.kill(trainer, signal.SIGKILL)
-            self._ended = self._job.ends(STOPPED, END + BUSY)
+            self._ended = self._job.wait_for_end(STOPPED, END + BUSY)
             self._start()
         return trainer is not None
 
     def _kill_driver(self) -> bool:
         self._job.driver.kill()
-        self._ended = self._job.ends(-signal.SIGKILL, END + BUSY)
+        self._ended = self._job.wait_for_end(-signal.SIGKILL, END + BUSY)
         self._start()
         return True
 
@@ -184,13 +182,11 @@ class FaultInjection:
         if self._job.trainer() is None:
             return False
         self._job.driver.terminate()
-        self._job.ends(128 + signal.SIGTERM, START)
+        self._job.wait_for_end(128 + signal.SIGTERM, START)
         self.check()
         if start:
             self._start()
         return True
-
-    # ---------------------------------------------------------------------------------- helpers
 
     def _start(self, count: int = ENDLESS) -> None:
         self._left, self._kept = self._done(), {}
@@ -211,6 +207,6 @@ class FaultInjection:
         self._job.wait(over, START, f"step {count} has ended and all workers are ready")
         now = self._job.workers()
         if lost := [name for name, pid in self._kept.items() if now.get(name) != pid]:
-            raise Wrong(f"{lost} had no fault, but were lost:\n{self._job.output(3000)}")
+            raise Unexpected(f"{lost} had no fault, but disconnected:\n{self._job.output(3000)}")
         self._kept = now
         return ready[0]

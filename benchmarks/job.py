@@ -1,4 +1,4 @@
-"""A run by `launch/train.py`, and all processes that it has started; Linux only.
+"""A run of `launch/train.py`, and all processes that it has started; Linux only.
 
 With --ray=local the command's own process is the driver, which starts Ray, which starts the trainer's process and the
 rollout workers.
@@ -18,15 +18,16 @@ from typing import Any, NamedTuple
 
 from digen_jax.logging.status import FILE
 
-LOOK = 0.1  # seconds between two looks
+STEP = "images_per_second"  # a metric that only the line of a step has
+POLL = 0.1  # seconds between two checks
 PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
-# Processes of Ray that end themselves a minute after a driver that was killed: they report its loss to Ray first.
+# Processes of Ray that end a minute after a driver that was killed: they report its loss to Ray first.
 AGENTS = b"ray::DashboardAgent", b"ray::RuntimeEnvAgent"
 AGENTS_END = 90.0  # seconds for that
 REWARDS = b"digen_jax.rewards.pool"  # on the command line of a process that scores
 
 
-class Wrong(RuntimeError):
+class Unexpected(RuntimeError):
     """A consequence of a fault that it must not have, with the end of the run's output."""
 
 
@@ -73,44 +74,44 @@ class Job:
             )
 
     def output(self, characters: int = 0) -> str:
-        """The end of the output since the last start; all of it by default."""
+        """Returns the end of the output since the last start; all of it by default."""
         return self._log.read_text(errors="replace")[-characters:]
 
     def wait(self, condition: Callable[[], object], seconds: float, what: str) -> None:
         """Waits for a condition.
 
         Raises:
-          Wrong: it does not become true in time, or the driver ends before.
+          Unexpected: it does not become true in time, or the driver ends before.
         """
         end = time.monotonic() + seconds
         while not condition():
             code = self.driver.poll()
             if (code is not None and not condition()) or time.monotonic() > end:
                 late = f"not within {seconds:g} s" if code is None else f"ended with {code} before"
-                raise Wrong(f"{late}: {what}:\n{self.output(3000)}")
-            time.sleep(LOOK)
+                raise Unexpected(f"{late}: {what}:\n{self.output(3000)}")
+            time.sleep(POLL)
 
-    def ends(self, code: int, seconds: float) -> float:
+    def wait_for_end(self, code: int, seconds: float) -> float:
         """Waits until the driver and all other processes have ended; returns the seconds.
 
         Raises:
-          Wrong: they have not in time, or the driver's exit code is another one.
+          Unexpected: they have not in time, or the driver's exit code is another one.
         """
-        begin = time.monotonic()
+        start = time.monotonic()
         with suppress(subprocess.TimeoutExpired):
             self.driver.wait(seconds)
         if (found := self.driver.poll()) != code:
-            raise Wrong(f"the driver's exit code is {found}, not {code}:\n{self.output(3000)}")
-        self.check_none_left(begin + seconds - time.monotonic())
-        return time.monotonic() - begin
+            raise Unexpected(f"the driver's exit code is {found}, not {code}:\n{self.output(3000)}")
+        self.check_none_left(start + seconds - time.monotonic())
+        return time.monotonic() - start
 
     def trainer(self) -> int | None:
-        """The trainer's process; None if it has not started the run."""
+        """Returns the trainer's process; None if it has not started the run."""
         pid = self._status().get("process")
         return pid if pid in self._started() else None
 
     def workers(self) -> dict[str, int]:
-        """The processes of the rollout workers that are ready, by name."""
+        """Returns the processes of the rollout workers that are ready, by name."""
         trainer, started = self.trainer(), self._started()
         return {
             name: one["process"]
@@ -119,23 +120,23 @@ class Job:
         }
 
     def rewards(self, of: int) -> list[int]:
-        """The processes that score for a process."""
+        """Returns the processes that score for a process."""
         return [one.pid for one in processes() if one.parent == of and REWARDS in one.command]
 
     def left(self, agents: bool = True) -> list[Process]:
-        """Processes whose parents have ended; without `agents`, those of `AGENTS` are left out."""
+        """Returns the processes whose parents have ended, with or without `AGENTS`."""
         running = {self.driver.pid} if self.driver.poll() is None else set()
         known = running | self._others
         found = [one for one in processes() if one.parent == os.getpid() and one.pid not in known]
         return [one for one in found if agents or not one.command.startswith(AGENTS)]
 
     def check_none_left(self, seconds: float, agents: bool = False) -> None:
-        """Waits until `left` returns none; raises Wrong if there still are some."""
+        """Waits until `left` returns none; raises Unexpected if there still are some."""
         end = time.monotonic() + seconds
         while found := self.left(agents):
             if time.monotonic() > end:
-                raise Wrong(f"processes are left: {found}")
-            time.sleep(LOOK)
+                raise Unexpected(f"processes are left: {found}")
+            time.sleep(POLL)
 
     def close(self) -> None:
         """Kills all processes."""
@@ -146,7 +147,7 @@ class Job:
         _adopt(False)
 
     def _started(self) -> set[int]:
-        """The driver and all processes below it."""
+        """Returns the driver and all processes that it started."""
         found, every = set(), processes()
         new = {self.driver.pid} if self.driver.poll() is None else set()
         while new:
@@ -166,7 +167,7 @@ def _adopt(orphans: bool) -> None:
 
 
 def processes() -> list[Process]:
-    """All processes of this machine that have not ended."""
+    """Returns all processes of this machine that have not ended."""
     found = []
     for path in pathlib.Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it ends meanwhile
@@ -175,3 +176,15 @@ def processes() -> list[Process]:
             if state not in "ZX":
                 found.append(Process(int(path.name), int(parent), command))
     return found
+
+
+def metric_lines(workdir: pathlib.Path) -> list[dict[str, Any]]:
+    """Returns the complete lines of a run's metrics, in their order."""
+    file = workdir / "metrics.jsonl"
+    text = file.read_text() if file.exists() else ""
+    return [json.loads(line) for line in text.splitlines(True) if line.endswith("\n")]
+
+
+def steps(workdir: pathlib.Path) -> list[int]:
+    """Returns the steps of which a run's metrics have a line, in their order."""
+    return [line["step"] for line in metric_lines(workdir) if STEP in line]

@@ -1,9 +1,10 @@
 """Random faults at random moments of a run with workers on Ray, compared with a run of one process without.
 
-The run trains by what is nearly plain gradient descent, with a smooth reward, so that rounding errors stay small.
+The run trains by nearly plain gradient descent with a smooth reward, so that rounding errors stay small.
 """
 
 import dataclasses
+import math
 import pathlib
 import statistics
 import sys
@@ -12,8 +13,12 @@ from collections.abc import Mapping
 from contextlib import closing
 from typing import Any
 
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jaxtyping import Shaped
+
 from benchmarks import kills_train
-from benchmarks.equality import metrics_off, tuned, update_off
 from benchmarks.fault_injection import (
     ENDLESS,
     ROLLOUT_WORKERS,
@@ -21,13 +26,16 @@ from benchmarks.fault_injection import (
     Fault,
     FaultInjection,
 )
-from benchmarks.job import Job, Wrong
+from benchmarks.job import Job, Unexpected, metric_lines
+from digen_jax.checkpoints.checkpointer import newest_complete
 from digen_jax.errors import ConfigError, check_positive
+from digen_jax.logging.metrics import without_timing
 from digen_jax.process.terminal import track
 
 TOLERANCE = 1e-3  # of metrics and of the full update
 ONE_PROCESS = 3600.0  # seconds for the run without faults
-# The run, unless the command line says otherwise.
+CHANCE = ("tag_share",)  # metrics that depend on which worker was idle
+# The run, unless the command line overrides it.
 SMALL = f"""
 batch.groups=2 batch.images=4 sampler.chunk=2 sampler.steps=4
 rewards=('{kills_train.__name__}:brightness',) reward_pool.processes=1
@@ -43,12 +51,12 @@ WITHOUT_WORKERS = "placement.rollout.data=0 placement.trainer.workers=1 placemen
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class FaultOutcome:
     """All faults, and the comparison at the end.
 
     Attributes:
-      metrics: see `equality.metrics_off`; None if the run is asynchronous, so that no other run has its metrics.
-      update: see `equality.update_off`; None likewise.
+      metrics: see `metrics_difference`; None if the run is asynchronous, so that no other run has its metrics.
+      update: see `update_difference`; None likewise.
       received: how often workers received weights.
       starts: of the command.
     """
@@ -62,15 +70,19 @@ class Outcome:
     starts: int
 
     def describe(self) -> str:
-        """A table with a row for each kind of fault, and the other numbers."""
+        """Returns a table with a row for each kind of fault, and the other numbers."""
         columns = "continued", "recovered", "ended"
         rows = [
             f"{'seconds: median, longest':<28}{'times':>6}" + "".join(f"{c:>15}" for c in columns)
         ]
         for kind in sorted({fault.kind for fault in self.faults}):
             found = [fault for fault in self.faults if fault.kind == kind]
-            cells = (_spread([getattr(one, column) for one in found]) for column in columns)
-            rows.append(f"{kind:<28}{len(found):>6}" + "".join(f"{cell:>15}" for cell in cells))
+            cells = ""
+            for column in columns:
+                times = [s for one in found if (s := getattr(one, column)) is not None]
+                cell = f"{statistics.median(times):.1f}, {max(times):.1f}" if times else "-"
+                cells += f"{cell:>15}"
+            rows.append(f"{kind:<28}{len(found):>6}{cells}")
         compared = "An asynchronous run is not compared with another one."
         if self.metrics is not None:
             compared = (
@@ -81,18 +93,13 @@ class Outcome:
             f"\n{len(self.faults)} faults in {self.steps} steps and {self.seconds:.0f} s; the command was started "
             f"{self.starts} times, and no process was left.\n"
             f"The metrics have every step once and in order. {compared}\n"
-            f"Workers received weights {self.received} times, each time the bits of a published version."
+            f"Workers received weights {self.received} times, each time the bits of a version that was sent."
         )
-
-
-def _spread(seconds: list[float | None]) -> str:
-    found = [one for one in seconds if one is not None]
-    return f"{statistics.median(found):.1f}, {max(found):.1f}" if found else "-"
 
 
 def compare(
     config: str, overrides: Mapping[str, Any], workdir: pathlib.Path, kills: int, seed: int
-) -> Outcome:
+) -> FaultOutcome:
     """Runs a job with faults, and the same in one process without; prints a line after every fault.
 
     Args:
@@ -104,46 +111,91 @@ def compare(
 
     Raises:
       ConfigError: an argument is invalid, or this is not Linux.
-      Wrong: a fault had a consequence that it must not have.
+      Unexpected: a fault had a consequence that it must not have.
     """
     check_positive("--kills", kills)
     if sys.platform != "linux":
         raise ConfigError("the benchmark of faults needs Linux, for its /proc")
     if workdir.exists():
         raise ConfigError(f"--workdir={workdir} exists: give a new folder, or delete it")
-    begin = time.monotonic()
+    start = time.monotonic()
     hashes, faulty, alone = workdir / "weights", workdir / "faults", workdir / "one_process"
     hashes.mkdir(parents=True)
     fields = [*SMALL.split(), *(f"{name}={value}" for name, value in overrides.items())]
-    command = [kills_train.__file__, f"--config={config}", *_options(fields)]
-    command += _options(PLACED.split())
+    command = [kills_train.__file__, f"--config={config}", *_options(fields + PLACED.split())]
     variables = {kills_train.FOLDER: str(hashes.absolute())}
     with closing(Job([*command, "--ray=local"], faulty, variables)) as job:
         run = FaultInjection(job, seed)
-        run.begin()
+        run.start()
         for _ in track(range(kills), "kills", "fault"):
             run.next()
-        steps = run.conclude()
+        steps = run.finish()
     received, wrong = kills_train.compare_hashes(hashes)
     if wrong or not received:
-        raise Wrong(f"of {received} received weights these were never published: {wrong}")
+        raise Unexpected(f"of {received} received weights these were never sent: {wrong}")
     metrics = update = None
     if not int(overrides.get("runtime.max_policy_lag", 0)):
         with closing(Job([*command, *_options(WITHOUT_WORKERS.split())], alone, variables)) as one:
             found = []
             for count in (1, steps):
                 one.start(f"--config.steps={count}")
-                one.ends(0, ONE_PROCESS)
-                found.append(tuned(alone))
-        update = update_off(tuned(faulty), expected=found[1], start=found[0])
-        metrics = metrics_off(faulty, alone)
+                one.wait_for_end(0, ONE_PROCESS)
+                found.append(trained_parameters(alone))
+        update = update_difference(trained_parameters(faulty), expected=found[1], start=found[0])
+        metrics = metrics_difference(faulty, alone)
         if not max(metrics, update) < TOLERANCE:
-            raise Wrong(
+            raise Unexpected(
                 f"the run differs from one without faults: metrics by {metrics:.1e}, the full update by {update:.1e}"
             )
-    seconds = time.monotonic() - begin
-    return Outcome(tuple(run.faults), seconds, steps, metrics, update, received, job.starts)
+    seconds = time.monotonic() - start
+    return FaultOutcome(tuple(run.faults), seconds, steps, metrics, update, received, job.starts)
 
 
 def _options(fields: list[str]) -> list[str]:
     return [f"--config.{field}" for field in fields]
+
+
+def metrics_difference(workdir: pathlib.Path, other: pathlib.Path) -> float:
+    """Returns the largest difference of a metric of two runs, relative to its largest value; inf for other lines."""
+    found, expected = (
+        [without_timing(line) for line in metric_lines(one)] for one in (workdir, other)
+    )
+    if [line.keys() for line in found] != [line.keys() for line in expected]:
+        return math.inf
+    largest: dict[str, float] = {}
+    for line in expected:
+        for name, value in line.items():
+            largest[name] = max(largest.get(name, 0.0), abs(value))
+    differences = [
+        abs(line[name] - value) / max(largest[name], 1e-3)
+        for line, of in zip(found, expected, strict=True)
+        for name, value in of.items()
+        if name not in CHANCE
+    ]
+    return max(differences, default=math.inf)
+
+
+def trained_parameters(workdir: pathlib.Path) -> dict[str, Shaped[np.ndarray, "..."]]:
+    """Returns the trained parameters of a run's newest checkpoint, by name."""
+    folder = workdir / "checkpoints"
+    step, _ = newest_complete(folder)
+    arrays = folder.absolute() / str(step) / "arrays"
+    with ocp.PyTreeCheckpointer() as reader:
+        # As numpy's arrays: their devices may not be here.
+        saved = {"tuned": reader.metadata(arrays).item_metadata.tree["tuned"]}
+        here = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), saved)
+        wanted = ocp.args.PyTreeRestore(item=saved, restore_args=here, partial_restore=True)
+        tree = reader.restore(arrays, args=wanted)["tuned"]
+    leaves = jax.tree.leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+
+
+def update_difference(
+    found: dict[str, np.ndarray], expected: dict[str, np.ndarray], start: dict[str, np.ndarray]
+) -> float:
+    """Returns the norm of the difference of two updates, relative to that of the expected one."""
+
+    def norm(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:
+        return math.sqrt(sum(float(np.sum(np.square(one[k] - other[k]))) for k in expected))
+
+    return norm(found, expected) / norm(expected, start)

@@ -1,8 +1,8 @@
-"""launch/train.py as the benchmark `kills` starts it: with a smooth reward, and with hashes of weights.
+"""launch/train.py for the benchmark `kills`: with a smooth reward, and with hashes of weights.
 
 DIGEN_JAX_WEIGHT_HASHES=FOLDER python benchmarks/kills_train.py [options of launch/train.py]
 
-The trainer's process notes a hash of each published version, and the other workers one of each version they received.
+The trainer's process writes a hash of each version it sends, and the other workers one of each version they receive.
 """
 
 import hashlib
@@ -19,8 +19,8 @@ from digen_jax.distributed.worker_process import RolloutProcess, TrainingProcess
 from digen_jax.files import shipped
 from digen_jax.scheduling.commands import WeightsVersion
 
-FOLDER = "DIGEN_JAX_WEIGHT_HASHES"  # the variable with the folder of the notes
-PUBLISHED, RECEIVED = "published", "received"
+FOLDER = "DIGEN_JAX_WEIGHT_HASHES"  # the variable with the folder for the hashes
+SENT, RECEIVED = "sent", "received"
 
 
 def brightness(images: Any, prompts: list[str], metadata: list[dict]) -> Any:
@@ -41,7 +41,7 @@ def digest(tree: Any) -> str:
     return found.hexdigest()[:32]
 
 
-def note(kind: str, weights_version: WeightsVersion, tree: Any) -> None:
+def record(kind: str, weights_version: WeightsVersion, tree: Any) -> None:
     """Appends a line, which survives a kill of this process."""
     name = f"{weights_version.version}{'e' * weights_version.evaluated}"
     with pathlib.Path(os.environ[FOLDER], str(os.getpid())).open("a") as file:
@@ -49,39 +49,39 @@ def note(kind: str, weights_version: WeightsVersion, tree: Any) -> None:
 
 
 def compare_hashes(folder: pathlib.Path) -> tuple[int, list[str]]:
-    """Returns how often weights were received, and the versions whose received bits were never published."""
+    """Returns how often weights were received, and the versions whose received bits were never sent."""
     files = [file.read_text().splitlines() for file in folder.iterdir()]
     lines = [line.split() for file in files for line in file]
     # A process that was killed may leave an unfinished line.
     full = [line for line in lines if len(line) == 3 and len(line[2]) == 32]
-    published = {(name, found) for kind, name, found in full if kind == PUBLISHED}
+    sent = {(name, found) for kind, name, found in full if kind == SENT}
     received = [(name, found) for kind, name, found in full if kind == RECEIVED]
-    return len(received), [name for name, found in received if (name, found) not in published]
+    return len(received), [name for name, found in received if (name, found) not in sent]
 
 
 class HashingProcess(RolloutProcess):
-    """A rollout worker's process that notes the weights it receives."""
+    """A rollout worker's process that writes hashes of the weights it receives."""
 
     def receive(self, weights_version: WeightsVersion) -> None:
         """See `RolloutProcess`."""
         super().receive(weights_version)
         weights = self._executor.weights.get(weights_version)
         if weights is not None:
-            note(RECEIVED, weights_version, weights.tuned)
+            record(RECEIVED, weights_version, weights.tuned)
 
 
 class HashingTrainingProcess(HashingProcess, TrainingProcess):
-    """The same for a training worker, which also notes the weights that it trains."""
+    """The same for a training worker, which also writes those of the weights that it trains."""
 
     def take_trained(self, weights_version: WeightsVersion) -> None:
         """See `TrainingProcess`."""
         super().take_trained(weights_version)
         if not weights_version.update:
-            note(RECEIVED, weights_version, self._training.version_weights(weights_version))
+            record(RECEIVED, weights_version, self._training.version_weights(weights_version))
 
 
-def note_weights() -> None:
-    """Makes this process, the trainer's, note what it publishes, and its workers what they receive."""
+def record_weights() -> None:
+    """Writes hashes in this process, the trainer's, and in its workers."""
     from digen_jax.distributed.workers import RemoteWorkers
     from digen_jax.parallel.system import cast
     from digen_jax.runtime.array_transfer import SyncedWeights
@@ -92,7 +92,7 @@ def note_weights() -> None:
         self: SyncedWeights, weights_version: WeightsVersion, tree: Any, own: str | None = None
     ) -> None:
         # First, since a worker may receive it at once.
-        note(PUBLISHED, weights_version, tree if self._dtype is None else cast(tree, self._dtype))
+        record(SENT, weights_version, tree if self._dtype is None else cast(tree, self._dtype))
         add(self, weights_version, tree, own)
 
     SyncedWeights.add = added
@@ -105,5 +105,5 @@ if __name__ == "__main__":
     from benchmarks import kills_train  # as the workers' processes import it
 
     if PART in os.environ:
-        kills_train.note_weights()
+        kills_train.record_weights()
     run_main(runpy.run_path(shipped("launch/train.py"))["main"])

@@ -1,15 +1,18 @@
-"""A step's sampling and training against an eager loop of torch and diffusers, in turn on the same cores or GPU.
+"""A step's sampling and training against an eager loop of torch and diffusers, alternating on the same cores or GPU.
 
 Both work with the same weights, sigmas, images, transitions, tokens, guidance, micro-batches and precision; both leave
 out the prompts' encoding, decoding and the reward. Before anything is timed, their velocities are compared.
 """
 
+import dataclasses
 import importlib.util
 import multiprocessing
 import os
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from multiprocessing.connection import Connection
+from statistics import median
 from typing import Any
 
 import jax
@@ -19,8 +22,8 @@ from jaxtyping import Float, Float32, Int
 
 from benchmarks import eager, load
 from benchmarks.eager import EagerLora, Work
-from benchmarks.processes import Seconds, Worker, do_as_asked
-from benchmarks.rounds import PHASES, SIDES, Comparison, Round
+from benchmarks.load import Load
+from benchmarks.processes import Process, Seconds, answer_requests
 from benchmarks.step import Build, Step, advantages
 from digen_jax import assemble
 from digen_jax.checkpoints.lora import adapted_layers
@@ -34,82 +37,168 @@ from digen_jax.parallel.placement import MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.parallel.system import SampledImages
 from digen_jax.process.job import prepare
 
+PHASES = "sampling", "training"
+SIDES = "ours", "eager"
 # The largest difference of both velocities, as a share of the largest velocity: in float32 on a CPU; on a GPU, where
 # products are TF32; in bfloat16.
 TOLERANCE, TOLERANCE_TF32, TOLERANCE_BFLOAT16 = 1e-4, 1e-2, 5e-2
 COMPARED = 4  # images whose velocities are compared
 
 
-def check(recipe: TrainConfig, rounds: int) -> TrainConfig:
-    """The recipe on one GPU or on one virtual device for each core, which both samples and trains.
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """One step of each side.
+
+    Attributes:
+      average: the machine's load average over the minute before the round, which also counts the round before.
+      load: use of the cores by others during the round.
+      times: by phase, then by side.
+    """
+
+    average: float
+    load: Load
+    times: dict[str, dict[str, Seconds]]
+
+    def seconds(self, phase: str, side: str, kind: str) -> float:
+        """Returns the "wall" or "cpu" seconds of a phase, or of the "step"."""
+        phases = PHASES if phase == "step" else (phase,)
+        return sum(getattr(self.times[each][side], kind) for each in phases)
+
+    def ratio(self, phase: str, kind: str) -> float:
+        """Returns the eager loop's time over ours."""
+        return self.seconds(phase, "eager", kind) / self.seconds(phase, "ours", kind)
+
+    def describe(self) -> str:
+        """Returns the round in a line."""
+        times = (
+            f"{phase} {self.times[phase]['ours'].wall:.2f} s and {self.times[phase]['eager'].wall:.2f} s"
+            for phase in PHASES
+        )
+        return (
+            f"load average {self.average:.2f}, others used {self.load.others:.0%} and the host "
+            f"{self.load.stolen:.0%} of the cores{'' if self.load.quiet else ': not quiet, so it does not count'}; "
+            f"{', '.join(times)}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class PeerComparison:
+    """All rounds, and the number of trained parameters and the distance of velocities, which both sides share."""
+
+    parameters: int
+    distance: float
+    rounds: tuple[Round, ...]
+
+    @property
+    def quiet(self) -> list[Round]:
+        """The rounds whose times count."""
+        return [one for one in self.rounds if one.load.quiet]
+
+    def ratio(self, phase: str, kind: str = "wall") -> float | None:
+        """Returns the eager loop's time over ours of a phase or of the "step", the median of all rounds.
+
+        Times by the clock are those of quiet rounds; None without any.
+        """
+        rounds = self.quiet if kind == "wall" else self.rounds
+        return median(one.ratio(phase, kind) for one in rounds) if rounds else None
+
+    def describe(self) -> str:
+        """Returns a table of medians; only quiet rounds have a ratio of times."""
+        head = f"{'ours':>10}{'eager':>10}{'ratio':>8}"
+        lines = [f"{'':10}{head}   {'CPU:' + head[4:]}"]
+        for phase in (*PHASES, "step"):
+            cells = []
+            for kind, rounds in (("wall", self.quiet), ("cpu", self.rounds)):
+                ratio, times = self.ratio(phase, kind), [f"{'-':>10}"] * 2
+                if rounds:
+                    times = [
+                        f"{median(one.seconds(phase, side, kind) for one in rounds):8.2f} s"
+                        for side in SIDES
+                    ]
+                cells.append("".join(times) + (f"{'-':>8}" if ratio is None else f"{ratio:7.2f}x"))
+            lines.append(f"{phase:10}{'   '.join(cells)}")
+        lines.append(
+            f"{len(self.quiet)} of {len(self.rounds)} rounds were quiet; the others only count for CPU time."
+            if self.quiet
+            else "No round was quiet, so there is no ratio of times: other programs slow both sides differently. "
+            "Run it on a machine that does nothing else."
+        )
+        return "\n".join(lines)
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns all numbers."""
+        ratios = {
+            phase: {kind: self.ratio(phase, kind) for kind in ("wall", "cpu")}
+            for phase in (*PHASES, "step")
+        }
+        return dataclasses.asdict(self) | {"ratios": ratios}
+
+
+def check(config: TrainConfig, rounds: int) -> TrainConfig:
+    """Returns the config on one GPU or on one virtual device for each core, which both samples and trains.
 
     Raises:
-      ConfigError: the eager loop does not do what the recipe asks for, or a package is missing.
+      ConfigError: the eager loop does not do what is configured, or a package is missing.
     """
     check_positive("rounds", rounds)
-    if not load.STAT.exists():
-        raise ConfigError(f"{load.STAT} tells whether others use the cores: run it on Linux")
-    needed = ("torch", "diffusers") + ("peft",) * bool(recipe.lora.rank)
+    if sys.platform != "linux":
+        raise ConfigError("it measures whether others use the cores: run it on Linux")
+    needed = ("torch", "diffusers") + ("peft",) * bool(config.lora.rank)
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
             f"it compares with {missing[0]}, which is not installed: pip install -r requirements-dev.txt"
         )
-    _check_eager(recipe)
-    jax.config.update("jax_platforms", "cpu")  # here; the process that is measured has the GPU
-    devices = 1 if _has_gpu() else len(os.sched_getaffinity(0))
-    rules = MeshSizes(RolloutAxes(data=0), TrainerAxes(data=devices))
-    return fit_config(recipe.with_meshes(rules), devices)
-
-
-def _has_gpu() -> bool:
-    """Whether torch sees a GPU, which, unlike JAX, takes no memory of it to say so."""
-    import torch
-
-    return torch.cuda.is_available()
-
-
-def _check_eager(recipe: TrainConfig) -> None:
-    algorithm = recipe.algorithm
+    algorithm, precision = config.algorithm, config.precision
     if algorithm.objective != "transitions":
         raise ConfigError(
             f"config.algorithm.name = {algorithm.name!r} trains final images, but the eager loop a policy gradient: "
             "set it to 'policy_gradient'"
         )
-    for field, is_, must in (
+    for field, value, required in (
         ("algorithm.kl_coefficient", algorithm.kl_coefficient, 0),
         ("algorithm.old_log_probs", algorithm.old_log_probs, "rollout"),
-        ("advantages.best_and_worst", recipe.advantages.best_and_worst, 0),
-        ("sampler.window.timestep_fraction", recipe.sampler.window.timestep_fraction, 1),
-        ("trainer.updates", recipe.trainer.updates, 1),
-        ("model.max_sequence_length", recipe.model.max_sequence_length, 0),
-        ("placement.rollout.workers", recipe.placement.rollout.workers, 1),
+        ("advantages.best_and_worst", config.advantages.best_and_worst, 0),
+        ("sampler.window.timestep_fraction", config.sampler.window.timestep_fraction, 1),
+        ("trainer.updates", config.trainer.updates, 1),
+        ("model.max_sequence_length", config.model.max_sequence_length, 0),
+        ("placement.rollout.workers", config.placement.rollout.workers, 1),
     ):
-        if is_ != must:
+        if value != required:
             raise ConfigError(
-                f"config.{field} = {is_!r} is not what the eager loop does: set it to {must!r}"
+                f"config.{field} = {value!r} is not what the eager loop does: set it to {required!r}"
             )
-    precision = recipe.precision
     if not _has_gpu() and (precision.arithmetic, precision.frozen) != ("float32", "float32"):
         raise ConfigError(
             "config.precision.arithmetic and frozen must be 'float32' on a CPU, on which the eager loop's bfloat16 "
             "would be slow"
         )
+    jax.config.update("jax_platforms", "cpu")  # here; the process that is measured has the GPU
+    devices = 1 if _has_gpu() else len(os.sched_getaffinity(0))
+    sizes = MeshSizes(RolloutAxes(data=0), TrainerAxes(data=devices))
+    return fit_config(config.with_meshes(sizes), devices)
+
+
+def _has_gpu() -> bool:
+    """Returns whether torch sees a GPU; unlike JAX, torch takes no memory of it for that."""
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def compare(
-    recipe: TrainConfig,
+    config: TrainConfig,
     rounds: int,
-    went_round: Callable[[Round], object] = lambda _: None,
+    on_round: Callable[[Round], object] = lambda _: None,
     build: Build = assemble.build,
-) -> Comparison:
-    """Times both sides in turn: one waits while the other works, and they swap places every round.
+) -> PeerComparison:
+    """Times both sides, one after the other, in an order that changes every round.
 
     Args:
-      recipe: from `check`.
+      config: from `check`.
       rounds: number of steps of each side.
-      went_round: called after each round.
-      build: makes the parts of a run.
+      on_round: called after each round.
+      build: builds the parts of a run.
 
     Raises:
       RuntimeError: both sides do not do the same.
@@ -117,47 +206,39 @@ def compare(
     cores = os.sched_getaffinity(0)
     context = multiprocessing.get_context("spawn")
     os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.5")  # the other half is torch's
-    with closing(Worker(context, serve, recipe, len(cores), build)) as ours:
-        work = _ask(ours, "work")
-        with closing(Worker(context, eager.serve, work)) as other:
+    with closing(Process(context, serve, config, len(cores), build)) as ours:
+        work = ours.call("work")
+        with closing(Process(context, eager.serve, work)) as other:
             sides = dict(zip(SIDES, (ours, other), strict=True))
             parameters, distance = _check_same(ours, other, work)
             for side in sides.values():  # both compile, or fill their caches
                 _step(side)
             done = []
             for number in range(rounds):
+                average, before = os.getloadavg()[0], load.read(cores)
                 order = SIDES if number % 2 == 0 else SIDES[::-1]
-                done.append(_round({name: sides[name] for name in order}, cores))
-                went_round(done[-1])
-    return Comparison(parameters, distance, tuple(done))
+                times = {name: _step(sides[name]) for name in order}
+                after = load.read(cores)
+                own = sum(seconds.cpu for phases in times.values() for seconds in phases.values())
+                by_phase = {phase: {side: times[side][phase] for side in SIDES} for phase in PHASES}
+                others = load.between(before, after, own, len(cores))
+                done.append(Round(average, others, by_phase))
+                on_round(done[-1])
+    return PeerComparison(parameters, distance, tuple(done))
 
 
-def _ask(worker: Worker, what: str, *arguments: Any) -> Any:
-    worker.ask(what, *arguments)
-    return worker.answer()[0]
-
-
-def _step(worker: Worker) -> dict[str, Seconds]:
-    """The seconds of each phase of a step."""
+def _step(process: Process) -> dict[str, Seconds]:
+    """Returns the seconds of each phase of a step."""
     found = {}
-    for phase, what in zip(PHASES, ("sample", "train"), strict=True):
-        worker.ask(what)
-        found[phase] = worker.answer()[1]
+    for phase, method in zip(PHASES, ("sample", "train"), strict=True):
+        process.request(method)
+        found[phase] = process.answer()[1]
     return found
 
 
-def _round(sides: dict[str, Worker], cores: set[int]) -> Round:
-    average, before = os.getloadavg()[0], load.read(cores)
-    times = {name: _step(worker) for name, worker in sides.items()}
-    after = load.read(cores)
-    own = sum(seconds.cpu for phases in times.values() for seconds in phases.values())
-    by_phase = {phase: {side: times[side][phase] for side in SIDES} for phase in PHASES}
-    return Round(average, load.between(before, after, own, len(cores)), by_phase)
-
-
-def _check_same(ours: Worker, other: Worker, work: Work) -> tuple[int, float]:
-    """The number of trained parameters, and the distance of both velocities with the pipeline's empty tokens."""
-    trained = [_ask(worker, "parameters") for worker in (ours, other)]
+def _check_same(ours: Process, other: Process, work: Work) -> tuple[int, float]:
+    """Returns the number of trained parameters, and the distance of the velocities with the pipeline's empty tokens."""
+    trained = [process.call("parameters") for process in (ours, other)]
     if trained[0] != trained[1]:
         raise RuntimeError(
             f"{trained[0]} parameters are trained here, but {trained[1]} by the eager loop"
@@ -166,9 +247,9 @@ def _check_same(ours: Worker, other: Worker, work: Work) -> tuple[int, float]:
     x = rng.standard_normal((count, *work.latent), np.float32)
     sigma = np.linspace(1, 0.1, count, dtype=np.float32)
     inputs = x, sigma, work.rows[-count:]
-    here = _ask(ours, "velocity", *inputs)
-    there = _ask(other, "velocity", *inputs, work.empty * T5_TOKENS)
-    distance = float(np.abs(here - there).max() / np.abs(there).max())
+    found = ours.call("velocity", *inputs)
+    expected = other.call("velocity", *inputs, work.empty * T5_TOKENS)
+    distance = float(np.abs(found - expected).max() / np.abs(expected).max())
     tolerance = TOLERANCE_TF32 if work.gpu else TOLERANCE
     if work.bfloat16:
         tolerance = TOLERANCE_BFLOAT16
@@ -179,22 +260,22 @@ def _check_same(ours: Worker, other: Worker, work: Work) -> tuple[int, float]:
     return trained[0], distance
 
 
-def serve(control: Connection, recipe: TrainConfig, devices: int, build: Build) -> None:
-    """The main function of our process."""
+def serve(connection: Connection, config: TrainConfig, devices: int, build: Build) -> None:
+    """Runs our process."""
     prepare(devices)
-    do_as_asked(control, Ours(recipe, build))
+    answer_requests(connection, Ours(config, build))
 
 
 class Ours:
     """The same methods as the eager loop's, by a run's own programs."""
 
-    def __init__(self, recipe: TrainConfig, build: Build):
+    def __init__(self, config: TrainConfig, build: Build):
         devices = jax.devices()
         if _has_gpu():
             if devices[0].platform != "gpu":
                 raise RuntimeError("torch has a GPU and JAX has none")
             devices = devices[:1]
-        self._recipe, self.step = recipe, Step(recipe, devices, build)
+        self._config, self.step = config, Step(config, devices, build)
 
     def parameters(self) -> int:
         """Number of trained parameters."""
@@ -219,8 +300,8 @@ class Ours:
     def sample(self) -> None:
         """Samples a step's images and keeps their transitions."""
         self.chunks = [
-            SampledImages(0, rows, made.transitions, jax.block_until_ready(made.sigmas))
-            for rows, made in self.step.generate()
+            SampledImages(0, rows, one.transitions, jax.block_until_ready(one.sigmas))
+            for rows, one in self.step.generate()
         ]
 
     def train(self) -> None:
@@ -229,9 +310,9 @@ class Ours:
 
     def work(self) -> Work:
         """The work of a step, for the eager loop."""
-        recipe, step, system = self._recipe, self.step, self.step.system
-        sampler, family, trainer = system.sampler, system.policy.family, recipe.trainer
-        first, length = step.drawn.start, recipe.noisy_steps
+        config, step, system = self._config, self.step, self.step.system
+        sampler, family, trainer = system.sampler, system.policy.family, config.trainer
+        first, length = step.draws.start, config.noisy_steps
         window = slice(first, first + length)
         context, pooled = jax.device_get(step.prompts.conditioning)
         null = None
@@ -239,11 +320,11 @@ class Ours:
             null = tuple(jax.device_get(step.prompts.null))
         lora = None
         if system.policy.lora is not None:
-            config = system.policy.lora
-            layers = adapted_layers(family.shapes(), config.targets, family.lists)["transformer"]
-            lora = EagerLora(config.rank, config.alpha, tuple(sorted(layers)))
+            adapter = system.policy.lora
+            layers = adapted_layers(family.shapes(), adapter.targets, family.lists)["transformer"]
+            lora = EagerLora(adapter.rank, adapter.alpha, tuple(sorted(layers)))
         return Work(
-            open_pipeline(recipe.model.folder, recipe.model.without) / "transformer",
+            open_pipeline(config.model.folder, config.model.without) / "transformer",
             sampler.shape,
             np.asarray(sampler.sigmas, np.float32),
             *coefficients(sampler.settings.step, sampler.sigmas, window),
@@ -253,11 +334,11 @@ class Ours:
             null,
             system.policy.guidance,
             step.rows,
-            advantages(recipe.sampler.chunk),
-            recipe.sampler.chunk,
+            advantages(config.sampler.chunk),
+            config.sampler.chunk,
             trainer.micro_batch,
             trainer.pack,
-            recipe.algorithm.clip_range,
+            config.algorithm.clip_range,
             trainer.clip_norm,
             dict(
                 lr=trainer.learning_rate,
@@ -269,8 +350,8 @@ class Ours:
             min(1, family.null_tokens),
             len(os.sched_getaffinity(0)),
             gpu=_has_gpu(),
-            bfloat16=recipe.precision.arithmetic == "bfloat16",
-            checkpointing=recipe.model.remat != "none",
+            bfloat16=config.precision.arithmetic == "bfloat16",
+            checkpointing=config.model.remat != "none",
         )
 
 

@@ -1,23 +1,24 @@
-"""Processes of a benchmark that do what they are asked for, one thing at a time."""
+"""Processes of a benchmark that answer requests, one at a time."""
 
+import dataclasses
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any
 
-# Seconds for an answer, and for a process to end after it was told to.
-LONGEST, ENDING = 3600, 10
+ANSWER, END = 3600, 10  # seconds for an answer, and for a process to end
 
 
-class Seconds(NamedTuple):
-    """How long something took: by the clock, and as CPU time of the whole process."""
+@dataclasses.dataclass(frozen=True)
+class Seconds:
+    """A duration: by the clock, and as CPU time of the complete process."""
 
     wall: float
     cpu: float
 
 
-class Worker:
-    """A process with a connection over which it is asked and answers.
+class Process:
+    """A process that answers requests, one at a time.
 
     Args:
       context: of `multiprocessing`.
@@ -26,41 +27,46 @@ class Worker:
     """
 
     def __init__(self, context: Any, target: Callable[..., None], *arguments: Any):
-        self._control, control = context.Pipe()
-        self._process = context.Process(target=target, args=(control, *arguments), daemon=True)
+        self._connection, other = context.Pipe()
+        self._process = context.Process(target=target, args=(other, *arguments), daemon=True)
         self._process.start()
-        control.close()
+        other.close()
 
-    def ask(self, what: str, *arguments: Any) -> None:
-        """Asks for something; `answer` has the result."""
-        self._control.send((what, *arguments))
+    def request(self, method: str, *arguments: Any) -> None:
+        """Requests a method's result, which `answer` returns."""
+        self._connection.send((method, *arguments))
 
-    def answer(self) -> Any:
+    def answer(self) -> tuple[Any, Seconds]:
         """Waits for the result.
 
         Raises:
-          RuntimeError: the process has ended, or has not answered in `LONGEST` seconds.
+          RuntimeError: the process has ended, or has not answered in `ANSWER` seconds.
         """
-        if not self._control.poll(LONGEST):
-            raise RuntimeError(f"a process has not answered in {LONGEST} s")
+        if not self._connection.poll(ANSWER):
+            raise RuntimeError(f"a process has not answered in {ANSWER} s")
         try:
-            return self._control.recv()
+            return self._connection.recv()
         except EOFError:
-            raise RuntimeError("a process has failed: what it says stands above") from None
+            raise RuntimeError("a process has failed: see its output above") from None
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Requests and returns a method's result."""
+        self.request(method, *arguments)
+        return self.answer()[0]
 
     def close(self) -> None:
         """Ends the process."""
         self._process.terminate()
-        self._process.join(ENDING)
+        self._process.join(END)
         if self._process.is_alive():
             self._process.kill()
 
 
-def do_as_asked(control: Connection, worker: Any) -> None:
-    """Answers with (result, `Seconds`) of the worker's method of each name that comes, with its arguments."""
+def answer_requests(connection: Connection, worker: Any) -> None:
+    """Answers each request with (result, `Seconds`) of the worker's method."""
     while True:
-        what, *arguments = control.recv()
-        begin, used = time.perf_counter(), time.process_time()
-        result = getattr(worker, what)(*arguments)
-        seconds = Seconds(time.perf_counter() - begin, time.process_time() - used)
-        control.send((result, seconds))
+        method, *arguments = connection.recv()
+        start, used = time.perf_counter(), time.process_time()
+        result = getattr(worker, method)(*arguments)
+        seconds = Seconds(time.perf_counter() - start, time.process_time() - used)
+        connection.send((result, seconds))

@@ -3,18 +3,17 @@
 import dataclasses
 import functools
 import itertools
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 
 import jax
 import jax.numpy as jnp
+import psutil
 
-from benchmarks import load
-from benchmarks.waiting_workers import Emulation, WaitingProcess
+from benchmarks.cluster import Emulation, WaitingProcess
 from benchmarks.waits import Waits
 from digen_jax.distributed.engine import LOCAL, RayEngine, Resources, surroundings
 from digen_jax.distributed.transfer import TrainerTransfer
@@ -30,13 +29,13 @@ LONGEST = 120.0  # seconds for a worker to start
 CALLERS = 16  # threads that send commands at the same time
 ARRAYS = 20  # of the weights, in float32
 VERSIONS = 3  # of each size, whose median counts
-SETTLING = 5.0  # seconds before idle processes are measured
+SETTLING, IDLE = 5.0, 10.0  # seconds before idle processes are measured, and while they are
 _versions = itertools.count()
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
-    """The result.
+class RayCosts:
+    """What Ray costs on this machine.
 
     Attributes:
       command_milliseconds: median of a command that does nothing and its answer.
@@ -57,7 +56,7 @@ class Found:
     idle_share: float
 
     def rows(self) -> list[tuple[str, float, str, str]]:
-        """What was measured, its value and unit, and the requirement; "" where there is none."""
+        """Returns names, values and units, and the required values; "" where there is none."""
         return [
             ("command", self.command_milliseconds, "ms", "<= 3"),
             ("commands", self.commands_per_second, "/s", ">= 1000"),
@@ -69,33 +68,31 @@ class Found:
         ]
 
     def describe(self) -> str:
-        """The rows as a table."""
+        """Returns the rows as a table."""
         head = ["", "measured", "required", "unit"]
         rows = [[name, f"{value:.4g}", least, unit] for name, value, unit, least in self.rows()]
         return aligned([head, *rows])
 
 
-def measure(commands: int, megabytes: Sequence[int], idle: float) -> Found:
-    """Measures all.
+def measure(commands: int, megabytes: Sequence[int]) -> RayCosts:
+    """Starts Ray and measures it.
 
     Args:
       commands: one after the other for their median, and again from several threads for their rate.
       megabytes: of the weights.
-      idle: seconds for which idle processes are measured.
 
     Raises:
       ConfigError: names the option to change, or Ray is not installed.
     """
     check_positive("--commands", commands)
-    check_positive("--idle_seconds", idle)
     for size in megabytes:
         check_positive("--megabytes", size)
-    begin = time.perf_counter()
+    start = time.perf_counter()
     with closing(RayEngine(LOCAL, show=False, cpus=WORKERS)) as engine:
-        ray_seconds = time.perf_counter() - begin
+        ray_seconds = time.perf_counter() - start
         transfer = TrainerTransfer(engine)
         seconds, workers = zip(*(_start(engine, transfer, n) for n in range(WORKERS)), strict=True)
-        memory, share = _idle(workers, idle)
+        memory, share = _idle(workers)
         calls = [functools.partial(_command, workers[0], number) for number in range(commands)]
         milliseconds = 1000 * statistics.median(map(_seconds, calls))
         with ThreadPoolExecutor(CALLERS) as pool:
@@ -107,42 +104,51 @@ def measure(commands: int, megabytes: Sequence[int], idle: float) -> Found:
                 )
                 for size in megabytes
             }
-    return Found(milliseconds, rate, weights, ray_seconds, seconds[0], memory, share)
+    return RayCosts(milliseconds, rate, weights, ray_seconds, seconds[0], memory, share)
 
 
 def _start(engine: RayEngine, transfer: TrainerTransfer, number: int) -> tuple[float, WorkerProxy]:
-    """A worker, and the seconds until its actor has answered for the first time."""
-    name, begin = f"rollout {number}", time.perf_counter()
+    """Starts a worker; returns the seconds until its actor answered first, and the worker."""
+    name, start = f"rollout {number}", time.perf_counter()
     _, *folders = surroundings()
     given = name, {"JAX_PLATFORMS": "cpu"}, *folders
     actors = engine.start(WaitingProcess, [given], Resources())
     engine.call(actors[0], "ping", group="ping").result(LONGEST)
-    seconds = time.perf_counter() - begin
+    seconds = time.perf_counter() - start
     nothing = Waits(Costs(0.0, 0.0), Settings(1, 1, 1, 1))
     emulation = Emulation((WorkerLayout(),) * (1 + WORKERS), nothing)
     opened = engine.call(actors[0], "open", emulation, 0, group="work").result(LONGEST)
     return seconds, WorkerProxy(name, opened, actors, engine, transfer)
 
 
-def _idle(workers: Sequence[WorkerProxy], seconds: float) -> tuple[float, float]:
-    """The memory of Ray's own processes in MiB, and the share of a core that they use in so many seconds."""
+def _idle(workers: Sequence[WorkerProxy]) -> tuple[float, float]:
+    """Returns the memory of Ray's own processes in MiB, and the share of a core that they use."""
     time.sleep(SETTLING)
-    own = load.descendants(os.getpid()) - {worker.opened.pid for worker in workers}
-    before = sum(map(load.used, own))
-    time.sleep(seconds)
-    share = (sum(map(load.used, own)) - before) / seconds
-    return sum(map(load.memory, own)) / 2**20, share
+    pids = {worker.opened.pid for worker in workers}
+    own = [one for one in psutil.Process().children(recursive=True) if one.pid not in pids]
+    before = _total(own, lambda one: sum(one.cpu_times()[:2]))  # user and system
+    time.sleep(IDLE)
+    share = (_total(own, lambda one: sum(one.cpu_times()[:2])) - before) / IDLE
+    return _total(own, lambda one: one.memory_full_info().pss) / 2**20, share
+
+
+def _total(processes: Sequence[psutil.Process], value: Callable[[psutil.Process], float]) -> float:
+    total = 0.0
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):  # it has ended
+            total += value(process)
+    return total
 
 
 def _command(worker: WorkerProxy, number: int) -> None:
-    """A command that takes no time on the worker."""
+    """Sends a command that takes no time on the worker."""
     worker.generate(Chunk(0, number), WeightsVersion(0))
 
 
 def _transfer(
     transfer: TrainerTransfer, workers: Sequence[WorkerProxy], pool: ThreadPoolExecutor, size: int
 ) -> float:
-    """Seconds until all workers have received a new version of so many megabytes."""
+    """Returns the seconds until all workers have received a new version of `size` megabytes."""
     version = WeightsVersion(next(_versions))
     arrays = {str(n): jnp.ones(size * 10**6 // ARRAYS // 4) for n in range(ARRAYS)}
     transfer.put(version, jax.block_until_ready(arrays))
@@ -155,6 +161,6 @@ def _transfer(
 
 
 def _seconds(call: Callable[[], object]) -> float:
-    begin = time.perf_counter()
+    start = time.perf_counter()
     call()
-    return time.perf_counter() - begin
+    return time.perf_counter() - start

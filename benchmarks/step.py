@@ -28,34 +28,34 @@ class Step:
     """The programs and the inputs of a step, which is always the first one."""
 
     def __init__(
-        self, recipe: TrainConfig, devices: Sequence[jax.Device], build: Build = assemble.build
+        self, config: TrainConfig, devices: Sequence[jax.Device], build: Build = assemble.build
     ):
-        self.system = build(recipe, devices)
+        self.system = build(config, devices)
         self.state = self.system.trainer.init(self.system.start)
-        batch, size = recipe.batch, recipe.sampler.chunk
-        known = [*itertools.chain(*read_prompt_files(recipe.prompts.paths))]
+        batch, size = config.batch, config.sampler.chunk
+        known = [*itertools.chain(*read_prompt_files(config.prompts.paths))]
         records = [known[i % len(known)] for i in range(batch.groups)]
         self.prompts = self.system.sampler.encode(self.weights, records)
         self.rows = np.repeat(np.arange(batch.groups, dtype=np.int32), batch.images)
         numbers = np.tile(np.arange(batch.images), batch.groups)
-        self.drawn = self.system.rng.draw(0, self.rows, numbers)
-        self.cuts = [slice(i, i + size) for i in range(0, len(self.rows), size)]
+        self.draws = self.system.rng.draw(0, self.rows, numbers)
+        self.chunks = [slice(i, i + size) for i in range(0, len(self.rows), size)]
         self.trained = self.system.advantages.kept(size, batch.images)
 
     @property
     def weights(self) -> Weights:
-        """The sampler's, of the trainer's present parameters."""
+        """The sampler's weights, with the trainer's present parameters."""
         return self.system.rollout_weights(self.state.tuned)
 
     def generate(self) -> Iterator[tuple[Int[np.ndarray, "b"], Trajectory]]:
-        """Samples each chunk when it is asked for: its images' prompts, and what was sampled."""
+        """Yields each chunk: its images' prompts, and their trajectories."""
         weights = self.weights
-        for cut in self.cuts:
-            rows, drawn = self.rows[cut], self.drawn.subset(cut)
-            yield rows, self.system.sampler.generate(weights, self.prompts, rows, *drawn)
+        for chunk in self.chunks:
+            rows, draws = self.rows[chunk], self.draws.subset(chunk)
+            yield rows, self.system.sampler.generate(weights, self.prompts, rows, *draws)
 
     def train(self, chunks: Iterable[SampledImages]) -> None:
-        """Trains a step's chunks as they come, and updates."""
+        """Trains a step's chunks as they arrive, and updates."""
         totals = None
         for images in chunks:
             totals = jax.block_until_ready(self.accumulate(images, totals))
@@ -75,5 +75,5 @@ class Step:
 
 
 def advantages(images: int) -> Float32[np.ndarray, "b"]:
-    """Those of a chunk's images, [b]."""
+    """Returns the fixed advantages of a chunk's images, [b]."""
     return np.linspace(-1, 1, images, dtype=np.float32)

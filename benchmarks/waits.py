@@ -47,7 +47,7 @@ class Waits:
     seed: int = 0
 
     def seconds(self, command: Command, worker: WorkerLayout | None = None) -> float:
-        """Duration of a command. `worker` executes it; None: it occupies no device."""
+        """Returns the duration of a command. `worker` executes it; None means that it occupies no device."""
         match command:
             case Generate() | Decode() | Train():
                 work = command.chunk.step, command.chunk.index, getattr(command, "first", 0)
@@ -57,18 +57,16 @@ class Waits:
         return seconds_of(command, worker, self.costs, self.settings, self.jitter, draw)
 
 
-class WaitingJudge:
-    """Has chunks scored by a pool whose reward is `score` below, which takes a command's seconds."""
+class WaitingScorer:
+    """Scores chunks with a pool whose reward is `score` below, which takes a command's seconds."""
 
     def __init__(self, waits: Waits, pool: RewardPool):
         self._waits, self._pool = waits, pool
 
     def submit(self, chunk: Chunk) -> Future[ScoredChunk]:
-        """The future scores of a chunk, all equal, without previews of images."""
-        images, seconds = (
-            self._waits.settings.chunk_images,
-            self._waits.seconds(Score(0, chunk, "")),
-        )
+        """Returns the future scores of a chunk, all equal, without previews of images."""
+        images, command = self._waits.settings.chunk_images, Score(0, chunk, "")
+        seconds = self._waits.seconds(command)
         black = np.zeros((images, 1, 1, 3), np.uint8)
         asked = self._pool.submit(black, [""] * images, [{"seconds": seconds}] * images)
         looks = ready(None)
@@ -87,52 +85,42 @@ class WaitingWorker:
         self._layout, self._waits = layout, waits
 
     def receive(self, weights_version: WeightsVersion) -> None:
-        """A transfer of weights."""
+        """Waits for a transfer of weights."""
         with self.lasting(SyncWeights(0, self.name, weights_version)):
             pass
 
     def encode(self, number: int) -> None:
-        """A step's prompts."""
+        """Waits for encoding a step's prompts."""
         with self.lasting(Encode(0, self.name, number)):
             pass
 
     def generate(self, chunk: Chunk, weights_version: WeightsVersion) -> None:
-        """A chunk's trajectories."""
+        """Waits for a chunk's trajectories."""
         with self.lasting(Generate(0, self.name, chunk, weights_version)):
             pass
 
     def decode(self, chunk: Chunk) -> None:
-        """A chunk's images."""
+        """Waits for a chunk's images."""
         with self.lasting(Decode(0, self.name, chunk)):
             pass
 
-    def score(self, chunk: Chunk, scorer: WaitingJudge) -> Future[ScoredChunk]:
-        """See `WaitingJudge`."""
+    def score(self, chunk: Chunk, scorer: WaitingScorer) -> Future[ScoredChunk]:
+        """See `WaitingScorer`."""
         return scorer.submit(chunk)
 
-    def scored(self, chunk: Chunk) -> None:
-        """There are no images."""
+    def drop_chunk(self, *_: object) -> None:
+        """Does nothing, as there are no arrays."""
 
-    def drop_chunk(self, chunk: Chunk) -> None:
-        """There is nothing to free."""
-
-    def drop_weights(self, weights_version: WeightsVersion) -> None:
-        """There is nothing to free."""
-
-    def end_step(self, step: int) -> None:
-        """There is nothing to free."""
-
-    def remove(self) -> None:
-        """There is nothing to free."""
+    scored = drop_weights = end_step = remove = drop_chunk
 
     @contextmanager
     def lasting(self, command: Command) -> Iterator[None]:
-        """A block that lasts as long as a command on this worker.
+        """Makes a block last as long as a command on this worker.
 
-        The timer wakes a thread up too late, which a device does not: the worker's next command is shorter by that.
+        Timers wake threads up late, unlike a device, so the worker's next command is shorter by that.
         """
-        begin = time.perf_counter()
-        end = begin + max(0.0, self._waits.seconds(command, self._layout) - self._debt)
+        start = time.perf_counter()
+        end = start + max(0.0, self._waits.seconds(command, self._layout) - self._debt)
         yield
         rest = end - time.perf_counter()
         time.sleep(max(0.0, rest))
@@ -214,8 +202,8 @@ class WaitingExecutors:
                     pass
 
     def score(self, command: Score, pool: RewardPool) -> Future[ScoredChunk]:
-        """Asks the reward below, which takes the command's seconds."""
-        scorer = WaitingJudge(self._waits, pool)
+        """Scores by the reward below, which takes the command's seconds."""
+        scorer = WaitingScorer(self._waits, pool)
         return self.workers[command.maker].score(command.chunk, scorer)
 
     def scored(self, command: Score, scored_chunk: ScoredChunk) -> None:
@@ -224,7 +212,7 @@ class WaitingExecutors:
             self.workers[command.maker].scored(command.chunk)
 
     def end_step(self) -> dict[str, float]:
-        """Ends the step for all workers; there are no metrics besides those that the driver measures."""
+        """Ends the step for all workers; there are no metrics except the driver's."""
         for one in list(self.workers.values()):
             one.end_step(self._step)
         self._step += 1
@@ -237,13 +225,13 @@ class WaitingExecutors:
         """Nothing is evaluated."""
 
     def remove(self, worker: str) -> None:
-        """Removes a lost worker."""
+        """Removes a disconnected worker."""
         self.workers.pop(worker).remove()
 
 
 def score(
     images: UInt8[np.ndarray, "b h w 3"], prompts: Sequence[str], metadata: Sequence[dict]
 ) -> Float[np.ndarray, "b"]:
-    """A reward that takes the seconds that its metadata states."""
+    """A reward that takes the seconds stated in its metadata."""
     time.sleep(metadata[0]["seconds"])
     return np.zeros(len(images))

@@ -1,6 +1,4 @@
-"""Benchmarks: the scheduler against the bound, the runtime's speed with waits instead of device work, real compute on
-two cores and against torch, the cost of asynchrony, which algorithms learn, reward servers under load and faults,
-rollout workers on Ray, and the effect of faults on a run of several processes.
+"""Benchmarks of the scheduler, the runtime, real compute, algorithms, reward servers, Ray and faults.
 
 python launch/benchmark.py bound [--output=bound.json]  # a simulation of up to 1,024 devices, 10 minutes of one core
 python launch/benchmark.py runtime [--devices=8 --ratios=1:8,1:4,1:1,4:1,8:1 --output=speed.json]
@@ -14,9 +12,9 @@ python launch/benchmark.py asynchrony --config configs/shapes_flow_grpo.py --wor
     --config.sampler.chunk=36 --config.trainer.micro_batch=36 --config.runtime.max_policy_lag=1 [--seeds=3]
 python launch/benchmark.py algorithms --config configs/shapes_algorithms.py --workdir runs/algorithms \
     [--only=cispo,topr --seeds=3 --output=algorithms.json]
-python launch/benchmark.py algorithms --cells=runs/algorithms/algorithms.csv --workdir runs/algorithms  # draws it again
+python launch/benchmark.py algorithms --cells=runs/algorithms/algorithms.csv --workdir runs/algorithms  # plots it again
 python launch/benchmark.py rewards [--clients=64 --servers=3 --requests=20 --output=rewards.json]
-python launch/benchmark.py cluster [--step_seconds=8 --output=cluster.json]
+python launch/benchmark.py cluster [--step_seconds=8 --layouts=1,2 --output=cluster.json]
 python launch/benchmark.py ray [--commands=2000 --megabytes=100,1000 --output=ray.json]
 python launch/benchmark.py kills --config configs/shapes_demo.py --workdir runs/kills [--kills=100 --seed=0]
 """
@@ -35,76 +33,60 @@ from absl import flags
 from ml_collections import config_flags
 
 from digen_jax.config.command_line import define_path, run_main
-from digen_jax.errors import ConfigError, check_choice, check_output, check_positive, user_input
+from digen_jax.errors import ConfigError, check_output, check_positive, user_input
 from digen_jax.files import make_examples_importable, write_output
 
 make_examples_importable()
 
 _OUTPUT = define_path("output", None, "A JSON file for all numbers.")
-
-# Options of "runtime"; the last four also of "cluster".
-_DEVICES = flags.DEFINE_integer("devices", 8, "Number of devices to split.")
+# runtime and cluster
+_DEVICES = flags.DEFINE_integer("devices", 8, "runtime: number of devices to split.")
 _RATIOS = flags.DEFINE_list(
     "ratios",
     ["1:8", "1:4", "1:2", "1:1", "2:1", "4:1", "8:1"],
-    "Ratios of the device-seconds of generation to those of training.",
+    "runtime: ratios of the device-seconds of generation to those of training.",
 )
-_WORKERS = flags.DEFINE_list(
-    "workers", [], "Kinds of layouts to measure, such as pool, with each lag; none: all."
+_SECONDS = flags.DEFINE_float(
+    "seconds", 4.0, "runtime: duration of a step if all devices were always busy."
 )
-_SECONDS = flags.DEFINE_float("seconds", 4.0, "Duration of a step if all devices were always busy.")
-_SYNC = flags.DEFINE_float("sync", 0.02, "Duration of a weight sync, as a share of --seconds.")
-_SCORE = flags.DEFINE_float("score", 0.1, "Duration of scoring a step, as a share of --seconds.")
-_JITTER = flags.DEFINE_float(
-    "jitter",
-    0.2,
-    "Random variation of the work of each device, as a share of it; cluster: 0.",
+_WARM_UP = flags.DEFINE_integer(
+    "warm_up", 3, "runtime, cluster: first steps, which are not measured."
 )
-_SEED = flags.DEFINE_integer("seed", 0, "Seed of the jitter, or of what is drawn.")
-_WARM_UP = flags.DEFINE_integer("warm_up", 3, "First steps, which are not measured.")
-_STEPS = flags.DEFINE_integer("steps", 5, "Measured steps after the first ones.")
-
-# Options of "compute" and "peers", which do not use the placement, of "asynchrony", and of "algorithms", which applies
-# the same overrides to all of the file's ALGORITHMS.
+_STEPS = flags.DEFINE_integer("steps", 5, "runtime, cluster: measured steps after the first ones.")
+_STEP_SECONDS = flags.DEFINE_float(
+    "step_seconds", 8.0, "cluster: seconds for which the rollout workers generate in a step."
+)
+_LAYOUTS = flags.DEFINE_list(
+    "layouts", [], "cluster: numbers of the layouts to measure; none means all."
+)
+_SEED = flags.DEFINE_integer("seed", 0, "runtime, cluster, rewards, kills: seed of random choices.")
+# compute and peers, which do not use the placement, asynchrony, kills, and algorithms, which applies the same overrides
+# to all of the file's ALGORITHMS
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A configs/*.py file.", lock_config=True)
-_ROUNDS = flags.DEFINE_integer(
-    "rounds", 5, "Number of steps in turn, and of steps on a core each or by torch."
-)
+_ROUNDS = flags.DEFINE_integer("rounds", 5, "compute, peers: number of steps on each side.")
 _WIDE = flags.DEFINE_integer(
     "wide",
     0,
-    "Layers of a random transformer of Stable Diffusion 3.5 Medium's width for peers to use; 0: the config's model.",
+    "peers: layers of a random transformer of Stable Diffusion 3.5 Medium's width; 0 means the config's model.",
 )
-
-# Options of "asynchrony" and "algorithms".
-_WORKDIR = define_path("workdir", None, "Folder for all runs; give it again to continue.")
-_SEEDS = flags.DEFINE_integer("seeds", 3, "Number of runs of each kind.")
-_ONLY = flags.DEFINE_list("only", [], "Algorithms to train now; none: all.")
-_CELLS = define_path("cells", None, "An algorithms.csv to draw again; nothing is trained.")
-
-# Options of "rewards", with --seed.
-_CLIENTS = flags.DEFINE_integer("clients", 64, "Threads that ask for scores at the same time.")
-_SERVERS = flags.DEFINE_integer("servers", 3, "Reward servers, each with a process that scores.")
-_REQUESTS = flags.DEFINE_integer("requests", 20, "Requests of each client.")
-_IMAGES = flags.DEFINE_integer("images", 4, "Images of a request.")
-_SIDE = flags.DEFINE_integer("side", 64, "Height and width of an image.")
-_REWARD_SECONDS = flags.DEFINE_float("reward_seconds", 0.001, "Seconds of the reward for an image.")
-
-# Options of "cluster".
-_STEP_SECONDS = flags.DEFINE_float(
-    "step_seconds", 8.0, "Seconds for which the rollout workers generate in a step."
+_WORKDIR = define_path(
+    "workdir",
+    None,
+    "asynchrony, algorithms, kills: folder for all runs; give it again to continue.",
 )
-_LAYOUTS = flags.DEFINE_list("layouts", [], "Numbers of the cluster's layouts; none: all.")
-
-# Options of "ray".
-_COMMANDS = flags.DEFINE_integer("commands", 2000, "Commands to rollout workers.")
-_MEGABYTES = flags.DEFINE_list("megabytes", ["100", "1000"], "Sizes of weights in MB.")
-_IDLE_SECONDS = flags.DEFINE_float(
-    "idle_seconds", 20.0, "Seconds for which Ray's idle processes are measured."
+_SEEDS = flags.DEFINE_integer("seeds", 3, "asynchrony, algorithms: number of runs of each kind.")
+_ONLY = flags.DEFINE_list("only", [], "algorithms: names to train now; none means all.")
+_CELLS = define_path(
+    "cells", None, "algorithms: an algorithms.csv to plot again; nothing is trained."
 )
-
-# An option of "kills", with --config, --workdir and --seed.
-_KILLS = flags.DEFINE_integer("kills", 100, "Faults, one after the other.")
+_KILLS = flags.DEFINE_integer("kills", 100, "kills: faults, one after the other.")
+# rewards
+_CLIENTS = flags.DEFINE_integer("clients", 64, "rewards: threads that request scores.")
+_SERVERS = flags.DEFINE_integer("servers", 3, "rewards: servers, each with a process that scores.")
+_REQUESTS = flags.DEFINE_integer("requests", 20, "rewards: requests of each client.")
+# ray
+_COMMANDS = flags.DEFINE_integer("commands", 2000, "ray: commands to rollout workers.")
+_MEGABYTES = flags.DEFINE_list("megabytes", ["100", "1000"], "ray: sizes of weights in MB.")
 
 
 def bound() -> int | None:
@@ -123,93 +105,85 @@ def runtime() -> None:
     """Measure each kind of layout with waits instead of device work, and print the tables."""
     check_positive("--devices", _DEVICES.value)
     output, ratios = _output(), list(map(_ratio, _RATIOS.value))
-    from benchmarks.report import accuracy, introduction, record, table
-    from benchmarks.runtime import TimedRun, compare
-    from benchmarks.variants import KINDS, Work
+    from benchmarks.runtime import KINDS, TimedRun, Work, accuracy, compare, introduction, table
 
-    names = {kind: kind.split(",")[0] for kind in KINDS}
-    for name in _WORKERS.value:
-        check_choice("--workers", name, tuple(dict.fromkeys(names.values())))
-    kinds = [kind for kind, name in names.items() if name in (_WORKERS.value or names.values())]
-    work = Work(
-        devices=_DEVICES.value,
-        seconds=_SECONDS.value,
-        sync=_SYNC.value,
-        score=_SCORE.value,
-    )
-    run = TimedRun(_WARM_UP.value, _STEPS.value, _JITTER.value, _SEED.value)
-    works = [dataclasses.replace(work, generate=g, train=t) for g, t in ratios]
-    for each in works:
-        each.check()
+    run = TimedRun(_WARM_UP.value, _STEPS.value, seed=_SEED.value)
     run.check()
-    print(introduction(work, run), flush=True)
-    total = len(works) * len(kinds) * (run.warm_up + run.steps)
+    works = [Work(_DEVICES.value, g, t, _SECONDS.value) for g, t in ratios]
+    for work in works:
+        work.check()
+    print(introduction(works[0], run), flush=True)
     found = []
-    with _bar(total, "step") as bar:
-        for each in works:
-            found.append(compare(each, run, kinds, bar.update))
-            bar.write(f"\n{table(each, found[-1])}", file=sys.stdout)
-    print(f"\n{accuracy(row for part in found for row in part.values())}")
-    numbers = [record(*pair) for pair in zip(works, found, strict=True)]
+    with _bar(len(works) * len(KINDS) * (run.warm_up + run.steps), "step") as bar:
+        for work in works:
+            found.append(compare(work, run, KINDS, bar.update))
+            bar.write(f"\n{table(work, found[-1])}", file=sys.stdout)
+    print(f"\n{accuracy(row for rows in found for row in rows.values())}")
+    numbers = [
+        {
+            "work": dataclasses.asdict(work),
+            "kinds": {kind: row.as_json() for kind, row in rows.items()},
+        }
+        for work, rows in zip(works, found, strict=True)
+    ]
     _write(output, {"run": dataclasses.asdict(run), "ratios": numbers})
 
 
 def compute() -> None:
-    """Time a step on one core, sampling and training in turn, and on a core each at the same time."""
-    output, recipe = _output(), _recipe()
+    """Time a step on one core, sampling and training alternately, and on a core each at the same time."""
+    output, config = _output(), _config()
     from benchmarks.compute import compare
 
-    batch, chunk = recipe.batch, recipe.sampler.chunk
-    images = batch.groups * batch.images
+    images = config.batch.groups * config.batch.images
     print(
-        f"A step of {images} images in {images // chunk} chunks, without a reward and without sending "
+        f"A step of {images} images in {images // config.sampler.chunk} chunks, without a reward and without sending "
         "weights; both processes compile first.",
         flush=True,
     )
     with _bar(_ROUNDS.value, "round") as bar:
-        speed = compare(recipe, _ROUNDS.value, bar.update)
+        speed = compare(config, _ROUNDS.value, bar.update)
     print(speed.describe())
     _write(output, dataclasses.asdict(speed) | {"speed_up": speed.speed_up, "ideal": speed.ideal})
 
 
 def peers() -> None:
-    """Time a step's sampling and training, and the same work by an eager loop of torch and diffusers, in turn."""
-    output, recipe = _output(), _recipe()
+    """Time a step's sampling and training, and the same work by an eager loop of torch and diffusers, alternately."""
+    output, config = _output(), _config()
     from benchmarks.peers import check, compare
     from benchmarks.wide import with_wide_model
 
-    recipe = check(recipe, _ROUNDS.value)
-    with with_wide_model(recipe, _WIDE.value) as recipe, _bar(_ROUNDS.value, "round") as bar:
+    config = check(config, _ROUNDS.value)
+    with with_wide_model(config, _WIDE.value) as config, _bar(_ROUNDS.value, "round") as bar:
 
-        def went_round(found: Any) -> None:
+        def on_round(found: Any) -> None:
             bar.write(found.describe(), file=sys.stdout)
             sys.stdout.flush()
             bar.update()
 
         print(
-            f"A step of {recipe.batch.groups * recipe.batch.images} images, {recipe.sampler.steps} steps, "
-            f"{recipe.trained_steps} of them trained; ours, then an eager loop of torch and diffusers. Both compare\n"
+            f"A step of {config.batch.groups * config.batch.images} images, {config.sampler.steps} steps, "
+            f"{config.trained_steps} of them trained; ours, then an eager loop of torch and diffusers. Both compare\n"
             "their velocities and do a step first. The 256 empty tokens of diffusers' pipeline are one token in both: "
             "ours has\ntheir weight, so that it is exact, and the eager loop's has not.",
             flush=True,
         )
-        found = compare(recipe, _ROUNDS.value, went_round)
+        found = compare(config, _ROUNDS.value, on_round)
     print(found.describe())
-    _write(output, found.record())
+    _write(output, found.as_json())
 
 
 def asynchrony() -> int | None:
     """Train with and without asynchrony, from a few seeds; returns the exit code where a signal stopped it."""
-    output, recipe, workdir = _output(), _recipe(), _workdir("asynchrony")
-    from benchmarks.asynchrony import Comparison, check, compare
+    output, config, workdir = _output(), _config(), _workdir("asynchrony")
+    from benchmarks.asynchrony import check, compare
     from digen_jax.process.job import prepare
 
-    check(recipe, _SEEDS.value)
-    prepare(recipe.placement.cpu_devices)
-    found = compare(recipe, _SEEDS.value, workdir)
-    if not isinstance(found, Comparison):
+    check(config, _SEEDS.value)
+    prepare(config.placement.cpu_devices)
+    found = compare(config, _SEEDS.value, workdir)
+    if isinstance(found, int):
         return found
-    print(f"\n{found.describe()}\n{workdir / 'asynchrony.png'} shows how the runs went.")
+    print(f"\n{found.describe()}\n{workdir / 'asynchrony.png'} has the curves.")
     _write(output, dataclasses.asdict(found))
     return None
 
@@ -217,44 +191,50 @@ def asynchrony() -> int | None:
 def algorithms() -> int | None:
     """Train with every algorithm, from a few seeds; returns the exit code where a signal stopped it."""
     if _CELLS.value is not None:
-        return _redraw(pathlib.Path(_CELLS.value), _workdir("algorithms"))
-    output, recipe, workdir = _output(), _recipe(), _workdir("algorithms")
+        return _plot_again(pathlib.Path(_CELLS.value), _workdir("algorithms"))
+    output, config, workdir = _output(), _config(), _workdir("algorithms")
     configs = _all_configs()
-    from benchmarks.algorithms import check, compare, open_all
+    from benchmarks.algorithms import check, compare, load_configs
     from digen_jax.process.job import prepare
 
-    recipes = open_all(configs)
-    check(recipes, _SEEDS.value, _ONLY.value)
-    prepare(recipe.placement.cpu_devices)
-    table, code = compare(recipes, _SEEDS.value, workdir, _ONLY.value)
+    loaded = load_configs(configs)
+    check(loaded, _SEEDS.value, _ONLY.value)
+    prepare(config.placement.cpu_devices)
+    table, code = compare(loaded, _SEEDS.value, workdir, _ONLY.value)
     print(
-        f"\n{table.describe()}\n\n{workdir} has this as algorithms.md, its cells as algorithms.csv, and it all drawn "
-        "as algorithms.png."
+        f"\n{table.describe()}\n\n{workdir} has this as algorithms.md, its runs as algorithms.csv, and all plotted as "
+        "algorithms.png."
     )
-    _write(output, {row.name: row.record() for row in table.rows})
+    _write(output, {row.name: row.as_json() for row in table.rows})
     return code
 
 
-def rewards() -> None:
-    """Ask reward servers from many clients, with faults on the way and a server that is killed."""
-    output = _output()
-    from benchmarks.rewards import Load, compare
+def _plot_again(csv: pathlib.Path, workdir: pathlib.Path) -> None:
+    from benchmarks.algorithms import read_table
 
-    load = Load(
-        clients=_CLIENTS.value,
-        servers=_SERVERS.value,
-        requests=_REQUESTS.value,
-        images=_IMAGES.value,
-        side=_SIDE.value,
-        seconds=_REWARD_SECONDS.value,
-        seed=_SEED.value,
-    )
+    table = read_table(csv)
+    with user_input():
+        workdir.mkdir(parents=True, exist_ok=True)
+        table.write(workdir)
     print(
-        f"{load.clients} clients ask {load.servers} servers for the scores of {load.total} images of {load.side} x "
-        f"{load.side}, {load.images} in a request; the reward takes {1000 * load.seconds:g} ms an image.",
+        f"{table.describe()}\n\n{workdir} has this as algorithms.md, and plotted as algorithms.png."
+    )
+
+
+def rewards() -> None:
+    """Request scores from servers from many clients, with network faults and a server that is killed."""
+    output = _output()
+    from benchmarks.rewards import Requests, compare
+
+    given = _CLIENTS.value, _SERVERS.value, _REQUESTS.value
+    requests = Requests(*given, seed=_SEED.value)
+    print(
+        f"{requests.clients} clients request scores of {requests.total} images of {requests.side} x {requests.side} "
+        f"from {requests.servers} servers, {requests.images} in a request; the reward takes "
+        f"{1000 * requests.seconds:g} ms an image.",
         flush=True,
     )
-    found = compare(load, lambda line: print(line, flush=True))
+    found = compare(requests, lambda line: print(line, flush=True))
     print(f"\n{found.describe()}")
     _write(output, dataclasses.asdict(found) | {"overhead": found.overhead})
 
@@ -262,32 +242,36 @@ def rewards() -> None:
 def cluster() -> None:
     """Run rollout workers on Ray that wait instead of using devices, and the simulator at equal costs."""
     output = _output()
-    from benchmarks.cluster import chosen, describe, measure
-    from benchmarks.runtime import TimedRun
+    from benchmarks.cluster import chosen, measure
+    from benchmarks.runtime import TimedRun, describe
 
-    jitter = _JITTER.value if flags.FLAGS["jitter"].present else 0.0
-    run = TimedRun(_WARM_UP.value, _STEPS.value, jitter, _SEED.value)
+    run = TimedRun(_WARM_UP.value, _STEPS.value, jitter=0.0, seed=_SEED.value)
     run.check()
     check_positive("--step_seconds", _STEP_SECONDS.value)
-    cases, found = chosen(_LAYOUTS.value), []
-    print(f"{len(cases)} layouts, {run.warm_up} + {run.steps} steps each", flush=True)
-    with _bar(len(cases) * (run.warm_up + run.steps), "step") as bar:
-        for case in cases:
-            found.append(measure(case, _STEP_SECONDS.value, run, bar.update))
+    layouts, found = chosen(_LAYOUTS.value), {}
+    print(f"{len(layouts)} layouts, {run.warm_up} + {run.steps} steps each", flush=True)
+    with _bar(len(layouts) * (run.warm_up + run.steps), "step") as bar:
+        for layout in layouts:
+            found[layout.name] = measure(layout, _STEP_SECONDS.value, run, bar.update)
     print(describe(found))
-    _write(
-        output, {"run": dataclasses.asdict(run), "layouts": list(map(dataclasses.asdict, found))}
-    )
+    numbers = {name: row.as_json() for name, row in found.items()}
+    _write(output, {"run": dataclasses.asdict(run), "layouts": numbers})
 
 
 def ray() -> None:
-    """Measure Ray on this machine: commands, weights, starts, and what its own processes use."""
-    output, megabytes = _output(), _numbers("--megabytes", _MEGABYTES.value, int)
+    """Measure Ray on this machine: commands, weights, starts, and the use of its own processes."""
+    output = _output()
+    try:
+        megabytes = [int(text) for text in _MEGABYTES.value]
+    except ValueError:
+        raise ConfigError(
+            f"--megabytes={','.join(_MEGABYTES.value)}: give numbers such as 1,2,4"
+        ) from None
     from benchmarks.ray_transport import measure
     from digen_jax.process.job import prepare
 
     prepare()
-    found = measure(_COMMANDS.value, megabytes, _IDLE_SECONDS.value)
+    found = measure(_COMMANDS.value, megabytes)
     print(found.describe())
     _write(output, dataclasses.asdict(found))
 
@@ -295,8 +279,7 @@ def ray() -> None:
 def kills() -> None:
     """Inject faults into a run with rollout workers on Ray, and compare it with the same run without."""
     output, workdir = _output(), _workdir("kills")
-    if _CONFIG.value is None:
-        raise ConfigError("say what to run, by --config=configs/shapes_demo.py for example")
+    _check_config()
     from benchmarks.kills import compare
     from digen_jax.process.job import prepare
 
@@ -308,26 +291,14 @@ def kills() -> None:
     _write(output, dataclasses.asdict(found))
 
 
-def _redraw(cells: pathlib.Path, workdir: pathlib.Path) -> None:
-    from benchmarks.algorithms import read_cells
-
-    table = read_cells(cells)
-    with user_input():
-        workdir.mkdir(parents=True, exist_ok=True)
-        table.write(workdir)
-    print(
-        f"{table.describe()}\n\n{workdir} has this as algorithms.md, and drawn as algorithms.png."
-    )
-
-
 def _workdir(name: str) -> pathlib.Path:
     if _WORKDIR.value is None:
-        raise ConfigError(f"say where its runs may lie, by --workdir=runs/{name} for example")
+        raise ConfigError(f"give a folder for its runs, by --workdir=runs/{name} for example")
     return pathlib.Path(_WORKDIR.value)
 
 
 def _all_configs() -> dict[str, Any]:
-    """The config of each of the file's algorithms, by name, with the overrides of the command line."""
+    """Returns the config of each of the file's algorithms, by name, with the overrides of the command line."""
     flag = flags.FLAGS["config"]
     path = config_flags.get_config_filename(flag).split(":")[0]
     file = runpy.run_path(path)
@@ -337,17 +308,18 @@ def _all_configs() -> dict[str, Any]:
         )
     configs = {}
     for name in file["ALGORITHMS"]:
-        config = file["get_config"](name)
-        config.update_from_flattened_dict(config_flags.get_override_values(flag))
-        configs[name] = config
+        configs[name] = file["get_config"](name)
+        configs[name].update_from_flattened_dict(config_flags.get_override_values(flag))
     return configs
 
 
-def _recipe() -> Any:
+def _check_config() -> None:
     if _CONFIG.value is None:
-        raise ConfigError(
-            "say what to compute, by --config=configs/shapes_flow_grpo.py for example"
-        )
+        raise ConfigError("give a config, by --config=configs/shapes_flow_grpo.py for example")
+
+
+def _config() -> Any:
+    _check_config()
     from digen_jax.config.load import load_config
 
     return load_config(_CONFIG.value)
@@ -367,15 +339,8 @@ def _ratio(text: str) -> tuple[float, float]:
     return generate, train
 
 
-def _numbers(flag: str, given: list[str], kind: type = float) -> list:
-    try:
-        return [kind(text) for text in given]
-    except ValueError:
-        raise ConfigError(f"{flag}={','.join(given)}: give numbers such as 1,2,4") from None
-
-
 def _output() -> str | None:
-    """The file for the numbers, checked before anything is measured."""
+    """Returns the file for the numbers, checked before anything is measured."""
     if _OUTPUT.value is not None:
         check_output("--output", _OUTPUT.value)
     return _OUTPUT.value
@@ -387,17 +352,16 @@ def _write(path: str | None, numbers: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    run_main(
-        {
-            "bound": bound,
-            "runtime": runtime,
-            "compute": compute,
-            "peers": peers,
-            "asynchrony": asynchrony,
-            "algorithms": algorithms,
-            "rewards": rewards,
-            "cluster": cluster,
-            "ray": ray,
-            "kills": kills,
-        }
+    commands = (
+        bound,
+        runtime,
+        compute,
+        peers,
+        asynchrony,
+        algorithms,
+        rewards,
+        cluster,
+        ray,
+        kills,
     )
+    run_main({command.__name__: command for command in commands})

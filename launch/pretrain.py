@@ -28,16 +28,14 @@ flags.mark_flags_as_required(["config", "workdir", "output"])
 def main() -> None:
     """Set up the devices and pretrain."""
     from digen_jax.process.job import prepare
-    from examples.shapes.settings import read_settings
+    from examples.shapes.pretrain import check_config, pretrain
 
-    settings = read_settings(_CONFIG.value)
+    config = _CONFIG.value
+    check_config(config)
     for flag in (_WORKDIR, _OUTPUT):
         check_output(f"--{flag.name}", flag.value, folder=True)
-    prepare(settings.cpu_devices)
-
-    from examples.shapes.pipeline import pretrain
-
-    pretrain(settings, pathlib.Path(_WORKDIR.value), pathlib.Path(_OUTPUT.value))
+    prepare(config.cpu_devices)
+    pretrain(config, pathlib.Path(_WORKDIR.value), pathlib.Path(_OUTPUT.value))
 
 
 if __name__ == "__main__":

@@ -93,7 +93,7 @@ LONGEST = (
     "prompts/test_precompute.py",
     "planning/test_programs.py",
     "planning/test_slices.py",
-    "shapes/test_pipeline.py",
+    "shapes/test_pretrain.py",
     "run/test_stopping.py",
     "run/test_hosts.py",
 )

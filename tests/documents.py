@@ -27,7 +27,7 @@ from digen_jax.config.fields import check_known, flat
 from digen_jax.config.load import default_config, fit_config, load_config
 from digen_jax.config.sections import GIVEN
 from digen_jax.config.train_config import ALGORITHMS, TrainConfig
-from examples.shapes.settings import read_settings
+from examples.shapes.pretrain import check_config
 from tests.pipelines import ROOT
 
 SCRIPTS = sorted(path.name for path in (ROOT / "launch").glob("*.py"))
@@ -177,7 +177,7 @@ def _check_script(script: str, arguments: Sequence[str]) -> None:
         command_line.chosen(main, words[1:])
         config = flags.FLAGS["config"].value if "config" in flags.FLAGS else None
         if script == "pretrain.py":
-            read_settings(config)
+            check_config(config)
         elif config is not None:
             recipe = load_config(config)
             # A slice is planned without prompts and rewards.

@@ -51,17 +51,15 @@ def write_tiny_pipeline(folder: pathlib.Path, seed: int = 0, heads: int = 2) -> 
     """Every parameter random, so that no zero or one hides a mistake."""
     from digen_jax.models.layers import sincos_2d_table
     from examples.shapes.captions import train_records
-    from examples.shapes.pipeline import build_family, network_configs, write_pipeline
-    from examples.shapes.settings import read_settings
+    from examples.shapes.pretrain import build_family, network_configs, write_pipeline
     from examples.shapes.tokenizer import build_tokenizer
 
     config = tiny_pretrain_config()
     config.transformer.network.update(num_attention_heads=heads, attention_head_dim=16 // heads)
-    settings = read_settings(config)
-    tokenizer = build_tokenizer([r["prompt"] for r in train_records()], settings.text.max_length)
-    networks = network_configs(settings, tokenizer)
+    tokenizer = build_tokenizer([r["prompt"] for r in train_records()], config.text.max_length)
+    networks = network_configs(config, tokenizer)
     networks["vae"] |= {"scaling_factor": 1.3, "shift_factor": 0.1}
-    family = build_family(networks, tokenizer, settings)
+    family = build_family(networks, tokenizer, config.dtype)
     rng = np.random.default_rng(seed)
     params = jax.tree.map(
         functools.partial(_random, rng), jax.eval_shape(family.init, jax.random.key(0))

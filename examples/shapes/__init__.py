@@ -1,1 +1,1 @@
-"""A world of coloured shapes: GenEval prompts, pictures that satisfy them, and their reader."""
+"""The shapes task: prompts, rendered images, a reward that reads images, and the embedded model's pretraining."""

@@ -1,7 +1,7 @@
-"""The prompts of the shapes world in GenEval's format: six tasks, a training and a held-out part.
+"""The prompts of the shapes task in GenEval's format: six tasks, a training and a held-out part.
 
 A training prompt contains no held-out combination of any task (see `split`). A held-out prompt
-contains exactly one, of its own task: it measures that combination, whose parts have all been seen.
+contains exactly one, of its task: it measures that combination, whose parts have all been trained.
 
     python -m examples.shapes.captions assets/prompts     # writes both prompt files
 """
@@ -32,25 +32,25 @@ HELDOUT_PER_TASK = 90
 
 
 def train_record(rng: np.random.Generator) -> dict:
-    """A training prompt record: a task drawn uniformly, then one of its prompts."""
+    """Samples a training prompt record: a task uniformly, then one of its prompts."""
     records = _prompts(TASKS[rng.integers(len(TASKS))])[0]
     return records[rng.integers(len(records))]
 
 
 def train_records() -> list[dict]:
-    """The training prompt file: equally many prompts of each task, in turn; a task with few prompts repeats them."""
+    """Returns the training prompts: equally many of each task, interleaved; a task with few prompts repeats them."""
     return _interleaved(0, TRAIN_PER_TASK)
 
 
 def heldout_records() -> list[dict]:
-    """The held-out prompt file: equally many prompts of each task, in turn, so that any first 6 n are balanced."""
+    """Returns the held-out prompts: equally many of each task, interleaved, so that any first 6 n are balanced."""
     return _interleaved(1, HELDOUT_PER_TASK)
 
 
 def tags(scene: Scene) -> str:
-    """Everything that a scene shows, in short: "red star left of blue ring gray background".
+    """Describes everything in a scene, such as "red star left of blue ring gray background".
 
-    A prompt leaves most of a picture open; a caption that leaves nothing open teaches each word faster.
+    A prompt leaves most of an image open; a caption that leaves nothing open teaches each word faster.
     """
     first, *others = (f"{thing.color} {thing.shape}" for thing in scene.objects)
     relation = None
@@ -70,10 +70,10 @@ def write_prompt_files(folder: str | pathlib.Path) -> None:
 
 
 def make_record(task: str, include: list[dict], prompt: str) -> dict:
-    """A record that asks for what `include` lists and, by GenEval's `exclude`, for nothing else.
+    """Returns a record that requires what `include` lists and, by GenEval's `exclude`, nothing else.
 
     GenEval itself excludes surplus objects only in counting. Here every task excludes them and all other
-    classes, so that a picture with more than it was asked for gets no reward.
+    classes, so that an image with more than the prompt names gets no reward.
     """
     counts = {entry["class"]: entry["count"] for entry in include}
     exclude = [{"class": shape, "count": counts.get(shape, 0) + 1} for shape in SHAPES]
@@ -82,7 +82,7 @@ def make_record(task: str, include: list[dict], prompt: str) -> dict:
 
 @cache
 def _prompts(task: str) -> tuple[tuple[dict, ...], tuple[dict, ...]]:
-    """All training records and all held-out records of a task."""
+    """Returns all training records and all held-out records of a task."""
     train, heldout = [], []
     for record, own, others in _CANDIDATES[task]():
         if not others:
@@ -91,7 +91,7 @@ def _prompts(task: str) -> tuple[tuple[dict, ...], tuple[dict, ...]]:
 
 
 def _interleaved(part: int, per_task: int) -> list[dict]:
-    """`per_task` records of each task in turn; each pass over a task's prompts is shuffled anew."""
+    """Returns `per_task` records of each task, interleaved; each pass over a task's prompts is shuffled again."""
     columns = []
     for number, task in enumerate(TASKS):
         records = _prompts(task)[part]
@@ -102,7 +102,7 @@ def _interleaved(part: int, per_task: int) -> list[dict]:
     return [record for row in zip(*columns, strict=True) for record in row]
 
 
-# Each generator below yields a record, whether its own atom is held out, and whether an atom of
+# Each generator below yields a record, whether the atom of its task is held out, and whether an atom of
 # another task in it is.
 Candidates = Iterator[tuple[dict, bool, bool]]
 
@@ -172,12 +172,12 @@ _CANDIDATES = {
 
 
 def _entry(shape: str, count: int = 1, **rest: object) -> dict:
-    """One entry of `include`, its fields in GenEval's order."""
+    """Returns an entry of `include`, with its fields in GenEval's order."""
     return {"class": shape, "count": count, **rest}
 
 
 def _a(words: str) -> str:
-    """The words with their article, as GenEval writes them."""
+    """Returns the words with their article, as GenEval writes them."""
     return f"{'an' if words[0] in 'aeiou' else 'a'} {words}"
 
 

@@ -1,4 +1,4 @@
-"""The ceiling of the shapes reward: rendered pictures, scored before and after the autoencoder.
+"""The ceiling of the shapes reward: rendered images, scored before and after the autoencoder.
 
 python -m examples.shapes.ceiling assets/shapes-sd3
 
@@ -27,7 +27,7 @@ BATCH = 180
 def round_trip(
     family: StableDiffusion3, vae: Any, images: Float[np.ndarray, "n h w 3"]
 ) -> Float[np.ndarray, "n h w 3"]:
-    """Pictures (RGB in [0, 1]) after the encoder's mean and the decoder."""
+    """Returns images (RGB in [0, 1]) after the encoder's mean and the decoder."""
 
     @jax.jit
     def pass_through(images):
@@ -42,7 +42,7 @@ def round_trip(
 def ceiling(
     family: StableDiffusion3, vae: Any, size: int, seed: int = 0
 ) -> tuple[Evaluation, Evaluation]:
-    """(rendered, after the round trip): a picture of `size` pixels a side for each held-out prompt."""
+    """Returns (rendered, after the round trip): images of `size` pixels a side, one for each held-out prompt."""
     rng = np.random.default_rng(seed)
     records = heldout_records()
     rendered = render_batch([sample_scene(record, rng) for record in records], size)
@@ -58,7 +58,7 @@ def _scored(records: list[dict], images: Float[np.ndarray, "n h w 3"]) -> Evalua
 
 
 def main(folder: pathlib.Path) -> None:
-    """Print the table."""
+    """Prints the table."""
     family = StableDiffusion3.from_folder(folder)
     found = ceiling(family, family.read(folder, "vae"), family.default_size()[0])
     columns = zip(("rendered", "after autoencoder"), found, strict=True)

@@ -1,4 +1,4 @@
-"""The loop that both pretraining stages share: a jitted step over a data mesh, EMA, checkpoints, resumption."""
+"""The training loop of both pretraining stages: a jitted step over a data mesh, EMA, checkpoints, resumption."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ Loss = Callable[[Any, Any, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
 
 @dataclasses.dataclass(frozen=True)
 class FitSettings:
-    """How long and how fast one stage is trained."""
+    """The optimizer and the schedule of a stage."""
 
     steps: int
     learning_rate: float
@@ -36,7 +36,7 @@ class FitSettings:
     log_every: int
 
     def optimizer(self) -> optax.GradientTransformation:
-        """Adam, and Muon for the matrices where `muon_rate` is set, after clipping by the norm."""
+        """Returns Adam, and Muon for the matrices if `muon_rate` is set, after clipping by the norm."""
         rule = optax.adam(self._rate(self.learning_rate), b2=0.99)
         if self.muon_rate:
             rule = optax.contrib.muon(
@@ -61,7 +61,7 @@ def fit(
     workdir: pathlib.Path,
     key: jax.Array,
 ) -> Any:
-    """Train to `settings.steps` and return the EMA of the parameters; `params` is consumed.
+    """Trains to `settings.steps` and returns the EMA of the parameters; `params` is donated.
 
     `loss(params, batch, key) -> (scalar, metrics)`; `batch(step)` is a tree of arrays and a function of the step
     alone, so that a killed run continues exactly. Batches are split over all devices.
@@ -105,10 +105,9 @@ def fit(
 
 
 def _matrices(params: Any) -> Any:
-    """The kernels between hidden layers, single or scanned, which Muon is meant for.
+    """Selects the kernels between hidden layers, single or scanned, for Muon.
 
-    Adam trains the first and last layers, which map from and to numbers with a meaning of their own, and
-    everything that is no matrix.
+    Adam trains the first and last layers, whose inputs or outputs have fixed meanings, and all that is not a matrix.
     """
 
     def dimensions(path: tuple, leaf: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:

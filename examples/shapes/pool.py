@@ -23,7 +23,7 @@ class Pool(NamedTuple):
 
 
 def render_pool(count: int, size: int, seed: int, processes: int = 2) -> Pool:
-    """`count` captioned images; which ones depends on `seed` alone, not on the number of processes."""
+    """Renders `count` captioned images, which depend on `seed` and not on the number of processes."""
     chunks = [(seed, i, min(CHUNK, count - i * CHUNK), size) for i in range(-(-count // CHUNK))]
     with multiprocessing.get_context("spawn").Pool(processes) as workers:
         parts = workers.starmap(_render_chunk, chunks)
@@ -32,10 +32,7 @@ def render_pool(count: int, size: int, seed: int, processes: int = 2) -> Pool:
 
 
 def cached_pool(path: pathlib.Path, count: int, size: int, seed: int) -> Pool:
-    """`render_pool`, kept in a file so that a resumed run need not render again.
-
-    A file of another count, size or seed is replaced.
-    """
+    """Returns a pool from a file, or renders it and writes the file; one of another count, size or seed is replaced."""
     key = [count, size, seed]
     if path.exists():
         with np.load(path) as file:

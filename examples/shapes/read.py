@@ -1,15 +1,15 @@
-"""Reads a picture of flat shapes from its pixels: background, colours, components, classes.
+"""Reads an image of flat shapes from its pixels: background, colors, components, classes.
 
-Every pixel is read as a mixture of the background and one colour of the vocabulary. Connected
-pixels that are at least half one colour form an object; touching objects of nearly the same colour
+Every pixel is read as a mixture of the background and one color of the vocabulary. Connected
+pixels that are at least half one color form an object; touching objects of nearly the same color
 are merged. The share of each pixel that an object covers is its silhouette, which is scaled to a
-fixed area and compared with the silhouettes of all classes. This works at any picture size.
+fixed area and compared with the silhouettes of all classes. This works at any image size.
 
-Measured on 200 pictures of the embedded model (half of them tuned), judged by eye with their prompts:
-the reader rejects 12 of 96 right ones and accepts 9 of 104 wrong ones; where the observer was sure,
+Measured on 200 images of the embedded model (half of them trained), labeled by eye with their prompts:
+the reader rejects 12 of 96 right ones and accepts 9 of 104 wrong ones; where the labeler was sure,
 4 of 76 and 1 of 84 (`tests/shapes/test_judged_pictures.py`). It still misses stars and rings that are
 small, blurred or tilted, which it reads as no shape or as another one, and flattened circles. It
-still accepts lumpy circles, triangles and hearts that an observer would reject, and a shape with a
+still accepts lumpy circles, triangles and hearts that a labeler would reject, and a shape with a
 small piece broken off.
 """
 
@@ -23,20 +23,13 @@ from digen_jax.rewards.geneval import Detection
 from examples.shapes.render import coverage
 from examples.shapes.vocabulary import COLORS, SHAPES
 
-MIN_AREA = 8 / 1024  # share of the picture; less is dirt
+MIN_AREA = 8 / 1024  # share of the image; less is dirt
 # Largest relative distance to a class's nearest silhouette at which an object is of that class. Any lump
 # is near a circle, and any lump that narrows downwards near a heart, so these two must fit better.
-MAX_MISMATCH = {
-    "circle": 0.16,
-    "triangle": 0.33,
-    "cross": 0.33,
-    "star": 0.33,
-    "ring": 0.33,
-    "heart": 0.22,
-}
+MAX_MISMATCH = dict(circle=0.16, triangle=0.33, cross=0.33, star=0.33, ring=0.33, heart=0.22)
 MAX_DETOUR = 0.05  # beyond the nearest class's distance, for another that is within its own limit
-MAX_COLOR_DISTANCE = 0.35  # in RGB, beyond which a colour has no name
-MIN_CONTRAST = 0.3  # in RGB, of touching objects; the vocabulary's nearest colours are 0.41 apart
+MAX_COLOR_DISTANCE = 0.35  # in RGB, beyond which a color has no name
+MIN_CONTRAST = 0.3  # in RGB, of touching objects; the vocabulary's nearest colors are 0.41 apart
 _FAINT = 0.1  # RGB distance from the background below which a pixel is background
 _GRID = 20  # samples a side of a scaled silhouette
 _EXTENT = 1.0  # half the side of that grid, in units of the square root of the area
@@ -46,14 +39,14 @@ _LIMITS = np.array([MAX_MISMATCH[shape] for shape in SHAPES])
 
 
 def find_objects(image: Float[np.ndarray, "h w 3"]) -> list[Detection]:
-    """The objects in a square picture (RGB in [0, 1]); boxes are fractions of its sides.
+    """Returns the objects in a square image (RGB in [0, 1]); boxes are fractions of its sides.
 
-    `label` is None where an object resembles no shape, `color` where it resembles no colour.
+    `label` is None where an object resembles no shape, `color` where it resembles no color.
     """
     image = np.asarray(image, np.float32)
     background = estimate_background(image)
     labels, palette_index = _segment(image, background)
-    labels = _joined(image, background, labels)
+    labels = _merge(image, background, labels)
     boxes = ndimage.find_objects(labels)
     large = [
         number
@@ -73,14 +66,14 @@ def find_objects(image: Float[np.ndarray, "h w 3"]) -> list[Detection]:
 
 
 def estimate_background(image: Float[np.ndarray, "h w 3"]) -> Float[np.ndarray, "h w 3"]:
-    """The plane through the background's colours: through those of the rim first, then through all similar ones."""
+    """Fits a plane to the background's colors: to those of the rim first, then to all similar ones."""
     design, rim = _plane(*image.shape[:2])
     pixels = image.reshape(-1, 3)
     fitted = np.median(pixels[rim], axis=0)[None]
     for inlier, among in ((0.25, rim), (0.15, True), (0.1, True)):
         kept = among & (((pixels - fitted) ** 2).sum(-1) < inlier**2)
         rows = design[kept]
-        # A small ridge keeps the system of a picture without any background from being singular.
+        # A small ridge keeps the system of an image without any background from being singular.
         plane = np.linalg.solve(rows.T @ rows + 1e-3 * np.eye(3), rows.T @ pixels[kept])
         fitted = design @ plane
     return fitted.reshape(image.shape).astype(np.float32)
@@ -89,16 +82,16 @@ def estimate_background(image: Float[np.ndarray, "h w 3"]) -> Float[np.ndarray, 
 def _segment(
     image: Float[np.ndarray, "h w 3"], background: Float[np.ndarray, "h w 3"]
 ) -> tuple[Int[np.ndarray, "h w"], dict[int, int]]:
-    """Components of one colour, numbered from 1, and the index of each one's colour."""
+    """Returns components of one color, numbered from 1, and the index of each one's color."""
     delta = image - background
     seen = (delta**2).sum(-1) > _FAINT**2
     towards = _PALETTE[:, None] - background[seen]
-    # A background in a colour of the vocabulary hides that colour: the floor avoids 0 / 0.
+    # A background in a color of the vocabulary hides that color: the floor avoids 0 / 0.
     length = np.maximum((towards**2).sum(-1), 1e-6)
     share = np.clip(np.einsum("npc,pc->np", towards, delta[seen]) / length, 0, 1)
     residual = ((delta[seen] - share[..., None] * towards) ** 2).sum(-1)
     nearest = residual.argmin(axis=0)
-    # By length, not by share: an object in a colour without a name is an object too.
+    # By length, not by share: an object in a color without a name is an object too.
     opaque = (delta[seen] ** 2).sum(-1) >= 0.25 * np.take_along_axis(length, nearest[None], 0)[0]
     color_map = np.full(seen.shape, -1)
     color_map[seen] = np.where(opaque, nearest, -1)
@@ -111,14 +104,14 @@ def _segment(
     return labels, palette_index
 
 
-def _joined(
+def _merge(
     image: Float[np.ndarray, "h w 3"],
     background: Float[np.ndarray, "h w 3"],
     labels: Int[np.ndarray, "h w"],
 ) -> Int[np.ndarray, "h w"]:
-    """The components, where touching ones of nearly one colour are merged: an object of uneven colour.
+    """Merges touching components of nearly one color: an object of uneven color.
 
-    The largest one's number stays, and its colour decides which others join, so that the blurred rim
+    The largest one's number stays, and its color decides which others join, so that the blurred rim
     between two objects does not merge them.
     """
     pairs = _touching(labels)
@@ -136,7 +129,7 @@ def _joined(
 
 
 def _touching(labels: Int[np.ndarray, "h w"]) -> list[tuple[int, int]]:
-    """The pairs of components that have neighbouring pixels, diagonal ones included."""
+    """Returns the pairs of components that have neighboring pixels, diagonal ones included."""
     pairs = set()
     for one, other in (
         (labels[:, 1:], labels[:, :-1]),
@@ -157,7 +150,7 @@ def _color(
     background: Float[np.ndarray, "h w 3"],
     inside: Bool[np.ndarray, "h w"],
 ) -> Float[np.ndarray, "3"]:
-    """The mean colour of the half of a component that stands out most from the background."""
+    """Returns the mean color of the half of a component with the highest contrast to the background."""
     strength = ((image[inside] - background[inside]) ** 2).sum(-1)
     return image[inside][strength >= np.median(strength)].mean(axis=0)
 
@@ -165,7 +158,7 @@ def _color(
 def _silhouette(
     image: np.ndarray, background: np.ndarray, labels: np.ndarray, number: int, box: tuple
 ) -> tuple[Float[np.ndarray, "3"], Float[np.ndarray, "g g"]]:
-    """A component's colour, and the share of each point that it covers, scaled to the grid."""
+    """Returns a component's color, and the share of each point that it covers, scaled to the grid."""
     reach = max(1, labels.shape[0] // 32)  # the edge's pixels, which are less than half covered
     near = tuple(slice(max(side.start - reach, 0), side.stop + reach) for side in box)
     inside = labels[near] == number
@@ -178,7 +171,7 @@ def _silhouette(
 
 
 def _scaled(share: Float[np.ndarray, "h w"]) -> Float[np.ndarray, "g g"]:
-    """A silhouette, resampled so that its centroid is the grid's centre and its area is one."""
+    """Resamples a silhouette so that its centroid is the grid's center and its area is one."""
     area = share.sum()
     steps = (np.arange(_GRID) + 0.5) * (2 / _GRID) - 1
     weights = []
@@ -191,7 +184,7 @@ def _scaled(share: Float[np.ndarray, "h w"]) -> Float[np.ndarray, "g g"]:
 
 
 def _mismatches(scaled: Float[np.ndarray, "n g g"]) -> Float[np.ndarray, "n s"]:
-    """Each silhouette's distance to each class's nearest template, relative to the template."""
+    """Returns each silhouette's distance to each class's nearest template, relative to the template."""
     templates = _templates()
     size = (templates**2).sum(-1)
     flat = scaled.reshape(len(scaled), 1, 1, -1)
@@ -201,19 +194,12 @@ def _mismatches(scaled: Float[np.ndarray, "n g g"]) -> Float[np.ndarray, "n s"]:
 
 @cache
 def _templates() -> Float[np.ndarray, "s t p"]:
-    """Every class's silhouettes at several sharpnesses, each averaged over positions within a pixel."""
+    """Returns each class's silhouettes at several sharpnesses, each averaged over positions within a pixel."""
     pixels = np.arange(-32, 33, dtype=np.float32)
     x, y = np.meshgrid(pixels, pixels)
     rows = []
     for shape in SHAPES:
-        for radius, blur in [
-            (4.6, 0.0),
-            (4.6, 0.7),
-            (6.0, 0.0),
-            (6.0, 0.9),
-            (9.0, 0.0),
-            (24.0, 0.0),
-        ]:
+        for radius, blur in ((4.6, 0), (4.6, 0.7), (6, 0), (6, 0.9), (9, 0), (24, 0)):
             places = [
                 _scaled(ndimage.gaussian_filter(coverage(shape, x - dx, y - dy, radius), blur))
                 for dx in (0.0, 0.25, 0.5, 0.75)
@@ -226,7 +212,7 @@ def _templates() -> Float[np.ndarray, "s t p"]:
 def _detection(
     box: tuple, size: tuple[int, int], palette_index: int, color: np.ndarray, mismatch: np.ndarray
 ) -> Detection:
-    """One component's class, if it resembles one, and its colour, if that has a name."""
+    """Returns a component's class, if it resembles one, and its color, if that has a name."""
     fits = (mismatch <= _LIMITS) & (mismatch <= mismatch.min() + MAX_DETOUR)
     nearest = int(np.where(fits, mismatch, np.inf).argmin())
     named = np.linalg.norm(color - _PALETTE[palette_index]) <= MAX_COLOR_DISTANCE
@@ -235,19 +221,14 @@ def _detection(
     return Detection(
         label=SHAPES[nearest] if fits.any() else None,
         color=_NAMES[palette_index] if named else None,
-        box=(
-            columns.start / width,
-            rows.start / height,
-            columns.stop / width,
-            rows.stop / height,
-        ),
+        box=(columns.start / width, rows.start / height, columns.stop / width, rows.stop / height),
         confidence=float(max(0.0, 1 - mismatch[nearest if fits.any() else mismatch.argmin()])),
     )
 
 
 @cache
 def _plane(height: int, width: int) -> tuple[Float[np.ndarray, "n 3"], Bool[np.ndarray, "n"]]:
-    """One row (1, x, y) a pixel, and whether the pixel is on the picture's rim."""
+    """Returns a row (1, x, y) for each pixel, and whether the pixel is on the image's rim."""
     y, x = np.mgrid[0:height, 0:width]
     rim = (x == 0) | (x == width - 1) | (y == 0) | (y == height - 1)
     rows = np.stack([np.ones(x.size), x.ravel() / width, y.ravel() / height], axis=1)

@@ -1,4 +1,4 @@
-"""Draws scenes: signed distances of flat shapes, anti-aliased analytically."""
+"""Renders scenes: signed distances of flat shapes, anti-aliased analytically."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -11,7 +11,7 @@ from examples.shapes.vocabulary import COLORS
 
 
 def render(scene: Scene, size: int = 32) -> Float[np.ndarray, "h w 3"]:
-    """The scene's picture, `size` pixels a side, float32 in [0, 1]."""
+    """Renders an image of `size` pixels a side, float32 in [0, 1]."""
     axis = ((np.arange(size) + 0.5) / size).astype(np.float32)
     slope_x, slope_y = scene.background.slope
     shade = slope_x * (axis[None, :] - 0.5) + slope_y * (axis[:, None] - 0.5)
@@ -22,14 +22,14 @@ def render(scene: Scene, size: int = 32) -> Float[np.ndarray, "h w 3"]:
 
 
 def render_batch(scenes: Sequence[Scene], size: int = 32) -> Float[np.ndarray, "b h w 3"]:
-    """The pictures of several scenes of one size."""
+    """Renders several scenes at one size."""
     return np.stack([render(scene, size) for scene in scenes])
 
 
 def coverage(
     shape: str, x: Float[np.ndarray, "*b"], y: Float[np.ndarray, "*b"], radius: float
 ) -> Float[np.ndarray, "*b"]:
-    """The share of a pixel that a shape covers, 0 to 1; the pixel's offset and `radius` in pixels."""
+    """Returns the share of a pixel that a shape covers, 0 to 1; the pixel's offset and `radius` are in pixels."""
     distance = signed_distance(shape, x / radius, y / radius) * radius
     return np.clip(0.5 - distance, 0.0, 1.0)
 
@@ -37,7 +37,7 @@ def coverage(
 def signed_distance(
     shape: str, x: Float[np.ndarray, "*b"], y: Float[np.ndarray, "*b"]
 ) -> Float[np.ndarray, "*b"]:
-    """Distance to the outline of a shape of radius 1, negative inside; y points down."""
+    """Returns the distance to the outline of a shape of radius 1, negative inside; y points down."""
     if shape == "circle":
         return np.hypot(x, y) - 0.92
     if shape == "ring":
@@ -91,7 +91,7 @@ def _star(outer: float, inner: float) -> np.ndarray:
 
 
 def _heart() -> np.ndarray:
-    """The usual heart curve, sampled."""
+    """Points of the usual heart curve."""
     t = np.linspace(0, 2 * np.pi, 24, endpoint=False)
     x = 16 * np.sin(t) ** 3
     y = 13 * np.cos(t) - 5 * np.cos(2 * t) - 2 * np.cos(3 * t) - np.cos(4 * t)
@@ -99,7 +99,7 @@ def _heart() -> np.ndarray:
 
 
 def _polygon_distance(corners: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Distance to a closed polygon, negative inside (even-odd rule)."""
+    """Returns the distance to a closed polygon, negative inside (even-odd rule)."""
     start = corners.T.reshape(2, -1, *[1] * x.ndim)
     edge_x, edge_y = np.roll(start, -1, axis=1) - start
     from_x, from_y = x - start[0], y - start[1]

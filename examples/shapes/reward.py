@@ -1,4 +1,4 @@
-"""The verifiable reward of the shapes world: read the picture, then apply GenEval's rules."""
+"""The verifiable reward of the shapes task: reads the image, then applies GenEval's rules."""
 
 import numpy as np
 from jaxtyping import Float, UInt8
@@ -14,13 +14,13 @@ from examples.shapes.scene import Background, Object, Scene
 
 
 def make() -> Reward:
-    """The reward as a run asks for it."""
+    """Returns the reward."""
     return shapes_geneval
 
 
 def sanity_check() -> SanityCheck:
-    """A red circle and a blue star side by side, which are what their prompts ask for, or not."""
-    asked = [
+    """A red circle and a blue star side by side, with prompts that match or do not."""
+    required = [
         [("circle", "red", 1)],
         [("circle", "blue", 1)],
         [("star", "blue", 1), ("circle", "red", 1)],
@@ -28,14 +28,14 @@ def sanity_check() -> SanityCheck:
     ]
     metadata = [
         {"include": [dict(zip(("class", "color", "count"), one, strict=True)) for one in entries]}
-        for entries in asked
+        for entries in required
     ]
     objects = Object("circle", "red", 0.27, 0.4, 0.18), Object("star", "blue", 0.72, 0.6, 0.19)
-    picture = render(Scene(objects, Background("grey", (0.5, 0.5, 0.5))))
-    images = np.stack([to_uint8(picture)] * len(asked))
+    image = render(Scene(objects, Background("grey", (0.5, 0.5, 0.5))))
+    images = np.stack([to_uint8(image)] * len(required))
     prompts = [
         " and ".join(f"{count} {color} {shape}" for shape, color, count in entries)
-        for entries in asked
+        for entries in required
     ]
     return SanityCheck(images, prompts, metadata, expected=(1.0, 0.0, 1.0, 0.0))
 
@@ -43,9 +43,9 @@ def sanity_check() -> SanityCheck:
 def shapes_geneval(
     images: UInt8[np.ndarray, "b h w 3"], prompts: list[str], metadata: list[dict]
 ) -> Float[np.ndarray, "b"]:
-    """1 where a picture shows what its record includes and nothing that it excludes, else 0.
+    """Returns 1 for each image that shows what its record includes and nothing that it excludes, else 0.
 
-    A picture with an object that resembles no shape gets 0, too: otherwise tuning would learn to add such objects.
+    An image with an object that resembles no shape gets 0, too: otherwise training would learn to add such objects.
 
     Raises:
       ConfigError: a record has no `include`, such as a line of plain text.

@@ -1,4 +1,4 @@
-"""Scenes of flat shapes, and scenes drawn at random that satisfy a prompt."""
+"""Scenes of flat shapes, and random scenes that satisfy a prompt."""
 
 import re
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float
 from examples.shapes import split
 from examples.shapes.vocabulary import BACKGROUNDS, COLORS
 
-# Lengths are fractions of the picture's side; these were chosen in pixels of a 32 x 32 picture.
+# Lengths are fractions of the image's side; these were chosen in pixels of a 32 x 32 image.
 PIXEL = 1 / 32
 GAP = 2.2 * PIXEL
 MARGIN = 1.0 * PIXEL
@@ -22,7 +22,7 @@ _AXIS = {"left of": (0, -1), "right of": (0, 1), "above": (1, -1), "below": (1, 
 
 @dataclass(frozen=True)
 class Object:
-    """One flat shape: its centre and radius are fractions of the picture's side, y down."""
+    """One flat shape: its center and radius are fractions of the image's side, y down."""
 
     shape: str
     color: str
@@ -33,7 +33,7 @@ class Object:
 
 @dataclass(frozen=True)
 class Background:
-    """A tint (RGB in [0, 1]) that brightens by `slope` across the picture, along x and along y."""
+    """A tint (RGB in [0, 1]) that brightens by `slope` across the image, along x and along y."""
 
     name: str
     color: tuple[float, float, float]
@@ -42,44 +42,42 @@ class Background:
 
 @dataclass(frozen=True)
 class Scene:
-    """What a picture shows."""
+    """The content of an image."""
 
     objects: tuple[Object, ...]
     background: Background
 
 
 def sample_scene(record: dict, rng: np.random.Generator) -> Scene:
-    """A scene that satisfies a prompt record in GenEval's format; everything else is drawn at random.
+    """Samples a scene that satisfies a prompt record in GenEval's format; everything else is random.
 
     The random part never shows a held-out combination (see `split`), and the scene has no object that the
     prompt does not name.
 
     Raises:
-      ValueError: the record asks for more objects than fit, or for an unknown color.
+      ValueError: the record requires more objects than fit, or an unknown color.
     """
     wanted = [entry for entry in record["include"] for _ in range(entry["count"])]
     if len(wanted) not in RADII:
-        raise ValueError(
-            f"{record['prompt']!r} asks for {len(wanted)} objects; 1 to 4 can be drawn"
-        )
+        raise ValueError(f"{record['prompt']!r} asks for {len(wanted)} objects; scenes have 1 to 4")
     shapes = [entry["class"] for entry in wanted]
-    colors = _draw_colors(wanted, rng)
-    radii, centres = _draw_layout(shapes, _named_relation(record), rng)
+    colors = _sample_colors(wanted, rng)
+    radii, centers = _sample_layout(shapes, _named_relation(record), rng)
     objects = tuple(
         Object(shape, color, float(x), float(y), float(radius))
-        for shape, color, (x, y), radius in zip(shapes, colors, centres, radii, strict=True)
+        for shape, color, (x, y), radius in zip(shapes, colors, centers, radii, strict=True)
     )
-    return Scene(objects, _draw_background(record["prompt"], shapes, rng))
+    return Scene(objects, _sample_background(record["prompt"], shapes, rng))
 
 
 def relation_between(a: Object, b: Object) -> str | None:
-    """The relation in which `a` clearly stands to `b`, at most 24 degrees off, if there is one."""
+    """Returns the relation of `a` to `b` if it is clear, at most 24 degrees off."""
     offset = np.array([[a.x - b.x, a.y - b.y]])
     return next((relation for relation in _AXIS if _is_clearly(relation, offset)[0]), None)
 
 
-def _draw_colors(wanted: list[dict], rng: np.random.Generator) -> list[str]:
-    """The named colours, and free ones that make no held-out combination."""
+def _sample_colors(wanted: list[dict], rng: np.random.Generator) -> list[str]:
+    """Samples the named colors, and free ones that form no held-out combination."""
     choices = [_color_choices(entry) for entry in wanted]
     shapes = [entry["class"] for entry in wanted]
     pair_is_free = len(shapes) == len(set(shapes)) == 2 and not all(
@@ -94,7 +92,7 @@ def _draw_colors(wanted: list[dict], rng: np.random.Generator) -> list[str]:
 
 
 def _color_choices(entry: dict) -> list[str]:
-    """The colours that an entry of `include` allows."""
+    """Returns the colors that an entry of `include` allows."""
     if "color" in entry:
         if entry["color"] not in COLORS:
             raise ValueError(f"color {entry['color']!r} is not one of {', '.join(COLORS)}")
@@ -102,8 +100,8 @@ def _color_choices(entry: dict) -> list[str]:
     return [color for color in COLORS if not split.color_held_out(color, entry["class"])]
 
 
-def _draw_background(prompt: str, shapes: list[str], rng: np.random.Generator) -> Background:
-    """The background that the prompt names, or a free one, slightly tinted, with a gradient."""
+def _sample_background(prompt: str, shapes: list[str], rng: np.random.Generator) -> Background:
+    """Samples the background that the prompt names, or a free one, slightly tinted, with a gradient."""
     named = _NAMED_BACKGROUND.search(prompt)
     options = [
         name
@@ -118,7 +116,7 @@ def _draw_background(prompt: str, shapes: list[str], rng: np.random.Generator) -
 
 
 def _named_relation(record: dict) -> tuple[str, int, int] | None:
-    """(relation, index of the object that is in it, index of the other one), if one is named."""
+    """Returns (relation, index of the object that is in it, index of the other one), if one is named."""
     for i, entry in enumerate(record["include"]):
         if "position" in entry:
             relation, other = entry["position"]
@@ -126,48 +124,48 @@ def _named_relation(record: dict) -> tuple[str, int, int] | None:
     return None
 
 
-def _draw_layout(
+def _sample_layout(
     shapes: list[str], named: tuple[str, int, int] | None, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Radii `[n]` and centres `[n, 2]`: inside, apart, in the named relation or in none that is held out."""
+    """Samples radii `[n]` and centers `[n, 2]`: inside, separate, in the named relation or in none that is held out."""
     count = len(shapes)
     low, high = RADII[count]
     while True:
         radii = rng.uniform(low, high, (_TRIES, count)) * PIXEL
         edge = MARGIN + radii[..., None]
-        centres = edge + rng.random((_TRIES, count, 2)) * (1 - 2 * edge)
-        fits = _apart(centres, radii)
+        centers = edge + rng.random((_TRIES, count, 2)) * (1 - 2 * edge)
+        fits = _separate(centers, radii)
         if named:
             relation, i, j = named
-            fits &= _is_clearly(relation, centres[:, i] - centres[:, j])
+            fits &= _is_clearly(relation, centers[:, i] - centers[:, j])
         elif len(set(shapes)) == 2:
-            fits &= ~_held_out_relation(shapes, centres)
+            fits &= ~_held_out_relation(shapes, centers)
         if fits.any():
             first = int(fits.argmax())
-            return radii[first], centres[first]
+            return radii[first], centers[first]
 
 
-def _apart(
-    centres: Float[np.ndarray, "k n 2"], radii: Float[np.ndarray, "k n"]
+def _separate(
+    centers: Float[np.ndarray, "k n 2"], radii: Float[np.ndarray, "k n"]
 ) -> Bool[np.ndarray, "k"]:
-    """Whether no two objects of a layout come closer than the gap."""
+    """Returns whether all objects of a layout have the gap between them."""
     i, j = np.triu_indices(radii.shape[1], 1)
-    distance = np.linalg.norm(centres[:, i] - centres[:, j], axis=-1)
+    distance = np.linalg.norm(centers[:, i] - centers[:, j], axis=-1)
     return (distance >= REACH * (radii[:, i] + radii[:, j]) + GAP).all(axis=1)
 
 
 def _is_clearly(relation: str, offset: Float[np.ndarray, "k 2"]) -> Bool[np.ndarray, "k"]:
-    """Whether an offset points the relation's way, at most 24 degrees off: no other one holds."""
+    """Returns whether an offset has the relation's direction, at most 24 degrees off: no other one holds."""
     axis, sign = _AXIS[relation]
     return np.abs(offset[:, 1 - axis]) <= 0.45 * sign * offset[:, axis]
 
 
 def _held_out_relation(
-    shapes: list[str], centres: Float[np.ndarray, "k n 2"]
+    shapes: list[str], centers: Float[np.ndarray, "k n 2"]
 ) -> Bool[np.ndarray, "k"]:
-    """Whether two objects stand in a relation that is held out, however loosely it is read."""
-    offset = centres[:, 0] - centres[:, 1]
-    shown = np.zeros(len(centres), bool)
+    """Returns whether two objects are in a held-out relation, in the loosest sense."""
+    offset = centers[:, 0] - centers[:, 1]
+    shown = np.zeros(len(centers), bool)
     for relation, (axis, sign) in _AXIS.items():
         if split.relation_held_out(shapes[0], relation, shapes[1]):
             shown |= sign * offset[:, axis] > 0.45 * np.linalg.norm(offset, axis=-1)

@@ -1,9 +1,9 @@
-"""Which combinations are held out: never in a training prompt, nor in a training picture.
+"""Which combinations are held out: never in a training prompt, nor in a training image.
 
 A combination (an *atom*) belongs to one of the six tasks: a class on a background, an unordered
-pair of classes, a class and its count, a colour and its class, a relation between two classes (a
-left of b is b right of a), or an unordered pair of coloured classes. An eighth to a quarter of each
-task's atoms are held out by fixed rules over places in the vocabulary, so that every class, colour,
+pair of classes, a class and its count, a color and its class, a relation between two classes (a
+left of b is b right of a), or an unordered pair of colored classes. An eighth to a quarter of each
+task's atoms are held out by fixed rules over places in the vocabulary, so that every class, color,
 count, background and relation keeps its share of training.
 """
 
@@ -23,7 +23,7 @@ def background_held_out(shape: str, background: str) -> bool:
 
 
 def pair_held_out(a: str, b: str) -> bool:
-    """two_object: two classes in one picture; every class loses one of its five partners."""
+    """two_object: two classes in one image; every class loses one of its five partners."""
     return abs(_SHAPE[a] - _SHAPE[b]) == len(SHAPES) // 2
 
 
@@ -33,7 +33,7 @@ def count_held_out(shape: str, count: int) -> bool:
 
 
 def color_held_out(color: str, shape: str) -> bool:
-    """colors: a class in a colour; each class loses one of its eight colours."""
+    """colors: a class in a color; each class loses one of its eight colors."""
     return (_SHAPE[shape] + _COLOR[color]) % 8 == 0
 
 
@@ -45,6 +45,6 @@ def relation_held_out(a: str, relation: str, b: str) -> bool:
 
 
 def colored_pair_held_out(color_a: str, a: str, color_b: str, b: str) -> bool:
-    """color_attr: two coloured classes in one picture."""
+    """color_attr: two colored classes in one image."""
     words = sorted([f"{color_a} {a}", f"{color_b} {b}"])
     return zlib.crc32(" and ".join(words).encode()) % 4 == 0

@@ -11,7 +11,7 @@ BEGIN_OF_TEXT, END_OF_TEXT = "<|startoftext|>", "<|endoftext|>"
 
 
 def build_tokenizer(texts: Iterable[str], max_length: int) -> CLIPTokenizer:
-    """Byte-pair encoding learned from `texts`; unknown words fall back to bytes, so no text is lost.
+    """Learns a byte-pair encoding from `texts`; unknown words fall back to bytes, so no text is lost.
 
     The ids are laid out as in CLIP: bytes, bytes that end a word, merges, then the two special tokens. Padding is
     the end-of-text token, as for CLIP-L. The words of `texts` are a field of the saved tokenizer_config.json, so that
@@ -40,5 +40,5 @@ def build_tokenizer(texts: Iterable[str], max_length: int) -> CLIPTokenizer:
 
 
 def _merges(tokenizer: Tokenizer) -> list[tuple[str, str]]:
-    """The merges in the order in which they were learned."""
+    """Returns the merges in the order in which they were learned."""
     return [tuple(pair) for pair in json.loads(tokenizer.to_str())["model"]["merges"]]

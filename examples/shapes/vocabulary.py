@@ -1,4 +1,4 @@
-"""The words of the shapes world and the colours they stand for."""
+"""The words of the shapes task and the colors they stand for."""
 
 # Shapes that blur and noise do not confuse at nine pixels across, as they do a square and a circle.
 SHAPES = ("circle", "triangle", "cross", "star", "ring", "heart")
@@ -15,7 +15,7 @@ COLORS: dict[str, tuple[float, float, float]] = {
     "black": (0.00, 0.00, 0.00),
 }
 
-# Unsaturated middle tones, so that no object's colour is ever close to the background.
+# Unsaturated middle tones, so that no object's color is ever close to the background.
 BACKGROUNDS: dict[str, tuple[float, float, float]] = {
     "dark": (0.31, 0.31, 0.33),
     "gray": (0.52, 0.52, 0.52),
@@ -27,11 +27,6 @@ BACKGROUNDS: dict[str, tuple[float, float, float]] = {
 
 TASKS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
 RELATIONS = ("left of", "right of", "above", "below")
-MIRRORED = {
-    "left of": "right of",
-    "right of": "left of",
-    "above": "below",
-    "below": "above",
-}
+MIRRORED = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
 NUMBERS = {2: "two", 3: "three", 4: "four"}
 PLURALS = {shape: shape + ("es" if shape.endswith("s") else "s") for shape in SHAPES}

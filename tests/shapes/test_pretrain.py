@@ -13,21 +13,17 @@ import torch
 from diffusers import StableDiffusion3Pipeline
 
 from digen_jax.errors import ConfigError
-from examples.shapes import stages
-from examples.shapes.pipeline import pretrain
+from examples.shapes import pretrain
 from examples.shapes.pool import Pool, cached_pool
-from examples.shapes.settings import read_settings
 from tests.cases import said
 from tests.metrics import metrics
-from tests.pipelines import ROOT, environment
+from tests.pipelines import ROOT, environment, shipped_config
 from tests.shapes.tiny_config import get_config
-
-pytestmark = pytest.mark.slow
 
 PARTS = ("transformer", "vae", "text_encoder", "text_encoder_2")
 
 
-def launch(base: pathlib.Path) -> subprocess.CompletedProcess:
+def run_script(base: pathlib.Path) -> subprocess.CompletedProcess:
     """The script, with its folders "workdir" and "output" in `base`."""
     command = ["launch/pretrain.py", "--config=tests/shapes/tiny_config.py"]
     return subprocess.run(
@@ -44,16 +40,17 @@ def launch(base: pathlib.Path) -> subprocess.CompletedProcess:
 def trained(tmp_path_factory) -> pathlib.Path:
     """A folder with "workdir" and the pipeline "output"."""
     base = tmp_path_factory.mktemp("pretraining")
-    done = launch(base)
+    done = run_script(base)
     assert done.returncode == 0, done.stderr
     return base
 
 
+@pytest.mark.slow
 def test_a_workdir_of_other_settings_is_refused(trained, tmp_path):
     other = get_config()
     other.transformer.batch = 8
     with pytest.raises(ConfigError, match=r"config\.transformer\.batch: 16 -> 8"):
-        pretrain(read_settings(other), trained / "workdir", tmp_path / "output")
+        pretrain.pretrain(other, trained / "workdir", tmp_path / "output")
 
 
 @pytest.fixture(scope="module")
@@ -81,18 +78,16 @@ def the_pool(trained: pathlib.Path) -> Pool:
     )
 
 
-def history(workdir: pathlib.Path, stage: str) -> list[dict]:
-    return metrics(workdir / stage)
-
-
+@pytest.mark.slow
 def test_both_stages_learn(trained):
     for stage, name, share in (("autoencoder", "mse", 0.6), ("transformer", "loss", 0.9)):
-        lines = history(trained / "workdir", stage)
+        lines = metrics(trained / "workdir" / stage)
         assert [line["step"] for line in lines] == list(range(2, 26, 2))
         values = [line[name] for line in lines]
         assert np.mean(values[-5:]) < share * np.mean(values[:5]), (stage, values)
 
 
+@pytest.mark.slow
 def test_diffusers_runs_what_is_written(oracle):
     images = oracle(
         ["a photo of a red circle"] * 2,
@@ -106,6 +101,7 @@ def test_diffusers_runs_what_is_written(oracle):
     assert images.std() > 0.01
 
 
+@pytest.mark.slow
 def test_latents_have_mean_zero_and_variance_one(trained, oracle):
     images = torch.from_numpy(the_pool(trained).images.astype(np.float32) / 127.5 - 1)
     with torch.no_grad():
@@ -115,18 +111,21 @@ def test_latents_have_mean_zero_and_variance_one(trained, oracle):
     assert abs(float(scaled.mean())) < 1e-4
     assert float(scaled.std()) == pytest.approx(1, abs=1e-3)
     assert abs(float(latents.mean())) > 1e-3  # tests the shift, too
-    ours_scaled = stages.scaled(
+    ours_scaled = pretrain.scale(
         ours(trained / "output")[0], np.asarray(latents.permute(0, 2, 3, 1))
     )
     np.testing.assert_allclose(ours_scaled, scaled.permute(0, 2, 3, 1), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_autoencoder_loss_is_diffusers(trained, oracle):
     family, params = ours(trained / "output")
     images = the_pool(trained).images[:4].astype(np.float32) / 127.5 - 1
     key = jax.random.key(5)
     with jax.default_matmul_precision("highest"):
-        loss, parts = stages.autoencoder_loss(family, 0.3, params["vae"], jnp.asarray(images), key)
+        loss, parts = pretrain.autoencoder_loss(
+            family, 0.3, params["vae"], jnp.asarray(images), key
+        )
 
     wanted = torch.from_numpy(images).permute(0, 3, 1, 2)
     noise = np.asarray(jax.random.normal(key, (4, 8, 8, 4))).transpose(0, 3, 1, 2)
@@ -142,6 +141,7 @@ def test_autoencoder_loss_is_diffusers(trained, oracle):
     assert float(loss) == pytest.approx(float(expected), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_flow_matching_loss_is_diffusers(trained, oracle):
     family, params = ours(trained / "output")
     prompts = ["a photo of a red circle", "", "two blue stars"]
@@ -149,7 +149,7 @@ def test_flow_matching_loss_is_diffusers(trained, oracle):
     batch = jax.tree.map(jnp.asarray, (latents, family.tokenize(said(*prompts))))
     key = jax.random.key(5)
     with jax.default_matmul_precision("highest"):
-        found, _ = stages.flow_matching_loss(family, params, batch, key)
+        found, _ = pretrain.flow_matching_loss(family, params, batch, key)
 
     noise_key, sigma_key = jax.random.split(key)
     draw = functools.partial(np.array, copy=True)
@@ -168,18 +168,17 @@ def test_flow_matching_loss_is_diffusers(trained, oracle):
     assert float(found) == pytest.approx(float(expected), rel=1e-4)
 
 
-def test_captions_are_dropped_by_chance_and_rows_are_drawn_by_the_step(trained, monkeypatch):
+@pytest.mark.slow
+def test_captions_are_dropped_by_chance_and_rows_are_sampled_by_the_step(trained, monkeypatch):
     family, params = ours(trained / "output")
     pool, config = the_pool(trained), get_config()
     config.transformer.batch, config.transformer.caption_dropout = 2000, 0.25
     seen = []
     monkeypatch.setattr(
-        stages, "fit", lambda params, loss, batch, *_: seen.append((params, batch)) or params
+        pretrain, "fit", lambda params, loss, batch, *_: seen.append((params, batch)) or params
     )
     latents = np.arange(len(pool.images), dtype=np.float32)[:, None, None, None]
-    stages.train_transformer(
-        family, params, latents, pool, read_settings(config), trained / "unused"
-    )
+    pretrain.train_transformer(family, params, latents, pool, config, trained / "unused")
     ((tuned, batch),) = seen
     assert sorted(tuned) == ["text_encoder", "text_encoder_2", "transformer"]
     rows, ids = batch(7)
@@ -192,3 +191,28 @@ def test_captions_are_dropped_by_chance_and_rows_are_drawn_by_the_step(trained, 
     again, other = batch(7), batch(8)
     jax.tree.map(np.testing.assert_array_equal, (rows, ids), again)
     assert (other[0] != rows).any()
+
+
+def test_the_shipped_config_is_valid():
+    pretrain.check_config(shipped_config("shapes_pretrain"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("seed", -1),
+        ("autoencoder.kl_weight", float("nan")),
+        ("transformer.fit.stepz", 3),
+        ("text.max_length", None),
+    ],
+)
+def test_invalid_fields_are_named(name, value):
+    config = shipped_config("shapes_pretrain")
+    *groups, field = name.split(".")
+    section = functools.reduce(lambda section, group: section[group], groups, config)
+    if value is None:
+        del section[field]
+    else:
+        section[field] = value
+    with pytest.raises(ConfigError, match=f"^config.{name} "):
+        pretrain.check_config(config)

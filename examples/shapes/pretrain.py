@@ -1,0 +1,269 @@
+"""Trains the embedded model from scratch: tokenizer, autoencoder, then transformer and text encoders on its latents.
+
+The config is configs/shapes_pretrain.py's. Each stage continues after a kill and a restart.
+"""
+
+import functools
+import json
+import pathlib
+import runpy
+from typing import IO, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+from ml_collections import ConfigDict
+
+from digen_jax.checkpoints.folder import write_params
+from digen_jax.config.fields import flat
+from digen_jax.errors import LARGEST_SEED, ConfigError, check_finite, check_range
+from digen_jax.files import shipped
+from digen_jax.logging.workdir import claim_workdir
+from digen_jax.models.autoencoders.autoencoder_kl import scale_latents
+from digen_jax.models.sd3.family import (
+    COMPONENTS,
+    PIPELINE_CLASS,
+    StableDiffusion3,
+    TokenIds,
+)
+from digen_jax.process.job import MOST_CPU_DEVICES
+from examples.shapes.fit import FitSettings, fit
+from examples.shapes.pool import Pool, cached_pool
+from examples.shapes.tokenizer import build_tokenizer
+
+CONFIG = "configs/shapes_pretrain.py"
+NETWORKS = "config.text.encoder.", "config.autoencoder.network.", "config.transformer.network."
+ENCODE_BATCH = 500
+# Fields that the first stage depends on; the second stage depends on these and on its own.
+FIRST = ("seed", "images", "image_size", "autoencoder")
+SECOND = (*FIRST, "text", "transformer", "dtype")
+
+
+def check_config(config: ConfigDict) -> None:
+    """Checks a config's fields, of which those of networks are free.
+
+    Raises:
+      ConfigError: a number that is not finite or out of its range, or a field that is missing or unknown.
+    """
+    found, known = flat(config), flat(runpy.run_path(shipped(CONFIG))["get_config"]())
+    for name, value in found.items():
+        check_finite(name, value)
+    for name in sorted(found.keys() ^ known.keys()):
+        if not name.startswith(NETWORKS):
+            problem = "is not a field" if name in found else "is missing"
+            raise ConfigError(f"{name} {problem}: see the fields in {CONFIG}")
+    check_range("config.seed", config.seed, 0, LARGEST_SEED)
+    check_range("config.cpu_devices", config.cpu_devices, 0, MOST_CPU_DEVICES, "least")
+
+
+def pretrain(config: ConfigDict, workdir: pathlib.Path, output: pathlib.Path) -> None:
+    """Trains every component and writes the pipeline folder.
+
+    Args:
+      config: from `check_config`.
+      workdir: has the pool, checkpoints and curves.
+      output: the folder, which is written last.
+    """
+    print(f"rendering {config.images} images, unless they are there", flush=True)
+    pool = cached_pool(workdir / "pool.npz", config.images, config.image_size, config.seed)
+    tokenizer = build_tokenizer(pool.captions, config.text.max_length)
+    networks = network_configs(config, tokenizer)
+    family = build_family(networks, tokenizer, config.dtype)
+    params = jax.jit(family.init)(jax.random.key(config.seed))
+
+    print("stage 1 of 2: the autoencoder", flush=True)
+    params["vae"] = train_autoencoder(family, params, pool, config, workdir / "autoencoder")
+    latents = encode_pool(family, params["vae"], pool)
+    networks["vae"] |= latent_statistics(latents)
+    family = build_family(networks, tokenizer, config.dtype)
+
+    print("stage 2 of 2: transformer and text encoders", flush=True)
+    latents = scale(family, latents)
+    params |= train_transformer(family, params, latents, pool, config, workdir / "transformer")
+    write_pipeline(output, family, networks, params)
+    print(f"the pipeline is in {output}")
+
+
+def train_autoencoder(
+    family: StableDiffusion3, params: Any, pool: Pool, config: ConfigDict, workdir: pathlib.Path
+) -> Any:
+    """Stage 1. Returns the autoencoder's parameters.
+
+    Raises:
+      ConfigError: `workdir` has this stage of another config.
+    """
+    stage = config.autoencoder
+
+    def batch(step):
+        rng = np.random.default_rng([config.seed, step])
+        return _to_signed(pool.images[rng.integers(len(pool.images), size=stage.batch)])
+
+    loss = functools.partial(autoencoder_loss, family, stage.kl_weight)
+    with _claim(workdir, config, "autoencoder", FIRST):
+        settings, key = FitSettings(**stage.fit), jax.random.key(config.seed)
+        return fit(params["vae"], loss, batch, settings, workdir, key)
+
+
+def train_transformer(
+    family: StableDiffusion3,
+    params: Any,
+    latents: Float[np.ndarray, "n h w c"],
+    pool: Pool,
+    config: ConfigDict,
+    workdir: pathlib.Path,
+) -> Any:
+    """Stage 2: transformer and both text encoders together, the autoencoder frozen. Returns their parameters.
+
+    Raises:
+      ConfigError: `workdir` has this stage of another config.
+    """
+    ids = family.tokenize([{"prompt": caption} for caption in pool.captions])
+    empty, stage = family.tokenize_null([]), config.transformer
+
+    def batch(step):
+        rng = np.random.default_rng([config.seed, step])
+        rows = rng.integers(len(latents), size=stage.batch)
+        # Dropped captions train the unconditional velocity for guidance.
+        dropped = rng.random(len(rows)) < stage.caption_dropout
+        chosen = jax.tree.map(
+            lambda given, none: np.where(dropped[:, None], none, given[rows]), ids, empty
+        )
+        return latents[rows], chosen
+
+    trained = {name: tree for name, tree in params.items() if name != "vae"}
+    loss = functools.partial(flow_matching_loss, family)
+    with _claim(workdir, config, "transformer", SECOND):
+        settings, key = FitSettings(**stage.fit), jax.random.key(config.seed + 1)
+        return fit(trained, loss, batch, settings, workdir, key)
+
+
+def _claim(
+    workdir: pathlib.Path, config: ConfigDict, stage: str, fields: tuple[str, ...]
+) -> IO[str]:
+    """Claims a stage's folder for this process, and for configs that agree in the stage's `fields`.
+
+    The number of steps may change, which stretches the rest of the learning rate's cosine.
+    """
+    values = json.loads(json.dumps(config.to_dict(), sort_keys=True))
+    free = [f"{stage}.fit.{name}" for name in ("steps", "checkpoint_every", "log_every")]
+    return claim_workdir(workdir, {name: values[name] for name in fields}, free)
+
+
+def autoencoder_loss(
+    family: StableDiffusion3, kl_weight: float, params: Any, images: Array, key: Array
+) -> tuple[Array, dict[str, Array]]:
+    """Mean squared and absolute error of the reconstruction, plus a light KL to N(0, 1) that smooths the latents."""
+    mean, logvar = family.vae.apply({"params": params}, images, method="encode")
+    noise = jax.random.normal(key, mean.shape)
+    latents = mean + jnp.exp(0.5 * logvar) * noise
+    error = family.vae.apply({"params": params}, latents, method="decode") - images
+    kl = 0.5 * jnp.mean(mean**2 + jnp.exp(logvar) - 1 - logvar)
+    mse, mae = jnp.mean(error**2), jnp.mean(jnp.abs(error))
+    return mse + 0.5 * mae + kl_weight * kl, {"mse": mse, "mae": mae, "kl": kl}
+
+
+def flow_matching_loss(
+    family: StableDiffusion3, params: Any, batch: tuple[Array, TokenIds], key: Array
+) -> tuple[Array, dict[str, Array]]:
+    """|v - (eps - x0)|^2 with sigma sampled from a logit-normal (Esser et al. 2024, eq. 19)."""
+    latents, ids = batch
+    noise_key, sigma_key = jax.random.split(key)
+    noise = jax.random.normal(noise_key, latents.shape)
+    sigma = jax.nn.sigmoid(jax.random.normal(sigma_key, latents.shape[:1]))
+    s = sigma[:, None, None, None]
+    conditioning = family.encode(params, ids)
+    variables = {"transformer": {"params": params["transformer"]}}
+    v = family.velocity(variables, (1 - s) * latents + s * noise, sigma, conditioning)
+    loss = jnp.mean((v - (noise - latents)) ** 2)
+    return loss, {"loss": loss}
+
+
+def encode_pool(family: StableDiffusion3, vae: Any, pool: Pool) -> Float[np.ndarray, "n h w c"]:
+    """Returns the posterior means of all images, raw (not yet scaled)."""
+    encode = jax.jit(lambda images: family.vae.apply({"params": vae}, images, method="encode")[0])
+    starts = range(0, len(pool.images), ENCODE_BATCH)
+    batches = (_to_signed(pool.images[i : i + ENCODE_BATCH]) for i in starts)
+    return np.concatenate([np.asarray(encode(batch)) for batch in batches])
+
+
+def latent_statistics(latents: Float[np.ndarray, "n h w c"]) -> dict[str, float]:
+    """Returns shift_factor and scaling_factor, for zero mean and unit variance over all channels."""
+    return {
+        "shift_factor": float(np.mean(latents, dtype=np.float64)),
+        "scaling_factor": float(1 / np.std(latents, dtype=np.float64)),
+    }
+
+
+def scale(
+    family: StableDiffusion3, latents: Float[np.ndarray, "n h w c"]
+) -> Float[np.ndarray, "n h w c"]:
+    """Returns the latents that the transformer sees."""
+    return np.asarray(scale_latents(family.vae.config, jnp.asarray(latents)))
+
+
+def _to_signed(images: np.ndarray) -> np.ndarray:
+    return images.astype(np.float32) / 127.5 - 1
+
+
+def network_configs(config: ConfigDict, tokenizer: Any) -> dict[str, dict]:
+    """Returns config.json of each network, in diffusers' and transformers' fields."""
+    values = config.to_dict()
+    text = {
+        "architectures": ["CLIPTextModelWithProjection"],
+        "model_type": "clip_text_model",
+        "vocab_size": len(tokenizer),
+        "max_position_embeddings": config.text.max_length,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        **values["text"]["encoder"],
+    }
+    networks = {
+        "transformer": {
+            "_class_name": "SD3Transformer2DModel",
+            **values["transformer"]["network"],
+        },
+        "vae": {
+            "_class_name": "AutoencoderKL",
+            "sample_size": config.image_size,
+            **values["autoencoder"]["network"],
+        },
+        "text_encoder": text,
+        "text_encoder_2": {**text, "hidden_act": "gelu"},
+        "scheduler": {
+            "_class_name": "FlowMatchEulerDiscreteScheduler",
+            "num_train_timesteps": 1000,
+            "shift": config.shift,
+        },
+    }
+    # Tuples become lists, as in a file that is read.
+    return json.loads(json.dumps(networks))
+
+
+def build_family(networks: dict[str, dict], tokenizer: Any, dtype: str) -> StableDiffusion3:
+    """Returns the family of new networks; both text encoders read the same tokens."""
+    return StableDiffusion3.from_configs(networks, (tokenizer, tokenizer), jnp.dtype(dtype))
+
+
+def write_pipeline(
+    output: pathlib.Path, family: StableDiffusion3, networks: dict[str, dict], params: Any
+) -> None:
+    """Writes a folder for `StableDiffusion3Pipeline.from_pretrained`; model_index.json comes last."""
+    for part in ("transformer", "vae", "text_encoder", "text_encoder_2"):
+        write_params(
+            output / part,
+            jax.tree.map(np.asarray, params[part]),
+            family.lists[part],
+            config=networks[part],
+            kind="transformers" if part.startswith("text") else "diffusers",
+        )
+    for part, tokenizer in zip(("tokenizer", "tokenizer_2"), family.tokenizers, strict=True):
+        tokenizer.save_pretrained(output / part)
+    (output / "scheduler").mkdir(parents=True, exist_ok=True)
+    index = {"_class_name": PIPELINE_CLASS} | {name: list(one) for name, one in COMPONENTS.items()}
+    for name, value in (
+        ("scheduler/scheduler_config.json", networks["scheduler"]),
+        ("model_index.json", index),
+    ):
+        (output / name).write_text(json.dumps(value, indent=2) + "\n")

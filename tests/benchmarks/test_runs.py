@@ -1,0 +1,301 @@
+"""Comparisons of algorithms and of asynchrony: real runs of the toy family, and the tables of their results."""
+
+import json
+import os
+import pathlib
+import runpy
+import signal
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from benchmarks import algorithms, asynchrony
+from benchmarks.algorithms import COLUMNS, COSTS, Outcome, Point, Row, Table
+from benchmarks.asynchrony import AsynchronyComparison, AsynchronyOutcome
+from benchmarks.runs import cost
+from digen_jax.config.load import load_config
+from digen_jax.errors import ConfigError
+from digen_jax.logging.metrics import MetricsLog, read_metrics
+from digen_jax.runtime import opening
+from tests.parallel import toy
+from tests.tiny_runs import prompt_file
+
+ROOT = pathlib.Path(__file__).parents[2]
+ALGORITHMS = runpy.run_path(str(ROOT / "configs" / "shapes_algorithms.py"))
+
+
+def brightness(images, prompts, metadata):
+    """A reward."""
+    return images.mean((1, 2, 3), dtype=np.float64)
+
+
+def toy_config(base, rollout, **fields):
+    config = toy.config(
+        **toy.meshes((rollout, 1), (1, 1)),
+        prompts__file=str(prompt_file(base)),
+        evaluation__prompts=str(prompt_file(base)),
+        evaluation__every=2,
+        rewards=f"{__name__}:brightness",
+        reward_pool__processes=0,
+        trainer__learning_rate=0.1,
+        **fields,
+    )
+    config.steps, config.seed = 2, 5
+    return config
+
+
+@pytest.fixture
+def configs(base):
+    """Two algorithms of two steps of 8 images."""
+    return {
+        # Near a ratio of 1, topr differs by the weight only.
+        name: toy_config(base, 0, algorithm__surrogate=name, algorithm__negative_weight=0.25)
+        for name in ("clip", "topr")
+    }
+
+
+@pytest.fixture
+def lagging(base):
+    config = toy_config(base, 1, sampler__chunk=4, runtime__max_policy_lag=1)
+    config.steps = 3
+    return config
+
+
+@pytest.fixture
+def built(monkeypatch):
+    """(seed, surrogate, lag) of each built run; a signal ends the third one after its first step."""
+    seen, systems, write = [], {}, MetricsLog.write
+
+    def build(config, devices):
+        kind = config.algorithm.surrogate, config.runtime.max_policy_lag
+        seen.append((config.seed, *kind))
+        # Compiled once: the programs do not depend on the seed, except those with a LoRA.
+        if kind not in systems:
+            systems[kind] = toy.system(config, 1 + kind[1])
+        system = systems[kind]
+        return system._replace(start=toy.moved(system.start, 0.0), rng=config.rng)
+
+    def stop(log, step, line):
+        write(log, step, line)
+        if len(seen) == 3 and step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(opening, "build", build)
+    monkeypatch.setattr(MetricsLog, "write", stop)
+    return seen
+
+
+@pytest.mark.slow
+def test_algorithms_are_trained_once_seed_by_seed(configs, built, tmp_path):
+    """Stopped in the third of four runs; then of one algorithm only, then of all."""
+    loaded = algorithms.load_configs(configs)
+    table, code = algorithms.compare(loaded, 2, tmp_path)
+    assert code == 128 + signal.SIGTERM
+    assert [row.missing for row in table.rows] == [(6,), (6,)]
+    stopped = cost(tmp_path / "clip-6")
+    assert min(stopped) > 0
+
+    table, code = algorithms.compare(loaded, 2, tmp_path, only=["topr"])
+    assert code is None
+    assert [row.missing for row in table.rows] == [(6,), ()]
+    table, code = algorithms.compare(loaded, 2, tmp_path)
+    names = [(seed, name) for seed, name, _ in built]
+    assert names == [(5, "clip"), (5, "topr"), (6, "clip"), (6, "topr"), (6, "clip")]
+    assert [row.missing for row in table.rows] == [(), ()]
+    assert algorithms.read_table(tmp_path / "algorithms.csv").describe() == table.describe()
+
+    clip, topr = (row.outcomes for row in table.rows)
+    assert clip[6].seconds > stopped.seconds and clip[6].cpu_seconds > stopped.cpu_seconds
+    for name, outcomes in (("clip", clip), ("topr", topr)):
+        for seed, outcome in outcomes.items():
+            lines = read_metrics(tmp_path / f"{name}-{seed}" / "metrics.jsonl")
+            assert [line["step"] for line in lines] == [0, 1, 2]
+            seconds = sum(8 / line["images_per_second"] for line in lines[1:])
+            first, last = lines[0]["evaluation/reward"], lines[2]["evaluation/reward"]
+            assert outcome.points[0] == (0, 0, first)
+            assert outcome.points[1] == (16, pytest.approx(seconds), last)
+    assert clip[5].points[0] == topr[6].points[0]
+    assert len({one.points[1].reward for one in (*clip.values(), *topr.values())}) > 2
+
+
+@pytest.mark.slow
+def test_each_seed_is_trained_with_and_without_asynchrony(lagging, built, tmp_path):
+    """After a stop in the third of four runs, the same call does the remaining ones."""
+    config = load_config(lagging)
+    assert asynchrony.compare(config, 2, tmp_path) == 128 + signal.SIGTERM
+    assert not (tmp_path / "asynchrony.png").exists()
+    found = asynchrony.compare(config, 2, tmp_path)
+    assert [(seed, lag) for seed, _, lag in built] == [(5, 0), (5, 1), (6, 0), (6, 0), (6, 1)]
+    for kind, outcomes in (("off", found.off), ("on", found.on)):
+        for seed, outcome in zip((5, 6), outcomes, strict=True):
+            lines = read_metrics(tmp_path / f"{kind}-{seed}" / "metrics.jsonl")
+            rewards = {line["step"]: line.get("evaluation/reward") for line in lines}
+            assert outcome.rewards == {step: rewards[step] for step in (0, 2, 3)}
+            lags = [line["policy_lag"] for line in lines[1:]]
+            assert outcome.policy_lag == pytest.approx(np.mean(lags))
+            assert (outcome.policy_lag > 0) == (kind == "on")
+    assert found.off[0].rewards[0] == found.on[0].rewards[0]
+    assert found.final("off")[0] != found.final("off")[1]
+    assert Image.open(tmp_path / "asynchrony.png").width > 500
+
+
+def test_a_workdir_of_another_run_is_refused_before_any_is_trained(configs, built, tmp_path):
+    path = tmp_path / "topr-6"
+    path.mkdir()
+    (path / "metrics.jsonl").write_text("{}\n")
+    config = json.loads(configs["topr"].to_json()) | {"seed": 6}
+    other = config | {"algorithm": config["algorithm"] | {"clip_range": 0.5}}
+    (path / "config.json").write_text(json.dumps(other))
+    with pytest.raises(ConfigError, match=r"config.algorithm.clip_range"):
+        algorithms.compare(algorithms.load_configs(configs), 2, tmp_path)
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "finished.json").write_text('{"step": 9}')
+    with pytest.raises(ConfigError, match=r"config.steps = 2"):
+        algorithms.compare(algorithms.load_configs(configs), 2, tmp_path)
+    assert not built
+
+
+def outcome(*rewards, seconds=90.0, cpu_seconds=150.0):
+    points = tuple(Point(100 * i, 40.0 * i, reward) for i, reward in enumerate(rewards))
+    return Outcome(points, seconds, cpu_seconds)
+
+
+def test_the_table_has_means_over_the_seeds():
+    """0.32 before; gains 0.10, 0.04 and 0.13 have mean 0.09 and sample std sqrt(0.0021)."""
+    outcomes = {
+        0: outcome(0.32, 0.40, 0.42, seconds=80.0),
+        1: outcome(0.32, 0.34, 0.36),
+        2: outcome(0.32, 0.40, 0.45, cpu_seconds=180.0),
+    }
+    finished = Row("good", "f", outcomes, ())
+    started = Row("started", "f", {0: outcome(0.32, 0.3, 0.3)}, (1, 2))
+    assert finished.gain == pytest.approx((0.09, np.sqrt(0.0021 / 3)))
+    table = Table((finished, started, Row("none", "f", {}, (0, 1, 2)))).describe().splitlines()
+    assert table[2] == "| good | +0.090 ± 0.026 | 0.410 | 200 | 87 | 160 | yes |"
+    assert table[3] == "| started | -0.020 | 0.300 | 200 | 90 | 150 | seeds missing |"
+    assert table[5] == "Held-out reward of the base: 0.32."
+    assert table[7] == "Not finished (algorithm, seeds): started 1, 2; none 0, 1, 2."
+    values = json.loads(json.dumps(started.as_json()))
+    assert values["gain"] == pytest.approx([-0.02, None]) and values["missing"] == [1, 2]
+    assert values["learns"] is None and values["seeds"]["0"]["points"][2]["images"] == 200
+
+
+def test_files_of_a_table_are_reproduced_from_its_csv(tmp_path):
+    """18 synthetic algorithms of three families, each with curves and dots in its color."""
+    rng = np.random.default_rng(0)
+    families = {
+        "policy gradients": (14, 0.08),
+        "forward process": (2, 0.2),
+        "preference": (2, 0.12),
+    }
+    rows = []
+    for family, (count, gain) in families.items():
+        for i in range(count):
+            ends = 0.32 + gain + 0.02 * rng.standard_normal(3)
+            runs = {seed: outcome(0.32, (0.32 + end) / 2, end) for seed, end in enumerate(ends)}
+            rows.append(Row(f"{family} {i}", family, runs, ()))
+    table = Table(tuple(rows))
+    table.write(tmp_path)
+    assert algorithms.read_table(tmp_path / "algorithms.csv") == table
+    again = tmp_path / "again"
+    again.mkdir()
+    algorithms.read_table(tmp_path / "algorithms.csv").write(again)
+    for name in ("algorithms.csv", "algorithms.md"):
+        assert (again / name).read_bytes() == (tmp_path / name).read_bytes()
+    image = np.asarray(Image.open(tmp_path / "algorithms.png").convert("RGB")).astype(int)
+    for color in ((31, 119, 180), (255, 127, 14), (44, 160, 44)):
+        parts = np.array_split((image == color).all(-1), 3, axis=1)
+        assert all(part.sum() > 150 for part in parts)
+    assert not (image == (214, 39, 40)).all(-1).any()  # there is no fourth
+
+
+def test_deviations_are_those_of_a_familys_runs():
+    mean, deviation = algorithms.summary([Point((5,) * 3, (1.0,) * 3, (0.3, 0.4, 0.8))])
+    assert mean == pytest.approx([0.5])
+    assert deviation == pytest.approx([np.std([0.3, 0.4, 0.8], ddof=1)])
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a,b\n1,2\n", f"{','.join((*COLUMNS, *COSTS))}\nx,f,0,many,1,0.5,1,1\n"]
+)
+def test_another_table_is_refused(text, tmp_path):
+    (tmp_path / "runs.csv").write_text(text)
+    with pytest.raises(ConfigError, match=r"runs\.csv"):
+        algorithms.read_table(tmp_path / "runs.csv")
+
+
+@pytest.mark.parametrize(
+    ("gains", "learns"),
+    [
+        ((0.0625, 0.0625), True),
+        ((0.0625, 0.046875), True),  # mean 0.0547
+        ((0.0625, 0.03125), False),  # mean 0.0469, 3 standard errors
+        ((0.1875, 0.0625), False),  # mean 0.125 is two standard errors of 0.0625, not more
+        ((0.18750001, 0.0625001), True),
+        ((-0.25, -0.25), False),
+    ],
+)
+def test_an_algorithm_learns_if_its_gain_is_large_and_significant(gains, learns):
+    outcomes = {seed: outcome(0.0, gain) for seed, gain in enumerate(gains)}
+    assert Row("it", "f", outcomes, ()).learns is learns
+    assert Row("it", "f", outcomes, (2,)).learns is None
+
+
+def test_asynchrony_is_compared_by_standard_errors():
+    def outcomes(*rewards):
+        return tuple(AsynchronyOutcome({0: 0.1, 4: reward}, 0.5) for reward in rewards)
+
+    off, on = (0.50, 0.56, 0.53), (0.54, 0.57, 0.49)
+    found = AsynchronyComparison(outcomes(*off), outcomes(*on))
+    errors = [np.std(values, ddof=1) / np.sqrt(3) for values in (off, on)]
+    expected = np.mean(on) - np.mean(off), np.hypot(*errors)
+    np.testing.assert_allclose(found.difference, expected, atol=1e-12)
+    head, first, second, last = found.describe().splitlines()
+    assert " ".join(head.split()) == "held-out reward, 4 steps seed 0 seed 1 seed 2 mean"
+    assert first == f"asynchrony off{'':14}   0.500   0.560   0.530   0.530 ± 0.017"
+    assert second.endswith("0.533 ± 0.023") and "+0.003 ± 0.029, equal" in last
+    assert "beyond" in AsynchronyComparison(outcomes(*off), outcomes(0.40, 0.44, 0.42)).describe()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "named"),
+    [
+        ("batch.groups", 4, "config.batch.groups"),
+        ("evaluation.every", 1, "config.evaluation of topr"),
+        ("algorithm.clip_range", 0.0, "topr: config.algorithm.clip_range"),
+    ],
+)
+def test_algorithms_that_cannot_be_compared_are_refused(configs, field, value, named):
+    configs["topr"].update_from_flattened_dict({field: value})
+    with pytest.raises(ConfigError, match=named):
+        algorithms.check(algorithms.load_configs(configs), 2)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "named"),
+    [
+        ("runtime.max_policy_lag", 0, "config.runtime.max_policy_lag"),
+        ("placement.rollout.data", 0, "config.placement.rollout.data"),
+        ("sampler.chunk", 8, "config.runtime.max_policy_lag"),
+        ("placement.mode", "auto", "config.placement"),
+    ],
+)
+def test_what_cannot_be_asynchronous_is_refused(lagging, field, value, named):
+    with lagging.unlocked(), lagging.ignore_type():
+        lagging.update_from_flattened_dict({field: value})
+    with pytest.raises(ConfigError, match=named):
+        asynchrony.check(load_config(lagging), 3)
+
+
+def test_shipped_configs_of_algorithms_can_be_compared(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    configs = {name: ALGORITHMS["get_config"](name) for name in ALGORITHMS["ALGORITHMS"]}
+    loaded = algorithms.load_configs(configs)
+    algorithms.check(loaded, 3, ["topr"])
+    with pytest.raises(ConfigError, match="'topr'"):
+        algorithms.check(loaded, 3, ["torp"])
+    with pytest.raises(ConfigError, match="seeds"):
+        algorithms.check(loaded, 1)
+    with pytest.raises(ConfigError, match="'grpo'"):
+        ALGORITHMS["get_config"]("grpo")
