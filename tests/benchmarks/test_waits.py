@@ -62,11 +62,12 @@ LAYOUT = WorkerLayout(4), WorkerLayout(), WorkerLayout(2, ("sample",)), WorkerLa
 def test_a_command_takes_its_cost(command, seconds):
     executors = WaitingExecutors(EXACT, LAYOUT)
     taken = []
-    for _ in range(5):  # the shortest counts, because a busy machine delays wake-ups
-        begin = time.perf_counter()
+    for _ in range(5):
+        start = time.perf_counter()
         executors.do(command)
-        taken.append(time.perf_counter() - begin)
-    assert seconds <= min(taken) < seconds + 0.03
+        taken.append(time.perf_counter() - start)
+    # A late wake-up shortens the next wait, so that waits are never too short in total.
+    assert sum(taken) >= 5 * seconds and min(taken) < seconds + 0.03
 
 
 def test_the_pool_of_rewards_takes_as_long_as_scores_cost():
