@@ -1,4 +1,4 @@
-"""Images as arrays: the rule that makes bytes of them, for files and rewards, and pictures that models edit."""
+"""Images as arrays: conversion to uint8 for files and rewards, and reading of images that models edit."""
 
 import functools
 import hashlib
@@ -13,32 +13,32 @@ from PIL import Image, ImageOps
 
 from digen_jax.errors import DivergedError
 
-# A picture's file, or the picture itself.
+# An image's file, or the image itself.
 ImageSource = str | os.PathLike[str] | Image.Image
 
 
 def middle_frames(clips: Num[np.ndarray, "*b t h w 3"]) -> Num[np.ndarray, "*b h w 3"]:
-    """The middle frame of each clip; for a picture, which has one frame, the picture."""
+    """Returns the middle frame of each clip; an image is a clip of one frame."""
     return clips[..., clips.shape[-4] // 2, :, :, :]
 
 
 def reward_input(clips: UInt8[np.ndarray, "b t h w 3"]) -> UInt8[np.ndarray, "b ..."]:
-    """The rewards' input: pictures [b h w 3] where clips have one frame, else the clips."""
+    """Returns the input of rewards: images [b h w 3] if clips have one frame, else the clips."""
     return clips[:, 0] if clips.shape[1] == 1 else clips
 
 
 def to_uint8(images: Num[np.ndarray, "*b h w 3"]) -> UInt8[np.ndarray, "*b h w 3"]:
-    """Images in [0, 1] as bytes, clipped and rounded; images that are bytes stay as they are.
+    """Converts images in [0, 1] to uint8, clipped and rounded; images in uint8 are unchanged.
 
     Raises:
-      ValueError: an image holds a NaN.
+      ValueError: an image contains NaN.
     """
     if images.dtype == np.uint8:
         return images
     if np.isnan(images.min(initial=0)):
         raise ValueError("an image holds NaN: the sampler or the decoder has gone wrong")
     scaled = np.clip(images, 0, 1)
-    scaled *= 255  # in place: large pictures would need several copies
+    scaled *= 255  # in place: large images would need several copies
     return np.round(scaled, out=scaled).astype(np.uint8)
 
 
@@ -49,49 +49,49 @@ def check_images(images: Num[np.ndarray, "..."]) -> None:
 
 
 def bytes_or_nan(images: Num[np.ndarray, "*b h w 3"]) -> Num[np.ndarray, "*b h w 3"]:
-    """Images as bytes; with a NaN, of which bytes have none, as they are."""
+    """Converts images to uint8, unless they contain NaN."""
     return images if np.isnan(images.sum()) else to_uint8(images)
 
 
-def read_image(picture: ImageSource) -> Image.Image:
-    """A picture in RGB, upright, as diffusers' `load_image` reads it.
+def read_image(image: ImageSource) -> Image.Image:
+    """Reads an image in RGB, upright, as diffusers' `load_image` does.
 
     Raises:
-      ValueError: names the file, which is missing or no whole picture.
+      ValueError: the file is missing or not a complete image.
     """
     try:
-        opened = picture if isinstance(picture, Image.Image) else Image.open(picture)
+        opened = image if isinstance(image, Image.Image) else Image.open(image)
         return ImageOps.exif_transpose(opened).convert("RGB")
     except FileNotFoundError as error:
-        raise ValueError(f"there is no picture at {picture}") from error
+        raise ValueError(f"there is no image at {image}") from error
     # Pillow raises SyntaxError for a broken PNG.
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise ValueError(f"{picture} cannot be read as a picture: {error}") from error
+        raise ValueError(f"{image} cannot be read as an image: {error}") from error
 
 
-def resize_image(picture: Image.Image, height: int, width: int) -> UInt8[np.ndarray, "h w 3"]:
-    """A picture stretched to a size, by the filter of diffusers' `VaeImageProcessor`."""
-    return np.asarray(picture.resize((width, height), Image.Resampling.LANCZOS))
+def resize_image(image: Image.Image, height: int, width: int) -> UInt8[np.ndarray, "h w 3"]:
+    """Stretches an image to a size, by the filter of diffusers' `VaeImageProcessor`."""
+    return np.asarray(image.resize((width, height), Image.Resampling.LANCZOS))
 
 
 def black_image(height: int, width: int) -> Image.Image:
-    """A black picture."""
+    """Returns a black image."""
     return Image.new("RGB", (width, height))
 
 
-def image_hash(picture: ImageSource) -> str:
-    """A hash of a picture's file, byte by byte.
+def image_hash(image: ImageSource) -> str:
+    """Returns a hash of the bytes of an image's file.
 
     Raises:
       ValueError: there is no such file.
     """
-    if isinstance(picture, Image.Image):
-        return _hash(repr((picture.mode, picture.size)).encode() + picture.tobytes())
-    return _of_file(_hash_file, picture)
+    if isinstance(image, Image.Image):
+        return _hash(repr((image.mode, image.size)).encode() + image.tobytes())
+    return _of_file(_hash_file, image)
 
 
 def check_image_file(path: str | os.PathLike[str]) -> None:
-    """Reads a picture's file whole, once while it does not change.
+    """Reads an image's file completely, once while it does not change.
 
     Raises:
       ValueError: as `read_image`.
@@ -100,11 +100,11 @@ def check_image_file(path: str | os.PathLike[str]) -> None:
 
 
 def _of_file(function: Callable[..., Any], path: str | os.PathLike[str]) -> Any:
-    """A result that is kept while the file has its date and its size."""
+    """Calls a cached function that depends on the file's date and size."""
     try:
         stat = pathlib.Path(path).stat()
     except OSError as error:
-        raise ValueError(f"there is no picture at {path}") from error
+        raise ValueError(f"there is no image at {path}") from error
     return function(os.fspath(path), stat.st_mtime_ns, stat.st_size)
 
 

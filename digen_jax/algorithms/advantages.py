@@ -1,6 +1,6 @@
-"""Advantages of a step's images from their rewards: on the host, between rollout and training.
+"""Advantages of a step's images from their rewards, on the host.
 
-It computes in numpy with float64, so that the difference of nearly equal rewards keeps its precision, and
+The module computes in numpy with float64, so that the difference of nearly equal rewards keeps its precision, and
 returns float32. Groups are given by integer ids; a repeated prompt is another group. The loss clips the
 advantages (`adv_clip`), not this module.
 
@@ -14,14 +14,14 @@ Flow-Factory divides by max(std, 1e-6).
 The defaults are Flow-GRPO's (arXiv 2505.05470). RLOO (arXiv 2402.14740) is baseline
 "leave_one_out" with std "none", Dr. GRPO (arXiv 2503.20783) "group_mean" with std "none".
 
-For several rewards, `combine` makes one advantage:
+For several rewards, `combine` sets how they become one advantage:
 
 - "rewards": the reward is their weighted sum, as in Flow-GRPO's code.
 - "advantages": the weighted sum of each reward's own advantages, as in MixGRPO's code
   ("advantage_aggr") and GenRL's (`weight_advantages`). `reward_clips` bounds the size of each reward's
   advantages before they are weighted, as in DanceGRPO's code for HunyuanVideo.
 - "gdpo": the same with each reward standardised in its group, then divided by the std of the
-  result over the whole step (GDPO, arXiv 2601.05242). The mean of this batch normalisation
+  result over the step (GDPO, arXiv 2601.05242). The mean of this batch normalisation
   is 0, as every group's is, and is not subtracted.
 
 A reward may apply to some prompts only. Its scores of a group are then all there or all missing (NaN), and
@@ -33,8 +33,8 @@ every image has at least one. With A_i the rewards that apply to image i, and w_
   is over these. Image i's advantage is the sum of w_j times its clipped advantage of j over j in A_i.
 - "gdpo": the same sum without clipping; the std over the step is over all images.
 
-So a group has no share in the statistics of a reward that does not apply to it. With "advantages" a group of one
-reward weighs as much as a group of another one whatever their scales, with "rewards" scales matter.
+So a group does not count in the statistics of a reward that does not apply to it. With "advantages" groups of
+different rewards weigh the same whatever the scales of the rewards; with "rewards" scales matter.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Bool, Float, Float32, Int
 
-from digen_jax.ranges import DERIVED
+from digen_jax.ranges import DERIVED, Count
 
 # Added to a std before a division by it, in units of the reward.
 STD_EPS = 1e-4
@@ -52,7 +52,7 @@ STD_EPS = 1e-4
 # "leave_one_out": the mean of the other rewards of its group.
 Baseline = Literal["group_mean", "leave_one_out"]
 
-# The divisor. "group": the std of the image's group. "global": that of the whole step.
+# The divisor. "group": the std of the image's group. "global": that of the step.
 Std = Literal["group", "global", "none"]
 
 DDof = Literal[0, 1]  # 0: the std of a population. 1: of a sample.
@@ -61,10 +61,10 @@ Combine = Literal["rewards", "advantages", "gdpo"]  # see AdvantageSettings
 
 @dataclasses.dataclass(frozen=True)
 class AdvantageSettings:
-    """How rewards become advantages, and which images train."""
+    """Computation of advantages from rewards, and selection of the images that train."""
 
     baseline: Baseline = "group_mean"  # the reward that is subtracted; "leave_one_out" as in RLOO
-    # the standard deviation that divides: of the group, of the whole step ("global"), or "none" (Dr. GRPO)
+    # the standard deviation that divides: of the group, of the step ("global"), or "none" (Dr. GRPO)
     std: Std = "global"
     ddof: DDof = 0  # 0: standard deviation of a population; 1: of a sample
     # Of the config's rewards: a weight for each.
@@ -73,7 +73,7 @@ class AdvantageSettings:
     # advantages, "gdpo" also divides that sum by its standard deviation over the step
     combine: Combine = "rewards"
     # train this many of the best and this many of the worst images of a group; 0: all
-    best_and_worst: int = 0
+    best_and_worst: Count = 0
     # leave groups of equal rewards out of the loss, the KL and the means
     drop_zero_std: bool = False
     # Of the config's rewards: bounds of each reward's own advantages, 0: none; empty: all are 0.
@@ -81,16 +81,16 @@ class AdvantageSettings:
 
     @property
     def needs(self) -> Literal["group", "step"]:
-        """The unit that must be scored before any of it can train; a chunk of a group never suffices."""
+        """Unit that must be scored before any of it can train."""
         return "step" if self.std == "global" or self.combine == "gdpo" else "group"
 
     @property
     def ranking_needs(self) -> Literal["group", "step"]:
-        """The unit that must be scored before `ranking` is known: a std shared by all rewards changes no order."""
+        """Unit that must be scored before `ranking` is known: a std shared by all rewards changes no order."""
         return "step" if self.std == "global" and self.combine == "advantages" else "group"
 
     def kept(self, chunk: int, images: int) -> int:
-        """The number of images of a chunk that are given to the trainer; `images` are those of a group."""
+        """Returns the number of images of a chunk that train; `images` is the number of images of a group."""
         return chunk // images * 2 * self.best_and_worst or chunk
 
     def check(self, images: int) -> None:
@@ -99,9 +99,9 @@ class AdvantageSettings:
             raise ValueError(
                 f"ddof is {self.ddof}, but std is 'none'; set ddof to 0 or std to 'group' or 'global'"
             )
-        if not 0 <= 2 * self.best_and_worst <= images:
+        if 2 * self.best_and_worst > images:
             raise ValueError(
-                f"best_and_worst is {self.best_and_worst}; it must lie in [0, {images // 2}], "
+                f"best_and_worst is {self.best_and_worst}; it must be at most {images // 2}, "
                 f"half of the {images} images of a group"
             )
         if self.combine != "rewards" and len(self.reward_weights) < 2:
@@ -122,11 +122,10 @@ class AdvantageSettings:
             )
 
     def check_early_training(self) -> None:
-        """Checks that advantages are (reward - the group's mean) / a std, and that all images train.
+        """Raises ValueError unless advantages are (reward - the group's mean) / a std, and all images train.
 
-        Raises ValueError otherwise: then training before a group is complete (`runtime.early`) is not
-        exact. Without a std it would also be exact, but nothing bounds such advantages, so that nobody
-        could tell in advance whether they are clipped.
+        Otherwise training before a group is complete is not exact. Without a std it would also be exact, but
+        nothing bounds such advantages, so whether they are clipped is not known in advance.
         """
         for name, allowed in (
             ("baseline", ("group_mean",)),
@@ -149,19 +148,19 @@ def advantages(
     group_ids: Int[np.ndarray, "n"],
     num_groups: int,
 ) -> Float32[np.ndarray, "n"]:
-    """Each image's advantage, before clipping, from all rewards of a group or step, as `settings.needs` says.
+    """Computes each image's advantage, before clipping, from all rewards of a group or step (`settings.needs`).
 
     Images that do not train (`trained_images`) also have one, and count in every mean and std.
 
     Args:
-      settings: checked.
-      rewards: one number an image, or k of them if there are k reward_weights; NaN where a reward does not apply
-        to the image's group.
-      group_ids: each image's group, in [0, num_groups).
-      num_groups: groups in the batch.
+      settings: Settings that passed their check.
+      rewards: One number an image, or k of them if there are k reward_weights; NaN if a reward does not apply to
+        the image's group.
+      group_ids: Each image's group, in [0, num_groups).
+      num_groups: Number of groups in the batch.
 
     Raises:
-      ValueError: a reward is infinite, or missing for an image but not for its whole group, or an image has
+      ValueError: a reward is infinite, or missing for an image but not for its complete group, or an image has
         none; the numbers of rewards and weights differ, a group id is out of range, or an image is alone in its
         group and the baseline is "leave_one_out".
     """
@@ -178,9 +177,9 @@ def trained_images(
     group_ids: Int[np.ndarray, "n"],
     num_groups: int,
 ) -> Bool[np.ndarray, "n"]:
-    """Which images train; the others get weight 0 and do not count in the loss's denominator.
+    """Returns whether each image trains; the others get weight 0 and do not count in the loss's denominator.
 
-    Takes the arguments of `advantages`: whole groups, images in the order of their index. Only whole groups are
+    Takes the arguments of `advantages`: complete groups, images in the order of their index. Only complete groups are
     dropped, if all rewards that `combine` combines are equal. Flow-GRPO's code and GenRL's drop each image whose
     advantage is 0, even from a group that has others, but keep some at random to fill batches.
 
@@ -205,9 +204,9 @@ def ranking(
     group_ids: Int[np.ndarray, "n"],
     num_groups: int,
 ) -> Float[np.ndarray, "n"]:
-    """Numbers that order the images of each group as their advantages do, and are equal if these are.
+    """Returns numbers that order the images of each group as their advantages do, and are equal if these are.
 
-    Takes the arguments of `advantages`: all rewards of a group or step, as `settings.ranking_needs` says.
+    Takes the arguments of `advantages`: all rewards of a group or step (`settings.ranking_needs`).
 
     Raises:
       ValueError: as for `advantages`.
@@ -226,7 +225,7 @@ def zero_std_groups(
     group_ids: Int[np.ndarray, "b"],
     num_groups: int,
 ) -> Bool[np.ndarray, "groups"]:
-    """Groups whose rewards are all equal, which give no signal; an absent group is not one.
+    """Returns whether the rewards of each group are all equal, which gives no signal; False for an absent group.
 
     With several rewards, each that applies must be equal for all images of the group.
 
@@ -243,18 +242,18 @@ def zero_std_groups(
 def best_and_worst(
     scores: Float[np.ndarray, "n"], group_ids: Int[np.ndarray, "n"], count: int
 ) -> Bool[np.ndarray, "n"]:
-    """The `count` best and the `count` worst images of each group (DanceGRPO, arXiv 2505.07818).
+    """Returns the `count` best and the `count` worst images of each group (DanceGRPO, arXiv 2505.07818).
 
     DanceGRPO's code for HunyuanVideo, whose `bestofn` is both halves together (8 of 24 images), computes
-    the advantages over the whole group first and then ranks the images by them, before clipping; so does
+    the advantages over the complete group first and then ranks the images by them, before clipping; so does
     `advantages.trained_images`. The order of ties depends on its sort, and for an odd `bestofn` it takes one
     more of the best; here equal images are ranked by their index, the lower one as the worse, and both
     halves are equally large.
 
     Args:
-      scores: the numbers by which images are ranked; higher is better.
-      group_ids: each image's group. Images must be in the order of their index, not of their arrival.
-      count: images in a half, at most half of the smallest group.
+      scores: Numbers by which images are ranked; higher is better.
+      group_ids: Each image's group. Images must be in the order of their index, not of their arrival.
+      count: Images in a half, at most half of the smallest group.
 
     Raises:
       ValueError: a score is not a number, or a group is too small for both halves.
@@ -278,7 +277,7 @@ def best_and_worst(
 def _columns(
     settings: AdvantageSettings, rewards: np.ndarray, group_ids: np.ndarray, num_groups: int
 ) -> np.ndarray:
-    """The rewards in float64, a column for each weight."""
+    """Returns the rewards in float64, a column for each weight."""
     rewards = _checked(rewards, group_ids, num_groups)
     columns = rewards[:, None] if rewards.ndim == 1 else rewards
     if columns.shape[1] != len(settings.reward_weights):
@@ -301,15 +300,15 @@ def _zero_where_missing(columns: np.ndarray) -> np.ndarray:
 def _combined(
     settings: AdvantageSettings, columns: np.ndarray, group_ids: np.ndarray, num_groups: int
 ) -> np.ndarray:
-    """The advantages in float64; for "gdpo" without the last normalisation."""
+    """Returns the advantages in float64; for "gdpo" without the last normalisation."""
     how = settings.baseline, settings.std, settings.ddof
     if settings.combine == "rewards":
         return _standardised(_weighted_sum(settings, columns), group_ids, num_groups, *how)
     each = np.full(columns.shape, np.nan)
     for number, clip in enumerate(settings.reward_clips or (0.0,) * columns.shape[1]):
-        there = ~np.isnan(columns[:, number])
-        own = _standardised(columns[there, number], group_ids[there], num_groups, *how)
-        each[there, number] = np.clip(own, -clip, clip) if clip else own
+        applies = ~np.isnan(columns[:, number])
+        own = _standardised(columns[applies, number], group_ids[applies], num_groups, *how)
+        each[applies, number] = np.clip(own, -clip, clip) if clip else own
     return _weighted_sum(settings, each)
 
 
@@ -341,7 +340,7 @@ def _standardised(
 
 
 def _global_std(values: np.ndarray, ddof: DDof) -> float:
-    """0 for a reward that applies to no image."""
+    """Returns the std, 0 for a reward that applies to no image."""
     if not len(values):
         return 0.0
     return float(values.std(ddof=min(ddof, len(values) - 1)))
@@ -354,26 +353,22 @@ def _group_lowest(rewards: np.ndarray, group_ids: np.ndarray, num_groups: int) -
 
 
 def _checked(rewards: np.ndarray, group_ids: np.ndarray, num_groups: int) -> np.ndarray:
-    """The rewards in float64, after a check of rewards and ids."""
+    """Returns the rewards in float64, after a check of rewards and ids."""
     outside = np.flatnonzero((group_ids < 0) | (group_ids >= num_groups))
     if outside.size:
         raise ValueError(
             f"image {outside[0]} has group id {group_ids[outside[0]]}; "
             f"ids must lie in [0, {num_groups})"
         )
-    broken = np.argwhere(~np.isfinite(rewards) & ~_left_out(rewards, group_ids, num_groups))
-    if broken.size:
-        image, *column = broken[0]
-        which, value = f"reward {column[0]}" if column else "the reward", rewards[tuple(broken[0])]
-        raise ValueError(f"{which} of image {image} is {value}; it must be finite")
-    return rewards.astype(np.float64)
-
-
-def _left_out(rewards: np.ndarray, group_ids: np.ndarray, num_groups: int) -> np.ndarray:
-    """Which scores are missing because their reward does not apply to the group; each image has another one."""
     missing = np.isnan(rewards)
-    if rewards.ndim == 1 or not missing.any():
-        return np.zeros(rewards.shape, bool)
-    known = np.zeros((num_groups, rewards.shape[1]), bool)
-    np.logical_or.at(known, group_ids, ~missing)
-    return missing & ~known[group_ids] & ~missing.all(axis=1, keepdims=True)
+    broken = ~np.isfinite(rewards)
+    if rewards.ndim == 2 and missing.any():
+        # A score may be missing if its reward applies to no image of the group, and each image has another one.
+        known = np.zeros((num_groups, rewards.shape[1]), bool)
+        np.logical_or.at(known, group_ids, ~missing)
+        broken &= ~(missing & ~known[group_ids] & ~missing.all(axis=1, keepdims=True))
+    if broken.any():
+        image, *column = place = tuple(np.argwhere(broken)[0])
+        which = f"reward {column[0]}" if column else "the reward"
+        raise ValueError(f"{which} of image {image} is {rewards[place]}; it must be finite")
+    return rewards.astype(np.float64)

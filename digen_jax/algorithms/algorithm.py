@@ -1,11 +1,10 @@
-"""The interface of algorithms: the properties by which the rest of the package handles each of them.
+"""Interface of algorithms: the properties by which the rest of the package handles each of them.
 
 An algorithm is a frozen dataclass of its settings, which are the fields of the config's section `algorithm`. It
 trains either the transitions of sampled trajectories or final images at noise levels of the forward process
 ("matching"). `config.train_config.ALGORITHMS` lists all algorithms.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -18,12 +17,12 @@ from digen_jax.diffusion.noising import Times
 
 
 class PreparedChunk(NamedTuple):
-    """The trained part of a chunk.
+    """Trained part of a chunk.
 
     Attributes:
-      pairs: the images that each training sample holds, the preferred one first; None: one image each.
-      advantages: a number for each sample; the algorithm defines its meaning.
-      weight: of each sample; 0: it is not trained.
+      pairs: Images of each training sample, the preferred one first. None means one image each.
+      advantages: A number for each sample; the algorithm defines its meaning.
+      weight: Weight of each sample; 0 means that it is not trained.
     """
 
     pairs: Int[np.ndarray, "n 2"] | None
@@ -32,13 +31,12 @@ class PreparedChunk(NamedTuple):
 
 
 class Algorithm:
-    """The properties that parallel, runtime, config and planner read, with the most frequent values."""
+    """Properties that other packages read, with the most frequent values."""
 
     name: ClassVar[str]  # in a config
     objective: ClassVar[Literal["transitions", "matching"]]  # the program that trains it
-    config_defaults: ClassVar[
-        Mapping[str, Any]
-    ] = {}  # config values that differ from the published ones
+    # config defaults that differ from the published values
+    config_defaults: ClassVar[Mapping[str, Any]] = {}
 
     images_per_sample: ClassVar[int] = 1  # images in one training sample
     ranks: ClassVar[bool] = False  # reads only the order of images
@@ -53,12 +51,11 @@ class Algorithm:
 
     @property
     def terms(self) -> tuple[str, ...]:
-        """The names of the loss's terms, whose means over the samples are metrics."""
+        """Names of the loss's terms, whose means over the samples are metrics."""
         raise NotImplementedError
 
     def check(self) -> None:
-        """Raises ValueError for a setting that cannot work; the message says what to change."""
-        raise NotImplementedError
+        """Raises ValueError for settings that cannot work together; types state the range of each field."""
 
     def check_kind(self, kind: str) -> None:
         """Raises ValueError if images sampled by steps of this kind (`diffusion.steps.KINDS`) cannot be trained."""
@@ -68,7 +65,7 @@ class Algorithm:
         raise NotImplementedError
 
     def needs(self, advantages: AdvantageSettings) -> Literal["group", "step"]:
-        """The unit that must be scored before any of it can train."""
+        """Returns the unit that must be scored before any of it can train."""
         return advantages.ranking_needs if self.ranks else advantages.needs
 
     def prepare(
@@ -77,23 +74,23 @@ class Algorithm:
         weight: Float32[np.ndarray, "b"],
         rows: Int[np.ndarray, "b"],
     ) -> PreparedChunk:
-        """The trained part of a chunk.
+        """Returns the trained part of a chunk.
 
         Args:
-          advantages: of each image; if the algorithm `ranks`, any numbers in the images' order.
+          advantages: Advantage of each image; if the algorithm `ranks`, any numbers in the images' order.
           weight: 0 for images that are left out.
-          rows: the number of each image's group.
+          rows: Number of each image's group.
         """
         return PreparedChunk(None, advantages, weight)
 
     @property
     def guidances(self) -> tuple[float, float] | None:
-        """The guidance of training and of the reference; None: the sampler's."""
+        """Guidance of training and of the reference. None means the sampler's."""
         return None
 
     @property
     def ratio_bound(self) -> float | None:
-        """The distance of a ratio from 1 at which the loss bounds it; None: the first update has no such ratios.
+        """Distance of a ratio from 1 at which the loss bounds it. None means that the first update has no such ratios.
 
         If it is not None, "ratio_spread" and "over_spread_limit" are among the `terms`.
         """
@@ -116,28 +113,19 @@ class Algorithm:
 
     @property
     def slow_copy(self) -> LinearDecay | None:
-        """The decay by which a slow copy follows the trained parameters, once a step; None: there is no copy."""
+        """Decay by which a slow copy follows the trained parameters, once a step. None means no copy."""
         return None
 
 
 class MatchingSamples(NamedTuple):
-    """The network's inputs for final images, and its target; for pairs each array is [n, 2, ...].
+    """Inputs of the network for final images, and its target; for pairs each array is [n, 2, ...]."""
 
-    Attributes:
-      x0: sampled images' latents.
-      x: x0 at noise level sigma.
-      target: eps - x0.
-      sigma: the noise levels.
-      advantages: those of `PreparedChunk`.
-      trained: False for padding: the terms and gradient of such a sample are 0, whatever its values.
-    """
-
-    x0: Float[Array, "n *shape"]
-    x: Float[Array, "n *shape"]
-    target: Float[Array, "n *shape"]
-    sigma: Float[Array, "n"]
-    advantages: Float[Array, "n"]
-    trained: Bool[Array, "n"]
+    x0: Float[Array, "n *shape"]  # latents of the sampled images
+    x: Float[Array, "n *shape"]  # x0 at noise level sigma
+    target: Float[Array, "n *shape"]  # eps - x0
+    sigma: Float[Array, "n"]  # noise levels
+    advantages: Float[Array, "n"]  # of `PreparedChunk`
+    trained: Bool[Array, "n"]  # False for padding: terms and gradient are 0, whatever the values
 
 
 class Velocities(NamedTuple):
@@ -179,32 +167,28 @@ class Matching(Algorithm):
     """
 
     objective: ClassVar[Literal["matching"]] = "matching"
-    guidance: float  # of training, see below; in a config 0: the sampler's
+    guidance: float  # of training; in a config 0: the sampler's
     reference_guidance: float  # in a config 0, its default: as `guidance`
 
     @property
     def guidances(self) -> tuple[float, float]:
-        """The guidance of training and of the reference."""
+        """Guidance of training and of the reference."""
         return self.guidance, self.reference_guidance
 
     def loss(self, samples: MatchingSamples, v: Velocities) -> dict[str, Float32[Array, "n"]]:
-        """The `terms` of each sample; "loss" is minimised."""
+        """Returns the `terms` of each sample; "loss" is minimised."""
         raise NotImplementedError
+
+    def check(self) -> None:
+        """Raises ValueError for a guidance of a reference that is not evaluated."""
+        if self.reference_guidance != self.guidance and not self.reads_reference:
+            raise ValueError(
+                f"reference_guidance is {self.reference_guidance} and guidance {self.guidance}, but with "
+                "kl_coefficient 0 no reference is evaluated: leave reference_guidance at 0, or give a kl_coefficient"
+            )
 
 
 def choose_guidance(guidance: float, reference: float, sampler: float) -> tuple[float, float]:
-    """(guidance, the reference's guidance) of a config, whose 0 means the sampler's and `guidance`, respectively."""
+    """Resolves (guidance, the reference's guidance) of a config: 0 means the sampler's and `guidance`, respectively."""
     guidance = guidance or sampler
     return guidance, reference or guidance
-
-
-def check_guidance(guidance: float, reference: float, has_reference: bool) -> None:
-    """Raises ValueError for a guidance that cannot work; the message says what to change."""
-    for name, value in (("guidance", guidance), ("reference_guidance", reference)):
-        if not 0 <= value < math.inf:
-            raise ValueError(f"{name} is {value}; it must be finite and not negative")
-    if reference != guidance and not has_reference:
-        raise ValueError(
-            f"reference_guidance is {reference} and guidance {guidance}, but with kl_coefficient 0 no "
-            "reference is evaluated: leave reference_guidance at 0, or give a kl_coefficient"
-        )

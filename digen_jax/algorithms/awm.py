@@ -12,32 +12,24 @@ uniformly and clips the ratio at 1e-4. Both compute the matching error in float6
 """
 
 import dataclasses
-import math
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32
 
-from digen_jax.algorithms.algorithm import Matching, MatchingSamples, Velocities, check_guidance
+from digen_jax.algorithms.algorithm import Matching, MatchingSamples, Velocities
 from digen_jax.algorithms.decay import LinearDecay
-from digen_jax.algorithms.losses import check_clip_range, clipped, mask_rows, velocity_mse
-from digen_jax.algorithms.old_log_probs import (
-    SPREAD_LIMIT,
-    check_spread_limit,
-    spread_terms,
-)
+from digen_jax.algorithms.losses import ClipRange, clipped, mask_rows, velocity_mse
+from digen_jax.algorithms.old_log_probs import SPREAD_LIMIT, spread_terms
 from digen_jax.diffusion.noising import LogitNormalTimes
+from digen_jax.ranges import NonNegativeFloat, PositiveFloat, Range
 
-# The weight of a matching error e at noise level sigma: see `matching_log_prob`.
+# Weight of a matching error e at noise level sigma: see `matching_log_prob`.
 Weighting = Literal["uniform", "sigma", "sigma_squared", "huber", "ghuber"]
-
-# Added to e before a power below 1, whose slope at 0 is infinite.
-HUBER_EPS = 1e-10
-
-# The decay of the slow copy in the second KL, applied once a step, after all its updates.
+HUBER_EPS = 1e-10  # added to e before a power below 1, whose slope at 0 is infinite
+# Decay of the slow copy in the second KL, applied once a step, after all its updates.
 SLOW_COPY = LinearDecay(start=0, slope=0.001, largest=0.3)
-
 TIMES = LogitNormalTimes(6, shift=3.0)
 
 
@@ -53,28 +45,31 @@ class AWM(Matching):
     config_defaults: ClassVar[dict] = dict(old_log_probs="auto", reference_guidance=0.0)
 
     weighting: Weighting = "ghuber"  # weight of an image's matching error at a noise level
-    ghuber_power: float = 0.25  # "ghuber": power of the error; above 0, at most 1
-    clip_range: float = 1.0  # the ratio is clipped to [1 - clip_range, 1 + clip_range]
-    adv_clip: float = 5.0  # advantages are clipped to [-adv_clip, adv_clip] first
-    advantage_max: float = 1.0  # clipped advantages are scaled to [-advantage_max, advantage_max]
+    ghuber_power: Annotated[float, Range(0, 1, "least")] = 0.25  # "ghuber": power of the error
+    clip_range: ClipRange = 1.0  # the ratio is clipped to [1 - clip_range, 1 + clip_range]
+    adv_clip: PositiveFloat = 5.0  # advantages are clipped to [-adv_clip, adv_clip] first
+    # clipped advantages are scaled to [-advantage_max, advantage_max]
+    advantage_max: PositiveFloat = 1.0
     # weight of the KL to the model before tuning; 0: no KL
-    kl_coefficient: float = 0.001
+    kl_coefficient: NonNegativeFloat = 0.001
     # weight of the KL to a slow copy of the policy; 0: no copy
-    ema_kl_coefficient: float = 1.0
+    ema_kl_coefficient: NonNegativeFloat = 1.0
     ema: LinearDecay = SLOW_COPY
     # source of the ratio's old matching errors: recomputed with the policy that sampled, or the
     # current ones, so that ratios are 1; "auto" chooses by policy lag and updates
     old_log_probs: Literal["current", "recomputed"] = "current"
     # largest distance from 1 to which rounding may move 99% of the ratios before the first update, as a share of
-    # the distance to their bound; above 0; a run stops beyond it
-    spread_limit: float = SPREAD_LIMIT
-    guidance: float = 1.0  # guidance scale in training, at most 1: none; 0: the sampler's
-    reference_guidance: float = 1.0  # guidance scale of the reference; 0: as `guidance`
+    # the distance to their bound; a run stops beyond it
+    spread_limit: PositiveFloat = SPREAD_LIMIT
+    guidance: NonNegativeFloat = (
+        1.0  # guidance scale in training, at most 1: none; 0: the sampler's
+    )
+    reference_guidance: NonNegativeFloat = 1.0  # guidance scale of the reference; 0: as `guidance`
     times: LogitNormalTimes = TIMES
 
     @property
     def terms(self) -> tuple[str, ...]:
-        """The names of the terms that `awm_loss` returns."""
+        """Names of the terms that `awm_loss` returns."""
         names = ["loss", "policy_loss", "matching_error", "ratio", "clip_fraction", "approx_kl"]
         names += ["kl"] if self.kl_coefficient else []
         names += ["ratio_spread", "over_spread_limit"] if self.ratio_bound else []
@@ -82,7 +77,7 @@ class AWM(Matching):
 
     @property
     def ratio_bound(self) -> float | None:
-        """The clip range, or None if ratios are 1 by definition."""
+        """Clip range, or None if ratios are 1 by definition."""
         return self.clip_range if self.old_log_probs == "recomputed" else None
 
     @property
@@ -97,44 +92,16 @@ class AWM(Matching):
 
     @property
     def slow_copy(self) -> LinearDecay | None:
-        """The decay of the second KL's copy, if there is one."""
+        """Decay of the second KL's copy, if there is one."""
         return self.ema if self.ema_kl_coefficient else None
 
-    def check(self) -> None:
-        """Raises ValueError for a setting that cannot work; the message says what to change.
-
-        `times` and `ema` have checks of their own.
-        """
-        if not 0 < self.ghuber_power <= 1:
-            raise ValueError(f"ghuber_power is {self.ghuber_power}; it must lie in (0, 1]")
-        check_clip_range(self.clip_range, self.clip_range, ("clip_range", "clip_range"))
-        check_spread_limit(self.spread_limit)
-        for name in ("adv_clip", "advantage_max"):
-            value = getattr(self, name)
-            if not 0 < value < math.inf:
-                raise ValueError(f"{name} is {value}; it must be positive and finite")
-        for name in ("kl_coefficient", "ema_kl_coefficient"):
-            value = getattr(self, name)
-            if not 0 <= value < math.inf:
-                raise ValueError(f"{name} is {value}; it must be finite and not negative")
-        check_guidance(self.guidance, self.reference_guidance, self.kl_coefficient > 0)
-
     def loss(self, samples: MatchingSamples, v: Velocities) -> dict[str, Float32[Array, "n"]]:
-        """See `awm_loss`."""
+        """Returns the terms of `awm_loss`."""
         old = None
         if v.behavior is not None:
             old = matching_log_prob(self, v.behavior, samples.target, samples.sigma)
-        return awm_loss(
-            self,
-            v.trained,
-            samples.target,
-            samples.sigma,
-            samples.advantages,
-            samples.trained,
-            old,
-            v.reference,
-            v.copy,
-        )
+        _, _, *inputs = samples
+        return awm_loss(self, v.trained, *inputs, old, v.reference, v.copy)
 
 
 def matching_log_prob(
@@ -143,13 +110,28 @@ def matching_log_prob(
     target: Float[Array, "n *shape"],
     sigma: Float[Array, "n"],
 ) -> Float32[Array, "n"]:
-    """The substitute for a log-probability: minus the weighted matching error e of each sample.
+    """Returns the substitute for a log-probability: minus the weighted matching error e of each sample.
 
-    uniform e, sigma e, sigma^2 e, huber sigma sqrt(e), or ghuber sigma e^p / p with p = ghuber_power;
-    roots are taken of e + 1e-10, less their value at e = 0. The public code's names for the second and third
-    are "t" and "t**2".
+    Weights: uniform e, sigma e, sigma^2 e, huber sigma sqrt(e), or ghuber sigma e^p / p with p = ghuber_power. Roots
+    are taken of e + 1e-10, less their value at e = 0. The public code's names for the second and third are "t" and
+    "t**2".
     """
     return -_weighted(settings, velocity_mse(v, target), sigma.astype(jnp.float32))
+
+
+def _weighted(settings: AWM, error: Array, sigma: Array) -> Array:
+    power = settings.ghuber_power
+    match settings.weighting:
+        case "uniform":
+            return error
+        case "sigma":
+            return error * sigma
+        case "sigma_squared":
+            return error * sigma**2
+        case "huber":
+            return (jnp.sqrt(error + HUBER_EPS) - HUBER_EPS**0.5) * sigma
+        case "ghuber":
+            return ((error + HUBER_EPS) ** power - HUBER_EPS**power) * sigma / power
 
 
 def awm_loss(
@@ -168,16 +150,16 @@ def awm_loss(
     The KLs are mean squared differences of velocities (the public code's weight "Uniform").
 
     Args:
-      settings: weighting, clip ranges and the KLs' coefficients.
-      v: velocity at (x, sigma) of the policy being trained, with gradient.
+      settings: Weighting, clip ranges and the KLs' coefficients.
+      v: Velocity at (x, sigma) of the policy being trained, with gradient.
       target: eps - x0, of the noise that is in x.
-      sigma: the noise levels.
-      advantages: before clipping and scaling.
+      sigma: Noise levels.
+      advantages: Advantages before clipping and scaling.
       trained: False for padding: the terms and gradient of such a sample are 0, whatever its values.
       old_log_prob: `matching_log_prob` of the behavior policy with the same noise and sigma, if
         old_log_probs is "recomputed".
-      v_reference: of the reference, if kl_coefficient is above 0.
-      v_ema: of the slow copy, if ema_kl_coefficient is above 0.
+      v_reference: Velocity of the reference, if kl_coefficient is above 0.
+      v_ema: Velocity of the slow copy, if ema_kl_coefficient is above 0.
 
     Returns:
       Terms per sample, to be weighted and summed: loss, policy_loss; matching_error before weighting;
@@ -187,7 +169,13 @@ def awm_loss(
     Raises:
       ValueError: an input that the settings need is missing.
     """
-    _check_given(settings, old_log_prob, v_reference, v_ema)
+    for name, needed, given in (
+        ("old_log_prob", settings.old_log_probs != "current", old_log_prob),
+        ("v_reference", settings.kl_coefficient, v_reference),
+        ("v_ema", settings.ema_kl_coefficient, v_ema),
+    ):
+        if needed and given is None:
+            raise ValueError(f"{name} is needed by {settings} but was not given")
     v, target, sigma, advantages = mask_rows(trained, v, target, sigma, advantages)
     error = velocity_mse(v, target)
     log_prob = -_weighted(settings, error, sigma)
@@ -218,28 +206,3 @@ def awm_loss(
             terms[name] = velocity_mse(v, other)
             terms["loss"] += coefficient * terms[name]
     return terms
-
-
-def _weighted(settings: AWM, error: Array, sigma: Array) -> Array:
-    power = settings.ghuber_power
-    match settings.weighting:
-        case "uniform":
-            return error
-        case "sigma":
-            return error * sigma
-        case "sigma_squared":
-            return error * sigma**2
-        case "huber":
-            return (jnp.sqrt(error + HUBER_EPS) - HUBER_EPS**0.5) * sigma
-        case "ghuber":
-            return ((error + HUBER_EPS) ** power - HUBER_EPS**power) * sigma / power
-
-
-def _check_given(settings: AWM, old_log_prob, v_reference, v_ema) -> None:
-    for name, needed, given in (
-        ("old_log_prob", settings.old_log_probs != "current", old_log_prob),
-        ("v_reference", settings.kl_coefficient, v_reference),
-        ("v_ema", settings.ema_kl_coefficient, v_ema),
-    ):
-        if needed and given is None:
-            raise ValueError(f"{name} is needed by {settings} but was not given")

@@ -12,28 +12,21 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
+from digen_jax.ranges import Count, Decay, NonNegativeFloat
+
 EmaUnit = Literal["update", "step"]
 
 
 @dataclasses.dataclass(frozen=True)
 class LinearDecay:
-    """A decay of 0 until `start` updates, then rising by `slope` an update up to `largest`."""
+    """Decay that is 0 until `start` updates and then rises by `slope` an update, up to `largest`."""
 
-    start: int  # updates before the decay begins to rise
-    slope: float  # rise of the decay an update
-    largest: float  # largest decay; below 1
-
-    def check(self) -> None:
-        """Raises ValueError for a setting that cannot work; the message says what to change."""
-        if not (self.start >= 0 and self.slope >= 0):
-            raise ValueError(
-                f"start is {self.start} and slope {self.slope}; neither may be negative"
-            )
-        if not 0 <= self.largest < 1:
-            raise ValueError(f"largest is {self.largest}; it must lie in [0, 1)")
+    start: Count  # updates before the decay begins to rise
+    slope: NonNegativeFloat  # rise of the decay an update
+    largest: Decay  # largest decay; below 1
 
     def at(self, updates: int) -> float:
-        """The decay after `updates` updates, including those of the step that ends."""
+        """Returns the decay after `updates` updates, including those of the step that ends."""
         return min(max(updates - self.start, 0) * self.slope, self.largest)
 
 
@@ -85,7 +78,7 @@ class EmaDecay:
 
     @property
     def first_step(self) -> int:
-        """The first training step, counted from 1, that mixes the average."""
+        """First training step, counted from 1, that mixes the average."""
         if self.unit == "step":
             return self.every
         return -(-max(self.every - 1, 1) // self.step_updates)

@@ -5,12 +5,11 @@ images in proportion to their probability r of being good, and an implicit negat
 image of the positive one at the old policy, in proportion to 1 - r. It needs only final images, from any
 sampler (the public code's is a second-order DPM solver, without noise), and no log-probability.
 
-The old policy is the behavior policy, which the runtime publishes to the sampler. It follows the trained
+The old policy is the behavior policy, whose weights are synced to the sampler. It follows the trained
 policy by `OLD_POLICY_DECAYS`.
 """
 
 import dataclasses
-import math
 from typing import ClassVar, Literal
 
 import jax
@@ -18,18 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from digen_jax.algorithms.algorithm import (
-    Matching,
-    MatchingSamples,
-    PreparedChunk,
-    Velocities,
-    check_guidance,
-)
+from digen_jax.algorithms.algorithm import Matching, MatchingSamples, PreparedChunk, Velocities
 from digen_jax.algorithms.decay import OLD_POLICY_DECAYS, LinearDecay
 from digen_jax.algorithms.losses import mask_rows, velocity_mse
 from digen_jax.diffusion.noising import ScheduleTimes
+from digen_jax.ranges import NonNegativeFloat, PositiveFloat
 
-# The conversion of an advantage into a probability: see `reward_probabilities`.
+# Conversion of an advantage into a probability: see `reward_probabilities`.
 AdvantageMode = Literal["all", "positive_only", "negative_only", "one_only", "binary"]
 
 TIMES = ScheduleTimes(9)  # of the sampler's 10
@@ -47,25 +41,30 @@ class DiffusionNFT(Matching):
     config_defaults: ClassVar[dict] = dict(reference_guidance=0.0)
     samples_from_copy: ClassVar[bool] = True  # the old policy, which samples
 
-    beta: float = 1.0  # the trained policy's share in the positive one; 1 / beta is the guidance
-    adv_clip: float = 5.0  # the advantage whose reward probability is 1
+    beta: PositiveFloat = (
+        1.0  # the trained policy's share in the positive one; 1 / beta is the guidance
+    )
+    adv_clip: PositiveFloat = 5.0  # the advantage whose reward probability is 1
     advantage_mode: AdvantageMode = "all"  # which advantages become probabilities, and how
-    kl_coefficient: float = 1e-4  # weight of the KL to the model before tuning; 0: no KL
-    weight_floor: float = 1e-5  # the smallest mean |x0_hat - x0| by which the error is divided
+    kl_coefficient: NonNegativeFloat = 1e-4  # weight of the KL to the model before tuning; 0: no KL
+    # the smallest mean |x0_hat - x0| by which the error is divided
+    weight_floor: PositiveFloat = 1e-5
     decay_type: Literal[0, 1, 2] = 1  # how the old policy follows: 0 at once, 1 faster than 2
-    guidance: float = 1.0  # guidance scale in training, at most 1: none; 0: the sampler's
-    reference_guidance: float = 1.0  # guidance scale of the reference; 0: as `guidance`
+    guidance: NonNegativeFloat = (
+        1.0  # guidance scale in training, at most 1: none; 0: the sampler's
+    )
+    reference_guidance: NonNegativeFloat = 1.0  # guidance scale of the reference; 0: as `guidance`
     times: ScheduleTimes = TIMES
 
     @property
     def terms(self) -> tuple[str, ...]:
-        """The names of the terms that `diffusion_nft_loss` returns."""
+        """Names of the terms that `diffusion_nft_loss` returns."""
         names = "loss", "policy_loss", "positive_loss", "negative_loss", "old_deviation"
         return (*names, *(("kl",) if self.kl_coefficient else ()))
 
     @property
     def slow_copy(self) -> LinearDecay:
-        """The old policy's decay, as a function of the number of updates."""
+        """Decay of the old policy, as a function of the number of updates."""
         return OLD_POLICY_DECAYS[self.decay_type]
 
     @property
@@ -78,18 +77,6 @@ class DiffusionNFT(Matching):
         """Whether there is a KL to the policy before tuning."""
         return self.kl_coefficient > 0
 
-    def check(self) -> None:
-        """Raises ValueError for a setting that cannot work; the message says what to change."""
-        for name in ("beta", "adv_clip", "weight_floor"):
-            value = getattr(self, name)
-            if not 0 < value < math.inf:
-                raise ValueError(f"{name} is {value}; it must be positive and finite")
-        if not 0 <= self.kl_coefficient < math.inf:
-            raise ValueError(
-                f"kl_coefficient is {self.kl_coefficient}; it must be finite and not negative"
-            )
-        check_guidance(self.guidance, self.reference_guidance, self.kl_coefficient > 0)
-
     def prepare(
         self,
         advantages: Float[np.ndarray, "b"],
@@ -100,24 +87,16 @@ class DiffusionNFT(Matching):
         return PreparedChunk(None, reward_probabilities(self, advantages), weight)
 
     def loss(self, samples: MatchingSamples, v: Velocities) -> dict[str, Float32[Array, "n"]]:
-        """See `diffusion_nft_loss`."""
-        return diffusion_nft_loss(
-            self,
-            samples.x0,
-            samples.x,
-            samples.sigma,
-            v.trained,
-            v.behavior,
-            v.reference,
-            samples.advantages,
-            samples.trained,
-        )
+        """Returns the terms of `diffusion_nft_loss`."""
+        x0, x, _, sigma, probabilities, trained = samples
+        velocities = v.trained, v.behavior, v.reference
+        return diffusion_nft_loss(self, x0, x, sigma, *velocities, probabilities, trained)
 
 
 def reward_probabilities(
     settings: DiffusionNFT, advantages: Float[np.ndarray, "b"]
 ) -> Float32[np.ndarray, "b"]:
-    """Of advantages A clipped to [-adv_clip, adv_clip]: r = 1/2 + A / (2 adv_clip), in [0, 1].
+    """Returns r = 1/2 + A / (2 adv_clip), in [0, 1], of advantages A clipped to [-adv_clip, adv_clip].
 
     This is the paper's 1/2 + clip((reward - mean) / Z, -1, 1) / 2 with Z = adv_clip std. At r = 1/2
     the positive and the negative term hold the policy at the old one; the modes differ in which
@@ -167,12 +146,12 @@ def diffusion_nft_loss(
 
     Args:
       settings: beta, the weights and the KL's coefficient.
-      x0: sampled images' latents.
+      x0: Latents of the sampled images.
       x: x0 at noise level sigma (`noised`).
-      sigma: the noise levels.
-      v: velocity at (x, sigma) of the policy being trained, with gradient.
-      v_old: of the old policy; no gradient goes to it.
-      v_reference: of the reference; None if kl_coefficient is 0.
+      sigma: Noise levels.
+      v: Velocity at (x, sigma) of the policy being trained, with gradient.
+      v_old: Velocity of the old policy, without gradient.
+      v_reference: Velocity of the reference; None if kl_coefficient is 0.
       reward_prob: r, from `reward_probabilities`.
       trained: False for padding: the terms and gradient of such a sample are 0, whatever its values.
 
@@ -208,7 +187,7 @@ def diffusion_nft_loss(
 
 
 def _image_error(x0: Array, x: Array, sigma: Array, v: Array, floor: float) -> Array:
-    """Squared error of the image that v predicts, over its own mean absolute error."""
+    """Squared error of the image that v predicts, over its mean absolute error."""
     axes = tuple(range(1, x.ndim))
     difference = x - sigma.reshape(-1, *(1,) * len(axes)) * v - x0
     weight = jnp.maximum(jnp.mean(jnp.abs(difference), axis=axes), floor)

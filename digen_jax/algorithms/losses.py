@@ -1,21 +1,33 @@
-"""Functions that the losses share: masking, KL, ratios, surrogates and off-policy corrections."""
+"""Functions that the losses share: masking, KL, ratios, surrogates and off-policy corrections.
+
+A log-ratio is log_prob - old_log_prob, with gradient. All functions are per sample, and only the policy being trained
+gets a gradient. Advantages have no gradient, and the caller clips them, except for `divergence_masked`. The caller
+weights the losses, sums them and divides once, at the update. Rows without weight must be masked first (`mask_rows`).
+Ratios are bounded before exp, so that a ratio beyond its bound cannot overflow, and its gradient is 0, not NaN.
+
+Off-policy corrections distinguish three policies: *behavior* generated the samples, *proximal* is the policy at the
+step's start, to which the trained one should stay close, and *current* is being trained. They take log-ratios per step
+or of a sequence (`sequence_log_ratio`, for OP-GRPO's correction, arXiv 2604.04142). An importance weight multiplies
+only the loss. A rejected sample gets weight 0 before the rows are masked again, and so is in no denominator.
+"""
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int
+
+from digen_jax.ranges import Range
 
 
 def mask_rows(
     trained: Bool[Array, "n"], *arrays: Float[Array, "n ..."]
 ) -> tuple[Float32[Array, "n ..."], ...]:
-    """The arrays in float32, with zeros for samples that are not trained (weight 0).
+    """Casts arrays to float32, with zeros for samples that are not trained (weight 0).
 
-    The gradient of a function of these stops at a blanked row. Call it before any computation with
-    log-probabilities or means that have a gradient: if an overflow is merely left out of a sum, its
+    The gradient of a function of these stops at a masked row. Call it before any computation with
+    log-probabilities or means that have a gradient: if an overflow is only left out of a sum, its
     gradient is NaN.
     """
     return tuple(
@@ -29,7 +41,7 @@ def mask_rows(
 
 
 def weighted_sum(weight: Float[Array, "n"], values: Float[Array, "n"]) -> Float[Array, ""]:
-    """Sum of weight * value, in which a value of weight 0 may be anything, inf and NaN included."""
+    """Sums weight * value; a value of weight 0 may be anything, inf and NaN included."""
     return jnp.sum(weight * jnp.where(weight > 0, values, 0.0))
 
 
@@ -43,7 +55,7 @@ def gaussian_kl(
     Averaged over all axes but the first, with gradient to `mean`. Implementations differ in `std`.
     Flow-GRPO's code for images divides by the diffusion without its factor sqrt(-dt)
     (`step.diffusion(...)`), and its published coefficients are for this; its paper (arXiv 2505.05470), and its
-    code for video, by the step's whole std (`replay(...).std`), which gives the true KL; Flow-DPPO and
+    code for video, by the step's full std (`replay(...).std`), which gives the true KL; Flow-DPPO and
     GRPO-Guard use the true KL to the old policy. If std = 0 (padding, which has no weight), std 1 is used, so
     that the value is finite.
     """
@@ -89,10 +101,10 @@ def guard_log_ratio(
     Args:
       log_prob: Gaussian, with its 1 / (2 std^2): of flow and dance steps. Not of cps, which omits
         it, so that other constants would be needed.
-      old_log_prob: of the policy of `old_mean`.
-      mean: of x_next for the policy being trained, with gradient.
-      old_mean: of x_next for the old policy, at the same x.
-      std: each step's whole std, sqrt(-dt) included.
+      old_log_prob: Log-probability of the policy of `old_mean`.
+      mean: Mean of x_next for the policy being trained, with gradient.
+      old_mean: Mean of x_next for the old policy, at the same x.
+      std: Full std of each step, sqrt(-dt) included.
     """
     return (log_prob - old_log_prob + gaussian_kl(mean, old_mean, std)) * std
 
@@ -116,21 +128,21 @@ def sequence_log_ratio(
     num_trajectories: int,
     reduce: Literal["sum", "mean"],
 ) -> Float[Array, "n"]:
-    """The log-ratio of each sample's trajectory, over those of its trained steps that have weight.
+    """Log-ratio of each sample's trajectory, over the trained steps that have weight.
 
     "mean": GSPO (arXiv 2507.18071, equation 7), with steps instead of tokens; its clip ranges are
-    accordingly small (3e-4 and 4e-4). "sum": the ratio of the whole path, for off-policy corrections
+    accordingly small (3e-4 and 4e-4). "sum": the ratio of the full path, for off-policy corrections
     (OP-GRPO, arXiv 2604.04142). The gradient reaches every step of the trajectory. With one loss for each
     sample, a trajectory counts as often as it has steps.
 
     A trajectory's samples may be in any order, but **all of them must be in the same call**.
 
     Args:
-      log_ratio: per step, with gradient.
+      log_ratio: Log-ratio of each step, with gradient.
       weight: 0 for padding, and for steps that are left out (`well_conditioned`).
-      trajectory: each sample's, in [0, num_trajectories); padding may have any number.
-      num_trajectories: in this call, static.
-      reduce: how the steps are combined.
+      trajectory: Each sample's trajectory, in [0, num_trajectories); padding may have any number.
+      num_trajectories: Number of trajectories in this call, static.
+      reduce: How the steps are combined.
     """
     counts = weight > 0
     total = jax.ops.segment_sum(jnp.where(counts, log_ratio, 0.0), trajectory, num_trajectories)
@@ -153,16 +165,9 @@ def well_conditioned(sigma: Float[Array, "n"], smallest_sigma: float) -> Float[A
     return (sigma >= smallest_sigma).astype(jnp.float32)
 
 
-def check_smallest_sigma(smallest_sigma: float) -> None:
-    """Raises ValueError for a bound that is not a sigma or that no step can meet."""
-    if not 0 <= smallest_sigma < 1:
-        raise ValueError(
-            f"smallest_sigma is {smallest_sigma}; it must lie in [0, 1), where 0 keeps every step"
-        )
-
-
-# Float32's epsilon limits the resolution of a ratio; clip bounds must be well above it.
-SMALLEST_CLIP_RANGE = 10 * float(np.finfo(np.float32).eps)
+# Smallest bound of a ratio that float32 can resolve: ten times its epsilon.
+SMALLEST_CLIP_RANGE = 1.2e-6
+ClipRange = Annotated[float, Range(SMALLEST_CLIP_RANGE, 1)]
 
 
 def clipped(
@@ -239,7 +244,7 @@ def divergence_masked(
     """-A r, or 0 if the policy is too far from the old one and would move away: Flow-DPPO.
 
     arXiv 2606.11025. Too far: kl >= threshold, where `kl` is `gaussian_kl` to the old policy's mean with
-    the step's whole std (verl-omni and UniRL: 1e-5; their `add_kl_coefficient=False` omits the std).
+    the step's full std (verl-omni and UniRL: 1e-5; their `add_kl_coefficient=False` omits the std).
     Away: A > 0 and r > 1, or A < 0 and r < 1. A sample that moves the policy back is never masked or
     clipped. Neither of these codes clips advantages (verl-project/verl-omni,
     verl_omni/trainer/diffusion/diffusion_algos.py, a1139ba; Tencent-Hunyuan/UniRL,
@@ -252,52 +257,12 @@ def divergence_masked(
     return jnp.where(masked, 0.0, -advantages * ratio)
 
 
-def check_clip_range(
-    low: float, high: float, names: tuple[str, str] = ("clip_low", "clip_high")
-) -> None:
-    """Raises ValueError, with the settings' `names`, for a range that cannot bound a float32 ratio.
-
-    low = 1 means no lower bound: a ratio is never negative.
-    """
-    if not SMALLEST_CLIP_RANGE <= low <= 1:
-        raise ValueError(
-            f"{names[0]} is {low}; it must lie in [{SMALLEST_CLIP_RANGE:.1e}, 1]: "
-            "below, float32 cannot resolve the ratio"
-        )
-    if not SMALLEST_CLIP_RANGE <= high < math.inf:
-        raise ValueError(
-            f"{names[1]} is {high}; it must be finite and at least {SMALLEST_CLIP_RANGE:.1e}: "
-            "below, float32 cannot resolve the ratio"
-        )
-
-
-def check_dual_clip(dual: float) -> None:
-    """Raises ValueError for a bound with which a bad sample would have no gradient at r = 1."""
-    if not 1 < dual < math.inf:
-        raise ValueError(f"dual_clip is {dual}; it must be finite and above 1, such as 3")
-
-
-def check_topr_weights(positive: float, negative: float) -> None:
-    """Raises ValueError for weights that are negative or not finite, or that are both 0."""
-    for name, weight in (("positive_weight", positive), ("negative_weight", negative)):
-        if not 0 <= weight < math.inf:
-            raise ValueError(f"{name} is {weight}; it must be finite and not negative")
-    if positive == negative == 0:
-        raise ValueError("positive_weight and negative_weight are both 0; set one of them above 0")
-
-
-def check_kl_threshold(threshold: float) -> None:
-    """Raises ValueError for a threshold that masks everything or nothing."""
-    if not 0 < threshold < math.inf:
-        raise ValueError(f"kl_threshold is {threshold}; it must be positive and finite")
-
-
 def decoupled_log_ratios(
     log_prob: Float[Array, "n"],
     proximal_log_prob: Float[Array, "n"],
     behavior_log_prob: Float[Array, "n"],
 ) -> tuple[Float[Array, "n"], Float[Array, "n"]]:
-    """The log-ratios current / proximal and proximal / behavior: decoupled PPO.
+    """Log-ratios current / proximal and proximal / behavior: decoupled PPO.
 
     arXiv 2110.00641, section 3: the first, with gradient, goes to a clipped surrogate; the second, without
     gradient, to `importance_weight`, which multiplies the loss. For a sample of any age, clipping acts on the
@@ -312,7 +277,7 @@ def importance_weight(log_ratio: Float[Array, "n"], cap: float = math.inf) -> Fl
     """sg(min(exp(log_ratio), cap)), a factor of a loss: truncated importance sampling.
 
     For old / behavior, with the loss clipped around old: TIS as in IMPALA (arXiv 1802.01561, its
-    truncated rho) and the RL frameworks (verl, verl-omni: cap 2). cap = inf gives the whole ratio, as in
+    truncated rho) and the RL frameworks (verl, verl-omni: cap 2). cap = inf gives the full ratio, as in
     the paper of decoupled PPO; AReaL (arXiv 2505.24298) also caps it. Do not apply it to a surrogate
     whose ratio is already current / behavior.
     """
@@ -327,20 +292,3 @@ def within_bound(log_ratio: Float[Array, "n"], bound: float) -> Bool[Array, "n"]
     denominator of a mean; here they are in none. NaN is rejected.
     """
     return jnp.abs(jax.lax.stop_gradient(log_ratio)) <= bound
-
-
-def check_importance_cap(cap: float) -> None:
-    """Raises ValueError for a cap that would reduce the weight of samples that are not stale."""
-    if not cap >= 1:
-        raise ValueError(
-            f"importance_cap is {cap}; it must be at least 1, the weight of a sample that is not stale"
-        )
-
-
-def check_rejection_bound(bound: float) -> None:
-    """Raises ValueError for a bound that is infinite or below float32's resolution of a log-ratio."""
-    if not SMALLEST_CLIP_RANGE <= bound < math.inf:
-        raise ValueError(
-            f"rejection_bound is {bound}; it must be finite and at least {SMALLEST_CLIP_RANGE:.1e}: "
-            "below, rounding alone is rejected"
-        )

@@ -1,4 +1,4 @@
-"""The sources of old log-probabilities in a ratio, and the required precision of ratios.
+"""Sources of old log-probabilities in a ratio, and the required precision of ratios.
 
 Before the first update every ratio should be 1: any difference is rounding, which blurs the bound at which the
 loss clips. A run therefore prints how far its ratios are from 1 at that time, and stops if more than `SPREAD_SHARE`
@@ -19,7 +19,6 @@ rounding. With several updates a step the clip range must be well above that.
 (`pytest -s -m slow tests/parallel/test_rounding.py -k embedded` prints these numbers.)
 """
 
-import math
 from collections.abc import Mapping
 from typing import Literal
 
@@ -45,17 +44,17 @@ def choose_old_log_probs(
     updates: int,
     stored: bool = True,
 ) -> OldLogProbs:
-    """The meaning of a config's `old_log_probs`.
+    """Resolves a config's `old_log_probs`.
 
     "auto" is "rollout" if sampler and trainer compute in float32. If one of them does not, ratios to stored
     log-probabilities have rounding errors: then it is "current" if that is allowed, else "recomputed".
 
     Args:
-      choice: as configured.
-      float32: whether both compute in float32.
-      stale: whether an older version than the step's first may have generated chunks.
-      updates: optimizer updates a step.
-      stored: whether sampling computes log-probabilities; if not, "auto" is never "rollout".
+      choice: Value of the config.
+      float32: Whether both compute in float32.
+      stale: Whether an older version than the step's first may have generated chunks.
+      updates: Optimizer updates a step.
+      stored: Whether sampling computes log-probabilities; if not, "auto" is never "rollout".
 
     Raises:
       ValueError: "current", although the trained policy is not always the one that sampled.
@@ -78,17 +77,9 @@ def choose_old_log_probs(
 def spread_terms(
     distance: Float[Array, "n"], bound: float, limit: float
 ) -> dict[str, Float32[Array, "n"]]:
-    """The distance of each sample's ratio from 1, and whether it exceeds `limit` of the loss's bound."""
+    """Returns the distance of each sample's ratio from 1, and whether it exceeds `limit` of the loss's bound."""
     far = distance > limit * bound
     return {"ratio_spread": distance, "over_spread_limit": far.astype(jnp.float32)}
-
-
-def check_spread_limit(limit: float) -> None:
-    """Raises ValueError for a limit that is not positive or not finite."""
-    if not 0 < limit < math.inf:
-        raise ValueError(
-            f"spread_limit is {limit}; it must be positive and finite, such as {SPREAD_LIMIT}"
-        )
 
 
 def check_ratio_spread(algorithm: Algorithm, sums: Mapping[str, Float[Array, ""]]) -> None:
@@ -97,8 +88,8 @@ def check_ratio_spread(algorithm: Algorithm, sums: Mapping[str, Float[Array, ""]
     For "divergence" these are the KLs to the policy that sampled, which should be 0.
 
     Args:
-      algorithm: of the trainer.
-      sums: over chunks that were all sampled with the parameters with which they are compared.
+      algorithm: Algorithm of the trainer.
+      sums: Sums over chunks that were all sampled with the parameters with which they are compared.
 
     Raises:
       ConfigError: more than a hundredth of them are further from 1 than the config's share of their bound.

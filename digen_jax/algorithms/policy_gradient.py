@@ -9,7 +9,6 @@ micro-batches and timesteps divides once, at the update, and does not depend on 
 """
 
 import dataclasses
-import math
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import jax
@@ -19,13 +18,8 @@ from jaxtyping import Array, Float, Int
 from digen_jax.algorithms.advantages import AdvantageSettings
 from digen_jax.algorithms.algorithm import Algorithm
 from digen_jax.algorithms.losses import (
-    check_clip_range,
-    check_dual_clip,
-    check_importance_cap,
-    check_kl_threshold,
-    check_rejection_bound,
-    check_smallest_sigma,
-    check_topr_weights,
+    SMALLEST_CLIP_RANGE,
+    ClipRange,
     cispo,
     clipped,
     decoupled_log_ratios,
@@ -42,15 +36,10 @@ from digen_jax.algorithms.losses import (
     well_conditioned,
     within_bound,
 )
-from digen_jax.algorithms.old_log_probs import (
-    SPREAD_LIMIT,
-    OldLogProbs,
-    check_spread_limit,
-    spread_terms,
-)
-from digen_jax.ranges import Range
+from digen_jax.algorithms.old_log_probs import SPREAD_LIMIT, OldLogProbs, spread_terms
+from digen_jax.ranges import NonNegativeFloat, PositiveFloat, Range
 
-# "guard": GRPO-Guard's, with its scale of the loss. "sequence_*": of a whole trajectory, over its trained steps.
+# "guard": GRPO-Guard's, with its scale of the loss. "sequence_*": of a trajectory, over its trained steps.
 Ratio = Literal["plain", "guard", "sequence_mean", "sequence_sum"]
 OF_TRAJECTORIES = ("sequence_mean", "sequence_sum")
 Surrogate = Literal["clip", "cispo", "topr", "divergence"]  # "divergence": Flow-DPPO
@@ -68,37 +57,41 @@ class PolicyGradient(Algorithm):
     config_defaults: ClassVar[dict] = dict(clip_range=1e-3, old_log_probs="auto")
     supports_early_training: ClassVar[bool] = True
 
-    clip_range: float = 1e-4  # the ratio is clipped to [1 - clip_range, 1 + clip_high]
-    clip_high: float = 0.0  # upper clip range, for clip-higher; 0: as clip_range
-    dual_clip: float = 0.0  # bound of the ratio for negative advantages, above 1; 0: none
-    adv_clip: float = 5.0  # advantages are clipped to [-adv_clip, adv_clip]; not for "divergence"
-    ratio: Ratio = "plain"  # of one step, GRPO-Guard's ("guard"), or of a whole trajectory (GSPO)
+    clip_range: ClipRange = 1e-4  # the ratio is clipped to [1 - clip_range, 1 + clip_high]
+    clip_high: NonNegativeFloat = 0.0  # upper clip range, for clip-higher; 0: as clip_range
+    # bound of the ratio for negative advantages, above 1; 0: none
+    dual_clip: NonNegativeFloat = 0.0
+    # advantages are clipped to [-adv_clip, adv_clip]; not for "divergence"
+    adv_clip: PositiveFloat = 5.0
+    ratio: Ratio = "plain"  # of one step, GRPO-Guard's ("guard"), or of a trajectory (GSPO)
     surrogate: Surrogate = "clip"  # PPO's clipping, CISPO, TOPR, or Flow-DPPO ("divergence")
-    kl_threshold: float = 1e-5  # "divergence": largest KL to the old policy that is trained
-    positive_weight: float = 1.0  # "topr": weight of images with positive advantage
-    negative_weight: float = 1.0  # "topr": weight of images with negative advantage
+    # "divergence": largest KL to the old policy that is trained
+    kl_threshold: PositiveFloat = 1e-5
+    positive_weight: NonNegativeFloat = 1.0  # "topr": weight of images with positive advantage
+    negative_weight: NonNegativeFloat = 1.0  # "topr": weight of images with negative advantage
     # 0: the ratio is to the policy that sampled; above 0: it is to the step's start, and the loss is
     # weighted by that policy's ratio to the sampler, up to this cap (TIS; inf: decoupled PPO)
-    importance_cap: Annotated[float, Range(infinite=True)] = 0.0
+    importance_cap: Annotated[float, Range(0, infinite=True)] = 0.0
     # samples whose log-probability differs from the sampler's by more are not trained; 0: all are
-    rejection_bound: float = 0.0
-    smallest_sigma: float = 0.0  # steps that begin below this noise level are not trained
-    kl_coefficient: float = 0.0  # weight of the KL to the model before tuning; 0: no KL
+    rejection_bound: NonNegativeFloat = 0.0
+    # steps that begin below this noise level are not trained
+    smallest_sigma: Annotated[float, Range(0, 1, "most")] = 0.0
+    kl_coefficient: NonNegativeFloat = 0.0  # weight of the KL to the model before tuning; 0: no KL
     # Flow-GRPO's code, its paper ("gaussian_dt"), or squared velocity difference
     kl: Kl = "gaussian"
     # source of a ratio's old log-probabilities: stored by the sampler, recomputed by the trainer, or
     # the current ones, so that ratios are 1; "auto" chooses by dtype, policy lag, updates
     old_log_probs: OldLogProbs = "rollout"
     # largest distance from 1 to which rounding may move 99% of the ratios before the first update, as a share of
-    # the distance to their bound; above 0; a run stops beyond it
-    spread_limit: float = SPREAD_LIMIT
+    # the distance to their bound; a run stops beyond it
+    spread_limit: PositiveFloat = SPREAD_LIMIT
 
     @property
     def decoupled(self) -> bool:
         """Whether the ratio is to the policy at the step's start, whatever the age of the policy that sampled.
 
         The loss is then weighted by the ratio of the two, up to `importance_cap`: truncated importance sampling, and
-        with a cap of inf decoupled PPO as in its paper (`corrections.importance_weight`).
+        with a cap of inf decoupled PPO as in its paper (`importance_weight`).
         """
         return self.importance_cap > 0
 
@@ -134,17 +127,17 @@ class PolicyGradient(Algorithm):
 
     @property
     def terms(self) -> tuple[str, ...]:
-        """The names of the sums that `policy_gradient_loss` returns in addition to that of the weights."""
+        """Names of the sums that `policy_gradient_loss` returns in addition to that of the weights."""
         names = ["loss", "policy_loss", "ratio", "ratio_deviation", "clip_fraction", "approx_kl"]
         names += ["kl"] if self.kl_coefficient else []
         names += ["importance_weight"] if self.decoupled else []
-        names += ["left_out"] if self._leaves_out else []
+        names += ["left_out"] if self.rejection_bound or self.smallest_sigma else []
         names += ["ratio_spread", "over_spread_limit"] if self.ratio_bound else []
         return tuple(names)
 
     @property
     def ratio_bound(self) -> float | None:
-        """The nearer end of the clip range, or the KL above which "divergence" masks.
+        """Nearer end of the clip range, or the KL above which "divergence" masks.
 
         None: the first update's ratios are 1 by definition ("current"; decoupled, which compares with the
         step's start), or have no bound ("topr").
@@ -157,42 +150,35 @@ class PolicyGradient(Algorithm):
 
     @property
     def high(self) -> float:
-        """The upper clip range."""
+        """Upper clip range."""
         return self.clip_high or self.clip_range
 
-    @property
-    def _leaves_out(self) -> bool:
-        return bool(self.rejection_bound or self.smallest_sigma)
-
     def check(self) -> None:
-        """Raises ValueError for a setting that cannot work; the message says what to change."""
-        check_clip_range(self.clip_range, self.high, ("clip_range", "clip_high"))
-        check_spread_limit(self.spread_limit)
-        if not 0 < self.adv_clip < math.inf:
-            raise ValueError(f"adv_clip is {self.adv_clip}; it must be positive and finite")
-        if not 0 <= self.kl_coefficient < math.inf:
+        """Raises ValueError for settings that cannot work together."""
+        for name, least in (
+            ("clip_high", SMALLEST_CLIP_RANGE),
+            ("rejection_bound", SMALLEST_CLIP_RANGE),
+            ("importance_cap", 1),
+        ):
+            value = getattr(self, name)
+            if 0 < value < least:
+                raise ValueError(f"{name} is {value}; it must be 0 or at least {least:g}")
+        if 0 < self.dual_clip <= 1:
+            raise ValueError(f"dual_clip is {self.dual_clip}; it must be 0 or above 1, such as 3")
+        if self.dual_clip and self.surrogate != "clip":
             raise ValueError(
-                f"kl_coefficient is {self.kl_coefficient}; it must be finite and not negative"
+                f"dual_clip is {self.dual_clip}, but surrogate is {self.surrogate!r}, which has no "
+                "bound of that kind: set dual_clip to 0 or surrogate to 'clip'"
             )
-        if self.dual_clip:
-            check_dual_clip(self.dual_clip)
-            if self.surrogate != "clip":
-                raise ValueError(
-                    f"dual_clip is {self.dual_clip}, but surrogate is {self.surrogate!r}, which has no "
-                    "bound of that kind: set dual_clip to 0 or surrogate to 'clip'"
-                )
-        check_topr_weights(self.positive_weight, self.negative_weight)
-        check_kl_threshold(self.kl_threshold)
-        check_smallest_sigma(self.smallest_sigma)
-        if self.rejection_bound:
-            check_rejection_bound(self.rejection_bound)
-        if self.importance_cap:
-            check_importance_cap(self.importance_cap)
-            if self.old_log_probs == "current":
-                raise ValueError(
-                    f"importance_cap is {self.importance_cap}, but old_log_probs 'current' has no log-probability "
-                    "of the policy that sampled: set that to 'rollout' or 'recomputed', or importance_cap to 0"
-                )
+        if self.positive_weight == self.negative_weight == 0:
+            raise ValueError(
+                "positive_weight and negative_weight are both 0; set one of them above 0"
+            )
+        if self.importance_cap and self.old_log_probs == "current":
+            raise ValueError(
+                f"importance_cap is {self.importance_cap}, but old_log_probs 'current' has no log-probability "
+                "of the policy that sampled: set that to 'rollout' or 'recomputed', or importance_cap to 0"
+            )
 
     def check_kind(self, kind: str) -> None:
         """Raises ValueError for GRPO-Guard's ratio with cps, whose log-probabilities are not Gaussian."""
@@ -232,7 +218,7 @@ class PolicyGradient(Algorithm):
 
 
 class Samples(NamedTuple):
-    """The loss's inputs for n transitions.
+    """Inputs of the loss for n transitions.
 
     `log_prob`, `mean` and `kl` are of the policy being trained and have a gradient. The old policy is the
     denominator of the ratio: the one that sampled or, if the settings are `decoupled`, the one at the
@@ -251,7 +237,7 @@ class Samples(NamedTuple):
     std: Float[Array, "n"] | None = None
     kl: Float[Array, "n"] | None = None  # to the reference
     behavior_log_prob: Float[Array, "n"] | None = None  # of the policy that sampled, if decoupled
-    trajectory: Int[Array, "n"] | None = None  # in [0, n), if ratios are of whole trajectories
+    trajectory: Int[Array, "n"] | None = None  # in [0, n), if ratios are of trajectories
 
 
 def policy_gradient_loss(
@@ -276,14 +262,27 @@ def policy_gradient_loss(
     Raises:
       ValueError: the KL, the means or another input that the settings need is missing.
     """
-    _check_given(settings, samples)
+    needed = {
+        "kl": settings.kl_coefficient,
+        "mean": settings.needs_means,
+        "old_mean": settings.needs_means,
+        "std": settings.needs_means,
+        "behavior_log_prob": settings.decoupled,
+        "trajectory": settings.needs_full_trajectories,
+    }
+    for name, is_needed in needed.items():
+        if is_needed and getattr(samples, name) is None:
+            raise ValueError(f"{name} is needed by {settings} but was not given")
     weight = given = samples.weight
     if settings.smallest_sigma:
         weight = weight * well_conditioned(samples.sigma, settings.smallest_sigma)
     if settings.rejection_bound:
         log_ratio = samples.log_prob - samples.stored_log_prob
         weight = weight * within_bound(log_ratio, settings.rejection_bound)
-    samples = _blanked(samples, weight)
+    parts = {name: part for name, part in samples._asdict().items() if part is not None}
+    parts.pop("trajectory", None)
+    masked = mask_rows(weight > 0, *parts.values())
+    samples = samples._replace(**dict(zip(parts, masked, strict=True)))
 
     log_ratio, correction = _log_ratios(settings, samples, weight)
     to_sampler = jnp.exp(jax.lax.stop_gradient(samples.log_prob) - samples.stored_log_prob)
@@ -312,7 +311,7 @@ def policy_gradient_loss(
 def _surrogate(
     settings: PolicyGradient, samples: Samples, log_ratio: Array
 ) -> tuple[Array, Array, Array]:
-    """(loss without KL, distance from the old policy, whether that is beyond the bound) of each sample."""
+    """Returns (loss without KL, distance from the old policy, whether that is beyond the bound) of each sample."""
     low, high = settings.clip_range, settings.high
     advantages = jnp.clip(samples.advantages, -settings.adv_clip, settings.adv_clip)
     if settings.ratio == "guard":
@@ -341,19 +340,12 @@ def _surrogate(
     return loss, distance, outside
 
 
-def _blanked(samples: Samples, weight: Array) -> Samples:
-    """All given arrays in float32, with zeros for samples that are not trained."""
-    parts = {k: part for k, part in samples._asdict().items() if part is not None}
-    parts.pop("trajectory", None)
-    return samples._replace(**dict(zip(parts, mask_rows(weight > 0, *parts.values()), strict=True)))
-
-
 def _log_ratios(
     settings: PolicyGradient, samples: Samples, weight: Array
 ) -> tuple[Array, Array | float]:
-    """The log-ratio of each sample, or of its trajectory, to the old policy; and the factor of its loss."""
+    """Returns the log-ratio of each sample, or of its trajectory, to the old policy; and the factor of its loss."""
 
-    def whole(log_ratio):
+    def reduce_steps(log_ratio):
         if not settings.needs_full_trajectories:
             return log_ratio
         reduce = "mean" if settings.ratio == "sequence_mean" else "sum"
@@ -362,28 +354,10 @@ def _log_ratios(
         )
 
     if not settings.decoupled:
-        return whole(samples.log_prob - samples.old_log_prob), 1.0
+        return reduce_steps(samples.log_prob - samples.old_log_prob), 1.0
     log_ratio, to_behavior = decoupled_log_ratios(
         samples.log_prob, samples.old_log_prob, samples.behavior_log_prob
     )
-    return whole(log_ratio), importance_weight(whole(to_behavior), settings.importance_cap)
-
-
-def _check_given(settings: PolicyGradient, samples: Samples) -> None:
-    if settings.kl_coefficient and samples.kl is None:
-        raise ValueError(f"kl_coefficient is {settings.kl_coefficient} but no kl was given")
-    means = samples.mean, samples.old_mean, samples.std
-    if settings.needs_means and any(array is None for array in means):
-        raise ValueError(
-            f"ratio is {settings.ratio!r} and surrogate {settings.surrogate!r}, which need mean, old_mean "
-            "and std, but not all of them were given"
-        )
-    for name, needed in (
-        ("behavior_log_prob", settings.decoupled),
-        ("trajectory", settings.needs_full_trajectories),
-    ):
-        if needed and getattr(samples, name) is None:
-            raise ValueError(
-                f"ratio is {settings.ratio!r} and importance_cap {settings.importance_cap}, which need {name}, but "
-                "it was not given"
-            )
+    return reduce_steps(log_ratio), importance_weight(
+        reduce_steps(to_behavior), settings.importance_cap
+    )

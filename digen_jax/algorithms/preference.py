@@ -7,7 +7,6 @@ public code samples from the reference, which it keeps, or renews from the train
 """
 
 import dataclasses
-import math
 from typing import ClassVar
 
 import jax
@@ -16,15 +15,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from digen_jax.algorithms.advantages import zero_std_groups
-from digen_jax.algorithms.algorithm import (
-    Matching,
-    MatchingSamples,
-    PreparedChunk,
-    Velocities,
-    check_guidance,
-)
+from digen_jax.algorithms.algorithm import Matching, MatchingSamples, PreparedChunk, Velocities
 from digen_jax.algorithms.losses import mask_rows, velocity_mse
 from digen_jax.diffusion.noising import LogitNormalTimes
+from digen_jax.ranges import Count, NonNegativeFloat, PositiveFloat
 
 TIMES = LogitNormalTimes(1, shift=3.0)  # the training density of Stable Diffusion 3
 
@@ -47,27 +41,20 @@ class DiffusionDPO(Matching):
     images_per_sample: ClassVar[int] = 2
     ranks: ClassVar[bool] = True
 
-    beta: float = 100.0  # the inverse temperature of the preference; the paper's beta T omega
-    set_steps: int = 0  # offline: number of steps whose images form the fixed set; 0: online
-    guidance: float = 1.0  # guidance scale in training, at most 1: none; 0: the sampler's
-    reference_guidance: float = 1.0  # guidance scale of the reference; 0: as `guidance`
+    beta: PositiveFloat = (
+        100.0  # the inverse temperature of the preference; the paper's beta T omega
+    )
+    set_steps: Count = 0  # offline: number of steps whose images form the fixed set; 0: online
+    guidance: NonNegativeFloat = (
+        1.0  # guidance scale in training, at most 1: none; 0: the sampler's
+    )
+    reference_guidance: NonNegativeFloat = 1.0  # guidance scale of the reference; 0: as `guidance`
     times: LogitNormalTimes = TIMES
 
     @property
     def terms(self) -> tuple[str, ...]:
-        """The names of the terms that `diffusion_dpo_loss` returns."""
+        """Names of the terms that `diffusion_dpo_loss` returns."""
         return "loss", "margin", "accuracy", "preferred_error", "dispreferred_error"
-
-    def check(self) -> None:
-        """Raises ValueError for a setting that cannot work; the message says what to change."""
-        if not 0 < self.beta < math.inf:
-            raise ValueError(f"beta is {self.beta}; it must be positive and finite")
-        check_guidance(self.guidance, self.reference_guidance, has_reference=True)
-        if self.set_steps < 0:
-            raise ValueError(
-                f"set_steps is {self.set_steps}; set it to the steps whose images are the fixed set, "
-                "or to 0 to train online"
-            )
 
     @property
     def reads_reference(self) -> bool:
@@ -81,11 +68,11 @@ class DiffusionDPO(Matching):
         rows: Int[np.ndarray, "b"],
     ) -> PreparedChunk:
         """Takes the best and the worst image of each group; the weights of images are not read."""
-        pairs, decided = pair_of_each_group(advantages, rows, int(rows.max()) + 1)
-        return PreparedChunk(pairs, np.zeros(len(pairs), np.float32), decided)
+        pairs, weights = preference_pairs(advantages, rows)
+        return PreparedChunk(pairs, np.zeros(len(pairs), np.float32), weights)
 
     def loss(self, samples: MatchingSamples, v: Velocities) -> dict[str, Float32[Array, "n"]]:
-        """See `diffusion_dpo_loss`."""
+        """Returns the terms of `diffusion_dpo_loss`."""
         return diffusion_dpo_loss(self, v.trained, v.reference, samples.target, samples.trained)
 
 
@@ -103,10 +90,10 @@ def diffusion_dpo_loss(
     here, and their betas are for the average.
 
     Args:
-      settings: beta.
-      v: velocities of the policy being trained, with gradient, at the two images noised with the same
+      settings: Settings, of which beta is read.
+      v: Velocities of the policy being trained, with gradient, at the two images noised with the same
         noise to the same sigma (`noised_pairs`), as in the paper's code.
-      v_reference: of the reference, without gradient.
+      v_reference: Velocities of the reference, without gradient.
       target: eps - x0.
       trained: False for padding: the terms and gradient of such a pair are 0, whatever its values.
 
@@ -130,42 +117,24 @@ def diffusion_dpo_loss(
 
 
 def preference_pairs(
-    rewards: Float[np.ndarray, "b"], group_ids: Int[np.ndarray, "b"], num_groups: int
-) -> Int[np.ndarray, "pairs 2"]:
-    """(preferred, dispreferred) as indices into the batch: each group's best and worst image.
+    rewards: Float[np.ndarray, "b"], group_ids: Int[np.ndarray, "b"]
+) -> tuple[Int[np.ndarray, "groups 2"], Float32[np.ndarray, "groups"]]:
+    """Returns (pairs, weights): (preferred, dispreferred) of each present group, its best and its worst image.
 
     Among equal images it takes the first. A group whose rewards are all equal, or with a single image, has no
-    preference and no pair. (Flow-GRPO's public code takes its first two images, Flow-Factory's the same
-    image twice.) `rewards` may be any numbers in the same order, such as `advantages.ranking`: of several
-    rewards Flow-GRPO (scripts/train_sd3_dpo.py, ac4c86e) compares the weighted sum, Flow-Factory
-    (src/flow_factory/trainers/dpo.py, a0b2bc5) the advantages, which are GDPO's in its example.
+    preference: its pair is its first image twice, with weight 0, so that the number of pairs is fixed. The other
+    weights are 1. (Flow-GRPO's public code takes the first two images of a group, Flow-Factory's the same image
+    twice.) `rewards` may be any numbers in the same order, such as `advantages.ranking`: of several rewards Flow-GRPO
+    (scripts/train_sd3_dpo.py, ac4c86e) compares the weighted sum, Flow-Factory (src/flow_factory/trainers/dpo.py,
+    a0b2bc5) the advantages, which are GDPO's in its example.
 
     Raises:
-      ValueError: a reward is not finite, or a group id is out of range.
+      ValueError: a reward is not finite, or a group id is negative.
     """
-    undecided = zero_std_groups(rewards, group_ids, num_groups)
-    pairs = []
-    for group in np.unique(group_ids):
-        if not undecided[group]:
-            (members,) = np.nonzero(group_ids == group)
-            pairs.append(members[[rewards[members].argmax(), rewards[members].argmin()]])
-    return np.array(pairs, np.int64).reshape(-1, 2)
-
-
-def pair_of_each_group(
-    rewards: Float[np.ndarray, "b"], group_ids: Int[np.ndarray, "b"], num_groups: int
-) -> tuple[Int[np.ndarray, "groups 2"], Float32[np.ndarray, "groups"]]:
-    """(pairs, weights): one pair for each present group, so that their number is fixed.
-
-    A group without a preference has its first image twice, with weight 0; the pairs of the others are those of
-    `preference_pairs`, with weight 1.
-
-    Raises:
-      ValueError: a reward is not finite, or a group id is out of range.
-    """
-    _, first = np.unique(group_ids, return_index=True)
-    pairs, weights = np.stack([first, first], axis=1), np.zeros(len(first), np.float32)
-    decided = preference_pairs(rewards, group_ids, num_groups)
-    places = np.searchsorted(group_ids[first], group_ids[decided[:, 0]])
-    pairs[places], weights[places] = decided, 1.0
-    return pairs, weights
+    undecided = zero_std_groups(rewards, group_ids, int(group_ids.max()) + 1)
+    groups = np.unique(group_ids)
+    pairs = np.empty((len(groups), 2), np.int64)
+    for number, group in enumerate(groups):
+        (members,) = np.nonzero(group_ids == group)
+        pairs[number] = members[[rewards[members].argmax(), rewards[members].argmin()]]
+    return pairs, (~undecided[groups]).astype(np.float32)

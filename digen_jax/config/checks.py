@@ -17,6 +17,7 @@ from ml_collections import ConfigDict
 from digen_jax.algorithms.old_log_probs import choose_old_log_probs
 from digen_jax.config.fields import flat
 from digen_jax.config.train_config import ALGORITHMS, TrainConfig
+from digen_jax.diffusion.noising import ScheduleTimes
 from digen_jax.diffusion.steps import KINDS, Ode, make_step
 from digen_jax.diffusion.windows import share_of_timesteps
 from digen_jax.errors import ConfigError, blame, check_choice, check_divides, together
@@ -473,12 +474,9 @@ def _check_algorithm(config: TrainConfig) -> None:
                 updates=config.trainer.updates,
                 stored=algorithm.objective == "transitions",
             )
-    if algorithm.times is not None:
+    if isinstance(algorithm.times, ScheduleTimes):
         with blame("config.algorithm.times."):
             algorithm.times.check(config.sampler.steps)
-    if "ema" in asked:
-        with blame("config.algorithm.ema."):
-            algorithm.ema.check()
     with blame("config.algorithm."):
         algorithm.check()
         algorithm.check_kind(config.sampler.kind)

@@ -1,17 +1,18 @@
-"""The forward process for training: noise levels and noise of each image, from the image's own key.
+"""Forward process for training: noise levels and noise of each image, from the image's key.
 
-An image's times and noise depend on its key and the number of the draw only: not on the batch, nor on
+An image's noise levels and noise depend only on its key and the number of the draw: not on the batch, nor on
 where or when it is trained.
 """
 
 import dataclasses
-import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Float32, Int, Key
+
+from digen_jax.ranges import PositiveFloat, PositiveInt
 
 # Streams of an image's key, besides START and TRANSITION of `sampling`.
 FORWARD_NOISE, TRAINING_TIMES, LATER_TURN = 2, 3, 4
@@ -26,23 +27,23 @@ class Noised(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleTimes:
-    """For each image a random subset of the sampler's steps, without replacement, in random order.
+    """Draws a random subset of the sampler's steps for each image, without replacement, in random order.
 
-    As in DiffusionNFT's public code (arXiv 2509.16117), which trains 9 of its 10 steps: each image has
-    a permutation of its own. The first, sigma = 1, is among them, where x is noise only.
+    As in DiffusionNFT's public code (arXiv 2509.16117), which trains 9 of its 10 steps: each image has a separate
+    permutation. The first step, sigma = 1, is among them, where x is noise only.
     """
 
-    count: int  # noise levels at which each image is trained, of the sampler's steps
+    count: PositiveInt  # noise levels at which each image is trained, of the sampler's steps
 
     def check(self, steps: int) -> None:
-        """Raises ValueError for a setting that does not fit a schedule of `steps` steps."""
-        if not 1 <= self.count <= steps:
+        """Raises ValueError for more noise levels than a schedule of `steps` steps has."""
+        if self.count > steps:
             raise ValueError(f"count is {self.count}; train 1 to {steps}, the sampler's steps")
 
     def draw(
         self, keys: Key[Array, "b"], sigmas: Float[ArrayLike, "sigmas"]
     ) -> Float32[Array, "s b"]:
-        """Each image's noise levels; `sigmas` is the sampler's schedule, its last one, 0, included.
+        """Returns each image's noise levels; `sigmas` is the sampler's schedule, with its last one, 0.
 
         Raises:
           ValueError: the schedule has fewer steps than are to be drawn.
@@ -58,32 +59,21 @@ class ScheduleTimes:
 
 @dataclasses.dataclass(frozen=True)
 class LogitNormalTimes:
-    """Noise levels sigmoid(mean + std z), z standard normal, then shifted (arXiv 2403.03206).
+    """Draws noise levels sigmoid(mean + std z), z standard normal, then shifted (arXiv 2403.03206).
 
     The density of Stable Diffusion 3's pretraining, with the schedule's `shift`. All of an image's
     draws are independent (AWM's public code stratifies them and shares them within a micro-batch).
     """
 
-    count: int  # noise levels at which each image is trained
+    count: PositiveInt  # noise levels at which each image is trained
     mean: float = 0.0  # mean of z, the normal variable whose sigmoid is the noise level
-    std: float = 1.0  # standard deviation of z
-    shift: float = 1.0  # schedule shift of the noise levels: above 1 they are noisier
-
-    def check(self, steps: int) -> None:
-        """Raises ValueError for a setting that cannot work; every schedule fits."""
-        if self.count < 1:
-            raise ValueError(f"count is {self.count}; train at least 1 noise level an image")
-        if not math.isfinite(self.mean):
-            raise ValueError(f"mean is {self.mean}; it must be finite")
-        for name in ("std", "shift"):
-            value = getattr(self, name)
-            if not 0 < value < math.inf:
-                raise ValueError(f"{name} is {value}; it must be positive and finite")
+    std: PositiveFloat = 1.0  # standard deviation of z
+    shift: PositiveFloat = 1.0  # schedule shift of the noise levels: above 1 they are noisier
 
     def draw(
         self, keys: Key[Array, "b"], sigmas: Float[ArrayLike, "sigmas"]
     ) -> Float32[Array, "s b"]:
-        """Each image's noise levels; the schedule is not read."""
+        """Returns each image's noise levels; the schedule is not read."""
 
         def draw(key):
             return jax.random.normal(key, (self.count,))
@@ -99,7 +89,7 @@ Times = ScheduleTimes | LogitNormalTimes
 def forward_noise(
     keys: Key[Array, "n"], draws: Int[ArrayLike, "n"], shape: tuple[int, ...]
 ) -> Float32[Array, "n ..."]:
-    """Standard normal noise of `shape`; `draws` says which of its image's draws each sample is.
+    """Draws standard normal noise of `shape`; `draws` are the numbers of the images' draws.
 
     The draws of an image are independent of each other and of the draws that sampled it.
     """
@@ -111,9 +101,9 @@ def forward_noise(
 
 
 def repeat_keys(keys: Key[Array, "b"], turn: int) -> Key[Array, "b"]:
-    """The keys of images that are trained again: other noise, other noise levels.
+    """Returns the keys of images that are trained for the `turn`-th time, for other noise and noise levels.
 
-    In the first turn, 0, they are the images' own keys.
+    At turn 0 they are the images' own keys.
     """
     if not turn:
         return keys
@@ -123,7 +113,7 @@ def repeat_keys(keys: Key[Array, "b"], turn: int) -> Key[Array, "b"]:
 def noised(
     x0: Float[Array, "n *shape"], noise: Float[Array, "n *shape"], sigma: Float[Array, "n"]
 ) -> Noised:
-    """The images x = (1 - sigma) x0 + sigma noise and the target velocity noise - x0, in float32."""
+    """Returns images x = (1 - sigma) x0 + sigma noise and target velocities noise - x0, in float32."""
     x0, noise, sigma = (jnp.asarray(a, jnp.float32) for a in (x0, noise, sigma))
     sigma = sigma.reshape(-1, *(1,) * (x0.ndim - 1))
     return Noised((1 - sigma) * x0 + sigma * noise, noise - x0)
@@ -132,7 +122,7 @@ def noised(
 def noised_pairs(
     x0: Float[Array, "n 2 *shape"], noise: Float[Array, "n *shape"], sigma: Float[Array, "n"]
 ) -> Noised:
-    """The same for pairs of images that share noise and noise level; x and target `[n 2 ...]`."""
+    """Noises pairs of images that share noise and noise level; x and target are `[n 2 ...]`."""
     return jax.vmap(noised, in_axes=(1, None, None), out_axes=1)(x0, noise, sigma)
 
 

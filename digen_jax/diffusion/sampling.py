@@ -21,8 +21,8 @@ class Transitions(NamedTuple):
     """Reverse steps x -> x_next that can be replayed: s steps of b images, as sampled.
 
     Indexing the first axis of every field gives leading axes `[b]` and a scalar sigma, `flatten`
-    gives `[n]` and sigma `[n]`: `replay` takes these two forms. Where each image has steps of its
-    own (`select_steps`), sigma is `[s b]`.
+    gives `[n]` and sigma `[n]`: `replay` takes these two forms. If each image has separate steps
+    (`select_steps`), sigma is `[s b]`.
     """
 
     x: Float[Array, "s b ..."]  # in the dtype they were stored in
@@ -30,11 +30,11 @@ class Transitions(NamedTuple):
     log_prob: Float32[Array, "s b"]  # of the policy that sampled them
     sigma: Float32[Array, "s"] | Float32[Array, "s b"]
     sigma_next: Float32[Array, "s"] | Float32[Array, "s b"]
-    mean: Float32[Array, "s b ..."] | None = None  # of x_next, where `sample` was asked to store it
+    mean: Float32[Array, "s b ..."] | None = None  # of x_next, if `sample` stores it
 
 
 class Trajectory(NamedTuple):
-    """What `sample` returns: the images' latents, the window's transitions, the sigmas used."""
+    """Result of `sample`: the images' latents, the window's transitions, the sigmas used."""
 
     latents: Float[Array, "b ..."]
     transitions: Transitions
@@ -42,7 +42,7 @@ class Trajectory(NamedTuple):
 
 
 class Replay(NamedTuple):
-    """A policy at given transitions: log_prob, mean and std of x_next, and its velocity at x."""
+    """Evaluation of a policy at given transitions: log_prob, mean and std of x_next, and velocity at x."""
 
     log_prob: Float32[Array, "n"]
     mean: Float32[Array, "n ..."]
@@ -53,26 +53,26 @@ class Replay(NamedTuple):
 def image_keys(
     root: Key[Array, ""], serials: Int[ArrayLike, "b"], images: Int[ArrayLike, "b"]
 ) -> Key[Array, "b"]:
-    """Each image's key: the root key, folded with its group's serial and its number in the group.
+    """Returns each image's key: the root key, folded with its group's serial and its number in the group.
 
     Raises:
       ValueError: `root` is not a typed threefry key; with rbg, an image would depend on its batch.
     """
     typed = jax.dtypes.issubdtype(root.dtype, jax.dtypes.prng_key)
     if not typed or str(jax.random.key_impl(root)) != "threefry2x32":
-        raise ValueError("root must be a threefry key; make it by jax.random.key(seed)")
+        raise ValueError("root must be a threefry key; create it by jax.random.key(seed)")
     return jax.vmap(
         lambda serial, image: jax.random.fold_in(jax.random.fold_in(root, serial), image)
     )(jnp.asarray(serials), jnp.asarray(images))
 
 
 def start_noise(keys: Key[Array, "b"], shape: tuple[int, ...]) -> Float32[Array, "b ..."]:
-    """Standard normal noise of `shape` for each image, from its start stream."""
+    """Draws standard normal noise of `shape` for each image, from its start stream."""
     return jax.vmap(lambda key: jax.random.normal(jax.random.fold_in(key, START), shape))(keys)
 
 
 def group_keys(root: Key[Array, ""], serials: Int[ArrayLike, "b"]) -> Key[Array, "b"]:
-    """The key of each image's group, which is the key of its image 0, for start noise that a group shares.
+    """Returns the key of each image's group, that of its image 0, for start noise that a group shares.
 
     Transition noise still comes from each image's own key. The shared noise depends on the group's serial
     alone, not on the batch. DanceGRPO's `init_same_noise` (arXiv 2505.07818) draws one noise for a
@@ -80,8 +80,8 @@ def group_keys(root: Key[Array, ""], serials: Int[ArrayLike, "b"]) -> Key[Array,
     the epoch and the batch.
 
     Args:
-      root: as in `image_keys`.
-      serials: each image's group.
+      root: Root key, as in `image_keys`.
+      serials: Each image's group.
     """
     return image_keys(root, serials, jnp.zeros_like(jnp.asarray(serials)))
 
@@ -89,9 +89,9 @@ def group_keys(root: Key[Array, ""], serials: Int[ArrayLike, "b"]) -> Key[Array,
 def check_window(
     step: ReverseStep, sigmas: Float[np.ndarray, "sigmas"], start: int, length: int
 ) -> None:
-    """Raises ValueError where the steps [start, start + length) cannot be trained by their density.
+    """Raises ValueError if the steps [start, start + length) cannot be trained by their density.
 
-    This is an empty window, a window outside the schedule, a step without noise (ode), or a step whose
+    That is an empty window, a window outside the schedule, a step without noise (ode), or a step whose
     std is 0 (the last step of cps).
     """
     steps = len(sigmas) - 1
@@ -121,7 +121,7 @@ def sample(
     store_dtype: DTypeLike = jnp.float32,
     store_means: bool = False,
 ) -> Trajectory:
-    """Goes from noise at sigmas[0] to data at sigmas[-1], in one `lax.scan`.
+    """Samples from noise at sigmas[0] to data at sigmas[-1], in one `lax.scan`.
 
     The steps in the window follow `step` and are stored. The others are ODE steps: those of `step` if
     that is an ODE solver, else Euler steps. An image depends on its key and the start noise only, not
@@ -130,14 +130,14 @@ def sample(
     Args:
       velocity: `(x [b ...], sigma [b]) -> [b ...]`; the network with its parameters, conditioning
         and guidance.
-      x_start: start noise at sigmas[0].
-      sigmas: the schedule of n steps, falling.
-      step: kind of the steps in the window.
-      keys: one typed key an image (`image_keys`); step i draws its noise from their fold with i.
+      x_start: Start noise at sigmas[0].
+      sigmas: Schedule of n steps, falling.
+      step: Kind of the steps in the window.
+      keys: One typed key an image (`image_keys`); step i draws its noise from their fold with i.
       window: (first step, may be traced; number of steps, static). Length 0 stores nothing.
-      store_dtype: x is rounded to it after every step, before its log_prob is taken, and sampling
-        continues from the rounded value, so that replay sees what was sampled.
-      store_means: whether the transitions also hold the mean of x_next in float32 (GRPO-Guard and
+      store_dtype: x is rounded to it after every step, before its log_prob is computed, and sampling
+        continues from the rounded value, so that replay reads what was sampled.
+      store_means: Whether the transitions also store the mean of x_next in float32 (GRPO-Guard and
         Flow-DPPO read it), which needs as much memory as x or more.
 
     Raises:
@@ -164,7 +164,7 @@ def sample(
         return (x_next, memory, stored), None
 
     x = _round(x_start, store_dtype)
-    begin = x, solver.remember(x), _empty(x, length, store_means)
+    begin = x, solver.init_last(x), _empty(x, length, store_means)
     (x, _, stored), _ = jax.lax.scan(body, begin, jnp.arange(steps))
     return Trajectory(x, stored, sigmas)
 
@@ -172,13 +172,13 @@ def sample(
 def replay(
     velocity: Velocity, transitions: Transitions, step: ReverseStep, sigma_max: Float[ArrayLike, ""]
 ) -> Replay:
-    """Log-probability, mean and std of given transitions under `velocity`, by `sample`'s functions.
+    """Computes log-probability, mean and std of given transitions under `velocity`, by `sample`'s functions.
 
     Args:
-      velocity: as in `sample`.
-      transitions: one leading axis `[n]` (see `flatten`), sigma `[n]` or a scalar. Their own sigmas
-        are used, so the samples may stand at different steps.
-      step: the kind that sampled them.
+      velocity: Velocity of the policy, as in `sample`.
+      transitions: One leading axis `[n]` (see `flatten`), sigma `[n]` or a scalar. Their own sigmas
+        are used, so the samples may be at different steps.
+      step: Kind that sampled them.
       sigma_max: `trajectory.sigmas[1]`.
 
     Raises:
@@ -199,7 +199,7 @@ def replay(
 
 
 def per_image(transitions: Transitions) -> Transitions:
-    """The same with a sigma for each image, `[s b]`."""
+    """Gives transitions a sigma for each image, `[s b]`."""
     if transitions.sigma.ndim == 2:
         return transitions
 
@@ -211,7 +211,7 @@ def per_image(transitions: Transitions) -> Transitions:
 
 
 def select_steps(transitions: Transitions, steps: Int[Array, "k b"]) -> Transitions:
-    """Each image's own k steps, for b images: `[s b ...]` becomes `[k b ...]`, sigma `[k b]`."""
+    """Selects k steps of each of b images: `[s b ...]` becomes `[k b ...]`, sigma `[k b]`."""
 
     def of_image(image: Transitions, own: Int[Array, "k"]) -> Transitions:
         return jax.tree.map(lambda a: a[own], image)
@@ -225,9 +225,9 @@ def flatten(transitions: Transitions) -> Transitions:
 
 
 def check_step_range(start: int | Array, length: int, steps: int) -> None:
-    """Raises ValueError where the steps [start, start + length) are not within the schedule.
+    """Raises ValueError if the steps [start, start + length) are not within the schedule.
 
-    Of a traced start only the length is checked.
+    If the start is traced, only the length is checked.
     """
     known = isinstance(start, int)
     if not 0 <= length <= steps or (known and not 0 <= start <= steps - length):
@@ -248,7 +248,7 @@ def _noisy_step(step, x, v, sigmas, i, noise_keys) -> Transitions:
 
 
 def _round(x: Array, dtype: DTypeLike) -> Array:
-    """A cast that the compiler cannot remove, as it could where a value is cast down and up again."""
+    """Casts so that the compiler cannot remove the rounding, as it could if a value is cast down and up again."""
     kind = jnp.finfo(dtype)
     return jax.lax.reduce_precision(x.astype(jnp.float32), kind.nexp, kind.nmant).astype(dtype)
 
@@ -261,7 +261,7 @@ def _empty(x: Array, length: int, means: bool) -> Transitions:
 
 
 def _store(stored: Transitions, new: Transitions, slot: Array, inside: Array) -> Transitions:
-    """Writes `new` into its slot where the step is inside the window, else leaves it as it is."""
+    """Writes `new` into its slot if the step is inside the window."""
 
     def write(buffer, value):
         old = jax.lax.dynamic_index_in_dim(buffer, slot, keepdims=False)

@@ -22,7 +22,7 @@ UNSUPPORTED = (
 
 @dataclasses.dataclass(frozen=True)
 class SchedulerConfig:
-    """The fields of `scheduler_config.json` that change the sigmas; diffusers' names and defaults.
+    """Fields of `scheduler_config.json` that change the sigmas; diffusers' names and defaults.
 
     `shift` acts in a static schedule, the `base_*`, `max_*` and `time_shift_type` fields in a
     dynamic one, where the shift follows the number of image tokens. The networks embed 1000 sigma, as diffusers'
@@ -41,7 +41,7 @@ class SchedulerConfig:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "SchedulerConfig":
-        """From a parsed `scheduler_config.json`; ValueError names a field that is not supported."""
+        """Creates it from a parsed `scheduler_config.json`; ValueError names a field that is not supported."""
         kind = config.get("_class_name", "FlowMatchEulerDiscreteScheduler")
         if kind != "FlowMatchEulerDiscreteScheduler":
             raise ValueError(
@@ -69,23 +69,23 @@ def make_sigmas(
     spacing: Literal["timesteps", "uniform", "uniform float32"] = "timesteps",
     mu: float | None = None,
 ) -> Float32[np.ndarray, "sigmas"]:
-    """The sigmas of a sampling run of `num_steps` steps, from 1 down to 0.
+    """Returns the sigmas of a sampling run of `num_steps` steps, from 1 down to 0.
 
     The numbers are computed in the precision that diffusers uses at each place, so they are equal
     to its `scheduler.sigmas` bit for bit.
 
     Args:
-      config: the scheduler's settings.
-      num_steps: network evaluations n.
-      image_seq_len: number of image tokens; needed only with `config.use_dynamic_shifting`.
-      spacing: how the family's pipeline spaces the sigmas before the shift. "timesteps":
+      config: Settings of the scheduler.
+      num_steps: Network evaluations n.
+      image_seq_len: Number of image tokens; needed only with `config.use_dynamic_shifting`.
+      spacing: How the family's pipeline spaces the sigmas before the shift. "timesteps":
         evenly from the scheduler's first to its last training timestep (pipelines that pass
         `num_inference_steps`: SD3, Wan). "uniform": from 1 to 1/n (pipelines that pass `sigmas`:
         FLUX, Qwen-Image, HunyuanVideo). "uniform float32": the same from `torch.linspace` (Z-Image).
-      mu: the dynamic shift of a pipeline with a rule of its own; None: by `image_seq_len` and the config.
+      mu: Dynamic shift of a pipeline with a different rule. None means by `image_seq_len` and the config.
 
     Raises:
-      ValueError: too few steps, or `image_seq_len` missing where the shift is dynamic.
+      ValueError: too few steps, or `image_seq_len` is missing although the shift is dynamic.
     """
     if num_steps < 1:
         raise ValueError(f"num_steps is {num_steps}; a schedule needs at least 1 step")

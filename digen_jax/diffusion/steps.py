@@ -1,11 +1,11 @@
-"""One reverse step x -> x_next: the distribution of x_next, and its log-probability.
+"""Reverse steps x -> x_next: the distribution of x_next, and its log-probability.
 
 Sampling and replay call the same `mean_std` and `log_prob`. All arithmetic is float32, for inputs of
-any type. `sigma`, `sigma_next` and `sigma_max` are scalars, or `[b]` where the samples of a batch
-are at different steps. `sigma_max` is sigmas[1] of the schedule: only `FlowSde` reads it, in
-place of a sigma of 1.
+any dtype. `sigma`, `sigma_next` and `sigma_max` are scalars, or `[b]` if the samples of a batch
+are at different steps. `sigma_max` is sigmas[1] of the schedule: only `FlowSde` reads it, instead of
+a sigma of 1.
 
-The ODE solvers also `advance` along a schedule, where they may remember values of the last step.
+The ODE solvers also `advance` along a schedule, and may keep values of the last step.
 """
 
 import dataclasses
@@ -31,22 +31,22 @@ class Ode:
     def mean_std(
         self, x: Sample, v: Sample, sigma: Sigma, sigma_next: Sigma, sigma_max: Sigma
     ) -> tuple[Mean, Std]:
-        """Mean `[b ...]` of x_next and its std, which is 0."""
+        """Returns mean `[b ...]` of x_next and its std, which is 0."""
         x, v, sigma, sigma_next = _float32(x, v, sigma, sigma_next)
         dt = sigma_next - sigma
         return x + v * _columns(dt, x), jnp.zeros_like(dt)
 
     def log_prob(self, x_next: Sample, mean: Mean, std: Std) -> Float32[Array, "b"]:
-        """Raises ValueError: a step without noise has no density."""
+        """Raises ValueError, because a step without noise has no density."""
         raise ValueError("an ode step has no log_prob; choose flow, dance or cps for trained steps")
 
-    def remember(self, x: Sample) -> None:
-        """The `last` of the first step: this solver remembers nothing."""
+    def init_last(self, x: Sample) -> None:
+        """Returns the `last` of the first step: None, because this solver keeps nothing."""
 
     def advance(
         self, x: Sample, v: Sample, sigmas: Sigmas, i: int | Int[Array, ""], last: None
     ) -> tuple[Mean, None]:
-        """Step i of a schedule: x at sigmas[i + 1], and `last` for the next step."""
+        """Takes step i of a schedule; returns x at sigmas[i + 1], and `last` for the next step."""
         mean, _ = self.mean_std(x, v, sigmas[i], sigmas[i + 1], sigmas[1])
         return mean, None
 
@@ -69,17 +69,17 @@ class Dpm2(Ode):
     so that its second step is of second order. DiffusionNFT's solver ("dpm2") takes these steps on
     FlowMatchEuler's sigmas, which start at 1; its last step is written as DDIM without noise, which is
     the Euler step. This code follows it, with coefficients in float32 instead of float64, and with
-    sigma itself as the network's input, where both others cut 1000 sigma to a whole number.
+    sigma itself as the network's input, where both others truncate 1000 sigma to an integer.
     """
 
-    def remember(self, x: Sample) -> Mean:
-        """A place for the last x0; the first step does not read it."""
+    def init_last(self, x: Sample) -> Mean:
+        """Returns the `last` of the first step, which does not read it."""
         return jnp.zeros(x.shape, jnp.float32)
 
     def advance(
         self, x: Sample, v: Sample, sigmas: Sigmas, i: int | Int[Array, ""], last: Mean
     ) -> tuple[Mean, Mean]:
-        """Step i of a schedule: x at sigmas[i + 1], and the x0 that this step predicted."""
+        """Takes step i of a schedule; returns x at sigmas[i + 1], and the x0 that this step predicted."""
         mean, _ = self.mean_std(x, v, sigmas[i], sigmas[i + 1], sigmas[1])
         x, v, sigmas = _float32(x, v, sigmas)
         x0 = x - sigmas[i] * v
@@ -106,7 +106,7 @@ class ReverseSde:
     def mean_std(
         self, x: Sample, v: Sample, sigma: Sigma, sigma_next: Sigma, sigma_max: Sigma
     ) -> tuple[Mean, Std]:
-        """Mean `[b ...]` and std (shaped like sigma) of x_next."""
+        """Returns mean `[b ...]` and std (shaped like sigma) of x_next."""
         g = self.diffusion(sigma, sigma_next, sigma_max)
         x, v, sigma, sigma_next = _float32(x, v, sigma, sigma_next)
         dt = sigma_next - sigma
@@ -115,9 +115,9 @@ class ReverseSde:
         return x * _columns(of_x, x) + v * _columns(of_v, x), g * _sqrt(-dt)
 
     def log_prob(self, x_next: Sample, mean: Mean, std: Std) -> Float32[Array, "b"]:
-        """Gaussian log-density with its normaliser, averaged over all axes but the first.
+        """Returns the Gaussian log-density with its normaliser, averaged over all axes but the first.
 
-        Where std = 0 (padding, which has no weight) it is finite: the density of std 1.
+        If std = 0 (padding, which has no weight) it is finite: the density of std 1.
         """
         std = jnp.where(std > 0, std, 1.0)
         normaliser = jnp.log(std) + 0.5 * math.log(2 * math.pi)
@@ -134,7 +134,7 @@ class FlowSde(ReverseSde):
     def diffusion(
         self, sigma: Sigma, sigma_next: Sigma, sigma_max: Sigma
     ) -> Float32[Array, "*sigma"]:
-        """g: the std of the step without its factor sqrt(-dt)."""
+        """Returns g: the std of the step without its factor sqrt(-dt)."""
         sigma, sigma_max = _float32(sigma, sigma_max)
         return self.noise_level * _sqrt(sigma / (1 - jnp.where(sigma == 1, sigma_max, sigma)))
 
@@ -151,7 +151,7 @@ class CappedFlowSde(FlowSde):
     def diffusion(
         self, sigma: Sigma, sigma_next: Sigma, sigma_max: Sigma
     ) -> Float32[Array, "*sigma"]:
-        """g: the std of the step without its factor sqrt(-dt)."""
+        """Returns g: the std of the step without its factor sqrt(-dt)."""
         sigma, sigma_next = _float32(sigma, sigma_next)
         moves = sigma > sigma_next
         cap = MAX_STD / _sqrt(jnp.where(moves, sigma - sigma_next, 1.0))
@@ -166,7 +166,7 @@ class DanceSde(ReverseSde):
     def diffusion(
         self, sigma: Sigma, sigma_next: Sigma, sigma_max: Sigma
     ) -> Float32[Array, "*sigma"]:
-        """g: the std of the step without its factor sqrt(-dt)."""
+        """Returns g: the std of the step without its factor sqrt(-dt)."""
         return jnp.full_like(jnp.asarray(sigma, jnp.float32), self.noise_level)
 
 
@@ -188,14 +188,14 @@ class Cps:
     def diffusion(
         self, sigma: Sigma, sigma_next: Sigma, sigma_max: Sigma
     ) -> Float32[Array, "*sigma"]:
-        """The step's std itself, which has no factor sqrt(-dt)."""
+        """Returns the step's std, which has no factor sqrt(-dt)."""
         sigma_next = jnp.asarray(sigma_next, jnp.float32)
         return sigma_next * math.sin(self.noise_level * math.pi / 2)
 
     def mean_std(
         self, x: Sample, v: Sample, sigma: Sigma, sigma_next: Sigma, sigma_max: Sigma
     ) -> tuple[Mean, Std]:
-        """Mean `[b ...]` and std (shaped like sigma) of x_next."""
+        """Returns mean `[b ...]` and std (shaped like sigma) of x_next."""
         std = self.diffusion(sigma, sigma_next, sigma_max)
         x, v, sigma, sigma_next = _float32(x, v, sigma, sigma_next)
         x0 = x - _columns(sigma, x) * v
@@ -205,7 +205,7 @@ class Cps:
         return _columns(1 - sigma_next, x) * x0 + _columns(kept, x) * eps, std
 
     def log_prob(self, x_next: Sample, mean: Mean, std: Std) -> Float32[Array, "b"]:
-        """-(x_next - mean)^2 averaged over all axes but the first: no 1/2 std^2, no normaliser."""
+        """Returns -(x_next - mean)^2 averaged over all axes but the first: no 1/2 std^2, no normaliser."""
         return -_mean_square(x_next, mean)
 
 
@@ -221,7 +221,7 @@ KINDS = {
 
 
 def make_step(kind: str, noise_level: int | float) -> ReverseStep:
-    """The step that a config names, e.g. `make_step("cps", 0.8)`; ode and dpm2 take noise level 0.
+    """Creates the step that a config names, e.g. `make_step("cps", 0.8)`; ode and dpm2 take noise level 0.
 
     Raises:
       ValueError: a noise level that the kind cannot have.
@@ -248,7 +248,7 @@ def _float32(*arrays: ArrayLike) -> list[Array]:
 
 
 def _columns(a: Array, x: Array) -> Array:
-    """A scalar or `[b]` made to broadcast against x `[b ...]`."""
+    """Reshapes a scalar or `[b]` to broadcast against x `[b ...]`."""
     return a.reshape(a.shape + (1,) * (x.ndim - 1)) if a.ndim else a
 
 

@@ -1,4 +1,4 @@
-"""Which steps of the schedule are noisy and trained in a training step: a window that may move.
+"""Steps of the schedule that are noisy and trained in a training step: a window that may move.
 
 All images of a training step have one window. It is a pure function of the settings and the number of
 the training step, so that every host and a resumed run compute the same window.
@@ -7,14 +7,14 @@ the training step, so that every host and a resumed run compute the same window.
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from digen_jax.diffusion.sampling import check_window
 from digen_jax.diffusion.steps import ReverseStep
-from digen_jax.ranges import PositiveInt
+from digen_jax.ranges import Count, PositiveInt, Range
 
 Mode = Literal["fixed", "random", "progressive"]
 
@@ -42,23 +42,23 @@ class Window:
     stride below the length, places overlap (its `prog_overlap_step`); without `prog_overlap` its
     stride is the length. The last place ends at `end`, even where the stride would lead further, as in
     the paper. MixGRPO's public code lets the window run over the end, where it has fewer steps, down to
-    none for one whole interval. After the last place the window starts again (`roll_back`, which the
+    none for one interval. After the last place the window starts again (`roll_back`, which the
     public script sets) or stays (as in the paper). Intervals that shrink along the way (the strategies
     "decay" and "exp_decay") are not implemented.
     """
 
     mode: Mode = "fixed"  # how the window moves between training steps
     # steps in the window; 0: sampling without noise, for algorithms that train final images
-    length: int = 4
-    first: int = 0  # first step of the window; the first place of one that moves
+    length: Count = 4
+    first: Count = 0  # first step of the window; the first place of one that moves
     # a window that moves stays before this step (MixGRPO: 2 steps before the schedule's end); 0 for a fixed window
-    end: int = 0
+    end: Count = 0
     interval: PositiveInt = 1  # training steps that the window stays at one place
     stride: PositiveInt = 1  # steps that a "progressive" window moves each time
     # a "progressive" window starts again after its last place; False: it stays there
     roll_back: bool = True
     # share of the window's steps that each image trains, at random (DanceGRPO)
-    timestep_fraction: float = 1.0
+    timestep_fraction: Annotated[float, Range(0, 1, "least")] = 1.0
 
     def check(self, steps: int) -> None:
         """Raises ValueError for a window that does not fit into a schedule of `steps` steps.
@@ -86,7 +86,7 @@ class Window:
 
     @property
     def places(self) -> tuple[int, ...]:
-        """All the steps at which the window can start, in the order of the schedule."""
+        """Steps at which the window can start, in the order of the schedule."""
         if self.mode == "fixed":
             return (self.first,)
         last = self.end - self.length
@@ -106,7 +106,7 @@ class Window:
 def random_timesteps(
     seed: int | Sequence[int], steps: int, fraction: float
 ) -> Int[np.ndarray, "k"]:
-    """A random share of the denoising steps, in ascending order (DanceGRPO, arXiv 2505.07818).
+    """Draws a random share of the denoising steps, in ascending order (DanceGRPO, arXiv 2505.07818).
 
     DanceGRPO's code draws a separate share for every image, trains it in the order of the draw, and never
     the last step of the schedule. The order changes nothing when gradients are summed, so it is ascending
@@ -115,15 +115,15 @@ def random_timesteps(
     different: it takes the first steps, not random ones.
 
     Args:
-      seed: one integer or several, none of them negative.
-      steps: number of denoising steps to draw from, without those that are never trained.
-      fraction: of the steps, in (0, 1]; a part of a step is not trained, as in DanceGRPO's code.
+      seed: One integer or several, none of them negative.
+      steps: Number of denoising steps to draw from, without those that are never trained.
+      fraction: Share of the steps, in (0, 1]; rounded down, as in DanceGRPO's code.
 
     Returns:
       floor(fraction * steps) different indices in [0, steps).
 
     Raises:
-      ValueError: the fraction is out of range, or gives less than one step.
+      ValueError: the fraction gives less than one step.
     """
     count = share_of_timesteps(steps, fraction)
     # numpy guarantees that a bit generator's raw stream stays the same, but not the draws from it
@@ -132,9 +132,7 @@ def random_timesteps(
 
 
 def share_of_timesteps(steps: int, fraction: float) -> int:
-    """How many of `steps` denoising steps `random_timesteps` draws; raises the same errors."""
-    if not 0 < fraction <= 1:
-        raise ValueError(f"timestep_fraction is {fraction}; it must lie in (0, 1]")
+    """Returns how many of `steps` denoising steps `random_timesteps` draws; raises the same error."""
     count = math.floor(fraction * steps + 1e-9)  # 0.29 * 100 is 28.999999999999996
     if count < 1:
         raise ValueError(

@@ -1,15 +1,19 @@
-"""Sums of gradients over the passes of a chunk, also before its group is complete.
+"""Division of a chunk into passes, and accumulation of gradients over them.
 
-With the ratio identically 1 ("current" old log-probabilities, fresh chunks, one update a step)
-the policy's gradient is linear in the advantages. For rewards r_i with mean m and std s, and the
-gradient g_i of image i for advantage 1, it is
+A sample is a transition, or a final image at a noise level of the forward process. A pass takes k denoising steps, or
+noise levels, of n images. The steps are split over the mesh axis time, the images over the batch axes; a device's
+share of a pass consists of samples that it already stores.
+
+Gradients can also be accumulated before a group is complete. With the ratio identically 1 ("current" old
+log-probabilities, no policy lag, one update a step) the policy's gradient is linear in the advantages. For rewards r_i
+with mean m and std s, and the gradient g_i of image i for advantage 1, it is
 
     sum((r_i - m) g_i) / (s + eps)
 
-An open group keeps sum((r_i - m) g_i) and sum(g_i), with m the mean of the rewards so far: for a new
-mean m', (m - m') times the second sum is added to the first. So when the group is complete the first
-sum is centred, and nothing large was ever subtracted from it. The KL does not depend on the
-advantages and has its own sum. The global std is known, and divides, only at the update.
+An open group keeps sum((r_i - m) g_i) and sum(g_i), with m the mean of the rewards so far. For a new mean m',
+(m - m') times the second sum is added to the first. So the first sum of a complete group is centred, and nothing large
+was ever subtracted from it. The KL does not depend on the advantages and has its own sum. The global std is known, and
+divides, only at the update.
 """
 
 import dataclasses
@@ -31,37 +35,11 @@ from digen_jax.target import on_device
 
 Metrics = dict[str, Float[Array, ""]]
 
-
-class Term(NamedTuple):
-    """A part of the loss, summed over samples, and its gradient."""
-
-    gradient: Any
-    loss: Float[Array, ""]
-
-
-class Totals(NamedTuple):
-    """Sums over all samples so far; divided once, at the update.
-
-    `unscaled` is the part of the groups that were trained before the step's rewards were known; it is
-    divided by their std later: see `early`.
-    """
-
-    gradient: Any
-    sums: Metrics
-    unscaled: Term | None = None
-
-
-class GroupSums(NamedTuple):
-    """Sums of a group whose advantages are not known yet; g_i is the gradient of image i for advantage 1."""
-
-    centred: Term  # sum of (r_i - m) g_i, m the mean of the rewards so far
-    plain: Term  # sum of g_i
-    kl: Term | None  # without its coefficient; None: no KL
-    sums: Metrics
+# ------------------------------------------------------------------------------ chunks and passes
 
 
 class FinalImages(NamedTuple):
-    """Final images, from which the forward process makes samples: the draws depend only on the keys.
+    """Final images that are trained on the forward process. Noise and noise levels depend only on the keys.
 
     A pair of images with the same noise and noise level counts as one of b, x0 `[b 2 ...]`, with one key.
     """
@@ -72,15 +50,20 @@ class FinalImages(NamedTuple):
 
 
 class NoiseLevels(NamedTuple):
-    """Samples of the forward process: final images, and the noise level of each.
-
-    A pass draws the noise itself, from the key and the number of the draw.
-    """
+    """Final images with a noise level each. A pass draws the noise itself, from the key and the draw's number."""
 
     x0: Float[Array, "n ..."]
     keys: Key[Array, "n"]
     draws: Int[Array, "n"]
     sigma: Float32[Array, "n"]
+
+
+class SharedInputs(NamedTuple):
+    """Inputs that all passes over a chunk share."""
+
+    conditioning: Any
+    null: Any
+    sigma_max: Float[Array, ""]
 
 
 class TrainBatch(NamedTuple):
@@ -91,87 +74,71 @@ class TrainBatch(NamedTuple):
     null: Any  # of the empty prompt
     rows: Int[Array, "b"]  # each image's prompt
     advantages: Float[Array, "b"]  # DiffusionNFT: the probability of being good; DPO reads none
-    weight: Float[Array, "b"]  # 1, or 0: the image is in no sum
+    weight: Float[Array, "b"]  # 1, or 0 for images that are in no sum
     sigma_max: Float[Array, ""]  # sigmas[1] of the schedule
 
-
-class SharedInputs(NamedTuple):
-    """The inputs of all passes over a chunk."""
-
-    conditioning: Any
-    null: Any
-    sigma_max: Float[Array, ""]
+    @property
+    def shared(self) -> SharedInputs:
+        """Inputs of every pass."""
+        return SharedInputs(self.conditioning, self.null, self.sigma_max)
 
 
 class MicroBatch(NamedTuple):
-    """The inputs of one forward and backward pass: n samples of any steps and images."""
+    """Inputs of one forward and backward pass: n samples of any steps and images."""
 
     samples: Transitions | NoiseLevels
     rows: Int[Array, "n"]
     advantages: Float[Array, "n"]
     weight: Float[Array, "n"]  # 0 for padding, and for images that are left out
-    image: Int[Array, "n"] | None = (
-        None  # which of the pass; of each device's own where it has them apart
-    )
+    image: Int[Array, "n"] | None = None  # number of the image, within the pass or a device's share
 
 
 def trained_part(trajectory: Trajectory, keys: Key[Array, "b"]) -> Transitions | FinalImages:
-    """The trained part of a trajectory: the stored transitions or, without any, its end."""
+    """Returns the stored transitions of a trajectory or, if none are stored, its final images."""
     if len(trajectory.transitions.sigma):
         return trajectory.transitions
     return FinalImages(trajectory.latents, keys, trajectory.sigmas)
 
 
-def shared(train_batch: TrainBatch) -> SharedInputs:
-    """The part of a chunk that is not divided."""
-    return SharedInputs(train_batch.conditioning, train_batch.null, train_batch.sigma_max)
-
-
 def passes(
     train_batch: TrainBatch, images: int, steps: int, group: DeviceGroup, times: Times | None = None
 ) -> MicroBatch:
-    """All samples of a chunk, divided into passes [m, steps, images, ...]; `times` draws the noise levels.
+    """Divides all samples of a chunk into passes [m, steps, images, ...]; `times` draws the noise levels.
 
     Pass j of some steps has the images j, j + c, j + 2c, ...: strided, not contiguous, so that every device
-    already has its share of a pass. If `steps` does not divide the trained steps, the last step is repeated
+    already stores its share of a pass. If `steps` does not divide the trained steps, the last step is repeated
     with weight 0.
     """
-    samples = _per_step(train_batch.samples, times)
+    samples = train_batch.samples
+    if isinstance(samples, FinalImages):
+        sigma = times.draw(samples.keys, samples.sigmas)
+        draws = jnp.broadcast_to(jnp.arange(len(sigma))[:, None], sigma.shape)
+        repeated = (jnp.broadcast_to(a, (len(sigma), *a.shape)) for a in samples[:2])
+        samples = NoiseLevels(*repeated, draws, sigma)
+    else:
+        samples = per_image(samples)
     s, b = samples.sigma.shape
     rounds, chunks = -(-s // steps), b // images
 
-    def cut(a: Array) -> Array:
+    def divide(a: Array) -> Array:
         """[s b ...] -> [rounds*chunks steps images ...]."""
         if rounds * steps > len(a):
             a = jnp.concatenate([a, jnp.repeat(a[-1:], rounds * steps - len(a), axis=0)])
         a = a.reshape(rounds, steps, images, chunks, *a.shape[2:])
-        # Before any axes are merged: for a merged axis XLA would gather the whole trajectory.
+        # Constrained before any axes are merged: for a merged axis XLA would gather the trajectory.
         a = jax.lax.with_sharding_constraint(jnp.moveaxis(a, 3, 1), group.passes(2))
         return a.reshape(rounds * chunks, *a.shape[2:])
 
-    def per_step(a: Array) -> Array:
-        """[b] -> [s b]."""
-        return jnp.broadcast_to(a, (s, b))
-
-    rows, advantages = per_step(train_batch.rows), per_step(train_batch.advantages)
+    rows, advantages = (
+        jnp.broadcast_to(a, (s, b)) for a in (train_batch.rows, train_batch.advantages)
+    )
     trained = (jnp.arange(rounds * steps) < s).astype(jnp.float32)
     weight = trained[:, None] * train_batch.weight
-    return jax.tree.map(cut, MicroBatch(samples, rows, advantages, weight))
-
-
-def _per_step(samples: Transitions | FinalImages, times: Times | None) -> Transitions | NoiseLevels:
-    """All samples [s b ...]."""
-    if isinstance(samples, FinalImages):
-        sigma = times.draw(samples.keys, samples.sigmas)
-        s, b = sigma.shape
-        draws = jnp.broadcast_to(jnp.arange(s)[:, None], (s, b))
-        x0, keys = (jnp.broadcast_to(a, (s, *a.shape)) for a in (samples.x0, samples.keys))
-        return NoiseLevels(x0, keys, draws, sigma)
-    return per_image(samples)
+    return jax.tree.map(divide, MicroBatch(samples, rows, advantages, weight))
 
 
 def merge_pass(micro: MicroBatch, group: DeviceGroup) -> MicroBatch:
-    """One pass [steps, images, ...] -> [steps*images, ...], in the order of the devices that hold it."""
+    """Merges a pass [steps, images, ...] into [steps*images, ...], in the order of the devices that store it."""
     time, devices = group.time, group.images
 
     def merge(a: Array) -> Array:
@@ -180,17 +147,49 @@ def merge_pass(micro: MicroBatch, group: DeviceGroup) -> MicroBatch:
         a = a.reshape(time, k // time, devices, n // devices, *rest).swapaxes(1, 2)
         return jax.lax.with_sharding_constraint(a.reshape(k * n, *rest), group.merged)
 
-    return jax.tree.map(merge, _numbered(micro))
+    return jax.tree.map(merge, _with_image_numbers(micro))
 
 
-def merge_pass_on_device(micro: MicroBatch) -> MicroBatch:
-    """The share of one device, [steps, images, ...] -> [steps*images, ...]."""
-    return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), _numbered(micro))
-
-
-def _numbered(micro: MicroBatch) -> MicroBatch:
-    """[steps, images, ...] with the numbers of the images."""
+def _with_image_numbers(micro: MicroBatch) -> MicroBatch:
     return micro._replace(image=jax.lax.broadcasted_iota(jnp.int32, micro.weight.shape, 1))
+
+
+# ------------------------------------------------------------------------------ sums
+
+
+class Term(NamedTuple):
+    """A part of the loss, summed over samples, and its gradient."""
+
+    gradient: Any
+    loss: Float[Array, ""]
+
+
+class Totals(NamedTuple):
+    """Sums over all samples so far. They are divided once, at the update.
+
+    `unscaled` is the part of groups that were closed before the global std was known, see `apply_global_std`.
+    """
+
+    gradient: Any
+    sums: Metrics
+    unscaled: Term | None = None
+
+
+class GroupSums(NamedTuple):
+    """Sums of a group with unknown advantages; g_i is the gradient of image i for advantage 1."""
+
+    centred: Term  # sum of (r_i - m) g_i, m the mean of the rewards so far
+    plain: Term  # sum of g_i
+    kl: Term | None  # without its coefficient; None: no KL
+    sums: Metrics
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenGroup:
+    """A group of which some images are trained: their rewards, and the sums over them."""
+
+    rewards: Float[np.ndarray, "n"]
+    sums: GroupSums
 
 
 def sum_passes(
@@ -203,22 +202,30 @@ def sum_passes(
     layout: Any,
     piece: Any = None,
 ) -> Any:
-    """`totals` + the sum over passes of gradient(*parameters, shared, pass), with the memory of one pass.
+    """Adds the sum over passes of gradient(*parameters, shared, pass) to `totals`, with the memory of one pass.
 
-    `piece` is (first, count) of the passes, which may be traced, so that one program is for all pieces; None: all.
+    If every device stores full parameters and tokens are not split, each device sums its own share, and the sums
+    are reduced once, at the end, over the devices with other samples. Otherwise XLA reduces in every pass.
 
-    If the parameters are whole on every device and tokens are not split, each device sums its own share, and the
-    sums are reduced once, at the end, over the devices with other samples; otherwise XLA reduces in every pass.
-    `layout` contains the totals' shardings.
+    Args:
+      gradient: Of one pass.
+      group: The mesh.
+      parameters: Parameter trees.
+      shared: Inputs of all passes.
+      micros: The passes, stacked.
+      totals: Sums so far.
+      layout: Shardings of the sums.
+      piece: (first, count) of the passes. They may be traced, so that one program computes any piece. None means
+        all passes.
     """
 
-    def scan(parameters, shared, micros, totals, piece, merge, laid_out):
+    def loop(parameters, shared, micros, totals, piece, merge, constrain):
         def body(number, totals):
             micro = jax.tree.map(
                 lambda a: jax.lax.dynamic_index_in_dim(a, number, 0, False), micros
             )
             new = gradient(*parameters, shared, merge(micro))
-            return laid_out(jax.tree.map(jnp.add, totals, new))
+            return constrain(jax.tree.map(jnp.add, totals, new))
 
         passes = len(jax.tree.leaves(micros)[0])
         first, count = (0, passes) if piece is None else piece
@@ -226,59 +233,49 @@ def sum_passes(
         end = passes if piece is None else jnp.minimum(first + count, passes)
         return jax.lax.fori_loop(first, end, body, totals)
 
-    def own_share(parameters, shared, micros, totals, piece):
-        first = jax.lax.axis_index(SAMPLES) == 0
-        mine = jax.tree.map(lambda a: jnp.where(first, a, 0), totals)
-        with on_device(group.mesh.devices.flat[0], group.attention):
-            mine = scan(
-                parameters, shared, micros, mine, piece, merge_pass_on_device, lambda sums: sums
-            )
-        return jax.lax.psum(mine, SAMPLES)
+    def merge_share(micro):
+        return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), _with_image_numbers(micro))
 
-    whole = PartitionSpec()
-    apart = group.mesh.shape[SEQUENCE] == 1 and all(map(group.is_replicated, parameters))
-    if group.mesh.size == 1 or not apart:
+    def sum_share(parameters, shared, micros, totals, piece):
+        first = jax.lax.axis_index(SAMPLES) == 0
+        share = jax.tree.map(lambda a: jnp.where(first, a, 0), totals)
+        with on_device(group.mesh.devices.flat[0], group.attention):
+            share = loop(parameters, shared, micros, share, piece, merge_share, lambda sums: sums)
+        return jax.lax.psum(share, SAMPLES)
+
+    inputs = parameters, shared, micros, totals, piece
+    replicated = group.mesh.shape[SEQUENCE] == 1 and all(map(group.is_replicated, parameters))
+    if group.mesh.size == 1 or not replicated:
         with tracing_on(group.merged, group.attention):
-            return scan(
-                parameters,
-                shared,
-                micros,
-                totals,
-                piece,
+            return loop(
+                *inputs,
                 lambda micro: merge_pass(micro, group),
                 lambda sums: jax.lax.with_sharding_constraint(sums, layout),
             )
-    # Unchecked, because the check would make every gradient of whole parameters a sum over all devices.
+    full = PartitionSpec()
+    # Unchecked: the check would make every gradient of replicated parameters a sum over all devices.
     return jax.shard_map(
-        own_share,
+        sum_share,
         mesh=group.mesh,
-        in_specs=(whole, whole, group.passes(1).spec, whole, whole),
-        out_specs=whole,
+        in_specs=(full, full, group.passes(1).spec, full, full),
+        out_specs=full,
         check_vma=False,
-    )(parameters, shared, micros, totals, piece)
-
-
-@dataclasses.dataclass(frozen=True)
-class OpenGroup:
-    """A group of which some images are trained: their rewards, and the sums over them."""
-
-    rewards: Float[np.ndarray, "n"]
-    sums: GroupSums
+    )(*inputs)
 
 
 def recenter(sums: GroupSums, shift: Float[Array, ""]) -> GroupSums:
-    """The same sums after the mean of the rewards fell by `shift`."""
+    """Updates the sums after the mean of the rewards fell by `shift`."""
     return sums._replace(centred=_add(sums.centred, sums.plain, shift))
 
 
 def fold_group(
     totals: Totals, sums: GroupSums, scale: Float[Array, ""] | None, kl_coefficient: float
 ) -> Totals:
-    """Adds a complete group to a step's totals; `scale` is 1 / (std + eps), None while that is not known."""
+    """Adds a complete group to a step's totals; `scale` is 1 / (std + eps), None while the std is not known."""
     if scale is None:
         totals = totals._replace(unscaled=_add(totals.unscaled, sums.centred, 1.0))
     else:
-        totals = _with_policy(totals, sums.centred, scale)
+        totals = _add_policy(totals, sums.centred, scale)
     others = dict(sums.sums)
     if sums.kl is not None:
         penalty = _add(Term(totals.gradient, totals.sums["loss"]), sums.kl, kl_coefficient)
@@ -291,11 +288,11 @@ def fold_group(
 
 
 def apply_global_std(totals: Totals, scale: Float[Array, ""]) -> Totals:
-    """Totals whose unscaled part is divided by the global std: `scale` is 1 / (std + eps)."""
-    return _with_policy(totals._replace(unscaled=None), totals.unscaled, scale)
+    """Divides the unscaled part by the global std: `scale` is 1 / (std + eps)."""
+    return _add_policy(totals._replace(unscaled=None), totals.unscaled, scale)
 
 
-def _with_policy(totals: Totals, term: Term, scale: Any) -> Totals:
+def _add_policy(totals: Totals, term: Term, scale: Any) -> Totals:
     """Adds `scale` times the policy's part of the loss."""
     gradient = jax.tree.map(lambda a, b: a + scale * b, totals.gradient, term.gradient)
     added = {name: totals.sums[name] + scale * term.loss for name in ("loss", "policy_loss")}

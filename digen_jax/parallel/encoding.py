@@ -1,4 +1,4 @@
-"""Text encoders on a mesh, and their outputs as rows on the host, which can be stored without the encoders."""
+"""Text encoders on a mesh, and their outputs as rows on the host, which can be cached."""
 
 import dataclasses
 import functools
@@ -17,17 +17,17 @@ from digen_jax.parallel.placement import DeviceGroup, chunked_map
 
 # A prompt's arrays by the field of the conditioning, without tokens that the network does not attend to.
 Rows = Mapping[str, np.ndarray]
-NULL = "\0"  # the key of the family's own pass without the prompt, and the beginning of those of records
+NULL = "\0"  # key of the family's pass without the prompt, and prefix of the keys of records' passes without it
 
 
 @dataclasses.dataclass(frozen=True)
 class PrecomputedPrompts:
-    """Prompts that were encoded before, instead of text encoders on the devices.
+    """Prompts that were encoded beforehand, instead of text encoders on the devices.
 
     Attributes:
-      family: whose encoders made them.
-      encoders: the parameters with which they were encoded, as shapes.
-      read: gives the rows of keys (`prompt_key`, `null_prompt_key`).
+      family: Model family.
+      encoders: Shapes of the text encoders' parameters.
+      read: Returns the rows of keys (`prompt_key`, `null_prompt_key`).
     """
 
     family: Family
@@ -35,12 +35,12 @@ class PrecomputedPrompts:
     read: Callable[[Sequence[str]], list[Rows]]
 
     def conditioning(self, records: Sequence[Record]) -> Conditioning:
-        """Of each record, on the host."""
+        """Returns the conditioning of each record, on the host."""
         rows = self.read([prompt_key(self.family, record) for record in records])
         return pad_rows(self.family, self._shapes, rows)
 
     def null(self, records: Sequence[Record]) -> Conditioning:
-        """Of each record's pass without the prompt, one row for all where `Family.tokenize_null` has one."""
+        """Returns the conditioning without the prompt; one row for all records where `Family.tokenize_null` has one."""
         keys = [null_prompt_key(self.family, record) for record in records]
         if self.family.source is None and len(set(keys)) == 1:
             keys = keys[:1]
@@ -52,26 +52,26 @@ class PrecomputedPrompts:
 
 
 def jit_encoder(family: Family, group: DeviceGroup) -> Any:
-    """The jitted program (components, tokens) -> conditioning, which every device then has whole."""
+    """Returns the jitted program (components, tokens) -> conditioning, replicated on every device."""
     return jax.jit(functools.partial(_encode, family, group), out_shardings=group.replicated)
 
 
 def block_size(family: Family, group: DeviceGroup) -> int:
-    """The prompts that a mesh encodes in one chunk."""
+    """Returns the number of prompts that a mesh encodes in one chunk."""
     return family.encoded_prompts * group.images
 
 
 def example_record(family: Family) -> Record:
-    """A record with all that the family reads, for programs and shapes, which do not depend on the content."""
-    picture = {} if family.source is None else {"image": black_image(*family.source[:2])}
-    return {"prompt": "", **picture}
+    """Returns a record with every field that the family reads, for programs and shapes."""
+    image = {} if family.source is None else {"image": black_image(*family.source[:2])}
+    return {"prompt": "", **image}
 
 
 def prompt_key(family: Family, record: Record) -> str:
-    """What the conditioning of a record depends on: its prompt, and the bytes of the picture that is edited.
+    """Returns what the conditioning of a record depends on: its prompt, and the hash of the image that is edited.
 
     Raises:
-      ConfigError: the picture is gone.
+      ConfigError: the image file is missing.
     """
     if family.source is None:
         return record["prompt"]
@@ -80,10 +80,10 @@ def prompt_key(family: Family, record: Record) -> str:
 
 
 def null_prompt_key(family: Family, record: Record) -> str:
-    """What a record's pass without the prompt depends on: its negative prompt, and the bytes of its picture.
+    """Returns what a record's pass without the prompt depends on: its negative prompt, and the hash of its image.
 
     Raises:
-      ConfigError: the picture is gone.
+      ConfigError: the image file is missing.
     """
     negative = negative_of(family, record)
     if family.source is None and negative == family.negative_prompt:
@@ -92,48 +92,37 @@ def null_prompt_key(family: Family, record: Record) -> str:
 
 
 def encoded_shapes(family: Family, encoders: Params) -> Conditioning:
-    """The conditioning of one prompt as shapes."""
+    """Returns the shapes of one prompt's conditioning."""
     return jax.eval_shape(family.encode, encoders, family.tokenize([example_record(family)]))
 
 
 def row_bytes(family: Family, encoders: Params, tokens: Tokens) -> Int[np.ndarray, "b"]:
-    """The bytes of each prompt's rows, before it is encoded.
-
-    Args:
-      family: whose encoders these are.
-      encoders: as shapes.
-      tokens: of the prompts.
-    """
-    shapes = _fields(encoded_shapes(family, encoders))
-    total = np.zeros(len(jax.tree.leaves(tokens)[0]), np.int64)
+    """Returns the bytes of each prompt's rows, before it is encoded; `encoders` are shapes."""
     masks = set(family.masked.values())
+
+    def encode_masks(encoders: Params, tokens: Tokens) -> dict[str, Bool[Array, "b n"]]:
+        fields = _fields(family.encode(encoders, tokens))
+        return {mask: fields[mask] for mask in masks}
+
     if masks:
         # Masks depend on tokens alone, so the program reads no parameter: these take no memory.
         empty = jax.tree.map(lambda leaf: np.broadcast_to(leaf.dtype.type(0), leaf.shape), encoders)
-        made = jax.jit(functools.partial(_masks, family))(empty, tokens)
-    for field, leaf in shapes.items():
+        encoded = jax.jit(encode_masks)(empty, tokens)
+    total = np.zeros(len(jax.tree.leaves(tokens)[0]), np.int64)
+    for field, leaf in _fields(encoded_shapes(family, encoders)).items():
         if field in masks:
             continue
         mask = family.masked.get(field)
-        length = _lengths(np.asarray(made[mask])) if mask else leaf.shape[1]
+        length = _lengths(np.asarray(encoded[mask])) if mask else leaf.shape[1]
         total += length * int(np.prod(leaf.shape[2:])) * leaf.dtype.itemsize
     return total
 
 
-def _masks(family: Family, encoders: Params, tokens: Tokens) -> dict[str, Bool[Array, "b n"]]:
-    fields = _fields(family.encode(encoders, tokens))
-    return {mask: fields[mask] for mask in family.masked.values()}
-
-
 def unpad_rows(family: Family, conditioning: Conditioning) -> list[Rows]:
-    """The rows of each prompt; masks are left out, because the numbers of rows say what they do.
-
-    Args:
-      family: says which fields have a mask.
-      conditioning: on the host.
+    """Returns the rows of each prompt, given the conditioning on the host; the numbers of rows replace the masks.
 
     Raises:
-      ValueError: a mask excludes a token in front of another.
+      ValueError: a mask excludes a token before another one.
     """
     fields = _fields(conditioning)
     lengths = {field: _lengths(fields[mask]) for field, mask in family.masked.items()}
@@ -147,61 +136,53 @@ def unpad_rows(family: Family, conditioning: Conditioning) -> list[Rows]:
 
 
 def pad_rows(family: Family, shapes: Conditioning, rows: Sequence[Rows]) -> Conditioning:
-    """The conditioning of prompts on the host, from the rows of each: the inverse of `unpad_rows`.
+    """Returns the conditioning of prompts on the host, from the rows of each: the inverse of `unpad_rows`.
 
-    Tokens that the network does not attend to are 0.
-
-    Args:
-      family: says which fields have a mask.
-      shapes: the conditioning of one prompt.
-      rows: of each prompt.
+    Tokens that the network does not attend to are 0. `shapes` are those of one prompt's conditioning.
 
     Raises:
       ValueError: the rows are another model's.
     """
-    made = {
+    encoded = {
         field: np.zeros((len(rows), *leaf.shape[1:]), leaf.dtype)
         for field, leaf in _fields(shapes).items()
     }
-    for i, own in enumerate(rows):
-        for field, array in own.items():
-            _check_fits(field, array, made[field][i], field in family.masked)
-            made[field][i, : len(array)] = array
-            if field in family.masked:
-                made[family.masked[field]][i, : len(array)] = True
-    return jax.tree.unflatten(jax.tree.structure(shapes), list(made.values()))
-
-
-def _check_fits(field: str, array: np.ndarray, whole: np.ndarray, masked: bool) -> None:
-    length = len(array) <= len(whole) if masked else len(array) == len(whole)
-    if not length or (array.shape[1:], array.dtype) != (whole.shape[1:], whole.dtype):
-        raise ValueError(
-            f"{field} of an encoded prompt is {array.dtype}{list(array.shape)}, but the model's is "
-            f"{whole.dtype}{list(whole.shape)}"
-        )
+    for i, prompt in enumerate(rows):
+        for field, array in prompt.items():
+            full, mask = encoded[field][i], family.masked.get(field)
+            fits = len(array) <= len(full) if mask else len(array) == len(full)
+            if not fits or (array.shape[1:], array.dtype) != (full.shape[1:], full.dtype):
+                raise ValueError(
+                    f"{field} of an encoded prompt is {array.dtype}{list(array.shape)}, but the model's is "
+                    f"{full.dtype}{list(full.shape)}"
+                )
+            full[: len(array)] = array
+            if mask:
+                encoded[mask][i, : len(array)] = True
+    return jax.tree.unflatten(jax.tree.structure(shapes), list(encoded.values()))
 
 
 def _lengths(mask: Bool[np.ndarray, "b n"]) -> Int[np.ndarray, "b"]:
     lengths = mask.sum(1)
     if not np.array_equal(mask, np.arange(mask.shape[1]) < lengths[:, None]):
-        raise ValueError("the mask of encoded prompts excludes a token in front of another")
+        raise ValueError("the mask of encoded prompts excludes a token before another one")
     return lengths
 
 
 def _fields(conditioning: Conditioning) -> dict[str, Any]:
-    """Its arrays by name, in the order of its leaves."""
+    """Returns the arrays of a conditioning by name, in the order of its leaves."""
     named = jax.tree.leaves_with_path(conditioning)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in named}
 
 
 def _encode(family: Family, group: DeviceGroup, frozen: Any, tokens: Any) -> Any:
-    """Each device encodes a part of the prompts, in chunks of a size that the family encodes in bounded memory."""
+    """Encodes a part of the prompts on each device, in chunks of a size that the family encodes in bounded memory."""
     prompts = len(jax.tree.leaves(tokens)[0])
 
-    def filled(array: Shaped[Array, "b ..."]) -> Shaped[Array, "n ..."]:
+    def pad(array: Shaped[Array, "b ..."]) -> Shaped[Array, "n ..."]:
         free = [(0, 0)] * (array.ndim - 1)
         return jnp.pad(array, [(0, -prompts % group.images), *free], mode="edge")
 
     encode = functools.partial(family.encode, frozen)
-    done = chunked_map(encode, jax.tree.map(filled, tokens), family.encoded_prompts, group)
+    done = chunked_map(encode, jax.tree.map(pad, tokens), family.encoded_prompts, group)
     return jax.tree.map(lambda c: c[:prompts], done)

@@ -1,4 +1,4 @@
-"""The axes of a device mesh: every mesh has all of them, unused ones with size 1.
+"""Axes of a device mesh: every mesh has all of them, unused ones with size 1.
 
 | axis     | splits                                                                                        |
 | -------- | --------------------------------------------------------------------------------------------- |
@@ -28,35 +28,31 @@ from digen_jax.process import job
 
 TIME, DATA, FSDP, TENSOR, SEQUENCE = "time", "data", "fsdp", "tensor", "sequence"
 
-# The axes that split images.
-BATCH = (DATA, FSDP)
-# The axes that split the work on an image, so that neighbouring devices share it.
-MODEL = (TENSOR, SEQUENCE)
-# The axes whose devices train different samples: a gradient is the sum over these, and only these.
-SAMPLES = (TIME, *BATCH)
-# The axes that may split a parameter.
-PARAMETERS = (FSDP, TENSOR)
+BATCH = (DATA, FSDP)  # split images
+MODEL = (TENSOR, SEQUENCE)  # split the work on an image; their devices are neighbours
+SAMPLES = (TIME, *BATCH)  # their devices train different samples: a gradient is the sum over these
+PARAMETERS = (FSDP, TENSOR)  # may split a parameter
 ALL = (*SAMPLES, *MODEL)
 
 
 def axis_sizes(**given: int) -> dict[str, int]:
-    """The sizes of all axes; 1 for those that are not given."""
+    """Returns the sizes of all axes; those that are not given have size 1."""
     return dict.fromkeys(ALL, 1) | given
 
 
 def make_mesh(devices: Sequence[jax.Device], **sizes: int) -> Mesh:
-    """A mesh of all devices in their order, with the last axis varying fastest, by the sizes of `axis_sizes`."""
+    """Creates a mesh of all devices in their order, the last axis varying fastest, by the sizes of `axis_sizes`."""
     grid = np.asarray(devices).reshape(list(axis_sizes(**sizes).values()))
     return Mesh(grid, ALL, axis_types=(AxisType.Auto,) * len(ALL))
 
 
 def parts(mesh: Mesh, axes: Sequence[str]) -> int:
-    """The number of parts into which some axes split."""
+    """Returns the number of parts into which some axes split."""
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def put(value: Any, sharding: Sharding) -> Array:
-    """Lays out a value that every process has whole, typed keys included, over a mesh.
+    """Shards a value over a mesh; every process has the full value. Typed keys are supported.
 
     `jax.device_put` does the same, but over several processes it first compares all values.
     """
@@ -66,36 +62,36 @@ def put(value: Any, sharding: Sharding) -> Array:
 
 
 def any_of(mask: Bool[np.ndarray, "n"], mesh: Mesh) -> Bool[np.ndarray, "n"]:
-    """Where some process of a mesh has true; all of them must call."""
+    """Combines the masks of all processes of a mesh by or; all of them must call."""
     rows = NamedSharding(mesh, PartitionSpec(mesh.axis_names))  # one for each device
     masks = jax.make_array_from_callback(
         (mesh.size, len(mask)), rows, lambda index: mask[None, index[1]]
     )
-    whole = NamedSharding(mesh, PartitionSpec())
-    return fetch(jax.jit(lambda masks: masks.any(0), out_shardings=whole)(masks))
+    replicated = NamedSharding(mesh, PartitionSpec())
+    return fetch(jax.jit(lambda masks: masks.any(0), out_shardings=replicated)(masks))
 
 
 def fetch(array: Shaped[Array, "..."]) -> Shaped[np.ndarray, "..."]:
-    """The whole array on the host of every process; if it is split over several processes, all must call."""
+    """Returns the full array on the host of every process; if it is split over several processes, all must call."""
     if array.is_fully_addressable:
         return np.asarray(array)
     return multihost_utils.process_allgather(array, tiled=True)
 
 
 def job_devices(count: int, field: str) -> list[jax.Device]:
-    """The devices for the mesh of a field of the config: equally many of each process that works with this one.
+    """Returns the devices for the mesh of a config field: equally many of each process of this process group.
 
     Raises:
       ConfigError: a process has fewer.
     """
     processes = job.members() or range(job.size())
-    own, found = count // len(processes), []
+    share, found = count // len(processes), []
     for process in processes:
-        its = [one for one in jax.devices() if one.process_index == process]
-        if len(its) < own:
+        local = [one for one in jax.devices() if one.process_index == process]
+        if len(local) < share:
             raise ConfigError(
-                f"{field} has {count} devices, but its process has {len(its)} ({jax.devices()[0].device_kind}): make "
+                f"{field} has {count} devices, but its process has {len(local)} ({jax.devices()[0].device_kind}): make "
                 "it smaller, or start it where there are more"
             )
-        found += its[:own]
+        found += local[:share]
     return found

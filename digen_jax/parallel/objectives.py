@@ -1,13 +1,13 @@
-"""The trainer's objectives: sums of gradients and metrics over passes of a chunk."""
+"""The trainer's objectives: summed gradients and metrics of one pass, as functions of the trained parameters."""
 
 import dataclasses
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from digen_jax.algorithms.algorithm import Matching, MatchingSamples, Velocities
+from digen_jax.algorithms.algorithm import Algorithm, Matching, MatchingSamples, Velocities
 from digen_jax.algorithms.losses import gaussian_kl, mask_rows, velocity_mse, weighted_sum
 from digen_jax.algorithms.policy_gradient import PolicyGradient, Samples, policy_gradient_loss
 from digen_jax.diffusion.noising import forward_noise, noised, noised_pairs
@@ -18,12 +18,12 @@ from digen_jax.parallel.policy import Policy, null_rows
 
 
 class Policies(NamedTuple):
-    """Other parameters than those being trained; None: the algorithm does not read them, or they are the same.
+    """Parameters other than those being trained. None means that the algorithm does not read them.
 
     Attributes:
-      behavior: the parameters that sampled.
-      start: the parameters at the step's start.
-      copy: the algorithm's slow copy.
+      behavior: Parameters that sampled the images.
+      start: Parameters at the step's start. None also means that they are those being trained.
+      copy: The algorithm's slow copy.
     """
 
     behavior: Any = None
@@ -31,54 +31,31 @@ class Policies(NamedTuple):
     copy: Any = None
 
 
-@runtime_checkable
-class Objective(Protocol):
-    """A loss as a function of parameters. `base` is the policy's (see `Policy`)."""
-
-    def no_totals(self, tuned: Any) -> Totals:
-        """Zero sums, for parameters of this structure."""
-
-    def gradient(
-        self, tuned: Any, base: Any, policies: Policies, shared: SharedInputs, micro: MicroBatch
-    ) -> Totals:
-        """The summed gradient and metrics of one pass."""
+OF_ADVANTAGES = "loss", "policy_loss"  # the sums that depend on the advantages
 
 
-@runtime_checkable
-class LinearObjective(Objective, Protocol):
-    """An objective that is linear in the advantages, so that groups may train before these are known."""
-
-    def no_group(self, tuned: Any) -> GroupSums:
-        """Zero sums for a group."""
-
-    def linear(self, tuned: Any, base: Any, shared: SharedInputs, micro: MicroBatch) -> GroupSums:
-        """The sums of one pass with r_i - m as advantages."""
-
-
-def no_totals(terms: tuple[str, ...], tuned: Any) -> Totals:
-    """Zero sums, for parameters of this structure."""
-    zeros = {name: jnp.zeros(()) for name in (*terms, "weight")}
+def zero_totals(algorithm: Algorithm, tuned: Any) -> Totals:
+    """Returns zero sums for parameters of this structure."""
+    zeros = {name: jnp.zeros(()) for name in (*algorithm.terms, "weight")}
     return Totals(jax.tree.map(jnp.zeros_like, tuned), zeros)
 
 
-OF_ADVANTAGES = "loss", "policy_loss"  # the sums that depend on the advantages
+def _prompts(shared: SharedInputs, rows: Int[Array, "n"]) -> tuple[Any, Any]:
+    """Returns (conditioning, conditioning without the prompt) of each sample."""
+    return jax.tree.map(lambda c: c[rows], shared.conditioning), null_rows(shared.null, rows)
 
 
 @dataclasses.dataclass(frozen=True)
 class TransitionObjective:
-    """The policy gradient's loss as a function of parameters. `base` is the policy's (see `Policy`)."""
+    """Loss of transitions: the policy gradient. `base` is the policy's (see `Policy`)."""
 
     policy: Policy
     step: ReverseStep
     algorithm: PolicyGradient
 
-    def no_totals(self, tuned: Any) -> Totals:
-        """Zero sums, for parameters of this structure."""
-        return no_totals(self.algorithm.terms, tuned)
-
-    def no_group(self, tuned: Any) -> GroupSums:
-        """Zero sums for a group whose advantages are not known yet."""
-        gradient, zeros = self.no_totals(tuned)[:2]
+    def zero_group(self, tuned: Any) -> GroupSums:
+        """Returns zero sums for a group whose advantages are not known yet."""
+        gradient, zeros, _ = zero_totals(self.algorithm, tuned)
         none = Term(gradient, jnp.zeros(()))
         known = {name: zero for name, zero in zeros.items() if name not in OF_ADVANTAGES}
         known.pop("kl", None)
@@ -87,7 +64,7 @@ class TransitionObjective:
     def gradient(
         self, tuned: Any, base: Any, policies: Policies, shared: SharedInputs, micro: MicroBatch
     ) -> Totals:
-        """The summed gradient and metrics of one pass.
+        """Returns the summed gradient and metrics of one pass.
 
         If the loss is decoupled and `policies.start` is None, the parameters at the step's start are `tuned`.
         """
@@ -101,8 +78,12 @@ class TransitionObjective:
             new = self._replay(tuned, base, shared, micro)
             samples = self._samples(new, recomputed, micro)
             if self.algorithm.decoupled:
-                samples = _decoupled(
-                    samples, jax.lax.stop_gradient(new) if start is None else start
+                # The old policy is the one at the step's start, the behavior policy the one that sampled.
+                old = jax.lax.stop_gradient(new) if start is None else start
+                samples = samples._replace(
+                    old_log_prob=old.log_prob,
+                    old_mean=None if samples.mean is None else old.mean,
+                    behavior_log_prob=samples.old_log_prob,
                 )
             if self.algorithm.kl_coefficient:
                 samples = samples._replace(kl=self._kl(new, base, shared, micro))
@@ -112,7 +93,7 @@ class TransitionObjective:
         return Totals(gradient, sums)
 
     def linear(self, tuned: Any, base: Any, shared: SharedInputs, micro: MicroBatch) -> GroupSums:
-        """The sums of one pass with r_i - m as advantages; old log-probabilities are "current"."""
+        """Returns the sums of one pass with r_i - m as advantages; old log-probabilities are "current"."""
         policy_only = dataclasses.replace(self.algorithm, adv_clip=jnp.inf, kl_coefficient=0.0)
         with_kl = self.algorithm.kl_coefficient > 0
 
@@ -140,14 +121,11 @@ class TransitionObjective:
         return GroupSums(parts[0], parts[1], parts[2] if with_kl else None, sums)
 
     def _replay(self, tuned, base, shared, micro):
-        conditioning = jax.tree.map(lambda c: c[micro.rows], shared.conditioning)
-        velocity = self.policy.velocity(
-            tuned, base, conditioning, null_rows(shared.null, micro.rows)
-        )
+        velocity = self.policy.velocity(tuned, base, *_prompts(shared, micro.rows))
         return replay(velocity, micro.samples, self.step, shared.sigma_max)
 
     def _samples(self, new: Replay, recomputed: Replay | None, micro: MicroBatch) -> Samples:
-        """The loss's inputs, without the KL."""
+        """Returns the inputs of the loss, without the KL."""
         t = micro.samples
         match self.algorithm.old_log_probs:
             case "rollout":
@@ -164,10 +142,9 @@ class TransitionObjective:
         return samples._replace(trajectory=micro.image)
 
     def _kl(self, new: Replay, base, shared, micro):
-        """The KL of each sample to the reference."""
-        conditioning = jax.tree.map(lambda c: c[micro.rows], shared.conditioning)
-        velocity = self.policy.reference(base, conditioning, null_rows(shared.null, micro.rows))
+        """Returns the KL of each sample to the reference."""
         t = micro.samples
+        velocity = self.policy.reference(base, *_prompts(shared, micro.rows))
         reference = replay(velocity, t, self.step, shared.sigma_max)
         match self.algorithm.kl:
             case "velocity":
@@ -179,40 +156,25 @@ class TransitionObjective:
                 return gaussian_kl(new.mean, reference.mean, scale)
 
 
-def _decoupled(samples: Samples, start: Replay) -> Samples:
-    """The same with the policy at the step's start as the old one; the one that sampled stays, for its weight."""
-    old_mean = None if samples.mean is None else start.mean
-    return samples._replace(
-        old_log_prob=start.log_prob, old_mean=old_mean, behavior_log_prob=samples.old_log_prob
-    )
-
-
 @dataclasses.dataclass(frozen=True)
 class MatchingObjective:
-    """An algorithm's loss of final images as a function of parameters.
+    """Loss of final images. `base` is the policy's (see `Policy`), with training's guidances.
 
-    `base` is the policy's (see `Policy`), with training's guidances. The pass draws the noise from each
-    image's key.
+    A pass draws the noise from each image's key.
     """
 
     policy: Policy
     algorithm: Matching
 
-    def no_totals(self, tuned: Any) -> Totals:
-        """Zero sums, for parameters of this structure."""
-        return no_totals(self.algorithm.terms, tuned)
-
     def gradient(
         self, tuned: Any, base: Any, policies: Policies, shared: SharedInputs, micro: MicroBatch
     ) -> Totals:
-        """The summed gradient and metrics of one pass."""
+        """Returns the summed gradient and metrics of one pass."""
         samples = self._samples(micro)
-        rows = jnp.repeat(micro.rows, self.algorithm.images_per_sample)
-        conditioning = jax.tree.map(lambda c: c[rows], shared.conditioning)
-        null = null_rows(shared.null, rows)
+        prompts = _prompts(shared, jnp.repeat(micro.rows, self.algorithm.images_per_sample))
 
         def velocity(parameters: Any) -> Array:
-            policy = self.policy.velocity(parameters, base, conditioning, null)
+            policy = self.policy.velocity(parameters, base, *prompts)
             return self._at(policy, samples)
 
         def fixed(parameters: Any) -> Array | None:
@@ -220,7 +182,7 @@ class MatchingObjective:
 
         reference = None
         if self.algorithm.reads_reference:
-            reference = self._at(self.policy.reference(base, conditioning, null), samples)
+            reference = self._at(self.policy.reference(base, *prompts), samples)
         behavior, copy = fixed(policies.behavior), fixed(policies.copy)
 
         def loss(tuned: Any) -> tuple[Array, dict[str, Array]]:
@@ -233,10 +195,10 @@ class MatchingObjective:
         return Totals(gradient, sums)
 
     def _samples(self, micro: MicroBatch) -> MatchingSamples:
-        """The network's inputs and targets."""
+        """Returns the network's inputs and targets."""
         x0, keys, draws, sigma = micro.samples
         trained = micro.weight > 0
-        # Before the network sees them: infinite values in its input would not get a zero gradient.
+        # Masked before the network: infinite values in its input would not get a zero gradient.
         (x0,) = mask_rows(trained, x0)
         pairs = self.algorithm.images_per_sample == 2
         noise = forward_noise(keys, draws, x0.shape[2 if pairs else 1 :])
@@ -244,8 +206,18 @@ class MatchingObjective:
         return MatchingSamples(x0, given.x, given.target, sigma, micro.advantages, trained)
 
     def _at(self, policy: Velocity, samples: MatchingSamples) -> Float[Array, "n *shape"]:
-        """A policy's velocities; pairs are evaluated image by image, with the two images next to each other."""
+        """Evaluates a policy's velocities. Pairs are evaluated image by image, the two images next to each other."""
         x, sigma = samples.x, samples.sigma
         if self.algorithm.images_per_sample == 1:
             return policy(x, sigma)
         return policy(x.reshape(-1, *x.shape[2:]), jnp.repeat(sigma, 2)).reshape(x.shape)
+
+
+Objective = TransitionObjective | MatchingObjective
+
+
+def make_objective(policy: Policy, step: ReverseStep, algorithm: Algorithm) -> Objective:
+    """Returns the objective of an algorithm; `step` is the sampler's."""
+    if algorithm.objective == "transitions":
+        return TransitionObjective(policy, step, algorithm)
+    return MatchingObjective(policy, algorithm)

@@ -1,8 +1,7 @@
-"""Devices of the rollout workers and the trainer mesh, and the shardings of parameters and batches on each."""
+"""Meshes of the rollout workers and trainers, and the shardings of parameters and batches on each."""
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -17,16 +16,14 @@ from digen_jax.parallel.mesh import BATCH, DATA, FSDP, MODEL, SAMPLES, TIME, mak
 from digen_jax.parallel.sharding import Layout, parameter_name
 from digen_jax.ranges import Count, PositiveInt
 
-# The only mesh of a process, where others have the others.
-MeshRole = Literal["trainer", "rollout"]
-# Fields of a mesh's section that do not change its number of devices.
-PROCESS_FIELDS = ("hosts", "max_workers")
-NON_AXIS_FIELDS = (*PROCESS_FIELDS, "samples")  # fields of axes that are no sizes
+MeshRole = Literal["trainer", "rollout"]  # of the only mesh of a process
+PROCESS_FIELDS = ("hosts", "max_workers")  # fields that do not change a mesh's number of devices
+NON_AXIS_FIELDS = (*PROCESS_FIELDS, "samples")  # fields of a mesh's section that are not sizes
 
 
 @dataclasses.dataclass(frozen=True)
 class DeviceGroup:
-    """One mesh (`axes.make_mesh`), the layout of parameters on it, and the kernel of attention that was asked for."""
+    """A mesh (`mesh.make_mesh`), the layout of parameters on it, and the configured attention kernel."""
 
     mesh: Mesh
     layout: Layout = dataclasses.field(default_factory=Layout)
@@ -64,42 +61,42 @@ class DeviceGroup:
 
     @property
     def as_sampler(self) -> "DeviceGroup":
-        """The same devices with a sampler's axes: the devices that split steps split images instead."""
+        """The same devices with a sampler's axes: those that split steps split images instead."""
         if self.time == 1:
             return self
         size = dict(self.mesh.shape)
         size[DATA] *= size.pop(TIME)
-        return dataclasses.replace(self, mesh=make_mesh(self.mesh.devices.ravel().tolist(), **size))
+        return self._with_axes(**size)
 
     @property
     def gathered(self) -> "DeviceGroup":
-        """The same devices as a sampler whose parameters are whole, except over the axes that split the work."""
+        """The same devices as a sampler with unsharded parameters, except over the axes that split the work."""
         kept = {axis: self.mesh.shape[axis] for axis in MODEL}
-        devices = self.mesh.devices.ravel().tolist()
-        return dataclasses.replace(
-            self, mesh=make_mesh(devices, data=parts(self.mesh, SAMPLES), **kept)
-        )
+        return self._with_axes(data=parts(self.mesh, SAMPLES), **kept)
 
     @property
     def as_scorer(self) -> "DeviceGroup":
-        """The same devices for networks that are small compared with the model: each has images of its own.
+        """The same devices for networks that are small compared with the model: each device scores separate images.
 
         The axis fsdp keeps its size, because rules may split parameters over it.
         """
-        fsdp, devices = self.mesh.shape[FSDP], self.mesh.devices.ravel().tolist()
-        mesh = make_mesh(devices, data=len(devices) // fsdp, fsdp=fsdp)
+        fsdp = self.mesh.shape[FSDP]
+        return self._with_axes(data=self.mesh.size // fsdp, fsdp=fsdp)
+
+    def _with_axes(self, **sizes: int) -> "DeviceGroup":
+        mesh = make_mesh(self.mesh.devices.ravel().tolist(), **sizes)
         return dataclasses.replace(self, mesh=mesh)
 
     def passes(self, leading: int) -> NamedSharding:
-        """Arrays [..., steps, images, ...] with `leading` axes in front of the steps."""
+        """Returns the sharding of arrays [..., steps, images, ...] with `leading` axes before the steps."""
         return NamedSharding(self.mesh, PartitionSpec(*(None,) * leading, TIME, BATCH))
 
     def is_replicated(self, tree: Any) -> bool:
-        """Whether every device has the whole of a parameter tree."""
+        """Returns whether every device stores a full copy of a parameter tree."""
         return all(spec.is_fully_replicated for spec in jax.tree.leaves(self.params(tree)))
 
     def params(self, tree: Any) -> Any:
-        """The sharding of every leaf of a tree by component (arrays or shapes), from the rules.
+        """Returns the sharding of every leaf of a tree by component (arrays or shapes), from the rules.
 
         Raises:
           ConfigError: no rule matches a parameter.
@@ -113,54 +110,56 @@ class DeviceGroup:
 
 
 def chunked_map(
-    function: Callable[[Any], Any], batch: Any, at_once: int, group: DeviceGroup
+    function: Callable[[Any], Any], batch: Any, max_rows: int, group: DeviceGroup
 ) -> Any:
-    """`function` of a batch that is split over a mesh; to be called while tracing.
+    """Applies a function to a batch in sequential chunks, so that memory does not grow with the batch.
 
-    Every chunk contains the same number of rows of each device, so that no row moves to another device. Of several
-    chunks this number is a power of two, or `at_once`: on a TPU the decoder takes seven images 2.4 times as long as
-    eight (estimated: docs/performance.md). If the rows do not fill the chunks, each device repeats its last row.
+    To be called while tracing. Every chunk contains the same number of rows of each device, so that no row moves to
+    another device. Of several chunks this number is a power of two, or `max_rows`: on a TPU the decoder takes seven
+    images 2.4 times as long as eight (estimated: docs/performance.md). If the rows do not fill the chunks, each device
+    repeats its last row.
 
     Args:
-      function: of rows that do not depend on one another: from arrays [n, ...] to arrays [n, ...].
-      batch: arrays [b, ...] with b a multiple of the number of devices that split images.
-      at_once: the most rows of a chunk on each device; if all fit, there is one chunk.
-      group: the mesh.
+      function: From arrays [n, ...] to arrays [n, ...]; rows do not depend on one another.
+      batch: Arrays [b, ...] with b a multiple of the number of devices that split images.
+      max_rows: Most rows of a chunk on each device. If all rows fit, there is one chunk.
+      group: The mesh.
 
     Returns:
       Arrays [b, ...].
     """
-    split = jax.lax.with_sharding_constraint
+    constrain = jax.lax.with_sharding_constraint
 
-    def on_own_rows(rows: Any) -> Any:
+    def run(rows: Any) -> Any:
         # Otherwise XLA follows split parameters, and every device computes all rows.
-        return split(function(split(rows, group.batch)), group.batch)
+        return constrain(function(constrain(rows, group.batch)), group.batch)
 
     devices, count = group.images, len(jax.tree.leaves(batch)[0])
     share = count // devices
-    rounds = -(-share // at_once)
+    rounds = -(-share // max_rows)
     if rounds <= 1:
-        return on_own_rows(batch)
-    rows = min(at_once, 1 << (-(-share // rounds) - 1).bit_length())
+        return run(batch)
+    rows = min(max_rows, 1 << (-(-share // rounds) - 1).bit_length())
 
-    def chunked(array: Shaped[Array, "b ..."]) -> Shaped[Array, "rounds n ..."]:
-        apart = array.reshape(devices, share, *array.shape[1:])
-        free = [(0, 0)] * (apart.ndim - 2)
-        filled = jnp.pad(apart, [(0, 0), (0, rounds * rows - share), *free], mode="edge")
-        chunks = filled.reshape(devices, rounds, rows, *array.shape[1:]).swapaxes(0, 1)
-        return split(chunks.reshape(rounds, devices * rows, *array.shape[1:]), group.batch_of_steps)
+    def split(a: Shaped[Array, "b ..."]) -> Shaped[Array, "rounds n ..."]:
+        shape = a.shape[1:]
+        pad = [(0, 0), (0, rounds * rows - share), *[(0, 0)] * len(shape)]
+        a = jnp.pad(a.reshape(devices, share, *shape), pad, mode="edge")
+        a = a.reshape(devices, rounds, rows, *shape).swapaxes(0, 1)
+        return constrain(a.reshape(rounds, devices * rows, *shape), group.batch_of_steps)
 
-    def joined(done: Shaped[Array, "rounds n ..."]) -> Shaped[Array, "b ..."]:
-        apart = done.reshape(rounds, devices, rows, *done.shape[2:]).swapaxes(0, 1)
-        apart = apart.reshape(devices, rounds * rows, *done.shape[2:])[:, :share]
-        return split(apart.reshape(count, *done.shape[2:]), group.batch)
+    def join(a: Shaped[Array, "rounds n ..."]) -> Shaped[Array, "b ..."]:
+        shape = a.shape[2:]
+        a = a.reshape(rounds, devices, rows, *shape).swapaxes(0, 1)
+        a = a.reshape(devices, rounds * rows, *shape)[:, :share]
+        return constrain(a.reshape(count, *shape), group.batch)
 
-    return jax.tree.map(joined, jax.lax.map(on_own_rows, jax.tree.map(chunked, batch)))
+    return jax.tree.map(join, jax.lax.map(run, jax.tree.map(split, batch)))
 
 
 @dataclasses.dataclass(frozen=True)
 class RolloutAxes:
-    """The sampling meshes: their number, and the axes of each; `data` 0: the trainer's devices sample."""
+    """Number and axes of the rollout workers' meshes. With `data` 0 the trainer's devices sample."""
 
     data: Count  # devices that share images; 0: sample on the trainer's devices, in turn with it
     fsdp: PositiveInt = 1  # devices that share images and parameters
@@ -186,7 +185,7 @@ class RolloutAxes:
 
 @dataclasses.dataclass(frozen=True)
 class TrainerAxes:
-    """The training meshes: the axes of each, and their number."""
+    """Number and axes of the training meshes."""
 
     data: PositiveInt  # devices that share images
     fsdp: PositiveInt = 1  # devices that share images and parameters
@@ -213,36 +212,35 @@ class TrainerAxes:
 
 
 class MeshSizes(NamedTuple):
-    """The sizes of each mesh's axes, in devices."""
+    """Sizes of each mesh's axes, in devices."""
 
     rollout: RolloutAxes
     trainer: TrainerAxes
 
     def as_dict(self) -> dict[str, dict[str, int]]:
-        """{"rollout": {axis: size}, "trainer": ...}, as in a config's section `placement`."""
+        """Returns {"rollout": {axis: size}, "trainer": ...}, as in a config's section `placement`."""
         return {name: dataclasses.asdict(axes) for name, axes in self._asdict().items()}
 
 
 def mesh_axes(sizes: RolloutAxes | TrainerAxes) -> dict[str, int]:
-    """The sizes of one mesh's axes, without its role and the numbers of workers and processes."""
+    """Returns the sizes of one mesh's axes, without its role and the numbers of workers and processes."""
     others = {"workers", *NON_AXIS_FIELDS}
     return {name: size for name, size in vars(sizes).items() if name not in others}
 
 
-# One device samples and trains.
-ONE_DEVICE = MeshSizes(RolloutAxes(data=0), TrainerAxes(data=1))
+ONE_DEVICE = MeshSizes(RolloutAxes(data=0), TrainerAxes(data=1))  # samples and trains
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Rollout workers encode, sample and decode; the trainer mesh trains and, without them, does everything.
+    """Meshes as one process sees them. Without rollout workers the trainer mesh does everything.
 
     Attributes:
-      rollouts: those of this process.
-      trainer: the mesh that trains and updates. None: another process has it.
-      remote_rollouts: the number of sampling meshes in other processes, as the config has it; others may join.
-      others: further training meshes.
-      remote_trainers: the number of further training meshes in other processes.
+      rollouts: Rollout workers of this process.
+      trainer: Mesh that trains and updates. None means that it is in another process.
+      remote_rollouts: Configured number of rollout workers in other processes; more may join.
+      others: Further training meshes of this process.
+      remote_trainers: Number of further training meshes in other processes.
     """
 
     rollouts: tuple[DeviceGroup, ...]
@@ -253,12 +251,12 @@ class Placement:
 
     @property
     def rollout(self) -> DeviceGroup:
-        """The first mesh here that samples."""
+        """First mesh of this process that samples."""
         return self.rollouts[0] if self.rollouts else self.trainer.as_sampler
 
     @property
     def training(self) -> DeviceGroup:
-        """One mesh of all training devices of this process, over which large parameters are sharded."""
+        """One mesh of all training devices of this process, with large parameters sharded over it."""
         groups = (self.trainer, *self.others)
         devices = [device for group in groups for device in group.mesh.devices.flat]
         layout = dataclasses.replace(self.trainer.layout, rules=((".*", FSDP),))
@@ -270,7 +268,7 @@ class Placement:
         return not (self.rollouts or self.remote_rollouts)
 
     def describe(self) -> str:
-        """One line for the console."""
+        """Returns one line for the console."""
         group = self.trainer or self.rollout
         kind = group.mesh.devices.flat[0].device_kind
         kind = "CPU" if kind == "cpu" else kind
@@ -299,9 +297,9 @@ def _counted(count: int, kind: str) -> str:
 def make_placement(
     sizes: MeshSizes, layout: Layout, devices: Sequence[jax.Device], attention: str = AUTO
 ) -> Placement:
-    """Meshes of the given sizes on the first of `devices`; with one device everything is colocated on it.
+    """Creates meshes of the given sizes on the first of `devices`; with one device everything is colocated on it.
 
-    `attention` is the kernel that was asked for.
+    `attention` is the configured kernel.
 
     Raises:
       ConfigError: there are too few devices, or they belong to several processes and the trainer does not take all.
@@ -327,7 +325,7 @@ def make_process_placement(
     attention: str,
     mesh: MeshRole,
 ) -> Placement:
-    """The placement as a process sees it that has one of the meshes, on the first of its `devices`.
+    """Creates the placement of a process with a single mesh, on the first of its `devices`.
 
     Raises:
       ConfigError: there are too few devices.
@@ -346,12 +344,12 @@ def make_process_placement(
 
 
 def processes_of(devices: Iterable[jax.Device]) -> int:
-    """The number of processes to which some devices belong."""
+    """Returns the number of processes to which some devices belong."""
     return len({device.process_index for device in devices})
 
 
 def check_processes(sizes: MeshSizes, devices: Sequence[jax.Device]) -> None:
-    """Refuses what several processes do not support: anything but sampling and training on all devices in turn."""
+    """Raises ConfigError unless several processes sample and train on all their devices in turn."""
     processes = processes_of(devices)
     if processes == 1:
         return
@@ -375,7 +373,7 @@ def check_processes(sizes: MeshSizes, devices: Sequence[jax.Device]) -> None:
 
 
 def devices_per_mesh(sizes: MeshSizes, devices: int) -> tuple[int, int]:
-    """The numbers of `devices` that (each rollout worker, each training mesh) takes; 0: colocated.
+    """Returns the numbers of devices of (each rollout worker, each training mesh); 0 means colocated.
 
     Raises:
       ConfigError: there are fewer devices.
@@ -393,7 +391,7 @@ def devices_per_mesh(sizes: MeshSizes, devices: int) -> tuple[int, int]:
 
 
 def fit_mesh_sizes(wanted: MeshSizes, devices: int) -> MeshSizes:
-    """The sizes of the meshes on `devices` devices, reduced if these are too few.
+    """Returns the sizes of the meshes on `devices` devices, reduced if these are too few.
 
     Each axis is reduced by a divisor, so that it still divides batches. Both meshes keep the largest share of
     their size that both can keep; then as many devices as possible work; then the trainer has priority.
@@ -401,13 +399,16 @@ def fit_mesh_sizes(wanted: MeshSizes, devices: int) -> MeshSizes:
     if devices == 1:
         return MeshSizes(dataclasses.replace(wanted.rollout, data=0), ONE_DEVICE.trainer)
 
+    def divisors(number: int) -> list[int]:  # of 0, which means colocated, 0 itself
+        return [d for d in range(1, min(number, devices) + 1) if number % d == 0] or [number]
+
     def smaller(axes: Any) -> list[Any]:
         names = [name for name in vars(axes) if name not in NON_AXIS_FIELDS]
-        choices = itertools.product(*(_divisors(getattr(axes, name), devices) for name in names))
+        choices = itertools.product(*(divisors(getattr(axes, name)) for name in names))
         return [dataclasses.replace(axes, **dict(zip(names, one, strict=True))) for one in choices]
 
     def size(axes: RolloutAxes | TrainerAxes) -> int:
-        return math.prod(size for name, size in vars(axes).items() if name not in NON_AXIS_FIELDS)
+        return axes.devices * axes.workers
 
     def preferred(sizes: MeshSizes) -> tuple[float | int, ...]:
         rollout, trainer = sizes.rollout, sizes.trainer
@@ -420,8 +421,3 @@ def fit_mesh_sizes(wanted: MeshSizes, devices: int) -> MeshSizes:
     pairs = itertools.product(smaller(wanted.rollout), smaller(wanted.trainer))
     found = (MeshSizes(*pair) for pair in pairs if sum(map(size, pair)) <= devices)
     return max(found, key=preferred)
-
-
-def _divisors(number: int, most: int) -> list[int]:
-    """The divisors of `number` up to `most`; for 0, which means colocated, 0 itself."""
-    return [d for d in range(1, min(number, most) + 1) if number % d == 0] or [number]

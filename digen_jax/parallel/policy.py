@@ -1,7 +1,4 @@
-"""The trained components in an algorithm's form: a guided velocity of (tuned, fixed) parameters.
-
-`jit_as_written` compiles the programs whose log-probabilities are compared with one another.
-"""
+"""The policy: a family's guided velocity as a function of (tuned, fixed) parameters."""
 
 import dataclasses
 from collections.abc import Callable
@@ -25,10 +22,10 @@ class Policy:
     """The velocity of a family as a function of the tuned parameters.
 
     `split` divides the trees of the family's trained components once, into `tuned` and `base`, both by
-    component. LoRA: `tuned` contains the factors and `base` the whole components, so the reference is the
+    component. LoRA: `tuned` contains the factors and `base` the full components, so the reference is the
     same tree without the factors and needs no second copy. Full tuning: `tuned` contains the components
     without the leaves that their family never trains; `base` contains those leaves or, if a reference is
-    needed, the whole initial components.
+    needed, the full initial components.
     """
 
     family: Family
@@ -51,16 +48,16 @@ class Policy:
 
     @property
     def reads_null(self) -> bool:
-        """Whether there may be a second pass, without the prompt, of this policy or of one with another `guidance`.
+        """Whether this policy, or one with another `guidance`, may have a second pass, without the prompt.
 
-        The trainer's policy and the reference have a `guidance` of their own, but the sampler's `true_cfg_scale`.
+        The trainer's policy and the reference may have another `guidance`, but the sampler's `true_cfg_scale`.
         """
         kind = self.family.guidance
         return kind == "classifier-free" or (kind == "both" and self.true_cfg_scale > 1)
 
     @property
     def sequences(self) -> int:
-        """Sequences that the network takes for an image: 2 with a second pass, without the prompt."""
+        """Sequences that the network processes for an image: 2 with a second pass, without the prompt."""
         return 2 if self._scale(self.guidance) > 1 else 1
 
     @property
@@ -69,40 +66,40 @@ class Policy:
         return 2 if self._scale(self._of_reference) > 1 else 1
 
     def split(self, key: Array, trained: Params, reference: bool) -> tuple[Params, Params]:
-        """(tuned, base) before the first update; `reference`: whether the initial parameters are kept.
+        """Returns (tuned, base) before the first update; `reference`: whether the initial parameters are kept.
 
         Raises:
           ValueError: the LoRA's targets do not fit the components.
         """
         if self.lora is not None:
             return self._factors(key, trained), trained
-        frozen, tuned = self._sorted_out(trained)
+        frozen, tuned = self._split_frozen(trained)
         if not reference:
             return tuned, frozen
         # Copies, because the trainer's updates consume the tuned arrays.
         return jax.tree.map(jnp.copy, tuned), trained
 
     def untuned(self, base: Params) -> Params:
-        """A `tuned` that gives the base model; `base` was split with a reference."""
+        """Returns a `tuned` that equals the base model; `base` was split with a reference."""
         if self.lora is not None:
             # One of the two factors is 0 initially, so any key is valid.
             return self._factors(jax.random.key(0), base)
-        return self._sorted_out(base)[1]
+        return self._split_frozen(base)[1]
 
     def sampler_base(self, base: Params) -> Params:
-        """The part of `base` that sampling needs, without a reference that is kept for the KL."""
-        return base if self.lora is not None else self._sorted_out(base)[0]
+        """Returns the part of `base` that sampling needs, without a reference that is kept for the KL."""
+        return base if self.lora is not None else self._split_frozen(base)[0]
 
     def merged(self, tuned: Params, base: Params) -> Params:
-        """The whole components with the tuned parameters in them, for export."""
+        """Returns the full components with the tuned parameters in them, for export."""
         if self.lora is not None:
             components = {part: merge(base[part], tuned[part], self.lora.scale) for part in tuned}
             return dict(base) | components
-        frozen, _ = self._sorted_out(base)
+        frozen, _ = self._split_frozen(base)
         return unflatten_dict(flatten_dict(frozen) | flatten_dict(tuned))
 
     def velocity(self, tuned: Params, base: Params, conditioning: Any, null: Any) -> Velocity:
-        """The guided velocity of the policy; to be called while tracing."""
+        """Returns the guided velocity of the policy; to be called while tracing."""
         if self.lora is None:
             variables = _collections(self.merged(tuned, base))
             return self._guided(variables, conditioning, null, self.guidance)
@@ -118,7 +115,7 @@ class Policy:
         return velocity
 
     def reference(self, base: Params, conditioning: Any, null: Any) -> Velocity:
-        """The guided velocity of the base model, without any LoRA, even an initial one."""
+        """Returns the guided velocity of the base model, without any LoRA, even an initial one."""
         return self._guided(_collections(base), conditioning, null, self._of_reference)
 
     @property
@@ -128,14 +125,14 @@ class Policy:
     def _scale(self, guidance: float) -> float:
         """Returns the weight of the prompt against a second pass without it; at 1 or less there is no second pass.
 
-        So it is in diffusers' pipelines (`do_classifier_free_guidance`, `do_true_cfg`), where model cards of few-step
-        models ask for a guidance of 0. Z-Image's weight is its pipeline's `guidance_scale` plus one.
+        As in diffusers' pipelines (`do_classifier_free_guidance`, `do_true_cfg`), where model cards of few-step
+        models recommend a guidance of 0. Z-Image's weight is its pipeline's `guidance_scale` plus one.
         """
         kind = self.family.guidance
         return {"classifier-free": guidance, "both": self.true_cfg_scale}.get(kind, 1.0)
 
     def _guided(self, variables: Params, conditioning: Any, null: Any, guidance: float) -> Velocity:
-        """The velocity with the family's guidance; `null` has the rows of `conditioning`, or one for all of them."""
+        """Returns the velocity with the family's guidance; `null` has the rows of `conditioning`, or one for all."""
         kind = self.family.guidance
         embedded = guidance if kind in ("embedded", "both") else None
         scale = self._scale(guidance)
@@ -143,10 +140,15 @@ class Policy:
         def velocity(x: Float[Array, "b ..."], sigma: Float[Array, "b"]) -> Float[Array, "b ..."]:
             if scale <= 1:
                 return self.family.velocity(variables, x, sigma, conditioning, embedded)
+
+            def interleave(a: Array, b: Array) -> Array:
+                """Returns rows a0 b0 a1 b1 ...: unlike concatenation this keeps rows on their devices."""
+                return jnp.stack([a, b], axis=1).reshape(2 * a.shape[0], *a.shape[1:])
+
             pairs = jax.tree.map(
-                lambda n, c: _interleave(jnp.broadcast_to(n, c.shape), c), null, conditioning
+                lambda n, c: interleave(jnp.broadcast_to(n, c.shape), c), null, conditioning
             )
-            both = _interleave(x, x), _interleave(sigma, sigma)
+            both = interleave(x, x), interleave(sigma, sigma)
             v = self.family.velocity(variables, *both, pairs, embedded)
             return self.family.guided(v[0::2], v[1::2], scale)
 
@@ -157,8 +159,8 @@ class Policy:
         ordered = {part: trained[part] for part in self.family.trained}
         return lora_init(key, ordered, self.lora, self.family.lists)
 
-    def _sorted_out(self, trained: Params) -> tuple[Params, Params]:
-        """(leaves that the family never trains, the others)."""
+    def _split_frozen(self, trained: Params) -> tuple[Params, Params]:
+        """Returns (leaves that the family never trains, the others)."""
         frozen, others = {}, {}
         for (part, *path), leaf in flatten_dict(trained).items():
             never = "/".join(path) in self.family.frozen.get(part, ())
@@ -167,32 +169,27 @@ class Policy:
 
 
 def _collections(trained: Params) -> Params:
-    """The variables of the family's velocity, from parameters alone."""
+    """Returns the variables of the family's velocity, from parameters alone."""
     return {part: {"params": tree} for part, tree in trained.items()}
 
 
 def null_rows(null: Any, rows: Int[Array, "b"]) -> Any:
-    """The conditioning of each row without its prompt; if one row holds for all, that row."""
+    """Returns the conditioning of each row without its prompt; if one row holds for all, that row."""
     return jax.tree.map(lambda n: n if n.shape[0] == 1 else n[rows], null)
 
 
-def _interleave(a: Array, b: Array) -> Array:
-    """Rows a0 b0 a1 b1 ...: unlike concatenation this keeps rows on their devices."""
-    return jnp.stack([a, b], axis=1).reshape(2 * a.shape[0], *a.shape[1:])
-
-
-# Otherwise XLA omits a rounding to bfloat16 wherever a fusion has the exact number. Each program then rounds at
-# other places: sampler and trainer, and within one program the pass with a backward pass and the one without.
 AS_WRITTEN = {"xla_allow_excess_precision": False}
 
 
 def jit_as_written(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """`jax.jit` that keeps every rounding to bfloat16 of the model, so that equal weights give equal ratios.
+    """Compiles by `jax.jit`, but keeps every rounding to bfloat16, so that equal weights give equal ratios.
 
-    It does not change programs in float32. The result cannot be called inside another program.
+    By default XLA omits a rounding wherever a fusion has the exact number. Each program then rounds at other places:
+    sampler and trainer, and within one program the pass with a backward pass and the one without. Programs in float32
+    are unchanged. The result cannot be called inside another program.
 
     Args:
-      function: to be compiled.
-      options: further options of `jax.jit`, except compiler_options.
+      function: Function to compile.
+      options: Further options of `jax.jit`, except compiler_options.
     """
     return jax.jit(function, compiler_options=AS_WRITTEN, **options)

@@ -1,7 +1,7 @@
-"""The sampler's programs: prompts -> conditioning -> trajectories -> images, and the random draws of a step's images.
+"""The sampler's programs: prompts -> conditioning -> trajectories -> images, and the random numbers of a step's images.
 
-Draws depend only on the step's number and the groups' serials. So they are the same on any mesh, at any time, for any
-weights version, and in a resumed run.
+Random numbers depend only on the step's number and the groups' serials. So they are the same on any mesh, at any time,
+for any weights version, and in a resumed run.
 """
 
 import dataclasses
@@ -35,10 +35,13 @@ from digen_jax.parallel.sharding import tracing_on
 
 
 class SampleDraws(NamedTuple):
-    """The keys and steps for sampling some images, besides their prompts: the last arguments of `Sampler.generate`.
+    """Random inputs of some images: the last arguments of `Sampler.generate`.
 
-    `start_keys` are the keys of shared start noise, None: the images' own. `start` is the window's first
-    step, `trained` contains each image's own steps of the window, None: all of them.
+    Attributes:
+      keys: Key of each image's noise.
+      start_keys: Keys of the start noise. None means `keys`.
+      start: First step of the window.
+      trained: Steps of the window that each image trains. None means all.
     """
 
     keys: Key[Array, "n"]
@@ -47,7 +50,7 @@ class SampleDraws(NamedTuple):
     trained: Int[np.ndarray, "k n"] | None
 
     def subset(self, part: slice) -> "SampleDraws":
-        """The draws of some of these images."""
+        """Returns the random inputs of some of these images."""
         start_keys = None if self.start_keys is None else self.start_keys[part]
         trained = None if self.trained is None else self.trained[:, part]
         return SampleDraws(self.keys[part], start_keys, self.start, trained)
@@ -55,19 +58,16 @@ class SampleDraws(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class SampleRng:
-    """The draws of a run's steps. An image trains a random share of the window's steps (`random_timesteps`).
-
-    With `shared_noise` all images of a group start from one noise (`group_keys`).
-    """
+    """Draws the random inputs of a run's images. An image may train a random share of the window's steps."""
 
     seed: int
-    window: Window | None  # None: no step is noisy
-    shared_noise: bool = False
+    window: Window | None  # None: no step has noise
+    shared_noise: bool = False  # all images of a group start from the same noise (`group_keys`)
 
     def draw(
         self, step: int, serials: Int[np.ndarray, "n"], images: Int[np.ndarray, "n"]
     ) -> SampleDraws:
-        """The draws of images in a step, from their groups' serials and their numbers in the group."""
+        """Draws for images of a step, given their groups' serials and their numbers in the group."""
         root, trained = jax.random.key(self.seed), None
         start_keys = group_keys(root, serials) if self.shared_noise else None
         window = self.window
@@ -83,21 +83,18 @@ class SampleRng:
 
 @dataclasses.dataclass(frozen=True)
 class SamplerSettings:
-    """Sampling settings. `length` successive steps use `step` and are stored; the others have no noise.
-
-    `store_means` also stores the means of these steps. Images are rounded to `store_dtype` after every step.
-    """
+    """Sampling settings. `length` successive steps are of kind `step` and stored; the others have no noise."""
 
     size: Size
     steps: int
     step: ReverseStep
     length: int = 0
-    store_means: bool = False
-    store_dtype: str = "float32"
+    store_means: bool = False  # also store the means of the window's steps
+    store_dtype: str = "float32"  # images are rounded to it after every step
 
 
 class Weights(NamedTuple):
-    """All weights of the sampler: the published policy, its base, and the frozen components."""
+    """All weights of the sampler: the tuned parameters, the policy's base, and the frozen components."""
 
     tuned: Any
     base: Any
@@ -105,7 +102,7 @@ class Weights(NamedTuple):
 
 
 class EncodedPrompts(NamedTuple):
-    """Encoded records, replicated on the sampler's mesh, and the same for guidance, or one row for all."""
+    """Encoded records, replicated on the sampler's mesh, and the same without the prompt, or one row for all."""
 
     conditioning: Any
     null: Any  # None: the policy reads none
@@ -114,8 +111,14 @@ class EncodedPrompts(NamedTuple):
 class Sampler:
     """Jitted encoding, generation and decoding on one mesh.
 
-    A program is compiled once for each number of prompts and of images, for any start of the window; an
-    image depends only on its keys and prompt, never on its batch.
+    A program is compiled once for each number of prompts and of images, for any start of the window. An image
+    depends only on its keys and prompt, never on its batch.
+
+    Args:
+      policy: Policy that samples.
+      group: The mesh.
+      settings: Sampling settings.
+      stored: Precomputed prompts. None means that the weights include the text encoders.
     """
 
     def __init__(
@@ -125,33 +128,28 @@ class Sampler:
         settings: SamplerSettings,
         stored: PrecomputedPrompts | None = None,
     ):
-        """`stored` are prompts that were encoded before; None: the weights include the text encoders."""
         self.policy, self.group, self.settings, self.stored = policy, group, settings, stored
         self.shape = policy.family.latent_shape(settings.size)
         self.sigmas = policy.family.sigmas(settings.steps, settings.size)
         self._encode = jit_encoder(policy.family, group)
-        self._generate = jit_as_written(
-            functools.partial(_generate, policy, settings, self.shape, self.sigmas, group),
-        )
+        generate = functools.partial(_generate, policy, settings, self.shape, self.sigmas, group)
+        self._generate = jit_as_written(generate)
         self._decode = jax.jit(functools.partial(_decode, policy.family, settings.size, group))
 
     def encode(self, weights: Weights, records: Sequence[Record]) -> EncodedPrompts:
-        """The conditioning of each record."""
-        if self.stored is not None:
-            return self._read(self.stored, records)
-        return self._run_encoders(weights.frozen, records)
-
-    def _read(self, stored: PrecomputedPrompts, records: Sequence[Record]) -> EncodedPrompts:
-        null = stored.null(records) if self.policy.reads_null else None
-        prompts = EncodedPrompts(stored.conditioning(records), null)
+        """Returns the conditioning of each record."""
+        if self.stored is None:
+            return self._run_encoders(weights.frozen, records)
+        null = self.stored.null(records) if self.policy.reads_null else None
+        prompts = EncodedPrompts(self.stored.conditioning(records), null)
         return jax.tree.map(lambda array: put(array, self.group.replicated), prompts)
 
     def _run_encoders(self, components: Params, records: Sequence[Record]) -> EncodedPrompts:
-        family = self.policy.family
+        family, null = self.policy.family, None
         conditioning = self._encode(components, family.tokenize(records))
-        if not self.policy.reads_null:
-            return EncodedPrompts(conditioning, None)
-        return EncodedPrompts(conditioning, self._encode(components, family.tokenize_null(records)))
+        if self.policy.reads_null:
+            null = self._encode(components, family.tokenize_null(records))
+        return EncodedPrompts(conditioning, null)
 
     def generate(
         self,
@@ -169,13 +167,13 @@ class Sampler:
         the mesh's devices.
 
         Args:
-          weights: the published ones.
-          prompts: encoded.
-          rows: each image's prompt.
-          keys: of each image's noise.
-          start_keys: of the start noise of each image; None: `keys`.
-          start: the first of the stored steps.
-          trained: each image's own ones of these, to which the result is limited (`select_steps`); None: all.
+          weights: All weights.
+          prompts: Encoded prompts.
+          rows: Each image's prompt.
+          keys: Keys of each image's noise.
+          start_keys: Keys of each image's start noise. None means `keys`.
+          start: First of the stored steps.
+          trained: Stored steps that are returned of each image (`select_steps`). None means all.
 
         Raises:
           ValueError: steps outside the schedule.
@@ -194,56 +192,45 @@ class Sampler:
         )
 
     def decode(self, weights: Weights, trajectory: Trajectory) -> Float[Array, "b t h w 3"]:
-        """The clips at a trajectory's end; returns immediately, as `generate` does."""
+        """Decodes the clips at a trajectory's end; returns immediately, as `generate` does."""
         return self._decode(weights.frozen, trajectory.latents.astype(jnp.float32))
 
-    def lower_encode(self, weights: Weights, records: Sequence[Record]) -> jax.stages.Lowered:
-        """The text encoders' program, with nothing allocated: `weights` holds shapes with their shardings.
+    # `weights` of the following methods are shapes with shardings, and nothing is allocated.
 
-        For prompts that are encoded before it is the program that does this.
-        """
+    def lower_encode(self, weights: Weights, records: Sequence[Record]) -> jax.stages.Lowered:
+        """Lowers the text encoders' program, also for prompts that are precomputed."""
         return self._encode.lower(self._encoders(weights), self.policy.family.tokenize(records))
 
     def lower_encode_null(self, weights: Weights, records: Sequence[Record]) -> jax.stages.Lowered:
-        """The same for the pass without the prompt, if the policy `reads_null`."""
+        """Lowers the program for the pass without the prompt, if the policy `reads_null`."""
         tokens = self.policy.family.tokenize_null(records)
         return self._encode.lower(self._encoders(weights), tokens)
 
     def lower_generate(
         self, weights: Weights, records: Sequence[Record], images: int, trained: int = 0
     ) -> jax.stages.Lowered:
-        """The program of `generate` for so many images of the records; as `lower_encode`.
-
-        `trained` is how many steps of its own each image returns, 0: all.
-        """
-        batch = self.group.batch
+        """Lowers `generate` for some images of the records. `trained`: returned steps of each image, 0: all."""
+        batch, steps = self.group.batch, self.group.batch_of_steps
         rows = jax.ShapeDtypeStruct((images,), np.int32, sharding=batch)
         keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), images))
         keys = keys.update(sharding=batch)
-        own = jax.ShapeDtypeStruct((trained, images), np.int32, sharding=self.group.batch_of_steps)
-        return self._generate.lower(
-            weights,
-            self.encoded(weights, records),
-            rows,
-            keys,
-            keys,
-            np.int32(0),
-            own if trained else None,
-        )
+        own = jax.ShapeDtypeStruct((trained, images), np.int32, sharding=steps) if trained else None
+        prompts = self.encoded(weights, records)
+        return self._generate.lower(weights, prompts, rows, keys, keys, np.int32(0), own)
 
     def lower_decode(self, weights: Weights, images: int) -> jax.stages.Lowered:
-        """The program of `decode` for so many images; as `lower_encode`."""
+        """Lowers `decode` for a number of images."""
         latents = jax.ShapeDtypeStruct((images, *self.shape), np.float32, sharding=self.group.batch)
         return self._decode.lower(weights.frozen, latents)
 
     def encoded(self, weights: Weights, records: Sequence[Record]) -> EncodedPrompts:
-        """What `encode` returns, as shapes."""
+        """Returns the shapes of what `encode` returns."""
         encoders = self._encoders(weights)
         prompts = jax.eval_shape(lambda encoders: self._run_encoders(encoders, records), encoders)
         return jax.tree.map(lambda leaf: leaf.update(sharding=self.group.replicated), prompts)
 
     def _encoders(self, weights: Weights) -> Params:
-        """Shapes of the components that the text encoders' program is given."""
+        """Returns the shapes of the text encoders."""
         if self.stored is None:
             return weights.frozen
         shardings = self.group.params(self.stored.encoders)
@@ -268,18 +255,10 @@ def _generate(
     conditioning = jax.tree.map(lambda c: split(c[rows]), prompts.conditioning)
     null = null_rows(prompts.null, rows)
     velocity = policy.velocity(weights.tuned, weights.base, conditioning, null)
-    noise = split(start_noise(start_keys, shape))
+    noise, window = split(start_noise(start_keys, shape)), (start, settings.length)
+    stored = settings.store_dtype, settings.store_means
     with tracing_on(group.batch, group.attention):
-        trajectory = sample(
-            velocity,
-            noise,
-            sigmas,
-            settings.step,
-            keys,
-            (start, settings.length),
-            settings.store_dtype,
-            settings.store_means,
-        )
+        trajectory = sample(velocity, noise, sigmas, settings.step, keys, window, *stored)
     if trained is None:
         return trajectory
     # On this mesh, so that untrained transitions are neither kept nor sent to the trainer.
@@ -294,5 +273,5 @@ def _decode(
     latents: Float[Array, "b *latent"],
 ) -> Float[Array, "b t h w 3"]:
     """Decodes clips in chunks of a size that the family decodes in bounded memory."""
-    at_once = max(1, family.decoded_pixels // math.prod(size))
-    return chunked_map(functools.partial(family.decode, frozen), latents, at_once, group)
+    rows = max(1, family.decoded_pixels // math.prod(size))
+    return chunked_map(functools.partial(family.decode, frozen), latents, rows, group)

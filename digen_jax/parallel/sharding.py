@@ -1,4 +1,4 @@
-"""The mesh axes that split parameters and activations: a config's rules over a family's logical axes."""
+"""Sharding of parameters and activations, by a config's rules over a family's logical axes."""
 
 import contextlib
 import dataclasses
@@ -19,7 +19,7 @@ from digen_jax.models.family import Params
 from digen_jax.parallel.mesh import FSDP, SEQUENCE, TENSOR, parts
 from digen_jax.target import on_mesh
 
-# The tactic "fsdp" leaves smaller leaves whole: gathering them costs more than the memory they take.
+# The tactic "fsdp" does not split smaller parameters: gathering them costs more than the memory they take.
 FSDP_MIN_SIZE = 2**14
 TACTICS = REPLICATE, SPLIT = "replicate", FSDP
 
@@ -32,7 +32,7 @@ TENSOR_RULES = ((".*", "heads", TENSOR), (".*", "mlp", TENSOR))
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The layout of parameters on any mesh.
+    """Layout of parameters on any mesh.
 
     A parameter's name is its component and path, such as "transformer/context_embedder/kernel". The
     rules whose regex matches part of the name apply in their order:
@@ -47,8 +47,8 @@ class Layout:
     a rule that would violate this is skipped. If no rule uses the axis tensor, `TENSOR_RULES` come first.
 
     Attributes:
-      rules: of a config.
-      axes: by a parameter's name, the logical axis of each dimension; other parameters have none.
+      rules: Rules of a config.
+      axes: Logical axis of each dimension by a parameter's name. Other parameters have none.
     """
 
     rules: Rules = REPLICATED
@@ -56,17 +56,13 @@ class Layout:
 
     @classmethod
     def of(cls, rules: Rules, axes: Params) -> "Layout":
-        """The layout of a family's `axes()`, and of the LoRA factors that its parameters may get."""
+        """Creates the layout of a family's `axes()`, and of the LoRA factors that its parameters may get."""
         named = flatten_dict(axes)
         named |= factor_axes(named)
         return cls(tuple(rules), {"/".join(path): names for path, names in named.items()})
 
     def check(self) -> None:
-        """Refuses a rule that applies to no parameter.
-
-        Raises:
-          ConfigError: names the rule.
-        """
+        """Raises ConfigError for a rule that applies to no parameter."""
         for pattern, *about in self.rules:
             logical = about[0] if len(about) == 2 else None
             if logical and not any(
@@ -78,7 +74,7 @@ class Layout:
                 )
 
     def spec(self, name: str, shape: tuple[int, ...], sizes: Mapping[str, int]) -> PartitionSpec:
-        """The mesh axis that splits each dimension, on a mesh with these sizes of axes.
+        """Returns the mesh axis that splits each dimension, on a mesh with these axis sizes.
 
         Raises:
           ConfigError: no rule of the config matches the name.
@@ -89,14 +85,15 @@ class Layout:
                 f"config.placement.rules has no rule that matches the parameter {name}: end it with ('.*', 'replicate')"
             )
         placed: list[str | None] = [None] * len(shape)
-        for axis, dimension in self._splits((*self._default(), *matching), name, shape, sizes):
+        default = () if any(rule[-1] == TENSOR for rule in self.rules) else TENSOR_RULES
+        for axis, dimension in self._splits((*default, *matching), name, shape, sizes):
             placed[dimension] = axis
         while placed and placed[-1] is None:
             placed.pop()
         return PartitionSpec(*placed)
 
     def bytes(self, tree: Params, sizes: Mapping[str, int]) -> int:
-        """Bytes of a tree of parameters or their shapes on each device of a mesh with these sizes of axes."""
+        """Returns the bytes per device of a tree of parameters or shapes, on a mesh with these axis sizes."""
         total = 0
         for path, leaf in jax.tree.leaves_with_path(tree):
             spec = self.spec(parameter_name(path), leaf.shape, sizes)
@@ -104,11 +101,8 @@ class Layout:
             total += leaf.size * leaf.dtype.itemsize // parts
         return total
 
-    def _default(self) -> Rules:
-        return () if any(rule[-1] == TENSOR for rule in self.rules) else TENSOR_RULES
-
     def _matching(self, name: str) -> Iterator[tuple[str, ...]]:
-        """The matching rules, up to the one after which no other applies."""
+        """Yields the matching rules, up to the one after which no other applies."""
         for rule in self.rules:
             if re.search(rule[0], name):
                 yield rule
@@ -122,7 +116,7 @@ class Layout:
         shape: tuple[int, ...],
         sizes: Mapping[str, int],
     ) -> Iterator[tuple[str, int]]:
-        """(mesh axis, dimension) of each split."""
+        """Yields (mesh axis, dimension) of each split."""
         names, used, free = self.axes.get(name, ()), set(), set(range(len(shape)))
         for _, *about in rules:
             axis = about[-1]
@@ -143,25 +137,25 @@ class Layout:
 
 
 def parameter_name(path: tuple) -> str:
-    """A parameter's name from its path in a tree by component."""
+    """Returns a parameter's name from its path in a tree by component."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 @contextlib.contextmanager
 def tracing_on(sharding: NamedSharding, attention: str) -> Iterator[None]:
-    """A context for tracing networks whose programs XLA partitions.
+    """Context for tracing networks whose programs XLA partitions.
 
     Args:
-      sharding: of the rows of activations.
-      attention: the kernel that was asked for, see `attention.kernels`.
+      sharding: Sharding of the rows of activations.
+      attention: Configured kernel, see `attention.kernels`.
     """
     rows, *_ = sharding.spec
-    with on_mesh(sharding.mesh, rows, TENSOR, SEQUENCE, attention), _split(sharding):
+    with on_mesh(sharding.mesh, rows, TENSOR, SEQUENCE, attention), _shard_activations(sharding):
         yield
 
 
-def _split(sharding: NamedSharding) -> AbstractContextManager[None]:
-    """A context in which the outputs of linear layers and convolutions are split: their rows, and tokens.
+def _shard_activations(sharding: NamedSharding) -> AbstractContextManager[None]:
+    """Context that shards the outputs of linear layers and convolutions: their rows, and tokens.
 
     Rows are split as in `sharding`, the tokens of [b n d] over the axis sequence. XLA chooses the sharding of other
     dimensions. If parameters are split over fsdp and tensor, it would otherwise split the rows over data only and

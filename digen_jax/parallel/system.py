@@ -1,4 +1,4 @@
-"""The parts of an assembled run: meshes, programs, parameters, and a chunk's sampled images for the trainer."""
+"""Parts of an assembled run: meshes, programs and parameters; moves parameters and sampled images between meshes."""
 
 import dataclasses
 import functools
@@ -21,33 +21,29 @@ from digen_jax.parallel.trainer import Trainer
 
 
 class Rollout(NamedTuple):
-    """A sampling mesh: its programs, and all parameters that they need except the tuned ones.
-
-    `dtype` is that in which parameters are sent and kept, None: unchanged. `scorers` are the rewards that it
-    computes, each a `scoring.RewardModel`.
-    """
+    """A sampling mesh: its programs, and all parameters that they need except the tuned ones."""
 
     sampler: Sampler
     evaluator: Sampler
-    dtype: Any
+    dtype: Any  # in which parameters are sent and stored; None: unchanged
     base: Any  # see Policy.sampler_base
     frozen: Any  # the other components
-    scorers: tuple[Any, ...] = ()
+    scorers: tuple[Any, ...] = ()  # the rewards that it computes, each a `RewardModel`
 
     @property
     def group(self) -> DeviceGroup:
-        """Its mesh."""
+        """Mesh that samples."""
         return self.sampler.group
 
     def weights(self, tuned: Any) -> Weights:
-        """Tuned parameters resharded onto this mesh, with all other parameters that sampling needs.
+        """Reshards tuned parameters onto this mesh and adds all other parameters that sampling needs.
 
-        If they already have the mesh's shardings, they are the given arrays.
+        Arrays that already have the mesh's shardings are not copied.
         """
         return Weights(reshard(tuned, self.group, self.dtype), self.base, self.frozen)
 
     def moved(self, group: DeviceGroup, base: Any) -> "Rollout":
-        """The same on another mesh; `base` may be on it already."""
+        """Returns the same on another mesh; `base` may be on it already."""
         samplers = (
             Sampler(one.policy, group, one.settings, one.stored)
             for one in (self.sampler, self.evaluator)
@@ -58,18 +54,18 @@ class Rollout(NamedTuple):
 
 
 class System(NamedTuple):
-    """The parts of a training run, with loaded parameters."""
+    """Parts of a training run, with loaded parameters."""
 
     placement: Placement
     policy: Policy
     rng: SampleRng
-    rollouts: tuple[Rollout, ...]  # those of the placement; if colocated, the trainer's mesh itself
+    rollouts: tuple[Rollout, ...]  # of the placement; if colocated, the trainer's mesh itself
     trainer: Trainer
     base: Any  # on the trainer mesh, see Policy
     start: Any  # tuned parameters before the first update; the trainer's `init` takes them over
     advantages: AdvantageSettings
     sent: Any = None  # `Rollout.dtype`
-    # Where the sampling meshes are in other processes: a mesh of this process as one of them. It reads what is missing.
+    # If all rollout workers are in other processes: makes a mesh of this process sample, and reads what is missing.
     sampling_on: Callable[[DeviceGroup], Rollout] | None = None
     trainers: tuple[Trainer, ...] = ()  # of the further training meshes
     # Updates all parameters, on one mesh of all training devices. None means that `trainer` updates.
@@ -77,21 +73,21 @@ class System(NamedTuple):
 
     @property
     def updater(self) -> Trainer:
-        """The trainer whose mesh has the optimizer's state and updates."""
+        """Trainer whose mesh has the optimizer's state and updates."""
         return self.joint_trainer or self.trainer
 
     @property
     def sampler(self) -> Sampler:
-        """The first sampling mesh's sampler."""
+        """Sampler of the first sampling mesh."""
         return self.rollouts[0].sampler
 
     @property
     def evaluator(self) -> Sampler:
-        """The first sampling mesh's evaluator."""
+        """Evaluator of the first sampling mesh."""
         return self.rollouts[0].evaluator
 
     def with_scorers(self, scorers: tuple[Any, ...]) -> "System":
-        """The same with rewards on each of its sampling meshes, which lie on the first one: see `Rollout.scorers`."""
+        """Adds rewards, which are on the first sampling mesh, to all sampling meshes."""
         first, *others = self.rollouts
         others = (
             one._replace(scorers=tuple(scorer.moved(one.group) for scorer in scorers))
@@ -100,19 +96,16 @@ class System(NamedTuple):
         return self._replace(rollouts=(first._replace(scorers=scorers), *others))
 
     def on(self, trainer: Trainer) -> "System":
-        """The system as a further training mesh sees it: with its programs, and copies of what is not tuned."""
+        """Returns the system of a further training mesh, with its programs and copies of the base parameters."""
         group, rollouts = trainer.group, self.rollouts
-        placement, base = (
-            dataclasses.replace(self.placement, trainer=group),
-            reshard(self.base, group),
-        )
+        placement = dataclasses.replace(self.placement, trainer=group)
+        base = reshard(self.base, group)
         if placement.colocated:
-            own = self.policy.sampler_base(base)
-            rollouts = (self.rollouts[0].moved(group.as_sampler, own),)
+            rollouts = (self.rollouts[0].moved(group.as_sampler, self.policy.sampler_base(base)),)
         return self._replace(placement=placement, trainer=trainer, base=base, rollouts=rollouts)
 
     def assistant(self, weights: str) -> Rollout:
-        """The trainer's devices as a sampling mesh; for `weights` see `assistant_group`."""
+        """Returns the trainer's devices as a sampling mesh; `weights` as in `assistant_group`."""
         if self.placement.colocated:
             return self.rollouts[0]
         group = assistant_group(self.placement.trainer, weights)
@@ -121,34 +114,36 @@ class System(NamedTuple):
         return self.rollouts[0].moved(group, self.policy.sampler_base(self.base))
 
     def untuned(self) -> Any:
-        """A `tuned` that gives the base model, whatever `start` was; `base` has a reference."""
+        """Returns a `tuned` that equals the base model, whatever `start` was; `base` has a reference."""
         start = self.policy.untuned(self.base)
         return jax.device_put(start, self.placement.trainer.params(start))
 
     def rollout_weights(self, tuned: Any) -> Weights:
-        """Tuned parameters on the first sampling mesh, with all other parameters that it needs.
+        """Reshards tuned parameters onto the first sampling mesh and adds all other parameters that it needs.
 
-        If colocated, they are the trainer's own arrays, which its next update consumes.
+        If colocated, they are the trainer's arrays, which its next update consumes.
         """
         return self.rollouts[0].weights(tuned)
 
 
 def assistant_group(trainer: DeviceGroup, weights: str) -> DeviceGroup:
-    """The trainer's devices as a sampling mesh.
+    """Returns the trainer's devices as a sampling mesh.
 
     Args:
-      trainer: the trainer's mesh.
-      weights: "in place": sampling uses them with the trainer's shardings. "resharded": it uses copies
-        that are whole except over the axis tensor; these take memory and save gathering in every pass.
+      trainer: Mesh of the trainer.
+      weights: "in place": sampling uses them with the trainer's shardings. "resharded": it uses copies that are
+        unsharded except over the axis tensor; these take memory and save gathering in every pass.
     """
     return trainer.as_sampler if weights == "in place" else trainer.gathered
 
 
 def reshard(tree: Any, group: DeviceGroup, dtype: Any = None) -> Any:
-    """Parameters with the shardings of a mesh's rules: on the same devices by one program, else by transfer.
+    """Gives parameters the shardings of a mesh's rules: on the same devices by one program, else by transfer.
 
-    `dtype` is their new one, None: unchanged; they are rounded before the transfer.
-    Of shapes the result is shapes.
+    Args:
+      tree: Parameters by component, or their shapes, of which the result is shapes.
+      group: The mesh.
+      dtype: New dtype, to which they are rounded before the transfer. None means unchanged.
     """
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree)):
         return sharded_shapes(tree if dtype is None else shapes_in_dtype(tree, dtype), group)
@@ -158,53 +153,47 @@ def reshard(tree: Any, group: DeviceGroup, dtype: Any = None) -> Any:
 
 
 def lower_reshard(tree: Any, group: DeviceGroup, dtype: Any = None) -> list[jax.stages.Lowered]:
-    """The programs of `reshard`, of shapes that lie somewhere; a transfer between devices is no program."""
+    """Lowers the programs of `reshard` for shapes with shardings; a transfer between devices needs none."""
     programs = []
     if dtype is not None:
         programs.append(cast.lower(tree, dtype))
         tree = shapes_in_dtype(tree, dtype)
-    leaves, shardings = jax.tree.leaves(tree), group.params(tree)
-    wanted = jax.tree.leaves(shardings)
-    if _here(leaves, wanted) and _moved(leaves, wanted):
+    shardings = group.params(tree)
+    if _needs_program(jax.tree.leaves(tree), jax.tree.leaves(shardings)):
         programs.append(jax.jit(_same, out_shardings=shardings).lower(tree))
     return programs
 
 
 def sharded_shapes(tree: Any, group: DeviceGroup) -> Any:
-    """Shapes of parameters that lie as a mesh's rules say."""
+    """Gives shapes of parameters the shardings of a mesh's rules."""
     return jax.tree.map(
         lambda leaf, sharding: leaf.update(sharding=sharding), tree, group.params(tree)
     )
 
 
 def shapes_in_dtype(tree: Any, dtype: Any) -> Any:
-    """Shapes of the same parameters in another type."""
+    """Returns shapes of the same parameters in another dtype."""
     return jax.tree.map(lambda leaf: leaf.update(dtype=dtype), tree)
 
 
 def resharded(tree: Any, shardings: Any) -> Any:
-    """Arrays with shardings of the same structure: on the same devices by one program, else by transfer."""
+    """Gives arrays shardings of the same structure: on the same devices by one program, else by transfer."""
     leaves, wanted = jax.tree.leaves(tree), jax.tree.leaves(shardings)
-    here = all(isinstance(leaf, jax.Array) for leaf in leaves) and _here(leaves, wanted)
-    if here and _moved(leaves, wanted):
+    if all(isinstance(leaf, jax.Array) for leaf in leaves) and _needs_program(leaves, wanted):
         return jax.jit(_same, out_shardings=shardings)(tree)
     return jax.device_put(tree, shardings)
 
 
-def _here(leaves: list[Any], wanted: list[Any]) -> bool:
-    """Whether arrays or their shapes lie on the devices on which they are wanted."""
-    pairs = zip(leaves, wanted, strict=True)
-    return bool(leaves) and all(a.sharding.device_set == b.device_set for a, b in pairs)
-
-
-def _moved(leaves: list[Any], wanted: list[Any]) -> bool:
-    """Whether some lie there in another way."""
-    return any(leaf.sharding != sharding for leaf, sharding in zip(leaves, wanted, strict=True))
+def _needs_program(leaves: list[Any], wanted: list[Any]) -> bool:
+    """Returns whether arrays or shapes are on the wanted devices, but some with another sharding."""
+    pairs = [(leaf.sharding, sharding) for leaf, sharding in zip(leaves, wanted, strict=True)]
+    here = all(now.device_set == then.device_set for now, then in pairs)
+    return here and any(now != then for now, then in pairs)
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def cast(tree: Any, dtype: Any) -> Any:
-    """Parameters in another dtype."""
+    """Casts parameters to another dtype."""
     return jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
 
 
@@ -213,7 +202,7 @@ def _same(tree: Any) -> Any:
 
 
 class SampledImages(NamedTuple):
-    """A chunk's sampled images, on the trainer mesh."""
+    """Sampled images of a chunk, on the trainer mesh."""
 
     version: int  # of the policy that sampled them
     rows: Int[np.ndarray, "b"]  # each image's group within the step
@@ -222,14 +211,14 @@ class SampledImages(NamedTuple):
 
 
 def sample_shardings(samples: tuple[Any, Any], trainer: DeviceGroup) -> tuple[Any, Any]:
-    """Shardings of (a chunk's samples, its sigmas) on a trainer mesh: images are split over the devices."""
-    trained, whole = samples[0], trainer.replicated
+    """Returns shardings of (a chunk's samples, its sigmas) on a trainer mesh: images are split over the devices."""
+    trained, replicated = samples[0], trainer.replicated
     if isinstance(trained, FinalImages):
-        return FinalImages(trainer.batch, trainer.batch, whole), whole
+        return FinalImages(trainer.batch, trainer.batch, replicated), replicated
     split = trainer.batch_of_steps
     means = None if trained.mean is None else split
-    sigma = split if trained.sigma.ndim == 2 else whole
-    return type(trained)(split, split, split, sigma, sigma, means), whole
+    sigma = split if trained.sigma.ndim == 2 else replicated
+    return type(trained)(split, split, split, sigma, sigma, means), replicated
 
 
 def move_to_trainer(images: SampledImages, trainer: DeviceGroup) -> SampledImages:
@@ -248,10 +237,10 @@ def select_images(
     """
     samples, at = images.samples, put(places, trainer.replicated)
     if isinstance(samples, FinalImages):
-        x0, keys = _gathered((samples.x0, samples.keys), at, 0, trainer.batch)
+        x0, keys = _gather((samples.x0, samples.keys), at, 0, trainer.batch)
         samples = FinalImages(x0, keys, samples.sigmas)
     else:
-        samples = _gathered(samples, at, 1, trainer.batch_of_steps)
+        samples = _gather(samples, at, 1, trainer.batch_of_steps)
     return images._replace(rows=images.rows[places], samples=samples)
 
 
@@ -268,26 +257,25 @@ def make_train_batch(
       system: The trainer's system.
       prompts: Encoded prompts of the step.
       images: The chunk.
-      advantages: Of each image. For an algorithm that `ranks`, any numbers in the order of the images' ranks.
-      weight: Of each image. None means that all images train.
+      advantages: Advantage of each image. For an algorithm that `ranks`, any numbers in the images' order.
+      weight: Weight of each image. None means that all images train.
     """
     group = system.placement.trainer
     samples, rows = images.samples, images.rows
     weight = np.ones(len(rows), np.float32) if weight is None else weight
     prepared = system.trainer.algorithm.prepare(advantages, weight, rows)
-    if (
-        prepared.pairs is not None
-    ):  # two images are one sample, with the key of the first, which is preferred
-        x0 = _gathered(samples.x0, put(prepared.pairs, group.replicated), 0, group.batch)
+    if prepared.pairs is not None:
+        # Two images are one sample, with the key of the first, which is preferred.
+        x0 = _gather(samples.x0, put(prepared.pairs, group.replicated), 0, group.batch)
         first = prepared.pairs[:, 0]
-        keys = _gathered(samples.keys, put(first, group.replicated), 0, group.batch)
+        keys = _gather(samples.keys, put(first, group.replicated), 0, group.batch)
         samples, rows = FinalImages(x0, keys, samples.sigmas), rows[first]
     each = (put(a, group.batch) for a in (rows, prepared.advantages, prepared.weight))
     return TrainBatch(samples, *prompts, *each, images.sigmas[1])
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
-def _gathered(tree: Any, places: Int[Array, "..."], axis: int, sharding: NamedSharding) -> Any:
+def _gather(tree: Any, places: Int[Array, "..."], axis: int, sharding: NamedSharding) -> Any:
     """Selects `places` on axis `axis`, the images'; arrays without this axis are unchanged."""
 
     def gather(a: Array) -> Array:

@@ -1,4 +1,4 @@
-"""The trainer mesh's programs: chunks of experience -> accumulated gradient -> update."""
+"""The trainer's settings and programs: chunks -> accumulated gradient -> update."""
 
 import dataclasses
 from typing import Annotated, Any, Literal, NamedTuple
@@ -13,26 +13,21 @@ from digen_jax.algorithms.advantages import STD_EPS
 from digen_jax.algorithms.algorithm import Algorithm
 from digen_jax.algorithms.decay import EmaDecay, EmaUnit, update_average
 from digen_jax.diffusion.steps import ReverseStep
-from digen_jax.parallel import accumulate as early
 from digen_jax.parallel.accumulate import (
     GroupSums,
     Metrics,
-    MicroBatch,
     OpenGroup,
     Term,
     Totals,
     TrainBatch,
+    apply_global_std,
+    fold_group,
     passes,
-    shared,
+    recenter,
     sum_passes,
 )
 from digen_jax.parallel.mesh import put
-from digen_jax.parallel.objectives import (
-    MatchingObjective,
-    Objective,
-    Policies,
-    TransitionObjective,
-)
+from digen_jax.parallel.objectives import Policies, make_objective, zero_totals
 from digen_jax.parallel.placement import DeviceGroup
 from digen_jax.parallel.policy import Policy, jit_as_written
 from digen_jax.ranges import Decay, NonNegativeFloat, PositiveFloat, PositiveInt, Range
@@ -68,12 +63,12 @@ class TrainerSettings:
 
     @property
     def average(self) -> EmaDecay:
-        """The decay of the parameters' average."""
+        """Decay of the parameters' average."""
         warm_up, every, repeats = self.ema_warm_up, self.ema_every, self.ema_repeats
         return EmaDecay(self.ema, warm_up, every, repeats, self.ema_unit, self.updates)
 
     def optimizer(self) -> optax.GradientTransformation:
-        """AdamW after clipping by the global norm; the rate has a linear warm-up and an optional linear decay."""
+        """Returns AdamW after clipping by the global norm, with linear warm-up and optional decay of the rate."""
         rate = optax.linear_schedule(
             self.learning_rate / (self.warmup + 1), self.learning_rate, self.warmup
         )
@@ -87,12 +82,12 @@ class TrainerSettings:
 
 
 def updates_made(state: optax.OptState) -> Int[Array, ""]:
-    """The number of updates of an optimizer of `TrainerSettings`; all counts in its state are equal."""
+    """Returns the number of updates of an optimizer of `TrainerSettings`; all counts in its state are equal."""
     return optax.tree_utils.tree_get_all_with_path(state, "count")[0][1]
 
 
 class TrainState(NamedTuple):
-    """The state that a step changes. `ema` is None without an average, `copy` without a slow copy."""
+    """State that a step changes. `ema` is None without an average, `copy` without a slow copy."""
 
     tuned: Any
     optimizer: Any
@@ -101,17 +96,8 @@ class TrainState(NamedTuple):
 
     @property
     def evaluated(self) -> Any:
-        """The evaluated parameters: the average, if there is one."""
+        """Parameters that are evaluated: the average, if there is one."""
         return self.tuned if self.ema is None else self.ema
-
-
-def objective_of(policy: Policy, step: ReverseStep, algorithm: Algorithm) -> Objective:
-    """The objective of an algorithm; `step` is the sampler's."""
-    match algorithm.objective:
-        case "transitions":
-            return TransitionObjective(policy, step, algorithm)
-        case "matching":
-            return MatchingObjective(policy, algorithm)
 
 
 class Trainer:
@@ -128,31 +114,40 @@ class Trainer:
         self.policy, self.group, self.settings = policy, group, settings
         self.algorithm = algorithm
         self._optimizer = settings.optimizer()
-        self._decay = algorithm.slow_copy
-        self._objective = objective_of(policy, step, algorithm)
-        self._begin = jax.jit(self._zeros)
-        self._accumulate = jit_as_written(self._scan, donate_argnums=4)
-        self._begin_group = jax.jit(self._zeros_of_group)
-        self._accumulate_group = jit_as_written(self._scan_group, donate_argnums=4)
+        self._objective = objective = make_objective(policy, step, algorithm)
+
+        def start(tuned):
+            return self._constrain(zero_totals(algorithm, tuned))
+
+        def start_group(tuned):
+            return self._constrain(objective.zero_group(tuned))
+
+        def fold(totals, sums, scale):
+            return self._constrain(fold_group(totals, sums, scale, algorithm.kl_coefficient))
+
+        def add(totals, others):
+            return self._constrain(jax.tree.map(jnp.add, totals, others))
+
+        self._start, self._start_group = jax.jit(start), jax.jit(start_group)
         self._empty = jax.jit(self._empty_totals, static_argnums=1)
-        self._fold = jax.jit(self._folded, donate_argnums=0)
-        self._add = jax.jit(self._added, donate_argnums=0)
-        self._update = jax.jit(self._apply, donate_argnums=0)
-        # A published copy is not consumed: samplers and the trainer still refer to the version.
-        self._follow = jax.jit(
-            self._followed, donate_argnums=() if algorithm.samples_from_copy else 0
-        )
+        self._accumulate = jit_as_written(self._accumulate_passes, donate_argnums=4)
+        self._accumulate_group = jit_as_written(self._accumulate_open_group, donate_argnums=4)
+        self._fold, self._add = (jax.jit(one, donate_argnums=0) for one in (fold, add))
+        self._update = jax.jit(self._apply_update, donate_argnums=0)
+        # A copy that samples is not consumed: samplers and the trainer still refer to the version.
+        donated = () if algorithm.samples_from_copy else 0
+        self._update_copy = jax.jit(self._updated_copy, donate_argnums=donated)
 
     def init(self, tuned: Any) -> TrainState:
-        """The state before the first update, sharded by the group's rules.
+        """Returns the state before the first update, sharded by the group's rules.
 
-        It takes over `tuned`: if these arrays already have these shardings, the first update consumes them.
+        Takes over `tuned`: arrays that already have these shardings are consumed by the first update.
         """
         shardings = self._shardings(tuned)
         tuned = jax.device_put(tuned, shardings.tuned)
         optimizer = jax.jit(self._optimizer.init, out_shardings=shardings.optimizer)(tuned)
         ema = jax.tree.map(jnp.copy, tuned) if self.settings.ema else None
-        copy = jax.tree.map(jnp.copy, tuned) if self._decay else None
+        copy = jax.tree.map(jnp.copy, tuned) if self.algorithm.slow_copy else None
         return TrainState(tuned, optimizer, ema, copy)
 
     def accumulate(
@@ -165,21 +160,25 @@ class Trainer:
         start: Any = None,
         piece: tuple[int, int] | None = None,
     ) -> Totals:
-        """Adds a chunk's gradient and sums to `totals`, which is consumed; None starts new totals.
+        """Adds a chunk's gradient and sums to `totals`.
 
-        `piece` is (first, count) of the passes to add; None: all. All pieces are computed by one program.
-
-        `behavior` contains the parameters that sampled the chunk, of the version at its step's start or an
-        older one; it is read if the algorithm `reads_behavior`. `start` contains those at the step's start, None:
-        `state` still has them; it is read if the algorithm `reads_start`.
+        Args:
+          state: State of the trainer.
+          base: See `Policy`.
+          train_batch: The chunk.
+          totals: Sums so far, which are consumed. None starts new ones.
+          behavior: Parameters that sampled the chunk, read if the algorithm `reads_behavior`.
+          start: Parameters at the step's start, read if the algorithm `reads_start`. None means that `state` still
+            has them.
+          piece: (first, count) of the passes to add; all pieces are computed by one program. None means all passes.
 
         Raises:
-          ValueError: the behavior is read, but not given.
+          ValueError: `behavior` is read, but not given.
         """
         if self.algorithm.reads_behavior and behavior is None:
             raise ValueError("the policy that sampled is evaluated, so accumulate needs behavior")
         if totals is None:
-            totals = self._begin(state.tuned)
+            totals = self._start(state.tuned)
         policies = self.policies(state, behavior, start)
         unscaled, totals = totals.unscaled, totals._replace(unscaled=None)
         if piece is not None:
@@ -203,9 +202,8 @@ class Trainer:
         known = np.concatenate([before, np.asarray(rewards, np.float64)])
         shift = before.mean() - known.mean() if len(before) else 0.0
         centred = np.asarray(known[len(before) :] - known.mean(), np.float32)
-        centred = put(centred, self.group.batch)
-        train_batch = train_batch._replace(advantages=centred)
-        sums = self._begin_group(state.tuned) if group is None else group.sums
+        train_batch = train_batch._replace(advantages=put(centred, self.group.batch))
+        sums = self._start_group(state.tuned) if group is None else group.sums
         args = (state.tuned, base, train_batch, np.float32(shift), sums)
         return OpenGroup(known, self._accumulate_group(*args))
 
@@ -214,7 +212,7 @@ class Trainer:
     ) -> Totals:
         """Folds a complete group into `totals`, which is consumed; None starts new totals.
 
-        `std` is the divisor of its advantages: that of the group, or, at the update, that of the step.
+        `std` is the divisor of its advantages: that of the group or, at the update, that of the step.
 
         Raises:
           ValueError: an advantage of the group would have been clipped, so the fold is not its gradient.
@@ -238,26 +236,28 @@ class Trainer:
         return self._fold(totals, group.sums, scale)
 
     def add(self, totals: Totals | None, others: Totals) -> Totals:
-        """Adds sums on this mesh to `totals`, which is consumed; None: there are none yet."""
+        """Adds sums on this mesh to `totals`, which is consumed; None means that there are none yet."""
         return others if totals is None else self._add(totals, others)
 
     def shardings_of(self, totals: Totals) -> Totals:
-        """The sharding of each array of sums, which may be on another mesh."""
+        """Returns the sharding on this mesh of each array of sums, which may be on another mesh."""
         return jax.tree.broadcast(self._layout(totals), totals)
 
     def update(
         self, state: TrainState, totals: Totals, reward_std: float | None = None
     ) -> tuple[TrainState, Metrics]:
-        """One optimizer step; `state` is consumed, except its slow copy, which is unchanged.
+        """Takes one optimizer step; `state` is consumed, except its slow copy, which is unchanged.
 
-        If every image was left out, the gradient is 0, and Adam makes an update with it: its moments decay, and
-        the parameters still move by the rest of them and by the weight decay.
+        If every image was left out, the gradient is 0, and Adam still makes an update: its moments decay, and the
+        parameters move by them and by the weight decay.
 
-        `reward_std` is the global std, of all rewards of the step; it is needed if `totals` contains groups that
-        were closed before it was known.
+        Args:
+          state: State of the trainer.
+          totals: Sums of the update's samples.
+          reward_std: Global std, of all rewards of the step; needed if groups were closed before it was known.
 
         Raises:
-          ValueError: it is needed and not given.
+          ValueError: `reward_std` is needed, but not given.
         """
         scale = None
         if totals.unscaled is not None:
@@ -273,53 +273,53 @@ class Trainer:
         """Moves the slow copy towards the trained parameters, after all updates of a step.
 
         Args:
-          state: its copy is consumed, unless it is published.
-          updates: number of optimizer updates so far, in all steps.
+          state: Its copy is consumed, unless that is what samples.
+          updates: Number of optimizer updates so far, in all steps.
         """
-        if self._decay is None:
+        if self.algorithm.slow_copy is None:
             return state
-        decay = np.float32(self._decay.at(updates))
-        return state._replace(copy=self._follow(state.copy, state.tuned, decay))
+        decay = np.float32(self.algorithm.slow_copy.at(updates))
+        return state._replace(copy=self._update_copy(state.copy, state.tuned, decay))
 
     def sampling_params(self, state: TrainState) -> Any:
-        """The behavior policy between two steps: the trained parameters, or the algorithm's copy."""
+        """Returns the behavior policy between two steps: the trained parameters, or the algorithm's copy."""
         return state.copy if self.algorithm.samples_from_copy else state.tuned
+
+    def policies(self, state: TrainState, behavior: Any, start: Any) -> Policies:
+        """Returns what the algorithm reads of the other parameters; arguments as in `accumulate`."""
+        algorithm = self.algorithm
+        return Policies(
+            behavior if algorithm.reads_behavior else None,
+            start if algorithm.reads_start else None,
+            # A copy that samples is read as the behavior policy.
+            None if algorithm.samples_from_copy else state.copy,
+        )
 
     def lower_accumulate(
         self, tuned: Any, base: Any, train_batch: TrainBatch
     ) -> jax.stages.Lowered:
-        """The program of `accumulate`, of shapes that lie where their arrays would; see `lower_update`."""
+        """Lowers the program of `accumulate` for shapes with shardings."""
         state = self._state_shapes(tuned)
         policies, totals = self.policies(state, tuned, None), self._totals_shapes(tuned)
         return self._accumulate.lower(tuned, base, policies, train_batch, totals)
 
     def lower_update(self, tuned: Any) -> jax.stages.Lowered:
-        """The program of `update`, with nothing allocated. `tuned` holds shapes with their shardings."""
+        """Lowers the program of `update` for shapes with shardings."""
         state = self._state_shapes(tuned)._replace(copy=None)
         return self._update.lower(state, self._totals_shapes(tuned), None)
 
     def _state_shapes(self, tuned: Any) -> TrainState:
         optimizer = jax.eval_shape(self._optimizer.init, tuned)
-        optimizer = _placed(optimizer, self._shardings(tuned).optimizer)
-        ema, copy = (tuned if kept else None for kept in (self.settings.ema, self._decay))
-        return TrainState(tuned, optimizer, ema, copy)
+        optimizer = _with_shardings(optimizer, self._shardings(tuned).optimizer)
+        kept = self.settings.ema, self.algorithm.slow_copy
+        return TrainState(tuned, optimizer, *(tuned if one else None for one in kept))
 
     def _totals_shapes(self, tuned: Any) -> Totals:
-        totals = jax.eval_shape(self._zeros, tuned)
-        return _placed(totals, self.shardings_of(totals))
-
-    def policies(self, state: TrainState, behavior: Any, start: Any) -> Policies:
-        """The parameters that the algorithm reads besides those being trained; the arguments as in `accumulate`."""
-        read = self.algorithm
-        return Policies(
-            behavior if read.reads_behavior else None,
-            start if read.reads_start else None,
-            # A published copy is read as the version that sampled.
-            None if read.samples_from_copy else state.copy,
-        )
+        totals = jax.eval_shape(self._start, tuned)
+        return _with_shardings(totals, self.shardings_of(totals))
 
     def _shardings(self, tuned: Any) -> TrainState:
-        """Shardings of a state: the average and the moments like their parameters, counts replicated."""
+        """Returns shardings of a state: average and moments like their parameters, counts replicated."""
         params = self.group.params(tuned)
         optimizer = optax.tree.map_params(
             self._optimizer,
@@ -330,48 +330,34 @@ class Trainer:
         )
         return TrainState(params, optimizer, params if self.settings.ema else None)
 
-    # ------------------------------------------------------------------------------ while tracing
-
-    def _passes(self, train_batch: TrainBatch) -> MicroBatch:
-        samples = self.settings.micro_batch // self.algorithm.images_per_sample
-        return passes(train_batch, samples, self.settings.pack, self.group, self.algorithm.times)
-
     def _layout(self, sums: Totals | GroupSums | Term | None) -> Any:
-        """Shardings of sums: a gradient is split like its parameters."""
-        whole = self.group.replicated
+        """Returns shardings of sums: a gradient is split like its parameters."""
+        replicated = self.group.replicated
         match sums:
             case None:
                 return None
             case Term(gradient, _):
-                return Term(self.group.params(gradient), whole)
+                return Term(self.group.params(gradient), replicated)
             case Totals(gradient, _, unscaled):
-                return Totals(self.group.params(gradient), whole, self._layout(unscaled))
+                return Totals(self.group.params(gradient), replicated, self._layout(unscaled))
             case GroupSums(centred, plain, kl, _):
-                return GroupSums(*map(self._layout, (centred, plain, kl)), whole)
+                return GroupSums(*map(self._layout, (centred, plain, kl)), replicated)
 
-    def _laid_out(self, sums: Any) -> Any:
+    # ------------------------------------------------------------------------------ while tracing
+
+    def _constrain(self, sums: Any) -> Any:
         return jax.lax.with_sharding_constraint(sums, self._layout(sums))
 
-    def _zeros(self, tuned: Any) -> Totals:
-        return self._laid_out(self._objective.no_totals(tuned))
-
-    def _zeros_of_group(self, tuned: Any) -> GroupSums:
-        return self._laid_out(self._objective.no_group(tuned))
-
     def _sum(
-        self,
-        gradient: Any,
-        parameters: tuple,
-        train_batch: TrainBatch,
-        sums: Any,
-        piece: Any = None,
+        self, gradient: Any, parameters: tuple, train_batch: TrainBatch, sums: Any, piece: Any
     ) -> Totals | GroupSums:
-        micros, layout = self._passes(train_batch), self._layout(sums)
-        return sum_passes(
-            gradient, self.group, parameters, shared(train_batch), micros, sums, layout, piece
-        )
+        images = self.settings.micro_batch // self.algorithm.images_per_sample
+        times = self.algorithm.times
+        micros = passes(train_batch, images, self.settings.pack, self.group, times)
+        layout, shared = self._layout(sums), train_batch.shared
+        return sum_passes(gradient, self.group, parameters, shared, micros, sums, layout, piece)
 
-    def _scan(
+    def _accumulate_passes(
         self,
         tuned: Any,
         base: Any,
@@ -386,39 +372,34 @@ class Trainer:
 
         return self._sum(gradient, (tuned, base, *policies), train_batch, totals, piece)
 
-    def _scan_group(
+    def _accumulate_open_group(
         self, tuned: Any, base: Any, train_batch: TrainBatch, shift: Any, sums: GroupSums
     ) -> GroupSums:
-        sums = early.recenter(sums, shift)
-        return self._sum(self._objective.linear, (tuned, base), train_batch, sums)
+        sums = recenter(sums, shift)
+        return self._sum(self._objective.linear, (tuned, base), train_batch, sums, None)
 
     def _empty_totals(self, sums: GroupSums, std: str) -> Totals:
-        totals = self._objective.no_totals(sums.plain.gradient)
+        totals = zero_totals(self.algorithm, sums.plain.gradient)
         if std == "global":
             totals = totals._replace(unscaled=jax.tree.map(jnp.zeros_like, sums.plain))
-        return self._laid_out(totals)
+        return self._constrain(totals)
 
-    def _folded(self, totals: Totals, sums: GroupSums, scale: Any) -> Totals:
-        return self._laid_out(early.fold_group(totals, sums, scale, self.algorithm.kl_coefficient))
-
-    def _added(self, totals: Totals, others: Totals) -> Totals:
-        return self._laid_out(jax.tree.map(jnp.add, totals, others))
-
-    def _followed(self, copy: Any, tuned: Any, decay: Float[Array, ""]) -> Any:
+    def _updated_copy(self, copy: Any, tuned: Any, decay: Float[Array, ""]) -> Any:
         mixed = update_average(copy, tuned, decay)
         return jax.lax.with_sharding_constraint(mixed, self.group.params(mixed))
 
-    def _apply(self, state: TrainState, totals: Totals, scale: Any) -> tuple[TrainState, Metrics]:
+    def _apply_update(
+        self, state: TrainState, totals: Totals, scale: Any
+    ) -> tuple[TrainState, Metrics]:
         if scale is not None:
-            totals = early.apply_global_std(totals, scale)
+            totals = apply_global_std(totals, scale)
         weight = jnp.maximum(totals.sums["weight"], 1)  # 0 if every sample was left out
         gradient = jax.tree.map(lambda g: g / weight, totals.gradient)
         updates, optimizer = self._optimizer.update(gradient, state.optimizer, state.tuned)
         tuned = optax.apply_updates(state.tuned, updates)
         ema = state.ema
         if ema is not None:
-            decay = self.settings.average.at(updates_made(optimizer))
-            ema = update_average(ema, tuned, decay)
+            ema = update_average(ema, tuned, self.settings.average.at(updates_made(optimizer)))
         metrics = {name: total / weight for name, total in totals.sums.items() if name != "weight"}
         metrics["gradient_norm"] = optax.global_norm(gradient)
         metrics["update_norm"] = optax.global_norm(updates)
@@ -427,5 +408,5 @@ class Trainer:
         return jax.lax.with_sharding_constraint(state, self._shardings(tuned)), metrics
 
 
-def _placed(shapes: Any, shardings: Any) -> Any:
+def _with_shardings(shapes: Any, shardings: Any) -> Any:
     return jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), shapes, shardings)

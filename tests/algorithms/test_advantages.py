@@ -1,3 +1,4 @@
+import collections
 import dataclasses
 import itertools
 import math
@@ -13,6 +14,7 @@ from digen_jax.algorithms.advantages import (
     STD_EPS,
     AdvantageSettings,
     advantages,
+    best_and_worst,
     ranking,
     trained_images,
     zero_std_groups,
@@ -97,22 +99,6 @@ def test_a_single_image_or_equal_rewards_teach_nothing():
     np.testing.assert_array_equal(zero_std_groups(rewards, groups, 4), [True, True, False, False])
 
 
-@pytest.mark.parametrize(
-    ("rewards", "groups", "message"),
-    [
-        ([0.0, np.nan], [0, 0], "reward of image 1 is nan"),
-        ([np.inf, 0.0], [0, 0], "reward of image 0 is inf"),
-        ([0.0, 1.0], [0, 2], "image 1 has group id 2"),
-        ([0.0, 1.0], [-1, 0], "image 0 has group id -1"),
-    ],
-)
-def test_refused(rewards, groups, message):
-    with pytest.raises(ValueError, match=message):
-        advantages(AdvantageSettings(), np.array(rewards), np.array(groups), 2)
-    with pytest.raises(ValueError, match=message):
-        zero_std_groups(np.array(rewards), np.array(groups), 2)
-
-
 @pytest.mark.parametrize("setting", MODES, ids=label)
 def test_every_mode_is_its_definition_image_by_image(setting):
     setting.check(4)
@@ -170,20 +156,6 @@ def test_dropped_are_groups_in_which_all_rewards_that_apply_are_equal():
         np.testing.assert_array_equal(trained_images(setting, rewards, groups, 4), expected)
     only_first = dataclasses.replace(drop, combine="advantages", reward_weights=(1.0, 0.0))
     np.testing.assert_array_equal(trained_images(only_first, rewards, groups, 4), groups == 1)
-
-
-@pytest.mark.parametrize(
-    ("rewards", "message"),
-    [
-        ([[1, np.nan], [1, 2], [1, 2]], "reward 1 of image 0 is nan"),
-        ([[np.nan, np.nan], [np.nan, np.nan], [1, 2]], "reward 0 of image 0 is nan"),
-        ([[np.nan, 1], [np.nan, np.inf], [1, 2]], "reward 1 of image 1 is inf"),
-    ],
-)
-def test_a_reward_must_be_there_for_a_whole_group_and_one_for_each_image(rewards, message):
-    setting = AdvantageSettings(reward_weights=(1.0, 1.0))
-    with pytest.raises(ValueError, match=message):
-        advantages(setting, np.array(rewards), np.array([0, 0, 1]), 2)
 
 
 @pytest.mark.parametrize("std", ["group", "global"])
@@ -331,88 +303,123 @@ def test_rewards_that_cancel_out_rank_nothing(combine):
     )
 
 
-@pytest.mark.parametrize(
-    ("changes", "images", "message"),
-    [
-        ({"std": "none", "ddof": 1}, 4, "ddof is 1, but std is 'none'"),
-        ({"best_and_worst": 3}, 5, r"best_and_worst is 3; it must lie in \[0, 2\]"),
-        ({"best_and_worst": -1}, 5, "best_and_worst is -1"),
-        ({"combine": "gdpo", "std": "group"}, 4, "combine is 'gdpo', but reward_weights"),
-        ({"combine": "advantages"}, 4, "combine is 'advantages', but reward_weights"),
-        (
-            {"reward_clips": (0.0, 2.5), "reward_weights": (1.0, 1.0)},
-            4,
-            "combine is 'rewards', which bounds no reward's own advantages, but a reward has a clip of 2.5",
-        ),
-        (
-            {
-                "combine": "gdpo",
-                "std": "group",
-                "reward_clips": (1.0,),
-                "reward_weights": (1.0, 1.0),
-            },
-            4,
-            "combine is 'gdpo', which bounds no reward's",
-        ),
-        ({"combine": "gdpo", "reward_weights": (1.0, 1.0)}, 4, "but std is 'global'"),
-        (
-            {
-                "combine": "gdpo",
-                "std": "group",
-                "baseline": "leave_one_out",
-                "reward_weights": (1.0, 1.0),
-            },
-            4,
-            "and baseline 'leave_one_out'",
-        ),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(changes, images, message):
-    with pytest.raises(ValueError, match=message):
-        AdvantageSettings(**changes).check(images)
+GDPO = dict(combine="gdpo", std="group", reward_weights=(1.0, 1.0))
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "field"),
     [
-        ({"baseline": "leave_one_out"}, "baseline is 'leave_one_out'; to train .* 'group_mean'"),
-        ({"std": "none"}, "std is 'none'; to train before .* set it to 'group' or 'global'"),
-        ({"ddof": 1}, "ddof is 1; to train before a group is complete set it to 0"),
-        ({"best_and_worst": 1}, "best_and_worst is 1"),
-        ({"drop_zero_std": True}, "drop_zero_std is True"),
+        ({"std": "none", "ddof": 1}, "ddof"),
+        ({"best_and_worst": 3}, "best_and_worst"),
+        ({"combine": "gdpo", "std": "group"}, "combine"),
+        ({"combine": "advantages"}, "combine"),
+        ({"reward_clips": (0.0, 2.5), "reward_weights": (1.0, 1.0)}, "combine"),
+        (GDPO | {"reward_clips": (1.0,)}, "combine"),
+        (GDPO | {"std": "global"}, "combine"),
+        (GDPO | {"baseline": "leave_one_out"}, "combine"),
     ],
 )
-def test_what_early_training_cannot_make_up_for_is_refused(changes, message):
-    for std in ("group", "global"):
-        AdvantageSettings(std=std).check_early_training()
-        with pytest.raises(ValueError, match=message):
-            AdvantageSettings(**{"std": std} | changes).check_early_training()
-
-
-def test_settings_at_their_limits_are_not_refused():
+def test_settings_that_cannot_work_are_refused(changes, field):
+    with pytest.raises(ValueError, match=f"^{field} is"):
+        AdvantageSettings(**changes).check(5)
     AdvantageSettings().check(2)
     AdvantageSettings(best_and_worst=2).check(4)
     AdvantageSettings(reward_weights=(0.0, -1.0), std="group", combine="gdpo").check(2)
 
 
-@pytest.mark.parametrize("use", [advantages, trained_images])
 @pytest.mark.parametrize(
-    ("weights", "rewards", "groups", "message"),
+    "changes",
     [
-        ((1.0,), [0.0, np.nan], [0, 0], "the reward of image 1 is nan"),
-        ((1.0, 1.0), [[0.0, 1.0], [0.0, np.inf]], [0, 0], "reward 1 of image 1 is inf"),
-        ((1.0, 1.0), [[0.0, 1.0], [0.0, 1.0]], [0, 2], "image 1 has group id 2"),
-        ((1.0, 1.0), [0.0, 1.0], [0, 0], "each image has 1 rewards, but reward_weights is"),
-        ((1.0,), [[0.0, 1.0], [0.0, 1.0]], [0, 0], "each image has 2 rewards"),
+        {"baseline": "leave_one_out"},
+        {"std": "none"},
+        {"ddof": 1},
+        {"best_and_worst": 1},
+        {"drop_zero_std": True},
     ],
 )
-def test_rewards_that_do_not_fit_are_refused(use, weights, rewards, groups, message):
-    setting = AdvantageSettings(reward_weights=weights)
-    with pytest.raises(ValueError, match=message):
-        use(setting, np.array(rewards), np.array(groups), 2)
+def test_early_training_that_is_not_exact_is_refused(changes):
+    for std in ("group", "global"):
+        AdvantageSettings(std=std).check_early_training()
+        with pytest.raises(ValueError, match=f"^{next(iter(changes))} is"):
+            AdvantageSettings(**{"std": std} | changes).check_early_training()
 
 
-def test_an_image_alone_has_no_others():
+@pytest.mark.parametrize("use", [advantages, trained_images, zero_std_groups])
+@pytest.mark.parametrize(
+    ("weights", "rewards", "groups", "wrong"),
+    [
+        ((1.0,), [0.0, np.nan], [0, 0], "reward of image 1 is nan"),
+        ((1.0,), [np.inf, 0.0], [0, 0], "reward of image 0 is inf"),
+        ((1.0,), [0.0, 1.0], [-1, 0], "image 0 has group id -1"),
+        ((1.0, 1.0), [[0.0, 1.0], [0.0, np.inf]], [0, 0], "reward 1 of image 1 is inf"),
+        ((1.0, 1.0), [[0.0, 1.0], [0.0, 1.0]], [0, 2], "image 1 has group id 2"),
+        ((1.0, 1.0), [[1, np.nan], [1, 2], [1, 2]], [0, 0, 1], "reward 1 of image 0 is nan"),
+        ((1.0, 1.0), [[np.nan] * 2, [np.nan] * 2, [1, 2]], [0, 0, 1], "reward 0 of image 0 is nan"),
+        ((1.0, 1.0), [[np.nan, 1], [np.nan, np.inf], [1, 2]], [0, 0, 1], "reward 1 of image 1 is"),
+        ((1.0, 1.0), [0.0, 1.0], [0, 0], "reward_weights"),
+        ((1.0,), [[0.0, 1.0], [0.0, 1.0]], [0, 0], "reward_weights"),
+    ],
+)
+def test_rewards_that_do_not_fit_are_refused(use, weights, rewards, groups, wrong):
+    arrays, setting = (
+        (np.array(rewards), np.array(groups), 2),
+        AdvantageSettings(reward_weights=weights),
+    )
+    if use is zero_std_groups:
+        if wrong == "reward_weights":
+            return
+        with pytest.raises(ValueError, match=wrong):
+            use(*arrays)
+    else:
+        with pytest.raises(ValueError, match=wrong):
+            use(setting, *arrays)
+
+
+def test_a_lone_image_has_no_leave_one_out_baseline():
     setting = AdvantageSettings("leave_one_out", "none")
     with pytest.raises(ValueError, match="image 1 is alone in its group"):
         advantages(setting, np.array([0.0, 1.0, 2.0]), np.array([1, 0, 1]), 2)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    images=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4)), min_size=1, max_size=30),
+    count=st.integers(1, 3),
+)
+def test_best_and_worst_by_sorting_each_group(images, count):
+    """Few different scores, so that there are ties."""
+    groups = collections.defaultdict(list)
+    for index, (group, score) in enumerate(images):
+        groups[group].append((score, index))
+    expected = set()
+    for members in groups.values():
+        members.sort()
+        expected |= {index for _, index in members[:count] + members[-count:]}
+    scores = np.array([score for _, score in images], np.float64)
+    ids = np.array([7 * group - 5 for group, _ in images])
+    if min(map(len, groups.values())) < 2 * count:
+        with pytest.raises(ValueError, match=r"^group "):
+            best_and_worst(scores, ids, count)
+    else:
+        assert set(np.flatnonzero(best_and_worst(scores, ids, count))) == expected
+
+
+def test_of_equal_images_the_first_are_the_worst_and_the_last_the_best():
+    trained = best_and_worst(np.array([1.0, 0.0, 1.0, 1.0, 1.0, 1.0]), np.zeros(6, int), 2)
+    np.testing.assert_array_equal(np.flatnonzero(trained), [0, 1, 4, 5])
+
+
+def test_the_order_of_different_images_does_not_matter():
+    rng = np.random.default_rng(0)
+    scores, ids = rng.normal(size=40), np.repeat(np.arange(4), 10)
+    order = rng.permutation(40)
+    trained = best_and_worst(scores, ids, 2)
+    assert trained.sum() == 16
+    np.testing.assert_array_equal(best_and_worst(scores[order], 3 - ids[order], 2), trained[order])
+
+
+def test_what_cannot_be_ranked_is_refused():
+    with pytest.raises(ValueError, match=r"image 1 "):
+        best_and_worst(np.array([0.0, np.nan]), np.array([0, 0]), 1)
+    with pytest.raises(ValueError, match=r"^group 3 "):
+        best_and_worst(np.arange(7.0), np.array([1, 1, 1, 1, 3, 3, 3]), 2)

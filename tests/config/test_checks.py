@@ -95,7 +95,7 @@ def named(sentence: str) -> list[str]:
         (dict(placement__rules=((".*", "mlps", "tensor"),)), "placement.rules"),
         (dict(placement__rules=((".*", "mlp", "data"),)), "placement.rules"),
         (dict(sampler__window__first=6), "sampler.window.length"),
-        (dict(sampler__window__first=-1), "sampler.window.length"),
+        (dict(sampler__window__first=-1), "sampler.window.first"),
         (dict(sampler__window__length=0), "sampler.window.length"),
         (dict(sampler__window__end=6), "sampler.window.end"),
         (dict(sampler__window__mode="random"), "sampler.window.end"),

@@ -164,24 +164,9 @@ def test_logit_normal_times_have_its_moments():
     assert np.abs(np.corrcoef(z) - np.eye(6)).max() < 0.1
 
 
-@pytest.mark.parametrize(
-    ("times", "message"),
-    [
-        (ScheduleTimes(0), "count is 0; train 1 to 10"),
-        (ScheduleTimes(11), "count is 11; train 1 to 10"),
-        (LogitNormalTimes(0), "count is 0; train at least 1"),
-        (LogitNormalTimes(3, mean=math.nan), "mean is nan"),
-        (LogitNormalTimes(3, std=0.0), "std is 0.0"),
-        (LogitNormalTimes(3, shift=-1.0), "shift is -1.0"),
-    ],
-)
-def test_refused_times(times, message):
-    with pytest.raises(ValueError, match=message):
-        times.check(10)
-
-
-def test_more_times_than_steps_are_not_drawn():
-    with pytest.raises(ValueError, match="count is 11"):
+def test_more_times_than_steps_are_refused():
+    ScheduleTimes(10).check(10)
+    with pytest.raises(ValueError, match=r"^count is 11"):
+        ScheduleTimes(11).check(10)
+    with pytest.raises(ValueError, match=r"^count is 11"):
         ScheduleTimes(11).draw(keys_of([0]), SIGMAS)
-    for times in KINDS:
-        times.check(10)

@@ -18,7 +18,7 @@ from digen_jax.diffusion.sampling import (
     start_noise,
 )
 from digen_jax.diffusion.schedule import SchedulerConfig, make_sigmas
-from digen_jax.diffusion.steps import CappedFlowSde, Cps, DanceSde, FlowSde, Ode
+from digen_jax.diffusion.steps import CappedFlowSde, Cps, DanceSde, Dpm2, FlowSde, Ode
 
 SDES = [FlowSde(0.7), DanceSde(0.3), Cps(0.8), CappedFlowSde(0.7)]
 SIGMAS = make_sigmas(SchedulerConfig(shift=3.0), 6)
@@ -64,10 +64,11 @@ def assert_images_equal(ours, theirs, images, others):
         np.testing.assert_allclose(mine[:, images], other[:, others], rtol=0, atol=1e-6)
 
 
-def test_an_image_is_the_same_in_any_batch():
-    together = run(keys_of([0, 1, 2, 3]), FlowSde(0.7), 1, 3)
-    apart = run(keys_of([3, 0, 7]), FlowSde(0.7), 1, 3)
-    assert_images_equal(together, apart, np.array([3, 0]), np.array([0, 1]))
+@pytest.mark.parametrize(("step", "length"), [(FlowSde(0.7), 3), (Dpm2(), 0)])
+def test_an_image_is_the_same_in_any_batch(step, length):
+    together = run(keys_of([0, 1, 2, 3]), step, 1, length)
+    alone = run(keys_of([3, 0, 7]), step, 1, length)
+    assert_images_equal(together, alone, np.array([3, 0]), np.array([0, 1]))
 
 
 def test_an_image_is_the_same_on_any_mesh():
@@ -317,5 +318,6 @@ def test_refused():
         replay(velocity, run(keys, FlowSde(0.7), 0, 2).transitions, FlowSde(0.7), 0.9)
     with pytest.raises(ValueError, match="threefry"):
         image_keys(jax.random.key(0, impl="rbg"), np.array([0]), np.array([0]))
-    with pytest.raises(ValueError, match="no log_prob"):
-        run(keys, Ode(), 0, 2)
+    for solver in (Ode(), Dpm2()):
+        with pytest.raises(ValueError, match="log_prob"):
+            run(keys, solver, 0, 2)

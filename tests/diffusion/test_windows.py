@@ -6,9 +6,10 @@ import pytest
 
 from digen_jax.diffusion.schedule import SchedulerConfig, make_sigmas
 from digen_jax.diffusion.steps import Cps, Dpm2, FlowSde, Ode
-from digen_jax.diffusion.windows import Window
+from digen_jax.diffusion.windows import Window, random_timesteps
 
 SIGMAS = make_sigmas(SchedulerConfig(shift=3.0), 6)
+TIMESTEPS = [0, 1, 4, 5, 6, 7, 9, 10, 12]
 PINNED = [670, 132, 792, 971, 714, 521]
 
 
@@ -119,19 +120,18 @@ def test_an_interval_holds_the_place():
 
 
 @pytest.mark.parametrize(
-    ("window", "message"),
+    ("window", "field"),
     [
-        (Window(length=0), "length is 0; it must be at least 1"),
-        (Window("random", 2), "end is 0 in mode 'random'"),
-        (Window("fixed", 2, end=6), "end is 6 in mode 'fixed'"),
-        (Window("fixed", 3, first=4), "within the schedule's 6 steps"),
-        (Window("fixed", 3, first=-1), "within the schedule's 6 steps"),
-        (Window("random", 3, first=2, end=4), "must fit between them"),
-        (Window("random", 3, end=7), "within the schedule's 6 steps"),
+        (Window(length=0), "length"),
+        (Window("random", 2), "end"),
+        (Window("fixed", 2, end=6), "end"),
+        (Window("fixed", 3, first=4), "length"),
+        (Window("random", 3, first=2, end=4), "length"),
+        (Window("random", 3, end=7), "length"),
     ],
 )
-def test_refused(window, message):
-    with pytest.raises(ValueError, match=message):
+def test_windows_that_do_not_fit_are_refused(window, field):
+    with pytest.raises(ValueError, match=f"^{field} is"):
         window.check(6)
 
 
@@ -145,3 +145,36 @@ def test_steps_without_noise_are_refused_wherever_the_window_may_come():
     for solver in (Ode(), Dpm2()):
         with pytest.raises(ValueError, match="ode steps"):
             Window("fixed", 2).check_noise(solver, SIGMAS)
+
+
+def test_a_share_of_the_timesteps_is_a_uniformly_drawn_subset():
+    drawn = [tuple(random_timesteps((5, step), 5, 0.4).tolist()) for step in range(2000)]
+    counts = collections.Counter(drawn)
+    assert set(counts) == set(itertools.combinations(range(5), 2))  # ascending, all different
+    # 2000 draws of 10 subsets: 200 each, with a standard deviation of 13.4
+    assert max(abs(count - 200) for count in counts.values()) < 4 * 13.4
+
+
+def test_the_draw_is_that_of_the_bit_generator_of_the_seed():
+    """Fixed values: another version of numpy must not train other steps."""
+    assert random_timesteps(3, 15, 0.6).tolist() == TIMESTEPS
+    raw = np.random.PCG64(3).random_raw(15).tolist()
+    assert sorted(sorted(range(15), key=raw.__getitem__)[:9]) == TIMESTEPS
+    np.testing.assert_array_equal(
+        random_timesteps([3, 1], 15, 0.6), random_timesteps((3, 1), 15, 0.6)
+    )
+
+
+@pytest.mark.parametrize(
+    ("steps", "fraction", "count"),
+    [(15, 0.6, 9), (10, 0.55, 5), (100, 0.29, 29), (10, 0.3, 3), (7, 1.0, 7), (3, 0.34, 1)],
+)
+def test_the_share_is_rounded_down(steps, fraction, count):
+    drawn = random_timesteps(0, steps, fraction)
+    assert len(set(drawn.tolist())) == len(drawn) == count
+    assert drawn.min() >= 0 and drawn.max() < steps
+
+
+def test_a_share_of_less_than_one_step_is_refused():
+    with pytest.raises(ValueError, match=r"^timestep_fraction is 0\.09"):
+        random_timesteps(0, 10, 0.09)

@@ -14,6 +14,7 @@ from digen_jax.parallel.placement import (
     chunked_map,
     make_placement,
 )
+from digen_jax.parallel.sharding import Layout
 from tests.cases import said
 from tests.parallel import toy
 
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("exact_and_split")
 
 def mesh(data: int, fsdp: int, time: int = 1):
     sizes = MeshSizes(RolloutAxes(0), TrainerAxes(data, fsdp, time))
-    return make_placement(sizes, (), jax.devices()[: data * fsdp * time]).trainer
+    return make_placement(sizes, Layout(), jax.devices()[: data * fsdp * time]).trainer
 
 
 def widened(sizes: list[int], rows: jax.Array) -> jax.Array:

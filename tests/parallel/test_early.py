@@ -123,12 +123,12 @@ def test_a_clipped_advantage_is_refused_when_its_group_closes():
     lower = dataclasses.replace(parts.trainer.algorithm, adv_clip=1.5)
     step, trainer = parts.sampler.settings.step, parts.trainer
     trainer = Trainer(trainer.policy, trainer.group, step, lower, trainer.settings)
-    with pytest.raises(ValueError, match="is clipped to"):
+    with pytest.raises(ValueError, match="clipped"):
         early(parts._replace(trainer=trainer), state, ORDERS[0])
 
 
 def test_an_update_without_the_global_std_is_refused():
     parts, state = built("lora", (1, 2, 1), 0.3, "global")
     totals = early(parts, state, ORDERS[1])
-    with pytest.raises(ValueError, match="give reward_std"):
+    with pytest.raises(ValueError, match="reward_std"):
         parts.trainer.update(state, totals)

@@ -135,11 +135,9 @@ def test_rows_of_another_model_and_masks_with_holes_are_refused(family, encoders
         {"states": np.zeros((1, toy.TEXT), np.float32)},
         {"pooled": np.zeros(1, np.float32)},
     ):
-        with pytest.raises(
-            ValueError, match=r"of an encoded prompt is \S+\[.*, but the model's is"
-        ):
+        with pytest.raises(ValueError, match=f"^{next(iter(wrong))} "):
             encoding.pad_rows(family, shapes, [own | wrong])
     mask = made.mask.copy()
     mask[0, 0] = False
-    with pytest.raises(ValueError, match="excludes a token in front of another"):
+    with pytest.raises(ValueError, match="mask"):
         encoding.unpad_rows(family, made._replace(mask=mask))

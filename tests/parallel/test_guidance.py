@@ -167,70 +167,55 @@ def test_a_step_of_a_family_without_guidance_is_that_of_one_at_guidance_1():
     jax.tree.map(np.testing.assert_array_equal, found.tuned, expected.tuned)
 
 
+def checked(fields, family):
+    recipe = toy.opened(toy.config(**fields))
+    layout = Layout(recipe.placement.rules)
+    placement = make_placement(recipe.placement.meshes, layout, jax.devices())
+    policies.check_model(recipe, family, placement)
+
+
 @pytest.mark.parametrize(
     ("kind", "fields", "field"),
     [
-        ("none", dict(sampler__guidance=3.0), "sampler.guidance = 3.0"),
-        ("none", dict(evaluation__guidance=2.0), "evaluation.guidance = 2.0"),
-        ("none", dict(algorithm=dict(NFT, guidance=2.0)), "algorithm.guidance = 2.0"),
-        (
-            "none",
-            dict(algorithm=dict(NFT, reference_guidance=2.0)),
-            "algorithm.reference_guidance = 2.0",
-        ),
-        ("classifier-free", dict(sampler__true_cfg_scale=2.0), "sampler.true_cfg_scale = 2.0"),
-        ("embedded", dict(evaluation__true_cfg_scale=2.0), "evaluation.true_cfg_scale = 2.0"),
+        ("none", dict(sampler__guidance=3.0), "sampler.guidance"),
+        ("none", dict(evaluation__guidance=2.0), "evaluation.guidance"),
+        ("none", dict(algorithm=dict(NFT, guidance=2.0)), "algorithm.guidance"),
+        ("none", dict(algorithm=dict(NFT, reference_guidance=2.0)), "algorithm.reference_guidance"),
+        ("classifier-free", dict(sampler__true_cfg_scale=2.0), "sampler.true_cfg_scale"),
+        ("embedded", dict(evaluation__true_cfg_scale=2.0), "evaluation.true_cfg_scale"),
         ("none", dict(sampler__guidance=0.0, evaluation__true_cfg_scale=0.0), None),
         ("both", dict(sampler__true_cfg_scale=2.0), None),
     ],
 )
 def test_a_guidance_that_the_model_has_not_is_refused(kind, fields, field):
-    fields = dict(sampler__guidance=1.0) | fields
-    recipe = toy.opened(toy.config(**fields))
-    family = toy.ToyFamily(guidance=kind)
-    placement = make_placement(
-        recipe.placement.meshes, Layout(recipe.placement.rules), jax.devices()
-    )
+    fields, family = dict(sampler__guidance=1.0) | fields, toy.ToyFamily(guidance=kind)
     if field is None:
-        return policies.check_model(recipe, family, placement)
-    with pytest.raises(ConfigError) as caught:
-        policies.check_model(recipe, family, placement)
-    assert str(caught.value) == (
-        f"config.{field}, but this model's guidance is {kind!r} and has no such number: set it to 1"
-    )
+        return checked(fields, family)
+    with pytest.raises(ConfigError, match=rf"^config\.{field} = .*{kind!r}"):
+        checked(fields, family)
 
 
 @pytest.mark.parametrize(
-    ("kind", "fields", "sentence"),
+    ("kind", "fields", "refused"),
     [
-        ("none", {}, "this model's guidance is 'none', without a second pass that would read it"),
-        ("embedded", {}, "this model's guidance is 'embedded', without a second pass"),
-        (
-            "both",
-            {},
-            "config.sampler.true_cfg_scale is not above 1, so that there is no second pass",
-        ),
-        ("classifier-free", {}, "config.sampler.guidance is not above 1, so that there is no"),
-        ("classifier-free", dict(sampler__guidance=0.5), "config.sampler.guidance is not above 1"),
-        ("both", dict(evaluation__true_cfg_scale=2.0), None),
-        ("classifier-free", dict(algorithm=dict(NFT, reference_guidance=2.0)), None),
+        ("none", {}, True),
+        ("embedded", {}, True),
+        ("both", {}, True),
+        ("classifier-free", {}, True),
+        ("classifier-free", dict(sampler__guidance=0.5), True),
+        ("both", dict(evaluation__true_cfg_scale=2.0), False),
+        ("classifier-free", dict(algorithm=dict(NFT, reference_guidance=2.0)), False),
     ],
 )
-def test_a_negative_prompt_that_nothing_reads_is_refused(tmp_path, kind, fields, sentence):
+def test_a_negative_prompt_that_nothing_reads_is_refused(tmp_path, kind, fields, refused):
     file = tmp_path / "p.jsonl"
     file.write_text('{"prompt": "negative_prompt"}\n\n{"prompt": "a", "negative_prompt": ""}\n')
     given = dict(sampler__guidance=1.0, prompts=dict(encoding="each_step", file=str(file)))
-    recipe = toy.opened(toy.config(**given | fields))
     family = toy.ToyFamily(guidance=kind)
-    placement = make_placement(
-        recipe.placement.meshes, Layout(recipe.placement.rules), jax.devices()
-    )
-    if sentence is None:
-        return policies.check_model(recipe, family, placement)
-    with pytest.raises(ConfigError) as caught:
-        policies.check_model(recipe, family, placement)
-    start = f"config.prompts.file: {file}, line 3, has a negative prompt, but {sentence}"
-    assert str(caught.value).startswith(start)
+    if not refused:
+        return checked(given | fields, family)
+    with pytest.raises(ConfigError, match=r"^config\.prompts\.file: .*line 3"):
+        checked(given | fields, family)
 
 
 class NoSingleStep(toy.ToyFamily):
@@ -243,12 +228,8 @@ class NoSingleStep(toy.ToyFamily):
 
 
 def test_steps_of_an_evaluation_that_the_schedule_has_not_are_refused():
-    recipe = toy.opened(toy.config(evaluation__steps=1))
-    placement = make_placement(
-        recipe.placement.meshes, Layout(recipe.placement.rules), jax.devices()
-    )
-    with pytest.raises(ConfigError, match=r"^config.evaluation.steps: one step is too few$"):
-        policies.check_model(recipe, NoSingleStep(), placement)
+    with pytest.raises(ConfigError, match=r"^config\.evaluation\.steps:"):
+        checked(dict(evaluation__steps=1), NoSingleStep())
 
 
 def test_an_opened_model_is_sampled_at_both_of_its_runs_guidances():
@@ -264,7 +245,5 @@ def test_an_opened_model_is_sampled_at_both_of_its_runs_guidances():
     assert asked.sampler(None, None, None, None, 1.5).policy.true_cfg_scale == 1.5
     assert (own.guidance, own.true_cfg_scale) == (4.0, 2.0)
     assert (given.guidance, given.true_cfg_scale) == (3.0, 2.0)
-    with pytest.raises(
-        ConfigError, match=r"true_cfg_scale = 2\.0, but this model's guidance is 'embedded'"
-    ):
+    with pytest.raises(ConfigError, match="true_cfg_scale"):
         policy("embedded", None)

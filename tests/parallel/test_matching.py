@@ -16,7 +16,7 @@ from digen_jax.parallel.system import SampledImages
 from digen_jax.runtime import training
 from digen_jax.runtime.array_transfer import SyncedWeights
 from tests.parallel import toy
-from tests.parallel.test_trainer import LORA, adapted
+from tests.parallel.chunks import LORA, adapted
 from tests.parallel.toy import receive
 
 pytestmark = pytest.mark.usefixtures("exact_and_split")

@@ -80,11 +80,11 @@ def test_states_and_sums_are_split_like_parameters_and_updated_in_place(base):
 
     assert reused(trainer.lower_update(tuned)) == own_bytes(state)
     assert reused(lower_gradient(system, recipe, trained_samples(recipe))) == own_bytes(totals)
-    sums = jax.eval_shape(trainer._zeros_of_group, tuned)
+    sums = jax.eval_shape(trainer._start_group, tuned)
     sums = jax.tree.map(
         lambda leaf, at: leaf.update(sharding=at),
         sums,
         jax.tree.broadcast(trainer._layout(sums), sums),
     )
     assert reused(trainer._fold.lower(totals, sums, np.float32(1))) == own_bytes(totals)
-    assert reused(trainer._follow.lower(tuned, tuned, np.float32(0.5))) == parameters
+    assert reused(trainer._update_copy.lower(tuned, tuned, np.float32(0.5))) == parameters

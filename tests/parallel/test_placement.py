@@ -1,7 +1,6 @@
 import dataclasses
 import itertools
-import re
-from types import SimpleNamespace
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -67,40 +66,34 @@ def test_after_replicate_no_rule_applies():
 
 def test_a_parameter_without_a_rule_is_named():
     group = placed((4, 1), (2, 2), placement__rules=(("attn", "fsdp"),)).trainer
-    expected = "config.placement.rules has no rule that matches the parameter ff/net/kernel: end it"
-    with pytest.raises(ConfigError, match=re.escape(expected)):
+    with pytest.raises(ConfigError, match=r"^config\.placement\.rules .*ff/net/kernel"):
         group.params({"ff": {"net": {"kernel": np.ones((2, 2))}}})
 
 
-def test_meshes_take_the_devices_in_turn():
-    found = placed((1, 3), (2, 2))
-    assert found.rollout.mesh.devices.ravel().tolist() == jax.devices()[:3]
-    assert found.trainer.mesh.devices.ravel().tolist() == jax.devices()[3:7]
-    assert found.trainer.mesh.axis_names == found.rollout.mesh.axis_names == ALL
-    assert shape_of(found.trainer.mesh) == {"data": 2, "fsdp": 2}
-    assert not found.colocated
-    assert found.describe() == "7 CPU devices: 3 for rollout, 4 for training"
-
-
-def test_several_rollout_meshes_take_the_devices_before_the_trainer():
-    found = placed((1, 2), (2, 1), workers=3)
-    devices = [group.mesh.devices.ravel().tolist() for group in (*found.rollouts, found.trainer)]
-    assert devices == [jax.devices()[i : i + 2] for i in (0, 2, 4, 6)]
-    assert found.rollout is found.rollouts[0]
-    assert found.describe() == "8 CPU devices: 6 for rollout (3 workers), 2 for training"
-
-
-def test_a_rollout_mesh_without_devices_means_colocated():
-    found = placed((0, 1), (2, 3))
-    assert found.colocated and found.rollout is found.trainer
-    assert found.trainer.mesh.devices.ravel().tolist() == jax.devices()[:6]
-    assert found.describe() == "6 CPU devices for rollout and training in turn"
-
-
-def test_one_device_is_colocated_whatever_the_config_says():
-    found = placed((4, 1), (2, 2), devices=1)
-    assert found.colocated and found.trainer.mesh.size == 1
-    assert found.describe() == "1 CPU device for rollout and training in turn"
+@pytest.mark.parametrize(
+    ("rollout", "trainer", "workers", "devices", "described"),
+    [
+        ((1, 3), (2, 2), 1, 8, "7 CPU devices: 3 for rollout, 4 for training"),
+        ((1, 2), (2, 1), 3, 8, "8 CPU devices: 6 for rollout (3 workers), 2 for training"),
+        ((0, 1), (2, 3), 1, 8, "6 CPU devices for rollout and training in turn"),
+        ((4, 1), (2, 2), 1, 1, "1 CPU device for rollout and training in turn"),
+    ],
+)
+def test_meshes_take_the_devices_in_turn(rollout, trainer, workers, devices, described):
+    found = placed(rollout, trainer, devices, workers)
+    assert found.describe() == described
+    assert found.colocated == (devices == 1 or rollout[0] == 0)
+    meshes = [group.mesh for group in (*found.rollouts, found.trainer)]
+    assert all(mesh.axis_names == ALL for mesh in meshes)
+    taken = [device for mesh in meshes for device in mesh.devices.flat]
+    assert taken == jax.devices()[: len(taken)]
+    if found.colocated:
+        assert found.rollout is found.trainer
+    else:
+        assert found.rollout is found.rollouts[0] and len(found.rollouts) == workers
+    if devices > 1:
+        used = {"data": trainer[0], "fsdp": trainer[1]}
+        assert shape_of(found.trainer.mesh) == {axis: n for axis, n in used.items() if n > 1}
 
 
 # Requested and fitted: (workers, data, fsdp) of rollout, (data, fsdp, time) of the trainer.
@@ -177,26 +170,20 @@ def test_colocated_a_sampler_splits_images_over_what_splits_time_in_training():
 
 
 @pytest.mark.parametrize(
-    ("rollout", "sentence"),
-    [
-        (1, "config.placement.rollout.data = 1, but with --coordinator"),
-        (0, "config.placement.trainer takes 3 of the 4 devices of 2 processes"),
-    ],
+    ("rollout", "field"), [(1, "config.placement.rollout.data"), (0, "config.placement.trainer")]
 )
-def test_processes_of_one_job_sample_and_train_in_turn_on_all_devices(rollout, sentence):
-    devices = [SimpleNamespace(process_index=number // 2) for number in range(4)]
-    with pytest.raises(ConfigError, match=sentence):
+def test_processes_of_one_job_sample_and_train_in_turn_on_all_devices(rollout, field):
+    devices = [mock.Mock(spec=jax.Device, process_index=number // 2) for number in range(4)]
+    with pytest.raises(ConfigError, match=f"^{field} "):
         check_processes(timed((rollout, 1), (3, 1), 1).meshes, devices)
 
 
 @pytest.mark.parametrize(("rollout", "trainer"), [((4, 1), (5, 1)), ((0, 1), (3, 3))])
 def test_too_few_devices_are_refused(rollout, trainer):
     sizes = [data * fsdp for data, fsdp in (rollout, trainer)]
-    expected = (
-        f"config.placement.rollout wants {sizes[0]} and config.placement.trainer {sizes[1]} "
-        "devices, but there are 8: make the meshes smaller"
-    )
-    with pytest.raises(ConfigError, match=expected):
+    with pytest.raises(
+        ConfigError, match=rf"^config\.placement\.rollout wants {sizes[0]} .*{sizes[1]}"
+    ):
         placed(rollout, trainer)
     asked = toy.opened(toy.config(**toy.meshes(rollout, trainer))).placement
     assert devices_per_mesh(asked.meshes, 9) == tuple(sizes)

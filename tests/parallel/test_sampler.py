@@ -63,18 +63,11 @@ def close(found, expected):
     )
 
 
-@pytest.mark.parametrize("cut", [slice(0, 4), slice(4, 8)])
-def test_an_image_does_not_depend_on_its_chunk(split, whole, cut):
-    images, trajectory = generate(split, cut)
-    close(images, whole[0][cut])
-    close(images_of(trajectory, slice(None)), images_of(whole[1], cut))
-
-
-def test_an_image_does_not_depend_on_its_place_in_a_chunk(split, whole):
-    order = np.array([6, 2, 5, 0, 7, 1, 3, 4])
-    images, trajectory = generate(split, order)
-    close(images, whole[0][order])
-    close(images_of(trajectory, slice(None)), images_of(whole[1], order))
+@pytest.mark.parametrize("part", [slice(0, 4), slice(4, 8), np.array([6, 2, 5, 0, 7, 1, 3, 4])])
+def test_an_image_does_not_depend_on_its_chunk_or_its_place_in_it(split, whole, part):
+    images, trajectory = generate(split, part)
+    close(images, whole[0][part])
+    close(images_of(trajectory, slice(None)), images_of(whole[1], part))
 
 
 def test_an_image_does_not_depend_on_the_mesh(alone, whole):

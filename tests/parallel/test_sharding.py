@@ -1,7 +1,5 @@
 """The mesh axis that splits each dimension of a parameter."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -90,7 +88,7 @@ def test_sd35_with_its_two_attentions_has_names_too():
     block = axes["transformer_blocks_0"]
     assert block["attn2"]["to_v"]["kernel"] == ("embed", "heads")
     assert block["norm1"]["linear"]["bias"] == ("modulation",)
-    with pytest.raises(ValueError, match="new/kernel is not in the table of logical axes"):
+    with pytest.raises(ValueError, match="new/kernel"):
         logical_axes({"new": {"kernel": vector}}, sd3.AXES, sd3.LISTS)
 
 
@@ -180,10 +178,7 @@ def test_rules_apply_in_their_order(family, monkeypatch, rules, sizes, spec):
 def test_a_rule_about_no_parameter_is_refused(family):
     Layout.of((*COMPOSED, ("to_q", "rank", "fsdp")), family.axes()).check()
     for rule in (("transformr/", "mlp", "tensor"), ("vae/", "mlp", "tensor")):
-        expected = (
-            f"splits the axis 'mlp' of parameters that match '{rule[0]}', but no such parameter"
-        )
-        with pytest.raises(ConfigError, match=re.escape(expected)):
+        with pytest.raises(ConfigError, match=rf"^config\.placement\.rules .*{rule[0]}"):
             Layout.of((rule, *FSDP), family.axes()).check()
 
 

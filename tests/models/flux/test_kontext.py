@@ -129,7 +129,7 @@ def test_a_picture_that_cannot_be_read_is_named(folder, tmp_path, side):
         path.write_text("no picture")
     elif side == "folder":
         path.mkdir()
-    words = "there is no picture at" if side == "missing" else "cannot be read as a picture"
+    words = "there is no image at" if side == "missing" else "cannot be read as an image"
     with pytest.raises(ConfigError, match=words) as caught:
         ours(folder)[0].tokenize([{"prompt": "x", "image": str(path)}])
     assert str(path) in str(caught.value)
@@ -363,6 +363,6 @@ def test_the_key_of_a_record_has_the_pictures_bytes(folder, tmp_path):
     found = [null_prompt_key(family, record) for record in nulls]
     assert found[:2] == found[2:] and len({*found, *keys}) == 4
     other.unlink()
-    with pytest.raises(ConfigError, match=r"there is no picture at .*other.png"):
+    with pytest.raises(ConfigError, match=r"there is no image at .*other.png"):
         prompt_key(family, {"prompt": "x", "image": str(other)})
     assert family.tokenize([example_record(family)]).picture.shape == (1, *SOURCE[:2], 3)

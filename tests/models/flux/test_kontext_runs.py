@@ -131,12 +131,12 @@ def test_a_mistake_is_one_sentence_before_anything_slow(base, tmp_path, kind):
         record["image"] = str(folder / record["image"])
     if kind == "missing":
         records[2]["image"] = "gone.png"
-        words = r"prompts.jsonl, line 3: there is no picture at \S+gone.png; give the path"
+        words = r"prompts.jsonl, line 3: there is no image at \S+gone.png; give the path"
     elif kind == "broken":
         broken = (folder / "c.jpg").read_bytes()[:-300]
         (tmp_path / "broken.jpg").write_bytes(broken)
         records[1]["image"] = "broken.jpg"
-        words = r"line 2: \S+broken.jpg cannot be read as a picture: image file is truncated"
+        words = r"line 2: \S+broken.jpg cannot be read as an image: image file is truncated"
     elif kind == "none":
         del records[3]["image"]
         words = 'line 4: "image" is missing; give the path of the picture to edit'
@@ -250,7 +250,7 @@ def test_a_model_is_opened_for_the_pictures_of_its_prompts(base, tmp_path):
         (model, [edit, {"prompt": "z"}], None, "the prompt 'z' has no image to edit: give each"),
         (of_run, [{"prompt": "z"}], None, "give each prompt one, as in the model's run"),
         (model, [edit], Size(18, 16), "an image of 18x16 does not fit this model"),
-        (model, [edit | {"image": "gone.png"}], None, r"there is no picture at gone\.png"),
+        (model, [edit | {"image": "gone.png"}], None, r"there is no image at gone\.png"),
         (plain, [edit], Size(12, 16), "a size of pictures is given, but there is none to edit"),
     ):
         with pytest.raises(ConfigError, match=words):
@@ -262,7 +262,7 @@ def test_a_model_is_opened_for_the_pictures_of_its_prompts(base, tmp_path):
     [
         (["--prompts=p.jsonl", "--image=a.png"], "--image is for --prompt; in a file of prompts"),
         (["--prompt=x", "--source_height=8"], "--source_height and --source_width are one size"),
-        (["--prompt=x", "--image=gone.png"], "there is no picture at gone.png"),
+        (["--prompt=x", "--image=gone.png"], "there is no image at gone.png"),
     ],
 )
 def test_the_script_says_what_does_not_go_together(tmp_path, arguments, sentence):
