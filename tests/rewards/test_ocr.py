@@ -1,4 +1,4 @@
-"""The reward of text in pictures: its score against Flow-GRPO's formula, and words that Pillow draws.
+"""The reward of text in images: its score against Flow-GRPO's formula, and words that Pillow draws.
 
 The fonts are matplotlib's: DejaVu (Bitstream Vera licence, changes in the public domain).
 """
@@ -54,9 +54,9 @@ def drawn(text, size=256, font="DejaVuSans.ttf", points=40, angle=0.0, noise=0.0
     return np.clip(np.round(noisy), 0, 255).astype(np.uint8)
 
 
-def scores(pictures, texts, reward=None):
+def scores(images, texts, reward=None):
     prompts = [f'a wall with "{text}" on it' for text in texts]
-    return (reward or ocr.ocr())(np.stack(pictures), prompts, [{}] * len(texts))
+    return (reward or ocr.ocr())(np.stack(images), prompts, [{}] * len(texts))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -87,9 +87,9 @@ def test_the_score_is_flow_grpos(seed):
 
 
 def test_of_a_clip_every_fourth_frame_counts_if_it_has_any_of_the_text():
-    said = {0: "abcd", 4: "", 8: "abxx", 12: "zzzz"}  # no other frame is read
+    texts = {0: "abcd", 4: "", 8: "abxx", 12: "zzzz"}  # no other frame is read
     clip = np.broadcast_to(np.arange(14, dtype=np.uint8)[:, None, None, None], (14, 1, 1, 3))
-    read = lambda frame: said[int(frame[0, 0, 0])]  # noqa: E731
+    read = lambda frame: texts[int(frame[0, 0, 0])]  # noqa: E731
     assert ocr.of_clip(clip, "A b C d", read) == (1 + 0.5) / 2
     assert ocr.of_clip(clip, "e", read) == 0
 
@@ -118,7 +118,7 @@ def test_every_prompt_of_flow_grpos_file_has_the_text_that_flow_grpo_takes():
         assert ocr.needs(record) is None
 
 
-def test_known_pictures_have_the_known_scores():
+def test_known_images_have_the_known_scores():
     known, reward = ocr.sanity_check(), pickle.loads(pickle.dumps(ocr.ocr()))
     found = reward(known.images, known.prompts, known.metadata)
     assert found.dtype == np.float32
@@ -126,12 +126,12 @@ def test_known_pictures_have_the_known_scores():
 
 
 def test_words_are_read_and_other_words_score_less():
-    pictures = [drawn(word) for word in WORDS]
-    right = scores(pictures, WORDS)
+    images = [drawn(word) for word in WORDS]
+    right = scores(images, WORDS)
     assert right.mean() > 0.97
-    wrong = scores(pictures[:3], WORDS[1:4])
+    wrong = scores(images[:3], WORDS[1:4])
     assert (wrong < 0.5).all()
-    one_letter = scores(pictures[:1], ["OPEM"])
+    one_letter = scores(images[:1], ["OPEM"])
     assert one_letter == pytest.approx([0.75])
 
 
@@ -164,8 +164,8 @@ def test_texts_of_flow_grpos_prompts():
     texts = [ocr.quoted(record["prompt"]) for record in read_prompt_file(FLOW_GRPO)][:4]
     fonts = ["DejaVuSans", "DejaVuSans-Bold", "DejaVuSerif", "DejaVuSansMono-Bold"]
     lines = ["\n".join(textwrap.wrap(text, 16)) for text in texts]
-    pictures = [drawn(text, 512, f"{fonts[i]}.ttf", points=44) for i, text in enumerate(lines)]
-    assert scores(pictures, texts).mean() > 0.95
+    images = [drawn(text, 512, f"{fonts[i]}.ttf", points=44) for i, text in enumerate(lines)]
+    assert scores(images, texts).mean() > 0.95
 
 
 @pytest.mark.slow
