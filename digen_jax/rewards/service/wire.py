@@ -194,7 +194,7 @@ def _decode_parts(content_type: str, body: bytes, most: int) -> dict[str, list[b
         if sum(map(len, parts.values())) == most:
             raise Refused(413, f"the request has more than {most} parts")
         content = part.file_object.getvalue() if isinstance(part, File) else part.value
-        parts[part.field_name.decode("utf-8", "replace")].append(content or b"")
+        parts[(part.field_name or b"").decode("utf-8", "replace")].append(content or b"")
 
     boundary = boundary_of(content_type)
     config = {"MAX_MEMORY_FILE_SIZE": math.inf}  # no temporary files
