@@ -1,7 +1,6 @@
 """From a step's rewards to its gradient: advantages, trained images, and images that are left out."""
 
 import functools
-import statistics
 
 import jax
 import numpy as np
@@ -10,6 +9,7 @@ import pytest
 from digen_jax.algorithms.advantages import AdvantageSettings
 from digen_jax.parallel.system import SampledImages, move_to_trainer, select_images
 from digen_jax.runtime.steps import Steps, StepScores
+from tests.algorithms.test_advantages import oracle
 from tests.parallel import chunks, toy
 from tests.parallel.chunks import GROUPS, IMAGES, ROWS
 
@@ -25,54 +25,6 @@ REWARDS = np.float32(
 )
 
 
-def z(values, i, group, std, ddof, baseline="group_mean"):
-    """Image i of the values of a step: (value - baseline) / (std + 1e-4), as the papers write it."""
-    mine = [v for v, g in zip(values, ROWS, strict=True) if g == group]
-    others = [v for j, v in enumerate(values) if ROWS[j] == group and j != i]
-    centre = statistics.fmean(mine if baseline == "group_mean" else others)
-    deviation = statistics.stdev if ddof else statistics.pstdev
-    scale = {"none": 1.0, "group": deviation(mine) + 1e-4, "global": deviation(values) + 1e-4}
-    return (values[i] - centre) / scale[std]
-
-
-def best_and_worst(values, count):
-    """The images that are kept, by sorting each group; equal ones by their index."""
-    kept = set()
-    for group in range(GROUPS):
-        order = sorted(range(4 * group, 4 * group + 4), key=lambda i: (values[i], i))
-        kept |= {*order[:count], *order[-count:]}
-    return kept
-
-
-def advantages_by_hand(name):
-    """Each image's advantage, NaN if it is left out, from the definitions in float64."""
-    first, second = REWARDS.astype(float).T.tolist()
-    both = [a + 0.5 * b for a, b in zip(first, second, strict=True)]
-    images, kept = range(12), set(range(12))
-    match name:
-        case "best and worst":
-            found, kept = (
-                [z(first, i, ROWS[i], "group", 0) for i in images],
-                best_and_worst(first, 1),
-            )
-        case "best and worst, dropped":
-            found, kept = (
-                [z(first, i, ROWS[i], "global", 0) for i in images],
-                best_and_worst(first, 1),
-            )
-            kept -= {4, 5, 6, 7}
-        case "dropped":
-            found, kept = [z(first, i, ROWS[i], "group", 1) for i in images], kept - {4, 5, 6, 7}
-        case "rewards":
-            found = [z(both, i, ROWS[i], "none", 0, "leave_one_out") for i in images]
-        case "advantages" | "gdpo":
-            pairs = [[z(r, i, ROWS[i], "group", 0) for i in images] for r in (first, second)]
-            found = [a + 0.5 * b for a, b in zip(*pairs, strict=True)]
-            if name == "gdpo":
-                found = [a / (statistics.pstdev(found) + 1e-4) for a in found]
-    return np.array([a if i in kept else np.nan for i, a in enumerate(found)], np.float32)
-
-
 WEIGHTS = dict(reward_weights=(1.0, 0.5))
 SETTINGS = {
     "best and worst": AdvantageSettings(std="group", best_and_worst=1),
@@ -82,6 +34,20 @@ SETTINGS = {
     "advantages": AdvantageSettings(std="group", combine="advantages", **WEIGHTS),
     "gdpo": AdvantageSettings(std="group", combine="gdpo", **WEIGHTS),
 }
+
+
+def advantages_by_hand(name):
+    """Each image's advantage, NaN if it is left out, from the definitions in float64."""
+    settings = SETTINGS[name]
+    rewards = REWARDS[:, : len(settings.reward_weights)]
+    found, kept = oracle(settings, rewards, ROWS.tolist()), set(range(12))
+    if count := settings.best_and_worst:
+        for group in range(GROUPS):
+            order = sorted(range(4 * group, 4 * group + 4), key=lambda i: (rewards[i, 0], i))
+            kept -= set(order[count:-count])
+    if settings.drop_zero_std:
+        kept -= {4, 5, 6, 7}
+    return np.array([a if i in kept else np.nan for i, a in enumerate(found)], np.float32)
 
 
 @functools.cache

@@ -1,7 +1,6 @@
 """Diffusion DPO with several rewards: the pairs of a run, and that it trains these."""
 
 import functools
-import statistics
 
 import numpy as np
 import pytest
@@ -10,6 +9,7 @@ from digen_jax.algorithms.advantages import AdvantageSettings
 from digen_jax.parallel.accumulate import FinalImages
 from digen_jax.parallel.system import SampledImages
 from digen_jax.runtime.steps import Steps, StepScores
+from tests.algorithms.test_advantages import oracle
 from tests.parallel import toy
 from tests.parallel.test_matching import (
     GROUPS,
@@ -42,15 +42,7 @@ PAIRED = {"rewards": (0, 2, 3), "gdpo": (0, 2, 3), "advantages": (0, 1, 2, 3)}
 
 def ordered(name):
     """Numbers that order each group's images, from the definitions in float64."""
-    both = FIRST.astype(float).tolist(), SECOND.astype(float).tolist()
-    if name == "rewards":
-        return [a + b for a, b in zip(*both, strict=True)]
-    scaled = []
-    for values in both:
-        groups = [values[group * IMAGES : (group + 1) * IMAGES] for group in range(GROUPS)]
-        stds = [statistics.pstdev(values if name == "advantages" else group) for group in groups]
-        scaled.append([value / (stds[row] + 1e-4) for value, row in zip(values, ROWS, strict=True)])
-    return [a + b for a, b in zip(*scaled, strict=True)]
+    return oracle(SETTINGS[name], REWARDS, ROWS.tolist())
 
 
 @functools.cache
