@@ -1,7 +1,7 @@
 """Sources of old log-probabilities in a ratio, and the required precision of ratios.
 
 Before the first update every ratio should be 1: any difference is rounding, which blurs the bound at which the
-loss clips. A run therefore prints how far its ratios are from 1 at that time, and stops if more than `SPREAD_SHARE`
+loss clips. A run therefore logs how far its ratios are from 1 at that time, and stops if more than `SPREAD_SHARE`
 of them differ from 1 by more than `spread_limit` of the distance to the bound.
 
 |ratio - 1| before the first update, on the embedded model (48 images, four steps of cps, all weights tuned, on a CPU):
@@ -16,7 +16,7 @@ may still differ; recomputed ones come from the trained batch.
 After the first update bfloat16 has an effect in any case, because each weight is rounded differently than before: one
 update moved the log-ratio by 5e-4 rms, of which 8e-5 was rounding, and with a LoRA of rank 8 by 3e-6, with 5e-5 of
 rounding. With several updates a step the clip range must be well above that.
-(`pytest -s -m slow tests/parallel/test_rounding.py -k embedded` prints these numbers.)
+(Measured by an earlier version of `tests/parallel/test_rounding.py`.)
 """
 
 from collections.abc import Mapping
