@@ -75,7 +75,7 @@ def check(config: TrainConfig, place: tuple[str | int | None, ...], one_job: boo
         )
     if config.placement.mode == AUTO:
         raise ConfigError(
-            "config.placement = 'auto' plans for one process only: with --ray give config.placement.rollout and "
+            "config.placement.mode = 'auto' plans for one process only: with --ray set config.placement.rollout and "
             "config.placement.trainer their sizes"
         )
     if not rollout.data and trainer.workers == 1:
