@@ -13,7 +13,7 @@ class Scaling:
     """How the seconds of a command fall with the devices that share it.
 
     The share `serial` does not fall (Amdahl's law); 0 is linear scaling. The devices split `images`
-    images evenly, so their number must divide it; 0: any number of devices splits the work.
+    images evenly, so their number must divide it. 0 means that any number of devices splits the work.
     """
 
     serial: float = 0.0
@@ -24,11 +24,11 @@ class Scaling:
         return not self.images or self.images % devices == 0
 
     def used(self, devices: int) -> int:
-        """How many of the devices can work together."""
+        """Returns the number of devices that can work together."""
         return next(n for n in range(devices, 0, -1) if self.fits(n))
 
     def seconds(self, devices: int | float) -> float:
-        """Seconds on `devices` devices, divided by those on one."""
+        """Returns the seconds on `devices` devices, divided by those on one."""
         return self.serial + (1 - self.serial) / devices
 
     def check(self, name: str) -> None:
@@ -72,18 +72,18 @@ class Footprint:
     copies: int  # further copies of the tuned parameters: an average, an algorithm's slow copy
     trajectory: int  # the stored data of one image until it is trained
     conditioning: int  # the encoded prompts of a step
-    programs: Programs | None = None  # temporary memory of programs; None: it is not counted
+    programs: Programs | None = None  # their temporary memory, if it is counted
     # The least axis fsdp of a worker that trains, if it divides the worker; larger if the memory requires it.
     trainer_fsdp: int = 1
     worker_fsdp: int = 1  # the same for a worker that only samples
-    # Text encoders on the first of the devices that sample before anything else is, and not in `frozen`; None: none.
+    # Text encoders that are on the sampling devices only before the run, and not in `frozen`.
     ahead: OnDevice | None = None
-    rewards: OnDevice | None = None  # networks that score images, on the same devices; None: none
+    rewards: OnDevice | None = None  # networks that score images, on the same devices
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Everything a plan depends on.
+    """The input of a plan.
 
     `settings` are the scheduler's: `readiness` is the least that the algorithm needs, `max_policy_lag` what it allows,
     `passes` those of `chunk_images` images, and `ordered` holds for layouts without lag whose workers have the same
@@ -97,14 +97,14 @@ class Problem:
     worker: Scaling = Scaling()  # of generation and decoding; `images` are those of a chunk, or 0
     trainer: Scaling = Scaling()  # of training; `images` are those of a micro-batch, or 0
     transitions: int = 1  # trained steps or noise levels of an image, which the axis `time` splits
-    scorers: int = 0  # chunks scored at the same time; 0: any number
-    footprint: Footprint | None = None  # None: memory is not predicted
-    device_memory: float | None = None  # bytes; None: any amount
+    scorers: int = 0  # chunks scored at the same time; 0 means any number
+    footprint: Footprint | None = None  # if memory is predicted
+    device_memory: float | None = None  # bytes; None means unlimited
     worker_tensor: int = 1  # of a worker that only samples
     trainer_tensor: int = 1  # of a worker that trains
     worker_sequence: int = 1
     trainer_sequence: int = 1
-    chunks: tuple[int, ...] = ()  # sizes of a chunk to choose from; empty: `settings.chunk_images`
+    chunks: tuple[int, ...] = ()  # sizes of a chunk to choose from, or `settings.chunk_images`
 
     def check(self) -> None:
         """Refuses a problem that cannot be planned.
@@ -130,7 +130,7 @@ class Problem:
 
 
 def divisors(number: int) -> list[int]:
-    """The divisors of a positive integer, the smallest first."""
+    """Returns the divisors of a positive integer, in ascending order."""
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
@@ -156,7 +156,7 @@ class PoolLayout:
 
     @property
     def rollout_images(self) -> int:
-        """Parts into which a worker that only samples splits a chunk; 0: there is none."""
+        """Parts into which a worker that only samples splits a chunk, or 0."""
         return self.rollout_devices // self.rollout_shared
 
     @property
@@ -173,7 +173,7 @@ class PoolLayout:
         return f"{name}, lag {self.lag}" if self.lag else name
 
     def describe(self) -> str:
-        """The layout in words."""
+        """Describes the layout in one line."""
         axes = {"time": self.time, "tensor x sequence": self.shared}
         mesh = " x ".join([f"{self.data}", *(f"{n} ({axis})" for axis, n in axes.items() if n > 1)])
         text = f"{self.workers} x {mesh} that {'sample and train' if self.samples else 'train'}"
@@ -203,7 +203,7 @@ class DeviceBytes:
 
 
 def device_bytes(problem: Problem, layout: PoolLayout) -> DeviceBytes:
-    """The bytes of a layout, with the smallest axes fsdp that fit into the devices' memory.
+    """Returns the bytes of a layout, with the smallest axes fsdp that fit into the devices' memory.
 
     If none fits, the axes have the wanted sizes, and `largest` shows the excess.
     """
@@ -233,7 +233,7 @@ def fits_memory(problem: Problem, layout: PoolLayout) -> bool:
 
 
 def _smallest(devices: int, wanted: int, limit: float | None, held: Callable[[int], float]) -> int:
-    """The smallest axis fsdp, at least `wanted`, with which the bytes fit; if none fits, the smallest of these."""
+    """Returns the smallest axis fsdp, at least `wanted`, with which the bytes fit, or the smallest of these."""
     sizes = [d for d in divisors(devices) if d >= min(wanted, devices)]
     if limit is None:
         return sizes[0]
@@ -245,7 +245,7 @@ def _trainer_bytes(problem: Problem, layout: PoolLayout, fsdp: int) -> dict[str,
 
     All candidates of the step, and the started part of the next one, may wait to be trained. The workers that train
     hold equal shares of them, and one more chunk that another worker sampled. A group that trains early has two
-    gradients of its own.
+    separate gradients.
     """
     foot, settings, axes = problem.footprint, problem.settings, (fsdp, problem.trainer_tensor)
     tuned = foot.tuned(*axes)
@@ -294,7 +294,7 @@ def _rollout_bytes(problem: Problem, layout: PoolLayout, fsdp: int) -> dict[str,
 
 
 def _ahead_bytes(problem: Problem, layout: PoolLayout, fsdp: int) -> dict[str, float]:
-    """Of the text encoders, on the sampling devices before the weights of the run are there."""
+    """Returns the bytes of text encoders on the sampling devices, before the weights of the run are loaded."""
     foot, axes = problem.footprint, (fsdp, problem.trainer_tensor, problem.trainer_sequence)
     if foot.ahead is None:
         return {}
@@ -313,7 +313,7 @@ def _rewards(foot: Footprint, *axes: int) -> dict[str, float]:
 def _sampling(
     problem: Problem, layout: PoolLayout, parts: int, fsdp: int, tensor: int, sequence: int
 ) -> dict[str, float]:
-    """The temporary memory of what a worker that samples does in a step."""
+    """Returns the temporary memory of the programs of a worker that samples."""
     foot = problem.footprint
     # The programs are known for one size of a chunk; a larger part counts in proportion to the largest known one.
     wanted = parts * problem.settings.chunk_images / layout.chunk
@@ -327,5 +327,5 @@ def _most(*held: dict[str, float]) -> float:
 
 
 def _largest(programs: dict[str, float]) -> dict[str, float]:
-    """The program that needs most, alone."""
+    """Returns only the program that needs most."""
     return {f"temporaries of {n}": programs[n] for n in sorted(programs, key=programs.get)[-1:]}

@@ -33,7 +33,7 @@ NOTHING = 3e-3  # of a step: a gain that is too small for another worker, role o
 def layouts(
     problem: Problem, runs: Callable[[PoolLayout], bool] = lambda layout: True
 ) -> list[PoolLayout]:
-    """All layouts that use every device, fit into the memory and for which `runs` holds.
+    """Returns all layouts that use every device, fit into the memory and for which `runs` holds.
 
     Of the meshes of a worker that trains, only the one with the fastest training of those that fit.
 
@@ -58,7 +58,7 @@ def layouts(
 
 
 def _shapes(problem: Problem) -> Iterator[list[PoolLayout]]:
-    """For each division of the devices into workers: the meshes of those that train, the fastest first."""
+    """Yields, for each division of the devices into workers, the meshes of those that train, the fastest first."""
     total, settings = problem.devices, problem.settings
     grid = min(d for d in divisors(total) if d >= total / SPLITS)
     lags = range(1 + (settings.max_policy_lag if settings.off_policy_units else 0))
@@ -79,7 +79,7 @@ def _shapes(problem: Problem) -> Iterator[list[PoolLayout]]:
 
 
 def _meshes(problem: Problem, workers: int, size: int, fields: dict) -> list[PoolLayout]:
-    """The meshes of workers of `size` devices; of equally fast ones, those that split images come first."""
+    """Returns the meshes of workers of `size` devices; of equally fast ones, those that split images come first."""
     parts, rest = divmod(size, fields["shared"])
     times = [t for t in divisors(parts or 1) if t <= problem.transitions and not rest]
     found = [
@@ -102,14 +102,14 @@ def _divides(problem: Problem, chunk: int) -> bool:
 
 
 def _train(problem: Problem, layout: PoolLayout) -> float:
-    """Seconds of training an image. Steps that `time` does not divide are padded."""
+    """Returns the seconds of training an image. Steps that `time` does not divide are padded."""
     longest = math.ceil(problem.transitions / layout.time)
     devices = layout.data * layout.shared * problem.transitions / longest
     return problem.costs.train * problem.trainer.seconds(devices)
 
 
 def _sampling(problem: Problem, layout: PoolLayout) -> tuple[float, float]:
-    """Seconds of sampling on a worker that trains and on one that only samples, divided by those on one device."""
+    """Returns the seconds of sampling on a worker that trains and on one that only samples, relative to one device."""
     images = layout.chunk if problem.worker.images else 0
     scaling = dataclasses.replace(problem.worker, images=images)
     own = scaling.seconds(scaling.used(layout.devices // layout.shared) * layout.shared)
@@ -117,7 +117,7 @@ def _sampling(problem: Problem, layout: PoolLayout) -> tuple[float, float]:
 
 
 def settings_of(problem: Problem, layout: PoolLayout) -> Settings:
-    """The scheduler's settings of a layout."""
+    """Returns the scheduler's settings for a layout."""
     given, chunk = problem.settings, layout.chunk
     passes = given.passes * chunk // given.chunk_images
     if layout.time > 1:  # a pass packs at least `time` steps of a micro-batch
@@ -129,7 +129,7 @@ def settings_of(problem: Problem, layout: PoolLayout) -> Settings:
 
 
 def workers_of(problem: Problem, layout: PoolLayout) -> tuple[tuple[WorkerLayout, ...], Costs]:
-    """The workers with their speeds, the home worker first, and the costs on a worker of speed 1."""
+    """Returns the workers with their speeds, the home worker first, and the costs on a worker of speed 1."""
     (own, other), size = _sampling(problem, layout), layout.rollout_devices
     # The simulator divides by devices and speed. The speed is that of sampling, and training is adapted to it.
     speed, costs = 1 / own / layout.devices, problem.costs
@@ -142,17 +142,17 @@ def workers_of(problem: Problem, layout: PoolLayout) -> tuple[tuple[WorkerLayout
 
 
 def _part(problem: Problem, layout: PoolLayout) -> tuple[Problem, PoolLayout, int]:
-    """A smaller problem with its layout, and a number: its step takes this number of times less.
+    """Returns a smaller problem, its layout, and the factor by which its step is shorter.
 
     It has fewer workers with as much work for each; or less work for each, with costs of a step that fall alike.
     """
     settings, given, costs = settings_of(problem, layout), problem.settings, problem.costs
     workers, excess = layout.workers + layout.rollout, settings.chunks / CHUNKS
-    whole = math.gcd(settings.groups, settings.set_units)
-    both = math.gcd(whole, layout.workers, layout.rollout)
+    units = math.gcd(settings.groups, settings.set_units)
+    both = math.gcd(units, layout.workers, layout.rollout)
     fewer = max(d for d in divisors(both) if d <= max(1, min(excess, workers / 8)))
     most = min(excess / fewer, settings.chunks / workers / 32)
-    less = max(d for d in divisors(whole // fewer) if d <= max(1, most))
+    less = max(d for d in divisors(units // fewer) if d <= max(1, most))
     scorers = math.ceil(problem.scorers / fewer)
     of_step = "update", "sync", "encode", "score_latency"
     changes = {name: getattr(costs, name) / less for name in of_step}
@@ -167,7 +167,7 @@ def _part(problem: Problem, layout: PoolLayout) -> tuple[Problem, PoolLayout, in
 
 
 def lower_bound(problem: Problem, layout: PoolLayout) -> float:
-    """A lower bound of the mean seconds of a step in the steady state."""
+    """Returns a lower bound of the mean seconds of a step in the steady state."""
     settings, costs = settings_of(problem, layout), problem.costs
     scales = _sampling(problem, layout)
     workers, chunk, count = layout.workers, layout.chunk, settings.chunks
@@ -177,12 +177,12 @@ def lower_bound(problem: Problem, layout: PoolLayout) -> float:
     rate = workers / own + layout.rollout / other
 
     def busy(others: float) -> float:
-        """Seconds if generation, training and `others` of the workers that train are divided at best."""
+        """Returns the seconds if generation, training and `others` of workers that train are divided optimally."""
         trained = count * train + others
         return max(trained / workers, (trained / own + count) / rate)
 
     def sampled(number: int) -> float:
-        """Seconds until some chunks are sampled."""
+        """Returns the seconds until `number` chunks are sampled."""
         if layout.samples and layout.rollout:
             return max(number / rate, min(own, other))
         return math.ceil(number / (layout.rollout or workers)) * min(own, other)
@@ -215,20 +215,20 @@ class Prediction:
     images_per_device_second: float  # trained
     utilisation: float  # the bound (G + T)/N, with perfect scaling, over the step's seconds
     bubbles: dict[str, float]  # share of all devices' time that is spent waiting, by cause
-    memory: DeviceBytes | None  # of a device; None: the footprint is not known
+    memory: DeviceBytes | None  # of a device, if the footprint is known
 
 
 class Simulations:
-    """All predictions made so far; `work` is the number of chunks that were simulated for them."""
+    """All predictions so far; `work` is the number of chunks that were simulated for them."""
 
     def __init__(self, problem: Problem):
         self.problem, self.work = problem, 0
-        self.made: dict[PoolLayout, Prediction] = {}
+        self.known: dict[PoolLayout, Prediction] = {}
 
     def predict(self, layout: PoolLayout) -> Prediction:
         """Simulates a layout, unless this was done before."""
-        if layout in self.made:
-            return self.made[layout]
+        if layout in self.known:
+            return self.known[layout]
         problem, (part, smaller, less) = self.problem, _part(self.problem, layout)
         settings, (workers, costs) = settings_of(part, smaller), workers_of(part, smaller)
         # The steady state has neither the first steps nor the last one.
@@ -236,7 +236,7 @@ class Simulations:
         report = simulate(workers, costs, settings, steps, Disturbance(scorers=part.scorers))
         self.work += steps * settings.chunks
         seconds, spent = report.step_seconds * less, report.step_ends[-1] * part.devices
-        self.made[layout] = Prediction(
+        self.known[layout] = Prediction(
             layout,
             seconds,
             problem.settings.groups * problem.settings.images / seconds / problem.devices,
@@ -244,11 +244,11 @@ class Simulations:
             {cause: idle / spent for cause, idle in report.bubbles().items() if cause != "end"},
             device_bytes(problem, layout) if problem.footprint else None,
         )
-        return self.made[layout]
+        return self.known[layout]
 
 
 def search(simulations: Simulations, found: Sequence[PoolLayout], work: int = WORK) -> Prediction:
-    """The simplest layout among those that are nearly as fast as the fastest one.
+    """Returns the simplest layout among those that are nearly as fast as the fastest one.
 
     It simulates the layouts in the order of their bounds, corrected by what the last one of the same kind took beyond
     its bound, until no bound is shorter than the best step, or `work` is used up.
@@ -268,11 +268,11 @@ def search(simulations: Simulations, found: Sequence[PoolLayout], work: int = WO
         if bounds[layout] < best * (1 - NOTHING):
             seconds = simulations.predict(layout).step_seconds
             beyond[kind], best = seconds / bounds[layout], min(best, seconds)
-    return simplest([simulations.made[one] for one in found if one in simulations.made])
+    return simplest([simulations.known[one] for one in found if one in simulations.known])
 
 
 def simplest(made: Sequence[Prediction]) -> Prediction:
-    """The prediction with the least lag, kinds of workers and workers to compile, if others are hardly faster."""
+    """Returns the prediction with the least lag, kinds of workers and workers, among the nearly fastest ones."""
     best = min(one.step_seconds for one in made) * (1 + NOTHING)
     near = [one for one in made if one.step_seconds <= best]
     return min(near, key=lambda one: (_effort(one.layout), one.step_seconds))
@@ -307,9 +307,9 @@ def make_plan(problem: Problem, runs: Callable[[PoolLayout], bool] = lambda layo
     for layout in found:
         kinds.setdefault(layout.kind, []).append(layout)
     for same in kinds.values():
-        if not any(layout in simulations.made for layout in same):
+        if not any(layout in simulations.known for layout in same):
             search(simulations, same, TABLE)
-    made = list(simulations.made.values())
+    made = list(simulations.known.values())
     choice = simplest(made)
     rows = [simplest([one for one in made if one.layout.kind == kind]) for kind in kinds]
     rows = [choice if row.layout.kind == choice.layout.kind else row for row in rows]

@@ -477,7 +477,7 @@ class Scheduler:
         return left < self._handover_seconds()
 
     def _reserved_groups(self) -> int:
-        """Groups of the next step that start during the update and the transfer of weights, not before.
+        """Counts the groups of the next step that start during the update and the transfer of weights, not before.
 
         Enough others start before, so that workers do not wait for rewards when the next step starts.
         """
@@ -532,7 +532,7 @@ class Scheduler:
         return any(c.scored_at >= end for c in step.chunks if c.stage in (SAMPLING, SCORING))
 
     def _next_queued(self, worker: Worker, step: Step) -> int | None:
-        """The queued chunk that a worker would generate next; one that failed here is left to another worker."""
+        """Returns the queued chunk to generate next on a worker; one that failed there is left to another worker."""
         state = self.state
         failed = {f for f in state.failed_on if f.step == step.number and not f.evaluation}
         refused = [f.index for f in failed if self._is_refused(worker, f)]
@@ -580,14 +580,14 @@ class Scheduler:
         return True
 
     def _piece_size(self, worker: Worker, step: Step) -> int:
-        """Passes that a worker takes at once: half of its share of those that are left."""
+        """Returns the passes that a worker takes at once: half of its share of those that are left."""
         costs = self.state.costs
         own, mean = costs.predict("train", worker.name), costs.predict("train")
         share = mean / (own * len(self.state.trainers))
         return max(1, int(step.left * share / 2))
 
     def _update(self, step: Step) -> bool:
-        """Has the home worker update, if all passes are trained and the version is evaluated."""
+        """Updates on the home worker, if all passes are trained and the version is evaluated."""
         # A version is evaluated before an update, which may consume its weights; so evaluations end in order, too.
         if not step.set_trained or self.state.evaluations:
             return False
@@ -647,7 +647,7 @@ class Scheduler:
     # -------------------------------------------------- scores and samples of a decoded chunk
 
     def _decoded(self, worker: Worker, chunk: Chunk) -> None:
-        """Has a decoded chunk scored, and delivered if its worker does not train."""
+        """Issues the scoring of a decoded chunk, and its delivery if its worker does not train."""
         state = self.state
         worker.task, worker.failed[SAMPLE] = None, 0
         if not self._is_wanted(chunk):
@@ -767,7 +767,7 @@ class Scheduler:
             state.references[self._evaluated(state.step)] += 1
 
     def _evaluated(self, version: int) -> WeightsVersion:
-        """The weights that are evaluated for a version."""
+        """Returns the weights that are evaluated for a version."""
         return WeightsVersion(version, self.state.settings.separate_eval_weights)
 
     def _updated(self) -> None:
@@ -843,10 +843,10 @@ class Scheduler:
         self._out.append(command)
 
     def _sampling_seconds(self, worker: str = "") -> float:
-        """Expected seconds in which a worker generates and decodes a chunk; "" means the mean of all."""
+        """Returns the expected seconds in which a worker generates and decodes a chunk; "" means the mean of all."""
         costs = self.state.costs
         return costs.predict("generate", worker) + costs.predict("decode", worker)
 
     def _handover_seconds(self) -> float:
-        """Expected seconds until a decoded chunk is scored and delivered."""
+        """Returns the expected seconds until a decoded chunk is scored and delivered."""
         return max(self.state.costs.predict(kind) for kind in ("score", "deliver"))

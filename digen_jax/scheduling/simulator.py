@@ -1,4 +1,4 @@
-"""Runs the scheduler on a virtual clock: the real scheduler, event by event; only the durations are given."""
+"""Runs the real scheduler on a virtual clock, event by event, with given durations."""
 
 import dataclasses
 import heapq
@@ -59,9 +59,9 @@ class Report:
     """A simulated run; times are seconds from its start.
 
     Attributes:
-      devices: of each worker.
-      bound: seconds of a step in which all devices always sample or train: (G + T) / N.
-      ahead: the share of the next step that was sampled at each step's end.
+      devices: Number of devices of each worker.
+      bound: Seconds of a step in which all devices always sample or train: (G + T) / N.
+      ahead: Share of the next step that was sampled at each step's end.
     """
 
     devices: dict[str, int]

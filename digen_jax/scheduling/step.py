@@ -78,18 +78,18 @@ class Step:
         self._open_groups()
 
     def group_of(self, index: int) -> Group:
-        """The group of a chunk."""
+        """Returns the group of a chunk."""
         return self.groups[index // self.settings.unit_chunks]
 
     def chunks_of(self, group: int) -> range:
-        """The chunks of a group."""
+        """Returns the chunks of a group."""
         size = self.settings.unit_chunks
         return range(group * size, (group + 1) * size)
 
     # ---------------------------------------------------------------------------- generation
 
     def next_queued(self, passed_over: Iterable[int] = ()) -> int | None:
-        """The first queued chunk that is not in `passed_over`; it stays in the queue."""
+        """Returns the first queued chunk that is not in `passed_over`; it stays in the queue."""
         while self.queue and self.chunks[self.queue[0]].stage != QUEUED:
             heapq.heappop(self.queue)
         passed_over = set(passed_over)
@@ -329,7 +329,7 @@ class Step:
                 return
 
     def _top(self, heap: list[int], sign: int) -> int | None:
-        """The first chunk of a heap with passes to train."""
+        """Returns the first chunk of a heap that has passes to train."""
         while heap:
             chunk = self.chunks[sign * heap[0]]
             if chunk.stage == READY and chunk.left:
@@ -414,7 +414,7 @@ class Candidates:
             frontier.advance(self.verdicts)
 
     def classify(self, group: int, low: float, high: float) -> range:
-        """Judges a complete group by its lowest and highest value; returns the groups that may be members now.
+        """Classifies a complete group by its lowest and highest value; returns the groups that may be members now.
 
         Opens the candidate that replaces it; if no candidate is left, fills the step up.
         """
@@ -434,7 +434,7 @@ class Candidates:
         return passed
 
     def next_set(self, size: int) -> range:
-        """Begins the next update set; returns the groups that may be its members, except filled-up ones."""
+        """Starts the next update set; returns the groups that may be its members, except filled-up ones."""
         self.current.wanted += size
         return self.current.advance(self.verdicts)
 
@@ -445,7 +445,7 @@ class Candidates:
         return group in self.filled_in_set()
 
     def filled_in_set(self) -> list[int]:
-        """The groups without variance that fill up the current update set or an earlier one."""
+        """Returns the groups without variance that fill up the current update set or an earlier one."""
         return self.filled[: max(0, self.current.wanted - self.informative)]
 
     @property
@@ -459,7 +459,7 @@ class Candidates:
         return bool(self.filled) or self.full.certain == self.wanted
 
     def others(self) -> list[int]:
-        """The opened groups that do not form the step, which must be known."""
+        """Returns the opened groups that do not form the step, which must be known."""
         members = set(self.filled)
         return [
             g
