@@ -84,9 +84,10 @@ def make_record(task: str, include: list[dict], prompt: str) -> dict:
 def _prompts(task: str) -> tuple[tuple[dict, ...], tuple[dict, ...]]:
     """Returns all training records and all held-out records of a task."""
     train, heldout = [], []
-    for record, own, others in _CANDIDATES[task]():
+    for prompt, include, held_out, others in _candidates(task):
         if not others:
-            (heldout if own else train).append(record)
+            record = make_record(task, include, f"a photo of {prompt}")
+            (heldout if held_out else train).append(record)
     return tuple(train), tuple(heldout)
 
 
@@ -102,73 +103,46 @@ def _interleaved(part: int, per_task: int) -> list[dict]:
     return [record for row in zip(*columns, strict=True) for record in row]
 
 
-# Each generator below yields a record, whether the atom of its task is held out, and whether an atom of
-# another task in it is.
-Candidates = Iterator[tuple[dict, bool, bool]]
-
-
-def _single_object() -> Candidates:
-    for shape, background in itertools.product(SHAPES, BACKGROUNDS):
-        prompt = f"a photo of {_a(shape)} on {_a(background)} background"
-        record = make_record("single_object", [_entry(shape)], prompt)
-        yield record, split.background_held_out(shape, background), False
-
-
-def _two_object() -> Candidates:
-    for a, b in itertools.permutations(SHAPES, 2):
-        prompt = f"a photo of {_a(a)} and {_a(b)}"
-        record = make_record("two_object", [_entry(a), _entry(b)], prompt)
-        yield record, split.pair_held_out(a, b), False
-
-
-def _counting() -> Candidates:
-    for shape, (count, number) in itertools.product(SHAPES, NUMBERS.items()):
-        prompt = f"a photo of {number} {PLURALS[shape]}"
-        record = make_record("counting", [_entry(shape, count)], prompt)
-        yield record, split.count_held_out(shape, count), False
-
-
-def _colors() -> Candidates:
-    for color, shape in itertools.product(COLORS, SHAPES):
-        prompt = f"a photo of {_a(f'{color} {shape}')}"
-        record = make_record("colors", [_entry(shape, color=color)], prompt)
-        yield record, split.color_held_out(color, shape), False
-
-
-def _position() -> Candidates:
-    for (a, b), relation in itertools.product(itertools.permutations(SHAPES, 2), RELATIONS):
-        prompt = f"a photo of {_a(a)} {relation} {_a(b)}"
-        include = [_entry(b), _entry(a, position=[relation, 0])]
-        others = split.pair_held_out(a, b)
-        yield (
-            make_record("position", include, prompt),
-            split.relation_held_out(a, relation, b),
-            others,
-        )
-
-
-def _color_attr() -> Candidates:
-    pairs = itertools.product(itertools.permutations(SHAPES, 2), itertools.permutations(COLORS, 2))
-    for (a, b), (color_a, color_b) in pairs:
-        prompt = f"a photo of {_a(f'{color_a} {a}')} and {_a(f'{color_b} {b}')}"
-        include = [_entry(a, color=color_a), _entry(b, color=color_b)]
-        own = split.colored_pair_held_out(color_a, a, color_b, b)
-        others = (
-            split.pair_held_out(a, b)
-            or split.color_held_out(color_a, a)
-            or split.color_held_out(color_b, b)
-        )
-        yield make_record("color_attr", include, prompt), own, others
-
-
-_CANDIDATES = {
-    "single_object": _single_object,
-    "two_object": _two_object,
-    "counting": _counting,
-    "colors": _colors,
-    "position": _position,
-    "color_attr": _color_attr,
-}
+def _candidates(task: str) -> Iterator[tuple[str, list[dict], bool, bool]]:
+    """Yields prompts of a task, their `include`, and whether an atom of this task or of another one is held out."""
+    pairs = itertools.permutations(SHAPES, 2)
+    match task:
+        case "single_object":
+            for shape, background in itertools.product(SHAPES, BACKGROUNDS):
+                held_out = split.background_held_out(shape, background)
+                yield (
+                    f"{_a(shape)} on {_a(background)} background",
+                    [_entry(shape)],
+                    held_out,
+                    False,
+                )
+        case "two_object":
+            for a, b in pairs:
+                include = [_entry(a), _entry(b)]
+                yield f"{_a(a)} and {_a(b)}", include, split.pair_held_out(a, b), False
+        case "counting":
+            for shape, (count, number) in itertools.product(SHAPES, NUMBERS.items()):
+                held_out = split.count_held_out(shape, count)
+                yield f"{number} {PLURALS[shape]}", [_entry(shape, count)], held_out, False
+        case "colors":
+            for color, shape in itertools.product(COLORS, SHAPES):
+                include, held_out = [_entry(shape, color=color)], split.color_held_out(color, shape)
+                yield _a(f"{color} {shape}"), include, held_out, False
+        case "position":
+            for (a, b), relation in itertools.product(pairs, RELATIONS):
+                include = [_entry(b), _entry(a, position=[relation, 0])]
+                held_out = split.relation_held_out(a, relation, b)
+                yield f"{_a(a)} {relation} {_a(b)}", include, held_out, split.pair_held_out(a, b)
+        case "color_attr":
+            for (a, b), colors in itertools.product(pairs, itertools.permutations(COLORS, 2)):
+                things = list(zip(colors, (a, b), strict=True))
+                include = [_entry(shape, color=color) for color, shape in things]
+                held_out = split.colored_pair_held_out(*things[0], *things[1])
+                others = split.pair_held_out(a, b) or any(
+                    split.color_held_out(*one) for one in things
+                )
+                prompt = " and ".join(_a(f"{color} {shape}") for color, shape in things)
+                yield prompt, include, held_out, others
 
 
 def _entry(shape: str, count: int = 1, **rest: object) -> dict:
