@@ -1,5 +1,6 @@
 """Scenes of flat shapes, and random scenes that satisfy a prompt."""
 
+import itertools
 import re
 from dataclasses import dataclass
 
@@ -62,7 +63,11 @@ def sample_scene(record: dict, rng: np.random.Generator) -> Scene:
         raise ValueError(f"{record['prompt']!r} asks for {len(wanted)} objects; scenes have 1 to 4")
     shapes = [entry["class"] for entry in wanted]
     colors = _sample_colors(wanted, rng)
-    radii, centers = _sample_layout(shapes, _named_relation(record), rng)
+    places = (
+        (i, entry["position"]) for i, entry in enumerate(record["include"]) if "position" in entry
+    )
+    named = next(((relation, i, other) for i, (relation, other) in places), None)
+    radii, centers = _sample_layout(shapes, named, rng)
     objects = tuple(
         Object(shape, color, float(x), float(y), float(radius))
         for shape, color, (x, y), radius in zip(shapes, colors, centers, radii, strict=True)
@@ -78,26 +83,20 @@ def relation_between(a: Object, b: Object) -> str | None:
 
 def _sample_colors(wanted: list[dict], rng: np.random.Generator) -> list[str]:
     """Samples the named colors, and free ones that form no held-out combination."""
-    choices = [_color_choices(entry) for entry in wanted]
     shapes = [entry["class"] for entry in wanted]
-    pair_is_free = len(shapes) == len(set(shapes)) == 2 and not all(
-        "color" in entry for entry in wanted
-    )
+    choices = []
+    for entry in wanted:
+        free = [color for color in COLORS if not split.color_held_out(color, entry["class"])]
+        choices.append([entry["color"]] if "color" in entry else free)
+        if not {*choices[-1]} <= {*COLORS}:
+            raise ValueError(f"color {entry['color']!r} is not one of {', '.join(COLORS)}")
+    named = all("color" in entry for entry in wanted)
+    is_free_pair = len(shapes) == len(set(shapes)) == 2 and not named
     while True:
         colors = [options[rng.integers(len(options))] for options in choices]
-        if not pair_is_free or not split.colored_pair_held_out(
-            colors[0], shapes[0], colors[1], shapes[1]
-        ):
+        things = zip(colors, shapes, strict=True)
+        if not is_free_pair or not split.colored_pair_held_out(*itertools.chain(*things)):
             return colors
-
-
-def _color_choices(entry: dict) -> list[str]:
-    """Returns the colors that an entry of `include` allows."""
-    if "color" in entry:
-        if entry["color"] not in COLORS:
-            raise ValueError(f"color {entry['color']!r} is not one of {', '.join(COLORS)}")
-        return [entry["color"]]
-    return [color for color in COLORS if not split.color_held_out(color, entry["class"])]
 
 
 def _sample_background(prompt: str, shapes: list[str], rng: np.random.Generator) -> Background:
@@ -113,15 +112,6 @@ def _sample_background(prompt: str, shapes: list[str], rng: np.random.Generator)
     slope = rng.uniform(-0.06, 0.06, 2)
     r, g, b = (np.asarray(BACKGROUNDS[name]) + tint).tolist()
     return Background(name, (r, g, b), (float(slope[0]), float(slope[1])))
-
-
-def _named_relation(record: dict) -> tuple[str, int, int] | None:
-    """Returns (relation, index of the object that is in it, index of the other one), if one is named."""
-    for i, entry in enumerate(record["include"]):
-        if "position" in entry:
-            relation, other = entry["position"]
-            return relation, i, other
-    return None
 
 
 def _sample_layout(
