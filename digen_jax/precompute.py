@@ -62,7 +62,7 @@ class Precomputation:
     """The prompts of a run, and which of them are not stored yet.
 
     Attributes:
-      recipe: of the run.
+      config: of the run.
       folder: of its model.
       family: of its model.
       group: the mesh that encodes.
@@ -73,7 +73,7 @@ class Precomputation:
       missing: the keys that are not stored yet.
     """
 
-    recipe: TrainConfig
+    config: TrainConfig
     folder: pathlib.Path
     family: Family
     group: DeviceGroup
@@ -100,7 +100,7 @@ class Precomputation:
             )
         size = self._size()
         check_output("config.prompts.cache", self._place, folder=True)
-        limit, what = self.recipe.prompts.cache_limit, f"{_count(self.missing)} to be encoded"
+        limit, what = self.config.prompts.cache_limit, f"{_count(self.missing)} to be encoded"
         if excess := self.store.excess(size):
             raise ConfigError(
                 f"config.prompts.cache_limit = {limit:g} GB is too small: {what}, "
@@ -121,11 +121,11 @@ class Precomputation:
 
     @property
     def _place(self) -> pathlib.Path:
-        return store_folder(self.recipe)
+        return store_folder(self.config)
 
     def _size(self) -> int:
         """Returns the bytes on disk of the missing embeddings."""
-        family, shapes = self.family, encoder_shapes(self.recipe, self.family)
+        family, shapes = self.family, encoder_shapes(self.config, self.family)
         if family.masked:
             blocks = map(self._tokens, _blocks(self.missing, TOKENIZED, self.nulls))
             rows = sum(int(row_bytes(family, shapes, tokens).sum()) for tokens in blocks)
@@ -172,7 +172,7 @@ class Precomputation:
         """Yields the embeddings of each block; afterwards the text encoders' memory is free."""
         family, group = self.family, self.group
         with blame("config.model.folder: "):
-            dtype = self.recipe.precision.frozen
+            dtype = self.config.precision.frozen
             params = read_parts(family, self.folder, family.encoders, group, dtype)
         program, done = jit_encoder(family, group), 0
         shown = track(blocks, "encoding prompts", "block", note=lambda: _format(done))
@@ -205,13 +205,13 @@ class Precomputation:
                 self.store.add(rows)
             if not several():
                 return
-            barrier("storing prompts", Deadline(self.recipe.runtime.deadline).seconds())
+            barrier("storing prompts", Deadline(self.config.runtime.deadline).seconds())
             if own := self.store.missing(rows):
                 self.store.add({key: rows[key] for key in own})
 
 
 def prepare(
-    recipe: TrainConfig,
+    config: TrainConfig,
     devices: Sequence[jax.Device],
     records: Callable[[], Sequence[Record]],
     mesh: MeshRole | None = None,
@@ -219,7 +219,7 @@ def prepare(
     """Finds the prompts that are to be encoded. It is fast: no weights are read.
 
     Args:
-      recipe: of the run.
+      config: of the run.
       devices: of this process.
       records: returns the prompts; not called if they are not precomputed.
       mesh: the only mesh of this process. None means that it has all meshes.
@@ -230,61 +230,61 @@ def prepare(
     Raises:
       ConfigError: the model, the devices or the cache cannot be used, or see `Precomputation.check`.
     """
-    if recipe.prompts.encoding == EACH_STEP:
+    if config.prompts.encoding == EACH_STEP:
         return None
-    folder, family, placement, _ = open_parts(recipe, devices, mesh)
-    if not is_precomputed(recipe, family):
+    folder, family, placement, _ = open_parts(config, devices, mesh)
+    if not is_precomputed(config, family):
         return None
     drawn = records()
-    unconditional = drawn if reads_null(recipe, family) else ()
+    unconditional = drawn if reads_null(config, family) else ()
     nulls = {null_prompt_key(family, record): record for record in unconditional}
     wanted = nulls | {prompt_key(family, record): record for record in drawn}
-    store = open_store(recipe, folder, family)
+    store = open_store(config, folder, family)
     with blame("config.prompts.cache: "):
         missing = store.missing(wanted)
     found = Precomputation(
-        recipe, folder, family, placement.rollout, store, wanted, frozenset(nulls), missing
+        config, folder, family, placement.rollout, store, wanted, frozenset(nulls), missing
     )
     found.check()
     return found
 
 
 def precompute(
-    recipe: TrainConfig, devices: Sequence[jax.Device], records: Sequence[Record]
+    config: TrainConfig, devices: Sequence[jax.Device], records: Sequence[Record]
 ) -> None:
     """Encodes prompts that are not stored yet, if the run's prompts are precomputed.
 
     Raises:
       ConfigError: as `prepare` and `Precomputation.run`.
     """
-    if found := prepare(recipe, devices, lambda: records):
+    if found := prepare(config, devices, lambda: records):
         found.run()
 
 
-def precompute_all(recipe: TrainConfig) -> None:
+def precompute_all(config: TrainConfig) -> None:
     """Encodes all prompts of a run on the available devices.
 
     Raises:
       ConfigError: its prompts are not precomputed, or as `prepare` and `Precomputation.run`.
     """
     devices = jax.devices()
-    recipe = on_devices(recipe, len(devices))
+    config = on_devices(config, len(devices))
     for name, given in (
-        ("prompts.file", recipe.prompts.paths),
-        ("evaluation.prompts", recipe.evaluation.prompts),
+        ("prompts.file", config.prompts.paths),
+        ("evaluation.prompts", config.evaluation.prompts),
     ):
         if not given:
             raise ConfigError(f"config.{name} is not given: add --config.{name}=... to the command")
-    found = prepare(recipe, devices, lambda: reached(recipe))
+    found = prepare(config, devices, lambda: reached(config))
     if found is None:
         raise ConfigError(
-            f"config.prompts.encoding = {recipe.prompts.encoding!r} has this model's text encoders run in each step: "
+            f"config.prompts.encoding = {config.prompts.encoding!r} has this model's text encoders run in each step: "
             "set it to 'precomputed' here and in training"
         )
     found.run()
 
 
-def reached(recipe: TrainConfig, first: int = 0) -> list[dict[str, Any]]:
+def reached(config: TrainConfig, first: int = 0) -> list[dict[str, Any]]:
     """Returns the records of a run's evaluations and of its steps from `first` on.
 
     Of several records with the same prompt, negative prompt and image, one is returned.
@@ -293,12 +293,12 @@ def reached(recipe: TrainConfig, first: int = 0) -> list[dict[str, Any]]:
       ConfigError: a prompt file cannot be used.
     """
     with blame("config.evaluation.prompts: "):
-        held_out = read_prompt_file(recipe.evaluation.prompts)[: recipe.evaluation.images or None]
+        held_out = read_prompt_file(config.evaluation.prompts)[: config.evaluation.images or None]
     with blame("config.prompts.file: "):
-        left = set(map(_content, itertools.chain(*read_prompt_files(recipe.prompts.paths))))
-        steps = drawn_prompts(recipe)
+        left = set(map(_content, itertools.chain(*read_prompt_files(config.prompts.paths))))
+        steps = drawn_prompts(config)
     found = {_content(record): record for record in held_out}
-    for records in itertools.islice(steps, first, recipe.steps):
+    for records in itertools.islice(steps, first, config.steps):
         drawn = {_content(record): record for record in records}
         found |= {content: drawn[content] for content in drawn if content not in found}
         left.difference_update(drawn)

@@ -25,33 +25,33 @@ PRECOMPUTED, EACH_STEP = "precomputed", "each_step"
 LARGE = 4 * 10**9
 
 
-def encoder_shapes(recipe: TrainConfig, family: Family) -> Params:
+def encoder_shapes(config: TrainConfig, family: Family) -> Params:
     """Returns the text encoders' parameters as shapes, with the run's dtype."""
     shapes = family.shapes()
     parts = {part: shapes[part] for part in family.encoders}
-    return shapes_in_dtype(parts, jnp.dtype(recipe.precision.frozen))
+    return shapes_in_dtype(parts, jnp.dtype(config.precision.frozen))
 
 
-def is_precomputed(recipe: TrainConfig, family: Family) -> bool:
+def is_precomputed(config: TrainConfig, family: Family) -> bool:
     """Returns whether the prompts are encoded before the run samples."""
-    if recipe.prompts.encoding != "auto":
-        return recipe.prompts.encoding == PRECOMPUTED
-    return encoder_bytes(recipe, family) > LARGE
+    if config.prompts.encoding != "auto":
+        return config.prompts.encoding == PRECOMPUTED
+    return encoder_bytes(config, family) > LARGE
 
 
-def encoder_bytes(recipe: TrainConfig, family: Family) -> int:
+def encoder_bytes(config: TrainConfig, family: Family) -> int:
     """Returns the bytes of the text encoders' parameters."""
-    leaves = jax.tree.leaves(encoder_shapes(recipe, family))
+    leaves = jax.tree.leaves(encoder_shapes(config, family))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
-def store_folder(recipe: TrainConfig) -> pathlib.Path:
+def store_folder(config: TrainConfig) -> pathlib.Path:
     """Returns the folder of the embedding cache."""
-    given = recipe.prompts.cache
+    given = config.prompts.cache
     return pathlib.Path(given) if given else CACHE.with_name("prompts")
 
 
-def open_store(recipe: TrainConfig, folder: pathlib.Path, family: Family) -> EmbeddingCache:
+def open_store(config: TrainConfig, folder: pathlib.Path, family: Family) -> EmbeddingCache:
     """Opens the embedding cache of a run's model, which is in `folder`.
 
     Raises:
@@ -59,22 +59,22 @@ def open_store(recipe: TrainConfig, folder: pathlib.Path, family: Family) -> Emb
         them; or a file of the cache is damaged.
     """
     with blame("config.prompts.cache: "):
-        model = _description(recipe, folder, family)
-        limit = round(recipe.prompts.cache_limit * 1e9)
-        return EmbeddingCache(store_folder(recipe), model, limit)
+        model = _description(config, folder, family)
+        limit = round(config.prompts.cache_limit * 1e9)
+        return EmbeddingCache(store_folder(config), model, limit)
 
 
 def stored_prompts(
-    recipe: TrainConfig, folder: pathlib.Path | None, family: Family
+    config: TrainConfig, folder: pathlib.Path | None, family: Family
 ) -> PrecomputedPrompts:
     """Returns precomputed embeddings instead of text encoders. The cache is opened at the first read.
 
     Args:
-      recipe: of the run.
+      config: of the run.
       folder: the model's. None means that nothing will be read.
       family: the model's.
     """
-    opened = functools.cache(lambda: open_store(recipe, folder, family))
+    opened = functools.cache(lambda: open_store(config, folder, family))
     lock = threading.Lock()  # the cache is for one thread, and each rollout worker has one
 
     def read(texts: Sequence[str]) -> list[Rows]:
@@ -86,7 +86,7 @@ def stored_prompts(
                 f"{error}; the same command encodes what is missing and continues"
             ) from error
 
-    return PrecomputedPrompts(family, encoder_shapes(recipe, family), read)
+    return PrecomputedPrompts(family, encoder_shapes(config, family), read)
 
 
 def missing_weights(folder: pathlib.Path, family: Family) -> list[str]:
@@ -94,7 +94,7 @@ def missing_weights(folder: pathlib.Path, family: Family) -> list[str]:
     return [part for part in family.encoders if not any((folder / part).glob("*.safetensors"))]
 
 
-def _description(recipe: TrainConfig, folder: pathlib.Path, family: Family) -> dict[str, Any]:
+def _description(config: TrainConfig, folder: pathlib.Path, family: Family) -> dict[str, Any]:
     """Returns everything that the embeddings of a text depend on.
 
     If the text encoders' weights are missing, their hash is that of the only cached model that agrees otherwise.
@@ -103,15 +103,15 @@ def _description(recipe: TrainConfig, folder: pathlib.Path, family: Family) -> d
         "pipeline": read_model_index(folder)["_class_name"],
         "components": sorted(family.encoders),
         "tokenizers": fingerprint(folder, sorted(set(family.encoders.values()) - {""})),
-        "max_sequence_length": recipe.model.max_sequence_length,
-        "arithmetic": recipe.precision.arithmetic,
-        "frozen": recipe.precision.frozen,
+        "max_sequence_length": config.model.max_sequence_length,
+        "arithmetic": config.precision.arithmetic,
+        "frozen": config.precision.frozen,
     }
     if family.source is not None:
         known["source"] = list(family.source)
     if not (absent := missing_weights(folder, family)):
         return known | {"encoders": fingerprint(folder, sorted(family.encoders))}
-    store = store_folder(recipe)
+    store = store_folder(config)
     found = [model for model in models(store) if known.items() <= model.items()]
     if len(found) == 1:
         return found[0]

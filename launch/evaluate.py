@@ -164,14 +164,14 @@ def _evaluated(
 
 def _task() -> tuple[str, int | None, tuple[RewardSettings, ...]]:
     """Returns (prompt file, number of prompts, rewards); the defaults are the run's."""
-    from digen_jax.inference.model import is_run, run_recipe
+    from digen_jax.inference.model import is_run, read_run_config
 
     prompts, images = _PROMPTS.value, _IMAGES.value
     rewards = tuple(map(RewardSettings, _REWARD.value))
     if images is not None:
         check_positive("--images", images)
     if is_run(_MODEL.value):
-        run = run_recipe(pathlib.Path(_MODEL.value))
+        run = read_run_config(pathlib.Path(_MODEL.value))
         if prompts is None:
             images = images or run.evaluation.images or None
         return prompts or run.evaluation.prompts, images, _weighed(rewards or run.rewards)

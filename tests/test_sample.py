@@ -11,7 +11,7 @@ from PIL import Image
 
 from digen_jax.errors import ConfigError
 from digen_jax.inference.export import export
-from digen_jax.inference.model import SamplingOptions, is_run, open_model, run_recipe
+from digen_jax.inference.model import SamplingOptions, is_run, open_model, read_run_config
 from digen_jax.inference.sampling import sample_to_folder, slug
 from digen_jax.logging.environment import note_start
 from tests.cases import said
@@ -216,7 +216,7 @@ def test_a_lora_that_is_none_is_refused(base, tmp_path):
 
 def test_a_run_is_known_by_its_config(base):
     assert is_run(trained(base, "lora")) and not is_run(pipeline(base)) and not is_run("a/hub-id")
-    assert run_recipe(trained(base, "lora")).lora.rank == 4
+    assert read_run_config(trained(base, "lora")).lora.rank == 4
 
 
 def test_relative_paths_of_a_run_are_found_from_another_folder(base, tmp_path, monkeypatch):
@@ -232,15 +232,15 @@ def test_relative_paths_of_a_run_are_found_from_another_folder(base, tmp_path, m
     (run / "config.json").write_text(json.dumps(config))
     monkeypatch.chdir(tmp_path / "start")
     note_start(run, 0, [])
-    assert run_recipe(run).model.folder == "own/model"
+    assert read_run_config(run).model.folder == "own/model"
     monkeypatch.chdir(tmp_path / "elsewhere")
-    start, recipe = tmp_path / "start", run_recipe(run)
+    start, recipe = tmp_path / "start", read_run_config(run)
     assert recipe.model.folder == str(start / "own" / "model")
     assert recipe.prompts.paths == (str(start / "p.txt"), "gone.txt")
     assert recipe.evaluation.prompts == str(start / "p.txt")
     assert recipe.rewards[0].settings == {"folder": str(start / "own"), "threads": 2}
     shutil.rmtree(start)
-    assert run_recipe(run).model.folder == "own/model"
+    assert read_run_config(run).model.folder == "own/model"
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as refused:
         open_model(str(run), jax.devices()[:1])

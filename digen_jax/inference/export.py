@@ -48,7 +48,7 @@ def export(workdir: pathlib.Path, output: pathlib.Path, lora: bool | None = None
     else:
         merged = run.merged()
         write = {part: functools.partial(_write, run, part, tree) for part, tree in merged.items()}
-        sampling = defaults_of_run(run.recipe)
+        sampling = defaults_of_run(run.config)
         own = {"steps": sampling.steps, "guidance": sampling.guidance}
         if run.policy.family.guidance == "both":
             own["true_cfg_scale"] = sampling.true_cfg_scale
@@ -59,7 +59,7 @@ def export(workdir: pathlib.Path, output: pathlib.Path, lora: bool | None = None
 def how_to_load(run: TunedRun, output: pathlib.Path) -> str:
     """Returns the Python code that loads the export in `output` with diffusers."""
     whole = (output / "model_index.json").exists()
-    source = str(output) if whole else run.recipe.model.folder
+    source = str(output) if whole else run.config.model.folder
     # diffusers needs an argument for each absent component, although model_index.json names them.
     without = absent_components(output if whole else run.folder)
     name = read_model_index(run.folder)["_class_name"]
@@ -73,7 +73,7 @@ def first_average(run: TunedRun) -> int | None:
 
     Until then the average is the model that the run started from.
     """
-    average = run.recipe.trainer.average
+    average = run.config.trainer.average
     return average.first_step if average.decay and run.step < average.first_step else None
 
 

@@ -56,7 +56,7 @@ class SamplingOptions(NamedTuple):
 class TunedRun(NamedTuple):
     """A training run at its newest checkpoint."""
 
-    recipe: TrainConfig
+    config: TrainConfig
     step: int
     folder: pathlib.Path  # the pipeline it started from
     policy: Policy
@@ -151,10 +151,10 @@ def open_model(
     with user_input():
         if is_run(name):
             run = read_run(name, group, dtype, check)
-            recipe, folder, family = run.recipe, run.folder, run.policy.family
-            trained, defaults = run.merged(), defaults_of_run(recipe)
+            config, folder, family = run.config, run.folder, run.policy.family
+            trained, defaults = run.merged(), defaults_of_run(config)
         else:
-            recipe, folder = None, open_pipeline(name)
+            config, folder = None, open_pipeline(name)
             family = load_family(folder, dtype or "float32")
             defaults = _defaults_of_folder(folder, family)
             check(family, folder, defaults)
@@ -163,7 +163,7 @@ def open_model(
             trained = _with_lora(family, trained, lora, group)
         frozen = read_frozen(family, folder, group)
     tuned, base = Policy(family).split(jax.random.key(0), trained, reference=False)
-    return Model(family, group, Weights(tuned, base, frozen), defaults, recipe)
+    return Model(family, group, Weights(tuned, base, frozen), defaults, config)
 
 
 def edited(family: Family, records: Sequence[Record], source: Size | None = None) -> Family:
@@ -235,27 +235,27 @@ def read_run(
       ConfigError: there is no run or no checkpoint, or its base model is gone.
     """
     workdir = pathlib.Path(workdir).expanduser()
-    recipe = run_recipe(workdir)
+    config = read_run_config(workdir)
     with user_input():
-        given = recipe.model
+        given = config.model
         folder = open_pipeline(given.folder, given.without)
         family = load_family(
             folder,
-            dtype or recipe.precision.arithmetic,
+            dtype or config.precision.arithmetic,
             without=given.without,
             max_sequence_length=given.max_sequence_length,
             source=given.source,
         )
         if check is not None:
-            check(family, folder, defaults_of_run(recipe))
-        policy = make_policy(recipe, family)
-        tree = "ema" if recipe.trainer.ema else "tuned"
+            check(family, folder, defaults_of_run(config))
+        policy = make_policy(config, family)
+        tree = "ema" if config.trainer.ema else "tuned"
         found = _read_tree(workdir, tree, policy, group)
         base = read_parts(family, folder, family.trained, group)
-    return TunedRun(recipe, found.step, folder, policy, found.arrays[tree], base)
+    return TunedRun(config, found.step, folder, policy, found.arrays[tree], base)
 
 
-def run_recipe(workdir: pathlib.Path) -> TrainConfig:
+def read_run_config(workdir: pathlib.Path) -> TrainConfig:
     """Reads the config of the run in a workdir; fields that were introduced later have their defaults.
 
     Relative paths become absolute, from the folder in which the run was started, if they still exist there.
@@ -272,13 +272,13 @@ def run_recipe(workdir: pathlib.Path) -> TrainConfig:
             "training run's workdir"
         )
     try:
-        recipe = read_config(given)
+        config = read_config(given)
     except ConfigError as error:
         raise ConfigError(f"{workdir} is no training run's workdir: {error}") from error
-    return _with_absolute_paths(recipe, started_in(workdir))
+    return _with_absolute_paths(config, started_in(workdir))
 
 
-def _with_absolute_paths(recipe: TrainConfig, start: pathlib.Path | None) -> TrainConfig:
+def _with_absolute_paths(config: TrainConfig, start: pathlib.Path | None) -> TrainConfig:
     """Returns the config with absolute paths where they exist relative to `start`. None changes nothing."""
 
     def at_start(name: Any) -> Any:
@@ -286,18 +286,18 @@ def _with_absolute_paths(recipe: TrainConfig, start: pathlib.Path | None) -> Tra
             return name
         return str(start / name) if (start / name).exists() else name
 
-    prompts = recipe.prompts
+    prompts = config.prompts
     files = tuple(map(at_start, prompts.files))
     return dataclasses.replace(
-        recipe,
-        model=dataclasses.replace(recipe.model, folder=at_start(recipe.model.folder)),
+        config,
+        model=dataclasses.replace(config.model, folder=at_start(config.model.folder)),
         prompts=dataclasses.replace(prompts, file=at_start(prompts.file), files=files),
         evaluation=dataclasses.replace(
-            recipe.evaluation, prompts=at_start(recipe.evaluation.prompts)
+            config.evaluation, prompts=at_start(config.evaluation.prompts)
         ),
         rewards=tuple(
             dataclasses.replace(one, settings={k: at_start(v) for k, v in one.settings.items()})
-            for one in recipe.rewards
+            for one in config.rewards
         ),
     )
 
@@ -336,11 +336,11 @@ def _defaults_of_folder(folder: pathlib.Path, family: Family) -> Defaults:
     return Defaults(height, width, **defaults | own)
 
 
-def defaults_of_run(recipe: TrainConfig) -> Defaults:
+def defaults_of_run(config: TrainConfig) -> Defaults:
     """Returns the sampling settings of the run's evaluation."""
-    size, evaluation = recipe.evaluation_size, recipe.evaluation
+    size, evaluation = config.evaluation_size, config.evaluation
     guidances = evaluation.guidance, evaluation.true_cfg_scale
-    return Defaults(size.height, size.width, recipe.evaluation_steps, *guidances)
+    return Defaults(size.height, size.width, config.evaluation_steps, *guidances)
 
 
 def _read_tree(workdir: pathlib.Path, tree: str, policy: Policy, group: DeviceGroup) -> Any:

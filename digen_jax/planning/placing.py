@@ -11,7 +11,7 @@ from digen_jax.config.load import fit_config
 from digen_jax.config.sections import AUTO, GIVEN, PlacementSection
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.errors import ConfigError
-from digen_jax.inference.model import run_recipe
+from digen_jax.inference.model import read_run_config
 from digen_jax.parallel.placement import ONE_DEVICE, MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.planning.calibration import Calibration
 from digen_jax.planning.footprint import model_footprint
@@ -41,7 +41,7 @@ def place_run(recipe: TrainConfig, workdir: pathlib.Path) -> TrainConfig:
         )
     devices = jax.device_count()
     if (workdir / "config.json").exists():
-        return fit_config(recipe.with_meshes(run_recipe(workdir).placement.meshes), devices)
+        return fit_config(recipe.with_meshes(read_run_config(workdir).placement.meshes), devices)
     planned = recipe.with_meshes(planned_meshes(recipe))
     check_meshes(planned, devices)
     return planned

@@ -11,7 +11,7 @@ from digen_jax.assemble import build, read_scorers
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.data.prompt_files import read_prompt_files
 from digen_jax.errors import ConfigError, user_input
-from digen_jax.inference.model import run_recipe
+from digen_jax.inference.model import read_run_config
 from digen_jax.logging.metrics import read_metrics
 from digen_jax.parallel.placement import devices_per_mesh
 from digen_jax.planning.calibration import Calibration, per_device
@@ -35,7 +35,7 @@ def read_run_costs(
     Raises:
       ConfigError: it has no timings, or its config has no sizes of meshes.
     """
-    recipe = run_recipe(workdir)
+    recipe = read_run_config(workdir)
     with user_input():
         lines = read_metrics(workdir / "metrics.jsonl")
     timed = [line for line in lines if "seconds/train" in line]

@@ -14,7 +14,7 @@ from digen_jax.checkpoints.tensors import write_file
 from digen_jax.config.load import fit_config, load_config
 from digen_jax.errors import ConfigError, blame
 from digen_jax.families import load_family, open_pipeline
-from digen_jax.inference.model import edited, open_model, run_recipe
+from digen_jax.inference.model import edited, open_model, read_run_config
 from digen_jax.models.family import Size
 from tests.tiny_runs import pipeline, tiny_config
 
@@ -210,7 +210,7 @@ def test_a_component_or_a_pipeline_instead_of_a_run_is_refused(folder):
     with pytest.raises(ConfigError, match=r"model_index.json"):
         open_model(str(folder / "transformer"), jax.devices()[:1])
     with pytest.raises(ConfigError, match=r"config.json"):
-        run_recipe(folder)
+        read_run_config(folder)
 
 
 def test_weights_of_another_kind_are_named(folder):

@@ -149,5 +149,5 @@ def test_a_run_whose_average_is_still_the_start_says_when_it_will_not_be(
     step, ema, every, updates, first
 ):
     trainer = TrainerSettings(ema=ema, ema_every=every, updates=updates)
-    run = types.SimpleNamespace(step=step, recipe=types.SimpleNamespace(trainer=trainer))
+    run = types.SimpleNamespace(step=step, config=types.SimpleNamespace(trainer=trainer))
     assert first_average(run) == first
