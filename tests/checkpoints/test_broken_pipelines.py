@@ -1,6 +1,7 @@
 """Invalid pipeline folders: each gives one line that names the file, before any computation."""
 
 import json
+import re
 import shutil
 
 import jax
@@ -60,9 +61,7 @@ SCHEDULER, TRANSFORMER, VAE = (
         ("text_encoder/config.json", dict(architectures=["T5"]), "T5"),
         ("text_encoder/config.json", dict(model_type="t5"), "model_type"),
         ("text_encoder/config.json", dict(num_attention_heads=0), "num_attention_heads"),
-        ("text_encoder/config.json", dict(vocab_size=7), "vocab_size"),
         ("text_encoder_2/config.json", dict(num_hidden_layers="x"), "num_hidden_layers"),
-        ("text_encoder_2/config.json", dict(eos_token_id=5), "eos_token"),
         (VAE, dict(scaling_factor=0), "scaling_factor"),
         (VAE, dict(scaling_factor=NAN), "scaling_factor"),
         (VAE, dict(scaling_factor=None), "scaling_factor"),
@@ -85,6 +84,18 @@ def test_an_invalid_value_is_refused_by_file_and_field(folder, file, values, nam
     edit(folder, file, **values)
     sentence = refused(folder)
     assert file.partition("/")[0] in sentence and named in sentence
+
+
+@pytest.mark.parametrize(
+    ("part", "values", "named"),
+    [
+        ("", dict(vocab_size=7), "tokenizer has ids up to 626, but vocab_size .* 7"),
+        ("_2", dict(eos_token_id=5), "eos_token .* tokenizer_2 .* 626, .* 5"),
+    ],
+)
+def test_an_encoder_that_does_not_fit_its_tokenizer_is_refused(folder, part, values, named):
+    edit(folder, f"text_encoder{part}/config.json", **values)
+    assert re.search(named, refused(folder))
 
 
 @pytest.mark.parametrize("gone", ["tokenizer", "tokenizer_2/tokenizer.json", "scheduler"])
