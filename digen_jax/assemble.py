@@ -17,7 +17,7 @@ from digen_jax.data.prompt_order import PromptBatches, prompt_batches
 from digen_jax.diffusion.steps import Ode, make_step
 from digen_jax.errors import blame
 from digen_jax.families import check_parts, editing, load_family, open_pipeline, read_parts
-from digen_jax.learned_rewards.on_mesh import outlined, read
+from digen_jax.learned_rewards.on_mesh import read, read_shapes
 from digen_jax.models.family import Family, Params
 from digen_jax.parallel.encoding import PrecomputedPrompts
 from digen_jax.parallel.placement import (
@@ -284,7 +284,7 @@ def outline(config: TrainConfig, devices: Sequence[jax.Device]) -> System:
     encoded = stored_prompts(config, None, family) if shapes.ahead else None
     policy = make_policy(config, family)
     system = _around(config, placement, policy, start, base, frozen, encoded)
-    return system.with_scorers(outlined(on_mesh(config.rewards), placement.rollout))
+    return system.with_scorers(read_shapes(on_mesh(config.rewards), placement.rollout))
 
 
 class ParameterShapes(NamedTuple):

@@ -52,7 +52,9 @@ def read(sections: Mapping[int, RewardSettings], group: DeviceGroup) -> tuple[Re
     return tuple(found)
 
 
-def outlined(sections: Mapping[int, RewardSettings], group: DeviceGroup) -> tuple[RewardModel, ...]:
+def read_shapes(
+    sections: Mapping[int, RewardSettings], group: DeviceGroup
+) -> tuple[RewardModel, ...]:
     """As `read`, with shapes instead of weights: downloads nothing, and reads only configurations.
 
     A reward whose files are not on this machine is replaced by its published network.

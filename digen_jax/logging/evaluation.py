@@ -71,7 +71,7 @@ class Evaluation(NamedTuple):
     @property
     def known(self) -> dict[str, Float[np.ndarray, "_"]]:
         """Each reward's scores of the images to which it applies; without rewards that apply to none."""
-        found = {name: rewards.there(own) for name, own in self.each.items()}
+        found = {name: rewards.applicable(own) for name, own in self.each.items()}
         return {name: own for name, own in found.items() if len(own)}
 
     def metrics(self) -> dict[str, float]:

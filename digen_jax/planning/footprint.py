@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from digen_jax.assemble import parameter_shapes, recipe_model
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.data.prompt_files import negatives_differ
-from digen_jax.learned_rewards.on_mesh import outlined
+from digen_jax.learned_rewards.on_mesh import read_shapes
 from digen_jax.models.family import Family, Params, Record
 from digen_jax.parallel.encoding import example_record
 from digen_jax.parallel.mesh import axis_sizes, make_mesh
@@ -41,7 +41,7 @@ def model_footprint(recipe: TrainConfig) -> Footprint:
     placement = recipe.placement
     layout = Layout.of(placement.rules, family.axes())
     one_device = DeviceGroup(make_mesh(jax.devices()[:1]), layout)
-    scorers = outlined(on_mesh(recipe.rewards), one_device)
+    scorers = read_shapes(on_mesh(recipe.rewards), one_device)
     # By a number, too, as a reward may be asked for twice with different files.
     networks = {f"{one.name}/{number}": one.params for number, one in enumerate(scorers)}
 

@@ -128,7 +128,7 @@ def each(names: tuple[str, ...], scores: Scores) -> dict[str, Float32[np.ndarray
     return columns | dict(scores.shown)
 
 
-def there(scores: Float[np.ndarray, "b"]) -> Float[np.ndarray, "n"]:
+def applicable(scores: Float[np.ndarray, "b"]) -> Float[np.ndarray, "n"]:
     """Returns the scores of the images to which their reward applies."""
     return scores[~np.isnan(scores)]
 

@@ -363,27 +363,27 @@ class RewardPool:
         metadata: list[dict],
         known: rewards.Answers = (),
     ) -> rewards.Scores:
-        """Returns the scores, and calls a failed reward again; raises what `final` returns."""
-        return self.insist(lambda: self.submit(images, prompts, metadata, known)).scores
+        """Returns the scores, and calls a failed reward again; raises what `final_error` returns."""
+        return self.retry(lambda: self.submit(images, prompts, metadata, known)).scores
 
-    def insist(self, submit: Callable[[], Future]) -> Any:
+    def retry(self, submit: Callable[[], Future]) -> Any:
         """Returns the result of a future of this pool, which is submitted again if a reward fails."""
         for left in reversed(range(self._retries + 1)):
             future = submit()
             error = future.exception()
             if error is None:
                 return future.result()
-            if not may_pass(error):
+            if not is_retryable(error):
                 raise error
             if left:
-                self.tell(error)
-        raise self.final(error)
+                self.log_retry(error)
+        raise self.final_error(error)
 
-    def tell(self, error: BaseException) -> None:
+    def log_retry(self, error: BaseException) -> None:
         """Logs that the reward has failed and is called again."""
         print(f"{error}\n  it is called again", file=sys.stderr, flush=True)
 
-    def final(self, error: BaseException) -> BaseException:
+    def final_error(self, error: BaseException) -> BaseException:
         """Returns the error to raise after the reward has failed on the same images in every attempt.
 
         RewardFailed, or Stopped if its process died or hung.
@@ -445,7 +445,7 @@ class RewardPool:
         return Scored(self.rewards.merged(len(batch[0]), answers), spent, exchanges)
 
 
-def may_pass(error: BaseException) -> bool:
+def is_retryable(error: BaseException) -> bool:
     """Whether to call a reward again after this failure: not if it returned something invalid."""
     return isinstance(error, RewardFailed | RewardProcessDied)
 

@@ -20,7 +20,7 @@ from digen_jax.errors import ConfigError
 from digen_jax.logging.command_log import CommandLog
 from digen_jax.logging.summary import Summary
 from digen_jax.process.shutdown import Stopped, during, mark_hung, out_of_memory
-from digen_jax.rewards.pool import RewardPool, may_pass
+from digen_jax.rewards.pool import RewardPool, is_retryable
 from digen_jax.rewards.request_log import moved
 from digen_jax.runtime.array_transfer import DISCONNECT_TIMEOUT, MissingSums, TransferError
 from digen_jax.runtime.checkpointing import InFlight
@@ -436,12 +436,12 @@ class Driver:
                 # Scores from a removed worker may arrive after its chunk was reassigned.
                 if not self._scheduler.is_in_flight(command):
                     return
-                if error is not None and may_pass(error):
+                if error is not None and is_retryable(error):
                     try:  # the scheduler decides whether to ask the reward again
                         self._post(Failed(self.now(), command, repr(error)))
                     except SchedulerError:
-                        raise self._rewards.final(error) from None
-                    return self._rewards.tell(error)
+                        raise self._rewards.final_error(error) from None
+                    return self._rewards.log_retry(error)
                 found = done.result()
                 self.executor.scored(command, found)
                 now = self.now()
@@ -459,4 +459,4 @@ class Driver:
 
 def _ends_run(error: Exception) -> bool:
     """Whether no other device can do failed work either."""
-    return isinstance(error, Stopped | ConfigError) and not may_pass(error)
+    return isinstance(error, Stopped | ConfigError) and not is_retryable(error)

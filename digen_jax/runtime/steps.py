@@ -332,7 +332,7 @@ class StepScores:
         shown, groups = [records[row] for row in rows], len(np.unique(rows))
         unweighted = {name: found[members] for name, found in self.shown.items()}
         each = rewards.each(names, rewards.Scores(self.scores[members], unweighted))
-        each = {name: rewards.there(found) for name, found in each.items()}
+        each = {name: rewards.applicable(found) for name, found in each.items()}
         teaching = dataclasses.replace(self.settings, best_and_worst=0, drop_zero_std=True)
         taught = trained_images(teaching, self.scores[members], rows, len(records))
         metrics = {

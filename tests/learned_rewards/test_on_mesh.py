@@ -248,7 +248,7 @@ def test_without_files_the_published_networks_are_planned_with(name, dtype):
     sizes = {"clip_score": 427_616_513, "aesthetic": 304_894_177}
     settings = {"clip_score": dict(folder="o/x"), "aesthetic": dict(folder="o/x", head="x")}[name]
     asked = RewardSettings(name, settings=settings | {"dtype": dtype})
-    (found,) = on_mesh.outlined({0: asked}, group(data=1))
+    (found,) = on_mesh.read_shapes({0: asked}, group(data=1))
     leaves = jax.tree.leaves(found.params)
     assert sum(leaf.size for leaf in leaves) == sizes[name]
     assert {leaf.dtype.name for leaf in leaves if leaf.size > 2**20} == {dtype}
@@ -274,7 +274,9 @@ def test_predicted_memory_has_the_weights(files, base):
     assert held.worker["rewards"] == found.rewards(1, 1) and "rewards" not in held.trainer
     colocated = layouts.device_bytes(problem, layouts.PoolLayout(1, 2)).trainer
     assert colocated["rewards"] == found.rewards(1, 1)
-    assert on_mesh.outlined(on_mesh_of(planned(files, base, "pool").rewards), group(data=1)) == ()
+    assert (
+        on_mesh.read_shapes(on_mesh_of(planned(files, base, "pool").rewards), group(data=1)) == ()
+    )
 
 
 @pytest.mark.slow

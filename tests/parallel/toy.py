@@ -375,7 +375,7 @@ def replay(executors: Executors, pool: RewardPool, log: list[Command]) -> TrainS
             follow(executors, command)
         elif command.chunk not in scored:  # else the reward had failed
             scored.add(command.chunk)
-            judged = pool.insist(functools.partial(executors.score, command, pool))
+            judged = pool.retry(functools.partial(executors.score, command, pool))
             executors.scored(command, judged)
     return executors.state
 

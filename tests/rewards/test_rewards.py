@@ -110,7 +110,7 @@ def test_records_name_the_rewards_that_apply(folder):
     assert sys.modules["naming"].seen == [["one", "three"], ["two", "three"]]
     total = rewards.total(scores.columns, (2.0, 0.5, 7.0))
     np.testing.assert_array_equal(total, [2 * red[0], green[1] / 2, 2 * red[2] + green[2] / 2])
-    assert rewards.there(scores.columns[:, 0]).tolist() == [red[0], red[2]]
+    assert rewards.applicable(scores.columns[:, 0]).tolist() == [red[0], red[2]]
     twice = rewards.joined([scores, found.score(images, PROMPTS, metadata[:1] * 3)])
     assert twice.columns.shape == (6, 3)
     np.testing.assert_array_equal(twice.shown["naming:parts/more"][3:], [nan] * 3)
