@@ -11,7 +11,7 @@ from digen_jax.rewards.errors import RewardError
 from digen_jax.rewards.pool import RewardHung, RewardProcessDied, RewardTimeout
 from digen_jax.rewards.service import server
 from digen_jax.rewards.service.server import Answers, BodyLimits, reason
-from digen_jax.rewards.service.wire import Limits, Refused, decode_answer, encode_request
+from digen_jax.rewards.service.wire import Limits, decode_answer, encode_request
 from tests.rewards.service.helpers import (
     HeldPool,
     Pool,
@@ -405,8 +405,3 @@ def test_an_internal_error_is_a_500_without_its_text(monkeypatch, capsys):
 
     run(test)
     assert "ZeroDivisionError" in capsys.readouterr().err
-
-
-def test_a_refused_request_has_a_status():
-    error = Refused(503, "x", 2.0)
-    assert (error.status, error.after, str(error)) == (503, 2, "x")
