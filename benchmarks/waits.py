@@ -69,9 +69,11 @@ class WaitingScorer:
         seconds = self._waits.seconds(command)
         black = np.zeros((images, 1, 1, 3), np.uint8)
         asked = self._pool.submit(black, [""] * images, [{"seconds": seconds}] * images)
-        looks = ready(None)
         return then(
-            asked, lambda f: ScoredChunk(f.scores, f.scores.columns[:, 0], f.seconds, looks=looks)
+            asked,
+            lambda f: ScoredChunk(
+                f.scores, f.scores.columns[:, 0], f.seconds, image_stats=ready(None)
+            ),
         )
 
 

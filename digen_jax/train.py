@@ -33,7 +33,7 @@ from digen_jax.distributed.transfer import Shares, TrainerTransfer
 from digen_jax.distributed.workers import RemoteWorkers, WorkerProxy
 from digen_jax.errors import check_metrics
 from digen_jax.logging.metrics import reason_to_stop
-from digen_jax.logging.records import Records, full_disk, where
+from digen_jax.logging.run_log import RunLog, files_table, full_disk
 from digen_jax.logging.status import Status
 from digen_jax.logging.workdir import (
     changes,
@@ -149,7 +149,7 @@ def _coordinate(
         else:
             why = f"It has {stopped}" if stopped else "To continue, give a larger config.steps"
             print(f"This run is finished: {finished} steps are done. {why}.")
-            print(where(workdir))
+            print(files_table(workdir))
     broadcast.send("end", (None, code))
     return code
 
@@ -189,7 +189,7 @@ class TrainingRun:
         self.stopped: str | None = None  # why the run ends early
         self.prompts = drawn_prompts(config)
         self.drawn: dict[int, Any] = {}  # positions in the prompts, by number of steps
-        self.records = Records(workdir, config, self.held_out, self.checkpoints.release_space)
+        self.log = RunLog(workdir, config, self.held_out, self.checkpoints.release_space)
 
     def run(self, changed: list[str]) -> int | None:
         """Runs from the last checkpoint to the last step, then shows the results; returns as `train` does.
@@ -197,15 +197,15 @@ class TrainingRun:
         Args:
           changed: Changes of the config since the last start.
         """
-        self.records.describe(self.system)
+        self.log.describe(self.system)
         with closing(self.watch), closing(self.rewards):
-            with Interrupt() as interrupt, closing(self.records), finishing(self.checkpoints):
+            with Interrupt() as interrupt, closing(self.log), finishing(self.checkpoints):
                 checkpoint = self.resume()
-                self.records.start(checkpoint.done, changed)
+                self.log.start(checkpoint.done, changed)
                 checkpoint = self.steps(checkpoint, interrupt)
                 self.checkpoints.wait()
                 if not interrupt.requested:
-                    self.records.conclude(checkpoint.done)
+                    self.log.conclude(checkpoint.done)
             if interrupt.requested:
                 print(
                     f"Stopped and saved after step {checkpoint.done}; the same command continues."
@@ -213,7 +213,7 @@ class TrainingRun:
                 return 128 + interrupt.requested
             if self.stopped:
                 print(f"The run has {self.stopped}.")
-            self.records.results()
+            self.log.results()
             mark_finished(self.workdir, checkpoint.done)
         return None
 
@@ -224,10 +224,10 @@ class TrainingRun:
         found = self.checkpoints.newest(state)
         self.checkpoints.reserve(state)
         if found is None:
-            self.records.metrics.cut_back(0)
+            self.log.metrics.cut_back(0)
             return TrainCheckpoint(0, state, None, self.places(0))
         self.prompts.set_state(found.host["prompts"])
-        self.records.metrics.cut_back(found.host["metrics"])
+        self.log.metrics.cut_back(found.host["metrics"])
         return found
 
     def steps(self, checkpoint: TrainCheckpoint, interrupt: Interrupt) -> TrainCheckpoint:
@@ -257,7 +257,7 @@ class TrainingRun:
                 # first update leaves the last checkpoint as it is.
                 if checkpoint.is_intact() and not self.broadcast.is_broken:
                     self.save(checkpoint)
-                self.records.timeline(driver.rest(), time.time() - driver.now())
+                self.log.timeline(driver.rest(), time.time() - driver.now())
         return checkpoint
 
     def step(self, checkpoint: TrainCheckpoint, driver: Driver) -> TrainCheckpoint:
@@ -268,7 +268,7 @@ class TrainingRun:
         done, clock = checkpoint.done + 1, time.time() - driver.now()
         if self.workers is not None:
             self.workers.step = done
-        self.records.step(done, metrics, driver.intervals, clock, driver.executor.extremes)
+        self.log.step(done, metrics, driver.intervals, clock, driver.executor.extremes)
         checkpoint = TrainCheckpoint(
             done, driver.executor.state, driver.in_flight, self.places(done)
         )
@@ -286,8 +286,8 @@ class TrainingRun:
         for worker in others:
             executors.join(worker)
         scheduler = open_scheduler(executors.settings, in_flight, self.config.layout)
-        log, broadcast = self.records.begin_commands(done), self.broadcast
-        evaluated = self.records.evaluated
+        log, broadcast = self.log.open_command_log(done), self.broadcast
+        evaluated = self.log.evaluated
         return Driver(
             executors, scheduler, self.rewards, in_flight, log, broadcast, self.watch, evaluated
         )
@@ -301,14 +301,14 @@ class TrainingRun:
     def places(self, done: int) -> dict[str, Any]:
         """Returns the positions in the prompts and the metrics after `done` steps."""
         place = self.drawn.pop(done) if done else self.prompts.get_state()
-        return {"prompts": place, "metrics": self.records.metrics.position()}
+        return {"prompts": place, "metrics": self.log.metrics.position()}
 
     def save(self, checkpoint: TrainCheckpoint) -> None:
         """Saves a checkpoint, unless it exists. Raises `Stopped` if the workdir was removed."""
         check_there(self.workdir)
         self.checkpoints.wait()
         if (oldest := self.checkpoints.oldest()) is not None:
-            self.records.forget(oldest)
+            self.log.forget(oldest)
         kept = checkpoint.in_flight.kept if checkpoint.in_flight else {}
         with self.broadcast.collective("save", (checkpoint.done, tuple(kept))):
             self.checkpoints.store(checkpoint)
@@ -316,5 +316,5 @@ class TrainingRun:
     def check_disk(self) -> None:
         """Raises SaveFailed if a write failed or no checkpoint has space, and Stopped if the workdir was removed."""
         check_there(self.workdir)
-        self.records.check_disk()
+        self.log.check_disk()
         self.checkpoints.check()

@@ -1,8 +1,8 @@
-"""Write one HTML file about a run, which opens without a network: curves, pictures, tables, timeline, configuration.
+"""Writes an HTML report of a run into one file, which needs no network: curves, images, tables, timeline, config.
 
 python launch/report.py --workdir runs/shapes
 
-The run may still go on. With several workdirs, such as of several seeds, curves are means with bands:
+The run may still be in progress. With several workdirs, such as of several seeds, curves are means with bands:
 
 python launch/report.py --workdir runs/seed0 --workdir runs/seed1 --output runs/seeds.html
 """
@@ -18,29 +18,28 @@ from digen_jax.config.command_line import define_path, run_main
 from digen_jax.errors import blame, check_folder, check_output
 
 _WORKDIR = define_path(
-    "workdir", None, "The workdir of a training run; again for each further one.", several=True
+    "workdir", None, "Workdir of a training run; repeat for several runs.", several=True
 )
-_OUTPUT = define_path(
-    "output", None, "The HTML file to write; by default report.html in the first workdir."
-)
+_OUTPUT = define_path("output", None, "Output file (default: report.html in the first workdir).")
 flags.mark_flags_as_required(["workdir"])
 
 
 def main() -> None:
-    """Read the workdirs and write the page."""
+    """Reads the workdirs and writes the report."""
     workdirs = list(map(pathlib.Path, _WORKDIR.value))
     for workdir in workdirs:
         check_folder("--workdir", workdir)
-    given = _OUTPUT.value
-    output = str(workdirs[0] / "report.html") if given is None else given
+    output = _OUTPUT.value
+    if output is None:
+        output = str(workdirs[0] / "report.html")
     check_output("--output", output)
 
-    from digen_jax.logging.report_page import write_report
+    from digen_jax.logging.report import write_report
 
     with blame("--output: ", (OSError,)):
         size = write_report(workdirs, pathlib.Path(output))
-    pictures = (size.whole - size.without_pictures) / 1e6
-    print(f"{output}: {size.without_pictures / 1e6:.2f} MB and {pictures:.2f} MB of pictures")
+    images = (size.total - size.without_images) / 1e6
+    print(f"{output}: {size.without_images / 1e6:.2f} MB and {images:.2f} MB of images")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What a training run does at present: how far it is, which workers are there, what each does or waits for.
+"""Shows the current state of a training run: its progress, its workers, and what each does or waits for.
 
 python launch/status.py --workdir runs/shapes
 python launch/status.py --workdir runs/shapes --follow
 
-The run writes it every 2 seconds into its workdir, wherever its processes are.
+The run writes its state to status.json in its workdir every 2 seconds.
 """
 
 import digen_jax.process.ctrl_c  # noqa: F401
@@ -23,13 +23,13 @@ from digen_jax.process.terminal import has_reader
 
 CLEAR = "\x1b[H\x1b[J"  # the terminal
 
-_WORKDIR = define_path("workdir", None, "The workdir of a training run.")
-_FOLLOW = flags.DEFINE_bool("follow", False, "Show it again every 2 seconds, until Ctrl-C.")
+_WORKDIR = define_path("workdir", None, "Workdir of a training run.")
+_FOLLOW = flags.DEFINE_bool("follow", False, "Refresh every 2 seconds until Ctrl-C.")
 flags.mark_flags_as_required(["workdir"])
 
 
 def main() -> None:
-    """Read the run's file and show it."""
+    """Reads status.json and prints it as a table."""
     workdir = pathlib.Path(_WORKDIR.value)
     check_folder("--workdir", workdir)
 
@@ -41,7 +41,7 @@ def main() -> None:
     while True:
         try:
             text = _shown(workdir)
-        except ConfigError as error:  # the run may begin
+        except ConfigError as error:  # the run may still be starting
             text = str(error)
         print(CLEAR + text if sys.stdout.isatty() else f"{text}\n", flush=True)
         if not has_reader():
@@ -53,14 +53,14 @@ def _shown(workdir: pathlib.Path) -> str:
     from digen_jax.logging.status import describe, read_status
     from digen_jax.logging.workdir import holder
 
-    found, owner = read_status(workdir), holder(workdir)
-    if found is not None:
+    state, owner = read_status(workdir), holder(workdir)
+    if state is not None:
         columns = shutil.get_terminal_size().columns
-        return describe(workdir, found, owner, time.time(), columns)
+        return describe(workdir, state, owner, time.time(), columns)
     if owner is not None:
-        return f"{workdir}: process {owner} prepares the run, and has not begun its steps"
+        return f"{workdir}: process {owner} is starting the run"
     raise ConfigError(
-        f"--workdir = {str(workdir)!r} has no status: give the workdir of a run that has begun its steps"
+        f"--workdir = {str(workdir)!r} has no status.json: use the workdir of a run that has started its steps"
     )
 
 

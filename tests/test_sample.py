@@ -13,7 +13,7 @@ from digen_jax.errors import ConfigError
 from digen_jax.inference.export import export
 from digen_jax.inference.model import SamplingOptions, is_run, open_model, read_run_config
 from digen_jax.inference.sampling import sample_to_folder, slug
-from digen_jax.logging.environment import note_start
+from digen_jax.logging.workdir import record_start
 from tests.cases import said
 from tests.pipelines import ROOT
 from tests.scripts import run_forked, run_script
@@ -231,7 +231,7 @@ def test_relative_paths_of_a_run_are_found_from_another_folder(base, tmp_path, m
     config["rewards"] = [{"name": "clip_score", "settings": {"folder": "own", "threads": 2}}]
     (run / "config.json").write_text(json.dumps(config))
     monkeypatch.chdir(tmp_path / "start")
-    note_start(run, 0, [])
+    record_start(run, 0, [])
     assert read_run_config(run).model.folder == "own/model"
     monkeypatch.chdir(tmp_path / "elsewhere")
     start, recipe = tmp_path / "start", read_run_config(run)

@@ -87,7 +87,10 @@ PRETRAIN = ("pretrain.py", "--config=configs/shapes_pretrain.py")
             ("export.py", "--workdir=x", "--output=FILE/x"),
             "--output = 'FILE/x' is inside FILE, which",
         ),
-        (("status.py", "--workdir=FOLDER"), "--workdir = 'FOLDER' has no status: give the workdir"),
+        (
+            ("status.py", "--workdir=FOLDER"),
+            "--workdir = 'FOLDER' has no status.json: use the workdir",
+        ),
     ],
 )
 def test_a_wrong_flag_is_one_line(tmp_path, command, sentence):

@@ -295,12 +295,12 @@ class RolloutProcess:
                     raise
                 return None  # another thread dropped it before this call
             scored_chunk = future.result()
-            looks = scored_chunk.looks.result()
+            image_stats = scored_chunk.image_stats.result()
             self._sampling().scored(chunk)
             if not chunk.evaluation and self._steps.find(chunk) is None:
                 return None
             ago = moved(scored_chunk.exchanges, -time.perf_counter())
-            return scored_chunk._replace(looks=looks, exchanges=ago)
+            return scored_chunk._replace(image_stats=image_stats, exchanges=ago)
 
     def add_rows(self, rows: dict[str, Any]) -> None:
         """Stores precomputed embeddings that a call was missing; the call is then repeated."""

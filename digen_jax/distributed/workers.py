@@ -301,7 +301,7 @@ class WorkerProxy:
         if scored_chunk is not None:
             exchanges = moved(scored_chunk.exchanges, time.perf_counter())
             scored_chunk = scored_chunk._replace(
-                looks=ready(scored_chunk.looks), exchanges=exchanges
+                image_stats=ready(scored_chunk.image_stats), exchanges=exchanges
             )
         return found.set_result(scored_chunk)
 

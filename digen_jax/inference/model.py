@@ -24,7 +24,7 @@ from digen_jax.families import (
     read_parts,
 )
 from digen_jax.images import read_image
-from digen_jax.logging.environment import started_in
+from digen_jax.logging.workdir import started_in
 from digen_jax.models.family import Family, Params, Record, Size
 from digen_jax.parallel.mesh import make_mesh
 from digen_jax.parallel.placement import DeviceGroup

@@ -1,4 +1,4 @@
-"""The ordered log of a run's commands, on disk, for reading and for `replay`."""
+"""Ordered log of a run's scheduler commands, for reading and for replay."""
 
 import contextlib
 import json
@@ -21,82 +21,84 @@ from digen_jax.scheduling.state import pack, unpack
 
 
 class CommandLog:
-    """Appends commands to a file, one a line; each process begins with a line with the number of steps done.
+    """Appends commands to a file, one per line. Each process starts with a line with the number of completed steps.
 
-    An incomplete last line, left by a kill, is removed first. May be used by several threads.
+    An incomplete last line is removed first. Thread-safe.
+
+    Args:
+      path: The file.
+      done: Number of steps that are completed before this process starts.
     """
 
-    def __init__(self, path: pathlib.Path, first: int):
-        """`first`: the steps done before this process."""
+    def __init__(self, path: pathlib.Path, done: int):
         self._path, self._lock = path, threading.Lock()
         if path.exists():
             os.truncate(path, len(without_torn_line(path.read_bytes())))
-        self._waiting = _text([{"steps_done": first}])
+        self._pending = _text([{"steps_done": done}])
         self.flush()
 
     def extend(self, commands: Iterable[Command]) -> None:
-        """Appends commands. If writing fails, they wait for `flush`, since the run continues to the end of its step."""
+        """Appends commands. If that fails, they are kept for `flush`, so that the run can complete its step."""
         with self._lock:
-            self._waiting += _text(map(pack, commands))
+            self._pending += _text(map(pack, commands))
         with contextlib.suppress(OSError):
             self.flush()
 
     def flush(self) -> None:
-        """Writes the commands that could not be written before.
+        """Writes pending commands.
 
         Raises:
-          OSError: they still cannot be written.
+          OSError: they cannot be written.
         """
         with self._lock:
-            append(self._path, self._waiting.encode())
-            self._waiting = ""
+            append(self._path, self._pending.encode())
+            self._pending = ""
 
     def cut_back(self, done: int) -> None:
-        """Removes the commands of the first `done` steps, except those that later steps' commands depend on.
+        """Removes the commands of the first `done` steps, except those that commands of later steps depend on.
 
-        The rest can be replayed from the checkpoint after `done` steps.
+        The remaining ones can be replayed from the checkpoint after `done` steps.
 
         Raises:
           OSError: the disk is full; the file is unchanged.
         """
         with self._lock:
-            parts = _parts(self._path)
-            last = max((i for i, (first, _) in enumerate(parts) if first <= done), default=None)
+            starts = _read(self._path)
+            last = max((i for i, (first, _) in enumerate(starts) if first <= done), default=None)
             if last is None:
                 return
-            kept = [(done, since(parts[last][1], done)), *parts[last + 1 :]]
+            kept = [(done, since(starts[last][1], done)), *starts[last + 1 :]]
             lines = ([{"steps_done": first}, *map(pack, commands)] for first, commands in kept)
             replace(self._path, "".join(map(_text, lines)).encode())
 
 
 def read_log(path: pathlib.Path) -> tuple[int, list[Command]]:
-    """(steps done before the last process, its commands), without an incomplete last line left by a kill.
+    """Returns (completed steps before the last process, its commands), without an incomplete last line.
 
     Raises:
-      ConfigError: names the line that is not a command.
+      ConfigError: a line is not a command; names it.
     """
-    return (_parts(path) or [(0, [])])[-1]
+    return (_read(path) or [(0, [])])[-1]
 
 
 def since(commands: list[Command], done: int) -> list[Command]:
-    """A process's commands after the step that was `done`, and the earlier ones that they depend on.
+    """Returns the commands of a process after its first `done` steps, and earlier ones that they depend on.
 
-    The latter are the commands that began the steps from `done` on ahead of time, and the weight syncs of
-    the versions that generate their chunks.
+    The latter started later steps ahead of time, or synced the weights versions that generate their chunks.
     """
     updates = [i for i, c in enumerate(commands) if isinstance(c, Update) and c.step == done - 1]
     end = updates[-1] + 1 if updates else 0
     generated = (c for c in commands if isinstance(c, Generate) and _step(c) >= done)
-    sampled = {c.weights_version for c in generated}
+    versions = {c.weights_version for c in generated}
 
-    def is_ahead(c: Command) -> bool:
-        return c.weights_version in sampled if isinstance(c, SyncWeights) else _step(c) >= done
+    def is_needed(c: Command) -> bool:
+        return c.weights_version in versions if isinstance(c, SyncWeights) else _step(c) >= done
 
-    return [*filter(is_ahead, commands[:end]), *commands[end:]]
+    return [*filter(is_needed, commands[:end]), *commands[end:]]
 
 
 def _step(command: Command) -> int:
-    """The step of a command's chunks; -1 if it has none."""
+    """Returns the step of a command's chunks; -1 if it has none."""
     if isinstance(command, DropChunks):
         return command.chunks[0].step
     if isinstance(command, Encode):
@@ -105,22 +107,22 @@ def _step(command: Command) -> int:
     return -1 if chunk is None or chunk.evaluation else chunk.step
 
 
-def _parts(path: pathlib.Path) -> list[tuple[int, list[Command]]]:
-    """(steps done before, commands) of each process."""
-    parts: list[tuple[int, list[Command]]] = []
+def _read(path: pathlib.Path) -> list[tuple[int, list[Command]]]:
+    """Returns (completed steps before, commands) for each process."""
+    starts: list[tuple[int, list[Command]]] = []
     lines = without_torn_line(path.read_bytes()).splitlines()
     for number, line in enumerate(lines, start=1):
         try:
             value = parse_json(line)
             if "steps_done" in value:
-                parts.append((value["steps_done"], []))
+                starts.append((value["steps_done"], []))
             else:
-                parts[-1][1].append(unpack(value))
+                starts[-1][1].append(unpack(value))
         except (ValueError, KeyError, TypeError, IndexError) as error:
             raise ConfigError(
                 f"{path}, line {number} is not a command: delete the file, which only a replay needs"
             ) from error
-    return parts
+    return starts
 
 
 def _text(values: Iterable[dict]) -> str:

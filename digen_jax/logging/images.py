@@ -1,27 +1,34 @@
-"""Pictures for people: grids of images with their prompts, before and after, and curves."""
+"""Image grids with captions and scores, before-and-after sheets, and curves, as files."""
 
+import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+import matplotlib
 import numpy as np
 from jaxtyping import Float, Num, UInt8
 from matplotlib.figure import Figure
-from PIL import Image, ImageDraw
+from matplotlib.ft2font import FT2Font
+from PIL import Image, ImageDraw, ImageFont
 
 from digen_jax.images import to_uint8
-from digen_jax.logging.fonts import text_width, write
 
-PAPER, INK, PALE, EDGE = "#ffffff", "#24292f", "#8c959f", "#d0d7de"
-GOOD, MIDDLING, BAD = "#1a7f37", "#9a6700", "#cf222e"
-SMALLEST, LARGEST = 160, 384
+WHITE, BLACK, GREY, OUTLINE = "#ffffff", "#24292f", "#8c959f", "#d0d7de"
+GREEN, AMBER, RED = "#1a7f37", "#9a6700", "#cf222e"
+SMALLEST, LARGEST = 160, 384  # pixels of an image's longer side
 GAP, FRAME, BADGE = 18, 4, 28
-NUMBER, TEXT, HEADING = 13, 14, 18  # heights of letters
-LINE, HEADING_LINE = 19, 30
-CAPTION_LINES = 16  # of a longer caption the rest is left out
-FRAMES_A_SECOND = 8  # of an animation; nothing says how fast a clip is
-SCALES = {"nearest": Image.Resampling.NEAREST, "lanczos": Image.Resampling.LANCZOS}
+SCORE_SIZE, CAPTION_SIZE, TITLE_SIZE = 13, 14, 18  # of the fonts, in pixels
+LINE, TITLE_LINE = 19, 30
+CAPTION_LINES = 16  # longer captions are truncated
+FRAMES_PER_SECOND = 8  # of an animation; the frame rate of a clip is not known
+# matplotlib's font has Latin, Greek, Cyrillic, Arabic and more; the other one Chinese, Japanese and Korean.
+FONTS = (
+    Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf",
+    Path(__file__).parent / "fonts" / "DroidSansFallback.ttf",
+)
 
 
 def image_grid(
@@ -30,34 +37,20 @@ def image_grid(
     columns: int,
     scores: Float[np.ndarray, " n"] | None = None,
     title: str = "",
-    scale: Literal["nearest", "lanczos"] = "lanczos",
 ) -> Image.Image:
-    """A grid of images, row by row, with the caption under each.
+    """Draws a grid of images, row by row, with a caption below each.
 
     Args:
-      images: float in [0, 1], or bytes. Small ones are enlarged by a whole factor to 160 pixels or
-        more, large ones reduced to 384.
-      captions: one text an image, wrapped to its width.
-      columns: images in a row.
-      scores: a reward an image. Where all are 1 or 0, a tick and a green frame stand for 1, a cross and a
-        red one for 0; else each image has its number.
-      title: a line above everything.
-      scale: how small images are enlarged; "nearest" shows their pixels.
+      images: Floats in [0, 1], or bytes. Small images are enlarged by an integer factor to at least 160 pixels,
+        large ones are reduced to 384.
+      captions: One text per image, wrapped to the image's width.
+      columns: Images per row.
+      scores: One reward per image. If all are 0 or 1, they are shown as a red cross or a green tick, otherwise as
+        numbers.
+      title: A line above the grid.
     """
-    marks = None if scores is None else scores[:, None]
-    return _sheet(images[:, None], captions, columns, marks, [], title, scale)
-
-
-def save_frames(path: Path, frames: Sequence[Image.Image]) -> None:
-    """The middle frame as a PNG file `path`; of several all, as an animated WebP next to it."""
-    frames[len(frames) // 2].save(path)
-    if len(frames) > 1:
-        frames[0].save(
-            path.with_suffix(".webp"),
-            save_all=True,
-            append_images=frames[1:],
-            duration=1000 // FRAMES_A_SECOND,
-        )
+    columns_of_scores = None if scores is None else scores[:, None]
+    return _sheet(images[:, None], captions, columns, columns_of_scores, [], title)
 
 
 def before_after(
@@ -68,15 +61,23 @@ def before_after(
     after_scores: Float[np.ndarray, " n"],
     columns: int = 3,
     title: str = "",
-    scale: Literal["nearest", "lanczos"] = "lanczos",
 ) -> Image.Image:
-    """Pairs of images of the same prompt, side by side under the heads "before" and "after".
+    """Draws pairs of images of the same prompt, headed "before" and "after".
 
-    Args as in `image_grid`; `columns` counts pairs.
+    The arguments are those of `image_grid`; `columns` counts pairs.
     """
     images = np.stack([to_uint8(before), to_uint8(after)], axis=1)
     scores = np.stack([before_scores, after_scores], axis=1)
-    return _sheet(images, prompts, columns, scores, ["before", "after"], title, scale)
+    return _sheet(images, prompts, columns, scores, ["before", "after"], title)
+
+
+def save_frames(path: Path, frames: Sequence[Image.Image]) -> None:
+    """Writes the middle frame to the PNG file `path`, and several frames also as an animated WebP next to it."""
+    frames[len(frames) // 2].save(path)
+    if len(frames) > 1:
+        duration = 1000 // FRAMES_PER_SECOND
+        options = dict(save_all=True, append_images=frames[1:], duration=duration)
+        frames[0].save(path.with_suffix(".webp"), **options)
 
 
 def _sheet(
@@ -86,67 +87,68 @@ def _sheet(
     scores: Float[np.ndarray, "n k"] | None,
     heads: Sequence[str],
     title: str,
-    scale: str,
 ) -> Image.Image:
-    """Cells of k images side by side over one caption, laid out row by row."""
+    """Draws cells of k images side by side above one caption, row by row."""
     if not len(images) == len(captions) > 0:
         raise ValueError(
-            f"{len(images)} images need as many captions, at least one, not {len(captions)}"
+            f"need one caption per image: {len(images)} images, {len(captions)} captions"
         )
-    pictures = [[_resized(one, scale) for one in cell] for cell in to_uint8(images)]
-    width, height = pictures[0][0].size
-    marked = scores is not None and bool(np.isin(scores, (0, 1)).all())
-    if title and marked:
+    cells = [[_resized(image) for image in cell] for cell in to_uint8(images)]
+    width, height = cells[0][0].size
+    binary = scores is not None and bool(np.isin(scores, (0, 1)).all())
+    if title and binary:
         title += " (tick: score 1, cross: score 0)"
     step = width + 2 * FRAME + GAP // 2
-    cell = step * len(pictures[0]) - GAP // 2
-    columns = min(columns, len(pictures))
-    texts = [_wrapped(caption, cell - 2 * FRAME) for caption in captions]
+    cell_width = step * len(cells[0]) - GAP // 2
+    columns = min(columns, len(cells))
+    texts = [_wrapped(caption, cell_width - 2 * FRAME) for caption in captions]
     rows = [texts[i : i + columns] for i in range(0, len(texts), columns)]
     heights = [height + 2 * FRAME + GAP // 3 + LINE * max(map(len, row)) + GAP for row in rows]
-    top = GAP + (HEADING_LINE + GAP // 2 if title else 0) + (HEADING_LINE if heads else 0)
+    top = GAP + (TITLE_LINE + GAP // 2 if title else 0) + (TITLE_LINE if heads else 0)
 
-    across = max(GAP + columns * (cell + GAP), math.ceil(text_width(title, HEADING)) + 2 * GAP)
-    canvas = Image.new("RGB", (across, top + sum(heights)), PAPER)
+    title_width = math.ceil(text_width(title, TITLE_SIZE)) + 2 * GAP
+    sheet_width = max(GAP + columns * (cell_width + GAP), title_width)
+    canvas = Image.new("RGB", (sheet_width, top + sum(heights)), WHITE)
     draw = ImageDraw.Draw(canvas)
-    write(draw, (GAP, GAP), title, INK, HEADING)
+    draw_text(draw, (GAP, GAP), title, BLACK, TITLE_SIZE)
     for i, text in enumerate(texts):
-        x = GAP + (i % columns) * (cell + GAP)
+        x = GAP + (i % columns) * (cell_width + GAP)
         y = top + sum(heights[: i // columns])
-        for j, picture in enumerate(pictures[i]):
+        for j, image in enumerate(cells[i]):
             if heads and i < columns:
-                write(draw, (x + j * step + FRAME, y - HEADING_LINE), heads[j], PALE, HEADING)
+                corner = (x + j * step + FRAME, y - TITLE_LINE)
+                draw_text(draw, corner, heads[j], GREY, TITLE_SIZE)
             score = None if scores is None else float(scores[i, j])
-            _paste(canvas, picture, (x + j * step, y), score, marked)
+            _paste(canvas, image, (x + j * step, y), score, binary)
         below = y + height + 2 * FRAME + GAP // 3
         for number, line in enumerate(text):
-            write(draw, (x + FRAME, below + number * LINE), line, INK, TEXT)
+            draw_text(draw, (x + FRAME, below + number * LINE), line, BLACK, CAPTION_SIZE)
     return canvas
 
 
-def _resized(image: UInt8[np.ndarray, "h w 3"], scale: str) -> Image.Image:
-    """Enlarged by a whole factor, so that pixels stay square, or reduced."""
-    picture = Image.fromarray(image)
-    longest = max(picture.size)
+def _resized(array: UInt8[np.ndarray, "h w 3"]) -> Image.Image:
+    image = Image.fromarray(array)
+    longest = max(image.size)
     if longest > LARGEST:
-        picture.thumbnail((LARGEST, LARGEST), Image.Resampling.LANCZOS)
-        return picture
+        image.thumbnail((LARGEST, LARGEST), Image.Resampling.LANCZOS)
+        return image
     factor = math.ceil(SMALLEST / longest)
-    return picture.resize((picture.width * factor, picture.height * factor), SCALES[scale])
+    size = image.width * factor, image.height * factor
+    return image.resize(size, Image.Resampling.LANCZOS)
 
 
 def _wrapped(text: str, width: int) -> list[str]:
-    """At most `CAPTION_LINES` lines no wider than `width` pixels, broken within a word only where it must be."""
+    """Wraps a caption to at most `CAPTION_LINES` lines of `width` pixels; breaks only words that are too long."""
     lines = [""]
     for word in text.split():
         if len(lines) > CAPTION_LINES:
             break
-        if text_width(f"{lines[-1]} {word}".strip(), TEXT) <= width:
+        if text_width(f"{lines[-1]} {word}".strip(), CAPTION_SIZE) <= width:
             lines[-1] = f"{lines[-1]} {word}".strip()
             continue
         lines += [""] if lines[-1] else []
         for letter in word:
-            if text_width(lines[-1] + letter, TEXT) > width:
+            if text_width(lines[-1] + letter, CAPTION_SIZE) > width:
                 lines.append("")
             lines[-1] += letter
             if len(lines) > CAPTION_LINES:
@@ -154,52 +156,72 @@ def _wrapped(text: str, width: int) -> list[str]:
     if len(lines) <= CAPTION_LINES:
         return lines
     last = lines[CAPTION_LINES - 1]
-    while last and text_width(f"{last}...", TEXT) > width:
+    while last and text_width(f"{last}...", CAPTION_SIZE) > width:
         last = last[:-1]
     return [*lines[: CAPTION_LINES - 1], f"{last}..."]
 
 
 def _paste(
     canvas: Image.Image,
-    picture: Image.Image,
+    image: Image.Image,
     corner: tuple[int, int],
     score: float | None,
-    marked: bool,
+    binary: bool,
 ) -> None:
-    """Puts a picture inside its frame; with a score, in the score's colour and with its badge."""
-    x, y = corner
-    # Without a score a hairline remains, or a white image would have no edge on white paper.
+    """Pastes an image with an outline, or with a frame and a badge (tick, cross or number) in its score's color."""
+    x, y = corner[0] + FRAME, corner[1] + FRAME
+    color = OUTLINE if score is None else AMBER
+    if binary:
+        color = GREEN if score else RED
     frame = 1 if score is None else FRAME
-    start = (x + FRAME - frame, y + FRAME - frame)
-    end = (x + FRAME + picture.width + frame - 1, y + FRAME + picture.height + frame - 1)
-    colour = EDGE if score is None else _colour(score, marked)
-    ImageDraw.Draw(canvas).rounded_rectangle((start, end), frame, colour)
-    canvas.paste(picture, (x + FRAME, y + FRAME))
-    if score is not None:
-        badge = _badge(score, marked)
-        canvas.paste(badge, (x + FRAME + picture.width - badge.width, y + FRAME), badge)
+    end = (x + image.width + frame - 1, y + image.height + frame - 1)
+    ImageDraw.Draw(canvas).rounded_rectangle(((x - frame, y - frame), end), frame, color)
+    canvas.paste(image, (x, y))
+    if score is None:
+        return
+    text, size, top = (
+        (f"{score:.2f}", SCORE_SIZE, 6) if not binary else ("✓" if score else "✗", 20, 1)
+    )
+    width = text_width(text, size)
+    badge = Image.new("RGB", (max(BADGE, math.ceil(width) + 12), BADGE), color)
+    draw_text(ImageDraw.Draw(badge), ((badge.width - width) / 2, top), text, WHITE, size)
+    canvas.paste(badge, (x + image.width - badge.width, y))
 
 
-def _colour(score: float, marked: bool) -> str:
-    return {1.0: GOOD, 0.0: BAD}[score] if marked else MIDDLING
+def text_width(text: str, size: int) -> float:
+    """Returns the width of a line of text in pixels."""
+    return sum(font.getlength(part) for font, part in _font_runs(text, size))
 
 
-def _badge(score: float, marked: bool) -> Image.Image:
-    """A tick, a cross or a number on the score's colour; drawn large and reduced for smooth edges."""
-    number = "" if marked else f"{score:.2f}"
-    width = BADGE if not number else math.ceil(text_width(number, NUMBER)) + 12
-    large = Image.new("RGBA", (width * 4, BADGE * 4))
-    draw = ImageDraw.Draw(large)
-    draw.rounded_rectangle((0, -40, width * 4 + 40, BADGE * 4 - 1), 32, _colour(score, marked))
-    if marked and score == 1:
-        draw.line([(30, 56), (50, 76), (86, 34)], PAPER, 13, joint="curve")
-    elif marked:
-        draw.line([(36, 34), (80, 78)], PAPER, 13)
-        draw.line([(36, 78), (80, 34)], PAPER, 13)
-    badge = large.resize((width, BADGE), Image.Resampling.LANCZOS)
-    if number:
-        write(ImageDraw.Draw(badge), (7, 6), number, PAPER, NUMBER)
-    return badge
+def draw_text(
+    draw: ImageDraw.ImageDraw, corner: tuple[float, float], text: str, color: str, size: int
+) -> None:
+    """Draws a line of text with its top left corner at `corner`, (x, y) in pixels."""
+    x, y = corner
+    ascent = _font(FONTS[0], size).getmetrics()[0]
+    for font, part in _font_runs(text, size):
+        draw.text((x, y + ascent), part, color, font, anchor="ls")  # on a common baseline
+        x += font.getlength(part)
+
+
+def _font_runs(text: str, size: int) -> list[tuple[ImageFont.FreeTypeFont, str]]:
+    """Splits a text where the font changes; the first font is the fallback for letters that no font has."""
+
+    def path_for(letter: str) -> Path:
+        return next((path for path in FONTS if ord(letter) in _glyphs(path)), FONTS[0])
+
+    runs = itertools.groupby(text, path_for)
+    return [(_font(path, size), "".join(letters)) for path, letters in runs]
+
+
+@functools.cache
+def _glyphs(path: Path) -> frozenset[int]:
+    return frozenset(FT2Font(path).get_charmap())
+
+
+@functools.cache
+def _font(path: Path, size: int) -> ImageFont.FreeTypeFont:
+    return ImageFont.truetype(path, size)
 
 
 def plot_curves(
@@ -208,51 +230,49 @@ def plot_curves(
     path: Path | str,
     label: str = "reward",
 ) -> None:
-    """Draws metrics over the steps into a PNG file.
+    """Plots metrics over the steps into a PNG file.
 
-    A curve with a value at nearly every step is drawn pale with its running mean over it; one with
-    few values, such as an evaluation, with its points.
+    A metric of nearly every step is drawn pale below its running mean, a sparse one, such as an evaluation, with
+    markers.
 
     Args:
-      metrics: lines of metrics.jsonl; a line need not have every metric.
-      curves: the metric to draw for each name in the legend, in order.
-      path: the PNG file.
-      label: what the vertical axis shows.
+      metrics: Lines of metrics.jsonl; a line need not have every metric.
+      curves: Metrics by their names in the legend, in order.
+      path: The PNG file.
+      label: Label of the vertical axis.
 
     Raises:
-      ValueError: a metric is in no line.
+      ValueError: no line has a metric.
     """
     figure = Figure(figsize=(7.5, 4.5), dpi=150, layout="constrained")
     axes = figure.subplots()
     for number, (name, metric) in enumerate(curves.items()):
         points = [(line["step"], line[metric]) for line in metrics if metric in line]
         if not points:
-            raise ValueError(f"no line of the metrics has {metric!r}: it cannot be drawn")
+            raise ValueError(f"no line of the metrics has {metric!r}")
         steps, values = map(np.asarray, zip(*points, strict=True))
-        _draw_curve(axes, steps, values, name, f"C{number}", dense=len(points) > len(metrics) / 2)
+        color = f"C{number}"
+        if len(points) > len(metrics) / 2 and len(points) >= 8:
+            axes.plot(steps, values, color=color, alpha=0.25, linewidth=1)
+            values = running_mean(values, max(3, len(values) // 12))
+            axes.plot(steps, values, color=color, label=name)
+        else:
+            axes.plot(steps, values, color=color, marker="o", markersize=5, label=name)
     label_axes(axes, "step", label)
     axes.legend(frameon=False, loc="best")
     figure.savefig(path)
 
 
 def label_axes(axes: Any, x: str, y: str) -> None:
-    """Labels both axes and removes lines that are not needed."""
+    """Labels both axes, hides the top and right spines, and adds horizontal grid lines."""
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.25)
 
 
-def _draw_curve(axes: Any, steps: Any, values: Any, name: str, colour: str, dense: bool) -> None:
-    if not dense or len(steps) < 8:
-        axes.plot(steps, values, color=colour, marker="o", markersize=5, label=name)
-        return
-    axes.plot(steps, values, color=colour, alpha=0.25, linewidth=1)
-    axes.plot(steps, running_mean(values, max(3, len(values) // 12)), color=colour, label=name)
-
-
 def running_mean(values: Float[np.ndarray, " n"], width: int) -> Float[np.ndarray, " n"]:
-    """The mean over up to `width` values to either side, fewer at the ends."""
+    """Returns the means over up to `width` values on either side, fewer at the ends."""
     sums = np.concatenate([[0.0], np.cumsum(values)])
     last = np.minimum(np.arange(len(values)) + width + 1, len(values))
     first = np.maximum(np.arange(len(values)) - width, 0)

@@ -1,47 +1,58 @@
-"""The record of a run: metrics.jsonl, the same numbers and the pictures for TensorBoard, optionally trackers.
+"""Metrics of a run: metrics.jsonl, and the same numbers and images for TensorBoard and trackers.
 
-metrics.jsonl is the record and the event file is made from it, so the two cannot disagree. A
-checkpoint stores `MetricsLog.position()`; a resumed run calls `cut_back` with it and appends. Its
-record then equals an uninterrupted run's, apart from the fields that `TIMING` names.
+metrics.jsonl is the record, and the event file is built from it, so that the two agree. A checkpoint stores
+`MetricsLog.position()`, and a resumed run calls `cut_back` with it and appends. Its metrics then equal those of an
+uninterrupted run, apart from the fields in `TIMING`.
 """
 
 import json
 import math
 import os
 import re
+import socket
+import struct
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from digen_jax.errors import ConfigError
-from digen_jax.files import append, parse_json, without_torn_line
-from digen_jax.logging import event_file
-from digen_jax.logging.tracking import Told, Tracker
+from digen_jax.files import append, parse_json, replace, without_torn_line
+from digen_jax.logging.tracking import Tracker, TrackerStart
 
 if TYPE_CHECKING:  # launch/report.py reads metrics without JAX
     from digen_jax.config.sections import StoppingSection
 
+# tensorboardX imports torch if it is installed. A run does not need it, and the import takes seconds.
+_hides_torch = sys.modules.setdefault("torch", None) is None
+try:
+    from tensorboardX.proto.event_pb2 import Event, SessionLog
+    from tensorboardX.proto.summary_pb2 import Summary
+    from tensorboardX.record_writer import masked_crc32c
+    from tensorboardX.summary import text
+finally:
+    if _hides_torch:
+        del sys.modules["torch"]
+
 TIMING = ("seconds/", "images_per_second", "utilisation", "queue_depth", "candidates")
 CLOCK = "seconds/clock"
-PICTURE = re.compile(
-    r"([a-z_]+)_(\d{6})\.png"
-)  # in `workdir`/pictures: name, and the step after which it was drawn
+IMAGE_FILE = re.compile(r"([a-z_]+)_(\d{6})\.png")  # in `workdir`/pictures: name and step
+PNG_CHANNELS = {0: 1, 2: 3, 3: 3, 4: 2, 6: 4}  # by color type
 
 
 def without_timing(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A line of metrics without the fields that differ between equal runs: the prefixes in `TIMING`."""
+    """Returns metrics without the fields that differ between equal runs: the prefixes in `TIMING`."""
     return {name: value for name, value in record.items() if not name.startswith(TIMING)}
 
 
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
-    """What metrics.jsonl holds of each step, except for a last line that a killed process left unfinished.
+    """Reads metrics.jsonl, one record per step, without an incomplete last line.
 
-    The evaluation of a step's version comes later than the step and has a line of its own: here they are one
-    record, with the step's clock.
+    A step's evaluation has a line of its own, which is merged into the step's record; the step's clock is kept.
 
     Raises:
-      ConfigError: names the file and the number of a line that holds no metrics.
+      ConfigError: a line holds no metrics; names the file and the line.
     """
     records: list[dict[str, Any]] = []
     for line in _lines(path):
@@ -53,26 +64,26 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
 
 
 def has_fallen(values: Sequence[float], margin: float, evaluations: int) -> bool:
-    """Whether each of the last `evaluations` values is more than `margin` below the best before them."""
+    """Returns whether each of the last `evaluations` values is more than `margin` below the best before them."""
     before, last = values[:-evaluations], values[-evaluations:]
     return bool(before) and all(value < max(before) - margin for value in last)
 
 
-def reason_to_stop(asked: "StoppingSection", workdir: Path) -> str | None:
-    """Why the run in a workdir ends early, by the evaluations in its metrics; None if it continues."""
+def reason_to_stop(stopping: "StoppingSection", workdir: Path) -> str | None:
+    """Returns why the run in a workdir stops early, by its evaluations; None if it continues."""
     path = workdir / "metrics.jsonl"
-    if not asked.reward or not path.exists():
+    if not stopping.reward or not path.exists():
         return None
-    metric = f"evaluation/reward_of/{asked.reward}"
+    metric = f"evaluation/reward_of/{stopping.reward}"
     found = [(line[metric], line["step"]) for line in read_metrics(path) if metric in line]
-    if not has_fallen([value for value, _ in found], asked.margin, asked.evaluations):
+    if not has_fallen([value for value, _ in found], stopping.margin, stopping.evaluations):
         return None
-    best, at = max(found[: -asked.evaluations], key=lambda one: one[0])
+    best, best_step = max(found[: -stopping.evaluations], key=lambda one: one[0])
     value, step = found[-1]
-    times = "evaluation" if asked.evaluations == 1 else f"{asked.evaluations} evaluations"
+    times = "evaluation" if stopping.evaluations == 1 else f"{stopping.evaluations} evaluations"
     return (
-        f"stopped early: {metric} was {best:.4g} after step {at}, is {value:.4g} after step {step}, "
-        f"and was more than config.stopping.margin = {asked.margin:g} below its best in the last {times}; "
+        f"stopped early: {metric} was {best:.4g} after step {best_step}, is {value:.4g} after step {step}, "
+        f"and was more than config.stopping.margin = {stopping.margin:g} below its best in the last {times}; "
         "to continue, set config.stopping.reward to ''"
     )
 
@@ -83,25 +94,24 @@ def _lines(path: Path | str) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         try:
             record = parse_json(line)
-            # A line that replaces a lost one needs only these.
             float(record["step"]), float(record[CLOCK])
         except (ValueError, TypeError, KeyError) as error:
             raise ConfigError(
-                f"{path}, line {number} holds no metrics: bring back a copy of the file, or put "
-                f'{{"step": {number - 1}, "{CLOCK}": 0}} there'
+                f"{path}, line {number} holds no metrics: restore the file, or replace the line by "
+                f'{{"step": {number - 1}, "{CLOCK}": 0}}'
             ) from error
         records.append(record)
     return records
 
 
 class MetricsLog:
-    """Appends to `workdir`/metrics.jsonl and `workdir`/tensorboard, and tells trackers where asked for.
+    """Appends to `workdir`/metrics.jsonl and `workdir`/tensorboard, and sends the same to trackers.
 
     Args:
-      workdir: the run's folder; complete lines already in its metrics.jsonl are kept.
-      trackers: by "wandb" or "trackio" the arguments of its `init` (project, name, ...). A resumed run continues
-        the same run there, which ignores the steps that it already has.
-      config: of the run; TensorBoard and the trackers show it.
+      workdir: Folder of the run. Complete lines of its metrics.jsonl are kept.
+      trackers: Arguments of `init` (project, name, ...) by tracker, "wandb" or "trackio". A resumed run continues the
+        same run there; steps that the tracker already has are ignored.
+      config: Config of the run, for TensorBoard and the trackers.
     """
 
     def __init__(
@@ -115,9 +125,9 @@ class MetricsLog:
         self.path = self.folder / "metrics.jsonl"
         self.path.touch()
         lines = _lines(self.path)
-        seen = lines[-1]["step"] if lines else -1
+        last = lines[-1]["step"] if lines else -1
         self._trackers = [
-            Tracker(Told(kind, str(self.folder), options, config, seen))
+            Tracker(TrackerStart(kind, str(self.folder), options, config, last))
             for kind, options in (trackers or {}).items()
         ]
         self.cut_back(len(lines))
@@ -126,21 +136,23 @@ class MetricsLog:
         """Writes a line `{"step", "seconds/clock", **values}`, which survives a kill.
 
         Raises:
-          ValueError: a value is NaN or infinite, or a name is one that every line has anyway.
+          ValueError: a value is NaN or infinite, or a name is reserved.
           OSError: the disk is full; nothing was written.
         """
-        if taken := {"step", CLOCK} & values.keys():
-            raise ValueError(f"metric {taken.pop()!r} needs another name: every line has that one")
+        if reserved := {"step", CLOCK} & values.keys():
+            raise ValueError(
+                f"metric {reserved.pop()!r} needs another name: every line has that one"
+            )
         scalars = {name: float(value) for name, value in values.items()}
         for name, value in scalars.items():
             if not math.isfinite(value):
-                raise ValueError(f"metric {name} is {value} at step {step}: the run has gone wrong")
+                raise ValueError(f"metric {name} is {value} at step {step}: the run has diverged")
         events = self._event_file()
         line = {"step": step, CLOCK: time.time(), **scalars}
         size = self.path.stat().st_size
         append(self.path, json.dumps(line, allow_nan=False).encode() + b"\n")
         try:
-            append(events, event_file.record(_event(line)))
+            append(events, _scalars(line))
         except OSError:
             os.truncate(self.path, size)
             raise
@@ -148,18 +160,18 @@ class MetricsLog:
         for tracker in self._trackers:
             tracker.log(scalars, step)
 
-    def picture(self, path: Path, step: int | None = None) -> None:
-        """Shows `workdir`/pictures/NAME_000020.png as NAME at step 20; before that step's `write`.
+    def image(self, path: Path, step: int | None = None) -> None:
+        """Logs `workdir`/pictures/NAME_000020.png as NAME at step 20; call it before that step's `write`.
 
-        A file without a step in its name is shown at a given one, and not again after `cut_back`.
+        A file without a step in its name needs `step`, and is not logged again after `cut_back`.
         """
-        name, step = _picture(path) if step is None else (path.stem, step)
-        append(self._event_file(), event_file.record(_picture_event(path, name, step)))
+        name, step = _image_name(path) if step is None else (path.stem, step)
+        append(self._event_file(), _image(path, name, step))
         for tracker in self._trackers:
-            tracker.picture(f"pictures/{name}", path, step)
+            tracker.image(f"pictures/{name}", path, step)
 
     def position(self) -> int:
-        """The number of lines, flushed to the disk: a checkpoint stores it for `cut_back`."""
+        """Returns the number of lines, flushed to disk; a checkpoint stores it for `cut_back`."""
         with self.path.open("rb") as file:
             os.fsync(file.fileno())
         return self._position
@@ -177,52 +189,83 @@ class MetricsLog:
         if sum(line.endswith(b"\n") for line in lines) < position:
             raise ConfigError(
                 f"{self.path} has fewer than the {position} lines that the checkpoint counts on: "
-                "bring the file back, or start again in another workdir"
+                "restore the file, or start again in another workdir"
             )
         os.truncate(self.path, sum(map(len, lines)))
         self._position = position
-        # The next write makes a new event file from the lines.
-        self._events: Path | None = None
-
-    def _event_file(self) -> Path:
-        """The event file; after `cut_back` a new one made from metrics.jsonl."""
-        if self._events is None:
-            lines = _lines(self.path)
-            last = lines[-1]["step"] if lines else -1
-            found = (self.folder / "pictures").glob("*.png")
-            pictures = [p for p in sorted(found) if PICTURE.fullmatch(p.name)]
-            events = [_config_event(self._config)] if self._config else []
-            events += [_event(line) for line in lines]
-            events += [_picture_event(p, *_picture(p)) for p in pictures if _picture(p)[1] <= last]
-            self._events = event_file.replace_events(self.folder / "tensorboard", events)
-        return self._events
+        self._events: Path | None = None  # the next write builds a new one from the lines
 
     def close(self) -> None:
-        """Ends the trackers' runs; the files are whole after every write."""
+        """Finishes the trackers' runs; the files are complete after every write."""
         for tracker in self._trackers:
             tracker.close()
 
+    def _event_file(self) -> Path:
+        """Returns TensorBoard's event file; after `cut_back` builds it from metrics.jsonl, replacing older ones."""
+        if self._events is not None:
+            return self._events
+        folder, now = self.folder / "tensorboard", time.time()
+        folder.mkdir(parents=True, exist_ok=True)
+        lines = _lines(self.path)
+        last = lines[-1]["step"] if lines else -1
+        images = sorted((self.folder / "pictures").glob("*.png"))
+        images = [(path, *_image_name(path)) for path in images if IMAGE_FILE.fullmatch(path.name)]
+        # A running TensorBoard drops what it has read when a session starts at step 0.
+        records = [
+            _record(wall_time=now, file_version="brain.Event:2"),
+            _record(wall_time=now, session_log=SessionLog(status=SessionLog.START)),
+            *([_config_text(self._config)] if self._config else []),
+            *map(_scalars, lines),
+            *(_image(path, name, step) for path, name, step in images if step <= last),
+        ]
+        events = folder / f"events.out.tfevents.{now:017.6f}.{socket.gethostname()}"
+        replace(events, b"".join(records))
+        for old in set(folder.glob("events.out.tfevents.*")) - {events}:
+            # A running TensorBoard moves on from a file that is empty, but not from one that is deleted.
+            if old.stat().st_size:
+                os.truncate(old, 0)
+            else:
+                old.unlink()
+        self._events = events
+        return events
 
-def _event(line: Mapping[str, Any]) -> bytes:
-    """A line of metrics.jsonl as an event: its clock and step, and every other field as a scalar."""
-    scalars = {name: value for name, value in line.items() if name not in ("step", CLOCK)}
-    return event_file.scalars_event(line[CLOCK], line["step"], scalars)
 
-
-def _picture(path: Path) -> tuple[str, int]:
-    """The name of a picture of a run, and the step after which it was drawn."""
-    name, step = PICTURE.fullmatch(path.name).groups()
+def _image_name(path: Path) -> tuple[str, int]:
+    """Returns the name of a run's image file and its step."""
+    name, step = IMAGE_FILE.fullmatch(path.name).groups()
     return name, int(step)
 
 
-def _picture_event(path: Path, name: str, step: int) -> bytes:
-    return event_file.picture_event(
-        path.stat().st_mtime, step, f"pictures/{name}", path.read_bytes()
-    )
+def _record(**fields: Any) -> bytes:
+    """Returns an `Event` with these fields as a TFRecord, the format of an event file."""
+    event = Event(**fields).SerializeToString()
+    length = struct.pack("<Q", len(event))
+    checksums = [struct.pack("<I", masked_crc32c(part)) for part in (length, event)]
+    return length + checksums[0] + event + checksums[1]
 
 
-def _config_event(config: Mapping[str, Any]) -> bytes:
+def _scalars(line: Mapping[str, Any]) -> bytes:
+    """Returns the event of a line of metrics.jsonl."""
+    values = [
+        Summary.Value(tag=name, simple_value=value)
+        for name, value in line.items()
+        if name not in ("step", CLOCK)
+    ]
+    return _record(wall_time=line[CLOCK], step=line["step"], summary=Summary(value=values))
+
+
+def _image(path: Path, name: str, step: int) -> bytes:
+    png = path.read_bytes()
+    width, height, _, color_type = struct.unpack(">IIBB", png[16:26])  # the header chunk
+    sizes = dict(height=height, width=width, colorspace=PNG_CHANNELS[color_type])
+    image = Summary.Image(encoded_image_string=png, **sizes)
+    value = Summary.Value(tag=f"pictures/{name}", image=image)
+    return _record(wall_time=path.stat().st_mtime, step=step, summary=Summary(value=[value]))
+
+
+def _config_text(config: Mapping[str, Any]) -> bytes:
     # Four spaces mark a code block in TensorBoard's Markdown.
     lines = json.dumps(config, indent=2, default=str).splitlines()
-    text = "\n".join(f"    {line}" for line in lines)
-    return event_file.text_event(time.time(), 0, "config", text)
+    summary = text("config", "\n".join(f"    {line}" for line in lines))
+    summary.value[0].tag = "config"
+    return _record(wall_time=time.time(), summary=summary)

@@ -1,4 +1,4 @@
-"""What a run does at present, as a file in its workdir that is written every 2 seconds, and as a table."""
+"""Current state of a run: status.json, written every 2 seconds, and the table of `launch/status.py`."""
 
 import json
 import os
@@ -17,22 +17,22 @@ from digen_jax.process.terminal import log_tail, printable, wrapped
 
 FILE = "status.json"
 EVERY = 2.0  # seconds between two writes
-SILENT = 4.0  # seconds after which it is said when a process was heard
-PATIENCE = 2.0  # seconds for the last write
-SHOWN = 5  # last lines of standard error
-HOST = 20  # characters of a host's name
-LEAST = 30  # characters of a table's last column
+SILENT = 4.0  # seconds without a heartbeat after which the table shows them
+TIMEOUT = 2.0  # seconds that the end of a run waits for the last write
+LOG_LINES = 5  # last lines of standard error
+HOST_COLUMNS = 20  # longer host names are truncated
+LAST_COLUMNS = 30  # minimum width of the table's last column
 
 
 class Status:
-    """Writes a run's state into its workdir, from a thread of its own, from the begin to the end of a block.
+    """Context manager that writes status.json in a background thread.
 
     Args:
-      workdir: the run's folder.
-      snapshot: the state as JSON: see `Summary.present`. It may wait, which makes the file old.
-      places: for workers in other processes, by name: "host", "process" (the first one's number there), "processes"
-        and "heard", when the one that has been silent longest was heard, by the system's clock. The others are in
-        this process; of the trainer's there may be more.
+      workdir: Folder of the run.
+      snapshot: Returns the state as JSON: see `timeline.Summary.snapshot`. The file gets old while it blocks.
+      places: Returns, for each worker in another process, "host", "process" (id of its first process), "processes" and
+        "heard" (system time of the oldest last heartbeat among them).
+      every: Seconds between two writes.
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class Status:
     ):
         self._workdir, self._snapshot, self._places, self._every = workdir, snapshot, places, every
         self._end = threading.Event()
-        self._ended: str | None = None
-        self._known: dict[str, Mapping[str, Any]] = {}  # places, of lost workers, too
+        self._error: str | None = None  # at the end of the run; "" without one
+        self._known: dict[str, Mapping[str, Any]] = {}  # places, also of disconnected workers
 
     def __enter__(self) -> "Status":
         self._thread = threading.Thread(target=self._work, name="status", daemon=True)
@@ -53,19 +53,19 @@ class Status:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self._ended = "" if error is None else f"{type(error).__name__}: {error}"
+        self._error = "" if error is None else f"{type(error).__name__}: {error}"
         self._end.set()
-        self._thread.join(PATIENCE)  # it may hang, as the disk may
+        self._thread.join(TIMEOUT)  # the disk may hang
 
     def _work(self) -> None:
-        while True:
+        last = False
+        while not last:
             last = self._end.is_set()
             self._known |= self._places()
-            ended = self._ended if last else None
-            write_status(self._workdir, self._snapshot(), self._known, ended)
-            if last:
-                return
-            self._end.wait(self._every)
+            error = self._error if last else None
+            write_status(self._workdir, self._snapshot(), self._known, error)
+            if not last:
+                self._end.wait(self._every)
 
 
 def write_status(
@@ -74,32 +74,32 @@ def write_status(
     places: Mapping[str, Mapping[str, Any]],
     ended: str | None = None,
 ) -> None:
-    """Writes a state with the process, the time and the last lines of standard error; a full disk is ignored.
+    """Writes status.json; errors of the disk are ignored.
 
     Args:
-      workdir: the folder of the file.
-      snapshot: see `Status`.
-      places: likewise.
-      ended: None: the run continues; "": it has ended; else its error.
+      workdir: Folder of the run.
+      snapshot: See `Status`.
+      places: See `Status`.
+      ended: The error that ended the run, or "" if it ended without one. None means that it continues.
     """
     here = {"host": socket.gethostname(), "process": os.getpid()}
     workers = {
-        name: {**here, "processes": 1, "heard": None, **places.get(name, {}), **found}
-        for name, found in snapshot["workers"].items()
+        name: {**here, "processes": 1, "heard": None, **places.get(name, {}), **worker}
+        for name, worker in snapshot["workers"].items()
     }
-    told = {"written": time.time(), **here, "ended": ended, "lines": log_tail()[-SHOWN:]}
-    content = {**snapshot, **told, "workers": workers}
+    run = {"written": time.time(), **here, "ended": ended, "lines": log_tail()[-LOG_LINES:]}
+    content = {**snapshot, **run, "workers": workers}
     try:
         replace(workdir / FILE, (json.dumps(content, indent=1) + "\n").encode())
     except OSError:
-        return  # the run itself says what is wrong with its workdir
+        return  # the run reports what is wrong with its workdir
 
 
 def read_status(workdir: Path) -> dict[str, Any] | None:
-    """What was written last; None: nothing yet.
+    """Reads status.json; returns None if there is none yet.
 
     Raises:
-      ConfigError: the file cannot be read.
+      ConfigError: the file is invalid.
     """
     path = workdir / FILE
     if not path.exists():
@@ -109,7 +109,7 @@ def read_status(workdir: Path) -> dict[str, Any] | None:
         describe(workdir, found, None, 0.0)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise ConfigError(
-            f"{path} is no status of this version of digen_jax ({error!r}): delete it; a run writes it again"
+            f"{path} is not a status of this version of digen_jax ({error!r}): delete it; the run writes a new one"
         ) from error
     return found
 
@@ -117,101 +117,84 @@ def read_status(workdir: Path) -> dict[str, Any] | None:
 def describe(
     workdir: Path, found: Mapping[str, Any], holder: int | None, now: float, columns: int = 80
 ) -> str:
-    """A state as text: how far the run is, whether its process is alive, a table of workers, the last errors.
+    """Formats a state: progress, whether the process is alive, a table of workers, and the last lines of stderr.
 
     Args:
-      workdir: the run's folder.
-      found: see `read_status`.
-      holder: the process on this host that has the workdir, 0 if its number is unknown; None: there is none.
-      now: the system's time.
-      columns: no line is longer, unless a word is.
+      workdir: Folder of the run.
+      found: See `read_status`.
+      holder: Process on this host that holds the workdir's lock, 0 if its id is unknown. None means that none does.
+      now: System time.
+      columns: Maximum line length, except for longer words.
     """
-    texts = [
-        f"{workdir}: {found['step']} of {found['steps']} steps are done",
-        _alive(found, holder, now),
-    ]
     rows = [("worker", "process", "devices", "weights", "for", "at that time")]
-    rows += [_row(name, one, found) for name, one in found["workers"].items()]
-    if found["scoring"]:
-        rows.append(
-            ("reward", "", "", "", "", f"scoring {_counted(found['scoring'], 'batch', 'es')}")
-        )
-    texts += _table(rows, columns)
+    rows += [_row(name, worker, found) for name, worker in found["workers"].items()]
+    if count := found["scoring"]:
+        rows.append(("reward", "", "", "", "", f"scoring {count} batch{'es' * (count != 1)}"))
+    lines = [
+        f"{workdir}: {found['step']} of {found['steps']} steps are done",
+        _process(found, holder, now),
+        *_table(rows, columns),
+    ]
     if found["lines"]:
-        texts.append("the last lines of its standard error:")
-        texts += [f"  {_span(now - when)} ago: {line}" for when, line in found["lines"]]
-    return "\n".join(wrapped(printable(text), columns) for text in texts)
+        lines.append("last lines of standard error:")
+        lines += [f"  {_duration(now - when)} ago: {line}" for when, line in found["lines"]]
+    return "\n".join(wrapped(printable(line), columns) for line in lines)
 
 
-def _alive(found: Mapping[str, Any], holder: int | None, now: float) -> str:
-    """Whether the process that wrote a state continues, in a sentence."""
-    who = f"process {found['process']} on {found['host']}"
-    text = f"written {_span(now - found['written'])} ago by {who}"
+def _process(found: Mapping[str, Any], holder: int | None, now: float) -> str:
+    """Describes whether the process that wrote a state is alive."""
+    writer = f"process {found['process']} on {found['host']}"
+    text = f"written {_duration(now - found['written'])} ago by {writer}"
     if found["ended"]:
-        text += f", which was ended by {found['ended']}"
+        text += f", which failed with {found['ended']}"
     elif found["ended"] is not None:
-        text += ", which has ended its steps"
+        text += ", which has finished its steps"
     elif found["host"] != socket.gethostname():
-        return f"{text}: ask there whether that still runs"
+        return f"{text}: check there whether it is still running"
     if holder in (found["process"], 0):
-        return f"{text}; it still has the workdir"
+        return f"{text}; it holds the workdir's lock"
     if holder is not None:
-        return f"{text}; process {holder} has the workdir now"
+        return f"{text}; process {holder} holds the workdir's lock now"
     return text if found["ended"] is not None else f"{text}, which has died"
 
 
-def _row(name: str, one: Mapping[str, Any], found: Mapping[str, Any]) -> tuple[str, ...]:
-    """A worker's cells; spans are up to the time of the writing."""
-    now, process = found["written"], str(one["process"])
-    if one["processes"] > 1:
-        process = f"{process} and {one['processes'] - 1} more"
-    if one["host"] != found["host"]:
-        process = f"{process} on {_cut(one['host'], HOST)}"
-    cells = name, process, str(one["devices"])
-    if one["lost"] is not None:
-        return *cells, "", _span(now - one["lost"]), "lost"
-    since = "" if one["since"] is None else _span(now - one["since"])
-    what, heard = one["does"] or f"waits for {one['waits']}", one["heard"]
+def _row(name: str, worker: Mapping[str, Any], found: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the cells of a worker; durations are up to the time of writing."""
+    now, process = found["written"], str(worker["process"])
+    if worker["processes"] > 1:
+        process = f"{process} and {worker['processes'] - 1} more"
+    if (host := worker["host"]) != found["host"]:
+        short = host if len(host) <= HOST_COLUMNS else f"{host[: HOST_COLUMNS - 3]}..."
+        process = f"{process} on {short}"
+    cells = name, process, str(worker["devices"])
+    if worker["lost"] is not None:
+        return *cells, "", _duration(now - worker["lost"]), "lost"
+    since = "" if worker["since"] is None else _duration(now - worker["since"])
+    work, heard = worker["does"] or f"waits for {worker['waits']}", worker["heard"]
     if heard is not None and now - heard > SILENT:
-        what = f"not heard for {_span(now - heard)}; {what}"
-    return *cells, _versions(one), since, what
-
-
-def _versions(one: Mapping[str, Any]) -> str:
-    """The newest two versions of weights that a worker has, and one that is on its way."""
-    held = [str(version) for version in one["holds"][-2:]]
-    more = ["..."] if len(one["holds"]) > 2 else []
-    arriving = [f"+{version}" for version in one["arrives"][-1:]]
-    return " ".join([*more, *held, *arriving])
+        work = f"no heartbeat for {_duration(now - heard)}; {work}"
+    weights = [*map(str, worker["holds"][-2:]), *(f"+{one}" for one in worker["arrives"][-1:])]
+    more = ["..."] if len(worker["holds"]) > 2 else []
+    return *cells, " ".join([*more, *weights]), since, work
 
 
 def _table(rows: list[tuple[str, ...]], columns: int) -> Iterator[str]:
-    """Lines of rows, whose last cell is broken into the room that is left, or comes below where there is little."""
-    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]) - 1)]
-    begin = sum(widths) + 2 * len(widths)
+    """Formats rows; wraps their last cell in its column, or below the row if little space is left."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    start = sum(widths) + 2 * len(widths)
     for row in rows:
         cells = "".join(f"{cell:<{width}}  " for cell, width in zip(row, widths, strict=False))
-        if columns - begin >= LEAST:
-            first, *more = textwrap.wrap(row[-1], columns - begin)
+        if columns - start >= LAST_COLUMNS:
+            first, *more = textwrap.wrap(row[-1], columns - start)
             yield cells + first
-            yield from (" " * begin + line for line in more)
+            yield from (" " * start + line for line in more)
         else:
             yield cells.rstrip()
             yield from textwrap.wrap(row[-1], columns, initial_indent="  ", subsequent_indent="  ")
 
 
-def _cut(text: str, most: int) -> str:
-    """A text without its end, where it is too long for that."""
-    return text if len(text) <= most else f"{text[: most - 3]}..."
-
-
-def _span(seconds: float) -> str:
-    """A time in the unit that fits."""
-    for most, unit, name in ((10, 1, "s"), (120, 1, "s"), (7200, 60, "min"), (172800, 3600, "h")):
-        if seconds < most:
-            return f"{max(0.0, seconds) / unit:.{1 if most == 10 else 0}f} {name}"
+def _duration(seconds: float) -> str:
+    for limit, unit, name in ((120, 1, "s"), (7200, 60, "min"), (172800, 3600, "h")):
+        if seconds < limit:
+            return f"{max(0.0, seconds) / unit:.{1 if seconds < 10 else 0}f} {name}"
     return f"{seconds / 86400:.0f} days"
-
-
-def _counted(number: int, what: str, plural: str = "s") -> str:
-    return f"{number} {what}{plural * (number != 1)}"

@@ -1,7 +1,7 @@
-"""Sends a run's metrics to trackers (wandb, trackio), in addition to its records.
+"""Sends metrics and images of a run to trackers (wandb, trackio), each in a separate process.
 
-Each tracker has a process of its own, so that nothing of it can slow, stop or print into the run: not its import, nor
-a network that hangs, nor an exception. What it is not told, or does not send, is in the workdir's own files.
+A tracker's import, a hanging network or an exception therefore cannot slow or stop the run, nor print into its output.
+The workdir has all metrics and images, also those that a tracker misses.
 """
 
 import contextlib
@@ -13,102 +13,187 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from digen_jax.logging.tracking_process import Told
-
-WAITING = 1000  # messages that wait for a tracker; what comes then is left out
-PATIENCE = 60.0  # seconds that the end of a run waits for a tracker
-START = (
+QUEUE_SIZE = 1000  # queued messages; further ones are dropped
+TIMEOUT = 60.0  # seconds that the end of a run waits for a tracker
+PROCESS = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from digen_jax.logging.tracking_process import main; main()"
+    "from digen_jax.logging.tracking import main; main()"
 )
 
 
-class Tracker:
-    """A tracker's process. A failing, hanging or slow tracker is logged once and does not stop the run.
+class TrackerStart(NamedTuple):
+    """The first message to a tracker's process.
 
-    Args:
-      told: what it is started with; its output is appended to KIND.log in the workdir.
-      patience: seconds that `close` waits for it.
+    Attributes:
+      kind: a name in `TRACKERS`.
+      workdir: Folder of the run, which stores the id of the tracker's run.
+      options: Arguments of the tracker's `init`.
+      config: Config of the run.
+      last_step: Last step that earlier starts of the run sent. -1 means none.
     """
 
-    def __init__(self, told: Told, patience: float = PATIENCE):
-        self._kind, self._patience = told.kind, patience
-        self._log = Path(told.workdir, f"{told.kind}.log")
-        self._waiting: queue.Queue[dict[str, Any] | None] = queue.Queue(WAITING)
-        self._said, self._over = False, False
+    kind: str
+    workdir: str
+    options: dict[str, Any]
+    config: Mapping[str, Any] | None
+    last_step: int
+
+
+class Tracker:
+    """The process of a tracker. Failures are logged once and do not stop the run.
+
+    Args:
+      start: The first message; the process's output is appended to KIND.log in the workdir.
+      timeout: Seconds that `close` waits for the process.
+    """
+
+    def __init__(self, start: TrackerStart, timeout: float = TIMEOUT):
+        self._kind, self._timeout = start.kind, timeout
+        self._log_file = Path(start.workdir, f"{start.kind}.log")
+        self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue(QUEUE_SIZE)
+        self.warned, self._closing = False, False
         path = json.dumps([str(folder) for folder in sys.path])
-        with self._log.open("ab") as log:
+        with self._log_file.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", START, path],
+                [sys.executable, "-c", PROCESS, path],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                start_new_session=True,  # Ctrl-C is for the run, which then ends the input
+                start_new_session=True,  # Ctrl-C is for the run, which then closes the pipe
             )
         self._threads = [
-            threading.Thread(target=work, name=told.kind, daemon=True)
-            for work in (self._write, self._read)
+            threading.Thread(target=work, name=start.kind, daemon=True)
+            for work in (self._send_queued, self._watch)
         ]
-        self._tell(told._asdict())
+        self._send(start._asdict())
         for thread in self._threads:
             thread.start()
 
     def log(self, values: dict[str, float], step: int) -> None:
-        """Tells numbers of a step."""
-        self._tell({"values": values, "step": step})
+        """Sends metrics of a step."""
+        self._send({"values": values, "step": step})
 
-    def picture(self, name: str, path: Path, step: int) -> None:
-        """Shows a PNG file, which stays as it is."""
-        self._tell({"name": name, "path": str(path), "step": step})
+    def image(self, name: str, path: Path, step: int) -> None:
+        """Sends a PNG file, which must not change afterwards."""
+        self._send({"images": {name: str(path)}, "step": step})
 
     def close(self) -> None:
-        """Waits until all was sent, but no longer than the patience; then the process is killed."""
-        end = time.monotonic() + self._patience
-        self._over = True
+        """Waits until everything is sent; kills the process after the timeout."""
+        end = time.monotonic() + self._timeout
+        self._closing = True
         with contextlib.suppress(queue.Full):
-            self._waiting.put(None, timeout=self._patience)
+            self._queue.put(None, timeout=self._timeout)
         try:
             for thread in self._threads:
                 thread.join(max(0.0, end - time.monotonic()))
             self._process.wait(max(0.0, end - time.monotonic()))
         except subprocess.TimeoutExpired:
-            self._say(
-                f"has not ended within {self._patience:g} seconds and was killed: it may lack the last numbers"
-            )
+            self._warn(f"was killed after {self._timeout:g} s; it may lack the last metrics")
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
-    def _tell(self, message: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, Any]) -> None:
         try:
-            self._waiting.put_nowait(message)
+            self._queue.put_nowait(message)
         except queue.Full:
-            self._say("does not keep up: it will lack some numbers")
+            self._warn("does not keep up; it will lack some metrics")
 
-    def _write(self) -> None:
-        """Sends the messages; after a failure they are dropped."""
+    def _send_queued(self) -> None:
+        """Writes messages to the process; drops them after a failure."""
         with contextlib.suppress(OSError), self._process.stdin as pipe:
-            while (message := self._waiting.get()) is not None:
+            while (message := self._queue.get()) is not None:
                 pipe.write(json.dumps(message) + "\n")
                 pipe.flush()
             return
-        while self._waiting.get() is not None:
+        while self._queue.get() is not None:
             pass
 
-    def _read(self) -> None:
-        """Waits for the end of the process, or for its sentence on what has failed."""
+    def _watch(self) -> None:
+        """Waits for the process to exit or to report an error."""
         with self._process.stdout as pipe:
-            sentence = pipe.readline().strip()
+            error = pipe.readline().strip()
         code = self._process.wait()
-        if sentence or code:
-            rest = "" if self._over else ", and the run continues without it"
-            self._say(f"does not work{rest}: {sentence or f'exit code {code}'}")
+        if error or code:
+            rest = "" if self._closing else "; continuing without it"
+            self._warn(f"failed{rest}: {error or f'exit code {code}'}")
 
-    def _say(self, what: str) -> None:
-        if not self._said:
-            self._said = True
-            print(f"{self._kind} {what} ({self._log})", file=sys.stderr, flush=True)
+    def _warn(self, text: str) -> None:
+        if not self.warned:
+            self.warned = True
+            print(f"{self._kind} {text} (log: {self._log_file})", file=sys.stderr, flush=True)
+
+
+class Run(NamedTuple):
+    """An open run of a tracker, in its process; steps up to `last_step` are not sent again."""
+
+    log: Callable[..., Any]
+    image: Callable[[str], Any]
+    finish: Callable[[], Any]
+    last_step: int = -1
+
+
+def _open_wandb(start: TrackerStart) -> Run:
+    """Starts or continues a run of wandb, which ignores the steps that it already has."""
+    import wandb
+
+    run_id, _ = _run_id(start, uuid.uuid4().hex)
+    config = start.config and dict(start.config)
+    run = wandb.init(config=config, dir=start.workdir, id=run_id, resume="allow", **start.options)
+    return Run(run.log, wandb.Image, run.finish)
+
+
+def _open_trackio(start: TrackerStart) -> Run:
+    """Starts or continues a run of trackio."""
+    import trackio
+
+    options = dict(start.options)
+    unique = f"{Path(start.workdir).resolve().name}-{uuid.uuid4().hex[:6]}"
+    name, resumed = _run_id(start, options.pop("name", "") or unique)
+    config, resume = start.config and dict(start.config), "allow" if resumed else "never"
+    trackio.init(name=name, config=config, resume=resume, embed=False, **options)
+    return Run(trackio.log, trackio.Image, trackio.finish, start.last_step if resumed else -1)
+
+
+TRACKERS: dict[str, Callable[[TrackerStart], Run]] = {
+    "wandb": _open_wandb,
+    "trackio": _open_trackio,
+}
+
+
+def _run_id(start: TrackerStart, new: str) -> tuple[str, bool]:
+    """Returns the id of the tracker's run, which a file of the workdir stores, and whether the run is resumed."""
+    path = Path(start.workdir, f"{start.kind}_id.txt")
+    if resumed := path.exists():
+        return path.read_text().strip(), resumed
+    path.write_text(new)
+    return new, resumed
+
+
+def main() -> None:
+    """Reads messages from standard input, one JSON object per line, until it is closed, and sends them to the tracker.
+
+    Writes one line to standard output if the tracker fails. The tracker's own output goes to standard error.
+    """
+    errors = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    sys.stdout.reconfigure(line_buffering=True)
+    try:
+        start = TrackerStart(**json.loads(sys.stdin.readline()))
+        run = TRACKERS[start.kind](start)
+        for line in sys.stdin:
+            message = json.loads(line)
+            if message["step"] > run.last_step:
+                images = {n: run.image(path) for n, path in message.get("images", {}).items()}
+                run.log(message.get("values", images), step=message["step"])
+        run.finish()
+    except BaseException as error:
+        text = str(error).strip() or type(error).__name__
+        print(text.splitlines()[0], file=errors, flush=True)
+        raise

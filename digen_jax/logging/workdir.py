@@ -1,31 +1,47 @@
-"""A run's folder: it belongs to one process at a time, has one config, and records that the run is finished."""
+"""Folder of a run: locked by one process, with one config, its starts, and whether the run is finished."""
 
 import contextlib
+import datetime
 import fcntl
+import importlib.metadata
 import json
 import os
+import platform
 import re
 import secrets
 import socket
 import struct
+import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import IO, Any
 
+import jax
+
 from digen_jax.checkpoints.folder import read_json
 from digen_jax.config.fields import MOVED
 from digen_jax.errors import ConfigError
-from digen_jax.files import replace
+from digen_jax.files import parse_json, replace, without_torn_line
 from digen_jax.process.shutdown import Stopped
 
-# The C library's struct flock, by which a lock is asked for.
+# Layout of the C library's struct flock.
 FLOCK, FIELDS = (
     ("hhqqi4x", ("type", "whence", "start", "length", "process"))
     if sys.platform == "linux"
     else ("qqihh", ("start", "length", "process", "type", "whence"))
 )
-DRAWN = secrets.token_hex(3)
+TOKEN = secrets.token_hex(3)  # containers may share host names and process ids
+PACKAGES = (
+    "digen_jax",
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "numpy",
+    "transformers",
+)
 
 
 def claim_workdir(
@@ -34,85 +50,81 @@ def claim_workdir(
     may_change: Collection[str] = (),
     check: Callable[[], None] = lambda: None,
 ) -> IO[str]:
-    """Claims a workdir for this process and writes the run's config into `workdir`/config.json.
+    """Locks a workdir for this process and writes the run's config to `workdir`/config.json.
 
-    A run that ended before its first line of metrics has computed nothing, so another config may use its workdir.
+    If the run there has no metrics yet, its config may differ in any field.
 
     Args:
       workdir: Folder of the run, created if needed.
       config: Config of the run as a nested dict.
-      may_change: Dotted names of fields, or groups of them, that a resumed run may change.
-      check: Raises ConfigError if the run in the workdir, which is claimed, cannot continue with this config.
+      may_change: Dotted names of fields or sections that a resumed run may change.
+      check: Raises ConfigError if the run in the locked workdir cannot continue with this config.
 
     Returns:
-      An open file: the claim ends when it is closed or the process ends in any way.
+      An open file; closing it, or the end of the process, releases the lock.
 
     Raises:
-      ConfigError: The folder cannot be written, another process has claimed it, or the run there has another config
-        (the message names the fields that differ) or an unreadable one; errors of `check`. Then the run's config
-        stays as it was.
+      ConfigError: The folder cannot be written, another process holds its lock, or the run there has another config
+        (the message names the fields) or an unreadable one; errors of `check`. config.json is then unchanged.
     """
     workdir = Path(workdir)
-    claim = _lock(workdir)
+    lock = _lock(workdir)
     try:
         wrong = []
         for name, change in changes(workdir, config).items():
             of_any = re.sub(r"\[\d+\]", "[i]", name)  # for all sections in a list
-            if not any(f"{of_any}.".startswith(f"config.{free}.") for free in may_change):
+            if not any(f"{of_any}.".startswith(f"config.{field}.") for field in may_change):
                 wrong.append(f"{name}: {change}")
         if wrong:
             more = f" and {len(wrong) - 6} more" if len(wrong) > 6 else ""
             raise ConfigError(
                 f"the run in {workdir} has another config ({'; '.join(wrong[:6])}{more}): "
-                "choose another workdir, or take these changes back"
+                "choose another workdir, or undo these changes"
             )
         check()
     except ConfigError:
-        claim.close()
+        lock.close()
         raise
     _write(workdir / "config.json", config)
-    return claim
+    return lock
 
 
 def _lock(workdir: Path) -> IO[str]:
-    """Locks the workdir by a POSIX record lock, which a process forked later does not inherit."""
+    """Locks the workdir by a POSIX record lock, which a forked process does not inherit."""
     try:
         workdir.mkdir(parents=True, exist_ok=True)
-        claim = (workdir / ".lock").open("a+")
+        lock = (workdir / ".lock").open("a+")
     except OSError as error:
         wrong = "is a file" if workdir.is_file() else f"cannot be written ({error.strerror})"
         raise ConfigError(f"the workdir {workdir} {wrong}: choose another one") from error
     try:
-        fcntl.lockf(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        claim.seek(0)
-        owner = claim.read().partition(" (")[0].strip()
-        claim.close()
-        raise ConfigError(
-            f"{workdir} is in use by {owner}: wait until that ends, or choose another workdir"
-        ) from error
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        claim.close()
-        raise ConfigError(
-            f"{workdir} cannot be locked ({error.strerror}): choose another one"
-        ) from error
-    claim.truncate(0)
-    claim.write(own_claim())
-    claim.flush()
-    os.fsync(claim.fileno())  # other hosts read it: see `check_shared`
-    return claim
+        lock.seek(0)
+        owner = lock.read().partition(" (")[0].strip()
+        lock.close()
+        message = f"{workdir} cannot be locked ({error.strerror}): choose another one"
+        if isinstance(error, BlockingIOError):
+            message = (
+                f"{workdir} is in use by {owner}: wait until it ends, or choose another workdir"
+            )
+        raise ConfigError(message) from error
+    lock.truncate(0)
+    lock.write(own_claim())
+    lock.flush()
+    os.fsync(lock.fileno())  # other hosts read it: see `check_shared`
+    return lock
 
 
 def holder(workdir: Path | str) -> int | None:
-    """The process on this host that has claimed a workdir, 0 if it is in another container; None: there is none.
+    """Returns the process on this host that holds a workdir's lock, 0 if in another container; None if none does.
 
-    Nothing is claimed. Not for the process that has claimed it, whose claim would end as the file is closed.
+    Must not be called by that process, whose lock would be released.
     """
-    path = Path(workdir, ".lock")
-    asked = struct.pack(FLOCK, *(fcntl.F_WRLCK if name == "type" else 0 for name in FIELDS))
+    request = struct.pack(FLOCK, *(fcntl.F_WRLCK if name == "type" else 0 for name in FIELDS))
     try:
-        with path.open() as claim:
-            found = fcntl.fcntl(claim, fcntl.F_GETLK, asked)
+        with Path(workdir, ".lock").open() as lock:
+            found = fcntl.fcntl(lock, fcntl.F_GETLK, request)
     except OSError:
         return None
     fields = dict(zip(FIELDS, struct.unpack(FLOCK, found), strict=True))
@@ -120,29 +132,26 @@ def holder(workdir: Path | str) -> int | None:
 
 
 def own_claim() -> str:
-    """The present process in words, as in a workdir that it has claimed; the claim ends if it closes that file.
-
-    In containers many processes have the same number on hosts of the same name: `DRAWN` tells them apart.
-    """
-    return f"process {os.getpid()} on {socket.gethostname()} ({DRAWN})"
+    """Describes this process as the lock file does."""
+    return f"process {os.getpid()} on {socket.gethostname()} ({TOKEN})"
 
 
 def check_there(workdir: Path | str) -> None:
-    """Checks that the workdir that this process has claimed still exists.
+    """Checks that the locked workdir still exists.
 
     Raises:
-      Stopped: It was moved or deleted. Nothing must be written there any more.
+      Stopped: It was moved or deleted, so nothing may be written there any more.
     """
     if not Path(workdir, ".lock").exists():
         raise Stopped(
-            f"the workdir {workdir} was moved or deleted while the run used it: put it back, or give its new place by "
+            f"the workdir {workdir} was moved or deleted while the run used it: restore it, or pass its new path as "
             "--workdir, and the same command continues from its last checkpoint"
         )
 
 
 @contextlib.contextmanager
 def usable(workdir: Path | str) -> Iterator[None]:
-    """Turns an error in a block into `Stopped` if the claimed workdir no longer exists."""
+    """Turns an error in a block into `Stopped` if the locked workdir no longer exists."""
     try:
         yield
     except Exception:
@@ -151,7 +160,7 @@ def usable(workdir: Path | str) -> Iterator[None]:
 
 
 def check_shared(workdir: Path | str, claim: str) -> None:
-    """Checks that this process sees the workdir that another one has claimed, whose `own_claim` is `claim`.
+    """Checks that this process sees the workdir that another one has locked; `claim` is the other's `own_claim`.
 
     Raises:
       ConfigError: It sees another folder.
@@ -159,18 +168,18 @@ def check_shared(workdir: Path | str, claim: str) -> None:
     try:
         found = (Path(workdir) / ".lock").read_text()
     except OSError:
-        found = "nobody"
+        found = "no process"
     if found != claim:
         raise ConfigError(
-            f"{workdir} is another folder here, in use by {found}, than for the first process, where it is in use by "
-            f"{claim}: give all processes that train a --workdir on a disk that they share"
+            f"{workdir} here is not the folder of the first process: it is in use by {found}, there by {claim}; "
+            "give all processes that train a --workdir on a shared disk"
         )
 
 
 def changes(workdir: Path | str, config: dict[str, Any]) -> dict[str, str]:
-    """Differences to the config of the run in a workdir: by field, "before -> now".
+    """Returns how `config` differs from that of the run in a workdir: "before -> now" by field.
 
-    They are compared as JSON: a tuple and a list are the same. A run that has computed nothing has no differences.
+    Both are compared as JSON: a tuple equals a list. A run without metrics has no differences.
 
     Raises:
       ConfigError: The run's config cannot be read, or is of an older version with other fields.
@@ -178,7 +187,7 @@ def changes(workdir: Path | str, config: dict[str, Any]) -> dict[str, str]:
     path, metrics = Path(workdir, "config.json"), Path(workdir, "metrics.jsonl")
     if not (metrics.exists() and metrics.stat().st_size):
         return {}
-    found = _read(path, "bring it back, or choose another workdir")
+    found = _read(path, "restore it, or choose another workdir")
     old, new = _leaves(found), _leaves(json.loads(json.dumps(config)))
     if moved := next((name for name in old if name in MOVED and name not in new), None):
         raise ConfigError(
@@ -196,39 +205,39 @@ def changes(workdir: Path | str, config: dict[str, Any]) -> dict[str, str]:
 
 
 def _leaves(config: dict[str, Any], path: str = "config") -> dict[str, Any]:
-    """Dotted names and values of a nested dict; an empty group is a value, and so is a list without groups."""
+    """Flattens a nested dict to dotted names; an empty section is a value, and so is a list without sections."""
     leaves = {}
     for name, value in config.items():
-        groups = {f"{path}.{name}": value}
+        sections = {f"{path}.{name}": value}
         if isinstance(value, list) and any(isinstance(one, dict) for one in value):
-            groups = {f"{path}.{name}[{number}]": one for number, one in enumerate(value)}
-        for place, one in groups.items():
+            sections = {f"{path}.{name}[{number}]": one for number, one in enumerate(value)}
+        for place, one in sections.items():
             leaves |= _leaves(one, place) if isinstance(one, dict) and one else {place: one}
     return leaves
 
 
 def mark_finished(workdir: Path | str, step: int) -> None:
-    """Records that the run in a workdir has done all its `step` steps and the work after them."""
+    """Records that the run in a workdir has finished all its `step` steps and the work after them."""
     _write(Path(workdir) / "finished.json", {"step": step})
 
 
 def finished_step(workdir: Path | str) -> int | None:
-    """The number of steps after which the run in a workdir finished, or None if it has not.
+    """Returns the number of steps after which the run in a workdir finished, or None if it has not.
 
     Raises:
-      ConfigError: The record of this cannot be read.
+      ConfigError: finished.json cannot be read.
     """
     path, remedy = Path(workdir) / "finished.json", "delete it, and run the same command again"
     if not path.exists():
         return None
     step = _read(path, remedy).get("step")
     if type(step) is not int:
-        raise ConfigError(f"{path} names no step: {remedy}")
+        raise ConfigError(f"{path} has no step: {remedy}")
     return step
 
 
 def _read(path: Path, remedy: str) -> dict[str, Any]:
-    """The object in a JSON file; raises ConfigError if it has none."""
+    """Reads a JSON object; raises ConfigError if there is none."""
     try:
         return read_json(path)
     except (OSError, ValueError) as error:
@@ -237,3 +246,62 @@ def _read(path: Path, remedy: str) -> dict[str, Any]:
 
 def _write(path: Path, content: dict[str, Any]) -> None:
     replace(path, (json.dumps(content, indent=2) + "\n").encode())
+
+
+def record_start(workdir: Path, done: int, changes: list[str]) -> None:
+    """Appends a line about this start to `workdir`/starts.jsonl; starts JAX's devices.
+
+    Args:
+      workdir: Folder of the run.
+      done: Number of steps completed before.
+      changes: Differences to the config of the previous start.
+    """
+    devices = jax.devices()
+    line = {
+        "done": done,
+        "changes": changes,
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": sys.argv,
+        "folder": os.getcwd(),
+        "commit": commit(),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "platform": platform.platform(),
+        "devices": {"kind": devices[0].device_kind, "count": len(devices)},
+        "processes": jax.process_count(),
+    }
+    with (workdir / "starts.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def started_in(workdir: Path) -> Path | None:
+    """Returns the working directory of a run's newest start, to which paths in its config are relative, if known."""
+    try:
+        *_, last = without_torn_line((workdir / "starts.jsonl").read_bytes()).splitlines()
+        return Path(parse_json(last)["folder"])
+    except (OSError, ValueError, LookupError, TypeError):  # missing, of an older version, or edited
+        return None
+
+
+def commit(folder: Path = Path(__file__).parent) -> str | None:
+    """Returns the commit of the code, with "+" if files have changed since; None if git does not know it."""
+    head = _git(folder, "rev-parse", "HEAD")
+    if head is None:
+        return None
+    return head + ("+" if _git(folder, "status", "--porcelain", "--untracked-files=no") else "")
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    command = ["git", "-C", str(folder), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return None if done.returncode else done.stdout.strip()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

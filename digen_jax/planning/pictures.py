@@ -4,7 +4,7 @@ import pathlib
 
 from matplotlib.figure import Figure
 
-from digen_jax.logging.timeline_files import draw
+from digen_jax.logging.timeline import draw_timeline
 from digen_jax.scheduling.layouts import PoolLayout, Problem
 from digen_jax.scheduling.planner import Plan, settings_of, workers_of
 from digen_jax.scheduling.simulator import WARM_UP, Disturbance, names_of, simulate
@@ -39,7 +39,7 @@ def draw_plan(plan: Plan, folder: pathlib.Path) -> list[pathlib.Path]:
     for number, row in enumerate(plan.best[:DRAWN], start=1):
         files.append(folder / f"timeline_{number}.png")
         title = f"{row.layout.kind}: {row.layout.describe()}"
-        draw(_steps(plan.problem, row.layout), files[-1], title)
+        draw_timeline(_steps(plan.problem, row.layout), files[-1], title)
     return files
 
 

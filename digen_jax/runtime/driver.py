@@ -18,7 +18,7 @@ from typing import Any
 
 from digen_jax.errors import ConfigError
 from digen_jax.logging.command_log import CommandLog
-from digen_jax.logging.summary import Summary
+from digen_jax.logging.timeline import Summary
 from digen_jax.process.shutdown import Stopped, during, mark_hung, out_of_memory
 from digen_jax.rewards.pool import RewardPool, is_retryable
 from digen_jax.rewards.request_log import moved
@@ -186,7 +186,7 @@ class Driver:
         self._broadcast.step_done()
         metrics = self.executor.end_step()
         self._left = self.now()
-        return metrics | self._summary.numbers
+        return metrics | self._summary.metrics
 
     def finish(self) -> None:
         """After the last step: runs until its version is evaluated. Raises the same errors as `step`."""
@@ -250,9 +250,9 @@ class Driver:
             return self._summary.take(self.now())
 
     def snapshot(self) -> dict[str, Any]:
-        """Returns the current work or wait of every worker, as JSON: see `Summary.present`. Any thread may call."""
+        """Returns the current work or wait of every worker, as JSON: see `Summary.snapshot`. Any thread may call."""
         with self._lock:
-            return self._summary.present(self._scheduler, self.executor.devices, self.now())
+            return self._summary.snapshot(self._scheduler, self.executor.devices, self.now())
 
     def close(self) -> None:
         """Ends the threads after the calls in progress."""
@@ -313,7 +313,7 @@ class Driver:
                 self.in_flight = InFlight(self._scheduler.save(), trees)
                 self.intervals = self._summary.end_step(self.now(), self._away)
                 self._away = 0.0
-            self._summary.seen(event, commands, self._scheduler, self.now())
+            self._summary.record_event(event, commands, self._scheduler, self.now())
             for command in commands:
                 self._send(command)
 
@@ -341,7 +341,7 @@ class Driver:
         end = self.now()
         parts = [(kind, *(time - self._start for time in span)) for kind, *span in stopwatch.parts]
         with self._lock:
-            self._summary.work(command, start, end, parts)
+            self._summary.record_work(command, start, end, parts)
             self._post(Completed(end, command, stopwatch.seconds))
 
     @contextmanager
@@ -446,14 +446,14 @@ class Driver:
                 self.executor.scored(command, found)
                 now = self.now()
                 if found is not None:
-                    self._summary.asked(command, moved(found.exchanges, -self._start))
+                    self._summary.record_requests(command, moved(found.exchanges, -self._start))
             values, seconds = (), 0.0
             if found is not None:
                 self._broadcast.send("scored", (command, found.scores.columns.tolist()))
                 values, seconds = tuple(map(float, found.values)), found.seconds
             with self._lock:
                 end = self.now()
-                self._summary.work(command, max(start, now - seconds), end)
+                self._summary.record_work(command, max(start, now - seconds), end)
                 self._post(Completed(end, command, now - start, values))
 
 

@@ -277,13 +277,13 @@ class Executors:
             raise RuntimeError(f"{command.maker} has no scores of {chunk}")
         if not chunk.evaluation:
             self.scores(chunk.step).add(chunk.index, scored_chunk.scores)
-        if scored_chunk.looks is None:
+        if scored_chunk.image_stats is None:
             return
         if chunk.evaluation:
             self.evaluation_scores.add(chunk, scored_chunk)
         else:
             self.scores(chunk.step).add_previews(
-                chunk.index, scored_chunk.looks, scored_chunk.previews
+                chunk.index, scored_chunk.image_stats, scored_chunk.previews
             )
 
     def evaluated(self, command: Evaluate) -> Evaluation:

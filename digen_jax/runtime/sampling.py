@@ -22,7 +22,7 @@ from digen_jax.errors import DivergedError
 from digen_jax.images import bytes_or_nan, check_images, middle_frames, reward_input
 from digen_jax.inference.sampling import sample_fixed
 from digen_jax.learned_rewards.on_mesh import named
-from digen_jax.logging.image_statistics import look_beside
+from digen_jax.logging.evaluation import submit_image_stats
 from digen_jax.parallel.accumulate import trained_part
 from digen_jax.parallel.mesh import fetch, put
 from digen_jax.parallel.reward_model import RewardModel
@@ -76,12 +76,14 @@ class ChunkScorer:
         else:
             step = self.steps[chunk.step]
             records, rows = step.records_of(chunk.index), step.rows[step.slice_of(chunk.index)]
-        looks = look_beside(middle_frames(clips))  # in parallel to the rewards
+        image_stats = submit_image_stats(middle_frames(clips))  # in parallel to the rewards
         prompts = [record["prompt"] for record in records]
 
         def scored_chunk(scored: Scored) -> ScoredChunk:
             values = rewards.total(scored.scores.columns, self.weights)
-            found = ScoredChunk(scored.scores, values, scored.seconds, scored.exchanges, looks)
+            found = ScoredChunk(
+                scored.scores, values, scored.seconds, scored.exchanges, image_stats
+            )
             most = self.settings.shown_images
             if chunk.evaluation:  # the first clips, or only their middle frames if no image is due
                 first = clips[: max(0, most - self.held_out.first(chunk))]

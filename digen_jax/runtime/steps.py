@@ -16,8 +16,14 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Key, UInt8
 from digen_jax import rewards
 from digen_jax.algorithms.advantages import AdvantageSettings, advantages, ranking, trained_images
 from digen_jax.diffusion.noising import repeat_keys
-from digen_jax.logging.evaluation import Evaluation, Extremes, Sample, by_tag
-from digen_jax.logging.image_statistics import Looks, group_diversity, joined
+from digen_jax.logging.evaluation import (
+    Evaluation,
+    Extremes,
+    ImageStats,
+    Sample,
+    by_tag,
+    group_diversity,
+)
 from digen_jax.parallel.sampler import SampleDraws, SampleRng
 from digen_jax.rewards.request_log import Exchange
 from digen_jax.scheduling.commands import Chunk
@@ -167,7 +173,7 @@ class ScoredChunk(NamedTuple):
     values: Float32[np.ndarray, "b"] = np.zeros(0, np.float32)  # that the scheduler compares
     seconds: float = 0.0  # that the rewards took
     exchanges: tuple[Exchange, ...] = ()  # with servers, on the clock of `time.perf_counter`
-    looks: Future[Looks] | None = None  # image statistics, if computed
+    image_stats: Future[ImageStats] | None = None  # image statistics, if computed
     previews: Previews | None = None  # of a step
     clips: UInt8[np.ndarray, "k t h w 3"] | None = None  # of an evaluation: the first ones
 
@@ -200,7 +206,9 @@ class EvaluationScores:
         clips, scores = [part.clips for part in parts], [part.scores for part in parts]
         records = self._held_out.records[: sum(len(part.columns) for part in scores)]
         found = Evaluation.of(records, clips, scores, self._names, self._weights)
-        return found._replace(looks=joined([part.looks.result() for part in parts]))
+        return found._replace(
+            image_stats=ImageStats.concatenate([part.image_stats.result() for part in parts])
+        )
 
     def forget(self, version: int) -> None:
         """Removes a version's evaluation, if there is one."""
@@ -228,7 +236,7 @@ class StepScores:
     scored: Bool[np.ndarray, "n"]
     # Scores that have no weight: see `rewards.Scores`.
     shown: dict[str, Float32[np.ndarray, "n"]] = dataclasses.field(default_factory=dict)
-    looks: dict[int, Future[Looks]] = dataclasses.field(default_factory=dict)  # by chunk
+    image_stats: dict[int, Future[ImageStats]] = dataclasses.field(default_factory=dict)  # by chunk
     # Images that may be the step's best and worst, by their places in the step.
     previews: dict[int, UInt8[np.ndarray, "h w 3"]] = dataclasses.field(default_factory=dict)
 
@@ -247,9 +255,9 @@ class StepScores:
             empty = np.full(len(self.scored), np.nan, np.float32)
             self.shown.setdefault(name, empty)[cut] = found
 
-    def add_previews(self, index: int, looks: Future[Looks], previews: Previews) -> None:
+    def add_previews(self, index: int, image_stats: Future[ImageStats], previews: Previews) -> None:
         """Stores the image statistics of a scored chunk, and the images that may be shown."""
-        self.looks[index] = looks
+        self.image_stats[index] = image_stats
         start = self.images.slice_of(index).start
         self.previews |= {
             start + int(place): one
@@ -357,11 +365,11 @@ class StepScores:
 
     def image_metrics(self) -> dict[str, float]:
         """Returns statistics of the images of a step, and the diversity within a group; empty without images."""
-        chunks = [index for index in sorted(self.looks) if index not in self.images.dropped]
+        chunks = [index for index in sorted(self.image_stats) if index not in self.images.dropped]
         if not chunks:
             return {}
-        looks = joined([self.looks[index].result() for index in chunks])
+        stats = ImageStats.concatenate([self.image_stats[index].result() for index in chunks])
         groups = np.concatenate([self.images.rows[self.images.slice_of(index)] for index in chunks])
-        within = group_diversity(looks.thumbnails, groups)
-        means = looks.means() | ({} if within is None else {"diversity": within})
+        within = group_diversity(stats.thumbnails, groups)
+        means = stats.means() | ({} if within is None else {"diversity": within})
         return {f"images/{name}": value for name, value in means.items()}

@@ -1,4 +1,4 @@
-"""A report in Debian's headless chromium: it draws, it works, no script fails and nothing asks for another file."""
+"""A report in headless chromium: it is drawn, its controls work, no script fails and nothing is requested."""
 
 import json
 import os
@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from digen_jax.logging.report_page import write_report
+from digen_jax.logging.report import write_report
 from tests.logging.workdirs import write_workdir
 
 REQUIRED = "DIGEN_JAX_CHROMIUM"  # "required": a missing browser fails; .ci/run sets it
-# The browser asks for updates and the time: no name is resolved, so that nothing leaves this machine.
+# The browser itself requests updates and the time: no name is resolved, so that nothing leaves this machine.
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
     "--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync",
@@ -49,16 +49,16 @@ class Visit:
         assert done.returncode == 0, done.stderr
         self.dom = done.stdout
         self.console = [line for line in done.stderr.splitlines() if ":CONSOLE:" in line]
-        self.asked = _asked(log)
+        self.requests = _requests(log)
 
     @property
     def failures(self) -> list[str]:
-        """Lines of the console beside bokeh's own two."""
+        """Lines of the console except bokeh's two."""
         return [line for line in self.console if '"[bokeh ' not in line]
 
 
-def _asked(log: pathlib.Path) -> set[str]:
-    """The addresses that the page asked for by whatever means; what the browser asks for itself is of no origin."""
+def _requests(log: pathlib.Path) -> set[str]:
+    """Returns the addresses that the page requested; requests of the browser itself have no origin."""
     found = json.loads(log.read_text())
     start = found["constants"]["logEventTypes"]["URL_REQUEST_START_JOB"]
     jobs = [
@@ -85,45 +85,43 @@ def edited(report: pathlib.Path, name: str, old: str, new: str) -> pathlib.Path:
     return copy
 
 
-def painted(picture: np.ndarray, colour: str) -> int:
-    """How many pixels of a screenshot have a colour."""
-    wanted = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
-    return int((np.abs(picture.astype(int) - wanted) <= 3).all(-1).sum())
+def painted(image: np.ndarray, color: str) -> int:
+    """Returns the number of pixels of a color in a screenshot."""
+    wanted = [int(color[i : i + 2], 16) for i in (1, 3, 5)]
+    return int((np.abs(image.astype(int) - wanted) <= 3).all(-1).sum())
 
 
-def test_the_page_is_drawn_without_errors_and_without_requests(chromium, report):
+def test_the_page_is_drawn_without_errors_and_requests(chromium, report):
     shot = report.with_suffix(".png")
     visit = Visit(chromium, report, f"--screenshot={shot}", "--window-size=1280,6000")
-    assert visit.failures == [] and visit.asked == set()
-    picture = np.asarray(Image.open(shot).convert("RGB"))
-    assert picture.shape == (6000, 1280, 3)
+    assert visit.failures == [] and visit.requests == set()
+    image = np.asarray(Image.open(shot).convert("RGB"))
+    assert image.shape == (6000, 1280, 3)
     # Curves are blue and orange, a step's training is a green bar.
-    assert painted(picture, "#1f77b4") > 500 and painted(picture, "#d9730d") > 500
-    assert painted(picture, "#54a24b") > 5000
-    assert painted(picture, "#24292f") > 500  # letters
+    assert painted(image, "#1f77b4") > 500 and painted(image, "#d9730d") > 500
+    assert painted(image, "#54a24b") > 5000
+    assert painted(image, "#24292f") > 500  # letters
 
 
-def test_sliders_show_other_steps_and_more_of_the_pictures(chromium, report):
+def test_sliders_select_steps_and_split_images(chromium, report):
     moved = """<script>for (const input of document.querySelectorAll("input[type=range]")) {
       input.value = 0; input.dispatchEvent(new Event("input")); }</script></body>"""
     visit = Visit(chromium, edited(report, "moved.html", "</body>\n", moved), "--dump-dom")
     assert visit.failures == []
-    assert (
-        visit.dom.count('style="--cut: 0%;"') == 2
-        and visit.dom.count("<output>step 0</output>") == 2
-    )
+    assert visit.dom.count('style="--cut: 0%;"') == 2
+    assert visit.dom.count("<output>step 0</output>") == 2
     assert visit.dom.count("<output>step 1, 11.00 s</output>") == 2
     still = Visit(chromium, report, "--dump-dom").dom
     assert still.count('style="--cut: 50%;"') == 2 and still.count("<output>step 10</output>") == 2
     assert still.count("<output>step 10, 11.00 s</output>") == 2
 
 
-def test_an_error_or_a_request_would_be_seen(chromium, report):
+def test_errors_and_requests_are_detected(chromium, report):
     image = '<img src="http://127.0.0.1:9/x.png"></body>'
     refused = Visit(chromium, edited(report, "refused.html", "</body>\n", image), "--dump-dom")
-    assert refused.asked == set() and "Content Security Policy" in refused.failures[0]
+    assert refused.requests == set() and "Content Security Policy" in refused.failures[0]
     free = edited(report, "free.html", "img-src data:", "img-src *")
     wrong = f"<script>missing();</script>{image}"
     fails = Visit(chromium, edited(free, "wrong.html", "</body>\n", wrong), "--dump-dom")
-    assert "http://127.0.0.1:9/x.png" in fails.asked
+    assert "http://127.0.0.1:9/x.png" in fails.requests
     assert any("missing is not defined" in line for line in fails.failures)

@@ -1,4 +1,4 @@
-"""The page of a report, read by a parser; a browser looks at it in test_browser.py."""
+"""The HTML of a report, read by a parser; test_browser.py opens it in a browser."""
 
 import base64
 import dataclasses
@@ -16,19 +16,16 @@ import pytest
 from PIL import Image
 
 from digen_jax.errors import ConfigError
-from digen_jax.logging import report_curves as curves
-from digen_jax.logging import report_images as images
-from digen_jax.logging import report_page as page
-from digen_jax.logging.report_page import task_table, time_table, write_report
-from digen_jax.logging.report_reading import differing, read_run
-from digen_jax.logging.report_timeline import timeline
-from digen_jax.logging.timeline_files import TraceFile
+from digen_jax.logging import report
+from digen_jax.logging.report import line_of, task_table, thinned, time_table, write_report
+from digen_jax.logging.report_run import differing, image_pairs, read_run, timeline
+from digen_jax.logging.timeline import TraceFile
 from tests.logging.workdirs import HOSTILE, intervals, level, write_workdir
 from tests.pipelines import ROOT
 
 
 class Parsed(html.parser.HTMLParser):
-    """All attributes, the scripts by their types, and the text outside of them."""
+    """Tags, attributes, scripts by their types, and the text outside of scripts."""
 
     def __init__(self, text: str):
         super().__init__()
@@ -62,7 +59,7 @@ def workdirs(tmp_path_factory) -> list[pathlib.Path]:
 
 
 @pytest.fixture(scope="module")
-def written(workdirs) -> tuple[str, page.Size]:
+def written(workdirs) -> tuple[str, report.Size]:
     size = write_report(workdirs[:1], workdirs[0] / "report.html")
     return (workdirs[0] / "report.html").read_text(), size
 
@@ -76,32 +73,27 @@ def words(parsed: Parsed) -> str:
     return " ".join(parsed.text.split())
 
 
-def test_the_page_asks_for_no_other_file(parsed):
+def test_the_page_is_small_and_requests_nothing(written, parsed):
+    text, size = written
     urls = [
         value
         for tag, name, value in parsed.attributes
         if name in ("src", "href", "srcset", "action", "data", "poster", "background")
     ]
-    # Two pairs, three steps' sheets and the best images of the last; the worst are just being written.
+    # Two pairs, three steps' grids and the best images of the last; the worst are incomplete.
     assert len(urls) == 2 * 2 + 3 + 1
     assert all(url.startswith("data:image/webp;base64,") for url in urls)
     assert not {"link", "iframe", "object", "embed", "form", "base"} & set(parsed.tags)
-    styles = [text for kind, text in parsed.scripts if kind == "style"]
-    assert len(styles) == 1 and not re.search(r"url\(|@import", styles[0])
+    (style,) = (text for kind, text in parsed.scripts if kind == "style")
+    assert not re.search(r"url\(|@import", style)
     (policy,) = (value for _, name, value in parsed.attributes if value.startswith("default-src"))
     assert "default-src 'none'" in policy and "http" not in policy
-
-
-def test_the_page_is_small_and_its_pictures_are_webp(written, parsed):
-    text, size = written
-    assert 1_000_000 < size.without_pictures <= 2_000_000
-    urls = [value for tag, name, value in parsed.attributes if (tag, name) == ("img", "src")]
-    pictures = [Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) for url in urls]
-    assert {picture.format for picture in pictures} == {"WEBP"}
-    # Small pictures keep their pixels.
-    before, after = (np.asarray(picture.convert("RGB")) for picture in pictures[:2])
+    images = [Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) for url in urls]
+    assert {image.format for image in images} == {"WEBP"}
+    before, after = (np.asarray(image.convert("RGB")) for image in images[:2])
     assert (before == 0).all() and (after == 200).all() and after.shape == (16, 16, 3)
-    assert size.whole == len(text.encode()) == size.without_pictures + sum(len(url) for url in urls)
+    assert 1_000_000 < size.without_images <= 2_000_000
+    assert size.total == len(text.encode()) == size.without_images + sum(map(len, urls))
 
 
 def test_all_scripts_are_javascript(parsed, tmp_path):
@@ -130,13 +122,13 @@ def test_the_page_says_what_the_run_is(parsed):
     assert "python launch/train.py --config 'configs/a file.py' --workdir runs/x" in said
     assert "at commit 0123abc of the code, in which files were changed" in said
     assert "colors 0.200 0.700 +0.500 0.700 at step 10" in said
-    assert "Before tuning and after step 10, the same noise" in said
+    assert "Before training and after step 10, the same noise" in said
     assert "a star 0.250 → 0.250" in said and "0.500 → 1.000" in said
     assert '"folder": "assets/shapes-sd3"' in said
 
 
 def test_curves_of_each_reward_are_named_trained_or_not(workdirs):
-    found = curves.charts([read_run(workdirs[0])])
+    found = report.charts([read_run(workdirs[0])])
     titles = [chart.title for chart in found["rewards"]]
     assert titles == [
         "reward (weighted sum)",
@@ -160,29 +152,29 @@ def test_prompts_that_are_trained_on_are_not_labelled_as_held_out(workdirs):
         ([other], "training prompts"),
         ([run, other], "evaluation prompts"),
     ):
-        found = curves.charts(runs)
+        found = report.charts(runs)
         assert label in found["rewards"][0].curves and found["tasks"][0].title.startswith(label)
-    assert "<th>training prompts</th>" in page.render([other])
+    assert "<th>training prompts</th>" in report.render([other])
 
 
 @pytest.mark.parametrize(("values", "shown"), [((0.0, 0.0), False), ((0.0, 1e-6), True)])
 def test_a_kl_that_is_always_0_has_no_chart(workdirs, values, shown):
     run = read_run(workdirs[0])
     lines = [{"step": i, "approx_kl": value} for i, value in enumerate(values)]
-    found = curves.charts([dataclasses.replace(run, metrics=lines)])
+    found = report.charts([dataclasses.replace(run, metrics=lines)])
     assert any("approx_kl" in c.curves.values() for c in found["training"]) == shown
 
 
 def test_bands_span_the_runs_at_the_steps_that_all_have(workdirs, tmp_path):
     runs = [read_run(workdir) for workdir in workdirs]
     short = read_run(write_workdir(tmp_path / "going on", seed=2, done=7))
-    line = curves.line_of([*runs, short], "evaluation/reward")
+    line = line_of([*runs, short], "evaluation/reward")
     assert line.steps.tolist() == [0, 5] and line.raw is None
     np.testing.assert_allclose(line.mean, [level(0, 1), level(5, 1)])
     np.testing.assert_allclose(line.low, [level(0, 0), level(5, 0)])
     np.testing.assert_allclose(line.high, [level(0, 2), level(5, 2)])
-    assert curves.line_of(runs, "no such metric") is None
-    dense = curves.line_of(runs[:1], "reward")
+    assert line_of(runs, "no such metric") is None
+    dense = line_of(runs[:1], "reward")
     np.testing.assert_allclose(dense.raw, [level(step, 0) for step in range(1, 11)])
     assert dense.mean[0] == pytest.approx(level(1, 0) + 0.05 * 1.5)  # of steps 1 to 4
     assert differing(runs) == {"config.seed": ["0", "1"]}
@@ -192,7 +184,7 @@ def test_bands_span_the_runs_at_the_steps_that_all_have(workdirs, tmp_path):
 
 def test_a_long_curve_is_thinned_with_both_ends(workdirs):
     steps = np.arange(5000)
-    thin = curves._thinned(curves.Line(steps, *(steps * 1.0,) * 3, None), 100)
+    thin = thinned(report.Line(steps, *(steps * 1.0,) * 3, None), 100)
     assert len(thin.steps) == 100 and thin.steps[0] == 0 and thin.mean[-1] == 4999
 
 
@@ -211,7 +203,7 @@ def test_a_long_run_with_many_rewards_and_tasks_keeps_to_the_limit(tmp_path):
     trace = TraceFile(run / "timeline.json")
     trace.write([one for step in range(2500) for one in intervals(step)], clock=1e9)
     size = write_report([run], tmp_path / "report.html")
-    assert 1_500_000 < size.without_pictures <= 2_000_000
+    assert 1_500_000 < size.without_images <= 2_000_000
 
 
 def test_the_timeline_of_a_step_is_the_time_of_its_work(workdirs, tmp_path):
@@ -246,12 +238,12 @@ def test_a_run_that_has_just_begun_has_a_report(tmp_path):
     for left in ("timeline.json", "starts.jsonl"):
         (run / left).unlink()
     shutil.rmtree(run / "pictures")
-    said = words(Parsed(page.render([read_run(run)])))
+    said = words(Parsed(report.render([read_run(run)])))
     assert "3 of 10 steps done, not finished" in said
     assert "There is no second evaluation yet to compare" in said
-    assert "so there are no pictures before and after" in said
+    assert "so there are no images before and after" in said
     assert "the command is not known" in said and "No step is in its timeline.json" in said
-    assert "No pictures have been drawn yet" in said
+    assert "There are no images yet" in said
 
 
 def test_prompts_of_an_older_runs_images_are_numbers(tmp_path):
@@ -261,33 +253,35 @@ def test_prompts_of_an_older_runs_images_are_numbers(tmp_path):
         with np.load(path) as found:
             kept = {key: found[key] for key in found.files if key != "prompts"}
         np.savez(path, **kept)
-    step, found = images.pairs(read_run(run))
+    step, found = image_pairs(read_run(run))
     assert step == 10 and [one.prompt for one in found] == ["prompt 1", "prompt 2"]
     assert found[1].scores == (0.5, 1.0)
 
 
 @pytest.mark.parametrize(
-    ("file", "content", "sentence"),
+    ("file", "content", "line"),
     [
-        ("config.json", None, "there is no run in RUN, as it has no config.json: give --workdir"),
-        ("config.json", "{", "RUN/config.json cannot be read (Expecting property"),
-        ("metrics.jsonl", "", "the run in RUN has recorded nothing yet: wait until its first"),
-        ("metrics.jsonl", "x\n", "RUN/metrics.jsonl, line 1 holds no metrics: bring back"),
-        ("config.json", "[" * 10**5, "RUN/config.json cannot be read (lists or objects"),
-        ("config.json", f'{{"steps": {"1" * 5000}}}', "RUN/config.json cannot be read (an integer"),
-        ("config.json", "[]", "RUN/config.json is no run's config"),
-        ("config.json", '{"model": {"folder": "x"}, "steps": 3}', "RUN/config.json is no run's"),
-        ("starts.jsonl", "x\n", "RUN/starts.jsonl cannot be read (Expecting value"),
-        ("starts.jsonl", "3\n", "RUN/starts.jsonl cannot be read (line 1 "),
-        ("starts.jsonl", '{"command": []}\n', "RUN/starts.jsonl cannot be read (line 1 "),
+        ("config.json", None, ""),
+        ("config.json", "{", ""),
+        ("metrics.jsonl", "x\n", ", line 1"),
+        ("config.json", "[" * 10**5, ""),
+        ("config.json", f'{{"steps": {"1" * 5000}}}', ""),
+        ("config.json", "[]", ""),
+        ("config.json", '{"model": {"folder": "x"}, "steps": 3}', ""),
+        ("starts.jsonl", "x\n", ""),
+        ("starts.jsonl", "3\n", " cannot be read (line 1"),
+        ("starts.jsonl", '{"command": []}\n', " cannot be read (line 1"),
     ],
 )
-def test_a_mistake_is_a_sentence(tmp_path, file, content, sentence):
+def test_an_invalid_file_is_named(tmp_path, file, content, line):
     run = write_workdir(tmp_path / "run", done=1)
     (run / file).unlink() if content is None else (run / file).write_text(content)
     with pytest.raises(ConfigError) as found:
         read_run(run)
-    assert str(found.value).startswith(sentence.replace("RUN", str(run)))
+    assert str(found.value).startswith(f"{run / file}{line}")
+    (run / "metrics.jsonl").write_text("")
+    with pytest.raises(ConfigError):
+        read_run(run)
 
 
 def test_the_script_writes_the_page_without_jax(workdirs, tmp_path):
@@ -301,7 +295,7 @@ def test_the_script_writes_the_page_without_jax(workdirs, tmp_path):
     output = tmp_path / "deep" / "two.html"
     done = script(*(f"--workdir={one}" for one in workdirs), f"--output={output}")
     assert done.returncode == 0 and done.stderr == ""
-    assert re.fullmatch(rf"{output}: 1\.\d\d MB and 0\.\d\d MB of pictures\n", done.stdout)
+    assert re.fullmatch(rf"{output}: 1\.\d\d MB and 0\.\d\d MB of images\n", done.stdout)
     both = Parsed(output.read_text())
     assert both.tags.count("figure") == 4
     assert "bands span them" in words(both) and "config.seed 0 1" in words(both)

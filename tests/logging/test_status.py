@@ -1,4 +1,4 @@
-"""A run's state in its workdir, and as a table."""
+"""status.json of a run, and its table."""
 
 import os
 import re
@@ -14,23 +14,16 @@ from digen_jax.logging.status import FILE, Status, describe, read_status, write_
 from digen_jax.process import terminal
 
 HERE = socket.gethostname()
-TRAINER = dict(
-    devices=4,
-    lost=None,
-    does="training on chunk 3 of step 12",
-    waits=None,
-    since=998.0,
-    holds=[11, 12],
-    arrives=[],
-)
-AWAY = TRAINER | dict(devices=16, does=None, waits="sync", since=880.0, arrives=[13])
+WORK = "training on chunk 3 of step 12"
+TRAINER = dict(devices=4, lost=None, does=WORK, waits=None, since=998.0, holds=[11, 12], arrives=[])
+REMOTE = TRAINER | dict(devices=16, does=None, waits="sync", since=880.0, arrives=[13])
 SNAPSHOT = dict(
     step=12,
     steps=60,
     scoring=2,
     workers={
         "trainer": TRAINER,
-        "rollout 0": AWAY | dict(holds=[9, 10, 11, 12]),
+        "rollout 0": REMOTE | dict(holds=[9, 10, 11, 12]),
         "rollout 1": dict(devices=16, lost=940.0),
     },
 )
@@ -46,41 +39,37 @@ def written(tmp_path, monkeypatch):
     """A state that was written at 1000 s."""
     monkeypatch.setattr(time, "time", lambda: 1000.0)
     terminal._lines.clear()
-    terminal._lines.append(
-        (939.0, "rollout 1 hangs: generating chunk 2 of step 12 " + "for long " * 5)
-    )
+    line = "rollout 1 hangs: generating chunk 2 of step 12 " + "for long " * 5
+    terminal._lines.append((939.0, line))
     write_status(tmp_path, SNAPSHOT, PLACES)
     yield read_status(tmp_path)
     terminal._lines.clear()
 
 
-def test_the_table_fits_a_terminal(written):
+def test_the_table_fits_the_terminal(written):
     me = os.getpid()
     text = describe("runs/x", written, me, 1001.5)
     assert text.splitlines() == [
         "runs/x: 12 of 60 steps are done",
-        f"written 1.5 s ago by process {me} on {HERE}; it still has the workdir",
+        f"written 1.5 s ago by process {me} on {HERE}; it holds the workdir's lock",
         "worker     process                     devices  weights        for",
         "  at that time",
         f"trainer    {f'{me} and 1 more':<26}  4        11 12          2.0 s",
-        "  training on chunk 3 of step 12",
+        f"  {WORK}",
         "rollout 0  77 on host-of-a-rather-...  16       ... 11 12 +13  2 min",
-        "  not heard for 6.5 s; waits for sync",
+        "  no heartbeat for 6.5 s; waits for sync",
         "rollout 1  78 on other                 16                      60 s",
         "  lost",
         "reward",
         "  scoring 2 batches",
-        "the last lines of its standard error:",
+        "last lines of standard error:",
         "  62 s ago: rollout 1 hangs: generating chunk 2 of step 12 for long for long for",
         "    long for long for long",
     ]
     lines = describe("runs/x", written, me, 1001.5, 200).splitlines()
-    assert lines[3].endswith("2.0 s  training on chunk 3 of step 12")
-    assert lines[4].endswith("2 min  not heard for 6.5 s; waits for sync")
+    assert lines[3].endswith(f"2.0 s  {WORK}")
     assert lines[6] == f"reward{'scoring 2 batches':>81}"
 
-
-def test_a_long_cell_is_broken_under_itself(written):
     long = TRAINER | dict(does="generating chunk 12 of the evaluation of version 120", holds=[])
     workers = {"trainer": {"host": HERE, "process": 5, "processes": 1, "heard": None, **long}}
     text = describe("x", {**written, "workers": workers, "scoring": 0, "lines": []}, 5, 1001.5)
@@ -91,26 +80,23 @@ def test_a_long_cell_is_broken_under_itself(written):
     ]
 
 
-@pytest.mark.parametrize(
-    ("changed", "holder", "words"),
-    [
-        ({}, 5, "; it still has the workdir"),
-        ({}, 0, "; it still has the workdir"),
-        ({}, 6, "; process 6 has the workdir now"),
+def test_the_table_says_whether_the_process_is_alive(written):
+    cases = [
+        ({}, 5, "; it holds"),
+        ({}, 0, "; it holds"),
+        ({}, 6, "; process 6 holds"),
         ({}, None, ", which has died"),
-        ({"ended": ""}, None, ", which has ended its steps"),
-        ({"ended": "SaveFailed: the disk is full"}, 5, ", which was ended by SaveFailed: the"),
-        ({"host": "other"}, None, ": ask there whether that still runs"),
-    ],
-)
-def test_the_table_says_whether_its_process_is_alive(written, changed, holder, words):
-    text = describe("x", {**written, "process": 5, **changed}, holder, 1001.5, 200)
-    who = f"by process 5 on {changed.get('host', HERE)}"
-    assert who + words in text.splitlines()[1]
+        ({"ended": ""}, None, ", which has finished"),
+        ({"ended": "SaveFailed: the disk is full"}, 5, ", which failed with SaveFailed: the"),
+        ({"host": "other"}, None, ": check there"),
+    ]
+    for changed, holder, expected in cases:
+        text = describe("x", {**written, "process": 5, **changed}, holder, 1001.5, 200)
+        assert f"by process 5 on {changed.get('host', HERE)}{expected}" in text.splitlines()[1]
 
 
 @pytest.mark.parametrize(
-    ("seconds", "words"),
+    ("seconds", "shown"),
     [
         (0.06, "0.1 s"),
         (-1, "0.0 s"),
@@ -120,12 +106,12 @@ def test_the_table_says_whether_its_process_is_alive(written, changed, holder, w
         (9e5, "10 days"),
     ],
 )
-def test_a_span_has_its_unit(written, seconds, words):
-    assert f"written {words} ago" in describe("x", written, 1, 1000.0 + seconds)
+def test_a_duration_has_a_suitable_unit(written, seconds, shown):
+    assert f"written {shown} ago" in describe("x", written, 1, 1000.0 + seconds)
 
 
-def test_the_state_is_written_again_and_again_and_at_the_end(tmp_path):
-    calls, path = [], tmp_path / FILE
+def test_the_state_is_written_repeatedly_and_at_the_end(tmp_path):
+    calls = []
 
     def snapshot():
         calls.append(1)
@@ -141,25 +127,25 @@ def test_the_state_is_written_again_and_again_and_at_the_end(tmp_path):
         assert found["workers"]["trainer"]["host"] == HERE
     ended = read_status(tmp_path)
     assert ended["ended"] == "" and ended["step"] == len(calls) >= 5
-    assert [one.name for one in tmp_path.iterdir()] == [path.name]
+    assert [one.name for one in tmp_path.iterdir()] == [FILE]
 
     with pytest.raises(RuntimeError), Status(tmp_path, snapshot):
         raise RuntimeError("no more")
     assert read_status(tmp_path)["ended"] == "RuntimeError: no more"
 
 
-def test_a_state_that_cannot_be_written_or_taken_holds_up_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(status, "PATIENCE", 0.1)
+def test_a_blocked_snapshot_or_missing_folder_does_not_block_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(status, "TIMEOUT", 0.1)
     with Status(tmp_path / "none", lambda: SNAPSHOT):
         pass
-    free, begin = threading.Event(), time.monotonic()
+    free, start = threading.Event(), time.monotonic()
     with Status(tmp_path, lambda: free.wait(60) and SNAPSHOT):
         pass
-    assert time.monotonic() - begin < 50
+    assert time.monotonic() - start < 50
     free.set()
 
 
-def test_control_characters_in_a_state_are_escaped(written):
+def test_control_characters_are_escaped(written):
     lines = [(990.0, "a\x1b[2Jb\x9bc\x07 \u202ed ä")]
     odd = written | {"ended": "\x1b]0;x\x07", "lines": lines}
     odd["workers"] = {"\x1b[31mred": written["workers"]["trainer"]}
@@ -168,15 +154,13 @@ def test_control_characters_in_a_state_are_escaped(written):
     assert r"a\x1b[2Jb\x9bc\x07 \u202ed ä" in text and r"\x1b[31mred" in text
 
 
-HUGE = (
-    '{"step": 1, "steps": 2, "workers": {}, "scoring": 0, "lines": [], "ended": null, "host": "a", '
-)
-HUGE += f'"process": 3, "written": {"1" * 4000}}}'
+HUGE = '{"step": 1, "steps": 2, "workers": {}, "scoring": 0, "lines": [], "ended": null, '
+HUGE += f'"host": "a", "process": 3, "written": {"1" * 4000}}}'
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"step": 3}', "{", "[" * 10**5, HUGE])
-def test_a_file_of_another_kind_is_named(tmp_path, content):
+def test_an_invalid_file_is_named(tmp_path, content):
     assert read_status(tmp_path) is None
     (tmp_path / FILE).write_text(content)
-    with pytest.raises(ConfigError, match=r"status\.json is no status of this version"):
+    with pytest.raises(ConfigError, match=r"status\.json"):
         read_status(tmp_path)

@@ -1,14 +1,25 @@
-"""Claims of a workdir: by one process at a time, with the same config."""
+"""The lock, config and starts of a workdir."""
 
 import json
 import os
+import pathlib
 import subprocess
 import sys
 
+import jax
+import numpy as np
 import pytest
 
 from digen_jax.errors import ConfigError
-from digen_jax.logging.workdir import claim_workdir, finished_step, holder, mark_finished
+from digen_jax.logging.workdir import (
+    claim_workdir,
+    commit,
+    finished_step,
+    holder,
+    mark_finished,
+    record_start,
+    started_in,
+)
 from tests.pipelines import ROOT
 
 HOLD = """
@@ -75,7 +86,7 @@ def test_another_config_is_refused_with_the_fields_that_differ(tmp_path):
     assert str(caught.value) == (
         f"the run in {tmp_path} has another config (config.log.wandb: {{}} -> not there; "
         'config.log.wandb.project: not there -> "x"; config.seed: 0 -> 1; '
-        "config.window: [0, 4] -> null): choose another workdir, or take these changes back"
+        "config.window: [0, 4] -> null): choose another workdir, or undo these changes"
     )
     assert json.loads((tmp_path / "config.json").read_text())["seed"] == 0
 
@@ -109,3 +120,39 @@ def test_a_finished_run_says_so(tmp_path):
     assert finished_step(tmp_path) is None
     mark_finished(tmp_path, 70)
     assert finished_step(tmp_path) == 70
+
+
+def test_each_start_is_a_line_with_versions_and_devices(tmp_path):
+    record_start(tmp_path, 0, [])
+    record_start(tmp_path, 20, ["config.trainer.learning_rate: 0.1 -> 0.01"])
+    first, second = map(json.loads, (tmp_path / "starts.jsonl").read_text().splitlines())
+    assert (first["done"], second["done"], first["changes"]) == (0, 20, [])
+    assert second["changes"] == ["config.trainer.learning_rate: 0.1 -> 0.01"]
+    assert first["packages"]["jax"] == jax.__version__
+    assert first["packages"]["numpy"] == np.__version__
+    assert started_in(tmp_path) == pathlib.Path.cwd()
+    assert first["devices"]["count"] == jax.device_count() and first["processes"] == 1
+
+
+@pytest.mark.parametrize("last", ["", "3", "{", '{"done": 3}', '{"folder": 3}', "[" * 10**5])
+def test_the_folder_of_a_start_may_be_unknown(tmp_path, last):
+    assert started_in(tmp_path) is None
+    (tmp_path / "starts.jsonl").write_text(f'{{"folder": "/a"}}\n{last}\n')
+    assert started_in(tmp_path) is None
+
+
+def test_a_commit_is_marked_if_files_have_changed(tmp_path):
+    def git(*arguments):
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        command = ["git", *identity, *arguments]
+        return subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
+
+    assert commit(tmp_path) is None
+    git("init")
+    (tmp_path / "a").write_text("1")
+    git("add", "a")
+    git("commit", "-m", "first")
+    head = git("rev-parse", "HEAD").stdout.strip()
+    assert commit(tmp_path) == head
+    (tmp_path / "a").write_text("2")
+    assert commit(tmp_path) == f"{head}+"

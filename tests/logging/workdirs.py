@@ -8,7 +8,7 @@ import numpy as np
 from digen_jax.logging.evaluation import save_images
 from digen_jax.logging.images import image_grid
 from digen_jax.logging.metrics import MetricsLog
-from digen_jax.logging.timeline_files import TraceFile
+from digen_jax.logging.timeline import TraceFile
 from digen_jax.scheduling.commands import Chunk
 from digen_jax.scheduling.timeline import Interval
 

@@ -12,9 +12,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import numpy as np
 import pytest
 
-from digen_jax.logging.report_reading import read_run
-from digen_jax.logging.report_timeline import timeline
-from digen_jax.logging.timeline_files import TraceFile, draw, in_order, read_events
+from digen_jax.logging.report_run import read_run, timeline
+from digen_jax.logging.timeline import TraceFile, draw_timeline, order_rows, read_events
 from digen_jax.rewards import request_log
 from digen_jax.rewards.built_in import resolve
 from digen_jax.rewards.pool import RewardPool
@@ -144,8 +143,8 @@ def test_the_rows_of_servers_are_last(tmp_path):
     assert {e["name"] for e in read_events(tmp_path / "timeline.json") if e["ph"] == "X"} == set(
         kinds
     )
-    assert in_order((one.worker, one.kind) for one in found[::-1]) == rows
-    draw(found[::-1], tmp_path / "timeline.png")
+    assert order_rows((one.worker, one.kind) for one in found[::-1]) == rows
+    draw_timeline(found[::-1], tmp_path / "timeline.png")
     assert (tmp_path / "timeline.png").stat().st_size > 1000
 
 

@@ -9,7 +9,7 @@ from digen_jax.config.load import load_config
 from digen_jax.config.sections import StoppingSection
 from digen_jax.errors import ConfigError
 from digen_jax.logging.metrics import MetricsLog, has_fallen, reason_to_stop
-from digen_jax.logging.report_reading import read_run
+from digen_jax.logging.report_run import read_run
 from digen_jax.logging.workdir import finished_step
 from tests.metrics import metrics
 from tests.run.test_train import config, saved, train  # noqa: F401

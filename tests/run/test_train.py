@@ -21,7 +21,7 @@ from digen_jax.config.load import load_config
 from digen_jax.errors import ConfigError, DivergedError, check_metrics
 from digen_jax.images import check_images
 from digen_jax.logging.metrics import TIMING, read_metrics
-from digen_jax.logging.records import ADVICE, waiting
+from digen_jax.logging.run_log import ADVICE, advice_on_waits
 from digen_jax.logging.status import describe, read_status
 from digen_jax.logging.workdir import finished_step
 from digen_jax.rewards import dry_run
@@ -201,14 +201,16 @@ def test_a_run_trains_and_shows_its_results(unbroken):
     ):
         assert named in said and (workdir / named).stat().st_size > 0
     status = describe(workdir, read_status(workdir), None, time.time())
-    assert "6 of 6 steps are done" in status and "which has ended its steps" in status
+    assert "6 of 6 steps are done" in status and "which has finished its steps" in status
 
 
 def test_what_devices_wait_for_most_is_said_with_what_to_change():
     line = {"utilisation": 0.6, "seconds/wait_reward": 3.0, "seconds/wait_update": 1.0}
-    said = waiting(line)
+    said = advice_on_waits(line)
     assert "30%" in said and "for reward: set config.reward_pool.processes" in said
-    assert waiting(line | {"utilisation": 0.9}) == waiting({"utilisation": 1.0}) == ""
+    assert (
+        advice_on_waits(line | {"utilisation": 0.9}) == advice_on_waits({"utilisation": 1.0}) == ""
+    )
     assert set(ADVICE) == {*CAUSES} - {"end"}
 
 

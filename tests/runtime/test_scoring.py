@@ -13,7 +13,7 @@ from digen_jax import rewards
 from digen_jax.algorithms.advantages import AdvantageSettings
 from digen_jax.diffusion.windows import Window
 from digen_jax.errors import DivergedError
-from digen_jax.logging.image_statistics import look, look_beside
+from digen_jax.logging.evaluation import compute_image_stats, submit_image_stats
 from digen_jax.parallel.sampler import SampleRng
 from digen_jax.rewards import alone
 from digen_jax.rewards.errors import RewardFailed
@@ -69,7 +69,9 @@ def test_only_previews_of_a_step_leave_the_worker():
     assert shown.clips is None and shown.seconds > 0
     assert other.previews.places.size == 0 and other.previews.images.shape == (0, 4, 4, 3)
     for one in (shown, other):
-        for found, expected in zip(one.looks.result(), look(given[:, 1]), strict=True):
+        for found, expected in zip(
+            one.image_stats.result(), compute_image_stats(given[:, 1]), strict=True
+        ):
             assert np.array_equal(found, expected)
 
 
@@ -139,7 +141,7 @@ def scored(known: StepScores, index: int, values: list[float], keep: int) -> Non
     cut = known.images.slice_of(index)
     pictures = grey(list(range(cut.start, cut.stop)))
     places = best_and_worst(np.float32(values), known.images.rows[cut], keep)
-    known.add_previews(index, look_beside(pictures), Previews(places, pictures[places]))
+    known.add_previews(index, submit_image_stats(pictures), Previews(places, pictures[places]))
 
 
 def test_the_best_and_worst_images_of_a_step_have_their_prompts_and_values():

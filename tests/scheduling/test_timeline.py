@@ -3,7 +3,7 @@ import json
 import pytest
 from PIL import Image
 
-from digen_jax.logging.timeline_files import TraceFile, draw
+from digen_jax.logging.timeline import TraceFile, draw_timeline
 from digen_jax.scheduling.commands import Chunk
 from digen_jax.scheduling.settings import Costs, Settings
 from digen_jax.scheduling.simulator import WorkerLayout, simulate
@@ -100,7 +100,7 @@ def test_garbage_in_a_trace_is_dropped(tmp_path):
 
 
 def test_a_picture_has_a_row_for_each_worker(tmp_path):
-    draw(INTERVALS, tmp_path / "few.png", "step 1")
-    draw([*INTERVALS, Interval("rollout 1", "decode", 0.0, 1.0)], tmp_path / "more.png")
+    draw_timeline(INTERVALS, tmp_path / "few.png", "step 1")
+    draw_timeline([*INTERVALS, Interval("rollout 1", "decode", 0.0, 1.0)], tmp_path / "more.png")
     few, more = (Image.open(tmp_path / name).size for name in ("few.png", "more.png"))
     assert few[0] == more[0] and few[1] < more[1]

@@ -1,4 +1,4 @@
-"""Records of a run: files in its workdir next to checkpoints, lines on the console, and its results."""
+"""Everything that a run writes and prints, except its checkpoints: files in the workdir, progress and results."""
 
 import contextlib
 import functools
@@ -16,11 +16,11 @@ from digen_jax.config.train_config import TrainConfig
 from digen_jax.errors import ConfigError
 from digen_jax.images import middle_frames
 from digen_jax.logging.command_log import CommandLog
-from digen_jax.logging.environment import note_start
 from digen_jax.logging.evaluation import Evaluation, Extremes, by_tag, save_images, saved_images
 from digen_jax.logging.images import before_after, image_grid, plot_curves, save_frames
 from digen_jax.logging.metrics import CLOCK, MetricsLog, read_metrics
-from digen_jax.logging.timeline_files import TraceFile, draw
+from digen_jax.logging.timeline import TraceFile, draw_timeline
+from digen_jax.logging.workdir import record_start
 from digen_jax.parallel.system import System
 from digen_jax.policies import describe_computation
 from digen_jax.process.job import describe_cache
@@ -29,31 +29,44 @@ from digen_jax.process.terminal import Progress
 from digen_jax.scheduling.timeline import Interval
 
 NO_SPACE = re.compile("|".join(map(os.strerror, FULL)))
-SHOWN_STEPS = 3  # in a picture of the timeline
-STEADY = 5  # steps of a process until their waits are those of all
-MUCH = 0.15  # of the devices' time
-# What to change, by what devices wait for: see `timeline.CAUSES`.
+TIMELINE_STEPS = 3  # in an image of the timeline
+ADVICE_STEP = 5  # steps of a process after which its waits are typical
+ADVICE_SHARE = 0.15  # of the devices' time
+# What to change, by what devices wait for: see `scheduling.timeline.CAUSES`.
 ADVICE = {
     "sampling": "give config.placement.rollout more devices, or set config.placement.trainer.samples=True",
     "training": "give config.placement.trainer more devices or workers, or set config.runtime.max_policy_lag=1",
     "reward": "set config.reward_pool.processes or config.runtime.max_policy_lag higher",
     "update": "set config.runtime.max_policy_lag=1",
-    "weights": "set config.runtime.max_policy_lag=1, or tune a LoRA, which is smaller",
+    "weights": "set config.runtime.max_policy_lag=1, or train a LoRA, which is smaller",
     "evaluation": "set config.evaluation.every higher, or config.evaluation.images lower",
+}
+FILES = {
+    "pictures/before_after.png": "the same prompts before and after",
+    "pictures/curve.png": "reward over the steps",
+    "pictures/step_*.png": "images during the run",
+    "pictures/best_*.png, worst_*.png": "the best and the worst images of a step",
+    "pictures/timeline_*.png": "what every worker did in the last steps",
+    "timeline.json": "the same since the oldest checkpoint, for ui.perfetto.dev",
+    "commands.jsonl": "the scheduler's commands since then, in order",
+    "metrics.jsonl": "all metrics, one line per step",
+    "starts.jsonl": "versions, commit, devices and command of each start",
+    "tensorboard/": "the same metrics for TensorBoard",
+    "checkpoints/": "to continue, evaluate or export",
 }
 
 
-class Records:
-    """Metrics, timeline, commands, pictures, progress and results of a run.
+class RunLog:
+    """Metrics, timeline, commands, images, progress and results of a run.
 
     Args:
-      workdir: Folder of the run, which this process has claimed.
-      recipe: Config of the run.
+      workdir: Folder of the run, which this process has locked.
+      config: Config of the run.
       held_out: Prompts of evaluations.
       release_space: Frees the disk space that is reserved for a checkpoint.
 
     Attributes:
-      metrics: The record of all numbers.
+      metrics: The log of all metrics.
 
     Raises:
       ConfigError: metrics.jsonl is damaged.
@@ -62,21 +75,21 @@ class Records:
     def __init__(
         self,
         workdir: pathlib.Path,
-        recipe: TrainConfig,
+        config: TrainConfig,
         held_out: list[dict],
         release_space: Callable[[], None],
     ):
-        self._workdir, self._recipe, self._held_out = workdir, recipe, held_out
-        self._settings = recipe.scheduled(len(held_out))
+        self._workdir, self._config, self._held_out = workdir, config, held_out
+        self._settings = config.scheduled(len(held_out))
         self._release_space = release_space
-        self._full: OSError | None = None  # error of a write that found the disk full
-        self._timeline = TraceFile(workdir / "timeline.json")
-        self._shown: list[list[Interval]] = []  # of the last steps
-        self.metrics = MetricsLog(workdir, recipe.trackers, recipe.as_json())
+        self._disk_is_full = False
+        self._trace = TraceFile(workdir / "timeline.json")
+        self._last_steps: list[list[Interval]] = []
+        self.metrics = MetricsLog(workdir, config.trackers, config.as_json())
         self._commands: CommandLog | None = None
         self._folder = workdir / "pictures"
         self._folder.mkdir(exist_ok=True)
-        self._prompts, self._count = recipe.evaluated_prompts, recipe.images.count
+        self._prompts, self._count = config.evaluated_prompts, config.images.count
         self._progress: Progress | None = None
         self._on_cpu = False
         self._steps = 0  # of this process
@@ -84,13 +97,13 @@ class Records:
     def describe(self, system: System) -> None:
         """Prints notes on meshes, a LoRA's layers and the compile cache, before anything compiles."""
         print(system.placement.describe(), flush=True)
-        # Virtual devices share a machine's cores: idle ones leave their cores to others.
+        # Virtual devices share cores, so that their utilisation means little.
         self._on_cpu = system.placement.rollout.mesh.devices.flat[0].platform == "cpu"
-        line = describe_computation(self._recipe, system.policy.family, system.placement)
+        line = describe_computation(self._config, system.policy.family, system.placement)
         print(line, flush=True)
         if lora := system.policy.lora:
-            whose = "" if self._recipe.lora.targets else ", the model's own"
-            print(f"LoRA of rank {lora.rank} on the layers {lora.targets}{whose}", flush=True)
+            default = "" if self._config.lora.targets else ", the model's default"
+            print(f"LoRA of rank {lora.rank} on the layers {lora.targets}{default}", flush=True)
         print(describe_cache(), flush=True)
 
     def start(self, done: int, changed: list[str]) -> None:
@@ -99,11 +112,11 @@ class Records:
             print(f"continuing after step {done}", flush=True)
         else:
             prompts = f"{len(self._held_out)} {self._prompts}"
-            print(f"compiling, and evaluating the model before tuning on {prompts}", flush=True)
+            print(f"compiling, and evaluating the model before training on {prompts}", flush=True)
         for change in changed:
             print(f"changed from step {done + 1} on: {change}", flush=True)
-        note_start(self._workdir, done, changed)
-        self._progress = Progress(self._recipe.steps, done)
+        record_start(self._workdir, done, changed)
+        self._progress = Progress(self._config.steps, done)
 
     def close(self) -> None:
         """Closes the progress bar and the trackers' runs; the files are complete after every write."""
@@ -111,30 +124,19 @@ class Records:
             self._progress.close()
         self.metrics.close()
 
-    def _write(self, write: Callable[..., Any], *arguments: Any) -> None:
-        """Writes a file of the workdir; on a full disk into the reserved space, and then the run must stop."""
-        try:
-            write(*arguments)
-        except OSError as error:
-            if error.errno not in FULL:
-                raise
-            self._full = error
-            self._release_space()
-            write(*arguments)
-
     def check_disk(self) -> None:
-        """Raises SaveFailed if a write has found the disk full."""
-        if self._full:
+        """Raises SaveFailed if a write found the disk full."""
+        if self._disk_is_full:
             raise SaveFailed(f"the disk of {self._workdir} is full")
 
     def forget(self, done: int) -> None:
         """Removes the timeline and the commands of the first `done` steps."""
         lines = read_metrics(self._workdir / "metrics.jsonl")
         ended = next(line[CLOCK] for line in lines if line["step"] == done)
-        self._write(self._timeline.cut_back, done, ended)
+        self._write(self._trace.cut_back, done, ended)
         self._write(self._commands.cut_back, done)
 
-    def begin_commands(self, done: int) -> CommandLog:
+    def open_command_log(self, done: int) -> CommandLog:
         """Opens the command log of this process, which starts after `done` steps."""
         self._commands = CommandLog(self._workdir / "commands.jsonl", done)
         return self._commands
@@ -147,49 +149,48 @@ class Records:
         clock: float,
         extremes: Extremes | None,
     ) -> None:
-        """Records the step that is `done`.
+        """Logs a completed step.
 
         Args:
           done: Number of completed steps.
           line: Metrics of the step.
           intervals: Work and waits of all workers.
           clock: System time, in seconds, of the intervals' 0.
-          extremes: Best and worst images. None means that no picture of them is due.
+          extremes: Best and worst images. None means that no image of them is due.
         """
         self.timeline(intervals, clock)
-        self._shown = [*self._shown[1 - SHOWN_STEPS :], intervals]
+        self._last_steps = [*self._last_steps[1 - TIMELINE_STEPS :], intervals]
         if self._settings.is_shown(done):
-            first = done - len(self._shown) + 1
+            first = done - len(self._last_steps) + 1
             steps = f"steps {first} to {done}" if first < done else f"step {done}"
             path = self._folder / f"timeline_{done:06d}.png"
-            self._write(draw, [one for step in self._shown for one in step], path, steps)
-            self._write(self.metrics.picture, path)
+            shown = [interval for step in self._last_steps for interval in step]
+            self._write(draw_timeline, shown, path, steps)
+            self._write(self.metrics.image, path)
         if extremes is not None:
             self.extremes(done, extremes)
         self._write(self.metrics.write, done, line)
         self._write(self._commands.flush)
         self._steps += 1
-        if self._steps == STEADY and not self._on_cpu and (found := waiting(line)):
-            self._progress.note(found)
+        if self._steps == ADVICE_STEP and not self._on_cpu and (advice := advice_on_waits(line)):
+            self._progress.note(advice)
         utilisation = None if self._on_cpu else line["utilisation"]
         self._progress.update(done, line["reward"], line["images_per_second"], utilisation)
 
     def timeline(self, intervals: Sequence[Interval], clock: float) -> None:
         """Writes work and waits of the workers; `clock` as in `step`."""
-        self._write(self._timeline.write, intervals, clock)
+        self._write(self._trace.write, intervals, clock)
 
     def extremes(self, done: int, found: Extremes) -> None:
-        """Writes pictures of the best and the worst images of the step that is `done`, with prompts and scores."""
+        """Writes grids of the best and the worst images of a step, with prompts and scores."""
         for name, sample in found._asdict().items():
             captions = [record["prompt"] for record in sample.records]
             title = f"the {name} images of step {done}"
-            sheet = image_grid(sample.images, captions, 6, sample.values, title)
-            path = self._folder / f"{name}_{done:06d}.png"
-            self._write(sheet.save, path)
-            self._write(self.metrics.picture, path)
+            grid = image_grid(sample.images, captions, 6, sample.values, title)
+            self._save_image(grid, f"{name}_{done:06d}")
 
     def evaluated(self, version: int, found: Evaluation) -> None:
-        """Records a version's evaluation: its picture if one is due, metrics, curve, and images for the results."""
+        """Logs an evaluation of a weights version: a grid if one is due, metrics, curve, and images for the results."""
         if self._settings.is_shown(version):
             self.show(version, found)
         if not self._settings.is_evaluated(version):
@@ -201,34 +202,26 @@ class Records:
         file = self._folder / ("after.npz" if version else "before.npz")
         self._write(functools.partial(save_images, file, **content))
         if version:
-            self._write(self._draw_curve)
-        when = f"step {version}" if version else "before tuning"
+            self._write(self._plot_curve)
+        when = f"step {version}" if version else "before training"
         self._progress.note(f"{when}: {found.scores.mean():.3f} on the {self._prompts}")
 
     def show(self, done: int, found: Evaluation) -> None:
-        """Writes a picture of the model's images after `done` steps, with their rewards; for clips an animation too."""
+        """Writes a grid of the model's images after `done` steps with their rewards, for clips also an animation."""
         count = self._count
         captions = [record["prompt"] for record in found.records[:count]]
-        title = f"after step {done}" if done else "before tuning"
-        grids = [
+        title = f"after step {done}" if done else "before training"
+        frames = [
             image_grid(images, captions, 6, found.scores[:count], title)
             for images in found.clips[:count].swapaxes(0, 1)
         ]
         path = self._folder / f"step_{done:06d}.png"
-        self._write(save_frames, path, grids)
-        self._write(self.metrics.picture, path)
-
-    def _draw_curve(self) -> None:
-        """Writes the reward so far as a picture."""
-        plot_curves(
-            read_metrics(self._workdir / "metrics.jsonl"),
-            {"training": "reward", self._prompts: "evaluation/reward"},
-            self._folder / "curve.png",
-        )
+        self._write(save_frames, path, frames)
+        self._write(self.metrics.image, path)
 
     def conclude(self, done: int) -> None:
         """Writes a sheet of the same prompts before and after all `done` steps."""
-        if (found := self._compared()) is None:
+        if (found := self._first_and_last()) is None:
             return
         first, last = found
         count = min(len(first["images"]), len(last["images"]))
@@ -238,44 +231,61 @@ class Records:
             [record["prompt"] for record in self._held_out[:count]],
             first["scores"][:count],
             last["scores"][:count],
-            title=f"{self._prompts}, the same noise before and after tuning",
+            title=f"{self._prompts}, the same noise before and after training",
         )
-        path = self._folder / "before_after.png"
-        self._write(sheet.save, path)
-        self._write(self.metrics.picture, path, done)
+        self._save_image(sheet, "before_after", done)
 
     def results(self) -> None:
-        """Prints the results and draws the curve."""
-        if (found := self._compared()) is None:
-            print(
-                f"{self._folder / 'before.npz'} is missing or damaged: nothing is compared with it"
-            )
+        """Prints the results and plots the curve."""
+        if (found := self._first_and_last()) is None:
+            print(f"{self._folder / 'before.npz'} is missing or damaged: there is no comparison")
         else:
-            print(table(self._prompts, self._held_out, *(one["scores"] for one in found)))
-        self._draw_curve()
-        print(where(self._workdir))
+            print(results_table(self._prompts, self._held_out, *(one["scores"] for one in found)))
+        self._plot_curve()
+        print(files_table(self._workdir))
 
-    def _compared(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]] | None:
-        """Saved images of the first and of the last evaluation; None if one is missing or damaged."""
+    def _first_and_last(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]] | None:
+        """Returns saved images of the first and last evaluation; None if one is missing or damaged."""
         first, last = (saved_images(self._folder / f"{when}.npz") for when in ("before", "after"))
         if first is None or last is None or len(first["scores"]) != len(self._held_out):
             return None
         return first, last
 
+    def _plot_curve(self) -> None:
+        metrics = read_metrics(self._workdir / "metrics.jsonl")
+        curves = {"training": "reward", self._prompts: "evaluation/reward"}
+        plot_curves(metrics, curves, self._folder / "curve.png")
 
-def waiting(line: dict[str, float]) -> str:
-    """What the devices waited for most in a step, and what to change; empty if that was little."""
+    def _save_image(self, image: Any, name: str, step: int | None = None) -> None:
+        path = self._folder / f"{name}.png"
+        self._write(image.save, path)
+        self._write(self.metrics.image, path, step)
+
+    def _write(self, write: Callable[..., Any], *arguments: Any) -> None:
+        """Writes a file; on a full disk into the reserved space, after which the run must stop."""
+        try:
+            write(*arguments)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            self._disk_is_full = True
+            self._release_space()
+            write(*arguments)
+
+
+def advice_on_waits(line: dict[str, float]) -> str:
+    """Returns what the devices wait for most in a step, and what to change; empty if they wait little."""
     waits = {cause: line.get(f"seconds/wait_{cause}", 0.0) for cause in ADVICE}
     cause = max(waits, key=waits.get)
     share = (1 - line["utilisation"]) * waits[cause] / (sum(waits.values()) or 1.0)
-    if share < MUCH:
+    if share < ADVICE_SHARE:
         return ""
     return f"devices wait {share:.0%} of the time for {cause}: {ADVICE[cause]}"
 
 
 @contextlib.contextmanager
 def full_disk(workdir: pathlib.Path) -> Iterator[None]:
-    """Turns the first error of a full disk into `SaveFailed`.
+    """Turns an error of a full disk into `SaveFailed`.
 
     Raises:
       SaveFailed: the disk is full.
@@ -285,43 +295,30 @@ def full_disk(workdir: pathlib.Path) -> Iterator[None]:
     except (ConfigError, Stopped):
         raise
     except Exception as error:
-        # Libraries that write data sets raise errors of their own, with the system's words.
+        # Libraries that write data sets raise errors of other types, with the system's message.
         if getattr(error, "errno", None) not in FULL and not NO_SPACE.search(str(error)):
             raise
         raise SaveFailed(
-            f"the disk of {workdir} is full: make room, and the same command continues from the last checkpoint"
+            f"the disk of {workdir} is full: free space, and the same command continues from the last checkpoint"
         ) from error
 
 
-def table(
+def results_table(
     prompts: str, records: list[dict], before: Float[np.ndarray, "n"], after: Float[np.ndarray, "n"]
 ) -> str:
-    """Mean reward before and after, over all and for each task; `prompts` is the label of the prompts."""
+    """Formats mean rewards before and after, of all prompts and of each task; `prompts` labels the prompts."""
     rows = {"all": (before.mean(), after.mean())}
-    tasks = zip(by_tag(records, before).items(), by_tag(records, after).items(), strict=True)
-    rows |= {tag: (first, last) for (tag, first), (_, last) in tasks}
+    first, last = by_tag(records, before), by_tag(records, after)
+    rows |= {tag: (first[tag], last[tag]) for tag in first}
     title = f"reward on {len(records)} {prompts}"
     lines = [f"{title:<32}{'before':>8}{'after':>8}{'gain':>8}"]
-    for tag, (first, last) in rows.items():
-        lines.append(f"  {tag:<30}{first:8.3f}{last:8.3f}{last - first:+8.3f}")
+    for tag, (old, new) in rows.items():
+        lines.append(f"  {tag:<30}{old:8.3f}{new:8.3f}{new - old:+8.3f}")
     return "\n".join(lines)
 
 
-def where(workdir: pathlib.Path) -> str:
-    """The files of a workdir and what they hold."""
-    files = {
-        "pictures/before_after.png": "the same prompts before and after",
-        "pictures/curve.png": "reward over the steps",
-        "pictures/step_*.png": "pictures on the way",
-        "pictures/best_*.png, worst_*.png": "the best and the worst images of a step",
-        "pictures/timeline_*.png": "what every worker did in the last steps",
-        "timeline.json": "the same since the oldest checkpoint, for ui.perfetto.dev",
-        "commands.jsonl": "what the scheduler told them to do since then, in order",
-        "metrics.jsonl": "every number, a line a step",
-        "starts.jsonl": "versions, commit, devices and command of each start",
-        "tensorboard/": "the same for TensorBoard",
-        "checkpoints/": "to continue, evaluate or export",
-    }
-    width = max(map(len, files))
-    lines = [f"  {name:<{width}}  {what}" for name, what in files.items()]
+def files_table(workdir: pathlib.Path) -> str:
+    """Formats the files of a workdir and their contents."""
+    width = max(map(len, FILES))
+    lines = [f"  {name:<{width}}  {content}" for name, content in FILES.items()]
     return "\n".join([f"In {workdir}:", *lines])

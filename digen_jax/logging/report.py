@@ -1,0 +1,320 @@
+"""HTML report of one or several runs: a single file with charts, tables, images and timelines, without requests."""
+
+import functools
+import itertools
+import json
+import pathlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jinja2
+import numpy as np
+from bokeh.embed import components
+from bokeh.models import HoverTool
+from bokeh.plotting import figure
+from bokeh.resources import Resources
+from jaxtyping import Float, Int
+from markupsafe import Markup
+
+from digen_jax.files import write_output
+from digen_jax.logging.images import running_mean
+from digen_jax.logging.metrics import CLOCK
+from digen_jax.logging.report_run import (
+    EVALUATION,
+    MAX_INTERVALS,
+    Run,
+    differing,
+    evaluated_prompts,
+    image_grids,
+    image_pairs,
+    read_run,
+    timeline,
+)
+
+COLORS = (
+    "#1f77b4", "#d9730d", "#2f8f4e", "#8a55c7", "#c23b3b", "#7a5a4a", "#c75aa6", "#5f6a72", "#9a9a1f", "#1f9fb0"
+)  # fmt: skip
+MAX_NUMBERS = 24_000  # in all charts together, so that a page stays below 2 MB
+SPARSE = 8  # a curve of fewer points is drawn with markers
+
+
+class Chart(NamedTuple):
+    """A chart: metrics by their names in the legend."""
+
+    title: str
+    curves: Mapping[str, str]
+
+
+class Line(NamedTuple):
+    """A curve of one or several runs: their mean, minimum and maximum."""
+
+    steps: Int[np.ndarray, "n"]
+    mean: Float[np.ndarray, "n"]
+    low: Float[np.ndarray, "n"]
+    high: Float[np.ndarray, "n"]
+    raw: Float[np.ndarray, "n"] | None  # before smoothing, of a single run
+
+
+class Row(NamedTuple):
+    """A row of the task table: "mean" or "mean (minimum to maximum)" over the runs."""
+
+    name: str
+    before: str
+    after: str
+    gain: str
+    best: str
+
+
+class Size(NamedTuple):
+    """The size of a report in bytes."""
+
+    total: int
+    without_images: int
+
+
+def write_report(workdirs: Sequence[pathlib.Path], output: pathlib.Path) -> Size:
+    """Writes the report of a run, or of several similar ones with bands over them.
+
+    Raises:
+      ConfigError: a workdir has no run with metrics, or an invalid file.
+      OSError: the report cannot be written.
+    """
+    text = render([read_run(workdir) for workdir in workdirs])
+    without_images = re.sub(r"data:image/webp;base64,[A-Za-z0-9+/=]*", "", text)
+    write_output(output, text.encode())
+    return Size(len(text.encode()), len(without_images.encode()))
+
+
+def render(runs: Sequence[Run]) -> str:
+    """Returns the page's HTML."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(pathlib.Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    script, elements = _draw(runs, charts(runs))
+    # Bokeh's core script, without those for widgets, tables, WebGL and formulas.
+    core = Resources(mode="inline", components=["bokeh"], minified=True).js_raw
+    return environment.get_template("report.html.jinja").render(
+        prompts=evaluated_prompts(runs),
+        runs=[_run_content(run, MAX_INTERVALS // len(runs)) for run in runs],
+        charts={part: list(map(Markup, drawn)) for part, drawn in elements.items()},
+        chart_script=Markup(script),
+        core_script=Markup("\n".join(core)),
+        table=task_table(runs),
+        times=time_table(runs),
+        differing=differing(runs),
+    )
+
+
+def _run_content(run: Run, intervals: int) -> dict[str, Any]:
+    """Returns what the template shows of a single run."""
+    spans = timeline(run, intervals)
+    return {
+        "name": str(run.workdir),
+        "config": json.dumps(run.config, indent=1),
+        "model": run.config["model"]["folder"],
+        "algorithm": run.config["algorithm"]["name"],
+        "rewards": [(name, name in run.trained) for name in run.weights],
+        "step": run.step,
+        "steps": run.config["steps"],
+        "finished": run.finished,
+        "minutes": run.seconds / 60,
+        "starts": run.starts,
+        "command": run.command,
+        "pairs": image_pairs(run),
+        "shown": image_grids(run),
+        # "<" could end the script element that contains this.
+        "timeline": spans and Markup(json.dumps(spans).replace("<", "\\u003c")),
+    }
+
+
+def task_table(runs: Sequence[Run]) -> list[Row]:
+    """Returns rows of all prompts and of each task; empty before there are two evaluations."""
+    evaluated = [run for run in runs if len(run.evaluations) > 1]
+    if not evaluated:
+        return []
+    tasks = dict.fromkeys(tag for run in evaluated for tag in run.tasks)
+    metrics = {"all": f"{EVALUATION}reward"} | {tag: EVALUATION + tag for tag in tasks}
+
+    def spread(values: np.ndarray, form: str = ".3f") -> str:
+        low, high = f"{values.min():{form}}", f"{values.max():{form}}"
+        return f"{values.mean():{form}}" + (f" ({low} to {high})" if len(values) > 1 else "")
+
+    rows = []
+    for name, metric in metrics.items():
+        found = [(steps, y) for steps, y in (run.curve(metric) for run in evaluated) if len(y)]
+        first, last = (np.asarray([values[i] for _, values in found]) for i in (0, -1))
+        best = np.asarray([values.max() for _, values in found])
+        at = ", ".join(str(steps[values.argmax()]) for steps, values in found)
+        gain = spread(last - first, "+.3f")
+        rows.append(Row(name, spread(first), spread(last), gain, f"{spread(best)} at step {at}"))
+    return rows
+
+
+def time_table(runs: Sequence[Run]) -> list[tuple[str, float, str]]:
+    """Returns (work or wait, mean per step over the later half of each run, unit), longest first.
+
+    Work is counted once, however many devices do it; a wait counts for each device that waits.
+    """
+    timed = [[line for line in run.metrics if "utilisation" in line] for run in runs]
+    lines = [line for own in timed for line in own[len(own) // 2 :]]
+    names = dict.fromkeys(name for line in lines for name in line if name.startswith("seconds/"))
+    means = {
+        name.removeprefix("seconds/"): sum(line.get(name, 0.0) for line in lines) / len(lines)
+        for name in names
+        if name != CLOCK
+    }
+    rows = []
+    for name, mean in sorted(means.items(), key=lambda one: (one[0].startswith("wait_"), -one[1])):
+        label = name.replace("wait_", "wait for ").replace("_", " ")
+        unit = "device-seconds" if name.startswith("wait_") else "seconds"
+        rows.append((label, mean, unit))
+    return rows
+
+
+def charts(runs: Sequence[Run]) -> dict[str, list[Chart]]:
+    """Returns the charts of each part of a report, of metrics that any run has.
+
+    An approximate KL that is always 0 (one update per step, on fresh samples) has no chart.
+    """
+    known = dict.fromkeys(name for run in runs for line in run.metrics for name in line)
+    if not any(line.get("approx_kl") for run in runs for line in run.metrics):
+        known.pop("approx_kl", None)
+    trained = set().union(*(run.trained for run in runs))
+    tasks = dict.fromkeys(tag for run in runs for tag in run.tasks)
+    prompts = evaluated_prompts(runs)
+
+    def both(title: str, metric: str) -> Chart:
+        return Chart(title, {"training": metric, prompts: EVALUATION + metric})
+
+    def single(title: str, metric: str) -> Chart:
+        return Chart(title, {title: metric})
+
+    plain = [name.removeprefix(EVALUATION) for name in known]
+    rewards = dict.fromkeys(n.partition("/")[2] for n in plain if n.startswith("reward_of/"))
+    stats = ("sharpness", "colourfulness", "edge_density", "diversity")
+    parts = {
+        "rewards": [
+            both("reward (weighted sum)" if rewards else "reward", "reward"),
+            *(
+                both(
+                    f"{name} ({'trained' if name in trained else 'not trained'})",
+                    f"reward_of/{name}",
+                )
+                for name in rewards
+            ),
+        ],
+        "tasks": [Chart(f"{prompts} by task", {tag: EVALUATION + tag for tag in tasks})],
+        "images": [both(name.replace("_", " "), f"images/{name}") for name in stats],
+        "speed": [
+            single("utilisation of the devices", "utilisation"),
+            single("images per second", "images_per_second"),
+        ],
+        "training": [
+            single("approximate KL", "approx_kl"),
+            single("norm of the gradient", "gradient_norm"),
+        ],
+    }
+
+    def with_data(chart: Chart) -> Chart:
+        curves = {name: metric for name, metric in chart.curves.items() if metric in known}
+        return Chart(chart.title, curves)
+
+    found = {part: map(with_data, drawn) for part, drawn in parts.items()}
+    return {part: [chart for chart in drawn if chart.curves] for part, drawn in found.items()}
+
+
+def line_of(runs: Sequence[Run], metric: str) -> Line | None:
+    """Returns a metric's curve over the steps that all runs with this metric have; None if there are none."""
+    found = [curve for run in runs if len((curve := run.curve(metric))[0])]
+    if not found:
+        return None
+    steps = functools.reduce(np.intersect1d, (own for own, _ in found))
+    if not len(steps):
+        return None
+    values = np.stack([own[np.isin(at, steps)] for at, own in found])
+    raw = values[0] if len(found) == 1 and _dense(steps) else None
+    if _dense(steps):
+        width = max(3, len(steps) // 12)
+        values = np.stack([running_mean(own, width) for own in values])
+    return Line(steps, values.mean(0), values.min(0), values.max(0), raw)
+
+
+def _dense(steps: Int[np.ndarray, "n"]) -> bool:
+    """Returns whether nearly every step has a value, so that the curve is smoothed."""
+    return len(steps) >= SPARSE and bool(len(steps) > np.ptp(steps) / 2)
+
+
+def _draw(runs: Sequence[Run], parts: Mapping[str, Sequence[Chart]]) -> tuple[str, dict[str, list]]:
+    """Returns (the script that draws all charts, the HTML elements of each part's charts)."""
+    count = sum(len(chart.curves) for drawn in parts.values() for chart in drawn)
+    most = max(50, MAX_NUMBERS // max(1, 4 * count))
+    figures = {
+        f"{part} {number}": _figure(runs, chart, most)
+        for part, drawn in parts.items()
+        for number, chart in enumerate(drawn)
+    }
+    script, elements = components(figures) if figures else ("", {})
+    return script, {
+        part: [elements[f"{part} {number}"] for number in range(len(drawn))]
+        for part, drawn in parts.items()
+    }
+
+
+def _figure(runs: Sequence[Run], chart: Chart, most: int) -> figure:
+    """Draws a chart with at most `most` points per curve."""
+    drawn = figure(
+        title=chart.title,
+        height=260,
+        sizing_mode="stretch_width",
+        tools="pan,box_zoom,reset",
+        x_axis_label="step",
+        background_fill_color=None,
+        border_fill_color=None,
+        outline_line_color=None,
+    )
+    drawn.toolbar.logo = None  # it links to a web page
+    drawn.toolbar.autohide = True
+    drawn.grid.grid_line_alpha = 0.4
+    lines = {name: line_of(runs, metric) for name, metric in chart.curves.items()}
+    for (name, line), color in zip(lines.items(), itertools.cycle(COLORS), strict=False):
+        if line is not None:
+            _draw_line(drawn, name, thinned(line, most), color, len(runs) > 1)
+    if len(chart.curves) == 1:
+        drawn.legend.visible = False
+    else:
+        drawn.legend.click_policy = "hide"
+        drawn.legend.label_text_font_size = "9pt"
+        drawn.add_layout(drawn.legend[0], "below")
+        drawn.legend.orientation = "horizontal"
+        drawn.legend.ncols = 3
+        drawn.legend.border_line_color = None
+        drawn.legend.background_fill_color = None
+    return drawn
+
+
+def _draw_line(drawn: figure, name: str, line: Line, color: str, band: bool) -> None:
+    steps, style = line.steps.astype(np.int32), {"color": color, "legend_label": name}
+    if band:
+        low, high = (one.astype(np.float32) for one in (line.low, line.high))
+        drawn.varea(steps, low, high, fill_alpha=0.2, **style)
+    if line.raw is not None:
+        drawn.line(steps, line.raw.astype(np.float32), line_alpha=0.3, **style)
+    mean = line.mean.astype(np.float32)
+    shown = drawn.line(steps, mean, line_width=2, **style)
+    if not _dense(line.steps):
+        shown = drawn.scatter(steps, mean, size=6, **style)
+    tips = [("", name), ("step", "@x"), ("value", "@y{0.0000}")]
+    drawn.add_tools(HoverTool(renderers=[shown], tooltips=tips, visible=False))
+
+
+def thinned(line: Line, most: int) -> Line:
+    """Returns at most `most` points of a line, evenly chosen, with the first and the last."""
+    if len(line.steps) <= most:
+        return line
+    kept = np.unique(np.linspace(0, len(line.steps) - 1, most).round().astype(int))
+    return Line(*(None if one is None else one[kept] for one in line))

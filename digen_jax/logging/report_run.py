@@ -1,0 +1,309 @@
+"""What a report shows of one run, read from its workdir only. The run may still be in progress."""
+
+import base64
+import dataclasses
+import io
+import json
+import pathlib
+import re
+import shlex
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Num
+from PIL import Image
+
+from digen_jax.data.prompt_files import prompts_label
+from digen_jax.errors import ConfigError
+from digen_jax.files import parse_json, without_torn_line
+from digen_jax.images import to_uint8
+from digen_jax.logging.evaluation import saved_images
+from digen_jax.logging.metrics import CLOCK, read_metrics
+from digen_jax.logging.timeline import COLORS, WAIT, order_rows, read_events
+
+EVALUATION = "evaluation/"
+# Prefixes after "evaluation/" that are not a task's reward.
+NO_TASK = ("reward", "reward_of/", "images/")
+# Fields of a record in starts.jsonl that a report shows: see `workdir.record_start`.
+START = {"command": list, "time": str, "done": int, "devices": dict, "changes": list}
+START |= {"python": str, "packages": dict, "commit": str | None}
+MAX_INTERVALS = 5000  # of the timeline; older steps are left out
+MAX_STEPS = 40  # steps whose images are shown
+GRIDS = ("step", "best", "worst")  # in `workdir`/pictures, NAME_000020.png
+LARGEST = 768  # pixels of a longer side, of one image of a pair
+LOSSLESS = 1 << 16  # largest image in pixels that is encoded without loss
+QUALITY = 82
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run as its workdir shows it."""
+
+    workdir: pathlib.Path
+    config: dict[str, Any]
+    metrics: list[dict[str, Any]]  # one record per step
+    starts: list[dict[str, Any]]  # one record per start
+    finished: bool
+
+    @property
+    def step(self) -> int:
+        """The last step with metrics; an evaluation of an older one may be recorded after it."""
+        return max(line["step"] for line in self.metrics)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from the first line of metrics to the last, including pauses between starts."""
+        return self.metrics[-1][CLOCK] - self.metrics[0][CLOCK]
+
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The records that have an evaluation."""
+        return [line for line in self.metrics if f"{EVALUATION}reward" in line]
+
+    @property
+    def tasks(self) -> list[str]:
+        """The tasks of the evaluation's prompts, in their order."""
+        names = [name for line in self.evaluations for name in line if name.startswith(EVALUATION)]
+        tags = dict.fromkeys(name.removeprefix(EVALUATION) for name in names)
+        return [tag for tag in tags if tag != NO_TASK[0] and not tag.startswith(NO_TASK[1:])]
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weight of each score that has one, by its name in the metrics."""
+        found = {}
+        for reward in self.config.get("rewards", ()):
+            # Runs of older versions have no labels.
+            title, weight = reward.get("label") or reward["name"], reward["weight"]
+            several = weight if isinstance(weight, dict) else {"": weight}
+            found |= {f"{title}/{entry}".rstrip("/"): factor for entry, factor in several.items()}
+        return found
+
+    @property
+    def trained(self) -> set[str]:
+        """The names of the rewards whose weight is not 0."""
+        return {name for name, weight in self.weights.items() if weight}
+
+    @property
+    def command(self) -> str:
+        """The shell command that starts this run; "" if no start is recorded."""
+        return "python " + shlex.join(self.starts[0]["command"]) if self.starts else ""
+
+    def curve(self, metric: str) -> tuple[np.ndarray, np.ndarray]:
+        """Returns (the steps that have a metric, its values)."""
+        points = [(line["step"], line[metric]) for line in self.metrics if metric in line]
+        steps, values = zip(*points, strict=True) if points else ((), ())
+        return np.asarray(steps, int), np.asarray(values, float)
+
+
+def read_run(workdir: pathlib.Path) -> Run:
+    """Reads a run.
+
+    Raises:
+      ConfigError: there is no run, it has no metrics yet, or one of its files is invalid.
+    """
+    path = workdir / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist: set --workdir to the workdir of launch/train.py")
+    try:
+        config = parse_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}): restore the file") from error
+    log = workdir / "metrics.jsonl"
+    metrics = read_metrics(log) if log.is_file() else []
+    if not metrics:
+        raise ConfigError(
+            f"the run in {workdir} has no metrics yet: wait until its first evaluation or step is done"
+        )
+    try:  # a finished run may have more steps now
+        finished_step = parse_json((workdir / "finished.json").read_bytes())["step"]
+    except (OSError, ValueError, KeyError, TypeError):
+        finished_step = None
+    finished = finished_step == max(line["step"] for line in metrics)
+    run = Run(workdir, config, metrics, _read_starts(workdir / "starts.jsonl"), finished)
+    try:
+        shown = config["model"]["folder"], config["algorithm"]["name"], config["steps"]
+        if [type(one) for one in shown] != [str, str, int]:
+            raise TypeError(shown)
+        sum(run.weights.values())
+        evaluated_prompts([run])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{path} is not the config of a run ({error!r}): restore the file"
+        ) from error
+    return run
+
+
+def _read_starts(path: pathlib.Path) -> list[dict[str, Any]]:
+    """Reads starts.jsonl, without an incomplete last line."""
+    starts = []
+    try:
+        lines = without_torn_line(path.read_bytes()).splitlines()
+        for number, line in enumerate(lines, start=1):
+            start = parse_json(line)
+            if not isinstance(start, dict):
+                raise ValueError(f"line {number} is not an object")
+            if wrong := [
+                name for name, kind in START.items() if not isinstance(start.get(name), kind)
+            ]:
+                raise ValueError(f"line {number} has no valid {wrong[0]}")
+            if not all(isinstance(one, str) for one in start["command"] + start["changes"]):
+                raise ValueError(f"line {number} has a command or changes that are not strings")
+            starts.append(start)
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}): restore or delete it") from error
+    return starts
+
+
+def evaluated_prompts(runs: Sequence[Run]) -> str:
+    """Returns the label of the evaluations' prompts (see `prompts_label`), a neutral one if runs differ."""
+
+    def label(config: dict[str, Any]) -> str:
+        prompts = config.get("prompts", {})
+        training = prompts.get("files") or [prompts.get("file", "")]
+        return prompts_label(training, config.get("evaluation", {}).get("prompts", ""))
+
+    labels = {label(run.config) for run in runs}
+    return labels.pop() if len(labels) == 1 else "evaluation prompts"
+
+
+def differing(runs: Sequence[Run]) -> dict[str, list[str]]:
+    """Returns the fields in which the configs of several runs differ, with each run's value."""
+    each = [dict(_leaves(run.config)) for run in runs]
+    names = dict.fromkeys(name for leaves in each for name in leaves)
+    shown = {name: [json.dumps(leaves.get(name)) for leaves in each] for name in names}
+    return {name: values for name, values in shown.items() if len(set(values)) > 1}
+
+
+def _leaves(config: Any, name: str = "config") -> list[tuple[str, Any]]:
+    if not isinstance(config, dict):
+        return [(name, config)]
+    return [leaf for key, value in config.items() for leaf in _leaves(value, f"{name}.{key}")]
+
+
+class Pair(NamedTuple):
+    """The images of a prompt before training and at the newest evaluation, from the same noise, as data URLs."""
+
+    prompt: str
+    before: str
+    after: str
+    scores: tuple[float, float]
+
+
+class Shown(NamedTuple):
+    """The image grids of a step as data URLs, by their names in GRIDS; "" if there is none."""
+
+    step: int
+    grids: dict[str, str]
+
+
+def image_pairs(run: Run) -> tuple[int, list[Pair]] | None:
+    """Returns (the step of the newer images, pairs of images); None before there are two evaluations."""
+    found = [saved_images(run.workdir / "pictures" / f"{name}.npz") for name in ("before", "after")]
+    if None in found:
+        return None
+    before, after = found
+    count = min(len(before["images"]), len(after["images"]))
+    # Runs of older versions did not save the prompts.
+    prompts = before.get("prompts", [f"prompt {number}" for number in range(1, count + 1)])
+
+    def pair(i: int) -> Pair:
+        urls = (_array_url(one["images"][i]) for one in found)
+        return Pair(str(prompts[i]), *urls, tuple(float(one["scores"][i]) for one in found))
+
+    return int(after["step"]), list(map(pair, range(count)))
+
+
+def image_grids(run: Run) -> list[Shown]:
+    """Returns the image grids of at most MAX_STEPS steps, evenly chosen."""
+    files: dict[int, dict[str, pathlib.Path]] = {}
+    for path in (run.workdir / "pictures").glob("*.png"):
+        if match := re.fullmatch(rf"({'|'.join(GRIDS)})_(\d+)\.png", path.name):
+            files.setdefault(int(match[2]), {})[match[1]] = path
+    steps = [step for step in sorted(files) if step <= run.step]
+    if len(steps) > MAX_STEPS:
+        steps = [steps[i] for i in np.linspace(0, len(steps) - 1, MAX_STEPS).round().astype(int)]
+    found = [Shown(step, {n: _file_url(files[step].get(n)) for n in GRIDS}) for step in steps]
+    return [one for one in found if any(one.grids.values())]
+
+
+def _file_url(path: pathlib.Path | None) -> str:
+    """Encodes an image file, or the animation next to it; "" if it is incomplete."""
+    if path is None:
+        return ""
+    try:
+        animation = path.with_suffix(".webp")
+        return _data_url(animation.read_bytes()) if animation.exists() else _url(Image.open(path))
+    except (OSError, SyntaxError):  # Pillow raises SyntaxError for a broken PNG
+        return ""
+
+
+def _array_url(array: Num[np.ndarray, "h w 3"]) -> str:
+    image = Image.fromarray(to_uint8(array))
+    image.thumbnail((LARGEST, LARGEST), Image.Resampling.LANCZOS)
+    return _url(image)
+
+
+def _url(image: Image.Image) -> str:
+    file = io.BytesIO()
+    options = {"quality": QUALITY}
+    if image.width * image.height <= LOSSLESS:
+        options = {"lossless": True}
+    image.convert("RGB").save(file, "webp", method=4, **options)
+    return _data_url(file.getvalue())
+
+
+def _data_url(webp: bytes) -> str:
+    return "data:image/webp;base64," + base64.b64encode(webp).decode()
+
+
+def timeline(run: Run, most: int = MAX_INTERVALS) -> dict[str, Any] | None:
+    """Returns the timeline of a run's newest steps for the page's script; None if nothing is recorded.
+
+    Args:
+      run: The run.
+      most: Maximum number of intervals; older ones are left out.
+
+    Returns:
+      "rows": worker names; "kinds": [name, color]; "spans": [row, kind, start, length, chunk or -1]; "steps":
+      [number, start, end] of the work on each completed step, during which there may be other work. Times are in ms.
+    """
+    events = read_events(run.workdir / "timeline.json")
+    names = {event["tid"]: event["args"].get("name", "") for event in events if event["ph"] == "M"}
+    spans = sorted((e for e in events if e["ph"] == "X"), key=lambda e: e["ts"] + e["dur"])
+    windows: dict[int, list[float]] = {}
+    kept = spans[-most:]
+    for event in kept:
+        step = event["args"].get("step")
+        if step is not None and event["name"] != "evaluate":
+            start, end = event["ts"], event["ts"] + event["dur"]
+            window = windows.setdefault(step + 1, [start, end])
+            window[:] = min(window[0], start), max(window[1], end)
+    if len(spans) > most and len(windows) > 1:
+        del windows[min(windows)]  # its first intervals are left out
+    windows = {step: window for step, window in windows.items() if step <= run.step}
+    if not windows:
+        return None
+    first = min(start for start, _ in windows.values())
+    rows = order_rows((names.get(event["tid"], ""), event["name"]) for event in kept)
+    kinds = list(dict.fromkeys(event["name"] for event in kept))
+
+    def milliseconds(microseconds: float) -> float:
+        return round(microseconds / 1000, 1)
+
+    def span(event: dict[str, Any]) -> list[float]:
+        row, kind = rows.index(names.get(event["tid"], "")), kinds.index(event["name"])
+        start, length = milliseconds(event["ts"] - first), milliseconds(event["dur"])
+        return [row, kind, start, length, event["args"].get("chunk", -1)]
+
+    return {
+        "rows": rows,
+        "kinds": [[name, COLORS.get(name, WAIT)[1]] for name in kinds],
+        "spans": [span(event) for event in kept if event["ts"] + event["dur"] > first],
+        "steps": [
+            [step, *(milliseconds(time - first) for time in window)]
+            for step, window in sorted(windows.items())
+        ],
+    }

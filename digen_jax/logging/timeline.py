@@ -1,0 +1,394 @@
+"""Timeline of a run: work and waits of each worker, its runtime metrics, timeline.json, and images of it."""
+
+import json
+import os
+import pathlib
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from digen_jax.files import append, parse_json, replace
+from digen_jax.rewards.request_log import Exchange
+from digen_jax.scheduling.commands import (
+    TRAINER,
+    Command,
+    Completed,
+    Decode,
+    Deliver,
+    Encode,
+    Event,
+    Generate,
+    Joined,
+    Removed,
+    Score,
+    SyncWeights,
+    Train,
+)
+from digen_jax.scheduling.scheduler import Scheduler
+from digen_jax.scheduling.state import TRAIN
+from digen_jax.scheduling.timeline import Interval, Recorder, bubbles, busy_seconds
+
+# The phase of a step to which a command's seconds are added.
+PHASES = {
+    "encode": "rollout",
+    "generate": "rollout",
+    "decode": "rollout",
+    "score": "reward",
+    "train": "train",
+    "update": "train",
+    "sync": "sync",
+    "deliver": "deliver",
+    "evaluate": "evaluation",
+}
+# Chrome's reserved color names, and the same colors for PNG. All other names are waits.
+COLORS = {
+    "encode": ("thread_state_iowait", "#c9b458"),
+    "generate": ("rail_animation", "#4c78a8"),
+    "decode": ("rail_response", "#72b7b2"),
+    "train": ("good", "#54a24b"),
+    "update": ("thread_state_running", "#2f6b2a"),
+    "score": ("bad", "#f58518"),
+    "sync": ("yellow", "#e4c441"),
+    "deliver": ("cq_build_running", "#b5a76a"),
+    "evaluate": ("olive", "#9d755d"),
+    "ask": ("cq_build_passed", "#eba66c"),
+    "ask in vain": ("terrible", "#c03830"),
+}
+WAIT = ("grey", "#dddddd")
+
+
+class Summary:
+    """Summarizes a driver's events: timeline, runtime metrics of each step, and a snapshot. Not thread-safe.
+
+    Args:
+      devices: Number of devices by worker. Those of a lost worker count until its step ends.
+      images: Trained images per step.
+    """
+
+    def __init__(self, devices: Mapping[str, int], images: int):
+        self.devices, self._images = dict(devices), images
+        self.metrics: dict[str, float] = {}  # runtime metrics of the last step
+        self._lost: dict[str, tuple[float, int]] = {}  # worker: (time of its loss, its devices)
+        self._recorder = Recorder()
+        self._step_start = 0.0
+        self._working_since: dict[str, float] = {}  # by worker
+        self._policy_lags: list[int] = []  # of each trained pass, in versions
+        self._queued: list[int] = []  # number of ready chunks at each start of training
+        self._generated: Counter[bool] = (
+            Counter()
+        )  # chunks, by whether their worker prefers to train
+
+    def record_event(
+        self, event: Event, commands: list[Command], scheduler: Scheduler, now: float
+    ) -> None:
+        """Records an event and the resulting commands."""
+        command = getattr(event, "command", None)
+        worker = getattr(event, "worker", None) or getattr(command, "worker", None)
+        if isinstance(event, Removed):
+            self._recorder.end_wait(event.worker, now)
+            self._working_since.pop(event.worker, None)
+            self._lost[event.worker] = now, self.devices.get(event.worker, 0)
+        if isinstance(event, Joined):
+            self._lost.pop(event.worker, None)
+        if isinstance(event, Joined | Completed) and worker and scheduler.has_worker(worker):
+            self._recorder.look_at(scheduler, worker, now)
+        if scheduler.has_worker(TRAINER):
+            self._recorder.look_at(scheduler, TRAINER, now)
+        for command in commands:
+            self._record_command(command, scheduler, now)
+
+    def _record_command(self, command: Command, scheduler: Scheduler, now: float) -> None:
+        worker = getattr(command, "worker", None)
+        if _is_transfer(command):
+            if isinstance(command, SyncWeights) and self._recorder.waits(worker):
+                self._recorder.wait(worker, "weights", now)
+            return
+        if worker is not None:
+            self._recorder.end_wait(worker, now)
+            self._working_since[worker] = now
+        if isinstance(command, Generate) and not command.chunk.evaluation:
+            self._generated[scheduler.state.workers[worker].roles[0] == TRAIN] += 1
+        if isinstance(command, Train):
+            step = scheduler.state.steps[command.chunk.step]
+            lag = step.number - step.group_of(command.chunk.index).version
+            self._policy_lags.extend([lag] * command.count)
+            self._queued.append(1 + len(step.ready))
+
+    def record_work(
+        self,
+        command: Command,
+        start: float,
+        end: float,
+        parts: Sequence[tuple[str, float, float]] = (),
+    ) -> None:
+        """Records a command that was executed from `start` to `end`.
+
+        Args:
+          command: The command.
+          start: Start time on the run's clock, in seconds.
+          end: End time.
+          parts: (kind, start, end) of parts that the timeline shows separately, except in an evaluation.
+        """
+        worker, kind = getattr(command, "worker", "reward"), command.kind
+        chunk = getattr(command, "chunk", None)
+        if chunk is not None and chunk.evaluation:
+            kind, parts = "evaluate", ()
+        if _is_transfer(command):
+            worker = f"{kind} {worker}"  # parallel to the worker's commands
+        else:
+            self._working_since.pop(worker, None)
+        for part, part_start, part_end in parts:
+            self._recorder.work(worker, kind, start, part_start, chunk)
+            self._recorder.work(worker, part, part_start, part_end, chunk)
+            start = part_end
+        self._recorder.work(worker, kind, start, end, chunk)
+
+    def record_requests(self, command: Score, exchanges: Sequence[Exchange]) -> None:
+        """Records the requests to reward servers by which a batch was scored; each server is a separate worker."""
+        # An evaluation is not a part of the step in which it happens.
+        chunk = None if command.chunk.evaluation else command.chunk
+        for one in exchanges:
+            kind = "ask" if one.failure is None else "ask in vain"
+            self._recorder.work(one.server, kind, one.begin, one.end, chunk)
+
+    def end_step(self, now: float, away: float) -> list[Interval]:
+        """Summarizes the step that ends now in `metrics`, and takes its intervals.
+
+        Args:
+          now: Time on the run's clock, in seconds.
+          away: Seconds that the trainer's thread spent on other work, such as a checkpoint. Images per second exclude
+            them, and the seconds in which an evaluation kept the trainer from training.
+        """
+        done = self.take(now)
+        away += sum(
+            interval.seconds
+            for interval in done
+            if interval.worker == TRAINER
+            and (interval.kind == "evaluate" or interval.cause == "evaluation")
+        )
+        running = [Interval(w, "work", since, now) for w, since in self._working_since.items()]
+        seconds = now - self._step_start
+        busy = busy_seconds([*done, *running], self.devices, self._step_start, now)
+        phases: Counter[str] = Counter()
+        for one in done:
+            if one.kind in PHASES:
+                # A reward on a mesh is a part of the rollout, which it prolongs.
+                on_mesh = one.kind == "score" and one.worker != "reward"
+                phases["rollout" if on_mesh else PHASES[one.kind]] += one.seconds
+        waits = bubbles(done, self.devices).items()
+        self.metrics = {
+            "images_per_second": self._images / (seconds - away),
+            "utilisation": busy / (sum(self.devices.values()) * seconds),
+            "policy_lag": float(np.mean(self._policy_lags)),
+            "tag_share": self._generated[True] / max(1, self._generated.total()),
+            "queue_depth": float(np.mean(self._queued)),
+            **{f"seconds/{phase}": spent for phase, spent in phases.items()},
+            **{f"seconds/wait_{cause.replace(' ', '_')}": spent for cause, spent in waits},
+        }
+        self._step_start, self._policy_lags, self._queued = now, [], []
+        self._generated.clear()
+        for worker in self._lost:
+            self.devices.pop(worker, None)
+        return done
+
+    def take(self, now: float) -> list[Interval]:
+        """Returns the intervals since the last call and forgets them."""
+        self._recorder.cut(now)
+        done = list(self._recorder.intervals)
+        self._recorder.intervals.clear()
+        return done
+
+    def snapshot(
+        self, scheduler: Scheduler, devices: Mapping[str, int], now: float
+    ) -> dict[str, Any]:
+        """Returns the current state of all workers as JSON, for status.json.
+
+        Args:
+          scheduler: The scheduler, after the last recorded event.
+          devices: Number of devices of each connected worker.
+          now: Time on the run's clock, in seconds.
+
+        Returns:
+          "step": number of completed steps; "steps": steps of the run; "scoring": number of batches being scored;
+          "workers", by name: "devices"; "lost", when it disconnected, or None; "does", its current command as text, or
+          None; "waits", one of `scheduling.timeline.CAUSES`, or None; "since", start of its work or wait, or None;
+          "holds" and "arrives", weights versions. Times are those of the system clock.
+        """
+        state, clock = scheduler.state, time.time() - now
+
+        def describe(name: str) -> dict[str, Any]:
+            worker = state.workers.get(name)
+            if worker is None:
+                return {"lost": clock + (self._lost[name][0] if name in self._lost else now)}
+            held = scheduler.kept if name == TRAINER else worker.held
+            command = state.in_flight.get(worker.busy)
+            part = f" ({command.kind})" if isinstance(command, Encode | Decode) else ""
+            since = self._recorder.waits_since.get(name, self._working_since.get(name))
+            return {
+                "lost": None,
+                "does": None if command is None else scheduler.work(command) + part,
+                "waits": None if scheduler.is_busy(name) else scheduler.waits_for(name),
+                "since": None if since is None else clock + since,
+                "holds": sorted({weights.version for weights in held}),
+                "arrives": sorted({weights.version for weights in worker.arriving}),
+            }
+
+        lost = {name: count for name, (_, count) in self._lost.items()}
+        known = {**self.devices, **lost, **devices}
+        return {
+            "step": state.step,
+            "steps": state.settings.steps,
+            "scoring": sum(isinstance(command, Score) for command in state.in_flight.values()),
+            "workers": {
+                name: {"devices": count, **describe(name)} for name, count in known.items()
+            },
+        }
+
+
+def _is_transfer(command: Command) -> bool:
+    """Returns whether a command is executed in parallel to its worker's other commands."""
+    sends = isinstance(command, SyncWeights) and command.worker != TRAINER
+    return sends or isinstance(command, Deliver)
+
+
+class TraceFile:
+    """A timeline.json in Chrome's trace format with one row per worker, for Perfetto.
+
+    The file is complete after every call. If a kill cuts off its end, Perfetto can still read it, and a resumed run
+    appends to it.
+    """
+
+    def __init__(self, path: pathlib.Path):
+        self._path = path
+        self._replace(read_events(self._path))
+
+    def write(self, intervals: Iterable[Interval], clock: float = 0.0) -> None:
+        """Appends intervals; `clock` is the system time of their 0, in seconds.
+
+        Raises:
+          OSError: the disk is full; the file is unchanged.
+        """
+        events, rows = [], list(self._rows)
+        for interval in intervals:
+            if interval.worker not in rows:
+                rows.append(interval.worker)
+                events.append(_row(len(rows), interval.worker))
+            events.append(_event(rows.index(interval.worker) + 1, interval, clock))
+        if not events:
+            return
+        end = b"\n]\n"[self._empty :]
+        os.truncate(self._path, self._path.stat().st_size - len(end))
+        try:
+            text = ("" if self._empty else ",\n") + ",\n".join(map(json.dumps, events)) + "\n]\n"
+            append(self._path, text.encode())
+        except OSError:
+            append(self._path, end)  # there is space for what was just cut off
+            raise
+        self._rows, self._empty = rows, False
+
+    def cut_back(self, done: int, ended: float) -> None:
+        """Removes the intervals of the first `done` steps, and those of no step that ended before `ended`.
+
+        Args:
+          done: Number of steps.
+          ended: System time at which they were done, in seconds.
+
+        Raises:
+          OSError: the disk is full; the file is unchanged.
+        """
+
+        def is_kept(event: dict[str, Any]) -> bool:
+            if event["ph"] == "M":
+                return True
+            step = event["args"].get("step")
+            return event["ts"] + event["dur"] >= ended * 1e6 if step is None else step >= done
+
+        self._replace(list(filter(is_kept, read_events(self._path))))
+
+    def _replace(self, events: list[dict[str, Any]]) -> None:
+        lines = ["[", ",\n".join(map(json.dumps, events)), "]"] if events else ["[", "]"]
+        replace(self._path, ("\n".join(lines) + "\n").encode())
+        self._rows = [event["args"]["name"] for event in events if event["ph"] == "M"]
+        self._empty = not events
+
+
+def read_events(path: pathlib.Path) -> list[dict[str, Any]]:
+    """Reads the events of a `TraceFile`, without an incomplete last line; empty if there is no file."""
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    found = []
+    for line in lines:
+        try:
+            event = parse_json(line.rstrip(","))
+        except ValueError:
+            continue
+        kind = event.get("ph") if isinstance(event, dict) else None
+        needed = {"M": {"args", "tid"}, "X": {"ts", "dur", "args"}}.get(kind)
+        if needed and needed <= event.keys():
+            found.append(event)
+    return found
+
+
+def _row(number: int, worker: str) -> dict[str, Any]:
+    return {"ph": "M", "name": "thread_name", "pid": 1, "tid": number, "args": {"name": worker}}
+
+
+def _event(row: int, interval: Interval, clock: float) -> dict[str, Any]:
+    waits, chunk = interval.kind == "wait", interval.chunk
+    return {
+        "ph": "X",
+        "name": f"wait for {interval.cause}" if waits else interval.kind,
+        "cat": "wait" if waits else "work",
+        "pid": 1,
+        "tid": row,
+        "ts": round((clock + interval.start) * 1e6),
+        "dur": round(interval.seconds * 1e6),
+        "cname": (WAIT if waits else COLORS[interval.kind])[0],
+        "args": {} if chunk is None else {"step": chunk.step, "chunk": chunk.index},
+    }
+
+
+def order_rows(intervals: Iterable[tuple[str, str]]) -> list[str]:
+    """Returns the rows of intervals (worker, kind): rollout workers, other workers, trainer, rewards, servers."""
+    is_server = {row: kind.startswith("ask") for row, kind in intervals}
+
+    def place(row: str) -> tuple[bool, bool, bool, bool, str]:
+        return is_server[row], row == "reward", row == TRAINER, " rollout" in row, row
+
+    return sorted(is_server, key=place)
+
+
+def draw_timeline(intervals: Sequence[Interval], path: pathlib.Path, title: str = "") -> None:
+    """Draws a PNG with a row per worker, as ordered by `order_rows`; waits are labelled by their cause."""
+    rows = order_rows((interval.worker, interval.kind) for interval in intervals)
+    start = min(interval.start for interval in intervals)
+    length = max(interval.end for interval in intervals) - start
+    figure = Figure(figsize=(11, 1.2 + 0.5 * len(rows)), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    spans = defaultdict(list)
+    for interval in intervals:
+        row = rows.index(interval.worker)
+        spans[interval.kind, row].append((interval.start - start, interval.seconds))
+    labelled = set()
+    for (kind, row), bars in sorted(spans.items()):
+        color = COLORS.get(kind, WAIT)[1]
+        label = kind if kind not in labelled else None
+        style = {"facecolor": color, "edgecolor": "white", "linewidth": 0.4}
+        axes.broken_barh(bars, (row - 0.4, 0.8), label=label, **style)
+        labelled.add(kind)
+    for interval in intervals:
+        if interval.kind == "wait" and interval.seconds > 0.06 * length:
+            middle = (interval.start + interval.end) / 2 - start
+            row = rows.index(interval.worker)
+            axes.text(middle, row, interval.cause, ha="center", va="center", fontsize=7)
+    axes.set_yticks(range(len(rows)), rows)
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds")
+    axes.set_title(title, fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    place = dict(loc="upper center", bbox_to_anchor=(0.5, -0.35))
+    axes.legend(frameon=False, ncols=len(labelled), fontsize=7, **place)
+    figure.savefig(path)
