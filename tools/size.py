@@ -17,9 +17,9 @@ ROOT = pathlib.Path(__file__).parents[1]
 CODE = "digen_jax", "launch", "configs", "benchmarks", "examples", "tools"
 # By measure: the limit of today, and the target.
 LIMITS = {
-    "Python lines without tests": (51_400, 36_000),
-    "package files": (200, 220),
-    "test lines": (44_600, 28_000),
+    "Python lines without tests": (51_180, 36_000),
+    "package files": (192, 220),
+    "test lines": (44_440, 28_000),
     "README lines": (120, 120),
     "imported modules": (140, 50),
 }
