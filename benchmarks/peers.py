@@ -32,7 +32,7 @@ from digen_jax.config.train_config import TrainConfig
 from digen_jax.diffusion.steps import Ode, ReverseStep
 from digen_jax.errors import ConfigError, check_positive
 from digen_jax.families import open_pipeline
-from digen_jax.models.sd3.family import T5_TOKENS
+from digen_jax.models.sd3.family import StableDiffusion3
 from digen_jax.parallel.placement import MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.parallel.system import SampledImages
 from digen_jax.process.job import prepare
@@ -248,7 +248,7 @@ def _check_same(ours: Process, other: Process, work: Work) -> tuple[int, float]:
     sigma = np.linspace(1, 0.1, count, dtype=np.float32)
     inputs = x, sigma, work.rows[-count:]
     found = ours.call("velocity", *inputs)
-    expected = other.call("velocity", *inputs, work.empty * T5_TOKENS)
+    expected = other.call("velocity", *inputs, work.empty * StableDiffusion3.default_tokens)
     distance = float(np.abs(found - expected).max() / np.abs(expected).max())
     tolerance = TOLERANCE_TF32 if work.gpu else TOLERANCE
     if work.bfloat16:

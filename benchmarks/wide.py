@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.errors import ConfigError
 from digen_jax.families import open_pipeline
-from digen_jax.models.sd3.family import COMPONENTS
+from digen_jax.models.sd3.family import StableDiffusion3
 
 HEADS, CHANNELS = 24, 64
 POSITIONS = 64  # in each direction
@@ -46,7 +46,7 @@ def write_wide(
     from diffusers import SD3Transformer2DModel
 
     source = source.resolve()
-    for name in ("model_index.json", *COMPONENTS):
+    for name in ("model_index.json", *StableDiffusion3.classes()):
         if name != "transformer" and (source / name).exists():
             (folder / name).symlink_to(source / name)
     config = json.loads((source / "transformer" / "config.json").read_text()) | {

@@ -10,30 +10,20 @@ import jax.numpy as jnp
 from digen_jax.checkpoints.folder import read_model_index, resolve_folder
 from digen_jax.errors import ConfigError, blame, user_input
 from digen_jax.models.family import Family, Params, Size
-from digen_jax.models.flux import family as flux_family
-from digen_jax.models.flux import kontext
 from digen_jax.models.flux.family import Flux
 from digen_jax.models.flux.kontext import FluxKontext
-from digen_jax.models.flux2 import family as flux2_family
 from digen_jax.models.flux2.family import Flux2Klein
-from digen_jax.models.qwen_image import family as qwen_image_family
 from digen_jax.models.qwen_image.family import QwenImage
 from digen_jax.models.remat import Remat
-from digen_jax.models.sd3 import family as stable_diffusion_3
 from digen_jax.models.sd3.family import StableDiffusion3
-from digen_jax.models.zimage import family as zimage_family
 from digen_jax.models.zimage.family import ZImage
 from digen_jax.parallel.placement import DeviceGroup
 from digen_jax.process.shutdown import during
 
 # The model families, by the pipeline class that a folder's model_index.json names.
 FAMILIES = {
-    stable_diffusion_3.PIPELINE_CLASS: StableDiffusion3,
-    flux_family.PIPELINE_CLASS: Flux,
-    kontext.PIPELINE_CLASS: FluxKontext,
-    flux2_family.PIPELINE_CLASS: Flux2Klein,
-    zimage_family.PIPELINE_CLASS: ZImage,
-    qwen_image_family.PIPELINE_CLASS: QwenImage,
+    family.pipeline: family
+    for family in (StableDiffusion3, Flux, FluxKontext, Flux2Klein, ZImage, QwenImage)
 }
 
 
@@ -74,7 +64,7 @@ def load_family(
     """The family of a pipeline folder; the last three arguments are those of the config's section `model`.
 
     Raises:
-      ConfigError: there is no family for its class, the folder cannot be used, or it cannot edit pictures of
+      ConfigError: there is no family for its class, the folder cannot be used, or it cannot edit images of
         the size `source`.
     """
     kind = family_of(folder)
@@ -84,7 +74,7 @@ def load_family(
 
 
 def editing(family: Family, source: Size) -> Family:
-    """The same family, of which every prompt has a picture to edit, resized to `source`.
+    """The same family, in which every prompt has a source image, resized to `source`.
 
     Raises:
       ConfigError: it edits none, or none of this size.

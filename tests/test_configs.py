@@ -21,7 +21,7 @@ from digen_jax.diffusion.steps import Ode
 from digen_jax.errors import ConfigError
 from digen_jax.families import open_pipeline
 from digen_jax.models.published import published_folder
-from digen_jax.models.sd3.family import COMPONENTS, T5_COMPONENTS
+from digen_jax.models.sd3.family import StableDiffusion3
 from digen_jax.parallel import policy
 from digen_jax.parallel.encoding import example_record
 from digen_jax.parallel.placement import devices_per_mesh
@@ -137,7 +137,7 @@ def medium(tmp_path_factory):
         (folder / part).mkdir(exist_ok=True)
         (folder / part / file).write_text(json.dumps(value))
 
-    components = COMPONENTS | T5_COMPONENTS
+    components = StableDiffusion3.classes()
     write("", "model_index.json", {"_class_name": "StableDiffusion3Pipeline", **components})
     write("transformer", "config.json", TRANSFORMER)
     write("vae", "config.json", VAE)

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from digen_jax.attention.attend import attend_jointly
 from digen_jax.attention.queries_keys import HeadNorms, normed
 from digen_jax.models import layers
-from digen_jax.models.linear import Linear, of_one_input
+from digen_jax.models.linear import of_one_input
 from digen_jax.models.remat import product
 from digen_jax.models.rotary import Rotary, rotate_pairs
 
@@ -89,8 +89,7 @@ class JointAttention(nn.Module):
         """
 
         def linear(name: str) -> nn.Dense:
-            init = layers.linear_init
-            return Linear(x.shape[-1], self.use_bias, dtype=self.dtype, kernel_init=init, name=name)
+            return layers.linear(x.shape[-1], self.dtype, name, self.use_bias)
 
         def split(names: Sequence[str], tokens: Array) -> list[Array]:
             heads = (*tokens.shape[:2], self.heads, -1)

@@ -2,7 +2,7 @@
 
     records --tokenize (host)--> tokens --encode--> conditioning --velocity--> latents --decode--> clips
 
-A family owns its components, one parameter tree each, and says which of them are trained. A picture is a clip of one
+A family owns its components, one parameter tree each, and says which of them are trained. An image is a clip of one
 frame. Latents stay unpacked with channels last ([b h w c], of videos [b t h w c]); a family packs them into tokens
 itself.
 """
@@ -21,8 +21,8 @@ from digen_jax.checkpoints.lora import RANK
 from digen_jax.checkpoints.tensors import LAYERS, is_scanned
 
 Params = dict[str, Any]  # one tree for each component
-# A line of a prompt file: "prompt", "negative_prompt" (of the pass without the prompt), "image" (the picture to edit),
-# and other fields for a family or a reward.
+# A line of a prompt file: "prompt", "negative_prompt" (of the pass without the prompt), "image" (the source image of an
+# edit), and other fields for a family or a reward.
 Record = Mapping[str, Any]
 Tokens = Any  # arrays with one row for each record
 Conditioning = Any  # arrays with one row for each record, masks included if text lengths differ
@@ -42,15 +42,15 @@ class Size(NamedTuple):
 
 
 def check_image(size: Size, multiple: int, largest: int | None = None) -> None:
-    """Refuses a size that a model of images has not.
+    """Refuses a size that does not fit a model of images.
 
     Args:
       size: of the image.
       multiple: of which both sides must be.
-      largest: the longest side; None: any.
+      largest: the longest side. None means unbounded.
 
     Raises:
-      ValueError: names the sizes that there are.
+      ValueError: names the sizes that fit.
     """
     height, width, frames = size
     if frames != 1:
@@ -74,8 +74,8 @@ class Family(Protocol):
       optional: components that the class's `from_folder` can leave out.
       encoders: the components that `encode` reads, each with the folder of its tokenizer, "" if it has none.
       decoders: the components that `decode` reads.
-      edits: whether the records of prompts may have a picture to edit, their "image".
-      source: the size that these pictures are resized to; None: records have none.
+      edits: whether the records of prompts may have a source image to edit, their "image".
+      source: the size that source images are resized to; None means records have none.
       masked: fields of the conditioning that have tokens which the network does not attend to, always the last ones,
         each with the field of booleans that says so, False for these; fields of which every token is attended to,
         padding included, are not among them.
@@ -121,8 +121,8 @@ class Family(Protocol):
     def tokenize_null(self, records: Sequence[Record]) -> Tokens:
         """The tokens of the pass without the prompt: one row for each record, or one for all if they are the same.
 
-        They depend on the negative prompt of each record (`negative_of`) and, if there is a `source`, on its picture;
-        with pictures there is a row for each record. Called if `guidance` is "classifier-free" or "both"; no records
+        They depend on the negative prompt of each record (`negative_of`) and, if there is a `source`, on its source
+        image; then there is a row for each record. Called if `guidance` is "classifier-free" or "both"; no records
         stand for one without a negative prompt.
         """
 
@@ -130,7 +130,7 @@ class Family(Protocol):
         """Which prompts are longer than a text encoder's input, so that `tokenize` truncates them."""
 
     def encode(self, params: Params, tokens: Tokens) -> Conditioning:
-        """The conditioning of the network for each record, which depends on its prompt and its picture alone.
+        """The conditioning of the network for each record, which depends on its prompt and its source image alone.
 
         The fields that `masked` names as masks depend on the tokens alone.
         """
@@ -164,7 +164,7 @@ class Family(Protocol):
         """The size of the clips that the network was made for, as in diffusers' pipeline."""
 
     def source_size(self, height: int, width: int) -> Size:
-        """The size that diffusers' pipeline gives to a picture of height x width before it is edited.
+        """The size that diffusers' pipeline gives to a source image of height x width before it is edited.
 
         Called if the family `edits`.
         """

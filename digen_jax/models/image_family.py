@@ -1,44 +1,74 @@
-"""What families of images have in common: a part of the protocol `Family`.
+"""A table-driven base of families of images: what its components are, and all that follows from that.
 
-The autoencoder is an AutoencoderKL unless `factor` and `decode` are another's.
+A family is a network, a table and a few methods: see docs/adding-a-family.md.
 """
 
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+import numpy as np
+from jaxtyping import Array, Float, Float32
 
+from digen_jax.attention.kernels import Heads
 from digen_jax.checkpoints import folder as weights
+from digen_jax.diffusion.schedule import SchedulerConfig, make_sigmas
 from digen_jax.errors import FieldError
 from digen_jax.models.autoencoders import autoencoder_kl
-from digen_jax.models.family import Params, Record, Size, logical_axes, negative_of
+from digen_jax.models.component import Component
+from digen_jax.models.family import (
+    Conditioning,
+    Guidance,
+    Params,
+    Record,
+    Size,
+    check_image,
+    logical_axes,
+    negative_of,
+)
 from digen_jax.models.linear import exact_products
+from digen_jax.models.remat import Remat
+from digen_jax.models.text import tokenizers
+
+SCHEDULER = ("diffusers", "FlowMatchEulerDiscreteScheduler")
 
 
 class ImageFamily:
-    """The base of a frozen dataclass with these networks, of which the transformer is tuned.
+    """The base of a frozen dataclass with a pipeline's networks, of which the transformer is trained.
+
+    A subclass has a field for each component, named as in the pipeline's folder, and for each tokenizer. What all
+    attributes of `Family` mean is documented there; the others are the table of the family.
 
     Attributes:
       transformer: gives the velocity.
       vae: always computes in float32, because it overflows in half precision.
-      lists: by component, see `Family`.
-      tables: by component, the logical axes of its kernels: see `logical_axes`.
-      ignored: by component, patterns of tensors in its files that it does not read.
-      renamed: by component, from a tensor's name in a file to its name here.
+      scheduler: config of the sampler's schedule.
+      max_sequence_length: tokens of the prompt that the transformer reads.
+      pipeline: class that the folder's model_index.json names.
+      parts: the components by name. The order decides which random key each gets in `init`.
+      widths: fields that must be equal, as (component, its field, the transformer's field). A field may be followed
+        by " times n" or " / n".
+      default_tokens: default of `max_sequence_length` in diffusers' pipeline.
+      most_tokens: maximum that the pipeline allows. None means unbounded.
+      spacing: of the schedule, see `make_sigmas`.
     """
 
     transformer: Any
     vae: Any
+    scheduler: SchedulerConfig
+    max_sequence_length: int
 
-    lists: ClassVar[Mapping[str, Any]]
-    tables: ClassVar[Mapping[str, Any]]
-    ignored: Mapping[str, Sequence[str]] = {}
-    renamed: Mapping[str, Callable[[str], str]] = {}
+    pipeline: ClassVar[str]
+    parts: ClassVar[Mapping[str, Component]]
+    widths: ClassVar[Sequence[tuple[str, str, str]]]
+    default_tokens: ClassVar[int]
+    most_tokens: ClassVar[int | None] = None
+    spacing: ClassVar[Literal["timesteps", "uniform", "uniform float32"]] = "uniform"
 
     trained: ClassVar[tuple[str, ...]] = ("transformer",)
     unused: ClassVar[tuple[str, ...]] = ()
@@ -48,14 +78,133 @@ class ImageFamily:
     decoders: ClassVar[tuple[str, ...]] = ("vae",)
     edits: ClassVar[bool] = False
     source: Size | None = None
+    guidance: ClassVar[Guidance] = "classifier-free"
     negative_prompt: ClassVar[str] = ""
     # Eight images of 512 x 512, which take an AutoencoderKL 6.5 GB of a TPU by its compiler. Four would take as much,
     # since it fills them up to eight.
     decoded_pixels: ClassVar[int] = 2**21
 
+    # ---------------------------------------------------------------- pipeline folder
+
+    @classmethod
+    def classes(cls, without: Sequence[str] = ()) -> dict[str, tuple[str | None, ...]]:
+        """(library, class, ..) of each component as model_index.json names them; (None, None) for those `without`."""
+        found: dict[str, tuple[str | None, ...]] = {"scheduler": SCHEDULER}
+        for name, part in cls.parts.items():
+            absent = name in without
+            found[name] = (None, None) if absent else (part.library, *part.classes)
+            if part.tokenizer:
+                where = (None, None) if absent else ("transformers", part.tokenizer)
+                found[tokenizer_of(name)] = where
+        return dict(sorted(found.items()))
+
+    @classmethod
+    def readers(cls, without: Sequence[str] = ()) -> dict[str, Callable[..., Any]]:
+        """Readers of the JSON files of the networks and the scheduler."""
+        parts = {name: part.read_config for name, part in cls.parts.items() if name not in without}
+        return parts | {"scheduler": SchedulerConfig.from_config}
+
+    @classmethod
+    def from_folder(
+        cls,
+        folder: pathlib.Path,
+        dtype: Any = jnp.float32,
+        remat: Remat = "none",
+        without: Sequence[str] = (),
+        max_sequence_length: int = 0,
+    ) -> "ImageFamily":
+        """The architecture of a diffusers pipeline folder; reads only its JSON files and tokenizers.
+
+        Args:
+          folder: the pipeline's.
+          dtype: of the arithmetic of the transformer and the text encoders; the autoencoder's is always float32.
+          remat: what the transformer's backward pass recomputes.
+          without: components that are left out, of `optional`.
+          max_sequence_length: tokens of a prompt. 0 means the default of diffusers' pipeline.
+
+        Raises:
+          ValueError: names the file that is missing, broken, has another class, or does not fit the others, or a
+            `max_sequence_length` that diffusers' pipeline refuses.
+        """
+        if cls.most_tokens is not None:
+            check_tokens(max_sequence_length, cls.most_tokens, f"as in {cls.pipeline}")
+        tokens = max_sequence_length or cls.default_tokens
+        absent = [part for part in cls.optional if part in without or not _named(folder, part)]
+        configs = weights.read_configs(folder, cls.classes(absent), cls.readers(absent))
+        _check_widths(folder, configs, cls.widths)
+        cls.check_configs(folder, configs, tokens)
+        return cls.build(
+            configs, cls.read_tokenizers(folder, configs, tokens), dtype, remat, tokens
+        )
+
+    @classmethod
+    def build(
+        cls,
+        configs: Mapping[str, Any],
+        tokenizers: Mapping[str, Any],
+        dtype: Any = jnp.float32,
+        remat: Remat = "none",
+        max_sequence_length: int = 0,
+    ) -> "ImageFamily":
+        """The family from the results of `readers` and the tokenizers, by the name of their field."""
+        networks = {}
+        for name, part in cls.parts.items():
+            options = {} if name in cls.decoders else {"dtype": dtype}
+            if name in cls.trained:
+                options["remat"] = remat
+            networks[name] = part.network(configs[name], **options) if name in configs else None
+        return cls(
+            **networks,
+            **tokenizers,
+            scheduler=configs["scheduler"],
+            max_sequence_length=max_sequence_length or cls.default_tokens,
+        )
+
+    @classmethod
+    def check_configs(cls, folder: pathlib.Path, configs: Mapping[str, Any], tokens: int) -> None:
+        """Raises ValueError if the components do not fit each other, beyond `widths`, or the number of tokens."""
+
+    @classmethod
+    def read_tokenizers(
+        cls, folder: pathlib.Path, configs: Mapping[str, Any], tokens: int
+    ) -> dict[str, Any]:
+        """The tokenizers by the name of their field; raises ValueError if one does not fit its text encoder."""
+        encoders = [name for name, part in cls.parts.items() if part.tokenizer and name in configs]
+        names = {tokenizer_of(encoder): encoder for encoder in encoders}
+        return {
+            name: tokenizers.read(folder / name, configs[encoder])
+            for name, encoder in names.items()
+        }
+
+    # ---------------------------------------------------------------- components
+
+    @property
+    def networks(self) -> dict[str, nn.Module]:
+        """The networks by component, without those that were left out."""
+        found = {name: getattr(self, name) for name in self.parts}
+        return {name: network for name, network in found.items() if network is not None}
+
+    @property
+    def encoders(self) -> Mapping[str, str]:
+        """The text encoders, each with the folder of its tokenizer."""
+        return {name: tokenizer_of(name) for name in self.networks if self.parts[name].tokenizer}
+
+    @property
+    def lists(self) -> dict[str, Any]:
+        """By component, see `Family`."""
+        return {name: part.lists for name, part in self.parts.items()}
+
+    @property
+    def heads(self) -> Heads:
+        """Attention heads of the transformer."""
+        config = self.transformer.config
+        return Heads(config.num_attention_heads, config.attention_head_dim)
+
     def in_dtype(self, dtype: Any) -> "ImageFamily":
         """The same family, whose transformer computes in this dtype."""
         return dataclasses.replace(self, transformer=self.transformer.clone(dtype=jnp.dtype(dtype)))
+
+    # ---------------------------------------------------------------- prompts and the network
 
     def tokenize_null(self, records: Sequence[Record]) -> Any:
         """The tokens of each record's negative prompt, one row for all if it is the same."""
@@ -63,68 +212,139 @@ class ImageFamily:
         distinct = prompts if len(set(prompts)) > 1 else prompts[:1]
         return self.tokenize([{"prompt": prompt} for prompt in distinct])
 
-    def source_size(self, height: int, width: int) -> Size:
-        """That of the picture: a family that edits says what its pipeline does."""
-        return Size(height, width)
+    def network_inputs(
+        self, conditioning: Conditioning, guidance: Float[Array, "b"] | None
+    ) -> tuple[Any, ...]:
+        """Inputs of the transformer after the latents and sigma."""
+        return tuple(conditioning)
+
+    @exact_products
+    def velocity(
+        self,
+        variables: Params,
+        x: Float[Array, "b h w c"],
+        sigma: Float[Array, "b"],
+        conditioning: Conditioning,
+        guidance: float | None = None,
+    ) -> Float32[Array, "b h w c"]:
+        """The transformer's velocity; `variables["transformer"]` are its linen collections."""
+        if guidance is not None:
+            guidance = jnp.full(x.shape[0], guidance, jnp.float32)
+        inputs = self.network_inputs(conditioning, guidance)
+        return self.transformer.apply(variables["transformer"], x, sigma, *inputs)
+
+    def guided(
+        self, null: Float[Array, "b h w c"], prompt: Float[Array, "b h w c"], guidance: float
+    ) -> Float[Array, "b h w c"]:
+        """Null + guidance (prompt - null)."""
+        return null + guidance * (prompt - null)
+
+    # ---------------------------------------------------------------- latents and images
 
     @property
     def factor(self) -> int:
         """Pixels of a latent along each side."""
         return 2 ** (len(self.vae.config.block_out_channels) - 1)
 
+    @property
+    def patch(self) -> int:
+        """Latents of a token along each side."""
+        return 2
+
+    @property
+    def channels(self) -> int:
+        """Channels of the latents."""
+        return self.transformer.config.in_channels
+
+    @property
+    def positions(self) -> int | None:
+        """The most tokens along a side. None means unbounded."""
+        return None
+
+    @property
+    def default_side(self) -> int:
+        """Pixels along each side of the images of diffusers' pipeline by default."""
+        return 128 * self.factor
+
+    def default_size(self) -> Size:
+        """The default size of diffusers' pipeline."""
+        return Size(self.default_side, self.default_side)
+
+    def source_size(self, height: int, width: int) -> Size:
+        """The image's own size; a family that edits overrides this."""
+        return Size(height, width)
+
+    def latent_shape(self, size: Size) -> tuple[int, int, int]:
+        """(h, w, c) of the latents of an image, whose sides must be multiples of a token's and fit the positions."""
+        multiple = self.factor * self.patch
+        check_image(size, multiple, self.positions and multiple * self.positions)
+        return size.height // self.factor, size.width // self.factor, self.channels
+
+    def sigmas(self, steps: int, size: Size) -> Float32[np.ndarray, "sigmas"]:
+        """The scheduler's; a dynamic shift depends on the tokens of an image, as in diffusers' pipeline."""
+        h, w, _ = self.latent_shape(size)
+        return make_sigmas(self.scheduler, steps, h * w // self.patch**2, self.spacing)
+
     @exact_products
     def decode(self, params: Params, latents: Float[Array, "b h w c"]) -> Float[Array, "b 1 H W 3"]:
         """Images in [0, 1], each a clip of one frame."""
         return autoencoder_kl.decode_images(self.vae, params["vae"], latents)[:, None]
 
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of the text that the transformer computes with, padding included."""
+        return self.max_sequence_length
+
+    def flops(self, size: Size) -> dict[str, dict[str, float]]:
+        """FLOPs of the transformer by stream: see `forward_flops` of its module."""
+        config, latent = self.transformer.config, self.latent_shape(size)
+        return {"transformer": self.parts["transformer"].flops(config, latent, self.context_tokens)}
+
+    # ---------------------------------------------------------------- parameters
+
+    def init(self, key: Array) -> Params:
+        """Fresh random parameters of every component, for training from scratch."""
+        return _init(self._networks_and_parts(), key)
+
+    def shapes(self) -> Params:
+        """The parameter trees as `jax.ShapeDtypeStruct`, without allocation."""
+        return _shapes(self._networks_and_parts())
+
+    def _networks_and_parts(self) -> tuple[tuple[str, nn.Module, Component], ...]:
+        return tuple((name, network, self.parts[name]) for name, network in self.networks.items())
+
     def axes(self) -> Params:
         """The logical axes of every parameter's dimensions, in trees like `shapes`."""
         return {
-            part: logical_axes(tree, self.tables[part], self.lists[part])
-            for part, tree in self.shapes().items()
+            name: logical_axes(tree, self.parts[name].axes, self.parts[name].lists)
+            for name, tree in self.shapes().items()
         }
 
     def read(
         self, folder: pathlib.Path, part: str, shardings: Any = None, dtype: Any = jnp.float32
     ) -> Params:
         """Reads one component's parameters from the pipeline folder directly onto the devices of `shardings`."""
+        component, shapes = self.parts[part], self.shapes()[part]
         return weights.read_params(
             folder / part,
-            self.shapes()[part],
-            self.lists[part],
+            shapes,
+            component.lists,
             shardings=shardings,
             dtype=dtype,
-            ignore=self.ignored.get(part, ()),
-            rename=self.renamed.get(part),
+            ignore=component.ignored(getattr(self, part)),
+            rename=component.renamed,
         )
 
     def check(self, folder: pathlib.Path, part: str) -> None:
         """Raises ValueError where one component's weights are incomplete or do not fit; only headers are read."""
-        weights.check_params(
-            folder / part,
-            self.shapes()[part],
-            self.lists[part],
-            ignore=self.ignored.get(part, ()),
-            rename=self.renamed.get(part),
-        )
+        component, shapes = self.parts[part], self.shapes()[part]
+        ignored = component.ignored(getattr(self, part))
+        weights.check_params(folder / part, shapes, component.lists, ignored, component.renamed)
 
 
-def check_widths(folder: pathlib.Path, widths: Iterable[tuple[str, str, int, str, int]]) -> None:
-    """Refuses components that do not fit the transformer.
-
-    Args:
-      folder: the pipeline's.
-      widths: a component, a field of its config and its value; the transformer's field, and the value that fits.
-
-    Raises:
-      ValueError: names the file and the number.
-    """
-    for part, name, found, of_transformer, expected in widths:
-        if found != expected:
-            raise ValueError(
-                f"{folder / part / 'config.json'}: {name} must be {expected}, the transformer's {of_transformer}, "
-                f"and is {found}"
-            )
+def tokenizer_of(part: str) -> str:
+    """The name of a text encoder's tokenizer, such as "tokenizer_2" of "text_encoder_2"."""
+    return part.replace("text_encoder", "tokenizer")
 
 
 def check_tokens(asked: int, most: int, why: str) -> None:
@@ -139,10 +359,59 @@ def check_tokens(asked: int, most: int, why: str) -> None:
         )
 
 
-@functools.cache
-def shapes_of(init: Callable[..., Params], *networks: Any) -> Params:
-    """The parameters that `init(*networks, key)` makes, as shapes.
+def _named(folder: pathlib.Path, part: str) -> bool:
+    """Whether a pipeline's model_index.json names an optional component.
 
-    Kept, because tracing every component takes seconds, and every read of a component asks for the shapes.
+    Raises:
+      ValueError: it does, but the folder has none.
     """
-    return jax.eval_shape(functools.partial(init, *networks), jax.random.key(0))
+    named = weights.read_model_index(folder).get(part) not in (None, [None, None])
+    if named and not (folder / part).is_dir():
+        raise ValueError(
+            f"{folder / part} is missing, but model_index.json names it: add the folder, or leave it out "
+            "by config.model.without, or by [null, null] in its place in model_index.json"
+        )
+    return named
+
+
+def _check_widths(
+    folder: pathlib.Path, configs: Mapping[str, Any], widths: Sequence[tuple[str, str, str]]
+) -> None:
+    """Refuses components that do not fit the transformer: see `ImageFamily.widths`.
+
+    Raises:
+      ValueError: names the file and the number.
+    """
+
+    def value(part: str, expression: str) -> int:
+        name, _, factor = expression.partition(" times ")
+        name, _, divisor = name.partition(" / ")
+        return getattr(configs[part], name) * int(factor or 1) // int(divisor or 1)
+
+    for part, name, of_transformer in widths:
+        if part not in configs:
+            continue
+        found, expected = value(part, name), value("transformer", of_transformer)
+        if found != expected:
+            raise ValueError(
+                f"{folder / part / 'config.json'}: {name} must be {expected}, the transformer's {of_transformer}, "
+                f"and is {found}"
+            )
+
+
+def _init(parts: Sequence[tuple[str, nn.Module, Component]], key: Array) -> Params:
+    # These keys are those with which the embedded model was trained from scratch.
+    keys = [*jax.random.split(key, 4), jax.random.fold_in(key, 3)]
+    return {
+        name: network.init(own, *part.inputs(network.config), method=part.method)["params"]
+        for (name, network, part), own in zip(parts, keys, strict=False)
+    }
+
+
+@functools.cache
+def _shapes(parts: Sequence[tuple[str, nn.Module, Component]]) -> Params:
+    """The shapes that `_init` gives.
+
+    Cached, because tracing every component takes seconds, and every read of a component needs the shapes.
+    """
+    return jax.eval_shape(functools.partial(_init, parts), jax.random.key(0))

@@ -1,6 +1,7 @@
 """Layers shared by several transformer families, with diffusers' names."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -19,6 +20,14 @@ SIDE = 2  # latents a packed token has along each side
 
 linear_init = nn.initializers.xavier_uniform()
 embedder_init = nn.initializers.normal(0.02)
+
+
+def linear(
+    features: int, dtype: DTypeLike, name: str, use_bias: bool = True, **options: Any
+) -> nn.Dense:
+    """A linear layer of a block, of the module that calls this."""
+    options = {"kernel_init": linear_init} | options
+    return Linear(features, use_bias, dtype=dtype, name=name, **options)
 
 
 def sincos_1d(positions: Float[np.ndarray, "n"], dim: int) -> Float[np.ndarray, "n dim"]:
@@ -85,9 +94,8 @@ def modulation(
     They are of a linear layer `name` of the module that calls this, initialised to zero (adaLN-Zero of DiT).
     """
     features = chunks * embedding.shape[-1]
-    zeros = nn.initializers.zeros
-    linear = Linear(features, use_bias, dtype=jnp.float32, kernel_init=zeros, name=name)
-    return jnp.split(linear(nn.silu(embedding))[:, None], chunks, axis=-1)
+    layer = linear(features, jnp.float32, name, use_bias, kernel_init=nn.initializers.zeros)
+    return jnp.split(layer(nn.silu(embedding))[:, None], chunks, axis=-1)
 
 
 class Modulation(nn.Module):
@@ -112,11 +120,10 @@ class Mlp(nn.Module):
     def __call__(self, x: Float[Array, "b i"]) -> Float[Array, "b d"]:
         """Embed each row of x in `dim` channels."""
 
-        def linear(name: str) -> nn.Dense:
-            init = embedder_init
-            return Linear(self.dim, self.use_bias, dtype=jnp.float32, kernel_init=init, name=name)
+        def embed(name: str) -> nn.Dense:
+            return linear(self.dim, jnp.float32, name, self.use_bias, kernel_init=embedder_init)
 
-        return linear("linear_2")(nn.silu(linear("linear_1")(x)))
+        return embed("linear_2")(nn.silu(embed("linear_1")(x)))
 
 
 class TimeTextEmbed(nn.Module):
@@ -152,8 +159,7 @@ class GeluProjection(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "b n i"]) -> Float[Array, "b n d"]:
         """Project x to `dim` channels."""
-        proj = Linear(self.dim, dtype=self.dtype, kernel_init=linear_init, name="proj")
-        return nn.gelu(product(proj(x)), approximate=True)
+        return nn.gelu(product(linear(self.dim, self.dtype, "proj")(x)), approximate=True)
 
 
 class FeedForward(nn.Module):
@@ -166,7 +172,7 @@ class FeedForward(nn.Module):
         """Apply to each token."""
         dim = x.shape[-1]
         x = GeluProjection(4 * dim, self.dtype, name="net_0")(x)
-        return product(Linear(dim, dtype=self.dtype, kernel_init=linear_init, name="net_2")(x))
+        return product(linear(dim, self.dtype, "net_2")(x))
 
 
 def pack(latents: Float[Array, "b h w c"]) -> Float[Array, "b n p"]:
@@ -189,3 +195,33 @@ def unpack(tokens: Float[Array, "b n p"], height: int, width: int) -> Float[Arra
     x = tokens.reshape(len(tokens), height // SIDE, width // SIDE, -1, SIDE, SIDE)
     x = jnp.einsum("bhwcpq->bhpwqc", x)
     return x.reshape(len(tokens), height, width, -1)
+
+
+def patches(latents: Float[Array, "b h w c"], side: int) -> Float[Array, "b n p"]:
+    """Tokens of side x side latents row by row, whose numbers are row by row with channels last."""
+    b, height, width, c = latents.shape
+    h, w = height // side, width // side
+    x = jnp.einsum("bhpwqc->bhwpqc", latents.reshape(b, h, side, w, side, c))
+    return x.reshape(b, h * w, side * side * c)
+
+
+def unpatched(
+    tokens: Float[Array, "b n p"], side: int, height: int, width: int
+) -> Float[Array, "b h w c"]:
+    """The inverse of `patches`, for latents of `height` x `width`, in float32."""
+    x = tokens.reshape(len(tokens), height // side, width // side, side, side, -1)
+    x = jnp.einsum("bhwpqc->bhpwqc", x.astype(jnp.float32))
+    return x.reshape(len(tokens), height, width, -1)
+
+
+def output(
+    x: Float[Array, "b n d"],
+    modulation: Sequence[Float[Array, "b 1 d"]],
+    features: int,
+    dtype: DTypeLike,
+    use_bias: bool = True,
+) -> Float[Array, "b n o"]:
+    """The end of a transformer: a norm modulated by (scale, shift), and the layer `proj_out`, initialised to zero."""
+    scale, shift = modulation
+    x = modulate(layer_norm(x), shift, scale, dtype)
+    return linear(features, dtype, "proj_out", use_bias, kernel_init=nn.initializers.zeros)(x)

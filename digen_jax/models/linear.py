@@ -180,7 +180,7 @@ def _adapted_backward(
     saved: tuple[Array, Arrays, Arrays, Arrays],
     cotangents: list[Array],
 ) -> tuple[Array, Arrays, Arrays, Arrays]:
-    """Of the terms apart, since a kernel has a gradient only if it is trained, and then no factors."""
+    """Of the separate terms, since a kernel has a gradient only if it is trained, and then no factors."""
 
     def apart(x: Array, kernels: Arrays, a: Arrays, b: Arrays) -> list[Array]:
         layers = zip(kernels, a, b, strict=True)

@@ -26,7 +26,7 @@ def rematerialised(block: type[nn.Module], remat: Remat, scanned: bool) -> type[
     Args:
       block: its products are marked by `product`.
       remat: see `Remat`.
-      scanned: whether the block is the body of a scan, which is compiled apart, so that nothing undoes it.
+      scanned: whether the block is the body of a scan, which is compiled separately, so that nothing undoes it.
     """
     if remat == "none":
         return block

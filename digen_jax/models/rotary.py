@@ -70,6 +70,11 @@ def turned_by(angles: Float[np.ndarray, "n half"]) -> Rotary:
     return Rotary(np.cos(angles).astype(np.float32), (np.sin(angles) * signs).astype(np.float32))
 
 
+def joined(first: Rotary, second: Rotary) -> Rotary:
+    """The table of two streams, one behind the other."""
+    return Rotary(*(jnp.concatenate(tables) for tables in zip(first, second, strict=True)))
+
+
 def rotate_pairs(x: Float[Array, "b n h d"], rotary: Rotary) -> Float[Array, "b n h d"]:
     """Turns the pairs of channels of every head, in float32, and rounds to x's dtype.
 

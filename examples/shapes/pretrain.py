@@ -21,16 +21,13 @@ from digen_jax.errors import LARGEST_SEED, ConfigError, check_finite, check_rang
 from digen_jax.files import shipped
 from digen_jax.logging.workdir import claim_workdir
 from digen_jax.models.autoencoders.autoencoder_kl import scale_latents
-from digen_jax.models.sd3.family import (
-    COMPONENTS,
-    PIPELINE_CLASS,
-    StableDiffusion3,
-    TokenIds,
-)
+from digen_jax.models.sd3.family import StableDiffusion3, TokenIds
 from digen_jax.process.job import MOST_CPU_DEVICES
 from examples.shapes.fit import FitSettings, fit
 from examples.shapes.pool import Pool, cached_pool
 from examples.shapes.tokenizer import build_tokenizer
+
+WITHOUT = ("text_encoder_3",)  # the T5
 
 CONFIG = "configs/shapes_pretrain.py"
 NETWORKS = "config.text.encoder.", "config.autoencoder.network.", "config.transformer.network."
@@ -243,7 +240,10 @@ def network_configs(config: ConfigDict, tokenizer: Any) -> dict[str, dict]:
 
 def build_family(networks: dict[str, dict], tokenizer: Any, dtype: str) -> StableDiffusion3:
     """Returns the family of new networks; both text encoders read the same tokens."""
-    return StableDiffusion3.from_configs(networks, (tokenizer, tokenizer), jnp.dtype(dtype))
+    readers = StableDiffusion3.readers(without=WITHOUT)
+    configs = {part: read(networks[part]) for part, read in readers.items()}
+    tokenizers = {"tokenizer": tokenizer, "tokenizer_2": tokenizer}
+    return StableDiffusion3.build(configs, tokenizers, jnp.dtype(dtype))
 
 
 def write_pipeline(
@@ -258,10 +258,11 @@ def write_pipeline(
             config=networks[part],
             kind="transformers" if part.startswith("text") else "diffusers",
         )
-    for part, tokenizer in zip(("tokenizer", "tokenizer_2"), family.tokenizers, strict=True):
-        tokenizer.save_pretrained(output / part)
+    for part in family.encoders.values():
+        getattr(family, part).save_pretrained(output / part)
     (output / "scheduler").mkdir(parents=True, exist_ok=True)
-    index = {"_class_name": PIPELINE_CLASS} | {name: list(one) for name, one in COMPONENTS.items()}
+    classes = family.classes(without=WITHOUT)
+    index = {"_class_name": family.pipeline} | {name: list(one) for name, one in classes.items()}
     for name, value in (
         ("scheduler/scheduler_config.json", networks["scheduler"]),
         ("model_index.json", index),

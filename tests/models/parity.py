@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from flax import traverse_util
 
+from digen_jax.checkpoints.tensors import file_shape, tensor_names
+
 LEAVES = {"kernel": "weight", "scale": "weight", "embedding": "weight"}
 
 
@@ -50,6 +52,15 @@ def to_flax(state_dict: dict, template, lists: tuple[str, ...]):
     for path, array in tree.items():
         assert array.shape == flat[path].shape, ("/".join(path), array.shape, flat[path].shape)
     return traverse_util.unflatten_dict(tree)
+
+
+def file_shapes(tree, lists: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
+    """The shapes in a file of all tensors of a flax tree, by their names there."""
+    return {
+        name: file_shape(path, leaf.shape, lists)
+        for path, leaf in traverse_util.flatten_dict(tree).items()
+        for name in tensor_names(path, lists)
+    }
 
 
 def gradients(module: torch.nn.Module) -> dict[str, torch.Tensor]:

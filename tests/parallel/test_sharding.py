@@ -66,7 +66,7 @@ def test_every_dimension_of_every_component_has_a_name_that_says_how_large_it_is
     assert sizes["transformer", "head_dim"] == {config.attention_head_dim}
     assert sizes["transformer", "modulation"] == {6 * config.dim, 2 * config.dim}
     assert sizes["transformer", "layers"] == {3}
-    text = family.text_encoders[0].config
+    text = family.text_encoder.config
     assert sizes["text_encoder", "embed"] == {text.hidden_size}
     assert sizes["text_encoder", "vocab"] == {text.vocab_size}
     assert sizes["text_encoder", "mlp"] == {text.intermediate_size}

@@ -12,7 +12,8 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from digen_jax.json_fields import check_values, number
+from digen_jax.json_fields import fields_of, number
+from digen_jax.models.autoencoders import autoencoder_kl
 from digen_jax.models.autoencoders.autoencoder_kl import (
     AutoencoderKL,
     AutoencoderKLConfig,
@@ -71,18 +72,8 @@ class AutoencoderKLFlux2Config:
         Raises:
           ValueError: a field is unknown or has a value that this network does not support.
         """
-        known = {field.name for field in dataclasses.fields(cls)}
-        values = {}
-        for name, value in config.items():
-            if name.startswith("_") or name in BOOKKEEPING:
-                continue
-            if name not in known:
-                raise ValueError(
-                    f"AutoencoderKLFlux2 has no field {name!r}: remove it from the config"
-                )
-            values[name] = tuple(value) if isinstance(value, list) else value
-        check_values(cls, values)
-        return cls(**values)
+        config = {name: value for name, value in config.items() if name not in BOOKKEEPING}
+        return cls(**fields_of(cls, config, "an AutoencoderKLFlux2"))
 
     @property
     def encoder(self) -> AutoencoderKLConfig:
@@ -172,3 +163,13 @@ def _unpatched(latents: Float[Array, "b h w d"]) -> Float[Array, "b 2*h 2*w d//4
     b, h, w, d = latents.shape
     patches = latents.reshape(b, h, w, d // 4, 2, 2)
     return jnp.einsum("bhwcpq->bhpwqc", patches).reshape(b, 2 * h, 2 * w, d // 4)
+
+
+COMPONENT = dataclasses.replace(
+    autoencoder_kl.COMPONENT,
+    classes=("AutoencoderKLFlux2",),
+    network=AutoencoderKLFlux2,
+    read_config=AutoencoderKLFlux2Config.from_config,
+    axes=AXES,
+    ignored=lambda network: IGNORED,
+)

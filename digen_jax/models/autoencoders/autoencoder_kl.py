@@ -13,7 +13,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from digen_jax.attention.attend import attend
-from digen_jax.json_fields import check_values, number
+from digen_jax.json_fields import fields_of, number
+from digen_jax.models.component import Component
 
 LISTS: tuple[str, ...] = (
     "down_blocks",
@@ -78,18 +79,11 @@ class AutoencoderKLConfig:
         Raises:
           ValueError: a field is unknown or has a value that this network does not support.
         """
-        known = {field.name for field in dataclasses.fields(cls)}
-        values = {}
-        for name, value in config.items():
-            if name in ("latents_mean", "latents_std") and value is not None:
+        for name in ("latents_mean", "latents_std"):
+            if config.get(name) is not None:
                 raise ValueError(f"{name} must be null: latents are scaled by scaling_factor only")
-            if name.startswith("_") or name in BOOKKEEPING:
-                continue
-            if name not in known:
-                raise ValueError(f"AutoencoderKL has no field {name!r}: remove it from the config")
-            values[name] = tuple(value) if isinstance(value, list) else value
-        check_values(cls, values)
-        return cls(**values)
+        config = {name: value for name, value in config.items() if name not in BOOKKEEPING}
+        return cls(**fields_of(cls, config, "an AutoencoderKL"))
 
 
 def scale_latents(
@@ -343,3 +337,21 @@ def encode_images(
     """The latents that a transformer is trained on, from images in [0, 1]: the means, without noise."""
     mean, _ = vae.apply({"params": params}, images * 2 - 1, method="encode")
     return scale_latents(vae.config, mean)
+
+
+def inputs(config: Any) -> tuple[Float[Array, "1 H W 3"]]:
+    """A small image, for `init`."""
+    side = 2 ** len(config.block_out_channels)
+    return (jnp.zeros((1, side, side, 3)),)
+
+
+COMPONENT = Component(
+    library="diffusers",
+    classes=("AutoencoderKL",),
+    network=AutoencoderKL,
+    read_config=AutoencoderKLConfig.from_config,
+    inputs=inputs,
+    lists=LISTS,
+    axes=AXES,
+    method="reconstruct",
+)

@@ -1,7 +1,7 @@
 """The autoencoder of Wan 2.1 and of Qwen-Image: clips to latents and back, channels last.
 
-Wan (arXiv 2503.20314), Qwen-Image (arXiv 2508.02324), whose autoencoder is Wan's with another decoder's weights. A
-picture is a clip of one frame. diffusers' AutoencoderKLWan and AutoencoderKLQwenImage are the same network with the
+Wan (arXiv 2503.20314), Qwen-Image (arXiv 2508.02324), whose autoencoder is Wan's with another decoder's weights. An
+image is a clip of one frame. diffusers' AutoencoderKLWan and AutoencoderKLQwenImage are the same network with the
 same tensor names. Wan 2.2's autoencoder is another one.
 """
 
@@ -12,13 +12,14 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from digen_jax.json_fields import check_values, number
+from digen_jax.json_fields import fields_of, number
 from digen_jax.models.autoencoders.autoencoder_wan_layers import (
     CausalConv3d,
     Decoder3d,
     Encoder3d,
     FrameChunk,
 )
+from digen_jax.models.component import Component
 
 LISTS: tuple[str, ...] = (
     "down_blocks",
@@ -95,24 +96,16 @@ class AutoencoderKLWanConfig:
         Raises:
           ValueError: a field is unknown or has a value that this network does not support.
         """
-        known = {field.name for field in dataclasses.fields(cls)}
-        values = {}
-        for name, value in config.items():
-            value = tuple(value) if isinstance(value, list) else value
-            if name in FIXED:
-                only, reason = FIXED[name]
-                if value != only:
-                    shown = {False: "false", None: "null", (): "[]"}[only]
-                    raise ValueError(f"{name} must be {shown} but is {value!r}: {reason}")
-            elif name == "input_channels":  # AutoencoderKLQwenImage has one field for both
-                values |= {"in_channels": value, "out_channels": value}
-            elif name in known:
-                values[name] = value
-            elif not name.startswith("_") and name not in BOOKKEEPING:
-                kind = config.get("_class_name", "AutoencoderKLWan")
-                raise ValueError(f"{kind} has no field {name!r}: remove it from the config")
-        check_values(cls, values)
-        return cls(**values)
+        config = {name: value for name, value in config.items() if name not in BOOKKEEPING}
+        for name, (only, reason) in FIXED.items():
+            value = config.pop(name, only)
+            if (tuple(value) if isinstance(value, list) else value) != only:
+                shown = {False: "false", None: "null", (): "[]"}[only]
+                raise ValueError(f"{name} must be {shown} but is {value!r}: {reason}")
+        if "input_channels" in config:  # AutoencoderKLQwenImage has one field for both
+            config["in_channels"] = config["out_channels"] = config.pop("input_channels")
+        kind = config.get("_class_name", "AutoencoderKLWan")
+        return cls(**fields_of(cls, config, f"an {kind}"))
 
     @property
     def side_factor(self) -> int:
@@ -201,7 +194,7 @@ class AutoencoderKLWan(nn.Module):
         """Raw latents to clips of 1 + (t - 1) * `frames_factor` frames, clipped to [-1, 1] as in diffusers.
 
         Args:
-          latents: of one frame for a picture.
+          latents: of one frame for an image.
           at_once: frames of latents that are decoded together. More take more memory; the result is the same.
         """
         x = self.post_quant_conv(latents, FrameChunk())
@@ -235,3 +228,20 @@ def _in_chunks(network: nn.Module, x: Array, first: int, size: int) -> Float[Arr
     _, ys = scan(network, chunk.kept, later)
     ys = ys.swapaxes(0, 1).reshape(y.shape[0], -1, *y.shape[2:])
     return jnp.concatenate([y, ys], axis=1)
+
+
+def inputs(config: AutoencoderKLWanConfig) -> tuple[Float[Array, "1 1 H W c"]]:
+    """A small clip of one frame, for `init`."""
+    return (jnp.zeros((1, 1, config.side_factor, config.side_factor, config.in_channels)),)
+
+
+COMPONENT = Component(
+    library="diffusers",
+    classes=("AutoencoderKLQwenImage",),
+    network=AutoencoderKLWan,
+    read_config=AutoencoderKLWanConfig.from_config,
+    inputs=inputs,
+    lists=LISTS,
+    axes=AXES,
+    method="reconstruct",
+)

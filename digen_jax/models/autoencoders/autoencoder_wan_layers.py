@@ -76,7 +76,7 @@ class CausalConv3d(nn.Module):
         alone = chunk.begins and start is None and x.shape[1] == 1
         if self.window[0] > self.stride:
             behind = chunk.behind_past(x, self.window[0] - self.stride, start)
-            # Zeros before a picture add nothing: a convolution of two dimensions has a third of the products.
+            # Zeros before an image add nothing: a convolution of two dimensions has a third of the products.
             x, kernel = (x, kernel[-1:]) if alone else (behind, kernel)
         if x.shape[1] < kernel.shape[0]:
             return jnp.zeros((x.shape[0], 0, *x.shape[2:4], self.channels), x.dtype)

@@ -1,7 +1,7 @@
-"""FLUX.1 Kontext as a family (arXiv 2506.15742): FLUX.1-dev that edits a picture by a prompt.
+"""FLUX.1 Kontext as a family (arXiv 2506.15742): FLUX.1-dev that edits a source image by a prompt.
 
-The picture is encoded by the autoencoder, and its latents are tokens that the transformer attends to together with
-those of the image. As in diffusers' `FluxKontextPipeline`, a prompt without a picture is drawn as by FLUX.1-dev.
+The source image is encoded by the autoencoder, and its latents are tokens that the transformer attends to together with
+those of the image. As in diffusers' `FluxKontextPipeline`, a prompt without one is sampled as by FLUX.1-dev.
 """
 
 import dataclasses
@@ -21,11 +21,10 @@ from digen_jax.models.flux.family import Conditioning, Flux, TokenIds
 from digen_jax.models.layers import SIDE
 from digen_jax.models.linear import exact_products
 
-PIPELINE_CLASS = "FluxKontextPipeline"
 # `target_modules` of yifan123/flow_grpo, scripts/train_flux_kontext.py (74db691).
 LORA_TARGETS = rf"{flux.LORA_TARGETS}|single_transformer_blocks\.\d+\.proj_mlp"
-# (height, width) of the pictures that the model was trained on, as in diffusers' pipeline. Of two that are as close to
-# a picture's shape the pipeline takes the narrower one, which is first here.
+# (height, width) of the images that the model was trained on, as in diffusers' pipeline. Of two that are as close to
+# an image's shape the pipeline takes the narrower one, which is first here.
 PREFERRED = tuple(
     Size(height, width)
     for height, width in (
@@ -37,7 +36,7 @@ PREFERRED = tuple(
 
 
 class EditConditioning(NamedTuple):
-    """The transformer's inputs from a prompt and the picture that is edited."""
+    """The transformer's inputs from a prompt and the source image."""
 
     context: Float[Array, "b n d"]
     pooled: Float[Array, "b p"]
@@ -45,7 +44,7 @@ class EditConditioning(NamedTuple):
 
 
 class EditTokens(NamedTuple):
-    """The ids of each prompt from both tokenizers, and its picture."""
+    """The ids of each prompt from both tokenizers, and its source image."""
 
     first: Int[Array, "b n"] | Int[np.ndarray, "b n"]
     second: Int[Array, "b m"] | Int[np.ndarray, "b m"]
@@ -54,10 +53,10 @@ class EditTokens(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class FluxKontext(Flux):
-    """The networks and tokenizers of one pipeline folder, for prompts that have a picture or for such without one.
+    """The networks and tokenizers of one pipeline folder, for prompts with or without source images.
 
-    The pictures of all prompts are stretched to the size `source`, by the filter of diffusers' pipeline, because a
-    program is for one shape. The pipeline chooses one of `PREFERRED` for every picture: `source_size`. Images have the
+    The source images of all prompts are stretched to the size `source`, by the filter of diffusers' pipeline, because a
+    program is for one shape. The pipeline chooses one of `PREFERRED` for each of them: `source_size`. Images have the
     size that is asked for, which is what the pipeline makes of it if its `max_area` is that size's area.
 
     Raises:
@@ -66,6 +65,7 @@ class FluxKontext(Flux):
 
     source: Size | None = None
 
+    pipeline: ClassVar = "FluxKontextPipeline"
     edits: ClassVar[bool] = True
     lora_targets: ClassVar[str] = LORA_TARGETS
 
@@ -75,22 +75,22 @@ class FluxKontext(Flux):
 
     @property
     def encoders(self) -> Mapping[str, str]:
-        """The text encoders, and for pictures the autoencoder."""
-        return Flux.encoders if self.source is None else {**Flux.encoders, "vae": ""}
+        """The text encoders, and for source images the autoencoder."""
+        return super().encoders if self.source is None else {**super().encoders, "vae": ""}
 
     @property
     def encoded_prompts(self) -> int:
-        """As many pictures as are decoded together, if prompts have pictures."""
+        """As many source images as images that are decoded together, if there are any."""
         if self.source is None:
             return Flux.encoded_prompts
         pictures = self.decoded_pixels // (self.source.height * self.source.width)
         return max(1, min(Flux.encoded_prompts, pictures))
 
     def tokenize(self, records: Sequence[Record]) -> TokenIds | EditTokens:
-        """Ids, padded or truncated to each text encoder's length, and the records' pictures.
+        """Ids, padded or truncated to each text encoder's length, and the records' source images.
 
         Raises:
-          ValueError: a picture that is missing or cannot be read, or one where there is to be none.
+          ValueError: a source image is missing or cannot be read, or there is one that nothing reads.
         """
         ids = super().tokenize(records)
         for record in records:
@@ -103,7 +103,7 @@ class FluxKontext(Flux):
         return EditTokens(*ids, np.stack(pictures))
 
     def tokenize_null(self, records: Sequence[Record]) -> TokenIds | EditTokens:
-        """The tokens of each record's negative prompt, with its picture if there are pictures.
+        """The tokens of each record's negative prompt, with its source image if there is one.
 
         The second pass of diffusers' pipeline differs from the first one in the text alone.
         """
@@ -115,7 +115,7 @@ class FluxKontext(Flux):
 
     @exact_products
     def encode(self, params: Params, ids: TokenIds | EditTokens) -> Conditioning | EditConditioning:
-        """The conditioning of FLUX.1, and the mean of the latents of each picture."""
+        """The conditioning of FLUX.1, and the mean of the latents of each source image."""
         text = super().encode(params, TokenIds(ids.first, ids.second))
         if self.source is None:
             return text
@@ -123,14 +123,14 @@ class FluxKontext(Flux):
         return EditConditioning(*text, encode_images(self.vae, params["vae"], images))
 
     def source_size(self, height: int, width: int) -> Size:
-        """The one of `PREFERRED` whose shape is closest to that of a picture of height x width."""
+        """The one of `PREFERRED` whose shape is closest to that of an image of height x width."""
         multiple = self.factor * SIDE
         ratio = width // multiple / max(1, height // multiple)
         nearest = min(PREFERRED, key=lambda size: abs(ratio - size.width / size.height))
         return Size(nearest.height // multiple * multiple, nearest.width // multiple * multiple)
 
     def flops(self, size: Size) -> dict[str, dict[str, float]]:
-        """FLOPs of the transformer by stream, with the tokens of the picture: see `flux.forward_flops`."""
+        """FLOPs of the transformer by stream, with the tokens of the source image: see `flux.forward_flops`."""
         tokens = 0
         if self.source is not None:
             tokens = self.source.height * self.source.width // (self.factor * SIDE) ** 2

@@ -5,8 +5,7 @@ blocks are scanned as one run (`transformer_blocks_0to18`), and single blocks as
 """
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from typing import ClassVar
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -14,12 +13,12 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from digen_jax.json_fields import fields_of, number
+from digen_jax.json_fields import number
 from digen_jax.models import dual_block, layers
+from digen_jax.models.component import Component, TransformerConfig
 from digen_jax.models.layers import SIDE, TIME_FEATURES
-from digen_jax.models.linear import Linear
 from digen_jax.models.remat import Remat, block_run, product
-from digen_jax.models.rotary import Rotary, image_positions, rotary_table
+from digen_jax.models.rotary import Rotary, image_positions, joined, rotary_table
 
 LISTS = ("single_transformer_blocks", *dual_block.LISTS)
 # `target_modules` of yifan123/flow_grpo, scripts/train_flux.py (74db691). They are ends of names, so single blocks have
@@ -46,11 +45,14 @@ THETA = 10_000.0
 
 
 @dataclasses.dataclass(frozen=True)
-class FluxConfig:
+class FluxConfig(TransformerConfig):
     """The fields of diffusers' config.json, with its defaults; raises ValueError if they conflict.
 
     `in_channels` are those of a token, which has 2 x 2 latents.
     """
+
+    title: ClassVar = "a FLUX transformer"
+    absent: ClassVar = {"out_channels": None}
 
     patch_size: int = number(1, 1, 1)
     in_channels: int = 64
@@ -65,39 +67,14 @@ class FluxConfig:
     axes_dims_rope: tuple[int, ...] = (16, 56, 56)
 
     def __post_init__(self):
-        for name in ("in_channels", "out_channels"):
-            if getattr(self, name) % layers.SIDE**2:
-                raise ValueError(
-                    f"{name} must be a multiple of 4, of the 2 x 2 latents of a token, not {getattr(self, name)}."
-                )
-        widths = self.axes_dims_rope
-        positive = all(width > 0 and width % 2 == 0 for width in widths)
-        if len(widths) != 3 or not positive or sum(widths) != self.attention_head_dim:
-            raise ValueError(
-                f"axes_dims_rope must be three even numbers whose sum is attention_head_dim = "
-                f"{self.attention_head_dim}, not {list(widths)}."
-            )
-
-    @property
-    def dim(self) -> int:
-        """Width of the transformer."""
-        return self.num_attention_heads * self.attention_head_dim
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> "FluxConfig":
-        """Reads diffusers' config.json, ignoring keys that start with an underscore.
-
-        Raises a ValueError that names a key that is unknown or whose value is not supported.
-        """
-        if config.get("out_channels") is None:
-            config = {**config, "out_channels": config.get("in_channels", cls.in_channels)}
-        return cls(**fields_of(cls, config, "a FLUX transformer"))
+        self.check_packed("in_channels", "out_channels")
+        self.check_rope(axes=3)
 
 
 def _image_tokens(
     latents: Float[Array, "b h w c"], source: Float[Array, "b h2 w2 c"] | None
 ) -> tuple[Float[Array, "b n t"], Int[np.ndarray, "n 3"]]:
-    """The tokens of an image, those of the picture that is edited behind them, and their positions."""
+    """The tokens of an image, those of the source image behind them, and their positions."""
     pictures = [latents] if source is None else [latents, source]
     positions = [
         image_positions(*(side // layers.SIDE for side in picture.shape[1:3]), index)
@@ -120,11 +97,6 @@ class SingleBlock(nn.Module):
         self, x: Float[Array, "b n d"], embedding: Float[Array, "b d"], rotary: Rotary
     ) -> tuple[Float[Array, "b n d"], None]:
         """Updates the tokens; the second result is for `nn.scan`, which collects nothing."""
-
-        def linear(features: int, name: str) -> nn.Dense:
-            init = layers.linear_init
-            return Linear(features, dtype=self.dtype, kernel_init=init, name=name)
-
         dim = x.shape[-1]
         shift, scale, gate = layers.Modulation(3, name="norm")(embedding)
         normed = layers.modulate(layers.layer_norm(x), shift, scale, self.dtype)
@@ -132,8 +104,10 @@ class SingleBlock(nn.Module):
             self.heads, QK_NORM, self.dtype, pre_only=True, name="attn"
         )
         attended, _ = attention(normed, rotary=(rotary,))
-        hidden = nn.gelu(product(linear(4 * dim, "proj_mlp")(normed)), approximate=True)
-        update = linear(dim, "proj_out")(jnp.concatenate([attended, hidden], axis=-1))
+        projected = layers.linear(4 * dim, self.dtype, "proj_mlp")(normed)
+        hidden = nn.gelu(product(projected), approximate=True)
+        together = jnp.concatenate([attended, hidden], axis=-1)
+        update = layers.linear(dim, self.dtype, "proj_out")(together)
         return layers.residual(x, gate, product(update)), None
 
 
@@ -162,7 +136,7 @@ class FluxTransformer(nn.Module):
     ) -> Float[Array, "b h w o"]:
         """Predicts the velocity eps - x0, in float32, of latents at noise level sigma in [0, 1].
 
-        `source` are the latents of a picture that is edited (FLUX.1 Kontext, arXiv 2506.15742): tokens that are
+        `source` are the latents of a source image that is edited (FLUX.1 Kontext, arXiv 2506.15742): tokens that are
         attended to like those of the image, with an index of their own among the positions.
 
         Raises:
@@ -176,21 +150,21 @@ class FluxTransformer(nn.Module):
             )
         height, width = latents.shape[1:3]
         tokens, of_image = _image_tokens(latents, source)
-        x = self._linear(config.dim, "x_embedder")(tokens)
-        context = self._linear(config.dim, "context_embedder")(context)
+        x = layers.linear(config.dim, self.dtype, "x_embedder")(tokens)
+        context = layers.linear(config.dim, self.dtype, "context_embedder")(context)
         embed = layers.TimeTextEmbed(config.dim, name="time_text_embed")
         embedding = embed(sigma, pooled, guidance)
 
         rotary = (self._rotary(of_image), self._rotary(np.zeros((context.shape[1], 3), int)))
         (x, context), _ = self._dual_blocks()((x, context), embedding, rotary)
-        joined = Rotary(*(jnp.concatenate(tables) for tables in zip(*rotary, strict=True)))
+        table = joined(*rotary)
         tokens = jnp.concatenate([x, context], axis=1)
-        tokens, _ = self._single_blocks()(tokens, embedding, joined)
+        tokens, _ = self._single_blocks()(tokens, embedding, table)
         own = height * width // layers.SIDE**2  # none of the source's
-        return self._velocity(tokens[:, :own], embedding, height, width)
-
-    def _linear(self, features: int, name: str) -> nn.Dense:
-        return Linear(features, dtype=self.dtype, kernel_init=layers.linear_init, name=name)
+        x = tokens[:, :own]
+        modulation = layers.Modulation(2, name="norm_out")(embedding)
+        x = layers.output(x, modulation, config.out_channels, self.dtype)
+        return layers.unpack(x.astype(jnp.float32), height, width)
 
     def _rotary(self, positions: np.ndarray) -> Rotary:
         return rotary_table(positions, self.config.axes_dims_rope, THETA)
@@ -205,33 +179,13 @@ class FluxTransformer(nn.Module):
         block = block_run(SingleBlock, "single_transformer_blocks", 0, last, self.remat)
         return block(self.config.num_attention_heads, self.dtype)
 
-    def _velocity(
-        self, x: Float[Array, "b n d"], embedding: Float[Array, "b d"], height: int, width: int
-    ) -> Float[Array, "b h w o"]:
-        """The image's tokens to latents of `height` x `width`."""
-        scale, shift = layers.Modulation(2, name="norm_out")(embedding)
-        x = layers.modulate(layers.layer_norm(x), shift, scale, self.dtype)
-        zeros = nn.initializers.zeros
-        proj_out = Linear(
-            self.config.out_channels, dtype=self.dtype, kernel_init=zeros, name="proj_out"
-        )
-        return layers.unpack(proj_out(x).astype(jnp.float32), height, width)
-
 
 def forward_flops(
     config: FluxConfig, latent: tuple[int, int, int], text: int, source: int = 0
 ) -> dict[str, float]:
-    """FLOPs of one sequence by stream: matrix products and attention, a multiply-add counts as two.
+    """See `Component.flops`.
 
-    "image" and "text" are the operations on each token alone, "attention" the products of queries, keys and values,
-    "modulation" the operations once a sequence, on the embedding of time, guidance and pooled text. Norms, softmax,
-    rotations and other elementwise operations are not counted.
-
-    Args:
-      config: the transformer's.
-      latent: (h, w, c) of the latents.
-      text: tokens of the context.
-      source: tokens of a picture that is edited, which belong to the stream "image".
+    `source` are the tokens of a source image, which belong to the stream "image".
     """
     d, blocks, singles = config.dim, config.num_layers, config.num_single_layers
     h, w, _ = latent
@@ -250,3 +204,23 @@ def forward_flops(
         "modulation": modulations * d * d + embedders,
     }
     return {stream: 2.0 * count for stream, count in products.items()}
+
+
+def inputs(config: FluxConfig) -> tuple[Array | None, ...]:
+    """Latents, sigma, context, pooled text and guidance of one small image, for `init`."""
+    x = jnp.zeros((1, layers.SIDE, layers.SIDE, config.in_channels // layers.SIDE**2))
+    context = jnp.zeros((1, 2, config.joint_attention_dim))
+    pooled = jnp.zeros((1, config.pooled_projection_dim))
+    return x, jnp.ones(1), context, pooled, jnp.ones(1) if config.guidance_embeds else None
+
+
+TRANSFORMER = Component(
+    library="diffusers",
+    classes=("FluxTransformer2DModel",),
+    network=FluxTransformer,
+    read_config=FluxConfig.from_config,
+    inputs=inputs,
+    lists=LISTS,
+    axes=AXES,
+    flops=forward_flops,
+)

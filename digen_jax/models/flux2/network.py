@@ -7,8 +7,9 @@ name; dual blocks are scanned as one run (`transformer_blocks_0to4`), and single
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+import functools
+from collections.abc import Sequence
+from typing import ClassVar, Literal
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -18,18 +19,16 @@ from jaxtyping import Array, Float, Int
 
 from digen_jax.attention.attend import attend
 from digen_jax.attention.queries_keys import normed
-from digen_jax.json_fields import fields_of, number
+from digen_jax.json_fields import number
 from digen_jax.models import dual_block, layers
+from digen_jax.models.component import Component, TransformerConfig
 from digen_jax.models.layers import EPSILON, TIME_FEATURES
-from digen_jax.models.linear import Linear
 from digen_jax.models.remat import Remat, block_run, product
-from digen_jax.models.rotary import Rotary, image_positions, rotary_table, rotate_pairs
-
-POSITION_AXES = 4
+from digen_jax.models.rotary import Rotary, image_positions, joined, rotary_table, rotate_pairs
 
 
 @dataclasses.dataclass(frozen=True)
-class Flux2Config:
+class Flux2Config(TransformerConfig):
     """The fields of diffusers' config.json, with its defaults but for guidance; raises ValueError if they conflict.
 
     FLUX.2-dev is given its guidance as a number (`guidance_embeds`), and has another text encoder; klein is not.
@@ -39,6 +38,10 @@ class Flux2Config:
       mlp_ratio: width of a feed-forward network's hidden layer, in widths of the transformer.
       axes_dims_rope: channels of a head that turn with a token's image, row, column, and place in the text.
     """
+
+    title: ClassVar = "a FLUX.2 transformer"
+    # diffusers' defaults, of which the files of klein do not use the second.
+    absent: ClassVar = {"out_channels": None, "guidance_embeds": True}
 
     patch_size: int = number(1, 1, 1)
     in_channels: int = 128
@@ -56,37 +59,14 @@ class Flux2Config:
     guidance_embeds: Literal[False] = False
 
     def __post_init__(self):
-        widths = self.axes_dims_rope
-        positive = all(width > 0 and width % 2 == 0 for width in widths)
-        if len(widths) != POSITION_AXES or not positive or sum(widths) != self.attention_head_dim:
-            raise ValueError(
-                f"axes_dims_rope must be four even numbers whose sum is attention_head_dim = "
-                f"{self.attention_head_dim}, not {list(widths)}."
-            )
+        self.check_rope(axes=4)
         if self.hidden < 1:
             raise ValueError(f"mlp_ratio times {self.dim} must be 1 or more, not {self.mlp_ratio}.")
-
-    @property
-    def dim(self) -> int:
-        """Width of the transformer."""
-        return self.num_attention_heads * self.attention_head_dim
 
     @property
     def hidden(self) -> int:
         """Width of a feed-forward network's hidden layer."""
         return int(self.dim * self.mlp_ratio)
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> "Flux2Config":
-        """Reads diffusers' config.json, ignoring keys that start with an underscore.
-
-        Raises a ValueError that names a key that is unknown or whose value is not supported.
-        """
-        if config.get("out_channels") is None:
-            config = {**config, "out_channels": config.get("in_channels", cls.in_channels)}
-        # diffusers' default, which the files of klein do not rely on.
-        config = {"guidance_embeds": True, **config}
-        return cls(**fields_of(cls, config, "a FLUX.2 transformer"))
 
 
 LISTS = ("single_transformer_blocks", *dual_block.LISTS)
@@ -117,8 +97,7 @@ QK_NORM = "rms_norm"
 Vectors = Sequence[Float[Array, "b 1 d"]]
 
 
-def _linear(features: int, dtype: DTypeLike, name: str) -> nn.Dense:
-    return Linear(features, False, dtype=dtype, kernel_init=layers.linear_init, name=name)
+_linear = functools.partial(layers.linear, use_bias=False)
 
 
 def gated(x: Float[Array, "b n _"]) -> Float[Array, "b n m"]:
@@ -280,19 +259,15 @@ class Flux2Transformer(nn.Module):
         (x, context), _ = self._run(DualBlock, "transformer_blocks", config.num_layers)(
             (x, context), streams, rotary
         )
-        joined = Rotary(*(jnp.concatenate(tables) for tables in zip(*rotary, strict=True)))
+        table = joined(*rotary)
         tokens = jnp.concatenate([x, context], axis=1)
         singles = self._run(SingleBlock, "single_transformer_blocks", config.num_single_layers)
-        tokens, _ = singles(tokens, vectors(3, "single_stream_modulation"), joined)
+        tokens, _ = singles(tokens, vectors(3, "single_stream_modulation"), table)
 
-        scale, shift = vectors(2, "norm_out")
-        x = layers.layer_norm(tokens[:, : height * width])
-        x = layers.modulate(x, shift, scale, self.dtype)
-        zeros = nn.initializers.zeros
-        proj_out = Linear(
-            config.out_channels, False, dtype=self.dtype, kernel_init=zeros, name="proj_out"
-        )
-        return proj_out(x).astype(jnp.float32).reshape(batch, height, width, -1)
+        modulation = vectors(2, "norm_out")
+        x = tokens[:, : height * width]
+        x = layers.output(x, modulation, config.out_channels, self.dtype, use_bias=False)
+        return x.astype(jnp.float32).reshape(batch, height, width, -1)
 
     def _run(self, block: type[nn.Module], name: str, count: int) -> nn.Module:
         """`count` equal blocks of a torch list."""
@@ -302,17 +277,7 @@ class Flux2Transformer(nn.Module):
 
 
 def forward_flops(config: Flux2Config, latent: tuple[int, int, int], text: int) -> dict[str, float]:
-    """FLOPs of one sequence by stream: matrix products and attention, a multiply-add counts as two.
-
-    "image" and "text" are the operations on each token alone, "attention" the products of queries, keys and values,
-    "modulation" the operations once a sequence, on the embedding of time. Norms, softmax, rotations and other
-    elementwise operations are not counted.
-
-    Args:
-      config: the transformer's.
-      latent: (h, w, c) of the latents.
-      text: tokens of the context, padding included, as it is computed, too.
-    """
+    """See `Component.flops`."""
     d, blocks = config.dim, config.num_layers + config.num_single_layers
     h, w, _ = latent
     image = h * w
@@ -327,3 +292,21 @@ def forward_flops(config: Flux2Config, latent: tuple[int, int, int], text: int) 
         "modulation": modulations * d * d + (TIME_FEATURES + d) * d,
     }
     return {stream: 2.0 * count for stream, count in products.items()}
+
+
+def inputs(config: Flux2Config) -> tuple[Array, ...]:
+    """Latents, sigma and context of one small image, for `init`."""
+    context = jnp.zeros((1, 2, config.joint_attention_dim))
+    return jnp.zeros((1, 1, 1, config.in_channels)), jnp.ones(1), context
+
+
+TRANSFORMER = Component(
+    library="diffusers",
+    classes=("Flux2Transformer2DModel",),
+    network=Flux2Transformer,
+    read_config=Flux2Config.from_config,
+    inputs=inputs,
+    lists=LISTS,
+    axes=AXES,
+    flops=forward_flops,
+)

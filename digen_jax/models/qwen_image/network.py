@@ -5,8 +5,7 @@ the blocks are scanned as one run (`transformer_blocks_0to59`).
 """
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import ClassVar, Literal
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -14,10 +13,10 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
-from digen_jax.json_fields import fields_of, number
+from digen_jax.json_fields import number
 from digen_jax.models import dual_block, layers
+from digen_jax.models.component import Component, TransformerConfig
 from digen_jax.models.layers import SIDE, TIME_FEATURES
-from digen_jax.models.linear import Linear
 from digen_jax.models.remat import Remat, block_run
 from digen_jax.models.rotary import Rotary, image_positions, rotary_table
 
@@ -40,17 +39,18 @@ AXES = (
 )
 QK_NORM = "rms_norm"
 THETA = 10_000.0
-# A field of the published config.json that diffusers' network does not have, and ignores.
-BOOKKEEPING = ("pooled_projection_dim",)
 
 
 @dataclasses.dataclass(frozen=True)
-class QwenImageConfig:
+class QwenImageConfig(TransformerConfig):
     """The fields of diffusers' config.json, with its defaults; raises ValueError if they conflict.
 
     `in_channels` are those of a token, which has 2 x 2 latents; `out_channels` are those of a latent. The last three
     fields are about models that edit images or draw layers.
     """
+
+    title: ClassVar = "a Qwen-Image transformer"
+    unread: ClassVar = ("pooled_projection_dim",)
 
     patch_size: int = number(layers.SIDE, layers.SIDE, layers.SIDE)
     in_channels: int = 64
@@ -66,33 +66,8 @@ class QwenImageConfig:
     use_layer3d_rope: Literal[False] = False
 
     def __post_init__(self):
-        if self.in_channels % layers.SIDE**2:
-            raise ValueError(
-                f"in_channels must be a multiple of 4, of the 2 x 2 latents of a token, not {self.in_channels}."
-            )
-        widths = self.axes_dims_rope
-        positive = all(width > 0 and width % 2 == 0 for width in widths)
-        if len(widths) != 3 or not positive or sum(widths) != self.attention_head_dim:
-            raise ValueError(
-                f"axes_dims_rope must be three even numbers whose sum is attention_head_dim = "
-                f"{self.attention_head_dim}, not {list(widths)}."
-            )
-
-    @property
-    def dim(self) -> int:
-        """Width of the transformer."""
-        return self.num_attention_heads * self.attention_head_dim
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> "QwenImageConfig":
-        """Reads diffusers' config.json, ignoring keys that start with an underscore.
-
-        Raises a ValueError that names a key that is unknown or whose value is not supported.
-        """
-        config = {key: value for key, value in config.items() if key not in BOOKKEEPING}
-        if config.get("out_channels", 0) is None:
-            config["out_channels"] = config.get("in_channels", cls.in_channels)
-        return cls(**fields_of(cls, config, "a Qwen-Image transformer"))
+        self.check_packed("in_channels")
+        self.check_rope(axes=3)
 
 
 def rotary_tables(
@@ -156,9 +131,10 @@ class QwenImageTransformer(nn.Module):
         """
         config = self.config
         height, width = latents.shape[1:3]
-        x = self._linear(config.dim, "img_in")(layers.pack(latents))
+        x = layers.linear(config.dim, self.dtype, "img_in")(layers.pack(latents))
         norm = nn.RMSNorm(epsilon=layers.EPSILON, dtype=jnp.float32, name="txt_norm")
-        context = self._linear(config.dim, "txt_in")(norm(context).astype(self.dtype))
+        context = norm(context).astype(self.dtype)
+        context = layers.linear(config.dim, self.dtype, "txt_in")(context)
         embedding = TimeEmbed(config.dim, name="time_text_embed")(sigma)
 
         grid = height // layers.SIDE, width // layers.SIDE
@@ -166,15 +142,9 @@ class QwenImageTransformer(nn.Module):
         lengths = x.shape[1] + mask.sum(axis=1).astype(jnp.int32)
         (x, _), _ = self._blocks()((x, context), embedding, rotary, lengths)
 
-        scale, shift = layers.Modulation(2, name="norm_out")(embedding)
-        x = layers.modulate(layers.layer_norm(x), shift, scale, self.dtype)
-        zeros = nn.initializers.zeros
-        features = config.out_channels * layers.SIDE**2
-        proj_out = Linear(features, dtype=self.dtype, kernel_init=zeros, name="proj_out")
-        return layers.unpack(proj_out(x).astype(jnp.float32), height, width)
-
-    def _linear(self, features: int, name: str) -> nn.Dense:
-        return Linear(features, dtype=self.dtype, kernel_init=layers.linear_init, name=name)
+        modulation = layers.Modulation(2, name="norm_out")(embedding)
+        x = layers.output(x, modulation, config.out_channels * layers.SIDE**2, self.dtype)
+        return layers.unpack(x.astype(jnp.float32), height, width)
 
     def _blocks(self) -> nn.Module:
         last = self.config.num_layers - 1
@@ -186,17 +156,7 @@ class QwenImageTransformer(nn.Module):
 def forward_flops(
     config: QwenImageConfig, latent: tuple[int, int, int], text: int
 ) -> dict[str, float]:
-    """FLOPs of one sequence by stream: matrix products and attention, a multiply-add counts as two.
-
-    "image" and "text" are the operations on each token alone, "attention" the products of queries, keys and values,
-    "modulation" the operations once a sequence, on the embedding of time. Norms, softmax, rotations and other
-    elementwise operations are not counted.
-
-    Args:
-      config: the transformer's.
-      latent: (h, w, c) of the latents.
-      text: tokens of the context, padding included, as it is computed, too.
-    """
+    """See `Component.flops`."""
     d, blocks = config.dim, config.num_layers
     h, w, _ = latent
     image = (h // SIDE) * (w // SIDE)
@@ -212,3 +172,22 @@ def forward_flops(
         "modulation": modulations * d * d + (TIME_FEATURES + d) * d,
     }
     return {stream: 2.0 * count for stream, count in products.items()}
+
+
+def inputs(config: QwenImageConfig) -> tuple[Array, ...]:
+    """Latents, sigma, context and mask of one small image, for `init`."""
+    x = jnp.zeros((1, layers.SIDE, layers.SIDE, config.in_channels // layers.SIDE**2))
+    context = jnp.zeros((1, 2, config.joint_attention_dim))
+    return x, jnp.ones(1), context, jnp.ones((1, 2), bool)
+
+
+TRANSFORMER = Component(
+    library="diffusers",
+    classes=("QwenImageTransformer2DModel",),
+    network=QwenImageTransformer,
+    read_config=QwenImageConfig.from_config,
+    inputs=inputs,
+    lists=LISTS,
+    axes=AXES,
+    flops=forward_flops,
+)

@@ -6,8 +6,7 @@ tensor's name; runs of equal blocks are scanned (`transformer_blocks_0to12`).
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
-from typing import Any
+from typing import ClassVar
 
 import flax.linen as nn
 import jax
@@ -15,10 +14,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from digen_jax.json_fields import fields_of, number
+from digen_jax.json_fields import number
 from digen_jax.models import dual_block, layers
+from digen_jax.models.component import Component, TransformerConfig
 from digen_jax.models.layers import TIME_FEATURES
-from digen_jax.models.linear import Linear, patch_product
+from digen_jax.models.linear import patch_product
 from digen_jax.models.remat import Remat, block_run
 
 LISTS = dual_block.LISTS
@@ -40,8 +40,10 @@ AXES = (
 
 
 @dataclasses.dataclass(frozen=True)
-class SD3Config:
+class SD3Config(TransformerConfig):
     """The fields of diffusers' config.json, with its defaults; raises ValueError if they conflict."""
+
+    title: ClassVar = "an SD3 transformer"
 
     sample_size: int = 128
     patch_size: int = 2
@@ -75,21 +77,6 @@ class SD3Config:
             raise ValueError(
                 f"dual_attention_layers must lie in 0..{self.num_layers - 1}, but has {outside}."
             )
-
-    @property
-    def dim(self) -> int:
-        """Width of the transformer."""
-        return self.num_attention_heads * self.attention_head_dim
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> "SD3Config":
-        """Reads diffusers' config.json, ignoring keys that start with an underscore.
-
-        Raises a ValueError that names a key that is unknown or whose value is not supported.
-        """
-        if config.get("out_channels", cls.out_channels) is None:
-            config = {**config, "out_channels": config.get("in_channels", cls.in_channels)}
-        return cls(**fields_of(cls, config, "an SD3 transformer"))
 
 
 def segments(config: SD3Config) -> list[tuple[int, int, bool]]:
@@ -171,13 +158,14 @@ class SD3Transformer(nn.Module):
         embedding = layers.TimeTextEmbed(config.dim, name="time_text_embed")(sigma, pooled)
         if null_tokens:
             context = jnp.pad(context, ((0, 0), (0, 1), (0, 0)))
-        context = Linear(
-            config.dim, dtype=self.dtype, kernel_init=layers.linear_init, name="context_embedder"
-        )(context)
+        context = layers.linear(config.dim, self.dtype, "context_embedder")(context)
         streams = (x, context)
         for first, last, dual in segments(config):
             streams, _ = self._blocks(first, last, dual, null_tokens)(streams, embedding)
-        return self._velocity(streams[0], embedding, latents.shape)
+        modulation = layers.Modulation(2, name="norm_out")(embedding)
+        features = config.patch_size**2 * config.out_channels
+        x = layers.output(streams[0], modulation, features, self.dtype)
+        return layers.unpatched(x, config.patch_size, *latents.shape[1:3])
 
     def _blocks(self, first: int, last: int, dual: bool, null_tokens: int) -> nn.Module:
         """Blocks first..last, scanned if there are several; the last context token counts as `null_tokens`."""
@@ -192,36 +180,11 @@ class SD3Transformer(nn.Module):
             last_counts=max(1, null_tokens),
         )
 
-    def _velocity(
-        self, x: Float[Array, "b n d"], embedding: Float[Array, "b d"], shape: tuple[int, ...]
-    ) -> Float[Array, "b h w o"]:
-        """Tokens to patches to an image of `shape`, except for the channels."""
-        scale, shift = layers.Modulation(2, name="norm_out")(embedding)
-        x = layers.modulate(layers.layer_norm(x), shift, scale, self.dtype)
-        patch, channels = self.config.patch_size, self.config.out_channels
-        x = Linear(
-            patch * patch * channels,
-            dtype=self.dtype,
-            kernel_init=nn.initializers.zeros,
-            name="proj_out",
-        )(x)
-        batch, height, width = shape[0], shape[1] // patch, shape[2] // patch
-        x = x.reshape(batch, height, width, patch, patch, channels).astype(jnp.float32)
-        x = jnp.einsum("bhwpqc->bhpwqc", x)
-        return x.reshape(batch, height * patch, width * patch, channels)
-
 
 def forward_flops(config: SD3Config, latent: tuple[int, int, int], text: int) -> dict[str, float]:
-    """FLOPs of one sequence by stream: matrix products and attention, a multiply-add counts as two.
+    """See `Component.flops`.
 
-    "image" and "text" are the operations on each token alone, "attention" the products of queries, keys and values,
-    "modulation" the operations once a sequence, on the embedding of time and pooled text. Norms, softmax and other
-    elementwise operations are not counted.
-
-    Args:
-      config: the transformer's.
-      latent: (h, w, c) of the latents.
-      text: tokens of the context, including the one that stands for all null tokens.
+    Of the tokens of `text` one stands for all null tokens.
     """
     d, patch = config.dim, config.patch_size
     h, w, _ = latent
@@ -242,3 +205,23 @@ def forward_flops(config: SD3Config, latent: tuple[int, int, int], text: int) ->
         "modulation": modulations * d * d + embedders,
     }
     return {stream: 2.0 * count for stream, count in products.items()}
+
+
+def inputs(config: SD3Config) -> tuple[Array, ...]:
+    """Latents, sigma, context and pooled text of one small image, for `init`."""
+    side = 2 * config.patch_size
+    context = jnp.zeros((1, 2, config.joint_attention_dim))
+    pooled = jnp.zeros((1, config.pooled_projection_dim))
+    return jnp.zeros((1, side, side, config.in_channels)), jnp.ones(1), context, pooled
+
+
+TRANSFORMER = Component(
+    library="diffusers",
+    classes=("SD3Transformer2DModel",),
+    network=SD3Transformer,
+    read_config=SD3Config.from_config,
+    inputs=inputs,
+    lists=LISTS,
+    axes=AXES,
+    flops=forward_flops,
+)

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from digen_jax.attention.attend import attend
 from digen_jax.json_fields import check_values, number
+from digen_jax.models.component import Component
 
 LISTS: tuple[str, ...] = ("layers",)
 
@@ -312,3 +313,24 @@ class CLIPTextModelWithProjection(nn.Module):
             self.config.projection_dim, use_bias=False, dtype=self.dtype, name="text_projection"
         )
         return kept, project(pooled)
+
+
+def inputs(config: Any) -> tuple[Int[Array, "1 2"]]:
+    """Ids of a short text, for `init`."""
+    return (jnp.zeros((1, 2), jnp.int32),)
+
+
+WITH_PROJECTION = Component(
+    library="transformers",
+    classes=("CLIPTextModelWithProjection",),
+    network=CLIPTextModelWithProjection,
+    read_config=CLIPTextConfig.from_config,
+    inputs=inputs,
+    lists=LISTS,
+    axes=AXES,
+    ignored=lambda network: IGNORED,
+    tokenizer="CLIPTokenizer",
+)
+WITHOUT_PROJECTION = dataclasses.replace(
+    WITH_PROJECTION, classes=("CLIPTextModel",), network=CLIPTextModel, renamed=stored_name
+)

@@ -5,6 +5,7 @@ Qwen3ForCausalLM; the head that predicts tokens is never read.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -17,6 +18,8 @@ from jaxtyping import Array, Bool, Float, Int
 from digen_jax.attention.attend import attend
 from digen_jax.json_fields import check_values, number
 from digen_jax.models import rotary
+from digen_jax.models.component import Component
+from digen_jax.models.remat import block_run
 
 # transformers' `default_theta` for files that do not give it.
 THETA, THETA_OF_QWEN2_5_VL = 1e4, 1e6
@@ -280,13 +283,15 @@ class DecoderLayer(nn.Module):
     dtype: DTypeLike
 
     @nn.compact
-    def __call__(self, x: Float[Array, "b n d"], lengths: Int[Array, "b"]) -> Float[Array, "b n d"]:
-        """Tokens to tokens."""
+    def __call__(
+        self, x: Float[Array, "b n d"], lengths: Int[Array, "b"]
+    ) -> tuple[Float[Array, "b n d"], None]:
+        """Tokens to tokens; the second result is for `nn.scan`, which collects nothing."""
         config, dtype = self.config, self.dtype
         y = _norm(config, dtype, "input_layernorm")(x)
         x = x + Attention(config, dtype, name="self_attn")(y, lengths)
         y = _norm(config, dtype, "post_attention_layernorm")(x)
-        return x + MLP(config, dtype, name="mlp")(y)
+        return x + MLP(config, dtype, name="mlp")(y), None
 
 
 class Decoder(nn.Module):
@@ -305,28 +310,13 @@ class Decoder(nn.Module):
         x = nn.Embed(config.vocab_size, config.hidden_size, dtype=dtype, name="embed_tokens")(ids)
         found, done = {0: x}, 0
         for state in sorted(set(self.states) - {0}):
-            x = found[state] = self._run(x, lengths, done, state)
+            layers = block_run(DecoderLayer, "layers", done, state - 1, "none")
+            x, _ = layers(config, dtype)(x, lengths)
+            found[state] = x
             done = state
         if done == config.num_hidden_layers:
             found[done] = _norm(config, dtype, "norm")(x)
         return tuple(found[state] for state in self.states)
-
-    def _run(
-        self, x: Float[Array, "b n d"], lengths: Int[Array, "b"], first: int, end: int
-    ) -> Float[Array, "b n d"]:
-        """Layers `first` to `end` - 1."""
-        count = end - first
-        name = f"layers_{first}to{end - 1}" if count > 1 else f"layers_{first}"
-        layer = DecoderLayer(self.config, self.dtype, name=name)
-        if count == 1:
-            return layer(x, lengths)
-
-        def step(layer, x, _):
-            return layer(x, lengths), None
-
-        axes = {"params": 0, "lora": 0}
-        scan = nn.scan(step, variable_axes=axes, split_rngs={"params": True}, length=count)
-        return scan(layer, x, None)[0]
 
 
 class LanguageModel(nn.Module):
@@ -365,3 +355,24 @@ class LanguageModel(nn.Module):
         lengths = (mask != 0).sum(axis=1).astype(jnp.int32)
         states = state_indices(self.config, self.states)
         return Decoder(self.config, states, self.dtype, name="model")(ids, lengths)
+
+
+def inputs(config: LanguageModelConfig) -> tuple[Int[Array, "1 2"], Bool[Array, "1 2"]]:
+    """Ids and mask of a short text, for `init`."""
+    return jnp.zeros((1, 2), jnp.int32), jnp.ones((1, 2), bool)
+
+
+def component(classes: tuple[str, ...], states: tuple[int, ...] = (-1,)) -> Component:
+    """The component of a family that reads these hidden states of one of these classes."""
+    return Component(
+        library="transformers",
+        classes=classes,
+        network=functools.partial(LanguageModel, states=states),
+        read_config=LanguageModelConfig.from_config,
+        inputs=inputs,
+        lists=LISTS,
+        axes=AXES,
+        ignored=lambda network: unused(network.config, network.states),
+        renamed=canonical_name,
+        tokenizer="Qwen2Tokenizer",
+    )

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from digen_jax.json_fields import check_values, number
+from digen_jax.models.component import Component
 
 LISTS: tuple[str, ...] = ("block", "layer")
 
@@ -302,3 +303,21 @@ class T5EncoderModel(nn.Module):
         config = self.config
         x = nn.Embed(config.vocab_size, config.d_model, dtype=self.dtype, name="shared")(ids)
         return T5Stack(config, self.dtype, name="encoder")(x, mask)
+
+
+def inputs(config: T5Config) -> tuple[Int[Array, "1 2"]]:
+    """Ids of a short text, for `init`."""
+    return (jnp.zeros((1, 2), jnp.int32),)
+
+
+COMPONENT = Component(
+    library="transformers",
+    classes=("T5EncoderModel",),
+    network=T5EncoderModel,
+    read_config=T5Config.from_config,
+    inputs=inputs,
+    lists=LISTS,
+    axes=AXES,
+    ignored=lambda network: IGNORED,
+    tokenizer="T5Tokenizer",
+)

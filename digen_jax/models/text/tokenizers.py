@@ -40,7 +40,7 @@ def open_tokenizer(
     Raises:
       ValueError: names the missing or broken file, or the number that does not fit.
     """
-    # Imported here, as it takes a second, which would delay the error for a mistake in a command.
+    # Imported here, as it takes a second, which would delay errors about a command.
     import transformers
 
     _check_files(folder, files)
@@ -65,13 +65,13 @@ def class_name(folder: pathlib.Path, classes: Sequence[str], named: bool = True)
       ValueError: it is another one.
     """
     path = folder / "tokenizer_config.json"
-    said = read_json(path).get("tokenizer_class")
-    if said is None and not named:
+    found = read_json(path).get("tokenizer_class")
+    if found is None and not named:
         return classes[0]
-    name = str(said).removesuffix("Fast")
+    name = str(found).removesuffix("Fast")
     if name not in classes:
         raise ValueError(
-            f"{path}: tokenizer_class must be one of {', '.join(classes)} and is {said!r}"
+            f"{path}: tokenizer_class must be one of {', '.join(classes)} and is {found!r}"
         )
     return name
 
@@ -87,8 +87,8 @@ def known_words(family: Any) -> tuple[str, ...]:
 
     Such a model, as the embedded one, was trained on captions of few words, and spells all others in letters.
     """
-    tokenizers = getattr(family, "tokenizers", ())
-    return tuple(tokenizers[0].init_kwargs.get("words", ())) if tokenizers else ()
+    tokenizer = getattr(family, "tokenizer", None)
+    return tuple(tokenizer.init_kwargs.get("words", ())) if tokenizer is not None else ()
 
 
 def _check_vocabulary(folder: pathlib.Path, tokenizer: Any, vocab_size: int) -> None:
@@ -139,6 +139,11 @@ def _check_files(folder: pathlib.Path, files: Sequence[tuple[str, ...]]) -> None
             read_json(folder / name)
 
 
+def read(folder: pathlib.Path, encoder: CLIPTextConfig | T5Config) -> Any:
+    """See `read_clip` and `read_t5`."""
+    return (read_clip if isinstance(encoder, CLIPTextConfig) else read_t5)(folder, encoder)
+
+
 def read_clip(folder: pathlib.Path, encoder: CLIPTextConfig) -> Any:
     """The `CLIPTokenizer` in a folder.
 
@@ -164,8 +169,8 @@ def read_clip(folder: pathlib.Path, encoder: CLIPTextConfig) -> Any:
 
 def _check_clip_end(folder: pathlib.Path, tokenizer: Any, encoder: CLIPTextConfig) -> None:
     """Refuses an end token that the text encoder would not find, at which it reads the summary of a prompt."""
-    end, said = tokenizer.eos_token_id, encoder.eos_token_id
-    wanted = max(tokenizer.get_vocab().values()) if said == LEGACY_EOS else said
+    end, configured = tokenizer.eos_token_id, encoder.eos_token_id
+    wanted = max(tokenizer.get_vocab().values()) if configured == LEGACY_EOS else configured
     if end != wanted:
         raise ValueError(
             f"the eos_token of the tokenizer in {folder} has the id {end}, but its text encoder looks for {wanted}: "

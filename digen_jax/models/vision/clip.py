@@ -1,4 +1,4 @@
-"""CLIP with both towers: embeddings of pictures and of texts in one space.
+"""CLIP with both towers: embeddings of images and of texts in one space.
 
 Radford et al., arXiv 2103.00020. Names follow transformers' CLIPModel.
 """
@@ -91,12 +91,12 @@ class CLIPVisionEmbeddings(nn.Module):
         """Pixels to tokens: the class first, then patches row by row.
 
         Raises:
-          ValueError: the picture does not have the size of the positions.
+          ValueError: the image does not have the size of the positions.
         """
         config, dtype, width = self.config, self.dtype, self.config.hidden_size
         if pixels.shape[1:3] != (config.image_size, config.image_size):
             raise ValueError(
-                f"pictures are {pixels.shape[1]} x {pixels.shape[2]} pixels but image_size is {config.image_size}: "
+                f"images are {pixels.shape[1]} x {pixels.shape[2]} pixels but image_size is {config.image_size}: "
                 "resize them first"
             )
         patch = (config.patch_size, config.patch_size)
@@ -146,7 +146,7 @@ class CLIPVisionModelWithProjection(nn.Module):
         """The `image_embeds` of transformers, of pixels normalised as the folder's preprocessor_config.json says.
 
         Raises:
-          ValueError: the picture does not have the size of the positions.
+          ValueError: the image does not have the size of the positions.
         """
         pooled = CLIPVisionTransformer(self.config, self.dtype, name="vision_model")(pixels)
         project = nn.Dense(
@@ -173,7 +173,7 @@ class CLIPConfig:
     def __post_init__(self):
         if self.text.projection_dim != self.vision.projection_dim:
             raise ValueError(
-                f"projection_dim of texts, {self.text.projection_dim}, must be that of pictures, "
+                f"projection_dim of texts, {self.text.projection_dim}, must be that of images, "
                 f"{self.vision.projection_dim}"
             )
 
@@ -233,10 +233,10 @@ class CLIPModel(nn.Module):
     def __call__(
         self, pixels: Float[Array, "b h w 3"], ids: Int[Array, "b n"]
     ) -> tuple[Float32[Array, "b"], Float32[Array, ""]]:
-        """The cosine of each picture with its own text, and the factor that makes logits of cosines.
+        """The cosine of each image with its own text, and the factor that makes logits of cosines.
 
         Raises:
-          ValueError: there are more tokens than positions, or pictures do not have the size of the network.
+          ValueError: there are more tokens than positions, or images do not have the size of the network.
         """
         images, texts = map(unit, (self.image_embeddings(pixels), self.text_embeddings(ids)))
         return jnp.sum(images * texts, axis=-1), jnp.exp(self.logit_scale.astype(jnp.float32))

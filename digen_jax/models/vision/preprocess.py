@@ -1,4 +1,4 @@
-"""From pictures of bytes to CLIP's input, on the device, as three libraries do it.
+"""From images of bytes to CLIP's input, on the device, as three libraries do it.
 
 | function    | as                                                              | resizes | rounds to bytes |
 | ----------- | --------------------------------------------------------------- | ------- | --------------- |
@@ -59,7 +59,7 @@ def resize_bytes(
     """Exactly the bytes of Pillow's `Image.resize`, to its twelfth version, on any device.
 
     Raises:
-      ValueError: pictures are larger than the products are exact for, about 16 times the new size.
+      ValueError: images are larger than the products are exact for, about 16 times the new size.
     """
     x = _pass(images.astype(jnp.float32), 2, width, kind)
     return _pass(x, 1, height, kind).astype(jnp.uint8)
@@ -77,7 +77,7 @@ def _pass(
     lower = whole - (upper << LOWER)
     if max(np.abs(part).sum(axis=1).max() for part in (upper, lower)) * 255 >= EXACT:
         raise ValueError(
-            f"a side of {x.shape[axis]} pixels cannot be resized to {size} as Pillow does it: give smaller pictures"
+            f"a side of {x.shape[axis]} pixels cannot be resized to {size} as Pillow does it: give smaller images"
         )
     high, low = (_weighted(part, x, axis).astype(jnp.int32) for part in (upper, lower))
     half: Int32[Array, ""] = jnp.int32(2 ** (PRECISION - 1))
@@ -88,7 +88,7 @@ def _pass(
 def resize(
     images: Float[Array, "b h w 3"], height: int, width: int, kind: Filter
 ) -> Float32[Array, "b {height} {width} 3"]:
-    """As torchvision's `resize(antialias=True)` of floating-point pictures; bicubic may leave their range."""
+    """As torchvision's `resize(antialias=True)` of floating-point images; bicubic may leave their range."""
     x = images.astype(jnp.float32)
     for axis, size in ((2, width), (1, height)):
         if x.shape[axis] != size:
@@ -197,7 +197,7 @@ def pil_crop(images: UInt8[Array, "b h w 3"], processor: Processor) -> Float32[A
 def tensor_crop(
     images: UInt8[Array, "b h w 3"], processor: Processor, kind: Filter
 ) -> Float32[Array, "b s s 3"]:
-    """As torchvision's `Resize(edge, kind)` and `CenterCrop(size)` of pictures in [0, 1], then normalised."""
+    """As torchvision's `Resize(edge, kind)` and `CenterCrop(size)` of images in [0, 1], then normalised."""
     height, width = _shorter(images.shape[1:3], processor.edge)
     x = resize(images.astype(jnp.float32) / 255, height, width, kind)
     size = processor.size

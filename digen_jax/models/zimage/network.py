@@ -11,8 +11,7 @@ Both are filled up to a multiple of 32 tokens, each row's caption by itself, and
 """
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import ClassVar, Literal
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -21,9 +20,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from digen_jax.attention.attend import attend
-from digen_jax.json_fields import fields_of, number
+from digen_jax.json_fields import number
 from digen_jax.models import layers
-from digen_jax.models.linear import Linear, of_one_input
+from digen_jax.models.component import Component, TransformerConfig
+from digen_jax.models.linear import of_one_input
 from digen_jax.models.remat import Remat, block_run, product
 from digen_jax.models.rotary import Rotary, rotate_pairs, turned_by
 
@@ -33,13 +33,15 @@ EMBEDDING = 256  # ADALN_EMBED_DIM
 
 
 @dataclasses.dataclass(frozen=True)
-class ZImageConfig:
+class ZImageConfig(TransformerConfig):
     """The fields of diffusers' config.json, with its defaults; raises ValueError if they conflict.
 
     Attributes:
       axes_dims: channels of a head that turn with a token's position: its place in the caption, row, column.
       axes_lens: positions along each of these axes.
     """
+
+    title: ClassVar = "a Z-Image transformer"
 
     all_patch_size: tuple[int, ...] = (2,)
     all_f_patch_size: tuple[int, ...] = (1,)
@@ -78,6 +80,16 @@ class ZImageConfig:
             raise ValueError(f"axes_lens must be three numbers from 1, not {list(self.axes_lens)}.")
 
     @property
+    def num_attention_heads(self) -> int:
+        """Heads, by the name that other transformers have."""
+        return self.n_heads
+
+    @property
+    def attention_head_dim(self) -> int:
+        """Channels of a head."""
+        return self.dim // self.n_heads
+
+    @property
     def patch(self) -> int:
         """Latents a token has along each side."""
         return self.all_patch_size[0]
@@ -96,14 +108,6 @@ class ZImageConfig:
     def longest_caption(self) -> int:
         """Tokens of a caption behind which there is a position for the image."""
         return (self.axes_lens[0] - 2) // MULTIPLE * MULTIPLE
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> "ZImageConfig":
-        """Reads diffusers' config.json, ignoring keys that start with an underscore.
-
-        Raises a ValueError that names a key that is unknown or whose value is not supported.
-        """
-        return cls(**fields_of(cls, config, "a Z-Image transformer"))
 
 
 def filled_up(tokens: int | Int[Array, "b"]) -> int | Int[Array, "b"]:
@@ -208,7 +212,7 @@ class FeedForward(nn.Module):
         """Apply to each token."""
 
         def linear(features: int, name: str) -> nn.Dense:
-            return _linear(features, self.dtype, name, use_bias=False)
+            return layers.linear(features, self.dtype, name, use_bias=False)
 
         gate, up = of_one_input([linear(self.hidden, name) for name in ("w1", "w3")], x)
         return product(linear(x.shape[-1], "w2")(nn.silu(product(gate)) * product(up)))
@@ -228,7 +232,7 @@ class Attention(nn.Module):
         dim = x.shape[-1]
 
         def linear(name: str) -> nn.Dense:
-            return _linear(dim, self.dtype, name, use_bias=False)
+            return layers.linear(dim, self.dtype, name, use_bias=False)
 
         def turned(x: Float[Array, "b n h d"], name: str) -> Float[Array, "b n h d"]:
             norm = nn.RMSNorm(epsilon=HEAD_EPSILON, dtype=jnp.float32, name=name)
@@ -275,7 +279,9 @@ class Block(nn.Module):
         if not self.modulated:
             return [1.0] * 4
         zeros = nn.initializers.zeros
-        linear = _linear(4 * self.config.dim, jnp.float32, "adaLN_modulation_0", kernel_init=zeros)
+        linear = layers.linear(
+            4 * self.config.dim, jnp.float32, "adaLN_modulation_0", kernel_init=zeros
+        )
         scale, gate, mlp_scale, mlp_gate = jnp.split(linear(embedding)[:, None], 4, axis=-1)
         return [1 + scale, jnp.tanh(gate), 1 + mlp_scale, jnp.tanh(mlp_gate)]
 
@@ -290,7 +296,7 @@ class TimeEmbedder(nn.Module):
         """Of a time in [0, `t_scale`]."""
 
         def linear(features: int, name: str) -> nn.Dense:
-            return _linear(features, jnp.float32, name, kernel_init=layers.embedder_init)
+            return layers.linear(features, jnp.float32, name, kernel_init=layers.embedder_init)
 
         hidden = linear(TIME_HIDDEN, "mlp_0")(layers.timestep_features(time, TIME_FEATURES))
         return linear(self.features, "mlp_2")(nn.silu(hidden))
@@ -305,7 +311,7 @@ class PatchEmbedders(nn.Module):
     @nn.compact
     def __call__(self, latents: Float[Array, "b h w c"]) -> Float[Array, "b n d"]:
         """Patches to tokens row by row; raises ValueError if latents do not fit the patches or the positions."""
-        batch, height, width, channels = latents.shape
+        height, width = latents.shape[1:3]
         patch, (_, rows, columns) = self.config.patch, self.config.axes_lens
         h, w = height // patch, width // patch
         if height % patch or width % patch or h > rows or w > columns:
@@ -313,9 +319,8 @@ class PatchEmbedders(nn.Module):
                 f"latents of {height} x {width} do not fit: height and width must be multiples of the patch's size "
                 f"{patch}, and at most {rows * patch} and {columns * patch} (axes_lens)."
             )
-        x = latents.reshape(batch, h, patch, w, patch, channels)
-        x = jnp.einsum("bhpwqc->bhwpqc", x).reshape(batch, h * w, patch * patch * channels)
-        return _linear(self.config.dim, self.dtype, _key(self.config))(x)
+        tokens = layers.patches(latents, patch)
+        return layers.linear(self.config.dim, self.dtype, _key(self.config))(tokens)
 
 
 class FinalLayer(nn.Module):
@@ -330,9 +335,11 @@ class FinalLayer(nn.Module):
     ) -> Float[Array, "b n p"]:
         """Apply to each token."""
         zeros = nn.initializers.zeros
-        scale = _linear(x.shape[-1], jnp.float32, "adaLN_modulation_1", kernel_init=zeros)
+        scale = layers.linear(x.shape[-1], jnp.float32, "adaLN_modulation_1", kernel_init=zeros)
         x = layers.layer_norm(x) * (1 + scale(nn.silu(embedding))[:, None])
-        return _linear(self.features, self.dtype, "linear", kernel_init=zeros)(x.astype(self.dtype))
+        return layers.linear(self.features, self.dtype, "linear", kernel_init=zeros)(
+            x.astype(self.dtype)
+        )
 
 
 class FinalLayers(nn.Module):
@@ -348,9 +355,8 @@ class FinalLayers(nn.Module):
         """The image's tokens to latents of `height` x `width`, in float32."""
         patch, channels = self.config.patch, self.config.in_channels
         final = FinalLayer(patch * patch * channels, self.dtype, name=_key(self.config))
-        x = final(x, embedding).astype(jnp.float32)
-        x = x.reshape(len(x), height // patch, width // patch, patch, patch, channels)
-        return jnp.einsum("bhwpqc->bhpwqc", x).reshape(len(x), height, width, channels)
+        tokens = final(x, embedding).astype(jnp.float32)
+        return layers.unpatched(tokens, patch, height, width)
 
 
 class ZImageTransformer(nn.Module):
@@ -432,14 +438,9 @@ class ZImageTransformer(nn.Module):
         context = jnp.pad(context, ((0, 0), (0, more), (0, 0)))
         mask = jnp.pad(mask, ((0, 0), (0, more)))
         norm = nn.RMSNorm(epsilon=config.norm_eps, dtype=jnp.float32, name="cap_embedder_0")
-        linear = _linear(config.dim, self.dtype, "cap_embedder_1")
+        linear = layers.linear(config.dim, self.dtype, "cap_embedder_1")
         x = linear(norm(context).astype(self.dtype))
         return jnp.where(mask[..., None], x, self._filler("cap_pad_token"))
-
-
-def _linear(features: int, dtype: DTypeLike, name: str, **options: Any) -> nn.Dense:
-    options = {"kernel_init": layers.linear_init} | options
-    return Linear(features, dtype=dtype, name=name, **options)
 
 
 def _key(config: ZImageConfig) -> str:
@@ -450,17 +451,7 @@ def _key(config: ZImageConfig) -> str:
 def forward_flops(
     config: ZImageConfig, latent: tuple[int, int, int], text: int
 ) -> dict[str, float]:
-    """FLOPs of one sequence by stream: matrix products and attention, a multiply-add counts as two.
-
-    "image" and "text" are the operations on each token alone, "attention" the products of queries, keys and values,
-    "modulation" the operations once a sequence, on the embedding of time. Norms, softmax and other elementwise
-    operations are not counted.
-
-    Args:
-      config: the transformer's.
-      latent: (h, w, c) of the latents.
-      text: tokens of the captions, padding included, as it is computed, too.
-    """
+    """See `Component.flops`."""
     d, patch = config.dim, config.patch
     h, w, _ = latent
     patches = (h // patch) * (w // patch)
@@ -480,3 +471,22 @@ def forward_flops(
         "modulation": modulations * config.embedding * d + time,
     }
     return {stream: 2.0 * count for stream, count in products.items()}
+
+
+def inputs(config: ZImageConfig) -> tuple[Array, ...]:
+    """Latents, sigma, context and mask of one small image, for `init`."""
+    x = jnp.zeros((1, config.patch, config.patch, config.in_channels))
+    context = jnp.zeros((1, 2, config.cap_feat_dim))
+    return x, jnp.ones(1), context, jnp.ones((1, 2), bool)
+
+
+TRANSFORMER = Component(
+    library="diffusers",
+    classes=("ZImageTransformer2DModel",),
+    network=ZImageTransformer,
+    read_config=ZImageConfig.from_config,
+    inputs=inputs,
+    lists=LISTS,
+    axes=AXES,
+    flops=forward_flops,
+)

@@ -13,7 +13,7 @@ from diffusers import (
     QwenImageTransformer2DModel,
 )
 
-from digen_jax.models.qwen_image.family import TEMPLATE
+from digen_jax.models.qwen_image.family import QwenImage
 from tests.models.parity import randomise
 from tests.models.text import tiny_tokenizer
 from tests.tiny_runs import once
@@ -90,7 +90,9 @@ def packed(latents: np.ndarray) -> torch.Tensor:
 def _write(folder: pathlib.Path) -> None:
     """The tokenizer has the template's words, which are 34 tokens before the prompt, as in the published one."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(
-        tiny_tokenizer.save(folder / "tokenizer", template=None, size=400, texts=(TEMPLATE,))
+        tiny_tokenizer.save(
+            folder / "tokenizer", template=None, size=400, texts=(QwenImage.template,)
+        )
     )
     text = ENCODER | {"vocab_size": len(tokenizer) + 5}
     encoder = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=VISION)

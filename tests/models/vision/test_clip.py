@@ -208,7 +208,7 @@ def test_pictures_of_another_size_and_long_texts_are_refused():
         CLIPConfig.from_config({"text_config": TEXT, "vision_config": VISION, "projection_dim": 4})
     )
     init = jax.random.key(0)
-    with pytest.raises(ValueError, match="pictures are 32 x 24 pixels but image_size is 24"):
+    with pytest.raises(ValueError, match="images are 32 x 24 pixels but image_size is 24"):
         jax.eval_shape(model.init, init, jnp.zeros((1, 32, 24, 3)), jnp.zeros((1, 9), jnp.int32))
     with pytest.raises(ValueError, match="max_position_embeddings"):
         jax.eval_shape(model.init, init, jnp.zeros((1, 24, 24, 3)), jnp.zeros((1, 10), jnp.int32))

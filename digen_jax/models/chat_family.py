@@ -1,0 +1,101 @@
+"""The base of families whose prompts are a chat with a language model: its states condition the transformer."""
+
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from digen_jax.models.family import Params, Record
+from digen_jax.models.image_family import ImageFamily
+from digen_jax.models.linear import exact_products
+from digen_jax.models.text import tokenizers
+from digen_jax.models.text.language_model import LanguageModel
+
+
+class Tokens(NamedTuple):
+    """The ids of each prompt's chat, and False for the padding behind them."""
+
+    ids: Int[Array, "b n"] | Int[np.ndarray, "b n"]
+    mask: Bool[Array, "b n"] | Bool[np.ndarray, "b n"]
+
+
+class MaskedConditioning(NamedTuple):
+    """The transformer's inputs from a prompt.
+
+    Attributes:
+      context: states of its tokens, and of padding behind them.
+      mask: False for the padding, which the transformer does not attend to.
+    """
+
+    context: Float[Array, "b n d"]
+    mask: Bool[Array, "b n"]
+
+
+class ChatFamily(ImageFamily):
+    """The base of a frozen dataclass with these networks and one tokenizer.
+
+    Attributes:
+      max_sequence_length: tokens of a prompt's chat, without the first `dropped`.
+      template: the chat with {} for the prompt. None means a user's turn by the tokenizer's own chat template.
+      dropped: first tokens of the template whose states the transformer does not read.
+      thinking: Qwen3's `enable_thinking` of the tokenizer's chat template.
+    """
+
+    text_encoder: LanguageModel
+    tokenizer: Any
+
+    default_tokens: ClassVar[int] = 512
+    template: ClassVar[str | None] = None
+    dropped: ClassVar[int] = 0
+    thinking: ClassVar[bool] = True
+    masked: ClassVar[Mapping[str, str]] = {"context": "mask"}
+    # Defaults of the three diffusers pipelines.
+    default_steps: ClassVar[int] = 50
+    encoded_prompts: ClassVar[int] = 16
+
+    @classmethod
+    def read_tokenizers(
+        cls, folder: pathlib.Path, configs: Mapping[str, Any], tokens: int
+    ) -> dict[str, Any]:
+        """The tokenizer; raises ValueError if it does not fit the language model or the template."""
+        head = cls.template and (cls.template.partition("{}")[0], cls.dropped)
+        tokenizer = tokenizers.read_language_model(
+            folder / "tokenizer",
+            configs["text_encoder"],
+            tokens + cls.dropped,
+            chats=cls.template is None,
+            head=head,
+        )
+        return {"tokenizer": tokenizer}
+
+    def tokenize(self, records: Sequence[Record]) -> Tokens:
+        """Ids of each prompt's chat, padded or truncated."""
+        chats = self._chats([record["prompt"] for record in records])
+        return Tokens(*tokenizers.padded(self.tokenizer, chats, self._chat_tokens))
+
+    def cut(self, prompts: Sequence[str]) -> Bool[np.ndarray, "b"]:
+        """Which chats have more tokens than the text encoder's input, so that `tokenize` truncates them."""
+        return tokenizers.longer([(self.tokenizer, self._chat_tokens)], self._chats(prompts))
+
+    def _chats(self, prompts: Sequence[str]) -> list[str]:
+        if self.template is not None:
+            return [self.template.format(prompt) for prompt in prompts]
+        return tokenizers.chat(self.tokenizer, prompts, self.thinking)
+
+    @property
+    def _chat_tokens(self) -> int:
+        return self.dropped + self.max_sequence_length
+
+    def states(self, params: Params, tokens: Tokens) -> tuple[Float[Array, "b n d"], ...]:
+        """The hidden states that the language model was made for."""
+        return self.text_encoder.apply({"params": params["text_encoder"]}, *tokens)
+
+    @exact_products
+    def encode(self, params: Params, tokens: Tokens) -> MaskedConditioning:
+        """The one state of each prompt's chat behind the dropped tokens, and which tokens are not padding."""
+        (states,) = self.states(params, tokens)
+        mask = jnp.asarray(tokens.mask)
+        return MaskedConditioning(states[:, self.dropped :], mask[:, self.dropped :])

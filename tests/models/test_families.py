@@ -1,0 +1,408 @@
+"""All families against diffusers' own pipelines, on folders of random weights."""
+
+import dataclasses
+import fnmatch
+import inspect
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from digen_jax.checkpoints.folder import copy_pipeline, open_tensors, read_json, write_params
+from digen_jax.checkpoints.lora import LoraConfig, adapted_layers, lora_init, lora_layers
+from digen_jax.checkpoints.lora_files import read_lora, write_lora
+from digen_jax.checkpoints.tensors import tensor_names
+from digen_jax.diffusion.sampling import image_keys, start_noise
+from digen_jax.diffusion.steps import Ode
+from digen_jax.errors import ConfigError
+from digen_jax.families import load_family, open_pipeline
+from digen_jax.inference.model import all_devices
+from digen_jax.models.family import Size
+from digen_jax.models.image_family import tokenizer_of
+from digen_jax.parallel.policy import Policy
+from digen_jax.parallel.sampler import Sampler, SamplerSettings, Weights
+from tests.cases import said
+from tests.models.families import (
+    ALL,
+    LONG,
+    NEGATIVES,
+    PROMPTS,
+    STEPS,
+    diffusers_pipeline,
+    sigmas_and_timesteps,
+)
+from tests.models.flux import spec as flux
+from tests.models.flux2 import spec as flux2
+from tests.models.qwen_image import spec as qwen_image
+from tests.models.sd3 import spec as sd3
+from tests.models.zimage import spec as zimage
+
+FAMILIES = {
+    "sd3": sd3.PIPELINE,
+    "flux": flux.PIPELINE,
+    "flux2": flux2.PIPELINE,
+    "zimage": zimage.PIPELINE,
+    "qwen_image": qwen_image.PIPELINE,
+}
+each_family = pytest.mark.parametrize("spec", FAMILIES.values(), ids=FAMILIES)
+VARIANTS = [
+    pytest.param(spec, variant, id=f"{name}-{variant}")
+    for name, spec in FAMILIES.items()
+    for variant in spec.variants
+]
+
+
+@pytest.fixture
+def folder(base, spec):
+    return spec.folder(base, spec.kinds[0])
+
+
+@pytest.fixture
+def copy(folder, tmp_path):
+    """A copy without weights, because JSON files alone decide."""
+    ignore = shutil.ignore_patterns("*.safetensors")
+    return shutil.copytree(folder, tmp_path / "pipeline", ignore=ignore)
+
+
+@pytest.fixture(autouse=True)
+def exact():
+    with jax.default_matmul_precision("highest"), torch.no_grad():
+        yield
+
+
+def close(found, expected, tolerance: float = 1e-5) -> None:
+    found, expected = np.asarray(found), np.asarray(expected)
+    assert found.shape == expected.shape
+    assert np.abs(found - expected).max() < tolerance * np.abs(expected).max()
+
+
+def rows(family, conditioning) -> dict[str, list[np.ndarray]]:
+    """The conditioning's fields, a list by prompt, without masked padding."""
+    found = {k: [*np.asarray(v)] for k, v in conditioning._asdict().items()}
+    for field, mask in family.masked.items():
+        masks = found.pop(mask)
+        assert not any(valid[valid.sum() :].any() for valid in masks)
+        found[field] = [row[valid] for row, valid in zip(found[field], masks, strict=True)]
+    return found
+
+
+def records_of(variant) -> list[dict]:
+    records = said(*PROMPTS)
+    if variant.negative:
+        for record, negative in zip(records, NEGATIVES, strict=True):
+            record["negative_prompt"] = negative
+    return records
+
+
+# --------------------------------------------------------------------------------------- prompts
+
+
+@each_family
+def test_prompts_are_encoded_as_by_the_pipeline(spec, folder):
+    """Twice the same, a prompt alone as beside longer ones, and the pass without a prompt."""
+    family, params, encode = spec.ours(folder)
+    pipe, records = diffusers_pipeline(folder), said(*ALL)
+    expected = spec.encoded(pipe, ALL, spec.tokens)
+    tokens = family.tokenize(records)
+    found = encode(params, tokens)
+    again = encode(params, family.tokenize(records))
+    jax.tree.map(np.testing.assert_array_equal, found, again)
+    assert records == said(*ALL) and found.context.shape[1] == family.context_tokens
+    by_prompt = rows(family, found)
+    assert by_prompt.keys() == expected.keys()
+    for name, wanted in expected.items():
+        scale = max(np.abs(row).max() for row in wanted)
+        for row, other in zip(by_prompt[name], wanted, strict=True):
+            assert row.shape == other.shape
+            assert np.abs(row - other).max() < spec.tolerance * scale
+        assert np.abs(wanted[0].mean(0) - wanted[1].mean(0)).max() > 1e-3
+    alone = encode(params, family.tokenize(records[:1] * len(records)))  # in the same program
+    for name, values in rows(family, alone).items():
+        close(values[0], by_prompt[name][0], 1e-5)
+    assert family.cut([PROMPTS[0], LONG, ""]).tolist() == [False, True, False]
+    null = encode(params, family.tokenize_null(records))
+    wanted = spec.encoded(pipe, [family.negative_prompt], spec.tokens)
+    for name, values in rows(family, null).items():
+        assert len(values) == 1
+        close(values[0], wanted[name][0], spec.tolerance)
+
+
+# ------------------------------------------------------------------------------------- schedules
+
+
+@pytest.mark.parametrize(
+    ("spec", "name", "sides"),
+    [
+        pytest.param(spec, name, sides, id=f"{name.split('/')[1]}-{'x'.join(map(str, sides))}")
+        for spec in FAMILIES.values()
+        for name in spec.schedules[0]
+        for sides in spec.schedules[1]
+    ],
+)
+def test_sigmas_and_timesteps_are_the_pipelines(spec, name, sides):
+    """Of the published models, bit by bit."""
+    from digen_jax.models.published import published_folder
+
+    family, size = load_family(published_folder(name)), Size(*sides)
+    for steps in range(spec.first_steps, 51):
+        sigmas, timesteps = sigmas_and_timesteps(spec, name, steps, size)
+        found = family.sigmas(steps, size)
+        assert found.dtype == np.float32
+        np.testing.assert_array_equal(found, sigmas)
+        np.testing.assert_array_equal(found[:-1] * np.float32(1000), timesteps)
+
+
+# ------------------------------------------------------------------------------ the whole pipeline
+
+
+@pytest.mark.parametrize(("spec", "name"), VARIANTS)
+def test_latents_are_the_pipelines_after_each_step_and_so_are_pixels(base, spec, name):
+    variant = spec.variants[name]
+    folder = spec.folder(base, variant.kind)
+    family, params, encode = spec.ours(folder)
+    family, records = dataclasses.replace(family, **variant.options), records_of(variant)
+    policy = Policy(family, variant.guidance, true_cfg_scale=variant.true)
+    trained = {"transformer": params["transformer"]}
+    tuned, fixed = policy.split(jax.random.key(0), trained, reference=False)
+    prompts = encode(params, family.tokenize(records))
+    null = encode(params, family.tokenize_null(records)) if policy.reads_null else None
+    x = np.random.default_rng(0).normal(size=(3, *family.latent_shape(spec.size)))
+    x = start = x.astype(np.float32)
+    pipe = diffusers_pipeline(folder)
+    given = variant.call | ({"negative_prompt": NEGATIVES} if variant.negative else {})
+    expected, pixels = spec.call(pipe, PROMPTS, x, **given)
+    sigmas = family.sigmas(STEPS, spec.size)
+    np.testing.assert_array_equal(sigmas, pipe.scheduler.sigmas.numpy())
+    velocity = jax.jit(lambda x, sigma: policy.velocity(tuned, fixed, prompts, null)(x, sigma))
+    for sigma, after, latents in zip(sigmas[:-1], sigmas[1:], expected, strict=True):
+        x = x + (after - sigma) * velocity(x, jnp.full(3, sigma))
+        close(spec.seen(np.asarray(x)), latents, 1e-4)
+    images = np.asarray(jax.jit(family.decode)(params, x))[:, 0]
+    assert images.shape == (3, spec.size.height, spec.size.width, 3)
+    np.testing.assert_allclose(images, pixels, rtol=0, atol=1e-3)
+    # Neither clipped nearly everywhere, nor equal for other negative prompts: such images would prove nothing.
+    assert ((pixels > 0.02) & (pixels < 0.98)).mean() > 0.3
+    if variant.negative and null is not None:
+        _, others = spec.call(pipe, PROMPTS, start, **given | {"negative_prompt": NEGATIVES[::-1]})
+        assert (np.abs(others - pixels).max((1, 2, 3))[[0, 2]] > 2 / 255).all()
+
+
+@each_family
+def test_the_samplers_images_are_the_pipelines_and_those_of_a_prompt_alone(spec, folder):
+    """Of negative prompts that records do not name the family's own is taken."""
+    name, variant = next(iter(spec.variants.items()))
+    family, params, _ = spec.ours(folder)
+    policy = Policy(family, variant.guidance, true_cfg_scale=variant.true)
+    settings = SamplerSettings(spec.size, STEPS, Ode())
+    sampler = Sampler(policy, all_devices(jax.devices()[:1]), settings)
+    trained = {"transformer": params["transformer"]}
+    weights = Weights(*policy.split(jax.random.key(0), trained, reference=False), params)
+    places = np.arange(2, dtype=np.int32)
+    keys = image_keys(jax.random.key(3), places, np.zeros_like(places))
+
+    def images(*prompts):
+        encoded = sampler.encode(weights, said(*prompts))
+        trajectory = sampler.generate(weights, encoded, places, keys)
+        return np.asarray(sampler.decode(weights, trajectory))[:, 0]
+
+    noise, prompts = np.asarray(start_noise(keys, sampler.shape)), (PROMPTS[0], LONG)
+    given = dict(variant.call)
+    if variant.negative:
+        given["negative_prompt"] = [family.negative_prompt] * 2
+    pipe = diffusers_pipeline(folder)
+    found, (_, expected) = images(*prompts), spec.call(pipe, prompts, noise, **given)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-3)
+    alone = images(prompts[0], prompts[0])
+    np.testing.assert_allclose(alone[0], found[0], rtol=0, atol=1e-4)
+    assert np.abs(alone[1] - found[1]).max() > 10 / 255
+    if name != "plain":
+        _, plain = spec.call(pipe, prompts, noise, **spec.variants["plain"].call)
+        assert np.abs(plain - expected).max() > 10 / 255
+
+
+# ---------------------------------------------------------------------------------------- folders
+
+
+@each_family
+def test_every_tensor_is_read_once_or_is_known_to_be_unread(spec, folder):
+    family, params, _ = spec.ours(folder)
+    for part, tree in params.items():
+        component = family.parts[part]
+        paths = [[key.key for key in path] for path, _ in jax.tree.leaves_with_path(tree)]
+        used = [n for path in paths for n in tensor_names(tuple(path), component.lists)]
+        stored = {
+            (component.renamed or str)(name): t for name, t in open_tensors(folder / part).items()
+        }
+        assert len({*used}) == len(used) and {*used} <= stored.keys()
+        ignored = component.ignored(family.networks[part])
+        for name in stored.keys() - {*used}:
+            assert any(fnmatch.fnmatch(name, pattern) for pattern in ignored), name
+        read = sum(np.prod(stored[name].shape) for name in used)
+        assert sum(leaf.size for leaf in jax.tree.leaves(tree)) == read
+
+
+@each_family
+def test_the_export_gives_the_same_pixels_in_diffusers(spec, folder, tmp_path):
+    """The transformer written anew, in several files; the other components are copied."""
+    family, params, _ = spec.ours(folder)
+    tree, target = params["transformer"], tmp_path / "copy"
+
+    def write(to):
+        config = read_json(folder / "transformer" / "config.json")
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) // 2
+        write_params(to, tree, family.lists["transformer"], config, max_shard_bytes=size)
+
+    copy_pipeline(folder, target, {"transformer": write}, {"steps": STEPS})
+    assert len(list((target / "transformer").glob("*.safetensors"))) > 1
+    for part in {*family.networks, *family.encoders.values(), "scheduler"} - {"transformer", ""}:
+        for file in (folder / part).iterdir():
+            assert (target / part / file.name).read_bytes() == file.read_bytes()
+    x = np.random.default_rng(0).normal(size=(3, *family.latent_shape(spec.size)))
+    x, given = x.astype(np.float32), spec.variants["plain"].call
+    pipes = (diffusers_pipeline(target), diffusers_pipeline(folder))
+    np.testing.assert_array_equal(*(spec.call(pipe, PROMPTS, x, **given)[1] for pipe in pipes))
+    read = load_family(target, max_sequence_length=spec.tokens).read(target, "transformer")
+    jax.tree.map(np.testing.assert_array_equal, read, tree)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        pytest.param(s, id=n, marks=[pytest.mark.slow] * (n != "zimage"))
+        for n, s in FAMILIES.items()
+    ],
+)
+def test_loras_load_both_ways(spec, folder, tmp_path):
+    """Ours in diffusers; and one of PEFT, whose layers are those of our regular expression, in ours."""
+    import peft
+    from peft.utils import get_peft_model_state_dict
+
+    family, params, encode = spec.ours(folder)
+    trained, variant = {"transformer": params["transformer"]}, spec.variants["plain"]
+    config = LoraConfig(rank=2, alpha=6, targets=family.lora_targets)
+    lora = lora_init(jax.random.key(0), trained, config, family.lists)
+    rng = np.random.default_rng(0)
+    lora = jax.tree.map(lambda leaf: (0.3 * rng.normal(size=leaf.shape)).astype("f4"), lora)
+    write_lora(tmp_path / "ours", lora, config.alpha, family.lists)
+    found, rank, alpha = read_lora(tmp_path / "ours", trained, family.lists)["transformer"]
+    assert (rank, alpha) == (2, 6)
+    jax.tree.map(np.testing.assert_array_equal, found, lora["transformer"])
+
+    x = rng.normal(size=(3, *family.latent_shape(spec.size))).astype(np.float32)
+    sigma, after, *_ = family.sigmas(STEPS, spec.size)
+    guidance = variant.guidance if family.guidance in ("both", "embedded") else None
+    prompts = encode(params, family.tokenize(said(*PROMPTS)))
+
+    def step(lora, scale):
+        variables = {"transformer": {"params": params["transformer"], "lora": lora}}
+        with lora_layers(scale):
+            v = family.velocity(variables, x, jnp.full(3, sigma), prompts, guidance)
+        return x + (after - sigma) * v
+
+    def by_ours(lora, scale):
+        return spec.seen(np.asarray(jax.jit(step, static_argnums=1)(lora, scale)))
+
+    def by_diffusers(pipe):
+        return spec.call(pipe, PROMPTS, x, **variant.call)[0][0]
+
+    kind = type(diffusers_pipeline(folder))
+    plain = by_diffusers(diffusers_pipeline(folder))
+    pipe, other = kind.from_pretrained(folder), kind.from_pretrained(folder)
+    pipe.load_lora_weights(tmp_path / "ours")
+    close(by_ours(lora["transformer"], config.scale), by_diffusers(pipe))
+    assert np.abs(by_diffusers(pipe) - plain).max() > 0.01 * np.abs(plain).max()
+
+    names = adapted_layers(trained, family.lora_targets, family.lists)["transformer"]
+    given = dict(r=2, lora_alpha=6, init_lora_weights=False, target_modules=sorted(names))
+    other.transformer.add_adapter(peft.LoraConfig(**given))
+    modules = other.transformer.named_modules()
+    assert {n for n, m in modules if isinstance(m, peft.tuners.lora.LoraLayer)} == names
+    kind.save_lora_weights(
+        tmp_path / "theirs",
+        transformer_lora_layers=get_peft_model_state_dict(other.transformer),
+        transformer_lora_adapter_metadata=other.transformer.peft_config["default"].to_dict(),
+    )
+    read, rank, alpha = read_lora(tmp_path / "theirs", trained, family.lists)["transformer"]
+    close(by_ours(read, alpha / rank), by_diffusers(other))
+
+
+# ---------------------------------------------------------------------------- what it says of itself
+
+
+@each_family
+def test_defaults_are_the_pipelines(spec, folder):
+    family, pipe = load_family(folder), diffusers_pipeline(folder)
+    call = inspect.signature(type(pipe).__call__).parameters
+    for name, ours in spec.defaults.items():
+        assert ours(family) == call[name].default, name
+    assert family.default_size() == Size(*[spec.default_side(pipe)] * 2)
+    assert family.default_steps == call["num_inference_steps"].default
+    assert family.max_sequence_length == call["max_sequence_length"].default
+    assert family.heads.number * family.heads.width == family.transformer.config.dim
+    latent, transformer = family.latent_shape(spec.size), family.parts["transformer"]
+    for one in (family, spec.ours(folder)[0]):
+        found = transformer.flops(one.transformer.config, latent, one.context_tokens)
+        assert one.flops(spec.size) == {"transformer": found}
+    assert family.context_tokens - one.context_tokens == family.max_sequence_length - spec.tokens
+
+
+@each_family
+def test_a_size_that_does_not_fit_is_refused(spec, folder):
+    family = spec.ours(folder)[0]
+    for size in (*spec.unfit, Size(spec.size.height, 0), spec.size._replace(frames=5)):
+        with pytest.raises(ValueError, match="does not fit this model"):
+            family.latent_shape(size)
+
+
+@pytest.mark.parametrize(
+    ("spec", "broken"),
+    [
+        pytest.param(spec, each, id=f"{name}-{each[0]}-{next(iter(each[1]))}")
+        for name, spec in FAMILIES.items()
+        for each in spec.broken
+    ],
+)
+def test_components_that_do_not_fit_are_refused_by_their_file(spec, copy, broken):
+    file, change, *named = broken
+    path = copy / file
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ConfigError) as caught:
+        load_family(copy, max_sequence_length=spec.tokens)
+    assert str(caught.value).startswith(str(copy / named[0] if named else path))
+
+
+@each_family
+def test_what_it_cannot_do_without_is_refused(spec, copy):
+    with pytest.raises(ConfigError, match=f"its '{spec.needed}', which config"):
+        open_pipeline(str(copy), (spec.needed,))
+    if spec.most is not None:
+        assert load_family(copy, max_sequence_length=spec.most).max_sequence_length == spec.most
+        with pytest.raises(ConfigError, match=r"config\.model\.max_sequence_length"):
+            load_family(copy, max_sequence_length=spec.most + 1)
+    for file in (copy / tokenizer_of(spec.needed)).iterdir():
+        file.unlink()
+    with pytest.raises(ConfigError, match=tokenizer_of(spec.needed)):
+        load_family(copy)
+
+
+@pytest.mark.parametrize("spec", [s for s in FAMILIES.values() if s.needed == "text_encoder"])
+@pytest.mark.parametrize("more", [0, -1])
+def test_chats_must_fit_the_text_encoders_sliding_window(spec, copy, more):
+    path, family = copy / "text_encoder" / "config.json", load_family(copy)
+    window = family.dropped + spec.tokens + more
+    fields = dict(use_sliding_window=True, sliding_window=window, max_window_layers=0)
+    config = json.loads(path.read_text())
+    config.get("text_config", config).update(fields | {"layer_types": None})
+    path.write_text(json.dumps(config))
+    if not more:
+        assert load_family(copy, max_sequence_length=spec.tokens).max_sequence_length
+        return
+    with pytest.raises(ConfigError, match="sliding_window") as caught:
+        load_family(copy, max_sequence_length=spec.tokens)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert f"max_sequence_length to {spec.tokens - 1} " in str(caught.value)
+    load_family(copy, max_sequence_length=spec.tokens - 1)

@@ -1,0 +1,236 @@
+"""What single families do, beyond `test_families.py`."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+
+from digen_jax.diffusion.steps import Ode
+from digen_jax.errors import ConfigError
+from digen_jax.families import load_family, open_pipeline, read_frozen
+from digen_jax.inference.model import SamplingOptions, open_model
+from digen_jax.models.qwen_image.family import QwenImage
+from digen_jax.parallel.mesh import make_mesh
+from digen_jax.parallel.placement import DeviceGroup
+from digen_jax.parallel.policy import Policy
+from digen_jax.parallel.sampler import Sampler, SamplerSettings, Weights
+from digen_jax.parallel.sharding import Layout
+from tests.cases import said
+from tests.models.families import PROMPTS, STEPS, diffusers_pipeline, packed
+from tests.models.test_families import FAMILIES, close
+
+PART = "text_encoder_3"
+
+
+@pytest.fixture
+def folder(base, name):
+    return FAMILIES[name].folder(base, FAMILIES[name].kinds[0])
+
+
+@pytest.fixture
+def copy(folder, tmp_path):
+    return shutil.copytree(folder, tmp_path / "pipeline")
+
+
+@pytest.fixture(autouse=True)
+def exact():
+    with jax.default_matmul_precision("highest"), torch.no_grad():
+        yield
+
+
+def of(*names: str):
+    return pytest.mark.parametrize("name", names)
+
+
+def edit(path, **values):
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def refused(folder, **options) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_family(open_pipeline(str(folder)), **options)
+    return str(caught.value).replace(f"{folder}/", "")
+
+
+# --------------------------------------------------------------------------- names of tensors in files
+
+
+@of("flux", "qwen_image")
+def test_tensors_are_read_by_the_names_that_another_version_gave_them(name, folder, tmp_path):
+    """CLIP's with a prefix, as in published folders; Qwen2.5-VL's as they are in memory. transformers 5 has neither."""
+    spec = FAMILIES[name]
+    family, params, _ = spec.ours(folder)
+    tensors = load_file(folder / "text_encoder" / "model.safetensors")
+    if name == "flux":
+        assert not any(key.startswith("text_model.") for key in tensors)
+        other = {f"text_model.{key}": tensor for key, tensor in tensors.items()}
+        other["text_model.embeddings.position_ids"] = np.arange(20)[None]
+    else:
+        assert "model.layers.0.mlp.up_proj.weight" in tensors
+        other = {
+            key.replace("model.", "model.language_model.").replace("visual.", "model.visual."): t
+            for key, t in tensors.items()
+        }
+    (tmp_path / "text_encoder").mkdir()
+    save_file(other, tmp_path / "text_encoder" / "model.safetensors")
+    found = family.read(tmp_path, "text_encoder")
+    jax.tree.map(np.testing.assert_array_equal, found, params["text_encoder"])
+
+
+@of("zimage")
+def test_an_encoder_saved_without_its_head_is_read(name, copy, folder):
+    """As the index of the published folder names it."""
+    edit(copy / "model_index.json", text_encoder=["transformers", "Qwen3Model"])
+    shutil.rmtree(copy / "text_encoder")
+    diffusers_pipeline(folder).text_encoder.model.save_pretrained(copy / "text_encoder")
+    read = load_family(copy, max_sequence_length=FAMILIES[name].tokens).read(copy, "text_encoder")
+    jax.tree.map(
+        np.testing.assert_array_equal, read, FAMILIES[name].ours(folder)[1]["text_encoder"]
+    )
+
+
+# ------------------------------------------------------------------------------------------ guidance
+
+
+@of("flux", "flux2")
+def test_distilled_models_have_no_guidance(base, name):
+    spec = FAMILIES[name]
+    guided, distilled = (load_family(spec.folder(base, kind)) for kind in spec.kinds)
+    assert guided.guidance == {"flux": "both", "flux2": "classifier-free"}[name]
+    assert (distilled.guidance, distilled.default_guidance) == ("none", 1.0)
+    with pytest.raises(ValueError, match="guidance is 'none'"):
+        Policy(distilled, 3.5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "asked", "match"),
+    [
+        ("dev", SamplingOptions(), "--true_cfg_scale is not above 1"),
+        ("schnell", SamplingOptions(), "guidance is 'none'"),
+        ("dev", SamplingOptions(true_cfg_scale=2.0), "holds no weights"),
+    ],
+)
+def test_a_negative_prompt_that_nothing_reads_is_refused_before_weights_are_read(
+    base, tmp_path, kind, asked, match
+):
+    ignore = shutil.ignore_patterns("*.safetensors")
+    source = FAMILIES["flux"].folder(base, kind)
+    folder = shutil.copytree(source, tmp_path / "pipeline", ignore=ignore)
+    given = "--negative_prompt is given"
+    with pytest.raises(ConfigError, match=match) as caught:
+        open_model(str(folder), jax.devices()[:1], options=[asked], negative=given)
+    assert str(caught.value).startswith(f"{given}, but ") == (asked.true_cfg_scale is None)
+
+
+@of("qwen_image")
+def test_guided_velocities_of_qwen_image_are_as_long_as_the_prompts(name, folder):
+    """And those of zeros, of a network of which nothing is trained yet, are numbers: diffusers divides 0 by 0 there."""
+    family = FAMILIES[name].ours(folder)[0]
+    null, prompt = np.random.default_rng(0).normal(size=(2, 1, 2, 4, 3)).astype(np.float32)
+    guided = family.guided(jnp.asarray(null), jnp.asarray(prompt), 3.0)
+    lengths = [np.linalg.norm(packed(np.asarray(v)), axis=-1) for v in (guided, prompt)]
+    np.testing.assert_allclose(*lengths, rtol=1e-5)
+    zeros = jnp.zeros_like(prompt)
+    both = jax.jit(jax.value_and_grad(lambda n, p: family.guided(n, p, 3.0).sum(), (0, 1)))
+    value, gradients = both(zeros, zeros)
+    assert value == 0 and np.isfinite(gradients).all()
+
+
+@of("qwen_image")
+def test_one_step_is_refused_where_the_shift_is_terminal(name, folder):
+    """diffusers divides 0 by 0 there."""
+    pipe = diffusers_pipeline(folder)
+    pipe.scheduler.set_timesteps(sigmas=[1.0], mu=0.6)
+    assert np.isnan(pipe.scheduler.timesteps).all()
+    with pytest.raises(ValueError, match="shift_terminal"):
+        FAMILIES[name].ours(folder)[0].sigmas(1, FAMILIES[name].size)
+
+
+# --------------------------------------------------------------------------------------------- chats
+
+
+@of("qwen_image")
+def test_the_chat_is_the_pipelines(name, folder):
+    pipe = diffusers_pipeline(folder)
+    assert pipe.prompt_template_encode == QwenImage.template
+    assert pipe.prompt_template_encode_start_idx == QwenImage.dropped
+    assert len(pipe.tokenizer(QwenImage.template.partition("{}")[0]).input_ids) == QwenImage.dropped
+    assert QwenImage.negative_prompt == " "
+
+
+@of("qwen_image")
+def test_a_tokenizer_that_splits_the_template_otherwise_is_refused(name, copy):
+    path = copy / "tokenizer" / "tokenizer.json"
+    own = json.loads(path.read_text())
+    own["model"]["merges"] = own["model"]["merges"][:-60]
+    path.write_text(json.dumps(own))
+    assert "tokens of the beginning of the model's template" in refused(copy)
+
+
+@of("qwen_image")
+@pytest.mark.parametrize("more", [1, 0])
+def test_a_sliding_window_that_the_template_fills_has_no_length_to_set(name, copy, more):
+    path = copy / "text_encoder" / "config.json"
+    text = json.loads(path.read_text())["text_config"]
+    text |= dict(use_sliding_window=True, sliding_window=QwenImage.dropped + more)
+    edit(path, text_config=text | dict(max_window_layers=0, layer_types=None))
+    assert ("max_sequence_length" in refused(copy)) == bool(more)
+    if more:
+        assert load_family(copy, max_sequence_length=1).max_sequence_length == 1
+
+
+@of("flux2", "zimage")
+def test_a_chat_template_is_needed(name, copy):
+    (copy / "tokenizer" / "chat_template.jinja").unlink()
+    assert "chat_template.jinja" in refused(copy)
+
+
+# -------------------------------------------------------------------------- the T5 of Stable Diffusion 3
+
+
+@of("sd3")
+def test_a_split_t5_encodes_as_a_whole_one(name, folder):
+    """Over fsdp and tensor, by the rules that a run uses."""
+    spec = FAMILIES[name]
+    family, params, encode = spec.ours(folder)
+    layout = Layout.of(((".*", "embed", "fsdp"),), family.axes())
+    group = DeviceGroup(make_mesh(jax.devices()[:4], fsdp=2, tensor=2), layout)
+    frozen = read_frozen(family, folder, group)
+    tree = frozen[PART]["encoder"]["block_1to2"]
+    kernels = [tree["layer_0"]["SelfAttention"]["q"], tree["layer_1"]["DenseReluDense"]["wo"]]
+    specs = [tuple(kernel["kernel"].sharding.spec) for kernel in kernels]
+    assert specs == [(None, "fsdp", "tensor"), (None, "tensor", "fsdp")]
+    sampler = Sampler(Policy(family), group, SamplerSettings(spec.size, STEPS, Ode()))
+    found = sampler.encode(Weights(None, None, frozen), said(*PROMPTS)).conditioning
+    expected = encode(params, family.tokenize(said(*PROMPTS)))
+    for one, other in zip(found, expected, strict=True):
+        close(one, other)
+
+
+@of("sd3")
+def test_a_t5_can_be_left_out_and_counts_one_token_then(name, folder):
+    family = load_family(folder, max_sequence_length=9)
+    left_out = load_family(folder, max_sequence_length=9, without=(PART,))
+    clip = family.tokenizer.model_max_length
+    assert (family.context_tokens, left_out.context_tokens) == (clip + 9, clip + 1)
+    assert (family.heads.weighted, left_out.heads.weighted) == (False, True)
+    assert PART in family.shapes() and PART not in left_out.shapes()
+    # Seven of the T5's tokens and fewer of a CLIP's, then too many of the T5's alone.
+    assert family.cut(["a red circle", "☃ ☃ ☃ ☃ ☃"]).tolist() == [False, True]
+    assert left_out.cut(["a red circle", "☃ ☃"]).tolist() == [False, False]
+
+
+@of("sd3")
+def test_a_t5_that_is_not_there_is_refused_unless_it_is_left_out(name, copy):
+    edit(copy / PART / "config.json", vocab_size=9)
+    assert "tokenizer_3" in refused(copy)
+    shutil.rmtree(copy / PART)
+    assert refused(copy).startswith(f"{PART} is missing")
+    assert load_family(copy, without=(PART,)).text_encoder_3 is None
+    edit(copy / "model_index.json", text_encoder_3=[None, None])
+    assert load_family(copy).text_encoder_3 is None

@@ -1,0 +1,293 @@
+"""The transformers of all families against diffusers' in torch, every parameter redrawn."""
+
+import copy
+import functools
+import inspect
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax.traverse_util import flatten_dict
+
+from digen_jax.models.family import logical_axes
+from tests.models import parity
+from tests.models.flux import spec as flux
+from tests.models.flux2 import spec as flux2
+from tests.models.networks import tensors
+from tests.models.qwen_image import spec as qwen_image
+from tests.models.sd3 import spec as sd3
+from tests.models.zimage import spec as zimage
+
+NETWORKS = {
+    "sd3": sd3.NETWORK,
+    "flux": flux.NETWORK,
+    "flux2": flux2.NETWORK,
+    "zimage": zimage.NETWORK,
+    "qwen_image": qwen_image.NETWORK,
+}
+CASES = [
+    pytest.param(network, case, marks=[pytest.mark.slow] * found.slow, id=f"{name}-{case}")
+    for name, network in NETWORKS.items()
+    for case, found in network.cases.items()
+]
+each_network = pytest.mark.parametrize("network", NETWORKS.values(), ids=NETWORKS)
+MASKED = pytest.mark.parametrize(
+    "network", [n for n in NETWORKS.values() if "mask" in n.cases[n.first].numbers]
+)
+
+
+@pytest.mark.parametrize(("network", "case"), CASES)
+def test_velocity_and_gradients_equal_diffusers(network, case):
+    """Of all parameters and inputs; by the cases the backward pass recomputes nothing, products or whole blocks."""
+    v, *gradients = network.found(case)
+    expected, *references = network.expected(case)
+    assert v.dtype == jnp.float32
+    assert parity.worst(v, expected)[0] < 1e-5
+    error, path = parity.worst(gradients[0], references[0], whole=True)
+    assert error < 1e-4, path
+    for name, reference in references[1].items():
+        assert parity.worst(gradients[1][name], reference)[0] < 1e-4, name
+    mask = network.cases[case].numbers.get("mask")
+    if mask is not None:
+        context = gradients[1]["context"]
+        assert not np.any(context[~mask]) and np.any(context[mask])
+    if "source" in gradients[1]:
+        source, latents = (np.abs(gradients[1][name]).max() for name in ("source", "latents"))
+        assert source > 1e-3 * latents
+
+
+@each_network
+def test_equal_blocks_are_scanned_as_one_run(network):
+    for case, expected in network.cases.items():
+        names = network.abstract(network.models(case)[1]).keys()
+        runs = sorted(n for n in names if re.search("blocks_|layers_|refiner_", n))
+        assert " ".join(name.rpartition("_")[2] for name in runs) == expected.blocks
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in ("flux", "sd3") else pytest.param(n, marks=pytest.mark.slow) for n in NETWORKS]
+)  # fmt: skip
+def test_the_error_in_bfloat16_is_not_above_torchs(name):
+    """Of parameters and times that bfloat16 holds exactly; time, norms and modulation are float32 here."""
+    network = NETWORKS[name]
+    module, config, _ = network.models(network.first)
+    half = copy.deepcopy(module).bfloat16()
+    exact = copy.deepcopy(half).float()
+    params = network.to_flax(exact.state_dict(), config)
+    inputs, numbers = network.inputs(network.first)
+    numbers = numbers | {"sigma": np.float32([0.25, 0.5])}
+    with torch.no_grad():
+        expected, torchs = (
+            network.call(m, **tensors(inputs), **tensors(numbers)).numpy() for m in (exact, half)
+        )
+    run = functools.partial(network.velocity, network.first, numbers=numbers, dtype=jnp.bfloat16)
+    found = jax.jit(run)(params, inputs)
+    error, torchs_error = (np.sqrt(np.square(a - expected).mean()) for a in (found, torchs))
+    assert found.dtype == jnp.float32
+    assert 1e-5 * np.abs(expected).max() < error < 1.5 * torchs_error
+
+
+@MASKED
+def test_a_prompt_alone_has_the_velocity_of_the_one_beside_a_longer(network):
+    inputs, numbers = network.inputs(network.first)
+    _, config, params = network.models(network.first)
+    short = int(numbers["mask"][0].sum())
+    given = {name: array[:1] for name, array in (inputs | numbers).items()}
+    given |= {name: given[name][:, :short] for name in ("context", "mask")}
+    apply = jax.jit(network.component.network(config).apply)
+    with jax.default_matmul_precision("highest"):
+        found = apply({"params": params}, **given)
+    assert parity.worst(found, np.asarray(network.found(network.first)[0][:1]))[0] < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("network", "name"),
+    [pytest.param(n, m, id=f"{f}-{m}") for f, n in NETWORKS.items() for m in n.published],
+)
+def test_the_published_models_have_diffusers_parameters(network, name):
+    fields, count = network.published[name]
+    with torch.device("meta"):
+        known = inspect.signature(network.torch_class.__init__).parameters
+        module = network.torch_class(**{k: v for k, v in fields.items() if k in known})
+    expected = {key: tuple(tensor.shape) for key, tensor in module.state_dict().items()}
+    tree = network.abstract(network.config.from_config(fields))
+    found = parity.file_shapes(tree, network.component.lists)
+    assert found == expected
+    assert sum(int(np.prod(shape)) for shape in found.values()) == count
+
+
+@each_network
+def test_every_dimension_has_a_name(network):
+    config = network.models(network.first)[1]
+    shapes = network.abstract(config)
+    axes = flatten_dict(logical_axes(shapes, network.component.axes, network.component.lists))
+    found = {}
+    for path, leaf in flatten_dict(shapes).items():
+        for name, size in zip(axes[path], leaf.shape, strict=True):
+            found.setdefault(name, set()).add(size)
+    expected = network.sizes(config)
+    assert {name: found[name] for name in expected} == expected
+
+
+@each_network
+def test_lora_targets_are_the_published_ones(network):
+    """PEFT takes a list of names as the ends of layers' names."""
+    ends, count = network.targets
+    module = network.models(network.first)[0]
+    linear = [n for n, m in module.named_modules() if isinstance(m, torch.nn.Linear)]
+    expected = {n for n in linear if any(n.endswith(f".{end}") for end in ends)}
+    assert {n for n in linear if re.fullmatch(network.lora_targets, n)} == expected
+    assert len(expected) == count
+
+
+@pytest.mark.parametrize(
+    ("network", "change"),
+    [
+        pytest.param(network, change, id=f"{name}-{'-'.join(map(str, next(iter(change.items()))))}")
+        for name, network in NETWORKS.items()
+        for change in network.refused
+    ],
+)
+def test_unsupported_fields_are_named(network, change):
+    with pytest.raises(ValueError, match=next(iter(change))):
+        network.config.from_config(network.cases[network.first].fields | change)
+
+
+@each_network
+def test_defaults_are_diffusers(network):
+    """A file's fields that start with an underscore are about the file; null channels of the result are the input's."""
+    with torch.device("meta"):
+        module = network.torch_class(**network.minimal)
+    config = network.config.from_config(dict(module.config) | {"_class_name": "ignored"})
+    assert config == network.config(**network.minimal)
+    if hasattr(config, "out_channels"):
+        other = network.config.from_config(network.minimal | {"out_channels": None})
+        assert other.out_channels == config.in_channels
+
+
+@pytest.mark.parametrize(
+    "flops,network",
+    [
+        pytest.param(flops, network, id=f"{name}-{place}")
+        for name, network in NETWORKS.items()
+        for place, flops in enumerate(network.flops)
+    ],
+)
+def test_flops_are_the_compilers_or_counted_by_hand(flops, network):
+    """The compiler counts a loop's body once, so there is one block of each kind."""
+    found = network.component.flops(*flops.given)
+    assert found.keys() == {"image", "text", "attention", "modulation"}
+    if flops.by_hand is not None:
+        assert found == flops.by_hand
+        return
+    config, latent, *_ = flops.given
+    module = network.component.network(flops.compiled or config)
+    shapes = {"latents": (1, *latent), "sigma": (1,)} | flops.inputs
+    others = {k: v for k, v in shapes.items() if isinstance(v, int)}
+    arrays = {
+        k: jax.ShapeDtypeStruct(*(v, jnp.float32) if isinstance(v, tuple) else (v.shape, v.dtype))
+        for k, v in shapes.items()
+        if k not in others
+    }
+
+    def run(params, arrays):
+        return module.apply(params, **arrays, **others)
+
+    plain = {k: v for k, v in arrays.items() if k != "source"}
+    params = jax.eval_shape(lambda a: module.init(jax.random.key(0), **a, **others), plain)
+    counted = jax.jit(run).lower(params, arrays).compile().cost_analysis()["flops"]
+    assert sum(found.values()) == pytest.approx(counted, rel=0.02)
+
+
+# ------------------------------------------------------------------------------- of single families
+
+
+def test_null_tokens_of_sd3_equal_as_many_zero_tokens():
+    network = NETWORKS["sd3"]
+    for case, found in network.cases.items():
+        others, *_ = network.expected(case, null_tokens=found.numbers["null_tokens"] + 7)
+        assert parity.worst(network.found(case)[0], others)[0] > 0.01
+
+
+def test_frozen_leaves_of_sd3_have_no_gradient():
+    flat = flatten_dict(NETWORKS["sd3"].found("sd35")[1], sep="/")
+    assert all(not np.any(flat[path]) for path in sd3.sd3.FROZEN)
+
+
+def test_segments_of_scattered_dual_layers_of_sd3():
+    config = sd3.sd3.SD3Config(num_layers=6, dual_attention_layers=(0, 2, 3, 5))
+    expected = [(0, 0, True), (1, 1, False), (2, 3, True), (4, 4, False), (5, 5, True)]
+    assert sd3.sd3.segments(config) == expected
+
+
+def test_a_fresh_sd3_has_diffusers_positions_and_no_output():
+    network, fields = NETWORKS["sd3"], sd3.SD3 | {"num_layers": 1}
+    inputs, numbers = network.inputs("sd3")
+    module = network.component.network(network.config(**fields))
+    given = {**inputs, "sigma": numbers["sigma"]}
+    v, variables = jax.jit(lambda a: module.init_with_output(jax.random.key(0), **a))(given)
+    buffer = network.torch_class(**fields).pos_embed.pos_embed.numpy()
+    assert parity.worst(variables["params"]["pos_embed"]["pos_embed"], buffer)[0] < 1e-6
+    assert not np.any(v)
+
+
+def test_fillers_of_zimage_have_a_gradient_where_they_fill_up():
+    network = NETWORKS["zimage"]
+    _, gradients, _ = network.found("tiny")
+    assert np.any(gradients["x_pad_token"]) and np.any(gradients["cap_pad_token"])
+
+
+@pytest.mark.slow
+def test_fillers_of_zimage_have_no_gradient_where_nothing_is_filled_up():
+    _, gradients, _ = NETWORKS["zimage"].found("single, no filling")
+    assert not np.any(gradients["x_pad_token"]) and not np.any(gradients["cap_pad_token"])
+
+
+@pytest.mark.parametrize("sides", [(64, 64), (58, 104), (101, 1)])
+def test_rotary_tables_of_qwen_image_are_diffusers_in_published_sizes(sides):
+    """Their angles are float32: with those of float64 numbers differ by up to 6e-5."""
+    from diffusers.models.transformers.transformer_qwenimage import QwenEmbedRope
+
+    widths = (16, 56, 56)
+    rope = QwenEmbedRope(10_000, list(widths), scale_rope=True)
+    expected = rope([[(1, *sides)]], torch.device("cpu"), 1024)
+    tables = qwen_image.qwen_image.rotary_tables(widths, *sides, 1024)
+    for table, numbers in zip(tables, expected, strict=True):
+        for found, reference in (
+            (table.cos[:, 0::2], numbers.real),
+            (table.cos[:, 1::2], numbers.real),
+            (table.sin[:, 0::2], -numbers.imag),
+            (table.sin[:, 1::2], numbers.imag),
+        ):
+            np.testing.assert_allclose(found, reference.numpy(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("sd3", {"latents": (1, 26, 8, 4)}),
+        ("sd3", {"latents": (1, 7, 8, 4)}),
+        ("zimage", {"latents": (1, 6, 7, 3)}),
+        ("zimage", {"latents": (1, 18, 4, 3)}),
+        ("zimage", {"latents": (1, 4, 4, 3), "context": (1, 97, 12), "mask": (1, 97)}),
+        ("flux", {"guidance": None}),
+        ("flux", {"guidance": (2,), "fields": {"guidance_embeds": False}}),
+    ],
+)
+def test_inputs_that_do_not_fit_are_refused(name, change):
+    network = NETWORKS[name]
+    change, fields = dict(change), change.get("fields", {})
+    change.pop("fields", None)
+    case = network.cases["sd3" if name == "sd3" else network.first]
+    shapes = {**case.shapes, **{k: np.shape(v) for k, v in case.numbers.items()}}
+    shapes.pop("null_tokens", None)
+    if name != "flux":
+        shapes = {k: (1, *shape[1:]) for k, shape in shapes.items()}
+    shapes |= change
+    given = {k: jnp.zeros(s, bool if k == "mask" else None) for k, s in shapes.items() if s}
+    module = network.component.network(network.config.from_config(case.fields | fields))
+    with pytest.raises(ValueError, match=r"do(es)? not fit|guidance"):
+        jax.eval_shape(lambda: module.init(jax.random.key(0), **given))
