@@ -19,7 +19,7 @@ from digen_jax.distributed.engine import LOCAL, RayEngine, Resources, surroundin
 from digen_jax.distributed.transfer import TrainerTransfer
 from digen_jax.distributed.workers import WorkerProxy
 from digen_jax.errors import check_positive
-from digen_jax.planning.tables import aligned
+from digen_jax.planning.report import aligned
 from digen_jax.scheduling.commands import Chunk, WeightsVersion
 from digen_jax.scheduling.settings import Costs, Settings
 from digen_jax.scheduling.simulator import WorkerLayout

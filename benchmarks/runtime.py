@@ -12,8 +12,7 @@ from typing import Any
 
 from benchmarks.waits import WaitingExecutors, Waits, score
 from digen_jax.errors import ConfigError, check_positive
-from digen_jax.planning.plan_text import describe_costs
-from digen_jax.planning.tables import aligned
+from digen_jax.planning.report import aligned, describe_costs
 from digen_jax.rewards import alone
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.driver import Driver

@@ -44,7 +44,7 @@ from digen_jax.logging.workdir import (
     usable,
 )
 from digen_jax.parallel.mesh import job_devices
-from digen_jax.planning.placing import place_apart, place_run
+from digen_jax.planning.placing import place_processes, place_run
 from digen_jax.process import job
 from digen_jax.process.job import Place, join_job
 from digen_jax.process.shutdown import Interrupt, mark_hung
@@ -104,7 +104,7 @@ def _train_with_workers(
     config: TrainConfig, workdir: pathlib.Path, part: TrainerPart
 ) -> int | None:
     """`train` in a process of a trainer whose other workers run on Ray."""
-    config = place_apart(config)
+    config = place_processes(config)
     engine = RayEngine(part.address)
     # Its exit handler ends the process with code 1 if another thread still frees a stored object.
     mark_hung("Ray")

@@ -34,7 +34,7 @@ _COSTS = define_path(
     "costs", None, 'Seconds on one device, {"generate": 0.5, ...} in JSON; or a run\'s workdir.'
 )
 _MEASURE = flags.DEFINE_bool(
-    "measure", False, "Time a chunk on the config's own meshes on this machine."
+    "measure", False, "Time a chunk on the config's meshes on this machine."
 )
 _TOPOLOGY = flags.DEFINE_string(
     "topology",
@@ -58,7 +58,7 @@ _OUTPUT = define_path("output", None, "A JSON file for the chosen placement.")
 _PICTURES = define_path(
     "pictures",
     None,
-    "A folder for pictures: images per second by layout, timelines of the best ones.",
+    "A folder for images: images per second by layout, timelines of the best ones.",
 )
 flags.mark_flags_as_required(["config"])
 
@@ -68,23 +68,23 @@ def main() -> None:
     from digen_jax.config.load import load_config
 
     _check_flags()
-    recipe = load_config(_CONFIG.value)
+    config = load_config(_CONFIG.value)
     if _TOPOLOGY.value is not None:
-        _plan_slice(recipe)
+        _plan_topology(config)
     else:
-        _plan(recipe)
+        _plan(config)
 
 
 def _check_flags() -> None:
     sources = (_MEASURE.value, _COSTS.value is not None, _TOPOLOGY.value is not None)
     if sum(sources) != 1:
         raise ConfigError(
-            "say what commands cost: by --costs=FILE.json, --costs=WORKDIR, --measure or --topology=SLICE"
+            "give the costs of commands: by --costs=FILE.json, --costs=WORKDIR, --measure or --topology=NAME"
         )
     if _TOPOLOGY.value is not None:
         given = (_DEVICES, _MEMORY, _TRAINER_SERIAL, _WORKER_SERIAL)
         if set_too := [flag.name for flag in given if flag.value is not None]:
-            raise ConfigError(f"--topology says what --{set_too[0]} would: leave that out")
+            raise ConfigError(f"--topology implies --{set_too[0]}: leave that out")
     if _MEMORY.value is not None:
         check_range("--memory", _MEMORY.value, 0, 10**6, "least")
     for flag in (_TRAINER_SERIAL, _WORKER_SERIAL):
@@ -94,115 +94,78 @@ def _check_flags() -> None:
         check_output("--output", _OUTPUT.value)
 
 
-def _plan(recipe: Any) -> None:
-    """For the devices of this machine, or as many as --devices says."""
+def _plan(config: Any) -> None:
+    """Plans for the devices of this machine, or for as many as --devices."""
     from digen_jax.process.job import prepare
 
-    prepare(recipe.placement.cpu_devices)
+    prepare(config.placement.cpu_devices)
 
     import jax
 
-    from digen_jax.planning.footprint import model_footprint
+    from digen_jax.planning.memory import compiled_temporaries, model_footprint
     from digen_jax.planning.plan import can_run, make_problem
-    from digen_jax.planning.programs import measured_programs
     from digen_jax.scheduling.planner import make_plan
 
-    calibration, footprint = _calibration(recipe), model_footprint(recipe)
+    calibration, footprint = _calibration(config), model_footprint(config)
+    memory = None
     if _MEMORY.value is not None:
-        programs = measured_programs(recipe, _note)
+        memory = _MEMORY.value * 2**30
+        programs = compiled_temporaries(config, _note)
         footprint = dataclasses.replace(footprint, programs=programs)
-    problem = make_problem(
-        recipe,
-        _DEVICES.value or len(jax.devices()),
-        calibration,
-        footprint,
-        _MEMORY.value and _MEMORY.value * 2**30,
-    )
-    plan = make_plan(problem, functools.partial(can_run, recipe, problem))
-    _show(problem, plan, calibration)
-    _propose(recipe, problem, plan)
+    devices = _DEVICES.value or len(jax.devices())
+    problem = make_problem(config, devices, calibration, footprint, memory)
+    plan = make_plan(problem, functools.partial(can_run, config, problem))
+    _show(config, plan, calibration, config)
 
 
-def _plan_slice(recipe: Any) -> None:
+def _plan_topology(config: Any) -> None:
     """Plans for accelerators that this machine need not have, or for this machine with its programs timed."""
-    from digen_jax.planning.fitting import compiled, proposed
-    from digen_jax.planning.slices import configured, open_slice
-    from digen_jax.planning.tables import heading, report
+    from digen_jax.planning.estimate import open_target, with_published_folder
+    from digen_jax.planning.fitting import fit_plan
+    from digen_jax.planning.report import heading
 
-    where = open_slice(_TOPOLOGY.value, recipe.placement.cpu_devices, _note)
-    opened = configured(recipe)
-    print(heading(opened, where) + "\n")
-    opened, found = compiled(opened, where, print)
-    calibration = report(opened, found, where, print)
-    verdict, fitting = proposed(opened, calibration, where, found, print)
-    print(f"the plan follows from these {where.how} costs by simulation:\n")
-    _show(verdict.problem, verdict.plan, calibration)
-    model = dataclasses.replace(fitting.model, folder=recipe.model.folder)
-    _propose(recipe, verdict.problem, verdict.plan, dataclasses.replace(fitting, model=model))
+    target = open_target(_TOPOLOGY.value, config.placement.cpu_devices, _note)
+    opened = with_published_folder(config)
+    _note(heading(opened, target) + "\n")
+    plan, fitting, calibration = fit_plan(opened, target, _note)
+    _note(f"the plan follows from these {target.how} costs by simulation:\n")
+    model = dataclasses.replace(fitting.model, folder=config.model.folder)
+    _show(config, plan, calibration, dataclasses.replace(fitting, model=model))
 
 
 def _note(text: str) -> None:
     print(text, flush=True)
 
 
-def _propose(recipe: Any, problem: Any, plan: Any, changed: Any = None) -> None:
-    """Prints what to set for the choice, and writes --output; `changed` is the recipe that was planned."""
-    from digen_jax.planning.plan import meshes, overrides
+def _show(config: Any, plan: Any, calibration: Any, planned: Any) -> None:
+    """Prints the plan and what to set for its choice, and writes --output; `planned` is the config that fits."""
+    from digen_jax.planning.plan import changed_fields, meshes, suited
+    from digen_jax.planning.report import draw_plan, plan_report
 
-    choice = plan.choice.layout
+    print(plan_report(plan, calibration))
+    layout = plan.choice.layout
     if _OUTPUT.value:
-        section = meshes(problem, choice).as_dict()
+        section = meshes(plan.problem, layout).as_dict()
         write_output(_OUTPUT.value, (json.dumps(section, indent=2) + "\n").encode())
-    changes = overrides(recipe, problem, choice, changed)
-    given = " \\\n".join(f"  --config.{name}={value}" for name, value in changes.items())
-    how = (
-        f"with the config as it is here and\n{given}" if given else "with the config as it is here"
-    )
-    print(f"\nit runs {how}")
+    changes = changed_fields(config, suited(planned, plan.problem, layout))
+    options = " \\\n".join(f"  --config.{name}={value}" for name, value in changes.items())
+    print("\nit runs with the config as it is here" + (f" and\n{options}" if options else ""))
     if _PICTURES.value:
-        from digen_jax.planning.pictures import draw_plan
-
         files = draw_plan(plan, pathlib.Path(_PICTURES.value))
-        print("\n".join(["pictures:", *map(str, files)]))
+        print("\n".join(["images:", *map(str, files)]))
 
 
-def _show(problem: Any, plan: Any, calibration: Any) -> None:
-    """Prints the costs, the table with its legend, the choice's memory and its reason."""
-    from digen_jax.planning.plan_text import (
-        LEGEND,
-        describe_costs,
-        memory_table,
-        table,
-        why,
-        wrapped,
-    )
-
-    settings = problem.settings
-    told = (
-        f"costs from {calibration.source}",
-        describe_costs(problem, calibration.missing),
-        f"a step: {settings.groups * settings.images} images in {settings.chunks} chunks on "
-        f"{problem.devices} devices; bound (G + T)/N {problem.bound:.4g} s",
-    )
-    print(wrapped("\n".join(told), "  "))
-    print(f"\n{table(plan)}\n")
-    print(wrapped("\n".join(LEGEND), "  "))
-    print(f"\n{wrapped(memory_table(plan), '  ')}\n\n{wrapped(why(plan))}")
-    print(f"{plan.simulated} of {plan.layouts} layouts were simulated")
-
-
-def _calibration(recipe: Any) -> Any:
+def _calibration(config: Any) -> Any:
     """The costs; the flags' scaling replaces that of the source."""
     from digen_jax.config.sections import AUTO
-    from digen_jax.planning.calibration import read_calibration
-    from digen_jax.planning.placing import place_alone, place_here
-    from digen_jax.planning.step_costs import measured_costs, read_run_costs
+    from digen_jax.planning.costs import measured_costs, read_calibration, read_run_costs
+    from digen_jax.planning.placing import place_here, place_on_one_device
 
     serial = {"trainer_serial": _TRAINER_SERIAL.value, "worker_serial": _WORKER_SERIAL.value}
     serial = {name: value for name, value in serial.items() if value is not None}
     if _MEASURE.value:
-        placed = place_alone if recipe.placement.mode == AUTO else place_here
-        return measured_costs(placed(recipe), **serial, note=_note)
+        place = place_on_one_device if config.placement.mode == AUTO else place_here
+        return measured_costs(place(config), **serial, note=_note)
     path = pathlib.Path(_COSTS.value)
     if path.is_dir():
         return read_run_costs(path, **serial)

@@ -19,7 +19,7 @@ from digen_jax.families import load_family
 from digen_jax.inference.model import defaults_of_run
 from digen_jax.inference.sampling import evaluate
 from digen_jax.models.family import Size
-from digen_jax.planning.placing import place_apart
+from digen_jax.planning.placing import place_processes
 from tests.cases import said
 from tests.parallel import toy
 from tests.pipelines import write_tiny_pipeline
@@ -253,7 +253,7 @@ def test_full_tuning_on_two_meshes(make, folder, tensors):
 
 def test_separate_processes_have_the_parts_of_one(make, folder):
     recipe = load_config(make(folder))
-    one, apart = assemble.build(fit_config(recipe, 8), jax.devices()), place_apart(recipe)
+    one, apart = assemble.build(fit_config(recipe, 8), jax.devices()), place_processes(recipe)
     trainer = assemble.build_trainer(apart, jax.devices()[4:])
     rollout = assemble.build_rollout(apart, jax.devices()[:4], None)
     assert trainer.rollouts == ()

@@ -8,7 +8,7 @@ from digen_jax import assemble
 from digen_jax.config.load import fit_config, load_config, read_config
 from digen_jax.errors import ConfigError
 from digen_jax.models.published import published_folder
-from digen_jax.planning.footprint import model_footprint
+from digen_jax.planning.memory import model_footprint
 from tests.cases import quick
 from tests.test_configs import QWEN_IMAGE, gigabytes, load, shapes_of_a_step, traced, unread
 

@@ -26,7 +26,7 @@ from digen_jax.parallel import policy
 from digen_jax.parallel.encoding import example_record
 from digen_jax.parallel.placement import devices_per_mesh
 from digen_jax.parallel.system import SampledImages, make_train_batch
-from digen_jax.planning.footprint import model_footprint
+from digen_jax.planning.memory import model_footprint
 from digen_jax.policies import check_heads, describe_computation
 from tests.cases import said
 

@@ -9,7 +9,7 @@ from digen_jax.config.load import fit_config, load_config, read_config
 from digen_jax.errors import ConfigError
 from digen_jax.models.family import Size
 from digen_jax.models.published import published_folder
-from digen_jax.planning.footprint import model_footprint
+from digen_jax.planning.memory import model_footprint
 from tests.test_configs import KLEIN, gigabytes, load, recipes, shapes_of_a_step
 from tests.test_configs import traced as traced
 from tests.test_configs import unread as unread

@@ -100,12 +100,12 @@ class RewardModel:
         params = reshard({self.name: self.params}, group.as_scorer)[self.name]
         return RewardModel(self.name, self.scorer, params, group, self.batch)
 
-    def lower(self, images: int, height: int, width: int) -> jax.stages.Lowered:
-        """Lowers the program for a number of images; the parameters may be shapes."""
+    def trace(self, images: int, height: int, width: int) -> jax.stages.Traced:
+        """Traces the program for a number of images; the parameters may be shapes."""
         rows, batch = self.rows(images), self.group.batch
         pixels = jax.ShapeDtypeStruct((rows, height, width, 3), np.uint8, sharding=batch)
         ids = jax.ShapeDtypeStruct((rows, self.scorer.tokens), np.int32, sharding=batch)
-        return self._score.lower(self.params, pixels, ids)
+        return self._score.trace(self.params, pixels, ids)
 
 
 def scorer_shapes(name: str, shapes: Any, group: DeviceGroup) -> Any:

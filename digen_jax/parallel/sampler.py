@@ -197,31 +197,31 @@ class Sampler:
 
     # `weights` of the following methods are shapes with shardings, and nothing is allocated.
 
-    def lower_encode(self, weights: Weights, records: Sequence[Record]) -> jax.stages.Lowered:
-        """Lowers the text encoders' program, also for prompts that are precomputed."""
-        return self._encode.lower(self._encoders(weights), self.policy.family.tokenize(records))
+    def trace_encode(self, weights: Weights, records: Sequence[Record]) -> jax.stages.Traced:
+        """Traces the text encoders' program, also for prompts that are precomputed."""
+        return self._encode.trace(self._encoders(weights), self.policy.family.tokenize(records))
 
-    def lower_encode_null(self, weights: Weights, records: Sequence[Record]) -> jax.stages.Lowered:
-        """Lowers the program for the pass without the prompt, if the policy `reads_null`."""
+    def trace_encode_null(self, weights: Weights, records: Sequence[Record]) -> jax.stages.Traced:
+        """Traces the program for the pass without the prompt, if the policy `reads_null`."""
         tokens = self.policy.family.tokenize_null(records)
-        return self._encode.lower(self._encoders(weights), tokens)
+        return self._encode.trace(self._encoders(weights), tokens)
 
-    def lower_generate(
+    def trace_generate(
         self, weights: Weights, records: Sequence[Record], images: int, trained: int = 0
-    ) -> jax.stages.Lowered:
-        """Lowers `generate` for some images of the records. `trained`: returned steps of each image, 0: all."""
+    ) -> jax.stages.Traced:
+        """Traces `generate` for some images of the records. `trained`: returned steps of each image, 0: all."""
         batch, steps = self.group.batch, self.group.batch_of_steps
         rows = jax.ShapeDtypeStruct((images,), np.int32, sharding=batch)
         keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), images))
         keys = keys.update(sharding=batch)
         own = jax.ShapeDtypeStruct((trained, images), np.int32, sharding=steps) if trained else None
         prompts = self.encoded(weights, records)
-        return self._generate.lower(weights, prompts, rows, keys, keys, np.int32(0), own)
+        return self._generate.trace(weights, prompts, rows, keys, keys, np.int32(0), own)
 
-    def lower_decode(self, weights: Weights, images: int) -> jax.stages.Lowered:
-        """Lowers `decode` for a number of images."""
+    def trace_decode(self, weights: Weights, images: int) -> jax.stages.Traced:
+        """Traces `decode` for a number of images."""
         latents = jax.ShapeDtypeStruct((images, *self.shape), np.float32, sharding=self.group.batch)
-        return self._decode.lower(weights.frozen, latents)
+        return self._decode.trace(weights.frozen, latents)
 
     def encoded(self, weights: Weights, records: Sequence[Record]) -> EncodedPrompts:
         """Returns the shapes of what `encode` returns."""

@@ -152,15 +152,15 @@ def reshard(tree: Any, group: DeviceGroup, dtype: Any = None) -> Any:
     return resharded(tree, group.params(tree))
 
 
-def lower_reshard(tree: Any, group: DeviceGroup, dtype: Any = None) -> list[jax.stages.Lowered]:
-    """Lowers the programs of `reshard` for shapes with shardings; a transfer between devices needs none."""
+def trace_reshard(tree: Any, group: DeviceGroup, dtype: Any = None) -> list[jax.stages.Traced]:
+    """Traces the programs of `reshard` for shapes with shardings; a transfer between devices needs none."""
     programs = []
     if dtype is not None:
-        programs.append(cast.lower(tree, dtype))
+        programs.append(cast.trace(tree, dtype))
         tree = shapes_in_dtype(tree, dtype)
     shardings = group.params(tree)
     if _needs_program(jax.tree.leaves(tree), jax.tree.leaves(shardings)):
-        programs.append(jax.jit(_same, out_shardings=shardings).lower(tree))
+        programs.append(jax.jit(_same, out_shardings=shardings).trace(tree))
     return programs
 
 

@@ -295,18 +295,16 @@ class Trainer:
             None if algorithm.samples_from_copy else state.copy,
         )
 
-    def lower_accumulate(
-        self, tuned: Any, base: Any, train_batch: TrainBatch
-    ) -> jax.stages.Lowered:
-        """Lowers the program of `accumulate` for shapes with shardings."""
+    def trace_accumulate(self, tuned: Any, base: Any, train_batch: TrainBatch) -> jax.stages.Traced:
+        """Traces the program of `accumulate` for shapes with shardings."""
         state = self._state_shapes(tuned)
         policies, totals = self.policies(state, tuned, None), self._totals_shapes(tuned)
-        return self._accumulate.lower(tuned, base, policies, train_batch, totals)
+        return self._accumulate.trace(tuned, base, policies, train_batch, totals)
 
-    def lower_update(self, tuned: Any) -> jax.stages.Lowered:
-        """Lowers the program of `update` for shapes with shardings."""
+    def trace_update(self, tuned: Any) -> jax.stages.Traced:
+        """Traces the program of `update` for shapes with shardings."""
         state = self._state_shapes(tuned)._replace(copy=None)
-        return self._update.lower(state, self._totals_shapes(tuned), None)
+        return self._update.trace(state, self._totals_shapes(tuned), None)
 
     def _state_shapes(self, tuned: Any) -> TrainState:
         optimizer = jax.eval_shape(self._optimizer.init, tuned)

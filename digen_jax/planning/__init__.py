@@ -1,1 +1,1 @@
-"""From a recipe to a plan: its programs, what they cost on available devices or on a slice, and what fits."""
+"""Memory and time of a config's programs, on available devices or on accelerators that are not, and placement."""

@@ -1,342 +1,280 @@
-"""The estimated seconds of a compiled program on a chip, by what they are spent on.
-
-What the TPU compiler estimates are fusions and copies; the CUDA compiler estimates nothing. The rest is costed here,
-conservatively: as if nothing ran at the same time as anything else.
-
-- A kernel takes its FLOPs over the share of the peak that `kernels` states, or its bytes over the memory's bandwidth,
-  whichever is longer. The FLOPs are those that the kernel states; of splash attention, which states none, those of its
-  matrix products without any mask. Calls of cuBLAS and cuDNN are such kernels, whose FLOPs follow from their shapes.
-- A collective is a ring over one link in one direction, at `LINK_SHARE` of its bandwidth: an all-gather moves (n - 1)/n
-  of its result, a reduce-scatter (n - 1)/n of its input, an all-reduce twice that. All of a slice's chips are linked
-  directly, over several hosts, too; a ring may need more hops than links on a mesh without wrap-around. Of GPUs on
-  several hosts every collective counts as one over the network.
-- A transfer between memories, and any other operation without an estimate, takes its bytes over `MEMORY_SHARE` of the
-  memory's bandwidth. Of what a fusion slices only the slice counts.
-"""
+"""Costs of commands on one device: from a file, from the metrics of a run, or timed with one chunk."""
 
 import dataclasses
-import math
-import re
-from collections import Counter
-from collections.abc import Iterable, Iterator
+import difflib
+import itertools
+import pathlib
+import statistics
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
-from digen_jax.planning.answers import Answer, answer_of
-from digen_jax.planning.chips import Chip
-from digen_jax.planning.collectives import group_size, is_collective, kind_of, moved_bytes
-from digen_jax.planning.counting import library_flops, products, repeated
-from digen_jax.planning.hlo import Computation, Instruction, Module, parse
-from digen_jax.planning.kernels import kernel_name, kernel_work, library_share
-from digen_jax.planning.layers import AGAIN, layer_of
-from digen_jax.planning.loops import Frame, trips
-
-LINK_SHARE, MEMORY_SHARE = 0.8, 0.8
-
-# Rows of a program's seconds.
-COMPILER, KERNELS, COLLECTIVES, TRANSFERS, OTHERS = (
-    "estimated by the compiler",
-    "kernels",
-    "collectives",
-    "transfers between memories",
-    "without an estimate",
+from digen_jax import rewards
+from digen_jax.assemble import build, read_scorers
+from digen_jax.config.train_config import TrainConfig
+from digen_jax.data.prompt_files import read_prompt_files
+from digen_jax.errors import ConfigError, user_input
+from digen_jax.files import parse_json
+from digen_jax.images import reward_input, to_uint8
+from digen_jax.inference.model import read_run_config
+from digen_jax.learned_rewards.on_mesh import named
+from digen_jax.logging.metrics import read_metrics
+from digen_jax.parallel.accumulate import trained_part
+from digen_jax.parallel.mesh import put
+from digen_jax.parallel.placement import devices_per_mesh
+from digen_jax.parallel.system import (
+    SampledImages,
+    System,
+    make_train_batch,
+    move_to_trainer,
+    select_images,
 )
-KINDS = COMPILER, KERNELS, COLLECTIVES, TRANSFERS, OTHERS
-# Operations that take no time, or whose time is that of another one.
-FREE = {
-    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
-    "opt-barrier", "add-dependency", "domain",
-}  # fmt: skip
-FREE_CALLS = {
-    "AllocateBuffer", "ConcatBitcast", "Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape"
-}  # fmt: skip
+from digen_jax.precompute import precompute
+from digen_jax.rewards.built_in import on_mesh, resolve
+from digen_jax.scheduling.layouts import Scaling
+from digen_jax.scheduling.settings import Costs
 
-SLICES, UPDATE = ("dynamic-slice", "slice", "gather"), "dynamic-update-slice"
+WARM = 2  # first steps of a run, which may include compilation
+REPEATS = 3  # timed calls after one that compiles; their median is used
 
 
 @dataclasses.dataclass(frozen=True)
-class Item:
-    """An instruction of a program, and what it costs.
+class Calibration:
+    """Costs, how they scale, and their source.
 
     Attributes:
-      kind: one of `KINDS`.
-      what: its opcode, or the kernel's name.
-      name: its name in the program.
-      layer: where it comes from.
-      times: how often it runs.
-      seconds: of one run, estimated.
-      flops: of a Pallas kernel, in one run.
-      bytes: that a collective or a transfer moves, or an operation without an estimate reads and writes, in one run.
+      costs: seconds on a worker, and on a trainer, of one device.
+      source: the origin of the costs, as a phrase.
+      missing: costs that were not measured and are taken as 0.
+      trainer_serial: the share of training that more devices do not shorten.
+      worker_serial: the same for generation.
+      scorers: chunks scored at the same time. 0 means any number.
     """
 
-    kind: str
-    what: str
-    name: str
-    layer: str
-    times: int
-    seconds: float
-    bytes: int = 0
-    flops: float = 0.0
-
-    @property
-    def total(self) -> float:
-        """Seconds of all runs."""
-        return self.times * self.seconds
+    costs: Costs
+    source: str
+    missing: tuple[str, ...] = ()
+    trainer_serial: float = 0.0
+    worker_serial: float = 0.0
+    scorers: int = 0
 
 
-@dataclasses.dataclass(frozen=True)
-class Estimate:
-    """The estimated seconds of a program on one device.
+def on_one_device(
+    measured: Costs,
+    devices: tuple[int, int],
+    source: str,
+    missing: tuple[str, ...],
+    serial: tuple[float, float] = (0.0, 0.0),
+) -> Calibration:
+    """Converts costs of (rollout, trainer) meshes to one device by the (trainer's, worker's) serial share."""
+    for name, share in zip(("trainer_serial", "worker_serial"), serial, strict=True):
+        Scaling(share).check(name)
+    trainer, worker = (
+        Scaling(share).seconds(count) for share, count in zip(serial, devices[::-1], strict=True)
+    )
+    costs = dataclasses.replace(
+        measured,
+        generate=measured.generate / worker,
+        decode=measured.decode / worker,
+        train=measured.train / trainer,
+    )
+    return Calibration(costs, source, missing, *serial, scorers=1)
 
-    Attributes:
-      items: all that takes time.
-      unknown_loops: loops whose number of iterations is unknown; their bodies count once.
-      flops: of all matrix products, convolutions and kernels; nan: a loop of unknown length has some.
-      repeated: those of them that remat runs again.
-      peak_bytes: of memory, as the compiler reports it.
+
+def read_calibration(path: pathlib.Path) -> Calibration:
+    """Reads a JSON file with `generate` and `train` and, if known, other fields of `Costs`.
+
+    It may also contain trainer_serial, worker_serial and scorers.
+
+    Raises:
+      ConfigError: names the file and its error.
     """
-
-    items: tuple[Item, ...]
-    unknown_loops: tuple[str, ...] = ()
-    flops: float = 0.0
-    repeated: float = 0.0
-    peak_bytes: int = 0
-
-    @property
-    def seconds(self) -> float:
-        """Of the whole program, as if nothing ran at the same time as anything else."""
-        return sum(item.total for item in self.items)
-
-    def of(self, kind: str) -> float:
-        """Seconds of one kind."""
-        return sum(item.total for item in self.items if item.kind == kind)
-
-    def slowest(self, count: int, *kinds: str) -> list[Item]:
-        """Returns the items of some kinds that take longest."""
-        found = [item for item in self.items if item.kind in kinds]
-        return sorted(found, key=lambda item: -item.total)[:count]
-
-    def by_what(self, kind: str) -> dict[str, tuple[int, float, float]]:
-        """(runs, bytes, seconds) of the items of a kind, by what they are, the slowest first."""
-        runs, moved, seconds = Counter(), Counter(), Counter()
-        for item in self.items:
-            if item.kind == kind:
-                runs[item.what] += item.times
-                moved[item.what] += item.times * item.bytes
-                seconds[item.what] += item.total
-        return {what: (runs[what], moved[what], took) for what, took in seconds.most_common()}
-
-    def cycles(self, chip: Chip) -> float:
-        """The seconds in cycles of the chip's clock."""
-        return self.seconds * chip.clock
-
-
-def estimate(compiled: jax.stages.Compiled, chip: Chip) -> Estimate:
-    """The estimate of a program that was compiled for that chip."""
-    return estimate_answer(answer_of(compiled), chip)
-
-
-def estimate_answer(answer: Answer, chip: Chip) -> Estimate:
-    """The estimate from what the compiler said of a program."""
-    return dataclasses.replace(estimate_text(answer.text, chip), peak_bytes=answer.peak)
-
-
-def estimate_text(text: str, chip: Chip) -> Estimate:
-    """The estimate of a program's text, without its memory."""
-    module = parse(text)
-    walk = _Walk(module, chip)
-    items = tuple(walk.items(Frame(module.computations[module.entry]), 1))
-    unknown = tuple(sorted(walk.unknown))
-    kernels = [item for item in items if item.kind == KERNELS]
-    again = [item for item in kernels if item.layer.endswith(AGAIN)]
-    return Estimate(
-        items,
-        unknown,
-        _products(module) + sum(item.times * item.flops for item in kernels),
-        _products(module, repeated) + sum(item.times * item.flops for item in again),
+    try:
+        given = parse_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--costs={path} cannot be read as JSON: {error}") from error
+    costs = [field.name for field in dataclasses.fields(Costs)]
+    others = ["trainer_serial", "worker_serial", "scorers"]
+    known = [*costs, *others]
+    if not isinstance(given, dict):
+        raise ConfigError(f'{path} must hold an object such as {{"generate": 0.5, "train": 0.2}}')
+    for name, value in given.items():
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"they are {', '.join(known)}"
+            raise ConfigError(f"{path}: {name} is not a cost; {hint}")
+        types = (int,) if name == "scorers" else (int, float)
+        if type(value) not in types or not 0 <= value < float("inf"):
+            what = "a whole number" if name == "scorers" else "a number of seconds or a share"
+            raise ConfigError(f"{path}: {name} must be {what} of 0 or more, not {value!r}")
+    for name in ("generate", "train"):
+        if name not in given:
+            raise ConfigError(f"{path} lacks {name}: give its seconds an image on one device")
+    return Calibration(
+        Costs(**{name: float(given[name]) for name in costs if name in given}),
+        f"the file {path}",
+        tuple(name for name in costs if name not in given),
+        **{name: given[name] for name in others if name in given},
     )
 
 
-def flops_of(text: str) -> tuple[float, float]:
-    """(FLOPs of all products and convolutions in a program, those that remat runs again); nan as in `Estimate`."""
-    module = parse(text)
-    return _products(module), _products(module, repeated)
+def read_run_costs(
+    workdir: pathlib.Path, trainer_serial: float = 0.0, worker_serial: float = 0.0
+) -> Calibration:
+    """Reads costs from the timings of a run, on the meshes of its config.
 
+    The generation's seconds include encoding and decoding, the training's include updates. The shares are
+    those that more devices do not shorten.
 
-def _products(module: Module, *chosen: Any) -> float:
-    try:
-        return products(module, *chosen)
-    except ValueError:  # a loop does not tell how often it runs
-        return math.nan
-
-
-class _Walk:
-    """Goes through a program, each body of a loop as often as it runs."""
-
-    def __init__(self, module: Module, chip: Chip):
-        self.module, self.chip = module, chip
-        self.unknown: set[str] = set()
-
-    def items(self, frame: Frame, times: int) -> Iterator[Item]:
-        """All items of a computation that runs so often."""
-        for instruction in frame.computation.instructions.values():
-            yield from self._of(frame, instruction, times)
-
-    def _of(self, frame: Frame, instruction: Instruction, times: int) -> Iterator[Item]:
-        opcode = instruction.opcode
-        if (
-            opcode in FREE
-            or opcode.endswith(("-done", "async-update"))
-            or instruction.target in FREE_CALLS
-        ):
-            return
-        if opcode == "while":
-            count = trips(self.module, frame, instruction)
-            if count is None:
-                self.unknown.add(instruction.name)
-                count = 1
-            for attribute in ("condition", "body"):
-                yield from self._inside(
-                    frame, instruction, [_name(instruction, attribute)], times * count
-                )
-        elif opcode == "conditional":
-            branches = (
-                list(self._inside(frame, instruction, [name], times)) for name in instruction.called
-            )
-            yield from max(branches, key=lambda items: sum(item.total for item in items))
-        elif opcode in ("call", "call-start", "async-start"):
-            yield from self._inside(frame, instruction, instruction.called, times)
-        else:
-            yield from self._leaf(frame.computation, instruction, times)
-
-    def _inside(
-        self, frame: Frame, instruction: Instruction, names: Iterable[str], times: int
-    ) -> Iterator[Item]:
-        for name in names:
-            yield from self.items(frame.enter(self.module, instruction, name), times)
-
-    def _leaf(
-        self, computation: Computation, instruction: Instruction, times: int
-    ) -> Iterator[Item]:
-        """An operation of the compiler's estimate, or one that is costed here; a fusion may be both."""
-        inner = self._fused(instruction)
-        source = next((i for i in inner if i.opcode in ("convolution", "dot")), instruction)
-        layer = layer_of(source.op_name or instruction.op_name)
-        common = dict(name=instruction.name, times=times)
-        moved = [i for i in (instruction, *inner) if is_collective(i.opcode)]
-        for one in moved:
-            size, seconds = self._collective(computation, one)
-            yield Item(COLLECTIVES, kind_of(one.opcode), layer=layer_of(one.op_name) or layer,
-                       seconds=seconds, bytes=size, **common)  # fmt: skip
-        if instruction.cycles is not None:
-            seconds = instruction.cycles / self.chip.clock
-            yield Item(COMPILER, instruction.opcode, layer=layer, seconds=seconds, **common)
-        elif instruction.target == "tpu_custom_call":
-            name = kernel_name(instruction)
-            flops, seconds = self._kernel(computation, instruction, name)
-            yield Item(KERNELS, name, layer=layer, seconds=seconds, flops=flops, **common)
-        elif (flops := library_flops(computation, instruction)) is not None:
-            needed = flops / (library_share(computation, instruction) * self.chip.flops)
-            # Further results are room for work.
-            size = sum(one.bytes for one in computation.operands(instruction))
-            size += instruction.arrays[0].bytes
-            seconds = max(needed, size / (MEMORY_SHARE * self.chip.bandwidth))
-            yield Item(KERNELS, instruction.target, layer=layer, seconds=seconds, **common)
-        elif not moved:
-            kind = TRANSFERS if instruction.opcode in ("copy-start", "slice-start") else OTHERS
-            touched = _transferred if kind == TRANSFERS else self._touched
-            size = touched(computation, instruction)
-            what = instruction.opcode + (f" {instruction.target}" if instruction.target else "")
-            seconds = size / (MEMORY_SHARE * self.chip.bandwidth)
-            yield Item(kind, what, layer=layer, seconds=seconds, bytes=size, **common)
-
-    def _fused(self, instruction: Instruction) -> list[Instruction]:
-        """The instructions inside a fusion, and inside those in it."""
-        if instruction.opcode != "fusion":
-            return []
-        found = []
-        for name in instruction.called:
-            for one in self.module.computations[name].instructions.values():
-                found += [one, *self._fused(one)]
-        return found
-
-    def _collective(self, computation: Computation, instruction: Instruction) -> tuple[int, float]:
-        """(bytes of its full buffer, seconds)."""
-        members = group_size(instruction)
-        operands = [self._operand(computation, name) for name in instruction.operands]
-        given = sum(operand.bytes for operand in operands if operand is not None)
-        made = instruction.bytes
-        if instruction.opcode.endswith("-start"):
-            made = max(0, made - given)  # its results repeat its operands
-        size = max(given, made)
-        return size, moved_bytes(instruction.opcode, members, size) / (LINK_SHARE * self.chip.link)
-
-    def _operand(self, computation: Computation, name: str) -> Instruction | None:
-        """An operand, which inside a fusion is in another computation."""
-        if name in computation.instructions:
-            return computation.instructions[name]
-        for other in self.module.computations.values():
-            if name in other.instructions:
-                return other.instructions[name]
-        return None
-
-    def _kernel(
-        self, computation: Computation, instruction: Instruction, name: str
-    ) -> tuple[float, float]:
-        """(FLOPs, seconds)."""
-        flops, share = kernel_work(computation, instruction, name, self.chip.array)
-        stated = re.search(r'"bytes_accessed":"?(\d+)', instruction.attributes)
-        size = int(stated[1]) if stated else self._touched(computation, instruction)
-        in_memory = size / (MEMORY_SHARE * self.chip.bandwidth)
-        return flops, max(flops / (share * self.chip.flops), in_memory)
-
-    def _touched(self, computation: Computation, instruction: Instruction) -> int:
-        """Bytes that an instruction reads and writes."""
-        if instruction.opcode != "fusion":
-            return _moved(computation, instruction)
-        inner = self.module.computations[instruction.called[0]]
-        updates = [one for one in inner.instructions.values() if one.opcode == UPDATE]
-        read = sum(_read(inner, parameter) for parameter in inner.parameters.values())
-        written = sum(inner.operands(one)[1].bytes for one in updates)
-        whole = sum(one.bytes for one in updates)
-        return read + written + max(0, instruction.bytes - whole)
-
-
-def _name(instruction: Instruction, attribute: str) -> str:
-    return instruction.attribute(attribute).lstrip("%")
-
-
-def _transferred(computation: Computation, instruction: Instruction) -> int:
-    """Bytes that a copy reads from the main memory and writes to it; memory space 1 is a core's own, fast memory.
-
-    The results of an instruction that begins one are its operand, what is copied, and a flag.
+    Raises:
+      ConfigError: it has no timings, or its config has no sizes of meshes.
     """
-    given = sum(operand.bytes for operand in computation.operands(instruction))
-    size = instruction.bytes - given - instruction.arrays[-1].bytes
-    return size if "S(1)" in instruction.type else 2 * size
+    config = read_run_config(workdir)
+    with user_input():
+        lines = read_metrics(workdir / "metrics.jsonl")
+    steps = [line for line in lines if "seconds/train" in line]
+    if len(steps) <= WARM:
+        raise ConfigError(
+            f"{workdir} has timings of {len(steps)} steps, the first {WARM} of which may include compilation: "
+            "run it for more steps"
+        )
+    rollout, trainer = devices_per_mesh(config.placement.meshes, 10**9)
+    images, count = config.batch.groups * config.batch.images, len(steps) - WARM
+
+    def median(phase: str) -> float:
+        return statistics.median(line[f"seconds/{phase}"] for line in steps[WARM:])
+
+    measured = Costs(
+        generate=median("rollout") / images,
+        train=median("train") / images,
+        score=median("reward") / images,
+        sync=median("sync") / config.placement.rollout.workers,
+        deliver=median("deliver") / images,
+    )
+    return on_one_device(
+        measured,
+        (rollout or trainer, trainer),
+        f"the metrics of {count} step{'s' * (count > 1)} of the run in {workdir}",
+        ("encode", "score_latency", "switch"),
+        (trainer_serial, worker_serial),
+    )
 
 
-def _moved(computation: Computation, instruction: Instruction) -> int:
-    """Bytes that an operation reads and writes: of a slice or an update only that part."""
-    operands = computation.operands(instruction)
-    if instruction.opcode in SLICES:
-        return 2 * instruction.bytes
-    if instruction.opcode == UPDATE:
-        return 2 * operands[1].bytes
-    return sum(operand.bytes for operand in operands) + instruction.bytes
+def measured_costs(
+    config: TrainConfig,
+    trainer_serial: float = 0.0,
+    worker_serial: float = 0.0,
+    note: Callable[[str], None] = lambda text: None,
+) -> Calibration:
+    """Measures costs with one chunk in the config's system, on the available devices.
+
+    Args:
+      config: on these devices.
+      trainer_serial: share of training that more devices do not shorten.
+      worker_serial: the same for generation.
+      note: called with each part of the work, as it takes minutes.
+
+    Raises:
+      ConfigError: the system cannot be built.
+    """
+    note(f"loading {config.model.folder}")
+    records = [*itertools.chain(*read_prompt_files(config.prompts.paths))]
+    records = [records[i % len(records)] for i in range(config.batch.groups)]
+    precompute(config, jax.devices(), records)
+    scorers = read_scorers(config, jax.devices())
+    system = build(config, jax.devices()).with_scorers(scorers)
+    measured = _measure(system, config, records, resolve(config.rewards), note)
+    rollout, trainer = system.placement.rollout.mesh.size, system.placement.trainer.mesh.size
+    kind = jax.devices()[0].device_kind
+    source = f"a chunk timed on devices of the kind {kind}, {rollout} for rollout and {trainer} for training"
+    missing = ("score_latency", "switch")
+    serial = (trainer_serial, worker_serial)
+    return on_one_device(measured, (rollout, trainer), source, missing, serial)
 
 
-def _read(computation: Computation, parameter: Instruction) -> int:
-    """Bytes of a parameter that a fusion reads: all, or those of slices, and nothing of what it updates in place."""
-    read = 0
-    for one in computation.instructions.values():
-        if parameter.name not in one.operands:
-            continue
-        if one.opcode == "bitcast":
-            read += _read(computation, one)
-        elif one.opcode in SLICES and one.operands[0] == parameter.name:
-            read += one.bytes
-        elif one.opcode != UPDATE or one.operands[0] != parameter.name:
-            return parameter.bytes
-    return min(read, parameter.bytes)
+def _measure(
+    system: System,
+    config: TrainConfig,
+    records: list[dict],
+    scored_by: rewards.Rewards,
+    note: Callable[[str], None],
+) -> Costs:
+    """Seconds of commands on the system's meshes; its trainer's state is consumed.
+
+    `records` are the prompts of a step, one a group. The seconds of rewards on the mesh are a part of decoding.
+    """
+
+    def timed(name: str, call: Callable[[], Any]) -> tuple[Any, float]:
+        note(f"{name}: compiling and timing")
+        result, seconds = _timed(call)
+        note(f"{name}: {seconds:.4g} s")
+        return result, seconds
+
+    sampler, trainer, size = system.sampler, system.placement.trainer, config.sampler.chunk
+    rows = np.repeat(np.arange(len(records), dtype=np.int32), config.batch.images)[:size]
+    numbers = np.tile(np.arange(config.batch.images), len(records))[:size]
+    drawn = system.rng.draw(0, rows, numbers)
+    state = system.trainer.init(system.start)
+    weights, sync = timed("sync", lambda: system.rollout_weights(state.tuned))
+    prompts, encoding = timed("encode", lambda: sampler.encode(weights, records))
+    made, generate = timed("generate", lambda: sampler.generate(weights, prompts, rows, *drawn))
+    decoded, decode = timed("decode", lambda: sampler.decode(weights, made))
+    shown = [records[row] for row in rows]
+    batch = reward_input(to_uint8(np.asarray(decoded))), [one["prompt"] for one in shown], shown
+    settings = [one.settings for one in scored_by.members]
+    mesh_rewards = named(on_mesh(settings), system.rollouts[0].scorers)
+    others = {i: one for i, one in enumerate(scored_by.members) if i not in mesh_rewards}
+    score_on_mesh = 0.0
+    if mesh_rewards:
+        _, score_on_mesh = timed("score on the mesh", lambda: _scores(mesh_rewards, batch))
+    _, score = timed("score", lambda: _scores(others, batch))
+    samples = trained_part(made, put(drawn.keys, sampler.group.batch))
+    images = SampledImages(0, rows, samples, made.sigmas)
+    advantages = np.linspace(-1, 1, size, dtype=np.float32)
+    local = jax.device_put(prompts, trainer.replicated)
+    count = system.advantages.kept(size, config.batch.images)
+    delivered, deliver = timed("deliver", lambda: move_to_trainer(images, trainer)[2:])
+
+    def accumulate() -> Any:
+        given = SampledImages(0, rows, *delivered)
+        if count < size:
+            given = select_images(given, np.arange(count), trainer)
+        train_batch = make_train_batch(system, local, given, advantages[:count])
+        return system.trainer.accumulate(state, system.base, train_batch, None, state.tuned)
+
+    totals, train = timed("train", accumulate)
+
+    def updated() -> Any:
+        nonlocal state  # each update consumes the state of the previous one
+        state, metrics = system.trainer.update(state, totals)
+        return state, metrics
+
+    _, update = timed("update", updated)
+    return Costs(
+        generate=generate / size,
+        train=train / size,
+        decode=(decode + score_on_mesh) / size,
+        encode=encoding,
+        score=score / size,
+        update=update,
+        sync=sync,
+        deliver=deliver / size,
+    )
+
+
+def _scores(members: Mapping[int, rewards.NamedReward], batch: rewards.Batch) -> list[np.ndarray]:
+    return [answer.columns for _, _, answer in rewards.answers(members, batch)]
+
+
+def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
+    """(the result of a call, the median of its seconds after a first call that may compile)."""
+    jax.block_until_ready(call())
+    seconds = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        result = jax.block_until_ready(call())
+        seconds.append(time.perf_counter() - start)
+    return result, statistics.median(seconds)

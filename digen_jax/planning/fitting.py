@@ -1,198 +1,201 @@
-"""Whether a recipe fits on a slice: the planner's layout with its compiled programs, or a smaller recipe."""
+"""Whether a config fits on a topology: the planner's layout with its compiled programs, or a smaller config."""
 
 import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, get_args
 
 import jax
-from flax.traverse_util import flatten_dict
 
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.errors import ConfigError
+from digen_jax.models.remat import Remat
+from digen_jax.parallel.mesh import FSDP
 from digen_jax.parallel.placement import check_processes
-from digen_jax.planning.alternatives import smaller
-from digen_jax.planning.assessment import Assessed
-from digen_jax.planning.calibration import Calibration
-from digen_jax.planning.chips import GB
-from digen_jax.planning.footprint import model_footprint
-from digen_jax.planning.plan import can_run, make_problem, meshes, suited
-from digen_jax.planning.slices import Slice
+from digen_jax.planning.costs import Calibration
+from digen_jax.planning.estimate import ProgramCost, Target, calibrate
+from digen_jax.planning.hardware import GB
+from digen_jax.planning.memory import model_footprint
+from digen_jax.planning.plan import (
+    can_run,
+    changed_fields,
+    make_problem,
+    meshes,
+    step_settings,
+    suited,
+)
+from digen_jax.planning.report import program_tables
 from digen_jax.policies import on_devices
-from digen_jax.scheduling.layouts import DeviceBytes, PoolLayout, Problem, Programs, device_bytes
+from digen_jax.scheduling.layouts import (
+    DeviceBytes,
+    PoolLayout,
+    Problem,
+    Programs,
+    device_bytes,
+    divisors,
+)
 from digen_jax.scheduling.planner import Plan, make_plan
 
+SPLIT = ((".*", FSDP),)
 
-class Verdict(NamedTuple):
-    """Whether a recipe fits on a slice, and how.
+
+class Fit(NamedTuple):
+    """The plan of a config that fits.
 
     Attributes:
-      plan: its choice has the memory of the compiled programs, other rows have it without these; None: no layout fits.
-      problem: that was planned.
-      reason: why no layout fits, or no other than the refused ones.
-      refused: bytes on each device of the layouts that were compiled and did not fit, the best first.
+      plan: its choice has the memory of the compiled programs, other rows have it without these.
+      config: the given one, or a smaller one.
+      calibration: costs of the first config whose programs all compiled.
     """
 
-    plan: Plan | None
-    problem: Problem
-    reason: str
-    refused: list[tuple[PoolLayout, DeviceBytes]]
+    plan: Plan
+    config: TrainConfig
+    calibration: Calibration
 
 
-def judged(
-    recipe: TrainConfig, calibration: Calibration, where: Slice, own: list[Assessed]
-) -> Verdict:
-    """The best layout that fits, with its programs compiled on its own meshes.
+def fit_plan(config: TrainConfig, target: Target, write: Callable[[str], None]) -> Fit:
+    """Returns the best layout of the config that fits, or of the first smaller config that does.
 
-    A layout that does not fit rules out all whose devices have larger shares of the images. `own` are the programs on
-    the recipe's meshes.
+    Args:
+      config: with a local folder for its model.
+      target: the devices.
+      write: called with the tables of the programs, what does not fit, and what is tried instead.
+
+    Raises:
+      ConfigError: nothing that was tried fits, or the model's folder cannot be used.
     """
-    problem = make_problem(
-        recipe, len(where.devices), calibration, model_footprint(recipe), where.memory
+    calibration, tried = None, []
+    for candidate in (config, *smaller_configs(config, len(target.devices))):
+        fields = changed_fields(config, candidate)
+        changes = ", ".join(f"config.{name}={value}" for name, value in fields.items())
+        if changes:
+            write(f"tries {changes}")
+            tried.append(changes)
+        found = target.assess(candidate)
+        refused = [one for one in found if not one.fits]
+        for one in refused:
+            write(
+                f"the config does not fit, because {one.program.name} needs {one.compiled.peak / GB:.1f} GB of a "
+                f"device ({target.how})"
+            )
+        if refused:
+            continue
+        if calibration is None:
+            write(f"\n{program_tables(found, target)}\n")
+            source = f"the programs of the config on {target.name} ({target.how})"
+            calibration = calibrate(candidate, found, target.chip, source)
+        plan, why = best_layout(candidate, calibration, target, found, write)
+        if plan is not None:
+            write(f"it fits ({target.how})" + (f" with {changes}" if changes else ""))
+            return Fit(plan, candidate, calibration)
+        if why:
+            write(f"does not fit, because {why}")
+    also = f", also with {'; '.join(tried)}" if tried else ""
+    raise ConfigError(
+        f"{target.name} is too small for this config{also}: take a slice of more devices or larger ones"
     )
-    ruled_out: list[Callable[[PoolLayout], bool]] = []
-    known = {on_devices(recipe, len(where.devices)).placement.meshes: own}
-    refused: list[tuple[PoolLayout, DeviceBytes]] = []
 
-    def may(layout: PoolLayout) -> bool:
+
+def smaller_configs(config: TrainConfig, devices: int) -> Iterator[TrainConfig]:
+    """Yields the config with more remat, then also with sharded parameters, then with fewer and fewer images in a pass.
+
+    A change that the config already has, or that its batch does not allow, is left out.
+    """
+    by_memory = get_args(Remat)
+    for remat in by_memory[by_memory.index(config.model.remat) + 1 :]:
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, remat=remat))
+        yield config
+    if not any(FSDP in rule for rule in config.placement.rules):
+        placement = dataclasses.replace(config.placement, rules=SPLIT)
+        config = dataclasses.replace(config, placement=placement)
+        yield config
+    trainer = on_devices(config, devices).placement.trainer
+    unit = config.algorithm.images_per_sample * trainer.images
+    each = config.trainer.micro_batch // unit
+    for fewer in sorted(divisors(each), reverse=True)[1:]:
+        images, evaluation = fewer * unit, config.evaluation
+        changed = dataclasses.replace(
+            config,
+            sampler=dataclasses.replace(config.sampler, chunk=config.sampler.chunk * fewer // each),
+            trainer=dataclasses.replace(config.trainer, micro_batch=images),
+            evaluation=dataclasses.replace(evaluation, batch=min(evaluation.batch, images)),
+        )
+        try:
+            step_settings(changed)
+            on_devices(changed, devices)
+        except ConfigError:
+            continue
+        yield changed
+
+
+def best_layout(
+    config: TrainConfig,
+    calibration: Calibration,
+    target: Target,
+    found: list[ProgramCost],
+    write: Callable[[str], None],
+) -> tuple[Plan | None, str]:
+    """Returns the best layout that fits, with its programs compiled on its own meshes; or (None, why there is none).
+
+    A layout that does not fit rules out all whose devices have larger shares of the images. `found` are the programs on
+    the config's meshes.
+    """
+    count = len(target.devices)
+    problem = make_problem(config, count, calibration, model_footprint(config), target.memory)
+    ruled_out: list[Callable[[PoolLayout], bool]] = []
+    known = {on_devices(config, count).placement.meshes: found}
+
+    def allowed(layout: PoolLayout) -> bool:
         return (
-            can_run(recipe, problem, layout)
-            and _one_process(problem, layout, where.devices)
+            can_run(config, problem, layout)
+            and _divides_processes(problem, layout, target.devices)
             and not any(rule(layout) for rule in ruled_out)
         )
 
     def with_programs(given: Problem, layout: PoolLayout) -> Problem:
         sizes = meshes(given, layout)
         if sizes not in known:
-            known[sizes] = where.assess(suited(recipe, given, layout))
-        return _with_programs(problem, recipe, layout, known[sizes])
+            known[sizes] = target.assess(suited(config, given, layout))
+        return with_temporaries(problem, config, layout, known[sizes])
 
     while True:
         try:
-            plan = make_plan(problem, may)
+            plan = make_plan(problem, allowed)
         except ConfigError as error:
-            return Verdict(None, problem, str(error), refused)
+            return None, "" if ruled_out else str(error)
         layout = plan.choice.layout
         full = with_programs(problem, layout)
         if meshes(full, layout) != meshes(problem, layout):
             # The axes fsdp are larger, because the programs need memory, too: these are other programs.
             full = with_programs(full, layout)
         held = device_bytes(full, layout)
-        if where.memory is None or held.largest <= where.memory:
-            return Verdict(_chosen(plan, full, held), full, "", refused)
-        refused.append((layout, held))
-        ruled_out.append(functools.partial(_no_smaller, layout, held, where.memory))
+        if target.memory is None or held.largest <= target.memory:
+            choice = dataclasses.replace(plan.choice, memory=held)
+            rows = tuple(choice if row is plan.choice else row for row in plan.best)
+            return dataclasses.replace(plan, problem=full, choice=choice, best=rows), ""
+        write(_refusal(layout, held, target))
+        ruled_out.append(functools.partial(at_least_as_full, layout, held, target.memory))
 
 
-def compiled(
-    recipe: TrainConfig, where: Slice, write: Callable[[str], None]
-) -> tuple[TrainConfig, list[Assessed]]:
-    """The recipe, or the first smaller one of which the compiler takes all programs, and these.
-
-    Args:
-      recipe: with a local folder for its model.
-      where: the slice.
-      write: called with what does not fit, and what is tried instead.
-
-    Raises:
-      ConfigError: the compiler takes none, the recipe's meshes do not fit the slice, or the model's folder cannot be
-        used.
-    """
-    for changed in (recipe, *smaller(recipe, len(where.devices))):
-        if changes := changed_fields(recipe, changed):
-            write("tries " + ", ".join(f"config.{k}={v}" for k, v in changes.items()))
-        found = where.assess(changed)
-        refused = [one for one in found if not one.fits]
-        for one in refused:
-            write(
-                f"the config does not fit, because {one.program.name} needs {one.answer.peak / GB:.1f} GB of a device "
-                f"({where.how})"
-            )
-        if not refused:
-            return changed, found
-    raise ConfigError(
-        f"{where.name} is too small for this config, also with the least memory that was tried: take a slice of more "
-        "devices or larger ones"
+def _refusal(layout: PoolLayout, held: DeviceBytes, target: Target) -> str:
+    """The layout, and what takes the memory of its fullest device."""
+    devices = {
+        "a device that trains": held.trainer,
+        "a device that only samples": held.worker,
+        "a device that encodes prompts first": held.ahead,
+    }
+    name, parts = max(devices.items(), key=lambda device: sum(device[1].values()))
+    most = sorted(parts.items(), key=lambda part: -part[1])[:4]
+    what = ", ".join(f"{what} {size / GB:.1f}" for what, size in most)
+    return (
+        f"{layout.describe()} does not fit, because {name} needs {sum(parts.values()) / GB:.1f} GB of "
+        f"{target.memory / GB:.1f} ({target.how}): {what}"
     )
 
 
-def proposed(
-    recipe: TrainConfig,
-    calibration: Calibration,
-    where: Slice,
-    own: list[Assessed],
-    write: Callable[[str], None],
-) -> tuple[Verdict, TrainConfig]:
-    """The best layout that fits, with the recipe that it is for: the given one, or a smaller one.
-
-    Args:
-      recipe: with a local folder for its model.
-      calibration: costs on one device.
-      where: the slice.
-      own: the programs on the recipe's meshes.
-      write: called with what does not fit, and what is tried instead.
-
-    Raises:
-      ConfigError: nothing that was tried fits.
-    """
-    tried = []
-    for changed in (recipe, *smaller(recipe, len(where.devices))):
-        changes = ", ".join(f"config.{k}={v}" for k, v in changed_fields(recipe, changed).items())
-        if changes:
-            write(f"tries {changes}")
-            own = where.assess(changed)
-        verdict = judged(changed, calibration, where, own)
-        for line in refusals(verdict.refused, where.memory, where.how):
-            write(line)
-        if verdict.plan is not None:
-            write(f"it fits ({where.how})" + (f" with {changes}" if changes else ""))
-            return verdict, changed
-        if not verdict.refused:
-            write(f"does not fit, because {verdict.reason}")
-        tried.append(changes)
-    also = "; ".join(filter(None, tried))
-    raise ConfigError(
-        f"{where.name} is too small for this config"
-        + (f", also with {also}" if also else "")
-        + ": take a slice of more devices or larger ones"
-    )
-
-
-def changed_fields(recipe: TrainConfig, other: TrainConfig) -> dict[str, Any]:
-    """The fields of another recipe that differ, by dotted name, except the meshes."""
-    now, then = (flatten_dict(one.as_json(), sep=".") for one in (recipe, other))
-    return {name: value for name, value in then.items() if value != now[name]}
-
-
-def refusals(
-    refused: list[tuple[PoolLayout, DeviceBytes]], memory: float | None, how: str
-) -> Iterator[str]:
-    """The layouts whose compiled programs do not fit, and what takes the memory."""
-    for layout, held in refused:
-        devices = {
-            "a device that trains": held.trainer,
-            "a device that only samples": held.worker,
-            "a device that encodes prompts first": held.ahead,
-        }
-        name, parts = max(devices.items(), key=lambda device: sum(device[1].values()))
-        most = sorted(parts.items(), key=lambda part: -part[1])[:4]
-        what = ", ".join(f"{what} {size / GB:.1f}" for what, size in most)
-        yield (
-            f"{layout.describe()} does not fit, because {name} needs {sum(parts.values()) / GB:.1f} GB of "
-            f"{memory / GB:.1f} ({how}): {what}"
-        )
-
-
-def _chosen(plan: Plan, problem: Problem, held: DeviceBytes) -> Plan:
-    """The plan with the memory of the choice's compiled programs."""
-    choice = dataclasses.replace(plan.choice, memory=held)
-    rows = tuple(choice if row is plan.choice else row for row in plan.best)
-    return dataclasses.replace(plan, problem=problem, choice=choice, best=rows)
-
-
-def _one_process(problem: Problem, layout: PoolLayout, devices: Sequence[jax.Device]) -> bool:
-    """Whether the devices of several processes are divided as a run can."""
+def _divides_processes(problem: Problem, layout: PoolLayout, devices: Sequence[jax.Device]) -> bool:
+    """Whether the devices of several processes are divided as a run can divide them."""
     try:
         check_processes(meshes(problem, layout), devices)
     except ConfigError:
@@ -200,7 +203,9 @@ def _one_process(problem: Problem, layout: PoolLayout, devices: Sequence[jax.Dev
     return True
 
 
-def _no_smaller(failed: PoolLayout, held: DeviceBytes, limit: float, other: PoolLayout) -> bool:
+def at_least_as_full(
+    failed: PoolLayout, held: DeviceBytes, limit: float, other: PoolLayout
+) -> bool:
     """Whether another layout's devices have at least the shares and the roles of the devices that were too full."""
     if max(sum(held.trainer.values()), sum(held.worker.values())) <= limit:
         return other.sampling_parts <= failed.sampling_parts  # the text encoders do not fit
@@ -215,29 +220,27 @@ def _no_smaller(failed: PoolLayout, held: DeviceBytes, limit: float, other: Pool
     )
 
 
-def _with_programs(
-    problem: Problem, recipe: TrainConfig, layout: PoolLayout, found: list[Assessed]
+def with_temporaries(
+    problem: Problem, config: TrainConfig, layout: PoolLayout, found: list[ProgramCost]
 ) -> Problem:
-    """The problem with the temporary memory of compiled programs, which holds for this layout alone."""
+    """Returns the problem with the temporary memory of compiled programs, which is of this layout only."""
     # A program that was not compiled, because another does not fit, counts as nothing.
-    beyond = Counter({one.program.name: one.answer.beyond for one in found})
-    shape = problem.footprint.trajectory * -(-recipe.sampler.chunk // layout.sampling_parts)
-    encoding = max(beyond["encode"], beyond["encode null"])
-    decoding = max(beyond["decode"], beyond["decode evaluated"])
-    scoring = max((size for name, size in beyond.items() if name.startswith("score")), default=0)
+    temporaries = Counter({one.program.name: one.compiled.temporaries for one in found})
+    images = -(-config.sampler.chunk // layout.sampling_parts)
     sampling = {
-        "encoding": encoding,
-        # Without the trajectories, which are counted apart.
-        "generating": max(0, beyond["generate"] - shape),
-        "evaluating": beyond["evaluate"],
-        "decoding": decoding,
-        "scoring": scoring,
+        "encoding": max(temporaries["encode"], temporaries["encode null"]),
+        # Without the trajectories, which are counted separately.
+        "generating": max(0, temporaries["generate"] - problem.footprint.trajectory * images),
+        "evaluating": temporaries["evaluate"],
+        "decoding": max(temporaries["decode"], temporaries["decode evaluated"]),
+        "scoring": max(
+            (size for name, size in temporaries.items() if name.startswith("score")), default=0
+        ),
     }
-    made = Programs(
-        lambda data, time: beyond["train"],
-        lambda tuned: beyond["update"],
+    programs = Programs(
+        lambda data, time: temporaries["train"],
+        lambda tuned: temporaries["update"],
         lambda *mesh: sampling,
     )
-    return dataclasses.replace(
-        problem, footprint=dataclasses.replace(problem.footprint, programs=made)
-    )
+    footprint = dataclasses.replace(problem.footprint, programs=programs)
+    return dataclasses.replace(problem, footprint=footprint)

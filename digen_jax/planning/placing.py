@@ -13,27 +13,25 @@ from digen_jax.config.train_config import TrainConfig
 from digen_jax.errors import ConfigError
 from digen_jax.inference.model import read_run_config
 from digen_jax.parallel.placement import ONE_DEVICE, MeshSizes, RolloutAxes, TrainerAxes
-from digen_jax.planning.calibration import Calibration
-from digen_jax.planning.footprint import model_footprint
+from digen_jax.planning.costs import Calibration, measured_costs
+from digen_jax.planning.memory import compiled_temporaries, model_footprint
 from digen_jax.planning.plan import auto_plan, make_problem, meshes
-from digen_jax.planning.programs import measured_programs
-from digen_jax.planning.step_costs import measured_costs
 from digen_jax.process.job import several
 from digen_jax.scheduling.layouts import PoolLayout, device_bytes
 from digen_jax.scheduling.planner import Plan
 from digen_jax.scheduling.settings import Costs
 
 
-def place_run(recipe: TrainConfig, workdir: pathlib.Path) -> TrainConfig:
-    """The recipe of a run in `workdir`, on the available devices.
+def place_run(config: TrainConfig, workdir: pathlib.Path) -> TrainConfig:
+    """Returns the config of a run in `workdir`, with a placement on the available devices.
 
-    With `placement.mode` "auto" it has the placement of the run in `workdir`, else the planner's choice.
+    With `placement.mode` "auto" this is the placement of the run in `workdir`, or else the planner's choice.
 
     Raises:
       ConfigError: a setting or the placement cannot work here.
     """
-    if recipe.placement.mode != AUTO:
-        return place_here(recipe)
+    if config.placement.mode != AUTO:
+        return place_here(config)
     if several():
         raise ConfigError(
             "config.placement = 'auto' plans for one process only: give config.placement a trainer that "
@@ -41,54 +39,54 @@ def place_run(recipe: TrainConfig, workdir: pathlib.Path) -> TrainConfig:
         )
     devices = jax.device_count()
     if (workdir / "config.json").exists():
-        return fit_config(recipe.with_meshes(read_run_config(workdir).placement.meshes), devices)
-    planned = recipe.with_meshes(planned_meshes(recipe))
+        return fit_config(config.with_meshes(read_run_config(workdir).placement.meshes), devices)
+    planned = config.with_meshes(planned_meshes(config))
     check_meshes(planned, devices)
     return planned
 
 
-def place_here(recipe: TrainConfig) -> TrainConfig:
-    """A recipe on the available devices; prints its meshes if they were made smaller for them.
+def place_here(config: TrainConfig) -> TrainConfig:
+    """Returns a config on the available devices; prints its meshes if they were made smaller for them.
 
     Raises:
       ConfigError: a setting cannot work here, or there is one device for given meshes of several.
     """
-    devices, (rollout, trainer) = jax.device_count(), recipe.placement.meshes
+    devices, (rollout, trainer) = jax.device_count(), config.placement.meshes
     wanted = rollout.devices * rollout.workers, trainer.devices * trainer.workers
     # A config without sizes, which has the default ones, trains on one device.
-    chosen = recipe.placement.meshes != PlacementSection().meshes
-    if devices == 1 < sum(wanted) and chosen and recipe.placement.mode == GIVEN:
+    chosen = config.placement.meshes != PlacementSection().meshes
+    if devices == 1 < sum(wanted) and chosen and config.placement.mode == GIVEN:
         raise ConfigError(
             f"config.placement.rollout wants {wanted[0]} and config.placement.trainer {wanted[1]} devices, but there "
-            "is 1: set config.placement.mode to 'fitted', which samples and trains on it in turn"
+            "is 1: set config.placement.mode to 'fitted', which samples and trains on it alternately"
         )
-    placed = fit_config(recipe, devices)
+    placed = fit_config(config, devices)
     sizes = placed.placement.meshes
-    if sizes != recipe.placement.meshes and devices > 1:
+    if sizes != config.placement.meshes and devices > 1:
         print(f"config.placement is fitted to {devices} devices: {sizes.as_dict()}", flush=True)
     return placed
 
 
-def place_apart(recipe: TrainConfig) -> TrainConfig:
-    """A recipe whose workers are separate processes: no mesh is made smaller for the devices of this one.
+def place_processes(config: TrainConfig) -> TrainConfig:
+    """Returns a config whose workers are separate processes: no mesh is made smaller for the devices of this one.
 
     Raises:
       ConfigError: a setting cannot work.
     """
-    rollout, trainer = recipe.placement.meshes
-    return fit_config(recipe, rollout.devices * rollout.workers + trainer.devices * trainer.workers)
+    rollout, trainer = config.placement.meshes
+    return fit_config(config, rollout.devices * rollout.workers + trainer.devices * trainer.workers)
 
 
-def place_alone(recipe: TrainConfig) -> TrainConfig:
-    """A recipe on one device, which samples and trains, whatever its placement.
+def place_on_one_device(config: TrainConfig) -> TrainConfig:
+    """Returns a config on one device, which samples and trains, whatever its placement.
 
     Raises:
       ConfigError: a setting cannot work there.
     """
-    return fit_config(recipe.with_meshes(ONE_DEVICE), jax.device_count())
+    return fit_config(config.with_meshes(ONE_DEVICE), jax.device_count())
 
 
-def planned_meshes(recipe: TrainConfig) -> MeshSizes:
+def planned_meshes(config: TrainConfig) -> MeshSizes:
     """Chooses the workers of a run on the available devices by the planner.
 
     Costs are measured first, which compiles: on one device, or on all devices, which share the parameters, if one
@@ -100,7 +98,7 @@ def planned_meshes(recipe: TrainConfig) -> MeshSizes:
       ConfigError: no layout can work.
     """
     devices, memory = jax.device_count(), _device_memory()
-    alone = place_alone(recipe)
+    alone = place_on_one_device(config)
     footprint = model_footprint(alone)
     where = f"one of the {devices} devices"
     if memory is not None and devices > 1:
@@ -108,7 +106,7 @@ def planned_meshes(recipe: TrainConfig) -> MeshSizes:
         if device_bytes(problem, PoolLayout(1, 1)).largest > memory:
             all_devices = TrainerAxes(data=1, fsdp=devices)
             sizes = MeshSizes(RolloutAxes(data=0), all_devices)
-            alone, where = fit_config(recipe.with_meshes(sizes), devices), f"all {devices} devices"
+            alone, where = fit_config(config.with_meshes(sizes), devices), f"all {devices} devices"
     print(
         f"config.placement = 'auto': times each part of a step on {where}, compiling it first",
         flush=True,
@@ -119,7 +117,7 @@ def planned_meshes(recipe: TrainConfig) -> MeshSizes:
 
     calibration = measured_costs(alone, note=note)
     if memory is not None:
-        footprint = dataclasses.replace(footprint, programs=measured_programs(alone, note))
+        footprint = dataclasses.replace(footprint, programs=compiled_temporaries(alone, note))
     plan = auto_plan(alone, devices, calibration, footprint, memory)
     sizes = meshes(plan.problem, plan.choice.layout)
     print(f"placement chosen by {calibration.source}: {sizes.as_dict()}", flush=True)
@@ -136,7 +134,7 @@ def planned_meshes(recipe: TrainConfig) -> MeshSizes:
 
 
 def _predicted(plan: Plan) -> str:
-    """A layout and its speed by simulation, in words."""
+    """Describes a layout and its speed by simulation."""
     choice, devices = plan.choice, plan.problem.devices
     return (
         f"{choice.layout.describe()}: {choice.images_per_device_second * devices:.3g} images/s, "
@@ -145,6 +143,6 @@ def _predicted(plan: Plan) -> str:
 
 
 def _device_memory() -> int | None:
-    """Bytes that a program may take of a device; None: the backend does not tell, as that of CPUs."""
+    """Bytes that a program may take of a device. None means that the backend does not report it, as on CPUs."""
     stats = jax.local_devices()[0].memory_stats()
     return stats.get("bytes_limit") if stats else None

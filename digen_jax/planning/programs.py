@@ -1,8 +1,11 @@
-"""The temporary memory of a recipe's programs on a device, as the compiler reports it."""
+"""The programs of a config's step on given devices, with the config's meshes and sharding rules.
+
+Programs are traced from shapes; nothing is read or allocated.
+"""
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -10,240 +13,182 @@ import numpy as np
 
 from digen_jax.assemble import outline
 from digen_jax.config.train_config import TrainConfig
-from digen_jax.models.family import Size
+from digen_jax.data.prompt_files import negatives_differ
+from digen_jax.models.family import Family, Record, Size
 from digen_jax.parallel.accumulate import TrainBatch, trained_part
 from digen_jax.parallel.encoding import block_size, example_record
-from digen_jax.parallel.placement import MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.parallel.sampler import Sampler, Weights
-from digen_jax.parallel.system import System, sample_shardings
-from digen_jax.planning.footprint import step_records, stored_bytes
-from digen_jax.rewards.built_in import on_mesh
-from digen_jax.scheduling.layouts import Programs
+from digen_jax.parallel.system import System, sample_shardings, trace_reshard
+from digen_jax.planning.flops import Work, sampling_work, training_work
 
-Lowered = jax.stages.Lowered
+Traced = jax.stages.Traced
 
 
-def measured_programs(recipe: TrainConfig, note: Callable[[str], None]) -> Programs:
-    """The temporary memory of a recipe's programs, each compiled for the share of one device.
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A program of a step.
 
-    The gradient is compiled on one device, or on as many as the axes tensor x sequence have, because these share their
-    images. Sampling is compiled on as many as fsdp x tensor x sequence, because its copies of weights are smaller where
-    weights are split.
-
-    Each share is compiled when it is asked for. It is not extrapolated from two others, because the compiler's
-    choices change with the size, and the bytes are not linear in it. Nothing is allocated.
-
-    Args:
-      recipe: of its placement only the rules and the axes tensor and sequence are read.
-      note: called with each program's name before it is compiled, which may take minutes.
+    Attributes:
+      name: the command that it executes, or a part of it.
+      command: the field of `scheduling.settings.Costs` that its seconds belong to. "" means none.
+      devices: number of devices of its mesh.
+      images: number of images that it processes. 0 means that it processes none.
+      what: description of its work.
+      trace: returns the traced program.
+      work: FLOPs that it needs. None means that they are not known.
     """
-    measured = _Measured(recipe, note)
-    update = functools.cache(measured.update)
-    encode = functools.cache(measured.encode)
-    generate, evaluate, decode, score = map(
-        functools.cache, (measured.generate, measured.evaluate, measured.decode, measured.score)
-    )
 
-    def sampling(parts: int, fsdp: int, tensor: int, sequence: int) -> dict[str, float]:
-        axes = measured.at_hand(fsdp, tensor, sequence)
-        chunk = -(-recipe.sampler.chunk // parts)
-        evaluated = -(-recipe.evaluation.batch // parts)
-        prompts = -(-recipe.drawn_groups // parts)
-        shown = {recipe.model.size: chunk}
-        shown[recipe.evaluation_size] = max(evaluated, shown.get(recipe.evaluation_size, 0))
-        found = {
-            "encoding": encode(prompts, *axes),
-            "generating": generate(chunk, *axes),
-            "evaluating": evaluate(evaluated, *axes),
-            "decoding": max(decode(images, size, *axes) for size, images in shown.items()),
-        }
-        if on_mesh(recipe.rewards):
-            found["scoring"] = max(score(images, size, *axes) for size, images in shown.items())
-        return found
-
-    return Programs(functools.cache(measured.gradient), lambda tuned: update() * tuned, sampling)
+    name: str
+    command: str
+    devices: int
+    images: int
+    what: str
+    trace: Callable[[], Traced]
+    work: Work | None = None
 
 
-class _Measured:
-    """The bytes of each program on a device."""
+def step_programs(config: TrainConfig, devices: Sequence[jax.Device]) -> Iterator[Program]:
+    """Yields the programs of a step, in its order, then those of an evaluation.
 
-    def __init__(self, recipe: TrainConfig, note: Callable[[str], None]):
-        self.recipe, self.note = recipe, note
-        self.system = functools.cache(self._system)  # by fsdp, tensor and sequence
-        self.at_hand = functools.cache(self._at_hand)
-
-    def _system(self, fsdp: int, tensor: int, sequence: int) -> System:
-        return _share(self.recipe, fsdp=fsdp, tensor=tensor, sequence=sequence)
-
-    def _at_hand(self, fsdp: int, tensor: int, sequence: int) -> tuple[int, int, int]:
-        """The axes fsdp, tensor and sequence, each 1 if this machine has fewer devices."""
-        wanted = {"tensor": tensor, "sequence": sequence, "fsdp": fsdp}
-        devices = len(jax.devices())
-        found, left = {}, devices
-        for axis, size in wanted.items():
-            found[axis] = size if size <= left else 1
-            left //= found[axis]
-            if found[axis] < size:
-                self.note(
-                    f"memory: the temporaries of programs count as not split over the axis {axis} = {size}, "
-                    f"because there are {devices} devices to compile for"
-                )
-        return found["fsdp"], found["tensor"], found["sequence"]
-
-    def gradient(self, data: int, time: int) -> float:
-        """Of a pass over the share of one of `data` x `time` devices."""
-        given = self.recipe.placement.trainer
-        _, tensor, sequence = self.at_hand(1, given.tensor, given.sequence)
-        system = _share(self.recipe, data, time, tensor=tensor, sequence=sequence)
-        settings = system.trainer.settings
-        each = settings.micro_batch // self.recipe.algorithm.images_per_sample
-        samples = each * -(-trained_samples(self.recipe) // (each * data))
-        passing = f"{settings.pack} x {settings.micro_batch}"
-        return self._needed(
-            f"the gradient of {passing} samples", lower_gradient(system, self.recipe, samples)
-        )
-
-    def update(self) -> float:
-        """In multiples of the trained parameters."""
-        system = self.system(1, 1, 1)
-        tuned = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(system.start))
-        return self._needed("an update", system.trainer.lower_update(system.start)) / tuned
-
-    def encode(self, prompts: int, fsdp: int, tensor: int, sequence: int) -> float:
-        """Of `prompts` on each device, the results included, which are those of all prompts of a step.
-
-        If prompts are encoded ahead, of a block of them.
-        """
-        system, here = self.system(fsdp, tensor, sequence), prompts * fsdp
-        if system.sampler.stored is not None:
-            return self._needed("encoding a block of prompts", lower_block(system))
-        lowered = system.sampler.lower_encode(
-            sampler_weights(system), [example_record(system.policy.family)] * here
-        )
-        found = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(lowered.out_info))
-        others = found / here * (self.recipe.drawn_groups - here)
-        return self._needed(f"encoding {prompts} prompts", lowered) + others
-
-    def generate(self, images: int, fsdp: int, tensor: int, sequence: int) -> float:
-        """Of `images` on each device, without the trajectories, which are counted apart."""
-        system, recipe = self.system(fsdp, tensor, sequence), self.recipe
-        kept = images * stored_bytes(recipe, system.sampler.shape)
-        lowered = lower_generate(system, system.sampler, recipe, images * fsdp)
-        return max(0, self._needed(f"generating {images} images", lowered) - kept)
-
-    def evaluate(self, images: int, fsdp: int, tensor: int, sequence: int) -> float:
-        """Of the sampler that evaluates, for `images` on each device."""
-        system = self.system(fsdp, tensor, sequence)
-        lowered = lower_generate(system, system.evaluator, self.recipe, images * fsdp)
-        return self._needed(f"evaluating {images} images", lowered)
-
-    def decode(self, images: int, size: Size, fsdp: int, tensor: int, sequence: int) -> float:
-        """Of `images` on each device, the decoded images included."""
-        system = self.system(fsdp, tensor, sequence)
-        trained = size == self.recipe.model.size
-        sampler = system.sampler if trained else system.evaluator
-        lowered = sampler.lower_decode(sampler_weights(system), images * fsdp)
-        return self._needed(f"decoding {images} images", lowered)
-
-    def score(self, images: int, size: Size, fsdp: int, tensor: int, sequence: int) -> float:
-        """Of the rewards on the mesh, for `images` on each device: the one that needs most."""
-        system = self.system(fsdp, tensor, sequence)
-        return max(
-            self._needed(
-                f"scoring {images} images by {one.name}",
-                one.lower(images * fsdp, size.height, size.width),
-            )
-            for one in system.rollouts[0].scorers
-        )
-
-    def _needed(self, name: str, lowered: Lowered) -> int:
-        self.note(f"memory of {name}: compiling")
-        return beyond_arguments(lowered)
+    Raises:
+      ConfigError: the model's folder cannot be used, or there are not enough devices.
+    """
+    system = outline(config, devices)
+    sampler, evaluator = system.sampler, system.evaluator
+    yield from _weight_sync(system)
+    yield from _encoding(system, config)
+    images, evaluated = config.sampler.chunk, config.evaluation.batch
+    yield _generation("generate", system, sampler, config, images)
+    yield _decoding("decode", "decode", system, sampler, images)
+    yield from _scoring("score", "decode", system, config.model.size, images)
+    yield from _training(system, config)
+    yield _generation("evaluate", system, evaluator, config, evaluated)
+    if (evaluated, config.evaluation_size) != (images, config.model.size):
+        yield _decoding("decode evaluated", "evaluate", system, evaluator, evaluated)
+        size = config.evaluation_size
+        yield from _scoring("score evaluated", "evaluate", system, size, evaluated)
 
 
-def beyond_arguments(lowered: Lowered) -> int:
-    """Bytes of a program's temporaries and results on a device, without results that reuse an argument's memory."""
-    found = lowered.compile().memory_analysis()
-    return found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+def _weight_sync(system: System) -> Iterator[Program]:
+    rollout = system.rollouts[0]
+    programs = trace_reshard(system.start, rollout.group, rollout.dtype)
+    for number, traced in enumerate(programs, 1):
+        name = "sync" if len(programs) == 1 else f"sync {number}"
+        what = "the new weights in the samplers' data type and sharding"
+        yield Program(name, "sync", rollout.group.mesh.size, 0, what, lambda one=traced: one)
 
 
-def trained_samples(recipe: TrainConfig) -> int:
-    """Images, or pairs of images, that the trainer gets of a chunk."""
-    chunk, images = recipe.sampler.chunk, recipe.batch.images
-    if recipe.algorithm.images_per_sample == 2:
+def _encoding(system: System, config: TrainConfig) -> Iterator[Program]:
+    weights, sampler = sampler_weights(system), system.sampler
+    size, records = sampler.group.mesh.size, step_records(config, sampler.policy.family)
+    if sampler.stored is not None:
+        what = f"{block_size(sampler.policy.family, sampler.group)} prompts, before the run samples"
+        yield Program("encode", "", size, 0, what, lambda: trace_encode_block(system))
+        return
+    trace = functools.partial(sampler.trace_encode, weights, records)
+    yield Program("encode", "encode", size, 0, f"the {len(records)} prompts of a step", trace)
+    if sampler.policy.reads_null:
+        trace = functools.partial(sampler.trace_encode_null, weights, records)
+        yield Program("encode null", "encode", size, 0, "the prompts without a text", trace)
+
+
+def _generation(
+    name: str, system: System, sampler: Sampler, config: TrainConfig, images: int
+) -> Program:
+    steps, guided = sampler.settings.steps, sampler.policy.sequences == 2
+    what = f"{images} images in {steps} steps" + ", two sequences each" * guided
+    trace = functools.partial(trace_generate, system, sampler, config, images)
+    work = sampling_work(sampler.policy, sampler.settings.size, steps, images)
+    return Program(name, name, sampler.group.mesh.size, images, what, trace, work)
+
+
+def _decoding(name: str, command: str, system: System, sampler: Sampler, images: int) -> Program:
+    trace = functools.partial(sampler.trace_decode, sampler_weights(system), images)
+    what = f"{images} images from latents"
+    return Program(name, command, sampler.group.mesh.size, images, what, trace)
+
+
+def _scoring(name: str, command: str, system: System, size: Size, images: int) -> Iterator[Program]:
+    """The rewards on the sampling mesh; their seconds are a part of decoding."""
+    for one in system.rollouts[0].scorers:
+        trace = functools.partial(one.trace, images, size.height, size.width)
+        what = f"{images} images by the reward {one.name}"
+        yield Program(f"{name} by {one.name}", command, one.group.mesh.size, images, what, trace)
+
+
+def _training(system: System, config: TrainConfig) -> Iterator[Program]:
+    samples, size = trained_samples(config), system.placement.trainer.mesh.size
+    each_pass = f"{config.trainer.pack} x {config.trainer.micro_batch}"
+    what = f"the gradient of {samples} x {config.trained_steps} samples, {each_pass} a pass"
+    trace = functools.partial(trace_gradient, system, config, samples)
+    work = training_work(config, system.policy.family, samples)
+    yield Program("train", "train", size, config.sampler.chunk, what, trace, work)
+    trace = functools.partial(system.trainer.trace_update, system.start)
+    yield Program("update", "update", size, 0, "an optimizer step", trace)
+
+
+def trained_samples(config: TrainConfig) -> int:
+    """Returns the number of images, or pairs of images, that the trainer gets from a chunk."""
+    chunk, images = config.sampler.chunk, config.batch.images
+    if config.algorithm.images_per_sample == 2:
         return chunk // images  # a pair of each group
-    return recipe.advantages.kept(chunk, images)
+    return config.advantages.kept(chunk, images)
 
 
-def _share(
-    recipe: TrainConfig,
-    data: int = 1,
-    time: int = 1,
-    fsdp: int = 1,
-    tensor: int = 1,
-    sequence: int = 1,
-) -> System:
-    """On fsdp x tensor x sequence devices, with the part of a pass that they have on a mesh of these sizes."""
-    trainer, whole = recipe.trainer, recipe.algorithm.images_per_sample
-    own = dataclasses.replace(
-        trainer,
-        micro_batch=whole * -(-trainer.micro_batch // (whole * data)),
-        pack=-(-trainer.pack // time),
-    )
-    axes = TrainerAxes(data=1, fsdp=fsdp, tensor=tensor, sequence=sequence)
-    sizes = MeshSizes(RolloutAxes(data=0), axes)
-    alone = dataclasses.replace(recipe.with_meshes(sizes), trainer=own)
-    return outline(alone, jax.devices()[: axes.devices])
+def step_records(config: TrainConfig, family: Family) -> list[Record]:
+    """Returns as many records as a step has prompts.
+
+    Programs depend on their number, and on whether their negative prompts differ.
+    """
+    records = [example_record(family)] * config.drawn_groups
+    if not negatives_differ(config.prompts.paths):
+        return records
+    return [{**record, "negative_prompt": str(i)} for i, record in enumerate(records)]
 
 
-def lower_gradient(system: System, recipe: TrainConfig, samples: int) -> Lowered:
-    """The trainer's program for a chunk of so many samples; `system` as from `outline`."""
+def trace_gradient(system: System, config: TrainConfig, samples: int) -> Traced:
+    """Traces the trainer's program for a chunk of `samples` samples; `system` is from `outline`."""
     group = system.placement.trainer
-    trajectory = lower_generate(system, system.sampler, recipe, samples).out_info
+    trajectory = trace_generate(system, system.sampler, config, samples).out_info
     trained = jax.eval_shape(
         lambda made: trained_part(made, jax.random.split(jax.random.key(0), samples)), trajectory
     )
-    if recipe.algorithm.images_per_sample == 2:
+    if config.algorithm.images_per_sample == 2:
         count, *shape = trained.x0.shape
         trained = trained._replace(x0=trained.x0.update(shape=(count, 2, *shape)))
-    trained, sigmas = _placed(
-        (trained, trajectory.sigmas), sample_shardings((trained, trajectory.sigmas), group)
-    )
-    records = step_records(recipe, system.policy.family)
+    arrays = trained, trajectory.sigmas
+    trained, sigmas = _with_shardings(arrays, sample_shardings(arrays, group))
+    records = step_records(config, system.policy.family)
     prompts = system.sampler.encoded(sampler_weights(system), records)
-    conditioning, null = _placed(tuple(prompts), group.replicated)
+    conditioning, null = _with_shardings(tuple(prompts), group.replicated)
     row = jax.ShapeDtypeStruct((samples,), np.int32, sharding=group.batch)
     number = row.update(dtype=np.float32)
     largest = jax.ShapeDtypeStruct((), sigmas.dtype, sharding=group.replicated)
     train_batch = TrainBatch(trained, conditioning, null, row, number, number, largest)
-    return system.trainer.lower_accumulate(system.start, system.base, train_batch)
+    return system.trainer.trace_accumulate(system.start, system.base, train_batch)
 
 
-def lower_generate(system: System, sampler: Sampler, recipe: TrainConfig, images: int) -> Lowered:
-    """The program for so many images of one of the system's samplers, that of training or that of evaluation."""
-    own = (
-        recipe.trained_steps
-        if sampler is system.sampler and recipe.sampler.window.timestep_fraction < 1
-        else 0
-    )
-    records = step_records(recipe, system.policy.family)
-    return sampler.lower_generate(sampler_weights(system), records, images, own)
+def trace_generate(system: System, sampler: Sampler, config: TrainConfig, images: int) -> Traced:
+    """Traces one of the system's samplers, that of training or that of evaluation, for `images` images."""
+    windowed = sampler is system.sampler and config.sampler.window.timestep_fraction < 1
+    records = step_records(config, system.policy.family)
+    steps = config.trained_steps if windowed else 0
+    return sampler.trace_generate(sampler_weights(system), records, images, steps)
+
+
+def trace_encode_block(system: System) -> Traced:
+    """Traces the program that encodes a block of prompts before the run samples."""
+    sampler, family = system.sampler, system.sampler.policy.family
+    records = [example_record(family)] * block_size(family, sampler.group)
+    return sampler.trace_encode(sampler_weights(system), records)
 
 
 def sampler_weights(system: System) -> Weights:
-    """Everything that the first sampling mesh holds, as shapes."""
+    """Returns the shapes of everything that the first rollout worker holds."""
     return system.rollouts[0].weights(system.start)
 
 
-def lower_block(system: System) -> Lowered:
-    """The program that encodes a block of prompts before the run samples."""
-    sampler = system.sampler
-    family = sampler.policy.family
-    records = [example_record(family)] * block_size(family, sampler.group)
-    return sampler.lower_encode(sampler_weights(system), records)
-
-
-def _placed(shapes: Any, shardings: Any) -> Any:
-    """Shapes with shardings, of which one may hold for a whole subtree."""
+def _with_shardings(shapes: Any, shardings: Any) -> Any:
+    """Shapes with shardings, one of which may be for a subtree."""
     each = jax.tree.broadcast(shardings, shapes)
     return jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), shapes, each)

@@ -24,9 +24,9 @@ def words(topology: str, width: int, tokens: int, normed: bool, folder: str) -> 
 
     from digen_jax.attention import packed
     from digen_jax.attention.queries_keys import HeadNorms
-    from digen_jax.planning.topology import slice_devices
+    from digen_jax.planning.hardware import topology_devices
 
-    place = SingleDeviceSharding(slice_devices(topology)[0])
+    place = SingleDeviceSharding(topology_devices(topology)[0])
     heads = 2 * packed.LANES // width
     stream = jax.ShapeDtypeStruct((1, tokens, heads, width), jnp.bfloat16, sharding=place)
     scale = jax.ShapeDtypeStruct((width,), jnp.float32, sharding=place)

@@ -11,9 +11,9 @@ from jax.sharding import SingleDeviceSharding
 from digen_jax import assemble
 from digen_jax.attention.attend import MOST_SCORES, attend
 from digen_jax.config.load import read_config
-from digen_jax.planning.programs import lower_gradient, trained_samples
-from digen_jax.planning.slices import configured
-from digen_jax.planning.topology import slice_devices
+from digen_jax.planning.estimate import with_published_folder
+from digen_jax.planning.hardware import topology_devices
+from digen_jax.planning.programs import trace_gradient, trained_samples
 from digen_jax.target import on_device
 from tests.attention import oracle
 from tests.attention.cases import draw, error, gradients_of, weights
@@ -29,7 +29,7 @@ HEADS = [(24, 24, 64), (24, 24, 128), (32, 32, 128), (30, 30, 128), (8, 2, 40)]
 
 @functools.cache
 def gpus():
-    return slice_devices("h100:8")
+    return topology_devices("h100:8")
 
 
 def compiled(rows, s, t, heads, groups, width, dtype, lengths=False, log_weights=None):
@@ -88,9 +88,9 @@ def test_families_train_with_cudnn_at_odd_sizes_and_lengths(config, argument, le
     c = load(config, argument)
     c.model.update(height=528, width=528, max_sequence_length=length)
     c.precision.update(arithmetic="bfloat16", frozen="bfloat16")
-    recipe = configured(read_config(c))
+    recipe = with_published_folder(read_config(c))
     system = assemble.outline(recipe, gpus())
-    text = lower_gradient(system, recipe, trained_samples(recipe)).as_text()
+    text = trace_gradient(system, recipe, trained_samples(recipe)).lower().as_text()
     assert f"{FORWARD}(" in text and f"{BACKWARD}(" in text
 
 

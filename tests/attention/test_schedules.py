@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from digen_jax.attention import packed
-from digen_jax.planning.chips import CHIPS
-from digen_jax.planning.kernels import PACKED_SHARES
+from digen_jax.planning.hardware import CHIPS
+from tools.tpu_cycles import CORES, PACKED_SHARES
 
 pytestmark = pytest.mark.tpu
 
@@ -32,10 +32,11 @@ def test_the_schedule_takes_no_longer_than_the_stated_share_of_the_peak(topology
     words = json.loads(done.stdout.splitlines()[-1])
     kind, cores = SLICES[topology]
     chip = CHIPS[kind]
+    core = CORES[chip.name]
     pairs = packed.LANES // width * packed.block(tokens, tokens, 2) * tokens
     for direction, products in (("forward", 2), ("backward", 5)):
         flops = 2 * products * pairs * width
-        permitted = chip.flops_a_cycle / cores * min(1, width / chip.array)
+        permitted = chip.flops / core.clock / cores * min(1, width / core.array)
         share = flops / (words[direction] * permitted)
-        stated = PACKED_SHARES[direction][max(128, chip.array), width]
+        stated = PACKED_SHARES[direction][max(128, core.array), width]
         assert stated <= share, (direction, words[direction], share)

@@ -14,8 +14,8 @@ from digen_jax.attention import flash, packed
 from digen_jax.attention.attend import attend
 from digen_jax.config.load import complete, read_config
 from digen_jax.parallel.mesh import make_mesh
-from digen_jax.planning.programs import lower_generate, lower_gradient
-from digen_jax.planning.topology import slice_devices
+from digen_jax.planning.hardware import topology_devices
+from digen_jax.planning.programs import trace_generate, trace_gradient
 from digen_jax.target import on_device, on_mesh
 from tests.tiny_runs import tiny_config
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.tpu
 
 @functools.cache
 def chips(topology):
-    return slice_devices(topology)
+    return topology_devices(topology)
 
 
 def compiled(topology, shape, dtype, lengths=False, log_weights=None, kernel="auto", **axes):
@@ -133,7 +133,7 @@ def test_a_runs_programs_have_the_kernel(base, rules):
     kernels = policies.attention_kernels(recipe, system.policy.family, system.placement)
     assert kernels == {"sampling": "splash", "training": "splash"}
     samples = recipe.sampler.chunk
-    sampling = lower_generate(system, system.sampler, recipe, samples).as_text()
-    training = lower_gradient(system, recipe, samples).as_text()
+    sampling = trace_generate(system, system.sampler, recipe, samples).lower().as_text()
+    training = trace_gradient(system, recipe, samples).lower().as_text()
     assert "splash_mha_fwd" in sampling and "splash_mha_dkv" not in sampling
     assert "splash_mha_fwd" in training and "splash_mha_dkv" in training

@@ -18,11 +18,10 @@ from digen_jax.parallel.mesh import make_mesh
 from digen_jax.parallel.placement import DeviceGroup
 from digen_jax.parallel.reward_model import RewardModel
 from digen_jax.parallel.sharding import Layout
-from digen_jax.planning.calibration import Calibration
-from digen_jax.planning.compiled import programs
-from digen_jax.planning.footprint import model_footprint
+from digen_jax.planning.costs import Calibration
+from digen_jax.planning.memory import compiled_temporaries, model_footprint
 from digen_jax.planning.plan import make_problem
-from digen_jax.planning.programs import measured_programs
+from digen_jax.planning.programs import step_programs
 from digen_jax.rewards import built_in
 from digen_jax.rewards.built_in import on_mesh as on_mesh_of
 from digen_jax.rewards.built_in import resolve
@@ -282,11 +281,13 @@ def test_predicted_memory_has_the_weights(files, base):
 @pytest.mark.slow
 def test_predicted_memory_has_the_programs(files, base):
     recipe = planned(files, base)
-    made = {p.name: p for p in programs(recipe, jax.devices()[:2]) if p.name.startswith("score")}
+    made = {
+        p.name: p for p in step_programs(recipe, jax.devices()[:2]) if p.name.startswith("score")
+    }
     assert set(made) == {"score by pickscore", "score evaluated by pickscore"}
     score = made["score by pickscore"]
-    assert (score.command, score.images, score.lower().out_info.shape) == ("decode", 8, (8,))
-    sampling = measured_programs(recipe, lambda text: None).sampling(2, 1, 1, 1)
+    assert (score.command, score.images, score.trace().out_info.shape) == ("decode", 8, (8,))
+    sampling = compiled_temporaries(recipe, lambda text: None).sampling(2, 1, 1, 1)
     assert sampling["scoring"] > 2 * 9 * 32 * 4  # at least a layer of the tokens of two pictures
     assert model_footprint(planned(files, base, "pool")).rewards is None
 

@@ -13,7 +13,7 @@ from digen_jax import assemble
 from digen_jax.config.load import fit_config, load_config
 from digen_jax.diffusion.sampling import image_keys
 from digen_jax.parallel.system import SampledImages, make_train_batch
-from digen_jax.planning.programs import lower_generate
+from digen_jax.planning.programs import trace_generate
 from tests.cases import said
 from tests.models.flux.folders import flux_folder
 from tests.models.flux2.folders import klein_folder
@@ -139,7 +139,7 @@ def results(program, operation):
 def sampling(base, mesh):
     """The compiled program that samples eight images."""
     recipe, system = outlined(config(base, "full", mesh))
-    return lower_generate(system, system.sampler, recipe, 8).compile().as_text()
+    return trace_generate(system, system.sampler, recipe, 8).lower().compile().as_text()
 
 
 def test_over_sequence_tokens_are_split_and_exchanged_for_heads(base):

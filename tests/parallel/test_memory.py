@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from digen_jax.planning.programs import lower_gradient, trained_samples
+from digen_jax.planning.programs import trace_gradient, trained_samples
 from tests.compiling import users_options
 from tests.parallel import test_axes as axes
 
@@ -46,7 +46,7 @@ def test_split_parameters_are_gathered_a_block_at_a_time(base):
         sampler__chunk=24,
     )
     # Two blocks are in a scan, and no device has two rows, so a shape (2, ...) is a stack's.
-    lowered = lower_gradient(system, recipe, trained_samples(recipe))
+    lowered = trace_gradient(system, recipe, trained_samples(recipe)).lower()
     text = lowered.compile(compiler_options=users_options()).as_text()
     stacks = split_stacks(system.start, system.base)
     assert stacks and gathered(text) and not stacks & gathered(text)
@@ -78,8 +78,10 @@ def test_states_and_sums_are_split_like_parameters_and_updated_in_place(base):
     assert own_bytes(totals) < parameters + scalars
     assert own_bytes(state) < 4 * parameters + scalars  # with two moments and the average
 
-    assert reused(trainer.lower_update(tuned)) == own_bytes(state)
-    assert reused(lower_gradient(system, recipe, trained_samples(recipe))) == own_bytes(totals)
+    assert reused(trainer.trace_update(tuned).lower()) == own_bytes(state)
+    assert reused(trace_gradient(system, recipe, trained_samples(recipe)).lower()) == own_bytes(
+        totals
+    )
     sums = jax.eval_shape(trainer._start_group, tuned)
     sums = jax.tree.map(
         lambda leaf, at: leaf.update(sharding=at),

@@ -10,7 +10,7 @@ import pytest
 
 from digen_jax.diffusion.sampling import image_keys
 from digen_jax.parallel.system import SampledImages
-from digen_jax.planning.programs import lower_gradient, trained_samples
+from digen_jax.planning.programs import trace_gradient, trained_samples
 from tests.cases import said
 from tests.parallel import toy
 from tests.parallel.test_axes import ADVANTAGES, ROWS, outlined, system_of
@@ -112,7 +112,7 @@ def test_parameters_are_rounded_before_they_are_gathered(base):
     config = tiny_config(base, "full", "fsdp")
     config.precision = dict(arithmetic="bfloat16")
     recipe, system = outlined(config)
-    lowered = lower_gradient(system, recipe, trained_samples(recipe))
+    lowered = trace_gradient(system, recipe, trained_samples(recipe)).lower()
     found = gathered_kernels(lowered.compile().as_text())
     assert {"attn/to_q", "attn/to_out_0", "ff/net_0/proj", "ff/net_2"} <= set(found)
     assert all(one for kernel in found.values() for one in kernel)

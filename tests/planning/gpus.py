@@ -3,7 +3,7 @@
 python -m tests.planning.gpus                          # all recipes, and the table
 python -m tests.planning.gpus sd35_medium:geneval,8    # one recipe, as JSON
 
-It needs requirements-gpu-check.txt. Answers of the compiler are kept, as by launch/plan.py.
+It needs requirements-gpu-check.txt. Compiled programs are cached, as by launch/plan.py.
 """
 
 import json
@@ -35,9 +35,9 @@ def published() -> list[str]:
 
 def open_gpus() -> Any:
     """Eight H100s."""
-    from digen_jax.planning.slices import open_slice
+    from digen_jax.planning.estimate import open_target
 
-    return open_slice("h100:8", 1, lambda text: print(text, file=sys.stderr, flush=True))
+    return open_target("h100:8", 1, lambda text: print(text, file=sys.stderr, flush=True))
 
 
 def compiled(name: str, where: Any) -> dict[str, Any]:
@@ -48,39 +48,40 @@ def compiled(name: str, where: Any) -> dict[str, Any]:
     costs, and `share` its share of the bound.
     """
     from digen_jax.config.load import load_config
-    from digen_jax.planning.assessment import assess
-    from digen_jax.planning.fitting import _with_programs
-    from digen_jax.planning.footprint import model_footprint
+    from digen_jax.planning.estimate import calibrate, estimate, with_published_folder
+    from digen_jax.planning.fitting import with_temporaries
+    from digen_jax.planning.memory import model_footprint
     from digen_jax.planning.plan import auto_plan, make_problem
-    from digen_jax.planning.slices import calibrated, configured
     from digen_jax.scheduling.layouts import PoolLayout, device_bytes
     from tests.test_configs import load
+    from tools.tpu_cycles import COLLECTIVES, Cycles
 
     config, argument = name.split(":")
     gpus = int(argument.split(",")[-1])
-    recipe = configured(load_config(load(config, argument)))
+    recipe = with_published_folder(load_config(load(config, argument)))
     try:
-        found = assess(recipe, where.devices[:gpus], where.chip, where.answers)
+        found = estimate(recipe, where.devices[:gpus], where.chip, where.compiler)
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}".partition("\n")[0][:200]}
     programs = {}
     for one in found:
-        peak, beyond = one.answer.peak, one.answer.beyond
-        moved = one.estimate.by_what("collectives") if one.fits else {}
+        peak, temporaries = one.compiled.peak, one.compiled.temporaries
+        cycles = Cycles(one.compiled.text, where.chip) if one.fits else None
+        moved = cycles.by_what(COLLECTIVES) if cycles else {}
         programs[one.program.name] = {
-            "arguments": (peak - beyond) / GIB,
-            "temporaries": beyond / GIB,
+            "arguments": (peak - temporaries) / GIB,
+            "temporaries": temporaries / GIB,
             "seconds": one.seconds,
             "collectives": {what: [runs, size / 1e9] for what, (runs, size, _) in moved.items()},
         }
     if not all(one.fits for one in found):
         return {"fits": False, "programs": programs}
     trainer = recipe.placement.trainer
-    costs, sizes = calibrated(recipe, found, where.chip, name), model_footprint(recipe)
+    costs, sizes = calibrate(recipe, found, where.chip, name), model_footprint(recipe)
     problem = make_problem(recipe, gpus, costs, sizes)
     shared, chunk = trainer.tensor * trainer.sequence, recipe.sampler.chunk
     own = PoolLayout(1, trainer.devices, trainer.time, chunk=chunk, shared=shared)
-    held = device_bytes(_with_programs(problem, recipe, own, found), own)
+    held = device_bytes(with_temporaries(problem, recipe, own, found), own)
     assert held.trainer_fsdp == trainer.fsdp
     fits = held.largest <= where.memory
     chosen = auto_plan(recipe, gpus, costs, sizes, where.memory).choice

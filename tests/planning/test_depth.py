@@ -10,7 +10,7 @@ import pytest
 from digen_jax.assemble import outline
 from digen_jax.config.load import complete, read_config
 from digen_jax.parallel.system import cast
-from digen_jax.planning.programs import lower_generate, lower_gradient, trained_samples
+from digen_jax.planning.programs import trace_generate, trace_gradient, trained_samples
 from tests.tiny_runs import pipeline, tiny_config
 
 
@@ -23,7 +23,7 @@ def of_depth(base, path, layers):
     return folder
 
 
-def lowered(base, folder, kind):
+def traced(base, folder, kind):
     config = complete(tiny_config(base, kind))
     config.model.update(folder=str(folder), remat="blocks")
     config.placement.mode = "given"
@@ -31,18 +31,18 @@ def lowered(base, folder, kind):
     recipe = read_config(config)
     system = outline(recipe, jax.devices()[:1])
     return {
-        "sampling": lower_generate(system, system.sampler, recipe, 8),
-        "gradient": lower_gradient(system, recipe, trained_samples(recipe)),
-        "update": system.trainer.lower_update(system.start),
-        "weights_version": cast.lower(system.start, jnp.dtype("bfloat16")),
+        "sampling": trace_generate(system, system.sampler, recipe, 8),
+        "gradient": trace_gradient(system, recipe, trained_samples(recipe)),
+        "update": system.trainer.trace_update(system.start),
+        "weights_version": cast.trace(system.start, jnp.dtype("bfloat16")),
     }
 
 
 @pytest.mark.slow
 def test_programs_of_sixty_blocks_are_as_large_as_those_of_eight(base, tmp_path):
-    few, many = (lowered(base, of_depth(base, tmp_path, layers), "lora") for layers in (8, 60))
+    few, many = (traced(base, of_depth(base, tmp_path, layers), "lora") for layers in (8, 60))
     for name in few:
-        texts = [len(of[name].as_text()) for of in (few, many)]
+        texts = [len(of[name].lower().as_text()) for of in (few, many)]
         assert texts[1] < 1.1 * texts[0], name
-    operations = [of["gradient"].compile().as_text().count(" = ") for of in (few, many)]
+    operations = [of["gradient"].lower().compile().as_text().count(" = ") for of in (few, many)]
     assert operations[1] < 1.1 * operations[0]

@@ -34,19 +34,19 @@ def run(folder, *command):
 
 @pytest.fixture(scope="module")
 def planned(base, tmp_path_factory):
-    """plan.py's output for a slice; the compiler's answers are kept."""
+    """plan.py's output for a slice; compiled programs are cached."""
     folder = tmp_path_factory.mktemp("cache")
 
-    def plan(name):
+    def plan(name, script="launch/plan.py"):
         images = f"--config.placement.trainer.data={SLICES[name] // 2}"
         model = f"--config.model.folder={pipeline(base)}"
-        return run(folder, "launch/plan.py", f"--topology={name}", *TINY, images, model)
+        return run(folder, script, f"--topology={name}", *TINY, images, model)
 
     return plan
 
 
 @pytest.mark.parametrize("name", SLICES)
-def test_a_slice_is_planned_from_the_compilers_estimates(planned, name):
+def test_a_slice_is_planned(planned, name):
     done = planned(name)
     assert done.returncode == 0, done.stderr
     text = done.stdout
@@ -59,10 +59,15 @@ def test_a_slice_is_planned_from_the_compilers_estimates(planned, name):
         assert int(devices) == SLICES[name] and 0 < float(peak) < 1 and 0 < float(seconds) < 1
         # In so small a network what is not the transformer's counts, too: see test_work for the equality.
         assert float(counted) > 0.95 * float(needed) > 0
-        assert share == remat and share.endswith("%")
-    assert "train: collectives: all-reduce" in text
-    assert "transformer_blocks_0" in text.partition("the slowest operations of train")[2]
+        assert share.endswith("%") and remat.endswith("%")
     assert "it fits (estimated)" in text and rows["*"][1] == "colocated"
+
+
+def test_cycles_are_listed_by_layer(planned):
+    done = planned("v5e:2x4", "tools/tpu_cycles.py")
+    assert done.returncode == 0, done.stderr
+    train = done.stdout.partition("\ntrain: ")[2].partition("\nupdate: ")[0]
+    assert "all-reduce" in train and "transformer_blocks_0" in train
 
 
 def test_a_second_time_nothing_is_compiled(planned):
@@ -72,16 +77,20 @@ def test_a_second_time_nothing_is_compiled(planned):
     assert "compiling for" not in done.stdout
 
 
+# Plain products of a transformer of width 1536: sixteen sequences of Stable Diffusion 3.5 at 512 x 512. Only the
+# compiler's cycles count: a program of one product also has to fetch its operands, which a network does meanwhile.
 SHARES = """
 import json, sys
-from digen_jax.planning.plain_products import shares
-from digen_jax.planning.chips import chip_of
-from digen_jax.planning.costs import COMPILER, estimate
-from digen_jax.planning.topology import slice_devices
-device = slice_devices(sys.argv[1])[0]
-chip = chip_of(device.device_kind)
-found = shares(device, chip, 1536, lambda one: estimate(one.compile(), chip).of(COMPILER))
-print(json.dumps(list(found.values())))
+import jax, jax.numpy as jnp
+from digen_jax.planning.hardware import chip_of, topology_devices
+from tools.tpu_cycles import COMPILER, Cycles
+device = topology_devices(sys.argv[1])[0]
+chip, place, shares = chip_of(device.device_kind), jax.sharding.SingleDeviceSharding(device), []
+for m, k, n in ((17632, 1536, 1536), (17632, 1536, 6144), (17632, 6144, 1536)):
+    factors = [jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=place) for s in ((m, k), (k, n))]
+    text = jax.jit(jnp.matmul).lower(*factors).compile().as_text()
+    shares.append(2 * m * k * n / chip.flops / Cycles(text, chip).seconds(COMPILER))
+print(json.dumps(shares))
 """
 
 

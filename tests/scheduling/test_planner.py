@@ -7,7 +7,7 @@ import time
 import pytest
 
 from digen_jax.errors import ConfigError
-from digen_jax.planning.plan_text import memory_table, table, why
+from digen_jax.planning.report import memory_table, table, why
 from digen_jax.scheduling.layouts import (
     Footprint,
     PoolLayout,

@@ -12,7 +12,8 @@ from digen_jax.config.load import fit_config, load_config
 from digen_jax.errors import ConfigError
 from digen_jax.models.family import Size
 from digen_jax.models.published import published_folder
-from digen_jax.planning.footprint import model_footprint, step_records
+from digen_jax.planning.memory import model_footprint
+from digen_jax.planning.programs import step_records
 from tests.pipelines import ROOT
 
 

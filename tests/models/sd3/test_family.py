@@ -268,7 +268,7 @@ def test_encoding_takes_memory_for_a_chunk_not_for_a_step(folder, monkeypatch):
         monkeypatch.setattr(type(family), "encoded_prompts", at_once)
         sampler = Sampler(Policy(family), group(), SamplerSettings(Size(32, 32), 8, Ode()))
         records = said(*(f"{number} rings" for number in range(prompts)))
-        program = sampler.lower_encode(weights, records).compile()
+        program = sampler.trace_encode(weights, records).lower().compile()
         found = program(params, family.tokenize(records))
         return program.memory_analysis().temp_size_in_bytes, found
 

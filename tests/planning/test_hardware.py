@@ -1,7 +1,8 @@
-"""Slices that cannot be planned for: one sentence each, without the compilers."""
+"""Facts of chips, and topologies that cannot be planned for: one line each, without the compilers."""
 
 import ctypes.util
 import importlib.util
+import math
 import os
 import re
 import types
@@ -11,8 +12,9 @@ import pytest
 from jax.experimental import topologies
 
 from digen_jax.errors import ConfigError
-from digen_jax.planning import topology
-from digen_jax.planning.chips import CHIPS, GPUS
+from digen_jax.planning import hardware
+from digen_jax.planning.hardware import CHIPS, GPUS, chip_of, topology_devices
+from tools.tpu_cycles import CORES
 
 
 @pytest.fixture
@@ -20,7 +22,7 @@ def with_libtpu(monkeypatch):
     """As where the compiler is installed; `say` makes it answer with an error."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(jax.config, "update", lambda *given: None)
-    for variable in topology.SETTINGS:
+    for variable in hardware.LIBTPU_ENVIRONMENT:
         monkeypatch.setenv(variable, "")
 
     def say(text):
@@ -39,7 +41,7 @@ def with_libtpu(monkeypatch):
 def test_without_the_compiler_the_sentence_says_how_to_install_it(monkeypatch, name, file):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=rf" pip install -r {re.escape(file)}$"):
-        topology.slice_devices(name)
+        topology_devices(name)
 
 
 @pytest.mark.parametrize("missing", ["nvidia.cudnn", "jax_cuda12_plugin"])
@@ -52,7 +54,7 @@ def test_the_cuda_compiler_needs_cudnn(monkeypatch, missing):
     monkeypatch.setattr(importlib.util, "find_spec", find)
     monkeypatch.setattr(ctypes.util, "find_library", lambda name: None)
     with pytest.raises(ConfigError, match="requirements-gpu-check"):
-        topology.slice_devices("h100:8")
+        topology_devices("h100:8")
 
 
 @pytest.mark.parametrize(
@@ -70,10 +72,10 @@ def test_gpus_are_hosts_times_those_of_a_host(monkeypatch, name, shape):
     monkeypatch.setattr(jax.config, "update", lambda *given: None)
     monkeypatch.setattr(topologies, "get_topology_desc", described)
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=x --xla_gpu_autotune_level=0")
-    assert topology.slice_devices(name) == ["a device"]
+    assert topology_devices(name) == ["a device"]
     assert (asked["platform"], asked["topology"]) == ("cuda", shape)
     assert f'"{GPUS[name.partition(":")[0]].kind}"' in asked["target_config"]
-    assert os.environ["XLA_FLAGS"].split() == ["--xla_dump_to=x", *topology.XLA_FLAGS]
+    assert os.environ["XLA_FLAGS"].split() == ["--xla_dump_to=x", *hardware.CUDA_XLA_FLAGS]
 
 
 @pytest.mark.parametrize(
@@ -81,7 +83,7 @@ def test_gpus_are_hosts_times_those_of_a_host(monkeypatch, name, shape):
 )
 def test_gpus_that_there_are_not_are_a_mistake(name):
     with pytest.raises(ConfigError, match="h100:8"):
-        topology.slice_devices(name)
+        topology_devices(name)
 
 
 def test_every_gpu_is_a_chip_whose_memory_the_compiler_gets():
@@ -92,12 +94,26 @@ def test_every_gpu_is_a_chip_whose_memory_the_compiler_gets():
 @pytest.mark.parametrize(
     ("said", "sentence"),
     [
-        ("ABORTED: Internal error when accessing libtpu multi-process lockfile.", "another process holds"),
+        ("ABORTED: Internal error when accessing libtpu multi-process lockfile.", "another process has locked"),
         ("INVALID_ARGUMENT: Invalid TPU external name: TPU v9", "is no slice that the TPU compiler knows"),
     ],
 )  # fmt: skip
 def test_what_the_compiler_refuses_is_a_sentence(with_libtpu, said, sentence):
     with_libtpu(said)
     with pytest.raises(ConfigError, match=sentence) as error:
-        topology.slice_devices("v9:2x2")
+        topology_devices("v9:2x2")
     assert "\n" not in str(error.value)
+
+
+def test_the_peaks_of_tpus_are_clocks_times_whole_matrix_units():
+    """Matrix units are squares of multiply-adds."""
+    for chip in CHIPS.values():
+        if core := CORES.get(chip.name):
+            units = chip.flops / core.clock / (2 * core.array**2)
+            assert math.isclose(units, round(units), rel_tol=1e-9)
+
+
+def test_an_unknown_chip_is_an_error():
+    assert chip_of("TPU v5 lite").name == "v5e"
+    with pytest.raises(ConfigError):
+        chip_of("TPU v99")

@@ -1,0 +1,378 @@
+"""Memory and seconds of a config's programs: compiled for accelerators that are not here, or run on devices that are.
+
+The estimated seconds of a compiled program are the larger of two numbers:
+- its FLOPs over an `Efficiency` of the chip's bfloat16 peak, where a float32 product counts as several (`PASSES`);
+- the bytes of its arguments and results over `MEMORY_SHARE` of the memory's bandwidth.
+Elementwise operations and collectives are not counted separately; they are a part of the efficiency.
+"""
+
+import dataclasses
+import gzip
+import hashlib
+import json
+import math
+import os
+import pathlib
+import re
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from digen_jax import files
+from digen_jax.config.train_config import TrainConfig
+from digen_jax.errors import ConfigError
+from digen_jax.models.published import published_folder, published_models
+from digen_jax.planning.costs import Calibration, on_one_device
+from digen_jax.planning.flops import Flops, program_flops
+from digen_jax.planning.hardware import CHIPS, Chip, chip_of, compiler_version, topology_devices
+from digen_jax.planning.memory import model_footprint
+from digen_jax.planning.programs import Program, step_programs
+from digen_jax.policies import on_devices
+from digen_jax.process.job import CACHE, prepare
+from digen_jax.scheduling.settings import Costs
+
+
+class Efficiency(NamedTuple):
+    """Share of the peak that programs reach: the denoising network; encoders, autoencoder and rewards."""
+
+    network: float
+    others: float
+
+
+# Of GPUs as measured with Stable Diffusion 3.5 Medium in TF32 on an H100, of TPUs as its programs have by the
+# compiler's cycles (docs/performance.md).
+EFFICIENCY = {"gpu": Efficiency(0.2, 0.5), "tpu": Efficiency(0.5, 0.35)}
+MEMORY_SHARE, LINK_SHARE = 0.8, 0.8
+# The share of a TPU's memory that a run may take, and of a GPU's, which is JAX's default or what these variables give.
+TPU_SHARE, GPU_SHARE = 0.97, 0.75
+GPU_SHARES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+LOCAL = "local"
+REPEATS = 3  # timed calls after a first one; their median counts
+
+
+class CompiledProgram(NamedTuple):
+    """A compiled program, or the memory that a program needs that does not fit.
+
+    Attributes:
+      text: its HLO. "" means that it does not fit.
+      peak: bytes of a device that it holds at most, arguments included.
+      temporaries: bytes of its temporaries and results on a device, without results in an argument's memory.
+      moved: bytes of its arguments and results on a device.
+    """
+
+    text: str
+    peak: int
+    temporaries: int
+    moved: int
+
+    @classmethod
+    def of(cls, compiled: jax.stages.Compiled) -> "CompiledProgram":
+        """Returns what the compiler reports of a program."""
+        found = compiled.memory_analysis()
+        arguments, results = found.argument_size_in_bytes, found.output_size_in_bytes
+        temporaries = found.temp_size_in_bytes + results - found.alias_size_in_bytes
+        peak = getattr(found, "peak_memory_in_bytes", 0) or arguments + temporaries
+        return cls(compiled.as_text(), peak, temporaries, arguments + results)
+
+
+class CachedCompiler:
+    """Compiles programs for one topology, each once.
+
+    Args:
+      target: everything that the result depends on in addition to the program: topology, versions.
+      folder: where results are cached.
+      note: called with what is compiled, and with the seconds that it took.
+      memory: bytes of a device above which a program does not fit. None means that the compiler decides.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        folder: pathlib.Path,
+        note: Callable[[str], None],
+        memory: float | None = None,
+    ):
+        self.target, self.folder, self.note, self.memory = target, folder, note, memory
+
+    def __call__(self, name: str, lowered: jax.stages.Lowered) -> CompiledProgram:
+        """Returns the compiled program, from the cache if it is there."""
+        found = self._cached(name, lowered)
+        if self.memory is not None and found.peak > self.memory:
+            self._does_not_fit(name, found.peak)
+            return found._replace(text="")
+        return found
+
+    def _cached(self, name: str, lowered: jax.stages.Lowered) -> CompiledProgram:
+        key = "\0".join([self.target, *CompiledProgram._fields, lowered.as_text()])
+        path = self.folder / f"{hashlib.sha256(key.encode()).hexdigest()}.json.gz"
+        if path.exists():
+            self.note(f"{name}: compiled before")
+            return CompiledProgram(**json.loads(gzip.decompress(path.read_bytes())))
+        found = self._compile(name, lowered)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        files.replace(path, gzip.compress(json.dumps(found._asdict()).encode(), mtime=0))
+        return found
+
+    def _compile(self, name: str, lowered: jax.stages.Lowered) -> CompiledProgram:
+        self.note(f"{name}: compiling for {self.target.partition(' ')[0]}")
+        begin = time.monotonic()
+        try:
+            found = CompiledProgram.of(lowered.compile())
+        except jax.errors.JaxRuntimeError as error:
+            if (needed := _exceeded(str(error))) is None:
+                raise
+            found = CompiledProgram("", needed, needed, 0)
+            self._does_not_fit(name, needed)
+        self.note(f"{name}: compiled in {time.monotonic() - begin:.1f} s")
+        return found
+
+    def _does_not_fit(self, name: str, needed: int) -> None:
+        self.note(f"{name}: does not fit, because it needs {needed / 1e9:.1f} GB of a device")
+
+
+def _exceeded(error: str) -> int | None:
+    """The bytes that a program needs, if the compiler's error is that a device has less."""
+    found = re.search(
+        r"RESOURCE_EXHAUSTED.*?([\d.]+)([KMGT])\)? (?:exceeds|of [\d.]+[KMGT])", error, re.S
+    )
+    return found and round(float(found[1]) * 1024 ** (1 + "KMGT".index(found[2])))
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramCost:
+    """What a program takes on its mesh.
+
+    Attributes:
+      program: what it does.
+      compiled: what the compiler reports.
+      seconds: of a run, estimated or measured; nan if it does not fit.
+      flops: on one device, of its products, convolutions and kernels; nan if it does not fit.
+    """
+
+    program: Program
+    compiled: CompiledProgram
+    seconds: float
+    flops: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether a device has the memory; if not, only the needed memory is known."""
+        return bool(self.compiled.text)
+
+    @property
+    def needed(self) -> float | None:
+        """FLOPs on one device that its work needs, without remat; None means that they are not known."""
+        work = self.program.work
+        return None if work is None else sum(work.values()) / self.program.devices
+
+
+def estimated_seconds(
+    program: Program, flops: Flops, compiled: CompiledProgram, device: jax.Device, chip: Chip
+) -> float:
+    """Estimates the seconds of a program from its FLOPs on a device."""
+    reached = EFFICIENCY[device.platform]
+    efficiency = reached.others if program.work is None else reached.network
+    in_memory = compiled.moved / (MEMORY_SHARE * chip.bandwidth)
+    return max(flops.weighted / (efficiency * chip.flops), in_memory)
+
+
+def estimate(
+    config: TrainConfig, devices: Sequence[jax.Device], chip: Chip, compiler: CachedCompiler
+) -> list[ProgramCost]:
+    """Compiles a config's programs, and estimates their seconds.
+
+    The gradient, which needs the most memory, is compiled first. The first program that does not fit is the last one,
+    because a large model's programs take minutes.
+
+    Raises:
+      ConfigError: the config's meshes do not fit the devices, or the model's folder cannot be used.
+    """
+    order = list(step_programs(on_devices(config, len(devices)), devices))
+    found: dict[str, ProgramCost] = {}
+    for program in sorted(order, key=lambda program: program.name != "train"):
+        traced = program.trace()
+        compiled = compiler(program.name, traced.lower())
+        if not compiled.text:
+            found[program.name] = ProgramCost(program, compiled, math.nan, math.nan)
+            break
+        flops = program_flops(traced.jaxpr, devices[0].platform).times(1 / program.devices)
+        seconds = estimated_seconds(program, flops, compiled, devices[0], chip)
+        found[program.name] = ProgramCost(program, compiled, seconds, flops.count)
+    return [found[program.name] for program in order if program.name in found]
+
+
+def measure(
+    config: TrainConfig, devices: Sequence[jax.Device], note: Callable[[str], None]
+) -> list[ProgramCost]:
+    """Runs and times a config's programs on available devices, with small numbers instead of weights.
+
+    Raises:
+      ConfigError: as `estimate`.
+    """
+    found = []
+    for program in step_programs(on_devices(config, len(devices)), devices):
+        note(f"{program.name}: compiling and timing")
+        traced = program.trace()
+        lowered = traced.lower()
+        compiled = lowered.compile()
+        seconds = timed(lowered, compiled)
+        note(f"{program.name}: {seconds:.4g} s")
+        flops = program_flops(traced.jaxpr, devices[0].platform).count / program.devices
+        found.append(ProgramCost(program, CompiledProgram.of(compiled), seconds, flops))
+    return found
+
+
+def timed(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled) -> float:
+    """Median seconds of a program; every call has new arguments, because a program may consume them."""
+    seconds = []
+    for _ in range(1 + REPEATS):
+        arguments = jax.block_until_ready(_arguments(lowered, compiled))
+        begin = time.perf_counter()
+        jax.block_until_ready(compiled(*arguments))
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds[1:])
+
+
+def _arguments(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled) -> Any:
+    """Arrays of a program's shapes with its shardings: keys, zeros, or the number 0.01."""
+    shapes, shardings = lowered.args_info[0], compiled.input_shardings[0]
+
+    def filled(leaf: Any) -> jax.Array:
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return jnp.broadcast_to(jax.random.key(0), leaf.shape)
+        value = 0.01 if jnp.issubdtype(leaf.dtype, jnp.floating) else 0
+        return jnp.full(leaf.shape, value, leaf.dtype)
+
+    def leaves(tree: Any) -> list[Any]:
+        return jax.tree.leaves(tree, is_leaf=lambda leaf: leaf is None)
+
+    arrays, tree = jax.tree.flatten(shapes)
+    pairs = zip(leaves(shapes), leaves(shardings), strict=True)
+    wanted = [sharding for leaf, sharding in pairs if leaf is not None]
+    # The compiler gives no sharding of an argument that the program does not read.
+    meshes = [sharding.mesh for sharding in wanted if isinstance(sharding, NamedSharding)]
+    wanted = [sharding or NamedSharding(meshes[0], PartitionSpec()) for sharding in wanted]
+    made = jax.jit(lambda: [filled(leaf) for leaf in arrays], out_shardings=wanted)()
+    return jax.tree.unflatten(tree, made)
+
+
+class Target(NamedTuple):
+    """Devices to plan for.
+
+    Attributes:
+      name: of the topology.
+      devices: all of them.
+      chip: what each is. None means that nothing is known of it.
+      memory: bytes of each that a run may take. None means no limit.
+      assess: returns the costs of a config's programs on these devices.
+      compiler: compiles for them. None means that programs run here.
+    """
+
+    name: str
+    devices: Sequence[jax.Device]
+    chip: Chip | None
+    memory: float | None
+    assess: Callable[[TrainConfig], list[ProgramCost]]
+    compiler: CachedCompiler | None = None
+
+    @property
+    def how(self) -> str:
+        """How its numbers are found, in a word that stands next to each of them."""
+        return "estimated" if self.compiler else "measured"
+
+
+def open_target(name: str, cpu_devices: int, note: Callable[[str], None]) -> Target:
+    """Returns the devices of a topology such as "v5p:2x2x1" or "h100:8", or, for `LOCAL`, those of this machine.
+
+    Must be called before JAX starts.
+
+    Args:
+      name: of the topology.
+      cpu_devices: virtual devices for `LOCAL` where there is no accelerator.
+      note: called with what is compiled, and how long it took.
+
+    Raises:
+      ConfigError: there is no such topology, its compiler is missing, or a variable for the memory is invalid.
+    """
+    prepare(cpu_devices)
+    if name == LOCAL:
+        devices = jax.devices()
+        chip = CHIPS.get(devices[0].device_kind)
+        memory = (devices[0].memory_stats() or {}).get("bytes_limit")
+        return Target(name, devices, chip, memory, lambda config: measure(config, devices, note))
+    devices = topology_devices(name)
+    chip = chip_of(devices[0].device_kind)
+    gpu = devices[0].platform == "gpu"
+    memory = (_gpu_share() if gpu else TPU_SHARE) * chip.memory
+    if gpu and len({device.process_index for device in devices}) > 1:
+        chip = dataclasses.replace(chip, link=chip.network)
+    versions = f"{name} jax {jax.__version__} {compiler_version(name)}"
+    # The CUDA compiler refuses no program.
+    compiler = CachedCompiler(versions, CACHE.with_name("slices"), note, memory if gpu else None)
+    return Target(
+        name, devices, chip, memory, lambda config: estimate(config, devices, chip, compiler), compiler
+    )  # fmt: skip
+
+
+def _gpu_share() -> float:
+    """The share of a GPU's memory that JAX takes."""
+    name, text = next(((n, os.environ[n]) for n in GPU_SHARES if n in os.environ), ("", GPU_SHARE))
+    try:
+        share = float(text)
+    except ValueError:
+        share = math.nan
+    if not 0 < share <= 1:
+        raise ConfigError(f"{name}={text} must be a share of a GPU's memory above 0 and at most 1")
+    return share
+
+
+def with_published_folder(config: TrainConfig) -> TrainConfig:
+    """Returns the config with the shipped configuration of its model if `model.folder` is a hub id.
+
+    Raises:
+      ConfigError: it is neither a local folder nor a hub id whose configuration is shipped.
+    """
+    name = config.model.folder
+    if pathlib.Path(name).is_dir():
+        return config
+    folder = published_folder(name)
+    if folder is None:
+        raise ConfigError(
+            f"config.model.folder = {name!r} is neither a local folder nor a model whose configuration is shipped "
+            f"({', '.join(published_models())}): download it and give its folder"
+        )
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, folder=str(folder)))
+
+
+def calibrate(
+    config: TrainConfig, found: list[ProgramCost], chip: Chip | None, source: str
+) -> Calibration:
+    """Returns costs of a step's commands on one device, from its programs on the config's meshes.
+
+    Weights and trajectories that move from one mesh to another take one link to each worker.
+    """
+    seconds: Counter[str] = Counter()
+    for one in found:
+        seconds[one.program.command] += one.seconds
+    sizes = {one.program.name: one.program.devices for one in found}
+    images, footprint = config.sampler.chunk, model_footprint(config)
+    missing = ("score", "score_latency", "evaluate", "switch")
+    link = chip and LINK_SHARE * chip.link
+    if not link:
+        missing += ("deliver",)
+    costs = Costs(
+        generate=seconds["generate"] / images,
+        train=seconds["train"] / images,
+        decode=seconds["decode"] / images,
+        encode=seconds["encode"],
+        update=seconds["update"],
+        sync=seconds["sync"] + (footprint.published(1, 1) / link if link else 0.0),
+        deliver=footprint.trajectory / link if link else 0.0,
+    )
+    return on_one_device(costs, (sizes["generate"], sizes["train"]), source, missing)

@@ -1,0 +1,177 @@
+"""Floating-point operations: those that a program's work needs, and those that the traced program has.
+
+Needed: a forward pass of a sequence takes `Family.flops`; an image is one sequence, or two with guidance. The backward
+pass of a product with weights takes two products of the same size: for the gradients of its input and of its weights.
+With LoRA the weights get none, so it takes one; the factors' own products are not counted. The backward pass of
+attention, whose products have no weights, always takes two. A forward pass that is repeated to save memory (remat) is
+not needed, but the traced program has it.
+"""
+
+import itertools
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from digen_jax.config.train_config import TrainConfig
+from digen_jax.models.family import Family, Size
+from digen_jax.parallel.policy import Policy
+from digen_jax.policies import make_policy, trained_policy
+
+ATTENTION = "attention"  # the stream whose products have no weights
+# Passes of the matrix units in bfloat16 that take as long as one float32 product. GPUs compute TF32 at half the rate of
+# bfloat16, and exact float32 at a sixteenth; TPUs add products of parts in bfloat16.
+PASSES = {
+    "gpu": {"DEFAULT": 2, "HIGH": 2, "HIGHEST": 16},
+    "tpu": {"DEFAULT": 1, "HIGH": 3, "HIGHEST": 6},
+}
+
+Work = dict[str, float]  # needed FLOPs by stream of the model, on all devices together
+
+
+class Flops(NamedTuple):
+    """FLOPs on all devices together, a multiply-add as two.
+
+    Attributes:
+      count: of matrix products, convolutions and kernels.
+      weighted: the same, each times its bfloat16 passes.
+    """
+
+    count: float = 0.0
+    weighted: float = 0.0
+
+    def times(self, runs: float) -> "Flops":
+        """Returns the FLOPs of a number of runs."""
+        return Flops(runs * self.count, runs * self.weighted)
+
+    def plus(self, other: "Flops") -> "Flops":
+        """Returns the sum."""
+        return Flops(self.count + other.count, self.weighted + other.weighted)
+
+
+def program_flops(jaxpr: Any, platform: str, used: Sequence[bool] | None = None) -> Flops:
+    """Counts matrix products, convolutions and attention kernels of a jaxpr, as often as its loops run.
+
+    Results that nothing reads do not count, as the compiler removes them. Of a conditional the largest branch counts.
+    A Pallas kernel counts by its cost estimate, or else by its body at every step of its grid, as if no mask skipped
+    any.
+
+    Args:
+      jaxpr: `jax.stages.Traced.jaxpr`, or a part of one.
+      platform: "gpu", "tpu" or "cpu", where it runs.
+      used: which of its results are read. None means all.
+
+    Raises:
+      ValueError: a loop with products has no static length.
+    """
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    results = jaxpr.outvars if used is None else itertools.compress(jaxpr.outvars, used)
+    live, total = set(map(id, results)), Flops()
+    for equation in reversed(jaxpr.eqns):
+        read = [id(one) in live for one in equation.outvars]
+        if any(read) or equation.effects:
+            live.update(map(id, equation.invars))
+            total = total.plus(_of_equation(equation, platform, read))
+    return total
+
+
+def _of_equation(equation: Any, platform: str, read: list[bool]) -> Flops:
+    name, params = equation.primitive.name, equation.params
+    if name == "scan":  # what an iteration passes to the next is read
+        carries = params["num_carry"]
+        read = [True] * carries + read[carries:]
+    inner, total = [], Flops()
+    for one in _jaxprs(params):
+        same = len(one.outvars) == len(read) and name not in ("while", "pallas_call")
+        inner.append(program_flops(one, platform, read if same else None))
+        total = total.plus(inner[-1])
+    match name:
+        case "dot_general":
+            (contracted, _), _ = params["dimension_numbers"]
+            left = equation.invars[0].aval.shape
+            count = 2.0 * equation.outvars[0].aval.size * math.prod(left[d] for d in contracted)
+            return _weighted(count, equation, platform)
+        case "conv_general_dilated":
+            return _weighted(_convolution(equation), equation, platform)
+        case "scan":
+            return total.times(params["length"])
+        case "while" if total.count:
+            raise ValueError("a loop with matrix products has no static length")
+        case "cond":
+            return max(inner)
+        case "shard_map":
+            return total.times(params["mesh"].size)
+        case "pallas_call" if (stated := params["cost_estimate"]) is not None:
+            return _weighted(float(stated.flops), equation, platform)
+        case "pallas_call":
+            return total.times(math.prod(params["grid_mapping"].grid))
+    if attention := re.match(r"dot_product_attention_(fwd|bwd)", name):  # cuDNN's
+        queries, keys = (one.aval.shape for one in equation.invars[:2])  # [b s h d], [b t g d]
+        products = 2 if attention[1] == "fwd" else 5  # the backward pass computes the scores again
+        count = 2.0 * products * math.prod(queries) * keys[1]
+        return Flops(count, count)
+    return total
+
+
+def _jaxprs(params: dict[str, Any]) -> Iterator[Any]:
+    for value in params.values():
+        for one in value if isinstance(value, tuple | list) else (value,):
+            if hasattr(one, "eqns"):
+                yield getattr(one, "jaxpr", one)
+
+
+def _weighted(count: float, equation: Any, platform: str) -> Flops:
+    dtypes = {one.aval.dtype.name for one in equation.invars[:2]}
+    if "float32" not in dtypes or platform not in PASSES:
+        return Flops(count, count)
+    # A kernel's float32 products are exact.
+    default = "HIGHEST" if equation.primitive.name == "pallas_call" else "DEFAULT"
+    given = equation.params.get("precision")
+    precision = given[0] if isinstance(given, tuple) else given
+    return Flops(count, count * PASSES[platform][getattr(precision, "name", default)])
+
+
+def _convolution(equation: Any) -> float:
+    """Products with padding and with gaps of a dilated input count, too."""
+    kernel = equation.invars[1].aval.shape
+    features = kernel[equation.params["dimension_numbers"].rhs_spec[0]]
+    # A group of the batch sums over its own part of the batch.
+    sums = math.prod(kernel) // features / equation.params["batch_group_count"]
+    return 2.0 * equation.outvars[0].aval.size * sums
+
+
+def sampling_work(policy: Policy, size: Size, steps: int, images: int) -> Work:
+    """Returns the needed FLOPs of sampling; `policy` has the sampler's guidance."""
+    return _times(_forward(policy.family, size), steps * images * policy.sequences)
+
+
+def training_work(config: TrainConfig, family: Family, samples: int) -> Work:
+    """Returns the needed FLOPs of the gradient of `samples` images, or pairs of images, of a chunk."""
+    algorithm = config.algorithm
+    policy = trained_policy(make_policy(config, family), algorithm)
+    forward = _forward(family, config.model.size)
+    count = samples * algorithm.images_per_sample * config.trained_steps
+    trained = _times(forward, count * policy.sequences)
+    needed = Counter(trained)
+    for stream, flops in trained.items():
+        needed[stream] += flops * (1 if policy.lora and stream != ATTENTION else 2)
+    # Forward passes without gradients: the behavior policy, and the slow copy unless that is the behavior policy.
+    fixed = algorithm.reads_behavior
+    fixed += algorithm.slow_copy is not None and not algorithm.samples_from_copy
+    needed.update(_times(trained, fixed))
+    if algorithm.reads_reference:
+        needed.update(_times(forward, count * policy.reference_sequences))
+    return dict(needed)
+
+
+def _forward(family: Family, size: Size) -> Work:
+    """A forward pass of a sequence, by stream; those of several components are added."""
+    total: Counter[str] = Counter()
+    for streams in family.flops(size).values():
+        total.update(streams)
+    return dict(total)
+
+
+def _times(flops: Work, count: int) -> Work:
+    return {stream: count * one for stream, one in flops.items()}

@@ -1,0 +1,177 @@
+"""Programs compiled once for a target, their estimated seconds, and programs timed on this machine."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from digen_jax.config.load import complete, load_config
+from digen_jax.errors import ConfigError
+from digen_jax.planning.estimate import (
+    EFFICIENCY,
+    MEMORY_SHARE,
+    CachedCompiler,
+    CompiledProgram,
+    calibrate,
+    estimate,
+    estimated_seconds,
+    measure,
+    with_published_folder,
+)
+from digen_jax.planning.flops import Flops
+from digen_jax.planning.hardware import CHIPS, Chip
+from digen_jax.planning.programs import Program
+from tests.scripts import run_forked
+from tests.tiny_runs import tiny_config
+
+CHIP = Chip("toy", 1e12, 10**9, 1e10, 1e9)
+
+
+def double(factor=2):
+    return jax.jit(lambda x: jnp.tanh(factor * x)).lower(jnp.zeros(8))
+
+
+def test_a_program_is_compiled_once_for_a_target(tmp_path):
+    notes = []
+
+    def compiled(target, factor):
+        notes.clear()
+        found = CachedCompiler(target, tmp_path, notes.append)("double", double(factor))
+        return found, any("compiling" in note for note in notes)
+
+    found, compiled_now = compiled("slice jax 1", 2)
+    assert "ENTRY" in found.text and found.peak > 0 and found.moved == 64 and compiled_now
+    assert compiled("slice jax 1", 2) == (found, False)
+    assert compiled("slice jax 1", 3)[1] and compiled("slice jax 2", 2)[1]
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_program_above_the_memory_does_not_fit_and_is_cached(tmp_path):
+    """The CUDA compiler refuses none; another limit needs no other compilation."""
+    notes = []
+    small = CachedCompiler("slice jax 1", tmp_path, notes.append, memory=63.0)
+    assert small("double", double())[:3] == ("", 64, 32)
+    notes.clear()
+    large = CachedCompiler("slice jax 1", tmp_path, notes.append, memory=64.0)
+    assert "ENTRY" in large("double", double()).text
+    assert not any("compiling" in note for note in notes)
+
+
+class Refused:
+    """A program that the compiler refuses with a message."""
+
+    def __init__(self, message):
+        self.message = message
+
+    def as_text(self):
+        return self.message
+
+    def compile(self):
+        raise jax.errors.JaxRuntimeError(self.message)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (19.99G) exceeds "
+        "available HBM (15.75G).",
+        "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 19.99G of "
+        "15.75G hbm. Exceeded hbm capacity by 4.24G.",
+    ],
+)
+def test_a_program_that_needs_more_memory_than_there_is_has_no_text(tmp_path, message):
+    notes = []
+    compiler = CachedCompiler("slice jax 1", tmp_path, notes.append)
+    found = compiler("train", Refused(message))
+    assert found.text == "" and found.peak == found.temporaries == round(19.99 * 2**30)
+    assert any("21.5 GB" in note for note in notes)
+    notes.clear()
+    assert compiler("train", Refused(message)) == found and len(notes) == 1
+
+
+def test_another_error_of_the_compiler_is_not_about_memory(tmp_path):
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        CachedCompiler("here", tmp_path, print)("train", Refused("INTERNAL: 3.1G of 4.2G"))
+
+
+class Device:
+    """Of a platform."""
+
+    def __init__(self, platform):
+        self.platform = platform
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_seconds_are_those_of_the_products_or_of_the_memory(platform):
+    flops, device = Flops(1e12, 2e12), Device(platform)
+    small, large = (CompiledProgram("HLO", 0, 0, moved) for moved in (10**9, 10**12))
+    network = Program("train", "train", 1, 8, "", lambda: None, {"image": 1e12})
+    other = dataclasses.replace(network, work=None)
+    reached = EFFICIENCY[platform]
+    seconds = [estimated_seconds(one, flops, small, device, CHIP) for one in (network, other)]
+    assert seconds == [2 / reached.network, 2 / reached.others]
+    in_memory = estimated_seconds(network, flops, large, device, CHIP)
+    assert in_memory == 10**12 / (MEMORY_SHARE * 1e10)
+
+
+# Measured on an H100 (docs/performance.md): seconds of programs of Stable Diffusion 3.5 Medium in TF32, and their
+# FLOPs as counted in the traced programs.
+MEASURED = {"generate": (3.16, 361.5e12), "evaluate": (23.5, 2528e12)}
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_the_estimate_of_an_h100_is_near_the_measured_seconds(name):
+    seconds, flops = MEASURED[name]
+    program = Program(name, name, 1, 8, "", lambda: None, {"image": flops})
+    chip, compiled = CHIPS["NVIDIA H100 80GB HBM3"], CompiledProgram("HLO", 0, 0, 0)
+    found = estimated_seconds(program, Flops(flops, 2 * flops), compiled, Device("gpu"), chip)
+    assert found == pytest.approx(seconds, rel=0.2)
+
+
+def tiny(base):
+    config = complete(tiny_config(base, "full"))
+    config.batch.update(groups=2, images=4)
+    config.sampler.chunk = config.trainer.micro_batch = config.evaluation.batch = 4
+    config.placement.mode = "given"
+    config.placement.rollout.data = 0
+    config.placement.trainer.data = 1
+    return load_config(config)
+
+
+@pytest.mark.slow
+def test_programs_are_estimated_and_measured_with_the_same_flops(base, tmp_path, monkeypatch):
+    monkeypatch.setitem(EFFICIENCY, "cpu", EFFICIENCY["tpu"])
+    recipe, devices = tiny(base), jax.devices()[:1]
+    compiler = CachedCompiler("here", tmp_path, lambda text: None)
+    estimated = estimate(recipe, devices, CHIP, compiler)
+    measured = measure(recipe, devices, lambda text: None)
+    names = [one.program.name for one in estimated]
+    assert names == [one.program.name for one in measured] and "train" in names
+    assert [one.flops for one in estimated] == [one.flops for one in measured]
+    for found in (estimated, measured):
+        costs = calibrate(recipe, found, CHIP, "a test").costs
+        assert min(costs.generate, costs.train, costs.decode, costs.update, costs.deliver) > 0
+        assert all(one.fits and 0 < one.seconds < math.inf for one in found)
+
+
+def test_a_model_is_a_folder_or_a_shipped_configuration(base):
+    recipe = tiny(base)
+    assert with_published_folder(recipe) == recipe
+
+    def named(name):
+        return dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, folder=name))
+
+    folder = with_published_folder(named("stabilityai/stable-diffusion-3.5-large")).model.folder
+    assert folder.endswith("published/stabilityai/stable-diffusion-3.5-large")
+    with pytest.raises(ConfigError):
+        with_published_folder(named("stabilityai/stable-diffusion-9"))
+
+
+@pytest.mark.parametrize("arguments", [("--devices=2",), ("--measure",)])
+def test_options_that_exclude_each_other_are_an_error_of_one_line(arguments):
+    given = ("--config=configs/shapes_flow_grpo.py", "--topology=local", *arguments)
+    done = run_forked("plan.py", *given)
+    assert done.returncode == 2 and arguments[0].partition("=")[0] in done.stderr
+    assert done.stderr.count("\n") == 1

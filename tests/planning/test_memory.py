@@ -1,0 +1,239 @@
+"""Memory of a config's model and programs, against its files and the programs of whole meshes as compiled."""
+
+import dataclasses
+import json
+import math
+
+import jax
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+
+from digen_jax.assemble import build, outline
+from digen_jax.config.load import complete, read_config
+from digen_jax.parallel.placement import RolloutAxes, TrainerAxes
+from digen_jax.parallel.system import SampledImages, make_train_batch, move_to_trainer
+from digen_jax.planning.memory import compiled_temporaries, model_footprint, temporary_bytes
+from digen_jax.planning.plan import make_problem, meshes
+from digen_jax.planning.programs import (
+    sampler_weights,
+    step_programs,
+    trace_generate,
+    trace_gradient,
+    trained_samples,
+)
+from digen_jax.scheduling.layouts import PoolLayout, device_bytes
+from tests.planning.test_plan import calibration, shapes
+from tests.tiny_runs import pipeline, tiny_config
+
+
+def tiny(base, kind, images, remat="none", **mesh):
+    """Colocated on such a trainer mesh, with 64 image tokens, so that activations are most of the bytes."""
+    config = complete(tiny_config(base, kind))
+    config.model.update(height=64, width=64, remat=remat)
+    return on_mesh(config, images, **mesh)
+
+
+def on_mesh(config, images, **mesh):
+    config.batch.update(groups=images // 4, images=4)
+    config.sampler.chunk = config.trainer.micro_batch = images
+    config.trainer.pack = mesh.get("time", 1)
+    config.evaluation.batch = images // 2
+    config.placement.mode = "given"
+    config.placement.rollout.data = 0
+    config.placement.trainer.update(dict(data=1, fsdp=1) | mesh)
+    config.placement.rules = ((".*", "fsdp"),)
+    return config
+
+
+def lying_bytes(*trees):
+    leaves = jax.tree.leaves(trees)
+    return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in leaves)
+
+
+def planned(recipe):
+    """(system, its programs, bytes that a device of the trainer's mesh holds, those of the tuned parameters)."""
+    axes, programs = recipe.placement.trainer, compiled_temporaries(recipe, print)
+    system = outline(recipe, jax.devices()[: axes.devices])
+    footprint = dataclasses.replace(model_footprint(recipe), programs=programs)
+    problem = make_problem(recipe, axes.devices, calibration(), footprint)
+    shared, chunk = axes.tensor * axes.sequence, recipe.sampler.chunk
+    layout = PoolLayout(1, axes.devices, axes.time, chunk=chunk, shared=shared)
+    held = device_bytes(problem, layout).trainer
+    return system, programs, held, footprint.tuned(axes.fsdp, axes.tensor)
+
+
+def training_bytes(recipe, system, programs, held, tuned):
+    """(predicted, compiled) bytes of a device by program: what lies there, temporaries and results."""
+    axes = recipe.placement.trainer
+    kept = held["trajectories"] + held["conditioning"]
+    training = held["parameters"] + held["gradient"] + kept
+    state = tuned + held["gradient"] + held["optimizer"]
+    predicted = {
+        "gradient": training + programs.gradient(axes.images, axes.time),
+        "update": state + programs.update(tuned),
+    }
+    traced = {
+        "gradient": trace_gradient(system, recipe, trained_samples(recipe)),
+        "update": system.trainer.trace_update(system.start),
+    }
+    found = {}
+    for name, each in traced.items():
+        bytes_of = each.lower().compile().memory_analysis()
+        used = bytes_of.argument_size_in_bytes + bytes_of.temp_size_in_bytes
+        compiled = used + bytes_of.output_size_in_bytes - bytes_of.alias_size_in_bytes
+        found[name] = predicted[name], compiled
+    return found
+
+
+def sampling_bytes(recipe, system, programs, held, tuned):
+    """As `training_bytes`."""
+    axes = recipe.placement.trainer
+    sampling = held["parameters"] + held["frozen"]
+    needed = programs.sampling(axes.images * axes.time, axes.fsdp, axes.tensor, axes.sequence)
+    weights, sampler = sampler_weights(system), system.sampler
+    there = lying_bytes(weights)
+    records = [{"prompt": ""}] * recipe.drawn_groups
+    prompts = lying_bytes(sampler.encoded(weights, records))
+    lowered = {
+        "encoding": sampler.trace_encode(weights, records),
+        "generating": trace_generate(system, sampler, recipe, recipe.sampler.chunk),
+        "evaluating": trace_generate(system, system.evaluator, recipe, recipe.evaluation.batch),
+        "decoding": sampler.trace_decode(weights, recipe.sampler.chunk),
+    }
+    predicted = {name: sampling + held["conditioning"] + needed[name] for name in lowered}
+    predicted["generating"] += held["trajectories"]
+    return {
+        name: (predicted[name], there + prompts + temporary_bytes(each))
+        for name, each in lowered.items()
+    }
+
+
+@pytest.mark.slow
+def test_predicted_memory_is_that_of_the_compiled_programs(base):
+    recipe = read_config(tiny(base, "lora", 16, "blocks", time=2, data=2, tensor=2))
+    plan = planned(recipe)
+    found = training_bytes(recipe, *plan) | sampling_bytes(recipe, *plan)
+    errors = {name: mine / compiled - 1 for name, (mine, compiled) in found.items()}
+    assert max(map(abs, errors.values())) < 0.1, errors
+
+
+@pytest.mark.slow
+def test_the_programs_are_those_that_a_run_calls(base):
+    """Compiled without arrays, they take a step's own arrays as they lie, and return what the step does."""
+    recipe = read_config(tiny(base, "full", 8, data=2))
+    devices = jax.devices()[:2]
+    system, lying = build(recipe, devices), outline(recipe, devices)
+    rows = np.repeat(np.arange(2, dtype=np.int32), 4)
+    drawn = system.rng.draw(0, rows, np.tile(np.arange(4), 2))
+    weights = system.rollout_weights(system.start)
+    prompts = system.sampler.encode(weights, [{"prompt": "a"}, {"prompt": "b"}])
+    made = system.sampler.generate(weights, prompts, rows, *drawn)
+
+    state = system.trainer.init(system.start)
+    images = move_to_trainer(
+        SampledImages(0, rows, made.transitions, made.sigmas), system.placement.trainer
+    )
+    train_batch = make_train_batch(system, prompts, images, np.linspace(-1, 1, 8, dtype=np.float32))
+    own = system.trainer.accumulate(state, system.base, train_batch, None)
+
+    gradient = trace_gradient(lying, recipe, trained_samples(recipe)).lower().compile()
+    empty = jax.tree.map(jax.numpy.zeros_like, own)
+    given = system.trainer.policies(state, None, None)
+    found = gradient(state.tuned, system.base, given, train_batch, empty)
+    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(own), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    update = lying.trainer.trace_update(lying.start).lower().compile()
+    updated, _ = update(state, found, None)
+    assert jax.tree.map(np.shape, updated.tuned) == jax.tree.map(np.shape, lying.start)
+
+
+# ------------------------------------------------------------------------------------ the footprint
+
+
+def test_the_footprint_is_the_models(base, tmp_path):
+    config = complete(tiny_config(base, "full"))
+    config.placement.rules = ((".*", "replicate"),)
+    found = model_footprint(read_config(config))
+    from safetensors.numpy import load_file
+
+    folder = pipeline(base)
+    files = {part: next((folder / part).glob("*.safetensors")) for part in ("transformer", "vae")}
+    total = {part: sum(a.nbytes for a in load_file(file).values()) for part, file in files.items()}
+    assert found.tuned(1, 1) + found.base(1, 1) == total["transformer"]
+    assert found.tuned(2, 1) == found.tuned(1, 1) and found.frozen(1, 1) > total["vae"]
+    assert found.copies == 1
+    lora = model_footprint(read_config(tiny_config(base, "lora")))
+    assert lora.base(1, 1) == total["transformer"] and 0 < lora.tuned(1, 1) < found.tuned(1, 1) / 2
+    assert (found.published(1, 1), found.sampler_base(1, 1)) == (
+        found.tuned(1, 1),
+        found.base(1, 1),
+    )
+    config.precision.rollout = "bfloat16"
+    half = model_footprint(read_config(config))
+    assert half.published(1, 1) == found.tuned(1, 1) / 2 and half.tuned(1, 1) == found.tuned(1, 1)
+    # An autoencoder of three resolutions: 8 x 8 latents of 4 channels, twice, and the log-probability.
+    side = 32 // 4
+    assert found.trajectory == 2 * 4 * (2 * side * side * 4 + 1)
+    config.precision.trajectory = "bfloat16"
+    half = model_footprint(read_config(config)).trajectory
+    assert half == 2 * (2 * 2 * side * side * 4 + 4)
+    # Of two prompts, and of the empty one for both: 12 tokens of width 32, and a pooled vector of width 16.
+    assert found.conditioning == 3 * 4 * (12 * 32 + 16)
+    # And of two negative prompts; equal ones are kept once.
+    for names, rows in ((("x", "y"), 4), (("x", "x"), 3)):
+        lines = [{"prompt": "a", "negative_prompt": name} for name in names]
+        (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        config.prompts.file = str(tmp_path / "p.jsonl")
+        own = model_footprint(read_config(config))
+        assert own.conditioning == rows * 4 * (12 * 32 + 16)
+
+
+def test_text_encoders_that_encode_ahead_are_not_in_a_step(base):
+    config = complete(tiny_config(base, "lora"))
+    config.placement.rules = ((".*", "replicate"),)
+    found = {}
+    for kind in ("each_step", "precomputed"):
+        config.prompts.encoding = kind
+        found[kind] = model_footprint(read_config(config))
+    from safetensors.numpy import load_file
+
+    files = [next((pipeline(base) / f"text_encoder{n}").glob("*.safetensors")) for n in ("", "_2")]
+    encoders = sum(a.nbytes for file in files for a in load_file(file).values())
+    each, ahead = found["each_step"], found["precomputed"]
+    assert each.ahead is None and ahead.ahead(1, 1) == pytest.approx(encoders, rel=0.01)
+    assert each.frozen(1, 1) - ahead.frozen(1, 1) == ahead.ahead(1, 1)
+    assert each.conditioning == ahead.conditioning
+    (encode,) = [
+        p for p in step_programs(read_config(config), jax.devices()[:2]) if "encode" in p.name
+    ]
+    assert (encode.command, encode.what) == ("", "64 prompts, before the run samples")
+    shapes = jax.tree.leaves(encode.trace().out_info)
+    assert {leaf.shape[0] for leaf in shapes} == {64}
+
+
+def forward(config, **fields):
+    """The config for AWM."""
+    config.sampler.update(kind="ode", noise_level=0.0, window=dict(length=0))
+    config.algorithm = ConfigDict(dict(name="awm", **fields))
+    return config
+
+
+def test_of_the_forward_process_noise_levels_are_trained_and_the_image_alone_is_stored(base):
+    config = complete(forward(tiny_config(base, "lora"), times=dict(count=5)))
+    assert make_problem(read_config(config), 4, calibration()).transitions == 5
+    found = model_footprint(read_config(config))
+    assert (found.trajectory, found.copies) == (4 * (8 * 8 * 4 + 2), 1)
+
+
+def test_parts_of_parameters_are_split_by_the_rules():
+    config = shapes()
+    config.placement.rules = ((".*bias", "replicate"), (".*", "fsdp"))
+    found = model_footprint(read_config(config))
+    whole, half = found.tuned(1, 1), found.tuned(2, 1)
+    assert whole / 2 < half < 0.75 * whole
+    assert whole / 4 < found.tuned(2, 2) < found.tuned(1, 2) < whole
+    problem = make_problem(read_config(config), 4, calibration(), found)
+    rollout, trainer = meshes(problem, PoolLayout(1, 2, rollout=1, rollout_devices=2))
+    assert trainer == TrainerAxes(data=1, fsdp=2, samples=True)
+    assert rollout in (RolloutAxes(data=1, fsdp=2), RolloutAxes(data=2))

@@ -1,0 +1,644 @@
+"""Where the TPU compiler's cycles go in the programs of a config, for people who tune programs.
+
+python tools/tpu_cycles.py --config configs/sd35_medium.py:geneval,4 --topology v5p:2x2x1
+
+It reads the text of the compiled programs, which launch/plan.py caches, too. Fusions and copies carry the compiler's
+own estimate, counted as often as their loops run. The rest is costed here, conservatively: as if nothing ran at the
+same time as anything else.
+
+- A Pallas kernel takes its FLOPs over a share of the peak (`KERNEL_SHARE`, `PACKED_SHARES`), or its bytes over the
+  memory's bandwidth, whichever is longer. The FLOPs are those that the kernel states; splash attention states none, so
+  they are those of its matrix products without any mask.
+- A collective is a ring over one link in one direction, at `LINK_SHARE` of its bandwidth: an all-gather moves (n - 1)/n
+  of its result, a reduce-scatter (n - 1)/n of its input, an all-reduce twice that. All chips of a slice are linked
+  directly, also over several hosts; a ring may need more hops than links on a mesh without wrap-around.
+- A transfer between memories, and any other operation without an estimate, takes its bytes over `MEMORY_SHARE` of the
+  memory's bandwidth. Of a slice or an update only that part counts.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from digen_jax.planning.hardware import GB, Chip
+
+LINK_SHARE, MEMORY_SHARE, KERNEL_SHARE = 0.8, 0.8, 0.5
+# The share of the peak that packed attention reaches, by the rows of the matrix unit and the largest width of a head.
+# The compiler's schedule takes no longer (tests/attention/test_schedules.py).
+PACKED_SHARES = {
+    "forward": {(128, 64): 0.63, (128, 128): 0.37, (256, 64): 0.44, (256, 128): 0.28},
+    "backward": {(128, 64): 0.72, (128, 128): 0.50, (256, 64): 0.61, (256, 128): 0.41},
+}
+# Matrix products of a splash attention kernel, by its name; each takes 2 b h s_q s_k d FLOPs. "dkv" computes the
+# gradient of the queries, too, where it is fused, which the program does not state; else one product too many counts.
+SPLASH = {f"splash_{kind}_{part}": products for kind in ("mha", "mqa")
+          for part, products in (("fwd", 2), ("dq", 3), ("dkv", 5))}  # fmt: skip
+
+
+class Core(NamedTuple):
+    """Clock in Hz, and rows and columns of a matrix unit: narrower products leave it partly idle."""
+
+    clock: float
+    array: int
+
+
+CORES = {
+    "v4": Core(1.05e9, 128),
+    "v5e": Core(1.5e9, 128),
+    "v5p": Core(1.75e9, 128),
+    "v6e": Core(1.75e9, 256),
+    "tpu7x": Core(2.2e9, 256),
+}
+
+COMPILER, KERNELS, COLLECTIVES, TRANSFERS, OTHERS = KINDS = (
+    "estimated by the compiler",
+    "kernels",
+    "collectives",
+    "transfers between memories",
+    "without an estimate",
+)
+COLLECTIVE = re.compile(
+    r"(all-gather|all-reduce|reduce-scatter|(ragged-)?all-to-all|collective-(permute|broadcast))(-start)?$"
+)
+# Operations that take no time, or whose time is that of another one.
+FREE = {
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
+    "opt-barrier", "add-dependency", "domain", "async-update",
+}  # fmt: skip
+FREE_CALLS = {
+    "AllocateBuffer", "ConcatBitcast", "Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape"
+}  # fmt: skip
+SLICES, UPDATE = ("dynamic-slice", "slice", "gather"), "dynamic-update-slice"
+
+
+# -------------------------------------------------------------------------------- the program's text
+
+_HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$")
+_END = re.compile(r"\}(, execution_thread=.*)?$")
+_BEGIN = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
+_CALLED = re.compile(
+    r"\b(?:calls|to_apply|body|condition|true_computation|false_computation|branch_computations"
+    r"|called_computations)=(?:%?([\w.\-]+)|\{([^}]*)\})"
+)
+
+
+class Array(NamedTuple):
+    """The type of one array."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Without the padding of its layout."""
+        bits = {"pred": 8, "token": 0, "opaque": 0}.get(self.dtype)
+        if bits is None:
+            bits = int(re.search(r"\d+", self.dtype)[0])
+        return -(-math.prod(self.shape) * bits // 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One line `name = type opcode(operands), attributes`."""
+
+    name: str
+    opcode: str
+    type: str
+    operands: tuple[str, ...]  # names; of a constant or a parameter, its number
+    attributes: str
+    root: bool
+
+    @functools.cached_property
+    def arrays(self) -> tuple[Array, ...]:
+        """The results, a tuple's one by one."""
+        found = re.findall(r"\b([a-z][a-z0-9]*)\[([\d,<=]*)\]", self.type)
+        return tuple(
+            Array(dtype, tuple(int(n.removeprefix("<=")) for n in dims.split(",") if n))
+            for dtype, dims in found
+        )
+
+    @property
+    def bytes(self) -> int:
+        """Of all results."""
+        return sum(array.bytes for array in self.arrays)
+
+    @property
+    def called(self) -> tuple[str, ...]:
+        """Names of the computations that it runs, in their order."""
+        names = []
+        for one, several in _CALLED.findall(self.attributes):
+            names += [one] if one else [name.strip().lstrip("%") for name in several.split(",")]
+        return tuple(names)
+
+    def find(self, pattern: str) -> str:
+        """What a pattern's group matches in the attributes; "" means nothing."""
+        found = re.search(pattern, self.attributes)
+        return found[1] if found else ""
+
+    @property
+    def cycles(self) -> str:
+        """The compiler's estimate; "" means that it gives none."""
+        return self.find(r'"estimated_cycles":"?(-?\d+)')
+
+    @property
+    def op_name(self) -> str:
+        """Where it comes from, such as jit(f)/while/body/block/dot_general; "" means unknown."""
+        return self.find(r'metadata=\{[^{}]*op_name="([^"]*)"')
+
+    @property
+    def target(self) -> str:
+        """What a custom call calls."""
+        return self.find(r'custom_call_target="([^"]*)"')
+
+    def attribute(self, name: str) -> str:
+        """The text of an attribute without braces or "%"; "" means that there is none."""
+        found = re.search(rf"\b{name}=(?:\{{([^}}]*)\}}|%?([^,\s]+))", self.attributes)
+        return (found[1] or found[2] or "") if found else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Computation:
+    """Instructions by name, one of which is the result."""
+
+    instructions: dict[str, Instruction]
+
+    @functools.cached_property
+    def root(self) -> Instruction:
+        """The result."""
+        return next(i for i in reversed(self.instructions.values()) if i.root)
+
+    def operands(self, instruction: Instruction) -> list[Instruction]:
+        """The instructions whose results an instruction reads."""
+        return [self.instructions[n] for n in instruction.operands if n in self.instructions]
+
+
+Computations = dict[str, Computation]
+
+
+def parse(text: str) -> tuple[Computations, str]:
+    """Returns the computations of a program by name, and the name of the first.
+
+    The text is what `jax.stages.Compiled.as_text()` returns.
+
+    Raises:
+      ValueError: it has no entry, or a line that is no instruction.
+    """
+    computations, entry, name, lines = {}, None, None, []
+    for line in text.splitlines():
+        if name is None:
+            if (head := _HEAD.match(line)) and not line.startswith("HloModule"):
+                name = head[2]
+                entry = name if head[1] else entry
+        elif _END.match(line):
+            instructions = [_instruction(one) for one in lines]
+            computations[name] = Computation({i.name: i for i in instructions})
+            name, lines = None, []
+        elif _BEGIN.match(line):
+            lines.append(line)
+        elif lines:
+            lines[-1] += line  # a kernel's metadata spans several lines
+    if entry is None:
+        raise ValueError("the text holds no program: it has no ENTRY")
+    return computations, entry
+
+
+def _instruction(line: str) -> Instruction:
+    begin = _BEGIN.match(line)
+    rest = line[begin.end() :]
+    kind = next(_split(rest, " "))
+    rest = rest[len(kind) :].lstrip()
+    opcode, bracket, _ = rest.partition("(")
+    if not opcode or not bracket:
+        raise ValueError(f"the program has a line that is no instruction: {line.strip()[:200]}")
+    rest = rest[len(opcode) :]
+    given = next(_split(rest, ","))
+    attributes = rest[len(given) :]
+    given = re.sub(r"/\*.*?\*/", "", given.strip()[1:-1])
+    if opcode in ("constant", "parameter"):
+        operands = (given.strip(),)
+    else:
+        # The last word of each, because some versions print its type in front of it.
+        parts = (part.split() for part in _split(given, ","))
+        operands = tuple(words[-1].lstrip("%") for words in parts if words)
+    return Instruction(begin[2], opcode, kind, operands, attributes, bool(begin[1]))
+
+
+def _split(text: str, separator: str) -> Iterator[str]:
+    """The parts between separators outside all brackets."""
+    depth = begin = 0
+    for found in re.finditer(rf"[()\[\]{{}}{separator}]", text):
+        if found[0] in "([{":
+            depth += 1
+        elif found[0] in ")]}":
+            depth -= 1
+        elif depth == 0:
+            yield text[begin : found.start()]
+            begin = found.end()
+    yield text[begin:]
+
+
+# ------------------------------------------------------------------------------------------ loops
+
+SAME = ("copy", "bitcast", "convert", "reshape", "opt-barrier", "broadcast", "copy-done")
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """A computation as it runs: `caller` is the frame with the instruction `call`. None means the entry."""
+
+    computations: Computations
+    computation: Computation
+    caller: "Frame | None" = None
+    call: Instruction | None = None
+
+    def enter(self, call: Instruction, name: str) -> "Frame":
+        """The frame of a computation that an instruction of this one runs."""
+        return Frame(self.computations, self.computations[name], self, call)
+
+    def source(self, name: str) -> Instruction:
+        """The instruction whose value a name has, behind copies."""
+        found = self.computation.instructions[name]
+        while found.opcode in SAME:
+            found = self.computation.instructions[found.operands[0]]
+        return found
+
+
+class LoopCounter(NamedTuple):
+    """An element of a loop's state at the begin of an iteration, plus a constant."""
+
+    index: int
+    added: int = 0
+
+
+def trips(frame: Frame, loop: Instruction) -> int | None:
+    """How often the body of a `while` runs; None means that neither the compiler nor constants tell.
+
+    If the compiler does not tell, the condition must compare a counter with a constant, and the body must add a
+    constant to the counter, as `lax.scan` and `lax.fori_loop` do.
+    """
+    if known := loop.find(r'"known_trip_count":\{"n":"?(\d+)'):
+        return int(known)
+    inner = frame.enter(loop, loop.attribute("condition"))
+    compare = inner.source(inner.computation.root.name)
+    while compare.opcode in ("fusion", "call"):
+        inner = inner.enter(compare, compare.called[0])
+        compare = inner.source(inner.computation.root.name)
+    if compare.opcode != "compare":
+        return None
+    direction = compare.attribute("direction")
+    left, right = (_trace(inner, name) for name in compare.operands)
+    if isinstance(left, int):
+        left, right = right, left
+        direction = direction.translate(str.maketrans("LG", "GL"))
+    if not isinstance(left, LoopCounter) or not isinstance(right, int):
+        return None
+    start = _in_tuple(frame, loop.operands[0], left.index)
+    body = frame.enter(loop, loop.attribute("body"))
+    after = _in_tuple(body, body.computation.root.name, left.index)
+    if (
+        not isinstance(start, int)
+        or not isinstance(after, LoopCounter)
+        or after.index != left.index
+    ):
+        return None
+    start, step = start + left.added, after.added
+    if direction == "NE":
+        count, rest = divmod(right - start, step) if step else (0, 1)
+        return count if rest == 0 and count >= 0 else None
+    sign = {"L": 1, "G": -1}.get(direction[:1])
+    if sign is None or sign * step <= 0:
+        return None
+    distance = sign * (right - start) + (direction[1:] == "E")
+    return max(0, -(-distance // abs(step)))
+
+
+def _trace(frame: Frame | None, name: str) -> Any:
+    """The integer, or the loop's counter, that a name has; None for anything else."""
+    one = frame.source(name)
+    match one.opcode:
+        case "constant":
+            text = one.operands[0].strip("{} ")
+            return int(text) if re.fullmatch(r"-?\d+", text) else None
+        case "add" | "subtract":
+            left, right = (_trace(frame, each) for each in one.operands)
+            sign = -1 if one.opcode == "subtract" else 1
+            if isinstance(right, LoopCounter) and sign > 0:
+                left, right = right, left
+            if not isinstance(right, int) or left is None:
+                return None
+            right *= sign
+            return (
+                left + right if isinstance(left, int) else left._replace(added=left.added + right)
+            )
+        case "parameter" if frame.call is not None and frame.call.opcode in ("fusion", "call"):
+            return _trace(frame.caller, frame.call.operands[int(one.operands[0])])
+        case "fusion" | "call":
+            inner = frame.enter(one, one.called[0])
+            return _trace(inner, inner.computation.root.name)
+        case "get-tuple-element":
+            return _element(frame, frame.source(one.operands[0]), int(one.attribute("index")))
+    return None
+
+
+def _in_tuple(frame: Frame, name: str, index: int) -> Any:
+    whole = frame.source(name)
+    return _trace(frame, whole.operands[index]) if whole.opcode == "tuple" else None
+
+
+def _element(frame: Frame, whole: Instruction, index: int) -> Any:
+    """An element of a tuple; of a loop's state a constant if no iteration changes it, else the counter."""
+    if whole.opcode == "tuple":
+        return _trace(frame, whole.operands[index])
+    if whole.opcode == "while":
+        caller, loop, counter = frame, whole, None
+    elif whole.opcode == "parameter" and frame.call is not None and frame.call.opcode == "while":
+        caller, loop, counter = frame.caller, frame.call, LoopCounter(index)
+    else:
+        return None
+    body = caller.enter(loop, loop.attribute("body"))
+    root = body.computation.root
+    kept = body.source(root.operands[index]) if root.opcode == "tuple" else root
+    if (
+        kept.opcode == "get-tuple-element"
+        and int(kept.attribute("index")) == index
+        and body.source(kept.operands[0]).opcode == "parameter"
+    ):
+        start = _in_tuple(caller, loop.operands[0], index)
+        return start if isinstance(start, int) else None
+    return counter
+
+
+# ----------------------------------------------------------------------------------------- layers
+
+# Parts of an operation's name that say how a layer is run, not which one it is.
+HOW = re.compile(
+    r"|while|body|cond|closed_call|checkpoint|remat\d*|rematted_computation|core_call|custom_(jvp|vjp)_call.*|"
+    r"shard_map|scan|(jit|pjit|jvp|vmap|transpose|remat|shmap|checkpoint|custom_vjp|custom_jvp)\(.*\)|\w+\.\w+"
+)
+# The end of a block's name in a list of blocks, or of several that are scanned.
+BLOCK = re.compile(r"_\d+(to\d+)?$")
+
+
+def layer_of(op_name: str) -> str:
+    """The modules and the operation in a name, with what the pass does.
+
+    jit(f)/transpose(jvp(Net))/while/body/blocks/attn/to_q/dot_general -> blocks/attn/to_q/dot_general (backward)
+    """
+    parts = _split(op_name.partition(";")[0], "/")
+    name = "/".join(part for part in parts if not HOW.fullmatch(part))
+    if "rematted_computation" in op_name:
+        return f"{name} (forward again)"
+    return f"{name} (backward)" if "transpose(" in op_name else name
+
+
+def module_of(layer: str) -> str:
+    """The module of a block that a layer belongs to, without the operation: its first two names.
+
+    blocks_0to12/attn/to_q/dot_general (backward) -> attn/to_q
+    """
+    parts = layer.partition(" (")[0].split("/")
+    inside = next((i + 1 for i, part in enumerate(parts) if BLOCK.search(part)), None)
+    if inside is None:
+        return "outside of blocks"
+    return "/".join(parts[inside:-1][:2]) or "a block itself"
+
+
+# ------------------------------------------------------------------------------------------ costs
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """An instruction of a program, how often it runs, and the estimated seconds of one run.
+
+    Its bytes are those that it moves, if it is a collective or a transfer, or that it reads and writes.
+    """
+
+    kind: str
+    what: str  # opcode, or the kernel's name
+    name: str
+    layer: str
+    times: int
+    seconds: float
+    bytes: int = 0
+
+    @property
+    def total(self) -> float:
+        """Seconds of all runs."""
+        return self.times * self.seconds
+
+
+class Cycles:
+    """The estimated seconds of a program on one device, as if nothing ran at the same time as anything else.
+
+    Attributes:
+      items: all that takes time.
+      unknown_loops: names of loops whose number of iterations is unknown; their bodies count once.
+    """
+
+    def __init__(self, text: str, chip: Chip):
+        self.chip, self.core = chip, CORES.get(chip.name, Core(1.0, 1))  # GPUs have no cycles
+        self.unknown_loops: set[str] = set()
+        self.computations, entry = parse(text)
+        self.items = list(self._items(Frame(self.computations, self.computations[entry])))
+
+    def seconds(self, kind: str | None = None) -> float:
+        """Seconds of one kind, or of all."""
+        return sum(item.total for item in self.items if kind in (None, item.kind))
+
+    def by_what(self, kind: str) -> dict[str, tuple[int, float, float]]:
+        """(runs, bytes, seconds) of the items of a kind, by what they are, the slowest first."""
+        found: dict[str, tuple[int, float, float]] = {}
+        for item in self.items:
+            if item.kind == kind:
+                runs, moved, seconds = found.get(item.what, (0, 0, 0.0))
+                moved += item.times * item.bytes
+                found[item.what] = runs + item.times, moved, seconds + item.total
+        return dict(sorted(found.items(), key=lambda entry: -entry[1][2]))
+
+    def _items(self, frame: Frame) -> Iterator[Item]:
+        for one in frame.computation.instructions.values():
+            if one.opcode in FREE or one.opcode.endswith("-done") or one.target in FREE_CALLS:
+                continue
+            if one.opcode not in ("while", "conditional", "call", "call-start", "async-start"):
+                yield from self._leaf(frame.computation, one)
+                continue
+            inner = [list(self._items(frame.enter(one, name))) for name in one.called]
+            if one.opcode == "conditional":
+                inner = [max(inner, key=lambda items: sum(item.total for item in items))]
+            count = trips(frame, one) if one.opcode == "while" else 1
+            if count is None:
+                self.unknown_loops.add(one.name)
+                count = 1
+            for item in itertools.chain.from_iterable(inner):
+                yield dataclasses.replace(item, times=count * item.times)
+
+    def _leaf(self, computation: Computation, one: Instruction) -> Iterator[Item]:
+        """An operation of the compiler's estimate, or one that is costed here; a fusion may be both."""
+        inner = self._fused(one)
+        source = next((i for i in inner if i.opcode in ("convolution", "dot")), one)
+        layer = layer_of(source.op_name or one.op_name)
+        collectives = [i for i in (one, *inner) if COLLECTIVE.match(i.opcode)]
+        in_memory = MEMORY_SHARE * self.chip.bandwidth
+
+        def item(kind: str, what: str, seconds: float, size: int = 0, of: str = layer) -> Item:
+            return Item(kind, what, one.name, of, 1, seconds, size)
+
+        for each in collectives:
+            size, seconds = self._collective(computation, each)
+            what = each.opcode.removesuffix("-start")
+            yield item(COLLECTIVES, what, seconds, size, layer_of(each.op_name) or layer)
+        if one.cycles:
+            yield item(COMPILER, one.opcode, int(one.cycles) / self.core.clock)
+        elif one.target == "tpu_custom_call":
+            name = re.sub(r"(\.\d+|\.clone|\.remat\d*)+$", "", one.name)
+            flops, share = self._kernel(computation, one, name)
+            size = int(one.find(r'"bytes_accessed":"?(\d+)') or 0) or _touched(computation, one)
+            yield item(KERNELS, name, max(flops / (share * self.chip.flops), size / in_memory))
+        elif one.opcode in ("copy-start", "slice-start"):
+            # The results are the operand, what is copied, and a flag; memory space 1 is a core's own, fast memory.
+            given = sum(operand.bytes for operand in computation.operands(one))
+            size = one.bytes - given - one.arrays[-1].bytes
+            size *= 1 if "S(1)" in one.type else 2
+            yield item(TRANSFERS, one.opcode, size / in_memory, size)
+        elif not collectives:
+            size = _touched(computation, one)
+            yield item(OTHERS, f"{one.opcode} {one.target}".strip(), size / in_memory, size)
+
+    def _fused(self, one: Instruction) -> list[Instruction]:
+        """The instructions inside a fusion, and inside those in it."""
+        if one.opcode != "fusion":
+            return []
+        bodies = (self.computations[name].instructions.values() for name in one.called)
+        return [each for body in bodies for i in body for each in (i, *self._fused(i))]
+
+    def _collective(self, computation: Computation, one: Instruction) -> tuple[int, float]:
+        """(bytes of its full buffer, seconds)."""
+        if one.name not in computation.instructions:  # it is inside a fusion
+            every = self.computations.values()
+            computation = next(other for other in every if one.name in other.instructions)
+        given, made = sum(operand.bytes for operand in computation.operands(one)), one.bytes
+        if one.opcode.endswith("-start"):
+            made = max(0, made - given)  # its results repeat its operands
+        size = max(given, made)
+        members = group_size(one.attributes)
+        moved = (members - 1) / members * size
+        match one.opcode.removesuffix("-start"):
+            case "all-reduce":
+                moved *= 2
+            case "all-to-all" | "ragged-all-to-all":
+                moved *= max(1, members / 4)  # the mean distance on a ring
+            case "collective-permute" | "collective-broadcast":
+                moved = size
+        return size, moved / (LINK_SHARE * self.chip.link)
+
+    def _kernel(self, computation: Computation, one: Instruction, name: str) -> tuple[float, float]:
+        """(FLOPs of a Pallas kernel, the share of the peak at which it does them); without a statement (0, 1)."""
+        array = self.core.array
+        arrays = (operand.arrays[0] for operand in computation.operands(one) if operand.arrays)
+        factors = [a for a in arrays if len(a.shape) >= 3 and a.dtype in ("bf16", "f32", "f16")]
+        # An exact float32 product takes six of bfloat16.
+        passes = 6 if factors and factors[0].dtype == "f32" else 1
+        flops = float(one.find(r'"cost_estimate":\{"flops":"?(\d+)') or 0)
+        if packed := re.fullmatch(r"attention_(forward|backward)_(\d+)", name):
+            width = int(packed[2])
+            shares = PACKED_SHARES[packed[1]]
+            share = shares[128 if array <= 128 else 256, 64 if width <= 64 else 128]
+            return flops, share * min(1.0, width / array) / passes
+        products = next((n for prefix, n in SPLASH.items() if name.startswith(prefix)), None)
+        if products is None:
+            return flops, KERNEL_SHARE if flops else 1.0
+        # The first three operands with rows and columns of one width are queries, keys and values.
+        queries, keys = factors[0].shape, factors[1].shape
+        needed = 2.0 * products * math.prod(queries) * keys[-2]
+        return flops or needed, KERNEL_SHARE * min(1.0, queries[-1] / array) / passes
+
+
+def _touched(computation: Computation, one: Instruction) -> int:
+    """Bytes that an instruction reads and writes: of a slice or an update only that part."""
+    operands = computation.operands(one)
+    if one.opcode in SLICES:
+        return 2 * one.bytes
+    if one.opcode == UPDATE:
+        return 2 * operands[1].bytes
+    return sum(operand.bytes for operand in operands) + one.bytes
+
+
+def group_size(attributes: str) -> int:
+    """How many devices a collective joins; 2 for one between pairs."""
+    if found := re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}", attributes):
+        sizes = dict(part.split("=") for part in found[1].replace("'", "").split(","))
+        return math.prod(int(sizes[axis.strip(" '")]) for axis in found[2].split(","))
+    if found := re.search(r"replica_groups=\[\d+,(\d+)\]<=", attributes):
+        return int(found[1])
+    if found := re.search(r"replica_groups=\{\{([\d,]*)\}", attributes):
+        return len(found[1].split(","))
+    return 2
+
+
+# ----------------------------------------------------------------------------------------- report
+
+
+def report(name: str, found: Cycles, count: int = 10) -> str:
+    """The seconds of a program by kind, its collectives, its slowest operations, and the modules of its blocks."""
+    from digen_jax.planning.report import aligned
+
+    everything = found.seconds()
+    lines = [f"{name}: {everything:.4g} s, {everything * found.core.clock / 1e9:.4g} G cycles"]
+    rows = [["seconds by kind", "runs", "GB", "s"]]
+    for kind in KINDS:
+        rows.append([kind, "", "", f"{found.seconds(kind):.3g}"])
+        for what, (runs, moved, seconds) in found.by_what(kind).items():
+            if kind != COMPILER and (seconds >= 1e-3 * everything or kind == COLLECTIVES):
+                rows.append([f"  {what}", str(runs), f"{moved / GB:.4g}", f"{seconds:.3g}"])
+    lines += [aligned(rows), ""]
+    rows = [["slowest operations", "runs", "s", "share", "from"]]
+    for item in sorted(found.items, key=lambda item: -item.total)[:count]:
+        share = f"{item.total / everything:.1%}"
+        rows.append([item.name, str(item.times), f"{item.total:.4g}", share, item.layer])
+    lines += [aligned(rows), ""]
+    modules: Counter[str] = Counter()
+    for item in found.items:
+        modules[module_of(item.layer)] += item.total
+    rows = [["modules of all blocks, all passes", "s", "share"]]
+    for module, seconds in modules.most_common(2 * count):
+        rows.append([module, f"{seconds:.4g}", f"{seconds / everything:.1%}"])
+    lines.append(aligned(rows))
+    for loop in sorted(found.unknown_loops):
+        lines.append(f"the loop {loop} does not tell how often it runs, and counts once")
+    return "\n".join(lines) + "\n"
+
+
+def main(config: Any, topology: str) -> None:
+    """Compiles the programs of a config for a TPU slice, and prints where their cycles go."""
+    from digen_jax.config.load import load_config
+    from digen_jax.errors import ConfigError
+    from digen_jax.planning.estimate import open_target, with_published_folder
+
+    loaded = with_published_folder(load_config(config))
+    note = functools.partial(print, file=sys.stderr, flush=True)
+    target = open_target(topology, loaded.placement.cpu_devices, note)
+    if target.chip is None or target.chip.name not in CORES:
+        raise ConfigError(f"--topology={topology} is no TPU slice: give one such as v5p:2x2x1")
+    for one in target.assess(loaded):
+        if one.fits:
+            print(report(one.program.name, Cycles(one.compiled.text, target.chip)))
+
+
+if __name__ == "__main__":
+    from absl import flags
+    from ml_collections import config_flags
+
+    from digen_jax.config.command_line import run_main
+
+    CONFIG = config_flags.DEFINE_config_file(
+        "config", None, "A configs/*.py file.", lock_config=True
+    )
+    TOPOLOGY = flags.DEFINE_string("topology", None, "A TPU slice, such as v5p:2x2x1.")
+    flags.mark_flags_as_required(["config", "topology"])
+    run_main(lambda: main(CONFIG.value, TOPOLOGY.value))
