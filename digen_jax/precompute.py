@@ -111,8 +111,8 @@ class Precomputation:
         free = shutil.disk_usage(next(p for p in (place, *place.parents) if p.exists())).free
         if size > free:
             raise ConfigError(
-                f"config.prompts.cache = {str(place)!r} has room for {_format(free)}, and {what}, "
-                f"{_format(size)}: make room, or name a folder on another disk"
+                f"config.prompts.cache = {str(place)!r} has {_format(free)} of free space, and {what}, "
+                f"{_format(size)}: free some space, or name a folder on another disk"
             )
         _log(
             f"of {len(self.records):,} prompts {len(self.missing):,} are to be encoded, "

@@ -98,7 +98,7 @@ def main() -> None:
     def fits(family: Any) -> None:
         if _IMAGE.value and not family.edits:
             raise ConfigError(
-                f"--image is given, but {_MODEL.value} makes pictures of prompts alone: leave it out, or choose a "
+                f"--image is given, but {_MODEL.value} generates images from prompts alone: leave it out, or choose a "
                 "model that edits"
             )
         edited(family, records, source)
@@ -116,8 +116,8 @@ def main() -> None:
     cuts = model.family.cut([text for _, text in texts] or [""])
     for (name, text), cut in zip(texts, cuts, strict=False):
         if unread := unknown_words([text], words):
-            said = f"--{name}={text!r} has words that this model does not know"
-            print(f"{said}: {list_unknown(unread, words)}", file=sys.stderr)
+            warning = f"--{name}={text!r} has words that this model does not know"
+            print(f"{warning}: {list_unknown(unread, words)}", file=sys.stderr)
         elif cut:
             shown = textwrap.shorten(text, 80, placeholder=" ...")
             print(

@@ -344,7 +344,7 @@ def newest_complete(folder: Path) -> tuple[int | None, list[int]]:
     if damaged:
         each = "; ".join(f"{step}: {why}" for step, why in damaged.items())
         raise ConfigError(
-            f"no checkpoint in {folder} is whole ({each}): put a copy in its place, or choose "
+            f"no checkpoint in {folder} is complete ({each}): put a copy in its place, or choose "
             "another workdir"
         )
     return None, []

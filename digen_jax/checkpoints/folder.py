@@ -174,10 +174,10 @@ def read_component(
     name = "scheduler_config.json" if part == "scheduler" else "config.json"
     path = pathlib.Path(folder) / part / name
     config = read_json(path)
-    said = config.get("_class_name") or (config.get("architectures") or kinds)[0]
-    if said not in kinds:
+    found = config.get("_class_name") or (config.get("architectures") or kinds)[0]
+    if found not in kinds:
         raise ValueError(
-            f"{path} describes a {said}, not a {' or '.join(map(str, kinds))}: choose another folder"
+            f"{path} describes a {found}, not a {' or '.join(map(str, kinds))}: choose another folder"
         )
     try:
         return read(config)

@@ -106,7 +106,7 @@ def adapted_layers(
         ]
         raise ValueError(
             f"lora targets {targets!r} matches none of the {len(known)} linear layers; "
-            f"it must match a whole name such as {known[0]}"
+            f"it must match a full name such as {known[0]}"
         )
     return {part: layers for part, layers in found.items() if layers}
 

@@ -70,7 +70,7 @@ MERGE_PEFT = (
     "merge it into the model by pipe.{part} = peft.PeftModel.from_pretrained(pipe.{part}, {folder!r})"
     ".merge_and_unload() and pipe.save_pretrained(FOLDER), and use that folder as the model"
 )
-ELSEWHERE = "merge it into the model with the program that made it, and use the merged model"
+ELSEWHERE = "merge it into the model with the program that wrote it, and use the merged model"
 # Tensors of other formats: by name, what they are and what to do.
 ENCODER = r"(?:.*\.)?(?:text_encoder(_\d)?\.|lora_te(\d?)_)"
 FORMATS = (
@@ -168,7 +168,7 @@ def open_lora(
 ) -> dict[str, LoraFile]:
     """Opens a LoRA in a folder of PEFT or diffusers, or in a single file, by component.
 
-    Names that begin with no component belong to the first one; components without tensors are left out. If a
+    Names without a component belong to the first one; components without tensors are left out. If a
     folder has both files, PEFT's is read. The settings come from `adapter_config.json` if the folder has one, else
     from the metadata of the file. Tensors `.alpha` take the place of the settings' alpha; where layers have different
     ones, the factors are scaled and alpha is the rank.
@@ -375,7 +375,7 @@ def _rank(
     rank = ranks.pop()
     if settings.get("r", rank) != rank:
         raise ValueError(
-            f"{file} says rank {settings['r']}, but its tensors have rank {rank}: save the LoRA again, or correct r"
+            f"{file} has the setting r = {settings['r']}, but its tensors have rank {rank}: save the LoRA again, or correct r"
         )
     return rank
 
@@ -426,12 +426,10 @@ def _check_settings(opened: LoraFile, config: LoraConfig) -> None:
         raise ConfigError(
             f"{file} has rank {rank}, but config.lora.rank is {config.rank}: set that to {rank}"
         )
-    said = (
-        f"has alpha {alpha:g}" if alpha else f"does not give alpha, which is then its rank {rank}"
-    )
+    has = f"has alpha {alpha:g}" if alpha else f"does not give alpha, which is then its rank {rank}"
     if (alpha or rank) != config.alpha:
         raise ConfigError(
-            f"{file} {said}, but config.lora.alpha is {config.alpha:g}: set that to {alpha or rank:g}"
+            f"{file} {has}, but config.lora.alpha is {config.alpha:g}: set that to {alpha or rank:g}"
         )
 
 

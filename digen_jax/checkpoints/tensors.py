@@ -98,7 +98,7 @@ def _entries(part: str, lists: tuple[str, ...]) -> list[str]:
         return [part]
     first, last = int(match["first"]), int(match["last"] or match["first"])
     if last < first:
-        raise ValueError(f"the scanned run {part} ends before it begins")
+        raise ValueError(f"the scanned run {part} ends before it starts")
     return [f"{match['name']}.{layer}" for layer in range(first, last + 1)]
 
 
@@ -130,7 +130,7 @@ def open_file(file: pathlib.Path) -> dict[str, StoredTensor]:
         raise ValueError(f"{file} is missing") from error
     except SafetensorError as error:
         raise ValueError(
-            f"{file} is not a whole safetensors file, so copy or download it again: {error}"
+            f"{file} is not a complete safetensors file, so copy or download it again: {error}"
         ) from error
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error}") from error
@@ -203,12 +203,12 @@ def _finite(tensor: StoredTensor, name: str, part: np.ndarray) -> np.ndarray:
     """Returns a part of a tensor unchanged; raises ValueError if it contains NaN or an infinity."""
     # A sum takes a tenth of the time of testing each number; it may overflow, and then each number is tested.
     with np.errstate(all="ignore"):
-        whole = not jnp.issubdtype(part.dtype, jnp.floating) or np.isfinite(
+        finite = not jnp.issubdtype(part.dtype, jnp.floating) or np.isfinite(
             part.sum(dtype=np.float32)
         )
-    if not whole and not np.isfinite(part).all():
+    if not finite and not np.isfinite(part).all():
         raise ValueError(
-            f"tensor {name} in {tensor.file} holds NaN or infinite numbers: get a whole copy of the file"
+            f"tensor {name} in {tensor.file} holds NaN or infinite numbers: get a complete copy of the file"
         )
     return part
 
@@ -222,7 +222,7 @@ def check_tensors(
 ) -> None:
     """Raises ValueError for the first missing, misshapen or surplus tensor, and counts the others.
 
-    `config` is the file that `template` was made from, which may be what is wrong; the others as in `read_params`.
+    `config` is the file that `template` is from, which may be wrong, too; the others as in `read_params`.
     """
     expected, floating = {}, {}
     by = f", by {config}: the two belong to different models" if config else ""

@@ -40,13 +40,11 @@ def check_images(path: Path) -> None:
 def _image_error(record: Record) -> str | None:
     image = record.get("image")
     if not isinstance(image, str) or not image.strip():
-        return (
-            '"image" is missing; give the path of the picture to edit, relative to the prompt file'
-        )
+        return '"image" is missing; give the path of the image to edit, relative to the prompt file'
     try:
         check_image_file(image)
     except ValueError as error:
-        return f"{error}; give the path of a whole picture, relative to the prompt file"
+        return f"{error}; give the path of an image, relative to the prompt file"
     return None
 
 

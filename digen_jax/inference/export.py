@@ -58,14 +58,14 @@ def export(workdir: pathlib.Path, output: pathlib.Path, lora: bool | None = None
 
 def how_to_load(run: TunedRun, output: pathlib.Path) -> str:
     """Returns the Python code that loads the export in `output` with diffusers."""
-    whole = (output / "model_index.json").exists()
-    source = str(output) if whole else run.config.model.folder
+    is_pipeline = (output / "model_index.json").exists()
+    source = str(output) if is_pipeline else run.config.model.folder
     # diffusers needs an argument for each absent component, although model_index.json names them.
-    without = absent_components(output if whole else run.folder)
+    without = absent_components(output if is_pipeline else run.folder)
     name = read_model_index(run.folder)["_class_name"]
     arguments = ", ".join([repr(source), *(f"{part}=None" for part in without)])
     lines = [f"from diffusers import {name}", f"pipe = {name}.from_pretrained({arguments})"]
-    return "\n".join(lines + ([] if whole else [f"pipe.load_lora_weights({str(output)!r})"]))
+    return "\n".join(lines + ([] if is_pipeline else [f"pipe.load_lora_weights({str(output)!r})"]))
 
 
 def first_average(run: TunedRun) -> int | None:

@@ -174,7 +174,7 @@ def edited(family: Family, records: Sequence[Record], source: Size | None = None
         shapes = [read_image(image).size for image in given]
     if not shapes and family.source is None:
         if source is not None:
-            raise ConfigError("a size of pictures is given, but there is none to edit")
+            raise ConfigError("a size of images is given, but there is no image to edit")
         return family
     if len(shapes) < len(records):
         which = next(record["prompt"] for record in records if "image" not in record)
@@ -232,7 +232,7 @@ def read_run(
       check: called before weights are read.
 
     Raises:
-      ConfigError: there is no run or no checkpoint, or its base model is gone.
+      ConfigError: there is no run or no checkpoint, or its base model is missing.
     """
     workdir = pathlib.Path(workdir).expanduser()
     config = read_run_config(workdir)

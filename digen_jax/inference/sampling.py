@@ -32,7 +32,7 @@ def evaluate(
     sampler: Sampler,
     weights: Weights,
     records: Sequence[dict[str, Any]],
-    asked: rewards.Rewards,
+    scorer: rewards.Rewards,
     batch: int,
     seed: int = SEED,
     head: str = "evaluating",
@@ -44,11 +44,11 @@ def evaluate(
     clips, scores = [], []
     for start in track(range(0, len(records), batch), head, "batch"):
         part = list(records[start : start + batch])
-        made = to_uint8(sample_clips(sampler, weights, part, start, batch, seed))
+        images = to_uint8(sample_clips(sampler, weights, part, start, batch, seed))
         prompts = [record["prompt"] for record in part]
-        scores.append(asked.score(reward_input(made), prompts, part))
-        clips.append(made)
-    return Evaluation.of(list(records), clips, scores, asked.names, asked.weights)
+        scores.append(scorer.score(reward_input(images), prompts, part))
+        clips.append(images)
+    return Evaluation.of(list(records), clips, scores, scorer.names, scorer.weights)
 
 
 def sample_clips(

@@ -139,7 +139,7 @@ def test_a_mistake_is_one_sentence_before_anything_slow(base, tmp_path, kind):
         words = r"line 2: \S+broken.jpg cannot be read as an image: image file is truncated"
     elif kind == "none":
         del records[3]["image"]
-        words = 'line 4: "image" is missing; give the path of the picture to edit'
+        words = 'line 4: "image" is missing'
     elif kind == "size":
         c.model.source_height = c.model.source_width = 0
         words = r"source_width are 0, but \S+prompts.jsonl, line 1, has an image to edit: set them"
@@ -251,7 +251,7 @@ def test_a_model_is_opened_for_the_pictures_of_its_prompts(base, tmp_path):
         (of_run, [{"prompt": "z"}], None, "give each prompt one, as in the model's run"),
         (model, [edit], Size(18, 16), "an image of 18x16 does not fit this model"),
         (model, [edit | {"image": "gone.png"}], None, r"there is no image at gone\.png"),
-        (plain, [edit], Size(12, 16), "a size of pictures is given, but there is none to edit"),
+        (plain, [edit], Size(12, 16), "a size of images is given"),
     ):
         with pytest.raises(ConfigError, match=words):
             one.editing(records, source)
