@@ -375,7 +375,7 @@ def _rank(
     rank = ranks.pop()
     if settings.get("r", rank) != rank:
         raise ValueError(
-            f"{file} has the setting r = {settings['r']}, but its tensors have rank {rank}: save the LoRA again, or correct r"
+            f"{file} has the setting r = {settings['r']}, but its tensors have rank {rank}: correct r"
         )
     return rank
 
