@@ -17,8 +17,8 @@ ROOT = pathlib.Path(__file__).parents[1]
 CODE = "digen_jax", "launch", "configs", "benchmarks", "examples", "tools"
 # By measure: the limit of today, and the target.
 LIMITS = {
-    "Python lines without tests": (51_180, 36_000),
-    "package files": (192, 220),
+    "Python lines without tests": (50_420, 36_000),
+    "package files": (175, 220),
     "test lines": (44_440, 28_000),
     "README lines": (120, 120),
     "imported modules": (140, 50),
