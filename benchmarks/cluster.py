@@ -212,10 +212,10 @@ class DrivingExecutors(WaitingExecutors):
 class WaitingProcess(RolloutProcess):
     """The process of a rollout worker that waits."""
 
-    def open(self, recipe: Emulation, first: int, place: Any = None) -> Opened:
+    def open(self, config: Emulation, first: int, place: Any = None) -> Opened:
         """See `RolloutProcess`."""
-        layout = recipe.workers[1 + _number(self._name)]
-        waits, settings = recipe.waits, recipe.waits.settings
+        layout = config.workers[1 + _number(self._name)]
+        waits, settings = config.waits, config.waits.settings
         self._pool = RewardPool(alone("waits", score), 0)
         self._scorer = WaitingScorer(waits, self._pool)
         self._transfer = WorkerTransfer()

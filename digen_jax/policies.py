@@ -1,4 +1,4 @@
-"""What a recipe tunes of a model and how that is guided, and whether recipe, model and meshes fit together."""
+"""What a config tunes of a model, how that is guided, and whether config, model and meshes fit."""
 
 import dataclasses
 import functools
@@ -31,13 +31,13 @@ FEW_STEPS = re.compile(
 )
 
 
-def make_policy(recipe: TrainConfig, family: Family) -> Policy:
+def make_policy(config: TrainConfig, family: Family) -> Policy:
     """What is tuned, and the guidance it is sampled with."""
-    sampler = recipe.sampler
+    sampler = config.sampler
     lora = None
-    if recipe.lora.rank:
-        targets = recipe.lora.targets or family.lora_targets
-        lora = dataclasses.replace(recipe.lora, targets=targets)
+    if config.lora.rank:
+        targets = config.lora.targets or family.lora_targets
+        lora = dataclasses.replace(config.lora, targets=targets)
     return Policy(family, sampler.guidance, lora, true_cfg_scale=sampler.true_cfg_scale)
 
 
@@ -50,18 +50,18 @@ def trained_policy(policy: Policy, algorithm: Algorithm) -> Policy:
 
 
 def evaluation_policy(
-    recipe: TrainConfig, family: Family, lora: LoraConfig | None = None
+    config: TrainConfig, family: Family, lora: LoraConfig | None = None
 ) -> Policy:
     """The policy at the guidance of evaluations."""
-    own = recipe.evaluation
+    own = config.evaluation
     return Policy(family, own.guidance, lora, true_cfg_scale=own.true_cfg_scale)
 
 
-def reads_null(recipe: TrainConfig, family: Family) -> bool:
+def reads_null(config: TrainConfig, family: Family) -> bool:
     """Whether a run conditions anything on the pass without the prompt: its sampler and trainer, or its evaluation."""
     return any(
         policy.reads_null
-        for policy in (make_policy(recipe, family), evaluation_policy(recipe, family))
+        for policy in (make_policy(config, family), evaluation_policy(config, family))
     )
 
 
@@ -69,12 +69,12 @@ def check_negative(given: str, policies: Sequence[Policy], prefix: str) -> None:
     """Refuses a negative prompt that no second pass reads.
 
     Args:
-      given: what has it, as the beginning of a sentence.
+      given: What has it, as the start of a message.
       policies: all that could read it, of one family.
-      prefix: of the names of guidances in the sentence, such as "--".
+      prefix: of the names of guidances in the message, such as "--".
 
     Raises:
-      ConfigError: says what to change.
+      ConfigError: Names what to change.
     """
     if any(max(policy.sequences, policy.reference_sequences) == 2 for policy in policies):
         return
@@ -96,53 +96,53 @@ def trained_of(family: Family, components: Params) -> Params:
     return {part: components[part] for part in family.trained}
 
 
-def check_model(recipe: TrainConfig, family: Family, placement: Placement) -> None:
-    """Whether recipe and model fit, by shapes alone.
+def check_model(config: TrainConfig, family: Family, placement: Placement) -> None:
+    """Checks that config and model fit, by shapes alone.
 
     Raises:
       ConfigError: an image size or a guidance that the model has not, negative prompts that nothing reads, a window
         with steps that cannot be trained, an attention kernel that cannot compute it, heads that cannot be split, a
         LoRA without layers or of too large a rank, or a parameter that no sharding rule matches.
     """
-    _check_pictures(recipe, family)
-    sampler, shapes = recipe.sampler, family.shapes()
+    _check_pictures(config, family)
+    sampler, shapes = config.sampler, family.shapes()
     with blame("config.model.height and config.model.width: "):
-        family.latent_shape(recipe.model.size)
+        family.latent_shape(config.model.size)
     with blame("config.evaluation.height and config.evaluation.width: "):
-        family.latent_shape(recipe.evaluation_size)
+        family.latent_shape(config.evaluation_size)
     with blame("config.sampler.steps: "):
-        sigmas = family.sigmas(sampler.steps, recipe.model.size)
+        sigmas = family.sigmas(sampler.steps, config.model.size)
     with blame("config.evaluation.steps: "):
-        family.sigmas(recipe.evaluation_steps, recipe.evaluation_size)
-    _check_guidance(recipe, family)
-    attention_kernels(recipe, family, placement)
+        family.sigmas(config.evaluation_steps, config.evaluation_size)
+    _check_guidance(config, family)
+    attention_kernels(config, family, placement)
     check_heads(family, placement)
-    if recipe.noisy_steps:
+    if config.noisy_steps:
         with blame("config.sampler.window: "):
-            recipe.sampler.window.check_noise(make_step(sampler.kind, sampler.noise_level), sigmas)
+            config.sampler.window.check_noise(make_step(sampler.kind, sampler.noise_level), sigmas)
     with blame("config.lora.targets: "):
-        split = functools.partial(make_policy(recipe, family).split, reference=False)
+        split = functools.partial(make_policy(config, family).split, reference=False)
         tuned, _ = jax.eval_shape(split, jax.random.key(0), trained_of(family, shapes))
-    _check_negatives(recipe, family)
-    if recipe.lora.rank:
+    _check_negatives(config, family)
+    if config.lora.rank:
         with blame("config.lora."):
-            check_rank(recipe.lora.rank, tuned)
+            check_rank(config.lora.rank, tuned)
     for tree in (tuned, shapes):
         (placement.trainer or placement.rollout).params(tree)
 
 
-def start_warnings(recipe: TrainConfig, family: Family) -> list[str]:
-    """Returns a sentence for each choice that is valid, but has spoiled runs of comparable libraries."""
-    model, found = recipe.model, []
+def start_warnings(config: TrainConfig, family: Family) -> list[str]:
+    """Returns a warning for each valid choice that has spoiled runs of comparable libraries."""
+    model, found = config.model, []
     few_steps = family.guidance == "none" or FEW_STEPS.search(pathlib.PurePath(model.folder).name)
-    if recipe.algorithm.objective == "matching" and few_steps:
+    if config.algorithm.objective == "matching" and few_steps:
         found.append(
-            f"config.algorithm.name = {recipe.algorithm.name!r} fits velocities at all noise levels, but "
+            f"config.algorithm.name = {config.algorithm.name!r} fits velocities at all noise levels, but "
             f"{model.folder} looks like a model distilled for few steps, which this often blurs or breaks: prefer "
             "policy_gradient, or the model that it was distilled from"
         )
     best, trained = family.default_size(), model.size
-    if trained == recipe.evaluation_size != best:
+    if trained == config.evaluation_size != best:
         found.append(
             f"training and evaluation are at {trained.height}x{trained.width} alone, but the model was made for "
             f"{best.height}x{best.width}, where artefacts would not be noticed: to evaluate there add "
@@ -151,13 +151,13 @@ def start_warnings(recipe: TrainConfig, family: Family) -> list[str]:
     return found
 
 
-def attention_kernels(recipe: TrainConfig, family: Family, placement: Placement) -> dict[str, str]:
+def attention_kernels(config: TrainConfig, family: Family, placement: Placement) -> dict[str, str]:
     """The kernel of the network's attention in "sampling" and in "training", if they are here: see `attention.kernels`.
 
     Raises:
-      ConfigError: the one that was asked for cannot compute it.
+      ConfigError: The configured kernel cannot compute it.
     """
-    precision, heads = recipe.precision, family.heads
+    precision, heads = config.precision, family.heads
     dtypes = {
         "sampling": (placement.rollout, precision.rollout or precision.arithmetic),
         "training": (placement.trainer, precision.arithmetic),
@@ -174,12 +174,12 @@ def attention_kernels(recipe: TrainConfig, family: Family, placement: Placement)
     }
 
 
-def describe_computation(recipe: TrainConfig, family: Family, placement: Placement) -> str:
+def describe_computation(config: TrainConfig, family: Family, placement: Placement) -> str:
     """Returns one line for the console: devices, kernel of attention, and precision."""
     groups = [group for group in (placement.trainer, *placement.rollouts) if group is not None]
     devices = {device for group in groups for device in group.mesh.devices.flat}
     kinds = Counter(device.device_kind for device in devices)
-    precision = recipe.precision
+    precision = config.precision
     arithmetic = {"sampling": precision.rollout or precision.arithmetic}
     if placement.trainer is not None:
         arithmetic["training"] = precision.arithmetic
@@ -190,7 +190,7 @@ def describe_computation(recipe: TrainConfig, family: Family, placement: Placeme
         products = f", float32 products: {chosen or FLOAT32_NAMES[platform]}"
     return (
         f"{', '.join(f'{count} x {kind}' for kind, count in sorted(kinds.items()))}; "
-        f"attention: {_by_work(attention_kernels(recipe, family, placement))}; "
+        f"attention: {_by_work(attention_kernels(config, family, placement))}; "
         f"precision: {_by_work(arithmetic)}{products}, frozen weights {precision.frozen}"
     )
 
@@ -224,38 +224,38 @@ def check_heads(family: Family, placement: Placement) -> None:
             )
 
 
-def _check_pictures(recipe: TrainConfig, family: Family) -> None:
-    """Refuses pictures that would not be edited, although the model could."""
+def _check_pictures(config: TrainConfig, family: Family) -> None:
+    """Refuses source images that would not be edited, although the model can edit."""
     if not family.edits or family.source is not None:
         return
-    for file in (*recipe.prompts.paths, recipe.evaluation.prompts):
+    for file in (*config.prompts.paths, config.evaluation.prompts):
         for number, record in numbered_records(file) if file else ():
             if "image" in record:
                 raise ConfigError(
                     f"config.model.source_height and config.model.source_width are 0, but {file}, line {number}, has "
-                    "an image to edit: set them to the size that pictures are resized to, such as 1024, or remove "
+                    "an image to edit: set them to the size that source images are resized to, such as 1024, or remove "
                     "the images"
                 )
 
 
-def _check_guidance(recipe: TrainConfig, family: Family) -> None:
+def _check_guidance(config: TrainConfig, family: Family) -> None:
     """Whether the model has what the sampler, evaluation and training are guided by."""
-    for name, section in (("sampler", recipe.sampler), ("evaluation", recipe.evaluation)):
+    for name, section in (("sampler", config.sampler), ("evaluation", config.evaluation)):
         with blame(f"config.{name}."):
             Policy(family, section.guidance, true_cfg_scale=section.true_cfg_scale)
     with blame("config.algorithm."):
-        trained_policy(Policy(family), recipe.algorithm)
+        trained_policy(Policy(family), config.algorithm)
 
 
-def _check_negatives(recipe: TrainConfig, family: Family) -> None:
+def _check_negatives(config: TrainConfig, family: Family) -> None:
     """Refuses negative prompts that nothing in the run reads; one of its files may be for training and evaluation."""
-    sampled = make_policy(recipe, family)
-    trained = trained_policy(sampled, recipe.algorithm)
-    policies = sampled, trained, evaluation_policy(recipe, family)
-    held_out = [recipe.evaluation.prompts] if recipe.evaluation.prompts else []
-    files = "prompts.files" if recipe.prompts.files else "prompts.file"
+    sampled = make_policy(config, family)
+    trained = trained_policy(sampled, config.algorithm)
+    policies = sampled, trained, evaluation_policy(config, family)
+    held_out = [config.evaluation.prompts] if config.evaluation.prompts else []
+    files = "prompts.files" if config.prompts.files else "prompts.file"
     for name, section, paths in (
-        (files, "sampler", recipe.prompts.paths),
+        (files, "sampler", config.prompts.paths),
         ("evaluation.prompts", "evaluation", held_out),
     ):
         with blame(f"config.{name}: "):
@@ -263,16 +263,16 @@ def _check_negatives(recipe: TrainConfig, family: Family) -> None:
                 check_negative(f"{place}, has a negative prompt", policies, f"config.{section}.")
 
 
-def on_devices(recipe: TrainConfig, devices: int) -> TrainConfig:
-    """The recipe with meshes for so many devices: its own, fitted ones, or one mesh of all if the planner chooses.
+def on_devices(config: TrainConfig, devices: int) -> TrainConfig:
+    """The config with meshes for so many devices: its own, fitted ones, or one mesh of all if the planner chooses.
 
     Raises:
       ConfigError: its meshes need more devices, or do not divide its batches.
     """
-    recipe = recipe.fitted(devices)
-    if recipe.placement.mode == AUTO:
-        batch = recipe.trainer.micro_batch
+    config = config.fitted(devices)
+    if config.placement.mode == AUTO:
+        batch = config.trainer.micro_batch
         most = max(n for n in range(1, devices + 1) if batch % n == 0)
-        recipe = recipe.with_meshes(MeshSizes(RolloutAxes(data=0), TrainerAxes(data=most)))
-    check_devices(recipe, devices)
-    return recipe
+        config = config.with_meshes(MeshSizes(RolloutAxes(data=0), TrainerAxes(data=most)))
+    check_devices(config, devices)
+    return config
