@@ -129,7 +129,7 @@ def test_a_damaged_checkpoint_costs_its_steps_and_files_are_cut_back(tmp_path, t
     assert len(said) == 1 and said[0].startswith("checkpoint 4 is damaged (arrays/ocdbt")
     assert said[0].endswith("is not what was written): 3 is used")
     assert "continuing after step 3\n" in out
-    assert "before.npz is missing or damaged: nothing is compared with it\n" in out
+    assert "before.npz is missing or damaged" in out
     assert metrics(tmp_path / "broken") == metrics(tmp_path / "unbroken")
     assert (folder / "damaged_4").is_dir()
     shutil.rmtree(folder / "damaged_4")
