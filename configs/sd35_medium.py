@@ -33,7 +33,7 @@ scripts/train_sd3.py of the former (ac4c86e) and in scripts/train_nft_sd3.py of 
 Differences to the sources:
 - float32 with TF32 matrix products instead of float16; both have 10 bits of mantissa. bfloat16 has 7: after
   one update its rounding alone moved the log-ratio by 5e-5 rms (the embedded model on a CPU, a LoRA of rank 8;
-  `pytest -s -m slow tests/parallel/test_rounding.py -k embedded`), against a clip range of 1e-4;
+  `pytest -s tests/engine/test_rounding.py -k embedded` at 2378bca), against a clip range of 1e-4;
 - only the nine trained steps have noise, not the tenth; an update's groups are split by index, not
   shuffled. Flow-GRPO and GRPO-Guard drop groups of equal rewards, from the KL, too; the sources drop each
   image whose advantage is 0 and divide the rest evenly among both updates, with some of the dropped images

@@ -125,8 +125,8 @@ def check_command(words: Sequence[str], stand_ins: Mapping[str, str]) -> None:
         case ["python", "-m", module, *_]:
             if importlib.util.find_spec(module) is None:
                 raise ValueError(f"there is no module {module}")
-        case ["python", script, *_] if script.startswith("tests/"):
-            pass
+        case ["python", script, *arguments] if script.startswith(("tests/", "tools/")):
+            command_line.check_overrides([script, *arguments])
         case ["make", *arguments]:
             targets = re.findall(r"^([\w -]+):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE)
             known = {target for line in targets for target in line.split()}
