@@ -1,5 +1,5 @@
-"""Attention for every model: `attend.attend` is the one function, `kernels` says what computes it where.
+"""Attention for all models: `attend.attend` is the entry point; `kernels` chooses the kernel for a device.
 
-Models call `attend`; sampler and trainer enter `target.on_mesh` while they trace a network, so that attention knows the
-devices that the program is for and how its arrays are split over them.
+The sampler and the trainer enter `target.on_mesh` while tracing a network, which tells attention the target devices
+and how arrays are sharded over them.
 """

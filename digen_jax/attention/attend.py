@@ -1,4 +1,4 @@
-"""Softmax attention, by the kernel that fits the devices; for the choice see `kernels`."""
+"""Softmax attention, computed by the kernel that fits the devices (see `kernels`)."""
 
 import functools
 import itertools
@@ -17,11 +17,11 @@ from digen_jax.attention.kernels import CUDNN, MULTIPLE, PACKED, SPLASH, XLA, He
 from digen_jax.attention.queries_keys import RESIDUALS, HeadNorms, normed
 from digen_jax.target import Target, current
 
-# Arrays [b s h d], of the tokens of several streams.
+# One [b s h d] array of tokens for each stream.
 Streams = Sequence[Array]
 Attention = Callable[[Streams, Streams, Streams, Int[Array, "b"] | None, HeadNorms | None], Streams]
 
-# Bytes of float32 scores on a device above which XLA's attention takes a part of the queries at a time.
+# Bytes of float32 scores per device above which XLA's attention processes queries in blocks.
 MOST_SCORES = 2**28
 
 
@@ -33,20 +33,20 @@ def attend(
     log_weights: Float[np.ndarray, "t"] | None = None,
     causal: bool = False,
 ) -> Float[Array, "b s h d"]:
-    """softmax(q k / sqrt(d) + log_weights) v, with float32 scores and softmax.
+    """Returns softmax(q k / sqrt(d) + log_weights) v, with float32 scores and softmax.
 
-    The kernel, and how it is split over devices, depend on `target`; without one it is XLA's.
+    `target` determines the kernel and its sharding. Without a target, XLA's kernel is used.
 
     Args:
-      q: queries.
-      k: keys, with grouped heads where h is a multiple of g (arXiv 2305.13245).
-      v: values.
-      lengths: each row's number of keys that count, at least 1; padding is behind these. None: all count.
-      log_weights: added to the scores of each key: a key of weight n counts as n equal ones. Finite.
-      causal: a query attends to keys up to its own place; always by XLA.
+      q: Queries.
+      k: Keys. Heads are grouped if h is a multiple of g (GQA, arXiv 2305.13245).
+      v: Values.
+      lengths: Number of valid keys in each row, at least 1; padding comes last. None means all keys are valid.
+      log_weights: Added to the scores of each key: a key of weight n counts as n equal keys. Finite.
+      causal: Whether queries attend only to keys up to their position; always computed by XLA.
 
     Raises:
-      ConfigError: the kernel that was asked for cannot compute this.
+      ConfigError: the configured kernel cannot compute this.
     """
     return attend_jointly((q,), (k,), (v,), lengths, log_weights, causal)[0]
 
@@ -60,10 +60,10 @@ def attend_jointly(
     causal: bool = False,
     norms: HeadNorms | None = None,
 ) -> tuple[Array, ...]:
-    """`attend` over the tokens of several streams, one behind the other; one result for each stream of queries.
+    """Returns `attend` over the concatenated tokens of several streams, split into one result per query stream.
 
-    `lengths` and `log_weights` are about the keys of all streams. With `norms`, heads of queries and keys are normed
-    before they attend.
+    `lengths` and `log_weights` refer to the keys of all streams. `norms` are applied to the heads of queries and keys
+    before attention.
     """
     target = current()
     first = q[0]
@@ -98,7 +98,7 @@ def _whole(
     lengths: Int[Array, "b"] | None,
     norms: HeadNorms | None,
 ) -> tuple[Array, ...]:
-    """Of arrays that nothing splits, or whose program XLA partitions."""
+    """Computes attention of unsharded arrays, or of arrays whose program XLA partitions."""
     if kernel == PACKED:
         return packed.attend(q, k, v, lengths, log_weights, norms)
     sizes = [stream.shape[1] for stream in q]
@@ -123,9 +123,9 @@ def _xla(
     causal: bool,
     most_scores: int,
 ) -> Float[Array, "b s h d"]:
-    """Attention of all queries at once, or of blocks of queries if the scores take more than `most_scores` bytes.
+    """Attends with all queries at once, or with blocks of queries if the scores exceed `most_scores` bytes.
 
-    The backward pass computes the scores of one block at a time again, and sums gradients over blocks in float32.
+    The backward pass recomputes the scores one block at a time and accumulates gradients in float32.
     """
     (b, s, h, _), t = q.shape, k.shape[1]
     bias = None
@@ -166,11 +166,11 @@ def on_each_device(
     lengths: Int[Array, "b"] | None,
     norms: HeadNorms | None = None,
 ) -> Streams:
-    """`attend` by each device for its rows and heads, because XLA cannot partition a kernel.
+    """Runs `attend` on each device's shard of rows and heads, because XLA cannot partition a kernel.
 
-    An axis that does not divide the rows, or the heads of queries and keys, does not split them: its devices do
-    the same work. The axis that splits tokens splits heads in their place while they attend (DeepSpeed-Ulysses,
-    arXiv 2309.14509), and has to divide the heads that a device of the axis for heads has.
+    A mesh axis that does not divide the rows, or the heads of queries and keys, is not used for sharding: its devices
+    do the same work. The token axis shards heads instead of tokens during attention (DeepSpeed-Ulysses,
+    arXiv 2309.14509), so it must divide the heads that are left on each device of the head axis.
     """
     mesh, heads = target.mesh, target.heads
     rows_split = not q[0].shape[0] % math.prod(mesh.shape[axis] for axis in target.rows)
@@ -186,7 +186,7 @@ def on_each_device(
         mesh=mesh,
         in_specs=(spec, spec, spec, PartitionSpec(rows), PartitionSpec()),
         out_specs=spec,
-        check_vma=False,  # a kernel does not say over which axes its results vary
+        check_vma=False,  # a kernel does not declare over which axes its results vary
     )(*(tuple(_divisible(a, parts) for a in streams) for streams in (q, k, v)), lengths, norms)
     return tuple(a[:, :size] for a, size in zip(out, sizes, strict=True))
 
@@ -202,9 +202,9 @@ def _exchanged(
     lengths: Int[Array, "b"] | None,
     norms: HeadNorms | None,
 ) -> Streams:
-    """On one device: its tokens of all its heads become all tokens of some of these, and back.
+    """Attends on one device: all-to-all from a shard of tokens to a shard of heads, and back.
 
-    `of_q` and `of_k` are the tokens of each stream, without those that make an axis divide them.
+    `of_q` and `of_k` are the number of tokens of each stream, without padding.
     """
 
     def whole(streams: Streams, sizes: Sequence[int]) -> Streams:
@@ -217,5 +217,5 @@ def _exchanged(
 
 
 def _divisible(a: Float[Array, "b s h d"], parts: int) -> Float[Array, "b n h d"]:
-    """With zero tokens behind so that the parts are equal."""
+    """Pads tokens with zeros to a multiple of `parts`."""
     return jnp.pad(a, ((0, 0), (0, -a.shape[1] % parts), (0, 0), (0, 0)))

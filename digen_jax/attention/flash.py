@@ -1,4 +1,4 @@
-"""Flash attention of libraries: Pallas's splash attention on TPUs, and cuDNN's on NVIDIA's GPUs."""
+"""Library flash attention: Pallas splash attention on TPUs, and cuDNN on NVIDIA GPUs."""
 
 import functools
 from typing import Any
@@ -13,9 +13,9 @@ from jaxtyping import Array, Float, Int
 from digen_jax.attention import queries_keys
 
 LANES = 128
-# The largest blocks that fit a core's memory on v5e, v5p and v6e, by the bytes of a number; scores are float32.
+# Largest blocks that fit a core's memory on v5e, v5p and v6e, by bytes per element; scores are float32.
 LARGEST_BLOCK = {2: 9 * LANES, 4: 6 * LANES}
-# What a block costs in addition to its tokens, in tokens: larger blocks keep the matrix units busier.
+# Overhead of a block, in tokens: larger blocks keep the matrix units busier.
 COST_OF_BLOCK = 64
 
 
@@ -26,10 +26,10 @@ def splash(
     lengths: Int[Array, "b"] | None = None,
     log_weights: Float[np.ndarray, "t"] | None = None,
 ) -> Float[Array, "b s h d"]:
-    """As `attend.attend`, by jax.experimental.pallas.ops.tpu.splash_attention.
+    """Computes `attend.attend` with jax.experimental.pallas.ops.tpu.splash_attention.
 
-    Tokens are padded to whole blocks. Padding is masked by a further channel where a lane is unused, which costs
-    nothing, else by segments, which cost a comparison for each score.
+    Tokens are padded to full blocks. Padding is masked by an extra channel where a lane is unused, which is free, or
+    otherwise by segments, which cost one comparison per score.
     """
     (s, d), t = q.shape[1::2], k.shape[1]
     padded = _in_blocks(t, k)
@@ -40,7 +40,7 @@ def splash(
     elif masks and d % LANES:
         terms = np.zeros((1, padded), np.float32)
     by_channel = masks and len(terms) > 0
-    # The kernel has no scale of its own. In bfloat16 this rounds, unless the width is a power of four.
+    # The kernel has no scale argument. In bfloat16 this rounds, unless the width is a power of four.
     q, k, v = _padded(q * d**-0.5, _in_blocks(s, q)), _padded(k, padded), _padded(v, padded)
     if len(terms):
         all_terms = queries_keys.masked(terms, lengths, t) if by_channel else terms[:, None]
@@ -52,7 +52,7 @@ def splash(
 
 
 def block(tokens: int, dtype: DTypeLike) -> int:
-    """The size of blocks for so many tokens: a multiple of the lanes, with little padding and few blocks."""
+    """Returns the block size for `tokens`: a multiple of the lanes, with little padding and few blocks."""
     sizes = range(LANES, LARGEST_BLOCK[jnp.dtype(dtype).itemsize] + 1, LANES)
     return min(sizes, key=lambda size: -(-tokens // size) * (size + COST_OF_BLOCK))
 
@@ -67,7 +67,7 @@ def _padded(a: Float[Array, "b s h d"], tokens: int) -> Float[Array, "b n h d"]:
 
 
 def _segments(q: Array, k: Array, lengths: Int[Array, "b"] | None, valid: int) -> Any:
-    """Segment 1 for all queries and for the keys that count, 0 for padding."""
+    """Returns segment 1 for all queries and valid keys, and 0 for padding."""
     keys = jnp.arange(k.shape[1])
     inside = jnp.broadcast_to(keys < valid, k.shape[:2])
     if lengths is not None:
@@ -84,9 +84,9 @@ def _kernel(
     v: Float[Array, "b g t d"],
     segments: Any,
 ) -> Float[Array, "b h s d"]:
-    """The kernel over a batch, its products with a precision that it knows.
+    """Runs the kernel over a batch with a fixed matmul precision.
 
-    Its backward pass is traced later, outside the caller's `jax.default_matmul_precision`; hence the own gradient.
+    The backward pass is traced later, outside the caller's `jax.default_matmul_precision`, hence the custom gradient.
     """
     with jax.default_matmul_precision(precision):
         return jax.vmap(_of_heads(q, k))(q, k, v, segments)
@@ -107,7 +107,7 @@ _kernel.defvjp(_forward, _backward)
 
 
 def _of_heads(q: Array, k: Array) -> Any:
-    """The kernel for one sequence: its heads share the work on blocks, and the backward pass is one kernel."""
+    """Returns the kernel for all heads of one sequence, with a fused backward pass."""
     heads, s, t = q.shape[1], q.shape[2], k.shape[2]
     full = splash_attention.MultiHeadMask([splash_attention.FullMask((s, t))] * heads)
     of_q, of_k = block(s, q.dtype), block(t, k.dtype)
@@ -130,11 +130,11 @@ def cudnn(
     lengths: Int[Array, "b"] | None = None,
     log_weights: Float[np.ndarray, "t"] | None = None,
 ) -> Float[Array, "b s h d"]:
-    """As `attend.attend`, by cuDNN, which takes no bias on keys alone: weights become further channels.
+    """Computes `attend.attend` with cuDNN. It supports no bias on keys alone, so weights become extra channels.
 
-    JAX's gradient of it takes even numbers of tokens only (0.10.2 and 0.12.0.1). An odd number of keys is padded by
-    one that `lengths` excludes, an odd number of queries by one of zeros: its result is dropped, so that its gradient,
-    and what it adds to those of keys and values, is zero.
+    JAX's gradient of cuDNN attention requires even numbers of tokens (0.10.2 and 0.12.0.1). An odd number of keys is
+    padded by one key that `lengths` excludes, an odd number of queries by a zero query. Its result is dropped, so its
+    gradient and its contribution to those of keys and values are zero.
     """
     (b, s, _, d), t = q.shape, k.shape[1]
     scale = d**-0.5
@@ -154,5 +154,5 @@ def cudnn(
 
 
 def cudnn_width(d: int, terms: int) -> int:
-    """Channels of d channels and some terms: cuDNN takes multiples of 8."""
+    """Returns the padded width for d channels plus `terms`: cuDNN requires multiples of 8."""
     return -(-(d + terms) // 8) * 8

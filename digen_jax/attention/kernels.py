@@ -1,11 +1,11 @@
-"""The choice of the kernel that computes attention.
+"""Selects the attention kernel.
 
-| kernel | where                           | what it keeps in memory                          |
+| kernel | platform                        | memory                                           |
 | ------ | ------------------------------- | ------------------------------------------------ |
-| xla    | everywhere                      | float32 scores, a block of queries at a time     |
-| packed | TPU, ours (`packed`)            | queries, keys, values and one number a query     |
-| splash | TPU, Pallas's splash attention  | the same, and copies of them in another layout   |
-| cudnn  | NVIDIA, cuDNN's flash attention | queries, keys, values and one number a query     |
+| xla    | any                             | float32 scores, one block of queries at a time   |
+| packed | TPU, ours (`packed`)            | queries, keys, values and one number per query   |
+| splash | TPU, Pallas splash attention    | same as packed, plus copies in another layout    |
+| cudnn  | NVIDIA, cuDNN flash attention   | queries, keys, values and one number per query   |
 """
 
 from typing import Literal, NamedTuple, get_args
@@ -20,23 +20,23 @@ from digen_jax.errors import ConfigError
 Kernel = Literal["auto", "xla", "packed", "splash", "cudnn"]
 AUTO, XLA, PACKED, SPLASH, CUDNN = get_args(Kernel)
 
-# The widest heads: of splash attention those whose blocks fit a core's memory, of cuDNN those on every GPU.
+# Maximum head width: blocks of splash attention fit a core's memory, and every GPU of cuDNN supports it.
 WIDEST = 128
-# Multiples that cuDNN takes; no more channels than this are added for keys' weights.
+# cuDNN requires multiples of this; at most this number of channels is added for key weights.
 MULTIPLE = 8
 CUDNN_DTYPES = ("bfloat16", "float16")
-AMPERE = 8.0  # the compute capability from which on cuDNN has flash attention
+AMPERE = 8.0  # lowest compute capability with cuDNN flash attention
 
 
 class Heads(NamedTuple):
-    """What attention computes.
+    """Shape of an attention computation.
 
     Attributes:
-      number: heads of queries.
-      width: channels of one.
-      weighted: some keys have weights, for which some kernels need further channels: `attend.attend`.
-      groups: heads of keys; 0: as many as of queries.
-      keys: tokens that are attended to; 0: not known.
+      number: Number of query heads.
+      width: Channels per head.
+      weighted: Whether keys have weights, for which some kernels need extra channels (see `attend.attend`).
+      groups: Number of key heads; 0 means the same as query heads.
+      keys: Number of key tokens; 0 means unknown.
     """
 
     number: int
@@ -46,23 +46,23 @@ class Heads(NamedTuple):
     keys: int = 0
 
     def split(self, parts: int) -> "Heads":
-        """Those of one of `parts` devices, or all of them where these do not divide the heads."""
+        """Returns the heads of one of `parts` devices, or all heads if `parts` does not divide them."""
         if self.number % parts or self.groups % parts:
             return self
         return self._replace(number=self.number // parts, groups=self.groups // parts)
 
 
 def choose(asked: str, device: jax.Device | None, dtype: DTypeLike, heads: Heads) -> str:
-    """The kernel for some heads: the one that was asked for, or for "auto" the best that can compute them.
+    """Returns the configured kernel, or for "auto" the best kernel that supports the heads.
 
     Args:
-      asked: a `Kernel`.
-      device: one of those that the program is compiled for; None: not known, which is XLA's for "auto".
-      dtype: of queries, keys and values.
-      heads: of one device.
+      asked: Configured `Kernel`.
+      device: One device that the program is compiled for. None means unknown, for which "auto" selects XLA.
+      dtype: dtype of queries, keys and values.
+      heads: Heads on one device.
 
     Raises:
-      ConfigError: the kernel that was asked for cannot compute them.
+      ConfigError: the configured kernel does not support the heads.
     """
     if asked == AUTO:
         kernels = (PACKED, SPLASH, CUDNN)
@@ -75,7 +75,7 @@ def choose(asked: str, device: jax.Device | None, dtype: DTypeLike, heads: Heads
 
 
 def obstacle(kernel: str, device: jax.Device | None, dtype: DTypeLike, heads: Heads) -> str | None:
-    """Why a kernel cannot compute such heads on a device, as a clause; None if it can. Arguments as in `choose`."""
+    """Returns why a kernel does not support the heads on a device, as a clause, or None. Arguments as in `choose`."""
     if kernel == XLA:
         return None
     if device is None:
@@ -104,7 +104,7 @@ def obstacle(kernel: str, device: jax.Device | None, dtype: DTypeLike, heads: He
 
 
 def _unpacked(heads: Heads, itemsize: int) -> str | None:
-    """Why heads do not fill tiles of lanes, as a clause; None if they do."""
+    """Returns why heads do not fill tiles of lanes, as a clause, or None if they do."""
     number, width, _, groups, keys = heads
     if groups not in (0, number):
         return f"packed attention has no grouped heads, and there are {groups} of keys for {number}"
@@ -116,7 +116,7 @@ def _unpacked(heads: Heads, itemsize: int) -> str | None:
 
 
 def _compute_capability(device: jax.Device) -> float | None:
-    """Of NVIDIA's GPUs, such as 9.0; None for others: AMD's have a name there, such as gfx942."""
+    """Returns the compute capability of an NVIDIA GPU, such as 9.0, or None. AMD GPUs have a name, such as gfx942."""
     if device.platform != "gpu" or not device.compute_capability.replace(".", "").isdigit():
         return None
     return float(device.compute_capability)

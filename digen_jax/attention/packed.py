@@ -1,15 +1,15 @@
-"""Our flash attention for TPUs, which takes heads as they lie: a token's heads side by side in one row.
+"""Custom flash attention for TPUs on packed heads: the heads of a token are adjacent in one row.
 
-A TPU holds the last dimension of an array in tiles of 128 lanes. Splash attention takes [h s d]: heads of 64 channels
-fill half of each tile, and whatever is projected from tokens is copied into that form and back. Here a block has 128
-lanes of [b s h*d], which are two heads of 64 channels or one of 128. Where a product sums over lanes, those of other
-heads are zeroed in one factor; that takes the matrix unit no longer, as its sides have 128 places anyway.
+A TPU stores the last dimension of an array in tiles of 128 lanes. Splash attention takes [h s d]: heads of 64 channels
+fill half of each tile, and token projections are copied into that layout and back. Here a block has 128 lanes of
+[b s h*d]: two heads of 64 channels or one of 128. Where a product sums over lanes, the lanes of other heads are zeroed
+in one factor. This costs no matrix unit time, because its sides have 128 places anyway.
 
-A step of the grid has some queries and all keys of such lanes, so no sum is rescaled (arXiv 2205.14135 needs that for
-blocks of keys), and the gradients of keys and values are sums in fast memory. Scores are [keys, queries], whose sums
-over keys go along the sublanes, and a number a query broadcasts over them.
+A grid step has a block of queries and all keys of its lanes, so sums are never rescaled (arXiv 2205.14135 needs that
+for blocks of keys), and gradients of keys and values accumulate in VMEM. Scores are [keys, queries]: sums over keys run
+along sublanes, and a number per query broadcasts over them.
 
-RMS norms of queries and keys are a part of it, which apart from it would read and write all tokens once more, forward
+RMS norms of queries and keys are fused. As separate operations they would read and write all tokens once more, forward
 and backward.
 """
 
@@ -31,24 +31,24 @@ from jaxtyping import Array, Float, Int
 from digen_jax.attention.queries_keys import EPSILON, MINUS_INFINITY, RESIDUALS, HeadNorms
 
 LANES = 128
-# Fast memory ("VMEM") that blocks may take by `block_bytes`, and that the compiler may take in all; a v5p has 64 MiB.
+# VMEM limits of blocks, by `block_bytes`, and of the compiler in total; a v5p has 64 MiB.
 BLOCKS, LIMIT = 40 * 2**20, 56 * 2**20
-# Blocks of more queries keep the matrix unit no busier.
+# Larger blocks of queries do not increase matrix unit utilization.
 LARGEST_BLOCK = 512
-# Which dimensions of two matrices are multiplied: a b and a b^T.
+# Contracting dimensions of two matrices: a b and a b^T.
 PLAIN = (((1,), (0,)), ((), ()))
 TRANSPOSED = (((1,), (1,)), ((), ()))
 
 
 class Form(NamedTuple):
-    """What a kernel is made for.
+    """Static parameters of a kernel.
 
     Attributes:
-      width: channels of a head.
-      q_ends: behind the last token of each stream of queries.
-      k_ends: the same of keys.
-      norms: whether queries and keys are normed here.
-      interpret: whether Pallas's interpreter runs it.
+      width: Channels per head.
+      q_ends: End offset of each stream of queries.
+      k_ends: End offset of each stream of keys.
+      norms: Whether the kernel norms queries and keys.
+      interpret: Whether to run Pallas's interpreter.
     """
 
     width: int
@@ -59,7 +59,7 @@ class Form(NamedTuple):
 
 
 def fits(keys: int, itemsize: int) -> bool:
-    """Whether a step of the kernel has room for so many keys."""
+    """Returns whether `keys` keys fit in VMEM for one step of the kernel."""
     return block_bytes(LANES, _padded(keys), itemsize) <= BLOCKS
 
 
@@ -72,9 +72,9 @@ def attend(
     norms: HeadNorms | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "b _ h d"], ...]:
-    """As `attend.attend_jointly`, by the kernel; `interpret` runs it on a CPU.
+    """Computes `attend.attend_jointly` with the kernel. `interpret` runs it on a CPU.
 
-    Streams are joined as rows of all heads, which XLA need not copy into another layout.
+    Streams are joined as rows of all heads, which XLA does not need to copy into another layout.
     """
     heads, width = q[0].shape[2:]
     form = Form(width, _ends(q), _ends(k), norms is not None, interpret)
@@ -86,22 +86,22 @@ def attend(
 
 
 def _ends(streams: Sequence[Float[Array, "b _ h d"]]) -> tuple[int, ...]:
-    """Behind the last token of each stream."""
+    """Returns the end offset of each stream."""
     return tuple(itertools.accumulate(stream.shape[1] for stream in streams))
 
 
 def _scales(scales: Sequence[Float[Array, "d"]] | None, width: int) -> Float[Array, "p lanes"]:
-    """The scales of each stream in the lanes of every head; ones, which nothing reads, without norms."""
+    """Returns each stream's scales tiled over the lanes of every head. Without norms, returns unused ones."""
     if scales is None:
         return jnp.ones((1, LANES), jnp.float32)
     return jnp.tile(jnp.stack(scales).astype(jnp.float32), (1, LANES // width))
 
 
 def _rows(streams: Sequence[Float[Array, "b _ h d"]]) -> Float[Array, "b n w"]:
-    """All tokens of some streams, one behind the other, and zeros up to a multiple of the lanes.
+    """Joins the tokens of all streams and pads with zeros to a multiple of the lanes.
 
-    Written into one array, which a TPU's program does as the end of the products that the streams come from; a
-    concatenation would be a copy of its own.
+    Writes into one array, which a TPU program fuses with the products that the streams come from. A concatenation
+    would be a separate copy.
     """
     *others, last = (a.reshape(*a.shape[:2], -1) for a in streams)
     first = sum(a.shape[1] for a in others)
@@ -116,17 +116,17 @@ def _rows(streams: Sequence[Float[Array, "b _ h d"]]) -> Float[Array, "b n w"]:
 
 
 def block(queries: int, keys: int, itemsize: int) -> int:
-    """Queries of a step: the most that divide them and fit, multiples of the lanes."""
+    """Returns the queries per step: the largest multiple of the lanes that divides `queries` and fits in VMEM."""
     sizes = range(LANES, LARGEST_BLOCK + 1, LANES)
     fitting = [n for n in sizes if queries % n == 0 and block_bytes(n, keys, itemsize) <= BLOCKS]
     return max(fitting)
 
 
 def block_bytes(queries: int, keys: int, itemsize: int) -> int:
-    """Fast memory of a step of the backward pass, which needs more than the forward one.
+    """Returns the VMEM used by a step of the backward pass, which needs more than the forward pass.
 
-    Keys, values and their gradients lie there twice, as the next ones are fetched; next to them two float32 sums and
-    the biases of keys, and normed keys; of scores there are up to four float32 arrays.
+    Counts double-buffered keys, values and their gradients, two float32 sums, key biases, normed keys, and up to four
+    float32 arrays of scores.
     """
     of_keys = keys * LANES * (2 * 4 * itemsize + 2 * 4 + 2 * 4 + itemsize)
     of_queries = queries * LANES * (2 * 4 * itemsize + 4 * 4)
@@ -140,7 +140,7 @@ def _padded(tokens: int) -> int:
 def _bias(
     valid: int, lengths: Int[Array, "b"] | None, log_weights: Float[np.ndarray, "t"] | None
 ) -> Float[Array, "#b n lanes"]:
-    """What is added to the scores of each key, along the sublanes: log-weights, or MINUS_INFINITY for padding."""
+    """Returns the bias of each key's scores, along the sublanes: log-weights, or MINUS_INFINITY for padding."""
     terms = np.full(_padded(valid), MINUS_INFINITY, np.float32)
     terms[:valid] = 0 if log_weights is None else log_weights
     bias = jnp.asarray(terms)[None]
@@ -213,7 +213,7 @@ _kernel.defvjp(_forward, _backward)
 
 
 class _Blocks:
-    """The grid (row, lanes, queries), and what a step of it has of each array."""
+    """Grid (row, lanes, queries), and the block of each array in a grid step."""
 
     def __init__(self, q: Array, k: Array, bias: Array, form: Form):
         b, s, w = q.shape
@@ -235,22 +235,22 @@ class _Blocks:
             grid=self.grid,
             interpret=form.interpret,
             compiler_params=pltpu.CompilerParams(
-                # Steps over queries follow one another, because they add to the same sums.
+                # Steps over queries are sequential, because they add to the same sums.
                 dimension_semantics=("parallel", "parallel", "arbitrary"),
                 vmem_limit_bytes=LIMIT,
             ),
         )
 
     def whole(self, scales: Array) -> pl.BlockSpec:
-        """The scales, which every step reads."""
+        """Returns the spec of the scales, which every step reads."""
         return pl.BlockSpec(scales.shape, lambda b, h, i: (0, 0))
 
     def of_lanes(self, scales: Array) -> pl.BlockSpec:
-        """The gradients of scales from the queries of one row in some lanes."""
+        """Returns the spec of the scales' gradients from the queries of one row in one group of lanes."""
         return pl.BlockSpec((1, 1, *scales.shape), lambda b, h, i: (b, h, 0, 0))
 
     def cost(self, products: int) -> pl.CostEstimate:
-        """Of so many products of each score."""
+        """Estimates the cost of `products` products per score."""
         return pl.CostEstimate(
             flops=2 * products * self.scores * self.width,
             transcendentals=self.scores,
@@ -258,19 +258,19 @@ class _Blocks:
         )
 
 
-# What a step of the kernels does with its blocks in fast memory. A block of tokens is [tokens, lanes], and its lanes
-# are those of one or more heads. Scores are [keys, queries].
+# Kernel bodies, on blocks in VMEM. A block of tokens is [tokens, lanes], and its lanes are those of one or more heads.
+# Scores are [keys, queries].
 
 
 def forward(q, k, v, bias, scales_q, scales_k, out, logs, *scratch, form):
-    """Results of some queries, and the logarithms of their sums of exponentials."""
+    """Computes the results of a block of queries, and their log-sum-exp."""
     width = form.width
     q = _queries(q, scales_q, form)[0]
     k, v, bias = _keys(k, scales_k, scratch, form), v[0], bias[0][:, :1]
     values, results, scale = v.T, [], width**-0.5
     scores = _scores(k, q, 0, width)
     for head in range(LANES // width):
-        # The next head's scores stand before this one's softmax, so that the compiler interleaves them.
+        # The next head's scores precede this head's softmax, so that the compiler interleaves them.
         ahead = _scores(k, q, head + 1, width)
         scores = scores * scale + bias
         most = scores.max(0, keepdims=True)
@@ -287,7 +287,7 @@ def backward(
     q, k, v, bias, scales_q, scales_k, out, logs, direction,
     of_q, of_k, of_v, of_scales_q, of_scales_k, sum_k, sum_v, *scratch, form,
 ):  # fmt: skip
-    """Gradients of some queries; those of keys, values and scales once all queries have been here."""
+    """Computes gradients of a block of queries; after the last block also those of keys, values and scales."""
     step, last, width = pl.program_id(2), pl.num_programs(2) - 1, form.width
 
     @pl.when(step == 0)
@@ -332,12 +332,12 @@ def backward(
 
 
 def _scores(k: Array, q: Array, head: int, width: int) -> Float[Array, "t s"] | None:
-    """Products of keys and queries; None behind the last head."""
+    """Returns the products of keys and queries, or None after the last head."""
     return None if head == LANES // width else _dot(k, _own(q, head, width), TRANSPOSED)
 
 
 def _queries(q, scales, form: Form) -> tuple[Array, Array | None]:
-    """A step's queries, normed if they are, and the scales of their rows."""
+    """Returns a step's queries, normed if enabled, and the scales of their rows."""
     if not form.norms:
         return q[0], None
     rows = _scale_rows(scales, form.q_ends, pl.program_id(2) * q.shape[1], q.shape[1])
@@ -345,7 +345,7 @@ def _queries(q, scales, form: Form) -> tuple[Array, Array | None]:
 
 
 def _keys(k, scales, scratch, form: Form) -> Array:
-    """All keys of the lanes, normed by the first step if they are."""
+    """Returns all keys of the lanes, normed by the first step if enabled."""
     if not form.norms:
         return k[0]
     (kept,) = scratch
@@ -360,7 +360,7 @@ def _keys(k, scales, scratch, form: Form) -> Array:
 def _scale_rows(
     scales, ends: tuple[int, ...], first: Array | int, rows: int
 ) -> Float[Array, "n lanes"]:
-    """The scales of each token's stream, of some tokens from `first` on."""
+    """Returns the scales of `rows` tokens starting at `first`, by stream."""
     out = jnp.broadcast_to(scales[0:1], (rows, LANES))
     token = first + lax.broadcasted_iota(jnp.int32, (rows, LANES), 0)
     for stream, begin in enumerate(ends[:-1], 1):
@@ -369,7 +369,7 @@ def _scale_rows(
 
 
 def _sums(a: Float[Array, "n lanes"], ends: tuple[int, ...], first: Array | int) -> Array:
-    """The sum over the tokens of each stream: [streams, lanes]."""
+    """Returns the sum over the tokens of each stream: [streams, lanes]."""
     token = first + lax.broadcasted_iota(jnp.int32, a.shape, 0)
     begins = (0, *ends[:-1])
     inside = [(token >= begin) & (token < end) for begin, end in zip(begins, ends, strict=True)]
@@ -379,18 +379,18 @@ def _sums(a: Float[Array, "n lanes"], ends: tuple[int, ...], first: Array | int)
 
 
 def _normed(x: Array, scales: Array, width: int) -> Array:
-    """`queries_keys.normed` of the heads that share the lanes."""
+    """Computes `queries_keys.normed` of the heads that share the lanes."""
     wide = x.astype(jnp.float32)
     return (wide * (_inverse(wide, width, x.dtype) * scales)).astype(x.dtype)
 
 
 def _inverse(x: Float[Array, "n lanes"], width: int, dtype: DTypeLike) -> Float[Array, "n lanes"]:
-    """One over the root mean square of each head."""
+    """Returns the reciprocal root mean square of each head."""
     return lax.rsqrt(_means(x * x, width, dtype) + EPSILON)
 
 
 def _norm_gradient(x: Array, scales: Array, direction: Array, width: int) -> tuple[Array, Array]:
-    """Of `_normed`: the gradients of x and of each token's scales, in float32."""
+    """Returns the gradients of `_normed` with respect to x and each token's scales, in float32."""
     dtype, x = x.dtype, x.astype(jnp.float32)
     inverse = _inverse(x, width, dtype)
     unit, scaled = x * inverse, direction * scales
@@ -399,9 +399,9 @@ def _norm_gradient(x: Array, scales: Array, direction: Array, width: int) -> tup
 
 
 def _means(x: Float[Array, "n lanes"], width: int, dtype: DTypeLike) -> Float[Array, "n lanes"]:
-    """The mean over each head's lanes, in all of these, as a product.
+    """Returns the mean over each head's lanes, broadcast to these lanes, as a matrix product.
 
-    The squares of bfloat16 numbers have 16 bits, and two bfloat16 numbers hold them.
+    Squares of bfloat16 numbers have 16 bits, so two bfloat16 numbers represent them.
     """
     lane = [lax.broadcasted_iota(jnp.int32, (LANES, LANES), axis) for axis in (0, 1)]
     share = jnp.where(lax.div(lane[0], width) == lax.div(lane[1], width), 1 / width, 0.0)
@@ -413,7 +413,7 @@ def _means(x: Float[Array, "n lanes"], width: int, dtype: DTypeLike) -> Float[Ar
 
 
 def _dot(a: Array, b: Array, dimensions: tuple) -> Array:
-    """A product with a float32 sum; of float32 factors it is exact, which the caller's precision is not."""
+    """Multiplies with float32 accumulation. Products of float32 are exact, regardless of the caller's precision."""
     whole = a.dtype == jnp.float32
     precision = lax.Precision.HIGHEST if whole else lax.Precision.DEFAULT
     return lax.dot_general(
@@ -422,7 +422,7 @@ def _dot(a: Array, b: Array, dimensions: tuple) -> Array:
 
 
 def _own(a: Array, head: int, width: int) -> Array:
-    """With zeros in the lanes of other heads."""
+    """Zeros the lanes of other heads."""
     if width == LANES:
         return a
     lane = lax.broadcasted_iota(jnp.int32, a.shape, 1)

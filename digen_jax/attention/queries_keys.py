@@ -1,6 +1,6 @@
-"""What happens to queries and keys before they attend: RMS norms of heads (arXiv 2010.04245), and keys' weights.
+"""Preprocessing of queries and keys: RMS norms of heads (arXiv 2010.04245), and key weights.
 
-Weights of keys, and padding, are further channels of queries and keys: a way that every kernel takes.
+Key weights and padding are encoded as extra channels of queries and keys, which every kernel supports.
 """
 
 import math
@@ -13,29 +13,29 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-EPSILON = 1e-6  # of the norms
-# The name of what a kernel keeps for its backward pass, for a policy of `jax.checkpoint`.
+EPSILON = 1e-6  # of RMS norms
+# Checkpoint name of the residuals that a kernel saves for its backward pass, for `jax.checkpoint` policies.
 RESIDUALS = "attention"
-# Added to the score of a key that is padding. Finite, as 0 times infinity is not a number.
+# Added to the score of a padding key. Finite, because 0 times infinity is NaN.
 MINUS_INFINITY = -1e30
 
 
 class HeadNorms(NamedTuple):
-    """The scales of the norms, one for each stream of tokens, the same for all heads of it."""
+    """Scales of the RMS norms, one per stream of tokens, shared by all its heads."""
 
     q: Sequence[Float[Array, "d"]]
     k: Sequence[Float[Array, "d"]]
 
 
 def normed(x: Float[Array, "b n h d"], scale: Float[Array, "d"]) -> Float[Array, "b n h d"]:
-    """The heads divided by their root mean square and scaled, in float32, rounded to x's dtype."""
+    """Divides heads by their root mean square and scales them, in float32, rounded to x's dtype."""
     wide = x.astype(jnp.float32)
     mean = jnp.square(wide).mean(-1, keepdims=True)
     return (wide * (jax.lax.rsqrt(mean + EPSILON) * scale)).astype(x.dtype)
 
 
 def parts(log_weights: Float[np.ndarray, "t"], dtype: DTypeLike) -> Float[np.ndarray, "p t"]:
-    """Numbers of a dtype whose sum is `log_weights` to float32's precision.
+    """Splits `log_weights` into numbers of a dtype that sum to them at float32 precision.
 
     A part has the 8 bits of bfloat16 or the 11 of float16, so three of them have float32's 24.
     """
@@ -48,7 +48,7 @@ def parts(log_weights: Float[np.ndarray, "t"], dtype: DTypeLike) -> Float[np.nda
 
 
 def unit(scale: float) -> float:
-    """The power of two for a query's further channels such that `scale` times it is about 1."""
+    """Returns the power of two for a query's extra channels such that `scale` times it is about 1."""
     return 2.0 ** -round(math.log2(scale))
 
 
@@ -59,18 +59,18 @@ def with_channels(
     unit: float = 1.0,
     width: int = 0,
 ) -> tuple[Float[Array, "b s h e"], Float[Array, "b t g e"]]:
-    """Queries and keys whose products are higher by `unit` times the sum of a key's `terms`.
+    """Adds channels to queries and keys that increase their products by `unit` times the sum of a key's `terms`.
 
     Args:
-      q: queries.
-      k: keys.
-      terms: of each key, which have to be exact in the keys' dtype.
-      unit: exact in the queries' dtype.
-      width: the least number of channels of the results; further ones are 0.
+      q: Queries.
+      k: Keys.
+      terms: Terms of each key, exact in the keys' dtype.
+      unit: Value of the queries' channels, exact in the queries' dtype.
+      width: Minimum number of channels of the results; unused ones are 0.
     """
     d, e = q.shape[-1], max(width, q.shape[-1] + len(terms))
     channels = np.arange(e)
-    # By selection: XLA fuses it with the arrays' next use, where a concatenation would be written out first.
+    # By selection: XLA fuses it with the arrays' next use. A concatenation would be materialized first.
     q, k = (jnp.pad(a, ((0, 0), (0, 0), (0, 0), (0, e - d))) for a in (q, k))
     q = jnp.where((channels >= d) & (channels < d + len(terms)), jnp.asarray(unit, q.dtype), q)
     for i, term in enumerate(terms):
@@ -81,7 +81,7 @@ def with_channels(
 def masked(
     terms: Float[np.ndarray, "p t"], lengths: Int[Array, "b"] | None, valid: int
 ) -> Float[Array, "p #b t"]:
-    """Terms of which those of padding are MINUS_INFINITY: of each row's keys from `lengths` on, and from `valid` on."""
+    """Sets the terms of padding to MINUS_INFINITY: each row's keys from `lengths` on, and keys from `valid` on."""
     keys = np.arange(terms.shape[1])
     inside = (keys < valid)[None]
     if lengths is not None:

@@ -1,7 +1,7 @@
 """AutoencoderKLFlux2, FLUX.2's autoencoder: AutoencoderKL with latents that are normed by fixed statistics.
 
-The diffusion model's latents are those of a patch side by side, each of these channels normed by the mean and the
-variance that a batch norm (arXiv 1502.03167) has recorded. Names follow diffusers' AutoencoderKLFlux2.
+The diffusion model's latents are 2 x 2 patches of raw latents. Each channel of a patch is normed by the mean and
+variance of a batch norm's running statistics (arXiv 1502.03167). Names follow diffusers' AutoencoderKLFlux2.
 """
 
 import dataclasses
@@ -23,23 +23,23 @@ from digen_jax.models.autoencoders.autoencoder_kl import (
 
 # LISTS is AutoencoderKL's; the statistics have no logical axes.
 AXES = ((r"^bn$", (None,)), (".*", ("conv_in", "conv_out")))
-# A counter of training steps in the files.
+# Counter of training steps in the checkpoint files.
 IGNORED = ("bn.num_batches_tracked",)
-# Fields that only training and tiling read.
+# Fields used only for training and tiling.
 BOOKKEEPING = ("batch_norm_momentum", "force_upcast", "sample_size")
 LEVELS = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class AutoencoderKLFlux2Config:
-    """The fields of diffusers' config.json, with its defaults."""
+    """Fields of diffusers' config.json, with its defaults."""
 
     in_channels: int = 3
     out_channels: int = 3
     down_block_types: tuple[str, ...] = ("DownEncoderBlock2D",) * LEVELS
     up_block_types: tuple[str, ...] = ("UpDecoderBlock2D",) * LEVELS
     block_out_channels: tuple[int, ...] = (128, 256, 512, 512)
-    decoder_block_out_channels: tuple[int, ...] | None = None  # None: block_out_channels
+    decoder_block_out_channels: tuple[int, ...] | None = None  # None means block_out_channels
     layers_per_block: int = number(2, 1, 100)
     act_fn: str = "silu"
     latent_channels: int = 32
@@ -67,58 +67,58 @@ class AutoencoderKLFlux2Config:
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "AutoencoderKLFlux2Config":
-        """The configuration in a diffusers config.json.
+        """Reads the configuration from a diffusers config.json.
 
         Raises:
-          ValueError: a field is unknown or has a value that this network does not support.
+          ValueError: a field is unknown or has an unsupported value.
         """
         config = {name: value for name, value in config.items() if name not in BOOKKEEPING}
         return cls(**fields_of(cls, config, "an AutoencoderKLFlux2"))
 
     @property
     def encoder(self) -> AutoencoderKLConfig:
-        """AutoencoderKL's configuration with the same encoder."""
+        """Returns AutoencoderKL's configuration with the same encoder."""
         shared = {field.name for field in dataclasses.fields(AutoencoderKLConfig)}
         fields = {name: value for name, value in vars(self).items() if name in shared}
         return AutoencoderKLConfig(**fields)
 
     @property
     def decoder(self) -> AutoencoderKLConfig:
-        """AutoencoderKL's configuration with the same decoder."""
+        """Returns AutoencoderKL's configuration with the same decoder."""
         channels = self.decoder_block_out_channels or self.block_out_channels
         return dataclasses.replace(self.encoder, block_out_channels=channels)
 
 
 class LatentStatistics(nn.Module):
-    """Mean and variance of each channel of patched latents, as a batch norm has recorded them."""
+    """Running mean and variance of each channel of patched latents, as in a batch norm."""
 
     channels: int
     epsilon: float
 
     def setup(self):
-        """The statistics, which nothing here updates."""
+        """Creates the statistics, which are never updated."""
         self.running_mean = self.param("running_mean", nn.initializers.zeros, (self.channels,))
         self.running_var = self.param("running_var", nn.initializers.ones, (self.channels,))
 
     def norm(self, latents: Float[Array, "*b c"]) -> Float[Array, "*b c"]:
-        """Latents with the recorded statistics to latents of mean 0 and variance 1."""
+        """Normalizes latents to mean 0 and variance 1."""
         return (latents - self.running_mean) / jnp.sqrt(self.running_var + self.epsilon)
 
     def undo(self, latents: Float[Array, "*b c"]) -> Float[Array, "*b c"]:
-        """The inverse of `norm`."""
+        """Inverts `norm`."""
         return latents * jnp.sqrt(self.running_var + self.epsilon) + self.running_mean
 
 
 class AutoencoderKLFlux2(AutoencoderKL):
-    """Images to latents and back; computes in `dtype`, returns float32.
+    """Autoencoder of images; computes in `dtype`, returns float32.
 
-    `encode` and `decode` are AutoencoderKL's, of raw latents.
+    `encode` and `decode` are inherited from AutoencoderKL and use raw latents.
     """
 
     config: AutoencoderKLFlux2Config
 
     def setup(self):
-        """The two halves, the 1x1 convolutions next to the latents, and the latents' statistics."""
+        """Creates encoder, decoder, the 1x1 convolutions next to the latents, and the latents' statistics."""
         config = self.config
         self.encoder = Encoder(config.encoder, self.dtype)
         self.decoder = Decoder(config.decoder, self.dtype)
@@ -130,15 +130,15 @@ class AutoencoderKLFlux2(AutoencoderKL):
         self.bn = LatentStatistics(channels, config.batch_norm_eps)
 
     def scale_latents(self, latents: Float[Array, "b h w c"]) -> Float[Array, "b h//2 w//2 4*c"]:
-        """Raw latents, of even sides, to the diffusion model's latents, of about unit variance."""
+        """Converts raw latents with even sides to the diffusion model's latents, of about unit variance."""
         return self.bn.norm(_patched(latents))
 
     def unscale_latents(self, latents: Float[Array, "b h w d"]) -> Float[Array, "b 2*h 2*w d//4"]:
-        """The diffusion model's latents to raw latents; the inverse of `scale_latents`."""
+        """Converts the diffusion model's latents to raw latents; the inverse of `scale_latents`."""
         return _unpatched(self.bn.undo(latents))
 
     def reconstruct(self, images: Float[Array, "b H W rgb"]) -> Float[Array, "b H W rgb"]:
-        """Images in [-1, 1] to images, through the means of their latents; for `init`, as it runs all modules."""
+        """Reconstructs images in [-1, 1] from the means of their latents; for `init`, because it runs all modules."""
         mean, _ = self.encode(images)
         return self.decode(self.unscale_latents(self.scale_latents(mean)))
 
@@ -146,14 +146,14 @@ class AutoencoderKLFlux2(AutoencoderKL):
 def decode_images(
     vae: AutoencoderKLFlux2, params: Any, latents: Float[Array, "b h w d"]
 ) -> Float[Array, "b H W 3"]:
-    """Images in [0, 1] from the latents that a transformer is trained on."""
+    """Decodes the transformer's latents to images in [0, 1]."""
     raw = vae.apply({"params": params}, latents, method="unscale_latents")
     images = vae.apply({"params": params}, raw, method="decode")
     return jnp.clip(images / 2 + 0.5, 0, 1)
 
 
 def _patched(latents: Float[Array, "b h w c"]) -> Float[Array, "b h//2 w//2 4*c"]:
-    """The four latents of a patch side by side, channel by channel."""
+    """Stacks the four latents of a patch along the channels, channel by channel."""
     b, h, w, c = latents.shape
     patches = latents.reshape(b, h // 2, 2, w // 2, 2, c)
     return jnp.einsum("bhpwqc->bhwcpq", patches).reshape(b, h // 2, w // 2, 4 * c)

@@ -26,7 +26,7 @@ LISTS: tuple[str, ...] = (
     "to_out",
 )
 
-# The logical axes of kernels, see `logical_axes`; its attention has one head, which is not split.
+# Logical axes of kernels (see `logical_axes`). Attention has one head, which is not sharded.
 AXES = ((".*", ("conv_in", "conv_out")),)
 EPSILON = 1e-6
 BOOKKEEPING = ("force_upcast", "latents_mean", "latents_std")
@@ -34,7 +34,7 @@ BOOKKEEPING = ("force_upcast", "latents_mean", "latents_std")
 
 @dataclasses.dataclass(frozen=True)
 class AutoencoderKLConfig:
-    """The fields of diffusers' config.json, with its defaults."""
+    """Fields of diffusers' config.json, with its defaults."""
 
     in_channels: int = 3
     out_channels: int = 3
@@ -74,10 +74,10 @@ class AutoencoderKLConfig:
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "AutoencoderKLConfig":
-        """The configuration in a diffusers config.json.
+        """Reads the configuration from a diffusers config.json.
 
         Raises:
-          ValueError: a field is unknown or has a value that this network does not support.
+          ValueError: a field is unknown or has an unsupported value.
         """
         for name in ("latents_mean", "latents_std"):
             if config.get(name) is not None:
@@ -89,23 +89,23 @@ class AutoencoderKLConfig:
 def scale_latents(
     config: AutoencoderKLConfig, latents: Float[Array, "*b h w c"]
 ) -> Float[Array, "*b h w c"]:
-    """Raw latents of the autoencoder to the diffusion model's latents, of about unit variance."""
+    """Converts raw latents to the diffusion model's latents, of about unit variance."""
     return (latents - (config.shift_factor or 0.0)) * config.scaling_factor
 
 
 def unscale_latents(
     config: AutoencoderKLConfig, latents: Float[Array, "*b h w c"]
 ) -> Float[Array, "*b h w c"]:
-    """The diffusion model's latents to raw latents of the autoencoder; the inverse of `scale_latents`."""
+    """Converts the diffusion model's latents to raw latents; the inverse of `scale_latents`."""
     return latents / config.scaling_factor + (config.shift_factor or 0.0)
 
 
 class GroupNorm(nn.Module):
-    """Group normalisation (Wu and He, arXiv 1803.08494) with float32 statistics.
+    """Group normalization (Wu and He, arXiv 1803.08494) with float32 statistics.
 
-    It replaces flax's, which on a CPU costs as much as a convolution, because it reduces over split
-    channels: this one averages the pixels first, then the few channels of a group. It takes two passes,
-    because E[x²] - E[x]² loses digits.
+    Replaces flax's, which on CPUs costs as much as a convolution, because it reduces over split channels. This one
+    averages the pixels first, then the few channels of a group. It takes two passes, because E[x²] - E[x]² loses
+    precision.
     """
 
     config: AutoencoderKLConfig
@@ -113,7 +113,7 @@ class GroupNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
-        """Activations with mean 0 and variance 1 in each group of channels, then scale and bias."""
+        """Normalizes each group of channels to mean 0 and variance 1, then applies scale and bias."""
         channels, groups = x.shape[-1], self.config.norm_num_groups
         scale = self.param("scale", nn.initializers.ones, (channels,))
         bias = self.param("bias", nn.initializers.zeros, (channels,))
@@ -141,7 +141,7 @@ class ResnetBlock2D(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w d"]:
-        """Activations to activations of `channels` channels."""
+        """Maps activations to `channels` channels."""
         y = nn.silu(GroupNorm(self.config, self.dtype, name="norm1")(x))
         y = _conv(self.channels, self.dtype, "conv1")(y)
         y = nn.silu(GroupNorm(self.config, self.dtype, name="norm2")(y))
@@ -152,14 +152,14 @@ class ResnetBlock2D(nn.Module):
 
 
 class Attention(nn.Module):
-    """Self-attention of all pixels, one head, with a residual connection."""
+    """Single-head self-attention over all pixels, with a residual connection."""
 
     config: AutoencoderKLConfig
     dtype: DTypeLike
 
     @nn.compact
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
-        """Activations to activations of the same shape."""
+        """Maps activations to activations of the same shape."""
         batch, height, width, channels = x.shape
         tokens = GroupNorm(self.config, self.dtype, name="group_norm")(x)
         tokens = tokens.reshape(batch, height * width, 1, channels)
@@ -178,7 +178,7 @@ class Downsample2D(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h2 w2 c"]:
-        """Pads by one at the right and bottom only, as in the training of the checkpoints."""
+        """Downsamples with padding of one at the right and bottom only, as in training of the checkpoints."""
         conv = nn.Conv(
             x.shape[-1], (3, 3), 2, padding=((0, 1), (0, 1)), dtype=self.dtype, name="conv"
         )
@@ -192,14 +192,14 @@ class Upsample2D(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b 2*h 2*w c"]:
-        """Nearest neighbour, then a convolution."""
+        """Upsamples by nearest neighbor, then applies a convolution."""
         b, h, w, c = x.shape
         x = jnp.broadcast_to(x[:, :, None, :, None], (b, h, 2, w, 2, c)).reshape(b, 2 * h, 2 * w, c)
         return _conv(c, self.dtype, "conv")(x)
 
 
 class DownEncoderBlock2D(nn.Module):
-    """The residual blocks of one level, then an optional downsampling."""
+    """Residual blocks of one level, then an optional downsampling."""
 
     config: AutoencoderKLConfig
     channels: int
@@ -208,14 +208,14 @@ class DownEncoderBlock2D(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h2 w2 d"]:
-        """Activations to activations of `channels` channels."""
+        """Maps activations to `channels` channels."""
         for i in range(self.config.layers_per_block):
             x = ResnetBlock2D(self.config, self.channels, self.dtype, name=f"resnets_{i}")(x)
         return Downsample2D(self.dtype, name="downsamplers_0")(x) if self.downsample else x
 
 
 class UpDecoderBlock2D(nn.Module):
-    """The residual blocks of one level, then an optional upsampling."""
+    """Residual blocks of one level, then an optional upsampling."""
 
     config: AutoencoderKLConfig
     channels: int
@@ -224,7 +224,7 @@ class UpDecoderBlock2D(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h2 w2 d"]:
-        """Activations to activations of `channels` channels."""
+        """Maps activations to `channels` channels."""
         for i in range(self.config.layers_per_block + 1):
             x = ResnetBlock2D(self.config, self.channels, self.dtype, name=f"resnets_{i}")(x)
         return Upsample2D(self.dtype, name="upsamplers_0")(x) if self.upsample else x
@@ -238,7 +238,7 @@ class UNetMidBlock2D(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
-        """Activations to activations of the same shape."""
+        """Maps activations to activations of the same shape."""
         x = ResnetBlock2D(self.config, x.shape[-1], self.dtype, name="resnets_0")(x)
         if self.config.mid_block_add_attention:
             x = Attention(self.config, self.dtype, name="attentions_0")(x)
@@ -246,14 +246,14 @@ class UNetMidBlock2D(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Images to the moments of the latents."""
+    """Encoder from images to the moments of latents."""
 
     config: AutoencoderKLConfig
     dtype: DTypeLike
 
     @nn.compact
     def __call__(self, x: Float[Array, "b H W c"]) -> Float[Array, "b h w d"]:
-        """Images in [-1, 1] to means and log variances, concatenated along the channels."""
+        """Maps images in [-1, 1] to means and log variances, concatenated along the channels."""
         channels = self.config.block_out_channels
         x = _conv(channels[0], self.dtype, "conv_in")(x)
         for i, width in enumerate(channels):
@@ -266,14 +266,14 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Latents to images."""
+    """Decoder from raw latents to images."""
 
     config: AutoencoderKLConfig
     dtype: DTypeLike
 
     @nn.compact
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b H W d"]:
-        """Raw latents to images in [-1, 1], not clipped."""
+        """Maps raw latents to images in [-1, 1], not clipped."""
         channels = self.config.block_out_channels[::-1]
         x = _conv(channels[0], self.dtype, "conv_in")(x)
         x = UNetMidBlock2D(self.config, self.dtype, name="mid_block")(x)
@@ -286,13 +286,13 @@ class Decoder(nn.Module):
 
 
 class AutoencoderKL(nn.Module):
-    """Images to latents and back; computes in `dtype`, returns float32."""
+    """Autoencoder of images; computes in `dtype`, returns float32."""
 
     config: AutoencoderKLConfig
     dtype: DTypeLike = jnp.float32
 
     def setup(self):
-        """The two halves, and the 1x1 convolutions next to the latents in older models."""
+        """Creates encoder and decoder, and the 1x1 convolutions next to the latents in older models."""
         channels = self.config.latent_channels
         self.encoder = Encoder(self.config, self.dtype)
         self.decoder = Decoder(self.config, self.dtype)
@@ -304,7 +304,7 @@ class AutoencoderKL(nn.Module):
     def encode(
         self, images: Float[Array, "b H W rgb"]
     ) -> tuple[Float[Array, "b h w c"], Float[Array, "b h w c"]]:
-        """Images in [-1, 1] to mean and log variance (clipped to [-30, 20]) of raw latents."""
+        """Encodes images in [-1, 1] to mean and log variance (clipped to [-30, 20]) of raw latents."""
         moments = self.encoder(images)
         if self.config.use_quant_conv:
             moments = self.quant_conv(moments)
@@ -312,20 +312,20 @@ class AutoencoderKL(nn.Module):
         return mean, jnp.clip(logvar, -30.0, 20.0)
 
     def decode(self, latents: Float[Array, "b h w c"]) -> Float[Array, "b H W rgb"]:
-        """Raw latents to images in [-1, 1], not clipped."""
+        """Decodes raw latents to images in [-1, 1], not clipped."""
         if self.config.use_post_quant_conv:
             latents = self.post_quant_conv(latents)
         return self.decoder(latents).astype(jnp.float32)
 
     def reconstruct(self, images: Float[Array, "b H W rgb"]) -> Float[Array, "b H W rgb"]:
-        """Images in [-1, 1] to images, through the means of their latents; for `init`, as it runs all modules."""
+        """Reconstructs images in [-1, 1] from the means of their latents; for `init`, because it runs all modules."""
         return self.decode(self.encode(images)[0])
 
 
 def decode_images(
     vae: AutoencoderKL, params: Any, latents: Float[Array, "b h w c"]
 ) -> Float[Array, "b H W 3"]:
-    """Images in [0, 1] from the latents that a transformer is trained on."""
+    """Decodes the transformer's latents to images in [0, 1]."""
     raw = unscale_latents(vae.config, latents)
     images = vae.apply({"params": params}, raw, method="decode")
     return jnp.clip(images / 2 + 0.5, 0, 1)
@@ -334,13 +334,13 @@ def decode_images(
 def encode_images(
     vae: AutoencoderKL, params: Any, images: Float[Array, "b H W 3"]
 ) -> Float[Array, "b h w c"]:
-    """The latents that a transformer is trained on, from images in [0, 1]: the means, without noise."""
+    """Encodes images in [0, 1] to the transformer's latents: the means, without noise."""
     mean, _ = vae.apply({"params": params}, images * 2 - 1, method="encode")
     return scale_latents(vae.config, mean)
 
 
 def inputs(config: Any) -> tuple[Float[Array, "1 H W 3"]]:
-    """A small image, for `init`."""
+    """Returns a small image for `init`."""
     side = 2 ** len(config.block_out_channels)
     return (jnp.zeros((1, side, side, 3)),)
 

@@ -1,8 +1,8 @@
-"""The autoencoder of Wan 2.1 and of Qwen-Image: clips to latents and back, channels last.
+"""Autoencoder of Wan 2.1 (arXiv 2503.20314) and Qwen-Image (arXiv 2508.02324): clips to latents and back.
 
-Wan (arXiv 2503.20314), Qwen-Image (arXiv 2508.02324), whose autoencoder is Wan's with another decoder's weights. An
-image is a clip of one frame. diffusers' AutoencoderKLWan and AutoencoderKLQwenImage are the same network with the
-same tensor names. Wan 2.2's autoencoder is another one.
+Channels are last. Qwen-Image's autoencoder is Wan's with different decoder weights. An image is a clip of one frame.
+diffusers' AutoencoderKLWan and AutoencoderKLQwenImage are the same network with the same tensor names. Wan 2.2's
+autoencoder is a different network.
 """
 
 import dataclasses
@@ -30,31 +30,31 @@ LISTS: tuple[str, ...] = (
     "resample",
 )
 
-# The logical axes of kernels, see `logical_axes`; scales of norms have none.
+# Logical axes of kernels (see `logical_axes`); scales of norms have none.
 AXES = ((r"norm", (None,)), (".*", ("conv_in", "conv_out")))
 
-# Those of Wan 2.1 and Qwen-Image.
+# Latent statistics of Wan 2.1 and Qwen-Image.
 MEAN = (-0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508)
 MEAN += (0.4134, -0.0715, 0.5517, -0.3632, -0.1922, -0.9497, 0.2503, -0.2921)
 STD = (2.8184, 1.4541, 2.3275, 2.6558, 1.2196, 1.7708, 2.6052, 2.0743)
 STD += (3.2687, 2.1526, 2.8652, 1.5579, 1.6382, 1.1253, 2.8251, 1.9160)
 
-# Fields of diffusers' config.json with the one value that this network has, and why.
+# Fields of diffusers' config.json that support a single value, and the reason.
 FIXED = {
     "is_residual": (False, "the autoencoder of Wan 2.2 is another network"),
     "patch_size": (None, "the autoencoder of Wan 2.2 is another network"),
     "attn_scales": ((), "attention is in the middle blocks only"),
 }
-# Dropout is for the training of the autoencoder.
+# Fields used only for training of the autoencoder.
 BOOKKEEPING = ("dropout",)
 
 
 @dataclasses.dataclass(frozen=True)
 class AutoencoderKLWanConfig:
-    """The fields of diffusers' config.json of both classes, with its defaults."""
+    """Fields of diffusers' config.json of both classes, with its defaults."""
 
     base_dim: int = 96
-    decoder_base_dim: int | None = None  # None: base_dim
+    decoder_base_dim: int | None = None  # None means base_dim
     z_dim: int = 16
     dim_mult: tuple[int, ...] = number((1, 2, 4, 4), 1, 1000)
     num_res_blocks: int = number(2, 1, 100)
@@ -63,7 +63,7 @@ class AutoencoderKLWanConfig:
     out_channels: int = 3
     latents_mean: tuple[float, ...] = number(MEAN, -1e6, 1e6)
     latents_std: tuple[float, ...] = number(STD, 1e-6, 1e6)
-    # What diffusers' pipelines compute sizes with; None: they take it from the network.
+    # Used by diffusers' pipelines to compute sizes. None means derived from the network.
     scale_factor_temporal: int | None = None
     scale_factor_spatial: int | None = None
 
@@ -91,10 +91,10 @@ class AutoencoderKLWanConfig:
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "AutoencoderKLWanConfig":
-        """The configuration in a diffusers config.json, of either class.
+        """Reads the configuration from a diffusers config.json of either class.
 
         Raises:
-          ValueError: a field is unknown or has a value that this network does not support.
+          ValueError: a field is unknown or has an unsupported value.
         """
         config = {name: value for name, value in config.items() if name not in BOOKKEEPING}
         for name, (only, reason) in FIXED.items():
@@ -109,45 +109,45 @@ class AutoencoderKLWanConfig:
 
     @property
     def side_factor(self) -> int:
-        """Pixels for each latent along height and width."""
+        """Pixels per latent along height and width."""
         return 2 ** len(self.temperal_downsample)
 
     @property
     def frames_factor(self) -> int:
-        """Frames for each frame of latents behind the first, which is one frame."""
+        """Frames per frame of latents after the first, which is one frame."""
         return 2 ** sum(self.temperal_downsample)
 
 
 def scale_latents(
     config: AutoencoderKLWanConfig, latents: Float[Array, "*b h w c"]
 ) -> Float[Array, "*b h w c"]:
-    """Raw latents of the autoencoder to the diffusion model's latents, of about unit variance."""
+    """Converts raw latents to the diffusion model's latents, of about unit variance."""
     return (latents - jnp.asarray(config.latents_mean)) / jnp.asarray(config.latents_std)
 
 
 def unscale_latents(
     config: AutoencoderKLWanConfig, latents: Float[Array, "*b h w c"]
 ) -> Float[Array, "*b h w c"]:
-    """The diffusion model's latents to raw latents of the autoencoder; the inverse of `scale_latents`."""
+    """Converts the diffusion model's latents to raw latents; the inverse of `scale_latents`."""
     return latents * jnp.asarray(config.latents_std) + jnp.asarray(config.latents_mean)
 
 
 def decode_images(
     vae: "AutoencoderKLWan", params: Any, latents: Float[Array, "b h w c"]
 ) -> Float[Array, "b 1 H W 3"]:
-    """Clips of one frame in [0, 1] from the latents that a transformer is trained on."""
+    """Decodes the transformer's latents to clips of one frame in [0, 1]."""
     raw = unscale_latents(vae.config, latents)[:, None]
     clips = vae.apply({"params": params}, raw, method="decode")
     return clips / 2 + 0.5
 
 
 class AutoencoderKLWan(nn.Module):
-    """Clips to latents and back, in float32."""
+    """Autoencoder of clips, in float32."""
 
     config: AutoencoderKLWanConfig
 
     def setup(self):
-        """The two halves, and the 1x1 convolutions next to the latents."""
+        """Creates encoder, decoder and the 1x1 convolutions next to the latents."""
         config = self.config
         channels = 2 * config.z_dim
         widths = [config.base_dim * factor for factor in config.dim_mult]
@@ -167,14 +167,14 @@ class AutoencoderKLWan(nn.Module):
     def encode(
         self, clips: Float[Array, "b T H W rgb"], at_once: int = 1
     ) -> tuple[Float[Array, "b t h w c"], Float[Array, "b t h w c"]]:
-        """Clips in [-1, 1] to mean and log variance (clipped to [-30, 20]) of raw latents.
+        """Encodes clips in [-1, 1] to mean and log variance (clipped to [-30, 20]) of raw latents.
 
         Args:
-          clips: 1 + n * `frames_factor` frames; sides are multiples of `side_factor`.
-          at_once: frames of latents that are computed together. More take more memory; the result is the same.
+          clips: Clips of 1 + n * `frames_factor` frames; sides are multiples of `side_factor`.
+          at_once: Frames of latents computed together. Affects memory, not results.
 
         Raises:
-          ValueError: a number of frames that has no latents.
+          ValueError: the number of frames is not 1 + n * `frames_factor`.
         """
         factor = self.config.frames_factor
         frames = clips.shape[1]
@@ -191,28 +191,28 @@ class AutoencoderKLWan(nn.Module):
     def decode(
         self, latents: Float[Array, "b t h w c"], at_once: int = 1
     ) -> Float[Array, "b T H W rgb"]:
-        """Raw latents to clips of 1 + (t - 1) * `frames_factor` frames, clipped to [-1, 1] as in diffusers.
+        """Decodes raw latents to clips of 1 + (t - 1) * `frames_factor` frames, clipped to [-1, 1] as in diffusers.
 
         Args:
-          latents: of one frame for an image.
-          at_once: frames of latents that are decoded together. More take more memory; the result is the same.
+          latents: Raw latents; one frame for an image.
+          at_once: Frames of latents decoded together. Affects memory, not results.
         """
         x = self.post_quant_conv(latents, FrameChunk())
         clips = _in_chunks(self.decoder, x, _first(x.shape[1], at_once), at_once)
         return jnp.clip(clips, -1.0, 1.0)
 
     def reconstruct(self, clips: Float[Array, "b T H W rgb"]) -> Float[Array, "b T H W rgb"]:
-        """Clips in [-1, 1] to clips, through the means of their latents; for `init`, as it runs all modules."""
+        """Reconstructs clips in [-1, 1] from the means of their latents; for `init`, because it runs all modules."""
         return self.decode(self.encode(clips)[0])
 
 
 def _first(frames: int, at_once: int) -> int:
-    """The frames of the first chunk, such that all later ones have `at_once` frames."""
+    """Returns the size of the first chunk, such that all later chunks have `at_once` frames."""
     return 1 + (frames - 1) % at_once
 
 
 def _in_chunks(network: nn.Module, x: Array, first: int, size: int) -> Float[Array, "b t h w c"]:
-    """The network's result for a clip, of which it sees the `first` frames and then `size` at a time."""
+    """Runs the network on a clip in chunks: `first` frames, then `size` at a time."""
     chunk = FrameChunk()
     y = network(x[:, :first], chunk)
     if x.shape[1] == first:
@@ -231,7 +231,7 @@ def _in_chunks(network: nn.Module, x: Array, first: int, size: int) -> Float[Arr
 
 
 def inputs(config: AutoencoderKLWanConfig) -> tuple[Float[Array, "1 1 H W c"]]:
-    """A small clip of one frame, for `init`."""
+    """Returns a small clip of one frame for `init`."""
     return (jnp.zeros((1, 1, config.side_factor, config.side_factor, config.in_channels)),)
 
 

@@ -1,7 +1,7 @@
-"""The encoder and the decoder of Wan 2.1's autoencoder: causal convolutions over clips, channels last.
+"""Encoder and decoder of Wan 2.1's autoencoder: causal convolutions over clips, channels last.
 
-A convolution of frames reads a frame and those before it, so that a clip can be processed in chunks, each with the
-last frames of the chunk before: see `FrameChunk`. Names follow diffusers' AutoencoderKLWan.
+A causal convolution reads a frame and earlier frames, so a clip can be processed in chunks, each with the last frames
+of the previous chunk (see `FrameChunk`). Names follow diffusers' AutoencoderKLWan.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,23 +14,22 @@ from jaxtyping import Array, Float
 from digen_jax.attention.attend import attend
 
 Clip = Float[Array, "b t h w c"]
-# That of torch's F.normalize, squared: norms below 1e-12 count as 1e-12.
+# Square of the epsilon of torch's F.normalize: norms below 1e-12 count as 1e-12.
 SMALLEST = 1e-24
 
 
 class FrameChunk:
-    """Frames of a clip that are processed together, with what its causal convolutions read of earlier frames.
+    """Chunk of a clip's frames, with the earlier frames that causal convolutions read (diffusers' `feat_cache`).
 
-    diffusers' `feat_cache`. The convolutions take and keep frames in the order in which they run. It lives in one
-    trace.
+    The convolutions read and store frames in execution order. A chunk must not outlive its trace.
 
     Attributes:
-      begins: the clip begins with this chunk.
-      kept: for each causal convolution so far the last frames of its input, which the next chunk reads.
+      begins: Whether the clip starts with this chunk.
+      kept: Last input frames of each causal convolution so far, which the next chunk reads.
     """
 
     def __init__(self, past: Sequence[Array] | None = None):
-        """`past` is what the chunk before has kept; None: there is none."""
+        """Takes `kept` of the previous chunk. None means that there is no previous chunk."""
         self.begins = past is None
         self.kept: list[Array] = []
         self._past = iter(past or ())
@@ -38,9 +37,9 @@ class FrameChunk:
     def behind_past(
         self, x: Clip, frames: int, start: Float[Array, "b p h w c"] | None = None
     ) -> Float[Array, "b q h w c"]:
-        """The convolution's input behind the `frames` frames before it.
+        """Prepends the `frames` frames that precede the convolution's input.
 
-        Those are `start` where the clip begins, or zeros.
+        At the start of a clip these are `start`, or zeros.
         """
         if not self.begins:
             start = next(self._past)
@@ -52,12 +51,12 @@ class FrameChunk:
 
 
 class CausalConv3d(nn.Module):
-    """A convolution whose window ends at the frame that it computes.
+    """Convolution whose window ends at the output frame.
 
     Attributes:
-      channels: of the result.
-      window: frames, height, width.
-      stride: between frames.
+      channels: Output channels.
+      window: Frames, height, width.
+      stride: Stride over frames.
     """
 
     channels: int
@@ -68,9 +67,9 @@ class CausalConv3d(nn.Module):
     def __call__(
         self, x: Clip, chunk: FrameChunk, start: Float[Array, "b p h w c"] | None = None
     ) -> Float[Array, "b t2 h w d"]:
-        """Height and width stay; before a clip's first frame are `start`, `window - stride` frames, or zeros."""
+        """Keeps height and width. A clip is preceded by `start`, of `window - stride` frames, or by zeros."""
         shape = (*self.window, x.shape[-1], self.channels)
-        # Frozen parameters may be kept in bfloat16.
+        # Frozen parameters may be stored in bfloat16.
         kernel = self.param("kernel", nn.initializers.lecun_normal(), shape).astype(x.dtype)
         bias = self.param("bias", nn.initializers.zeros, (self.channels,))
         alone = chunk.begins and start is None and x.shape[1] == 1
@@ -105,17 +104,17 @@ def _conv_of_frames(
 
 
 class RMSNorm(nn.Module):
-    """A pixel's channels divided by their root mean square (arXiv 1910.07467), then scaled.
+    """RMS norm of each pixel's channels (arXiv 1910.07467), with a scale.
 
     Attributes:
-      dims: trailing dimensions of size 1 of the scale in the file.
+      dims: Trailing dimensions of size 1 of the scale in the file.
     """
 
     dims: int = 3
 
     @nn.compact
     def __call__(self, x: Clip) -> Clip:
-        """Activations of mean square 1 in each pixel, times gamma; zeros stay zeros."""
+        """Normalizes each pixel to mean square 1, times gamma; zeros stay zeros."""
         channels = x.shape[-1]
         gamma = self.param("gamma", nn.initializers.ones, (channels, *(1,) * self.dims))
         squares = jnp.sum(jnp.square(x), axis=-1, keepdims=True)
@@ -129,7 +128,7 @@ class ResidualBlock(nn.Module):
 
     @nn.compact
     def __call__(self, x: Clip, chunk: FrameChunk) -> Float[Array, "b t h w d"]:
-        """Activations to activations of `channels` channels."""
+        """Maps activations to `channels` channels."""
         y = nn.silu(RMSNorm(name="norm1")(x))
         y = CausalConv3d(self.channels, name="conv1")(y, chunk)
         y = nn.silu(RMSNorm(name="norm2")(y))
@@ -140,11 +139,11 @@ class ResidualBlock(nn.Module):
 
 
 class AttentionBlock(nn.Module):
-    """Self-attention of a frame's pixels, one head, with a residual connection."""
+    """Single-head self-attention over a frame's pixels, with a residual connection."""
 
     @nn.compact
     def __call__(self, x: Clip) -> Clip:
-        """Activations to activations of the same shape."""
+        """Maps activations to activations of the same shape."""
         b, t, h, w, c = x.shape
         qkv = nn.Conv(3 * c, (1, 1), name="to_qkv")(RMSNorm(2, name="norm")(x))
         y = attend(*jnp.split(qkv.reshape(b * t, h * w, 1, 3 * c), 3, axis=-1))
@@ -154,7 +153,7 @@ class AttentionBlock(nn.Module):
 def _after_first(
     x: Clip, chunk: FrameChunk, resample: Callable[[Array, Array | None], Array]
 ) -> Array:
-    """`resample(frames, first)` of all frames but a clip's first, which stays as it is."""
+    """Applies `resample(frames, first)` to all frames except a clip's first, which is unchanged."""
     if not chunk.begins:
         return resample(x, None)
     first = x[:, :1]
@@ -162,13 +161,13 @@ def _after_first(
 
 
 class Downsample(nn.Module):
-    """Halves height and width, and with `frames` a clip of 1 + 2 n frames to 1 + n."""
+    """Halves height and width, and with `frames` maps clips of 1 + 2 n frames to 1 + n."""
 
     frames: bool
 
     @nn.compact
     def __call__(self, x: Clip, chunk: FrameChunk) -> Float[Array, "b t2 h2 w2 c"]:
-        """Pads by one at the right and bottom only; a later chunk has an even number of frames."""
+        """Downsamples with padding of one at the right and bottom only; later chunks have an even number of frames."""
         c = x.shape[-1]
         x = nn.Conv(c, (3, 3), 2, padding=((0, 1), (0, 1)), name="resample_1")(x)
         if not self.frames:
@@ -178,13 +177,13 @@ class Downsample(nn.Module):
 
 
 class Upsample(nn.Module):
-    """Doubles height and width, halves the channels, and with `frames` makes 1 + 2 n frames of 1 + n."""
+    """Doubles height and width, halves the channels, and with `frames` maps clips of 1 + n frames to 1 + 2 n."""
 
     frames: bool
 
     @nn.compact
     def __call__(self, x: Clip, chunk: FrameChunk) -> Float[Array, "b t2 2*h 2*w c2"]:
-        """Two frames from the channels of a convolution; then the nearest neighbour and a convolution."""
+        """Upsamples frames from a convolution's channels, then pixels by nearest neighbor and a convolution."""
         if self.frames:
             conv = CausalConv3d(2 * x.shape[-1], (3, 1, 1), name="time_conv")
             # Before the second frame this convolution reads zeros, not the first frame.
@@ -197,7 +196,7 @@ class Upsample(nn.Module):
 
 
 def _two_frames(x: Float[Array, "b t h w d"]) -> Float[Array, "b 2*t h w d//2"]:
-    """The first half of the channels is the earlier of two frames."""
+    """Splits channels into two frames; the first half is the earlier frame."""
     b, t, h, w, d = x.shape
     pairs = jnp.einsum("bthwsc->btshwc", x.reshape(b, t, h, w, 2, d // 2))
     return pairs.reshape(b, 2 * t, h, w, d // 2)
@@ -208,19 +207,19 @@ class MidBlock(nn.Module):
 
     @nn.compact
     def __call__(self, x: Clip, chunk: FrameChunk) -> Clip:
-        """Activations to activations of the same shape."""
+        """Maps activations to activations of the same shape."""
         x = ResidualBlock(x.shape[-1], name="resnets_0")(x, chunk)
         x = AttentionBlock(name="attentions_0")(x)
         return ResidualBlock(x.shape[-1], name="resnets_1")(x, chunk)
 
 
 class UpBlock(nn.Module):
-    """The residual blocks of one level, then an upsampling except at the last level.
+    """Residual blocks of one level, then an upsampling except at the last level.
 
     Attributes:
-      channels: of the blocks.
-      blocks: number of residual blocks.
-      frames: whether the upsampling is of frames, too; None: there is none.
+      channels: Channels of the blocks.
+      blocks: Number of residual blocks.
+      frames: Whether frames are upsampled, too. None means no upsampling.
     """
 
     channels: int
@@ -229,20 +228,20 @@ class UpBlock(nn.Module):
 
     @nn.compact
     def __call__(self, x: Clip, chunk: FrameChunk) -> Float[Array, "b t2 h2 w2 d"]:
-        """Activations to activations, with half of `channels` channels behind an upsampling."""
+        """Maps activations to `channels` channels, or half of them after an upsampling."""
         for i in range(self.blocks):
             x = ResidualBlock(self.channels, name=f"resnets_{i}")(x, chunk)
         return x if self.frames is None else Upsample(self.frames, name="upsamplers_0")(x, chunk)
 
 
 class Encoder3d(nn.Module):
-    """Clips to the moments of their latents.
+    """Encoder from clips to the moments of latents.
 
     Attributes:
-      widths: channels of each level.
-      blocks: residual blocks of each level.
-      downsample: for all levels but the last, whether frames are halved behind it, too.
-      channels: of the result.
+      widths: Channels of each level.
+      blocks: Residual blocks per level.
+      downsample: Whether each level but the last also halves frames.
+      channels: Output channels.
     """
 
     widths: tuple[int, ...]
@@ -252,7 +251,7 @@ class Encoder3d(nn.Module):
 
     @nn.compact
     def __call__(self, x: Clip, chunk: FrameChunk) -> Float[Array, "b t2 h2 w2 d"]:
-        """Frames in [-1, 1] to means and log variances side by side, before the convolution next to the latents."""
+        """Maps frames in [-1, 1] to concatenated means and log variances, before `quant_conv`."""
         x = CausalConv3d(self.widths[0], name="conv_in")(x, chunk)
         layers = 0
         for level, width in enumerate(self.widths):
@@ -268,13 +267,13 @@ class Encoder3d(nn.Module):
 
 
 class Decoder3d(nn.Module):
-    """Latents to clips.
+    """Decoder from latents to clips.
 
     Attributes:
-      widths: channels of each level, the lowest resolution first.
-      blocks: residual blocks of each level.
-      upsample: for all levels but the last, whether frames are doubled behind it, too.
-      channels: of the result.
+      widths: Channels of each level, lowest resolution first.
+      blocks: Residual blocks per level.
+      upsample: Whether each level but the last also doubles frames.
+      channels: Output channels.
     """
 
     widths: tuple[int, ...]
@@ -284,7 +283,7 @@ class Decoder3d(nn.Module):
 
     @nn.compact
     def __call__(self, x: Clip, chunk: FrameChunk) -> Float[Array, "b t2 h2 w2 d"]:
-        """What the convolution next to the latents returns, to frames in [-1, 1], not clipped."""
+        """Maps the output of `post_quant_conv` to frames in [-1, 1], not clipped."""
         x = CausalConv3d(self.widths[0], name="conv_in")(x, chunk)
         x = MidBlock(name="mid_block")(x, chunk)
         for level, (width, frames) in enumerate(
