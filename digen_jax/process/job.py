@@ -369,7 +369,7 @@ def size() -> int:
 
 
 def is_first() -> bool:
-    """Whether this process is the first of them."""
+    """Returns whether this process is the first of them."""
     return distributed.global_state.process_id == _first
 
 
@@ -379,7 +379,7 @@ def members() -> list[int] | None:
 
 
 def several() -> bool:
-    """Whether this run has more than one process."""
+    """Returns whether this run has more than one process."""
     return size() > 1
 
 

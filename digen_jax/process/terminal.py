@@ -87,7 +87,7 @@ def keep_writable() -> None:
 
 
 def has_reader() -> bool:
-    """Whether standard output may have a reader; see `keep_writable`."""
+    """Returns whether standard output may have a reader; see `keep_writable`."""
     return not sys.stdout.buffer.raw.unread
 
 

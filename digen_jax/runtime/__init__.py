@@ -1,1 +1,1 @@
-"""Executes the scheduler's commands: driver, worker threads, executors, weight sync, scoring, resuming."""
+"""Executes the scheduler's commands: driver, worker threads, executors, weight sync, scoring, checkpoints."""

@@ -1,4 +1,4 @@
-"""Transfer of arrays between meshes: a worker makes them available under a key, others get them; weights by version."""
+"""Array transfer between meshes: a worker offers a pytree under a key, others get it. Weights are keyed by version."""
 
 import dataclasses
 import re
@@ -15,10 +15,10 @@ from digen_jax.runtime.clock import paused
 from digen_jax.scheduling.commands import Chunk, WeightsVersion
 
 Tree = Any
-Shardings = Callable[[Tree], Tree]  # of a tree: the sharding of each of its arrays
+Shardings = Callable[[Tree], Tree]  # maps a tree to the sharding of each of its arrays
 # Maximum seconds to detect a disconnected process; a broken connection is usually noticed sooner.
 DISCONNECT_TIMEOUT = 2.0
-# Start of XLA's errors when a program of several processes cannot continue.
+# Prefix of XLA's errors when a multi-process program cannot continue.
 STATUS = re.compile(
     "(ABORTED|CANCELLED|DATA_LOSS|DEADLINE_EXCEEDED|INTERNAL|UNAVAILABLE|UNKNOWN): "
 )
@@ -27,7 +27,7 @@ BROKEN = re.compile("UNAVAILABLE|Connection (reset|closed|refused)|Socket closed
 
 @dataclasses.dataclass(frozen=True)
 class SamplesKey:
-    """A chunk's samples for training, on a worker that has them."""
+    """Key of a chunk's training samples on a worker."""
 
     worker: str
     chunk: Chunk
@@ -35,7 +35,7 @@ class SamplesKey:
 
 @dataclasses.dataclass(frozen=True)
 class ConditioningKey:
-    """A step's encoded prompts, on a worker that has them."""
+    """Key of a step's encoded prompts on a worker."""
 
     worker: str
     step: int
@@ -43,21 +43,21 @@ class ConditioningKey:
 
 @dataclasses.dataclass(frozen=True)
 class ExactWeightsKey:
-    """The weights of a version in the trainer's own type, for other training workers."""
+    """Key of a version's weights in the trainer's dtype, for other training workers."""
 
     weights_version: WeightsVersion
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainedWeightsKey:
-    """(the parameters that are trained, the slow copy or None), until the next update."""
+    """Key of (trained parameters, `TrainState.copy` or None), offered until the next update."""
 
     weights_version: WeightsVersion
 
 
 @dataclasses.dataclass(frozen=True)
 class SumsKey:
-    """A training worker's sums of an update, possibly with those of others added."""
+    """Key of a training worker's gradient sums, possibly reduced with those of others."""
 
     worker: str
 
@@ -66,15 +66,15 @@ Key = WeightsVersion | ExactWeightsKey | TrainedWeightsKey | SamplesKey | Condit
 
 
 class TransferError(RuntimeError):
-    """Arrays did not arrive from another process; the command may be repeated."""
+    """Raised if arrays did not arrive from another process; the command can be retried."""
 
 
 class MissingSums(RuntimeError):
-    """An update lacks the sums of a worker that disconnected; the argument is its name."""
+    """Raised if an update lacks the sums of a disconnected worker; the argument is its name."""
 
 
 def may_be_disconnect(error: BaseException) -> bool:
-    """Whether work may have failed because another process that takes part in it disconnected.
+    """Returns whether work may have failed because another participating process disconnected.
 
     A collective that fails while NumPy reads its result raises a ValueError with XLA's status (jaxlib 0.10.2).
     """
@@ -83,36 +83,36 @@ def may_be_disconnect(error: BaseException) -> bool:
 
 
 def is_connection_error(error: BaseException) -> bool:
-    """Whether work failed because a connection to another process broke."""
+    """Returns whether work failed because of a broken connection to another process."""
     return may_be_disconnect(error) and BROKEN.search(str(error)) is not None
 
 
 class ArrayTransfer:
-    """Moves trees of arrays between meshes of one process: copies them between devices, or returns them as they are.
+    """Moves pytrees of arrays between meshes of one process. Copies only if devices or shardings differ.
 
-    `distributed.transfer` has subclasses for workers in other processes. Any thread may call.
+    `distributed.transfer` has subclasses for workers in other processes. Thread-safe.
     """
 
     def __init__(self):
         self._trees: dict[Key, Tree] = {}
-        self._reads: list[tuple[Key, str]] = []  # in progress: (key, receiver)
+        self._reads: list[tuple[Key, str]] = []  # (key, receiver) of transfers in progress
         self._unsafe: set[Key] = set()  # keys whose arrays a removed worker may still read
         self._changed = threading.Condition()
 
     def put(self, key: Key, tree: Tree) -> None:
         """Makes a tree available to receivers."""
         for leaf in jax.tree.leaves(tree):
-            # JAX (0.10.2) lists the shards at their first use, and lists each twice for two threads at the same time.
-            # Of an array with parts in other processes only copies are sent.
+            # JAX (0.10.2) lists the shards on first use, and lists each twice if two threads race.
+            # Arrays that other processes hold shards of are sent as copies.
             if isinstance(leaf, jax.Array) and leaf.is_fully_addressable:
                 _ = leaf.addressable_shards
         with self._changed:
             self._trees[key] = tree
 
     def get(self, key: Key, shardings: Shardings, receiver: str) -> Tree | None:
-        """Returns the tree on the receiver's devices, or None if it is not available any more.
+        """Returns the tree with the given shardings, or None if it is no longer available.
 
-        If the tree already has these shardings, it is returned itself.
+        Returns the stored arrays if they already have these shardings.
         """
         tree = self.start_read(key, receiver)
         if tree is None:
@@ -123,29 +123,29 @@ class ArrayTransfer:
             self.end_read(key, receiver)
 
     def start_read(self, key: Key, receiver: str) -> Tree | None:
-        """Returns the tree itself, or None; `drain` then waits until `end_read` is called."""
+        """Returns the stored tree, or None. `drain` blocks until `end_read` is called."""
         with self._changed:
             if key in self._trees:
                 self._reads.append((key, receiver))
             return self._trees.get(key)
 
     def end_read(self, key: Key, receiver: str) -> None:
-        """Ends what `start_read` started."""
+        """Ends a read started by `start_read`."""
         with self._changed:
-            if (key, receiver) in self._reads:  # otherwise the receiver was dropped
+            if (key, receiver) in self._reads:  # else the receiver was dropped
                 self._reads.remove((key, receiver))
             self._changed.notify_all()
 
     def delete(self, key: Key) -> None:
-        """Makes a tree unavailable; a transfer in progress is completed."""
+        """Makes a tree unavailable. Transfers in progress complete."""
         with self._changed:
             self._trees.pop(key, None)
 
     def drain(self, key: Key) -> bool:
-        """Makes a tree unavailable, and waits for the transfers in progress.
+        """Makes a tree unavailable, and waits for transfers in progress.
 
         Returns:
-          Whether its arrays may be overwritten; not if a receiver was dropped during its transfer.
+          Whether its arrays may be overwritten. False if a receiver was dropped during its transfer.
         """
         with self._changed:
             self._trees.pop(key, None)
@@ -153,7 +153,7 @@ class ArrayTransfer:
             return key not in self._unsafe
 
     def end_step(self, step: int) -> None:
-        """Deletes the samples of a step that has ended, and of those before it."""
+        """Deletes the samples of an ended step and of all earlier ones."""
         for key in list(self._trees):
             if isinstance(key, SamplesKey) and key.chunk.step <= step:
                 self.delete(key)
@@ -162,7 +162,7 @@ class ArrayTransfer:
         """Deletes a worker's trees; `drain` no longer waits for its transfers."""
         with self._changed:
             self._unsafe |= {key for key, receiver in self._reads if receiver == worker}
-            # Other workers generate its chunks again.
+            # Its chunks are reassigned.
             for key in [key for key in self._trees if getattr(key, "worker", None) == worker]:
                 del self._trees[key]
             self._reads = [read for read in self._reads if read[1] != worker]
@@ -170,22 +170,22 @@ class ArrayTransfer:
 
 
 class SyncedWeights:
-    """Weights versions that may still be needed, on the trainer's mesh; available to the workers.
+    """Weights versions that may still be needed, stored on the trainer's mesh and offered to workers. Thread-safe.
 
-    The newest ones may be the trainer's own arrays. Any thread may call.
+    The newest ones may alias the trainer's state.
 
     Args:
-      transfer: Makes them available.
-      keep: Whether an update consumes a copy of them, because chunks may still refer to them. Otherwise they are
-        available until the update.
-      dtype: Type in which workers get them. None means unchanged.
-      exact: Whether they are also available unchanged.
+      transfer: Offers the weights.
+      keep: Whether weights outlive the next update, because chunks may still need them. If so, the update consumes a
+        copy.
+      dtype: Dtype in which workers get them. None means unchanged.
+      exact: Whether to also offer them unchanged.
     """
 
     def __init__(self, transfer: ArrayTransfer, keep: bool, dtype: Any = None, exact: bool = False):
         self._transfer, self._keep, self._dtype, self._exact = transfer, keep, dtype, exact
         self._trees: dict[WeightsVersion, Tree] = {}
-        # The field of the trainer's state that has the arrays of a version.
+        # By version: the field of the trainer's state with the same arrays.
         self._fields: dict[WeightsVersion, str] = {}
         self._lock = threading.Lock()
 
@@ -196,12 +196,12 @@ class SyncedWeights:
         return weights_version in self._trees
 
     def add(self, weights_version: WeightsVersion, tree: Tree, field: str | None = None) -> None:
-        """Makes weights available. `field` of the trainer's state has the same arrays, which an update consumes."""
+        """Offers weights. `field` names the field of the trainer's state that shares their arrays."""
         with self._lock:
             self._trees[weights_version] = tree
             if field is not None:
                 self._fields[weights_version] = field
-        # Rounded once, before any transfer.
+        # Cast once, before any transfer.
         self._transfer.put(
             weights_version, tree if self._dtype is None else cast(tree, self._dtype)
         )
@@ -217,7 +217,7 @@ class SyncedWeights:
             self._transfer.delete(key)
 
     def to_consume(self, state: TrainState) -> TrainState:
-        """Returns a state that an update may consume, with copies of arrays that must outlive it."""
+        """Returns a state that an update may consume, with copies of the arrays that must outlive it."""
         with self._lock:
             fields, self._fields = self._fields, {}
         copied = {field for version, field in fields.items() if self._outlives_update(version)}
@@ -229,10 +229,10 @@ class SyncedWeights:
         return [weights_version, *exact]
 
     def _outlives_update(self, weights_version: WeightsVersion) -> bool:
-        """Whether a version's arrays must outlive an update; if not, they are deleted."""
+        """Returns whether a version's arrays must outlive an update. Deletes them if not."""
         if self._keep:
             return True
-        with paused():  # the trainer's deadline: a receiver has its own
+        with paused():  # not part of the trainer's deadline: a receiver has its own
             free = all([self._transfer.drain(key) for key in self._keys(weights_version)])
         with self._lock:
             self._trees.pop(weights_version, None)

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: the state after some steps, saved and restored in every process."""
+"""Training checkpoints, saved and restored collectively by all processes."""
 
 import contextlib
 import pathlib
@@ -26,31 +26,31 @@ from digen_jax.rewards.errors import RewardError
 
 
 class InFlight(NamedTuple):
-    """The work in flight at a step's end, which a checkpoint has in addition to the trainer's state."""
+    """Work in flight at the end of a step, saved in addition to the trainer's state."""
 
     scheduler: dict[str, Any]  # Scheduler.save()
-    kept: dict[int, Any]  # version: tuned parameters that started chunks need, except the newest
-    layout: str = ""  # config.layout of the process that saved it, in which the costs were measured
+    kept: dict[int, Any]  # by version (not the newest): weights that started chunks need
+    layout: str = ""  # config.layout in which the costs were measured
 
 
 class TrainCheckpoint(NamedTuple):
-    """The state of a run after `done` steps."""
+    """State of a run after `done` steps."""
 
     done: int
     state: TrainState
-    in_flight: InFlight | None  # work in flight; None before the first step
-    host: dict[str, Any]  # other content of a checkpoint: places in the prompts and in the metrics
+    in_flight: InFlight | None  # None before the first step
+    host: dict[str, Any]  # positions in the prompts and in the metrics
 
     def is_intact(self) -> bool:
-        """Whether its arrays still exist: an update consumes them."""
+        """Returns whether no update has consumed its arrays."""
         return not any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state))
 
 
 class CheckpointStore(Checkpointer):
-    """Saves and restores the checkpoints of a run. In a run of several processes all save and read together.
+    """Saves and restores the checkpoints of a run. `store` and `newest` are collective calls of all processes.
 
     Raises:
-      ConfigError: There are checkpoints, and none is complete.
+      ConfigError: Checkpoints exist, but none is complete.
     """
 
     def __init__(self, workdir: pathlib.Path, config: TrainConfig):
@@ -58,7 +58,7 @@ class CheckpointStore(Checkpointer):
         self._seed, self._layout = config.seed, config.layout
 
     def newest(self, state: TrainState) -> TrainCheckpoint | None:
-        """The newest checkpoint, laid out as `state` (the one before the first step); None if there is none."""
+        """Returns the newest checkpoint with the shapes and shardings of `state` (the initial state), or None."""
         host = self.latest_host()
         if host is None:
             return None
@@ -73,13 +73,13 @@ class CheckpointStore(Checkpointer):
         return TrainCheckpoint(found.step, state, in_flight, found.host)
 
     def store(self, checkpoint: TrainCheckpoint) -> None:
-        """Saves a checkpoint, unless it exists; the host's part is the first process's."""
+        """Saves a checkpoint, unless it exists. Host data is that of the coordinator."""
         scheduler, kept, _ = checkpoint.in_flight or (None, {}, "")
         own = {"scheduler": scheduler, "kept": sorted(kept), "layout": self._layout}
         self.save(checkpoint.done, self._arrays(checkpoint.state, kept), checkpoint.host | own)
 
     def reserve(self, state: TrainState) -> None:
-        """Reserves the space of a checkpoint; raises SaveFailed if there is none."""
+        """Reserves disk space for a checkpoint. Raises SaveFailed if the disk is full."""
         self.reserve_space(self._arrays(state, {}))
 
     def _arrays(self, state: TrainState, kept: dict[int, Any]) -> dict[str, Any]:
@@ -93,7 +93,7 @@ class CheckpointStore(Checkpointer):
 
 @contextlib.contextmanager
 def finishing(checkpoints: CheckpointStore) -> Iterator[None]:
-    """Waits for the last checkpoint on exit; adds to an error of the disk or of a reward how to continue.
+    """Waits for the last checkpoint on exit; adds advice on how to continue to a SaveFailed or a RewardError.
 
     The block's own exception takes precedence over a save failure.
     """
@@ -117,12 +117,12 @@ def finishing(checkpoints: CheckpointStore) -> Iterator[None]:
 def divergence_reported(
     checkpoint: TrainCheckpoint, checkpoints: CheckpointStore, config: TrainConfig
 ) -> Iterator[None]:
-    """Raises ConfigError with advice if a value in the step after a checkpoint became infinite or NaN."""
+    """Converts a DivergedError in the step after a checkpoint to a ConfigError with advice."""
     try:
         yield
     except DivergedError as error:
         done, trainer = checkpoint.done, config.trainer
-        # At the end of the run this state is saved, if an update has not consumed it.
+        # This state is saved on exit unless an update has consumed it.
         saved = [done] if checkpoint.is_intact() else checkpoints.steps()[-1:]
         newest = f"the newest checkpoint is of step {saved[0]}" if saved else "nothing is saved"
         raise ConfigError(
@@ -133,7 +133,7 @@ def divergence_reported(
 
 
 def check_steps(workdir: pathlib.Path, steps: int) -> None:
-    """Raises ConfigError if the run in a workdir has done more steps than its config wants."""
+    """Raises ConfigError if a workdir's run has already done more than `steps` steps."""
     done = steps_done(workdir / "checkpoints")
     if done > steps:
         raise ConfigError(
@@ -142,10 +142,10 @@ def check_steps(workdir: pathlib.Path, steps: int) -> None:
 
 
 def check_records(workdir: pathlib.Path) -> None:
-    """Checks before anything slow that the files of a run can be continued.
+    """Checks that the files of a run can be continued, before any slow work.
 
     Raises:
-      ConfigError: A file is damaged, or the checkpoints were deleted, without which the run would start at step 0.
+      ConfigError: A file is corrupt, or the checkpoints were deleted.
     """
     metrics, folder = workdir / "metrics.jsonl", workdir / "checkpoints"
     lines = read_metrics(metrics) if metrics.exists() else []

@@ -1,4 +1,4 @@
-"""Times work in threads, without compilation and pauses, and detects work that exceeds its deadline."""
+"""Per-thread timers that exclude compilation and pauses, and a watchdog for work that exceeds its deadline."""
 
 import contextlib
 import dataclasses
@@ -14,7 +14,7 @@ from digen_jax.scheduling.settings import Deadline
 
 COMPILING = "/jax/core/compile"
 LOWERED = f"{COMPILING}/jaxpr_to_mlir_module_duration"  # the compiler runs next
-CHECKS = 20  # within a deadline, at most a second apart
+CHECKS = 20  # per deadline, at least one per second
 
 Parts = Sequence[tuple[str, float, float]]  # (kind, start, end)
 
@@ -29,43 +29,43 @@ class Stopwatch:
     """Times a block of work.
 
     Attributes:
-      seconds: Seconds of work, after the block; `elapsed` has them inside it, for any thread.
-      parts: (kind, start, end) of the blocks of `part` in it, by `time.perf_counter`.
+      seconds: Seconds of work, set on exit. Before that, any thread can read `elapsed`.
+      parts: (kind, start, end) of each nested `part` block, by `time.perf_counter`.
     """
 
     def __init__(self):
         self.seconds = 0.0
         self.parts: list[tuple[str, float, float]] = []
         self._start = time.perf_counter()
-        self._uncounted: list[tuple[float, float]] = []  # spans, which may be nested
-        self._paused: float | None = None  # start of a pause in progress
-        self._remote: Callable[[], float] | None = None  # seconds of work in another process in it
+        self._uncounted: list[tuple[float, float]] = []  # (start, end), possibly nested
+        self._paused: float | None = None  # start of the current pause
+        self._remote: Callable[[], float] | None = None  # seconds of remote work during that pause
 
     def elapsed(self) -> float:
-        """Returns the seconds of work up to now."""
+        """Returns the seconds of work so far."""
         paused, remote, now = self._paused, self._remote, time.perf_counter()
         spans = [*self._uncounted, *([(paused, now)] if paused is not None else [])]
         here = max(0.0, now - self._start - _length(spans, self._start))
         return here if remote is None else here + remote()
 
     def parts_ago(self) -> tuple[tuple[str, float, float], ...]:
-        """Returns the parts, in seconds before now."""
+        """Returns (kind, start, end) of each part, in seconds ago."""
         now = time.perf_counter()
         return tuple((kind, now - start, now - end) for kind, start, end in self.parts)
 
     def pause(self, remote: Callable[[], float] | None = None) -> None:
-        """Stops the measurement; `remote` returns seconds of work in another process that count instead."""
+        """Pauses the timer; `remote` returns seconds of work in another process to count instead."""
         self._paused, self._remote = time.perf_counter(), remote
 
     def resume(self, uncounted: float = 0.0) -> None:
-        """Continues the measurement, without the last `uncounted` seconds."""
+        """Resumes the timer, excluding the last `uncounted` seconds."""
         now = time.perf_counter()
         self._paused = self._remote = None
         self._uncounted.append((now - uncounted, now))
 
 
 def _length(spans: list[tuple[float, float]], start: float) -> float:
-    """Returns the length of the union of spans after `start`; tracing and compiling are nested."""
+    """Returns the length of the union of spans after `start`; tracing and compilation spans can be nested."""
     total, reached = 0.0, start
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))
@@ -75,7 +75,7 @@ def _length(spans: list[tuple[float, float]], start: float) -> float:
 
 @contextlib.contextmanager
 def measured() -> Iterator[Stopwatch]:
-    """Measures a block in this thread, without its pauses and the tracing and compilation in it."""
+    """Times a block in this thread, excluding pauses, tracing and compilation."""
     outer, watch = _current(), Stopwatch()
     _thread.watch = watch
     try:
@@ -88,7 +88,7 @@ def measured() -> Iterator[Stopwatch]:
 
 @contextlib.contextmanager
 def part(kind: str) -> Iterator[None]:
-    """Records a block in this thread as a part of the measured work, which the timeline shows separately."""
+    """Records a block in this thread as a part of the timed work; the timeline shows parts separately."""
     start = time.perf_counter()
     yield
     if watch := _current():
@@ -97,7 +97,7 @@ def part(kind: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """Does not count a block, in which this thread waits for other threads, as work."""
+    """Excludes a block, in which this thread waits for other threads, from the timed work."""
     watch, start = _current(), time.perf_counter()
     if watch:
         watch.pause()
@@ -110,13 +110,13 @@ def paused() -> Iterator[None]:
 
 @contextlib.contextmanager
 def remote_work(elapsed: Callable[[], float]) -> Iterator[Callable[[float, Parts], None]]:
-    """Counts the seconds of work in another process, for which this thread waits in the block.
+    """Times a block that waits for another process by that process's seconds of work.
 
     Args:
-      elapsed: Returns these seconds up to now. Any thread may call.
+      elapsed: Returns these seconds so far; thread-safe.
 
     Yields:
-      A function to call with the seconds of the complete work, and its parts in seconds before then.
+      A function to call with the total seconds of the work, and its parts in seconds before the call.
     """
     watch, start, counted = _current(), time.perf_counter(), 0.0
 
@@ -124,7 +124,7 @@ def remote_work(elapsed: Callable[[], float]) -> Iterator[Callable[[float, Parts
         nonlocal counted
         counted, now = seconds, time.perf_counter()
         if watch:
-            # The answer took a while to arrive, and clocks differ a little.
+            # Clamped to the block: the reply takes time to arrive, and clocks differ slightly.
             watch.parts += [
                 (kind, *(max(start, now - ago) for ago in span)) for kind, *span in parts
             ]
@@ -139,7 +139,7 @@ def remote_work(elapsed: Callable[[], float]) -> Iterator[Callable[[float, Parts
 
 
 def _compiled(event: str, seconds: float, **_: object) -> None:
-    """Called by JAX with the seconds that it has just traced, lowered or compiled in this thread."""
+    """JAX monitoring listener: excludes the seconds just spent on tracing, lowering or compilation in this thread."""
     watch = _current()
     if watch is None or not event.startswith(COMPILING):
         return
@@ -154,14 +154,14 @@ jax.monitoring.register_event_duration_secs_listener(_compiled)
 @dataclasses.dataclass
 class _Work:
     stopwatch: Stopwatch
-    seconds: float  # its limit
+    seconds: float  # limit
     late: Callable[[float], None]
-    # Seconds in which this process ran, so that a process that was suspended is not late.
+    # Seconds in which this process ran, so that a suspended process does not time out.
     seen: float = 0.0
 
 
 class Watch:
-    """Calls handlers of late work, in one thread that the first work with a deadline starts."""
+    """Watchdog that calls handlers of late work, in one thread that starts with the first deadline."""
 
     def __init__(self, deadline: Deadline):
         self._deadline = deadline
@@ -173,13 +173,11 @@ class Watch:
 
     @contextlib.contextmanager
     def over(self, expected: float | None, late: Callable[[float], None]) -> Iterator[Stopwatch]:
-        """Times a block, as `measured`; another thread calls `late(seconds)` if the block exceeds its limit.
-
-        Compilation and pauses do not count.
+        """Times a block like `measured`, and calls `late(limit)` from another thread if it exceeds its limit.
 
         Args:
           expected: Expected seconds of the block. None means unknown.
-          late: The handler.
+          late: Handler that gets the limit in seconds.
         """
         seconds = self._deadline.seconds(expected)
         with measured() as stopwatch:
@@ -200,7 +198,7 @@ class Watch:
                     self._works.pop(id(work), None)
 
     def close(self) -> None:
-        """Ends the supervision."""
+        """Stops the watchdog."""
         self._closed = True
         self._changed.set()
 
@@ -225,7 +223,7 @@ class Watch:
 
 
 def end_process(name: str, what: str, seconds: float) -> None:
-    """Ends this process when its main work hangs, so that nothing can be saved; its last checkpoint remains."""
+    """Exits without saving, because the main work hangs. The run can resume from the last checkpoint."""
     why = (
         f"{name} hangs: {what} has taken more than {seconds:g} seconds (config.runtime.deadline). The process ends "
         f"with code {STOPPED}; the same command continues from the last checkpoint."

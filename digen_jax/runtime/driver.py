@@ -1,9 +1,9 @@
-"""Runs the scheduler on the real clock: one thread for each worker, the home worker's being the caller's.
+"""Runs the scheduler in real time, with one thread per worker. The home worker uses the caller's thread.
 
-    scheduler --command--> driver --(a thread for each worker)--> executors --> jitted programs
+    scheduler --command--> driver --(one thread per worker)--> executors --> jitted programs
         ^------event-------'
 
-A worker in another process has threads here, too, which wait for it.
+For a worker in another process, the threads here wait for its replies.
 """
 
 import queue
@@ -49,18 +49,18 @@ from digen_jax.scheduling.scheduler import FAILURES, Scheduler, SchedulerError
 from digen_jax.scheduling.settings import Deadline
 from digen_jax.scheduling.timeline import Interval
 
-SIGNAL_PAUSE = 1.0  # longest seconds in which a signal is not handled
+SIGNAL_PAUSE = 1.0  # maximum delay of signal handlers, in seconds
 
 
 class WorkerDisconnected(RuntimeError):
-    """A worker's process disconnected, or the worker was removed; the driver is notified separately."""
+    """Raised if a worker disconnected or was removed; the driver is notified separately."""
 
 
 class SerialThread:
-    """Executes calls in order in a daemon thread, for which the exit of Python does not wait.
+    """Executes calls in order in a daemon thread, which does not block interpreter exit.
 
     Attributes:
-      failures: Failed calls in a row, counted by the caller.
+      failures: Consecutive failed calls, counted by the caller.
     """
 
     def __init__(self, name: str):
@@ -70,11 +70,11 @@ class SerialThread:
         threading.Thread(target=self._work, name=name, daemon=True).start()
 
     def submit(self, call: Callable[..., None], *arguments: Any) -> None:
-        """Queues a call, which must not raise. After `close` it is dropped."""
+        """Queues a call, which must not raise. Drops it after `close`."""
         self._calls.put((call, arguments))
 
     def close(self, wait: bool = True) -> None:
-        """Drops queued calls; with `wait`, returns when the call in progress ends or another `close` does not wait."""
+        """Drops queued calls; with `wait`, blocks until the call in progress ends or `close(wait=False)` is called."""
         self._closed = True
         self._calls.put(None)
         if not wait:
@@ -89,7 +89,7 @@ class SerialThread:
 
 
 class WorkerThreads:
-    """The threads of a worker: one for its work, and one for each kind of transfer to and from it.
+    """Threads of a worker: one for its work, and one for each kind of transfer to or from it.
 
     Attributes:
       removed: Set when the worker is removed.
@@ -109,31 +109,31 @@ class WorkerThreads:
         return self._transfers.get(type(command), self._work)
 
     def close(self, wait: bool = True) -> None:
-        """Closes all threads: see `SerialThread.close`."""
+        """Closes all threads; see `SerialThread.close`."""
         for thread in (self._work, *self._transfers.values()):
             thread.close(wait)
 
     def remove(self) -> None:
-        """Leaves calls in progress alone."""
+        """Marks the worker as removed and closes its threads without waiting for calls in progress."""
         self.removed.set()
         self.close(wait=False)
 
 
 class Driver:
-    """Runs training step by step. Between two calls the workers continue with the next work.
+    """Runs training step by step. Workers continue with the next work between calls of `step`.
 
     Args:
       executor: Executes commands.
-      scheduler: The scheduler, before its first event.
-      rewards: Scores images; the caller closes it.
-      in_flight: The work in flight when the run was saved. None means that there is none.
-      log: Gets all commands in their order. None means that they are not recorded.
-      broadcast: Sends commands to other processes as they start. None means that there are none.
-      watch: Ends work that takes too long; the caller closes it. None means no deadline.
-      evaluated: Called on the main thread with a version and the result of its evaluation.
+      scheduler: Scheduler that has not handled an event.
+      rewards: Reward pool; closed by the caller.
+      in_flight: Work in flight at the checkpoint. None means none.
+      log: Records all commands in order. None disables recording.
+      broadcast: Sends commands to the trainer's other processes. None means a single process.
+      watch: Watchdog for work that takes too long; closed by the caller. None means no deadline.
+      evaluated: Called on the main thread with a version and its evaluation result.
 
     Attributes:
-      intervals: Work and waits of the workers in the step that ended last.
+      intervals: Work and wait intervals of the workers in the last completed step.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class Driver:
         self._workers = {name: WorkerThreads(name) for name in executor.devices if name != TRAINER}
         self._hung: list[str] = []  # workers
         self._closed = False
-        self._left, self._away = 0.0, 0.0  # when `step` returned, and seconds spent outside of it
+        self._left, self._away = 0.0, 0.0  # time when `step` returned, and seconds outside of it
         self._start = time.perf_counter()
         settings = scheduler.state.settings
         self._last_update = settings.updates - 1
@@ -173,12 +173,12 @@ class Driver:
         return time.perf_counter() - self._start
 
     def step(self) -> dict[str, float]:
-        """Runs until the current step has ended; returns its metrics.
+        """Runs until the current step ends; returns its metrics.
 
         Raises:
-          ConfigError: The reward returns a wrong value. An error of the reward itself is raised as it is.
-          Stopped: The reward hangs or dies, or the home worker cannot take over from workers that hang.
-          SchedulerError: A piece of work failed too often.
+          ConfigError: The reward returned an invalid value. Exceptions of the reward itself propagate.
+          Stopped: The reward hangs or died, or the home worker cannot take over from hung workers.
+          SchedulerError: Work failed too often.
         """
         self._away += self.now() - self._left
         while not self._ends_step(self._next()):
@@ -189,7 +189,7 @@ class Driver:
         return metrics | self._summary.metrics
 
     def finish(self) -> None:
-        """After the last step: runs until its version is evaluated. Raises the same errors as `step`."""
+        """Runs the evaluation of the last version, after the last step. Raises the errors of `step`."""
         while True:
             with self._lock:
                 if self._scheduler.finished and self._inbox.empty():
@@ -197,10 +197,10 @@ class Driver:
             self._next()
 
     def _next(self) -> Command | None:
-        """Executes the home worker's next command. Returns None if it failed and others may repeat it."""
+        """Executes and returns the home worker's next command, or returns None if it failed and can be retried."""
         item = None
         while item is None:
-            # With a timeout, so that a signal that arrives right before the wait is handled.
+            # With a timeout, so that a signal that arrives just before the wait is handled.
             with suppress(queue.Empty):
                 item = self._inbox.get(timeout=SIGNAL_PAUSE)
         if isinstance(item, BaseException):
@@ -228,10 +228,10 @@ class Driver:
         return item
 
     def _others_may_do(self, command: Command, error: Exception) -> bool:
-        """Whether other workers may repeat a failed command of the home worker: sampling, or an update without sums.
+        """Returns whether a failed command of the home worker can be retried: sampling, or an update without sums.
 
         Raises:
-          Stopped: No other worker is left, because they hang.
+          Stopped: All other workers hang.
         """
         if isinstance(error, MissingSums):
             return True
@@ -245,17 +245,17 @@ class Driver:
         return bool(self._workers) and not _ends_run(error) and not self._broadcast.is_broken
 
     def rest(self) -> list[Interval]:
-        """Returns the intervals since the last step ended."""
+        """Returns the intervals since the end of the last step."""
         with self._lock:
             return self._summary.take(self.now())
 
     def snapshot(self) -> dict[str, Any]:
-        """Returns the current work or wait of every worker, as JSON: see `Summary.snapshot`. Any thread may call."""
+        """Returns the current state of each worker as JSON; see `Summary.snapshot`. Thread-safe."""
         with self._lock:
             return self._summary.snapshot(self._scheduler, self.executor.devices, self.now())
 
     def close(self) -> None:
-        """Ends the threads after the calls in progress."""
+        """Ends the threads after calls in progress."""
         with self._lock:
             self._closed = True
             workers = list(self._workers.values())
@@ -265,7 +265,7 @@ class Driver:
     # -------------------------------------------------------------- for threads of other processes
 
     def join(self, worker: Any) -> None:
-        """Adds a worker in another process, also mid-run. A worker of the same name must have been removed."""
+        """Adds a worker in another process, also mid-run. A worker with the same name must have been removed first."""
         with self._failing(), self._lock:
             if self._closed:
                 return
@@ -275,7 +275,7 @@ class Driver:
             self._post(Joined(self.now(), worker.name, *self.executor.roles(worker.name)))
 
     def disconnected(self, name: str, why: str) -> None:
-        """Removes a worker whose process disconnected; others repeat its work."""
+        """Removes a disconnected worker and reassigns its work."""
         with self._lock:
             worker = None if self._closed else self._workers.get(name)
         if worker is not None:
@@ -297,7 +297,7 @@ class Driver:
     # ------------------------------------------------------------------------------------- events
 
     def _post(self, event: Event) -> None:
-        """Sends an event to the scheduler, and the resulting commands to their workers. Any thread may call."""
+        """Sends an event to the scheduler, and the resulting commands to their workers. Thread-safe."""
         with self._lock:
             if self._closed:
                 return
@@ -306,8 +306,7 @@ class Driver:
                 self._log.extend(commands)
             command = getattr(event, "command", None)
             if isinstance(event, Completed) and self._ends_step(command):
-                # The work in flight, from which another process can continue. The newest version, and its evaluated
-                # weights, are in the trainer's state.
+                # For the checkpoint. The newest version and its evaluated weights are in the trainer's state.
                 older = [p for p in self._scheduler.kept if p.version <= command.step]
                 trees = {p.version: self.executor.version_weights(p) for p in older}
                 self.in_flight = InFlight(self._scheduler.save(), trees)
@@ -346,7 +345,7 @@ class Driver:
 
     @contextmanager
     def _watched(self, command: Command, late: Callable[[str, float], None]) -> Iterator[Stopwatch]:
-        """Times a block that executes a command; `late(what, seconds)` is called if it takes too long."""
+        """Times a block that executes a command; calls `late(what, limit)` if it exceeds its limit in seconds."""
         with self._lock:
             seconds = self._scheduler.state.costs.measured(command)
             what = self._scheduler.work(command)
@@ -356,29 +355,29 @@ class Driver:
     # ---------------------------------------------------------------------- in threads of workers
 
     def _do(self, worker: WorkerThreads, command: Command) -> None:
-        """Executes a worker's command. The scheduler handles a failure; after two in a row the worker is removed."""
+        """Executes a worker's command. The scheduler handles failures; repeated failures remove the worker."""
         with self._failing():
             start = self.now()
             watched = self._watched(command, lambda *late: self._timed_out(worker, *late))
             try:
                 with watched as stopwatch:
                     self.executor.do(command)
-            except WorkerDisconnected:  # `disconnected` follows, or has been called
+            except WorkerDisconnected:  # `disconnected` is called separately
                 return
-            # Any error: another device may succeed where this one fails, and the scheduler limits the attempts.
+            # Any error: another device may succeed, and the scheduler limits the attempts.
             except Exception as error:
                 if _ends_run(error) and self._is_current(worker):
                     raise
                 return self._failed(worker, command, error)
             worker.thread(command).failures = 0
             if isinstance(command, Deliver):
-                # The trainer's other processes get it from this one, before they train on it.
+                # The trainer's other processes get the chunk from this one before they train on it.
                 self._broadcast.send("delivered", command)
             self._completed(command, start, stopwatch)
 
     def _failed(self, worker: WorkerThreads, command: Command, error: Exception) -> None:
         if isinstance(error, TransferError):
-            # Missing arrays are often the first sign of a disconnected process, not a failure of the work.
+            # Missing arrays are often the first sign of a disconnect.
             worker.removed.wait(DISCONNECT_TIMEOUT)
         with self._lock:
             if not (self._is_current(worker) and self._scheduler.is_in_flight(command)):
@@ -395,13 +394,13 @@ class Driver:
             useless = isinstance(command, SyncWeights | Deliver) and thread.failures == FAILURES
             if not useless:
                 self._post(Failed(self.now(), command, repr(error)))
-                if self._is_current(worker):  # it may have lost its roles by failures
+                if self._is_current(worker):  # repeated failures may have removed its roles
                     useless = not self._scheduler.state.workers[worker.name].roles
         if useless:
             self._remove(worker, f"has failed {FAILURES} times in a row")
 
     def _timed_out(self, worker: WorkerThreads, what: str, seconds: float) -> None:
-        """Removes a worker that exceeded the deadline; others repeat its work."""
+        """Removes a worker that exceeded the deadline and reassigns its work."""
         with self._failing():
             mark_hung(worker.name)
             self._hung.append(worker.name)
@@ -409,7 +408,7 @@ class Driver:
             self._remove(worker, f"hangs: {what} has taken more than {limit}")
 
     def _is_current(self, worker: WorkerThreads) -> bool:
-        """True if the worker was not removed; a worker of the same name may have joined since."""
+        """Returns whether the worker is still registered; a new worker may have the same name."""
         with self._lock:
             return self._workers.get(worker.name) is worker
 
@@ -427,17 +426,17 @@ class Driver:
         worker.remove()
 
     def _scored(self, command: Score, start: float, done: Future[ScoredChunk | None]) -> None:
-        """Takes scores. The timeline shows the reward's own time, the scheduler uses the complete waiting time."""
+        """Handles scores. The timeline shows the reward's own time; the scheduler uses the total wait."""
         with self._failing():
             error = done.exception()
             if isinstance(error, WorkerDisconnected):
-                return  # `disconnected` follows, or has been called; the chunk is generated again
+                return  # `disconnected` reassigns the chunk
             with self._lock:
                 # Scores from a removed worker may arrive after its chunk was reassigned.
                 if not self._scheduler.is_in_flight(command):
                     return
                 if error is not None and is_retryable(error):
-                    try:  # the scheduler decides whether to ask the reward again
+                    try:  # the scheduler decides whether to retry
                         self._post(Failed(self.now(), command, repr(error)))
                     except SchedulerError:
                         raise self._rewards.final_error(error) from None
@@ -458,5 +457,5 @@ class Driver:
 
 
 def _ends_run(error: Exception) -> bool:
-    """Whether no other device can do failed work either."""
+    """Returns whether an error would recur on any other device."""
     return isinstance(error, Stopped | ConfigError) and not is_retryable(error)

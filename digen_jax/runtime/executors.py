@@ -1,6 +1,6 @@
-"""All executors of a run in the coordinating process: executes each command, on the calling thread.
+"""Executors of all workers, in the coordinator: execute each command on the calling thread.
 
-The path of a chunk, command by command (`Executors.do` has them in this order):
+The path of a chunk, command by command (the order in `Executors.do`):
 
     prompts --Encode--> conditioning --Generate--> trajectory --Decode--> images --Score--> rewards, advantages
                                                                     '--Deliver--> samples --Train--> gradient
@@ -46,10 +46,10 @@ from digen_jax.scheduling.state import SAMPLE, TRAIN
 
 
 class Executors:
-    """The executors of all workers, some of which may be in other processes.
+    """Executors of all workers, local or in other processes.
 
     They share the prompts and keys of the steps; the transfer moves arrays between them. The scheduler decides the
-    order of commands. `do` may be called from one thread for each worker, and from others for transfers to and from it.
+    order of commands. `do` may be called from one thread per worker, plus one per transfer to or from it.
 
     Args:
       system: Parts of the run.
@@ -57,10 +57,10 @@ class Executors:
       held_out: Prompts of evaluations.
       checkpoint: State of the run at the start of its next step.
       batches: Prompt records of each step from this one on.
-      transfer: Transfer to workers in other processes, which `join`. None means that there are none.
+      transfer: Transfer to workers in other processes, which `join`. None means that all workers are local.
 
     Attributes:
-      extremes: The best and the worst images of the step that ended last, if images of it are due.
+      extremes: The best and worst images of the last completed step, if images are due.
     """
 
     def __init__(
@@ -88,9 +88,9 @@ class Executors:
         many = len(system.trainers) + system.placement.remote_trainers
         self._trainers = names = trainer_names(1 + many)
         self.last_update = settings.updates - 1
-        # Only then may a chunk or an evaluation need, after an update, the arrays that the update consumes.
+        # Whether a chunk or an evaluation may need arrays after the update that consumes them.
         later = apart or many or algorithm.reads_behavior or algorithm.reads_start
-        # A resumed run may also have started chunks of the next step with the newest version, on separate meshes.
+        # On separate meshes, a resumed run may have started chunks of the next step with the newest version.
         stale = settings.max_policy_lag > 0 and (later or first > 0)
         keep = stale or (later and self.last_update > 0)
         self.versions = SyncedWeights(self._transfer, keep, system.sent, exact=many > 0)
@@ -106,11 +106,11 @@ class Executors:
         self.trainer.add_version(first)
         rollouts = enumerate(system.rollouts if apart else ())
         self.rollouts = {f"rollout {i}": self._sampling(f"rollout {i}", one) for i, one in rollouts}
-        self._assistants: dict[str, SamplingExecutor] = {}  # training workers that sample, too
+        self._assistants: dict[str, SamplingExecutor] = {}  # training workers that also sample
 
     @property
     def devices(self) -> dict[str, int]:
-        """Returns the number of devices of every worker, the home worker last."""
+        """Number of devices of each worker, the home worker last."""
         workers = {**self.rollouts, **self.others, TRAINER: self.trainer}
         return {name: executor.devices for name, executor in workers.items()}
 
@@ -120,7 +120,7 @@ class Executors:
         return self.trainer.state
 
     def roles(self, worker: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Returns (roles, spare roles) of a worker: see `Joined`."""
+        """Returns (roles, spare roles) of a worker; see `Joined`."""
         if worker != TRAINER and worker not in self.others:
             return (SAMPLE,), ()
         if self.system.placement.colocated:
@@ -129,7 +129,7 @@ class Executors:
         return ((TRAIN, SAMPLE), ()) if samples else ((TRAIN,), (SAMPLE,))
 
     def join(self, worker: Any) -> None:
-        """Adds a worker in another process: see `distributed.workers.WorkerProxy`."""
+        """Adds a worker in another process (`distributed.workers.WorkerProxy`)."""
         if worker.name in self._trainers:
             self.others[worker.name] = self._assistants[worker.name] = worker
         else:
@@ -140,10 +140,10 @@ class Executors:
         return SamplingExecutor(name, rollout, self.steps, self._held_out, self._transfer, scorers)
 
     def sampling(self, worker: str) -> SamplingExecutor:
-        """Returns a worker's sampling executor; that of a training worker is created at its first use."""
+        """Returns a worker's sampling executor. That of a training worker is created on first use."""
         found = self.rollouts.get(worker) or self._assistants.get(worker)
         if found is None:
-            with paused():  # it may have to read components, and compiles
+            with paused():  # may read components and compile
                 weights = self._config.runtime.tag_weights
                 rollout = self._training(worker).system.assistant(weights)
             found = self._assistants.setdefault(worker, self._sampling(worker, rollout))
@@ -153,7 +153,7 @@ class Executors:
         return *self._assistants.values(), *self.rollouts.values()
 
     def _holders(self) -> tuple[Any, ...]:
-        """Returns all executors except the home worker's training; one in another process trains and samples."""
+        """Returns all executors except the home worker's training executor, each once."""
         return tuple(dict.fromkeys((*self.others.values(), *self._samplers())))
 
     def _training(self, worker: str) -> GradientExecutor:
@@ -164,7 +164,7 @@ class Executors:
         return self.others[worker]
 
     def remove(self, worker: str) -> None:
-        """Removes a worker that failed, hung or disconnected; its later results are ignored."""
+        """Removes a worker that failed, hung or disconnected; ignores its later results."""
         self.others.pop(worker, None)
         for samplers in (self.rollouts, self._assistants):
             if worker in samplers:
@@ -172,17 +172,17 @@ class Executors:
         self._transfer.drop_peer(worker)
 
     def do(self, command: Command) -> None:
-        """Executes a command other than a Score or an Evaluate; returns when its work is done."""
+        """Executes any command except Score and Evaluate; blocks until its work is done."""
         match command:
             case Encode():
-                _ = self.steps[command.step]  # drawn here, too, if another process encodes it
+                _ = self.steps[command.step]  # also if another process encodes it
                 self.sampling(command.worker).encode(command.step)
             case Generate():
                 self._provide_weights(command)
                 self.sampling(command.worker).generate(command.chunk, command.weights_version)
             case Decode():
                 self.sampling(command.worker).decode(command.chunk)
-            # Between these, the rewards score the images: `score`, `scored`.
+            # Scoring happens between these: `score`, `scored`.
             case Deliver():
                 self._training(command.to).deliver(command)
                 if command.to != TRAINER and command.worker in self.rollouts:
@@ -201,7 +201,7 @@ class Executors:
                 for executor in self._holders():
                     executor.drop_weights(command.weights_version)
             case DropChunks():
-                # First of all: a chunk in generation is then not kept.
+                # First, so that a chunk in generation is discarded.
                 self.steps.drop(command.chunks)
                 holders = self.trainer, *self._holders()
                 for holder, chunk in itertools.product(holders, command.chunks):
@@ -210,7 +210,7 @@ class Executors:
                 raise TypeError(f"{command} is not for the executors")
 
     def _provide_weights(self, command: Generate) -> None:
-        """Gives a training worker's sampler the weights that it trains, unless it has received them."""
+        """Passes the trained weights to a training worker's own sampler, unless it has received them."""
         worker, weights_version = command.worker, command.weights_version
         if isinstance(other := self.others.get(worker), OtherTrainingExecutor):
             other.share_weights(self.sampling(worker), weights_version)
@@ -227,9 +227,9 @@ class Executors:
             one.updated(self.steps.first if version is None else version)
 
     def _add_sums(self, workers: Sequence[str]) -> None:
-        """Adds the sums of workers at the first of them, in a binary tree in parallel. Raises MissingSums."""
+        """Reduces the gradient sums of workers onto the first one, in a binary tree. Raises MissingSums."""
         first, *others = workers
-        parts = []  # of 1, 2, 4, ... workers
+        parts = []  # 1, 2, 4, ... workers
         while others:
             parts.append(others[: 2 ** len(parts)])
             others = others[len(parts[-1]) :]
@@ -242,10 +242,10 @@ class Executors:
         if other is not None and (
             other.take_trained(weights_version) or weights_version not in self.versions
         ):
-            return  # these are the weights that it trains, or newer weights exist
+            return  # already received for training, or superseded
         executor = self.sampling(command.worker)
         executor.receive(weights_version)
-        # The trainer drops weights before the rollout workers do.
+        # The trainer may have dropped the weights during the transfer.
         if weights_version not in self.versions:
             executor.drop_weights(weights_version)
 
@@ -258,21 +258,21 @@ class Executors:
         return found
 
     def score(self, command: Score, pool: RewardPool) -> Future[ScoredChunk | None]:
-        """Scores a chunk in the process that decoded it, by `pool` if that is this process; returns at once.
+        """Scores a chunk in the process that decoded it (by `pool` if local); returns immediately.
 
-        The future has None for a chunk that was dropped. It raises WorkerDisconnected, and as `ChunkScorer.submit`'s.
+        The future is None for a dropped chunk. It raises WorkerDisconnected and the errors of `ChunkScorer.submit`.
         """
         scorer = ChunkScorer(pool, self._weights, self.steps, self._held_out, self.settings)
         return self.sampling(command.maker).score(command.chunk, scorer)
 
     def scored(self, command: Score, scored_chunk: ScoredChunk | None) -> None:
-        """Stores the result of `score`. Processes other than the first get only the scores."""
+        """Stores the result of `score`. Processes other than the coordinator get only the scores."""
         chunk = command.chunk
         maker = self._assistants.get(command.maker) or self.rollouts.get(command.maker)
         if maker is not None:
             maker.scored(chunk)
         if not chunk.evaluation and self.steps.find(chunk) is None:
-            return  # it was dropped
+            return  # dropped
         if scored_chunk is None:
             raise RuntimeError(f"{command.maker} has no scores of {chunk}")
         if not chunk.evaluation:
@@ -287,11 +287,11 @@ class Executors:
             )
 
     def evaluated(self, command: Evaluate) -> Evaluation:
-        """Returns the result of a version's evaluation, of which all chunks are scored."""
+        """Returns the result of a version's evaluation after all its chunks are scored."""
         return self.evaluation_scores.take(command.version)
 
     def end_step(self) -> dict[str, float]:
-        """Ends the current step; returns the metrics of its rewards and updates."""
+        """Ends the current step; returns its reward and update metrics."""
         ended = self.steps.first
         scores = self.scores(ended)
         del self._scores[ended]
@@ -303,12 +303,12 @@ class Executors:
         return self.trainer.metrics() | scores.metrics(self._names) | scores.image_metrics()
 
     def version_weights(self, weights_version: WeightsVersion) -> Any:
-        """Returns weights that are kept, as a checkpoint stores them."""
+        """Returns stored weights in the layout of a checkpoint."""
         return self.versions[weights_version]
 
 
 def follow(executors: Executors, command: Command) -> None:
-    """Executes a command of a log; after its last command a step or an evaluation is forgotten."""
+    """Executes a command from the log; frees a step or an evaluation after its last command."""
     if isinstance(command, Evaluate):
         executors.evaluation_scores.forget(command.version)
         return

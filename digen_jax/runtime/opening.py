@@ -1,8 +1,8 @@
-"""Opens a run in each of its processes, and the log by which the first process directs the others.
+"""Opens a run in each of its processes, and the command log by which the coordinator (process 0) drives the others.
 
-The first process calls `open_system`. Before it starts work in which the devices of all processes take part, it writes
-an entry to the log, which is in jax.distributed's key-value store. The others (`follow_run`) execute the entries in
-order, so that all processes enqueue the same work in the same order. They keep no records.
+The coordinator calls `open_system`. Before each piece of collective work it appends an entry to the log, in
+jax.distributed's key-value store. The other processes (`follow_run`) execute the entries in order, so that all
+processes enqueue the same work in the same order. Only the coordinator writes to the workdir's records.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
-from jax._src import distributed  # JAX has no public way to its key-value store
+from jax._src import distributed  # JAX has no public API for its key-value store
 
 from digen_jax.assemble import build, build_trainer, drawn_prompts, held_out_prompts, read_scorers
 from digen_jax.config.train_config import TrainConfig
@@ -59,20 +59,20 @@ if TYPE_CHECKING:  # it imports the driver, which imports this module
     from digen_jax.distributed.workers import RemoteWorkers
 
 LOG, STOP, ANSWER = "digen_jax/log", "digen_jax/stop", "digen_jax/answer"
-WAIT = 1000  # milliseconds of a wait, after which a process checks for signals
+WAIT = 1000  # milliseconds between two checks for signals
 
 
 class CommandBroadcast:
-    """Writes the log in the first process; without other processes it writes nothing. Any thread may call."""
+    """Writes the coordinator's command log; no-op with a single process. Thread-safe."""
 
     def __init__(self):
         self._client = distributed.global_state.client if job.several() else None
-        self.is_broken = False  # whether this process has failed during common work
+        self.is_broken = False  # whether this process failed during collective work
         self._lock = threading.Lock()
         self._written, self._step, self._forgotten = 0, 0, 0
 
     def send(self, kind: str, value: Any = None) -> None:
-        """Writes the next entry; `value` is anything that `pack` accepts."""
+        """Appends an entry; `value` is anything that `pack` accepts."""
         if self._client is None:
             return
         text = json.dumps([kind, pack(value)])
@@ -81,11 +81,11 @@ class CommandBroadcast:
             self._written += 1
 
     def wait_for_answers(self, seconds: float) -> None:
-        """Waits until every other process has answered: see `answer`.
+        """Waits until all other processes have called `answer`.
 
         Raises:
-          ConfigError: A process found an error.
-          Stopped: A process does not answer.
+          ConfigError: A process reported an error.
+          Stopped: A process did not answer in time.
         """
         if self._client is None:
             return
@@ -103,7 +103,7 @@ class CommandBroadcast:
 
     @contextlib.contextmanager
     def collective(self, kind: str, value: Any = None) -> Iterator[None]:
-        """Sends an entry and runs the block that all processes execute. If it fails here, the others may hang in it."""
+        """Sends an entry around collective work. If it fails here, the other processes may hang in it."""
         self.send(kind, value)
         try:
             yield
@@ -112,7 +112,7 @@ class CommandBroadcast:
             raise
 
     def step_done(self) -> None:
-        """Deletes the entries of the step before the one that has ended, which all processes have executed."""
+        """Deletes the entries of the step before the last one; all processes have executed them."""
         if self._client is None:
             return
         with self._lock:
@@ -121,19 +121,19 @@ class CommandBroadcast:
             self._forgotten, self._step = self._step, self._written
 
     def stop_signal(self) -> int:
-        """Returns the signal that another process got, or 0."""
+        """Returns the number of a signal that another process received, or 0."""
         found = self._client and self._client.key_value_dir_get(STOP)
         return int(found[0][1]) if found else 0
 
 
 def answer(error: str) -> None:
-    """Sends the first process, once, the error that this one found before any common work. "" means none."""
+    """Reports once to the coordinator whether this process can start: an error message, or "" for success."""
     state = distributed.global_state
     state.client.key_value_set(f"{ANSWER}/{state.process_id}", error)
 
 
 def received_entries(interrupt: Interrupt) -> Iterator[tuple[str, Any]]:
-    """Yields the entries (kind, value) in order; forwards a signal of this process to the first one."""
+    """Yields log entries (kind, value) in order; forwards a signal of this process to the coordinator."""
     state, passed_on = distributed.global_state, False
     for number in itertools.count():
         text = None
@@ -154,7 +154,7 @@ def received_entries(interrupt: Interrupt) -> Iterator[tuple[str, Any]]:
 
 @contextlib.contextmanager
 def coordinating() -> Iterator[CommandBroadcast]:
-    """Yields the first process's broadcast in a run. If it fails between two entries, the others get its error."""
+    """Yields the coordinator's broadcast. If the block fails outside collective work, the others get its error."""
     broadcast = CommandBroadcast()
     try:
         yield broadcast
@@ -168,9 +168,9 @@ def coordinating() -> Iterator[CommandBroadcast]:
 
 
 def exit_failed(error: BaseException) -> None:
-    """Ends a failed process without waiting for the others, which may wait for it in common work, and end then, too.
+    """Ends a failed process without waiting for the others: they may be blocked in collective work and then fail, too.
 
-    Its exit code is `run_main`'s for the same error.
+    The exit code is that of `run_main` for the same error.
     """
     message, code = out_of_memory(error), 1
     if isinstance(error, ConfigError) or message:
@@ -178,7 +178,7 @@ def exit_failed(error: BaseException) -> None:
     elif isinstance(error, Stopped):
         code = STOPPED
     elif may_be_disconnect(error):
-        # The thread that detects the disconnect logs it and ends this process.
+        # The thread that detects the disconnect logs it and exits.
         time.sleep(DISCONNECT_TIMEOUT)
         code = STOPPED
     if not message and is_connection_error(error):
@@ -198,27 +198,27 @@ def open_system(
     checkpoints: CheckpointStore,
     workers: "RemoteWorkers | None" = None,
 ) -> tuple[System, RewardPool]:
-    """Tries the rewards, encodes the prompts if they are precomputed, and reads the model.
+    """Tests the rewards, encodes prompts if they are precomputed, and loads the model.
 
     Args:
       config: The validated config.
       workdir: Folder of the run.
-      broadcast: Sends common work to the other processes that train: see `follow_run`.
-      checkpoints: The checkpoints of the run.
-      workers: Rollout workers in other processes. None means that all workers are in this one.
+      broadcast: Sends collective work to the trainer's other processes (`follow_run`).
+      checkpoints: Checkpoints of the run.
+      workers: Workers in other processes. None means that all workers are in this one.
 
     Returns:
-      The system, and the rewards, which the caller closes.
+      The system, and the reward pool, which the caller closes.
 
     Raises:
-      ConfigError: A reward, a prompt file or the model is invalid, or a process has another config.
+      ConfigError: A reward, a prompt file or the model is invalid, or the processes' configs differ.
     """
     devices = jax.devices() if workers is None else workers.devices
     broadcast.send("begin", json.dumps([config.as_json(), own_claim()]))
     broadcast.wait_for_answers(START_TIMEOUT)
     oldest = checkpoints.oldest() or 0
     if workers is not None:
-        # A worker may be ready before the model is read here: it need not draw the steps before the checkpoint.
+        # A worker may start before the model is loaded here; it skips the prompts before the checkpoint.
         workers.step = oldest
     drawn = functools.partial(reached, config, oldest)
     encoding = prepare(config, devices, drawn, "trainer" if workers else None)
@@ -235,14 +235,14 @@ def open_system(
         system = _build(config, devices, scorers, bool(workers))
         if encoding is None:
             print_warnings(config, system.policy.family)
-    except BaseException:  # Ctrl-C, too: otherwise the reward's processes would continue
+    except BaseException:  # including Ctrl-C: otherwise the reward processes keep running
         rewards.close()
         raise
     return system, rewards
 
 
 def print_warnings(config: TrainConfig, family: Family) -> None:
-    """Prints warnings about the config and about the prompt files, such as prompts that are cut off."""
+    """Prints warnings about the config and about prompt files, such as truncated prompts."""
     for warning in start_warnings(config, family):
         print(f"warning: {warning}", file=sys.stderr, flush=True)
     paths = (*config.prompts.paths, config.evaluation.prompts)
@@ -254,11 +254,11 @@ def open_scheduler(settings: Settings, in_flight: InFlight | None, layout: str) 
 
     Args:
       settings: Settings of the scheduler.
-      in_flight: Work in flight at the newest checkpoint. None means that there is none, as before the first step.
-      layout: `config.layout` of this process; costs that were measured in another one are not used.
+      in_flight: Work in flight at the newest checkpoint. None creates a new scheduler.
+      layout: `config.layout` of this process. Costs measured in another layout are discarded.
 
     Raises:
-      ConfigError: The checkpoint is of an older version.
+      ConfigError: The checkpoint is from an older version of digen_jax.
     """
     if in_flight is None:
         return Scheduler(settings, GUESSED)
@@ -273,27 +273,27 @@ def open_scheduler(settings: Settings, in_flight: InFlight | None, layout: str) 
 
 
 class TrainerMesh(NamedTuple):
-    """The trainer's devices, and its transfer to rollout workers in other processes."""
+    """Devices of the trainer, and its transfer to workers in other processes."""
 
     devices: Sequence[jax.Device]
     transfer: ArrayTransfer
 
 
 class RunEnded(Exception):
-    """The first process has ended the run: (error message or None, exit code or None)."""
+    """Raised when the coordinator ended the run; args: (error message or None, exit code or None)."""
 
 
 def follow_run(
     config: TrainConfig, workdir: pathlib.Path, mesh: TrainerMesh | None = None
 ) -> int | None:
-    """Executes a run that the first process coordinates, and ends as `train.train` does there.
+    """Executes the coordinator's command log until the run ends; returns and raises like `train.train`.
 
     Args:
       config: The validated config.
       workdir: Folder of the run.
-      mesh: The trainer's mesh if rollout workers sample. None means that all devices sample and train.
+      mesh: The trainer's mesh if other workers sample. None means that all devices sample and train.
     """
-    jax.devices()  # other processes wait in this call for this one
+    jax.devices()  # the other processes block in this call until this one joins
     with Interrupt() as interrupt:
         try:
             _follow(config, workdir, received_entries(interrupt), mesh)
@@ -312,7 +312,7 @@ def _follow(
     announced: Iterator[tuple[str, Any]],
     mesh: TrainerMesh | None,
 ) -> None:
-    """Executes entries until the run ends, which raises `RunEnded`."""
+    """Executes entries until `RunEnded` is raised."""
 
     def entry() -> tuple[str, Any]:
         kind, value = next(announced)
@@ -322,9 +322,9 @@ def _follow(
 
     @contextmanager
     def stage() -> Iterator[None]:
-        """Runs a stage of opening the run, and waits until the first process has completed it, too.
+        """Runs a stage of opening the run, and waits until the coordinator has completed it.
 
-        Most errors occur in all processes: then the first one reports them.
+        Most errors occur in all processes; the coordinator reports them.
         """
         try:
             yield
@@ -377,7 +377,7 @@ def _build(
     scorers: tuple[RewardModel, ...],
     workers: bool,
 ) -> System:
-    """Builds the system of all workers, or of the trainer if there are others in other processes."""
+    """Builds the system of all workers or, with workers in other processes, of the trainer."""
     return (
         build_trainer(config, devices) if workers else build(config, devices).with_scorers(scorers)
     )
@@ -395,7 +395,7 @@ def _execute(executors: Executors, checkpoints: CheckpointStore, kind: str, valu
             command, columns = value
             if not command.chunk.evaluation:
                 executors.steps.draw(command.chunk.step)
-            # Scores that are only shown are not sent.
+            # Scores without a weight are not sent.
             executors.scored(command, ScoredChunk(Scores(np.asarray(columns, np.float32), {})))
         case "save":
             done, versions = value

@@ -1,7 +1,7 @@
-"""A worker that samples: it encodes, generates and decodes chunks, and scores the images that it decoded.
+"""Sampling executor: encodes, generates and decodes chunks, and scores the decoded images on the same worker.
 
-Only scores and previews leave a worker's process. An image of a step leaves it only if it may be one of the best or
-worst that are shown, one of an evaluation only if it is shown.
+Only scores and previews leave a worker's process. Previews are the candidates for a step's best and worst images, and
+the logged images of an evaluation.
 """
 
 import dataclasses
@@ -41,10 +41,10 @@ from digen_jax.scheduling.settings import Deadline, Settings
 
 @dataclasses.dataclass(frozen=True)
 class ChunkScorer:
-    """Scores the images that are decoded in its process, and computes their statistics.
+    """Scores the images that its process decoded, and computes their statistics.
 
     Attributes:
-      pool: The rewards.
+      pool: Reward functions.
       weights: Weight of each column of scores.
       steps: Steps of the process.
       held_out: Prompts of evaluations.
@@ -63,9 +63,9 @@ class ChunkScorer:
         clips: Num[np.ndarray, "b t h w 3"],
         known: rewards.Answers = (),
     ) -> Future[ScoredChunk]:
-        """Returns the future `ScoredChunk` of images as bytes; `known` has the scores of rewards on a mesh.
+        """Scores uint8 images; returns a future. `known` has the scores of rewards that run on a mesh.
 
-        It raises as `RewardPool.submit`'s, and DivergedError for NaN, which is no error of a reward.
+        The future raises the errors of `RewardPool.submit`, and DivergedError if images contain NaN.
         """
         try:
             check_images(clips)
@@ -76,7 +76,7 @@ class ChunkScorer:
         else:
             step = self.steps[chunk.step]
             records, rows = step.records_of(chunk.index), step.rows[step.slice_of(chunk.index)]
-        image_stats = submit_image_stats(middle_frames(clips))  # in parallel to the rewards
+        image_stats = submit_image_stats(middle_frames(clips))  # in parallel with the rewards
         prompts = [record["prompt"] for record in records]
 
         def scored_chunk(scored: Scored) -> ScoredChunk:
@@ -85,11 +85,11 @@ class ChunkScorer:
                 scored.scores, values, scored.seconds, scored.exchanges, image_stats
             )
             most = self.settings.shown_images
-            if chunk.evaluation:  # the first clips, or only their middle frames if no image is due
+            if chunk.evaluation:  # the first clips, or their middle frames if no image is due
                 first = clips[: max(0, most - self.held_out.first(chunk))]
                 if not self.settings.is_shown(chunk.step):
                     first = middle_frames(first)[:, None]
-                return found._replace(clips=first.copy())  # so that the others can be freed
+                return found._replace(clips=first.copy())  # frees the other clips
             shown = self.settings.is_shown(chunk.step + 1)
             places = best_and_worst(values, rows, most if shown else 0)
             return found._replace(previews=Previews(places, middle_frames(clips)[places]))
@@ -100,12 +100,12 @@ class ChunkScorer:
 def best_and_worst(
     values: Float32[np.ndarray, "b"], rows: Int[np.ndarray, "b"], keep: int
 ) -> Int[np.ndarray, "k"]:
-    """Returns the places of a chunk's `keep` best and `keep` worst images, in ascending order."""
+    """Returns the sorted indices of a chunk's `keep` best and `keep` worst images."""
     return np.unique(np.concatenate([ranked(values, rows, sign)[:keep] for sign in (1, -1)]))
 
 
 def then(found: Future, call: Callable[[Any], Any]) -> Future:
-    """Returns the future of `call` with a future's result, in the thread that sets the result; passes errors on."""
+    """Maps `call` over a future; `call` runs in the thread that sets the result, and errors are propagated."""
     result: Future = Future()
 
     def settle(done: Future) -> None:
@@ -119,32 +119,32 @@ def then(found: Future, call: Callable[[Any], Any]) -> Future:
 
 
 def ready(result: Any) -> Future:
-    """Returns a future with a result."""
+    """Returns a completed future."""
     found: Future = Future()
     found.set_result(result)
     return found
 
 
 def failed(error: BaseException) -> Future:
-    """Returns a future with an error."""
+    """Returns a failed future."""
     found: Future = Future()
     found.set_exception(error)
     return found
 
 
 class SamplingExecutor:
-    """Encodes, generates and decodes on one mesh; every method returns when its work is done.
+    """Encodes, generates and decodes on one mesh; every method blocks until its work is done.
 
-    Results are stored until they are fetched: images for the rewards in `images`, scores of the rewards on this mesh
-    in `answers`, samples for training in the transfer. The proxy of a worker in another process has the same methods.
+    Results are stored until they are fetched: images to score in `images`, scores of the rewards on this mesh in
+    `answers`, samples for training in the transfer. `WorkerProxy` has the same methods for a worker in another process.
 
     Args:
-      name: Name of the worker.
+      name: Worker name.
       rollout: Programs and parameters of the mesh.
       steps: Steps of the run.
       held_out: Prompts of evaluations.
-      transfer: The transfer to other workers.
-      scorers: Rewards on this mesh, by their numbers among those of the run.
+      transfer: Array transfer to other workers.
+      scorers: Rewards on this mesh, by index into the run's rewards.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class SamplingExecutor:
         self.name, self.rollout = name, rollout
         self.devices = rollout.group.mesh.size
         self.weights: dict[WeightsVersion, Weights] = {}
-        self.images: dict[Chunk, np.ndarray] = {}  # as bytes, not yet scored
+        self.images: dict[Chunk, np.ndarray] = {}  # uint8, not yet scored
         self.answers: dict[Chunk, rewards.Answers] = {}
         self.removed = False
         self._steps, self._held_out = steps, held_out
@@ -169,17 +169,17 @@ class SamplingExecutor:
         self._trajectories: dict[Chunk, Trajectory] = {}
 
     def hold(self, weights_version: WeightsVersion, tuned: Any) -> None:
-        """Stores weights of this process, in the sampler's type and shardings."""
+        """Stores local weights in the sampler's dtype and shardings."""
         self.weights[weights_version] = jax.block_until_ready(self.rollout.weights(tuned))
 
     def receive(self, weights_version: WeightsVersion) -> None:
-        """Gets weights of the trainer; deleted weights are no longer needed."""
+        """Gets weights from the trainer; no-op if they were deleted."""
         tuned = self._transfer.get(weights_version, self.rollout.group.params, self.name)
         if tuned is not None:
             self.weights[weights_version] = Weights(tuned, self.rollout.base, self.rollout.frozen)
 
     def encode(self, number: int) -> None:
-        """Encodes a step's prompts, for this mesh and for the trainer."""
+        """Encodes a step's prompts for this mesh and for the trainer."""
         prompts = self.rollout.sampler.encode(self._fixed, self._steps[number].records)
         self._prompts[number] = jax.block_until_ready(prompts)
         if not self.removed:
@@ -189,7 +189,7 @@ class SamplingExecutor:
             self._transfer.delete(ConditioningKey(self.name, old))
 
     def generate(self, chunk: Chunk, weights_version: WeightsVersion) -> None:
-        """Generates a chunk's trajectories with weights that it has received."""
+        """Generates a chunk's trajectories with received weights."""
         if chunk.evaluation:
             held_out, weights = self._held_out, self.weights[weights_version]
             records, first = held_out.of(chunk), held_out.first(chunk)
@@ -197,7 +197,7 @@ class SamplingExecutor:
                 self.rollout.evaluator, weights, records, first, held_out.batch
             )
         else:
-            # In this order, since a chunk is dropped before its version.
+            # In this order, because a chunk is dropped before its weights.
             weights, step = self.weights.get(weights_version), self._steps.find(chunk)
             if step is None:
                 return
@@ -210,12 +210,10 @@ class SamplingExecutor:
             self.drop_chunk(chunk)
 
     def decode(self, chunk: Chunk) -> None:
-        """Decodes a chunk's images to the host, and makes its samples available for training.
-
-        The rewards on this mesh score the images.
+        """Decodes a chunk's images to the host, scores them by the rewards on this mesh, and offers its samples.
 
         Raises:
-          RewardError: their scores are not finite.
+          RewardError: A score is not finite.
         """
         trajectory = self._trajectories.pop(chunk, None)
         if trajectory is None:
@@ -227,9 +225,9 @@ class SamplingExecutor:
             return
         images = fetch(self.rollout.sampler.decode(self._fixed, trajectory))
         step = self._steps.find(chunk)
-        if step is None or self.removed:  # another worker generates the chunk
+        if step is None or self.removed:  # dropped, or reassigned to another worker
             return
-        # First, so that samples are not available if scoring fails.
+        # Before the samples are offered, because scoring may fail.
         self._keep(chunk, images, step.records_of(chunk.index))
         if self.removed:
             return
@@ -240,9 +238,9 @@ class SamplingExecutor:
             self.drop_chunk(chunk)
 
     def _keep(self, chunk: Chunk, images: np.ndarray, records: list[dict[str, Any]]) -> None:
-        """Stores images for the rewards; those on this mesh score them now."""
+        """Stores images to score; the rewards on this mesh score them now."""
         images = bytes_or_nan(images)
-        # With a NaN nothing is scored: the run ends when these images are fetched.
+        # Images with NaN are not scored: the run ends when they are fetched.
         if self._scorers and images.dtype == np.uint8:
             with part("score"):
                 batch = reward_input(images), [record["prompt"] for record in records], records
@@ -250,11 +248,11 @@ class SamplingExecutor:
         self.images[chunk] = images
 
     def score(self, chunk: Chunk, scorer: ChunkScorer) -> Future[ScoredChunk]:
-        """Scores a decoded chunk, whose images are stored until `scored`; see `ChunkScorer.submit`."""
+        """Scores a decoded chunk; see `ChunkScorer.submit`. Its images are kept until `scored`."""
         return scorer.submit(chunk, self.images[chunk], self.answers.get(chunk, ()))
 
     def scored(self, chunk: Chunk) -> None:
-        """Frees a chunk's images, which are not needed again."""
+        """Frees a chunk's images."""
         self.images.pop(chunk, None)
         self.answers.pop(chunk, None)
 
@@ -269,18 +267,18 @@ class SamplingExecutor:
         self.weights.pop(weights_version, None)
 
     def end_step(self, step: int) -> None:
-        """Does nothing: see `WorkerProxy.end_step`."""
+        """No-op; see `WorkerProxy.end_step`."""
 
     def remove(self) -> None:
-        """Marks the worker as removed: another one repeats its work, and results of calls in progress are not used."""
+        """Marks the worker as removed: its work is reassigned, and results of calls in progress are discarded."""
         self.removed = True
 
 
 def open_rewards(config: TrainConfig) -> RewardPool:
-    """Starts the rewards and tries them, by known scores and by `try_files`; the caller closes the pool.
+    """Starts the rewards and tests them (sanity checks, `try_files`); the caller closes the pool.
 
     Raises:
-      ConfigError: A reward does not work, or a score is not as it must be.
+      ConfigError: A reward fails, or a score is invalid.
     """
     found, settings = resolve(config.rewards, meshes=True), config.reward_pool
     seconds = Deadline(config.runtime.deadline).seconds
@@ -288,18 +286,18 @@ def open_rewards(config: TrainConfig) -> RewardPool:
     try:
         run_sanity_checks(found, pool.score)
         try_files(config, pool.score)
-    except BaseException:  # Ctrl-C, too: otherwise its processes would continue
+    except BaseException:  # including Ctrl-C: otherwise its processes keep running
         pool.close()
         raise
     return pool
 
 
 def try_files(config: TrainConfig, score: Callable[..., Any]) -> None:
-    """Tries rewards on the prompts of training and of evaluation, with made-up images of the size that each has.
+    """Tests rewards on the training and evaluation prompts, with dummy images of the corresponding sizes.
 
     Args:
       config: The validated config.
-      score: As `RewardPool.score`.
+      score: Scoring function, such as `RewardPool.score`.
 
     Raises:
       ConfigError: See `dry_run`.
@@ -311,10 +309,10 @@ def try_files(config: TrainConfig, score: Callable[..., Any]) -> None:
 
 
 def try_scorers(config: TrainConfig, scorers: tuple[RewardModel, ...]) -> None:
-    """Tries the rewards on a mesh by known scores and as `try_files`; with several processes in all of them.
+    """Tests the rewards on a mesh (sanity checks, `try_files`). All processes of the mesh must call it.
 
     Raises:
-      ConfigError: A score is not as it must be.
+      ConfigError: A score is invalid.
     """
     if not scorers:
         return

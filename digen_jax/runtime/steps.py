@@ -1,6 +1,6 @@
-"""Data of a step and of an evaluation in one process: prompts, keys of images, scores, advantages, metrics.
+"""Per-process data of steps and evaluations: prompts, PRNG keys of images, scores, advantages, metrics.
 
-Every process computes prompts and keys from the config. Scores are collected in the first process.
+Every process computes prompts and keys from the config. The coordinator collects the scores.
 """
 
 import dataclasses
@@ -32,17 +32,17 @@ from digen_jax.scheduling.settings import Settings
 
 @dataclasses.dataclass
 class StepImages:
-    """The images of a step: image j is the (j mod G)-th of group j // G.
+    """Images of a step: image j is number j mod G of group j // G.
 
-    With dynamic sampling the groups are all possible candidates, started or not.
+    With dynamic sampling, the groups are all possible candidates, started or not.
     """
 
     records: list[dict[str, Any]]
-    size: int  # images of a chunk
+    size: int  # images per chunk
     rows: Int[np.ndarray, "n"]
     drawn: SampleDraws
-    training_keys: Key[Array, "n"]  # of training's noise: the first time the keys of the images
-    dropped: set[int] = dataclasses.field(default_factory=set)  # started, not needed
+    training_keys: Key[Array, "n"]  # of training noise; at turn 0, `drawn.keys`
+    dropped: set[int] = dataclasses.field(default_factory=set)  # indices of unused chunks
 
     @classmethod
     def create(
@@ -54,33 +54,31 @@ class StepImages:
         rng: SampleRng,
         turn: int = 0,
     ) -> "StepImages":
-        """`images` a group, `size` a chunk. `turn`: how many times the step was trained before."""
+        """Creates a step with groups of `images` and chunks of `size` images; `turn` counts earlier passes over it."""
         rows = np.repeat(np.arange(len(records), dtype=np.int32), images)
         serials = np.asarray([record["serial"] for record in records])[rows]
         drawn = rng.draw(number, serials, np.tile(np.arange(images), len(records)))
         return cls(records, size, rows, drawn, repeat_keys(drawn.keys, turn))
 
     def slice_of(self, index: int) -> slice:
-        """Returns the slice of a chunk's images."""
+        """Returns the slice of chunk `index`."""
         return slice(index * self.size, (index + 1) * self.size)
 
     def records_of(self, index: int) -> list[dict[str, Any]]:
-        """Returns the record of each image of a chunk."""
+        """Returns the prompt record of each image of a chunk."""
         return [self.records[row] for row in self.rows[self.slice_of(index)]]
 
 
 class Steps:
-    """The steps by number. Each draws its prompts at its first use, in order; those that have ended are not stored.
-
-    Any thread may call.
+    """Steps by number, created in order on first use and freed when they end. Thread-safe.
 
     Args:
       batches: Prompt records of each step.
-      images: Images of a group.
-      size: Images of a chunk.
-      rng: Draws the keys and steps of images.
+      images: Images per group.
+      size: Images per chunk.
+      rng: Samples the PRNG keys and trained timesteps of images.
       first: The current step.
-      set_steps: Steps after which `batches` repeats, if the images are a fixed set. 0 means never.
+      set_steps: Period of `batches` in steps, if the images are a fixed set. 0 means no repetition.
     """
 
     def __init__(
@@ -92,7 +90,7 @@ class Steps:
         first: int,
         set_steps: int = 0,
     ):
-        self.first = first  # the current step
+        self.first = first
         self._batches, self._make = batches, (images, size, rng)
         self._set_steps, self._next = set_steps, first
         self._steps: dict[int, StepImages] = {}
@@ -110,7 +108,7 @@ class Steps:
             return self._steps[number]
 
     def draw(self, number: int) -> None:
-        """Draws the prompts of a step, unless it has ended: for a process in which no worker encodes them."""
+        """Creates a step unless it has ended, in a process that does not encode its prompts."""
         if number >= self.first:
             self[number]
 
@@ -121,7 +119,7 @@ class Steps:
             return None if step is None or chunk.index in step.dropped else step
 
     def drop(self, chunks: Iterable[Chunk]) -> None:
-        """Marks candidates that do not form their step."""
+        """Marks candidates that are not part of their step."""
         with self._lock:
             for chunk in chunks:
                 self._steps[chunk.step].dropped.add(chunk.index)
@@ -131,38 +129,38 @@ class Steps:
         self.forget(self.first + 1)
 
     def forget(self, before: int) -> None:
-        """Frees all steps before this one, which have ended."""
+        """Ends and frees all steps before `before`."""
         with self._lock:
             self.first = max(self.first, before)
             for number in [number for number in self._steps if number < self.first]:
                 del self._steps[number]
 
 
-# Statistics of each reward, by prefix of the metric's name.
+# Statistics of each reward, by metric name prefix.
 STATISTICS = {"": np.mean, "std_": np.std, "min_": np.min, "max_": np.max}
 
 
 class HeldOut:
-    """The prompts of a run's evaluations, divided into chunks by the scheduler's settings."""
+    """Held-out prompts of evaluations, divided into chunks by the scheduler's settings."""
 
     def __init__(self, records: Sequence[dict[str, Any]], settings: Settings):
         self.records, self._settings = list(records), settings
-        self.batch = settings.evaluation_batch  # images of a chunk
+        self.batch = settings.evaluation_batch  # images per chunk
 
     def of(self, chunk: Chunk) -> list[dict[str, Any]]:
-        """Returns the records of a chunk; the last one of an evaluation may have fewer than a batch."""
+        """Returns the records of a chunk. The last chunk of an evaluation may be smaller than a batch."""
         count, first = self._settings.evaluated_images(chunk.step), self.first(chunk)
         return self.records[first : min(first + self.batch, count)]
 
     def first(self, chunk: Chunk) -> int:
-        """Returns the number of a chunk's first image."""
+        """Returns the index of a chunk's first image."""
         return chunk.index * self.batch
 
 
 class Previews(NamedTuple):
-    """Images of a chunk that may be among the step's best and worst."""
+    """Candidates of a chunk for the step's best and worst images."""
 
-    places: Int[np.ndarray, "k"]  # within the chunk
+    places: Int[np.ndarray, "k"]  # indices in the chunk
     images: UInt8[np.ndarray, "k h w 3"]
 
 
@@ -170,18 +168,18 @@ class ScoredChunk(NamedTuple):
     """Scores and previews of a chunk's images."""
 
     scores: rewards.Scores
-    values: Float32[np.ndarray, "b"] = np.zeros(0, np.float32)  # that the scheduler compares
-    seconds: float = 0.0  # that the rewards took
-    exchanges: tuple[Exchange, ...] = ()  # with servers, on the clock of `time.perf_counter`
-    image_stats: Future[ImageStats] | None = None  # image statistics, if computed
+    values: Float32[np.ndarray, "b"] = np.zeros(0, np.float32)  # total reward
+    seconds: float = 0.0  # of reward computation
+    exchanges: tuple[Exchange, ...] = ()  # requests to servers, in `time.perf_counter` time
+    image_stats: Future[ImageStats] | None = None  # if computed
     previews: Previews | None = None  # of a step
-    clips: UInt8[np.ndarray, "k t h w 3"] | None = None  # of an evaluation: the first ones
+    clips: UInt8[np.ndarray, "k t h w 3"] | None = None  # of an evaluation: the first clips
 
 
 def ranked(
     values: Float32[np.ndarray, "k"], rows: Int[np.ndarray, "k"], sign: int
 ) -> Int[np.ndarray, "k"]:
-    """Returns an order of images: best first for sign 1, worst first for -1; of equal ones first one of each group."""
+    """Returns an argsort of images: best first for sign 1, worst first for -1. Ties alternate between groups."""
     turn = np.zeros(len(values), int)
     for row, value in set(zip(rows, values, strict=True)):
         same = np.flatnonzero((rows == row) & (values == value))
@@ -190,7 +188,7 @@ def ranked(
 
 
 class EvaluationScores:
-    """Collects scores and clips of evaluations in the first process, until a version is complete."""
+    """Collects scores and clips of evaluations in the coordinator until a version is complete."""
 
     def __init__(self, held_out: HeldOut, names: tuple[str, ...], weights: Sequence[float]):
         self._held_out, self._names, self._weights = held_out, names, weights
@@ -211,38 +209,38 @@ class EvaluationScores:
         )
 
     def forget(self, version: int) -> None:
-        """Removes a version's evaluation, if there is one."""
+        """Removes a version's evaluation, if any."""
         self._found.pop(version, None)
 
 
 class ChunkAdvantages(NamedTuple):
-    """The images of a chunk that are trained, with their advantages and weights.
+    """Trained images of a chunk, with their advantages and weights.
 
-    Instead of advantages there are ranks for an algorithm that `ranks`, and rewards in early training.
+    `advantages` has ranks for an algorithm that `ranks`, and rewards in early training.
     """
 
-    places: Int[np.ndarray, "k"]  # within the chunk
+    places: Int[np.ndarray, "k"]  # indices in the chunk
     advantages: Float[np.ndarray, "k"]
     weight: Float32[np.ndarray, "k"]  # 0 if the image's group is dropped
 
 
 @dataclasses.dataclass
 class StepScores:
-    """The scores of a step's images; NaN for those that are not scored, and where a reward does not apply."""
+    """Scores of a step's images. NaN means not scored, or that a reward does not apply."""
 
     images: StepImages
-    scores: Float32[np.ndarray, "n k"]  # a column for each score that has a weight
+    scores: Float32[np.ndarray, "n k"]  # one column per score with a weight
     settings: AdvantageSettings
     scored: Bool[np.ndarray, "n"]
-    # Scores that have no weight: see `rewards.Scores`.
+    # Scores without a weight; see `rewards.Scores`.
     shown: dict[str, Float32[np.ndarray, "n"]] = dataclasses.field(default_factory=dict)
     image_stats: dict[int, Future[ImageStats]] = dataclasses.field(default_factory=dict)  # by chunk
-    # Images that may be the step's best and worst, by their places in the step.
+    # Candidates for the step's best and worst images, by index in the step.
     previews: dict[int, UInt8[np.ndarray, "h w 3"]] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def create(cls, images: StepImages, settings: AdvantageSettings) -> "StepScores":
-        """Creates the scores of a step without a scored image."""
+        """Creates empty scores."""
         count = len(images.rows)
         empty = np.full((count, len(settings.reward_weights)), np.nan, np.float32)
         return cls(images, empty, settings, np.zeros(count, bool))
@@ -256,7 +254,7 @@ class StepScores:
             self.shown.setdefault(name, empty)[cut] = found
 
     def add_previews(self, index: int, image_stats: Future[ImageStats], previews: Previews) -> None:
-        """Stores the image statistics of a scored chunk, and the images that may be shown."""
+        """Stores the image statistics and previews of a scored chunk."""
         self.image_stats[index] = image_stats
         start = self.images.slice_of(index).start
         self.previews |= {
@@ -266,26 +264,26 @@ class StepScores:
 
     @property
     def members(self) -> Bool[np.ndarray, "n"]:
-        """Which images are scored and of groups that form the step."""
+        """Mask of the scored images of groups in the step."""
         images = self.images
         dropped = np.isin(np.arange(len(images.rows)) // images.size, list(images.dropped))
         return self.scored & ~dropped
 
     @property
     def values(self) -> Float32[np.ndarray, "n"]:
-        """The value of each scored image: the weighted sum of the scores of the rewards that apply to it."""
+        """Total reward of each scored image: the weighted sum of the rewards that apply to it."""
         return rewards.total(self.scores, self.settings.reward_weights)
 
     @property
     def std(self) -> float:
-        """The std of the rewards over the groups that form the step."""
+        """Standard deviation of the total reward over the groups in the step."""
         return float(self.values[self.members].std(dtype=np.float64))
 
     def batch(self, index: int, ranks: bool = False, early: bool = False) -> ChunkAdvantages:
-        """Returns the trained part of a chunk, when the unit `AdvantageSettings.needs` is scored.
+        """Returns the trained images of a chunk. Its group or step (`AdvantageSettings.needs`) must be scored.
 
-        The number of images given to the trainer does not depend on how many groups are dropped. With `ranks` the
-        unit is `AdvantageSettings.ranking_needs`; `early`: before advantages are known.
+        Dropped groups keep their images at weight 0, so that shapes are static. With `ranks` the required unit is
+        `AdvantageSettings.ranking_needs`. With `early` only the chunk must be scored.
         """
         settings = self.settings
         if ranks or early:
@@ -298,21 +296,21 @@ class StepScores:
         return ChunkAdvantages(np.flatnonzero(given), found[given], weight[given])
 
     def ranking(self, index: int) -> Float[np.ndarray, "b"]:
-        """Returns the ranks of a chunk's images, when the unit `AdvantageSettings.ranking_needs` is scored."""
+        """Returns the ranks of a chunk's images. Its `AdvantageSettings.ranking_needs` must be scored."""
         known, mine = self._known(index, self.settings.ranking_needs)
         return ranking(self.settings, *known)[mine]
 
     def _known(
         self, index: int, needs: Literal["group", "step"]
     ) -> tuple[tuple[np.ndarray, np.ndarray, int], Bool[np.ndarray, "m"]]:
-        """Returns ((scores, groups, number of groups) of the chunk's groups or step, which of them are the chunk's)."""
+        """Returns ((scores, groups, number of groups) of the chunk's groups or step, mask of the chunk's images)."""
         rows, cut = self.images.rows, self.images.slice_of(index)
         members = np.isin(rows, rows[cut]) if needs == "group" else self.members
         mine = np.isin(np.flatnonzero(members), np.arange(cut.start, cut.stop))
         return (self.scores[members], rows[members], len(self.images.records)), mine
 
     def extremes(self, most: int) -> Extremes | None:
-        """Returns at most `most` of the best and of the worst images, none in both, or None without previews."""
+        """Returns up to `most` best and `most` worst images, disjoint, or None without previews."""
         values, rows = self.values, self.images.rows
         found = np.asarray([p for p in np.flatnonzero(self.members) if p in self.previews], int)
         count = min(most, len(found) // 2)
@@ -330,10 +328,9 @@ class StepScores:
         return Extremes(best, worst)
 
     def metrics(self, names: tuple[str, ...]) -> dict[str, float]:
-        """Returns mean and spread of the rewards of the groups that form a step, over all prompts and for each task.
+        """Returns mean and std of the total reward over the groups in a step, overall and per task.
 
-        For several rewards these are of the weighted sum; mean, spread and range of each reward over the images to
-        which it applies are added by its name, one of `names`.
+        With several rewards, adds mean, std, min and max of each one (`names`) over the images to which it applies.
         """
         members, records = self.members, self.images.records
         scores, rows = self.values[members], self.images.rows[members]
@@ -356,7 +353,7 @@ class StepScores:
             **{f"reward/{tag}": mean for tag, mean in by_tag(shown, scores).items()},
             **{f"reward_std/{tag}": std for tag, std in by_tag(shown, scores, np.std).items()},
         }
-        if len(records) > groups:  # dynamic sampling: the candidates that were started
+        if len(records) > groups:  # dynamic sampling: count the started candidates
             started = members.copy()
             for index in self.images.dropped:
                 started[self.images.slice_of(index)] = True
@@ -364,7 +361,7 @@ class StepScores:
         return metrics
 
     def image_metrics(self) -> dict[str, float]:
-        """Returns statistics of the images of a step, and the diversity within a group; empty without images."""
+        """Returns image statistics of a step and the diversity within groups; empty without images."""
         chunks = [index for index in sorted(self.image_stats) if index not in self.images.dropped]
         if not chunks:
             return {}

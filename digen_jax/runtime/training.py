@@ -1,4 +1,4 @@
-"""Executors of training workers: each accumulates gradients of chunks, and the home worker updates."""
+"""Training executors: every training worker accumulates gradients of chunks; the home worker runs the optimizer."""
 
 import threading
 from collections.abc import Collection, Sequence
@@ -39,21 +39,21 @@ from digen_jax.scheduling.settings import Settings
 
 
 class Sums(NamedTuple):
-    """Sums of an update; `stale`: older versions generated some of the samples."""
+    """Gradient sums of an update. `stale` is true if older versions generated some of the samples."""
 
     totals: Totals | None
-    stale: Any  # a bool, or an array of one
+    stale: Any  # bool or bool array
 
 
 class GradientExecutor:
-    """Accumulates gradients of chunks on a mesh; every method returns when its work is done.
+    """Accumulates gradients of chunks on a mesh; every method blocks until its work is done.
 
     Args:
-      name: Name of the worker.
-      system: Parts of the run on its mesh.
+      name: Worker name.
+      system: Parts of the run on the worker's mesh.
       steps: Steps of the run.
-      transfer: Moves arrays between workers.
-      trainers: Names of all training workers: each may get the samples that another one has.
+      transfer: Array transfer between workers.
+      trainers: Names of all training workers, which can get samples from one another.
     """
 
     def __init__(
@@ -72,21 +72,21 @@ class GradientExecutor:
         self._prompts_lock = threading.Lock()
         self._totals: Totals | None = None
         self._trained: set[Chunk] = set()  # since the last update
-        self._groups: dict[int, OpenGroup] = {}  # groups that are trained early, by number
-        self._stale = False  # whether an older version generated some of the update's samples
-        # Weights that sample a fixed set of images.
+        self._groups: dict[int, OpenGroup] = {}  # by group number: groups in early training
+        self._stale = False  # see `Sums`
+        # Sampling weights of algorithms that train on a fixed set of images.
         self._fixed = system.untuned() if system.trainer.algorithm.set_steps > 0 else None
 
     def current(self, weights_version: WeightsVersion) -> TrainState:
-        """Returns the parameters that are trained, and the slow copy."""
+        """Returns the trained parameters and their `TrainState.copy`."""
         raise NotImplementedError
 
     def version_weights(self, weights_version: WeightsVersion) -> Any:
-        """Returns the weights of a version that sample, in the trainer's type."""
+        """Returns the sampling weights of a version in the trainer's dtype."""
         raise NotImplementedError
 
     def deliver(self, command: Deliver) -> None:
-        """Gets a chunk's samples from another worker, and with the first ones the step's prompts."""
+        """Gets a chunk's samples and, for the first chunk of a step, the encoded prompts from another worker."""
         self._get_samples(command.worker, command.chunk, command.version)
 
     def _get_samples(self, worker: str, chunk: Chunk, version: int) -> None:
@@ -95,7 +95,7 @@ class GradientExecutor:
         if step is None:
             self._transfer.delete(key)
             return
-        with self._prompts_lock:  # one lock for the chunks of all workers
+        with self._prompts_lock:  # chunks arrive from several threads
             if chunk.step not in self._prompts:
 
                 def replicated(tree: Any) -> Any:
@@ -103,7 +103,7 @@ class GradientExecutor:
 
                 prompts = ConditioningKey(worker, chunk.step)
                 found = self._transfer.get(prompts, replicated, self.name)
-                if found is None:  # its worker was just removed
+                if found is None:  # the worker was just removed
                     raise TransferError(f"{worker} has no prompts of step {chunk.step}")
                 self._prompts[chunk.step] = found
                 if several:
@@ -124,15 +124,15 @@ class GradientExecutor:
             self.drop_chunk(chunk)
 
     def drop_chunk(self, chunk: Chunk) -> None:
-        """Frees a chunk that will not be trained."""
+        """Frees a chunk's samples."""
         if self.samples.pop(chunk, None) is not None:
             self._transfer.delete(SamplesKey(self.name, chunk))
 
     def train(self, command: Train, batch: ChunkAdvantages) -> None:
-        """Adds the gradient of a chunk's passes to the update's, for early training through the sums of its group."""
+        """Adds the gradient of a chunk's passes to the update's sums; in early training, to its group's sums."""
         chunk, trainer = command.chunk, self.system.trainer
         state = self.current(WeightsVersion(chunk.step, update=command.update))
-        if chunk not in self.samples:  # this worker has sampled it
+        if chunk not in self.samples:  # sampled on this worker
             self._get_samples(self.name, chunk, command.version)
         images, prompts = self.samples[chunk], self._prompts[chunk.step]
         self._trained.add(chunk)
@@ -145,7 +145,7 @@ class GradientExecutor:
         algorithm, behavior, start = trainer.algorithm, None, None
         if algorithm.reads_behavior:
             behavior = self.version_weights(WeightsVersion(images.version))
-        if algorithm.reads_start and command.update:  # else no update has changed the parameters
+        if algorithm.reads_start and command.update:  # else they are the current ones
             start = self.version_weights(WeightsVersion(chunk.step))
         piece, base = (command.first, command.count), self.system.base
         totals = trainer.accumulate(state, base, train_batch, self._totals, behavior, start, piece)
@@ -159,9 +159,9 @@ class GradientExecutor:
         images: SampledImages,
         state: TrainState,
     ) -> None:
-        """Adds a chunk to its group's sums; the group's last chunk adds these to the update's."""
+        """Adds a chunk to its group's sums. The group's last chunk adds these to the update's sums."""
         trainer, number = self.system.trainer, int(images.rows[0])
-        # Advantages are not known yet: nothing may read them.
+        # Advantages are not known yet; NaN exposes any read.
         unknown = np.full_like(values, np.nan)
         train_batch = make_train_batch(self.system, self._prompts[chunk.step], images, unknown)
         group, base = self._groups.pop(number, None), self.system.base
@@ -174,7 +174,7 @@ class GradientExecutor:
             self._totals = jax.block_until_ready(trainer.close(group, self._totals, std))
 
     def sums(self, others: Sequence[str] = ()) -> Sums:
-        """Returns the sums since the last update, added to those of other workers.
+        """Returns the sums since the last update plus those of other workers.
 
         Raises:
           MissingSums: A worker disconnected.
@@ -202,7 +202,7 @@ class GradientExecutor:
     def updated(self, first: int) -> None:
         """Frees the sums and samples of an update, and the samples and prompts of steps before `first`."""
         self._totals, self._stale = None, False
-        # Another worker may have trained samples that this one has.
+        # Also samples that another worker trained.
         for chunk in {*self._trained, *(one for one in list(self.samples) if one.step < first)}:
             self.drop_chunk(chunk)
         self._trained.clear()
@@ -212,7 +212,7 @@ class GradientExecutor:
 
 
 class OtherTrainingExecutor(GradientExecutor):
-    """A training worker that does not update: it stores the weights that it receives."""
+    """Executor of a training worker without the optimizer; it stores received weights."""
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
@@ -224,7 +224,7 @@ class OtherTrainingExecutor(GradientExecutor):
         return self._weights[weights_version]
 
     def take_trained(self, weights_version: WeightsVersion) -> bool:
-        """Gets the weights that are trained; returns False if these are others."""
+        """Gets the trained weights. Returns False if these are not the current ones."""
         params = self.system.placement.trainer.params
 
         def own_shardings(tree: Any) -> Any:
@@ -242,7 +242,7 @@ class OtherTrainingExecutor(GradientExecutor):
         return True
 
     def version_weights(self, weights_version: WeightsVersion) -> Any:
-        """See `GradientExecutor`; weights that were not received yet are transferred now."""
+        """See `GradientExecutor`. Transfers weights that were not received yet."""
         if weights_version not in self._version_weights:
             params = self.system.placement.trainer.params
             found = self._transfer.get(ExactWeightsKey(weights_version), params, self.name)
@@ -257,13 +257,13 @@ class OtherTrainingExecutor(GradientExecutor):
         self._version_weights.pop(weights_version, None)
 
     def share_weights(self, sampler: SamplingExecutor, weights_version: WeightsVersion) -> None:
-        """Gives weights to this worker's sampler, unless it has received them."""
+        """Passes weights to this worker's sampler, unless it has received them."""
         if weights_version not in sampler.weights:
             sampler.hold(weights_version, self.version_weights(weights_version))
 
     def offer_sums(self, others: Sequence[str]) -> None:
-        """Makes its sums available until the update, with those of other workers added. Raises MissingSums."""
-        if self._totals is None:  # its process was restarted after it had trained
+        """Offers its sums plus those of other workers until the update. Raises MissingSums."""
+        if self._totals is None:  # the process restarted after training
             raise MissingSums(self.name)
         self._transfer.put(SumsKey(self.name), self.sums(others))
 
@@ -274,7 +274,7 @@ class OtherTrainingExecutor(GradientExecutor):
 
 
 class TrainingExecutor(GradientExecutor):
-    """The home worker: it trains, adds the sums of the others to its own, and updates."""
+    """Executor of the home worker: trains, reduces the sums of all workers, and runs the optimizer."""
 
     def __init__(
         self,
@@ -288,13 +288,13 @@ class TrainingExecutor(GradientExecutor):
     ):
         super().__init__(TRAINER, system, steps, transfer, trainers)
         self.state = state
-        # The parameters on this worker's mesh if the state is sharded over all training workers.
+        # Parameters on this worker's mesh if the state is sharded over all training workers.
         self._copy: TrainState | None = None
         self._settings, self._versions = settings, versions
-        # The trained weights that are available to other training workers.
+        # Version of the trained weights offered to other training workers.
         self._available: WeightsVersion | None = None
-        self._history: list[dict[str, jax.Array]] = []  # of the step's updates
-        self._compared = False  # whether the ratios of an update on fresh samples were checked
+        self._history: list[dict[str, jax.Array]] = []  # metrics of the step's updates
+        self._compared = False  # whether ratios on fresh samples were checked
 
     def current(self, weights_version: WeightsVersion) -> TrainState:
         """See `GradientExecutor`."""
@@ -309,28 +309,28 @@ class TrainingExecutor(GradientExecutor):
         return resharded(tree, self.system.placement.trainer.params(tree))
 
     def update(self, scores: StepScores, version: int | None, others: Sequence[str] = ()) -> None:
-        """One optimizer update; the last one of a step creates a version.
+        """Runs an optimizer update; the last one of a step creates a version.
 
         Args:
           scores: Scores of the step.
-          version: The version that the update creates. None means that it is not the step's last.
-          others: Training workers whose sums are added.
+          version: Version to create. None means that this is not the step's last update.
+          others: Training workers to get sums from.
 
         Raises:
-          MissingSums: One of them disconnected; nothing has changed.
-          ConfigError: Rounding moves the ratios too far; checked before the first update on fresh samples.
+          MissingSums: One of them disconnected; the state is unchanged.
+          ConfigError: Rounding errors of the ratios are too large; checked before the first update on fresh samples.
         """
         trainer, (totals, stale) = self.system.updater, self.sums(others)
-        self._totals = self._copy = None  # so that the update has their memory
+        self._totals = self._copy = None  # frees memory for the update
         totals = resharded(totals, trainer.shardings_of(totals))
         if not (stale or self._history or self._compared):
             self._compared = True
             check_ratio_spread(trainer.algorithm, totals.sums)
-        # Before an update consumes the arrays that other training workers may get.
+        # Before the update consumes arrays that other training workers may be reading.
         if self._available is not None and not self._transfer.drain(
             TrainedWeightsKey(self._available)
         ):
-            # A worker that hangs may still read them.
+            # A hung worker may still read them.
             self.state = jax.tree.map(jnp.copy, self.state)
         state = self._versions.to_consume(self.state)
         std = None if totals.unscaled is None else scores.std
@@ -345,7 +345,7 @@ class TrainingExecutor(GradientExecutor):
             self._make_available(WeightsVersion(self._steps.first, update=len(self._history)))
 
     def add_version(self, version: int) -> None:
-        """Makes the behavior policy available as a version, and the evaluated weights if they differ and are due."""
+        """Offers the behavior policy as a version, and separate evaluation weights if an evaluation is due."""
         settings, tree = self._settings, self._fixed
         if tree is None:
             tree = self.system.updater.sampling_params(self.state)
@@ -359,7 +359,7 @@ class TrainingExecutor(GradientExecutor):
         self._versions.add(weights_version, tree, next(fields, None))
 
     def _make_available(self, weights_version: WeightsVersion) -> None:
-        """Makes the trained parameters available to the other training workers until the next update."""
+        """Offers the trained parameters to the other training workers until the next update."""
         if self.system.joint_trainer is not None:
             tuned, copy = self.state.tuned, self.state.copy
             own_copy = None if copy is None else self._resharded(copy)
@@ -371,7 +371,7 @@ class TrainingExecutor(GradientExecutor):
             )
 
     def metrics(self) -> dict[str, float]:
-        """Returns the means over a step's updates, and resets them."""
+        """Returns the metrics averaged over a step's updates, and resets them."""
         history, self._history = self._history, []
         means = jax.tree.map(lambda *values: sum(values) / len(values), *history)
         return {name: float(value) for name, value in means.items()}
