@@ -2,6 +2,6 @@
 
     event --> scheduler.handle --> state (steps, weights, workers, costs) --> next work of idle workers --> commands
 
-`handle` applies an event to the state, then gives work to every idle worker. Executors and the simulator
+`handle` applies an event to the state, then assigns work to every idle worker. Executors or the simulator
 execute the commands and answer each with one event.
 """

@@ -1,9 +1,8 @@
 """Commands from the scheduler to the executors, and events from these to the scheduler.
 
-A worker gets one command after another, each when the previous one is completed. Only the transfers
-to and from a rollout worker, `SyncWeights` and `Deliver`, run in parallel with its other commands, so that
-weights and samples are transferred during generation.
-Every command is answered by one `Completed` or `Failed`, except those with `answered = False`.
+A worker gets its commands one after another. Only the transfers to and from a rollout worker, `SyncWeights` and
+`Deliver`, run in parallel with its other commands, so that weights and samples are transferred during generation.
+Every command is answered by one `Completed` or `Failed`, except commands with `answered = False`.
 """
 
 import dataclasses
@@ -13,13 +12,13 @@ TRAINER = "trainer"
 
 
 def trainer_names(count: int) -> tuple[str, ...]:
-    """Returns the names of `count` training workers, the home worker first."""
+    """Returns the names of `count` workers that train, the home worker first."""
     return TRAINER, *(f"worker {number}" for number in range(1, count))
 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Chunk:
-    """Images index * n to index * n + n - 1 of a step's candidates, for n images a chunk.
+    """Images index * n to index * n + n - 1 of a step's candidates, for chunks of n images.
 
     Image j belongs to candidate group j // G. In an evaluation, `step` is the evaluated version.
     """
@@ -33,8 +32,8 @@ class Chunk:
 class WeightsVersion:
     """Weights of a version: for sampling and training or, if they differ, for evaluation.
 
-    Evaluated weights are, for example, the moving average of the trained parameters. Within a step of several
-    updates, `update` counts those that the weights have had since the version; only training workers get such weights.
+    Evaluated weights are, for example, the moving average of the trained parameters. In a step of several updates,
+    `update` counts the updates since the version; only training workers get such weights.
     """
 
     version: int
@@ -44,7 +43,7 @@ class WeightsVersion:
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """`serial` numbers all commands of a run."""
+    """A command to an executor; `serial` numbers all commands of a run."""
 
     serial: int
     kind: ClassVar[str]
@@ -55,13 +54,13 @@ class Command:
 
     @property
     def receiver(self) -> str:
-        """The worker that executes the command or, for a transfer, receives the data; "" if there is none."""
+        """Worker that executes the command or, for a transfer, receives the data; "" if there is none."""
         return getattr(self, "to", getattr(self, "worker", ""))
 
 
 @dataclasses.dataclass(frozen=True)
 class Encode(Command, kind="encode"):
-    """Encode a step's prompts on a worker. Prompts of an evaluation are encoded when its chunks are generated."""
+    """Encodes a step's prompts on a worker. Prompts of an evaluation are encoded when its chunks are generated."""
 
     worker: str
     step: int
@@ -69,7 +68,7 @@ class Encode(Command, kind="encode"):
 
 @dataclasses.dataclass(frozen=True)
 class Generate(Command, kind="generate"):
-    """Sample a chunk's trajectories with weights that the worker holds."""
+    """Samples a chunk's trajectories with weights that the worker holds."""
 
     worker: str
     chunk: Chunk
@@ -77,13 +76,13 @@ class Generate(Command, kind="generate"):
 
     @property
     def version(self) -> int:
-        """The version of the weights."""
+        """Version of the weights."""
         return self.weights_version.version
 
 
 @dataclasses.dataclass(frozen=True)
 class Decode(Command, kind="decode"):
-    """Decode the images; the worker then keeps them, and the samples to train, until they are fetched."""
+    """Decodes a chunk's images. The worker keeps them, and the samples to train, until they are fetched."""
 
     worker: str
     chunk: Chunk
@@ -91,7 +90,7 @@ class Decode(Command, kind="decode"):
 
 @dataclasses.dataclass(frozen=True)
 class Deliver(Command, kind="deliver"):
-    """Transfer the samples of a decoded chunk from a worker to a training worker; `version` generated them."""
+    """Transfers the samples of a decoded chunk to a training worker; weights of `version` generated them."""
 
     worker: str
     chunk: Chunk
@@ -101,7 +100,7 @@ class Deliver(Command, kind="deliver"):
 
 @dataclasses.dataclass(frozen=True)
 class Score(Command, kind="score"):
-    """Score the images of a chunk, which are stored on the worker `maker`."""
+    """Scores the images of a chunk, which are stored on the worker `maker`, which decoded them."""
 
     chunk: Chunk
     maker: str
@@ -109,9 +108,9 @@ class Score(Command, kind="score"):
 
 @dataclasses.dataclass(frozen=True)
 class Train(Command, kind="train"):
-    """Accumulate the gradient of `count` passes of a chunk from `first` on.
+    """Accumulates the gradient of `count` passes of a chunk, starting at pass `first`.
 
-    `early`: before the chunk's advantages are known.
+    `early` means before the chunk's advantages are known.
     """
 
     worker: str
@@ -125,7 +124,7 @@ class Train(Command, kind="train"):
 
 @dataclasses.dataclass(frozen=True)
 class Update(Command, kind="update"):
-    """One optimizer update from the sums of `trained` workers; the step's last one creates a new version."""
+    """Applies one optimizer update from gradient sums of `trained` workers; a step's last creates a new version."""
 
     worker: str
     step: int
@@ -135,41 +134,41 @@ class Update(Command, kind="update"):
 
 @dataclasses.dataclass(frozen=True)
 class SyncWeights(Command, kind="sync"):
-    """Send a weights version, which the trainer keeps, to a worker."""
+    """Sends a weights version, which the trainer stores, to a worker."""
 
     worker: str
     weights_version: WeightsVersion
 
     @property
     def version(self) -> int:
-        """The version of the weights."""
+        """Version of the weights."""
         return self.weights_version.version
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluate(Command, kind="evaluate", answered=False):
-    """Report a version's evaluation, of which all chunks are scored."""
+    """Reports the evaluation of a version whose chunks are all scored."""
 
     version: int
 
 
 @dataclasses.dataclass(frozen=True)
 class DropVersion(Command, kind="drop_version", answered=False):
-    """No chunk will need these weights again: the trainer and every worker may free them."""
+    """Frees a weights version on the trainer and all workers; no chunk will need it again."""
 
     weights_version: WeightsVersion
 
 
 @dataclasses.dataclass(frozen=True)
 class DropChunks(Command, kind="drop_chunks", answered=False):
-    """Free all data of started candidates that do not form the step."""
+    """Frees all data of started candidates that are not in the step."""
 
     chunks: tuple[Chunk, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """`at` is the time of the event, in seconds."""
+    """An event at the time `at`, in seconds."""
 
     at: float
 
@@ -181,7 +180,7 @@ class Joined(Event):
     The run starts when the home worker, TRAINER, joins; other workers that are ready join before it.
 
     Attributes:
-      worker: Its name.
+      worker: Name of the worker.
       roles: "sample" and "train", in order of preference.
       spare: Roles that it takes only while no other worker has them.
     """
@@ -200,7 +199,7 @@ class Removed(Event):
 
 @dataclasses.dataclass(frozen=True)
 class Completed(Event):
-    """A command is done after `seconds`; a Score has one value per image in `values`."""
+    """A command completed after `seconds`; for a Score, `values` has one value per image."""
 
     command: Command
     seconds: float
@@ -209,7 +208,7 @@ class Completed(Event):
 
 @dataclasses.dataclass(frozen=True)
 class Failed(Event):
-    """A command failed; its worker still works and is free."""
+    """A command failed; its worker still runs and is free."""
 
     command: Command
     reason: str

@@ -10,33 +10,29 @@ from digen_jax.scheduling.settings import Costs, Settings
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """How the seconds of a command fall with the devices that share it.
+    """Scaling of a command's seconds with the number of devices.
 
-    The share `serial` does not fall (Amdahl's law); 0 is linear scaling. The devices split `images`
-    images evenly, so their number must divide it. 0 means that any number of devices splits the work.
+    The share `serial` does not scale (Amdahl's law); 0 is linear scaling. The devices split `images`
+    images evenly, so their number must divide it. 0 means that any number of devices can split the work.
     """
 
     serial: float = 0.0
     images: int = 0
 
     def fits(self, devices: int) -> bool:
-        """Whether `devices` devices can split the images evenly."""
+        """Returns whether `devices` devices can split the images evenly."""
         return not self.images or self.images % devices == 0
 
     def used(self, devices: int) -> int:
-        """Returns the number of devices that can work together."""
+        """Returns the largest number of devices, up to `devices`, that can split the work."""
         return next(n for n in range(devices, 0, -1) if self.fits(n))
 
     def seconds(self, devices: int | float) -> float:
-        """Returns the seconds on `devices` devices, divided by those on one."""
+        """Returns the seconds on `devices` devices relative to one device."""
         return self.serial + (1 - self.serial) / devices
 
     def check(self, name: str) -> None:
-        """Refuses a serial share outside [0, 1).
-
-        Raises:
-          ConfigError: names the field.
-        """
+        """Refuses a serial share outside [0, 1); the ConfigError names the field."""
         if not 0 <= self.serial < 1:
             raise ConfigError(f"{name} must lie in [0, 1), not be {self.serial}")
 
@@ -49,10 +45,10 @@ OnDevice = Callable[[int, int], float]
 class Programs:
     """Bytes of temporary memory of programs on a device: temporaries, and results that are not kept.
 
-    `gradient` is by the parts (data, time) into which a worker that trains splits images and steps; gathered copies
-    of parameters that fsdp splits are not counted. `update` is by the bytes of trained parameters on the device.
-    `sampling`, of each program by name, is by the parts into which a worker splits images, and its axes fsdp, tensor
-    and sequence: "encoding" is that of the text encoders, whenever they run, and "scoring" that of rewards.
+    `gradient` takes the parts (data, time) into which a training worker splits images and steps; copies of
+    parameters gathered from fsdp shards are not counted. `update` takes the bytes of trained parameters on the device.
+    `sampling` takes the parts into which a worker splits images and its axes fsdp, tensor and sequence, and returns
+    bytes by program: "encoding" is the text encoders, whenever they run, and "scoring" the rewards.
     """
 
     gradient: Callable[[int, int], float]
@@ -62,21 +58,21 @@ class Programs:
 
 @dataclasses.dataclass(frozen=True)
 class Footprint:
-    """Sizes in bytes; those of parameters are on one device."""
+    """Sizes in bytes; parameter sizes are per device."""
 
     tuned: OnDevice  # trained parameters; a gradient, a moment or an average has the same size
-    published: OnDevice  # the part of the tuned parameters that is sent to a sampler
+    published: OnDevice  # the subset of trained parameters that weight sync sends to a sampler
     base: OnDevice  # other parameters of a worker that trains, such as the weights under a LoRA
     sampler_base: OnDevice  # other parameters of a worker that only samples
     frozen: OnDevice  # text encoders and autoencoder, on the devices that generate images
-    copies: int  # further copies of the tuned parameters: an average, an algorithm's slow copy
-    trajectory: int  # the stored data of one image until it is trained
-    conditioning: int  # the encoded prompts of a step
-    programs: Programs | None = None  # their temporary memory, if it is counted
-    # The least axis fsdp of a worker that trains, if it divides the worker; larger if the memory requires it.
+    copies: int  # additional copies of the trained parameters: an average, an algorithm's slow copy
+    trajectory: int  # stored data of one image until it is trained
+    conditioning: int  # encoded prompts of a step
+    programs: Programs | None = None  # temporary memory, if it is counted
+    # Smallest axis fsdp of a training worker, if it divides the worker; larger if the memory requires it.
     trainer_fsdp: int = 1
     worker_fsdp: int = 1  # the same for a worker that only samples
-    # Text encoders that are on the sampling devices only before the run, and not in `frozen`.
+    # Text encoders that are on the sampling devices only before the run; not part of `frozen`.
     ahead: OnDevice | None = None
     rewards: OnDevice | None = None  # networks that score images, on the same devices
 
@@ -85,32 +81,32 @@ class Footprint:
 class Problem:
     """The input of a plan.
 
-    `settings` are the scheduler's: `readiness` is the least that the algorithm needs, `max_policy_lag` what it allows,
-    `passes` those of `chunk_images` images, and `ordered` holds for layouts without lag whose workers have the same
-    roles. The axes tensor and sequence, whose devices work on the same images, are given; a
-    sequence axis splits no parameters.
+    `settings` are the scheduler's: `readiness` is the minimum that the algorithm needs, `max_policy_lag` the allowed
+    maximum, `passes` is for `chunk_images` images, and `ordered` applies to layouts without lag whose workers have the
+    same roles. The axes tensor and sequence, whose devices process the same images, are given; a sequence axis shards
+    no parameters.
     """
 
-    devices: int  # all alike; a layout uses all of them
+    devices: int  # all of one kind; a layout uses all of them
     settings: Settings
     costs: Costs  # on workers of one device
-    worker: Scaling = Scaling()  # of generation and decoding; `images` are those of a chunk, or 0
-    trainer: Scaling = Scaling()  # of training; `images` are those of a micro-batch, or 0
+    worker: Scaling = Scaling()  # of generation and decoding; `images` of a chunk, or 0
+    trainer: Scaling = Scaling()  # of training; `images` of a micro-batch, or 0
     transitions: int = 1  # trained steps or noise levels of an image, which the axis `time` splits
-    scorers: int = 0  # chunks scored at the same time; 0 means any number
+    scorers: int = 0  # maximum number of chunks scored concurrently; 0 means unlimited
     footprint: Footprint | None = None  # if memory is predicted
     device_memory: float | None = None  # bytes; None means unlimited
     worker_tensor: int = 1  # of a worker that only samples
     trainer_tensor: int = 1  # of a worker that trains
     worker_sequence: int = 1
     trainer_sequence: int = 1
-    chunks: tuple[int, ...] = ()  # sizes of a chunk to choose from, or `settings.chunk_images`
+    chunks: tuple[int, ...] = ()  # candidate chunk sizes; empty means `settings.chunk_images`
 
     def check(self) -> None:
         """Refuses a problem that cannot be planned.
 
         Raises:
-          ConfigError: names the field and what to change.
+          ConfigError: Names the field and what to change.
         """
         check_positive("the number of devices", self.devices)
         self.worker.check("worker_serial")
@@ -124,7 +120,7 @@ class Problem:
 
     @property
     def bound(self) -> float:
-        """Seconds of a step if all devices were always busy and everything scaled: (G + T)/N."""
+        """Seconds of a step if all devices were always busy and everything scaled linearly: (G + T)/N."""
         work = self.costs.generate + self.costs.decode + self.costs.train
         return self.settings.groups * self.settings.images * work / self.devices
 
@@ -136,22 +132,22 @@ def divisors(number: int) -> list[int]:
 
 @dataclasses.dataclass(frozen=True)
 class PoolLayout:
-    """The workers of a pool. Those that train are all alike, and so are those that only sample."""
+    """Workers of a pool. All training workers are alike, and so are all workers that only sample."""
 
-    workers: int  # that train; the first one is the home worker, which updates
-    devices: int  # of each of them
-    time: int = 1  # parts into which each of them splits the steps of a trajectory
-    samples: bool = True  # whether they also sample
+    workers: int  # training workers; the first is the home worker, which runs the updates
+    devices: int  # per training worker
+    time: int = 1  # parts into which a training worker splits the steps of a trajectory
+    samples: bool = True  # whether training workers also sample
     rollout: int = 0  # workers that only sample
-    rollout_devices: int = 0  # of each of them
+    rollout_devices: int = 0  # per worker that only samples
     chunk: int = 1  # images
     lag: int = 0  # maximum policy lag, in versions
-    shared: int = 1  # devices that work on the same images: the axes tensor and sequence
-    rollout_shared: int = 1  # the same of a worker that only samples
+    shared: int = 1  # devices that process the same images: axes tensor x sequence
+    rollout_shared: int = 1  # the same for a worker that only samples
 
     @property
     def data(self) -> int:
-        """Parts into which a worker that trains splits a micro-batch: the product of its axes data and fsdp."""
+        """Parts into which a training worker splits a micro-batch: the product of its axes data and fsdp."""
         return self.devices // (self.time * self.shared)
 
     @property
@@ -161,19 +157,19 @@ class PoolLayout:
 
     @property
     def sampling_parts(self) -> int:
-        """Parts into which the workers that are preferred for sampling split a chunk."""
+        """Parts into which the workers preferred for sampling split a chunk."""
         return self.rollout_images or self.data * self.time
 
     @property
     def kind(self) -> str:
-        """Which roles the workers have, and the lag."""
+        """Roles of the workers, and the lag."""
         name = "pool" if self.workers > 1 else "colocated"
         if self.rollout:
             name = "rollout + pool" if self.samples else "disaggregated"
         return f"{name}, lag {self.lag}" if self.lag else name
 
     def describe(self) -> str:
-        """Describes the layout in one line."""
+        """Returns a one-line description of the layout."""
         axes = {"time": self.time, "tensor x sequence": self.shared}
         mesh = " x ".join([f"{self.data}", *(f"{n} ({axis})" for axis, n in axes.items() if n > 1)])
         text = f"{self.workers} x {mesh} that {'sample and train' if self.samples else 'train'}"
@@ -183,11 +179,11 @@ class PoolLayout:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceBytes:
-    """Bytes by purpose on a device of the home worker and on one of a worker that only samples (if there is any).
+    """Bytes by purpose on a device of the home worker and of a worker that only samples (if there is any).
 
-    The other workers that train hold no optimizer state, so the home worker has the most of these. `ahead` are those
-    on a device that encodes prompts before there is anything else. One program runs at a time on a worker, so only
-    the one with the largest temporary memory counts, if the footprint has programs.
+    Other training workers hold no optimizer state, so the home worker needs the most of them. `ahead` is a device that
+    encodes prompts before anything else is loaded. A worker runs one program at a time, so only the largest temporary
+    memory counts, if the footprint has programs.
     """
 
     trainer: dict[str, float]
@@ -203,9 +199,9 @@ class DeviceBytes:
 
 
 def device_bytes(problem: Problem, layout: PoolLayout) -> DeviceBytes:
-    """Returns the bytes of a layout, with the smallest axes fsdp that fit into the devices' memory.
+    """Returns the bytes of a layout, with the smallest fsdp axes that fit into device memory.
 
-    If none fits, the axes have the wanted sizes, and `largest` shows the excess.
+    If none fits, the axes have the configured sizes, and `largest` shows the excess.
     """
     wanted, limit = problem.footprint, problem.device_memory
 
@@ -226,14 +222,14 @@ def device_bytes(problem: Problem, layout: PoolLayout) -> DeviceBytes:
 
 
 def fits_memory(problem: Problem, layout: PoolLayout) -> bool:
-    """Whether a layout fits into the memory of every device."""
+    """Returns whether a layout fits into the memory of every device."""
     if problem.footprint is None or problem.device_memory is None:
         return True
     return device_bytes(problem, layout).largest <= problem.device_memory
 
 
 def _smallest(devices: int, wanted: int, limit: float | None, held: Callable[[int], float]) -> int:
-    """Returns the smallest axis fsdp, at least `wanted`, with which the bytes fit, or the smallest of these."""
+    """Returns the smallest fsdp axis of at least `wanted` that fits, or the smallest of all if none fits."""
     sizes = [d for d in divisors(devices) if d >= min(wanted, devices)]
     if limit is None:
         return sizes[0]
@@ -241,11 +237,11 @@ def _smallest(devices: int, wanted: int, limit: float | None, held: Callable[[in
 
 
 def _trainer_bytes(problem: Problem, layout: PoolLayout, fsdp: int) -> dict[str, float]:
-    """Gradient, moments and average are laid out like their parameters.
+    """Returns the bytes of a training worker; gradient, moments and average are sharded like their parameters.
 
-    All candidates of the step, and the started part of the next one, may wait to be trained. The workers that train
-    hold equal shares of them, and one more chunk that another worker sampled. A group that trains early has two
-    separate gradients.
+    All candidates of the step, and the started part of the next one, may be waiting for training. The training workers
+    hold equal shares of them, plus one chunk that another worker sampled. A group that trains early has two separate
+    gradients.
     """
     foot, settings, axes = problem.footprint, problem.settings, (fsdp, problem.trainer_tensor)
     tuned = foot.tuned(*axes)
@@ -275,7 +271,7 @@ def _trainer_bytes(problem: Problem, layout: PoolLayout, fsdp: int) -> dict[str,
 
 
 def _rollout_bytes(problem: Problem, layout: PoolLayout, fsdp: int) -> dict[str, float]:
-    """Includes the trajectories of two chunks: one in generation, one in transfer to a worker that trains."""
+    """Returns the bytes of a worker that only samples, with one chunk in generation and one in transfer."""
     if not layout.rollout:
         return {}
     foot, axes = problem.footprint, (fsdp, problem.worker_tensor)
@@ -294,7 +290,7 @@ def _rollout_bytes(problem: Problem, layout: PoolLayout, fsdp: int) -> dict[str,
 
 
 def _ahead_bytes(problem: Problem, layout: PoolLayout, fsdp: int) -> dict[str, float]:
-    """Returns the bytes of text encoders on the sampling devices, before the weights of the run are loaded."""
+    """Returns the bytes of text encoders on the sampling devices, before the run's weights are loaded."""
     foot, axes = problem.footprint, (fsdp, problem.trainer_tensor, problem.trainer_sequence)
     if foot.ahead is None:
         return {}
@@ -315,7 +311,7 @@ def _sampling(
 ) -> dict[str, float]:
     """Returns the temporary memory of the programs of a worker that samples."""
     foot = problem.footprint
-    # The programs are known for one size of a chunk; a larger part counts in proportion to the largest known one.
+    # Programs are known for one chunk size; a larger part scales with the largest known one.
     wanted = parts * problem.settings.chunk_images / layout.chunk
     found = foot.programs.sampling(max(1, int(wanted)), fsdp, tensor, sequence)
     known = {name: max(1.0, 1 / wanted) * size for name, size in found.items()}
@@ -327,5 +323,5 @@ def _most(*held: dict[str, float]) -> float:
 
 
 def _largest(programs: dict[str, float]) -> dict[str, float]:
-    """Returns only the program that needs most."""
+    """Returns only the program with the largest memory."""
     return {f"temporaries of {n}": programs[n] for n in sorted(programs, key=programs.get)[-1:]}

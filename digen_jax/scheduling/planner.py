@@ -1,6 +1,6 @@
 """Chooses the workers of a pool by running the scheduler on a virtual clock.
 
-It enumerates the layouts of a problem, broadcast and prunes them by a lower bound, and ranks the others by simulation.
+It enumerates the layouts of a problem, prunes them by a lower bound, and ranks the others by simulation.
 """
 
 import dataclasses
@@ -21,24 +21,24 @@ from digen_jax.scheduling.settings import Costs, Settings
 from digen_jax.scheduling.simulator import WARM_UP, Disturbance, WorkerLayout, simulate
 from digen_jax.scheduling.state import SAMPLE, TRAIN
 
-STEADY = 16  # simulated steps of the steady state
-CHUNKS = 128  # of a simulated step; a larger problem is simulated as an equal part of it
-SIMULATED = 2_700  # chunks of all steps of one simulation: a larger problem has fewer steps
-WORK = 40_000  # chunks of all simulations of a search, which take about 10 seconds
-TABLE = 5_000  # chunks of the simulations for a kind of layout that is only in the table
-SPLITS = 64  # divisions of the devices between workers that only sample and others
-NOTHING = 3e-3  # of a step: a gain that is too small for another worker, role or version of lag
+STEADY = 16  # simulated steps in the steady state
+CHUNKS = 128  # per simulated step; a larger problem is simulated as an equal part of it
+SIMULATED = 2_700  # chunks per simulation, over all steps: a larger problem has fewer steps
+WORK = 40_000  # chunks of all simulations in a search, about 10 seconds
+TABLE = 5_000  # chunks of simulations for a kind of layout that is only in the table
+SPLITS = 64  # splits of the devices between workers that only sample and others
+NOTHING = 3e-3  # share of a step: smaller gains do not justify another worker, role or lag
 
 
 def layouts(
     problem: Problem, runs: Callable[[PoolLayout], bool] = lambda layout: True
 ) -> list[PoolLayout]:
-    """Returns all layouts that use every device, fit into the memory and for which `runs` holds.
+    """Returns all layouts that use every device, fit into memory and satisfy `runs`.
 
-    Of the meshes of a worker that trains, only the one with the fastest training of those that fit.
+    For each training worker only the mesh with the fastest training that fits is included.
 
     Raises:
-      ConfigError: there is none.
+      ConfigError: No layout is possible.
     """
     problem.check()
     allowed = [[one for one in shapes if runs(one)] for shapes in _shapes(problem)]
@@ -58,7 +58,7 @@ def layouts(
 
 
 def _shapes(problem: Problem) -> Iterator[list[PoolLayout]]:
-    """Yields, for each division of the devices into workers, the meshes of those that train, the fastest first."""
+    """Yields, for each division of the devices into workers, the training workers' meshes, the fastest first."""
     total, settings = problem.devices, problem.settings
     grid = min(d for d in divisors(total) if d >= total / SPLITS)
     lags = range(1 + (settings.max_policy_lag if settings.off_policy_units else 0))
@@ -79,7 +79,7 @@ def _shapes(problem: Problem) -> Iterator[list[PoolLayout]]:
 
 
 def _meshes(problem: Problem, workers: int, size: int, fields: dict) -> list[PoolLayout]:
-    """Returns the meshes of workers of `size` devices; of equally fast ones, those that split images come first."""
+    """Returns the meshes of workers of `size` devices, sorted by speed; ties prefer meshes that split images."""
     parts, rest = divmod(size, fields["shared"])
     times = [t for t in divisors(parts or 1) if t <= problem.transitions and not rest]
     found = [
@@ -89,7 +89,7 @@ def _meshes(problem: Problem, workers: int, size: int, fields: dict) -> list[Poo
 
 
 def _divides(problem: Problem, chunk: int) -> bool:
-    """Whether chunks of a size divide the groups, updates and micro-batches."""
+    """Returns whether chunks of a size divide the groups, updates and micro-batches."""
     given = problem.settings
     settings = dataclasses.replace(given, chunk_images=chunk)
     one_group = settings.max_candidates or settings.max_incomplete_groups
@@ -109,7 +109,7 @@ def _train(problem: Problem, layout: PoolLayout) -> float:
 
 
 def _sampling(problem: Problem, layout: PoolLayout) -> tuple[float, float]:
-    """Returns the seconds of sampling on a worker that trains and on one that only samples, relative to one device."""
+    """Returns sampling seconds, relative to one device, on a training worker and on a worker that only samples."""
     images = layout.chunk if problem.worker.images else 0
     scaling = dataclasses.replace(problem.worker, images=images)
     own = scaling.seconds(scaling.used(layout.devices // layout.shared) * layout.shared)
@@ -131,7 +131,7 @@ def settings_of(problem: Problem, layout: PoolLayout) -> Settings:
 def workers_of(problem: Problem, layout: PoolLayout) -> tuple[tuple[WorkerLayout, ...], Costs]:
     """Returns the workers with their speeds, the home worker first, and the costs on a worker of speed 1."""
     (own, other), size = _sampling(problem, layout), layout.rollout_devices
-    # The simulator divides by devices and speed. The speed is that of sampling, and training is adapted to it.
+    # The simulator divides by devices and speed. The speed is the sampling speed; training costs are adapted to it.
     speed, costs = 1 / own / layout.devices, problem.costs
     changes = {"train": _train(problem, layout) / own, "update": costs.update * speed}
     roles = ((TRAIN, SAMPLE) if layout.rollout else (SAMPLE, TRAIN)) if layout.samples else (TRAIN,)
@@ -144,7 +144,7 @@ def workers_of(problem: Problem, layout: PoolLayout) -> tuple[tuple[WorkerLayout
 def _part(problem: Problem, layout: PoolLayout) -> tuple[Problem, PoolLayout, int]:
     """Returns a smaller problem, its layout, and the factor by which its step is shorter.
 
-    It has fewer workers with as much work for each; or less work for each, with costs of a step that fall alike.
+    It has fewer workers with the same work for each, or less work for each with proportionally smaller costs per step.
     """
     settings, given, costs = settings_of(problem, layout), problem.settings, problem.costs
     workers, excess = layout.workers + layout.rollout, settings.chunks / CHUNKS
@@ -167,7 +167,7 @@ def _part(problem: Problem, layout: PoolLayout) -> tuple[Problem, PoolLayout, in
 
 
 def lower_bound(problem: Problem, layout: PoolLayout) -> float:
-    """Returns a lower bound of the mean seconds of a step in the steady state."""
+    """Returns a lower bound of the mean step seconds in the steady state."""
     settings, costs = settings_of(problem, layout), problem.costs
     scales = _sampling(problem, layout)
     workers, chunk, count = layout.workers, layout.chunk, settings.chunks
@@ -177,7 +177,7 @@ def lower_bound(problem: Problem, layout: PoolLayout) -> float:
     rate = workers / own + layout.rollout / other
 
     def busy(others: float) -> float:
-        """Returns the seconds if generation, training and `others` of workers that train are divided optimally."""
+        """Returns the seconds if generation, training and `others` of training workers are divided optimally."""
         trained = count * train + others
         return max(trained / workers, (trained / own + count) / rate)
 
@@ -195,7 +195,7 @@ def lower_bound(problem: Problem, layout: PoolLayout) -> float:
         late = count - settings.off_policy_units * settings.unit_chunks
         path = start + sampled(late) + score + last + costs.update
         return max(*found, busy(settings.updates * costs.update), path if late > 0 else 0.0)
-    # Without lag no worker has work during the last update, and only the home worker while weights are in transfer.
+    # Without lag no worker has work during the last update, and only the home worker during weight sync.
     updates = (settings.updates - 1) * costs.update
     slow = busy(updates + (workers - 1) * costs.sync)
     found += [busy(updates), slow if slow >= costs.sync else 0.0]
@@ -213,25 +213,25 @@ class Prediction:
     layout: PoolLayout
     step_seconds: float  # of the steady state
     images_per_device_second: float  # trained
-    utilisation: float  # the bound (G + T)/N, with perfect scaling, over the step's seconds
-    bubbles: dict[str, float]  # share of all devices' time that is spent waiting, by cause
-    memory: DeviceBytes | None  # of a device, if the footprint is known
+    utilisation: float  # the bound (G + T)/N, with linear scaling, over the step seconds
+    bubbles: dict[str, float]  # share of all devices' time spent waiting, by cause
+    memory: DeviceBytes | None  # per device, if the footprint is known
 
 
 class Simulations:
-    """All predictions so far; `work` is the number of chunks that were simulated for them."""
+    """Cache of predictions; `work` counts the chunks that were simulated for them."""
 
     def __init__(self, problem: Problem):
         self.problem, self.work = problem, 0
         self.known: dict[PoolLayout, Prediction] = {}
 
     def predict(self, layout: PoolLayout) -> Prediction:
-        """Simulates a layout, unless this was done before."""
+        """Returns the prediction for a layout, simulating it only once."""
         if layout in self.known:
             return self.known[layout]
         problem, (part, smaller, less) = self.problem, _part(self.problem, layout)
         settings, (workers, costs) = settings_of(part, smaller), workers_of(part, smaller)
-        # The steady state has neither the first steps nor the last one.
+        # The steady state excludes the first steps and the last one.
         steps = WARM_UP + 1 + min(STEADY, max(2, SIMULATED // settings.chunks - WARM_UP - 1))
         report = simulate(workers, costs, settings, steps, Disturbance(scorers=part.scorers))
         self.work += steps * settings.chunks
@@ -248,10 +248,10 @@ class Simulations:
 
 
 def search(simulations: Simulations, found: Sequence[PoolLayout], work: int = WORK) -> Prediction:
-    """Returns the simplest layout among those that are nearly as fast as the fastest one.
+    """Returns the simplest layout among the nearly fastest ones.
 
-    It simulates the layouts in the order of their bounds, corrected by what the last one of the same kind took beyond
-    its bound, until no bound is shorter than the best step, or `work` is used up.
+    Layouts are simulated in the order of their bounds, corrected by the excess over the bound of the last layout of the
+    same kind, until no bound is below the best step, or `work` is used up.
     """
     bounds = {layout: lower_bound(simulations.problem, layout) for layout in found}
     left: dict[str, list[PoolLayout]] = {}
@@ -272,7 +272,7 @@ def search(simulations: Simulations, found: Sequence[PoolLayout], work: int = WO
 
 
 def simplest(made: Sequence[Prediction]) -> Prediction:
-    """Returns the prediction with the least lag, kinds of workers and workers, among the nearly fastest ones."""
+    """Returns the prediction with the least lag, fewest kinds of workers and fewest workers of the nearly fastest."""
     best = min(one.step_seconds for one in made) * (1 + NOTHING)
     near = [one for one in made if one.step_seconds <= best]
     return min(near, key=lambda one: (_effort(one.layout), one.step_seconds))
@@ -290,16 +290,16 @@ class Plan:
     choice: Prediction
     best: tuple[
         Prediction, ...
-    ]  # of every kind of layout (see `PoolLayout.kind`), the fastest first
-    layouts: int  # their number
-    simulated: int  # how many of them were simulated
+    ]  # best of every kind of layout (see `PoolLayout.kind`), the fastest first
+    layouts: int  # number of layouts
+    simulated: int  # number of simulated layouts
 
 
 def make_plan(problem: Problem, runs: Callable[[PoolLayout], bool] = lambda layout: True) -> Plan:
-    """Searches all layouts for which `runs` holds; the table has the fastest simulated one of each kind.
+    """Searches all layouts that satisfy `runs`; the table has the fastest simulated layout of each kind.
 
     Raises:
-      ConfigError: no layout can work.
+      ConfigError: No layout can work.
     """
     found, simulations = layouts(problem, runs), Simulations(problem)
     search(simulations, found)

@@ -1,6 +1,6 @@
-"""The scheduler of a pool of workers: it takes one event and returns the resulting commands.
+"""The scheduler of a pool of workers: handles one event at a time and returns the resulting commands.
 
-Every worker samples, trains, or does both: see `_next_work` for what it does next.
+Every worker samples, trains, or does both; `_next_work` chooses its next work.
 """
 
 import heapq
@@ -43,7 +43,7 @@ from digen_jax.scheduling.state import (
 )
 from digen_jax.scheduling.step import DROPPED, SAMPLING, SCORING, Step
 
-FAILURES = 2  # in a row, after which a worker loses a role
+FAILURES = 2  # consecutive failures after which a worker loses a role
 
 
 class SchedulerError(RuntimeError):
@@ -65,7 +65,7 @@ class Scheduler:
     def handle(self, event: Event) -> list[Command]:
         """Applies an event and returns the resulting commands, in the order in which to send them.
 
-        A completion or failure of a command that is not in flight (any more) changes nothing.
+        Completions and failures of commands that are no longer in flight are ignored.
 
         Raises:
           SchedulerError: No worker can do the remaining work, or a piece of it failed too often.
@@ -93,14 +93,14 @@ class Scheduler:
 
     @property
     def kept(self) -> list[WeightsVersion]:
-        """The weights that the home worker keeps and that a checkpoint contains."""
+        """Weights that the home worker keeps and that a checkpoint contains."""
         return sorted(self.state.references)
 
     def save(self) -> dict[str, Any]:
-        """Returns the state that `resume` needs at the end of a step, as JSON.
+        """Returns the JSON state that `resume` needs, at the end of a step.
 
         Raises:
-          ValueError: Part of the current step is trained.
+          ValueError: The current step is partly trained.
         """
         state, step = self.state, self._current_step
         if step is not None and (step.update or step.trained):
@@ -113,14 +113,14 @@ class Scheduler:
     def resume(
         cls, saved: dict[str, Any], settings: Settings | None = None, costs: Costs | None = None
     ) -> "Scheduler":
-        """Creates the scheduler in a new process, whose clock starts at 0; workers have to join again.
+        """Creates the scheduler in a new process, with the clock at 0; workers have to join again.
 
-        Nothing is in flight. Started chunks are generated again, with the version of their group.
+        Nothing is in flight. Started chunks are generated again, with their group's version.
 
         Args:
-          saved: The result of `save`.
-          settings: New settings, if the number of steps or the devices changed. None means as saved.
-          costs: Expected costs, if the measured ones are of other devices. None keeps the measured ones.
+          saved: Result of `save`.
+          settings: New settings, if the number of steps or the devices changed. None means the saved ones.
+          costs: Expected costs, if the measured ones are from other devices. None keeps the measured ones.
         """
         old = unpack(saved["settings"])
         settings, scheduler = settings or old, cls.__new__(cls)
@@ -140,19 +140,19 @@ class Scheduler:
         return scheduler
 
     def is_busy(self, worker: str) -> bool:
-        """Whether a worker is occupied by a command."""
+        """Returns whether a worker is occupied by a command."""
         return self.state.workers[worker].busy is not None
 
     def has_worker(self, worker: str) -> bool:
-        """Whether a worker has joined and was not removed."""
+        """Returns whether a worker has joined and was not removed."""
         return worker in self.state.workers
 
     def is_in_flight(self, command: Command) -> bool:
-        """Whether a command is in flight; commands of a removed worker are not."""
+        """Returns whether a command is in flight; commands of a removed worker are not."""
         return command.serial in self.state.in_flight
 
     def is_superseded(self, command: Command) -> bool:
-        """Whether a command sends weights that the worker no longer needs because newer ones exist."""
+        """Returns whether a command sends weights that the worker no longer needs because newer ones exist."""
         if not isinstance(command, SyncWeights) or command.weights_version == self._current_weights:
             return False
         worker = self.state.workers.get(command.worker)
@@ -175,7 +175,7 @@ class Scheduler:
         return "reward" if step.left and TRAIN in found.roles else "training"
 
     def work(self, command: Command) -> str:
-        """Describes the piece of work that a command belongs to, for messages."""
+        """Returns a description, for messages, of the piece of work that a command belongs to."""
         match command:
             case SyncWeights(weights_version=found):
                 what = "the evaluated weights of version" if found.evaluated else "version"
@@ -217,7 +217,7 @@ class Scheduler:
         self._set_idle(worker)
 
     def _remove(self, name: str) -> None:
-        """Removes a worker, and requeues its chunks and passes; its commands are no longer in flight."""
+        """Removes a worker, requeues its chunks and passes, and takes its commands out of flight."""
         state = self.state
         if name == TRAINER:
             raise SchedulerError(
@@ -231,7 +231,7 @@ class Scheduler:
             self._requeue(worker.task.chunk)
         if worker.piece is not None:
             self._current_step.return_piece(worker.piece)
-        # An update in flight may have the worker's sums already; if not, it fails.
+        # An update in flight may already have the worker's sums; if not, it fails.
         sums = not any(isinstance(command, Update) for command in state.in_flight.values())
         interrupted = []  # transfers to the worker
         for serial, command in list(state.in_flight.items()):
@@ -258,13 +258,13 @@ class Scheduler:
                 self._deliver(chunk)
 
     def _free(self, worker: Worker) -> None:
-        """Returns a worker's piece, whose samples did not arrive."""
+        """Returns a worker's piece whose samples did not arrive, and sets the worker idle."""
         self._current_step.return_piece(worker.piece)
         worker.busy = worker.piece = None
         self._set_idle(worker)
 
     def _complete(self, event: Completed) -> None:
-        """Applies the completion of a command that was in flight."""
+        """Handles the completion of a command that was in flight."""
         state, command = self.state, event.command
         state.costs.observe(command, event.seconds)
         # A chunk counts as generated after it is decoded.
@@ -313,7 +313,7 @@ class Scheduler:
         occupied = worker is not None and worker.busy == command.serial
         if occupied:
             worker.busy = None
-        match command:  # a failed update is sent again when all passes are trained
+        match command:  # a failed update is issued again once all passes are trained
             case Encode() | Generate() | Decode():
                 chunk = worker.task.chunk
                 worker.task = None
@@ -342,7 +342,7 @@ class Scheduler:
         return None
 
     def _lost_sums(self) -> bool:
-        """Requeues passes whose sums were lost with their workers before an update; returns whether there are any."""
+        """Requeues passes whose sums disconnected workers held before an update; returns whether there are any."""
         step, state = self._current_step, self.state
         removed = [name for name in step.pieces if name not in state.workers]
         for name in removed:
@@ -354,7 +354,7 @@ class Scheduler:
         """Counts a failure of a piece of work.
 
         Raises:
-          SchedulerError: it failed more often than `retries`, or `score_retries`, allows.
+          SchedulerError: It failed more often than `retries` or `score_retries` allows.
         """
         settings, work = self.state.settings, self.work(command)
         self.state.failures[work] += 1
@@ -363,10 +363,10 @@ class Scheduler:
             raise SchedulerError(f"{work} failed {count} times, the last time with: {reason}")
 
     def _fail_role(self, worker: Worker, role: str, reason: str) -> None:
-        """Counts a failure of a worker in a role, which it loses after too many in a row.
+        """Counts a worker's failure in a role; after too many consecutive failures it loses the role.
 
         Raises:
-          SchedulerError: no other worker has the role.
+          SchedulerError: No other worker has the role.
         """
         worker.failed[role] += 1
         if worker.failed[role] < FAILURES:
@@ -381,7 +381,7 @@ class Scheduler:
     def _assign_roles(self) -> None:
         """Assigns roles to workers.
 
-        A role that no worker has goes to workers that have it in spare, else returns to those that lost it by failures.
+        A role without a worker goes to workers that have it as a spare role, or else returns to workers that lost it.
         """
         state, workers = self.state, self.state.workers.values()
         state.spare_roles, state.samplers, state.trainers = set(), [], []
@@ -409,12 +409,12 @@ class Scheduler:
         if TRAIN in roles:
             state.trainers.append(worker.name)
         for step in state.steps.values():
-            step.turns.clear()  # each worker's own chunks are different ones now
+            step.turns.clear()  # the assignment of chunks to workers has changed
 
-    # --------------------------------------------------------------------- what a worker does
+    # ------------------------------------------------------------------------ choice of work
 
     def _dispatch(self) -> None:
-        """Gives work to idle workers; of each combination of roles, until one of them gets none."""
+        """Assigns work to idle workers, for each combination of roles until a worker gets none."""
         state = self.state
         if TRAINER not in state.workers:
             return
@@ -427,11 +427,11 @@ class Scheduler:
                     continue
                 if worker.arriving and self._newest(worker) not in worker.held:
                     self._sample_old(worker)
-                    continue  # else it is idle again when they have arrived
+                    continue  # otherwise it becomes idle again when the weights arrive
                 if self._next_work(worker):
                     continue
                 passed.append(rank)
-                # In these cases work that this worker may not do may be for another one.
+                # In these cases another worker may take work that this one may not.
                 if not (state.failed_on or state.settings.ordered):
                     break
             for rank in passed:
@@ -440,10 +440,10 @@ class Scheduler:
             self._next_work(state.workers[TRAINER])
 
     def _next_work(self, worker: Worker) -> bool:
-        """Gives a worker its next work and returns whether there is any.
+        """Assigns a worker its next work; returns whether there is any.
 
-        Chunks of this step and its passes, in the order of the worker's roles; then the evaluation; then
-        chunks of the next steps, if `max_policy_lag` allows them. The home worker updates as soon as it can.
+        First the step's chunks and passes, in the order of the worker's roles; then evaluation chunks; then chunks of
+        later steps, if `max_policy_lag` allows them. The home worker updates as soon as possible.
         """
         step, samples = self._current_step, SAMPLE in worker.roles
         if step is None:
@@ -462,14 +462,14 @@ class Scheduler:
         return samples and (self._evaluate(worker) or self._sample_ahead(worker))
 
     def _sample_old(self, worker: Worker) -> None:
-        """A worker that waits for the newest weights samples with those before, if `max_policy_lag` allows it."""
+        """Samples with the previous weights while the newest are in transfer, if `max_policy_lag` allows it."""
         step, old = self._current_step, self.state.step - 1
         lags = self.state.settings.max_policy_lag and WeightsVersion(old) in worker.held
         if step is not None and SAMPLE in worker.roles and lags:
             self._sample(worker, step, old)
 
     def _should_sample_ahead(self, step: Step) -> bool:
-        """Whether chunks of the next step have to start now, so that they are scored when this one ends."""
+        """Returns whether chunks of the next step must start now, to be scored when the current step ends."""
         state = self.state
         if not state.settings.max_policy_lag or step.queued:
             return False
@@ -477,9 +477,9 @@ class Scheduler:
         return left < self._handover_seconds()
 
     def _reserved_groups(self) -> int:
-        """Counts the groups of the next step that start during the update and the transfer of weights, not before.
+        """Returns the number of the next step's groups to hold back for the update and the weight sync.
 
-        Enough others start before, so that workers do not wait for rewards when the next step starts.
+        Enough other groups start earlier that workers do not wait for rewards when the next step starts.
         """
         state, settings, cost = self.state, self.state.settings, self.state.costs.predict
         sample = max(1e-9, self._sampling_seconds())
@@ -492,14 +492,14 @@ class Scheduler:
         return max(0, min(left, math.ceil(started / settings.unit_chunks)))
 
     def _sample_ahead(self, worker: Worker, reserve: int = 0) -> bool:
-        """Starts a chunk of a later step, unless only `reserve` groups may still start early."""
+        """Starts a chunk of a later step; keeps `reserve` of the groups that may start early."""
         later = (step for step in self.state.steps.values() if step is not self._current_step)
         return any(self._sample(worker, step, reserve=reserve) for step in later)
 
     def _sample(self, worker: Worker, step: Step, old: int | None = None, reserve: int = 0) -> bool:
-        """Starts the next queued chunk of a step, unless other workers would finish all of them sooner.
+        """Starts the next queued chunk of a step, unless other workers would finish all queued chunks sooner.
 
-        With the newest weights, or with those of version `old`.
+        Uses the newest weights or, if given, version `old`.
         """
         index = self._next_queued(worker, step)
         if index is None or self._sooner_elsewhere(worker, step.queued):
@@ -524,15 +524,15 @@ class Scheduler:
         return True
 
     def _has_time(self, worker: Worker) -> bool:
-        """Whether the home worker can sample a chunk before an update is due."""
+        """Returns whether the home worker can sample a chunk before an update is due."""
         step, end = self._current_step, self.state.now + self._sampling_seconds(worker.name)
-        # The bound of all chunks first: to look at each of them for every event takes too long.
+        # Checks the bound over all chunks first, because scanning them on every event is slow.
         if step.set_trained or not step.left or step.latest_score < end:
             return False
         return any(c.scored_at >= end for c in step.chunks if c.stage in (SAMPLING, SCORING))
 
     def _next_queued(self, worker: Worker, step: Step) -> int | None:
-        """Returns the queued chunk to generate next on a worker; one that failed there is left to another worker."""
+        """Returns the queued chunk to generate next on a worker; chunks that failed there are left to other workers."""
         state = self.state
         failed = {f for f in state.failed_on if f.step == step.number and not f.evaluation}
         refused = [f.index for f in failed if self._is_refused(worker, f)]
@@ -547,7 +547,7 @@ class Scheduler:
         )
 
     def _sooner_elsewhere(self, worker: Worker, queued: int) -> bool:
-        """Whether faster workers, as soon as they are free, finish all queued chunks before this one could."""
+        """Returns whether faster workers, once free, would finish all queued chunks before this worker finishes one."""
         state, own = self.state, self._sampling_seconds(worker.name)
         if queued > len(state.samplers) or own <= 1.5 * self._sampling_seconds():
             return False
@@ -560,12 +560,12 @@ class Scheduler:
         return False
 
     def _is_refused(self, worker: Worker, chunk: Chunk) -> bool:
-        """Whether a chunk failed on this worker and another worker may generate it."""
+        """Returns whether a chunk failed on this worker and another worker may generate it."""
         failed = self.state.failed_on.get(chunk, ())
         return worker.name in failed and any(name not in failed for name in self.state.samplers)
 
     def _train(self, worker: Worker, step: Step) -> bool:
-        """Gives a worker a piece to train."""
+        """Assigns a worker a piece to train."""
         state = self.state
         if self._current_weights not in worker.held:
             return False
@@ -580,15 +580,15 @@ class Scheduler:
         return True
 
     def _piece_size(self, worker: Worker, step: Step) -> int:
-        """Returns the passes that a worker takes at once: half of its share of those that are left."""
+        """Returns the number of passes that a worker takes at once: half of its share of the remaining ones."""
         costs = self.state.costs
         own, mean = costs.predict("train", worker.name), costs.predict("train")
         share = mean / (own * len(self.state.trainers))
         return max(1, int(step.left * share / 2))
 
     def _update(self, step: Step) -> bool:
-        """Updates on the home worker, if all passes are trained and the version is evaluated."""
-        # A version is evaluated before an update, which may consume its weights; so evaluations end in order, too.
+        """Updates on the home worker if all passes are trained and the version is evaluated."""
+        # The update may consume the version's weights, so its evaluation comes first; evaluations also end in order.
         if not step.set_trained or self.state.evaluations:
             return False
         trained = tuple(name for name in self.state.workers if step.pieces.get(name))
@@ -614,7 +614,7 @@ class Scheduler:
     def _continue(self, worker: Worker) -> None:
         """Issues the next command of a worker's task or piece, unless its weights are in transfer.
 
-        A task that is no longer needed is dropped.
+        Drops a task that is no longer needed.
         """
         task, piece, name = worker.task, worker.piece, worker.name
         if task is not None and self._is_wanted(task.chunk):
@@ -647,7 +647,7 @@ class Scheduler:
     # -------------------------------------------------- scores and samples of a decoded chunk
 
     def _decoded(self, worker: Worker, chunk: Chunk) -> None:
-        """Issues the scoring of a decoded chunk, and its delivery if its worker does not train."""
+        """Issues the scoring of a decoded chunk, and its delivery if the worker does not train."""
         state = self.state
         worker.task, worker.failed[SAMPLE] = None, 0
         if not self._is_wanted(chunk):
@@ -670,7 +670,7 @@ class Scheduler:
         self._issue(Score, chunk, self.state.handovers[chunk].worker)
 
     def _deliver(self, chunk: Chunk) -> None:
-        """Sends the samples of a worker that only samples to the next training worker in rotation."""
+        """Sends samples of a worker that only samples to the next training worker in rotation."""
         state, names = self.state, self.state.trainers
         turn = chunk.index if state.settings.ordered else state.delivered
         state.delivered += 1
@@ -685,14 +685,14 @@ class Scheduler:
             return
         held = step.chunks[chunk.index]
         if held.maker == command.worker and held.maker not in held.holders:
-            held.maker = ""  # a worker that only samples keeps no samples that another one has
+            held.maker = ""  # a worker that only samples frees samples that another worker has
         held.holders.add(worker.name)
         if handover := state.handovers.get(chunk):
             handover.delivered = True
             self._handed_over(chunk)
 
     def _handed_over(self, chunk: Chunk) -> None:
-        """One part of a handover is done: continues with the chunk when both parts are."""
+        """Continues with a chunk once it is both scored and delivered."""
         state, handover = self.state, self.state.handovers[chunk]
         if handover.values is None or not handover.delivered:
             return
@@ -710,7 +710,7 @@ class Scheduler:
         return None
 
     def _requeue(self, chunk: Chunk) -> None:
-        """Queues a started chunk again, if it is still wanted."""
+        """Queues a started chunk again if it is still needed."""
         if not self._is_wanted(chunk):
             return
         if chunk.evaluation:
@@ -719,14 +719,14 @@ class Scheduler:
             self.state.steps[chunk.step].requeue(chunk.index)
 
     def _is_wanted(self, chunk: Chunk) -> bool:
-        """Whether a started chunk is still needed."""
+        """Returns whether a started chunk is still needed."""
         if chunk.evaluation:
             return chunk.step in self.state.evaluations
         step = self.state.steps.get(chunk.step)
         return step is not None and step.chunks[chunk.index].stage != DROPPED
 
     def _drop_others(self, step: Step) -> None:
-        """Drops the candidates outside the step as soon as its members are known."""
+        """Drops the candidates outside the step once its members are known."""
         if step.settled or not step.candidates.dynamic or not step.candidates.step_known:
             return
         started, versions = step.drop_others()
@@ -746,7 +746,7 @@ class Scheduler:
 
     @property
     def _current_weights(self) -> WeightsVersion:
-        """The weights that are being trained."""
+        """Weights that are being trained."""
         step = self._current_step
         return WeightsVersion(self.state.step, update=step.update if step else 0)
 
@@ -771,7 +771,7 @@ class Scheduler:
         return WeightsVersion(version, self.state.settings.separate_eval_weights)
 
     def _updated(self) -> None:
-        """Ends an update set. After the last one of a step the new version exists, and the next step starts."""
+        """Ends an update set; the last one of a step creates the new version and starts the next step."""
         state, step, old = self.state, self._current_step, self._current_weights
         if step.next_set():
             del state.steps[state.step]
@@ -791,9 +791,9 @@ class Scheduler:
             self._sync(worker)
 
     def _sync(self, worker: Worker) -> None:
-        """Sends a worker the newest weights that it needs, if no other transfer to it is in flight.
+        """Sends a worker the newest weights that it needs, unless another transfer to it is in flight.
 
-        So it gets only the last of the versions that exist at a transfer's end.
+        When a transfer ends, only the newest version is sent next.
         """
         newest = self._newest(worker)
         if worker.name != TRAINER and not worker.arriving and newest not in worker.held:
@@ -803,7 +803,7 @@ class Scheduler:
         return self._current_weights if TRAIN in worker.roles else WeightsVersion(self.state.step)
 
     def _send_weights(self, worker: Worker, weights_version: WeightsVersion) -> None:
-        """Sends weights to a worker, which occupies only a home worker that needs others than it trains."""
+        """Sends weights to a worker; occupies only the home worker, if it needs weights other than those it trains."""
         worker.arriving.add(weights_version)
         home = worker if worker.name == TRAINER else None
         self._issue(SyncWeights, worker.name, weights_version, occupies=home)
@@ -812,12 +812,12 @@ class Scheduler:
         return weights_version in self.state.references or weights_version == self._current_weights
 
     def _release(self, weights_version: WeightsVersion, count: int) -> None:
-        """Counts `count` groups fewer that need some weights; drops old weights that nothing needs."""
+        """Decrements the references of a weights version by `count`; drops old versions without references."""
         state = self.state
         state.references[weights_version] -= count
         oldest = state.step - state.settings.max_policy_lag
         is_recent = not weights_version.evaluated and weights_version.version >= oldest
-        # The newest weights sample the next chunks.
+        # The newest weights generate the next chunks.
         if (
             is_recent
             or weights_version == WeightsVersion(state.step)
@@ -832,7 +832,7 @@ class Scheduler:
     # ------------------------------------------------------------------------------ commands
 
     def _issue(self, kind: type[Command], *fields: Any, occupies: Worker | None = None) -> None:
-        """Issues a command; until it is answered, it is in flight and occupies a worker, if one is given."""
+        """Issues a command, which is in flight and occupies the worker `occupies`, if given, until it is answered."""
         state = self.state
         state.serials += 1
         command = kind(state.serials, *fields)
@@ -843,7 +843,7 @@ class Scheduler:
         self._out.append(command)
 
     def _sampling_seconds(self, worker: str = "") -> float:
-        """Returns the expected seconds in which a worker generates and decodes a chunk; "" means the mean of all."""
+        """Returns the expected seconds to generate and decode a chunk on a worker; "" means the mean of all workers."""
         costs = self.state.costs
         return costs.predict("generate", worker) + costs.predict("decode", worker)
 

@@ -1,4 +1,4 @@
-"""Settings of the scheduler, the expected seconds of commands, and the measured ones."""
+"""Settings of the scheduler, and expected and measured seconds of commands."""
 
 import dataclasses
 import functools
@@ -16,42 +16,41 @@ class Settings:
     """The shape of a step and the bounds of the policy.
 
     `readiness` is the unit that must be completely scored before its chunks can be trained. With
-    `max_incomplete_groups` above 0 chunks are trained earlier, of at most that many groups at the same
-    time. With `readiness` "group", a group that was complete before its first training does not count;
-    with "step", every group counts.
+    `max_incomplete_groups` above 0, chunks of at most that number of groups at a time are trained earlier.
+    With `readiness` "group", a group that was complete before its first training does not count; with
+    "step", every group counts.
 
-    With `ordered` the chunks of a step are trained in the order of their index (groups that fill the
-    step up come last), never of their arrival, so that the sums of a step are bitwise the same whatever
-    the timing.
+    With `ordered`, the chunks of a step are trained in the order of their index (groups that fill up the
+    step come last) and not of their arrival, so that the sums of a step are bitwise independent of timing.
 
     A step may start up to `max_policy_lag` versions early. At most `max_off_policy_fraction` of its groups start early.
 
-    `max_candidates` above 0 is dynamic sampling: the next candidates replace groups whose values are all
-    equal, up to `max_candidates` groups in all. `oversampled_groups` more than needed are generated at any
-    time, so that a replacement is ready without delay. If the candidates run out, groups without variance
-    fill the step up: the first by index, ranked after all others.
+    `max_candidates` above 0 enables dynamic sampling: the next candidates replace groups whose values are
+    all equal, up to `max_candidates` groups in total. `oversampled_groups` more than needed are generated at
+    any time, so that a replacement is available without delay. If the candidates run out, groups without
+    variance fill up the step: the first by index, ranked after all others.
     """
 
     steps: int
-    groups: int  # of a step
-    images: int  # of a group
+    groups: int  # per step
+    images: int  # per group
     chunk_images: int
     updates: int = 1
     readiness: Literal["group", "step"] = "group"
-    max_incomplete_groups: int = 0  # 0: nothing is trained early
+    max_incomplete_groups: int = 0  # 0 means no early training
     ordered: bool = False
-    max_policy_lag: int = 1  # maximum age of a trajectory in versions; 0: strictly on policy
+    max_policy_lag: int = 1  # maximum age of a trajectory in versions; 0 means strictly on-policy
     max_off_policy_fraction: float = 0.5
-    passes: int = 1  # of a chunk in training
+    passes: int = 1  # per chunk in training
     max_candidates: int = 0
     oversampled_groups: int = 0
-    retries: int = 2  # of one piece of work; the next failure ends the run
-    score_retries: int = 2  # the same for a score
-    evaluate_every: int = 0  # versions, and after the last step; 0: never
+    retries: int = 2  # per piece of work; the next failure ends the run
+    score_retries: int = 2  # the same for scores
+    evaluate_every: int = 0  # versions; the last version is evaluated, too; 0 means never
     evaluation_images: int = 1
-    show_every: int = 0  # the same for evaluations that only show images; 0: never
-    shown_images: int = 1  # the first ones of an evaluation
-    evaluation_batch: int = 1  # images of an evaluation's chunk
+    show_every: int = 0  # the same for evaluations that only show images; 0 means never
+    shown_images: int = 1  # the first images of an evaluation
+    evaluation_batch: int = 1  # images per evaluation chunk
     separate_eval_weights: bool = (
         False  # evaluated weights differ from those that sample training images
     )
@@ -70,29 +69,29 @@ class Settings:
     def unit_images(self) -> int:
         """Images of the smallest number of complete groups and chunks.
 
-        It is usually one group or, if a chunk holds several groups, one chunk: these start, are
+        Usually one group or, if a chunk holds several groups, one chunk. Its groups start, are
         scored and are trained together, so the scheduler handles them as one group.
         """
         return math.lcm(self.images, self.chunk_images)
 
     @functools.cached_property
     def units(self) -> int:
-        """Units of a step; the scheduler's code calls them groups."""
+        """Units per step; the scheduler's code calls them groups."""
         return self.groups * self.images // self.unit_images
 
     @functools.cached_property
     def unit_chunks(self) -> int:
-        """Chunks of a unit."""
+        """Chunks per unit."""
         return self.unit_images // self.chunk_images
 
     @functools.cached_property
     def chunks(self) -> int:
-        """Trained chunks of a step."""
+        """Trained chunks per step."""
         return self.units * self.unit_chunks
 
     @functools.cached_property
     def set_units(self) -> int:
-        """Units of an update set."""
+        """Units per update set."""
         return self.units // self.updates
 
     @functools.cached_property
@@ -104,34 +103,34 @@ class Settings:
         return math.floor(self.max_off_policy_fraction * self.units + 1e-9)
 
     def is_evaluated(self, version: int) -> bool:
-        """Whether the full evaluation of a version is due."""
+        """Returns whether the full evaluation of a version is due."""
         return self._due(version, self.evaluate_every)
 
     def is_shown(self, version: int) -> bool:
-        """Whether the first images of a version are due to be shown."""
+        """Returns whether the first images of a version are due to be shown."""
         return self._due(version, self.show_every)
 
     def _due(self, version: int, every: int) -> bool:
         return every > 0 and (version % every == 0 or version == self.steps)
 
     def evaluated_images(self, version: int) -> int:
-        """Images of a version's evaluation, 0 without one."""
+        """Returns the number of images in a version's evaluation, 0 without one."""
         if self.is_evaluated(version):
             return self.evaluation_images
         return min(self.shown_images, self.evaluation_images) if self.is_shown(version) else 0
 
     def evaluated_chunks(self, version: int) -> int:
-        """Chunks of a version's evaluation, 0 without one."""
+        """Returns the number of chunks in a version's evaluation, 0 without one."""
         return math.ceil(self.evaluated_images(version) / self.evaluation_batch)
 
     def check(self, names: Mapping[str, str] = MappingProxyType({})) -> None:
         """Refuses update sets and chunks that do not divide a step, and too few candidates.
 
-        Each field must be in its range: `config.checks` refuses others, and groups that early training or dynamic
+        Each field must be in its range: `config.checks` refuses other values, and groups that early training or dynamic
         sampling cannot divide.
 
         Args:
-          names: Names of fields in errors, if users know them by other names.
+          names: Names for error messages of fields that users know by other names.
 
         Raises:
           ConfigError: Names every invalid field, and what to change.
@@ -168,22 +167,22 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Seconds of commands. Generation, decoding and evaluation are stated for a worker of speed 1."""
+    """Seconds of commands; generation, decoding and evaluation on a worker of speed 1."""
 
-    generate: float  # an image, on a worker of speed 1
-    train: float  # an image, on the trainer
-    decode: float = 0.0  # an image, on a worker of speed 1
-    encode: float = 0.0  # a step's prompts, on any worker
-    score: float = 0.0  # an image, by one scorer
-    score_latency: float = 0.0  # a chunk, in addition to the scorer's work
+    generate: float  # per image, on a worker of speed 1
+    train: float  # per image, on the trainer
+    decode: float = 0.0  # per image, on a worker of speed 1
+    encode: float = 0.0  # per step's prompts, on any worker
+    score: float = 0.0  # per image, by one scorer
+    score_latency: float = 0.0  # per chunk, in addition to the scorer's work
     update: float = 0.0
-    sync: float = 0.0  # a version, to one worker
-    deliver: float = 0.0  # an image's samples, to the trainer
-    evaluate: float = 0.0  # a chunk of an evaluation, on a worker of speed 1
+    sync: float = 0.0  # per version, to one worker
+    deliver: float = 0.0  # per image's samples, to the trainer
+    evaluate: float = 0.0  # per evaluation chunk, on a worker of speed 1
     switch: float = 0.0  # between sampling and training, in each direction
 
     def seconds(self, kind: str, images: int, share: float = 1.0) -> float:
-        """Seconds of one command of a kind, for a chunk of `images` images, or for a share of its passes."""
+        """Returns the seconds of one command of a kind, for a chunk of `images` images or a share of its passes."""
         match kind:
             case "generate" | "decode" | "deliver":
                 return getattr(self, kind) * images
@@ -192,20 +191,20 @@ class Costs:
             case "score":
                 return self.score_latency + self.score * images
             case "decode evaluation" | "score evaluation":
-                return 0.0  # part of "evaluate", until they are measured
+                return 0.0  # included in "evaluate" until they are measured
         return getattr(self, kind)
 
 
-WEIGHT = 1 / 16  # of the newest measurement, after the first 1 / WEIGHT of them
-HUNG = 10  # times the expected duration, after which work counts as hung
-# An evaluation's chunks have another size, schedule and guidance.
+WEIGHT = 1 / 16  # of the newest measurement, after the first 1 / WEIGHT ones
+HUNG = 10  # multiple of the expected duration after which work counts as hung
+# Evaluation chunks have another size, schedule and guidance.
 OF_EVALUATION = {
     "generate": "evaluate",
     "decode": "decode evaluation",
     "score": "score evaluation",
 }
 
-# Before anything is measured: an image takes as long to train as to generate.
+# Before any measurement: training an image takes as long as generating it.
 GUESSED = Costs(generate=1.0, train=1.0)
 
 
@@ -219,15 +218,15 @@ def cost_of(command: Command) -> str:
 
 @dataclasses.dataclass
 class CostModel:
-    """Measured seconds, and the expected ones for kinds that were not measured yet; "train" is for one pass.
+    """Measured seconds, and expected seconds of kinds without measurements; "train" is per pass.
 
-    `averages` are by kind and worker; those of worker "" are over all workers. The first measurements have equal
+    `averages` are by kind and worker; worker "" is the average over all workers. The first measurements have equal
     weights: otherwise one long or short first measurement would dominate.
     """
 
     expected: Costs
-    images: int  # of a chunk
-    passes: int  # of a chunk
+    images: int  # per chunk
+    passes: int  # per chunk
     averages: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
     counts: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
 
@@ -242,14 +241,14 @@ class CostModel:
         if isinstance(command, Train):
             seconds /= command.count
         known, counts = self.averages.setdefault(kind, {}), self.counts.setdefault(kind, {})
-        # A kind without a worker, such as a score, is under "" only.
+        # Kinds without a worker, such as scores, only have the entry "".
         for name in {worker, ""}:
             counts[name] = counts.get(name, 0) + 1
             average = known.get(name, seconds)
             known[name] = average + max(WEIGHT, 1 / counts[name]) * (seconds - average)
 
     def predict(self, kind: str, worker: str = "") -> float:
-        """Returns the seconds of the next command: this worker's average, else all workers', else the expected cost."""
+        """Returns the seconds of the next command: the worker's average, all workers' average, or the expected cost."""
         known = self.averages.get(kind)
         if not known:
             return self.expected.seconds(kind, self.images, 1 / self.passes)
@@ -258,7 +257,7 @@ class CostModel:
     def measured(self, command: Command) -> float | None:
         """Returns the measured seconds of a command, or None before the first measurement of its kind.
 
-        The expected costs do not count: they compare commands, and may have another unit.
+        Expected costs are not used: they only compare commands, and may be in another unit.
         """
         kind = cost_of(command)
         if not self.averages.get(kind):
@@ -269,7 +268,7 @@ class CostModel:
 
 @dataclasses.dataclass(frozen=True)
 class Deadline:
-    """The time after which a worker or a transfer counts as hung: at least `least` seconds. 0 means no deadline."""
+    """Time after which a worker or a transfer counts as hung: at least `least` seconds. 0 means no deadline."""
 
     least: float
 

@@ -28,7 +28,7 @@ from digen_jax.scheduling.state import SAMPLE, TRAIN
 from digen_jax.scheduling.timeline import Interval, Recorder
 
 WARM_UP = 4  # steps before the steady state
-ROLES = {"encode": SAMPLE, "generate": SAMPLE, "decode": SAMPLE, "train": TRAIN}  # of commands
+ROLES = {"encode": SAMPLE, "generate": SAMPLE, "decode": SAMPLE, "train": TRAIN}  # by kind
 OF_DEVICES = {*ROLES, "evaluate", "update"}  # kinds whose duration depends on the devices
 
 
@@ -43,10 +43,10 @@ class WorkerLayout:
 
 @dataclasses.dataclass(frozen=True)
 class Disturbance:
-    """What a simulation adds to the costs.
+    """Random variation that a simulation adds to the costs.
 
-    The work of a device takes a factor drawn uniformly from 1 - jitter to 1 + jitter; a program of several devices
-    takes the time of its slowest one. `scorers` chunks are scored at the same time; 0 means any number.
+    Each device's work is scaled by a factor sampled uniformly from 1 - jitter to 1 + jitter; a program on several
+    devices takes the time of the slowest one. `scorers` chunks are scored concurrently; 0 means unlimited.
     """
 
     jitter: float = 0.0
@@ -56,7 +56,7 @@ class Disturbance:
 
 @dataclasses.dataclass
 class Report:
-    """A simulated run; times are seconds from its start.
+    """A simulated run; times are in seconds since its start.
 
     Attributes:
       devices: Number of devices of each worker.
@@ -72,7 +72,7 @@ class Report:
 
     @property
     def step_seconds(self) -> float:
-        """Mean seconds of a step of the steady state: without the first steps and the last one."""
+        """Mean step seconds in the steady state: without the first steps and the last one."""
         ends = [0.0, *self.step_ends]
         if len(self.step_ends) > WARM_UP + 1:
             ends = self.step_ends[WARM_UP - 1 : -1]
@@ -80,16 +80,16 @@ class Report:
 
     @property
     def utilisation(self) -> float:
-        """The bound over the step's seconds."""
+        """Bound divided by the step seconds."""
         return self.bound / self.step_seconds
 
     def bubbles(self) -> dict[str, float]:
-        """Device-seconds of waiting over the full run, by cause."""
+        """Returns device-seconds of waiting over the full run, by cause."""
         return timeline.bubbles(self.intervals, self.devices)
 
 
 def names_of(workers: tuple[WorkerLayout, ...]) -> list[str]:
-    """Returns the names of workers: the first one is the home worker, which updates; "rollout" ones only sample."""
+    """Returns the workers' names; the first is the home worker, which updates, and "rollout" workers only sample."""
     rollouts, others = itertools.count(), itertools.count(1)
     samples = (one.roles == (SAMPLE,) for one in workers[1:])
     return [
@@ -110,7 +110,7 @@ def seconds_of(
 
     Args:
       command: A command that is answered.
-      worker: The worker that executes it. None means that it occupies no device, such as a score.
+      worker: Worker that executes it. None means that it occupies no device, such as a score.
       costs: Durations on a worker of one device.
       settings: Settings of the scheduler.
       jitter: See `Disturbance`.
@@ -130,10 +130,10 @@ class Simulation:
     """Runs the scheduler for `settings.steps` steps.
 
     Attributes:
-      workers: The first one is the home worker.
+      workers: Workers, the home worker first.
       costs: Durations of commands, on a worker of one device.
       settings: Settings of the scheduler.
-      disturbance: Jitter and a limited number of scorers.
+      disturbance: Jitter and number of scorers.
       timeline: Whether to record intervals; False is faster.
     """
 
@@ -149,10 +149,10 @@ class Simulation:
         self.random = random.Random(self.disturbance.seed)
         home, *others = zip(named, self.workers, strict=True)
         self.named = dict([*others, home])  # the home worker joins last
-        self.roles: dict[str, str] = {}  # of each worker's last work
-        # The chunk that each worker generates, its start and its end.
+        self.roles: dict[str, str] = {}  # by worker, of its last command
+        # By worker: the chunk in generation, its start and its end.
         self.sampling: dict[str, tuple[Chunk, float, float]] = {}
-        self.events: list[tuple[float, int, Event]] = []  # heap by time, then by order of pushing
+        self.events: list[tuple[float, int, Event]] = []  # heap by time, then by insertion order
         self.pushed = 0
         self.scorers = [0.0] * self.disturbance.scorers  # heap of the times at which each is free
         self.recorder = Recorder()
@@ -186,13 +186,13 @@ class Simulation:
                 self.report.step_ends.append(event.at)
                 self.report.ahead.append(self._ahead(event.at))
         if self.timeline:
-            # Only the workers that an event concerns can wait after it.
+            # Only workers that the event concerns can start to wait.
             found = event.command.receiver if isinstance(event, Completed) else event.worker
             for name in {found, TRAINER} & self.scheduler.state.workers.keys():
                 self.recorder.look_at(self.scheduler, name, event.at)
 
     def _ahead(self, now: float) -> float:
-        """Returns the share of the step that starts now which is already sampled."""
+        """Returns the sampled share of the step that starts now."""
         step = self.scheduler.state.steps.get(self.scheduler.state.step)
         if step is None:
             return 0.0
@@ -203,7 +203,7 @@ class Simulation:
         return (len(step.chunks) - step.queued - step.sampling + parts) / len(step.chunks)
 
     def _start(self, command: Command, now: float) -> None:
-        """Starts a command now, or as soon as a scorer is free; schedules its completion."""
+        """Starts a command now, or once a scorer is free; schedules its completion."""
         worker = self.named.get(getattr(command, "worker", ""))
         draw = self.random.random
         seconds = seconds_of(
@@ -229,7 +229,7 @@ class Simulation:
             self._note(command, start, end)
 
     def _note(self, command: Command, start: float, end: float) -> None:
-        """Records the interval of a command; transfers in the background occupy no worker."""
+        """Records the interval of a command; background transfers occupy no worker."""
         name, kind = command.receiver or "reward", command.kind
         chunk = getattr(command, "chunk", None)
         if isinstance(command, SyncWeights | Deliver):

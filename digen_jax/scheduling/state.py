@@ -14,7 +14,7 @@ SAMPLE, TRAIN = "sample", "train"  # roles
 
 @dataclasses.dataclass
 class Task:
-    """The chunk that a worker samples, and its progress."""
+    """A chunk that a worker samples, and its progress."""
 
     chunk: Chunk
     weights_version: WeightsVersion
@@ -32,24 +32,24 @@ class Handover:
 
 @dataclasses.dataclass
 class Worker:
-    """A worker of the pool. `roles` are in order of preference; it has a `task` until the chunk is decoded."""
+    """A worker of the pool. `roles` are in order of preference; `task` is set until the chunk is decoded."""
 
     name: str
-    order: int  # of joining
-    first_roles: tuple[str, ...]  # those that it joined with
-    spare: tuple[str, ...] = ()  # those that it takes while no other worker has them
+    order: int  # position in the order of joining
+    first_roles: tuple[str, ...]  # roles that it joined with
+    spare: tuple[str, ...] = ()  # roles that it takes while no other worker has them
     roles: tuple[str, ...] = ()
-    lost_roles: set[str] = dataclasses.field(default_factory=set)  # by failures
+    lost_roles: set[str] = dataclasses.field(default_factory=set)  # after failures
     held: set[WeightsVersion] = dataclasses.field(default_factory=set)
     arriving: set[WeightsVersion] = dataclasses.field(default_factory=set)
     encoded: set[int] = dataclasses.field(default_factory=set)  # steps
     task: Task | None = None
     piece: Piece | None = None
     busy: int | None = None  # serial of the command that occupies it
-    failed: Counter[str] = dataclasses.field(default_factory=Counter)  # in a row, by role
+    failed: Counter[str] = dataclasses.field(default_factory=Counter)  # consecutive, by role
 
     def can(self, role: str) -> bool:
-        """Whether it may take a role: it joined with it, also in `spare`, and has not lost it by failures."""
+        """Returns whether it may take a role: it joined with it (spare or not) and has not lost it after failures."""
         return role in (*self.first_roles, *self.spare) and role not in self.lost_roles
 
     @property
@@ -59,7 +59,7 @@ class Worker:
 
     @property
     def rank(self) -> tuple[int, str]:
-        """Sort key: those that joined first."""
+        """Sort key by order of joining."""
         return self.order, self.name
 
 
@@ -74,7 +74,7 @@ class PendingEvaluation:
 
 @dataclasses.dataclass
 class SchedulerState:
-    """The state between two events. `step` is the current step, and the newest version."""
+    """The state between two events. `step` is the current step, which is also the newest version."""
 
     settings: Settings
     costs: CostModel
@@ -87,17 +87,17 @@ class SchedulerState:
     workers: dict[str, Worker] = dataclasses.field(default_factory=dict)
     trainers: list[str] = dataclasses.field(default_factory=list)  # workers that train, in order
     samplers: list[str] = dataclasses.field(default_factory=list)
-    # Roles that no worker has as a first role; workers that have them in spare take them.
+    # Roles that no worker has as a first role; workers with them in `spare` take them.
     spare_roles: set[str] = dataclasses.field(default_factory=lambda: {SAMPLE, TRAIN})
-    # Heaps of the ranks of idle workers, by their roles.
+    # Heaps of idle workers' ranks, by their roles.
     idle: dict[str, list[tuple[int, str]]] = dataclasses.field(default_factory=dict)
     in_flight: dict[int, Command] = dataclasses.field(default_factory=dict)
-    # For weights that the home worker keeps: the number of groups and evaluations that need them.
+    # Number of groups and evaluations that need each weights version that the home worker keeps.
     references: Counter[WeightsVersion] = dataclasses.field(default_factory=Counter)
     handovers: dict[Chunk, Handover] = dataclasses.field(default_factory=dict)
-    failures: Counter[str] = dataclasses.field(default_factory=Counter)  # of pieces of work
+    failures: Counter[str] = dataclasses.field(default_factory=Counter)  # by piece of work
     failed_on: dict[Chunk, list[str]] = dataclasses.field(default_factory=dict)
-    delivered: int = 0  # chunks of workers that only sample: the next one's training worker
+    delivered: int = 0  # delivered chunks of workers that only sample; selects the next receiver
 
 
 CLASSES = {
@@ -108,12 +108,12 @@ CLASSES = {
 }
 
 
-# Fields by their names in older checkpoints.
+# Field names in older checkpoints, and the new names.
 RENAMED = {"evaluated_apart": "separate_eval_weights", "redundant_groups": "oversampled_groups"}
 
 
 def pack(value: Any) -> Any:
-    """Dataclasses and tuples become tagged dicts; other values stay as they are."""
+    """Returns JSON values: dataclasses and tuples become tagged dicts, and other values are unchanged."""
     if dataclasses.is_dataclass(value):
         fields = {f.name: pack(getattr(value, f.name)) for f in dataclasses.fields(value)}
         return {"is": type(value).__name__, **fields}

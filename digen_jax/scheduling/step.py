@@ -1,6 +1,6 @@
-"""One step: the stage of each chunk, the groups that form the step, and the passes that are left to train.
+"""One step: the stage of each chunk, the groups that form the step, and the passes left to train.
 
-The step consists of the first P candidate groups with variance, by index and never by arrival.
+The step consists of the first P candidate groups with variance, by index and not by arrival.
 """
 
 import dataclasses
@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 from digen_jax.scheduling.settings import Settings
 
-# The stages of a chunk. A scored one waits for its group or set; the passes of a ready one may be trained.
+# Stages of a chunk. A scored chunk waits for its group or set; the passes of a ready chunk may be trained.
 QUEUED, SAMPLING, SCORING, SCORED = "queued", "sampling", "scoring", "scored"
 READY, TRAINED, DROPPED = "ready", "trained", "dropped"
 
 
 class Piece(NamedTuple):
-    """Passes of a chunk that one worker trains; `early`: before its group or step is complete."""
+    """Passes of a chunk that one worker trains; `early` means before its group or step is complete."""
 
     index: int
     first: int
@@ -39,20 +39,20 @@ class Group:
 
 @dataclasses.dataclass
 class ChunkState:
-    """A chunk; `holders` are the training workers that have its samples."""
+    """State of a chunk; `holders` are the training workers that have its samples."""
 
     stage: str = QUEUED
     maker: str = ""
     holders: set[str] = dataclasses.field(default_factory=set)
     scored: bool = False
     scored_at: float = math.inf  # expected
-    # (first, count) of passes that no worker has trained or trains
+    # (first, count) of passes that are neither trained nor in training
     left: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     trained: int = 0  # passes
 
 
 class Step:
-    """The bookkeeping of a step, at first with no chunk started. A group here is a unit of `Settings.unit_images`."""
+    """State of a step, initially without started chunks. A group here is a unit of `Settings.unit_images`."""
 
     def __init__(self, number: int, settings: Settings):
         self.number, self.settings = number, settings
@@ -63,18 +63,18 @@ class Step:
         self.chunks: list[ChunkState] = []
         self.queue: list[int] = []  # heap of queued chunks
         self.queued = self.sampling = 0  # chunks
-        self.latest_score = 0.0  # expected; not before that of any chunk
+        self.latest_score = 0.0  # expected; an upper bound over all chunks
         self.ready: list[int] = []  # heap of -index
         self.held: dict[str, list[int]] = {}  # heaps of ready chunks, by holder
         self.turns: dict[tuple[str, str], int] = {}  # ordered: next chunk by role and worker
-        self.early: list[int] = []  # heap; scored, may train early
-        self.open = 0  # groups that train early and are not finished
-        self.update = 0  # the current update set
+        self.early: list[int] = []  # heap of scored chunks that may train early
+        self.open = 0  # unfinished groups that train early
+        self.update = 0  # index of the current update set
         self.assigned = 0  # passes of the update set that are trained or in training
         self.trained = 0  # passes of the update set
-        self.pieces: dict[str, list[Piece]] = {}  # trained, by worker
+        self.pieces: dict[str, list[Piece]] = {}  # trained pieces by worker
         self.ahead = 0  # groups started before the previous step ended
-        self.settled = False  # candidates outside the step have been dropped
+        self.settled = False  # whether candidates outside the step were dropped
         self._open_groups()
 
     def group_of(self, index: int) -> Group:
@@ -89,7 +89,7 @@ class Step:
     # ---------------------------------------------------------------------------- generation
 
     def next_queued(self, passed_over: Iterable[int] = ()) -> int | None:
-        """Returns the first queued chunk that is not in `passed_over`; it stays in the queue."""
+        """Returns the first queued chunk that is not in `passed_over`, without removing it from the queue."""
         while self.queue and self.chunks[self.queue[0]].stage != QUEUED:
             heapq.heappop(self.queue)
         passed_over = set(passed_over)
@@ -99,7 +99,7 @@ class Step:
         return min((i for i in left if self.chunks[i].stage == QUEUED), default=None)
 
     def next_own(self, worker: str, place: int, workers: int) -> int | None:
-        """Returns the next queued chunk of a worker, to which chunks place, place + workers, ... are assigned."""
+        """Returns the next queued chunk of a worker, which has chunks place, place + workers, ..."""
         index = self.turns.get(("sample", worker), place)
         while index < len(self.chunks) and self.chunks[index].stage != QUEUED:
             index += workers
@@ -107,7 +107,7 @@ class Step:
         return index if index < len(self.chunks) else None
 
     def generate(self, index: int, version: int, scored_at: float) -> bool:
-        """Starts a chunk; returns whether its group starts with it, which fixes the group's version."""
+        """Starts a chunk; returns whether it is the first of its group, which fixes the group's version."""
         chunk, group = self.chunks[index], self.group_of(index)
         chunk.stage, chunk.scored_at = SAMPLING, scored_at
         self.latest_score = max(self.latest_score, scored_at)
@@ -120,7 +120,7 @@ class Step:
         return True
 
     def requeue(self, index: int) -> None:
-        """Queues a chunk again, whose samples were lost; it is generated by its group's version."""
+        """Requeues a chunk whose samples were lost; it is generated with its group's version."""
         chunk = self.chunks[index]
         if chunk.stage in (QUEUED, TRAINED, DROPPED):
             return
@@ -131,7 +131,7 @@ class Step:
         self.turns.clear()
 
     def decoded(self, index: int, maker: str, scored_at: float) -> None:
-        """Marks a chunk as decoded; it is on its way to the rewards and to a training worker."""
+        """Marks a chunk as decoded: rewards and a training worker receive it next."""
         chunk = self.chunks[index]
         self.sampling -= 1
         chunk.stage, chunk.maker, chunk.scored_at = SCORING, maker, scored_at
@@ -140,11 +140,11 @@ class Step:
     # ------------------------------------------------------------------------------- scoring
 
     def score(self, index: int, values: tuple[float, ...]) -> None:
-        """Marks a chunk as scored and delivered, and chunks that may be trained now as ready."""
+        """Marks a chunk as scored and delivered, and chunks that may now be trained as ready."""
         chunk = self.chunks[index]
         chunk.stage, again, chunk.scored = SCORED, chunk.scored, True
         number, group = index // self.settings.unit_chunks, self.group_of(index)
-        if again:  # it was generated a second time: its samples and scores are those of the first
+        if again:  # generated a second time: its samples and scores are the same as the first time
             return self._offer([number])
         group.unscored -= 1
         group.low, group.high = min(group.low, *values), max(group.high, *values)
@@ -176,7 +176,7 @@ class Step:
     # ------------------------------------------------------------------------------ training
 
     def take_piece(self, worker: str, count: int) -> Piece | None:
-        """Assigns at most `count` passes to a worker: of a chunk that it holds, else of the last ready one."""
+        """Assigns at most `count` passes of a chunk to a worker: a chunk that it holds, or else the last ready one."""
         if not self.ready:
             self._open_early()
         index = self._top(self.held.get(worker, ()), 1)
@@ -185,7 +185,7 @@ class Step:
         return None if index is None else self._take(index, count)
 
     def take_in_order(self, worker: str, place: int, workers: int) -> Piece | None:
-        """Assigns the next chunk of a worker that trains chunks place, place + workers, ... in this order."""
+        """Assigns the next chunk to a worker that trains chunks place, place + workers, ... in this order."""
         if not self.ready:
             self._open_early()
         index = self.turns.get(("train", worker), place)
@@ -204,7 +204,7 @@ class Step:
         return self._take(index, self.settings.passes)
 
     def trained_piece(self, worker: str, piece: Piece) -> None:
-        """Notes that a worker has trained a piece."""
+        """Records that a worker has trained a piece."""
         chunk = self.chunks[piece.index]
         chunk.trained += piece.count
         self.trained += piece.count
@@ -215,7 +215,7 @@ class Step:
             self.open -= group.early and not group.untrained
 
     def return_piece(self, piece: Piece, trained: bool = False) -> None:
-        """Makes the passes of a piece available again; `trained`: it was trained, and its sums are lost."""
+        """Makes the passes of a piece available again; `trained` means that it was trained and its sums are lost."""
         chunk = self.chunks[piece.index]
         if trained:
             if chunk.trained == self.settings.passes:
@@ -229,11 +229,11 @@ class Step:
             self._push(piece.index)
 
     def remove_worker(self, worker: str, sums: bool = True) -> list[int]:
-        """Removes a worker; returns the chunks whose samples were only there.
+        """Removes a worker; returns the chunks whose samples only it had.
 
         Args:
           worker: Name of the worker.
-          sums: Whether its gradient sums are lost, so that its passes are trained again.
+          sums: Whether its gradient sums are lost, so that its passes must be trained again.
         """
         for piece in self.pieces.pop(worker, []) if sums else ():
             self.return_piece(piece, trained=True)
@@ -249,7 +249,7 @@ class Step:
 
     @property
     def left(self) -> int:
-        """Passes of the current update set that no worker trains."""
+        """Passes of the current update set that are neither trained nor in training."""
         settings = self.settings
         return settings.set_units * settings.unit_chunks * settings.passes - self.assigned
 
@@ -260,7 +260,7 @@ class Step:
         return self.trained == settings.set_units * settings.unit_chunks * settings.passes
 
     def next_set(self) -> bool:
-        """Ends the current update set after its update; returns whether it was the step's last."""
+        """Ends the current update set after its update; returns whether it was the last of the step."""
         for piece in (one for pieces in self.pieces.values() for one in pieces):
             self.chunks[piece.index].stage = TRAINED
         self.update += 1
@@ -272,16 +272,16 @@ class Step:
         self._offer((*passed, *self.candidates.filled_in_set()))
         return False
 
-    # ------------------------------------------------------------------------------- inside
+    # ------------------------------------------------------------------------------ internal
 
     @property
     def _members_known(self) -> bool:
-        """Whether the members of the current update set, or of the step if it is scored first, are known."""
+        """Whether all members of the current update set, or of the step if it is scored first, are known."""
         found = self.candidates
         return found.step_known if self.settings.step_first else found.set_known
 
     def _open_groups(self) -> None:
-        """Queues the candidates that were opened since the last call."""
+        """Queues the candidates opened since the last call."""
         size, passes = self.settings.unit_chunks, self.settings.passes
         for number in range(len(self.groups), len(self.candidates.verdicts)):
             self.groups.append(Group(unscored=size, untrained=size))
@@ -291,7 +291,7 @@ class Step:
                 heapq.heappush(self.queue, index)
 
     def _offer(self, groups: Sequence[int]) -> None:
-        """Makes the scored chunks of some groups ready if readiness allows it."""
+        """Marks the scored chunks of some groups as ready if readiness allows it."""
         settings, candidates = self.settings, self.candidates
         if settings.step_first and not candidates.step_known:
             return
@@ -319,7 +319,7 @@ class Step:
             heapq.heappush(self.held.setdefault(holder, []), index)
 
     def _open_early(self) -> None:
-        """Opens the first group with a scored, waiting chunk, if one more group may be open."""
+        """Opens the first group with a scored, waiting chunk, if another group may be open."""
         while self.early and self.open < self.settings.max_incomplete_groups:
             index = heapq.heappop(self.early)
             if self.chunks[index].stage == SCORED:
@@ -348,12 +348,12 @@ class Step:
         return Piece(index, first, count, early)
 
     def restore_versions(self, versions: Sequence[int | None], unit_images: int) -> None:
-        """Fixes the versions of groups by those of a saved step, whose groups had `unit_images` images each.
+        """Restores the versions of groups from a saved step, whose groups had `unit_images` images each.
 
-        A group gets the oldest version of the saved groups with which it shares an image.
+        A group gets the oldest version of the saved groups that share an image with it.
         """
         size = self.settings.unit_images
-        if unit_images == size:  # as many candidates were open
+        if unit_images == size:  # the same number of candidates was open
             missing = len(versions) - len(self.candidates.verdicts)
             self.candidates.verdicts.extend([None] * missing)
             self._open_groups()
@@ -369,7 +369,7 @@ INFORMATIVE, FLAT = "informative", "flat"
 
 @dataclasses.dataclass
 class Frontier:
-    """The candidates below `limit` are those that can be among the first `wanted` informative ones.
+    """Prefix of the candidates, those below `limit`, that can be among the first `wanted` informative ones.
 
     An informative candidate below `limit` is certainly among them: fewer than `wanted` candidates before
     it are informative or undecided. `limit` never decreases.
@@ -381,13 +381,13 @@ class Frontier:
     certain: int = 0  # candidates below the limit that are informative
 
     def note(self, group: int, verdict: str) -> None:
-        """Counts a new verdict; the caller calls `advance` next."""
+        """Counts a new verdict; call `advance` next."""
         if group < self.limit:
             self.possible -= verdict == FLAT
             self.certain += verdict == INFORMATIVE
 
     def advance(self, verdicts: list[str | None]) -> range:
-        """Moves the limit as far as possible; returns the groups that it passed."""
+        """Advances the limit as far as possible; returns the groups that it passed."""
         start = self.limit
         while self.possible < self.wanted and self.limit < len(verdicts):
             self.possible += verdicts[self.limit] != FLAT
@@ -397,14 +397,14 @@ class Frontier:
 
 
 class Candidates:
-    """The opened candidate groups of a step and what is known of each.
+    """Opened candidate groups of a step, and the verdict on each.
 
     `current` bounds the update sets up to the current one, `full` the step. Without dynamic sampling every complete
     group counts as informative.
     """
 
     def __init__(self, wanted: int, first_set: int, most: int, redundant: int):
-        """`most` candidates of which `wanted` form the step. 0 means no dynamic sampling."""
+        """Opens the first candidates. `most` of 0 means no dynamic sampling."""
         self.wanted, self.most, self.dynamic = wanted, most or wanted, bool(most)
         self.verdicts: list[str | None] = [None] * (wanted + redundant)
         self.informative = self.decided = 0  # groups
@@ -414,9 +414,9 @@ class Candidates:
             frontier.advance(self.verdicts)
 
     def classify(self, group: int, low: float, high: float) -> range:
-        """Classifies a complete group by its lowest and highest value; returns the groups that may be members now.
+        """Classifies a complete group by its lowest and highest value; returns the groups that may now be members.
 
-        Opens the candidate that replaces it; if no candidate is left, fills the step up.
+        Opens the candidate that replaces a group without variance; if none is left, fills up the step.
         """
         verdict = FLAT if self.dynamic and not low < high else INFORMATIVE
         self.verdicts[group] = verdict
@@ -434,12 +434,12 @@ class Candidates:
         return passed
 
     def next_set(self, size: int) -> range:
-        """Starts the next update set; returns the groups that may be its members, except filled-up ones."""
+        """Starts the next update set; returns the groups that may be its members, except fill-up groups."""
         self.current.wanted += size
         return self.current.advance(self.verdicts)
 
     def is_member(self, group: int) -> bool:
-        """Whether a group is certainly in the current update set or one before."""
+        """Returns whether a group is certainly in the current update set or an earlier one."""
         if not self.dynamic or self.verdicts[group] == INFORMATIVE:
             return group < self.current.limit
         return group in self.filled_in_set()
@@ -459,7 +459,7 @@ class Candidates:
         return bool(self.filled) or self.full.certain == self.wanted
 
     def others(self) -> list[int]:
-        """Returns the opened groups that do not form the step, which must be known."""
+        """Returns the opened groups outside the step, whose members must be known."""
         members = set(self.filled)
         return [
             g

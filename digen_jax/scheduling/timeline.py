@@ -1,4 +1,4 @@
-"""Records what every worker did or waited for, in real and simulated runs, and sums it up."""
+"""Records what every worker executes or waits for, in real and simulated runs, and sums it up."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -14,10 +14,10 @@ CAUSES = ("sampling", "reward", "training", "update", "weights", "evaluation", "
 class Interval(NamedTuple):
     """One activity of a worker from `start` to `end`, in seconds.
 
-    `kind` is a command's, "evaluate" for an evaluation chunk, or "wait" for `cause`, one of CAUSES. The rewards are
-    the worker "reward", whose intervals may overlap. Transfers to and from a rollout worker have separate rows, such
-    as "sync rollout 0", and so has each server of a reward, such as "judge 127.0.0.1:8000", with "ask" for
-    an answered request and "ask in vain" for one that is repeated; they may overlap, too.
+    `kind` is a command's kind, "evaluate" for an evaluation chunk, or "wait" for `cause`, one of CAUSES. The worker
+    "reward" is all rewards; its intervals may overlap. Transfers to and from a rollout worker have separate rows, such
+    as "sync rollout 0", and so has each server of a reward, such as "judge 127.0.0.1:8000", with "ask" for an
+    answered request and "ask in vain" for a repeated one; these may overlap, too.
     """
 
     worker: str
@@ -29,17 +29,17 @@ class Interval(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """The length of the interval."""
+        """Length of the interval."""
         return self.end - self.start
 
 
 class Recorder:
-    """Records the work of workers, and what they wait for in between."""
+    """Records the intervals of workers' commands and waits."""
 
     def __init__(self):
         self.intervals: list[Interval] = []
-        self._waiting: dict[str, tuple[float, str]] = {}  # worker: since when, for what
-        self.waits_since: dict[str, float] = {}  # worker: start of its wait, even if that was cut
+        self._waiting: dict[str, tuple[float, str]] = {}  # worker: (start, cause)
+        self.waits_since: dict[str, float] = {}  # worker: start of its wait, even if `cut` split it
 
     def work(
         self, worker: str, kind: str, start: float, end: float, chunk: Chunk | None = None
@@ -49,12 +49,12 @@ class Recorder:
         self.intervals.append(Interval(worker, kind, start, end, chunk))
 
     def look_at(self, scheduler: Scheduler, worker: str, now: float) -> None:
-        """Records whether a worker waits, and for what."""
+        """Records whether and for what a worker waits."""
         if not scheduler.is_busy(worker):
             self.wait(worker, scheduler.waits_for(worker), now)
 
     def wait(self, worker: str, cause: str, now: float) -> None:
-        """A worker waits from now on, unless it already waits for this cause."""
+        """Starts a worker's wait, unless it already waits for this cause."""
         since = self._waiting.get(worker)
         if since is None or since[1] != cause:
             self.end_wait(worker, now)
@@ -62,18 +62,18 @@ class Recorder:
             self.waits_since[worker] = now
 
     def waits(self, worker: str) -> bool:
-        """Whether a worker waits."""
+        """Returns whether a worker waits."""
         return worker in self._waiting
 
     def end_wait(self, worker: str, now: float) -> None:
-        """Records a wait that is over."""
+        """Ends and records a worker's wait."""
         since, cause = self._waiting.pop(worker, (now, ""))
         self.waits_since.pop(worker, None)
         if now > since:
             self.intervals.append(Interval(worker, "wait", since, now, None, cause))
 
     def cut(self, now: float) -> None:
-        """Ends every wait at `now`; those that continue start again."""
+        """Ends every wait at `now`; waits that continue start again."""
         starts = dict(self.waits_since)
         for worker, (_, cause) in list(self._waiting.items()):
             self.end_wait(worker, now)
@@ -84,7 +84,7 @@ class Recorder:
 def busy_seconds(
     intervals: Iterable[Interval], devices: Mapping[str, int], start: float, end: float
 ) -> float:
-    """Device-seconds of work, without waiting, between two times; `devices`: the number of each worker."""
+    """Returns device-seconds of work, without waiting, between two times; `devices` has each worker's count."""
     return sum(
         max(0.0, min(i.end, end) - max(i.start, start)) * devices[i.worker]
         for i in intervals
@@ -93,7 +93,7 @@ def busy_seconds(
 
 
 def bubbles(intervals: Iterable[Interval], devices: Mapping[str, int]) -> dict[str, float]:
-    """Device-seconds of waiting, by cause."""
+    """Returns device-seconds of waiting, by cause."""
     found: Counter[str] = Counter()
     for interval in intervals:
         if interval.kind == "wait":
