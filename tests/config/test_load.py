@@ -221,7 +221,7 @@ def parsed(*options):
         (
             ["=a:b", "[0].weight=2"],
             "--config.rewards=a:b replaces the list that --config.rewards[0].weight is about: give the "
-            "whole list in one option, such as --config.rewards=\"({'name'",
+            "complete list in one option, such as --config.rewards=\"({'name'",
         ),
         (
             ["={'name': 'a:b'}"],
