@@ -1,15 +1,15 @@
-"""Data sets as prompt files: `hf:` names one of the Hugging Face hub, `tfds:` a folder of TensorFlow Datasets.
+"""Datasets as prompt files: `hf:` names a dataset on the Hugging Face Hub, `tfds:` a TensorFlow Datasets folder.
 
     hf:OWNER/NAME[/SUBSET][:SPLIT[:COLUMN]]
     tfds:FOLDER[:SPLIT[:COLUMN]]
 
-A split's rows are read as the lines of a .jsonl file. COLUMN holds the prompts; the other columns are metadata.
+Each row of the split is read like a line of a .jsonl file. COLUMN holds the prompts; other columns are metadata.
 
-The hub converts every public data set to Parquet files on a branch of its repository: SUBSET/SPLIT/NUMBER.parquet on
-refs/convert/parquet. They are downloaded into the cache of `huggingface_hub` and read with pyarrow, which
-tensorflow-datasets needs, too. Without a network the cache is read.
+The Hub converts every public dataset to Parquet files on a branch of its repository: SUBSET/SPLIT/NUMBER.parquet on
+refs/convert/parquet. They are downloaded into the `huggingface_hub` cache and read with pyarrow, which
+tensorflow-datasets also requires. Without a network, the cache is used.
 
-A TFDS folder, such as ~/tensorflow_datasets/NAME/1.0.0, has array_record files (`download_and_prepare(
+A TFDS folder, such as ~/tensorflow_datasets/NAME/1.0.0, must contain array_record files (`download_and_prepare(
 file_format="array_record")`), which are read without TensorFlow.
 """
 
@@ -35,22 +35,22 @@ FORM = re.compile(
     r"(?::(?P<split>[\w.-]+)(?::(?P<column>.+))?)?"
 )
 DEFAULTS = {"subset": "default", "split": "train", "column": "prompt"}
-LISTED = 3  # numbers in a message, which fits a line of a terminal
+LISTED = 3  # maximum number of line numbers in a message, to fit a terminal line
 
 
 def is_dataset(path: str | os.PathLike[str]) -> bool:
-    """Returns whether a prompt file's path names a data set."""
+    """Returns whether a prompt file's path names a dataset."""
     return str(path).startswith((HUB, TFDS))
 
 
 @functools.cache  # a run reads its prompt files several times
 def read_rows(name: str) -> bytes:
-    """Reads the rows of a data set as JSON lines with the field "prompt"; line n is row n, from 1.
+    """Reads the rows of a dataset as JSON lines with the field "prompt"; line n is row n, starting at 1.
 
-    Rows without a prompt are blank lines and are reported. Columns with bytes, such as images, are left out.
+    Rows without a prompt become blank lines and are reported. Columns with bytes, such as images, are dropped.
 
     Raises:
-      ValueError: the name is invalid, or the data set or its columns cannot be read.
+      ValueError: The name is invalid, or the dataset or its columns cannot be read.
     """
     found = FORM.fullmatch(name)
     if not found:
@@ -72,7 +72,7 @@ def read_rows(name: str) -> bytes:
 
 
 def first_numbers(numbers: Sequence[int]) -> str:
-    """Returns the first numbers, and how many more there are, as text."""
+    """Formats the first `LISTED` numbers and the count of the remaining ones."""
     more = f" and {len(numbers) - LISTED:,} more" if len(numbers) > LISTED else ""
     return ", ".join(map(str, numbers[:LISTED])) + more
 
@@ -81,13 +81,13 @@ def _to_record(row: dict[str, Any], column: str) -> dict[str, Any] | None:
     prompt = row.pop(column, None)
     if not isinstance(prompt, str) or not prompt.strip():
         return None
-    # A table has every column in every row: null or NaN, which equals nothing, where the row has no value.
+    # Missing values are null or NaN (NaN != NaN) in a table.
     given = {name: value for name, value in row.items() if value is not None and value == value}
     return given | {"prompt": prompt}
 
 
 def _read_hub(name: str, place: dict[str, str]) -> Iterator[dict[str, Any]]:
-    import pyarrow.parquet as parquet  # takes a while, and few runs need it
+    import pyarrow.parquet as parquet  # slow import that few runs need
 
     repository, subset, split = (place[field] for field in ("repository", "subset", "split"))
     try:
@@ -125,7 +125,7 @@ def _check_column(name: str, column: str, columns: Sequence[str], start: str) ->
 
 
 def _has_bytes(kind: Any) -> bool:
-    """Returns whether a pyarrow type is bytes, such as an image's file, or contains them."""
+    """Returns whether a pyarrow type is or contains bytes, such as an encoded image."""
     import pyarrow.types as types
 
     if types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind):
@@ -134,11 +134,11 @@ def _has_bytes(kind: Any) -> bool:
 
 
 def _read_tfds(name: str, place: dict[str, str]) -> Iterator[dict[str, Any]]:
-    """Yields the texts and numbers of each record."""
-    import tensorflow_datasets as tfds  # takes a while, and few runs need it
+    """Yields the text and numeric fields of each record."""
+    import tensorflow_datasets as tfds  # slow import that few runs need
 
     folder, split, column = (place[field] for field in ("folder", "split", "column"))
-    # TFDS, array_record and protobuf each have errors of their own.
+    # TFDS, array_record and protobuf each define their own exception types.
     try:
         builder = tfds.builder_from_directory(in_home(folder))
         features = builder.info.features
@@ -157,6 +157,6 @@ def _read_tfds(name: str, place: dict[str, str]) -> Iterator[dict[str, Any]]:
 
 
 def _plain(value: Any) -> str | float | int | bool:
-    if value is None:  # array_record reads this where a file was truncated
+    if value is None:  # array_record returns None for truncated files
         raise ValueError("a record is empty")
     return value.decode() if isinstance(value, bytes) else np.asarray(value).item()

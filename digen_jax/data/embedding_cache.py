@@ -1,10 +1,10 @@
-"""Prompt embeddings on disk, for all runs of a model, as safetensors files.
+"""On-disk cache of prompt embeddings in safetensors files, shared by all runs of a model.
 
-    folder/embeddings/MODEL-BLOCK.safetensors    the embeddings of texts that were encoded together
+    folder/embeddings/MODEL-BLOCK.safetensors    embeddings of texts that were encoded together
 
-MODEL and BLOCK are hashes of the model's description and of the texts. A tensor's name is TEXT/ARRAY, where TEXT is a
-hash, too. The header's metadata has the description, and a CRC-32 of each text's arrays. A file never changes, and
-appears complete or not at all, so that any number of processes may read, add and be killed at once.
+MODEL and BLOCK are hashes of the model description and of the texts. Tensors are named TEXT/ARRAY, where TEXT is also
+a hash. The header metadata contains the description and a CRC-32 of each text's arrays. Files are immutable and
+written atomically, so any number of processes can read, write and be killed concurrently.
 """
 
 import contextlib
@@ -25,46 +25,46 @@ from safetensors.numpy import save_file
 from digen_jax.files import parse_json
 
 Rows = Mapping[str, np.ndarray]  # one text's arrays
-Model = Mapping[str, Any]  # what the arrays depend on in addition to the text, as JSON
+Model = Mapping[str, Any]  # what the arrays depend on besides the text, as JSON
 
 FOLDER = "embeddings"
-PARTIAL = ".partial"  # end of the names of files that are being written
-# Files that were read so recently are not removed to free space: a run may need them again.
+PARTIAL = ".partial"  # suffix of files that are being written
+# Files read within this time are not evicted, because a run may still need them.
 IN_USE_S = 86_400.0
-# Upper bound of a text's part of the header, in bytes.
+# Upper bound of the header bytes per text.
 HEADER = 1024
 
 
 class CacheFile(NamedTuple):
-    """An open file. It stays readable after it was removed."""
+    """An open cache file. It stays readable after it is removed."""
 
     path: pathlib.Path
-    handle: Any  # of safetensors
+    handle: Any  # safetensors.safe_open
     model: Model
-    checksums: Mapping[str, int]  # by the hash of the text
-    arrays: Mapping[str, list[str]]  # names, by the hash of the text
+    checksums: Mapping[str, int]  # by text hash
+    arrays: Mapping[str, list[str]]  # array names by text hash
 
 
 class EmbeddingCache:
-    """The prompt embeddings of one model in a folder, which may hold those of others; for one thread.
+    """Prompt embeddings of one model in a folder that several models may share. Not thread-safe.
 
     Args:
-      folder: of the cache.
-      model: the model's description.
-      limit: bytes that the files may take. Concurrent writers may exceed it by what each of them adds.
+      folder: Cache folder.
+      model: Description of the model.
+      limit: Maximum size of all files in bytes. Concurrent writers may exceed it by one file each.
     """
 
     def __init__(self, folder: str | os.PathLike[str], model: Model, limit: int):
         self.model, self.limit = dict(model), limit
         self._folder = pathlib.Path(folder) / FOLDER
         self._key = _model_key(model)
-        self._index: dict[str, CacheFile] = {}  # by the hash of the text
+        self._index: dict[str, CacheFile] = {}  # by text hash
 
     def missing(self, texts: Iterable[str]) -> list[str]:
-        """Returns the texts that are not stored, each once; the files of the others count as used.
+        """Returns the unique texts that are not cached, and marks the files of the others as used.
 
         Raises:
-          ValueError: a file is damaged.
+          ValueError: A file is damaged.
         """
         self._refresh()
         hashes = {text: _hash(text) for text in texts}
@@ -72,13 +72,13 @@ class EmbeddingCache:
         return [text for text, key in hashes.items() if key not in self._index]
 
     def add(self, rows: Mapping[str, Rows]) -> None:
-        """Stores some texts, at least one, in one file.
+        """Stores one or more texts in one file.
 
-        Where the limit requires it, files of any model that were not used for IN_USE_S are removed, the least recently
-        used first.
+        If the limit requires it, files of any model that were not used for IN_USE_S are evicted, least recently used
+        first.
 
         Raises:
-          ValueError: the limit is too low.
+          ValueError: The limit is too low.
         """
         hashes = {text: _hash(text) for text in rows}
         arrays = {text: dict(sorted(own.items())) for text, own in rows.items()}
@@ -101,7 +101,7 @@ class EmbeddingCache:
         """Reads the arrays of each text.
 
         Raises:
-          ValueError: a text is not stored, or a file is damaged.
+          ValueError: A text is not cached, or a file is damaged.
         """
         if any(_hash(text) not in self._index for text in texts):
             self._refresh()
@@ -113,16 +113,16 @@ class EmbeddingCache:
         return [_read(file, _hash(text)) for file, text in zip(files, texts, strict=True)]
 
     def excess(self, needed: int) -> int:
-        """Returns the bytes by which `needed` more would exceed the limit after all unused files are removed."""
+        """Returns the bytes by which `needed` more would exceed the limit after eviction of all unused files."""
         removable = sum(map(_size, _unused(self._folder)))
         return max(0, self.size() - removable + needed - self.limit)
 
     def size(self) -> int:
-        """Returns the bytes of all files, including those of other models."""
+        """Returns the size of all files in bytes, including those of other models."""
         return sum(_size(file) for file in self._folder.glob("*"))
 
     def _refresh(self) -> None:
-        """Finds the files of other processes, and drops those that were removed."""
+        """Indexes files that other processes added, and drops removed ones."""
         known = {file.path: file for file in self._index.values()}
         index = {}
         for path in _paths(self._folder, self._key):
@@ -132,9 +132,9 @@ class EmbeddingCache:
         self._index = index
 
     def _free(self, needed: int) -> None:
-        """Removes files until `needed` more bytes are within the limit."""
+        """Evicts files until `needed` more bytes fit within the limit."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        for file in self._folder.glob(f"*{PARTIAL}"):  # of killed processes
+        for file in self._folder.glob(f"*{PARTIAL}"):  # left by killed processes
             if time.time() - _last_use(file) > IN_USE_S:
                 file.unlink(missing_ok=True)
         excess = self.size() + needed - self.limit
@@ -152,10 +152,10 @@ class EmbeddingCache:
 
 
 def models(folder: str | os.PathLike[str]) -> list[Model]:
-    """Returns the descriptions of the models whose prompts are cached in a folder.
+    """Returns the descriptions of the models with cached prompts in a folder.
 
     Raises:
-      ValueError: a file is damaged.
+      ValueError: A file is damaged.
     """
     found = {}
     for path in _paths(pathlib.Path(folder) / FOLDER):
@@ -166,7 +166,7 @@ def models(folder: str | os.PathLike[str]) -> list[Model]:
 
 
 def _open(path: pathlib.Path) -> CacheFile:
-    """Opens a file; raises FileNotFoundError if it has been removed."""
+    """Opens a file, or raises FileNotFoundError if it was removed."""
     try:
         handle = safe_open(path, "np")
         header = {name: parse_json(text) for name, text in handle.metadata().items()}
@@ -185,7 +185,7 @@ def _open(path: pathlib.Path) -> CacheFile:
 
 
 def _read(file: CacheFile, key: str) -> Rows:
-    """Reads the arrays of a text by its hash."""
+    """Reads the arrays of a text hash."""
     try:
         names = file.arrays.get(key, [])
         found = {name: file.handle.get_tensor(f"{key}/{name}") for name in names}
@@ -211,7 +211,7 @@ def _hash(*texts: str) -> str:
 
 
 def _checksum(rows: Rows) -> int:
-    """Returns the CRC-32 of arrays, which are sorted by their names."""
+    """Returns the CRC-32 of the arrays in order of their names."""
     crc = 0
     for name, array in rows.items():
         crc = zlib.crc32(f"{name} {array.dtype.name} {array.shape}".encode(), crc)
@@ -220,12 +220,12 @@ def _checksum(rows: Rows) -> int:
 
 
 def _paths(folder: pathlib.Path, key: str = "*") -> list[pathlib.Path]:
-    """Returns the files of a model, or of all, in a stable order."""
+    """Returns the files of one or all models, in a deterministic order."""
     return sorted(folder.glob(f"{key}-*.safetensors"))
 
 
 def _unused(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Returns the files that may be removed."""
+    """Returns the files that may be evicted."""
     return [file for file in _paths(folder) if time.time() - _last_use(file) > IN_USE_S]
 
 

@@ -1,4 +1,4 @@
-"""Checks of prompt files before anything slow starts: errors for missing inputs, warnings about odd prompts."""
+"""Early checks of prompt files: errors for missing inputs, warnings about suspicious prompts."""
 
 import concurrent.futures
 import re
@@ -10,26 +10,26 @@ from digen_jax.data.prompt_files import HIDDEN, Path, Record, numbered_records
 from digen_jax.errors import ConfigError, together
 from digen_jax.images import check_image_file
 
-# Returns what a record lacks for a reward, such as "quotes no text", or None.
+# Describes the missing input of a record for a reward, such as "quotes no text"; None if complete.
 Needs = Callable[[Record], str | None]
-# Returns for each prompt whether it is longer than the text encoders read.
+# Returns for each prompt whether the text encoders truncate it.
 IsCut = Callable[[list[str]], Iterable[bool]]
 
 CHUNK = 10_000  # prompts tokenized at a time
-REPORTED = 100_000  # prompts between two progress lines
+REPORTED = 100_000  # prompts per progress line
 LISTED = 10  # unknown words in a warning
 WORD = re.compile(r"[^\W_]+")
 
 
 def check_images(path: Path) -> None:
-    """Reads the images to edit of a prompt file, of which each record must have one.
+    """Reads the images to edit of a prompt file. Every record must have one.
 
     Raises:
-      FileNotFoundError: there is no such file.
-      ValueError: as `read_prompt_file`; or names the line of the first record with a missing or broken image.
+      FileNotFoundError: The prompt file does not exist.
+      ValueError: See `read_prompt_file`. Also raised for a missing or broken image; names the first such line.
     """
     numbered = numbered_records(path)
-    with concurrent.futures.ThreadPoolExecutor() as pool:  # Pillow decodes without Python's lock
+    with concurrent.futures.ThreadPoolExecutor() as pool:  # Pillow releases the GIL while decoding
         errors = pool.map(_image_error, [record for _, record in numbered])
         for (number, _), error in zip(numbered, errors, strict=True):
             if error:
@@ -49,15 +49,16 @@ def _image_error(record: Record) -> str | None:
 
 
 def check_needs(paths: Iterable[Path], needs: Mapping[str, Needs]) -> None:
-    """Checks that records have what the rewards need.
+    """Checks that records have all inputs of the rewards.
 
     Args:
-      paths: of the files; each is read once, even if it is named twice.
-      needs: by the names of the rewards that need something.
+      paths: Prompt files. Duplicates are read once.
+      needs: Check of each reward with required inputs, by reward name.
 
     Raises:
-      ConfigError: one line for each file, reward and kind of lack, with the number of records and their first lines.
-      ValueError or FileNotFoundError: as `read_prompt_file`.
+      ConfigError: Records lack inputs. The message has one line per file, reward and cause, with the number of records
+        and their first line numbers.
+      ValueError, FileNotFoundError: See `read_prompt_file`.
     """
     with together() as one:
         for path in dict.fromkeys(paths):
@@ -76,7 +77,7 @@ def check_needs(paths: Iterable[Path], needs: Mapping[str, Needs]) -> None:
 
 
 def report_odd_prompts(paths: Sequence[Path], is_cut: IsCut, words: Sequence[str] = ()) -> None:
-    """Prints the `odd_prompts` of each prompt file, and `repeats_between` them."""
+    """Prints the warnings of `odd_prompts` and `repeats_between`."""
     paths = list(dict.fromkeys(paths))
     for path in paths:
         for line in odd_prompts(path, is_cut, words):
@@ -86,15 +87,15 @@ def report_odd_prompts(paths: Sequence[Path], is_cut: IsCut, words: Sequence[str
 
 
 def odd_prompts(path: Path, is_cut: IsCut, words: Sequence[str] = ()) -> list[str]:
-    """Returns one line for each kind of problem of a prompt file.
+    """Returns one warning for each kind of problem in a prompt file.
 
     Args:
-      path: of the file; the lines start with it.
-      is_cut: of the model's text encoders.
-      words: all words that the model knows. Empty means that it reads any text.
+      path: The prompt file. Each warning starts with it.
+      is_cut: Truncation check of the model's text encoders.
+      words: Vocabulary of the model. Empty means any text.
 
     Raises:
-      ValueError or FileNotFoundError: as `read_prompt_file`.
+      ValueError, FileNotFoundError: See `read_prompt_file`.
     """
     numbered = numbered_records(path)
     lines: dict[str, list[int]] = {}
@@ -109,10 +110,10 @@ def odd_prompts(path: Path, is_cut: IsCut, words: Sequence[str] = ()) -> list[st
         at = sorted(set().union(*unknown.values()))
         listed = list_unknown(unknown_words(unknown, words), words)
         found.append((at, f"have words that this model does not know ({_lines(at)}): {listed}"))
-    # A model that spells words in letters soon has too many tokens.
+    # Unknown words are spelled in letters, which soon exceeds the token limit.
     if cut := _cut_lines({t: at for t, at in lines.items() if t not in unknown}, is_cut):
         found.append((cut, f"are cut off by the text encoders: {_lines(cut)}"))
-    # A file that repeats most of its prompts, such as the embedded model's, does so on purpose.
+    # A file that repeats most of its prompts, such as the embedded model's, is intentional.
     if 0 < len(repeats) <= len(numbered) / 2:
         found.append((repeats, "are repeats (line {} repeats line {})".format(*repeats[0])))
     if hidden := sorted({n for text, at in lines.items() if HIDDEN.search(text) for n in at}):
@@ -121,10 +122,10 @@ def odd_prompts(path: Path, is_cut: IsCut, words: Sequence[str] = ()) -> list[st
 
 
 def repeats_between(paths: Sequence[Path]) -> list[str]:
-    """Returns one line for each prompt file with prompts of an earlier one, with the lines of one example.
+    """Returns one warning for each prompt file with prompts of an earlier file, with line numbers of one example.
 
     Raises:
-      ValueError or FileNotFoundError: as `read_prompt_file`.
+      ValueError or FileNotFoundError: As `read_prompt_file`.
     """
     firsts = [_first_lines(numbered_records(path)) for path in paths] if len(paths) > 1 else []
     found = []
@@ -138,24 +139,24 @@ def repeats_between(paths: Sequence[Path]) -> list[str]:
 
 
 def unknown_words(prompts: Iterable[str], words: Sequence[str]) -> list[str]:
-    """Returns the words of some prompts that a model does not know, each once.
+    """Returns the unique words in `prompts` that are not in a model's vocabulary.
 
     Args:
-      prompts: any texts.
-      words: all words that the model knows. Empty means any.
+      prompts: The prompts.
+      words: Vocabulary of the model. Empty means any text.
     """
     found = dict.fromkeys(word for prompt in prompts for word in WORD.findall(prompt.lower()))
     return [word for word in found if words and word not in words]
 
 
 def list_unknown(unknown: Sequence[str], words: Sequence[str]) -> str:
-    """Returns the end of a warning about unknown words: the first of them, and the known words."""
+    """Formats the end of a warning: the first unknown words, and the vocabulary."""
     more = f" and {len(unknown) - LISTED} more" if len(unknown) > LISTED else ""
     return f"{', '.join(map(repr, unknown[:LISTED]))}{more}; it knows only {', '.join(words)}"
 
 
 def _first_lines(numbered: Iterable[tuple[int, Record]]) -> dict[tuple[str, ...], int]:
-    """Returns the first line of each prompt with its negative prompt and image."""
+    """Returns the first line number of each (prompt, negative prompt, image)."""
     found: dict[tuple[str, ...], int] = {}
     for number, record in numbered:
         found.setdefault(_key(record), number)
@@ -167,7 +168,7 @@ def _key(record: Record) -> tuple[str, ...]:
 
 
 def _cut_lines(lines: dict[str, list[int]], is_cut: IsCut) -> list[int]:
-    """Returns the line numbers of prompts that are cut off; `lines` are those of each prompt."""
+    """Returns the line numbers of truncated prompts. `lines` maps prompts to their line numbers."""
     prompts, found = list(lines), set()
     for first in range(0, len(prompts), CHUNK):
         chunk = prompts[first : first + CHUNK]

@@ -1,4 +1,4 @@
-"""Reads prompt files: .jsonl (one object a line), .txt (one prompt a line), or a data set of `datasets`."""
+"""Reads prompt files: .jsonl (one object per line), .txt (one prompt per line), or a dataset of `datasets`."""
 
 import itertools
 import json
@@ -14,37 +14,37 @@ from digen_jax.files import in_home, parse_json
 Path = str | os.PathLike
 Record = dict[str, Any]
 
-# In bytes. A text encoder reads some hundred letters, and metadata is not much longer.
+# Maximum line length in bytes; text encoders read a few hundred characters.
 LONGEST_LINE = 1_000_000
-# Characters that no editor shows: control characters, soft hyphens, marks of direction, spaces without width, byte
-# order marks, tags. Joiners of letters and emoji are not among them.
+# Invisible characters: control characters, soft hyphens, direction marks, zero-width spaces, byte order marks, tags;
+# not the joiners of letters and emoji.
 HIDDEN = re.compile(
     "[\x00-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
     "\U000e0000-\U000e007f]"
 )
 JOINERS = "\u200c\u200d\ufe0e\ufe0f"
-# Fields that are added to records.
+# Fields added to records.
 SERIAL, PROMPT_FILE = "serial", "prompt_file"
 RESERVED = {SERIAL: "the number of the group", PROMPT_FILE: "the file of the prompt"}
-# Labels of a run's evaluation prompts in its output.
+# Labels of evaluation prompts in a run's output.
 HELD_OUT, TRAINING = "held-out prompts", "training prompts"
 
 
 def read_prompt_file(path: Path) -> list[Record]:
-    """Reads the records of a prompt file, in the file's order.
+    """Reads the records of a prompt file, in file order.
 
-    A .txt file has one prompt a line; its records are `{"prompt": line}`, without the white space around it. A .jsonl
-    file has one object a line with a string `prompt`; blank lines are skipped. `negative_prompt`, a string that may be
-    empty, is the prompt of the unconditional pass. The fields of GenEval's metadata (Ghosh et al. 2023, arXiv
-    2310.11513) are checked where they are present: `tag`, a string; `include` and `exclude`, lists of objects with
-    `class`, `count` and optionally `color` and `position` = [relation, index of an earlier `include`]. `image` is the
-    path of an image to edit, relative to the file's folder, or a URL. All other fields are kept as they are. `path`
-    may also name a data set, whose rows count as lines: see `datasets`.
+    A .txt file has one prompt per line; its records are `{"prompt": line}`, with surrounding whitespace stripped. A
+    .jsonl file has one object per line with a string `prompt`; blank lines are skipped. `negative_prompt`, a possibly
+    empty string, is the prompt of the unconditional pass. The fields of GenEval's metadata (Ghosh et al. 2023, arXiv
+    2310.11513) are validated if present: `tag`, a string; `include` and `exclude`, lists of objects with `class`,
+    `count` and optionally `color` and `position` = [relation, index of an earlier `include`]. `image` is a URL or the
+    path of an image to edit, relative to the file's folder. All other fields are kept unchanged. `path` may also name
+    a dataset, with rows as lines: see `datasets`.
 
     Raises:
-      FileNotFoundError: there is no such file.
-      ValueError: the file is neither .jsonl nor .txt, has no prompt, or has an invalid line; the message has the
-        line's number and what to change.
+      FileNotFoundError: The file does not exist.
+      ValueError: The file is neither .jsonl nor .txt, has no prompt, or has an invalid line; the message contains the
+        line number and the fix.
     """
     return [record for _, record in numbered_records(path)]
 
@@ -55,17 +55,17 @@ def read_prompt_files(paths: Sequence[Path]) -> list[list[Record]]:
 
 
 def add_source(path: Path, paths: Sequence[Path], records: Sequence[Record]) -> list[Record]:
-    """Returns the records of the file at `path` with the field `prompt_file`, if `paths` are several."""
+    """Adds the field `prompt_file` to the records of `path` if there are several `paths`."""
     source = {PROMPT_FILE: str(path)} if len(paths) > 1 else {}
     return [record | source for record in records]
 
 
 def numbered_records(path: Path, content: bytes | None = None) -> list[tuple[int, Record]]:
-    """Reads the records of a file with their line numbers, from 1; raises as `read_prompt_file`.
+    """Reads records with their line numbers, starting at 1. Raises like `read_prompt_file`.
 
     Args:
-      path: of the file; gives the format, and is named in errors.
-      content: of the file. None means that it is read here.
+      path: The prompt file; determines the format.
+      content: Content of the file. None means to read it.
     """
     parsers = {".jsonl": _parse_json, ".txt": _parse_text}
     content = read_bytes(path) if content is None else content
@@ -89,7 +89,7 @@ def numbered_records(path: Path, content: bytes | None = None) -> list[tuple[int
 
 
 def _with_image_path(path: Path, record: Record) -> Record:
-    """Returns a record whose `image` is relative to the working folder instead of the prompt file's."""
+    """Returns a record with `image` relative to the working directory instead of the prompt file's folder."""
     image = record.get("image")
     if not isinstance(image, str) or not image.strip() or "://" in image:
         return record
@@ -99,9 +99,9 @@ def _with_image_path(path: Path, record: Record) -> Record:
 
 
 def first_negative(path: Path) -> str | None:
-    """Returns the place of a file's first negative prompt, "FILE, line N", or None; raises as `read_prompt_file`."""
+    """Returns "FILE, line N" of the first negative prompt, or None. Raises like `read_prompt_file`."""
     content = read_bytes(path)
-    if b"negative_prompt" not in content:  # saves parsing
+    if b"negative_prompt" not in content:  # skips parsing
         return None
     numbered = numbered_records(path, content)
     found = (f"{path}, line {n}" for n, record in numbered if "negative_prompt" in record)
@@ -109,7 +109,7 @@ def first_negative(path: Path) -> str | None:
 
 
 def negatives_differ(paths: Sequence[Path]) -> bool:
-    """Returns whether files have several different negative prompts; files that do not exist are ignored."""
+    """Returns whether the files' negative prompts differ. Missing files are ignored."""
     found = [path for path in paths if datasets.is_dataset(path) or pathlib.Path(path).is_file()]
     if all(first_negative(path) is None for path in found):
         return False
@@ -118,17 +118,17 @@ def negatives_differ(paths: Sequence[Path]) -> bool:
 
 
 def prompts_label(training: Sequence[str], evaluation: str) -> str:
-    """Returns TRAINING if the evaluation's prompt file is also a training file, else HELD_OUT."""
+    """Returns TRAINING if the evaluation prompt file is also a training file, else HELD_OUT."""
     own, *others = (pathlib.Path(path).resolve() for path in (evaluation, *training))
     return TRAINING if evaluation and own in others else HELD_OUT
 
 
 def read_bytes(path: Path) -> bytes:
-    """Reads the content of a prompt file; that of a data set is the lines of a .jsonl file.
+    """Reads a prompt file; a dataset is converted to .jsonl.
 
     Raises:
-      FileNotFoundError: there is no such file.
-      ValueError: the data set cannot be read.
+      FileNotFoundError: The file does not exist.
+      ValueError: The dataset cannot be read.
     """
     if datasets.is_dataset(path):
         return datasets.read_rows(str(path))
@@ -142,14 +142,14 @@ def read_bytes(path: Path) -> bytes:
 
 
 def suffix_of(path: Path) -> str:
-    """Returns the suffix that gives a prompt file's format."""
+    """Returns the suffix that determines a prompt file's format."""
     return ".jsonl" if datasets.is_dataset(path) else pathlib.Path(path).suffix
 
 
 def _lines(path: Path, content: bytes) -> Iterator[tuple[int, str]]:
-    """Yields numbered lines up to the last one that is not blank, without byte order marks.
+    """Yields numbered lines up to the last non-blank one, without byte order marks.
 
-    Joined files have several such marks. Only a line feed ends a line: a prompt may have Unicode's other separators.
+    Concatenated files have several marks. Only a line feed ends a line; prompts may contain other Unicode separators.
     """
     lines = content.rstrip().split(b"\n") if content.strip() else []
     for number, line in enumerate(lines, start=1):
@@ -176,7 +176,7 @@ def _parse_text(line: str) -> Record:
 
 
 def _is_hidden(text: str) -> bool:
-    """Returns whether a text has no visible character."""
+    """Returns whether a text has no visible characters."""
     return not "".join(HIDDEN.sub("", text).split()).strip(JOINERS)
 
 
@@ -198,7 +198,7 @@ def _parse_json(line: str) -> Record | None:
 
 
 def _refuse(constant: str) -> None:
-    """Rejects NaN and infinities, which Python reads, but reward servers may not."""
+    """Rejects NaN and infinities, which are not valid JSON for reward servers."""
     raise ValueError(f"{constant} is no JSON number; write null, or leave the field out.")
 
 
@@ -238,7 +238,7 @@ def _objects(record: Record, field: str) -> list[Any]:
 
 
 def _check_object(name: str, entry: Any, earlier: int) -> None:
-    """Checks an entry of include or exclude; its position may refer to one of the `earlier` includes."""
+    """Checks an entry of include or exclude. Its position may refer to one of the `earlier` includes."""
     if not isinstance(entry, dict):
         raise ValueError(f'{name} must be an object with "class" and "count", not {entry!r}.')
     texts = {"class": entry.get("class"), "color": entry.get("color", "any")}

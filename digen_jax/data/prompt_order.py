@@ -1,4 +1,4 @@
-"""The prompts of each step of a run: endless, shuffled by a seed, and resumable at any step."""
+"""Infinite, seeded and resumable iterator over the prompts of each training step."""
 
 import copy
 import hashlib
@@ -20,10 +20,10 @@ from digen_jax.data.prompt_files import (
 
 
 class PromptBatches(Iterator[list[Record]]):
-    """An endless iterator over the steps of a run; see `prompt_batches`. Its state is a small JSON-able dict."""
+    """Infinite iterator over the prompts of each step; see `prompt_batches`. Its state is a small JSON-able dict."""
 
     def __init__(self, steps: Sequence[list[Record]], stream: dict[str, Any]):
-        """`stream` holds everything that the order of the prompts depends on."""
+        """Initializes the iterator; `stream` identifies everything that the prompt order depends on."""
         self._steps, self._stream, self._next = steps, stream, 0
 
     def __next__(self) -> list[Record]:
@@ -31,7 +31,7 @@ class PromptBatches(Iterator[list[Record]]):
         return self._steps[self._next - 1]
 
     def at(self, number: int) -> list[Record]:
-        """Returns the prompts of a step, counted from the start of the run; the position does not change."""
+        """Returns the prompts of a step, counted from the start of the run, without moving the position."""
         return self._steps[number]
 
     def get_state(self) -> dict[str, Any]:
@@ -39,10 +39,10 @@ class PromptBatches(Iterator[list[Record]]):
         return {"stream": dict(self._stream), "position": {"next_index": self._next}}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continues after the step at which `state` was taken.
+        """Resumes after the step at which `state` was taken.
 
         Raises:
-          ValueError: the state belongs to another prompt file, groups_per_step, seed or shuffle.
+          ValueError: The state belongs to another prompt file, groups_per_step, seed or shuffle.
         """
         for name, here in self._stream.items():
             if state["stream"].get(name) != here:
@@ -62,27 +62,27 @@ def prompt_batches(
     set_steps: int = 0,
     weights: Sequence[float] = (),
 ) -> PromptBatches:
-    """Returns the prompts of every step of a run.
+    """Returns an iterator over the prompts of each training step.
 
-    A step is a list of records of `read_prompt_file`, one for each group, with the group's `serial` = step *
-    groups_per_step + position in the step: its number in the run, which keys its randomness. A repeated prompt is
-    another group. Every epoch has each prompt once, in an order of its own if `shuffle`; epochs follow each other
-    without a gap, so that a step may have the end of one and the start of the next.
+    A step is a list of records of `read_prompt_file`, one per group, with `serial` = step * groups_per_step + position
+    in the step: the group's number in the run, which seeds its randomness. Repeated prompts form separate groups.
+    Every epoch contains each prompt once, reshuffled per epoch if `shuffle`; a step may span the end of an epoch and
+    the start of the next.
 
-    Each of several files is such a stream of its own, with its share of any number of groups up to rounding (grain
-    rounds the weights' ratios to the smallest one down to hundredths). Records then have the field `prompt_file`.
+    Several files are independent streams, mixed by `weights` up to rounding (grain rounds down the ratios to the
+    smallest weight to hundredths). Records then have the field `prompt_file`.
 
     Args:
-      paths: the prompt file, or several.
-      groups_per_step: groups in a step.
-      seed: seed of the order, not negative.
-      shuffle: False keeps the file's order.
-      set_steps: number of steps after which the first ones repeat, with their serials. 0 means never.
-      weights: positive, one for each of several files. Empty means equal weights.
+      paths: One or several prompt files.
+      groups_per_step: Groups per step.
+      seed: Non-negative seed of the order.
+      shuffle: Whether to shuffle. False keeps file order.
+      set_steps: Number of steps after which the first ones repeat, with their serials. 0 means never.
+      weights: Positive weights of the files. Empty means equal weights.
 
     Raises:
-      FileNotFoundError: there is no prompt file at a path.
-      ValueError: a prompt file is malformed, the seed is negative, or a step has no group.
+      FileNotFoundError: A prompt file does not exist.
+      ValueError: A prompt file is malformed, the seed is negative, or groups_per_step is not positive.
     """
     if seed < 0:
         raise ValueError(f"seed is {seed}: it must not be negative.")
@@ -95,19 +95,19 @@ def prompt_batches(
         content = read_bytes(path)
         digests.append(hashlib.sha256(suffix_of(path).encode() + content).hexdigest()[:16])
         records = [record for _, record in numbered_records(path, content)]
-        # The first file has the run's seed, so that it has the order that it has alone.
+        # The first file uses the run's seed, so its order is the same as without other files.
         own = np.random.SeedSequence([seed, number]).generate_state(1)[0] if number else seed
         stream = grain.MapDataset.source(add_source(path, paths, records)).seed(int(own))
         streams.append((stream.shuffle() if shuffle else stream).repeat())
     groups = grain.MapDataset.mix(streams, weights) if len(paths) > 1 else streams[0]
-    # Copies, because rewards may change what they get.
+    # Copies, because rewards may modify records.
     groups = groups.map_with_index(lambda serial, record: copy.deepcopy(record) | {SERIAL: serial})
     if set_steps:
-        # Not a repeated slice, which would continue in the stream.
+        # A repeated slice would continue in the stream.
         fixed = grain.MapDataset.range(set_steps * groups_per_step).repeat()
         groups = fixed.map(groups.__getitem__)
     steps = groups.batch(groups_per_step, drop_remainder=True, batch_fn=list)
-    # The state of a run with a single file has no list, as in older checkpoints.
+    # A single file has no list, for compatibility with older checkpoints.
     digest = digests if len(digests) > 1 else digests[0]
     stream = {"prompt_file_hash": digest, "groups_per_step": groups_per_step, "seed": seed}
     stream |= {"shuffle": shuffle} | ({"set_steps": set_steps} if set_steps else {})

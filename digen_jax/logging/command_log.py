@@ -1,4 +1,4 @@
-"""Ordered log of a run's scheduler commands, for reading and for replay."""
+"""Ordered log of a run's scheduler commands, for inspection and replay."""
 
 import contextlib
 import json
@@ -21,13 +21,13 @@ from digen_jax.scheduling.state import pack, unpack
 
 
 class CommandLog:
-    """Appends commands to a file, one per line. Each process starts with a line with the number of completed steps.
+    """Appends commands to a file, one per line. Each process first writes the number of completed steps.
 
-    An incomplete last line is removed first. Thread-safe.
+    An incomplete last line is removed on open. Thread-safe.
 
     Args:
       path: The file.
-      done: Number of steps that are completed before this process starts.
+      done: Number of completed steps at the start of this process.
     """
 
     def __init__(self, path: pathlib.Path, done: int):
@@ -38,7 +38,7 @@ class CommandLog:
         self.flush()
 
     def extend(self, commands: Iterable[Command]) -> None:
-        """Appends commands. If that fails, they are kept for `flush`, so that the run can complete its step."""
+        """Appends commands. After a failure they are kept for `flush`, so that the run can complete its step."""
         with self._lock:
             self._pending += _text(map(pack, commands))
         with contextlib.suppress(OSError):
@@ -48,19 +48,19 @@ class CommandLog:
         """Writes pending commands.
 
         Raises:
-          OSError: they cannot be written.
+          OSError: The commands cannot be written.
         """
         with self._lock:
             append(self._path, self._pending.encode())
             self._pending = ""
 
     def cut_back(self, done: int) -> None:
-        """Removes the commands of the first `done` steps, except those that commands of later steps depend on.
+        """Removes the commands of the first `done` steps, except dependencies of later steps.
 
         The remaining ones can be replayed from the checkpoint after `done` steps.
 
         Raises:
-          OSError: the disk is full; the file is unchanged.
+          OSError: The disk is full; the file is unchanged.
         """
         with self._lock:
             starts = _read(self._path)
@@ -76,15 +76,15 @@ def read_log(path: pathlib.Path) -> tuple[int, list[Command]]:
     """Returns (completed steps before the last process, its commands), without an incomplete last line.
 
     Raises:
-      ConfigError: a line is not a command; names it.
+      ConfigError: A line is not a command; names the line.
     """
     return (_read(path) or [(0, [])])[-1]
 
 
 def since(commands: list[Command], done: int) -> list[Command]:
-    """Returns the commands of a process after its first `done` steps, and earlier ones that they depend on.
+    """Returns the commands of a process after its first `done` steps, and the earlier commands that they depend on.
 
-    The latter started later steps ahead of time, or synced the weights versions that generate their chunks.
+    The latter belong to later steps, or sync the weights versions that generate their chunks.
     """
     updates = [i for i, c in enumerate(commands) if isinstance(c, Update) and c.step == done - 1]
     end = updates[-1] + 1 if updates else 0
@@ -98,7 +98,7 @@ def since(commands: list[Command], done: int) -> list[Command]:
 
 
 def _step(command: Command) -> int:
-    """Returns the step of a command's chunks; -1 if it has none."""
+    """Returns the step of a command's chunks, or -1 if there are none."""
     if isinstance(command, DropChunks):
         return command.chunks[0].step
     if isinstance(command, Encode):

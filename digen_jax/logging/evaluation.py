@@ -1,8 +1,8 @@
-"""Scored images and their statistics: evaluations on a prompt file, and the best and worst images of a step.
+"""Scored images and image statistics: evaluations, and the best and worst images of a step.
 
-Image statistics show what a model gives up for its reward. Images are bytes, luma is that of BT.601 from 0 to 255, and
-of a clip only the middle frame counts. On one core they take about 0.05 ms for an image of 32 x 32 pixels, 7 ms for
-512 x 512 and 60 ms for 1024 x 1024 (`compute_image_stats` called in a loop). A run computes them in separate threads.
+Image statistics reveal reward hacking. Images are uint8, luma is BT.601 in [0, 255], and only the middle frame of a
+clip is used. On one core an image takes about 0.05 ms at 32 x 32 pixels, 7 ms at 512 x 512 and 60 ms at 1024 x 1024
+(`compute_image_stats` called in a loop). A run computes them in separate threads.
 """
 
 import io
@@ -23,16 +23,16 @@ from digen_jax import rewards
 from digen_jax.files import replace
 from digen_jax.process.terminal import printable
 
-# A pixel whose Sobel gradient is at least this, in luma per pixel, is an edge: a tenth of black to white.
+# Minimum Sobel gradient of an edge, in luma per pixel: a tenth of black to white.
 EDGE = 25.5
-THUMBNAIL = 16  # pixels of a thumbnail's sides
-CHUNK = 1 << 17  # pixels processed at a time, which fit a core's cache
+THUMBNAIL = 16  # side length of a thumbnail in pixels
+CHUNK = 1 << 17  # pixels per batch, to fit a core's cache
 THREADS = max(1, min(8, (os.cpu_count() or 1) // 4))
 _pool = ThreadPoolExecutor(THREADS, "image statistics")
 
 
 class ImageStats(NamedTuple):
-    """Statistics of a number of images."""
+    """Statistics of n images."""
 
     sharpness: Float32[np.ndarray, "b"]
     colourfulness: Float32[np.ndarray, "b"]
@@ -41,7 +41,7 @@ class ImageStats(NamedTuple):
 
     @classmethod
     def concatenate(cls, parts: Sequence["ImageStats"]) -> "ImageStats":
-        """Joins the statistics of several batches."""
+        """Concatenates the statistics of several batches."""
         return cls(*map(np.concatenate, zip(*parts, strict=True)))
 
     def means(self) -> dict[str, float]:
@@ -51,7 +51,7 @@ class ImageStats(NamedTuple):
 
 
 def compute_image_stats(images: UInt8[np.ndarray, "b h w 3"]) -> ImageStats:
-    """Computes statistics of images. Images below 3 x 3 pixels have no sharpness and no edges."""
+    """Computes image statistics. Images below 3 x 3 pixels have zero sharpness and no edges."""
     size, parts = max(1, CHUNK // (images.shape[1] * images.shape[2])), []
     for start in range(0, len(images), size):
         part = images[start : start + size].transpose(3, 0, 1, 2)
@@ -64,15 +64,15 @@ def compute_image_stats(images: UInt8[np.ndarray, "b h w 3"]) -> ImageStats:
 
 
 def submit_image_stats(images: UInt8[np.ndarray, "b h w 3"]) -> Future[ImageStats]:
-    """Computes statistics in other threads; the images must not change until then."""
+    """Computes image statistics in other threads. The images must not change until the future is done."""
     parts = np.array_split(images, max(1, min(THREADS, len(images))))
     found = [_pool.submit(compute_image_stats, part) for part in parts]
-    # The pool starts work in order, so this call never keeps a thread from a part that has not started.
+    # The pool is FIFO, so this call never blocks a part that has not started.
     return _pool.submit(lambda: ImageStats.concatenate([part.result() for part in found]))
 
 
 def sharpness(luma: Float32[np.ndarray, "c h w"]) -> Float32[np.ndarray, "c"]:
-    """Returns the variance of the Laplacian with four neighbours, over all pixels but the border.
+    """Returns the variance of the 4-neighbor Laplacian over all pixels except the border.
 
     Source: Pech-Pacheco et al., "Diatom autofocusing in brightfield microscopy", ICPR 2000.
     """
@@ -96,9 +96,9 @@ def colourfulness(colours: Float32[np.ndarray, "3 c h w"]) -> Float32[np.ndarray
 
 
 def edge_density(luma: Float32[np.ndarray, "c h w"]) -> Float32[np.ndarray, "c"]:
-    """Returns the share of pixels, without the border, whose Sobel gradient is at least `EDGE`.
+    """Returns the fraction of pixels, excluding the border, with a Sobel gradient of at least `EDGE`.
 
-    The gradient is that of the 3 x 3 masks (1 2 1) x (-1 0 1), divided by 8, so that its unit is luma per pixel.
+    The gradient uses the 3 x 3 masks (1 2 1) x (-1 0 1), divided by 8, so that its unit is luma per pixel.
     Source: Sobel and Feldman's operator, as in Gonzalez and Woods, Digital Image Processing, section 10.2.
     """
     down = luma[:, :-2] + 2 * luma[:, 1:-1] + luma[:, 2:]
@@ -110,7 +110,7 @@ def edge_density(luma: Float32[np.ndarray, "c h w"]) -> Float32[np.ndarray, "c"]
 
 
 def thumbnails(colours: Float32[np.ndarray, "3 c h w"]) -> Float32[np.ndarray, "c y x 3"]:
-    """Returns means over a grid of `THUMBNAIL` x `THUMBNAIL` blocks, in [0, 1]; a small image keeps its size."""
+    """Returns means over a grid of `THUMBNAIL` x `THUMBNAIL` blocks, in [0, 1]. Small images keep their size."""
     for axis in (2, 3):
         size = colours.shape[axis]
         edges = np.linspace(0, size, min(size, THUMBNAIL) + 1).astype(int)
@@ -121,11 +121,11 @@ def thumbnails(colours: Float32[np.ndarray, "3 c h w"]) -> Float32[np.ndarray, "
 
 
 def diversity(small: Float32[np.ndarray, "n y x 3"]) -> float:
-    """Returns the RMS distance, per color value, between two of n thumbnails; 0 means that all are the same.
+    """Returns the RMS distance per color value over pairs of n thumbnails; 0 means that all are equal.
 
-    Thumbnails in color show repeated composition and colors. They ignore noise and texture, which a structural
-    similarity at full size counts as difference and which a model can add at no cost. The mean over all pairs is twice
-    the unbiased variance, so that the cost is linear in n.
+    Color thumbnails detect repeated composition and colors. They ignore noise and texture, which structural similarity
+    at full resolution counts as diversity and which a model can easily add. The mean over all pairs is twice the
+    unbiased variance, so the cost is linear in n.
     """
     flat = small.reshape(len(small), -1).astype(np.float64)
     return float(np.sqrt(2 * flat.var(axis=0, ddof=1).mean()))
@@ -134,14 +134,14 @@ def diversity(small: Float32[np.ndarray, "n y x 3"]) -> float:
 def group_diversity(
     small: Float32[np.ndarray, "n y x 3"], groups: Int[np.ndarray, "n"]
 ) -> float | None:
-    """Returns the mean `diversity` of the groups that have several images; None if there are none."""
+    """Returns the mean `diversity` of the groups with several images, or None if there are none."""
     each = [small[groups == group] for group in np.unique(groups)]
     found = [diversity(own) for own in each if len(own) > 1]
     return float(np.mean(found)) if found else None
 
 
 class Sample(NamedTuple):
-    """Some images of a step, with the records of their prompts and their values."""
+    """Images of a step, with their prompt records and scores."""
 
     records: list[dict[str, Any]]
     images: UInt8[np.ndarray, "k h w 3"]
@@ -149,14 +149,14 @@ class Sample(NamedTuple):
 
 
 class Extremes(NamedTuple):
-    """The best and the worst images of a step, most extreme first; equal ones are of different prompts."""
+    """Best and worst images of a step, most extreme first. Ties are from different prompts."""
 
     best: Sample
     worst: Sample
 
 
 class TaskScore(NamedTuple):
-    """A mean reward and its standard error, which is None for a single image."""
+    """Mean reward and standard error. A standard error of None means a single image."""
 
     mean: float
     standard_error: float | None
@@ -164,15 +164,15 @@ class TaskScore(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """One clip per prompt and its score, which for several rewards is their weighted sum.
+    """One clip per prompt and its score: the weighted sum of all rewards.
 
-    A run keeps only the first clips, which it shows, and only their middle frames if no image of them is due.
+    A run keeps only the first clips, for display, and only their middle frames if no image is due.
     """
 
     records: list[dict[str, Any]]
     clips: UInt8[np.ndarray, "k t h w 3"]
     scores: Float[np.ndarray, "n"]
-    # By reward, NaN if it does not apply: see `rewards.each`.
+    # By reward; NaN if it does not apply, see `rewards.each`.
     each: Mapping[str, Float[np.ndarray, "n"]] = MappingProxyType({})
     image_stats: ImageStats | None = None
 
@@ -185,21 +185,21 @@ class Evaluation(NamedTuple):
         names: tuple[str, ...],
         weights: Sequence[float],
     ) -> "Evaluation":
-        """Joins batches; `names` and `weights` are those of the rewards."""
+        """Concatenates batches; `names` and `weights` are per reward."""
         found = rewards.joined(scores)
         total, each = rewards.total(found.columns, weights), rewards.each(names, found)
         return cls(records, np.concatenate(clips), total, each)
 
     @property
     def known(self) -> dict[str, Float[np.ndarray, "_"]]:
-        """The scores of each reward that applies to any image, of the images to which it applies."""
+        """Scores of each reward, for the images to which it applies. Rewards without such images are omitted."""
         found = {name: rewards.applicable(own) for name, own in self.each.items()}
         return {name: own for name, own in found.items() if len(own)}
 
     def metrics(self) -> dict[str, float]:
-        """Returns mean rewards over all prompts, of each task and of each of several rewards, and image statistics.
+        """Returns mean rewards over all prompts, per task and per reward if there are several, and image statistics.
 
-        The images' diversity is that between prompts.
+        Image diversity is across prompts.
         """
         means = {f"reward_of/{name}": own.mean() for name, own in self.known.items()}
         found = {"reward": self.scores.mean(), **means, **by_tag(self.records, self.scores)}
@@ -210,7 +210,7 @@ class Evaluation(NamedTuple):
         return {f"evaluation/{name}": float(value) for name, value in found.items()}
 
     def by_task(self) -> dict[str, TaskScore]:
-        """Returns the score of all prompts as "all", of each task, and of each of several rewards."""
+        """Returns the scores of all prompts as "all", per task, and per reward if there are several."""
         found = {}
         tasks = by_tag(self.records, self.scores, np.asarray)
         for name, scores in {"all": self.scores, **tasks, **self.known}.items():
@@ -225,7 +225,7 @@ def by_tag(
     scores: Float[np.ndarray, "n"],
     statistic: Callable[[np.ndarray], Any] = np.mean,
 ) -> dict[str, Any]:
-    """Returns a statistic of each task's scores, in the order of the tasks; empty if the prompt file names no tasks."""
+    """Returns a statistic of the scores per task, in task order; empty if the prompt file has no tasks."""
     found = defaultdict(list)
     for record, score in zip(records, scores, strict=True):
         if "tag" in record:
@@ -234,7 +234,7 @@ def by_tag(
 
 
 def score_table(columns: Mapping[str, Mapping[str, TaskScore]]) -> str:
-    """Formats a line per task with mean and standard error in each column; `columns` maps heads to scores."""
+    """Formats a line per task with mean and standard error in each column; `columns` maps headings to scores."""
 
     def cell(score: TaskScore) -> str:
         error = score.standard_error
@@ -249,14 +249,14 @@ def score_table(columns: Mapping[str, Mapping[str, TaskScore]]) -> str:
 
 
 def save_images(path: pathlib.Path, **arrays: Any) -> None:
-    """Writes images, scores and prompts of an evaluation as .npz, atomically."""
+    """Atomically writes images, scores and prompts of an evaluation as .npz."""
     file = io.BytesIO()
     np.savez(file, **arrays)
     replace(path, file.getvalue())
 
 
 def saved_images(path: pathlib.Path) -> dict[str, np.ndarray] | None:
-    """Reads a file of `save_images`; returns None if it is missing or damaged."""
+    """Reads a file of `save_images`. Returns None if it is missing or damaged."""
     try:
         with np.load(path) as found:
             needed = {name: found[name] for name in ("step", "images", "scores")}

@@ -1,4 +1,4 @@
-"""Image grids with captions and scores, before-and-after sheets, and curves, as files."""
+"""Image grids with captions and scores, before/after sheets, and curves."""
 
 import functools
 import itertools
@@ -18,13 +18,13 @@ from digen_jax.images import to_uint8
 
 WHITE, BLACK, GREY, OUTLINE = "#ffffff", "#24292f", "#8c959f", "#d0d7de"
 GREEN, AMBER, RED = "#1a7f37", "#9a6700", "#cf222e"
-SMALLEST, LARGEST = 160, 384  # pixels of an image's longer side
+SMALLEST, LARGEST = 160, 384  # longer side of an image in pixels
 GAP, FRAME, BADGE = 18, 4, 28
-SCORE_SIZE, CAPTION_SIZE, TITLE_SIZE = 13, 14, 18  # of the fonts, in pixels
+SCORE_SIZE, CAPTION_SIZE, TITLE_SIZE = 13, 14, 18  # font sizes in pixels
 LINE, TITLE_LINE = 19, 30
 CAPTION_LINES = 16  # longer captions are truncated
-FRAMES_PER_SECOND = 8  # of an animation; the frame rate of a clip is not known
-# matplotlib's font has Latin, Greek, Cyrillic, Arabic and more; the other one Chinese, Japanese and Korean.
+FRAMES_PER_SECOND = 8  # of animations; the frame rate of a clip is unknown
+# matplotlib's font covers Latin, Greek, Cyrillic, Arabic and more, the other Chinese, Japanese and Korean.
 FONTS = (
     Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf",
     Path(__file__).parent / "fonts" / "DroidSansFallback.ttf",
@@ -41,11 +41,11 @@ def image_grid(
     """Draws a grid of images, row by row, with a caption below each.
 
     Args:
-      images: Floats in [0, 1], or bytes. Small images are enlarged by an integer factor to at least 160 pixels,
-        large ones are reduced to 384.
+      images: Floats in [0, 1], or uint8. Small images are upscaled by an integer factor to at least 160 pixels,
+        large ones are downscaled to 384.
       captions: One text per image, wrapped to the image's width.
       columns: Images per row.
-      scores: One reward per image. If all are 0 or 1, they are shown as a red cross or a green tick, otherwise as
+      scores: One reward per image. If all are 0 or 1, they are shown as red crosses and green ticks, otherwise as
         numbers.
       title: A line above the grid.
     """
@@ -205,7 +205,7 @@ def draw_text(
 
 
 def _font_runs(text: str, size: int) -> list[tuple[ImageFont.FreeTypeFont, str]]:
-    """Splits a text where the font changes; the first font is the fallback for letters that no font has."""
+    """Splits a text into runs of one font; the first font is the fallback for missing glyphs."""
 
     def path_for(letter: str) -> Path:
         return next((path for path in FONTS if ord(letter) in _glyphs(path)), FONTS[0])
@@ -232,17 +232,16 @@ def plot_curves(
 ) -> None:
     """Plots metrics over the steps into a PNG file.
 
-    A metric of nearly every step is drawn pale below its running mean, a sparse one, such as an evaluation, with
-    markers.
+    A dense metric is drawn pale below its running mean, a sparse one, such as an evaluation, with markers.
 
     Args:
-      metrics: Lines of metrics.jsonl; a line need not have every metric.
-      curves: Metrics by their names in the legend, in order.
+      metrics: Lines of metrics.jsonl; metrics may be missing in some lines.
+      curves: Metric by legend label, in order.
       path: The PNG file.
       label: Label of the vertical axis.
 
     Raises:
-      ValueError: no line has a metric.
+      ValueError: No line has any of the metrics.
     """
     figure = Figure(figsize=(7.5, 4.5), dpi=150, layout="constrained")
     axes = figure.subplots()
@@ -272,7 +271,7 @@ def label_axes(axes: Any, x: str, y: str) -> None:
 
 
 def running_mean(values: Float[np.ndarray, " n"], width: int) -> Float[np.ndarray, " n"]:
-    """Returns the means over up to `width` values on either side, fewer at the ends."""
+    """Returns the means over up to `width` values on either side; windows are shorter at the ends."""
     sums = np.concatenate([[0.0], np.cumsum(values)])
     last = np.minimum(np.arange(len(values)) + width + 1, len(values))
     first = np.maximum(np.arange(len(values)) - width, 0)

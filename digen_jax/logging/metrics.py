@@ -1,8 +1,8 @@
-"""Metrics of a run: metrics.jsonl, and the same numbers and images for TensorBoard and trackers.
+"""Writes the metrics of a run to metrics.jsonl, TensorBoard and trackers.
 
-metrics.jsonl is the record, and the event file is built from it, so that the two agree. A checkpoint stores
-`MetricsLog.position()`, and a resumed run calls `cut_back` with it and appends. Its metrics then equal those of an
-uninterrupted run, apart from the fields in `TIMING`.
+metrics.jsonl is the source of truth; the event file is built from it. A checkpoint stores `MetricsLog.position()`. A
+resumed run calls `cut_back` with it and appends; its metrics then equal those of an uninterrupted run, except for the
+fields in `TIMING`.
 """
 
 import json
@@ -24,7 +24,7 @@ from digen_jax.logging.tracking import Tracker, TrackerStart
 if TYPE_CHECKING:  # launch/report.py reads metrics without JAX
     from digen_jax.config.sections import StoppingSection
 
-# tensorboardX imports torch if it is installed. A run does not need it, and the import takes seconds.
+# tensorboardX imports torch if it is installed, which is not needed and takes seconds.
 _hides_torch = sys.modules.setdefault("torch", None) is None
 try:
     from tensorboardX.proto.event_pb2 import Event, SessionLog
@@ -42,17 +42,17 @@ PNG_CHANNELS = {0: 1, 2: 3, 3: 3, 4: 2, 6: 4}  # by color type
 
 
 def without_timing(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns metrics without the fields that differ between equal runs: the prefixes in `TIMING`."""
+    """Returns metrics without nondeterministic fields: the prefixes in `TIMING`."""
     return {name: value for name, value in record.items() if not name.startswith(TIMING)}
 
 
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     """Reads metrics.jsonl, one record per step, without an incomplete last line.
 
-    A step's evaluation has a line of its own, which is merged into the step's record; the step's clock is kept.
+    An evaluation has a separate line, which is merged into the record of its step; the step's clock is kept.
 
     Raises:
-      ConfigError: a line holds no metrics; names the file and the line.
+      ConfigError: A line is not a metrics record; names the file and the line.
     """
     records: list[dict[str, Any]] = []
     for line in _lines(path):
@@ -64,13 +64,13 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
 
 
 def has_fallen(values: Sequence[float], margin: float, evaluations: int) -> bool:
-    """Returns whether each of the last `evaluations` values is more than `margin` below the best before them."""
+    """Returns whether the last `evaluations` values are all more than `margin` below the best earlier value."""
     before, last = values[:-evaluations], values[-evaluations:]
     return bool(before) and all(value < max(before) - margin for value in last)
 
 
 def reason_to_stop(stopping: "StoppingSection", workdir: Path) -> str | None:
-    """Returns why the run in a workdir stops early, by its evaluations; None if it continues."""
+    """Returns the early-stopping reason from the evaluations in a workdir, or None to continue."""
     path = workdir / "metrics.jsonl"
     if not stopping.reward or not path.exists():
         return None
@@ -105,12 +105,12 @@ def _lines(path: Path | str) -> list[dict[str, Any]]:
 
 
 class MetricsLog:
-    """Appends to `workdir`/metrics.jsonl and `workdir`/tensorboard, and sends the same to trackers.
+    """Appends to `workdir`/metrics.jsonl and `workdir`/tensorboard, and sends the same values to trackers.
 
     Args:
-      workdir: Folder of the run. Complete lines of its metrics.jsonl are kept.
+      workdir: Folder of the run. Complete lines of an existing metrics.jsonl are kept.
       trackers: Arguments of `init` (project, name, ...) by tracker, "wandb" or "trackio". A resumed run continues the
-        same run there; steps that the tracker already has are ignored.
+        same tracker run; steps that the tracker already has are ignored.
       config: Config of the run, for TensorBoard and the trackers.
     """
 
@@ -133,11 +133,11 @@ class MetricsLog:
         self.cut_back(len(lines))
 
     def write(self, step: int, values: Mapping[str, SupportsFloat]) -> None:
-        """Writes a line `{"step", "seconds/clock", **values}`, which survives a kill.
+        """Durably writes a line `{"step", "seconds/clock", **values}`.
 
         Raises:
-          ValueError: a value is NaN or infinite, or a name is reserved.
-          OSError: the disk is full; nothing was written.
+          ValueError: A value is NaN or infinite, or a name is reserved.
+          OSError: The disk is full; nothing was written.
         """
         if reserved := {"step", CLOCK} & values.keys():
             raise ValueError(
@@ -161,7 +161,7 @@ class MetricsLog:
             tracker.log(scalars, step)
 
     def image(self, path: Path, step: int | None = None) -> None:
-        """Logs `workdir`/pictures/NAME_000020.png as NAME at step 20; call it before that step's `write`.
+        """Logs `workdir`/pictures/NAME_000020.png as NAME at step 20. Must be called before `write` of that step.
 
         A file without a step in its name needs `step`, and is not logged again after `cut_back`.
         """
@@ -171,19 +171,19 @@ class MetricsLog:
             tracker.image(f"pictures/{name}", path, step)
 
     def position(self) -> int:
-        """Returns the number of lines, flushed to disk; a checkpoint stores it for `cut_back`."""
+        """Flushes to disk and returns the number of lines, which a checkpoint stores for `cut_back`."""
         with self.path.open("rb") as file:
             os.fsync(file.fileno())
         return self._position
 
     def cut_back(self, position: int) -> None:
-        """Removes every line after the first `position`, and its events.
+        """Removes all lines after the first `position`, and their events.
 
         Args:
-          position: `position()` when the checkpoint was saved; 0 to start over.
+          position: `position()` at the time of the checkpoint; 0 to start over.
 
         Raises:
-          ConfigError: there are fewer complete lines, so the file does not belong to the checkpoint.
+          ConfigError: The file has fewer complete lines, so it does not belong to the checkpoint.
         """
         lines = self.path.read_bytes().splitlines(keepends=True)[:position]
         if sum(line.endswith(b"\n") for line in lines) < position:
@@ -193,15 +193,15 @@ class MetricsLog:
             )
         os.truncate(self.path, sum(map(len, lines)))
         self._position = position
-        self._events: Path | None = None  # the next write builds a new one from the lines
+        self._events: Path | None = None  # rebuilt from the lines by the next write
 
     def close(self) -> None:
-        """Finishes the trackers' runs; the files are complete after every write."""
+        """Closes the trackers. The files are complete after every write."""
         for tracker in self._trackers:
             tracker.close()
 
     def _event_file(self) -> Path:
-        """Returns TensorBoard's event file; after `cut_back` builds it from metrics.jsonl, replacing older ones."""
+        """Returns TensorBoard's event file; rebuilds it from metrics.jsonl after `cut_back`, replacing older ones."""
         if self._events is not None:
             return self._events
         folder, now = self.folder / "tensorboard", time.time()
@@ -210,7 +210,7 @@ class MetricsLog:
         last = lines[-1]["step"] if lines else -1
         images = sorted((self.folder / "pictures").glob("*.png"))
         images = [(path, *_image_name(path)) for path in images if IMAGE_FILE.fullmatch(path.name)]
-        # A running TensorBoard drops what it has read when a session starts at step 0.
+        # A running TensorBoard discards its data when a session starts at step 0.
         records = [
             _record(wall_time=now, file_version="brain.Event:2"),
             _record(wall_time=now, session_log=SessionLog(status=SessionLog.START)),
@@ -221,7 +221,7 @@ class MetricsLog:
         events = folder / f"events.out.tfevents.{now:017.6f}.{socket.gethostname()}"
         replace(events, b"".join(records))
         for old in set(folder.glob("events.out.tfevents.*")) - {events}:
-            # A running TensorBoard moves on from a file that is empty, but not from one that is deleted.
+            # A running TensorBoard moves on from an empty file, but not from a deleted one.
             if old.stat().st_size:
                 os.truncate(old, 0)
             else:
@@ -231,13 +231,13 @@ class MetricsLog:
 
 
 def _image_name(path: Path) -> tuple[str, int]:
-    """Returns the name of a run's image file and its step."""
+    """Returns the name and the step of an image file."""
     name, step = IMAGE_FILE.fullmatch(path.name).groups()
     return name, int(step)
 
 
 def _record(**fields: Any) -> bytes:
-    """Returns an `Event` with these fields as a TFRecord, the format of an event file."""
+    """Serializes an `Event` as a TFRecord, the format of event files."""
     event = Event(**fields).SerializeToString()
     length = struct.pack("<Q", len(event))
     checksums = [struct.pack("<I", masked_crc32c(part)) for part in (length, event)]

@@ -1,4 +1,4 @@
-"""HTML report of one or several runs: a single file with charts, tables, images and timelines, without requests."""
+"""HTML report of one or several runs: a self-contained file with charts, tables, images and timelines."""
 
 import functools
 import itertools
@@ -35,19 +35,19 @@ from digen_jax.logging.report_run import (
 COLORS = (
     "#1f77b4", "#d9730d", "#2f8f4e", "#8a55c7", "#c23b3b", "#7a5a4a", "#c75aa6", "#5f6a72", "#9a9a1f", "#1f9fb0"
 )  # fmt: skip
-MAX_NUMBERS = 24_000  # in all charts together, so that a page stays below 2 MB
-SPARSE = 8  # a curve of fewer points is drawn with markers
+MAX_NUMBERS = 24_000  # in all charts, to keep a page below 2 MB
+SPARSE = 8  # curves with fewer points are drawn with markers
 
 
 class Chart(NamedTuple):
-    """A chart: metrics by their names in the legend."""
+    """A chart: metrics by legend label."""
 
     title: str
     curves: Mapping[str, str]
 
 
 class Line(NamedTuple):
-    """A curve of one or several runs: their mean, minimum and maximum."""
+    """A curve: mean, minimum and maximum over one or several runs."""
 
     steps: Int[np.ndarray, "n"]
     mean: Float[np.ndarray, "n"]
@@ -67,18 +67,18 @@ class Row(NamedTuple):
 
 
 class Size(NamedTuple):
-    """The size of a report in bytes."""
+    """Size of a report in bytes."""
 
     total: int
     without_images: int
 
 
 def write_report(workdirs: Sequence[pathlib.Path], output: pathlib.Path) -> Size:
-    """Writes the report of a run, or of several similar ones with bands over them.
+    """Writes the report of one run, or of several similar runs with min/max bands.
 
     Raises:
-      ConfigError: a workdir has no run with metrics, or an invalid file.
-      OSError: the report cannot be written.
+      ConfigError: A workdir has no run with metrics, or an invalid file.
+      OSError: The report cannot be written.
     """
     text = render([read_run(workdir) for workdir in workdirs])
     without_images = re.sub(r"data:image/webp;base64,[A-Za-z0-9+/=]*", "", text)
@@ -111,7 +111,7 @@ def render(runs: Sequence[Run]) -> str:
 
 
 def _run_content(run: Run, intervals: int) -> dict[str, Any]:
-    """Returns what the template shows of a single run."""
+    """Returns the template variables of a single run."""
     spans = timeline(run, intervals)
     return {
         "name": str(run.workdir),
@@ -127,13 +127,13 @@ def _run_content(run: Run, intervals: int) -> dict[str, Any]:
         "command": run.command,
         "pairs": image_pairs(run),
         "shown": image_grids(run),
-        # "<" could end the script element that contains this.
+        # "<" could close the surrounding script element.
         "timeline": spans and Markup(json.dumps(spans).replace("<", "\\u003c")),
     }
 
 
 def task_table(runs: Sequence[Run]) -> list[Row]:
-    """Returns rows of all prompts and of each task; empty before there are two evaluations."""
+    """Returns rows for all prompts and for each task; empty if there are fewer than two evaluations."""
     evaluated = [run for run in runs if len(run.evaluations) > 1]
     if not evaluated:
         return []
@@ -156,9 +156,9 @@ def task_table(runs: Sequence[Run]) -> list[Row]:
 
 
 def time_table(runs: Sequence[Run]) -> list[tuple[str, float, str]]:
-    """Returns (work or wait, mean per step over the later half of each run, unit), longest first.
+    """Returns (work or wait, mean per step over the second half of each run, unit), longest first.
 
-    Work is counted once, however many devices do it; a wait counts for each device that waits.
+    Work is counted once for all devices of a worker; waits are counted per device.
     """
     timed = [[line for line in run.metrics if "utilisation" in line] for run in runs]
     lines = [line for own in timed for line in own[len(own) // 2 :]]
@@ -177,9 +177,9 @@ def time_table(runs: Sequence[Run]) -> list[tuple[str, float, str]]:
 
 
 def charts(runs: Sequence[Run]) -> dict[str, list[Chart]]:
-    """Returns the charts of each part of a report, of metrics that any run has.
+    """Returns the charts of each part of a report, for metrics that any run has.
 
-    An approximate KL that is always 0 (one update per step, on fresh samples) has no chart.
+    An approximate KL that is always 0 (one update per step, on-policy) has no chart.
     """
     known = dict.fromkeys(name for run in runs for line in run.metrics for name in line)
     if not any(line.get("approx_kl") for run in runs for line in run.metrics):
@@ -229,7 +229,7 @@ def charts(runs: Sequence[Run]) -> dict[str, list[Chart]]:
 
 
 def line_of(runs: Sequence[Run], metric: str) -> Line | None:
-    """Returns a metric's curve over the steps that all runs with this metric have; None if there are none."""
+    """Returns a metric's curve over the common steps of all runs with it, or None if there are none."""
     found = [curve for run in runs if len((curve := run.curve(metric))[0])]
     if not found:
         return None
@@ -245,12 +245,12 @@ def line_of(runs: Sequence[Run], metric: str) -> Line | None:
 
 
 def _dense(steps: Int[np.ndarray, "n"]) -> bool:
-    """Returns whether nearly every step has a value, so that the curve is smoothed."""
+    """Returns whether nearly every step has a value. Dense curves are smoothed."""
     return len(steps) >= SPARSE and bool(len(steps) > np.ptp(steps) / 2)
 
 
 def _draw(runs: Sequence[Run], parts: Mapping[str, Sequence[Chart]]) -> tuple[str, dict[str, list]]:
-    """Returns (the script that draws all charts, the HTML elements of each part's charts)."""
+    """Returns (script that renders all charts, HTML elements of each part's charts)."""
     count = sum(len(chart.curves) for drawn in parts.values() for chart in drawn)
     most = max(50, MAX_NUMBERS // max(1, 4 * count))
     figures = {
@@ -266,7 +266,7 @@ def _draw(runs: Sequence[Run], parts: Mapping[str, Sequence[Chart]]) -> tuple[st
 
 
 def _figure(runs: Sequence[Run], chart: Chart, most: int) -> figure:
-    """Draws a chart with at most `most` points per curve."""
+    """Builds a figure with at most `most` points per curve."""
     drawn = figure(
         title=chart.title,
         height=260,
@@ -313,7 +313,7 @@ def _draw_line(drawn: figure, name: str, line: Line, color: str, band: bool) -> 
 
 
 def thinned(line: Line, most: int) -> Line:
-    """Returns at most `most` points of a line, evenly chosen, with the first and the last."""
+    """Returns at most `most` evenly spaced points of a line, including the first and the last."""
     if len(line.steps) <= most:
         return line
     kept = np.unique(np.linspace(0, len(line.steps) - 1, most).round().astype(int))

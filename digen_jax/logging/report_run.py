@@ -1,4 +1,4 @@
-"""What a report shows of one run, read from its workdir only. The run may still be in progress."""
+"""Reads the report data of one run from its workdir. The run may still be in progress."""
 
 import base64
 import dataclasses
@@ -25,20 +25,20 @@ from digen_jax.logging.timeline import COLORS, WAIT, order_rows, read_events
 EVALUATION = "evaluation/"
 # Prefixes after "evaluation/" that are not a task's reward.
 NO_TASK = ("reward", "reward_of/", "images/")
-# Fields of a record in starts.jsonl that a report shows: see `workdir.record_start`.
+# Fields of starts.jsonl that a report shows: see `workdir.record_start`.
 START = {"command": list, "time": str, "done": int, "devices": dict, "changes": list}
 START |= {"python": str, "packages": dict, "commit": str | None}
-MAX_INTERVALS = 5000  # of the timeline; older steps are left out
+MAX_INTERVALS = 5000  # of the timeline; older steps are dropped
 MAX_STEPS = 40  # steps whose images are shown
 GRIDS = ("step", "best", "worst")  # in `workdir`/pictures, NAME_000020.png
-LARGEST = 768  # pixels of a longer side, of one image of a pair
-LOSSLESS = 1 << 16  # largest image in pixels that is encoded without loss
+LARGEST = 768  # longer side in pixels of each image of a pair
+LOSSLESS = 1 << 16  # maximum number of pixels of a losslessly encoded image
 QUALITY = 82
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run as its workdir shows it."""
+    """A run, as read from its workdir."""
 
     workdir: pathlib.Path
     config: dict[str, Any]
@@ -48,29 +48,29 @@ class Run:
 
     @property
     def step(self) -> int:
-        """The last step with metrics; an evaluation of an older one may be recorded after it."""
+        """The last step with metrics. Evaluations of older steps may be recorded after it."""
         return max(line["step"] for line in self.metrics)
 
     @property
     def seconds(self) -> float:
-        """Seconds from the first line of metrics to the last, including pauses between starts."""
+        """Seconds between the first and the last metrics, including pauses between starts."""
         return self.metrics[-1][CLOCK] - self.metrics[0][CLOCK]
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
-        """The records that have an evaluation."""
+        """The records with an evaluation."""
         return [line for line in self.metrics if f"{EVALUATION}reward" in line]
 
     @property
     def tasks(self) -> list[str]:
-        """The tasks of the evaluation's prompts, in their order."""
+        """The tasks of the evaluation prompts, in order."""
         names = [name for line in self.evaluations for name in line if name.startswith(EVALUATION)]
         tags = dict.fromkeys(name.removeprefix(EVALUATION) for name in names)
         return [tag for tag in tags if tag != NO_TASK[0] and not tag.startswith(NO_TASK[1:])]
 
     @property
     def weights(self) -> dict[str, float]:
-        """The weight of each score that has one, by its name in the metrics."""
+        """The reward weights, by metric name; scores without a weight are omitted."""
         found = {}
         for reward in self.config.get("rewards", ()):
             # Runs of older versions have no labels.
@@ -81,7 +81,7 @@ class Run:
 
     @property
     def trained(self) -> set[str]:
-        """The names of the rewards whose weight is not 0."""
+        """The names of the rewards with a nonzero weight."""
         return {name for name, weight in self.weights.items() if weight}
 
     @property
@@ -90,17 +90,17 @@ class Run:
         return "python " + shlex.join(self.starts[0]["command"]) if self.starts else ""
 
     def curve(self, metric: str) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (the steps that have a metric, its values)."""
+        """Returns (steps with the metric, its values)."""
         points = [(line["step"], line[metric]) for line in self.metrics if metric in line]
         steps, values = zip(*points, strict=True) if points else ((), ())
         return np.asarray(steps, int), np.asarray(values, float)
 
 
 def read_run(workdir: pathlib.Path) -> Run:
-    """Reads a run.
+    """Reads a run from its workdir.
 
     Raises:
-      ConfigError: there is no run, it has no metrics yet, or one of its files is invalid.
+      ConfigError: There is no run, it has no metrics yet, or a file is invalid.
     """
     path = workdir / "config.json"
     if not path.is_file():
@@ -115,7 +115,7 @@ def read_run(workdir: pathlib.Path) -> Run:
         raise ConfigError(
             f"the run in {workdir} has no metrics yet: wait until its first evaluation or step is done"
         )
-    try:  # a finished run may have more steps now
+    try:  # a finished run may have been extended
         finished_step = parse_json((workdir / "finished.json").read_bytes())["step"]
     except (OSError, ValueError, KeyError, TypeError):
         finished_step = None
@@ -158,7 +158,7 @@ def _read_starts(path: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def evaluated_prompts(runs: Sequence[Run]) -> str:
-    """Returns the label of the evaluations' prompts (see `prompts_label`), a neutral one if runs differ."""
+    """Returns the label of the evaluation prompts (see `prompts_label`), or a neutral one if runs differ."""
 
     def label(config: dict[str, Any]) -> str:
         prompts = config.get("prompts", {})
@@ -170,7 +170,7 @@ def evaluated_prompts(runs: Sequence[Run]) -> str:
 
 
 def differing(runs: Sequence[Run]) -> dict[str, list[str]]:
-    """Returns the fields in which the configs of several runs differ, with each run's value."""
+    """Returns the config fields that differ between runs, with each run's value."""
     each = [dict(_leaves(run.config)) for run in runs]
     names = dict.fromkeys(name for leaves in each for name in leaves)
     shown = {name: [json.dumps(leaves.get(name)) for leaves in each] for name in names}
@@ -184,7 +184,7 @@ def _leaves(config: Any, name: str = "config") -> list[tuple[str, Any]]:
 
 
 class Pair(NamedTuple):
-    """The images of a prompt before training and at the newest evaluation, from the same noise, as data URLs."""
+    """Images of a prompt before training and at the latest evaluation, from the same noise, as data URLs."""
 
     prompt: str
     before: str
@@ -193,14 +193,14 @@ class Pair(NamedTuple):
 
 
 class Shown(NamedTuple):
-    """The image grids of a step as data URLs, by their names in GRIDS; "" if there is none."""
+    """Image grids of a step as data URLs, named as in GRIDS; "" if missing."""
 
     step: int
     grids: dict[str, str]
 
 
 def image_pairs(run: Run) -> tuple[int, list[Pair]] | None:
-    """Returns (the step of the newer images, pairs of images); None before there are two evaluations."""
+    """Returns (step of the newer images, pairs of images), or None if there are fewer than two evaluations."""
     found = [saved_images(run.workdir / "pictures" / f"{name}.npz") for name in ("before", "after")]
     if None in found:
         return None
@@ -217,7 +217,7 @@ def image_pairs(run: Run) -> tuple[int, list[Pair]] | None:
 
 
 def image_grids(run: Run) -> list[Shown]:
-    """Returns the image grids of at most MAX_STEPS steps, evenly chosen."""
+    """Returns the image grids of at most MAX_STEPS evenly spaced steps."""
     files: dict[int, dict[str, pathlib.Path]] = {}
     for path in (run.workdir / "pictures").glob("*.png"):
         if match := re.fullmatch(rf"({'|'.join(GRIDS)})_(\d+)\.png", path.name):
@@ -230,7 +230,7 @@ def image_grids(run: Run) -> list[Shown]:
 
 
 def _file_url(path: pathlib.Path | None) -> str:
-    """Encodes an image file, or the animation next to it; "" if it is incomplete."""
+    """Encodes an image file, or the animation next to it, as a data URL; "" if it is missing or incomplete."""
     if path is None:
         return ""
     try:
@@ -260,15 +260,15 @@ def _data_url(webp: bytes) -> str:
 
 
 def timeline(run: Run, most: int = MAX_INTERVALS) -> dict[str, Any] | None:
-    """Returns the timeline of a run's newest steps for the page's script; None if nothing is recorded.
+    """Returns the timeline of a run's latest steps for the page's script, or None if nothing is recorded.
 
     Args:
       run: The run.
-      most: Maximum number of intervals; older ones are left out.
+      most: Maximum number of intervals; older ones are dropped.
 
     Returns:
       "rows": worker names; "kinds": [name, color]; "spans": [row, kind, start, length, chunk or -1]; "steps":
-      [number, start, end] of the work on each completed step, during which there may be other work. Times are in ms.
+      [number, start, end] of each completed step, which may overlap with other work. Times are in ms.
     """
     events = read_events(run.workdir / "timeline.json")
     names = {event["tid"]: event["args"].get("name", "") for event in events if event["ph"] == "M"}
@@ -282,7 +282,7 @@ def timeline(run: Run, most: int = MAX_INTERVALS) -> dict[str, Any] | None:
             window = windows.setdefault(step + 1, [start, end])
             window[:] = min(window[0], start), max(window[1], end)
     if len(spans) > most and len(windows) > 1:
-        del windows[min(windows)]  # its first intervals are left out
+        del windows[min(windows)]  # its first intervals were dropped
     windows = {step: window for step, window in windows.items() if step <= run.step}
     if not windows:
         return None

@@ -1,4 +1,4 @@
-"""Everything that a run writes and prints, except its checkpoints: files in the workdir, progress and results."""
+"""All output of a run except checkpoints: workdir files, progress and results."""
 
 import contextlib
 import functools
@@ -29,10 +29,10 @@ from digen_jax.process.terminal import Progress
 from digen_jax.scheduling.timeline import Interval
 
 NO_SPACE = re.compile("|".join(map(os.strerror, FULL)))
-TIMELINE_STEPS = 3  # in an image of the timeline
-ADVICE_STEP = 5  # steps of a process after which its waits are typical
-ADVICE_SHARE = 0.15  # of the devices' time
-# What to change, by what devices wait for: see `scheduling.timeline.CAUSES`.
+TIMELINE_STEPS = 3  # per timeline image
+ADVICE_STEP = 5  # first step of a process with typical waits
+ADVICE_SHARE = 0.15  # fraction of device time
+# Advice by wait cause: see `scheduling.timeline.CAUSES`.
 ADVICE = {
     "sampling": "give config.placement.rollout more devices, or set config.placement.trainer.samples=True",
     "training": "give config.placement.trainer more devices or workers, or set config.runtime.max_policy_lag=1",
@@ -60,16 +60,16 @@ class RunLog:
     """Metrics, timeline, commands, images, progress and results of a run.
 
     Args:
-      workdir: Folder of the run, which this process has locked.
+      workdir: Folder of the run, locked by this process.
       config: Config of the run.
-      held_out: Prompts of evaluations.
-      release_space: Frees the disk space that is reserved for a checkpoint.
+      held_out: Evaluation prompts.
+      release_space: Frees the disk space reserved for a checkpoint.
 
     Attributes:
-      metrics: The log of all metrics.
+      metrics: Log of all metrics.
 
     Raises:
-      ConfigError: metrics.jsonl is damaged.
+      ConfigError: The file metrics.jsonl is damaged.
     """
 
     def __init__(
@@ -95,9 +95,9 @@ class RunLog:
         self._steps = 0  # of this process
 
     def describe(self, system: System) -> None:
-        """Prints notes on meshes, a LoRA's layers and the compile cache, before anything compiles."""
+        """Prints notes on meshes, LoRA layers and the compile cache, before compilation."""
         print(system.placement.describe(), flush=True)
-        # Virtual devices share cores, so that their utilisation means little.
+        # Virtual devices share cores, so their utilization is not meaningful.
         self._on_cpu = system.placement.rollout.mesh.devices.flat[0].platform == "cpu"
         line = describe_computation(self._config, system.policy.family, system.placement)
         print(line, flush=True)
@@ -107,7 +107,7 @@ class RunLog:
         print(describe_cache(), flush=True)
 
     def start(self, done: int, changed: list[str]) -> None:
-        """Reports a start after `done` steps; `changed` lists changes of the config since the last start."""
+        """Reports a start after `done` steps; `changed` lists config changes since the last start."""
         if done:
             print(f"continuing after step {done}", flush=True)
         else:
@@ -119,13 +119,13 @@ class RunLog:
         self._progress = Progress(self._config.steps, done)
 
     def close(self) -> None:
-        """Closes the progress bar and the trackers' runs; the files are complete after every write."""
+        """Closes the progress bar and the trackers. The files are complete after every write."""
         if self._progress is not None:
             self._progress.close()
         self.metrics.close()
 
     def check_disk(self) -> None:
-        """Raises SaveFailed if a write found the disk full."""
+        """Raises SaveFailed if an earlier write found the disk full."""
         if self._disk_is_full:
             raise SaveFailed(f"the disk of {self._workdir} is full")
 
@@ -137,7 +137,7 @@ class RunLog:
         self._write(self._commands.cut_back, done)
 
     def open_command_log(self, done: int) -> CommandLog:
-        """Opens the command log of this process, which starts after `done` steps."""
+        """Opens the command log of this process, starting after `done` steps."""
         self._commands = CommandLog(self._workdir / "commands.jsonl", done)
         return self._commands
 
@@ -155,8 +155,8 @@ class RunLog:
           done: Number of completed steps.
           line: Metrics of the step.
           intervals: Work and waits of all workers.
-          clock: System time, in seconds, of the intervals' 0.
-          extremes: Best and worst images. None means that no image of them is due.
+          clock: System time of the intervals' 0, in seconds.
+          extremes: Best and worst images. None means that none are due.
         """
         self.timeline(intervals, clock)
         self._last_steps = [*self._last_steps[1 - TIMELINE_STEPS :], intervals]
@@ -178,11 +178,11 @@ class RunLog:
         self._progress.update(done, line["reward"], line["images_per_second"], utilisation)
 
     def timeline(self, intervals: Sequence[Interval], clock: float) -> None:
-        """Writes work and waits of the workers; `clock` as in `step`."""
+        """Appends work and waits of the workers to the timeline; see `step` for `clock`."""
         self._write(self._trace.write, intervals, clock)
 
     def extremes(self, done: int, found: Extremes) -> None:
-        """Writes grids of the best and the worst images of a step, with prompts and scores."""
+        """Writes grids of the best and worst images of a step, with prompts and scores."""
         for name, sample in found._asdict().items():
             captions = [record["prompt"] for record in sample.records]
             title = f"the {name} images of step {done}"
@@ -190,7 +190,7 @@ class RunLog:
             self._save_image(grid, f"{name}_{done:06d}")
 
     def evaluated(self, version: int, found: Evaluation) -> None:
-        """Logs an evaluation of a weights version: a grid if one is due, metrics, curve, and images for the results."""
+        """Logs an evaluation of a weights version: a grid if due, metrics, curve, and images for the results."""
         if self._settings.is_shown(version):
             self.show(version, found)
         if not self._settings.is_evaluated(version):
@@ -207,7 +207,7 @@ class RunLog:
         self._progress.note(f"{when}: {found.scores.mean():.3f} on the {self._prompts}")
 
     def show(self, done: int, found: Evaluation) -> None:
-        """Writes a grid of the model's images after `done` steps with their rewards, for clips also an animation."""
+        """Writes a grid of the model's images and rewards after `done` steps; for clips also an animation."""
         count = self._count
         captions = [record["prompt"] for record in found.records[:count]]
         title = f"after step {done}" if done else "before training"
@@ -220,7 +220,7 @@ class RunLog:
         self._write(self.metrics.image, path)
 
     def conclude(self, done: int) -> None:
-        """Writes a sheet of the same prompts before and after all `done` steps."""
+        """Writes a sheet of the same prompts before training and after all `done` steps."""
         if (found := self._first_and_last()) is None:
             return
         first, last = found
@@ -245,7 +245,7 @@ class RunLog:
         print(files_table(self._workdir))
 
     def _first_and_last(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]] | None:
-        """Returns saved images of the first and last evaluation; None if one is missing or damaged."""
+        """Returns saved images of the first and last evaluation, or None if one is missing or damaged."""
         first, last = (saved_images(self._folder / f"{when}.npz") for when in ("before", "after"))
         if first is None or last is None or len(first["scores"]) != len(self._held_out):
             return None
@@ -262,7 +262,7 @@ class RunLog:
         self._write(self.metrics.image, path, step)
 
     def _write(self, write: Callable[..., Any], *arguments: Any) -> None:
-        """Writes a file; on a full disk into the reserved space, after which the run must stop."""
+        """Writes a file. On a full disk, uses the reserved space, and the run must then stop."""
         try:
             write(*arguments)
         except OSError as error:
@@ -274,7 +274,7 @@ class RunLog:
 
 
 def advice_on_waits(line: dict[str, float]) -> str:
-    """Returns what the devices wait for most in a step, and what to change; empty if they wait little."""
+    """Returns the main wait cause of a step and advice; empty if devices wait little."""
     waits = {cause: line.get(f"seconds/wait_{cause}", 0.0) for cause in ADVICE}
     cause = max(waits, key=waits.get)
     share = (1 - line["utilisation"]) * waits[cause] / (sum(waits.values()) or 1.0)
@@ -285,17 +285,17 @@ def advice_on_waits(line: dict[str, float]) -> str:
 
 @contextlib.contextmanager
 def full_disk(workdir: pathlib.Path) -> Iterator[None]:
-    """Turns an error of a full disk into `SaveFailed`.
+    """Converts errors of a full disk to `SaveFailed`.
 
     Raises:
-      SaveFailed: the disk is full.
+      SaveFailed: The disk is full.
     """
     try:
         yield
     except (ConfigError, Stopped):
         raise
     except Exception as error:
-        # Libraries that write data sets raise errors of other types, with the system's message.
+        # Some libraries raise other types with the system's message.
         if getattr(error, "errno", None) not in FULL and not NO_SPACE.search(str(error)):
             raise
         raise SaveFailed(
@@ -306,7 +306,7 @@ def full_disk(workdir: pathlib.Path) -> Iterator[None]:
 def results_table(
     prompts: str, records: list[dict], before: Float[np.ndarray, "n"], after: Float[np.ndarray, "n"]
 ) -> str:
-    """Formats mean rewards before and after, of all prompts and of each task; `prompts` labels the prompts."""
+    """Formats mean rewards before and after, of all prompts and per task; `prompts` labels the prompts."""
     rows = {"all": (before.mean(), after.mean())}
     first, last = by_tag(records, before), by_tag(records, after)
     rows |= {tag: (first[tag], last[tag]) for tag in first}
@@ -318,7 +318,7 @@ def results_table(
 
 
 def files_table(workdir: pathlib.Path) -> str:
-    """Formats the files of a workdir and their contents."""
+    """Formats a list of the files in a workdir and their contents."""
     width = max(map(len, FILES))
     lines = [f"  {name:<{width}}  {content}" for name, content in FILES.items()]
     return "\n".join([f"In {workdir}:", *lines])

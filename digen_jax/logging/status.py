@@ -1,4 +1,4 @@
-"""Current state of a run: status.json, written every 2 seconds, and the table of `launch/status.py`."""
+"""Live state of a run: status.json, written every 2 seconds, and the table of `launch/status.py`."""
 
 import json
 import os
@@ -16,23 +16,23 @@ from digen_jax.files import replace
 from digen_jax.process.terminal import log_tail, printable, wrapped
 
 FILE = "status.json"
-EVERY = 2.0  # seconds between two writes
-SILENT = 4.0  # seconds without a heartbeat after which the table shows them
-TIMEOUT = 2.0  # seconds that the end of a run waits for the last write
+EVERY = 2.0  # write interval in seconds
+SILENT = 4.0  # seconds without a heartbeat before the table shows it
+TIMEOUT = 2.0  # maximum seconds to wait for the last write
 LOG_LINES = 5  # last lines of standard error
 HOST_COLUMNS = 20  # longer host names are truncated
 LAST_COLUMNS = 30  # minimum width of the table's last column
 
 
 class Status:
-    """Context manager that writes status.json in a background thread.
+    """Writes status.json in a background thread, as a context manager.
 
     Args:
       workdir: Folder of the run.
-      snapshot: Returns the state as JSON: see `timeline.Summary.snapshot`. The file gets old while it blocks.
+      snapshot: Returns the state as JSON: see `timeline.Summary.snapshot`. The file is not updated while it blocks.
       places: Returns, for each worker in another process, "host", "process" (id of its first process), "processes" and
         "heard" (system time of the oldest last heartbeat among them).
-      every: Seconds between two writes.
+      every: Write interval in seconds.
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class Status:
     ):
         self._workdir, self._snapshot, self._places, self._every = workdir, snapshot, places, every
         self._end = threading.Event()
-        self._error: str | None = None  # at the end of the run; "" without one
-        self._known: dict[str, Mapping[str, Any]] = {}  # places, also of disconnected workers
+        self._error: str | None = None  # set at the end of the run; "" means no error
+        self._known: dict[str, Mapping[str, Any]] = {}  # places, including disconnected workers
 
     def __enter__(self) -> "Status":
         self._thread = threading.Thread(target=self._work, name="status", daemon=True)
@@ -74,13 +74,13 @@ def write_status(
     places: Mapping[str, Mapping[str, Any]],
     ended: str | None = None,
 ) -> None:
-    """Writes status.json; errors of the disk are ignored.
+    """Writes status.json. Disk errors are ignored.
 
     Args:
       workdir: Folder of the run.
       snapshot: See `Status`.
       places: See `Status`.
-      ended: The error that ended the run, or "" if it ended without one. None means that it continues.
+      ended: Error that ended the run, or "" if it ended without one. None means that it continues.
     """
     here = {"host": socket.gethostname(), "process": os.getpid()}
     workers = {
@@ -92,14 +92,14 @@ def write_status(
     try:
         replace(workdir / FILE, (json.dumps(content, indent=1) + "\n").encode())
     except OSError:
-        return  # the run reports what is wrong with its workdir
+        return  # the run reports workdir errors
 
 
 def read_status(workdir: Path) -> dict[str, Any] | None:
-    """Reads status.json; returns None if there is none yet.
+    """Reads status.json. Returns None if it does not exist yet.
 
     Raises:
-      ConfigError: the file is invalid.
+      ConfigError: The file is invalid.
     """
     path = workdir / FILE
     if not path.exists():
@@ -117,12 +117,12 @@ def read_status(workdir: Path) -> dict[str, Any] | None:
 def describe(
     workdir: Path, found: Mapping[str, Any], holder: int | None, now: float, columns: int = 80
 ) -> str:
-    """Formats a state: progress, whether the process is alive, a table of workers, and the last lines of stderr.
+    """Formats a state: progress, process liveness, a table of workers, and the last lines of stderr.
 
     Args:
       workdir: Folder of the run.
       found: See `read_status`.
-      holder: Process on this host that holds the workdir's lock, 0 if its id is unknown. None means that none does.
+      holder: Process on this host that holds the workdir lock, 0 if its id is unknown. None means that none does.
       now: System time.
       columns: Maximum line length, except for longer words.
     """
@@ -142,7 +142,7 @@ def describe(
 
 
 def _process(found: Mapping[str, Any], holder: int | None, now: float) -> str:
-    """Describes whether the process that wrote a state is alive."""
+    """Describes the liveness of the process that wrote a state."""
     writer = f"process {found['process']} on {found['host']}"
     text = f"written {_duration(now - found['written'])} ago by {writer}"
     if found["ended"]:
@@ -159,7 +159,7 @@ def _process(found: Mapping[str, Any], holder: int | None, now: float) -> str:
 
 
 def _row(name: str, worker: Mapping[str, Any], found: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the cells of a worker; durations are up to the time of writing."""
+    """Returns the cells of a worker. Durations end at the time of writing."""
     now, process = found["written"], str(worker["process"])
     if worker["processes"] > 1:
         process = f"{process} and {worker['processes'] - 1} more"
@@ -179,7 +179,7 @@ def _row(name: str, worker: Mapping[str, Any], found: Mapping[str, Any]) -> tupl
 
 
 def _table(rows: list[tuple[str, ...]], columns: int) -> Iterator[str]:
-    """Formats rows; wraps their last cell in its column, or below the row if little space is left."""
+    """Formats rows. The last cell wraps in its column, or below the row if little space is left."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     start = sum(widths) + 2 * len(widths)
     for row in rows:

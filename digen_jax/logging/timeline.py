@@ -1,4 +1,4 @@
-"""Timeline of a run: work and waits of each worker, its runtime metrics, timeline.json, and images of it."""
+"""Timeline of a run: work and waits of each worker, runtime metrics, timeline.json, and timeline images."""
 
 import json
 import os
@@ -32,7 +32,7 @@ from digen_jax.scheduling.scheduler import Scheduler
 from digen_jax.scheduling.state import TRAIN
 from digen_jax.scheduling.timeline import Interval, Recorder, bubbles, busy_seconds
 
-# The phase of a step to which a command's seconds are added.
+# Phase of a step by command; the command's seconds are added to it.
 PHASES = {
     "encode": "rollout",
     "generate": "rollout",
@@ -62,21 +62,21 @@ WAIT = ("grey", "#dddddd")
 
 
 class Summary:
-    """Summarizes a driver's events: timeline, runtime metrics of each step, and a snapshot. Not thread-safe.
+    """Summarizes driver events: timeline, runtime metrics of each step, and a snapshot. Not thread-safe.
 
     Args:
-      devices: Number of devices by worker. Those of a lost worker count until its step ends.
+      devices: Number of devices by worker. Disconnected workers count until the step ends.
       images: Trained images per step.
     """
 
     def __init__(self, devices: Mapping[str, int], images: int):
         self.devices, self._images = dict(devices), images
         self.metrics: dict[str, float] = {}  # runtime metrics of the last step
-        self._lost: dict[str, tuple[float, int]] = {}  # worker: (time of its loss, its devices)
+        self._lost: dict[str, tuple[float, int]] = {}  # worker: (disconnect time, devices)
         self._recorder = Recorder()
         self._step_start = 0.0
         self._working_since: dict[str, float] = {}  # by worker
-        self._policy_lags: list[int] = []  # of each trained pass, in versions
+        self._policy_lags: list[int] = []  # of each training pass, in versions
         self._queued: list[int] = []  # number of ready chunks at each start of training
         self._generated: Counter[bool] = (
             Counter()
@@ -131,7 +131,7 @@ class Summary:
           command: The command.
           start: Start time on the run's clock, in seconds.
           end: End time.
-          parts: (kind, start, end) of parts that the timeline shows separately, except in an evaluation.
+          parts: (kind, start, end) of parts that the timeline shows separately, except in evaluations.
         """
         worker, kind = getattr(command, "worker", "reward"), command.kind
         chunk = getattr(command, "chunk", None)
@@ -148,20 +148,20 @@ class Summary:
         self._recorder.work(worker, kind, start, end, chunk)
 
     def record_requests(self, command: Score, exchanges: Sequence[Exchange]) -> None:
-        """Records the requests to reward servers by which a batch was scored; each server is a separate worker."""
-        # An evaluation is not a part of the step in which it happens.
+        """Records the reward server requests of a scored batch; each server is shown as a worker."""
+        # An evaluation does not belong to the concurrent step.
         chunk = None if command.chunk.evaluation else command.chunk
         for one in exchanges:
             kind = "ask" if one.failure is None else "ask in vain"
             self._recorder.work(one.server, kind, one.begin, one.end, chunk)
 
     def end_step(self, now: float, away: float) -> list[Interval]:
-        """Summarizes the step that ends now in `metrics`, and takes its intervals.
+        """Summarizes the step that ends now in `metrics`. Returns and clears its intervals.
 
         Args:
           now: Time on the run's clock, in seconds.
-          away: Seconds that the trainer's thread spent on other work, such as a checkpoint. Images per second exclude
-            them, and the seconds in which an evaluation kept the trainer from training.
+          away: Seconds that the trainer thread spent on other work, such as a checkpoint. Images per second exclude
+            them, and the seconds in which an evaluation blocked the trainer.
         """
         done = self.take(now)
         away += sum(
@@ -176,7 +176,7 @@ class Summary:
         phases: Counter[str] = Counter()
         for one in done:
             if one.kind in PHASES:
-                # A reward on a mesh is a part of the rollout, which it prolongs.
+                # A reward on a mesh is part of the rollout.
                 on_mesh = one.kind == "score" and one.worker != "reward"
                 phases["rollout" if on_mesh else PHASES[one.kind]] += one.seconds
         waits = bubbles(done, self.devices).items()
@@ -196,7 +196,7 @@ class Summary:
         return done
 
     def take(self, now: float) -> list[Interval]:
-        """Returns the intervals since the last call and forgets them."""
+        """Returns and clears the intervals since the last call."""
         self._recorder.cut(now)
         done = list(self._recorder.intervals)
         self._recorder.intervals.clear()
@@ -214,9 +214,9 @@ class Summary:
 
         Returns:
           "step": number of completed steps; "steps": steps of the run; "scoring": number of batches being scored;
-          "workers", by name: "devices"; "lost", when it disconnected, or None; "does", its current command as text, or
-          None; "waits", one of `scheduling.timeline.CAUSES`, or None; "since", start of its work or wait, or None;
-          "holds" and "arrives", weights versions. Times are those of the system clock.
+          "workers", by name: "devices"; "lost", disconnect time or None; "does", current command as text or None;
+          "waits", one of `scheduling.timeline.CAUSES` or None; "since", start of the work or wait, or None; "holds"
+          and "arrives", weights versions. Times are system times.
         """
         state, clock = scheduler.state, time.time() - now
 
@@ -250,16 +250,15 @@ class Summary:
 
 
 def _is_transfer(command: Command) -> bool:
-    """Returns whether a command is executed in parallel to its worker's other commands."""
+    """Returns whether a command runs in parallel with its worker's other commands."""
     sends = isinstance(command, SyncWeights) and command.worker != TRAINER
     return sends or isinstance(command, Deliver)
 
 
 class TraceFile:
-    """A timeline.json in Chrome's trace format with one row per worker, for Perfetto.
+    """Writes timeline.json in Chrome's trace format with one row per worker, for Perfetto.
 
-    The file is complete after every call. If a kill cuts off its end, Perfetto can still read it, and a resumed run
-    appends to it.
+    The file is complete after every call. If a kill truncates it, Perfetto can still read it; a resumed run appends.
     """
 
     def __init__(self, path: pathlib.Path):
@@ -270,7 +269,7 @@ class TraceFile:
         """Appends intervals; `clock` is the system time of their 0, in seconds.
 
         Raises:
-          OSError: the disk is full; the file is unchanged.
+          OSError: The disk is full; the file is unchanged.
         """
         events, rows = [], list(self._rows)
         for interval in intervals:
@@ -286,19 +285,19 @@ class TraceFile:
             text = ("" if self._empty else ",\n") + ",\n".join(map(json.dumps, events)) + "\n]\n"
             append(self._path, text.encode())
         except OSError:
-            append(self._path, end)  # there is space for what was just cut off
+            append(self._path, end)  # fits into the space that was just freed
             raise
         self._rows, self._empty = rows, False
 
     def cut_back(self, done: int, ended: float) -> None:
-        """Removes the intervals of the first `done` steps, and those of no step that ended before `ended`.
+        """Removes the intervals of the first `done` steps, and those without a step that ended before `ended`.
 
         Args:
           done: Number of steps.
-          ended: System time at which they were done, in seconds.
+          ended: System time of their completion, in seconds.
 
         Raises:
-          OSError: the disk is full; the file is unchanged.
+          OSError: The disk is full; the file is unchanged.
         """
 
         def is_kept(event: dict[str, Any]) -> bool:
@@ -362,7 +361,7 @@ def order_rows(intervals: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def draw_timeline(intervals: Sequence[Interval], path: pathlib.Path, title: str = "") -> None:
-    """Draws a PNG with a row per worker, as ordered by `order_rows`; waits are labelled by their cause."""
+    """Draws a PNG with a row per worker, in the order of `order_rows`; waits are labeled by cause."""
     rows = order_rows((interval.worker, interval.kind) for interval in intervals)
     start = min(interval.start for interval in intervals)
     length = max(interval.end for interval in intervals) - start

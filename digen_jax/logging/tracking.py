@@ -1,7 +1,7 @@
-"""Sends metrics and images of a run to trackers (wandb, trackio), each in a separate process.
+"""Sends the metrics and images of a run to trackers (wandb, trackio), each in a separate process.
 
-A tracker's import, a hanging network or an exception therefore cannot slow or stop the run, nor print into its output.
-The workdir has all metrics and images, also those that a tracker misses.
+Slow imports, network hangs and exceptions of a tracker cannot slow or stop the run, or print into its output. The
+workdir has all metrics and images, including those that a tracker missed.
 """
 
 import contextlib
@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-QUEUE_SIZE = 1000  # queued messages; further ones are dropped
-TIMEOUT = 60.0  # seconds that the end of a run waits for a tracker
+QUEUE_SIZE = 1000  # maximum queued messages; further ones are dropped
+TIMEOUT = 60.0  # maximum seconds to wait for a tracker at the end of a run
 PROCESS = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from digen_jax.logging.tracking import main; main()"
@@ -27,14 +27,14 @@ PROCESS = (
 
 
 class TrackerStart(NamedTuple):
-    """The first message to a tracker's process.
+    """First message to a tracker process.
 
     Attributes:
-      kind: a name in `TRACKERS`.
-      workdir: Folder of the run, which stores the id of the tracker's run.
+      kind: Name in `TRACKERS`.
+      workdir: Folder of the run, which stores the tracker run id.
       options: Arguments of the tracker's `init`.
       config: Config of the run.
-      last_step: Last step that earlier starts of the run sent. -1 means none.
+      last_step: Last step sent by earlier starts of the run. -1 means none.
     """
 
     kind: str
@@ -45,10 +45,10 @@ class TrackerStart(NamedTuple):
 
 
 class Tracker:
-    """The process of a tracker. Failures are logged once and do not stop the run.
+    """Tracker in a subprocess. Failures are logged once and do not stop the run.
 
     Args:
-      start: The first message; the process's output is appended to KIND.log in the workdir.
+      start: First message. The process output is appended to KIND.log in the workdir.
       timeout: Seconds that `close` waits for the process.
     """
 
@@ -65,7 +65,7 @@ class Tracker:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                start_new_session=True,  # Ctrl-C is for the run, which then closes the pipe
+                start_new_session=True,  # Ctrl-C only stops the run, which then closes the pipe
             )
         self._threads = [
             threading.Thread(target=work, name=start.kind, daemon=True)
@@ -84,7 +84,7 @@ class Tracker:
         self._send({"images": {name: str(path)}, "step": step})
 
     def close(self) -> None:
-        """Waits until everything is sent; kills the process after the timeout."""
+        """Waits until everything is sent, or kills the process after the timeout."""
         end = time.monotonic() + self._timeout
         self._closing = True
         with contextlib.suppress(queue.Full):
@@ -106,7 +106,7 @@ class Tracker:
             self._warn("does not keep up; it will lack some metrics")
 
     def _send_queued(self) -> None:
-        """Writes messages to the process; drops them after a failure."""
+        """Writes queued messages to the process; drops them after a failure."""
         with contextlib.suppress(OSError), self._process.stdin as pipe:
             while (message := self._queue.get()) is not None:
                 pipe.write(json.dumps(message) + "\n")
@@ -131,7 +131,7 @@ class Tracker:
 
 
 class Run(NamedTuple):
-    """An open run of a tracker, in its process; steps up to `last_step` are not sent again."""
+    """An open tracker run in the tracker process. Steps up to `last_step` are not sent again."""
 
     log: Callable[..., Any]
     image: Callable[[str], Any]
@@ -140,7 +140,7 @@ class Run(NamedTuple):
 
 
 def _open_wandb(start: TrackerStart) -> Run:
-    """Starts or continues a run of wandb, which ignores the steps that it already has."""
+    """Starts or resumes a wandb run. wandb ignores steps that it already has."""
     import wandb
 
     run_id, _ = _run_id(start, uuid.uuid4().hex)
@@ -150,7 +150,7 @@ def _open_wandb(start: TrackerStart) -> Run:
 
 
 def _open_trackio(start: TrackerStart) -> Run:
-    """Starts or continues a run of trackio."""
+    """Starts or resumes a trackio run."""
     import trackio
 
     options = dict(start.options)
@@ -168,7 +168,7 @@ TRACKERS: dict[str, Callable[[TrackerStart], Run]] = {
 
 
 def _run_id(start: TrackerStart, new: str) -> tuple[str, bool]:
-    """Returns the id of the tracker's run, which a file of the workdir stores, and whether the run is resumed."""
+    """Returns (tracker run id, stored in the workdir; whether the run is resumed)."""
     path = Path(start.workdir, f"{start.kind}_id.txt")
     if resumed := path.exists():
         return path.read_text().strip(), resumed
@@ -177,7 +177,7 @@ def _run_id(start: TrackerStart, new: str) -> tuple[str, bool]:
 
 
 def main() -> None:
-    """Reads messages from standard input, one JSON object per line, until it is closed, and sends them to the tracker.
+    """Forwards messages from standard input, one JSON object per line, to the tracker until EOF.
 
     Writes one line to standard output if the tracker fails. The tracker's own output goes to standard error.
     """

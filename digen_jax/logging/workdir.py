@@ -1,4 +1,4 @@
-"""Folder of a run: locked by one process, with one config, its starts, and whether the run is finished."""
+"""Run folder: lock, config, record of starts, and completion marker."""
 
 import contextlib
 import datetime
@@ -50,29 +50,29 @@ def claim_workdir(
     may_change: Collection[str] = (),
     check: Callable[[], None] = lambda: None,
 ) -> IO[str]:
-    """Locks a workdir for this process and writes the run's config to `workdir`/config.json.
+    """Locks a workdir for this process and writes the config to `workdir`/config.json.
 
-    If the run there has no metrics yet, its config may differ in any field.
+    If an existing run has no metrics yet, its config may differ in any field.
 
     Args:
       workdir: Folder of the run, created if needed.
       config: Config of the run as a nested dict.
       may_change: Dotted names of fields or sections that a resumed run may change.
-      check: Raises ConfigError if the run in the locked workdir cannot continue with this config.
+      check: Raises ConfigError if the run in the locked workdir cannot resume with this config.
 
     Returns:
-      An open file; closing it, or the end of the process, releases the lock.
+      An open file. Closing it or exiting the process releases the lock.
 
     Raises:
-      ConfigError: The folder cannot be written, another process holds its lock, or the run there has another config
-        (the message names the fields) or an unreadable one; errors of `check`. config.json is then unchanged.
+      ConfigError: The folder is not writable, another process holds the lock, the existing config differs (the message
+        names the fields) or is unreadable, or `check` fails. config.json is then unchanged.
     """
     workdir = Path(workdir)
     lock = _lock(workdir)
     try:
         wrong = []
         for name, change in changes(workdir, config).items():
-            of_any = re.sub(r"\[\d+\]", "[i]", name)  # for all sections in a list
+            of_any = re.sub(r"\[\d+\]", "[i]", name)  # matches all sections of a list
             if not any(f"{of_any}.".startswith(f"config.{field}.") for field in may_change):
                 wrong.append(f"{name}: {change}")
         if wrong:
@@ -90,7 +90,7 @@ def claim_workdir(
 
 
 def _lock(workdir: Path) -> IO[str]:
-    """Locks the workdir by a POSIX record lock, which a forked process does not inherit."""
+    """Locks the workdir with a POSIX record lock, which forked processes do not inherit."""
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         lock = (workdir / ".lock").open("a+")
@@ -117,9 +117,9 @@ def _lock(workdir: Path) -> IO[str]:
 
 
 def holder(workdir: Path | str) -> int | None:
-    """Returns the process on this host that holds a workdir's lock, 0 if in another container; None if none does.
+    """Returns the process on this host that holds the workdir lock, 0 if in another container, or None.
 
-    Must not be called by that process, whose lock would be released.
+    Must not be called by that process, since it would release the lock.
     """
     request = struct.pack(FLOCK, *(fcntl.F_WRLCK if name == "type" else 0 for name in FIELDS))
     try:
@@ -132,7 +132,7 @@ def holder(workdir: Path | str) -> int | None:
 
 
 def own_claim() -> str:
-    """Describes this process as the lock file does."""
+    """Describes this process in the format of the lock file."""
     return f"process {os.getpid()} on {socket.gethostname()} ({TOKEN})"
 
 
@@ -140,7 +140,7 @@ def check_there(workdir: Path | str) -> None:
     """Checks that the locked workdir still exists.
 
     Raises:
-      Stopped: It was moved or deleted, so nothing may be written there any more.
+      Stopped: The workdir was moved or deleted, so nothing may be written there.
     """
     if not Path(workdir, ".lock").exists():
         raise Stopped(
@@ -151,7 +151,7 @@ def check_there(workdir: Path | str) -> None:
 
 @contextlib.contextmanager
 def usable(workdir: Path | str) -> Iterator[None]:
-    """Turns an error in a block into `Stopped` if the locked workdir no longer exists."""
+    """Converts errors of the block to `Stopped` if the locked workdir no longer exists."""
     try:
         yield
     except Exception:
@@ -160,10 +160,10 @@ def usable(workdir: Path | str) -> Iterator[None]:
 
 
 def check_shared(workdir: Path | str, claim: str) -> None:
-    """Checks that this process sees the workdir that another one has locked; `claim` is the other's `own_claim`.
+    """Checks that this process sees the workdir locked by another one; `claim` is the other's `own_claim`.
 
     Raises:
-      ConfigError: It sees another folder.
+      ConfigError: This process sees another folder.
     """
     try:
         found = (Path(workdir) / ".lock").read_text()
@@ -177,12 +177,12 @@ def check_shared(workdir: Path | str, claim: str) -> None:
 
 
 def changes(workdir: Path | str, config: dict[str, Any]) -> dict[str, str]:
-    """Returns how `config` differs from that of the run in a workdir: "before -> now" by field.
+    """Returns the differences between `config` and the config of the run in a workdir: "before -> now" by field.
 
-    Both are compared as JSON: a tuple equals a list. A run without metrics has no differences.
+    Both are compared as JSON: tuples equal lists. A run without metrics has no differences.
 
     Raises:
-      ConfigError: The run's config cannot be read, or is of an older version with other fields.
+      ConfigError: The run's config cannot be read, or is from an older version with other fields.
     """
     path, metrics = Path(workdir, "config.json"), Path(workdir, "metrics.jsonl")
     if not (metrics.exists() and metrics.stat().st_size):
@@ -205,7 +205,7 @@ def changes(workdir: Path | str, config: dict[str, Any]) -> dict[str, str]:
 
 
 def _leaves(config: dict[str, Any], path: str = "config") -> dict[str, Any]:
-    """Flattens a nested dict to dotted names; an empty section is a value, and so is a list without sections."""
+    """Flattens a nested dict to dotted names; empty sections and lists without sections are values."""
     leaves = {}
     for name, value in config.items():
         sections = {f"{path}.{name}": value}
@@ -217,15 +217,15 @@ def _leaves(config: dict[str, Any], path: str = "config") -> dict[str, Any]:
 
 
 def mark_finished(workdir: Path | str, step: int) -> None:
-    """Records that the run in a workdir has finished all its `step` steps and the work after them."""
+    """Records that the run in a workdir completed all `step` steps and the work after them."""
     _write(Path(workdir) / "finished.json", {"step": step})
 
 
 def finished_step(workdir: Path | str) -> int | None:
-    """Returns the number of steps after which the run in a workdir finished, or None if it has not.
+    """Returns the number of steps after which the run in a workdir finished, or None if unfinished.
 
     Raises:
-      ConfigError: finished.json cannot be read.
+      ConfigError: The file finished.json cannot be read.
     """
     path, remedy = Path(workdir) / "finished.json", "delete it, and run the same command again"
     if not path.exists():
@@ -237,7 +237,7 @@ def finished_step(workdir: Path | str) -> int | None:
 
 
 def _read(path: Path, remedy: str) -> dict[str, Any]:
-    """Reads a JSON object; raises ConfigError if there is none."""
+    """Reads a JSON object. Raises ConfigError if the file is invalid."""
     try:
         return read_json(path)
     except (OSError, ValueError) as error:
@@ -249,12 +249,12 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 
 def record_start(workdir: Path, done: int, changes: list[str]) -> None:
-    """Appends a line about this start to `workdir`/starts.jsonl; starts JAX's devices.
+    """Appends a record of this start to `workdir`/starts.jsonl. Initializes the JAX backend.
 
     Args:
       workdir: Folder of the run.
       done: Number of steps completed before.
-      changes: Differences to the config of the previous start.
+      changes: Config differences from the previous start.
     """
     devices = jax.devices()
     line = {
@@ -275,7 +275,7 @@ def record_start(workdir: Path, done: int, changes: list[str]) -> None:
 
 
 def started_in(workdir: Path) -> Path | None:
-    """Returns the working directory of a run's newest start, to which paths in its config are relative, if known."""
+    """Returns the working directory of a run's latest start, or None. Relative config paths refer to it."""
     try:
         *_, last = without_torn_line((workdir / "starts.jsonl").read_bytes()).splitlines()
         return Path(parse_json(last)["folder"])
@@ -284,7 +284,7 @@ def started_in(workdir: Path) -> Path | None:
 
 
 def commit(folder: Path = Path(__file__).parent) -> str | None:
-    """Returns the commit of the code, with "+" if files have changed since; None if git does not know it."""
+    """Returns the git commit of the code, with "+" if files are modified, or None if unavailable."""
     head = _git(folder, "rev-parse", "HEAD")
     if head is None:
         return None
