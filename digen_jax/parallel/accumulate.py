@@ -1,19 +1,19 @@
-"""Division of a chunk into passes, and accumulation of gradients over them.
+"""Splits chunks into passes, and accumulates gradients over them.
 
-A sample is a transition, or a final image at a noise level of the forward process. A pass takes k denoising steps, or
-noise levels, of n images. The steps are split over the mesh axis time, the images over the batch axes; a device's
-share of a pass consists of samples that it already stores.
+A sample is a transition, or a final image at a noise level of the forward process. A pass covers k denoising steps, or
+noise levels, of n images. Steps are split over the mesh axis time, images over the batch axes. Each device's share of a
+pass consists of samples that it already stores.
 
-Gradients can also be accumulated before a group is complete. With the ratio identically 1 ("current" old
-log-probabilities, no policy lag, one update a step) the policy's gradient is linear in the advantages. For rewards r_i
+Gradients can also be accumulated before a group is complete. If the ratio is identically 1 ("current" old
+log-probabilities, no policy lag, one update per step), the policy gradient is linear in the advantages. For rewards r_i
 with mean m and std s, and the gradient g_i of image i for advantage 1, it is
 
     sum((r_i - m) g_i) / (s + eps)
 
-An open group keeps sum((r_i - m) g_i) and sum(g_i), with m the mean of the rewards so far. For a new mean m',
-(m - m') times the second sum is added to the first. So the first sum of a complete group is centred, and nothing large
-was ever subtracted from it. The KL does not depend on the advantages and has its own sum. The global std is known, and
-divides, only at the update.
+An open group stores sum((r_i - m) g_i) and sum(g_i), where m is the mean of the rewards so far. When the mean changes
+to m', (m - m') times the second sum is added to the first. The first sum of a complete group is therefore centered
+without subtracting large numbers. The KL does not depend on the advantages and has a separate sum. The global std is
+known only at the update, which divides by it.
 """
 
 import dataclasses
@@ -39,18 +39,18 @@ Metrics = dict[str, Float[Array, ""]]
 
 
 class FinalImages(NamedTuple):
-    """Final images that are trained on the forward process. Noise and noise levels depend only on the keys.
+    """Final images trained on the forward process. Noise and noise levels depend only on the keys.
 
-    A pair of images with the same noise and noise level counts as one of b, x0 `[b 2 ...]`, with one key.
+    Two images with the same noise and noise level form one sample of the b: x0 is `[b 2 ...]`, with one key per pair.
     """
 
     x0: Float[Array, "b ..."]
     keys: Key[Array, "b"]
-    sigmas: Float32[Array, "sigmas"]  # of the sampler
+    sigmas: Float32[Array, "sigmas"]  # the sampler's schedule
 
 
 class NoiseLevels(NamedTuple):
-    """Final images with a noise level each. A pass draws the noise itself, from the key and the draw's number."""
+    """Final images with one noise level each. A pass generates the noise from the key and the number in `draws`."""
 
     x0: Float[Array, "n ..."]
     keys: Key[Array, "n"]
@@ -59,7 +59,7 @@ class NoiseLevels(NamedTuple):
 
 
 class SharedInputs(NamedTuple):
-    """Inputs that all passes over a chunk share."""
+    """Inputs shared by all passes over a chunk."""
 
     conditioning: Any
     null: Any
@@ -67,30 +67,30 @@ class SharedInputs(NamedTuple):
 
 
 class TrainBatch(NamedTuple):
-    """A chunk in the trainer's form: s transitions of b images, or b final images."""
+    """A chunk in the trainer's format: s transitions of b images, or b final images."""
 
     samples: Transitions | FinalImages
-    conditioning: Any  # of P prompts
+    conditioning: Any  # of the P prompts
     null: Any  # of the empty prompt
-    rows: Int[Array, "b"]  # each image's prompt
-    advantages: Float[Array, "b"]  # DiffusionNFT: the probability of being good; DPO reads none
-    weight: Float[Array, "b"]  # 1, or 0 for images that are in no sum
+    rows: Int[Array, "b"]  # prompt index of each image
+    advantages: Float[Array, "b"]  # DiffusionNFT: probability of being good; not read by DPO
+    weight: Float[Array, "b"]  # 1, or 0 for excluded images
     sigma_max: Float[Array, ""]  # sigmas[1] of the schedule
 
     @property
     def shared(self) -> SharedInputs:
-        """Inputs of every pass."""
+        """Inputs shared by all passes."""
         return SharedInputs(self.conditioning, self.null, self.sigma_max)
 
 
 class MicroBatch(NamedTuple):
-    """Inputs of one forward and backward pass: n samples of any steps and images."""
+    """Inputs of one forward and backward pass: n samples at any steps, of any images."""
 
     samples: Transitions | NoiseLevels
     rows: Int[Array, "n"]
     advantages: Float[Array, "n"]
-    weight: Float[Array, "n"]  # 0 for padding, and for images that are left out
-    image: Int[Array, "n"] | None = None  # number of the image, within the pass or a device's share
+    weight: Float[Array, "n"]  # 0 for padding and excluded images
+    image: Int[Array, "n"] | None = None  # image index within the pass or within a device's share
 
 
 def trained_part(trajectory: Trajectory, keys: Key[Array, "b"]) -> Transitions | FinalImages:
@@ -103,9 +103,9 @@ def trained_part(trajectory: Trajectory, keys: Key[Array, "b"]) -> Transitions |
 def passes(
     train_batch: TrainBatch, images: int, steps: int, group: DeviceGroup, times: Times | None = None
 ) -> MicroBatch:
-    """Divides all samples of a chunk into passes [m, steps, images, ...]; `times` draws the noise levels.
+    """Splits all samples of a chunk into passes [m, steps, images, ...]; `times` samples the noise levels.
 
-    Pass j of some steps has the images j, j + c, j + 2c, ...: strided, not contiguous, so that every device
+    Pass j of some steps contains images j, j + c, j + 2c, ...: strided rather than contiguous, so that every device
     already stores its share of a pass. If `steps` does not divide the trained steps, the last step is repeated
     with weight 0.
     """
@@ -121,11 +121,11 @@ def passes(
     rounds, chunks = -(-s // steps), b // images
 
     def divide(a: Array) -> Array:
-        """[s b ...] -> [rounds*chunks steps images ...]."""
+        """Reshapes [s b ...] to [rounds*chunks steps images ...]."""
         if rounds * steps > len(a):
             a = jnp.concatenate([a, jnp.repeat(a[-1:], rounds * steps - len(a), axis=0)])
         a = a.reshape(rounds, steps, images, chunks, *a.shape[2:])
-        # Constrained before any axes are merged: for a merged axis XLA would gather the trajectory.
+        # Constrain before merging axes: for a merged axis XLA would gather the trajectory.
         a = jax.lax.with_sharding_constraint(jnp.moveaxis(a, 3, 1), group.passes(2))
         return a.reshape(rounds * chunks, *a.shape[2:])
 
@@ -143,7 +143,7 @@ def merge_pass(micro: MicroBatch, group: DeviceGroup) -> MicroBatch:
 
     def merge(a: Array) -> Array:
         k, n, *rest = a.shape
-        # Step by step, a device's share would be scattered over the merged axis, which XLA cannot express.
+        # Merging step by step would scatter a device's share over the merged axis, which XLA cannot express.
         a = a.reshape(time, k // time, devices, n // devices, *rest).swapaxes(1, 2)
         return jax.lax.with_sharding_constraint(a.reshape(k * n, *rest), group.merged)
 
@@ -158,16 +158,16 @@ def _with_image_numbers(micro: MicroBatch) -> MicroBatch:
 
 
 class Term(NamedTuple):
-    """A part of the loss, summed over samples, and its gradient."""
+    """A term of the loss, summed over samples, and its gradient."""
 
     gradient: Any
     loss: Float[Array, ""]
 
 
 class Totals(NamedTuple):
-    """Sums over all samples so far. They are divided once, at the update.
+    """Sums over all samples so far, divided once, at the update.
 
-    `unscaled` is the part of groups that were closed before the global std was known, see `apply_global_std`.
+    `unscaled` is the part from groups that were closed before the global std was known, see `apply_global_std`.
     """
 
     gradient: Any
@@ -176,17 +176,17 @@ class Totals(NamedTuple):
 
 
 class GroupSums(NamedTuple):
-    """Sums of a group with unknown advantages; g_i is the gradient of image i for advantage 1."""
+    """Sums of a group whose advantages are unknown; g_i is the gradient of image i for advantage 1."""
 
     centred: Term  # sum of (r_i - m) g_i, m the mean of the rewards so far
     plain: Term  # sum of g_i
-    kl: Term | None  # without its coefficient; None: no KL
+    kl: Term | None  # without its coefficient; None means no KL
     sums: Metrics
 
 
 @dataclasses.dataclass(frozen=True)
 class OpenGroup:
-    """A group of which some images are trained: their rewards, and the sums over them."""
+    """A partially trained group: the rewards of its trained images, and the sums over them."""
 
     rewards: Float[np.ndarray, "n"]
     sums: GroupSums
@@ -204,11 +204,11 @@ def sum_passes(
 ) -> Any:
     """Adds the sum over passes of gradient(*parameters, shared, pass) to `totals`, with the memory of one pass.
 
-    If every device stores full parameters and tokens are not split, each device sums its own share, and the sums
-    are reduced once, at the end, over the devices with other samples. Otherwise XLA reduces in every pass.
+    If every device stores full parameters and tokens are not split, each device sums its share, and the sums are
+    reduced once, at the end, over the devices with other samples. Otherwise XLA reduces in every pass.
 
     Args:
-      gradient: Of one pass.
+      gradient: Gradient function of one pass.
       group: The mesh.
       parameters: Parameter trees.
       shared: Inputs of all passes.
@@ -229,7 +229,7 @@ def sum_passes(
 
         passes = len(jax.tree.leaves(micros)[0])
         first, count = (0, passes) if piece is None else piece
-        # A chunk of which images are left out has fewer passes.
+        # A chunk with excluded images has fewer passes.
         end = passes if piece is None else jnp.minimum(first + count, passes)
         return jax.lax.fori_loop(first, end, body, totals)
 
@@ -253,7 +253,7 @@ def sum_passes(
                 lambda sums: jax.lax.with_sharding_constraint(sums, layout),
             )
     full = PartitionSpec()
-    # Unchecked: the check would make every gradient of replicated parameters a sum over all devices.
+    # Unchecked: the check would reduce every gradient of replicated parameters over all devices.
     return jax.shard_map(
         sum_share,
         mesh=group.mesh,
@@ -264,14 +264,14 @@ def sum_passes(
 
 
 def recenter(sums: GroupSums, shift: Float[Array, ""]) -> GroupSums:
-    """Updates the sums after the mean of the rewards fell by `shift`."""
+    """Updates the sums after the mean of the rewards decreased by `shift`."""
     return sums._replace(centred=_add(sums.centred, sums.plain, shift))
 
 
 def fold_group(
     totals: Totals, sums: GroupSums, scale: Float[Array, ""] | None, kl_coefficient: float
 ) -> Totals:
-    """Adds a complete group to a step's totals; `scale` is 1 / (std + eps), None while the std is not known."""
+    """Adds a complete group to a step's totals. `scale` is 1 / (std + eps); None means that the std is unknown."""
     if scale is None:
         totals = totals._replace(unscaled=_add(totals.unscaled, sums.centred, 1.0))
     else:
@@ -288,12 +288,12 @@ def fold_group(
 
 
 def apply_global_std(totals: Totals, scale: Float[Array, ""]) -> Totals:
-    """Divides the unscaled part by the global std: `scale` is 1 / (std + eps)."""
+    """Divides the unscaled part by the global std; `scale` is 1 / (std + eps)."""
     return _add_policy(totals._replace(unscaled=None), totals.unscaled, scale)
 
 
 def _add_policy(totals: Totals, term: Term, scale: Any) -> Totals:
-    """Adds `scale` times the policy's part of the loss."""
+    """Adds `scale` times a policy term to the loss and its gradient."""
     gradient = jax.tree.map(lambda a, b: a + scale * b, totals.gradient, term.gradient)
     added = {name: totals.sums[name] + scale * term.loss for name in ("loss", "policy_loss")}
     return totals._replace(gradient=gradient, sums=totals.sums | added)

@@ -1,4 +1,4 @@
-"""Text encoders on a mesh, and their outputs as rows on the host, which can be cached."""
+"""Text encoders on a mesh. Their outputs are rows on the host, which can be cached."""
 
 import dataclasses
 import functools
@@ -15,19 +15,19 @@ from digen_jax.images import black_image, image_hash
 from digen_jax.models.family import Conditioning, Family, Params, Record, Tokens, negative_of
 from digen_jax.parallel.placement import DeviceGroup, chunked_map
 
-# A prompt's arrays by the field of the conditioning, without tokens that the network does not attend to.
+# Arrays of one prompt by conditioning field, without tokens that the network does not attend to.
 Rows = Mapping[str, np.ndarray]
-NULL = "\0"  # key of the family's pass without the prompt, and prefix of the keys of records' passes without it
+NULL = "\0"  # key of the family's null conditioning, and prefix of the keys of records' null conditioning
 
 
 @dataclasses.dataclass(frozen=True)
 class PrecomputedPrompts:
-    """Prompts that were encoded beforehand, instead of text encoders on the devices.
+    """Precomputed prompt embeddings, used instead of text encoders on the devices.
 
     Attributes:
       family: Model family.
       encoders: Shapes of the text encoders' parameters.
-      read: Returns the rows of keys (`prompt_key`, `null_prompt_key`).
+      read: Returns the rows of given keys (`prompt_key`, `null_prompt_key`).
     """
 
     family: Family
@@ -40,7 +40,7 @@ class PrecomputedPrompts:
         return pad_rows(self.family, self._shapes, rows)
 
     def null(self, records: Sequence[Record]) -> Conditioning:
-        """Returns the conditioning without the prompt; one row for all records where `Family.tokenize_null` has one."""
+        """Returns the null conditioning; one row for all records if `Family.tokenize_null` has one."""
         keys = [null_prompt_key(self.family, record) for record in records]
         if self.family.source is None and len(set(keys)) == 1:
             keys = keys[:1]
@@ -57,7 +57,7 @@ def jit_encoder(family: Family, group: DeviceGroup) -> Any:
 
 
 def block_size(family: Family, group: DeviceGroup) -> int:
-    """Returns the number of prompts that a mesh encodes in one chunk."""
+    """Returns the number of prompts that a mesh encodes per chunk."""
     return family.encoded_prompts * group.images
 
 
@@ -68,7 +68,7 @@ def example_record(family: Family) -> Record:
 
 
 def prompt_key(family: Family, record: Record) -> str:
-    """Returns what the conditioning of a record depends on: its prompt, and the hash of the image that is edited.
+    """Returns the key of a record's conditioning: its prompt, and the hash of the image that is edited.
 
     Raises:
       ConfigError: the image file is missing.
@@ -80,7 +80,7 @@ def prompt_key(family: Family, record: Record) -> str:
 
 
 def null_prompt_key(family: Family, record: Record) -> str:
-    """Returns what a record's pass without the prompt depends on: its negative prompt, and the hash of its image.
+    """Returns the key of a record's null conditioning: its negative prompt, and the hash of its image.
 
     Raises:
       ConfigError: the image file is missing.
@@ -97,7 +97,7 @@ def encoded_shapes(family: Family, encoders: Params) -> Conditioning:
 
 
 def row_bytes(family: Family, encoders: Params, tokens: Tokens) -> Int[np.ndarray, "b"]:
-    """Returns the bytes of each prompt's rows, before it is encoded; `encoders` are shapes."""
+    """Returns the bytes of each prompt's rows without encoding it; `encoders` are shapes."""
     masks = set(family.masked.values())
 
     def encode_masks(encoders: Params, tokens: Tokens) -> dict[str, Bool[Array, "b n"]]:
@@ -105,7 +105,7 @@ def row_bytes(family: Family, encoders: Params, tokens: Tokens) -> Int[np.ndarra
         return {mask: fields[mask] for mask in masks}
 
     if masks:
-        # Masks depend on tokens alone, so the program reads no parameter: these take no memory.
+        # Masks depend only on tokens, so the program reads no parameter; broadcast zeros take no memory.
         empty = jax.tree.map(lambda leaf: np.broadcast_to(leaf.dtype.type(0), leaf.shape), encoders)
         encoded = jax.jit(encode_masks)(empty, tokens)
     total = np.zeros(len(jax.tree.leaves(tokens)[0]), np.int64)
@@ -119,7 +119,7 @@ def row_bytes(family: Family, encoders: Params, tokens: Tokens) -> Int[np.ndarra
 
 
 def unpad_rows(family: Family, conditioning: Conditioning) -> list[Rows]:
-    """Returns the rows of each prompt, given the conditioning on the host; the numbers of rows replace the masks.
+    """Returns the rows of each prompt from the conditioning on the host; row counts replace the masks.
 
     Raises:
       ValueError: a mask excludes a token before another one.
@@ -129,19 +129,19 @@ def unpad_rows(family: Family, conditioning: Conditioning) -> list[Rows]:
     kept = [field for field in fields if field not in family.masked.values()]
     count = len(next(iter(fields.values())))
     return [
-        # Copies, because the padding would stay in memory behind a view.
+        # Copies: a view would keep the padding in memory.
         {f: fields[f][i, : lengths[f][i]].copy() if f in lengths else fields[f][i] for f in kept}
         for i in range(count)
     ]
 
 
 def pad_rows(family: Family, shapes: Conditioning, rows: Sequence[Rows]) -> Conditioning:
-    """Returns the conditioning of prompts on the host, from the rows of each: the inverse of `unpad_rows`.
+    """Returns the conditioning of prompts on the host from their rows: the inverse of `unpad_rows`.
 
-    Tokens that the network does not attend to are 0. `shapes` are those of one prompt's conditioning.
+    Tokens that the network does not attend to are 0. `shapes` are the shapes of one prompt's conditioning.
 
     Raises:
-      ValueError: the rows are another model's.
+      ValueError: the rows belong to another model.
     """
     encoded = {
         field: np.zeros((len(rows), *leaf.shape[1:]), leaf.dtype)
@@ -176,7 +176,7 @@ def _fields(conditioning: Conditioning) -> dict[str, Any]:
 
 
 def _encode(family: Family, group: DeviceGroup, frozen: Any, tokens: Any) -> Any:
-    """Encodes a part of the prompts on each device, in chunks of a size that the family encodes in bounded memory."""
+    """Encodes each device's share of the prompts, in chunks of a size that bounds memory."""
     prompts = len(jax.tree.leaves(tokens)[0])
 
     def pad(array: Shaped[Array, "b ..."]) -> Shaped[Array, "n ..."]:

@@ -1,4 +1,4 @@
-"""Axes of a device mesh: every mesh has all of them, unused ones with size 1.
+"""Device mesh axes: every mesh has all of them, and unused ones have size 1.
 
 | axis     | splits                                                                                        |
 | -------- | --------------------------------------------------------------------------------------------- |
@@ -6,7 +6,7 @@
 | data     | images                                                                                        |
 | fsdp     | images, and parameters that are gathered before use (ZeRO, arXiv 1910.02054)                  |
 | tensor   | parameters by heads and inner widths, so that each device computes a part (arXiv 1909.08053)  |
-| sequence | tokens, and in attention heads, so that each device has a part of the activations             |
+| sequence | tokens, or heads in attention, so that each device has a part of the activations              |
 
 Devices that differ only in `tensor` or `sequence` work on the same images.
 
@@ -28,31 +28,31 @@ from digen_jax.process import job
 
 TIME, DATA, FSDP, TENSOR, SEQUENCE = "time", "data", "fsdp", "tensor", "sequence"
 
-BATCH = (DATA, FSDP)  # split images
-MODEL = (TENSOR, SEQUENCE)  # split the work on an image; their devices are neighbours
-SAMPLES = (TIME, *BATCH)  # their devices train different samples: a gradient is the sum over these
-PARAMETERS = (FSDP, TENSOR)  # may split a parameter
+BATCH = (DATA, FSDP)  # axes that split images
+MODEL = (TENSOR, SEQUENCE)  # axes that split the work on an image; their devices are neighbours
+SAMPLES = (TIME, *BATCH)  # axes with different samples: a gradient is the sum over them
+PARAMETERS = (FSDP, TENSOR)  # axes that may split a parameter
 ALL = (*SAMPLES, *MODEL)
 
 
 def axis_sizes(**given: int) -> dict[str, int]:
-    """Returns the sizes of all axes; those that are not given have size 1."""
+    """Returns the sizes of all axes; unspecified ones are 1."""
     return dict.fromkeys(ALL, 1) | given
 
 
 def make_mesh(devices: Sequence[jax.Device], **sizes: int) -> Mesh:
-    """Creates a mesh of all devices in their order, the last axis varying fastest, by the sizes of `axis_sizes`."""
+    """Creates a mesh of all devices in order, the last axis varying fastest; `sizes` as in `axis_sizes`."""
     grid = np.asarray(devices).reshape(list(axis_sizes(**sizes).values()))
     return Mesh(grid, ALL, axis_types=(AxisType.Auto,) * len(ALL))
 
 
 def parts(mesh: Mesh, axes: Sequence[str]) -> int:
-    """Returns the number of parts into which some axes split."""
+    """Returns the product of the sizes of some axes."""
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def put(value: Any, sharding: Sharding) -> Array:
-    """Shards a value over a mesh; every process has the full value. Typed keys are supported.
+    """Shards a value over a mesh; every process passes the full value. Typed keys are supported.
 
     `jax.device_put` does the same, but over several processes it first compares all values.
     """
@@ -62,8 +62,8 @@ def put(value: Any, sharding: Sharding) -> Array:
 
 
 def any_of(mask: Bool[np.ndarray, "n"], mesh: Mesh) -> Bool[np.ndarray, "n"]:
-    """Combines the masks of all processes of a mesh by or; all of them must call."""
-    rows = NamedSharding(mesh, PartitionSpec(mesh.axis_names))  # one for each device
+    """Combines the masks of all processes of a mesh by logical or; every process must call it."""
+    rows = NamedSharding(mesh, PartitionSpec(mesh.axis_names))  # one per device
     masks = jax.make_array_from_callback(
         (mesh.size, len(mask)), rows, lambda index: mask[None, index[1]]
     )
@@ -72,17 +72,17 @@ def any_of(mask: Bool[np.ndarray, "n"], mesh: Mesh) -> Bool[np.ndarray, "n"]:
 
 
 def fetch(array: Shaped[Array, "..."]) -> Shaped[np.ndarray, "..."]:
-    """Returns the full array on the host of every process; if it is split over several processes, all must call."""
+    """Returns the full array on the host of every process; if it spans several processes, all must call it."""
     if array.is_fully_addressable:
         return np.asarray(array)
     return multihost_utils.process_allgather(array, tiled=True)
 
 
 def job_devices(count: int, field: str) -> list[jax.Device]:
-    """Returns the devices for the mesh of a config field: equally many of each process of this process group.
+    """Returns the devices for the mesh of a config field, the same number from each process of this process group.
 
     Raises:
-      ConfigError: a process has fewer.
+      ConfigError: a process has too few devices.
     """
     processes = job.members() or range(job.size())
     share, found = count // len(processes), []

@@ -21,8 +21,8 @@ class Policies(NamedTuple):
     """Parameters other than those being trained. None means that the algorithm does not read them.
 
     Attributes:
-      behavior: Parameters that sampled the images.
-      start: Parameters at the step's start. None also means that they are those being trained.
+      behavior: Parameters of the policy that sampled the images.
+      start: Parameters at the start of the step. None can also mean that these are being trained.
       copy: The algorithm's slow copy.
     """
 
@@ -31,23 +31,23 @@ class Policies(NamedTuple):
     copy: Any = None
 
 
-OF_ADVANTAGES = "loss", "policy_loss"  # the sums that depend on the advantages
+OF_ADVANTAGES = "loss", "policy_loss"  # sums that depend on the advantages
 
 
 def zero_totals(algorithm: Algorithm, tuned: Any) -> Totals:
-    """Returns zero sums for parameters of this structure."""
+    """Returns zero sums for parameters with this structure."""
     zeros = {name: jnp.zeros(()) for name in (*algorithm.terms, "weight")}
     return Totals(jax.tree.map(jnp.zeros_like, tuned), zeros)
 
 
 def _prompts(shared: SharedInputs, rows: Int[Array, "n"]) -> tuple[Any, Any]:
-    """Returns (conditioning, conditioning without the prompt) of each sample."""
+    """Returns (conditioning, null conditioning) of each sample."""
     return jax.tree.map(lambda c: c[rows], shared.conditioning), null_rows(shared.null, rows)
 
 
 @dataclasses.dataclass(frozen=True)
 class TransitionObjective:
-    """Loss of transitions: the policy gradient. `base` is the policy's (see `Policy`)."""
+    """Policy-gradient loss on transitions. `base` is the policy's (see `Policy`)."""
 
     policy: Policy
     step: ReverseStep
@@ -66,7 +66,7 @@ class TransitionObjective:
     ) -> Totals:
         """Returns the summed gradient and metrics of one pass.
 
-        If the loss is decoupled and `policies.start` is None, the parameters at the step's start are `tuned`.
+        If the loss is decoupled and `policies.start` is None, `tuned` are the parameters at the start of the step.
         """
         recomputed = start = None
         if self.algorithm.reads_behavior:
@@ -78,7 +78,7 @@ class TransitionObjective:
             new = self._replay(tuned, base, shared, micro)
             samples = self._samples(new, recomputed, micro)
             if self.algorithm.decoupled:
-                # The old policy is the one at the step's start, the behavior policy the one that sampled.
+                # The old policy is the one at the start of the step; the behavior policy is the one that sampled.
                 old = jax.lax.stop_gradient(new) if start is None else start
                 samples = samples._replace(
                     old_log_prob=old.log_prob,
@@ -93,7 +93,7 @@ class TransitionObjective:
         return Totals(gradient, sums)
 
     def linear(self, tuned: Any, base: Any, shared: SharedInputs, micro: MicroBatch) -> GroupSums:
-        """Returns the sums of one pass with r_i - m as advantages; old log-probabilities are "current"."""
+        """Returns the sums of one pass with advantages r_i - m and "current" old log-probabilities."""
         policy_only = dataclasses.replace(self.algorithm, adv_clip=jnp.inf, kl_coefficient=0.0)
         with_kl = self.algorithm.kl_coefficient > 0
 
@@ -125,7 +125,7 @@ class TransitionObjective:
         return replay(velocity, micro.samples, self.step, shared.sigma_max)
 
     def _samples(self, new: Replay, recomputed: Replay | None, micro: MicroBatch) -> Samples:
-        """Returns the inputs of the loss, without the KL."""
+        """Returns the inputs of the loss, except the KL."""
         t = micro.samples
         match self.algorithm.old_log_probs:
             case "rollout":
@@ -142,7 +142,7 @@ class TransitionObjective:
         return samples._replace(trajectory=micro.image)
 
     def _kl(self, new: Replay, base, shared, micro):
-        """Returns the KL of each sample to the reference."""
+        """Returns the KL to the reference for each sample."""
         t = micro.samples
         velocity = self.policy.reference(base, *_prompts(shared, micro.rows))
         reference = replay(velocity, t, self.step, shared.sigma_max)
@@ -158,9 +158,9 @@ class TransitionObjective:
 
 @dataclasses.dataclass(frozen=True)
 class MatchingObjective:
-    """Loss of final images. `base` is the policy's (see `Policy`), with training's guidances.
+    """Loss on final images. `base` is the policy's (see `Policy`), with training's guidance scales.
 
-    A pass draws the noise from each image's key.
+    A pass generates the noise from each image's key.
     """
 
     policy: Policy
@@ -198,7 +198,7 @@ class MatchingObjective:
         """Returns the network's inputs and targets."""
         x0, keys, draws, sigma = micro.samples
         trained = micro.weight > 0
-        # Masked before the network: infinite values in its input would not get a zero gradient.
+        # Mask before the network: infinite values in its input would not get a zero gradient.
         (x0,) = mask_rows(trained, x0)
         pairs = self.algorithm.images_per_sample == 2
         noise = forward_noise(keys, draws, x0.shape[2 if pairs else 1 :])
@@ -206,7 +206,7 @@ class MatchingObjective:
         return MatchingSamples(x0, given.x, given.target, sigma, micro.advantages, trained)
 
     def _at(self, policy: Velocity, samples: MatchingSamples) -> Float[Array, "n *shape"]:
-        """Evaluates a policy's velocities. Pairs are evaluated image by image, the two images next to each other."""
+        """Evaluates a policy's velocities. The two images of a pair are adjacent in the batch."""
         x, sigma = samples.x, samples.sigma
         if self.algorithm.images_per_sample == 1:
             return policy(x, sigma)
@@ -217,7 +217,7 @@ Objective = TransitionObjective | MatchingObjective
 
 
 def make_objective(policy: Policy, step: ReverseStep, algorithm: Algorithm) -> Objective:
-    """Returns the objective of an algorithm; `step` is the sampler's."""
+    """Returns the objective of an algorithm; `step` is the sampler's step."""
     if algorithm.objective == "transitions":
         return TransitionObjective(policy, step, algorithm)
     return MatchingObjective(policy, algorithm)

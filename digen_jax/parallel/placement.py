@@ -1,4 +1,4 @@
-"""Meshes of the rollout workers and trainers, and the shardings of parameters and batches on each."""
+"""Meshes of the rollout workers and trainers, and shardings of parameters and batches on them."""
 
 import dataclasses
 import itertools
@@ -16,9 +16,9 @@ from digen_jax.parallel.mesh import BATCH, DATA, FSDP, MODEL, SAMPLES, TIME, mak
 from digen_jax.parallel.sharding import Layout, parameter_name
 from digen_jax.ranges import Count, PositiveInt
 
-MeshRole = Literal["trainer", "rollout"]  # of the only mesh of a process
+MeshRole = Literal["trainer", "rollout"]  # role of a process's only mesh
 PROCESS_FIELDS = ("hosts", "max_workers")  # fields that do not change a mesh's number of devices
-NON_AXIS_FIELDS = (*PROCESS_FIELDS, "samples")  # fields of a mesh's section that are not sizes
+NON_AXIS_FIELDS = (*PROCESS_FIELDS, "samples")  # fields of a mesh's section that are not axis sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,37 +31,37 @@ class DeviceGroup:
 
     @property
     def replicated(self) -> NamedSharding:
-        """Replicated on every device."""
+        """Sharding that replicates on every device."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     @property
     def batch(self) -> NamedSharding:
-        """Images on the leading axis, split over the axes that split a batch."""
+        """Sharding of images on the leading axis, over the batch axes."""
         return NamedSharding(self.mesh, PartitionSpec(BATCH))
 
     @property
     def batch_of_steps(self) -> NamedSharding:
-        """Arrays [steps, images, ...], the images split as in `batch`."""
+        """Sharding of arrays [steps, images, ...], with images split as in `batch`."""
         return NamedSharding(self.mesh, PartitionSpec(None, BATCH))
 
     @property
     def images(self) -> int:
-        """Parts into which the images of a batch are split."""
+        """Number of shards of a batch's images."""
         return parts(self.mesh, BATCH)
 
     @property
     def time(self) -> int:
-        """Parts into which the steps of a pass are split."""
+        """Number of shards of a pass's steps."""
         return self.mesh.shape[TIME]
 
     @property
     def merged(self) -> NamedSharding:
-        """Samples of any steps and images on the leading axis, split over time and images."""
+        """Sharding of samples at any steps on the leading axis, over time and images."""
         return NamedSharding(self.mesh, PartitionSpec(SAMPLES))
 
     @property
     def as_sampler(self) -> "DeviceGroup":
-        """The same devices with a sampler's axes: those that split steps split images instead."""
+        """Device group for sampling on the same devices: axes that split steps split images instead."""
         if self.time == 1:
             return self
         size = dict(self.mesh.shape)
@@ -70,15 +70,15 @@ class DeviceGroup:
 
     @property
     def gathered(self) -> "DeviceGroup":
-        """The same devices as a sampler with unsharded parameters, except over the axes that split the work."""
+        """Device group for sampling on the same devices with parameters unsharded except over the model axes."""
         kept = {axis: self.mesh.shape[axis] for axis in MODEL}
         return self._with_axes(data=parts(self.mesh, SAMPLES), **kept)
 
     @property
     def as_scorer(self) -> "DeviceGroup":
-        """The same devices for networks that are small compared with the model: each device scores separate images.
+        """Device group for networks that are small compared with the model: each device scores separate images.
 
-        The axis fsdp keeps its size, because rules may split parameters over it.
+        The axis fsdp keeps its size because rules may split parameters over it.
         """
         fsdp = self.mesh.shape[FSDP]
         return self._with_axes(data=self.mesh.size // fsdp, fsdp=fsdp)
@@ -96,7 +96,7 @@ class DeviceGroup:
         return all(spec.is_fully_replicated for spec in jax.tree.leaves(self.params(tree)))
 
     def params(self, tree: Any) -> Any:
-        """Returns the sharding of every leaf of a tree by component (arrays or shapes), from the rules.
+        """Returns the sharding of every leaf of a tree by component (arrays or shapes), by the layout's rules.
 
         Raises:
           ConfigError: no rule matches a parameter.
@@ -114,15 +114,15 @@ def chunked_map(
 ) -> Any:
     """Applies a function to a batch in sequential chunks, so that memory does not grow with the batch.
 
-    To be called while tracing. Every chunk contains the same number of rows of each device, so that no row moves to
-    another device. Of several chunks this number is a power of two, or `max_rows`: on a TPU the decoder takes seven
-    images 2.4 times as long as eight (estimated: docs/performance.md). If the rows do not fill the chunks, each device
-    repeats its last row.
+    Must be called while tracing. Every chunk contains the same number of rows of each device, so that no row moves to
+    another device. With several chunks this number is a power of two, or `max_rows`: on a TPU the decoder takes 2.4
+    times as long for seven images as for eight (estimated: docs/performance.md). If the rows do not fill the chunks,
+    each device repeats its last row.
 
     Args:
-      function: From arrays [n, ...] to arrays [n, ...]; rows do not depend on one another.
+      function: Maps arrays [n, ...] to arrays [n, ...]; rows must be independent.
       batch: Arrays [b, ...] with b a multiple of the number of devices that split images.
-      max_rows: Most rows of a chunk on each device. If all rows fit, there is one chunk.
+      max_rows: Maximum rows per chunk and device. If all rows fit, there is one chunk.
       group: The mesh.
 
     Returns:
@@ -131,7 +131,7 @@ def chunked_map(
     constrain = jax.lax.with_sharding_constraint
 
     def run(rows: Any) -> Any:
-        # Otherwise XLA follows split parameters, and every device computes all rows.
+        # Otherwise XLA follows the split parameters, and every device computes all rows.
         return constrain(function(constrain(rows, group.batch)), group.batch)
 
     devices, count = group.images, len(jax.tree.leaves(batch)[0])
@@ -159,7 +159,7 @@ def chunked_map(
 
 @dataclasses.dataclass(frozen=True)
 class RolloutAxes:
-    """Number and axes of the rollout workers' meshes. With `data` 0 the trainer's devices sample."""
+    """Number and axes of the rollout workers' meshes. If `data` is 0, the trainer's devices sample."""
 
     data: Count  # devices that share images; 0: sample on the trainer's devices, in turn with it
     fsdp: PositiveInt = 1  # devices that share images and parameters
@@ -174,12 +174,12 @@ class RolloutAxes:
 
     @property
     def images(self) -> int:
-        """Parts into which the images of a batch are split."""
+        """Number of shards of a batch's images."""
         return self.data * self.fsdp
 
     @property
     def devices(self) -> int:
-        """Devices of each mesh."""
+        """Number of devices per mesh."""
         return self.images * self.tensor * self.sequence
 
 
@@ -202,12 +202,12 @@ class TrainerAxes:
 
     @property
     def images(self) -> int:
-        """Parts into which the images of a batch are split."""
+        """Number of shards of a batch's images."""
         return self.data * self.fsdp
 
     @property
     def devices(self) -> int:
-        """Devices of each mesh."""
+        """Number of devices per mesh."""
         return self.images * self.time * self.tensor * self.sequence
 
 
@@ -223,7 +223,7 @@ class MeshSizes(NamedTuple):
 
 
 def mesh_axes(sizes: RolloutAxes | TrainerAxes) -> dict[str, int]:
-    """Returns the sizes of one mesh's axes, without its role and the numbers of workers and processes."""
+    """Returns the axis sizes of one mesh, without its role and the numbers of workers and processes."""
     others = {"workers", *NON_AXIS_FIELDS}
     return {name: size for name, size in vars(sizes).items() if name not in others}
 
@@ -233,10 +233,10 @@ ONE_DEVICE = MeshSizes(RolloutAxes(data=0), TrainerAxes(data=1))  # samples and 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Meshes as one process sees them. Without rollout workers the trainer mesh does everything.
+    """Meshes of one process. Without rollout workers the trainer mesh does everything.
 
     Attributes:
-      rollouts: Rollout workers of this process.
+      rollouts: Meshes of the rollout workers in this process.
       trainer: Mesh that trains and updates. None means that it is in another process.
       remote_rollouts: Configured number of rollout workers in other processes; more may join.
       others: Further training meshes of this process.
@@ -264,11 +264,11 @@ class Placement:
 
     @property
     def colocated(self) -> bool:
-        """Whether sampling and training share their devices."""
+        """Whether sampling and training share devices."""
         return not (self.rollouts or self.remote_rollouts)
 
     def describe(self) -> str:
-        """Returns one line for the console."""
+        """Returns a one-line description for the console."""
         group = self.trainer or self.rollout
         kind = group.mesh.devices.flat[0].device_kind
         kind = "CPU" if kind == "cpu" else kind
@@ -297,12 +297,12 @@ def _counted(count: int, kind: str) -> str:
 def make_placement(
     sizes: MeshSizes, layout: Layout, devices: Sequence[jax.Device], attention: str = AUTO
 ) -> Placement:
-    """Creates meshes of the given sizes on the first of `devices`; with one device everything is colocated on it.
+    """Creates meshes of the given sizes on the first of `devices`; a single device both samples and trains.
 
     `attention` is the configured kernel.
 
     Raises:
-      ConfigError: there are too few devices, or they belong to several processes and the trainer does not take all.
+      ConfigError: there are too few devices, or they span several processes and the trainer does not use all of them.
     """
     check_processes(sizes, devices)
     if len(devices) == 1:
@@ -344,12 +344,12 @@ def make_process_placement(
 
 
 def processes_of(devices: Iterable[jax.Device]) -> int:
-    """Returns the number of processes to which some devices belong."""
+    """Returns the number of processes that some devices belong to."""
     return len({device.process_index for device in devices})
 
 
 def check_processes(sizes: MeshSizes, devices: Sequence[jax.Device]) -> None:
-    """Raises ConfigError unless several processes sample and train on all their devices in turn."""
+    """Raises ConfigError if devices span several processes and do not all sample and train alternately."""
     processes = processes_of(devices)
     if processes == 1:
         return
@@ -376,7 +376,7 @@ def devices_per_mesh(sizes: MeshSizes, devices: int) -> tuple[int, int]:
     """Returns the numbers of devices of (each rollout worker, each training mesh); 0 means colocated.
 
     Raises:
-      ConfigError: there are fewer devices.
+      ConfigError: there are too few devices.
     """
     if devices == 1:
         return 0, 1
@@ -391,15 +391,15 @@ def devices_per_mesh(sizes: MeshSizes, devices: int) -> tuple[int, int]:
 
 
 def fit_mesh_sizes(wanted: MeshSizes, devices: int) -> MeshSizes:
-    """Returns the sizes of the meshes on `devices` devices, reduced if these are too few.
+    """Returns the mesh sizes for `devices` devices, reduced if these are too few.
 
     Each axis is reduced by a divisor, so that it still divides batches. Both meshes keep the largest share of
-    their size that both can keep; then as many devices as possible work; then the trainer has priority.
+    their size that both can keep. Ties are resolved by the number of used devices, then by the trainer's size.
     """
     if devices == 1:
         return MeshSizes(dataclasses.replace(wanted.rollout, data=0), ONE_DEVICE.trainer)
 
-    def divisors(number: int) -> list[int]:  # of 0, which means colocated, 0 itself
+    def divisors(number: int) -> list[int]:  # for 0 (colocated): 0
         return [d for d in range(1, min(number, devices) + 1) if number % d == 0] or [number]
 
     def smaller(axes: Any) -> list[Any]:

@@ -19,20 +19,20 @@ GUIDED = "classifier-free", "embedded", "both"
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """The velocity of a family as a function of the tuned parameters.
+    """Velocity of a family as a function of the tuned parameters.
 
-    `split` divides the trees of the family's trained components once, into `tuned` and `base`, both by
-    component. LoRA: `tuned` contains the factors and `base` the full components, so the reference is the
-    same tree without the factors and needs no second copy. Full tuning: `tuned` contains the components
-    without the leaves that their family never trains; `base` contains those leaves or, if a reference is
-    needed, the full initial components.
+    `split` divides the trees of the family's trained components once, into `tuned` and `base`, both by component.
+    With LoRA, `tuned` contains the factors and `base` the full components, so the reference is the same tree
+    without the factors and needs no second copy. With full fine-tuning, `tuned` contains the components without
+    the leaves that the family never trains; `base` contains those leaves or, if a reference is needed, the full
+    initial components.
     """
 
     family: Family
     guidance: float = 1.0
     lora: LoraConfig | None = None
     reference_guidance: float | None = None  # None means `guidance`
-    true_cfg_scale: float = 1.0  # of the second pass, if the family's guidance is "both"
+    true_cfg_scale: float = 1.0  # of the unconditional pass, if the family's guidance is "both"
 
     def __post_init__(self):
         kind = self.family.guidance
@@ -48,50 +48,50 @@ class Policy:
 
     @property
     def reads_null(self) -> bool:
-        """Whether this policy, or one with another `guidance`, may have a second pass, without the prompt.
+        """Whether this policy, or one with another `guidance`, may have an unconditional pass.
 
-        The trainer's policy and the reference may have another `guidance`, but the sampler's `true_cfg_scale`.
+        The trainer's policy and the reference may have another `guidance`, but share the sampler's `true_cfg_scale`.
         """
         kind = self.family.guidance
         return kind == "classifier-free" or (kind == "both" and self.true_cfg_scale > 1)
 
     @property
     def sequences(self) -> int:
-        """Sequences that the network processes for an image: 2 with a second pass, without the prompt."""
+        """Number of sequences per image in the network: 2 with an unconditional pass, else 1."""
         return 2 if self._scale(self.guidance) > 1 else 1
 
     @property
     def reference_sequences(self) -> int:
-        """The same for the reference."""
+        """Number of sequences per image for the reference."""
         return 2 if self._scale(self._of_reference) > 1 else 1
 
     def split(self, key: Array, trained: Params, reference: bool) -> tuple[Params, Params]:
-        """Returns (tuned, base) before the first update; `reference`: whether the initial parameters are kept.
+        """Returns (tuned, base) before the first update; `reference` keeps the initial parameters.
 
         Raises:
-          ValueError: the LoRA's targets do not fit the components.
+          ValueError: the LoRA targets do not match the components.
         """
         if self.lora is not None:
             return self._factors(key, trained), trained
         frozen, tuned = self._split_frozen(trained)
         if not reference:
             return tuned, frozen
-        # Copies, because the trainer's updates consume the tuned arrays.
+        # Copies, because the trainer's updates donate the tuned arrays.
         return jax.tree.map(jnp.copy, tuned), trained
 
     def untuned(self, base: Params) -> Params:
-        """Returns a `tuned` that equals the base model; `base` was split with a reference."""
+        """Returns a `tuned` equal to the base model; `base` must be split with a reference."""
         if self.lora is not None:
-            # One of the two factors is 0 initially, so any key is valid.
+            # One of the two factors is initialized to 0, so any key is valid.
             return self._factors(jax.random.key(0), base)
         return self._split_frozen(base)[1]
 
     def sampler_base(self, base: Params) -> Params:
-        """Returns the part of `base` that sampling needs, without a reference that is kept for the KL."""
+        """Returns the part of `base` that sampling needs, without the reference of the KL."""
         return base if self.lora is not None else self._split_frozen(base)[0]
 
     def merged(self, tuned: Params, base: Params) -> Params:
-        """Returns the full components with the tuned parameters in them, for export."""
+        """Returns the full components with the tuned parameters merged, for export."""
         if self.lora is not None:
             components = {part: merge(base[part], tuned[part], self.lora.scale) for part in tuned}
             return dict(base) | components
@@ -99,7 +99,7 @@ class Policy:
         return unflatten_dict(flatten_dict(frozen) | flatten_dict(tuned))
 
     def velocity(self, tuned: Params, base: Params, conditioning: Any, null: Any) -> Velocity:
-        """Returns the guided velocity of the policy; to be called while tracing."""
+        """Returns the guided velocity of the policy; must be called while tracing."""
         if self.lora is None:
             variables = _collections(self.merged(tuned, base))
             return self._guided(variables, conditioning, null, self.guidance)
@@ -123,10 +123,10 @@ class Policy:
         return self.guidance if self.reference_guidance is None else self.reference_guidance
 
     def _scale(self, guidance: float) -> float:
-        """Returns the weight of the prompt against a second pass without it; at 1 or less there is no second pass.
+        """Returns the guidance scale of an unconditional pass; at 1 or less there is no such pass.
 
-        As in diffusers' pipelines (`do_classifier_free_guidance`, `do_true_cfg`), where model cards of few-step
-        models recommend a guidance of 0. Z-Image's weight is its pipeline's `guidance_scale` plus one.
+        This follows diffusers' pipelines (`do_classifier_free_guidance`, `do_true_cfg`), where model cards of few-step
+        models recommend a guidance of 0. Z-Image's scale is its pipeline's `guidance_scale` plus one.
         """
         kind = self.family.guidance
         return {"classifier-free": guidance, "both": self.true_cfg_scale}.get(kind, 1.0)
@@ -142,7 +142,7 @@ class Policy:
                 return self.family.velocity(variables, x, sigma, conditioning, embedded)
 
             def interleave(a: Array, b: Array) -> Array:
-                """Returns rows a0 b0 a1 b1 ...: unlike concatenation this keeps rows on their devices."""
+                """Interleaves rows as a0 b0 a1 b1 ...: unlike concatenation this keeps rows on their devices."""
                 return jnp.stack([a, b], axis=1).reshape(2 * a.shape[0], *a.shape[1:])
 
             pairs = jax.tree.map(
@@ -155,7 +155,7 @@ class Policy:
         return velocity
 
     def _factors(self, key: Array, trained: Params) -> Params:
-        # In the family's order: a program's output tree has sorted names.
+        # In the family's order: names in a program's output tree are sorted.
         ordered = {part: trained[part] for part in self.family.trained}
         return lora_init(key, ordered, self.lora, self.family.lists)
 
@@ -169,12 +169,12 @@ class Policy:
 
 
 def _collections(trained: Params) -> Params:
-    """Returns the variables of the family's velocity, from parameters alone."""
+    """Returns the variables of the family's velocity, given only parameters."""
     return {part: {"params": tree} for part, tree in trained.items()}
 
 
 def null_rows(null: Any, rows: Int[Array, "b"]) -> Any:
-    """Returns the conditioning of each row without its prompt; if one row holds for all, that row."""
+    """Returns the null conditioning of each row, or the single row that applies to all."""
     return jax.tree.map(lambda n: n if n.shape[0] == 1 else n[rows], null)
 
 
@@ -182,14 +182,14 @@ AS_WRITTEN = {"xla_allow_excess_precision": False}
 
 
 def jit_as_written(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Compiles by `jax.jit`, but keeps every rounding to bfloat16, so that equal weights give equal ratios.
+    """Compiles with `jax.jit` but keeps every rounding to bfloat16, so that equal weights give equal ratios.
 
-    By default XLA omits a rounding wherever a fusion has the exact number. Each program then rounds at other places:
-    sampler and trainer, and within one program the pass with a backward pass and the one without. Programs in float32
-    are unchanged. The result cannot be called inside another program.
+    By default XLA omits roundings inside fusions. Programs then round at different places: sampler and trainer, and
+    within one program the passes with and without a backward pass. Programs in float32 are unchanged. The result
+    cannot be called inside another program.
 
     Args:
       function: Function to compile.
-      options: Further options of `jax.jit`, except compiler_options.
+      options: Other options of `jax.jit`, except compiler_options.
     """
     return jax.jit(function, compiler_options=AS_WRITTEN, **options)

@@ -1,4 +1,4 @@
-"""Networks that score images, on a mesh whose devices all have different images."""
+"""Networks that score images, on a mesh whose devices all score different images."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -20,7 +20,7 @@ class Scorer(Protocol):
 
     @property
     def tokens(self) -> int:
-        """Number of token ids of a prompt."""
+        """Number of token ids per prompt."""
         ...
 
     def tokenize(self, prompts: Sequence[str]) -> Int[np.ndarray, "b n"]:
@@ -30,20 +30,20 @@ class Scorer(Protocol):
     def score(
         self, params: Any, images: UInt8[Array, "b h w 3"], ids: Int[Array, "b n"]
     ) -> Float32[Array, "b"]:
-        """Returns one score an image, for `jax.jit`."""
+        """Returns one score per image, for `jax.jit`."""
         ...
 
 
 class RewardModel:
-    """A scorer with its parameters on a mesh: a reward whose images and scores are on the host.
+    """A scorer with its parameters on a mesh: a reward with images and scores on the host.
 
-    Rows are split over all devices. Their number is padded so that few programs are compiled: for 1, 2, 4 and so on
-    images a device up to `batch`, then for multiples of it.
+    Rows are split over all devices. Their number is padded so that few programs are compiled: to 1, 2, 4, ... images
+    per device up to `batch`, then to multiples of `batch`.
 
     Args:
       name: Name of the reward, the first part of its parameters' names.
       scorer: The network.
-      params: Its parameters or their shapes, with the shardings of `scorer_shapes`.
+      params: Parameters or their shapes, with the shardings of `scorer_shapes`.
       group: The mesh.
       batch: Maximum number of images that each device scores at once.
 
@@ -70,9 +70,9 @@ class RewardModel:
         prompts: Sequence[str],
         metadata: Sequence[Any] = (),
     ) -> Float32[np.ndarray, "b"]:
-        """Returns one score for each image [h, w, 3], uint8 or floats in [0, 1]; `metadata` is not used.
+        """Returns one score per image [h, w, 3], uint8 or floats in [0, 1]; `metadata` is not used.
 
-        If the devices belong to several processes, all call it with the same images, and all get all scores.
+        If the devices span several processes, all must call it with the same images, and all get all scores.
 
         Raises:
           ConfigError: the images are clips.
@@ -83,7 +83,7 @@ class RewardModel:
         if not count:
             return np.zeros(0, np.float32)
         pixels, ids = np.asarray(to_uint8(images)), self.scorer.tokenize(prompts)
-        # Surplus rows repeat the last.
+        # Padding rows repeat the last image.
         chosen = np.minimum(np.arange(self.rows(count)), count - 1)
         given = (put(rows[chosen], self.group.batch) for rows in (pixels, ids))
         return fetch(self._score(self.params, *given))[:count]
@@ -109,7 +109,7 @@ class RewardModel:
 
 
 def scorer_shapes(name: str, shapes: Any, group: DeviceGroup) -> Any:
-    """Returns the shapes of a scorer's parameters with shardings by the mesh's rules for its component `name`.
+    """Returns the shapes of a scorer's parameters, sharded by the mesh's rules for component `name`.
 
     Raises:
       ConfigError: no rule matches a parameter.

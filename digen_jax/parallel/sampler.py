@@ -1,7 +1,7 @@
-"""The sampler's programs: prompts -> conditioning -> trajectories -> images, and the random numbers of a step's images.
+"""Sampler programs (prompts -> conditioning -> trajectories -> images) and the random numbers of a step's images.
 
-Random numbers depend only on the step's number and the groups' serials. So they are the same on any mesh, at any time,
-for any weights version, and in a resumed run.
+Random numbers depend only on the step number and the groups' serials. They are therefore the same on any mesh, for any
+weights version, and in a resumed run.
 """
 
 import dataclasses
@@ -38,8 +38,8 @@ class SampleDraws(NamedTuple):
     """Random inputs of some images: the last arguments of `Sampler.generate`.
 
     Attributes:
-      keys: Key of each image's noise.
-      start_keys: Keys of the start noise. None means `keys`.
+      keys: Noise key of each image.
+      start_keys: Start noise key of each image. None means `keys`.
       start: First step of the window.
       trained: Steps of the window that each image trains. None means all.
     """
@@ -50,7 +50,7 @@ class SampleDraws(NamedTuple):
     trained: Int[np.ndarray, "k n"] | None
 
     def subset(self, part: slice) -> "SampleDraws":
-        """Returns the random inputs of some of these images."""
+        """Returns the random inputs of a slice of the images."""
         start_keys = None if self.start_keys is None else self.start_keys[part]
         trained = None if self.trained is None else self.trained[:, part]
         return SampleDraws(self.keys[part], start_keys, self.start, trained)
@@ -58,16 +58,16 @@ class SampleDraws(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class SampleRng:
-    """Draws the random inputs of a run's images. An image may train a random share of the window's steps."""
+    """Generates the random inputs of a run's images. An image may train a random share of the window's steps."""
 
     seed: int
-    window: Window | None  # None: no step has noise
+    window: Window | None  # None means that no step has noise
     shared_noise: bool = False  # all images of a group start from the same noise (`group_keys`)
 
     def draw(
         self, step: int, serials: Int[np.ndarray, "n"], images: Int[np.ndarray, "n"]
     ) -> SampleDraws:
-        """Draws for images of a step, given their groups' serials and their numbers in the group."""
+        """Returns the random inputs of images of a step, given their groups' serials and their indices in the group."""
         root, trained = jax.random.key(self.seed), None
         start_keys = group_keys(root, serials) if self.shared_noise else None
         window = self.window
@@ -83,7 +83,7 @@ class SampleRng:
 
 @dataclasses.dataclass(frozen=True)
 class SamplerSettings:
-    """Sampling settings. `length` successive steps are of kind `step` and stored; the others have no noise."""
+    """Sampling settings. `length` consecutive steps are of kind `step` and stored; other steps have no noise."""
 
     size: Size
     steps: int
@@ -94,7 +94,7 @@ class SamplerSettings:
 
 
 class Weights(NamedTuple):
-    """All weights of the sampler: the tuned parameters, the policy's base, and the frozen components."""
+    """All weights of the sampler: tuned parameters, the policy's base, and frozen components."""
 
     tuned: Any
     base: Any
@@ -102,17 +102,17 @@ class Weights(NamedTuple):
 
 
 class EncodedPrompts(NamedTuple):
-    """Encoded records, replicated on the sampler's mesh, and the same without the prompt, or one row for all."""
+    """Conditioning and null conditioning (or one row for all) of records, replicated on the sampler's mesh."""
 
     conditioning: Any
-    null: Any  # None: the policy reads none
+    null: Any  # None means that the policy does not read it
 
 
 class Sampler:
     """Jitted encoding, generation and decoding on one mesh.
 
-    A program is compiled once for each number of prompts and of images, for any start of the window. An image
-    depends only on its keys and prompt, never on its batch.
+    A program is compiled once per number of prompts and of images, for any start of the window. An image
+    depends only on its keys and prompt, not on its batch.
 
     Args:
       policy: Policy that samples.
@@ -161,22 +161,22 @@ class Sampler:
         start: int = 0,
         trained: Int[np.ndarray, "k b"] | None = None,
     ) -> Trajectory:
-        """Samples one chunk: image i shows prompt `rows[i]` and is drawn with `keys[i]`.
+        """Samples one chunk: image i has prompt `rows[i]` and noise key `keys[i]`.
 
         Returns immediately; the arrays are computed asynchronously. The number of images must be a multiple of
-        the mesh's devices.
+        the number of devices.
 
         Args:
           weights: All weights.
           prompts: Encoded prompts.
-          rows: Each image's prompt.
-          keys: Keys of each image's noise.
-          start_keys: Keys of each image's start noise. None means `keys`.
-          start: First of the stored steps.
-          trained: Stored steps that are returned of each image (`select_steps`). None means all.
+          rows: Prompt index of each image.
+          keys: Noise key of each image.
+          start_keys: Start noise key of each image. None means `keys`.
+          start: First stored step.
+          trained: Stored steps to return for each image (`select_steps`). None means all.
 
         Raises:
-          ValueError: steps outside the schedule.
+          ValueError: a step is outside the schedule.
         """
         check_step_range(start, self.settings.length, self.settings.steps)
         batch = self.group.batch
@@ -192,24 +192,24 @@ class Sampler:
         )
 
     def decode(self, weights: Weights, trajectory: Trajectory) -> Float[Array, "b t h w 3"]:
-        """Decodes the clips at a trajectory's end; returns immediately, as `generate` does."""
+        """Decodes the final latents of a trajectory into clips; returns immediately, like `generate`."""
         return self._decode(weights.frozen, trajectory.latents.astype(jnp.float32))
 
-    # `weights` of the following methods are shapes with shardings, and nothing is allocated.
+    # In the following methods `weights` are shapes with shardings; nothing is allocated.
 
     def trace_encode(self, weights: Weights, records: Sequence[Record]) -> jax.stages.Traced:
-        """Traces the text encoders' program, also for prompts that are precomputed."""
+        """Traces the text encoders' program, even if prompts are precomputed."""
         return self._encode.trace(self._encoders(weights), self.policy.family.tokenize(records))
 
     def trace_encode_null(self, weights: Weights, records: Sequence[Record]) -> jax.stages.Traced:
-        """Traces the program for the pass without the prompt, if the policy `reads_null`."""
+        """Traces the program for the null conditioning, if the policy `reads_null`."""
         tokens = self.policy.family.tokenize_null(records)
         return self._encode.trace(self._encoders(weights), tokens)
 
     def trace_generate(
         self, weights: Weights, records: Sequence[Record], images: int, trained: int = 0
     ) -> jax.stages.Traced:
-        """Traces `generate` for some images of the records. `trained`: returned steps of each image, 0: all."""
+        """Traces `generate` for a number of images. `trained` is the number of returned steps per image, 0: all."""
         batch, steps = self.group.batch, self.group.batch_of_steps
         rows = jax.ShapeDtypeStruct((images,), np.int32, sharding=batch)
         keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), images))
@@ -224,7 +224,7 @@ class Sampler:
         return self._decode.trace(weights.frozen, latents)
 
     def encoded(self, weights: Weights, records: Sequence[Record]) -> EncodedPrompts:
-        """Returns the shapes of what `encode` returns."""
+        """Returns the shapes of the result of `encode`."""
         encoders = self._encoders(weights)
         prompts = jax.eval_shape(lambda encoders: self._run_encoders(encoders, records), encoders)
         return jax.tree.map(lambda leaf: leaf.update(sharding=self.group.replicated), prompts)
@@ -261,7 +261,7 @@ def _generate(
         trajectory = sample(velocity, noise, sigmas, settings.step, keys, window, *stored)
     if trained is None:
         return trajectory
-    # On this mesh, so that untrained transitions are neither kept nor sent to the trainer.
+    # Select on this mesh, so that untrained transitions are neither stored nor sent to the trainer.
     return trajectory._replace(transitions=select_steps(trajectory.transitions, trained))
 
 
@@ -272,6 +272,6 @@ def _decode(
     frozen: Any,
     latents: Float[Array, "b *latent"],
 ) -> Float[Array, "b t h w 3"]:
-    """Decodes clips in chunks of a size that the family decodes in bounded memory."""
+    """Decodes clips in chunks of a size that bounds memory."""
     rows = max(1, family.decoded_pixels // math.prod(size))
     return chunked_map(functools.partial(family.decode, frozen), latents, rows, group)

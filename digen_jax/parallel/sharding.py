@@ -19,36 +19,36 @@ from digen_jax.models.family import Params
 from digen_jax.parallel.mesh import FSDP, SEQUENCE, TENSOR, parts
 from digen_jax.target import on_mesh
 
-# The tactic "fsdp" does not split smaller parameters: gathering them costs more than the memory they take.
+# Minimum size of a parameter that "fsdp" splits: gathering a smaller one costs more than its memory.
 FSDP_MIN_SIZE = 2**14
 TACTICS = REPLICATE, SPLIT = "replicate", FSDP
 
 # (regex, tactic) or (regex, logical axis, mesh axis); see `Layout`.
 Rules = Sequence[tuple[str, ...]]
 REPLICATED = ((".*", REPLICATE),)
-# Megatron's: the first of two layers is split by columns, the second by rows (arXiv 1909.08053).
+# Megatron's rules: the first of two layers is split by columns, the second by rows (arXiv 1909.08053).
 TENSOR_RULES = ((".*", "heads", TENSOR), (".*", "mlp", TENSOR))
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Layout of parameters on any mesh.
+    """Sharding rules for parameters on any mesh.
 
-    A parameter's name is its component and path, such as "transformer/context_embedder/kernel". The
-    rules whose regex matches part of the name apply in their order:
+    A parameter's name is its component and path, such as "transformer/context_embedder/kernel". Rules
+    whose regex matches part of the name apply in order:
 
     - (regex, logical axis, mesh axis): the mesh axis splits the parameter's first dimension with that
       logical axis, as in MaxText's `logical_axis_rules`;
-    - (regex, "fsdp"): the mesh axis fsdp splits the largest dimension other than the layers of a scan, in
-      parameters of `FSDP_MIN_SIZE` elements or more;
+    - (regex, "fsdp"): the mesh axis fsdp splits the largest dimension, except a scan's layers, of
+      parameters with at least `FSDP_MIN_SIZE` elements;
     - (regex, "replicate"): no later rule applies.
 
-    A dimension is split at most once, by a size that divides it, and a mesh axis splits at most one dimension;
-    a rule that would violate this is skipped. If no rule uses the axis tensor, `TENSOR_RULES` come first.
+    A dimension is split at most once, by a size that divides it, and a mesh axis splits at most one dimension.
+    Rules that violate this are skipped. If no rule uses the axis tensor, `TENSOR_RULES` come first.
 
     Attributes:
-      rules: Rules of a config.
-      axes: Logical axis of each dimension by a parameter's name. Other parameters have none.
+      rules: Rules of the config.
+      axes: Logical axis of each dimension, by parameter name. Other parameters have none.
     """
 
     rules: Rules = REPLICATED
@@ -56,7 +56,7 @@ class Layout:
 
     @classmethod
     def of(cls, rules: Rules, axes: Params) -> "Layout":
-        """Creates the layout of a family's `axes()`, and of the LoRA factors that its parameters may get."""
+        """Creates the layout from a family's `axes()`, including the LoRA factors that parameters may get."""
         named = flatten_dict(axes)
         named |= factor_axes(named)
         return cls(tuple(rules), {"/".join(path): names for path, names in named.items()})
@@ -93,7 +93,7 @@ class Layout:
         return PartitionSpec(*placed)
 
     def bytes(self, tree: Params, sizes: Mapping[str, int]) -> int:
-        """Returns the bytes per device of a tree of parameters or shapes, on a mesh with these axis sizes."""
+        """Returns the bytes per device of parameters or shapes, on a mesh with these axis sizes."""
         total = 0
         for path, leaf in jax.tree.leaves_with_path(tree):
             spec = self.spec(parameter_name(path), leaf.shape, sizes)
@@ -102,7 +102,7 @@ class Layout:
         return total
 
     def _matching(self, name: str) -> Iterator[tuple[str, ...]]:
-        """Yields the matching rules, up to the one after which no other applies."""
+        """Yields the matching rules, up to the last one that can apply."""
         for rule in self.rules:
             if re.search(rule[0], name):
                 yield rule
@@ -124,7 +124,7 @@ class Layout:
                 continue
             fitting = [d for d in sorted(free) if shape[d] % sizes[axis] == 0]
             if about == [SPLIT]:
-                # A scan takes one layer at a time: if layers were split, a device would gather all of them.
+                # A scan reads one layer at a time: if layers were split, a device would gather all of them.
                 within = [d for d in fitting if not names or names[d] != LAYERS]
                 large = within and math.prod(shape) >= FSDP_MIN_SIZE
                 found = max(within, key=lambda d: shape[d]) if large else None
@@ -143,11 +143,11 @@ def parameter_name(path: tuple) -> str:
 
 @contextlib.contextmanager
 def tracing_on(sharding: NamedSharding, attention: str) -> Iterator[None]:
-    """Context for tracing networks whose programs XLA partitions.
+    """Context manager for tracing networks whose programs XLA partitions.
 
     Args:
       sharding: Sharding of the rows of activations.
-      attention: Configured kernel, see `attention.kernels`.
+      attention: Configured kernel (see `attention.kernels`).
     """
     rows, *_ = sharding.spec
     with on_mesh(sharding.mesh, rows, TENSOR, SEQUENCE, attention), _shard_activations(sharding):
@@ -155,12 +155,12 @@ def tracing_on(sharding: NamedSharding, attention: str) -> Iterator[None]:
 
 
 def _shard_activations(sharding: NamedSharding) -> AbstractContextManager[None]:
-    """Context that shards the outputs of linear layers and convolutions: their rows, and tokens.
+    """Context manager that shards rows and tokens of the outputs of linear layers and convolutions.
 
     Rows are split as in `sharding`, the tokens of [b n d] over the axis sequence. XLA chooses the sharding of other
-    dimensions. If parameters are split over fsdp and tensor, it would otherwise split the rows over data only and
-    compute with each part of a parameter on its device, which moves activations instead of parameters. If nothing
-    is split over tensor or sequence, it finds the sharding of rows itself.
+    dimensions. With parameters split over fsdp and tensor, it would otherwise split rows over data only and compute
+    with each part of a parameter on its device, which moves activations instead of parameters. Without splits over
+    tensor or sequence, it finds the sharding of rows itself.
     """
     mesh, (rows, *_) = sharding.mesh, sharding.spec
     if mesh.shape[TENSOR] == mesh.shape[SEQUENCE] == 1:
@@ -172,7 +172,7 @@ def _shard_activations(sharding: NamedSharding) -> AbstractContextManager[None]:
             return y
         free = [PartitionSpec.UNCONSTRAINED] * (y.ndim - 1)
         if mesh.shape[SEQUENCE] > 1 and isinstance(context.module, nn.Conv):
-            # If XLA split pixels like tokens, it would double the gradient of the kernel where tensor splits, too.
+            # If XLA split pixels like tokens, it would double the kernel's gradient where tensor also splits.
             free = [None] * (y.ndim - 1)
         elif mesh.shape[SEQUENCE] > 1 and y.ndim == 3:
             free[0] = SEQUENCE

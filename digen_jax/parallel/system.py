@@ -1,4 +1,4 @@
-"""Parts of an assembled run: meshes, programs and parameters; moves parameters and sampled images between meshes."""
+"""Components of a run (meshes, programs, parameters), and moves of parameters and samples between meshes."""
 
 import dataclasses
 import functools
@@ -21,14 +21,14 @@ from digen_jax.parallel.trainer import Trainer
 
 
 class Rollout(NamedTuple):
-    """A sampling mesh: its programs, and all parameters that they need except the tuned ones."""
+    """A rollout mesh: its programs, and all parameters that they need except the tuned ones."""
 
     sampler: Sampler
     evaluator: Sampler
-    dtype: Any  # in which parameters are sent and stored; None: unchanged
-    base: Any  # see Policy.sampler_base
-    frozen: Any  # the other components
-    scorers: tuple[Any, ...] = ()  # the rewards that it computes, each a `RewardModel`
+    dtype: Any  # dtype of sent and stored parameters; None means unchanged
+    base: Any  # see `Policy.sampler_base`
+    frozen: Any  # parameters of the other components
+    scorers: tuple[Any, ...] = ()  # rewards computed on this mesh, each a `RewardModel`
 
     @property
     def group(self) -> DeviceGroup:
@@ -43,7 +43,7 @@ class Rollout(NamedTuple):
         return Weights(reshard(tuned, self.group, self.dtype), self.base, self.frozen)
 
     def moved(self, group: DeviceGroup, base: Any) -> "Rollout":
-        """Returns the same on another mesh; `base` may be on it already."""
+        """Returns this rollout on another mesh; `base` may be on it already."""
         samplers = (
             Sampler(one.policy, group, one.settings, one.stored)
             for one in (self.sampler, self.evaluator)
@@ -54,18 +54,18 @@ class Rollout(NamedTuple):
 
 
 class System(NamedTuple):
-    """Parts of a training run, with loaded parameters."""
+    """Components of a training run, with loaded parameters."""
 
     placement: Placement
     policy: Policy
     rng: SampleRng
-    rollouts: tuple[Rollout, ...]  # of the placement; if colocated, the trainer's mesh itself
+    rollouts: tuple[Rollout, ...]  # of the placement; if colocated, the trainer's mesh
     trainer: Trainer
-    base: Any  # on the trainer mesh, see Policy
-    start: Any  # tuned parameters before the first update; the trainer's `init` takes them over
+    base: Any  # on the trainer mesh, see `Policy`
+    start: Any  # tuned parameters before the first update; consumed by the trainer's `init`
     advantages: AdvantageSettings
-    sent: Any = None  # `Rollout.dtype`
-    # If all rollout workers are in other processes: makes a mesh of this process sample, and reads what is missing.
+    sent: Any = None  # see `Rollout.dtype`
+    # Builds a rollout on a mesh of this process and reads missing parameters, if all rollout workers are remote.
     sampling_on: Callable[[DeviceGroup], Rollout] | None = None
     trainers: tuple[Trainer, ...] = ()  # of the further training meshes
     # Updates all parameters, on one mesh of all training devices. None means that `trainer` updates.
@@ -73,21 +73,21 @@ class System(NamedTuple):
 
     @property
     def updater(self) -> Trainer:
-        """Trainer whose mesh has the optimizer's state and updates."""
+        """Trainer whose mesh stores the optimizer state and updates."""
         return self.joint_trainer or self.trainer
 
     @property
     def sampler(self) -> Sampler:
-        """Sampler of the first sampling mesh."""
+        """Sampler of the first rollout mesh."""
         return self.rollouts[0].sampler
 
     @property
     def evaluator(self) -> Sampler:
-        """Evaluator of the first sampling mesh."""
+        """Evaluator of the first rollout mesh."""
         return self.rollouts[0].evaluator
 
     def with_scorers(self, scorers: tuple[Any, ...]) -> "System":
-        """Adds rewards, which are on the first sampling mesh, to all sampling meshes."""
+        """Adds rewards, which are on the first rollout mesh, to all rollout meshes."""
         first, *others = self.rollouts
         others = (
             one._replace(scorers=tuple(scorer.moved(one.group) for scorer in scorers))
@@ -105,7 +105,7 @@ class System(NamedTuple):
         return self._replace(placement=placement, trainer=trainer, base=base, rollouts=rollouts)
 
     def assistant(self, weights: str) -> Rollout:
-        """Returns the trainer's devices as a sampling mesh; `weights` as in `assistant_group`."""
+        """Returns the trainer's devices as a rollout mesh; `weights` as in `assistant_group`."""
         if self.placement.colocated:
             return self.rollouts[0]
         group = assistant_group(self.placement.trainer, weights)
@@ -114,36 +114,36 @@ class System(NamedTuple):
         return self.rollouts[0].moved(group, self.policy.sampler_base(self.base))
 
     def untuned(self) -> Any:
-        """Returns a `tuned` that equals the base model, whatever `start` was; `base` has a reference."""
+        """Returns a `tuned` equal to the base model, regardless of `start`; `base` must have a reference."""
         start = self.policy.untuned(self.base)
         return jax.device_put(start, self.placement.trainer.params(start))
 
     def rollout_weights(self, tuned: Any) -> Weights:
-        """Reshards tuned parameters onto the first sampling mesh and adds all other parameters that it needs.
+        """Reshards tuned parameters onto the first rollout mesh and adds all other parameters that it needs.
 
-        If colocated, they are the trainer's arrays, which its next update consumes.
+        If colocated, they are the trainer's arrays, which its next update donates.
         """
         return self.rollouts[0].weights(tuned)
 
 
 def assistant_group(trainer: DeviceGroup, weights: str) -> DeviceGroup:
-    """Returns the trainer's devices as a sampling mesh.
+    """Returns the device group that samples on the trainer's devices.
 
     Args:
       trainer: Mesh of the trainer.
-      weights: "in place": sampling uses them with the trainer's shardings. "resharded": it uses copies that are
-        unsharded except over the axis tensor; these take memory and save gathering in every pass.
+      weights: "in place" samples with the trainer's shardings. "resharded" samples with copies that are unsharded
+        except over the axis tensor; these take memory and save gathering in every pass.
     """
     return trainer.as_sampler if weights == "in place" else trainer.gathered
 
 
 def reshard(tree: Any, group: DeviceGroup, dtype: Any = None) -> Any:
-    """Gives parameters the shardings of a mesh's rules: on the same devices by one program, else by transfer.
+    """Reshards parameters by a mesh's rules: with one program on the same devices, else by transfer.
 
     Args:
-      tree: Parameters by component, or their shapes, of which the result is shapes.
+      tree: Parameters by component, or their shapes; the result of shapes is shapes.
       group: The mesh.
-      dtype: New dtype, to which they are rounded before the transfer. None means unchanged.
+      dtype: Dtype to which parameters are cast before the transfer. None means unchanged.
     """
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree)):
         return sharded_shapes(tree if dtype is None else shapes_in_dtype(tree, dtype), group)
@@ -153,7 +153,7 @@ def reshard(tree: Any, group: DeviceGroup, dtype: Any = None) -> Any:
 
 
 def trace_reshard(tree: Any, group: DeviceGroup, dtype: Any = None) -> list[jax.stages.Traced]:
-    """Traces the programs of `reshard` for shapes with shardings; a transfer between devices needs none."""
+    """Traces the programs of `reshard` for shapes with shardings; transfers between devices need none."""
     programs = []
     if dtype is not None:
         programs.append(cast.trace(tree, dtype))
@@ -165,7 +165,7 @@ def trace_reshard(tree: Any, group: DeviceGroup, dtype: Any = None) -> list[jax.
 
 
 def sharded_shapes(tree: Any, group: DeviceGroup) -> Any:
-    """Gives shapes of parameters the shardings of a mesh's rules."""
+    """Adds the shardings of a mesh's rules to shapes of parameters."""
     return jax.tree.map(
         lambda leaf, sharding: leaf.update(sharding=sharding), tree, group.params(tree)
     )
@@ -177,7 +177,7 @@ def shapes_in_dtype(tree: Any, dtype: Any) -> Any:
 
 
 def resharded(tree: Any, shardings: Any) -> Any:
-    """Gives arrays shardings of the same structure: on the same devices by one program, else by transfer."""
+    """Reshards arrays to shardings of the same structure: with one program on the same devices, else by transfer."""
     leaves, wanted = jax.tree.leaves(tree), jax.tree.leaves(shardings)
     if all(isinstance(leaf, jax.Array) for leaf in leaves) and _needs_program(leaves, wanted):
         return jax.jit(_same, out_shardings=shardings)(tree)
@@ -204,14 +204,14 @@ def _same(tree: Any) -> Any:
 class SampledImages(NamedTuple):
     """Sampled images of a chunk, on the trainer mesh."""
 
-    version: int  # of the policy that sampled them
-    rows: Int[np.ndarray, "b"]  # each image's group within the step
+    version: int  # policy version that sampled them
+    rows: Int[np.ndarray, "b"]  # group index of each image within the step
     samples: Transitions | FinalImages
     sigmas: Float32[Array, "sigmas"]
 
 
 def sample_shardings(samples: tuple[Any, Any], trainer: DeviceGroup) -> tuple[Any, Any]:
-    """Returns shardings of (a chunk's samples, its sigmas) on a trainer mesh: images are split over the devices."""
+    """Returns the shardings of (a chunk's samples, its sigmas) on a trainer mesh, with images split over devices."""
     trained, replicated = samples[0], trainer.replicated
     if isinstance(trained, FinalImages):
         return FinalImages(trainer.batch, trainer.batch, replicated), replicated
@@ -231,9 +231,9 @@ def move_to_trainer(images: SampledImages, trainer: DeviceGroup) -> SampledImage
 def select_images(
     images: SampledImages, places: Int[np.ndarray, "k"], trainer: DeviceGroup
 ) -> SampledImages:
-    """Selects images of a chunk on the trainer mesh by their places, with the same sharding.
+    """Selects images of a chunk on the trainer mesh by their indices `places`, with the same sharding.
 
-    A place may occur more than once. The number of places must be a multiple of the devices.
+    An index may repeat. The number of indices must be a multiple of the number of devices.
     """
     samples, at = images.samples, put(places, trainer.replicated)
     if isinstance(samples, FinalImages):
@@ -251,13 +251,13 @@ def make_train_batch(
     advantages: Float[Any, "b"],
     weight: Float32[Any, "b"] | None = None,
 ) -> TrainBatch:
-    """Converts a chunk on the trainer mesh to the trainer's form.
+    """Converts a chunk on the trainer mesh to the trainer's format.
 
     Args:
-      system: The trainer's system.
+      system: System of the trainer.
       prompts: Encoded prompts of the step.
       images: The chunk.
-      advantages: Advantage of each image. For an algorithm that `ranks`, any numbers in the images' order.
+      advantages: Advantage of each image. For an algorithm that `ranks`, any numbers in the same order.
       weight: Weight of each image. None means that all images train.
     """
     group = system.placement.trainer
@@ -265,7 +265,7 @@ def make_train_batch(
     weight = np.ones(len(rows), np.float32) if weight is None else weight
     prepared = system.trainer.algorithm.prepare(advantages, weight, rows)
     if prepared.pairs is not None:
-        # Two images are one sample, with the key of the first, which is preferred.
+        # Two images form one sample, with the key of the preferred (first) image.
         x0 = _gather(samples.x0, put(prepared.pairs, group.replicated), 0, group.batch)
         first = prepared.pairs[:, 0]
         keys = _gather(samples.keys, put(first, group.replicated), 0, group.batch)
@@ -276,7 +276,7 @@ def make_train_batch(
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _gather(tree: Any, places: Int[Array, "..."], axis: int, sharding: NamedSharding) -> Any:
-    """Selects `places` on axis `axis`, the images'; arrays without this axis are unchanged."""
+    """Selects `places` along the image axis `axis`; arrays without this axis are unchanged."""
 
     def gather(a: Array) -> Array:
         if a.ndim <= axis:

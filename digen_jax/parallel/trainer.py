@@ -1,4 +1,4 @@
-"""The trainer's settings and programs: chunks -> accumulated gradient -> update."""
+"""Trainer settings and programs: chunks -> accumulated gradient -> update."""
 
 import dataclasses
 from typing import Annotated, Any, Literal, NamedTuple
@@ -63,12 +63,12 @@ class TrainerSettings:
 
     @property
     def average(self) -> EmaDecay:
-        """Decay of the parameters' average."""
+        """Decay of the parameters' moving average."""
         warm_up, every, repeats = self.ema_warm_up, self.ema_every, self.ema_repeats
         return EmaDecay(self.ema, warm_up, every, repeats, self.ema_unit, self.updates)
 
     def optimizer(self) -> optax.GradientTransformation:
-        """Returns AdamW after clipping by the global norm, with linear warm-up and optional decay of the rate."""
+        """Returns AdamW with global-norm clipping, linear warm-up and optional decay of the learning rate."""
         rate = optax.linear_schedule(
             self.learning_rate / (self.warmup + 1), self.learning_rate, self.warmup
         )
@@ -82,7 +82,7 @@ class TrainerSettings:
 
 
 def updates_made(state: optax.OptState) -> Int[Array, ""]:
-    """Returns the number of updates of an optimizer of `TrainerSettings`; all counts in its state are equal."""
+    """Returns the number of updates from the state of a `TrainerSettings` optimizer; all its counts are equal."""
     return optax.tree_utils.tree_get_all_with_path(state, "count")[0][1]
 
 
@@ -96,7 +96,7 @@ class TrainState(NamedTuple):
 
     @property
     def evaluated(self) -> Any:
-        """Parameters that are evaluated: the average, if there is one."""
+        """Parameters to evaluate: the average, if there is one."""
         return self.tuned if self.ema is None else self.ema
 
 
@@ -134,14 +134,14 @@ class Trainer:
         self._accumulate_group = jit_as_written(self._accumulate_open_group, donate_argnums=4)
         self._fold, self._add = (jax.jit(one, donate_argnums=0) for one in (fold, add))
         self._update = jax.jit(self._apply_update, donate_argnums=0)
-        # A copy that samples is not consumed: samplers and the trainer still refer to the version.
+        # A copy that samples is not donated: samplers and the trainer still refer to the version.
         donated = () if algorithm.samples_from_copy else 0
         self._update_copy = jax.jit(self._updated_copy, donate_argnums=donated)
 
     def init(self, tuned: Any) -> TrainState:
         """Returns the state before the first update, sharded by the group's rules.
 
-        Takes over `tuned`: arrays that already have these shardings are consumed by the first update.
+        Consumes `tuned`: arrays that already have these shardings are donated by the first update.
         """
         shardings = self._shardings(tuned)
         tuned = jax.device_put(tuned, shardings.tuned)
@@ -166,14 +166,14 @@ class Trainer:
           state: State of the trainer.
           base: See `Policy`.
           train_batch: The chunk.
-          totals: Sums so far, which are consumed. None starts new ones.
-          behavior: Parameters that sampled the chunk, read if the algorithm `reads_behavior`.
-          start: Parameters at the step's start, read if the algorithm `reads_start`. None means that `state` still
-            has them.
-          piece: (first, count) of the passes to add; all pieces are computed by one program. None means all passes.
+          totals: Sums so far, which are donated. None means zero.
+          behavior: Parameters that sampled the chunk, required if the algorithm `reads_behavior`.
+          start: Parameters at the start of the step, used if the algorithm `reads_start`. None means that `state`
+            still has them.
+          piece: (first, count) of the passes to add; one program computes all pieces. None means all passes.
 
         Raises:
-          ValueError: `behavior` is read, but not given.
+          ValueError: `behavior` is required, but missing.
         """
         if self.algorithm.reads_behavior and behavior is None:
             raise ValueError("the policy that sampled is evaluated, so accumulate needs behavior")
@@ -194,9 +194,9 @@ class Trainer:
         rewards: Float[np.ndarray, "b"],
         group: OpenGroup | None,
     ) -> OpenGroup:
-        """Adds a chunk of one group to that group's sums, which are consumed; None opens the group.
+        """Adds a chunk of one group to that group's sums, which are donated. None means a new group.
 
-        `train_batch.advantages` are not read. `Algorithm.check_early_training` decides whether the result is exact.
+        `train_batch.advantages` is not read. `Algorithm.check_early_training` decides whether the result is exact.
         """
         before = np.zeros(0) if group is None else group.rewards
         known = np.concatenate([before, np.asarray(rewards, np.float64)])
@@ -210,19 +210,19 @@ class Trainer:
     def close(
         self, group: OpenGroup, totals: Totals | None, std: Literal["group", "global"]
     ) -> Totals:
-        """Folds a complete group into `totals`, which is consumed; None starts new totals.
+        """Folds a complete group into `totals`, which is donated. None means zero totals.
 
-        `std` is the divisor of its advantages: that of the group or, at the update, that of the step.
+        `std` selects the divisor of its advantages: the std of the group or, at the update, of the step.
 
         Raises:
-          ValueError: an advantage of the group would have been clipped, so the fold is not its gradient.
+          ValueError: clipping would have changed an advantage of the group, so the result is not its gradient.
         """
         scale = None
         if std == "group":
             centred = group.rewards - group.rewards.mean()
             scale = 1 / (group.rewards.std() + STD_EPS)
             largest = float(np.abs(centred).max() * scale)
-            # An advantage is rounded to float32 before it is clipped.
+            # An advantage is rounded to float32 before clipping.
             if np.float32(largest) > np.float32(self.algorithm.adv_clip) * (1 + 1e-6):
                 raise ValueError(
                     f"an advantage of {largest:.4g} is clipped to {self.algorithm.adv_clip}, so its group "
@@ -236,28 +236,28 @@ class Trainer:
         return self._fold(totals, group.sums, scale)
 
     def add(self, totals: Totals | None, others: Totals) -> Totals:
-        """Adds sums on this mesh to `totals`, which is consumed; None means that there are none yet."""
+        """Adds sums on this mesh to `totals`, which is donated. None means zero totals."""
         return others if totals is None else self._add(totals, others)
 
     def shardings_of(self, totals: Totals) -> Totals:
-        """Returns the sharding on this mesh of each array of sums, which may be on another mesh."""
+        """Returns this mesh's sharding for each array of sums, which may be on another mesh."""
         return jax.tree.broadcast(self._layout(totals), totals)
 
     def update(
         self, state: TrainState, totals: Totals, reward_std: float | None = None
     ) -> tuple[TrainState, Metrics]:
-        """Takes one optimizer step; `state` is consumed, except its slow copy, which is unchanged.
+        """Takes one optimizer step; `state` is donated, except its slow copy, which is unchanged.
 
-        If every image was left out, the gradient is 0, and Adam still makes an update: its moments decay, and the
-        parameters move by them and by the weight decay.
+        If every image is excluded, the gradient is 0, but Adam still updates: its moments decay, and the parameters
+        move by the moments and the weight decay.
 
         Args:
           state: State of the trainer.
-          totals: Sums of the update's samples.
-          reward_std: Global std, of all rewards of the step; needed if groups were closed before it was known.
+          totals: Sums over the update's samples.
+          reward_std: Std of all rewards of the step, required if groups were closed before it was known.
 
         Raises:
-          ValueError: `reward_std` is needed, but not given.
+          ValueError: `reward_std` is required, but missing.
         """
         scale = None
         if totals.unscaled is not None:
@@ -273,7 +273,7 @@ class Trainer:
         """Moves the slow copy towards the trained parameters, after all updates of a step.
 
         Args:
-          state: Its copy is consumed, unless that is what samples.
+          state: Its copy is donated, unless the copy samples.
           updates: Number of optimizer updates so far, in all steps.
         """
         if self.algorithm.slow_copy is None:
@@ -286,7 +286,7 @@ class Trainer:
         return state.copy if self.algorithm.samples_from_copy else state.tuned
 
     def policies(self, state: TrainState, behavior: Any, start: Any) -> Policies:
-        """Returns what the algorithm reads of the other parameters; arguments as in `accumulate`."""
+        """Returns the other parameters that the algorithm reads; arguments as in `accumulate`."""
         algorithm = self.algorithm
         return Policies(
             behavior if algorithm.reads_behavior else None,
@@ -317,7 +317,7 @@ class Trainer:
         return _with_shardings(totals, self.shardings_of(totals))
 
     def _shardings(self, tuned: Any) -> TrainState:
-        """Returns shardings of a state: average and moments like their parameters, counts replicated."""
+        """Returns the shardings of a state: average and moments like their parameters, counts replicated."""
         params = self.group.params(tuned)
         optimizer = optax.tree.map_params(
             self._optimizer,
@@ -329,7 +329,7 @@ class Trainer:
         return TrainState(params, optimizer, params if self.settings.ema else None)
 
     def _layout(self, sums: Totals | GroupSums | Term | None) -> Any:
-        """Returns shardings of sums: a gradient is split like its parameters."""
+        """Returns the shardings of sums; a gradient is split like its parameters."""
         replicated = self.group.replicated
         match sums:
             case None:
@@ -391,7 +391,7 @@ class Trainer:
     ) -> tuple[TrainState, Metrics]:
         if scale is not None:
             totals = apply_global_std(totals, scale)
-        weight = jnp.maximum(totals.sums["weight"], 1)  # 0 if every sample was left out
+        weight = jnp.maximum(totals.sums["weight"], 1)  # 0 if every sample is excluded
         gradient = jax.tree.map(lambda g: g / weight, totals.gradient)
         updates, optimizer = self._optimizer.update(gradient, state.optimizer, state.tuned)
         tuned = optax.apply_updates(state.tuned, updates)
@@ -401,7 +401,7 @@ class Trainer:
         metrics = {name: total / weight for name, total in totals.sums.items() if name != "weight"}
         metrics["gradient_norm"] = optax.global_norm(gradient)
         metrics["update_norm"] = optax.global_norm(updates)
-        # Otherwise the compiler may lay out the new state differently from the old one.
+        # Otherwise the compiler may choose another layout for the new state.
         state = TrainState(tuned, optimizer, ema)
         return jax.lax.with_sharding_constraint(state, self._shardings(tuned)), metrics
 
