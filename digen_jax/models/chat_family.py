@@ -1,4 +1,4 @@
-"""The base of families whose prompts are a chat with a language model: its states condition the transformer."""
+"""Base class of families whose prompts are formatted as a chat and encoded by a language model."""
 
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -16,18 +16,18 @@ from digen_jax.models.text.language_model import LanguageModel
 
 
 class Tokens(NamedTuple):
-    """The ids of each prompt's chat, and False for the padding behind them."""
+    """Token ids of each prompt's chat, and a mask that is False for trailing padding."""
 
     ids: Int[Array, "b n"] | Int[np.ndarray, "b n"]
     mask: Bool[Array, "b n"] | Bool[np.ndarray, "b n"]
 
 
 class MaskedConditioning(NamedTuple):
-    """The transformer's inputs from a prompt.
+    """Transformer inputs of a prompt.
 
     Attributes:
-      context: states of its tokens, and of padding behind them.
-      mask: False for the padding, which the transformer does not attend to.
+      context: States of the prompt's tokens and of trailing padding.
+      mask: False for padding, which the transformer does not attend to.
     """
 
     context: Float[Array, "b n d"]
@@ -35,12 +35,12 @@ class MaskedConditioning(NamedTuple):
 
 
 class ChatFamily(ImageFamily):
-    """The base of a frozen dataclass with these networks and one tokenizer.
+    """Base of a frozen dataclass with these networks and one tokenizer.
 
     Attributes:
-      max_sequence_length: tokens of a prompt's chat, without the first `dropped`.
-      template: the chat with {} for the prompt. None means a user's turn by the tokenizer's own chat template.
-      dropped: first tokens of the template whose states the transformer does not read.
+      max_sequence_length: Tokens of a prompt's chat, without the first `dropped`.
+      template: Chat text with {} for the prompt. None means a user turn in the tokenizer's chat template.
+      dropped: Number of leading template tokens whose states the transformer does not read.
       thinking: Qwen3's `enable_thinking` of the tokenizer's chat template.
     """
 
@@ -60,7 +60,7 @@ class ChatFamily(ImageFamily):
     def read_tokenizers(
         cls, folder: pathlib.Path, configs: Mapping[str, Any], tokens: int
     ) -> dict[str, Any]:
-        """The tokenizer; raises ValueError if it does not fit the language model or the template."""
+        """Reads the tokenizer; raises ValueError if it does not fit the language model or the template."""
         head = cls.template and (cls.template.partition("{}")[0], cls.dropped)
         tokenizer = tokenizers.read_language_model(
             folder / "tokenizer",
@@ -72,12 +72,12 @@ class ChatFamily(ImageFamily):
         return {"tokenizer": tokenizer}
 
     def tokenize(self, records: Sequence[Record]) -> Tokens:
-        """Ids of each prompt's chat, padded or truncated."""
+        """Returns token ids of each prompt's chat, padded or truncated."""
         chats = self._chats([record["prompt"] for record in records])
         return Tokens(*tokenizers.padded(self.tokenizer, chats, self._chat_tokens))
 
     def cut(self, prompts: Sequence[str]) -> Bool[np.ndarray, "b"]:
-        """Which chats have more tokens than the text encoder's input, so that `tokenize` truncates them."""
+        """Returns which chats exceed the text encoder's input length, so that `tokenize` truncates them."""
         return tokenizers.longer([(self.tokenizer, self._chat_tokens)], self._chats(prompts))
 
     def _chats(self, prompts: Sequence[str]) -> list[str]:
@@ -90,12 +90,12 @@ class ChatFamily(ImageFamily):
         return self.dropped + self.max_sequence_length
 
     def states(self, params: Params, tokens: Tokens) -> tuple[Float[Array, "b n d"], ...]:
-        """The hidden states that the language model was made for."""
+        """Returns the hidden states that the language model is configured to output."""
         return self.text_encoder.apply({"params": params["text_encoder"]}, *tokens)
 
     @exact_products
     def encode(self, params: Params, tokens: Tokens) -> MaskedConditioning:
-        """The one state of each prompt's chat behind the dropped tokens, and which tokens are not padding."""
+        """Returns the hidden state of each prompt's chat after the dropped tokens, and the padding mask."""
         (states,) = self.states(params, tokens)
         mask = jnp.asarray(tokens.mask)
         return MaskedConditioning(states[:, self.dropped :], mask[:, self.dropped :])

@@ -1,4 +1,4 @@
-"""A row in a family's table of components, and what the configs of transformers have in common."""
+"""Components of a family, and the base class of transformer configs."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -11,24 +11,24 @@ from digen_jax.json_fields import fields_of
 
 @dataclasses.dataclass(frozen=True)
 class Component:
-    """A network of a pipeline folder: its class in the folder's files, and how its parameters are stored.
+    """Network of a pipeline folder: its class in the folder's files, and how its parameters are stored.
 
     Attributes:
-      library: of its class, "diffusers" or "transformers".
-      classes: names of its class there, each of which will do.
-      network: the module, of a config and a dtype.
-      read_config: the object in config.json to the network's config; raises ValueError.
-      inputs: small inputs for a network with this config, for `init`.
-      lists: modules whose children a checkpoint numbers: see `checkpoints.tensors`.
-      axes: logical axes of its kernels: see `family.logical_axes`.
-      method: of the network, which runs all modules. None means `__call__`.
-      ignored: of a network, patterns of tensors in its files that it does not read.
-      renamed: a tensor's name in a file to its name here.
-      tokenizer: class of a text encoder's tokenizer in transformers; "" for other networks.
-      flops: of a transformer's config, the (h, w, c) of its latents and the tokens of its text, padding included: FLOPs
-        of one sequence by stream. "image" and "text" are the operations on each token alone, "attention" the products
-        of queries, keys and values, "modulation" what is computed once a sequence. Matrix products and attention are
-        counted, a multiply-add as two; norms, softmax, rotations and other elementwise operations are not.
+      library: Library of its class, "diffusers" or "transformers".
+      classes: Accepted class names in that library.
+      network: Builds the module from a config and a dtype.
+      read_config: Converts the object in config.json to the network's config; raises ValueError.
+      inputs: Returns small inputs for a network with this config, for `init`.
+      lists: Modules whose children a checkpoint numbers (see `checkpoints.tensors`).
+      axes: Logical axes of its kernels (see `family.logical_axes`).
+      method: Method of the network that runs all modules. None means `__call__`.
+      ignored: Returns patterns of tensors in the files that a network does not read.
+      renamed: Maps a tensor's name in a file to its name in this package.
+      tokenizer: transformers class of a text encoder's tokenizer; "" for other networks.
+      flops: Returns the FLOPs of one sequence by stream, from a transformer's config, the (h, w, c) of its latents, and
+        the tokens of its text, padding included. "image" and "text" are per-token operations, "attention" the products
+        of queries, keys and values, "modulation" the operations per sequence. Counts matrix products and attention, a
+        multiply-add as two; not norms, softmax, rotations and other elementwise operations.
     """
 
     library: str
@@ -46,12 +46,12 @@ class Component:
 
 
 class TransformerConfig:
-    """The base of a frozen dataclass with the fields of a diffusers transformer's config.json, and its defaults.
+    """Base of a frozen dataclass with the fields of a diffusers transformer's config.json, and its defaults.
 
     Attributes:
-      title: of the network, in errors.
-      absent: values of fields that a file lacks, where they differ from the class's defaults.
-      unread: fields of files that diffusers' network does not read.
+      title: Name of the network in error messages.
+      absent: Values of fields that a file lacks, where they differ from the class's defaults.
+      unread: Fields of files that diffusers' network does not read.
     """
 
     title: ClassVar[str]
@@ -67,7 +67,7 @@ class TransformerConfig:
     def from_config(cls, config: Mapping[str, Any]) -> Self:
         """Reads diffusers' config.json, ignoring keys that start with an underscore.
 
-        Raises a ValueError that names a key that is unknown or whose value is not supported.
+        Raises a ValueError that names an unknown key or a key with an unsupported value.
         """
         config = {**cls.absent, **{k: v for k, v in config.items() if k not in cls.unread}}
         if config.get("out_channels", 0) is None:
@@ -75,7 +75,7 @@ class TransformerConfig:
         return cls(**fields_of(cls, config, cls.title))
 
     def check_packed(self, *names: str) -> None:
-        """Raises ValueError if a number of channels is not that of tokens of 2 x 2 latents."""
+        """Raises ValueError if a channel count is not that of tokens of 2 x 2 latents."""
         for name in names:
             if getattr(self, name) % 4:
                 raise ValueError(
@@ -83,7 +83,7 @@ class TransformerConfig:
                 )
 
     def check_rope(self, axes: int) -> None:
-        """Raises ValueError if a head's channels are not shared out among so many axes of positions."""
+        """Raises ValueError if a head's channels are not split over `axes` position axes."""
         widths = self.axes_dims_rope
         positive = all(width > 0 and width % 2 == 0 for width in widths)
         if len(widths) != axes or not positive or sum(widths) != self.attention_head_dim:

@@ -1,9 +1,8 @@
-"""The dual block of MMDiT (Esser et al., arXiv 2403.03206).
+"""Dual block of MMDiT (Esser et al., arXiv 2403.03206).
 
-Image and text have weights of their own and are joined in attention.
-Names and shapes are those of diffusers' SD3 and FLUX, which HunyuanVideo shares; `QWEN_IMAGE` are other names.
-Attention knows no order of keys but what position embeddings say, so the image is always first, and text, which may
-end in padding, last.
+Image and text have separate weights and are joined in attention. Names and shapes are those of diffusers' SD3 and
+FLUX, which HunyuanVideo shares; `QWEN_IMAGE` has different names. Attention is invariant to the order of keys except
+for position embeddings, so the image always comes first, and text, which may end in padding, last.
 """
 
 from collections.abc import Sequence
@@ -23,12 +22,12 @@ from digen_jax.models.rotary import Rotary, rotate_pairs
 
 
 class Names(NamedTuple):
-    """The names of what each stream has outside attention, of the image and of the text.
+    """Parameter names of each stream outside attention, as (image, text).
 
     Attributes:
-      modulation: of the vectors of the norms.
-      feed_forward: of the feed-forward networks.
-      nested: whether the modulation's linear layer is a child of it, or the modulation itself.
+      modulation: Names of the modulation of the norms.
+      feed_forward: Names of the feed-forward networks.
+      nested: Whether the linear layer is a child of the modulation, or the modulation itself.
     """
 
     modulation: tuple[str, str] = ("norm1", "norm1_context")
@@ -39,7 +38,7 @@ class Names(NamedTuple):
 QWEN_IMAGE = Names(("img_mod_1", "txt_mod_1"), ("img_mlp", "txt_mlp"), nested=False)
 LISTS = ("transformer_blocks", "to_out", "net")
 QWEN_IMAGE_LISTS = (*LISTS, "img_mod", "txt_mod")
-# The logical axes of kernels, see `logical_axes`.
+# Logical axes of kernels (see `logical_axes`).
 AXES = (
     (r"attn2?/(to|add)_[qkv](_proj)?$", ("embed", "heads")),
     (r"attn2?/norm_(added_)?[qk]$", ("head_dim",)),
@@ -51,19 +50,19 @@ AXES = (
 
 
 class HeadScale(nn.Module):
-    """The scale of diffusers' RMS norm of heads, of which there is one for all heads."""
+    """Scale of diffusers' RMS norm of heads, shared by all heads."""
 
     @nn.compact
     def __call__(self, width: int) -> Float[Array, "d"]:
-        """For heads of `width` channels."""
+        """Returns the scale for heads of `width` channels."""
         return self.param("scale", nn.initializers.ones, (width,))
 
 
 class JointAttention(nn.Module):
-    """Attention over [x, context], each with its own projections (MMDiT), or over x alone.
+    """Attention over [x, context], each with separate projections (MMDiT), or over x alone.
 
-    With `context_pre_only` the context is attended to but not updated: its result is None. With `pre_only` the heads'
-    results are not projected. `use_bias` is that of all projections.
+    With `context_pre_only` the context is attended to but not updated: its result is None. With `pre_only` there is no
+    output projection. `use_bias` applies to all projections.
     """
 
     heads: int
@@ -82,10 +81,10 @@ class JointAttention(nn.Module):
         rotary: Sequence[Rotary] | None = None,
         lengths: Int[Array, "b"] | None = None,
     ) -> tuple[Float[Array, "b n d"], Float[Array, "b m d"] | None]:
-        """Attended x and context.
+        """Returns the attended x and context.
 
-        `log_weights` are those of the n + m keys; `rotary` turns queries and keys, by a table for each stream.
-        `lengths` are each row's keys that count, padding being behind these; None: all count.
+        `log_weights` belong to the n + m keys. `rotary` rotates queries and keys, with one table per stream. `lengths`
+        is the number of valid keys in each row, before padding; None means all keys are valid.
         """
 
         def linear(name: str) -> nn.Dense:
@@ -105,7 +104,7 @@ class JointAttention(nn.Module):
         q, k, v = ([a] for a in split(("to_q", "to_k", "to_v"), x))
         norms_q, norms_k = ["norm_q"], ["norm_k"]
         if context is not None:
-            # queries are computed even if the context is not updated: the checkpoint has their parameters
+            # Queries are computed even if the context is not updated, because the checkpoint has their parameters.
             of_context = split(("add_q_proj", "add_k_proj", "add_v_proj"), context)
             for streams, stream in zip((q, k, v), of_context, strict=True):
                 streams.append(stream)
@@ -129,7 +128,7 @@ class JointAttention(nn.Module):
 def _turned(
     q: Sequence[Array], k: Sequence[Array], norms: HeadNorms | None, rotary: Sequence[Rotary]
 ) -> tuple[list[Array], list[Array]]:
-    """Queries and keys of each stream, normed and then turned."""
+    """Norms queries and keys of each stream, then applies rotary embeddings."""
     if norms is not None:
         q, k = (list(map(normed, *each)) for each in ((q, norms.q), (k, norms.k)))
     q, k = (
@@ -141,9 +140,9 @@ def _turned(
 class DualBlock(nn.Module):
     """Updates two streams, image and text, joined in attention.
 
-    `dual_attention` adds SD3.5's second attention over the image alone. With `context_pre_only` (the last block of
-    SD3) the text is attended to but not updated. Its last token counts as `last_counts` equal ones. `names` are those
-    of the parameters.
+    `dual_attention` adds SD3.5's second attention over the image alone. With `context_pre_only` (the last block of SD3)
+    the text is attended to but not updated. The last text token counts as `last_counts` equal tokens. `names` are the
+    parameter names.
     """
 
     heads: int
@@ -164,7 +163,7 @@ class DualBlock(nn.Module):
     ) -> tuple[tuple[Float[Array, "b n d"], Float[Array, "b m d"]], None]:
         """Updates (image, text); the second result is for `nn.scan`, which collects nothing.
 
-        `lengths` are the tokens that each row attends to: those of its image, and of its text without padding.
+        `lengths` is the number of tokens that each row attends to: image tokens, and text tokens without padding.
         """
         x, context = streams
         chunks = 9 if self.dual_attention else 6

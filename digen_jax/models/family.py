@@ -1,10 +1,10 @@
-"""The interface of a model to the rest of the package: a `Family`, for any network.
+"""Interface between a model and the rest of the package: a `Family`, for any network.
 
     records --tokenize (host)--> tokens --encode--> conditioning --velocity--> latents --decode--> clips
 
-A family owns its components, one parameter tree each, and says which of them are trained. An image is a clip of one
-frame. Latents stay unpacked with channels last ([b h w c], of videos [b t h w c]); a family packs them into tokens
-itself.
+A family owns its components, one parameter tree each, and declares which of them are trained. An image is a clip of one
+frame. Latents are unpacked with channels last ([b h w c], of videos [b t h w c]); a family packs them into tokens
+internally.
 """
 
 import pathlib
@@ -20,21 +20,20 @@ from digen_jax.attention.kernels import Heads
 from digen_jax.checkpoints.lora import RANK
 from digen_jax.checkpoints.tensors import LAYERS, is_scanned
 
-Params = dict[str, Any]  # one tree for each component
-# A line of a prompt file: "prompt", "negative_prompt" (of the pass without the prompt), "image" (the source image of an
-# edit), and other fields for a family or a reward.
+Params = dict[str, Any]  # one tree per component
+# Line of a prompt file: "prompt", "negative_prompt" (for the unconditional pass), "image" (source image of an edit),
+# and other fields for a family or a reward.
 Record = Mapping[str, Any]
-Tokens = Any  # arrays with one row for each record
-Conditioning = Any  # arrays with one row for each record, masks included if text lengths differ
+Tokens = Any  # arrays with one row per record
+Conditioning = Any  # arrays with one row per record, including masks if text lengths differ
 
-# How the prompt's influence is amplified: not at all, by a second pass without the prompt (arXiv 2207.12598), by a
-# number that is an input of the network, or by both, which are diffusers' `true_cfg_scale` and `guidance_scale`
-# (FluxPipeline, QwenImagePipeline).
+# Guidance method: none, a second pass without the prompt (arXiv 2207.12598), a number as an input of the network, or
+# both, which are diffusers' `true_cfg_scale` and `guidance_scale` (FluxPipeline, QwenImagePipeline).
 Guidance = Literal["none", "classifier-free", "embedded", "both"]
 
 
 class Size(NamedTuple):
-    """The size of a clip, in pixels and frames."""
+    """Size of a clip, in pixels and frames."""
 
     height: int
     width: int
@@ -42,15 +41,15 @@ class Size(NamedTuple):
 
 
 def check_image(size: Size, multiple: int, largest: int | None = None) -> None:
-    """Refuses a size that does not fit a model of images.
+    """Checks that a size fits an image model.
 
     Args:
-      size: of the image.
-      multiple: of which both sides must be.
-      largest: the longest side. None means unbounded.
+      size: Size of the image.
+      multiple: Both sides must be multiples of this.
+      largest: Maximum side. None means unbounded.
 
     Raises:
-      ValueError: names the sizes that fit.
+      ValueError: the size does not fit; the message names valid sizes.
     """
     height, width, frames = size
     if frames != 1:
@@ -66,29 +65,28 @@ def check_image(size: Size, multiple: int, largest: int | None = None) -> None:
 
 @runtime_checkable
 class Family(Protocol):
-    """The networks and tokenizers of one pipeline folder; parameters are passed to each call.
+    """Networks and tokenizers of one pipeline folder; parameters are passed to each call.
 
     Attributes:
-      trained: the components that may be tuned.
-      unused: folders of a repository that need not be downloaded.
-      optional: components that the class's `from_folder` can leave out.
-      encoders: the components that `encode` reads, each with the folder of its tokenizer, "" if it has none.
-      decoders: the components that `decode` reads.
-      edits: whether the records of prompts may have a source image to edit, their "image".
-      source: the size that source images are resized to; None means records have none.
-      masked: fields of the conditioning that have tokens which the network does not attend to, always the last ones,
-        each with the field of booleans that says so, False for these; fields of which every token is attended to,
-        padding included, are not among them.
-      lists: for each component, the modules whose children a checkpoint numbers (see `checkpoints.tensors`).
-      frozen: for each component, paths of a trained one's parameters that no optimizer may change.
-      lora_targets: the linear layers that LoRA adapts by default, as a regular expression for their whole torch names.
-      guidance: how the velocity is guided.
-      negative_prompt: of the pass without the prompt, for records that have no "negative_prompt" (see `negative_of`).
-      heads: the attention heads of the trained components.
-      default_steps: the default number of sampler steps of diffusers' pipeline.
-      default_guidance: the default guidance of diffusers' pipeline.
-      encoded_prompts: the most prompts that a device encodes together.
-      decoded_pixels: the most pixels, over all frames, that a device decodes together, unless one clip has more.
+      trained: Components that can be trained.
+      unused: Folders of a repository that do not need to be downloaded.
+      optional: Components that the class's `from_folder` can omit.
+      encoders: Components that `encode` reads, with the folder of each tokenizer, or "".
+      decoders: Components that `decode` reads.
+      edits: Whether prompt records may have a source image to edit, "image".
+      source: Size that source images are resized to. None means records have no source image.
+      masked: Conditioning fields with trailing tokens that the network does not attend to, with the boolean field that
+        is False for these tokens. Fields whose tokens are all attended to, padding included, are omitted.
+      lists: Modules of each component whose children a checkpoint numbers (see `checkpoints.tensors`).
+      frozen: Parameter paths of each trained component that no optimizer may change.
+      lora_targets: Linear layers that LoRA adapts by default, as a regular expression for full torch names.
+      guidance: Guidance method of the velocity.
+      negative_prompt: Default for records without "negative_prompt" (see `negative_of`).
+      heads: Attention heads of the trained components.
+      default_steps: Default number of sampler steps of diffusers' pipeline.
+      default_guidance: Default guidance of diffusers' pipeline.
+      encoded_prompts: Maximum prompts that a device encodes together.
+      decoded_pixels: Maximum pixels, over all frames, that a device decodes together, unless one clip has more.
     """
 
     trained: tuple[str, ...]
@@ -111,28 +109,28 @@ class Family(Protocol):
     decoded_pixels: int
 
     def in_dtype(self, dtype: Any) -> "Family":
-        """The same family, whose trained components compute in this dtype."""
+        """Returns the same family with trained components that compute in `dtype`."""
 
     # ------------------------------------------------------------------ records -> conditioning
 
     def tokenize(self, records: Sequence[Record]) -> Tokens:
-        """The input of `encode` for some records, on the host."""
+        """Returns the input of `encode` for records, on the host."""
 
     def tokenize_null(self, records: Sequence[Record]) -> Tokens:
-        """The tokens of the pass without the prompt: one row for each record, or one for all if they are the same.
+        """Returns the tokens of the unconditional pass: one row per record, or one row for all if they are the same.
 
-        They depend on the negative prompt of each record (`negative_of`) and, if there is a `source`, on its source
-        image; then there is a row for each record. Called if `guidance` is "classifier-free" or "both"; no records
-        stand for one without a negative prompt.
+        They depend on each record's negative prompt (`negative_of`) and, with a `source`, on its source image, which
+        requires one row per record. Called if `guidance` is "classifier-free" or "both". No records means one record
+        without a negative prompt.
         """
 
     def cut(self, prompts: Sequence[str]) -> Bool[np.ndarray, "b"]:
-        """Which prompts are longer than a text encoder's input, so that `tokenize` truncates them."""
+        """Returns which prompts exceed a text encoder's input length, so that `tokenize` truncates them."""
 
     def encode(self, params: Params, tokens: Tokens) -> Conditioning:
-        """The conditioning of the network for each record, which depends on its prompt and its source image alone.
+        """Returns the conditioning of each record, which depends on its prompt and source image alone.
 
-        The fields that `masked` names as masks depend on the tokens alone.
+        The mask fields of `masked` depend on the tokens alone.
         """
 
     # ------------------------------------------------------------------------------ the network
@@ -145,9 +143,9 @@ class Family(Protocol):
         conditioning: Conditioning,
         guidance: float | None = None,
     ) -> Float32[Array, "b *latent"]:
-        """dx/dsigma = eps - x0; `guidance` is given if `self.guidance` is "embedded" or "both".
+        """Returns dx/dsigma = eps - x0. `guidance` is given if `self.guidance` is "embedded" or "both".
 
-        `variables` contains the linen collections of each trained component: "params", perhaps "lora".
+        `variables` contains the linen collections of each trained component: "params", optionally "lora".
         """
 
     def guided(
@@ -156,43 +154,43 @@ class Family(Protocol):
         prompt: Float[Array, "b *latent"],
         guidance: float,
     ) -> Float[Array, "b *latent"]:
-        """Combines the velocities without and with the prompt; `guidance` 1 gives the latter."""
+        """Combines the velocities without and with the prompt; `guidance` 1 returns the latter."""
 
     # ------------------------------------------------------------------------ latents and clips
 
     def default_size(self) -> Size:
-        """The size of the clips that the network was made for, as in diffusers' pipeline."""
+        """Returns the default clip size of diffusers' pipeline."""
 
     def source_size(self, height: int, width: int) -> Size:
-        """The size that diffusers' pipeline gives to a source image of height x width before it is edited.
+        """Returns the size to which diffusers' pipeline resizes a source image of height x width.
 
         Called if the family `edits`.
         """
 
     def latent_shape(self, size: Size) -> tuple[int, ...]:
-        """The shape of one clip's latents; raises ValueError if the size does not fit the networks."""
+        """Returns the shape of one clip's latents; raises ValueError if the size does not fit the networks."""
 
     def sigmas(self, steps: int, size: Size) -> Float32[np.ndarray, "sigmas"]:
-        """The schedule of a clip's sampling, from 1 to 0; raises ValueError if it cannot have `steps` steps."""
+        """Returns the sampling schedule of a clip, from 1 to 0; raises ValueError if `steps` is not supported."""
 
     def decode(
         self, params: Params, latents: Float[Array, "b *latent"]
     ) -> Float[Array, "b t H W 3"]:
-        """Clips in [0, 1]; a long clip is decoded a few frames at a time."""
+        """Returns clips in [0, 1]; a long clip is decoded a few frames at a time."""
 
     def flops(self, size: Size) -> dict[str, dict[str, float]]:
-        """FLOPs of a forward pass of one sequence through each trained component, by the family's own streams.
+        """Returns FLOPs of a forward pass of one sequence through each trained component, by the family's streams.
 
-        They count matrix products and attention, a multiply-add as two. With a second pass a clip is two sequences.
+        Counts matrix products and attention, a multiply-add as two. With a second pass a clip is two sequences.
         """
 
     # ------------------------------------------------------------------------------- parameters
 
     def shapes(self) -> Params:
-        """The parameter trees as `jax.ShapeDtypeStruct`, without allocation."""
+        """Returns the parameter trees as `jax.ShapeDtypeStruct`, without allocation."""
 
     def axes(self) -> Params:
-        """Trees like `shapes`, with the logical axes of each parameter's dimensions: see `logical_axes`."""
+        """Returns trees like `shapes` with the logical axes of each parameter's dimensions (see `logical_axes`)."""
 
     def read(
         self, folder: pathlib.Path, part: str, shardings: Any = None, dtype: Any = np.float32
@@ -200,11 +198,11 @@ class Family(Protocol):
         """Reads one component's parameters from the pipeline folder directly onto the devices of `shardings`."""
 
     def check(self, folder: pathlib.Path, part: str) -> None:
-        """Raises ValueError where one component's weights are incomplete or do not fit; only headers are read."""
+        """Raises ValueError if a component's weights are incomplete or do not fit; reads only headers."""
 
 
 def negative_of(family: Family, record: Record) -> str:
-    """The prompt of a record's pass without its prompt: its own "negative_prompt", or the family's."""
+    """Returns the record's "negative_prompt", or the family's default."""
     return record.get("negative_prompt", family.negative_prompt)
 
 
@@ -224,18 +222,18 @@ NAMES = {
     RANK: "rank of a LoRA",
 }
 
-# (regex over a module's path, axes of its kernel); the first match decides.
+# (regex over a module's path, axes of its kernel); the first match applies.
 Table = Sequence[tuple[str, tuple[str | None, ...]]]
 
 
 def logical_axes(shapes: Mapping[str, Any], table: Table, lists: tuple[str, ...]) -> dict[str, Any]:
-    """A component's tree with the axes of each leaf, a name or None for every dimension.
+    """Returns a component's tree with the axes of each leaf, a name or None for every dimension.
 
-    A leaf with fewer dimensions than the table gives has the last of them, as biases and scales have. A leaf
-    with more has None in front, for the window of a convolution, after the layers of a scan.
+    A leaf with fewer dimensions than the table specifies, such as a bias or scale, uses the last axes. A leaf with more
+    has leading None axes, for the window of a convolution, after the layers of a scan.
 
     Raises:
-      ValueError: names a parameter that is not in the table.
+      ValueError: a parameter is not in the table.
     """
 
     def names(path: tuple[str, ...], dimensions: int) -> tuple[str | None, ...]:

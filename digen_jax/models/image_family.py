@@ -1,6 +1,6 @@
-"""A table-driven base of families of images: what its components are, and all that follows from that.
+"""Base class of image families, driven by a table of components.
 
-A family is a network, a table and a few methods: see docs/adding-a-family.md.
+A family is a network, a table and a few methods (see docs/adding-a-family.md).
 """
 
 import dataclasses
@@ -39,23 +39,23 @@ SCHEDULER = ("diffusers", "FlowMatchEulerDiscreteScheduler")
 
 
 class ImageFamily:
-    """The base of a frozen dataclass with a pipeline's networks, of which the transformer is trained.
+    """Base of a frozen dataclass with a pipeline's networks, of which the transformer is trained.
 
-    A subclass has a field for each component, named as in the pipeline's folder, and for each tokenizer. What all
-    attributes of `Family` mean is documented there; the others are the table of the family.
+    A subclass has a field for each component, named as in the pipeline's folder, and for each tokenizer. `Family`
+    documents the attributes that are not listed here.
 
     Attributes:
-      transformer: gives the velocity.
-      vae: always computes in float32, because it overflows in half precision.
-      scheduler: config of the sampler's schedule.
-      max_sequence_length: tokens of the prompt that the transformer reads.
-      pipeline: class that the folder's model_index.json names.
-      parts: the components by name. The order decides which random key each gets in `init`.
-      widths: fields that must be equal, as (component, its field, the transformer's field). A field may be followed
+      transformer: Network that predicts the velocity.
+      vae: Autoencoder; always computes in float32, because it overflows in half precision.
+      scheduler: Config of the sampler's schedule.
+      max_sequence_length: Prompt tokens that the transformer reads.
+      pipeline: Pipeline class in the folder's model_index.json.
+      parts: Components by name. Their order determines the random key of each in `init`.
+      widths: Fields that must be equal, as (component, its field, the transformer's field). A field may be followed
         by " times n" or " / n".
-      default_tokens: default of `max_sequence_length` in diffusers' pipeline.
-      most_tokens: maximum that the pipeline allows. None means unbounded.
-      spacing: of the schedule, see `make_sigmas`.
+      default_tokens: Default `max_sequence_length` of diffusers' pipeline.
+      most_tokens: Maximum that the pipeline allows. None means unbounded.
+      spacing: Spacing of the schedule (see `make_sigmas`).
     """
 
     transformer: Any
@@ -80,15 +80,15 @@ class ImageFamily:
     source: Size | None = None
     guidance: ClassVar[Guidance] = "classifier-free"
     negative_prompt: ClassVar[str] = ""
-    # Eight images of 512 x 512, which take an AutoencoderKL 6.5 GB of a TPU by its compiler. Four would take as much,
-    # since it fills them up to eight.
+    # Eight images of 512 x 512, which need 6.5 GB of a TPU in an AutoencoderKL. Four would need as much, because the
+    # compiler pads them to eight.
     decoded_pixels: ClassVar[int] = 2**21
 
     # ---------------------------------------------------------------- pipeline folder
 
     @classmethod
     def classes(cls, without: Sequence[str] = ()) -> dict[str, tuple[str | None, ...]]:
-        """(library, class, ..) of each component as model_index.json names them; (None, None) for those `without`."""
+        """Returns (library, class, ..) of each component in model_index.json; (None, None) if in `without`."""
         found: dict[str, tuple[str | None, ...]] = {"scheduler": SCHEDULER}
         for name, part in cls.parts.items():
             absent = name in without
@@ -100,7 +100,7 @@ class ImageFamily:
 
     @classmethod
     def readers(cls, without: Sequence[str] = ()) -> dict[str, Callable[..., Any]]:
-        """Readers of the JSON files of the networks and the scheduler."""
+        """Returns the readers of the networks' and the scheduler's JSON files."""
         parts = {name: part.read_config for name, part in cls.parts.items() if name not in without}
         return parts | {"scheduler": SchedulerConfig.from_config}
 
@@ -113,18 +113,18 @@ class ImageFamily:
         without: Sequence[str] = (),
         max_sequence_length: int = 0,
     ) -> "ImageFamily":
-        """The architecture of a diffusers pipeline folder; reads only its JSON files and tokenizers.
+        """Builds the family of a diffusers pipeline folder; reads only its JSON files and tokenizers.
 
         Args:
-          folder: the pipeline's.
-          dtype: of the arithmetic of the transformer and the text encoders; the autoencoder's is always float32.
-          remat: what the transformer's backward pass recomputes.
-          without: components that are left out, of `optional`.
-          max_sequence_length: tokens of a prompt. 0 means the default of diffusers' pipeline.
+          folder: Pipeline folder.
+          dtype: Compute dtype of the transformer and the text encoders; the autoencoder's is always float32.
+          remat: Rematerialization of the transformer.
+          without: Components in `optional` to omit.
+          max_sequence_length: Tokens of a prompt. 0 means the default of diffusers' pipeline.
 
         Raises:
-          ValueError: names the file that is missing, broken, has another class, or does not fit the others, or a
-            `max_sequence_length` that diffusers' pipeline refuses.
+          ValueError: a file is missing, broken, has another class, or does not fit the others, or
+            `max_sequence_length` is not supported by diffusers' pipeline.
         """
         if cls.most_tokens is not None:
             check_tokens(max_sequence_length, cls.most_tokens, f"as in {cls.pipeline}")
@@ -146,7 +146,7 @@ class ImageFamily:
         remat: Remat = "none",
         max_sequence_length: int = 0,
     ) -> "ImageFamily":
-        """The family from the results of `readers` and the tokenizers, by the name of their field."""
+        """Builds the family from the results of `readers` and the tokenizers, both by field name."""
         networks = {}
         for name, part in cls.parts.items():
             options = {} if name in cls.decoders else {"dtype": dtype}
@@ -162,13 +162,13 @@ class ImageFamily:
 
     @classmethod
     def check_configs(cls, folder: pathlib.Path, configs: Mapping[str, Any], tokens: int) -> None:
-        """Raises ValueError if the components do not fit each other, beyond `widths`, or the number of tokens."""
+        """Raises ValueError if components do not fit each other, beyond `widths`, or the number of tokens."""
 
     @classmethod
     def read_tokenizers(
         cls, folder: pathlib.Path, configs: Mapping[str, Any], tokens: int
     ) -> dict[str, Any]:
-        """The tokenizers by the name of their field; raises ValueError if one does not fit its text encoder."""
+        """Reads the tokenizers by field name; raises ValueError if one does not fit its text encoder."""
         encoders = [name for name, part in cls.parts.items() if part.tokenizer and name in configs]
         names = {tokenizer_of(encoder): encoder for encoder in encoders}
         return {
@@ -180,18 +180,18 @@ class ImageFamily:
 
     @property
     def networks(self) -> dict[str, nn.Module]:
-        """The networks by component, without those that were left out."""
+        """Networks by component, without omitted ones."""
         found = {name: getattr(self, name) for name in self.parts}
         return {name: network for name, network in found.items() if network is not None}
 
     @property
     def encoders(self) -> Mapping[str, str]:
-        """The text encoders, each with the folder of its tokenizer."""
+        """Text encoders, with the folder of each tokenizer."""
         return {name: tokenizer_of(name) for name in self.networks if self.parts[name].tokenizer}
 
     @property
     def lists(self) -> dict[str, Any]:
-        """By component, see `Family`."""
+        """Lists of each component (see `Family`)."""
         return {name: part.lists for name, part in self.parts.items()}
 
     @property
@@ -201,13 +201,13 @@ class ImageFamily:
         return Heads(config.num_attention_heads, config.attention_head_dim)
 
     def in_dtype(self, dtype: Any) -> "ImageFamily":
-        """The same family, whose transformer computes in this dtype."""
+        """Returns the same family with a transformer that computes in `dtype`."""
         return dataclasses.replace(self, transformer=self.transformer.clone(dtype=jnp.dtype(dtype)))
 
     # ---------------------------------------------------------------- prompts and the network
 
     def tokenize_null(self, records: Sequence[Record]) -> Any:
-        """The tokens of each record's negative prompt, one row for all if it is the same."""
+        """Returns the tokens of each record's negative prompt, or one row for all if it is the same."""
         prompts = [negative_of(self, record) for record in records or [{}]]
         distinct = prompts if len(set(prompts)) > 1 else prompts[:1]
         return self.tokenize([{"prompt": prompt} for prompt in distinct])
@@ -215,7 +215,7 @@ class ImageFamily:
     def network_inputs(
         self, conditioning: Conditioning, guidance: Float[Array, "b"] | None
     ) -> tuple[Any, ...]:
-        """Inputs of the transformer after the latents and sigma."""
+        """Returns the transformer's inputs after latents and sigma."""
         return tuple(conditioning)
 
     @exact_products
@@ -227,7 +227,7 @@ class ImageFamily:
         conditioning: Conditioning,
         guidance: float | None = None,
     ) -> Float32[Array, "b h w c"]:
-        """The transformer's velocity; `variables["transformer"]` are its linen collections."""
+        """Returns the transformer's velocity; `variables["transformer"]` contains its linen collections."""
         if guidance is not None:
             guidance = jnp.full(x.shape[0], guidance, jnp.float32)
         inputs = self.network_inputs(conditioning, guidance)
@@ -236,19 +236,19 @@ class ImageFamily:
     def guided(
         self, null: Float[Array, "b h w c"], prompt: Float[Array, "b h w c"], guidance: float
     ) -> Float[Array, "b h w c"]:
-        """Null + guidance (prompt - null)."""
+        """Returns null + guidance (prompt - null)."""
         return null + guidance * (prompt - null)
 
     # ---------------------------------------------------------------- latents and images
 
     @property
     def factor(self) -> int:
-        """Pixels of a latent along each side."""
+        """Pixels along each side of a latent."""
         return 2 ** (len(self.vae.config.block_out_channels) - 1)
 
     @property
     def patch(self) -> int:
-        """Latents of a token along each side."""
+        """Latents along each side of a token."""
         return 2
 
     @property
@@ -258,63 +258,63 @@ class ImageFamily:
 
     @property
     def positions(self) -> int | None:
-        """The most tokens along a side. None means unbounded."""
+        """Maximum tokens along a side. None means unbounded."""
         return None
 
     @property
     def default_side(self) -> int:
-        """Pixels along each side of the images of diffusers' pipeline by default."""
+        """Default pixels along each side of an image in diffusers' pipeline."""
         return 128 * self.factor
 
     def default_size(self) -> Size:
-        """The default size of diffusers' pipeline."""
+        """Returns the default image size of diffusers' pipeline."""
         return Size(self.default_side, self.default_side)
 
     def source_size(self, height: int, width: int) -> Size:
-        """The image's own size; a family that edits overrides this."""
+        """Returns the image's size; editing families override this."""
         return Size(height, width)
 
     def latent_shape(self, size: Size) -> tuple[int, int, int]:
-        """(h, w, c) of the latents of an image, whose sides must be multiples of a token's and fit the positions."""
+        """Returns (h, w, c) of an image's latents; sides must be multiples of a token's and fit the positions."""
         multiple = self.factor * self.patch
         check_image(size, multiple, self.positions and multiple * self.positions)
         return size.height // self.factor, size.width // self.factor, self.channels
 
     def sigmas(self, steps: int, size: Size) -> Float32[np.ndarray, "sigmas"]:
-        """The scheduler's; a dynamic shift depends on the tokens of an image, as in diffusers' pipeline."""
+        """Returns the scheduler's sigmas; a dynamic shift depends on an image's tokens, as in diffusers' pipeline."""
         h, w, _ = self.latent_shape(size)
         return make_sigmas(self.scheduler, steps, h * w // self.patch**2, self.spacing)
 
     @exact_products
     def decode(self, params: Params, latents: Float[Array, "b h w c"]) -> Float[Array, "b 1 H W 3"]:
-        """Images in [0, 1], each a clip of one frame."""
+        """Returns images in [0, 1], each a clip of one frame."""
         return autoencoder_kl.decode_images(self.vae, params["vae"], latents)[:, None]
 
     @property
     def context_tokens(self) -> int:
-        """Tokens of the text that the transformer computes with, padding included."""
+        """Text tokens that the transformer processes, padding included."""
         return self.max_sequence_length
 
     def flops(self, size: Size) -> dict[str, dict[str, float]]:
-        """FLOPs of the transformer by stream: see `forward_flops` of its module."""
+        """Returns FLOPs of the transformer by stream (see `forward_flops` of its module)."""
         config, latent = self.transformer.config, self.latent_shape(size)
         return {"transformer": self.parts["transformer"].flops(config, latent, self.context_tokens)}
 
     # ---------------------------------------------------------------- parameters
 
     def init(self, key: Array) -> Params:
-        """Fresh random parameters of every component, for training from scratch."""
+        """Initializes random parameters of every component, for training from scratch."""
         return _init(self._networks_and_parts(), key)
 
     def shapes(self) -> Params:
-        """The parameter trees as `jax.ShapeDtypeStruct`, without allocation."""
+        """Returns the parameter trees as `jax.ShapeDtypeStruct`, without allocation."""
         return _shapes(self._networks_and_parts())
 
     def _networks_and_parts(self) -> tuple[tuple[str, nn.Module, Component], ...]:
         return tuple((name, network, self.parts[name]) for name, network in self.networks.items())
 
     def axes(self) -> Params:
-        """The logical axes of every parameter's dimensions, in trees like `shapes`."""
+        """Returns the logical axes of every parameter's dimensions, in trees like `shapes`."""
         return {
             name: logical_axes(tree, self.parts[name].axes, self.parts[name].lists)
             for name, tree in self.shapes().items()
@@ -336,22 +336,22 @@ class ImageFamily:
         )
 
     def check(self, folder: pathlib.Path, part: str) -> None:
-        """Raises ValueError where one component's weights are incomplete or do not fit; only headers are read."""
+        """Raises ValueError if a component's weights are incomplete or do not fit; reads only headers."""
         component, shapes = self.parts[part], self.shapes()[part]
         ignored = component.ignored(getattr(self, part))
         weights.check_params(folder / part, shapes, component.lists, ignored, component.renamed)
 
 
 def tokenizer_of(part: str) -> str:
-    """The name of a text encoder's tokenizer, such as "tokenizer_2" of "text_encoder_2"."""
+    """Returns the name of a text encoder's tokenizer, such as "tokenizer_2" for "text_encoder_2"."""
     return part.replace("text_encoder", "tokenizer")
 
 
 def check_tokens(asked: int, most: int, why: str) -> None:
-    """Refuses a `max_sequence_length` above `most`; `why` ends the sentence "... must be at most ...,".
+    """Checks that `max_sequence_length` is at most `most`; `why` completes the message "... must be at most ...,".
 
     Raises:
-      FieldError: names the field of the config, as the folder is not to blame.
+      FieldError: the value is too large; names the config field, because the folder is valid.
     """
     if asked > most:
         raise FieldError(
@@ -360,10 +360,10 @@ def check_tokens(asked: int, most: int, why: str) -> None:
 
 
 def _named(folder: pathlib.Path, part: str) -> bool:
-    """Whether a pipeline's model_index.json names an optional component.
+    """Returns whether a pipeline's model_index.json names an optional component.
 
     Raises:
-      ValueError: it does, but the folder has none.
+      ValueError: model_index.json names the component, but its folder is missing.
     """
     named = weights.read_model_index(folder).get(part) not in (None, [None, None])
     if named and not (folder / part).is_dir():
@@ -377,10 +377,10 @@ def _named(folder: pathlib.Path, part: str) -> bool:
 def _check_widths(
     folder: pathlib.Path, configs: Mapping[str, Any], widths: Sequence[tuple[str, str, str]]
 ) -> None:
-    """Refuses components that do not fit the transformer: see `ImageFamily.widths`.
+    """Checks that components fit the transformer (see `ImageFamily.widths`).
 
     Raises:
-      ValueError: names the file and the number.
+      ValueError: names the file and the number that does not fit.
     """
 
     def value(part: str, expression: str) -> int:
@@ -400,7 +400,7 @@ def _check_widths(
 
 
 def _init(parts: Sequence[tuple[str, nn.Module, Component]], key: Array) -> Params:
-    # These keys are those with which the embedded model was trained from scratch.
+    # The embedded model was trained from scratch with these keys.
     keys = [*jax.random.split(key, 4), jax.random.fold_in(key, 3)]
     return {
         name: network.init(own, *part.inputs(network.config), method=part.method)["params"]
@@ -410,7 +410,7 @@ def _init(parts: Sequence[tuple[str, nn.Module, Component]], key: Array) -> Para
 
 @functools.cache
 def _shapes(parts: Sequence[tuple[str, nn.Module, Component]]) -> Params:
-    """The shapes that `_init` gives.
+    """Returns the shapes of `_init`.
 
     Cached, because tracing every component takes seconds, and every read of a component needs the shapes.
     """

@@ -1,4 +1,4 @@
-"""Layers shared by several transformer families, with diffusers' names."""
+"""Layers shared by transformer families, with diffusers' names."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +16,7 @@ from digen_jax.models.remat import product
 EPSILON = 1e-6
 TIME_FEATURES = 256
 NUM_TRAIN_TIMESTEPS = 1000
-SIDE = 2  # latents a packed token has along each side
+SIDE = 2  # latents along each side of a packed token
 
 linear_init = nn.initializers.xavier_uniform()
 embedder_init = nn.initializers.normal(0.02)
@@ -25,23 +25,23 @@ embedder_init = nn.initializers.normal(0.02)
 def linear(
     features: int, dtype: DTypeLike, name: str, use_bias: bool = True, **options: Any
 ) -> nn.Dense:
-    """A linear layer of a block, of the module that calls this."""
+    """Creates a linear layer in the calling module."""
     options = {"kernel_init": linear_init} | options
     return Linear(features, use_bias, dtype=dtype, name=name, **options)
 
 
 def sincos_1d(positions: Float[np.ndarray, "n"], dim: int) -> Float[np.ndarray, "n dim"]:
-    """[sin, cos] of positions times dim/2 frequencies from 1 down to 1/10000, in float64."""
+    """Returns [sin, cos] of positions times dim/2 frequencies from 1 down to 1/10000, in float64."""
     frequencies = 1.0 / 10000 ** (np.arange(dim // 2, dtype=np.float64) / (dim / 2))
     angles = np.outer(positions, frequencies)
     return np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
 
 
 def sincos_2d_table(size: int, base_size: int, dim: int) -> Float[Array, "1 n dim"]:
-    """Sin-cos table of a size x size grid, row by row, with the spacing of a grid of `base_size` patches.
+    """Returns the sin-cos table of a size x size grid, row by row, with the spacing of a `base_size` grid of patches.
 
-    An entry is [column's embedding, row's embedding] (diffusers' `get_2d_sincos_pos_embed`), so the
-    table is two broadcasts of a one-dimensional one, and its abstract evaluation costs nothing.
+    An entry is [column embedding, row embedding] (diffusers' `get_2d_sincos_pos_embed`), so the table is two broadcasts
+    of a one-dimensional one, and its abstract evaluation is free.
     """
     positions = np.arange(size, dtype=np.float32) / np.float32(size / base_size)
     line = jnp.asarray(sincos_1d(positions, dim // 2), jnp.float32)
@@ -53,17 +53,17 @@ def sincos_2d_table(size: int, base_size: int, dim: int) -> Float[Array, "1 n di
 def timestep_features(
     timestep: Float[Array, "b"], dim: int, scale: int = 1
 ) -> Float[Array, "b dim"]:
-    """[cos, sin] features of `scale` * timestep in [0, 1000], float32 as in diffusers' `Timesteps`."""
+    """Returns [cos, sin] features of `scale` * timestep in [0, 1000], float32 as in diffusers' `Timesteps`."""
     half = dim // 2
     exponent = np.arange(half, dtype=np.float32) * np.float32(-np.log(10000.0))
-    # exp in float64: float32 results differ by library, and a timestep of 1000 multiplies the error
+    # exp in float64: float32 results differ between libraries, and a timestep of 1000 multiplies the error
     frequencies = np.exp((exponent / np.float32(half)).astype(np.float64)).astype(np.float32)
     angles = scale * (timestep.astype(jnp.float32)[:, None] * frequencies)
     return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
 
 
 def layer_norm(x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
-    """Layer norm over the last axis without scale or bias; returns float32 also for bfloat16 input."""
+    """Applies layer norm over the last axis without scale or bias; returns float32 also for bfloat16 input."""
     x = x.astype(jnp.float32)
     x = x - x.mean(-1, keepdims=True)
     return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + EPSILON)
@@ -75,23 +75,23 @@ def modulate(
     scale: Float[Array, "b 1 d"],
     dtype: DTypeLike,
 ) -> Float[Array, "b n d"]:
-    """Scale and shift in float32, then round to the compute dtype."""
+    """Scales and shifts in float32, then rounds to the compute dtype."""
     return (normed * (1 + scale) + shift).astype(dtype)
 
 
 def residual(
     x: Float[Array, "b n d"], gate: Float[Array, "b 1 d"], update: Float[Array, "b n d"]
 ) -> Float[Array, "b n d"]:
-    """Add an update, times its gate in float32, and round to x's dtype."""
+    """Adds an update times its gate in float32, and rounds to x's dtype."""
     return (x + gate * update).astype(x.dtype)
 
 
 def modulation(
     embedding: Float[Array, "b d"], chunks: int, name: str, use_bias: bool = True
 ) -> Sequence[Float[Array, "b 1 d"]]:
-    """`chunks` float32 vectors from the conditioning, of shapes that broadcast over tokens.
+    """Returns `chunks` float32 vectors from the conditioning, with shapes that broadcast over tokens.
 
-    They are of a linear layer `name` of the module that calls this, initialised to zero (adaLN-Zero of DiT).
+    Uses a linear layer `name` of the calling module, initialized to zero (adaLN-Zero of DiT).
     """
     features = chunks * embedding.shape[-1]
     layer = linear(features, jnp.float32, name, use_bias, kernel_init=nn.initializers.zeros)
@@ -99,14 +99,14 @@ def modulation(
 
 
 class Modulation(nn.Module):
-    """The linear layer of diffusers' adaptive layer norms."""
+    """Linear layer of diffusers' adaptive layer norms."""
 
     chunks: int
     use_bias: bool = True
 
     @nn.compact
     def __call__(self, embedding: Float[Array, "b d"]) -> Sequence[Float[Array, "b 1 d"]]:
-        """See `modulation`."""
+        """Returns modulation vectors (see `modulation`)."""
         return modulation(embedding, self.chunks, "linear", self.use_bias)
 
 
@@ -118,7 +118,7 @@ class Mlp(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "b i"]) -> Float[Array, "b d"]:
-        """Embed each row of x in `dim` channels."""
+        """Embeds each row of x in `dim` channels."""
 
         def embed(name: str) -> nn.Dense:
             return linear(self.dim, jnp.float32, name, self.use_bias, kernel_init=embedder_init)
@@ -127,7 +127,7 @@ class Mlp(nn.Module):
 
 
 class TimeTextEmbed(nn.Module):
-    """Embedding of noise level, pooled text and perhaps guidance for the modulation, in float32."""
+    """Embedding of noise level, pooled text and optional guidance for the modulation, in float32."""
 
     dim: int
 
@@ -138,7 +138,7 @@ class TimeTextEmbed(nn.Module):
         pooled: Float[Array, "b p"],
         guidance: Float[Array, "b"] | None = None,
     ) -> Float[Array, "b d"]:
-        """The sum of the embeddings; that of guidance is diffusers' `guidance_embeds`."""
+        """Returns the sum of the embeddings; guidance corresponds to diffusers' `guidance_embeds`."""
 
         def embed(number: Float[Array, "b"], name: str) -> Float[Array, "b d"]:
             features = timestep_features(number * NUM_TRAIN_TIMESTEPS, TIME_FEATURES)
@@ -151,14 +151,14 @@ class TimeTextEmbed(nn.Module):
 
 
 class GeluProjection(nn.Module):
-    """A linear layer `proj`, then the tanh approximation of GELU."""
+    """Linear layer `proj`, then the tanh approximation of GELU."""
 
     dim: int
     dtype: DTypeLike
 
     @nn.compact
     def __call__(self, x: Float[Array, "b n i"]) -> Float[Array, "b n d"]:
-        """Project x to `dim` channels."""
+        """Projects x to `dim` channels."""
         return nn.gelu(product(linear(self.dim, self.dtype, "proj")(x)), approximate=True)
 
 
@@ -169,16 +169,16 @@ class FeedForward(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
-        """Apply to each token."""
+        """Applies the network to each token."""
         dim = x.shape[-1]
         x = GeluProjection(4 * dim, self.dtype, name="net_0")(x)
         return product(linear(dim, self.dtype, "net_2")(x))
 
 
 def pack(latents: Float[Array, "b h w c"]) -> Float[Array, "b n p"]:
-    """Latents as tokens of 2 x 2 of them, as FLUX's and Qwen-Image's pipelines pack them.
+    """Packs 2 x 2 latents into a token, as FLUX's and Qwen-Image's pipelines do.
 
-    Tokens are row by row, each channel's four numbers side by side; raises ValueError if a side is odd.
+    Tokens are ordered row by row, channels are outermost within a token. Raises ValueError if a side is odd.
     """
     batch, height, width, channels = latents.shape
     if height % SIDE or width % SIDE:
@@ -191,14 +191,14 @@ def pack(latents: Float[Array, "b h w c"]) -> Float[Array, "b n p"]:
 
 
 def unpack(tokens: Float[Array, "b n p"], height: int, width: int) -> Float[Array, "b h w c"]:
-    """The inverse of `pack`, for latents of `height` x `width`."""
+    """Inverts `pack`, for latents of `height` x `width`."""
     x = tokens.reshape(len(tokens), height // SIDE, width // SIDE, -1, SIDE, SIDE)
     x = jnp.einsum("bhwcpq->bhpwqc", x)
     return x.reshape(len(tokens), height, width, -1)
 
 
 def patches(latents: Float[Array, "b h w c"], side: int) -> Float[Array, "b n p"]:
-    """Tokens of side x side latents row by row, whose numbers are row by row with channels last."""
+    """Packs side x side latents into a token; tokens, and latents within a token, are row by row, channels last."""
     b, height, width, c = latents.shape
     h, w = height // side, width // side
     x = jnp.einsum("bhpwqc->bhwpqc", latents.reshape(b, h, side, w, side, c))
@@ -208,7 +208,7 @@ def patches(latents: Float[Array, "b h w c"], side: int) -> Float[Array, "b n p"
 def unpatched(
     tokens: Float[Array, "b n p"], side: int, height: int, width: int
 ) -> Float[Array, "b h w c"]:
-    """The inverse of `patches`, for latents of `height` x `width`, in float32."""
+    """Inverts `patches`, for latents of `height` x `width`, in float32."""
     x = tokens.reshape(len(tokens), height // side, width // side, side, side, -1)
     x = jnp.einsum("bhwpqc->bhpwqc", x.astype(jnp.float32))
     return x.reshape(len(tokens), height, width, -1)
@@ -221,7 +221,7 @@ def output(
     dtype: DTypeLike,
     use_bias: bool = True,
 ) -> Float[Array, "b n o"]:
-    """The end of a transformer: a norm modulated by (scale, shift), and the layer `proj_out`, initialised to zero."""
+    """Applies the last layers: a norm modulated by (scale, shift), and `proj_out`, initialized to zero."""
     scale, shift = modulation
     x = modulate(layer_norm(x), shift, scale, dtype)
     return linear(features, dtype, "proj_out", use_bias, kernel_init=nn.initializers.zeros)(x)

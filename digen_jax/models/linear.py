@@ -1,4 +1,4 @@
-"""Linear layers whose products XLA hands to its fast kernels, on CPUs too, and the precision of these products."""
+"""Linear layers with products that XLA computes with fast kernels, also on CPUs, and the precision of products."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -14,8 +14,8 @@ from jaxtyping import Array, Float
 from digen_jax.checkpoints.lora import is_adapted, lora_scale
 from digen_jax.target import current
 
-# TF32 on NVIDIA (10 bits of mantissa), three bfloat16 passes on TPUs, whose default is a single one with 7 bits:
-# such rounding moves an importance ratio by more than the usual clip ranges.
+# TF32 on NVIDIA (10 bits of mantissa), three bfloat16 passes on TPUs, whose default is a single pass with 7 bits:
+# that rounding changes an importance ratio by more than typical clip ranges.
 FLOAT32_PRODUCTS = "high"
 FLOAT32_NAMES = {"gpu": "TF32", "tpu": "three bfloat16 passes"}  # by platform
 LANES = 128
@@ -40,10 +40,10 @@ def _backward(saved: tuple[Array, Array], cotangent: Array) -> tuple[Array, Arra
 
 
 def _of_kernel(x: Float[Array, "n i"], cotangent: Float[Array, "n o"]) -> Float[Array, "i o"]:
-    """The kernel's gradient, with the wider factor on the right."""
+    """Returns the kernel's gradient, computed with the wider factor on the right."""
     if x.shape[1] <= cotangent.shape[1]:
         return x.T @ cotangent
-    # Without the barrier XLA would swap the factors again, to save the transpose.
+    # Without the barrier XLA would swap the factors again to avoid the transpose.
     return jax.lax.optimization_barrier(cotangent.T @ x).T
 
 
@@ -51,19 +51,19 @@ _of_rows.defvjp(_forward, _backward)
 
 
 def dot_general(x: Array, kernel: Array, *arguments: Any, **options: Any) -> Array:
-    """`jax.lax.dot_general` as `nn.Dense` calls it: x [..., i], kernel [i, o] -> [..., o].
+    """Computes `jax.lax.dot_general` as `nn.Dense` calls it: x [..., i], kernel [i, o] -> [..., o].
 
-    On CPUs tokens are merged into rows, and the kernel's gradient has its wider factor on the right. In the form in
-    which JAX writes this gradient XLA copies a factor, transposed, and then multiplies at half the speed. Elsewhere
-    XLA chooses layouts itself, and rows would have to be copied where tokens do not fill the tiles of a TPU.
+    On CPUs tokens are merged into rows, and the kernel's gradient has its wider factor on the right. For JAX's default
+    form of this gradient, XLA copies a transposed factor and then multiplies at half the speed. On other platforms XLA
+    chooses layouts, and merging would copy rows where tokens do not fill the tiles of a TPU.
     """
     target = current()
     if target.platform != "cpu" or target.parts(target.tokens) > 1:
         product, rows = functools.partial(_general, arguments, options), x
     else:
-        # In float32 a CPU's products are exact, so that their precision has no meaning there.
+        # Float32 products are exact on CPUs, so precision has no effect there.
         product, rows = _of_rows, x.reshape(-1, x.shape[-1])
-    # A modulation has a row an image, which is less to move than any kernel.
+    # A modulation has one row per image, which is cheaper to move than any kernel.
     y = _of_whole(product, _precision(), rows, kernel) if x.ndim > 2 else product(rows, kernel)
     return y.reshape(*x.shape[:-1], kernel.shape[1])
 
@@ -73,32 +73,32 @@ def _general(arguments: Any, options: Any, x: Array, kernel: Array) -> Array:
 
 
 def whole(kernel: Float[Array, "i o"]) -> Float[Array, "i o"]:
-    """A kernel that is gathered, if devices with other rows each have a part of it.
+    """Gathers a kernel that is sharded over devices with different rows.
 
-    XLA compares a kernel with the activations of one product only. Left to itself it moves the activations of the
-    backward pass to the kernel's parts where they are smaller, and then the sums of all rows back.
-    A kernel that is split over tensor stays as it is: its rules say how the product is split.
+    XLA compares a kernel with the activations of one product only. Without this constraint it moves the activations of
+    the backward pass to the kernel's shards where they are smaller, and then moves the sums of all rows back. A kernel
+    that is sharded over the tensor axis is unchanged, because its sharding rules determine how the product is split.
     """
     target = current()
     if target.mesh is None or target.parts(target.heads) > 1:
         return kernel
     free = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * kernel.ndim)
-    # The first constraint is none, but keeps the second from what made the kernel: else it is gathered unrounded.
+    # The unconstrained spec isolates the kernel from its producer, so that it is rounded before it is gathered.
     for spec in (free, PartitionSpec()):
         kernel = jax.lax.with_sharding_constraint(kernel, NamedSharding(target.mesh, spec))
     return kernel
 
 
 def _precision() -> str | None:
-    """The precision of the caller's products, for a backward pass that is traced later, outside of its context."""
+    """Returns the precision of the caller's products, for a backward pass traced later, outside its context."""
     return jax.config.jax_default_matmul_precision
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _of_whole(product: Product, precision: str | None, x: Array, kernel: Array) -> Array:
-    """The product with the whole kernel, of which the backward pass keeps the parts and gathers it once more.
+    """Multiplies by the gathered kernel; the backward pass keeps the sharded kernel and gathers it again.
 
-    The kernel's gradient is not that of the gathered one, so that devices sum its parts alone.
+    The gradient is with respect to the sharded kernel, so that devices sum only its shards.
     """
     return product(x, whole(kernel))
 
@@ -120,17 +120,17 @@ def _of_whole_backward(
 _of_whole.defvjp(_of_whole_forward, _of_whole_backward)
 
 
-# A `nn.Dense` with this product, which a LoRA on it uses, too.
+# `nn.Dense` with this product, which a LoRA on it uses, too.
 Linear = functools.partial(nn.Dense, dot_general=dot_general)
 
 
 def of_one_input(
     layers: Sequence[nn.Dense], x: Float[Array, "b n i"]
 ) -> list[Float[Array, "b n _"]]:
-    """The results of several linear layers of the same tokens, with their low-rank terms.
+    """Returns the results of several linear layers of the same tokens, including their low-rank terms.
 
-    On TPUs a low-rank term by itself takes nearly as long as its layer, as it reads and writes all results once more.
-    There the terms of all layers are further channels of the tokens, and further rows of the layers' kernels.
+    On TPUs a separate low-rank term takes nearly as long as its layer, because it reads and writes all results again.
+    There the low-rank terms of all layers become extra channels of the tokens and extra rows of the layers' kernels.
     """
     scale = lora_scale()
     if scale is None or current().platform != "tpu" or not all(map(is_adapted, layers)):
@@ -154,7 +154,7 @@ def of_one_input(
 def _adapted(
     x: Array, kernels: Arrays, a: Arrays, b: Arrays, scale: float, precision: str | None
 ) -> list[Array]:
-    """[x, x A_1 s, x A_2 s, ..] [W_1; B_1; 0; ..], and so on for each layer."""
+    """Computes [x, x A_1 s, x A_2 s, ..] [W_1; B_1; 0; ..], and likewise for each layer."""
     ranks = [factor.shape[1] for factor in a]
     padding = -sum(ranks) % LANES
     low = x @ jnp.pad(jnp.concatenate(a, axis=1), ((0, 0), (0, padding))) * scale
@@ -180,7 +180,7 @@ def _adapted_backward(
     saved: tuple[Array, Arrays, Arrays, Arrays],
     cotangents: list[Array],
 ) -> tuple[Array, Arrays, Arrays, Arrays]:
-    """Of the separate terms, since a kernel has a gradient only if it is trained, and then no factors."""
+    """Returns gradients of the separate terms: a kernel has a gradient only if it is trained, without LoRA factors."""
 
     def apart(x: Array, kernels: Arrays, a: Arrays, b: Arrays) -> list[Array]:
         layers = zip(kernels, a, b, strict=True)
@@ -195,16 +195,16 @@ _adapted.defvjp(_adapted_forward, _adapted_backward)
 
 
 def patch_product(x: Array, kernel: Array, strides: Any, padding: Any, **options: Any) -> Array:
-    """`jax.lax.conv_general_dilated` of patches that do not overlap, as `nn.Conv` calls it, as a matrix product.
+    """Computes `jax.lax.conv_general_dilated` of non-overlapping patches, as `nn.Conv` calls it, as a matrix product.
 
-    On CPUs XLA takes far longer for the gradient of such a convolution's kernel.
+    On CPUs XLA is far slower at the gradient of such a convolution's kernel.
 
     Args:
       x: [b, h, w, c], with sides that are multiples of the patch's.
       kernel: [p, q, c, o].
       strides: (p, q).
-      padding: none.
-      options: of a convolution of images, channels last, without dilation and groups.
+      padding: Unused; must be none.
+      options: Options of a convolution of images, channels last, without dilation and groups.
     """
     b, h, w, c = x.shape
     p, q, _, o = kernel.shape
@@ -216,9 +216,9 @@ def patch_product(x: Array, kernel: Array, strides: Any, padding: Any, **options
 
 
 def exact_products(method: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Traces `method` with a precision of at least FLOAT32_PRODUCTS for float32 products, also in its gradient.
+    """Traces `method` and its gradient with a precision of at least FLOAT32_PRODUCTS for float32 products.
 
-    A precision that the user has chosen (`JAX_DEFAULT_MATMUL_PRECISION`, `jax.default_matmul_precision`) has priority.
+    A precision that the user sets (`JAX_DEFAULT_MATMUL_PRECISION`, `jax.default_matmul_precision`) has priority.
     Products of bfloat16 are not affected.
     """
 

@@ -1,4 +1,4 @@
-"""What a network keeps for its backward pass, and what it recomputes there."""
+"""Rematerialization: the activations that a network saves for its backward pass."""
 
 import functools
 from collections.abc import Callable
@@ -11,9 +11,9 @@ from jaxtyping import Array
 
 from digen_jax.attention.queries_keys import RESIDUALS
 
-# From the most memory to the least. "none": everything is kept. "keep_products": blocks' inputs, the results of linear
-# layers, and what attention's backward pass needs of its forward one; only norms, activation functions and the like
-# are recomputed. "keep_attention": linear layers are, too. "blocks": everything but the blocks' inputs is.
+# From most to least memory. "none": saves everything. "keep_products": saves block inputs, results of linear layers,
+# and the residuals of attention; recomputes only norms, activation functions and similar. "keep_attention": also
+# recomputes linear layers. "blocks": saves only block inputs.
 Remat = Literal["none", "keep_products", "keep_attention", "blocks"]
 PRODUCTS = "product"
 
@@ -21,12 +21,12 @@ _KEPT = {"blocks": (), "keep_attention": (RESIDUALS,), "keep_products": (RESIDUA
 
 
 def rematerialised(block: type[nn.Module], remat: Remat, scanned: bool) -> type[nn.Module]:
-    """A block of which the backward pass recomputes what `remat` does not keep.
+    """Wraps a block so that its backward pass recomputes everything that `remat` does not save.
 
     Args:
-      block: its products are marked by `product`.
-      remat: see `Remat`.
-      scanned: whether the block is the body of a scan, which is compiled separately, so that nothing undoes it.
+      block: Block whose products are marked by `product`.
+      remat: See `Remat`.
+      scanned: Whether the block is the body of a scan, which is compiled separately, so CSE cannot undo the remat.
     """
     if remat == "none":
         return block
@@ -37,9 +37,9 @@ def rematerialised(block: type[nn.Module], remat: Remat, scanned: bool) -> type[
 def block_run(
     block: type[nn.Module], name: str, first: int, last: int, remat: Remat
 ) -> Callable[..., nn.Module]:
-    """The constructor of equal blocks first..last of the torch list `name` as one module, scanned if there are several.
+    """Returns the constructor of equal blocks first..last of a torch list as one module, scanned if there are several.
 
-    The blocks get (carry, *others) and return (carry, None); of the others each gets the same.
+    Blocks take (carry, *others) and return (carry, None); all blocks share the others.
     """
     scanned = last > first
     block = rematerialised(block, remat, scanned)
@@ -57,5 +57,5 @@ def block_run(
 
 
 def product(y: Array) -> Array:
-    """The result of a linear layer, so marked."""
+    """Marks the result of a linear layer for the remat policy."""
     return checkpoint_name(y, PRODUCTS)

@@ -1,7 +1,7 @@
-"""Rotary position embeddings (Su et al., arXiv 2104.09864): pairs of channels turn with a token's position.
+"""Rotary position embeddings (Su et al., arXiv 2104.09864): pairs of channels are rotated by a token's position.
 
-In image transformers a head's channels are shared out among several axes of positions, and channels 2i and 2i + 1 turn
-as a pair (`rotary_table`, `rotate_pairs`). Language models have one axis, and pair i with i + d/2 (`rotate_halves`).
+Image transformers split a head's channels over several position axes and rotate channels 2i and 2i + 1 as a pair
+(`rotary_table`, `rotate_pairs`). Language models have one axis, and pair i with i + d/2 (`rotate_halves`).
 """
 
 import dataclasses
@@ -19,11 +19,11 @@ Table = Float32[Array, "*b n d"] | Float32[np.ndarray, "n d"]
 
 
 class Rotary(NamedTuple):
-    """How far the channels of each token turn, the same in all heads, and in all rows or by row.
+    """Rotation of each token's channels, shared by all heads, and by all rows or per row.
 
     Attributes:
-      cos: the cosine of each channel's angle.
-      sin: its sine, negative for the first channel of a pair.
+      cos: Cosine of each channel's angle.
+      sin: Sine of each channel's angle, negative for the first channel of a pair.
     """
 
     cos: Table
@@ -31,9 +31,9 @@ class Rotary(NamedTuple):
 
 
 def image_positions(height: int, width: int, index: int = 0) -> Int[np.ndarray, "n 3"]:
-    """(index, row, column) of an image's tokens, row by row; text is (0, 0, 0) in FLUX.
+    """Returns (index, row, column) of an image's tokens, row by row; text is (0, 0, 0) in FLUX.
 
-    `index` tells images apart: in FLUX.1 Kontext it is 1 for the image that is edited.
+    `index` distinguishes images: in FLUX.1 Kontext it is 1 for the source image.
     """
     rows, columns = np.indices((height, width))
     return np.stack([np.full_like(rows, index), rows, columns], axis=-1).reshape(-1, 3)
@@ -45,18 +45,18 @@ def rotary_table(
     theta: float,
     dtype: DTypeLike = np.float64,
 ) -> Rotary:
-    """The table of some tokens.
+    """Returns the rotation table of tokens.
 
     Args:
-      positions: of each token along each axis.
-      widths: channels of a head that turn with each axis, all even.
-      theta: pair i of an axis of d channels turns by theta^(-2i/d) radians a position.
-      dtype: of the angles: float64 in diffusers' `FluxPosEmbed`, float32 in its `QwenEmbedRope`.
+      positions: Position of each token along each axis.
+      widths: Channels of a head rotated by each axis, all even.
+      theta: Pair i of an axis of d channels rotates by theta^(-2i/d) radians per position.
+      dtype: dtype of the angles: float64 in diffusers' `FluxPosEmbed`, float32 in its `QwenEmbedRope`.
     """
     exponents = [
         np.arange(0, width, 2).astype(dtype) / np.asarray(width, dtype) for width in widths
     ]
-    # A power in float64, since those in float32 differ by library.
+    # Powers in float64, because float32 powers differ between libraries.
     pairs = [1 / (theta ** each.astype(np.float64)).astype(dtype) for each in exponents]
     axes = positions.T.astype(dtype)
     turns = [np.outer(axis, pair) for axis, pair in zip(axes, pairs, strict=True)]
@@ -64,21 +64,21 @@ def rotary_table(
 
 
 def turned_by(angles: Float[np.ndarray, "n half"]) -> Rotary:
-    """The table of tokens whose pairs of channels turn by some angles, in radians."""
+    """Returns the table of tokens whose channel pairs rotate by `angles`, in radians."""
     angles = np.repeat(angles.astype(np.float64), 2, axis=1)
     signs = np.where(np.arange(angles.shape[1]) % 2, 1, -1)
     return Rotary(np.cos(angles).astype(np.float32), (np.sin(angles) * signs).astype(np.float32))
 
 
 def joined(first: Rotary, second: Rotary) -> Rotary:
-    """The table of two streams, one behind the other."""
+    """Concatenates the tables of two streams."""
     return Rotary(*(jnp.concatenate(tables) for tables in zip(first, second, strict=True)))
 
 
 def rotate_pairs(x: Float[Array, "b n h d"], rotary: Rotary) -> Float[Array, "b n h d"]:
-    """Turns the pairs of channels of every head, in float32, and rounds to x's dtype.
+    """Rotates the channel pairs of every head, in float32, and rounds to x's dtype.
 
-    A pair's channels change places by two rolls: an array [.., d/2, 2] would fill two of a TPU's 128 lanes.
+    Channels of a pair are swapped by two rolls: an array [.., d/2, 2] would fill two of a TPU's 128 lanes.
     """
     wide = x.astype(jnp.float32)
     first = np.arange(x.shape[-1]) % 2 == 0
@@ -89,10 +89,10 @@ def rotate_pairs(x: Float[Array, "b n h d"], rotary: Rotary) -> Float[Array, "b 
 
 @dataclasses.dataclass(frozen=True)
 class Llama3Scaling:
-    """Llama 3.1's slower frequencies for longer texts, with transformers' names (its `rope_type` "llama3").
+    """Frequency scaling of Llama 3.1 for longer texts, with transformers' names (its `rope_type` "llama3").
 
-    A wave longer than `original_max_position_embeddings / low_freq_factor` tokens gets `factor` times as long, one
-    shorter than `original_max_position_embeddings / high_freq_factor` stays, and those between are interpolated.
+    A wavelength above `original_max_position_embeddings / low_freq_factor` tokens is multiplied by `factor`, one below
+    `original_max_position_embeddings / high_freq_factor` is unchanged, and wavelengths between are interpolated.
     """
 
     factor: float | int = number(dataclasses.MISSING, 1)
@@ -109,7 +109,7 @@ class Llama3Scaling:
 
 
 def inverse_frequencies(width: int, theta: float) -> Float32[np.ndarray, "half"]:
-    """theta^(-2i / width) for the pairs i of a head's channels: radians a token, rounded where torch rounds."""
+    """Returns theta^(-2i / width) for the pairs i of a head's channels, in radians per token, rounded as in torch."""
     exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
     powers = np.power(np.float64(theta), exponents.astype(np.float64))
     return np.float32(1) / powers.astype(np.float32)
@@ -118,7 +118,7 @@ def inverse_frequencies(width: int, theta: float) -> Float32[np.ndarray, "half"]
 def llama3_scaled(
     frequencies: Float32[np.ndarray, "half"], scaling: Llama3Scaling
 ) -> Float32[np.ndarray, "half"]:
-    """The frequencies by `Llama3Scaling`."""
+    """Scales frequencies by `Llama3Scaling`."""
     frequencies = frequencies.astype(np.float64)
     waves = scaling.original_max_position_embeddings * frequencies / (2 * np.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
@@ -129,7 +129,7 @@ def llama3_scaled(
 def cos_sin(
     positions: Float32[np.ndarray, "n"], frequencies: Float32[np.ndarray, "half"]
 ) -> tuple[Float32[np.ndarray, "n half"], Float32[np.ndarray, "n half"]]:
-    """Cosine and sine of float32 angles, which are positions times frequencies."""
+    """Returns cosine and sine of float32 angles, which are positions times frequencies."""
     angles = np.outer(positions, frequencies).astype(np.float64)
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
@@ -139,7 +139,7 @@ def rotate_halves(
     cos: Float32[np.ndarray, "n half"],
     sin: Float32[np.ndarray, "n half"],
 ) -> Float[Array, "b n h d"]:
-    """Turns channels i and i + d/2 as a pair, in float32, and rounds to x's dtype."""
+    """Rotates channels i and i + d/2 as a pair, in float32, and rounds to x's dtype."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[:, None], sin[:, None]
     turned = [first * cos - second * sin, second * cos + first * sin]

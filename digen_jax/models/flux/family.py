@@ -1,8 +1,8 @@
 """FLUX.1 dev and schnell as a family: prompts -> conditioning, velocity, latents -> images.
 
-The context of a prompt is that of the T5, padding included, which diffusers' `FluxPipeline` does not mask; the state of
-CLIP's end token modulates the blocks. dev is given a guidance scale as a number, and may have a second pass without the
-prompt; schnell has neither.
+The context of a prompt is the T5's states, padding included, which diffusers' `FluxPipeline` does not mask; the state
+of CLIP's end token modulates the blocks. dev takes a guidance scale as a network input and can run a second pass
+without the prompt. schnell supports neither.
 """
 
 import dataclasses
@@ -23,14 +23,14 @@ from digen_jax.models.text.tokenizers import longer, padded
 
 
 class Conditioning(NamedTuple):
-    """The transformer's inputs from a prompt."""
+    """Transformer inputs of a prompt."""
 
     context: Float[Array, "b n d"]
     pooled: Float[Array, "b p"]
 
 
 class TokenIds(NamedTuple):
-    """The ids of each prompt from CLIP's tokenizer and from the T5's."""
+    """Token ids of each prompt from CLIP's tokenizer and from the T5's."""
 
     first: Int[Array, "b n"] | Int[np.ndarray, "b n"]
     second: Int[Array, "b m"] | Int[np.ndarray, "b m"]
@@ -38,10 +38,10 @@ class TokenIds(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Flux(ImageFamily):
-    """The networks and tokenizers of one pipeline folder; parameters are passed to each call.
+    """Networks and tokenizers of one pipeline folder; parameters are passed to each call.
 
     Attributes:
-      max_sequence_length: tokens of the T5.
+      max_sequence_length: Tokens of the T5.
     """
 
     transformer: flux.FluxTransformer
@@ -68,7 +68,7 @@ class Flux(ImageFamily):
     )
     default_tokens: ClassVar = 512
     most_tokens: ClassVar = 512
-    # Of diffusers' pipeline; the makers of schnell sample it in 4.
+    # Default of diffusers' pipeline; the authors of schnell sample it in 4 steps.
     default_steps: ClassVar[int] = 28
     encoded_prompts: ClassVar[int] = 32
     lora_targets: ClassVar[str] = flux.LORA_TARGETS
@@ -77,35 +77,35 @@ class Flux(ImageFamily):
     def guidance(self) -> Guidance:
         """Returns "both" for dev, whose inputs include a guidance, and "none" for schnell.
 
-        The pipeline makes a second pass if `true_cfg_scale` is above 1 and a negative prompt is given, which can be
-        empty. Here a true guidance above 1 suffices, and the negative prompt is empty by default. The pipeline takes a
-        `true_cfg_scale` for schnell, too. Here schnell has none: it is distilled to be sampled without guidance, and
-        with "classifier-free" each run of it would encode and keep a null conditioning that nothing reads.
+        The pipeline runs a second pass if `true_cfg_scale` is above 1 and a negative prompt is given, which may be
+        empty. Here a `true_cfg_scale` above 1 suffices, and the negative prompt is empty by default. The pipeline also
+        accepts `true_cfg_scale` for schnell. Here schnell has none: it is distilled for sampling without guidance, and
+        "classifier-free" would make every run encode and keep an unused null conditioning.
         """
         return "both" if self.transformer.config.guidance_embeds else "none"
 
     @property
     def default_guidance(self) -> float:
-        """That of diffusers' pipeline, which a model without guidance ignores."""
+        """Default of diffusers' pipeline, which a model without guidance ignores."""
         return 3.5 if self.transformer.config.guidance_embeds else 1.0
 
     def tokenize(self, records: Sequence[Record]) -> TokenIds:
-        """Ids, padded or truncated to each text encoder's length."""
+        """Returns token ids, padded or truncated to each text encoder's length."""
         prompts = [record["prompt"] for record in records]
         first, _ = padded(self.tokenizer, prompts, self.tokenizer.model_max_length)
         second, _ = padded(self.tokenizer_2, prompts, self.max_sequence_length)
         return TokenIds(first, second)
 
     def cut(self, prompts: Sequence[str]) -> Bool[np.ndarray, "b"]:
-        """Which prompts have more tokens than the T5's input.
+        """Returns which prompts exceed the T5's input length.
 
-        CLIP's is shorter, but only a summary of the prompt comes from there.
+        CLIP's is shorter, but only provides the pooled state of the prompt.
         """
         return longer([(self.tokenizer_2, self.max_sequence_length)], prompts)
 
     @exact_products
     def encode(self, params: Params, ids: TokenIds) -> Conditioning:
-        """The T5's states, padding included, and the state of CLIP's end token."""
+        """Returns the T5's states, padding included, and the state of CLIP's end token."""
         pooled = self.text_encoder.apply({"params": params["text_encoder"]}, ids.first)
         context = self.text_encoder_2.apply({"params": params["text_encoder_2"]}, ids.second)
         return Conditioning(context, pooled)
@@ -113,7 +113,7 @@ class Flux(ImageFamily):
     def network_inputs(
         self, conditioning: Sequence[Array], guidance: Float[Array, "b"] | None
     ) -> tuple[Any, ...]:
-        """Context, pooled text, guidance, and in FLUX.1 Kontext the latents of a source image."""
+        """Returns context, pooled text, guidance, and in FLUX.1 Kontext the latents of a source image."""
         context, pooled, *source = conditioning
         return context, pooled, guidance, *source
 

@@ -1,7 +1,7 @@
 """FLUX.1 Kontext as a family (arXiv 2506.15742): FLUX.1-dev that edits a source image by a prompt.
 
 The source image is encoded by the autoencoder, and its latents are tokens that the transformer attends to together with
-those of the image. As in diffusers' `FluxKontextPipeline`, a prompt without one is sampled as by FLUX.1-dev.
+those of the image. As in diffusers' `FluxKontextPipeline`, a prompt without source image is sampled like FLUX.1-dev.
 """
 
 import dataclasses
@@ -23,8 +23,8 @@ from digen_jax.models.linear import exact_products
 
 # `target_modules` of yifan123/flow_grpo, scripts/train_flux_kontext.py (74db691).
 LORA_TARGETS = rf"{flux.LORA_TARGETS}|single_transformer_blocks\.\d+\.proj_mlp"
-# (height, width) of the images that the model was trained on, as in diffusers' pipeline. Of two that are as close to
-# an image's shape the pipeline takes the narrower one, which is first here.
+# (height, width) of the training images, as in diffusers' pipeline. If two are equally close to an image's aspect
+# ratio, the pipeline takes the narrower one, which comes first here.
 PREFERRED = tuple(
     Size(height, width)
     for height, width in (
@@ -36,7 +36,7 @@ PREFERRED = tuple(
 
 
 class EditConditioning(NamedTuple):
-    """The transformer's inputs from a prompt and the source image."""
+    """Transformer inputs of a prompt and its source image."""
 
     context: Float[Array, "b n d"]
     pooled: Float[Array, "b p"]
@@ -44,7 +44,7 @@ class EditConditioning(NamedTuple):
 
 
 class EditTokens(NamedTuple):
-    """The ids of each prompt from both tokenizers, and its source image."""
+    """Token ids of each prompt from both tokenizers, and its source image."""
 
     first: Int[Array, "b n"] | Int[np.ndarray, "b n"]
     second: Int[Array, "b m"] | Int[np.ndarray, "b m"]
@@ -53,11 +53,11 @@ class EditTokens(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class FluxKontext(Flux):
-    """The networks and tokenizers of one pipeline folder, for prompts with or without source images.
+    """Networks and tokenizers of one pipeline folder, for prompts with or without source images.
 
-    The source images of all prompts are stretched to the size `source`, by the filter of diffusers' pipeline, because a
-    program is for one shape. The pipeline chooses one of `PREFERRED` for each of them: `source_size`. Images have the
-    size that is asked for, which is what the pipeline makes of it if its `max_area` is that size's area.
+    All source images are stretched to the size `source` with the filter of diffusers' pipeline, because a program is
+    compiled for one shape. The pipeline chooses one of `PREFERRED` for each image (see `source_size`). Images have the
+    requested size, as in the pipeline if `max_area` is that size's area.
 
     Raises:
       ValueError: `source` does not fit the networks.
@@ -75,22 +75,22 @@ class FluxKontext(Flux):
 
     @property
     def encoders(self) -> Mapping[str, str]:
-        """The text encoders, and for source images the autoencoder."""
+        """Text encoders, and with source images the autoencoder."""
         return super().encoders if self.source is None else {**super().encoders, "vae": ""}
 
     @property
     def encoded_prompts(self) -> int:
-        """As many source images as images that are decoded together, if there are any."""
+        """Maximum prompts encoded together, limited by `decoded_pixels` if there are source images."""
         if self.source is None:
             return Flux.encoded_prompts
         pictures = self.decoded_pixels // (self.source.height * self.source.width)
         return max(1, min(Flux.encoded_prompts, pictures))
 
     def tokenize(self, records: Sequence[Record]) -> TokenIds | EditTokens:
-        """Ids, padded or truncated to each text encoder's length, and the records' source images.
+        """Returns token ids, padded or truncated to each text encoder's length, and source images.
 
         Raises:
-          ValueError: a source image is missing or cannot be read, or there is one that nothing reads.
+          ValueError: a source image is missing, unreadable, or unexpected because `source` is None.
         """
         ids = super().tokenize(records)
         for record in records:
@@ -103,9 +103,9 @@ class FluxKontext(Flux):
         return EditTokens(*ids, np.stack(pictures))
 
     def tokenize_null(self, records: Sequence[Record]) -> TokenIds | EditTokens:
-        """The tokens of each record's negative prompt, with its source image if there is one.
+        """Returns the tokens of each record's negative prompt, with its source image if it has one.
 
-        The second pass of diffusers' pipeline differs from the first one in the text alone.
+        The second pass of diffusers' pipeline differs from the first one only in the text.
         """
         if self.source is None:
             return super().tokenize_null(records)
@@ -115,7 +115,7 @@ class FluxKontext(Flux):
 
     @exact_products
     def encode(self, params: Params, ids: TokenIds | EditTokens) -> Conditioning | EditConditioning:
-        """The conditioning of FLUX.1, and the mean of the latents of each source image."""
+        """Returns the conditioning of FLUX.1, and the latent mean of each source image."""
         text = super().encode(params, TokenIds(ids.first, ids.second))
         if self.source is None:
             return text
@@ -123,14 +123,14 @@ class FluxKontext(Flux):
         return EditConditioning(*text, encode_images(self.vae, params["vae"], images))
 
     def source_size(self, height: int, width: int) -> Size:
-        """The one of `PREFERRED` whose shape is closest to that of an image of height x width."""
+        """Returns the size in `PREFERRED` whose aspect ratio is closest to that of a height x width image."""
         multiple = self.factor * SIDE
         ratio = width // multiple / max(1, height // multiple)
         nearest = min(PREFERRED, key=lambda size: abs(ratio - size.width / size.height))
         return Size(nearest.height // multiple * multiple, nearest.width // multiple * multiple)
 
     def flops(self, size: Size) -> dict[str, dict[str, float]]:
-        """FLOPs of the transformer by stream, with the tokens of the source image: see `flux.forward_flops`."""
+        """Returns the transformer's FLOPs by stream, including source image tokens (see `flux.forward_flops`)."""
         tokens = 0
         if self.source is not None:
             tokens = self.source.height * self.source.width // (self.factor * SIDE) ** 2

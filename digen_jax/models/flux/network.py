@@ -1,4 +1,4 @@
-"""The FLUX.1 transformer (Black Forest Labs; github.com/black-forest-labs/flux, src/flux/model.py).
+"""FLUX.1 transformer (Black Forest Labs; github.com/black-forest-labs/flux, src/flux/model.py).
 
 Attribute names are those of diffusers' `FluxTransformer2DModel`, so that a parameter's path is its tensor's name; dual
 blocks are scanned as one run (`transformer_blocks_0to18`), and single blocks as another.
@@ -21,17 +21,17 @@ from digen_jax.models.remat import Remat, block_run, product
 from digen_jax.models.rotary import Rotary, image_positions, joined, rotary_table
 
 LISTS = ("single_transformer_blocks", *dual_block.LISTS)
-# `target_modules` of yifan123/flow_grpo, scripts/train_flux.py (74db691). They are ends of names, so single blocks have
-# LoRA in their attention alone.
+# `target_modules` of yifan123/flow_grpo, scripts/train_flux.py (74db691). They are suffixes of names, so single blocks
+# have LoRA only in their attention.
 LORA_TARGETS = (
     r"(single_)?transformer_blocks\.\d+\."
     r"(attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)|ff(_context)?\.net\.(0\.proj|2))"
 )
-# The logical axes of kernels, see `logical_axes`.
+# Logical axes of kernels (see `logical_axes`).
 AXES = (
     *dual_block.AXES,
     (r"proj_mlp$", ("embed", "mlp")),
-    # Its rows are those of the heads and of the hidden layer, one behind the other.
+    # Rows are the heads followed by the hidden layer.
     (r"^single.*/proj_out$", ("mlp", "embed")),
     (r"(timestep|guidance)_embedder/linear_1$", (None, "mlp")),
     (r"text_embedder/linear_1$", ("text", "mlp")),
@@ -46,9 +46,9 @@ THETA = 10_000.0
 
 @dataclasses.dataclass(frozen=True)
 class FluxConfig(TransformerConfig):
-    """The fields of diffusers' config.json, with its defaults; raises ValueError if they conflict.
+    """Fields of diffusers' config.json, with its defaults; raises ValueError if they conflict.
 
-    `in_channels` are those of a token, which has 2 x 2 latents.
+    `in_channels` is per token, which has 2 x 2 latents.
     """
 
     title: ClassVar = "a FLUX transformer"
@@ -74,7 +74,7 @@ class FluxConfig(TransformerConfig):
 def _image_tokens(
     latents: Float[Array, "b h w c"], source: Float[Array, "b h2 w2 c"] | None
 ) -> tuple[Float[Array, "b n t"], Int[np.ndarray, "n 3"]]:
-    """The tokens of an image, those of the source image behind them, and their positions."""
+    """Returns the tokens of an image, followed by those of the source image, and their positions."""
     pictures = [latents] if source is None else [latents, source]
     positions = [
         image_positions(*(side // layers.SIDE for side in picture.shape[1:3]), index)
@@ -87,7 +87,7 @@ def _image_tokens(
 
 
 class SingleBlock(nn.Module):
-    """Attention and a feed-forward network side by side (arXiv 2302.05442), over all tokens, with one projection."""
+    """Parallel attention and feed-forward network (arXiv 2302.05442) over all tokens, with one output projection."""
 
     heads: int
     dtype: DTypeLike
@@ -112,12 +112,12 @@ class SingleBlock(nn.Module):
 
 
 class FluxTransformer(nn.Module):
-    """Velocity of a latent image under text conditioning.
+    """Predicts the velocity of latents under text conditioning.
 
     Parameters are float32; `dtype` is that of the blocks' matrix products and streams. Norms, softmax, modulation, and
     the embedding of time, guidance and pooled text are always float32: diffusers rounds time and guidance to the
-    network's dtype before it multiplies them by 1000, so that in bfloat16 its time 990 becomes 988.
-    `remat` says what the backward pass recomputes.
+    network's dtype before multiplying by 1000, so that time 990 becomes 988 in bfloat16. `remat` controls
+    rematerialization.
     """
 
     config: FluxConfig
@@ -136,8 +136,8 @@ class FluxTransformer(nn.Module):
     ) -> Float[Array, "b h w o"]:
         """Predicts the velocity eps - x0, in float32, of latents at noise level sigma in [0, 1].
 
-        `source` are the latents of a source image that is edited (FLUX.1 Kontext, arXiv 2506.15742): tokens that are
-        attended to like those of the image, with an index of their own among the positions.
+        `source` contains the latents of a source image to edit (FLUX.1 Kontext, arXiv 2506.15742). Its tokens are
+        attended to like those of the image, with a separate index among the positions.
 
         Raises:
           ValueError: a side of the latents is odd, or `guidance` does not fit `config.guidance_embeds`.
@@ -160,7 +160,7 @@ class FluxTransformer(nn.Module):
         table = joined(*rotary)
         tokens = jnp.concatenate([x, context], axis=1)
         tokens, _ = self._single_blocks()(tokens, embedding, table)
-        own = height * width // layers.SIDE**2  # none of the source's
+        own = height * width // layers.SIDE**2  # without source tokens
         x = tokens[:, :own]
         modulation = layers.Modulation(2, name="norm_out")(embedding)
         x = layers.output(x, modulation, config.out_channels, self.dtype)
@@ -183,18 +183,18 @@ class FluxTransformer(nn.Module):
 def forward_flops(
     config: FluxConfig, latent: tuple[int, int, int], text: int, source: int = 0
 ) -> dict[str, float]:
-    """See `Component.flops`.
+    """Returns FLOPs by stream (see `Component.flops`).
 
-    `source` are the tokens of a source image, which belong to the stream "image".
+    `source` is the number of tokens of a source image, which count as "image".
     """
     d, blocks, singles = config.dim, config.num_layers, config.num_single_layers
     h, w, _ = latent
     own = (h // SIDE) * (w // SIDE)
     image = own + source
-    # Of a dual block, for each stream: four linear layers of the attention, two of a feed-forward network four times
-    # as wide. A single block has the same for all tokens.
+    # A dual block has, for each stream, four linear layers of attention and two of a feed-forward network four times as
+    # wide. A single block has the same for all tokens.
     wide = (blocks + singles) * (4 * d * d + 8 * d * d)
-    modulations = blocks * 12 + singles * 3 + 2  # the last of them is norm_out
+    modulations = blocks * 12 + singles * 3 + 2  # the last is norm_out
     numbers = 2 if config.guidance_embeds else 1  # time, guidance
     embedders = (numbers * (TIME_FEATURES + d) + config.pooled_projection_dim + d) * d
     products = {
@@ -207,7 +207,7 @@ def forward_flops(
 
 
 def inputs(config: FluxConfig) -> tuple[Array | None, ...]:
-    """Latents, sigma, context, pooled text and guidance of one small image, for `init`."""
+    """Returns latents, sigma, context, pooled text and guidance of one small image, for `init`."""
     x = jnp.zeros((1, layers.SIDE, layers.SIDE, config.in_channels // layers.SIDE**2))
     context = jnp.zeros((1, 2, config.joint_attention_dim))
     pooled = jnp.zeros((1, config.pooled_projection_dim))

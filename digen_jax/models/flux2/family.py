@@ -1,8 +1,8 @@
 """FLUX.2 klein as a family: prompts -> conditioning, velocity, latents -> images.
 
-A prompt is a user's turn of a chat with Qwen3, whose states of three depths side by side condition the transformer,
-padding included. The base models are guided by a second pass with the empty prompt, the distilled ones are not. Images
-to edit, which the pipeline also takes, are not supported.
+A prompt is a user turn of a chat with Qwen3. Its states at three depths, concatenated along the channels, condition the
+transformer, padding included. Base models are guided by a second pass with the empty prompt; distilled models are not
+guided. The pipeline's image editing is not supported.
 """
 
 import dataclasses
@@ -23,28 +23,28 @@ from digen_jax.models.flux2 import network as flux2
 from digen_jax.models.linear import exact_products
 from digen_jax.models.text import language_model
 
-# `text_encoder_out_layers` of diffusers' pipeline by default.
+# Default `text_encoder_out_layers` of diffusers' pipeline.
 STATES = (9, 18, 27)
-# Lines (slope, offset) of mu over the tokens of an image, for 10 and for 200 steps, and the tokens above which the
-# second holds for any number of steps: `compute_empirical_mu` of diffusers' pipeline_flux2_klein.py.
+# Lines (slope, offset) of mu over the tokens of an image, for 10 and for 200 steps, and the number of tokens above
+# which the second applies to any number of steps: `compute_empirical_mu` of diffusers' pipeline_flux2_klein.py.
 FEW, OF_FEW = 10, (8.73809524e-05, 1.89833333)
 MANY, OF_MANY = 200, (0.00016927, 0.45666666)
 LARGE = 4300
 
 
 class Conditioning(NamedTuple):
-    """The transformer's input from a prompt: states of its tokens and of padding behind them, all attended to."""
+    """Transformer input of a prompt: states of its tokens and of trailing padding, all attended to."""
 
     context: Float[Array, "b n d"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Flux2Klein(ChatFamily):
-    """The networks and the tokenizer of one pipeline folder; parameters are passed to each call.
+    """Networks and tokenizer of one pipeline folder; parameters are passed to each call.
 
     Attributes:
-      distilled: `is_distilled` of model_index.json: the model is not guided.
-      max_sequence_length: tokens of a prompt's chat, those of the template included.
+      distilled: `is_distilled` of model_index.json; a distilled model is not guided.
+      max_sequence_length: Tokens of a prompt's chat, including the template.
     """
 
     transformer: flux2.Flux2Transformer
@@ -73,13 +73,13 @@ class Flux2Klein(ChatFamily):
 
     @classmethod
     def from_folder(cls, folder: pathlib.Path, *args: Any, **options: Any) -> "Flux2Klein":
-        """See `ImageFamily.from_folder`."""
+        """Builds the family (see `ImageFamily.from_folder`)."""
         family = super().from_folder(folder, *args, **options)
         return dataclasses.replace(family, distilled=_is_distilled(folder))
 
     @classmethod
     def check_configs(cls, folder: pathlib.Path, configs: Mapping[str, Any], tokens: int) -> None:
-        """Raises ValueError if the language model has fewer layers than are read."""
+        """Raises ValueError if the language model has fewer layers than `STATES` requires."""
         layers = configs["text_encoder"].num_hidden_layers
         if layers < max(STATES):
             raise ValueError(
@@ -89,42 +89,42 @@ class Flux2Klein(ChatFamily):
 
     @property
     def guidance(self) -> Guidance:
-        """Two passes, or none for a distilled model."""
+        """Returns "none" for a distilled model, otherwise "classifier-free"."""
         return "none" if self.distilled else "classifier-free"
 
     @property
     def default_guidance(self) -> float:
-        """That of diffusers' pipeline, which a distilled model ignores."""
+        """Default of diffusers' pipeline, which a distilled model ignores."""
         return 1.0 if self.distilled else 4.0
 
     @exact_products
     def encode(self, params: Params, tokens: Tokens) -> Conditioning:
-        """The states of each prompt's chat at three depths, side by side."""
+        """Returns the states of each prompt's chat at three depths, concatenated along the channels."""
         return Conditioning(jnp.concatenate(self.states(params, tokens), axis=-1))
 
     @property
     def factor(self) -> int:
-        """Pixels along each side of a latent, which is a patch of 2 x 2 of the autoencoder's."""
+        """Pixels along each side of a latent, which is a 2 x 2 patch of the autoencoder's latents."""
         return 2 ** len(self.vae.config.block_out_channels)
 
     @property
     def patch(self) -> int:
-        """A token is one latent."""
+        """Latents along each side of a token."""
         return 1
 
     def sigmas(self, steps: int, size: Size) -> Float32[np.ndarray, "sigmas"]:
-        """From 1 to 1/steps before the shift, which is the pipeline's own unless the scheduler has a static one."""
+        """Returns sigmas from 1 to 1/steps before the shift, by `empirical_mu` unless the scheduler's is static."""
         h, w, _ = self.latent_shape(size)
         return make_sigmas(self.scheduler, steps, spacing="uniform", mu=empirical_mu(h * w, steps))
 
     @exact_products
     def decode(self, params: Params, latents: Float[Array, "b h w c"]) -> Float[Array, "b 1 H W 3"]:
-        """Images in [0, 1], each a clip of one frame."""
+        """Returns images in [0, 1], each a clip of one frame."""
         return autoencoder_flux2.decode_images(self.vae, params["vae"], latents)[:, None]
 
 
 def empirical_mu(tokens: int, steps: int) -> float:
-    """The shift of an image of so many tokens in so many steps, linear in the steps."""
+    """Returns the shift of an image of `tokens` tokens in `steps` steps, linear in the steps."""
     many = OF_MANY[0] * tokens + OF_MANY[1]
     if tokens > LARGE:
         return many
@@ -134,7 +134,7 @@ def empirical_mu(tokens: int, steps: int) -> float:
 
 
 def _is_distilled(folder: pathlib.Path) -> bool:
-    """Whether model_index.json says so; diffusers leaves the field out where it is false."""
+    """Returns `is_distilled` of model_index.json, which diffusers omits if it is false."""
     found = weights.read_model_index(folder).get("is_distilled", False)
     if not isinstance(found, bool):
         raise ValueError(

@@ -1,9 +1,9 @@
-"""The FLUX.2 transformer (Black Forest Labs; github.com/black-forest-labs/flux2, src/flux2/model.py), for klein.
+"""FLUX.2 transformer (Black Forest Labs; github.com/black-forest-labs/flux2, src/flux2/model.py), for klein.
 
-It differs from FLUX.1's in that modulation is the same in all blocks of a kind, feed-forward networks are gated, a
-single block has one matrix for all that it reads and one for what it writes, the text has positions, and no layer has
-a bias. Attribute names are those of diffusers' `Flux2Transformer2DModel`, so that a parameter's path is its tensor's
-name; dual blocks are scanned as one run (`transformer_blocks_0to4`), and single blocks as another.
+Unlike FLUX.1, all blocks of a kind share their modulation, feed-forward networks are gated, a single block has one
+input and one output matrix, the text has positions, and no layer has a bias. Attribute names are those of diffusers'
+`Flux2Transformer2DModel`, so that a parameter's path is its tensor's name; dual blocks are scanned as one run
+(`transformer_blocks_0to4`), and single blocks as another.
 """
 
 import dataclasses
@@ -29,18 +29,18 @@ from digen_jax.models.rotary import Rotary, image_positions, joined, rotary_tabl
 
 @dataclasses.dataclass(frozen=True)
 class Flux2Config(TransformerConfig):
-    """The fields of diffusers' config.json, with its defaults but for guidance; raises ValueError if they conflict.
+    """Fields of diffusers' config.json, with its defaults except guidance; raises ValueError if they conflict.
 
-    FLUX.2-dev is given its guidance as a number (`guidance_embeds`), and has another text encoder; klein is not.
+    FLUX.2-dev, with guidance as a network input (`guidance_embeds`) and another text encoder, is not supported.
 
     Attributes:
-      in_channels: of a token, which is one of the autoencoder's normed patches.
-      mlp_ratio: width of a feed-forward network's hidden layer, in widths of the transformer.
-      axes_dims_rope: channels of a head that turn with a token's image, row, column, and place in the text.
+      in_channels: Channels per token, which is one of the autoencoder's normed patches.
+      mlp_ratio: Width of a feed-forward network's hidden layer, relative to the transformer's width.
+      axes_dims_rope: Channels of a head rotated by a token's image, row, column, and text position.
     """
 
     title: ClassVar = "a FLUX.2 transformer"
-    # diffusers' defaults, of which the files of klein do not use the second.
+    # diffusers' defaults; klein's files override the second.
     absent: ClassVar = {"out_channels": None, "guidance_embeds": True}
 
     patch_size: int = number(1, 1, 1)
@@ -71,17 +71,17 @@ class Flux2Config(TransformerConfig):
 
 LISTS = ("single_transformer_blocks", *dual_block.LISTS)
 # `default_target_modules` of X-GenGroup/Flow-Factory, src/flow_factory/models/flux/flux2_klein.py (3e615ee). They are
-# ends of names: its `attn.to_out.0` of single blocks is not there, as diffusers names that layer `attn.to_out`.
+# suffixes of names: its `attn.to_out.0` does not match single blocks, where diffusers names that layer `attn.to_out`.
 LORA_TARGETS = (
     r"transformer_blocks\.\d+\.(attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)|ff(_context)?\.linear_(in|out))"
     r"|single_transformer_blocks\.\d+\.attn\.to_qkv_mlp_proj"
 )
-# The logical axes of kernels, see `logical_axes`.
+# Logical axes of kernels (see `logical_axes`).
 AXES = (
     *dual_block.AXES,
     (r"ff(_context)?/linear_in$", ("embed", "mlp")),
     (r"ff(_context)?/linear_out$", ("mlp", "embed")),
-    # Columns of heads and of the hidden layer, side by side, and rows.
+    # Columns, or rows, are the heads followed by the hidden layer.
     (r"^single.*/attn/to_qkv_mlp_proj$", ("embed", "mlp")),
     (r"^single.*/attn/to_out$", ("mlp", "embed")),
     (r"_modulation(_img|_txt)?/linear$", ("embed", "modulation")),
@@ -101,26 +101,26 @@ _linear = functools.partial(layers.linear, use_bias=False)
 
 
 def gated(x: Float[Array, "b n _"]) -> Float[Array, "b n m"]:
-    """SwiGLU (arXiv 2002.05202) of a projection whose first half is the gate."""
+    """Applies SwiGLU (arXiv 2002.05202) to a projection whose first half is the gate."""
     gate, value = jnp.split(x, 2, axis=-1)
     return nn.silu(gate) * value
 
 
 class FeedForward(nn.Module):
-    """A gated feed-forward network with one matrix for the gate and what it multiplies."""
+    """Gated feed-forward network with one matrix for gate and value."""
 
     hidden: int
     dtype: DTypeLike
 
     @nn.compact
     def __call__(self, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
-        """Apply to each token."""
+        """Applies the network to each token."""
         y = gated(product(_linear(2 * self.hidden, self.dtype, "linear_in")(x)))
         return product(_linear(x.shape[-1], self.dtype, "linear_out")(y))
 
 
 class DualBlock(nn.Module):
-    """Updates two streams, image and text, with weights of their own, joined in attention."""
+    """Updates two streams, image and text, with separate weights, joined in attention."""
 
     heads: int
     hidden: int
@@ -133,7 +133,7 @@ class DualBlock(nn.Module):
         modulations: tuple[Vectors, Vectors],
         rotary: tuple[Rotary, Rotary],
     ) -> tuple[tuple[Float[Array, "b n d"], Float[Array, "b m d"]], None]:
-        """Updates (image, text) by their six vectors each; the second result is for `nn.scan`."""
+        """Updates (image, text) with six modulation vectors each; the second result is for `nn.scan`."""
 
         def modulated(x: Array, shift: Array, scale: Array) -> Array:
             return layers.modulate(layers.layer_norm(x), shift, scale, self.dtype)
@@ -154,7 +154,7 @@ class DualBlock(nn.Module):
 
 
 class ParallelAttention(nn.Module):
-    """Attention and a gated feed-forward network side by side (arXiv 2302.05442), with a matrix in front and behind."""
+    """Parallel attention and gated feed-forward network (arXiv 2302.05442), with one input and one output matrix."""
 
     heads: int
     hidden: int
@@ -162,7 +162,7 @@ class ParallelAttention(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "b n d"], rotary: Rotary) -> Float[Array, "b n d"]:
-        """The update of each token."""
+        """Returns the update of each token."""
         dim = x.shape[-1]
         width = 3 * dim + 2 * self.hidden
         projected = product(_linear(width, self.dtype, "to_qkv_mlp_proj")(x))
@@ -178,7 +178,7 @@ class ParallelAttention(nn.Module):
 
 
 class SingleBlock(nn.Module):
-    """Updates all tokens by `ParallelAttention`."""
+    """Updates all tokens with `ParallelAttention`."""
 
     heads: int
     hidden: int
@@ -188,7 +188,7 @@ class SingleBlock(nn.Module):
     def __call__(
         self, x: Float[Array, "b n d"], modulation: Vectors, rotary: Rotary
     ) -> tuple[Float[Array, "b n d"], None]:
-        """Updates the tokens by three vectors; the second result is for `nn.scan`, which collects nothing."""
+        """Updates tokens with three modulation vectors; the second result is for `nn.scan`, which collects nothing."""
         shift, scale, gate = modulation
         modulated = layers.modulate(layers.layer_norm(x), shift, scale, self.dtype)
         attention = ParallelAttention(self.heads, self.hidden, self.dtype, name="attn")
@@ -202,7 +202,7 @@ class TimeEmbed(nn.Module):
 
     @nn.compact
     def __call__(self, sigma: Float[Array, "b"]) -> Float[Array, "b d"]:
-        """For noise levels in [0, 1]."""
+        """Embeds noise levels in [0, 1]."""
         features = layers.timestep_features(
             sigma * layers.NUM_TRAIN_TIMESTEPS, layers.TIME_FEATURES
         )
@@ -210,16 +210,16 @@ class TimeEmbed(nn.Module):
 
 
 def text_positions(tokens: int) -> Int[np.ndarray, "n 4"]:
-    """(image, row, column, place) of a text's tokens, which differ in their place alone."""
+    """Returns (image, row, column, position) of text tokens, which differ only in the last."""
     return np.pad(np.arange(tokens)[:, None], ((0, 0), (3, 0)))
 
 
 class Flux2Transformer(nn.Module):
-    """Velocity of a latent image under text conditioning.
+    """Predicts the velocity of latents under text conditioning.
 
     Parameters are float32; `dtype` is that of the blocks' matrix products and streams. Norms, softmax, modulation, and
-    the embedding of time are always float32: diffusers rounds time to the network's dtype before it multiplies it by
-    1000, so that in bfloat16 its time 990 becomes 988. `remat` says what the backward pass recomputes.
+    the embedding of time are always float32: diffusers rounds time to the network's dtype before multiplying by 1000,
+    so that time 990 becomes 988 in bfloat16. `remat` controls rematerialization.
     """
 
     config: Flux2Config
@@ -235,7 +235,7 @@ class Flux2Transformer(nn.Module):
     ) -> Float[Array, "b h w o"]:
         """Predicts the velocity eps - x0, in float32, of latents at noise level sigma in [0, 1].
 
-        Every token is attended to, so that padding of the context counts as text.
+        All tokens are attended to, so padding of the context counts as text.
         """
         config, (batch, height, width, _) = self.config, latents.shape
         embedding = TimeEmbed(config.dim, name="time_guidance_embed")(sigma)
@@ -270,21 +270,21 @@ class Flux2Transformer(nn.Module):
         return x.astype(jnp.float32).reshape(batch, height, width, -1)
 
     def _run(self, block: type[nn.Module], name: str, count: int) -> nn.Module:
-        """`count` equal blocks of a torch list."""
+        """Returns `count` equal blocks of a torch list."""
         config = self.config
         run = block_run(block, name, 0, count - 1, self.remat)
         return run(config.num_attention_heads, config.hidden, self.dtype)
 
 
 def forward_flops(config: Flux2Config, latent: tuple[int, int, int], text: int) -> dict[str, float]:
-    """See `Component.flops`."""
+    """Returns FLOPs by stream (see `Component.flops`)."""
     d, blocks = config.dim, config.num_layers + config.num_single_layers
     h, w, _ = latent
     image = h * w
-    # Of a dual block, for each stream: four linear layers of the attention, three matrices of a gated feed-forward
-    # network, of which two are one. A single block has the same for all tokens, in two matrices.
+    # A dual block has, for each stream, four linear layers of attention and three matrices of a gated feed-forward
+    # network, two of them fused. A single block has the same for all tokens, in two matrices.
     wide = blocks * (4 * d * d + 3 * d * config.hidden)
-    modulations = 2 * 6 + 3 + 2  # of the streams, of the single blocks, of norm_out
+    modulations = 2 * 6 + 3 + 2  # streams, single blocks, norm_out
     products = {
         "image": image * (wide + (config.in_channels + config.out_channels) * d),
         "text": text * (wide + config.joint_attention_dim * d),
@@ -295,7 +295,7 @@ def forward_flops(config: Flux2Config, latent: tuple[int, int, int], text: int) 
 
 
 def inputs(config: Flux2Config) -> tuple[Array, ...]:
-    """Latents, sigma and context of one small image, for `init`."""
+    """Returns latents, sigma and context of one small image, for `init`."""
     context = jnp.zeros((1, 2, config.joint_attention_dim))
     return jnp.zeros((1, 1, 1, config.in_channels)), jnp.ones(1), context
 

@@ -1,7 +1,7 @@
 """Qwen-Image as a family: prompts -> conditioning, velocity, latents -> images.
 
-A prompt is put into a chat with Qwen2.5-VL, whose last states, without those of the chat's beginning, condition the
-transformer. Qwen-Image-2512 is the same network with other weights.
+A prompt is formatted as a chat with Qwen2.5-VL. Its last hidden states, without those of the chat's prefix, condition
+the transformer. Qwen-Image-2512 is the same network with different weights.
 """
 
 import dataclasses
@@ -19,20 +19,20 @@ from digen_jax.models.linear import exact_products
 from digen_jax.models.qwen_image import network as qwen_image
 from digen_jax.models.text import language_model
 
-# The prompt of the pass without one: QwenLM/Qwen-Image, README.md, and verl-project/verl-omni,
+# Negative prompt of QwenLM/Qwen-Image, README.md, and verl-project/verl-omni,
 # examples/flowgrpo_trainer/data_process/qwenimage_ocr.py (340b365).
 NULL = " "
 
 
 @dataclasses.dataclass(frozen=True)
 class QwenImage(ChatFamily):
-    """The networks and the tokenizer of one pipeline folder; parameters are passed to each call.
+    """Networks and tokenizer of one pipeline folder; parameters are passed to each call.
 
-    One sampler step is refused where the schedule has a terminal shift: diffusers' sigmas are not numbers then.
+    A single sampler step is rejected if the schedule has a terminal shift, because diffusers' sigmas are NaN then.
 
     Attributes:
-      max_sequence_length: tokens of a prompt, and of the chat's end behind it. The pipeline truncates chats to
-        `most_tokens` first, and then states to `max_sequence_length`, which depend on the tokens before them alone.
+      max_sequence_length: Tokens of a prompt and of the chat's suffix. The pipeline truncates chats to `most_tokens`
+        first, and then states, which depend only on preceding tokens, to `max_sequence_length`.
     """
 
     transformer: qwen_image.QwenImageTransformer
@@ -54,15 +54,15 @@ class QwenImage(ChatFamily):
         ("transformer", "out_channels", "in_channels / 4"),
     )
     most_tokens: ClassVar = 1024
-    # The chat of diffusers' pipeline, and the first tokens of it whose states it drops.
+    # Chat of diffusers' pipeline, and the number of leading tokens whose states it drops.
     template: ClassVar = (
         "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial "
         "relationships of the objects and background:<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n"
         "<|im_start|>assistant\n"
     )
     dropped: ClassVar = 34
-    # That of diffusers' pipeline, whose name for it is true_cfg_scale; its guidance_scale is for distilled models, of
-    # which none is published.
+    # Default `true_cfg_scale` of diffusers' pipeline; its guidance_scale is for distilled models, of which none has
+    # been released.
     default_guidance: ClassVar[float] = 4.0
     negative_prompt: ClassVar[str] = NULL
     lora_targets: ClassVar[str] = qwen_image.LORA_TARGETS
@@ -70,7 +70,7 @@ class QwenImage(ChatFamily):
     def guided(
         self, null: Float[Array, "b h w c"], prompt: Float[Array, "b h w c"], guidance: float
     ) -> Float[Array, "b h w c"]:
-        """Null + guidance (prompt - null), with each token as long as that of `prompt`, as in diffusers' pipeline."""
+        """Returns null + guidance (prompt - null), rescaled per token to the norm of `prompt`, as in diffusers."""
         v = null + guidance * (prompt - null)
         of_prompt, of_v = _length(prompt), _length(v)
         scale = jnp.where(of_v > 0, of_prompt / jnp.where(of_v > 0, of_v, 1), 1)
@@ -79,7 +79,7 @@ class QwenImage(ChatFamily):
 
     @property
     def factor(self) -> int:
-        """Pixels of a latent along each side."""
+        """Pixels along each side of a latent."""
         return self.vae.config.side_factor
 
     @property
@@ -89,11 +89,11 @@ class QwenImage(ChatFamily):
 
     @exact_products
     def decode(self, params: Params, latents: Float[Array, "b h w c"]) -> Float[Array, "b 1 H W 3"]:
-        """Images in [0, 1], each a clip of one frame."""
+        """Returns images in [0, 1], each a clip of one frame."""
         return autoencoder_wan.decode_images(self.vae, params["vae"], latents)
 
 
 def _length(v: Float[Array, "b h w c"]) -> Float[Array, "b n 1"]:
-    """The length of each token; a token of zeros has the gradient 0."""
+    """Returns the norm of each token; a zero token has the gradient 0."""
     squares = jnp.square(pack(v)).sum(axis=-1, keepdims=True)
     return jnp.where(squares > 0, jnp.sqrt(jnp.where(squares > 0, squares, 1)), 0)

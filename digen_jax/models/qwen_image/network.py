@@ -1,4 +1,4 @@
-"""The Qwen-Image transformer (Qwen team, arXiv 2508.02324): dual blocks of image and text, joined in attention.
+"""Qwen-Image transformer (Qwen team, arXiv 2508.02324): dual blocks of image and text, joined in attention.
 
 Attribute names are those of diffusers' `QwenImageTransformer2DModel`, so that a parameter's path is its tensor's name;
 the blocks are scanned as one run (`transformer_blocks_0to59`).
@@ -22,12 +22,12 @@ from digen_jax.models.rotary import Rotary, image_positions, rotary_table
 
 LISTS = dual_block.QWEN_IMAGE_LISTS
 # `target_modules` of verl-project/verl-omni, examples/flowgrpo_trainer/qwen_image/run_qwen_image_ocr_lora.sh (8b0f0f9),
-# which are ends of names.
+# which are suffixes of names.
 LORA_TARGETS = (
     r"transformer_blocks\.\d+\."
     r"(attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)|(img|txt)_mlp\.net\.(0\.proj|2))"
 )
-# The logical axes of kernels, see `logical_axes`.
+# Logical axes of kernels (see `logical_axes`).
 AXES = (
     *dual_block.AXES,
     (r"timestep_embedder/linear_1$", (None, "mlp")),
@@ -43,10 +43,10 @@ THETA = 10_000.0
 
 @dataclasses.dataclass(frozen=True)
 class QwenImageConfig(TransformerConfig):
-    """The fields of diffusers' config.json, with its defaults; raises ValueError if they conflict.
+    """Fields of diffusers' config.json, with its defaults; raises ValueError if they conflict.
 
-    `in_channels` are those of a token, which has 2 x 2 latents; `out_channels` are those of a latent. The last three
-    fields are about models that edit images or draw layers.
+    `in_channels` is per token, which has 2 x 2 latents; `out_channels` is per latent. The last three fields are for
+    models that edit images or generate layers.
     """
 
     title: ClassVar = "a Qwen-Image transformer"
@@ -73,10 +73,10 @@ class QwenImageConfig(TransformerConfig):
 def rotary_tables(
     widths: tuple[int, ...], height: int, width: int, text: int
 ) -> tuple[Rotary, Rotary]:
-    """The tables of an image of height x width tokens, and of `text` tokens of text.
+    """Returns the tables of an image of height x width tokens, and of `text` text tokens.
 
-    Rows and columns are counted from the middle of the image. A token of text has the same position on all axes,
-    counted from behind the longer side's last one.
+    Rows and columns are counted from the center of the image. A text token has the same position on all axes, counted
+    from the end of the longer side.
     """
     of_image = image_positions(height, width) - [0, height - height // 2, width - width // 2]
     first = max(height // 2, width // 2)
@@ -92,18 +92,17 @@ class TimeEmbed(nn.Module):
 
     @nn.compact
     def __call__(self, sigma: Float[Array, "b"]) -> Float[Array, "b d"]:
-        """Of noise levels in [0, 1]."""
+        """Embeds noise levels in [0, 1]."""
         features = layers.timestep_features(sigma, layers.TIME_FEATURES, layers.NUM_TRAIN_TIMESTEPS)
         return layers.Mlp(self.dim, name="timestep_embedder")(features)
 
 
 class QwenImageTransformer(nn.Module):
-    """Velocity of a latent image under text conditioning.
+    """Predicts the velocity of latents under text conditioning.
 
     Parameters are float32; `dtype` is that of the blocks' matrix products and streams. Norms, softmax, modulation,
     rotary positions and the embedding of time are always float32: diffusers rounds time to the network's dtype before
-    it multiplies it by 1000, so that in bfloat16 its time 990 becomes 988.
-    `remat` says what the backward pass recomputes.
+    multiplying by 1000, so that time 990 becomes 988 in bfloat16. `remat` controls rematerialization.
     """
 
     config: QwenImageConfig
@@ -121,10 +120,10 @@ class QwenImageTransformer(nn.Module):
         """Predicts the velocity eps - x0, in float32, of latents at noise level sigma in [0, 1].
 
         Args:
-          latents: with even sides.
-          sigma: noise levels.
-          context: a prompt's states.
-          mask: True for a prompt's tokens, False for the padding behind them.
+          latents: Latents with even sides.
+          sigma: Noise levels.
+          context: States of the prompts.
+          mask: True for prompt tokens, False for trailing padding.
 
         Raises:
           ValueError: a side of the latents is odd.
@@ -156,17 +155,17 @@ class QwenImageTransformer(nn.Module):
 def forward_flops(
     config: QwenImageConfig, latent: tuple[int, int, int], text: int
 ) -> dict[str, float]:
-    """See `Component.flops`."""
+    """Returns FLOPs by stream (see `Component.flops`)."""
     d, blocks = config.dim, config.num_layers
     h, w, _ = latent
     image = (h // SIDE) * (w // SIDE)
-    # For each stream four linear layers of the attention, two of a feed-forward network four times as wide.
+    # Each stream has four linear layers of attention and two of a feed-forward network four times as wide.
     wide = blocks * (4 * d * d + 8 * d * d)
     of_a_token = config.in_channels + config.out_channels * SIDE**2
-    modulations = blocks * 12 + 2  # the last of them is norm_out
+    modulations = blocks * 12 + 2  # the last is norm_out
     products = {
         "image": image * (wide + of_a_token * d),
-        # Of the last block only keys and values are read, but the scan computes the rest, too.
+        # Only keys and values of the last block are used, but the scan also computes the rest.
         "text": text * (wide + config.joint_attention_dim * d),
         "attention": 2 * d * blocks * (image + text) ** 2,
         "modulation": modulations * d * d + (TIME_FEATURES + d) * d,
@@ -175,7 +174,7 @@ def forward_flops(
 
 
 def inputs(config: QwenImageConfig) -> tuple[Array, ...]:
-    """Latents, sigma, context and mask of one small image, for `init`."""
+    """Returns latents, sigma, context and mask of one small image, for `init`."""
     x = jnp.zeros((1, layers.SIDE, layers.SIDE, config.in_channels // layers.SIDE**2))
     context = jnp.zeros((1, 2, config.joint_attention_dim))
     return x, jnp.ones(1), context, jnp.ones((1, 2), bool)

@@ -1,7 +1,7 @@
 """Stable Diffusion 3 / 3.5 as a family: prompts -> conditioning, velocity, latents -> images.
 
-The context of a prompt is that of both CLIPs and, behind it, that of the T5. Without a T5 zero tokens are in its
-place, as in `StableDiffusion3Pipeline(text_encoder_3=None, tokenizer_3=None)`.
+The context of a prompt is that of both CLIPs, followed by that of the T5. Without a T5, zero tokens replace it, as in
+`StableDiffusion3Pipeline(text_encoder_3=None, tokenizer_3=None)`.
 """
 
 import dataclasses
@@ -25,26 +25,26 @@ from digen_jax.models.text.tokenizers import longer, padded
 
 
 class Conditioning(NamedTuple):
-    """The transformer's inputs from a prompt."""
+    """Transformer inputs of a prompt."""
 
     context: Float[Array, "b n d"]
     pooled: Float[Array, "b p"]
 
 
 class TokenIds(NamedTuple):
-    """The ids of each prompt from all tokenizers."""
+    """Token ids of each prompt from all tokenizers."""
 
     first: Int[Array, "b n"] | Int[np.ndarray, "b n"]
     second: Int[Array, "b n"] | Int[np.ndarray, "b n"]
-    third: Int[Array, "b m"] | Int[np.ndarray, "b m"] | None = None  # None: there is no T5
+    third: Int[Array, "b m"] | Int[np.ndarray, "b m"] | None = None  # None means no T5
 
 
 @dataclasses.dataclass(frozen=True)
 class StableDiffusion3(ImageFamily):
-    """The networks and tokenizers of one pipeline folder; parameters are passed to each call.
+    """Networks and tokenizers of one pipeline folder; parameters are passed to each call.
 
     Attributes:
-      max_sequence_length: tokens of the T5, or zero tokens in their place.
+      max_sequence_length: Tokens of the T5, or the zero tokens that replace them.
     """
 
     transformer: sd3.SD3Transformer
@@ -84,7 +84,7 @@ class StableDiffusion3(ImageFamily):
     def read_tokenizers(
         cls, folder: pathlib.Path, configs: Mapping[str, Any], tokens: int
     ) -> dict[str, Any]:
-        """The tokenizers by the name of their field; raises ValueError if one does not fit its text encoder."""
+        """Reads the tokenizers by field name; raises ValueError if one does not fit its text encoder."""
         found = super().read_tokenizers(folder, configs, tokens)
         length = found["tokenizer"].model_max_length
         longest = configs["text_encoder_2"].max_position_embeddings
@@ -97,24 +97,24 @@ class StableDiffusion3(ImageFamily):
 
     @property
     def heads(self) -> Heads:
-        """Attention heads of the transformer; a token that stands for the zero tokens has a weight."""
+        """Attention heads of the transformer; without a T5, one weighted token represents all zero tokens."""
         return super().heads._replace(weighted=self.null_tokens > 0)
 
     @property
     def null_tokens(self) -> int:
-        """The zero tokens in the place of a T5's."""
+        """Number of zero tokens that replace the T5's tokens."""
         return self.max_sequence_length if self.text_encoder_3 is None else 0
 
     # ---------------------------------------------------------------- prompts -> conditioning
 
     def tokenize(self, records: Sequence[Record]) -> TokenIds:
-        """Ids, padded or truncated to each text encoder's length."""
+        """Returns token ids, padded or truncated to each text encoder's length."""
         prompts = [record["prompt"] for record in records]
         return TokenIds(*(padded(tokenizer, prompts, n)[0] for tokenizer, n in self._lengths()))
 
     def _lengths(self) -> list[tuple[Any, int]]:
-        """Each tokenizer with the number of tokens that its text encoder reads."""
-        # As in diffusers' pipeline both CLIPs read as many tokens as the first tokenizer says.
+        """Returns each tokenizer with its text encoder's input length."""
+        # As in diffusers' pipeline, both CLIPs use the first tokenizer's length.
         length = self.tokenizer.model_max_length
         lengths = [(self.tokenizer, length), (self.tokenizer_2, length)]
         if self.text_encoder_3 is None:
@@ -122,15 +122,15 @@ class StableDiffusion3(ImageFamily):
         return [*lengths, (self.tokenizer_3, self.max_sequence_length)]
 
     def cut(self, prompts: Sequence[str]) -> Bool[np.ndarray, "b"]:
-        """Which prompts have more tokens than a text encoder's input, so that `tokenize` truncates them."""
+        """Returns which prompts exceed a text encoder's input length, so that `tokenize` truncates them."""
         return longer(self._lengths(), prompts)
 
     @exact_products
     def encode(self, params: Params, ids: TokenIds) -> Conditioning:
-        """The context and the pooled embeddings, which are those of both CLIPs side by side.
+        """Returns the context and the concatenated pooled embeddings of both CLIPs.
 
-        In the context the CLIPs' penultimate states are side by side, with zeros up to the joint width; behind these
-        tokens are the T5's, padding included, which diffusers' pipeline does not mask.
+        The context concatenates the CLIPs' penultimate states along the channels, zero-padded to the joint width,
+        followed by the T5's tokens, padding included, which diffusers' pipeline does not mask.
         """
         first = self.text_encoder.apply({"params": params["text_encoder"]}, ids.first)
         second = self.text_encoder_2.apply({"params": params["text_encoder_2"]}, ids.second)
@@ -146,29 +146,29 @@ class StableDiffusion3(ImageFamily):
     def network_inputs(
         self, conditioning: Conditioning, guidance: Float[Array, "b"] | None
     ) -> tuple[Any, ...]:
-        """Context, pooled text and the number of zero tokens."""
+        """Returns context, pooled text and the number of zero tokens."""
         return *conditioning, self.null_tokens
 
     # ---------------------------------------------------------------- latents <-> images
 
     @property
     def patch(self) -> int:
-        """Latents of a token along each side."""
+        """Latents along each side of a token."""
         return self.transformer.config.patch_size
 
     @property
     def positions(self) -> int:
-        """The most tokens along a side: those of the position table."""
+        """Maximum tokens along a side: the side of the position table."""
         return self.transformer.config.pos_embed_max_size
 
     @property
     def default_side(self) -> int:
-        """Pixels along each side of the images that the transformer was made for, as in diffusers' pipeline."""
+        """Default pixels along each side of an image in diffusers' pipeline."""
         return self.transformer.config.sample_size * self.factor
 
     @property
     def context_tokens(self) -> int:
-        """Tokens of the text that the transformer computes with; one token stands for all zero tokens."""
+        """Text tokens that the transformer processes; one token represents all zero tokens."""
         return self.tokenizer.model_max_length + (
             1 if self.null_tokens else self.max_sequence_length
         )

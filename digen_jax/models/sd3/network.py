@@ -1,7 +1,7 @@
-"""The Stable Diffusion 3 and 3.5 transformer (MMDiT, Esser et al., arXiv 2403.03206).
+"""Stable Diffusion 3 and 3.5 transformer (MMDiT, Esser et al., arXiv 2403.03206).
 
-Attribute names are those of diffusers' `SD3Transformer2DModel`, so that a parameter's path is its
-tensor's name; runs of equal blocks are scanned (`transformer_blocks_0to12`).
+Attribute names are those of diffusers' `SD3Transformer2DModel`, so that a parameter's path is its tensor's name; runs
+of equal blocks are scanned (`transformer_blocks_0to12`).
 """
 
 import dataclasses
@@ -23,10 +23,10 @@ from digen_jax.models.remat import Remat, block_run
 
 LISTS = dual_block.LISTS
 FROZEN = ("pos_embed/pos_embed",)
-# The linear layers of the joint attention, without those of the second attention over the image: `target_modules` of
+# Linear layers of the joint attention, without the second attention over the image: `target_modules` of
 # yifan123/flow_grpo, scripts/train_sd3.py (ac4c86e), and of NVlabs/DiffusionNFT, scripts/train_nft_sd3.py (24af555).
 LORA_TARGETS = r"transformer_blocks\.\d+\.attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)"
-# The logical axes of kernels, see `logical_axes`.
+# Logical axes of kernels (see `logical_axes`).
 AXES = (
     *dual_block.AXES,
     (r"timestep_embedder/linear_1$", (None, "mlp")),
@@ -41,7 +41,7 @@ AXES = (
 
 @dataclasses.dataclass(frozen=True)
 class SD3Config(TransformerConfig):
-    """The fields of diffusers' config.json, with its defaults; raises ValueError if they conflict."""
+    """Fields of diffusers' config.json, with its defaults; raises ValueError if they conflict."""
 
     title: ClassVar = "an SD3 transformer"
 
@@ -80,7 +80,7 @@ class SD3Config(TransformerConfig):
 
 
 def segments(config: SD3Config) -> list[tuple[int, int, bool]]:
-    """Runs of equal consecutive blocks: (first, last, dual attention); the last block is a run by itself."""
+    """Returns runs of equal consecutive blocks as (first, last, dual attention); the last block is a separate run."""
 
     def kind(i: int) -> tuple[bool, bool]:
         return i in config.dual_attention_layers, i == config.num_layers - 1
@@ -90,14 +90,14 @@ def segments(config: SD3Config) -> list[tuple[int, int, bool]]:
 
 
 class PatchEmbed(nn.Module):
-    """Patches to tokens, plus the centre crop of a frozen position table."""
+    """Patches to tokens, plus the center crop of a frozen position table."""
 
     config: SD3Config
     dtype: DTypeLike
 
     @nn.compact
     def __call__(self, latents: Float[Array, "b h w c"]) -> Float[Array, "b n d"]:
-        """Tokens row by row; raises ValueError if latents do not fit the patches or the table."""
+        """Returns tokens row by row; raises ValueError if latents do not fit the patches or the table."""
         config, patch, size = self.config, self.config.patch_size, self.config.pos_embed_max_size
         height, width = latents.shape[1:3]
         if height % patch or width % patch or max(height, width) > size * patch:
@@ -127,11 +127,10 @@ class PatchEmbed(nn.Module):
 
 
 class SD3Transformer(nn.Module):
-    """Velocity of a latent image under text conditioning.
+    """Predicts the velocity of latents under text conditioning.
 
-    Parameters are float32; `dtype` is that of the blocks' matrix products and streams. Norms, softmax,
-    modulation and the embedding of time and pooled text are always float32.
-    `remat` says what the backward pass recomputes.
+    Parameters are float32; `dtype` is that of the blocks' matrix products and streams. Norms, softmax, modulation and
+    the embedding of time and pooled text are always float32. `remat` controls rematerialization.
     """
 
     config: SD3Config
@@ -149,9 +148,9 @@ class SD3Transformer(nn.Module):
     ) -> Float[Array, "b h w o"]:
         """Predicts the velocity eps - x0, in float32, of latents at noise level sigma in [0, 1].
 
-        `null_tokens` all-zero tokens are appended to the context, as diffusers' pipeline does (256 by
-        default) without a T5. Context tokens have no position, so n equal tokens act as one whose
-        attention score is log n higher: one token is appended, with that weight.
+        `null_tokens` all-zero tokens are appended to the context, as in diffusers' pipeline (256 by default) without a
+        T5. Context tokens have no position, so n equal tokens are equivalent to one whose attention score is log n
+        higher: one token is appended, with that weight.
         """
         config = self.config
         x = PatchEmbed(config, self.dtype, name="pos_embed")(latents)
@@ -168,7 +167,7 @@ class SD3Transformer(nn.Module):
         return layers.unpatched(x, config.patch_size, *latents.shape[1:3])
 
     def _blocks(self, first: int, last: int, dual: bool, null_tokens: int) -> nn.Module:
-        """Blocks first..last, scanned if there are several; the last context token counts as `null_tokens`."""
+        """Returns blocks first..last, scanned if there are several; the last context token counts as `null_tokens`."""
         config = self.config
         block = block_run(dual_block.DualBlock, "transformer_blocks", first, last, self.remat)
         return block(
@@ -182,20 +181,20 @@ class SD3Transformer(nn.Module):
 
 
 def forward_flops(config: SD3Config, latent: tuple[int, int, int], text: int) -> dict[str, float]:
-    """See `Component.flops`.
+    """Returns FLOPs by stream (see `Component.flops`).
 
-    Of the tokens of `text` one stands for all null tokens.
+    One token of `text` represents all null tokens.
     """
     d, patch = config.dim, config.patch_size
     h, w, _ = latent
     image = (h // patch) * (w // patch)
     patches = patch * patch * (config.in_channels + config.out_channels)
     blocks, dual = config.num_layers, len(set(config.dual_attention_layers))
-    # Linear layers of a block: four of the attention, two of a feed-forward network four times as wide. The last
-    # block does not update the text, for which it needs only keys and values.
+    # Linear layers of a block: four of attention, two of a feed-forward network four times as wide. The last block does
+    # not update the text, for which it needs only keys and values.
     attention, feed_forward = 4 * d * d, 8 * d * d
     wide = blocks * (attention + feed_forward)
-    modulations = blocks * 6 + dual * 3 + (blocks - 1) * 6 + 2 + 2  # the last of them is norm_out
+    modulations = blocks * 6 + dual * 3 + (blocks - 1) * 6 + 2 + 2  # the last is norm_out
     embedders = (TIME_FEATURES + config.pooled_projection_dim + 2 * d) * d
     tokens = image + text
     products = {
@@ -208,7 +207,7 @@ def forward_flops(config: SD3Config, latent: tuple[int, int, int], text: int) ->
 
 
 def inputs(config: SD3Config) -> tuple[Array, ...]:
-    """Latents, sigma, context and pooled text of one small image, for `init`."""
+    """Returns latents, sigma, context and pooled text of one small image, for `init`."""
     side = 2 * config.patch_size
     context = jnp.zeros((1, 2, config.joint_attention_dim))
     pooled = jnp.zeros((1, config.pooled_projection_dim))

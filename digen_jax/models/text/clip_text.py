@@ -1,4 +1,4 @@
-"""CLIP's text encoder with its projection, as SD3 (CLIP-L, OpenCLIP bigG) and FLUX use it.
+"""CLIP text encoder with projection, as used by SD3 (CLIP-L, OpenCLIP bigG) and FLUX.
 
 Radford et al., arXiv 2103.00020. Names follow transformers' CLIPTextModelWithProjection.
 """
@@ -17,7 +17,7 @@ from digen_jax.models.component import Component
 
 LISTS: tuple[str, ...] = ("layers",)
 
-# The logical axes of the layers' kernels, see `logical_axes`.
+# Logical axes of the layers' kernels (see `logical_axes`).
 LAYER_AXES = (
     (r"self_attn/[qkv]_proj$", ("embed", "heads")),
     (r"self_attn/out_proj$", ("heads", "embed")),
@@ -27,12 +27,12 @@ LAYER_AXES = (
 
 
 def quick_gelu(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """OpenAI's approximation of GELU, with which CLIP-L was trained."""
+    """Computes OpenAI's approximation of GELU, with which CLIP-L was trained."""
     return x * nn.sigmoid(1.702 * x)
 
 
 def gelu(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """The exact GELU (Hendrycks and Gimpel, arXiv 1606.08415), with which OpenCLIP's H and bigG were trained."""
+    """Computes the exact GELU (Hendrycks and Gimpel, arXiv 1606.08415), used by OpenCLIP's H and bigG."""
     return nn.gelu(x, approximate=False)
 
 
@@ -41,7 +41,7 @@ ACTIVATIONS = {"quick_gelu": quick_gelu, "gelu": gelu}
 
 @runtime_checkable
 class CLIPLayersConfig(Protocol):
-    """The fields of a tower's config that its layers read."""
+    """Fields of a tower's config that its layers read."""
 
     hidden_size: int
     intermediate_size: int
@@ -52,7 +52,7 @@ class CLIPLayersConfig(Protocol):
 
 
 def check_layers(config: CLIPLayersConfig) -> None:
-    """Raises ValueError for an activation that is not known, or a width that the heads do not divide."""
+    """Raises ValueError for an unknown activation, or a width that is not a multiple of the heads."""
     if config.hidden_act not in ACTIVATIONS:
         raise ValueError(
             f"hidden_act must be one of {sorted(ACTIVATIONS)} but is {config.hidden_act!r}"
@@ -65,7 +65,7 @@ def check_layers(config: CLIPLayersConfig) -> None:
 
 
 class CLIPAttention(nn.Module):
-    """Self-attention with several heads."""
+    """Multi-head self-attention."""
 
     config: CLIPLayersConfig
     dtype: DTypeLike
@@ -73,7 +73,7 @@ class CLIPAttention(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
-        """Attends from each token to all tokens; if causal, to itself and the tokens before it."""
+        """Attends from each token to all tokens, or if causal to itself and earlier tokens."""
         heads = (*x.shape[:2], self.config.num_attention_heads, -1)
         q, k, v = (
             nn.Dense(x.shape[-1], dtype=self.dtype, name=name)(x).reshape(heads)
@@ -84,7 +84,7 @@ class CLIPAttention(nn.Module):
 
 
 class CLIPMLP(nn.Module):
-    """Two layers with an activation between."""
+    """Two linear layers with an activation between."""
 
     config: CLIPLayersConfig
     dtype: DTypeLike
@@ -98,14 +98,14 @@ class CLIPMLP(nn.Module):
 
 
 def norm(config: CLIPLayersConfig, dtype: DTypeLike, name: str | None = None) -> nn.LayerNorm:
-    """Layer norm with float32 statistics; a one-pass variance would lose digits if mean >> std."""
+    """Returns a layer norm with float32 statistics; one-pass variance would lose precision if mean >> std."""
     return nn.LayerNorm(
         epsilon=config.layer_norm_eps, dtype=dtype, use_fast_variance=False, name=name
     )
 
 
 class CLIPEncoderLayer(nn.Module):
-    """A transformer block, normed before attention and before the MLP."""
+    """Transformer block, normed before attention and before the MLP."""
 
     config: CLIPLayersConfig
     dtype: DTypeLike
@@ -113,7 +113,7 @@ class CLIPEncoderLayer(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
-        """Tokens to tokens."""
+        """Maps tokens to tokens."""
         config, dtype = self.config, self.dtype
         y = norm(config, dtype, "layer_norm1")(x)
         x = x + CLIPAttention(config, dtype, self.causal, name="self_attn")(y)
@@ -122,7 +122,7 @@ class CLIPEncoderLayer(nn.Module):
 
 
 class CLIPEncoder(nn.Module):
-    """The layers, scanned if there are several."""
+    """Transformer layers, scanned if there are several."""
 
     config: CLIPLayersConfig
     dtype: DTypeLike
@@ -132,7 +132,7 @@ class CLIPEncoder(nn.Module):
     def __call__(
         self, x: Float[Array, "b n d"], wanted: int
     ) -> tuple[Float[Array, "b n d"], Float[Array, "b n d"]]:
-        """Embeddings to the last layer's output and the input of layer `wanted`, counted from 0."""
+        """Maps embeddings to the last layer's output and the input of layer `wanted`, counted from 0."""
         count = self.config.num_hidden_layers
         name = f"layers_0to{count - 1}" if count > 1 else "layers_0"
         layer = CLIPEncoderLayer(self.config, self.dtype, self.causal, name=name)
@@ -149,7 +149,7 @@ class CLIPEncoder(nn.Module):
         return last, last if wanted == count else kept
 
 
-# The logical axes of kernels, see `logical_axes`.
+# Logical axes of kernels (see `logical_axes`).
 AXES = (
     (r"/token_embedding$", ("vocab", "embed")),
     (r"/position_embedding$", ("positions", "embed")),
@@ -159,16 +159,16 @@ AXES = (
 )
 
 PREFIX = "text_model."
-# A buffer that old versions of transformers saved with the parameters.
+# Buffer that old versions of transformers saved with the parameters.
 IGNORED: tuple[str, ...] = ("text_model.embeddings.position_ids",)
 
-# The wrong eos_token_id in the config of models saved before transformers corrected it.
+# Incorrect eos_token_id in the config of models saved before transformers corrected it.
 LEGACY_EOS = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class CLIPTextConfig:
-    """The fields of transformers' config.json that change the network, with its defaults."""
+    """Fields of transformers' config.json that change the network, with its defaults."""
 
     vocab_size: int = 49408
     hidden_size: int = 512
@@ -188,10 +188,10 @@ class CLIPTextConfig:
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "CLIPTextConfig":
-        """The configuration in a transformers config.json, whose other fields are about training.
+        """Reads the configuration from a transformers config.json, whose other fields are about training.
 
         Raises:
-          ValueError: a field has a value that this network does not support.
+          ValueError: a field has an unsupported value.
         """
         if config.get("model_type", "clip_text_model") != "clip_text_model":
             raise ValueError(
@@ -205,10 +205,10 @@ class CLIPTextConfig:
 
 
 def pooling_positions(ids: Int[Array, "b n"], eos_token_id: int) -> Int[Array, "b"]:
-    """The end of each prompt: its first end token (position 0 if it has none).
+    """Returns the end of each prompt: its first end token (position 0 if it has none).
 
-    If a model's config has LEGACY_EOS, a prompt ends at its largest id, because the end token is the last
-    one of CLIP's vocabulary.
+    If a model's config has LEGACY_EOS, a prompt ends at its largest id, because the end token is the last one of CLIP's
+    vocabulary.
     """
     if eos_token_id == LEGACY_EOS:
         return jnp.argmax(ids, axis=-1)
@@ -223,7 +223,7 @@ class CLIPTextEmbeddings(nn.Module):
 
     @nn.compact
     def __call__(self, ids: Int[Array, "b n"]) -> Float[Array, "b n d"]:
-        """Token ids to embeddings."""
+        """Maps token ids to embeddings."""
         config, dtype = self.config, self.dtype
         width, length = config.hidden_size, config.max_position_embeddings
         tokens = nn.Embed(config.vocab_size, width, dtype=dtype, name="token_embedding")
@@ -241,7 +241,7 @@ class CLIPTextTransformer(nn.Module):
     def __call__(
         self, ids: Int[Array, "b n"], wanted: int
     ) -> tuple[Float[Array, "b n d"], Float[Array, "b d"]]:
-        """Token ids to the input of layer `wanted` and the normed last state of the end token."""
+        """Maps token ids to the input of layer `wanted` and the normed last state of the end token."""
         x = CLIPTextEmbeddings(self.config, self.dtype, name="embeddings")(ids)
         x, kept = CLIPEncoder(self.config, self.dtype, causal=True, name="encoder")(x, wanted)
         x = norm(self.config, self.dtype, "final_layer_norm")(x)
@@ -259,14 +259,14 @@ def check_length(ids: Int[Array, "b n"], config: CLIPTextConfig) -> None:
 
 
 class CLIPTextModel(nn.Module):
-    """Token ids to the state of the end token, without a projection; computes in and returns `dtype`."""
+    """CLIP text encoder without projection; computes in and returns `dtype`."""
 
     config: CLIPTextConfig
     dtype: DTypeLike = jnp.float32
 
     @nn.compact
     def __call__(self, ids: Int[Array, "b n"]) -> Float[Array, "b d"]:
-        """The `pooler_output` of transformers; padding is not masked, but comes behind the end token.
+        """Returns transformers' `pooler_output`; padding is not masked, but follows the end token.
 
         Raises:
           ValueError: there are more tokens than max_position_embeddings.
@@ -277,12 +277,12 @@ class CLIPTextModel(nn.Module):
 
 
 def stored_name(name: str) -> str:
-    """A tensor of CLIPTextModel by the name that published files give it: transformers 5 saves it without a prefix."""
+    """Returns a CLIPTextModel tensor's name in published files; transformers 5 saves it without a prefix."""
     return name if name.startswith(PREFIX) else PREFIX + name
 
 
 class CLIPTextModelWithProjection(nn.Module):
-    """Token ids to the conditioning of a diffusion model; computes in and returns `dtype`."""
+    """CLIP text encoder for conditioning of a diffusion model; computes in and returns `dtype`."""
 
     config: CLIPTextConfig
     dtype: DTypeLike = jnp.float32
@@ -291,14 +291,14 @@ class CLIPTextModelWithProjection(nn.Module):
     def __call__(
         self, ids: Int[Array, "b n"], hidden_state: int = -2
     ) -> tuple[Float[Array, "b n d"], Float[Array, "b p"]]:
-        """One hidden state of every token, and the projected state of the end token.
+        """Returns one hidden state of every token, and the projected state of the end token.
 
         Attention includes the padding: neither SD3 nor FLUX masks it.
 
         Args:
-          ids: token ids; a prompt without an end token is pooled at its first position.
-          hidden_state: which of num_hidden_layers + 1 states: the embeddings, then each layer's
-            output before the final norm. SD3 takes the last but one.
+          ids: Token ids; a prompt without an end token is pooled at its first position.
+          hidden_state: Index into num_hidden_layers + 1 states: the embeddings, then each layer's output before the
+            final norm. SD3 uses the penultimate state.
 
         Raises:
           ValueError: there are more tokens than max_position_embeddings, or no such state.
@@ -316,7 +316,7 @@ class CLIPTextModelWithProjection(nn.Module):
 
 
 def inputs(config: Any) -> tuple[Int[Array, "1 2"]]:
-    """Ids of a short text, for `init`."""
+    """Returns ids of a short text, for `init`."""
     return (jnp.zeros((1, 2), jnp.int32),)
 
 

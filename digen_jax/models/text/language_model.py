@@ -1,7 +1,7 @@
-"""A decoder-only language model as a text encoder: Qwen2.5-VL (its text path), Qwen2, Qwen3, Llama and Mistral.
+"""Decoder-only language models as text encoders: Qwen2.5-VL (its text path), Qwen2, Qwen3, Llama and Mistral.
 
-Its hidden states condition Qwen-Image, Z-Image, FLUX.2 klein and HunyuanVideo. Names follow transformers'
-Qwen3ForCausalLM; the head that predicts tokens is never read.
+Their hidden states condition Qwen-Image, Z-Image, FLUX.2 klein and HunyuanVideo. Names follow transformers'
+Qwen3ForCausalLM; the LM head is never read.
 """
 
 import dataclasses
@@ -21,20 +21,20 @@ from digen_jax.models import rotary
 from digen_jax.models.component import Component
 from digen_jax.models.remat import block_run
 
-# transformers' `default_theta` for files that do not give it.
+# transformers' `default_theta` for files without it.
 THETA, THETA_OF_QWEN2_5_VL = 1e4, 1e6
 ROPE_FIELDS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 
 
 @dataclasses.dataclass(frozen=True)
 class LanguageModelConfig:
-    """The fields of transformers' config.json that change the network.
+    """Fields of transformers' config.json that change the network.
 
     Attributes:
-      num_key_value_heads: None: as many as num_attention_heads.
-      head_dim: width of a head; None: hidden_size / num_attention_heads.
-      sliding_window: tokens that a layer attends to; None: all.
-      scaling: of rotary frequencies; None: none.
+      num_key_value_heads: Key and value heads. None means num_attention_heads.
+      head_dim: Width of a head. None means hidden_size / num_attention_heads.
+      sliding_window: Tokens that a layer attends to. None means all.
+      scaling: Scaling of rotary frequencies. None means no scaling.
     """
 
     model_type: Literal["qwen2_5_vl", "qwen2_5_vl_text", "qwen2", "qwen3", "llama", "mistral"]
@@ -79,10 +79,10 @@ class LanguageModelConfig:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "LanguageModelConfig":
-        """The configuration in a transformers config.json, whose other fields are about other uses.
+        """Reads the configuration from a transformers config.json, whose other fields do not change the network.
 
         Raises:
-          ValueError: a field is missing, or has a value that this network does not support.
+          ValueError: a field is missing, or has an unsupported value.
         """
         text = config.get("text_config")
         config = dict(config if text is None else _mapping("text_config", text))
@@ -103,7 +103,7 @@ class LanguageModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class _Windows:
-    """The fields of Qwen's config.json that say which layers have a sliding window."""
+    """Fields of Qwen's config.json that select the layers with a sliding window."""
 
     use_sliding_window: bool | None
     max_window_layers: int | None = number(None, 0)
@@ -117,10 +117,10 @@ def _mapping(name: str, value: Any) -> Mapping[str, Any]:
 
 
 def _rope(config: Mapping[str, Any]) -> tuple[Any, rotary.Llama3Scaling | None]:
-    """The base of the frequencies and their scaling.
+    """Returns the base of the frequencies and their scaling.
 
-    transformers 5 has both in `rope_parameters`, earlier versions the scaling in `rope_scaling`. The three axes of
-    Qwen2.5-VL's positions (`mrope_section`) are equal for a text, so that its rope is an ordinary one.
+    transformers 5 has both in `rope_parameters`, earlier versions have the scaling in `rope_scaling`. The three
+    position axes of Qwen2.5-VL (`mrope_section`) are equal for text, so its rope is one-dimensional here.
     """
     name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     given = _mapping(name, config.get(name) or {})
@@ -151,7 +151,7 @@ def _rope(config: Mapping[str, Any]) -> tuple[Any, rotary.Llama3Scaling | None]:
 
 
 def _window(config: Mapping[str, Any]) -> int | None:
-    """The tokens that a layer with a sliding window attends to; None if all layers attend to all."""
+    """Returns the sliding window in tokens, or None if all layers attend to all tokens."""
     kind, window = config["model_type"], config.get("sliding_window")
     if kind == "mistral":
         return window
@@ -166,7 +166,7 @@ def _window(config: Mapping[str, Any]) -> int | None:
 
 LISTS: tuple[str, ...] = ("layers",)
 
-# The logical axes of kernels, see `logical_axes`.
+# Logical axes of kernels (see `logical_axes`).
 AXES = (
     (r"/embed_tokens$", ("vocab", "embed")),
     (r"self_attn/[qkv]_proj$", ("embed", "heads")),
@@ -185,13 +185,13 @@ IGNORED: tuple[str, ...] = (
     "model.*rotary_emb.inv_freq",
 )
 
-# Where models with and without a vision tower, and with and without a head, have what is `model.*` here.
+# Prefixes that correspond to `model.`, for models with and without a vision tower, and with and without a head.
 PREFIXES = ("model.language_model.", "language_model.", "model.", "")
 CHILDREN = ("embed_tokens.", "layers.", "norm.")
 
 
 def canonical_name(name: str) -> str:
-    """The name here of a tensor in a file: see `PREFIXES`."""
+    """Returns the name in this package of a tensor in a file (see `PREFIXES`)."""
     for prefix in PREFIXES:
         if name.startswith(prefix) and name[len(prefix) :].startswith(CHILDREN):
             return "model." + name[len(prefix) :]
@@ -199,10 +199,10 @@ def canonical_name(name: str) -> str:
 
 
 def state_indices(config: LanguageModelConfig, states: tuple[int, ...]) -> tuple[int, ...]:
-    """The indices from 0 of hidden states, of which those below 0 count from the last.
+    """Returns nonnegative indices of hidden states; negative ones count from the last.
 
     Raises:
-      ValueError: there is no such state, or none is asked for.
+      ValueError: `states` is empty or names a state that does not exist.
     """
     count = config.num_hidden_layers + 1
     if not states:
@@ -214,7 +214,7 @@ def state_indices(config: LanguageModelConfig, states: tuple[int, ...]) -> tuple
 
 
 def unused(config: LanguageModelConfig, states: tuple[int, ...]) -> tuple[str, ...]:
-    """Patterns of the tensors, by their `canonical_name`, that a model with these states does not read."""
+    """Returns patterns of tensors, by `canonical_name`, that a model with these states does not read."""
     layers = config.num_hidden_layers
     last = max(state_indices(config, states))
     above = tuple(f"model.layers.{layer}.*" for layer in range(last, layers))
@@ -222,7 +222,7 @@ def unused(config: LanguageModelConfig, states: tuple[int, ...]) -> tuple[str, .
 
 
 def _norm(config: LanguageModelConfig, dtype: DTypeLike, name: str) -> nn.RMSNorm:
-    """RMS norm over the last axis (arXiv 1910.07467) with float32 statistics."""
+    """Returns an RMS norm over the last axis (arXiv 1910.07467) with float32 statistics."""
     return nn.RMSNorm(epsilon=config.rms_norm_eps, dtype=dtype, name=name)
 
 
@@ -234,7 +234,7 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "b n d"], lengths: Int[Array, "b"]) -> Float[Array, "b n d"]:
-        """Attends from each token, of the padding too, to the valid tokens up to its own place."""
+        """Attends from each token, including padding, to valid tokens up to its position."""
         config, dtype = self.config, self.dtype
         biased = config.attention_bias and config.model_type in ("llama", "qwen3")
         qkv_biased = biased or config.model_type.startswith("qwen2")
@@ -258,7 +258,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """A gated feed-forward layer, SwiGLU (arXiv 2002.05202)."""
+    """Gated feed-forward layer, SwiGLU (arXiv 2002.05202)."""
 
     config: LanguageModelConfig
     dtype: DTypeLike
@@ -277,7 +277,7 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """A transformer block, normed before attention and before the MLP."""
+    """Transformer block, normed before attention and before the MLP."""
 
     config: LanguageModelConfig
     dtype: DTypeLike
@@ -286,7 +286,7 @@ class DecoderLayer(nn.Module):
     def __call__(
         self, x: Float[Array, "b n d"], lengths: Int[Array, "b"]
     ) -> tuple[Float[Array, "b n d"], None]:
-        """Tokens to tokens; the second result is for `nn.scan`, which collects nothing."""
+        """Maps tokens to tokens; the second result is for `nn.scan`, which collects nothing."""
         config, dtype = self.config, self.dtype
         y = _norm(config, dtype, "input_layernorm")(x)
         x = x + Attention(config, dtype, name="self_attn")(y, lengths)
@@ -295,7 +295,7 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embeddings and the layers up to the last state that is asked for, scanned from each state to the next."""
+    """Embeddings and the layers up to the last requested state, scanned from each state to the next."""
 
     config: LanguageModelConfig
     states: tuple[int, ...]
@@ -305,7 +305,7 @@ class Decoder(nn.Module):
     def __call__(
         self, ids: Int[Array, "b n"], lengths: Int[Array, "b"]
     ) -> tuple[Float[Array, "b n d"], ...]:
-        """Token ids to the states."""
+        """Maps token ids to the states."""
         config, dtype = self.config, self.dtype
         x = nn.Embed(config.vocab_size, config.hidden_size, dtype=dtype, name="embed_tokens")(ids)
         found, done = {0: x}, 0
@@ -320,11 +320,11 @@ class Decoder(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Token ids to hidden states; computes in and returns `dtype`.
+    """Text encoder that returns hidden states; computes in and returns `dtype`.
 
     Attributes:
-      states: indices into transformers' `output_hidden_states`: 0 are the embeddings, i the output of layer i - 1, and
-        the last one is normed; below 0 they count from the last. Layers above the largest do not exist.
+      states: Indices into transformers' `output_hidden_states`: 0 is the embeddings, i the output of layer i - 1, and
+        the last one is normed. Negative indices count from the last. Layers above the largest index are not created.
     """
 
     config: LanguageModelConfig
@@ -335,13 +335,13 @@ class LanguageModel(nn.Module):
     def __call__(
         self, ids: Int[Array, "b n"], mask: Bool[Array, "b n"] | Int[Array, "b n"]
     ) -> tuple[Float[Array, "b n d"], ...]:
-        """The hidden states of all tokens, of the padding too, in the order of `states`.
+        """Returns the hidden states of all tokens, including padding, in the order of `states`.
 
-        As in transformers, positions count all tokens from 0, and nothing attends to padding.
+        As in transformers, positions count all tokens from 0, and padding is not attended to.
 
         Args:
-          ids: token ids.
-          mask: nonzero for a prompt's tokens, of which each row has some, 0 for the padding behind them.
+          ids: Token ids.
+          mask: Nonzero for a prompt's tokens, at least one per row, and 0 for trailing padding.
 
         Raises:
           ValueError: there are more tokens than a layer's sliding window, or no such state.
@@ -358,12 +358,12 @@ class LanguageModel(nn.Module):
 
 
 def inputs(config: LanguageModelConfig) -> tuple[Int[Array, "1 2"], Bool[Array, "1 2"]]:
-    """Ids and mask of a short text, for `init`."""
+    """Returns ids and mask of a short text, for `init`."""
     return jnp.zeros((1, 2), jnp.int32), jnp.ones((1, 2), bool)
 
 
 def component(classes: tuple[str, ...], states: tuple[int, ...] = (-1,)) -> Component:
-    """The component of a family that reads these hidden states of one of these classes."""
+    """Returns the component of a family that reads the given hidden states of one of the given classes."""
     return Component(
         library="transformers",
         classes=classes,

@@ -1,4 +1,4 @@
-"""The encoders of T5 v1.1, which SD3 and FLUX use, and of UMT5, which Wan uses.
+"""Encoders of T5 v1.1, used by SD3 and FLUX, and of UMT5, used by Wan.
 
 Raffel et al., arXiv 1910.10683; Chung et al., arXiv 2304.09151. Names follow transformers' T5EncoderModel and
 UMT5EncoderModel.
@@ -20,7 +20,7 @@ from digen_jax.models.component import Component
 
 LISTS: tuple[str, ...] = ("block", "layer")
 
-# The logical axes of kernels, see `logical_axes`.
+# Logical axes of kernels (see `logical_axes`).
 AXES = (
     (r"^shared$", ("vocab", "embed")),
     (r"/relative_attention_bias$", (None, None)),
@@ -31,7 +31,7 @@ AXES = (
     (r"layer_norm$", ("embed",)),
 )
 
-# Some files contain the embedding a second time, under the name that transformers ties to `shared.weight`.
+# Some files contain the embedding twice, also under the name that transformers ties to `shared.weight`.
 IGNORED: tuple[str, ...] = ("encoder.embed_tokens.weight",)
 
 Kind = Literal["t5", "umt5"]
@@ -49,7 +49,7 @@ UMT5_DEFAULTS = {
 
 @dataclasses.dataclass(frozen=True)
 class T5Config:
-    """The fields of transformers' config.json that change the encoder, with T5's defaults."""
+    """Fields of transformers' config.json that change the encoder, with T5's defaults."""
 
     model_type: Kind = "t5"
     vocab_size: int = 32128
@@ -76,10 +76,10 @@ class T5Config:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "T5Config":
-        """The configuration in a transformers config.json, whose other fields are about training or the decoder.
+        """Reads the configuration from a transformers config.json; other fields are about training or the decoder.
 
         Raises:
-          ValueError: a field has a value that this network does not support.
+          ValueError: a field has an unsupported value.
         """
         if config.get("model_type") == "umt5":
             config = UMT5_DEFAULTS | dict(config)
@@ -89,21 +89,21 @@ class T5Config:
 
     @property
     def shares_bias(self) -> bool:
-        """Whether the first block's position bias is that of all blocks, as in T5; in UMT5 each has its own."""
+        """Whether all blocks share the first block's position bias, as in T5; in UMT5 each block has one."""
         return self.model_type == get_args(Kind)[0]
 
 
 def relative_buckets(tokens: int, buckets: int, max_distance: int) -> Int[np.ndarray, "s t"]:
-    """The bucket of the distance from each query s to each key t (arXiv 1910.10683, section 2.1).
+    """Returns the bucket of the distance from each query s to each key t (arXiv 1910.10683, section 2.1).
 
-    Half of the buckets are for keys behind the query. In each half, half are for one distance each, and the others
-    grow with the logarithm of the distance up to `max_distance`; the last is for all distances from there.
+    Half of the buckets are for keys after the query. In each half, half are for one distance each, and the others grow
+    logarithmically with the distance up to `max_distance`; the last covers all larger distances.
     """
     distance = np.arange(tokens)[None, :] - np.arange(tokens)[:, None]
     behind, distance = distance > 0, np.abs(distance)
     half = buckets // 2
     exact = half // 2
-    # float32 as in transformers, because at a bucket's edge rounding decides.
+    # float32 as in transformers, because rounding decides at bucket boundaries.
     ratio = np.maximum(distance, exact).astype(np.float32) / np.float32(exact)
     place = np.log(ratio) / np.float32(np.log(max_distance / exact)) * np.float32(half - exact)
     large = np.minimum(exact + place.astype(np.int64), half - 1)
@@ -115,12 +115,12 @@ def _linear(features: int, dtype: DTypeLike, name: str) -> nn.Dense:
 
 
 def _norm(config: T5Config, dtype: DTypeLike, name: str = "layer_norm") -> nn.RMSNorm:
-    """RMS norm (arXiv 1910.07467) with float32 statistics."""
+    """Returns an RMS norm (arXiv 1910.07467) with float32 statistics."""
     return nn.RMSNorm(epsilon=config.layer_norm_epsilon, dtype=dtype, name=name)
 
 
 class T5Attention(nn.Module):
-    """Self-attention of all tokens with a bias for each distance and head."""
+    """Self-attention over all tokens with a bias for each distance and head."""
 
     config: T5Config
     dtype: DTypeLike
@@ -132,7 +132,7 @@ class T5Attention(nn.Module):
         bias: Float[Array, "1 h n n"] | None,
         mask: Bool[Array, "b n"] | None,
     ) -> tuple[Float[Array, "b n d"], Float[Array, "1 h n n"]]:
-        """The attended tokens and the position bias, which is this block's own if none is given."""
+        """Returns the attended tokens and the position bias, which this block computes if `bias` is None."""
         config, (batch, tokens, width) = self.config, x.shape
         heads = (batch, tokens, config.num_heads, config.d_kv)
         q, k, v = (
@@ -141,8 +141,8 @@ class T5Attention(nn.Module):
         )
         if bias is None:
             bias = self._bias(tokens)
-        # Not by `attend`, whose kernels know no bias for each pair of tokens: prompts are short, and encoded once.
-        # The scores are not divided by sqrt(d_kv), because the weights were trained so.
+        # Does not use `attend`, whose kernels have no bias per pair of tokens: prompts are short, and encoded once.
+        # The scores are not divided by sqrt(d_kv), as in the training of the weights.
         y = jax.nn.dot_product_attention(
             q,
             k,
@@ -175,7 +175,7 @@ class T5LayerSelfAttention(nn.Module):
         bias: Float[Array, "1 h n n"] | None,
         mask: Bool[Array, "b n"] | None,
     ) -> tuple[Float[Array, "b n d"], Float[Array, "1 h n n"]]:
-        """Tokens to tokens; the bias is as in `T5Attention`."""
+        """Maps tokens to tokens; the bias is as in `T5Attention`."""
         y = _norm(self.config, self.dtype)(x)
         attention = T5Attention(self.config, self.dtype, name="SelfAttention")
         y, bias = attention(y, bias, mask)
@@ -183,7 +183,7 @@ class T5LayerSelfAttention(nn.Module):
 
 
 class T5Dense(nn.Module):
-    """Two layers with ReLU between, or with a gate of GELU's tanh approximation (arXiv 2002.05202)."""
+    """Two linear layers with ReLU between, or with a gate of GELU's tanh approximation (arXiv 2002.05202)."""
 
     config: T5Config
     dtype: DTypeLike
@@ -197,7 +197,7 @@ class T5Dense(nn.Module):
         else:
             y = nn.gelu(_linear(hidden, self.dtype, "wi_0")(x), approximate=True)
             y = y * _linear(hidden, self.dtype, "wi_1")(x)
-        # transformers keeps this layer in float32 where the others are float16, which it would overflow. bfloat16 has
+        # transformers keeps this layer in float32 where the others are float16, because it would overflow. bfloat16 has
         # the range of float32, and transformers computes the layer in it, as here.
         return _linear(x.shape[-1], self.dtype, "wo")(y)
 
@@ -210,7 +210,7 @@ class T5LayerFF(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
-        """Tokens to tokens."""
+        """Maps tokens to tokens."""
         y = _norm(self.config, self.dtype)(x)
         return x + T5Dense(self.config, self.dtype, name="DenseReluDense")(y)
 
@@ -228,14 +228,14 @@ class T5Block(nn.Module):
         bias: Float[Array, "1 h n n"] | None,
         mask: Bool[Array, "b n"] | None,
     ) -> tuple[Float[Array, "b n d"], Float[Array, "1 h n n"]]:
-        """Tokens to tokens; the bias is as in `T5Attention`."""
+        """Maps tokens to tokens; the bias is as in `T5Attention`."""
         attention = T5LayerSelfAttention(self.config, self.dtype, name="layer_0")
         x, bias = attention(x, bias, mask)
         return T5LayerFF(self.config, self.dtype, name="layer_1")(x), bias
 
 
 class T5Stack(nn.Module):
-    """The blocks and the final norm; equal blocks are scanned."""
+    """Blocks and the final norm; equal blocks are scanned."""
 
     config: T5Config
     dtype: DTypeLike
@@ -244,7 +244,7 @@ class T5Stack(nn.Module):
     def __call__(
         self, x: Float[Array, "b n d"], mask: Bool[Array, "b n"] | None
     ) -> Float[Array, "b n d"]:
-        """Embeddings to normed states."""
+        """Maps embeddings to normed states."""
         first, last, bias = 0, self.config.num_layers - 1, None
         if self.config.shares_bias:
             x, bias = T5Block(self.config, self.dtype, name="block_0")(x, None, mask)
@@ -261,7 +261,7 @@ class T5Stack(nn.Module):
         bias: Float[Array, "1 h n n"] | None,
         mask: Bool[Array, "b n"] | None,
     ) -> Float[Array, "b n d"]:
-        """Tokens after the blocks first..last."""
+        """Returns tokens after the blocks first..last."""
         name = f"block_{first}to{last}" if last > first else f"block_{first}"
         block = T5Block(self.config, self.dtype, name=name)
         if last == first:
@@ -281,9 +281,9 @@ class T5Stack(nn.Module):
 
 
 class T5EncoderModel(nn.Module):
-    """Token ids to the last hidden state of T5's or UMT5's encoder; computes in and returns `dtype`.
+    """Encoder of T5 or UMT5 that returns the last hidden state; computes in and returns `dtype`.
 
-    Scores, softmax and the norms' statistics are float32.
+    Scores, softmax and norm statistics are float32.
     """
 
     config: T5Config
@@ -293,12 +293,12 @@ class T5EncoderModel(nn.Module):
     def __call__(
         self, ids: Int[Array, "b n"], mask: Bool[Array, "b n"] | None = None
     ) -> Float[Array, "b n d"]:
-        """The state of every token after the final norm.
+        """Returns the state of every token after the final norm.
 
         Args:
-          ids: token ids, with padding.
-          mask: which tokens are attended to, at least one of each row. None: all, padding included, as SD3 and FLUX
-            have it; Wan masks the padding.
+          ids: Token ids, with padding.
+          mask: True for tokens to attend to, at least one per row. None means all tokens, padding included, as in SD3
+            and FLUX; Wan masks the padding.
         """
         config = self.config
         x = nn.Embed(config.vocab_size, config.d_model, dtype=self.dtype, name="shared")(ids)
@@ -306,7 +306,7 @@ class T5EncoderModel(nn.Module):
 
 
 def inputs(config: T5Config) -> tuple[Int[Array, "1 2"]]:
-    """Ids of a short text, for `init`."""
+    """Returns ids of a short text, for `init`."""
     return (jnp.zeros((1, 2), jnp.int32),)
 
 

@@ -1,4 +1,4 @@
-"""Tokenizers of transformers: read from a pipeline folder, checked against their text encoders, and applied."""
+"""Reads tokenizers of transformers from a pipeline folder, checks them against text encoders, and applies them."""
 
 import pathlib
 import re
@@ -13,15 +13,15 @@ from digen_jax.models.text.clip_text import LEGACY_EOS, CLIPTextConfig
 from digen_jax.models.text.language_model import LanguageModelConfig
 from digen_jax.models.text.t5 import T5Config
 
-# Classes that a tokenizer of any kind may be saved as.
+# Generic classes that any tokenizer may be saved as.
 GENERAL = ("PreTrainedTokenizer", "TokenizersBackend")
-# transformers' classes of language models' tokenizers. Its AutoTokenizer, which would choose among them, imports torch.
+# transformers' tokenizer classes of language models. AutoTokenizer, which would choose one of them, imports torch.
 CLASSES = ("Qwen2Tokenizer", "LlamaTokenizer", *GENERAL)
-# Either set of files contains the vocabulary. Next to tokenizer.json a T5 has it as spiece.model, too, to read which
-# transformers needs the package sentencepiece. Of the language models' classes only the first knows the rules that
-# belong to the second set.
+# Either set of files contains the vocabulary. Next to tokenizer.json a T5 also has it as spiece.model, but transformers
+# needs the package sentencepiece to read that. Of the language models' classes only the first has the rules of the
+# second set.
 ONE_FILE, TWO_FILES = ("tokenizer.json",), ("vocab.json", "merges.txt")
-# Marks of a chat's turns, such as <|im_start|>.
+# Markers of chat turns, such as <|im_start|>.
 MARK = re.compile(r"<\|\w+\|>")
 ANOTHER = "they do not belong together: take both folders from one model"
 
@@ -29,24 +29,24 @@ ANOTHER = "they do not belong together: take both folders from one model"
 def open_tokenizer(
     folder: pathlib.Path, kind: str, files: Sequence[tuple[str, ...]], vocab_size: int
 ) -> Any:
-    """The tokenizer in a folder.
+    """Opens the tokenizer in a folder.
 
     Args:
-      folder: with tokenizer_config.json and one of the sets of files.
-      kind: its class in transformers.
-      files: sets of files, each of which contains the vocabulary.
-      vocab_size: of the text encoder, which must know all tokens, and not many more.
+      folder: Folder with tokenizer_config.json and one of the sets of files.
+      kind: transformers class of the tokenizer.
+      files: Sets of files that each contain the vocabulary.
+      vocab_size: Vocabulary of the text encoder, which must cover all tokens and not be much larger.
 
     Raises:
       ValueError: names the missing or broken file, or the number that does not fit.
     """
-    # Imported here, as it takes a second, which would delay errors about a command.
+    # Imported lazily: the import takes a second, which would delay errors about a command.
     import transformers
 
     _check_files(folder, files)
     try:
         tokenizer = getattr(transformers, kind).from_pretrained(folder)
-    # The library raises any error of its parsers, even a bare Exception.
+    # The library's parsers can raise any error, including a bare Exception.
     except Exception as error:
         raise ValueError(f"the tokenizer in {folder} cannot be read: {error}") from error
     _check_vocabulary(folder, tokenizer, vocab_size)
@@ -54,15 +54,15 @@ def open_tokenizer(
 
 
 def class_name(folder: pathlib.Path, classes: Sequence[str], named: bool = True) -> str:
-    """The class that tokenizer_config.json names, without "Fast".
+    """Returns the class in tokenizer_config.json, without "Fast".
 
     Args:
-      folder: of the tokenizer.
-      classes: those that are supported.
-      named: whether it must be named; if not, and it is not, the first of the classes is meant.
+      folder: Folder of the tokenizer.
+      classes: Supported classes.
+      named: Whether the file must name a class; otherwise the default is the first class.
 
     Raises:
-      ValueError: it is another one.
+      ValueError: the class is not supported.
     """
     path = folder / "tokenizer_config.json"
     found = read_json(path).get("tokenizer_class")
@@ -77,22 +77,22 @@ def class_name(folder: pathlib.Path, classes: Sequence[str], named: bool = True)
 
 
 def has_words(tokenizer: Any) -> bool:
-    """Whether any token but the special ones has a letter; there is none in `models.published`."""
+    """Returns whether any non-special token has a letter; tokenizers in `models.published` have none."""
     special = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
     return any(map(str.isalpha, "".join(tokenizer.get_vocab().keys() - special)))
 
 
 def known_words(family: Any) -> tuple[str, ...]:
-    """The words that a model can read, of a tokenizer_config.json that lists them; empty for any other model.
+    """Returns the words in a model's tokenizer_config.json that the model can read; empty if there is no list.
 
-    Such a model, as the embedded one, was trained on captions of few words, and spells all others in letters.
+    Such a model, for example the embedded one, was trained on captions of few words, and spells all others in letters.
     """
     tokenizer = getattr(family, "tokenizer", None)
     return tuple(tokenizer.init_kwargs.get("words", ())) if tokenizer is not None else ()
 
 
 def _check_vocabulary(folder: pathlib.Path, tokenizer: Any, vocab_size: int) -> None:
-    """Refuses ids that the text encoder does not know; and few ids, which mean other words to it."""
+    """Checks that the text encoder knows all ids, and that the vocabulary is not too small to belong to it."""
     ids = tokenizer.get_vocab().values()
     last = max(ids)
     if last >= vocab_size:
@@ -100,7 +100,7 @@ def _check_vocabulary(folder: pathlib.Path, tokenizer: Any, vocab_size: int) -> 
             f"the tokenizer in {folder} has ids up to {last}, but vocab_size of its text encoder is {vocab_size}: "
             f"{ANOTHER}"
         )
-    # Published vocabularies fill 99% and more.
+    # Published vocabularies fill at least 99%.
     if len(ids) < vocab_size / 2 and has_words(tokenizer):
         raise ValueError(
             f"the tokenizer in {folder} has {len(ids)} tokens, but vocab_size of its text encoder is {vocab_size}: "
@@ -111,13 +111,13 @@ def _check_vocabulary(folder: pathlib.Path, tokenizer: Any, vocab_size: int) -> 
 def padded(
     tokenizer: Any, prompts: Sequence[str], length: int
 ) -> tuple[Int[np.ndarray, "b n"], Bool[np.ndarray, "b n"]]:
-    """Ids of prompts that are padded or truncated to `length` tokens, and which of them are not padding."""
+    """Returns ids of prompts padded or truncated to `length` tokens, and a mask that is False for padding."""
     found = tokenizer(list(prompts), padding="max_length", truncation=True, max_length=length)
     return np.asarray(found["input_ids"], np.int32), np.asarray(found["attention_mask"], bool)
 
 
 def longer(lengths: Sequence[tuple[Any, int]], prompts: Sequence[str]) -> Bool[np.ndarray, "b"]:
-    """Which prompts have more tokens than fit, for any of several (tokenizer, number of tokens)."""
+    """Returns which prompts exceed the limit of any (tokenizer, number of tokens) pair."""
     found = [
         [
             len(ids) > limit
@@ -140,16 +140,16 @@ def _check_files(folder: pathlib.Path, files: Sequence[tuple[str, ...]]) -> None
 
 
 def read(folder: pathlib.Path, encoder: CLIPTextConfig | T5Config) -> Any:
-    """See `read_clip` and `read_t5`."""
+    """Reads a tokenizer (see `read_clip` and `read_t5`)."""
     return (read_clip if isinstance(encoder, CLIPTextConfig) else read_t5)(folder, encoder)
 
 
 def read_clip(folder: pathlib.Path, encoder: CLIPTextConfig) -> Any:
-    """The `CLIPTokenizer` in a folder.
+    """Reads the `CLIPTokenizer` in a folder.
 
     Args:
-      folder: with tokenizer_config.json, and tokenizer.json or vocab.json and merges.txt.
-      encoder: the tokenizer's ids must be among its tokens, and the length within its positions.
+      folder: Folder with tokenizer_config.json, and tokenizer.json or vocab.json and merges.txt.
+      encoder: Config of the text encoder, whose vocabulary and positions must fit the tokenizer.
 
     Raises:
       ValueError: names the missing or broken file, or the number that does not fit.
@@ -168,7 +168,7 @@ def read_clip(folder: pathlib.Path, encoder: CLIPTextConfig) -> Any:
 
 
 def _check_clip_end(folder: pathlib.Path, tokenizer: Any, encoder: CLIPTextConfig) -> None:
-    """Refuses an end token that the text encoder would not find, at which it reads the summary of a prompt."""
+    """Checks that the text encoder pools at the tokenizer's end token."""
     end, configured = tokenizer.eos_token_id, encoder.eos_token_id
     wanted = max(tokenizer.get_vocab().values()) if configured == LEGACY_EOS else configured
     if end != wanted:
@@ -188,11 +188,11 @@ def _check_clip_length(folder: pathlib.Path) -> None:
 
 
 def read_t5(folder: pathlib.Path, encoder: T5Config) -> Any:
-    """The `T5Tokenizer` in a folder, which pipelines of Wan use as well.
+    """Reads the `T5Tokenizer` in a folder, which pipelines of Wan use as well.
 
     Args:
-      folder: with tokenizer_config.json and tokenizer.json.
-      encoder: the tokenizer's ids must be among its tokens.
+      folder: Folder with tokenizer_config.json and tokenizer.json.
+      encoder: Config of the text encoder, whose vocabulary must cover the tokenizer's ids.
 
     Raises:
       ValueError: names the missing or broken file, or the number that does not fit.
@@ -208,17 +208,17 @@ def read_language_model(
     chats: bool = False,
     head: tuple[str, int] | None = None,
 ) -> Any:
-    """The tokenizer in a folder, of one of `CLASSES`.
+    """Reads the tokenizer in a folder, of one of `CLASSES`.
 
     Args:
-      folder: with tokenizer_config.json, and tokenizer.json or vocab.json and merges.txt.
-      encoder: the tokenizer's ids must be among its tokens.
-      tokens: tokens of a prompt, including `head` and padding, which must fit the encoder's sliding window.
-      chats: whether `chat` will be called, for which there must be a chat template.
-      head: the beginning of a template of the caller's own, and its number of tokens. None means no such template.
+      folder: Folder with tokenizer_config.json, and tokenizer.json or vocab.json and merges.txt.
+      encoder: Config of the language model, whose vocabulary must cover the tokenizer's ids.
+      tokens: Tokens of a prompt, including `head` and padding, which must fit the encoder's sliding window.
+      chats: Whether `chat` will be called, which requires a chat template.
+      head: Prefix of the caller's template, and its number of tokens. None means no such template.
 
     Raises:
-      ValueError: names the missing or broken file, or what does not fit.
+      ValueError: names the missing or broken file, or the value that does not fit.
     """
     _check_window(folder.with_name("text_encoder") / "config.json", encoder, tokens, head)
     name = class_name(folder, CLASSES)
@@ -263,7 +263,7 @@ def _check_window(
 
 
 def _check_head(folder: pathlib.Path, tokenizer: Any, text: str, expected: int) -> None:
-    """Refuses a tokenizer by which the states that are dropped would not be those of the template's beginning."""
+    """Checks that the template's prefix has the expected number of tokens, so that exactly its states are dropped."""
     _check_marks(folder, tokenizer, text)
     found = len(tokenizer(text)["input_ids"])
     if found != expected and has_words(tokenizer):
@@ -274,7 +274,7 @@ def _check_head(folder: pathlib.Path, tokenizer: Any, text: str, expected: int) 
 
 
 def _check_marks(folder: pathlib.Path, tokenizer: Any, text: str) -> None:
-    """Refuses a tokenizer to which a mark in a chat is ordinary text."""
+    """Checks that each chat marker in `text` is a single token."""
     for mark in sorted({*MARK.findall(text)}):
         if tokenizer.tokenize(mark) != [mark]:
             raise ValueError(
@@ -291,18 +291,18 @@ def _check_template(folder: pathlib.Path, tokenizer: Any) -> None:
         )
     try:
         (text,) = chat(tokenizer, [""], thinking=True)
-    # Templates raise jinja2's errors and their own.
+    # Templates can raise jinja2's errors and custom ones.
     except Exception as error:
         raise ValueError(f"the chat template in {folder} cannot be used: {error}") from error
     _check_marks(folder, tokenizer, text)
 
 
 def chat(tokenizer: Any, prompts: Sequence[str], thinking: bool) -> list[str]:
-    """Each prompt as a user's turn before the assistant's, by the tokenizer's chat template.
+    """Formats each prompt as a user turn before the assistant's, with the tokenizer's chat template.
 
     Args:
-      tokenizer: with a chat template.
-      prompts: texts.
+      tokenizer: Tokenizer with a chat template.
+      prompts: Prompt texts.
       thinking: Qwen3's `enable_thinking`; False adds an empty thought to the assistant's turn.
     """
     return [

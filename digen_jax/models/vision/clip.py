@@ -1,4 +1,4 @@
-"""CLIP with both towers: embeddings of images and of texts in one space.
+"""CLIP with both towers: embeds images and texts in one space.
 
 Radford et al., arXiv 2103.00020. Names follow transformers' CLIPModel.
 """
@@ -28,7 +28,7 @@ from digen_jax.models.text.clip_text import (
 
 LISTS = clip_text.LISTS
 
-# The logical axes of kernels, see `logical_axes`.
+# Logical axes of kernels (see `logical_axes`).
 VISION_AXES = (
     (r"/patch_embedding$", ("channels", "embed")),
     (r"/position_embedding$", ("positions", "embed")),
@@ -38,13 +38,13 @@ VISION_AXES = (
     (r"^visual_projection$", ("embed", "text")),
 )
 
-# A buffer that old versions of transformers saved with the parameters.
+# Buffer that old versions of transformers saved with the parameters.
 VISION_IGNORED: tuple[str, ...] = ("vision_model.embeddings.position_ids",)
 
 
 @dataclasses.dataclass(frozen=True)
 class CLIPVisionConfig:
-    """The fields of transformers' config.json that change the network, with its defaults."""
+    """Fields of transformers' config.json that change the network, with its defaults."""
 
     hidden_size: int = 768
     intermediate_size: int = 3072
@@ -66,10 +66,10 @@ class CLIPVisionConfig:
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "CLIPVisionConfig":
-        """The configuration in a transformers config.json, whose other fields are about training.
+        """Reads the configuration from a transformers config.json, whose other fields are about training.
 
         Raises:
-          ValueError: a field has a value that this network does not support.
+          ValueError: a field has an unsupported value.
         """
         if config.get("model_type", "clip_vision_model") != "clip_vision_model":
             raise ValueError(
@@ -81,17 +81,17 @@ class CLIPVisionConfig:
 
 
 class CLIPVisionEmbeddings(nn.Module):
-    """A class token and a token for each patch, with positions."""
+    """Class token and patch tokens, with positions."""
 
     config: CLIPVisionConfig
     dtype: DTypeLike
 
     @nn.compact
     def __call__(self, pixels: Float[Array, "b h w 3"]) -> Float[Array, "b n d"]:
-        """Pixels to tokens: the class first, then patches row by row.
+        """Maps pixels to tokens: the class first, then patches row by row.
 
         Raises:
-          ValueError: the image does not have the size of the positions.
+          ValueError: the image size does not match the positions.
         """
         config, dtype, width = self.config, self.dtype, self.config.hidden_size
         if pixels.shape[1:3] != (config.image_size, config.image_size):
@@ -126,7 +126,7 @@ class CLIPVisionTransformer(nn.Module):
 
     @nn.compact
     def __call__(self, pixels: Float[Array, "b h w 3"]) -> Float[Array, "b d"]:
-        """Pixels to the normed last state of the class token, transformers' `pooler_output`."""
+        """Maps pixels to the normed last state of the class token, transformers' `pooler_output`."""
         config, dtype = self.config, self.dtype
         x = CLIPVisionEmbeddings(config, dtype, name="embeddings")(pixels)
         x = norm(config, dtype, "pre_layrnorm")(x)
@@ -136,17 +136,17 @@ class CLIPVisionTransformer(nn.Module):
 
 
 class CLIPVisionModelWithProjection(nn.Module):
-    """Pictures to embeddings in the space of texts; computes in and returns `dtype`."""
+    """Image encoder that projects into the joint space with texts; computes in and returns `dtype`."""
 
     config: CLIPVisionConfig
     dtype: DTypeLike = jnp.float32
 
     @nn.compact
     def __call__(self, pixels: Float[Array, "b h w 3"]) -> Float[Array, "b p"]:
-        """The `image_embeds` of transformers, of pixels normalised as the folder's preprocessor_config.json says.
+        """Returns transformers' `image_embeds`, of pixels normalized by the folder's preprocessor_config.json.
 
         Raises:
-          ValueError: the image does not have the size of the positions.
+          ValueError: the image size does not match the positions.
         """
         pooled = CLIPVisionTransformer(self.config, self.dtype, name="vision_model")(pixels)
         project = nn.Dense(
@@ -155,17 +155,17 @@ class CLIPVisionModelWithProjection(nn.Module):
         return project(pooled)
 
 
-# The logical axes of kernels, see `logical_axes`; the scale has no dimension.
+# Logical axes of kernels (see `logical_axes`); the scale has no dimension.
 AXES = (*VISION_AXES, *clip_text.AXES, (r"^$", ()))
 IGNORED = (*VISION_IGNORED, *clip_text.IGNORED)
 
-# transformers' default width of the embeddings' space.
+# transformers' default width of the joint embedding space.
 PROJECTION = 512
 
 
 @dataclasses.dataclass(frozen=True)
 class CLIPConfig:
-    """Both towers' configurations, whose `projection_dim` is the same."""
+    """Configurations of both towers, which share `projection_dim`."""
 
     text: CLIPTextConfig
     vision: CLIPVisionConfig
@@ -179,13 +179,13 @@ class CLIPConfig:
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "CLIPConfig":
-        """The configuration in the config.json of a transformers CLIPModel.
+        """Reads the configuration from the config.json of a transformers CLIPModel.
 
-        The towers' own `projection_dim` is not read, as in transformers. Old files have some fields in
-        `text_config_dict` and `vision_config_dict`, which have priority there, too.
+        The towers' `projection_dim` is not read, as in transformers. Old files have some fields in `text_config_dict`
+        and `vision_config_dict`, which have priority, as in transformers.
 
         Raises:
-          ValueError: a field has a value that this network does not support.
+          ValueError: a field has an unsupported value.
         """
         if config.get("model_type", "clip") != "clip":
             raise ValueError(f"model_type must be 'clip' but is {config['model_type']!r}")
@@ -199,7 +199,7 @@ class CLIPConfig:
 
 
 def _tower(config: Mapping[str, Any], name: str, width: int) -> dict[str, Any]:
-    """The fields of one tower; raises ValueError if they are no object."""
+    """Returns the fields of one tower; raises ValueError if they are not an object."""
     fields: dict[str, Any] = {}
     for key in (name, f"{name}_dict"):
         found = config.get(key) or {}
@@ -216,7 +216,7 @@ class CLIPModel(nn.Module):
     dtype: DTypeLike = jnp.float32
 
     def setup(self):
-        """The towers and their projections."""
+        """Creates the towers and their projections."""
 
         def project() -> nn.Dense:
             width = self.config.vision.projection_dim
@@ -233,32 +233,32 @@ class CLIPModel(nn.Module):
     def __call__(
         self, pixels: Float[Array, "b h w 3"], ids: Int[Array, "b n"]
     ) -> tuple[Float32[Array, "b"], Float32[Array, ""]]:
-        """The cosine of each image with its own text, and the factor that makes logits of cosines.
+        """Returns the cosine similarity of each image and its text, and the scale from cosines to logits.
 
         Raises:
-          ValueError: there are more tokens than positions, or images do not have the size of the network.
+          ValueError: there are more tokens than positions, or the image size does not match the network.
         """
         images, texts = map(unit, (self.image_embeddings(pixels), self.text_embeddings(ids)))
         return jnp.sum(images * texts, axis=-1), jnp.exp(self.logit_scale.astype(jnp.float32))
 
     def image_embeddings(self, pixels: Float[Array, "b h w 3"]) -> Float[Array, "b p"]:
-        """As `get_image_features` of transformers."""
+        """Returns transformers' `get_image_features`."""
         return self.visual_projection(self.vision_model(pixels))
 
     def text_embeddings(self, ids: Int[Array, "b n"]) -> Float[Array, "b p"]:
-        """As `get_text_features` of transformers; padding is not masked, but comes behind the end token."""
+        """Returns transformers' `get_text_features`; padding is not masked, but follows the end token."""
         check_length(ids, self.config.text)
         return self.text_projection(self.text_model(ids, self.config.text.num_hidden_layers)[1])
 
 
 def unit(x: Float[Array, "b p"]) -> Float32[Array, "b p"]:
-    """Vectors of length 1, in float32."""
+    """Normalizes vectors to length 1, in float32."""
     x = x.astype(jnp.float32)
     return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
 
 
 def shapes(model: CLIPModel) -> dict[str, Any]:
-    """The tree of its parameters as `jax.ShapeDtypeStruct`."""
+    """Returns the parameter tree as `jax.ShapeDtypeStruct`."""
     size = model.config.vision.image_size
     inputs = jnp.zeros((1, size, size, 3)), jnp.zeros((1, 2), jnp.int32)
     return jax.eval_shape(model.init, jax.random.key(0), *inputs)["params"]

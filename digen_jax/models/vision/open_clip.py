@@ -1,7 +1,7 @@
-"""open_clip's tensors of a CLIP with two transformers, under the names of transformers' CLIPModel.
+"""Conversion of open_clip's tensors of a CLIP with two transformers to transformers' CLIPModel.
 
-The names are those of open_clip's `CLIP` (src/open_clip/model.py and transformer.py, 89fb801), and of the copies of it
-that other repositories have: queries, keys and values are one matrix, and the projections are not transposed.
+The source names are those of open_clip's `CLIP` (src/open_clip/model.py and transformer.py, 89fb801) and its copies in
+other repositories: queries, keys and values are one matrix, and projections are not transposed.
 """
 
 import re
@@ -13,7 +13,7 @@ import numpy as np
 from digen_jax.models.text.clip_text import LEGACY_EOS, CLIPTextConfig
 from digen_jax.models.vision.clip import CLIPConfig, CLIPVisionConfig
 
-# A buffer that old files have: the mask of causal attention.
+# Buffer in old files: the mask of causal attention.
 IGNORED = ("attn_mask",)
 
 NAMES = {
@@ -44,7 +44,7 @@ PARTS = {
 
 
 def renamed(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The same tensors in transformers' layout, as views; a name that is not known stays."""
+    """Returns the same tensors in transformers' layout, as views; unknown names are unchanged."""
     found: dict[str, np.ndarray] = {}
     for name, array in arrays.items():
         module, _, leaf = name.rpartition(".")
@@ -72,11 +72,11 @@ def _layer(tower: str | None, number: str) -> str:
 
 
 def config_of(arrays: Mapping[str, np.ndarray], heads: int) -> CLIPConfig:
-    """The configuration that the shapes of open_clip's tensors have; activations are exact GELUs.
+    """Infers the configuration from the shapes of open_clip's tensors; activations are exact GELUs.
 
     Args:
-      arrays: by open_clip's names.
-      heads: of both towers, which shapes do not tell.
+      arrays: Tensors by open_clip's names.
+      heads: Attention heads of both towers, which shapes do not determine.
 
     Raises:
       ValueError: a tensor is missing, or its shape fits no CLIP.

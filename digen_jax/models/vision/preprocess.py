@@ -1,6 +1,6 @@
-"""From images of bytes to CLIP's input, on the device, as three libraries do it.
+"""Preprocessing of uint8 images for CLIP, on the device, matching three libraries.
 
-| function    | as                                                              | resizes | rounds to bytes |
+| function    | equivalent                                                      | resizes | rounds to bytes |
 | ----------- | --------------------------------------------------------------- | ------- | --------------- |
 | pil_crop    | transformers' CLIPImageProcessorPil                             | the shorter side, crops | yes |
 | tensor_crop | torchvision's Resize and CenterCrop of a floating-point tensor  | the shorter side, crops | no |
@@ -20,16 +20,16 @@ from jaxtyping import Array, Float, Float32, Int32, UInt8
 Filter = Literal["bilinear", "bicubic"]
 
 SUPPORT: dict[Filter, float] = {"bilinear": 1.0, "bicubic": 2.0}
-# Bits behind the point of Pillow's weights.
+# Fractional bits of Pillow's fixed-point weights.
 PRECISION = 22
-# Weights are the sum of two integers, of which this many bits are the lower: products of each with bytes, and their
-# sums, are exact in float32.
+# Weights are split into two integers, of which the lower has this number of bits. Products of each with bytes, and
+# their sums, are exact in float32.
 LOWER = 11
 EXACT = 2**24
 
 
 def _filter(kind: Filter, x: Float[np.ndarray, "n m"]) -> Float[np.ndarray, "n m"]:
-    """A triangle, or Keys' cubic with a = -0.5 (Cubic convolution interpolation, IEEE TASSP 29, 1981)."""
+    """Evaluates a triangle filter, or Keys' cubic with a = -0.5 (IEEE TASSP 29, 1981)."""
     x = np.abs(x)
     if kind == "bilinear":
         return np.maximum(1 - x, 0)
@@ -40,7 +40,7 @@ def _filter(kind: Filter, x: Float[np.ndarray, "n m"]) -> Float[np.ndarray, "n m
 
 @functools.cache
 def weights(kind: Filter, before: int, after: int) -> Float[np.ndarray, "after before"]:
-    """The weight of each pixel of a row in each pixel of the resized row, in float64."""
+    """Returns the weight of each pixel of a row in each pixel of the resized row, in float64."""
     scale = before / after
     wider = max(scale, 1.0)
     support = SUPPORT[kind] * wider
@@ -56,10 +56,10 @@ def weights(kind: Filter, before: int, after: int) -> Float[np.ndarray, "after b
 def resize_bytes(
     images: UInt8[Array, "b h w 3"], height: int, width: int, kind: Filter
 ) -> UInt8[Array, "b {height} {width} 3"]:
-    """Exactly the bytes of Pillow's `Image.resize`, to its twelfth version, on any device.
+    """Resizes images with exactly the bytes of Pillow's `Image.resize` (up to Pillow 12), on any device.
 
     Raises:
-      ValueError: images are larger than the products are exact for, about 16 times the new size.
+      ValueError: images are too large for exact products, about 16 times the new size.
     """
     x = _pass(images.astype(jnp.float32), 2, width, kind)
     return _pass(x, 1, height, kind).astype(jnp.uint8)
@@ -68,7 +68,7 @@ def resize_bytes(
 def _pass(
     x: Float32[Array, "b h w 3"], axis: int, size: int, kind: Filter
 ) -> Float32[Array, "..."]:
-    """One pass; the numbers are whole, from 0 to 255, before and after it."""
+    """Resizes along one axis; values are integers from 0 to 255 before and after it."""
     if x.shape[axis] == size:
         return x
     exact = weights(kind, x.shape[axis], size) * 2**PRECISION
@@ -88,7 +88,7 @@ def _pass(
 def resize(
     images: Float[Array, "b h w 3"], height: int, width: int, kind: Filter
 ) -> Float32[Array, "b {height} {width} 3"]:
-    """As torchvision's `resize(antialias=True)` of floating-point images; bicubic may leave their range."""
+    """Resizes floating-point images as torchvision's `resize(antialias=True)`; bicubic may exceed their range."""
     x = images.astype(jnp.float32)
     for axis, size in ((2, width), (1, height)):
         if x.shape[axis] != size:
@@ -102,24 +102,24 @@ def _weighted(matrix: np.ndarray, x: Float32[Array, "b h w 3"], axis: int) -> Fl
     return jnp.einsum(equation, matrix, x, precision=jax.lax.Precision.HIGHEST)
 
 
-# OpenAI's statistics of pixels, which transformers and open_clip use unless a file says otherwise.
+# OpenAI's pixel statistics, the defaults of transformers and open_clip.
 MEAN = (0.48145466, 0.4578275, 0.40821073)
 STD = (0.26862954, 0.26130258, 0.27577711)
-# The numbers of Pillow's filters in preprocessor_config.json.
+# Numbers of Pillow's filters in preprocessor_config.json.
 FILTERS: dict[int, Filter] = {2: "bilinear", 3: "bicubic"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Processor:
-    """A CLIPImageProcessor.
+    """Settings of a CLIPImageProcessor.
 
     Attributes:
-      edge: pixels of the shorter side after resizing.
-      size: pixels of each side after cropping.
-      kind: of the filter.
-      scale: factor of bytes.
-      mean: of each channel.
-      std: of each channel.
+      edge: Pixels of the shorter side after resizing.
+      size: Pixels of each side after cropping.
+      kind: Resize filter.
+      scale: Factor that bytes are multiplied by.
+      mean: Mean of each channel.
+      std: Standard deviation of each channel.
     """
 
     edge: int = 224
@@ -137,10 +137,10 @@ class Processor:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Processor":
-        """The processor that a preprocessor_config.json describes, with transformers' defaults.
+        """Reads the processor from a preprocessor_config.json, with transformers' defaults.
 
         Raises:
-          ValueError: names a field with a value that is not supported.
+          ValueError: names a field with an unsupported value.
         """
         for step in ("do_resize", "do_center_crop", "do_rescale", "do_normalize"):
             if config.get(step, True) is not True:
@@ -162,7 +162,7 @@ class Processor:
 
 
 def _side(config: Mapping[str, Any], name: str, keys: tuple[str, ...]) -> int:
-    """A number of pixels, or an object that has it in each of the keys."""
+    """Reads a number of pixels, or an object with the same number for each key."""
     found = config.get(name, 224)
     sides = [found.get(key) for key in keys] if isinstance(found, dict) else [found]
     if isinstance(found, dict) and set(found) != set(keys):
@@ -186,7 +186,7 @@ def _channels(
 
 
 def pil_crop(images: UInt8[Array, "b h w 3"], processor: Processor) -> Float32[Array, "b s s 3"]:
-    """`CLIPImageProcessorPil`: its bytes exactly, its normalised numbers up to float32 rounding."""
+    """Applies `CLIPImageProcessorPil`: bytes are exact, normalized values are equal up to float32 rounding."""
     height, width = _shorter(images.shape[1:3], processor.edge)
     x = resize_bytes(images, height, width, processor.kind)
     size = processor.size
@@ -197,7 +197,7 @@ def pil_crop(images: UInt8[Array, "b h w 3"], processor: Processor) -> Float32[A
 def tensor_crop(
     images: UInt8[Array, "b h w 3"], processor: Processor, kind: Filter
 ) -> Float32[Array, "b s s 3"]:
-    """As torchvision's `Resize(edge, kind)` and `CenterCrop(size)` of images in [0, 1], then normalised."""
+    """Applies torchvision's `Resize(edge, kind)` and `CenterCrop(size)` to images in [0, 1], then normalizes."""
     height, width = _shorter(images.shape[1:3], processor.edge)
     x = resize(images.astype(jnp.float32) / 255, height, width, kind)
     size = processor.size
@@ -207,7 +207,7 @@ def tensor_crop(
 
 
 def tensor_pad(images: UInt8[Array, "b h w 3"], processor: Processor) -> Float32[Array, "b s s 3"]:
-    """HPSv2's `ResizeMaxSize`, the longer side resized and black bars along the shorter one, then normalised."""
+    """Applies HPSv2's `ResizeMaxSize`: resizes the longer side, pads the shorter side with black, and normalizes."""
     before, size = images.shape[1:3], processor.size
     scale = size / max(before)
     height, width = (round(side * scale) for side in before)
@@ -218,12 +218,12 @@ def tensor_pad(images: UInt8[Array, "b h w 3"], processor: Processor) -> Float32
 
 
 def normalised(x: Float32[Array, "b h w 3"], processor: Processor) -> Float32[Array, "b h w 3"]:
-    """(x - mean) / std of each channel."""
+    """Returns (x - mean) / std of each channel."""
     return (x - np.asarray(processor.mean, np.float32)) / np.asarray(processor.std, np.float32)
 
 
 def _shorter(sides: tuple[int, int], edge: int) -> tuple[int, int]:
-    """Height and width when the shorter side has `edge` pixels; the longer one is rounded down."""
+    """Returns height and width with `edge` pixels on the shorter side; the longer side is rounded down."""
     shorter = min(sides)
     height, width = (edge if side == shorter else int(edge * side / shorter) for side in sides)
     return height, width

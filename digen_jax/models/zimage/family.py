@@ -1,6 +1,6 @@
 """Z-Image as a family: prompts -> conditioning, velocity, latents -> images.
 
-A prompt is a user's turn of a chat with Qwen3, whose last state but one conditions the transformer.
+A prompt is a user turn of a chat with Qwen3, whose penultimate hidden state conditions the transformer.
 """
 
 import dataclasses
@@ -23,12 +23,12 @@ from digen_jax.models.zimage import network as zimage
 
 @dataclasses.dataclass(frozen=True)
 class ZImage(ChatFamily):
-    """The networks and the tokenizer of one pipeline folder; parameters are passed to each call.
+    """Networks and tokenizer of one pipeline folder; parameters are passed to each call.
 
     Attributes:
-      max_sequence_length: tokens of a prompt's chat, those of the template included.
-      cfg_normalization: as in diffusers' pipeline: the guided velocity is at most so many times as long as that with
-        the prompt. 0 means of any length.
+      max_sequence_length: Tokens of a prompt's chat, including the template.
+      cfg_normalization: Maximum norm of the guided velocity relative to that with the prompt, as in diffusers'
+        pipeline. 0 means unbounded.
     """
 
     transformer: zimage.ZImageTransformer
@@ -49,7 +49,7 @@ class ZImage(ChatFamily):
         ("text_encoder", "hidden_size", "cap_feat_dim"),
         ("vae", "latent_channels", "in_channels"),
     )
-    # Of diffusers' pipeline, whose guidance_scale is 5: see `guided`.
+    # Default of diffusers' pipeline, whose guidance_scale is 5 (see `guided`).
     default_guidance: ClassVar[float] = 6.0
     default_side: ClassVar[int] = 1024
     lora_targets: ClassVar[str] = zimage.LORA_TARGETS
@@ -63,10 +63,10 @@ class ZImage(ChatFamily):
     def guided(
         self, null: Float[Array, "b h w c"], prompt: Float[Array, "b h w c"], guidance: float
     ) -> Float[Array, "b h w c"]:
-        """Prompt + (guidance - 1) (prompt - null), where diffusers' `guidance_scale` is guidance - 1.
+        """Returns prompt + (guidance - 1) (prompt - null), where diffusers' `guidance_scale` is guidance - 1.
 
-        `cfg_normalization` bounds its length. The pipeline's `cfg_truncation`, the time 1 - sigma behind which it has
-        no guidance, is 1 by default, so that there is guidance at every step.
+        `cfg_normalization` bounds its norm. The pipeline's `cfg_truncation`, the time 1 - sigma after which guidance is
+        off, is 1 by default, so every step is guided.
         """
         v = prompt + (guidance - 1) * (prompt - null)
         if not self.cfg_normalization:
@@ -78,16 +78,16 @@ class ZImage(ChatFamily):
 
     @property
     def patch(self) -> int:
-        """Latents of a token along each side."""
+        """Latents along each side of a token."""
         return self.transformer.config.patch
 
     @property
     def positions(self) -> int:
-        """The most tokens along a side."""
+        """Maximum tokens along a side."""
         return min(self.transformer.config.axes_lens[1:])
 
     def sigmas(self, steps: int, size: Size) -> Float32[np.ndarray, "sigmas"]:
-        """The scheduler's; diffusers' pipeline counts tokens of 2 x 2 latents for a dynamic shift."""
+        """Returns the scheduler's sigmas; diffusers' pipeline counts tokens of 2 x 2 latents for a dynamic shift."""
         h, w, _ = self.latent_shape(size)
         tokens = (h // 2) * (w // 2)
         return make_sigmas(self.scheduler, steps, tokens, spacing="uniform float32")

@@ -1,4 +1,4 @@
-"""The Z-Image transformer (Z-Image Team, arXiv 2511.22699), a single stream of image and caption tokens.
+"""Z-Image transformer (Z-Image Team, arXiv 2511.22699), a single stream of image and caption tokens.
 
 Attribute names are those of diffusers' `ZImageTransformer2DModel`, so that a parameter's path is its tensor's name;
 runs of equal blocks are scanned (`layers_0to29`).
@@ -7,7 +7,7 @@ runs of equal blocks are scanned (`layers_0to29`).
                                                             layers -> all_final_layer -> velocity
     caption [states, cap_pad_token ..] -> context_refiner -/
 
-Both are filled up to a multiple of 32 tokens, each row's caption by itself, and what fills them up is attended to.
+Both are padded to a multiple of 32 tokens, each row's caption separately. These pad tokens are attended to.
 """
 
 import dataclasses
@@ -34,11 +34,11 @@ EMBEDDING = 256  # ADALN_EMBED_DIM
 
 @dataclasses.dataclass(frozen=True)
 class ZImageConfig(TransformerConfig):
-    """The fields of diffusers' config.json, with its defaults; raises ValueError if they conflict.
+    """Fields of diffusers' config.json, with its defaults; raises ValueError if they conflict.
 
     Attributes:
-      axes_dims: channels of a head that turn with a token's position: its place in the caption, row, column.
-      axes_lens: positions along each of these axes.
+      axes_dims: Channels of a head rotated by each axis: caption position, row, column.
+      axes_lens: Number of positions along each axis.
     """
 
     title: ClassVar = "a Z-Image transformer"
@@ -54,7 +54,7 @@ class ZImageConfig(TransformerConfig):
     norm_eps: float = number(1e-5, 0, 1)
     qk_norm: Literal[True] = True
     cap_feat_dim: int = 2560
-    siglip_feat_dim: Literal[None] = None  # of reference images, which only the Omni models read
+    siglip_feat_dim: Literal[None] = None  # of reference images, which only Omni models read
     rope_theta: float = number(256.0, 1, 1e12)
     t_scale: float = number(1000.0, 0)
     axes_dims: tuple[int, ...] = (32, 48, 48)
@@ -81,7 +81,7 @@ class ZImageConfig(TransformerConfig):
 
     @property
     def num_attention_heads(self) -> int:
-        """Heads, by the name that other transformers have."""
+        """Number of heads, under the name in other transformers."""
         return self.n_heads
 
     @property
@@ -91,7 +91,7 @@ class ZImageConfig(TransformerConfig):
 
     @property
     def patch(self) -> int:
-        """Latents a token has along each side."""
+        """Latents along each side of a token."""
         return self.all_patch_size[0]
 
     @property
@@ -101,22 +101,22 @@ class ZImageConfig(TransformerConfig):
 
     @property
     def embedding(self) -> int:
-        """Width of the embedding of time."""
+        """Width of the time embedding."""
         return min(self.dim, EMBEDDING)
 
     @property
     def longest_caption(self) -> int:
-        """Tokens of a caption behind which there is a position for the image."""
+        """Maximum caption tokens that leave a position for the image."""
         return (self.axes_lens[0] - 2) // MULTIPLE * MULTIPLE
 
 
 def filled_up(tokens: int | Int[Array, "b"]) -> int | Int[Array, "b"]:
-    """The tokens of an image or caption with those that fill it up."""
+    """Returns the number of tokens of an image or caption with pad tokens."""
     return tokens + -tokens % MULTIPLE
 
 
 def caption_rotary(config: ZImageConfig, tokens: int) -> Rotary:
-    """The table of captions of so many tokens, which is the same for all rows."""
+    """Returns the rotary table of captions of `tokens` tokens, which is the same for all rows."""
     still = np.zeros((tokens, sum(config.axes_dims[1:]) // 2), np.float32)
     return turned_by(np.concatenate([_angles(config, 0, tokens + 1)[1:], still], axis=1))
 
@@ -124,13 +124,13 @@ def caption_rotary(config: ZImageConfig, tokens: int) -> Rotary:
 def image_rotary(
     config: ZImageConfig, grid: tuple[int, int], tokens: int, lengths: Int[Array, "b"]
 ) -> Rotary:
-    """The table of each row's image, which lies behind its caption.
+    """Returns the rotary table of each row's image, whose position follows its caption.
 
     Args:
-      config: the transformer's.
-      grid: rows and columns of patches.
-      tokens: with those that fill up.
-      lengths: each caption's filled-up length.
+      config: Config of the transformer.
+      grid: Rows and columns of patches.
+      tokens: Image tokens with pad tokens.
+      lengths: Length of each caption with pad tokens.
     """
     rows, columns = (index.reshape(-1) for index in np.indices(grid))
     inside = [_angles(config, 1, grid[0])[rows], _angles(config, 2, grid[1])[columns]]
@@ -148,7 +148,7 @@ def image_rotary(
 
 
 def joined(image: Rotary, caption: Rotary) -> Rotary:
-    """The table of both, the caption's behind the image's."""
+    """Concatenates both tables, the image first."""
     return Rotary(
         *(
             jnp.concatenate([i, jnp.broadcast_to(c, (len(i), *c.shape))], axis=1)
@@ -158,7 +158,7 @@ def joined(image: Rotary, caption: Rotary) -> Rotary:
 
 
 def _angles(config: ZImageConfig, axis: int, positions: int) -> Float[np.ndarray, "n half"]:
-    """Of the pairs that turn with an axis at its first positions; float64 rounded to float32, as in diffusers."""
+    """Returns angles of an axis's channel pairs by position; float64 rounded to float32, as in diffusers."""
     width = config.axes_dims[axis]
     pairs = 1 / config.rope_theta ** (np.arange(0, width, 2, dtype=np.float64) / width)
     return np.outer(np.arange(positions), pairs).astype(np.float32)
@@ -174,12 +174,12 @@ LISTS = (
     "cap_embedder",
 )
 # `default_target_modules` of X-GenGroup/Flow-Factory, src/flow_factory/models/z_image/z_image.py (5405453). They are
-# ends of names, so the refiners have LoRA, too.
+# suffixes of names, so the refiners have LoRA, too.
 LORA_TARGETS = (
     r"(layers|noise_refiner|context_refiner)\.\d+\."
     r"(attention\.(to_[qkv]|to_out\.0)|feed_forward\.w[123])"
 )
-# The logical axes of kernels, see `logical_axes`.
+# Logical axes of kernels (see `logical_axes`).
 AXES = (
     (r"attention/to_[qkv]$", ("embed", "heads")),
     (r"attention/norm_[qk]$", ("head_dim",)),
@@ -195,21 +195,21 @@ AXES = (
     (r"^cap_embedder_1$", ("text", "embed")),
     (r"^all_x_embedder/", ("channels", "embed")),
     (r"^all_final_layer/.*/linear$", ("embed", "channels")),
-    (r"^$", ("embed",)),  # the tokens that fill up
+    (r"^$", ("embed",)),  # pad tokens
 )
 TIME_FEATURES, TIME_HIDDEN = 256, 1024
-HEAD_EPSILON = 1e-5  # of the heads' norms, whatever `norm_eps` is
+HEAD_EPSILON = 1e-5  # of the heads' norms, regardless of `norm_eps`
 
 
 class FeedForward(nn.Module):
-    """A gated feed-forward network, SwiGLU (arXiv 2002.05202)."""
+    """Gated feed-forward network, SwiGLU (arXiv 2002.05202)."""
 
     hidden: int
     dtype: DTypeLike
 
     @nn.compact
     def __call__(self, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
-        """Apply to each token."""
+        """Applies the network to each token."""
 
         def linear(features: int, name: str) -> nn.Dense:
             return layers.linear(features, self.dtype, name, use_bias=False)
@@ -228,7 +228,7 @@ class Attention(nn.Module):
     def __call__(
         self, x: Float[Array, "b n d"], rotary: Rotary, lengths: Int[Array, "b"] | None
     ) -> Float[Array, "b n d"]:
-        """Attends to each row's first `lengths` tokens; None: to all."""
+        """Attends to each row's first `lengths` tokens. None means all tokens."""
         dim = x.shape[-1]
 
         def linear(name: str) -> nn.Dense:
@@ -245,7 +245,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward network, normed before and behind; `modulated`: by the embedding of time."""
+    """Attention and a feed-forward network, normed before and after; `modulated` by the time embedding."""
 
     config: ZImageConfig
     modulated: bool
@@ -275,7 +275,7 @@ class Block(nn.Module):
     def _factors(
         self, embedding: Float[Array, "b e"] | None
     ) -> list[Float[Array, "b 1 d"] | float]:
-        """Of what goes into attention, what comes out, and the same of the feed-forward network."""
+        """Returns the input scale and output gate of attention, and of the feed-forward network."""
         if not self.modulated:
             return [1.0] * 4
         zeros = nn.initializers.zeros
@@ -293,7 +293,7 @@ class TimeEmbedder(nn.Module):
 
     @nn.compact
     def __call__(self, time: Float[Array, "b"]) -> Float[Array, "b e"]:
-        """Of a time in [0, `t_scale`]."""
+        """Embeds a time in [0, `t_scale`]."""
 
         def linear(features: int, name: str) -> nn.Dense:
             return layers.linear(features, jnp.float32, name, kernel_init=layers.embedder_init)
@@ -303,14 +303,14 @@ class TimeEmbedder(nn.Module):
 
 
 class PatchEmbedders(nn.Module):
-    """diffusers' dictionary of linear layers by the patch's size, which has one."""
+    """Dictionary of linear layers by patch size, as in diffusers; it has one entry."""
 
     config: ZImageConfig
     dtype: DTypeLike
 
     @nn.compact
     def __call__(self, latents: Float[Array, "b h w c"]) -> Float[Array, "b n d"]:
-        """Patches to tokens row by row; raises ValueError if latents do not fit the patches or the positions."""
+        """Maps patches to tokens row by row; raises ValueError if latents do not fit the patches or the positions."""
         height, width = latents.shape[1:3]
         patch, (_, rows, columns) = self.config.patch, self.config.axes_lens
         h, w = height // patch, width // patch
@@ -324,7 +324,7 @@ class PatchEmbedders(nn.Module):
 
 
 class FinalLayer(nn.Module):
-    """Tokens to the numbers of their patches, with a norm that the embedding of time scales."""
+    """Maps tokens to the values of their patches, with a norm scaled by the time embedding."""
 
     features: int
     dtype: DTypeLike
@@ -333,7 +333,7 @@ class FinalLayer(nn.Module):
     def __call__(
         self, x: Float[Array, "b n d"], embedding: Float[Array, "b e"]
     ) -> Float[Array, "b n p"]:
-        """Apply to each token."""
+        """Applies the layer to each token."""
         zeros = nn.initializers.zeros
         scale = layers.linear(x.shape[-1], jnp.float32, "adaLN_modulation_1", kernel_init=zeros)
         x = layers.layer_norm(x) * (1 + scale(nn.silu(embedding))[:, None])
@@ -343,7 +343,7 @@ class FinalLayer(nn.Module):
 
 
 class FinalLayers(nn.Module):
-    """diffusers' dictionary of final layers by the patch's size, which has one."""
+    """Dictionary of final layers by patch size, as in diffusers; it has one entry."""
 
     config: ZImageConfig
     dtype: DTypeLike
@@ -352,7 +352,7 @@ class FinalLayers(nn.Module):
     def __call__(
         self, x: Float[Array, "b n d"], embedding: Float[Array, "b e"], height: int, width: int
     ) -> Float[Array, "b h w c"]:
-        """The image's tokens to latents of `height` x `width`, in float32."""
+        """Maps the image's tokens to latents of `height` x `width`, in float32."""
         patch, channels = self.config.patch, self.config.in_channels
         final = FinalLayer(patch * patch * channels, self.dtype, name=_key(self.config))
         tokens = final(x, embedding).astype(jnp.float32)
@@ -360,11 +360,10 @@ class FinalLayers(nn.Module):
 
 
 class ZImageTransformer(nn.Module):
-    """Velocity of a latent image under text conditioning.
+    """Predicts the velocity of latents under text conditioning.
 
     Parameters are float32; `dtype` is that of the blocks' matrix products and streams. Norms, softmax, modulation,
-    rotary positions and the embedding of time are always float32.
-    `remat` says what the backward pass recomputes.
+    rotary positions and the embedding of time are always float32. `remat` controls rematerialization.
     """
 
     config: ZImageConfig
@@ -381,13 +380,13 @@ class ZImageTransformer(nn.Module):
     ) -> Float[Array, "b h w c"]:
         """Predicts the velocity eps - x0, in float32, of latents at noise level sigma in [0, 1].
 
-        The network itself is one of x0 - eps at time 1 - sigma.
+        The network itself predicts x0 - eps at time 1 - sigma.
 
         Args:
-          latents: with sides that are multiples of the patch's.
-          sigma: noise levels.
-          context: a caption's states.
-          mask: True for a caption's tokens, of which each row has some, False for the padding behind them.
+          latents: Latents with sides that are multiples of the patch's.
+          sigma: Noise levels.
+          context: States of the captions.
+          mask: True for a caption's tokens, at least one per row, False for trailing padding.
 
         Raises:
           ValueError: latents or captions have more tokens than there are positions.
@@ -417,7 +416,7 @@ class ZImageTransformer(nn.Module):
         return self.param(name, layers.embedder_init, (1, self.config.dim)).astype(self.dtype)
 
     def _image(self, latents: Float[Array, "b h w c"]) -> Float[Array, "b n d"]:
-        """The image's tokens, filled up."""
+        """Returns the image's tokens with pad tokens."""
         x = PatchEmbedders(self.config, self.dtype, name="all_x_embedder")(latents)
         batch, tokens, dim = x.shape
         shape = (batch, filled_up(tokens) - tokens, dim)
@@ -427,7 +426,7 @@ class ZImageTransformer(nn.Module):
     def _captions(
         self, context: Float[Array, "b n d"], mask: Bool[Array, "b n"]
     ) -> Float[Array, "b m w"]:
-        """The captions' tokens, filled up; behind these are some that nothing attends to."""
+        """Returns the captions' tokens with pad tokens, some of which are beyond a row's length and not attended to."""
         config = self.config
         more = filled_up(context.shape[1]) - context.shape[1]
         if context.shape[1] + more > config.longest_caption:
@@ -444,14 +443,14 @@ class ZImageTransformer(nn.Module):
 
 
 def _key(config: ZImageConfig) -> str:
-    """The key of a patch's size: along the sides, and in frames, as diffusers writes it."""
+    """Returns diffusers' key of a patch size: pixels along the sides, and frames."""
     return f"{config.patch}-1"
 
 
 def forward_flops(
     config: ZImageConfig, latent: tuple[int, int, int], text: int
 ) -> dict[str, float]:
-    """See `Component.flops`."""
+    """Returns FLOPs by stream (see `Component.flops`)."""
     d, patch = config.dim, config.patch
     h, w, _ = latent
     patches = (h // patch) * (w // patch)
@@ -461,7 +460,7 @@ def forward_flops(
     block = 4 * d * d + 3 * d * config.hidden
     wide = (refiners + blocks) * block
     time = TIME_FEATURES * TIME_HIDDEN + TIME_HIDDEN * config.embedding
-    modulations = 4 * (refiners + blocks) + 1  # the last of them is the final layer's
+    modulations = 4 * (refiners + blocks) + 1  # the last is the final layer's
     products = {
         "image": image * wide + patches * 2 * numbers * d,
         "text": captions * (wide + config.cap_feat_dim * d),
@@ -474,7 +473,7 @@ def forward_flops(
 
 
 def inputs(config: ZImageConfig) -> tuple[Array, ...]:
-    """Latents, sigma, context and mask of one small image, for `init`."""
+    """Returns latents, sigma, context and mask of one small image, for `init`."""
     x = jnp.zeros((1, config.patch, config.patch, config.in_channels))
     context = jnp.zeros((1, 2, config.cap_feat_dim))
     return x, jnp.ones(1), context, jnp.ones((1, 2), bool)
