@@ -1,1 +1,1 @@
-"""Memory and time of a config's programs, on available devices or on accelerators that are not, and placement."""
+"""Memory and time of a config's programs, on local or other accelerators, and placement."""

@@ -38,20 +38,20 @@ from digen_jax.scheduling.layouts import Scaling
 from digen_jax.scheduling.settings import Costs
 
 WARM = 2  # first steps of a run, which may include compilation
-REPEATS = 3  # timed calls after one that compiles; their median is used
+REPEATS = 3  # timed calls after a first one that compiles; the median is used
 
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """Costs, how they scale, and their source.
+    """Costs, their scaling, and their source.
 
     Attributes:
-      costs: seconds on a worker, and on a trainer, of one device.
-      source: the origin of the costs, as a phrase.
-      missing: costs that were not measured and are taken as 0.
-      trainer_serial: the share of training that more devices do not shorten.
-      worker_serial: the same for generation.
-      scorers: chunks scored at the same time. 0 means any number.
+      costs: Seconds on a worker, and on a trainer, of one device.
+      source: Origin of the costs, as a phrase.
+      missing: Costs that were not measured and are set to 0.
+      trainer_serial: Share of training that does not scale with devices.
+      worker_serial: Share of generation that does not scale with devices.
+      scorers: Number of chunks scored concurrently. 0 means unlimited.
     """
 
     costs: Costs
@@ -85,12 +85,12 @@ def on_one_device(
 
 
 def read_calibration(path: pathlib.Path) -> Calibration:
-    """Reads a JSON file with `generate` and `train` and, if known, other fields of `Costs`.
+    """Reads a JSON file with `generate` and `train` and, optionally, other fields of `Costs`.
 
     It may also contain trainer_serial, worker_serial and scorers.
 
     Raises:
-      ConfigError: names the file and its error.
+      ConfigError: Names the file and its error.
     """
     try:
         given = parse_json(path.read_bytes())
@@ -126,11 +126,11 @@ def read_run_costs(
 ) -> Calibration:
     """Reads costs from the timings of a run, on the meshes of its config.
 
-    The generation's seconds include encoding and decoding, the training's include updates. The shares are
-    those that more devices do not shorten.
+    Generation seconds include encoding and decoding; training seconds include updates. The serial shares do
+    not scale with devices.
 
     Raises:
-      ConfigError: it has no timings, or its config has no sizes of meshes.
+      ConfigError: The run has no timings, or its config has no mesh sizes.
     """
     config = read_run_config(workdir)
     with user_input():
@@ -172,13 +172,13 @@ def measured_costs(
     """Measures costs with one chunk in the config's system, on the available devices.
 
     Args:
-      config: on these devices.
-      trainer_serial: share of training that more devices do not shorten.
-      worker_serial: the same for generation.
-      note: called with each part of the work, as it takes minutes.
+      config: Config placed on these devices.
+      trainer_serial: Share of training that does not scale with devices.
+      worker_serial: Share of generation that does not scale with devices.
+      note: Called with each part of the work, which takes minutes.
 
     Raises:
-      ConfigError: the system cannot be built.
+      ConfigError: The system cannot be built.
     """
     note(f"loading {config.model.folder}")
     records = [*itertools.chain(*read_prompt_files(config.prompts.paths))]
@@ -202,9 +202,9 @@ def _measure(
     scored_by: rewards.Rewards,
     note: Callable[[str], None],
 ) -> Costs:
-    """Seconds of commands on the system's meshes; its trainer's state is consumed.
+    """Returns the seconds of commands on the system's meshes; consumes the trainer's state.
 
-    `records` are the prompts of a step, one a group. The seconds of rewards on the mesh are a part of decoding.
+    `records` are the prompts of a step, one per group. Seconds of rewards on the mesh are included in decoding.
     """
 
     def timed(name: str, call: Callable[[], Any]) -> tuple[Any, float]:
@@ -270,7 +270,7 @@ def _scores(members: Mapping[int, rewards.NamedReward], batch: rewards.Batch) ->
 
 
 def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
-    """(the result of a call, the median of its seconds after a first call that may compile)."""
+    """Returns (result of a call, median of its seconds after a first call that may compile)."""
     jax.block_until_ready(call())
     seconds = []
     for _ in range(REPEATS):

@@ -1,9 +1,9 @@
-"""Memory and seconds of a config's programs: compiled for accelerators that are not here, or run on devices that are.
+"""Memory and seconds of a config's programs: compiled for absent accelerators, or run on available devices.
 
 The estimated seconds of a compiled program are the larger of two numbers:
-- its FLOPs over an `Efficiency` of the chip's bfloat16 peak, where a float32 product counts as several (`PASSES`);
+- its FLOPs over an `Efficiency` of the chip's bfloat16 peak, where a float32 product counts several times (`PASSES`);
 - the bytes of its arguments and results over `MEMORY_SHARE` of the memory's bandwidth.
-Elementwise operations and collectives are not counted separately; they are a part of the efficiency.
+Elementwise operations and collectives are not counted separately; they are included in the efficiency.
 """
 
 import dataclasses
@@ -39,31 +39,31 @@ from digen_jax.scheduling.settings import Costs
 
 
 class Efficiency(NamedTuple):
-    """Share of the peak that programs reach: the denoising network; encoders, autoencoder and rewards."""
+    """Share of peak FLOP/s that programs reach: the denoising network; encoders, autoencoder and rewards."""
 
     network: float
     others: float
 
 
-# Of GPUs as measured with Stable Diffusion 3.5 Medium in TF32 on an H100, of TPUs as its programs have by the
-# compiler's cycles (docs/performance.md).
+# GPUs: measured with Stable Diffusion 3.5 Medium in TF32 on an H100. TPUs: the compiler's cycles for its programs
+# (docs/performance.md).
 EFFICIENCY = {"gpu": Efficiency(0.2, 0.5), "tpu": Efficiency(0.5, 0.35)}
 MEMORY_SHARE, LINK_SHARE = 0.8, 0.8
-# The share of a TPU's memory that a run may take, and of a GPU's, which is JAX's default or what these variables give.
+# Share of a TPU's memory that a run may take, and of a GPU's: JAX's default, which these variables override.
 TPU_SHARE, GPU_SHARE = 0.97, 0.75
 GPU_SHARES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 LOCAL = "local"
-REPEATS = 3  # timed calls after a first one; their median counts
+REPEATS = 3  # timed calls after a first one; the median is used
 
 
 class CompiledProgram(NamedTuple):
-    """A compiled program, or the memory that a program needs that does not fit.
+    """A compiled program, or the memory needed by a program that does not fit.
 
     Attributes:
-      text: its HLO. "" means that it does not fit.
-      peak: bytes of a device that it holds at most, arguments included.
-      temporaries: bytes of its temporaries and results on a device, without results in an argument's memory.
-      moved: bytes of its arguments and results on a device.
+      text: HLO text. "" means that the program does not fit.
+      peak: Peak bytes per device, arguments included.
+      temporaries: Bytes per device of temporaries and results, without results in an argument's memory.
+      moved: Bytes per device of arguments and results.
     """
 
     text: str
@@ -73,7 +73,7 @@ class CompiledProgram(NamedTuple):
 
     @classmethod
     def of(cls, compiled: jax.stages.Compiled) -> "CompiledProgram":
-        """Returns what the compiler reports of a program."""
+        """Returns the compiler's report on a program."""
         found = compiled.memory_analysis()
         arguments, results = found.argument_size_in_bytes, found.output_size_in_bytes
         temporaries = found.temp_size_in_bytes + results - found.alias_size_in_bytes
@@ -85,10 +85,10 @@ class CachedCompiler:
     """Compiles programs for one topology, each once.
 
     Args:
-      target: everything that the result depends on in addition to the program: topology, versions.
-      folder: where results are cached.
-      note: called with what is compiled, and with the seconds that it took.
-      memory: bytes of a device above which a program does not fit. None means that the compiler decides.
+      target: Everything else that the result depends on besides the program: topology, versions.
+      folder: Folder of the cache.
+      note: Called with each compiled program and its compile time.
+      memory: Bytes per device above which a program does not fit. None means that the compiler decides.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class CachedCompiler:
         self.target, self.folder, self.note, self.memory = target, folder, note, memory
 
     def __call__(self, name: str, lowered: jax.stages.Lowered) -> CompiledProgram:
-        """Returns the compiled program, from the cache if it is there."""
+        """Returns the compiled program, from the cache if possible."""
         found = self._cached(name, lowered)
         if self.memory is not None and found.peak > self.memory:
             self._does_not_fit(name, found.peak)
@@ -137,7 +137,7 @@ class CachedCompiler:
 
 
 def _exceeded(error: str) -> int | None:
-    """The bytes that a program needs, if the compiler's error is that a device has less."""
+    """Returns the bytes that a program needs, if the compiler's error is that a device has less."""
     found = re.search(
         r"RESOURCE_EXHAUSTED.*?([\d.]+)([KMGT])\)? (?:exceeds|of [\d.]+[KMGT])", error, re.S
     )
@@ -146,13 +146,13 @@ def _exceeded(error: str) -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class ProgramCost:
-    """What a program takes on its mesh.
+    """Cost of a program on its mesh.
 
     Attributes:
-      program: what it does.
-      compiled: what the compiler reports.
-      seconds: of a run, estimated or measured; nan if it does not fit.
-      flops: on one device, of its products, convolutions and kernels; nan if it does not fit.
+      program: The program.
+      compiled: Compiler's report on it.
+      seconds: Seconds per run, estimated or measured; nan if it does not fit.
+      flops: FLOPs per device of its products, convolutions and kernels; nan if it does not fit.
     """
 
     program: Program
@@ -162,12 +162,12 @@ class ProgramCost:
 
     @property
     def fits(self) -> bool:
-        """Whether a device has the memory; if not, only the needed memory is known."""
+        """Whether a device has enough memory; if not, only the needed memory is known."""
         return bool(self.compiled.text)
 
     @property
     def needed(self) -> float | None:
-        """FLOPs on one device that its work needs, without remat; None means that they are not known."""
+        """FLOPs per device that its work needs, without remat. None means unknown."""
         work = self.program.work
         return None if work is None else sum(work.values()) / self.program.devices
 
@@ -175,7 +175,7 @@ class ProgramCost:
 def estimated_seconds(
     program: Program, flops: Flops, compiled: CompiledProgram, device: jax.Device, chip: Chip
 ) -> float:
-    """Estimates the seconds of a program from its FLOPs on a device."""
+    """Estimates the seconds of a program from its FLOPs and its bytes on a device."""
     reached = EFFICIENCY[device.platform]
     efficiency = reached.others if program.work is None else reached.network
     in_memory = compiled.moved / (MEMORY_SHARE * chip.bandwidth)
@@ -187,11 +187,11 @@ def estimate(
 ) -> list[ProgramCost]:
     """Compiles a config's programs, and estimates their seconds.
 
-    The gradient, which needs the most memory, is compiled first. The first program that does not fit is the last one,
-    because a large model's programs take minutes.
+    The gradient, which needs the most memory, is compiled first. Compilation stops at the first program that does not
+    fit, because a large model's programs take minutes.
 
     Raises:
-      ConfigError: the config's meshes do not fit the devices, or the model's folder cannot be used.
+      ConfigError: The config's meshes do not fit the devices, or the model's folder cannot be used.
     """
     order = list(step_programs(on_devices(config, len(devices)), devices))
     found: dict[str, ProgramCost] = {}
@@ -213,7 +213,7 @@ def measure(
     """Runs and times a config's programs on available devices, with small numbers instead of weights.
 
     Raises:
-      ConfigError: as `estimate`.
+      ConfigError: See `estimate`.
     """
     found = []
     for program in step_programs(on_devices(config, len(devices)), devices):
@@ -229,7 +229,7 @@ def measure(
 
 
 def timed(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled) -> float:
-    """Median seconds of a program; every call has new arguments, because a program may consume them."""
+    """Returns the median seconds of a program; every call has new arguments, because a program may consume them."""
     seconds = []
     for _ in range(1 + REPEATS):
         arguments = jax.block_until_ready(_arguments(lowered, compiled))
@@ -240,7 +240,7 @@ def timed(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled) -> float:
 
 
 def _arguments(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled) -> Any:
-    """Arrays of a program's shapes with its shardings: keys, zeros, or the number 0.01."""
+    """Returns arrays of a program's shapes with its shardings: keys, zeros, or the number 0.01."""
     shapes, shardings = lowered.args_info[0], compiled.input_shardings[0]
 
     def filled(leaf: Any) -> jax.Array:
@@ -255,7 +255,7 @@ def _arguments(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled) -> An
     arrays, tree = jax.tree.flatten(shapes)
     pairs = zip(leaves(shapes), leaves(shardings), strict=True)
     wanted = [sharding for leaf, sharding in pairs if leaf is not None]
-    # The compiler gives no sharding of an argument that the program does not read.
+    # The compiler gives no sharding for an argument that the program does not read.
     meshes = [sharding.mesh for sharding in wanted if isinstance(sharding, NamedSharding)]
     wanted = [sharding or NamedSharding(meshes[0], PartitionSpec()) for sharding in wanted]
     made = jax.jit(lambda: [filled(leaf) for leaf in arrays], out_shardings=wanted)()
@@ -266,12 +266,12 @@ class Target(NamedTuple):
     """Devices to plan for.
 
     Attributes:
-      name: of the topology.
-      devices: all of them.
-      chip: what each is. None means that nothing is known of it.
-      memory: bytes of each that a run may take. None means no limit.
-      assess: returns the costs of a config's programs on these devices.
-      compiler: compiles for them. None means that programs run here.
+      name: Name of the topology.
+      devices: All of its devices.
+      chip: Kind of each device. None means unknown.
+      memory: Bytes per device that a run may take. None means no limit.
+      assess: Returns the costs of a config's programs on these devices.
+      compiler: Compiler for them. None means that programs run here.
     """
 
     name: str
@@ -283,22 +283,22 @@ class Target(NamedTuple):
 
     @property
     def how(self) -> str:
-        """How its numbers are found, in a word that stands next to each of them."""
+        """Source of its numbers, as a word that is printed next to each of them."""
         return "estimated" if self.compiler else "measured"
 
 
 def open_target(name: str, cpu_devices: int, note: Callable[[str], None]) -> Target:
-    """Returns the devices of a topology such as "v5p:2x2x1" or "h100:8", or, for `LOCAL`, those of this machine.
+    """Returns the devices of a topology such as "v5p:2x2x1" or "h100:8", or the local devices for `LOCAL`.
 
     Must be called before JAX starts.
 
     Args:
-      name: of the topology.
-      cpu_devices: virtual devices for `LOCAL` where there is no accelerator.
-      note: called with what is compiled, and how long it took.
+      name: Name of the topology.
+      cpu_devices: Number of virtual devices for `LOCAL` without an accelerator.
+      note: Called with each compiled program and its compile time.
 
     Raises:
-      ConfigError: there is no such topology, its compiler is missing, or a variable for the memory is invalid.
+      ConfigError: The topology is unknown, its compiler is missing, or a memory variable is invalid.
     """
     prepare(cpu_devices)
     if name == LOCAL:
@@ -313,7 +313,7 @@ def open_target(name: str, cpu_devices: int, note: Callable[[str], None]) -> Tar
     if gpu and len({device.process_index for device in devices}) > 1:
         chip = dataclasses.replace(chip, link=chip.network)
     versions = f"{name} jax {jax.__version__} {compiler_version(name)}"
-    # The CUDA compiler refuses no program.
+    # The CUDA compiler does not check memory limits.
     compiler = CachedCompiler(versions, CACHE.with_name("slices"), note, memory if gpu else None)
     return Target(
         name, devices, chip, memory, lambda config: estimate(config, devices, chip, compiler), compiler
@@ -321,7 +321,7 @@ def open_target(name: str, cpu_devices: int, note: Callable[[str], None]) -> Tar
 
 
 def _gpu_share() -> float:
-    """The share of a GPU's memory that JAX takes."""
+    """Returns the share of a GPU's memory that JAX takes."""
     name, text = next(((n, os.environ[n]) for n in GPU_SHARES if n in os.environ), ("", GPU_SHARE))
     try:
         share = float(text)
@@ -336,7 +336,7 @@ def with_published_folder(config: TrainConfig) -> TrainConfig:
     """Returns the config with the shipped configuration of its model if `model.folder` is a hub id.
 
     Raises:
-      ConfigError: it is neither a local folder nor a hub id whose configuration is shipped.
+      ConfigError: The folder is neither local nor a hub id whose configuration is shipped.
     """
     name = config.model.folder
     if pathlib.Path(name).is_dir():
@@ -353,9 +353,9 @@ def with_published_folder(config: TrainConfig) -> TrainConfig:
 def calibrate(
     config: TrainConfig, found: list[ProgramCost], chip: Chip | None, source: str
 ) -> Calibration:
-    """Returns costs of a step's commands on one device, from its programs on the config's meshes.
+    """Returns the costs of a step's commands on one device, from its programs on the config's meshes.
 
-    Weights and trajectories that move from one mesh to another take one link to each worker.
+    Weights and trajectories that move between meshes use one link per worker.
     """
     seconds: Counter[str] = Counter()
     for one in found:

@@ -1,4 +1,4 @@
-"""Whether a config fits on a topology: the planner's layout with its compiled programs, or a smaller config."""
+"""Fits a config on a topology: the planner's layout with its compiled programs, or a smaller config."""
 
 import dataclasses
 import functools
@@ -41,12 +41,12 @@ SPLIT = ((".*", FSDP),)
 
 
 class Fit(NamedTuple):
-    """The plan of a config that fits.
+    """Plan of a config that fits.
 
     Attributes:
-      plan: its choice has the memory of the compiled programs, other rows have it without these.
-      config: the given one, or a smaller one.
-      calibration: costs of the first config whose programs all compiled.
+      plan: The plan; only its choice includes the memory of compiled programs.
+      config: The given config, or a smaller one.
+      calibration: Costs of the first config whose programs all compiled.
     """
 
     plan: Plan
@@ -58,12 +58,12 @@ def fit_plan(config: TrainConfig, target: Target, write: Callable[[str], None]) 
     """Returns the best layout of the config that fits, or of the first smaller config that does.
 
     Args:
-      config: with a local folder for its model.
-      target: the devices.
-      write: called with the tables of the programs, what does not fit, and what is tried instead.
+      config: Config with a local model folder.
+      target: Devices to plan for.
+      write: Called with the tables of the programs, failures to fit, and the alternatives tried.
 
     Raises:
-      ConfigError: nothing that was tried fits, or the model's folder cannot be used.
+      ConfigError: Nothing that was tried fits, or the model's folder cannot be used.
     """
     calibration, tried = None, []
     for candidate in (config, *smaller_configs(config, len(target.devices))):
@@ -98,9 +98,9 @@ def fit_plan(config: TrainConfig, target: Target, write: Callable[[str], None]) 
 
 
 def smaller_configs(config: TrainConfig, devices: int) -> Iterator[TrainConfig]:
-    """Yields the config with more remat, then also with sharded parameters, then with fewer and fewer images in a pass.
+    """Yields the config with more remat, then also with sharded parameters, then with ever fewer images per pass.
 
-    A change that the config already has, or that its batch does not allow, is left out.
+    Skips changes that the config already has or that its batch does not allow.
     """
     by_memory = get_args(Remat)
     for remat in by_memory[by_memory.index(config.model.remat) + 1 :]:
@@ -136,10 +136,10 @@ def best_layout(
     found: list[ProgramCost],
     write: Callable[[str], None],
 ) -> tuple[Plan | None, str]:
-    """Returns the best layout that fits, with its programs compiled on its own meshes; or (None, why there is none).
+    """Returns the best layout that fits, with programs compiled on its own meshes, or (None, reason).
 
-    A layout that does not fit rules out all whose devices have larger shares of the images. `found` are the programs on
-    the config's meshes.
+    A layout that does not fit rules out all layouts whose devices have larger shares of the images. `found` are the
+    programs on the config's meshes.
     """
     count = len(target.devices)
     problem = make_problem(config, count, calibration, model_footprint(config), target.memory)
@@ -167,7 +167,7 @@ def best_layout(
         layout = plan.choice.layout
         full = with_programs(problem, layout)
         if meshes(full, layout) != meshes(problem, layout):
-            # The axes fsdp are larger, because the programs need memory, too: these are other programs.
+            # Programs need memory, too, so the fsdp axes are larger and the programs differ.
             full = with_programs(full, layout)
         held = device_bytes(full, layout)
         if target.memory is None or held.largest <= target.memory:
@@ -179,7 +179,7 @@ def best_layout(
 
 
 def _refusal(layout: PoolLayout, held: DeviceBytes, target: Target) -> str:
-    """The layout, and what takes the memory of its fullest device."""
+    """Returns a message with the layout and the largest parts of its fullest device's memory."""
     devices = {
         "a device that trains": held.trainer,
         "a device that only samples": held.worker,
@@ -195,7 +195,7 @@ def _refusal(layout: PoolLayout, held: DeviceBytes, target: Target) -> str:
 
 
 def _divides_processes(problem: Problem, layout: PoolLayout, devices: Sequence[jax.Device]) -> bool:
-    """Whether the devices of several processes are divided as a run can divide them."""
+    """Returns whether the devices of several processes are divided in a way that a run supports."""
     try:
         check_processes(meshes(problem, layout), devices)
     except ConfigError:
@@ -206,7 +206,7 @@ def _divides_processes(problem: Problem, layout: PoolLayout, devices: Sequence[j
 def at_least_as_full(
     failed: PoolLayout, held: DeviceBytes, limit: float, other: PoolLayout
 ) -> bool:
-    """Whether another layout's devices have at least the shares and the roles of the devices that were too full."""
+    """Returns whether another layout's devices have at least the shares and the roles of the too-full devices."""
     if max(sum(held.trainer.values()), sum(held.worker.values())) <= limit:
         return other.sampling_parts <= failed.sampling_parts  # the text encoders do not fit
     if failed.lag > other.lag:
@@ -223,13 +223,13 @@ def at_least_as_full(
 def with_temporaries(
     problem: Problem, config: TrainConfig, layout: PoolLayout, found: list[ProgramCost]
 ) -> Problem:
-    """Returns the problem with the temporary memory of compiled programs, which is of this layout only."""
-    # A program that was not compiled, because another does not fit, counts as nothing.
+    """Returns the problem with the temporary memory of compiled programs, valid for this layout only."""
+    # A program that was not compiled, because another does not fit, counts as 0.
     temporaries = Counter({one.program.name: one.compiled.temporaries for one in found})
     images = -(-config.sampler.chunk // layout.sampling_parts)
     sampling = {
         "encoding": max(temporaries["encode"], temporaries["encode null"]),
-        # Without the trajectories, which are counted separately.
+        # Excludes trajectories, which are counted separately.
         "generating": max(0, temporaries["generate"] - problem.footprint.trajectory * images),
         "evaluating": temporaries["evaluate"],
         "decoding": max(temporaries["decode"], temporaries["decode evaluated"]),

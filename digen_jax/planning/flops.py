@@ -1,10 +1,10 @@
-"""Floating-point operations: those that a program's work needs, and those that the traced program has.
+"""FLOPs that a program's work needs, and FLOPs of the traced program.
 
 Needed: a forward pass of a sequence takes `Family.flops`; an image is one sequence, or two with guidance. The backward
 pass of a product with weights takes two products of the same size: for the gradients of its input and of its weights.
-With LoRA the weights get none, so it takes one; the factors' own products are not counted. The backward pass of
-attention, whose products have no weights, always takes two. A forward pass that is repeated to save memory (remat) is
-not needed, but the traced program has it.
+With LoRA the weights get no gradient, so it takes one; products of the LoRA factors are not counted. The backward
+pass of attention, whose products have no weights, always takes two. Repeated forward passes (remat) are not needed,
+but the traced program has them.
 """
 
 import itertools
@@ -19,30 +19,30 @@ from digen_jax.models.family import Family, Size
 from digen_jax.parallel.policy import Policy
 from digen_jax.policies import make_policy, trained_policy
 
-ATTENTION = "attention"  # the stream whose products have no weights
-# Passes of the matrix units in bfloat16 that take as long as one float32 product. GPUs compute TF32 at half the rate of
-# bfloat16, and exact float32 at a sixteenth; TPUs add products of parts in bfloat16.
+ATTENTION = "attention"  # stream of products without weights
+# bfloat16 passes of the matrix units that take as long as one float32 product. GPUs compute TF32 at half the rate of
+# bfloat16, and exact float32 at a sixteenth; TPUs add products of bfloat16 parts.
 PASSES = {
     "gpu": {"DEFAULT": 2, "HIGH": 2, "HIGHEST": 16},
     "tpu": {"DEFAULT": 1, "HIGH": 3, "HIGHEST": 6},
 }
 
-Work = dict[str, float]  # needed FLOPs by stream of the model, on all devices together
+Work = dict[str, float]  # needed FLOPs by stream of the model, summed over all devices
 
 
 class Flops(NamedTuple):
-    """FLOPs on all devices together, a multiply-add as two.
+    """FLOPs summed over all devices; a multiply-add counts as two.
 
     Attributes:
-      count: of matrix products, convolutions and kernels.
-      weighted: the same, each times its bfloat16 passes.
+      count: FLOPs of matrix products, convolutions and kernels.
+      weighted: The same, each multiplied by its number of bfloat16 passes.
     """
 
     count: float = 0.0
     weighted: float = 0.0
 
     def times(self, runs: float) -> "Flops":
-        """Returns the FLOPs of a number of runs."""
+        """Returns the FLOPs of `runs` runs."""
         return Flops(runs * self.count, runs * self.weighted)
 
     def plus(self, other: "Flops") -> "Flops":
@@ -51,19 +51,18 @@ class Flops(NamedTuple):
 
 
 def program_flops(jaxpr: Any, platform: str, used: Sequence[bool] | None = None) -> Flops:
-    """Counts matrix products, convolutions and attention kernels of a jaxpr, as often as its loops run.
+    """Counts matrix products, convolutions and attention kernels of a jaxpr, multiplied by loop lengths.
 
-    Results that nothing reads do not count, as the compiler removes them. Of a conditional the largest branch counts.
-    A Pallas kernel counts by its cost estimate, or else by its body at every step of its grid, as if no mask skipped
-    any.
+    Unused results do not count, as the compiler removes them. A conditional counts its largest branch. A Pallas kernel
+    counts by its cost estimate, or else by its body at every step of its grid, as if no mask skipped any.
 
     Args:
       jaxpr: `jax.stages.Traced.jaxpr`, or a part of one.
-      platform: "gpu", "tpu" or "cpu", where it runs.
-      used: which of its results are read. None means all.
+      platform: Platform that it runs on: "gpu", "tpu" or "cpu".
+      used: Whether each of its results is used. None means all.
 
     Raises:
-      ValueError: a loop with products has no static length.
+      ValueError: A loop with products has no static length.
     """
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     results = jaxpr.outvars if used is None else itertools.compress(jaxpr.outvars, used)
@@ -78,7 +77,7 @@ def program_flops(jaxpr: Any, platform: str, used: Sequence[bool] | None = None)
 
 def _of_equation(equation: Any, platform: str, read: list[bool]) -> Flops:
     name, params = equation.primitive.name, equation.params
-    if name == "scan":  # what an iteration passes to the next is read
+    if name == "scan":  # the carry is used by the next iteration
         carries = params["num_carry"]
         read = [True] * carries + read[carries:]
     inner, total = [], Flops()
@@ -106,9 +105,9 @@ def _of_equation(equation: Any, platform: str, read: list[bool]) -> Flops:
             return _weighted(float(stated.flops), equation, platform)
         case "pallas_call":
             return total.times(math.prod(params["grid_mapping"].grid))
-    if attention := re.match(r"dot_product_attention_(fwd|bwd)", name):  # cuDNN's
+    if attention := re.match(r"dot_product_attention_(fwd|bwd)", name):  # cuDNN kernels
         queries, keys = (one.aval.shape for one in equation.invars[:2])  # [b s h d], [b t g d]
-        products = 2 if attention[1] == "fwd" else 5  # the backward pass computes the scores again
+        products = 2 if attention[1] == "fwd" else 5  # the backward pass recomputes the scores
         count = 2.0 * products * math.prod(queries) * keys[1]
         return Flops(count, count)
     return total
@@ -125,7 +124,7 @@ def _weighted(count: float, equation: Any, platform: str) -> Flops:
     dtypes = {one.aval.dtype.name for one in equation.invars[:2]}
     if "float32" not in dtypes or platform not in PASSES:
         return Flops(count, count)
-    # A kernel's float32 products are exact.
+    # Float32 products in kernels are exact.
     default = "HIGHEST" if equation.primitive.name == "pallas_call" else "DEFAULT"
     given = equation.params.get("precision")
     precision = given[0] if isinstance(given, tuple) else given
@@ -133,10 +132,10 @@ def _weighted(count: float, equation: Any, platform: str) -> Flops:
 
 
 def _convolution(equation: Any) -> float:
-    """Products with padding and with gaps of a dilated input count, too."""
+    """Returns the FLOPs of a convolution, including products with padding and with gaps of a dilated input."""
     kernel = equation.invars[1].aval.shape
     features = kernel[equation.params["dimension_numbers"].rhs_spec[0]]
-    # A group of the batch sums over its own part of the batch.
+    # A batch group sums over its part of the batch only.
     sums = math.prod(kernel) // features / equation.params["batch_group_count"]
     return 2.0 * equation.outvars[0].aval.size * sums
 
@@ -147,7 +146,7 @@ def sampling_work(policy: Policy, size: Size, steps: int, images: int) -> Work:
 
 
 def training_work(config: TrainConfig, family: Family, samples: int) -> Work:
-    """Returns the needed FLOPs of the gradient of `samples` images, or pairs of images, of a chunk."""
+    """Returns the needed FLOPs of the gradient of `samples` images, or image pairs, of a chunk."""
     algorithm = config.algorithm
     policy = trained_policy(make_policy(config, family), algorithm)
     forward = _forward(family, config.model.size)
@@ -156,7 +155,7 @@ def training_work(config: TrainConfig, family: Family, samples: int) -> Work:
     needed = Counter(trained)
     for stream, flops in trained.items():
         needed[stream] += flops * (1 if policy.lora and stream != ATTENTION else 2)
-    # Forward passes without gradients: the behavior policy, and the slow copy unless that is the behavior policy.
+    # Forward passes without gradients: the behavior policy, and the slow copy unless it is the behavior policy.
     fixed = algorithm.reads_behavior
     fixed += algorithm.slow_copy is not None and not algorithm.samples_from_copy
     needed.update(_times(trained, fixed))
@@ -166,7 +165,7 @@ def training_work(config: TrainConfig, family: Family, samples: int) -> Work:
 
 
 def _forward(family: Family, size: Size) -> Work:
-    """A forward pass of a sequence, by stream; those of several components are added."""
+    """Returns the FLOPs of a forward pass of a sequence, by stream, summed over components."""
     total: Counter[str] = Counter()
     for streams in family.flops(size).values():
         total.update(streams)

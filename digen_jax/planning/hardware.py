@@ -1,9 +1,9 @@
-"""Accelerators to plan for: rates and memory of chips, and devices of machines that are not here.
+"""Accelerators to plan for: rates and memory of chips, and devices of absent machines.
 
 Sources. TPUs: Google's pages "TPU v4", "v5e", "v5p", "v6e" and "TPU7x" (docs.cloud.google.com/tpu/docs). A v4 and a
 TPU7x chip are two JAX devices each, so their pages' numbers are halved. GPUs: NVIDIA's data sheets "A100" (80 GB SXM),
 "H100" (SXM), "H200" (SXM) and "HGX B200", dense bfloat16 without sparsity; network adapters are those of DGX systems,
-one per GPU. The memory that a GPU reports, and what else XLA's compiler reads, are in XLA's repository,
+one per GPU. The memory that a GPU reports, and everything else that XLA's compiler reads, are in XLA's repository,
 xla/backends/gpu/target_config.
 """
 
@@ -28,12 +28,12 @@ class Chip:
     """One JAX device.
 
     Attributes:
-      name: short name.
-      flops: peak bfloat16 FLOP/s, a multiply-add as two.
-      memory: bytes of high-bandwidth memory.
-      bandwidth: bytes/s of that memory.
-      link: bytes/s in one direction over one link to a neighbor; of a GPU, over NVLink.
-      network: bytes/s in one direction to other hosts. 0 means that links also join hosts.
+      name: Short name.
+      flops: Peak bfloat16 FLOP/s; a multiply-add counts as two.
+      memory: Bytes of high-bandwidth memory.
+      bandwidth: Bytes/s of that memory.
+      link: Bytes/s in one direction over one link to a neighbor; for a GPU, over NVLink.
+      network: Bytes/s in one direction to other hosts. 0 means that links also connect hosts.
     """
 
     name: str
@@ -44,8 +44,8 @@ class Chip:
     network: float = 0
 
 
-# By `jax.Device.device_kind`. Of the pages' bidirectional link bandwidth of a chip, one direction of one of its links
-# (four of v5e and v6e, six of the others) is 1/8 or 1/12; both devices of a TPU7x or v4 chip share its links.
+# By `jax.Device.device_kind`. The pages give a chip's bidirectional bandwidth over all links (four of v5e and v6e, six
+# of the others); one direction of one link is 1/8 or 1/12. Both devices of a TPU7x or v4 chip share its links.
 CHIPS = {
     "TPU v4": Chip("v4", 137.6256e12, 16 * GB, 614e9, 25e9),
     "TPU v5 lite": Chip("v5e", 196.608e12, 16 * GB, 819e9, 50e9),
@@ -61,16 +61,16 @@ CHIPS = {
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """Facts of a GPU that XLA's compiler reads, in addition to those of its `Chip`.
+    """Properties of a GPU that XLA's compiler reads, in addition to those of its `Chip`.
 
     Attributes:
-      kind: its `jax.Device.device_kind`.
-      capability: major number of its compute capability.
-      cores: streaming multiprocessors.
-      units: float32 units of a core.
-      shared: bytes of shared memory of a core.
-      cache: bytes of the L2 cache.
-      clock: in GHz.
+      kind: Its `jax.Device.device_kind`.
+      capability: Major number of its compute capability.
+      cores: Number of streaming multiprocessors.
+      units: Float32 units per streaming multiprocessor.
+      shared: Bytes of shared memory per streaming multiprocessor.
+      cache: Bytes of L2 cache.
+      clock: Clock rate in GHz.
     """
 
     kind: str
@@ -110,27 +110,27 @@ device_description_str: "{self.kind}"
 """
 
 
-# By the name that `--topology` takes.
+# By the name in `--topology`.
 GPUS = {
     "a100": Gpu("NVIDIA A100-SXM4-80GB", 8, 108, 64, 167_936, 41_943_040, 1.41),
     "h100": Gpu("NVIDIA H100 80GB HBM3", 9, 132, 128, 233_472, 52_428_800, 1.98),
     "h200": Gpu("NVIDIA H200", 9, 132, 128, 233_472, 52_428_800, 1.98),
     "b200": Gpu("NVIDIA B200", 10, 148, 128, 233_472, 132_644_864, 1.965),
 }
-GPUS_PER_HOST = 8  # at most
-CUDA_PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")  # packages with the CUDA compiler
-# Without a GPU nothing can be timed, so the compiler must not choose kernels by their times.
+GPUS_PER_HOST = 8  # maximum
+CUDA_PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")  # packages that contain the CUDA compiler
+# Without a GPU nothing can be timed, so the compiler must not autotune kernels.
 CUDA_XLA_FLAGS = ("--xla_gpu_autotune_level=0", "--xla_gpu_enable_triton_gemm=false")
 
-# Otherwise libtpu asks the cloud's metadata server which machine this is, and complains where there is none; and it
-# locks the machine's TPU for this process, which uses none.
+# Otherwise libtpu queries the cloud's metadata server for the machine type and warns if there is none, and it locks
+# the machine's TPU for this process, which does not use it.
 LIBTPU_ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v5p-8",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-# Chips of a host in slices of one host; libtpu's default is four.
+# Chips per host for slices of one host; libtpu's default is four.
 ONE_HOST = {"1x1": (1, 1, 1), "1x1x1": (1, 1, 1), "2x4": (2, 4, 1)}
 
 
@@ -148,7 +148,7 @@ def topology_devices(name: str) -> Sequence[jax.Device]:
     Programs can be compiled for them but not run. Must be called before JAX starts; JAX then runs on the CPU.
 
     Raises:
-      ConfigError: the compiler is missing, is locked by another process, or does not know the slice.
+      ConfigError: The compiler is missing, is locked by another process, or does not know the slice.
     """
     chip, _, shape = name.partition(":")
     if chip in GPUS:
@@ -212,7 +212,7 @@ def _gpu_devices(name: str, chip: str, shape: str) -> Sequence[jax.Device]:
 
 
 def _cuda_plugin() -> str | None:
-    """Returns the installed package with the CUDA compiler; None if it or cuDNN, which it needs, is missing."""
+    """Returns the installed package with the CUDA compiler, or None if it or cuDNN, which it needs, is missing."""
     if not _installed("nvidia.cudnn") and ctypes.util.find_library("cudnn") is None:
         return None
     return next((name for name in CUDA_PLUGINS if _installed(name.replace("-", "_"))), None)
@@ -221,7 +221,7 @@ def _cuda_plugin() -> str | None:
 def _installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of the parent package
+    except ModuleNotFoundError:  # the parent package is missing
         return False
 
 

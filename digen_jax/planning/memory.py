@@ -1,4 +1,4 @@
-"""Memory of a device, for the planner: sizes of a config's model, and the temporary memory of its programs."""
+"""Device memory for the planner: sizes of a config's model, and temporary memory of its programs."""
 
 import dataclasses
 import functools
@@ -35,10 +35,10 @@ from digen_jax.scheduling.layouts import Footprint, OnDevice, Programs
 def model_footprint(config: TrainConfig) -> Footprint:
     """Returns the sizes of a config's model, from shapes only: nothing is read or allocated.
 
-    They are without the temporary memory of programs: see `compiled_temporaries`.
+    Temporary memory of programs is not included: see `compiled_temporaries`.
 
     Raises:
-      ConfigError: the model's folder cannot be used.
+      ConfigError: The model's folder cannot be used.
     """
     (_, family), algorithm = recipe_model(config), config.algorithm
     policy = make_policy(config, family)
@@ -75,7 +75,7 @@ def model_footprint(config: TrainConfig) -> Footprint:
 
 
 def stored_bytes(config: TrainConfig, latent: tuple[int, ...]) -> int:
-    """Returns the bytes that are stored for an image until it is trained."""
+    """Returns the bytes stored per image until it is trained."""
     size = math.prod(latent)
     if config.algorithm.objective == "matching":
         return 4 * (size + 2)  # the image and its key
@@ -85,7 +85,7 @@ def stored_bytes(config: TrainConfig, latent: tuple[int, ...]) -> int:
 
 
 def _encoded_bytes(policy: Policy, records: Sequence[Record], frozen: Params) -> int:
-    """Bytes of the conditioning of a step's prompts, which every device holds unsharded."""
+    """Returns the bytes of the conditioning of a step's prompts, which is replicated on every device."""
     family = policy.family
     tokens = [family.tokenize(records)]
     if policy.reads_null:
@@ -98,7 +98,7 @@ def _bytes(shapes: Params) -> int:
 
 
 def temporary_bytes(traced: Traced) -> int:
-    """Compiles; returns bytes of temporaries and results on a device, without results in an argument's memory."""
+    """Compiles; returns bytes per device of temporaries and results, without results in an argument's memory."""
     found = traced.lower().compile().memory_analysis()
     return found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
 
@@ -106,16 +106,15 @@ def temporary_bytes(traced: Traced) -> int:
 def compiled_temporaries(config: TrainConfig, note: Callable[[str], None]) -> Programs:
     """Returns the temporary memory of a config's programs, each compiled for the share of one device.
 
-    The gradient is compiled on one device, or on as many as the axes tensor x sequence have, because these share their
-    images. Sampling is compiled on as many as fsdp x tensor x sequence, because its copies of weights are smaller where
-    weights are split.
+    The gradient is compiled on tensor x sequence devices, because these share their images. Sampling is compiled on
+    fsdp x tensor x sequence devices, because copies of weights are smaller where weights are sharded.
 
     Each share is compiled when the planner reads it. It is not extrapolated from two others, because the compiler's
     choices change with the size, and the bytes are not linear in it. Nothing is allocated.
 
     Args:
-      config: of its placement only the rules and the axes tensor and sequence are read.
-      note: called with each program's name before it is compiled, which may take minutes.
+      config: Config; of its placement only the rules and the axes tensor and sequence are read.
+      note: Called with each program's name before it is compiled, which may take minutes.
     """
     shares = _Shares(config, note)
     update, encode, generate, evaluate, decode, score, gradient = map(
@@ -154,7 +153,7 @@ class _Shares:
         self.available_axes = functools.cache(self._available_axes)
 
     def _available_axes(self, fsdp: int, tensor: int, sequence: int) -> tuple[int, int, int]:
-        """The axes fsdp, tensor and sequence, each 1 if this machine has too few devices for it."""
+        """Returns the axes fsdp, tensor and sequence, each 1 if this machine has too few devices for it."""
         wanted = {"tensor": tensor, "sequence": sequence, "fsdp": fsdp}
         devices = left = len(jax.devices())
         found = {}
@@ -176,7 +175,7 @@ class _Shares:
         tensor: int = 1,
         sequence: int = 1,
     ) -> System:
-        """On fsdp x tensor x sequence devices, with the part of a pass that they have on a mesh of these sizes."""
+        """Returns the system on fsdp x tensor x sequence devices, with their share of a pass on such a mesh."""
         trainer, images = self.config.trainer, self.config.algorithm.images_per_sample
         share = dataclasses.replace(
             trainer,
@@ -188,7 +187,7 @@ class _Shares:
         return outline(dataclasses.replace(config, trainer=share), jax.devices()[: axes.devices])
 
     def gradient(self, data: int, time: int) -> float:
-        """Of a pass over the share of one of `data` x `time` devices."""
+        """Returns the bytes of a pass over the share of one of `data` x `time` devices."""
         axes = self.config.placement.trainer
         _, tensor, sequence = self.available_axes(1, axes.tensor, axes.sequence)
         system = self._share(data, time, tensor=tensor, sequence=sequence)
@@ -199,15 +198,15 @@ class _Shares:
         return self._compile(name, trace_gradient(system, self.config, samples))
 
     def update(self) -> float:
-        """In multiples of the trained parameters."""
+        """Returns the bytes of an update, relative to the trained parameters."""
         system = self.system(1, 1, 1)
         traced = system.trainer.trace_update(system.start)
         return self._compile("an update", traced) / _bytes(system.start)
 
     def encode(self, prompts: int, fsdp: int, tensor: int, sequence: int) -> float:
-        """Of `prompts` on each device, the results included, which are those of all prompts of a step.
+        """Returns the bytes of `prompts` per device, including the results of all prompts of a step.
 
-        If prompts are encoded before the run, of a block of them.
+        If prompts are encoded before the run, returns the bytes of a block of prompts.
         """
         system, count = self.system(fsdp, tensor, sequence), prompts * fsdp
         if system.sampler.stored is not None:
@@ -218,27 +217,27 @@ class _Shares:
         return self._compile(f"encoding {prompts} prompts", traced) + others
 
     def generate(self, images: int, fsdp: int, tensor: int, sequence: int) -> float:
-        """Of `images` on each device, without the trajectories, which the planner counts separately."""
+        """Returns the bytes of `images` per device, without trajectories, which the planner counts separately."""
         system = self.system(fsdp, tensor, sequence)
         kept = images * stored_bytes(self.config, system.sampler.shape)
         traced = trace_generate(system, system.sampler, self.config, images * fsdp)
         return max(0, self._compile(f"generating {images} images", traced) - kept)
 
     def evaluate(self, images: int, fsdp: int, tensor: int, sequence: int) -> float:
-        """Of the sampler that evaluates, for `images` on each device."""
+        """Returns the bytes of the evaluation sampler for `images` per device."""
         system = self.system(fsdp, tensor, sequence)
         traced = trace_generate(system, system.evaluator, self.config, images * fsdp)
         return self._compile(f"evaluating {images} images", traced)
 
     def decode(self, images: int, size: Size, fsdp: int, tensor: int, sequence: int) -> float:
-        """Of `images` on each device, the decoded images included."""
+        """Returns the bytes of `images` per device, including the decoded images."""
         system = self.system(fsdp, tensor, sequence)
         sampler = system.sampler if size == self.config.model.size else system.evaluator
         traced = sampler.trace_decode(sampler_weights(system), images * fsdp)
         return self._compile(f"decoding {images} images", traced)
 
     def score(self, images: int, size: Size, fsdp: int, tensor: int, sequence: int) -> float:
-        """Of the rewards on the mesh, for `images` on each device: the one that needs most."""
+        """Returns the bytes of the reward on the mesh that needs the most, for `images` per device."""
         return max(
             self._compile(
                 f"scoring {images} images by {one.name}",

@@ -23,12 +23,12 @@ from digen_jax.scheduling.settings import Costs
 
 
 def place_run(config: TrainConfig, workdir: pathlib.Path) -> TrainConfig:
-    """Returns the config of a run in `workdir`, with a placement on the available devices.
+    """Returns the config of a run in `workdir`, placed on the available devices.
 
-    With `placement.mode` "auto" this is the placement of the run in `workdir`, or else the planner's choice.
+    With `placement.mode` "auto", uses the placement of an earlier start in `workdir`, or else the planner's choice.
 
     Raises:
-      ConfigError: a setting or the placement cannot work here.
+      ConfigError: A setting or the placement cannot work here.
     """
     if config.placement.mode != AUTO:
         return place_here(config)
@@ -46,14 +46,14 @@ def place_run(config: TrainConfig, workdir: pathlib.Path) -> TrainConfig:
 
 
 def place_here(config: TrainConfig) -> TrainConfig:
-    """Returns a config on the available devices; prints its meshes if they were made smaller for them.
+    """Returns a config placed on the available devices; prints its meshes if they were reduced to fit.
 
     Raises:
-      ConfigError: a setting cannot work here, or there is one device for given meshes of several.
+      ConfigError: A setting cannot work here, or there is one device for configured meshes of several.
     """
     devices, (rollout, trainer) = jax.device_count(), config.placement.meshes
     wanted = rollout.devices * rollout.workers, trainer.devices * trainer.workers
-    # A config without sizes, which has the default ones, trains on one device.
+    # A config without mesh sizes has the default ones and trains on one device.
     chosen = config.placement.meshes != PlacementSection().meshes
     if devices == 1 < sum(wanted) and chosen and config.placement.mode == GIVEN:
         raise ConfigError(
@@ -68,34 +68,34 @@ def place_here(config: TrainConfig) -> TrainConfig:
 
 
 def place_processes(config: TrainConfig) -> TrainConfig:
-    """Returns a config whose workers are separate processes: no mesh is made smaller for the devices of this one.
+    """Returns a config whose workers are separate processes; meshes are not reduced to this process's devices.
 
     Raises:
-      ConfigError: a setting cannot work.
+      ConfigError: A setting cannot work.
     """
     rollout, trainer = config.placement.meshes
     return fit_config(config, rollout.devices * rollout.workers + trainer.devices * trainer.workers)
 
 
 def place_on_one_device(config: TrainConfig) -> TrainConfig:
-    """Returns a config on one device, which samples and trains, whatever its placement.
+    """Returns a config on one device, which samples and trains, regardless of its placement.
 
     Raises:
-      ConfigError: a setting cannot work there.
+      ConfigError: A setting cannot work there.
     """
     return fit_config(config.with_meshes(ONE_DEVICE), jax.device_count())
 
 
 def planned_meshes(config: TrainConfig) -> MeshSizes:
-    """Chooses the workers of a run on the available devices by the planner.
+    """Returns the meshes that the planner chooses for a run on the available devices.
 
-    Costs are measured first, which compiles: on one device, or on all devices, which share the parameters, if one
-    cannot hold the training. On one mesh weight sync moves nothing, so the plan takes it to be nearly free. If the
+    Costs are measured first, which compiles: on one device, or on all devices with sharded parameters if one device
+    cannot hold the training. On one mesh weight sync moves no data, so the plan counts it as nearly free. If the
     devices report their memory, as GPUs and TPUs do, the programs are compiled for each device's share and layouts
     that need more are excluded.
 
     Raises:
-      ConfigError: no layout can work.
+      ConfigError: No layout can work.
     """
     devices, memory = jax.device_count(), _device_memory()
     alone = place_on_one_device(config)
@@ -134,7 +134,7 @@ def planned_meshes(config: TrainConfig) -> MeshSizes:
 
 
 def _predicted(plan: Plan) -> str:
-    """Describes a layout and its speed by simulation."""
+    """Describes a layout and its simulated speed."""
     choice, devices = plan.choice, plan.problem.devices
     return (
         f"{choice.layout.describe()}: {choice.images_per_device_second * devices:.3g} images/s, "
@@ -143,6 +143,6 @@ def _predicted(plan: Plan) -> str:
 
 
 def _device_memory() -> int | None:
-    """Bytes that a program may take of a device. None means that the backend does not report it, as on CPUs."""
+    """Returns the bytes per device that programs may use. None means that the backend, such as a CPU, reports none."""
     stats = jax.local_devices()[0].memory_stats()
     return stats.get("bytes_limit") if stats else None

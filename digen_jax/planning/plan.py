@@ -33,7 +33,7 @@ def make_problem(
     footprint: Footprint | None = None,
     device_memory: float | None = None,
 ) -> Problem:
-    """Returns the planning problem on `devices` devices; the last two arguments are as in `Problem`."""
+    """Returns the planning problem on `devices` devices; see `Problem` for the last two arguments."""
     return Problem(
         devices,
         step_settings(config),
@@ -58,17 +58,17 @@ def auto_plan(
     footprint: Footprint | None = None,
     device_memory: float | None = None,
 ) -> Plan:
-    """Returns the best layout that leaves everything else in the config as it is, its policy lag included.
+    """Returns the best layout that changes nothing else in the config, including its policy lag.
 
     Args:
-      config: only the rules and the axes tensor and sequence of its placement are read.
-      devices: their number; all are used.
-      calibration: costs on one device.
-      footprint: the model's sizes (`model_footprint`), for the axes fsdp. None means that these are 1.
-      device_memory: bytes of a device; layouts that need more are excluded. None means no limit.
+      config: Config; only the rules and the axes tensor and sequence of its placement are read.
+      devices: Number of devices; all are used.
+      calibration: Costs on one device.
+      footprint: Sizes of the model (`model_footprint`), for the axes fsdp. None means that these are 1.
+      device_memory: Bytes per device; layouts that need more are excluded. None means no limit.
 
     Raises:
-      ConfigError: no layout can work.
+      ConfigError: No layout can work.
     """
     problem = make_problem(config, devices, calibration, footprint, device_memory)
     settings = dataclasses.replace(problem.settings, max_policy_lag=config.runtime.max_policy_lag)
@@ -86,7 +86,7 @@ def auto_plan(
 def suited(config: TrainConfig, problem: Problem, layout: PoolLayout) -> TrainConfig:
     """Returns the config of a layout's run: its meshes, chunks and policy lag, and settings that fit them.
 
-    If the workers that sample cannot split the evaluation's batch, it gets the next larger batch that they can split.
+    If the sampling workers cannot split the evaluation batch, uses the next larger batch that they can split.
     """
     mode, batch = config.placement.mode, config.evaluation.batch
     pack, parts = config.trainer.pack, layout.sampling_parts
@@ -108,7 +108,7 @@ def changed_fields(config: TrainConfig, other: TrainConfig) -> dict[str, Any]:
 
 
 def can_run(config: TrainConfig, problem: Problem, layout: PoolLayout) -> bool:
-    """Whether a run can have the workers of a layout, and their meshes can divide its batches."""
+    """Returns whether a run can have the workers of a layout, and their meshes can divide its batches."""
     if layout.workers > 1 and config.runtime.max_incomplete_groups:
         return False
     try:
@@ -119,7 +119,7 @@ def can_run(config: TrainConfig, problem: Problem, layout: PoolLayout) -> bool:
 
 
 def meshes(problem: Problem, layout: PoolLayout) -> MeshSizes:
-    """Returns the meshes of a layout, with axes fsdp that fit the memory."""
+    """Returns the meshes of a layout, with fsdp axes that fit into memory."""
     rollout, trainer = 1, 1
     if problem.footprint is not None:
         held = device_bytes(problem, layout)

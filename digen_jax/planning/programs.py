@@ -29,13 +29,13 @@ class Program:
     """A program of a step.
 
     Attributes:
-      name: the command that it executes, or a part of it.
-      command: the field of `scheduling.settings.Costs` that its seconds belong to. "" means none.
-      devices: number of devices of its mesh.
-      images: number of images that it processes. 0 means that it processes none.
-      what: description of its work.
-      trace: returns the traced program.
-      work: FLOPs that it needs. None means that they are not known.
+      name: Command that it executes, or a part of it.
+      command: Field of `scheduling.settings.Costs` that its seconds belong to. "" means none.
+      devices: Number of devices of its mesh.
+      images: Number of images that it processes. 0 means none.
+      what: Description of its work.
+      trace: Returns the traced program.
+      work: Needed FLOPs. None means unknown.
     """
 
     name: str
@@ -48,10 +48,10 @@ class Program:
 
 
 def step_programs(config: TrainConfig, devices: Sequence[jax.Device]) -> Iterator[Program]:
-    """Yields the programs of a step, in its order, then those of an evaluation.
+    """Yields the programs of a step, in execution order, then those of an evaluation.
 
     Raises:
-      ConfigError: the model's folder cannot be used, or there are not enough devices.
+      ConfigError: The model's folder cannot be used, or there are not enough devices.
     """
     system = outline(config, devices)
     sampler, evaluator = system.sampler, system.evaluator
@@ -109,7 +109,7 @@ def _decoding(name: str, command: str, system: System, sampler: Sampler, images:
 
 
 def _scoring(name: str, command: str, system: System, size: Size, images: int) -> Iterator[Program]:
-    """The rewards on the sampling mesh; their seconds are a part of decoding."""
+    """Yields the rewards on the sampling mesh; their seconds are included in decoding."""
     for one in system.rollouts[0].scorers:
         trace = functools.partial(one.trace, images, size.height, size.width)
         what = f"{images} images by the reward {one.name}"
@@ -128,17 +128,17 @@ def _training(system: System, config: TrainConfig) -> Iterator[Program]:
 
 
 def trained_samples(config: TrainConfig) -> int:
-    """Returns the number of images, or pairs of images, that the trainer gets from a chunk."""
+    """Returns the number of images, or image pairs, that the trainer gets from a chunk."""
     chunk, images = config.sampler.chunk, config.batch.images
     if config.algorithm.images_per_sample == 2:
-        return chunk // images  # a pair of each group
+        return chunk // images  # one pair per group
     return config.advantages.kept(chunk, images)
 
 
 def step_records(config: TrainConfig, family: Family) -> list[Record]:
-    """Returns as many records as a step has prompts.
+    """Returns one record per prompt of a step.
 
-    Programs depend on their number, and on whether their negative prompts differ.
+    Programs depend on the number of records, and on whether their negative prompts differ.
     """
     records = [example_record(family)] * config.drawn_groups
     if not negatives_differ(config.prompts.paths):
@@ -169,7 +169,7 @@ def trace_gradient(system: System, config: TrainConfig, samples: int) -> Traced:
 
 
 def trace_generate(system: System, sampler: Sampler, config: TrainConfig, images: int) -> Traced:
-    """Traces one of the system's samplers, that of training or that of evaluation, for `images` images."""
+    """Traces one of the system's samplers, for training or evaluation, for `images` images."""
     windowed = sampler is system.sampler and config.sampler.window.timestep_fraction < 1
     records = step_records(config, system.policy.family)
     steps = config.trained_steps if windowed else 0
@@ -184,11 +184,11 @@ def trace_encode_block(system: System) -> Traced:
 
 
 def sampler_weights(system: System) -> Weights:
-    """Returns the shapes of everything that the first rollout worker holds."""
+    """Returns the shapes of all weights that the first rollout worker holds."""
     return system.rollouts[0].weights(system.start)
 
 
 def _with_shardings(shapes: Any, shardings: Any) -> Any:
-    """Shapes with shardings, one of which may be for a subtree."""
+    """Returns shapes with shardings; a sharding may be for a subtree."""
     each = jax.tree.broadcast(shardings, shapes)
     return jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), shapes, each)

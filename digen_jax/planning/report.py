@@ -1,4 +1,4 @@
-"""Plans as text and images: programs with memory and seconds, the table of layouts, the choice and its reason."""
+"""Plans as text and figures: programs with memory and seconds, the table of layouts, the choice and its reason."""
 
 import dataclasses
 import itertools
@@ -24,7 +24,7 @@ from digen_jax.scheduling.timeline import Interval
 TERA = 1e12
 WIDTH = 100  # columns
 DRAWN = 3  # layouts, and steps of each
-ROWS = 16  # workers of a timeline
+ROWS = 16  # maximum workers in a timeline
 
 LEGEND = (
     "A line is the best simulated layout of its kind; * is the choice. of bound: (G + T)/N over s/step, where G and T "
@@ -44,7 +44,7 @@ def wrapped(text: str, indent: str = "") -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Returns columns; the first `left` ones, and the last one if it is text, are flush left."""
+    """Returns aligned columns; the first `left` ones, and the last one if it is text, are left-aligned."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     text = len(rows) > 1 and any(row[-1][:1].isalpha() for row in rows[1:])
     lines = []
@@ -61,7 +61,7 @@ def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> str:
 
 
 def heading(config: TrainConfig, target: Target) -> str:
-    """Returns the model, the devices, and how the numbers are found."""
+    """Returns the model, the devices, and the source of the numbers."""
     chip, model = target.chip, config.model
     sizes = "as the planner chooses"
     if config.placement.mode != AUTO:
@@ -98,7 +98,7 @@ def describe_meshes(sizes: MeshSizes) -> str:
 
 
 def program_tables(found: Sequence[ProgramCost], target: Target) -> str:
-    """Returns memory, seconds, FLOPs on a device and shares of the peak of each program, and its FLOPs by stream."""
+    """Returns memory, seconds, FLOPs per device and shares of the peak of each program, and its FLOPs by stream."""
     chip, how = target.chip, target.how
     head = ["program", "devices", "peak GB", f"s ({how})", "TFLOP", "done"]
     rows = [[*head, *(["of peak", "with remat"] if chip else [])]]
@@ -128,7 +128,7 @@ def _share(flops: float | None, seconds: float, chip: Chip) -> str:
 
 
 def _streams_table(found: Iterable[ProgramCost]) -> str:
-    """The needed FLOPs of each program on a device, by the streams of its model."""
+    """Returns the needed FLOPs per device of each program, by the streams of its model."""
     known = [one for one in found if one.program.work]
     streams = sorted({stream for one in known for stream in one.program.work})
     rows = [["TFLOP by stream", *streams, "all"]]
@@ -170,13 +170,13 @@ def table(plan: Plan) -> str:
 
 
 def longest_wait(made: Prediction) -> str:
-    """Returns the largest idle share of all devices' time, with its cause; empty if nothing waits."""
+    """Returns the largest idle share of all devices' time, with its cause, or "" without idle time."""
     share, cause = max(((share, cause) for cause, share in made.bubbles.items()), default=(0, ""))
     return f"{share:.1%} {cause}" if share >= 5e-4 else ""
 
 
 def memory_table(plan: Plan) -> str:
-    """Returns the bytes by purpose on a device of each kind of worker of the choice."""
+    """Returns the bytes by purpose on a device of each kind of worker in the choice."""
     lines, memory = [], plan.choice.memory
     names = "the home worker", "a worker that only samples", "a worker that encodes prompts first"
     for name, held in zip(names, (memory.trainer, memory.worker, memory.ahead), strict=True):
@@ -190,7 +190,7 @@ def memory_table(plan: Plan) -> str:
 
 
 def why(plan: Plan) -> str:
-    """Returns the choice and what other kinds of layout take, in one sentence."""
+    """Returns the choice and the relative step times of other kinds of layout, in one line."""
     choice = plan.choice
     parts = [
         f"{choice.layout.kind} ({choice.layout.describe()}) reaches {choice.utilisation:.1%} of the bound"
@@ -224,13 +224,13 @@ def plan_report(plan: Plan, calibration: Calibration) -> str:
 
 
 def draw_plan(plan: Plan, folder: pathlib.Path) -> list[pathlib.Path]:
-    """Writes images_per_second.png, and timeline_1.png, ... of the fastest layouts, into a folder; returns the files.
+    """Writes images_per_second.png, and timeline_1.png, ... of the fastest layouts, to a folder; returns the files.
 
-    A timeline has the steps after the first ones, of at most `ROWS` workers.
+    A timeline shows the steps after the first ones, for at most `ROWS` workers.
     """
     folder.mkdir(parents=True, exist_ok=True)
     files, devices = [folder / "images_per_second.png"], plan.problem.devices
-    rows = plan.best[::-1]  # a bar chart begins at the bottom
+    rows = plan.best[::-1]  # a bar chart starts at the bottom
     figure = Figure(figsize=(8, 1.2 + 0.35 * len(rows)), dpi=120, layout="constrained")
     axes = figure.subplots()
     speeds = [row.images_per_device_second * devices for row in rows]
@@ -251,7 +251,7 @@ def draw_plan(plan: Plan, folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _steps(problem: Problem, layout: PoolLayout) -> list[Interval]:
-    """The intervals of a layout's workers in some simulated steps."""
+    """Returns the intervals of a layout's workers in some simulated steps."""
     workers, costs = workers_of(problem, layout)
     settings, steps = settings_of(problem, layout), WARM_UP + DRAWN + 1
     noise = Disturbance(scorers=problem.scorers)
