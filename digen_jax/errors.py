@@ -1,4 +1,4 @@
-"""Errors in a user's input as one message that names what to change, and checks that run before anything slow.
+"""Errors in user input as one message that names what to change, and checks that run before anything slow.
 
 Invalid input raises `ConfigError`, which `command_line.run_main` prints without a traceback. Other errors are bugs and
 keep their traceback.
@@ -12,14 +12,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-# Random keys are made of 32 bits: the other bits of a larger seed would silently be dropped.
+# Random keys have 32-bit seeds: the upper bits of a larger seed would be dropped silently.
 LARGEST_SEED = 2**32 - 1
-# Pixels along a side of an image: more is a typing error, and nothing has the memory for it.
+# Pixels per side of an image: a larger value is a typing error and would not fit into memory.
 LARGEST_SIDE = 2**14
 
 
 class ConfigError(ValueError):
-    """Invalid input of a user; the message states what is wrong and what to change.
+    """Invalid user input; the message states what is wrong and what to change.
 
     Each of several errors found `together` is one argument and one line of the message.
     """
@@ -31,7 +31,7 @@ class ConfigError(ValueError):
         return "\n  ".join([f"{len(messages)} things must change:", *messages])
 
     def shown(self) -> str:
-        """Returns the text that a script prints: one message on one line."""
+        """Text that a script prints: one message on one line."""
         return str(self) if len(self.args) > 1 else " ".join(str(self).split())
 
 
@@ -43,7 +43,7 @@ class FieldError(ConfigError):
 def blame(
     field: str, errors: tuple[type[Exception], ...] = (ValueError, OSError)
 ) -> Iterator[None]:
-    """Prefixes the messages of errors in a block with the field of the config that they concern."""
+    """Prefixes error messages in a block with the config field that they concern."""
     try:
         yield
     except FieldError:
@@ -55,7 +55,7 @@ def blame(
 
 @contextlib.contextmanager
 def user_input() -> Iterator[None]:
-    """Turns errors in reading a user's input (files, folders, a reward) into `ConfigError`.
+    """Converts errors in reading user input (files, folders, a reward) to `ConfigError`.
 
     Wrap only code whose ValueError, ImportError, AttributeError or OSError is about that input.
     """
@@ -79,7 +79,7 @@ def together() -> Iterator[Callable[[], contextlib.AbstractContextManager]]:
     The code inside `one` must not depend on an earlier check.
 
     Raises:
-      ConfigError: after the block, the only one that was raised in it, or one with the messages of all.
+      ConfigError: After the block, the only error raised in it, or one with all messages.
     """
     errors: list[ConfigError] = []
 
@@ -107,7 +107,7 @@ def check_positive(name: str, value: float | int) -> None:
 def check_range(
     name: str, value: float | int, least: float, most: float = math.inf, excluded: str = ""
 ) -> None:
-    """Refuses a value below `least` or above `most`, NaN, and the end that `excluded`, "least" or "most", names."""
+    """Refuses NaN, and values below `least`, above `most` or at the end `excluded`, "least" or "most"."""
     if least <= value <= most and value != {"least": least, "most": most}.get(excluded):
         return
     if excluded == "most":
@@ -119,7 +119,7 @@ def check_range(
 
 
 def check_finite(name: str, value: Any, may_be_infinite: bool = False) -> None:
-    """Refuses NaN, and infinity unless that is allowed; any other value passes."""
+    """Refuses NaN, and infinity unless it is allowed; any other value passes."""
     if not isinstance(value, float) or math.isfinite(value):
         return
     if math.isnan(value) or not may_be_infinite:
@@ -127,7 +127,7 @@ def check_finite(name: str, value: Any, may_be_infinite: bool = False) -> None:
 
 
 def check_choice(name: str, value: Any, choices: Collection[Any]) -> None:
-    """Refuses a value that is not among the choices, and names the closest of them."""
+    """Refuses a value that is not among the choices, and names the closest choice."""
     if value in choices:
         return
     close = difflib.get_close_matches(str(value), map(str, choices), n=1)
@@ -146,9 +146,9 @@ def check_divides(name_a: str, a: int, name_b: str, b: int, why: str) -> None:
 
 
 def check_output(name: str, path: str | Path, folder: bool = False) -> None:
-    """Refuses a file (or a `folder`) that cannot be written; to be called before the work on its content.
+    """Refuses a file (or a `folder`) that cannot be written; call it before computing the content.
 
-    Missing folders on its path are not made yet; an existing file would be replaced. Links are followed.
+    Does not create missing folders; an existing file would be replaced. Links are followed.
     """
     if not str(path):
         raise ConfigError(f"{name} is empty: give the name of a {'folder' if folder else 'file'}")
@@ -173,7 +173,7 @@ def check_output(name: str, path: str | Path, folder: bool = False) -> None:
 
 
 def check_no_images(name: str, folder: str | Path) -> None:
-    """Refuses a folder with images of an earlier command, among which new ones would be lost."""
+    """Refuses a folder with images of an earlier command, which would mix with new ones."""
     for pattern in ("*.png", "guidance_*/*.png"):
         if found := next(Path(folder).glob(pattern), None):
             raise ConfigError(
@@ -190,11 +190,11 @@ def check_folder(name: str, path: str | Path) -> None:
 
 
 class DivergedError(ArithmeticError):
-    """Names a value that is not finite, as the beginning of a sentence, such as "gradient_norm is nan"."""
+    """Names a value that is not finite, as the start of a message, such as "gradient_norm is nan"."""
 
 
 def check_metrics(metrics: Mapping[str, float]) -> None:
-    """Raises DivergedError for a metric of a step that is not finite; it names losses and norms first.
+    """Raises DivergedError if a metric of a step is not finite; names losses and norms first.
 
     The norms of gradient and update are finite only if every parameter is.
     """

@@ -1,4 +1,4 @@
-"""The model families: a pipeline folder opened as one of them, and its components read onto a mesh."""
+"""Model families: opens a pipeline folder as one of them, and reads its components onto a mesh."""
 
 import dataclasses
 import pathlib
@@ -20,7 +20,7 @@ from digen_jax.models.zimage.family import ZImage
 from digen_jax.parallel.placement import DeviceGroup
 from digen_jax.process.shutdown import during
 
-# The model families, by the pipeline class that a folder's model_index.json names.
+# Model families by pipeline class, as named in a folder's model_index.json.
 FAMILIES = {
     family.pipeline: family
     for family in (StableDiffusion3, Flux, FluxKontext, Flux2Klein, ZImage, QwenImage)
@@ -28,10 +28,10 @@ FAMILIES = {
 
 
 def open_pipeline(name: str, without: tuple[str, ...] = ()) -> pathlib.Path:
-    """The folder of a local path or hub id; only what its family uses is downloaded, not the components `without`.
+    """Returns the folder of a local path or hub id; downloads only what its family uses, except components `without`.
 
     Raises:
-      ConfigError: no family is for its class, or it needs one of `without`; then nothing large is downloaded.
+      ConfigError: No family has its class, or it needs one of `without`; nothing large is downloaded in that case.
     """
     family = family_of(resolve_folder(name, index_only=True))
     if needed := [part for part in without if part not in family.optional]:
@@ -43,7 +43,7 @@ def open_pipeline(name: str, without: tuple[str, ...] = ()) -> pathlib.Path:
 
 
 def family_of(folder: pathlib.Path) -> Any:
-    """The class of a pipeline folder's family; ConfigError where there is none."""
+    """Returns the family class of a pipeline folder; raises ConfigError if there is none."""
     with user_input():
         kind = read_model_index(folder)["_class_name"]
     if kind not in FAMILIES:
@@ -61,10 +61,10 @@ def load_family(
     max_sequence_length: int = 0,
     source: Size | None = None,
 ) -> Family:
-    """The family of a pipeline folder; the last three arguments are those of the config's section `model`.
+    """Returns the family of a pipeline folder; the last three arguments are those of the config's section `model`.
 
     Raises:
-      ConfigError: there is no family for its class, the folder cannot be used, or it cannot edit images of
+      ConfigError: No family has its class, the folder cannot be used, or it cannot edit images of
         the size `source`.
     """
     kind = family_of(folder)
@@ -74,10 +74,10 @@ def load_family(
 
 
 def editing(family: Family, source: Size) -> Family:
-    """The same family, in which every prompt has a source image, resized to `source`.
+    """Returns the family with a source image, resized to `source`, for every prompt.
 
     Raises:
-      ConfigError: it edits none, or none of this size.
+      ConfigError: The family cannot edit images, or not of this size.
     """
     if not family.edits:
         raise ConfigError(
@@ -89,7 +89,7 @@ def editing(family: Family, source: Size) -> Family:
 
 
 def check_parts(family: Family, folder: pathlib.Path, parts: Iterable[str]) -> None:
-    """Raises ValueError where the weights of some components are incomplete or do not fit, before any is read."""
+    """Raises ValueError if weights of some components are incomplete or do not fit; reads none."""
     for part in sorted(parts):
         family.check(folder, part)
 
@@ -101,7 +101,7 @@ def read_parts(
     group: DeviceGroup,
     dtype: str = "float32",
 ) -> Params:
-    """The parameters of some components, read straight onto a mesh as its rules say, in a type."""
+    """Reads the parameters of some components directly onto a mesh with the mesh's sharding rules, as `dtype`."""
     shardings = group.params(family.shapes())
     with during("the reading of the model's weights"):
         return {
@@ -112,6 +112,6 @@ def read_parts(
 def read_frozen(
     family: Family, folder: pathlib.Path, group: DeviceGroup, dtype: str = "float32"
 ) -> Params:
-    """The parameters of all components that are never tuned."""
+    """Reads the parameters of all components that are never trained."""
     frozen = [part for part in family.shapes() if part not in family.trained]
     return read_parts(family, folder, frozen, group, dtype)

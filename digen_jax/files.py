@@ -1,4 +1,4 @@
-"""Paths, JSON, and atomic writes: a kill or a full disk leaves the old content or the complete new one."""
+"""Paths, JSON, and atomic writes: a kill or a full disk leaves either the old or the complete new content."""
 
 import contextlib
 import errno
@@ -11,18 +11,18 @@ from typing import Any
 
 from digen_jax.errors import ConfigError
 
-DIGITS = 300  # of an integer, which a float can hold
-DEEPEST = 100  # levels of lists and objects in a JSON file
+DIGITS = 300  # of an integer, so that a float can represent it
+DEEPEST = 100  # maximum nesting of lists and objects in a JSON file
 DEEP = f"lists or objects are nested more than {DEEPEST} levels deep"
 
 
 def in_home(path: str) -> str:
-    """Replaces `~` or `~user` at the start of a path by that home folder; other texts are returned unchanged.
+    """Replaces `~` or `~user` at the start of a path by that home folder; other strings are returned unchanged.
 
-    Every flag for a path (`command_line.define_path`) and every text of a config passes through it.
+    Applied to every path flag (`command_line.define_path`) and every string of a config.
 
     Raises:
-      ConfigError: there is no such user, or the system does not know the home folder.
+      ConfigError: The user is unknown, or the system does not know the home folder.
     """
     user, slash, _ = path.partition("/")
     if not user.startswith("~") or (not slash and user != "~"):
@@ -40,11 +40,11 @@ def parse_json(content: bytes | str, constant: Callable[[str], Any] | None = Non
     """Parses JSON in UTF-8, with or without a byte order mark.
 
     Args:
-      content: the text.
-      constant: called for NaN, Infinity and -Infinity. None reads them as Python does.
+      content: JSON text.
+      constant: Called for NaN, Infinity and -Infinity. None means Python's values.
 
     Raises:
-      ValueError: it is not JSON, or has too many levels or too long integers.
+      ValueError: The content is not JSON, is nested too deeply, or has too long integers.
     """
     text = content.removeprefix("\ufeff") if isinstance(content, str) else content
     try:
@@ -68,7 +68,7 @@ def shipped(path: str) -> str:
     """Returns the path of a file or folder that is part of the package, such as "configs/shapes_demo.py".
 
     A wheel has these folders in the package, a checkout next to it. A path that exists in the current directory, or
-    that is none of these, stays as it is.
+    that is not part of the package, is returned unchanged.
     """
     if path.split("/", 1)[0] not in SHIPPED or Path(path).exists():
         return path
@@ -77,7 +77,7 @@ def shipped(path: str) -> str:
 
 
 def make_examples_importable() -> None:
-    """Puts the packages `benchmarks` and `examples` on Python's path.
+    """Adds the packages `benchmarks` and `examples` to Python's path.
 
     A wheel has them in the package's folder `bundled`, a checkout next to the package.
     """
@@ -94,10 +94,10 @@ def _integer(digits: str) -> int:
 
 
 def append(path: Path, data: bytes) -> None:
-    """Appends to a file; if that fails, the file keeps its old length.
+    """Appends to a file; on failure the file keeps its old length.
 
     Raises:
-      OSError: appending failed.
+      OSError: Appending failed.
     """
     with path.open("ab", buffering=0) as file:
         size = file.tell()
@@ -111,12 +111,12 @@ def append(path: Path, data: bytes) -> None:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Replaces the content of a file, or of the one that it links to.
+    """Replaces the content of a file, or of the file that it links to.
 
-    A kill leaves the old or the new content, never a part.
+    A kill leaves either the old or the new content, never a part.
 
     Raises:
-      OSError: the disk is full, and the file is unchanged; or it is no regular file.
+      OSError: The disk is full, and the file is unchanged; or it is not a regular file.
     """
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "this is no regular file", str(path))
@@ -134,7 +134,7 @@ def write_output(path: Path | str, data: bytes) -> None:
     """Replaces the content of a file, like `replace`; creates missing folders.
 
     Raises:
-      OSError: as `replace`, or a folder cannot be created.
+      OSError: See `replace`; or a folder cannot be created.
     """
     path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -142,5 +142,5 @@ def write_output(path: Path | str, data: bytes) -> None:
 
 
 def without_torn_line(data: bytes) -> bytes:
-    """Returns the complete lines, without a last one that a kill truncated."""
+    """Returns the complete lines, without a last line that a kill truncated."""
     return data[: data.rfind(b"\n") + 1]

@@ -1,4 +1,4 @@
-"""Images as arrays: conversion to uint8 for files and rewards, and reading of images that models edit."""
+"""Images as arrays: conversion to uint8 for files and rewards, and reading of source images."""
 
 import functools
 import hashlib
@@ -13,7 +13,7 @@ from PIL import Image, ImageOps
 
 from digen_jax.errors import DivergedError
 
-# An image's file, or the image itself.
+# Path of an image file, or the image itself.
 ImageSource = str | os.PathLike[str] | Image.Image
 
 
@@ -28,10 +28,10 @@ def reward_input(clips: UInt8[np.ndarray, "b t h w 3"]) -> UInt8[np.ndarray, "b 
 
 
 def to_uint8(images: Num[np.ndarray, "*b h w 3"]) -> UInt8[np.ndarray, "*b h w 3"]:
-    """Converts images in [0, 1] to uint8, clipped and rounded; images in uint8 are unchanged.
+    """Converts images in [0, 1] to uint8 with clipping and rounding; uint8 images are unchanged.
 
     Raises:
-      ValueError: an image contains NaN.
+      ValueError: An image contains NaN.
     """
     if images.dtype == np.uint8:
         return images
@@ -43,7 +43,7 @@ def to_uint8(images: Num[np.ndarray, "*b h w 3"]) -> UInt8[np.ndarray, "*b h w 3
 
 
 def check_images(images: Num[np.ndarray, "..."]) -> None:
-    """Raises DivergedError for NaN in images, which are numbers in [0, 1]; bytes hold none."""
+    """Raises DivergedError if images, numbers in [0, 1], contain NaN; bytes never do."""
     if images.dtype != np.uint8 and np.isnan(images.sum(dtype=np.float32)):
         raise DivergedError("an image that the trained model drew holds NaN")
 
@@ -57,7 +57,7 @@ def read_image(image: ImageSource) -> Image.Image:
     """Reads an image in RGB, upright, as diffusers' `load_image` does.
 
     Raises:
-      ValueError: the file is missing or not a complete image.
+      ValueError: The file is missing or not a complete image.
     """
     try:
         opened = image if isinstance(image, Image.Image) else Image.open(image)
@@ -70,7 +70,7 @@ def read_image(image: ImageSource) -> Image.Image:
 
 
 def resize_image(image: Image.Image, height: int, width: int) -> UInt8[np.ndarray, "h w 3"]:
-    """Stretches an image to a size, by the filter of diffusers' `VaeImageProcessor`."""
+    """Resizes an image without keeping its aspect ratio, with the filter of diffusers' `VaeImageProcessor`."""
     return np.asarray(image.resize((width, height), Image.Resampling.LANCZOS))
 
 
@@ -80,10 +80,10 @@ def black_image(height: int, width: int) -> Image.Image:
 
 
 def image_hash(image: ImageSource) -> str:
-    """Returns a hash of the bytes of an image's file.
+    """Returns a hash of the bytes of an image file.
 
     Raises:
-      ValueError: there is no such file.
+      ValueError: The file does not exist.
     """
     if isinstance(image, Image.Image):
         return _hash(repr((image.mode, image.size)).encode() + image.tobytes())
@@ -91,16 +91,16 @@ def image_hash(image: ImageSource) -> str:
 
 
 def check_image_file(path: str | os.PathLike[str]) -> None:
-    """Reads an image's file completely, once while it does not change.
+    """Reads an image file completely; repeated calls read it only if it has changed.
 
     Raises:
-      ValueError: as `read_image`.
+      ValueError: See `read_image`.
     """
     _of_file(_read_file, path)
 
 
 def _of_file(function: Callable[..., Any], path: str | os.PathLike[str]) -> Any:
-    """Calls a cached function that depends on the file's date and size."""
+    """Calls a cached function, with the file's modification time and size as part of the key."""
     try:
         stat = pathlib.Path(path).stat()
     except OSError as error:

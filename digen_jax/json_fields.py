@@ -1,6 +1,6 @@
 """Validates values of a model folder's JSON files against the fields of a dataclass.
 
-`int` is a whole number from 1, `float` a finite number, `tuple[int, ...]` a list of whole numbers; `X | None` also
+`int` is an integer from 1, `float` a finite number, `tuple[int, ...]` a list of integers; `X | None` also
 allows null. `number` sets another range for a field, or for each number of a list.
 """
 
@@ -16,7 +16,7 @@ LARGEST = 10**6
 
 
 class Within(NamedTuple):
-    """The range of a number, both ends included."""
+    """Range of a number, both ends included."""
 
     least: float
     most: float = LARGEST
@@ -26,15 +26,15 @@ hints = functools.cache(get_type_hints)
 
 
 def number(default: Any, least: float, most: float = LARGEST) -> Any:
-    """Returns a dataclass field with a number, or numbers, between `least` and `most`, both included."""
+    """Returns a dataclass field for a number, or numbers, between `least` and `most`, both included."""
     return dataclasses.field(default=default, metadata={"within": Within(least, most)})
 
 
 def check_values(kind: type, values: Mapping[str, Any]) -> None:
-    """Checks each value against the field of its name in the dataclass `kind`; other names are ignored.
+    """Checks each value against the field of the same name in the dataclass `kind`; ignores other names.
 
     Raises:
-      ValueError: a value is not allowed; the message names the field and the allowed values.
+      ValueError: A value is not allowed; the message names the field and the allowed values.
     """
     for field in dataclasses.fields(kind):
         if field.name not in values:
@@ -48,10 +48,10 @@ def check_values(kind: type, values: Mapping[str, Any]) -> None:
 def fields_of(kind: type, config: Mapping[str, Any], what: str) -> dict[str, Any]:
     """Returns the values of a diffusers config.json for the dataclass `kind`, lists as tuples.
 
-    Keys that start with an underscore describe the file and are left out.
+    Skips keys that start with an underscore, which describe the file.
 
     Raises:
-      ValueError: a key is not a field of `what`, or a value is not allowed.
+      ValueError: A key is not a field of `what`, or a value is not allowed.
     """
     fields = {key: value for key, value in config.items() if not key.startswith("_")}
     unknown = sorted(fields.keys() - {field.name for field in dataclasses.fields(kind)})

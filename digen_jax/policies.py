@@ -1,4 +1,4 @@
-"""What a config tunes of a model, how that is guided, and whether config, model and meshes fit."""
+"""The policies of a config: trained parameters, guidance, and checks that config, model and meshes fit."""
 
 import dataclasses
 import functools
@@ -32,7 +32,7 @@ FEW_STEPS = re.compile(
 
 
 def make_policy(config: TrainConfig, family: Family) -> Policy:
-    """What is tuned, and the guidance it is sampled with."""
+    """Returns the sampling policy: trained parameters and the sampler's guidance."""
     sampler = config.sampler
     lora = None
     if config.lora.rank:
@@ -42,7 +42,7 @@ def make_policy(config: TrainConfig, family: Family) -> Policy:
 
 
 def trained_policy(policy: Policy, algorithm: Algorithm) -> Policy:
-    """The policy as the trainer evaluates it: policy gradients at the sampler's guidance, others at their own."""
+    """Returns the policy in the trainer: policy gradients use the sampler's guidance, others the algorithm's."""
     if algorithm.guidances is None:
         return policy
     guidance, reference = algorithm.guidances
@@ -52,13 +52,13 @@ def trained_policy(policy: Policy, algorithm: Algorithm) -> Policy:
 def evaluation_policy(
     config: TrainConfig, family: Family, lora: LoraConfig | None = None
 ) -> Policy:
-    """The policy at the guidance of evaluations."""
+    """Returns the policy with the guidance of evaluations."""
     own = config.evaluation
     return Policy(family, own.guidance, lora, true_cfg_scale=own.true_cfg_scale)
 
 
 def reads_null(config: TrainConfig, family: Family) -> bool:
-    """Whether a run conditions anything on the pass without the prompt: its sampler and trainer, or its evaluation."""
+    """Returns whether the sampler, the trainer or the evaluation of a run reads the pass without the prompt."""
     return any(
         policy.reads_null
         for policy in (make_policy(config, family), evaluation_policy(config, family))
@@ -69,9 +69,9 @@ def check_negative(given: str, policies: Sequence[Policy], prefix: str) -> None:
     """Refuses a negative prompt that no second pass reads.
 
     Args:
-      given: What has it, as the start of a message.
-      policies: all that could read it, of one family.
-      prefix: of the names of guidances in the message, such as "--".
+      given: Source of the negative prompt, as the start of a message.
+      policies: All policies of one family that could read it.
+      prefix: Prefix of guidance names in the message, such as "--".
 
     Raises:
       ConfigError: Names what to change.
@@ -92,7 +92,7 @@ def check_negative(given: str, policies: Sequence[Policy], prefix: str) -> None:
 
 
 def trained_of(family: Family, components: Params) -> Params:
-    """Of all components those that may be tuned, in the family's order."""
+    """Returns the components that may be trained, in the family's order."""
     return {part: components[part] for part in family.trained}
 
 
@@ -100,9 +100,9 @@ def check_model(config: TrainConfig, family: Family, placement: Placement) -> No
     """Checks that config and model fit, by shapes alone.
 
     Raises:
-      ConfigError: an image size or a guidance that the model has not, negative prompts that nothing reads, a window
-        with steps that cannot be trained, an attention kernel that cannot compute it, heads that cannot be split, a
-        LoRA without layers or of too large a rank, or a parameter that no sharding rule matches.
+      ConfigError: The model does not support an image size or a guidance, nothing reads the negative prompts, a window
+        has steps that cannot be trained, an attention kernel does not support the model, heads cannot be split, a
+        LoRA has no layers or too large a rank, or no sharding rule matches a parameter.
     """
     _check_pictures(config, family)
     sampler, shapes = config.sampler, family.shapes()
@@ -132,7 +132,7 @@ def check_model(config: TrainConfig, family: Family, placement: Placement) -> No
 
 
 def start_warnings(config: TrainConfig, family: Family) -> list[str]:
-    """Returns a warning for each valid choice that has spoiled runs of comparable libraries."""
+    """Returns a warning for each valid choice that has degraded runs of comparable libraries."""
     model, found = config.model, []
     few_steps = family.guidance == "none" or FEW_STEPS.search(pathlib.PurePath(model.folder).name)
     if config.algorithm.objective == "matching" and few_steps:
@@ -152,10 +152,10 @@ def start_warnings(config: TrainConfig, family: Family) -> list[str]:
 
 
 def attention_kernels(config: TrainConfig, family: Family, placement: Placement) -> dict[str, str]:
-    """The kernel of the network's attention in "sampling" and in "training", if they are here: see `attention.kernels`.
+    """Returns the attention kernels for "sampling" and "training", as far as they run here: see `attention.kernels`.
 
     Raises:
-      ConfigError: The configured kernel cannot compute it.
+      ConfigError: The configured kernel does not support the network.
     """
     precision, heads = config.precision, family.heads
     dtypes = {
@@ -175,7 +175,7 @@ def attention_kernels(config: TrainConfig, family: Family, placement: Placement)
 
 
 def describe_computation(config: TrainConfig, family: Family, placement: Placement) -> str:
-    """Returns one line for the console: devices, kernel of attention, and precision."""
+    """Returns one line for the console: devices, attention kernel, and precision."""
     groups = [group for group in (placement.trainer, *placement.rollouts) if group is not None]
     devices = {device for group in groups for device in group.mesh.devices.flat}
     kinds = Counter(device.device_kind for device in devices)
@@ -196,17 +196,17 @@ def describe_computation(config: TrainConfig, family: Family, placement: Placeme
 
 
 def _by_work(named: dict[str, str]) -> str:
-    """A name, or those of each kind of work if they differ."""
+    """Returns a name, or the names of each kind of work if they differ."""
     if len(set(named.values())) == 1:
         return next(iter(named.values()))
     return ", ".join(f"{name} in {work}" for work, name in named.items())
 
 
 def check_heads(family: Family, placement: Placement) -> None:
-    """Refuses a mesh whose axes `tensor` and `sequence`, which split the model's heads, do not divide them.
+    """Refuses a mesh whose axes `tensor` and `sequence` do not divide the model's heads, which they split.
 
     Raises:
-      ConfigError: names the axes.
+      ConfigError: Names the axes.
     """
     meshes = {} if placement.trainer is None else {"trainer": placement.trainer.mesh}
     if placement.rollouts:
@@ -225,7 +225,7 @@ def check_heads(family: Family, placement: Placement) -> None:
 
 
 def _check_pictures(config: TrainConfig, family: Family) -> None:
-    """Refuses source images that would not be edited, although the model can edit."""
+    """Refuses source images that would not be edited although the model can edit."""
     if not family.edits or family.source is not None:
         return
     for file in (*config.prompts.paths, config.evaluation.prompts):
@@ -239,7 +239,7 @@ def _check_pictures(config: TrainConfig, family: Family) -> None:
 
 
 def _check_guidance(config: TrainConfig, family: Family) -> None:
-    """Whether the model has what the sampler, evaluation and training are guided by."""
+    """Checks that the model supports the guidance of the sampler, evaluation and training."""
     for name, section in (("sampler", config.sampler), ("evaluation", config.evaluation)):
         with blame(f"config.{name}."):
             Policy(family, section.guidance, true_cfg_scale=section.true_cfg_scale)
@@ -248,7 +248,7 @@ def _check_guidance(config: TrainConfig, family: Family) -> None:
 
 
 def _check_negatives(config: TrainConfig, family: Family) -> None:
-    """Refuses negative prompts that nothing in the run reads; one of its files may be for training and evaluation."""
+    """Refuses negative prompts that nothing in the run reads; a file may be for both training and evaluation."""
     sampled = make_policy(config, family)
     trained = trained_policy(sampled, config.algorithm)
     policies = sampled, trained, evaluation_policy(config, family)
@@ -264,10 +264,10 @@ def _check_negatives(config: TrainConfig, family: Family) -> None:
 
 
 def on_devices(config: TrainConfig, devices: int) -> TrainConfig:
-    """The config with meshes for so many devices: its own, fitted ones, or one mesh of all if the planner chooses.
+    """Returns the config with its meshes for `devices`, fitted ones, or one mesh of all if the planner would choose.
 
     Raises:
-      ConfigError: its meshes need more devices, or do not divide its batches.
+      ConfigError: The meshes need more devices, or do not divide the batches.
     """
     config = config.fitted(devices)
     if config.placement.mode == AUTO:

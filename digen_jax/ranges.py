@@ -1,4 +1,4 @@
-"""Ranges of config fields, which their types state: `steps: PositiveInt = 100`."""
+"""Ranges of config fields, stated in their types: `steps: PositiveInt = 100`."""
 
 import dataclasses
 import math
@@ -10,13 +10,13 @@ from digen_jax.errors import check_choice, check_finite, check_range
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """The values that a number may have.
+    """Range of a number.
 
     Attributes:
-      least: the smallest value.
-      most: the largest value; infinity itself is allowed only if `infinite`.
-      excluded: the end that is not a value itself.
-      infinite: whether infinity is a value.
+      least: Smallest value.
+      most: Largest value; infinity itself is allowed only if `infinite`.
+      excluded: End that is not included, "least" or "most".
+      infinite: Whether infinity is allowed.
     """
 
     least: float = -math.inf
@@ -25,12 +25,12 @@ class Range:
     infinite: bool = False
 
     def check(self, name: str, value: float | int) -> None:
-        """Raises ConfigError for a value of the field `name` outside of the range."""
+        """Raises ConfigError if a value of the field `name` is outside the range."""
         check_finite(name, value, self.infinite)
         check_range(name, value, self.least, self.most, self.excluded)
 
     def __str__(self) -> str:
-        """Returns the range as interval or bound, such as [0, 1) or > 0."""
+        """Returns the range as an interval or bound, such as [0, 1) or > 0."""
         if math.isinf(self.least) and math.isinf(self.most):
             return ""
         if math.isinf(self.most):
@@ -41,19 +41,19 @@ class Range:
         return f"{first}{self.least}, {self.most}{')' if self.excluded == 'most' else ']'}"
 
 
-# Metadata of a dataclass field that no config sets: it follows from other sections.
+# Metadata of a dataclass field that is derived from other sections and not set by a config.
 DERIVED = {"derived": True}
 ANY = Range()
 PositiveInt = Annotated[int, Range(1)]
 Count = Annotated[int, Range(0)]
 PositiveFloat = Annotated[float, Range(0, excluded="least")]
 NonNegativeFloat = Annotated[float, Range(0)]
-Scale = Annotated[float, Range(0, 1000)]  # of guidance
+Scale = Annotated[float, Range(0, 1000)]  # guidance scale
 Decay = Annotated[float, Range(0, 1, "most")]
 
 
 def allowed_values(kind: type, path: str = "") -> Iterator[tuple[str, tuple[Any, ...] | Range]]:
-    """Yields (dotted name, choices or range) of the fields of a dataclass and of the dataclasses in it.
+    """Yields (dotted name, choices or range) of the fields of a dataclass and of nested dataclasses.
 
     A field whose type is a `Literal` has choices; numbers have a range, by default all finite numbers.
     """
@@ -71,7 +71,7 @@ def allowed_values(kind: type, path: str = "") -> Iterator[tuple[str, tuple[Any,
 
 
 def check_allowed(name: str, value: Any, allowed: tuple[Any, ...] | Range) -> None:
-    """Raises ConfigError for a value of the field `name` that `allowed_values` does not allow."""
+    """Raises ConfigError if `allowed_values` does not allow a value of the field `name`."""
     if isinstance(allowed, Range):
         allowed.check(name, value)
     else:

@@ -1,4 +1,4 @@
-"""Target of a network that is being traced: the devices that it will run on, and how arrays are split over them."""
+"""Target of a network during tracing: the devices that it will run on, and the sharding of arrays over them."""
 
 import contextlib
 import contextvars
@@ -55,10 +55,10 @@ def on_mesh(
 ) -> Iterator[None]:
     """Context for tracing a network whose program XLA partitions over a mesh.
 
-    Not `jax.lax.platform_dependent`, which chooses at lowering: under a gradient it keeps the residuals of
-    every branch, so a TPU's program would have XLA's scores of all pairs of tokens, filled with zeros.
+    Used instead of `jax.lax.platform_dependent`, which chooses at lowering: under a gradient it keeps the residuals of
+    every branch, so a TPU's program would contain XLA's scores of all pairs of tokens, filled with zeros.
 
-    It acts while the network is traced, so it must be entered inside the jitted function.
+    It has an effect while the network is traced, so it must be entered inside the jitted function.
 
     Args:
       mesh: Devices that the program is for, all of one kind.

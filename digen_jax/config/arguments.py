@@ -6,15 +6,15 @@ from digen_jax.errors import ConfigError
 
 
 def recipe_and_gpus(argument: str, passes: Mapping[str, int], example: str) -> tuple[str, int]:
-    """The name and the number of GPUs, which is 1 if it is not given.
+    """Returns the recipe's name and the number of GPUs, by default 1.
 
     Args:
       argument: "name,number" or "name".
-      passes: by recipe, the passes of an update on one GPU, which the GPUs divide among them.
-      example: an argument that the error message shows.
+      passes: By recipe, the passes of an update on one GPU, which the GPUs divide among them.
+      example: Argument that the error message shows.
 
     Raises:
-      ConfigError: there is no such recipe, or it cannot be divided among so many GPUs.
+      ConfigError: The recipe is unknown, or its passes cannot be divided among the GPUs.
     """
     name, _, gpus = argument.partition(",")
     if name not in passes or not _is_number(gpus or "1"):
@@ -26,10 +26,10 @@ def recipe_and_gpus(argument: str, passes: Mapping[str, int], example: str) -> t
 
 
 def number_of_gpus(argument: str, passes: int, example: str) -> int:
-    """The same for a config file with one recipe, whose argument is the number alone.
+    """Returns the number of GPUs for a config file with one recipe, whose argument is only this number.
 
     Raises:
-      ConfigError: it is no number, or the recipe cannot be divided among so many GPUs.
+      ConfigError: The argument is not a number, or the passes cannot be divided among the GPUs.
     """
     if not _is_number(argument):
         raise ConfigError(

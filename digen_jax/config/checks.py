@@ -1,7 +1,7 @@
 """Checks of a config's fields, alone and together, that need neither a file nor a model.
 
-Each field's own type states its choices or range (`ranges`). A rule about several fields is a function that raises a
-`ConfigError`. It is checked by the object that has the fields, if there is one (`check` of an algorithm,
+Each field's type states its choices or range (`ranges`). A rule about several fields is a function that raises a
+`ConfigError`. The object that has the fields checks it, if there is one (`check` of an algorithm,
 `AdvantageSettings`, `Window`, the scheduler's `Settings`). All errors that can be found at once are reported at once.
 """
 
@@ -30,7 +30,7 @@ from digen_jax.rewards.settings import RewardSettings
 
 WITHOUT_NOISE = tuple(kind for kind, step in KINDS.items() if issubclass(step, Ode))
 NOISY = tuple(kind for kind in KINDS if kind not in WITHOUT_NOISE)
-# Fields of the scheduler's settings, and their names in a config.
+# Fields of the scheduler's settings, and their config names.
 SCHEDULED = {
     "groups": "config.batch.groups",
     "images": "config.batch.images",
@@ -45,7 +45,7 @@ def check_fields(config: ConfigDict) -> None:
     """Refuses values that a field of a complete config cannot have, independent of other fields.
 
     Raises:
-      ConfigError: one message for each such field.
+      ConfigError: One message for each invalid field.
     """
     fields, allowed = flat(config), allowed_of(config.algorithm.name)
     with together() as one:
@@ -63,7 +63,7 @@ def allowed_of(algorithm: str) -> dict[str, tuple[Any, ...] | Range]:
     """Returns the choices or the range of each field that has any, by dotted name.
 
     Args:
-      algorithm: name of the config's algorithm.
+      algorithm: Name of the config's algorithm.
     """
     kind = ALGORITHMS[algorithm]
     found = dict(allowed_values(TrainConfig))
@@ -76,12 +76,12 @@ def allowed_of(algorithm: str) -> dict[str, tuple[Any, ...] | Range]:
 
 
 def check_rules(config: TrainConfig) -> None:
-    """Refuses fields that cannot go together, independent of the devices.
+    """Refuses fields that cannot be combined, independent of the devices.
 
-    A later group of rules is checked only if the rules before it found nothing.
+    A group of rules is checked only if all earlier groups passed.
 
     Raises:
-      ConfigError: one message for each error that can be found at once.
+      ConfigError: One message for each error that can be found at once.
     """
     for rules in (
         # Groups, and the steps of an image.
@@ -95,7 +95,7 @@ def check_rules(config: TrainConfig) -> None:
             _check_sampler,
             _check_incomplete_groups,
         ),
-        # How a step is divided.
+        # Division of a step.
         (_check_batches, _check_candidates, _check_chunks_of_incomplete_groups, _check_algorithm),
         # The complete step.
         (_check_noise_level, _check_lag),
@@ -104,10 +104,10 @@ def check_rules(config: TrainConfig) -> None:
 
 
 def check_meshes(config: TrainConfig, devices: int) -> None:
-    """Refuses meshes that do not fit `devices` devices, or that a pass or chunk cannot be split over.
+    """Refuses meshes that do not fit `devices` devices, or that cannot divide a pass or chunk.
 
     Raises:
-      ConfigError: one message for each error that can be found at once.
+      ConfigError: One message for each error that can be found at once.
     """
 
     def on_devices(config: TrainConfig) -> None:
@@ -117,7 +117,7 @@ def check_meshes(config: TrainConfig, devices: int) -> None:
 
 
 def run_checks(checks: Iterable[Callable[[Any], None]], value: Any) -> None:
-    """Makes several checks of a value, and raises one ConfigError with all their messages."""
+    """Runs several checks of a value, and raises one ConfigError with all their messages."""
     with together() as one:
         for check in checks:
             with one():
@@ -140,7 +140,7 @@ def _check_tracker_projects(config: ConfigDict) -> None:
 
 
 def _check_weights(config: ConfigDict) -> None:
-    """Refuses weights of rewards of which none trains anything, and dicts of weights that hold no numbers."""
+    """Refuses reward weights that train nothing, and dicts of weights with values that are not numbers."""
     weights = []
     with together() as one:
         for number, section in enumerate(config.rewards):
@@ -160,7 +160,7 @@ def _check_weights(config: ConfigDict) -> None:
 
 
 def _check_files(config: ConfigDict) -> None:
-    """Refuses weights that do not fit the prompt files."""
+    """Refuses weights that do not match the prompt files."""
     files, weights = tuple(config.prompts.files), tuple(config.prompts.weights)
     for file in files:
         if not isinstance(file, str) or not file:
@@ -245,10 +245,10 @@ def _check_lora_start(config: TrainConfig) -> None:
 
 
 def _check_watched_reward(config: TrainConfig) -> None:
-    """Refuses an early stop by a score that no evaluation shows."""
+    """Refuses early stopping by a score that no evaluation reports."""
     name, rewards = config.stopping.reward, config.rewards
     shown = [score for one in rewards for score in one.entries.values()]
-    # What a reward returns in addition to its weighed scores is known when it is called.
+    # The names of a reward's additional scores, which have no weight, are known only when it is called.
     if not name or name.startswith(tuple(f"{one.title}/" for one in rewards)):
         return
     check_choice("config.stopping.reward", name, shown)
@@ -268,7 +268,7 @@ def _check_advantages(config: TrainConfig) -> None:
 
 
 def _check_sampler(config: TrainConfig) -> None:
-    """Refuses a window, a fraction of it, or start noise that cannot work."""
+    """Refuses a window, a window fraction, or start noise that cannot work."""
     sampler, transitions = config.sampler, config.algorithm.objective == "transitions"
     if config.noisy_steps or transitions:
         with blame("config.sampler.window."):
@@ -288,7 +288,7 @@ def _check_noise_level(config: TrainConfig) -> None:
 
 
 def _check_pack(config: TrainConfig) -> None:
-    """A pass takes `pack` steps, split over the mesh axis "time"; no part may be padding only."""
+    """Checks that `pack` steps per pass, split over the mesh axis "time", leave no part with padding only."""
     pack, time = config.trainer.pack, config.placement.trainer.time
     check_divides(
         "config.placement.trainer.time",
@@ -342,7 +342,7 @@ def _check_batches(config: TrainConfig) -> None:
 
 
 def _check_candidates(config: TrainConfig) -> None:
-    """Refuses groups that share chunks where one of them may be replaced."""
+    """Refuses groups that share chunks if one of them may be replaced."""
     if config.runtime.max_candidates:
         _check_one_group(
             config,
@@ -352,7 +352,7 @@ def _check_candidates(config: TrainConfig) -> None:
 
 
 def _check_one_group(config: TrainConfig, why: str, most: int) -> None:
-    """Refuses chunks that hold several groups; `why` gives the reason, `most` is the largest size to suggest."""
+    """Refuses chunks with several groups; `why` is the reason, `most` the largest size to suggest."""
     chunk, images = config.sampler.chunk, config.batch.images
     if images % chunk:
         sizes = [size for size in range(1, most + 1) if images % size == 0]
@@ -363,7 +363,7 @@ def _check_one_group(config: TrainConfig, why: str, most: int) -> None:
 
 
 def _smaller_chunks(config: TrainConfig, sizes: Sequence[int]) -> str:
-    """The fields to set, micro-batch included, for the largest of some sizes that the meshes can split."""
+    """Returns the fields to set, micro-batch included, for the largest of some sizes that the meshes can split."""
     meshes = (config.placement.rollout, config.placement.trainer)
     split = math.lcm(*(max(1, mesh.images) for mesh in meshes))
     size = max([size for size in sizes if size % split == 0] or sizes)
@@ -399,7 +399,7 @@ def _check_lag(config: TrainConfig) -> None:
 
 
 def _check_incomplete_groups(config: TrainConfig) -> None:
-    """Refuses training before groups are complete where it is not exact or has no effect.
+    """Refuses training before groups are complete if it is not exact or has no effect.
 
     `Algorithm.check_early_training` checks the algorithm's settings.
     """
@@ -463,7 +463,7 @@ def _check_chunks_of_incomplete_groups(config: TrainConfig) -> None:
 
 
 def _check_algorithm(config: TrainConfig) -> None:
-    """Refuses settings of the algorithm that cannot go together, or not with other sections."""
+    """Refuses settings of the algorithm that cannot be combined with each other or with other sections."""
     algorithm, asked = config.algorithm, config.asked
     with blame("config.algorithm."):
         if asked.get("old_log_probs", "auto") != "auto":
@@ -495,7 +495,7 @@ def _check_algorithm(config: TrainConfig) -> None:
 
 
 def _check_trajectories(config: TrainConfig) -> None:
-    """Ratios of trajectories need all steps of an image in one pass."""
+    """Checks that all steps of an image are in one pass, which trajectory ratios need."""
     pack, steps = config.trainer.pack, config.trained_steps
     if pack < steps:
         raise ConfigError(
@@ -505,7 +505,7 @@ def _check_trajectories(config: TrainConfig) -> None:
 
 
 def _check_trajectories_on_mesh(config: TrainConfig) -> None:
-    """Refuses to split an image's steps over devices where ratios are of trajectories."""
+    """Refuses to split an image's steps over devices if the algorithm uses trajectory ratios."""
     time = config.placement.trainer.time
     if config.algorithm.needs_full_trajectories and time > 1:
         raise ConfigError(
@@ -519,7 +519,7 @@ def _ratio(config: TrainConfig) -> str:
 
 
 def _check_final_images(config: TrainConfig) -> None:
-    """Refuses a noisy sampler where final images are trained: the noise would only cost quality."""
+    """Refuses a noisy sampler if final images are trained: the noise would only reduce quality."""
     name = config.algorithm.name
     if config.noisy_steps or config.sampler.kind not in WITHOUT_NOISE:
         raise ConfigError(
@@ -553,7 +553,7 @@ def _check_ranking(config: TrainConfig) -> None:
 
 
 def _check_pairs(config: TrainConfig) -> None:
-    """A chunk holds complete groups, one pair of each is trained, and a micro-batch holds complete pairs."""
+    """Checks that chunks hold complete groups, each of which trains one pair, and micro-batches complete pairs."""
     images, chunk = config.batch.images, config.sampler.chunk
     micro, name = config.trainer.micro_batch, config.algorithm.name
     check_divides(
@@ -580,7 +580,7 @@ def _check_pairs(config: TrainConfig) -> None:
 
 
 def check_devices(config: TrainConfig, devices: int) -> None:
-    """Refuses meshes that `devices` do not suffice for, and batches that a mesh cannot divide."""
+    """Refuses meshes that need more than `devices`, and batches that a mesh cannot divide."""
     sizes = config.placement.meshes if devices > 1 else ONE_DEVICE
     devices_per_mesh(sizes, devices)
     trainer = _split("trainer", sizes.trainer, MODEL)
@@ -606,7 +606,7 @@ def check_devices(config: TrainConfig, devices: int) -> None:
 
 
 def _split(mesh: str, axes: RolloutAxes | TrainerAxes, others: Sequence[str]) -> tuple[str, int]:
-    """The devices over which a mesh splits images, which `others` of its axes do not, as text and how many."""
+    """Returns the devices over which a mesh splits images, without its axes `others`, as text and number."""
     sizes = {axis: getattr(axes, axis) for axis in others}
     words = [mesh, *(f"config.placement.{mesh}.{axis}" for axis, n in sizes.items() if n > 1)]
     return " / ".join(words), axes.devices // math.prod(sizes.values())

@@ -1,4 +1,4 @@
-"""The command line of a script: checks overrides before the config is read, and reports each error in one line."""
+"""Command line of a script: checks overrides before the config is read, and reports each error in one line."""
 
 import inspect
 import logging
@@ -29,17 +29,17 @@ from digen_jax.process.shutdown import (
 from digen_jax.process.terminal import keep_writable
 
 OVERRIDE = re.compile(r"--?(?:no)?(config(?:\.\w+(?:\[[^]=]*\])?)+)(?:=|$)")
-PATH = re.compile(r"(-[^=]*=|)([^:]*)(.*)", re.DOTALL)  # option, path, a config's own arguments
-# Groups of fields that may be given as one word, and the field that this word sets.
+PATH = re.compile(r"(-[^=]*=|)([^:]*)(.*)", re.DOTALL)  # option, path, the config's arguments
+# Groups of fields that accept a single word, and the field that the word sets.
 IN_A_WORD = {"config.placement": "config.placement.mode"}
 
 _OTHER_DEVICES = "install JAX for these devices, check their driver, or leave JAX_PLATFORMS out"
-# What a script runs; by name, where it has several.
+# Function of a script, or several by name.
 Main = Callable[[], Any] | Mapping[str, Callable[[], Any]]
 
 
 class _PathParser(flags.ArgumentParser):
-    """Reads the name of a file or folder; see `in_home`."""
+    """Parses the path of a file or folder; see `in_home`."""
 
     def parse(self, argument: str) -> str:
         return in_home(argument)
@@ -48,41 +48,41 @@ class _PathParser(flags.ArgumentParser):
 def define_path(
     name: str, default: str | None, help_: str, several: bool = False
 ) -> flags.FlagHolder[Any]:
-    """Defines a flag for the name of a file or folder, in which `~` is the home folder.
+    """Defines a flag for the path of a file or folder, in which `~` is the home folder.
 
     Args:
-      name: of the flag.
-      default: its value if it is not given.
-      help_: its text in --help.
-      several: whether it may be given several times; its value is a list then.
+      name: Name of the flag.
+      default: Default value.
+      help_: Text in --help.
+      several: Whether the flag can be repeated; its value is then a list.
     """
     if several:
         return flags.DEFINE_multi(_PathParser(), flags.ArgumentSerializer(), name, default, help_)
     return flags.DEFINE(_PathParser(), name, default, help_)
 
 
-# --help lists a flag under the script that calls `define_path`.
+# Lists the flag in --help under the script that calls `define_path`.
 flags.disclaim_key_flags()
 
 
 def run_main(main: Main) -> None:
-    """Runs a script's `main()` after absl has read the flags; a `ConfigError` prints one line, exit code 2.
+    """Runs a script's `main()` after absl has parsed the flags; a `ConfigError` prints one line and exits with code 2.
 
-    `shutdown.Stopped` prints one line, too, with exit code 75, and so does Ctrl-C where nothing else handles it, with
-    130. Devices that run out of memory, or that JAX does not find, are one line as well, with exit code 2. The process
-    does not wait for a thread that hangs, reports an `os._exit` in a user's code, and continues if its output is no
-    longer read, such as after `| head`. Characters that a console cannot show are printed as escapes.
+    `shutdown.Stopped` also prints one line, with exit code 75, and so does an unhandled Ctrl-C, with exit code 130. A
+    device that runs out of memory or is not found by JAX also prints one line, with exit code 2. The process
+    does not wait for a hung thread, reports an `os._exit` in user code, and continues if its output is closed,
+    such as after `| head`. Characters that a console cannot show are printed as escapes.
 
-    A script with several `main` functions, by their names, takes one of these names as its first word.
+    A script with several `main` functions, by name, takes one of these names as its first word.
     """
     end_by_ctrl_c()
     guard_exit()  # before a config imports a reward
     keep_writable()
-    # It has a line at the first start on a machine, on which no user can act.
+    # It logs a line at the first start on a machine, which users cannot act on.
     logging.getLogger("matplotlib.font_manager").setLevel(logging.WARNING)
     with ends_process():
         try:
-            # In place, because config_flags looks for its overrides in this list.
+            # In place, because config_flags searches this list for its overrides.
             sys.argv[:] = spelled_out(sys.argv)
             app.run(
                 lambda argv: chosen(main, argv[1:])(),
@@ -106,7 +106,7 @@ def _end(why: str, code: int) -> int:
 
 
 def _smaller() -> str:
-    """What to change in a command whose programs need more memory than a device has."""
+    """Returns the change to suggest for a command whose programs need more memory than a device has."""
     given = flags.FLAGS
     config = given["config"].value if "config" in given else None
     if config is not None and "config.trainer.micro_batch" in flat(config):
@@ -121,10 +121,10 @@ def _smaller() -> str:
 
 
 def chosen(main: Main, words: Sequence[str]) -> Callable[[], Any]:
-    """Returns the function that the remaining words of a command line select.
+    """Returns the function selected by the remaining words of a command line.
 
     Raises:
-      ConfigError: there is no such function, or there are too many words.
+      ConfigError: The function is unknown, or there are too many words.
     """
     if isinstance(main, Mapping):
         if not words:
@@ -137,16 +137,16 @@ def chosen(main: Main, words: Sequence[str]) -> Callable[[], Any]:
 
 
 def parse_flags(argv: Sequence[str], with_words: bool) -> list[str]:
-    """Lets absl read a command line's flags; returns the script's name and the words that are left.
+    """Lets absl parse a command line's flags; returns the script's name and the remaining words.
 
     A file given by `--config` and its overrides `--config.some.field=value` are checked first,
-    because config_flags answers a misspelt field with a traceback.
+    because config_flags reports a misspelt field with a traceback.
 
     Raises:
-      ConfigError: an unknown flag or override, or a value that it cannot have.
+      ConfigError: A flag or override is unknown, or has an invalid value.
     """
     check_overrides(argv)
-    # Without this absl reads no option after a word.
+    # Otherwise absl stops parsing options at the first word.
     flags.FLAGS.set_gnu_getopt(with_words)
     try:
         return flags.FLAGS(argv)
@@ -155,7 +155,7 @@ def parse_flags(argv: Sequence[str], with_words: bool) -> list[str]:
 
 
 def spelled_out(argv: Sequence[str]) -> list[str]:
-    """Replaces one word for a group of fields by the field that it sets, and completes paths.
+    """Replaces a word for a group of fields by the field that it sets, and expands paths.
 
     `~` in --config=~/x.py is the home folder; files of the package, such as configs/shapes_demo.py, are found from any
     folder.
@@ -174,13 +174,13 @@ def spelled_out(argv: Sequence[str]) -> list[str]:
 
 
 def check_overrides(argv: Sequence[str]) -> None:
-    """Checks that the file given by `--config` exists and has every field that is overridden.
+    """Checks that the file given by `--config` exists and has every overridden field.
 
     Args:
-      argv: a command line; without `--config` nothing is checked.
+      argv: Command line; without `--config` nothing is checked.
 
     Raises:
-      ConfigError: names the missing file, or the unknown field and the closest known one.
+      ConfigError: Names the missing file, or the unknown field and the closest known one.
     """
     path = _config_path(argv)
     if path is None:
@@ -207,7 +207,7 @@ def check_overrides(argv: Sequence[str]) -> None:
 
 
 def _check_rewards(overrides: Sequence[re.Match[str]]) -> None:
-    """Refuses a list of rewards in one option and fields of its sections in another, and sections without a list."""
+    """Refuses a list of rewards in one option with section fields in another, and sections without a list."""
     given = {name[1]: name.string[name.end() :] for name in overrides}
     if "config.rewards" not in given:
         return
@@ -221,7 +221,7 @@ def _check_rewards(overrides: Sequence[re.Match[str]]) -> None:
 
 
 def _config_path(argv: Sequence[str]) -> str | None:
-    """The value of the last `--config=path` or `--config path`, as absl reads it."""
+    """Returns the value of the last `--config=path` or `--config path`, as absl parses it."""
     given = None
     for argument, following in zip(argv, [*argv[1:], None], strict=True):
         if argument in ("-config", "--config"):
@@ -232,7 +232,7 @@ def _config_path(argv: Sequence[str]) -> str | None:
 
 
 def _check_group(name: str, given: str, fields: dict[str, Any]) -> None:
-    """Refuses one value for a group of fields; a dict of all of them in braces is accepted."""
+    """Refuses a single value for a group of fields; a dict of all of them in braces is accepted."""
     if isinstance(fields.get(name), ConfigDict) and given and not given.startswith("{"):
         some = next(iter(fields[name]), "field")
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The fields of a config: their names and types, and the known name closest to an unknown one."""
+"""Field names and types of a config, and the known name closest to an unknown one."""
 
 import difflib
 from typing import Any
@@ -7,7 +7,7 @@ from ml_collections import ConfigDict
 
 from digen_jax.errors import ConfigError
 
-# Fields of older configs, and where they have moved.
+# Fields of older configs, and their new names.
 MOVED = {
     "config.algorithm.advantage_std": "config.advantages.std",
     "config.evaluation.true_guidance": "config.evaluation.true_cfg_scale",
@@ -44,9 +44,9 @@ KINDS = {
 
 
 def flat(config: ConfigDict, path: str = "config") -> dict[str, Any]:
-    """Every dotted name of a config with its value, groups of fields included.
+    """Returns every dotted name of a config with its value, groups of fields included.
 
-    The sections of a list have its name with their number, such as config.rewards[0].
+    Names of list sections include the index, such as config.rewards[0].
     """
     fields = {}
     for name, value in config.items():
@@ -61,7 +61,7 @@ def flat(config: ConfigDict, path: str = "config") -> dict[str, Any]:
 
 
 def check_known(name: str, fields: dict[str, Any]) -> None:
-    """Refuses a dotted name and names its first part that is no field; `fields` are the known ones, from `flat`."""
+    """Refuses an unknown dotted name, and names its first unknown part; `fields` are the known ones, from `flat`."""
     if name in MOVED:
         raise ConfigError(f"{name} is not a field; it is {MOVED[name]} now")
     parts = name.split(".")
@@ -74,7 +74,7 @@ def check_known(name: str, fields: dict[str, Any]) -> None:
 
 
 def _nearest(name: str, fields: dict[str, Any]) -> str:
-    """A hint for an unknown field: a similar one in its section, or elsewhere, or all fields of its section."""
+    """Returns a hint for an unknown field: a similar one in its section or elsewhere, or all fields of its section."""
     if name in MOVED:
         return f"it is {MOVED[name]} now"
     parent, field = name.rsplit(".", 1)

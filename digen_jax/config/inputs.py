@@ -16,14 +16,14 @@ from digen_jax.rewards.settings import RewardSettings
 
 
 def check_machine(config: TrainConfig, devices: int) -> None:
-    """Refuses inputs that this machine does not have, and meshes that its devices cannot form.
+    """Refuses inputs that are missing on this machine, and meshes that its devices cannot form.
 
     Args:
-      config: with the sizes of its meshes, and with fields that can go together.
-      devices: number of devices.
+      config: Config with mesh sizes, whose fields can be combined.
+      devices: Number of devices.
 
     Raises:
-      ConfigError: one message for each error that can be found at once.
+      ConfigError: One message for each error that can be found at once.
     """
     with together() as one:
         with one():
@@ -40,7 +40,7 @@ def check_inputs(config: TrainConfig) -> None:
     Reads the files and imports the reward.
 
     Raises:
-      ConfigError: names what is missing or cannot be used.
+      ConfigError: Names what is missing or invalid.
     """
     files = {
         "prompts.files" if config.prompts.files else "prompts.file": config.prompts.paths,
@@ -81,12 +81,12 @@ def check_named(path: str, rewards: Sequence[RewardSettings], training: bool) ->
     """Refuses a prompt file with records that name unknown rewards.
 
     Args:
-      path: of the file.
-      rewards: rewards of the config.
-      training: also refuse a prompt if all of its rewards have weight 0.
+      path: Path of the file.
+      rewards: Rewards of the config.
+      training: Whether to refuse prompts whose rewards all have weight 0.
 
     Raises:
-      ValueError: names the line, and what to change; or as `numbered_records`.
+      ValueError: Names the line, and what to change; see also `numbered_records`.
     """
     weighed = {one.title: any(one.weights) for one in rewards}
     for line, record in numbered_records(path):
@@ -118,7 +118,7 @@ def _check_record(named: Any, weighed: dict[str, bool], training: bool) -> None:
 
 
 def needs_of(rewards: Sequence[RewardSettings]) -> dict[str, Needs]:
-    """Returns the needs of the built-in rewards, for the records to which each applies."""
+    """Returns the needs of the built-in rewards, for the records that each applies to."""
 
     def of(name: str, needs: Needs) -> Needs:
         return lambda record: needs(record) if name in record.get("rewards", (name,)) else None

@@ -22,13 +22,13 @@ from digen_jax.rewards.settings import RewardSettings
 
 
 def read_config(config: ConfigDict | Mapping[str, Any]) -> TrainConfig:
-    """Reads a config without checking its fields together, for example that of an earlier run.
+    """Reads a config, such as that of an earlier run, without checking combinations of fields.
 
     Args:
-      config: missing fields take their defaults.
+      config: Config; missing fields take their defaults.
 
     Raises:
-      ConfigError: an unknown field, or a value that a field cannot have.
+      ConfigError: A field is unknown or has an invalid value.
     """
     full = complete(ConfigDict(config))
     check_fields(full)
@@ -40,15 +40,15 @@ def read_config(config: ConfigDict | Mapping[str, Any]) -> TrainConfig:
 
 
 def load_config(config: ConfigDict | Mapping[str, Any]) -> TrainConfig:
-    """Reads a config and makes all checks that need neither a file nor a device.
+    """Reads a config and runs all checks that need neither a file nor a device.
 
-    JAX is not started, so that `placement.cpu_devices` can set the number of virtual devices.
+    Does not start JAX, so that `placement.cpu_devices` can set the number of virtual devices.
 
     Args:
-      config: missing fields take their defaults.
+      config: Config; missing fields take their defaults.
 
     Raises:
-      ConfigError: one message for each error that can be found at once.
+      ConfigError: One message for each error that can be found at once.
     """
     loaded = read_config(config)
     check_rules(loaded)
@@ -56,16 +56,16 @@ def load_config(config: ConfigDict | Mapping[str, Any]) -> TrainConfig:
 
 
 def fit_config(config: TrainConfig, devices: int) -> TrainConfig:
-    """Fits a config to this machine: reduces "fitted" meshes to its devices, and makes the last checks.
+    """Fits a config to this machine: reduces "fitted" meshes to its devices, and runs the remaining checks.
 
-    Reads the prompt files and imports the rewards. Nothing slow happens, and no model is opened.
+    Reads the prompt files and imports the rewards; reads no model and does nothing slow.
 
     Args:
-      config: as `load_config` returns it.
-      devices: number of devices of this machine.
+      config: Result of `load_config`.
+      devices: Number of devices of this machine.
 
     Raises:
-      ConfigError: one message for each error that can be found at once.
+      ConfigError: One message for each error that can be found at once.
     """
     fitted = config.fitted(devices)
     check_machine(fitted, devices)
@@ -78,8 +78,8 @@ def default_config(
     """Returns every field with its default.
 
     Args:
-      algorithm: name of the algorithm whose fields the section `algorithm` has.
-      rewards: sections of the list `rewards`. The names that a section chooses itself are fields, too.
+      algorithm: Name of the algorithm whose fields the section `algorithm` has.
+      rewards: Sections of the list `rewards`. Names that a section defines itself are fields, too.
     """
     fields = {f.name: f.default for f in dataclasses.fields(TrainConfig)}
     kind = ALGORITHMS[algorithm]
@@ -93,7 +93,7 @@ def complete(config: ConfigDict) -> ConfigDict:
     """Returns a config with defaults for every missing field.
 
     Raises:
-      ConfigError: an unknown field or one of another algorithm, or a value of another type than the default's.
+      ConfigError: A field is unknown or belongs to another algorithm, or a value has the wrong type.
     """
     if isinstance(config.get("placement"), str):
         config = replaced(config, placement=ConfigDict(dict(mode=config.placement)))
@@ -109,7 +109,7 @@ def complete(config: ConfigDict) -> ConfigDict:
 
 
 def replaced(config: ConfigDict, **sections: Any) -> ConfigDict:
-    """Returns a config with other sections, which may have another type."""
+    """Returns a config with other sections, which may have other types."""
     changed = ConfigDict({k: v for k, v in config.items() if k not in sections})
     for name, section in sections.items():
         changed[name] = section
@@ -117,7 +117,7 @@ def replaced(config: ConfigDict, **sections: Any) -> ConfigDict:
 
 
 def _filled(config: ConfigDict, defaults: ConfigDict, path: str) -> ConfigDict:
-    """Returns `config` over `defaults`, with values of the defaults' types."""
+    """Returns `config` merged over `defaults`, with values of the defaults' types."""
     merged = ConfigDict(defaults)
     with merged.unlocked():
         for name, value in config.items():
@@ -128,7 +128,7 @@ def _filled(config: ConfigDict, defaults: ConfigDict, path: str) -> ConfigDict:
 
 
 def _value(value: Any, default: Any, path: str) -> Any:
-    """Returns a field's value in the type of its default; `~` at the start of a text is the home folder."""
+    """Returns a field's value in the type of its default; `~` at the start of a string is the home folder."""
     if isinstance(default, ConfigDict):
         if not isinstance(value, ConfigDict):
             fields = ", ".join(f"{name}=..." for name in list(default)[:2])
@@ -154,7 +154,7 @@ def _in_home(value: Any) -> Any:
 
 
 def _typed(config: ConfigDict) -> TrainConfig:
-    """Returns a complete config whose single fields are valid with typed sections."""
+    """Returns a complete config, whose single fields are valid, with typed sections."""
     fields = dataclasses.fields(TrainConfig)
     defaults = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
     sections = {name: _section(default, config[name]) for name, default in defaults.items()}
@@ -171,7 +171,7 @@ def _typed(config: ConfigDict) -> TrainConfig:
 
 
 def _section(default: Any, given: Any) -> Any:
-    """Returns settings of its default's type with a config's values."""
+    """Returns settings of the default's type with a config's values."""
     if dataclasses.is_dataclass(default):
         fields = {name: _section(getattr(default, name), value) for name, value in given.items()}
         return dataclasses.replace(default, **fields)
@@ -179,7 +179,7 @@ def _section(default: Any, given: Any) -> Any:
 
 
 def _fixed(value: Any) -> Any:
-    """Returns tuples instead of the lists of JSON."""
+    """Returns tuples instead of JSON lists."""
     return tuple(map(_fixed, value)) if isinstance(value, list | tuple) else value
 
 
@@ -219,7 +219,7 @@ def _algorithm(given: Mapping[str, Any], sections: Mapping[str, Any]) -> Algorit
     if fields.get("old_log_probs") == "auto":
         fields["old_log_probs"] = choose_old_log_probs(
             "auto",
-            # An importance weight to the sampler's policy also corrects for its rounding.
+            # Importance weights relative to the sampler's policy also correct for its rounding.
             float32=precision.exact_ratios or fields.get("importance_cap", 0) > 0,
             stale=sections["runtime"].max_policy_lag > 0,
             updates=sections["trainer"].updates,
@@ -238,10 +238,10 @@ def _algorithm(given: Mapping[str, Any], sections: Mapping[str, Any]) -> Algorit
 def _reward_sections(given: Any) -> tuple[ConfigDict, ...]:
     """Returns the sections of a config's rewards, in which fields may be missing.
 
-    A reward may stand without a list, a name without a section, and a list in a text as Python writes it.
+    Accepts a reward without a list, a name instead of a section, and a list as Python text.
 
     Raises:
-      ConfigError: a reward is neither a name nor a section.
+      ConfigError: A reward is neither a name nor a section.
     """
     if isinstance(given, str) and given.lstrip()[:1] in ("(", "[", "{"):
         with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
@@ -273,7 +273,7 @@ def _reward_section(number: int, given: Any) -> ConfigDict:
 
 
 def _default_reward(given: ConfigDict | None) -> dict[str, Any]:
-    """Returns a section with every default; what a section chooses the names of is as in `given`."""
+    """Returns a section with every default; dicts with names that a section defines itself are copied from `given`."""
     fields = dataclasses.asdict(RewardSettings())
     for field in ("settings", "weight"):
         if given is not None and isinstance(given.get(field), ConfigDict):

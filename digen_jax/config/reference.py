@@ -2,7 +2,7 @@
 
 python -m digen_jax.config.reference > docs/configuration.md
 
-All of it is read from the code: a field's meaning is the comment at the end of its line or, where there is none, the
+All of it is read from the code: a field's meaning is the comment at the end of its line or, if there is none, the
 comment lines above it.
 """
 
@@ -67,7 +67,7 @@ class Field(NamedTuple):
     allowed: str
 
     def row(self) -> str:
-        """As a row of a Markdown table."""
+        """Returns the field as a row of a Markdown table."""
         cells = [f"`{self.name}`", type(self.default).__name__, f"`{_literal(self.default)}`"]
         cells += [self.meaning, self.allowed]
         return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
@@ -109,10 +109,10 @@ def _section_of(name: str) -> str:
 
 
 def described(section: str, algorithm: str = "policy_gradient") -> list[Field]:
-    """Returns the fields of a section, or the field of that name outside of all sections.
+    """Returns the fields of a section, or the field of that name outside all sections.
 
     Raises:
-      ConfigError: a field without a comment.
+      ConfigError: A field has no comment.
     """
     default = {field.name: field.default for field in dataclasses.fields(TrainConfig)}[section]
     if section == "rewards":
@@ -125,7 +125,7 @@ def described(section: str, algorithm: str = "policy_gradient") -> list[Field]:
 
 
 def comments(kind: type) -> dict[str, str]:
-    """Returns the comment of each annotated field of a class: at its line's end, else the lines above it."""
+    """Returns the comment of each annotated field of a class: at the end of its line, or else the lines above it."""
     source = inspect.getsource(kind)
     lines = source.splitlines()
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
@@ -143,7 +143,7 @@ def comments(kind: type) -> dict[str, str]:
 
 
 def _fields(kind: type, path: str, algorithm: str) -> Iterator[Field]:
-    """The fields of a dataclass and of the dataclasses in it."""
+    """Yields the fields of a dataclass and of nested dataclasses."""
     meanings = comments(kind)
     for field in dataclasses.fields(kind):
         name, default = f"{path}.{field.name}", field.default
@@ -168,12 +168,12 @@ def _field(name: str, meaning: str, algorithm: str) -> Field:
 
 
 def _literal(value: Any) -> str:
-    """A value as a config file has it."""
+    """Returns a value as written in a config file."""
     return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
 def _algorithms() -> str:
-    """The section that depends on the algorithm's name."""
+    """Returns the section whose fields depend on the algorithm's name."""
     names = ", ".join(f"`{_literal(name)}`" for name in ALGORITHMS)
     intro = (
         f"`algorithm.name` is one of {names}. It decides which other\nfields the section has; "
@@ -187,7 +187,7 @@ def _algorithms() -> str:
 
 
 def _part(heading: str, text: str, fields: list[Field]) -> str:
-    """A heading, a paragraph on the section, and a table of its fields."""
+    """Returns a heading, a paragraph on the section, and a table of its fields."""
     rows = "".join(f"{field.row()}\n" for field in fields)
     return f"{heading}\n\n{text}\n\n{TABLE}{rows}"
 

@@ -59,12 +59,12 @@ class ModelSection:
 
     @property
     def size(self) -> Size:
-        """The size of the images."""
+        """Size of the images."""
         return Size(self.height, self.width)
 
     @property
     def source(self) -> Size | None:
-        """The size of images to edit; None means that there are none."""
+        """Size of source images to edit. None means that there are none."""
         return Size(self.source_height, self.source_width) if self.source_height else None
 
 
@@ -86,12 +86,12 @@ class PrecisionSection:
 
     @property
     def exact_ratios(self) -> bool:
-        """Whether sampler and trainer both compute in float32, so that stored log-probabilities are the trainer's."""
+        """Whether sampler and trainer both compute in float32, so that stored log-probabilities equal the trainer's."""
         return {self.arithmetic, self.rollout or self.arithmetic} == {"float32"}
 
     @property
     def sent(self) -> np.dtype | None:
-        """The type of weights that are sent; None: their own."""
+        """Type of weights in a weight sync. None means the parameters' type."""
         return jnp.dtype(self.rollout) if self.rollout else None
 
 
@@ -117,7 +117,7 @@ class PromptsSection:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """The prompt files to train on; none where none is given."""
+        """Prompt files to train on; empty if none is configured."""
         return self.files or ((self.file,) if self.file else ())
 
 
@@ -269,7 +269,7 @@ class WandbSection:
 
     @property
     def options(self) -> dict[str, Any] | None:
-        """Arguments of `wandb.init`; None without a project."""
+        """Arguments of `wandb.init`. None means no project."""
         return {k: v for k, v in vars(self).items() if v} if self.project else None
 
 
@@ -286,5 +286,5 @@ class TrackioSection:
 
     @property
     def options(self) -> dict[str, Any] | None:
-        """Arguments of `trackio.init`; None without a project."""
+        """Arguments of `trackio.init`. None means no project."""
         return {k: v for k, v in vars(self).items() if v} if self.project else None

@@ -43,7 +43,7 @@ from digen_jax.scheduling.settings import Settings
 
 # All algorithms, by name.
 ALGORITHMS = {kind.name: kind for kind in (PolicyGradient, DiffusionNFT, AWM, DiffusionDPO)}
-# Where a step's work is done and how it is divided: the result is the same up to rounding.
+# Fields that set where a step's work runs and how it is divided; results are the same up to rounding.
 LAYOUT = (
     "placement",
     "rewards[i].where",
@@ -61,7 +61,7 @@ TURNED = (
     "trainer.warmup",
     "trainer.weight_decay",
 )
-# All fields that a resumed run may change; only those in TURNED change what a step computes.
+# All fields that a resumed run may change; only fields in TURNED change the computed result.
 MAY_CHANGE = (
     *LAYOUT,
     *TURNED,
@@ -87,7 +87,7 @@ MAY_CHANGE = (
 class TrainConfig:
     """A complete config with typed sections; "auto" and fields that depend on other sections are resolved.
 
-    `asked` is the section `algorithm` before that, where "auto" or 0 may stand for another section's value.
+    `asked` is the section `algorithm` before that, in which "auto" or 0 may stand for another section's value.
     """
 
     seed: Annotated[int, Range(0, LARGEST_SEED)] = 0  # seed of all random numbers of a run
@@ -115,7 +115,7 @@ class TrainConfig:
 
     @property
     def trackers(self) -> dict[str, dict[str, Any]]:
-        """The arguments of each tracker's `init`, by its name; only of those with a project."""
+        """Arguments of `init` by tracker, for trackers with a project."""
         found = {"wandb": self.wandb.options, "trackio": self.trackio.options}
         return {name: options for name, options in found.items() if options is not None}
 
@@ -129,7 +129,7 @@ class TrainConfig:
         """Number of training samples of each image: transitions, or noise levels of the forward process.
 
         Raises:
-          ValueError: the window's fraction gives no transition, or more than the window has.
+          ValueError: The window's fraction selects no transition, or more than the window has.
         """
         if self.algorithm.objective == "matching":
             return self.algorithm.times.count
@@ -137,13 +137,13 @@ class TrainConfig:
 
     @property
     def rng(self) -> SampleRng:
-        """The random keys for the images of every step."""
+        """Random keys for the images of every step."""
         window = self.sampler.window if self.noisy_steps else None
         return SampleRng(self.seed, window, self.sampler.shared_noise)
 
     @property
     def scheduler(self) -> Settings:
-        """The scheduler's settings."""
+        """Settings of the scheduler, without evaluations."""
         runtime = self.runtime
         return Settings(
             steps=self.steps,
@@ -165,7 +165,7 @@ class TrainConfig:
         )
 
     def scheduled(self, held_out: int) -> Settings:
-        """The scheduler's settings of a run that evaluates on `held_out` prompts. 0 means no evaluation."""
+        """Returns the scheduler's settings for evaluations on `held_out` prompts. 0 means no evaluation."""
         settings, algorithm = self.scheduler, self.algorithm
         if not held_out:
             return settings
@@ -176,7 +176,7 @@ class TrainConfig:
             show_every=self.images.every,
             shown_images=self.images.count,
             evaluation_batch=self.evaluation.batch,
-            # The trained parameters are not what samples, or their average is evaluated.
+            # The sampler does not use the trained parameters, or their average is evaluated.
             separate_eval_weights=self.trainer.ema > 0
             or algorithm.samples_from_copy
             or algorithm.set_steps > 0,
@@ -184,7 +184,7 @@ class TrainConfig:
 
     @property
     def in_order(self) -> bool:
-        """Whether each worker samples and trains its own chunks, in their order: see `runtime.deterministic_order`."""
+        """Whether each worker samples and trains its own chunks in order: see `runtime.deterministic_order`."""
         runtime, placement = self.runtime, self.placement
         if runtime.deterministic_order != "auto":
             return runtime.deterministic_order == "yes"
@@ -193,32 +193,32 @@ class TrainConfig:
 
     @property
     def drawn_groups(self) -> int:
-        """Number of groups for which every step reads prompts: with dynamic sampling all possible candidates.
+        """Number of groups whose prompts are read per step: with dynamic sampling all possible candidates.
 
-        The number is fixed, so that the next step's prompts, which asynchrony reads before this step has
-        ended, and the position in the file after a step do not depend on what happens in the step.
+        The number is fixed so that neither the next step's prompts, which are read before this step ends, nor the
+        position in the file after a step depend on events in the step.
         """
         return self.runtime.max_candidates or self.batch.groups
 
     @property
     def evaluation_steps(self) -> int:
-        """Denoising steps of the sampler that evaluates."""
+        """Denoising steps of the evaluation sampler."""
         return self.evaluation.steps or self.sampler.steps
 
     @property
     def evaluation_size(self) -> Size:
-        """The size of the images of an evaluation."""
+        """Size of the images of an evaluation."""
         own, model = self.evaluation, self.model
         return Size(own.height or model.height, own.width or model.width)
 
     @property
     def evaluated_prompts(self) -> str:
-        """The label of the evaluation's prompts: see `prompts_label`."""
+        """Label of the evaluation's prompts: see `prompts_label`."""
         return prompts_label(self.prompts.paths, self.evaluation.prompts)
 
     @property
     def layout(self) -> str:
-        """Where a step's work is done and how it is divided, as a string: the costs of commands depend on it."""
+        """Placement and division of a step's work, as a string: the costs of commands depend on it."""
         placement = dataclasses.asdict(self.placement)
         del placement["cpu_devices"], placement["mode"], placement["trainer"]["samples"]
         cut = self.sampler.chunk, self.trainer.micro_batch, self.trainer.pack
@@ -228,7 +228,7 @@ class TrainConfig:
         return json.dumps(known, sort_keys=True)
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the complete config as a user wrote it, as JSON values: all files of a run store it in this form."""
+        """Returns the complete config as the user wrote it, as JSON values, the form stored in all files of a run."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         fields["algorithm"] = fields.pop("asked")
         return json.loads(json.dumps(plain(fields), sort_keys=True))
@@ -246,7 +246,7 @@ class TrainConfig:
 
 
 def plain(value: Any) -> Any:
-    """Returns settings as dicts, tuples and plain values, without the fields that follow from other sections."""
+    """Returns settings as dicts, tuples and plain values, without fields that are derived from other sections."""
     if dataclasses.is_dataclass(value):
         own = (f.name for f in dataclasses.fields(value) if "derived" not in f.metadata)
         value = {name: getattr(value, name) for name in own}
