@@ -25,7 +25,7 @@ GB = 10**9
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """One JAX device.
+    """Rates and memory of one JAX device.
 
     Attributes:
       name: Short name.

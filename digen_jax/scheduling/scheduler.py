@@ -160,7 +160,7 @@ class Scheduler:
         return not (task and task.weights_version == command.weights_version)
 
     def waits_for(self, worker: str) -> str:
-        """Returns what an idle worker waits for, one of `timeline.CAUSES`."""
+        """Returns the cause of an idle worker's wait, one of `timeline.CAUSES`."""
         state, found, step = self.state, self.state.workers[worker], self._current_step
         if found.task is not None or (found.arriving and step is not None):
             return "weights"

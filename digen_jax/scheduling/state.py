@@ -125,7 +125,7 @@ def pack(value: Any) -> Any:
 
 
 def unpack(value: Any) -> Any:
-    """The inverse of `pack`."""
+    """Inverts `pack`."""
     if isinstance(value, list):
         return [unpack(v) for v in value]
     if not isinstance(value, dict):
