@@ -1,40 +1,39 @@
 """Advantages of a step's images from their rewards, on the host.
 
-The module computes in numpy with float64, so that the difference of nearly equal rewards keeps its precision, and
-returns float32. Groups are given by integer ids; a repeated prompt is another group. The loss clips the
-advantages (`adv_clip`), not this module.
+The computation is numpy in float64, so that differences of nearly equal rewards keep their precision; the result is
+float32. Groups are given by integer ids; a repeated prompt is another group. The loss, not this module, clips the
+advantages (`adv_clip`).
 
-Public code differs in the std: that of the population (ddof 0) in Flow-GRPO, DiffusionNFT, GenRL and
-Flow-Factory; that of a sample (ddof 1) in DanceGRPO, MixGRPO, verl-omni and GDPO; in UniRL the
-population's for a group, but a sample's for the step. It also differs in the guard against a std of 0:
-Flow-GRPO, DiffusionNFT, GenRL, verl-omni and GDPO's TRL code add 1e-4, as here; DanceGRPO and MixGRPO add
-1e-8, with which float32 rounding of equal rewards may give advantages of order 1;
-Flow-Factory divides by max(std, 1e-6).
+Public code differs in the std: population (ddof 0) in Flow-GRPO, DiffusionNFT, GenRL and Flow-Factory;
+sample (ddof 1) in DanceGRPO, MixGRPO, verl-omni and GDPO; in UniRL population for a group, but sample
+for the step. It also differs in the guard against a std of 0: Flow-GRPO, DiffusionNFT, GenRL, verl-omni
+and GDPO's TRL code add 1e-4, as here; DanceGRPO and MixGRPO add 1e-8, with which float32 rounding of
+equal rewards may give advantages of order 1; Flow-Factory divides by max(std, 1e-6).
 
 The defaults are Flow-GRPO's (arXiv 2505.05470). RLOO (arXiv 2402.14740) is baseline
 "leave_one_out" with std "none", Dr. GRPO (arXiv 2503.20783) "group_mean" with std "none".
 
-For several rewards, `combine` sets how they become one advantage:
+With several rewards, `combine` selects how they become one advantage:
 
 - "rewards": the reward is their weighted sum, as in Flow-GRPO's code.
-- "advantages": the weighted sum of each reward's own advantages, as in MixGRPO's code
-  ("advantage_aggr") and GenRL's (`weight_advantages`). `reward_clips` bounds the size of each reward's
-  advantages before they are weighted, as in DanceGRPO's code for HunyuanVideo.
+- "advantages": the weighted sum of the advantages of each reward, as in MixGRPO's code
+  ("advantage_aggr") and GenRL's (`weight_advantages`). `reward_clips` bounds each reward's advantages
+  before they are weighted, as in DanceGRPO's code for HunyuanVideo.
 - "gdpo": the same with each reward standardised in its group, then divided by the std of the
-  result over the step (GDPO, arXiv 2601.05242). The mean of this batch normalisation
-  is 0, as every group's is, and is not subtracted.
+    result over the step (GDPO, arXiv 2601.05242). The mean of this batch normalization
+    is 0, because every group's mean is 0, and is not subtracted.
 
-A reward may apply to some prompts only. Its scores of a group are then all there or all missing (NaN), and
-every image has at least one. With A_i the rewards that apply to image i, and w_j their weights:
+  A reward may apply to some prompts only. Its scores within a group are then all present or all missing (NaN),
+  and every image has at least one. With A_i the rewards that apply to image i, and w_j their weights:
 
-- "rewards": image i's reward is the sum of w_j r_ij over j in A_i. Baseline and std are those of these sums:
-  the global std is over all images of the step.
-- "advantages": reward j's own advantages are defined on the images that it applies to, and its global std
-  is over these. Image i's advantage is the sum of w_j times its clipped advantage of j over j in A_i.
-- "gdpo": the same sum without clipping; the std over the step is over all images.
+  - "rewards": image i's reward is the sum of w_j r_ij over j in A_i. Baseline and std are those of these sums;
+    the global std is over all images of the step.
+  - "advantages": reward j's advantages are defined on the images that it applies to, and its global std
+    is over these. Image i's advantage is the sum of w_j times its clipped advantage of j over j in A_i.
+  - "gdpo": the same sum without clipping; the std over the step is over all images.
 
-So a group does not count in the statistics of a reward that does not apply to it. With "advantages" groups of
-different rewards weigh the same whatever the scales of the rewards; with "rewards" scales matter.
+  A group therefore does not count in the statistics of a reward that does not apply to it. With "advantages", groups
+  with different rewards have equal weight for any reward scales; with "rewards", scales matter.
 """
 
 import dataclasses
@@ -45,10 +44,10 @@ from jaxtyping import Bool, Float, Float32, Int
 
 from digen_jax.ranges import DERIVED, Count
 
-# Added to a std before a division by it, in units of the reward.
+# Added to a std before dividing by it, in units of the reward.
 STD_EPS = 1e-4
 
-# The value subtracted from a reward. "group_mean": the mean of its group, itself included.
+# The value subtracted from a reward. "group_mean": the mean of its group, including itself.
 # "leave_one_out": the mean of the other rewards of its group.
 Baseline = Literal["group_mean", "leave_one_out"]
 
@@ -81,20 +80,20 @@ class AdvantageSettings:
 
     @property
     def needs(self) -> Literal["group", "step"]:
-        """Unit that must be scored before any of it can train."""
+        """Unit that must be scored before any part of it can train."""
         return "step" if self.std == "global" or self.combine == "gdpo" else "group"
 
     @property
     def ranking_needs(self) -> Literal["group", "step"]:
-        """Unit that must be scored before `ranking` is known: a std shared by all rewards changes no order."""
+        """Unit that must be scored before `ranking` is known: a std shared by all rewards does not change the order."""
         return "step" if self.std == "global" and self.combine == "advantages" else "group"
 
     def kept(self, chunk: int, images: int) -> int:
-        """Returns the number of images of a chunk that train; `images` is the number of images of a group."""
+        """Returns the number of images of a chunk that train, for groups of `images` images."""
         return chunk // images * 2 * self.best_and_worst or chunk
 
     def check(self, images: int) -> None:
-        """Raises ValueError for settings that cannot go together, or with groups of `images` images."""
+        """Raises ValueError for settings that are incompatible, or do not allow groups of `images` images."""
         if self.std == "none" and self.ddof:
             raise ValueError(
                 f"ddof is {self.ddof}, but std is 'none'; set ddof to 0 or std to 'group' or 'global'"
@@ -122,10 +121,10 @@ class AdvantageSettings:
             )
 
     def check_early_training(self) -> None:
-        """Raises ValueError unless advantages are (reward - the group's mean) / a std, and all images train.
+        """Raises ValueError unless advantages are (reward - group mean) / std, and all images train.
 
         Otherwise training before a group is complete is not exact. Without a std it would also be exact, but
-        nothing bounds such advantages, so whether they are clipped is not known in advance.
+        such advantages are unbounded, so whether they are clipped is not known in advance.
         """
         for name, allowed in (
             ("baseline", ("group_mean",)),
@@ -150,18 +149,18 @@ def advantages(
 ) -> Float32[np.ndarray, "n"]:
     """Computes each image's advantage, before clipping, from all rewards of a group or step (`settings.needs`).
 
-    Images that do not train (`trained_images`) also have one, and count in every mean and std.
+    Images that do not train (`trained_images`) also have an advantage, and count in every mean and std.
 
     Args:
-      settings: Settings that passed their check.
-      rewards: One number an image, or k of them if there are k reward_weights; NaN if a reward does not apply to
-        the image's group.
-      group_ids: Each image's group, in [0, num_groups).
+      settings: Validated settings.
+      rewards: One number per image, or k numbers for k reward_weights; NaN if a reward does not apply to the
+        image's group.
+      group_ids: Group of each image, in [0, num_groups).
       num_groups: Number of groups in the batch.
 
     Raises:
-      ValueError: a reward is infinite, or missing for an image but not for its complete group, or an image has
-        none; the numbers of rewards and weights differ, a group id is out of range, or an image is alone in its
+      ValueError: a reward is infinite, or missing for an image but not for its full group, or an image has no
+        reward; the numbers of rewards and weights differ, a group id is out of range, or an image is alone in its
         group and the baseline is "leave_one_out".
     """
     rewards = _columns(settings, rewards, group_ids, num_groups)
@@ -177,11 +176,11 @@ def trained_images(
     group_ids: Int[np.ndarray, "n"],
     num_groups: int,
 ) -> Bool[np.ndarray, "n"]:
-    """Returns whether each image trains; the others get weight 0 and do not count in the loss's denominator.
+    """Returns whether each image trains; other images get weight 0 and do not count in the loss's denominator.
 
-    Takes the arguments of `advantages`: complete groups, images in the order of their index. Only complete groups are
-    dropped, if all rewards that `combine` combines are equal. Flow-GRPO's code and GenRL's drop each image whose
-    advantage is 0, even from a group that has others, but keep some at random to fill batches.
+    Takes the arguments of `advantages`: complete groups, with images in index order. Only complete groups are
+    dropped, if all rewards that `combine` combines are equal. The code of Flow-GRPO and GenRL drops each image whose
+    advantage is 0, even if others of its group are not 0, but keeps some at random to fill batches.
 
     Raises:
       ValueError: as for `advantages`; or a group is too small for `best_and_worst`.
@@ -204,7 +203,7 @@ def ranking(
     group_ids: Int[np.ndarray, "n"],
     num_groups: int,
 ) -> Float[np.ndarray, "n"]:
-    """Returns numbers that order the images of each group as their advantages do, and are equal if these are.
+    """Returns numbers that order the images of each group like their advantages, with the same ties.
 
     Takes the arguments of `advantages`: all rewards of a group or step (`settings.ranking_needs`).
 
@@ -214,7 +213,7 @@ def ranking(
     rewards = _columns(settings, rewards, group_ids, num_groups)
     plain = settings.std == "none" and not any(settings.reward_clips)
     if settings.combine == "rewards" or plain:
-        return _weighted_sum(settings, rewards)  # in which no difference is lost to rounding
+        return _weighted_sum(settings, rewards)  # no difference is lost to rounding
     # With advantages, rounding errors would order images whose rewards cancel.
     combined = _combined(settings, rewards, group_ids, num_groups)
     return np.round(combined / np.abs(settings.reward_weights).sum(), 12)
@@ -225,9 +224,9 @@ def zero_std_groups(
     group_ids: Int[np.ndarray, "b"],
     num_groups: int,
 ) -> Bool[np.ndarray, "groups"]:
-    """Returns whether the rewards of each group are all equal, which gives no signal; False for an absent group.
+    """Returns whether the rewards of each group are all equal, which gives no signal; False for missing groups.
 
-    With several rewards, each that applies must be equal for all images of the group.
+    With several rewards, each reward that applies must be equal for all images of the group.
 
     Raises:
       ValueError: a reward is not finite where it applies, or a group id is out of range.
@@ -244,19 +243,18 @@ def best_and_worst(
 ) -> Bool[np.ndarray, "n"]:
     """Returns the `count` best and the `count` worst images of each group (DanceGRPO, arXiv 2505.07818).
 
-    DanceGRPO's code for HunyuanVideo, whose `bestofn` is both halves together (8 of 24 images), computes
-    the advantages over the complete group first and then ranks the images by them, before clipping; so does
-    `advantages.trained_images`. The order of ties depends on its sort, and for an odd `bestofn` it takes one
-    more of the best; here equal images are ranked by their index, the lower one as the worse, and both
-    halves are equally large.
+    DanceGRPO's code for HunyuanVideo, whose `bestofn` counts both halves (8 of 24 images), computes the
+    advantages over the complete group and then ranks the images by them, before clipping; so does
+    `advantages.trained_images`. Its order of ties depends on its sort, and an odd `bestofn` takes one more
+    of the best. Here ties are ranked by index, the lower one as worse, and both halves have the same size.
 
     Args:
-      scores: Numbers by which images are ranked; higher is better.
-      group_ids: Each image's group. Images must be in the order of their index, not of their arrival.
-      count: Images in a half, at most half of the smallest group.
+      scores: Ranking scores; higher is better.
+      group_ids: Group of each image. Images must be in index order, not in order of arrival.
+      count: Images per half, at most half of the smallest group.
 
     Raises:
-      ValueError: a score is not a number, or a group is too small for both halves.
+      ValueError: a score is NaN, or a group is too small for both halves.
     """
     broken = np.flatnonzero(np.isnan(scores))
     if broken.size:
@@ -268,7 +266,7 @@ def best_and_worst(
             f"group {groups[small[0]]} has {sizes[small[0]]} images, too few for {count} best and "
             f"{count} other worst ones; give it {2 * count} or more"
         )
-    order = np.lexsort((scores, group))  # stable, so that equal scores stay in order of index
+    order = np.lexsort((scores, group))  # stable: equal scores stay in index order
     rank = np.empty(len(scores), np.int64)
     rank[order] = np.arange(len(scores)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     return (rank < count) | (rank >= sizes[group] - count)
@@ -277,7 +275,7 @@ def best_and_worst(
 def _columns(
     settings: AdvantageSettings, rewards: np.ndarray, group_ids: np.ndarray, num_groups: int
 ) -> np.ndarray:
-    """Returns the rewards in float64, a column for each weight."""
+    """Returns the rewards in float64, one column per weight."""
     rewards = _checked(rewards, group_ids, num_groups)
     columns = rewards[:, None] if rewards.ndim == 1 else rewards
     if columns.shape[1] != len(settings.reward_weights):
@@ -289,7 +287,7 @@ def _columns(
 
 
 def _weighted_sum(settings: AdvantageSettings, columns: np.ndarray) -> np.ndarray:
-    # no matrix product: it may sum the rows of equal images in different orders
+    # No matrix product: it may sum the rows of equal images in different orders.
     return _zero_where_missing(columns * np.asarray(settings.reward_weights)).sum(axis=1)
 
 
@@ -300,7 +298,7 @@ def _zero_where_missing(columns: np.ndarray) -> np.ndarray:
 def _combined(
     settings: AdvantageSettings, columns: np.ndarray, group_ids: np.ndarray, num_groups: int
 ) -> np.ndarray:
-    """Returns the advantages in float64; for "gdpo" without the last normalisation."""
+    """Returns the advantages in float64; for "gdpo" before the last normalization."""
     how = settings.baseline, settings.std, settings.ddof
     if settings.combine == "rewards":
         return _standardised(_weighted_sum(settings, columns), group_ids, num_groups, *how)
@@ -321,7 +319,7 @@ def _standardised(
     ddof: DDof,
 ) -> np.ndarray:
     sizes = np.bincount(group_ids, minlength=num_groups)[group_ids]
-    # subtract the group's lowest first: then equal rewards have advantages that are exactly 0
+    # Subtract the group's minimum first: then equal rewards have advantages of exactly 0.
     above = rewards - _group_lowest(rewards, group_ids, num_groups)[group_ids]
     centred = above - np.bincount(group_ids, above, num_groups)[group_ids] / sizes
     if std == "group":
@@ -340,7 +338,7 @@ def _standardised(
 
 
 def _global_std(values: np.ndarray, ddof: DDof) -> float:
-    """Returns the std, 0 for a reward that applies to no image."""
+    """Returns the std; 0 for a reward that applies to no image."""
     if not len(values):
         return 0.0
     return float(values.std(ddof=min(ddof, len(values) - 1)))
@@ -353,7 +351,7 @@ def _group_lowest(rewards: np.ndarray, group_ids: np.ndarray, num_groups: int) -
 
 
 def _checked(rewards: np.ndarray, group_ids: np.ndarray, num_groups: int) -> np.ndarray:
-    """Returns the rewards in float64, after a check of rewards and ids."""
+    """Checks rewards and ids, and returns the rewards in float64."""
     outside = np.flatnonzero((group_ids < 0) | (group_ids >= num_groups))
     if outside.size:
         raise ValueError(
@@ -363,7 +361,7 @@ def _checked(rewards: np.ndarray, group_ids: np.ndarray, num_groups: int) -> np.
     missing = np.isnan(rewards)
     broken = ~np.isfinite(rewards)
     if rewards.ndim == 2 and missing.any():
-        # A score may be missing if its reward applies to no image of the group, and each image has another one.
+        # A score may be missing if its reward applies to no image of the group and each image has another score.
         known = np.zeros((num_groups, rewards.shape[1]), bool)
         np.logical_or.at(known, group_ids, ~missing)
         broken &= ~(missing & ~known[group_ids] & ~missing.all(axis=1, keepdims=True))

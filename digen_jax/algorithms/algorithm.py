@@ -1,4 +1,4 @@
-"""Interface of algorithms: the properties by which the rest of the package handles each of them.
+"""Algorithm interface: the properties by which the rest of the package handles each algorithm.
 
 An algorithm is a frozen dataclass of its settings, which are the fields of the config's section `algorithm`. It
 trains either the transitions of sampled trajectories or final images at noise levels of the forward process
@@ -17,11 +17,11 @@ from digen_jax.diffusion.noising import Times
 
 
 class PreparedChunk(NamedTuple):
-    """Trained part of a chunk.
+    """The trained part of a chunk.
 
     Attributes:
-      pairs: Images of each training sample, the preferred one first. None means one image each.
-      advantages: A number for each sample; the algorithm defines its meaning.
+      pairs: Images of each training sample, the preferred one first. None means one image per sample.
+      advantages: One number per sample; the algorithm defines its meaning.
       weight: Weight of each sample; 0 means that it is not trained.
     """
 
@@ -31,7 +31,7 @@ class PreparedChunk(NamedTuple):
 
 
 class Algorithm:
-    """Properties that other packages read, with the most frequent values."""
+    """Properties that other packages read, with the most frequent values as defaults."""
 
     name: ClassVar[str]  # in a config
     objective: ClassVar[Literal["transitions", "matching"]]  # the program that trains it
@@ -51,21 +51,21 @@ class Algorithm:
 
     @property
     def terms(self) -> tuple[str, ...]:
-        """Names of the loss's terms, whose means over the samples are metrics."""
+        """Names of the loss terms, whose means over the samples are metrics."""
         raise NotImplementedError
 
     def check(self) -> None:
-        """Raises ValueError for settings that cannot work together; types state the range of each field."""
+        """Raises ValueError for incompatible settings; types define the range of each field."""
 
     def check_kind(self, kind: str) -> None:
-        """Raises ValueError if images sampled by steps of this kind (`diffusion.steps.KINDS`) cannot be trained."""
+        """Raises ValueError if samples from steps of this kind (`diffusion.steps.KINDS`) cannot be trained."""
 
     def check_early_training(self, advantages: AdvantageSettings, images: int, groups: int) -> None:
         """Raises ValueError if training before a group is complete is not exact."""
         raise NotImplementedError
 
     def needs(self, advantages: AdvantageSettings) -> Literal["group", "step"]:
-        """Returns the unit that must be scored before any of it can train."""
+        """Returns the unit that must be scored before any part of it can train."""
         return advantages.ranking_needs if self.ranks else advantages.needs
 
     def prepare(
@@ -77,9 +77,9 @@ class Algorithm:
         """Returns the trained part of a chunk.
 
         Args:
-          advantages: Advantage of each image; if the algorithm `ranks`, any numbers in the images' order.
-          weight: 0 for images that are left out.
-          rows: Number of each image's group.
+          advantages: Advantage of each image; if the algorithm `ranks`, any numbers in the same order.
+          weight: Weight of each image; 0 means excluded.
+          rows: Group number of each image.
         """
         return PreparedChunk(None, advantages, weight)
 
@@ -92,13 +92,13 @@ class Algorithm:
     def ratio_bound(self) -> float | None:
         """Distance of a ratio from 1 at which the loss bounds it. None means that the first update has no such ratios.
 
-        If it is not None, "ratio_spread" and "over_spread_limit" are among the `terms`.
+        If it is not None, `terms` include "ratio_spread" and "over_spread_limit".
         """
         return None
 
     @property
     def reads_reference(self) -> bool:
-        """Whether training reads the policy before tuning, which is then kept."""
+        """Whether training reads the initial policy, which is then kept."""
         raise NotImplementedError
 
     @property
@@ -108,28 +108,28 @@ class Algorithm:
 
     @property
     def reads_start(self) -> bool:
-        """Whether training reads the parameters at its step's start, even after updates."""
+        """Whether training reads the parameters at the start of its step, even after updates."""
         return False
 
     @property
     def slow_copy(self) -> LinearDecay | None:
-        """Decay by which a slow copy follows the trained parameters, once a step. None means no copy."""
+        """Decay of a slow copy that follows the trained parameters, updated once per step. None means no copy."""
         return None
 
 
 class MatchingSamples(NamedTuple):
-    """Inputs of the network for final images, and its target; for pairs each array is [n, 2, ...]."""
+    """Network inputs and targets for final images; for pairs each array is [n, 2, ...]."""
 
     x0: Float[Array, "n *shape"]  # latents of the sampled images
     x: Float[Array, "n *shape"]  # x0 at noise level sigma
     target: Float[Array, "n *shape"]  # eps - x0
     sigma: Float[Array, "n"]  # noise levels
-    advantages: Float[Array, "n"]  # of `PreparedChunk`
-    trained: Bool[Array, "n"]  # False for padding: terms and gradient are 0, whatever the values
+    advantages: Float[Array, "n"]  # from `PreparedChunk`
+    trained: Bool[Array, "n"]  # False for padding, whose terms and gradient are 0 for any values
 
 
 class Velocities(NamedTuple):
-    """Velocities of each policy at the same images and noise levels; None if the algorithm does not read one."""
+    """Velocities of each policy at the same images and noise levels. None means that the algorithm does not read it."""
 
     trained: Float[Array, "n *shape"]  # with gradient
     behavior: Float[Array, "n *shape"] | None
@@ -138,24 +138,24 @@ class Velocities(NamedTuple):
 
 
 class Matching(Algorithm):
-    """Trains final images at noise levels of the forward process, with samples from any policy.
+    """Trains final images at noise levels of the forward process; any policy may have sampled them.
 
-    The loss reads velocities v = v(null) + guidance (v(prompt) - v(null)) (arXiv 2207.12598); at guidance 1 or below
-    it reads v(prompt) alone. This guidance may differ from the sampler's. One value holds for the trained policy, the
-    behavior policy and the slow copy, another one for the reference. If the model takes guidance as an input, these
-    values are that input; if it also has a second pass, every velocity has the sampler's `true_cfg_scale`.
+    The loss reads velocities v = v(null) + guidance (v(prompt) - v(null)) (arXiv 2207.12598), or v(prompt) alone if
+    guidance is at most 1. This guidance may differ from the sampler's. The trained policy, the behavior policy and the
+    slow copy share one value; the reference has another. If the model takes guidance as an input, these values are that
+    input; if it also has an unconditional pass, every velocity uses the sampler's `true_cfg_scale`.
 
     Policy gradients always replay with the sampler's guidance, also for the reference, because their ratio is to the
-    sampled policy (yifan123/flow_grpo, scripts/train_sd3.py, 74db691, `train.cfg`). Both passes have a gradient, as
-    there. Commit ac4c86e stops the gradient of the pass without the prompt, which is another objective: the gradient
-    of a step differs by more than its largest element.
+    sampled policy (yifan123/flow_grpo, scripts/train_sd3.py, 74db691, `train.cfg`). Both passes have a gradient, as in
+    that script. Commit ac4c86e stops the gradient of the unconditional pass, which is another objective: a step's
+    gradient differs by more than its largest element.
 
     Public code of the matching algorithms:
 
     - yifan123/flow_grpo, scripts/train_sd3_dpo.py, ac4c86e: DPO samples at 4.5 and trains v(prompt), with the
       reference's v(prompt).
     - NVlabs/DiffusionNFT, scripts/train_nft_sd3.py, 24af555: samples at 1 and trains v(prompt). Above 1 it would add
-      the empty prompt to the texts without doubling the images, so that their numbers would differ.
+      empty prompts to the texts without doubling the images, so that the batch sizes would differ.
     - scxue/advantage_weighted_matching, advantage_weighted_matching/scripts/train_sd3_awm.py, be51372: AWM trains
       v(prompt) by default (`train.cfg` False), else policy, old policy, reference and slow copy at the sampler's
       guidance.
@@ -176,11 +176,11 @@ class Matching(Algorithm):
         return self.guidance, self.reference_guidance
 
     def loss(self, samples: MatchingSamples, v: Velocities) -> dict[str, Float32[Array, "n"]]:
-        """Returns the `terms` of each sample; "loss" is minimised."""
+        """Returns the `terms` of each sample; "loss" is minimized."""
         raise NotImplementedError
 
     def check(self) -> None:
-        """Raises ValueError for a guidance of a reference that is not evaluated."""
+        """Raises ValueError if a reference guidance is set, but the reference is not evaluated."""
         if self.reference_guidance != self.guidance and not self.reads_reference:
             raise ValueError(
                 f"reference_guidance is {self.reference_guidance} and guidance {self.guidance}, but with "
@@ -189,6 +189,6 @@ class Matching(Algorithm):
 
 
 def choose_guidance(guidance: float, reference: float, sampler: float) -> tuple[float, float]:
-    """Resolves (guidance, the reference's guidance) of a config: 0 means the sampler's and `guidance`, respectively."""
+    """Resolves a config's (guidance, reference guidance): 0 means the sampler's and `guidance`, respectively."""
     guidance = guidance or sampler
     return guidance, reference or guidance

@@ -1,14 +1,14 @@
 """AWM, advantage weighted matching (arXiv 2509.25050): a policy gradient on the forward process.
 
-The flow-matching loss of an image replaces its negative log-probability, so that the objective is the
-pretraining objective, weighted by advantages. It needs only final images.
+The flow-matching loss of an image replaces its negative log-probability, so the objective is the pretraining
+objective weighted by advantages. It needs only final images.
 
-Implementations differ. This follows the authors' code (scxue/advantage_weighted_matching): the ratio
-is taken per image and time (its `loss_type` "exp_first"; "sum_first" averages log-probabilities over
-an image's times before the exponential, which has the same gradient at a ratio of 1), advantages are
-scaled to `advantage_max` after clipping, and besides the KL to the reference there is one to a slow
-copy of the trained policy. Flow-Factory has no scaling, omits the second KL by default, weights
-uniformly and clips the ratio at 1e-4. Both compute the matching error in float64; here it is float32.
+Implementations differ. This one follows the authors' code (scxue/advantage_weighted_matching): the ratio
+is per image and time (its `loss_type` "exp_first"; "sum_first" averages log-probabilities over
+an image's times before the exponential, with the same gradient at a ratio of 1), advantages are
+scaled to `advantage_max` after clipping, and there is a second KL, to a slow copy of the trained policy.
+Flow-Factory does not scale, omits the second KL by default, weights uniformly and clips the ratio at
+1e-4. Both compute the matching error in float64; here it is float32.
 """
 
 import dataclasses
@@ -25,20 +25,20 @@ from digen_jax.algorithms.old_log_probs import SPREAD_LIMIT, spread_terms
 from digen_jax.diffusion.noising import LogitNormalTimes
 from digen_jax.ranges import NonNegativeFloat, PositiveFloat, Range
 
-# Weight of a matching error e at noise level sigma: see `matching_log_prob`.
+# Weight of a matching error e at noise level sigma (see `matching_log_prob`).
 Weighting = Literal["uniform", "sigma", "sigma_squared", "huber", "ghuber"]
 HUBER_EPS = 1e-10  # added to e before a power below 1, whose slope at 0 is infinite
-# Decay of the slow copy in the second KL, applied once a step, after all its updates.
+# Decay of the slow copy in the second KL, applied once per step, after all its updates.
 SLOW_COPY = LinearDecay(start=0, slope=0.001, largest=0.3)
 TIMES = LogitNormalTimes(6, shift=3.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class AWM(Matching):
-    """Settings, with the values of the authors' code for Stable Diffusion 3.5 M on GenEval.
+    """Settings, with the defaults of the authors' code for Stable Diffusion 3.5 M on GenEval.
 
-    Its kl_coefficient is 0.003 for OCR and 1e-4 for PickScore; everything else is equal. Its noise levels
-    are drawn from the shifted schedule of Stable Diffusion 3; here from that model's training density.
+    Its kl_coefficient is 0.003 for OCR and 1e-4 for PickScore; everything else is equal. It samples noise levels
+    from the shifted schedule of Stable Diffusion 3; here they come from that model's training density.
     """
 
     name: ClassVar[str] = "awm"
@@ -77,12 +77,12 @@ class AWM(Matching):
 
     @property
     def ratio_bound(self) -> float | None:
-        """Clip range, or None if ratios are 1 by definition."""
+        """Clip range. None means that ratios are 1 by definition."""
         return self.clip_range if self.old_log_probs == "recomputed" else None
 
     @property
     def reads_reference(self) -> bool:
-        """Whether there is a KL to the policy before tuning."""
+        """Whether there is a KL to the initial policy."""
         return self.kl_coefficient > 0
 
     @property
@@ -92,7 +92,7 @@ class AWM(Matching):
 
     @property
     def slow_copy(self) -> LinearDecay | None:
-        """Decay of the second KL's copy, if there is one."""
+        """Decay of the slow copy in the second KL. None means no copy."""
         return self.ema if self.ema_kl_coefficient else None
 
     def loss(self, samples: MatchingSamples, v: Velocities) -> dict[str, Float32[Array, "n"]]:
@@ -110,10 +110,10 @@ def matching_log_prob(
     target: Float[Array, "n *shape"],
     sigma: Float[Array, "n"],
 ) -> Float32[Array, "n"]:
-    """Returns the substitute for a log-probability: minus the weighted matching error e of each sample.
+    """Returns minus the weighted matching error e of each sample, as a substitute for a log-probability.
 
     Weights: uniform e, sigma e, sigma^2 e, huber sigma sqrt(e), or ghuber sigma e^p / p with p = ghuber_power. Roots
-    are taken of e + 1e-10, less their value at e = 0. The public code's names for the second and third are "t" and
+    are taken of e + 1e-10, minus their value at e = 0. The public code's names for the second and third are "t" and
     "t**2".
     """
     return -_weighted(settings, velocity_mse(v, target), sigma.astype(jnp.float32))
@@ -145,17 +145,17 @@ def awm_loss(
     v_reference: Float[Array, "n *shape"] | None = None,
     v_ema: Float[Array, "n *shape"] | None = None,
 ) -> dict[str, Float32[Array, "n"]]:
-    """max(-A r, -A clip(r)) + the two KLs, per sample, with r = exp(log_prob - old_log_prob).
+    """Returns max(-A r, -A clip(r)) + the two KLs, per sample, with r = exp(log_prob - old_log_prob).
 
     The KLs are mean squared differences of velocities (the public code's weight "Uniform").
 
     Args:
       settings: Weighting, clip ranges and the KLs' coefficients.
       v: Velocity at (x, sigma) of the policy being trained, with gradient.
-      target: eps - x0, of the noise that is in x.
+      target: eps - x0, with the noise eps in x.
       sigma: Noise levels.
       advantages: Advantages before clipping and scaling.
-      trained: False for padding: the terms and gradient of such a sample are 0, whatever its values.
+      trained: False for padding, whose terms and gradient are 0 for any values.
       old_log_prob: `matching_log_prob` of the behavior policy with the same noise and sigma, if
         old_log_probs is "recomputed".
       v_reference: Velocity of the reference, if kl_coefficient is above 0.
@@ -164,10 +164,10 @@ def awm_loss(
     Returns:
       Terms per sample, to be weighted and summed: loss, policy_loss; matching_error before weighting;
       ratio, clip_fraction, approx_kl (log_prob - old_log_prob)^2 / 2; kl and ema_kl; and with a
-      `ratio_bound` ratio_spread |ratio - 1| and over_spread_limit, whether that exceeds its limit.
+      `ratio_bound` ratio_spread |ratio - 1| and over_spread_limit, whether it exceeds its limit.
 
     Raises:
-      ValueError: an input that the settings need is missing.
+      ValueError: an input that the settings require is missing.
     """
     for name, needed, given in (
         ("old_log_prob", settings.old_log_probs != "current", old_log_prob),

@@ -19,19 +19,19 @@ EmaUnit = Literal["update", "step"]
 
 @dataclasses.dataclass(frozen=True)
 class LinearDecay:
-    """Decay that is 0 until `start` updates and then rises by `slope` an update, up to `largest`."""
+    """Decay that is 0 for `start` updates, then rises by `slope` per update, up to `largest`."""
 
     start: Count  # updates before the decay begins to rise
     slope: NonNegativeFloat  # rise of the decay an update
     largest: Decay  # largest decay; below 1
 
     def at(self, updates: int) -> float:
-        """Returns the decay after `updates` updates, including those of the step that ends."""
+        """Returns the decay after `updates` updates, including those of the current step."""
         return min(max(updates - self.start, 0) * self.slope, self.largest)
 
 
-# For DiffusionNFT's `decay_type` (arXiv 2509.16117, eta; numbers of its public code). 0 is on-policy:
-# the old policy is the trained one at the step's end. Applied once a step, after all its updates.
+# DiffusionNFT's `decay_type` (arXiv 2509.16117, eta; values of its public code). 0 is on-policy: the old
+# policy is the trained one at the end of the step. Applied once per step, after all its updates.
 OLD_POLICY_DECAYS = {
     0: LinearDecay(start=0, slope=0.0, largest=0.0),
     1: LinearDecay(start=0, slope=0.001, largest=0.5),
@@ -41,17 +41,17 @@ OLD_POLICY_DECAYS = {
 
 @dataclasses.dataclass(frozen=True)
 class EmaDecay:
-    """Decay of an average: constant, or with a warm-up in which it averages all parameters so far.
+    """Decay of an average: constant, or with a warm-up during which it averages all parameters so far.
 
     The average is mixed when n + 1 is a multiple of `every`. With warm-up the decay is min(decay, (1 + n) / (10 + n)).
     n is the argument of `step` in the code that Flow-GRPO, DiffusionNFT, AWM and Flow-Factory share:
 
     - unit "update": the number of updates so far, including the last one, so that with `every` 8 the average is mixed
       after updates 7, 15, ... Flow-GRPO's scripts (yifan123/flow_grpo, scripts/train_sd3.py, ac4c86e) mix after every
-      micro-batch, so that each mixing is repeated for each of the micro-batches of an update: `repeats`.
-      DiffusionNFT's (NVlabs/DiffusionNFT, scripts/train_nft_sd3.py, 24af555) mixes once an update.
+      micro-batch, so that each mixing is repeated once per micro-batch of an update: `repeats`.
+      DiffusionNFT's (NVlabs/DiffusionNFT, scripts/train_nft_sd3.py, 24af555) mixes once per update.
     - unit "step": the number of training steps before this one, at whose end the average is mixed, so that with `every`
-      4 and two updates a step it is mixed after updates 8, 16, ... So do Flow-Factory (X-GenGroup/Flow-Factory,
+      4 and two updates per step it is mixed after updates 8, 16, ... As in Flow-Factory (X-GenGroup/Flow-Factory,
       src/flow_factory/trainers, 3e615ee), AWM (scxue/advantage_weighted_matching, scripts/train_sd3_awm.py, be51372)
       and, without a warm-up, DanceGRPO (XueZeyue/DanceGRPO, fastvideo/train_grpo_flux.py, 15cc71d).
     """
@@ -64,7 +64,7 @@ class EmaDecay:
     step_updates: int = 1  # optimizer updates of a training step
 
     def at(self, updates: Int[ArrayLike, ""]) -> float | Float[Array, ""]:
-        """Returns the decay after `updates` updates; 1, which leaves the average unchanged, between two mixings."""
+        """Returns the decay after `updates` updates; between two mixings 1, which leaves the average unchanged."""
         parts = self.step_updates if self.unit == "step" else 1
         n = updates // parts - 1 if self.unit == "step" else updates
         decay = self.decay
@@ -87,7 +87,7 @@ class EmaDecay:
 def update_average(copy: Any, current: Any, decay: Float[ArrayLike, ""]) -> Any:
     """Mixes every leaf of two equal trees: decay copy + (1 - decay) current, in the copy's dtype.
 
-    Computed in float32. A decay of 0 gives `current` exactly, and 1 gives `copy`.
+    The computation is float32. Decay 0 gives exactly `current`, and 1 gives `copy`.
     """
     decay = jnp.asarray(decay, jnp.float32)
 

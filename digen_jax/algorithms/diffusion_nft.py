@@ -1,8 +1,8 @@
 """DiffusionNFT (arXiv 2509.16117): contrasts good and bad images on the forward process.
 
 Flow matching pulls an implicit positive policy, a mixture of the old and the trained one, towards
-images in proportion to their probability r of being good, and an implicit negative policy, the mirror
-image of the positive one at the old policy, in proportion to 1 - r. It needs only final images, from any
+images in proportion to their probability r of being good. It pulls an implicit negative policy, the positive
+one mirrored at the old policy, in proportion to 1 - r. It needs only final images, from any
 sampler (the public code's is a second-order DPM solver, without noise), and no log-probability.
 
 The old policy is the behavior policy, whose weights are synced to the sampler. It follows the trained
@@ -23,18 +23,18 @@ from digen_jax.algorithms.losses import mask_rows, velocity_mse
 from digen_jax.diffusion.noising import ScheduleTimes
 from digen_jax.ranges import NonNegativeFloat, PositiveFloat
 
-# Conversion of an advantage into a probability: see `reward_probabilities`.
+# Conversion of an advantage to a probability (see `reward_probabilities`).
 AdvantageMode = Literal["all", "positive_only", "negative_only", "one_only", "binary"]
 
-TIMES = ScheduleTimes(9)  # of the sampler's 10
+TIMES = ScheduleTimes(9)  # of the sampler's 10 steps
 
 
 @dataclasses.dataclass(frozen=True)
 class DiffusionNFT(Matching):
-    """Settings, with the values of the public code (NVlabs/DiffusionNFT) for Stable Diffusion 3.5 M.
+    """Settings, with the defaults of the public code (NVlabs/DiffusionNFT) for Stable Diffusion 3.5 M.
 
-    The code has beta 1 and decay type 1 for GenEval, PickScore and HPSv2; 0.1 and 2 for OCR; 0.1 and 1
-    for several rewards together.
+    That code has beta 1 and decay type 1 for GenEval, PickScore and HPSv2; 0.1 and 2 for OCR; 0.1 and 1
+    for several rewards.
     """
 
     name: ClassVar[str] = "diffusion_nft"
@@ -74,7 +74,7 @@ class DiffusionNFT(Matching):
 
     @property
     def reads_reference(self) -> bool:
-        """Whether there is a KL to the policy before tuning."""
+        """Whether there is a KL to the initial policy."""
         return self.kl_coefficient > 0
 
     def prepare(
@@ -83,7 +83,7 @@ class DiffusionNFT(Matching):
         weight: Float32[np.ndarray, "b"],
         rows: Int[np.ndarray, "b"],
     ) -> PreparedChunk:
-        """Replaces advantages by probabilities of being good."""
+        """Converts advantages to probabilities of being good."""
         return PreparedChunk(None, reward_probabilities(self, advantages), weight)
 
     def loss(self, samples: MatchingSamples, v: Velocities) -> dict[str, Float32[Array, "n"]]:
@@ -99,13 +99,13 @@ def reward_probabilities(
     """Returns r = 1/2 + A / (2 adv_clip), in [0, 1], of advantages A clipped to [-adv_clip, adv_clip].
 
     This is the paper's 1/2 + clip((reward - mean) / Z, -1, 1) / 2 with Z = adv_clip std. At r = 1/2
-    the positive and the negative term hold the policy at the old one; the modes differ in which
+    the positive and the negative term hold the policy at the old one. The modes differ in which
     images get this value:
 
       all: those with A = 0; r in [0, 1].
       positive_only: those with A <= 0, so that no image repels; r in [1/2, 1].
       negative_only: those with A >= 0, so that no image attracts; r in [0, 1/2].
-      one_only: those with A <= 0; all others count as A = 1, however large A is.
+      one_only: those with A <= 0; all others count as A = 1, for any size of A.
       binary: those with A = 0; only the sign of the others counts, as A = 1 or -1.
 
     The modes are those of the public code, where the last two set A = 1 before the division: their r
@@ -135,13 +135,13 @@ def diffusion_nft_loss(
     reward_prob: Float[Array, "n"],
     trained: Bool[Array, "n"],
 ) -> dict[str, Float32[Array, "n"]]:
-    """adv_clip (r L(v+) + (1 - r) L(v-)) / beta + kl_coefficient (v - v_reference)^2, per sample.
+    """Returns adv_clip (r L(v+) + (1 - r) L(v-)) / beta + kl_coefficient (v - v_reference)^2, per sample.
 
     The implicit policies are v+ = (1 - beta) v_old + beta v and v- = (1 + beta) v_old - beta v, and
     L(u) is the error of the image that u predicts: (x - sigma u - x0)^2 averaged over all axes but the
     first, divided by the mean of |x - sigma u - x0|, which has no gradient and is at least
-    `weight_floor`. The paper's objective has the velocity's error for L; this follows the public code,
-    with its factors adv_clip and 1 / beta. That computes the weight in float64; here it is float32.
+    `weight_floor`. The paper's L is the error of the velocity; this follows the public code, including
+    its factors adv_clip and 1 / beta. That code computes the weight in float64; here it is float32.
     (Flow-Factory has the same loss, with mode "all" only.)
 
     Args:
@@ -151,9 +151,9 @@ def diffusion_nft_loss(
       sigma: Noise levels.
       v: Velocity at (x, sigma) of the policy being trained, with gradient.
       v_old: Velocity of the old policy, without gradient.
-      v_reference: Velocity of the reference; None if kl_coefficient is 0.
+      v_reference: Velocity of the reference. None requires kl_coefficient 0.
       reward_prob: r, from `reward_probabilities`.
-      trained: False for padding: the terms and gradient of such a sample are 0, whatever its values.
+      trained: False for padding, whose terms and gradient are 0 for any values.
 
     Returns:
       Terms per sample, to be weighted and summed: loss, policy_loss; positive_loss and negative_loss,
@@ -187,7 +187,7 @@ def diffusion_nft_loss(
 
 
 def _image_error(x0: Array, x: Array, sigma: Array, v: Array, floor: float) -> Array:
-    """Squared error of the image that v predicts, over its mean absolute error."""
+    """Returns the squared error of the image that v predicts, divided by its mean absolute error."""
     axes = tuple(range(1, x.ndim))
     difference = x - sigma.reshape(-1, *(1,) * len(axes)) * v - x0
     weight = jnp.maximum(jnp.mean(jnp.abs(difference), axis=axes), floor)

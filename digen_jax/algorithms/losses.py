@@ -1,14 +1,14 @@
-"""Functions that the losses share: masking, KL, ratios, surrogates and off-policy corrections.
+"""Functions shared by the losses: masking, KL, ratios, surrogates and off-policy corrections.
 
 A log-ratio is log_prob - old_log_prob, with gradient. All functions are per sample, and only the policy being trained
 gets a gradient. Advantages have no gradient, and the caller clips them, except for `divergence_masked`. The caller
-weights the losses, sums them and divides once, at the update. Rows without weight must be masked first (`mask_rows`).
+weights and sums the losses, and divides once, at the update. Rows without weight must be masked first (`mask_rows`).
 Ratios are bounded before exp, so that a ratio beyond its bound cannot overflow, and its gradient is 0, not NaN.
 
 Off-policy corrections distinguish three policies: *behavior* generated the samples, *proximal* is the policy at the
-step's start, to which the trained one should stay close, and *current* is being trained. They take log-ratios per step
-or of a sequence (`sequence_log_ratio`, for OP-GRPO's correction, arXiv 2604.04142). An importance weight multiplies
-only the loss. A rejected sample gets weight 0 before the rows are masked again, and so is in no denominator.
+start of the step, to which the trained one should stay close, and *current* is being trained. They take log-ratios per
+step or per sequence (`sequence_log_ratio`, for OP-GRPO's correction, arXiv 2604.04142). An importance weight multiplies
+only the loss. A rejected sample gets weight 0 before the rows are masked again, so it is in no denominator.
 """
 
 import math
@@ -26,9 +26,9 @@ def mask_rows(
 ) -> tuple[Float32[Array, "n ..."], ...]:
     """Casts arrays to float32, with zeros for samples that are not trained (weight 0).
 
-    The gradient of a function of these stops at a masked row. Call it before any computation with
-    log-probabilities or means that have a gradient: if an overflow is only left out of a sum, its
-    gradient is NaN.
+    Gradients of a function of these stop at masked rows. Call it before any computation on
+    log-probabilities or means with a gradient: the gradient of an overflow that is only excluded
+    from a sum is NaN.
     """
     return tuple(
         jnp.where(
@@ -41,7 +41,7 @@ def mask_rows(
 
 
 def weighted_sum(weight: Float[Array, "n"], values: Float[Array, "n"]) -> Float[Array, ""]:
-    """Sums weight * value; a value of weight 0 may be anything, inf and NaN included."""
+    """Returns the sum of weight * value; a value of weight 0 may be anything, including inf and NaN."""
     return jnp.sum(weight * jnp.where(weight > 0, values, 0.0))
 
 
@@ -50,14 +50,14 @@ def gaussian_kl(
     reference_mean: Float[Array, "n ..."],
     std: Float[Array, "n"] | Float[Array, ""],
 ) -> Float[Array, "n"]:
-    """KL between two Gaussians of equal std: (mean - reference_mean)^2 / (2 std^2).
+    """Returns the KL of two Gaussians of equal std: (mean - reference_mean)^2 / (2 std^2).
 
     Averaged over all axes but the first, with gradient to `mean`. Implementations differ in `std`.
-    Flow-GRPO's code for images divides by the diffusion without its factor sqrt(-dt)
-    (`step.diffusion(...)`), and its published coefficients are for this; its paper (arXiv 2505.05470), and its
-    code for video, by the step's full std (`replay(...).std`), which gives the true KL; Flow-DPPO and
-    GRPO-Guard use the true KL to the old policy. If std = 0 (padding, which has no weight), std 1 is used, so
-    that the value is finite.
+    Flow-GRPO's image code divides by the diffusion without its factor sqrt(-dt) (`step.diffusion(...)`),
+    and its published coefficients assume this. Its paper (arXiv 2505.05470) and its video code divide by
+    the step's full std (`replay(...).std`), which gives the true KL; Flow-DPPO and GRPO-Guard use the true
+    KL to the old policy. If std = 0 (padding, which has no weight), std 1 is used, so that the value is
+    finite.
     """
     std = jnp.where(std > 0, std, 1.0)
     return _mean_square(mean, reference_mean) / (2 * std**2)
@@ -66,9 +66,9 @@ def gaussian_kl(
 def velocity_mse(
     velocity: Float[Array, "n ..."], target: Float[Array, "n ..."]
 ) -> Float32[Array, "n"]:
-    """(v - target)^2, averaged over all axes but the first, with gradient to `velocity`.
+    """Returns (v - target)^2, averaged over all axes but the first, with gradient to `velocity`.
 
-    With target eps - x0 it is the loss of flow matching; with a reference's velocity it is the penalty of
+    With target eps - x0 it is the flow-matching loss. With a reference's velocity it is the penalty of
     DiffusionNFT's code and Flow-Factory's "v-based" one: without a factor, so that all noise levels have
     equal weights. Flow-GRPO's true KL is this times
     -dt/2 (1/g + g (1 - sigma) / (2 sigma))^2, g the diffusion of the step's SDE (arXiv 2505.05470).
@@ -88,34 +88,34 @@ def guard_log_ratio(
     old_mean: Float[Array, "n ..."],
     std: Float[Array, "n"],
 ) -> Float[Array, "n"]:
-    """(log_prob - old_log_prob + KL) std: GRPO-Guard's RatioNorm (arXiv 2510.22319, equation 8).
+    """Returns (log_prob - old_log_prob + KL) std: GRPO-Guard's RatioNorm (arXiv 2510.22319, equation 8).
 
-    For samples of the old policy the mean of the plain log-ratio is -KL, and its std falls with 1/std of the
-    step: without these two effects it is (mean - old_mean) times the noise, at every step, and a clip range has
-    the same meaning everywhere. Public codes (Flow-GRPO's, verl-omni) take the std averaged over the batch,
-    which is equal if a batch has one step only; here it is each sample's own, so that steps may be mixed.
-    Flow-GRPO's (scripts/train_sd3_GRPO_Guard.py, 2e2f712) also averages the KL over the batch: it reduces
-    the axes `range(1, log_prob.ndim)`, which are none, and torch's `mean(dim=())` averages over all. The
-    paper and verl-omni (diffusion_algos.py, a1139ba) use each sample's own KL, as here.
+    For samples of the old policy the mean of the plain log-ratio is -KL, and its std scales with 1/std of the
+    step. Without these two effects it is (mean - old_mean) times the noise at every step, and a clip range has
+    the same meaning everywhere. Public code (Flow-GRPO, verl-omni) averages the std over the batch, which is
+    equal if a batch has only one step; here it is per sample, so that steps may be mixed. Flow-GRPO's code
+    (scripts/train_sd3_GRPO_Guard.py, 2e2f712) also averages the KL over the batch: it reduces the axes
+    `range(1, log_prob.ndim)`, which are empty, and torch's `mean(dim=())` averages over all. The paper and
+    verl-omni (diffusion_algos.py, a1139ba) use the KL per sample, as here.
 
     Args:
-      log_prob: Gaussian, with its 1 / (2 std^2): of flow and dance steps. Not of cps, which omits
-        it, so that other constants would be needed.
+      log_prob: Gaussian log-probability with its 1 / (2 std^2): of flow and dance steps, not of cps steps,
+        which omit it and would need other constants.
       old_log_prob: Log-probability of the policy of `old_mean`.
       mean: Mean of x_next for the policy being trained, with gradient.
       old_mean: Mean of x_next for the old policy, at the same x.
-      std: Full std of each step, sqrt(-dt) included.
+      std: Full std of each step, including sqrt(-dt).
     """
     return (log_prob - old_log_prob + gaussian_kl(mean, old_mean, std)) * std
 
 
 def guard_loss_scale(dt: Float[Array, "n"]) -> Float[Array, "n"]:
-    """1 / -dt, GRPO-Guard's factor of the loss of a step (arXiv 2510.22319, equation 12).
+    """Returns 1 / -dt, GRPO-Guard's loss factor of a step (arXiv 2510.22319, equation 12).
 
-    It equalises gradients of steps of different length; it multiplies the loss, not the weight in the
-    denominator. For dance the paper has a further factor 1 + a^2 (1 - sigma) / (2 sigma), for flow a
-    constant one that it drops; public codes have neither, and this follows them, but per sample, while
-    they average dt over the batch. 0 if dt is not negative (padding).
+    It equalizes gradients of steps of different length; it multiplies the loss, not the weight in the
+    denominator. The paper also has a factor 1 + a^2 (1 - sigma) / (2 sigma) for dance, and a constant for
+    flow that it drops. Public code has neither and averages dt over the batch; this function omits both,
+    but is per sample. It is 0 if dt is not negative (padding).
     """
     forward = dt < 0
     return jnp.where(forward, -1 / jnp.where(forward, dt, -1.0), 0.0)
@@ -128,44 +128,44 @@ def sequence_log_ratio(
     num_trajectories: int,
     reduce: Literal["sum", "mean"],
 ) -> Float[Array, "n"]:
-    """Log-ratio of each sample's trajectory, over the trained steps that have weight.
+    """Returns the log-ratio of each sample's trajectory, over the trained steps that have weight.
 
-    "mean": GSPO (arXiv 2507.18071, equation 7), with steps instead of tokens; its clip ranges are
-    accordingly small (3e-4 and 4e-4). "sum": the ratio of the full path, for off-policy corrections
-    (OP-GRPO, arXiv 2604.04142). The gradient reaches every step of the trajectory. With one loss for each
-    sample, a trajectory counts as often as it has steps.
+    "mean": GSPO (arXiv 2507.18071, equation 7), with steps instead of tokens and correspondingly small clip
+    ranges (3e-4 and 4e-4). "sum": the ratio of the full path, for off-policy corrections (OP-GRPO, arXiv
+    2604.04142). The gradient reaches every step of the trajectory. With one loss per sample, a trajectory
+    counts once per step.
 
-    A trajectory's samples may be in any order, but **all of them must be in the same call**.
+    The samples of a trajectory may be in any order, but **all of them must be in the same call**.
 
     Args:
       log_ratio: Log-ratio of each step, with gradient.
-      weight: 0 for padding, and for steps that are left out (`well_conditioned`).
-      trajectory: Each sample's trajectory, in [0, num_trajectories); padding may have any number.
+      weight: 0 for padding and excluded steps (`well_conditioned`).
+      trajectory: Trajectory index of each sample, in [0, num_trajectories); any number for padding.
       num_trajectories: Number of trajectories in this call, static.
-      reduce: How the steps are combined.
+      reduce: How to combine the steps.
     """
     counts = weight > 0
     total = jax.ops.segment_sum(jnp.where(counts, log_ratio, 0.0), trajectory, num_trajectories)
     if reduce == "mean":
         steps = jax.ops.segment_sum(counts.astype(jnp.float32), trajectory, num_trajectories)
         total = total / jnp.maximum(steps, 1.0)
-    # 0 for rows without weight: none of their gradient, NaN included, may reach the trajectory
+    # 0 for rows without weight: none of their gradient, including NaN, may reach the trajectory
     return jnp.where(counts, total[trajectory], 0.0)
 
 
 def well_conditioned(sigma: Float[Array, "n"], smallest_sigma: float) -> Float[Array, "n"]:
-    """1 if sigma >= smallest_sigma, else 0: a factor of the weight, which leaves out the last steps.
+    """Returns 1 if sigma >= smallest_sigma, else 0: a factor of the weight that excludes the last steps.
 
     A change dv of the velocity moves the mean of x_next by (1 + g^2 (1 - sigma) / (2 sigma)) dt dv. In
     units of the step's std g sqrt(-dt) this grows without bound as sigma falls to 0: for flow because g
-    falls, for dance because of 1/sigma. There a ratio to an older policy says little about the distance, and
-    it dominates a sum over steps. OP-GRPO (arXiv 2604.04142) shows this and truncates trajectories at late
-    steps; the rule by sigma, which does not depend on the number of steps or their spacing, is ours.
+    falls, for dance because of 1/sigma. There a ratio to an older policy contains little information about the
+    distance, and it dominates a sum over steps. OP-GRPO (arXiv 2604.04142) shows this and truncates trajectories
+    at late steps; the rule by sigma, which is independent of the number and spacing of steps, is ours.
     """
     return (sigma >= smallest_sigma).astype(jnp.float32)
 
 
-# Smallest bound of a ratio that float32 can resolve: ten times its epsilon.
+# Smallest ratio bound that float32 resolves: ten times its epsilon.
 SMALLEST_CLIP_RANGE = 1.2e-6
 ClipRange = Annotated[float, Range(SMALLEST_CLIP_RANGE, 1)]
 
@@ -173,7 +173,7 @@ ClipRange = Annotated[float, Range(SMALLEST_CLIP_RANGE, 1)]
 def clipped(
     log_ratio: Float[Array, "n"], advantages: Float[Array, "n"], low: float, high: float
 ) -> Float[Array, "n"]:
-    """-min(A r, A clip(r, 1 - low, 1 + high)): PPO (arXiv 1707.06347, equation 7).
+    """Returns -min(A r, A clip(r, 1 - low, 1 + high)): PPO (arXiv 1707.06347, equation 7).
 
     Flow-GRPO (arXiv 2505.05470) uses it with low = high; a larger `high` is DAPO's clip-higher
     (arXiv 2503.14476, section 3.1).
@@ -188,10 +188,10 @@ def dual_clipped(
     high: float,
     dual: float,
 ) -> Float[Array, "n"]:
-    """If A < 0, -max(min(A r, A clip(r)), dual A), else `clipped`: dual-clip PPO.
+    """Returns -max(min(A r, A clip(r)), dual A) if A < 0, else `clipped`: dual-clip PPO.
 
     arXiv 1912.09729, section "Dual-clip PPO": a bad sample that has become much more likely has at most the
-    loss of r = dual, and beyond that no gradient. Implementations differ in `dual`: a constant (the paper: 3;
+    loss of r = dual, and no gradient beyond it. Implementations differ in `dual`: a constant (3 in the paper;
     verl), or 1 + 2 clip_range (ROLL). Here it is a constant.
     """
     bad = advantages < 0
@@ -207,11 +207,11 @@ def cispo(
     low: float,
     high: float,
 ) -> Float[Array, "n"]:
-    """-sg(clip(r, 1 - low, 1 + high)) A log_prob: CISPO (MiniMax-M1, arXiv 2506.13585, eqs. 4, 5).
+    """Returns -sg(clip(r, 1 - low, 1 + high)) A log_prob: CISPO (MiniMax-M1, arXiv 2506.13585, eqs. 4, 5).
 
-    The weight is clipped, not the update: every sample keeps its gradient. The paper sets no lower
-    bound, which here is low = 1; ROLL's code has 0.1 on both sides. The paper's unified mask (its
-    equation 7), which drops the samples that PPO would clip, belongs neither to CISPO nor to this function.
+    The weight is clipped, not the update: every sample keeps its gradient. The paper has no lower bound,
+    which is low = 1 here; ROLL's code has 0.1 on both sides. The paper's unified mask (its equation 7),
+    which drops the samples that PPO would clip, is not part of CISPO or of this function.
     """
     bounded = jnp.clip(log_ratio, jnp.log1p(-low), jnp.log1p(high))
     return -jax.lax.stop_gradient(jnp.exp(bounded)) * advantages * log_prob
@@ -224,12 +224,12 @@ def topr(
     positive_weight: float = 1.0,
     negative_weight: float = 1.0,
 ) -> Float[Array, "n"]:
-    """-w A log_prob, w = 1 if A > 0, else sg(min(r, 1)): tapered off-policy REINFORCE.
+    """Returns -w A log_prob, w = 1 if A > 0, else sg(min(r, 1)): tapered off-policy REINFORCE.
 
-    arXiv 2503.14286, section 3: a good sample is imitated whatever its ratio; a bad one loses influence as
-    its probability falls. The weights make it the weighted TOPR of ROLL: positive_weight if A > 0,
-    negative_weight times min(r, 1) otherwise. The definition of positive differs: the paper uses the reward
-    minus its baseline, as do this code and Trinity-RFT; ROLL uses the sign of the raw score.
+    arXiv 2503.14286, section 3: a good sample is imitated for any ratio; a bad one loses influence as its
+    probability falls. The weights make it the weighted TOPR of ROLL: positive_weight if A > 0, else
+    negative_weight times min(r, 1). Definitions of positive differ: the paper, Trinity-RFT and this code use
+    the reward minus its baseline; ROLL uses the sign of the raw score.
     """
     tapered = negative_weight * jnp.exp(jnp.minimum(jax.lax.stop_gradient(log_ratio), 0.0))
     return -jnp.where(advantages > 0, positive_weight, tapered) * advantages * log_prob
@@ -241,15 +241,15 @@ def divergence_masked(
     kl: Float[Array, "n"],
     threshold: float,
 ) -> Float[Array, "n"]:
-    """-A r, or 0 if the policy is too far from the old one and would move away: Flow-DPPO.
+    """Returns -A r, or 0 if the policy is too far from the old one and would move away: Flow-DPPO.
 
     arXiv 2606.11025. Too far: kl >= threshold, where `kl` is `gaussian_kl` to the old policy's mean with
     the step's full std (verl-omni and UniRL: 1e-5; their `add_kl_coefficient=False` omits the std).
     Away: A > 0 and r > 1, or A < 0 and r < 1. A sample that moves the policy back is never masked or
-    clipped. Neither of these codes clips advantages (verl-project/verl-omni,
+    clipped. Neither code clips advantages (verl-project/verl-omni,
     verl_omni/trainer/diffusion/diffusion_algos.py, a1139ba; Tencent-Hunyuan/UniRL,
-    unirl/algorithms/flowdppo.py, 1a7b501). A masked sample counts in the denominator, as a sample that PPO
-    clips does.
+    unirl/algorithms/flowdppo.py, 1a7b501). A masked sample counts in the denominator, like a sample that PPO
+    clips.
     """
     away = jnp.sign(advantages) * log_ratio > 0
     masked = jax.lax.stop_gradient(away & (kl >= threshold))
@@ -262,11 +262,11 @@ def decoupled_log_ratios(
     proximal_log_prob: Float[Array, "n"],
     behavior_log_prob: Float[Array, "n"],
 ) -> tuple[Float[Array, "n"], Float[Array, "n"]]:
-    """Log-ratios current / proximal and proximal / behavior: decoupled PPO.
+    """Returns the log-ratios current / proximal and proximal / behavior: decoupled PPO.
 
-    arXiv 2110.00641, section 3: the first, with gradient, goes to a clipped surrogate; the second, without
-    gradient, to `importance_weight`, which multiplies the loss. For a sample of any age, clipping acts on the
-    change since the proximal policy.
+    arXiv 2110.00641, section 3: the first, with gradient, is the input of a clipped surrogate; the second,
+    without gradient, of `importance_weight`, which multiplies the loss. For any policy lag, clipping acts on
+    the change since the proximal policy.
     """
     proximal_log_prob = jax.lax.stop_gradient(proximal_log_prob)
     behavior_log_prob = jax.lax.stop_gradient(behavior_log_prob)
@@ -274,9 +274,9 @@ def decoupled_log_ratios(
 
 
 def importance_weight(log_ratio: Float[Array, "n"], cap: float = math.inf) -> Float[Array, "n"]:
-    """sg(min(exp(log_ratio), cap)), a factor of a loss: truncated importance sampling.
+    """Returns sg(min(exp(log_ratio), cap)), a factor of a loss: truncated importance sampling.
 
-    For old / behavior, with the loss clipped around old: TIS as in IMPALA (arXiv 1802.01561, its
+    For old / behavior, with the loss clipped around old, it is TIS as in IMPALA (arXiv 1802.01561, its
     truncated rho) and the RL frameworks (verl, verl-omni: cap 2). cap = inf gives the full ratio, as in
     the paper of decoupled PPO; AReaL (arXiv 2505.24298) also caps it. Do not apply it to a surrogate
     whose ratio is already current / behavior.
@@ -285,10 +285,10 @@ def importance_weight(log_ratio: Float[Array, "n"], cap: float = math.inf) -> Fl
 
 
 def within_bound(log_ratio: Float[Array, "n"], bound: float) -> Bool[Array, "n"]:
-    """Whether |delta log_prob| <= bound; other samples must get weight 0.
+    """Returns whether |delta log_prob| <= bound; other samples must get weight 0.
 
-    Rejection as in the RL frameworks (verl's rollout correction, verl-omni), whose bounds are for the
-    ratio: ours is their logarithm, symmetric on both sides. verl-omni keeps rejected samples in the
+    This is rejection as in the RL frameworks (verl's rollout correction, verl-omni). Their bounds apply to the
+    ratio; this one is a logarithm, symmetric on both sides. verl-omni keeps rejected samples in the
     denominator of a mean; here they are in none. NaN is rejected.
     """
     return jnp.abs(jax.lax.stop_gradient(log_ratio)) <= bound

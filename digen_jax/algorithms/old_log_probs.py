@@ -1,21 +1,21 @@
-"""Sources of old log-probabilities in a ratio, and the required precision of ratios.
+"""Sources of the old log-probabilities in a ratio, and the required precision of ratios.
 
-Before the first update every ratio should be 1: any difference is rounding, which blurs the bound at which the
-loss clips. A run therefore logs how far its ratios are from 1 at that time, and stops if more than `SPREAD_SHARE`
-of them differ from 1 by more than `spread_limit` of the distance to the bound.
+Before the first update every ratio should be 1. Any difference is rounding, which blurs the bound at which the
+loss clips. A run therefore logs the distance of its ratios from 1 at that time, and stops if more than
+`SPREAD_SHARE` of them differ from 1 by more than `spread_limit` of the distance to the bound.
 
-|ratio - 1| before the first update, on the embedded model (48 images, four steps of cps, all weights tuned, on a CPU):
+|ratio - 1| before the first update, on the embedded model (48 images, four cps steps, full fine-tuning, CPU):
 
-    bfloat16, roundings in place (`parallel.policy`)    below 1e-7
-    bfloat16 as XLA compiles it by itself               4e-5 in the mean, 4% above 1e-4
+    bfloat16, all roundings kept (`parallel.policy`)    below 1e-7
+    bfloat16 as XLA compiles it by default              4e-5 in the mean, 4% above 1e-4
     a bfloat16 sampler with a float32 trainer           6e-5 in the mean, 17% above 1e-4 ("rollout")
 
 The first two are the same with "rollout" and "recomputed". If kernels depend on the batch, stored log-probabilities
-may still differ; recomputed ones come from the trained batch.
+can still differ; recomputed ones come from the trained batch.
 
-After the first update bfloat16 has an effect in any case, because each weight is rounded differently than before: one
+After the first update bfloat16 has an effect in any case, because each weight rounds differently than before. One
 update moved the log-ratio by 5e-4 rms, of which 8e-5 was rounding, and with a LoRA of rank 8 by 3e-6, with 5e-5 of
-rounding. With several updates a step the clip range must be well above that.
+rounding. With several updates per step the clip range must be well above that.
 (Measured by an earlier version of `tests/parallel/test_rounding.py`.)
 """
 
@@ -28,11 +28,11 @@ from jaxtyping import Array, Float, Float32
 from digen_jax.algorithms.algorithm import Algorithm
 from digen_jax.errors import ConfigError
 
-# "rollout": stored by the sampler. "recomputed": by the trainer, with the parameters that sampled, in the gradient's
-# program with its batch. "current": those of the policy being trained, without gradient, so that every ratio is 1.
+# "rollout": stored by the sampler. "recomputed": by the trainer, with the behavior policy's parameters, in the
+# gradient's program with its batch. "current": of the policy being trained, without gradient; every ratio is 1.
 OldLogProbs = Literal["rollout", "recomputed", "current"]
 
-# Share of the distance from 1 to the bound: rounding affects the clipping only of ratios this close to the bound.
+# Share of the distance from 1 to the bound: rounding affects clipping only for ratios this close to the bound.
 SPREAD_LIMIT = 0.1
 SPREAD_SHARE = 0.01  # share of the ratios that may be further from 1 before the first update
 
@@ -50,14 +50,14 @@ def choose_old_log_probs(
     log-probabilities have rounding errors: then it is "current" if that is allowed, else "recomputed".
 
     Args:
-      choice: Value of the config.
+      choice: Config value.
       float32: Whether both compute in float32.
       stale: Whether an older version than the step's first may have generated chunks.
-      updates: Optimizer updates a step.
-      stored: Whether sampling computes log-probabilities; if not, "auto" is never "rollout".
+      updates: Optimizer updates per step.
+      stored: Whether sampling computes log-probabilities; if False, "auto" is never "rollout".
 
     Raises:
-      ValueError: "current", although the trained policy is not always the one that sampled.
+      ValueError: "current", although the trained policy may differ from the one that sampled.
     """
     fresh = not stale and updates == 1
     if choice == "auto":
@@ -83,16 +83,16 @@ def spread_terms(
 
 
 def check_ratio_spread(algorithm: Algorithm, sums: Mapping[str, Float[Array, ""]]) -> None:
-    """Checks how far rounding moves the ratios of a step's first update, if the algorithm has any.
+    """Checks how far rounding moves the ratios of a step's first update, if the algorithm has ratios.
 
-    For "divergence" these are the KLs to the policy that sampled, which should be 0.
+    For "divergence" these are the KLs to the behavior policy, which should be 0.
 
     Args:
       algorithm: Algorithm of the trainer.
-      sums: Sums over chunks that were all sampled with the parameters with which they are compared.
+      sums: Sums over chunks that were sampled with the same parameters that they are compared with.
 
     Raises:
-      ConfigError: more than a hundredth of them are further from 1 than the config's share of their bound.
+      ConfigError: more than 1% of them are further from 1 than the configured share of their bound.
     """
     bound = algorithm.ratio_bound
     if bound is None:

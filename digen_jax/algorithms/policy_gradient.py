@@ -1,11 +1,11 @@
 """The policy-gradient family: Flow-GRPO (arXiv 2505.05470) and algorithms that differ from it in the loss.
 
-The defaults are Flow-GRPO. Others are settings of the same loss: GRPO-Guard and GSPO (`ratio`), Flow-DPPO,
-CISPO and TOPR (`surrogate`), TIS and decoupled PPO (`importance_cap`), clip-higher, dual clip,
-rejection. DanceGRPO, MixGRPO and CPS differ in the sampling, which is not part of this file.
+The defaults are Flow-GRPO. Other algorithms are settings of the same loss: GRPO-Guard and GSPO (`ratio`),
+Flow-DPPO, CISPO and TOPR (`surrogate`), TIS and decoupled PPO (`importance_cap`), clip-higher, dual clip,
+rejection. DanceGRPO, MixGRPO and CPS differ in the sampling, which is not part of this module.
 
-Losses are returned as sums over the samples, with the sum of their weights, so that accumulation over
-micro-batches and timesteps divides once, at the update, and does not depend on the packing.
+Losses are returned as sums over the samples, with the sum of their weights. Accumulation over micro-batches
+and timesteps therefore divides once, at the update, and does not depend on the packing.
 """
 
 import dataclasses
@@ -39,18 +39,18 @@ from digen_jax.algorithms.losses import (
 from digen_jax.algorithms.old_log_probs import SPREAD_LIMIT, OldLogProbs, spread_terms
 from digen_jax.ranges import NonNegativeFloat, PositiveFloat, Range
 
-# "guard": GRPO-Guard's, with its scale of the loss. "sequence_*": of a trajectory, over its trained steps.
+# "guard": GRPO-Guard's ratio and loss scale. "sequence_*": ratio of a trajectory, over its trained steps.
 Ratio = Literal["plain", "guard", "sequence_mean", "sequence_sum"]
 OF_TRAJECTORIES = ("sequence_mean", "sequence_sum")
 Surrogate = Literal["clip", "cispo", "topr", "divergence"]  # "divergence": Flow-DPPO
-# "gaussian": without the step's factor sqrt(-dt), as in Flow-GRPO's code for images. "gaussian_dt": with
-# it, the true KL. "velocity": the mean square of the velocities' difference.
+# "gaussian": without the step's factor sqrt(-dt), as in Flow-GRPO's image code. "gaussian_dt": with it,
+# the true KL. "velocity": the mean squared difference of the velocities.
 Kl = Literal["gaussian", "gaussian_dt", "velocity"]
 
 
 @dataclasses.dataclass(frozen=True)
 class PolicyGradient(Algorithm):
-    """Settings, with the values of Flow-GRPO's public code for Stable Diffusion 3.5 M."""
+    """Settings, with the defaults of Flow-GRPO's public code for Stable Diffusion 3.5 M."""
 
     name: ClassVar[str] = "policy_gradient"
     objective: ClassVar[Literal["transitions"]] = "transitions"
@@ -88,10 +88,10 @@ class PolicyGradient(Algorithm):
 
     @property
     def decoupled(self) -> bool:
-        """Whether the ratio is to the policy at the step's start, whatever the age of the policy that sampled.
+        """Whether the ratio is to the policy at the start of the step, for any policy lag.
 
-        The loss is then weighted by the ratio of the two, up to `importance_cap`: truncated importance sampling, and
-        with a cap of inf decoupled PPO as in its paper (`importance_weight`).
+        The loss is then weighted by the ratio of that policy to the behavior policy, up to `importance_cap`: truncated
+        importance sampling or, with cap inf, decoupled PPO as in its paper (`importance_weight`).
         """
         return self.importance_cap > 0
 
@@ -102,7 +102,7 @@ class PolicyGradient(Algorithm):
 
     @property
     def reads_reference(self) -> bool:
-        """Whether there is a KL to the policy before tuning."""
+        """Whether there is a KL to the initial policy."""
         return self.kl_coefficient > 0
 
     @property
@@ -112,22 +112,22 @@ class PolicyGradient(Algorithm):
 
     @property
     def reads_start(self) -> bool:
-        """Whether the ratio is to the policy at the step's start."""
+        """Whether the ratio is to the policy at the start of the step."""
         return self.decoupled
 
     @property
     def needs_means(self) -> bool:
-        """Whether the loss reads the means of x_next, including the old policy's."""
+        """Whether the loss reads the means of x_next, including those of the old policy."""
         return self.ratio == "guard" or self.surrogate == "divergence"
 
     @property
     def stores_means(self) -> bool:
-        """Whether the sampler must store its means."""
+        """Whether the sampler must store the means of x_next."""
         return self.needs_means and self.old_log_probs == "rollout" and not self.decoupled
 
     @property
     def terms(self) -> tuple[str, ...]:
-        """Names of the sums that `policy_gradient_loss` returns in addition to that of the weights."""
+        """Names of the sums that `policy_gradient_loss` returns in addition to the sum of the weights."""
         names = ["loss", "policy_loss", "ratio", "ratio_deviation", "clip_fraction", "approx_kl"]
         names += ["kl"] if self.kl_coefficient else []
         names += ["importance_weight"] if self.decoupled else []
@@ -139,8 +139,8 @@ class PolicyGradient(Algorithm):
     def ratio_bound(self) -> float | None:
         """Nearer end of the clip range, or the KL above which "divergence" masks.
 
-        None: the first update's ratios are 1 by definition ("current"; decoupled, which compares with the
-        step's start), or have no bound ("topr").
+        None means that the first update's ratios are 1 by definition ("current"; decoupled, which compares with the
+        start of the step), or have no bound ("topr").
         """
         if self.old_log_probs == "current" or self.decoupled or self.surrogate == "topr":
             return None
@@ -154,7 +154,7 @@ class PolicyGradient(Algorithm):
         return self.clip_high or self.clip_range
 
     def check(self) -> None:
-        """Raises ValueError for settings that cannot work together."""
+        """Raises ValueError for incompatible settings."""
         for name, least in (
             ("clip_high", SMALLEST_CLIP_RANGE),
             ("rejection_bound", SMALLEST_CLIP_RANGE),
@@ -191,12 +191,12 @@ class PolicyGradient(Algorithm):
     def check_early_training(self, advantages: AdvantageSettings, images: int, groups: int) -> None:
         """Checks that training before a group is complete is exact, with groups of `images` images.
 
-        The largest advantage of G images is sqrt(G - 1) with the std (of the population) of their group,
-        and sqrt((G - 1) P) with the global one of P groups: if clipped, the loss is not linear in the rewards.
+        The largest advantage of G images is sqrt(G - 1) with the (population) std of their group, and
+        sqrt((G - 1) P) with the global std of P groups. If it is clipped, the loss is not linear in the rewards.
 
         Raises:
-          ValueError: advantages could be clipped, the ratio is not always 1, or the loss is not Flow-GRPO's,
-            for which alone exactness is shown. `AdvantageSettings.check_early_training` is about the advantages.
+          ValueError: advantages could be clipped, the ratio is not always 1, or the loss is not Flow-GRPO's, the
+            only one known to be exact. `AdvantageSettings.check_early_training` checks the advantages.
         """
         if self.old_log_probs != "current":
             raise ValueError(
@@ -220,47 +220,47 @@ class PolicyGradient(Algorithm):
 class Samples(NamedTuple):
     """Inputs of the loss for n transitions.
 
-    `log_prob`, `mean` and `kl` are of the policy being trained and have a gradient. The old policy is the
-    denominator of the ratio: the one that sampled or, if the settings are `decoupled`, the one at the
-    step's start. Inputs that the settings do not need may be None.
+    `log_prob`, `mean` and `kl` belong to the policy being trained and have a gradient. The old policy is the
+    denominator of the ratio: the behavior policy or, if the settings are `decoupled`, the policy at the start
+    of the step. Inputs that the settings do not need may be None.
     """
 
     log_prob: Float[Array, "n"]
     old_log_prob: Float[Array, "n"]
-    stored_log_prob: Float[Array, "n"]  # as the sampler computed it
+    stored_log_prob: Float[Array, "n"]  # computed by the sampler
     advantages: Float[Array, "n"]  # before clipping
     weight: Float[Array, "n"]  # 1, or 0 for padding
-    sigma: Float[Array, "n"]  # at the beginning of the steps
-    dt: Float[Array, "n"]  # length of the steps, below 0
+    sigma: Float[Array, "n"]  # at the start of the steps
+    dt: Float[Array, "n"]  # length of the steps, negative
     mean: Float[Array, "n ..."] | None = None  # of x_next
     old_mean: Float[Array, "n ..."] | None = None
     std: Float[Array, "n"] | None = None
     kl: Float[Array, "n"] | None = None  # to the reference
-    behavior_log_prob: Float[Array, "n"] | None = None  # of the policy that sampled, if decoupled
-    trajectory: Int[Array, "n"] | None = None  # in [0, n), if ratios are of trajectories
+    behavior_log_prob: Float[Array, "n"] | None = None  # of the behavior policy, if decoupled
+    trajectory: Int[Array, "n"] | None = None  # in [0, n), for ratios of trajectories
 
 
 def policy_gradient_loss(
     settings: PolicyGradient, samples: Samples
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-    """Weighted sum of a surrogate of r = exp(log_prob - old_log_prob), plus kl_coefficient KL.
+    """Returns the weighted sum of a surrogate of r = exp(log_prob - old_log_prob), plus kl_coefficient KL.
 
-    A sample of weight 0 adds nothing to any sum nor, whatever its values, to the gradient. A sample that is
-    left out (`rejection_bound`, `smallest_sigma`) gets weight 0.
+    A sample of weight 0 adds nothing to any sum nor, for any values, to the gradient. An excluded sample
+    (`rejection_bound`, `smallest_sigma`) gets weight 0.
 
     Returns:
-      The loss's sum, to differentiate; and weighted sums to be divided by their "weight": loss,
+      The sum of the loss, to differentiate; and weighted sums to be divided by their "weight": loss,
       policy_loss, ratio, ratio_deviation |r - 1|, clip_fraction, approx_kl (log_prob - old)^2 / 2 and,
-      if the settings have them, kl, and left_out, the number of samples that were left out. ratio and
-      ratio_deviation are to the stored log_prob for any settings, because the loss's own ratio may be 1
-      by definition. Divided by the weight, left_out is relative to the samples that were not left out.
-      clip_fraction counts the ratios (for "divergence" the KLs to the old policy) beyond the bound;
-      if there is a `ratio_bound`, ratio_spread is the distance of the loss's own ratios from 1 (of the KLs
-      from 0), and over_spread_limit counts those further than `spread_limit` of the bound.
-      importance_weight, if the settings are decoupled, is the factor of the policy's loss.
+      if the settings have them, kl, and left_out, the number of excluded samples. ratio and
+      ratio_deviation are relative to the stored log_prob for any settings, because the loss's ratio may be
+      1 by definition. Divided by the weight, left_out is relative to the samples that are not excluded.
+      clip_fraction counts the ratios (for "divergence" the KLs to the old policy) beyond the bound.
+      If there is a `ratio_bound`, ratio_spread is the distance of the loss's ratios from 1 (of the KLs
+      from 0), and over_spread_limit counts those beyond `spread_limit` of the bound.
+      importance_weight, if the settings are decoupled, is the factor of the policy loss.
 
     Raises:
-      ValueError: the KL, the means or another input that the settings need is missing.
+      ValueError: the KL, the means or another required input is missing.
     """
     needed = {
         "kl": settings.kl_coefficient,
@@ -343,7 +343,7 @@ def _surrogate(
 def _log_ratios(
     settings: PolicyGradient, samples: Samples, weight: Array
 ) -> tuple[Array, Array | float]:
-    """Returns the log-ratio of each sample, or of its trajectory, to the old policy; and the factor of its loss."""
+    """Returns the log-ratio of each sample, or of its trajectory, to the old policy, and the factor of its loss."""
 
     def reduce_steps(log_ratio):
         if not settings.needs_full_trajectories:

@@ -1,9 +1,9 @@
 """Diffusion DPO (arXiv 2311.12908) for flow matching: preferences between two images of a prompt.
 
-Online, the pairs are the best and the worst image of each group by their advantage, which the config's
-section `advantages` computes from the rewards; offline, they come from a set that was generated once.
-The loss is the same. The caller chooses the policy that samples and the reference: Flow-GRPO's
-public code samples from the reference, which it keeps, or renews from the trained policy now and then.
+Online, the pairs are the best and the worst image of each group by advantage, which the config's section
+`advantages` computes from the rewards. Offline, they come from a set that is generated once. The loss is the
+same. The caller chooses the behavior policy and the reference: Flow-GRPO's public code samples from the
+reference, which it keeps, or occasionally renews from the trained policy.
 """
 
 import dataclasses
@@ -27,13 +27,12 @@ TIMES = LogitNormalTimes(1, shift=3.0)  # the training density of Stable Diffusi
 class DiffusionDPO(Matching):
     """Settings, with the beta and the density of noise levels of Flow-GRPO's public code for Stable Diffusion 3.5 M.
 
-    That code trains each pair at 39 noise levels (`times`), with 40 sampling steps; the paper at one, as
-    here. Flow-Factory's beta is 2000, and the paper's, for noise prediction, 2000 to 5000.
+    That code trains each pair at 39 noise levels (`times`), with 40 sampling steps; the paper at one, as here.
+    Flow-Factory's beta is 2000; the paper's, for noise prediction, is 2000 to 5000.
 
-    Online, with `set_steps` 0, the policy being trained samples. Offline the images are a fixed set of
-    `set_steps` steps, sampled by the policy before tuning, and repeated. They are sampled again each time,
-    with the same weights and keys, so that they are the same and need not be stored; each time they are
-    trained at other noise levels.
+    Online (`set_steps` 0), the policy being trained samples. Offline, the images are a fixed, repeated set of
+    `set_steps` steps, sampled by the initial policy. They are sampled again each time with the same weights and
+    keys, so that they are the same and need not be stored. Each time they are trained at other noise levels.
     """
 
     name: ClassVar[str] = "diffusion_dpo"
@@ -58,7 +57,7 @@ class DiffusionDPO(Matching):
 
     @property
     def reads_reference(self) -> bool:
-        """True: the margin is relative to the policy before tuning."""
+        """True: the margin is relative to the initial policy."""
         return True
 
     def prepare(
@@ -67,7 +66,7 @@ class DiffusionDPO(Matching):
         weight: Float32[np.ndarray, "b"],
         rows: Int[np.ndarray, "b"],
     ) -> PreparedChunk:
-        """Takes the best and the worst image of each group; the weights of images are not read."""
+        """Selects the best and the worst image of each group; image weights are not read."""
         pairs, weights = preference_pairs(advantages, rows)
         return PreparedChunk(pairs, np.zeros(len(pairs), np.float32), weights)
 
@@ -83,23 +82,23 @@ def diffusion_dpo_loss(
     target: Float[Array, "n 2 *shape"],
     trained: Bool[Array, "n"],
 ) -> dict[str, Float32[Array, "n"]]:
-    """-log sigmoid(-beta/2 ((e_w - e_w_reference) - (e_l - e_l_reference))), per pair.
+    """Returns -log sigmoid(-beta/2 ((e_w - e_w_reference) - (e_l - e_l_reference))), per pair.
 
     Equation 14 of the paper, where e = (v - target)^2 is the error of the noise. The second axis is
     (preferred w, dispreferred l). The paper sums e over an image's elements; implementations average it, as
     here, and their betas are for the average.
 
     Args:
-      settings: Settings, of which beta is read.
+      settings: Settings; only beta is read.
       v: Velocities of the policy being trained, with gradient, at the two images noised with the same
         noise to the same sigma (`noised_pairs`), as in the paper's code.
       v_reference: Velocities of the reference, without gradient.
       target: eps - x0.
-      trained: False for padding: the terms and gradient of such a pair are 0, whatever its values.
+      trained: False for padding, whose terms and gradient are 0 for any values.
 
     Returns:
       Terms per pair, to be weighted and summed: loss; margin, the argument of the sigmoid; accuracy, 1
-      if that is positive; preferred_error and dispreferred_error, the policy's.
+      if the margin is positive; preferred_error and dispreferred_error of the policy.
     """
     v, target, v_reference = mask_rows(trained, v, target, v_reference)
     v_reference = jax.lax.stop_gradient(v_reference)
@@ -119,12 +118,12 @@ def diffusion_dpo_loss(
 def preference_pairs(
     rewards: Float[np.ndarray, "b"], group_ids: Int[np.ndarray, "b"]
 ) -> tuple[Int[np.ndarray, "groups 2"], Float32[np.ndarray, "groups"]]:
-    """Returns (pairs, weights): (preferred, dispreferred) of each present group, its best and its worst image.
+    """Returns (pairs, weights): the (preferred, dispreferred) images of each present group, its best and its worst.
 
-    Among equal images it takes the first. A group whose rewards are all equal, or with a single image, has no
-    preference: its pair is its first image twice, with weight 0, so that the number of pairs is fixed. The other
-    weights are 1. (Flow-GRPO's public code takes the first two images of a group, Flow-Factory's the same image
-    twice.) `rewards` may be any numbers in the same order, such as `advantages.ranking`: of several rewards Flow-GRPO
+    Of equal images the first is selected. A group whose rewards are all equal, or with a single image, has no
+    preference: its pair is its first image twice, with weight 0, so that the number of pairs is fixed. Other weights
+    are 1. (Flow-GRPO's public code takes the first two images of a group, Flow-Factory's the same image twice.)
+    `rewards` may be any numbers in the same order, such as `advantages.ranking`. For several rewards Flow-GRPO
     (scripts/train_sd3_dpo.py, ac4c86e) compares the weighted sum, Flow-Factory (src/flow_factory/trainers/dpo.py,
     a0b2bc5) the advantages, which are GDPO's in its example.
 

@@ -1,7 +1,7 @@
 """Forward process for training: noise levels and noise of each image, from the image's key.
 
-An image's noise levels and noise depend only on its key and the number of the draw: not on the batch, nor on
-where or when it is trained.
+They depend only on the image's key and the sample number, not on the batch, nor on where or when the image is
+trained.
 """
 
 import dataclasses
@@ -14,12 +14,12 @@ from jaxtyping import Array, Float, Float32, Int, Key
 
 from digen_jax.ranges import PositiveFloat, PositiveInt
 
-# Streams of an image's key, besides START and TRANSITION of `sampling`.
+# Streams of an image's key, in addition to START and TRANSITION of `sampling`.
 FORWARD_NOISE, TRAINING_TIMES, LATER_TURN = 2, 3, 4
 
 
 class Noised(NamedTuple):
-    """Images at a noise level, and the velocity that flow matching trains there."""
+    """Images at a noise level, and the velocity targets of flow matching."""
 
     x: Float32[Array, "n ..."]
     target: Float32[Array, "n ..."]
@@ -27,26 +27,26 @@ class Noised(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleTimes:
-    """Draws a random subset of the sampler's steps for each image, without replacement, in random order.
+    """Samples a random subset of the sampler's steps for each image, without replacement, in random order.
 
-    As in DiffusionNFT's public code (arXiv 2509.16117), which trains 9 of its 10 steps: each image has a separate
-    permutation. The first step, sigma = 1, is among them, where x is noise only.
+    As in DiffusionNFT's public code (arXiv 2509.16117), which trains 9 of its 10 steps, each image has a separate
+    permutation. The subset may include the first step, sigma = 1, where x is noise only.
     """
 
     count: PositiveInt  # noise levels at which each image is trained, of the sampler's steps
 
     def check(self, steps: int) -> None:
-        """Raises ValueError for more noise levels than a schedule of `steps` steps has."""
+        """Raises ValueError if `count` exceeds the `steps` steps of a schedule."""
         if self.count > steps:
             raise ValueError(f"count is {self.count}; train 1 to {steps}, the sampler's steps")
 
     def draw(
         self, keys: Key[Array, "b"], sigmas: Float[ArrayLike, "sigmas"]
     ) -> Float32[Array, "s b"]:
-        """Returns each image's noise levels; `sigmas` is the sampler's schedule, with its last one, 0.
+        """Returns the noise levels of each image; `sigmas` is the sampler's schedule, including the last one, 0.
 
         Raises:
-          ValueError: the schedule has fewer steps than are to be drawn.
+          ValueError: the schedule has fewer than `count` steps.
         """
         sigmas = jnp.asarray(sigmas, jnp.float32)[:-1]
         self.check(len(sigmas))
@@ -59,10 +59,10 @@ class ScheduleTimes:
 
 @dataclasses.dataclass(frozen=True)
 class LogitNormalTimes:
-    """Draws noise levels sigmoid(mean + std z), z standard normal, then shifted (arXiv 2403.03206).
+    """Samples noise levels sigmoid(mean + std z), z standard normal, then shifted (arXiv 2403.03206).
 
-    The density of Stable Diffusion 3's pretraining, with the schedule's `shift`. All of an image's
-    draws are independent (AWM's public code stratifies them and shares them within a micro-batch).
+    This is the density of Stable Diffusion 3's pretraining, with the schedule's `shift`. All noise levels of
+    an image are independent (AWM's public code stratifies them and shares them within a micro-batch).
     """
 
     count: PositiveInt  # noise levels at which each image is trained
@@ -73,7 +73,7 @@ class LogitNormalTimes:
     def draw(
         self, keys: Key[Array, "b"], sigmas: Float[ArrayLike, "sigmas"]
     ) -> Float32[Array, "s b"]:
-        """Returns each image's noise levels; the schedule is not read."""
+        """Returns the noise levels of each image; the schedule is not read."""
 
         def draw(key):
             return jax.random.normal(key, (self.count,))
@@ -89,9 +89,9 @@ Times = ScheduleTimes | LogitNormalTimes
 def forward_noise(
     keys: Key[Array, "n"], draws: Int[ArrayLike, "n"], shape: tuple[int, ...]
 ) -> Float32[Array, "n ..."]:
-    """Draws standard normal noise of `shape`; `draws` are the numbers of the images' draws.
+    """Samples standard normal noise of `shape`; `draws` are the sample numbers of the images.
 
-    The draws of an image are independent of each other and of the draws that sampled it.
+    Different sample numbers give independent noise, which is also independent of the noise of sampling.
     """
 
     def draw(key, number):
@@ -103,7 +103,7 @@ def forward_noise(
 def repeat_keys(keys: Key[Array, "b"], turn: int) -> Key[Array, "b"]:
     """Returns the keys of images that are trained for the `turn`-th time, for other noise and noise levels.
 
-    At turn 0 they are the images' own keys.
+    At turn 0 they are the images' keys.
     """
     if not turn:
         return keys
@@ -122,7 +122,7 @@ def noised(
 def noised_pairs(
     x0: Float[Array, "n 2 *shape"], noise: Float[Array, "n *shape"], sigma: Float[Array, "n"]
 ) -> Noised:
-    """Noises pairs of images that share noise and noise level; x and target are `[n 2 ...]`."""
+    """Adds shared noise at a shared noise level to pairs of images; x and target are `[n 2 ...]`."""
     return jax.vmap(noised, in_axes=(1, None, None), out_axes=1)(x0, noise, sigma)
 
 

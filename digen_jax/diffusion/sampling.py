@@ -1,4 +1,4 @@
-"""Sampling trajectories with one scan over the steps, and replaying their transitions."""
+"""Samples trajectories with one scan over the steps, and replays their transitions."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Float32, Int, Key
 
 from digen_jax.diffusion.steps import Ode, ReverseStep
 
-# The independent streams of an image's key.
+# Independent streams of an image's key.
 START, TRANSITION = 0, 1
 
 Velocity = Callable[[Float32[Array, "b ..."], Float32[Array, "b"]], Float[Array, "b ..."]]
@@ -20,14 +20,14 @@ Velocity = Callable[[Float32[Array, "b ..."], Float32[Array, "b"]], Float[Array,
 class Transitions(NamedTuple):
     """Reverse steps x -> x_next that can be replayed: s steps of b images, as sampled.
 
-    Indexing the first axis of every field gives leading axes `[b]` and a scalar sigma, `flatten`
-    gives `[n]` and sigma `[n]`: `replay` takes these two forms. If each image has separate steps
-    (`select_steps`), sigma is `[s b]`.
+    Indexing the first axis of every field gives leading axes `[b]` and a scalar sigma; `flatten` gives `[n]`
+    and sigma `[n]`. `replay` takes these two forms. If images have different steps (`select_steps`), sigma
+    is `[s b]`.
     """
 
-    x: Float[Array, "s b ..."]  # in the dtype they were stored in
+    x: Float[Array, "s b ..."]  # in the storage dtype
     x_next: Float[Array, "s b ..."]
-    log_prob: Float32[Array, "s b"]  # of the policy that sampled them
+    log_prob: Float32[Array, "s b"]  # of the behavior policy
     sigma: Float32[Array, "s"] | Float32[Array, "s b"]
     sigma_next: Float32[Array, "s"] | Float32[Array, "s b"]
     mean: Float32[Array, "s b ..."] | None = None  # of x_next, if `sample` stores it
@@ -53,7 +53,7 @@ class Replay(NamedTuple):
 def image_keys(
     root: Key[Array, ""], serials: Int[ArrayLike, "b"], images: Int[ArrayLike, "b"]
 ) -> Key[Array, "b"]:
-    """Returns each image's key: the root key, folded with its group's serial and its number in the group.
+    """Returns the key of each image: the root key, folded with its group's serial and its number in the group.
 
     Raises:
       ValueError: `root` is not a typed threefry key; with rbg, an image would depend on its batch.
@@ -67,21 +67,21 @@ def image_keys(
 
 
 def start_noise(keys: Key[Array, "b"], shape: tuple[int, ...]) -> Float32[Array, "b ..."]:
-    """Draws standard normal noise of `shape` for each image, from its start stream."""
+    """Samples standard normal noise of `shape` for each image, from its start stream."""
     return jax.vmap(lambda key: jax.random.normal(jax.random.fold_in(key, START), shape))(keys)
 
 
 def group_keys(root: Key[Array, ""], serials: Int[ArrayLike, "b"]) -> Key[Array, "b"]:
-    """Returns the key of each image's group, that of its image 0, for start noise that a group shares.
+    """Returns the key of each image's group, the key of its image 0, for start noise shared by a group.
 
-    Transition noise still comes from each image's own key. The shared noise depends on the group's serial
-    alone, not on the batch. DanceGRPO's `init_same_noise` (arXiv 2505.07818) draws one noise for a
-    process's batch, in its scripts one prompt; Flow-GRPO's `same_latent` keys it by the prompt's text,
+    Transition noise still comes from each image's key. The shared noise depends only on the group's serial,
+    not on the batch. DanceGRPO's `init_same_noise` (arXiv 2505.07818) samples one noise per batch of a
+    process, which is one prompt in its scripts; Flow-GRPO's `same_latent` keys it by the prompt's text,
     the epoch and the batch.
 
     Args:
       root: Root key, as in `image_keys`.
-      serials: Each image's group.
+      serials: Group serial of each image.
     """
     return image_keys(root, serials, jnp.zeros_like(jnp.asarray(serials)))
 
@@ -91,8 +91,8 @@ def check_window(
 ) -> None:
     """Raises ValueError if the steps [start, start + length) cannot be trained by their density.
 
-    That is an empty window, a window outside the schedule, a step without noise (ode), or a step whose
-    std is 0 (the last step of cps).
+    Invalid are an empty window, a window outside the schedule, a step without noise (ode), and a step with
+    std 0 (the last step of cps).
     """
     steps = len(sigmas) - 1
     if length < 1:
@@ -123,25 +123,25 @@ def sample(
 ) -> Trajectory:
     """Samples from noise at sigmas[0] to data at sigmas[-1], in one `lax.scan`.
 
-    The steps in the window follow `step` and are stored. The others are ODE steps: those of `step` if
-    that is an ODE solver, else Euler steps. An image depends on its key and the start noise only, not
-    on its batch.
+    Steps in the window follow `step` and are stored. Other steps are ODE steps: those of `step` if it is
+    an ODE solver, else Euler steps. An image depends only on its key and the start noise, not on its
+    batch.
 
     Args:
       velocity: `(x [b ...], sigma [b]) -> [b ...]`; the network with its parameters, conditioning
         and guidance.
       x_start: Start noise at sigmas[0].
-      sigmas: Schedule of n steps, falling.
+      sigmas: Decreasing schedule of n steps.
       step: Kind of the steps in the window.
-      keys: One typed key an image (`image_keys`); step i draws its noise from their fold with i.
+      keys: One typed key per image (`image_keys`); step i samples its noise from the key folded with i.
       window: (first step, may be traced; number of steps, static). Length 0 stores nothing.
-      store_dtype: x is rounded to it after every step, before its log_prob is computed, and sampling
-        continues from the rounded value, so that replay reads what was sampled.
-      store_means: Whether the transitions also store the mean of x_next in float32 (GRPO-Guard and
-        Flow-DPPO read it), which needs as much memory as x or more.
+      store_dtype: Dtype that x is rounded to after every step, before its log_prob is computed. Sampling
+        continues from the rounded value, so that replay reads the sampled values.
+      store_means: Whether to also store the mean of x_next in float32 (for GRPO-Guard and Flow-DPPO), which
+        needs at least the memory of x.
 
     Raises:
-      ValueError: a window outside the schedule, or with steps without noise.
+      ValueError: the window is outside the schedule or has steps without noise.
     """
     start, length = window
     sigmas = jnp.asarray(sigmas, jnp.float32)
@@ -172,17 +172,17 @@ def sample(
 def replay(
     velocity: Velocity, transitions: Transitions, step: ReverseStep, sigma_max: Float[ArrayLike, ""]
 ) -> Replay:
-    """Computes log-probability, mean and std of given transitions under `velocity`, by `sample`'s functions.
+    """Computes log-probability, mean and std of transitions under `velocity`, by the functions of `sample`.
 
     Args:
       velocity: Velocity of the policy, as in `sample`.
-      transitions: One leading axis `[n]` (see `flatten`), sigma `[n]` or a scalar. Their own sigmas
-        are used, so the samples may be at different steps.
-      step: Kind that sampled them.
+      transitions: One leading axis `[n]` (see `flatten`), sigma `[n]` or a scalar. Their sigmas are used, so
+        the samples may be at different steps.
+      step: Kind of step that sampled them.
       sigma_max: `trajectory.sigmas[1]`.
 
     Raises:
-      ValueError: transitions with two leading axes.
+      ValueError: the transitions have two leading axes.
     """
     if transitions.log_prob.ndim != 1:
         raise ValueError(
@@ -199,7 +199,7 @@ def replay(
 
 
 def per_image(transitions: Transitions) -> Transitions:
-    """Gives transitions a sigma for each image, `[s b]`."""
+    """Broadcasts sigma to one per image, `[s b]`."""
     if transitions.sigma.ndim == 2:
         return transitions
 
@@ -220,7 +220,7 @@ def select_steps(transitions: Transitions, steps: Int[Array, "k b"]) -> Transiti
 
 
 def flatten(transitions: Transitions) -> Transitions:
-    """Merges the leading axes `[s b]` into `[s*b]`, with a sigma for each."""
+    """Merges the leading axes `[s b]` into `[s*b]`, with one sigma per transition."""
     return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), per_image(transitions))
 
 
@@ -248,7 +248,7 @@ def _noisy_step(step, x, v, sigmas, i, noise_keys) -> Transitions:
 
 
 def _round(x: Array, dtype: DTypeLike) -> Array:
-    """Casts so that the compiler cannot remove the rounding, as it could if a value is cast down and up again."""
+    """Casts such that the compiler cannot remove the rounding, as it could if a value is cast down and up again."""
     kind = jnp.finfo(dtype)
     return jax.lax.reduce_precision(x.astype(jnp.float32), kind.nexp, kind.nmant).astype(dtype)
 

@@ -1,4 +1,4 @@
-"""Sigma schedules, equal to those of diffusers' FlowMatchEulerDiscreteScheduler."""
+"""Sigma schedules that equal those of diffusers' FlowMatchEulerDiscreteScheduler."""
 
 import dataclasses
 import math
@@ -22,10 +22,10 @@ UNSUPPORTED = (
 
 @dataclasses.dataclass(frozen=True)
 class SchedulerConfig:
-    """Fields of `scheduler_config.json` that change the sigmas; diffusers' names and defaults.
+    """Fields of `scheduler_config.json` that affect the sigmas, with diffusers' names and defaults.
 
-    `shift` acts in a static schedule, the `base_*`, `max_*` and `time_shift_type` fields in a
-    dynamic one, where the shift follows the number of image tokens. The networks embed 1000 sigma, as diffusers'
+    `shift` applies to a static schedule, the `base_*`, `max_*` and `time_shift_type` fields to a dynamic
+    one, where the shift depends on the number of image tokens. The networks embed 1000 sigma, as diffusers'
     pipelines do for a scheduler with `num_train_timesteps` 1000; no published model has another number.
     """
 
@@ -41,7 +41,7 @@ class SchedulerConfig:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "SchedulerConfig":
-        """Creates it from a parsed `scheduler_config.json`; ValueError names a field that is not supported."""
+        """Parses a `scheduler_config.json`; raises ValueError for a field that is not supported."""
         kind = config.get("_class_name", "FlowMatchEulerDiscreteScheduler")
         if kind != "FlowMatchEulerDiscreteScheduler":
             raise ValueError(
@@ -71,21 +71,21 @@ def make_sigmas(
 ) -> Float32[np.ndarray, "sigmas"]:
     """Returns the sigmas of a sampling run of `num_steps` steps, from 1 down to 0.
 
-    The numbers are computed in the precision that diffusers uses at each place, so they are equal
-    to its `scheduler.sigmas` bit for bit.
+    They are computed in the precision that diffusers uses at each place, so they equal its
+    `scheduler.sigmas` bit for bit.
 
     Args:
       config: Settings of the scheduler.
       num_steps: Network evaluations n.
-      image_seq_len: Number of image tokens; needed only with `config.use_dynamic_shifting`.
+      image_seq_len: Number of image tokens; required only with `config.use_dynamic_shifting`.
       spacing: How the family's pipeline spaces the sigmas before the shift. "timesteps":
         evenly from the scheduler's first to its last training timestep (pipelines that pass
         `num_inference_steps`: SD3, Wan). "uniform": from 1 to 1/n (pipelines that pass `sigmas`:
         FLUX, Qwen-Image, HunyuanVideo). "uniform float32": the same from `torch.linspace` (Z-Image).
-      mu: Dynamic shift of a pipeline with a different rule. None means by `image_seq_len` and the config.
+      mu: Dynamic shift of a pipeline with a different rule. None means the rule of the config.
 
     Raises:
-      ValueError: too few steps, or `image_seq_len` is missing although the shift is dynamic.
+      ValueError: there are too few steps, or `image_seq_len` is missing although the shift is dynamic.
     """
     if num_steps < 1:
         raise ValueError(f"num_steps is {num_steps}; a schedule needs at least 1 step")
@@ -110,9 +110,9 @@ def make_sigmas(
 
 
 def _torch_linspace(first: float, last: float, number: int) -> Float32[np.ndarray, "number"]:
-    """`torch.linspace` on a CPU: a rounded step, taken from the first number up to the middle, then from the last.
+    """Returns `torch.linspace` on a CPU: a rounded step, from the first number up to the middle, then from the last.
 
-    A multiple of the step is added with one rounding (FMA), which a sum in float64 has, too.
+    A multiple of the step is added with one rounding (FMA), like a sum in float64.
     """
     first, last, index = np.float32(first), np.float32(last), np.arange(number)
     step = np.float64((last - first) / np.float32(max(1, number - 1)))
@@ -121,12 +121,12 @@ def _torch_linspace(first: float, last: float, number: int) -> Float32[np.ndarra
 
 
 def _static_shift(sigmas: np.ndarray, shift: float) -> np.ndarray:
-    """Resolution-dependent shift of Stable Diffusion 3 (arXiv 2403.03206)."""
+    """Applies the resolution-dependent shift of Stable Diffusion 3 (arXiv 2403.03206)."""
     return shift * sigmas / (1 + (shift - 1) * sigmas)
 
 
 def _spaced_by_timesteps(config: SchedulerConfig, num_steps: int) -> np.ndarray:
-    """From the first to the last *shifted* training sigma; the shift then acts a second time."""
+    """Spaces sigmas from the first to the last *shifted* training sigma; the shift then applies a second time."""
     steps = config.num_train_timesteps
     ends = np.array([steps, 1], np.float32) / np.float32(steps)
     if not config.use_dynamic_shifting:
@@ -136,13 +136,13 @@ def _spaced_by_timesteps(config: SchedulerConfig, num_steps: int) -> np.ndarray:
 
 
 def _dynamic_shift(config: SchedulerConfig, sigmas: np.ndarray, mu: float) -> np.ndarray:
-    """FLUX's shift."""
+    """Applies FLUX's shift."""
     scale = math.exp(mu) if config.time_shift_type == "exponential" else mu
     return scale / (scale + (1 / sigmas - 1))
 
 
 def _mu(config: SchedulerConfig, image_seq_len: int | None) -> float:
-    """FLUX.1's, which is linear in the number of image tokens."""
+    """Returns FLUX.1's mu, which is linear in the number of image tokens."""
     if image_seq_len is None:
         raise ValueError(
             "image_seq_len is missing; with use_dynamic_shifting, pass the number of image tokens"

@@ -2,10 +2,10 @@
 
 Sampling and replay call the same `mean_std` and `log_prob`. All arithmetic is float32, for inputs of
 any dtype. `sigma`, `sigma_next` and `sigma_max` are scalars, or `[b]` if the samples of a batch
-are at different steps. `sigma_max` is sigmas[1] of the schedule: only `FlowSde` reads it, instead of
+are at different steps. `sigma_max` is sigmas[1] of the schedule; only `FlowSde` reads it, instead of
 a sigma of 1.
 
-The ODE solvers also `advance` along a schedule, and may keep values of the last step.
+ODE solvers also `advance` along a schedule, and may keep values of the last step.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Float32, Int
 
-MAX_STD = 0.45  # of a step of `CappedFlowSde`
+MAX_STD = 0.45  # maximum std of a step of `CappedFlowSde`
 
 Sigma = Float[ArrayLike, ""] | Float[ArrayLike, "b"]
 Sigmas = Float[ArrayLike, "sigmas"]
@@ -37,11 +37,11 @@ class Ode:
         return x + v * _columns(dt, x), jnp.zeros_like(dt)
 
     def log_prob(self, x_next: Sample, mean: Mean, std: Std) -> Float32[Array, "b"]:
-        """Raises ValueError, because a step without noise has no density."""
+        """Raises ValueError because a step without noise has no density."""
         raise ValueError("an ode step has no log_prob; choose flow, dance or cps for trained steps")
 
     def init_last(self, x: Sample) -> None:
-        """Returns the `last` of the first step: None, because this solver keeps nothing."""
+        """Returns None, the `last` of the first step, because this solver keeps no values."""
 
     def advance(
         self, x: Sample, v: Sample, sigmas: Sigmas, i: int | Int[Array, ""], last: None
@@ -57,19 +57,19 @@ class Dpm2(Ode):
 
     With lambda = log((1 - sigma) / sigma), h_i its increase over step i and x0 = x - sigma v:
     x + v dt + (1 - sigma_next / sigma) (x0 - last x0) h_i / (2 h_(i-1)). It adds the last term to the
-    Euler step, which DPM-Solver++(1) equals for flow matching.
+    Euler step, which equals DPM-Solver++(1) for flow matching.
 
     The first step has no last x0, and the last step, to sigma 0, has an infinite h: both are Euler steps.
-    The second step is one, too, where sigmas[0] = 1, because the first h is infinite there.
+    If sigmas[0] = 1, the second step is also an Euler step, because the first h is infinite.
 
     Implementations: diffusers' DPMSolverMultistepScheduler (dpmsolver++, solver_order 2, midpoint,
     use_flow_sigmas, flow_prediction) takes the same steps. Its `lower_order_final` makes no
-    difference: the last step to sigma 0 is of first order in any case, and the one before it is only
-    of a lower order in a solver of order 3. Its own schedule starts at 1 - 1/1000 before the shift,
-    so that its second step is of second order. DiffusionNFT's solver ("dpm2") takes these steps on
-    FlowMatchEuler's sigmas, which start at 1; its last step is written as DDIM without noise, which is
+    difference: the last step to sigma 0 is first-order in any case, and the step before it has a
+    lower order only in a solver of order 3. Its schedule starts at 1 - 1/1000 before the shift,
+    so its second step is second-order. DiffusionNFT's solver ("dpm2") takes these steps on
+    FlowMatchEuler's sigmas, which start at 1; its last step is written as DDIM without noise, which equals
     the Euler step. This code follows it, with coefficients in float32 instead of float64, and with
-    sigma itself as the network's input, where both others truncate 1000 sigma to an integer.
+    sigma itself as the network input, where both others truncate 1000 sigma to an integer.
     """
 
     def init_last(self, x: Sample) -> Mean:
@@ -115,7 +115,7 @@ class ReverseSde:
         return x * _columns(of_x, x) + v * _columns(of_v, x), g * _sqrt(-dt)
 
     def log_prob(self, x_next: Sample, mean: Mean, std: Std) -> Float32[Array, "b"]:
-        """Returns the Gaussian log-density with its normaliser, averaged over all axes but the first.
+        """Returns the Gaussian log-density with its normalizer, averaged over all axes but the first.
 
         If std = 0 (padding, which has no weight) it is finite: the density of std 1.
         """
@@ -126,15 +126,15 @@ class ReverseSde:
 
 @dataclasses.dataclass(frozen=True)
 class FlowSde(ReverseSde):
-    """Flow-GRPO (arXiv 2505.05470): diffusion g = a sqrt(sigma / (1 - sigma)).
+    """Flow-GRPO's SDE (arXiv 2505.05470): diffusion g = a sqrt(sigma / (1 - sigma)).
 
-    Where sigma = 1, the first step, 1 - sigma is replaced by 1 - sigma_max as in its public code.
+    At sigma = 1, the first step, 1 - sigma_max replaces 1 - sigma, as in its public code.
     """
 
     def diffusion(
         self, sigma: Sigma, sigma_next: Sigma, sigma_max: Sigma
     ) -> Float32[Array, "*sigma"]:
-        """Returns g: the std of the step without its factor sqrt(-dt)."""
+        """Returns g, the std of the step without its factor sqrt(-dt)."""
         sigma, sigma_max = _float32(sigma, sigma_max)
         return self.noise_level * _sqrt(sigma / (1 - jnp.where(sigma == 1, sigma_max, sigma)))
 
@@ -143,15 +143,15 @@ class FlowSde(ReverseSde):
 class CappedFlowSde(FlowSde):
     """Flow-GRPO's SDE with diffusion min(g, 0.45 / sqrt(-dt)): no step's std exceeds 0.45.
 
-    The truncated noise schedule of LongCat-Video (arXiv 2510.22200) as in GenRL (its
+    This is the truncated noise schedule of LongCat-Video (arXiv 2510.22200) as in GenRL (its
     `diffusion_clip`, and the value of its configs). It bounds the steps near sigma = 1, where g grows
-    without bound. The mean uses the capped g, too, so that the marginals stay the ODE's.
+    without bound. The mean also uses the capped g, so that the marginals stay the ODE's.
     """
 
     def diffusion(
         self, sigma: Sigma, sigma_next: Sigma, sigma_max: Sigma
     ) -> Float32[Array, "*sigma"]:
-        """Returns g: the std of the step without its factor sqrt(-dt)."""
+        """Returns g, the std of the step without its factor sqrt(-dt)."""
         sigma, sigma_next = _float32(sigma, sigma_next)
         moves = sigma > sigma_next
         cap = MAX_STD / _sqrt(jnp.where(moves, sigma - sigma_next, 1.0))
@@ -161,21 +161,21 @@ class CappedFlowSde(FlowSde):
 
 @dataclasses.dataclass(frozen=True)
 class DanceSde(ReverseSde):
-    """DanceGRPO (arXiv 2505.07818): a constant diffusion g = a."""
+    """DanceGRPO's SDE (arXiv 2505.07818): a constant diffusion g = a."""
 
     def diffusion(
         self, sigma: Sigma, sigma_next: Sigma, sigma_max: Sigma
     ) -> Float32[Array, "*sigma"]:
-        """Returns g: the std of the step without its factor sqrt(-dt)."""
+        """Returns g, the std of the step without its factor sqrt(-dt)."""
         return jnp.full_like(jnp.asarray(sigma, jnp.float32), self.noise_level)
 
 
 @dataclasses.dataclass(frozen=True)
 class Cps:
-    """Coefficients-preserving sampling (arXiv 2509.05952): part of the predicted noise is redrawn.
+    """Coefficients-preserving sampling (arXiv 2509.05952): part of the predicted noise is resampled.
 
     The share of fresh noise, sin(a pi/2), is the same in every step and does not shrink with the
-    step. At the last step, sigma_next = 0, nothing is random: that step cannot be trained.
+    step. The last step, sigma_next = 0, is deterministic and cannot be trained.
     """
 
     noise_level: float
@@ -188,7 +188,7 @@ class Cps:
     def diffusion(
         self, sigma: Sigma, sigma_next: Sigma, sigma_max: Sigma
     ) -> Float32[Array, "*sigma"]:
-        """Returns the step's std, which has no factor sqrt(-dt)."""
+        """Returns the std of the step, which has no factor sqrt(-dt)."""
         sigma_next = jnp.asarray(sigma_next, jnp.float32)
         return sigma_next * math.sin(self.noise_level * math.pi / 2)
 
@@ -205,7 +205,7 @@ class Cps:
         return _columns(1 - sigma_next, x) * x0 + _columns(kept, x) * eps, std
 
     def log_prob(self, x_next: Sample, mean: Mean, std: Std) -> Float32[Array, "b"]:
-        """Returns -(x_next - mean)^2 averaged over all axes but the first: no 1/2 std^2, no normaliser."""
+        """Returns -(x_next - mean)^2 averaged over all axes but the first, without 1/(2 std^2) and normalizer."""
         return -_mean_square(x_next, mean)
 
 
@@ -221,10 +221,10 @@ KINDS = {
 
 
 def make_step(kind: str, noise_level: int | float) -> ReverseStep:
-    """Creates the step that a config names, e.g. `make_step("cps", 0.8)`; ode and dpm2 take noise level 0.
+    """Creates the step of a config, e.g. `make_step("cps", 0.8)`; ode and dpm2 take noise level 0.
 
     Raises:
-      ValueError: a noise level that the kind cannot have.
+      ValueError: the noise level is invalid for the kind.
     """
     if not issubclass(KINDS[kind], Ode):
         return KINDS[kind](float(noise_level))
@@ -253,12 +253,12 @@ def _columns(a: Array, x: Array) -> Array:
 
 
 def _log_snr(sigma: Array) -> Array:
-    """log((1 - sigma) / sigma): infinite at both ends of the schedule."""
+    """Returns log((1 - sigma) / sigma), which is infinite at both ends of the schedule."""
     return jnp.log1p(-sigma) - jnp.log(sigma)
 
 
 def _sqrt(a: Array) -> Array:
-    """Square root whose value and gradient are 0 where a is 0."""
+    """Returns the square root, with value and gradient 0 where a is 0."""
     positive = a > 0
     return jnp.where(positive, jnp.sqrt(jnp.where(positive, a, 1.0)), 0.0)
 
