@@ -1,5 +1,5 @@
-"""Runs of several processes, which are Ray actors.
+"""Multi-process runs on Ray actors.
 
-`engine` connects to Ray, `launch` starts the trainer's processes, `workers` starts the other workers, calls them,
-notices their loss and restarts them, `worker_process` is such a worker, and `transfer` moves arrays.
+`engine` connects to Ray, `launch` starts the trainer's processes, `workers` starts, calls, monitors and restarts the
+other workers, `worker_process` runs in their processes, and `transfer` moves arrays.
 """

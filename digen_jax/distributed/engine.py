@@ -1,6 +1,6 @@
-"""Processes and objects on a Ray cluster. This is the only module that imports ray, when it connects.
+"""Actors and objects on a Ray cluster. Only this module imports ray, when it connects.
 
-Nothing is retried here: the scheduler decides what to do about lost work.
+Nothing is retried here: the scheduler handles failed work.
 """
 
 import contextlib
@@ -22,55 +22,55 @@ from digen_jax.errors import ConfigError
 from digen_jax.process.shutdown import STOPPED, exit_now, log_fatal
 
 LOCAL = "local"
-NAMESPACE = "digen_jax"  # of the names of processes
-# Threads of a process for each kind of call; one thread executes calls in the caller's order.
+NAMESPACE = "digen_jax"  # of actor names
+# Threads of an actor per concurrency group. A single thread executes calls in the caller's order.
 GROUPS = {"work": 1, "sync": 1, "score": 8, "control": 1, "ping": 1}
 VARIABLES = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Seconds until Ray's processes end after the head is lost, 60 by default.
+    # Seconds until Ray's processes end after the head fails (default 60).
     "RAY_gcs_rpc_server_reconnect_timeout_s": "15",
-    # With the default, 15, any other process on the machine would slow actors down.
+    # At the default, 15, any other process on the machine slows actors down.
     "RAY_worker_niceness": "0",
-    # Errors reach the caller through futures. Ray would also print each one's unread second result.
+    # Futures report errors. Ray would also print those of unread second results.
     "RAY_IGNORE_UNHANDLED_ERRORS": "1",
 }
 FORWARDED = ("JAX_", "XLA_", "HF_", "TPU_", "LIBTPU_", "NCCL_", "WANDB_", "DIGEN_JAX_")
-PR_SET_PDEATHSIG = 1  # of linux/prctl.h
-CONNECT_TIMEOUT = 60.0  # seconds in which Ray must start or answer
-POLL = 0.5  # seconds between two checks whether to stop waiting
-REPORTING = 30.0  # seconds between two reports that resources are missing
-HEAD_PERIOD = 2.0  # seconds between two connections to the head
-HEAD_TIMEOUT = 6.0  # seconds without a connection until it is lost
+PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+CONNECT_TIMEOUT = 60.0  # seconds for Ray to start or respond
+POLL = 0.5  # seconds between checks of a stop condition
+REPORTING = 30.0  # seconds between reports of missing resources
+HEAD_PERIOD = 2.0  # seconds between connection checks of the head
+HEAD_TIMEOUT = 6.0  # seconds without a connection until the head is considered failed
 
-Ref = Any  # a stored object, which is freed when the last reference is
-Actor = Any  # a process that executes calls
+Ref = Any  # reference to a stored object; the last one frees it
+Actor = Any  # handle of a process that executes calls
 
 
 class ProcessDied(RuntimeError):
-    """A process has died, was killed or cannot be reached, or a stored object is not available."""
+    """Raised if a process died, was killed or is unreachable, or if a stored object is unavailable."""
 
 
 class ObjectUnavailable(ProcessDied):
-    """A stored object was lost with its node."""
+    """Raised if a stored object was lost with its node."""
 
 
 class Resources(NamedTuple):
-    """Needs of one process in addition to a CPU core: accelerators of a kind, such as GPU."""
+    """Resources of one process in addition to a CPU core: accelerators of a kind, such as GPU."""
 
     kind: str = ""
     devices: int = 0
 
 
 class RayEngine:
-    """Connection to a Ray cluster. Any thread may call.
+    """Connection to a Ray cluster. Thread-safe.
 
     Args:
-      address: "local" starts Ray on this machine; otherwise the cluster's, "auto" or HOST:PORT.
-      show: Whether the output of processes is printed, with each one's name before it.
-      cpus: With "local", the number of cores for Ray to use.
+      address: "local" to start Ray on this machine, "auto", or the cluster's HOST:PORT.
+      show: Whether to print the output of actors, prefixed by their names.
+      cpus: Number of cores for Ray with "local".
 
     Raises:
-      ConfigError: Ray is not installed, or there is no cluster at the address.
+      ConfigError: Ray is not installed, or no cluster is reachable at the address.
     """
 
     def __init__(self, address: str, show: bool = True, cpus: int | None = None):
@@ -82,11 +82,11 @@ class RayEngine:
         self._ray = ray
         for name, value in VARIABLES.items():
             os.environ.setdefault(name, value)
-        # It reports that a token was found or created, at each start.
+        # It reports at each start that a token was found or created.
         logging.getLogger("ray._private.authentication.authentication_token_setup").disabled = True
         only_local = dict(num_cpus=cpus, include_dashboard=False) if address == LOCAL else {}
         text = _no_cluster(address, f"not within {CONNECT_TIMEOUT:g} s")
-        # The main thread is then blocked in Ray.
+        # By then the main thread is blocked in Ray.
         late = threading.Timer(CONNECT_TIMEOUT, lambda: exit_now(log_fatal(text, 2)))
         late.daemon = True
         late.start()
@@ -109,33 +109,33 @@ class RayEngine:
             raise ConfigError(_no_cluster(address, reason)) from error
         finally:
             late.cancel()
-        self._free: dict[Actor, Callable[[], None]] = {}  # frees each actor's placement group
+        self._free: dict[Actor, Callable[[], None]] = {}  # by actor: frees its placement group
         self._lock, self._closed = threading.Lock(), threading.Event()
         threading.Thread(target=self._watch_head, name="head", daemon=True).start()
 
     @property
     def address(self) -> str:
-        """HOST:PORT, at which other processes connect to the same cluster."""
+        """HOST:PORT of the cluster, for other processes to connect to."""
         return self._ray.get_runtime_context().gcs_address
 
     @property
     def nodes(self) -> list[tuple[str, dict[str, float]]]:
-        """Returns (address, resources such as {"CPU": 8.0, "GPU": 2.0}) of each node that is alive."""
+        """(address, resources such as {"CPU": 8.0, "GPU": 2.0}) of each live node."""
         found = [one for one in self._ray.nodes() if one["Alive"]]
         return [(one["NodeManagerAddress"], one["Resources"]) for one in found]
 
     def most(self, kind: str) -> int:
-        """Returns the number of accelerators of a kind that the cluster has or, with an autoscaler, can have."""
+        """Returns the cluster's accelerators of a kind, including those that an autoscaler can add."""
         from ray._private.state import state
 
         there = sum(have.get(kind, 0) for _, have in self.nodes)
         return int(max(there, (state.get_max_resources_from_cluster_config() or {}).get(kind, 0)))
 
     def check_secure(self, given: str, is_open: bool) -> None:
-        """Refuses a cluster of several hosts without a token, unless `is_open`: any client could run code on it.
+        """Rejects a multi-host cluster without a token, unless `is_open`, because any client can run code on it.
 
         Raises:
-          ConfigError: Explains how to set a token for the address that was given.
+          ConfigError: The cluster has no token.
         """
         own = self._ray.util.get_node_ip_address()
         others = sorted({host for host, _ in self.nodes} - {own})
@@ -149,16 +149,16 @@ class RayEngine:
     def start(
         self, kind: type, arguments: Sequence[tuple], resources: Resources, name: str | None = None
     ) -> list[Actor]:
-        """Starts processes, as soon as the cluster has resources for all.
+        """Starts processes as soon as the cluster has resources for all of them.
 
         Args:
           kind: Class of the processes.
-          arguments: Arguments of the class for each process.
-          resources: Needs of each process.
-          name: Unique in the cluster, by which other drivers `find` the first process.
+          arguments: Constructor arguments of each process.
+          resources: Resources of each process.
+          name: Unique name under which other drivers can `find` the first process.
 
         Raises:
-          ConfigError: No TPU slice of the cluster has so many chips in so many hosts.
+          ConfigError: No TPU slice of the cluster has the requested chips and hosts.
           ProcessDied: No such slice is free.
         """
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -185,9 +185,9 @@ class RayEngine:
         return actors
 
     def _reserve(self, needed: dict[str, int], processes: int) -> tuple[Any, Callable[[], None]]:
-        """Returns a placement group with a bundle for each process, and a function that frees it.
+        """Returns a placement group with one bundle per process, and a function that frees it.
 
-        Several processes with TPUs get the hosts of one slice, because TPUs of two slices cannot be one mesh.
+        Several processes with TPUs get the hosts of one slice, because a mesh cannot span slices.
         """
         from ray.util.placement_group import placement_group, remove_placement_group
 
@@ -197,7 +197,7 @@ class RayEngine:
             return group, functools.partial(remove_placement_group, group)
         from ray.util.tpu import slice_placement_group
 
-        found = {}  # (chips, chips per host): (topology, generation)
+        found = {}  # (topology, generation) by (chips, chips per host)
         for node in self._ray.nodes():
             labels, there = node.get("Labels") or {}, int(node["Resources"].get("TPU", 0))
             if node["Alive"] and (topology := labels.get("ray.io/tpu-topology")):
@@ -220,13 +220,13 @@ class RayEngine:
         return reserved.slice_placement_group, reserved.shutdown
 
     def find(self, name: str) -> Actor:
-        """Returns the process that another driver has started under a name."""
+        """Returns a named process that another driver started."""
         return self._ray.get_actor(name)
 
     def call(self, actor: Actor, method: str, *arguments: Any, group: str) -> Future:
-        """Calls a method in one of the threads of `GROUPS`; arguments that are references are passed as values.
+        """Calls a method in a concurrency group of `GROUPS`; reference arguments are passed by value.
 
-        The future raises the method's own exception, or ProcessDied.
+        The future raises the method's exception or ProcessDied.
         """
         bound = getattr(actor, method).options(concurrency_group=group)
         return self._future(bound.remote(*arguments))
@@ -234,13 +234,13 @@ class RayEngine:
     def call_for_tree(
         self, actor: Actor, method: str, *arguments: Any, group: str
     ) -> tuple[Future, Ref]:
-        """As `call`, for a method that returns a pair: its second value stays on its node until it is requested."""
+        """Like `call`, for a method that returns a pair. The second value stays on its node until requested."""
         bound = getattr(actor, method).options(concurrency_group=group, num_returns=2)
         first, second = bound.remote(*arguments)
         return self._future(first), second
 
     def coordinator_address(self, actor: Actor) -> Future:
-        """Returns (address, port) of a process, at which other nodes reach it and nothing listens yet."""
+        """Returns a future (address, free port) at which other nodes can reach a process."""
         return self._future(actor.__ray_call__.remote(_free_address))
 
     def put(self, value: Any) -> Ref:
@@ -248,16 +248,16 @@ class RayEngine:
         return self._ray.put(value)
 
     def get(self, ref: Ref) -> Any:
-        """Returns a stored value; arrays are read-only views of it. Raises ProcessDied."""
+        """Returns a stored value; its arrays are read-only views. Raises ProcessDied."""
         try:
             return self._ray.get(ref)
         except self._ray.exceptions.RayError as error:
             raise self._raised(error) from error
 
     def kill(self, actor: Actor) -> None:
-        """Kills a process, even one that is stopped; its calls raise ProcessDied.
+        """Kills a process, even a suspended one; its calls raise ProcessDied.
 
-        The resources of processes that were started together are freed when the last of them is killed.
+        The resources of processes started together are freed when the last of them is killed.
         """
         self._ray.kill(actor, no_restart=True)
         with self._lock:
@@ -267,12 +267,12 @@ class RayEngine:
             free()
 
     def close(self) -> None:
-        """Ends all processes that it has started."""
+        """Ends all processes that this connection started."""
         self._closed.set()
         self._ray.shutdown()
 
     def _watch_head(self) -> None:
-        """Ends this process when the cluster's head is lost; Ray itself would end it with code 1, and later."""
+        """Exits when the cluster's head fails; Ray itself would exit later, with code 1."""
         address, connected = self.address, time.monotonic()
         while not self._closed.wait(HEAD_PERIOD):
             try:
@@ -290,7 +290,7 @@ class RayEngine:
         found: Future = Future()
 
         def settle(done: Future) -> None:
-            _ = ref  # Ray may not settle the future of a reference that was freed
+            _ = ref  # Ray may not settle the future of a freed reference
             error = done.exception()
             with contextlib.suppress(InvalidStateError):  # the caller has set an error meanwhile
                 if error is None:
@@ -302,13 +302,11 @@ class RayEngine:
         return found
 
     def _raised(self, error: BaseException) -> BaseException:
-        """Returns the exception that a process's method raised, or ProcessDied."""
+        """Converts a Ray error to the method's exception or ProcessDied."""
         exceptions = self._ray.exceptions
         if isinstance(error, exceptions.RayTaskError):
             cause = error.cause
-            if not isinstance(
-                cause, exceptions.RayError
-            ):  # otherwise an argument could not be read
+            if not isinstance(cause, exceptions.RayError):  # else an argument could not be read
                 return cause if isinstance(cause, BaseException) else RuntimeError(str(error))
             error = cause
         if isinstance(error, exceptions.RayError):
@@ -329,16 +327,16 @@ def _free_address(actor: object) -> tuple[str, int]:
 
 
 def _end_with_parent(actor: object) -> None:
-    """Has the kernel kill a process together with its parent, Ray's process of the node.
+    """Makes the kernel kill a process together with its parent, the node's Ray process.
 
-    Otherwise, if a driver that started Ray is killed, it may keep its devices for a minute to report this to Ray.
+    Otherwise, after its driver is killed, the process may keep its devices for a minute while it tries to reach Ray.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
 
 
 def _connect(address: str, seconds: float) -> None:
-    """Connects to HOST:PORT once, because Ray itself tries for minutes. Raises OSError."""
+    """Tests the connection to HOST:PORT once; Ray itself retries for minutes. Raises OSError."""
     host, separator, port = address.rpartition(":")
     if separator and port.isdigit():
         socket.create_connection((host.strip("[]"), int(port)), timeout=seconds).close()
@@ -359,9 +357,9 @@ def wait_for_resources(
     stops: Callable[[], Any],
     quiet: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Waits for calls of processes that start when the cluster has resources for them.
+    """Waits for calls of processes that the cluster may not have resources for yet, or until `stops` is true.
 
-    Reports every 30 s, unless `quiet`, that `name` waits for what is `needed`. Waiting also ends when `stops` is true.
+    Reports every 30 s, unless `quiet`, that `name` waits for `needed`.
     """
     begin = reported = time.monotonic()
     while wait(started, POLL).not_done and not stops():
@@ -373,6 +371,6 @@ def wait_for_resources(
 
 
 def surroundings() -> tuple[dict[str, str], str, list[str]]:
-    """Returns (environment variables, working directory, import folders) of this process, for those on other nodes."""
+    """Returns (environment variables, working directory, import path) to reproduce in processes on other nodes."""
     variables = {name: text for name, text in os.environ.items() if name.startswith(FORWARDED)}
     return variables, os.getcwd(), [os.path.abspath(folder) for folder in sys.path]

@@ -1,7 +1,7 @@
 """`launch/train.py --ray=...`: starts the trainer's processes on the cluster, and forwards output and signals.
 
-They run the same command. The first one connects to the cluster by itself and starts the other workers, so that these
-end with it. All end with this driver.
+The processes run the same command. The first one connects to the cluster and starts the other workers, which end with
+it. All processes end with this driver.
 """
 
 import dataclasses
@@ -40,20 +40,20 @@ from digen_jax.parallel.placement import PROCESS_FIELDS
 from digen_jax.process.job import Place
 from digen_jax.process.shutdown import SIGNALS, STOPPED, exit_now, log_fatal
 
-PART = "DIGEN_JAX_RAY_TRAINER"  # set in the trainer's processes: a `TrainerPart` as JSON
-ENDING = 5.0  # seconds for the trainer's other processes to end after one has
+PART = "DIGEN_JAX_RAY_TRAINER"  # `TrainerPart` as JSON, set in the trainer's processes
+ENDING = 5.0  # seconds for the trainer's processes to exit after the first of them
 AGAIN = "the same command continues from the last checkpoint"
 
 
 class TrainerPart(NamedTuple):
-    """Arguments of a process of the trainer."""
+    """Arguments of a trainer process."""
 
-    address: str  # of the cluster
-    mailbox: str  # name of the actor that forwards stored objects
-    files: dict[str, str]  # the driver's `fingerprints`
-    devices: str  # kind of accelerator, such as GPU; "": virtual CPU devices
-    place: Place | None = None  # its place in a JAX job, if it has one
-    one_job: bool = False  # whether the rollout workers are in the trainer's JAX job
+    address: str  # cluster address
+    mailbox: str  # name of the `Mailbox` actor
+    files: dict[str, str]  # `fingerprints` of the driver
+    devices: str  # accelerator, such as GPU; "" means virtual CPU devices
+    place: Place | None = None  # place in a JAX job, if any
+    one_job: bool = False  # whether rollout workers share the trainer's JAX job
 
 
 def check(config: TrainConfig, place: tuple[str | int | None, ...], one_job: bool) -> None:
@@ -65,7 +65,7 @@ def check(config: TrainConfig, place: tuple[str | int | None, ...], one_job: boo
       one_job: Value of --one_job.
 
     Raises:
-      ConfigError: Names the field or the option to change.
+      ConfigError: The config or an option is unsupported with --ray.
     """
     rollout, trainer = config.placement.meshes
     if place != (None, None, None):
@@ -105,7 +105,7 @@ def check(config: TrainConfig, place: tuple[str | int | None, ...], one_job: boo
 
 
 def check_without_ray(config: TrainConfig, options: dict[str, bool]) -> None:
-    """Refuses fields, and options by their names, that only --ray uses. Raises ConfigError."""
+    """Raises ConfigError if a field or a named option is set that only --ray uses."""
     for name, given in options.items():
         if given:
             raise ConfigError(f"--{name} needs --ray: add --ray=local or a cluster's address")
@@ -122,17 +122,17 @@ def check_without_ray(config: TrainConfig, options: dict[str, bool]) -> None:
 def run(
     config: TrainConfig, workdir: str, address: str, is_open: bool = False, one_job: bool = False
 ) -> int:
-    """Runs this process's own command in the trainer's processes on the cluster; returns the first one's exit code.
+    """Runs this process's command in the trainer's processes on the cluster; returns the first one's exit code.
 
     Args:
-      config: Config that was checked.
-      workdir: Folder of the run, which all processes of the trainer must see.
-      address: Address of the cluster; "local" starts one on this machine, which ends with this process.
-      is_open: Whether a cluster of several hosts needs no token.
-      one_job: Whether all processes are one JAX job.
+      config: The checked config.
+      workdir: Folder of the run, on a disk that all trainer processes share.
+      address: Cluster address. "local" starts a cluster on this machine, which ends with this process.
+      is_open: Whether to allow a multi-host cluster without a token.
+      one_job: Whether all processes form one JAX job.
 
     Raises:
-      ConfigError: There is no such cluster, it has no token, or it is too small.
+      ConfigError: The cluster is not reachable, has no token, or is too small.
     """
     rollout, trainer = config.placement.meshes
     sampling = max(rollout.workers, rollout.max_workers) * rollout.hosts if rollout.data else 0
@@ -143,7 +143,7 @@ def run(
     kind = next((kind for kind in kinds if engine.most(kind)), "")
     if kind:
         check_devices(config, engine, kind)
-    os.makedirs(workdir, exist_ok=True)  # a node that does not see it has another disk
+    os.makedirs(workdir, exist_ok=True)  # checked again on the trainer's nodes
     given = [sys.executable, *sys.argv], *surroundings()
     part = TrainerPart(engine.address, f"trainer {uuid.uuid4()}", fingerprints(config), kind)
     each = Resources(kind, trainer.devices // trainer.hosts if kind else 0)
@@ -152,7 +152,7 @@ def run(
     signals: list[int] = []
     with ExitStack() as stack:
         stack.callback(engine.close)
-        for number in SIGNALS:  # Ray's own handlers would abort the process
+        for number in SIGNALS:  # Ray's handlers would abort the process
             before = signal.signal(number, lambda found, _: signals.append(found))
             stack.callback(signal.signal, number, before)
         try:
@@ -176,7 +176,7 @@ def run(
 
 
 def check_devices(config: TrainConfig, engine: RayEngine, kind: str) -> None:
-    """Raises ConfigError if the cluster cannot have enough accelerators, or no node has enough for one process."""
+    """Raises ConfigError if the cluster has too few accelerators, or no node has enough for one process."""
     rollout, trainer = config.placement.meshes
     there = [int(have.get(kind, 0)) for _, have in engine.nodes]
     needed = trainer.workers * trainer.devices + rollout.workers * rollout.devices
@@ -197,10 +197,10 @@ def check_devices(config: TrainConfig, engine: RayEngine, kind: str) -> None:
 
 
 def _follow(engine: RayEngine, actors: list[Actor], signals: list[int]) -> int:
-    """Prints the output of the trainer's processes, forwards signals to the first one and returns its exit code."""
+    """Prints the output of trainer processes, forwards signals to the first one and returns its exit code."""
     pending = {actor: engine.call(actor, "output", group="sync") for actor in actors}
     codes: dict[Actor, int] = {}
-    until = float("inf")  # when all others are ended
+    until = float("inf")  # deadline after the first exit
     while pending and time.monotonic() < until:
         wait(pending.values(), POLL, "FIRST_COMPLETED")
         while signals:
@@ -217,7 +217,7 @@ def _follow(engine: RayEngine, actors: list[Actor], signals: list[int]) -> int:
                 codes[actor] = code
                 until = min(until, time.monotonic() + ENDING)
     first = codes.get(actors[0], -signal.SIGKILL)
-    if first >= 0:  # the others may not have noticed that it has ended
+    if first >= 0:  # other processes may not have exited yet
         return first
     killed = [-code for code in codes.values() if code < 0]
     why = f"was killed by {signal.Signals(killed[0]).name}" if killed else "has failed"
@@ -225,12 +225,12 @@ def _follow(engine: RayEngine, actors: list[Actor], signals: list[int]) -> int:
 
 
 class TrainerProcess(Mailbox):
-    """An actor that runs a process of the trainer, in which JAX and signals work as in any other one.
+    """Actor that runs a trainer process as a subprocess, so that JAX and signals work as usual.
 
     Args:
-      command: Command of the process.
-      environment: Variables in addition to this process's own.
-      folder: Its working directory.
+      command: Command of the subprocess.
+      environment: Environment variables to add to this process's.
+      folder: Working directory.
       path: Folders for PYTHONPATH.
     """
 
@@ -242,11 +242,11 @@ class TrainerProcess(Mailbox):
         self._environment = os.environ | environment | {"PYTHONPATH": os.pathsep.join(path)}
 
     def __repr__(self) -> str:
-        """The name before each line of its output."""
+        """Prefix of each line of output."""
         return "trainer"
 
     def start(self, terminal: tuple[int, int] | None, part: TrainerPart) -> None:
-        """Starts the process; with `terminal`, (columns, lines), its output is a terminal of that size."""
+        """Starts the process; with `terminal` = (columns, lines), its output is a pseudo-terminal of that size."""
         if terminal is None:
             streams = [os.pipe(), os.pipe()]
         else:
@@ -254,7 +254,7 @@ class TrainerProcess(Mailbox):
             termios.tcsetwinsize(streams[0][1], terminal[::-1])
         writes = [streams[0][1], streams[-1][1]]
         self._reads = {read: number for number, (read, _) in enumerate(streams, start=1)}
-        # Its input is never written to: it ends as soon as this process does.
+        # Stdin gets no data, only EOF when this process ends: see `trainer_part`.
         self._process = subprocess.Popen(
             self._command,
             stdin=subprocess.PIPE,
@@ -262,19 +262,19 @@ class TrainerProcess(Mailbox):
             stderr=writes[1],
             cwd=self._folder if os.path.isdir(self._folder) else None,
             env=self._environment | {PART: json.dumps(part)},
-            start_new_session=True,  # a terminal's Ctrl-C reaches it through the driver alone
+            start_new_session=True,  # the driver alone forwards Ctrl-C
         )
         for write in set(writes):
             os.close(write)
 
     def output(self) -> tuple[list[tuple[int, bytes]], int | None]:
-        """Returns the next output as (1 or 2, bytes), and at its end the exit code, negative after a signal."""
+        """Returns (new output as (descriptor, bytes), exit code at the end or None); codes of signals are negative."""
         while self._reads:
             found = []
             for read in select.select(list(self._reads), [], [])[0]:
                 try:
                     data = os.read(read, 1 << 16)
-                except OSError:  # a terminal whose process has ended
+                except OSError:  # EOF of a pseudo-terminal
                     data = b""
                 if data:
                     found.append((self._reads[read], data))
@@ -291,14 +291,14 @@ class TrainerProcess(Mailbox):
 
 
 def trainer_part() -> TrainerPart | None:
-    """Returns the part of this process, or None if no driver has started it as one of the trainer's.
+    """Returns the part of this process if it is a trainer process on Ray, otherwise None.
 
-    From this call on the process ends when the driver does.
+    A trainer process ends with its driver from this call on.
     """
     given = os.environ.pop(PART, None)
     if given is None:
         return None
-    # Processes of Ray block signals for their children.
+    # Children of Ray's processes inherit blocked signals.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     threading.Thread(target=_ends_with_driver, name="driver", daemon=True).start()
     *found, place, one_job = json.loads(given)
@@ -306,10 +306,10 @@ def trainer_part() -> TrainerPart | None:
 
 
 def check_part(part: TrainerPart, config: TrainConfig, workdir: str) -> None:
-    """Checks that a process of the trainer, maybe on another host than the driver, has the same files.
+    """Checks that a trainer process, possibly on another host, has the driver's files.
 
     Raises:
-      ConfigError: Names the file that differs.
+      ConfigError: A file differs, or the workdir is missing.
     """
     check_same(part.files, config)
     if not os.path.isdir(workdir):

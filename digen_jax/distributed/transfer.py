@@ -1,4 +1,4 @@
-"""Arrays between the trainer and workers in other processes, through the cluster's object store."""
+"""Array transfer between the trainer and workers in other processes, through the cluster's object store."""
 
 import itertools
 import threading
@@ -21,14 +21,14 @@ from digen_jax.runtime.array_transfer import (
 )
 from digen_jax.scheduling.commands import TRAINER, WeightsVersion
 
-MAILBOX_TIMEOUT = 60.0  # seconds in which the mailbox answers
-PIECE = 2**28  # bytes of a stored object, at most
+MAILBOX_TIMEOUT = 60.0  # seconds for the mailbox to reply
+PIECE = 2**28  # maximum bytes of a stored object
 
 
 class Slot(NamedTuple):
-    """The place of an array in a tree, which is the concatenation of the next `parts` of the sent arrays.
+    """Placeholder of an array in a tree: the concatenation of the next `parts` of the sent arrays.
 
-    `dtype` is a name that NumPy may not know, such as bfloat16. `impl` is that of typed PRNG keys, otherwise None.
+    `dtype` may be unknown to NumPy, such as bfloat16. `impl` is the implementation of typed PRNG keys, otherwise None.
     """
 
     shape: tuple[int, ...]
@@ -37,16 +37,16 @@ class Slot(NamedTuple):
     parts: int
 
 
-# A tree with a `Slot` for each array, and then pieces, which are lists of flat arrays.
+# A tree with a `Slot` per array, followed by pieces (lists of flat arrays).
 Packed = list[Any]
 
 
 def pack(tree: Tree, piece: int = PIECE) -> Packed:
-    """Copies a tree of arrays to this host, for other processes; all processes that hold parts of it must call.
+    """Copies a pytree to this host, in a form for other processes. All processes that hold shards must call it.
 
     Args:
-      tree: JAX and NumPy arrays, typed PRNG keys included; other leaves stay in the structure.
-      piece: Maximum bytes of a piece. Larger arrays are divided.
+      tree: JAX arrays (including typed PRNG keys) and NumPy arrays. Other leaves are sent with the structure.
+      piece: Maximum bytes of a piece. Larger arrays are split.
     """
     pieces: list[list[np.ndarray]] = [[]]
     left = piece
@@ -60,7 +60,7 @@ def pack(tree: Tree, piece: int = PIECE) -> Packed:
             impl, leaf = str(jax.random.key_impl(leaf)), jax.random.key_data(leaf)
         array = fetch(leaf) if isinstance(leaf, jax.Array) else leaf
         flat = np.ascontiguousarray(array).reshape(-1)
-        if flat.dtype.kind == "V":  # bfloat16 and others that pickle would copy
+        if flat.dtype.kind == "V":  # such as bfloat16, which pickle would copy
             flat = flat.view(f"u{flat.itemsize}")
         length = max(1, piece // flat.itemsize)
         parts = [flat[i : i + length] for i in range(0, max(1, flat.size), length)]
@@ -76,7 +76,7 @@ def pack(tree: Tree, piece: int = PIECE) -> Packed:
 
 
 def unpack(packed: Iterable[Any]) -> Tree:
-    """Returns the tree of `pack` with NumPy arrays, maybe read-only views of stored objects, and typed PRNG keys."""
+    """Inverse of `pack`, with NumPy arrays (possibly read-only views of stored objects) and typed PRNG keys."""
     structure, *pieces = packed
     arrays = itertools.chain.from_iterable(pieces)
 
@@ -93,26 +93,26 @@ def unpack(packed: Iterable[Any]) -> Tree:
 
 
 def received(stored: Sequence[Any]) -> Tree | None:
-    """Unpacks the values of `TrainerTransfer.stored`: one complete `Packed` or None, or its parts."""
+    """Unpacks the objects of `TrainerTransfer.stored`: a single `Packed` or None, or the parts of a `Packed`."""
     packed = stored[0] if len(stored) == 1 else stored
     return unpack(packed) if packed else None
 
 
 def _placed(tree: Tree, shardings: Shardings) -> Tree:
-    """Places a tree of this host on a mesh."""
+    """Places a host tree on a mesh."""
     arrays = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else np.asarray(leaf), tree)
     return jax.block_until_ready(jax.tree.map(put, arrays, shardings(arrays)))
 
 
 class TreeMissing(RuntimeError):
-    """A call needs a tree of another worker; the argument is the key."""
+    """Raised if a call needs a tree of another worker; the argument is the key."""
 
 
 class WorkerTransfer(ArrayTransfer):
-    """The transfer in a worker's process, between its executors and the calls that receive and return trees."""
+    """Transfer in a worker's process, between its executors and the calls that receive and return trees."""
 
     def get(self, key: Key, shardings: Shardings, receiver: str) -> Tree | None:
-        """See `ArrayTransfer`; trees of others are on the host. Raises TreeMissing if not even None is stored."""
+        """See `ArrayTransfer`. Received trees are on the host. Raises TreeMissing if the key was not received."""
         if key not in self._trees:
             raise TreeMissing(key)
         tree = self.start_read(key, receiver)
@@ -120,7 +120,7 @@ class WorkerTransfer(ArrayTransfer):
         return None if tree is None else _placed(tree, shardings)
 
     def pop(self, key: Key) -> Tree | None:
-        """Returns and deletes a tree, or returns None."""
+        """Removes and returns a tree, or returns None."""
         tree = self.start_read(key, TRAINER)
         self.end_read(key, TRAINER)
         self.delete(key)
@@ -128,17 +128,17 @@ class WorkerTransfer(ArrayTransfer):
 
 
 class Mailbox:
-    """Stored objects that the trainer's first process passes to its other ones, until each has fetched them."""
+    """Object references that the trainer's first process passes to its other ones, until each has fetched them."""
 
     def __init__(self):
         self._refs: dict[Key, tuple[list[Ref], set[int]]] = {}
 
     def store(self, key: Key, refs: list[Ref], readers: set[int]) -> None:
-        """Stores objects, in a list so that they are passed as references, for processes by their numbers."""
+        """Stores references for the given process indices; in a list, because Ray would resolve bare arguments."""
         self._refs[key] = refs, readers
 
     def fetch(self, key: Key, reader: int) -> list[Ref]:
-        """Returns the objects of a key, which the reader does not fetch again; empty if there are none."""
+        """Returns the references of a key, once per reader; empty if there are none."""
         refs, readers = self._refs.get(key, ([], set()))
         readers.discard(reader)
         if not readers:
@@ -147,7 +147,7 @@ class Mailbox:
 
 
 class Shares(NamedTuple):
-    """Number of this process among those of a trainer, and the actor that has their `Mailbox`."""
+    """Index of this process in a multi-process trainer, and the actor with its `Mailbox`."""
 
     mailbox: Actor
     process: int
@@ -155,33 +155,33 @@ class Shares(NamedTuple):
 
 
 class TrainerTransfer(ArrayTransfer):
-    """The trainer's transfer: weights are stored once for all workers, samples are references until they are needed.
+    """The trainer's transfer: stores weights once for all workers, and fetches samples when they are needed.
 
-    Of a trainer with several processes the first one gets samples from workers, and the others get them from it.
+    In a multi-process trainer, the first process gets samples from workers and passes them to the others.
 
     Args:
       engine: Stores objects.
-      shares: None means that the trainer has one process.
+      shares: This process among the trainer's. None means that the trainer has one process.
 
     Attributes:
-      sources: By training worker in another process: a function that stores a tree of that worker.
+      sources: By remote training worker: a function that stores one of its trees.
     """
 
     def __init__(self, engine: RayEngine, shares: Shares | None = None):
         super().__init__()
         self._engine, self._shares = engine, shares
         self.sources: dict[str, Callable[[Key], Ref]] = {}
-        self._refs: dict[Key, Ref] = {}  # to trees on workers
+        self._refs: dict[Key, Ref] = {}  # trees on workers
         self._gathered: dict[
             WeightsVersion, Packed
-        ] = {}  # weights of several processes, not yet stored
+        ] = {}  # not yet stored weights of a multi-process trainer
         self._stored: dict[Key, list[Ref]] = {}
         self._lock, self._storing = threading.Lock(), threading.Lock()
 
     def stored(self, key: Key) -> list[Ref] | None:
-        """Returns references to a tree for other workers: one to its `Packed` form, or one to each of its parts.
+        """Returns references to a tree for other workers (see `received`), or None if it is no longer available.
 
-        A tree of this process is stored by the first call, in parts. None means that it is not available any more.
+        The first call for a local tree stores it, in parts.
         """
         if (ref := self._ref(key)) is not None:
             return [ref]
@@ -200,17 +200,17 @@ class TrainerTransfer(ArrayTransfer):
                 return None
             refs = [self._engine.put(part) for part in packed]
             with self._lock:
-                if key in self._trees:  # otherwise it was dropped meanwhile
+                if key in self._trees:  # else it was dropped meanwhile
                     self._stored[key] = refs
             return refs
 
     def put_ref(self, key: Key, ref: Ref) -> None:
-        """Makes a tree available that a worker has returned, and that stays on its node."""
+        """Offers a tree that a worker returned; it stays on the worker's node."""
         with self._lock:
             self._refs[key] = ref
 
     def put(self, key: Key, tree: Tree) -> None:
-        """See `ArrayTransfer`. All processes of the trainer put weights in the same order."""
+        """See `ArrayTransfer`. All trainer processes must put weights in the same order."""
         if self._shares is not None and isinstance(key, WeightsVersion):
             packed = pack(tree)
             if not self._shares.process:
@@ -221,7 +221,7 @@ class TrainerTransfer(ArrayTransfer):
         """See `ArrayTransfer`.
 
         Raises:
-          TransferError: The worker that has it, or its node, failed.
+          TransferError: The tree's worker or its node failed.
         """
         shares = self._shares
         try:
@@ -236,7 +236,7 @@ class TrainerTransfer(ArrayTransfer):
         return None if packed is None else _placed(unpack(packed), shardings)
 
     def _ref(self, key: Key) -> Ref | None:
-        """Returns the reference to a tree of another process, or None if this one has it."""
+        """Returns the reference to a tree of another process, or None if it is local."""
         own = getattr(key, "worker", TRAINER) == TRAINER
         if self._shares is not None and self._shares.process and not own:
             return next(iter(self._mail("fetch", _shared(key), self._shares.process)), None)
@@ -252,7 +252,7 @@ class TrainerTransfer(ArrayTransfer):
         super().delete(key)
         self._forget(key)
         if self._shares is not None and self._shares.process and isinstance(key, SamplesKey):
-            self._ref(key)  # a chunk that was dropped before this process got it
+            self._ref(key)  # clears the mailbox if the chunk was dropped before `get`
 
     def drain(self, key: Key) -> bool:
         """See `ArrayTransfer`."""
@@ -275,5 +275,5 @@ class TrainerTransfer(ArrayTransfer):
 
 
 def _shared(key: Key) -> Key:
-    """Returns the mailbox's key. A step's prompts have one key, because the processes may name different workers."""
+    """Returns the mailbox key. Prompts have one per step: processes may request them from different workers."""
     return ConditioningKey(TRAINER, key.step) if isinstance(key, ConditioningKey) else key

@@ -1,8 +1,7 @@
-"""A process of a worker: samples, decodes, scores and trains for the driver.
+"""Worker process: samples, decodes, scores and trains for the driver.
 
-The class is plain Python, whatever engine runs it: see `engine.GROUPS` for the threads of its methods. The modules that
-are imported at the top of this file import neither JAX nor huggingface_hub, which read variables that the constructor
-sets.
+The classes do not depend on the engine that runs them; see `engine.GROUPS` for the threads of their methods. Top-level
+imports of this module must not import JAX or huggingface_hub, which read variables that the constructor sets.
 """
 
 import functools
@@ -39,20 +38,20 @@ Parts = tuple[tuple[str, float, float], ...]  # (kind, start, end)
 
 
 class CallFailed(RuntimeError):
-    """A call failed in a worker that still works; the message has the worker's name and the error."""
+    """Raised if a call failed in a worker that stays usable; the message has the worker's name and the error."""
 
 
 class RowsMissing(RuntimeError):
-    """A call needs precomputed prompt embeddings; its argument is a list of their keys in the store."""
+    """Raised if a call needs precomputed prompt embeddings; the argument is the list of their keys in the store."""
 
 
 class Opened(NamedTuple):
-    """A worker that is ready.
+    """Description of a ready worker.
 
     Attributes:
-      devices: Number of its devices.
-      host: Its host.
-      pid: Its process there.
+      devices: Number of devices.
+      host: Host name.
+      pid: Process id of its first process.
     """
 
     devices: int
@@ -61,13 +60,13 @@ class Opened(NamedTuple):
 
 
 class RolloutProcess:
-    """A process of a rollout worker.
+    """Process of a rollout worker.
 
     Args:
-      name: The worker's name.
-      environment: Variables to set before JAX is imported.
-      folder: The driver's working directory, to which paths in the config are relative.
-      path: Folders from which modules are imported, in addition to this process's own.
+      name: Worker name.
+      environment: Environment variables to set before JAX is imported.
+      folder: The driver's working directory, for relative paths in the config.
+      path: Folders to append to `sys.path`.
     """
 
     section = "rollout"  # of config.placement
@@ -78,19 +77,19 @@ class RolloutProcess:
         if os.path.isdir(folder):
             os.chdir(folder)
         sys.path += [one for one in path if one not in sys.path]
-        self._first, self._pool = True, None  # only the worker's first process scores
-        self._alone = True  # the worker has no other process
+        self._first, self._pool = True, None  # only the first process scores
+        self._alone = True  # whether the worker has one process
         self._executor: SamplingExecutor | None = None  # see `_sampling`
         self._creating = threading.Lock()
-        self._rows: dict[str, Any] = {}  # precomputed embeddings for the next call, by key
-        self._calls: dict[int, Any] = {}  # stopwatches of the calls in progress, by serial
+        self._rows: dict[str, Any] = {}  # by key: precomputed embeddings for the next call
+        self._calls: dict[int, Any] = {}  # by serial: stopwatches of calls in progress
 
     def __repr__(self) -> str:
-        """The name before each line of its output."""
+        """Prefix of each line of output."""
         return self._name
 
     def check_files(self, config: "TrainConfig", expected: dict[str, str]) -> None:
-        """Checks that this node has the trainer's files: see `check_same`. Raises ConfigError."""
+        """Checks that this node has the trainer's files; see `check_same`. Raises ConfigError."""
         check_same(expected, config)
 
     def open(self, config: "TrainConfig", first: int, place: Any = None) -> Opened:
@@ -99,10 +98,10 @@ class RolloutProcess:
         Args:
           config: Config of the run, placed on all its devices.
           first: The current step.
-          place: Number of this process among those of its JAX job, a `job.Place`. None means that it has no job.
+          place: `job.Place` of this process in a JAX job. None means no job.
 
         Raises:
-          ConfigError: A setting cannot work here.
+          ConfigError: A setting does not work here.
         """
         from digen_jax.process.job import join_job, prepare
 
@@ -119,7 +118,7 @@ class RolloutProcess:
         self._alone = place is None
         self._first = job.is_first()
         assists = not config.placement.rollout.data or config.placement.trainer.samples
-        samples = self.section == "rollout" or assists  # otherwise only without other samplers
+        samples = self.section == "rollout" or assists  # else on demand
         if samples:
             self._open_rewards(config)
         devices = job_devices(axes.devices, f"config.placement.{self.section}")
@@ -129,24 +128,24 @@ class RolloutProcess:
             self._sampling()
         print(f"ready on {len(devices)} x {jax.devices()[0].device_kind}", flush=True)
         gc.collect()
-        gc.freeze()  # so that later collections take milliseconds
+        gc.freeze()  # keeps later collections short
         return Opened(len(devices), socket.gethostname(), os.getpid())
 
     def _open_rewards(self, config: "TrainConfig") -> None:
-        """Opens the rewards, if this process scores and has not done so."""
+        """Opens the rewards once, if this process scores."""
         from digen_jax.runtime.sampling import open_rewards
 
         if self._first and self._pool is None:
             self._pool = open_rewards(config)
 
     def _read(self, config: "TrainConfig", devices: Sequence[Any]) -> "Rollout":
-        """Reads the model."""
+        """Loads the model."""
         from digen_jax.assemble import build_rollout
 
         return build_rollout(config, devices, self._stored(config))
 
     def _stored(self, config: "TrainConfig") -> Any:
-        """Returns precomputed prompt embeddings, which the driver sends on request, or None if this worker encodes."""
+        """Returns precomputed prompt embeddings, sent by the driver on request, or None if this worker encodes."""
         from digen_jax.assemble import recipe_model
         from digen_jax.parallel.encoding import PrecomputedPrompts
         from digen_jax.prompt_store import encoder_shapes, is_precomputed
@@ -169,12 +168,12 @@ class RolloutProcess:
         first: int,
         held_out: list[dict[str, Any]],
     ) -> None:
-        """Builds all parts but the executor, which is created at its first use.
+        """Builds all parts except the executor, which is created on first use.
 
         Args:
           config: Config of the run.
           rollout: Programs and parameters of the mesh, or a function that builds them.
-          batches: Prompts of each step from `first` on.
+          batches: Prompt records of each step from `first` on.
           first: The current step.
           held_out: Prompts of evaluations.
         """
@@ -202,7 +201,7 @@ class RolloutProcess:
         self._create = create
 
     def _sampling(self) -> "SamplingExecutor":
-        """Returns the sampling executor. The first call creates it: it may read components and start the rewards."""
+        """Returns the sampling executor. The first call may load model components and start the rewards."""
         from digen_jax.runtime.clock import paused
 
         with self._creating:
@@ -219,14 +218,14 @@ class RolloutProcess:
         """Calls a method of this section.
 
         Args:
-          serial: Number of the call in `ping`.
-          method: Name of the method.
-          arguments: Its arguments.
-          trees: Trees of other workers for this call: by key, the number of objects in `stored`.
-          *stored: Objects of all trees.
+          serial: Serial of the call in `ping`.
+          method: Method name.
+          arguments: Method arguments.
+          trees: Number of objects in `stored` by key of a tree of another worker.
+          *stored: Objects of all trees, in order.
 
         Returns:
-          ((seconds of work without compilation, its parts in seconds before its end), the method's tree)
+          ((seconds of work without compilation, its parts in seconds before its end), result of the method).
         """
         from digen_jax.distributed.transfer import received
         from digen_jax.runtime.clock import measured
@@ -245,11 +244,11 @@ class RolloutProcess:
                 del self._calls[serial]
 
     def receive(self, weights_version: WeightsVersion) -> None:
-        """Gets weights, which the engine has transferred to this node."""
+        """Gets weights that the engine transferred to this node."""
         self._sampling().receive(weights_version)
 
     def encode(self, step: int) -> Any:
-        """Encodes a step's prompts; returns their conditioning, packed, for the trainer."""
+        """Encodes a step's prompts; returns the packed conditioning for the trainer."""
         from digen_jax.runtime.array_transfer import ConditioningKey
 
         self._sampling().encode(step)
@@ -262,9 +261,9 @@ class RolloutProcess:
         self._rows.clear()
 
     def decode(self, chunk: Chunk) -> Any:
-        """Decodes a chunk's images, which stay in this process; returns its samples, packed, for the trainer.
+        """Decodes a chunk's images, which stay in this process; returns its packed samples for the trainer.
 
-        The samples are None for images of an evaluation and for a chunk that was dropped.
+        Returns None for an evaluation and for a dropped chunk.
         """
         from digen_jax.runtime.array_transfer import SamplesKey
 
@@ -277,15 +276,15 @@ class RolloutProcess:
         from digen_jax.distributed.transfer import pack
 
         tree = self._transfer.pop(key)
-        packed = None if tree is None else pack(tree)  # all processes of the worker gather it
+        packed = None if tree is None else pack(tree)  # collective: gathers shards
         return packed if self._first else None
 
     # ------------------------------------------------------------------------ scores and control
 
     def score(self, chunk: Chunk) -> Any:
-        """Scores a decoded chunk and frees its images; returns `ScoredChunk`, or None if it was dropped meanwhile.
+        """Scores a decoded chunk and frees its images; returns a `ScoredChunk`, or None for a dropped chunk.
 
-        The times of exchanges with servers are seconds before the return.
+        Times of `exchanges` are relative to the return.
         """
         with self._errors():
             try:
@@ -293,7 +292,7 @@ class RolloutProcess:
             except KeyError:
                 if chunk.evaluation or self._steps.find(chunk) is not None:
                     raise
-                return None  # another thread dropped it before this call
+                return None  # dropped by another thread
             scored_chunk = future.result()
             image_stats = scored_chunk.image_stats.result()
             self._sampling().scored(chunk)
@@ -303,13 +302,13 @@ class RolloutProcess:
             return scored_chunk._replace(image_stats=image_stats, exchanges=ago)
 
     def add_rows(self, rows: dict[str, Any]) -> None:
-        """Stores precomputed embeddings that a call was missing; the call is then repeated."""
+        """Stores precomputed embeddings that a call was missing, before the call is retried."""
         self._rows |= rows
 
     def drop_chunk(self, chunk: Chunk) -> None:
         """Frees all data of a chunk."""
         if self._steps.find(chunk) is not None:
-            self._steps.drop([chunk])  # first, so that a chunk in generation is not kept
+            self._steps.drop([chunk])  # first: discards a chunk in generation
         for one in self._executors():
             one.drop_chunk(chunk)
 
@@ -317,28 +316,28 @@ class RolloutProcess:
         """Frees weights."""
         for one in self._executors():
             one.drop_weights(weights_version)
-        gc.collect()  # JAX's arrays that share the store's memory are in reference cycles
+        gc.collect()  # JAX arrays that alias stored objects are in reference cycles
 
     def _executors(self) -> list[Any]:
         return [] if self._executor is None else [self._executor]
 
     def end_step(self, step: int) -> None:
-        """Frees the data of a step that has ended, and of those before it."""
+        """Frees the data of an ended step and of all earlier ones."""
         self._steps.forget(step + 1)
         self._transfer.end_step(step)
 
     def ping(self) -> dict[int, float]:
-        """Returns the seconds of work of each call in progress, by its serial."""
+        """Returns the seconds of work of each call in progress, by serial."""
         return {serial: one.elapsed() for serial, one in list(self._calls.items())}
 
     def close(self) -> None:
-        """Ends the processes of the rewards."""
+        """Ends the reward processes."""
         if self._pool is not None:
             self._pool.close()
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """Raises errors that the driver handles; others become `CallFailed`, because they may not be picklable."""
+        """Re-raises errors that the driver handles; converts others, possibly not picklable, to `CallFailed`."""
         from digen_jax.distributed.transfer import TreeMissing
         from digen_jax.runtime.array_transfer import MissingSums, TransferError, is_connection_error
 
@@ -351,25 +350,25 @@ class RolloutProcess:
             raise CallFailed(f"{self._name} is closed") from None
         except Exception as error:
             message = out_of_memory(error)
-            # A collective breaks when another process of the worker disconnects: the driver reports that.
+            # If another process of the worker disconnects, collectives fail; the driver reports the disconnect.
             if not message and (self._alone or not is_connection_error(error)):
                 traceback.print_exception(error)
             raise CallFailed(f"{self._name}: {message or repr(error)}") from None
 
 
 class TrainingProcess(RolloutProcess):
-    """The process of a training worker, which also samples; its results stay in this process until `send`."""
+    """Process of a training worker, which can also sample; results stay in this process until `send`."""
 
     section = "trainer"
 
     def _read(self, config: "TrainConfig", devices: Sequence[Any]) -> "System":
-        """Reads the model."""
+        """Loads the model."""
         from digen_jax.assemble import build_trainer
 
         return build_trainer(config, devices, self._stored(config))
 
     def _build(self, config: "TrainConfig", system: "System", *arguments: Any) -> None:
-        """See `RolloutProcess`; `system` has the worker's mesh."""
+        """See `RolloutProcess`; `system` is on the worker's mesh."""
         from digen_jax.runtime.training import OtherTrainingExecutor
 
         assistant = functools.partial(system.assistant, config.runtime.tag_weights)
@@ -383,10 +382,10 @@ class TrainingProcess(RolloutProcess):
         return [*super()._executors(), self._training]
 
     def _packed(self, key: Any) -> None:
-        """See `send`."""
+        """Returns None: results are sent by `send`."""
 
     def send(self, key: Any) -> Any:
-        """Returns an available tree, packed for another worker, or None."""
+        """Returns a packed tree for another worker, or None."""
         from digen_jax.distributed.transfer import pack
 
         tree = self._transfer.start_read(key, "store")
@@ -394,7 +393,7 @@ class TrainingProcess(RolloutProcess):
         return None if tree is None else pack(tree)
 
     def take_trained(self, weights_version: WeightsVersion) -> None:
-        """Gets the weights that are trained."""
+        """Gets the trained weights."""
         self._training.take_trained(weights_version)
         gc.collect()  # see `drop_weights`
 
@@ -404,47 +403,47 @@ class TrainingProcess(RolloutProcess):
         self._training.deliver(command)
 
     def generate(self, chunk: Chunk, weights_version: WeightsVersion) -> None:
-        """See `RolloutProcess`; samples with the weights that it trains, unless it has received others."""
+        """See `RolloutProcess`. Uses the weights that this worker trains, unless it received weights to sample with."""
         self._training.share_weights(self._sampling(), weights_version)
         super().generate(chunk, weights_version)
 
     def train(self, command: Train, batch: "ChunkAdvantages") -> None:
-        """Adds the gradient of a chunk's passes to the update's."""
+        """Adds the gradient of a chunk's passes to the update's sums."""
         self._training.train(command, batch)
 
     def offer_sums(self, others: Sequence[str]) -> Any:
-        """Returns the sums since the last update, packed, with those of other workers added."""
+        """Returns the packed sums since the last update plus those of other workers."""
         from digen_jax.runtime.array_transfer import SumsKey
 
         self._training.offer_sums(others)
         return self.send(SumsKey(self._name))
 
     def updated(self, first: int) -> None:
-        """Frees the data of an update, and of steps before `first`."""
+        """Frees the data of an update and of steps before `first`."""
         self._training.updated(first)
         gc.collect()  # see `drop_weights`
 
     def drop_chunk(self, chunk: Chunk) -> None:
         """See `RolloutProcess`."""
-        self._steps.draw(chunk.step)  # so that its samples, which may be on their way, are not kept
+        self._steps.draw(chunk.step)  # discards samples in transfer
         super().drop_chunk(chunk)
 
 
 def _batches(config: "TrainConfig", first: int) -> Iterator[list[dict[str, Any]]]:
-    """Returns the prompt records of every step from `first` on."""
+    """Returns the prompt records of each step from `first` on."""
     from digen_jax.assemble import drawn_prompts
 
     return map(drawn_prompts(config).at, itertools.count(first))
 
 
-if TYPE_CHECKING:  # it imports JAX: see `worker_process`
+if TYPE_CHECKING:  # it imports JAX; see the module docstring
     from digen_jax.config.train_config import TrainConfig
 
 PACKAGE = "digen_jax"
 
 
 def fingerprints(config: "TrainConfig") -> dict[str, str]:
-    """Returns a hash of this package's code, by its name, and of each prompt file, by its path; "" if it is missing."""
+    """Returns hashes of this package's code (by package name) and of prompt files (by path; "" if missing)."""
     found = {PACKAGE: _code()}
     for path in {*map(str, config.prompts.paths), str(config.evaluation.prompts)}:
         file = pathlib.Path(path)
@@ -461,14 +460,14 @@ def _code() -> str:
 
 
 def check_same(expected: dict[str, str], config: "TrainConfig") -> None:
-    """Checks that the files here have the fingerprints of another process.
+    """Checks that local files match the fingerprints of another process.
 
     Args:
-      expected: Its fingerprints.
+      expected: Fingerprints of the other process.
       config: Config of the run.
 
     Raises:
-      ConfigError: Names the file that differs.
+      ConfigError: A file differs or is missing.
     """
     own = fingerprints(config)
     for name, digest in expected.items():

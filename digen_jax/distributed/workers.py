@@ -1,4 +1,4 @@
-"""Workers in other processes, as the driver sees them: starts, calls, pings and restarts them."""
+"""Driver-side workers in other processes: starts, calls, pings and restarts them."""
 
 import functools
 import itertools
@@ -64,30 +64,27 @@ from digen_jax.scheduling.commands import (
     trainer_names,
 )
 
-PING_TIMEOUT = (
-    8.0  # seconds without an answer to a ping, after which a worker is considered disconnected
-)
-FREE_TIMEOUT = 60.0  # seconds in which data is freed
-CONTROL = -1  # instead of the serial of a call that frees data
+PING_TIMEOUT = 8.0  # seconds without a reply to a ping until a worker is considered disconnected
+FREE_TIMEOUT = 60.0  # seconds for a worker to free data
+CONTROL = -1  # serial of calls that free data
 
 Trees = Mapping[Key, list[Ref]]  # see `TrainerTransfer.stored`
 NO_TREES: Trees = MappingProxyType({})
 
 
 class WorkerProxy:
-    """As `SamplingExecutor`: every method returns when its work is done. Any thread may call.
+    """Remote counterpart of `SamplingExecutor`: every method blocks until its work is done. Thread-safe.
+
+    Methods that do work raise CallFailed or the worker's exception (see `RolloutProcess._errors`), or
+    WorkerDisconnected if the worker disconnected or was removed, or the run ends.
 
     Args:
-      name: The worker's name.
-      opened: Result of `open` in its first process.
-      actors: Its processes.
-      engine: Calls them.
+      name: Worker name.
+      opened: Result of `RolloutProcess.open` in the first process.
+      actors: The worker's processes.
+      engine: Calls the processes.
       transfer: The trainer's transfer.
-      rows: Reads precomputed prompt embeddings by their keys.
-
-    Raises (every method that works):
-      CallFailed: the work failed there; or a `RewardError` or the like, as in one process.
-      WorkerDisconnected: The worker disconnected or was removed, or the run ends.
+      rows: Reads precomputed prompt embeddings by key.
     """
 
     def __init__(
@@ -101,26 +98,26 @@ class WorkerProxy:
     ):
         self.name, self.devices, self.opened = name, opened.devices, opened
         self.processes = len(actors)
-        self.heard = time.time()  # when a ping was answered last
+        self.heard = time.time()  # time of the last reply to a ping
         self.disconnected = threading.Event()
         self._actors, self._engine, self._transfer, self._rows = actors, engine, transfer, rows
         self._serials = itertools.count()
         self._lock = threading.Lock()
-        self._calls: dict[int, list[Future]] = {}  # in progress, by serial
-        self._seen: dict[int, tuple[float, float]] = {}  # serial: (seconds of work, when reported)
-        self._why: str | None = None  # nothing is waited for, for this reason
+        self._calls: dict[int, list[Future]] = {}  # calls in progress, by serial
+        self._seen: dict[int, tuple[float, float]] = {}  # (seconds of work, time of report)
+        self._why: str | None = None  # reason why all calls raise
 
     # ------------------------------------------------------------------------ for the executors
 
     def receive(self, weights_version: WeightsVersion) -> None:
-        """Sends weights to the worker; deleted weights are no longer needed."""
-        with paused():  # another worker's call may be storing them
+        """Sends weights to the worker; no-op if they were deleted."""
+        with paused():  # another call may be storing them
             refs = self._transfer.stored(weights_version)
         if refs is not None:
             self._work("receive", weights_version, trees={weights_version: refs}, group="sync")
 
     def encode(self, number: int) -> None:
-        """Encodes a step's prompts; their conditioning stays there until the trainer gets it."""
+        """Encodes a step's prompts. The conditioning stays on the worker until the trainer gets it."""
         self._transfer.put_ref(ConditioningKey(self.name, number), self._work("encode", number))
 
     def generate(self, chunk: Chunk, weights_version: WeightsVersion) -> None:
@@ -128,15 +125,15 @@ class WorkerProxy:
         self._work("generate", chunk, weights_version)
 
     def decode(self, chunk: Chunk) -> None:
-        """Decodes a chunk's images, which stay there, as do its samples until the trainer gets them."""
+        """Decodes a chunk's images. They stay on the worker, and its samples until the trainer gets them."""
         samples = self._work("decode", chunk)
         if not chunk.evaluation:
             self._transfer.put_ref(SamplesKey(self.name, chunk), samples)
 
     def score(self, chunk: Chunk, scorer: ChunkScorer | None = None) -> Future[ScoredChunk | None]:
-        """Scores a decoded chunk by the rewards of its process, in parallel with other work; returns at once.
+        """Scores a decoded chunk by the rewards of the worker's process, in parallel with other work.
 
-        The future raises the errors of the rewards there as `ChunkScorer.submit`'s does.
+        Returns immediately; the future raises the errors of `ChunkScorer.submit`.
         """
         serial, found = next(self._serials), Future()
         with self._lock:
@@ -148,7 +145,7 @@ class WorkerProxy:
         return found
 
     def scored(self, chunk: Chunk) -> None:
-        """Does nothing: the process has freed the images before it sent their scores."""
+        """No-op: the worker has already freed the images."""
 
     def drop_chunk(self, chunk: Chunk) -> None:
         """Frees all data of a chunk."""
@@ -160,22 +157,22 @@ class WorkerProxy:
         self._free("drop_weights", weights_version)
 
     def end_step(self, step: int) -> None:
-        """Frees the data of a step that has ended, and of those before it."""
+        """Frees the data of an ended step and of all earlier ones."""
         self._free("end_step", step)
         self._transfer.delete(ConditioningKey(self.name, step))
 
     def remove(self) -> None:
-        """Ends all calls, which raise WorkerDisconnected; another worker repeats the work."""
+        """Ends all calls with WorkerDisconnected; their work is reassigned."""
         self.end_calls("was removed")
         self.disconnected.set()
 
     # -------------------------------------------------------------------------- for the registry
 
     def ping(self) -> None:
-        """Notes the progress of the calls in progress.
+        """Records the progress of calls in progress.
 
         Raises:
-          WorkerDisconnected: A process has died, or did not answer for `PING_TIMEOUT` seconds.
+          WorkerDisconnected: A process died, or did not reply for `PING_TIMEOUT` seconds.
         """
         futures = [self._engine.call(actor, "ping", group="ping") for actor in self._actors]
         end = time.monotonic() + PING_TIMEOUT
@@ -188,13 +185,13 @@ class WorkerProxy:
                 ) from None
             except ProcessDied as error:
                 raise self._as_gone(error) from error
-            with self._lock:  # calls that have ended meanwhile are left out
+            with self._lock:  # ignore calls that ended meanwhile
                 for serial in seen.keys() & self._calls.keys():
                     self._seen[serial] = seen[serial], time.monotonic()
         self.heard = time.time()
 
     def end_calls(self, why: str) -> None:
-        """Ends all waits for its work, also later ones: they raise WorkerDisconnected."""
+        """Makes all current and later waits for the worker raise WorkerDisconnected."""
         with self._lock:
             self._why = self._why or why
             futures = [one for calls in self._calls.values() for one in calls]
@@ -207,15 +204,15 @@ class WorkerProxy:
     def _work(
         self, method: str, *arguments: Any, trees: Trees = NO_TREES, group: str = "work"
     ) -> Ref:
-        """Waits for a call of all processes, which get `trees` with it; returns a reference to the first one's tree.
+        """Calls a method in all processes, with `trees` as input; returns a reference to the first one's tree.
 
-        Its seconds of work count, those of the slowest process.
+        The timers count the seconds of work of the slowest process.
         """
         serial, counts = next(self._serials), {key: len(refs) for key, refs in trees.items()}
         sent = method, arguments, counts, *itertools.chain.from_iterable(trees.values())
         try:
             with remote_work(functools.partial(self._so_far, serial)) as counts:
-                # Data is freed before later work.
+                # Data is freed before the next work starts.
                 if wait(self._calls.get(CONTROL, ()), FREE_TIMEOUT).not_done:
                     raise CallFailed(f"{self.name} did not free data in {FREE_TIMEOUT:g} s")
                 with self._lock:
@@ -242,7 +239,7 @@ class WorkerProxy:
                 self._seen.pop(serial, None)
 
     def _wait(self, futures: list[Future]) -> None:
-        """Waits for the calls of all processes; raises the error that explains the others."""
+        """Waits for the calls of all processes; raises the root cause of their errors."""
 
         def errors() -> list[BaseException]:
             ended = [one.exception() for one in futures if one.done()]
@@ -250,16 +247,16 @@ class WorkerProxy:
 
         wait(futures, return_when=FIRST_EXCEPTION)
         if errors():
-            if wait(futures, PING_TIMEOUT).not_done:  # they wait for the failed one in a collective
+            if wait(futures, PING_TIMEOUT).not_done:  # blocked in a collective
                 self.disconnected.set()
-            # If a process dies, the others fail, too, and may report it first.
+            # If a process dies, the others fail, too, and may report their errors first.
             found = errors()
             raise next(
                 (error for error in found if isinstance(error, WorkerDisconnected)), found[0]
             )
 
     def _as_gone(self, error: BaseException) -> BaseException:
-        """Converts the death of a process to WorkerDisconnected, and notes it; a lost argument to TransferError."""
+        """Converts ProcessDied to WorkerDisconnected (and sets `disconnected`), ObjectUnavailable to TransferError."""
         if isinstance(error, ObjectUnavailable):
             return TransferError(f"{self.name} lacks an object of a node that failed ({error})")
         if not isinstance(error, ProcessDied):
@@ -268,17 +265,17 @@ class WorkerProxy:
         return WorkerDisconnected(f"{self.name} disconnected ({error})")
 
     def _so_far(self, serial: int) -> float:
-        """Returns the seconds of work on a call: those that its process reported last, and the time since then."""
+        """Returns the seconds of work on a call: the last report plus the time since then."""
         now = time.monotonic()
         seconds, when = self._seen.get(serial, (0.0, now))
         return seconds + min(PING_TIMEOUT, now - when)
 
     def _free(self, method: str, *arguments: Any) -> None:
-        """Frees data before any later work; a disconnected worker is not called."""
+        """Frees data before any later work; no-op for a disconnected worker."""
         with self._lock:
             if self._why is not None or self.disconnected.is_set():
                 return
-            # Processes that work together must free data at the same point of their work.
+            # Processes of one worker must free data at the same point of their work.
             alone = self.processes == 1
             group = "control" if alone else "work"
             futures = [
@@ -288,7 +285,7 @@ class WorkerProxy:
                 self._calls[CONTROL] = futures
 
     def _scored(self, serial: int, found: Future, future: Future) -> None:
-        """Forwards scores, in this process's time. If rewards fail for another reason, the worker is removed."""
+        """Forwards scores, with times on this process's clock. Unexpected errors remove the worker."""
         with self._lock:
             self._calls.pop(serial, None)
         error = future.exception()
@@ -307,14 +304,14 @@ class WorkerProxy:
 
 
 class TrainingProxy(WorkerProxy):
-    """As `OtherTrainingExecutor`, too; results stay on the worker until another one gets them."""
+    """Remote counterpart of `OtherTrainingExecutor`; results stay on the worker until another one gets them."""
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
         self._transfer.sources[self.name] = functools.partial(self._work, "send", group="sync")
 
     def take_trained(self, weights_version: WeightsVersion) -> bool:
-        """Sends the weights that are trained to the worker; returns False if these are others."""
+        """Sends the trained weights to the worker. Returns False if these are not the current ones."""
         key = TrainedWeightsKey(weights_version)
         with paused():
             refs = self._transfer.stored(key)
@@ -331,16 +328,16 @@ class TrainingProxy(WorkerProxy):
         self._work("decode", chunk)
 
     def deliver(self, command: Deliver) -> None:
-        """Sends a chunk's samples from another worker."""
+        """Transfers a chunk's samples from another worker."""
         key = SamplesKey(command.worker, command.chunk)
         self._work("deliver", command, trees={key: self._transfer.stored(key) or []}, group="sync")
 
     def train(self, command: Train, batch: ChunkAdvantages) -> None:
-        """Adds the gradient of a chunk's passes to the update's."""
+        """Adds the gradient of a chunk's passes to the update's sums."""
         self._work("train", command, batch)
 
     def offer_sums(self, others: Sequence[str]) -> None:
-        """Adds the sums of other workers to its own, which are available until the update. Raises MissingSums."""
+        """Offers its sums plus those of other workers until the update. Raises MissingSums."""
         trees = {key: self._transfer.stored(key) or [] for key in map(SumsKey, others)}
         try:
             self._transfer.put_ref(
@@ -350,34 +347,34 @@ class TrainingProxy(WorkerProxy):
             raise MissingSums(self.name) from error
 
     def updated(self, first: int) -> None:
-        """Frees the data of an update, and of steps before `first`."""
+        """Frees the data of an update and of steps before `first`."""
         self._free("updated", first)
         self._transfer.delete(SumsKey(self.name))
 
 
 PING = 2.0  # seconds between two pings
-OPEN_TIMEOUT = 1800.0  # seconds for a worker to open its model; then it is killed and restarted
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before a lost worker is restarted
-FINISH_TIMEOUT = 5.0  # seconds at the run's end for the work in progress
-CLOSE_TIMEOUT = 2.0  # seconds for a worker to end the processes of its rewards
+OPEN_TIMEOUT = 1800.0  # seconds for a worker to load its model before it is restarted
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before a failed worker is restarted
+FINISH_TIMEOUT = 5.0  # seconds for work in progress at the end of the run
+CLOSE_TIMEOUT = 2.0  # seconds for a worker to end its reward processes
 
 
 class RemoteWorkers:
-    """The rollout workers of a run, and its training workers but the home worker, each kept alive by a thread.
+    """All workers of a run except the home worker; one thread per worker starts, monitors and restarts it.
 
     Args:
       config: Config of the run, placed on all its devices.
       engine: Starts the workers.
-      accelerator: Kind that workers have, such as GPU. "" means virtual CPU devices.
-      shares: Number of this process among the trainer's. None means that it has one.
-      job: The trainer's place in a JAX job that the workers are part of. None means that they are not.
-      kind: Class of the processes of rollout workers.
-      training_kind: Class of the processes of training workers.
+      accelerator: Accelerator of the workers, such as GPU. "" means virtual CPU devices.
+      shares: This process among the trainer's. None means that the trainer has one process.
+      job: The trainer's place in a JAX job shared with the workers. None means no shared job.
+      kind: Process class of rollout workers.
+      training_kind: Process class of training workers.
 
     Attributes:
       devices: Devices of the trainer's mesh.
       transfer: The trainer's transfer.
-      step: The current step, from which a worker that starts draws the prompts.
+      step: The current step, at which new workers start.
     """
 
     def __init__(
@@ -401,10 +398,10 @@ class RemoteWorkers:
         self._rollouts = [f"rollout {number}" for number in range(most)]
         self._training = trainer_names(trainer.workers)[1:]
         self._names = [*self._rollouts, *self._training]
-        self._extra = len(self._rollouts) - rollout.workers  # for which the start does not wait
+        self._extra = len(self._rollouts) - rollout.workers  # optional at the start
         self._ready: dict[str, WorkerProxy] = {}
         self._actors: dict[str, list[Actor]] = {}
-        self._failed: ConfigError | None = None  # no worker can work with this config
+        self._failed: ConfigError | None = None  # the config fails on workers
         self._driver: Driver | None = None
         self._changed = threading.Condition()
         self._closed = threading.Event()
@@ -412,14 +409,14 @@ class RemoteWorkers:
             threading.Thread(target=self._keep, args=(name,), name=name, daemon=True).start()
 
     def wait(self, seconds: float = START_TIMEOUT, stops: Callable[[], Any] = lambda: None) -> None:
-        """Waits for `placement.rollout.workers` and the training workers; then continues without the late ones.
+        """Waits for `placement.rollout.workers` and the training workers; proceeds without late ones.
 
         Args:
-          seconds: The longest wait.
-          stops: Called from time to time; waiting ends when it returns something true.
+          seconds: Maximum wait.
+          stops: Polled; a true result ends the wait.
 
         Raises:
-          ConfigError: No worker is ready in time, or the config cannot work there.
+          ConfigError: No worker is ready in time, or the config fails on a worker.
         """
         end = time.monotonic() + seconds
         with self._changed:
@@ -441,7 +438,7 @@ class RemoteWorkers:
                 raise self._failed
 
     def _missing(self) -> list[str]:
-        """Returns the workers that the start waits for."""
+        """Returns the missing workers that the start requires."""
         rollouts, training = (
             [name for name in names if name not in self._ready]
             for names in (self._rollouts, self._training)
@@ -452,11 +449,11 @@ class RemoteWorkers:
     def driving(
         self, make: Callable[[list[WorkerProxy]], Driver], stops: Callable[[], Any]
     ) -> Iterator[Driver]:
-        """Waits for workers, and yields their driver, which is notified of workers that join or disconnect.
+        """Waits for workers and yields a driver, which is notified of workers that join or disconnect.
 
         Args:
-          make: Builds the driver.
-          stops: As in `wait`.
+          make: Builds the driver from the ready workers.
+          stops: See `wait`.
         """
         self.wait(stops=stops)
         with self._changed:
@@ -474,7 +471,7 @@ class RemoteWorkers:
                 self._driver = None
 
     def _end_calls(self) -> None:
-        """Ends the wait for work that is in progress at the run's end."""
+        """Cancels waits for work in progress at the end of the run."""
         for one in self._workers():
             one.end_calls("is not needed: the run ends")
 
@@ -483,7 +480,7 @@ class RemoteWorkers:
             return list(self._ready.values())
 
     def places(self) -> dict[str, dict[str, Any]]:
-        """Returns where the ready workers are, and when each answered last: see `logging.status.Status`."""
+        """Returns host, process and last reply of each ready worker, for `logging.status.Status`."""
         found = {
             one.name: {
                 "host": one.opened.host,
@@ -509,7 +506,7 @@ class RemoteWorkers:
     # ----------------------------------------------------------------------- in a worker's thread
 
     def _keep(self, name: str) -> None:
-        """Starts a worker, and restarts it when it disconnects; the pause doubles while it fails to start."""
+        """Starts a worker, and restarts it after disconnects, with exponential backoff while it fails to start."""
         pause = FIRST_PAUSE
         while not self._closed.is_set():
             try:
@@ -537,7 +534,7 @@ class RemoteWorkers:
             pause = min(2 * pause, LONGEST_PAUSE)
 
     def _start(self, name: str) -> WorkerProxy:
-        """Starts a worker's processes and has them open the model."""
+        """Starts a worker's processes and loads its model."""
         (environment, *folders), trains = surroundings(), name in self._training
         axes = self._config.placement.meshes[trains]
         hosts, devices = axes.hosts, axes.devices // axes.hosts if self._accelerator else 0
@@ -554,7 +551,7 @@ class RemoteWorkers:
 
         checked = [call(actor, "check_files", self._files) for actor in actors]
         needed, stops = "a node with free resources", self._closed.is_set
-        # Additional workers join when a node is free.
+        # Optional workers join when a node is free.
         wait_for_resources(checked, name, needed, stops, lambda: not self._missing())
         for one in checked:
             one.result(0)
@@ -586,12 +583,12 @@ class RemoteWorkers:
     @functools.cached_property
     def _stored(self) -> PrecomputedPrompts:
         """Precomputed prompt embeddings."""
-        folder, family = recipe_model(self._config)  # not in the constructor: JAX starts
+        folder, family = recipe_model(self._config)  # lazily, because it starts JAX
         return stored_prompts(self._config, folder, family)
 
     def _join(self, proxy: WorkerProxy) -> None:
-        """Registers a worker that is ready, and adds it to the run."""
-        proxy.end_step(self.step - 1)  # steps may have ended since it was started
+        """Registers a ready worker and adds it to the run."""
+        proxy.end_step(self.step - 1)  # steps may have ended since its start
         with self._changed:
             self._ready[proxy.name] = proxy
             self._changed.notify_all()
@@ -600,7 +597,7 @@ class RemoteWorkers:
                 self._driver.join(proxy)
 
     def _watch(self, proxy: WorkerProxy) -> str:
-        """Pings a worker until it disconnects or is removed; returns why."""
+        """Pings a worker until it disconnects or is removed; returns the reason."""
         while not self._closed.is_set():
             try:
                 proxy.ping()
@@ -624,7 +621,7 @@ class RemoteWorkers:
                 driver.disconnected(name, why)
 
     def _end(self, why: str) -> None:
-        """Ends the run, because JAX ends all processes of a job if one disconnects."""
+        """Ends the run, because JAX terminates all processes of a job if one disconnects."""
         again = "the same command continues from the last checkpoint"
         error = Stopped(f"{why}, and all processes are one job of JAX (--one_job): {again}")
         with self._changed:
