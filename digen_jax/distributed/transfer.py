@@ -172,9 +172,7 @@ class TrainerTransfer(ArrayTransfer):
         self._engine, self._shares = engine, shares
         self.sources: dict[str, Callable[[Key], Ref]] = {}
         self._refs: dict[Key, Ref] = {}  # trees on workers
-        self._gathered: dict[
-            WeightsVersion, Packed
-        ] = {}  # not yet stored weights of a multi-process trainer
+        self._gathered: dict[WeightsVersion, Packed] = {}  # weights of a multi-process trainer
         self._stored: dict[Key, list[Ref]] = {}
         self._lock, self._storing = threading.Lock(), threading.Lock()
 

@@ -1,1 +1,1 @@
-"""The process a script runs in: its devices and compile cache, signals, progress on a terminal, its end."""
+"""Process setup and shutdown: devices, compile cache, `jax.distributed`, signals, terminal output."""

@@ -1,6 +1,6 @@
-"""Ends the process at Ctrl-C from a script's first line on: scripts and commands import this module first.
+"""Exits on Ctrl-C without a traceback from a script's first line on. Scripts and commands import this module first.
 
-Until `interrupt.end_by_ctrl_c` takes over nothing has to be cleaned up.
+Nothing needs cleanup until `shutdown.end_by_ctrl_c` takes over.
 """
 
 import os
@@ -21,7 +21,7 @@ if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
 
 
 def run_installed() -> None:
-    """Runs the launch script that a command of the installed package is named after, as digen-train launch/train.py."""
+    """Entry point of installed commands: runs the launch script of the same name (digen-train: launch/train.py)."""
     import runpy
 
     name = os.path.splitext(os.path.basename(sys.argv[0]))[0].removeprefix("digen-")

@@ -1,6 +1,6 @@
-"""Sets up a process before its first array: devices, memory, compile cache, and its place in a `jax.distributed` job.
+"""Process setup before the first array: devices, memory, compile cache, and joining a `jax.distributed` job.
 
-Where several workers share a job, the processes of each work together in a group.
+If several workers share a job, the processes of each worker form a group.
 """
 
 import ctypes
@@ -20,29 +20,29 @@ from typing import NamedTuple
 
 import jax
 from absl import logging
-from jax._src import distributed  # JAX has no public way to it
+from jax._src import distributed  # not in JAX's public API
 
 from digen_jax.errors import ConfigError
 from digen_jax.process.shutdown import Stopped, abort_later, exit_now
 
-START_TIMEOUT = 300  # seconds that processes wait for one another at the start
-REPORT_PERIOD = 30  # seconds between two lines about it
+START_TIMEOUT = 300  # seconds that processes wait for each other at the start
+REPORT_PERIOD = 30  # seconds between reports of waiting
 LONGEST_WAIT = 10**6  # seconds, for waits without a deadline
 MOST_CPU_DEVICES = 256  # more would take minutes to start
 
 
 def _user_cache() -> pathlib.Path:
-    """Returns the user's cache folder, or a temporary one if the user has no home that can be written."""
+    """Returns the user's cache folder, or a temporary one if the home folder is not writable."""
     if given := os.environ.get("XDG_CACHE_HOME"):
         return pathlib.Path(given)
-    home = os.path.expanduser("~")  # unchanged if neither HOME nor the system knows it
+    home = os.path.expanduser("~")  # unchanged if the home folder is unknown
     if os.path.isabs(home) and os.access(home, os.W_OK):
         return pathlib.Path(home, ".cache")
     return pathlib.Path(tempfile.gettempdir(), f"cache-{os.getuid()}")
 
 
 CACHE = _user_cache() / "digen_jax/xla"
-# Every program, however small: a second start compiles nothing.
+# Caches all programs, so that a restart compiles nothing.
 CACHE_OPTIONS = {
     "jax_persistent_cache_min_compile_time_secs": 0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
@@ -52,7 +52,7 @@ CACHE_OPTIONS = {
 def prepare(cpu_devices: int = 1) -> None:
     """Sets up virtual CPU devices (used without an accelerator) and a compile cache. Must run before JAX starts.
 
-    XLA_FLAGS and JAX's own variables take precedence.
+    XLA_FLAGS and JAX's environment variables take precedence.
     """
     keep_freed_memory()
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
@@ -62,13 +62,13 @@ def prepare(cpu_devices: int = 1) -> None:
     for name, value in CACHE_OPTIONS.items():
         if name.upper() not in os.environ:
             jax.config.update(name, value)
-    logging.set_verbosity(logging.ERROR)  # orbax warns of things that a user cannot change
-    # transformers advises to install PyTorch, which training does not need.
+    logging.set_verbosity(logging.ERROR)  # orbax warnings are not actionable
+    # Hides transformers' advice to install PyTorch, which is not needed.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 
 def describe_cache() -> str:
-    """Returns one line for the console: the folder of the compile cache, and the size of its files if local."""
+    """Returns a one-line description of the compile cache: folder, and size if local."""
     folder = jax.config.jax_compilation_cache_dir
     if not folder or not jax.config.jax_enable_compilation_cache:
         return "compiled programs are not kept for the next start"
@@ -78,19 +78,19 @@ def describe_cache() -> str:
 
 
 def keep_freed_memory() -> None:
-    """Lets a process that computes on CPUs with glibc reuse freed memory. Must run before JAX starts its threads.
+    """Configures glibc's malloc to reuse freed memory on CPUs. Must run before JAX starts its threads.
 
-    XLA allocates a program's temporary arrays anew for every call. glibc maps blocks above 32 MB from the kernel and
-    unmaps them when they are freed, so that every call zeroes all pages again. These options disable such maps and keep
-    up to 2 GiB of free memory, in one arena, because others have at most 64 MB and would map larger blocks.
+    XLA allocates a program's temporary arrays for every call. glibc maps blocks above 32 MB from the kernel and unmaps
+    them on free, so that every call zeroes all pages again. These options disable mmap and keep up to 2 GiB of free
+    memory in a single arena, because secondary arenas have at most 64 MB and would map larger blocks.
     """
-    # With accelerators, arrays do not come from malloc.
+    # With accelerators, arrays are not allocated by malloc.
     accelerated = importlib.metadata.entry_points(group="jax_plugins")
     if sys.platform != "linux" or accelerated or importlib.util.find_spec("libtpu") is not None:
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        # M_ARENA_MAX, M_MMAP_MAX and M_TRIM_THRESHOLD of glibc's malloc.h
+        # M_ARENA_MAX, M_MMAP_MAX and M_TRIM_THRESHOLD from glibc's malloc.h
         for parameter, value in ((-8, 1), (-4, 0), (-1, 2**31 - 1)):
             mallopt(parameter, value)
 
@@ -99,15 +99,15 @@ def keep_freed_memory() -> None:
 
 
 class Place(NamedTuple):
-    """The place of this process in a job.
+    """Place of this process in a `jax.distributed` job.
 
     Attributes:
-      host: Host at which the first process listens.
-      port: Its port.
-      processes: Number of processes of the job.
-      process: Number of this one.
-      devices: The GPUs that this process uses, of those that it sees. Empty means all.
-      group: (first, number) of the processes that it works with, if several workers share the job. Empty means all.
+      host: Host of the coordinator (process 0).
+      port: Port of the coordinator.
+      processes: Number of processes in the job.
+      process: Index of this process.
+      devices: Visible GPUs that this process uses. Empty means all.
+      group: (first index, number) of the processes of its worker, if several share the job. Empty means all.
     """
 
     host: str
@@ -119,7 +119,7 @@ class Place(NamedTuple):
 
     @property
     def address(self) -> str:
-        """The first process's HOST:PORT."""
+        """HOST:PORT of the coordinator."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
@@ -129,17 +129,17 @@ def resolve_place(
     process: int | None,
     seconds: float = START_TIMEOUT,
 ) -> Place | None:
-    """Returns the place of this process, from the command line or the cluster. Contacts no other process.
+    """Returns the place of this process from the command line or the cluster, without contacting other processes.
 
     Args:
-      coordinator: HOST:PORT of the first process, or "auto" to detect all three values (Slurm, Open MPI, Kubernetes,
-        TPU slices). None, as all three: this process runs alone, and the result is None.
+      coordinator: HOST:PORT of the coordinator, or "auto" to detect all three values (Slurm, Open MPI, Kubernetes,
+        TPU slices). None means a single process, for which the result is None.
       processes: Number of processes.
-      process: Number of this process, from 0.
-      seconds: Limit for resolving the cluster's host names.
+      process: Index of this process.
+      seconds: Timeout for resolving the cluster's host names.
 
     Raises:
-      ConfigError: A value is missing or wrong, or nothing is detected.
+      ConfigError: A value is missing or invalid, or no cluster is detected.
     """
     if coordinator is None:
         if (processes, process) != (None, None):
@@ -170,19 +170,19 @@ def join(
     process: int | None,
     seconds: float = START_TIMEOUT,
 ) -> None:
-    """Joins a job, unless this process runs alone: see `resolve_place` and `join_job`."""
+    """Joins the job of `resolve_place`, if any; see `join_job`."""
     place = resolve_place(coordinator, processes, process, seconds)
     if place is not None:
         join_job(place, seconds)
 
 
 def join_job(place: Place, seconds: float = START_TIMEOUT) -> None:
-    """Joins a job of `jax.distributed`. Must run before JAX starts.
+    """Joins a `jax.distributed` job. Must run before JAX starts.
 
-    If the other processes do not join in time, this process ends with code 2.
+    If the other processes do not join in time, this process exits with code 2.
 
     Raises:
-      ConfigError: The first process cannot be reached.
+      ConfigError: The coordinator is not reachable.
     """
     if place.process:
         wait_for_port(place.host, place.port, seconds)
@@ -190,11 +190,11 @@ def join_job(place: Place, seconds: float = START_TIMEOUT) -> None:
         missing = f"{place.processes - 1} more processes"
         message = f"waiting at {place.address} for {missing}, at most {seconds:g} s"
         print(message, file=sys.stderr, flush=True)
-    # A process that gets a signal notifies the first one, which decides when to stop (see `runtime.opening`).
+    # Signals are forwarded to the coordinator, which decides when to stop (see `runtime.opening`).
     jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     abort_later()
-    # JAX would abort with a page of text later.
+    # JAX would abort later, with a page of text.
     late = threading.Timer(seconds, _exit_late, (place, seconds))
     late.daemon = True
     late.start()
@@ -203,7 +203,7 @@ def join_job(place: Place, seconds: float = START_TIMEOUT) -> None:
             place.address,
             place.processes,
             place.process,
-            local_device_ids=place.devices,  # even if there are none: JAX would choose one
+            local_device_ids=place.devices,  # also if empty: with None, JAX would choose one
             initialization_timeout=int(seconds) + 60,
         )
     except ValueError as error:
@@ -215,7 +215,7 @@ def join_job(place: Place, seconds: float = START_TIMEOUT) -> None:
 
 
 def _exit_late(place: Place, seconds: float) -> None:
-    """Ends this process, whose main thread is blocked in JAX."""
+    """Exits while the main thread is blocked in JAX."""
     name = pathlib.Path(sys.argv[0]).name
     message = (
         f"--coordinator={place.address}: not all processes have joined in {seconds:g} s: start as many as --processes, "
@@ -231,10 +231,10 @@ def _exit_late(place: Place, seconds: float) -> None:
 
 
 def wait_for_port(host: str, port: int, seconds: float, pause: float = 1) -> None:
-    """Waits until a process listens at a port, and reports from time to time. JAX itself would wait silently.
+    """Waits until a process listens at a port, with progress reports. JAX itself would wait silently.
 
     Raises:
-      ConfigError: No process listened within `seconds`.
+      ConfigError: No process listens within `seconds`.
     """
     start, reported = time.monotonic(), -float("inf")
     while True:
@@ -257,7 +257,7 @@ def wait_for_port(host: str, port: int, seconds: float, pause: float = 1) -> Non
         time.sleep(pause)
 
 
-# Variables of environments in which the detection finds nothing, and why.
+# Advice for environments in which detection fails, by environment variable.
 _NOT_DETECTED = {
     "OMPI_COMM_WORLD_RANK": (
         "Open MPI 5 does not name the host of the first process: set --coordinator=HOST:PORT with that host's name, "
@@ -274,20 +274,20 @@ _NO_CLUSTER = (
 def _detect_cluster(
     processes: int | None, process: int | None, seconds: float
 ) -> tuple[str, int | None, int | None]:
-    """Returns (coordinator, processes, process), as JAX's private detection finds those that are not given.
+    """Returns (coordinator, processes, process); JAX's private cluster detection finds the missing ones.
 
-    `JAX_COORDINATOR_ADDRESS` and `JAX_COORDINATOR_PORT` take precedence, as for `jax.distributed.initialize`.
+    `JAX_COORDINATOR_ADDRESS` and `JAX_COORDINATOR_PORT` take precedence, as in `jax.distributed.initialize`.
     """
     from jax._src.clusters import ClusterEnv
 
     given = os.environ.get("JAX_COORDINATOR_ADDRESS")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the error below says what is missing
+            warnings.simplefilter("ignore")  # the error below names what is missing
             address, processes, process, _ = ClusterEnv.auto_detect_unset_distributed_params(
                 given, processes, process, (), None, int(seconds)
             )
-    # Errors of environments, of Kubernetes' client and of requests have nothing in common.
+    # Errors of environments, the Kubernetes client and requests have no common base class.
     except Exception as error:
         what = f"{type(error).__name__}: {error}"
         raise ConfigError(f"--coordinator=auto does not work: {what}") from error
@@ -298,15 +298,15 @@ def _detect_cluster(
 
 
 def own_devices() -> tuple[int, ...]:
-    """Returns the GPUs that this process may use, by number among those that it sees. Empty means all.
+    """Returns the indices of the visible GPUs that this process uses. Empty means all.
 
-    A process that is alone on its host uses all. Several that see the same ones (Slurm, Open MPI) get equal shares, in
-    order. If each sees fewer than the job has there, `srun --gpus-per-task` or a script has divided them.
-    `JAX_LOCAL_DEVICE_IDS` takes precedence, as for `jax.distributed.initialize`, which by itself would give each
-    process one GPU.
+    A single process per host uses all GPUs. Several processes that see the same GPUs (Slurm, Open MPI) get equal,
+    consecutive shares. If each sees fewer GPUs than the job has on the host, `srun --gpus-per-task` or a script has
+    already divided them. `JAX_LOCAL_DEVICE_IDS` takes precedence, as in `jax.distributed.initialize`, which would
+    default to one GPU per process.
 
     Raises:
-      ConfigError: There are no equal shares.
+      ConfigError: The GPUs cannot be divided equally.
     """
     if given := os.environ.get("JAX_LOCAL_DEVICE_IDS"):
         if not re.fullmatch(r"\d+(,\d+)*", given):
@@ -317,7 +317,7 @@ def own_devices() -> tuple[int, ...]:
         return ()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        return (local,)  # JAX's own rule: their number is not known
+        return (local,)  # JAX's default, since the number of GPUs is unknown
     seen = len([name for name in visible.split(",") if name])
     if seen < 2 or seen < int(os.environ.get("SLURM_GPUS_ON_NODE", 0)):
         return ()
@@ -331,12 +331,12 @@ def own_devices() -> tuple[int, ...]:
 
 
 def _place_on_host() -> tuple[int, int]:
-    """Returns (number of this process among those of this host, their count), or (0, 1) if nothing is detected."""
+    """Returns (local rank, local size) of this process on its host, or (0, 1) if not detected."""
     have = os.environ
     if {"OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"} <= have.keys():
         return int(have["OMPI_COMM_WORLD_LOCAL_RANK"]), int(have["OMPI_COMM_WORLD_LOCAL_SIZE"])
     if {"SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE"} <= have.keys():
-        # Such as 2(x3),1: two on each of three hosts, one on the fourth.
+        # For example, 2(x3),1 means two on each of three hosts, one on the fourth.
         counts: list[int] = []
         for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", have["SLURM_STEP_TASKS_PER_NODE"]):
             counts += [int(count)] * int(times or 1)
@@ -344,24 +344,24 @@ def _place_on_host() -> tuple[int, int]:
     return 0, 1
 
 
-# ------------------------------------------------------------- the processes that work with this one
+# ------------------------------------------------------------------------------- the process group
 
-_barriers = itertools.count()  # all processes call the same ones, in order
+_barriers = itertools.count()  # all processes call the same barriers in order
 _first = 0
 _count: int | None = None  # None means all processes of the job
 
 
 def set_group(first: int, count: int) -> None:
-    """Makes this process work with `count` processes, of which `first` is the first one's number within the job."""
+    """Sets this process's group: `count` consecutive processes of the job, from index `first`."""
     global _first, _count
     _first, _count = first, count
     if count == 1:
-        # Libraries that count the job's processes, such as orbax, would take arrays of this one for parts.
+        # Otherwise libraries such as orbax would treat local arrays as shards of the job.
         jax.process_count = lambda backend=None: 1
 
 
 def size() -> int:
-    """Returns the number of processes that work together; 1 without a job."""
+    """Returns the number of processes in the group; 1 without a job."""
     state = distributed.global_state
     if state.client is None:
         return 1
@@ -369,29 +369,29 @@ def size() -> int:
 
 
 def is_first() -> bool:
-    """Returns whether this process is the first of them."""
+    """Returns whether this process is the first of its group."""
     return distributed.global_state.process_id == _first
 
 
 def members() -> list[int] | None:
-    """Returns their numbers within the job. None means all."""
+    """Returns the group's process indices in the job. None means all."""
     return None if _count is None else list(range(_first, _first + _count))
 
 
 def several() -> bool:
-    """Returns whether this run has more than one process."""
+    """Returns whether the group has more than one process."""
     return size() > 1
 
 
 def barrier(what: str, seconds: float) -> None:
-    """Waits until all processes reach this call; returns at once if there is only one.
+    """Synchronizes all processes of the group; no-op with one process.
 
     Args:
-      what: The work that all have done by then, for the error message.
-      seconds: The longest wait, which may be infinite.
+      what: Preceding work, for the error message.
+      seconds: Timeout, possibly infinite.
 
     Raises:
-      Stopped: Another process has not reached it in time, or has ended.
+      Stopped: Another process timed out or disconnected.
     """
     if not several():
         return

@@ -1,6 +1,6 @@
-"""Ends a process: by signals, by errors that users can act on, and also when a thread hangs.
+"""Process shutdown: signals, fatal errors, and exits despite hung threads.
 
-Ctrl-C and SIGTERM are a request to stop, which a run follows at the end of a step. Before a run they end the process.
+During a run, Ctrl-C and SIGTERM request a stop at the end of the step. Before a run, they end the process.
 """
 
 import atexit
@@ -20,10 +20,10 @@ from typing import Any
 
 from digen_jax.process.terminal import print_error
 
-STOPPED = 75  # exit code of a run that cannot continue: EX_TEMPFAIL, as the same command may be tried again
-PATIENCE = 1.0  # seconds for the last actions
+STOPPED = 75  # exit code of a run that cannot continue but can be retried: EX_TEMPFAIL
+PATIENCE = 1.0  # seconds for exit actions
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-CTRL_C_PATIENCE = 5.0  # seconds in which KeyboardInterrupt must end a process
+CTRL_C_PATIENCE = 5.0  # seconds for KeyboardInterrupt to end a process
 
 _hung: list[str] = []
 _last: list[Callable[[], None]] = []
@@ -32,35 +32,35 @@ _raises = contextvars.ContextVar("raises", default=False)  # see `exits_raise`
 _fatal_lock = threading.Lock()
 _fatal: list[
     tuple[int, threading.Thread]
-] = []  # (exit code, thread that prints the reason), at most one
+] = []  # at most one (exit code, thread that prints the reason)
 
 
 class Stopped(RuntimeError):
-    """A run cannot continue, for a reason that is not the user's error. The message is one sentence."""
+    """Raised if a run cannot continue for a reason other than invalid input. The message is one line."""
 
 
-# ------------------------------------------------------------------------------ ending at once
+# ------------------------------------------------------------------------------ immediate exit
 
 
 def mark_hung(what: str) -> None:
-    """Registers a thread that hangs, for which the end of the process must not wait."""
+    """Registers a hung thread, so that the process exits without waiting for threads."""
     _hung.append(what)
 
 
 def before_exit(call: Callable[[], None]) -> None:
-    """Registers a short action of `exit_now`, such as ending child processes."""
+    """Registers a short action for `exit_now`, such as ending child processes."""
     _last.append(call)
 
 
 def log_fatal(text: str, code: int) -> int:
-    """Prints why this process ends to standard error, unless another thread has. Any thread may call.
+    """Prints a fatal error to stderr, unless another thread already has. Thread-safe.
 
     Returns:
-      The exit code that belongs to the printed reason.
+      The exit code of the printed error.
     """
     with _fatal_lock:
         if not _fatal:
-            # In a separate thread, because a thread that hangs may hold a lock that printing needs.
+            # In a separate thread, because a hung thread may hold a lock that printing needs.
             _fatal.append((code, threading.Thread(target=print_error, args=(text,), daemon=True)))
             _fatal[0][1].start()
     code, printing = _fatal[0]
@@ -69,14 +69,14 @@ def log_fatal(text: str, code: int) -> int:
 
 
 def exit_now(code: int) -> None:
-    """Ends this process at once, whatever its threads do; printed text is flushed."""
+    """Exits immediately, regardless of other threads, after flushing output."""
 
     def act() -> None:
         for call in (*_last, sys.stdout.flush, sys.stderr.flush):
             with contextlib.suppress(Exception):
                 call()
 
-    # In a separate thread, because a thread that hangs may hold a lock that the actions need.
+    # In a separate thread, because a hung thread may hold a lock that the actions need.
     last = threading.Thread(target=act, daemon=True)
     last.start()
     last.join(PATIENCE)
@@ -84,10 +84,10 @@ def exit_now(code: int) -> None:
 
 
 def guard_exit() -> None:
-    """Replaces `os._exit`, with which a user's code would end this process silently, even as if it had finished.
+    """Replaces `os._exit`, so that user code cannot end this process silently, or with exit code 0.
 
-    It raises SystemExit inside `exits_raise`. Anywhere else, such as in a thread that a reward has started, it reports
-    the line that called it and ends the process with code 75. Forked children exit as before, and so does C code.
+    The replacement raises SystemExit inside `exits_raise`. Elsewhere, such as in a thread of a reward, it reports the
+    caller's line and exits with code 75. Forked children and C code are not affected.
     """
     process = os.getpid()
 
@@ -106,7 +106,7 @@ def guard_exit() -> None:
 
 @contextlib.contextmanager
 def exits_raise() -> Iterator[None]:
-    """In this block, and in this thread, a guarded `os._exit` raises SystemExit."""
+    """Makes a guarded `os._exit` raise SystemExit in this block and thread."""
     token = _raises.set(True)
     try:
         yield
@@ -115,11 +115,11 @@ def exits_raise() -> Iterator[None]:
 
 
 def abort_later() -> None:
-    """Delays an abort of this process (SIGABRT) by some seconds, in which another thread may call `exit_now`.
+    """Delays an abort of this process (SIGABRT) by 6 seconds, in which another thread may call `exit_now`.
 
-    JAX aborts a process as soon as its job's first one disconnects, before the thread that detects this can report it.
-    The handler is C's `sleep`, which takes the signal's number for seconds: 6. No Python runs in it, so that nothing
-    keeps the process from its end, and then it ends as without this.
+    JAX aborts a process as soon as its coordinator disconnects, before the thread that detects this can report it.
+    The handler is C's `sleep`, which interprets the signal number 6 as seconds. It runs no Python, so nothing can block
+    the abort that follows.
     """
     library = ctypes.CDLL(None)
     library.signal(signal.SIGABRT, ctypes.cast(library.sleep, ctypes.c_void_p))
@@ -127,11 +127,10 @@ def abort_later() -> None:
 
 @contextlib.contextmanager
 def ends_process() -> Iterator[None]:
-    """Ends the process after this block, with the exit code that Python would give it.
+    """Exits after this block with Python's exit code, but without finalizing the interpreter.
 
-    The interpreter is not finalized: threads of native libraries may abort the process when they need Python meanwhile
-    ("FATAL: exception not rethrown", seen at the end of complete runs). Exit handlers are called, and threads awaited,
-    unless one of them hangs.
+    During finalization, threads of native libraries that need Python may abort the process ("FATAL: exception not
+    rethrown", seen at the end of complete runs). Runs exit handlers and joins threads unless one is marked as hung.
     """
     code = 0
     try:
@@ -154,11 +153,11 @@ def ends_process() -> Iterator[None]:
 
 # ------------------------------------------------------------------------------------- signals
 
-_forking = threading.local()  # the signal mask of a thread that forks
+_forking = threading.local()  # signal mask of a forking thread
 
 
 def _before_fork() -> None:
-    """Blocks `SIGNALS`: one that is sent to the child at once waits for the child's own handlers."""
+    """Blocks `SIGNALS`, so that early signals to the child stay pending until it has set its handlers."""
     _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 
@@ -167,10 +166,10 @@ def _after_fork() -> None:
 
 
 def _after_fork_in_child() -> None:
-    """Restores the default handlers of `SIGNALS` in a forked child if this package has replaced them.
+    """Restores the default handlers of `SIGNALS` in a forked child if this package replaced them.
 
-    A child that a reward starts by `multiprocessing` must end by `terminate()`. What it would write to the wakeup
-    descriptor would be read as signals of the parent.
+    Otherwise `terminate()` would not end a reward's `multiprocessing` children, and their signals would reach the
+    parent through the wakeup descriptor.
     """
     for number in SIGNALS:
         module = getattr(signal.getsignal(number), "__module__", None) or ""
@@ -187,12 +186,13 @@ os.register_at_fork(
 
 
 class Interrupt:
-    """Notes a first Ctrl-C or SIGTERM, so that a step is finished and saved; a second one ends the process at once.
+    """Records a first Ctrl-C or SIGTERM, so that the step is finished and saved. A second one exits immediately.
 
-    For the main thread, which may hang in a call that no signal interrupts: another thread waits for the second signal.
+    Must be entered in the main thread. Another thread handles the second signal, because the main thread may be blocked
+    in a call that signals do not interrupt.
 
     Attributes:
-      requested: Number of the first signal; 0 before it.
+      requested: Number of the first signal, or 0.
     """
 
     def __init__(self):
@@ -221,7 +221,7 @@ class Interrupt:
 
     @staticmethod
     def _count(reads: int) -> None:
-        """Reads the numbers of the signals, and ends the process at the second request to stop."""
+        """Counts signals from the wakeup pipe, and exits at the second stop request."""
         requests = 0
         while number := os.read(reads, 1):
             requests += number[0] in SIGNALS
@@ -234,19 +234,19 @@ class Interrupt:
 
 
 def end_by_ctrl_c() -> None:
-    """Makes Ctrl-C raise KeyboardInterrupt, and end this process after `CTRL_C_PATIENCE` seconds if that has not.
+    """Makes Ctrl-C raise KeyboardInterrupt, and exit after `CTRL_C_PATIENCE` seconds if the process still runs.
 
-    KeyboardInterrupt alone is lost inside a callback of the garbage collector or code that catches everything, and it
-    waits for calls in which no Python runs. During an import, which it would break, the process ends at once. Does
-    nothing where Ctrl-C is ignored. For the main thread, once; other handlers may follow, such as an `Interrupt`.
+    KeyboardInterrupt alone is lost in garbage collector callbacks and in code that catches everything, and is delayed
+    by native calls. During an import, Ctrl-C exits immediately. No-op if Ctrl-C is ignored. Call it once, in the main
+    thread; later handlers, such as `Interrupt`, take precedence.
     """
-    # Opens closed descriptors 0 to 2, for children too, so that no pipe gets their numbers.
+    # Opens closed descriptors 0 to 2, also for children, so that no pipe gets these numbers.
     while (lowest := os.open(os.devnull, os.O_RDWR)) < 3:
         os.set_inheritable(lowest, True)
     os.close(lowest)
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         return
-    # While a config file is read, its own name is there.
+    # Computed now: sys.argv[0] is changed while a config file is loaded.
     text = f"{os.path.basename(sys.argv[0])}: stopped by Ctrl-C"
     reads, writes = os.pipe()
     os.set_blocking(writes, False)
@@ -254,7 +254,7 @@ def end_by_ctrl_c() -> None:
     def interrupt(number: int, frame: FrameType | None) -> None:
         while frame is not None:
             if frame.f_code.co_filename.startswith("<frozen importlib"):
-                # Not by `log_fatal`, whose own modules may be the ones that are imported.
+                # Not `log_fatal`: the modules that it needs may be in import.
                 os.write(2, f"{text}\n".encode())
                 exit_now(128 + number)
             frame = frame.f_back
@@ -271,16 +271,16 @@ def end_by_ctrl_c() -> None:
     threading.Thread(target=end_late, name="ctrl-c", daemon=True).start()
 
 
-# ------------------------------------------------------------------------ errors of the devices
+# -------------------------------------------------------------------------------- device errors
 
-# The status is also that of messages too large for a connection.
+# RESOURCE_EXHAUSTED alone is also the status of messages too large for a connection.
 OUT_OF_MEMORY = re.compile(r"RESOURCE_EXHAUSTED\b.*?(memory|allocat)", re.IGNORECASE | re.DOTALL)
-MESSAGE_LIMIT = 300  # characters of XLA's first line
+MESSAGE_LIMIT = 300  # characters of the first line of XLA's error
 
 
 @contextlib.contextmanager
 def during(what: str) -> Iterator[None]:
-    """Notes what this block does in an out-of-memory error, for `out_of_memory`."""
+    """Adds a description of this block to out-of-memory errors, for `out_of_memory`."""
     try:
         yield
     except Exception as error:
@@ -290,7 +290,7 @@ def during(what: str) -> Iterator[None]:
 
 
 def out_of_memory(error: BaseException) -> str | None:
-    """Returns an out-of-memory summary with the first line of XLA's error, or None if `error` has another reason."""
+    """Returns an out-of-memory summary with the first line of XLA's error, or None if `error` is not an OOM."""
     seen: set[int] = set()
     found: BaseException | None = error
     while found is not None and id(found) not in seen:
@@ -306,9 +306,9 @@ def out_of_memory(error: BaseException) -> str | None:
 
 
 def no_devices(error: BaseException) -> str | None:
-    """Returns which devices JAX did not find, with the first line of its error, or None for another reason."""
+    """Returns a message if `error` means that JAX found no devices, otherwise None."""
     last = traceback.extract_tb(error.__traceback__)[-1:]
-    # JAX raises an AssertionError without a text where it finds no driver of NVIDIA's.
+    # JAX raises an AssertionError without a message if there is no NVIDIA driver.
     if not isinstance(error, RuntimeError | AssertionError) or not last:
         return None
     if not last[0].filename.endswith("xla_bridge.py"):
@@ -319,7 +319,7 @@ def no_devices(error: BaseException) -> str | None:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    # A script that has not imported JAX cannot have its errors, and need not import it for this.
+    # Does not import JAX: without the import there are no JAX errors.
     jax = sys.modules.get("jax")
     return (
         jax is not None

@@ -16,21 +16,21 @@ from typing import Any, SupportsFloat, TextIO, TypeVar
 
 from tqdm import tqdm
 
-# Indentation of a continued line: the second column of a line with two, else two more than the line's own.
+# Matches up to the second column of a two-column line, where continuation lines are indented to.
 HANGING = re.compile(r"\s*\S.*?\s{2,}(?=\S)")
-CLEAR = "\r\x1b[K"  # empties the line
-# Control characters, also those that change the direction of text.
+CLEAR = "\r\x1b[K"  # clears the line
+# Control characters, including bidirectional formatting.
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-# Error numbers of a pipe without a reader and of a closed terminal.
+# errno of a pipe without a reader and of a closed terminal.
 UNREAD = (errno.EPIPE, errno.EIO)
 
 
 @contextlib.contextmanager
 def complete_lines(beside: bool = False) -> Iterator[None]:
-    """In this block each thread prints complete lines, which fit the terminal and stay above its progress bar.
+    """Makes all threads print complete lines, wrapped to the terminal and above its progress bar.
 
     Args:
-      beside: Whether another process draws the progress bar.
+      beside: Whether another process shows the progress bar.
     """
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = streams = [LineStream(one, beside) for one in before]
@@ -43,10 +43,10 @@ def complete_lines(beside: bool = False) -> Iterator[None]:
 
 
 class Output(io.FileIO):
-    """A descriptor to which writing never fails: text is dropped after its reader has closed it.
+    """Raw output stream that drops text after its reader has closed it, instead of raising.
 
     Args:
-      descriptor: 1 or 2. It is not closed with this object.
+      descriptor: 1 or 2. Stays open when this object is closed.
     """
 
     unread = False  # whether text was dropped
@@ -55,7 +55,7 @@ class Output(io.FileIO):
         super().__init__(descriptor, "w", closefd=False)
 
     def write(self, data: bytes) -> int:
-        """Writes to the descriptor; from the first failure on it is /dev/null, for children and C code, too."""
+        """Writes to the descriptor. Redirects it to /dev/null on the first failure, also for children and C code."""
         try:
             return super().write(data)
         except OSError as error:
@@ -69,9 +69,9 @@ class Output(io.FileIO):
 
 
 def keep_writable() -> None:
-    """Lets this process print after the reader of standard output or error has closed it.
+    """Keeps stdout and stderr writable after their readers have closed them.
 
-    Characters that a console cannot show are printed as escapes.
+    Characters that the console's encoding lacks are escaped.
     """
     for descriptor, name in enumerate(("stdout", "stderr"), start=1):
         before = getattr(sys, name)
@@ -87,23 +87,23 @@ def keep_writable() -> None:
 
 
 def has_reader() -> bool:
-    """Returns whether standard output may have a reader; see `keep_writable`."""
+    """Returns False if the reader of stdout has closed it; see `keep_writable`."""
     return not sys.stdout.buffer.raw.unread
 
 
 def print_error(text: str) -> None:
-    """Prints a text to standard error; on a terminal its lines are wrapped."""
+    """Prints to stderr, wrapped on a terminal."""
     stream = sys.stderr if isinstance(sys.stderr, LineStream) else LineStream(sys.stderr)
     stream.write(f"{text}\n")
 
 
 def printable(text: str) -> str:
-    """Escapes control characters of a text from a file, which could change what a terminal shows or does."""
+    """Escapes control characters in text from files, which could manipulate a terminal."""
     return CONTROL.sub(lambda one: one[0].encode("unicode_escape").decode(), text)
 
 
 def wrapped(text: str, columns: int) -> str:
-    """Wraps a line between words; a word longer than the line is not broken."""
+    """Wraps a line between words. Longer words are not broken."""
     if len(text) <= columns:
         return text
     hanging = HANGING.match(text)
@@ -120,24 +120,24 @@ def wrapped(text: str, columns: int) -> str:
 
 
 class LineStream:
-    """Writes each thread's text to a stream line by line; the text of a progress bar passes through.
+    """Line-buffers each thread's text to a stream. Text of a progress bar passes through.
 
-    Python's print writes a line and its end separately, so that another thread's line could be written in between.
+    Python's print writes a line and its end separately, so that lines of several threads could be interleaved.
 
     Args:
-      stream: A terminal's stream, or any.
+      stream: Output stream.
       beside: See `complete_lines`.
     """
 
     def __init__(self, stream: TextIO, beside: bool = False):
         self._stream, self._beside = stream, beside
-        self._begun: dict[int, str] = {}  # by thread: a line that has not ended
+        self._begun: dict[int, str] = {}  # incomplete line by thread
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Buffers text until its line ends; returns the number of characters, as a stream does."""
+        """Buffers text until its line is complete; returns the number of characters, like a stream."""
         if "\r" in text:
             self._stream.write(text)
             return len(text)
@@ -148,7 +148,7 @@ class LineStream:
         return len(text)
 
     def end(self) -> None:
-        """Writes the lines that have not ended."""
+        """Flushes incomplete lines."""
         begun, self._begun = self._begun, {}
         self._stream.write("".join(begun.values()))
         self._stream.flush()
@@ -166,9 +166,9 @@ class LineStream:
 
 Item = TypeVar("Item")
 
-EVERY = 20.0  # seconds between two lines without a terminal
-BAR = 4  # characters of a bar at least
-STEP_LINE = re.compile(r"step \d+ of \d+: ")  # how the plain lines of `Progress` begin
+EVERY = 20.0  # seconds between progress lines without a terminal
+BAR = 4  # minimum width of the bar
+STEP_LINE = re.compile(r"step \d+ of \d+: ")  # start of plain `Progress` lines
 
 
 def track(
@@ -179,16 +179,14 @@ def track(
     done: int = 0,
     note: Callable[[], str] = str,
 ) -> Iterator[Item]:
-    """Yields the items, and shows on stderr how many of them are done.
-
-    Without a terminal nothing is printed about work of less than `EVERY` seconds.
+    """Yields the items with progress on stderr: a bar, or without a terminal a line every `EVERY` seconds.
 
     Args:
       items: Items to iterate over.
       head: Name of the work, such as "evaluating".
       unit: Name of an item, such as "batch".
-      total: Number of items in all. None means `len(items)`.
-      done: Number of items that were done before.
+      total: Total number of items. None means `len(items)`.
+      done: Number of items that were already done.
       note: Returns a text for the end of the line.
     """
     total = len(items) if total is None else total
@@ -211,12 +209,12 @@ def track(
 
 
 class Progress:
-    """A progress bar with reward, images/s and time left; plain lines without a terminal.
+    """Progress bar with reward, images/s and remaining time; plain lines without a terminal.
 
     Args:
       total: Steps of the run.
       done: Steps done before this process started.
-      every: Steps between two plain lines, where stderr is not a terminal.
+      every: Steps between plain lines.
     """
 
     def __init__(self, total: int, done: int = 0, every: int = 10):
@@ -238,12 +236,12 @@ class Progress:
         images_per_second: SupportsFloat,
         utilisation: SupportsFloat | None,
     ) -> None:
-        """Shows that `step` steps are done, with reward, speed and utilisation of the last one.
+        """Shows progress after `step` steps, with reward, speed and device utilisation of the last one.
 
-        `utilisation` is the share of the devices' time that they worked, from 0 to 1. None leaves it out.
+        `utilisation` is between 0 and 1. None omits it.
         """
         now = time.monotonic()
-        # The first step is mostly compilation and says nothing about the others.
+        # The first step is mostly compilation, so the estimate ignores it.
         self._first = self._first or (step, now)
         numbers = [
             f"reward {float(reward):.3f}",
@@ -255,7 +253,7 @@ class Progress:
             seconds = (now - self._first[1]) / (step - self._first[0]) * (self._total - step)
             numbers.append(f"{tqdm.format_interval(seconds)} left")
         if not self._bar.disable:
-            self._bar.ncols = _columns()  # the terminal may have another width now
+            self._bar.ncols = _columns()  # the terminal may have been resized
             self._bar.set_postfix_str(self._fitting(step, numbers), refresh=False)
             self._bar.update(step - self._bar.n)
         elif step % self._every == 0 or step in (self._first[0], self._total):
@@ -264,7 +262,7 @@ class Progress:
             )
 
     def _fitting(self, step: int, numbers: list[str]) -> str:
-        """Returns the numbers that fit next to the bar; speed and utilisation are left out first."""
+        """Returns the numbers that fit next to the bar; omits speed and utilisation first."""
         space = self._bar.ncols - len(f"100% |{'':{BAR}}| step {step} of {self._total}")
         kept = list(numbers)
         while len(", ".join(["", *kept])) > space and len(kept) > 1:
@@ -276,7 +274,7 @@ class Progress:
         self._bar.write(text, file=sys.stderr)
 
     def close(self) -> None:
-        """Leaves the bar as it is and ends its line."""
+        """Closes the bar and leaves it on screen."""
         self._bar.close()
 
 
@@ -285,14 +283,14 @@ def _columns() -> int:
 
 
 KEPT = 20
-WIDEST = 500  # characters of a line
+WIDEST = 500  # maximum characters of a kept line
 
 _lines: deque[tuple[float, str]] = deque(maxlen=KEPT)
 
 
 @contextlib.contextmanager
 def keep_log_tail() -> Iterator[None]:
-    """In this block the last lines that Python code writes to standard error, except progress, are in `log_tail`."""
+    """Records the last lines that Python code writes to stderr, except progress, for `log_tail`."""
     before = sys.stderr
     sys.stderr = LogTail(before)
     _lines.clear()
@@ -303,12 +301,12 @@ def keep_log_tail() -> Iterator[None]:
 
 
 def log_tail() -> list[tuple[float, str]]:
-    """Returns (time, line) of the last lines; times are those of `time.time`."""
+    """Returns (`time.time()`, line) of the last lines."""
     return list(_lines)
 
 
 class LogTail:
-    """Writes to a stream, and keeps its last complete lines."""
+    """Stream wrapper that keeps the last complete lines."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -319,7 +317,7 @@ class LogTail:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Writes to the stream, and keeps the lines that are complete."""
+        """Writes to the stream, and keeps complete lines."""
         with self._lock:
             *complete, begun = (self._begun + text).split("\n")
             self._begun = _last_state(begun)[:WIDEST]
@@ -329,5 +327,5 @@ class LogTail:
 
 
 def _last_state(line: str) -> str:
-    """Returns what a progress bar's line shows at last."""
+    """Returns the final text of a line with carriage returns."""
     return line.rpartition("\r")[2].removeprefix("\x1b[K")
