@@ -1,4 +1,4 @@
-"""Builds the parts of a run from its config: the one module that imports both models and meshes."""
+"""Builds the parts of a run from its config. Only this module imports both models and meshes."""
 
 import dataclasses
 import functools
@@ -47,10 +47,10 @@ from digen_jax.rewards.built_in import on_mesh
 
 
 def recipe_model(config: TrainConfig) -> tuple[pathlib.Path, Family]:
-    """Returns the folder of a config's model, and its family.
+    """Returns the folder and family of a config's model.
 
     Raises:
-      ConfigError: The model's folder cannot be used.
+      ConfigError: The model's folder is invalid.
     """
     model, arithmetic = config.model, config.precision.arithmetic
     with blame("config.model.folder: "):
@@ -67,13 +67,13 @@ def build(
     mesh: MeshRole | None = None,
     encoded: PrecomputedPrompts | None = None,
 ) -> System:
-    """Builds all parts of a run. Errors of config and model are found before weights are read.
+    """Builds all parts of a run. Detects errors of config and model before it loads weights.
 
     Args:
       config: The validated config.
       devices: Devices of the run.
-      mesh: As in `open_parts`.
-      encoded: Precomputed prompts, if the config precomputes them. None means the store of this host.
+      mesh: See `open_parts`.
+      encoded: Precomputed prompts. None means the local cache, if the config precomputes them.
 
     Raises:
       ConfigError: The model is invalid, or there are too few devices.
@@ -83,7 +83,7 @@ def build(
         shapes = parameter_shapes(config, family)
         check_parts(family, folder, {*family.trained, *shapes.frozen})
         kept = config.precision.frozen
-        # Parameters that are trained themselves are float32; with a LoRA there are none.
+        # Trained parameters are float32; with a LoRA, the base parameters are frozen.
         dtype = kept if config.lora.rank else "float32"
         trained = read_parts(family, folder, family.trained, placement.trainer, dtype)
         frozen = read_parts(family, folder, shapes.frozen, placement.rollout, kept)
@@ -95,9 +95,9 @@ def build(
 def build_trainer(
     config: TrainConfig, devices: Sequence[jax.Device], encoded: PrecomputedPrompts | None = None
 ) -> System:
-    """As `build`, in the process of one training worker.
+    """Like `build`, in the process of one training worker.
 
-    If there are rollout workers, components that only sampling needs are read when this worker has to sample.
+    With rollout workers, components that only sampling needs are loaded when this worker has to sample.
 
     Raises:
       ConfigError: The model is invalid, or there are too few devices.
@@ -122,7 +122,7 @@ def build_trainer(
 def build_rollout(
     config: TrainConfig, devices: Sequence[jax.Device], encoded: PrecomputedPrompts | None
 ) -> Rollout:
-    """Builds a rollout worker in a separate process, without the trained parameters, which the trainer sends.
+    """Builds a rollout worker in a separate process, without the trained parameters, which it gets from the trainer.
 
     Args:
       config: The validated config.
@@ -130,7 +130,7 @@ def build_rollout(
       encoded: Precomputed prompts. None means that this process encodes.
 
     Raises:
-      ConfigError: As `build_trainer`.
+      ConfigError: The model is invalid, or there are too few devices.
     """
     _, family, placement, _ = parts = open_parts(config, devices, "rollout")
     group = placement.rollout
@@ -140,7 +140,7 @@ def build_rollout(
 
 
 def _split_on(config: TrainConfig, parts: "Parts", group: DeviceGroup) -> tuple[Params, Params]:
-    """As `split`, of components that are read onto a mesh of this process."""
+    """Loads the trained components onto a local mesh and splits them; see `split`."""
     with blame("config.model.folder: "):
         check_parts(parts.family, parts.folder, parts.family.trained)
         dtype = config.precision.frozen if config.lora.rank else "float32"
@@ -165,7 +165,7 @@ def _rollout_on(
 
 
 def read_scorers(config: TrainConfig, devices: Sequence[jax.Device]) -> tuple[RewardModel, ...]:
-    """Reads the rewards that run on the sampling meshes, onto the first of these; for `System.with_scorers`.
+    """Loads the rewards that run on rollout meshes onto the first of these, for `System.with_scorers`.
 
     Raises:
       ConfigError: A file is missing or invalid, or there are too few devices.
@@ -176,23 +176,23 @@ def read_scorers(config: TrainConfig, devices: Sequence[jax.Device]) -> tuple[Re
 
 
 class Parts(NamedTuple):
-    """The parts of a run without the model's weights."""
+    """Parts of a run without model weights."""
 
-    folder: pathlib.Path  # the model's
+    folder: pathlib.Path  # of the model
     family: Family
     placement: Placement
-    start: Any  # the factors of a LoRA to continue, or None
+    start: Any  # initial LoRA factors from a file, or None
 
 
 def open_parts(
     config: TrainConfig, devices: Sequence[jax.Device], mesh: MeshRole | None = None
 ) -> Parts:
-    """Opens a run's model, and checks that config and devices fit it. Weights may be missing until they are read.
+    """Opens a run's model, and checks config and devices against it. Weights may be missing.
 
     Args:
       config: The validated config.
       devices: Devices of this process or of the run.
-      mesh: The only mesh of this process. None means that it has all.
+      mesh: The only mesh of this process. None means all meshes.
 
     Raises:
       ConfigError: The model is invalid, or there are too few devices.
@@ -218,10 +218,10 @@ def placed(
     devices: Sequence[jax.Device],
     mesh: MeshRole | None = None,
 ) -> Placement:
-    """Makes the meshes of a config, with its rules for the model's parameters; `mesh` as in `open_parts`.
+    """Creates the meshes of a config, with its sharding rules for the model; see `open_parts` for `mesh`.
 
     Raises:
-      ConfigError: There are too few devices, or rules contradict one another.
+      ConfigError: There are too few devices, or sharding rules conflict.
     """
     layout = Layout.of(config.placement.rules, family.axes())
     layout.check()
@@ -240,15 +240,15 @@ def connect(
     lora: Any = None,
     encoded: PrecomputedPrompts | None = None,
 ) -> System:
-    """Builds the parts of a run around a model's components by name.
+    """Builds the parts of a run from a model's components by name.
 
     Args:
       config: The validated config.
       placement: The meshes.
       family: The model's family.
       trained: Components on the trainer's mesh.
-      frozen: Components on the sampling mesh.
-      lora: Initial factors of a LoRA. None means new ones.
+      frozen: Components on the rollout mesh.
+      lora: Initial LoRA factors. None means new ones.
       encoded: Precomputed prompts, instead of text encoders.
     """
     start, base = split(config, family, trained, placement.trainer)
@@ -259,7 +259,7 @@ def connect(
 def split(
     config: TrainConfig, family: Family, trained: Params, group: DeviceGroup
 ) -> tuple[Params, Params]:
-    """Returns (trained parameters, other parameters of the trained components), on their mesh: see `Policy.split`."""
+    """Returns (trained, base) parameters of the trained components, on their mesh; see `Policy.split`."""
     policy, key = make_policy(config, family), jax.random.key(config.seed)
     start, base = policy.split(key, trained, config.algorithm.reads_reference)
     if config.precision.frozen != "float32":
@@ -268,12 +268,12 @@ def split(
 
 
 def outline(config: TrainConfig, devices: Sequence[jax.Device]) -> System:
-    """Builds the system of `build` with shapes instead of parameters, so that its programs can be lowered and compiled.
+    """Builds the abstract system of `build` (shapes instead of parameters), to lower and compile its programs.
 
-    Only the model's configuration is read, and nothing is allocated.
+    Reads only the model's configuration, and allocates nothing.
 
     Raises:
-      ConfigError: The model's folder cannot be used, there are too few devices, or heads cannot be split over them.
+      ConfigError: The model's folder is invalid, there are too few devices, or heads cannot be split over them.
     """
     _, family = recipe_model(config)
     placement = placed(config, family, devices)
@@ -288,16 +288,16 @@ def outline(config: TrainConfig, devices: Sequence[jax.Device]) -> System:
 
 
 class ParameterShapes(NamedTuple):
-    """All parameters of a run by their use; `tuned` and `base` as in `Policy`."""
+    """Abstract parameters of a run by use; `tuned` and `base` as in `Policy`."""
 
     tuned: Params
     base: Params
-    frozen: Params  # the other components, on the sampling meshes
-    ahead: Params  # text encoders, on a sampling mesh only before the run samples
+    frozen: Params  # the other components, on the rollout meshes
+    ahead: Params  # text encoders that only run before sampling starts
 
 
 def parameter_shapes(config: TrainConfig, family: Family) -> ParameterShapes:
-    """Returns the parameters of a run as shapes, in the types in which it stores them."""
+    """Returns the abstract parameters of a run, in their stored dtypes."""
     policy, shapes = make_policy(config, family), family.shapes()
     split = functools.partial(policy.split, reference=config.algorithm.reads_reference)
     tuned, base = jax.eval_shape(split, jax.random.key(0), trained_of(family, shapes))
@@ -316,7 +316,7 @@ def _around(
     frozen: Params,
     encoded: PrecomputedPrompts | None,
 ) -> System:
-    """Builds the parts of a run around parameters that are on their meshes."""
+    """Builds the parts of a run from placed parameters."""
     sampler_base = policy.sampler_base(base)
     first = make_rollout(config, policy, placement.rollout, sampler_base, frozen, encoded)
     others = (first.moved(group, sampler_base) for group in placement.rollouts[1:])
@@ -331,7 +331,7 @@ def make_rollout(
     frozen: Params,
     encoded: PrecomputedPrompts | None,
 ) -> Rollout:
-    """Builds a rollout worker; `base`, which is `Policy.sampler_base`, may be on another mesh than its `group`."""
+    """Builds a rollout worker; `base` (`Policy.sampler_base`) may be on another mesh than `group`."""
     algorithm = config.algorithm
     settings = SamplerSettings(
         config.model.size,
@@ -357,7 +357,7 @@ def make_system(
     rollouts: tuple[Rollout, ...],
     sampling_on: Callable[[DeviceGroup], Rollout] | None = None,
 ) -> System:
-    """Builds the parts of a run around its rollout workers; the trainer's parameters are on its mesh."""
+    """Builds the parts of a run from its rollout workers and the trainer's placed parameters."""
     algorithm = config.algorithm
 
     def trainer(group: DeviceGroup) -> Trainer:
@@ -365,7 +365,7 @@ def make_system(
         tuned = trained_policy(policy, algorithm)
         return Trainer(tuned, group, step, algorithm, config.trainer)
 
-    # A LoRA's optimizer state is small, so the home worker updates alone.
+    # With a LoRA, the optimizer state is small and not sharded over training workers.
     several = placement.others and not config.lora.rank
     return System(
         placement,
@@ -406,6 +406,6 @@ def evaluation_sampler(
     lora: LoraConfig | None = None,
     encoded: PrecomputedPrompts | None = None,
 ) -> Sampler:
-    """Builds a sampler without noise, with the evaluation's own size, steps and guidance."""
+    """Builds a deterministic sampler with the size, steps and guidance of evaluations."""
     settings = SamplerSettings(config.evaluation_size, config.evaluation_steps, Ode())
     return Sampler(evaluation_policy(config, family, lora), group, settings, encoded)

@@ -1,8 +1,7 @@
-"""Precomputes the prompt embeddings of a run, so that its text encoders need no device memory while it samples.
+"""Precomputes the prompt embeddings of a run, so that text encoders need no device memory during sampling.
 
-Prompts are encoded in blocks on the first rollout worker's mesh and stored block by block, so that an interrupted
-precomputation continues where it stopped. With several processes all encode together, and each stores what its own
-folder lacks.
+Prompts are encoded on the first rollout worker's mesh and stored in blocks, so that an interrupted precomputation can
+be resumed. With several processes, encoding is collective, and each process stores what its folder lacks.
 """
 
 import dataclasses
@@ -52,25 +51,24 @@ from digen_jax.prompt_store import (
 )
 from digen_jax.scheduling.settings import Deadline
 
-# Maximum of prompts and bytes in a file of the cache, which are lost if the process is killed before they are written.
+# Maximum prompts and bytes per cache file. An unwritten file is lost if the process is killed.
 FILE_PROMPTS, FILE_BYTES = 1024, 2**30
-TOKENIZED = 4096  # prompts tokenized at a time
+TOKENIZED = 4096  # prompts per tokenizer call
 
 
 @dataclasses.dataclass
 class Precomputation:
-    """The prompts of a run, and which of them are not stored yet.
+    """Prompts of a run, and which of them are not cached yet.
 
     Attributes:
-      config: of the run.
-      folder: of its model.
-      family: of its model.
-      group: the mesh that encodes.
-      store: the cache of the embeddings.
-      records: all prompts by their keys: first those of unconditional passes (`null_prompt_key`), if any, then
-        those of the prompts (`prompt_key`).
-      nulls: the keys of unconditional passes.
-      missing: the keys that are not stored yet.
+      config: Config of the run.
+      folder: Folder of the model.
+      family: Family of the model.
+      group: Mesh of the text encoders.
+      store: Cache of the embeddings.
+      records: All prompt records by key: unconditional passes first (`null_prompt_key`), then prompts (`prompt_key`).
+      nulls: Keys of unconditional passes.
+      missing: Keys that are not cached yet.
     """
 
     config: TrainConfig
@@ -83,10 +81,10 @@ class Precomputation:
     missing: list[str]
 
     def check(self) -> None:
-        """Prints what will be encoded, and its size.
+        """Prints the number of prompts to encode, and their size.
 
         Raises:
-          ConfigError: the text encoders' weights are missing, or the disk space or limit for the embeddings.
+          ConfigError: The text encoders' weights are missing, or the embeddings exceed the disk space or the limit.
         """
         if not self.missing:
             _log(f"all {len(self.records):,} prompts are encoded in {self._place}")
@@ -124,7 +122,7 @@ class Precomputation:
         return store_folder(self.config)
 
     def _size(self) -> int:
-        """Returns the bytes on disk of the missing embeddings."""
+        """Returns the size of the missing embeddings on disk, in bytes."""
         family, shapes = self.family, encoder_shapes(self.config, self.family)
         if family.masked:
             blocks = map(self._tokens, _blocks(self.missing, TOKENIZED, self.nulls))
@@ -135,15 +133,15 @@ class Precomputation:
         return rows + HEADER * len(self.missing)
 
     def run(self) -> None:
-        """Encodes and stores what is missing; with several processes all call it, with the same prompts.
+        """Encodes and stores the missing prompts. All processes must call it with the same prompts.
 
         Raises:
-          ConfigError: the weights cannot be read, or the embeddings cannot be stored.
+          ConfigError: The weights cannot be read, or the embeddings cannot be stored.
         """
         keys = self._missing_anywhere()
         if not keys:
             return
-        # Smaller blocks for few prompts; all have the same size, so that one program is compiled.
+        # Smaller blocks for few prompts. All blocks have one size, so that one program is compiled.
         images = self.group.images
         count = min(block_size(self.family, self.group), -(-len(keys) // images) * images)
         blocks = _blocks(keys, count, self.nulls)
@@ -153,7 +151,7 @@ class Precomputation:
         for number, encoded in enumerate(self._encode(blocks, count)):
             pending |= encoded
             held = _bytes(pending)
-            # The first block includes compilation; the second one predicts the remaining time.
+            # Predicts the remaining time from the second block, since the first one includes compilation.
             timed = number == 1 and len(blocks) > 2
             if timed or len(pending) >= FILE_PROMPTS or held >= FILE_BYTES:
                 self._store(pending)
@@ -169,7 +167,7 @@ class Precomputation:
         _log(f"encoded {len(keys):,} prompts, {_format(size)}, in {seconds}")
 
     def _encode(self, blocks: list[list[str]], count: int) -> Iterator[dict[str, Rows]]:
-        """Yields the embeddings of each block; afterwards the text encoders' memory is free."""
+        """Yields the embeddings of each block. Frees the text encoders at the end."""
         family, group = self.family, self.group
         with blame("config.model.folder: "):
             dtype = self.config.precision.frozen
@@ -185,13 +183,13 @@ class Precomputation:
             yield rows
 
     def _tokens(self, block: list[str]) -> Tokens:
-        """Returns the tokens of a block of `_blocks`. Different keys have different tokens, so each has its own row."""
+        """Returns the tokens of a block, one row per key, since different keys have different tokens."""
         records = [self.records[key] for key in block]
         is_null = block[0] in self.nulls
         return self.family.tokenize_null(records) if is_null else self.family.tokenize(records)
 
     def _missing_anywhere(self) -> list[str]:
-        """Returns the keys that any process lacks, in the same order in all processes."""
+        """Returns the keys missing in any process, in the same order in all processes."""
         keys, missing = [*self.records], set(self.missing)
         mask = np.array([key in missing for key in keys], bool)
         if several() and keys:
@@ -199,7 +197,7 @@ class Precomputation:
         return [key for key, one in zip(keys, mask, strict=True) if one]
 
     def _store(self, rows: dict[str, Rows]) -> None:
-        """Stores embeddings, unless another process has stored them in the same folder."""
+        """Stores embeddings, unless another process stored them in the same folder."""
         with blame("config.prompts.cache: "):
             if is_first():
                 self.store.add(rows)
@@ -216,19 +214,19 @@ def prepare(
     records: Callable[[], Sequence[Record]],
     mesh: MeshRole | None = None,
 ) -> Precomputation | None:
-    """Finds the prompts that are to be encoded. It is fast: no weights are read.
+    """Finds the prompts to encode. Fast, since it loads no weights.
 
     Args:
-      config: of the run.
-      devices: of this process.
-      records: returns the prompts; not called if they are not precomputed.
-      mesh: the only mesh of this process. None means that it has all meshes.
+      config: Config of the run.
+      devices: Devices of this process.
+      records: Returns the prompt records. Only called if prompts are precomputed.
+      mesh: The only mesh of this process. None means all meshes.
 
     Returns:
       The precomputation, or None if the text encoders run in each step.
 
     Raises:
-      ConfigError: the model, the devices or the cache cannot be used, or see `Precomputation.check`.
+      ConfigError: The model, the devices or the cache is invalid, or `Precomputation.check` failed.
     """
     if config.prompts.encoding == EACH_STEP:
         return None
@@ -252,10 +250,10 @@ def prepare(
 def precompute(
     config: TrainConfig, devices: Sequence[jax.Device], records: Sequence[Record]
 ) -> None:
-    """Encodes prompts that are not stored yet, if the run's prompts are precomputed.
+    """Encodes prompts that are not cached yet, if the run's prompts are precomputed.
 
     Raises:
-      ConfigError: as `prepare` and `Precomputation.run`.
+      ConfigError: `prepare` or `Precomputation.run` failed.
     """
     if found := prepare(config, devices, lambda: records):
         found.run()
@@ -265,7 +263,7 @@ def precompute_all(config: TrainConfig) -> None:
     """Encodes all prompts of a run on the available devices.
 
     Raises:
-      ConfigError: its prompts are not precomputed, or as `prepare` and `Precomputation.run`.
+      ConfigError: Prompts are not precomputed, or `prepare` or `Precomputation.run` failed.
     """
     devices = jax.devices()
     config = on_devices(config, len(devices))
@@ -285,12 +283,12 @@ def precompute_all(config: TrainConfig) -> None:
 
 
 def reached(config: TrainConfig, first: int = 0) -> list[dict[str, Any]]:
-    """Returns the records of a run's evaluations and of its steps from `first` on.
+    """Returns the prompt records of a run's evaluations and of its steps from `first` on.
 
-    Of several records with the same prompt, negative prompt and image, one is returned.
+    Records are deduplicated by prompt, negative prompt and image.
 
     Raises:
-      ConfigError: a prompt file cannot be used.
+      ConfigError: A prompt file is invalid.
     """
     with blame("config.evaluation.prompts: "):
         held_out = read_prompt_file(config.evaluation.prompts)[: config.evaluation.images or None]
@@ -312,14 +310,14 @@ def _content(record: dict[str, Any]) -> tuple[str, str | None, str]:
 
 
 def _blocks(keys: Sequence[str], count: int, nulls: Collection[str]) -> list[list[str]]:
-    """Returns blocks of at most `count` keys, separate ones for unconditional passes."""
+    """Splits keys into blocks of at most `count`, with separate blocks for unconditional passes."""
     of_nulls = [key for key in keys if key in nulls]
     others = [key for key in keys if key not in nulls]
     return [part[i : i + count] for part in (of_nulls, others) for i in range(0, len(part), count)]
 
 
 def _pad(rows: Shaped[np.ndarray, "b ..."], count: int) -> Shaped[np.ndarray, "n ..."]:
-    """Pads rows with copies of the last one."""
+    """Pads to `count` rows with copies of the last one."""
     free = [(0, 0)] * (rows.ndim - 1)
     return np.pad(rows, [(0, count - len(rows)), *free], mode="edge")
 

@@ -1,4 +1,4 @@
-"""Decides whether a run's prompts are precomputed, and opens the cache of their embeddings."""
+"""Cache of precomputed prompt embeddings, and the decision whether a run uses it."""
 
 import functools
 import pathlib
@@ -20,27 +20,27 @@ from digen_jax.process.job import CACHE
 from digen_jax.process.shutdown import Stopped
 
 PRECOMPUTED, EACH_STEP = "precomputed", "each_step"
-# Above these bytes of text encoders, "auto" precomputes prompts instead of keeping the encoders on rollout workers. The
-# two CLIPs of Stable Diffusion 3 take 3.3 GB in float32; a T5-XXL takes 9.5 GB in bfloat16.
+# Bytes of text encoders above which "auto" precomputes prompts instead of keeping the encoders on rollout workers.
+# The two CLIPs of Stable Diffusion 3 have 3.3 GB in float32; T5-XXL has 9.5 GB in bfloat16.
 LARGE = 4 * 10**9
 
 
 def encoder_shapes(config: TrainConfig, family: Family) -> Params:
-    """Returns the text encoders' parameters as shapes, with the run's dtype."""
+    """Returns the text encoders' abstract parameters in the run's dtype."""
     shapes = family.shapes()
     parts = {part: shapes[part] for part in family.encoders}
     return shapes_in_dtype(parts, jnp.dtype(config.precision.frozen))
 
 
 def is_precomputed(config: TrainConfig, family: Family) -> bool:
-    """Returns whether the prompts are encoded before the run samples."""
+    """Returns whether prompts are encoded before sampling starts."""
     if config.prompts.encoding != "auto":
         return config.prompts.encoding == PRECOMPUTED
     return encoder_bytes(config, family) > LARGE
 
 
 def encoder_bytes(config: TrainConfig, family: Family) -> int:
-    """Returns the bytes of the text encoders' parameters."""
+    """Returns the size of the text encoders' parameters in bytes."""
     leaves = jax.tree.leaves(encoder_shapes(config, family))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
@@ -52,11 +52,11 @@ def store_folder(config: TrainConfig) -> pathlib.Path:
 
 
 def open_store(config: TrainConfig, folder: pathlib.Path, family: Family) -> EmbeddingCache:
-    """Opens the embedding cache of a run's model, which is in `folder`.
+    """Opens the embedding cache for the model in `folder`.
 
     Raises:
-      ConfigError: the text encoders' weights are not in the folder, and the cached model cannot be identified without
-        them; or a file of the cache is damaged.
+      ConfigError: A cache file is corrupt, or the text encoders' weights are missing and the cached model cannot be
+        identified without them.
     """
     with blame("config.prompts.cache: "):
         model = _description(config, folder, family)
@@ -67,15 +67,15 @@ def open_store(config: TrainConfig, folder: pathlib.Path, family: Family) -> Emb
 def stored_prompts(
     config: TrainConfig, folder: pathlib.Path | None, family: Family
 ) -> PrecomputedPrompts:
-    """Returns precomputed embeddings instead of text encoders. The cache is opened at the first read.
+    """Returns precomputed embeddings to use instead of text encoders. The cache is opened on first read.
 
     Args:
-      config: of the run.
-      folder: the model's. None means that nothing will be read.
-      family: the model's.
+      config: Config of the run.
+      folder: Folder of the model. None means that nothing will be read.
+      family: Family of the model.
     """
     opened = functools.cache(lambda: open_store(config, folder, family))
-    lock = threading.Lock()  # the cache is for one thread, and each rollout worker has one
+    lock = threading.Lock()  # the cache is not thread-safe, and each rollout worker has a thread
 
     def read(texts: Sequence[str]) -> list[Rows]:
         try:
@@ -90,14 +90,14 @@ def stored_prompts(
 
 
 def missing_weights(folder: pathlib.Path, family: Family) -> list[str]:
-    """Returns the text encoders whose weights are not in a pipeline's folder."""
+    """Returns the text encoders without weights in a pipeline's folder."""
     return [part for part in family.encoders if not any((folder / part).glob("*.safetensors"))]
 
 
 def _description(config: TrainConfig, folder: pathlib.Path, family: Family) -> dict[str, Any]:
-    """Returns everything that the embeddings of a text depend on.
+    """Returns the cache key of a model: all settings and hashes that embeddings depend on.
 
-    If the text encoders' weights are missing, their hash is that of the only cached model that agrees otherwise.
+    If the text encoders' weights are missing, uses the hash of the only cached model that matches otherwise.
     """
     known = {
         "pipeline": read_model_index(folder)["_class_name"],

@@ -1,19 +1,19 @@
-"""Training: `train` opens a run in its workdir, and `TrainingRun` continues it step by step.
+"""Training: `train` opens a run in its workdir, and `TrainingRun` runs it step by step.
 
-A step in the order of its work, and the code that does each part:
+The stages of a step, in order, and the modules that implement them:
 
-  prompts   draws the step's prompts and the keys of its noise       runtime/steps.py
+  prompts   selects the step's prompts and PRNG keys                 runtime/steps.py
   encode    text encoders                                            parallel/sampler.py
-  generate  denoising steps; keeps the transitions that are trained  parallel/sampler.py, diffusion/sampling.py
+  generate  denoising steps; stores the trained transitions          parallel/sampler.py, diffusion/sampling.py
   decode    latents to images                                        parallel/sampler.py
-  score     rewards of the images, advantages within the groups      runtime/sampling.py, runtime/steps.py
-  train     sums of the gradient over a range of passes              runtime/training.py, parallel/trainer.py
-  update    adds the sums of all workers; one optimizer update       runtime/training.py, parallel/trainer.py
+  score     rewards of the images, advantages within groups          runtime/sampling.py, runtime/steps.py
+  train     gradient accumulation over a range of passes             runtime/training.py, parallel/trainer.py
+  update    reduces the gradients of all workers; optimizer update   runtime/training.py, parallel/trainer.py
   sync      sends the new weights to the workers                     runtime/array_transfer.py
   evaluate  rewards of held-out prompts, at some steps               runtime/sampling.py
 
-`runtime.executors.Executors.do` calls them. A single worker does one after the other (colocated training). Of several
-workers each does the next work that `scheduling/scheduler.py` gives it, by the same functions (`runtime/driver.py`).
+`runtime.executors.Executors.do` calls them. A single worker runs the stages one after the other (colocated training).
+With several workers, `scheduling/scheduler.py` assigns work to each, by the same functions (`runtime/driver.py`).
 """
 
 import functools
@@ -74,22 +74,22 @@ from digen_jax.scheduling.settings import Deadline
 def train(
     config: TrainConfig, workdir: pathlib.Path, part: TrainerPart | None = None
 ) -> int | None:
-    """Starts or continues the run of a config in its workdir.
+    """Starts or resumes a run in its workdir.
 
-    All processes that train together call this and share the workdir; the first one coordinates.
+    All trainer processes call this with a shared workdir. Process 0 is the coordinator.
 
     Args:
       config: The validated config.
       workdir: Folder of the run.
-      part: Arguments of this process in a trainer whose other workers run on Ray. None means that the devices of all
+      part: Arguments of this process in a trainer with other workers on Ray. None means that the devices of all
         processes sample and train.
 
     Returns:
       None if the run is finished, or the exit code if a signal stopped it.
 
     Raises:
-      ConfigError: A setting cannot work here, or the reward returned an invalid value.
-      Stopped: A part of the run hangs or has failed, such as the reward.
+      ConfigError: A setting does not work here, or the reward returned an invalid value.
+      Stopped: A part of the run hangs or failed, such as the reward.
     """
     with keep_log_tail(), complete_lines():
         if part is not None:
@@ -103,10 +103,10 @@ def train(
 def _train_with_workers(
     config: TrainConfig, workdir: pathlib.Path, part: TrainerPart
 ) -> int | None:
-    """`train` in a process of a trainer whose other workers run on Ray."""
+    """Runs `train` in a process of a trainer with other workers on Ray."""
     config = place_processes(config)
     engine = RayEngine(part.address)
-    # Its exit handler ends the process with code 1 if another thread still frees a stored object.
+    # Ray's exit handler exits with code 1 if another thread is freeing a stored object.
     mark_hung("Ray")
     hosts, place = config.placement.meshes.trainer.hosts, part.place
     number = place.process if place else 0
@@ -114,7 +114,7 @@ def _train_with_workers(
     if number:
         mesh = TrainerMesh(_join(config, place), TrainerTransfer(engine, shares))
         return follow_run(config, workdir, mesh)
-    # In one JAX job with the workers they must start before this process waits for them.
+    # In a shared JAX job, the workers must start before this process waits for them.
     joint = place if part.one_job else None
     with closing(RemoteWorkers(config, engine, part.devices, shares, joint)) as workers:
         workers.devices = _join(config, place)
@@ -134,9 +134,9 @@ def _coordinate(
     broadcast: CommandBroadcast,
     workers: RemoteWorkers | None = None,
 ) -> int | None:
-    """`train` in the process that coordinates."""
+    """Runs `train` in the coordinator."""
     as_json = config.as_json()
-    # If another process uses the run's folder, or it is unusable, the claim below finds the reason.
+    # If the folder is in use or unusable, the claim below reports the reason.
     changed = changes(workdir, as_json) if workdir.is_dir() else {}
     check, code = functools.partial(check_steps, workdir, config.steps), None
     with full_disk(workdir), claim_workdir(workdir, as_json, MAY_CHANGE, check), usable(workdir):
@@ -155,12 +155,12 @@ def _coordinate(
 
 
 class TrainingRun:
-    """A run from its start or last checkpoint to its results, in the process that coordinates.
+    """Coordinator of a run, from its start or last checkpoint to its results.
 
     Args:
       config: The validated config.
-      workdir: Folder of the run, which this process has claimed.
-      broadcast: Sends common work to the other processes that train.
+      workdir: Folder of the run, claimed by this process.
+      broadcast: Sends collective work to the trainer's other processes.
       workers: Workers in other processes. None means that all workers are in this one.
     """
 
@@ -182,17 +182,17 @@ class TrainingRun:
             config, workdir, broadcast, self.checkpoints, workers
         )
         deadline = Deadline(config.runtime.deadline)
-        # Where all processes sample and train, one may wait long for another one's compilation.
+        # If all processes sample and train, one may wait long for another one's compilation.
         self.watch = Watch(Deadline(0) if job.several() and workers is None else deadline)
         broadcast.send("built")
         self.held_out = held_out_prompts(config)
-        self.stopped: str | None = None  # why the run ends early
+        self.stopped: str | None = None  # reason to stop early
         self.prompts = drawn_prompts(config)
-        self.drawn: dict[int, Any] = {}  # positions in the prompts, by number of steps
+        self.drawn: dict[int, Any] = {}  # by number of steps: position in the prompts
         self.log = RunLog(workdir, config, self.held_out, self.checkpoints.release_space)
 
     def run(self, changed: list[str]) -> int | None:
-        """Runs from the last checkpoint to the last step, then shows the results; returns as `train` does.
+        """Runs from the last checkpoint to the last step and shows the results; returns like `train`.
 
         Args:
           changed: Changes of the config since the last start.
@@ -220,7 +220,7 @@ class TrainingRun:
     def resume(self) -> TrainCheckpoint:
         """Restores the newest checkpoint, or initializes the state."""
         state = self.system.updater.init(self.system.start)
-        self.system = self.system._replace(start=None)  # the state replaces it
+        self.system = self.system._replace(start=None)  # replaced by the state
         found = self.checkpoints.newest(state)
         self.checkpoints.reserve(state)
         if found is None:
@@ -231,7 +231,7 @@ class TrainingRun:
         return found
 
     def steps(self, checkpoint: TrainCheckpoint, interrupt: Interrupt) -> TrainCheckpoint:
-        """Runs the steps after a checkpoint, to the last one or until a signal; saves and returns the final one."""
+        """Runs the steps after a checkpoint until the end or a signal; saves and returns the final checkpoint."""
         make, workers = functools.partial(self.driver, checkpoint), self.workers
         if workers is None:
             driving, places = closing(make()), dict
@@ -253,15 +253,14 @@ class TrainingRun:
                     with divergence_reported(checkpoint, self.checkpoints, self.config):
                         driver.finish()  # the last version's evaluation
             finally:
-                # Also saves the steps before a failure. An update consumes its state: a step that fails after its
-                # first update leaves the last checkpoint as it is.
+                # Also saves on failure, unless the failed step has consumed the state in an update.
                 if checkpoint.is_intact() and not self.broadcast.is_broken:
                     self.save(checkpoint)
                 self.log.timeline(driver.rest(), time.time() - driver.now())
         return checkpoint
 
     def step(self, checkpoint: TrainCheckpoint, driver: Driver) -> TrainCheckpoint:
-        """Runs the step after a checkpoint: trains, records the metrics, and saves a checkpoint if one is due."""
+        """Runs the step after a checkpoint: trains, logs metrics, and saves a checkpoint if due."""
         with divergence_reported(checkpoint, self.checkpoints, self.config):
             metrics = driver.step()
             check_metrics(metrics)
@@ -277,7 +276,7 @@ class TrainingRun:
         return checkpoint
 
     def driver(self, checkpoint: TrainCheckpoint, others: Sequence[WorkerProxy] = ()) -> Driver:
-        """Builds the driver of the steps after a checkpoint; `others` are workers in other processes."""
+        """Builds the driver for the steps after a checkpoint; `others` are workers in other processes."""
         done, in_flight = checkpoint.done, checkpoint.in_flight
         batches, transfer = self.draw_prompts(done), self.workers and self.workers.transfer
         executors = Executors(
@@ -293,7 +292,7 @@ class TrainingRun:
         )
 
     def draw_prompts(self, done: int) -> Iterator[list[dict]]:
-        """Yields the prompts of the steps after `done`, and stores the position in the prompts after each step."""
+        """Yields the prompts of each step after `done`, and records the position after each step."""
         for number, records in enumerate(self.prompts, done + 1):
             self.drawn[number] = self.prompts.get_state()
             yield records
@@ -304,7 +303,7 @@ class TrainingRun:
         return {"prompts": place, "metrics": self.log.metrics.position()}
 
     def save(self, checkpoint: TrainCheckpoint) -> None:
-        """Saves a checkpoint, unless it exists. Raises `Stopped` if the workdir was removed."""
+        """Saves a checkpoint, unless it exists. Raises Stopped if the workdir was removed."""
         check_there(self.workdir)
         self.checkpoints.wait()
         if (oldest := self.checkpoints.oldest()) is not None:
@@ -314,7 +313,7 @@ class TrainingRun:
             self.checkpoints.store(checkpoint)
 
     def check_disk(self) -> None:
-        """Raises SaveFailed if a write failed or no checkpoint has space, and Stopped if the workdir was removed."""
+        """Raises SaveFailed if a write failed or a checkpoint does not fit, and Stopped if the workdir was removed."""
         check_there(self.workdir)
         self.log.check_disk()
         self.checkpoints.check()

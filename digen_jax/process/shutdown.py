@@ -254,7 +254,7 @@ def end_by_ctrl_c() -> None:
     def interrupt(number: int, frame: FrameType | None) -> None:
         while frame is not None:
             if frame.f_code.co_filename.startswith("<frozen importlib"):
-                # Not `log_fatal`: the modules that it needs may be in import.
+                # Not `log_fatal`, whose modules may be partially imported.
                 os.write(2, f"{text}\n".encode())
                 exit_now(128 + number)
             frame = frame.f_back
