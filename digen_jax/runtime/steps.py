@@ -350,8 +350,11 @@ class StepScores:
                 for name, found in each.items()
                 if len(found)
             },
-            **{f"reward/{tag}": mean for tag, mean in by_tag(shown, scores).items()},
-            **{f"reward_std/{tag}": std for tag, std in by_tag(shown, scores, np.std).items()},
+            **{f"reward/{tag}": float(mean) for tag, mean in by_tag(shown, scores).items()},
+            **{
+                f"reward_std/{tag}": float(std)
+                for tag, std in by_tag(shown, scores, np.std).items()
+            },
         }
         if len(records) > groups:  # dynamic sampling: count the started candidates
             started = members.copy()
