@@ -1,7 +1,7 @@
-"""Every algorithm from the same start on the same number of images: real runs over a few seeds.
+"""Trains every algorithm from the same start on the same number of images: real runs over a few seeds.
 
-An algorithm *learns* if its mean gain on the held-out prompts, over all seeds, is at least 0.05 and more than two of
-its standard errors.
+An algorithm *learns* if its mean gain on the held-out prompts, over all seeds, is at least 0.05 and more than two
+standard errors.
 """
 
 import csv
@@ -48,7 +48,7 @@ class Point(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The result of a finished run; `seconds` and `cpu_seconds` include compilation and evaluations."""
+    """Result of a finished run; `seconds` and `cpu_seconds` include compilation and evaluations."""
 
     points: tuple[Point, ...]
     seconds: float
@@ -66,7 +66,7 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """An algorithm: the outcomes of its finished runs by seed, and the seeds that are missing."""
+    """Results of one algorithm: the outcomes of its finished runs by seed, and the missing seeds."""
 
     name: str
     family: str
@@ -75,13 +75,13 @@ class Row:
 
     @property
     def gain(self) -> tuple[float, float | None] | None:
-        """(mean, its standard error) over the seeds; without error for one seed, None for none."""
+        """Mean gain over the seeds and its standard error, which is None for one seed. None means no seed."""
         gains = [outcome.gain for outcome in self.outcomes.values()]
         return mean_and_error(gains) if len(gains) > 1 else (gains[0], None) if gains else None
 
     @property
     def learns(self) -> bool | None:
-        """Whether the gain is at least 0.05 and more than two standard errors; None while seeds are missing."""
+        """Whether the gain is at least 0.05 and more than two standard errors. None means that seeds are missing."""
         if self.missing:
             return None
         mean, error = self.gain
@@ -109,12 +109,12 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """The rows of all algorithms, finished or not."""
+    """Rows of all algorithms, finished or not."""
 
     rows: tuple[Row, ...]
 
     def describe(self) -> str:
-        """Returns a Markdown table of the finished runs, and a list of the others."""
+        """Returns a Markdown table of the finished runs, and a list of the unfinished ones."""
         lines = [HEAD, "| --- |" + " ---: |" * 5 + " --- |"]
         lines += [row.line() for row in self.rows if row.outcomes]
         base = {round(o.points[0].reward, 3) for row in self.rows for o in row.outcomes.values()}
@@ -144,10 +144,10 @@ class Table:
 
 
 def read_table(path: pathlib.Path) -> Table:
-    """Returns the table of the finished runs from an algorithms.csv.
+    """Reads the table of the finished runs from an algorithms.csv.
 
     Raises:
-      ConfigError: the file cannot be read, or is no such table.
+      ConfigError: the file cannot be read, or is not such a table.
     """
     with user_input(), path.open(newline="") as file:
         lines = list(csv.DictReader(file))
@@ -167,7 +167,7 @@ def read_table(path: pathlib.Path) -> Table:
 
 
 def load_configs(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, TrainConfig]:
-    """Loads configs by name; raises ConfigError, with the name, for one that cannot work."""
+    """Loads configs by name; raises ConfigError, with the name, for an invalid one."""
     loaded = {}
     for name, config in configs.items():
         with blame(f"{name}: ", (ConfigError,)):
@@ -181,19 +181,19 @@ def compare(
     folder: pathlib.Path,
     only: Collection[str] = (),
 ) -> tuple[Table, int | None]:
-    """Trains the runs that are not finished, seed by seed.
+    """Trains the unfinished runs, seed by seed.
 
     Args:
-      configs: by the algorithms' names.
-      seeds: number of seeds, from the first config's on.
-      folder: gets a workdir for every run, the table and the curves.
-      only: the names of the algorithms to train; empty means all. The table has all finished runs.
+      configs: Configs by algorithm name.
+      seeds: Number of seeds, starting with the first config's seed.
+      folder: Folder for a workdir per run, the table and the curves.
+      only: Names of the algorithms to train; empty means all. The table has all finished runs.
 
     Returns:
-      The table; and the exit code where a signal stopped a run, else None.
+      The table and, if a signal stopped a run, the exit code, else None.
 
     Raises:
-      ConfigError: a config cannot work, or differs where all must be the same.
+      ConfigError: a config is invalid, or differs in a field that must be the same for all.
     """
     check(configs, seeds, only)
     for name, config in configs.items():
@@ -234,7 +234,7 @@ def _shared(config: TrainConfig) -> dict[str, Any]:
 
 
 def _row(name: str, config: TrainConfig, seeds: Sequence[int], folder: pathlib.Path) -> Row:
-    """Reads the results of an algorithm's runs."""
+    """Reads the results of one algorithm's runs."""
     outcomes = {}
     for seed in seeds:
         path = workdir(folder, name, seed)
@@ -251,7 +251,7 @@ def _points(path: pathlib.Path, config: TrainConfig) -> tuple[Point, ...]:
     images = config.batch.groups * config.batch.images
     seconds = [images / line["images_per_second"] if line["step"] else 0.0 for line in lines]
     until = dict(zip((line["step"] for line in lines), itertools.accumulate(seconds), strict=True))
-    # A run that first ended earlier was also evaluated there.
+    # A run that was first configured with fewer steps was also evaluated at its end.
     return tuple(
         Point(step * images, until[step], reward)
         for step, reward in held_out(lines).items()
@@ -260,7 +260,7 @@ def _points(path: pathlib.Path, config: TrainConfig) -> tuple[Point, ...]:
 
 
 def plot(rows: Sequence[Row], path: pathlib.Path) -> None:
-    """Plots the families' reward over images and over seconds, and each algorithm's gain, into a PNG file.
+    """Plots the reward of each family over images and seconds, and the gain of each algorithm, into a PNG file.
 
     Curves are means over the runs of a family with bars of one standard deviation; gains have standard errors.
     """

@@ -1,4 +1,4 @@
-"""Asynchrony on and off from the same start: real runs over a few seeds, compared on the held-out prompts."""
+"""Compares training with and without asynchrony from the same start: real runs over a few seeds."""
 
 import dataclasses
 import math
@@ -19,11 +19,11 @@ KINDS = ("off", "on")
 
 @dataclasses.dataclass(frozen=True)
 class AsynchronyOutcome:
-    """The result of a run.
+    """Result of a run.
 
     Attributes:
-      rewards: on the held-out prompts, by the steps done.
-      policy_lag: mean over all trained images, in versions.
+      rewards: Held-out reward by number of steps.
+      policy_lag: Mean over all trained images, in versions.
     """
 
     rewards: Mapping[int, float]
@@ -32,20 +32,20 @@ class AsynchronyOutcome:
 
 @dataclasses.dataclass(frozen=True)
 class AsynchronyComparison:
-    """The outcomes of "off" and "on", seed by seed."""
+    """Outcomes of "off" and "on", by seed."""
 
     off: tuple[AsynchronyOutcome, ...]
     on: tuple[AsynchronyOutcome, ...]
 
     def final(self, kind: str) -> list[float]:
-        """Returns the final rewards, one for each seed."""
+        """Returns the final rewards, one per seed."""
         return [outcome.rewards[max(outcome.rewards)] for outcome in getattr(self, kind)]
 
     @property
     def difference(self) -> tuple[float, float]:
-        """(mean of "on" minus mean of "off", its standard error).
+        """Mean of "on" minus mean of "off", and its standard error.
 
-        Seeds are treated as unpaired; as they share noise and prompts, the true error is smaller.
+        Seeds are treated as unpaired; because they share noise and prompts, the true error is smaller.
         """
         (off, off_error), (on, on_error) = (mean_and_error(self.final(kind)) for kind in KINDS)
         return on - off, math.hypot(off_error, on_error)
@@ -82,15 +82,15 @@ def compare(config: TrainConfig, seeds: int, folder: pathlib.Path) -> Asynchrony
     """Trains with and without asynchrony from each seed.
 
     Args:
-      config: `runtime.max_policy_lag` is the policy lag of "on".
-      seeds: number of seeds, from config.seed on.
-      folder: gets a workdir for every run, and a plot of the curves.
+      config: Config of "on", with its `runtime.max_policy_lag`.
+      seeds: Number of seeds, starting with config.seed.
+      folder: Folder for a workdir per run, and a plot of the curves.
 
     Returns:
-      The outcomes; or the exit code where a signal stopped a run.
+      The outcomes or, if a signal stopped a run, the exit code.
 
     Raises:
-      ConfigError: the config cannot work, or nothing would be asynchronous.
+      ConfigError: the config is invalid, or nothing would be asynchronous.
     """
     check(config, seeds)
     chosen = range(config.seed, config.seed + seeds)
@@ -107,7 +107,7 @@ def compare(config: TrainConfig, seeds: int, folder: pathlib.Path) -> Asynchrony
 
 
 def check(config: TrainConfig, seeds: int) -> None:
-    """Raises ConfigError for a config that gives no comparison."""
+    """Raises ConfigError if a config gives no comparison."""
     check_seeds(seeds)
     if config.placement.mode == AUTO:
         raise ConfigError(

@@ -1,7 +1,7 @@
 """Simulates the scheduler at many sizes, and compares each step with the bound (G + T) / N.
 
-A step of duration 1 has G device-seconds of generation and T of training on N devices that are always busy. The other
-costs are shares of it.
+A step of duration 1 has G device-seconds of generation and T of training on N devices that are always busy. Other
+costs are fractions of it.
 """
 
 import dataclasses
@@ -16,12 +16,12 @@ from digen_jax.scheduling.state import SAMPLE, TRAIN
 
 RATIOS = {"1:8": 1 / 8, "1:4": 1 / 4, "1:2": 1 / 2, "1:1": 1.0, "2:1": 2.0, "4:1": 4.0, "8:1": 8.0}
 JITTERS = 0.0, 0.02, 0.2
-PASSES = 128  # of a worker in a step: one is less than 1% of a step
-LIMIT = 1.005  # a share above it means that the simulator or the bound is wrong
+PASSES = 128  # per worker and step, so that one pass is less than 1% of a step
+LIMIT = 1.005  # a larger share means that the simulator or the bound is wrong
 
 
 class Size(NamedTuple):
-    """`chunks` of a worker and measured `steps` are without and with lag, `seeds` for each of JITTERS."""
+    """Number of devices; `chunks` per worker and measured `steps`, each without and with lag; `seeds` per jitter."""
 
     devices: int
     chunks: tuple[int, int]
@@ -38,8 +38,8 @@ SIZES = (
 def layout_of(layout: str, devices: int, share: float) -> tuple[WorkerLayout, ...]:
     """Returns the workers of a layout; `share` is G / (G + T). The first one updates.
 
-    "sample-only" has workers for three quarters of G that only sample; the others train first and sample in between.
-    "one role" has workers that only sample and workers that only train, in the numbers closest to G and T.
+    In "sample-only", workers for three quarters of G only sample; the others train first and sample in between.
+    In "one role", workers either only sample or only train, in the numbers closest to G and T.
     "colocated" is one worker: each of its programs takes as long as on its slowest device.
     """
     both, sample = WorkerLayout(), WorkerLayout(roles=(SAMPLE,))
@@ -60,9 +60,9 @@ def layout_of(layout: str, devices: int, share: float) -> tuple[WorkerLayout, ..
 
 @dataclasses.dataclass(frozen=True)
 class Scenario:
-    """Costs, and the `required` share of the bound; `large` is that of 256 devices or more with the largest jitter.
+    """Costs and the `required` share of the bound; `large` is required at 256 or more devices with the largest jitter.
 
-    `sync` reduces the sums and sends weights to all workers, at the same time. A reward takes `latency` for a chunk.
+    `sync` reduces the sums and sends weights to all workers, at the same time. `latency` is a reward's time per chunk.
     """
 
     name: str
@@ -73,10 +73,10 @@ class Scenario:
     layout: str = "pool"
     lag: int = 0
     latency: float = 0.0
-    off_policy: float = 0.5  # largest fraction of a step
+    off_policy: float = 0.5  # maximum fraction of a step
     chunks: int | None = None  # instead of the size's
     sizes: tuple[int, ...] = (8, 64, 256, 1024)
-    all_jitters: int = 256  # the largest size with all of JITTERS; larger ones have the last
+    all_jitters: int = 256  # the largest size with all of JITTERS; larger ones use the last
 
 
 LORA, FULL = (0.0015, 0.0015), (0.01, 0.02)
@@ -97,25 +97,25 @@ def simulated(scenario: Scenario, size: Size, ratio: float, jitter: float, seed:
     generate, lag = ratio / (1 + ratio), scenario.lag
     workers = layout_of(scenario.layout, size.devices, generate)
     chunks, images = scenario.chunks or size.chunks[lag], size.devices // len(workers)
-    groups = chunks * len(workers)  # of one chunk each
+    groups = chunks * len(workers)  # one chunk each
     fraction, passes = scenario.off_policy, PASSES // chunks
     limits = dict(max_policy_lag=lag, max_off_policy_fraction=fraction)
     settings = Settings(1, groups, images, images, passes=passes, **limits)
     image = sum(worker.devices * worker.speed for worker in workers) / (groups * images)
     costs = Costs(generate * image, (1 - generate) * image, score_latency=scenario.latency)
     costs = dataclasses.replace(costs, update=scenario.update, sync=scenario.sync)
-    first, last = (3, 1) if lag else (1, 0)  # steps that are not measured
+    first, last = (3, 1) if lag else (1, 0)  # unmeasured steps
     steps, noise = size.steps[lag], Disturbance(jitter, seed=seed)
     report = simulate(workers, costs, settings, first + steps + last, noise, timeline=False)
     start, end = first - 1, first + steps - 1
-    # With lag a step starts before the one before it ends, and this varies.
+    # With lag a step starts before the previous one ends, by a varying amount.
     work = steps + generate * (report.ahead[end] - report.ahead[start])
     return report.bound * work / (report.step_ends[end] - report.step_ends[start])
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Shares of the bound at one number of devices and one jitter, by ratio."""
+    """Shares of the bound by ratio, at one number of devices and one jitter."""
 
     scenario: str
     devices: int
@@ -125,13 +125,13 @@ class Row:
 
     @property
     def missed(self) -> list[str]:
-        """The ratios whose share is too small, or larger than possible."""
+        """Ratios whose share is too small, or larger than possible."""
         least = self.required or 0.0
         return [name for name, found in self.shares.items() if not least <= found <= LIMIT]
 
 
 def rows(scenario: Scenario) -> Iterator[Row]:
-    """Measures a scenario: the mean over the seeds of each cell."""
+    """Measures a scenario: yields the mean over the seeds of each cell."""
     for size, (number, jitter) in itertools.product(SIZES, enumerate(JITTERS)):
         last, seeds = jitter == JITTERS[-1], range(size.seeds[number])
         if size.devices in scenario.sizes and (last or size.devices <= scenario.all_jitters):
@@ -144,7 +144,7 @@ def rows(scenario: Scenario) -> Iterator[Row]:
 
 
 def measure(show: Callable[[str], None]) -> list[Row]:
-    """Measures all scenarios and shows a table of each; an exclamation mark follows a share that is out of range."""
+    """Measures all scenarios and shows a table of each; an exclamation mark marks a share that is out of range."""
     show("Shares of the bound (G + T) / N in percent, by G:T. Jitter is per command and device.")
     for devices, chunks, steps, seeds in SIZES:
         measured = f"{chunks[0]} chunks per worker, {chunks[1]} with lag; {steps[0]} and {steps[1]} steps measured"

@@ -1,7 +1,7 @@
-"""An emulated cluster: rollout workers on Ray that wait instead of using devices, compared with the simulator.
+"""Emulated cluster: Ray rollout workers that wait instead of using devices, compared with the simulator.
 
 Driver, scheduler, worker proxies, Ray, the array transfer and the rewards are those of a run. Weights, encoded prompts,
-samples and scores are transferred as small trees; each transfer lasts as long as that of a model's tree would.
+samples and scores are transferred as small trees; each transfer takes as long as for a model's tree.
 """
 
 import dataclasses
@@ -50,24 +50,24 @@ from digen_jax.scheduling.simulator import WorkerLayout
 from digen_jax.scheduling.state import SAMPLE, TRAIN
 
 CHUNK, GROUP = 4, 8  # images
-# Bytes of the trees that are transferred.
+# Bytes of the transferred trees.
 WEIGHTS, SAMPLES, PROMPTS = 2**20, 2**18, 2**16
 FOUR, UNEQUAL = (1.0,) * 4, (2.0, 1.0, 1.0, 0.5)
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A layout of workers, and the policy lag."""
+    """Layout of workers, and the policy lag."""
 
     name: str
     speeds: tuple[float, ...]  # of the rollout workers
-    chunks: int  # of a step
-    training: float = 0.9  # of a step's chunks, over their generation by all rollout workers
-    samples: bool = False  # whether the home worker samples, too
+    chunks: int  # per step
+    training: float = 0.9  # of a step's chunks, relative to their generation by all rollout workers
+    samples: bool = False  # whether the home worker also samples
     max_policy_lag: int = 0  # see `Settings`
 
     def costs(self, seconds: float) -> Costs:
-        """Returns costs with which the rollout workers generate for about `seconds` a step."""
+        """Returns costs for which the rollout workers generate for about `seconds` per step."""
         chunk = seconds * sum(self.speeds) / self.chunks  # at speed 1
         return Costs(
             generate=0.9 * chunk / CHUNK,
@@ -87,7 +87,7 @@ class Layout:
 
     @property
     def workers(self) -> tuple[WorkerLayout, ...]:
-        """Workers of one device each: the home worker, which has speed 1, and those that only sample."""
+        """Workers with one device each: the home worker, which has speed 1, and workers that only sample."""
         home = WorkerLayout(roles=(TRAIN, SAMPLE) if self.samples else (TRAIN,))
         return home, *(WorkerLayout(roles=(SAMPLE,), speed=speed) for speed in self.speeds)
 
@@ -104,7 +104,7 @@ LAYOUTS = (
 
 
 def chosen(numbers: Sequence[str]) -> list[Layout]:
-    """Returns the layouts of these numbers, from 1 on; all if there are none. Raises ConfigError for unknown ones."""
+    """Returns the layouts with these numbers, counted from 1, or all; raises ConfigError for unknown numbers."""
     known = {str(number): layout for number, layout in enumerate(LAYOUTS, start=1)}
     for number in numbers:
         check_choice("--layouts", number, tuple(known))
@@ -118,7 +118,7 @@ def measure(
 
     Raises:
       ConfigError: Ray is not installed.
-      RuntimeError: a rollout worker was not ready in time or disconnected.
+      RuntimeError: a rollout worker was not ready in time, or disconnected.
     """
     settings, costs = layout.settings(run.length), layout.costs(seconds)
     emulation = Emulation(layout.workers, Waits(costs, settings, run.jitter, run.seed))
@@ -134,16 +134,16 @@ def measure(
 
 
 def _processes(workers: RemoteWorkers) -> dict[str, int]:
-    """Returns the process of each ready rollout worker."""
+    """Returns the process id of each ready rollout worker."""
     places = workers.places()
     return {name: place["process"] for name, place in places.items() if name != TRAINER}
 
 
 @dataclasses.dataclass(frozen=True)
 class Emulation:
-    """Replaces the config for `RemoteWorkers` and `WaitingProcess`.
+    """Stand-in for the config of `RemoteWorkers` and `WaitingProcess`.
 
-    The first worker is the home worker, and the others only sample.
+    The first worker is the home worker; the others only sample.
     """
 
     workers: tuple[WorkerLayout, ...]
@@ -153,7 +153,7 @@ class Emulation:
 
     @property
     def placement(self) -> PlacementSection:
-        """The number of workers, of one device each."""
+        """Section with the number of workers, of one device each."""
         return PlacementSection(rollout=RolloutAxes(data=1, workers=len(self.workers) - 1))
 
 
@@ -168,7 +168,7 @@ def driving(emulation: Emulation) -> Iterator[tuple[Driver, RemoteWorkers]]:
         rewards = stack.enter_context(closing(RewardPool(alone("waits", score), 0)))
 
         def make(proxies: list[WorkerProxy]) -> Driver:
-            # In the order of the simulator, whichever started first.
+            # In the simulator's order, regardless of which started first.
             proxies.sort(key=lambda one: _number(one.name))
             executors = DrivingExecutors(waits, emulation.workers, proxies, workers.transfer)
             return Driver(executors, Scheduler(waits.settings, waits.costs), rewards)
@@ -191,11 +191,11 @@ class DrivingExecutors(WaitingExecutors):
         transfer.put(WeightsVersion(0), _tree(WEIGHTS))
 
     def do(self, command: Command) -> None:
-        """See `WaitingExecutors`."""
+        """Waits for a command and transfers its tree; see `WaitingExecutors`."""
         if isinstance(command, Deliver):
             with self.home.lasting(command):
                 worker, chunk = command.worker, command.chunk
-                # The encoded prompts of the step are there only once.
+                # The encoded prompts of the step are stored only once.
                 for key in (ConditioningKey(worker, chunk.step), SamplesKey(worker, chunk)):
                     found = self._transfer.get(key, _one_device, TRAINER)
                     self._transfer.delete(key)
@@ -210,10 +210,10 @@ class DrivingExecutors(WaitingExecutors):
 
 
 class WaitingProcess(RolloutProcess):
-    """The process of a rollout worker that waits."""
+    """Process of a rollout worker that waits."""
 
     def open(self, config: Emulation, first: int, place: Any = None) -> Opened:
-        """See `RolloutProcess`."""
+        """Creates the waiting worker; see `RolloutProcess`."""
         layout = config.workers[1 + _number(self._name)]
         waits, settings = config.waits, config.waits.settings
         self._pool = RewardPool(alone("waits", score), 0)
@@ -227,7 +227,7 @@ class WaitingProcess(RolloutProcess):
 
 
 class TransferringWorker(WaitingWorker):
-    """Waits of a rollout worker, which receives weights meanwhile and offers small trees afterwards."""
+    """Waits of a rollout worker, which meanwhile receives weights and then offers small trees."""
 
     def __init__(
         self, name: str, layout: WorkerLayout, waits: Waits, steps: Steps, transfer: WorkerTransfer
@@ -236,24 +236,24 @@ class TransferringWorker(WaitingWorker):
         self._steps, self._transfer = steps, transfer
 
     def receive(self, weights_version: WeightsVersion) -> None:
-        """See `SamplingExecutor`."""
+        """Receives weights; see `SamplingExecutor`."""
         with self.lasting(SyncWeights(0, self.name, weights_version)):
             self._transfer.get(weights_version, _one_device, self.name)
 
     def encode(self, number: int) -> None:
-        """See `SamplingExecutor`."""
+        """Encodes and offers the prompts of a step; see `SamplingExecutor`."""
         with self.lasting(Encode(0, self.name, number)):
             _ = self._steps[number]
         self._transfer.put(ConditioningKey(self.name, number), _tree(PROMPTS))
 
     def decode(self, chunk: Chunk) -> None:
-        """See `SamplingExecutor`."""
+        """Decodes and offers the samples of a chunk; see `SamplingExecutor`."""
         super().decode(chunk)
         self._transfer.put(SamplesKey(self.name, chunk), _tree(SAMPLES))
 
 
 class _NoDraws:
-    """Replaces `SampleRng`; compiles nothing."""
+    """Stand-in for `SampleRng` that compiles nothing."""
 
     def draw(self, step: int, serials: np.ndarray, images: np.ndarray) -> SampleDraws:
         """Returns zeros."""

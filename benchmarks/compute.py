@@ -1,7 +1,7 @@
-"""Real compute in two processes pinned to a core each: one samples while the other trains.
+"""Real compute in two processes, each pinned to a core: one samples while the other trains.
 
-A device of this benchmark is a core. Both roles run the same programs, compiled for one core, whether one process does
-both alternately or two processes do one each. Only chunks go between them: no weights are synced. It shows that
+A device of this benchmark is a core. Both roles run the same programs, compiled for one core, whether one process runs
+both alternately or two processes run one each. The processes exchange only chunks; no weights are synced. It shows that
 sampling and training overlap on separate devices.
 """
 
@@ -30,10 +30,10 @@ from digen_jax.process.job import prepare
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """Seconds of a step, for each round.
+    """Seconds per step, for each round.
 
-    `sampling` and `training` are parts of `alternating`, in which one process on one core does both; in `overlapped`
-    two processes on a core each work at the same time.
+    `sampling` and `training` are parts of `alternating`, in which one process on one core runs both; in `overlapped`,
+    two processes on a core each run them at the same time.
     """
 
     sampling: tuple[float, ...]
@@ -43,17 +43,17 @@ class Speed:
 
     @property
     def speed_up(self) -> float:
-        """The speed of two cores over that of one."""
+        """Speed of two cores relative to one."""
         return median(self.alternating) / median(self.overlapped)
 
     @property
     def ideal(self) -> float:
-        """The speed-up if the longer part hid the shorter one entirely: (G + T) / max(G, T)."""
+        """Speed-up if the longer part completely hid the shorter one: (G + T) / max(G, T)."""
         parts = median(self.sampling), median(self.training)
         return sum(parts) / max(parts)
 
     def describe(self) -> str:
-        """Returns the numbers in a few lines."""
+        """Returns a summary of the numbers in a few lines."""
         return (
             f"alternating on a core {median(self.alternating):.3f} s = sampling {median(self.sampling):.3f} s "
             f"+ training {median(self.training):.3f} s\n"
@@ -69,16 +69,16 @@ def compare(
     on_round: Callable[[], object] = lambda: None,
     build: Build = assemble.build,
 ) -> Speed:
-    """Times a step in one process and in two, alternating, so that a machine's drift affects both.
+    """Times a step in one process and in two, alternating, so that drift of the machine affects both.
 
     Args:
-      config: its placement is not read.
-      rounds: number of rounds, of one step each way.
-      on_round: called after each round.
-      build: builds the parts of a run in both processes.
+      config: Config, whose placement is not read.
+      rounds: Number of rounds, with one step each way.
+      on_round: Callback after each round.
+      build: Function that builds the parts of a run in both processes.
 
     Raises:
-      ConfigError: there are not two cores, or the config cannot work.
+      ConfigError: there are fewer than two cores, or the config is invalid.
     """
     check_positive("rounds", rounds)
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
@@ -103,7 +103,7 @@ def compare(
         closing(Process(context, serve, cores[0], config, sending, build)) as one,
         closing(Process(context, serve, cores[1], config, receiving, build)) as other,
     ):
-        # Only the processes hold the ends from now on: if one dies, the other fails, too.
+        # From here only the processes hold the pipe ends: if one dies, the other fails, too.
         receiving.close(), sending.close()
         for process in (one, other):  # both compile
             process.request("both")
@@ -122,14 +122,14 @@ def compare(
 def serve(
     connection: Connection, core: int, config: TrainConfig, link: Connection, build: Build
 ) -> None:
-    """Runs a process that does the requested roles of a step."""
+    """Runs a process that executes the requested roles of a step."""
     os.sched_setaffinity(0, {core})  # before XLA counts the cores
     prepare()
     answer_requests(connection, Roles(config, link, build))
 
 
 class Roles:
-    """Sampling and training of a step, by a run's own parts on one device; chunks go through `link`."""
+    """Sampling and training of a step, with a run's parts on one device; `link` transfers chunks."""
 
     def __init__(self, config: TrainConfig, link: Connection, build: Build = assemble.build):
         self.step, self._link = Step(config, jax.devices()[:1], build), link
@@ -144,7 +144,7 @@ class Roles:
         self.step.train(self._link.recv() for _ in self.step.chunks)
 
     def both(self) -> tuple[float, float]:
-        """Samples everything, then trains everything; returns the seconds of both."""
+        """Samples everything, then trains everything; returns the seconds of each."""
         start = time.perf_counter()
         chunks = list(self._sampled())
         middle = time.perf_counter()

@@ -1,6 +1,6 @@
-"""The same step as an eager loop of torch and diffusers, as public codes of Flow-GRPO are written.
+"""The same step as an eager loop of torch and diffusers, like public Flow-GRPO code.
 
-`peers.py` compares with it, in a separate process: training imports no torch.
+`peers.py` runs it in a separate process, because training does not import torch.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ class EagerLora:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """The work of a step, in numpy.
+    """Work of a step, as numpy arrays.
 
     A reverse step of any kind is of_x x + of_v v + std noise. `empty` zero tokens are appended to a context.
     """
@@ -39,12 +39,12 @@ class Work:
     of_x: Float[np.ndarray, "steps"]
     of_v: Float[np.ndarray, "steps"]
     std: Float[np.ndarray, "steps"]
-    window: slice  # the stored and trained steps
+    window: slice  # stored and trained steps
     context: Float32[np.ndarray, "p n d"]
     pooled: Float32[np.ndarray, "p e"]
-    null: tuple[np.ndarray, np.ndarray] | None  # context and pooled, of one row; None: no guidance
+    null: tuple[np.ndarray, np.ndarray] | None  # context and pooled; None means no guidance
     guidance: float
-    rows: Int[np.ndarray, "b"]  # each image's prompt
+    rows: Int[np.ndarray, "b"]  # prompt index of each image
     advantages: Float32[np.ndarray, "b"]
     chunk: int
     micro_batch: int
@@ -61,7 +61,7 @@ class Work:
 
 
 def serve(connection: Connection, work: Work) -> None:
-    """Runs the process."""
+    """Runs the process of the eager loop."""
     answer_requests(connection, EagerLoop(work))
 
 
@@ -72,7 +72,7 @@ class EagerLoop:
     """
 
     def __init__(self, work: Work):
-        # Only this process imports them.
+        # Imported only by this process.
         import torch
         from diffusers import SD3Transformer2DModel
 
@@ -113,7 +113,7 @@ class EagerLoop:
         rows: Int[np.ndarray, "b"],
         empty: int,
     ) -> Float32[np.ndarray, "b h w c"]:
-        """Returns the guided velocity, with `empty` empty tokens."""
+        """Returns the guided velocity with `empty` zero tokens appended."""
         torch, work = self.torch, self.work
         conditioning = self._conditioning(work.context, work.pooled, empty)
         null = self._conditioning(*work.null, empty) if work.null else None
@@ -133,7 +133,7 @@ class EagerLoop:
         self._synchronize()
 
     def train(self) -> None:
-        """Computes the gradient of all transitions, one pass after another, and updates."""
+        """Computes the gradient of all transitions, pass by pass, and updates."""
         torch, work = self.torch, self.work
         transitions = len(work.rows) * (work.window.stop - work.window.start)
         self.optimizer.zero_grad(set_to_none=True)
@@ -180,7 +180,7 @@ class EagerLoop:
         return without + work.guidance * (prompt - without)
 
     def _sample_chunk(self, rows: Any) -> tuple[Any, ...]:
-        """(rows, x, x_next, log-probabilities) of the window's transitions of a chunk, [s, b, ...]."""
+        """Returns (rows, x, x_next, log-probabilities) of the window's transitions of a chunk, [s, b, ...]."""
         torch, work = self.torch, self.work
         h, w, c = work.latent
         x, kept = torch.randn(len(rows), c, h, w, device=self.device), []
@@ -195,7 +195,7 @@ class EagerLoop:
         return rows, *(torch.stack(each) for each in zip(*kept, strict=True))
 
     def _log_prob(self, steps: Any, x: Any, x_next: Any, v: Any) -> Any:
-        """The Gaussian log-density without its normaliser, averaged over each image."""
+        """Returns the Gaussian log-density without its normalizer, averaged over each image."""
         of_x, of_v, std = (
             self._tensor(a.astype(np.float32))[steps][:, None, None, None]
             for a in (self.work.of_x, self.work.of_v, self.work.std)
@@ -204,7 +204,7 @@ class EagerLoop:
         return -square.mean((1, 2, 3))
 
     def _passes(self) -> Iterator[tuple[Any, ...]]:
-        """(steps, rows, x, x_next, old log-probabilities, advantages) of each pass: `pack` steps of some images."""
+        """Yields (steps, rows, x, x_next, old log-probabilities, advantages) per pass: `pack` steps of some images."""
         torch, work = self.torch, self.work
         advantages = self._tensor(work.advantages)
         first = work.window.start

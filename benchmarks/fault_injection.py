@@ -1,4 +1,4 @@
-"""Faults of random kinds in a run with workers on Ray, and the checks after each of them."""
+"""Injects random faults into a run with workers on Ray, and checks the run after each of them."""
 
 import dataclasses
 import os
@@ -11,26 +11,26 @@ from benchmarks.job import AGENTS_END, STEP, Job, Unexpected, metric_lines, proc
 from digen_jax.logging.metrics import CLOCK
 from digen_jax.process.shutdown import STOPPED
 
-ROLLOUT_WORKERS, TRAINING_WORKERS = 2, 2  # one of the latter is the trainer's process
+ROLLOUT_WORKERS, TRAINING_WORKERS = 2, 2  # one training worker is the trainer's process
 WORKERS = ROLLOUT_WORKERS + TRAINING_WORKERS - 1  # in separate processes
-ENDLESS = 10**6  # steps of a run that a signal ends
-START = 300.0  # seconds for a step with a start before it
-# Seconds until a worker that does not answer counts as disconnected, and until all processes end after the loss of the
-# trainer or the driver.
+ENDLESS = 10**6  # steps of a run that only a signal ends
+START = 300.0  # timeout in seconds for a step that includes a start
+# Seconds until a worker that does not answer counts as disconnected, and until all processes end after the trainer or
+# the driver failed.
 SILENCE, END = 8.0, 10.0
-BUSY = 10.0  # seconds that a busy machine may take in addition
-OVERLAP = 0.25  # share of the faults after which the next one does not wait
+BUSY = 10.0  # additional seconds for a busy machine
+OVERLAP = 0.25  # share of the faults after which the next one follows without waiting
 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """A fault and its consequences.
+    """Fault and its consequences.
 
     Attributes:
-      kind: a key of `FaultInjection.kinds`.
-      continued: seconds until the end of a step that started after the fault; None if the next fault did not wait.
-      recovered: seconds until all workers were ready; None likewise.
-      ended: seconds until all processes had ended; None if the fault does not end the run at once.
+      kind: Key of `FaultInjection.kinds`.
+      continued: Seconds until the end of a step that started after the fault. None means no wait for it.
+      recovered: Seconds until all workers were ready. None means no wait for it.
+      ended: Seconds until all processes had ended. None means that the fault does not end the run at once.
     """
 
     kind: str
@@ -43,22 +43,22 @@ class FaultInjection:
     """Injects faults into a run.
 
     Attributes:
-      faults: those so far.
-      kinds: the weight of each in random choices, and the method that injects it, which returns False if it cannot at
-        present.
+      faults: Faults so far.
+      kinds: Weight of each kind in random choices, and the method that injects it, which returns False if that is
+        currently impossible.
     """
 
     def __init__(self, job: Job, seed: int):
         self.faults: list[Fault] = []
         self._job, self._random = job, random.Random(seed)
         self._ended: float | None = None
-        self._left: int | None = None  # the steps that were done when the run ended
-        self._kept: dict[str, int] = {}  # processes of workers that had no fault
+        self._left: int | None = None  # number of steps when the run ended
+        self._kept: dict[str, int] = {}  # processes of workers without a fault
         self.kinds: dict[str, tuple[int, Callable[[], bool]]] = {
             "worker killed": (4, lambda: self._signal_workers(1, signal.SIGKILL)),
-            # The trainer does all work until one of them is ready again.
+            # The trainer does all work until a worker is ready again.
             "all workers killed": (1, lambda: self._signal_workers(WORKERS, signal.SIGKILL)),
-            # The run notices that the worker does not answer, and kills it.
+            # The run detects that the worker does not answer, and kills it.
             "worker stopped": (3, lambda: self._signal_workers(1, signal.SIGSTOP)),
             "worker slowed": (2, self._slow_worker),
             "reward process killed": (3, self._kill_reward),
@@ -76,7 +76,7 @@ class FaultInjection:
         """Injects a fault after a random time, and checks the run. Each kind is used once before any is repeated.
 
         Raises:
-          Unexpected: it had a consequence that it must not have.
+          Unexpected: the fault had an unexpected consequence.
         """
         time.sleep(self._random.uniform(0, 4))
         overlaps = self._random.random() < OVERLAP
@@ -91,7 +91,7 @@ class FaultInjection:
             return kinds[kind][1]()
 
         self._job.wait(inject, START, kind)
-        # The step after the one in progress, or the first one of a new start.
+        # The step after the current one, or the first step after a restart.
         count = done + 2 if self._left is None else self._left + 1
         continued = recovered = None
         if not overlaps:
@@ -105,7 +105,7 @@ class FaultInjection:
         return self.faults[-1]
 
     def check(self) -> None:
-        """Raises Unexpected if a process is left, there is a traceback, or a step is missing or there twice."""
+        """Raises Unexpected if a process is left, there is a traceback, or a step is missing or duplicated."""
         self._job.check_none_left(END)
         if "Traceback" in self._job.output():
             raise Unexpected(f"a traceback:\n{self._job.output(5000)}")
@@ -114,10 +114,10 @@ class FaultInjection:
             raise Unexpected(f"the metrics have these steps: {found}")
 
     def finish(self) -> int:
-        """Ends the run by SIGTERM, and continues it for two steps to its end; returns the number of all steps.
+        """Ends the run by SIGTERM, and continues it for two steps to its end; returns the total number of steps.
 
         Raises:
-          Unexpected: as `next`.
+          Unexpected: SIGTERM had an unexpected consequence.
         """
         self._job.wait(lambda: self._end_driver(start=False), START, "the trainer has started")
         last = self._done() + 2
@@ -130,7 +130,7 @@ class FaultInjection:
         return last
 
     def _signal_workers(self, count: int, number: int) -> bool:
-        """Sends a signal to workers, after which their processes end."""
+        """Sends a signal to workers and waits until their processes end."""
         ready = self._job.workers()
         if len(ready) < count:
             return False
@@ -145,7 +145,7 @@ class FaultInjection:
         return True
 
     def _slow_worker(self) -> bool:
-        """A worker that answers late stays connected."""
+        """Pauses a worker, which answers late but stays connected."""
         ready = self._job.workers()
         if ready:
             pid = self._random.choice([*ready.values()])
@@ -178,7 +178,7 @@ class FaultInjection:
         return True
 
     def _end_driver(self, start: bool = True) -> bool:
-        """The run ends its step and saves it."""
+        """Ends the driver by SIGTERM, which finishes and saves its step."""
         if self._job.trainer() is None:
             return False
         self._job.driver.terminate()
@@ -196,7 +196,7 @@ class FaultInjection:
         return len(steps(self._job.workdir))
 
     def _wait(self, count: int) -> float:
-        """Waits for a step and for all workers; returns when the workers were ready."""
+        """Waits for a step and for all workers; returns the time at which the workers were ready."""
         ready: list[float] = []
 
         def over() -> bool:

@@ -1,6 +1,6 @@
-"""A run of `launch/train.py`, and all processes that it has started; Linux only.
+"""A run of `launch/train.py` with all its processes; Linux only.
 
-With --ray=local the command's own process is the driver, which starts Ray, which starts the trainer's process and the
+With --ray=local the command's process is the driver, which starts Ray. Ray starts the trainer's process and the
 rollout workers.
 """
 
@@ -18,17 +18,17 @@ from typing import Any, NamedTuple
 
 from digen_jax.logging.status import FILE
 
-STEP = "images_per_second"  # a metric that only the line of a step has
+STEP = "images_per_second"  # a metric that only a step's line has
 POLL = 0.1  # seconds between two checks
 PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
-# Processes of Ray that end a minute after a driver that was killed: they report its loss to Ray first.
+# Ray processes that end a minute after a killed driver, because they first report its failure to Ray.
 AGENTS = b"ray::DashboardAgent", b"ray::RuntimeEnvAgent"
-AGENTS_END = 90.0  # seconds for that
+AGENTS_END = 90.0  # timeout in seconds for their end
 REWARDS = b"digen_jax.rewards.pool"  # on the command line of a process that scores
 
 
 class Unexpected(RuntimeError):
-    """A consequence of a fault that it must not have, with the end of the run's output."""
+    """An unexpected consequence of a fault, with the end of the run's output."""
 
 
 class Process(NamedTuple):
@@ -40,14 +40,14 @@ class Process(NamedTuple):
 
 
 class Job:
-    """A run, which can be started again.
+    """A run, which can be restarted.
 
-    A process whose parent has ended becomes a child of this process, which is how processes that are left are found.
+    A process whose parent has ended becomes a child of this process, so that orphaned processes are found.
 
     Args:
-      command: a Python file and its options, or -m and a module.
-      workdir: the run's folder. The output of each start is a file next to it.
-      environment: variables of all processes in addition.
+      command: Python file and its options, or -m and a module.
+      workdir: Workdir of the run. The output of each start is a file next to it.
+      environment: Additional variables of all processes.
     """
 
     def __init__(
@@ -74,14 +74,14 @@ class Job:
             )
 
     def output(self, characters: int = 0) -> str:
-        """Returns the end of the output since the last start; all of it by default."""
+        """Returns the last `characters` of the output since the last start; 0 means all of it."""
         return self._log.read_text(errors="replace")[-characters:]
 
     def wait(self, condition: Callable[[], object], seconds: float, what: str) -> None:
         """Waits for a condition.
 
         Raises:
-          Unexpected: it does not become true in time, or the driver ends before.
+          Unexpected: it does not become true in time, or the driver ends first.
         """
         end = time.monotonic() + seconds
         while not condition():
@@ -95,7 +95,7 @@ class Job:
         """Waits until the driver and all other processes have ended; returns the seconds.
 
         Raises:
-          Unexpected: they have not in time, or the driver's exit code is another one.
+          Unexpected: they have not ended in time, or the driver's exit code is another one.
         """
         start = time.monotonic()
         with suppress(subprocess.TimeoutExpired):
@@ -106,12 +106,12 @@ class Job:
         return time.monotonic() - start
 
     def trainer(self) -> int | None:
-        """Returns the trainer's process; None if it has not started the run."""
+        """Returns the trainer's process id. None means that it has not started the run."""
         pid = self._status().get("process")
         return pid if pid in self._started() else None
 
     def workers(self) -> dict[str, int]:
-        """Returns the processes of the rollout workers that are ready, by name."""
+        """Returns the process ids of the ready rollout workers, by name."""
         trainer, started = self.trainer(), self._started()
         return {
             name: one["process"]
@@ -120,7 +120,7 @@ class Job:
         }
 
     def rewards(self, of: int) -> list[int]:
-        """Returns the processes that score for a process."""
+        """Returns the ids of the reward processes of a process."""
         return [one.pid for one in processes() if one.parent == of and REWARDS in one.command]
 
     def left(self, agents: bool = True) -> list[Process]:
@@ -131,7 +131,7 @@ class Job:
         return [one for one in found if agents or not one.command.startswith(AGENTS)]
 
     def check_none_left(self, seconds: float, agents: bool = False) -> None:
-        """Waits until `left` returns none; raises Unexpected if there still are some."""
+        """Waits until `left` returns no process; raises Unexpected after `seconds`."""
         end = time.monotonic() + seconds
         while found := self.left(agents):
             if time.monotonic() > end:
@@ -147,7 +147,7 @@ class Job:
         _adopt(False)
 
     def _started(self) -> set[int]:
-        """Returns the driver and all processes that it started."""
+        """Returns the ids of the driver and all processes that it started."""
         found, every = set(), processes()
         new = {self.driver.pid} if self.driver.poll() is None else set()
         while new:
@@ -162,15 +162,15 @@ class Job:
 
 
 def _adopt(orphans: bool) -> None:
-    """Sets whether processes below this one become its children when their parents end."""
+    """Sets whether descendants become children of this process when their parents end."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(orphans), 0, 0, 0)
 
 
 def processes() -> list[Process]:
-    """Returns all processes of this machine that have not ended."""
+    """Returns all running processes of this machine."""
     found = []
     for path in pathlib.Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it ends meanwhile
+        with suppress(OSError):  # it ended meanwhile
             state, parent = (path / "stat").read_text().rpartition(")")[2].split()[:2]
             command = (path / "cmdline").read_bytes().replace(b"\0", b" ")[:300]
             if state not in "ZX":
@@ -179,12 +179,12 @@ def processes() -> list[Process]:
 
 
 def metric_lines(workdir: pathlib.Path) -> list[dict[str, Any]]:
-    """Returns the complete lines of a run's metrics, in their order."""
+    """Returns the complete lines of a run's metrics, in order."""
     file = workdir / "metrics.jsonl"
     text = file.read_text() if file.exists() else ""
     return [json.loads(line) for line in text.splitlines(True) if line.endswith("\n")]
 
 
 def steps(workdir: pathlib.Path) -> list[int]:
-    """Returns the steps of which a run's metrics have a line, in their order."""
+    """Returns the steps that have a line in a run's metrics, in order."""
     return [line["step"] for line in metric_lines(workdir) if STEP in line]

@@ -1,4 +1,4 @@
-"""Random faults at random moments of a run with workers on Ray, compared with a run of one process without.
+"""Random faults at random times in a run with workers on Ray, compared with a run of one process without faults.
 
 The run trains by nearly plain gradient descent with a smooth reward, so that rounding errors stay small.
 """
@@ -33,9 +33,9 @@ from digen_jax.logging.metrics import without_timing
 from digen_jax.process.terminal import track
 
 TOLERANCE = 1e-3  # of metrics and of the full update
-ONE_PROCESS = 3600.0  # seconds for the run without faults
+ONE_PROCESS = 3600.0  # timeout in seconds for the run without faults
 CHANCE = ("tag_share",)  # metrics that depend on which worker was idle
-# The run, unless the command line overrides it.
+# Overrides of the run; the command line takes precedence.
 SMALL = f"""
 batch.groups=2 batch.images=4 sampler.chunk=2 sampler.steps=4
 rewards=('{kills_train.__name__}:brightness',) reward_pool.processes=1
@@ -52,13 +52,13 @@ WITHOUT_WORKERS = "placement.rollout.data=0 placement.trainer.workers=1 placemen
 
 @dataclasses.dataclass(frozen=True)
 class FaultOutcome:
-    """All faults, and the comparison at the end.
+    """Faults of a run, and the comparison at its end.
 
     Attributes:
-      metrics: see `metrics_difference`; None if the run is asynchronous, so that no other run has its metrics.
-      update: see `update_difference`; None likewise.
-      received: how often workers received weights.
-      starts: of the command.
+      metrics: See `metrics_difference`. None means an asynchronous run, whose metrics no other run has.
+      update: See `update_difference`. None means an asynchronous run.
+      received: Number of times that workers received weights.
+      starts: Number of starts of the command.
     """
 
     faults: tuple[Fault, ...]
@@ -70,7 +70,7 @@ class FaultOutcome:
     starts: int
 
     def describe(self) -> str:
-        """Returns a table with a row for each kind of fault, and the other numbers."""
+        """Returns a table with a row per kind of fault, and the other numbers."""
         columns = "continued", "recovered", "ended"
         rows = [
             f"{'seconds: median, longest':<28}{'times':>6}" + "".join(f"{c:>15}" for c in columns)
@@ -100,18 +100,18 @@ class FaultOutcome:
 def compare(
     config: str, overrides: Mapping[str, Any], workdir: pathlib.Path, kills: int, seed: int
 ) -> FaultOutcome:
-    """Runs a job with faults, and the same in one process without; prints a line after every fault.
+    """Runs a job with faults, and the same job in one process without; prints a line after every fault.
 
     Args:
-      config: a configs/*.py file.
-      overrides: of its fields, by their names; they take precedence over `SMALL`.
-      workdir: a folder that does not exist yet.
-      kills: the number of faults.
-      seed: of the random choices of faults and moments.
+      config: Path of a configs/*.py file.
+      overrides: Config values by field name; they take precedence over `SMALL`.
+      workdir: Folder that does not exist yet.
+      kills: Number of faults.
+      seed: Seed of the random choices of faults and times.
 
     Raises:
       ConfigError: an argument is invalid, or this is not Linux.
-      Unexpected: a fault had a consequence that it must not have.
+      Unexpected: a fault had an unexpected consequence.
     """
     check_positive("--kills", kills)
     if sys.platform != "linux":
@@ -156,7 +156,7 @@ def _options(fields: list[str]) -> list[str]:
 
 
 def metrics_difference(workdir: pathlib.Path, other: pathlib.Path) -> float:
-    """Returns the largest difference of a metric of two runs, relative to its largest value; inf for other lines."""
+    """Returns the largest metric difference of two runs, relative to the metric's maximum; inf for other lines."""
     found, expected = (
         [without_timing(line) for line in metric_lines(one)] for one in (workdir, other)
     )
@@ -181,7 +181,7 @@ def trained_parameters(workdir: pathlib.Path) -> dict[str, Shaped[np.ndarray, ".
     step, _ = newest_complete(folder)
     arrays = folder.absolute() / str(step) / "arrays"
     with ocp.PyTreeCheckpointer() as reader:
-        # As numpy's arrays: their devices may not be here.
+        # Read as numpy arrays: their devices may not exist here.
         saved = {"tuned": reader.metadata(arrays).item_metadata.tree["tuned"]}
         here = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), saved)
         wanted = ocp.args.PyTreeRestore(item=saved, restore_args=here, partial_restore=True)

@@ -1,8 +1,8 @@
-"""launch/train.py for the benchmark `kills`: with a smooth reward, and with hashes of weights.
+"""launch/train.py for the benchmark `kills`, with a smooth reward and with hashes of weights.
 
 DIGEN_JAX_WEIGHT_HASHES=FOLDER python benchmarks/kills_train.py [options of launch/train.py]
 
-The trainer's process writes a hash of each version it sends, and the other workers one of each version they receive.
+The trainer's process writes a hash of each version that it sends, the other workers of each version they receive.
 """
 
 import hashlib
@@ -19,17 +19,17 @@ from digen_jax.distributed.worker_process import RolloutProcess, TrainingProcess
 from digen_jax.files import shipped
 from digen_jax.scheduling.commands import WeightsVersion
 
-FOLDER = "DIGEN_JAX_WEIGHT_HASHES"  # the variable with the folder for the hashes
+FOLDER = "DIGEN_JAX_WEIGHT_HASHES"  # environment variable with the folder for the hashes
 SENT, RECEIVED = "sent", "received"
 
 
 def brightness(images: Any, prompts: list[str], metadata: list[dict]) -> Any:
-    """A reward that changes little when images do."""
+    """Returns the mean brightness: a reward that changes little if images do."""
     return images.mean((1, 2, 3), dtype="float64") / 255
 
 
 def digest(tree: Any) -> str:
-    """A hash of the bits of all arrays, by their paths in the tree."""
+    """Returns a hash of the bits of all arrays, by their paths in the tree."""
     import jax
     import numpy as np
 
@@ -42,17 +42,17 @@ def digest(tree: Any) -> str:
 
 
 def record(kind: str, weights_version: WeightsVersion, tree: Any) -> None:
-    """Appends a line, which survives a kill of this process."""
+    """Appends a line, which is kept if this process is killed."""
     name = f"{weights_version.version}{'e' * weights_version.evaluated}"
     with pathlib.Path(os.environ[FOLDER], str(os.getpid())).open("a") as file:
         file.write(f"{kind} {name} {digest(tree)}\n")
 
 
 def compare_hashes(folder: pathlib.Path) -> tuple[int, list[str]]:
-    """Returns how often weights were received, and the versions whose received bits were never sent."""
+    """Returns the number of received weights, and the versions whose received bits were never sent."""
     files = [file.read_text().splitlines() for file in folder.iterdir()]
     lines = [line.split() for file in files for line in file]
-    # A process that was killed may leave an unfinished line.
+    # A killed process may leave an unfinished line.
     full = [line for line in lines if len(line) == 3 and len(line[2]) == 32]
     sent = {(name, found) for kind, name, found in full if kind == SENT}
     received = [(name, found) for kind, name, found in full if kind == RECEIVED]
@@ -60,10 +60,10 @@ def compare_hashes(folder: pathlib.Path) -> tuple[int, list[str]]:
 
 
 class HashingProcess(RolloutProcess):
-    """A rollout worker's process that writes hashes of the weights it receives."""
+    """Process of a rollout worker that writes hashes of the weights it receives."""
 
     def receive(self, weights_version: WeightsVersion) -> None:
-        """See `RolloutProcess`."""
+        """Receives weights and writes their hash."""
         super().receive(weights_version)
         weights = self._executor.weights.get(weights_version)
         if weights is not None:
@@ -71,17 +71,17 @@ class HashingProcess(RolloutProcess):
 
 
 class HashingTrainingProcess(HashingProcess, TrainingProcess):
-    """The same for a training worker, which also writes those of the weights that it trains."""
+    """Process of a training worker that also writes hashes of the weights it trains."""
 
     def take_trained(self, weights_version: WeightsVersion) -> None:
-        """See `TrainingProcess`."""
+        """Receives trained weights and writes their hash."""
         super().take_trained(weights_version)
         if not weights_version.update:
             record(RECEIVED, weights_version, self._training.version_weights(weights_version))
 
 
 def record_weights() -> None:
-    """Writes hashes in this process, the trainer's, and in its workers."""
+    """Writes hashes in this process (the trainer's) and in its workers."""
     from digen_jax.distributed.workers import RemoteWorkers
     from digen_jax.parallel.system import cast
     from digen_jax.runtime.array_transfer import SyncedWeights
@@ -91,7 +91,7 @@ def record_weights() -> None:
     def added(
         self: SyncedWeights, weights_version: WeightsVersion, tree: Any, own: str | None = None
     ) -> None:
-        # First, since a worker may receive it at once.
+        # Write first, because a worker may receive it at once.
         record(SENT, weights_version, tree if self._dtype is None else cast(tree, self._dtype))
         add(self, weights_version, tree, own)
 

@@ -1,4 +1,4 @@
-"""Use of the machine by measured and by other processes."""
+"""Use of the machine's cores by measured and by other processes."""
 
 import dataclasses
 import time
@@ -6,12 +6,12 @@ from collections.abc import Collection
 
 import psutil
 
-QUIET = 0.03  # share of the cores that other processes may use in a round whose times count
+QUIET = 0.03  # maximum share of the cores that other processes may use in a valid round
 
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """Seconds of some cores, summed: `busy` with any process, `stolen` by other virtual machines (Linux only)."""
+    """Seconds summed over some cores: `busy` with any process, `stolen` by other virtual machines (Linux only)."""
 
     clock: float
     busy: float
@@ -27,12 +27,12 @@ class Load:
 
     @property
     def quiet(self) -> bool:
-        """Whether times that were measured meanwhile count."""
+        """Whether times that were measured meanwhile are valid."""
         return self.others + self.stolen <= QUIET
 
 
 def read(cores: Collection[int]) -> Reading:
-    """Returns the counters of these cores now."""
+    """Returns the current counters of these cores."""
     every = psutil.cpu_times(percpu=True)
     times = [every[core] for core in cores]
     busy = sum(t.user + t.nice + t.system + t.irq + t.softirq for t in times)

@@ -1,7 +1,7 @@
 """A step's sampling and training against an eager loop of torch and diffusers, alternating on the same cores or GPU.
 
-Both work with the same weights, sigmas, images, transitions, tokens, guidance, micro-batches and precision; both leave
-out the prompts' encoding, decoding and the reward. Before anything is timed, their velocities are compared.
+Both use the same weights, sigmas, images, transitions, tokens, guidance, micro-batches and precision; both omit the
+prompts' encoding, decoding and the reward. Their velocities are compared before anything is timed.
 """
 
 import dataclasses
@@ -39,10 +39,10 @@ from digen_jax.process.job import prepare
 
 PHASES = "sampling", "training"
 SIDES = "ours", "eager"
-# The largest difference of both velocities, as a share of the largest velocity: in float32 on a CPU; on a GPU, where
-# products are TF32; in bfloat16.
+# Maximum difference of the velocities, as a share of the largest velocity: in float32 on a CPU; on a GPU, with TF32
+# products; in bfloat16.
 TOLERANCE, TOLERANCE_TF32, TOLERANCE_BFLOAT16 = 1e-4, 1e-2, 5e-2
-COMPARED = 4  # images whose velocities are compared
+COMPARED = 4  # number of images whose velocities are compared
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,9 +50,9 @@ class Round:
     """One step of each side.
 
     Attributes:
-      average: the machine's load average over the minute before the round, which also counts the round before.
-      load: use of the cores by others during the round.
-      times: by phase, then by side.
+      average: Load average over the minute before the round, which includes the previous round.
+      load: Use of the cores by others during the round.
+      times: Seconds by phase, then by side.
     """
 
     average: float
@@ -65,11 +65,11 @@ class Round:
         return sum(getattr(self.times[each][side], kind) for each in phases)
 
     def ratio(self, phase: str, kind: str) -> float:
-        """Returns the eager loop's time over ours."""
+        """Returns the eager loop's time divided by ours."""
         return self.seconds(phase, "eager", kind) / self.seconds(phase, "ours", kind)
 
     def describe(self) -> str:
-        """Returns the round in a line."""
+        """Returns a one-line summary."""
         times = (
             f"{phase} {self.times[phase]['ours'].wall:.2f} s and {self.times[phase]['eager'].wall:.2f} s"
             for phase in PHASES
@@ -83,7 +83,7 @@ class Round:
 
 @dataclasses.dataclass(frozen=True)
 class PeerComparison:
-    """All rounds, and the number of trained parameters and the distance of velocities, which both sides share."""
+    """All rounds, and the number of trained parameters and the velocity difference, which both sides share."""
 
     parameters: int
     distance: float
@@ -91,13 +91,13 @@ class PeerComparison:
 
     @property
     def quiet(self) -> list[Round]:
-        """The rounds whose times count."""
+        """Rounds with valid times."""
         return [one for one in self.rounds if one.load.quiet]
 
     def ratio(self, phase: str, kind: str = "wall") -> float | None:
-        """Returns the eager loop's time over ours of a phase or of the "step", the median of all rounds.
+        """Returns the median over all rounds of the eager loop's time divided by ours, for a phase or the "step".
 
-        Times by the clock are those of quiet rounds; None without any.
+        Wall times use only quiet rounds. None means that there are none.
         """
         rounds = self.quiet if kind == "wall" else self.rounds
         return median(one.ratio(phase, kind) for one in rounds) if rounds else None
@@ -135,10 +135,10 @@ class PeerComparison:
 
 
 def check(config: TrainConfig, rounds: int) -> TrainConfig:
-    """Returns the config on one GPU or on one virtual device for each core, which both samples and trains.
+    """Returns the config on one GPU, or on one virtual device per core, which both samples and trains.
 
     Raises:
-      ConfigError: the eager loop does not do what is configured, or a package is missing.
+      ConfigError: the eager loop does not support the config, or a package is missing.
     """
     check_positive("rounds", rounds)
     if sys.platform != "linux":
@@ -173,14 +173,14 @@ def check(config: TrainConfig, rounds: int) -> TrainConfig:
             "config.precision.arithmetic and frozen must be 'float32' on a CPU, on which the eager loop's bfloat16 "
             "would be slow"
         )
-    jax.config.update("jax_platforms", "cpu")  # here; the process that is measured has the GPU
+    jax.config.update("jax_platforms", "cpu")  # here only; the measured process has the GPU
     devices = 1 if _has_gpu() else len(os.sched_getaffinity(0))
     sizes = MeshSizes(RolloutAxes(data=0), TrainerAxes(data=devices))
     return fit_config(config.with_meshes(sizes), devices)
 
 
 def _has_gpu() -> bool:
-    """Returns whether torch sees a GPU; unlike JAX, torch takes no memory of it for that."""
+    """Returns whether torch finds a GPU; unlike JAX, torch does not reserve its memory for this check."""
     import torch
 
     return torch.cuda.is_available()
@@ -195,17 +195,17 @@ def compare(
     """Times both sides, one after the other, in an order that changes every round.
 
     Args:
-      config: from `check`.
-      rounds: number of steps of each side.
-      on_round: called after each round.
-      build: builds the parts of a run.
+      config: Config from `check`.
+      rounds: Number of steps of each side.
+      on_round: Callback after each round.
+      build: Function that builds the parts of a run.
 
     Raises:
-      RuntimeError: both sides do not do the same.
+      RuntimeError: the two sides do not compute the same.
     """
     cores = os.sched_getaffinity(0)
     context = multiprocessing.get_context("spawn")
-    os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.5")  # the other half is torch's
+    os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.5")  # the other half is for torch
     with closing(Process(context, serve, config, len(cores), build)) as ours:
         work = ours.call("work")
         with closing(Process(context, eager.serve, work)) as other:
@@ -228,7 +228,7 @@ def compare(
 
 
 def _step(process: Process) -> dict[str, Seconds]:
-    """Returns the seconds of each phase of a step."""
+    """Runs a step; returns the seconds of each phase."""
     found = {}
     for phase, method in zip(PHASES, ("sample", "train"), strict=True):
         process.request(method)
@@ -237,7 +237,7 @@ def _step(process: Process) -> dict[str, Seconds]:
 
 
 def _check_same(ours: Process, other: Process, work: Work) -> tuple[int, float]:
-    """Returns the number of trained parameters, and the distance of the velocities with the pipeline's empty tokens."""
+    """Returns the number of trained parameters, and the velocity difference with the pipeline's empty tokens."""
     trained = [process.call("parameters") for process in (ours, other)]
     if trained[0] != trained[1]:
         raise RuntimeError(
@@ -261,13 +261,13 @@ def _check_same(ours: Process, other: Process, work: Work) -> tuple[int, float]:
 
 
 def serve(connection: Connection, config: TrainConfig, devices: int, build: Build) -> None:
-    """Runs our process."""
+    """Runs the process of our side."""
     prepare(devices)
     answer_requests(connection, Ours(config, build))
 
 
 class Ours:
-    """The same methods as the eager loop's, by a run's own programs."""
+    """Our side, with the methods of the eager loop and the programs of a run."""
 
     def __init__(self, config: TrainConfig, build: Build):
         devices = jax.devices()
@@ -287,7 +287,7 @@ class Ours:
         sigma: Float32[np.ndarray, "b"],
         rows: Int[np.ndarray, "b"],
     ) -> Float32[np.ndarray, "b h w c"]:
-        """The guided velocity."""
+        """Returns the guided velocity."""
         policy, prompts = self.step.system.policy, self.step.prompts
 
         def velocity(tuned, base, x, sigma):
@@ -305,11 +305,11 @@ class Ours:
         ]
 
     def train(self) -> None:
-        """A gradient of all transitions, one pass after another, and an update."""
+        """Computes the gradient of all transitions, pass by pass, and updates."""
         self.step.train(self.chunks)
 
     def work(self) -> Work:
-        """The work of a step, for the eager loop."""
+        """Returns the work of a step, for the eager loop."""
         config, step, system = self._config, self.step, self.step.system
         sampler, family, trainer = system.sampler, system.policy.family, config.trainer
         first, length = step.draws.start, config.noisy_steps
@@ -358,7 +358,7 @@ class Ours:
 def coefficients(
     step: ReverseStep, sigmas: Float[np.ndarray, "sigmas"], window: slice
 ) -> tuple[Float[np.ndarray, "steps"], ...]:
-    """(of_x, of_v, std) of each step of a schedule: `step` in the window, Euler steps elsewhere."""
+    """Returns (of_x, of_v, std) of each step of a schedule: `step` in the window, Euler steps elsewhere."""
     sigmas = jnp.asarray(sigmas, jnp.float32)
     count = len(sigmas) - 1
     zero, one = jnp.zeros(count), jnp.ones(count)

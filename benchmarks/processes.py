@@ -6,12 +6,12 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-ANSWER, END = 3600, 10  # seconds for an answer, and for a process to end
+ANSWER, END = 3600, 10  # timeouts in seconds for an answer, and for a process to end
 
 
 @dataclasses.dataclass(frozen=True)
 class Seconds:
-    """A duration: by the clock, and as CPU time of the complete process."""
+    """A duration: wall time, and CPU time of the complete process."""
 
     wall: float
     cpu: float
@@ -21,9 +21,9 @@ class Process:
     """A process that answers requests, one at a time.
 
     Args:
-      context: of `multiprocessing`.
-      target: its main function, which gets its end of the connection, then the arguments.
-      arguments: can be pickled.
+      context: Context of `multiprocessing`.
+      target: Main function, which gets its end of the connection, then the arguments.
+      arguments: Arguments, which must be picklable.
     """
 
     def __init__(self, context: Any, target: Callable[..., None], *arguments: Any):
@@ -40,7 +40,7 @@ class Process:
         """Waits for the result.
 
         Raises:
-          RuntimeError: the process has ended, or has not answered in `ANSWER` seconds.
+          RuntimeError: the process has ended, or has not answered within `ANSWER` seconds.
         """
         if not self._connection.poll(ANSWER):
             raise RuntimeError(f"a process has not answered in {ANSWER} s")
@@ -50,7 +50,7 @@ class Process:
             raise RuntimeError("a process has failed: see its output above") from None
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Requests and returns a method's result."""
+        """Requests a method's result and returns it."""
         self.request(method, *arguments)
         return self.answer()[0]
 

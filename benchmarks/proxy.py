@@ -1,16 +1,16 @@
-"""A proxy on this machine that delays, breaks and corrupts messages between a client and a server of HTTP."""
+"""Local proxy that delays, breaks and corrupts HTTP messages between a client and a server."""
 
 import asyncio
 import random
 import threading
 from collections import Counter
 
-HEAD = 2**16  # bytes of a message's head, at most
-# Shares of the requests with each fault: forwarded late; 500, 503 or 429 instead of the server's answer; the connection
-# ends before the request is forwarded, or after the server's answer; an answer that is cut, or whose scores are NaN or
-# too few.
+HEAD = 2**16  # maximum bytes of a message's head
+# Share of the requests with each fault: delayed; 500, 503 or 429 instead of the server's answer; connection closed
+# before the request is forwarded, or after the server's answer; an answer that is truncated, or whose scores are NaN
+# or too few.
 FAULTS = {"delay": 0.1, "error": 0.05, "disconnect": 0.05, "lost": 0.05, "corrupted": 0.05}
-DELAY = 0.1  # seconds, at most
+DELAY = 0.1  # maximum seconds
 ERRORS = (
     b"HTTP/1.1 500 Internal Server Error\r\n",
     b"HTTP/1.1 429 Too Many Requests\r\n",
@@ -26,12 +26,12 @@ CORRUPTED = (
 
 
 class Proxy:
-    """A proxy in a separate thread; `faults` counts what it did to requests.
+    """Proxy in a separate thread; `faults` counts the injected faults.
 
     Args:
-      port: of the server, on this machine.
-      name: of a score, for corrupted answers.
-      seed: of the random choices.
+      port: Port of the server, on this machine.
+      name: Name of a score, for corrupted answers.
+      seed: Seed of the random choices.
     """
 
     def __init__(self, port: int, name: str, seed: int):
@@ -44,7 +44,7 @@ class Proxy:
         listening.wait()
 
     def close(self) -> None:
-        """Ends all connections."""
+        """Closes all connections."""
         self._loop.call_soon_threadsafe(self._ended.set)
         self._thread.join()
 
@@ -62,12 +62,12 @@ class Proxy:
             while await self._forward(reader, writer):
                 pass
         except (OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
-            pass  # either side has disconnected, or the proxy ends
+            pass  # one side disconnected, or the proxy is closing
         finally:
             writer.close()
 
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Forwards a request and its answer, or causes a fault; returns whether the connection continues."""
+        """Forwards a request and its answer, or injects a fault; returns whether the connection continues."""
         request = await read_message(reader)
         weights = [*FAULTS.values(), 1 - sum(FAULTS.values())]
         (fault,) = self._random.choices([*FAULTS, "none"], weights)

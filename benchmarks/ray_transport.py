@@ -1,4 +1,4 @@
-"""Ray on one machine: commands to rollout workers, weights of different sizes, starts, and Ray's own processes."""
+"""Ray's costs on one machine: commands to rollout workers, weights of different sizes, starts, idle processes."""
 
 import dataclasses
 import functools
@@ -25,26 +25,26 @@ from digen_jax.scheduling.settings import Costs, Settings
 from digen_jax.scheduling.simulator import WorkerLayout
 
 WORKERS = 2
-LONGEST = 120.0  # seconds for a worker to start
-CALLERS = 16  # threads that send commands at the same time
-ARRAYS = 20  # of the weights, in float32
-VERSIONS = 3  # of each size, whose median counts
-SETTLING, IDLE = 5.0, 10.0  # seconds before idle processes are measured, and while they are
+LONGEST = 120.0  # timeout in seconds for the start of a worker
+CALLERS = 16  # threads that send commands concurrently
+ARRAYS = 20  # number of float32 arrays of the weights
+VERSIONS = 3  # versions of each size, of which the median counts
+SETTLING, IDLE = 5.0, 10.0  # seconds before and during the measurement of idle processes
 _versions = itertools.count()
 
 
 @dataclasses.dataclass(frozen=True)
 class RayCosts:
-    """What Ray costs on this machine.
+    """Costs of Ray on this machine.
 
     Attributes:
-      command_milliseconds: median of a command that does nothing and its answer.
-      commands_per_second: to all workers, from `CALLERS` threads.
-      weights_seconds: by megabytes, until all workers have received a weights version.
-      ray_seconds: start of Ray.
-      actor_seconds: start of an actor until it answers.
-      idle_mebibytes: memory of Ray's own processes; shared pages count once.
-      idle_share: the share of a core that they use while the workers are idle.
+      command_milliseconds: Median time of a command that does nothing, including its answer.
+      commands_per_second: Rate to all workers, from `CALLERS` threads.
+      weights_seconds: Seconds until all workers have received a weights version, by megabytes.
+      ray_seconds: Start of Ray.
+      actor_seconds: Start of an actor until its first answer.
+      idle_mebibytes: Memory of Ray's processes; shared pages count once.
+      idle_share: Share of a core that they use while the workers are idle.
     """
 
     command_milliseconds: float
@@ -56,7 +56,7 @@ class RayCosts:
     idle_share: float
 
     def rows(self) -> list[tuple[str, float, str, str]]:
-        """Returns names, values and units, and the required values; "" where there is none."""
+        """Returns (name, value, unit, required value) rows; "" means no requirement."""
         return [
             ("command", self.command_milliseconds, "ms", "<= 3"),
             ("commands", self.commands_per_second, "/s", ">= 1000"),
@@ -78,11 +78,11 @@ def measure(commands: int, megabytes: Sequence[int]) -> RayCosts:
     """Starts Ray and measures it.
 
     Args:
-      commands: one after the other for their median, and again from several threads for their rate.
-      megabytes: of the weights.
+      commands: Number of sequential commands for the median, and of concurrent commands for the rate.
+      megabytes: Sizes of the weights.
 
     Raises:
-      ConfigError: names the option to change, or Ray is not installed.
+      ConfigError: an option is invalid, or Ray is not installed.
     """
     check_positive("--commands", commands)
     for size in megabytes:
@@ -108,7 +108,7 @@ def measure(commands: int, megabytes: Sequence[int]) -> RayCosts:
 
 
 def _start(engine: RayEngine, transfer: TrainerTransfer, number: int) -> tuple[float, WorkerProxy]:
-    """Starts a worker; returns the seconds until its actor answered first, and the worker."""
+    """Starts a worker; returns the seconds until its actor's first answer, and the worker."""
     name, start = f"rollout {number}", time.perf_counter()
     _, *folders = surroundings()
     given = name, {"JAX_PLATFORMS": "cpu"}, *folders
@@ -122,7 +122,7 @@ def _start(engine: RayEngine, transfer: TrainerTransfer, number: int) -> tuple[f
 
 
 def _idle(workers: Sequence[WorkerProxy]) -> tuple[float, float]:
-    """Returns the memory of Ray's own processes in MiB, and the share of a core that they use."""
+    """Returns the memory of Ray's processes in MiB, and the share of a core that they use."""
     time.sleep(SETTLING)
     pids = {worker.opened.pid for worker in workers}
     own = [one for one in psutil.Process().children(recursive=True) if one.pid not in pids]

@@ -29,15 +29,15 @@ from digen_jax.rewards.service.client import RemoteReward
 
 SERVER = shipped("launch/reward_server.py")
 NAME = "benchmarks.rewards:fingerprint"
-SCORED = "DIGEN_BENCHMARK_SCORED"  # a folder in which `fingerprint` writes the numbers of images it has scored
-BITS = 24  # of whole numbers that float32 has exactly
-START, DEADLINE = 120.0, 300.0  # seconds for a server's start, and for a request
+SCORED = "DIGEN_BENCHMARK_SCORED"  # folder where `fingerprint` records the images that it scored
+BITS = 24  # float32 represents integers of this size exactly
+START, DEADLINE = 120.0, 300.0  # timeouts in seconds for a server's start, and for a request
 
 
 def fingerprint(
     images: Num[np.ndarray, "b h w 3"], prompts: list[str], metadata: list[dict]
 ) -> Float32[np.ndarray, "b"]:
-    """A reward that is different for each image and prompt; it takes as many seconds as the records state."""
+    """Reward that differs for each image and prompt; it takes as long as the records state."""
     time.sleep(sum(record["seconds"] for record in metadata))
     if folder := os.environ.get(SCORED):
         with open(pathlib.Path(folder, str(os.getpid())), "a") as file:
@@ -56,23 +56,23 @@ def expected_scores(
 
 @dataclasses.dataclass(frozen=True)
 class Requests:
-    """The requests of all clients."""
+    """Requests of all clients."""
 
     clients: int = 64
     servers: int = 3
-    requests: int = 20  # of each client
-    images: int = 4  # of a request
+    requests: int = 20  # per client
+    images: int = 4  # per request
     side: int = 64
-    seconds: float = 0.001  # of the reward for an image
+    seconds: float = 0.001  # duration of the reward per image
     seed: int = 0
 
     @property
     def total(self) -> int:
-        """All images."""
+        """Total number of images."""
         return self.clients * self.requests * self.images
 
     def check(self) -> None:
-        """Raises ConfigError where a number is too small."""
+        """Raises ConfigError if a number is too small."""
         for field in ("clients", "requests"):
             check_positive(f"--{field}", getattr(self, field))
         if self.servers < 2:
@@ -92,22 +92,22 @@ class Requests:
 
 @dataclasses.dataclass(frozen=True)
 class Throughput:
-    """How fast images were scored."""
+    """Throughput of scoring."""
 
     images: int
     seconds: float
     cpu: float  # seconds of the clients' process
     attempts: int = 0
-    failures: dict[str, int] = dataclasses.field(default_factory=dict)  # caused by the proxies
-    scorings: int = 0  # of images, by all servers
+    failures: dict[str, int] = dataclasses.field(default_factory=dict)  # injected by the proxies
+    scorings: int = 0  # number of scored images, by all servers
 
     @property
     def milliseconds(self) -> float:
-        """Milliseconds an image."""
+        """Milliseconds per image."""
         return 1000 * self.seconds / self.images
 
     def describe(self) -> str:
-        """Returns a line."""
+        """Returns a one-line summary."""
         return (
             f"{self.images / self.seconds:8.1f} images/s  {self.milliseconds:7.3f} ms an image, "
             f"{1000 * self.cpu / self.images:6.3f} ms CPU of the clients"
@@ -116,7 +116,7 @@ class Throughput:
 
 @dataclasses.dataclass(frozen=True)
 class ServiceComparison:
-    """The same requests to a pool in the clients' process, to servers, and to servers with faults."""
+    """Results of the same requests with a pool in the clients' process, servers, and servers with faults."""
 
     local: Throughput
     servers: Throughput
@@ -124,11 +124,11 @@ class ServiceComparison:
 
     @property
     def overhead(self) -> float:
-        """Milliseconds an image that servers take in addition to a pool's."""
+        """Milliseconds per image that servers take in addition to a pool."""
         return self.servers.milliseconds - self.local.milliseconds
 
     def describe(self) -> str:
-        """Returns the table."""
+        """Returns a table of the results."""
         failures = ", ".join(f"{n} {name}" for name, n in sorted(self.faults.failures.items()))
         return "\n".join(
             [
@@ -161,7 +161,7 @@ def compare(requests: Requests, log: Callable[[str], None] = print) -> ServiceCo
 
 
 def run_local(requests: Requests) -> Throughput:
-    """Scores with a pool of as many processes as there are servers."""
+    """Scores with a pool with one process per server."""
     with contextlib.closing(RewardPool(alone(NAME, fingerprint), requests.servers)) as pool:
         _warm_up(requests, pool.score)
         return score_all(requests, lambda *batch: pool.score(*batch).columns[:, 0])
@@ -208,7 +208,7 @@ def run_servers(requests: Requests, folder: pathlib.Path, faults: bool) -> Throu
 
 
 def score_all(requests: Requests, score: Callable[..., Float32[np.ndarray, "b"]]) -> Throughput:
-    """Sends all clients' requests, a thread each, and checks each score."""
+    """Sends all clients' requests, with a thread per client, and checks each score."""
     found = np.full(requests.total, np.nan, np.float32)
     expected = np.full(requests.total, np.nan, np.float32)
     errors: list[BaseException] = []
@@ -234,21 +234,21 @@ def score_all(requests: Requests, score: Callable[..., Float32[np.ndarray, "b"]]
     seconds, cpu = time.perf_counter() - start, time.process_time() - used
     if errors:
         raise errors[0]
-    wrong = np.flatnonzero(~(found == expected))  # NaN equals nothing
+    wrong = np.flatnonzero(~(found == expected))  # NaN is never equal
     if len(wrong):
         raise RuntimeError(f"{len(wrong)} images got a wrong score, image {wrong[0]} first")
     return Throughput(requests.total, seconds, cpu)
 
 
 class ServerProcess:
-    """A server in a separate process, whose port stays the same when it is restarted."""
+    """Server in a separate process, whose port stays the same when it is restarted."""
 
     def __init__(self, folder: pathlib.Path):
         self._folder, self.port = folder, 0
         self.start()
 
     def start(self) -> None:
-        """Starts it; `wait` waits until it serves."""
+        """Starts the server; `wait` waits until it serves."""
         prompts = self._folder.parent / f"{self._folder.name}.jsonl"
         prompts.write_text('{"prompt": "a cat", "number": -1, "seconds": 0.0}\n')
         options = f"--reward={NAME}", f"--port={self.port}", f"--prompts={prompts}"
@@ -271,13 +271,13 @@ class ServerProcess:
         self.port = int(served[1])
 
     def kill(self) -> None:
-        """Ends it like the kernel's out-of-memory killer."""
+        """Kills the server like the kernel's out-of-memory killer."""
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()
         self._process.stdout.close()
 
     def close(self) -> None:
-        """Ends it as a user does."""
+        """Ends the server by SIGTERM."""
         self._process.terminate()
         try:
             self._process.wait(60)
@@ -314,7 +314,7 @@ def _killed(server: ServerProcess, requests: Requests, exchanges: list) -> Itera
 
 
 def _warm_up(requests: Requests, score: Callable[..., Any]) -> None:
-    """Requests scores that do not count, so that everything has been started and imported."""
+    """Requests scores that are not counted, so that everything has been started and imported."""
     images, prompts, records = requests.batch(0, 0)
     records = [record | {"number": -1} for record in records]
     for _ in range(2 * requests.servers):

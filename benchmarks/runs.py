@@ -1,4 +1,4 @@
-"""Real runs over a few seeds, each in its own workdir, so that a benchmark continues where it was stopped."""
+"""Real runs over a few seeds, each in a separate workdir, so that a stopped benchmark can continue."""
 
 import dataclasses
 import json
@@ -16,15 +16,15 @@ from digen_jax.logging.workdir import claim_workdir, finished_step
 from digen_jax.train import train
 
 REWARD = "evaluation/reward"
-# Fields that a user may change when a run continues, but not within a comparison.
+# Fields that a user may change when a run continues, but that must not differ within a comparison.
 MAY_DIFFER = tuple(field for field in MAY_CHANGE if field not in TURNED)
 
 
 class Cost(NamedTuple):
-    """The cost of a run so far, including compilation and evaluations, without calls that were killed."""
+    """Cost of a run so far, including compilation and evaluations, without calls that were killed."""
 
     seconds: float
-    cpu_seconds: float  # of this process and of its reward processes
+    cpu_seconds: float  # of this process and its reward processes
 
 
 def workdir(folder: pathlib.Path, name: str, seed: int) -> pathlib.Path:
@@ -33,7 +33,7 @@ def workdir(folder: pathlib.Path, name: str, seed: int) -> pathlib.Path:
 
 
 def check_seeds(seeds: int) -> None:
-    """Raises ConfigError for too few seeds for a standard error."""
+    """Raises ConfigError if there are too few seeds for a standard error."""
     if seeds < 2:
         raise ConfigError(f"seeds must be at least 2 for a standard error, not {seeds}")
 
@@ -47,13 +47,13 @@ def train_runs(
     """Trains the unfinished runs, seed by seed, so that an early stop leaves some results for each name.
 
     Args:
-      configs: by name.
-      seeds: each config is trained from each of them.
-      folder: gets a workdir for every run.
-      only: names to train now; empty means all.
+      configs: Configs by name.
+      seeds: Seeds from which each config is trained.
+      folder: Folder for a workdir per run.
+      only: Names to train now; empty means all.
 
     Returns:
-      None if all are finished; the exit code where a signal stopped one.
+      None if all are finished, or the exit code if a signal stopped a run.
 
     Raises:
       ConfigError: a workdir has a run of another config or more steps, or another process uses it. Nothing is trained.
@@ -79,7 +79,7 @@ def train_runs(
         last, before, start = cost(path), os.times(), time.perf_counter()
         code = train(dataclasses.replace(configs[name], seed=seed), path)
         seconds = last.seconds + time.perf_counter() - start
-        # User and system time of this process and of its children that have ended.
+        # User and system time of this process and of its finished children.
         cpu_seconds = last.cpu_seconds + sum(os.times()[:4]) - sum(before[:4])
         (path / "cost.json").write_text(json.dumps(Cost(seconds, cpu_seconds)._asdict()) + "\n")
         if code is not None:
@@ -93,7 +93,7 @@ def is_finished(path: pathlib.Path, config: TrainConfig) -> bool:
 
 
 def held_out(lines: Collection[Mapping[str, Any]]) -> dict[int, float]:
-    """Returns the reward on the held-out prompts by the steps done, from a run's metrics."""
+    """Returns the held-out reward by number of steps, from a run's metrics."""
     return {line["step"]: line[REWARD] for line in lines if REWARD in line}
 
 

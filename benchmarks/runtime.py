@@ -22,12 +22,12 @@ from digen_jax.scheduling.scheduler import Scheduler
 from digen_jax.scheduling.settings import GUESSED, Costs, Settings
 from digen_jax.scheduling.simulator import Disturbance, Report, WorkerLayout, simulate
 
-SIMULATED = 8  # runs of the simulator with different random numbers, whose mean is the prediction
-DECODE = 0.05  # of the seconds of generation
+SIMULATED = 8  # simulator runs with different random numbers, whose mean is the prediction
+DECODE = 0.05  # share of the seconds of generation
 LATE = 1 / 600  # wake-up delay, as a share of the bound, above which the machine counts as busy
-NEAR = 0.03  # error of a prediction that is good enough
-UNUSED = "score_latency", "deliver", "evaluate", "switch"  # costs
-# The rows of the table, as in `PoolLayout.kind`.
+NEAR = 0.03  # maximum error of a good prediction
+UNUSED = "score_latency", "deliver", "evaluate", "switch"  # unused costs
+# Rows of the table, as in `PoolLayout.kind`.
 COLOCATED = "colocated"
 KINDS = (
     COLOCATED,
@@ -68,7 +68,7 @@ class Work:
     passes: int = 8
 
     def check(self) -> None:
-        """Raises ConfigError for work that cannot be measured."""
+        """Raises ConfigError if the work cannot be measured."""
         if self.devices < 2:
             raise ConfigError(f"devices must be at least 2 to be split, not {self.devices}")
         for name in ("generate", "train", "seconds"):
@@ -76,7 +76,7 @@ class Work:
 
     @property
     def problem(self) -> Problem:
-        """The planner's problem; a worker of n devices takes 1/n of the seconds of one device."""
+        """Problem of the planner; a worker with n devices takes 1/n of the seconds of one device."""
         images = self.groups * self.images
         image = self.seconds * self.devices / images
         sampling = image * self.generate / (self.generate + self.train)
@@ -96,7 +96,7 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class TimedRun:
-    """Steps to measure, after the `warm_up` first ones; `jitter` and `seed` are those of `Disturbance`."""
+    """Steps to measure, after `warm_up` steps; `jitter` and `seed` as in `Disturbance`."""
 
     warm_up: int = 3
     steps: int = 5
@@ -104,13 +104,13 @@ class TimedRun:
     seed: int = 0
 
     def check(self) -> None:
-        """Raises ConfigError for settings that cannot work."""
+        """Raises ConfigError for invalid settings."""
         check_positive("warm_up", self.warm_up)
         check_positive("steps", self.steps)
 
     @property
     def length(self) -> int:
-        """Steps of a run: one more than is measured, so that the last measured step is not the end of a run."""
+        """Number of steps of a run: one more than is measured, because the end of a run is not measured."""
         return self.warm_up + self.steps + 1
 
     def step_times(self, step_ends: list[float]) -> tuple[float, ...]:
@@ -121,15 +121,15 @@ class TimedRun:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """The result of a layout.
+    """Result of a layout.
 
     Attributes:
-      layout: Its workers.
+      layout: Workers of the layout.
       step_times: Seconds of the measured steps.
       bound: Seconds of a step if all devices always generated or trained: (G + T)/N.
-      predicted: Median seconds of these steps by the simulator.
+      predicted: Median seconds of these steps in the simulator.
       policy_lag: Mean age of the trained samples in versions.
-      late: Mean timer wake-up delay of a wait in seconds, if it was measured.
+      late: Mean timer wake-up delay of a wait in seconds. None means not measured.
     """
 
     layout: str
@@ -161,7 +161,7 @@ class Measured:
 
 
 def best_layout(work: Work, kind: str) -> PoolLayout:
-    """Returns the fastest layout of a kind by the planner's search; its workers have one device, except colocated.
+    """Returns the fastest layout of a kind by the planner's search; workers have one device, except if colocated.
 
     Raises:
       ConfigError: no layout is of this kind.
@@ -186,7 +186,7 @@ def best_layout(work: Work, kind: str) -> PoolLayout:
 def time_steps(
     driver: Driver, run: TimedRun, on_step: Callable[[], object] = lambda: None
 ) -> tuple[tuple[float, ...], float]:
-    """Returns the seconds of the measured steps, and their mean policy lag; calls `on_step` after each step."""
+    """Returns the seconds of the measured steps and their mean policy lag; calls `on_step` after each step."""
     ends, lags = [], []
     for _ in range(run.length - 1):
         lags.append(driver.step()["policy_lag"])
@@ -221,8 +221,8 @@ def simulations(
     run: TimedRun,
     scorers: int = 0,
 ) -> list[Report]:
-    """Returns runs of the simulator with the jitter, each with its own random numbers."""
-    # They are not the run's own, which a prediction cannot know.
+    """Returns simulator runs with the jitter, each with different random numbers."""
+    # They differ from the run's, which a prediction cannot know.
     seeds = range(SIMULATED if run.jitter else 1)
     noise = [Disturbance(run.jitter, scorers=scorers, seed=seed) for seed in seeds]
     return [simulate(workers, costs, settings, run.length, one) for one in noise]
@@ -246,7 +246,7 @@ def compare(
 
 
 def introduction(work: Work, run: TimedRun) -> str:
-    """Returns a text on what is measured, and how."""
+    """Returns a text on what is measured and how."""
     return (
         f"Waits instead of device work, with a jitter of {run.jitter:.0%} for each command and device; driver, "
         "threads, scheduler and reward pool are real.\n"
@@ -259,7 +259,7 @@ def introduction(work: Work, run: TimedRun) -> str:
 
 
 def table(work: Work, rows: Mapping[str, Measured]) -> str:
-    """Returns a ratio's waits and bound, and a line for every kind of layout."""
+    """Returns the waits and the bound of a ratio, and a line per kind of layout."""
     waits = describe_costs(work.problem, UNUSED).split(";")[0]
     return (
         f"generate:train {work.generate:g}:{work.train:g}, bound (G + T)/N {work.seconds:.3f} s\n"
@@ -268,7 +268,7 @@ def table(work: Work, rows: Mapping[str, Measured]) -> str:
 
 
 def describe(rows: Mapping[str, Measured]) -> str:
-    """Returns a table with a line for every layout."""
+    """Returns a table with a line per layout."""
     lines = [["", "workers", "s/step", "of bound", "predicted", "error", "age"]]
     for name, row in rows.items():
         shares = f"{row.utilisation:.1%}", f"{row.bound / row.predicted:.1%}", f"{row.error:+.1%}"
@@ -278,7 +278,7 @@ def describe(rows: Mapping[str, Measured]) -> str:
 
 
 def accuracy(rows: Iterable[Measured]) -> str:
-    """Returns the error of the predictions and the timer wake-up delay, in two sentences."""
+    """Returns the error of the predictions and the timer wake-up delay as text."""
     rows = list(rows)
     errors = sorted(abs(row.error) for row in rows)
     late = any(row.late > LATE * row.bound for row in rows)

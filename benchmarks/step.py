@@ -1,4 +1,4 @@
-"""A step of a run by its own programs, with fixed advantages instead of a reward."""
+"""A step of a run with its programs, and with fixed advantages instead of a reward."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,7 +25,7 @@ Build = Callable[[TrainConfig, Sequence[jax.Device]], System]
 
 
 class Step:
-    """The programs and the inputs of a step, which is always the first one."""
+    """Programs and inputs of a step, which is always the first one."""
 
     def __init__(
         self, config: TrainConfig, devices: Sequence[jax.Device], build: Build = assemble.build
@@ -44,11 +44,11 @@ class Step:
 
     @property
     def weights(self) -> Weights:
-        """The sampler's weights, with the trainer's present parameters."""
+        """Weights of the sampler, with the trainer's current parameters."""
         return self.system.rollout_weights(self.state.tuned)
 
     def generate(self) -> Iterator[tuple[Int[np.ndarray, "b"], Trajectory]]:
-        """Yields each chunk: its images' prompts, and their trajectories."""
+        """Yields the prompt indices and the trajectories of each chunk."""
         weights = self.weights
         for chunk in self.chunks:
             rows, draws = self.rows[chunk], self.draws.subset(chunk)

@@ -1,4 +1,4 @@
-"""Executors whose commands wait for a stated time instead of using devices."""
+"""Executors whose commands wait for a configured time instead of using devices."""
 
 import dataclasses
 import itertools
@@ -36,9 +36,9 @@ from digen_jax.scheduling.simulator import WorkerLayout, names_of, seconds_of
 
 @dataclasses.dataclass(frozen=True)
 class Waits:
-    """The durations of commands: those of the simulator, with random numbers that depend on the work.
+    """Durations of commands: those of the simulator, with random numbers that depend on the work.
 
-    Equal work has an equal number on all workers, of which one of several devices takes the time of its slowest one.
+    Equal work gets the same number on all workers; with several devices it takes the time of the slowest one.
     """
 
     costs: Costs
@@ -58,13 +58,13 @@ class Waits:
 
 
 class WaitingScorer:
-    """Scores chunks with a pool whose reward is `score` below, which takes a command's seconds."""
+    """Scores chunks with a pool whose reward is `score` below, which takes as long as the command."""
 
     def __init__(self, waits: Waits, pool: RewardPool):
         self._waits, self._pool = waits, pool
 
     def submit(self, chunk: Chunk) -> Future[ScoredChunk]:
-        """Returns the future scores of a chunk, all equal, without previews of images."""
+        """Returns the future scores of a chunk, which are all equal, without previews of images."""
         images, command = self._waits.settings.chunk_images, Score(0, chunk, "")
         seconds = self._waits.seconds(command)
         black = np.zeros((images, 1, 1, 3), np.uint8)
@@ -78,12 +78,12 @@ class WaitingScorer:
 
 
 class WaitingWorker:
-    """A worker that only waits, with the interface of `SamplingExecutor`."""
+    """Worker that only waits, with the interface of `SamplingExecutor`."""
 
     def __init__(self, name: str, layout: WorkerLayout, waits: Waits):
         self.name, self.devices = name, layout.devices
-        self.late: list[float] = []  # of each wait, in seconds
-        self._debt = 0.0  # the last one's
+        self.late: list[float] = []  # per wait, in seconds
+        self._debt = 0.0  # of the last wait
         self._layout, self._waits = layout, waits
 
     def receive(self, weights_version: WeightsVersion) -> None:
@@ -107,19 +107,19 @@ class WaitingWorker:
             pass
 
     def score(self, chunk: Chunk, scorer: WaitingScorer) -> Future[ScoredChunk]:
-        """See `WaitingScorer`."""
+        """Scores with `WaitingScorer`."""
         return scorer.submit(chunk)
 
     def drop_chunk(self, *_: object) -> None:
-        """Does nothing, as there are no arrays."""
+        """Does nothing, because there are no arrays."""
 
     scored = drop_weights = end_step = remove = drop_chunk
 
     @contextmanager
     def lasting(self, command: Command) -> Iterator[None]:
-        """Makes a block last as long as a command on this worker.
+        """Extends a block to the duration of a command on this worker.
 
-        Timers wake threads up late, unlike a device, so the worker's next command is shorter by that.
+        Timers wake threads up late, unlike a device, so the worker's next command is shortened by the delay.
         """
         start = time.perf_counter()
         end = start + max(0.0, self._waits.seconds(command, self._layout) - self._debt)
@@ -136,8 +136,8 @@ class WaitingExecutors:
     The driver, its threads, the scheduler and the reward pool are the real ones.
 
     Attributes:
-      home: the home worker.
-      workers: all workers by name, the home worker last; the others may be in other processes.
+      home: The home worker.
+      workers: All workers by name, the home worker last; the others may be in other processes.
     """
 
     extremes = None
@@ -148,12 +148,12 @@ class WaitingExecutors:
         workers: tuple[WorkerLayout, ...],
         rollouts: Iterable[Any] | None = None,
     ):
-        """The first worker is the home worker.
+        """Creates executors; the first worker is the home worker.
 
         Args:
-          waits: the durations.
-          workers: all workers.
-          rollouts: executors in other processes of all but the home worker. None: they wait in this process.
+          waits: Durations of commands.
+          workers: All workers.
+          rollouts: Executors in other processes of all but the home worker. None means that they wait in this process.
         """
         self._waits, self._step = waits, 0
         named = dict(zip(names_of(workers), workers, strict=True))
@@ -164,21 +164,21 @@ class WaitingExecutors:
 
     @property
     def devices(self) -> dict[str, int]:
-        """The number of devices of every worker."""
+        """Number of devices of each worker."""
         return {name: one.devices for name, one in self.workers.items()}
 
     @property
     def late(self) -> list[float]:
-        """Seconds by which each wait of this process ended too late."""
+        """Delay of each wait of this process, in seconds."""
         here = [one for one in self.workers.values() if isinstance(one, WaitingWorker)]
         return [delay for one in here for delay in one.late]
 
     def roles(self, worker: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """See `Executors`; no worker has a spare role."""
+        """Returns a worker's roles; no worker has a spare role. See `Executors`."""
         return self._roles[worker], ()
 
     def do(self, command: Command) -> None:
-        """Waits for the duration of a command, or has its worker do it."""
+        """Waits for the duration of a command, or passes it to its worker."""
         worker = self.workers.get(getattr(command, "worker", ""), self.home)
         match command:
             case Encode():
@@ -204,27 +204,27 @@ class WaitingExecutors:
                     pass
 
     def score(self, command: Score, pool: RewardPool) -> Future[ScoredChunk]:
-        """Scores by the reward below, which takes the command's seconds."""
+        """Scores with the reward below, which takes as long as the command."""
         scorer = WaitingScorer(self._waits, pool)
         return self.workers[command.maker].score(command.chunk, scorer)
 
     def scored(self, command: Score, scored_chunk: ScoredChunk) -> None:
-        """Only the scheduler reads the scores."""
+        """Discards the scores, which only the scheduler reads."""
         if command.maker in self.workers:
             self.workers[command.maker].scored(command.chunk)
 
     def end_step(self) -> dict[str, float]:
-        """Ends the step for all workers; there are no metrics except the driver's."""
+        """Ends the step for all workers; the only metrics are the driver's."""
         for one in list(self.workers.values()):
             one.end_step(self._step)
         self._step += 1
         return {}
 
     def version_weights(self, weights_version: WeightsVersion) -> None:
-        """A version without weights."""
+        """Does nothing, because a version has no weights."""
 
     def evaluated(self, command: Evaluate) -> None:
-        """Nothing is evaluated."""
+        """Does nothing, because nothing is evaluated."""
 
     def remove(self, worker: str) -> None:
         """Removes a disconnected worker."""
@@ -234,6 +234,6 @@ class WaitingExecutors:
 def score(
     images: UInt8[np.ndarray, "b h w 3"], prompts: Sequence[str], metadata: Sequence[dict]
 ) -> Float[np.ndarray, "b"]:
-    """A reward that takes the seconds stated in its metadata."""
+    """Reward that takes as long as its metadata state."""
     time.sleep(metadata[0]["seconds"])
     return np.zeros(len(images))

@@ -1,4 +1,4 @@
-"""A pipeline folder with a random transformer of Stable Diffusion 3.5 Medium's width, and few layers."""
+"""Pipeline folder with a random transformer of Stable Diffusion 3.5 Medium's width, and few layers."""
 
 import contextlib
 import dataclasses
@@ -18,7 +18,7 @@ POSITIONS = 64  # in each direction
 
 @contextlib.contextmanager
 def with_wide_model(config: TrainConfig, layers: int) -> Iterator[TrainConfig]:
-    """Yields a config for such a model, whose folder is removed afterwards; with 0 layers the config as it is."""
+    """Yields a config for such a model and removes its folder afterwards; with 0 layers, yields it unchanged."""
     if layers < 0:
         raise ConfigError(f"--wide must not be below 0, but is {layers}")
     if not layers:
@@ -39,8 +39,8 @@ def write_wide(
 ) -> None:
     """Writes the folder of a pipeline whose other components are those of `source`.
 
-    The transformer has torch's random start. The first half of the layers has a second attention, as in Stable
-    Diffusion 3.5 Medium; so have the heads and their channels its numbers by default.
+    The transformer has torch's random initialization. The first half of the layers has a second attention, as in
+    Stable Diffusion 3.5 Medium; the default number and channels of the heads are also the same.
     """
     import torch
     from diffusers import SD3Transformer2DModel
