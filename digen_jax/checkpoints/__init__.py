@@ -1,1 +1,1 @@
-"""Diffusers and transformers folders, LoRA files, and training checkpoints."""
+"""Model folders in diffusers and transformers format, LoRA files, and training checkpoints."""

@@ -1,10 +1,10 @@
-"""Training checkpoints: orbax in the background, verified by checksums, with disk space reserved for the next one.
+"""Asynchronous orbax checkpoints, verified by checksums, with reserved disk space for the next one.
 
-A checkpoint is complete as soon as orbax has renamed its folder, so a run that is killed at any moment, even during a
-save, finds the newest complete one. Orbax does not notice every damaged file: before the renaming, the checksums of all
-files are written into the folder. A checkpoint that differs from them, or has none, is damaged.
+Orbax commits a checkpoint by renaming its folder, so a run that is killed at any time, even during a save, resumes from
+the newest complete one. Orbax does not detect all corrupted files, so the checksums of all files are written into the
+folder before the rename. A checkpoint with wrong or missing checksums is damaged.
 
-The checksums are CRC-32, which detects accidents, not forgeries. They take about 1 s for 1 GB and core.
+The checksums are CRC-32, which detects corruption but not tampering. They take about 1 s per GB and core.
 """
 
 import contextlib
@@ -30,12 +30,12 @@ from digen_jax.files import parse_json
 from digen_jax.process import job
 from digen_jax.process.shutdown import Stopped
 
-STAMPED = "_CHECKPOINT_METADATA"  # orbax's file, to which it adds the time at the very end
+STAMPED = "_CHECKPOINT_METADATA"  # orbax's file, finalized with a timestamp at the very end
 CHECKSUMS = "checksums.json"
-CHUNK = 1 << 22  # bytes that are read at a time for a checksum
+CHUNK = 1 << 22  # bytes per read for a checksum
 THREADS = 4
-FULL = (errno.ENOSPC, errno.EDQUOT)  # error numbers of a disk or a quota without space
-# Reserved in addition to the bytes of the arrays: for a checkpoint's other files and for a step's records.
+FULL = (errno.ENOSPC, errno.EDQUOT)  # error numbers of a full disk or an exceeded quota
+# Bytes reserved in addition to the arrays, for other checkpoint files and a step's records.
 SPARE = 1 << 21
 REASON = re.compile(
     "No space left on device|Disk quota exceeded|File too large|Permission denied"
@@ -44,13 +44,13 @@ REASON = re.compile(
 
 # Orbax logs a traceback for every error that it raises.
 logging.getLogger("absl").addFilter(lambda record: "/orbax/" not in record.pathname)
-# It awaits the first error of a failed save; asyncio logs each of the others, hundreds on a full disk.
+# Orbax awaits only the first error of a failed save; asyncio logs all others, hundreds on a full disk.
 LATE = re.compile(r"exception was never retrieved[\s\S]*(orbax|OCDBT|tensorstore)")
 logging.getLogger("asyncio").addFilter(lambda record: not LATE.search(record.getMessage()))
 
 
 def _print_unraisable(error: Any) -> None:
-    """Leaves out what TensorStore's threads raise after a failed save, whose event loop has ended."""
+    """Suppresses exceptions of TensorStore's threads after a failed save, whose event loop is closed."""
     if not (error.exc_type is RuntimeError and str(error.exc_value) == "Event loop is closed"):
         _printing(error)
 
@@ -59,11 +59,11 @@ _printing, sys.unraisablehook = sys.unraisablehook, _print_unraisable
 
 
 class SaveFailed(Stopped):
-    """A checkpoint could not be written, or there is no space for the next one."""
+    """Raised if a checkpoint cannot be written, or there is no space for the next one."""
 
 
 class Restored(NamedTuple):
-    """A checkpoint that was read: the number of steps, the arrays, and the host's part."""
+    """A restored checkpoint: step, arrays, and host state."""
 
     step: int
     arrays: Any
@@ -71,39 +71,39 @@ class Restored(NamedTuple):
 
 
 class Checkpointer:
-    """Saves checkpoints into a folder, keeps the newest ones, and restores the newest complete one.
+    """Saves checkpoints to a folder, keeps the newest ones, and restores the newest complete one.
 
-    It reserves the space of one more checkpoint while none is being saved. A file next to its folder records that a
-    checkpoint was saved: see `was_saved`.
+    Disk space for one more checkpoint is reserved while no save is in progress. A file next to the folder records that
+    a checkpoint was saved: see `was_saved`.
 
     Args:
-      folder: for the checkpoints of one run, one folder a step; created if needed. Remains of a killed save are
-        removed, and damaged checkpoints are renamed, so open it only in the process that trains.
-      every: a checkpoint is due after this many steps.
-      keep: number of checkpoints; older ones are removed as soon as a newer one is complete.
+      folder: Checkpoint folder of one run, with a subfolder per step; created if needed. Partial saves are removed and
+        damaged checkpoints are renamed, so only the training process may open it.
+      every: Number of steps between checkpoints.
+      keep: Number of checkpoints to keep; older ones are removed when a newer one is complete.
 
     Raises:
-      ConfigError: there are checkpoints, and none is complete.
+      ConfigError: There are checkpoints, but none is complete.
     """
 
     def __init__(self, folder: Path | str, every: int, keep: int):
         self.every, self._keep = every, keep
         self._folder = Path(folder).absolute()
         self._newest, damaged = newest_complete(self._folder)
-        self._saving: int | None = None  # the step that is being saved, or was saved last
+        self._saving: int | None = None  # step of the save in progress, or of the last save
         self._reserved = self._folder / "room_for_the_next"  # a file that occupies the space
         self._size = 0
         if job.is_first():
-            for step in damaged:  # so that it can be saved again
+            for step in damaged:  # so that the step can be saved again
                 aside = self._folder / f"damaged_{step}"
                 shutil.rmtree(aside, ignore_errors=True)
                 (self._folder / str(step)).rename(aside)
 
     @functools.cached_property
     def _manager(self) -> ocp.CheckpointManager:
-        """Created at its first use, which must be at the same time in all processes of a run."""
+        """Orbax manager, created on first use, which must be simultaneous in all processes of a run."""
         members = job.members() if job.size() > 1 else None
-        if members is not None:  # then orbax does not create it
+        if members is not None:  # orbax does not create it in this case
             self._folder.mkdir(parents=True, exist_ok=True)
         return ocp.CheckpointManager(
             self._folder,
@@ -115,7 +115,7 @@ class Checkpointer:
                 ),
                 max_to_keep=self._keep,
                 cleanup_tmp_directories=True,
-                # Called in the background by the first process, before the folder gets its name.
+                # Called in the background by the first process, before the rename.
                 async_options=ocp.AsyncOptions(post_finalization_callback=self._add_checksums),
             ),
         )
@@ -125,15 +125,15 @@ class Checkpointer:
         return step % self.every == 0
 
     def save(self, step: int, arrays: Any, host: dict[str, Any]) -> None:
-        """Copies the arrays and writes them in the background; does nothing for a step that is saved already.
+        """Copies the arrays and writes them in the background. No-op for a step that is already saved.
 
         Args:
-          step: the number of steps done.
-          arrays: a tree of arrays, typed PRNG keys included; they may be donated after this returns.
-          host: what else the run needs to continue, as JSON: positions in the data and in the metrics.
+          step: Number of completed steps.
+          arrays: Pytree of arrays, including typed PRNG keys. They may be donated after this returns.
+          host: Remaining state of the run as JSON: positions in the data and in the metrics.
 
         Raises:
-          SaveFailed: for the checkpoint before this one, or the start of this one.
+          SaveFailed: The previous save failed, or this one could not start.
         """
         self.wait()
         if step == self._manager.latest_step():
@@ -149,20 +149,20 @@ class Checkpointer:
         self._newest = step
 
     def check(self) -> None:
-        """Notices a save that has failed in the background; after a save, reserves space for the next one.
+        """Detects a failed background save. After a successful one, reserves space for the next.
 
         Raises:
-          SaveFailed: it failed and was removed, or there is no space for the next one.
+          SaveFailed: The save failed and was removed, or there is no space for the next one.
         """
         if not self._manager.is_saving_in_progress():
             self.wait()
             self._reserve()
 
     def wait(self) -> None:
-        """Waits until the checkpoint that is being saved is complete.
+        """Waits until the save in progress is complete.
 
         Raises:
-          SaveFailed: it failed and was removed.
+          SaveFailed: The save failed and was removed.
         """
         with self._report_failure():
             self._manager.wait_until_finished()
@@ -170,29 +170,29 @@ class Checkpointer:
             _note(self._folder).touch()
 
     def reserve_space(self, arrays: Any) -> None:
-        """Reserves the space of a checkpoint of such arrays, before the first one.
+        """Reserves disk space for the first checkpoint of such arrays.
 
         Raises:
-          SaveFailed: there is no space.
+          SaveFailed: There is no space.
         """
         self._size = _bytes_of(arrays)
         self._reserve()
 
     def release_space(self) -> None:
-        """Frees the reserved space, for a checkpoint or on a full disk."""
+        """Frees the reserved disk space, for a checkpoint or on a full disk."""
         self._reserved.unlink(missing_ok=True)
 
     def steps(self) -> list[int]:
-        """Returns the steps of all checkpoints, including the one that is being saved, the oldest first."""
+        """Returns the steps of all checkpoints, including the save in progress, in ascending order."""
         return sorted(self._manager.all_steps())
 
     def oldest(self) -> int | None:
-        """Returns the step of the oldest checkpoint, or None while there are fewer than `keep`."""
+        """Returns the step of the oldest checkpoint, or None if there are fewer than `keep`."""
         steps = self.steps()
         return steps[0] if len(steps) >= self._keep else None
 
     def latest_host(self) -> dict[str, Any] | None:
-        """Returns the host's part of the newest complete checkpoint, or None if there is none."""
+        """Returns the host state of the newest complete checkpoint, or None if there is none."""
         manager, step = self._manager, self._newest
         if step is None:
             return None
@@ -200,14 +200,14 @@ class Checkpointer:
         return manager.restore(step, args=items).host
 
     def restore_latest(self, template: Any) -> Restored | None:
-        """Reads the newest complete checkpoint onto the template's devices; returns None if there is none.
+        """Restores the newest complete checkpoint onto the template's devices. Returns None if there is none.
 
         Args:
-          template: the saved tree with a `jax.ShapeDtypeStruct` for each array, with the sharding that it gets; the
-            mesh may differ from the one that it was saved from.
+          template: The saved tree as `jax.ShapeDtypeStruct` with the target shardings. The mesh may differ from that of
+            the save.
 
         Raises:
-          ValueError: the template's tree or shapes differ from the checkpoint's.
+          ValueError: The template's tree or shapes differ from the checkpoint's.
         """
         manager, step = self._manager, self._newest
         if step is None:
@@ -219,10 +219,10 @@ class Checkpointer:
         return Restored(step, restored.arrays, restored.host)
 
     def close(self) -> None:
-        """Waits until the last checkpoint is complete, and frees the reserved space.
+        """Waits until the last save is complete, and frees the reserved space.
 
         Raises:
-          SaveFailed: the save failed.
+          SaveFailed: The save failed.
         """
         try:
             self.wait()
@@ -235,7 +235,7 @@ class Checkpointer:
         write_checksums(written, without=(STAMPED,))
 
     def _reserve(self) -> None:
-        """Where a file system cannot reserve space (or a limit on a file's size forbids it), none is reserved."""
+        """Reserves space, unless the file system does not support it or a file size limit forbids it."""
         if not self._size or not job.is_first():
             return
         if self._reserved.exists() and self._reserved.stat().st_size == self._size:
@@ -253,10 +253,10 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def _report_failure(self) -> Iterator[None]:
-        """Removes the remains of a failed save, and raises SaveFailed."""
+        """Converts errors of a save to SaveFailed, after removing its partial files."""
         try:
             yield
-        # Orbax and TensorStore raise various errors after a failed write, ValueError and RuntimeError among them.
+        # Orbax and TensorStore raise various errors after a failed write, including ValueError and RuntimeError.
         except Exception as error:
             for left in _unfinished(self._folder, self._saving):
                 shutil.rmtree(left, ignore_errors=True)
@@ -273,16 +273,16 @@ class Checkpointer:
 
 
 def read_checkpoint(folder: Path | str, template: Any) -> Restored:
-    """Reads a part of the newest complete checkpoint, for programs other than the run itself.
+    """Restores part of the newest complete checkpoint, for use outside of the run.
 
     Args:
-      folder: a `Checkpointer`'s folder, which is not changed; the run may be in progress.
-      template: the wanted branches of the saved tree, as in `Checkpointer.restore_latest`.
+      folder: Folder of a `Checkpointer`; not modified. The run may be in progress.
+      template: The requested branches of the saved tree; see `Checkpointer.restore_latest`.
 
     Raises:
-      FileNotFoundError: there is no checkpoint.
-      ConfigError: there are checkpoints, and none is complete.
-      ValueError: the checkpoint lacks a branch of the template, or has it in another shape.
+      FileNotFoundError: There is no checkpoint.
+      ConfigError: There are checkpoints, but none is complete.
+      ValueError: A branch of the template is missing in the checkpoint, or has another shape.
     """
     folder = Path(folder).absolute()
     step, _ = newest_complete(folder)
@@ -309,28 +309,28 @@ def read_checkpoint(folder: Path | str, template: Any) -> Restored:
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """Returns the steps of the checkpoints in a folder, the oldest first, damaged or not."""
+    """Returns the steps of all checkpoints in a folder in ascending order, including damaged ones."""
     return sorted(ocp.utils.checkpoint_steps(folder)) if folder.is_dir() else []
 
 
 def steps_done(folder: Path) -> int:
-    """Returns the step of the newest checkpoint in a folder whose saving has ended, or 0 if there is none."""
+    """Returns the step of the newest committed checkpoint in a folder, or 0 if there is none."""
     ended = (step for step in saved_steps(folder) if not _missing_stamp(folder / str(step)))
     return max(ended, default=0)
 
 
 def was_saved(folder: Path) -> bool:
-    """Returns whether a `Checkpointer` has saved a checkpoint into this folder, even if it was deleted since."""
+    """Returns whether a checkpoint was ever saved to this folder, even if it was deleted since."""
     return _note(folder).exists()
 
 
 def newest_complete(folder: Path) -> tuple[int | None, list[int]]:
-    """Returns the step of the newest complete checkpoint or None, and the steps of newer, damaged ones.
+    """Returns (step of the newest complete checkpoint or None, steps of newer damaged ones).
 
-    Prints a line about each damaged one.
+    Prints a line for each damaged one.
 
     Raises:
-      ConfigError: there are checkpoints, and none is complete.
+      ConfigError: There are checkpoints, but none is complete.
     """
     damaged = {}
     for step in reversed(saved_steps(folder)):
@@ -351,7 +351,7 @@ def newest_complete(folder: Path) -> tuple[int | None, list[int]]:
 
 
 def template_of(arrays: Any) -> Any:
-    """Returns the shapes, dtypes and shardings of a tree of arrays, to restore it onto the same devices."""
+    """Returns the `jax.ShapeDtypeStruct` tree of arrays, to restore onto the same devices."""
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays
     )
@@ -370,12 +370,12 @@ def _note(folder: Path) -> Path:
 
 
 def _unfinished(folder: Path, step: int | None) -> list[Path]:
-    """Returns the folders in which orbax writes a step, or has started to."""
+    """Returns the temporary folders of an incomplete save of a step."""
     return list(folder.glob(f"{step}.orbax-checkpoint-tmp*"))
 
 
 def _bytes_of(arrays: Any) -> int:
-    """Returns an upper bound of the bytes of a checkpoint of a tree of arrays."""
+    """Returns an upper bound of the checkpoint size of a pytree of arrays, in bytes."""
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(arrays))
     return size + size // 20 + SPARE
 
@@ -384,7 +384,7 @@ def _bytes_of(arrays: Any) -> int:
 
 
 def write_checksums(folder: Path, without: Collection[str] = ()) -> None:
-    """Writes size and CRC-32 of a folder's files, except some names, into CHECKSUMS; on the disk on return."""
+    """Writes size and CRC-32 of a folder's files, except `without`, to CHECKSUMS, and syncs to disk."""
     files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name not in without)
     names = [path.relative_to(folder).as_posix() for path in files]
     with ThreadPoolExecutor(THREADS) as threads:
@@ -396,7 +396,7 @@ def write_checksums(folder: Path, without: Collection[str] = ()) -> None:
 
 
 def find_damage(folder: Path) -> str | None:
-    """Returns the first difference between a folder and its checksums, or None. Later files are not checked."""
+    """Returns the first mismatch between a folder and its checksums, or None. Later files are not checked."""
     try:
         expected = {
             str(name): (int(size), int(crc))

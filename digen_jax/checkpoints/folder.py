@@ -1,7 +1,7 @@
-"""Component and pipeline folders in the format of diffusers and transformers.
+"""Component and pipeline folders in diffusers and transformers format.
 
-A component is `config.json` and safetensors, in one file or in several with an index; a pipeline is
-`model_index.json` and a folder for each component. This code needs neither torch nor diffusers.
+A component is `config.json` and safetensors, in one file or in several with an index. A pipeline is
+`model_index.json` and a folder per component. Neither torch nor diffusers is required.
 """
 
 import hashlib
@@ -33,18 +33,18 @@ from digen_jax.files import parse_json
 Folder = str | pathlib.Path
 
 INDEX = "model_index.json"
-# The file name that each library expects.
+# Weights file name of each library.
 STEMS = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
-# Next to model_index.json: the sampling settings (steps, guidance) with which a model is best sampled, if they differ
-# from its pipeline's defaults. diffusers does not read it.
+# File next to model_index.json with the recommended sampling settings (steps, guidance), if they differ from the
+# pipeline's defaults. diffusers does not read it.
 SAMPLING = "sampling.json"
-# Hub repositories often also contain the pipeline as one file at the root, and half-precision copies.
+# Excludes single-file checkpoints at the root and half-precision copies, which Hub repositories often contain.
 HUB_FILES = ["*.json", "*/*.txt", "*/*.model", "*/*.jinja", "LICENSE*", "*/*.safetensors"]
 HUB_FILES += [f"{stem}*.safetensors" for stem in STEMS.values()]
 HUB_FILES += ["*lora_weights.safetensors", "adapter_model.safetensors"]
 HUB_IGNORED = ["*.fp16.*", "*.fp16-*", "*.bf16.*", "*.non_ema.*", "*onnx*"]
 
-# Bytes of a file that `fingerprint` reads, in pieces of a larger file.
+# Maximum bytes per file that `fingerprint` reads; larger files are sampled in pieces.
 WHOLE = 2**25
 PIECE = 2**16
 
@@ -55,16 +55,16 @@ def resolve_folder(
     without: tuple[str, ...] = (),
     index_only: bool = False,
 ) -> pathlib.Path:
-    """Returns a local folder unchanged, or downloads a hub repository "owner/name".
+    """Returns a local folder unchanged, or downloads a Hub repository "owner/name".
 
     Args:
-      name_or_path: name of the folder or repository.
-      revision: of the repository. None means the newest one.
-      without: components of the repository that are not needed, such as a large text encoder.
-      index_only: download only `model_index.json`.
+      name_or_path: Folder or repository.
+      revision: Revision of the repository. None means the latest.
+      without: Components to skip, such as a large text encoder.
+      index_only: Whether to download only `model_index.json`.
 
     Raises:
-      ValueError: there is no such folder or repository.
+      ValueError: The folder or repository does not exist.
     """
     path = pathlib.Path(name_or_path).expanduser()
     if path.is_dir():
@@ -92,7 +92,7 @@ def resolve_folder(
 
 
 def read_json(path: Folder) -> dict[str, Any]:
-    """Reads a JSON object; raises ValueError for a missing or malformed file."""
+    """Reads a JSON object. Raises ValueError for a missing or malformed file."""
     try:
         value = parse_json(pathlib.Path(path).read_bytes())
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -116,24 +116,24 @@ def read_model_index(folder: Folder) -> dict[str, Any]:
 
 
 def absent_components(folder: Folder) -> list[str]:
-    """Returns the components that a pipeline's `model_index.json` names but its folder lacks."""
+    """Returns the components that are listed in `model_index.json` but missing in the pipeline folder."""
     entries = {k: v for k, v in read_model_index(folder).items() if isinstance(v, list)}
     return [name for name in entries if not pathlib.Path(folder, name).is_dir()]
 
 
 def check_classes(folder: Folder, components: Mapping[str, tuple[str | None, ...]]) -> None:
-    """Checks `model_index.json` against the (library, class, ..) of each component; (None, None) is not compared.
+    """Checks `model_index.json` against the (library, class, ...) of each component; (None, None) is not checked.
 
-    Any of several classes is accepted.
+    If several classes are given, any one is accepted.
 
     Raises:
-      ValueError: names the first component that is missing or has another class.
+      ValueError: A component is missing or has another class; names the first one.
     """
     path = pathlib.Path(folder) / INDEX
     index = read_json(path)
     for part, expected in components.items():
         found = index.get(part)
-        # transformers also saves the class of a faster tokenizer, which reads the same files.
+        # transformers may save the class of the fast tokenizer, which reads the same files.
         same = isinstance(found, list) and [str(name).removesuffix("Fast") for name in found]
         supported = [[expected[0], name] for name in expected[1:]]
         if expected[0] is not None and same not in supported:
@@ -148,10 +148,10 @@ def read_configs(
     components: Mapping[str, tuple[str | None, ...]],
     readers: Mapping[str, Callable[[dict[str, Any]], Any]],
 ) -> dict[str, Any]:
-    """Calls `readers` with the JSON files of a pipeline's components, after `check_classes`.
+    """Parses the JSON files of a pipeline's components with `readers`, after `check_classes`.
 
     Raises:
-      ValueError: a file is missing, has another class, or is rejected by its reader.
+      ValueError: A file is missing, has another class, or is rejected by its reader.
     """
     check_classes(folder, components)
     return {
@@ -166,10 +166,10 @@ def read_component(
     kinds: Sequence[str | None],
     read: Callable[[dict[str, Any]], Any],
 ) -> Any:
-    """Calls `read` with the JSON file of a pipeline's component, whose class must be one of `kinds`.
+    """Parses the JSON file of a pipeline component with `read`. Its class must be one of `kinds`.
 
     Raises:
-      ValueError: the file is missing, has another class, or is rejected by `read`.
+      ValueError: The file is missing, has another class, or is rejected by `read`.
     """
     name = "scheduler_config.json" if part == "scheduler" else "config.json"
     path = pathlib.Path(folder) / part / name
@@ -197,20 +197,20 @@ def read_params(
     ignore: tuple[str, ...] = (),
     rename: Callable[[str], str] | None = None,
 ) -> dict[str, Any]:
-    """Reads the parameters of a component folder; each device reads only its own shards.
+    """Reads the parameters of a component folder. Each device reads only its own shards.
 
     Args:
-      folder: of the component.
-      template: the network's tree of `jax.ShapeDtypeStruct`.
-      lists: the network's `LISTS`.
-      shardings: one Sharding, a tree of them or a prefix of such a tree. None means the first device.
-      dtype: of floating leaves. None means the template's.
-      ignore: patterns of tensor names (`*.position_ids`) that the file may have in addition to the network's leaves.
-      rename: returns the network's name of a tensor, which versions of transformers have saved with different names;
-        applied before `ignore`.
+      folder: Component folder.
+      template: Tree of `jax.ShapeDtypeStruct` of the network.
+      lists: `LISTS` of the network.
+      shardings: A Sharding, or a tree or tree prefix of Shardings. None means the first device.
+      dtype: Dtype of floating leaves. None means the template's.
+      ignore: Patterns of additional tensor names in the file (`*.position_ids`) to ignore.
+      rename: Maps tensor names to the network's, since they differ between transformers versions. Applied before
+        `ignore`.
 
     Raises:
-      ValueError: a tensor is missing, surplus or misshapen.
+      ValueError: A tensor is missing or unexpected, or has the wrong shape.
     """
     tensors = _renamed(open_tensors(folder), rename)
     config = pathlib.Path(folder) / "config.json"
@@ -224,7 +224,7 @@ def check_params(
     ignore: tuple[str, ...] = (),
     rename: Callable[[str], str] | None = None,
 ) -> None:
-    """Raises the errors of `read_params` that show in the headers of its files; only these are read."""
+    """Raises the errors of `read_params` that are detectable from file headers; reads no tensors."""
     tensors = _renamed(open_tensors(folder), rename)
     check_tensors(tensors, template, lists, ignore, pathlib.Path(folder) / "config.json")
 
@@ -232,7 +232,7 @@ def check_params(
 def _renamed(
     tensors: dict[str, StoredTensor], rename: Callable[[str], str] | None
 ) -> dict[str, StoredTensor]:
-    """Renames tensors; raises ValueError if two get the same name."""
+    """Renames tensors. Raises ValueError if names collide."""
     if rename is None:
         return tensors
     stored: dict[str, str] = {}
@@ -247,14 +247,14 @@ def _renamed(
 
 
 def has_weights(folder: Folder) -> bool:
-    """Returns whether a component folder has any weights, complete or not."""
+    """Returns whether a component folder has any weights, even incomplete ones."""
     return any(pathlib.Path(folder).glob("*.safetensors*"))
 
 
 def open_tensors(folder: Folder) -> dict[str, StoredTensor]:
-    """Opens the tensors of a component folder by name; only the headers are read.
+    """Opens the tensors of a component folder by name. Only headers are read.
 
-    If there is a single file next to an index of several, diffusers reads the index and transformers the single file.
+    If there are both a single file and an index, diffusers reads the index and transformers the single file.
     """
     folder = pathlib.Path(folder)
     for stem in STEMS.values():
@@ -266,7 +266,7 @@ def open_tensors(folder: Folder) -> dict[str, StoredTensor]:
             if not isinstance(weight_map, dict):
                 raise ValueError(f"{index} has no weight_map of tensor names to files")
             for file in weight_map.values():
-                # A lexical check, because files in the hub's cache are links to places outside the folder.
+                # A lexical check, because files in the Hub cache are symlinks to outside the folder.
                 plain = isinstance(file, str) and pathlib.PurePath(file).name == file
                 if not (plain and file.endswith(".safetensors")):
                     raise ValueError(
@@ -300,9 +300,9 @@ def write_params(
 ) -> None:
     """Writes `config.json` and the weights so that `from_pretrained(folder)` loads them.
 
-    `kind` is the library, "diffusers" or "transformers". Floating leaves are cast to `dtype` if given; above
-    `max_shard_bytes` the weights are divided into several files with an index. No partial file appears, earlier weights
-    are removed, and `config.json` is written last: if it exists, all files do.
+    `kind` is the library, "diffusers" or "transformers". Floating leaves are cast to `dtype` if given. Above
+    `max_shard_bytes` the weights are split into several files with an index. Files are written atomically, earlier
+    weights are removed, and `config.json` is written last: if it exists, all files do.
     """
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -325,7 +325,7 @@ def write_params(
 def _write_weights(
     folder: pathlib.Path, stem: str, tensors: Iterable[tuple[str, np.ndarray]], limit: int
 ) -> list[pathlib.Path]:
-    """Writes one file, or numbered ones and their index; returns their paths."""
+    """Writes one file, or numbered shards and their index. Returns the paths."""
     shards: list[list[str]] = []
     total, size, held = 0, 0, {}
 
@@ -359,11 +359,11 @@ def copy_pipeline(
     replace: Mapping[str, Callable[[pathlib.Path], None]],
     sampling: Mapping[str, Any],
 ) -> None:
-    """Writes a pipeline folder with the source's components, except those in `replace`.
+    """Copies a pipeline folder, except for the components in `replace`.
 
-    `replace[component](folder)` must fill the given folder. `sampling` is the content of `SAMPLING`. The entry of a
-    component whose folder is missing becomes null, as in diffusers for a component that was not loaded. The target must
-    not exist, and appears only when it is complete.
+    `replace[component](folder)` must write the given folder. `sampling` is the content of `SAMPLING`. The entries of
+    missing components become null, as in diffusers for components that were not loaded. The target must not exist,
+    and is created atomically.
     """
     source, target = pathlib.Path(source), pathlib.Path(target)
     index = read_model_index(source)
@@ -395,18 +395,17 @@ def copy_pipeline(
 
 
 def fingerprint(folder: str | os.PathLike[str], parts: Sequence[str]) -> str:
-    """Returns a hash of the files of a pipeline's components, in seconds for weights of any size.
+    """Returns a hash of the files of pipeline components; takes seconds for any size.
 
-    It includes the names and sizes of files, but not their dates or the folder's path. Of large files it reads 512
-    pieces at equal distances: training changes weights everywhere, but a change of less than a 500th of a file may be
-    missed.
+    It covers file names and sizes, but not dates or the folder's path. Of large files it reads 512 evenly spaced
+    pieces: training changes weights everywhere, but a change of less than 1/500 of a file may be missed.
 
     Args:
-      folder: of the pipeline.
-      parts: its components, such as text encoders and tokenizers.
+      folder: Pipeline folder.
+      parts: Components, such as text encoders and tokenizers.
 
     Raises:
-      ValueError: a component is missing or empty.
+      ValueError: A component is missing or empty.
     """
     digest = hashlib.sha256()
     for part in parts:

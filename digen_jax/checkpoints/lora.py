@@ -1,8 +1,8 @@
-"""LoRA (arXiv 2106.09685) on linen networks; `lora_files` reads and writes its files.
+"""LoRA (arXiv 2106.09685) for linen networks; see `lora_files` for file I/O.
 
 A layer y = W x becomes y = W x + (alpha / rank) B A x. The low-rank term is added to the activations of every
-`nn.Dense` that has factors in the collection "lora", so that neither B A nor a gradient of W is ever computed. Networks
-need no code for it, but their scans must declare `variable_axes={"params": 0, "lora": 0}`.
+`nn.Dense` with factors in the collection "lora", so that neither B A nor a gradient of W is computed. Networks need no
+LoRA code, but their scans must declare `variable_axes={"params": 0, "lora": 0}`.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from digen_jax.ranges import Count, PositiveFloat
 
 # Distribution of the first factor; see `lora_init`.
 Init = Literal["kaiming", "gaussian"]
-# The logical axis between the two factors.
+# Logical axis between the two factors.
 RANK = "rank"
 
 _scale = contextvars.ContextVar("scale", default=None)
@@ -48,7 +48,7 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        """Returns the factor of the low-rank term."""
+        """Returns the scale of the low-rank term."""
         return self.alpha / self.rank
 
 
@@ -58,18 +58,18 @@ def lora_init(
     config: LoraConfig,
     lists: Mapping[str, tuple[str, ...]],
 ) -> dict[str, Any]:
-    """Initializes float32 factors as PEFT does: a [.., in, r] random, b [.., r, out] zero.
+    """Initializes float32 factors like PEFT: a [..., in, r] random, b [..., r, out] zero.
 
     With "kaiming", PEFT's default, a is uniform within 1/sqrt(in), so that its std is 1/sqrt(3 in);
     with "gaussian" it is normal with std 1/r (peft 0.21.2, tuners/lora/layer.py,
     `reset_lora_parameters`), which Flow-GRPO, DiffusionNFT, AWM and GenRL use.
 
-    `templates` contains each component's parameters or their shapes; components without targets get no
-    factors. The first component draws with `key`, each other one with a key derived from it. A layer's
-    draw depends only on its torch name, not on the division of the network into scans.
+    `templates` contains each component's parameters or their shapes. Components without targets get no factors.
+    The first component uses `key`, the others keys derived from it. The factors of a layer depend only on its
+    torch name, not on how the network is split into scans.
 
     Raises:
-      ValueError: the targets match nothing, or only some layers of a scan.
+      ValueError: The targets match nothing, or only some layers of a scan.
     """
     keys = {
         part: jax.random.fold_in(key, zlib.crc32(part.encode())) if number else key
@@ -84,10 +84,10 @@ def lora_init(
 def adapted_layers(
     templates: Mapping[str, Tree], targets: str, lists: Mapping[str, tuple[str, ...]]
 ) -> dict[str, set[str]]:
-    """Returns the torch names of the linear layers that `targets` matches, for each component that has any.
+    """Returns the torch names of linear layers that match `targets`, by component; omits those without matches.
 
     Raises:
-      ValueError: there are none at all, or only some layers of a scan match.
+      ValueError: No layer matches, or only some layers of a scan match.
     """
     found = {
         part: {
@@ -137,9 +137,9 @@ def _factors(
 def factor_axes(
     axes: Mapping[Path, tuple[str | None, ...]],
 ) -> dict[Path, tuple[str | None, ...]]:
-    """Returns the logical axes of the factors of all linear layers: a [.., in, rank], b [.., rank, out].
+    """Returns the logical axes of the factors of all linear layers: a [..., in, rank], b [..., rank, out].
 
-    `axes` has those of the parameters, by path.
+    `axes` contains the logical axes of the parameters, by path.
     """
     factors = {}
     for (*module, leaf), (*stack, last) in axes.items():
@@ -151,7 +151,7 @@ def factor_axes(
 
 
 def check_rank(rank: int, factors: Tree) -> None:
-    """Raises ValueError for a rank that is too large for every layer, given the factors or their shapes."""
+    """Raises ValueError if the rank is too large for every layer, given the factors or their shapes."""
     flat = flatten_dict(factors)
     highest = max(
         min(a.shape[-2], flat[*path, "b"].shape[-1])
@@ -168,7 +168,7 @@ def check_rank(rank: int, factors: Tree) -> None:
 def lora_layers(scale: float) -> Iterator[None]:
     """Adds the low-rank terms in `module.apply({"params": ..., "lora": ...}, ...)`; `scale` is alpha / rank.
 
-    It acts while the module is traced, so enter it inside the jitted function.
+    The context applies at trace time, so enter it inside the jitted function.
     """
 
     def intercept(call, args, kwargs, context):
@@ -190,23 +190,23 @@ def lora_layers(scale: float) -> Iterator[None]:
 
 
 def lora_scale() -> float | None:
-    """Returns the scale of the innermost `lora_layers`, or None outside of them."""
+    """Returns the scale of the innermost `lora_layers` context, or None outside."""
     return _scale.get()
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Returns whether a module is a linear layer with factors."""
+    """Returns whether a module is a linear layer with LoRA factors."""
     return isinstance(module, nn.Dense) and module.has_variable("lora", "a")
 
 
 def _product(dense: nn.Dense, x: Array, factor: Array) -> Array:
-    """Multiplies tokens [..., i] with a factor [i, o] by the layer's own product."""
+    """Multiplies tokens [..., i] with a factor [i, o], using the layer's own dot product."""
     product = dense.dot_general or jax.lax.dot_general
     return product(x, factor, (((x.ndim - 1,), (0,)), ((), ())), precision=dense.precision)
 
 
 def merge(params: Tree, lora: Tree, scale: float) -> dict[str, Any]:
-    """Returns the weights W + scale A B, computed in float32 and rounded once to W's dtype."""
+    """Returns the merged weights W + scale A B, computed in float32 and cast to W's dtype."""
     merged, factors = flatten_dict(params), flatten_dict(lora)
     for *path, leaf in factors:
         if leaf == "a":
@@ -218,7 +218,7 @@ def merge(params: Tree, lora: Tree, scale: float) -> dict[str, Any]:
 
 
 def dense_layers(template: Tree, lists: tuple[str, ...]) -> Iterator[tuple[Path, Any, list[str]]]:
-    """Yields the path of every linear layer, its kernel, and its torch name in each layer of the scan."""
+    """Yields (path, kernel, torch names of the layers of the scan) of every linear layer."""
     for path, leaf in flatten_dict(template).items():
         if path[-1] == "kernel" and len(leaf.shape) - is_scanned(path, lists) == 2:
             tensors = tensor_names(path, lists)
@@ -228,7 +228,7 @@ def dense_layers(template: Tree, lists: tuple[str, ...]) -> Iterator[tuple[Path,
 def _targets(
     template: Tree, targets: str, lists: tuple[str, ...], component: str
 ) -> dict[Path, Any]:
-    """Returns the kernels of linear layers whose torch names match, with or without the component's name."""
+    """Returns the kernels of linear layers with matching torch names, with or without the component's name."""
     try:
         pattern = re.compile(targets)
     except re.error as error:

@@ -1,8 +1,8 @@
-"""LoRA files: writes diffusers' `pytorch_lora_weights.safetensors`; reads plain LoRAs of many programs.
+"""LoRA files: writes diffusers' `pytorch_lora_weights.safetensors`; reads plain LoRAs in common formats.
 
-A PEFT folder contains `adapter_config.json` and `adapter_model.safetensors`; Flow-GRPO, DiffusionNFT and
-AWM publish these. Diffusers writes one file, whose metadata may contain PEFT's settings, such as alpha. kohya's
-scripts, ai-toolkit and ComfyUI use other prefixes, other names of the factors, and a tensor `.alpha` for each layer.
+A PEFT folder, as released by Flow-GRPO, DiffusionNFT and AWM, contains `adapter_config.json` and
+`adapter_model.safetensors`. diffusers writes one file, with PEFT's settings, such as alpha, in optional metadata.
+kohya's scripts, ai-toolkit and ComfyUI use other prefixes, other factor names, and a tensor `.alpha` per layer.
 """
 
 import dataclasses
@@ -39,9 +39,9 @@ PEFT_FILE, PEFT_CONFIG, PEFT_PREFIX = (
     "adapter_config.json",
     "base_model.model",
 )
-# Our leaf names and torch's module names; both factors are stored in the layout of a Dense kernel.
+# Flax leaf names to torch module names; both factors are stored in the layout of a Dense kernel.
 FACTORS = {"a": "lora_A", "b": "lora_B"}
-# The ends of tensor names, and what the tensor is.
+# Suffixes of tensor names, and the role of the tensor.
 ROLES = {
     ".lora_A.weight": "lora_A",
     ".lora_B.weight": "lora_B",
@@ -51,13 +51,13 @@ ROLES = {
     ".lora.up.weight": "lora_B",
     ".alpha": "alpha",
 }
-# Parts of a name that DDP, torch.compile, FSDP, activation checkpointing and PEFT's adapter names add.
+# Name parts added by DDP, torch.compile, FSDP, activation checkpointing and PEFT adapter names.
 WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "default"}
-# Prefixes of PEFT, of ai-toolkit and ComfyUI, and of kohya's scripts, which write a layer's name with underscores.
+# Prefixes of PEFT, of ai-toolkit and ComfyUI, and of kohya's scripts, which use underscores in layer names.
 PREFIXES = (PEFT_PREFIX, "diffusion_model")
 FLAT = "lora_unet_"
-# How to convert other files, where `pipe` is diffusers' pipeline of the model; {file}, {part}: the file and the tuned
-# component; {parts}: it and the text encoders that the file adapts.
+# Conversion instructions for other files. `pipe` is the model's diffusers pipeline; {file}, {part}: the file and the
+# trained component; {parts}: that component and the text encoders that the file adapts.
 CONVERT = (
     "convert it with diffusers by safetensors.torch.save_file({{k: v.clone() for k, v in "
     "pipe.lora_state_dict({file!r}).items()}}, 'converted.safetensors'), and use that file"
@@ -71,7 +71,7 @@ MERGE_PEFT = (
     ".merge_and_unload() and pipe.save_pretrained(FOLDER), and use that folder as the model"
 )
 ELSEWHERE = "merge it into the model with the program that wrote it, and use the merged model"
-# Tensors of other formats: by name, what they are and what to do.
+# Tensors of other formats, by name: description and advice.
 ENCODER = r"(?:.*\.)?(?:text_encoder(_\d)?\.|lora_te(\d?)_)"
 FORMATS = (
     (ENCODER, "a factor of a text encoder, which is not tuned here", MERGE),
@@ -88,8 +88,8 @@ FORMATS = (
         CONVERT,
     ),
 )
-# PEFT settings that change the meaning of the same tensors; only these values are supported. Some
-# initialisations (init_lora_weights) also change the base model.
+# Supported values of PEFT settings that change the meaning of the tensors. Some initializations
+# (init_lora_weights) also change the base model.
 PLAIN = {
     "peft_type": ("LORA",),
     "use_rslora": (False,),
@@ -107,17 +107,17 @@ PLAIN = {
 
 
 class LoraFile(NamedTuple):
-    """The LoRA of a component: its tensors, of which only the headers are read, and its settings."""
+    """LoRA of a component: lazily read tensors, and settings."""
 
     file: pathlib.Path
     tensors: dict[str, StoredTensor]  # by COMPONENT.LAYER.lora_A.weight and so on
     component: str
     rank: int
-    alpha: float | None  # None: not given, and diffusers takes the rank
+    alpha: float | None  # None means unspecified; diffusers uses the rank
 
     @property
     def layers(self) -> set[str]:
-        """The torch names of the layers that have a tensor."""
+        """Torch names of the layers with tensors."""
         start = f"{self.component}."
         return {name.rsplit(".lora_", 1)[0].removeprefix(start) for name in self.tensors}
 
@@ -130,8 +130,8 @@ def write_lora(
 ) -> None:
     """Writes `pytorch_lora_weights.safetensors`, which `pipe.load_lora_weights(folder)` reads.
 
-    `lora` and `lists` are by component, whose name is the prefix of its tensors' names. The metadata has alpha, for
-    which diffusers would otherwise take the rank.
+    `lora` and `lists` are by component; its name is the prefix of the tensor names. Alpha is stored in the metadata,
+    because diffusers otherwise assumes alpha = rank.
     """
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -152,7 +152,7 @@ def read_lora(
     lists: Mapping[str, tuple[str, ...]],
     shardings: Any = None,
 ) -> dict[str, tuple[dict[str, Any], int, float]]:
-    """Reads (factors, rank, alpha) of each component; arguments and errors as in `open_lora`."""
+    """Reads (factors, rank, alpha) of each component. See `open_lora` for arguments and errors."""
     found = {}
     for part, opened in open_lora(folder, templates, lists).items():
         alpha = opened.rank if opened.alpha is None else opened.alpha
@@ -166,21 +166,21 @@ def open_lora(
     templates: Mapping[str, Tree],
     lists: Mapping[str, tuple[str, ...]],
 ) -> dict[str, LoraFile]:
-    """Opens a LoRA in a folder of PEFT or diffusers, or in a single file, by component.
+    """Opens a LoRA from a PEFT or diffusers folder, or from a single file, by component.
 
-    Names without a component belong to the first one; components without tensors are left out. If a
-    folder has both files, PEFT's is read. The settings come from `adapter_config.json` if the folder has one, else
-    from the metadata of the file. Tensors `.alpha` take the place of the settings' alpha; where layers have different
-    ones, the factors are scaled and alpha is the rank.
+    Names without a component belong to the first one; components without tensors are omitted. If a folder has both
+    files, PEFT's is read. The settings come from `adapter_config.json` if present, else from the metadata of the file.
+    Tensors `.alpha` override the settings' alpha; if they differ between layers, the factors are scaled and alpha is
+    the rank.
 
     Args:
-      folder: of the LoRA, or its file.
-      templates: the parameters of the trainable components, or their shapes.
-      lists: the `LISTS` of each component.
+      folder: LoRA folder or file.
+      templates: Parameters or shapes of the trainable components.
+      lists: `LISTS` of each component.
 
     Raises:
-      ValueError: there is no file, or it is no plain LoRA of one rank of these components; the message names the
-        format or the layer, and how to convert the file.
+      ValueError: The file is missing, or is not a plain LoRA of uniform rank for these components; the message names
+        the format or the layer, and how to convert the file.
     """
     folder = pathlib.Path(folder).expanduser()
     file = _lora_file(folder) if folder.is_dir() else folder
@@ -193,7 +193,7 @@ def open_lora(
         rank = _rank(file, roles.get("lora_A", {}), part, settings)
         alpha = _alpha(file, settings)
         if alphas := {layer: _number(tensor) for layer, tensor in roles.pop("alpha", {}).items()}:
-            # As in kohya's scripts a layer without the tensor has a scale of 1.
+            # As in kohya's scripts, a layer without the tensor has a scale of 1.
             alphas |= {layer: rank for layer in roles["lora_A"] if layer not in alphas}
             alpha = alphas[min(alphas)] if len({*alphas.values()}) == 1 else rank
             for layer, tensor in roles.get("lora_B", {}).items():
@@ -212,7 +212,7 @@ def open_lora(
 def read_opened(
     opened: LoraFile, template: Tree, lists: tuple[str, ...], shardings: Any = None
 ) -> dict[str, Any]:
-    """Reads the float32 factors of an opened LoRA."""
+    """Reads the factors of an opened LoRA as float32."""
     adapted, rank = opened.layers, opened.rank
     factors = {}
     for path, kernel, layers in dense_layers(template, lists):
@@ -228,7 +228,7 @@ def read_opened(
 
 
 def _as_modules(lora: Tree, component: str) -> dict[str, Any]:
-    """Returns the tree with the tensor names of the file: factors are kernels of modules lora_A, lora_B."""
+    """Converts the tree to the file's tensor names, with factors as kernels of modules lora_A and lora_B."""
     return unflatten_dict(
         {
             (component, *path, FACTORS[leaf], "kernel"): factor
@@ -252,7 +252,7 @@ def _by_component(
     templates: Mapping[str, Tree],
     lists: Mapping[str, tuple[str, ...]],
 ) -> dict[str, dict[str, dict[str, StoredTensor]]]:
-    """Returns the tensors by component, role and layer; raises ValueError for one that is not of a plain LoRA."""
+    """Returns the tensors by component, role and layer. Raises ValueError for tensors that plain LoRAs do not have."""
     layers = {
         part: {name for _, _, names in dense_layers(template, lists[part]) for name in names}
         for part, template in templates.items()
@@ -283,7 +283,7 @@ def _by_component(
 
 
 def _why_unknown(file: pathlib.Path, names: list[str], part: str) -> str:
-    """Describes tensors that do not belong to a plain LoRA of the network, and what to do."""
+    """Describes tensors that do not belong to a plain LoRA of the network, with advice."""
     for pattern, kind, advice in FORMATS:
         if found := next((name for name in names if re.match(pattern, name)), None):
             return f"has {found}, {kind}: {_advice(advice, file, part, names)}"
@@ -295,7 +295,7 @@ def _why_unknown(file: pathlib.Path, names: list[str], part: str) -> str:
 
 
 def _advice(text: str, file: pathlib.Path, part: str, names: Iterable[str] = ()) -> str:
-    """Returns the instructions to convert a file; `names` are the tensors that are not of `part`."""
+    """Returns conversion instructions for a file; `names` are tensors outside of `part`."""
     numbers = {match[1] or match[2] for name in names if (match := re.match(ENCODER, name))}
     encoders = {
         f"text_encoder_{number[-1]}" if number and number != "1" else "text_encoder"
@@ -307,7 +307,7 @@ def _advice(text: str, file: pathlib.Path, part: str, names: Iterable[str] = ())
 
 @dataclasses.dataclass(frozen=True)
 class _Scaled:
-    """A stored array times a number, read in parts as float32."""
+    """A stored array times a scalar, read lazily as float32."""
 
     inner: Any
     factor: float
@@ -323,7 +323,7 @@ class _Scaled:
 
 
 def _number(tensor: StoredTensor) -> float:
-    """Reads a tensor with one element; raises ValueError if it is not a positive number."""
+    """Reads a scalar tensor. Raises ValueError if it is not a positive number."""
     values = np.ravel(tensor.slice[...])
     if values.size != 1 or not 0 < float(values[0]) < math.inf:
         raise ValueError(f"{tensor.file} has an alpha {values[:3].tolist()}, not a positive number")
@@ -331,7 +331,7 @@ def _number(tensor: StoredTensor) -> float:
 
 
 def _settings(file: pathlib.Path, stored: Mapping[str, StoredTensor]) -> dict[str, Any]:
-    """Reads PEFT's settings from the folder, or from the file's header as diffusers saves them; may be empty."""
+    """Reads PEFT's settings from the folder, or from the file's metadata as saved by diffusers; may be empty."""
     config = file.parent / PEFT_CONFIG
     needed = any(name.startswith(f"{PEFT_PREFIX}.") for name in stored)
     needed = needed and not any(name.endswith(".alpha") for name in stored)
@@ -345,7 +345,7 @@ def _settings(file: pathlib.Path, stored: Mapping[str, StoredTensor]) -> dict[st
 
 
 def _check_plain(file: pathlib.Path, settings: Mapping[str, Any], part: str) -> None:
-    """Raises ValueError for a setting of PEFT that plain LoRA does not have."""
+    """Raises ValueError for PEFT settings that are not plain LoRA."""
     for key, plain in PLAIN.items():
         if settings.get(key) is not None and settings[key] not in plain:
             supported = " or ".join(f"{key}={value}" for value in plain)
@@ -381,7 +381,7 @@ def _rank(
 
 
 def _alpha(file: pathlib.Path, settings: Mapping[str, Any]) -> float | None:
-    """Returns alpha from PEFT's settings, or None if they do not have it."""
+    """Returns alpha from PEFT's settings, or None if missing."""
     alpha = settings.get("lora_alpha")
     if alpha is not None and not (type(alpha) in (int, float) and 0 < alpha < math.inf):
         raise ValueError(f"{file} has lora_alpha={alpha}, which must be a positive number")
@@ -394,20 +394,20 @@ def read_initial_lora(
     templates: Mapping[str, Tree],
     lists: Mapping[str, tuple[str, ...]],
 ) -> dict[str, Any]:
-    """Reads the initial factors of a run (`config.lora.path`): float32, on the first device, by component.
+    """Reads the initial factors of a run (`config.lora.path`) by component, as float32 on the first device.
 
-    The run starts with these factors and new optimizer moments. The KL's reference stays the model without LoRA, as in
-    the code of Flow-GRPO (scripts/train_sd3.py, ac4c86e), DiffusionNFT and AWM, which turn the adapter off for it.
+    The optimizer state is not restored. The KL reference remains the model without LoRA, as in the code of Flow-GRPO
+    (scripts/train_sd3.py, ac4c86e), DiffusionNFT and AWM, which disable the adapter for it.
 
     Args:
-      name: a folder, a file or a hub id.
-      config: rank, alpha and targets of the run, which the LoRA must have.
-      templates: the parameters of the trainable components, or their shapes.
-      lists: the `LISTS` of each component.
+      name: Folder, file or Hub id.
+      config: Rank, alpha and targets of the run, which the LoRA must match.
+      templates: Parameters or shapes of the trainable components.
+      lists: `LISTS` of each component.
 
     Raises:
-      ConfigError: the LoRA differs from `config`.
-      ValueError: there is no LoRA, or none for this network.
+      ConfigError: The LoRA differs from `config`.
+      ValueError: There is no LoRA, or none for this network.
     """
     path = pathlib.Path(name)
     opened = open_lora(path if path.is_file() else resolve_folder(name), templates, lists)
@@ -436,7 +436,7 @@ def _check_settings(opened: LoraFile, config: LoraConfig) -> None:
 def _check_layers(
     opened: Mapping[str, LoraFile], wanted: Mapping[str, set[str]], targets: str, part: str
 ) -> None:
-    """Raises ConfigError if the layers of a component differ from the config's; `wanted` are those of `targets`."""
+    """Raises ConfigError if a component's layers differ from the config's; `wanted` are the layers of `targets`."""
     file = next(iter(opened.values())).file
     own = opened[part].layers if part in opened else set()
     matched = wanted.get(part, set())

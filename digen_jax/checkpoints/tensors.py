@@ -1,11 +1,11 @@
-"""Reads and writes trees of arrays as safetensors files with the tensor names of diffusers and transformers.
+"""Reads and writes pytrees as safetensors files with diffusers and transformers tensor names.
 
-Networks have torch's attribute names, so a path is almost a tensor name: `xs_3` is the torch list entry `xs.3`,
-`xs_0to12` a scanned run of such entries, whose leaves are stacked along a leading axis. Each network declares which
-names are lists, because `linear_1` is an ordinary attribute in diffusers.
+Networks use torch's attribute names, so a path is almost a tensor name: `xs_3` is the torch list entry `xs.3`;
+`xs_0to12` is a scan over such entries, with leaves stacked along a leading axis. Each network declares its list names,
+because `linear_1` is an ordinary attribute in diffusers.
 
-A device reads only its own part of a tensor. The host holds one leaf while reading, and the tensors of one file while
-writing.
+Each device reads only its own shard of a tensor. Host memory holds one leaf while reading, and the tensors of one
+file while writing.
 """
 
 import os
@@ -28,9 +28,9 @@ Tree = Mapping[str, Any]
 Path = tuple[str, ...]
 
 LEAF_NAMES = {"kernel": "weight", "scale": "weight", "embedding": "weight"}
-# The logical axis along which the leaves of a scanned run are stacked.
+# Logical axis along which scanned leaves are stacked.
 LAYERS = "layers"
-# safetensors' names of the dtypes that weights may have in a file.
+# Supported dtypes of weights, in safetensors' notation.
 FLOATING = {"F64", "F32", "F16", "BF16"}
 
 
@@ -38,7 +38,7 @@ FLOATING = {"F64", "F32", "F16", "BF16"}
 
 
 def tensor_names(path: Path, lists: tuple[str, ...]) -> list[str]:
-    """Returns the tensors that hold a leaf: one, or one for each layer of its scanned run.
+    """Returns the tensor names of a leaf: one, or one per layer of its scan.
 
     ("blocks_0to1", "to_q", "kernel") -> ["blocks.0.to_q.weight", "blocks.1.to_q.weight"].
     """
@@ -57,10 +57,10 @@ def is_scanned(path: Path, lists: tuple[str, ...]) -> bool:
 
 
 def file_axes(leaf: str, ndim: int) -> tuple[int, ...]:
-    """Returns the permutation of axes from one layer's leaf to the file's layout.
+    """Returns the axis permutation from one layer's leaf to the file layout.
 
-    A kernel [..., in, out] is the torch weight [out, in, ...]: Dense, and convolutions of any
-    dimension (HWIO <-> OIHW, DHWIO <-> OIDHW). Every other leaf keeps its layout.
+    A kernel [..., in, out] is the torch weight [out, in, ...]: Dense, and convolutions of any rank
+    (HWIO <-> OIHW, DHWIO <-> OIDHW). All other leaves keep their layout.
     """
     if leaf != "kernel" or ndim < 2:
         return tuple(range(ndim))
@@ -75,7 +75,7 @@ def flax_axes(leaf: str, ndim: int) -> tuple[int, ...]:
 
 
 def file_shape(path: Path, shape: tuple[int, ...], lists: tuple[str, ...]) -> tuple[int, ...]:
-    """Returns the shape in the file of each tensor of a leaf with a (perhaps stacked) shape."""
+    """Returns the file shape of each tensor of a (possibly stacked) leaf."""
     if is_scanned(path, lists):
         layers = len(tensor_names(path, lists))
         if shape[:1] != (layers,):
@@ -92,7 +92,7 @@ def _list_entry(part: str, lists: tuple[str, ...]) -> re.Match | None:
 
 
 def _entries(part: str, lists: tuple[str, ...]) -> list[str]:
-    """Returns a part of a path in torch's notation: `xs_3` -> xs.3, `xs_0to1` -> xs.0, xs.1."""
+    """Converts a path component to torch's notation: `xs_3` -> xs.3, `xs_0to1` -> xs.0, xs.1."""
     match = _list_entry(part, lists)
     if match is None:
         return [part]
@@ -106,7 +106,7 @@ def _entries(part: str, lists: tuple[str, ...]) -> list[str]:
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a file. Indexing `slice` reads only that part, bfloat16 included."""
+    """A tensor in a file. Indexing `slice` reads only that part, including bfloat16."""
 
     file: pathlib.Path
     slice: Any
@@ -138,7 +138,7 @@ def open_file(file: pathlib.Path) -> dict[str, StoredTensor]:
 
 
 def file_metadata(file: pathlib.Path) -> dict[str, str]:
-    """Reads the metadata in a safetensors file's header."""
+    """Reads the header metadata of a safetensors file."""
     with safe_open(file, "np") as handle:
         return handle.metadata() or {}
 
@@ -152,7 +152,7 @@ def read_tree(
     ignore: tuple[str, ...] = (),
     config: pathlib.Path | None = None,
 ) -> dict[str, Any]:
-    """Reads parameters as `read_params` from opened tensors; `config` as in `check_tensors`."""
+    """Reads parameters from opened tensors; see `read_params`, and `check_tensors` for `config`."""
     check_tensors(tensors, template, lists, ignore, config)
     leaves = flatten_dict(template)
     if shardings is None:
@@ -177,11 +177,11 @@ def _assemble(
     dtype: np.dtype,
     sharding: Sharding,
 ) -> jax.Array:
-    """Reads one leaf from one tensor or one for each layer; only the parts of this host's devices."""
+    """Reads the local shards of one leaf from one tensor, or from one per layer."""
     shards: dict[str, np.ndarray] = {}
 
     def part(index: tuple[slice, ...]) -> np.ndarray:
-        # JAX calls this once for each device; devices that hold the same part share it.
+        # JAX calls this once per device; devices with the same shard share it.
         key = str(index)
         if key not in shards:
             inner = index[1:] if scanned else index
@@ -200,8 +200,8 @@ def _assemble(
 
 
 def _finite(tensor: StoredTensor, name: str, part: np.ndarray) -> np.ndarray:
-    """Returns a part of a tensor unchanged; raises ValueError if it contains NaN or an infinity."""
-    # A sum takes a tenth of the time of testing each number; it may overflow, and then each number is tested.
+    """Returns part of a tensor unchanged. Raises ValueError if it contains NaN or infinity."""
+    # A sum is ten times faster than testing each number; if it overflows, each number is tested.
     with np.errstate(all="ignore"):
         finite = not jnp.issubdtype(part.dtype, jnp.floating) or np.isfinite(
             part.sum(dtype=np.float32)
@@ -220,9 +220,9 @@ def check_tensors(
     ignore: tuple[str, ...] = (),
     config: pathlib.Path | None = None,
 ) -> None:
-    """Raises ValueError for the first missing, misshapen or surplus tensor, and counts the others.
+    """Raises ValueError for the first missing, misshapen or unexpected tensor, and counts the others.
 
-    `config` is the file that `template` is from, which may be wrong, too; the others as in `read_params`.
+    `config` is the source file of `template`, for the message; see `read_params` for the other arguments.
     """
     expected, floating = {}, {}
     by = f", by {config}: the two belong to different models" if config else ""
@@ -263,9 +263,9 @@ def check_tensors(
 def file_tensors(
     params: Tree, lists: tuple[str, ...], dtype: DTypeLike | None = None
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields (name, array) in the file's layout, floating leaves as `dtype` if given.
+    """Yields (name, array) in file layout. Floating leaves are cast to `dtype` if given.
 
-    The host holds one leaf; a sharded leaf is gathered there.
+    Leaves are gathered to the host one at a time.
     """
     for path, leaf in flatten_dict(params).items():
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
@@ -279,7 +279,7 @@ def file_tensors(
             array = array.astype(dtype)
         layers = array if scanned else array[None]
         for name, layer in zip(tensor_names(path, lists), layers, strict=True):
-            # safetensors writes the raw buffer: a transposed view would be written in the wrong order
+            # safetensors writes the raw buffer, so a transposed view would be in the wrong order
             tensor = layer.transpose(file_axes(path[-1], layer.ndim))
             yield name, np.ascontiguousarray(tensor)
 
@@ -287,10 +287,10 @@ def file_tensors(
 def write_file(
     file: pathlib.Path, tensors: dict[str, np.ndarray], metadata: Mapping[str, str] = {}
 ) -> None:
-    """Writes one safetensors file with the metadata that torch's readers require; it appears complete or not at all.
+    """Atomically writes one safetensors file with the metadata that torch readers require.
 
     Raises:
-      OSError: names the file; no part of it remains.
+      OSError: Names the file; no partial file remains.
     """
     partial = file.with_name(f".{file.name}.partial")
     try:

@@ -1,8 +1,8 @@
-"""Tensors in PyTorch's `.pt` and `.pth` files: no code of the file runs, and torch is not needed.
+"""Reads tensors from PyTorch `.pt` and `.pth` files without torch and without executing pickled code.
 
-Such a file (torch.save since 1.6, torch/serialization.py) is a zip archive: `data.pkl` describes nested dicts and lists
-whose tensors refer to the members `data/KEY`, which hold plain numbers. The unpickler resolves only the names that
-tensors and dicts need, to functions of this module.
+A file (torch.save since 1.6, torch/serialization.py) is a zip archive: `data.pkl` describes nested dicts and lists, and
+tensors refer to raw data in the members `data/KEY`. The unpickler resolves only the names required by tensors and
+dicts, to functions of this module.
 """
 
 import io
@@ -19,7 +19,7 @@ import numpy as np
 
 from digen_jax.checkpoints.tensors import StoredTensor
 
-# numpy's dtype, and safetensors' name of it, for each of torch's types of storages.
+# numpy dtype and safetensors dtype name of each torch storage type.
 STORAGES: dict[str, tuple[np.dtype, str]] = {
     f"{kind}Storage": (np.dtype(dtype), name)
     for kind, dtype, name in (
@@ -39,16 +39,16 @@ STORAGES: dict[str, tuple[np.dtype, str]] = {
 }
 NAMES = dict(STORAGES.values())
 Path = str | pathlib.Path
-LARGEST_PICKLE = 2**26  # in bytes; a model with ten thousand tensors has a smaller one
+LARGEST_PICKLE = 2**26  # in bytes; enough for ten thousand tensors
 LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # torch's magic number, pickled, as in torch/serialization.py
 
 
 class Unsupported(Exception):
-    """A reason, as a clause about the file."""
+    """Raised for unsupported content; the message is a clause about the file."""
 
 
 class ArraySlice(NamedTuple):
-    """An array with the interface of `StoredTensor.slice`."""
+    """Array with the interface of `StoredTensor.slice`."""
 
     array: np.ndarray
 
@@ -57,19 +57,19 @@ class ArraySlice(NamedTuple):
         return list(self.array.shape)
 
     def get_dtype(self) -> str:
-        """Returns the name of the dtype in safetensors, such as BF16."""
+        """Returns the dtype in safetensors' notation, such as BF16."""
         return NAMES[self.array.dtype]
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        """Returns a part."""
+        """Returns part of the array."""
         return np.asarray(self.array[index])
 
 
 def open_arrays(file: Path) -> dict[str, np.ndarray]:
-    """Opens the tensors of a state_dict, or of the one in a dict's `state_dict`, by name, mapped into memory.
+    """Memory-maps the tensors of a state_dict, or of a dict's entry `state_dict`, by name.
 
     Raises:
-      ValueError: something in the file is not supported or unsafe.
+      ValueError: The file is unsafe or has unsupported content.
     """
     found = load(file)
     if isinstance(found, Mapping):
@@ -83,15 +83,15 @@ def open_arrays(file: Path) -> dict[str, np.ndarray]:
 
 
 def as_stored(file: Path, arrays: Mapping[str, np.ndarray]) -> dict[str, StoredTensor]:
-    """Returns arrays as tensors of a file, which errors name."""
+    """Wraps arrays as tensors of a file, for error messages."""
     return {name: StoredTensor(pathlib.Path(file), ArraySlice(a)) for name, a in arrays.items()}
 
 
 def load(file: Path) -> Any:
-    """Loads dicts, lists, tuples, numbers, strings, and arrays that are mapped into memory.
+    """Loads dicts, lists, tuples, numbers, strings, and memory-mapped arrays.
 
     Raises:
-      ValueError: something in the file is broken, not supported or unsafe.
+      ValueError: The file is corrupted or unsafe, or has unsupported content.
     """
     file = pathlib.Path(file).expanduser()
     try:
@@ -110,7 +110,7 @@ def load(file: Path) -> Any:
         raise ValueError(f"{file} is incomplete or cannot be read: {error}") from error
     except Unsupported as error:
         raise ValueError(f"{file} cannot be read: {error}") from error
-    except Exception as error:  # the unpickler may raise any
+    except Exception as error:  # unpickling may raise anything
         raise ValueError(f"{file} cannot be read, its contents are broken: {error}") from error
 
 
@@ -122,7 +122,7 @@ def _read(file: pathlib.Path, archive: zipfile.ZipFile) -> Any:
     root = pickles[0].removesuffix("data.pkl")
 
     def content(name: str) -> np.ndarray:
-        """Returns a member's bytes. The last two fields of its header are the lengths of name and extra fields."""
+        """Returns a member's bytes. The last two header fields are the lengths of the name and the extra fields."""
         info = archive.getinfo(root + name)
         if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
             raise Unsupported(f"its member {name} is compressed, which torch.save does not do")
@@ -144,13 +144,13 @@ def _read(file: pathlib.Path, archive: zipfile.ZipFile) -> Any:
 
 
 class _StateDict(dict):
-    """An OrderedDict of torch, whose attributes, the versions of modules, are dropped."""
+    """Replaces torch's OrderedDict; drops its attributes (module versions)."""
 
     def __setstate__(self, state: Any) -> None: ...
 
 
 class _Unpickler(pickle.Unpickler):
-    """Restricted to tensors and dicts: see "Restricting Globals" in Python's documentation of pickle."""
+    """Unpickler restricted to tensors and dicts: see "Restricting Globals" in the pickle documentation."""
 
     def __init__(self, program: io.BytesIO, content: Callable[[str], np.ndarray]):
         super().__init__(program)
@@ -158,7 +158,7 @@ class _Unpickler(pickle.Unpickler):
         self._storages: dict[tuple[np.dtype, str], np.ndarray] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """Returns this module's object for a name of torch; rejects any other name."""
+        """Returns this module's replacement of a torch name; rejects all other names."""
         if (module, name) == ("collections", "OrderedDict"):
             return _StateDict
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
@@ -171,13 +171,13 @@ class _Unpickler(pickle.Unpickler):
         )
 
     def persistent_load(self, pid: Any) -> np.ndarray:
-        """Returns the numbers of a storage."""
+        """Returns the array of a storage."""
         _, dtype, key, _, count = pid
         if not isinstance(dtype, np.dtype) or not str(key).isdecimal():
             raise Unsupported(f"it has a storage {key!r} of kind {dtype!r}, which is not supported")
         if (dtype, key) not in self._storages:
             raw = self._content(f"data/{key}")
-            # Bytes other than 0 and 1 are no truth values of numpy.
+            # Bytes other than 0 and 1 are not valid numpy bools.
             self._storages[dtype, key] = raw != 0 if dtype == np.bool_ else raw.view(dtype)
         numbers = self._storages[dtype, key]
         if len(numbers) != count:
@@ -186,7 +186,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _tensor(numbers: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> np.ndarray:
-    """Returns a view of a storage's numbers, which must be inside of it and not overlap."""
+    """Returns a view of a storage. Elements must be in bounds and not overlap."""
     if not isinstance(numbers, np.ndarray):
         raise Unsupported("it has a tensor without a storage")
     if not all(type(n) is int and 0 <= n < 2**62 for n in (offset, *shape, *strides)):

@@ -1,1 +1,1 @@
-"""A tuned or untuned model, opened to sample from, to be evaluated or exported."""
+"""Sampling, evaluation and export of base or trained models."""

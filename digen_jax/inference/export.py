@@ -1,4 +1,4 @@
-"""Exports a training run as files that diffusers loads."""
+"""Exports the weights of a training run in diffusers format."""
 
 import functools
 import pathlib
@@ -19,19 +19,19 @@ from digen_jax.inference.model import TunedRun, all_devices, defaults_of_run, re
 
 
 def export(workdir: pathlib.Path, output: pathlib.Path, lora: bool | None = None) -> TunedRun:
-    """Writes the newest checkpoint of a run, or its EMA of the weights if it has one.
+    """Exports the newest checkpoint of a run, or its EMA weights if there are any.
 
     Args:
-      workdir: of the run.
-      output: a folder that does not exist yet. It becomes a complete pipeline, or gets a LoRA for
+      workdir: Folder of the run.
+      output: Folder that does not exist yet, for a complete pipeline or for a LoRA for
         `pipe.load_lora_weights`.
-      lora: whether to write a LoRA alone or merged into a pipeline. None means alone.
+      lora: Whether to write only the LoRA or to merge it into a pipeline. None means only the LoRA, if there is one.
 
     Returns:
-      The run whose weights were written.
+      The run with the exported weights.
 
     Raises:
-      ConfigError: the run cannot be read, or has no LoRA but `lora` is True, or the output exists.
+      ConfigError: The run cannot be read, has no LoRA although `lora` is True, or the output exists.
     """
     if output.exists():
         raise ConfigError(f"{output} exists already: choose another folder or delete it")
@@ -57,10 +57,10 @@ def export(workdir: pathlib.Path, output: pathlib.Path, lora: bool | None = None
 
 
 def how_to_load(run: TunedRun, output: pathlib.Path) -> str:
-    """Returns the Python code that loads the export in `output` with diffusers."""
+    """Returns diffusers code that loads the export in `output`."""
     is_pipeline = (output / "model_index.json").exists()
     source = str(output) if is_pipeline else run.config.model.folder
-    # diffusers needs an argument for each absent component, although model_index.json names them.
+    # diffusers requires an argument for each absent component, even if model_index.json lists it as null.
     without = absent_components(output if is_pipeline else run.folder)
     name = read_model_index(run.folder)["_class_name"]
     arguments = ", ".join([repr(source), *(f"{part}=None" for part in without)])
@@ -69,9 +69,9 @@ def how_to_load(run: TunedRun, output: pathlib.Path) -> str:
 
 
 def first_average(run: TunedRun) -> int | None:
-    """Returns the step that mixes weights into the run's average for the first time, or None if it is over.
+    """Returns the step of the first EMA update, or None if it is already done.
 
-    Until then the average is the model that the run started from.
+    Until then the EMA equals the model that the run started from.
     """
     average = run.config.trainer.average
     return average.first_step if average.decay and run.step < average.first_step else None

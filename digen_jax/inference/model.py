@@ -1,4 +1,4 @@
-"""Opens a model to sample from: a pipeline folder, a hub id, or a training run at its newest checkpoint."""
+"""Opens a model for sampling: a pipeline folder, a Hub id, or the newest checkpoint of a training run."""
 
 import dataclasses
 import pathlib
@@ -54,28 +54,28 @@ class SamplingOptions(NamedTuple):
 
 
 class TunedRun(NamedTuple):
-    """A training run at its newest checkpoint."""
+    """Newest checkpoint of a training run."""
 
     config: TrainConfig
     step: int
-    folder: pathlib.Path  # the pipeline it started from
+    folder: pathlib.Path  # the base pipeline
     policy: Policy
     tuned: Any
-    base: Params  # the trained components of that pipeline
+    base: Params  # base weights of the trained components
 
     def merged(self) -> Params:
-        """Returns the complete trained components; a LoRA is merged."""
+        """Returns the full weights of the trained components, with a LoRA merged."""
         return self.policy.merged(self.tuned, self.base)
 
 
 class Model(NamedTuple):
-    """A model with its parameters, replicated on all devices of a mesh."""
+    """A model with parameters replicated on all devices of a mesh."""
 
     family: Family
     group: DeviceGroup
     weights: Weights
     defaults: Defaults
-    run: TrainConfig | None  # of the training run that produced it
+    run: TrainConfig | None  # config of the run that trained the model
 
     def sampler(
         self,
@@ -85,29 +85,29 @@ class Model(NamedTuple):
         width: int | None,
         true_cfg_scale: float | None = None,
     ) -> Sampler:
-        """Returns a sampler without noise between the steps. None means the model's default.
+        """Returns a sampler without noise between steps. None means the model's default.
 
         Raises:
-          ConfigError: no step, or a size that does not fit the model.
+          ConfigError: No steps, or a size that the model does not support.
         """
         options = SamplingOptions(guidance, steps, height, width, true_cfg_scale)
         return _sampler(self.family, self.group, self.defaults, options)
 
     def editing(self, records: Sequence[Record], source: Size | None = None) -> "Model":
-        """Returns the model for the images of some records, which it edits if it can.
+        """Returns the model configured for the input images of the records, if it edits images.
 
         Args:
-          records: of prompts, each with an `image` or none with one.
-          source: the size that images are resized to. None means the run's, or that of diffusers' pipeline.
+          records: Prompt records; all or none must have an `image`.
+          source: Size that images are resized to. None means the run's, or that of diffusers' pipeline.
 
         Raises:
-          ConfigError: images that are missing, cannot be read, or need different sizes; or a size without images.
+          ConfigError: Images are missing, unreadable or of different target sizes, or a size is given without images.
         """
         family = edited(self.family, records, source)
         return self if family is self.family else self._replace(family=family)
 
     def batch(self, wanted: int, images: int) -> int:
-        """Returns a batch size: `wanted`, at most the number of images, rounded up to a multiple of the devices."""
+        """Returns min(`wanted`, `images`), rounded up to a multiple of the number of devices."""
         check_positive("the batch", wanted)
         devices = self.group.images
         return -(-min(wanted, images) // devices) * devices
@@ -122,19 +122,19 @@ def open_model(
     negative: str | None = None,
     fits: Callable[[Family], None] = lambda family: None,
 ) -> Model:
-    """Reads a model onto the devices.
+    """Loads a model onto the devices.
 
     Args:
-      name: a diffusers pipeline folder, a hub id "owner/name", or the workdir of a training run.
-      devices: images are split over all of them.
-      lora: a folder or file with a LoRA (`lora_files.open_lora`), which is merged into what it adapts.
-      dtype: of the network's arithmetic. None means the run's, or float32.
-      options: of the samplers that will be created, which are checked before weights are read.
-      negative: where a negative prompt comes from, as the start of an error message; refused if no sampler reads it.
-      fits: another check before weights are read; raises ConfigError.
+      name: Diffusers pipeline folder, Hub id "owner/name", or workdir of a training run.
+      devices: Devices to shard images over.
+      lora: Folder or file of a LoRA (`lora_files.open_lora`) to merge.
+      dtype: Compute dtype of the network. None means the run's, or float32.
+      options: Options of the samplers to be created, validated before weights are read.
+      negative: Source of a negative prompt, as the start of an error message; rejected if no sampler uses it.
+      fits: Additional check before weights are read; raises ConfigError.
 
     Raises:
-      ConfigError: something cannot be read, or does not fit the model.
+      ConfigError: A file cannot be read, or an argument does not fit the model.
     """
     group = all_devices(devices)
 
@@ -167,10 +167,10 @@ def open_model(
 
 
 def edited(family: Family, records: Sequence[Record], source: Size | None = None) -> Family:
-    """Returns the family for the images of some records; arguments and errors as in `Model.editing`."""
+    """Returns the family for the input images of the records. See `Model.editing` for arguments and errors."""
     with user_input():
         given = [record["image"] for record in records if "image" in record and family.edits]
-        # As (width, height): all images together may be large.
+        # Only (width, height), because all images may not fit in memory.
         shapes = [read_image(image).size for image in given]
     if not shapes and family.source is None:
         if source is not None:
@@ -187,14 +187,14 @@ def edited(family: Family, records: Sequence[Record], source: Size | None = None
 
 
 def all_devices(devices: Sequence[jax.Device]) -> DeviceGroup:
-    """Returns one mesh of all devices: images are split over them, parameters are replicated."""
+    """Returns a mesh of all devices: images are sharded, parameters are replicated."""
     return DeviceGroup(make_mesh(devices, data=len(devices)))
 
 
 def _sampler(
     family: Family, group: DeviceGroup, defaults: Defaults, options: SamplingOptions
 ) -> Sampler:
-    """Returns the sampler without noise between the steps; raises ConfigError if the options do not fit."""
+    """Returns a sampler without noise between steps. Raises ConfigError for invalid options."""
     given = {name: value for name, value in options._asdict().items() if value is not None}
     chosen = defaults._replace(**given)
     check_positive("the number of steps", chosen.steps)
@@ -205,7 +205,7 @@ def _sampler(
 
 
 def is_run(name: str | pathlib.Path) -> bool:
-    """Returns whether a name is the workdir of a training run; raises ConfigError for an unknown kind of folder."""
+    """Returns whether a name is a training workdir. Raises ConfigError for an unknown kind of folder."""
     folder = pathlib.Path(name).expanduser()
     if not folder.is_dir() or (folder / "model_index.json").exists():
         return False
@@ -223,16 +223,16 @@ def read_run(
     dtype: str | None = None,
     check: Callable[[Family, pathlib.Path, Defaults], None] | None = None,
 ) -> TunedRun:
-    """Reads the newest checkpoint of a training run, which may be in progress; its EMA if it has one.
+    """Loads the newest checkpoint of a training run, or its EMA weights if any. The run may be in progress.
 
     Args:
-      workdir: of the run.
-      group: the devices that the parameters are read onto.
-      dtype: of the network's arithmetic. None means the run's.
-      check: called before weights are read.
+      workdir: Folder of the run.
+      group: Devices for the parameters.
+      dtype: Compute dtype of the network. None means the run's.
+      check: Called before weights are read.
 
     Raises:
-      ConfigError: there is no run or no checkpoint, or its base model is missing.
+      ConfigError: There is no run or no checkpoint, or the base model is missing.
     """
     workdir = pathlib.Path(workdir).expanduser()
     config = read_run_config(workdir)
@@ -256,9 +256,9 @@ def read_run(
 
 
 def read_run_config(workdir: pathlib.Path) -> TrainConfig:
-    """Reads the config of the run in a workdir; fields that were introduced later have their defaults.
+    """Reads the config of the run in a workdir. Fields that were added later have their defaults.
 
-    Relative paths become absolute, from the folder in which the run was started, if they still exist there.
+    Relative paths are resolved against the working directory of the run, if they still exist there.
     """
     if not (workdir / "config.json").exists():
         raise ConfigError(
@@ -279,7 +279,7 @@ def read_run_config(workdir: pathlib.Path) -> TrainConfig:
 
 
 def _with_absolute_paths(config: TrainConfig, start: pathlib.Path | None) -> TrainConfig:
-    """Returns the config with absolute paths where they exist relative to `start`. None changes nothing."""
+    """Returns the config with absolute paths if they exist relative to `start`. None means no change."""
 
     def at_start(name: Any) -> Any:
         if start is None or start == pathlib.Path.cwd() or not (name and isinstance(name, str)):
@@ -305,7 +305,7 @@ def _with_absolute_paths(config: TrainConfig, start: pathlib.Path | None) -> Tra
 def _common_size(
     family: Family, records: Sequence[Record], shapes: Sequence[tuple[int, int]]
 ) -> Size:
-    """Returns the size that the pipeline chooses for all images, of (width, height)."""
+    """Returns the size that the pipeline chooses for all images. `shapes` are (width, height)."""
     sizes = [family.source_size(height, width) for width, height in shapes]
     for record, size in zip(records, sizes, strict=True):
         if size != sizes[0]:
@@ -318,13 +318,13 @@ def _common_size(
 
 
 def _defaults_of_folder(folder: pathlib.Path, family: Family) -> Defaults:
-    """Returns the defaults of the folder's `SAMPLING` file, or those of diffusers' pipeline."""
+    """Returns the defaults from the folder's `SAMPLING` file, or those of the diffusers pipeline."""
     defaults = {"steps": family.default_steps, "guidance": family.default_guidance}
     if family.guidance == "both":
         defaults["true_cfg_scale"] = 1.0
     path = folder / SAMPLING
     own = read_json(path) if path.exists() else {}
-    if "true_guidance" in own:  # its name in older exports
+    if "true_guidance" in own:  # the name in older exports
         own["true_cfg_scale"] = own.pop("true_guidance")
     for name, value in own.items():
         if name not in defaults or type(value) not in (int, type(defaults[name])):
@@ -337,14 +337,14 @@ def _defaults_of_folder(folder: pathlib.Path, family: Family) -> Defaults:
 
 
 def defaults_of_run(config: TrainConfig) -> Defaults:
-    """Returns the sampling settings of the run's evaluation."""
+    """Returns the evaluation sampling settings of a run."""
     size, evaluation = config.evaluation_size, config.evaluation
     guidances = evaluation.guidance, evaluation.true_cfg_scale
     return Defaults(size.height, size.width, config.evaluation_steps, *guidances)
 
 
 def _read_tree(workdir: pathlib.Path, tree: str, policy: Policy, group: DeviceGroup) -> Any:
-    """Reads one tree of parameters from the newest checkpoint, replicated."""
+    """Restores one parameter tree of the newest checkpoint, replicated."""
     shapes = jax.eval_shape(
         lambda key, trained: policy.split(key, trained, reference=False)[0],
         jax.random.key(0),

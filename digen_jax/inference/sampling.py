@@ -1,4 +1,4 @@
-"""Samples prompts with fixed noise, for evaluations and into folders; the sampler adds no noise."""
+"""Samples prompts from fixed initial noise, without noise between steps: for evaluations, and to folders."""
 
 import pathlib
 import re
@@ -22,9 +22,9 @@ from digen_jax.parallel.sampler import Sampler, Weights
 from digen_jax.process.shutdown import during
 from digen_jax.process.terminal import track
 
-# Independent of a run's seed, so that evaluations of all runs can be compared.
+# Independent of the run's seed, so that evaluations are comparable across runs.
 SEED = 2**20
-# A grid of more images would be too large to look at.
+# Maximum number of images in a grid.
 LARGEST_GRID = 64
 
 
@@ -37,9 +37,9 @@ def evaluate(
     seed: int = SEED,
     head: str = "evaluating",
 ) -> Evaluation:
-    """Samples one image for each record and scores it.
+    """Samples and scores one image per record.
 
-    Image i depends only on the seed, i, its prompt and the weights. `head` labels the progress bar.
+    Image i depends only on the seed, i, the prompt and the weights. `head` labels the progress bar.
     """
     clips, scores = [], []
     for start in track(range(0, len(records), batch), head, "batch"):
@@ -60,9 +60,9 @@ def sample_clips(
     seed: int = SEED,
     of_each: int = 1,
 ) -> Float[np.ndarray, "n t h w 3"]:
-    """Samples clips first, first + 1, ... of a seed, one for each of `records`, at most `batch`.
+    """Samples clips first, first + 1, ... of a seed, one per record, for at most `batch` records.
 
-    If each record is repeated for several clips in a row, `of_each` is their number.
+    `of_each` is the number of consecutive repeats of each record.
     """
     with during("the sampling of images"):
         trajectory = sample_fixed(sampler, weights, records, first, batch, seed, of_each)
@@ -78,7 +78,7 @@ def sample_fixed(
     seed: int = SEED,
     of_each: int = 1,
 ) -> Trajectory:
-    """Dispatches the sampling of `sample_clips`, padded to `batch`; returns before it is done."""
+    """Dispatches `sample_clips` asynchronously, padded to `batch`."""
     padded = [*records, *[records[-1]] * (batch - len(records))]
     numbers = np.arange(first, first + batch, dtype=np.int32)
     keys = image_keys(jax.random.key(seed), numbers // of_each, numbers % of_each)
@@ -95,7 +95,7 @@ def sample_to_folder(
     seed: int,
     images: int = 1,
 ) -> None:
-    """Samples prompts and writes numbered PNGs, animations of clips, and `grid.png` with the first images.
+    """Samples prompts and writes numbered PNGs, animations of clips, and a `grid.png` of the first images.
 
     Image j of record i depends on the seed, i, j and the record, not on the batch.
     """
@@ -114,7 +114,7 @@ def sample_to_folder(
 
 
 def evaluation_to_folder(found: Evaluation, output: pathlib.Path) -> None:
-    """Writes an evaluation's images as PNGs named by score, animations of clips, and `grid.png`."""
+    """Writes evaluation images as PNGs named by score, animations of clips, and `grid.png`."""
     output.mkdir(parents=True, exist_ok=True)
     prompts = [record["prompt"] for record in found.records]
     for number, (clip, prompt) in enumerate(zip(found.clips, prompts, strict=True)):
@@ -125,7 +125,7 @@ def evaluation_to_folder(found: Evaluation, output: pathlib.Path) -> None:
 
 
 def slug(prompt: str) -> str:
-    """Returns a prompt's words for a file name, in any alphabet, at most 48 letters."""
+    """Converts a prompt to a file name of at most 48 characters, in any alphabet."""
     return re.sub(r"\W+", "-", prompt).strip("-")[:48].rstrip("-").lower() or "empty"
 
 

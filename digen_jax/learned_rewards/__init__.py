@@ -1,7 +1,7 @@
-"""Rewards that are networks: CLIP score, PickScore, HPSv2.1 and LAION's aesthetic score, in Flax.
+"""Learned rewards in Flax: CLIP score, PickScore, HPSv2.1 and LAION's aesthetic score.
 
-This module has the factories that a config names; they keep the settings, and each process that scores reads the
-files at its first call. `scorers` has the networks. A run computes them on its sampling meshes (`on_mesh`).
+This module contains the factories referenced by configs. They store only settings; each scoring process reads the
+files at its first call. The networks are in `scorers`. A run computes them on its rollout meshes (`on_mesh`).
 """
 
 import dataclasses
@@ -14,11 +14,11 @@ from jaxtyping import Float32, UInt8
 
 @dataclasses.dataclass(frozen=True)
 class Learned:
-    """A learned reward that can be pickled.
+    """Picklable learned reward.
 
     Attributes:
-      name: a key of `scorers.OPEN`.
-      settings: arguments of that function, and `batch`, as pairs.
+      name: Key of `scorers.OPEN`.
+      settings: Arguments of that function, and `batch`, as pairs.
     """
 
     name: str
@@ -27,21 +27,21 @@ class Learned:
     def __call__(
         self, images: UInt8[np.ndarray, "b h w 3"], prompts: list[str], metadata: list[dict]
     ) -> Float32[np.ndarray, "b"]:
-        """Returns one score per image, computed on this process's first device.
+        """Returns one score per image, computed on the first device of this process.
 
         Raises:
-          ValueError: Names a file that is missing or invalid.
+          ValueError: A file is missing or invalid.
         """
         return _read(self)(images, prompts, metadata)
 
     @property
     def batch(self) -> int:
-        """Images that a device scores at once."""
+        """Batch size per device."""
         return dict(self.settings)["batch"]
 
     def open(self) -> Any:
-        """Returns the `scorers.Opened` of its files; raises ValueError, which names an invalid file."""
-        from digen_jax.learned_rewards import scorers  # importing it is slow
+        """Returns the `scorers.Opened` of the files. Raises ValueError for an invalid file."""
+        from digen_jax.learned_rewards import scorers  # slow import
 
         settings = {name: value for name, value in self.settings if name != "batch"}
         return scorers.OPEN[self.name](**settings)
@@ -59,22 +59,22 @@ def _learned(name: str, **settings: Any) -> Learned:
 
 
 def clip_score(*, folder: str, batch: int = 16, dtype: str = "float32") -> Learned:
-    """Returns CLIP's score; the settings are those of `scorers.open_clip_score`."""
+    """Returns CLIP score; see `scorers.open_clip_score` for the settings."""
     return _learned("clip_score", folder=folder, batch=batch, dtype=dtype)
 
 
 def pickscore(
     *, folder: str, processor: str = "", batch: int = 16, dtype: str = "float32"
 ) -> Learned:
-    """Returns PickScore; the settings are those of `scorers.open_pickscore`."""
+    """Returns PickScore; see `scorers.open_pickscore` for the settings."""
     return _learned("pickscore", folder=folder, processor=processor, batch=batch, dtype=dtype)
 
 
 def hpsv2(*, file: str, tokenizer: str, batch: int = 16, dtype: str = "float32") -> Learned:
-    """Returns HPSv2.1; the settings are those of `scorers.open_hpsv2`."""
+    """Returns HPSv2.1; see `scorers.open_hpsv2` for the settings."""
     return _learned("hpsv2", file=file, tokenizer=tokenizer, batch=batch, dtype=dtype)
 
 
 def aesthetic(*, folder: str, head: str, batch: int = 16, dtype: str = "float32") -> Learned:
-    """Returns LAION's rating; the settings are those of `scorers.open_aesthetic`."""
+    """Returns LAION's aesthetic score; see `scorers.open_aesthetic` for the settings."""
     return _learned("aesthetic", folder=folder, head=head, batch=batch, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Learned rewards on the meshes of a run: with their weights, or with shapes for planning."""
+"""Loads learned rewards onto the meshes of a run, or only their shapes for planning."""
 
 import functools
 import pathlib
@@ -31,14 +31,14 @@ from digen_jax.process.shutdown import during
 from digen_jax.rewards import NamedReward, RewardSettings
 from digen_jax.rewards.built_in import resolve
 
-FILES = ("folder", "file", "head", "processor", "tokenizer")  # settings that name files
+FILES = ("folder", "file", "head", "processor", "tokenizer")  # settings with file paths
 
 
 def read(sections: Mapping[int, RewardSettings], group: DeviceGroup) -> tuple[RewardModel, ...]:
-    """Returns rewards, by their index in the config's list, with their weights on a mesh.
+    """Loads rewards onto a mesh; `sections` is by index in the config's list.
 
     Raises:
-      ConfigError: Names the reward, and the file that is missing or invalid.
+      ConfigError: A file is missing or invalid; names it and the reward.
     """
     found = []
     for number, one in sections.items():
@@ -55,12 +55,12 @@ def read(sections: Mapping[int, RewardSettings], group: DeviceGroup) -> tuple[Re
 def read_shapes(
     sections: Mapping[int, RewardSettings], group: DeviceGroup
 ) -> tuple[RewardModel, ...]:
-    """As `read`, with shapes instead of weights: downloads nothing, and reads only configurations.
+    """Like `read`, but returns shapes instead of weights. Downloads nothing and reads only configs.
 
-    A reward whose files are not on this machine is replaced by its published network.
+    Rewards without local files use their published architectures.
 
     Raises:
-      ConfigError: Names the reward, and the file that is invalid.
+      ConfigError: A file is invalid; names it and the reward.
     """
     found = []
     for number, one in sections.items():
@@ -77,13 +77,13 @@ def read_shapes(
 def named(
     sections: Mapping[int, RewardSettings], scorers: tuple[RewardModel, ...]
 ) -> dict[int, NamedReward]:
-    """Returns the rewards of a mesh by their index in the config's list, to be called on the host."""
+    """Returns the rewards of a mesh as host functions, by index in the config's list."""
     pairs = zip(sections.items(), scorers, strict=True)
     return {number: NamedReward(settings, scorer) for (number, settings), scorer in pairs}
 
 
 def published(learned: Learned) -> Opened:
-    """Returns the published network of a reward, without files: it can be compiled, but not called."""
+    """Returns the published architecture of a reward without weights, for compilation only."""
     dtype = jnp.dtype(dict(learned.settings)["dtype"])
     config, prepare = PUBLISHED[learned.name]
     prepare = functools.partial(prepare, processor=Processor())

@@ -1,12 +1,12 @@
-"""Sanity checks of learned rewards: pairs of which the first must score higher.
+"""Sanity checks of learned rewards: pairs in which the first image must score higher.
 
-They show that the weights were read and that images arrive. They are not verified: no published weights were available
-when they were chosen.
+They detect unloaded weights and corrupted images. They are unverified: no published weights were available when they
+were chosen.
 
-The photograph is matplotlib's sample grace_hopper.jpg, a portrait of Grace Hopper; this project has no copy of it. Its
+The photograph is matplotlib's sample grace_hopper.jpg, a portrait of Grace Hopper; this repository has no copy. Its
 JPEG comment names the source, http://commons.wikimedia.org/wiki/File:Grace_Hopper.jpg. matplotlib's license does not
 mention it. The change that added it (matplotlib/matplotlib, pull request 1599, 2012) calls it a public domain image, as
-works of the US Navy are in the United States (17 U.S.C. 105).
+are works of the US Navy in the United States (17 U.S.C. 105).
 """
 
 import pathlib
@@ -20,7 +20,7 @@ from PIL import Image, ImageDraw
 from digen_jax.images import read_image, resize_image
 from digen_jax.rewards.sanity_check import SanityCheck
 
-# (shape, color, background) of a rendered image, and a wrong prompt for it.
+# (shape, color, background) of a rendered image, and a wrong prompt.
 RENDERED = (
     ("circle", "red", "lightgray", "a photo of a blue triangle"),
     ("triangle", "yellow", "slategray", "a photo of a red square"),
@@ -31,7 +31,7 @@ PORTRAIT = "a portrait photo of a woman in a navy uniform"
 
 
 def prompt_pairs(size: int = 512) -> SanityCheck:
-    """Returns images with their own and with wrong prompts, for rewards that read prompts."""
+    """Returns images with matching and wrong prompts, for rewards that use prompts."""
     pairs = []
     for shape, color, background, wrong in RENDERED:
         image = _render(shape, color, background, size)
@@ -42,7 +42,7 @@ def prompt_pairs(size: int = 512) -> SanityCheck:
 
 
 def image_pairs(size: int = 512) -> SanityCheck:
-    """Returns a photograph, and the same under noise, with one prompt, for rewards that need not read prompts."""
+    """Returns a photograph and a noisy copy with one prompt, for rewards that may ignore prompts."""
     photograph = _photograph(size)
     noise = np.random.default_rng(0).integers(0, 256, photograph.shape)
     noisy = (photograph * 0.2 + noise * 0.8).astype(np.uint8)
@@ -50,7 +50,7 @@ def image_pairs(size: int = 512) -> SanityCheck:
 
 
 def object_pairs(size: int = 512) -> SanityCheck:
-    """Returns a photograph of a person, with a prompt for a person and for a dog, for GenEval's detector."""
+    """Returns a photograph of a person with prompts for a person and for a dog, for GenEval's detector."""
     photograph = _photograph(size)
     prompts = ["a photo of a person", "a photo of a dog"]
     metadata = [
@@ -62,7 +62,7 @@ def object_pairs(size: int = 512) -> SanityCheck:
 
 
 def _check(pairs: Sequence[tuple[UInt8[np.ndarray, "h w 3"], str]]) -> SanityCheck:
-    """Returns a check in which the first, third and so on of some (image, prompt) must score above the next one."""
+    """Returns a check of (image, prompt) pairs: items 0, 2, ... must score higher than items 1, 3, ..."""
     images, prompts = np.stack([image for image, _ in pairs]), [prompt for _, prompt in pairs]
     prefers = tuple((i, i + 1) for i in range(0, len(pairs), 2))
     metadata = [{"prompt": prompt} for prompt in prompts]
@@ -80,7 +80,7 @@ def _render(shape: str, color: str, background: str, size: int) -> UInt8[np.ndar
 
 
 def _photograph(size: int) -> UInt8[np.ndarray, "h w 3"]:
-    """Returns the photograph as a square of its upper part, which has the face."""
+    """Returns the upper square of the photograph, which contains the face."""
     image = read_image(pathlib.Path(cbook.get_sample_data(PHOTOGRAPH, asfileobj=False)))
     side = min(image.size)
     return resize_image(image.crop((0, 0, side, side)), size, size)

@@ -1,23 +1,23 @@
-"""The networks of the learned rewards, and how their published files are opened.
+"""Networks of the learned rewards, and readers of their published files.
 
-CLIP score: the logit of an image and its prompt by OpenAI's CLIP, divided by 30. Hessel et al., CLIPScore, arXiv
-2104.08718, as in Flow-GRPO (flow_grpo/clip_scorer.py; a copy is zhtmike/flow_grpo, 19d5169):
-openai/clip-vit-large-patch14, whose logits are 100 cosines. Images are resized by torchvision's bilinear filter with
-antialiasing, not by the processor's bicubic one.
+CLIP score: the logit of image and prompt by OpenAI's CLIP, divided by 30. Hessel et al., CLIPScore, arXiv 2104.08718,
+as in Flow-GRPO (flow_grpo/clip_scorer.py; copied in zhtmike/flow_grpo, 19d5169): openai/clip-vit-large-patch14, with
+logits of 100 * cosine similarity. Images are resized by torchvision's antialiased bilinear filter instead of the
+processor's bicubic one.
 
-PickScore: the logit of an image and its prompt by a CLIP that was fine-tuned on human choices, divided by 26. Kirstain
-et al., Pick-a-Pic, arXiv 2305.01569: yuvalkirstain/PickScore_v1, with the processor and the tokenizer of
+PickScore: the logit of image and prompt by a CLIP fine-tuned on human choices, divided by 26. Kirstain et al.,
+Pick-a-Pic, arXiv 2305.01569: yuvalkirstain/PickScore_v1, with the processor and tokenizer of
 laion/CLIP-ViT-H-14-laion2B-s32B-b79K. The divisor is Flow-GRPO's (flow_grpo/pickscore_scorer.py, ac4c86e).
 
-HPSv2.1: the cosine of an image and its prompt by a CLIP that was fine-tuned on human preferences. Wu et al., Human
+HPSv2.1: the cosine similarity of image and prompt by a CLIP fine-tuned on human preferences. Wu et al., Human
 Preference Score v2, arXiv 2306.09341: xswu/HPSv2, HPS_v2.1_compressed.pt, and the code tgxs002/HPSv2
-(hpsv2/img_score.py and hpsv2/src/open_clip, 866735e). Images that are not square get black bars. The source resizes
-with antialiasing since torchvision 0.17, as here, and did so without it before.
+(hpsv2/img_score.py and hpsv2/src/open_clip, 866735e). Non-square images are padded with black bars. Resizing is
+antialiased, as in the source since torchvision 0.17 (not before).
 
-Aesthetic score: a rating of the image, about 1 to 10, from its CLIP embedding; prompts have no effect.
+Aesthetic score: a rating of the image, about 1 to 10, from its CLIP embedding; prompts are ignored.
 christophschuhmann/improved-aesthetic-predictor (simple_inference.py and sac+logos+ava1-l14-linearMSE.pth, 6934dd8):
-five linear layers without activations, on the embedding of openai/clip-vit-large-patch14 divided by its length.
-Flow-GRPO's reward is this score itself (flow_grpo/aesthetic_scorer.py, ac4c86e).
+five linear layers without activations, on the L2-normalized embedding of openai/clip-vit-large-patch14. Flow-GRPO
+uses this score as reward unchanged (flow_grpo/aesthetic_scorer.py, ac4c86e).
 """
 
 import dataclasses
@@ -51,40 +51,40 @@ Params = dict[str, Any]
 Prepare = Callable[[UInt8[Array, "b h w 3"]], Float[Array, "b s s 3"]]
 
 CLIP_DIVISOR, PICK_DIVISOR = 30.0, 26.0
-HPS_HEADS = 16  # of both towers of open_clip's ViT-H-14
-# Curly quotes, which open_clip straightens (ftfy's `uncurl_quotes`).
+HPS_HEADS = 16  # attention heads of both towers of open_clip's ViT-H-14
+# Straightens curly quotes like open_clip (ftfy's `uncurl_quotes`).
 STRAIGHT = str.maketrans(
     dict.fromkeys("\u02bc\u2018\u2019\u201a\u201b", "'")
     | dict.fromkeys("\u201c\u201d\u201e\u201f", '"')
 )
-# Widths of the aesthetic score's linear layers, by their index in the source's list, which also has dropouts.
+# Widths of the aesthetic head's linear layers, by index in the source's list, which also contains dropouts.
 WIDTHS = {0: 1024, 2: 128, 4: 64, 6: 16, 7: 1}
-# The tensors for text of a complete CLIPModel.
+# Text tensors of a full CLIPModel.
 TEXT_TENSORS = (*clip.IGNORED, "text_model.*", "text_projection.*", "logit_scale")
 
 
 class Opened(NamedTuple):
-    """A learned reward whose files are open, and whose weights are not yet read."""
+    """A learned reward with open files and unread weights."""
 
     scorer: Scorer
     shapes: Params  # of the parameters
-    read: Callable[[Any], Params]  # from shardings, as in `read_params`, to the parameters
+    read: Callable[[Any], Params]  # maps shardings (see `read_params`) to parameters
 
     def load(self, shardings: Any = None) -> tuple[Any, Params]:
-        """Returns the scorer and its parameters; raises ValueError, which names an invalid file or tensor."""
+        """Returns the scorer and its parameters. Raises ValueError, which names an invalid file or tensor."""
         return self.scorer, self.read(shardings)
 
 
 @dataclasses.dataclass(frozen=True)
 class Similarity:
-    """The cosine of the embeddings of an image and its prompt, or the logit that CLIP computes from it.
+    """Scores image and prompt by the cosine similarity of their embeddings, or by the CLIP logit.
 
     Attributes:
-      network: of both.
-      prepare: maps images to the network's pixels.
-      tokenizer: transformers' CLIPTokenizer.
-      divisor: divides the logits. None means that the score is the cosine.
-      clean: applied to a prompt before it is tokenized.
+      network: CLIP network.
+      prepare: Preprocesses images to the network's pixels.
+      tokenizer: Transformers' CLIPTokenizer.
+      divisor: Divisor of the logits. None means that the score is the cosine similarity.
+      clean: Applied to prompts before tokenization.
     """
 
     network: CLIPModel
@@ -95,13 +95,13 @@ class Similarity:
 
     @property
     def tokens(self) -> int:
-        """The positions of the network."""
+        """Sequence length of the text encoder."""
         return self.network.config.text.max_position_embeddings
 
     def tokenize(self, prompts: Sequence[str]) -> Int[np.ndarray, "b n"]:
-        """Returns ids, truncated or padded to the network's positions.
+        """Returns token ids, truncated or padded to the sequence length.
 
-        The kind of padding has no effect: it follows the end token, and attention is causal.
+        The padding token has no effect: it follows the end token, and attention is causal.
         """
         return padded(self.tokenizer, list(map(self.clean, prompts)), self.tokens)[0]
 
@@ -115,7 +115,7 @@ class Similarity:
 
 
 class AestheticHead(nn.Module):
-    """From embeddings of length 1 to ratings."""
+    """Maps L2-normalized embeddings to ratings."""
 
     @nn.compact
     def __call__(self, x: Float[Array, "b p"]) -> Float32[Array, "b"]:
@@ -127,11 +127,11 @@ class AestheticHead(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Aesthetic:
-    """The rating of an image; its parameters are "clip" and "head".
+    """Rates images; the parameters are "clip" and "head".
 
     Attributes:
-      network: of images.
-      prepare: maps images to the network's pixels.
+      network: CLIP vision network.
+      prepare: Preprocesses images to the network's pixels.
     """
 
     network: CLIPVisionModelWithProjection
@@ -139,11 +139,11 @@ class Aesthetic:
 
     @property
     def tokens(self) -> int:
-        """One zero per prompt."""
+        """Sequence length of the unused prompts."""
         return 1
 
     def tokenize(self, prompts: Sequence[str]) -> Int[np.ndarray, "b n"]:
-        """Returns one zero per prompt, since prompts have no effect."""
+        """Returns one zero per prompt, since prompts are ignored."""
         return np.zeros((len(prompts), 1), np.int32)
 
     @exact_products
@@ -159,8 +159,8 @@ def open_clip_score(folder: Folder, dtype: DTypeLike = jnp.float32) -> Opened:
     """Opens CLIP score.
 
     Args:
-      folder: a CLIPModel with its tokenizer and processor, or its hub id.
-      dtype: of parameters and arithmetic.
+      folder: Folder or Hub id of a CLIPModel with tokenizer and processor.
+      dtype: Dtype of parameters and computation.
 
     Raises:
       ValueError: Names the file that is missing or invalid.
@@ -176,9 +176,9 @@ def open_pickscore(
     """Opens PickScore.
 
     Args:
-      folder: a CLIPModel, or its hub id.
-      processor: folder of tokenizer and processor, or its hub id; "" means that they are in `folder`.
-      dtype: of parameters and arithmetic.
+      folder: Folder or Hub id of a CLIPModel.
+      processor: Folder or Hub id of tokenizer and processor. "" means that they are in `folder`.
+      dtype: Dtype of parameters and computation.
 
     Raises:
       ValueError: Names the file that is missing or invalid.
@@ -192,9 +192,9 @@ def open_hpsv2(file: Folder, tokenizer: Folder, dtype: DTypeLike = jnp.float32) 
     """Opens HPSv2.1.
 
     Args:
-      file: open_clip's tensors, written by torch.save.
-      tokenizer: folder of a CLIPTokenizer, or its hub id; every published CLIP has the same.
-      dtype: of parameters and arithmetic.
+      file: Open_clip checkpoint, written by torch.save.
+      tokenizer: Folder or Hub id of a CLIPTokenizer; all published CLIPs use the same.
+      dtype: Dtype of parameters and computation.
 
     Raises:
       ValueError: Names the file or tensor that is missing, unsafe or invalid.
@@ -215,7 +215,7 @@ def open_hpsv2(file: Folder, tokenizer: Folder, dtype: DTypeLike = jnp.float32) 
 
 
 def clean_prompt(prompt: str) -> str:
-    """Cleans a prompt as open_clip does; of the repairs by `ftfy`, only that of quotes."""
+    """Cleans a prompt like open_clip; of the `ftfy` fixes, only that of quotes."""
     return html.unescape(html.unescape(prompt.translate(STRAIGHT))).strip()
 
 
@@ -223,9 +223,9 @@ def open_aesthetic(folder: Folder, head: Folder, dtype: DTypeLike = jnp.float32)
     """Opens the aesthetic score.
 
     Args:
-      folder: a CLIPModel with its processor, or its hub id.
-      head: file of the linear layers, written by torch.save.
-      dtype: of the CLIP's parameters and arithmetic.
+      folder: Folder or Hub id of a CLIPModel with its processor.
+      head: File of the linear layers, written by torch.save.
+      dtype: Dtype of the CLIP's parameters and computation.
 
     Raises:
       ValueError: Names the file or tensor that is missing, unsafe or invalid.
@@ -255,7 +255,7 @@ def open_aesthetic(folder: Folder, head: Folder, dtype: DTypeLike = jnp.float32)
 
 
 def aesthetic_shapes(network: CLIPVisionModelWithProjection) -> Params:
-    """Returns the shapes of all parameters, those of the CLIP in the dtype of its arithmetic."""
+    """Returns the shapes of all parameters; the CLIP's are in its compute dtype."""
     config, key = network.config, jax.random.key(0)
     pixels = jnp.zeros((1, config.image_size, config.image_size, 3))
     vision = jax.eval_shape(network.init, key, pixels)["params"]
@@ -273,12 +273,12 @@ OPEN = {
 
 
 def on_host(scorer: Scorer, params: Params, batch: int = 16) -> RewardModel:
-    """Returns a reward of numpy arrays on this process's first device.
+    """Returns a reward for numpy arrays on the first device of this process.
 
     Args:
-      scorer: the network.
-      params: its parameters.
-      batch: maximum number of images that are scored at once.
+      scorer: The network.
+      params: Parameters of the network.
+      batch: Maximum batch size.
 
     Raises:
       ValueError: `batch` is not a positive integer.
@@ -288,7 +288,7 @@ def on_host(scorer: Scorer, params: Params, batch: int = 16) -> RewardModel:
 
 
 def in_dtype(template: Params, dtype: DTypeLike) -> Params:
-    """Returns a template in a dtype, except for the logits' scale, which would be wrong by 1% in bfloat16."""
+    """Casts a template to a dtype, except for the logit scale, which would be off by 1% in bfloat16."""
     leaves = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), template)
     return leaves | {name: template[name] for name in ("logit_scale",) if name in template}
 
@@ -296,7 +296,7 @@ def in_dtype(template: Params, dtype: DTypeLike) -> Params:
 def _open_clip(
     folder: Folder, processor: Folder, dtype: DTypeLike, prepare: Callable[..., Any], divisor: float
 ) -> Opened:
-    """Opens a CLIPModel; `prepare` takes images and the processor in the folder `processor`."""
+    """Opens a CLIPModel; `prepare` takes images and the processor from the folder `processor`."""
     network = CLIPModel(_read_config(folder), jnp.dtype(dtype))
     template = in_dtype(clip.shapes(network), dtype)
     read = functools.partial(read_params, folder, template, clip.LISTS, ignore=clip.IGNORED)
@@ -307,12 +307,12 @@ def _open_clip(
 
 
 def _read_config(folder: Folder) -> CLIPConfig:
-    """Returns the configuration of a CLIPModel; raises ValueError that names the file and the field."""
+    """Reads the config of a CLIPModel. Raises ValueError, which names the file and the field."""
     return _parse(pathlib.Path(folder) / "config.json", CLIPConfig.from_config)
 
 
 def _read_processor(folder: Folder, size: int) -> Processor:
-    """Returns the processor for a network of images of `size` pixels; raises ValueError if it does not fit."""
+    """Reads the processor for images of `size` pixels. Raises ValueError if it does not match."""
     path = pathlib.Path(folder) / "preprocessor_config.json"
     processor = _parse(path, Processor.from_config)
     if processor.size != size:
