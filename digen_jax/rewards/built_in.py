@@ -1,4 +1,4 @@
-"""Finds the rewards that a config names: built-in ones, and the user's own functions."""
+"""Resolves the rewards of a config: built-in rewards and user functions."""
 
 import dataclasses
 import difflib
@@ -15,28 +15,28 @@ from digen_jax.files import make_examples_importable
 from digen_jax.rewards import NamedReward, Rewards, RewardSettings
 from digen_jax.rewards.errors import ARGUMENTS, check_callable, user_code
 
-# Where a reward is computed: "pool" is a process or thread of the host, which needs a function that can be pickled;
-# "server" is such a process of launch/reward_server.py only, because the reward imports torch; "mesh" means the devices
-# that sample, unless a config or a server computes it in the pool.
+# Where a reward is computed: "pool" is a process or thread of the host, which requires a picklable function; "server"
+# is a process of launch/reward_server.py only, because the reward imports torch; "mesh" is the rollout devices, unless
+# a config or a server computes it in the pool.
 Where = Literal["pool", "server", "mesh"]
 KEYWORDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-# The types of settings that are checked.
+# Setting types that are validated.
 TYPES = {bool: "True or False", int: "an integer", float: "a number", str: "a string"}
 
 
 @dataclasses.dataclass(frozen=True)
 class BuiltIn:
-    """A reward with a name of its own.
+    """A built-in reward.
 
-    Functions are given as "module:name", and imported when they are needed. The module of a factory imports nothing
-    slow: weights are read at the first call.
+    Functions are given as "module:name" and imported lazily. The module of a factory must import fast; weights are read
+    at the first call.
 
     Attributes:
-      factory: returns the reward; its keyword arguments are the reward's settings.
-      sanity_check: returns a `SanityCheck`. Empty means none.
-      where: where it is computed.
-      needs: maps a record and the reward's settings to what the record lacks, as the end of a sentence about its
-        prompt, or None. Empty means that the reward needs nothing.
+      factory: Returns the reward; its keyword arguments are the reward's settings.
+      sanity_check: Returns a `SanityCheck`. Empty means none.
+      where: Where the reward is computed.
+      needs: Maps a record and the reward's settings to a description of the missing input, such as "quotes no text",
+        or None. Empty means that there are no required inputs.
     """
 
     factory: str
@@ -68,7 +68,7 @@ BUILT_IN = {
         "digen_jax.rewards.jpeg:jpeg_incompressibility",
         sanity_check="digen_jax.rewards.jpeg:known_incompressibility",
     ),
-    # The servers of a judge and their models are the user's: no scores are known.
+    # Scores depend on the user's judge model, so there is no sanity check.
     "judge": BuiltIn("digen_jax.rewards.judge:judge", needs="digen_jax.rewards.judge:needs"),
     "ocr": BuiltIn(
         "digen_jax.rewards.ocr:ocr",
@@ -76,7 +76,7 @@ BUILT_IN = {
         needs="digen_jax.rewards.ocr:needs",
     ),
     "pickscore": _learned("pickscore", "prompt_pairs"),
-    # The server runs the sanity checks of its rewards.
+    # The reward server runs the sanity checks.
     "served": BuiltIn("digen_jax.rewards.service.client:served"),
     "shapes_geneval": BuiltIn(
         "examples.shapes.reward:make", sanity_check="examples.shapes.reward:sanity_check"
@@ -90,19 +90,19 @@ def resolve(
     serving: bool = False,
     meshes: bool = False,
 ) -> Rewards:
-    """Returns the rewards of a config's sections, built-in or the user's own as "module:function".
+    """Returns the rewards of config sections: built-in names, or user functions as "module:function".
 
-    The user's module is searched in the current directory first, then on Python's path.
+    User modules are searched in the current directory first, then on Python's path.
 
     Args:
-      sections: sections of the config's list.
-      field: list in which errors give the index of a section. Empty: they name only the reward.
-      serving: whether this is for the processes of a reward server.
-      meshes: whether this is for a run, whose meshes compute some of the rewards.
+      sections: Reward sections of the config.
+      field: Name of the list in error messages. Empty means that they name only the reward.
+      serving: Whether the rewards are for a reward server.
+      meshes: Whether the rewards are for a run, which computes some of them on its meshes.
 
     Raises:
-      ConfigError: There is no such reward, module or function, it cannot be imported or called, it does not have these
-        settings, only a server has it, or two sections have one title.
+      ConfigError: A reward, module or function does not exist, cannot be imported or called, has invalid settings, or
+        is only available in a server; or two sections have the same title.
     """
     found, titles = [], [one.title for one in sections]
     for number, one in enumerate(sections):
@@ -131,7 +131,7 @@ def resolve(
 
 
 def on_mesh(sections: Sequence[RewardSettings]) -> dict[int, RewardSettings]:
-    """Returns the rewards that a run computes on its sampling meshes, by index; raises as `resolve`."""
+    """Returns the rewards that a run computes on its rollout meshes, by index. Raises like `resolve`."""
     return {number: one for number, one in enumerate(sections) if _on_mesh(one)}
 
 
@@ -152,12 +152,12 @@ def _on_mesh(section: RewardSettings) -> bool:
 
 
 def find_sanity_check(reward: NamedReward) -> Callable[[], Any] | None:
-    """Returns the function that makes a reward's `SanityCheck`, or None if it has none.
+    """Returns the function that creates a reward's `SanityCheck`, or None if there is none.
 
-    A user's function has it as its attribute `sanity_check`.
+    User functions provide it as the attribute `sanity_check`.
 
     Raises:
-      ConfigError: The function has it under its old name, `canary`.
+      ConfigError: The function uses the old attribute name, `canary`.
     """
     name = reward.settings.name
     if name in BUILT_IN:
@@ -170,7 +170,7 @@ def find_sanity_check(reward: NamedReward) -> Callable[[], Any] | None:
 
 
 def find_needs(section: RewardSettings) -> Callable[[dict[str, Any]], str | None] | None:
-    """Returns what a built-in reward with its settings needs of a record: see `BuiltIn.needs`."""
+    """Returns the check of required inputs of a built-in reward, with its settings: see `BuiltIn.needs`."""
     needs = BUILT_IN[section.name].needs if section.name in BUILT_IN else ""
     if not needs:
         return None
@@ -179,7 +179,7 @@ def find_needs(section: RewardSettings) -> Callable[[dict[str, Any]], str | None
 
 
 def _function(section: RewardSettings) -> Callable[..., Any]:
-    """Returns the function of a section, with its settings."""
+    """Returns the function of a section with bound settings."""
     name, settings = section.name, dict(section.settings)
     if name in BUILT_IN:
         factory = _import(BUILT_IN[name].factory, name)
@@ -193,10 +193,10 @@ def _function(section: RewardSettings) -> Callable[..., Any]:
 
 
 def _import(place: str, name: str) -> Any:
-    """Returns the object "module:name" for a reward.
+    """Imports the object "module:name" for a reward.
 
     Raises:
-      ConfigError: It is missing; or the line of the user's code that fails.
+      ConfigError: The object is missing, or its import fails; shows the failing line of the user's code.
     """
     module_name, _, attribute = place.partition(":")
     if not (module_name and attribute):
@@ -226,10 +226,10 @@ def _import(place: str, name: str) -> Any:
 def _check_settings(
     function: Callable[..., Any], name: str, settings: Mapping[str, Any], first: int
 ) -> None:
-    """Checks that settings are keywords of a function from its argument `first` on, and of the defaults' types."""
+    """Checks that settings are keywords of a function, from argument `first` on, with the types of the defaults."""
     try:
         parameters = list(inspect.signature(function).parameters.values())[first:]
-    except (TypeError, ValueError):  # unknown for some functions in C
+    except (TypeError, ValueError):  # no signature for some C functions
         return
     if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters):
         return

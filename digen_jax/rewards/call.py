@@ -1,4 +1,4 @@
-"""Calls a reward and checks what it returns."""
+"""Calls a reward and validates its scores."""
 
 import copy
 import time
@@ -15,16 +15,16 @@ from digen_jax.rewards.request_log import Exchange
 from digen_jax.rewards.settings import RewardSettings
 
 Reward = Callable[..., Any]
-LARGEST = 1e15  # largest score: sums of squares of such numbers fit float32
+LARGEST = 1e15  # maximum absolute score; sums of squares still fit float32
 
 
 class Answer(NamedTuple):
-    """The scores of images by a reward."""
+    """Scores of images by one reward."""
 
-    columns: Float32[np.ndarray, "b c"]  # one for each of `RewardSettings.entries`
-    shown: Mapping[str, Float32[np.ndarray, "b"]]  # its other scores, by "reward/score"
-    seconds: float  # of the call
-    exchanges: tuple[Exchange, ...] = ()  # with servers: see `request_log.take_exchanges`
+    columns: Float32[np.ndarray, "b c"]  # one per entry of `RewardSettings.entries`
+    shown: Mapping[str, Float32[np.ndarray, "b"]]  # other scores, by "reward/score"
+    seconds: float  # duration of the call
+    exchanges: tuple[Exchange, ...] = ()  # server requests: see `request_log.take_exchanges`
 
 
 def call_reward(
@@ -34,13 +34,13 @@ def call_reward(
     prompts: list[str],
     metadata: list[dict],
 ) -> Answer:
-    """Returns the reward's scores as checked float32 numbers.
+    """Returns the reward's scores as validated float32 values.
 
-    The reward gets copies of its arguments, because it may write into them.
+    The reward gets copies of its arguments, because it may modify them.
 
     Raises:
       RewardFailed: The reward raises an exception.
-      RewardError: There is not one finite number per image, or a score that has a weight is missing.
+      RewardError: There is not one finite score per image, or a score with a weight is missing.
     """
 
     def score(images: np.ndarray) -> Any:
@@ -75,12 +75,12 @@ def _list(names: Mapping[Any, Any]) -> str:
 
 
 def _check(returned: object, name: str, prompts: list[str]) -> Float32[np.ndarray, "b"]:
-    """Returns one score per prompt in float32."""
+    """Returns one float32 score per prompt."""
     if returned is None:
         raise RewardError(f"reward {name!r} returned None: return one number per image")
     try:
         scores = np.asarray(_readable(returned))
-    # Lists of different lengths, and whatever the class of an object raises.
+    # Ragged lists raise this, and custom classes may raise anything.
     except Exception as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise RewardError(
@@ -105,9 +105,9 @@ def _check(returned: object, name: str, prompts: list[str]) -> Float32[np.ndarra
 
 
 def _readable(scores: Any) -> Any:
-    """Returns scores that numpy can read, also of torch tensors on any device, with or without a gradient.
+    """Converts scores for numpy, including torch tensors on any device, with or without gradients.
 
-    bfloat16 and other dtypes that numpy does not have are widened; lists are converted item by item.
+    bfloat16 and other dtypes without numpy equivalent are widened; lists are converted per item.
     """
     if isinstance(scores, list | tuple):
         return [_readable(one) for one in scores]

@@ -1,9 +1,9 @@
-"""Tries a reward before a run: on synthetic images that detect wrong use, with real prompts and metadata.
+"""Dry run of a reward before training: real prompts and metadata, with synthetic images that detect wrong use.
 
-A reward that was written for images in [0, 1], or that computes with bytes past their range, gives wrong scores
-without an exception: numpy's 8-bit numbers wrap at 256, so that `images * 255` is the negative, and
-`images[..., 0] - images[..., 1]` is 254 instead of -2. The synthetic images therefore compare each of their
-element-wise numpy operations with the same one in wide integers. Other libraries, such as torch, are not covered.
+A reward that expects images in [0, 1], or that overflows uint8, silently gives wrong scores: numpy's uint8 wraps at
+256, so `images * 255` is the negative, and `images[..., 0] - images[..., 1]` is 254 instead of -2. Each element-wise
+numpy operation on the synthetic images is therefore compared with the same operation in wide integers. Other
+libraries, such as torch, are not covered.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,12 +15,12 @@ from jaxtyping import UInt8
 from digen_jax.errors import ConfigError
 from digen_jax.rewards.errors import DELIBERATE, RewardError, user_lines
 
-KINDS = 8  # maximum number of kinds of records
+KINDS = 8  # maximum number of record kinds
 ADVICE = (
     "Images are uint8, from 0 to 255: convert them with images.astype(np.float32), and divide by 255 where the "
     "function was written for numbers from 0 to 1"
 )
-# Operations whose result may leave the range of a byte.
+# Operations that may overflow uint8.
 LEAVING = (np.add, np.subtract, np.multiply, np.power, np.negative, np.left_shift)
 
 
@@ -29,14 +29,14 @@ def dry_run(
 ) -> None:
     """Scores two synthetic images for the first record of each kind in every prompt file.
 
-    Two, because a reward that returns one number for any batch would pass with one. Records of one kind have the same
-    task, rewards and fields.
+    Two images detect a reward that returns one number per batch. Records of one kind have the same task, rewards and
+    fields.
 
     Args:
-      score: such as `RewardPool.score`.
-      files: the records of each file.
-      height: height of the images in pixels.
-      width: width of the images in pixels.
+      score: Scoring function, such as `RewardPool.score`.
+      files: Records of each file.
+      height: Height of the images in pixels.
+      width: Width of the images in pixels.
 
     Raises:
       ConfigError: The reward raises an exception or returns something invalid.
@@ -63,24 +63,24 @@ def dry_run(
 
 
 def synthetic_image(height: int, width: int) -> UInt8[np.ndarray, "h w 3"]:
-    """Returns color ramps: red increases to the right, green to the bottom, and blue decreases in both directions."""
+    """Returns color ramps: red increases to the right, green to the bottom; blue decreases in both directions."""
     red, green = np.meshgrid(np.linspace(0, 255, width), np.linspace(0, 255, height))
     ramps = np.stack([red, green, 255 - (red + green) / 2], axis=-1)
     return ramps.round().astype(np.uint8)
 
 
 class Misread(Exception):
-    """Images are used as something else; the message says what was computed."""
+    """Raised if images are misinterpreted; the message describes the operation."""
 
 
 class Watched(np.ndarray):
-    """Images as bytes whose operations are checked, as those of arrays computed from them."""
+    """Array of uint8 images with checked operations, including those on derived arrays."""
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        """Computes as numpy does, after a check of the operation.
+        """Runs a numpy operation after checking it.
 
         Raises:
-          Misread: 8-bit numbers wrap, or images are multiplied by 255.
+          Misread: An operation overflows uint8, or images are multiplied by 255.
         """
         plain = [_plain(one) for one in inputs]
         if "out" in kwargs:
@@ -92,18 +92,18 @@ class Watched(np.ndarray):
 
 
 def call_watched(name: str, score: Callable[[np.ndarray], Any], images: Watched) -> Any:
-    """Returns what a reward returns for watched images.
+    """Calls a reward with watched images.
 
-    If it raises an error, it is called again with plain images, because some errors are caused by watching.
+    After an error, it is called again with plain images, because watching may cause errors.
 
     Args:
-      name: name of the reward.
-      score: calls it with a copy of images.
-      images: images to score.
+      name: Name of the reward.
+      score: Calls the reward with a copy of the images.
+      images: Images to score.
 
     Raises:
-      RewardError: It misreads the images; shows the lines of the user's code.
-      Exception: Whatever the reward raises.
+      RewardError: The reward misinterprets the images; shows the lines of the user's code.
+      Exception: Any exception of the reward.
     """
     try:
         return score(images)
@@ -121,7 +121,7 @@ def _plain(one: Any) -> Any:
 
 
 def _check_operation(ufunc: np.ufunc, inputs: list[Any]) -> None:
-    """Raises Misread for an operation that wraps or that scales bytes to another range."""
+    """Raises Misread for an operation that overflows, or that rescales uint8 images."""
     found = np.asarray(ufunc(*inputs))
     if found.dtype.kind in "iu" and found.dtype.itemsize == 1:
         exact = ufunc(*(np.asarray(one).astype(np.int64) for one in inputs))

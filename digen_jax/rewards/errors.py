@@ -1,4 +1,4 @@
-"""Errors of a user's reward as one message: which reward, what failed, and where in the user's code."""
+"""Converts errors of user rewards to one message: the reward, the error, and the line in the user's code."""
 
 import inspect
 import signal
@@ -16,9 +16,9 @@ from digen_jax.process import shutdown
 from digen_jax.process.shutdown import Stopped
 
 ARGUMENTS = ("images", "prompts", "metadata")
-# Errors that this package raises deliberately, for example about a server that does not answer.
+# Deliberate errors of this package, for example about a server that does not respond.
 DELIBERATE = (ConfigError, Stopped)
-# Code that the user has not written: this package, Python's own modules, installed packages.
+# Code outside of the user's: this package, the standard library, installed packages.
 FOREIGN = [
     Path(__file__).resolve().parents[1],
     *(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")),
@@ -26,27 +26,27 @@ FOREIGN = [
 
 
 class RewardError(ConfigError):
-    """A reward returned something invalid: a message, and lines with details."""
+    """Raised if a reward returns an invalid value: a message, and lines with details."""
 
     def shown(self) -> str:
-        """Returns the text that a script prints, line by line."""
+        """Returns the text that scripts print."""
         return str(self)
 
 
 class RewardFailed(RewardError):
-    """A user's code raised an exception: a line that names it, and one for each line of that code."""
+    """Raised if user code raises: a line that names the exception, and one per line of user code."""
 
 
 @contextmanager
 def user_code(
     name: str, doing: str, passing: tuple[type[BaseException], ...] = (*DELIBERATE, CancelledError)
 ) -> Iterator[None]:
-    """Turns any exception of a user's code, including `sys.exit`, into a RewardFailed, which can be pickled.
+    """Converts any exception of user code, including `sys.exit`, to a picklable RewardFailed.
 
     Args:
-      name: name of the reward.
-      doing: what it did, such as "raised" or "cannot be imported:".
-      passing: exceptions that are raised unchanged; by default also that of a closed pool.
+      name: Name of the reward.
+      doing: Verb of the message, such as "raised" or "cannot be imported:".
+      passing: Exceptions to raise unchanged; by default including that of a closed pool.
 
     Raises:
       RewardFailed: Names the reward and the error, with the lines of the user's code.
@@ -56,7 +56,7 @@ def user_code(
         yield
     except passing:
         raise
-    # Also SystemExit, asyncio.CancelledError and a user's own BaseException.
+    # Includes SystemExit, asyncio.CancelledError and user-defined BaseExceptions.
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt) and _is_signal(error):
             raise
@@ -67,7 +67,7 @@ def user_code(
 
 
 def _is_signal(error: KeyboardInterrupt) -> bool:
-    """Whether Ctrl-C raised it: in the main thread, by the handler of this package or of Python."""
+    """Returns whether Ctrl-C raised it: in the main thread, by this package's or Python's handler."""
     if threading.current_thread() is not threading.main_thread():
         return False
     raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
@@ -76,7 +76,7 @@ def _is_signal(error: KeyboardInterrupt) -> bool:
 
 
 def user_lines(error: BaseException) -> list[str]:
-    """Returns the lines of the user's code in an error's traceback, the innermost last."""
+    """Returns the lines of user code in an error's traceback, innermost last."""
     if isinstance(error, SyntaxError) and error.filename:
         return [f"  {error.filename}, line {error.lineno}: {(error.text or '').strip()}"]
     return [
@@ -88,10 +88,10 @@ def user_lines(error: BaseException) -> list[str]:
 
 
 def check_callable(reward: object, name: str, settings: Mapping[str, Any]) -> None:
-    """Checks that a reward can be called with images, prompts, metadata and its settings as keywords.
+    """Checks that a reward can be called with images, prompts, metadata, and its settings as keywords.
 
     Raises:
-      ConfigError: It is a class, is not callable, or takes other arguments.
+      ConfigError: The reward is a class, is not callable, or takes other arguments.
     """
     if isinstance(reward, type):
         raise ConfigError(f"reward {name!r} is a class: name a function or an instance of it")
@@ -99,7 +99,7 @@ def check_callable(reward: object, name: str, settings: Mapping[str, Any]) -> No
         raise ConfigError(f"reward {name!r} is a {type(reward).__name__}: name a function")
     try:
         signature = inspect.signature(reward)
-    except (TypeError, ValueError):  # unknown for some functions in C
+    except (TypeError, ValueError):  # no signature for some C functions
         return
     try:
         signature.bind(*ARGUMENTS, **settings)

@@ -1,10 +1,10 @@
-"""The reward "geneval": whether images satisfy GenEval's metadata, by the objects that a detector finds.
+"""Reward "geneval": whether the objects detected in an image satisfy GenEval's metadata.
 
 The rules are those of GenEval (Ghosh et al., 2023, arXiv 2310.11513; djghosh13/geneval, evaluation/evaluate_images.py,
-commit 16f1681), for any detector. Objects count above a confidence of 0.3, in the task "counting" above 0.9, and of
-each class the 16 most confident. GenEval drops no overlapping boxes, since its `max_overlap` is 1. A class of `include`
-needs at least `count` objects; the `count` most confident ones must all have the given color and position. A class of
-`exclude` must have fewer than `count` objects. The score is GenEval's `correct`, 1 or 0.
+commit 16f1681), for any detector. The 16 most confident objects per class count, above a confidence of 0.3, or 0.9 in
+the task "counting". GenEval drops no overlapping boxes, since its `max_overlap` is 1. A class of `include` needs at
+least `count` objects; the `count` most confident ones must all have the given color and position. A class of `exclude`
+must have fewer than `count` objects. The score is GenEval's `correct`, 1 or 0.
 """
 
 import functools
@@ -21,11 +21,11 @@ from digen_jax.errors import ConfigError, check_range
 RELATIONS = ("left of", "right of", "above", "below")
 POSITION_THRESHOLD = 0.1  # of the two objects' summed width (height), subtracted from the offset
 THRESHOLD, COUNTING = 0.3, 0.9
-MAX_OBJECTS = 16  # of a class
+MAX_OBJECTS = 16  # per class
 COLORS = tuple(
     ["red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white"]
 )
-# By class, the number of its most confident objects that need a color.
+# Number of most confident objects that need a color, by class.
 Colored = Mapping[str, int]
 
 
@@ -34,10 +34,10 @@ class Detection:
     """An object in an image.
 
     Attributes:
-      label: class, or None if the object resembles nothing that the detector knows.
-      color: color, or None likewise.
-      box: x0, y0, x1, y1; y increases downwards.
-      confidence: from 0 to 1.
+      label: Class. None means that the object resembles no class of the detector.
+      color: Color. None means unknown or not determined.
+      box: (x0, y0, x1, y1); y increases downwards.
+      confidence: Confidence in [0, 1].
     """
 
     label: str | None
@@ -51,7 +51,7 @@ class Detector(Protocol):
     """Finds objects in images.
 
     Attributes:
-      labels: its classes, as GenEval's metadata names them.
+      labels: Supported classes, in GenEval's naming.
     """
 
     labels: frozenset[str]
@@ -61,7 +61,7 @@ class Detector(Protocol):
     ) -> list[list[Detection]]:
         """Returns all objects of each image with a confidence above `THRESHOLD`.
 
-        Objects that `colored` selects need a color, one of `COLORS`; that of others may be None.
+        Objects selected by `colored` need a color of `COLORS`; other objects may have None.
         """
         ...
 
@@ -72,7 +72,7 @@ def score_images(
     """Returns 1 for each image whose objects satisfy its record, else 0.
 
     Raises:
-      ConfigError: A record has no `include`, or names a class or color that the detector does not know.
+      ConfigError: A record has no `include`, or names a class or color that the detector does not support.
     """
     for record in metadata:
         _check_record(record, detector.labels)
@@ -82,7 +82,7 @@ def score_images(
 
 
 def kept(found: Sequence[Detection], record: Mapping[str, Any]) -> list[Detection]:
-    """Returns the objects that count: above the task's confidence, and of each class the most confident."""
+    """Filters objects by the task's confidence threshold, and keeps the most confident ones per class."""
     least = COUNTING if record.get("tag") == "counting" else THRESHOLD
     things: dict[str | None, list[Detection]] = {}
     for thing in sorted(found, key=lambda one: -one.confidence):
@@ -93,7 +93,7 @@ def kept(found: Sequence[Detection], record: Mapping[str, Any]) -> list[Detectio
 
 
 def colored(record: Mapping[str, Any]) -> dict[str, int]:
-    """Returns the number of objects that need a color for a record, by class."""
+    """Returns the number of objects that need a color, by class."""
     found: dict[str, int] = {}
     for entry in record["include"]:
         if "color" in entry:
@@ -102,10 +102,10 @@ def colored(record: Mapping[str, Any]) -> dict[str, int]:
 
 
 def satisfies(found: Sequence[Detection], record: dict) -> bool:
-    """Whether objects satisfy `include` and `exclude` of a record.
+    """Returns whether objects satisfy `include` and `exclude` of a record.
 
     Raises:
-      ValueError: A position names an unknown relation, or a later entry.
+      ValueError: A position has an unknown relation, or refers to a later entry.
     """
     by_confidence = sorted(found, key=lambda thing: -thing.confidence)
     matched: list[list[Detection] | None] = []
@@ -121,10 +121,10 @@ def satisfies(found: Sequence[Detection], record: dict) -> bool:
 
 
 def relations(a: Detection, b: Detection) -> set[str]:
-    """Returns the relations of a to b: the directions of a's center from b's.
+    """Returns the relations of a to b: the direction of a's center as seen from b's.
 
-    The offset of the centers is first reduced by a tenth of the summed sizes in each direction. A relation holds if
-    the rest exceeds half of the distance. A horizontal and a vertical one may both hold.
+    The offset of the centers is first reduced by a tenth of the summed sizes per axis. A relation holds if the
+    remainder exceeds half of the distance. A horizontal and a vertical relation may both hold.
     """
     box_a, box_b = np.asarray([a.box, b.box]).reshape(2, 2, 2)
     offset = box_a.mean(axis=0) - box_b.mean(axis=0)
@@ -140,7 +140,7 @@ def relations(a: Detection, b: Detection) -> set[str]:
 def _matches(
     things: list[Detection], entry: dict, matched: Sequence[list[Detection] | None]
 ) -> bool:
-    """Whether these objects are enough, and have the right color and position."""
+    """Returns whether there are enough objects with the right color and position."""
     if len(things) < entry["count"]:
         return False
     if "color" in entry and any(thing.color != entry["color"] for thing in things):
@@ -160,7 +160,7 @@ def _matches(
 
 
 def needs(record: Mapping[str, Any], settings: Mapping[str, Any] | None = None) -> str | None:
-    """Returns what a record lacks for this reward, as the end of a sentence about its prompt, or None."""
+    """Describes the missing input of a record, such as "has no field ...", or returns None."""
     del settings
     include = record.get("include")
     if isinstance(include, list) and include:
@@ -169,7 +169,7 @@ def needs(record: Mapping[str, Any], settings: Mapping[str, Any] | None = None) 
 
 
 def _check_record(record: Mapping[str, Any], labels: frozenset[str]) -> None:
-    """Refuses a record that no image could satisfy."""
+    """Rejects a record that no image can satisfy."""
     prompt = record.get("prompt", "")
     lacking = needs(record)
     if lacking is not None:
@@ -187,7 +187,7 @@ def _check_record(record: Mapping[str, Any], labels: frozenset[str]) -> None:
 
 @dataclass(frozen=True)
 class GenEval:
-    """GenEval's score by Mask2Former and CLIP in torch, which are read at the first call in a process.
+    """GenEval score with Mask2Former and CLIP in torch, loaded at the first call in a process.
 
     The fields are the arguments of `geneval`.
     """
@@ -203,7 +203,7 @@ class GenEval:
         """Returns 1 or 0 for each image.
 
         Raises:
-          ConfigError: See `score_images`; the images are clips, or `clip` is missing for a prompt with a color.
+          ConfigError: See `score_images`. Also raised for clips, or if `clip` is missing for a prompt with a color.
           ValueError: A folder is missing or invalid.
         """
         if images.ndim != 4:
@@ -224,16 +224,16 @@ def _detector(settings: GenEval) -> Detector:
 
 
 def geneval(*, folder: str, clip: str = "", device: str = "", batch: int = 8) -> GenEval:
-    """Returns GenEval's score, for the processes of a reward server.
+    """Returns the GenEval reward, for the processes of a reward server.
 
     Args:
-      folder: a Mask2Former that segments the instances of COCO's 80 classes, or its hub id.
-      clip: a CLIP with its tokenizer and processor, or its hub id. Empty: no prompt has a color.
-      device: torch's name. Empty: the GPU if there is one.
-      batch: images at once.
+      folder: Folder or Hub id of a Mask2Former for instance segmentation of COCO's 80 classes.
+      clip: Folder or Hub id of a CLIP with tokenizer and processor. Empty means that no prompt has a color.
+      device: Torch device. Empty means the GPU if available.
+      batch: Batch size.
 
     Raises:
-      ConfigError: torch is not installed, or a number is not positive.
+      ConfigError: Torch is not installed, or a number is not positive.
     """
     if importlib.util.find_spec("torch") is None:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""HTTP client with retries and failover over several servers, for reward servers and judges."""
+"""HTTP client with retries and failover across servers, for reward servers and judges."""
 
 import dataclasses
 import email.utils
@@ -22,16 +22,16 @@ from digen_jax.rewards.request_log import Exchange
 
 T = TypeVar("T")
 
-CONNECT = 5.0  # seconds to connect, and to answer a request of `get_each`
-GET_BYTES = 2**22  # largest answer to `get_each`
-PAUSES = 0.1, 5.0  # first and longest pause between two attempts, in seconds
-BLOCKED = 0.5, 30.0  # seconds for which a failed server is not used, doubling: first and longest
-LOG_INTERVAL = 5.0  # seconds between two log lines about a server
-RETRIED = (408, 425, 429)  # statuses that are retried, in addition to 5xx
-MESSAGE = 300  # characters of a server's error message
+CONNECT = 5.0  # timeout in seconds to connect, and of requests of `get_each`
+GET_BYTES = 2**22  # maximum response size of `get_each`
+PAUSES = 0.1, 5.0  # first and maximum pause between two attempts, in seconds
+BLOCKED = 0.5, 30.0  # first and maximum seconds for which a failed server is blocked, doubling
+LOG_INTERVAL = 5.0  # minimum seconds between two log lines about a server
+RETRIED = (408, 425, 429)  # retried statuses in addition to 5xx
+MESSAGE = 300  # maximum characters of a server's error message
 ADVICE = "repair or restart it, and the same command continues"
 
-# They log every retry and every request; `FailoverClient` has its own log lines.
+# These libraries log every retry and request; `FailoverClient` logs separately.
 for name, level in (("stamina", logging.ERROR), ("httpx", logging.WARNING)):
     logging.getLogger(name).setLevel(level)
 
@@ -40,11 +40,11 @@ class Request(NamedTuple):
     """A request to any of the servers.
 
     Attributes:
-      path: path on each server.
-      prompts: prompts of its images, for error messages.
-      max_bytes: largest accepted answer.
-      content_type: type of the body.
-      body: maps the number of answers that were `UnusableAnswer` so far to the body. None means GET.
+      path: Path on each server.
+      prompts: Prompts of the images, for error messages.
+      max_bytes: Maximum response size.
+      content_type: Content type of the body.
+      body: Maps the number of `UnusableAnswer`s so far to the body. None means GET.
     """
 
     path: str
@@ -55,13 +55,13 @@ class Request(NamedTuple):
 
 
 class RetryableError(Exception):
-    """A failure after which the request is sent again.
+    """Raised for a failure after which the request is retried.
 
     Args:
-      reason: continues a sentence whose subject is the server.
-      image: index of the image that it is about, in the request.
-      after: seconds that the server asks to wait.
-      down: whether the server itself does not work.
+      reason: Predicate of an error message about the server.
+      image: Index of the affected image in the request.
+      after: Seconds to wait, as requested by the server.
+      down: Whether the server itself has failed.
     """
 
     advice = ADVICE
@@ -73,7 +73,7 @@ class RetryableError(Exception):
 
 
 class UnusableAnswer(RetryableError):
-    """A well-formed answer without the expected content; retried at most `max_retries` times."""
+    """Raised for a well-formed answer without the expected content; retried at most `max_retries` times."""
 
     def __init__(self, reason: str, max_retries: int, advice: str):
         super().__init__(reason)
@@ -82,22 +82,22 @@ class UnusableAnswer(RetryableError):
 
 @dataclasses.dataclass
 class Server:
-    """The state of a server, as its clients see it."""
+    """Client-side state of a server."""
 
     url: str
     in_flight: int = 0  # requests
     total: int = 0  # requests so far
-    failures: int = 0  # in a row
+    failures: int = 0  # consecutive failures
     blocked_until: float = 0.0
     failed_at: float = 0.0  # time of the last failure that counts
 
 
 class Servers:
-    """Chooses the server with the fewest requests in flight, and blocks a failed one for a while. Thread-safe.
+    """Load balancer: picks the server with the fewest requests in flight; blocks failed servers. Thread-safe.
 
     Args:
-      urls: addresses.
-      blocked: seconds for which a failed server is not used: after its first failure, and at most.
+      urls: Server addresses.
+      blocked: Seconds for which a failed server is blocked: after the first failure, and at most.
     """
 
     def __init__(
@@ -114,13 +114,13 @@ class Servers:
         return iter(self._servers)
 
     def all_failed(self, times: int) -> bool:
-        """Whether every server has failed this often in a row, over all requests."""
+        """Returns whether every server has at least `times` consecutive failures, over all requests."""
         return all(server.failures >= times for server in self._servers)
 
     def take(self, until: float) -> Server | None:
-        """Returns the server to use; waits while all are blocked, and returns None at the time `until`.
+        """Returns the server to use. Waits while all are blocked; returns None at the time `until`.
 
-        A server that failed gets a single request at a time until one succeeds.
+        A failed server gets one request at a time until one succeeds.
         """
         with self._changed:
             while True:
@@ -141,7 +141,7 @@ class Servers:
                 self._changed.wait(min([until, *unblocked]) - now)
 
     def release(self, server: Server, succeeded: bool = False, pause: float = 0.0) -> None:
-        """Ends a request that the server answered; the server is not used for `pause` seconds."""
+        """Ends a request that the server answered, and blocks the server for `pause` seconds."""
         with self._changed:
             server.in_flight -= 1
             if succeeded:
@@ -151,9 +151,9 @@ class Servers:
             self._changed.notify_all()
 
     def fail(self, server: Server, start: float) -> float:
-        """Ends a request that failed and was sent at `start`; returns the seconds for which the server is blocked.
+        """Ends a failed request that was sent at `start`. Returns the seconds for which the server is blocked.
 
-        Requests that were in flight at an earlier failure count as the same failure.
+        Requests in flight at an earlier failure count as the same failure.
         """
         with self._changed:
             now = self.clock()
@@ -169,20 +169,20 @@ class Servers:
 
 
 class FailoverClient:
-    """Sends requests to servers, several threads at a time.
+    """Sends requests to servers. Thread-safe.
 
     Args:
-      servers: addresses, such as "http://127.0.0.1:8100".
-      kind: what a server is, in messages.
-      token: bearer token.
-      attempt: seconds of one attempt.
-      deadline: seconds of all attempts of a request.
-      retries: attempts after the first; also how often in a row every server may fail, over all requests.
-      connections: connections to all servers together.
-      blocked: as for `Servers`.
-      pauses: first and longest pause between two attempts, in seconds.
-      listener: receives each `Exchange`, in the thread that sent it.
-      transport: replaces the network, for tests.
+      servers: Addresses, such as "http://127.0.0.1:8100".
+      kind: Kind of server, for messages.
+      token: Bearer token.
+      attempt: Timeout of one attempt, in seconds.
+      deadline: Timeout of all attempts of a request, in seconds.
+      retries: Attempts after the first; also the maximum consecutive failures of every server, over all requests.
+      connections: Maximum connections to all servers.
+      blocked: See `Servers`.
+      pauses: First and maximum pause between two attempts, in seconds.
+      listener: Receives each `Exchange`, in the sending thread.
+      transport: Replaces the network, for tests.
 
     Raises:
       ConfigError: An address or a number is invalid.
@@ -211,27 +211,27 @@ class FailoverClient:
             raise ConfigError("servers must be one or more different addresses")
         self._kind, self._attempt, self._deadline = kind, attempt, deadline
         self._retries, self._pauses, self._listener = retries, pauses, listener
-        self._logged: dict[str, float] = {}  # time of the last log line, by server
+        self._logged: dict[str, float] = {}  # last log time by server
         self._lock = threading.Lock()
         self._http = httpx.Client(
             headers={"Authorization": f"Bearer {token}"} if token else {},
             limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
             transport=transport,
-            trust_env=False,  # no proxies from the environment
+            trust_env=False,  # ignore proxies from the environment
         )
 
     def get_each(self, path: str, start: str, prompts: Sequence[str] = ()) -> dict[str, bytes]:
-        """Sends a GET to every server and returns the answers of those that can be reached, by address.
+        """Sends a GET to every server and returns the answers of reachable ones, by address.
 
         Args:
-          path: path on each server.
-          start: command that starts a server, for the error message.
-          prompts: prompts that wait to be scored. If there are any and no server can be reached, the GET is
-            retried as by `post`, and only the first answer is returned.
+          path: Path on each server.
+          start: Command that starts a server, for the error message.
+          prompts: Prompts to be scored. If there are any and no server is reachable, the GET is retried like `post`,
+            and only the first answer is returned.
 
         Raises:
-          ConfigError: A server refuses the request, or none can be reached and no prompt waits.
-          Stopped: As `post`.
+          ConfigError: A server rejects the request, or none is reachable and there are no prompts.
+          Stopped: See `post`.
         """
         found, request = {}, Request(path, prompts, GET_BYTES)
         for server in self.servers:
@@ -248,11 +248,11 @@ class FailoverClient:
         return found
 
     def post(self, request: Request, read: Callable[[bytes], T]) -> T:
-        """Returns `read(content)` of an answer; retries where `read` raises RetryableError.
+        """Returns `read(content)` of an answer. Retries if `read` raises RetryableError.
 
         Raises:
-          Stopped: Too many attempts, or too late; names the last server, a prompt and the reason.
-          RewardError: A server refuses the request itself, so a retry would not help.
+          Stopped: Attempts or deadline are exhausted; names the last server, a prompt and the reason.
+          RewardError: A server rejects the request itself, so a retry would not help.
         """
         return self._retry(request, read)[1]
 
@@ -261,19 +261,19 @@ class FailoverClient:
         self._http.close()
 
     def _retry(self, request: Request, read: Callable[[bytes], T]) -> tuple[str, T]:
-        """Returns (address of the server that answered, `read(content)`); raises as `post`."""
+        """Returns (address of the server that answered, `read(content)`). Raises like `post`."""
         start = time.monotonic()
         until = start + self._deadline
         attempts, unusable, last = 0, 0, None
 
         def pause(error: Exception) -> bool | float:
-            """Whether stamina retries: True after its own backoff, a number after these seconds."""
+            """Returns whether stamina retries: True means after its own backoff, a number after these seconds."""
             left = until - time.monotonic()
             if not isinstance(error, RetryableError) or left <= 0:
                 return False
             if isinstance(error, UnusableAnswer) and unusable > error.max_retries:
                 return False
-            # While no server works, one request at a time is tried, which counts for all threads.
+            # While all servers are down, one request at a time is tried on behalf of all threads.
             if self.servers.all_failed(self._retries + 1):
                 return False
             return True if left > self._pauses[1] else random.uniform(0, left)
@@ -294,7 +294,7 @@ class FailoverClient:
                     except RetryableError as error:
                         unusable += isinstance(error, UnusableAnswer)
                         if last is not None and time.monotonic() >= until:
-                            raise last from error  # this attempt was too short to be informative
+                            raise last from error  # the last attempt was too short to be informative
                         last = error
                         raise
         except RetryableError as error:
@@ -387,7 +387,7 @@ class FailoverClient:
 
 
 def parse_address(text: str, kind: str = "reward server") -> str:
-    """Returns a server's address without a trailing slash; `kind` says in the ConfigError what it should be."""
+    """Returns an address without a trailing slash. `kind` describes the server in the ConfigError."""
     try:
         url = httpx.URL(text.rstrip("/"))
         valid = url.port is None or 0 < url.port < 2**16
@@ -402,12 +402,12 @@ def parse_address(text: str, kind: str = "reward server") -> str:
 def parse_addresses(
     servers: Sequence[str] | str, reward: str, kind: str, example: str
 ) -> tuple[str, ...]:
-    """Returns the addresses in a reward's setting `servers`, where a single one may be a string.
+    """Returns the addresses in a reward's setting `servers`: a sequence, or a string for a single one.
 
-    "/v1", which clients of OpenAI's API append to an address, is removed.
+    The suffix "/v1", which OpenAI clients append, is removed.
 
     Raises:
-      ConfigError: There is none, or one is invalid.
+      ConfigError: An address is missing or invalid.
     """
     given = (servers,) if isinstance(servers, str) else tuple(servers)
     if not given:
@@ -419,7 +419,7 @@ def parse_addresses(
 
 
 def retry_after(headers: httpx.Headers) -> float:
-    """Returns the seconds of a Retry-After header, which has a number or a date; 0 without one."""
+    """Returns the seconds of a Retry-After header (a number or a date), or 0 without one."""
     text = headers.get("retry-after", "").strip()
     if text.isdecimal():
         return float(text)
@@ -430,7 +430,7 @@ def retry_after(headers: httpx.Headers) -> float:
 
 
 def error_message(content: bytes | bytearray) -> str:
-    """Returns the message of an error response, on one line.
+    """Returns the message of an error response as one line.
 
     Reward servers send it as `error`, OpenAI's API as `error.message`, FastAPI as `detail`.
     """

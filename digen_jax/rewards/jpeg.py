@@ -1,8 +1,8 @@
-"""Rewards by the size of an image's JPEG file: the usual test of whether a reward changes the model at all.
+"""JPEG size rewards: the standard sanity check that training optimizes a reward.
 
-Black et al. 2023 (DDPO, arXiv 2305.13301). The size in units of 1000 bytes at quality 95, and the signs, are those of
-both kvablack/ddpo-pytorch (ddpo_pytorch/rewards.py, commit 1958463) and yifan123/flow_grpo (flow_grpo/rewards.py,
-commit ac4c86e). They differ in the scale of compressibility: flow_grpo divides it by 500, and so does this module.
+Black et al. 2023 (DDPO, arXiv 2305.13301). The size in units of 1000 bytes at quality 95 and the signs match both
+kvablack/ddpo-pytorch (ddpo_pytorch/rewards.py, commit 1958463) and yifan123/flow_grpo (flow_grpo/rewards.py, commit
+ac4c86e). They differ in the scale of compressibility: flow_grpo and this module divide it by 500.
 """
 
 import dataclasses
@@ -21,12 +21,12 @@ COMPRESSIBILITY_UNIT = 500_000  # bytes
 
 @dataclasses.dataclass(frozen=True)
 class JpegSize:
-    """The size of each image's JPEG file; for a clip, the mean over its frames.
+    """JPEG size of each image; for a clip, the mean over its frames.
 
-    The sources score only images, so the mean is this project's choice.
+    The sources only score images; the mean over frames is specific to this project.
 
     Attributes:
-      unit: bytes per score of 1. Negative: small files score high.
+      unit: Bytes per score of 1. Negative values mean that small files score high.
     """
 
     unit: int
@@ -34,7 +34,7 @@ class JpegSize:
     def __call__(
         self, images: UInt8[np.ndarray, "b *t h w 3"], prompts: list[str], metadata: list[dict]
     ) -> Float32[np.ndarray, "b"]:
-        """Returns the scores; prompts and metadata are not used."""
+        """Returns the scores. Prompts and metadata are ignored."""
         del prompts, metadata
         clips = images.reshape(len(images), -1, *images.shape[-3:])
         sizes = [[_size(frame) for frame in clip] for clip in clips]
@@ -42,20 +42,20 @@ class JpegSize:
 
 
 def jpeg_incompressibility() -> JpegSize:
-    """Returns a reward that is high for large JPEG files: the size in units of 1000 bytes."""
+    """Returns a reward for large JPEG files: the size in units of 1000 bytes."""
     return JpegSize(UNIT)
 
 
 def jpeg_compressibility() -> JpegSize:
-    """Returns a reward that is high for small JPEG files: minus the size in units of 500,000 bytes."""
+    """Returns a reward for small JPEG files: minus the size in units of 500,000 bytes."""
     return JpegSize(-COMPRESSIBILITY_UNIT)
 
 
 def known_incompressibility() -> SanityCheck:
-    """Returns a flat image, a gradient and noise, with the sizes by libjpeg-turbo 3.
+    """Returns a flat image, a gradient and noise, with their sizes in libjpeg-turbo 3.
 
-    Other versions may differ by some bytes. The tolerance is a twentieth of the smallest size, which is less than a
-    tenth of the differences of the sizes.
+    Other versions may differ by a few bytes. The tolerance is 1/20 of the smallest size, which is less than 1/10 of the
+    differences between sizes.
     """
     down, across = np.mgrid[:64, :64].astype(np.uint8)
     noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)

@@ -1,6 +1,6 @@
-"""The reward "judge": a vision-language model behind an OpenAI-compatible server rates each image.
+"""Reward "judge": a vision-language model (VLM) behind an OpenAI-compatible server rates each image.
 
-`judge_templates` has the questions, and how scores are read from the answers.
+`judge_templates` contains the questions and the parsing of answers.
 """
 
 import base64
@@ -25,28 +25,28 @@ from digen_jax.rewards.http_client import FailoverClient, Request, parse_address
 from digen_jax.rewards.judge_templates import TEMPLATES, TOP, Template, find_template, read_score
 from digen_jax.rewards.request_log import recorder
 
-TOKEN = "DIGEN_JUDGE_TOKEN"  # environment variable with the servers' token
+TOKEN = "DIGEN_JUDGE_TOKEN"  # environment variable with the bearer token
 MODELS, CHAT = "/v1/models", "/v1/chat/completions"
-QUALITY = 95  # of JPEG, as in UnifiedReward's requests
-ANSWER = 2**22  # largest answer in bytes
+QUALITY = 95  # JPEG quality, as in UnifiedReward's requests
+ANSWER = 2**22  # maximum response size in bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class Judge:
-    """A reward by a judge. Each process that scores opens its own connections at the first call.
+    """VLM judge reward. Each scoring process opens connections at its first call.
 
     Attributes:
-      servers: addresses, such as "http://127.0.0.1:8000"; the one with the fewest requests in flight is used.
-      model: its name as the servers list it. Empty means their only one.
-      template: the question, completed.
-      temperature: of sampling.
-      seed: of sampling; the next one when a request is repeated after an answer without a score.
-      format: file format of the images that are sent, "png" or "jpeg".
-      again: number of times that a request is repeated after answers without a score.
-      attempt: seconds of one attempt.
-      deadline: seconds of all attempts of a request.
-      retries: attempts after the first.
-      connections: requests in flight, of each reward process.
+      servers: Addresses, such as "http://127.0.0.1:8000"; the one with the fewest requests in flight is used.
+      model: Model name on the servers. Empty means their only model.
+      template: Question and parsing of the answer, with all defaults filled in.
+      temperature: Sampling temperature.
+      seed: Sampling seed; incremented for each retry after an answer without a score.
+      format: Format of the images sent, "png" or "jpeg".
+      again: Maximum retries after answers without a score.
+      attempt: Timeout of one attempt, in seconds.
+      deadline: Timeout of all attempts of a request, in seconds.
+      retries: Attempts after the first.
+      connections: Requests in flight per reward process.
     """
 
     servers: tuple[str, ...]
@@ -64,21 +64,21 @@ class Judge:
     def __call__(
         self, images: UInt8[np.ndarray, "b *t h w 3"], prompts: list[str], metadata: list[dict]
     ) -> Float32[np.ndarray, "b"]:
-        """Returns a score from 0 to 1 for each image; for a clip, the mean over every fourth frame.
+        """Returns a score in [0, 1] for each image; for a clip, the mean over every fourth frame.
 
         Raises:
           ConfigError: A server lacks the model, or a record lacks a field of the template.
-          RewardError, Stopped: As `FailoverClient.post`, and if a server sends no logprobs.
+          RewardError, Stopped: See `FailoverClient.post`. Also raised if a server sends no logprobs.
         """
         return _client(self).score(images, prompts, metadata)
 
 
 class Client:
-    """The connections of a judge, and the model of its servers.
+    """Connections of a judge, and the model of its servers.
 
     Args:
-      judge: settings.
-      options: other options of `FailoverClient`.
+      judge: Settings.
+      options: Other options of `FailoverClient`.
     """
 
     def __init__(self, judge: Judge, **options: Any):
@@ -98,9 +98,9 @@ class Client:
     def score(
         self, images: UInt8[np.ndarray, "b *t h w 3"], prompts: list[str], metadata: list[dict]
     ) -> Float32[np.ndarray, "b"]:
-        """Returns the scores of `Judge`; sends one request per image, several at the same time."""
+        """Scores images as described in `Judge`; sends one request per image, several concurrently."""
         clips = [image[None] if image.ndim == 3 else image[:: ocr.FRAMES] for image in images]
-        if not self._model:  # before the threads, each of which would ask for it
+        if not self._model:  # before the threads start, to request it only once
             answers = self._client.get_each(MODELS, "vllm serve, for example", prompts)
             models = {url: parse_models(url, content) for url, content in answers.items()}
             self._model = choose_model(models, self._judge.model)
@@ -111,7 +111,7 @@ class Client:
                 for clip, prompt, record in zip(clips, prompts, metadata, strict=True)
             ]
             scores = [np.mean([future.result() for future in clip]) for clip in futures]
-        finally:  # after an error, no other request is sent, and those in flight are abandoned
+        finally:  # after an error, pending requests are canceled and those in flight are abandoned
             threads.shutdown(wait=False, cancel_futures=True)
         return np.array(scores, np.float32)
 
@@ -120,14 +120,14 @@ class Client:
         self._client.close()
 
     def _score(self, image: np.ndarray, prompt: str, record: dict) -> float:
-        """Returns one image's score."""
+        """Returns the score of one image."""
         judge, template = self._judge, self._judge.template
         if (lacks := template.lacking(record | {"prompt": prompt})) is not None:
             raise ConfigError(f"the prompt {prompt!r} {lacks}")
         file = io.BytesIO()
         Image.fromarray(np.asarray(image)).save(file, judge.format.upper(), quality=QUALITY)
         url = f"data:image/{judge.format};base64,{base64.b64encode(file.getvalue()).decode()}"
-        # The image precedes the text.
+        # The image comes before the text.
         content = [
             {"type": "image_url", "image_url": {"url": url}},
             {"type": "text", "text": template.fill(prompt, record)},
@@ -143,7 +143,7 @@ class Client:
             message |= {"logprobs": True, "top_logprobs": TOP}
 
         def body(unusable: int) -> bytes:
-            # At a temperature above 0, the same seed would give the same answer.
+            # With temperature > 0, the same seed would repeat the answer.
             return json.dumps(message | {"seed": judge.seed + unusable}).encode()
 
         text = ocr.quoted(prompt)
@@ -159,7 +159,7 @@ def _client(judge: Judge) -> Client:
 
 
 def parse_models(url: str, content: bytes) -> list[str]:
-    """Returns the names of a server's models; raises ConfigError if it does not list them."""
+    """Returns the names of a server's models. Raises ConfigError if they are not listed."""
     try:
         return [str(one["id"]) for one in json.loads(content)["data"]]
     except (ValueError, LookupError, TypeError, RecursionError) as error:
@@ -169,10 +169,10 @@ def parse_models(url: str, content: bytes) -> list[str]:
 
 
 def choose_model(found: Mapping[str, Sequence[str]], model: str) -> str:
-    """Returns the model to use, from those of each server. An empty `model` means the only one.
+    """Returns the model to use, from the models of each server. An empty `model` means the only one.
 
     Raises:
-      ConfigError: A server lacks the model, or has several and none is named.
+      ConfigError: A server lacks the model, or has several and `model` is empty.
     """
     for url, models in found.items():
         names = ", ".join(map(repr, models)) or "none"
@@ -206,19 +206,19 @@ def judge(
     retries: int = 8,
     connections: int = 16,
 ) -> Judge:
-    """Returns a reward by a judge; DIGEN_JUDGE_TOKEN in the environment is the token.
+    """Returns a VLM judge reward. The environment variable DIGEN_JUDGE_TOKEN is the bearer token.
 
-    The settings are the fields of `Judge`, and those of its template:
+    The settings are the fields of `Judge` and of its template:
 
-      template: name of one in `TEMPLATES`, or a text with {prompt} or other fields of a prompt's record.
-      score: "pattern", "yes" or "text", see `Template`. Empty: that of the template, "pattern" for a custom text.
-      pattern: a regular expression with one group, a number, or several such. Empty: those of the template.
-      scale: the numbers that become 0 and 1. Empty: that of the template, 0 and 1 for a custom text.
-      system: system message. Empty: that of the template.
-      max_tokens: of an answer. 0: that of the template; for a custom text 512 ("yes": 1).
+      template: Name in `TEMPLATES`, or a text with {prompt} or other fields of a prompt's record.
+      score: "pattern", "yes" or "text", see `Template`. Empty means the template's, or "pattern" for a custom text.
+      pattern: One or several regular expressions with one group, a number. Empty means the template's.
+      scale: The numbers that map to 0 and 1. Empty means the template's, or (0, 1) for a custom text.
+      system: System message. Empty means the template's.
+      max_tokens: Maximum tokens of an answer. 0 means the template's; for a custom text 512 ("yes": 1).
 
     Raises:
-      ConfigError: Names the setting that is missing or invalid.
+      ConfigError: A setting is missing or invalid.
     """
     check_choice("format", format, ("png", "jpeg"))
     check_range("again", again, 0)
@@ -249,14 +249,14 @@ def judge(
 
 
 def needs(record: dict, settings: Mapping[str, Any]) -> str | None:
-    """Returns what a record lacks for these settings, as the end of a sentence about its prompt, or None."""
+    """Describes the missing input of a record, such as "has no field ...", or returns None."""
     template = find_template(settings.get("template", "alignment"))
     score = template.score or settings.get("score", "")
     return dataclasses.replace(template, score=score).lacking(record)
 
 
 def _check_template(template: Template) -> None:
-    """Refuses a template whose answers could not be read."""
+    """Rejects a template with unparseable answers."""
     check_choice("score", template.score, ("pattern", "yes", "text"))
     check_range("max_tokens", template.max_tokens, 1)
     if template.score == "text" and importlib.util.find_spec("rapidfuzz") is None:

@@ -1,12 +1,12 @@
-"""Templates of the reward "judge": the question, and how a score is read from the answer.
+"""Templates of the reward "judge": questions, and parsing of scores from answers.
 
-"ocr" asks as verl-omni's `genrm_ocr` does (verl-project/verl-omni, verl_omni/utils/reward_score/genrm_ocr.py, commit
-1384a41). "alignment" is VQAScore's question (Lin et al., arXiv 2404.01291; linzhiqiu/t2v_metrics,
+"ocr" is the question of verl-omni's `genrm_ocr` (verl-project/verl-omni, verl_omni/utils/reward_score/genrm_ocr.py,
+commit 1384a41). "alignment" is VQAScore's question (Lin et al., arXiv 2404.01291; linzhiqiu/t2v_metrics,
 t2v_metrics/models/vqascore_models/gpt4v_model.py, commit 0ab6f3e). "unified_reward" and "unified_reward_2" are the
 pointwise templates of UnifiedReward (Wang et al., arXiv 2503.05236; CodeGoat24/UnifiedReward, folder inference_qwen):
-those of image_generation/qwen_point_score_image_generation.py, commit ed52f98, and of
-UnifiedReward-2.0-inference/point_score_ACS_image_generation.py, commit a759534, each for the models that were trained
-with it. "rating" is this project's.
+image_generation/qwen_point_score_image_generation.py, commit ed52f98, and
+UnifiedReward-2.0-inference/point_score_ACS_image_generation.py, commit a759534, each for the models trained with it.
+"rating" is specific to this project.
 """
 
 import dataclasses
@@ -21,26 +21,26 @@ from digen_jax.rewards import ocr
 from digen_jax.rewards.errors import RewardError
 from digen_jax.rewards.http_client import RetryableError, UnusableAnswer
 
-FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")  # such as {prompt}, a field of the prompt's record
+FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")  # a field of the prompt's record, such as {prompt}
 NUMBER = r"([-+]?\d+(?:\.\d+)?)"
-TOP = 20  # tokens whose logprobs a server returns: vLLM's default maximum
+TOP = 20  # number of logprobs per token: vLLM's default maximum
 DASHES = dict.fromkeys(map(ord, "‐‑‒–—−"), "-")
 MARKS = r"\\?[*`~]+|(?<![^\W_])_+|_+(?![^\W_])"
-SHOWN = 200  # characters of an answer in an error
+SHOWN = 200  # maximum characters of an answer in an error
 
 
 @dataclasses.dataclass(frozen=True)
 class Template:
-    """A question about an image, and how a score is read from its answer.
+    """Question about an image, and parsing of the score from the answer.
 
     Attributes:
-      text: the question; {prompt}, and any other field of a prompt's record, is filled in.
-      score: "pattern": the numbers that patterns find in the answer; "yes": the probability that the answer begins
-        with yes; "text": similarity of the answer and the text that the prompt quotes.
-      patterns: regular expressions with one group each, a number; the score is the mean of these numbers.
-      scale: the numbers that become 0 and 1.
-      max_tokens: of the answer.
-      system: system message, if any.
+      text: Question; {prompt} and other fields of the prompt's record are filled in.
+      score: "pattern" is the mean of the numbers that match `patterns` in the answer; "yes" the probability that the
+        answer starts with yes; "text" the similarity of the answer and the text quoted in the prompt.
+      patterns: Regular expressions with one group each, a number.
+      scale: The numbers that map to 0 and 1.
+      max_tokens: Maximum tokens of the answer.
+      system: System message, if any.
     """
 
     text: str
@@ -51,12 +51,12 @@ class Template:
     system: str = ""
 
     def fill(self, prompt: str, record: dict[str, Any]) -> str:
-        """Returns the question about an image of a prompt; raises KeyError if the record lacks a field."""
+        """Returns the question for a prompt. Raises KeyError if the record lacks a field."""
         known = record | {"prompt": prompt}
         return FIELD.sub(lambda found: str(known[found[1]]), self.text)
 
     def lacking(self, record: dict[str, Any]) -> str | None:
-        """Returns what a record lacks, as the end of a sentence about its prompt, or None."""
+        """Describes the missing input of a record, such as "has no field ...", or returns None."""
         if self.score == "text":
             return ocr.needs(record)
         missing = [name for name in FIELD.findall(self.text) if name not in record]
@@ -64,7 +64,7 @@ class Template:
 
 
 def lines(*texts: str) -> str:
-    """Joins texts to lines."""
+    """Joins texts with line breaks."""
     return "\n".join(texts)
 
 
@@ -144,22 +144,23 @@ TEMPLATES = {
 
 
 def find_template(name: str) -> Template:
-    """Returns the template with a name, or that of a custom text."""
+    """Returns the named template, or one for a custom text."""
     return TEMPLATES.get(name, Template(name))
 
 
 def read_score(content: bytes, template: Template, quoted: str | None, again: int) -> float:
-    """Returns the score in an answer, from 0 to 1.
+    """Parses the score of an answer, in [0, 1].
 
     Args:
-      content: the answer.
-      template: template of the question.
-      quoted: text that must be readable in the image, for the score "text".
-      again: number of times that the request is repeated after answers without a score.
+      content: The answer.
+      template: Template of the question.
+      quoted: Text that must be readable in the image, for the score "text".
+      again: Maximum retries after answers without a score.
 
     Raises:
-      RetryableError: The answer is no chat completion; UnusableAnswer: it has no score.
-      RewardError: It has no logprobs.
+      RetryableError: The answer is not a chat completion.
+      UnusableAnswer: The answer has no score.
+      RewardError: The answer has no logprobs.
     """
     try:
         choice = json.loads(content)["choices"][0]
@@ -179,7 +180,7 @@ def read_score(content: bytes, template: Template, quoted: str | None, again: in
         return UnusableAnswer(f"answered {answer[:SHOWN]!r}{length}, {what}", again, advice)
 
     if template.score == "text":
-        if truncated and not answer:  # only a model's thoughts were generated
+        if truncated and not answer:  # only reasoning tokens were generated
             raise unusable("which is empty")
         return ocr.of_text("".join(answer.split()), "".join(str(quoted).split()))
     if template.score == "yes":
@@ -190,12 +191,12 @@ def read_score(content: bytes, template: Template, quoted: str | None, again: in
 def by_patterns(
     answer: str, template: Template, unusable: Callable[[str], UnusableAnswer]
 ) -> float:
-    """Returns the mean of the last numbers that the patterns find in an answer, on the template's scale.
+    """Returns the mean of the last numbers that match the patterns in an answer, normalized by the template's scale.
 
-    A pattern is applied to the answer's plain text (`plain`), and to the answer itself if it finds nothing there.
+    Each pattern is applied to the answer's plain text (`plain`), and to the raw answer if there is no match.
 
     Raises:
-      UnusableAnswer: A pattern finds no number, or one outside the scale.
+      UnusableAnswer: A pattern matches no number, or one outside of the scale.
     """
     low, high = template.scale
     numbers = []
@@ -216,11 +217,12 @@ def by_patterns(
 
 
 def plain(answer: str, scale: tuple[float, float]) -> str:
-    """Returns an answer without Markdown's emphasis and code marks, in ASCII's colons, digits, signs and points.
+    """Removes Markdown emphasis and code marks, and converts colons, digits, signs and points to ASCII.
 
     Args:
-      answer: such as "**Score**：7,5".
-      scale: range of its number. A comma between digits is a decimal one, or one of thousands if this reaches 1000.
+      answer: Text such as "**Score**：7,5".
+      scale: Range of the number. A comma between digits is a decimal comma, or a thousands separator if the range
+        reaches 1000.
     """
     text = unicodedata.normalize("NFKC", answer).translate(DASHES)
     text = re.sub(MARKS, "", text)
@@ -228,16 +230,16 @@ def plain(answer: str, scale: tuple[float, float]) -> str:
 
 
 def probability_of_yes(choice: dict[str, Any], unusable: Callable[[str], UnusableAnswer]) -> float:
-    """Returns the probability that the answer's first token is yes, in any of its spellings.
+    """Returns the probability that the answer's first token is yes, in any spelling.
 
-    It is not divided by the sum for yes and no, because a model that gives another answer is not sure. If no, but not
-    yes, is among the likeliest tokens, it is 0: too low by less than the smallest of their probabilities.
+    It is not normalized by the sum for yes and no, because other answers mean that the model is uncertain. If only no
+    is among the top tokens, it is 0: an underestimate by less than the smallest of their probabilities.
 
-    Source: VQAScore, P("Yes") of the first token; UniRL adds "Yes", "yes", and both with a space before
+    Source: VQAScore, P("Yes") of the first token; UniRL adds "Yes", "yes", and both with a leading space
     (Tencent-Hunyuan/UniRL, unirl/reward/local/geneval2.py, commit 2f357c7).
 
     Raises:
-      UnusableAnswer: Neither yes nor no is among the likeliest tokens.
+      UnusableAnswer: Neither yes nor no is among the top tokens.
       RewardError: The answer has no logprobs.
     """
     try:
@@ -255,11 +257,11 @@ def probability_of_yes(choice: dict[str, Any], unusable: Callable[[str], Unusabl
             f"of whose first token neither yes nor no is among the {len(likely)} likeliest (first: {first!r})"
         )
     probability = math.fsum(one for token, one in likely if token == "yes")
-    if not probability < 1.01:  # also NaN; sums of rounded logprobs are slightly above 1
+    if not probability < 1.01:  # also catches NaN; sums of rounded logprobs may slightly exceed 1
         raise unusable(f"of whose first token yes has a probability of {probability:g}")
     return min(1.0, probability)
 
 
 def normalize(token: str) -> str:
-    """Returns a token in lower case without spaces, including those of SentencePiece."""
+    """Returns a token in lower case without spaces, including SentencePiece's."""
     return token.replace("▁", " ").strip().lower()

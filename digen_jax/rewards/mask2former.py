@@ -1,19 +1,19 @@
-"""The detector of the reward "geneval": Mask2Former and CLIP of transformers, in torch.
+"""Detector of the reward "geneval": Mask2Former and CLIP from transformers, in torch.
 
-Only a reward server's processes import this module: see `built_in.Where`.
+Only reward server processes import this module: see `built_in.Where`.
 
-From the network's output to objects it follows mmdet, which GenEval runs: MaskFormerFusionHead.instance_postprocess of
-open-mmlab/mmdetection, as in arXiv 2112.01527. Masks are resized to the image as logits, and the confidence of an
-object is the probability of its class times the mean probability of its mask's pixels. transformers' own
-`post_process_instance_segmentation` does the same at 384 x 384 pixels, and returns masks, not boxes.
+Postprocessing follows mmdet, which GenEval uses: MaskFormerFusionHead.instance_postprocess of
+open-mmlab/mmdetection, as in arXiv 2112.01527. Mask logits are resized to the image; the confidence of an object is the
+class probability times the mean probability of its mask's pixels. transformers'
+`post_process_instance_segmentation` does the same at 384 x 384 pixels, and returns masks instead of boxes.
 
 The color of an object is CLIP's zero-shot choice, with each object alone on gray: `color_classification` of
 djghosh13/geneval, evaluation/evaluate_images.py, commit 16f1681, with LAION-AI/CLIP_benchmark's
 `zero_shot_classifier`.
 
-Differences from GenEval: it has mmdet's weights of Mask2Former with Swin-S (mask2former_swin-s-p4-w7-224_lsj_8x2_50e),
-images resized to at most 1333 x 800, and OpenAI's ViT-L/14 in open_clip. Here the weights and the size of images are
-those of the folder, and the CLIP is transformers' CLIPModel in the precision of its file.
+Differences: GenEval uses mmdet's weights of Mask2Former with Swin-S (mask2former_swin-s-p4-w7-224_lsj_8x2_50e),
+images resized to at most 1333 x 800, and OpenAI's ViT-L/14 in open_clip. Here, weights and image size are those of
+the folder, and the CLIP is transformers' CLIPModel in the precision of its file.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ from transformers import (
 from digen_jax.checkpoints.folder import resolve_folder
 from digen_jax.rewards.geneval import COLORS, Colored, Detection
 
-# GenEval's names of classes with other names in COCO, in either of COCO's spellings.
+# GenEval's names of classes with other names in COCO, in both spellings of COCO.
 GENEVAL = {
     "mouse": "computer mouse",
     "remote": "tv remote",
@@ -46,12 +46,12 @@ GENEVAL = {
     "diningtable": "dining table",
     "tvmonitor": "tv",
 }
-GRAY = "#999"  # around an object
+GRAY = "#999"  # background of an object
 Box = tuple[float, float, float, float]
 
 
 class Thing(NamedTuple):
-    """An object and its mask."""
+    """Detected object with its mask."""
 
     label: str
     confidence: float
@@ -60,14 +60,14 @@ class Thing(NamedTuple):
 
 
 class Mask2FormerDetector:
-    """A `geneval.Detector`.
+    """Implements `geneval.Detector`.
 
     Args:
-      folder: a Mask2FormerForUniversalSegmentation with its processor, or its hub id.
-      clip: a CLIP. Empty: no colors.
-      device: torch's name. Empty: the GPU if there is one.
-      batch: images at once.
-      least: objects with this confidence or less are omitted.
+      folder: Folder or Hub id of a Mask2FormerForUniversalSegmentation with its processor.
+      clip: Folder or Hub id of a CLIP. Empty means no colors.
+      device: Torch device. Empty means the GPU if available.
+      batch: Batch size.
+      least: Objects with at most this confidence are dropped.
 
     Raises:
       ValueError: A folder is missing or invalid.
@@ -95,21 +95,21 @@ class Mask2FormerDetector:
     def __call__(
         self, images: UInt8[np.ndarray, "b h w 3"], colored: Sequence[Colored]
     ) -> list[list[Detection]]:
-        """Returns the objects of each image, the most confident first; those that `colored` selects have a color."""
-        images = np.asarray(images)  # processors test for the exact type
+        """Returns the objects of each image, most confident first; those selected by `colored` have a color."""
+        images = np.asarray(images)  # processors check the exact type
         found = []
         for start in range(0, len(images), self._batch):
             found += self.find(images[start : start + self._batch])
         return [self._with_colors(*one) for one in zip(images, found, colored, strict=True)]
 
     def find(self, images: UInt8[np.ndarray, "b h w 3"]) -> list[list[Thing]]:
-        """Returns the objects of each image, the most confident first."""
+        """Returns the objects of each image, most confident first."""
         inputs = self._processor(
             images=list(images), input_data_format="channels_last", return_tensors="pt"
         ).to(self._device)
         with torch.inference_mode():
             output = self._network(**inputs)
-            # The processor pads to the right and below.
+            # The processor pads right and bottom.
             sizes = [(int(one[:, 0].sum()), int(one[0].sum())) for one in inputs["pixel_mask"]]
             padded = inputs["pixel_values"].shape[-2:]
             outputs = output.class_queries_logits, output.masks_queries_logits, sizes
@@ -126,14 +126,14 @@ class Mask2FormerDetector:
         size: tuple[int, int],
         original: tuple[int, int],
     ) -> list[Thing]:
-        """Returns the objects in the network's output for an image.
+        """Converts the network's output for an image to objects.
 
         Args:
-          classes: logits [queries, classes + 1]; the last one means no object.
-          masks: logits [queries, height, width].
-          padded: height and width of the network's input.
-          size: height and width of the image in it.
-          original: height and width of the image itself.
+          classes: Logits [queries, classes + 1]; the last class means no object.
+          masks: Logits [queries, height, width].
+          padded: (height, width) of the network's input.
+          size: (height, width) of the image within the input.
+          original: (height, width) of the original image.
         """
         logits = _resize(_resize(masks, padded)[:, : size[0], : size[1]], original)
         chances = classes.float().softmax(-1)[:, :-1]
@@ -168,25 +168,25 @@ class Mask2FormerDetector:
 
 
 def _resize(logits: torch.Tensor, size: Any) -> torch.Tensor:
-    """Returns masks, as logits, in another size, by bilinear interpolation."""
+    """Resizes mask logits by bilinear interpolation."""
     return F.interpolate(logits[None].float(), tuple(size), mode="bilinear", align_corners=False)[0]
 
 
 def _box(mask: np.ndarray) -> Box:
-    """Returns the box of a mask; its right and lower ends are behind the last pixel."""
+    """Returns the bounding box of a mask; right and bottom are exclusive."""
     across, down = np.flatnonzero(mask.any(0)), np.flatnonzero(mask.any(1))
     return float(across[0]), float(down[0]), float(across[-1] + 1), float(down[-1] + 1)
 
 
 class Colors:
-    """Names the colors of objects.
+    """Classifies the colors of objects.
 
     Args:
-      folder: a CLIPModel with its tokenizer and processor, or its hub id.
-      device: torch's name.
+      folder: Folder or Hub id of a CLIPModel with tokenizer and processor.
+      device: Torch device.
 
     Raises:
-      ValueError: There is no such folder.
+      ValueError: The folder does not exist.
     """
 
     def __init__(self, folder: str, device: str):
@@ -195,17 +195,17 @@ class Colors:
         self._network = CLIPModel.from_pretrained(path).to(device).eval()
         self._tokenizer = AutoTokenizer.from_pretrained(path)
         self._processor = AutoImageProcessor.from_pretrained(path)
-        self._known: dict[str, torch.Tensor] = {}  # by class, a vector for each color
+        self._known: dict[str, torch.Tensor] = {}  # a vector per color, by class
 
     def __call__(
         self, image: np.ndarray, things: Sequence[tuple[Box, np.ndarray]], label: str
     ) -> list[str]:
-        """Returns the color of each object of a class.
+        """Returns the color of each object of one class.
 
         Args:
-          image: uint8 [h, w, 3].
-          things: box and mask, bool [h, w], of each object.
-          label: their class.
+          image: Image, uint8 [h, w, 3].
+          things: Box and mask, bool [h, w], of each object.
+          label: Class of the objects.
         """
         if label not in self._known:
             self._known[label] = self._classifier(label)
@@ -217,7 +217,7 @@ class Colors:
         return [COLORS[i] for i in best.tolist()]
 
     def _classifier(self, label: str) -> torch.Tensor:
-        """Returns a vector of length 1 for each color: the mean over three texts."""
+        """Returns an L2-normalized vector per color: the mean over three texts."""
         texts = [text for color in COLORS for text in texts_of(color, label)]
         positions = self._network.config.text_config.max_position_embeddings
         inputs = self._tokenizer(
@@ -229,7 +229,7 @@ class Colors:
 
 
 def texts_of(color: str, label: str) -> tuple[str, str, str]:
-    """Returns GenEval's texts for a color of a class."""
+    """Returns GenEval's texts for a color and a class."""
     return (
         f"a photo of a {color} {label}",
         f"a photo of a {color}-colored {label}",
@@ -238,7 +238,7 @@ def texts_of(color: str, label: str) -> tuple[str, str, str]:
 
 
 def cut_out(image: np.ndarray, box: Box, mask: np.ndarray) -> Image.Image:
-    """Returns an object in its box, on gray."""
+    """Crops an object to its box, on a gray background."""
     original = Image.fromarray(image)
     blank = Image.new("RGB", original.size, GRAY)
     return Image.composite(original, blank, Image.fromarray(mask)).crop(box)

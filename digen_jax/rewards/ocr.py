@@ -1,16 +1,16 @@
-"""The reward "ocr": how much of the text that a prompt quotes is readable in the image.
+"""Reward "ocr": how much of the text quoted in a prompt is readable in the image.
 
 The score is that of Flow-GRPO (Liu et al. 2025, arXiv 2505.05470; yifan123/flow_grpo, flow_grpo/ocr.py, commit
-fc412d2): 1 - min(d, n) / n, where n is the length of the quoted text and d its Levenshtein distance from all text that
-was read; d = 0 if the quoted text is part of that. Both are in lower case and without spaces.
+fc412d2): 1 - min(d, n) / n, where n is the length of the quoted text and d its Levenshtein distance to all recognized
+text; d = 0 if the quoted text is a substring. Both are in lower case and without spaces.
 
 Differences:
 
-- Flow-GRPO reads with PaddleOCR 2 (English models), this module with RapidOCR: the models PP-OCRv6 small, which its
-  wheel contains, in ONNX Runtime on the CPU. Both omit what they read with a confidence below 0.5.
+- Flow-GRPO uses PaddleOCR 2 (English models), this module RapidOCR with the PP-OCRv6 small models of its wheel, in
+  ONNX Runtime on the CPU. Both drop text with a confidence below 0.5.
 - Flow-GRPO passes RGB to a model that expects BGR; here the channels are swapped.
-- Flow-GRPO recognizes only `"` as quotation mark, and fails for a prompt without one; here also “ ” and „ “.
-- If reading fails with an error, Flow-GRPO scores 0; here the reward fails, and is called again.
+- Flow-GRPO only supports `"` as quotation mark, and fails for prompts without one; here also “ ” and „ “.
+- If recognition raises an error, Flow-GRPO scores 0; here the reward fails and is retried.
 
 Both use the first of several quoted texts.
 """
@@ -38,15 +38,14 @@ Reader = Callable[[UInt8[np.ndarray, "h w 3"]], str]
 
 @dataclasses.dataclass(frozen=True)
 class Ocr:
-    """How much of the quoted text is readable, from 0 to 1; the models are loaded at the first call in a process.
+    """Scores the readability of the quoted text in [0, 1]. Models are loaded at the first call in a process.
 
-    In clips, every fourth frame is read, and the score is the mean over the frames in which any of the text is found,
-    as in Flow-GRPO's `OcrScorer_video_or_image` (zhtmike/flow_grpo, flow_grpo/ocr.py, commit def7b84, and the
-    rewards.py of yifan123/flow_grpo at 54809b5 that calls it). As there, a frame does not score 1 for a text that is
-    only part of what is read.
+    In clips, every fourth frame is read, and the score is the mean over the frames with nonzero score, as in
+    Flow-GRPO's `OcrScorer_video_or_image` (zhtmike/flow_grpo, flow_grpo/ocr.py, commit def7b84, called by rewards.py
+    of yifan123/flow_grpo at 54809b5). As in the source, a substring match does not score 1 in clips.
 
     Attributes:
-      threads: threads of ONNX Runtime.
+      threads: Number of ONNX Runtime threads.
     """
 
     threads: int = 1
@@ -54,7 +53,7 @@ class Ocr:
     def __call__(
         self, images: UInt8[np.ndarray, "b *t h w 3"], prompts: list[str], metadata: list[dict]
     ) -> Float32[np.ndarray, "b"]:
-        """Returns the scores; the metadata is not used.
+        """Returns the scores. The metadata is ignored.
 
         Raises:
           ValueError: A prompt quotes no text.
@@ -72,10 +71,10 @@ class Ocr:
 
 
 def ocr(threads: int = 1) -> Ocr:
-    """Returns the reward; `threads` are those of ONNX Runtime.
+    """Returns the reward; `threads` is the number of ONNX Runtime threads.
 
     Raises:
-      ConfigError: Its packages are not installed, or the number is not positive.
+      ConfigError: Packages are not installed, or `threads` is not positive.
     """
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
@@ -87,25 +86,25 @@ def ocr(threads: int = 1) -> Ocr:
 
 
 def needs(record: dict, settings: Mapping[str, Any] | None = None) -> str | None:
-    """Returns what a record lacks for this reward, as the end of a sentence about its prompt, or None."""
+    """Describes the missing input of a record, such as "quotes no text", or returns None."""
     del settings
     return None if quoted(record["prompt"]) else 'quotes no text, such as a sign that says "OPEN"'
 
 
 def quoted(prompt: str) -> str | None:
-    """Returns the first text that a prompt quotes and that is not blank, or None."""
+    """Returns the first non-blank quoted text of a prompt, or None."""
     texts = (match[match.lastindex].strip() for match in QUOTED.finditer(prompt))
     return next(filter(None, texts), None)
 
 
 def of_text(found: str, quoted: str) -> float:
-    """Returns the score of an image in which a text was found."""
+    """Returns the score of an image with the text `found`."""
     found, quoted = _normalize(found), _normalize(quoted)
     return 1.0 if quoted in found else similarity(found, quoted)
 
 
 def of_clip(clip: UInt8[np.ndarray, "t h w 3"], quoted: str, read: Reader) -> float:
-    """Returns the score of a clip: the mean over every fourth frame, without those that score 0."""
+    """Returns the score of a clip: the mean over every fourth frame, excluding frames that score 0."""
     quoted = _normalize(quoted)
     scores = [similarity(_normalize(read(frame)), quoted) for frame in clip[::FRAMES]]
     positive = [score for score in scores if score > 0]
@@ -121,16 +120,16 @@ def similarity(found: str, quoted: str) -> float:
 
 @functools.cache
 def reader(threads: int) -> Reader:
-    """Returns a function that reads all text in an image, from top to bottom and from left to right."""
+    """Returns a function that recognizes all text in an image, from top to bottom and left to right."""
     import cv2
     from rapidocr import RapidOCR
 
     cv2.setNumThreads(threads)
     engine = RapidOCR(
         params={
-            "Global.use_cls": False,  # lines are not turned by 180 degrees, as in Flow-GRPO
-            "Global.log_level": "critical",  # otherwise each image without text is a warning
-            # In larger images, text is detected at this size, and read at the original size.
+            "Global.use_cls": False,  # no correction of 180 degree rotations, as in Flow-GRPO
+            "Global.log_level": "critical",  # otherwise images without text log warnings
+            # In larger images, text is detected at this size but recognized at the original size.
             "Det.limit_type": "max",
             "Det.limit_side_len": 512,
             "EngineConfig.onnxruntime.intra_op_num_threads": threads,
@@ -145,16 +144,16 @@ def reader(threads: int) -> Reader:
 
 
 def sanity_check() -> SanityCheck:
-    """Returns images of one word in Pillow's font: the quoted word, another one, and no text."""
+    """Returns images of the quoted word, another word, and no text, in Pillow's font."""
     prompts = ['a sign that says "HELLO"', "a sign that says “WORLD”", 'a sign that says "HELLO"']
     images = np.stack([draw_text(text) for text in ("HELLO", "HELLO", "")])
-    # Four of the five letters of WORLD must be changed.
+    # WORLD differs in four of five letters.
     expected = np.array([1, 0.2, 0], np.float32)
     return SanityCheck(images, prompts, [{"prompt": prompt} for prompt in prompts], expected, 1e-6)
 
 
 def draw_text(text: str) -> UInt8[np.ndarray, "128 256 3"]:
-    """Returns a text in black on white."""
+    """Renders a text in black on white."""
     image = Image.new("RGB", (256, 128), "white")
     font = ImageFont.load_default(48)
     ImageDraw.Draw(image).text((128, 64), text, "black", font, anchor="mm")

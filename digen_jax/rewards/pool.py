@@ -1,8 +1,8 @@
-"""Scores batches in parallel with generation: in separate processes, or in a thread of this process.
+"""Scores batches concurrently with generation, in separate processes or in a thread.
 
-A reward process holds all rewards of a run and is called for one at a time, so that each has its own time limit. It is
-a separate process group, so that everything the reward starts is killed with it, and ends with the process that calls
-it. It imports JAX only if the user's reward does, and then without an accelerator by default.
+A reward process holds all rewards of a run and is called for one at a time, so that each has a separate time limit. It
+is a process group, so that its children are killed with it, and it exits with the calling process. It imports JAX only
+if the user's reward does, by default without accelerators.
 """
 
 import contextlib
@@ -43,14 +43,14 @@ START = (
 
 
 class Limit(NamedTuple):
-    """The time limit of a reward, and the config field that sets it."""
+    """Time limit of a reward, and the config field that sets it."""
 
     seconds: float = math.inf
     field: str = "config.runtime.deadline"
 
 
 class RewardProcessDied(RuntimeError):
-    """A process died while it scored, or was killed at its limit; `advice` says what to do."""
+    """Raised if a process died while scoring, or was killed at its limit; `advice` is the fix."""
 
     def __init__(
         self, text: str, advice: str = "call it by itself, such as in a Python shell, to see why"
@@ -59,19 +59,19 @@ class RewardProcessDied(RuntimeError):
         self.advice = advice
 
     def __reduce__(self) -> Any:
-        return type(self), (str(self), self.advice)  # pickle would omit the advice
+        return type(self), (str(self), self.advice)  # pickle would drop the advice
 
 
 class RewardTimeout(RewardProcessDied):
-    """It was killed at its limit."""
+    """Raised if a reward process was killed at its limit."""
 
 
 class RewardHung(Stopped):
-    """A reward hangs in a thread of this process, which can be neither killed nor used again."""
+    """Raised if a reward hangs in a thread of this process, which can be neither killed nor reused."""
 
 
 class Scored(NamedTuple):
-    """A batch's scores, the seconds of its rewards, and their requests to servers."""
+    """Scores of a batch, seconds per reward, and requests to servers."""
 
     scores: rewards.Scores
     seconds: float
@@ -79,12 +79,12 @@ class Scored(NamedTuple):
 
 
 class RewardProcess:
-    """A process that scores, and that is started again after it died. For one thread; `close` is for any.
+    """Scoring process that restarts after it dies. Not thread-safe, except for `close`.
 
     Args:
-      payload: pickled `rewards.Rewards`.
-      names: name of each reward, for messages.
-      accelerator: whether JAX has the machine's accelerators there, not only the CPU.
+      payload: Pickled `rewards.Rewards`.
+      names: Name of each reward, for messages.
+      accelerator: Whether JAX in the process may use accelerators.
     """
 
     def __init__(self, payload: bytes, names: tuple[str, ...], accelerator: bool = False):
@@ -95,7 +95,7 @@ class RewardProcess:
         self._start()
 
     def call(self, number: int, batch: rewards.Batch, limit: Limit) -> rewards.Answer:
-        """Returns one reward's answer for images to which it applies.
+        """Returns the answer of one reward for images to which it applies.
 
         Raises:
           RewardProcessDied: The process died, or was killed at the limit (RewardTimeout).
@@ -130,7 +130,7 @@ class RewardProcess:
         return found
 
     def close(self) -> None:
-        """Kills the process and starts no other one."""
+        """Kills the process and prevents restarts."""
         with self._lock:
             self._closed = True
             self._kill()
@@ -153,11 +153,11 @@ class RewardProcess:
             )
             self._link = multiprocessing.connection.Connection(here.detach())
         _running.add(self)
-        with contextlib.suppress(OSError):  # if it has already died, `call` raises
+        with contextlib.suppress(OSError):  # if the process has died, `call` raises
             self._link.send((self._payload, self._names))
 
     def _kill(self, late: threading.Event | None = None) -> None:
-        """Kills the process and everything that it started."""
+        """Kills the process and its children."""
         if late is not None:
             late.set()
         if self._process.returncode is None:
@@ -185,22 +185,22 @@ before_exit(_kill_all)
 
 @complete_lines(beside=True)
 def serve(descriptor: int) -> None:
-    """The main function of a reward process: scores batches until the calling process ends.
+    """Main function of a reward process: scores batches until the calling process exits.
 
     Args:
-      descriptor: file descriptor of the socket to that process.
+      descriptor: File descriptor of the socket to the calling process.
     """
-    # Signals to all processes of a job are handled by the run. SIG_IGN is not used, as children would inherit it.
+    # The run handles signals to all processes of a job. SIG_IGN is not used, because children would inherit it.
     for number in SIGNALS:
         signal.signal(number, lambda *_: None)
     os.set_inheritable(descriptor, False)
     link = multiprocessing.connection.Connection(descriptor)
-    # The calling process must see the end of this one even if a child that the reward forked is still running.
+    # The calling process must detect the exit of this one even if a forked child is still running.
     os.register_at_fork(after_in_child=link.close)
     received: queue.SimpleQueue = queue.SimpleQueue()
 
     def receive() -> None:
-        """Receives also while the reward works, so that this process ends with the calling one."""
+        """Receives while the reward runs, so that this process exits with the calling one."""
         with contextlib.suppress(EOFError, OSError):
             while True:
                 received.put(link.recv())
@@ -225,18 +225,18 @@ def serve(descriptor: int) -> None:
 
 
 def _picklable(error: BaseException) -> BaseException:
-    """Returns an error for another process, with its traceback as a note."""
+    """Returns a picklable version of an error, with its traceback as a note."""
     origin = "".join(traceback.format_exception(error))
     try:
         error = pickle.loads(pickle.dumps(error))
-    except Exception:  # the error's own class decides what pickling raises
+    except Exception:  # pickling a custom class may raise anything
         error = RuntimeError(f"{type(error).__name__}: {error}")
     error.add_note(f"In the process of the reward:\n{origin}")
     return error
 
 
 class RewardThread:
-    """Scores in a thread of this process. A reward that hangs in it cannot be killed."""
+    """Scoring thread in this process. A hung reward cannot be killed."""
 
     def __init__(self, found: rewards.Rewards):
         self._rewards = found
@@ -247,7 +247,7 @@ class RewardThread:
         self._thread.start()
 
     def call(self, number: int, batch: rewards.Batch, limit: Limit) -> rewards.Answer:
-        """As `RewardProcess.call`; raises RewardHung past the limit, and in every later call."""
+        """Like `RewardProcess.call`, but raises RewardHung past the limit and in every later call."""
         future, reward = Future(), self._rewards.members[number]
         if not self._hangs:
             self._jobs.put((future, reward, batch))
@@ -278,23 +278,23 @@ class RewardThread:
 
 
 def no_limit(expected: float | None) -> float:
-    """The default of `RewardPool`: a batch has no time limit."""
+    """Default of `RewardPool`: no time limit."""
     return math.inf
 
 
 class RewardPool:
-    """Scores batches of images, several at a time, without blocking the caller.
+    """Scores batches of images concurrently, without blocking the caller.
 
-    The rewards score a batch one after the other. Those that a run computes on its meshes are skipped.
+    Rewards score a batch sequentially. Rewards on meshes are skipped.
 
     Args:
-      found: rewards.
-      processes: number of batches that are scored at the same time; 0 means in a thread of this process. A function
-        that no other process can import, such as one from a notebook, also gets a thread, which is logged.
-      retries: number of times that `score` calls a failed reward again.
-      limit: maps the expected seconds of a batch, None if unknown, to the time limit of a reward without one. A
-        process that takes longer is killed and replaced.
-      accelerator: whether JAX has the machine's accelerators in the processes.
+      found: Rewards.
+      processes: Number of processes; 0 means a thread of this process. Functions that other processes cannot import,
+        such as those of a notebook, also use a thread, which is logged.
+      retries: Maximum retries of a failed reward in `score`.
+      limit: Maps the expected seconds of a batch, None if unknown, to the time limit of rewards without one. A
+        process that takes longer is killed and restarted.
+      accelerator: Whether JAX in the processes may use accelerators.
     """
 
     def __init__(
@@ -323,7 +323,7 @@ class RewardPool:
         )
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
         self._closed = False
-        # For each reward: the images that it has scored, and its seconds.
+        # Number of scored images and seconds, by reward.
         self._images, self._seconds = [0] * len(names), [0.0] * len(names)
         self._threads = [
             threading.Thread(target=self._work, args=(scorer,), name="rewards", daemon=True)
@@ -339,16 +339,16 @@ class RewardPool:
         metadata: list[dict],
         known: rewards.Answers = (),
     ) -> Future:
-        """Returns a future `Scored`, for which the rewards that apply to the prompts are called once.
+        """Returns a future `Scored`. The rewards that apply to the prompts are called once.
 
-        The future raises what `call.call_reward` raises; RewardProcessDied if a reward's process died or was killed at
-        its limit; Stopped if a thread hangs.
+        The future raises errors of `call.call_reward`; RewardProcessDied if a process died or was killed at its limit;
+        Stopped if a thread hangs.
 
         Args:
-          images: images or clips.
-          prompts: one prompt per image.
-          metadata: one record per image.
-          known: answers of rewards on a mesh, which become part of the scores.
+          images: Images or clips.
+          prompts: One prompt per image.
+          metadata: One record per image.
+          known: Answers of rewards on a mesh, which are merged into the scores.
         """
         future = Future()
         if self._closed:
@@ -363,11 +363,11 @@ class RewardPool:
         metadata: list[dict],
         known: rewards.Answers = (),
     ) -> rewards.Scores:
-        """Returns the scores, and calls a failed reward again; raises what `final_error` returns."""
+        """Returns the scores. Retries failed rewards, then raises `final_error`."""
         return self.retry(lambda: self.submit(images, prompts, metadata, known)).scores
 
     def retry(self, submit: Callable[[], Future]) -> Any:
-        """Returns the result of a future of this pool, which is submitted again if a reward fails."""
+        """Returns the result of a submitted future. Resubmits it if a reward fails."""
         for left in reversed(range(self._retries + 1)):
             future = submit()
             error = future.exception()
@@ -380,13 +380,13 @@ class RewardPool:
         raise self.final_error(error)
 
     def log_retry(self, error: BaseException) -> None:
-        """Logs that the reward has failed and is called again."""
+        """Logs a failed reward that is retried."""
         print(f"{error}\n  it is called again", file=sys.stderr, flush=True)
 
     def final_error(self, error: BaseException) -> BaseException:
-        """Returns the error to raise after the reward has failed on the same images in every attempt.
+        """Returns the error to raise after a reward failed in every attempt on the same images.
 
-        RewardFailed, or Stopped if its process died or hung.
+        This is RewardFailed, or Stopped if the process died or hung.
         """
         failures = self._retries + 1
         often = f"{failures} times" if failures > 1 else "once"
@@ -397,7 +397,7 @@ class RewardPool:
         )
 
     def close(self) -> None:
-        """Kills the processes; a thread ends after its current batch. Batches that wait are dropped."""
+        """Kills the processes and drops queued batches. A thread ends after its current batch."""
         self._closed = True
         for scorer in self._scorers:
             self._jobs.put(None)
@@ -409,7 +409,7 @@ class RewardPool:
             scorer.close()
 
     def _work(self, scorer: RewardProcess | RewardThread) -> None:
-        """Lets a process or thread score one batch after the other."""
+        """Scores queued batches with a process or thread."""
         while (job := self._jobs.get()) is not None:
             future, batch, known = job
             if self._closed or not future.set_running_or_notify_cancel():
@@ -425,7 +425,7 @@ class RewardPool:
     def _score(
         self, scorer: RewardProcess | RewardThread, batch: rewards.Batch, known: rewards.Answers
     ) -> Scored:
-        """Calls the rewards that apply to a batch, one after the other."""
+        """Calls the rewards that apply to a batch sequentially."""
         answers, spent, exchanges = [*known], 0.0, ()
         for number, reward in enumerate(self.rewards.members):
             places = reward.applying(batch[2])
@@ -446,16 +446,16 @@ class RewardPool:
 
 
 def is_retryable(error: BaseException) -> bool:
-    """Whether to call a reward again after this failure: not if it returned something invalid."""
+    """Returns whether to retry after a failure. Invalid return values are not retried."""
     return isinstance(error, RewardFailed | RewardProcessDied)
 
 
 def _pickled(found: rewards.Rewards) -> bytes | None:
-    """Returns the rewards pickled for another process, by name if a function cannot be; None if neither is possible."""
+    """Pickles the rewards, by name if a function is not picklable. Returns None if neither is possible."""
     functions = [getattr(one.function, "func", one.function) for one in found.members]
     if any(getattr(one, "__module__", "__main__") == "__main__" for one in functions):
         return None
-    # Lambdas, closures, and objects with locks cannot be pickled.
+    # Lambdas, closures, and objects with locks are not picklable.
     with contextlib.suppress(pickle.PicklingError, AttributeError, TypeError):
         return pickle.dumps(found)
     settings = tuple(one.settings for one in found.members)
@@ -470,7 +470,7 @@ def _pickled(found: rewards.Rewards) -> bytes | None:
 
 
 class _ByName:
-    """Is pickled as rewards that the other process finds by their names."""
+    """Pickles rewards by name; the other process resolves them."""
 
     def __init__(self, settings: tuple[RewardSettings, ...]):
         self._settings = settings

@@ -1,7 +1,7 @@
-"""Records of requests that rewards send to servers, for the timeline of the run.
+"""Records requests of rewards to servers, for the timeline.
 
-A reward records them in the process in which it scores. They return with its answer, as seconds before that answer: so
-the two processes need not share a clock, and the run places them to within the answer's travel time.
+Requests are recorded in the scoring process and returned with the answer, as times relative to it. The processes need
+not share a clock; the error is the latency of the answer.
 """
 
 import collections
@@ -9,30 +9,30 @@ import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-ADDRESS = 40  # characters of an address in a row's name
-KEPT = 10_000  # newest requests that are kept until the next answer
+ADDRESS = 40  # maximum characters of an address in a row name
+KEPT = 10_000  # maximum requests kept until the next answer; older ones are dropped
 
 
 class Exchange(NamedTuple):
-    """A request as the timeline shows it; times are seconds of `time.perf_counter` unless stated otherwise."""
+    """A request in the timeline; times are `time.perf_counter` seconds unless stated otherwise."""
 
     server: str
     begin: float
     end: float
     images: int
-    failure: str | None  # why it is retried
+    failure: str | None  # reason for a retry
 
 
 _recorded: collections.deque[Exchange] = collections.deque(maxlen=KEPT)
 
 
 def recorder(kind: str) -> Callable[[Exchange], None]:
-    """Returns a thread-safe listener for a `FailoverClient` of servers of some kind, such as "judge"."""
+    """Returns a thread-safe listener for a `FailoverClient` with servers of a kind, such as "judge"."""
     return lambda exchange: _recorded.append(exchange._replace(server=row(kind, exchange.server)))
 
 
 def row(kind: str, address: str) -> str:
-    """Returns the name of a server's row, such as "judge 127.0.0.1:8000"; a long address is shortened."""
+    """Returns a server's row name, such as "judge 127.0.0.1:8000"; long addresses are shortened."""
     short = address.partition("://")[2]
     if len(short) > ADDRESS:
         short = f"{short[: ADDRESS // 2]}…{short[-ADDRESS // 2 + 1 :]}"
@@ -40,7 +40,7 @@ def row(kind: str, address: str) -> str:
 
 
 def take_exchanges() -> tuple[Exchange, ...]:
-    """Returns what was recorded since the last call, with times before now, which are negative."""
+    """Returns and clears the recorded requests, with (negative) times relative to now."""
     found = []
     while _recorded:
         found.append(_recorded.popleft())
@@ -48,5 +48,5 @@ def take_exchanges() -> tuple[Exchange, ...]:
 
 
 def moved(exchanges: Iterable[Exchange], seconds: float) -> tuple[Exchange, ...]:
-    """Returns the exchanges with times later by some seconds, such as on another clock."""
+    """Shifts the times of exchanges by some seconds, such as to another clock."""
     return tuple(e._replace(begin=e.begin + seconds, end=e.end + seconds) for e in exchanges)

@@ -1,4 +1,4 @@
-"""Sanity checks: images with known scores, which a reward must reproduce before a run."""
+"""Sanity checks of rewards before a run: images with known scores."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -15,19 +15,19 @@ from digen_jax.rewards.errors import user_code
 
 @dataclasses.dataclass(frozen=True)
 class SanityCheck:
-    """Images with prompts, and what a reward must return for them.
+    """Images and prompts with known scores or preferences.
 
-    A reward without weights has known scores; a learned one must prefer some images to others. If a reward returns
-    several scores, the first one that has a weight is checked.
+    A reward without weights has known scores; a learned reward has known preferences. If a reward returns several
+    scores, the first one with a weight is checked.
 
     Attributes:
-      images: images.
-      prompts: one prompt per image.
-      metadata: one record per image.
-      expected: score of each image. Empty means unknown.
-      tolerance: maximum difference from the expected scores.
-      prefers: pairs of image indices; the first one must score higher.
-      verified: False if it was never run with the reward's real weights.
+      images: Images.
+      prompts: One prompt per image.
+      metadata: One record per image.
+      expected: Score of each image. Empty means unknown.
+      tolerance: Maximum difference from the expected scores.
+      prefers: Pairs of image indices; the first image must score higher.
+      verified: Whether the check was ever run with the reward's real weights.
     """
 
     images: UInt8[np.ndarray, "b ..."]
@@ -39,7 +39,7 @@ class SanityCheck:
     verified: bool = True
 
     def failure(self, scores: Float[np.ndarray, "b"]) -> str | None:
-        """Returns what is wrong with the scores of the images, or None."""
+        """Describes the first failure of the scores, or returns None."""
         for i, expected in enumerate(np.float32(self.expected)):
             if not abs(scores[i] - expected) <= self.tolerance:
                 return f"image {i} ({self.prompts[i]!r}) scores {scores[i]:.7g} instead of {expected:.7g}"
@@ -56,11 +56,11 @@ def run_sanity_checks(found: rewards.Rewards, score: Callable[..., rewards.Score
     """Runs the sanity check of every reward that has one.
 
     Args:
-      found: rewards; those on a mesh are skipped, because `score` does not compute them.
-      score: such as `RewardPool.score`.
+      found: Rewards. Those on a mesh are skipped, because `score` does not compute them.
+      score: Scoring function, such as `RewardPool.score`.
 
     Raises:
-      ConfigError: A reward fails; names the reward and both numbers.
+      ConfigError: A reward fails; names the reward and both scores.
       Stopped: See `RewardPool.score`.
     """
     for reward in found.members:
@@ -74,7 +74,7 @@ def run_sanity_checks(found: rewards.Rewards, score: Callable[..., rewards.Score
                 f"the sanity check of reward {name!r} returned a {type(check).__name__}: return a "
                 "digen_jax.rewards.sanity_check.SanityCheck"
             )
-        # Only this reward applies.
+        # Restricts scoring to this reward.
         metadata = [record | {"rewards": [name]} for record in check.metadata]
         columns = score(check.images, check.prompts, metadata).columns
         column = found.names.index(next(iter(reward.settings.entries.values())))

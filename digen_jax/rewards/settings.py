@@ -1,4 +1,4 @@
-"""The section of a reward in the config's list `rewards`."""
+"""Reward section of the config."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -34,12 +34,12 @@ class RewardSettings:
 
     @property
     def title(self) -> str:
-        """The label, or else the name; unique among the sections."""
+        """Label, or name if there is none; unique among the sections."""
         return self.label or self.name
 
     @property
     def entries(self) -> dict[str, str]:
-        """The scores that have a weight: maps a key of the dict that the reward returns to the score's name.
+        """Scores with a weight: maps keys of the reward's returned dict to score names.
 
         The key of a reward with a single weight is the reward's name, without its module.
         """
@@ -49,11 +49,11 @@ class RewardSettings:
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """The weight of each of `entries`."""
+        """Weight of each of `entries`."""
         weights = self.weight.values() if isinstance(self.weight, Mapping) else [self.weight]
         return tuple(map(float, weights))
 
     @property
     def clips(self) -> tuple[float, ...]:
-        """The limit of the advantages of each of `entries`."""
+        """Advantage clip limit of each of `entries`."""
         return (self.clip,) * len(self.entries)

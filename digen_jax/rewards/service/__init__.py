@@ -1,6 +1,6 @@
-"""Rewards over HTTP: a server that scores in its own processes (`server`), and a client that is a reward (`client`).
+"""Rewards over HTTP: a server that scores in separate processes (`server`), and a client reward (`client`).
 
-`wire` has the format of requests and answers. `rewards.http_client` has retries and failover.
+`wire` defines the format of requests and answers. `rewards.http_client` implements retries and failover.
 """
 
 import contextlib
@@ -8,15 +8,15 @@ from collections.abc import Iterator
 
 from digen_jax.errors import ConfigError
 
-VERSION = 1  # of the format
-TOKEN = "DIGEN_REWARD_TOKEN"  # environment variable with a server's token
+VERSION = 1  # format version
+TOKEN = "DIGEN_REWARD_TOKEN"  # environment variable with the bearer token
 SCORE, HEALTH, REWARDS = "/v1/score", "/health", "/rewards"
 PACKAGES = ("starlette", "uvicorn", "python_multipart")  # of requirements-reward.txt
 
 
 @contextlib.contextmanager
 def server_packages() -> Iterator[None]:
-    """Turns a failed import of a package that only a server needs into a ConfigError."""
+    """Converts a failed import of server-only packages to a ConfigError."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""The client of reward servers, and the reward "served", which calls it in each process that scores."""
+"""Client of reward servers, and the reward "served", which uses it in each scoring process."""
 
 import dataclasses
 import functools
@@ -21,16 +21,16 @@ from digen_jax.rewards.request_log import recorder
 from digen_jax.rewards.service import REWARDS, SCORE, TOKEN, VERSION
 from digen_jax.rewards.service.wire import Malformed, decode_answer, encode_request
 
-ANSWER = 2**16, 64  # largest answer in bytes: in all, and for each image in addition
+ANSWER = 2**16, 64  # maximum response size in bytes: base, and per image
 
 
 class RemoteReward:
-    """A reward that is computed by reward servers. Several threads may call it at the same time.
+    """Reward that is computed by reward servers. Thread-safe.
 
     Args:
-      servers: addresses, such as "http://127.0.0.1:8100".
-      names: scores that every answer must have; others are returned, too.
-      options: those of `FailoverClient`.
+      servers: Addresses, such as "http://127.0.0.1:8100".
+      names: Scores required in every answer; other scores are also returned.
+      options: Options of `FailoverClient`.
 
     Raises:
       ConfigError: An address or a number is invalid.
@@ -38,18 +38,18 @@ class RemoteReward:
 
     def __init__(self, servers: Sequence[str], names: Sequence[str] = (), **options: Any):
         self._names = tuple(names)
-        self._max_images, self._max_pixels = sys.maxsize, math.inf  # of a request
+        self._max_images, self._max_pixels = sys.maxsize, math.inf  # per request
         self.checked = False  # whether `check` has succeeded
         self._client = FailoverClient(servers, **options)
 
     def check(self, prompts: Sequence[str] = ()) -> dict[str, Any]:
-        """Returns each server's description by address, and adopts the smallest limits.
+        """Returns each server's description by address, and adopts the strictest limits.
 
         Args:
-          prompts: prompts that wait to be scored, for which servers that cannot be reached are tried again.
+          prompts: Prompts to be scored. If there are any, unreachable servers are retried.
 
         Raises:
-          ConfigError: A server refuses the token or has another version, or none answers and no prompt waits.
+          ConfigError: A server rejects the token or has another version, or none is reachable and there are no prompts.
           Stopped: No server answers in time.
         """
         answers = self._client.get_each(REWARDS, "launch/reward_server.py", prompts)
@@ -69,8 +69,8 @@ class RemoteReward:
         """Returns the scores by name.
 
         Raises:
-          Stopped: Too many attempts, or too late; names the last server, a prompt and the reason.
-          RewardError: A server refuses the request itself.
+          Stopped: Attempts or deadline are exhausted; names the last server, a prompt and the reason.
+          RewardError: A server rejects the request itself.
         """
         pixels = max(1, math.prod(images.shape[1:-1]))
         count = int(max(1, min(self._max_images, self._max_pixels // pixels)))
@@ -88,7 +88,7 @@ class RemoteReward:
     def _request(
         self, images: np.ndarray, prompts: list[str], metadata: list[dict]
     ) -> dict[str, Float32[np.ndarray, "b"]]:
-        """Sends one request, and retries it with the same id."""
+        """Sends one request. Retries have the same id."""
         try:
             kind, body = encode_request(images, prompts, metadata, secrets.token_hex(16))
         except ValueError as error:
@@ -106,7 +106,7 @@ class RemoteReward:
 
 
 def _parse_description(url: str, content: bytes) -> dict[str, Any]:
-    """Returns a server's checked answer to GET /rewards."""
+    """Returns a server's validated answer to GET /rewards."""
     try:
         found = json.loads(content)
         version, limits = found["version"], [found["limits"][one] for one in ("images", "pixels")]
@@ -125,7 +125,7 @@ def _parse_description(url: str, content: bytes) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-    """The reward "served". Each process that scores opens its own connections at the first call.
+    """Reward "served". Each scoring process opens connections at its first call.
 
     The fields are the arguments of `served`.
     """
@@ -139,10 +139,10 @@ class Served:
     def __call__(
         self, images: UInt8[np.ndarray, "b ..."], prompts: list[str], metadata: list[dict]
     ) -> Float32[np.ndarray, "b"] | dict[str, Float32[np.ndarray, "b"]]:
-        """Returns the scores with the configured name, a server's only ones, or all of them by name.
+        """Returns the scores with the configured name, the server's only score, or all scores by name.
 
         Raises:
-          ConfigError, RewardError, Stopped: As `RemoteReward.check` and `RemoteReward`.
+          ConfigError, RewardError, Stopped: See `RemoteReward.check` and `RemoteReward`.
         """
         reward = _remote(self)
         if not reward.checked:
@@ -173,15 +173,15 @@ def served(
     deadline: float = 1800.0,
     retries: int = 8,
 ) -> Served:
-    """Returns the reward of `launch/reward_server.py`; DIGEN_REWARD_TOKEN in the environment is the token.
+    """Returns a reward computed by `launch/reward_server.py`; the variable DIGEN_REWARD_TOKEN is the bearer token.
 
     Args:
-      servers: addresses, such as "http://127.0.0.1:8100"; the one with the fewest requests in flight is used.
-      score: name of the server's score that is trained. "" means its only one, or all, of which the section's
-        `weight` then names some.
-      attempt: seconds of one attempt.
-      deadline: seconds of all attempts of a request.
-      retries: attempts after the first.
+      servers: Addresses, such as "http://127.0.0.1:8100"; the one with the fewest requests in flight is used.
+      score: Name of the server's score to train on. "" means its only score, or all, to be selected by the section's
+        `weight`.
+      attempt: Timeout of one attempt, in seconds.
+      deadline: Timeout of all attempts of a request, in seconds.
+      retries: Attempts after the first.
 
     Raises:
       ConfigError: An address is missing or invalid.

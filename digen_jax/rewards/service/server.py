@@ -1,6 +1,6 @@
-"""A reward server: an ASGI app that checks, batches and answers requests, and the process that runs it.
+"""Reward server: an ASGI app that validates, batches and answers requests, and its process.
 
-No request names a file, and nothing is unpickled. Every refusal is JSON, {"error": "..."}.
+Requests contain no file paths, and nothing is unpickled. Error responses are JSON, {"error": "..."}.
 """
 
 import asyncio
@@ -48,24 +48,24 @@ from digen_jax.rewards.service.wire import (
 
 Columns = dict[str, Float32[np.ndarray, "b"]]  # scores by name
 
-DECODERS = 4  # requests that are decoded at the same time
-DRAIN = 2.0  # seconds for which the rest of a refused body is read
-GRACE = 2.0  # seconds after its limit at which a call is abandoned that the pool should have killed
-FAILURES = 3  # failed calls in a row after which the server is unhealthy
-LONGEST_WAIT = 60.0  # seconds in a Retry-After
-REASON = 200  # characters of a failure's reason
+DECODERS = 4  # maximum concurrently decoded requests
+DRAIN = 2.0  # seconds to read the rest of a rejected body
+GRACE = 2.0  # seconds past its limit after which a call that the pool did not kill is abandoned
+FAILURES = 3  # consecutive failed calls after which the server is unhealthy
+LONGEST_WAIT = 60.0  # maximum seconds of a Retry-After header
+REASON = 200  # maximum characters of a failure's reason
 PATH = re.compile(r"\S*[/\\]\S*")
-HEAD = 10.0  # seconds in which the head of a request must arrive
-IDLE = 75  # seconds for which an idle connection is kept
-# Connections that wait to be accepted, and those that asyncio accepts at once. asyncio logs every connection for which
-# it has no file descriptor, in a loop.
+HEAD = 10.0  # timeout in seconds for the head of a request
+IDLE = 75  # keep-alive timeout in seconds
+# Pending connections, and connections that asyncio accepts at once. Without free file descriptors, asyncio logs every
+# connection in a loop.
 BACKLOG, ACCEPTED = 1024, 16
 SPARE = 6 * ACCEPTED  # file descriptors for other purposes
 LATE = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
 class Pool(Protocol):
-    """The method of `RewardPool` that a server needs."""
+    """Interface of `RewardPool` that a server uses."""
 
     def submit(self, images: np.ndarray, prompts: list[str], metadata: list[dict]) -> Future:
         """Returns a future `pool.Scored`."""
@@ -73,18 +73,18 @@ class Pool(Protocol):
 
 
 class Scorer:
-    """Calls a pool, and turns its failures into responses.
+    """Calls a pool and converts failures to responses.
 
     Args:
-      pool: scores batches.
-      names: names of the columns of scores.
-      limit: seconds of a call, after which the pool should kill it.
+      pool: Pool that scores batches.
+      names: Names of the score columns.
+      limit: Time limit in seconds, after which the pool should kill a call.
     """
 
     def __init__(self, pool: Pool, names: tuple[str, ...], limit: float):
         self._pool, self.names, self._limit = pool, names, limit
         self.hung = ""  # message, if the reward hangs in a thread of the server
-        self.failures = 0  # in a row
+        self.failures = 0  # consecutive
 
     async def __call__(
         self, images: UInt8[np.ndarray, "b ..."], prompts: list[str], metadata: list[dict]
@@ -92,7 +92,7 @@ class Scorer:
         """Returns the scores.
 
         Raises:
-          Refused: 500, 504 if the call took too long, or 422 if the metadata lacks what the reward needs.
+          Refused: 500; 504 after a timeout; 422 if the metadata lacks an input of the reward.
         """
         try:
             future = asyncio.wrap_future(self._pool.submit(images, prompts, metadata))
@@ -114,36 +114,36 @@ class Scorer:
 
 
 def reason(error: BaseException) -> str:
-    """Returns an error's first line for clients: short and without paths."""
+    """Returns the first line of an error for clients, short and without paths."""
     line = next(iter(str(error).splitlines()), "") or type(error).__name__
     return PATH.sub("(a path)", line)[:REASON]
 
 
 class Batcher:
-    """A queue of requests, which are scored together. For one event loop.
+    """Queue that batches requests for scoring. For one event loop.
 
     Args:
-      score: scores images of one size.
-      at_once: calls at the same time.
-      limits: limits of a batch and of the queue, in images. A request is never divided.
+      score: Scores images of one size.
+      at_once: Maximum concurrent calls.
+      limits: Limits of a batch and of the queue, in images. Requests are never split.
     """
 
     def __init__(self, score: Callable[..., Awaitable[Columns]], at_once: int, limits: Limits):
         self._score, self._at_once, self._limits = score, at_once, limits
         self._waiting: deque[tuple[ScoreRequest, asyncio.Future]] = deque()
         self.calls: set[asyncio.Task] = set()  # in progress
-        self.scored, self.seconds = 0, 0.0  # images so far, and seconds of their calls
+        self.scored, self.seconds = 0, 0.0  # total images and call seconds
 
     @property
     def queued(self) -> int:
-        """Images that wait."""
+        """Number of queued images."""
         return sum(len(request.prompts) for request, _ in self._waiting)
 
     async def __call__(self, request: ScoreRequest) -> tuple[Columns, float]:
         """Returns (scores, seconds of the call).
 
         Raises:
-          Refused: The queue is full, or `score` refuses this request.
+          Refused: The queue is full, or `score` rejects this request.
         """
         if (queued := self.queued) + len(request.prompts) > self._limits.queue:
             raise Refused(503, f"{queued} images wait already", self.retry_after())
@@ -153,12 +153,12 @@ class Batcher:
         return await future
 
     def retry_after(self) -> float:
-        """Returns the seconds until half of the queue is scored, estimated from the calls so far."""
+        """Returns the estimated seconds until half of the queue is scored."""
         each = self.seconds / self.scored if self.scored else 0.0
         return min(LONGEST_WAIT, max(1.0, self.queued * each / self._at_once / 2))
 
     def _start(self, done: asyncio.Task | None = None) -> None:
-        """Starts calls, after one that is done."""
+        """Starts calls; also the callback of a finished call."""
         self.calls.discard(done)
         while self._waiting and len(self.calls) < self._at_once:
             call = asyncio.ensure_future(self._call(self._next_batch()))
@@ -166,7 +166,7 @@ class Batcher:
             call.add_done_callback(self._start)
 
     def _next_batch(self) -> list[tuple[ScoreRequest, asyncio.Future]]:
-        """Removes the oldest request, and later ones that have its image size and fit into a batch."""
+        """Removes the oldest request, and later ones of the same image size that fit into the batch."""
         batch, left, room = [], deque(), self._limits.batch
         for one in self._waiting:
             images = one[0].images
@@ -179,7 +179,7 @@ class Batcher:
         return batch
 
     async def _call(self, batch: list[tuple[ScoreRequest, asyncio.Future]]) -> None:
-        """Scores a batch. If that fails, scores each request separately, so that each gets its own answer."""
+        """Scores a batch. After a failure, scores each request separately."""
         requests = [request for request, _ in batch]
         images = [request.images for request in requests]
         prompts = [prompt for request in requests for prompt in request.prompts]
@@ -207,17 +207,17 @@ class Batcher:
 
 
 class Answers:
-    """Answers each request id once: a repeated request waits for the first answer, or gets it again.
+    """Deduplicates requests by id: a repeated request waits for, or gets, the first answer.
 
     Args:
-      seconds: time for which an answer is kept.
-      most: number of answers that are kept; the oldest are dropped first.
+      seconds: Time to keep an answer.
+      most: Maximum number of kept answers; the oldest are dropped first.
     """
 
     def __init__(self, seconds: float, most: int, clock: Callable[[], float] = time.monotonic):
         self._seconds, self._most, self._clock = seconds, most, clock
-        self._tasks: dict[str, tuple[bytes, asyncio.Task]] = {}  # digest of the content, and answer
-        self._expires: OrderedDict[str, float] = OrderedDict()  # times of answers that are kept
+        self._tasks: dict[str, tuple[bytes, asyncio.Task]] = {}  # (content digest, answer)
+        self._expires: OrderedDict[str, float] = OrderedDict()  # expiration times of kept answers
 
     def __len__(self) -> int:
         return len(self._expires)
@@ -225,12 +225,12 @@ class Answers:
     async def once(
         self, id: str | None, digest: bytes, answer: Callable[[], Awaitable[Any]]
     ) -> tuple[Any, bool]:
-        """Returns (the answer, whether it was given before). Failures are not kept.
+        """Returns (answer, whether it is a repeat). Failures are not kept.
 
-        The answer is completed even if its client disconnects, because the client will repeat the request.
+        The answer is completed even if the client disconnects, because the client will retry.
 
         Raises:
-          Refused: The id belongs to other content.
+          Refused: The id was used with other content.
         """
         while self._expires and next(iter(self._expires.values())) <= self._clock():
             del self._tasks[self._expires.popitem(last=False)[0]]
@@ -255,14 +255,14 @@ class Answers:
 
 
 class Service:
-    """The state of a server, and its endpoints.
+    """State and endpoints of a server.
 
     Args:
-      pool: scores batches.
-      names: names of the reward's scores.
-      at_once: calls of the pool at the same time.
-      limits: limits of requests.
-      token: bearer token that requests must have, if any.
+      pool: Pool that scores batches.
+      names: Names of the reward's scores.
+      at_once: Maximum concurrent calls of the pool.
+      limits: Limits of requests.
+      token: Required bearer token. None means that none is required.
     """
 
     def __init__(
@@ -277,13 +277,13 @@ class Service:
         self.scorer = Scorer(pool, names, self.limits.score)
         self.batcher = Batcher(self.scorer, at_once, self.limits)
         self.answers = Answers(self.limits.remembered, self.limits.answers)
-        self.held = 0  # bytes of requests in memory
-        self.ready = False  # whether the dry run has passed; requests are refused before
+        self.held = 0  # request bytes in memory
+        self.ready = False  # whether the dry run passed; requests are rejected before
         self.stopping = False
         self._decoding = asyncio.Semaphore(DECODERS)
 
     async def score(self, request: Request) -> Response:
-        """Answers `POST /v1/score`."""
+        """Handles `POST /v1/score`."""
         self._authorize(request)
         if self.stopping or not self.ready:
             state = "is stopping" if self.stopping else "has not finished its dry run"
@@ -308,7 +308,7 @@ class Service:
         return Response(encode_answer(scores, seconds), media_type="application/json")
 
     async def health(self, request: Request) -> Response:
-        """Answers `GET /health`."""
+        """Handles `GET /health`."""
         alive = not self.scorer.hung and self.scorer.failures < FAILURES
         ok = self.ready and alive and not self.stopping
         state = dict(ok=ok, ready=self.ready, alive=alive, stopping=self.stopping)
@@ -316,14 +316,14 @@ class Service:
         return JSONResponse(state | load, 200 if ok else 503)
 
     async def rewards(self, request: Request) -> Response:
-        """Answers `GET /rewards`."""
+        """Handles `GET /rewards`."""
         self._authorize(request)
         names = ("body", "text", "images", "side", "frames", "pixels", "queue", "upload", "score")
         limits = {name: getattr(self.limits, name) for name in names}
         return JSONResponse({"version": VERSION, "rewards": list(self.names), "limits": limits})
 
     def _authorize(self, request: Request) -> None:
-        """Refuses requests without the token, and those that a web page makes a browser send."""
+        """Rejects requests without the token, and those with an Origin header, which web pages send."""
         if "origin" in request.headers:
             raise Refused(403, "requests of web pages are not answered")
         given = request.headers.get("authorization", "").encode()
@@ -332,7 +332,7 @@ class Service:
 
     @contextlib.contextmanager
     def _memory(self, size: int) -> Iterator[None]:
-        """Reserves bytes of the memory for all requests."""
+        """Reserves bytes of the memory limit for requests."""
         if self.held + size > self.limits.memory:
             raise Refused(503, "the server has no memory left", self.batcher.retry_after())
         self.held += size
@@ -343,10 +343,10 @@ class Service:
 
 
 class BodyLimits:
-    """ASGI middleware: bounds the size and the upload time of request bodies.
+    """ASGI middleware that limits the size and upload time of request bodies.
 
-    If a response is sent before the body was read, the rest of the body is read for up to `DRAIN` seconds: a client
-    that is still sending would otherwise lose the response.
+    After an early response, the rest of the body is read for up to `DRAIN` seconds: a client that is still sending
+    would otherwise lose the response.
     """
 
     def __init__(self, app: ASGIApp, limits: Limits):
@@ -422,12 +422,12 @@ def make_app(service: Service) -> Starlette:
 
 
 class LimitedProtocol(H11Protocol):
-    """HTTP/1.1 with a time limit for request heads; the oldest idle connection is closed for a new one."""
+    """HTTP/1.1 protocol with a timeout for request heads. New connections evict the oldest idle one."""
 
-    used = 0.0  # time of the last data
+    used = 0.0  # time of the last received data
 
     def connection_made(self, transport: Any) -> None:
-        """Starts the time limit, and closes the oldest idle connection if there are too many."""
+        """Starts the timeout, and closes the oldest idle connection if there are too many."""
         super().connection_made(transport)
         self.used = self.loop.time()
         self._timer = self.loop.call_later(HEAD, self._end)
@@ -440,12 +440,12 @@ class LimitedProtocol(H11Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is being answered and the connection is not closing."""
+        """Returns whether the connection is open without a request in progress."""
         answering = self.cycle is not None and not self.cycle.response_complete
         return not answering and not self.transport.is_closing()
 
     def data_received(self, data: bytes) -> None:
-        """Ends the time limit with a complete head; the first bytes of the next request start it again."""
+        """Stops the timeout after a complete head; the first bytes of the next request restart it."""
         super().data_received(data)
         self.used = self.loop.time()
         if not self.is_idle:
@@ -460,27 +460,27 @@ class LimitedProtocol(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """A server that finishes accepted requests after SIGTERM or Ctrl-C; a second signal ends it at once."""
+    """Server that finishes accepted requests after SIGTERM or Ctrl-C. A second signal exits immediately."""
 
     def __init__(self, config: uvicorn.Config, service: Service):
         super().__init__(config)
         self._service = service
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Starts to accept connections; see `BACKLOG`."""
+        """Starts accepting connections; see `BACKLOG`."""
         await super().startup(sockets)
         for listener in sockets or ():
             listener.listen(BACKLOG)
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        """Refuses new requests. uvicorn would raise the signal again at the end; here the exit code is 0."""
+        """Rejects new requests. Unlike uvicorn, does not re-raise the signal, so the exit code is 0."""
         self._service.stopping = True
         self.force_exit = self.should_exit
         self.should_exit = True
 
 
 def listen(host: str, port: int, token: str | None = None) -> socket.socket:
-    """Returns a listening socket; port 0 is any free one. Warns about an open address without a token.
+    """Returns a listening socket; port 0 means any free port. Warns about public addresses without a token.
 
     Raises:
       ConfigError: The address is in use or invalid.
@@ -506,17 +506,17 @@ def listen(host: str, port: int, token: str | None = None) -> socket.socket:
 def serve(
     service: Service, listener: socket.socket, dry_run: Callable[[], Any], patience: float
 ) -> None:
-    """Serves until a signal arrives, then finishes accepted requests.
+    """Serves until a signal, then finishes accepted requests.
 
     Args:
-      service: what is served.
-      listener: see `listen`.
-      dry_run: checks the reward, in a thread; requests are refused until it returns.
-      patience: seconds to finish, after which the rest is dropped.
+      service: Service to run.
+      listener: See `listen`.
+      dry_run: Checks the reward, in a thread. Requests are rejected until it returns.
+      patience: Shutdown timeout in seconds, after which pending requests are dropped.
 
     Raises:
       ConfigError: The process may open too few files for the connections.
-      Exception: Whatever the dry run raises.
+      Exception: Any exception of the dry run.
     """
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if descriptors == resource.RLIM_INFINITY:
@@ -562,7 +562,7 @@ async def _serve(
         host = f"[{host}]" if ":" in host else host
         print(f"reward {', '.join(service.names)!r} is served at http://{host}:{port}", flush=True)
 
-    # A daemon thread: at its end, this process must not wait for a reward that hangs.
+    # A daemon thread, so that a hung reward does not block process exit.
     threading.Thread(target=work, name="dry run", daemon=True).start()
     checked = asyncio.wrap_future(future)
     checked.add_done_callback(announce)

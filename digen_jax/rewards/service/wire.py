@@ -1,8 +1,8 @@
-"""The format of requests and answers, and its limits: pure functions that check before they allocate.
+"""Wire format of requests and answers, with limits: pure functions that validate before they allocate.
 
 A request is multipart/form-data. Its part `request` is JSON: {"prompts": [...], "metadata": [...], "id": "..."},
-the last two optional. Its images are one part `images`, a safetensors file with one uint8 tensor `images`
-[b, h, w, 3] (clips [b, t, h, w, 3]), or parts `image`, a PNG, JPEG or WebP file each, in the prompts' order.
+the last two optional. Images are one part `images`, a safetensors file with one uint8 tensor `images`
+[b, h, w, 3] (clips [b, t, h, w, 3]), or parts `image`, each a PNG, JPEG or WebP file, in the order of the prompts.
 An answer is JSON: {"scores": {name: [...]}, "seconds": s}.
 """
 
@@ -26,20 +26,20 @@ from PIL import Image
 from digen_jax.errors import ConfigError, check_range
 
 MIB = 2**20
-HEADER = 4096  # bytes of a safetensors header
+HEADER = 4096  # maximum bytes of a safetensors header
 ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 FORMATS = ("PNG", "JPEG", "WEBP")
-# A JPEG file can have its whole image decoded again in every scan; a progressive one has about ten.
+# Maximum scans of a JPEG, since each may decode the full image; progressive JPEGs have about ten.
 SCANS = 64
 
 
 class Refused(ValueError):
-    """A request that is not scored; the message is sent to the client, so it contains nothing secret.
+    """Raised for a rejected request. The message is sent to the client, so it must not contain secrets.
 
     Args:
       status: HTTP status, 4xx or 5xx.
-      message: what is wrong.
-      after: seconds after which the client may try again, if it may.
+      message: Error message.
+      after: Seconds after which the client may retry, if it may.
     """
 
     def __init__(self, status: int, message: str, after: float | None = None):
@@ -53,7 +53,7 @@ def _limit(default: int | float, help: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Limits of a server, which are its command-line options."""
+    """Limits of a server: its command-line options."""
 
     body: int = _limit(128 * MIB, "Bytes of a request.")
     text: int = _limit(4 * MIB, "Bytes of a request's prompts and metadata.")
@@ -75,7 +75,7 @@ class Limits:
     answers: int = _limit(4096, "Answers that are remembered.")
 
     def check(self) -> None:
-        """Raises ConfigError where a number is out of range or a request could never be accepted."""
+        """Raises ConfigError if a number is out of range, or if a request within the limits could never be accepted."""
         for field in dataclasses.fields(self):
             least = 0 if field.name == "remembered" else 1e-3 if field.type is float else 1
             most = 86400 if field.type is float else math.inf
@@ -89,7 +89,7 @@ class Limits:
 
 
 class ScoreRequest(NamedTuple):
-    """A decoded request; equal contents have equal digests."""
+    """A decoded request. Equal contents have equal digests."""
 
     id: str | None
     prompts: list[str]
@@ -99,10 +99,10 @@ class ScoreRequest(NamedTuple):
 
 
 class Malformed(ValueError):
-    """An answer without one finite score for each image; the message continues "an answer that".
+    """Raised for an answer without one finite score per image; the message continues "an answer that".
 
     Args:
-      image: index of the image that it is about.
+      image: Index of the affected image.
     """
 
     def __init__(self, message: str, image: int = 0):
@@ -116,9 +116,9 @@ def encode_request(
     metadata: Sequence[Mapping[str, Any]],
     id: str | None = None,
 ) -> tuple[str, bytes]:
-    """Returns (content type, body) of a request; images are an array, or the contents of image files.
+    """Returns (content type, body) of a request; images are an array or encoded image files.
 
-    The field `image` of the metadata, which is a path on this machine, is left out.
+    The metadata field `image`, a local path, is dropped.
 
     Raises:
       ValueError: The metadata is not valid JSON.
@@ -140,10 +140,10 @@ def encode_request(
 
 
 def decode_request(content_type: str, body: bytes, limits: Limits) -> ScoreRequest:
-    """Returns a request's content.
+    """Decodes and validates a request.
 
     Raises:
-      Refused: It does not have the format, or exceeds the limits.
+      Refused: The request is malformed, or exceeds the limits.
     """
     parts = _decode_parts(content_type, body, 1 + limits.images)
     if unknown := sorted(parts.keys() - {"request", "images", "image"}):
@@ -170,7 +170,7 @@ def boundary_of(content_type: str) -> bytes:
     """Returns the boundary of a multipart body.
 
     Raises:
-      Refused: The content type is another one, or has no boundary of 1 to 70 bytes.
+      Refused: The content type is not multipart/form-data with a boundary of 1 to 70 bytes.
     """
     from python_multipart.multipart import parse_options_header
 
@@ -183,7 +183,7 @@ def boundary_of(content_type: str) -> bytes:
 
 
 def _decode_parts(content_type: str, body: bytes, most: int) -> dict[str, list[bytes]]:
-    """Returns the contents of a multipart body's parts by name."""
+    """Returns the parts of a multipart body by name."""
     from python_multipart.exceptions import FormParserError
     from python_multipart.multipart import File, FormParser
 
@@ -214,12 +214,12 @@ def _decode_parts(content_type: str, body: bytes, most: int) -> dict[str, list[b
 def _decode_text(
     content: bytes, limits: Limits
 ) -> tuple[str | None, list[str], list[dict[str, Any]]]:
-    """Returns (id, prompts, metadata) of a request's JSON."""
+    """Decodes (id, prompts, metadata) of a request's JSON."""
     if len(content) > limits.text:
         raise Refused(413, f"prompts and metadata have more than {limits.text} bytes")
     try:
         fields = json.loads(content.decode())
-        # Refuses numbers that are not finite and halves of surrogate pairs.
+        # Rejects non-finite numbers and lone surrogates.
         json.dumps(fields, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError) as error:
         raise Refused(422, "the part request is no JSON in UTF-8 with finite numbers") from error
@@ -243,13 +243,13 @@ def _decode_text(
         raise Refused(422, f"metadata has {len(metadata)} objects for {len(prompts)} prompts")
     if any("image" in record for record in metadata):
         raise Refused(422, "the metadata's field 'image' is a path of the client: leave it out")
-    for record in metadata:  # the client's run has already selected the rewards of each prompt
+    for record in metadata:  # the client has already selected the rewards of each prompt
         record.pop("rewards", None)
     return id, prompts, metadata
 
 
 def _count_values(value: Any, depth: int) -> int:
-    """Returns the number of values in JSON, keys included; raises Refused below a depth."""
+    """Returns the number of JSON values, including keys. Raises Refused if nested deeper than `depth`."""
     if isinstance(value, dict):
         value = [*value.keys(), *value.values()]
     if not isinstance(value, list):
@@ -262,7 +262,7 @@ def _count_values(value: Any, depth: int) -> int:
 def _decode_tensor(
     content: bytes, limits: Limits
 ) -> UInt8[np.ndarray, "b h w 3"] | UInt8[np.ndarray, "b t h w 3"]:
-    """Returns the tensor of a safetensors file."""
+    """Decodes the tensor of a safetensors file."""
     if int.from_bytes(content[:8], "little") > HEADER:
         raise Refused(422, f"the safetensors file must have a header of at most {HEADER} bytes")
     try:
@@ -287,7 +287,7 @@ def _decode_tensor(
 
 
 def _decode_images(files: Sequence[bytes], limits: Limits) -> UInt8[np.ndarray, "b h w 3"]:
-    """Returns the images in PNG, JPEG or WebP files, all of one size."""
+    """Decodes PNG, JPEG or WebP files of one size."""
     images: list[np.ndarray] = []
     for i, file in enumerate(files):
         image = _decode_image(file, i, limits, limits.pixels - sum(one.size // 3 for one in images))
@@ -298,7 +298,7 @@ def _decode_images(files: Sequence[bytes], limits: Limits) -> UInt8[np.ndarray, 
 
 
 def _decode_image(file: bytes, i: int, limits: Limits, left: int) -> UInt8[np.ndarray, "h w 3"]:
-    """Returns the image in a file; `left` is the number of pixels that the request may still have."""
+    """Decodes an image file; `left` is the remaining pixel budget of the request."""
 
     def check_size(width: int, height: int) -> None:
         if not (1 <= width <= limits.side and 1 <= height <= limits.side):
@@ -327,7 +327,7 @@ def _decode_image(file: bytes, i: int, limits: Limits, left: int) -> UInt8[np.nd
 
 
 def webp_size(content: bytes) -> tuple[int, int] | None:
-    """Returns (width, height) in a WebP file's header, or None for other files.
+    """Returns (width, height) from a WebP header, or None for other files.
 
     Source: RFC 9649, sections 2.5 to 2.7.
     """
@@ -344,7 +344,7 @@ def webp_size(content: bytes) -> tuple[int, int] | None:
 
 
 def encode_answer(scores: Mapping[str, Float32[np.ndarray, "b"]], seconds: float) -> bytes:
-    """Returns an answer, from which the same float32 numbers are read; raises ValueError for NaN."""
+    """Encodes an answer; float32 values round-trip exactly. Raises ValueError for NaN."""
     columns = {name: column.astype(np.float64).tolist() for name, column in scores.items()}
     return json.dumps({"scores": columns, "seconds": seconds}, allow_nan=False).encode()
 
@@ -352,15 +352,15 @@ def encode_answer(scores: Mapping[str, Float32[np.ndarray, "b"]], seconds: float
 def decode_answer(
     content: bytes, count: int, names: Sequence[str] = ()
 ) -> dict[str, Float32[np.ndarray, "b"]]:
-    """Returns the scores by name.
+    """Decodes the scores by name.
 
     Args:
-      content: content of an answer with status 200.
-      count: number of images.
-      names: scores that must be present.
+      content: Content of an answer with status 200.
+      count: Number of images.
+      names: Required scores.
 
     Raises:
-      Malformed: There is not one finite score for each image.
+      Malformed: There is not one finite score per image.
     """
     try:
         answer = json.loads(content)
