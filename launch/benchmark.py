@@ -60,8 +60,8 @@ _LAYOUTS = flags.DEFINE_list(
     "layouts", [], "cluster: numbers of the layouts to measure; none means all."
 )
 _SEED = flags.DEFINE_integer("seed", 0, "runtime, cluster, rewards, kills: seed of random choices.")
-# compute and peers, which do not use the placement, asynchrony, kills, and algorithms, which applies the same overrides
-# to all of the file's ALGORITHMS
+# compute and peers, which ignore the placement, asynchrony, kills, and algorithms, which applies the same overrides to
+# all of the file's ALGORITHMS
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A configs/*.py file.", lock_config=True)
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "compute, peers: number of steps on each side.")
 _WIDE = flags.DEFINE_integer(
@@ -90,7 +90,7 @@ _MEGABYTES = flags.DEFINE_list("megabytes", ["100", "1000"], "ray: sizes of weig
 
 
 def bound() -> int | None:
-    """Simulate the scheduler at many sizes, and compare it with the bound; returns 1 if a required share is missed."""
+    """Simulates the scheduler at many sizes and compares it with the bound; returns 1 if a required share is missed."""
     output = _output()
     from benchmarks.bound import measure
 
@@ -102,7 +102,7 @@ def bound() -> int | None:
 
 
 def runtime() -> None:
-    """Measure each kind of layout with waits instead of device work, and print the tables."""
+    """Measures each kind of layout with waits instead of device work, and prints the tables."""
     check_positive("--devices", _DEVICES.value)
     output, ratios = _output(), list(map(_ratio, _RATIOS.value))
     from benchmarks.runtime import KINDS, TimedRun, Work, accuracy, compare, introduction, table
@@ -130,7 +130,7 @@ def runtime() -> None:
 
 
 def compute() -> None:
-    """Time a step on one core, sampling and training alternately, and on a core each at the same time."""
+    """Times a step on one core, sampling and training alternately, and on two cores at the same time."""
     output, config = _output(), _config()
     from benchmarks.compute import compare
 
@@ -147,7 +147,7 @@ def compute() -> None:
 
 
 def peers() -> None:
-    """Time a step's sampling and training, and the same work by an eager loop of torch and diffusers, alternately."""
+    """Times a step's sampling and training, and the same work in an eager loop of torch and diffusers, alternately."""
     output, config = _output(), _config()
     from benchmarks.peers import check, compare
     from benchmarks.wide import with_wide_model
@@ -173,7 +173,7 @@ def peers() -> None:
 
 
 def asynchrony() -> int | None:
-    """Train with and without asynchrony, from a few seeds; returns the exit code where a signal stopped it."""
+    """Trains with and without asynchrony from a few seeds; returns the exit code if a signal stopped it."""
     output, config, workdir = _output(), _config(), _workdir("asynchrony")
     from benchmarks.asynchrony import check, compare
     from digen_jax.process.job import prepare
@@ -189,7 +189,7 @@ def asynchrony() -> int | None:
 
 
 def algorithms() -> int | None:
-    """Train with every algorithm, from a few seeds; returns the exit code where a signal stopped it."""
+    """Trains with every algorithm from a few seeds; returns the exit code if a signal stopped it."""
     if _CELLS.value is not None:
         return _plot_again(pathlib.Path(_CELLS.value), _workdir("algorithms"))
     output, config, workdir = _output(), _config(), _workdir("algorithms")
@@ -222,7 +222,7 @@ def _plot_again(csv: pathlib.Path, workdir: pathlib.Path) -> None:
 
 
 def rewards() -> None:
-    """Request scores from servers from many clients, with network faults and a server that is killed."""
+    """Requests scores from servers with many clients, network faults and a server that is killed."""
     output = _output()
     from benchmarks.rewards import Requests, compare
 
@@ -240,7 +240,7 @@ def rewards() -> None:
 
 
 def cluster() -> None:
-    """Run rollout workers on Ray that wait instead of using devices, and the simulator at equal costs."""
+    """Runs Ray rollout workers that wait instead of using devices, and the simulator with the same costs."""
     output = _output()
     from benchmarks.cluster import chosen, measure
     from benchmarks.runtime import TimedRun, describe
@@ -259,7 +259,7 @@ def cluster() -> None:
 
 
 def ray() -> None:
-    """Measure Ray on this machine: commands, weights, starts, and the use of its own processes."""
+    """Measures Ray on this machine: commands, weights, starts, and the use of its processes."""
     output = _output()
     try:
         megabytes = [int(text) for text in _MEGABYTES.value]
@@ -277,7 +277,7 @@ def ray() -> None:
 
 
 def kills() -> None:
-    """Inject faults into a run with rollout workers on Ray, and compare it with the same run without."""
+    """Injects faults into a run with rollout workers on Ray, and compares it with the same run without faults."""
     output, workdir = _output(), _workdir("kills")
     _check_config()
     from benchmarks.kills import compare
@@ -298,7 +298,7 @@ def _workdir(name: str) -> pathlib.Path:
 
 
 def _all_configs() -> dict[str, Any]:
-    """Returns the config of each of the file's algorithms, by name, with the overrides of the command line."""
+    """Returns the configs of the file's algorithms by name, with the overrides of the command line."""
     flag = flags.FLAGS["config"]
     path = config_flags.get_config_filename(flag).split(":")[0]
     file = runpy.run_path(path)
@@ -340,7 +340,7 @@ def _ratio(text: str) -> tuple[float, float]:
 
 
 def _output() -> str | None:
-    """Returns the file for the numbers, checked before anything is measured."""
+    """Returns the file for the numbers, checked before the measurement."""
     if _OUTPUT.value is not None:
         check_output("--output", _OUTPUT.value)
     return _OUTPUT.value

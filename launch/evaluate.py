@@ -130,7 +130,7 @@ def main() -> None:
 
 
 def _check_options() -> None:
-    """Checks the ranges of numbers, and that the outputs can be written."""
+    """Checks the ranges of numbers, and that the outputs are writable."""
     _guidances()
     if _TRUE_GUIDANCE.value is not None:
         check_range("--true_cfg_scale", _TRUE_GUIDANCE.value, 0, 1000)
@@ -145,7 +145,7 @@ def _check_options() -> None:
 def _evaluated(
     model: Any, samplers: Sequence[Any], records: list[dict[str, Any]], rewards: Any
 ) -> dict[str, Any]:
-    """Returns the scores by task of each sampler, by its guidance; writes images if --pictures is given."""
+    """Returns the scores by task for each sampler's guidance; writes images if --pictures is given."""
     from digen_jax.inference.sampling import evaluate, evaluation_to_folder
 
     batch = model.batch(_BATCH.value, len(records))
@@ -163,7 +163,7 @@ def _evaluated(
 
 
 def _task() -> tuple[str, int | None, tuple[RewardSettings, ...]]:
-    """Returns (prompt file, number of prompts, rewards); the defaults are the run's."""
+    """Returns (prompt file, number of prompts, rewards), which default to the run's."""
     from digen_jax.inference.model import is_run, read_run_config
 
     prompts, images = _PROMPTS.value, _IMAGES.value
@@ -198,7 +198,7 @@ def _weighed(rewards: tuple[RewardSettings, ...]) -> tuple[RewardSettings, ...]:
 
 
 def _guidances() -> list[float | None]:
-    """Returns the numbers of --guidance. None means the model's default."""
+    """Returns the values of --guidance. None means the model's default."""
     try:
         guidances = [float(text) for text in _GUIDANCE.value]
     except ValueError as error:

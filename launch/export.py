@@ -25,7 +25,7 @@ flags.mark_flags_as_required(["workdir", "output"])
 
 
 def main() -> None:
-    """Reads the newest checkpoint and writes it."""
+    """Reads the newest checkpoint and exports it."""
     from digen_jax.process.job import prepare
 
     prepare()

@@ -64,7 +64,7 @@ flags.mark_flags_as_required(["config"])
 
 
 def main() -> None:
-    """Find the costs of commands, plan, and print the table, the choice and its reason."""
+    """Finds the costs of commands, plans, and prints the table, the choice and its reason."""
     from digen_jax.config.load import load_config
 
     _check_flags()
@@ -95,7 +95,7 @@ def _check_flags() -> None:
 
 
 def _plan(config: Any) -> None:
-    """Plans for the devices of this machine, or for as many as --devices."""
+    """Plans for the devices of this machine, or for --devices devices."""
     from digen_jax.process.job import prepare
 
     prepare(config.placement.cpu_devices)
@@ -138,7 +138,7 @@ def _note(text: str) -> None:
 
 
 def _show(config: Any, plan: Any, calibration: Any, planned: Any) -> None:
-    """Prints the plan and what to set for its choice, and writes --output; `planned` is the config that fits."""
+    """Prints the plan and the fields to set for its choice, and writes --output; `planned` is the config that fits."""
     from digen_jax.planning.plan import changed_fields, meshes, suited
     from digen_jax.planning.report import draw_plan, plan_report
 
@@ -156,7 +156,7 @@ def _show(config: Any, plan: Any, calibration: Any, planned: Any) -> None:
 
 
 def _calibration(config: Any) -> Any:
-    """The costs; the flags' scaling replaces that of the source."""
+    """Returns the costs; the scaling of the flags replaces that of the source."""
     from digen_jax.config.sections import AUTO
     from digen_jax.planning.costs import measured_costs, read_calibration, read_run_costs
     from digen_jax.planning.placing import place_here, place_on_one_device

@@ -26,7 +26,7 @@ flags.mark_flags_as_required(["config", "workdir", "output"])
 
 
 def main() -> None:
-    """Set up the devices and pretrain."""
+    """Sets up the devices and pretrains."""
     from digen_jax.process.job import prepare
     from examples.shapes.pretrain import check_config, pretrain
 

@@ -20,7 +20,7 @@ from digen_jax.rewards.service import TOKEN, server_packages
 from digen_jax.rewards.service.wire import Limits
 from digen_jax.rewards.settings import RewardSettings
 
-SIDE = 64  # pixels of the dry run's images
+SIDE = 64  # pixels per side of the dry run's images
 
 _REWARD = flags.DEFINE_multi_string(
     "reward", None, "A built-in reward, or module:function for your own; may be repeated."
@@ -91,7 +91,7 @@ def main() -> None:
 
 
 def _sections() -> list[RewardSettings]:
-    """Returns the rewards with their settings; raises ConfigError if these are invalid or too many."""
+    """Returns the rewards with their settings; raises ConfigError if they are invalid or too many."""
     settings: list[dict[str, Any]] = []
     for text in _SETTINGS.value:
         try:

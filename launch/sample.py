@@ -132,7 +132,7 @@ def main() -> None:
 
 
 def _source() -> Any:
-    """Returns the size that images are resized to, if one is given."""
+    """Returns the size to which images are resized. None means unchanged."""
     from digen_jax.models.family import Size
 
     sides = _SOURCE_HEIGHT.value, _SOURCE_WIDTH.value
@@ -144,14 +144,14 @@ def _source() -> Any:
 
 
 def _texts() -> list[tuple[str, str]]:
-    """Returns name and text of each option that has a text."""
+    """Returns (name, text) of each option that has a text."""
     negatives = [] if _NEGATIVE.value is None else [_NEGATIVE.value]
     given = [(_PROMPT.name, text) for text in _PROMPT.value]
     return given + [(_NEGATIVE.name, text) for text in negatives]
 
 
 def _negative() -> str | None:
-    """Returns where negative prompts come from, as the start of an error message, or None."""
+    """Returns the source of negative prompts, as the start of an error message, or None."""
     from digen_jax.data.prompt_files import first_negative
 
     if _NEGATIVE.value is not None:

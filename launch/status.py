@@ -21,7 +21,7 @@ from digen_jax.config.command_line import define_path, run_main
 from digen_jax.errors import ConfigError, check_folder
 from digen_jax.process.terminal import has_reader
 
-CLEAR = "\x1b[H\x1b[J"  # the terminal
+CLEAR = "\x1b[H\x1b[J"  # clears the terminal
 
 _WORKDIR = define_path("workdir", None, "Workdir of a training run.")
 _FOLLOW = flags.DEFINE_bool("follow", False, "Refresh every 2 seconds until Ctrl-C.")

@@ -44,7 +44,7 @@ flags.mark_flags_as_required(["config", "workdir"])
 
 
 def main() -> int | None:
-    """Check the config, set up the devices and train; returns the exit code where a signal stopped the run."""
+    """Checks the config, sets up the devices and trains; returns the exit code if a signal stopped the run."""
     from digen_jax.config.load import load_config
     from digen_jax.distributed import launch
     from digen_jax.process.job import join, prepare

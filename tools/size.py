@@ -15,7 +15,7 @@ import tempfile
 
 ROOT = pathlib.Path(__file__).parents[1]
 CODE = "digen_jax", "launch", "configs", "benchmarks", "examples", "tools"
-# By measure: the limit of today, and the target.
+# Current limit and target of each measure.
 LIMITS = {
     "Python lines without tests": (50_420, 36_000),
     "package files": (175, 220),
@@ -23,7 +23,7 @@ LIMITS = {
     "README lines": (120, 120),
     "imported modules": (140, 50),
 }
-# Imported modules of the package once a run has made its first update.
+# Counts imported modules of the package once a run has made its first update.
 COUNT = """
 import runpy, sys
 sys.argv = ["launch/train.py", *{arguments!r}]
@@ -45,7 +45,7 @@ def lines(files: list[pathlib.Path]) -> list[int]:
 
 
 def measured() -> dict[str, int]:
-    """Returns each measure that needs no run."""
+    """Returns all measures that need no run."""
     tests = python_files("tests")
     code = [*python_files(*CODE), *ROOT.glob("*.py")]
     package = [count for count in lines(python_files("digen_jax")) if count > 1]
@@ -59,7 +59,7 @@ def measured() -> dict[str, int]:
 
 
 def imported_modules() -> int:
-    """Returns the number of modules of the package that one step of the demo imports in one process."""
+    """Returns the number of package modules that one step of the demo imports in one process."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = [
             "--config=configs/shapes_demo.py",

@@ -1,19 +1,19 @@
-"""Where the TPU compiler's cycles go in the programs of a config, for people who tune programs.
+"""Reports the TPU compiler's cycles in the programs of a config, for tuning the programs.
 
 python tools/tpu_cycles.py --config configs/sd35_medium.py:geneval,4 --topology v5p:2x2x1
 
-It reads the text of the compiled programs, which launch/plan.py caches, too. Fusions and copies carry the compiler's
-own estimate, counted as often as their loops run. The rest is costed here, conservatively: as if nothing ran at the
-same time as anything else.
+It reads the text of the compiled programs, which launch/plan.py also caches. Fusions and copies contain the compiler's
+estimate, which is counted once per iteration of their loops. The rest is costed here, conservatively: as if nothing ran
+at the same time as anything else.
 
 - A Pallas kernel takes its FLOPs over a share of the peak (`KERNEL_SHARE`, `PACKED_SHARES`), or its bytes over the
-  memory's bandwidth, whichever is longer. The FLOPs are those that the kernel states; splash attention states none, so
-  they are those of its matrix products without any mask.
+  memory bandwidth, whichever is longer. The FLOPs are those that the kernel states; splash attention states none, so
+  the FLOPs of its matrix products without any mask are used.
 - A collective is a ring over one link in one direction, at `LINK_SHARE` of its bandwidth: an all-gather moves (n - 1)/n
   of its result, a reduce-scatter (n - 1)/n of its input, an all-reduce twice that. All chips of a slice are linked
   directly, also over several hosts; a ring may need more hops than links on a mesh without wrap-around.
 - A transfer between memories, and any other operation without an estimate, takes its bytes over `MEMORY_SHARE` of the
-  memory's bandwidth. Of a slice or an update only that part counts.
+  memory bandwidth. For a slice or an update, only that part counts.
 """
 
 import dataclasses
@@ -29,20 +29,20 @@ from typing import Any, NamedTuple
 from digen_jax.planning.hardware import GB, Chip
 
 LINK_SHARE, MEMORY_SHARE, KERNEL_SHARE = 0.8, 0.8, 0.5
-# The share of the peak that packed attention reaches, by the rows of the matrix unit and the largest width of a head.
+# Share of the peak that packed attention reaches, by the rows of the matrix unit and the maximum width of a head.
 # The compiler's schedule takes no longer (tests/attention/test_schedules.py).
 PACKED_SHARES = {
     "forward": {(128, 64): 0.63, (128, 128): 0.37, (256, 64): 0.44, (256, 128): 0.28},
     "backward": {(128, 64): 0.72, (128, 128): 0.50, (256, 64): 0.61, (256, 128): 0.41},
 }
-# Matrix products of a splash attention kernel, by its name; each takes 2 b h s_q s_k d FLOPs. "dkv" computes the
-# gradient of the queries, too, where it is fused, which the program does not state; else one product too many counts.
+# Matrix products of a splash attention kernel, by its name; each takes 2 b h s_q s_k d FLOPs. "dkv" also computes the
+# queries' gradient if it is fused, which the program does not state; otherwise one product too many is counted.
 SPLASH = {f"splash_{kind}_{part}": products for kind in ("mha", "mqa")
           for part, products in (("fwd", 2), ("dq", 3), ("dkv", 5))}  # fmt: skip
 
 
 class Core(NamedTuple):
-    """Clock in Hz, and rows and columns of a matrix unit: narrower products leave it partly idle."""
+    """Clock in Hz, and rows and columns of a matrix unit; narrower products do not fill it."""
 
     clock: float
     array: int
@@ -66,7 +66,7 @@ COMPILER, KERNELS, COLLECTIVES, TRANSFERS, OTHERS = KINDS = (
 COLLECTIVE = re.compile(
     r"(all-gather|all-reduce|reduce-scatter|(ragged-)?all-to-all|collective-(permute|broadcast))(-start)?$"
 )
-# Operations that take no time, or whose time is that of another one.
+# Operations that take no time, or whose time is counted for another operation.
 FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
     "opt-barrier", "add-dependency", "domain", "async-update",
@@ -89,14 +89,14 @@ _CALLED = re.compile(
 
 
 class Array(NamedTuple):
-    """The type of one array."""
+    """Type of one array."""
 
     dtype: str
     shape: tuple[int, ...]
 
     @property
     def bytes(self) -> int:
-        """Without the padding of its layout."""
+        """Number of bytes without the padding of its layout."""
         bits = {"pred": 8, "token": 0, "opaque": 0}.get(self.dtype)
         if bits is None:
             bits = int(re.search(r"\d+", self.dtype)[0])
@@ -110,13 +110,13 @@ class Instruction:
     name: str
     opcode: str
     type: str
-    operands: tuple[str, ...]  # names; of a constant or a parameter, its number
+    operands: tuple[str, ...]  # names; for a constant or a parameter, its number
     attributes: str
     root: bool
 
     @functools.cached_property
     def arrays(self) -> tuple[Array, ...]:
-        """The results, a tuple's one by one."""
+        """Array types of the results, with a tuple's elements separately."""
         found = re.findall(r"\b([a-z][a-z0-9]*)\[([\d,<=]*)\]", self.type)
         return tuple(
             Array(dtype, tuple(int(n.removeprefix("<=")) for n in dims.split(",") if n))
@@ -125,39 +125,39 @@ class Instruction:
 
     @property
     def bytes(self) -> int:
-        """Of all results."""
+        """Number of bytes of all results."""
         return sum(array.bytes for array in self.arrays)
 
     @property
     def called(self) -> tuple[str, ...]:
-        """Names of the computations that it runs, in their order."""
+        """Names of the computations that it runs, in order."""
         names = []
         for one, several in _CALLED.findall(self.attributes):
             names += [one] if one else [name.strip().lstrip("%") for name in several.split(",")]
         return tuple(names)
 
     def find(self, pattern: str) -> str:
-        """What a pattern's group matches in the attributes; "" means nothing."""
+        """Returns the match of a pattern's group in the attributes; "" means no match."""
         found = re.search(pattern, self.attributes)
         return found[1] if found else ""
 
     @property
     def cycles(self) -> str:
-        """The compiler's estimate; "" means that it gives none."""
+        """Compiler's estimate; "" means that there is none."""
         return self.find(r'"estimated_cycles":"?(-?\d+)')
 
     @property
     def op_name(self) -> str:
-        """Where it comes from, such as jit(f)/while/body/block/dot_general; "" means unknown."""
+        """Origin in the source, such as jit(f)/while/body/block/dot_general; "" means unknown."""
         return self.find(r'metadata=\{[^{}]*op_name="([^"]*)"')
 
     @property
     def target(self) -> str:
-        """What a custom call calls."""
+        """Target of a custom call; "" means that there is none."""
         return self.find(r'custom_call_target="([^"]*)"')
 
     def attribute(self, name: str) -> str:
-        """The text of an attribute without braces or "%"; "" means that there is none."""
+        """Returns the text of an attribute without braces or "%"; "" means that there is none."""
         found = re.search(rf"\b{name}=(?:\{{([^}}]*)\}}|%?([^,\s]+))", self.attributes)
         return (found[1] or found[2] or "") if found else ""
 
@@ -170,11 +170,11 @@ class Computation:
 
     @functools.cached_property
     def root(self) -> Instruction:
-        """The result."""
+        """Instruction of the result."""
         return next(i for i in reversed(self.instructions.values()) if i.root)
 
     def operands(self, instruction: Instruction) -> list[Instruction]:
-        """The instructions whose results an instruction reads."""
+        """Returns the instructions whose results an instruction reads."""
         return [self.instructions[n] for n in instruction.operands if n in self.instructions]
 
 
@@ -182,12 +182,12 @@ Computations = dict[str, Computation]
 
 
 def parse(text: str) -> tuple[Computations, str]:
-    """Returns the computations of a program by name, and the name of the first.
+    """Returns the computations of a program by name, and the name of the first one.
 
-    The text is what `jax.stages.Compiled.as_text()` returns.
+    The text is the result of `jax.stages.Compiled.as_text()`.
 
     Raises:
-      ValueError: it has no entry, or a line that is no instruction.
+      ValueError: the text has no entry, or a line that is not an instruction.
     """
     computations, entry, name, lines = {}, None, None, []
     for line in text.splitlines():
@@ -202,7 +202,7 @@ def parse(text: str) -> tuple[Computations, str]:
         elif _BEGIN.match(line):
             lines.append(line)
         elif lines:
-            lines[-1] += line  # a kernel's metadata spans several lines
+            lines[-1] += line  # a kernel's metadata can span several lines
     if entry is None:
         raise ValueError("the text holds no program: it has no ENTRY")
     return computations, entry
@@ -223,14 +223,14 @@ def _instruction(line: str) -> Instruction:
     if opcode in ("constant", "parameter"):
         operands = (given.strip(),)
     else:
-        # The last word of each, because some versions print its type in front of it.
+        # The last word of each, because some versions print the type before it.
         parts = (part.split() for part in _split(given, ","))
         operands = tuple(words[-1].lstrip("%") for words in parts if words)
     return Instruction(begin[2], opcode, kind, operands, attributes, bool(begin[1]))
 
 
 def _split(text: str, separator: str) -> Iterator[str]:
-    """The parts between separators outside all brackets."""
+    """Yields the parts between separators outside all brackets."""
     depth = begin = 0
     for found in re.finditer(rf"[()\[\]{{}}{separator}]", text):
         if found[0] in "([{":
@@ -250,7 +250,7 @@ SAME = ("copy", "bitcast", "convert", "reshape", "opt-barrier", "broadcast", "co
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    """A computation as it runs: `caller` is the frame with the instruction `call`. None means the entry."""
+    """Computation as it runs: `caller` is the frame with the instruction `call`. None means the entry."""
 
     computations: Computations
     computation: Computation
@@ -258,11 +258,11 @@ class Frame:
     call: Instruction | None = None
 
     def enter(self, call: Instruction, name: str) -> "Frame":
-        """The frame of a computation that an instruction of this one runs."""
+        """Returns the frame of a computation that an instruction of this one runs."""
         return Frame(self.computations, self.computations[name], self, call)
 
     def source(self, name: str) -> Instruction:
-        """The instruction whose value a name has, behind copies."""
+        """Returns the instruction that computes a name's value, skipping copies."""
         found = self.computation.instructions[name]
         while found.opcode in SAME:
             found = self.computation.instructions[found.operands[0]]
@@ -270,16 +270,16 @@ class Frame:
 
 
 class LoopCounter(NamedTuple):
-    """An element of a loop's state at the begin of an iteration, plus a constant."""
+    """Element of a loop's state at the start of an iteration, plus a constant."""
 
     index: int
     added: int = 0
 
 
 def trips(frame: Frame, loop: Instruction) -> int | None:
-    """How often the body of a `while` runs; None means that neither the compiler nor constants tell.
+    """Returns the trip count of a `while`. None means that neither the compiler nor constants define it.
 
-    If the compiler does not tell, the condition must compare a counter with a constant, and the body must add a
+    Without the compiler's count, the condition must compare a counter with a constant, and the body must add a
     constant to the counter, as `lax.scan` and `lax.fori_loop` do.
     """
     if known := loop.find(r'"known_trip_count":\{"n":"?(\d+)'):
@@ -319,7 +319,7 @@ def trips(frame: Frame, loop: Instruction) -> int | None:
 
 
 def _trace(frame: Frame | None, name: str) -> Any:
-    """The integer, or the loop's counter, that a name has; None for anything else."""
+    """Returns the integer or the loop counter that a name has. None means anything else."""
     one = frame.source(name)
     match one.opcode:
         case "constant":
@@ -352,7 +352,7 @@ def _in_tuple(frame: Frame, name: str, index: int) -> Any:
 
 
 def _element(frame: Frame, whole: Instruction, index: int) -> Any:
-    """An element of a tuple; of a loop's state a constant if no iteration changes it, else the counter."""
+    """Returns an element of a tuple; for a loop's state, a constant if no iteration changes it, else the counter."""
     if whole.opcode == "tuple":
         return _trace(frame, whole.operands[index])
     if whole.opcode == "while":
@@ -376,17 +376,17 @@ def _element(frame: Frame, whole: Instruction, index: int) -> Any:
 
 # ----------------------------------------------------------------------------------------- layers
 
-# Parts of an operation's name that say how a layer is run, not which one it is.
+# Parts of an operation's name that describe how a layer is run, not which layer it is.
 HOW = re.compile(
     r"|while|body|cond|closed_call|checkpoint|remat\d*|rematted_computation|core_call|custom_(jvp|vjp)_call.*|"
     r"shard_map|scan|(jit|pjit|jvp|vmap|transpose|remat|shmap|checkpoint|custom_vjp|custom_jvp)\(.*\)|\w+\.\w+"
 )
-# The end of a block's name in a list of blocks, or of several that are scanned.
+# End of a block's name in a list of blocks, or of several blocks that are scanned.
 BLOCK = re.compile(r"_\d+(to\d+)?$")
 
 
 def layer_of(op_name: str) -> str:
-    """The modules and the operation in a name, with what the pass does.
+    """Returns the modules and the operation in a name, with the direction of the pass.
 
     jit(f)/transpose(jvp(Net))/while/body/blocks/attn/to_q/dot_general -> blocks/attn/to_q/dot_general (backward)
     """
@@ -398,7 +398,7 @@ def layer_of(op_name: str) -> str:
 
 
 def module_of(layer: str) -> str:
-    """The module of a block that a layer belongs to, without the operation: its first two names.
+    """Returns the module of a block that a layer belongs to, without the operation: its first two names.
 
     blocks_0to12/attn/to_q/dot_general (backward) -> attn/to_q
     """
@@ -414,9 +414,9 @@ def module_of(layer: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """An instruction of a program, how often it runs, and the estimated seconds of one run.
+    """Instruction of a program, number of runs, and estimated seconds per run.
 
-    Its bytes are those that it moves, if it is a collective or a transfer, or that it reads and writes.
+    `bytes` are moved by a collective or a transfer, and read and written by another operation.
     """
 
     kind: str
@@ -429,16 +429,16 @@ class Item:
 
     @property
     def total(self) -> float:
-        """Seconds of all runs."""
+        """Total seconds of all runs."""
         return self.times * self.seconds
 
 
 class Cycles:
-    """The estimated seconds of a program on one device, as if nothing ran at the same time as anything else.
+    """Estimated seconds of a program on one device, as if nothing ran at the same time as anything else.
 
     Attributes:
-      items: all that takes time.
-      unknown_loops: names of loops whose number of iterations is unknown; their bodies count once.
+      items: All instructions that take time.
+      unknown_loops: Names of loops with unknown trip count; their bodies count once.
     """
 
     def __init__(self, text: str, chip: Chip):
@@ -448,11 +448,11 @@ class Cycles:
         self.items = list(self._items(Frame(self.computations, self.computations[entry])))
 
     def seconds(self, kind: str | None = None) -> float:
-        """Seconds of one kind, or of all."""
+        """Returns the seconds of one kind. None means all kinds."""
         return sum(item.total for item in self.items if kind in (None, item.kind))
 
     def by_what(self, kind: str) -> dict[str, tuple[int, float, float]]:
-        """(runs, bytes, seconds) of the items of a kind, by what they are, the slowest first."""
+        """Returns (runs, bytes, seconds) of the items of a kind, by opcode or kernel, the slowest first."""
         found: dict[str, tuple[int, float, float]] = {}
         for item in self.items:
             if item.kind == kind:
@@ -479,7 +479,7 @@ class Cycles:
                 yield dataclasses.replace(item, times=count * item.times)
 
     def _leaf(self, computation: Computation, one: Instruction) -> Iterator[Item]:
-        """An operation of the compiler's estimate, or one that is costed here; a fusion may be both."""
+        """Yields the items of an operation; a fusion may be estimated by the compiler and contain collectives."""
         inner = self._fused(one)
         source = next((i for i in inner if i.opcode in ("convolution", "dot")), one)
         layer = layer_of(source.op_name or one.op_name)
@@ -501,7 +501,7 @@ class Cycles:
             size = int(one.find(r'"bytes_accessed":"?(\d+)') or 0) or _touched(computation, one)
             yield item(KERNELS, name, max(flops / (share * self.chip.flops), size / in_memory))
         elif one.opcode in ("copy-start", "slice-start"):
-            # The results are the operand, what is copied, and a flag; memory space 1 is a core's own, fast memory.
+            # The results are the operand, the copy, and a flag; memory space 1 is a core's fast memory.
             given = sum(operand.bytes for operand in computation.operands(one))
             size = one.bytes - given - one.arrays[-1].bytes
             size *= 1 if "S(1)" in one.type else 2
@@ -511,14 +511,14 @@ class Cycles:
             yield item(OTHERS, f"{one.opcode} {one.target}".strip(), size / in_memory, size)
 
     def _fused(self, one: Instruction) -> list[Instruction]:
-        """The instructions inside a fusion, and inside those in it."""
+        """Returns the instructions inside a fusion and its nested fusions."""
         if one.opcode != "fusion":
             return []
         bodies = (self.computations[name].instructions.values() for name in one.called)
         return [each for body in bodies for i in body for each in (i, *self._fused(i))]
 
     def _collective(self, computation: Computation, one: Instruction) -> tuple[int, float]:
-        """(bytes of its full buffer, seconds)."""
+        """Returns (bytes of the full buffer, seconds) of a collective."""
         if one.name not in computation.instructions:  # it is inside a fusion
             every = self.computations.values()
             computation = next(other for other in every if one.name in other.instructions)
@@ -538,11 +538,11 @@ class Cycles:
         return size, moved / (LINK_SHARE * self.chip.link)
 
     def _kernel(self, computation: Computation, one: Instruction, name: str) -> tuple[float, float]:
-        """(FLOPs of a Pallas kernel, the share of the peak at which it does them); without a statement (0, 1)."""
+        """Returns (FLOPs of a Pallas kernel, the share of the peak that it reaches); (0, 1) if FLOPs are not stated."""
         array = self.core.array
         arrays = (operand.arrays[0] for operand in computation.operands(one) if operand.arrays)
         factors = [a for a in arrays if len(a.shape) >= 3 and a.dtype in ("bf16", "f32", "f16")]
-        # An exact float32 product takes six of bfloat16.
+        # An exact float32 product takes six bfloat16 products.
         passes = 6 if factors and factors[0].dtype == "f32" else 1
         flops = float(one.find(r'"cost_estimate":\{"flops":"?(\d+)') or 0)
         if packed := re.fullmatch(r"attention_(forward|backward)_(\d+)", name):
@@ -560,7 +560,7 @@ class Cycles:
 
 
 def _touched(computation: Computation, one: Instruction) -> int:
-    """Bytes that an instruction reads and writes: of a slice or an update only that part."""
+    """Returns the bytes that an instruction reads and writes; for a slice or an update, only that part."""
     operands = computation.operands(one)
     if one.opcode in SLICES:
         return 2 * one.bytes
@@ -570,7 +570,7 @@ def _touched(computation: Computation, one: Instruction) -> int:
 
 
 def group_size(attributes: str) -> int:
-    """How many devices a collective joins; 2 for one between pairs."""
+    """Returns the number of devices of a collective; 2 for one between pairs."""
     if found := re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}", attributes):
         sizes = dict(part.split("=") for part in found[1].replace("'", "").split(","))
         return math.prod(int(sizes[axis.strip(" '")]) for axis in found[2].split(","))
@@ -585,7 +585,7 @@ def group_size(attributes: str) -> int:
 
 
 def report(name: str, found: Cycles, count: int = 10) -> str:
-    """The seconds of a program by kind, its collectives, its slowest operations, and the modules of its blocks."""
+    """Returns the seconds of a program by kind, its collectives, slowest operations and modules of its blocks."""
     from digen_jax.planning.report import aligned
 
     everything = found.seconds()
@@ -615,7 +615,7 @@ def report(name: str, found: Cycles, count: int = 10) -> str:
 
 
 def main(config: Any, topology: str) -> None:
-    """Compiles the programs of a config for a TPU slice, and prints where their cycles go."""
+    """Compiles the programs of a config for a TPU slice, and prints their cycles."""
     from digen_jax.config.load import load_config
     from digen_jax.errors import ConfigError
     from digen_jax.planning.estimate import open_target, with_published_folder

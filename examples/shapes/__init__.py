@@ -1,1 +1,1 @@
-"""The shapes task: prompts, rendered images, a reward that reads images, and the embedded model's pretraining."""
+"""The shapes task: prompts, rendered images, a reward that reads images, and pretraining of the embedded model."""

@@ -1,7 +1,7 @@
 """The prompts of the shapes task in GenEval's format: six tasks, a training and a held-out part.
 
-A training prompt contains no held-out combination of any task (see `split`). A held-out prompt
-contains exactly one, of its task: it measures that combination, whose parts have all been trained.
+A training prompt contains no held-out combination of any task (see `split`). A held-out prompt contains exactly
+one, from its task: it measures this combination, whose parts have all been trained.
 
     python -m examples.shapes.captions assets/prompts     # writes both prompt files
 """
@@ -32,25 +32,25 @@ HELDOUT_PER_TASK = 90
 
 
 def train_record(rng: np.random.Generator) -> dict:
-    """Samples a training prompt record: a task uniformly, then one of its prompts."""
+    """Returns a training record: a task sampled uniformly, then one of its prompts."""
     records = _prompts(TASKS[rng.integers(len(TASKS))])[0]
     return records[rng.integers(len(records))]
 
 
 def train_records() -> list[dict]:
-    """Returns the training prompts: equally many of each task, interleaved; a task with few prompts repeats them."""
+    """Returns the training records, with equal numbers per task, interleaved; a task with few prompts repeats them."""
     return _interleaved(0, TRAIN_PER_TASK)
 
 
 def heldout_records() -> list[dict]:
-    """Returns the held-out prompts: equally many of each task, interleaved, so that any first 6 n are balanced."""
+    """Returns the held-out records, with equal numbers per task, interleaved, so that any first 6 n are balanced."""
     return _interleaved(1, HELDOUT_PER_TASK)
 
 
 def tags(scene: Scene) -> str:
     """Describes everything in a scene, such as "red star left of blue ring gray background".
 
-    A prompt leaves most of an image open; a caption that leaves nothing open teaches each word faster.
+    A prompt leaves most of an image undefined; a complete caption teaches each word faster.
     """
     first, *others = (f"{thing.color} {thing.shape}" for thing in scene.objects)
     relation = None
@@ -61,7 +61,7 @@ def tags(scene: Scene) -> str:
 
 
 def write_prompt_files(folder: str | pathlib.Path) -> None:
-    """Writes `shapes_train.jsonl` and `shapes_heldout.jsonl`, one record a line."""
+    """Writes `shapes_train.jsonl` and `shapes_heldout.jsonl`, one record per line."""
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for name, records in [("train", train_records()), ("heldout", heldout_records())]:
@@ -70,10 +70,10 @@ def write_prompt_files(folder: str | pathlib.Path) -> None:
 
 
 def make_record(task: str, include: list[dict], prompt: str) -> dict:
-    """Returns a record that requires what `include` lists and, by GenEval's `exclude`, nothing else.
+    """Returns a record that requires the objects in `include` and, by GenEval's `exclude`, no others.
 
-    GenEval itself excludes surplus objects only in counting. Here every task excludes them and all other
-    classes, so that an image with more than the prompt names gets no reward.
+    GenEval excludes surplus objects only in counting. Here every task excludes them and all other classes, so that
+    an image with more than the prompt names gets no reward.
     """
     counts = {entry["class"]: entry["count"] for entry in include}
     exclude = [{"class": shape, "count": counts.get(shape, 0) + 1} for shape in SHAPES]
@@ -104,7 +104,7 @@ def _interleaved(part: int, per_task: int) -> list[dict]:
 
 
 def _candidates(task: str) -> Iterator[tuple[str, list[dict], bool, bool]]:
-    """Yields prompts of a task, their `include`, and whether an atom of this task or of another one is held out."""
+    """Yields prompts of a task, their `include`, and whether an atom of this task, or of another one, is held out."""
     pairs = itertools.permutations(SHAPES, 2)
     match task:
         case "single_object":
@@ -151,7 +151,7 @@ def _entry(shape: str, count: int = 1, **rest: object) -> dict:
 
 
 def _a(words: str) -> str:
-    """Returns the words with their article, as GenEval writes them."""
+    """Returns the words with their article, as in GenEval."""
     return f"{'an' if words[0] in 'aeiou' else 'a'} {words}"
 
 

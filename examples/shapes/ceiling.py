@@ -1,8 +1,8 @@
-"""The ceiling of the shapes reward: rendered images, scored before and after the autoencoder.
+"""Ceiling of the shapes reward: scores of rendered images before and after the autoencoder.
 
 python -m examples.shapes.ceiling assets/shapes-sd3
 
-No transformer can recover what the autoencoder loses.
+No transformer can recover information that the autoencoder loses.
 """
 
 import pathlib

@@ -1,4 +1,4 @@
-"""The training loop of both pretraining stages: a jitted step over a data mesh, EMA, checkpoints, resumption."""
+"""Training loop of both pretraining stages: a jitted step over a data mesh, EMA, checkpoints, resumption."""
 
 import dataclasses
 import functools
@@ -23,12 +23,12 @@ Loss = Callable[[Any, Any, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
 
 @dataclasses.dataclass(frozen=True)
 class FitSettings:
-    """The optimizer and the schedule of a stage."""
+    """Optimizer and schedule of a stage."""
 
     steps: int
     learning_rate: float
-    muon_rate: float  # learning rate of Muon; 0: Adam for everything
-    final_rate: float  # share of the learning rate that is left at the end of the cosine
+    muon_rate: float  # learning rate of Muon; 0 uses Adam for everything
+    final_rate: float  # final share of the learning rate in the cosine schedule
     warmup: int
     ema: float
     clip_norm: float
@@ -47,7 +47,7 @@ class FitSettings:
         return optax.chain(optax.clip_by_global_norm(self.clip_norm), rule)
 
     def _rate(self, peak: float) -> optax.Schedule:
-        """A linear warm-up to the peak and a cosine down to `final_rate` of it."""
+        """Returns a linear warm-up to the peak and a cosine decay to `final_rate` of it."""
         return optax.warmup_cosine_decay_schedule(
             0.0, peak, self.warmup, self.steps, peak * self.final_rate
         )
@@ -63,8 +63,8 @@ def fit(
 ) -> Any:
     """Trains to `settings.steps` and returns the EMA of the parameters; `params` is donated.
 
-    `loss(params, batch, key) -> (scalar, metrics)`; `batch(step)` is a tree of arrays and a function of the step
-    alone, so that a killed run continues exactly. Batches are split over all devices.
+    `loss(params, batch, key) -> (scalar, metrics)`; `batch(step)` is a tree of arrays that depends only on the step,
+    so that a killed run continues exactly. Batches are split over all devices.
     """
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
     replicated, split = (
@@ -78,7 +78,7 @@ def fit(
         gradient, metrics = grad(state["params"], inputs, jax.random.fold_in(key, step))
         updates, optimizer_state = optimizer.update(gradient, state["optimizer"], state["params"])
         new = optax.apply_updates(state["params"], updates)
-        # An early average would be mostly the random start, so its memory grows with the step.
+        # An early average would be mostly the random initialization, so its window grows with the step.
         ema = update_average(state["ema"], new, average.at(step))
         metrics["gradient_norm"] = optax.global_norm(gradient)
         return {"params": new, "optimizer": optimizer_state, "ema": ema}, metrics
@@ -107,7 +107,7 @@ def fit(
 def _matrices(params: Any) -> Any:
     """Selects the kernels between hidden layers, single or scanned, for Muon.
 
-    Adam trains the first and last layers, whose inputs or outputs have fixed meanings, and all that is not a matrix.
+    Adam trains the first and last layers, whose inputs or outputs have fixed meanings, and all other parameters.
     """
 
     def dimensions(path: tuple, leaf: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:

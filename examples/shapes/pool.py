@@ -1,4 +1,4 @@
-"""A fixed pool of rendered shapes with captions, on which the embedded model is trained from scratch."""
+"""Fixed pool of rendered shapes with captions, on which the embedded model is trained from scratch."""
 
 import multiprocessing
 import pathlib
@@ -12,11 +12,11 @@ from examples.shapes.render import render
 from examples.shapes.scene import sample_scene
 
 CHUNK = 1000
-TAGGED = 0.5  # share of captions that name everything; the others are prompts as in RL
+TAGGED = 0.5  # share of captions that name everything; other captions are prompts as in RL
 
 
 class Pool(NamedTuple):
-    """Images as bytes, one caption each: a prompt, or tags of everything that is visible."""
+    """Images as bytes, with one caption each: a prompt, or tags of everything that is visible."""
 
     images: UInt8[np.ndarray, "n h w 3"]
     captions: list[str]
@@ -32,7 +32,7 @@ def render_pool(count: int, size: int, seed: int, processes: int = 2) -> Pool:
 
 
 def cached_pool(path: pathlib.Path, count: int, size: int, seed: int) -> Pool:
-    """Returns a pool from a file, or renders it and writes the file; one of another count, size or seed is replaced."""
+    """Returns a pool from a file, or renders and writes it; replaces a file with another count, size or seed."""
     key = [count, size, seed]
     if path.exists():
         with np.load(path) as file:

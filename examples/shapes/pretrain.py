@@ -1,6 +1,6 @@
 """Trains the embedded model from scratch: tokenizer, autoencoder, then transformer and text encoders on its latents.
 
-The config is configs/shapes_pretrain.py's. Each stage continues after a kill and a restart.
+The config is configs/shapes_pretrain.py. Each stage continues after a kill and a restart.
 """
 
 import functools
@@ -27,21 +27,21 @@ from examples.shapes.fit import FitSettings, fit
 from examples.shapes.pool import Pool, cached_pool
 from examples.shapes.tokenizer import build_tokenizer
 
-WITHOUT = ("text_encoder_3",)  # the T5
+WITHOUT = ("text_encoder_3",)  # the T5 encoder
 
 CONFIG = "configs/shapes_pretrain.py"
 NETWORKS = "config.text.encoder.", "config.autoencoder.network.", "config.transformer.network."
 ENCODE_BATCH = 500
-# Fields that the first stage depends on; the second stage depends on these and on its own.
+# Fields that the first stage depends on; the second stage depends on these and on its other fields.
 FIRST = ("seed", "images", "image_size", "autoencoder")
 SECOND = (*FIRST, "text", "transformer", "dtype")
 
 
 def check_config(config: ConfigDict) -> None:
-    """Checks a config's fields, of which those of networks are free.
+    """Checks a config's fields; the fields of networks are unrestricted.
 
     Raises:
-      ConfigError: a number that is not finite or out of its range, or a field that is missing or unknown.
+      ConfigError: a number is not finite or out of range, or a field is missing or unknown.
     """
     found, known = flat(config), flat(runpy.run_path(shipped(CONFIG))["get_config"]())
     for name, value in found.items():
@@ -58,9 +58,9 @@ def pretrain(config: ConfigDict, workdir: pathlib.Path, output: pathlib.Path) ->
     """Trains every component and writes the pipeline folder.
 
     Args:
-      config: from `check_config`.
-      workdir: has the pool, checkpoints and curves.
-      output: the folder, which is written last.
+      config: Config from `check_config`.
+      workdir: Folder with the pool, checkpoints and curves.
+      output: Pipeline folder, which is written last.
     """
     print(f"rendering {config.images} images, unless they are there", flush=True)
     pool = cached_pool(workdir / "pool.npz", config.images, config.image_size, config.seed)
@@ -85,10 +85,10 @@ def pretrain(config: ConfigDict, workdir: pathlib.Path, output: pathlib.Path) ->
 def train_autoencoder(
     family: StableDiffusion3, params: Any, pool: Pool, config: ConfigDict, workdir: pathlib.Path
 ) -> Any:
-    """Stage 1. Returns the autoencoder's parameters.
+    """Trains stage 1 and returns the autoencoder's parameters.
 
     Raises:
-      ConfigError: `workdir` has this stage of another config.
+      ConfigError: `workdir` contains this stage of another config.
     """
     stage = config.autoencoder
 
@@ -110,10 +110,10 @@ def train_transformer(
     config: ConfigDict,
     workdir: pathlib.Path,
 ) -> Any:
-    """Stage 2: transformer and both text encoders together, the autoencoder frozen. Returns their parameters.
+    """Trains stage 2 (transformer and both text encoders, with a frozen autoencoder) and returns their parameters.
 
     Raises:
-      ConfigError: `workdir` has this stage of another config.
+      ConfigError: `workdir` contains this stage of another config.
     """
     ids = family.tokenize([{"prompt": caption} for caption in pool.captions])
     empty, stage = family.tokenize_null([]), config.transformer
@@ -138,7 +138,7 @@ def train_transformer(
 def _claim(
     workdir: pathlib.Path, config: ConfigDict, stage: str, fields: tuple[str, ...]
 ) -> IO[str]:
-    """Claims a stage's folder for this process, and for configs that agree in the stage's `fields`.
+    """Claims a stage's folder for this process, and for configs with equal values of the stage's `fields`.
 
     The number of steps may change, which stretches the rest of the learning rate's cosine.
     """
@@ -150,7 +150,7 @@ def _claim(
 def autoencoder_loss(
     family: StableDiffusion3, kl_weight: float, params: Any, images: Array, key: Array
 ) -> tuple[Array, dict[str, Array]]:
-    """Mean squared and absolute error of the reconstruction, plus a light KL to N(0, 1) that smooths the latents."""
+    """Returns the mean squared and absolute reconstruction error, plus a small KL to N(0, 1) to smooth latents."""
     mean, logvar = family.vae.apply({"params": params}, images, method="encode")
     noise = jax.random.normal(key, mean.shape)
     latents = mean + jnp.exp(0.5 * logvar) * noise
@@ -163,7 +163,7 @@ def autoencoder_loss(
 def flow_matching_loss(
     family: StableDiffusion3, params: Any, batch: tuple[Array, TokenIds], key: Array
 ) -> tuple[Array, dict[str, Array]]:
-    """|v - (eps - x0)|^2 with sigma sampled from a logit-normal (Esser et al. 2024, eq. 19)."""
+    """Returns |v - (eps - x0)|^2 with sigma sampled from a logit-normal (Esser et al. 2024, eq. 19)."""
     latents, ids = batch
     noise_key, sigma_key = jax.random.split(key)
     noise = jax.random.normal(noise_key, latents.shape)
@@ -177,7 +177,7 @@ def flow_matching_loss(
 
 
 def encode_pool(family: StableDiffusion3, vae: Any, pool: Pool) -> Float[np.ndarray, "n h w c"]:
-    """Returns the posterior means of all images, raw (not yet scaled)."""
+    """Returns the posterior means of all images, not yet scaled."""
     encode = jax.jit(lambda images: family.vae.apply({"params": vae}, images, method="encode")[0])
     starts = range(0, len(pool.images), ENCODE_BATCH)
     batches = (_to_signed(pool.images[i : i + ENCODE_BATCH]) for i in starts)
@@ -185,7 +185,7 @@ def encode_pool(family: StableDiffusion3, vae: Any, pool: Pool) -> Float[np.ndar
 
 
 def latent_statistics(latents: Float[np.ndarray, "n h w c"]) -> dict[str, float]:
-    """Returns shift_factor and scaling_factor, for zero mean and unit variance over all channels."""
+    """Returns shift_factor and scaling_factor that give zero mean and unit variance over all channels."""
     return {
         "shift_factor": float(np.mean(latents, dtype=np.float64)),
         "scaling_factor": float(1 / np.std(latents, dtype=np.float64)),
@@ -195,7 +195,7 @@ def latent_statistics(latents: Float[np.ndarray, "n h w c"]) -> dict[str, float]
 def scale(
     family: StableDiffusion3, latents: Float[np.ndarray, "n h w c"]
 ) -> Float[np.ndarray, "n h w c"]:
-    """Returns the latents that the transformer sees."""
+    """Returns the scaled latents, which are the transformer's inputs."""
     return np.asarray(scale_latents(family.vae.config, jnp.asarray(latents)))
 
 
@@ -204,7 +204,7 @@ def _to_signed(images: np.ndarray) -> np.ndarray:
 
 
 def network_configs(config: ConfigDict, tokenizer: Any) -> dict[str, dict]:
-    """Returns config.json of each network, in diffusers' and transformers' fields."""
+    """Returns the config.json of each network, with the field names of diffusers and transformers."""
     values = config.to_dict()
     text = {
         "architectures": ["CLIPTextModelWithProjection"],
@@ -234,12 +234,12 @@ def network_configs(config: ConfigDict, tokenizer: Any) -> dict[str, dict]:
             "shift": config.shift,
         },
     }
-    # Tuples become lists, as in a file that is read.
+    # Tuples become lists, as in a file.
     return json.loads(json.dumps(networks))
 
 
 def build_family(networks: dict[str, dict], tokenizer: Any, dtype: str) -> StableDiffusion3:
-    """Returns the family of new networks; both text encoders read the same tokens."""
+    """Returns a family with new networks; both text encoders use the same tokens."""
     readers = StableDiffusion3.readers(without=WITHOUT)
     configs = {part: read(networks[part]) for part, read in readers.items()}
     tokenizers = {"tokenizer": tokenizer, "tokenizer_2": tokenizer}
@@ -249,7 +249,7 @@ def build_family(networks: dict[str, dict], tokenizer: Any, dtype: str) -> Stabl
 def write_pipeline(
     output: pathlib.Path, family: StableDiffusion3, networks: dict[str, dict], params: Any
 ) -> None:
-    """Writes a folder for `StableDiffusion3Pipeline.from_pretrained`; model_index.json comes last."""
+    """Writes a folder for `StableDiffusion3Pipeline.from_pretrained`; model_index.json is written last."""
     for part in ("transformer", "vae", "text_encoder", "text_encoder_2"):
         write_params(
             output / part,

@@ -1,16 +1,15 @@
 """Reads an image of flat shapes from its pixels: background, colors, components, classes.
 
-Every pixel is read as a mixture of the background and one color of the vocabulary. Connected
-pixels that are at least half one color form an object; touching objects of nearly the same color
-are merged. The share of each pixel that an object covers is its silhouette, which is scaled to a
-fixed area and compared with the silhouettes of all classes. This works at any image size.
+Every pixel is read as a mixture of the background and one color of the vocabulary. Connected pixels that are at
+least half one color form an object; touching objects of nearly the same color are merged. The share of each pixel
+that an object covers is its silhouette, which is scaled to a fixed area and compared with the silhouettes of all
+classes. This works at any image size.
 
 Measured on 200 images of the embedded model (half of them trained), labeled by eye with their prompts:
-the reader rejects 12 of 96 right ones and accepts 9 of 104 wrong ones; where the labeler was sure,
-4 of 76 and 1 of 84 (`tests/shapes/test_judged_pictures.py`). It still misses stars and rings that are
-small, blurred or tilted, which it reads as no shape or as another one, and flattened circles. It
-still accepts lumpy circles, triangles and hearts that a labeler would reject, and a shape with a
-small piece broken off.
+the reader rejects 12 of 96 right ones and accepts 9 of 104 wrong ones; where the labeler was sure, 4 of 76 and 1 of
+84 (`tests/shapes/test_judged_pictures.py`). It still misses stars and rings that are small, blurred or tilted, which
+it reads as no shape or as another one, and flattened circles. It still accepts lumpy circles, triangles and hearts
+that a labeler would reject, and a shape with a small piece broken off.
 """
 
 from functools import cache
@@ -23,16 +22,16 @@ from digen_jax.rewards.geneval import Detection
 from examples.shapes.render import coverage
 from examples.shapes.vocabulary import COLORS, SHAPES
 
-MIN_AREA = 8 / 1024  # share of the image; less is dirt
-# Largest relative distance to a class's nearest silhouette at which an object is of that class. Any lump
-# is near a circle, and any lump that narrows downwards near a heart, so these two must fit better.
+MIN_AREA = 8 / 1024  # minimum share of the image; smaller components are noise
+# Maximum relative distance of an object to the nearest silhouette of its class. Any lump is near a circle, and any
+# lump that narrows downwards near a heart, so these two must fit better.
 MAX_MISMATCH = dict(circle=0.16, triangle=0.33, cross=0.33, star=0.33, ring=0.33, heart=0.22)
-MAX_DETOUR = 0.05  # beyond the nearest class's distance, for another that is within its own limit
-MAX_COLOR_DISTANCE = 0.35  # in RGB, beyond which a color has no name
+MAX_DETOUR = 0.05  # distance beyond the nearest class's, for another class that is within its limit
+MAX_COLOR_DISTANCE = 0.35  # in RGB; farther colors have no name
 MIN_CONTRAST = 0.3  # in RGB, of touching objects; the vocabulary's nearest colors are 0.41 apart
-_FAINT = 0.1  # RGB distance from the background below which a pixel is background
-_GRID = 20  # samples a side of a scaled silhouette
-_EXTENT = 1.0  # half the side of that grid, in units of the square root of the area
+_FAINT = 0.1  # RGB distance from the background below which a pixel belongs to it
+_GRID = 20  # samples per side of a scaled silhouette
+_EXTENT = 1.0  # half the side of that grid, relative to the square root of the area
 _NAMES = tuple(COLORS)
 _PALETTE = np.array(list(COLORS.values()), np.float32)
 _LIMITS = np.array([MAX_MISMATCH[shape] for shape in SHAPES])
@@ -41,7 +40,7 @@ _LIMITS = np.array([MAX_MISMATCH[shape] for shape in SHAPES])
 def find_objects(image: Float[np.ndarray, "h w 3"]) -> list[Detection]:
     """Returns the objects in a square image (RGB in [0, 1]); boxes are fractions of its sides.
 
-    `label` is None where an object resembles no shape, `color` where it resembles no color.
+    `label` is None if the object resembles no shape, `color` if it resembles no color.
     """
     image = np.asarray(image, np.float32)
     background = estimate_background(image)
@@ -66,14 +65,14 @@ def find_objects(image: Float[np.ndarray, "h w 3"]) -> list[Detection]:
 
 
 def estimate_background(image: Float[np.ndarray, "h w 3"]) -> Float[np.ndarray, "h w 3"]:
-    """Fits a plane to the background's colors: to those of the rim first, then to all similar ones."""
+    """Fits a plane to the colors of the background: first of the rim, then of all similar pixels."""
     design, rim = _plane(*image.shape[:2])
     pixels = image.reshape(-1, 3)
     fitted = np.median(pixels[rim], axis=0)[None]
     for inlier, among in ((0.25, rim), (0.15, True), (0.1, True)):
         kept = among & (((pixels - fitted) ** 2).sum(-1) < inlier**2)
         rows = design[kept]
-        # A small ridge keeps the system of an image without any background from being singular.
+        # A small ridge keeps the system nonsingular for an image without background.
         plane = np.linalg.solve(rows.T @ rows + 1e-3 * np.eye(3), rows.T @ pixels[kept])
         fitted = design @ plane
     return fitted.reshape(image.shape).astype(np.float32)
@@ -82,16 +81,16 @@ def estimate_background(image: Float[np.ndarray, "h w 3"]) -> Float[np.ndarray, 
 def _segment(
     image: Float[np.ndarray, "h w 3"], background: Float[np.ndarray, "h w 3"]
 ) -> tuple[Int[np.ndarray, "h w"], dict[int, int]]:
-    """Returns components of one color, numbered from 1, and the index of each one's color."""
+    """Returns components of one color, numbered from 1, and the color index of each."""
     delta = image - background
     seen = (delta**2).sum(-1) > _FAINT**2
     towards = _PALETTE[:, None] - background[seen]
-    # A background in a color of the vocabulary hides that color: the floor avoids 0 / 0.
+    # A background in a color of the vocabulary hides that color: the minimum avoids 0 / 0.
     length = np.maximum((towards**2).sum(-1), 1e-6)
     share = np.clip(np.einsum("npc,pc->np", towards, delta[seen]) / length, 0, 1)
     residual = ((delta[seen] - share[..., None] * towards) ** 2).sum(-1)
     nearest = residual.argmin(axis=0)
-    # By length, not by share: an object in a color without a name is an object too.
+    # By length, not by share: an object in an unnamed color is also an object.
     opaque = (delta[seen] ** 2).sum(-1) >= 0.25 * np.take_along_axis(length, nearest[None], 0)[0]
     color_map = np.full(seen.shape, -1)
     color_map[seen] = np.where(opaque, nearest, -1)
@@ -111,7 +110,7 @@ def _merge(
 ) -> Int[np.ndarray, "h w"]:
     """Merges touching components of nearly one color: an object of uneven color.
 
-    The largest one's number stays, and its color decides which others join, so that the blurred rim
+    The largest one keeps its number, and its color decides which others join, so that the blurred rim
     between two objects does not merge them.
     """
     pairs = _touching(labels)
@@ -129,7 +128,7 @@ def _merge(
 
 
 def _touching(labels: Int[np.ndarray, "h w"]) -> list[tuple[int, int]]:
-    """Returns the pairs of components that have neighboring pixels, diagonal ones included."""
+    """Returns the pairs of components with neighboring pixels, including diagonal ones."""
     pairs = set()
     for one, other in (
         (labels[:, 1:], labels[:, :-1]),
@@ -159,7 +158,7 @@ def _silhouette(
     image: np.ndarray, background: np.ndarray, labels: np.ndarray, number: int, box: tuple
 ) -> tuple[Float[np.ndarray, "3"], Float[np.ndarray, "g g"]]:
     """Returns a component's color, and the share of each point that it covers, scaled to the grid."""
-    reach = max(1, labels.shape[0] // 32)  # the edge's pixels, which are less than half covered
+    reach = max(1, labels.shape[0] // 32)  # pixels of the edge, which are less than half covered
     near = tuple(slice(max(side.start - reach, 0), side.stop + reach) for side in box)
     inside = labels[near] == number
     behind = background[near]
@@ -212,7 +211,7 @@ def _templates() -> Float[np.ndarray, "s t p"]:
 def _detection(
     box: tuple, size: tuple[int, int], palette_index: int, color: np.ndarray, mismatch: np.ndarray
 ) -> Detection:
-    """Returns a component's class, if it resembles one, and its color, if that has a name."""
+    """Returns a component's class, if it resembles one, and its color, if the color has a name."""
     fits = (mismatch <= _LIMITS) & (mismatch <= mismatch.min() + MAX_DETOUR)
     nearest = int(np.where(fits, mismatch, np.inf).argmin())
     named = np.linalg.norm(color - _PALETTE[palette_index]) <= MAX_COLOR_DISTANCE
@@ -228,7 +227,7 @@ def _detection(
 
 @cache
 def _plane(height: int, width: int) -> tuple[Float[np.ndarray, "n 3"], Bool[np.ndarray, "n"]]:
-    """Returns a row (1, x, y) for each pixel, and whether the pixel is on the image's rim."""
+    """Returns a row (1, x, y) per pixel, and whether the pixel is on the image's rim."""
     y, x = np.mgrid[0:height, 0:width]
     rim = (x == 0) | (x == width - 1) | (y == 0) | (y == height - 1)
     rows = np.stack([np.ones(x.size), x.ravel() / width, y.ravel() / height], axis=1)

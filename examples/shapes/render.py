@@ -11,7 +11,7 @@ from examples.shapes.vocabulary import COLORS
 
 
 def render(scene: Scene, size: int = 32) -> Float[np.ndarray, "h w 3"]:
-    """Renders an image of `size` pixels a side, float32 in [0, 1]."""
+    """Renders an image of `size` pixels per side, float32 in [0, 1]."""
     axis = ((np.arange(size) + 0.5) / size).astype(np.float32)
     slope_x, slope_y = scene.background.slope
     shade = slope_x * (axis[None, :] - 0.5) + slope_y * (axis[:, None] - 0.5)
@@ -29,7 +29,7 @@ def render_batch(scenes: Sequence[Scene], size: int = 32) -> Float[np.ndarray, "
 def coverage(
     shape: str, x: Float[np.ndarray, "*b"], y: Float[np.ndarray, "*b"], radius: float
 ) -> Float[np.ndarray, "*b"]:
-    """Returns the share of a pixel that a shape covers, 0 to 1; the pixel's offset and `radius` are in pixels."""
+    """Returns the covered share of a pixel, 0 to 1; the pixel's offset and `radius` are in pixels."""
     distance = signed_distance(shape, x / radius, y / radius) * radius
     return np.clip(0.5 - distance, 0.0, 1.0)
 
@@ -46,7 +46,7 @@ def signed_distance(
 
 
 def _draw(image: np.ndarray, thing: Object, axis: np.ndarray) -> None:
-    """Blends one object into the image, touching only the pixels near it."""
+    """Blends one object into the image, changing only the pixels near it."""
     size = len(axis)
     reach = REACH * thing.radius + 1 / size
     first, last = np.searchsorted(axis, (thing.x - reach, thing.x + reach))
@@ -61,7 +61,7 @@ def _draw(image: np.ndarray, thing: Object, axis: np.ndarray) -> None:
 
 @cache
 def _outline(shape: str) -> np.ndarray:
-    """The corners of a shape of radius 1, `[n, 2]` as (x, y), centred on its bounding box."""
+    """Returns the corners of a shape of radius 1, `[n, 2]` as (x, y), centered on its bounding box."""
     if shape == "triangle":
         corners = np.array([(0, -0.83), (0.87, 0.67), (-0.87, 0.67)])
     elif shape == "cross":
@@ -77,21 +77,21 @@ def _outline(shape: str) -> np.ndarray:
 
 
 def _plus(arm: float, half_width: float) -> np.ndarray:
-    """A plus sign, clockwise from the top left corner of its upper arm."""
+    """Returns a plus sign, clockwise from the top left corner of its upper arm."""
     quarter = np.array([(-half_width, -arm), (half_width, -arm), (half_width, -half_width)])
     turn = np.array([(0, 1), (-1, 0)])
     return np.concatenate([quarter @ np.linalg.matrix_power(turn, k) for k in range(4)])
 
 
 def _star(outer: float, inner: float) -> np.ndarray:
-    """Five points, one of them up."""
+    """Returns a star with five points, one of them at the top."""
     angles = np.arange(10) * np.pi / 5
     lengths = np.where(np.arange(10) % 2 == 0, outer, inner)
     return np.stack([lengths * np.sin(angles), -lengths * np.cos(angles)], axis=1)
 
 
 def _heart() -> np.ndarray:
-    """Points of the usual heart curve."""
+    """Returns points of the usual heart curve."""
     t = np.linspace(0, 2 * np.pi, 24, endpoint=False)
     x = 16 * np.sin(t) ** 3
     y = 13 * np.cos(t) - 5 * np.cos(2 * t) - 2 * np.cos(3 * t) - np.cos(4 * t)

@@ -1,4 +1,4 @@
-"""The verifiable reward of the shapes task: reads the image, then applies GenEval's rules."""
+"""Verifiable reward of the shapes task: reads the image, then applies GenEval's rules."""
 
 import numpy as np
 from jaxtyping import Float, UInt8
@@ -19,7 +19,7 @@ def make() -> Reward:
 
 
 def sanity_check() -> SanityCheck:
-    """A red circle and a blue star side by side, with prompts that match or do not."""
+    """Returns a red circle and a blue star side by side, with matching and other prompts."""
     required = [
         [("circle", "red", 1)],
         [("circle", "blue", 1)],
@@ -43,9 +43,9 @@ def sanity_check() -> SanityCheck:
 def shapes_geneval(
     images: UInt8[np.ndarray, "b h w 3"], prompts: list[str], metadata: list[dict]
 ) -> Float[np.ndarray, "b"]:
-    """Returns 1 for each image that shows what its record includes and nothing that it excludes, else 0.
+    """Returns 1 for each image that shows all objects its record includes and none that it excludes, else 0.
 
-    An image with an object that resembles no shape gets 0, too: otherwise training would learn to add such objects.
+    An image with an object that resembles no shape also gets 0: otherwise training would learn to add such objects.
 
     Raises:
       ConfigError: a record has no `include`, such as a line of plain text.

@@ -10,12 +10,12 @@ from jaxtyping import Bool, Float
 from examples.shapes import split
 from examples.shapes.vocabulary import BACKGROUNDS, COLORS
 
-# Lengths are fractions of the image's side; these were chosen in pixels of a 32 x 32 image.
+# Lengths are fractions of the image's side; they were chosen in pixels of a 32 x 32 image.
 PIXEL = 1 / 32
 GAP = 2.2 * PIXEL
 MARGIN = 1.0 * PIXEL
 RADII = {1: (5.5, 9.0), 2: (5.0, 7.0), 3: (4.6, 5.8), 4: (4.5, 5.2)}
-REACH = 1.15  # largest extent of a shape, in units of its radius
+REACH = 1.15  # maximum extent of a shape, relative to its radius
 _TRIES = 64
 _NAMED_BACKGROUND = re.compile(r" on an? (\w+) background$")
 _AXIS = {"left of": (0, -1), "right of": (0, 1), "above": (1, -1), "below": (1, 1)}
@@ -23,7 +23,7 @@ _AXIS = {"left of": (0, -1), "right of": (0, 1), "above": (1, -1), "below": (1, 
 
 @dataclass(frozen=True)
 class Object:
-    """One flat shape: its center and radius are fractions of the image's side, y down."""
+    """A flat shape: center and radius are fractions of the image's side, y points down."""
 
     shape: str
     color: str
@@ -34,7 +34,7 @@ class Object:
 
 @dataclass(frozen=True)
 class Background:
-    """A tint (RGB in [0, 1]) that brightens by `slope` across the image, along x and along y."""
+    """A tint (RGB in [0, 1]) that brightens by `slope` across the image, along x and y."""
 
     name: str
     color: tuple[float, float, float]
@@ -43,7 +43,7 @@ class Background:
 
 @dataclass(frozen=True)
 class Scene:
-    """The content of an image."""
+    """Content of an image."""
 
     objects: tuple[Object, ...]
     background: Background
@@ -138,14 +138,14 @@ def _sample_layout(
 def _separate(
     centers: Float[np.ndarray, "k n 2"], radii: Float[np.ndarray, "k n"]
 ) -> Bool[np.ndarray, "k"]:
-    """Returns whether all objects of a layout have the gap between them."""
+    """Returns whether all pairs of objects in a layout have the required gap."""
     i, j = np.triu_indices(radii.shape[1], 1)
     distance = np.linalg.norm(centers[:, i] - centers[:, j], axis=-1)
     return (distance >= REACH * (radii[:, i] + radii[:, j]) + GAP).all(axis=1)
 
 
 def _is_clearly(relation: str, offset: Float[np.ndarray, "k 2"]) -> Bool[np.ndarray, "k"]:
-    """Returns whether an offset has the relation's direction, at most 24 degrees off: no other one holds."""
+    """Returns whether an offset has the relation's direction, at most 24 degrees off: no other relation is valid."""
     axis, sign = _AXIS[relation]
     return np.abs(offset[:, 1 - axis]) <= 0.45 * sign * offset[:, axis]
 

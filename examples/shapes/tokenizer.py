@@ -1,4 +1,4 @@
-"""A CLIP tokenizer for a small vocabulary: every byte, and merges by which each known word is one token."""
+"""CLIP tokenizer for a small vocabulary: every byte, and merges that make each known word one token."""
 
 import json
 from collections.abc import Iterable
@@ -13,9 +13,9 @@ BEGIN_OF_TEXT, END_OF_TEXT = "<|startoftext|>", "<|endoftext|>"
 def build_tokenizer(texts: Iterable[str], max_length: int) -> CLIPTokenizer:
     """Learns a byte-pair encoding from `texts`; unknown words fall back to bytes, so no text is lost.
 
-    The ids are laid out as in CLIP: bytes, bytes that end a word, merges, then the two special tokens. Padding is
-    the end-of-text token, as for CLIP-L. The words of `texts` are a field of the saved tokenizer_config.json, so that
-    a run can name the words of a prompt that the model does not know.
+    Ids are ordered as in CLIP: bytes, bytes that end a word, merges, then the two special tokens. Padding is the
+    end-of-text token, as for CLIP-L. The words of `texts` are a field of the saved tokenizer_config.json, so that a
+    run can report prompt words that the model does not know.
     """
     texts = sorted(set(texts))
     learned = Tokenizer(models.BPE(end_of_word_suffix=END_OF_WORD))

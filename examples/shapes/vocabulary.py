@@ -1,9 +1,9 @@
-"""The words of the shapes task and the colors they stand for."""
+"""Words of the shapes task and their colors."""
 
-# Shapes that blur and noise do not confuse at nine pixels across, as they do a square and a circle.
+# Shapes that blur and noise do not confuse at nine pixels across, unlike a square and a circle.
 SHAPES = ("circle", "triangle", "cross", "star", "ring", "heart")
 
-# RGB in [0, 1]: as far as possible from one another and from every background.
+# RGB in [0, 1]: as different as possible from one another and from every background.
 COLORS: dict[str, tuple[float, float, float]] = {
     "red": (0.88, 0.08, 0.10),
     "orange": (1.00, 0.52, 0.00),
@@ -15,7 +15,7 @@ COLORS: dict[str, tuple[float, float, float]] = {
     "black": (0.00, 0.00, 0.00),
 }
 
-# Unsaturated middle tones, so that no object's color is ever close to the background.
+# Unsaturated midtones, so that no object's color is close to the background.
 BACKGROUNDS: dict[str, tuple[float, float, float]] = {
     "dark": (0.31, 0.31, 0.33),
     "gray": (0.52, 0.52, 0.52),
