@@ -177,7 +177,7 @@ def driving(emulation: Emulation) -> Iterator[tuple[Driver, RemoteWorkers]]:
 
 
 class DrivingExecutors(WaitingExecutors):
-    """Waits of the trainer, which transfers trees to and from rollout workers in other processes."""
+    """Executors that wait, and transfer trees to and from rollout workers in other processes."""
 
     def __init__(
         self,
@@ -227,7 +227,7 @@ class WaitingProcess(RolloutProcess):
 
 
 class TransferringWorker(WaitingWorker):
-    """Waits of a rollout worker, which meanwhile receives weights and then offers small trees."""
+    """Rollout worker that waits, receives weights and offers small trees."""
 
     def __init__(
         self, name: str, layout: WorkerLayout, waits: Waits, steps: Steps, transfer: WorkerTransfer

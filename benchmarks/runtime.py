@@ -129,7 +129,7 @@ class Measured:
       bound: Seconds of a step if all devices always generated or trained: (G + T)/N.
       predicted: Median seconds of these steps in the simulator.
       policy_lag: Mean age of the trained samples in versions.
-      late: Mean timer wake-up delay of a wait in seconds. None means not measured.
+      late: Mean timer wake-up delay of a wait in seconds. 0 if it was not measured.
     """
 
     layout: str

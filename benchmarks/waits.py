@@ -209,7 +209,7 @@ class WaitingExecutors:
         return self.workers[command.maker].score(command.chunk, scorer)
 
     def scored(self, command: Score, scored_chunk: ScoredChunk) -> None:
-        """Discards the scores, which only the scheduler reads."""
+        """Notifies the chunk's worker; only the scheduler reads the scores."""
         if command.maker in self.workers:
             self.workers[command.maker].scored(command.chunk)
 

@@ -1,7 +1,7 @@
 """Advantages of a step's images from their rewards, on the host.
 
-The computation is numpy in float64, so that differences of nearly equal rewards keep their precision; the result is
-float32. Groups are given by integer ids; a repeated prompt is another group. The loss, not this module, clips the
+They are computed in numpy with float64, so that differences of nearly equal rewards keep their precision, and returned
+as float32. Groups are given by integer ids; a repeated prompt is another group. The loss, not this module, clips the
 advantages (`adv_clip`).
 
 Public code differs in the std: population (ddof 0) in Flow-GRPO, DiffusionNFT, GenRL and Flow-Factory;

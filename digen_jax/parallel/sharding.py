@@ -102,7 +102,7 @@ class Layout:
         return total
 
     def _matching(self, name: str) -> Iterator[tuple[str, ...]]:
-        """Yields the matching rules, up to the last one that can apply."""
+        """Yields the matching rules, up to the first (regex, "replicate")."""
         for rule in self.rules:
             if re.search(rule[0], name):
                 yield rule

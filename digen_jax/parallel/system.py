@@ -87,7 +87,7 @@ class System(NamedTuple):
         return self.rollouts[0].evaluator
 
     def with_scorers(self, scorers: tuple[Any, ...]) -> "System":
-        """Adds rewards, which are on the first rollout mesh, to all rollout meshes."""
+        """Copies the rewards of the first rollout mesh to all rollout meshes."""
         first, *others = self.rollouts
         others = (
             one._replace(scorers=tuple(scorer.moved(one.group) for scorer in scorers))
@@ -105,7 +105,7 @@ class System(NamedTuple):
         return self._replace(placement=placement, trainer=trainer, base=base, rollouts=rollouts)
 
     def assistant(self, weights: str) -> Rollout:
-        """Returns the trainer's devices as a rollout mesh; `weights` as in `assistant_group`."""
+        """Returns the rollout on the trainer's devices; `weights` as in `assistant_group`."""
         if self.placement.colocated:
             return self.rollouts[0]
         group = assistant_group(self.placement.trainer, weights)
