@@ -29,7 +29,7 @@ from digen_jax.ranges import (
 Side = Annotated[int, Range(1, LARGEST_SIDE)]  # in pixels
 OptionalSide = Annotated[int, Range(0, LARGEST_SIDE)]
 DType = Literal["float32", "bfloat16"]
-Mode = Literal["given", "fitted", "auto"]  # see `PlacementSection.sizes`
+Mode = Literal["given", "fitted", "auto"]  # see `PlacementSection.mode`
 GIVEN, FITTED, AUTO = get_args(Mode)
 Encoding = Literal["auto", "precomputed", "each_step"]  # see `PromptsSection.encoding`
 

@@ -164,5 +164,6 @@ def test_processes_that_see_other_workdirs_are_refused(folder):
     said = together(folder, toy_run("mine"), apart=True)
     for code, _, errors in said:
         assert code == 2 and "Traceback" not in errors, said
-        assert "mine is another folder here, in use by nobody, than for the first" in errors
-        assert "give all processes that train a --workdir on a disk that they share" in errors
+        assert (
+            "mine here is not the folder of the first process" in errors and "--workdir" in errors
+        )
