@@ -90,10 +90,10 @@ LONGEST = (
     "distributed/test_nodes.py",
     "test_notebooks.py",
     "parallel/test_axes.py",
-    "prompts/test_precompute.py",
+    "data/test_precompute.py",
     "planning/test_memory.py",
     "planning/test_fitting.py",
-    "shapes/test_pretrain.py",
+    "examples/test_pretrain.py",
     "run/test_stopping.py",
     "run/test_hosts.py",
 )

@@ -207,7 +207,7 @@ def test_a_damaged_description_is_named(cache, tmp_path, metadata):
 WRITE = """
 import sys
 from digen_jax.data.embedding_cache import EmbeddingCache
-from tests.prompts.test_embedding_cache import MODEL, PLENTY, of
+from tests.data.test_embedding_cache import MODEL, PLENTY, of
 folder, last = sys.argv[1:]
 cache = EmbeddingCache(folder, MODEL, PLENTY)
 print("ready", flush=True)

@@ -54,7 +54,7 @@ def config(base, folder):
         c.model.update(folder=str(folder), max_sequence_length=9)
         c.prompts.encoding = "precomputed"
         c.trainer.eps = 1.0  # with less, Adam would enlarge rounding
-        c.rewards = ("tests.prompts.test_precompute:redness",)
+        c.rewards = ("tests.data.test_precompute:redness",)
         c.reward_pool = ConfigDict(dict(processes=0))
         for name, value in fields.items():
             group, _, field = name.partition("__")

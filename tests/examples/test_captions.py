@@ -10,7 +10,7 @@ import pytest
 from examples.shapes import captions
 from examples.shapes.scene import Background, Object, Scene, sample_scene
 from examples.shapes.vocabulary import BACKGROUNDS, COLORS, RELATIONS, SHAPES, TASKS
-from tests.shapes.atoms import COLOR, SHAPE, all_atoms, atoms_in
+from tests.examples.atoms import COLOR, SHAPE, all_atoms, atoms_in
 
 RELATION = "left of|right of|above|below"
 PROMPTS = pathlib.Path(__file__).parents[2] / "assets" / "prompts"

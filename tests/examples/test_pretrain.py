@@ -16,16 +16,16 @@ from digen_jax.errors import ConfigError
 from examples.shapes import pretrain
 from examples.shapes.pool import Pool, cached_pool
 from tests.cases import said
+from tests.examples.tiny_config import get_config
 from tests.metrics import metrics
 from tests.pipelines import ROOT, environment, shipped_config
-from tests.shapes.tiny_config import get_config
 
 PARTS = ("transformer", "vae", "text_encoder", "text_encoder_2")
 
 
 def run_script(base: pathlib.Path) -> subprocess.CompletedProcess:
     """The script, with its folders "workdir" and "output" in `base`."""
-    command = ["launch/pretrain.py", "--config=tests/shapes/tiny_config.py"]
+    command = ["launch/pretrain.py", "--config=tests/examples/tiny_config.py"]
     return subprocess.run(
         [sys.executable, *command, f"--workdir={base / 'workdir'}", f"--output={base / 'output'}"],
         cwd=ROOT,
