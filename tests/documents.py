@@ -179,10 +179,10 @@ def _check_script(script: str, arguments: Sequence[str]) -> None:
         if script == "pretrain.py":
             check_config(config)
         elif config is not None:
-            recipe = load_config(config)
+            train_config = load_config(config)
             # A slice is planned without prompts and rewards.
             if "topology" not in flags.FLAGS or flags.FLAGS["topology"].value is None:
-                fit_config(recipe, _devices(recipe))
+                fit_config(train_config, _devices(train_config))
 
 
 @contextlib.contextmanager
@@ -208,9 +208,9 @@ def _flags(script: str) -> frozenset[str]:
         return frozenset(set(flags.FLAGS) - before | {"help"})
 
 
-def _devices(recipe: TrainConfig) -> int:
+def _devices(config: TrainConfig) -> int:
     """The number of devices of a given placement; 8 where the placement is fitted or planned."""
-    placement = recipe.placement
+    placement = config.placement
     if placement.mode != GIVEN:
         return 8
     return placement.rollout.devices * placement.rollout.workers + placement.trainer.devices

@@ -252,8 +252,8 @@ def test_full_tuning_on_two_meshes(make, folder, tensors):
 
 
 def test_separate_processes_have_the_parts_of_one(make, folder):
-    recipe = load_config(make(folder))
-    one, apart = assemble.build(fit_config(recipe, 8), jax.devices()), place_processes(recipe)
+    config = load_config(make(folder))
+    one, apart = assemble.build(fit_config(config, 8), jax.devices()), place_processes(config)
     trainer = assemble.build_trainer(apart, jax.devices()[4:])
     rollout = assemble.build_rollout(apart, jax.devices()[:4], None)
     assert trainer.rollouts == ()
@@ -271,10 +271,10 @@ def test_an_evaluation_has_a_size_of_its_own(make, folder):
     """That of the images that its reward gets, and by default that of a sampler of the run."""
     config = make(folder, evaluation__height=48, evaluation__steps=2)
     config.placement = dict(rollout=dict(data=0), trainer=dict(data=1))
-    recipe = fit_config(load_config(config), 1)
-    assert (recipe.model.size, recipe.evaluation_size) == (Size(32, 32), Size(48, 32))
-    assert defaults_of_run(recipe)[:3] == (48, 32, 2)
-    system, seen = assemble.build(recipe, jax.devices()[:1]), []
+    train_config = fit_config(load_config(config), 1)
+    assert (train_config.model.size, train_config.evaluation_size) == (Size(32, 32), Size(48, 32))
+    assert defaults_of_run(train_config)[:3] == (48, 32, 2)
+    system, seen = assemble.build(train_config, jax.devices()[:1]), []
 
     def reward(images, prompts, metadata):
         seen.append(images.shape)
@@ -333,8 +333,8 @@ def test_what_has_spoiled_runs_elsewhere_is_warned_of(make, folder, fields, guid
 
 @pytest.mark.parametrize("targets", ["", TARGETS])
 def test_lora_is_of_the_familys_layers_where_the_config_names_none(make, folder, family, targets):
-    recipe = fit_config(load_config(make(folder, lora__rank=4, lora__targets=targets)), 1)
-    policy = policies.make_policy(recipe, family)
+    config = fit_config(load_config(make(folder, lora__rank=4, lora__targets=targets)), 1)
+    policy = policies.make_policy(config, family)
     assert policy.lora.targets == (targets or family.lora_targets)
     tuned, _ = jax.eval_shape(
         lambda key, params: policy.split(key, params, reference=False),

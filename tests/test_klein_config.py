@@ -60,9 +60,9 @@ def test_klein_has_the_published_batch_and_steps(name):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_klein_tunes_the_published_layers(name):
-    recipe = load_config(of_published(f"{name},8"))
-    _, family = assemble.recipe_model(recipe)
-    tuned, base, *_ = assemble.parameter_shapes(recipe, family)
+    config = load_config(of_published(f"{name},8"))
+    _, family = assemble.recipe_model(config)
+    tuned, base, *_ = assemble.parameter_shapes(config, family)
     d = family.transformer.config.dim
     count = PARAMETERS["9B" if name.endswith("lora") else "4B"]
     if name.endswith("lora"):
@@ -86,8 +86,8 @@ def test_klein_shares_all_weights_among_eight_gpus():
 @pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 def test_a_whole_step_of_klein_has_the_right_shapes(unread):
-    recipe = load_config(of_published("base_lora,1"))
-    system = assemble.build(fit_config(recipe, 1), jax.devices()[:1])
+    train_config = load_config(of_published("base_lora,1"))
+    system = assemble.build(fit_config(train_config, 1), jax.devices()[:1])
     config = load(KLEIN, "base_lora,1")
     prompts, images, trajectory, totals, (after, _) = shapes_of_a_step(config, system)
     assert prompts.conditioning.context.shape == (48, 512, 12288)

@@ -234,11 +234,11 @@ def test_relative_paths_of_a_run_are_found_from_another_folder(base, tmp_path, m
     record_start(run, 0, [])
     assert read_run_config(run).model.folder == "own/model"
     monkeypatch.chdir(tmp_path / "elsewhere")
-    start, recipe = tmp_path / "start", read_run_config(run)
-    assert recipe.model.folder == str(start / "own" / "model")
-    assert recipe.prompts.paths == (str(start / "p.txt"), "gone.txt")
-    assert recipe.evaluation.prompts == str(start / "p.txt")
-    assert recipe.rewards[0].settings == {"folder": str(start / "own"), "threads": 2}
+    start, train_config = tmp_path / "start", read_run_config(run)
+    assert train_config.model.folder == str(start / "own" / "model")
+    assert train_config.prompts.paths == (str(start / "p.txt"), "gone.txt")
+    assert train_config.evaluation.prompts == str(start / "p.txt")
+    assert train_config.rewards[0].settings == {"folder": str(start / "own"), "threads": 2}
     shutil.rmtree(start)
     assert read_run_config(run).model.folder == "own/model"
     monkeypatch.chdir(tmp_path)

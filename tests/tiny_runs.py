@@ -88,5 +88,5 @@ def trained(base: pathlib.Path, kind: str) -> pathlib.Path:
     from digen_jax.config.load import load_config
     from digen_jax.train import train
 
-    recipe = load_config(tiny_config(base, kind))
-    return once(base / f"tiny-run-{kind}", functools.partial(train, recipe))
+    config = load_config(tiny_config(base, kind))
+    return once(base / f"tiny-run-{kind}", functools.partial(train, config))

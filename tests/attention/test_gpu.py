@@ -88,9 +88,9 @@ def test_families_train_with_cudnn_at_odd_sizes_and_lengths(config, argument, le
     c = load(config, argument)
     c.model.update(height=528, width=528, max_sequence_length=length)
     c.precision.update(arithmetic="bfloat16", frozen="bfloat16")
-    recipe = with_published_folder(read_config(c))
-    system = assemble.outline(recipe, gpus())
-    text = trace_gradient(system, recipe, trained_samples(recipe)).lower().as_text()
+    train_config = with_published_folder(read_config(c))
+    system = assemble.outline(train_config, gpus())
+    text = trace_gradient(system, train_config, trained_samples(train_config)).lower().as_text()
     assert f"{FORWARD}(" in text and f"{BACKWARD}(" in text
 
 

@@ -128,12 +128,12 @@ def test_a_runs_programs_have_the_kernel(base, rules):
     config.placement.update(sizes="given", rules=((".*", rules),))
     config.placement.rollout.data = 0
     config.placement.trainer.update(data=2, fsdp=2)
-    recipe = read_config(config)
-    system = assemble.outline(recipe, chips("v5p:2x2x1")[:4])
-    kernels = policies.attention_kernels(recipe, system.policy.family, system.placement)
+    train_config = read_config(config)
+    system = assemble.outline(train_config, chips("v5p:2x2x1")[:4])
+    kernels = policies.attention_kernels(train_config, system.policy.family, system.placement)
     assert kernels == {"sampling": "splash", "training": "splash"}
-    samples = recipe.sampler.chunk
-    sampling = trace_generate(system, system.sampler, recipe, samples).lower().as_text()
-    training = trace_gradient(system, recipe, samples).lower().as_text()
+    samples = train_config.sampler.chunk
+    sampling = trace_generate(system, system.sampler, train_config, samples).lower().as_text()
+    training = trace_gradient(system, train_config, samples).lower().as_text()
     assert "splash_mha_fwd" in sampling and "splash_mha_dkv" not in sampling
     assert "splash_mha_fwd" in training and "splash_mha_dkv" in training

@@ -28,8 +28,8 @@ def alone(config):
     return load_config(config).with_meshes(ONE_DEVICE)
 
 
-def build(recipe, devices):
-    return assemble.build(recipe, devices[:1])
+def build(config, devices):
+    return assemble.build(config, devices[:1])
 
 
 def round_of(ours, other, others=0.0):

@@ -201,9 +201,9 @@ def test_weights_that_do_not_fit_are_found_before_any_is_read(base, folder, monk
     named = rf"tensor \S+ in {file} .* \[[\d, ]+\], .* \[[\d, ]+\], .* {folder}/{VAE}"
     config = tiny_config(base, "full")
     config.model.folder = str(folder)
-    recipe = fit_config(load_config(config), 1)
+    train_config = fit_config(load_config(config), 1)
     with pytest.raises(ConfigError, match=f"^config.model.folder: {named}"):
-        open_parts(recipe, jax.devices()[:1])
+        open_parts(train_config, jax.devices()[:1])
     with pytest.raises(ConfigError, match=f"^{named}"):
         open_model(str(folder), jax.devices()[:1])
 

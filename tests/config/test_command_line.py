@@ -192,9 +192,9 @@ def test_files_of_the_package_are_found_from_any_directory(tmp_path, monkeypatch
     ]
     (tmp_path / "assets" / "shapes-sd3").mkdir(parents=True)
     assert command_line.spelled_out(given[3:]) == given[3:]
-    recipe = read_config({"prompts": {"file": "assets/prompts/shapes_train.jsonl"}})
-    assert recipe.model.folder == "assets/shapes-sd3"
-    assert recipe.prompts.paths == (f"{ROOT}/assets/prompts/shapes_train.jsonl",)
+    config = read_config({"prompts": {"file": "assets/prompts/shapes_train.jsonl"}})
+    assert config.model.folder == "assets/shapes-sd3"
+    assert config.prompts.paths == (f"{ROOT}/assets/prompts/shapes_train.jsonl",)
 
 
 def test_one_word_for_the_placement_is_its_sizes():

@@ -206,10 +206,10 @@ def test_stored_embeddings_are_those_of_the_mesh_bit_by_bit(base, folder, config
             lora__targets="",  # the family's own
             model__max_sequence_length=64,
         )
-        recipe = fit_config(load_config(c), 2)
+        train_config = fit_config(load_config(c), 2)
         if encoding_of == "precomputed":
-            precompute.precompute(recipe, jax.devices()[:2], given)
-        systems.append(build(recipe, jax.devices()[:2]))
+            precompute.precompute(train_config, jax.devices()[:2], given)
+        systems.append(build(train_config, jax.devices()[:2]))
     records = given * 2 if model == "sd3" else given if flux else [*given, given[-1]]
     on_mesh, stored = (
         one.sampler.encode(one.rollout_weights(one.start), records) for one in systems
@@ -232,10 +232,10 @@ def test_stored_embeddings_are_those_of_the_mesh_bit_by_bit(base, folder, config
 
 
 def test_prompts_of_large_text_encoders_are_precomputed_by_default(config, folder, monkeypatch):
-    family, recipe = load_family(folder), load_config(config(prompts__encoding="auto"))
-    assert not prompt_store.is_precomputed(recipe, family)
-    monkeypatch.setattr(prompt_store, "LARGE", prompt_store.encoder_bytes(recipe, family) - 1)
-    assert prompt_store.is_precomputed(recipe, family)
+    family, train_config = load_family(folder), load_config(config(prompts__encoding="auto"))
+    assert not prompt_store.is_precomputed(train_config, family)
+    monkeypatch.setattr(prompt_store, "LARGE", prompt_store.encoder_bytes(train_config, family) - 1)
+    assert prompt_store.is_precomputed(train_config, family)
     half = load_config(
         config(prompts__encoding="auto", precision=ConfigDict(dict(frozen="bfloat16")))
     )

@@ -39,10 +39,10 @@ def process_class(system: System, reward: Any, held_out: Any) -> type[RolloutPro
         def parts(self) -> Rollout:
             return system.rollouts[int(self._name.split()[-1])]
 
-        def open(self, recipe: Any, first: int, place: Any = None) -> Opened:
+        def open(self, config: Any, first: int, place: Any = None) -> Opened:
             self._pool = RewardPool(alone("mine", reward), 0)
-            batches = itertools.islice(toy.batches(recipe.drawn_groups), first, None)
-            self._build(recipe, self.parts(), batches, first, list(held_out))
+            batches = itertools.islice(toy.batches(config.drawn_groups), first, None)
+            self._build(config, self.parts(), batches, first, list(held_out))
             return Opened(1, "here", 0)
 
     return ToyProcess

@@ -15,25 +15,25 @@ def test_a_prompt_file_or_code_that_differs_is_named(tmp_path):
     prompts = tmp_path / "prompts.txt"
     config.prompts.file = str(prompts)
     prompts.write_text("a red square\n")
-    recipe = read_config(config)
-    expected = fingerprints(recipe)
-    check_same(expected, recipe)
+    train_config = read_config(config)
+    expected = fingerprints(train_config)
+    check_same(expected, train_config)
     with pytest.raises(ConfigError, match=PACKAGE):
-        check_same(expected | {PACKAGE: "other"}, recipe)
+        check_same(expected | {PACKAGE: "other"}, train_config)
     prompts.write_text("a blue square\n")
     with pytest.raises(ConfigError, match=prompts.name):
-        check_same(expected, recipe)
+        check_same(expected, train_config)
     prompts.unlink()
     with pytest.raises(ConfigError, match=prompts.name):
-        check_same(expected, recipe)
+        check_same(expected, train_config)
 
 
 def test_a_workdir_that_the_trainers_node_does_not_see_is_named(tmp_path):
-    recipe = read_config(tiny_config(tmp_path, "lora"))
-    part = TrainerPart("", "", fingerprints(recipe), "")
-    check_part(part, recipe, str(tmp_path))
+    config = read_config(tiny_config(tmp_path, "lora"))
+    part = TrainerPart("", "", fingerprints(config), "")
+    check_part(part, config, str(tmp_path))
     with pytest.raises(ConfigError, match="--workdir"):
-        check_part(part, recipe, str(tmp_path / "elsewhere"))
+        check_part(part, config, str(tmp_path / "elsewhere"))
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ class Broken(RolloutProcess):
     error: Exception = ConfigError("config.model.folder: x is missing")
     times = 10**6
 
-    def open(self, recipe, first, place=None):
+    def open(self, config, first, place=None):
         if type(self).times:
             type(self).times -= 1
             raise self.error
@@ -112,7 +112,7 @@ def test_a_worker_that_hangs_during_its_start_restarts(quick, monkeypatch):
     hangs, release = threading.Lock(), threading.Event()
 
     class Hanging(RolloutProcess):
-        def open(self, recipe, first, place=None):
+        def open(self, train_config, first, place=None):
             if hangs.acquire(blocking=False):
                 release.wait(LONG)
             return Opened(1, "here", 0)
@@ -139,7 +139,7 @@ def test_a_run_starts_with_as_many_workers_as_it_needs_whichever_they_are():
     c.placement.rollout.max_workers = 3
 
     class Second(RolloutProcess):
-        def open(self, recipe, first, place=None):
+        def open(self, train_config, first, place=None):
             if self._name == "rollout 0":
                 raise RuntimeError("no node")
             return Opened(1, "here", 0)

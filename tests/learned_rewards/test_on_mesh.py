@@ -114,13 +114,13 @@ def config(files: Files, where: str, layout: tuple, **fields):
 
 def driven(c, devices: int = 8):
     """(metrics of each step, evaluations by version, the timeline's intervals)."""
-    recipe = toy.opened(c)
+    config = toy.opened(c)
     system = toy.system(c, devices)
-    system = system.with_scorers(assemble.read_scorers(recipe, jax.devices()[:devices]))
+    system = system.with_scorers(assemble.read_scorers(config, jax.devices()[:devices]))
     seen, spans, lines = {}, [], []
     held_out = list(itertools.chain(*itertools.islice(batches(3), 2)))[:5]
     options = dict(batches=batches(3), held_out=held_out, evaluated=seen.__setitem__)
-    found = resolve(recipe.rewards, meshes=True)
+    found = resolve(config.rewards, meshes=True)
     with toy.driver(system, c, found, **options) as driver:
         for _ in range(STEPS):
             lines.append(driver.step())
@@ -262,12 +262,12 @@ def planned(files: Files, base, where: str = ""):
 
 
 def test_predicted_memory_has_the_weights(files, base):
-    recipe = planned(files, base)
-    found = model_footprint(recipe)
+    config = planned(files, base)
+    found = model_footprint(config)
     stored = load_file(files.clip / "model.safetensors")
     assert found.rewards(1, 1) == sum(array.nbytes for array in stored.values())
     assert found.rewards(1, 1) / 2 <= found.rewards(2, 1) < 0.6 * found.rewards(1, 1)
-    problem = make_problem(recipe, 2, Calibration(Costs(1.0, 1.0), "", ()), found)
+    problem = make_problem(config, 2, Calibration(Costs(1.0, 1.0), "", ()), found)
     layout = layouts.PoolLayout(1, 1, samples=False, rollout=1, rollout_devices=1)
     held = layouts.device_bytes(problem, layout)
     assert held.worker["rewards"] == found.rewards(1, 1) and "rewards" not in held.trainer
@@ -280,14 +280,14 @@ def test_predicted_memory_has_the_weights(files, base):
 
 @pytest.mark.slow
 def test_predicted_memory_has_the_programs(files, base):
-    recipe = planned(files, base)
+    config = planned(files, base)
     made = {
-        p.name: p for p in step_programs(recipe, jax.devices()[:2]) if p.name.startswith("score")
+        p.name: p for p in step_programs(config, jax.devices()[:2]) if p.name.startswith("score")
     }
     assert set(made) == {"score by pickscore", "score evaluated by pickscore"}
     score = made["score by pickscore"]
     assert (score.command, score.images, score.trace().out_info.shape) == ("decode", 8, (8,))
-    sampling = compiled_temporaries(recipe, lambda text: None).sampling(2, 1, 1, 1)
+    sampling = compiled_temporaries(config, lambda text: None).sampling(2, 1, 1, 1)
     assert sampling["scoring"] > 2 * 9 * 32 * 4  # at least a layer of the tokens of two pictures
     assert model_footprint(planned(files, base, "pool")).rewards is None
 

@@ -86,8 +86,8 @@ def system_of(config):
 
 def outlined(config):
     """(recipe, its system without arrays)."""
-    recipe, devices = placed(config)
-    return recipe, assemble.outline(recipe, devices)
+    train_config, devices = placed(config)
+    return train_config, assemble.outline(train_config, devices)
 
 
 @pytest.fixture(scope="module")
@@ -138,8 +138,8 @@ def results(program, operation):
 
 def sampling(base, mesh):
     """The compiled program that samples eight images."""
-    recipe, system = outlined(config(base, "full", mesh))
-    return trace_generate(system, system.sampler, recipe, 8).lower().compile().as_text()
+    train_config, system = outlined(config(base, "full", mesh))
+    return trace_generate(system, system.sampler, train_config, 8).lower().compile().as_text()
 
 
 def test_over_sequence_tokens_are_split_and_exchanged_for_heads(base):

@@ -168,10 +168,10 @@ def test_a_step_of_a_family_without_guidance_is_that_of_one_at_guidance_1():
 
 
 def checked(fields, family):
-    recipe = toy.opened(toy.config(**fields))
-    layout = Layout(recipe.placement.rules)
-    placement = make_placement(recipe.placement.meshes, layout, jax.devices())
-    policies.check_model(recipe, family, placement)
+    config = toy.opened(toy.config(**fields))
+    layout = Layout(config.placement.rules)
+    placement = make_placement(config.placement.meshes, layout, jax.devices())
+    policies.check_model(config, family, placement)
 
 
 @pytest.mark.parametrize(
@@ -233,8 +233,8 @@ def test_steps_of_an_evaluation_that_the_schedule_has_not_are_refused():
 
 
 def test_an_opened_model_is_sampled_at_both_of_its_runs_guidances():
-    recipe = toy.opened(toy.config(evaluation__guidance=4.0, evaluation__true_cfg_scale=2.0))
-    group, defaults = all_devices(jax.devices()[:1]), defaults_of_run(recipe)
+    config = toy.opened(toy.config(evaluation__guidance=4.0, evaluation__true_cfg_scale=2.0))
+    group, defaults = all_devices(jax.devices()[:1]), defaults_of_run(config)
 
     def policy(kind, guidance):
         model = Model(toy.ToyFamily(guidance=kind), group, None, defaults, None)

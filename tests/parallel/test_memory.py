@@ -37,7 +37,7 @@ def split_stacks(*trees):
 @pytest.mark.slow
 def test_split_parameters_are_gathered_a_block_at_a_time(base):
     """In the gradient with remat, compiled as in a user's run: optimisations may move collectives."""
-    recipe, system = outlined(
+    config, system = outlined(
         base,
         "full",
         "data x fsdp x tensor",
@@ -46,7 +46,7 @@ def test_split_parameters_are_gathered_a_block_at_a_time(base):
         sampler__chunk=24,
     )
     # Two blocks are in a scan, and no device has two rows, so a shape (2, ...) is a stack's.
-    lowered = trace_gradient(system, recipe, trained_samples(recipe)).lower()
+    lowered = trace_gradient(system, config, trained_samples(config)).lower()
     text = lowered.compile(compiler_options=users_options()).as_text()
     stacks = split_stacks(system.start, system.base)
     assert stacks and gathered(text) and not stacks & gathered(text)
@@ -67,7 +67,7 @@ def reused(lowered):
 
 
 def test_states_and_sums_are_split_like_parameters_and_updated_in_place(base):
-    recipe, system = outlined(base, "full", "fsdp", trainer__ema=0.5, algorithm__kl_coefficient=0.1)
+    config, system = outlined(base, "full", "fsdp", trainer__ema=0.5, algorithm__kl_coefficient=0.1)
     trainer, tuned = system.trainer, system.start
     state, totals = trainer._state_shapes(tuned), trainer._totals_shapes(tuned)
     parameters = own_bytes(tuned)
@@ -79,7 +79,7 @@ def test_states_and_sums_are_split_like_parameters_and_updated_in_place(base):
     assert own_bytes(state) < 4 * parameters + scalars  # with two moments and the average
 
     assert reused(trainer.trace_update(tuned).lower()) == own_bytes(state)
-    assert reused(trace_gradient(system, recipe, trained_samples(recipe)).lower()) == own_bytes(
+    assert reused(trace_gradient(system, config, trained_samples(config)).lower()) == own_bytes(
         totals
     )
     sums = jax.eval_shape(trainer._start_group, tuned)

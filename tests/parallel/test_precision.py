@@ -111,8 +111,8 @@ def gathered_kernels(text):
 def test_parameters_are_rounded_before_they_are_gathered(base):
     config = tiny_config(base, "full", "fsdp")
     config.precision = dict(arithmetic="bfloat16")
-    recipe, system = outlined(config)
-    lowered = trace_gradient(system, recipe, trained_samples(recipe)).lower()
+    train_config, system = outlined(config)
+    lowered = trace_gradient(system, train_config, trained_samples(train_config)).lower()
     found = gathered_kernels(lowered.compile().as_text())
     assert {"attn/to_q", "attn/to_out_0", "ff/net_0/proj", "ff/net_2"} <= set(found)
     assert all(one for kernel in found.values() for one in kernel)

@@ -58,9 +58,9 @@ def compiled(name: str, where: Any) -> dict[str, Any]:
 
     config, argument = name.split(":")
     gpus = int(argument.split(",")[-1])
-    recipe = with_published_folder(load_config(load(config, argument)))
+    train_config = with_published_folder(load_config(load(config, argument)))
     try:
-        found = estimate(recipe, where.devices[:gpus], where.chip, where.compiler)
+        found = estimate(train_config, where.devices[:gpus], where.chip, where.compiler)
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}".partition("\n")[0][:200]}
     programs = {}
@@ -76,15 +76,15 @@ def compiled(name: str, where: Any) -> dict[str, Any]:
         }
     if not all(one.fits for one in found):
         return {"fits": False, "programs": programs}
-    trainer = recipe.placement.trainer
-    costs, sizes = calibrate(recipe, found, where.chip, name), model_footprint(recipe)
-    problem = make_problem(recipe, gpus, costs, sizes)
-    shared, chunk = trainer.tensor * trainer.sequence, recipe.sampler.chunk
+    trainer = train_config.placement.trainer
+    costs, sizes = calibrate(train_config, found, where.chip, name), model_footprint(train_config)
+    problem = make_problem(train_config, gpus, costs, sizes)
+    shared, chunk = trainer.tensor * trainer.sequence, train_config.sampler.chunk
     own = PoolLayout(1, trainer.devices, trainer.time, chunk=chunk, shared=shared)
-    held = device_bytes(with_temporaries(problem, recipe, own, found), own)
+    held = device_bytes(with_temporaries(problem, train_config, own, found), own)
     assert held.trainer_fsdp == trainer.fsdp
     fits = held.largest <= where.memory
-    chosen = auto_plan(recipe, gpus, costs, sizes, where.memory).choice
+    chosen = auto_plan(train_config, gpus, costs, sizes, where.memory).choice
     return {
         "fits": fits,
         "held": held.largest / GIB,

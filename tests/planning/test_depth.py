@@ -28,11 +28,11 @@ def traced(base, folder, kind):
     config.model.update(folder=str(folder), remat="blocks")
     config.placement.mode = "given"
     config.placement.rollout.data = 0
-    recipe = read_config(config)
-    system = outline(recipe, jax.devices()[:1])
+    train_config = read_config(config)
+    system = outline(train_config, jax.devices()[:1])
     return {
-        "sampling": trace_generate(system, system.sampler, recipe, 8),
-        "gradient": trace_gradient(system, recipe, trained_samples(recipe)),
+        "sampling": trace_generate(system, system.sampler, train_config, 8),
+        "gradient": trace_gradient(system, train_config, trained_samples(train_config)),
         "update": system.trainer.trace_update(system.start),
         "weights_version": cast.trace(system.start, jnp.dtype("bfloat16")),
     }

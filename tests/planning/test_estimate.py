@@ -143,25 +143,25 @@ def tiny(base):
 @pytest.mark.slow
 def test_programs_are_estimated_and_measured_with_the_same_flops(base, tmp_path, monkeypatch):
     monkeypatch.setitem(EFFICIENCY, "cpu", EFFICIENCY["tpu"])
-    recipe, devices = tiny(base), jax.devices()[:1]
+    config, devices = tiny(base), jax.devices()[:1]
     compiler = CachedCompiler("here", tmp_path, lambda text: None)
-    estimated = estimate(recipe, devices, CHIP, compiler)
-    measured = measure(recipe, devices, lambda text: None)
+    estimated = estimate(config, devices, CHIP, compiler)
+    measured = measure(config, devices, lambda text: None)
     names = [one.program.name for one in estimated]
     assert names == [one.program.name for one in measured] and "train" in names
     assert [one.flops for one in estimated] == [one.flops for one in measured]
     for found in (estimated, measured):
-        costs = calibrate(recipe, found, CHIP, "a test").costs
+        costs = calibrate(config, found, CHIP, "a test").costs
         assert min(costs.generate, costs.train, costs.decode, costs.update, costs.deliver) > 0
         assert all(one.fits and 0 < one.seconds < math.inf for one in found)
 
 
 def test_a_model_is_a_folder_or_a_shipped_configuration(base):
-    recipe = tiny(base)
-    assert with_published_folder(recipe) == recipe
+    config = tiny(base)
+    assert with_published_folder(config) == config
 
     def named(name):
-        return dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, folder=name))
+        return dataclasses.replace(config, model=dataclasses.replace(config.model, folder=name))
 
     folder = with_published_folder(named("stabilityai/stable-diffusion-3.5-large")).model.folder
     assert folder.endswith("published/stabilityai/stable-diffusion-3.5-large")

@@ -61,7 +61,7 @@ def small_target(tmp_path_factory):
     del EFFICIENCY["cpu"]
 
 
-def plan(recipe, target, memory, monkeypatch):
+def plan(config, target, memory, monkeypatch):
     """Returns (lines written, the recipe that fits into `memory` bytes of a device, bytes needed)."""
 
     def hardly_scaling(*given):  # then the best layout trains on one device
@@ -69,7 +69,7 @@ def plan(recipe, target, memory, monkeypatch):
 
     monkeypatch.setattr(fitting, "calibrate", hardly_scaling)
     written = []
-    fit = fit_plan(recipe, target._replace(memory=memory), written.append)
+    fit = fit_plan(config, target._replace(memory=memory), written.append)
     return written, fit.config, fit.plan.choice.memory.largest
 
 
@@ -77,37 +77,37 @@ def plan(recipe, target, memory, monkeypatch):
 def test_what_does_not_fit_is_refused_and_another_layout_is_proposed(
     base, small_target, monkeypatch
 ):
-    recipe, target = tiny(base), small_target(2)
-    written, changed, needed = plan(recipe, target, 1e12, monkeypatch)
+    config, target = tiny(base), small_target(2)
+    written, changed, needed = plan(config, target, 1e12, monkeypatch)
     tables, fits = written
-    assert changed == recipe and fits.startswith("it fits")
-    assert all(f"\n{one.program.name} " in tables for one in target.assess(recipe))
+    assert changed == config and fits.startswith("it fits")
+    assert all(f"\n{one.program.name} " in tables for one in target.assess(config))
 
     memory = 0.9 * needed
-    written, changed, needed = plan(recipe, target, memory, monkeypatch)
-    assert changed == recipe and needed <= memory  # by another layout
+    written, changed, needed = plan(config, target, memory, monkeypatch)
+    assert changed == config and needed <= memory  # by another layout
     assert "a device that trains needs" in written[1] and "temporaries of" in written[1]
 
 
 @pytest.mark.slow
 def test_the_layout_is_compiled_on_its_own_meshes(base, small_target):
     """A recipe whose meshes are not the best ones: those of the choice are compiled, too."""
-    recipe = tiny(base)
-    alone = dataclasses.replace(recipe.placement.trainer, data=1)
-    recipe = dataclasses.replace(
-        recipe, placement=dataclasses.replace(recipe.placement, trainer=alone)
+    config = tiny(base)
+    alone = dataclasses.replace(config.placement.trainer, data=1)
+    config = dataclasses.replace(
+        config, placement=dataclasses.replace(config.placement, trainer=alone)
     )
     target, asked = small_target(2), []
     noted = target._replace(assess=lambda changed: asked.append(changed) or target.assess(changed))
-    fit = fit_plan(recipe, noted, lambda text: None)
-    assert {one.program.devices for one in target.assess(recipe)} == {1}
+    fit = fit_plan(config, noted, lambda text: None)
+    assert {one.program.devices for one in target.assess(config)} == {1}
     assert fit.plan.choice.layout.devices == 2
     assert [one.placement.trainer.data for one in asked] == [1, 2]
 
 
 def test_a_config_whose_program_the_compiler_refuses_is_made_smaller(base, monkeypatch):
     """The compiler takes the training only with the most remat, or never."""
-    recipe, written, accepted = tiny(base), [], {"blocks"}
+    config, written, accepted = tiny(base), [], {"blocks"}
 
     def assess(changed):
         refused = changed.model.remat not in accepted
@@ -118,13 +118,13 @@ def test_a_config_whose_program_the_compiler_refuses_is_made_smaller(base, monke
     target = Target("small", jax.devices()[:2], CHIP, None, assess)
     monkeypatch.setattr(fitting, "calibrate", lambda *given: None)
     monkeypatch.setattr(fitting, "best_layout", lambda *given: ("a plan", ""))
-    plan, changed, _ = fit_plan(recipe, target, written.append)
+    plan, changed, _ = fit_plan(config, target, written.append)
     assert plan == "a plan" and changed.model.remat == "blocks"
     assert "train needs 2.0 GB" in written[0]
     assert "tries config.model.remat=blocks" in written
     accepted.clear()
     with pytest.raises(ConfigError):
-        fit_plan(recipe, target, written.append)
+        fit_plan(config, target, written.append)
     assert "config.trainer.micro_batch=2" in written[-2]
 
 

@@ -208,8 +208,8 @@ CHANGES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", ["none", "blocks"])
 def test_a_program_has_the_needed_flops_and_what_remat_repeats(base, remat):
-    recipe = recipe_of(base, "lora", **CHANGES | {"model.remat": remat})
-    made = {program.name: program for program in step_programs(recipe, jax.devices()[:1])}
+    config = recipe_of(base, "lora", **CHANGES | {"model.remat": remat})
+    made = {program.name: program for program in step_programs(config, jax.devices()[:1])}
     for name in ("generate", "train"):
         needed = sum(made[name].work.values())
         done = program_flops(made[name].trace().jaxpr, "cpu").count

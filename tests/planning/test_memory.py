@@ -51,21 +51,21 @@ def lying_bytes(*trees):
     return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in leaves)
 
 
-def planned(recipe):
+def planned(config):
     """(system, its programs, bytes that a device of the trainer's mesh holds, those of the tuned parameters)."""
-    axes, programs = recipe.placement.trainer, compiled_temporaries(recipe, print)
-    system = outline(recipe, jax.devices()[: axes.devices])
-    footprint = dataclasses.replace(model_footprint(recipe), programs=programs)
-    problem = make_problem(recipe, axes.devices, calibration(), footprint)
-    shared, chunk = axes.tensor * axes.sequence, recipe.sampler.chunk
+    axes, programs = config.placement.trainer, compiled_temporaries(config, print)
+    system = outline(config, jax.devices()[: axes.devices])
+    footprint = dataclasses.replace(model_footprint(config), programs=programs)
+    problem = make_problem(config, axes.devices, calibration(), footprint)
+    shared, chunk = axes.tensor * axes.sequence, config.sampler.chunk
     layout = PoolLayout(1, axes.devices, axes.time, chunk=chunk, shared=shared)
     held = device_bytes(problem, layout).trainer
     return system, programs, held, footprint.tuned(axes.fsdp, axes.tensor)
 
 
-def training_bytes(recipe, system, programs, held, tuned):
+def training_bytes(config, system, programs, held, tuned):
     """(predicted, compiled) bytes of a device by program: what lies there, temporaries and results."""
-    axes = recipe.placement.trainer
+    axes = config.placement.trainer
     kept = held["trajectories"] + held["conditioning"]
     training = held["parameters"] + held["gradient"] + kept
     state = tuned + held["gradient"] + held["optimizer"]
@@ -74,7 +74,7 @@ def training_bytes(recipe, system, programs, held, tuned):
         "update": state + programs.update(tuned),
     }
     traced = {
-        "gradient": trace_gradient(system, recipe, trained_samples(recipe)),
+        "gradient": trace_gradient(system, config, trained_samples(config)),
         "update": system.trainer.trace_update(system.start),
     }
     found = {}
@@ -86,20 +86,20 @@ def training_bytes(recipe, system, programs, held, tuned):
     return found
 
 
-def sampling_bytes(recipe, system, programs, held, tuned):
+def sampling_bytes(config, system, programs, held, tuned):
     """As `training_bytes`."""
-    axes = recipe.placement.trainer
+    axes = config.placement.trainer
     sampling = held["parameters"] + held["frozen"]
     needed = programs.sampling(axes.images * axes.time, axes.fsdp, axes.tensor, axes.sequence)
     weights, sampler = sampler_weights(system), system.sampler
     there = lying_bytes(weights)
-    records = [{"prompt": ""}] * recipe.drawn_groups
+    records = [{"prompt": ""}] * config.drawn_groups
     prompts = lying_bytes(sampler.encoded(weights, records))
     lowered = {
         "encoding": sampler.trace_encode(weights, records),
-        "generating": trace_generate(system, sampler, recipe, recipe.sampler.chunk),
-        "evaluating": trace_generate(system, system.evaluator, recipe, recipe.evaluation.batch),
-        "decoding": sampler.trace_decode(weights, recipe.sampler.chunk),
+        "generating": trace_generate(system, sampler, config, config.sampler.chunk),
+        "evaluating": trace_generate(system, system.evaluator, config, config.evaluation.batch),
+        "decoding": sampler.trace_decode(weights, config.sampler.chunk),
     }
     predicted = {name: sampling + held["conditioning"] + needed[name] for name in lowered}
     predicted["generating"] += held["trajectories"]
@@ -111,9 +111,9 @@ def sampling_bytes(recipe, system, programs, held, tuned):
 
 @pytest.mark.slow
 def test_predicted_memory_is_that_of_the_compiled_programs(base):
-    recipe = read_config(tiny(base, "lora", 16, "blocks", time=2, data=2, tensor=2))
-    plan = planned(recipe)
-    found = training_bytes(recipe, *plan) | sampling_bytes(recipe, *plan)
+    config = read_config(tiny(base, "lora", 16, "blocks", time=2, data=2, tensor=2))
+    plan = planned(config)
+    found = training_bytes(config, *plan) | sampling_bytes(config, *plan)
     errors = {name: mine / compiled - 1 for name, (mine, compiled) in found.items()}
     assert max(map(abs, errors.values())) < 0.1, errors
 
@@ -121,9 +121,9 @@ def test_predicted_memory_is_that_of_the_compiled_programs(base):
 @pytest.mark.slow
 def test_the_programs_are_those_that_a_run_calls(base):
     """Compiled without arrays, they take a step's own arrays as they lie, and return what the step does."""
-    recipe = read_config(tiny(base, "full", 8, data=2))
+    config = read_config(tiny(base, "full", 8, data=2))
     devices = jax.devices()[:2]
-    system, lying = build(recipe, devices), outline(recipe, devices)
+    system, lying = build(config, devices), outline(config, devices)
     rows = np.repeat(np.arange(2, dtype=np.int32), 4)
     drawn = system.rng.draw(0, rows, np.tile(np.arange(4), 2))
     weights = system.rollout_weights(system.start)
@@ -137,7 +137,7 @@ def test_the_programs_are_those_that_a_run_calls(base):
     train_batch = make_train_batch(system, prompts, images, np.linspace(-1, 1, 8, dtype=np.float32))
     own = system.trainer.accumulate(state, system.base, train_batch, None)
 
-    gradient = trace_gradient(lying, recipe, trained_samples(recipe)).lower().compile()
+    gradient = trace_gradient(lying, config, trained_samples(config)).lower().compile()
     empty = jax.tree.map(jax.numpy.zeros_like, own)
     given = system.trainer.policies(state, None, None)
     found = gradient(state.tuned, system.base, given, train_batch, empty)

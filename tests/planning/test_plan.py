@@ -41,8 +41,8 @@ def opened(chunk=12):
     return read_config(shapes(chunk))
 
 
-def auto_placement(recipe, devices, costs):
-    plan = auto_plan(recipe, devices, costs)
+def auto_placement(config, devices, costs):
+    plan = auto_plan(config, devices, costs)
     return meshes(plan.problem, plan.choice.layout)
 
 
@@ -174,17 +174,17 @@ def test_a_step_of_one_chunk_is_best_colocated_and_the_sentence_says_so():
 def test_auto_is_the_choice_as_a_section_of_the_config():
     config = shapes()
     config.runtime.max_policy_lag, config.evaluation.batch = 1, 12
-    recipe = read_config(config)
+    train_config = read_config(config)
     costs = dataclasses.replace(calibration(sync=0.2), trainer_serial=0.02)
-    sizes = auto_placement(recipe, 4, costs)
-    problem = make_problem(recipe, 4, costs)
-    plan = make_plan(problem, lambda layout: can_run(recipe, problem, layout))
+    sizes = auto_placement(train_config, 4, costs)
+    problem = make_problem(train_config, 4, costs)
+    plan = make_plan(problem, lambda layout: can_run(train_config, problem, layout))
     assert plan.choice.layout.lag == 1 and sizes == meshes(problem, plan.choice.layout)
     rollout, trainer = sizes.as_dict().values()
     axes = {"data", "fsdp", "tensor", "sequence", "hosts", "workers"}
     assert set(rollout) == axes | {"max_workers"}
     assert set(trainer) == axes | {"time", "samples"}
-    check_devices(recipe.with_meshes(sizes), 4)
+    check_devices(train_config.with_meshes(sizes), 4)
 
 
 @pytest.mark.parametrize(
@@ -196,9 +196,9 @@ def test_what_is_simulated_of_a_layout_is_what_its_run_does(fields):
     config.runtime.update(fields)
     if "max_incomplete_groups" in fields:
         config.algorithm.old_log_probs = "current"
-    recipe = read_config(config)
-    problem = make_problem(recipe, 4, calibration())
-    found = layouts(problem, lambda layout: can_run(recipe, problem, layout))
+    train_config = read_config(config)
+    problem = make_problem(train_config, 4, calibration())
+    found = layouts(problem, lambda layout: can_run(train_config, problem, layout))
     assert {layout.workers for layout in found} == (
         {1} if "max_incomplete_groups" in fields else {1, 2, 3, 4}
     )
@@ -206,20 +206,20 @@ def test_what_is_simulated_of_a_layout_is_what_its_run_does(fields):
         {0} if "max_incomplete_groups" in fields else {0, 1}
     )
     for layout in found:
-        run = dataclasses.replace(suited(recipe, problem, layout).scheduler, steps=1)
+        run = dataclasses.replace(suited(train_config, problem, layout).scheduler, steps=1)
         assert settings_of(problem, layout) == run
 
 
 def test_slow_rewards_leave_colocated_the_best_as_it_trains_what_is_scored_already():
     config, costs = shapes(), calibration(score_latency=4.0)
     config.runtime.max_policy_lag = 1
-    recipe = read_config(config)
-    assert auto_placement(recipe, 4, costs).rollout.data == 0
+    train_config = read_config(config)
+    assert auto_placement(train_config, 4, costs).rollout.data == 0
 
     def seconds(*sizes, **fields):
         return simulations.predict(PoolLayout(*sizes, chunk=12, lag=1, **fields)).step_seconds
 
-    simulations = Simulations(make_problem(recipe, 4, costs))
+    simulations = Simulations(make_problem(train_config, 4, costs))
     split = [seconds(1, n, samples=False, rollout=4 - n, rollout_devices=1) for n in (1, 2, 3)]
     assert seconds(1, 4) == pytest.approx(144 * 0.7 / 4)
     assert min(split) > 1.11 * seconds(1, 4)
@@ -274,8 +274,8 @@ def test_costs_are_measured_on_as_few_devices_as_hold_the_training(
     config.placement.update(mode="auto", rules=((".*", "fsdp"),))
     config.sampler.chunk = config.trainer.micro_batch = config.evaluation.batch = 8
     config.batch.update(groups=4, images=4)
-    recipe, measured = load_config(config), []
-    alone = placing.place_on_one_device(recipe)
+    train_config, measured = load_config(config), []
+    alone = placing.place_on_one_device(train_config)
     problem = make_problem(alone, 1, calibration(), placing.model_footprint(alone))
     needed = device_bytes(problem, PoolLayout(1, 1)).largest
 
@@ -286,7 +286,7 @@ def test_costs_are_measured_on_as_few_devices_as_hold_the_training(
     monkeypatch.setattr(placing, "measured_costs", fake_costs)
     monkeypatch.setattr(placing, "compiled_temporaries", lambda placed, note: None)
     monkeypatch.setattr(placing, "_device_memory", lambda: int(needed * (2 if holds_all else 0.9)))
-    placing.planned_meshes(recipe)
+    placing.planned_meshes(train_config)
     assert [axes.devices for axes in measured] == [measured[0].fsdp] == [devices]
 
 
@@ -301,8 +301,8 @@ def test_work_that_scales_is_colocated():
 def test_axes_whose_devices_share_images_are_kept():
     config = shapes()
     config.placement.rollout.tensor = config.placement.trainer.sequence = 2
-    recipe = read_config(config)
-    problem = make_problem(recipe, 8, calibration())
+    train_config = read_config(config)
+    problem = make_problem(train_config, 8, calibration())
     layout = PoolLayout(1, 4, shared=2, rollout=2, rollout_devices=2, rollout_shared=2)
     rollout, trainer = meshes(problem, layout)
     assert (rollout.data, rollout.tensor, rollout.hosts, rollout.max_workers) == (1, 2, 1, 0)

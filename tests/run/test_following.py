@@ -42,13 +42,13 @@ def executors(monkeypatch):
     return found
 
 
-def follow(monkeypatch, recipe, workdir, announced):
+def follow(monkeypatch, config, workdir, announced):
     """(the arguments of the end, the answers) of a process that follows these announcements."""
     answers = []
     monkeypatch.setattr(opening, "answer", answers.append)
     entries = ((kind, unpack(value)) for kind, value in map(json.loads, announced))
     with pytest.raises(opening.RunEnded) as end:
-        opening._follow(recipe, workdir, entries, None)
+        opening._follow(config, workdir, entries, None)
     return end.value.args, answers
 
 

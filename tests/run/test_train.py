@@ -274,10 +274,10 @@ def train(tmp_path, monkeypatch):
     systems: dict[str, Any] = {}  # each compiles once
 
     def train(workdir, config, event=None, devices=2):
-        def build(recipe, _):
-            key = f"{devices} {recipe.as_json()}"
+        def build(train_config, _):
+            key = f"{devices} {train_config.as_json()}"
             if key not in systems:
-                systems[key] = toy.system(recipe, devices)
+                systems[key] = toy.system(train_config, devices)
             # A run consumes its start.
             start = jax.tree.map(lambda leaf: leaf + 0, systems[key].start)
             return systems[key]._replace(start=start)

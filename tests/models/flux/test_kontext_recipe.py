@@ -46,27 +46,27 @@ def test_it_wants_a_number_of_gpus(argument):
 @pytest.fixture(scope="module")
 def opened():
     """(the recipe, its family)"""
-    recipe = load_config(load())
-    return recipe, assemble.recipe_model(recipe)[1]
+    config = load_config(load())
+    return config, assemble.recipe_model(config)[1]
 
 
 def test_it_tunes_the_published_layers_and_keeps_what_decodes(opened):
     """PEFT's `target_modules`: as of FLUX.1-dev, and each single block's layer of 3072 to 12288."""
-    recipe, family = opened
-    tuned, _, frozen, ahead = assemble.parameter_shapes(recipe, family)
+    config, family = opened
+    tuned, _, frozen, ahead = assemble.parameter_shapes(config, family)
     count = 64 * (19 * (8 * 6144 + 4 * 15360) + 38 * (3 * 6144 + 15360))
     assert sum(leaf.size for leaf in jax.tree.leaves(tuned)) == count
     assert {*frozen} == {"vae"} and {*ahead} == {"text_encoder", "text_encoder_2", "vae"}
 
 
 def test_a_prompt_has_as_many_bytes_as_its_arrays(opened):
-    recipe, family = opened
-    tokens = family.tokenize(step_records(recipe, family)[:2])
+    config, family = opened
+    tokens = family.tokenize(step_records(config, family)[:2])
     shapes = jax.eval_shape(family.encode, family.shapes(), tokens)
     assert [leaf.shape for leaf in shapes] == [(2, 128, 4096), (2, 768), (2, 64, 64, 16)]
     assert shapes.context.dtype == jax.numpy.bfloat16 and shapes.source.dtype == np.float32
     one = 2 * 128 * 4096 + 2 * 768 + 4 * 64 * 64 * 16
-    assert model_footprint(recipe).conditioning == 48 * one
-    guided = dataclasses.replace(recipe.sampler, true_cfg_scale=2.0)
-    guided = dataclasses.replace(recipe, sampler=guided)
+    assert model_footprint(config).conditioning == 48 * one
+    guided = dataclasses.replace(config.sampler, true_cfg_scale=2.0)
+    guided = dataclasses.replace(config, sampler=guided)
     assert model_footprint(guided).conditioning == 2 * 48 * one

@@ -72,11 +72,11 @@ def test_equal_texts_with_other_pictures_stay_apart(base, tmp_path, capsys):
     folder = shutil.copytree(edit_prompts(base).parent, tmp_path / "edits")
     c = edit_config(base, encoding="precomputed", cache=str(tmp_path / "store"))
     c.prompts.file = c.evaluation.prompts = str(folder / "prompts.jsonl")
-    recipe = fit_config(load_config(c), 1)
+    config = fit_config(load_config(c), 1)
 
     def prepared():
-        drawn = functools.partial(reached, recipe)
-        return precompute.prepare(recipe, jax.devices()[:1], drawn)
+        drawn = functools.partial(reached, config)
+        return precompute.prepare(config, jax.devices()[:1], drawn)
 
     found = prepared()
     found.run()
@@ -85,7 +85,7 @@ def test_equal_texts_with_other_pictures_stay_apart(base, tmp_path, capsys):
     assert model["source"] == [*SOURCE, 1]
     records = read_prompt_file(folder / "prompts.jsonl")
     assert {**records[0], "image": ""} == {**records[1], "image": ""}
-    made = stored_prompts(recipe, found.folder, found.family).conditioning(records)
+    made = stored_prompts(config, found.folder, found.family).conditioning(records)
     assert np.array_equal(made.context[0], made.context[1])
     assert np.abs(made.source[0] - made.source[1]).max() > 0.1
     assert np.array_equal(made.source[1], made.source[2])
@@ -96,7 +96,7 @@ def test_equal_texts_with_other_pictures_stay_apart(base, tmp_path, capsys):
 
     folder = folder.rename(tmp_path / "moved")
     c.prompts.file = c.evaluation.prompts = str(folder / "prompts.jsonl")
-    recipe = fit_config(load_config(c), 1)
+    config = fit_config(load_config(c), 1)
     assert prepared().missing == []
     (folder / "c.jpg").write_bytes((folder / "photos" / "a.png").read_bytes())
     (missing,) = prepared().missing
@@ -113,8 +113,8 @@ def test_a_run_edits_in_two_passes_with_ratio_one_by_what_was_encoded_ahead(base
     assert len(embedding_cache._open(file).checksums) == 8
     records, systems = read_prompt_file(base / "guided-edits.jsonl"), []
     for encoding in ("each_step", "precomputed"):
-        recipe = fit_config(load_config(guided_config(base, encoding)), 2)
-        systems.append(build(recipe, jax.devices()[:2]))
+        config = fit_config(load_config(guided_config(base, encoding)), 2)
+        systems.append(build(config, jax.devices()[:2]))
     each, read = (one.sampler.encode(one.rollout_weights(one.start), records) for one in systems)
     assert jax.tree.structure(each) == jax.tree.structure(read) and read.null is not None
     for found, expected in zip(jax.tree.leaves(read), jax.tree.leaves(each), strict=True):
