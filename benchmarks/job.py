@@ -21,8 +21,9 @@ from digen_jax.logging.status import FILE
 STEP = "images_per_second"  # a metric that only a step's line has
 POLL = 0.1  # seconds between two checks
 PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
-# Ray processes that end a minute after a killed driver, because they first report its failure to Ray.
-AGENTS = b"ray::DashboardAgent", b"ray::RuntimeEnvAgent"
+# Ray's own processes that end up to a minute after a killed driver, because they first try to reach Ray: its agents,
+# and processes that were starting and run no worker yet.
+AGENTS = b"ray::DashboardAgent", b"ray::RuntimeEnvAgent", b"ray/_private/workers/default_worker.py"
 AGENTS_END = 90.0  # timeout in seconds for their end
 REWARDS = b"digen_jax.rewards.pool"  # on the command line of a process that scores
 
@@ -128,7 +129,7 @@ class Job:
         running = {self.driver.pid} if self.driver.poll() is None else set()
         known = running | self._others
         found = [one for one in processes() if one.parent == os.getpid() and one.pid not in known]
-        return [one for one in found if agents or not one.command.startswith(AGENTS)]
+        return [one for one in found if agents or not any(name in one.command for name in AGENTS)]
 
     def check_none_left(self, seconds: float, agents: bool = False) -> None:
         """Waits until `left` returns no process; raises Unexpected after `seconds`."""
