@@ -62,11 +62,11 @@ def timestep_features(
     return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
 
 
-def layer_norm(x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
+def layer_norm(x: Float[Array, "b n d"], epsilon: float = EPSILON) -> Float[Array, "b n d"]:
     """Applies layer norm over the last axis without scale or bias; returns float32 also for bfloat16 input."""
     x = x.astype(jnp.float32)
     x = x - x.mean(-1, keepdims=True)
-    return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + EPSILON)
+    return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + epsilon)
 
 
 def modulate(
@@ -163,15 +163,16 @@ class GeluProjection(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """diffusers' FeedForward with `gelu-approximate`: its hidden layer is four times as wide."""
+    """diffusers' FeedForward with `gelu-approximate`; `hidden` None means a hidden layer that is four times as wide."""
 
     dtype: DTypeLike
+    hidden: int | None = None
 
     @nn.compact
     def __call__(self, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
         """Applies the network to each token."""
         dim = x.shape[-1]
-        x = GeluProjection(4 * dim, self.dtype, name="net_0")(x)
+        x = GeluProjection(self.hidden or 4 * dim, self.dtype, name="net_0")(x)
         return product(linear(dim, self.dtype, "net_2")(x))
 
 
@@ -220,8 +221,9 @@ def output(
     features: int,
     dtype: DTypeLike,
     use_bias: bool = True,
+    epsilon: float = EPSILON,
 ) -> Float[Array, "b n o"]:
     """Applies the last layers: a norm modulated by (scale, shift), and `proj_out`, initialized to zero."""
     scale, shift = modulation
-    x = modulate(layer_norm(x), shift, scale, dtype)
+    x = modulate(layer_norm(x, epsilon), shift, scale, dtype)
     return linear(features, dtype, "proj_out", use_bias, kernel_init=nn.initializers.zeros)(x)

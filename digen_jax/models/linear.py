@@ -200,19 +200,20 @@ def patch_product(x: Array, kernel: Array, strides: Any, padding: Any, **options
     On CPUs XLA is far slower at the gradient of such a convolution's kernel.
 
     Args:
-      x: [b, h, w, c], with sides that are multiples of the patch's.
-      kernel: [p, q, c, o].
-      strides: (p, q).
+      x: [b, h, w, c], with sides that are multiples of the patch's, or clips [b, t, h, w, c].
+      kernel: [p, q, c, o], or [1, p, q, c, o] for patches of one frame.
+      strides: (p, q), or (1, p, q).
       padding: Unused; must be none.
       options: Options of a convolution of images, channels last, without dilation and groups.
     """
-    b, h, w, c = x.shape
-    p, q, _, o = kernel.shape
-    assert tuple(strides) == (p, q) and not h % p and not w % q
-    x = jnp.einsum("bhpwqc->bhwpqc", x.reshape(b, h // p, p, w // q, q, c))
-    x = x.reshape(b, h // p, w // q, p * q * c)
+    *rows, h, w, c = x.shape
+    *frames, p, q, _, o = kernel.shape
+    assert tuple(strides) == (*frames, p, q) and frames in ([], [1]) and not h % p and not w % q
+    x = jnp.einsum("bhpwqc->bhwpqc", x.reshape(-1, h // p, p, w // q, q, c))
+    x = x.reshape(*rows, h // p, w // q, p * q * c)
     kernel = kernel.reshape(p * q * c, o)
-    return dot_general(x, kernel, (((3,), (0,)), ((), ())), precision=options.get("precision"))
+    axes = (((x.ndim - 1,), (0,)), ((), ()))
+    return dot_general(x, kernel, axes, precision=options.get("precision"))
 
 
 def exact_products(method: Callable[Arguments, Result]) -> Callable[Arguments, Result]:

@@ -63,7 +63,7 @@ class Network:
       component: ours.
       config: of ours, a class.
       torch_class: diffusers'.
-      call: diffusers' velocity [b h w c] from our inputs as tensors, as its pipeline calls the network.
+      call: diffusers' velocity, channels last, from our inputs as tensors, as its pipeline calls the network.
       cases: the first is used where one is enough.
       published: by name, fields of published models and their numbers of parameters.
       sizes: of a config, the sizes of dimensions by their logical axis.
@@ -74,6 +74,7 @@ class Network:
       flops: what the compiler counts, and what is counted by hand.
       prepare: redraws of a torch network what `parity.randomise` leaves.
       time: path of diffusers' time features in a network that is compared in float64. "" means float32.
+      exact: noise levels or times of two examples that bfloat16 holds exactly.
     """
 
     component: Component
@@ -90,6 +91,7 @@ class Network:
     flops: list["Flops"]
     prepare: Callable[[torch.nn.Module], None] = lambda module: None
     time: str = ""
+    exact: Arrays = dataclasses.field(default_factory=lambda: {"sigma": np.float32([0.25, 0.5])})
 
     @property
     def first(self) -> str:

@@ -19,6 +19,7 @@ from tests.models.flux2 import spec as flux2
 from tests.models.networks import tensors
 from tests.models.qwen_image import spec as qwen_image
 from tests.models.sd3 import spec as sd3
+from tests.models.wan import spec as wan
 from tests.models.zimage import spec as zimage
 
 NETWORKS = {
@@ -27,6 +28,7 @@ NETWORKS = {
     "flux2": flux2.NETWORK,
     "zimage": zimage.NETWORK,
     "qwen_image": qwen_image.NETWORK,
+    "wan": wan.NETWORK,
 }
 CASES = [
     pytest.param(network, case, marks=[pytest.mark.slow] * found.slow, id=f"{name}-{case}")
@@ -78,7 +80,7 @@ def test_the_error_in_bfloat16_is_not_above_torchs(name):
     exact = copy.deepcopy(half).float()
     params = network.to_flax(exact.state_dict(), config)
     inputs, numbers = network.inputs(network.first)
-    numbers = numbers | {"sigma": np.float32([0.25, 0.5])}
+    numbers = numbers | network.exact
     with torch.no_grad():
         expected, torchs = (
             network.call(m, **tensors(inputs), **tensors(numbers)).numpy() for m in (exact, half)
@@ -185,7 +187,7 @@ def test_flops_are_the_compilers_or_counted_by_hand(flops, network):
         return
     config, latent, *_ = flops.given
     module = network.component.network(flops.compiled or config)
-    shapes = {"latents": (1, *latent), "sigma": (1,)} | flops.inputs
+    shapes = {"latents": (1, *latent), next(iter(network.exact)): (1,)} | flops.inputs
     others = {k: v for k, v in shapes.items() if isinstance(v, int)}
     arrays = {
         k: jax.ShapeDtypeStruct(*(v, jnp.float32) if isinstance(v, tuple) else (v.shape, v.dtype))
@@ -272,6 +274,8 @@ def test_rotary_tables_of_qwen_image_are_diffusers_in_published_sizes(sides):
         ("sd3", {"latents": (1, 7, 8, 4)}),
         ("zimage", {"latents": (1, 6, 7, 3)}),
         ("zimage", {"latents": (1, 18, 4, 3)}),
+        ("wan", {"latents": (1, 3, 6, 7, 3)}),
+        ("wan", {"latents": (1, 21, 2, 2, 3)}),
         ("zimage", {"latents": (1, 4, 4, 3), "context": (1, 97, 12), "mask": (1, 97)}),
         ("flux", {"guidance": None}),
         ("flux", {"guidance": (2,), "fields": {"guidance_embeds": False}}),

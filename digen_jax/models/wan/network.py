@@ -1,0 +1,328 @@
+"""Wan 2.1's text-to-video transformer (Wan Team, arXiv 2503.20314): video tokens that cross-attend to the text.
+
+Attribute names are those of diffusers' `WanTransformer3DModel`, so that a parameter's path is its tensor's name; the
+blocks are scanned as one run (`blocks_0to29`). The image-conditioned models have further layers, which are not here.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import ClassVar, Literal
+
+import flax.linen as nn
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from digen_jax.attention.attend import attend
+from digen_jax.json_fields import number
+from digen_jax.models import layers
+from digen_jax.models.component import Component, TransformerConfig
+from digen_jax.models.linear import of_one_input, patch_product
+from digen_jax.models.remat import Remat, block_run, product
+from digen_jax.models.rotary import Rotary, rotary_table, rotate_pairs
+
+LISTS = ("blocks", "to_out", "net")
+# `lora_target_modules` of ModelTC/GenRL, config/longcat.yaml (82a867e), which are suffixes of names.
+LORA_TARGETS = r"blocks\.\d+\.(attn[12]\.(to_[qkv]|to_out\.0)|ffn\.net\.(0\.proj|2))"
+# Logical axes of kernels (see `logical_axes`).
+AXES = (
+    (r"attn[12]/to_[qkv]$", ("embed", "heads")),
+    (r"attn[12]/norm_[qk]$", ("heads",)),
+    (r"attn[12]/to_out_0$", ("heads", "embed")),
+    (r"net_0/proj$", ("embed", "mlp")),
+    (r"net_2$", ("mlp", "embed")),
+    (r"/norm2$", ("embed",)),
+    (r"time_embedder/linear_1$", (None, "mlp")),
+    (r"text_embedder/linear_1$", ("text", "mlp")),
+    (r"_embedder/linear_2$", ("mlp", "embed")),
+    (r"/time_proj$", ("embed", "modulation")),
+    (r"^patch_embedding$", ("channels", "embed")),
+    (r"^proj_out$", ("embed", "channels")),
+    (r"^(blocks_[^/]*)?$", ("embed",)),  # scale_shift_table
+)
+THETA = 10_000.0
+VECTORS = 6  # shift, scale and gate of the self-attention and of the feed-forward network
+
+
+@dataclasses.dataclass(frozen=True)
+class WanConfig(TransformerConfig):
+    """Fields of diffusers' config.json, with its defaults; raises ValueError if they conflict.
+
+    The last three fields are for models that read an image.
+    """
+
+    title: ClassVar = "a Wan transformer"
+
+    patch_size: tuple[int, ...] = (1, 2, 2)
+    num_attention_heads: int = 40
+    attention_head_dim: int = 128
+    in_channels: int = 16
+    out_channels: int = 16
+    text_dim: int = 4096
+    freq_dim: int = number(256, 2)
+    ffn_dim: int = 13824
+    num_layers: int = number(40, 1, 1000)
+    cross_attn_norm: Literal[True] = True
+    qk_norm: Literal["rms_norm_across_heads"] = "rms_norm_across_heads"
+    eps: float = number(1e-6, 0, 1)
+    rope_max_seq_len: int = 1024
+    image_dim: Literal[None] = None
+    added_kv_proj_dim: Literal[None] = None
+    pos_embed_seq_len: Literal[None] = None
+
+    def __post_init__(self):
+        frames, *sides = self.patch_size if len(self.patch_size) == 3 else (0,)
+        if frames != 1 or sides[0] != sides[1] or sides[0] < 1:
+            raise ValueError(
+                f"patch_size must be [1, n, n], one frame of n x n latents, not {list(self.patch_size)}."
+            )
+        for name in ("attention_head_dim", "freq_dim"):
+            if getattr(self, name) % 2:
+                raise ValueError(f"{name} must be even, not {getattr(self, name)}.")
+        if self.attention_head_dim < 6:
+            raise ValueError(
+                f"attention_head_dim must be at least 6, a pair of channels for frame, row and column, not "
+                f"{self.attention_head_dim}."
+            )
+
+    @property
+    def patch(self) -> int:
+        """Latents along each side of a token."""
+        return self.patch_size[1]
+
+    @property
+    def axes_dims(self) -> tuple[int, int, int]:
+        """Channels of a head rotated by each axis: frame, row, column."""
+        side = 2 * (self.attention_head_dim // 6)
+        return self.attention_head_dim - 2 * side, side, side
+
+
+def video_rotary(config: WanConfig, grid: tuple[int, int, int]) -> Rotary:
+    """Returns the rotary table of a clip's tokens; `grid` is its number of frames, rows and columns of tokens.
+
+    It is broadcast from a table for each axis, because a full one of 75,600 tokens is 77 MB of constants.
+    """
+
+    def along(axis: int) -> Rotary:
+        table = rotary_table(
+            np.arange(grid[axis])[:, None], config.axes_dims[axis : axis + 1], THETA
+        )
+        shape = [1, 1, 1, -1]
+        shape[axis] = grid[axis]
+        return Rotary(*(jnp.asarray(part).reshape(shape) for part in table))
+
+    def joined(tables: Sequence[Array]) -> Float[Array, "n d"]:
+        wide = [jnp.broadcast_to(table, (*grid, table.shape[-1])) for table in tables]
+        return jnp.concatenate(wide, axis=-1).reshape(math.prod(grid), -1)
+
+    return Rotary(*map(joined, zip(*map(along, range(3)), strict=True)))
+
+
+class Attention(nn.Module):
+    """Attention of x to itself, or to a context, with RMS norms of queries and keys over all heads."""
+
+    config: WanConfig
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "b n d"],
+        context: Float[Array, "b m d"] | None = None,
+        rotary: Rotary | None = None,
+    ) -> Float[Array, "b n d"]:
+        """Returns the attended x; `context` is attended to completely. Without it, `rotary` rotates x."""
+        config = self.config
+
+        def linear(name: str) -> nn.Dense:
+            return layers.linear(config.dim, self.dtype, name)
+
+        def heads(x: Float[Array, "b n d"], norm: str | None = None) -> Float[Array, "b n h e"]:
+            x = product(x)
+            if norm:
+                x = nn.RMSNorm(epsilon=config.eps, dtype=jnp.float32, name=norm)(x)
+            x = x.reshape(*x.shape[:2], config.num_attention_heads, -1)
+            if norm and rotary is not None:
+                x = rotate_pairs(x, rotary)
+            return x.astype(self.dtype)
+
+        if context is None:
+            q, k, v = of_one_input([linear(name) for name in ("to_q", "to_k", "to_v")], x)
+        else:
+            q = linear("to_q")(x)
+            k, v = of_one_input([linear(name) for name in ("to_k", "to_v")], context)
+        y = attend(heads(q, "norm_q"), heads(k, "norm_k"), heads(v))
+        return product(linear("to_out_0")(y.reshape(x.shape)))
+
+
+class Block(nn.Module):
+    """Modulated self-attention, cross-attention to the text, and a modulated feed-forward network."""
+
+    config: WanConfig
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "b n d"],
+        context: Float[Array, "b m d"],
+        modulation: Float[Array, "b 6 d"],
+        rotary: Rotary,
+    ) -> tuple[Float[Array, "b n d"], None]:
+        """Updates the tokens; the second result is for `nn.scan`, which collects nothing."""
+        config = self.config
+        table = self.param("scale_shift_table", _table_init, (1, VECTORS, config.dim))
+        shift, scale, gate, *of_mlp = jnp.split(table + modulation, VECTORS, axis=1)
+
+        def modulated(shift: Array, scale: Array) -> Float[Array, "b n d"]:
+            return layers.modulate(layers.layer_norm(x, config.eps), shift, scale, self.dtype)
+
+        y = Attention(config, self.dtype, name="attn1")(modulated(shift, scale), rotary=rotary)
+        x = layers.residual(x, gate, y)
+        norm = nn.LayerNorm(config.eps, jnp.float32, use_fast_variance=False, name="norm2")
+        x = x + Attention(config, self.dtype, name="attn2")(norm(x).astype(self.dtype), context)
+        shift, scale, gate = of_mlp
+        feed_forward = layers.FeedForward(self.dtype, config.ffn_dim, name="ffn")
+        return layers.residual(x, gate, feed_forward(modulated(shift, scale))), None
+
+
+class TextProjection(nn.Module):
+    """diffusers' `PixArtAlphaTextProjection` with `gelu_tanh`: linear, GELU, linear."""
+
+    dim: int
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, context: Float[Array, "b m c"]) -> Float[Array, "b m d"]:
+        """Projects each token's state."""
+        x = product(layers.linear(self.dim, self.dtype, "linear_1")(context.astype(self.dtype)))
+        return product(
+            layers.linear(self.dim, self.dtype, "linear_2")(nn.gelu(x, approximate=True))
+        )
+
+
+class ConditionEmbedder(nn.Module):
+    """diffusers' `WanTimeTextImageEmbedding` without an image; time and modulation are always float32."""
+
+    config: WanConfig
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(
+        self, time: Float[Array, "b"], context: Float[Array, "b m c"]
+    ) -> tuple[Float[Array, "b d"], Float[Array, "b 6 d"], Float[Array, "b m d"]]:
+        """Returns the embedding of time, the modulation of all blocks, and the projected text."""
+        dim = self.config.dim
+        features = layers.timestep_features(time, self.config.freq_dim)
+        embedding = layers.Mlp(dim, name="time_embedder")(features)
+        modulation = layers.linear(VECTORS * dim, jnp.float32, "time_proj")(nn.silu(embedding))
+        text = TextProjection(dim, self.dtype, name="text_embedder")(context)
+        return embedding, modulation.reshape(-1, VECTORS, dim), text
+
+
+class WanTransformer(nn.Module):
+    """Predicts the velocity of a clip's latents under text conditioning.
+
+    Parameters are float32; `dtype` is that of the blocks' matrix products and streams. Norms, softmax, modulation,
+    rotary positions and the embedding of time are always float32, as diffusers' `_keep_in_fp32_modules` has most of
+    them. `remat` controls rematerialization.
+    """
+
+    config: WanConfig
+    dtype: DTypeLike = jnp.float32
+    remat: Remat = "none"
+
+    @nn.compact
+    def __call__(
+        self,
+        latents: Float[Array, "b t h w c"],
+        time: Float[Array, "b"],
+        context: Float[Array, "b m c"],
+    ) -> Float[Array, "b t h w o"]:
+        """Predicts the velocity eps - x0, in float32.
+
+        Args:
+          latents: Latents with sides that are multiples of the patch's.
+          time: Times in [0, 1000]; diffusers' pipeline gives whole numbers.
+          context: States of the prompts, zeros after their ends, which are attended to like any other.
+
+        Raises:
+          ValueError: the latents have a side that is no multiple of the patch's, or more tokens along an axis than
+            there are positions.
+        """
+        config, patch = self.config, self.config.patch
+        batch, frames, height, width, _ = latents.shape
+        grid = frames, height // patch, width // patch
+        if height % patch or width % patch or max(grid) > config.rope_max_seq_len:
+            raise ValueError(
+                f"latents of {frames} x {height} x {width} do not fit: height and width must be multiples of the "
+                f"patch's size {patch}, and there are positions for {config.rope_max_seq_len} tokens along each axis "
+                "(rope_max_seq_len)."
+            )
+        x = nn.Conv(
+            config.dim,
+            config.patch_size,
+            config.patch_size,
+            "VALID",
+            dtype=self.dtype,
+            conv_general_dilated=patch_product,
+            name="patch_embedding",
+        )(latents)
+        x = x.reshape(batch, math.prod(grid), config.dim)
+        embedder = ConditionEmbedder(config, self.dtype, name="condition_embedder")
+        embedding, modulation, context = embedder(time, context)
+        block = block_run(Block, "blocks", 0, config.num_layers - 1, self.remat)
+        x, _ = block(config, self.dtype)(x, context, modulation, video_rotary(config, grid))
+
+        table = self.param("scale_shift_table", _table_init, (1, 2, config.dim))
+        shift, scale = jnp.split(table + embedding[:, None], 2, axis=1)
+        features = config.out_channels * patch**2
+        x = layers.output(x, (scale, shift), features, self.dtype, epsilon=config.eps)
+        x = x.reshape(batch * frames, -1, features)
+        return layers.unpatched(x, patch, height, width).reshape(*latents.shape[:4], -1)
+
+
+def _table_init(key: Array, shape: tuple[int, ...]) -> Float[Array, "1 v d"]:
+    return nn.initializers.normal(shape[-1] ** -0.5)(key, shape)
+
+
+def forward_flops(
+    config: WanConfig, latent: tuple[int, int, int, int], text: int
+) -> dict[str, float]:
+    """Returns FLOPs by stream (see `Component.flops`); "image" is the video."""
+    d, blocks, patch = config.dim, config.num_layers, config.patch
+    frames, h, w, _ = latent
+    video = frames * (h // patch) * (w // patch)
+    # Four linear layers of the self-attention and the feed-forward network's two; queries and output of the
+    # cross-attention are of the video, its keys and values of the text.
+    wide = blocks * (6 * d * d + 2 * d * config.ffn_dim)
+    of_a_token = patch**2 * (config.in_channels + config.out_channels)
+    products = {
+        "image": video * (wide + of_a_token * d),
+        "text": text * (config.text_dim * d + d * d + blocks * 2 * d * d),
+        "attention": 2 * d * blocks * video * (video + text),
+        "modulation": (config.freq_dim + d) * d + VECTORS * d * d,
+    }
+    return {stream: 2.0 * count for stream, count in products.items()}
+
+
+def inputs(config: WanConfig) -> tuple[Array, ...]:
+    """Returns latents, time and context of a small clip of one frame, for `init`."""
+    latents = jnp.zeros((1, 1, config.patch, config.patch, config.in_channels))
+    return latents, jnp.ones(1), jnp.zeros((1, 2, config.text_dim))
+
+
+TRANSFORMER = Component(
+    library="diffusers",
+    classes=("WanTransformer3DModel",),
+    network=WanTransformer,
+    read_config=WanConfig.from_config,
+    inputs=inputs,
+    lists=LISTS,
+    axes=AXES,
+    # Queries' norm of an image, which some files have and diffusers does not read.
+    ignored=lambda network: ("*norm_added_q*",),
+    flops=forward_flops,
+)
