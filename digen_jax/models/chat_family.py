@@ -9,8 +9,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from digen_jax.models.family import Params, Record
-from digen_jax.models.image_family import ImageFamily
 from digen_jax.models.linear import exact_products
+from digen_jax.models.pipeline_family import PipelineFamily
 from digen_jax.models.text import tokenizers
 from digen_jax.models.text.language_model import LanguageModel
 
@@ -34,7 +34,7 @@ class MaskedConditioning(NamedTuple):
     mask: Bool[Array, "b n"]
 
 
-class ChatFamily(ImageFamily):
+class ChatFamily(PipelineFamily):
     """Base of a frozen dataclass with these networks and one tokenizer.
 
     Attributes:

@@ -22,7 +22,7 @@ from digen_jax.errors import ConfigError
 from digen_jax.families import load_family, open_pipeline
 from digen_jax.inference.model import all_devices
 from digen_jax.models.family import Size
-from digen_jax.models.image_family import tokenizer_of
+from digen_jax.models.pipeline_family import tokenizer_of
 from digen_jax.parallel.policy import Policy
 from digen_jax.parallel.sampler import Sampler, SamplerSettings, Weights
 from tests.cases import said

@@ -19,7 +19,7 @@ from digen_jax.config.load import complete, read_config
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.diffusion.schedule import SchedulerConfig, make_sigmas
 from digen_jax.models.family import Heads, Size, logical_axes
-from digen_jax.models.image_family import ImageFamily
+from digen_jax.models.pipeline_family import PipelineFamily
 from digen_jax.models.sd3 import network as sd3
 from digen_jax.parallel.placement import make_placement
 from digen_jax.parallel.sharding import Layout
@@ -113,7 +113,7 @@ class ToyFamily:
         prompts = [record["prompt"] for record in records]
         return np.array([[ord(c) % 32 for c in p.ljust(LETTERS)[:LETTERS]] for p in prompts])
 
-    tokenize_null = ImageFamily.tokenize_null
+    tokenize_null = PipelineFamily.tokenize_null
 
     def cut(self, prompts):
         return np.array([len(prompt) > LETTERS for prompt in prompts])

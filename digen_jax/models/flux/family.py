@@ -16,8 +16,8 @@ from digen_jax.diffusion.schedule import SchedulerConfig
 from digen_jax.models.autoencoders import autoencoder_kl
 from digen_jax.models.family import Guidance, Params, Record
 from digen_jax.models.flux import network as flux
-from digen_jax.models.image_family import ImageFamily
 from digen_jax.models.linear import exact_products
+from digen_jax.models.pipeline_family import PipelineFamily
 from digen_jax.models.text import clip_text, t5
 from digen_jax.models.text.tokenizers import longer, padded
 
@@ -37,7 +37,7 @@ class TokenIds(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Flux(ImageFamily):
+class Flux(PipelineFamily):
     """Networks and tokenizers of one pipeline folder; parameters are passed to each call.
 
     Attributes:

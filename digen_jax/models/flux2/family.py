@@ -73,7 +73,7 @@ class Flux2Klein(ChatFamily):
 
     @classmethod
     def from_folder(cls, folder: pathlib.Path, *args: Any, **options: Any) -> "Flux2Klein":
-        """Builds the family (see `ImageFamily.from_folder`)."""
+        """Builds the family (see `PipelineFamily.from_folder`)."""
         family = super().from_folder(folder, *args, **options)
         return dataclasses.replace(family, distilled=_is_distilled(folder))
 

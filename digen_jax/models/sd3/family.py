@@ -17,8 +17,8 @@ from digen_jax.attention.kernels import Heads
 from digen_jax.diffusion.schedule import SchedulerConfig
 from digen_jax.models.autoencoders import autoencoder_kl
 from digen_jax.models.family import Params, Record
-from digen_jax.models.image_family import ImageFamily
 from digen_jax.models.linear import exact_products
+from digen_jax.models.pipeline_family import PipelineFamily
 from digen_jax.models.sd3 import network as sd3
 from digen_jax.models.text import clip_text, t5
 from digen_jax.models.text.tokenizers import longer, padded
@@ -40,7 +40,7 @@ class TokenIds(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class StableDiffusion3(ImageFamily):
+class StableDiffusion3(PipelineFamily):
     """Networks and tokenizers of one pipeline folder; parameters are passed to each call.
 
     Attributes:

@@ -16,7 +16,7 @@ from digen_jax.diffusion.schedule import SchedulerConfig, make_sigmas
 from digen_jax.models.autoencoders import autoencoder_kl
 from digen_jax.models.chat_family import ChatFamily
 from digen_jax.models.family import Size
-from digen_jax.models.image_family import check_tokens
+from digen_jax.models.pipeline_family import check_tokens
 from digen_jax.models.text import language_model
 from digen_jax.models.zimage import network as zimage
 

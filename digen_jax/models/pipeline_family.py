@@ -1,4 +1,4 @@
-"""Base class of image families, driven by a table of components.
+"""Base class of model families, driven by a table of components.
 
 A family is a network, a table and a few methods (see docs/adding-a-family.md).
 """
@@ -38,7 +38,7 @@ from digen_jax.models.text import tokenizers
 SCHEDULER = ("diffusers", "FlowMatchEulerDiscreteScheduler")
 
 
-class ImageFamily:
+class PipelineFamily:
     """Base of a frozen dataclass with a pipeline's networks, of which the transformer is trained.
 
     A subclass has a field for each component, named as in the pipeline's folder, and for each tokenizer. `Family`
@@ -112,7 +112,7 @@ class ImageFamily:
         remat: Remat = "none",
         without: Sequence[str] = (),
         max_sequence_length: int = 0,
-    ) -> "ImageFamily":
+    ) -> "PipelineFamily":
         """Builds the family of a diffusers pipeline folder; reads only its JSON files and tokenizers.
 
         Args:
@@ -145,7 +145,7 @@ class ImageFamily:
         dtype: Any = jnp.float32,
         remat: Remat = "none",
         max_sequence_length: int = 0,
-    ) -> "ImageFamily":
+    ) -> "PipelineFamily":
         """Builds the family from the results of `readers` and the tokenizers, both by field name."""
         networks = {}
         for name, part in cls.parts.items():
@@ -200,7 +200,7 @@ class ImageFamily:
         config = self.transformer.config
         return Heads(config.num_attention_heads, config.attention_head_dim)
 
-    def in_dtype(self, dtype: Any) -> "ImageFamily":
+    def in_dtype(self, dtype: Any) -> "PipelineFamily":
         """Returns the same family with a transformer that computes in `dtype`."""
         return dataclasses.replace(self, transformer=self.transformer.clone(dtype=jnp.dtype(dtype)))
 
@@ -377,7 +377,7 @@ def _named(folder: pathlib.Path, part: str) -> bool:
 def _check_widths(
     folder: pathlib.Path, configs: Mapping[str, Any], widths: Sequence[tuple[str, str, str]]
 ) -> None:
-    """Checks that components fit the transformer (see `ImageFamily.widths`).
+    """Checks that components fit the transformer (see `PipelineFamily.widths`).
 
     Raises:
       ValueError: names the file and the number that does not fit.
