@@ -12,14 +12,14 @@ from digen_jax.checkpoints.folder import has_weights
 from digen_jax.checkpoints.lora import LoraConfig
 from digen_jax.checkpoints.lora_files import read_initial_lora
 from digen_jax.config.train_config import TrainConfig
-from digen_jax.data.prompt_files import read_prompt_file
-from digen_jax.data.prompt_order import PromptBatches, prompt_batches
+from digen_jax.data.prompt_files import PromptBatches, prompt_batches, read_prompt_file
 from digen_jax.diffusion.steps import Ode, make_step
 from digen_jax.errors import blame
 from digen_jax.families import check_parts, editing, load_family, open_pipeline, read_parts
 from digen_jax.learned_rewards.on_mesh import read, read_shapes
 from digen_jax.models.family import Family, Params
 from digen_jax.parallel.encoding import PrecomputedPrompts
+from digen_jax.parallel.mesh import Layout
 from digen_jax.parallel.placement import (
     DeviceGroup,
     MeshRole,
@@ -31,7 +31,6 @@ from digen_jax.parallel.placement import (
 from digen_jax.parallel.policy import Policy
 from digen_jax.parallel.reward_model import RewardModel
 from digen_jax.parallel.sampler import Sampler, SamplerSettings
-from digen_jax.parallel.sharding import Layout
 from digen_jax.parallel.system import Rollout, System, reshard, shapes_in_dtype, sharded_shapes
 from digen_jax.parallel.trainer import Trainer
 from digen_jax.policies import (

@@ -13,8 +13,8 @@ from digen_jax.models.family import Family, Params, Size
 from digen_jax.models.flux.family import Flux
 from digen_jax.models.flux.kontext import FluxKontext
 from digen_jax.models.flux2.family import Flux2Klein
+from digen_jax.models.layers import Remat
 from digen_jax.models.qwen_image.family import QwenImage
-from digen_jax.models.remat import Remat
 from digen_jax.models.sd3.family import StableDiffusion3
 from digen_jax.models.zimage.family import ZImage
 from digen_jax.parallel.placement import DeviceGroup

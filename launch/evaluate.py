@@ -29,7 +29,7 @@ from digen_jax.errors import (
     user_input,
 )
 from digen_jax.files import write_output
-from digen_jax.rewards.settings import RewardSettings
+from digen_jax.rewards import RewardSettings
 
 _MODEL = define_path("model", None, "A pipeline folder, a hub id, or a run's workdir.")
 _LORA = define_path("lora", None, "A folder or file with a LoRA for the model.")
@@ -93,7 +93,7 @@ def main() -> None:
     from digen_jax.logging.evaluation import score_table
     from digen_jax.models.text.tokenizers import known_words
     from digen_jax.rewards.built_in import resolve
-    from digen_jax.rewards.dry_run import dry_run
+    from digen_jax.rewards.errors import dry_run
     from digen_jax.rewards.sanity_check import run_sanity_checks
 
     _check_options()

@@ -16,9 +16,9 @@ from absl import flags
 from digen_jax.config.command_line import define_path, run_main
 from digen_jax.errors import ConfigError, check_range, user_input
 from digen_jax.files import parse_json
+from digen_jax.rewards import RewardSettings
 from digen_jax.rewards.service import TOKEN, server_packages
 from digen_jax.rewards.service.wire import Limits
-from digen_jax.rewards.settings import RewardSettings
 
 SIDE = 64  # pixels per side of the dry run's images
 
@@ -56,7 +56,7 @@ def main() -> None:
         from digen_jax.rewards.service.server import Service, listen, serve
 
     from digen_jax.rewards.built_in import resolve
-    from digen_jax.rewards.dry_run import dry_run
+    from digen_jax.rewards.errors import dry_run
     from digen_jax.rewards.pool import RewardPool
     from digen_jax.rewards.sanity_check import run_sanity_checks
 

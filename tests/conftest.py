@@ -49,13 +49,11 @@ def exact_and_split():
     """Float32 stays float32 in every product, and small parameters are sharded like large ones."""
     import jax
 
-    from digen_jax.parallel import sharding
-
     # Not by the context manager of the same name, which other threads would not see.
     before = jax.config.jax_default_matmul_precision
     jax.config.update("jax_default_matmul_precision", "highest")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharding, "FSDP_MIN_SIZE", 16)
+        patch.setattr("digen_jax.parallel.mesh.FSDP_MIN_SIZE", 16)
         yield
     jax.config.update("jax_default_matmul_precision", before)
 

@@ -42,7 +42,7 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Bool, Float, Float32, Int
 
-from digen_jax.ranges import DERIVED, Count
+from digen_jax.errors import DERIVED, Count
 
 # Added to a std before dividing by it, in units of the reward.
 STD_EPS = 1e-4

@@ -18,12 +18,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32
 
-from digen_jax.algorithms.algorithm import Matching, MatchingSamples, Velocities
-from digen_jax.algorithms.decay import LinearDecay
-from digen_jax.algorithms.losses import ClipRange, clipped, mask_rows, velocity_mse
-from digen_jax.algorithms.old_log_probs import SPREAD_LIMIT, spread_terms
+from digen_jax.algorithms.algorithm import LinearDecay, Matching, MatchingSamples, Velocities
+from digen_jax.algorithms.losses import (
+    SPREAD_LIMIT,
+    ClipRange,
+    clipped,
+    mask_rows,
+    spread_terms,
+    velocity_mse,
+)
 from digen_jax.diffusion.noising import LogitNormalTimes
-from digen_jax.ranges import NonNegativeFloat, PositiveFloat, Range
+from digen_jax.errors import NonNegativeFloat, PositiveFloat, Range
 
 # Weight of a matching error e at noise level sigma (see `matching_log_prob`).
 Weighting = Literal["uniform", "sigma", "sigma_squared", "huber", "ghuber"]

@@ -17,11 +17,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from digen_jax.algorithms.algorithm import Matching, MatchingSamples, PreparedChunk, Velocities
-from digen_jax.algorithms.decay import OLD_POLICY_DECAYS, LinearDecay
+from digen_jax.algorithms.algorithm import (
+    OLD_POLICY_DECAYS,
+    LinearDecay,
+    Matching,
+    MatchingSamples,
+    PreparedChunk,
+    Velocities,
+)
 from digen_jax.algorithms.losses import mask_rows, velocity_mse
 from digen_jax.diffusion.noising import ScheduleTimes
-from digen_jax.ranges import NonNegativeFloat, PositiveFloat
+from digen_jax.errors import NonNegativeFloat, PositiveFloat
 
 # Conversion of an advantage to a probability (see `reward_probabilities`).
 AdvantageMode = Literal["all", "positive_only", "negative_only", "one_only", "binary"]

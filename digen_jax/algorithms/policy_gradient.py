@@ -19,7 +19,9 @@ from digen_jax.algorithms.advantages import AdvantageSettings
 from digen_jax.algorithms.algorithm import Algorithm
 from digen_jax.algorithms.losses import (
     SMALLEST_CLIP_RANGE,
+    SPREAD_LIMIT,
     ClipRange,
+    OldLogProbs,
     cispo,
     clipped,
     decoupled_log_ratios,
@@ -31,13 +33,13 @@ from digen_jax.algorithms.losses import (
     importance_weight,
     mask_rows,
     sequence_log_ratio,
+    spread_terms,
     topr,
     weighted_sum,
     well_conditioned,
     within_bound,
 )
-from digen_jax.algorithms.old_log_probs import SPREAD_LIMIT, OldLogProbs, spread_terms
-from digen_jax.ranges import NonNegativeFloat, PositiveFloat, Range
+from digen_jax.errors import NonNegativeFloat, PositiveFloat, Range
 
 # "guard": GRPO-Guard's ratio and loss scale. "sequence_*": ratio of a trajectory, over its trained steps.
 Ratio = Literal["plain", "guard", "sequence_mean", "sequence_sum"]

@@ -18,7 +18,7 @@ from digen_jax.algorithms.advantages import zero_std_groups
 from digen_jax.algorithms.algorithm import Matching, MatchingSamples, PreparedChunk, Velocities
 from digen_jax.algorithms.losses import mask_rows, velocity_mse
 from digen_jax.diffusion.noising import LogitNormalTimes
-from digen_jax.ranges import Count, NonNegativeFloat, PositiveFloat
+from digen_jax.errors import Count, NonNegativeFloat, PositiveFloat
 
 TIMES = LogitNormalTimes(1, shift=3.0)  # the training density of Stable Diffusion 3
 

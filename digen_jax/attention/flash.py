@@ -10,7 +10,7 @@ from jax.experimental.pallas.ops.tpu import splash_attention
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from digen_jax.attention import queries_keys
+from digen_jax.attention.attend import RESIDUALS, masked, parts, unit, with_channels
 
 LANES = 128
 # Largest blocks that fit a core's memory on v5e, v5p and v6e, by bytes per element; scores are float32.
@@ -36,15 +36,15 @@ def splash(
     masks = lengths is not None or padded > t
     terms = np.zeros((0, padded), np.float32)
     if log_weights is not None:
-        terms = np.pad(queries_keys.parts(log_weights, k.dtype), ((0, 0), (0, padded - t)))
+        terms = np.pad(parts(log_weights, k.dtype), ((0, 0), (0, padded - t)))
     elif masks and d % LANES:
         terms = np.zeros((1, padded), np.float32)
     by_channel = masks and len(terms) > 0
     # The kernel has no scale argument. In bfloat16 this rounds, unless the width is a power of four.
     q, k, v = _padded(q * d**-0.5, _in_blocks(s, q)), _padded(k, padded), _padded(v, padded)
     if len(terms):
-        all_terms = queries_keys.masked(terms, lengths, t) if by_channel else terms[:, None]
-        q, k = queries_keys.with_channels(q, k, all_terms)
+        all_terms = masked(terms, lengths, t) if by_channel else terms[:, None]
+        q, k = with_channels(q, k, all_terms)
     segments = _segments(q, k, lengths, t) if masks and not by_channel else None
     q, k, v = (a.swapaxes(1, 2) for a in (q, k, v))
     precision = "highest" if q.dtype == jnp.float32 else "default"
@@ -119,7 +119,7 @@ def _of_heads(q: Array, k: Array) -> Any:
         use_fused_bwd_kernel=True,
     )
     return splash_attention.make_splash_mha_single_device(
-        full, block_sizes=sizes, residual_checkpoint_name=queries_keys.RESIDUALS
+        full, block_sizes=sizes, residual_checkpoint_name=RESIDUALS
     )
 
 
@@ -142,10 +142,10 @@ def cudnn(
         lengths = jnp.full(b, t, jnp.int32)
     q, k, v = (jnp.pad(a, ((0, 0), (0, a.shape[1] % 2), (0, 0), (0, 0))) for a in (q, k, v))
     if log_weights is not None:
-        unit = queries_keys.unit(scale)
+        of_query = unit(scale)
         log_weights = np.pad(log_weights, (0, t % 2))
-        terms = queries_keys.parts(log_weights / (scale * unit), k.dtype)[:, None]
-        q, k = queries_keys.with_channels(q, k, terms, unit, width=cudnn_width(d, len(terms)))
+        terms = parts(log_weights / (scale * of_query), k.dtype)[:, None]
+        q, k = with_channels(q, k, terms, of_query, width=cudnn_width(d, len(terms)))
         v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, q.shape[-1] - d)))
     out = jax.nn.dot_product_attention(
         q, k, v, scale=scale, key_value_seq_lengths=lengths, implementation="cudnn"

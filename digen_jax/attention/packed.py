@@ -28,7 +28,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from digen_jax.attention.queries_keys import EPSILON, MINUS_INFINITY, RESIDUALS, HeadNorms
+from digen_jax.attention.attend import EPSILON, MINUS_INFINITY, RESIDUALS, HeadNorms
 
 LANES = 128
 # VMEM limits of blocks, by `block_bytes`, and of the compiler in total; a v5p has 64 MiB.
@@ -379,7 +379,7 @@ def _sums(a: Float[Array, "n lanes"], ends: tuple[int, ...], first: Array | int)
 
 
 def _normed(x: Array, scales: Array, width: int) -> Array:
-    """Computes `queries_keys.normed` of the heads that share the lanes."""
+    """Computes `attend.normed` of the heads that share the lanes."""
     wide = x.astype(jnp.float32)
     return (wide * (_inverse(wide, width, x.dtype) * scales)).astype(x.dtype)
 

@@ -22,7 +22,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array
 
 from digen_jax.checkpoints.tensors import Path, Tree, is_scanned, tensor_names
-from digen_jax.ranges import Count, PositiveFloat
+from digen_jax.errors import Count, PositiveFloat
 
 # Distribution of the first factor; see `lora_init`.
 Init = Literal["kaiming", "gaussian"]

@@ -1,6 +1,6 @@
 """Checks of a config's fields, alone and together, that need neither a file nor a model.
 
-Each field's type states its choices or range (`ranges`). A rule about several fields is a function that raises a
+Each field's type states its choices or range (`errors.Range`). A rule about several fields is a function that raises a
 `ConfigError`. The object that has the fields checks it, if there is one (`check` of an algorithm,
 `AdvantageSettings`, `Window`, the scheduler's `Settings`). All errors that can be found at once are reported at once.
 """
@@ -14,19 +14,27 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from digen_jax.algorithms.old_log_probs import choose_old_log_probs
+from digen_jax.algorithms.losses import choose_old_log_probs
 from digen_jax.config.fields import flat
 from digen_jax.config.train_config import ALGORITHMS, TrainConfig
 from digen_jax.diffusion.noising import ScheduleTimes
+from digen_jax.diffusion.schedule import share_of_timesteps
 from digen_jax.diffusion.steps import KINDS, Ode, make_step
-from digen_jax.diffusion.windows import share_of_timesteps
-from digen_jax.errors import ConfigError, blame, check_choice, check_divides, together
+from digen_jax.errors import (
+    ANY,
+    ConfigError,
+    Range,
+    allowed_values,
+    blame,
+    check_allowed,
+    check_choice,
+    check_divides,
+    together,
+)
 from digen_jax.models.family import NAMES
-from digen_jax.parallel.mesh import MODEL, PARAMETERS, TIME
+from digen_jax.parallel.mesh import MODEL, PARAMETERS, TACTICS, TIME
 from digen_jax.parallel.placement import ONE_DEVICE, RolloutAxes, TrainerAxes, devices_per_mesh
-from digen_jax.parallel.sharding import TACTICS
-from digen_jax.ranges import ANY, Range, allowed_values, check_allowed
-from digen_jax.rewards.settings import RewardSettings
+from digen_jax.rewards import RewardSettings
 
 WITHOUT_NOISE = tuple(kind for kind, step in KINDS.items() if issubclass(step, Ode))
 NOISY = tuple(kind for kind in KINDS if kind not in WITHOUT_NOISE)

@@ -11,8 +11,8 @@ from digen_jax.config.train_config import TrainConfig
 from digen_jax.data.prompt_checks import Needs, check_images, check_needs
 from digen_jax.data.prompt_files import numbered_records, read_prompt_file
 from digen_jax.errors import ConfigError, blame, together
+from digen_jax.rewards import RewardSettings
 from digen_jax.rewards.built_in import find_needs, resolve
-from digen_jax.rewards.settings import RewardSettings
 
 
 def check_machine(config: TrainConfig, devices: int) -> None:

@@ -11,14 +11,14 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from digen_jax.algorithms.algorithm import Algorithm, choose_guidance
-from digen_jax.algorithms.old_log_probs import choose_old_log_probs
+from digen_jax.algorithms.losses import choose_old_log_probs
 from digen_jax.config.checks import check_fields, check_rules
 from digen_jax.config.fields import KINDS, check_known, flat
 from digen_jax.config.inputs import check_machine
 from digen_jax.config.train_config import ALGORITHMS, TrainConfig, plain
 from digen_jax.errors import ConfigError, check_choice
 from digen_jax.files import in_home, shipped
-from digen_jax.rewards.settings import RewardSettings
+from digen_jax.rewards import RewardSettings
 
 
 def read_config(config: ConfigDict | Mapping[str, Any]) -> TrainConfig:

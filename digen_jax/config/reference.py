@@ -22,9 +22,8 @@ from digen_jax.config.fields import flat
 from digen_jax.config.load import default_config
 from digen_jax.config.train_config import ALGORITHMS, MAY_CHANGE, TrainConfig
 from digen_jax.diffusion.steps import KINDS
-from digen_jax.errors import ConfigError
-from digen_jax.ranges import Range
-from digen_jax.rewards.settings import RewardSettings
+from digen_jax.errors import ConfigError, Range
+from digen_jax.rewards import RewardSettings
 
 HEAD = """# Configuration
 

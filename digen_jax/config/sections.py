@@ -10,14 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from digen_jax.attention.kernels import Kernel
-from digen_jax.diffusion.windows import Window
-from digen_jax.errors import LARGEST_SIDE
-from digen_jax.models.family import Size
-from digen_jax.models.remat import Remat
-from digen_jax.parallel.placement import MeshSizes, RolloutAxes, TrainerAxes
-from digen_jax.parallel.sharding import REPLICATED
-from digen_jax.process.job import MOST_CPU_DEVICES
-from digen_jax.ranges import (
+from digen_jax.diffusion.schedule import Window
+from digen_jax.errors import (
+    LARGEST_SIDE,
     Count,
     NonNegativeFloat,
     PositiveFloat,
@@ -25,6 +20,11 @@ from digen_jax.ranges import (
     Range,
     Scale,
 )
+from digen_jax.models.family import Size
+from digen_jax.models.layers import Remat
+from digen_jax.parallel.mesh import REPLICATED
+from digen_jax.parallel.placement import MeshSizes, RolloutAxes, TrainerAxes
+from digen_jax.process.job import MOST_CPU_DEVICES
 
 Side = Annotated[int, Range(1, LARGEST_SIDE)]  # in pixels
 OptionalSide = Annotated[int, Range(0, LARGEST_SIDE)]
@@ -176,7 +176,7 @@ class PlacementSection:
     rollout: RolloutAxes = dataclasses.field(default=RolloutAxes(data=4, fsdp=1, workers=1))
     trainer: TrainerAxes = dataclasses.field(default=TrainerAxes(data=4, fsdp=1, time=1))
     # (regular expression, tactic) or (regular expression, logical axis, mesh axis), of parameters' names such
-    # as transformer/proj_out/kernel; tactics are "replicate" and "fsdp": see `parallel.sharding.Layout`
+    # as transformer/proj_out/kernel; tactics are "replicate" and "fsdp": see `parallel.mesh.Layout`
     rules: tuple[tuple[str, ...], ...] = REPLICATED
     # virtual CPU devices where there is no accelerator
     cpu_devices: Annotated[int, Range(1, MOST_CPU_DEVICES)] = 8

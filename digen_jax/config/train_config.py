@@ -31,14 +31,13 @@ from digen_jax.config.sections import (
     WandbSection,
 )
 from digen_jax.data.prompt_files import prompts_label
-from digen_jax.diffusion.windows import share_of_timesteps
-from digen_jax.errors import LARGEST_SEED
+from digen_jax.diffusion.schedule import share_of_timesteps
+from digen_jax.errors import LARGEST_SEED, Range
 from digen_jax.models.family import Size
 from digen_jax.parallel.placement import MeshSizes, fit_mesh_sizes
 from digen_jax.parallel.sampler import SampleRng
 from digen_jax.parallel.trainer import TrainerSettings
-from digen_jax.ranges import Range
-from digen_jax.rewards.settings import RewardSettings
+from digen_jax.rewards import RewardSettings
 from digen_jax.scheduling.settings import Settings
 
 # All algorithms, by name.

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Float32, Int, Key
 
-from digen_jax.ranges import PositiveFloat, PositiveInt
+from digen_jax.errors import PositiveFloat, PositiveInt
 
 # Streams of an image's key, in addition to START and TRANSITION of `sampling`.
 FORWARD_NOISE, TRAINING_TIMES, LATER_TURN = 2, 3, 4

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import digen_jax
 from digen_jax.errors import ConfigError, DivergedError
 from digen_jax.process.shutdown import Stopped, out_of_memory
+from digen_jax.rewards import moved
 from digen_jax.rewards.built_in import on_mesh
 from digen_jax.rewards.pool import RewardProcessDied
-from digen_jax.rewards.request_log import moved
 from digen_jax.scheduling.commands import Chunk, Deliver, Train, WeightsVersion, trainer_names
 
 if TYPE_CHECKING:

@@ -41,7 +41,7 @@ from digen_jax.parallel.encoding import PrecomputedPrompts, Rows
 from digen_jax.process.job import START_TIMEOUT, Place
 from digen_jax.process.shutdown import STOPPED, Stopped, exit_now, log_fatal
 from digen_jax.prompt_store import stored_prompts
-from digen_jax.rewards.request_log import moved
+from digen_jax.rewards import moved
 from digen_jax.runtime.array_transfer import (
     ConditioningKey,
     Key,

@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from digen_jax.files import append, parse_json, replace
-from digen_jax.rewards.request_log import Exchange
+from digen_jax.rewards import Exchange
 from digen_jax.scheduling.commands import (
     TRAINER,
     Command,

@@ -13,11 +13,10 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from digen_jax.attention.attend import attend_jointly
-from digen_jax.attention.queries_keys import HeadNorms, normed
+from digen_jax.attention.attend import HeadNorms, attend_jointly, normed
 from digen_jax.models import layers
+from digen_jax.models.layers import product
 from digen_jax.models.linear import of_one_input
-from digen_jax.models.remat import product
 from digen_jax.models.rotary import Rotary, rotate_pairs
 
 

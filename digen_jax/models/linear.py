@@ -11,8 +11,8 @@ from flax.linen.dtypes import promote_dtype
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
+from digen_jax.attention.kernels import current
 from digen_jax.checkpoints.lora import is_adapted, lora_scale
-from digen_jax.target import current
 
 # TF32 on NVIDIA (10 bits of mantissa), three bfloat16 passes on TPUs, whose default is a single pass with 7 bits:
 # that rounding changes an importance ratio by more than typical clip ranges.

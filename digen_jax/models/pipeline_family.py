@@ -20,8 +20,8 @@ from digen_jax.checkpoints import folder as weights
 from digen_jax.diffusion.schedule import SchedulerConfig, make_sigmas
 from digen_jax.errors import FieldError
 from digen_jax.models.autoencoders import autoencoder_kl
-from digen_jax.models.component import Component
 from digen_jax.models.family import (
+    Component,
     Conditioning,
     Guidance,
     Params,
@@ -31,8 +31,8 @@ from digen_jax.models.family import (
     logical_axes,
     negative_of,
 )
+from digen_jax.models.layers import Remat
 from digen_jax.models.linear import exact_products
-from digen_jax.models.remat import Remat
 from digen_jax.models.text import tokenizers
 
 SCHEDULER = ("diffusers", "FlowMatchEulerDiscreteScheduler")

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 from numpy.typing import DTypeLike
 
-from digen_jax.json_fields import number
+from digen_jax.files import number
 
 Table = Float32[Array, "*b n d"] | Float32[np.ndarray, "n d"]
 

@@ -26,12 +26,11 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Float32, Int, Key
 
+from digen_jax.attention.kernels import on_device
 from digen_jax.diffusion.noising import Times
 from digen_jax.diffusion.sampling import Trajectory, Transitions, per_image
-from digen_jax.parallel.mesh import SAMPLES, SEQUENCE
+from digen_jax.parallel.mesh import SAMPLES, SEQUENCE, tracing_on
 from digen_jax.parallel.placement import DeviceGroup
-from digen_jax.parallel.sharding import tracing_on
-from digen_jax.target import on_device
 
 Metrics = dict[str, Float[Array, ""]]
 

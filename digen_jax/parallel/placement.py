@@ -11,10 +11,19 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Shaped
 
 from digen_jax.attention.kernels import AUTO
-from digen_jax.errors import ConfigError
-from digen_jax.parallel.mesh import BATCH, DATA, FSDP, MODEL, SAMPLES, TIME, make_mesh, parts
-from digen_jax.parallel.sharding import Layout, parameter_name
-from digen_jax.ranges import Count, PositiveInt
+from digen_jax.errors import ConfigError, Count, PositiveInt
+from digen_jax.parallel.mesh import (
+    BATCH,
+    DATA,
+    FSDP,
+    MODEL,
+    SAMPLES,
+    TIME,
+    Layout,
+    make_mesh,
+    parameter_name,
+    parts,
+)
 
 MeshRole = Literal["trainer", "rollout"]  # role of a process's only mesh
 PROCESS_FIELDS = ("hosts", "max_workers")  # fields that do not change a mesh's number of devices

@@ -24,14 +24,13 @@ from digen_jax.diffusion.sampling import (
     select_steps,
     start_noise,
 )
+from digen_jax.diffusion.schedule import Window, random_timesteps
 from digen_jax.diffusion.steps import ReverseStep
-from digen_jax.diffusion.windows import Window, random_timesteps
 from digen_jax.models.family import Family, Params, Record, Size
 from digen_jax.parallel.encoding import PrecomputedPrompts, jit_encoder
-from digen_jax.parallel.mesh import put
+from digen_jax.parallel.mesh import put, tracing_on
 from digen_jax.parallel.placement import DeviceGroup, chunked_map
 from digen_jax.parallel.policy import Policy, jit_as_written, null_rows
-from digen_jax.parallel.sharding import tracing_on
 
 
 class SampleDraws(NamedTuple):

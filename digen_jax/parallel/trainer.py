@@ -10,9 +10,9 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from digen_jax.algorithms.advantages import STD_EPS
-from digen_jax.algorithms.algorithm import Algorithm
-from digen_jax.algorithms.decay import EmaDecay, EmaUnit, update_average
+from digen_jax.algorithms.algorithm import Algorithm, EmaDecay, EmaUnit, update_average
 from digen_jax.diffusion.steps import ReverseStep
+from digen_jax.errors import Decay, NonNegativeFloat, PositiveFloat, PositiveInt, Range
 from digen_jax.parallel.accumulate import (
     GroupSums,
     Metrics,
@@ -30,7 +30,6 @@ from digen_jax.parallel.mesh import put
 from digen_jax.parallel.objectives import Policies, make_objective, zero_totals
 from digen_jax.parallel.placement import DeviceGroup
 from digen_jax.parallel.policy import Policy, jit_as_written
-from digen_jax.ranges import Decay, NonNegativeFloat, PositiveFloat, PositiveInt, Range
 
 
 @dataclasses.dataclass(frozen=True)

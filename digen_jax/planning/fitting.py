@@ -10,7 +10,7 @@ import jax
 
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.errors import ConfigError
-from digen_jax.models.remat import Remat
+from digen_jax.models.layers import Remat
 from digen_jax.parallel.mesh import FSDP
 from digen_jax.parallel.placement import check_processes
 from digen_jax.planning.costs import Calibration

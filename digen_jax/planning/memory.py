@@ -13,10 +13,9 @@ from digen_jax.config.train_config import TrainConfig
 from digen_jax.learned_rewards.on_mesh import read_shapes
 from digen_jax.models.family import Params, Record, Size
 from digen_jax.parallel.encoding import example_record
-from digen_jax.parallel.mesh import axis_sizes, make_mesh
+from digen_jax.parallel.mesh import Layout, axis_sizes, make_mesh
 from digen_jax.parallel.placement import DeviceGroup, MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.parallel.policy import Policy
-from digen_jax.parallel.sharding import Layout
 from digen_jax.parallel.system import System, shapes_in_dtype
 from digen_jax.planning.programs import (
     Traced,

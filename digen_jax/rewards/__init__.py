@@ -1,4 +1,4 @@
-"""Rewards: functions from images, prompts and metadata to scores.
+"""Rewards: their config section, calls, and validated scores.
 
 A reward is `f(images uint8 [b, h, w, 3], prompts, metadata) -> scores [b]`, or `{name: scores [b]}`, in numpy on the
 host; clips are `[b, t, h, w, 3]`. `images.to_uint8` converts a model's images to uint8.
@@ -6,18 +6,227 @@ host; clips are `[b, t, h, w, 3]`. `images.to_uint8` converts a model's images t
 The rewards of a run score the same images sequentially. Each reward has one column of scores per trained score; the
 weighted sum of an image's columns (`total`) is its reward. The record field "rewards" names the rewards that apply to
 a prompt; the columns of the others are NaN.
+
+Requests of rewards to servers (`Exchange`) are recorded in the scoring process and returned with the answer, as times
+relative to it. The processes need not share a clock; the error is the latency of the answer.
 """
 
+import collections
+import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Float32, Int, UInt8
 
-from digen_jax.rewards.call import Answer, Reward, call_reward
-from digen_jax.rewards.request_log import take_exchanges
-from digen_jax.rewards.settings import RewardSettings
+from digen_jax.errors import NonNegativeFloat
+from digen_jax.process.shutdown import exits_raise
+from digen_jax.rewards.errors import DELIBERATE, RewardError, Watched, call_watched, user_code
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardSettings:
+    """A reward; the config has a list of such sections. A name alone is a section with that name.
+
+    On the command line, `--config.rewards[0].weight=0.5` sets a field of the first section in the config file.
+    `--config.rewards`, repeated for several names, replaces the list.
+    """
+
+    name: str = "shapes_geneval"  # a built-in reward, or module:function
+    # factor of its scores in the trained sum, or of its advantages (`advantages.combine`); for a reward that returns
+    # several scores, a dict with a factor for each trained score. 0: logged, not trained
+    weight: float | Mapping[str, float] = 1.0
+    # the reward's own settings, by name
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    # replaces the name in metrics and in the field "rewards" of prompts; "": the name. Sections with the same reward,
+    # such as two of "served" with different servers, need different labels
+    label: str = ""
+    # time limit of a batch of images in seconds; 0: that of `runtime.deadline`
+    limit: NonNegativeFloat = 0.0
+    # largest absolute value of its advantages before weighting, if `advantages.combine` is "advantages"; 0: no limit
+    clip: NonNegativeFloat = 0.0
+    # where it is computed: "mesh": on the sampling devices, after decoding (clip_score, pickscore, hpsv2 and
+    # aesthetic); "pool": in the processes of `reward_pool`; "": on the mesh if possible
+    where: Literal["", "mesh", "pool"] = ""
+
+    @property
+    def title(self) -> str:
+        """Label, or name if there is none; unique among the sections."""
+        return self.label or self.name
+
+    @property
+    def entries(self) -> dict[str, str]:
+        """Scores with a weight: maps keys of the reward's returned dict to score names.
+
+        The key of a reward with a single weight is the reward's name, without its module.
+        """
+        if isinstance(self.weight, Mapping):
+            return {entry: f"{self.title}/{entry}" for entry in self.weight}
+        return {self.name.rpartition(":")[2]: self.title}
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """Weight of each of `entries`."""
+        weights = self.weight.values() if isinstance(self.weight, Mapping) else [self.weight]
+        return tuple(map(float, weights))
+
+    @property
+    def clips(self) -> tuple[float, ...]:
+        """Advantage clip limit of each of `entries`."""
+        return (self.clip,) * len(self.entries)
+
+
+ADDRESS = 40  # maximum characters of an address in a row name
+KEPT = 10_000  # maximum requests kept until the next answer; older ones are dropped
+
+
+class Exchange(NamedTuple):
+    """A request in the timeline; times are `time.perf_counter` seconds unless stated otherwise."""
+
+    server: str
+    begin: float
+    end: float
+    images: int
+    failure: str | None  # reason for a retry
+
+
+_recorded: collections.deque[Exchange] = collections.deque(maxlen=KEPT)
+
+
+def recorder(kind: str) -> Callable[[Exchange], None]:
+    """Returns a thread-safe listener for a `FailoverClient` with servers of a kind, such as "judge"."""
+    return lambda exchange: _recorded.append(exchange._replace(server=row(kind, exchange.server)))
+
+
+def row(kind: str, address: str) -> str:
+    """Returns a server's row name, such as "judge 127.0.0.1:8000"; long addresses are shortened."""
+    short = address.partition("://")[2]
+    if len(short) > ADDRESS:
+        short = f"{short[: ADDRESS // 2]}…{short[-ADDRESS // 2 + 1 :]}"
+    return f"{kind} {short}"
+
+
+def take_exchanges() -> tuple[Exchange, ...]:
+    """Returns and clears the recorded requests, with (negative) times relative to now."""
+    found = []
+    while _recorded:
+        found.append(_recorded.popleft())
+    return moved(found, -time.perf_counter())
+
+
+def moved(exchanges: Iterable[Exchange], seconds: float) -> tuple[Exchange, ...]:
+    """Shifts the times of exchanges by some seconds, such as to another clock."""
+    return tuple(e._replace(begin=e.begin + seconds, end=e.end + seconds) for e in exchanges)
+
+
+Reward = Callable[..., Any]
+LARGEST = 1e15  # maximum absolute score; sums of squares still fit float32
+
+
+class Answer(NamedTuple):
+    """Scores of images by one reward."""
+
+    columns: Float32[np.ndarray, "b c"]  # one per entry of `RewardSettings.entries`
+    shown: Mapping[str, Float32[np.ndarray, "b"]]  # other scores, by "reward/score"
+    seconds: float  # duration of the call
+    exchanges: tuple[Exchange, ...] = ()  # server requests: see `take_exchanges`
+
+
+def call_reward(
+    reward: Reward,
+    settings: RewardSettings,
+    images: UInt8[np.ndarray, "b ..."],
+    prompts: list[str],
+    metadata: list[dict],
+) -> Answer:
+    """Returns the reward's scores as validated float32 values.
+
+    The reward gets copies of its arguments, because it may modify them.
+
+    Raises:
+      RewardFailed: The reward raises an exception.
+      RewardError: There is not one finite score per image, or a score with a weight is missing.
+    """
+
+    def score(images: np.ndarray) -> Any:
+        return reward(images.copy(), [*prompts], copy.deepcopy(metadata))
+
+    start, name = time.perf_counter(), settings.title
+    with user_code(name, "raised", DELIBERATE), exits_raise():
+        watched = isinstance(images, Watched)
+        returned = call_watched(name, score, images) if watched else score(images)
+    seconds = time.perf_counter() - start
+    if not isinstance(returned, Mapping):
+        if isinstance(settings.weight, Mapping):
+            raise RewardError(
+                f"reward {name!r} returned no dict, but its weight names the scores "
+                f"{_list(settings.weight)}: return {{name: scores}}, or give it a number as weight"
+            )
+        return Answer(_check(returned, name, prompts)[:, None], {}, seconds)
+    entries = settings.entries
+    if missing := [entry for entry in entries if entry not in returned]:
+        raise RewardError(
+            f"reward {name!r} returned the scores {_list(returned)}, but {missing[0]!r} is to be "
+            "trained: return that too, or give the reward a weight of the form {name: factor}"
+        )
+    found = {entry: _check(one, f"{name}/{entry}", prompts) for entry, one in returned.items()}
+    columns = np.stack([found[entry] for entry in entries], axis=1)
+    shown = {f"{name}/{entry}": scores for entry, scores in found.items() if entry not in entries}
+    return Answer(columns, shown, seconds)
+
+
+def _list(names: Mapping[Any, Any]) -> str:
+    return ", ".join(map(repr, names)) or "of no name"
+
+
+def _check(returned: object, name: str, prompts: list[str]) -> Float32[np.ndarray, "b"]:
+    """Returns one float32 score per prompt."""
+    if returned is None:
+        raise RewardError(f"reward {name!r} returned None: return one number per image")
+    try:
+        scores = np.asarray(_readable(returned))
+    # Ragged lists raise this, and custom classes may raise anything.
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise RewardError(
+            f"reward {name!r} returned a {type(returned).__name__} that cannot be read as an array "
+            f"({reason}): return one number per image, such as a numpy array"
+        ) from error
+    if scores.shape != (len(prompts),):
+        raise RewardError(
+            f"reward {name!r} returned shape {scores.shape} for {len(prompts)} images: return one "
+            f"number per image, shape {(len(prompts),)}"
+        )
+    if scores.dtype.kind not in "biuf":
+        raise RewardError(f"reward {name!r} returned {scores.dtype} values: return numbers")
+    invalid = np.flatnonzero(~(np.abs(scores.astype(np.float64)) <= LARGEST))
+    if len(invalid):
+        i = int(invalid[0])
+        raise RewardError(
+            f"reward {name!r} returned {scores[i]} for image {i} ({prompts[i]!r}): return finite "
+            f"numbers, at most {LARGEST:g}"
+        )
+    return scores.astype(np.float32)
+
+
+def _readable(scores: Any) -> Any:
+    """Converts scores for numpy, including torch tensors on any device, with or without gradients.
+
+    bfloat16 and other dtypes without numpy equivalent are widened; lists are converted per item.
+    """
+    if isinstance(scores, list | tuple):
+        return [_readable(one) for one in scores]
+    if hasattr(scores, "detach") and hasattr(scores, "cpu"):
+        scores = scores.detach().cpu()
+        scores = scores.double() if scores.is_floating_point() else scores
+    if not hasattr(scores, "__array__"):
+        return scores
+    found = np.asarray(scores)
+    extended = found.dtype.kind == "V" and np.can_cast(found.dtype, np.float32)
+    return found.astype(np.float32) if extended else found
+
 
 Batch = tuple[UInt8[np.ndarray, "_ ..."], list[str], list[dict[str, Any]]]
 # (index of a reward, indices of the images to which it applies, answer)
@@ -45,7 +254,7 @@ class NamedReward:
         return np.flatnonzero([name in record.get("rewards", (name,)) for record in metadata])
 
     def answer(self, batch: Batch) -> Answer:
-        """Returns validated scores of images to which the reward applies. Raises like `call.call_reward`."""
+        """Returns validated scores of images to which the reward applies. Raises like `call_reward`."""
         answer = call_reward(self.function, self.settings, *batch)
         return answer._replace(exchanges=take_exchanges())
 
@@ -84,7 +293,7 @@ class Rewards:
         return Scores(columns, shown)
 
     def score(self, images: np.ndarray, prompts: list[str], metadata: list[dict]) -> Scores:
-        """Scores a batch in this thread. Raises like `call.call_reward`."""
+        """Scores a batch in this thread. Raises like `call_reward`."""
         found = answers(dict(enumerate(self.members)), (images, prompts, metadata))
         return self.merged(len(images), found)
 
@@ -92,7 +301,7 @@ class Rewards:
 def answers(members: Mapping[int, NamedReward], batch: Batch) -> Answers:
     """Returns the answers of `members` (by index) for the images to which they apply.
 
-    Raises like `call.call_reward`.
+    Raises like `call_reward`.
     """
     applying = [(number, one, one.applying(batch[2])) for number, one in members.items()]
     return [

@@ -17,8 +17,8 @@ import stamina
 
 from digen_jax.errors import ConfigError, check_range
 from digen_jax.process.shutdown import Stopped
+from digen_jax.rewards import Exchange
 from digen_jax.rewards.errors import RewardError
-from digen_jax.rewards.request_log import Exchange
 
 T = TypeVar("T")
 

@@ -20,10 +20,9 @@ from jaxtyping import Float32, UInt8
 from PIL import Image
 
 from digen_jax.errors import ConfigError, check_choice, check_range
-from digen_jax.rewards import ocr
+from digen_jax.rewards import ocr, recorder
 from digen_jax.rewards.http_client import FailoverClient, Request, parse_addresses
 from digen_jax.rewards.judge_templates import TEMPLATES, TOP, Template, find_template, read_score
-from digen_jax.rewards.request_log import recorder
 
 TOKEN = "DIGEN_JUDGE_TOKEN"  # environment variable with the bearer token
 MODELS, CHAT = "/v1/models", "/v1/chat/completions"

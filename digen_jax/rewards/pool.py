@@ -30,10 +30,9 @@ from digen_jax import rewards
 from digen_jax.errors import ConfigError
 from digen_jax.process.shutdown import SIGNALS, Stopped, before_exit, guard_exit, mark_hung
 from digen_jax.process.terminal import complete_lines
+from digen_jax.rewards import Exchange, RewardSettings, moved
 from digen_jax.rewards.built_in import resolve
 from digen_jax.rewards.errors import RewardFailed, user_code
-from digen_jax.rewards.request_log import Exchange, moved
-from digen_jax.rewards.settings import RewardSettings
 
 START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -99,7 +98,7 @@ class RewardProcess:
 
         Raises:
           RewardProcessDied: The process died, or was killed at the limit (RewardTimeout).
-          ConfigError: See `call.call_reward`.
+          ConfigError: See `rewards.call_reward`.
         """
         if self._link.closed or self._process.poll() is not None:
             self._start()
@@ -341,7 +340,7 @@ class RewardPool:
     ) -> Future:
         """Returns a future `Scored`. The rewards that apply to the prompts are called once.
 
-        The future raises errors of `call.call_reward`; RewardProcessDied if a process died or was killed at its limit;
+        The future raises errors of `rewards.call_reward`; RewardProcessDied if a process died or exceeded its limit;
         Stopped if a thread hangs.
 
         Args:

@@ -20,8 +20,8 @@ from digen_jax.errors import ConfigError
 from digen_jax.logging.command_log import CommandLog
 from digen_jax.logging.timeline import Summary
 from digen_jax.process.shutdown import Stopped, during, mark_hung, out_of_memory
+from digen_jax.rewards import moved
 from digen_jax.rewards.pool import RewardPool, is_retryable
-from digen_jax.rewards.request_log import moved
 from digen_jax.runtime.array_transfer import DISCONNECT_TIMEOUT, MissingSums, TransferError
 from digen_jax.runtime.checkpointing import InFlight
 from digen_jax.runtime.clock import Stopwatch, Watch, end_process

@@ -29,7 +29,7 @@ from digen_jax.parallel.reward_model import RewardModel
 from digen_jax.parallel.sampler import EncodedPrompts, Weights
 from digen_jax.parallel.system import Rollout
 from digen_jax.rewards.built_in import on_mesh, resolve
-from digen_jax.rewards.dry_run import dry_run
+from digen_jax.rewards.errors import dry_run
 from digen_jax.rewards.pool import RewardPool, Scored
 from digen_jax.rewards.sanity_check import run_sanity_checks
 from digen_jax.runtime.array_transfer import ArrayTransfer, ConditioningKey, SamplesKey

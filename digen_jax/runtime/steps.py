@@ -25,7 +25,7 @@ from digen_jax.logging.evaluation import (
     group_diversity,
 )
 from digen_jax.parallel.sampler import SampleDraws, SampleRng
-from digen_jax.rewards.request_log import Exchange
+from digen_jax.rewards import Exchange
 from digen_jax.scheduling.commands import Chunk
 from digen_jax.scheduling.settings import Settings
 

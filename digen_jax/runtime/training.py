@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float32
 
-from digen_jax.algorithms.old_log_probs import check_ratio_spread
+from digen_jax.algorithms.losses import check_ratio_spread
 from digen_jax.parallel.accumulate import OpenGroup, Totals
 from digen_jax.parallel.sampler import EncodedPrompts
 from digen_jax.parallel.system import (

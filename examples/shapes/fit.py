@@ -13,7 +13,7 @@ import optax
 import optax.contrib
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from digen_jax.algorithms.decay import EmaDecay, update_average
+from digen_jax.algorithms.algorithm import EmaDecay, update_average
 from digen_jax.checkpoints.checkpointer import Checkpointer, template_of
 from digen_jax.logging.metrics import MetricsLog
 from digen_jax.process.terminal import track

@@ -5,7 +5,7 @@ from jaxtyping import Float, UInt8
 
 from digen_jax.errors import ConfigError
 from digen_jax.images import to_uint8
-from digen_jax.rewards.call import Reward
+from digen_jax.rewards import Reward
 from digen_jax.rewards.geneval import satisfies
 from digen_jax.rewards.sanity_check import SanityCheck
 from examples.shapes.read import find_objects

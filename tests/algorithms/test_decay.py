@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from digen_jax.algorithms.decay import OLD_POLICY_DECAYS, EmaDecay, update_average
+from digen_jax.algorithms.algorithm import OLD_POLICY_DECAYS, EmaDecay, update_average
 
 
 @pytest.mark.parametrize(

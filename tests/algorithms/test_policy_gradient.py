@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from digen_jax.algorithms.advantages import AdvantageSettings, advantages
-from digen_jax.algorithms.losses import gaussian_kl
-from digen_jax.algorithms.old_log_probs import choose_old_log_probs
+from digen_jax.algorithms.losses import choose_old_log_probs, gaussian_kl
 from digen_jax.algorithms.policy_gradient import PolicyGradient, Samples, policy_gradient_loss
 from tests.algorithms.test_losses import close
 

@@ -23,7 +23,7 @@ def words(topology: str, width: int, tokens: int, normed: bool, folder: str) -> 
     from jax.sharding import SingleDeviceSharding
 
     from digen_jax.attention import packed
-    from digen_jax.attention.queries_keys import HeadNorms
+    from digen_jax.attention.attend import HeadNorms
     from digen_jax.planning.hardware import topology_devices
 
     place = SingleDeviceSharding(topology_devices(topology)[0])

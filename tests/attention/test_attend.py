@@ -10,10 +10,10 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from digen_jax.attention import attend as attending
-from digen_jax.attention import flash, queries_keys
-from digen_jax.attention.attend import attend, attend_jointly, on_each_device
+from digen_jax.attention import flash
+from digen_jax.attention.attend import attend, attend_jointly, on_each_device, parts
+from digen_jax.attention.kernels import Target, current, on_device, on_mesh
 from digen_jax.parallel.mesh import make_mesh
-from digen_jax.target import Target, current, on_device, on_mesh
 from tests.attention import oracle
 from tests.attention.cases import draw, error, gradients_of, weights
 
@@ -104,7 +104,7 @@ def test_a_key_of_weight_n_counts_as_n_equal_ones():
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_weights_are_exact_as_sums_of_a_dtypes_numbers(dtype):
     log_weights = np.log([1, 2, 7, 256, 333, 4096]).astype(np.float32)
-    found = queries_keys.parts(log_weights, dtype)
+    found = parts(log_weights, dtype)
     np.testing.assert_array_equal(found, found.astype(dtype).astype(np.float32))
     smallest = 2.0**-24 if dtype == jnp.float16 else 0  # its least number
     assert np.all(np.abs(found.sum(0, dtype=np.float64) - log_weights) <= smallest / 2)

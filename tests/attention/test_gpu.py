@@ -10,11 +10,11 @@ from jax.sharding import SingleDeviceSharding
 
 from digen_jax import assemble
 from digen_jax.attention.attend import MOST_SCORES, attend
+from digen_jax.attention.kernels import on_device
 from digen_jax.config.load import read_config
 from digen_jax.planning.estimate import with_published_folder
 from digen_jax.planning.hardware import topology_devices
 from digen_jax.planning.programs import trace_gradient, trained_samples
-from digen_jax.target import on_device
 from tests.attention import oracle
 from tests.attention.cases import draw, error, gradients_of, weights
 from tests.attention.test_tpu import pairs

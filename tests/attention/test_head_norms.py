@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from digen_jax.attention.queries_keys import EPSILON, normed
+from digen_jax.attention.attend import EPSILON, normed
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from digen_jax.attention import packed
-from digen_jax.attention.queries_keys import HeadNorms, normed
+from digen_jax.attention.attend import HeadNorms, normed
 from tests.attention import oracle
 from tests.attention.cases import draw, error, gradients_of, weights
 

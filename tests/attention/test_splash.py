@@ -10,8 +10,8 @@ from jax.experimental.pallas.ops.tpu import splash_attention
 
 from digen_jax.attention import flash
 from digen_jax.attention.attend import on_each_device
+from digen_jax.attention.kernels import Target
 from digen_jax.parallel.mesh import make_mesh
-from digen_jax.target import Target
 from tests.attention import oracle
 from tests.attention.cases import draw, error, gradients_of, weights
 

@@ -12,11 +12,11 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from digen_jax import assemble, policies
 from digen_jax.attention import flash, packed
 from digen_jax.attention.attend import attend
+from digen_jax.attention.kernels import on_device, on_mesh
 from digen_jax.config.load import complete, read_config
 from digen_jax.parallel.mesh import make_mesh
 from digen_jax.planning.hardware import topology_devices
 from digen_jax.planning.programs import trace_generate, trace_gradient
-from digen_jax.target import on_device, on_mesh
 from tests.tiny_runs import tiny_config
 
 pytestmark = pytest.mark.tpu

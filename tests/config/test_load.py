@@ -20,12 +20,12 @@ from digen_jax.config.load import (
     read_config,
     replaced,
 )
-from digen_jax.diffusion.windows import Window
+from digen_jax.diffusion.schedule import Window
 from digen_jax.errors import ConfigError
 from digen_jax.parallel.placement import MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.parallel.sampler import SampleRng
 from digen_jax.planning.placing import place_here
-from digen_jax.rewards.settings import RewardSettings
+from digen_jax.rewards import RewardSettings
 from tests.config.cases import EARLY, FORWARD, TWO, changed
 from tests.pipelines import ROOT, environment, shipped_config
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from digen_jax.config.inputs import check_named
-from digen_jax.rewards.settings import RewardSettings
+from digen_jax.rewards import RewardSettings
 
 REWARDS = [
     RewardSettings("shapes_geneval"),

@@ -14,8 +14,7 @@ import tensorflow_datasets as tfds
 from huggingface_hub import constants
 
 from digen_jax.data import datasets
-from digen_jax.data.prompt_files import read_prompt_file
-from digen_jax.data.prompt_order import prompt_batches
+from digen_jax.data.prompt_files import prompt_batches, read_prompt_file
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 ROWS = [

@@ -5,8 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from digen_jax.data.prompt_files import read_prompt_file
-from digen_jax.data.prompt_order import prompt_batches
+from digen_jax.data.prompt_files import prompt_batches, read_prompt_file
 from tests.pipelines import ROOT
 
 DATA = ROOT / "tests" / "data"

@@ -4,9 +4,8 @@ import itertools
 import numpy as np
 import pytest
 
-from digen_jax.diffusion.schedule import SchedulerConfig, make_sigmas
+from digen_jax.diffusion.schedule import SchedulerConfig, Window, make_sigmas, random_timesteps
 from digen_jax.diffusion.steps import Cps, Dpm2, FlowSde, Ode
-from digen_jax.diffusion.windows import Window, random_timesteps
 
 SIGMAS = make_sigmas(SchedulerConfig(shift=3.0), 6)
 TIMESTEPS = [0, 1, 4, 5, 6, 7, 9, 10, 12]

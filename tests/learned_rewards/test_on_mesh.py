@@ -14,20 +14,18 @@ from digen_jax.config.load import load_config, read_config
 from digen_jax.errors import ConfigError, DivergedError
 from digen_jax.learned_rewards import on_mesh
 from digen_jax.logging.metrics import read_metrics
-from digen_jax.parallel.mesh import make_mesh
+from digen_jax.parallel.mesh import Layout, make_mesh
 from digen_jax.parallel.placement import DeviceGroup
 from digen_jax.parallel.reward_model import RewardModel
-from digen_jax.parallel.sharding import Layout
 from digen_jax.planning.costs import Calibration
 from digen_jax.planning.memory import compiled_temporaries, model_footprint
 from digen_jax.planning.plan import make_problem
 from digen_jax.planning.programs import step_programs
-from digen_jax.rewards import built_in
+from digen_jax.rewards import RewardSettings, built_in
 from digen_jax.rewards.built_in import on_mesh as on_mesh_of
 from digen_jax.rewards.built_in import resolve
 from digen_jax.rewards.errors import RewardError
 from digen_jax.rewards.pool import RewardPool
-from digen_jax.rewards.settings import RewardSettings
 from digen_jax.scheduling import layouts
 from digen_jax.scheduling.settings import Costs
 from digen_jax.train import train

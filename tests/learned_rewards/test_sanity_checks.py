@@ -5,10 +5,9 @@ import pytest
 
 from digen_jax.errors import ConfigError
 from digen_jax.learned_rewards.sanity_checks import image_pairs, prompt_pairs
-from digen_jax.rewards import Rewards
+from digen_jax.rewards import Rewards, RewardSettings
 from digen_jax.rewards.built_in import resolve
 from digen_jax.rewards.sanity_check import run_sanity_checks
-from digen_jax.rewards.settings import RewardSettings
 
 
 def test_prompt_pairs_show_the_right_prompt():

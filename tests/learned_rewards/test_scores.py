@@ -21,8 +21,8 @@ from digen_jax.learned_rewards.scorers import (
     open_hpsv2,
     open_pickscore,
 )
+from digen_jax.rewards import RewardSettings
 from digen_jax.rewards.built_in import resolve
-from digen_jax.rewards.settings import RewardSettings
 from tests.learned_rewards.folders import PROMPTS, SIZE, TOKENS, WIDTH, Files, pictures, write
 
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from digen_jax.models.component import Component
+from digen_jax.models.family import Component
 from tests.models import parity
 
 Arrays = dict[str, Any]  # by the name of the network's argument

@@ -15,11 +15,10 @@ from digen_jax.errors import ConfigError
 from digen_jax.families import load_family, open_pipeline, read_frozen
 from digen_jax.inference.model import SamplingOptions, open_model
 from digen_jax.models.qwen_image.family import QwenImage
-from digen_jax.parallel.mesh import make_mesh
+from digen_jax.parallel.mesh import Layout, make_mesh
 from digen_jax.parallel.placement import DeviceGroup
 from digen_jax.parallel.policy import Policy
 from digen_jax.parallel.sampler import Sampler, SamplerSettings, Weights
-from digen_jax.parallel.sharding import Layout
 from tests.cases import said
 from tests.models.families import PROMPTS, STEPS, diffusers_pipeline, packed
 from tests.models.test_families import FAMILIES, close

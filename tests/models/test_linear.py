@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from digen_jax.attention.kernels import on_device
 from digen_jax.checkpoints.lora import lora_layers
 from digen_jax.models.linear import Linear, dot_general, of_one_input, patch_product
-from digen_jax.target import on_device
 
 FORM = (((2,), (0,)), ((), ()))
 TPU = types.SimpleNamespace(platform="tpu", device_kind="TPU v5")

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from digen_jax.attention.kernels import on_device
 from digen_jax.checkpoints.lora import lora_layers
 from digen_jax.families import load_family
 from digen_jax.models.linear import Linear, exact_products, of_one_input
 from digen_jax.models.sd3.family import TokenIds
-from digen_jax.target import on_device
 from tests.pipelines import ROOT
 
 

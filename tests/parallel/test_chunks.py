@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from digen_jax.parallel.mesh import Layout
 from digen_jax.parallel.placement import (
     MeshSizes,
     RolloutAxes,
@@ -14,7 +15,6 @@ from digen_jax.parallel.placement import (
     chunked_map,
     make_placement,
 )
-from digen_jax.parallel.sharding import Layout
 from tests.cases import said
 from tests.parallel import toy
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from digen_jax.diffusion.sampling import image_keys
-from digen_jax.diffusion.windows import Window, random_timesteps
+from digen_jax.diffusion.schedule import Window, random_timesteps
 from digen_jax.parallel.sampler import EncodedPrompts, SampleRng
 from digen_jax.runtime.training import TrainingExecutor
 from digen_jax.scheduling.commands import TRAINER, Generate

@@ -14,10 +14,10 @@ from digen_jax.diffusion.steps import Ode
 from digen_jax.errors import ConfigError
 from digen_jax.inference.model import Model, all_devices, defaults_of_run
 from digen_jax.models.family import Size
+from digen_jax.parallel.mesh import Layout
 from digen_jax.parallel.placement import make_placement
 from digen_jax.parallel.policy import Policy
 from digen_jax.parallel.sampler import Sampler, SamplerSettings, Weights
-from digen_jax.parallel.sharding import Layout
 from tests.cases import said
 from tests.parallel import toy
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from digen_jax.algorithms import decay
+from digen_jax.algorithms.algorithm import OLD_POLICY_DECAYS, LinearDecay
 from digen_jax.diffusion.sampling import image_keys
 from digen_jax.parallel.accumulate import FinalImages
 from digen_jax.parallel.sampler import EncodedPrompts
@@ -300,8 +300,8 @@ def driven(monkeypatch, name, steps, devices=1, **fields):
 
 def test_diffusion_nft_publishes_its_old_policy_which_follows(monkeypatch):
     """Of two updates a step: the schedule counts updates, and the copy follows once."""
-    slow = decay.LinearDecay(start=0, slope=0.2, largest=0.7)
-    monkeypatch.setitem(decay.OLD_POLICY_DECAYS, 1, slow)
+    slow = LinearDecay(start=0, slope=0.2, largest=0.7)
+    monkeypatch.setitem(OLD_POLICY_DECAYS, 1, slow)
     parts, states, calls, history, versions = driven(
         monkeypatch, "diffusion_nft", 2, trainer__updates=2, chunk=6, micro=6
     )

@@ -9,8 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from digen_jax.errors import ConfigError
-from digen_jax.parallel import sharding
-from digen_jax.parallel.mesh import ALL, axis_sizes
+from digen_jax.parallel.mesh import ALL, Layout, axis_sizes
 from digen_jax.parallel.placement import (
     MeshSizes,
     RolloutAxes,
@@ -20,7 +19,6 @@ from digen_jax.parallel.placement import (
     fit_mesh_sizes,
     make_placement,
 )
-from digen_jax.parallel.sharding import Layout
 from tests.parallel import toy
 
 
@@ -41,7 +39,7 @@ def local_shape(array):
 
 
 def test_fsdp_splits_the_largest_axis_that_divides_and_leaves_small_ones_whole(monkeypatch):
-    monkeypatch.setattr(sharding, "FSDP_MIN_SIZE", 60)
+    monkeypatch.setattr("digen_jax.parallel.mesh.FSDP_MIN_SIZE", 60)
     shapes = [s for n in range(4) for s in itertools.product((1, 3, 4, 6, 10, 12), repeat=n)]
     for shape, devices in itertools.product(shapes, (1, 2, 3, 4)):
         spec = Layout(((".*", "fsdp"),)).spec("any/kernel", shape, axis_sizes(fsdp=devices))
@@ -192,7 +190,7 @@ def test_too_few_devices_are_refused(rollout, trainer):
 @pytest.mark.parametrize("tuning", ["full", "lora"])
 def test_fsdp_splits_every_parameter_on_both_meshes(tuning, monkeypatch):
     """Each device holds 1/n of every parameter, its moments and its average, before and after a weight sync."""
-    monkeypatch.setattr(sharding, "FSDP_MIN_SIZE", 1)
+    monkeypatch.setattr("digen_jax.parallel.mesh.FSDP_MIN_SIZE", 1)
     lora = dict(lora__rank=4) if tuning == "lora" else {}
     system = toy.system(toy.config(**toy.meshes((1, 4), (2, 2)), **lora, trainer__ema=0.5))
     state = system.trainer.init(system.start)

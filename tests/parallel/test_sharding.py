@@ -10,9 +10,7 @@ from digen_jax.errors import ConfigError
 from digen_jax.families import load_family
 from digen_jax.models.family import NAMES, logical_axes
 from digen_jax.models.sd3 import network as sd3
-from digen_jax.parallel import sharding
-from digen_jax.parallel.mesh import axis_sizes
-from digen_jax.parallel.sharding import Layout
+from digen_jax.parallel.mesh import REPLICATED, Layout, axis_sizes
 from tests.parallel import toy
 from tests.pipelines import ROOT
 
@@ -93,7 +91,7 @@ def test_sd35_with_its_two_attentions_has_names_too():
 
 
 def specs(family, rules, monkeypatch, **sizes):
-    monkeypatch.setattr(sharding, "FSDP_MIN_SIZE", 2**10)
+    monkeypatch.setattr("digen_jax.parallel.mesh.FSDP_MIN_SIZE", 2**10)
     layout = Layout.of(rules, family.axes())
     return {
         name.removeprefix(f"{BLOCK}/"): tuple(layout.spec(name, shape, axis_sizes(**sizes)))
@@ -121,13 +119,13 @@ def test_by_default_tensor_splits_as_megatron_does_and_fsdp_what_is_left(family,
         "vae/decoder/conv_in/kernel": (None, None, None, "fsdp"),
         "vae/decoder/mid_block/attentions_0/to_q/kernel": ("fsdp",),
     }
-    replicated = specs(family, sharding.REPLICATED, monkeypatch, fsdp=2, tensor=2)
+    replicated = specs(family, REPLICATED, monkeypatch, fsdp=2, tensor=2)
     assert replicated["attn/to_q/kernel"] == (None, None, "tensor")
     assert replicated["norm1/linear/kernel"] == ()
 
 
 def test_fsdp_splits_layers_only_if_a_rule_names_them(family, monkeypatch):
-    monkeypatch.setattr(sharding, "FSDP_MIN_SIZE", 16)
+    monkeypatch.setattr("digen_jax.parallel.mesh.FSDP_MIN_SIZE", 16)
     deep, sizes = (600, 128, 128), axis_sizes(fsdp=2)
     for rules, spec in ((FSDP, (None, "fsdp")), ((("", "layers", "fsdp"), *FSDP), ("fsdp",))):
         layout = Layout.of(rules, family.axes())
@@ -152,7 +150,7 @@ def test_rules_over_logical_axes_compose_and_hold_for_the_components_that_they_n
         (FSDP, dict(), ()),
         (FSDP, dict(fsdp=2), (None, "fsdp")),  # of two equal dimensions the first
         (FSDP, dict(fsdp=5), ()),
-        (sharding.REPLICATED, dict(fsdp=2), ()),
+        (REPLICATED, dict(fsdp=2), ()),
         (FSDP, dict(tensor=3), ()),  # which divides no dimension
         ((("to_q", "replicate"), *FSDP), dict(fsdp=2, tensor=2), (None, None, "tensor")),
         ((("to_q", "replicate"), ("", "mlp", "tensor")), dict(fsdp=2, tensor=2), ()),
@@ -183,7 +181,7 @@ def test_a_rule_about_no_parameter_is_refused(family):
 
 
 def test_bytes_on_a_device_are_those_of_its_shards(monkeypatch):
-    monkeypatch.setattr(sharding, "FSDP_MIN_SIZE", 16)
+    monkeypatch.setattr("digen_jax.parallel.mesh.FSDP_MIN_SIZE", 16)
     config = toy.config(**toy.meshes((0, 1), (2, 2)))
     config.placement.trainer.tensor = 2
     system = toy.system(config)

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from digen_jax.parallel.accumulate import Totals
-from digen_jax.parallel.sharding import Layout
+from digen_jax.parallel.mesh import Layout
 from digen_jax.parallel.trainer import Trainer, TrainerSettings
 from tests.parallel import chunks, toy
 

@@ -21,8 +21,8 @@ from digen_jax.diffusion.schedule import SchedulerConfig, make_sigmas
 from digen_jax.models.family import Heads, Size, logical_axes
 from digen_jax.models.pipeline_family import PipelineFamily
 from digen_jax.models.sd3 import network as sd3
+from digen_jax.parallel.mesh import Layout
 from digen_jax.parallel.placement import make_placement
-from digen_jax.parallel.sharding import Layout
 from digen_jax.parallel.system import SampledImages, System, move_to_trainer, sample_shardings
 from digen_jax.parallel.trainer import TrainState
 from digen_jax.rewards import Rewards, alone

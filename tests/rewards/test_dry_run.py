@@ -5,10 +5,16 @@ from PIL import Image
 from digen_jax import rewards
 from digen_jax.errors import ConfigError
 from digen_jax.process.shutdown import Stopped
+from digen_jax.rewards import RewardSettings
 from digen_jax.rewards.built_in import resolve
-from digen_jax.rewards.dry_run import KINDS, Watched, dry_run, synthetic_image
-from digen_jax.rewards.errors import RewardError, RewardFailed
-from digen_jax.rewards.settings import RewardSettings
+from digen_jax.rewards.errors import (
+    KINDS,
+    RewardError,
+    RewardFailed,
+    Watched,
+    dry_run,
+    synthetic_image,
+)
 
 COLORS = {"prompt": "a red circle", "tag": "colors", "include": []}
 PLAIN = {"prompt": "a cat"}

@@ -11,9 +11,9 @@ import pytest
 from digen_jax.config.inputs import needs_of
 from digen_jax.errors import ConfigError
 from digen_jax.learned_rewards.sanity_checks import object_pairs
+from digen_jax.rewards import RewardSettings
 from digen_jax.rewards.built_in import BUILT_IN, resolve
 from digen_jax.rewards.geneval import Detection, Detector, kept, relations, satisfies, score_images
-from digen_jax.rewards.settings import RewardSettings
 
 SETTINGS = {"folder": "weights/mask2former"}
 

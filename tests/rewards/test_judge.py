@@ -16,11 +16,11 @@ from PIL import Image
 from digen_jax.config.inputs import needs_of
 from digen_jax.errors import ConfigError
 from digen_jax.process.shutdown import Stopped
+from digen_jax.rewards import RewardSettings
 from digen_jax.rewards.built_in import resolve
 from digen_jax.rewards.errors import RewardError
 from digen_jax.rewards.judge import Client, choose_model, judge
 from digen_jax.rewards.judge_templates import TEMPLATES
-from digen_jax.rewards.settings import RewardSettings
 from tests.rewards.service.helpers import random_images
 
 A, B = "http://a:1", "http://b:1"

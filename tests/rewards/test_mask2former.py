@@ -18,10 +18,10 @@ from transformers import (
     SwinConfig,
 )
 
+from digen_jax.rewards import RewardSettings
 from digen_jax.rewards.built_in import resolve
 from digen_jax.rewards.geneval import COLORS, satisfies
 from digen_jax.rewards.mask2former import Colors, Mask2FormerDetector, cut_out
-from digen_jax.rewards.settings import RewardSettings
 from tests.learned_rewards import folders
 from tests.models import parity
 from tests.pipelines import ROOT

@@ -12,11 +12,10 @@ import pytest
 from digen_jax import rewards
 from digen_jax.errors import ConfigError
 from digen_jax.process.shutdown import Interrupt, Stopped
+from digen_jax.rewards import RewardSettings
 from digen_jax.rewards.built_in import resolve
-from digen_jax.rewards.dry_run import Watched
-from digen_jax.rewards.errors import RewardFailed
+from digen_jax.rewards.errors import RewardFailed, Watched
 from digen_jax.rewards.pool import RewardPool, no_limit
-from digen_jax.rewards.settings import RewardSettings
 from tests.scripts import ends
 
 IMAGES = np.arange(3 * 4 * 4 * 3, dtype=np.uint8).reshape(3, 4, 4, 3)

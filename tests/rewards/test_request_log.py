@@ -12,13 +12,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import numpy as np
 import pytest
 
+from digen_jax import rewards
 from digen_jax.logging.report_run import read_run, timeline
 from digen_jax.logging.timeline import TraceFile, draw_timeline, order_rows, read_events
-from digen_jax.rewards import request_log
+from digen_jax.rewards import RewardSettings
 from digen_jax.rewards.built_in import resolve
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.rewards.service.wire import Limits, decode_request
-from digen_jax.rewards.settings import RewardSettings
 from digen_jax.scheduling.timeline import Interval
 from tests.pipelines import ROOT, environment
 from tests.rewards.service.helpers import random_images
@@ -127,9 +127,9 @@ def test_failed_requests_are_recorded():
 
 
 def test_a_long_address_is_shortened_in_its_middle():
-    name = request_log.row("judge", "https://" + "a" * 30 + ".example.org/models/one:8000")
+    name = rewards.row("judge", "https://" + "a" * 30 + ".example.org/models/one:8000")
     assert name.startswith("judge aaaaaaaa") and name.endswith("one:8000") and "…" in name
-    assert len(name) == len("judge ") + request_log.ADDRESS
+    assert len(name) == len("judge ") + rewards.ADDRESS
 
 
 def test_the_rows_of_servers_are_last(tmp_path):
@@ -183,7 +183,7 @@ def test_a_run_shows_a_row_for_each_server(tmp_path, train):  # noqa: F811
     for row in rows:
         own = [span for span in found["spans"] if found["rows"][span[0]] == row]
         assert {span[1] for span in own} == {kind} and len(own) >= 8
-        spans = [request_log.Exchange(row, at, at + length, 0, None) for _, _, at, length, _ in own]
+        spans = [rewards.Exchange(row, at, at + length, 0, None) for _, _, at, length, _ in own]
         assert most_at_once(spans) <= 2  # as many as there are processes
         # While a batch is scored; on a busy machine an answer takes its time to arrive.
         for one in spans:

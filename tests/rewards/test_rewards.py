@@ -8,10 +8,10 @@ import pytest
 from digen_jax import rewards
 from digen_jax.errors import ConfigError
 from digen_jax.process.shutdown import Stopped
+from digen_jax.rewards import RewardSettings
 from digen_jax.rewards.built_in import BUILT_IN, find_sanity_check, resolve
 from digen_jax.rewards.errors import RewardError
 from digen_jax.rewards.sanity_check import run_sanity_checks
-from digen_jax.rewards.settings import RewardSettings
 from examples.shapes.reward import shapes_geneval
 
 IMAGES = np.zeros((3, 8, 8, 3), np.uint8)

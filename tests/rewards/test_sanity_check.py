@@ -5,10 +5,9 @@ import pytest
 
 from digen_jax import rewards
 from digen_jax.errors import ConfigError
-from digen_jax.rewards import built_in
+from digen_jax.rewards import RewardSettings, built_in
 from digen_jax.rewards.built_in import BUILT_IN, resolve
 from digen_jax.rewards.sanity_check import SanityCheck, run_sanity_checks
-from digen_jax.rewards.settings import RewardSettings
 from examples.shapes import reward as shapes
 
 IMAGES = np.stack([np.full((8, 8, 3), value, np.uint8) for value in (0, 102, 255)])

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from digen_jax.errors import ConfigError
+from digen_jax.rewards import RewardSettings
 from digen_jax.rewards.built_in import resolve
 from digen_jax.rewards.errors import RewardError
-from digen_jax.rewards.settings import RewardSettings
 from tests.ports import free_port
 from tests.rewards.service.helpers import random_images
 

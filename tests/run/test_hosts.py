@@ -15,7 +15,6 @@ from digen_jax.checkpoints.checkpointer import read_checkpoint
 from digen_jax.config.load import load_config
 from digen_jax.logging.metrics import read_metrics
 from digen_jax.logging.workdir import finished_step
-from digen_jax.parallel import sharding
 from digen_jax.process import shutdown as ending
 from digen_jax.rewards import built_in
 from digen_jax.runtime import opening
@@ -92,7 +91,7 @@ def alone(folder: pathlib.Path, workdir: str) -> None:
         patch.chdir(folder)
         patch.setattr(built_in, "BUILT_IN", dict(built_in.BUILT_IN))
         toy_process.without_sanity_check()
-        patch.setattr(sharding, "FSDP_MIN_SIZE", 16)
+        patch.setattr("digen_jax.parallel.mesh.FSDP_MIN_SIZE", 16)
         patch.setattr(opening, "build", lambda config, devices: toy.system(config, 4))
         assert train(load_config(toy_process.get_config(clip)), folder / workdir) is None
 

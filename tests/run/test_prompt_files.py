@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from digen_jax.data.prompt_order import prompt_batches
+from digen_jax.data.prompt_files import prompt_batches
 from tests.run.test_train import config, train  # noqa: F401
 
 SEEN: list[dict] = []

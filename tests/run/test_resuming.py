@@ -18,7 +18,6 @@ from digen_jax.checkpoints.checkpointer import SaveFailed
 from digen_jax.errors import ConfigError
 from digen_jax.logging.command_log import read_log
 from digen_jax.logging.metrics import read_metrics
-from digen_jax.parallel import sharding
 from digen_jax.process.shutdown import Stopped
 from tests.metrics import assert_same_metrics, metrics
 from tests.parallel import toy
@@ -59,7 +58,7 @@ def moves(workdir: pathlib.Path) -> dict[str, np.ndarray]:
 
 
 def test_a_run_goes_on_with_other_meshes_and_cuts_to_the_same_result(tmp_path, train, monkeypatch):
-    monkeypatch.setattr(sharding, "FSDP_MIN_SIZE", 16)
+    monkeypatch.setattr("digen_jax.parallel.mesh.FSDP_MIN_SIZE", 16)
     assert train("unbroken", config(tmp_path, **PLAIN)) is None
     stopped(train, "broken", config(tmp_path, **PLAIN), 2)
     assert saved(tmp_path / "broken") == ["1"]

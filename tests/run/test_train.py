@@ -24,8 +24,7 @@ from digen_jax.logging.metrics import TIMING, read_metrics
 from digen_jax.logging.run_log import ADVICE, advice_on_waits
 from digen_jax.logging.status import describe, read_status
 from digen_jax.logging.workdir import finished_step
-from digen_jax.rewards import dry_run
-from digen_jax.rewards.errors import RewardFailed
+from digen_jax.rewards.errors import RewardFailed, synthetic_image
 from digen_jax.runtime import opening
 from digen_jax.scheduling.timeline import CAUSES
 from digen_jax.train import train as whole_run
@@ -262,7 +261,7 @@ happens = None
 def reward(images, prompts, metadata):
     """Brightness, and the events that a test wants in a step (0: in the evaluation)."""
     scores = images.mean((1, 2, 3), dtype=np.float64) / 255
-    tried = (images[0] == dry_run.synthetic_image(*images.shape[1:3])).all()  # before the run
+    tried = (images[0] == synthetic_image(*images.shape[1:3])).all()  # before the run
     return (
         happens(metadata[0].get("serial", -2) // 2 + 1, scores) if happens and not tried else scores
     )

@@ -13,7 +13,7 @@ import time
 import jax
 from ml_collections import ConfigDict
 
-from digen_jax.parallel import sharding
+from digen_jax.parallel import mesh
 from digen_jax.rewards import built_in
 from digen_jax.runtime import opening
 from tests.parallel import toy
@@ -80,7 +80,7 @@ def main() -> None:
             jax.distributed.initialize, heartbeat_timeout_seconds=60
         )
     pathlib.Path(f"process_{given('process')}").write_text(str(os.getpid()))
-    sharding.FSDP_MIN_SIZE = 16
+    mesh.FSDP_MIN_SIZE = 16
     without_sanity_check()
     opening.build = lambda config, devices: toy.system(config, len(devices))
     sys.argv[0] = str(ROOT / "launch" / "train.py")

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from digen_jax import rewards
+from digen_jax.rewards import RewardSettings
 from digen_jax.rewards.pool import RewardPool
-from digen_jax.rewards.settings import RewardSettings
 from digen_jax.runtime.steps import StepImages, StepScores
 from tests.parallel import toy
 

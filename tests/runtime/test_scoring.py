@@ -11,7 +11,7 @@ import pytest
 
 from digen_jax import rewards
 from digen_jax.algorithms.advantages import AdvantageSettings
-from digen_jax.diffusion.windows import Window
+from digen_jax.diffusion.schedule import Window
 from digen_jax.errors import DivergedError
 from digen_jax.logging.evaluation import compute_image_stats, submit_image_stats
 from digen_jax.parallel.sampler import SampleRng

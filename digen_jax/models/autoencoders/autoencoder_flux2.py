@@ -12,7 +12,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from digen_jax.json_fields import fields_of, number
+from digen_jax.files import fields_of, number
 from digen_jax.models.autoencoders import autoencoder_kl
 from digen_jax.models.autoencoders.autoencoder_kl import (
     AutoencoderKL,

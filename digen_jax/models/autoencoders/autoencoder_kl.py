@@ -13,8 +13,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from digen_jax.attention.attend import attend
-from digen_jax.json_fields import fields_of, number
-from digen_jax.models.component import Component
+from digen_jax.files import fields_of, number
+from digen_jax.models.family import Component
 
 LISTS: tuple[str, ...] = (
     "down_blocks",

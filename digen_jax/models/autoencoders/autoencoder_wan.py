@@ -12,14 +12,14 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from digen_jax.json_fields import fields_of, number
+from digen_jax.files import fields_of, number
 from digen_jax.models.autoencoders.autoencoder_wan_layers import (
     CausalConv3d,
     Decoder3d,
     Encoder3d,
     FrameChunk,
 )
-from digen_jax.models.component import Component
+from digen_jax.models.family import Component
 
 LISTS: tuple[str, ...] = (
     "down_blocks",

@@ -13,11 +13,10 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from digen_jax.json_fields import number
+from digen_jax.files import number
 from digen_jax.models import dual_block, layers
-from digen_jax.models.component import Component, TransformerConfig
-from digen_jax.models.layers import SIDE, TIME_FEATURES
-from digen_jax.models.remat import Remat, block_run, product
+from digen_jax.models.family import Component, TransformerConfig
+from digen_jax.models.layers import SIDE, TIME_FEATURES, Remat, block_run, product
 from digen_jax.models.rotary import Rotary, image_positions, joined, rotary_table
 
 LISTS = ("single_transformer_blocks", *dual_block.LISTS)

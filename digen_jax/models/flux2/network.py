@@ -17,13 +17,11 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from digen_jax.attention.attend import attend
-from digen_jax.attention.queries_keys import normed
-from digen_jax.json_fields import number
+from digen_jax.attention.attend import attend, normed
+from digen_jax.files import number
 from digen_jax.models import dual_block, layers
-from digen_jax.models.component import Component, TransformerConfig
-from digen_jax.models.layers import EPSILON, TIME_FEATURES
-from digen_jax.models.remat import Remat, block_run, product
+from digen_jax.models.family import Component, TransformerConfig
+from digen_jax.models.layers import EPSILON, TIME_FEATURES, Remat, block_run, product
 from digen_jax.models.rotary import Rotary, image_positions, joined, rotary_table, rotate_pairs
 
 

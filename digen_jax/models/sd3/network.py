@@ -14,12 +14,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from digen_jax.json_fields import number
+from digen_jax.files import number
 from digen_jax.models import dual_block, layers
-from digen_jax.models.component import Component, TransformerConfig
-from digen_jax.models.layers import TIME_FEATURES
+from digen_jax.models.family import Component, TransformerConfig
+from digen_jax.models.layers import TIME_FEATURES, Remat, block_run
 from digen_jax.models.linear import patch_product
-from digen_jax.models.remat import Remat, block_run
 
 LISTS = dual_block.LISTS
 FROZEN = ("pos_embed/pos_embed",)

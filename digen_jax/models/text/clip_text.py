@@ -12,8 +12,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from digen_jax.attention.attend import attend
-from digen_jax.json_fields import check_values, number
-from digen_jax.models.component import Component
+from digen_jax.files import check_values, number
+from digen_jax.models.family import Component
 
 LISTS: tuple[str, ...] = ("layers",)
 

@@ -16,10 +16,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from digen_jax.attention.attend import attend
-from digen_jax.json_fields import check_values, number
+from digen_jax.files import check_values, number
 from digen_jax.models import rotary
-from digen_jax.models.component import Component
-from digen_jax.models.remat import block_run
+from digen_jax.models.family import Component
+from digen_jax.models.layers import block_run
 
 # transformers' `default_theta` for files without it.
 THETA, THETA_OF_QWEN2_5_VL = 1e4, 1e6

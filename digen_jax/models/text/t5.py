@@ -15,8 +15,8 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from digen_jax.json_fields import check_values, number
-from digen_jax.models.component import Component
+from digen_jax.files import check_values, number
+from digen_jax.models.family import Component
 
 LISTS: tuple[str, ...] = ("block", "layer")
 

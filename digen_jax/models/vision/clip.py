@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int
 
-from digen_jax.json_fields import LARGEST, check_values, number
+from digen_jax.files import LARGEST, check_values, number
 from digen_jax.models.linear import patch_product
 from digen_jax.models.text import clip_text
 from digen_jax.models.text.clip_text import (

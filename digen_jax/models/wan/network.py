@@ -16,11 +16,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from digen_jax.attention.attend import attend
-from digen_jax.json_fields import number
+from digen_jax.files import number
 from digen_jax.models import layers
-from digen_jax.models.component import Component, TransformerConfig
+from digen_jax.models.family import Component, TransformerConfig
+from digen_jax.models.layers import Remat, block_run, product
 from digen_jax.models.linear import of_one_input, patch_product
-from digen_jax.models.remat import Remat, block_run, product
 from digen_jax.models.rotary import Rotary, rotary_table, rotate_pairs
 
 LISTS = ("blocks", "to_out", "net")

@@ -15,9 +15,9 @@ from jaxtyping import Float32, Num, UInt8
 
 from digen_jax.errors import ConfigError
 from digen_jax.images import to_uint8
+from digen_jax.rewards import recorder
 from digen_jax.rewards.errors import RewardError
 from digen_jax.rewards.http_client import FailoverClient, Request, RetryableError, parse_addresses
-from digen_jax.rewards.request_log import recorder
 from digen_jax.rewards.service import REWARDS, SCORE, TOKEN, VERSION
 from digen_jax.rewards.service.wire import Malformed, decode_answer, encode_request
 

@@ -18,12 +18,12 @@ import pytest
 
 from digen_jax.errors import ConfigError
 from digen_jax.process.shutdown import Stopped
+from digen_jax.rewards import RewardSettings
 from digen_jax.rewards.built_in import resolve
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.rewards.service.client import RemoteReward
 from digen_jax.rewards.service.server import listen
 from digen_jax.rewards.service.wire import encode_request
-from digen_jax.rewards.settings import RewardSettings
 from tests.pipelines import ROOT
 from tests.rewards.service.helpers import means, random_images
 from tests.scripts import ends
