@@ -532,7 +532,7 @@ def _check_final_images(config: TrainConfig) -> None:
     if config.noisy_steps or config.sampler.kind not in WITHOUT_NOISE:
         raise ConfigError(
             f"config.algorithm.name = {name!r} trains final images, which are sampled without noise: set "
-            "config.sampler.window.length to 0, config.sampler.kind to 'ode' or 'dpm2', and "
+            "config.sampler.window.length to 0, config.sampler.kind to 'ode', 'dpm2' or 'unipc', and "
             "config.sampler.noise_level to 0"
         )
     if config.precision.trajectory != "float32":

@@ -146,7 +146,7 @@ class SamplerSection:
     """How training images are sampled."""
 
     steps: Annotated[int, Range(1, 1000)] = 8  # denoising steps
-    # "ode" and "dpm2" add no noise; "flow" is Flow-GRPO's SDE, "dance" DanceGRPO's, "cps" keeps
+    # "ode", "dpm2" and "unipc" add no noise; "flow" is Flow-GRPO's SDE, "dance" DanceGRPO's, "cps" keeps
     # coefficients, "flow_capped" bounds the noise of a step
     kind: str = "cps"
     # noise of the steps in the window, in the unit of `kind`; 0 without noise

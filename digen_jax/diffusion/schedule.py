@@ -1,4 +1,4 @@
-"""Sigma schedules that equal those of diffusers' FlowMatchEulerDiscreteScheduler, and windows of their steps.
+"""Sigma schedules of diffusers' flow-matching and UniPC schedulers, and windows of their steps.
 
 A window is the steps that are noisy and trained in a training step; it may move. All images of a training step share
 one window. It is a pure function of the settings and the training step's number, so that every host and a resumed run
@@ -8,10 +8,10 @@ compute the same window.
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Float32, Int
+from jaxtyping import Float, Float32, Int, Int64
 
 from digen_jax.diffusion.sampling import check_window
 from digen_jax.diffusion.steps import ReverseStep
@@ -37,6 +37,8 @@ class SchedulerConfig:
     pipelines do for a scheduler with `num_train_timesteps` 1000; no published model has another number.
     """
 
+    name: ClassVar = "FlowMatchEulerDiscreteScheduler"
+
     num_train_timesteps: Literal[1000] = 1000
     shift: float = number(1.0, 1e-3, 1e3)
     use_dynamic_shifting: bool = False
@@ -50,12 +52,7 @@ class SchedulerConfig:
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "SchedulerConfig":
         """Parses a `scheduler_config.json`; raises ValueError for a field that is not supported."""
-        kind = config.get("_class_name", "FlowMatchEulerDiscreteScheduler")
-        if kind != "FlowMatchEulerDiscreteScheduler":
-            raise ValueError(
-                f"scheduler _class_name is {kind!r}; "
-                "only 'FlowMatchEulerDiscreteScheduler' is supported"
-            )
+        _check_class(cls.name, config)
         for name in UNSUPPORTED:
             if config.get(name):
                 raise ValueError(
@@ -68,6 +65,93 @@ class SchedulerConfig:
                 raise ValueError(f"scheduler field {name} is unknown; remove it from the config")
         check_values(cls, fields)
         return cls(**fields)
+
+
+# Fields of diffusers' UniPCMultistepScheduler that a flow-matching schedule does not read.
+UNIPC_UNREAD = (
+    *("beta_start", "beta_end", "beta_schedule", "trained_betas", "rescale_betas_zero_snr"),
+    *("timestep_spacing", "steps_offset", "dynamic_thresholding_ratio", "sample_max_value"),
+    *("time_shift_type", "sigma_min", "sigma_max"),
+)
+# Its fields that support one value: these are Wan's, and other values change the schedule or the solver (`UniPc`).
+UNIPC_FIXED = {
+    "prediction_type": "flow_prediction",
+    "use_flow_sigmas": True,
+    "solver_order": 2,
+    "solver_type": "bh2",
+    "predict_x0": True,
+    "lower_order_final": True,
+    "final_sigmas_type": "zero",
+    "num_train_timesteps": 1000,
+    "thresholding": False,
+    "disable_corrector": [],
+    "solver_p": None,
+    "use_karras_sigmas": False,
+    "use_exponential_sigmas": False,
+    "use_beta_sigmas": False,
+    "use_dynamic_shifting": False,
+    "shift_terminal": None,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class UniPcConfig:
+    """Fields of `scheduler_config.json` that affect the sigmas of diffusers' UniPCMultistepScheduler."""
+
+    name: ClassVar = "UniPCMultistepScheduler"
+
+    flow_shift: float = number(1.0, 1e-3, 1e3)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> "UniPcConfig":
+        """Parses a `scheduler_config.json`; raises ValueError for a field that is not supported."""
+        _check_class(cls.name, config)
+        # Without these diffusers' defaults apply, which are those of models that predict noise.
+        config = {"prediction_type": "epsilon", "use_flow_sigmas": False} | dict(config)
+        for name, value in config.items():
+            if name in UNIPC_FIXED and value != UNIPC_FIXED[name]:
+                raise ValueError(
+                    f"scheduler field {name} is {value!r}, which is unsupported; it must be {UNIPC_FIXED[name]!r}"
+                )
+            if not name.startswith("_") and name not in (*UNIPC_FIXED, *UNIPC_UNREAD, "flow_shift"):
+                raise ValueError(f"scheduler field {name} is unknown; remove it from the config")
+        check_values(cls, config)
+        return cls(**{"flow_shift": config["flow_shift"]} if "flow_shift" in config else {})
+
+
+def _check_class(name: str, config: Mapping[str, Any]) -> None:
+    kind = config.get("_class_name", name)
+    if kind != name:
+        raise ValueError(f"scheduler _class_name is {kind!r}; only {name!r} is supported")
+
+
+class UniPcSchedule(NamedTuple):
+    """Schedule of diffusers' UniPCMultistepScheduler.
+
+    Attributes:
+      sigmas: Noise levels, from nearly 1 down to 0.
+      times: Inputs of the network at all sigmas but the last: 1000 sigma in float64, without its fraction. It cannot be
+        computed from float32 sigmas: where 1000 sigma is a whole number, the rounding of float64 decides.
+    """
+
+    sigmas: Float32[np.ndarray, "sigmas"]
+    times: Int64[np.ndarray, "steps"]
+
+
+def make_unipc_schedule(config: UniPcConfig, num_steps: int) -> UniPcSchedule:
+    """Returns the schedule of a sampling run of `num_steps` steps; equals diffusers' bit for bit.
+
+    Raises:
+      ValueError: there are too few steps.
+    """
+    if num_steps < 1:
+        raise ValueError(f"num_steps is {num_steps}; a schedule needs at least 1 step")
+    sigmas = _static_shift(np.linspace(1, 1 / 1000, num_steps + 1)[:-1], config.flow_shift)
+    if abs(sigmas[0] - 1) < 1e-6:
+        sigmas[0] -= 1e-6  # so that the solver's log((1 - sigma) / sigma) is finite
+    return UniPcSchedule(
+        np.append(sigmas, 0.0).astype(np.float32), (sigmas * 1000).astype(np.int64)
+    )
 
 
 def make_sigmas(

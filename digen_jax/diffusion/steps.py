@@ -3,19 +3,21 @@
 Sampling and replay call the same `mean_std` and `log_prob`. All arithmetic is float32, for inputs of
 any dtype. `sigma`, `sigma_next` and `sigma_max` are scalars, or `[b]` if the samples of a batch
 are at different steps. `sigma_max` is sigmas[1] of the schedule; only `FlowSde` reads it, instead of
-a sigma of 1.
+a sigma of 1 or nearly 1.
 
 ODE solvers also `advance` along a schedule, and may keep values of the last step.
 """
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Float32, Int
 
 MAX_STD = 0.45  # maximum std of a step of `CappedFlowSde`
+NEARLY_ONE = 1 - 1e-5  # least sigma of a first step; UniPC's schedules start at 1 - 1e-6
 
 Sigma = Float[ArrayLike, ""] | Float[ArrayLike, "b"]
 Sigmas = Float[ArrayLike, "sigmas"]
@@ -91,6 +93,71 @@ class Dpm2(Ode):
         return mean + jnp.where(second_order, gain, 0.0) * (x0 - last), x0
 
 
+class UniPcMemory(NamedTuple):
+    """What `UniPc` keeps of the last steps.
+
+    Attributes:
+      x: Corrected x of the last step.
+      x0: Prediction of the last step, from x before its correction.
+      x0_before: The same of the step before.
+    """
+
+    x: Mean
+    x0: Mean
+    x0_before: Mean
+
+
+@dataclasses.dataclass(frozen=True)
+class UniPc(Ode):
+    """UniPC of order 2 with B(h) = exp(-h) - 1, "bh2" (arXiv 2302.04867), for flow matching: Wan's solver.
+
+    Each step first corrects x by the prediction x0 = x - sigma v at it (UniC), then predicts x_next (UniP). Both are
+    r x + (1 - r) (x0 + slope), r = sigma_next / sigma, from the values of the last step and of this one. x0 is not
+    computed again from the corrected x, which would need the network; it is what later steps read.
+
+    The step after the first and the last one are of order 1: UniP is the DDIM step then, and UniC the trapezoidal rule.
+    UniP of order 2 is `Dpm2`'s step. diffusers' UniPCMultistepScheduler takes the same steps (solver_order 2, bh2,
+    predict_x0, lower_order_final), also on its float32 sigmas. Its sigmas start at 1 - 1e-6. From a sigma of 1 the
+    limit is taken, in which the second step is of order 1, too.
+    """
+
+    def init_last(self, x: Sample) -> UniPcMemory:
+        """Returns the memory of the first step, which does not read it."""
+        return UniPcMemory(*[jnp.zeros(x.shape, jnp.float32)] * 3)
+
+    def advance(
+        self, x: Sample, v: Sample, sigmas: Sigmas, i: int | Int[Array, ""], last: UniPcMemory
+    ) -> tuple[Mean, UniPcMemory]:
+        """Takes step i of a schedule; returns x at sigmas[i + 1], and the memory for the next step."""
+        x, v, sigmas = _float32(x, v, sigmas)
+        x0 = x - sigmas[i] * v
+        # Increases of log((1 - sigma) / sigma) over the step before the last one, the last, and this one.
+        snr = _log_snr(sigmas[jnp.clip(i + jnp.arange(-2, 2), 0, len(sigmas) - 1)])
+        h_before, h_last, h = snr[1:] - snr[:-1]
+
+        b, c = _unic_moments(jnp.where(i > 0, h_last, 1.0))
+        slope_before = (last.x0 - last.x0_before) * jnp.where(i > 1, h_last / h_before, 0.0)
+        # Weights of both slopes, which integrate a parabola through the three predictions.
+        of_before = jnp.where(i > 1, (b - c) / (1 + h_before / h_last), 0.0)
+        of_last = jnp.where(i > 1, b - of_before, 0.5)
+        slope = of_before * slope_before + of_last * (x0 - last.x0)
+        r = sigmas[i] / sigmas[jnp.maximum(i - 1, 0)]
+        corrected = r * last.x + (1 - r) * (last.x0 + slope)
+        x = jnp.where(i > 0, corrected, x)
+
+        second_order = (i > 0) & (i < len(sigmas) - 2)
+        slope = jnp.where(second_order, h / (2 * h_last), 0.0) * (x0 - last.x0)
+        r = sigmas[i + 1] / sigmas[i]
+        return r * x + (1 - r) * (x0 + slope), UniPcMemory(x, x0, last.x0)
+
+
+def _unic_moments(h: Float32[Array, ""]) -> tuple[Float32[Array, ""], Float32[Array, ""]]:
+    """Returns the means of s and of s^2, for s from 0 to 1 with the weights exp(-h (1 - s)): diffusers' `b`."""
+    total = -jnp.expm1(-h)
+    first = 1 / total - 1 / h
+    return first, 1 / total - 2 * first / h
+
+
 @dataclasses.dataclass(frozen=True)
 class ReverseSde:
     """Euler-Maruyama step of the reverse SDE whose marginals are the ODE's, for any diffusion g.
@@ -128,7 +195,8 @@ class ReverseSde:
 class FlowSde(ReverseSde):
     """Flow-GRPO's SDE (arXiv 2505.05470): diffusion g = a sqrt(sigma / (1 - sigma)).
 
-    At sigma = 1, the first step, 1 - sigma_max replaces 1 - sigma, as in its public code.
+    At sigma = 1, the first step, 1 - sigma_max replaces 1 - sigma, as in its public code. This applies to UniPC's first
+    sigma, too, at which g would be 700 for a = 0.7.
     """
 
     def diffusion(
@@ -136,7 +204,8 @@ class FlowSde(ReverseSde):
     ) -> Float32[Array, "*sigma"]:
         """Returns g, the std of the step without its factor sqrt(-dt)."""
         sigma, sigma_max = _float32(sigma, sigma_max)
-        return self.noise_level * _sqrt(sigma / (1 - jnp.where(sigma == 1, sigma_max, sigma)))
+        bounded = jnp.where(sigma >= NEARLY_ONE, sigma_max, sigma)
+        return self.noise_level * _sqrt(sigma / (1 - bounded))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,11 +286,12 @@ KINDS = {
     "cps": Cps,
     "flow_capped": CappedFlowSde,
     "dpm2": Dpm2,
+    "unipc": UniPc,
 }
 
 
 def make_step(kind: str, noise_level: int | float) -> ReverseStep:
-    """Creates the step of a config, e.g. `make_step("cps", 0.8)`; ode and dpm2 take noise level 0.
+    """Creates the step of a config, e.g. `make_step("cps", 0.8)`; ode, dpm2 and unipc take noise level 0.
 
     Raises:
       ValueError: the noise level is invalid for the kind.

@@ -381,7 +381,7 @@ def test_an_option_that_needs_smaller_chunks_names_all_that_change(given, field,
     fit_config(load_config(changed(given, **sizes)), 8)
 
 
-@pytest.mark.parametrize("kind", ["ode", "dpm2"])
+@pytest.mark.parametrize("kind", ["ode", "dpm2", "unipc"])
 def test_start_noise_is_not_shared_where_nothing_else_is_random(given, kind):
     load_config(changed(given, sampler__shared_noise=True))
     sentence = refused(changed(given, **FORWARD["awm"] | dict(sampler__kind=kind)))
