@@ -4,19 +4,17 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
 from digen_jax.checkpoints.folder import has_weights
 from digen_jax.checkpoints.lora import LoraConfig
-from digen_jax.checkpoints.lora_files import read_initial_lora
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.data.prompt_files import PromptBatches, prompt_batches, read_prompt_file
 from digen_jax.diffusion.steps import Ode, make_step
 from digen_jax.errors import blame
 from digen_jax.families import check_parts, editing, load_family, open_pipeline, read_parts
-from digen_jax.learned_rewards.on_mesh import read, read_shapes
 from digen_jax.models.family import Family, Params
 from digen_jax.parallel.encoding import PrecomputedPrompts
 from digen_jax.parallel.mesh import Layout
@@ -29,20 +27,24 @@ from digen_jax.parallel.placement import (
     make_process_placement,
 )
 from digen_jax.parallel.policy import Policy
-from digen_jax.parallel.reward_model import RewardModel
 from digen_jax.parallel.sampler import Sampler, SamplerSettings
 from digen_jax.parallel.system import Rollout, System, reshard, shapes_in_dtype, sharded_shapes
 from digen_jax.parallel.trainer import Trainer
 from digen_jax.policies import (
+    EACH_STEP,
     check_heads,
     check_model,
+    encoder_shapes,
     evaluation_policy,
+    is_precomputed,
     make_policy,
     trained_of,
     trained_policy,
 )
-from digen_jax.prompt_store import encoder_shapes, is_precomputed, stored_prompts
 from digen_jax.rewards.built_in import on_mesh
+
+if TYPE_CHECKING:  # imported with the learned rewards
+    from digen_jax.parallel.reward_model import RewardModel
 
 
 def recipe_model(config: TrainConfig) -> tuple[pathlib.Path, Family]:
@@ -87,7 +89,7 @@ def build(
         trained = read_parts(family, folder, family.trained, placement.trainer, dtype)
         frozen = read_parts(family, folder, shapes.frozen, placement.rollout, kept)
     if shapes.ahead:
-        encoded = encoded or stored_prompts(config, folder, family)
+        encoded = encoded or _stored_prompts(config, folder, family)
     return connect(config, placement, family, trained, frozen, start, encoded)
 
 
@@ -103,12 +105,12 @@ def build_trainer(
     """
     if not config.placement.rollout.data:
         system = build(config, devices, "trainer", encoded)
-        return system.with_scorers(read(on_mesh(config.rewards), system.placement.rollout))
+        return system.with_scorers(_scorers(config, system.placement.rollout))
     folder, family, placement, lora = parts = open_parts(config, devices, "trainer")
     start, base = _split_on(config, parts, placement.trainer)
     policy = make_policy(config, family)
     if encoded is None and is_precomputed(config, family):
-        encoded = stored_prompts(config, folder, family)
+        encoded = _stored_prompts(config, folder, family)
 
     def sampling_on(group: DeviceGroup) -> Rollout:
         print("loading text encoders and VAE so that the trainer can sample", flush=True)
@@ -160,10 +162,10 @@ def _rollout_on(
         check_parts(family, folder, shapes)
         frozen = read_parts(family, folder, shapes, group, config.precision.frozen)
     found = make_rollout(config, make_policy(config, family), group, base, frozen, encoded)
-    return found._replace(scorers=read(on_mesh(config.rewards), group))
+    return found._replace(scorers=_scorers(config, group))
 
 
-def read_scorers(config: TrainConfig, devices: Sequence[jax.Device]) -> tuple[RewardModel, ...]:
+def read_scorers(config: TrainConfig, devices: Sequence[jax.Device]) -> "tuple[RewardModel, ...]":
     """Loads the rewards that run on rollout meshes onto the first of these, for `System.with_scorers`.
 
     Raises:
@@ -171,7 +173,20 @@ def read_scorers(config: TrainConfig, devices: Sequence[jax.Device]) -> tuple[Re
     """
     layout = Layout(config.placement.rules)  # their parameters have no logical axes
     placement = make_placement(config.placement.meshes, layout, devices)
-    return read(on_mesh(config.rewards), placement.rollout)
+    return _scorers(config, placement.rollout)
+
+
+def _scorers(
+    config: TrainConfig, group: DeviceGroup, abstract: bool = False
+) -> "tuple[RewardModel, ...]":
+    """Loads the rewards that run on a mesh, or only their shapes if `abstract`."""
+    sections = on_mesh(config.rewards)
+    if not sections:
+        return ()
+    # Most runs use none of these networks.
+    from digen_jax.learned_rewards.on_mesh import read, read_shapes
+
+    return (read_shapes if abstract else read)(sections, group)
 
 
 class Parts(NamedTuple):
@@ -205,10 +220,34 @@ def open_parts(
         check_parts(family, folder, [p for p in family.shapes() if has_weights(folder / p)])
     start = None
     if config.lora.path:
+        from digen_jax.checkpoints.lora_files import read_initial_lora  # few runs read one
+
         with blame("config.lora.path: "):
             lora, shapes = make_policy(config, family).lora, trained_of(family, family.shapes())
             start = read_initial_lora(config.lora.path, lora, shapes, family.lists)
     return Parts(folder, family, placement, start)
+
+
+def open_encoders(
+    config: TrainConfig, devices: Sequence[jax.Device], mesh: MeshRole | None = None
+) -> Parts | None:
+    """Opens the model of a run that precomputes its prompts, like `open_parts`.
+
+    Returns None if the text encoders run in each step.
+    """
+    if config.prompts.encoding == EACH_STEP:
+        return None
+    parts = open_parts(config, devices, mesh)
+    return parts if is_precomputed(config, parts.family) else None
+
+
+def _stored_prompts(
+    config: TrainConfig, folder: pathlib.Path | None, family: Family
+) -> PrecomputedPrompts:
+    """See `prompt_store.stored_prompts`."""
+    from digen_jax.prompt_store import stored_prompts  # only runs that precompute prompts need it
+
+    return stored_prompts(config, folder, family)
 
 
 def placed(
@@ -280,10 +319,10 @@ def outline(config: TrainConfig, devices: Sequence[jax.Device]) -> System:
     shapes = parameter_shapes(config, family)
     start, base = (sharded_shapes(tree, placement.trainer) for tree in (shapes.tuned, shapes.base))
     frozen = sharded_shapes(shapes.frozen, placement.rollout)
-    encoded = stored_prompts(config, None, family) if shapes.ahead else None
+    encoded = _stored_prompts(config, None, family) if shapes.ahead else None
     policy = make_policy(config, family)
     system = _around(config, placement, policy, start, base, frozen, encoded)
-    return system.with_scorers(read_shapes(on_mesh(config.rewards), placement.rollout))
+    return system.with_scorers(_scorers(config, placement.rollout, abstract=True))
 
 
 class ParameterShapes(NamedTuple):

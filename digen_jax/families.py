@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+import pkgutil
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,20 +11,18 @@ import jax.numpy as jnp
 from digen_jax.checkpoints.folder import read_model_index, resolve_folder
 from digen_jax.errors import ConfigError, blame, user_input
 from digen_jax.models.family import Family, Params, Size
-from digen_jax.models.flux.family import Flux
-from digen_jax.models.flux.kontext import FluxKontext
-from digen_jax.models.flux2.family import Flux2Klein
 from digen_jax.models.layers import Remat
-from digen_jax.models.qwen_image.family import QwenImage
-from digen_jax.models.sd3.family import StableDiffusion3
-from digen_jax.models.zimage.family import ZImage
 from digen_jax.parallel.placement import DeviceGroup
 from digen_jax.process.shutdown import during
 
-# Model families by pipeline class, as named in a folder's model_index.json.
+# Model families by pipeline class, as named in a folder's model_index.json. A run imports only its own.
 FAMILIES = {
-    family.pipeline: family
-    for family in (StableDiffusion3, Flux, FluxKontext, Flux2Klein, ZImage, QwenImage)
+    "StableDiffusion3Pipeline": "digen_jax.models.sd3.family:StableDiffusion3",
+    "FluxPipeline": "digen_jax.models.flux.family:Flux",
+    "FluxKontextPipeline": "digen_jax.models.flux.kontext:FluxKontext",
+    "Flux2KleinPipeline": "digen_jax.models.flux2.family:Flux2Klein",
+    "ZImagePipeline": "digen_jax.models.zimage.family:ZImage",
+    "QwenImagePipeline": "digen_jax.models.qwen_image.family:QwenImage",
 }
 
 
@@ -50,7 +49,7 @@ def family_of(folder: pathlib.Path) -> Any:
         raise ConfigError(
             f"{folder} is a {kind}; supported are {', '.join(FAMILIES)}: choose another folder"
         )
-    return FAMILIES[kind]
+    return pkgutil.resolve_name(FAMILIES[kind])
 
 
 def load_family(

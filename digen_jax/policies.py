@@ -1,4 +1,4 @@
-"""The policies of a config: trained parameters, guidance, and checks that config, model and meshes fit."""
+"""The policies of a config: trained parameters, guidance, placement, and checks that config, model and meshes fit."""
 
 import dataclasses
 import functools
@@ -9,12 +9,14 @@ from collections import Counter
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 
 from digen_jax.algorithms.algorithm import Algorithm
 from digen_jax.attention.kernels import choose
 from digen_jax.checkpoints.lora import LoraConfig, check_rank
 from digen_jax.config.checks import check_devices
-from digen_jax.config.sections import AUTO
+from digen_jax.config.load import fit_config
+from digen_jax.config.sections import AUTO, GIVEN, PlacementSection
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.data.prompt_files import first_negative, numbered_records
 from digen_jax.diffusion.steps import make_step
@@ -22,13 +24,26 @@ from digen_jax.errors import ConfigError, blame
 from digen_jax.models.family import Family, Params
 from digen_jax.models.linear import FLOAT32_NAMES
 from digen_jax.parallel.mesh import SEQUENCE, TENSOR
-from digen_jax.parallel.placement import MeshSizes, Placement, RolloutAxes, TrainerAxes
+from digen_jax.parallel.placement import (
+    ONE_DEVICE,
+    PROCESS_FIELDS,
+    MeshSizes,
+    Placement,
+    RolloutAxes,
+    TrainerAxes,
+)
 from digen_jax.parallel.policy import Policy
+from digen_jax.parallel.system import shapes_in_dtype
 
 # Names of published models that were distilled to be sampled in few steps.
 FEW_STEPS = re.compile(
     r"turbo|schnell|lightning|lcm|hyper|distill|(?<!\d)[1-8]-?steps?", re.IGNORECASE
 )
+
+PRECOMPUTED, EACH_STEP = "precomputed", "each_step"
+# Bytes of text encoders above which "auto" precomputes prompts instead of keeping the encoders on rollout workers.
+# The two CLIPs of Stable Diffusion 3 have 3.3 GB in float32; T5-XXL has 9.5 GB in bfloat16.
+LARGE = 4 * 10**9
 
 
 def make_policy(config: TrainConfig, family: Family) -> Policy:
@@ -63,6 +78,26 @@ def reads_null(config: TrainConfig, family: Family) -> bool:
         policy.reads_null
         for policy in (make_policy(config, family), evaluation_policy(config, family))
     )
+
+
+def encoder_shapes(config: TrainConfig, family: Family) -> Params:
+    """Returns the text encoders' abstract parameters in the run's dtype."""
+    shapes = family.shapes()
+    parts = {part: shapes[part] for part in family.encoders}
+    return shapes_in_dtype(parts, jnp.dtype(config.precision.frozen))
+
+
+def is_precomputed(config: TrainConfig, family: Family) -> bool:
+    """Returns whether prompts are encoded before sampling starts."""
+    if config.prompts.encoding != "auto":
+        return config.prompts.encoding == PRECOMPUTED
+    return encoder_bytes(config, family) > LARGE
+
+
+def encoder_bytes(config: TrainConfig, family: Family) -> int:
+    """Returns the size of the text encoders' parameters in bytes."""
+    leaves = jax.tree.leaves(encoder_shapes(config, family))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
 def check_negative(given: str, policies: Sequence[Policy], prefix: str) -> None:
@@ -276,3 +311,59 @@ def on_devices(config: TrainConfig, devices: int) -> TrainConfig:
         config = config.with_meshes(MeshSizes(RolloutAxes(data=0), TrainerAxes(data=most)))
     check_devices(config, devices)
     return config
+
+
+def place_here(config: TrainConfig) -> TrainConfig:
+    """Returns a config placed on the available devices; prints its meshes if they were reduced to fit.
+
+    Raises:
+      ConfigError: A setting cannot work here, or there is one device for configured meshes of several.
+    """
+    devices, (rollout, trainer) = jax.device_count(), config.placement.meshes
+    wanted = rollout.devices * rollout.workers, trainer.devices * trainer.workers
+    # A config without mesh sizes has the default ones and trains on one device.
+    chosen = config.placement.meshes != PlacementSection().meshes
+    if devices == 1 < sum(wanted) and chosen and config.placement.mode == GIVEN:
+        raise ConfigError(
+            f"config.placement.rollout wants {wanted[0]} and config.placement.trainer {wanted[1]} devices, but there "
+            "is 1: set config.placement.mode to 'fitted', which samples and trains on it alternately"
+        )
+    placed = fit_config(config, devices)
+    sizes = placed.placement.meshes
+    if sizes != config.placement.meshes and devices > 1:
+        print(f"config.placement is fitted to {devices} devices: {sizes.as_dict()}", flush=True)
+    return placed
+
+
+def place_processes(config: TrainConfig) -> TrainConfig:
+    """Returns a config whose workers are separate processes; meshes are not reduced to this process's devices.
+
+    Raises:
+      ConfigError: A setting cannot work.
+    """
+    rollout, trainer = config.placement.meshes
+    return fit_config(config, rollout.devices * rollout.workers + trainer.devices * trainer.workers)
+
+
+def place_on_one_device(config: TrainConfig) -> TrainConfig:
+    """Returns a config on one device, which samples and trains, regardless of its placement.
+
+    Raises:
+      ConfigError: A setting cannot work there.
+    """
+    return fit_config(config.with_meshes(ONE_DEVICE), jax.device_count())
+
+
+def check_without_ray(config: TrainConfig, options: dict[str, bool]) -> None:
+    """Raises ConfigError if a field or a named option is set that only --ray uses."""
+    for name, given in options.items():
+        if given:
+            raise ConfigError(f"--{name} needs --ray: add --ray=local or a cluster's address")
+    for name, axes in config.placement.meshes._asdict().items():
+        for field in dataclasses.fields(axes):
+            given = getattr(axes, field.name)
+            if field.name in PROCESS_FIELDS and given != field.default:
+                raise ConfigError(
+                    f"config.placement.{name}.{field.name} = {given}, but only --ray starts other processes: add "
+                    f"--ray=local or a cluster's address, or set it to {field.default}"
+                )

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Shaped
 from tqdm import tqdm
 
-from digen_jax.assemble import drawn_prompts, open_parts
+from digen_jax.assemble import Parts, drawn_prompts, open_encoders
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.data.embedding_cache import HEADER, EmbeddingCache
 from digen_jax.data.prompt_files import read_prompt_file, read_prompt_files
@@ -37,18 +37,11 @@ from digen_jax.parallel.encoding import (
 )
 from digen_jax.parallel.mesh import any_of, fetch
 from digen_jax.parallel.placement import DeviceGroup, MeshRole
-from digen_jax.policies import on_devices, reads_null
+from digen_jax.policies import EACH_STEP, encoder_shapes, on_devices, reads_null
 from digen_jax.process.job import barrier, is_first, several
 from digen_jax.process.shutdown import during
 from digen_jax.process.terminal import track
-from digen_jax.prompt_store import (
-    EACH_STEP,
-    encoder_shapes,
-    is_precomputed,
-    missing_weights,
-    open_store,
-    store_folder,
-)
+from digen_jax.prompt_store import missing_weights, open_store, store_folder
 from digen_jax.scheduling.settings import Deadline
 
 # Maximum prompts and bytes per cache file. An unwritten file is lost if the process is killed.
@@ -228,12 +221,13 @@ def prepare(
     Raises:
       ConfigError: The model, the devices or the cache is invalid, or `Precomputation.check` failed.
     """
-    if config.prompts.encoding == EACH_STEP:
-        return None
-    folder, family, placement, _ = open_parts(config, devices, mesh)
-    if not is_precomputed(config, family):
-        return None
-    drawn = records()
+    parts = open_encoders(config, devices, mesh)
+    return None if parts is None else find_missing(config, parts, records())
+
+
+def find_missing(config: TrainConfig, parts: Parts, drawn: Sequence[Record]) -> Precomputation:
+    """Like `prepare`, for the result of `open_encoders` and all prompt records of a run."""
+    folder, family, placement, _ = parts
     unconditional = drawn if reads_null(config, family) else ()
     nulls = {null_prompt_key(family, record): record for record in unconditional}
     wanted = nulls | {prompt_key(family, record): record for record in drawn}

@@ -1,4 +1,4 @@
-"""Cache of precomputed prompt embeddings, and the decision whether a run uses it."""
+"""Cache of precomputed prompt embeddings."""
 
 import functools
 import pathlib
@@ -6,43 +6,15 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from digen_jax.checkpoints.folder import fingerprint, read_model_index
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.data.embedding_cache import EmbeddingCache, models
 from digen_jax.errors import ConfigError, blame
-from digen_jax.models.family import Family, Params
+from digen_jax.models.family import Family
 from digen_jax.parallel.encoding import PrecomputedPrompts, Rows
-from digen_jax.parallel.system import shapes_in_dtype
+from digen_jax.policies import encoder_shapes
 from digen_jax.process.job import CACHE
 from digen_jax.process.shutdown import Stopped
-
-PRECOMPUTED, EACH_STEP = "precomputed", "each_step"
-# Bytes of text encoders above which "auto" precomputes prompts instead of keeping the encoders on rollout workers.
-# The two CLIPs of Stable Diffusion 3 have 3.3 GB in float32; T5-XXL has 9.5 GB in bfloat16.
-LARGE = 4 * 10**9
-
-
-def encoder_shapes(config: TrainConfig, family: Family) -> Params:
-    """Returns the text encoders' abstract parameters in the run's dtype."""
-    shapes = family.shapes()
-    parts = {part: shapes[part] for part in family.encoders}
-    return shapes_in_dtype(parts, jnp.dtype(config.precision.frozen))
-
-
-def is_precomputed(config: TrainConfig, family: Family) -> bool:
-    """Returns whether prompts are encoded before sampling starts."""
-    if config.prompts.encoding != "auto":
-        return config.prompts.encoding == PRECOMPUTED
-    return encoder_bytes(config, family) > LARGE
-
-
-def encoder_bytes(config: TrainConfig, family: Family) -> int:
-    """Returns the size of the text encoders' parameters in bytes."""
-    leaves = jax.tree.leaves(encoder_shapes(config, family))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
 def store_folder(config: TrainConfig) -> pathlib.Path:

@@ -21,16 +21,13 @@ import pathlib
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from digen_jax.assemble import drawn_prompts, held_out_prompts
+from digen_jax.config.sections import AUTO
 from digen_jax.config.train_config import MAY_CHANGE, TrainConfig
-from digen_jax.distributed.engine import RayEngine
-from digen_jax.distributed.launch import TrainerPart
-from digen_jax.distributed.transfer import Shares, TrainerTransfer
-from digen_jax.distributed.workers import RemoteWorkers, WorkerProxy
 from digen_jax.errors import check_metrics
 from digen_jax.logging.metrics import reason_to_stop
 from digen_jax.logging.run_log import RunLog, files_table, full_disk
@@ -44,7 +41,7 @@ from digen_jax.logging.workdir import (
     usable,
 )
 from digen_jax.parallel.mesh import job_devices
-from digen_jax.planning.placing import place_processes, place_run
+from digen_jax.policies import place_here, place_processes
 from digen_jax.process import job
 from digen_jax.process.job import Place, join_job
 from digen_jax.process.shutdown import Interrupt, mark_hung
@@ -70,9 +67,13 @@ from digen_jax.runtime.opening import (
 )
 from digen_jax.scheduling.settings import Deadline
 
+if TYPE_CHECKING:  # imported with Ray's workers
+    from digen_jax.distributed.launch import TrainerPart
+    from digen_jax.distributed.workers import RemoteWorkers, WorkerProxy
+
 
 def train(
-    config: TrainConfig, workdir: pathlib.Path, part: TrainerPart | None = None
+    config: TrainConfig, workdir: pathlib.Path, part: "TrainerPart | None" = None
 ) -> int | None:
     """Starts or resumes a run in its workdir.
 
@@ -97,13 +98,26 @@ def train(
         if not job.is_first():
             return follow_run(config, workdir)
         with coordinating() as broadcast:
-            return _coordinate(place_run(config, workdir), workdir, broadcast)
+            return _coordinate(_place(config, workdir), workdir, broadcast)
+
+
+def _place(config: TrainConfig, workdir: pathlib.Path) -> TrainConfig:
+    """Places a run without Ray on the available devices, as configured or as the planner chooses."""
+    if config.placement.mode != AUTO:
+        return place_here(config)
+    from digen_jax.planning.placing import place_run  # only "auto" needs the planner
+
+    return place_run(config, workdir)
 
 
 def _train_with_workers(
-    config: TrainConfig, workdir: pathlib.Path, part: TrainerPart
+    config: TrainConfig, workdir: pathlib.Path, part: "TrainerPart"
 ) -> int | None:
-    """Runs `train` in a process of a trainer with other workers on Ray."""
+    """Runs `train` in a process of a trainer with other workers on Ray, which only such runs import."""
+    from digen_jax.distributed.engine import RayEngine
+    from digen_jax.distributed.transfer import Shares, TrainerTransfer
+    from digen_jax.distributed.workers import RemoteWorkers
+
     config = place_processes(config)
     engine = RayEngine(part.address)
     # Ray's exit handler exits with code 1 if another thread is freeing a stored object.
@@ -132,7 +146,7 @@ def _coordinate(
     config: TrainConfig,
     workdir: pathlib.Path,
     broadcast: CommandBroadcast,
-    workers: RemoteWorkers | None = None,
+    workers: "RemoteWorkers | None" = None,
 ) -> int | None:
     """Runs `train` in the coordinator."""
     as_json = config.as_json()
@@ -169,7 +183,7 @@ class TrainingRun:
         config: TrainConfig,
         workdir: pathlib.Path,
         broadcast: CommandBroadcast,
-        workers: RemoteWorkers | None = None,
+        workers: "RemoteWorkers | None" = None,
     ):
         self.config, self.workdir, self.broadcast, self.workers = (
             config,
@@ -275,7 +289,7 @@ class TrainingRun:
             self.save(checkpoint)
         return checkpoint
 
-    def driver(self, checkpoint: TrainCheckpoint, others: Sequence[WorkerProxy] = ()) -> Driver:
+    def driver(self, checkpoint: TrainCheckpoint, others: "Sequence[WorkerProxy]" = ()) -> Driver:
         """Builds the driver for the steps after a checkpoint; `others` are workers in other processes."""
         done, in_flight = checkpoint.done, checkpoint.in_flight
         batches, transfer = self.draw_prompts(done), self.workers and self.workers.transfer

@@ -159,7 +159,7 @@ def _calibration(config: Any) -> Any:
     """Returns the costs; the scaling of the flags replaces that of the source."""
     from digen_jax.config.sections import AUTO
     from digen_jax.planning.costs import measured_costs, read_calibration, read_run_costs
-    from digen_jax.planning.placing import place_here, place_on_one_device
+    from digen_jax.policies import place_here, place_on_one_device
 
     serial = {"trainer_serial": _TRAINER_SERIAL.value, "worker_serial": _WORKER_SERIAL.value}
     serial = {name: value for name, value in serial.items() if value is not None}

@@ -46,26 +46,26 @@ flags.mark_flags_as_required(["config", "workdir"])
 def main() -> int | None:
     """Checks the config, sets up the devices and trains; returns the exit code if a signal stopped the run."""
     from digen_jax.config.load import load_config
-    from digen_jax.distributed import launch
+    from digen_jax.policies import check_without_ray
     from digen_jax.process.job import join, prepare
 
     config = load_config(_CONFIG.value)
     place = _COORDINATOR.value, _PROCESSES.value, _PROCESS.value
     part = None
     if _RAY.value is None:
-        options = dict(ray_open=_RAY_OPEN.value, one_job=_ONE_JOB.value)
-        launch.check_without_ray(config, options)
-    else:
-        launch.check(config, place, _ONE_JOB.value)
-        part = launch.trainer_part()
-    check_output("--workdir", _WORKDIR.value, folder=True)
-    if _RAY.value is not None and part is None:
-        options = _RAY.value, _RAY_OPEN.value, _ONE_JOB.value
-        return launch.run(config, _WORKDIR.value, *options)
-    if part is None:
+        check_without_ray(config, dict(ray_open=_RAY_OPEN.value, one_job=_ONE_JOB.value))
+        check_output("--workdir", _WORKDIR.value, folder=True)
         prepare(config.placement.cpu_devices)
         join(*place)
     else:
+        from digen_jax.distributed import launch  # only runs with Ray import it
+
+        launch.check(config, place, _ONE_JOB.value)
+        part = launch.trainer_part()
+        check_output("--workdir", _WORKDIR.value, folder=True)
+        if part is None:
+            options = _RAY.value, _RAY_OPEN.value, _ONE_JOB.value
+            return launch.run(config, _WORKDIR.value, *options)
         launch.check_part(part, config, _WORKDIR.value)
         trainer = config.placement.meshes.trainer
         prepare(trainer.devices // trainer.hosts)

@@ -19,7 +19,7 @@ from digen_jax.families import load_family
 from digen_jax.inference.model import defaults_of_run
 from digen_jax.inference.sampling import evaluate
 from digen_jax.models.family import Size
-from digen_jax.planning.placing import place_processes
+from digen_jax.policies import place_processes
 from tests.cases import said
 from tests.parallel import toy
 from tests.pipelines import write_tiny_pipeline

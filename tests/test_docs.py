@@ -85,7 +85,7 @@ def test_the_example_of_an_algorithm_is_one(monkeypatch):
     monkeypatch.setitem(sys.modules, "example", types.ModuleType("example"))
     exec(source, vars(sys.modules["example"]))
     kind = sys.modules["example"].RewardWeighted
-    monkeypatch.setitem(train_config.ALGORITHMS, kind.name, kind)
+    monkeypatch.setitem(train_config.ALGORITHMS, kind.name, "example:RewardWeighted")
     ode = dict(kind="ode", noise_level=0.0, window=dict(length=0))
     section = dict(name=kind.name, temperature=2.0, adv_clip=1.0)
     monkeypatch.chdir(ROOT)

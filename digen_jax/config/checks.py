@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 
 from digen_jax.algorithms.losses import choose_old_log_probs
 from digen_jax.config.fields import flat
-from digen_jax.config.train_config import ALGORITHMS, TrainConfig
+from digen_jax.config.train_config import TrainConfig, algorithm_class
 from digen_jax.diffusion.noising import ScheduleTimes
 from digen_jax.diffusion.schedule import share_of_timesteps
 from digen_jax.diffusion.steps import KINDS, Ode, make_step
@@ -73,7 +73,7 @@ def allowed_of(algorithm: str) -> dict[str, tuple[Any, ...] | Range]:
     Args:
       algorithm: Name of the config's algorithm.
     """
-    kind = ALGORITHMS[algorithm]
+    kind = algorithm_class(algorithm)
     found = dict(allowed_values(TrainConfig))
     found |= allowed_values(kind, "algorithm.")
     found |= allowed_values(RewardSettings, "rewards[i].")

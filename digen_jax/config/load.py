@@ -15,7 +15,7 @@ from digen_jax.algorithms.losses import choose_old_log_probs
 from digen_jax.config.checks import check_fields, check_rules
 from digen_jax.config.fields import KINDS, check_known, flat
 from digen_jax.config.inputs import check_machine
-from digen_jax.config.train_config import ALGORITHMS, TrainConfig, plain
+from digen_jax.config.train_config import ALGORITHMS, TrainConfig, algorithm_class, plain
 from digen_jax.errors import ConfigError, check_choice
 from digen_jax.files import in_home, shipped
 from digen_jax.rewards import RewardSettings
@@ -82,7 +82,7 @@ def default_config(
       rewards: Sections of the list `rewards`. Names that a section defines itself are fields, too.
     """
     fields = {f.name: f.default for f in dataclasses.fields(TrainConfig)}
-    kind = ALGORITHMS[algorithm]
+    kind = algorithm_class(algorithm)
     fields["algorithm"] = {"name": algorithm, **vars(kind()), **kind.config_defaults}
     del fields["asked"]
     listed = tuple(ConfigDict(_default_reward(one)) for one in rewards)
@@ -196,11 +196,12 @@ def _algorithm_name(config: ConfigDict) -> str:
 
 def _check_algorithm_fields(config: ConfigDict, name: str) -> None:
     """Refuses fields of another algorithm than `name`."""
-    given = config.get("algorithm")
-    fields = {other: default_config(other).algorithm for other in ALGORITHMS}
+    given, own = config.get("algorithm"), default_config(name).algorithm
     for field in given if isinstance(given, ConfigDict) else ():
-        others = [other for other in ALGORITHMS if field in fields[other]]
-        if others and name not in others:
+        if field in own:
+            continue
+        others = [other for other in ALGORITHMS if field in default_config(other).algorithm]
+        if others:
             raise ConfigError(
                 f"config.algorithm.{field} is a field of {' and '.join(others)}, but config.algorithm.name "
                 f"is {name!r}: leave it out of the config file, or where only the name was given on the "
@@ -211,7 +212,7 @@ def _check_algorithm_fields(config: ConfigDict, name: str) -> None:
 def _algorithm(given: Mapping[str, Any], sections: Mapping[str, Any]) -> Algorithm:
     """Returns the settings of a complete section; other sections replace "auto" and a guidance of 0."""
     precision, sampler = sections["precision"], sections["sampler"]
-    algorithm = ALGORITHMS[given["name"]]
+    algorithm = algorithm_class(given["name"])
     fields = {field: value for field, value in given.items() if field != "name"}
     for field, default in vars(algorithm()).items():
         if dataclasses.is_dataclass(default):

@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 from digen_jax.config.checks import allowed_of
 from digen_jax.config.fields import flat
 from digen_jax.config.load import default_config
-from digen_jax.config.train_config import ALGORITHMS, MAY_CHANGE, TrainConfig
+from digen_jax.config.train_config import ALGORITHMS, MAY_CHANGE, TrainConfig, algorithm_class
 from digen_jax.diffusion.steps import KINDS
 from digen_jax.errors import ConfigError, Range
 from digen_jax.rewards import RewardSettings
@@ -117,7 +117,7 @@ def described(section: str, algorithm: str = "policy_gradient") -> list[Field]:
     if section == "rewards":
         return list(_fields(RewardSettings, "rewards[i]", algorithm))
     if section == "algorithm":
-        return list(_fields(ALGORITHMS[algorithm], section, algorithm))
+        return list(_fields(algorithm_class(algorithm), section, algorithm))
     if dataclasses.is_dataclass(default):
         return list(_fields(type(default), section, algorithm))
     return [_field(section, comments(TrainConfig)[section], algorithm)]
@@ -179,8 +179,8 @@ def _algorithms() -> str:
         "[algorithms.md](algorithms.md) lists the settings of each published method.\n"
     )
     parts = ["## algorithm\n", intro]
-    for name, kind in ALGORITHMS.items():
-        first = inspect.getmodule(kind).__doc__.splitlines()[0]
+    for name in ALGORITHMS:
+        first = inspect.getmodule(algorithm_class(name)).__doc__.splitlines()[0]
         parts += [_part(f"### {name}", first, described("algorithm", name))]
     return "\n".join(parts)
 

@@ -2,15 +2,12 @@
 
 import dataclasses
 import json
+import pkgutil
 from collections.abc import Mapping
 from typing import Annotated, Any
 
 from digen_jax.algorithms.advantages import AdvantageSettings
 from digen_jax.algorithms.algorithm import Algorithm
-from digen_jax.algorithms.awm import AWM
-from digen_jax.algorithms.diffusion_nft import DiffusionNFT
-from digen_jax.algorithms.policy_gradient import PolicyGradient
-from digen_jax.algorithms.preference import DiffusionDPO
 from digen_jax.checkpoints.lora import LoraConfig
 from digen_jax.config.sections import (
     FITTED,
@@ -40,8 +37,13 @@ from digen_jax.parallel.trainer import TrainerSettings
 from digen_jax.rewards import RewardSettings
 from digen_jax.scheduling.settings import Settings
 
-# All algorithms, by name.
-ALGORITHMS = {kind.name: kind for kind in (PolicyGradient, DiffusionNFT, AWM, DiffusionDPO)}
+# All algorithms, by name. A run imports only its own.
+ALGORITHMS = {
+    "policy_gradient": "digen_jax.algorithms.policy_gradient:PolicyGradient",
+    "diffusion_nft": "digen_jax.algorithms.diffusion_nft:DiffusionNFT",
+    "awm": "digen_jax.algorithms.awm:AWM",
+    "diffusion_dpo": "digen_jax.algorithms.preference:DiffusionDPO",
+}
 # Fields that set where a step's work runs and how it is divided; results are the same up to rounding.
 LAYOUT = (
     "placement",
@@ -242,6 +244,11 @@ class TrainConfig:
         """Returns the config with meshes of given sizes."""
         placement = dataclasses.replace(self.placement, mode=GIVEN, **sizes._asdict())
         return dataclasses.replace(self, placement=placement)
+
+
+def algorithm_class(name: str) -> type[Algorithm]:
+    """Returns the class of a name in `ALGORITHMS`."""
+    return pkgutil.resolve_name(ALGORITHMS[name])
 
 
 def plain(value: Any) -> Any:

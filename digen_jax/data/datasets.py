@@ -15,7 +15,6 @@ file_format="array_record")`), which are read without TensorFlow.
 
 import functools
 import json
-import os
 import pathlib
 import re
 import sys
@@ -26,21 +25,15 @@ import huggingface_hub
 import numpy as np
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+from digen_jax.data.prompt_files import HUB, TFDS, first_numbers
 from digen_jax.files import in_home
 
-HUB, TFDS = "hf:", "tfds:"
 BRANCH = "refs/convert/parquet"
 FORM = re.compile(
     r"(?:hf:(?P<repository>[\w-][\w.-]*/[\w.-]+)(?:/(?P<subset>[\w.-]+))?|tfds:(?P<folder>[^:]+))"
     r"(?::(?P<split>[\w.-]+)(?::(?P<column>.+))?)?"
 )
 DEFAULTS = {"subset": "default", "split": "train", "column": "prompt"}
-LISTED = 3  # maximum number of line numbers in a message, to fit a terminal line
-
-
-def is_dataset(path: str | os.PathLike[str]) -> bool:
-    """Returns whether a prompt file's path names a dataset."""
-    return str(path).startswith((HUB, TFDS))
 
 
 @functools.cache  # a run reads its prompt files several times
@@ -69,12 +62,6 @@ def read_rows(name: str) -> bytes:
             flush=True,
         )
     return b"\n".join(b"" if row is None else json.dumps(row, default=str).encode() for row in rows)
-
-
-def first_numbers(numbers: Sequence[int]) -> str:
-    """Formats the first `LISTED` numbers and the count of the remaining ones."""
-    more = f" and {len(numbers) - LISTED:,} more" if len(numbers) > LISTED else ""
-    return ", ".join(map(str, numbers[:LISTED])) + more
 
 
 def _to_record(row: dict[str, Any], column: str) -> dict[str, Any] | None:

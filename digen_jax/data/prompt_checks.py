@@ -5,8 +5,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from digen_jax.data.datasets import first_numbers
-from digen_jax.data.prompt_files import HIDDEN, Path, Record, numbered_records
+from digen_jax.data.prompt_files import HIDDEN, Path, Record, first_numbers, numbered_records
 from digen_jax.errors import ConfigError, together
 from digen_jax.images import check_image_file
 

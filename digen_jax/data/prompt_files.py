@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from digen_jax.data import datasets
 from digen_jax.files import in_home, parse_json
 
 Path = str | os.PathLike
@@ -30,6 +29,9 @@ HIDDEN = re.compile(
     "\U000e0000-\U000e007f]"
 )
 JOINERS = "\u200c\u200d\ufe0e\ufe0f"
+# Prefixes of datasets' names, on the Hugging Face Hub and in a TensorFlow Datasets folder.
+HUB, TFDS = "hf:", "tfds:"
+LISTED = 3  # maximum number of line numbers in a message, to fit a terminal line
 # Fields added to records.
 SERIAL, PROMPT_FILE = "serial", "prompt_file"
 RESERVED = {SERIAL: "the number of the group", PROMPT_FILE: "the file of the prompt"}
@@ -100,7 +102,7 @@ def _with_image_path(path: Path, record: Record) -> Record:
     image = record.get("image")
     if not isinstance(image, str) or not image.strip() or "://" in image:
         return record
-    if datasets.is_dataset(path):
+    if is_dataset(path):
         return record
     return record | {"image": str(pathlib.Path(path).parent / in_home(image))}
 
@@ -117,7 +119,7 @@ def first_negative(path: Path) -> str | None:
 
 def negatives_differ(paths: Sequence[Path]) -> bool:
     """Returns whether the files' negative prompts differ. Missing files are ignored."""
-    found = [path for path in paths if datasets.is_dataset(path) or pathlib.Path(path).is_file()]
+    found = [path for path in paths if is_dataset(path) or pathlib.Path(path).is_file()]
     if all(first_negative(path) is None for path in found):
         return False
     records = itertools.chain.from_iterable(map(read_prompt_file, found))
@@ -130,6 +132,11 @@ def prompts_label(training: Sequence[str], evaluation: str) -> str:
     return TRAINING if evaluation and own in others else HELD_OUT
 
 
+def is_dataset(path: str | os.PathLike[str]) -> bool:
+    """Returns whether a prompt file's path names a dataset."""
+    return str(path).startswith((HUB, TFDS))
+
+
 def read_bytes(path: Path) -> bytes:
     """Reads a prompt file; a dataset is converted to .jsonl.
 
@@ -137,7 +144,9 @@ def read_bytes(path: Path) -> bytes:
       FileNotFoundError: The file does not exist.
       ValueError: The dataset cannot be read.
     """
-    if datasets.is_dataset(path):
+    if is_dataset(path):
+        from digen_jax.data import datasets  # few runs read one
+
         return datasets.read_rows(str(path))
     path = pathlib.Path(path)
     if not path.is_file():
@@ -148,9 +157,15 @@ def read_bytes(path: Path) -> bytes:
     return path.read_bytes()
 
 
+def first_numbers(numbers: Sequence[int]) -> str:
+    """Formats the first `LISTED` numbers and the count of the remaining ones."""
+    more = f" and {len(numbers) - LISTED:,} more" if len(numbers) > LISTED else ""
+    return ", ".join(map(str, numbers[:LISTED])) + more
+
+
 def suffix_of(path: Path) -> str:
     """Returns the suffix that determines a prompt file's format."""
-    return ".jsonl" if datasets.is_dataset(path) else pathlib.Path(path).suffix
+    return ".jsonl" if is_dataset(path) else pathlib.Path(path).suffix
 
 
 def _lines(path: Path, content: bytes) -> Iterator[tuple[int, str]]:

@@ -4,7 +4,6 @@ The processes run the same command. The first one connects to the cluster and st
 it. All processes end with this driver.
 """
 
-import dataclasses
 import json
 import os
 import pty
@@ -36,7 +35,6 @@ from digen_jax.distributed.engine import (
 from digen_jax.distributed.transfer import Mailbox
 from digen_jax.distributed.worker_process import check_same, fingerprints
 from digen_jax.errors import ConfigError, check_divides
-from digen_jax.parallel.placement import PROCESS_FIELDS
 from digen_jax.process.job import Place
 from digen_jax.process.shutdown import SIGNALS, STOPPED, exit_now, log_fatal
 
@@ -102,21 +100,6 @@ def check(config: TrainConfig, place: tuple[str | int | None, ...], one_job: boo
             axes.devices,
             "as its processes have equally many devices",
         )
-
-
-def check_without_ray(config: TrainConfig, options: dict[str, bool]) -> None:
-    """Raises ConfigError if a field or a named option is set that only --ray uses."""
-    for name, given in options.items():
-        if given:
-            raise ConfigError(f"--{name} needs --ray: add --ray=local or a cluster's address")
-    for name, axes in config.placement.meshes._asdict().items():
-        for field in dataclasses.fields(axes):
-            given = getattr(axes, field.name)
-            if field.name in PROCESS_FIELDS and given != field.default:
-                raise ConfigError(
-                    f"config.placement.{name}.{field.name} = {given}, but only --ray starts other processes: add "
-                    f"--ray=local or a cluster's address, or set it to {field.default}"
-                )
 
 
 def run(

@@ -24,7 +24,7 @@ import digen_jax
 from digen_jax.errors import ConfigError, DivergedError
 from digen_jax.process.shutdown import Stopped, out_of_memory
 from digen_jax.rewards import moved
-from digen_jax.rewards.built_in import on_mesh
+from digen_jax.rewards.built_in import mesh_rewards, on_mesh
 from digen_jax.rewards.pool import RewardProcessDied
 from digen_jax.scheduling.commands import Chunk, Deliver, Train, WeightsVersion, trainer_names
 
@@ -148,7 +148,7 @@ class RolloutProcess:
         """Returns precomputed prompt embeddings, sent by the driver on request, or None if this worker encodes."""
         from digen_jax.assemble import recipe_model
         from digen_jax.parallel.encoding import PrecomputedPrompts
-        from digen_jax.prompt_store import encoder_shapes, is_precomputed
+        from digen_jax.policies import encoder_shapes, is_precomputed
 
         def read(texts: Sequence[str]) -> list[Any]:
             if missing := [text for text in dict.fromkeys(texts) if text not in self._rows]:
@@ -178,7 +178,6 @@ class RolloutProcess:
           held_out: Prompts of evaluations.
         """
         from digen_jax.distributed.transfer import WorkerTransfer
-        from digen_jax.learned_rewards.on_mesh import named
         from digen_jax.runtime.sampling import ChunkScorer, SamplingExecutor, try_scorers
         from digen_jax.runtime.steps import HeldOut, Steps
 
@@ -193,7 +192,7 @@ class RolloutProcess:
             self._scorer = ChunkScorer(self._pool, weights, self._steps, evaluated, settings)
             found = rollout() if callable(rollout) else rollout
             try_scorers(config, found.scorers)
-            scorers = named(on_mesh(config.rewards), found.scorers)
+            scorers = mesh_rewards(on_mesh(config.rewards), found.scorers)
             return SamplingExecutor(
                 self._name, found, self._steps, evaluated, self._transfer, scorers
             )

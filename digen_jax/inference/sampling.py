@@ -5,25 +5,21 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jaxtyping import Float, UInt8
 from PIL import Image
 
 from digen_jax import rewards
-from digen_jax.diffusion.sampling import Trajectory, image_keys
 from digen_jax.images import middle_frames, reward_input, to_uint8
 from digen_jax.inference.model import Model
 from digen_jax.logging.evaluation import Evaluation
 from digen_jax.logging.images import image_grid, save_frames
 from digen_jax.models.family import Record
 from digen_jax.parallel.mesh import fetch
-from digen_jax.parallel.sampler import Sampler, Weights
+from digen_jax.parallel.sampler import SEED, Sampler, Weights, sample_fixed
 from digen_jax.process.shutdown import during
 from digen_jax.process.terminal import track
 
-# Independent of the run's seed, so that evaluations are comparable across runs.
-SEED = 2**20
 # Maximum number of images in a grid.
 LARGEST_GRID = 64
 
@@ -67,23 +63,6 @@ def sample_clips(
     with during("the sampling of images"):
         trajectory = sample_fixed(sampler, weights, records, first, batch, seed, of_each)
         return fetch(sampler.decode(weights, trajectory))[: len(records)]
-
-
-def sample_fixed(
-    sampler: Sampler,
-    weights: Weights,
-    records: Sequence[Mapping[str, Any]],
-    first: int,
-    batch: int,
-    seed: int = SEED,
-    of_each: int = 1,
-) -> Trajectory:
-    """Dispatches `sample_clips` asynchronously, padded to `batch`."""
-    padded = [*records, *[records[-1]] * (batch - len(records))]
-    numbers = np.arange(first, first + batch, dtype=np.int32)
-    keys = image_keys(jax.random.key(seed), numbers // of_each, numbers % of_each)
-    rows = np.arange(batch, dtype=np.int32)
-    return sampler.generate(weights, sampler.encode(weights, padded), rows, keys)
 
 
 def sample_to_folder(

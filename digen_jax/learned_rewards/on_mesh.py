@@ -28,7 +28,7 @@ from digen_jax.models.vision.preprocess import Processor, pil_crop, tensor_crop,
 from digen_jax.parallel.placement import DeviceGroup
 from digen_jax.parallel.reward_model import RewardModel, scorer_shapes
 from digen_jax.process.shutdown import during
-from digen_jax.rewards import NamedReward, RewardSettings
+from digen_jax.rewards import RewardSettings
 from digen_jax.rewards.built_in import resolve
 
 FILES = ("folder", "file", "head", "processor", "tokenizer")  # settings with file paths
@@ -72,14 +72,6 @@ def read_shapes(
             shapes = scorer_shapes(one.title, opened.shapes, group)
             found.append(RewardModel(one.title, opened.scorer, shapes, group, learned.batch))
     return tuple(found)
-
-
-def named(
-    sections: Mapping[int, RewardSettings], scorers: tuple[RewardModel, ...]
-) -> dict[int, NamedReward]:
-    """Returns the rewards of a mesh as host functions, by index in the config's list."""
-    pairs = zip(sections.items(), scorers, strict=True)
-    return {number: NamedReward(settings, scorer) for (number, settings), scorer in pairs}
 
 
 def published(learned: Learned) -> Opened:

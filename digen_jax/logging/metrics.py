@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from digen_jax.errors import ConfigError
 from digen_jax.files import append, parse_json, replace, without_torn_line
-from digen_jax.logging.tracking import Tracker, TrackerStart
 
 if TYPE_CHECKING:  # launch/report.py reads metrics without JAX
     from digen_jax.config.sections import StoppingSection
+    from digen_jax.logging.tracking import Tracker
 
 # tensorboardX imports torch if it is installed, which is not needed and takes seconds.
 _hides_torch = sys.modules.setdefault("torch", None) is None
@@ -126,10 +126,16 @@ class MetricsLog:
         self.path.touch()
         lines = _lines(self.path)
         last = lines[-1]["step"] if lines else -1
-        self._trackers = [
-            Tracker(TrackerStart(kind, str(self.folder), options, config, last))
-            for kind, options in (trackers or {}).items()
-        ]
+        self._trackers: list[Tracker] = []
+        if trackers:
+            from digen_jax.logging import tracking  # few runs have one
+
+            self._trackers = [
+                tracking.Tracker(
+                    tracking.TrackerStart(kind, str(self.folder), options, config, last)
+                )
+                for kind, options in trackers.items()
+            ]
         self.cut_back(len(lines))
 
     def write(self, step: int, values: Mapping[str, SupportsFloat]) -> None:

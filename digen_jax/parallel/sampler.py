@@ -7,7 +7,7 @@ weights version, and in a resumed run.
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,6 +31,9 @@ from digen_jax.parallel.encoding import PrecomputedPrompts, jit_encoder
 from digen_jax.parallel.mesh import put, tracing_on
 from digen_jax.parallel.placement import DeviceGroup, chunked_map
 from digen_jax.parallel.policy import Policy, jit_as_written, null_rows
+
+# Seed of evaluations, independent of the run's, so that they are comparable across runs.
+SEED = 2**20
 
 
 class SampleDraws(NamedTuple):
@@ -274,3 +277,23 @@ def _decode(
     """Decodes clips in chunks of a size that bounds memory."""
     rows = max(1, family.decoded_pixels // math.prod(size))
     return chunked_map(functools.partial(family.decode, frozen), latents, rows, group)
+
+
+def sample_fixed(
+    sampler: Sampler,
+    weights: Weights,
+    records: Sequence[Mapping[str, Any]],
+    first: int,
+    batch: int,
+    seed: int = SEED,
+    of_each: int = 1,
+) -> Trajectory:
+    """Samples clips first, first + 1, ... of a seed, one per record, asynchronously and padded to `batch`.
+
+    Used by evaluations. `of_each` is the number of consecutive repeats of each record.
+    """
+    padded = [*records, *[records[-1]] * (batch - len(records))]
+    numbers = np.arange(first, first + batch, dtype=np.int32)
+    keys = image_keys(jax.random.key(seed), numbers // of_each, numbers % of_each)
+    rows = np.arange(batch, dtype=np.int32)
+    return sampler.generate(weights, sampler.encode(weights, padded), rows, keys)

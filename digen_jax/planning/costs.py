@@ -20,7 +20,6 @@ from digen_jax.errors import ConfigError, user_input
 from digen_jax.files import parse_json
 from digen_jax.images import reward_input, to_uint8
 from digen_jax.inference.model import read_run_config
-from digen_jax.learned_rewards.on_mesh import named
 from digen_jax.logging.metrics import read_metrics
 from digen_jax.parallel.accumulate import trained_part
 from digen_jax.parallel.mesh import put
@@ -33,7 +32,7 @@ from digen_jax.parallel.system import (
     select_images,
 )
 from digen_jax.precompute import precompute
-from digen_jax.rewards.built_in import on_mesh, resolve
+from digen_jax.rewards.built_in import mesh_rewards, on_mesh, resolve
 from digen_jax.scheduling.layouts import Scaling
 from digen_jax.scheduling.settings import Costs
 
@@ -225,11 +224,11 @@ def _measure(
     shown = [records[row] for row in rows]
     batch = reward_input(to_uint8(np.asarray(decoded))), [one["prompt"] for one in shown], shown
     settings = [one.settings for one in scored_by.members]
-    mesh_rewards = named(on_mesh(settings), system.rollouts[0].scorers)
-    others = {i: one for i, one in enumerate(scored_by.members) if i not in mesh_rewards}
+    learned = mesh_rewards(on_mesh(settings), system.rollouts[0].scorers)
+    others = {i: one for i, one in enumerate(scored_by.members) if i not in learned}
     score_on_mesh = 0.0
-    if mesh_rewards:
-        _, score_on_mesh = timed("score on the mesh", lambda: _scores(mesh_rewards, batch))
+    if learned:
+        _, score_on_mesh = timed("score on the mesh", lambda: _scores(learned, batch))
     _, score = timed("score", lambda: _scores(others, batch))
     samples = trained_part(made, put(drawn.keys, sampler.group.batch))
     images = SampledImages(0, rows, samples, made.sigmas)

@@ -1,4 +1,4 @@
-"""Placement of a run on the available devices: as configured, fitted to them, or chosen by the planner."""
+"""Placement of a run on the available devices, chosen by the planner (`placement.mode` "auto")."""
 
 import dataclasses
 import pathlib
@@ -8,14 +8,14 @@ import jax
 
 from digen_jax.config.checks import check_meshes, check_rules
 from digen_jax.config.load import fit_config
-from digen_jax.config.sections import AUTO, GIVEN, PlacementSection
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.errors import ConfigError
 from digen_jax.inference.model import read_run_config
-from digen_jax.parallel.placement import ONE_DEVICE, MeshSizes, RolloutAxes, TrainerAxes
+from digen_jax.parallel.placement import MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.planning.costs import Calibration, measured_costs
 from digen_jax.planning.memory import compiled_temporaries, model_footprint
 from digen_jax.planning.plan import auto_plan, make_problem, meshes
+from digen_jax.policies import place_on_one_device
 from digen_jax.process.job import several
 from digen_jax.scheduling.layouts import PoolLayout, device_bytes
 from digen_jax.scheduling.planner import Plan
@@ -23,15 +23,11 @@ from digen_jax.scheduling.settings import Costs
 
 
 def place_run(config: TrainConfig, workdir: pathlib.Path) -> TrainConfig:
-    """Returns the config of a run in `workdir`, placed on the available devices.
-
-    With `placement.mode` "auto", uses the placement of an earlier start in `workdir`, or else the planner's choice.
+    """Returns the config of a run in `workdir` with the meshes of an earlier start there, or else the planner's.
 
     Raises:
       ConfigError: A setting or the placement cannot work here.
     """
-    if config.placement.mode != AUTO:
-        return place_here(config)
     if several():
         raise ConfigError(
             "config.placement = 'auto' plans for one process only: give config.placement a trainer that "
@@ -43,47 +39,6 @@ def place_run(config: TrainConfig, workdir: pathlib.Path) -> TrainConfig:
     planned = config.with_meshes(planned_meshes(config))
     check_meshes(planned, devices)
     return planned
-
-
-def place_here(config: TrainConfig) -> TrainConfig:
-    """Returns a config placed on the available devices; prints its meshes if they were reduced to fit.
-
-    Raises:
-      ConfigError: A setting cannot work here, or there is one device for configured meshes of several.
-    """
-    devices, (rollout, trainer) = jax.device_count(), config.placement.meshes
-    wanted = rollout.devices * rollout.workers, trainer.devices * trainer.workers
-    # A config without mesh sizes has the default ones and trains on one device.
-    chosen = config.placement.meshes != PlacementSection().meshes
-    if devices == 1 < sum(wanted) and chosen and config.placement.mode == GIVEN:
-        raise ConfigError(
-            f"config.placement.rollout wants {wanted[0]} and config.placement.trainer {wanted[1]} devices, but there "
-            "is 1: set config.placement.mode to 'fitted', which samples and trains on it alternately"
-        )
-    placed = fit_config(config, devices)
-    sizes = placed.placement.meshes
-    if sizes != config.placement.meshes and devices > 1:
-        print(f"config.placement is fitted to {devices} devices: {sizes.as_dict()}", flush=True)
-    return placed
-
-
-def place_processes(config: TrainConfig) -> TrainConfig:
-    """Returns a config whose workers are separate processes; meshes are not reduced to this process's devices.
-
-    Raises:
-      ConfigError: A setting cannot work.
-    """
-    rollout, trainer = config.placement.meshes
-    return fit_config(config, rollout.devices * rollout.workers + trainer.devices * trainer.workers)
-
-
-def place_on_one_device(config: TrainConfig) -> TrainConfig:
-    """Returns a config on one device, which samples and trains, regardless of its placement.
-
-    Raises:
-      ConfigError: A setting cannot work there.
-    """
-    return fit_config(config.with_meshes(ONE_DEVICE), jax.device_count())
 
 
 def planned_meshes(config: TrainConfig) -> MeshSizes:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from digen_jax.errors import ConfigError
 from digen_jax.files import make_examples_importable
-from digen_jax.rewards import NamedReward, Rewards, RewardSettings
+from digen_jax.rewards import NamedReward, Reward, Rewards, RewardSettings
 from digen_jax.rewards.errors import ARGUMENTS, check_callable, user_code
 
 # Where a reward is computed: "pool" is a process or thread of the host, which requires a picklable function; "server"
@@ -133,6 +133,14 @@ def resolve(
 def on_mesh(sections: Sequence[RewardSettings]) -> dict[int, RewardSettings]:
     """Returns the rewards that a run computes on its rollout meshes, by index. Raises like `resolve`."""
     return {number: one for number, one in enumerate(sections) if _on_mesh(one)}
+
+
+def mesh_rewards(
+    sections: Mapping[int, RewardSettings], scorers: Sequence[Reward]
+) -> dict[int, NamedReward]:
+    """Returns the rewards `on_mesh` with their scorers as functions, by index in the config's list."""
+    pairs = zip(sections.items(), scorers, strict=True)
+    return {number: NamedReward(settings, scorer) for (number, settings), scorer in pairs}
 
 
 def _on_mesh(section: RewardSettings) -> bool:

@@ -13,11 +13,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from digen_jax.config.train_config import TrainConfig
-from digen_jax.learned_rewards.on_mesh import named
 from digen_jax.logging.evaluation import Evaluation, Extremes
 from digen_jax.parallel.system import Rollout, System
 from digen_jax.parallel.trainer import TrainState
-from digen_jax.rewards.built_in import on_mesh
+from digen_jax.rewards.built_in import mesh_rewards, on_mesh
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.array_transfer import ArrayTransfer, MissingSums, SamplesKey, SyncedWeights
 from digen_jax.runtime.checkpointing import TrainCheckpoint
@@ -136,7 +135,7 @@ class Executors:
             self.rollouts[worker.name] = worker
 
     def _sampling(self, name: str, rollout: Rollout) -> SamplingExecutor:
-        scorers = named(on_mesh(self._config.rewards), rollout.scorers)
+        scorers = mesh_rewards(on_mesh(self._config.rewards), rollout.scorers)
         return SamplingExecutor(name, rollout, self.steps, self._held_out, self._transfer, scorers)
 
     def sampling(self, worker: str) -> SamplingExecutor:

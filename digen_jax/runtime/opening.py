@@ -6,7 +6,6 @@ processes enqueue the same work in the same order. Only the coordinator writes t
 """
 
 import contextlib
-import functools
 import itertools
 import json
 import pathlib
@@ -22,18 +21,23 @@ import jax
 import numpy as np
 from jax._src import distributed  # JAX has no public API for its key-value store
 
-from digen_jax.assemble import build, build_trainer, drawn_prompts, held_out_prompts, read_scorers
+from digen_jax.assemble import (
+    build,
+    build_trainer,
+    drawn_prompts,
+    held_out_prompts,
+    open_encoders,
+    read_scorers,
+)
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.data.prompt_checks import report_odd_prompts
 from digen_jax.errors import ConfigError
 from digen_jax.logging.workdir import check_shared, own_claim
 from digen_jax.models.family import Family
 from digen_jax.models.text.tokenizers import known_words
-from digen_jax.parallel.reward_model import RewardModel
+from digen_jax.parallel.placement import MeshRole
 from digen_jax.parallel.system import System
-from digen_jax.planning.placing import place_here
-from digen_jax.policies import start_warnings
-from digen_jax.precompute import prepare, reached
+from digen_jax.policies import place_here, start_warnings
 from digen_jax.process import job, shutdown
 from digen_jax.process.job import START_TIMEOUT
 from digen_jax.process.shutdown import STOPPED, Interrupt, Stopped, out_of_memory
@@ -55,8 +59,10 @@ from digen_jax.scheduling.scheduler import Scheduler
 from digen_jax.scheduling.settings import GUESSED, Settings
 from digen_jax.scheduling.state import pack, unpack
 
-if TYPE_CHECKING:  # it imports the driver, which imports this module
+if TYPE_CHECKING:  # the last one imports the driver, which imports this module
     from digen_jax.distributed.workers import RemoteWorkers
+    from digen_jax.parallel.reward_model import RewardModel
+    from digen_jax.precompute import Precomputation
 
 LOG, STOP, ANSWER = "digen_jax/log", "digen_jax/stop", "digen_jax/answer"
 WAIT = 1000  # milliseconds between two checks for signals
@@ -220,8 +226,7 @@ def open_system(
     if workers is not None:
         # A worker may start before the model is loaded here; it skips the prompts before the checkpoint.
         workers.step = oldest
-    drawn = functools.partial(reached, config, oldest)
-    encoding = prepare(config, devices, drawn, "trainer" if workers else None)
+    encoding = _prepare_encoding(config, devices, oldest, "trainer" if workers else None)
     scorers = () if workers else read_scorers(config, devices)
     rewards = open_rewards(config)
     try:
@@ -239,6 +244,22 @@ def open_system(
         rewards.close()
         raise
     return system, rewards
+
+
+def _prepare_encoding(
+    config: TrainConfig, devices: Sequence[jax.Device], done: int, mesh: MeshRole | None
+) -> "Precomputation | None":
+    """Finds the prompts to encode for the steps after `done`. None means that no prompts are precomputed.
+
+    Raises:
+      ConfigError: See `precompute.prepare`.
+    """
+    parts = open_encoders(config, devices, mesh)
+    if parts is None:
+        return None
+    from digen_jax.precompute import find_missing, reached  # only runs that precompute need it
+
+    return find_missing(config, parts, reached(config, done))
 
 
 def print_warnings(config: TrainConfig, family: Family) -> None:
@@ -350,8 +371,8 @@ def _follow(
     devices = jax.devices() if mesh is None else mesh.devices
     with stage():
         checkpoints = CheckpointStore(workdir, config)
-        drawn = functools.partial(reached, config, checkpoints.oldest() or 0)
-        encoding = prepare(config, devices, drawn, "trainer" if mesh else None)
+        oldest = checkpoints.oldest() or 0
+        encoding = _prepare_encoding(config, devices, oldest, "trainer" if mesh else None)
         scorers = () if mesh else read_scorers(config, devices)
     with stage():
         try_scorers(config, scorers)
@@ -374,7 +395,7 @@ def _follow(
 def _build(
     config: TrainConfig,
     devices: Sequence[jax.Device],
-    scorers: tuple[RewardModel, ...],
+    scorers: "tuple[RewardModel, ...]",
     workers: bool,
 ) -> System:
     """Builds the system of all workers or, with workers in other processes, of the trainer."""

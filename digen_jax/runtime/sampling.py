@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -20,15 +20,12 @@ from digen_jax.data.prompt_files import read_prompt_file, read_prompt_files
 from digen_jax.diffusion.sampling import Trajectory
 from digen_jax.errors import DivergedError
 from digen_jax.images import bytes_or_nan, check_images, middle_frames, reward_input
-from digen_jax.inference.sampling import sample_fixed
-from digen_jax.learned_rewards.on_mesh import named
 from digen_jax.logging.evaluation import submit_image_stats
 from digen_jax.parallel.accumulate import trained_part
 from digen_jax.parallel.mesh import fetch, put
-from digen_jax.parallel.reward_model import RewardModel
-from digen_jax.parallel.sampler import EncodedPrompts, Weights
+from digen_jax.parallel.sampler import EncodedPrompts, Weights, sample_fixed
 from digen_jax.parallel.system import Rollout
-from digen_jax.rewards.built_in import on_mesh, resolve
+from digen_jax.rewards.built_in import mesh_rewards, on_mesh, resolve
 from digen_jax.rewards.errors import dry_run
 from digen_jax.rewards.pool import RewardPool, Scored
 from digen_jax.rewards.sanity_check import run_sanity_checks
@@ -37,6 +34,9 @@ from digen_jax.runtime.clock import part
 from digen_jax.runtime.steps import HeldOut, Previews, ScoredChunk, Steps, ranked
 from digen_jax.scheduling.commands import Chunk, WeightsVersion
 from digen_jax.scheduling.settings import Deadline, Settings
+
+if TYPE_CHECKING:  # imported with the learned rewards
+    from digen_jax.parallel.reward_model import RewardModel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,7 +308,7 @@ def try_files(config: TrainConfig, score: Callable[..., Any]) -> None:
     dry_run(score, [read_prompt_file(config.evaluation.prompts)], size.height, size.width)
 
 
-def try_scorers(config: TrainConfig, scorers: tuple[RewardModel, ...]) -> None:
+def try_scorers(config: TrainConfig, scorers: "tuple[RewardModel, ...]") -> None:
     """Tests the rewards on a mesh (sanity checks, `try_files`). All processes of the mesh must call it.
 
     Raises:
@@ -316,6 +316,6 @@ def try_scorers(config: TrainConfig, scorers: tuple[RewardModel, ...]) -> None:
     """
     if not scorers:
         return
-    found = rewards.Rewards(tuple(named(on_mesh(config.rewards), scorers).values()))
+    found = rewards.Rewards(tuple(mesh_rewards(on_mesh(config.rewards), scorers).values()))
     run_sanity_checks(found, found.score)
     try_files(config, found.score)

@@ -24,7 +24,7 @@ from digen_jax.diffusion.schedule import Window
 from digen_jax.errors import ConfigError
 from digen_jax.parallel.placement import MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.parallel.sampler import SampleRng
-from digen_jax.planning.placing import place_here
+from digen_jax.policies import place_here
 from digen_jax.rewards import RewardSettings
 from tests.config.cases import EARLY, FORWARD, TWO, changed
 from tests.pipelines import ROOT, environment, shipped_config

@@ -13,7 +13,7 @@ import pytest
 from diffusers import StableDiffusion3Pipeline
 from ml_collections import ConfigDict
 
-from digen_jax import precompute, prompt_store
+from digen_jax import policies, precompute
 from digen_jax.assemble import build
 from digen_jax.config.load import fit_config, load_config
 from digen_jax.data import embedding_cache
@@ -233,13 +233,13 @@ def test_stored_embeddings_are_those_of_the_mesh_bit_by_bit(base, folder, config
 
 def test_prompts_of_large_text_encoders_are_precomputed_by_default(config, folder, monkeypatch):
     family, train_config = load_family(folder), load_config(config(prompts__encoding="auto"))
-    assert not prompt_store.is_precomputed(train_config, family)
-    monkeypatch.setattr(prompt_store, "LARGE", prompt_store.encoder_bytes(train_config, family) - 1)
-    assert prompt_store.is_precomputed(train_config, family)
+    assert not policies.is_precomputed(train_config, family)
+    monkeypatch.setattr(policies, "LARGE", policies.encoder_bytes(train_config, family) - 1)
+    assert policies.is_precomputed(train_config, family)
     half = load_config(
         config(prompts__encoding="auto", precision=ConfigDict(dict(frozen="bfloat16")))
     )
-    assert not prompt_store.is_precomputed(half, family)
+    assert not policies.is_precomputed(half, family)
 
 
 def test_what_a_run_reaches(base, config, tmp_path):

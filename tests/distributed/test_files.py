@@ -4,9 +4,10 @@ import pytest
 from ml_collections import ConfigDict
 
 from digen_jax.config.load import read_config
-from digen_jax.distributed.launch import TrainerPart, check, check_part, check_without_ray
+from digen_jax.distributed.launch import TrainerPart, check, check_part
 from digen_jax.distributed.worker_process import PACKAGE, check_same, fingerprints
 from digen_jax.errors import ConfigError
+from digen_jax.policies import check_without_ray
 from tests.tiny_runs import tiny_config
 
 

@@ -5,7 +5,8 @@ import pytest
 from digen_jax import rewards
 from digen_jax.errors import ConfigError
 from digen_jax.images import to_uint8
-from digen_jax.inference.sampling import SEED, evaluate, sample_clips
+from digen_jax.inference.sampling import evaluate, sample_clips
+from digen_jax.parallel.sampler import SEED
 from digen_jax.scheduling.commands import Generate
 from tests.parallel import toy
 

@@ -3,15 +3,17 @@
 import pathlib
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Bool, Int
 
 from digen_jax.checkpoints.folder import read_json
 from digen_jax.models.text.clip_text import LEGACY_EOS, CLIPTextConfig
-from digen_jax.models.text.language_model import LanguageModelConfig
 from digen_jax.models.text.t5 import T5Config
+
+if TYPE_CHECKING:  # only families with a language model import it
+    from digen_jax.models.text.language_model import LanguageModelConfig
 
 # Generic classes that any tokenizer may be saved as.
 GENERAL = ("PreTrainedTokenizer", "TokenizersBackend")
@@ -203,7 +205,7 @@ def read_t5(folder: pathlib.Path, encoder: T5Config) -> Any:
 
 def read_language_model(
     folder: pathlib.Path,
-    encoder: LanguageModelConfig,
+    encoder: "LanguageModelConfig",
     tokens: int,
     chats: bool = False,
     head: tuple[str, int] | None = None,
@@ -245,7 +247,7 @@ def read_language_model(
 
 
 def _check_window(
-    path: pathlib.Path, encoder: LanguageModelConfig, tokens: int, head: tuple[str, int] | None
+    path: pathlib.Path, encoder: "LanguageModelConfig", tokens: int, head: tuple[str, int] | None
 ) -> None:
     """Raises ValueError if prompts are longer than the encoder's sliding window; `path` is its config.json."""
     window = encoder.sliding_window
