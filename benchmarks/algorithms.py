@@ -23,8 +23,7 @@ from benchmarks.runs import (
     train_runs,
     workdir,
 )
-from digen_jax.config.inputs import check_inputs
-from digen_jax.config.load import load_config
+from digen_jax.config.load import check_inputs, load_config
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.errors import ConfigError, blame, check_choice, user_input
 from digen_jax.logging.images import label_axes

@@ -86,7 +86,7 @@ def main() -> None:
 
     import jax
 
-    from digen_jax.config.inputs import check_named, needs_of
+    from digen_jax.config.load import check_named, needs_of
     from digen_jax.data.prompt_checks import check_needs, report_odd_prompts
     from digen_jax.data.prompt_files import first_negative, read_prompt_file
     from digen_jax.inference.model import SamplingOptions, edited, open_model

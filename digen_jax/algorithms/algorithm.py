@@ -207,6 +207,29 @@ class Algorithm:
         return None
 
 
+class Samples(NamedTuple):
+    """Inputs of a policy gradient's loss for n transitions.
+
+    `log_prob`, `mean` and `kl` belong to the policy being trained and have a gradient. The old policy is the
+    denominator of the ratio: the behavior policy or, if the algorithm is `decoupled`, the policy at the start
+    of the step. Inputs that the algorithm does not need may be None.
+    """
+
+    log_prob: Float[Array, "n"]
+    old_log_prob: Float[Array, "n"]
+    stored_log_prob: Float[Array, "n"]  # computed by the sampler
+    advantages: Float[Array, "n"]  # before clipping
+    weight: Float[Array, "n"]  # 1, or 0 for padding
+    sigma: Float[Array, "n"]  # at the start of the steps
+    dt: Float[Array, "n"]  # length of the steps, negative
+    mean: Float[Array, "n ..."] | None = None  # of x_next
+    old_mean: Float[Array, "n ..."] | None = None
+    std: Float[Array, "n"] | None = None
+    kl: Float[Array, "n"] | None = None  # to the reference
+    behavior_log_prob: Float[Array, "n"] | None = None  # of the behavior policy, if decoupled
+    trajectory: Int[Array, "n"] | None = None  # in [0, n), for ratios of trajectories
+
+
 class MatchingSamples(NamedTuple):
     """Network inputs and targets for final images; for pairs each array is [n, 2, ...]."""
 

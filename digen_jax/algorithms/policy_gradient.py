@@ -9,14 +9,14 @@ and timesteps therefore divides once, at the update, and does not depend on the 
 """
 
 import dataclasses
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from digen_jax.algorithms.advantages import AdvantageSettings
-from digen_jax.algorithms.algorithm import Algorithm
+from digen_jax.algorithms.algorithm import Algorithm, Samples
 from digen_jax.algorithms.losses import (
     SMALLEST_CLIP_RANGE,
     SPREAD_LIMIT,
@@ -129,7 +129,7 @@ class PolicyGradient(Algorithm):
 
     @property
     def terms(self) -> tuple[str, ...]:
-        """Names of the sums that `policy_gradient_loss` returns in addition to the sum of the weights."""
+        """Names of the sums that `loss` returns in addition to the sum of the weights."""
         names = ["loss", "policy_loss", "ratio", "ratio_deviation", "clip_fraction", "approx_kl"]
         names += ["kl"] if self.kl_coefficient else []
         names += ["importance_weight"] if self.decoupled else []
@@ -218,148 +218,116 @@ class PolicyGradient(Algorithm):
                 f"images, std {advantages.std!r})"
             )
 
+    def loss(self, samples: Samples) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
+        """Returns the weighted sum of a surrogate of r = exp(log_prob - old_log_prob), plus kl_coefficient KL.
 
-class Samples(NamedTuple):
-    """Inputs of the loss for n transitions.
+        A sample of weight 0 adds nothing to any sum nor, for any values, to the gradient. An excluded sample
+        (`rejection_bound`, `smallest_sigma`) gets weight 0.
 
-    `log_prob`, `mean` and `kl` belong to the policy being trained and have a gradient. The old policy is the
-    denominator of the ratio: the behavior policy or, if the settings are `decoupled`, the policy at the start
-    of the step. Inputs that the settings do not need may be None.
-    """
+        Returns:
+          The sum of the loss, to differentiate; and weighted sums to be divided by their "weight": loss,
+          policy_loss, ratio, ratio_deviation |r - 1|, clip_fraction, approx_kl (log_prob - old)^2 / 2 and,
+          if the settings have them, kl, and left_out, the number of excluded samples. ratio and
+          ratio_deviation are relative to the stored log_prob for any settings, because the loss's ratio may be
+          1 by definition. Divided by the weight, left_out is relative to the samples that are not excluded.
+          clip_fraction counts the ratios (for "divergence" the KLs to the old policy) beyond the bound.
+          If there is a `ratio_bound`, ratio_spread is the distance of the loss's ratios from 1 (of the KLs
+          from 0), and over_spread_limit counts those beyond `spread_limit` of the bound.
+          importance_weight, if the settings are decoupled, is the factor of the policy loss.
 
-    log_prob: Float[Array, "n"]
-    old_log_prob: Float[Array, "n"]
-    stored_log_prob: Float[Array, "n"]  # computed by the sampler
-    advantages: Float[Array, "n"]  # before clipping
-    weight: Float[Array, "n"]  # 1, or 0 for padding
-    sigma: Float[Array, "n"]  # at the start of the steps
-    dt: Float[Array, "n"]  # length of the steps, negative
-    mean: Float[Array, "n ..."] | None = None  # of x_next
-    old_mean: Float[Array, "n ..."] | None = None
-    std: Float[Array, "n"] | None = None
-    kl: Float[Array, "n"] | None = None  # to the reference
-    behavior_log_prob: Float[Array, "n"] | None = None  # of the behavior policy, if decoupled
-    trajectory: Int[Array, "n"] | None = None  # in [0, n), for ratios of trajectories
+        Raises:
+          ValueError: the KL, the means or another required input is missing.
+        """
+        needed = {
+            "kl": self.kl_coefficient,
+            "mean": self.needs_means,
+            "old_mean": self.needs_means,
+            "std": self.needs_means,
+            "behavior_log_prob": self.decoupled,
+            "trajectory": self.needs_full_trajectories,
+        }
+        for name, is_needed in needed.items():
+            if is_needed and getattr(samples, name) is None:
+                raise ValueError(f"{name} is needed by {self} but was not given")
+        weight = given = samples.weight
+        if self.smallest_sigma:
+            weight = weight * well_conditioned(samples.sigma, self.smallest_sigma)
+        if self.rejection_bound:
+            log_ratio = samples.log_prob - samples.stored_log_prob
+            weight = weight * within_bound(log_ratio, self.rejection_bound)
+        parts = {name: part for name, part in samples._asdict().items() if part is not None}
+        parts.pop("trajectory", None)
+        masked = mask_rows(weight > 0, *parts.values())
+        samples = samples._replace(**dict(zip(parts, masked, strict=True)))
 
+        log_ratio, correction = self._log_ratios(samples, weight)
+        to_sampler = jnp.exp(jax.lax.stop_gradient(samples.log_prob) - samples.stored_log_prob)
+        policy_loss, distance, outside = self._surrogate(samples, log_ratio)
+        policy_loss = correction * policy_loss
+        terms = {
+            "loss": policy_loss,
+            "policy_loss": policy_loss,
+            "ratio": to_sampler,
+            "ratio_deviation": jnp.abs(to_sampler - 1),
+            "clip_fraction": outside.astype(jnp.float32),
+            "approx_kl": log_ratio**2 / 2,
+        }
+        if self.ratio_bound:
+            terms |= spread_terms(distance, self.ratio_bound, self.spread_limit)
+        if self.decoupled:
+            terms["importance_weight"] = correction
+        if self.kl_coefficient:
+            terms |= {"loss": policy_loss + self.kl_coefficient * samples.kl, "kl": samples.kl}
+        sums = {name: weighted_sum(weight, term) for name, term in terms.items()}
+        if "left_out" in self.terms:
+            sums["left_out"] = jnp.sum(given) - jnp.sum(weight)
+        return sums["loss"], sums | {"weight": jnp.sum(weight)}
 
-def policy_gradient_loss(
-    settings: PolicyGradient, samples: Samples
-) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-    """Returns the weighted sum of a surrogate of r = exp(log_prob - old_log_prob), plus kl_coefficient KL.
+    def _surrogate(self, samples: Samples, log_ratio: Array) -> tuple[Array, Array, Array]:
+        """Returns (loss without KL, distance from the old policy, whether that is beyond the bound) of each sample."""
+        low, high = self.clip_range, self.high
+        advantages = jnp.clip(samples.advantages, -self.adv_clip, self.adv_clip)
+        if self.ratio == "guard":
+            log_ratio = guard_log_ratio(
+                samples.log_prob, samples.old_log_prob, samples.mean, samples.old_mean, samples.std
+            )
+        ratio = jnp.exp(log_ratio)
+        distance = jnp.abs(ratio - 1)
+        outside = (ratio < 1 - low) | (ratio > 1 + high)
+        match self.surrogate:
+            case "clip" if self.dual_clip:
+                loss = dual_clipped(log_ratio, advantages, low, high, self.dual_clip)
+            case "clip":
+                loss = clipped(log_ratio, advantages, low, high)
+            case "cispo":
+                loss = cispo(samples.log_prob, log_ratio, advantages, low, high)
+            case "topr":
+                weights = self.positive_weight, self.negative_weight
+                loss = topr(samples.log_prob, log_ratio, advantages, *weights)
+            case "divergence":
+                kl = gaussian_kl(samples.mean, samples.old_mean, samples.std)
+                loss = divergence_masked(log_ratio, samples.advantages, kl, self.kl_threshold)
+                distance, outside = kl, kl >= self.kl_threshold
+        if self.ratio == "guard":
+            loss = loss * guard_loss_scale(samples.dt)
+        return loss, distance, outside
 
-    A sample of weight 0 adds nothing to any sum nor, for any values, to the gradient. An excluded sample
-    (`rejection_bound`, `smallest_sigma`) gets weight 0.
+    def _log_ratios(self, samples: Samples, weight: Array) -> tuple[Array, Array | float]:
+        """Returns the log-ratio of each sample, or of its trajectory, to the old policy, and the factor of its loss."""
 
-    Returns:
-      The sum of the loss, to differentiate; and weighted sums to be divided by their "weight": loss,
-      policy_loss, ratio, ratio_deviation |r - 1|, clip_fraction, approx_kl (log_prob - old)^2 / 2 and,
-      if the settings have them, kl, and left_out, the number of excluded samples. ratio and
-      ratio_deviation are relative to the stored log_prob for any settings, because the loss's ratio may be
-      1 by definition. Divided by the weight, left_out is relative to the samples that are not excluded.
-      clip_fraction counts the ratios (for "divergence" the KLs to the old policy) beyond the bound.
-      If there is a `ratio_bound`, ratio_spread is the distance of the loss's ratios from 1 (of the KLs
-      from 0), and over_spread_limit counts those beyond `spread_limit` of the bound.
-      importance_weight, if the settings are decoupled, is the factor of the policy loss.
+        def reduce_steps(log_ratio):
+            if not self.needs_full_trajectories:
+                return log_ratio
+            reduce = "mean" if self.ratio == "sequence_mean" else "sum"
+            return sequence_log_ratio(
+                log_ratio, weight, samples.trajectory, len(samples.trajectory), reduce
+            )
 
-    Raises:
-      ValueError: the KL, the means or another required input is missing.
-    """
-    needed = {
-        "kl": settings.kl_coefficient,
-        "mean": settings.needs_means,
-        "old_mean": settings.needs_means,
-        "std": settings.needs_means,
-        "behavior_log_prob": settings.decoupled,
-        "trajectory": settings.needs_full_trajectories,
-    }
-    for name, is_needed in needed.items():
-        if is_needed and getattr(samples, name) is None:
-            raise ValueError(f"{name} is needed by {settings} but was not given")
-    weight = given = samples.weight
-    if settings.smallest_sigma:
-        weight = weight * well_conditioned(samples.sigma, settings.smallest_sigma)
-    if settings.rejection_bound:
-        log_ratio = samples.log_prob - samples.stored_log_prob
-        weight = weight * within_bound(log_ratio, settings.rejection_bound)
-    parts = {name: part for name, part in samples._asdict().items() if part is not None}
-    parts.pop("trajectory", None)
-    masked = mask_rows(weight > 0, *parts.values())
-    samples = samples._replace(**dict(zip(parts, masked, strict=True)))
-
-    log_ratio, correction = _log_ratios(settings, samples, weight)
-    to_sampler = jnp.exp(jax.lax.stop_gradient(samples.log_prob) - samples.stored_log_prob)
-    policy_loss, distance, outside = _surrogate(settings, samples, log_ratio)
-    policy_loss = correction * policy_loss
-    terms = {
-        "loss": policy_loss,
-        "policy_loss": policy_loss,
-        "ratio": to_sampler,
-        "ratio_deviation": jnp.abs(to_sampler - 1),
-        "clip_fraction": outside.astype(jnp.float32),
-        "approx_kl": log_ratio**2 / 2,
-    }
-    if settings.ratio_bound:
-        terms |= spread_terms(distance, settings.ratio_bound, settings.spread_limit)
-    if settings.decoupled:
-        terms["importance_weight"] = correction
-    if settings.kl_coefficient:
-        terms |= {"loss": policy_loss + settings.kl_coefficient * samples.kl, "kl": samples.kl}
-    sums = {name: weighted_sum(weight, term) for name, term in terms.items()}
-    if "left_out" in settings.terms:
-        sums["left_out"] = jnp.sum(given) - jnp.sum(weight)
-    return sums["loss"], sums | {"weight": jnp.sum(weight)}
-
-
-def _surrogate(
-    settings: PolicyGradient, samples: Samples, log_ratio: Array
-) -> tuple[Array, Array, Array]:
-    """Returns (loss without KL, distance from the old policy, whether that is beyond the bound) of each sample."""
-    low, high = settings.clip_range, settings.high
-    advantages = jnp.clip(samples.advantages, -settings.adv_clip, settings.adv_clip)
-    if settings.ratio == "guard":
-        log_ratio = guard_log_ratio(
-            samples.log_prob, samples.old_log_prob, samples.mean, samples.old_mean, samples.std
+        if not self.decoupled:
+            return reduce_steps(samples.log_prob - samples.old_log_prob), 1.0
+        log_ratio, to_behavior = decoupled_log_ratios(
+            samples.log_prob, samples.old_log_prob, samples.behavior_log_prob
         )
-    ratio = jnp.exp(log_ratio)
-    distance = jnp.abs(ratio - 1)
-    outside = (ratio < 1 - low) | (ratio > 1 + high)
-    match settings.surrogate:
-        case "clip" if settings.dual_clip:
-            loss = dual_clipped(log_ratio, advantages, low, high, settings.dual_clip)
-        case "clip":
-            loss = clipped(log_ratio, advantages, low, high)
-        case "cispo":
-            loss = cispo(samples.log_prob, log_ratio, advantages, low, high)
-        case "topr":
-            weights = settings.positive_weight, settings.negative_weight
-            loss = topr(samples.log_prob, log_ratio, advantages, *weights)
-        case "divergence":
-            kl = gaussian_kl(samples.mean, samples.old_mean, samples.std)
-            loss = divergence_masked(log_ratio, samples.advantages, kl, settings.kl_threshold)
-            distance, outside = kl, kl >= settings.kl_threshold
-    if settings.ratio == "guard":
-        loss = loss * guard_loss_scale(samples.dt)
-    return loss, distance, outside
-
-
-def _log_ratios(
-    settings: PolicyGradient, samples: Samples, weight: Array
-) -> tuple[Array, Array | float]:
-    """Returns the log-ratio of each sample, or of its trajectory, to the old policy, and the factor of its loss."""
-
-    def reduce_steps(log_ratio):
-        if not settings.needs_full_trajectories:
-            return log_ratio
-        reduce = "mean" if settings.ratio == "sequence_mean" else "sum"
-        return sequence_log_ratio(
-            log_ratio, weight, samples.trajectory, len(samples.trajectory), reduce
+        return reduce_steps(log_ratio), importance_weight(
+            reduce_steps(to_behavior), self.importance_cap
         )
-
-    if not settings.decoupled:
-        return reduce_steps(samples.log_prob - samples.old_log_prob), 1.0
-    log_ratio, to_behavior = decoupled_log_ratios(
-        samples.log_prob, samples.old_log_prob, samples.behavior_log_prob
-    )
-    return reduce_steps(log_ratio), importance_weight(
-        reduce_steps(to_behavior), settings.importance_cap
-    )

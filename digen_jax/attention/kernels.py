@@ -1,5 +1,8 @@
 """Selects the attention kernel for the devices that a network is traced for (`Target`).
 
+The sampler and the trainer enter `on_mesh` while tracing a network, which tells attention the target devices and how
+arrays are sharded over them.
+
 | kernel | platform                        | memory                                           |
 | ------ | ------------------------------- | ------------------------------------------------ |
 | xla    | any                             | float32 scores, one block of queries at a time   |

@@ -1,5 +1,8 @@
 """Reverse steps x -> x_next: the distribution of x_next, and its log-probability.
 
+Sigma is 1 for noise and 0 for data: x_sigma = (1 - sigma) x0 + sigma eps, the network predicts
+v = eps - x0, and a reverse step goes from sigma to sigma_next < sigma.
+
 Sampling and replay call the same `mean_std` and `log_prob`. All arithmetic is float32, for inputs of
 any dtype. `sigma`, `sigma_next` and `sigma_max` are scalars, or `[b]` if the samples of a batch
 are at different steps. `sigma_max` is sigmas[1] of the schedule; only `FlowSde` reads it, instead of

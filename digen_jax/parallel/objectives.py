@@ -1,20 +1,22 @@
 """The trainer's objectives: summed gradients and metrics of one pass, as functions of the trained parameters."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from digen_jax.algorithms.algorithm import Algorithm, Matching, MatchingSamples, Velocities
+from digen_jax.algorithms.algorithm import Algorithm, Matching, MatchingSamples, Samples, Velocities
 from digen_jax.algorithms.losses import gaussian_kl, mask_rows, velocity_mse, weighted_sum
-from digen_jax.algorithms.policy_gradient import PolicyGradient, Samples, policy_gradient_loss
 from digen_jax.diffusion.noising import forward_noise, noised, noised_pairs
 from digen_jax.diffusion.sampling import Replay, Velocity, replay
 from digen_jax.diffusion.steps import ReverseStep
 from digen_jax.parallel.accumulate import GroupSums, MicroBatch, SharedInputs, Term, Totals
 from digen_jax.parallel.policy import Policy, null_rows
+
+if TYPE_CHECKING:  # imported if the config names it
+    from digen_jax.algorithms.policy_gradient import PolicyGradient
 
 
 class Policies(NamedTuple):
@@ -51,7 +53,7 @@ class TransitionObjective:
 
     policy: Policy
     step: ReverseStep
-    algorithm: PolicyGradient
+    algorithm: "PolicyGradient"
 
     def zero_group(self, tuned: Any) -> GroupSums:
         """Returns zero sums for a group whose advantages are not known yet."""
@@ -87,7 +89,7 @@ class TransitionObjective:
                 )
             if self.algorithm.kl_coefficient:
                 samples = samples._replace(kl=self._kl(new, base, shared, micro))
-            return policy_gradient_loss(self.algorithm, samples)
+            return self.algorithm.loss(samples)
 
         (_, sums), gradient = jax.value_and_grad(loss, has_aux=True)(tuned)
         return Totals(gradient, sums)
@@ -102,7 +104,7 @@ class TransitionObjective:
             samples = self._samples(new, None, micro)
 
             def loss(advantages):
-                return policy_gradient_loss(policy_only, samples._replace(advantages=advantages))
+                return policy_only.loss(samples._replace(advantages=advantages))
 
             centred, sums = loss(micro.advantages)
             plain, _ = loss(jnp.ones_like(micro.advantages))

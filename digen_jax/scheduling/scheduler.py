@@ -1,5 +1,10 @@
 """The scheduler of a pool of workers: handles one event at a time and returns the resulting commands.
 
+    event --> scheduler.handle --> state (steps, weights, workers, costs) --> next work of idle workers --> commands
+
+`handle` applies an event to the state, then assigns work to every idle worker. Executors or the simulator
+execute the commands and answer each with one event.
+
 Every worker samples, trains, or does both; `_next_work` chooses its next work.
 """
 

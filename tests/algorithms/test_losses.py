@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from digen_jax.algorithms.algorithm import Samples
 from digen_jax.algorithms.losses import (
     cispo,
     clipped,
@@ -24,7 +25,7 @@ from digen_jax.algorithms.losses import (
     well_conditioned,
     within_bound,
 )
-from digen_jax.algorithms.policy_gradient import PolicyGradient, Samples, policy_gradient_loss
+from digen_jax.algorithms.policy_gradient import PolicyGradient
 from digen_jax.diffusion.steps import DanceSde, FlowSde
 
 JUNK = np.array([np.nan, np.inf, -np.inf, 1e4, -1e4], np.float32)
@@ -329,7 +330,7 @@ def guard_total(clip, adv_clip):
     def total(weight, log_prob, mean, old, old_mean, advantages, std, dt):
         sigma = jnp.full_like(dt, 0.5)
         samples = Samples(log_prob, old, old, advantages, weight, sigma, dt, mean, old_mean, std)
-        return policy_gradient_loss(settings, samples)[0]
+        return settings.loss(samples)[0]
 
     return total
 

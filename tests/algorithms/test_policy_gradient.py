@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from digen_jax.algorithms.advantages import AdvantageSettings, advantages
+from digen_jax.algorithms.algorithm import Samples
 from digen_jax.algorithms.losses import choose_old_log_probs, gaussian_kl
-from digen_jax.algorithms.policy_gradient import PolicyGradient, Samples, policy_gradient_loss
+from digen_jax.algorithms.policy_gradient import PolicyGradient
 from tests.algorithms.test_losses import close
 
 GOLDEN = np.load(pathlib.Path(__file__).parents[1] / "data" / "flow_rl.npz")
@@ -24,7 +25,7 @@ def policy_loss(settings, log_prob, old, advantages, weight, kl=None, stored=Non
     stored = old if stored is None else stored
     sigma, dt = jnp.full_like(log_prob, 0.5), jnp.full_like(log_prob, -0.1)
     samples = Samples(log_prob, old, stored, advantages, weight, sigma, dt, kl=kl)
-    return policy_gradient_loss(settings, samples)
+    return settings.loss(samples)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -43,7 +44,7 @@ def golden_loss(settings, log_prob, mean, advantages):
 
     def loss(log_prob, mean):
         samples = Samples(log_prob, old, advantages=advantages, mean=mean, **rest)
-        total, sums = policy_gradient_loss(settings, samples)
+        total, sums = settings.loss(samples)
         return total / sums["weight"]
 
     return jax.value_and_grad(loss, argnums=(0, 1))(log_prob, mean)
@@ -219,10 +220,10 @@ def test_inputs_that_are_needed_must_be_given(settings, names):
     given = dict(mean=means, old_mean=means, std=ones, kl=ones, behavior_log_prob=ones)
     samples = Samples(*(ones,) * 7, **given, trajectory=jnp.zeros(8, int))
     settings = PolicyGradient(**settings)
-    policy_gradient_loss(settings, samples)
+    settings.loss(samples)
     for name in names:
         with pytest.raises(ValueError, match=f"^{name} is needed"):
-            policy_gradient_loss(settings, samples._replace(**{name: None}))
+            settings.loss(samples._replace(**{name: None}))
 
 
 TRAJECTORY = np.array([0, 1, 2, 0, 1, 2, 0, 1, 2, 2])  # the last one is padding
@@ -266,7 +267,7 @@ def test_corrected_and_sequence_losses_equal_float64_transcription(ratio, whole,
         samples = Samples(log_prob, *f32)
         if cap:
             samples = samples._replace(behavior_log_prob=jnp.asarray(behavior, jnp.float32))
-        return policy_gradient_loss(settings, samples._replace(trajectory=jnp.asarray(TRAJECTORY)))
+        return settings.loss(samples._replace(trajectory=jnp.asarray(TRAJECTORY)))
 
     spoilt = log_prob.copy()
     spoilt[9] = np.nan

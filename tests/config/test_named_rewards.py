@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from digen_jax.config.inputs import check_named
+from digen_jax.config.load import check_named
 from digen_jax.rewards import RewardSettings
 
 REWARDS = [

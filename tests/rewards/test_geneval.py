@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from digen_jax.config.inputs import needs_of
+from digen_jax.config.load import needs_of
 from digen_jax.errors import ConfigError
 from digen_jax.learned_rewards.sanity_checks import object_pairs
 from digen_jax.rewards import RewardSettings

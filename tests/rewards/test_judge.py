@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from digen_jax.config.inputs import needs_of
+from digen_jax.config.load import needs_of
 from digen_jax.errors import ConfigError
 from digen_jax.process.shutdown import Stopped
 from digen_jax.rewards import RewardSettings
