@@ -10,6 +10,7 @@ import itertools
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager
 from statistics import fmean, median
 from typing import Any
@@ -25,21 +26,25 @@ from digen_jax.distributed.engine import LOCAL, RayEngine
 from digen_jax.distributed.transfer import TrainerTransfer, WorkerTransfer
 from digen_jax.distributed.worker_process import Opened, RolloutProcess
 from digen_jax.distributed.workers import RemoteWorkers, WorkerProxy
-from digen_jax.errors import check_choice
+from digen_jax.errors import check_choice, check_positive
 from digen_jax.parallel.placement import RolloutAxes
 from digen_jax.parallel.sampler import SampleDraws
 from digen_jax.rewards import alone
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.array_transfer import ConditioningKey, SamplesKey
 from digen_jax.runtime.driver import Driver
-from digen_jax.runtime.steps import Steps
+from digen_jax.runtime.steps import ScoredChunk, Steps
 from digen_jax.scheduling.commands import (
     TRAINER,
     Chunk,
     Command,
+    Decode,
     Deliver,
+    DropChunks,
     DropVersion,
     Encode,
+    Generate,
+    Score,
     SyncWeights,
     Update,
     WeightsVersion,
@@ -103,8 +108,9 @@ LAYOUTS = (
 )
 
 
-def chosen(numbers: Sequence[str]) -> list[Layout]:
-    """Returns the layouts with these numbers, counted from 1, or all; raises ConfigError for unknown numbers."""
+def chosen(numbers: Sequence[str], seconds: float) -> list[Layout]:
+    """Returns the layouts with these numbers, counted from 1, or all; raises ConfigError for invalid options."""
+    check_positive("--step_seconds", seconds)
     known = {str(number): layout for number, layout in enumerate(LAYOUTS, start=1)}
     for number in numbers:
         check_choice("--layouts", number, tuple(known))
@@ -177,7 +183,7 @@ def driving(emulation: Emulation) -> Iterator[tuple[Driver, RemoteWorkers]]:
 
 
 class DrivingExecutors(WaitingExecutors):
-    """Executors that wait, and transfer trees to and from rollout workers in other processes."""
+    """Executors that pass commands to rollout workers in other processes, and transfer trees to and from them."""
 
     def __init__(
         self,
@@ -186,27 +192,70 @@ class DrivingExecutors(WaitingExecutors):
         rollouts: Sequence[WorkerProxy],
         transfer: TrainerTransfer,
     ):
-        super().__init__(waits, workers, rollouts)
-        self._transfer = transfer
+        super().__init__(waits, workers)
+        self._step, self._transfer = 0, transfer
+        self._rollouts = {one.name: one for one in rollouts}
+        self.workers = self._rollouts | {TRAINER: self.home}
         transfer.put(WeightsVersion(0), _tree(WEIGHTS))
 
     def do(self, command: Command) -> None:
-        """Waits for a command and transfers its tree; see `WaitingExecutors`."""
-        if isinstance(command, Deliver):
-            with self.home.lasting(command):
-                worker, chunk = command.worker, command.chunk
-                # The encoded prompts of the step are stored only once.
-                for key in (ConditioningKey(worker, chunk.step), SamplesKey(worker, chunk)):
-                    found = self._transfer.get(key, _one_device, TRAINER)
-                    self._transfer.delete(key)
-                if found is None:
-                    raise RuntimeError(f"{worker} has no samples of {chunk}")
-            return
-        super().do(command)
+        """Passes a command to its worker, or waits for it here and transfers its tree."""
+        rollout = self._rollouts.get(getattr(command, "worker", ""))
+        match command:
+            case Encode() if rollout:
+                rollout.encode(command.step)
+            case Generate() if rollout:
+                rollout.generate(command.chunk, command.weights_version)
+            case Decode() if rollout:
+                rollout.decode(command.chunk)
+            case SyncWeights() if rollout:
+                rollout.receive(command.weights_version)
+            case DropVersion():
+                self._transfer.delete(command.weights_version)
+                for one in list(self._rollouts.values()):
+                    one.drop_weights(command.weights_version)
+            case DropChunks():
+                for one, chunk in itertools.product(list(self._rollouts.values()), command.chunks):
+                    one.drop_chunk(chunk)
+            case Deliver():
+                with self.home.lasting(command):
+                    self._take_samples(command)
+            case _:
+                super().do(command)
         if isinstance(command, Update):
             self._transfer.put(WeightsVersion(command.step + 1), _tree(WEIGHTS))
-        elif isinstance(command, DropVersion):
-            self._transfer.delete(command.weights_version)
+
+    def _take_samples(self, command: Deliver) -> None:
+        worker, chunk = command.worker, command.chunk
+        # The encoded prompts of the step are stored only once.
+        for key in (ConditioningKey(worker, chunk.step), SamplesKey(worker, chunk)):
+            found = self._transfer.get(key, _one_device, TRAINER)
+            self._transfer.delete(key)
+        if found is None:
+            raise RuntimeError(f"{worker} has no samples of {chunk}")
+
+    def score(self, command: Score, pool: RewardPool) -> Future[ScoredChunk]:
+        """Scores a chunk in the process that generated it."""
+        scorer = WaitingScorer(self._waits, pool)
+        rollout = self._rollouts.get(command.maker)
+        return rollout.score(command.chunk, scorer) if rollout else scorer.submit(command.chunk)
+
+    def scored(self, command: Score, scored_chunk: ScoredChunk) -> None:
+        """Notifies the process that generated the chunk."""
+        if rollout := self._rollouts.get(command.maker):
+            rollout.scored(command.chunk)
+
+    def end_step(self) -> dict[str, float]:
+        """Ends the step in all processes."""
+        for one in list(self._rollouts.values()):
+            one.end_step(self._step)
+        self._step += 1
+        return {}
+
+    def remove(self, worker: str) -> None:
+        """Removes a disconnected worker."""
+        self.workers.pop(worker)
+        self._rollouts.pop(worker).remove()
 
 
 class WaitingProcess(RolloutProcess):
@@ -227,7 +276,7 @@ class WaitingProcess(RolloutProcess):
 
 
 class TransferringWorker(WaitingWorker):
-    """Rollout worker that waits, receives weights and offers small trees."""
+    """Rollout worker that waits, receives weights and offers small trees, with `SamplingExecutor`'s interface."""
 
     def __init__(
         self, name: str, layout: WorkerLayout, waits: Waits, steps: Steps, transfer: WorkerTransfer
@@ -236,20 +285,35 @@ class TransferringWorker(WaitingWorker):
         self._steps, self._transfer = steps, transfer
 
     def receive(self, weights_version: WeightsVersion) -> None:
-        """Receives weights; see `SamplingExecutor`."""
+        """Receives weights."""
         with self.lasting(SyncWeights(0, self.name, weights_version)):
             self._transfer.get(weights_version, _one_device, self.name)
 
     def encode(self, number: int) -> None:
-        """Encodes and offers the prompts of a step; see `SamplingExecutor`."""
+        """Encodes and offers the prompts of a step."""
         with self.lasting(Encode(0, self.name, number)):
             _ = self._steps[number]
         self._transfer.put(ConditioningKey(self.name, number), _tree(PROMPTS))
 
+    def generate(self, chunk: Chunk, weights_version: WeightsVersion) -> None:
+        """Waits for a chunk's trajectories."""
+        with self.lasting(Generate(0, self.name, chunk, weights_version)):
+            pass
+
     def decode(self, chunk: Chunk) -> None:
-        """Decodes and offers the samples of a chunk; see `SamplingExecutor`."""
-        super().decode(chunk)
+        """Decodes and offers the samples of a chunk."""
+        with self.lasting(Decode(0, self.name, chunk)):
+            pass
         self._transfer.put(SamplesKey(self.name, chunk), _tree(SAMPLES))
+
+    def score(self, chunk: Chunk, scorer: WaitingScorer) -> Future[ScoredChunk]:
+        """Scores with `WaitingScorer`."""
+        return scorer.submit(chunk)
+
+    def drop_chunk(self, *_: object) -> None:
+        """Does nothing, because there are no arrays."""
+
+    scored = drop_weights = end_step = drop_chunk
 
 
 class _NoDraws:

@@ -6,24 +6,12 @@
 import dataclasses
 import pathlib
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Float32, Int
 
-from benchmarks.processes import answer_requests
-
 NUM_TRAIN_TIMESTEPS = 1000
-
-
-@dataclasses.dataclass(frozen=True)
-class EagerLora:
-    """A LoRA for PEFT; `layers` are the torch names of its linear layers."""
-
-    rank: int
-    alpha: float
-    layers: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,17 +40,12 @@ class Work:
     clip_range: float
     clip_norm: float
     adamw: dict[str, Any]
-    lora: EagerLora | None
+    lora: tuple[int, float, tuple[str, ...]] | None  # rank, alpha, torch names of the linear layers
     empty: int
     threads: int
     gpu: bool = False
     bfloat16: bool = False  # frozen weights and products; trained parameters stay in float32
     checkpointing: bool = False  # of each block
-
-
-def serve(connection: Connection, work: Work) -> None:
-    """Runs the process of the eager loop."""
-    answer_requests(connection, EagerLoop(work))
 
 
 class EagerLoop:
@@ -90,11 +73,9 @@ class EagerLoop:
             from peft import LoraConfig
 
             self.model.requires_grad_(False)
-            lora = work.lora
-            names = list(lora.layers)
-            self.model.add_adapter(
-                LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=names)
-            )
+            rank, alpha, layers = work.lora
+            lora = LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(layers))
+            self.model.add_adapter(lora)
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
         for parameter in self.trained:
             parameter.data = parameter.data.float()
@@ -119,9 +100,8 @@ class EagerLoop:
         null = self._conditioning(*work.null, empty) if work.null else None
         with torch.inference_mode():
             x = self._tensor(x).permute(0, 3, 1, 2).contiguous()
-            v = self._velocity(
-                x, self._tensor(sigma), self._tensor(rows).long(), conditioning, null
-            )
+            sigma, rows = self._tensor(sigma), self._tensor(rows).long()
+            v = self._velocity(x, sigma, rows, conditioning, null)
             return v.permute(0, 2, 3, 1).cpu().numpy()
 
     def sample(self) -> None:
@@ -213,12 +193,7 @@ class EagerLoop:
                 for j in range(0, len(rows), work.micro_batch):
                     at = slice(i, i + work.pack), slice(j, j + work.micro_batch)
                     taken = [a[at].flatten(0, 1).clone() for a in (x, x_next, old)]
-                    count = len(x[at[0]])
+                    count, images = len(x[at[0]]), rows[at[1]]
                     steps = torch.arange(first + i, first + i + count, device=self.device)
-                    steps = steps.repeat_interleave(len(rows[at[1]]))
-                    yield (
-                        steps,
-                        rows[at[1]].repeat(count),
-                        *taken,
-                        advantages[at[1]].repeat(count),
-                    )
+                    steps = steps.repeat_interleave(len(images))
+                    yield steps, images.repeat(count), *taken, advantages[at[1]].repeat(count)

@@ -6,12 +6,12 @@ prompts' encoding, decoding and the reward. Their velocities are compared before
 
 import dataclasses
 import importlib.util
+import itertools
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
-from multiprocessing.connection import Connection
 from statistics import median
 from typing import Any
 
@@ -20,21 +20,25 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Float32, Int
 
-from benchmarks import eager, load
-from benchmarks.eager import EagerLora, Work
-from benchmarks.load import Load
-from benchmarks.processes import Process, Seconds, answer_requests
-from benchmarks.step import Build, Step, advantages
+from benchmarks.eager import EagerLoop, Work
+from benchmarks.processes import Load, Process, Seconds, load_between, read_cores
 from digen_jax import assemble
 from digen_jax.checkpoints.lora import adapted_layers
 from digen_jax.config.load import fit_config
 from digen_jax.config.train_config import TrainConfig
+from digen_jax.data.prompt_files import read_prompt_files
 from digen_jax.diffusion.steps import Ode, ReverseStep
 from digen_jax.errors import ConfigError, check_positive
 from digen_jax.families import open_pipeline
 from digen_jax.models.sd3.family import StableDiffusion3
+from digen_jax.parallel.accumulate import Totals
 from digen_jax.parallel.placement import MeshSizes, RolloutAxes, TrainerAxes
-from digen_jax.parallel.system import SampledImages
+from digen_jax.parallel.system import (
+    SampledImages,
+    make_train_batch,
+    move_to_trainer,
+    select_images,
+)
 from digen_jax.process.job import prepare
 
 PHASES = "sampling", "training"
@@ -47,15 +51,8 @@ COMPARED = 4  # number of images whose velocities are compared
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """One step of each side.
+    """One step of each side: use of the cores by others meanwhile, and seconds by phase, then by side."""
 
-    Attributes:
-      average: Load average over the minute before the round, which includes the previous round.
-      load: Use of the cores by others during the round.
-      times: Seconds by phase, then by side.
-    """
-
-    average: float
     load: Load
     times: dict[str, dict[str, Seconds]]
 
@@ -64,10 +61,6 @@ class Round:
         phases = PHASES if phase == "step" else (phase,)
         return sum(getattr(self.times[each][side], kind) for each in phases)
 
-    def ratio(self, phase: str, kind: str) -> float:
-        """Returns the eager loop's time divided by ours."""
-        return self.seconds(phase, "eager", kind) / self.seconds(phase, "ours", kind)
-
     def describe(self) -> str:
         """Returns a one-line summary."""
         times = (
@@ -75,9 +68,8 @@ class Round:
             for phase in PHASES
         )
         return (
-            f"load average {self.average:.2f}, others used {self.load.others:.0%} and the host "
-            f"{self.load.stolen:.0%} of the cores{'' if self.load.quiet else ': not quiet, so it does not count'}; "
-            f"{', '.join(times)}"
+            f"others used {self.load.others:.0%} and the host {self.load.stolen:.0%} of the cores"
+            f"{'' if self.load.quiet else ': not quiet, so it does not count'}; {', '.join(times)}"
         )
 
 
@@ -89,18 +81,20 @@ class PeerComparison:
     distance: float
     rounds: tuple[Round, ...]
 
-    @property
-    def quiet(self) -> list[Round]:
-        """Rounds with valid times."""
-        return [one for one in self.rounds if one.load.quiet]
+    def counted(self, kind: str) -> list[Round]:
+        """Returns the rounds that count: for "wall" seconds only quiet ones, for "cpu" seconds all."""
+        return [one for one in self.rounds if kind == "cpu" or one.load.quiet]
 
     def ratio(self, phase: str, kind: str = "wall") -> float | None:
-        """Returns the median over all rounds of the eager loop's time divided by ours, for a phase or the "step".
+        """Returns the median of the eager loop's time divided by ours, for a phase or the "step".
 
-        Wall times use only quiet rounds. None means that there are none.
+        None means that no round counts.
         """
-        rounds = self.quiet if kind == "wall" else self.rounds
-        return median(one.ratio(phase, kind) for one in rounds) if rounds else None
+        ratios = [
+            one.seconds(phase, "eager", kind) / one.seconds(phase, "ours", kind)
+            for one in self.counted(kind)
+        ]
+        return median(ratios) if ratios else None
 
     def describe(self) -> str:
         """Returns a table of medians; only quiet rounds have a ratio of times."""
@@ -108,20 +102,17 @@ class PeerComparison:
         lines = [f"{'':10}{head}   {'CPU:' + head[4:]}"]
         for phase in (*PHASES, "step"):
             cells = []
-            for kind, rounds in (("wall", self.quiet), ("cpu", self.rounds)):
-                ratio, times = self.ratio(phase, kind), [f"{'-':>10}"] * 2
-                if rounds:
-                    times = [
-                        f"{median(one.seconds(phase, side, kind) for one in rounds):8.2f} s"
-                        for side in SIDES
-                    ]
-                cells.append("".join(times) + (f"{'-':>8}" if ratio is None else f"{ratio:7.2f}x"))
+            for kind in ("wall", "cpu"):
+                cell = f"{'-':>10}{'-':>10}{'-':>8}"
+                if rounds := self.counted(kind):
+                    times = (median(one.seconds(phase, s, kind) for one in rounds) for s in SIDES)
+                    cell = "".join(f"{time:8.2f} s" for time in times)
+                    cell += f"{self.ratio(phase, kind):7.2f}x"
+                cells.append(cell)
             lines.append(f"{phase:10}{'   '.join(cells)}")
         lines.append(
-            f"{len(self.quiet)} of {len(self.rounds)} rounds were quiet; the others only count for CPU time."
-            if self.quiet
-            else "No round was quiet, so there is no ratio of times: other programs slow both sides differently. "
-            "Run it on a machine that does nothing else."
+            f"{len(self.counted('wall'))} of {len(self.rounds)} rounds were quiet. Others count only for CPU time, "
+            "because other programs slow both sides differently."
         )
         return "\n".join(lines)
 
@@ -187,10 +178,7 @@ def _has_gpu() -> bool:
 
 
 def compare(
-    config: TrainConfig,
-    rounds: int,
-    on_round: Callable[[Round], object] = lambda _: None,
-    build: Build = assemble.build,
+    config: TrainConfig, rounds: int, on_round: Callable[[Round], object]
 ) -> PeerComparison:
     """Times both sides, one after the other, in an order that changes every round.
 
@@ -198,7 +186,6 @@ def compare(
       config: Config from `check`.
       rounds: Number of steps of each side.
       on_round: Callback after each round.
-      build: Function that builds the parts of a run.
 
     Raises:
       RuntimeError: the two sides do not compute the same.
@@ -206,49 +193,43 @@ def compare(
     cores = os.sched_getaffinity(0)
     context = multiprocessing.get_context("spawn")
     os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.5")  # the other half is for torch
-    with closing(Process(context, serve, config, len(cores), build)) as ours:
-        work = ours.call("work")
-        with closing(Process(context, eager.serve, work)) as other:
+    with closing(Process(context, _open_ours, config, len(cores))) as ours:
+        work, _ = ours.call("work")
+        with closing(Process(context, EagerLoop, work)) as other:
             sides = dict(zip(SIDES, (ours, other), strict=True))
             parameters, distance = _check_same(ours, other, work)
             for side in sides.values():  # both compile, or fill their caches
                 _step(side)
             done = []
             for number in range(rounds):
-                average, before = os.getloadavg()[0], load.read(cores)
+                before = read_cores(cores)
                 order = SIDES if number % 2 == 0 else SIDES[::-1]
                 times = {name: _step(sides[name]) for name in order}
-                after = load.read(cores)
                 own = sum(seconds.cpu for phases in times.values() for seconds in phases.values())
+                load = load_between(before, read_cores(cores), own, len(cores))
                 by_phase = {phase: {side: times[side][phase] for side in SIDES} for phase in PHASES}
-                others = load.between(before, after, own, len(cores))
-                done.append(Round(average, others, by_phase))
+                done.append(Round(load, by_phase))
                 on_round(done[-1])
     return PeerComparison(parameters, distance, tuple(done))
 
 
 def _step(process: Process) -> dict[str, Seconds]:
     """Runs a step; returns the seconds of each phase."""
-    found = {}
-    for phase, method in zip(PHASES, ("sample", "train"), strict=True):
-        process.request(method)
-        found[phase] = process.answer()[1]
-    return found
+    return dict(zip(PHASES, (process.call(name)[1] for name in ("sample", "train")), strict=True))
 
 
 def _check_same(ours: Process, other: Process, work: Work) -> tuple[int, float]:
     """Returns the number of trained parameters, and the velocity difference with the pipeline's empty tokens."""
-    trained = [process.call("parameters") for process in (ours, other)]
-    if trained[0] != trained[1]:
+    trained, expected = (process.call("parameters")[0] for process in (ours, other))
+    if trained != expected:
         raise RuntimeError(
-            f"{trained[0]} parameters are trained here, but {trained[1]} by the eager loop"
+            f"{trained} parameters are trained here, but {expected} by the eager loop"
         )
     rng, count = np.random.default_rng(0), min(COMPARED, len(work.rows))
     x = rng.standard_normal((count, *work.latent), np.float32)
-    sigma = np.linspace(1, 0.1, count, dtype=np.float32)
-    inputs = x, sigma, work.rows[-count:]
-    found = ours.call("velocity", *inputs)
-    expected = other.call("velocity", *inputs, work.empty * StableDiffusion3.default_tokens)
+    inputs = x, np.linspace(1, 0.1, count, dtype=np.float32), work.rows[-count:]
+    found, _ = ours.call("velocity", *inputs)
+    expected, _ = other.call("velocity", *inputs, work.empty * StableDiffusion3.default_tokens)
     distance = float(np.abs(found - expected).max() / np.abs(expected).max())
     tolerance = TOLERANCE_TF32 if work.gpu else TOLERANCE
     if work.bfloat16:
@@ -257,29 +238,37 @@ def _check_same(ours: Process, other: Process, work: Work) -> tuple[int, float]:
         raise RuntimeError(
             f"the velocities of both differ by {distance:.2g} of the largest, more than {tolerance:g}"
         )
-    return trained[0], distance
+    return trained, distance
 
 
-def serve(connection: Connection, config: TrainConfig, devices: int, build: Build) -> None:
-    """Runs the process of our side."""
-    prepare(devices)
-    answer_requests(connection, Ours(config, build))
+def _open_ours(config: TrainConfig, cores: int) -> "Ours":
+    prepare(cores)
+    devices = jax.devices()
+    if _has_gpu():
+        if devices[0].platform != "gpu":
+            raise RuntimeError("torch has a GPU and JAX has none")
+        devices = devices[:1]
+    return Ours(config, devices)
 
 
 class Ours:
-    """Our side, with the methods of the eager loop and the programs of a run."""
+    """Our side, with the methods of the eager loop: the programs of a run's first step, with fixed advantages."""
 
-    def __init__(self, config: TrainConfig, build: Build):
-        devices = jax.devices()
-        if _has_gpu():
-            if devices[0].platform != "gpu":
-                raise RuntimeError("torch has a GPU and JAX has none")
-            devices = devices[:1]
-        self._config, self.step = config, Step(config, devices, build)
+    def __init__(self, config: TrainConfig, devices: Sequence[jax.Device]):
+        self._config, self.system = config, assemble.build(config, devices)
+        self.state = self.system.trainer.init(self.system.start)
+        batch = config.batch
+        known = [*itertools.chain(*read_prompt_files(config.prompts.paths))]
+        records = [known[i % len(known)] for i in range(batch.groups)]
+        weights = self.system.rollout_weights(self.state.tuned)
+        self._prompts = self.system.sampler.encode(weights, records)
+        self._rows = np.repeat(np.arange(batch.groups, dtype=np.int32), batch.images)
+        numbers = np.tile(np.arange(batch.images), batch.groups)
+        self._draws = self.system.rng.draw(0, self._rows, numbers)
 
     def parameters(self) -> int:
         """Number of trained parameters."""
-        return sum(leaf.size for leaf in jax.tree.leaves(self.step.state.tuned))
+        return sum(leaf.size for leaf in jax.tree.leaves(self.state.tuned))
 
     def velocity(
         self,
@@ -288,71 +277,92 @@ class Ours:
         rows: Int[np.ndarray, "b"],
     ) -> Float32[np.ndarray, "b h w c"]:
         """Returns the guided velocity."""
-        policy, prompts = self.step.system.policy, self.step.prompts
+        policy, prompts = self.system.policy, self._prompts
 
         def velocity(tuned, base, x, sigma):
             conditioning = jax.tree.map(lambda c: c[rows], prompts.conditioning)
             return policy.velocity(tuned, base, conditioning, prompts.null)(x, sigma)
 
-        tuned, base = self.step.state.tuned, self.step.system.base
-        return np.asarray(jax.jit(velocity)(tuned, base, x, sigma))
+        return np.asarray(jax.jit(velocity)(self.state.tuned, self.system.base, x, sigma))
 
     def sample(self) -> None:
         """Samples a step's images and keeps their transitions."""
-        self.chunks = [
-            SampledImages(0, rows, one.transitions, jax.block_until_ready(one.sigmas))
-            for rows, one in self.step.generate()
-        ]
+        weights, self.chunks = self.system.rollout_weights(self.state.tuned), []
+        for start in range(0, len(self._rows), self._config.sampler.chunk):
+            chunk = slice(start, start + self._config.sampler.chunk)
+            rows, draws = self._rows[chunk], self._draws.subset(chunk)
+            made = self.system.sampler.generate(weights, self._prompts, rows, *draws)
+            sigmas = jax.block_until_ready(made.sigmas)
+            self.chunks.append(SampledImages(0, rows, made.transitions, sigmas))
 
     def train(self) -> None:
         """Computes the gradient of all transitions, pass by pass, and updates."""
-        self.step.train(self.chunks)
+        totals = None
+        for images in self.chunks:
+            totals = jax.block_until_ready(self.accumulate(images, totals))
+        self.state, _ = self.system.trainer.update(self.state, totals)
+        jax.block_until_ready(self.state)
+
+    def accumulate(self, images: SampledImages, totals: Totals | None = None) -> Totals:
+        """Adds the gradient of a chunk."""
+        trainer, mesh = self.system.trainer, self.system.placement.trainer
+        images = move_to_trainer(images, mesh)
+        trained = self.system.advantages.kept(len(images.rows), self._config.batch.images)
+        if trained < len(images.rows):
+            images = select_images(images, np.arange(trained), mesh)
+        batch = make_train_batch(self.system, self._prompts, images, _advantages(trained))
+        return trainer.accumulate(self.state, self.system.base, batch, totals, self.state.tuned)
 
     def work(self) -> Work:
         """Returns the work of a step, for the eager loop."""
-        config, step, system = self._config, self.step, self.step.system
-        sampler, family, trainer = system.sampler, system.policy.family, config.trainer
-        first, length = step.draws.start, config.noisy_steps
-        window = slice(first, first + length)
-        context, pooled = jax.device_get(step.prompts.conditioning)
-        null = None
-        if system.policy.sequences == 2:
-            null = tuple(jax.device_get(step.prompts.null))
-        lora = None
-        if system.policy.lora is not None:
-            adapter = system.policy.lora
+        config, system = self._config, self.system
+        sampler, policy, trainer = system.sampler, system.policy, config.trainer
+        window = slice(self._draws.start, self._draws.start + config.noisy_steps)
+        of_x, of_v, std = coefficients(sampler.settings.step, sampler.sigmas, window)
+        context, pooled = jax.device_get(self._prompts.conditioning)
+        null = lora = None
+        if policy.sequences == 2:
+            null = tuple(jax.device_get(self._prompts.null))
+        if policy.lora is not None:
+            family, adapter = policy.family, policy.lora
             layers = adapted_layers(family.shapes(), adapter.targets, family.lists)["transformer"]
-            lora = EagerLora(adapter.rank, adapter.alpha, tuple(sorted(layers)))
+            lora = adapter.rank, adapter.alpha, tuple(sorted(layers))
         return Work(
-            open_pipeline(config.model.folder, config.model.without) / "transformer",
-            sampler.shape,
-            np.asarray(sampler.sigmas, np.float32),
-            *coefficients(sampler.settings.step, sampler.sigmas, window),
-            window,
-            context,
-            pooled,
-            null,
-            system.policy.guidance,
-            step.rows,
-            advantages(config.sampler.chunk),
-            config.sampler.chunk,
-            trainer.micro_batch,
-            trainer.pack,
-            config.algorithm.clip_range,
-            trainer.clip_norm,
-            dict(
+            transformer=open_pipeline(config.model.folder, config.model.without) / "transformer",
+            latent=sampler.shape,
+            sigmas=np.asarray(sampler.sigmas, np.float32),
+            of_x=of_x,
+            of_v=of_v,
+            std=std,
+            window=window,
+            context=context,
+            pooled=pooled,
+            null=null,
+            guidance=policy.guidance,
+            rows=self._rows,
+            advantages=_advantages(config.sampler.chunk),
+            chunk=config.sampler.chunk,
+            micro_batch=trainer.micro_batch,
+            pack=trainer.pack,
+            clip_range=config.algorithm.clip_range,
+            clip_norm=trainer.clip_norm,
+            adamw=dict(
                 lr=trainer.learning_rate,
                 betas=(trainer.b1, trainer.b2),
                 eps=trainer.eps,
                 weight_decay=trainer.weight_decay,
             ),
-            lora,
-            min(1, family.null_tokens),
-            len(os.sched_getaffinity(0)),
+            lora=lora,
+            empty=min(1, policy.family.null_tokens),
+            threads=len(os.sched_getaffinity(0)),
             gpu=_has_gpu(),
             bfloat16=config.precision.arithmetic == "bfloat16",
             checkpointing=config.model.remat != "none",
         )
+
+
+def _advantages(images: int) -> Float32[np.ndarray, "b"]:
+    return np.linspace(-1, 1, images, dtype=np.float32)
 
 
 def coefficients(
@@ -370,7 +380,4 @@ def coefficients(
         of_x, std = kind.mean_std(one, zero, *times)
         of_v, _ = kind.mean_std(zero, one, *times)
         rows.append((of_x, of_v, std))
-    noisy, euler = rows
-    return tuple(
-        np.where(inside, a, b).astype(np.float64) for a, b in zip(noisy, euler, strict=True)
-    )
+    return tuple(np.where(inside, *pair).astype(np.float64) for pair in zip(*rows, strict=True))

@@ -1,6 +1,5 @@
 """Reward servers under load: many clients, network faults, and a server that is killed and restarted."""
 
-import contextlib
 import dataclasses
 import os
 import pathlib
@@ -14,6 +13,8 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -71,7 +72,7 @@ class Requests:
         """Total number of images."""
         return self.clients * self.requests * self.images
 
-    def check(self) -> None:
+    def __post_init__(self):
         """Raises ConfigError if a number is too small."""
         for field in ("clients", "requests"):
             check_positive(f"--{field}", getattr(self, field))
@@ -116,7 +117,7 @@ class Throughput:
 
 @dataclasses.dataclass(frozen=True)
 class ServiceComparison:
-    """Results of the same requests with a pool in the clients' process, servers, and servers with faults."""
+    """Results of the same requests with a pool in the clients' process, with servers, and with faults."""
 
     local: Throughput
     servers: Throughput
@@ -130,56 +131,45 @@ class ServiceComparison:
     def describe(self) -> str:
         """Returns a table of the results."""
         failures = ", ".join(f"{n} {name}" for name, n in sorted(self.faults.failures.items()))
-        return "\n".join(
-            [
-                f"local pool      {self.local.describe()}",
-                f"servers         {self.servers.describe()}",
-                f"with faults     {self.faults.describe()}",
-                f"overhead of servers: {self.overhead:.3f} ms an image",
-                f"faults: {failures}; one server was killed and restarted",
-                f"each of {self.faults.images} images got exactly one score, the right one, in "
-                f"{self.faults.attempts} attempts; servers scored {self.faults.scorings}",
-            ]
+        return (
+            f"local pool      {self.local.describe()}\n"
+            f"servers         {self.servers.describe()}\n"
+            f"with faults     {self.faults.describe()}\n"
+            f"overhead of servers: {self.overhead:.3f} ms an image\n"
+            f"faults: {failures}; one server was killed and restarted\n"
+            f"each of {self.faults.images} images got exactly one score, the right one, in "
+            f"{self.faults.attempts} attempts; servers scored {self.faults.scorings}"
         )
 
 
-def compare(requests: Requests, log: Callable[[str], None] = print) -> ServiceComparison:
+def compare(requests: Requests, log: Callable[[str], None]) -> ServiceComparison:
     """Sends all requests three times.
 
     Raises:
       RuntimeError: an image got no score, two scores, or a wrong one.
     """
-    requests.check()
-    local = run_local(requests)
-    log(f"local pool      {local.describe()}")
-    with tempfile.TemporaryDirectory() as folder:
-        servers = run_servers(requests, pathlib.Path(folder), False)
-    log(f"servers         {servers.describe()}")
-    with tempfile.TemporaryDirectory() as folder:
-        faults = run_servers(requests, pathlib.Path(folder), True)
-    return ServiceComparison(local, servers, faults)
-
-
-def run_local(requests: Requests) -> Throughput:
-    """Scores with a pool with one process per server."""
-    with contextlib.closing(RewardPool(alone(NAME, fingerprint), requests.servers)) as pool:
+    with closing(RewardPool(alone(NAME, fingerprint), requests.servers)) as pool:
         _warm_up(requests, pool.score)
-        return score_all(requests, lambda *batch: pool.score(*batch).columns[:, 0])
+        local = score_all(requests, lambda *batch: pool.score(*batch).columns[:, 0])
+    log(f"local pool      {local.describe()}")
+    servers = run_servers(requests, False)
+    log(f"servers         {servers.describe()}")
+    return ServiceComparison(local, servers, run_servers(requests, True))
 
 
-def run_servers(requests: Requests, folder: pathlib.Path, faults: bool) -> Throughput:
+def run_servers(requests: Requests, faults: bool) -> Throughput:
     """Scores with servers; `faults` puts a `Proxy` in front of each and kills the first server."""
     exchanges: list[Any] = []
-    with contextlib.ExitStack() as stack:
-        servers = [stack.enter_context(contextlib.closing(ServerProcess(folder)))
-                   for _ in range(requests.servers)]  # fmt: skip
+    with ExitStack() as stack:
+        folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        count = range(requests.servers)
+        servers = [stack.enter_context(closing(ServerProcess(folder))) for _ in count]
         for server in servers:
             server.wait()
         ports, proxies = [server.port for server in servers], []
         if faults:
-            proxies = [Proxy(port, NAME, requests.seed + port) for port in ports]
-            for proxy in proxies:
-                stack.callback(proxy.close)
+            opened = (Proxy(port, NAME, requests.seed + port) for port in ports)
+            proxies = [stack.enter_context(closing(proxy)) for proxy in opened]
             ports = [proxy.port for proxy in proxies]
         reward = RemoteReward(
             [f"http://127.0.0.1:{port}" for port in ports],
@@ -194,12 +184,13 @@ def run_servers(requests: Requests, folder: pathlib.Path, faults: bool) -> Throu
         )
         _warm_up(requests, reward)
         exchanges.clear()
-        with _killed(servers[0], requests, exchanges) if faults else contextlib.nullcontext():
+        with _killed(servers[0], requests, exchanges) if faults else nullcontext():
             found = score_all(requests, lambda *batch: reward(*batch)[NAME])
         reward.close()
+        files = [file for file in folder.iterdir() if file.suffix != ".jsonl"]
+        lines = [line for file in files for line in file.read_text().splitlines()]
     failures = sum((proxy.faults for proxy in proxies), Counter())
     failures.pop("none", None)
-    lines = [line for file in folder.iterdir() for line in file.read_text().splitlines()]
     scored = [line for line in lines if line != "-1"]
     if len(set(scored)) != requests.total:
         raise RuntimeError(f"the servers scored {len(set(scored))} of {requests.total} images")
@@ -210,33 +201,22 @@ def run_servers(requests: Requests, folder: pathlib.Path, faults: bool) -> Throu
 def score_all(requests: Requests, score: Callable[..., Float32[np.ndarray, "b"]]) -> Throughput:
     """Sends all clients' requests, with a thread per client, and checks each score."""
     found = np.full(requests.total, np.nan, np.float32)
-    expected = np.full(requests.total, np.nan, np.float32)
-    errors: list[BaseException] = []
 
     def client(which: int) -> None:
-        try:
-            for i in range(requests.requests):
-                images, prompts, records = requests.batch(which, i)
-                scores = score(images, prompts, records)
-                numbers = [record["number"] for record in records]
-                if not np.isnan(found[numbers]).all() or scores.shape != (len(numbers),):
-                    raise RuntimeError(f"images got more or fewer scores than one: {numbers}")
-                found[numbers], expected[numbers] = scores, expected_scores(images, prompts)
-        except BaseException as error:
-            errors.append(error)
+        for i in range(requests.requests):
+            images, prompts, records = requests.batch(which, i)
+            scores = score(images, prompts, records)
+            numbers = [record["number"] for record in records]
+            if not np.isnan(found[numbers]).all() or scores.shape != (len(numbers),):
+                raise RuntimeError(f"images got more or fewer scores than one: {numbers}")
+            if not np.array_equal(scores, expected_scores(images, prompts)):  # NaN is never equal
+                raise RuntimeError(f"one of the images {numbers} got a wrong score: {scores}")
+            found[numbers] = scores
 
-    threads = [threading.Thread(target=client, args=(i,)) for i in range(requests.clients)]
     start, used = time.perf_counter(), time.process_time()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(requests.clients) as clients:
+        list(clients.map(client, range(requests.clients)))
     seconds, cpu = time.perf_counter() - start, time.process_time() - used
-    if errors:
-        raise errors[0]
-    wrong = np.flatnonzero(~(found == expected))  # NaN is never equal
-    if len(wrong):
-        raise RuntimeError(f"{len(wrong)} images got a wrong score, image {wrong[0]} first")
     return Throughput(requests.total, seconds, cpu)
 
 
@@ -249,7 +229,7 @@ class ServerProcess:
 
     def start(self) -> None:
         """Starts the server; `wait` waits until it serves."""
-        prompts = self._folder.parent / f"{self._folder.name}.jsonl"
+        prompts = self._folder / "prompts.jsonl"
         prompts.write_text('{"prompt": "a cat", "number": -1, "seconds": 0.0}\n')
         options = f"--reward={NAME}", f"--port={self.port}", f"--prompts={prompts}"
         self._process = subprocess.Popen(
@@ -287,29 +267,27 @@ class ServerProcess:
         self._process.stdout.close()
 
 
-@contextlib.contextmanager
+@contextmanager
 def _killed(server: ServerProcess, requests: Requests, exchanges: list) -> Iterator[None]:
     """Kills a server when a third of the requests are answered, and restarts it at once."""
-    ended, restarted = threading.Event(), threading.Event()
+    ended, third = threading.Event(), requests.clients * requests.requests // 3
 
-    def work() -> None:
-        third = requests.clients * requests.requests // 3
+    def work() -> bool:
         while not ended.wait(0.005):
             if sum(one.failure is None for one in list(exchanges)) >= third:
                 server.kill()
                 server.start()
                 server.wait()
-                restarted.set()
-                return
+                return True
+        return False
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
-    if not restarted.is_set():
+    with ThreadPoolExecutor(1) as thread:
+        restarted = thread.submit(work)
+        try:
+            yield
+        finally:
+            ended.set()
+    if not restarted.result():
         raise RuntimeError("the requests ended before a server was killed")
 
 

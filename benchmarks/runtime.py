@@ -5,6 +5,7 @@ take the time that the planner assumes.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from statistics import fmean, median
@@ -67,10 +68,10 @@ class Work:
     chunk: int = 1
     passes: int = 8
 
-    def check(self) -> None:
+    def __post_init__(self):
         """Raises ConfigError if the work cannot be measured."""
         if self.devices < 2:
-            raise ConfigError(f"devices must be at least 2 to be split, not {self.devices}")
+            raise ConfigError(f"--devices={self.devices} must be at least 2 to be split")
         for name in ("generate", "train", "seconds"):
             check_positive(name, getattr(self, name))
 
@@ -103,7 +104,7 @@ class TimedRun:
     jitter: float = 0.2
     seed: int = 0
 
-    def check(self) -> None:
+    def __post_init__(self):
         """Raises ConfigError for invalid settings."""
         check_positive("warm_up", self.warm_up)
         check_positive("steps", self.steps)
@@ -209,9 +210,9 @@ def measure(
         step_times, policy_lag = time_steps(driver, run, on_step)
     reports = simulations(workers, costs, settings, run, work.problem.scorers)
     predicted = fmean(median(run.step_times(report.step_ends)) for report in reports)
-    return Measured(
-        layout.describe(), step_times, work.seconds, predicted, policy_lag, fmean(executors.late)
-    )
+    late = fmean(itertools.chain.from_iterable(w.late for w in executors.workers.values()))
+    name = layout.describe()
+    return Measured(name, step_times, work.seconds, predicted, policy_lag, late)
 
 
 def simulations(
@@ -239,8 +240,6 @@ def compare(
     Raises:
       ConfigError: the request cannot be measured.
     """
-    work.check()
-    run.check()
     chosen = {kind: best_layout(work, kind) for kind in kinds}
     return {kind: measure(work, layout, run, on_step) for kind, layout in chosen.items()}
 

@@ -1,9 +1,7 @@
-"""Benchmarks of the scheduler, the runtime, real compute, algorithms, reward servers, Ray and faults.
+"""Benchmarks of the scheduler, the runtime, algorithms, reward servers, workers on Ray and faults.
 
 python launch/benchmark.py bound [--output=bound.json]  # a simulation of up to 1,024 devices, 10 minutes of one core
 python launch/benchmark.py runtime [--devices=8 --ratios=1:8,1:4,1:1,4:1,8:1 --output=speed.json]
-python launch/benchmark.py compute --config configs/shapes_flow_grpo.py --config.sampler.chunk=12 \
-    --config.trainer.micro_batch=12 [--rounds=5 --output=cores.json]
 python launch/benchmark.py peers --config configs/shapes_flow_grpo.py [--rounds=5 --output=peers.json]
 python launch/benchmark.py peers --config configs/shapes_flow_grpo.py --wide=4 --config.lora.rank=32 \
     --config.model.height=128 --config.model.width=128 --config.batch.groups=1 --config.batch.images=4 \
@@ -15,7 +13,6 @@ python launch/benchmark.py algorithms --config configs/shapes_algorithms.py --wo
 python launch/benchmark.py algorithms --cells=runs/algorithms/algorithms.csv --workdir runs/algorithms  # plots it again
 python launch/benchmark.py rewards [--clients=64 --servers=3 --requests=20 --output=rewards.json]
 python launch/benchmark.py cluster [--step_seconds=8 --layouts=1,2 --output=cluster.json]
-python launch/benchmark.py ray [--commands=2000 --megabytes=100,1000 --output=ray.json]
 python launch/benchmark.py kills --config configs/shapes_demo.py --workdir runs/kills [--kills=100 --seed=0]
 """
 
@@ -23,17 +20,19 @@ import digen_jax.process.ctrl_c  # noqa: F401
 
 # isort: split
 import dataclasses
+import functools
 import json
 import pathlib
 import runpy
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from absl import flags
 from ml_collections import config_flags
 
 from digen_jax.config.command_line import define_path, run_main
-from digen_jax.errors import ConfigError, check_output, check_positive, user_input
+from digen_jax.errors import ConfigError, check_output, user_input
 from digen_jax.files import make_examples_importable, write_output
 
 make_examples_importable()
@@ -60,10 +59,10 @@ _LAYOUTS = flags.DEFINE_list(
     "layouts", [], "cluster: numbers of the layouts to measure; none means all."
 )
 _SEED = flags.DEFINE_integer("seed", 0, "runtime, cluster, rewards, kills: seed of random choices.")
-# compute and peers, which ignore the placement, asynchrony, kills, and algorithms, which applies the same overrides to
-# all of the file's ALGORITHMS
+# peers, which ignores the placement, asynchrony, kills, and algorithms, which applies the same overrides to all of the
+# file's ALGORITHMS
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A configs/*.py file.", lock_config=True)
-_ROUNDS = flags.DEFINE_integer("rounds", 5, "compute, peers: number of steps on each side.")
+_ROUNDS = flags.DEFINE_integer("rounds", 5, "peers: number of steps on each side.")
 _WIDE = flags.DEFINE_integer(
     "wide",
     0,
@@ -84,34 +83,28 @@ _KILLS = flags.DEFINE_integer("kills", 100, "kills: faults, one after the other.
 _CLIENTS = flags.DEFINE_integer("clients", 64, "rewards: threads that request scores.")
 _SERVERS = flags.DEFINE_integer("servers", 3, "rewards: servers, each with a process that scores.")
 _REQUESTS = flags.DEFINE_integer("requests", 20, "rewards: requests of each client.")
-# ray
-_COMMANDS = flags.DEFINE_integer("commands", 2000, "ray: commands to rollout workers.")
-_MEGABYTES = flags.DEFINE_list("megabytes", ["100", "1000"], "ray: sizes of weights in MB.")
+
+# Numbers of a benchmark, which are also written to --output, and the exit code.
+Result = tuple[dict[str, Any], int | None]
 
 
-def bound() -> int | None:
-    """Simulates the scheduler at many sizes and compares it with the bound; returns 1 if a required share is missed."""
-    output = _output()
+def bound() -> Result:
+    """Simulates the scheduler at many sizes and compares it with the bound; the exit code is 1 if a share is missed."""
     from benchmarks.bound import measure
 
-    rows = measure(lambda text: print(text, flush=True))
-    _write(output, {"rows": list(map(dataclasses.asdict, rows))})
+    rows = measure(functools.partial(print, flush=True))
     missed = sum(len(row.missed) for row in rows)
     print(f"\n{missed} shares are out of range." if missed else "\nEvery share is in its range.")
-    return 1 if missed else None
+    return {"rows": list(map(dataclasses.asdict, rows))}, 1 if missed else None
 
 
-def runtime() -> None:
+def runtime() -> Result:
     """Measures each kind of layout with waits instead of device work, and prints the tables."""
-    check_positive("--devices", _DEVICES.value)
-    output, ratios = _output(), list(map(_ratio, _RATIOS.value))
+    ratios = list(map(_ratio, _RATIOS.value))
     from benchmarks.runtime import KINDS, TimedRun, Work, accuracy, compare, introduction, table
 
     run = TimedRun(_WARM_UP.value, _STEPS.value, seed=_SEED.value)
-    run.check()
     works = [Work(_DEVICES.value, g, t, _SECONDS.value) for g, t in ratios]
-    for work in works:
-        work.check()
     print(introduction(works[0], run), flush=True)
     found = []
     with _bar(len(works) * len(KINDS) * (run.warm_up + run.steps), "step") as bar:
@@ -126,29 +119,12 @@ def runtime() -> None:
         }
         for work, rows in zip(works, found, strict=True)
     ]
-    _write(output, {"run": dataclasses.asdict(run), "ratios": numbers})
+    return {"run": dataclasses.asdict(run), "ratios": numbers}, None
 
 
-def compute() -> None:
-    """Times a step on one core, sampling and training alternately, and on two cores at the same time."""
-    output, config = _output(), _config()
-    from benchmarks.compute import compare
-
-    images = config.batch.groups * config.batch.images
-    print(
-        f"A step of {images} images in {images // config.sampler.chunk} chunks, without a reward and without sending "
-        "weights; both processes compile first.",
-        flush=True,
-    )
-    with _bar(_ROUNDS.value, "round") as bar:
-        speed = compare(config, _ROUNDS.value, bar.update)
-    print(speed.describe())
-    _write(output, dataclasses.asdict(speed) | {"speed_up": speed.speed_up, "ideal": speed.ideal})
-
-
-def peers() -> None:
+def peers() -> Result:
     """Times a step's sampling and training, and the same work in an eager loop of torch and diffusers, alternately."""
-    output, config = _output(), _config()
+    config = _config()
     from benchmarks.peers import check, compare
     from benchmarks.wide import with_wide_model
 
@@ -169,12 +145,12 @@ def peers() -> None:
         )
         found = compare(config, _ROUNDS.value, on_round)
     print(found.describe())
-    _write(output, found.as_json())
+    return found.as_json(), None
 
 
-def asynchrony() -> int | None:
-    """Trains with and without asynchrony from a few seeds; returns the exit code if a signal stopped it."""
-    output, config, workdir = _output(), _config(), _workdir("asynchrony")
+def asynchrony() -> Result:
+    """Trains with and without asynchrony from a few seeds; the exit code is a signal's if one stopped it."""
+    config, workdir = _config(), _workdir("asynchrony")
     from benchmarks.asynchrony import check, compare
     from digen_jax.process.job import prepare
 
@@ -182,48 +158,39 @@ def asynchrony() -> int | None:
     prepare(config.placement.cpu_devices)
     found = compare(config, _SEEDS.value, workdir)
     if isinstance(found, int):
-        return found
+        return {}, found
     print(f"\n{found.describe()}\n{workdir / 'asynchrony.png'} has the curves.")
-    _write(output, dataclasses.asdict(found))
-    return None
+    return dataclasses.asdict(found), None
 
 
-def algorithms() -> int | None:
-    """Trains with every algorithm from a few seeds; returns the exit code if a signal stopped it."""
+def algorithms() -> Result:
+    """Trains with every algorithm from a few seeds; the exit code is a signal's if one stopped it."""
+    workdir, code = _workdir("algorithms"), None
     if _CELLS.value is not None:
-        return _plot_again(pathlib.Path(_CELLS.value), _workdir("algorithms"))
-    output, config, workdir = _output(), _config(), _workdir("algorithms")
-    configs = _all_configs()
-    from benchmarks.algorithms import check, compare, load_configs
-    from digen_jax.process.job import prepare
+        from benchmarks.algorithms import read_table
 
-    loaded = load_configs(configs)
-    check(loaded, _SEEDS.value, _ONLY.value)
-    prepare(config.placement.cpu_devices)
-    table, code = compare(loaded, _SEEDS.value, workdir, _ONLY.value)
+        table = read_table(pathlib.Path(_CELLS.value))
+        with user_input():
+            workdir.mkdir(parents=True, exist_ok=True)
+            table.write(workdir)
+    else:
+        config, configs = _config(), _all_configs()
+        from benchmarks.algorithms import check, compare, load_configs
+        from digen_jax.process.job import prepare
+
+        loaded = load_configs(configs)
+        check(loaded, _SEEDS.value, _ONLY.value)
+        prepare(config.placement.cpu_devices)
+        table, code = compare(loaded, _SEEDS.value, workdir, _ONLY.value)
     print(
         f"\n{table.describe()}\n\n{workdir} has this as algorithms.md, its runs as algorithms.csv, and all plotted as "
         "algorithms.png."
     )
-    _write(output, {row.name: row.as_json() for row in table.rows})
-    return code
+    return {row.name: row.as_json() for row in table.rows}, code
 
 
-def _plot_again(csv: pathlib.Path, workdir: pathlib.Path) -> None:
-    from benchmarks.algorithms import read_table
-
-    table = read_table(csv)
-    with user_input():
-        workdir.mkdir(parents=True, exist_ok=True)
-        table.write(workdir)
-    print(
-        f"{table.describe()}\n\n{workdir} has this as algorithms.md, and plotted as algorithms.png."
-    )
-
-
-def rewards() -> None:
+def rewards() -> Result:
     """Requests scores from servers with many clients, network faults and a server that is killed."""
-    output = _output()
     from benchmarks.rewards import Requests, compare
 
     given = _CLIENTS.value, _SERVERS.value, _REQUESTS.value
@@ -234,52 +201,31 @@ def rewards() -> None:
         f"{1000 * requests.seconds:g} ms an image.",
         flush=True,
     )
-    found = compare(requests, lambda line: print(line, flush=True))
+    found = compare(requests, functools.partial(print, flush=True))
     print(f"\n{found.describe()}")
-    _write(output, dataclasses.asdict(found) | {"overhead": found.overhead})
+    return dataclasses.asdict(found) | {"overhead": found.overhead}, None
 
 
-def cluster() -> None:
+def cluster() -> Result:
     """Runs Ray rollout workers that wait instead of using devices, and the simulator with the same costs."""
-    output = _output()
     from benchmarks.cluster import chosen, measure
     from benchmarks.runtime import TimedRun, describe
 
     run = TimedRun(_WARM_UP.value, _STEPS.value, jitter=0.0, seed=_SEED.value)
-    run.check()
-    check_positive("--step_seconds", _STEP_SECONDS.value)
-    layouts, found = chosen(_LAYOUTS.value), {}
+    layouts, found = chosen(_LAYOUTS.value, _STEP_SECONDS.value), {}
     print(f"{len(layouts)} layouts, {run.warm_up} + {run.steps} steps each", flush=True)
     with _bar(len(layouts) * (run.warm_up + run.steps), "step") as bar:
         for layout in layouts:
             found[layout.name] = measure(layout, _STEP_SECONDS.value, run, bar.update)
     print(describe(found))
     numbers = {name: row.as_json() for name, row in found.items()}
-    _write(output, {"run": dataclasses.asdict(run), "layouts": numbers})
+    return {"run": dataclasses.asdict(run), "layouts": numbers}, None
 
 
-def ray() -> None:
-    """Measures Ray on this machine: commands, weights, starts, and the use of its processes."""
-    output = _output()
-    try:
-        megabytes = [int(text) for text in _MEGABYTES.value]
-    except ValueError:
-        raise ConfigError(
-            f"--megabytes={','.join(_MEGABYTES.value)}: give numbers such as 1,2,4"
-        ) from None
-    from benchmarks.ray_transport import measure
-    from digen_jax.process.job import prepare
-
-    prepare()
-    found = measure(_COMMANDS.value, megabytes)
-    print(found.describe())
-    _write(output, dataclasses.asdict(found))
-
-
-def kills() -> None:
+def kills() -> Result:
     """Injects faults into a run with rollout workers on Ray, and compares it with the same run without faults."""
-    output, workdir = _output(), _workdir("kills")
-    _check_config()
+    workdir = _workdir("kills")
+    _config()
     from benchmarks.kills import compare
     from digen_jax.process.job import prepare
 
@@ -288,13 +234,21 @@ def kills() -> None:
     path, overrides = config_flags.get_config_filename(flag), config_flags.get_override_values(flag)
     found = compare(path, overrides, workdir, _KILLS.value, _SEED.value)
     print(f"\n{found.describe()}")
-    _write(output, dataclasses.asdict(found))
+    return dataclasses.asdict(found), None
 
 
 def _workdir(name: str) -> pathlib.Path:
     if _WORKDIR.value is None:
         raise ConfigError(f"give a folder for its runs, by --workdir=runs/{name} for example")
     return pathlib.Path(_WORKDIR.value)
+
+
+def _config() -> Any:
+    if _CONFIG.value is None:
+        raise ConfigError("give a config, by --config=configs/shapes_flow_grpo.py for example")
+    from digen_jax.config.load import load_config
+
+    return load_config(_CONFIG.value)
 
 
 def _all_configs() -> dict[str, Any]:
@@ -313,18 +267,6 @@ def _all_configs() -> dict[str, Any]:
     return configs
 
 
-def _check_config() -> None:
-    if _CONFIG.value is None:
-        raise ConfigError("give a config, by --config=configs/shapes_flow_grpo.py for example")
-
-
-def _config() -> Any:
-    _check_config()
-    from digen_jax.config.load import load_config
-
-    return load_config(_CONFIG.value)
-
-
 def _bar(total: int, unit: str) -> Any:
     from tqdm import tqdm
 
@@ -339,29 +281,20 @@ def _ratio(text: str) -> tuple[float, float]:
     return generate, train
 
 
-def _output() -> str | None:
-    """Returns the file for the numbers, checked before the measurement."""
-    if _OUTPUT.value is not None:
-        check_output("--output", _OUTPUT.value)
-    return _OUTPUT.value
+def _with_output(benchmark: Callable[[], Result]) -> Callable[[], int | None]:
+    """Returns a command that checks --output first, and writes the numbers of a benchmark to it."""
 
+    def command() -> int | None:
+        if _OUTPUT.value is not None:
+            check_output("--output", _OUTPUT.value)
+        numbers, code = benchmark()
+        if numbers and _OUTPUT.value is not None:
+            write_output(_OUTPUT.value, (json.dumps(numbers, indent=2) + "\n").encode())
+        return code
 
-def _write(path: str | None, numbers: dict[str, Any]) -> None:
-    if path is not None:
-        write_output(path, (json.dumps(numbers, indent=2) + "\n").encode())
+    return command
 
 
 if __name__ == "__main__":
-    commands = (
-        bound,
-        runtime,
-        compute,
-        peers,
-        asynchrony,
-        algorithms,
-        rewards,
-        cluster,
-        ray,
-        kills,
-    )
-    run_main({command.__name__: command for command in commands})
+    commands = bound, runtime, peers, asynchrony, algorithms, rewards, cluster, kills
+    run_main({one.__name__: _with_output(one) for one in commands})

@@ -1,6 +1,5 @@
 """The benchmark as a user runs it: launch/benchmark.py."""
 
-import importlib.util
 import json
 import re
 
@@ -29,42 +28,25 @@ def test_runtime_measures_every_kind_of_layout(tmp_path):
     assert all(row["utilisation"] < 1.1 for row in ratio["kinds"].values())
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="ray not installed")
-def test_ray_is_measured(tmp_path):
-    output = tmp_path / "ray.json"
-    sizes = "--commands=20", "--megabytes=1,4"
-    done = run_script("benchmark.py", "ray", *sizes, f"--output={output}")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(output.read_text())
-    weights = found.pop("weights_seconds")
-    assert set(weights) == {"1", "4"} and min(weights.values()) > 0
-    assert found.pop("idle_share") >= 0  # in ticks of the clock
-    assert len(found) == 5 and min(found.values()) > 0
-
-
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ((), "bound or runtime or compute or peers or asynchrony or algorithms"),
+        ((), "bound or runtime or peers or asynchrony or algorithms"),
         (("runtim",), "did you mean 'runtime'?"),
         (("runtime", "fast"), "'fast'"),
         (("runtime", "--ratios=1:4,3"), "--ratios: '3'"),
         (("runtime", "--devices=0"), "--devices"),
-        (("compute",), "--config"),
-        (("compute", SHAPES, "--rounds=0"), "rounds"),
-        (("compute", f"{ALL}:awm"), "config.algorithm.name = 'awm'"),
-        (("compute", SHAPES), "config.sampler.chunk = 144"),
+        (("peers",), "--config"),
+        (("peers", SHAPES, "--rounds=0"), "rounds"),
         (("peers", SHAPES, "--wide=-1"), "--wide"),
         (("peers", f"{ALL}:awm"), "config.algorithm.name = 'awm'"),
-        (("ray", "--commands=0"), "--commands"),
         (("asynchrony", SHAPES), "--workdir"),
         (("asynchrony", SHAPES, "--workdir=x"), "config.runtime.max_policy_lag"),
         (("algorithms", SHAPES, "--workdir=x"), "shapes_flow_grpo.py has no ALGORITHMS"),
         (("algorithms", ALL, "--workdir=x", "--only=dance"), "did you mean 'dance_grpo'?"),
         (("algorithms", "--cells=none.csv", "--workdir=x"), "'none.csv'"),
         (("algorithms", "--cells=none.csv"), "--workdir"),
-        (("compute", "--config=none.py"), "none.py"),
+        (("peers", "--config=none.py"), "none.py"),
         (("runtime", "--output=/dev/null"), "--output"),
     ],
 )

@@ -5,16 +5,15 @@ import json
 import os
 import time
 
+import jax
 import numpy as np
 import pytest
 import torch
 
 from benchmarks.eager import EagerLoop
-from benchmarks.load import Load, Reading, between, read
 from benchmarks.peers import Ours, PeerComparison, Round, check, coefficients
-from benchmarks.processes import Seconds
+from benchmarks.processes import Load, Reading, Seconds, load_between, read_cores
 from benchmarks.wide import write_wide
-from digen_jax import assemble
 from digen_jax.config.load import load_config
 from digen_jax.diffusion.steps import make_step
 from digen_jax.errors import ConfigError
@@ -28,8 +27,8 @@ def alone(config):
     return load_config(config).with_meshes(ONE_DEVICE)
 
 
-def build(config, devices):
-    return assemble.build(config, devices[:1])
+def ours_of(config):
+    return Ours(alone(config), jax.devices()[:1])
 
 
 def round_of(ours, other, others=0.0):
@@ -37,7 +36,7 @@ def round_of(ours, other, others=0.0):
         "sampling": {"ours": Seconds(ours, ours), "eager": Seconds(other, 3 * other)},
         "training": {"ours": Seconds(2 * ours, ours), "eager": Seconds(3 * other, other)},
     }
-    return Round(0.5, Load(others, 0.0), times)
+    return Round(Load(others, 0.0), times)
 
 
 def test_only_quiet_rounds_have_a_ratio():
@@ -74,7 +73,7 @@ def test_the_eager_loop_has_the_same_gradient(base):
     config = tiny_config(base, "full")
     config.sampler.update(dict(guidance=2.0, kind="dance"))
     config.trainer.update(dict(micro_batch=4, pack=2, ema=0.0, clip_norm=1e9))
-    ours = Ours(alone(config), build)
+    ours = ours_of(config)
     work = dataclasses.replace(ours.work(), empty=256, threads=1)
     loop = EagerLoop(work)
     assert loop.parameters() == ours.parameters()
@@ -91,7 +90,7 @@ def test_the_eager_loop_has_the_same_gradient(base):
     loop.train()
 
     # Ratios are 1 but for rounding, and within the clip range: so this compares the replayed transitions, too.
-    gradient = ours.step.accumulate(images).gradient["transformer"]["proj_out"]["kernel"]
+    gradient = ours.accumulate(images).gradient["transformer"]["proj_out"]["kernel"]
     expected = np.asarray(gradient) / (2 * len(images.rows))
     np.testing.assert_allclose(
         loop.model.proj_out.weight.grad.T, expected, atol=1e-3 * np.abs(expected).max()
@@ -103,8 +102,8 @@ def test_a_wide_model_is_that_of_diffusers(base, tmp_path):
     write_wide(tmp_path, pipeline(base), 3, heads=4, channels=16)
     config = tiny_config(base, "lora")
     config.model.folder = str(tmp_path)
-    ours = Ours(alone(config), build)
-    assert ours.step.system.policy.family.transformer.config.dim == 64
+    ours = ours_of(config)
+    assert ours.system.policy.family.transformer.config.dim == 64
     work = dataclasses.replace(ours.work(), threads=1)
     x = np.random.default_rng(0).standard_normal((2, *work.latent), np.float32)
     sigma, rows = np.float32([1, 0.3]), np.int32([0, 1])
@@ -123,18 +122,18 @@ def test_what_the_eager_loop_does_not_do_is_refused(base):
 
 def test_only_time_of_other_processes_counts():
     before, after = Reading(10.0, 4.6, 0.4), Reading(15.0, 10.9, 0.9)
-    load = between(before, after, 5.8, 2)
+    load = load_between(before, after, 5.8, 2)
     assert load.others == pytest.approx((6.3 - 5.8) / 10)
     assert load.stolen == pytest.approx(0.5 / 10) and not load.quiet
-    assert between(before, after, 9, 2).others == 0
+    assert load_between(before, after, 9, 2).others == 0
     assert Load(0.02, 0.01).quiet and not Load(0.02, 0.02).quiet
 
 
 def test_the_counters_of_the_cores_rise_by_what_is_used():
     cores = os.sched_getaffinity(0)
-    before, start = read(cores), time.process_time()
+    before, start = read_cores(cores), time.process_time()
     while time.process_time() - start < 0.3:
         pass
-    after = read(cores)
+    after = read_cores(cores)
     assert after.busy - before.busy >= 0.25  # ticks of 10 ms
     assert after.clock > before.clock

@@ -41,4 +41,4 @@ def test_a_wrong_score_is_found():
 @pytest.mark.parametrize(("field", "value"), [("clients", 0), ("servers", 1)])
 def test_too_few_are_refused(field, value):
     with pytest.raises(ConfigError, match=f"--{field}"):
-        dataclasses.replace(REQUESTS, **{field: value}).check()
+        dataclasses.replace(REQUESTS, **{field: value})

@@ -15,7 +15,6 @@ from benchmarks.runtime import (
     TimedRun,
     Work,
     best_layout,
-    compare,
     simulations,
 )
 from benchmarks.waits import Waits
@@ -78,13 +77,9 @@ def test_each_row_has_all_devices_and_the_workers_of_its_kind(kind):
 
 @pytest.mark.parametrize("field", ["devices", "train", "seconds", "warm_up", "steps"])
 def test_what_cannot_be_measured_is_refused(field):
-    work, run = WORK, RUN
-    if field in ("warm_up", "steps"):
-        run = dataclasses.replace(RUN, **{field: 0})
-    else:
-        work = dataclasses.replace(WORK, **{field: 0})
+    settings = RUN if field in ("warm_up", "steps") else WORK
     with pytest.raises(ConfigError, match=field):
-        compare(work, run)
+        dataclasses.replace(settings, **{field: 0})
 
 
 def simulated_layout(layout):
@@ -120,9 +115,9 @@ def test_training_that_is_faster_than_generation_hides_behind_it():
 
 
 def test_layouts_of_a_cluster_are_chosen_by_number():
-    assert cluster.chosen([]) == list(LAYOUTS) and cluster.chosen(["2"]) == [LAYOUTS[1]]
+    assert cluster.chosen([], 8) == list(LAYOUTS) and cluster.chosen(["2"], 8) == [LAYOUTS[1]]
     with pytest.raises(ConfigError):
-        cluster.chosen(["8"])
+        cluster.chosen(["8"], 8)
 
 
 def test_the_table_has_a_row_of_numbers_for_every_layout():
