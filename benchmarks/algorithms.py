@@ -175,10 +175,7 @@ def load_configs(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, TrainCon
 
 
 def compare(
-    configs: Mapping[str, TrainConfig],
-    seeds: int,
-    folder: pathlib.Path,
-    only: Collection[str] = (),
+    configs: Mapping[str, TrainConfig], seeds: int, folder: pathlib.Path, only: Collection[str] = ()
 ) -> tuple[Table, int | None]:
     """Trains the unfinished runs, seed by seed.
 

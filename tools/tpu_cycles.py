@@ -20,6 +20,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import operator
 import re
 import sys
 from collections import Counter
@@ -27,6 +28,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from digen_jax.planning.hardware import GB, Chip
+from digen_jax.planning.report import aligned
 
 LINK_SHARE, MEMORY_SHARE, KERNEL_SHARE = 0.8, 0.8, 0.5
 # Share of the peak that packed attention reaches, by the rows of the matrix unit and the maximum width of a head.
@@ -49,20 +51,13 @@ class Core(NamedTuple):
 
 
 CORES = {
-    "v4": Core(1.05e9, 128),
-    "v5e": Core(1.5e9, 128),
-    "v5p": Core(1.75e9, 128),
-    "v6e": Core(1.75e9, 256),
+    "v4": Core(1.05e9, 128), "v5e": Core(1.5e9, 128), "v5p": Core(1.75e9, 128), "v6e": Core(1.75e9, 256),
     "tpu7x": Core(2.2e9, 256),
-}
+}  # fmt: skip
 
 COMPILER, KERNELS, COLLECTIVES, TRANSFERS, OTHERS = KINDS = (
-    "estimated by the compiler",
-    "kernels",
-    "collectives",
-    "transfers between memories",
-    "without an estimate",
-)
+    "estimated by the compiler", "kernels", "collectives", "transfers between memories", "without an estimate"
+)  # fmt: skip
 COLLECTIVE = re.compile(
     r"(all-gather|all-reduce|reduce-scatter|(ragged-)?all-to-all|collective-(permute|broadcast))(-start)?$"
 )
@@ -246,20 +241,29 @@ def _split(text: str, separator: str) -> Iterator[str]:
 # ------------------------------------------------------------------------------------------ loops
 
 SAME = ("copy", "bitcast", "convert", "reshape", "opt-barrier", "broadcast", "copy-done")
+ARITHMETIC = {
+    "add": operator.add, "subtract": operator.sub, "LT": operator.lt, "LE": operator.le, "GT": operator.gt,
+    "GE": operator.ge, "EQ": operator.eq, "NE": operator.ne,
+}  # fmt: skip
+MOST_TRIPS = 10_000
 
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    """Computation as it runs: `caller` is the frame with the instruction `call`. None means the entry."""
+    """Computation as it runs: `caller` is the frame with the instruction `call`. None means the entry.
+
+    `state` has the known integers of a loop's state in one iteration, by index. None means any iteration.
+    """
 
     computations: Computations
     computation: Computation
     caller: "Frame | None" = None
     call: Instruction | None = None
+    state: dict[int, int] | None = None
 
-    def enter(self, call: Instruction, name: str) -> "Frame":
+    def enter(self, call: Instruction, name: str, state: dict[int, int] | None = None) -> "Frame":
         """Returns the frame of a computation that an instruction of this one runs."""
-        return Frame(self.computations, self.computations[name], self, call)
+        return Frame(self.computations, self.computations[name], self, call, state)
 
     def source(self, name: str) -> Instruction:
         """Returns the instruction that computes a name's value, skipping copies."""
@@ -268,110 +272,68 @@ class Frame:
             found = self.computation.instructions[found.operands[0]]
         return found
 
+    def value(self, name: str) -> int | None:
+        """Returns a name's value if it is an integer that follows from constants and `state`."""
+        one = self.source(name)
+        if [array.bytes > 8 or array.dtype[0] not in "sup" for array in one.arrays] != [False]:
+            return None
+        match one.opcode:
+            case "constant":
+                text = one.operands[0].strip("{} ")
+                return int(text) if re.fullmatch(r"-?\d+", text) else None
+            case "add" | "subtract" | "compare":
+                values = [self.value(each) for each in one.operands]
+                known = ARITHMETIC[one.attribute("direction") or one.opcode]
+                return None if None in values else int(known(*values))
+            case "parameter" if self.call is not None and self.call.opcode in ("fusion", "call"):
+                return self.caller.value(self.call.operands[int(one.operands[0])])
+            case "fusion" | "call":
+                inner = self.enter(one, one.called[0])
+                return inner.value(inner.computation.root.name)
+            case "get-tuple-element":
+                return self._element(self.source(one.operands[0]), int(one.attribute("index")))
+        return None
 
-class LoopCounter(NamedTuple):
-    """Element of a loop's state at the start of an iteration, plus a constant."""
-
-    index: int
-    added: int = 0
+    def _element(self, whole: Instruction, index: int) -> int | None:
+        """Returns an element of a tuple or of a loop's state; None if iterations of other loops change it."""
+        if whole.opcode == "tuple":
+            return self.value(whole.operands[index])
+        if whole.opcode == "parameter" and self.state is not None:
+            return self.state.get(index)
+        caller, loop = (self, whole) if whole.opcode == "while" else (self.caller, self.call)
+        if loop is None or loop.opcode != "while":
+            return None
+        start = caller.source(loop.operands[0])
+        body = caller.enter(loop, loop.attribute("body"))
+        kept = body.source(body.computation.root.operands[index])
+        unchanged = kept.opcode == "get-tuple-element" and int(kept.attribute("index")) == index
+        if not unchanged or body.source(kept.operands[0]).opcode != "parameter":
+            return None
+        return caller.value(start.operands[index]) if start.opcode == "tuple" else None
 
 
 def trips(frame: Frame, loop: Instruction) -> int | None:
     """Returns the trip count of a `while`. None means that neither the compiler nor constants define it.
 
-    Without the compiler's count, the condition must compare a counter with a constant, and the body must add a
-    constant to the counter, as `lax.scan` and `lax.fori_loop` do.
+    Without the compiler's count, the integers of the loop's state are computed for each iteration, as far as they
+    follow from constants.
     """
     if known := loop.find(r'"known_trip_count":\{"n":"?(\d+)'):
         return int(known)
-    inner = frame.enter(loop, loop.attribute("condition"))
-    compare = inner.source(inner.computation.root.name)
-    while compare.opcode in ("fusion", "call"):
-        inner = inner.enter(compare, compare.called[0])
-        compare = inner.source(inner.computation.root.name)
-    if compare.opcode != "compare":
+    start = frame.source(loop.operands[0])
+    if start.opcode != "tuple":
         return None
-    direction = compare.attribute("direction")
-    left, right = (_trace(inner, name) for name in compare.operands)
-    if isinstance(left, int):
-        left, right = right, left
-        direction = direction.translate(str.maketrans("LG", "GL"))
-    if not isinstance(left, LoopCounter) or not isinstance(right, int):
-        return None
-    start = _in_tuple(frame, loop.operands[0], left.index)
-    body = frame.enter(loop, loop.attribute("body"))
-    after = _in_tuple(body, body.computation.root.name, left.index)
-    if (
-        not isinstance(start, int)
-        or not isinstance(after, LoopCounter)
-        or after.index != left.index
-    ):
-        return None
-    start, step = start + left.added, after.added
-    if direction == "NE":
-        count, rest = divmod(right - start, step) if step else (0, 1)
-        return count if rest == 0 and count >= 0 else None
-    sign = {"L": 1, "G": -1}.get(direction[:1])
-    if sign is None or sign * step <= 0:
-        return None
-    distance = sign * (right - start) + (direction[1:] == "E")
-    return max(0, -(-distance // abs(step)))
-
-
-def _trace(frame: Frame | None, name: str) -> Any:
-    """Returns the integer or the loop counter that a name has. None means anything else."""
-    one = frame.source(name)
-    match one.opcode:
-        case "constant":
-            text = one.operands[0].strip("{} ")
-            return int(text) if re.fullmatch(r"-?\d+", text) else None
-        case "add" | "subtract":
-            left, right = (_trace(frame, each) for each in one.operands)
-            sign = -1 if one.opcode == "subtract" else 1
-            if isinstance(right, LoopCounter) and sign > 0:
-                left, right = right, left
-            if not isinstance(right, int) or left is None:
-                return None
-            right *= sign
-            return (
-                left + right if isinstance(left, int) else left._replace(added=left.added + right)
-            )
-        case "parameter" if frame.call is not None and frame.call.opcode in ("fusion", "call"):
-            return _trace(frame.caller, frame.call.operands[int(one.operands[0])])
-        case "fusion" | "call":
-            inner = frame.enter(one, one.called[0])
-            return _trace(inner, inner.computation.root.name)
-        case "get-tuple-element":
-            return _element(frame, frame.source(one.operands[0]), int(one.attribute("index")))
+    values = {i: frame.value(name) for i, name in enumerate(start.operands)}
+    for count in range(MOST_TRIPS):
+        state = {i: value for i, value in values.items() if value is not None}
+        condition = frame.enter(loop, loop.attribute("condition"), state)
+        more = condition.value(condition.computation.root.name)
+        if not more:
+            return None if more is None else count
+        body = frame.enter(loop, loop.attribute("body"), state)
+        names = body.computation.root.operands
+        values = {i: body.value(names[i]) for i in state}
     return None
-
-
-def _in_tuple(frame: Frame, name: str, index: int) -> Any:
-    whole = frame.source(name)
-    return _trace(frame, whole.operands[index]) if whole.opcode == "tuple" else None
-
-
-def _element(frame: Frame, whole: Instruction, index: int) -> Any:
-    """Returns an element of a tuple; for a loop's state, a constant if no iteration changes it, else the counter."""
-    if whole.opcode == "tuple":
-        return _trace(frame, whole.operands[index])
-    if whole.opcode == "while":
-        caller, loop, counter = frame, whole, None
-    elif whole.opcode == "parameter" and frame.call is not None and frame.call.opcode == "while":
-        caller, loop, counter = frame.caller, frame.call, LoopCounter(index)
-    else:
-        return None
-    body = caller.enter(loop, loop.attribute("body"))
-    root = body.computation.root
-    kept = body.source(root.operands[index]) if root.opcode == "tuple" else root
-    if (
-        kept.opcode == "get-tuple-element"
-        and int(kept.attribute("index")) == index
-        and body.source(kept.operands[0]).opcode == "parameter"
-    ):
-        start = _in_tuple(caller, loop.operands[0], index)
-        return start if isinstance(start, int) else None
-    return counter
 
 
 # ----------------------------------------------------------------------------------------- layers
@@ -442,7 +404,7 @@ class Cycles:
     """
 
     def __init__(self, text: str, chip: Chip):
-        self.chip, self.core = chip, CORES.get(chip.name, Core(1.0, 1))  # GPUs have no cycles
+        self.chip, self.core = chip, CORES[chip.name]
         self.unknown_loops: set[str] = set()
         self.computations, entry = parse(text)
         self.items = list(self._items(Frame(self.computations, self.computations[entry])))
@@ -454,11 +416,10 @@ class Cycles:
     def by_what(self, kind: str) -> dict[str, tuple[int, float, float]]:
         """Returns (runs, bytes, seconds) of the items of a kind, by opcode or kernel, the slowest first."""
         found: dict[str, tuple[int, float, float]] = {}
-        for item in self.items:
-            if item.kind == kind:
-                runs, moved, seconds = found.get(item.what, (0, 0, 0.0))
-                moved += item.times * item.bytes
-                found[item.what] = runs + item.times, moved, seconds + item.total
+        for item in (one for one in self.items if one.kind == kind):
+            runs, moved, seconds = found.get(item.what, (0, 0, 0.0))
+            moved += item.times * item.bytes
+            found[item.what] = runs + item.times, moved, seconds + item.total
         return dict(sorted(found.items(), key=lambda entry: -entry[1][2]))
 
     def _items(self, frame: Frame) -> Iterator[Item]:
@@ -474,9 +435,8 @@ class Cycles:
             count = trips(frame, one) if one.opcode == "while" else 1
             if count is None:
                 self.unknown_loops.add(one.name)
-                count = 1
             for item in itertools.chain.from_iterable(inner):
-                yield dataclasses.replace(item, times=count * item.times)
+                yield dataclasses.replace(item, times=item.times * (1 if count is None else count))
 
     def _leaf(self, computation: Computation, one: Instruction) -> Iterator[Item]:
         """Yields the items of an operation; a fusion may be estimated by the compiler and contain collectives."""
@@ -523,9 +483,8 @@ class Cycles:
             every = self.computations.values()
             computation = next(other for other in every if one.name in other.instructions)
         given, made = sum(operand.bytes for operand in computation.operands(one)), one.bytes
-        if one.opcode.endswith("-start"):
-            made = max(0, made - given)  # its results repeat its operands
-        size = max(given, made)
+        # The results of a start repeat its operands.
+        size = max(given, made - given if one.opcode.endswith("-start") else made)
         members = group_size(one.attributes)
         moved = (members - 1) / members * size
         match one.opcode.removesuffix("-start"):
@@ -586,8 +545,6 @@ def group_size(attributes: str) -> int:
 
 def report(name: str, found: Cycles, count: int = 10) -> str:
     """Returns the seconds of a program by kind, its collectives, slowest operations and modules of its blocks."""
-    from digen_jax.planning.report import aligned
-
     everything = found.seconds()
     lines = [f"{name}: {everything:.4g} s, {everything * found.core.clock / 1e9:.4g} G cycles"]
     rows = [["seconds by kind", "runs", "GB", "s"]]

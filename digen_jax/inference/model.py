@@ -351,8 +351,7 @@ def _read_tree(workdir: pathlib.Path, tree: str, policy: Policy, group: DeviceGr
         trained_of(policy.family, policy.family.shapes()),
     )
     template = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=group.replicated),
-        shapes,
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=group.replicated), shapes
     )
     try:
         return read_checkpoint(workdir / "checkpoints", {tree: template})

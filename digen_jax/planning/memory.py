@@ -167,12 +167,7 @@ class _Shares:
         return found["fsdp"], found["tensor"], found["sequence"]
 
     def _share(
-        self,
-        data: int = 1,
-        time: int = 1,
-        fsdp: int = 1,
-        tensor: int = 1,
-        sequence: int = 1,
+        self, data: int = 1, time: int = 1, fsdp: int = 1, tensor: int = 1, sequence: int = 1
     ) -> System:
         """Returns the system on fsdp x tensor x sequence devices, with their share of a pass on such a mesh."""
         trainer, images = self.config.trainer, self.config.algorithm.images_per_sample

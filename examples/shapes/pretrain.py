@@ -217,10 +217,7 @@ def network_configs(config: ConfigDict, tokenizer: Any) -> dict[str, dict]:
         **values["text"]["encoder"],
     }
     networks = {
-        "transformer": {
-            "_class_name": "SD3Transformer2DModel",
-            **values["transformer"]["network"],
-        },
+        "transformer": {"_class_name": "SD3Transformer2DModel", **values["transformer"]["network"]},
         "vae": {
             "_class_name": "AutoencoderKL",
             "sample_size": config.image_size,
