@@ -1,4 +1,4 @@
-"""Benchmarks of the scheduler, the runtime, algorithms, reward servers, workers on Ray and faults.
+"""Benchmarks of the scheduler, the runtime, algorithms, reward servers and faults.
 
 python launch/benchmark.py bound [--output=bound.json]  # a simulation of up to 1,024 devices, 10 minutes of one core
 python launch/benchmark.py runtime [--devices=8 --ratios=1:8,1:4,1:1,4:1,8:1 --output=speed.json]
@@ -12,7 +12,6 @@ python launch/benchmark.py algorithms --config configs/shapes_algorithms.py --wo
     [--only=cispo,topr --seeds=3 --output=algorithms.json]
 python launch/benchmark.py algorithms --cells=runs/algorithms/algorithms.csv --workdir runs/algorithms  # plots it again
 python launch/benchmark.py rewards [--clients=64 --servers=3 --requests=20 --output=rewards.json]
-python launch/benchmark.py cluster [--step_seconds=8 --layouts=1,2 --output=cluster.json]
 python launch/benchmark.py kills --config configs/shapes_demo.py --workdir runs/kills [--kills=100 --seed=0]
 """
 
@@ -38,7 +37,7 @@ from digen_jax.files import make_examples_importable, write_output
 make_examples_importable()
 
 _OUTPUT = define_path("output", None, "A JSON file for all numbers.")
-# runtime and cluster
+# runtime
 _DEVICES = flags.DEFINE_integer("devices", 8, "runtime: number of devices to split.")
 _RATIOS = flags.DEFINE_list(
     "ratios",
@@ -48,17 +47,9 @@ _RATIOS = flags.DEFINE_list(
 _SECONDS = flags.DEFINE_float(
     "seconds", 4.0, "runtime: duration of a step if all devices were always busy."
 )
-_WARM_UP = flags.DEFINE_integer(
-    "warm_up", 3, "runtime, cluster: first steps, which are not measured."
-)
-_STEPS = flags.DEFINE_integer("steps", 5, "runtime, cluster: measured steps after the first ones.")
-_STEP_SECONDS = flags.DEFINE_float(
-    "step_seconds", 8.0, "cluster: seconds for which the rollout workers generate in a step."
-)
-_LAYOUTS = flags.DEFINE_list(
-    "layouts", [], "cluster: numbers of the layouts to measure; none means all."
-)
-_SEED = flags.DEFINE_integer("seed", 0, "runtime, cluster, rewards, kills: seed of random choices.")
+_WARM_UP = flags.DEFINE_integer("warm_up", 3, "runtime: first steps, which are not measured.")
+_STEPS = flags.DEFINE_integer("steps", 5, "runtime: measured steps after the first ones.")
+_SEED = flags.DEFINE_integer("seed", 0, "runtime, rewards, kills: seed of random choices.")
 # peers, which ignores the placement, asynchrony, kills, and algorithms, which applies the same overrides to all of the
 # file's ALGORITHMS
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A configs/*.py file.", lock_config=True)
@@ -206,22 +197,6 @@ def rewards() -> Result:
     return dataclasses.asdict(found) | {"overhead": found.overhead}, None
 
 
-def cluster() -> Result:
-    """Runs Ray rollout workers that wait instead of using devices, and the simulator with the same costs."""
-    from benchmarks.cluster import chosen, measure
-    from benchmarks.runtime import TimedRun, describe
-
-    run = TimedRun(_WARM_UP.value, _STEPS.value, jitter=0.0, seed=_SEED.value)
-    layouts, found = chosen(_LAYOUTS.value, _STEP_SECONDS.value), {}
-    print(f"{len(layouts)} layouts, {run.warm_up} + {run.steps} steps each", flush=True)
-    with _bar(len(layouts) * (run.warm_up + run.steps), "step") as bar:
-        for layout in layouts:
-            found[layout.name] = measure(layout, _STEP_SECONDS.value, run, bar.update)
-    print(describe(found))
-    numbers = {name: row.as_json() for name, row in found.items()}
-    return {"run": dataclasses.asdict(run), "layouts": numbers}, None
-
-
 def kills() -> Result:
     """Injects faults into a run with rollout workers on Ray, and compares it with the same run without faults."""
     workdir = _workdir("kills")
@@ -296,5 +271,5 @@ def _with_output(benchmark: Callable[[], Result]) -> Callable[[], int | None]:
 
 
 if __name__ == "__main__":
-    commands = bound, runtime, peers, asynchrony, algorithms, rewards, cluster, kills
+    commands = bound, runtime, peers, asynchrony, algorithms, rewards, kills
     run_main({one.__name__: _with_output(one) for one in commands})
