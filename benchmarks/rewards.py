@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import pathlib
+import random
 import re
 import signal
 import subprocess
@@ -17,10 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from typing import Any
 
+import httpx
 import numpy as np
 from jaxtyping import Float32, Num, UInt8
 
-from benchmarks.proxy import Proxy
 from digen_jax.errors import ConfigError, check_positive
 from digen_jax.files import shipped
 from digen_jax.images import to_uint8
@@ -32,6 +33,18 @@ SERVER = shipped("launch/reward_server.py")
 NAME = "benchmarks.rewards:fingerprint"
 SCORED = "DIGEN_BENCHMARK_SCORED"  # folder where `fingerprint` records the images that it scored
 BITS = 24  # float32 represents integers of this size exactly
+# Share of the requests with each fault: delayed; an error instead of the server's answer; connection lost before the
+# request is sent, or after the server's answer; an answer that is truncated, or whose scores are NaN or too few.
+FAULTS = {"delay": 0.1, "error": 0.05, "disconnect": 0.05, "lost": 0.05, "corrupted": 0.05}
+DELAY = 0.1  # maximum seconds
+ERRORS = 500, 503, 429
+CORRUPTED = (
+    '{"scores": {"x',
+    '{"scores": {}, "seconds": 1}',
+    f'{{"scores": {{"{NAME}": [NaN]}}, "seconds": 1}}',
+    f'{{"scores": {{"{NAME}": [1]}}, "seconds": 1}}',
+    "<html>",
+)
 START, DEADLINE = 120.0, 300.0  # timeouts in seconds for a server's start, and for a request
 
 
@@ -99,7 +112,7 @@ class Throughput:
     seconds: float
     cpu: float  # seconds of the clients' process
     attempts: int = 0
-    failures: dict[str, int] = dataclasses.field(default_factory=dict)  # injected by the proxies
+    failures: dict[str, int] = dataclasses.field(default_factory=dict)  # injected faults
     scorings: int = 0  # number of scored images, by all servers
 
     @property
@@ -158,7 +171,7 @@ def compare(requests: Requests, log: Callable[[str], None]) -> ServiceComparison
 
 
 def run_servers(requests: Requests, faults: bool) -> Throughput:
-    """Scores with servers; `faults` puts a `Proxy` in front of each and kills the first server."""
+    """Scores with servers; `faults` uses a `FaultyNetwork` and kills the first server."""
     exchanges: list[Any] = []
     with ExitStack() as stack:
         folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -166,13 +179,9 @@ def run_servers(requests: Requests, faults: bool) -> Throughput:
         servers = [stack.enter_context(closing(ServerProcess(folder))) for _ in count]
         for server in servers:
             server.wait()
-        ports, proxies = [server.port for server in servers], []
-        if faults:
-            opened = (Proxy(port, NAME, requests.seed + port) for port in ports)
-            proxies = [stack.enter_context(closing(proxy)) for proxy in opened]
-            ports = [proxy.port for proxy in proxies]
+        network = FaultyNetwork(requests) if faults else None
         reward = RemoteReward(
-            [f"http://127.0.0.1:{port}" for port in ports],
+            [f"http://127.0.0.1:{server.port}" for server in servers],
             [NAME],
             attempt=DEADLINE / 5,
             deadline=DEADLINE,
@@ -181,6 +190,7 @@ def run_servers(requests: Requests, faults: bool) -> Throughput:
             blocked=(0.05, 1.0),
             pauses=(0.01, 0.2),
             listener=exchanges.append,
+            transport=network,
         )
         _warm_up(requests, reward)
         exchanges.clear()
@@ -189,12 +199,11 @@ def run_servers(requests: Requests, faults: bool) -> Throughput:
         reward.close()
         files = [file for file in folder.iterdir() if file.suffix != ".jsonl"]
         lines = [line for file in files for line in file.read_text().splitlines()]
-    failures = sum((proxy.faults for proxy in proxies), Counter())
-    failures.pop("none", None)
     scored = [line for line in lines if line != "-1"]
     if len(set(scored)) != requests.total:
         raise RuntimeError(f"the servers scored {len(set(scored))} of {requests.total} images")
-    counts = dict(attempts=len(exchanges), failures=dict(failures), scorings=len(scored))
+    failures = dict(network.faults) if network else {}
+    counts = dict(attempts=len(exchanges), failures=failures, scorings=len(scored))
     return dataclasses.replace(found, **counts)
 
 
@@ -218,6 +227,39 @@ def score_all(requests: Requests, score: Callable[..., Float32[np.ndarray, "b"]]
         list(clients.map(client, range(requests.clients)))
     seconds, cpu = time.perf_counter() - start, time.process_time() - used
     return Throughput(requests.total, seconds, cpu)
+
+
+class FaultyNetwork(httpx.HTTPTransport):
+    """Network that delays, breaks and corrupts some requests and answers; `faults` counts them by kind."""
+
+    def __init__(self, requests: Requests):
+        super().__init__(limits=httpx.Limits(max_connections=requests.clients))
+        self.faults: Counter[str] = Counter()
+        self._random, self._lock = random.Random(requests.seed), threading.Lock()
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        """Sends a request, or injects a fault."""
+        with self._lock:
+            (fault,) = self._random.choices(
+                [*FAULTS, ""], [*FAULTS.values(), 1 - sum(FAULTS.values())]
+            )
+            seconds, status = self._random.uniform(0, DELAY), self._random.choice(ERRORS)
+            content = self._random.choice(CORRUPTED)
+            if fault:
+                self.faults[fault] += 1
+        if fault == "disconnect":
+            raise httpx.WriteError("an injected fault", request=request)
+        if fault == "error":
+            return httpx.Response(status, headers={"Retry-After": "0"})
+        if fault == "delay":
+            time.sleep(seconds)
+        response = super().handle_request(request)
+        if fault in ("lost", "corrupted"):
+            response.read()
+            response.close()
+        if fault == "lost":
+            raise httpx.ReadError("an injected fault", request=request)
+        return httpx.Response(200, content=content) if fault == "corrupted" else response
 
 
 class ServerProcess:

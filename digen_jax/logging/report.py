@@ -43,7 +43,7 @@ class Chart(NamedTuple):
     """A chart: metrics by legend label."""
 
     title: str
-    curves: Mapping[str, str]
+    curves: dict[str, str]
 
 
 class Line(NamedTuple):
@@ -162,18 +162,14 @@ def time_table(runs: Sequence[Run]) -> list[tuple[str, float, str]]:
     """
     timed = [[line for line in run.metrics if "utilisation" in line] for run in runs]
     lines = [line for own in timed for line in own[len(own) // 2 :]]
-    names = dict.fromkeys(name for line in lines for name in line if name.startswith("seconds/"))
-    means = {
-        name.removeprefix("seconds/"): sum(line.get(name, 0.0) for line in lines) / len(lines)
-        for name in names
-        if name != CLOCK
-    }
+    names = {name for line in lines for name in line if name.startswith("seconds/")} - {CLOCK}
     rows = []
-    for name, mean in sorted(means.items(), key=lambda one: (one[0].startswith("wait_"), -one[1])):
-        label = name.replace("wait_", "wait for ").replace("_", " ")
-        unit = "device-seconds" if name.startswith("wait_") else "seconds"
+    for name in sorted(names):
+        mean = sum(line.get(name, 0.0) for line in lines) / len(lines)
+        label = name.removeprefix("seconds/").replace("wait_", "wait for ").replace("_", " ")
+        unit = "device-seconds" if name.startswith("seconds/wait_") else "seconds"
         rows.append((label, mean, unit))
-    return rows
+    return sorted(rows, key=lambda row: (row[2] != "seconds", -row[1]))
 
 
 def charts(runs: Sequence[Run]) -> dict[str, list[Chart]]:
@@ -185,7 +181,6 @@ def charts(runs: Sequence[Run]) -> dict[str, list[Chart]]:
     if not any(line.get("approx_kl") for run in runs for line in run.metrics):
         known.pop("approx_kl", None)
     trained = set().union(*(run.trained for run in runs))
-    tasks = dict.fromkeys(tag for run in runs for tag in run.tasks)
     prompts = evaluated_prompts(runs)
 
     def both(title: str, metric: str) -> Chart:
@@ -196,19 +191,18 @@ def charts(runs: Sequence[Run]) -> dict[str, list[Chart]]:
 
     plain = [name.removeprefix(EVALUATION) for name in known]
     rewards = dict.fromkeys(n.partition("/")[2] for n in plain if n.startswith("reward_of/"))
+    titles = {one: f"{one} ({'trained' if one in trained else 'not trained'})" for one in rewards}
     stats = ("sharpness", "colourfulness", "edge_density", "diversity")
     parts = {
         "rewards": [
             both("reward (weighted sum)" if rewards else "reward", "reward"),
-            *(
-                both(
-                    f"{name} ({'trained' if name in trained else 'not trained'})",
-                    f"reward_of/{name}",
-                )
-                for name in rewards
-            ),
+            *(both(title, f"reward_of/{name}") for name, title in titles.items()),
         ],
-        "tasks": [Chart(f"{prompts} by task", {tag: EVALUATION + tag for tag in tasks})],
+        "tasks": [
+            Chart(
+                f"{prompts} by task", {tag: EVALUATION + tag for run in runs for tag in run.tasks}
+            )
+        ],
         "images": [both(name.replace("_", " "), f"images/{name}") for name in stats],
         "speed": [
             single("utilisation of the devices", "utilisation"),
@@ -219,13 +213,10 @@ def charts(runs: Sequence[Run]) -> dict[str, list[Chart]]:
             single("norm of the gradient", "gradient_norm"),
         ],
     }
-
-    def with_data(chart: Chart) -> Chart:
-        curves = {name: metric for name, metric in chart.curves.items() if metric in known}
-        return Chart(chart.title, curves)
-
-    found = {part: map(with_data, drawn) for part, drawn in parts.items()}
-    return {part: [chart for chart in drawn if chart.curves] for part, drawn in found.items()}
+    for chart in itertools.chain(*parts.values()):
+        for label in [label for label, metric in chart.curves.items() if metric not in known]:
+            del chart.curves[label]
+    return {part: [chart for chart in drawn if chart.curves] for part, drawn in parts.items()}
 
 
 def line_of(runs: Sequence[Run], metric: str) -> Line | None:
@@ -253,16 +244,10 @@ def _draw(runs: Sequence[Run], parts: Mapping[str, Sequence[Chart]]) -> tuple[st
     """Returns (script that renders all charts, HTML elements of each part's charts)."""
     count = sum(len(chart.curves) for drawn in parts.values() for chart in drawn)
     most = max(50, MAX_NUMBERS // max(1, 4 * count))
-    figures = {
-        f"{part} {number}": _figure(runs, chart, most)
-        for part, drawn in parts.items()
-        for number, chart in enumerate(drawn)
-    }
-    script, elements = components(figures) if figures else ("", {})
-    return script, {
-        part: [elements[f"{part} {number}"] for number in range(len(drawn))]
-        for part, drawn in parts.items()
-    }
+    figures = [_figure(runs, chart, most) for drawn in parts.values() for chart in drawn]
+    script, elements = components(figures) if figures else ("", ())
+    each = iter(elements)
+    return script, {part: list(itertools.islice(each, len(parts[part]))) for part in parts}
 
 
 def _figure(runs: Sequence[Run], chart: Chart, most: int) -> figure:

@@ -1,7 +1,6 @@
 """Costs of commands on one device: from a file, from the metrics of a run, or timed with one chunk."""
 
 import dataclasses
-import difflib
 import itertools
 import pathlib
 import statistics
@@ -16,7 +15,7 @@ from digen_jax import rewards
 from digen_jax.assemble import build, read_scorers
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.data.prompt_files import read_prompt_files
-from digen_jax.errors import ConfigError, user_input
+from digen_jax.errors import ConfigError, check_choice, user_input
 from digen_jax.files import parse_json
 from digen_jax.images import reward_input, to_uint8
 from digen_jax.inference.model import read_run_config
@@ -69,11 +68,10 @@ def on_one_device(
     serial: tuple[float, float] = (0.0, 0.0),
 ) -> Calibration:
     """Converts costs of (rollout, trainer) meshes to one device by the (trainer's, worker's) serial share."""
-    for name, share in zip(("trainer_serial", "worker_serial"), serial, strict=True):
-        Scaling(share).check(name)
-    trainer, worker = (
-        Scaling(share).seconds(count) for share, count in zip(serial, devices[::-1], strict=True)
-    )
+    trainer, worker = Scaling(serial[0]), Scaling(serial[1])
+    trainer.check("trainer_serial")
+    worker.check("worker_serial")
+    trainer, worker = trainer.seconds(devices[1]), worker.seconds(devices[0])
     costs = dataclasses.replace(
         measured,
         generate=measured.generate / worker,
@@ -97,14 +95,10 @@ def read_calibration(path: pathlib.Path) -> Calibration:
         raise ConfigError(f"--costs={path} cannot be read as JSON: {error}") from error
     costs = [field.name for field in dataclasses.fields(Costs)]
     others = ["trainer_serial", "worker_serial", "scorers"]
-    known = [*costs, *others]
     if not isinstance(given, dict):
         raise ConfigError(f'{path} must hold an object such as {{"generate": 0.5, "train": 0.2}}')
     for name, value in given.items():
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"they are {', '.join(known)}"
-            raise ConfigError(f"{path}: {name} is not a cost; {hint}")
+        check_choice(f"a cost in {path}", name, [*costs, *others])
         types = (int,) if name == "scorers" else (int, float)
         if type(value) not in types or not 0 <= value < float("inf"):
             what = "a whole number" if name == "scorers" else "a number of seconds or a share"
@@ -189,8 +183,7 @@ def measured_costs(
     rollout, trainer = system.placement.rollout.mesh.size, system.placement.trainer.mesh.size
     kind = jax.devices()[0].device_kind
     source = f"a chunk timed on devices of the kind {kind}, {rollout} for rollout and {trainer} for training"
-    missing = ("score_latency", "switch")
-    serial = (trainer_serial, worker_serial)
+    missing, serial = ("score_latency", "switch"), (trainer_serial, worker_serial)
     return on_one_device(measured, (rollout, trainer), source, missing, serial)
 
 
@@ -208,9 +201,13 @@ def _measure(
 
     def timed(name: str, call: Callable[[], Any]) -> tuple[Any, float]:
         note(f"{name}: compiling and timing")
-        result, seconds = _timed(call)
-        note(f"{name}: {seconds:.4g} s")
-        return result, seconds
+        seconds = []
+        for _ in range(1 + REPEATS):
+            start = time.perf_counter()
+            result = jax.block_until_ready(call())
+            seconds.append(time.perf_counter() - start)
+        note(f"{name}: {statistics.median(seconds[1:]):.4g} s")
+        return result, statistics.median(seconds[1:])
 
     sampler, trainer, size = system.sampler, system.placement.trainer, config.sampler.chunk
     rows = np.repeat(np.arange(len(records), dtype=np.int32), config.batch.images)[:size]
@@ -223,13 +220,17 @@ def _measure(
     decoded, decode = timed("decode", lambda: sampler.decode(weights, made))
     shown = [records[row] for row in rows]
     batch = reward_input(to_uint8(np.asarray(decoded))), [one["prompt"] for one in shown], shown
+
+    def scores(members: Mapping[int, rewards.NamedReward]) -> list[np.ndarray]:
+        return [answer.columns for _, _, answer in rewards.answers(members, batch)]
+
     settings = [one.settings for one in scored_by.members]
     learned = mesh_rewards(on_mesh(settings), system.rollouts[0].scorers)
     others = {i: one for i, one in enumerate(scored_by.members) if i not in learned}
     score_on_mesh = 0.0
     if learned:
-        _, score_on_mesh = timed("score on the mesh", lambda: _scores(learned, batch))
-    _, score = timed("score", lambda: _scores(others, batch))
+        _, score_on_mesh = timed("score on the mesh", lambda: scores(learned))
+    _, score = timed("score", lambda: scores(others))
     samples = trained_part(made, put(drawn.keys, sampler.group.batch))
     images = SampledImages(0, rows, samples, made.sigmas)
     advantages = np.linspace(-1, 1, size, dtype=np.float32)
@@ -262,18 +263,3 @@ def _measure(
         sync=sync,
         deliver=deliver / size,
     )
-
-
-def _scores(members: Mapping[int, rewards.NamedReward], batch: rewards.Batch) -> list[np.ndarray]:
-    return [answer.columns for _, _, answer in rewards.answers(members, batch)]
-
-
-def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
-    """Returns (result of a call, median of its seconds after a first call that may compile)."""
-    jax.block_until_ready(call())
-    seconds = []
-    for _ in range(REPEATS):
-        start = time.perf_counter()
-        result = jax.block_until_ready(call())
-        seconds.append(time.perf_counter() - start)
-    return result, statistics.median(seconds)

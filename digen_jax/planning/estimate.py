@@ -6,6 +6,7 @@ The estimated seconds of a compiled program are the larger of two numbers:
 Elementwise operations and collectives are not counted separately; they are included in the efficiency.
 """
 
+import contextlib
 import dataclasses
 import gzip
 import hashlib
@@ -102,22 +103,19 @@ class CachedCompiler:
 
     def __call__(self, name: str, lowered: jax.stages.Lowered) -> CompiledProgram:
         """Returns the compiled program, from the cache if possible."""
-        found = self._cached(name, lowered)
-        if self.memory is not None and found.peak > self.memory:
-            self._does_not_fit(name, found.peak)
-            return found._replace(text="")
-        return found
-
-    def _cached(self, name: str, lowered: jax.stages.Lowered) -> CompiledProgram:
         key = "\0".join([self.target, *CompiledProgram._fields, lowered.as_text()])
         path = self.folder / f"{hashlib.sha256(key.encode()).hexdigest()}.json.gz"
         if path.exists():
             self.note(f"{name}: compiled before")
-            return CompiledProgram(**json.loads(gzip.decompress(path.read_bytes())))
-        found = self._compile(name, lowered)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        files.replace(path, gzip.compress(json.dumps(found._asdict()).encode(), mtime=0))
-        return found
+            found = CompiledProgram(**json.loads(gzip.decompress(path.read_bytes())))
+        else:
+            found = self._compile(name, lowered)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            files.replace(path, gzip.compress(json.dumps(found._asdict()).encode(), mtime=0))
+        if found.text and (self.memory is None or found.peak <= self.memory):
+            return found
+        self.note(f"{name}: does not fit, because it needs {found.peak / 1e9:.1f} GB of a device")
+        return found._replace(text="")
 
     def _compile(self, name: str, lowered: jax.stages.Lowered) -> CompiledProgram:
         self.note(f"{name}: compiling for {self.target.partition(' ')[0]}")
@@ -128,12 +126,8 @@ class CachedCompiler:
             if (needed := _exceeded(str(error))) is None:
                 raise
             found = CompiledProgram("", needed, needed, 0)
-            self._does_not_fit(name, needed)
         self.note(f"{name}: compiled in {time.monotonic() - begin:.1f} s")
         return found
-
-    def _does_not_fit(self, name: str, needed: int) -> None:
-        self.note(f"{name}: does not fit, because it needs {needed / 1e9:.1f} GB of a device")
 
 
 def _exceeded(error: str) -> int | None:
@@ -187,8 +181,7 @@ def estimate(
 ) -> list[ProgramCost]:
     """Compiles a config's programs, and estimates their seconds.
 
-    The gradient, which needs the most memory, is compiled first. Compilation stops at the first program that does not
-    fit, because a large model's programs take minutes.
+    The gradient, which needs the most memory, is compiled first. Stops at the first program that does not fit.
 
     Raises:
       ConfigError: The config's meshes do not fit the devices, or the model's folder cannot be used.
@@ -249,12 +242,8 @@ def _arguments(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled) -> An
         value = 0.01 if jnp.issubdtype(leaf.dtype, jnp.floating) else 0
         return jnp.full(leaf.shape, value, leaf.dtype)
 
-    def leaves(tree: Any) -> list[Any]:
-        return jax.tree.leaves(tree, is_leaf=lambda leaf: leaf is None)
-
     arrays, tree = jax.tree.flatten(shapes)
-    pairs = zip(leaves(shapes), leaves(shardings), strict=True)
-    wanted = [sharding for leaf, sharding in pairs if leaf is not None]
+    wanted = tree.flatten_up_to(shardings)
     # The compiler gives no sharding for an argument that the program does not read.
     meshes = [sharding.mesh for sharding in wanted if isinstance(sharding, NamedSharding)]
     wanted = [sharding or NamedSharding(meshes[0], PartitionSpec()) for sharding in wanted]
@@ -323,13 +312,10 @@ def open_target(name: str, cpu_devices: int, note: Callable[[str], None]) -> Tar
 def _gpu_share() -> float:
     """Returns the share of a GPU's memory that JAX takes."""
     name, text = next(((n, os.environ[n]) for n in GPU_SHARES if n in os.environ), ("", GPU_SHARE))
-    try:
-        share = float(text)
-    except ValueError:
-        share = math.nan
-    if not 0 < share <= 1:
-        raise ConfigError(f"{name}={text} must be a share of a GPU's memory above 0 and at most 1")
-    return share
+    with contextlib.suppress(ValueError):
+        if 0 < (share := float(text)) <= 1:
+            return share
+    raise ConfigError(f"{name}={text} must be a share of a GPU's memory above 0 and at most 1")
 
 
 def with_published_folder(config: TrainConfig) -> TrainConfig:

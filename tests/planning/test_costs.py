@@ -39,7 +39,7 @@ def test_a_runs_timings_become_costs_of_one_device(base, tmp_path):
     [
         (
             {"generate": 1, "train": 1, "synch": 1},
-            "synch is not a cost; did you mean sync?",
+            "did you mean 'sync'?",
         ),
         ({"generate": 1}, "lacks train"),
         ({"generate": -1, "train": 1}, "generate must be a number"),
