@@ -1,7 +1,7 @@
 """Benchmarks of the runtime and the algorithms, which `launch/benchmark.py` runs.
 
 `bound.py` simulates the scheduler; `runtime.py` drives the real runtime with the waits of `waits.py` instead of device
-work. `peers.py` compares a real step with an eager loop of torch and diffusers (`eager.py`). `runs.py` trains real runs
-over a few seeds, which `asynchrony.py` and `algorithms.py` compare. `kills.py` injects faults into a run, `rewards.py`
-into the requests to reward servers.
+work. `peers.py` compares a real step with an eager loop of torch and diffusers (`eager.py`). `comparison.py` trains and
+compares real runs over a few seeds, for `asynchrony.py` and `algorithms.py`. `kills.py` injects faults into a run,
+`rewards.py` into the requests to reward servers.
 """

@@ -3,43 +3,22 @@
 import dataclasses
 import math
 import pathlib
-from collections.abc import Mapping
 from statistics import fmean
 
-from benchmarks.runs import check_seeds, held_out, mean_and_error, train_runs, workdir
+from benchmarks.comparison import Table, check_seeds, compare, workdir
 from digen_jax.config.load import load_config
 from digen_jax.config.sections import AUTO
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.errors import ConfigError
-from digen_jax.logging.images import plot_curves
 from digen_jax.logging.metrics import read_metrics
-
-KINDS = ("off", "on")
-
-
-@dataclasses.dataclass(frozen=True)
-class AsynchronyOutcome:
-    """Result of a run.
-
-    Attributes:
-      rewards: Held-out reward by number of steps.
-      policy_lag: Mean over all trained images, in versions.
-    """
-
-    rewards: Mapping[int, float]
-    policy_lag: float
 
 
 @dataclasses.dataclass(frozen=True)
 class AsynchronyComparison:
-    """Outcomes of "off" and "on", by seed."""
+    """Table of the rows "off" and "on", and the mean policy lag of images that were trained with "on", in versions."""
 
-    off: tuple[AsynchronyOutcome, ...]
-    on: tuple[AsynchronyOutcome, ...]
-
-    def final(self, kind: str) -> list[float]:
-        """Returns the final rewards, one per seed."""
-        return [outcome.rewards[max(outcome.rewards)] for outcome in getattr(self, kind)]
+    table: Table
+    policy_lag: float
 
     @property
     def difference(self) -> tuple[float, float]:
@@ -47,63 +26,56 @@ class AsynchronyComparison:
 
         Seeds are treated as unpaired; because they share noise and prompts, the true error is smaller.
         """
-        (off, off_error), (on, on_error) = (mean_and_error(self.final(kind)) for kind in KINDS)
+        (off, off_error), (on, on_error) = (row.gain for row in self.table.rows)
         return on - off, math.hypot(off_error, on_error)
 
     def describe(self) -> str:
-        """Returns a table, and whether the difference is within two standard errors."""
-        names = "".join(f"{name:>8}" for name in (f"seed {i}" for i in range(len(self.off))))
-        lines = [f"{f'held-out reward, {max(self.off[0].rewards)} steps':<28}{names}{'mean':>8}"]
-        for kind in KINDS:
-            mean, error = mean_and_error(self.final(kind))
-            numbers = "".join(f"{reward:8.3f}" for reward in [*self.final(kind), mean])
-            lines.append(f"{f'asynchrony {kind}':<28}{numbers} ± {error:.3f}")
+        """Returns the table, each seed's reward, and whether the difference is within two standard errors."""
+        rewards = [
+            f"{row.name}, each seed: {', '.join(f'{o.points[-1].reward:.3f}' for o in row.outcomes.values())}"
+            for row in self.table.rows
+        ]
         difference, error = self.difference
         result = "equal within" if abs(difference) <= 2 * error else "beyond"
-        policy_lag = fmean(outcome.policy_lag for outcome in self.on)
-        lines.append(
-            f"on - off: {difference:+.3f} ± {error:.3f}, {result} two standard errors. With asynchrony trained images "
-            f"were {policy_lag:.2f} versions old on average."
+        return "\n".join(
+            [
+                self.table.describe(),
+                *rewards,
+                f"on - off: {difference:+.3f} ± {error:.3f}, {result} two standard errors. With asynchrony trained "
+                f"images were {self.policy_lag:.2f} versions old on average.",
+            ]
         )
-        return "\n".join(lines)
-
-    def plot(self, path: pathlib.Path) -> None:
-        """Plots the mean curves over the seeds into a PNG file."""
-        means = [
-            {"step": step}
-            | {kind: fmean(one.rewards[step] for one in getattr(self, kind)) for kind in KINDS}
-            for step in sorted(self.off[0].rewards)
-        ]
-        curves = {f"asynchrony {kind}, mean of {len(self.off)} seeds": kind for kind in KINDS}
-        plot_curves(means, curves, path, "reward on held-out prompts")
 
 
-def compare(config: TrainConfig, seeds: int, folder: pathlib.Path) -> AsynchronyComparison | int:
-    """Trains with and without asynchrony from each seed.
+def compare_asynchrony(
+    config: TrainConfig, seeds: int, folder: pathlib.Path
+) -> AsynchronyComparison | int:
+    """Trains with and without asynchrony from each seed, and writes the table and the curves.
 
     Args:
       config: Config of "on", with its `runtime.max_policy_lag`.
       seeds: Number of seeds, starting with config.seed.
-      folder: Folder for a workdir per run, and a plot of the curves.
+      folder: Folder for a workdir per run.
 
     Returns:
-      The outcomes or, if a signal stopped a run, the exit code.
+      The comparison or, if a signal stopped a run, the exit code.
 
     Raises:
       ConfigError: the config is invalid, or nothing would be asynchronous.
     """
     check(config, seeds)
-    chosen = range(config.seed, config.seed + seeds)
     values = config.as_json()
     values["runtime"]["max_policy_lag"] = 0
     # Loaded again because other fields depend on the policy lag.
-    code = train_runs({"off": load_config(values), "on": config}, chosen, folder)
+    configs = {"off": load_config(values), "on": config}
+    table, code = compare(configs, {name: name for name in configs}, seeds, folder)
     if code is not None:
         return code
-    off, on = (tuple(_outcome(workdir(folder, kind, seed)) for seed in chosen) for kind in KINDS)
-    comparison = AsynchronyComparison(off, on)
-    comparison.plot(folder / "asynchrony.png")
-    return comparison
+    table.write(folder, "asynchrony")
+    paths = [workdir(folder, "on", config.seed + number) for number in range(seeds)]
+    each = (read_metrics(path / "metrics.jsonl") for path in paths)
+    lags = (fmean(line["policy_lag"] for line in lines if line["step"]) for lines in each)
+    return AsynchronyComparison(table, fmean(lags))
 
 
 def check(config: TrainConfig, seeds: int) -> None:
@@ -121,9 +93,3 @@ def check(config: TrainConfig, seeds: int) -> None:
         raise ConfigError(
             "config.placement.rollout.data = 0 is colocated, where nothing can be asynchronous: set it to 1 or more"
         )
-
-
-def _outcome(path: pathlib.Path) -> AsynchronyOutcome:
-    lines = read_metrics(path / "metrics.jsonl")
-    policy_lag = fmean(line["policy_lag"] for line in lines if line["step"])
-    return AsynchronyOutcome(held_out(lines), policy_lag)

@@ -142,37 +142,38 @@ def peers() -> Result:
 def asynchrony() -> Result:
     """Trains with and without asynchrony from a few seeds; the exit code is a signal's if one stopped it."""
     config, workdir = _config(), _workdir("asynchrony")
-    from benchmarks.asynchrony import check, compare
+    from benchmarks.asynchrony import check, compare_asynchrony
     from digen_jax.process.job import prepare
 
     check(config, _SEEDS.value)
     prepare(config.placement.cpu_devices)
-    found = compare(config, _SEEDS.value, workdir)
+    found = compare_asynchrony(config, _SEEDS.value, workdir)
     if isinstance(found, int):
         return {}, found
     print(f"\n{found.describe()}\n{workdir / 'asynchrony.png'} has the curves.")
-    return dataclasses.asdict(found), None
+    rows = {row.name: row.as_json() for row in found.table.rows}
+    return rows | {"difference": found.difference, "policy_lag": found.policy_lag}, None
 
 
 def algorithms() -> Result:
     """Trains with every algorithm from a few seeds; the exit code is a signal's if one stopped it."""
     workdir, code = _workdir("algorithms"), None
     if _CELLS.value is not None:
-        from benchmarks.algorithms import read_table
+        from benchmarks.comparison import read_table
 
         table = read_table(pathlib.Path(_CELLS.value))
         with user_input():
             workdir.mkdir(parents=True, exist_ok=True)
-            table.write(workdir)
+            table.write(workdir, "algorithms")
     else:
         config, configs = _config(), _all_configs()
-        from benchmarks.algorithms import check, compare, load_configs
+        from benchmarks.algorithms import check, compare_algorithms, load_configs
         from digen_jax.process.job import prepare
 
         loaded = load_configs(configs)
         check(loaded, _SEEDS.value, _ONLY.value)
         prepare(config.placement.cpu_devices)
-        table, code = compare(loaded, _SEEDS.value, workdir, _ONLY.value)
+        table, code = compare_algorithms(loaded, _SEEDS.value, workdir, _ONLY.value)
     print(
         f"\n{table.describe()}\n\n{workdir} has this as algorithms.md, its runs as algorithms.csv, and all plotted as "
         "algorithms.png."

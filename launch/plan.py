@@ -161,15 +161,16 @@ def _calibration(config: Any) -> Any:
     from digen_jax.planning.costs import measured_costs, read_calibration, read_run_costs
     from digen_jax.policies import place_here, place_on_one_device
 
-    serial = {"trainer_serial": _TRAINER_SERIAL.value, "worker_serial": _WORKER_SERIAL.value}
-    serial = {name: value for name, value in serial.items() if value is not None}
+    shares = _TRAINER_SERIAL, _WORKER_SERIAL
+    serial = tuple(flag.value or 0.0 for flag in shares)
     if _MEASURE.value:
         place = place_on_one_device if config.placement.mode == AUTO else place_here
-        return measured_costs(place(config), **serial, note=_note)
+        return measured_costs(place(config), _note, serial)
     path = pathlib.Path(_COSTS.value)
     if path.is_dir():
-        return read_run_costs(path, **serial)
-    return dataclasses.replace(read_calibration(path), **serial)
+        return read_run_costs(path, serial)
+    given = {flag.name: flag.value for flag in shares if flag.value is not None}
+    return dataclasses.replace(read_calibration(path), **given)
 
 
 if __name__ == "__main__":

@@ -141,12 +141,10 @@ def _read_starts(path: pathlib.Path) -> list[dict[str, Any]]:
         lines = without_torn_line(path.read_bytes()).splitlines()
         for number, line in enumerate(lines, start=1):
             start = parse_json(line)
-            if not isinstance(start, dict):
-                raise ValueError(f"line {number} is not an object")
-            if wrong := [
-                name for name, kind in START.items() if not isinstance(start.get(name), kind)
-            ]:
-                raise ValueError(f"line {number} has no valid {wrong[0]}")
+            fields = start if isinstance(start, dict) else {}
+            for name, kind in START.items():
+                if not isinstance(fields.get(name), kind):
+                    raise ValueError(f"line {number} has no valid {name}")
             if not all(isinstance(one, str) for one in start["command"] + start["changes"]):
                 raise ValueError(f"line {number} has a command or changes that are not strings")
             starts.append(start)

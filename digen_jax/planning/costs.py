@@ -65,9 +65,12 @@ def on_one_device(
     devices: tuple[int, int],
     source: str,
     missing: tuple[str, ...],
-    serial: tuple[float, float] = (0.0, 0.0),
+    serial: tuple[float, float] = (0, 0),
 ) -> Calibration:
-    """Converts costs of (rollout, trainer) meshes to one device by the (trainer's, worker's) serial share."""
+    """Converts costs of (rollout, trainer) meshes to one device.
+
+    `serial` are the shares of (training, generation) that do not scale with devices.
+    """
     trainer, worker = Scaling(serial[0]), Scaling(serial[1])
     trainer.check("trainer_serial")
     worker.check("worker_serial")
@@ -114,13 +117,10 @@ def read_calibration(path: pathlib.Path) -> Calibration:
     )
 
 
-def read_run_costs(
-    workdir: pathlib.Path, trainer_serial: float = 0.0, worker_serial: float = 0.0
-) -> Calibration:
-    """Reads costs from the timings of a run, on the meshes of its config.
+def read_run_costs(workdir: pathlib.Path, serial: tuple[float, float] = (0, 0)) -> Calibration:
+    """Reads costs from the timings of a run, on the meshes of its config; see `on_one_device` for `serial`.
 
-    Generation seconds include encoding and decoding; training seconds include updates. The serial shares do
-    not scale with devices.
+    Generation seconds include encoding and decoding; training seconds include updates.
 
     Raises:
       ConfigError: The run has no timings, or its config has no mesh sizes.
@@ -152,23 +152,19 @@ def read_run_costs(
         (rollout or trainer, trainer),
         f"the metrics of {count} step{'s' * (count > 1)} of the run in {workdir}",
         ("encode", "score_latency", "switch"),
-        (trainer_serial, worker_serial),
+        serial,
     )
 
 
 def measured_costs(
-    config: TrainConfig,
-    trainer_serial: float = 0.0,
-    worker_serial: float = 0.0,
-    note: Callable[[str], None] = lambda text: None,
+    config: TrainConfig, note: Callable[[str], None], serial: tuple[float, float] = (0, 0)
 ) -> Calibration:
     """Measures costs with one chunk in the config's system, on the available devices.
 
     Args:
       config: Config placed on these devices.
-      trainer_serial: Share of training that does not scale with devices.
-      worker_serial: Share of generation that does not scale with devices.
       note: Called with each part of the work, which takes minutes.
+      serial: See `on_one_device`.
 
     Raises:
       ConfigError: The system cannot be built.
@@ -183,7 +179,7 @@ def measured_costs(
     rollout, trainer = system.placement.rollout.mesh.size, system.placement.trainer.mesh.size
     kind = jax.devices()[0].device_kind
     source = f"a chunk timed on devices of the kind {kind}, {rollout} for rollout and {trainer} for training"
-    missing, serial = ("score_latency", "switch"), (trainer_serial, worker_serial)
+    missing = ("score_latency", "switch")
     return on_one_device(measured, (rollout, trainer), source, missing, serial)
 
 

@@ -70,7 +70,7 @@ def planned_meshes(config: TrainConfig) -> MeshSizes:
     def note(text: str) -> None:
         print(f"  {text}", flush=True)
 
-    calibration = measured_costs(alone, note=note)
+    calibration = measured_costs(alone, note)
     if memory is not None:
         footprint = dataclasses.replace(footprint, programs=compiled_temporaries(alone, note))
     plan = auto_plan(alone, devices, calibration, footprint, memory)

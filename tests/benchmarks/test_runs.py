@@ -11,9 +11,18 @@ import pytest
 from PIL import Image
 
 from benchmarks import algorithms, asynchrony
-from benchmarks.algorithms import COLUMNS, COSTS, Outcome, Point, Row, Table
-from benchmarks.asynchrony import AsynchronyComparison, AsynchronyOutcome
-from benchmarks.runs import cost
+from benchmarks.asynchrony import AsynchronyComparison, compare_asynchrony
+from benchmarks.comparison import (
+    COLUMNS,
+    COSTS,
+    Outcome,
+    Point,
+    Row,
+    Table,
+    read_cost,
+    read_table,
+    summary,
+)
 from digen_jax.config.load import load_config
 from digen_jax.errors import ConfigError
 from digen_jax.logging.metrics import MetricsLog, read_metrics
@@ -90,20 +99,20 @@ def built(monkeypatch):
 def test_algorithms_are_trained_once_seed_by_seed(configs, built, tmp_path):
     """Stopped in the third of four runs; then of one algorithm only, then of all."""
     loaded = algorithms.load_configs(configs)
-    table, code = algorithms.compare(loaded, 2, tmp_path)
+    table, code = algorithms.compare_algorithms(loaded, 2, tmp_path)
     assert code == 128 + signal.SIGTERM
     assert [row.missing for row in table.rows] == [(6,), (6,)]
-    stopped = cost(tmp_path / "clip-6")
+    stopped = read_cost(tmp_path / "clip-6")
     assert min(stopped) > 0
 
-    table, code = algorithms.compare(loaded, 2, tmp_path, only=["topr"])
+    table, code = algorithms.compare_algorithms(loaded, 2, tmp_path, only=["topr"])
     assert code is None
     assert [row.missing for row in table.rows] == [(6,), ()]
-    table, code = algorithms.compare(loaded, 2, tmp_path)
+    table, code = algorithms.compare_algorithms(loaded, 2, tmp_path)
     names = [(seed, name) for seed, name, _ in built]
     assert names == [(5, "clip"), (5, "topr"), (6, "clip"), (6, "topr"), (6, "clip")]
     assert [row.missing for row in table.rows] == [(), ()]
-    assert algorithms.read_table(tmp_path / "algorithms.csv").describe() == table.describe()
+    assert read_table(tmp_path / "algorithms.csv").describe() == table.describe()
 
     clip, topr = (row.outcomes for row in table.rows)
     assert clip[6].seconds > stopped.seconds and clip[6].cpu_seconds > stopped.cpu_seconds
@@ -123,20 +132,23 @@ def test_algorithms_are_trained_once_seed_by_seed(configs, built, tmp_path):
 def test_each_seed_is_trained_with_and_without_asynchrony(lagging, built, tmp_path):
     """After a stop in the third of four runs, the same call does the remaining ones."""
     config = load_config(lagging)
-    assert asynchrony.compare(config, 2, tmp_path) == 128 + signal.SIGTERM
+    assert compare_asynchrony(config, 2, tmp_path) == 128 + signal.SIGTERM
     assert not (tmp_path / "asynchrony.png").exists()
-    found = asynchrony.compare(config, 2, tmp_path)
+    found = compare_asynchrony(config, 2, tmp_path)
     assert [(seed, lag) for seed, _, lag in built] == [(5, 0), (5, 1), (6, 0), (6, 0), (6, 1)]
-    for kind, outcomes in (("off", found.off), ("on", found.on)):
-        for seed, outcome in zip((5, 6), outcomes, strict=True):
-            lines = read_metrics(tmp_path / f"{kind}-{seed}" / "metrics.jsonl")
+    lags = {}
+    for row in found.table.rows:
+        for seed, outcome in row.outcomes.items():
+            lines = read_metrics(tmp_path / f"{row.name}-{seed}" / "metrics.jsonl")
             rewards = {line["step"]: line.get("evaluation/reward") for line in lines}
-            assert outcome.rewards == {step: rewards[step] for step in (0, 2, 3)}
-            lags = [line["policy_lag"] for line in lines[1:]]
-            assert outcome.policy_lag == pytest.approx(np.mean(lags))
-            assert (outcome.policy_lag > 0) == (kind == "on")
-    assert found.off[0].rewards[0] == found.on[0].rewards[0]
-    assert found.final("off")[0] != found.final("off")[1]
+            points = {point.images // 8: point.reward for point in outcome.points}
+            assert points == {step: rewards[step] for step in (0, 2, 3)}
+            lags[row.name, seed] = np.mean([line["policy_lag"] for line in lines[1:]])
+    assert lags["off", 5] == lags["off", 6] == 0
+    assert found.policy_lag == pytest.approx((lags["on", 5] + lags["on", 6]) / 2) > 0
+    off, on = (row.outcomes for row in found.table.rows)
+    assert off[5].points[0] == on[5].points[0]
+    assert off[5].points[-1].reward != off[6].points[-1].reward
     assert Image.open(tmp_path / "asynchrony.png").width > 500
 
 
@@ -148,11 +160,11 @@ def test_a_workdir_of_another_run_is_refused_before_any_is_trained(configs, buil
     other = config | {"algorithm": config["algorithm"] | {"clip_range": 0.5}}
     (path / "config.json").write_text(json.dumps(other))
     with pytest.raises(ConfigError, match=r"config.algorithm.clip_range"):
-        algorithms.compare(algorithms.load_configs(configs), 2, tmp_path)
+        algorithms.compare_algorithms(algorithms.load_configs(configs), 2, tmp_path)
     (path / "config.json").write_text(json.dumps(config))
     (path / "finished.json").write_text('{"step": 9}')
     with pytest.raises(ConfigError, match=r"config.steps = 2"):
-        algorithms.compare(algorithms.load_configs(configs), 2, tmp_path)
+        algorithms.compare_algorithms(algorithms.load_configs(configs), 2, tmp_path)
     assert not built
 
 
@@ -196,11 +208,11 @@ def test_files_of_a_table_are_reproduced_from_its_csv(tmp_path):
             runs = {seed: outcome(0.32, (0.32 + end) / 2, end) for seed, end in enumerate(ends)}
             rows.append(Row(f"{family} {i}", family, runs, ()))
     table = Table(tuple(rows))
-    table.write(tmp_path)
-    assert algorithms.read_table(tmp_path / "algorithms.csv") == table
+    table.write(tmp_path, "algorithms")
+    assert read_table(tmp_path / "algorithms.csv") == table
     again = tmp_path / "again"
     again.mkdir()
-    algorithms.read_table(tmp_path / "algorithms.csv").write(again)
+    read_table(tmp_path / "algorithms.csv").write(again, "algorithms")
     for name in ("algorithms.csv", "algorithms.md"):
         assert (again / name).read_bytes() == (tmp_path / name).read_bytes()
     image = np.asarray(Image.open(tmp_path / "algorithms.png").convert("RGB")).astype(int)
@@ -211,7 +223,7 @@ def test_files_of_a_table_are_reproduced_from_its_csv(tmp_path):
 
 
 def test_deviations_are_those_of_a_familys_runs():
-    mean, deviation = algorithms.summary([Point((5,) * 3, (1.0,) * 3, (0.3, 0.4, 0.8))])
+    mean, deviation = summary([Point((5,) * 3, (1.0,) * 3, (0.3, 0.4, 0.8))])
     assert mean == pytest.approx([0.5])
     assert deviation == pytest.approx([np.std([0.3, 0.4, 0.8], ddof=1)])
 
@@ -222,7 +234,7 @@ def test_deviations_are_those_of_a_familys_runs():
 def test_another_table_is_refused(text, tmp_path):
     (tmp_path / "runs.csv").write_text(text)
     with pytest.raises(ConfigError, match=r"runs\.csv"):
-        algorithms.read_table(tmp_path / "runs.csv")
+        read_table(tmp_path / "runs.csv")
 
 
 @pytest.mark.parametrize(
@@ -243,19 +255,23 @@ def test_an_algorithm_learns_if_its_gain_is_large_and_significant(gains, learns)
 
 
 def test_asynchrony_is_compared_by_standard_errors():
-    def outcomes(*rewards):
-        return tuple(AsynchronyOutcome({0: 0.1, 4: reward}, 0.5) for reward in rewards)
+    def comparison(off, on):
+        kinds = {"off": off, "on": on}
+        rows = [
+            Row(name, name, {seed: outcome(0.1, end) for seed, end in enumerate(ends)}, ())
+            for name, ends in kinds.items()
+        ]
+        return AsynchronyComparison(Table(tuple(rows)), 0.5)
 
     off, on = (0.50, 0.56, 0.53), (0.54, 0.57, 0.49)
-    found = AsynchronyComparison(outcomes(*off), outcomes(*on))
+    found = comparison(off, on)
     errors = [np.std(values, ddof=1) / np.sqrt(3) for values in (off, on)]
     expected = np.mean(on) - np.mean(off), np.hypot(*errors)
     np.testing.assert_allclose(found.difference, expected, atol=1e-12)
-    head, first, second, last = found.describe().splitlines()
-    assert " ".join(head.split()) == "held-out reward, 4 steps seed 0 seed 1 seed 2 mean"
-    assert first == f"asynchrony off{'':14}   0.500   0.560   0.530   0.530 ± 0.017"
-    assert second.endswith("0.533 ± 0.023") and "+0.003 ± 0.029, equal" in last
-    assert "beyond" in AsynchronyComparison(outcomes(*off), outcomes(0.40, 0.44, 0.42)).describe()
+    *_, first, second, last = found.describe().splitlines()
+    assert first == "off, each seed: 0.500, 0.560, 0.530" and second.startswith("on, each seed")
+    assert "+0.003 ± 0.029, equal" in last and "0.50 versions" in last
+    assert "beyond" in comparison(off, (0.40, 0.44, 0.42)).describe()
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def test_a_runs_timings_become_costs_of_one_device(base, tmp_path):
         generate=4.0 * 2 / 8, train=8.0 * 4 / 8, score=0.1, sync=0.5, deliver=0.05
     )
     assert f"4 steps of the run in {tmp_path}" in found.source
-    half = read_run_costs(tmp_path, trainer_serial=0.5).costs
+    half = read_run_costs(tmp_path, (0.5, 0.0)).costs
     assert half.train == pytest.approx(8.0 / 8 / (0.5 + 0.5 / 4))
     log.write_text("".join(json.dumps(entry) + "\n" for entry in lines[:3]))
     with pytest.raises(ConfigError, match="timings of 2 steps"):
