@@ -307,18 +307,15 @@ def results_table(
     prompts: str, records: list[dict], before: Float[np.ndarray, "n"], after: Float[np.ndarray, "n"]
 ) -> str:
     """Formats mean rewards before and after, of all prompts and per task; `prompts` labels the prompts."""
-    rows = {"all": (before.mean(), after.mean())}
-    first, last = by_tag(records, before), by_tag(records, after)
-    rows |= {tag: (first[tag], last[tag]) for tag in first}
+    first, last = ({"all": x.mean()} | by_tag(records, x) for x in (before, after))
     title = f"reward on {len(records)} {prompts}"
     lines = [f"{title:<32}{'before':>8}{'after':>8}{'gain':>8}"]
-    for tag, (old, new) in rows.items():
-        lines.append(f"  {tag:<30}{old:8.3f}{new:8.3f}{new - old:+8.3f}")
+    for tag, old in first.items():
+        lines.append(f"  {tag:<30}{old:8.3f}{last[tag]:8.3f}{last[tag] - old:+8.3f}")
     return "\n".join(lines)
 
 
 def files_table(workdir: pathlib.Path) -> str:
     """Formats a list of the files in a workdir and their contents."""
     width = max(map(len, FILES))
-    lines = [f"  {name:<{width}}  {content}" for name, content in FILES.items()]
-    return "\n".join([f"In {workdir}:", *lines])
+    return f"In {workdir}:" + "".join(f"\n  {n:<{width}}  {what}" for n, what in FILES.items())

@@ -174,11 +174,10 @@ class Summary:
         seconds = now - self._step_start
         busy = busy_seconds([*done, *running], self.devices, self._step_start, now)
         phases: Counter[str] = Counter()
-        for one in done:
-            if one.kind in PHASES:
-                # A reward on a mesh is part of the rollout.
-                on_mesh = one.kind == "score" and one.worker != "reward"
-                phases["rollout" if on_mesh else PHASES[one.kind]] += one.seconds
+        for one in (one for one in done if one.kind in PHASES):
+            # A reward on a mesh is part of the rollout.
+            on_mesh = one.kind == "score" and one.worker != "reward"
+            phases["rollout" if on_mesh else PHASES[one.kind]] += one.seconds
         waits = bubbles(done, self.devices).items()
         self.metrics = {
             "images_per_second": self._images / (seconds - away),
@@ -275,7 +274,8 @@ class TraceFile:
         for interval in intervals:
             if interval.worker not in rows:
                 rows.append(interval.worker)
-                events.append(_row(len(rows), interval.worker))
+                row = {"ph": "M", "name": "thread_name", "pid": 1, "tid": len(rows)}
+                events.append(row | {"args": {"name": interval.worker}})
             events.append(_event(rows.index(interval.worker) + 1, interval, clock))
         if not events:
             return
@@ -331,10 +331,6 @@ def read_events(path: pathlib.Path) -> list[dict[str, Any]]:
     return found
 
 
-def _row(number: int, worker: str) -> dict[str, Any]:
-    return {"ph": "M", "name": "thread_name", "pid": 1, "tid": number, "args": {"name": worker}}
-
-
 def _event(row: int, interval: Interval, clock: float) -> dict[str, Any]:
     waits, chunk = interval.kind == "wait", interval.chunk
     return {
@@ -369,20 +365,17 @@ def draw_timeline(intervals: Sequence[Interval], path: pathlib.Path, title: str 
     axes = figure.subplots()
     spans = defaultdict(list)
     for interval in intervals:
-        row = rows.index(interval.worker)
-        spans[interval.kind, row].append((interval.start - start, interval.seconds))
+        row, kind = rows.index(interval.worker), interval.kind
+        spans[kind, row].append((interval.start - start, interval.seconds))
+        if kind == "wait" and interval.seconds > 0.06 * length:
+            middle = (interval.start + interval.end) / 2 - start
+            axes.text(middle, row, interval.cause, ha="center", va="center", fontsize=7)
     labelled = set()
     for (kind, row), bars in sorted(spans.items()):
-        color = COLORS.get(kind, WAIT)[1]
-        label = kind if kind not in labelled else None
-        style = {"facecolor": color, "edgecolor": "white", "linewidth": 0.4}
+        style = dict(facecolor=COLORS.get(kind, WAIT)[1], edgecolor="white", linewidth=0.4)
+        label = None if kind in labelled else kind
         axes.broken_barh(bars, (row - 0.4, 0.8), label=label, **style)
         labelled.add(kind)
-    for interval in intervals:
-        if interval.kind == "wait" and interval.seconds > 0.06 * length:
-            middle = (interval.start + interval.end) / 2 - start
-            row = rows.index(interval.worker)
-            axes.text(middle, row, interval.cause, ha="center", va="center", fontsize=7)
     axes.set_yticks(range(len(rows)), rows)
     axes.invert_yaxis()
     axes.set_xlabel("seconds")

@@ -33,15 +33,8 @@ FLOCK, FIELDS = (
 )
 TOKEN = secrets.token_hex(3)  # containers may share host names and process ids
 PACKAGES = (
-    "digen_jax",
-    "jax",
-    "jaxlib",
-    "flax",
-    "optax",
-    "orbax-checkpoint",
-    "numpy",
-    "transformers",
-)
+    "digen_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "transformers"
+)  # fmt: skip
 
 
 def claim_workdir(
@@ -285,19 +278,15 @@ def started_in(workdir: Path) -> Path | None:
 
 def commit(folder: Path = Path(__file__).parent) -> str | None:
     """Returns the git commit of the code, with "+" if files are modified, or None if unavailable."""
-    head = _git(folder, "rev-parse", "HEAD")
-    if head is None:
-        return None
-    return head + ("+" if _git(folder, "status", "--porcelain", "--untracked-files=no") else "")
 
+    def git(*arguments: str) -> str:
+        command, options = ["git", "-C", str(folder), *arguments], dict(text=True, timeout=10)
+        return subprocess.run(command, check=True, capture_output=True, **options).stdout.strip()
 
-def _git(folder: Path, *arguments: str) -> str | None:
-    command = ["git", "-C", str(folder), *arguments]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return None if done.returncode else done.stdout.strip()
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "HEAD") + ("+" if changed else "")
+    return None
 
 
 def _version(package: str) -> str | None:
