@@ -117,7 +117,7 @@ def main() -> None:
     )
     model = model.editing(records)
     report_odd_prompts([prompts], model.family.cut, known_words(model.family))
-    samplers = [model.sampler(*one) for one in options]
+    samplers = list(map(model.sampler, options))
     size = samplers[0].settings.size
     run_sanity_checks(rewards, rewards.score)
     dry_run(rewards.score, [records], size.height, size.width)

@@ -107,7 +107,7 @@ def main() -> None:
         _MODEL.value, jax.devices(), _LORA.value, _DTYPE.value, [options], _negative(), fits
     )
     model = model.editing(records, source)
-    sampler = model.sampler(*options)
+    sampler = model.sampler(options)
     output = pathlib.Path(_OUTPUT.value)
     words = known_words(model.family)
     if _PROMPTS.value:

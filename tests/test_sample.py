@@ -25,7 +25,7 @@ NAMES = [*(f"0000{number}_{name}.png" for number, name in enumerate(SLUGS)), "gr
 
 
 def draw(model, folder, batch=2, prompts=PROMPTS, seed=7, images=1, negative_prompt=None, **given):
-    sampler = model.sampler(**dict(guidance=None, steps=None, height=None, width=None) | given)
+    sampler = model.sampler(SamplingOptions(**given))
     records = said(*prompts)
     for record in records if negative_prompt is not None else ():
         record["negative_prompt"] = negative_prompt
@@ -131,9 +131,9 @@ def test_a_batch_is_a_multiple_of_the_devices(base):
 def test_what_does_not_fit_the_model_is_refused(base):
     model = open_model(str(pipeline(base)), jax.devices()[:1])
     with pytest.raises(ConfigError, match=r"30x32 does not fit.*multiples of 8 from 8 to 128"):
-        model.sampler(None, None, 30, None)
+        model.sampler(SamplingOptions(height=30))
     with pytest.raises(ConfigError, match="number of steps must be above 0, not 0"):
-        model.sampler(None, 0, None, None)
+        model.sampler(SamplingOptions(steps=0))
 
 
 def test_what_does_not_fit_is_refused_before_weights_are_read(base, tmp_path):
@@ -252,7 +252,7 @@ def test_a_negative_prompt_changes_the_images_of_its_prompt_alone(base, tmp_path
     own = [{}, {"negative_prompt": "four shapes"}, {}]
     records = [record | more for record, more in zip(said(*PROMPTS), own, strict=True)]
     model, found = open_model(str(pipeline(base)), jax.devices()[:1]), {}
-    sampler = model.sampler(2.0, 3, None, None)
+    sampler = model.sampler(SamplingOptions(2.0, 3))
     for name, given in dict(plain=said(*PROMPTS), own=records).items():
         sample_to_folder(model, sampler, given, tmp_path / name, 2, 7)
         found[name] = pictures(tmp_path / name)

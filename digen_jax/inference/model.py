@@ -77,20 +77,12 @@ class Model(NamedTuple):
     defaults: Defaults
     run: TrainConfig | None  # config of the run that trained the model
 
-    def sampler(
-        self,
-        guidance: float | None,
-        steps: int | None,
-        height: int | None,
-        width: int | None,
-        true_cfg_scale: float | None = None,
-    ) -> Sampler:
-        """Returns a sampler without noise between steps. None means the model's default.
+    def sampler(self, options: SamplingOptions) -> Sampler:
+        """Returns a sampler without noise between steps.
 
         Raises:
           ConfigError: No steps, or a size that the model does not support.
         """
-        options = SamplingOptions(guidance, steps, height, width, true_cfg_scale)
         return _sampler(self.family, self.group, self.defaults, options)
 
     def editing(self, records: Sequence[Record], source: Size | None = None) -> "Model":

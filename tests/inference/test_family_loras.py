@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from digen_jax.checkpoints.lora import adapted_layers
 from digen_jax.checkpoints.lora_files import FILE, read_lora, write_lora
 from digen_jax.diffusion.sampling import image_keys, start_noise
-from digen_jax.inference.model import open_model
+from digen_jax.inference.model import SamplingOptions, open_model
 from digen_jax.models.qwen_image.family import NULL
 from tests.cases import said
 from tests.models.flux import folders as flux
@@ -78,7 +78,7 @@ CASES = {
 def by_ours(folder, lora, guidance):
     """Images of PROMPTS and their start noise."""
     model = open_model(str(folder), jax.devices()[:1], str(lora))
-    sampler = model.sampler(guidance, STEPS, SIDE, SIDE)
+    sampler = model.sampler(SamplingOptions(guidance, STEPS, SIDE, SIDE))
     rows = np.arange(len(PROMPTS), dtype=np.int32)
     keys = image_keys(jax.random.key(3), rows, np.zeros_like(rows))
     with jax.default_matmul_precision("highest"):
@@ -146,4 +146,4 @@ def test_a_folder_is_sampled_with_the_defaults_of_its_pipeline(base):
     model = open_model(str(klein.klein_folder(base)), jax.devices()[:1])
     assert model.defaults == (1024, 1024, 50, 4.0, 1.0)
     model = open_model(str(qwen_image.qwen_image_folder(base)), jax.devices()[:1])
-    assert model.sampler(None, STEPS, SIDE, SIDE).policy.guidance == 4.0
+    assert model.sampler(SamplingOptions(None, STEPS, SIDE, SIDE)).policy.guidance == 4.0

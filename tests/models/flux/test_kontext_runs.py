@@ -21,7 +21,7 @@ from digen_jax.errors import ConfigError
 from digen_jax.families import editing, load_family, read_parts
 from digen_jax.images import read_image
 from digen_jax.inference.export import export, how_to_load
-from digen_jax.inference.model import Model, open_model
+from digen_jax.inference.model import Model, SamplingOptions, open_model
 from digen_jax.inference.sampling import sample_to_folder
 from digen_jax.models.family import Size
 from digen_jax.parallel.encoding import jit_encoder
@@ -162,7 +162,7 @@ def test_a_mistake_is_one_sentence_before_anything_slow(base, tmp_path, kind):
 def by_ours(name, records, lora=None):
     """Images of some records by a run's newest weights, or a folder's, and their start noise."""
     model = open_model(str(name), jax.devices()[:1], lora).editing(records, Size(*SOURCE))
-    sampler = model.sampler(2.5, STEPS, SIZE.height, SIZE.width, 1.0)
+    sampler = model.sampler(SamplingOptions(2.5, STEPS, SIZE.height, SIZE.width, 1.0))
     rows = np.arange(len(records), dtype=np.int32)
     keys = image_keys(jax.random.key(3), rows, np.zeros_like(rows))
     with jax.default_matmul_precision("highest"):
@@ -284,7 +284,7 @@ def test_the_script_edits_a_picture(base, tmp_path):
     records = [{"prompt": "two green squares", "image": str(path)}]
     model = open_model(str(kontext_folder(base)), jax.devices()[:1])
     own = model.editing(records, Size(*SOURCE))
-    sampler = own.sampler(None, STEPS, SIZE.height, SIZE.width)
+    sampler = own.sampler(SamplingOptions(None, STEPS, SIZE.height, SIZE.width))
     sample_to_folder(own, sampler, records, tmp_path / "own", 1, 7)
     drawn = np.asarray(Image.open(tmp_path / "own" / "00000_two-green-squares.png"), int)
     assert abs(found - drawn).max() <= 1
