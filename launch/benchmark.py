@@ -201,7 +201,7 @@ def rewards() -> Result:
 def kills() -> Result:
     """Injects faults into a run with rollout workers on Ray, and compares it with the same run without faults."""
     workdir = _workdir("kills")
-    _config()
+    _config(load=False)  # it is loaded with further overrides
     from benchmarks.kills import compare
     from digen_jax.process.job import prepare
 
@@ -219,12 +219,13 @@ def _workdir(name: str) -> pathlib.Path:
     return pathlib.Path(_WORKDIR.value)
 
 
-def _config() -> Any:
+def _config(load: bool = True) -> Any:
+    """Returns the config, loaded unless `load` is False. Raises ConfigError if there is none."""
     if _CONFIG.value is None:
         raise ConfigError("give a config, by --config=configs/shapes_flow_grpo.py for example")
     from digen_jax.config.load import load_config
 
-    return load_config(_CONFIG.value)
+    return load_config(_CONFIG.value) if load else _CONFIG.value
 
 
 def _all_configs() -> dict[str, Any]:

@@ -565,9 +565,8 @@ def report(name: str, found: Cycles, count: int = 10) -> str:
     rows = [["modules of all blocks, all passes", "s", "share"]]
     for module, seconds in modules.most_common(2 * count):
         rows.append([module, f"{seconds:.4g}", f"{seconds / everything:.1%}"])
-    lines.append(aligned(rows))
-    for loop in sorted(found.unknown_loops):
-        lines.append(f"the loop {loop} does not tell how often it runs, and counts once")
+    unknown = "does not tell how often it runs, and counts once"
+    lines += [aligned(rows), *(f"the loop {one} {unknown}" for one in sorted(found.unknown_loops))]
     return "\n".join(lines) + "\n"
 
 
@@ -593,9 +592,8 @@ if __name__ == "__main__":
 
     from digen_jax.config.command_line import run_main
 
-    CONFIG = config_flags.DEFINE_config_file(
-        "config", None, "A configs/*.py file.", lock_config=True
-    )
+    config_file = functools.partial(config_flags.DEFINE_config_file, lock_config=True)
+    CONFIG = config_file("config", None, "A configs/*.py file.")
     TOPOLOGY = flags.DEFINE_string("topology", None, "A TPU slice, such as v5p:2x2x1.")
     flags.mark_flags_as_required(["config", "topology"])
     run_main(lambda: main(CONFIG.value, TOPOLOGY.value))
