@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Float32, Int
 
+from digen_jax.config.train_config import TrainConfig
+
 NUM_TRAIN_TIMESTEPS = 1000
 
 
@@ -21,6 +23,7 @@ class Work:
     A reverse step of any kind is of_x x + of_v v + std noise. `empty` zero tokens are appended to a context.
     """
 
+    config: TrainConfig
     transformer: pathlib.Path
     latent: tuple[int, int, int]  # h, w, c
     sigmas: Float32[np.ndarray, "steps+1"]
@@ -34,18 +37,15 @@ class Work:
     guidance: float
     rows: Int[np.ndarray, "b"]  # prompt index of each image
     advantages: Float32[np.ndarray, "b"]
-    chunk: int
-    micro_batch: int
-    pack: int
-    clip_range: float
-    clip_norm: float
-    adamw: dict[str, Any]
     lora: tuple[int, float, tuple[str, ...]] | None  # rank, alpha, torch names of the linear layers
     empty: int
     threads: int
-    gpu: bool = False
-    bfloat16: bool = False  # frozen weights and products; trained parameters stay in float32
-    checkpointing: bool = False  # of each block
+    gpu: bool
+
+    @property
+    def bfloat16(self) -> bool:
+        """Whether frozen weights and products are bfloat16; trained parameters stay in float32."""
+        return self.config.precision.arithmetic == "bfloat16"
 
 
 class EagerLoop:
@@ -67,7 +67,7 @@ class EagerLoop:
         dtype = torch.bfloat16 if work.bfloat16 else torch.float32
         self.model = SD3Transformer2DModel.from_pretrained(work.transformer, torch_dtype=dtype)
         self.model.to(self.device)
-        if work.checkpointing:
+        if work.config.model.remat != "none":
             self.model.enable_gradient_checkpointing()
         if work.lora is not None:
             from peft import LoraConfig
@@ -79,7 +79,14 @@ class EagerLoop:
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
         for parameter in self.trained:
             parameter.data = parameter.data.float()
-        self.optimizer = torch.optim.AdamW(self.trained, **work.adamw)
+        trainer = work.config.trainer
+        self.optimizer = torch.optim.AdamW(
+            self.trained,
+            lr=trainer.learning_rate,
+            betas=(trainer.b1, trainer.b2),
+            eps=trainer.eps,
+            weight_decay=trainer.weight_decay,
+        )
         self.conditioning = self._conditioning(work.context, work.pooled, work.empty)
         self.null = self._conditioning(*work.null, work.empty) if work.null else None
 
@@ -106,7 +113,7 @@ class EagerLoop:
 
     def sample(self) -> None:
         """Samples a step's images and keeps their transitions."""
-        rows, size = self._tensor(self.work.rows).long(), self.work.chunk
+        rows, size = self._tensor(self.work.rows).long(), self.work.config.sampler.chunk
         with self.torch.inference_mode():
             chunks = [self._sample_chunk(rows[i : i + size]) for i in range(0, len(rows), size)]
         self.chunks = chunks
@@ -120,10 +127,11 @@ class EagerLoop:
         for steps, rows, x, x_next, old, advantages in self._passes():
             new = self._log_prob(steps, x, x_next, self._guided(x, steps, rows))
             ratio = torch.exp(new - old)
-            clipped = ratio.clamp(1 - work.clip_range, 1 + work.clip_range)
+            clip = work.config.algorithm.clip_range
+            clipped = ratio.clamp(1 - clip, 1 + clip)
             loss = -torch.minimum(ratio * advantages, clipped * advantages)
             (loss.sum() / transitions).backward()
-        torch.nn.utils.clip_grad_norm_(self.trained, work.clip_norm)
+        torch.nn.utils.clip_grad_norm_(self.trained, work.config.trainer.clip_norm)
         self.optimizer.step()
         self._synchronize()
 
@@ -185,13 +193,13 @@ class EagerLoop:
 
     def _passes(self) -> Iterator[tuple[Any, ...]]:
         """Yields (steps, rows, x, x_next, old log-probabilities, advantages) per pass: `pack` steps of some images."""
-        torch, work = self.torch, self.work
-        advantages = self._tensor(work.advantages)
-        first = work.window.start
+        torch, trainer = self.torch, self.work.config.trainer
+        advantages = self._tensor(self.work.advantages)
+        first = self.work.window.start
         for rows, x, x_next, old in self.chunks:
-            for i in range(0, len(x), work.pack):
-                for j in range(0, len(rows), work.micro_batch):
-                    at = slice(i, i + work.pack), slice(j, j + work.micro_batch)
+            for i in range(0, len(x), trainer.pack):
+                for j in range(0, len(rows), trainer.micro_batch):
+                    at = slice(i, i + trainer.pack), slice(j, j + trainer.micro_batch)
                     taken = [a[at].flatten(0, 1).clone() for a in (x, x_next, old)]
                     count, images = len(x[at[0]]), rows[at[1]]
                     steps = torch.arange(first + i, first + i + count, device=self.device)

@@ -316,7 +316,7 @@ class Ours:
     def work(self) -> Work:
         """Returns the work of a step, for the eager loop."""
         config, system = self._config, self.system
-        sampler, policy, trainer = system.sampler, system.policy, config.trainer
+        sampler, policy = system.sampler, system.policy
         window = slice(self._draws.start, self._draws.start + config.noisy_steps)
         of_x, of_v, std = coefficients(sampler.settings.step, sampler.sigmas, window)
         context, pooled = jax.device_get(self._prompts.conditioning)
@@ -328,6 +328,7 @@ class Ours:
             layers = adapted_layers(family.shapes(), adapter.targets, family.lists)["transformer"]
             lora = adapter.rank, adapter.alpha, tuple(sorted(layers))
         return Work(
+            config=config,
             transformer=open_pipeline(config.model.folder, config.model.without) / "transformer",
             latent=sampler.shape,
             sigmas=np.asarray(sampler.sigmas, np.float32),
@@ -341,23 +342,10 @@ class Ours:
             guidance=policy.guidance,
             rows=self._rows,
             advantages=_advantages(config.sampler.chunk),
-            chunk=config.sampler.chunk,
-            micro_batch=trainer.micro_batch,
-            pack=trainer.pack,
-            clip_range=config.algorithm.clip_range,
-            clip_norm=trainer.clip_norm,
-            adamw=dict(
-                lr=trainer.learning_rate,
-                betas=(trainer.b1, trainer.b2),
-                eps=trainer.eps,
-                weight_decay=trainer.weight_decay,
-            ),
             lora=lora,
             empty=min(1, policy.family.null_tokens),
             threads=len(os.sched_getaffinity(0)),
             gpu=_has_gpu(),
-            bfloat16=config.precision.arithmetic == "bfloat16",
-            checkpointing=config.model.remat != "none",
         )
 
 
