@@ -117,7 +117,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Rows of all algorithms, finished or not."""
+    """Rows of all entries, finished or not."""
 
     rows: tuple[Row, ...]
 

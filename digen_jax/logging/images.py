@@ -225,12 +225,9 @@ def _font(path: Path, size: int) -> ImageFont.FreeTypeFont:
 
 
 def plot_curves(
-    metrics: Sequence[Mapping[str, Any]],
-    curves: Mapping[str, str],
-    path: Path | str,
-    label: str = "reward",
+    metrics: Sequence[Mapping[str, Any]], curves: Mapping[str, str], path: Path | str
 ) -> None:
-    """Plots metrics over the steps into a PNG file.
+    """Plots rewards over the steps into a PNG file.
 
     A dense metric is drawn pale below its running mean, a sparse one, such as an evaluation, with markers.
 
@@ -238,7 +235,6 @@ def plot_curves(
       metrics: Lines of metrics.jsonl; metrics may be missing in some lines.
       curves: Metric by legend label, in order.
       path: The PNG file.
-      label: Label of the vertical axis.
 
     Raises:
       ValueError: No line has any of the metrics.
@@ -257,7 +253,7 @@ def plot_curves(
             axes.plot(steps, values, color=color, label=name)
         else:
             axes.plot(steps, values, color=color, marker="o", markersize=5, label=name)
-    label_axes(axes, "step", label)
+    label_axes(axes, "step", "reward")
     axes.legend(frameon=False, loc="best")
     figure.savefig(path)
 
