@@ -88,7 +88,7 @@ def test_a_program_that_needs_more_memory_than_there_is_has_no_text(tmp_path, me
     assert found.text == "" and found.peak == found.temporaries == round(19.99 * 2**30)
     assert any("21.5 GB" in note for note in notes)
     notes.clear()
-    assert compiler("train", Refused(message)) == found and len(notes) == 1
+    assert compiler("train", Refused(message)) == found and "compiled before" in notes[0]
 
 
 def test_another_error_of_the_compiler_is_not_about_memory(tmp_path):
