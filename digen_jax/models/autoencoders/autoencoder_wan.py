@@ -1,8 +1,8 @@
-"""Autoencoder of Wan 2.1 (arXiv 2503.20314) and Qwen-Image (arXiv 2508.02324): clips to latents and back.
+"""Autoencoders of Wan (arXiv 2503.20314) and Qwen-Image (arXiv 2508.02324): clips to latents and back.
 
-Channels are last. Qwen-Image's autoencoder is Wan's with different decoder weights. An image is a clip of one frame.
-diffusers' AutoencoderKLWan and AutoencoderKLQwenImage are the same network with the same tensor names. Wan 2.2's
-autoencoder is a different network.
+Channels are last; an image is a clip of one frame. Qwen-Image's autoencoder is Wan 2.1's with another decoder:
+diffusers' AutoencoderKLWan and AutoencoderKLQwenImage are the same network with the same tensor names. Wan 2.2's 5B
+model has one with `is_residual` and `patch_size`.
 """
 
 import dataclasses
@@ -41,8 +41,6 @@ STD += (3.2687, 2.1526, 2.8652, 1.5579, 1.6382, 1.1253, 2.8251, 1.9160)
 
 # Fields of diffusers' config.json that support a single value, and the reason.
 FIXED = {
-    "is_residual": (False, "the autoencoder of Wan 2.2 is another network"),
-    "patch_size": (None, "the autoencoder of Wan 2.2 is another network"),
     "attn_scales": ((), "attention is in the middle blocks only"),
 }
 # Fields used only for training of the autoencoder.
@@ -61,6 +59,10 @@ class AutoencoderKLWanConfig:
     temperal_downsample: tuple[bool, ...] = (False, True, True)
     in_channels: int = 3
     out_channels: int = 3
+    is_residual: bool = False  # Wan 2.2: averages and copies next to the levels
+    patch_size: int | None = number(
+        None, 1, 100
+    )  # Wan 2.2: side of the squares of pixels that are a position's channels
     latents_mean: tuple[float, ...] = number(MEAN, -1e6, 1e6)
     latents_std: tuple[float, ...] = number(STD, 1e-6, 1e6)
     # Used by diffusers' pipelines to compute sizes. None means derived from the network.
@@ -78,6 +80,12 @@ class AutoencoderKLWanConfig:
                 raise ValueError(
                     f"{field} must have {self.z_dim} numbers, as many as z_dim, but has"
                     f" {len(getattr(self, field))}"
+                )
+        squares = (self.patch_size or 1) ** 2
+        for field in ("in_channels", "out_channels"):
+            if getattr(self, field) % squares:
+                raise ValueError(
+                    f"{field} must be a multiple of patch_size squared, {squares}, but is {getattr(self, field)}"
                 )
         for field, factor in (
             ("scale_factor_temporal", self.frames_factor),
@@ -100,8 +108,7 @@ class AutoencoderKLWanConfig:
         for name, (only, reason) in FIXED.items():
             value = config.pop(name, only)
             if (tuple(value) if isinstance(value, list) else value) != only:
-                shown = {False: "false", None: "null", (): "[]"}[only]
-                raise ValueError(f"{name} must be {shown} but is {value!r}: {reason}")
+                raise ValueError(f"{name} must be {list(only)} but is {value!r}: {reason}")
         if "input_channels" in config:  # AutoencoderKLQwenImage has one field for both
             config["in_channels"] = config["out_channels"] = config.pop("input_channels")
         kind = config.get("_class_name", "AutoencoderKLWan")
@@ -110,7 +117,7 @@ class AutoencoderKLWanConfig:
     @property
     def side_factor(self) -> int:
         """Pixels per latent along height and width."""
-        return 2 ** len(self.temperal_downsample)
+        return 2 ** len(self.temperal_downsample) * (self.patch_size or 1)
 
     @property
     def frames_factor(self) -> int:
@@ -152,7 +159,11 @@ class AutoencoderKLWan(nn.Module):
         channels = 2 * config.z_dim
         widths = [config.base_dim * factor for factor in config.dim_mult]
         self.encoder = Encoder3d(
-            tuple(widths), config.num_res_blocks, config.temperal_downsample, channels
+            tuple(widths),
+            config.num_res_blocks,
+            config.temperal_downsample,
+            channels,
+            config.is_residual,
         )
         base = config.decoder_base_dim or config.base_dim
         self.decoder = Decoder3d(
@@ -160,6 +171,7 @@ class AutoencoderKLWan(nn.Module):
             config.num_res_blocks + 1,
             config.temperal_downsample[::-1],
             config.out_channels,
+            config.is_residual,
         )
         self.quant_conv = CausalConv3d(channels, (1, 1, 1))
         self.post_quant_conv = CausalConv3d(config.z_dim, (1, 1, 1))
@@ -183,6 +195,11 @@ class AutoencoderKLWan(nn.Module):
                 f"a clip must have 1 frame more than a multiple of {factor}, not {frames}: leave out the last"
                 f" {(frames - 1) % factor}"
             )
+        if patch := self.config.patch_size:
+            b, t, h, w, c = clips.shape
+            clips = clips.reshape(b, t, h // patch, patch, w // patch, patch, c)
+            clips = jnp.einsum("bthpwqc->bthwcqp", clips)
+            clips = clips.reshape(b, t, h // patch, w // patch, c * patch**2)
         first = _first(1 + (frames - 1) // factor, at_once)
         moments = _in_chunks(self.encoder, clips, 1 + (first - 1) * factor, at_once * factor)
         mean, logvar = jnp.split(self.quant_conv(moments, FrameChunk()), 2, axis=-1)
@@ -199,6 +216,11 @@ class AutoencoderKLWan(nn.Module):
         """
         x = self.post_quant_conv(latents, FrameChunk())
         clips = _in_chunks(self.decoder, x, _first(x.shape[1], at_once), at_once)
+        if patch := self.config.patch_size:
+            b, t, h, w, c = clips.shape
+            clips = clips.reshape(b, t, h, w, c // patch**2, patch, patch)
+            clips = jnp.einsum("bthwcqp->bthpwqc", clips)
+            clips = clips.reshape(b, t, h * patch, w * patch, c // patch**2)
         return jnp.clip(clips, -1.0, 1.0)
 
     def reconstruct(self, clips: Float[Array, "b T H W rgb"]) -> Float[Array, "b T H W rgb"]:
@@ -232,7 +254,8 @@ def _in_chunks(network: nn.Module, x: Array, first: int, size: int) -> Float[Arr
 
 def inputs(config: AutoencoderKLWanConfig) -> tuple[Float[Array, "1 1 H W c"]]:
     """Returns a small clip of one frame for `init`."""
-    return (jnp.zeros((1, 1, config.side_factor, config.side_factor, config.in_channels)),)
+    channels = config.in_channels // (config.patch_size or 1) ** 2
+    return (jnp.zeros((1, 1, config.side_factor, config.side_factor, channels)),)
 
 
 COMPONENT = Component(

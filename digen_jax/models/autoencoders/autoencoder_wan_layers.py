@@ -1,4 +1,4 @@
-"""Encoder and decoder of Wan 2.1's autoencoder: causal convolutions over clips, channels last.
+"""Encoder and decoder of Wan's autoencoders: causal convolutions over clips, channels last.
 
 A causal convolution reads a frame and earlier frames, so a clip can be processed in chunks, each with the last frames
 of the previous chunk (see `FrameChunk`). Names follow diffusers' AutoencoderKLWan.
@@ -177,12 +177,18 @@ class Downsample(nn.Module):
 
 
 class Upsample(nn.Module):
-    """Doubles height and width, halves the channels, and with `frames` maps clips of 1 + n frames to 1 + 2 n."""
+    """Doubles height and width, and with `frames` maps clips of 1 + n frames to 1 + 2 n.
 
+    Attributes:
+      channels: Output channels.
+      frames: Whether frames are upsampled, too.
+    """
+
+    channels: int
     frames: bool
 
     @nn.compact
-    def __call__(self, x: Clip, chunk: FrameChunk) -> Float[Array, "b t2 2*h 2*w c2"]:
+    def __call__(self, x: Clip, chunk: FrameChunk) -> Float[Array, "b t2 2*h 2*w d"]:
         """Upsamples frames from a convolution's channels, then pixels by nearest neighbor and a convolution."""
         if self.frames:
             conv = CausalConv3d(2 * x.shape[-1], (3, 1, 1), name="time_conv")
@@ -190,7 +196,7 @@ class Upsample(nn.Module):
             x = _after_first(x, chunk, lambda frames, _: _two_frames(conv(frames, chunk)))
         b, t, h, w, c = x.shape
         x = jnp.broadcast_to(x[:, :, :, None, :, None], (b, t, h, 2, w, 2, c))
-        return nn.Conv(c // 2, (3, 3), padding=1, name="resample_1")(
+        return nn.Conv(self.channels, (3, 3), padding=1, name="resample_1")(
             x.reshape(b, t, 2 * h, 2 * w, c)
         )
 
@@ -231,7 +237,72 @@ class UpBlock(nn.Module):
         """Maps activations to `channels` channels, or half of them after an upsampling."""
         for i in range(self.blocks):
             x = ResidualBlock(self.channels, name=f"resnets_{i}")(x, chunk)
-        return x if self.frames is None else Upsample(self.frames, name="upsamplers_0")(x, chunk)
+        if self.frames is None:
+            return x
+        return Upsample(self.channels // 2, self.frames, name="upsamplers_0")(x, chunk)
+
+
+class ResidualDownBlock(nn.Module):
+    """Level of Wan 2.2's encoder: residual blocks and a downsampling, next to which averages of the input are added.
+
+    Attributes:
+      channels: Channels of the blocks.
+      blocks: Number of residual blocks.
+      frames: Whether frames are downsampled, too. None means no downsampling.
+    """
+
+    channels: int
+    blocks: int
+    frames: bool | None
+
+    @nn.compact
+    def __call__(self, x: Clip, chunk: FrameChunk) -> Float[Array, "b t2 h2 w2 d"]:
+        """Maps activations to `channels` channels."""
+        frames, side = _factors(self.frames)
+        b, t, h, w, c = x.shape
+        # An odd number of frames, at the start of a clip, is preceded by zeros, which count in the mean.
+        padded = jnp.pad(x, ((0, 0), (-t % frames, 0), (0, 0), (0, 0), (0, 0)))
+        shape = b, -(-t // frames), frames, h // side, side, w // side, side, c
+        blocks = jnp.einsum("btfhpwqc->bthwcfpq", padded.reshape(shape))
+        mean = blocks.reshape(*blocks.shape[:4], self.channels, -1).mean(-1)
+        for i in range(self.blocks):
+            x = ResidualBlock(self.channels, name=f"resnets_{i}")(x, chunk)
+        if self.frames is not None:
+            x = Downsample(self.frames, name="downsampler")(x, chunk)
+        return x + mean
+
+
+class ResidualUpBlock(nn.Module):
+    """Level of Wan 2.2's decoder: residual blocks and an upsampling, next to which copies of the input are added.
+
+    The last level has neither upsampling nor copies. The attributes are those of `UpBlock`.
+    """
+
+    channels: int
+    blocks: int
+    frames: bool | None
+
+    @nn.compact
+    def __call__(self, x: Clip, chunk: FrameChunk) -> Float[Array, "b t2 h2 w2 d"]:
+        """Maps activations to `channels` channels."""
+        start, (b, t, h, w, c) = x, x.shape
+        for i in range(self.blocks):
+            x = ResidualBlock(self.channels, name=f"resnets_{i}")(x, chunk)
+        if self.frames is None:
+            return x
+        frames, side = _factors(self.frames)
+        copies = jnp.repeat(start, self.channels * frames * side**2 // c, axis=-1)
+        copies = copies.reshape(b, t, h, w, self.channels, frames, side, side)
+        copies = jnp.einsum("bthwcfpq->btfhpwqc", copies)
+        copies = copies.reshape(b, t * frames, h * side, w * side, self.channels)
+        # The first frame of a clip stays one frame.
+        copies = copies[:, frames - 1 :] if chunk.begins else copies
+        return Upsample(self.channels, self.frames, name="upsampler")(x, chunk) + copies
+
+
+def _factors(frames: bool | None) -> tuple[int, int]:
+    """Returns the factors of frames and of sides of a level; see `UpBlock.frames`."""
+    return (2 if frames else 1), (1 if frames is None else 2)
 
 
 class Encoder3d(nn.Module):
@@ -242,12 +313,14 @@ class Encoder3d(nn.Module):
       blocks: Residual blocks per level.
       downsample: Whether each level but the last also halves frames.
       channels: Output channels.
+      residual: Whether the levels are those of Wan 2.2.
     """
 
     widths: tuple[int, ...]
     blocks: int
     downsample: tuple[bool, ...]
     channels: int
+    residual: bool = False
 
     @nn.compact
     def __call__(self, x: Clip, chunk: FrameChunk) -> Float[Array, "b t2 h2 w2 d"]:
@@ -255,6 +328,11 @@ class Encoder3d(nn.Module):
         x = CausalConv3d(self.widths[0], name="conv_in")(x, chunk)
         layers = 0
         for level, width in enumerate(self.widths):
+            if self.residual:
+                frames = (*self.downsample, None)[level]
+                block = ResidualDownBlock(width, self.blocks, frames, name=f"down_blocks_{level}")
+                x = block(x, chunk)
+                continue
             for _ in range(self.blocks):
                 x = ResidualBlock(width, name=f"down_blocks_{layers}")(x, chunk)
                 layers += 1
@@ -274,21 +352,24 @@ class Decoder3d(nn.Module):
       blocks: Residual blocks per level.
       upsample: Whether each level but the last also doubles frames.
       channels: Output channels.
+      residual: Whether the levels are those of Wan 2.2.
     """
 
     widths: tuple[int, ...]
     blocks: int
     upsample: tuple[bool, ...]
     channels: int
+    residual: bool = False
 
     @nn.compact
     def __call__(self, x: Clip, chunk: FrameChunk) -> Float[Array, "b t2 h2 w2 d"]:
         """Maps the output of `post_quant_conv` to frames in [-1, 1], not clipped."""
         x = CausalConv3d(self.widths[0], name="conv_in")(x, chunk)
         x = MidBlock(name="mid_block")(x, chunk)
+        block = ResidualUpBlock if self.residual else UpBlock
         for level, (width, frames) in enumerate(
             zip(self.widths, (*self.upsample, None), strict=True)
         ):
-            x = UpBlock(width, self.blocks, frames, name=f"up_blocks_{level}")(x, chunk)
+            x = block(width, self.blocks, frames, name=f"up_blocks_{level}")(x, chunk)
         x = nn.silu(RMSNorm(name="norm_out")(x))
         return CausalConv3d(self.channels, name="conv_out")(x, chunk)

@@ -1,4 +1,4 @@
-"""The autoencoder of Wan 2.1 and Qwen-Image against both of diffusers' classes."""
+"""The autoencoders of Wan and Qwen-Image against both of diffusers' classes."""
 
 import dataclasses
 import functools
@@ -14,6 +14,7 @@ from flax.traverse_util import flatten_dict
 
 from digen_jax.checkpoints import folder
 from digen_jax.checkpoints.tensors import file_shape, tensor_names
+from digen_jax.models.autoencoders import autoencoder_wan
 from digen_jax.models.autoencoders.autoencoder_wan import (
     AXES,
     LISTS,
@@ -60,15 +61,25 @@ CASES = {
         "out_channels": 1,
         "scale_factor_spatial": 4,
     },
+    # Wan 2.2's, with a level that halves sides only.
+    "AutoencoderKLWan 2.2": {
+        **TINY,
+        "decoder_base_dim": 8,
+        "in_channels": 12,
+        "out_channels": 12,
+        "is_residual": True,
+        "patch_size": 2,
+        "dim_mult": [1, 2, 4, 4],
+        "temperal_downsample": [False, True, True],
+        "scale_factor_spatial": 16,
+    },
 }
 CLASSES = list(CASES)
 SEED = jax.random.key(0)
 
 
 def shapes(model: AutoencoderKLWan):
-    side, channels = model.config.side_factor, model.config.in_channels
-    assert channels == model.config.out_channels or model.config.out_channels == 1
-    clips = jnp.zeros((1, 1, side, side, channels))
+    (clips,) = autoencoder_wan.inputs(model.config)
 
     def init(model, clips):
         model.encode(clips)
@@ -90,8 +101,10 @@ def inputs(model: AutoencoderKLWan, frames: int):
     rng = np.random.default_rng(0)
     config = model.config
     length = 1 + (frames - 1) * config.frames_factor
-    sides = 2 * config.side_factor + 3, 3 * config.side_factor + 1
-    clips = rng.uniform(-1, 1, (2, length, *sides, config.in_channels))
+    more = (0, 0) if config.patch_size else (3, 1)
+    sides = 2 * config.side_factor + more[0], 3 * config.side_factor + more[1]
+    channels = config.in_channels // (config.patch_size or 1) ** 2
+    clips = rng.uniform(-1, 1, (2, length, *sides, channels))
     latents = rng.normal(size=(2, frames, 3, 2, config.z_dim))
     return jnp.asarray(clips, jnp.float32), jnp.asarray(latents, jnp.float32)
 
@@ -116,7 +129,7 @@ def torch_forward(module, clips: torch.Tensor, latents: torch.Tensor) -> dict:
     return {"decoded": decoded, "logvar": moments.logvar, "mean": moments.mean}
 
 
-@pytest.mark.parametrize(("name", "frames"), zip(CASES, (1, 3), strict=True))
+@pytest.mark.parametrize(("name", "frames"), zip(CASES, (1, 3, 3), strict=True))
 def test_equals_diffusers_forward_and_in_gradients_of_its_input(name, frames):
     module, model, params = pair(name)
     clips, latents = inputs(model, frames)
@@ -144,8 +157,9 @@ def test_equals_diffusers_forward_and_in_gradients_of_its_input(name, frames):
 
 # Of four frames of latents the first chunk gets two, or all.
 @pytest.mark.slow
-def test_the_size_of_chunks_never_changes_a_clip():
-    module, model, params = pair("AutoencoderKLQwenImage")
+@pytest.mark.parametrize("name", ["AutoencoderKLQwenImage", "AutoencoderKLWan 2.2"])
+def test_the_size_of_chunks_never_changes_a_clip(name):
+    module, model, params = pair(name)
     clips, latents = inputs(model, 4)
     with torch.no_grad():
         outputs = torch_forward(module, to_torch(clips), to_torch(latents))
@@ -183,22 +197,45 @@ def test_latents_are_scaled_as_in_the_pipelines():
     assert (config.side_factor, config.frames_factor) == (8, 4)
 
 
-@pytest.mark.parametrize("name", CLASSES)
-def test_the_real_autoencoder_has_the_tensors_of_diffusers(name):
+# vae/config.json of Wan-AI/Wan2.2-TI2V-5B-Diffusers, but for its latent statistics.
+REAL22 = REAL | {
+    "base_dim": 160,
+    "decoder_base_dim": 256,
+    "in_channels": 12,
+    "out_channels": 12,
+    "is_residual": True,
+    "patch_size": 2,
+    "z_dim": 48,
+    "latents_mean": [0.0] * 48,
+    "latents_std": [1.0] * 48,
+    "scale_factor_spatial": 16,
+    "scale_factor_temporal": 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "real"),
+    [("AutoencoderKLQwenImage", REAL), ("AutoencoderKLWan", REAL), ("AutoencoderKLWan", REAL22)],
+)
+def test_the_real_autoencoder_has_the_tensors_of_diffusers(name, real):
+    kind = getattr(diffusers, name)
     with torch.device("meta"):
-        module = getattr(diffusers, name)(**REAL)
-        defaults = dict(getattr(diffusers, name)().config)
-    config = AutoencoderKLWanConfig.from_config(defaults)
-    scales = {"scale_factor_temporal": None, "scale_factor_spatial": None}
-    assert dataclasses.replace(config, **scales) == AutoencoderKLWanConfig.from_config(REAL)
-    assert dataclasses.replace(config, **scales) == AutoencoderKLWanConfig()
+        module = kind(**real)
+    config = AutoencoderKLWanConfig.from_config(dict(module.config))
+    if real is REAL:
+        scales = {"scale_factor_temporal": None, "scale_factor_spatial": None}
+        with torch.device("meta"):
+            defaults = AutoencoderKLWanConfig.from_config(dict(kind().config))
+        for one in (config, defaults):
+            assert dataclasses.replace(one, **scales) == AutoencoderKLWanConfig()
     tree = shapes(AutoencoderKLWan(config))
     found = {}
     for path, leaf in flatten_dict(tree).items():
         (tensor,) = tensor_names(path, LISTS)
         found[tensor] = file_shape(path, leaf.shape, LISTS)
     assert found == {k: tuple(v.shape) for k, v in module.state_dict().items()}
-    assert sum(leaf.size for leaf in jax.tree.leaves(tree)) == 126_892_531
+    if real is REAL:
+        assert sum(leaf.size for leaf in jax.tree.leaves(tree)) == 126_892_531
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -212,9 +249,7 @@ def test_a_folder_is_read_and_written(tmp_path, name):
     read = folder.read_params(tmp_path / "theirs", shapes(model), LISTS)
     jax.tree.map(np.testing.assert_array_equal, read, params)
     folder.write_params(tmp_path / "ours", read, LISTS, config)
-    again, report = getattr(diffusers, name).from_pretrained(
-        tmp_path / "ours", output_loading_info=True
-    )
+    again, report = type(module).from_pretrained(tmp_path / "ours", output_loading_info=True)
     assert not any(report.values())
     for key, tensor in module.state_dict().items():
         assert torch.equal(again.state_dict()[key], tensor), key
@@ -250,8 +285,7 @@ def test_a_clip_without_latents_is_refused():
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("is_residual", True),
-        ("patch_size", 2),
+        ("patch_size", 3),
         ("attn_scales", [1.0]),
         ("temperal_downsample", [True]),
         ("latents_mean", [0.0, 0.0]),
