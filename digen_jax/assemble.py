@@ -12,7 +12,7 @@ from digen_jax.checkpoints.folder import has_weights
 from digen_jax.checkpoints.lora import LoraConfig
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.data.prompt_files import PromptBatches, prompt_batches, read_prompt_file
-from digen_jax.diffusion.steps import Ode, make_step
+from digen_jax.diffusion.steps import make_step
 from digen_jax.errors import blame
 from digen_jax.families import check_parts, editing, load_family, open_pipeline, read_parts
 from digen_jax.models.family import Family, Params
@@ -445,5 +445,5 @@ def evaluation_sampler(
     encoded: PrecomputedPrompts | None = None,
 ) -> Sampler:
     """Builds a deterministic sampler with the size, steps and guidance of evaluations."""
-    settings = SamplerSettings(config.evaluation_size, config.evaluation_steps, Ode())
+    settings = SamplerSettings(config.evaluation_size, config.evaluation_steps, family.solver)
     return Sampler(evaluation_policy(config, family, lora), group, settings, encoded)

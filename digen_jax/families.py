@@ -23,6 +23,7 @@ FAMILIES = {
     "Flux2KleinPipeline": "digen_jax.models.flux2.family:Flux2Klein",
     "ZImagePipeline": "digen_jax.models.zimage.family:ZImage",
     "QwenImagePipeline": "digen_jax.models.qwen_image.family:QwenImage",
+    "WanPipeline": "digen_jax.models.wan.family:Wan",
 }
 
 

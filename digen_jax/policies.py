@@ -47,8 +47,9 @@ LARGE = 4 * 10**9
 
 
 def make_policy(config: TrainConfig, family: Family) -> Policy:
-    """Returns the sampling policy: trained parameters and the sampler's guidance."""
+    """Returns the sampling policy: trained parameters, the sampler's guidance and schedule."""
     sampler = config.sampler
+    family = family.scheduled(sampler.steps, config.model.size)
     lora = None
     if config.lora.rank:
         targets = config.lora.targets or family.lora_targets

@@ -13,7 +13,6 @@ from digen_jax.checkpoints.lora import merge
 from digen_jax.checkpoints.lora_files import open_lora, read_lora
 from digen_jax.config.load import read_config
 from digen_jax.config.train_config import TrainConfig
-from digen_jax.diffusion.steps import Ode
 from digen_jax.errors import ConfigError, check_positive, user_input
 from digen_jax.families import (
     check_parts,
@@ -190,7 +189,7 @@ def _sampler(
     given = {name: value for name, value in options._asdict().items() if value is not None}
     chosen = defaults._replace(**given)
     check_positive("the number of steps", chosen.steps)
-    settings = SamplerSettings(Size(chosen.height, chosen.width), chosen.steps, Ode())
+    settings = SamplerSettings(Size(chosen.height, chosen.width), chosen.steps, family.solver)
     with user_input():
         policy = Policy(family, chosen.guidance, true_cfg_scale=chosen.true_cfg_scale)
         return Sampler(policy, group, settings)

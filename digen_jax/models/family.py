@@ -23,6 +23,7 @@ from jaxtyping import Array, Bool, Float, Float32
 from digen_jax.attention.kernels import Heads
 from digen_jax.checkpoints.lora import RANK
 from digen_jax.checkpoints.tensors import LAYERS, is_scanned
+from digen_jax.diffusion.steps import Ode
 from digen_jax.files import fields_of
 
 Params = dict[str, Any]  # one tree per component
@@ -56,14 +57,44 @@ def check_image(size: Size, multiple: int, largest: int | None = None) -> None:
     Raises:
       ValueError: the size does not fit; the message names valid sizes.
     """
+    if size.frames != 1:
+        raise ValueError(
+            f"a clip of {size.frames} frames does not fit this model, which makes images"
+        )
+    _check_sides(size, multiple, largest)
+
+
+def check_clip(size: Size, multiple: int, every: int, largest: int, longest: int) -> None:
+    """Checks that a size fits a video model.
+
+    Args:
+      size: Size of the clip.
+      multiple: Both sides must be multiples of this.
+      every: The number of frames must be 1 more than a multiple of this.
+      largest: Maximum side.
+      longest: Maximum frames.
+
+    Raises:
+      ValueError: the size does not fit; the message names valid sizes.
+    """
+    frames = size.frames
+    if frames < 1 or (frames - 1) % every or frames > longest:
+        below = min(max(1, frames - (frames - 1) % every), longest)
+        near = f"{below} or {below + every}" if 0 < frames < longest else f"{below}"
+        raise ValueError(
+            f"a clip of {frames} frames does not fit this model: frames must be 1 more than a multiple of {every}, "
+            f"{longest} or fewer: use {near}"
+        )
+    _check_sides(size, multiple, largest)
+
+
+def _check_sides(size: Size, multiple: int, largest: int | None) -> None:
     height, width, frames = size
-    if frames != 1:
-        raise ValueError(f"a clip of {frames} frames does not fit this model, which makes images")
     sides = (height, width)
     if any(side < multiple or side % multiple or side > (largest or side) for side in sides):
         end = f" from {multiple} to {largest}" if largest else f", {multiple} or more"
         raise ValueError(
-            f"an image of {height}x{width} does not fit this model: "
+            f"{'an image' if frames == 1 else 'a clip'} of {height}x{width} does not fit this model: "
             f"height and width must be multiples of {multiple}{end}"
         )
 
@@ -80,14 +111,15 @@ class Family(Protocol):
       decoders: Components that `decode` reads.
       edits: Whether prompt records may have a source image to edit, "image".
       source: Size that source images are resized to. None means records have no source image.
-      masked: Conditioning fields with trailing tokens that the network does not attend to, with the boolean field that
-        is False for these tokens. Fields whose tokens are all attended to, padding included, are omitted.
+      masked: Conditioning fields with trailing tokens that are zero or that the network does not attend to, with the
+        boolean field that is False for these tokens. They are stored without them, and restored as zeros.
       lists: Modules of each component whose children a checkpoint numbers (see `checkpoints.tensors`).
       frozen: Parameter paths of each trained component that no optimizer may change.
       lora_targets: Linear layers that LoRA adapts by default, as a regular expression for full torch names.
       guidance: Guidance method of the velocity.
       negative_prompt: Default for records without "negative_prompt" (see `negative_of`).
       heads: Attention heads of the trained components.
+      solver: Step without noise of diffusers' pipeline, for evaluation and for generated samples.
       default_steps: Default number of sampler steps of diffusers' pipeline.
       default_guidance: Default guidance of diffusers' pipeline.
       encoded_prompts: Maximum prompts that a device encodes together.
@@ -108,6 +140,7 @@ class Family(Protocol):
     guidance: Guidance
     negative_prompt: str
     heads: Heads
+    solver: Ode
     default_steps: int
     default_guidance: float
     encoded_prompts: int
@@ -115,6 +148,12 @@ class Family(Protocol):
 
     def in_dtype(self, dtype: Any) -> "Family":
         """Returns the same family with trained components that compute in `dtype`."""
+
+    def scheduled(self, steps: int, size: Size) -> "Family":
+        """Returns the same family for the noise levels of a schedule, if the network's times depend on it.
+
+        Only then can noise levels be mapped to diffusers' times exactly. Other noise levels can be used, too.
+        """
 
     # ------------------------------------------------------------------ records -> conditioning
 
@@ -270,10 +309,11 @@ class Component:
       ignored: Returns patterns of tensors in the files that a network does not read.
       renamed: Maps a tensor's name in a file to its name in this package.
       tokenizer: transformers class of a text encoder's tokenizer; "" for other networks.
-      flops: Returns the FLOPs of one sequence by stream, from a transformer's config, the (h, w, c) of its latents, and
-        the tokens of its text, padding included. "image" and "text" are per-token operations, "attention" the products
-        of queries, keys and values, "modulation" the operations per sequence. Counts matrix products and attention, a
-        multiply-add as two; not norms, softmax, rotations and other elementwise operations.
+      flops: Returns the FLOPs of one sequence by stream, from a transformer's config, the (h, w, c) or (t, h, w, c) of
+        its latents, and the tokens of its text, padding included. "image", which may be a video, and "text" are
+        per-token operations, "attention" the products of queries, keys and values, "modulation" the operations per
+        sequence. Counts matrix products and attention, a multiply-add as two; not norms, softmax, rotations and other
+        elementwise operations.
     """
 
     library: str

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Float32
 from digen_jax.attention.kernels import Heads
 from digen_jax.checkpoints import folder as weights
 from digen_jax.diffusion.schedule import SchedulerConfig, make_sigmas
+from digen_jax.diffusion.steps import Ode
 from digen_jax.errors import FieldError
 from digen_jax.models.autoencoders import autoencoder_kl
 from digen_jax.models.family import (
@@ -35,8 +36,6 @@ from digen_jax.models.layers import Remat
 from digen_jax.models.linear import exact_products
 from digen_jax.models.text import tokenizers
 
-SCHEDULER = ("diffusers", "FlowMatchEulerDiscreteScheduler")
-
 
 class PipelineFamily:
     """Base of a frozen dataclass with a pipeline's networks, of which the transformer is trained.
@@ -47,7 +46,7 @@ class PipelineFamily:
     Attributes:
       transformer: Network that predicts the velocity.
       vae: Autoencoder; always computes in float32, because it overflows in half precision.
-      scheduler: Config of the sampler's schedule.
+      scheduler: Config of the sampler's schedule, of the class `scheduler_config`.
       max_sequence_length: Prompt tokens that the transformer reads.
       pipeline: Pipeline class in the folder's model_index.json.
       parts: Components by name. Their order determines the random key of each in `init`.
@@ -60,7 +59,7 @@ class PipelineFamily:
 
     transformer: Any
     vae: Any
-    scheduler: SchedulerConfig
+    scheduler: Any
     max_sequence_length: int
 
     pipeline: ClassVar[str]
@@ -69,6 +68,9 @@ class PipelineFamily:
     default_tokens: ClassVar[int]
     most_tokens: ClassVar[int | None] = None
     spacing: ClassVar[Literal["timesteps", "uniform", "uniform float32"]] = "uniform"
+
+    scheduler_config: ClassVar[Any] = SchedulerConfig
+    solver: ClassVar[Ode] = Ode()
 
     trained: ClassVar[tuple[str, ...]] = ("transformer",)
     unused: ClassVar[tuple[str, ...]] = ()
@@ -89,7 +91,9 @@ class PipelineFamily:
     @classmethod
     def classes(cls, without: Sequence[str] = ()) -> dict[str, tuple[str | None, ...]]:
         """Returns (library, class, ..) of each component in model_index.json; (None, None) if in `without`."""
-        found: dict[str, tuple[str | None, ...]] = {"scheduler": SCHEDULER}
+        found: dict[str, tuple[str | None, ...]] = {
+            "scheduler": ("diffusers", cls.scheduler_config.name)
+        }
         for name, part in cls.parts.items():
             absent = name in without
             found[name] = (None, None) if absent else (part.library, *part.classes)
@@ -102,7 +106,7 @@ class PipelineFamily:
     def readers(cls, without: Sequence[str] = ()) -> dict[str, Callable[..., Any]]:
         """Returns the readers of the networks' and the scheduler's JSON files."""
         parts = {name: part.read_config for name, part in cls.parts.items() if name not in without}
-        return parts | {"scheduler": SchedulerConfig.from_config}
+        return parts | {"scheduler": cls.scheduler_config.from_config}
 
     @classmethod
     def from_folder(
@@ -200,6 +204,10 @@ class PipelineFamily:
         config = self.transformer.config
         return Heads(config.num_attention_heads, config.attention_head_dim)
 
+    def scheduled(self, steps: int, size: Size) -> "PipelineFamily":
+        """Returns the family itself; families override this if their network's times depend on the schedule."""
+        return self
+
     def in_dtype(self, dtype: Any) -> "PipelineFamily":
         """Returns the same family with a transformer that computes in `dtype`."""
         return dataclasses.replace(self, transformer=self.transformer.clone(dtype=jnp.dtype(dtype)))
@@ -218,24 +226,29 @@ class PipelineFamily:
         """Returns the transformer's inputs after latents and sigma."""
         return tuple(conditioning)
 
+    def network_time(self, sigma: Float[Array, "b"]) -> Float[Array, "b"]:
+        """Returns the transformer's second input, at noise levels sigma."""
+        return sigma
+
     @exact_products
     def velocity(
         self,
         variables: Params,
-        x: Float[Array, "b h w c"],
+        x: Float[Array, "b *latent"],
         sigma: Float[Array, "b"],
         conditioning: Conditioning,
         guidance: float | None = None,
-    ) -> Float32[Array, "b h w c"]:
+    ) -> Float32[Array, "b *latent"]:
         """Returns the transformer's velocity; `variables["transformer"]` contains its linen collections."""
         if guidance is not None:
             guidance = jnp.full(x.shape[0], guidance, jnp.float32)
         inputs = self.network_inputs(conditioning, guidance)
-        return self.transformer.apply(variables["transformer"], x, sigma, *inputs)
+        time = self.network_time(sigma)
+        return self.transformer.apply(variables["transformer"], x, time, *inputs)
 
     def guided(
-        self, null: Float[Array, "b h w c"], prompt: Float[Array, "b h w c"], guidance: float
-    ) -> Float[Array, "b h w c"]:
+        self, null: Float[Array, "b *latent"], prompt: Float[Array, "b *latent"], guidance: float
+    ) -> Float[Array, "b *latent"]:
         """Returns null + guidance (prompt - null)."""
         return null + guidance * (prompt - null)
 
@@ -274,7 +287,7 @@ class PipelineFamily:
         """Returns the image's size; editing families override this."""
         return Size(height, width)
 
-    def latent_shape(self, size: Size) -> tuple[int, int, int]:
+    def latent_shape(self, size: Size) -> tuple[int, ...]:
         """Returns (h, w, c) of an image's latents; sides must be multiples of a token's and fit the positions."""
         multiple = self.factor * self.patch
         check_image(size, multiple, self.positions and multiple * self.positions)

@@ -130,13 +130,15 @@ class Sampler:
         settings: SamplerSettings,
         stored: PrecomputedPrompts | None = None,
     ):
+        family = policy.family.scheduled(settings.steps, settings.size)
+        policy = dataclasses.replace(policy, family=family)
         self.policy, self.group, self.settings, self.stored = policy, group, settings, stored
-        self.shape = policy.family.latent_shape(settings.size)
-        self.sigmas = policy.family.sigmas(settings.steps, settings.size)
-        self._encode = jit_encoder(policy.family, group)
+        self.shape = family.latent_shape(settings.size)
+        self.sigmas = family.sigmas(settings.steps, settings.size)
+        self._encode = jit_encoder(family, group)
         generate = functools.partial(_generate, policy, settings, self.shape, self.sigmas, group)
         self._generate = jit_as_written(generate)
-        self._decode = jax.jit(functools.partial(_decode, policy.family, settings.size, group))
+        self._decode = jax.jit(functools.partial(_decode, family, settings.size, group))
 
     def encode(self, weights: Weights, records: Sequence[Record]) -> EncodedPrompts:
         """Returns the conditioning of each record."""

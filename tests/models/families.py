@@ -37,6 +37,7 @@ class Variant:
       call: arguments of diffusers' pipeline.
       negative: whether prompts have negative ones.
       options: fields of our family.
+      frames: of clips. None means those of the pipeline's size.
     """
 
     kind: str
@@ -45,6 +46,7 @@ class Variant:
     call: dict[str, Any] = dataclasses.field(default_factory=dict)
     negative: bool = False
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    frames: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Pipeline:
     Attributes:
       folder: of a folder for all tests and a kind, the pipeline's folder.
       kinds: the first is used where one is enough.
-      size: of images, whose sides differ.
+      size: of images or clips, whose sides differ.
       tokens: `max_sequence_length`, fewer than by default to save time, and than LONG has.
       encoded: of diffusers' pipeline and some prompts, their conditioning by field, a list by prompt, without padding
         where that is masked.
@@ -64,12 +66,15 @@ class Pipeline:
       schedules: published folders, sizes, and arguments of the scheduler for a number of steps and a size.
       first_steps: fewest steps of the schedule.
       defaults: our attributes by the name of the pipeline's argument, whose default they are.
-      default_side: of diffusers' pipeline.
+      default_size: of diffusers' pipeline.
       unfit: sizes that are refused.
       broken: (file, changed fields) of folders that are refused, and the file that is named if it is another.
       most: of `max_sequence_length`.
       needed: a component that cannot be left out.
       tolerance: of the conditioning.
+      scheduler: diffusers' class.
+      times: of a family for a schedule and of its sigmas, diffusers' timesteps.
+      clip: further arguments of diffusers' pipeline for our latents.
     """
 
     folder: Callable[[pathlib.Path, str], pathlib.Path]
@@ -82,13 +87,16 @@ class Pipeline:
     variants: dict[str, Variant]
     schedules: tuple[tuple[str, ...], list[tuple[int, int]], Callable[[Any, int, Size], dict]]
     defaults: dict[str, Any]
-    default_side: Callable[[Any], int]
+    default_size: Callable[[Any], Size]
     unfit: list[Size]
     broken: list[tuple[Any, ...]]
     most: int | None
     needed: str
     first_steps: int = 1
     tolerance: float = 1e-5
+    scheduler: Any = FlowMatchEulerDiscreteScheduler
+    times: Callable[[Any, np.ndarray], np.ndarray] = lambda family, s: s * np.float32(1000)
+    clip: Callable[[np.ndarray], dict[str, Any]] = lambda x: {}
 
     @functools.cached_property
     def ours(self) -> Callable[[pathlib.Path], tuple[Any, Any, Any]]:
@@ -107,7 +115,7 @@ class Pipeline:
         return load
 
     def call(self, pipe: Any, prompts: Sequence[str], x: np.ndarray, **given: Any):
-        """Latents after each step as the callback sees them, and pixels."""
+        """Latents after each step as the callback sees them, and clips; an image is a clip of one frame."""
         latents = []
 
         def keep(pipe, step, timestep, given):
@@ -115,16 +123,17 @@ class Pipeline:
             return {}
 
         given = {k: list(v) if isinstance(v, list) else v for k, v in given.items()}
-        pixels = pipe(
+        found = pipe(
             prompt=list(prompts),
             height=self.size.height,
             width=self.size.width,
             **{"num_inference_steps": STEPS, "max_sequence_length": self.tokens, **given},
+            **self.clip(x),
             latents=self.start(np.asarray(x)),
             callback_on_step_end=keep,
             output_type="np",
-        ).images
-        return latents, pixels
+        )
+        return latents, found.frames if "frames" in found else found.images[:, None]
 
 
 @functools.cache
@@ -140,7 +149,7 @@ def diffusers_pipeline(folder: pathlib.Path) -> Any:
 def sigmas_and_timesteps(spec: Pipeline, name: str, steps: int, size: Size):
     """Of diffusers' scheduler in a published folder."""
     folder = published_folder(name)
-    scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(folder / "scheduler")
+    scheduler = spec.scheduler.from_pretrained(folder / "scheduler")
     given = spec.schedules[2](scheduler.config, steps, size)
     scheduler.set_timesteps(**given)
     return scheduler.sigmas.numpy(), scheduler.timesteps.numpy()
@@ -162,9 +171,14 @@ def shifted(shift: Callable[..., float]) -> Callable[[Any, int, Size], dict]:
     return given
 
 
+def square(side: int) -> Size:
+    """The size of an image of equal sides."""
+    return Size(side, side)
+
+
 def first(x: np.ndarray) -> torch.Tensor:
     """Latents with channels first."""
-    return torch.tensor(np.asarray(x).transpose(0, 3, 1, 2)).contiguous()
+    return torch.tensor(np.moveaxis(np.asarray(x), -1, 1)).contiguous()
 
 
 def packed(x: np.ndarray) -> torch.Tensor:

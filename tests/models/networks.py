@@ -74,7 +74,7 @@ class Network:
       flops: what the compiler counts, and what is counted by hand.
       prepare: redraws of a torch network what `parity.randomise` leaves.
       time: path of diffusers' time features in a network that is compared in float64. "" means float32.
-      exact: noise levels or times of two examples that bfloat16 holds exactly.
+      exact: noise levels or times of two examples that diffusers does not round in bfloat16.
     """
 
     component: Component

@@ -17,7 +17,6 @@ from digen_jax.checkpoints.lora import LoraConfig, adapted_layers, lora_init, lo
 from digen_jax.checkpoints.lora_files import read_lora, write_lora
 from digen_jax.checkpoints.tensors import tensor_names
 from digen_jax.diffusion.sampling import image_keys, start_noise
-from digen_jax.diffusion.steps import Ode
 from digen_jax.errors import ConfigError
 from digen_jax.families import load_family, open_pipeline
 from digen_jax.inference.model import all_devices
@@ -39,6 +38,7 @@ from tests.models.flux import spec as flux
 from tests.models.flux2 import spec as flux2
 from tests.models.qwen_image import spec as qwen_image
 from tests.models.sd3 import spec as sd3
+from tests.models.wan import spec as wan
 from tests.models.zimage import spec as zimage
 
 FAMILIES = {
@@ -47,6 +47,7 @@ FAMILIES = {
     "flux2": flux2.PIPELINE,
     "zimage": zimage.PIPELINE,
     "qwen_image": qwen_image.PIPELINE,
+    "wan": wan.PIPELINE,
 }
 each_family = pytest.mark.parametrize("spec", FAMILIES.values(), ids=FAMILIES)
 VARIANTS = [
@@ -153,7 +154,8 @@ def test_sigmas_and_timesteps_are_the_pipelines(spec, name, sides):
         found = family.sigmas(steps, size)
         assert found.dtype == np.float32
         np.testing.assert_array_equal(found, sigmas)
-        np.testing.assert_array_equal(found[:-1] * np.float32(1000), timesteps)
+        times = spec.times(family.scheduled(steps, size), found[:-1])
+        np.testing.assert_array_equal(times, timesteps)
 
 
 # ------------------------------------------------------------------------------ the whole pipeline
@@ -164,31 +166,40 @@ def test_latents_are_the_pipelines_after_each_step_and_so_are_pixels(base, spec,
     variant = spec.variants[name]
     folder = spec.folder(base, variant.kind)
     family, params, encode = spec.ours(folder)
-    family, records = dataclasses.replace(family, **variant.options), records_of(variant)
+    size = spec.size._replace(frames=variant.frames or spec.size.frames)
+    family = dataclasses.replace(family, **variant.options).scheduled(STEPS, size)
+    records = records_of(variant)
     policy = Policy(family, variant.guidance, true_cfg_scale=variant.true)
     trained = {"transformer": params["transformer"]}
     tuned, fixed = policy.split(jax.random.key(0), trained, reference=False)
     prompts = encode(params, family.tokenize(records))
     null = encode(params, family.tokenize_null(records)) if policy.reads_null else None
-    x = np.random.default_rng(0).normal(size=(3, *family.latent_shape(spec.size)))
+    x = np.random.default_rng(0).normal(size=(3, *family.latent_shape(size)))
     x = start = x.astype(np.float32)
     pipe = diffusers_pipeline(folder)
     given = variant.call | ({"negative_prompt": NEGATIVES} if variant.negative else {})
     expected, pixels = spec.call(pipe, PROMPTS, x, **given)
-    sigmas = family.sigmas(STEPS, spec.size)
+    sigmas = family.sigmas(STEPS, size)
     np.testing.assert_array_equal(sigmas, pipe.scheduler.sigmas.numpy())
-    velocity = jax.jit(lambda x, sigma: policy.velocity(tuned, fixed, prompts, null)(x, sigma))
-    for sigma, after, latents in zip(sigmas[:-1], sigmas[1:], expected, strict=True):
-        x = x + (after - sigma) * velocity(x, jnp.full(3, sigma))
+
+    @jax.jit
+    def step(x, i, last):
+        v = policy.velocity(tuned, fixed, prompts, null)(x, jnp.full(3, jnp.asarray(sigmas)[i]))
+        return family.solver.advance(x, v, jnp.asarray(sigmas), i, last)
+
+    x = jnp.asarray(x)
+    last = family.solver.init_last(x)
+    for i, latents in enumerate(expected):
+        x, last = step(x, i, last)
         close(spec.seen(np.asarray(x)), latents, 1e-4)
-    images = np.asarray(jax.jit(family.decode)(params, x))[:, 0]
-    assert images.shape == (3, spec.size.height, spec.size.width, 3)
-    np.testing.assert_allclose(images, pixels, rtol=0, atol=1e-3)
+    clips = np.asarray(jax.jit(family.decode)(params, x))
+    assert clips.shape == (3, size.frames, size.height, size.width, 3)
+    np.testing.assert_allclose(clips, pixels, rtol=0, atol=1e-3)
     # Neither clipped nearly everywhere, nor equal for other negative prompts: such images would prove nothing.
     assert ((pixels > 0.02) & (pixels < 0.98)).mean() > 0.3
     if variant.negative and null is not None:
         _, others = spec.call(pipe, PROMPTS, start, **given | {"negative_prompt": NEGATIVES[::-1]})
-        assert (np.abs(others - pixels).max((1, 2, 3))[[0, 2]] > 2 / 255).all()
+        assert (np.abs(others - pixels).max((1, 2, 3, 4))[[0, 2]] > 2 / 255).all()
 
 
 @each_family
@@ -197,7 +208,7 @@ def test_the_samplers_images_are_the_pipelines_and_those_of_a_prompt_alone(spec,
     name, variant = next(iter(spec.variants.items()))
     family, params, _ = spec.ours(folder)
     policy = Policy(family, variant.guidance, true_cfg_scale=variant.true)
-    settings = SamplerSettings(spec.size, STEPS, Ode())
+    settings = SamplerSettings(spec.size, STEPS, family.solver)
     sampler = Sampler(policy, all_devices(jax.devices()[:1]), settings)
     trained = {"transformer": params["transformer"]}
     weights = Weights(*policy.split(jax.random.key(0), trained, reference=False), params)
@@ -207,7 +218,7 @@ def test_the_samplers_images_are_the_pipelines_and_those_of_a_prompt_alone(spec,
     def images(*prompts):
         encoded = sampler.encode(weights, said(*prompts))
         trajectory = sampler.generate(weights, encoded, places, keys)
-        return np.asarray(sampler.decode(weights, trajectory))[:, 0]
+        return np.asarray(sampler.decode(weights, trajectory))
 
     noise, prompts = np.asarray(start_noise(keys, sampler.shape)), (PROMPTS[0], LONG)
     given = dict(variant.call)
@@ -339,7 +350,7 @@ def test_defaults_are_the_pipelines(spec, folder):
     call = inspect.signature(type(pipe).__call__).parameters
     for name, ours in spec.defaults.items():
         assert ours(family) == call[name].default, name
-    assert family.default_size() == Size(*[spec.default_side(pipe)] * 2)
+    assert family.default_size() == spec.default_size(pipe)
     assert family.default_steps == call["num_inference_steps"].default
     assert family.max_sequence_length == call["max_sequence_length"].default
     assert family.heads.number * family.heads.width == family.transformer.config.dim
@@ -353,7 +364,7 @@ def test_defaults_are_the_pipelines(spec, folder):
 @each_family
 def test_a_size_that_does_not_fit_is_refused(spec, folder):
     family = spec.ours(folder)[0]
-    for size in (*spec.unfit, Size(spec.size.height, 0), spec.size._replace(frames=5)):
+    for size in (*spec.unfit, Size(spec.size.height, 0), spec.size._replace(frames=6)):
         with pytest.raises(ValueError, match="does not fit this model"):
             family.latent_shape(size)
 
@@ -389,7 +400,7 @@ def test_what_it_cannot_do_without_is_refused(spec, copy):
         load_family(copy)
 
 
-@pytest.mark.parametrize("spec", [s for s in FAMILIES.values() if s.needed == "text_encoder"])
+@pytest.mark.parametrize("spec", [FAMILIES[n] for n in ("flux2", "zimage", "qwen_image")])
 @pytest.mark.parametrize("more", [0, -1])
 def test_chats_must_fit_the_text_encoders_sliding_window(spec, copy, more):
     path, family = copy / "text_encoder" / "config.json", load_family(copy)

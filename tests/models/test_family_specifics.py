@@ -1,27 +1,36 @@
 """What single families do, beyond `test_families.py`."""
 
+import dataclasses
 import json
 import shutil
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from diffusers.pipelines.wan import pipeline_wan
 from safetensors.numpy import load_file, save_file
 
+from digen_jax.config.load import load_config
+from digen_jax.diffusion.schedule import UniPcConfig
 from digen_jax.diffusion.steps import Ode
 from digen_jax.errors import ConfigError
 from digen_jax.families import load_family, open_pipeline, read_frozen
-from digen_jax.inference.model import SamplingOptions, open_model
+from digen_jax.inference.model import SamplingOptions, all_devices, open_model
 from digen_jax.models.qwen_image.family import QwenImage
+from digen_jax.models.wan import family as wan
 from digen_jax.parallel.mesh import Layout, make_mesh
 from digen_jax.parallel.placement import DeviceGroup
 from digen_jax.parallel.policy import Policy
 from digen_jax.parallel.sampler import Sampler, SamplerSettings, Weights
+from digen_jax.policies import make_policy
 from tests.cases import said
 from tests.models.families import PROMPTS, STEPS, diffusers_pipeline, packed
 from tests.models.test_families import FAMILIES, close
+from tests.models.wan.folders import SCHEDULER
+from tests.tiny_runs import tiny_config
 
 PART = "text_encoder_3"
 
@@ -148,6 +157,83 @@ def test_one_step_is_refused_where_the_shift_is_terminal(name, folder):
     assert np.isnan(pipe.scheduler.timesteps).all()
     with pytest.raises(ValueError, match="shift_terminal"):
         FAMILIES[name].ours(folder)[0].sigmas(1, FAMILIES[name].size)
+
+
+# ------------------------------------------------------------------------------------------- Wan 2.1
+
+
+@of("wan")
+@pytest.mark.parametrize("fixed", [False, True], ids=["without ftfy", "with ftfy"])
+def test_prompts_of_wan_are_cleaned_as_by_the_pipeline(name, folder, monkeypatch, fixed):
+    """ftfy is not installed for the tests; one that straightens quotes stands in for it."""
+    if fixed:
+        ftfy = SimpleNamespace(
+            fix_text=lambda text: text.replace("\N{LEFT DOUBLE QUOTATION MARK}", '"')
+        )
+        monkeypatch.setattr(wan, "ftfy", ftfy)
+        monkeypatch.setattr(pipeline_wan, "ftfy", ftfy, raising=False)
+        monkeypatch.setattr(pipeline_wan, "is_ftfy_available", lambda: True)
+    prompts = [
+        "  a red\n\tcircle ",
+        "&amp;lt;b&gt; &nbsp; &quot;a&quot;",
+        "\x1ca\x1f \x1c b\x85c\u3000d",
+    ]
+    prompts += ["\N{LEFT DOUBLE QUOTATION MARK}a\u200b&#8221;", ""]
+    expected = [pipeline_wan.prompt_clean(prompt) for prompt in prompts]
+    assert [wan.clean_prompt(prompt) for prompt in prompts] == expected
+    assert expected[1] == '<b> "a"' and ('"a' in expected[3]) == fixed
+    family = FAMILIES[name].ours(folder)[0]
+    for one, other in zip(
+        family.tokenize(said(*prompts)), family.tokenize(said(*expected)), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
+    longest = " ".join(["a"] * (family.max_sequence_length - 1))
+    assert family.cut([longest, f" {longest}\n", f"{longest} a"]).tolist() == [False, False, True]
+
+
+@of("wan")
+def test_times_of_wan_are_diffusers_whole_numbers_in_every_schedule(name, folder):
+    """At shift 1 those of float32 sigmas alone would differ; noise levels between have whole times, too."""
+    family = dataclasses.replace(FAMILIES[name].ours(folder)[0], scheduler=UniPcConfig(1.0))
+    scheduler = diffusers_pipeline(folder).scheduler.from_config({**SCHEDULER, "flow_shift": 1.0})
+    odd = 0
+    for steps in range(1, 101):
+        scheduler.set_timesteps(steps)
+        scheduled = family.scheduled(steps, FAMILIES[name].size)
+        sigmas = family.sigmas(steps, FAMILIES[name].size)[:-1]
+        times = FAMILIES[name].times(scheduled, sigmas)
+        np.testing.assert_array_equal(times, scheduler.timesteps.numpy())
+        odd += bool(scheduled.odd_times)
+        assert scheduled.scheduled(40, FAMILIES[name].size).odd_times == ()
+    assert odd == 28
+    between = scheduled.network_time(jnp.float32([0.0, 0.1239, 0.9999, 1.0]))
+    assert between.tolist() == [0, 123, 999, 1000]
+
+
+@of("wan")
+def test_samplers_and_trainers_of_wan_have_the_times_of_their_schedule(name, base, folder):
+    """The trainer's policy those of the config's sampler, so that ratios are 1 before an update."""
+    spec = FAMILIES[name]
+    family = dataclasses.replace(spec.ours(folder)[0], scheduler=UniPcConfig(1.0))
+    settings = SamplerSettings(spec.size, 36, family.solver)
+    sampler = Sampler(Policy(family), all_devices(jax.devices()[:1]), settings)
+    given = tiny_config(base, "full")
+    given.model.folder, given.sampler.steps = str(folder), 3
+    trained = make_policy(load_config(given), sampler.policy.family)
+    for policy, steps in ((sampler.policy, 36), (trained, 3)):
+        assert policy.family.odd_times == family.scheduled(steps, spec.size).odd_times != ()
+    assert trained.family.odd_times != sampler.policy.family.odd_times
+
+
+@of("wan")
+@pytest.mark.parametrize(
+    ("frames", "near"), [(8, "use 5 or 9"), (0, "use 1"), (2, "use 1 or 5"), (33, "use 29")]
+)
+def test_frames_that_do_not_fit_have_near_ones_named(name, folder, frames, near):
+    family, size = FAMILIES[name].ours(folder)[0], FAMILIES[name].size
+    with pytest.raises(ValueError, match=f"{near}$"):
+        family.latent_shape(size._replace(frames=frames))
+    assert family.latent_shape(size) == (3, 4, 8, 4)
 
 
 # --------------------------------------------------------------------------------------------- chats

@@ -70,13 +70,19 @@ def test_equal_blocks_are_scanned_as_one_run(network):
 
 
 @pytest.mark.parametrize(
-    "name", [n if n in ("flux", "sd3") else pytest.param(n, marks=pytest.mark.slow) for n in NETWORKS]
+    "name", [n if n in ("flux", "sd3", "wan") else pytest.param(n, marks=pytest.mark.slow) for n in NETWORKS]
 )  # fmt: skip
 def test_the_error_in_bfloat16_is_not_above_torchs(name):
-    """Of parameters and times that bfloat16 holds exactly; time, norms and modulation are float32 here."""
+    """Of parameters and times that bfloat16 holds exactly; time, norms and modulation are float32 here.
+
+    diffusers keeps some modules in float32 where it loads a model in bfloat16.
+    """
     network = NETWORKS[name]
     module, config, _ = network.models(network.first)
     half = copy.deepcopy(module).bfloat16()
+    for path, parameter in half.named_parameters():
+        if any(kept in path for kept in half._keep_in_fp32_modules or ()):
+            parameter.data = parameter.data.float()
     exact = copy.deepcopy(half).float()
     params = network.to_flax(exact.state_dict(), config)
     inputs, numbers = network.inputs(network.first)
@@ -265,6 +271,22 @@ def test_rotary_tables_of_qwen_image_are_diffusers_in_published_sizes(sides):
             (table.sin[:, 1::2], numbers.imag),
         ):
             np.testing.assert_allclose(found, reference.numpy(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("grid", [(21, 30, 52), (1024, 1, 2), (1, 1024, 2), (2, 1, 1024)])
+def test_rotary_tables_of_wan_are_diffusers_in_published_sizes(grid):
+    """Their angles are float64: with those of float32 numbers differ by up to 6e-5."""
+    from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
+
+    rope = WanRotaryPosEmbed(128, (1, 2, 2), 1024)
+    frames, rows, columns = grid
+    cos, sin = (
+        table[0, :, 0].numpy() for table in rope(torch.empty(1, 1, frames, 2 * rows, 2 * columns))
+    )
+    found = wan.wan.video_rotary(wan.wan.WanConfig(), grid)
+    signs = np.where(np.arange(128) % 2, 1, -1)  # of the pair's first channel it is negative
+    np.testing.assert_allclose(found.cos, cos, rtol=0, atol=2e-7)
+    np.testing.assert_allclose(found.sin * signs, sin, rtol=0, atol=2e-7)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import pytest
 
 from digen_jax.checkpoints.folder import resolve_folder
 from digen_jax.families import load_family, read_parts
+from digen_jax.models.family import Size
 from digen_jax.models.published import published_folder, published_models
 from digen_jax.parallel.mesh import make_mesh
 from digen_jax.parallel.placement import DeviceGroup
@@ -25,6 +26,10 @@ T5 = 4_762_310_656
 # The same for Z-Image, which has no position table.
 Z_IMAGE = ("Tongyi-MAI/Z-Image", "Tongyi-MAI/Z-Image-Turbo")
 QWEN_IMAGE = ("Qwen/Qwen-Image", "Qwen/Qwen-Image-2512")
+WAN = {
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": (1_418_996_800, 12),
+    "Wan-AI/Wan2.1-T2V-14B-Diffusers": (14_288_491_584, 40),
+}
 # Of klein's sizes: the transformer, the whole Qwen3, and its width, hidden width, and whether its head is its own.
 SIZES = {
     "4B": (3_875_544_576, 4_022_468_096, 2560, 9728, False),
@@ -38,7 +43,7 @@ def size(tree):
 
 
 def test_all_are_known():
-    assert published_models() == sorted([*QWEN_IMAGE, *Z_IMAGE, *KLEIN, *TRANSFORMERS])
+    assert published_models() == sorted([*QWEN_IMAGE, *Z_IMAGE, *KLEIN, *WAN, *TRANSFORMERS])
     assert published_folder("stabilityai/stable-diffusion-9") is None
 
 
@@ -104,6 +109,36 @@ def test_a_shipped_klein_has_the_models_sizes(name):
     tokens = family.tokenize([{"prompt": ""}])
     assert tokens.ids.shape == (1, 512)
     assert family.latent_shape(family.default_size()) == (64, 64, 128)
+
+
+@pytest.mark.parametrize("name", WAN)
+def test_a_shipped_wan_has_the_models_sizes(name):
+    family = load_family(published_folder(name))
+    shapes = family.shapes()
+    assert (size(shapes["transformer"]), family.heads.number) == WAN[name]
+    assert size(shapes["text_encoder"]) == 5_680_910_336
+    assert size(shapes["vae"]) == 126_892_531
+    assert family.scheduler.flow_shift == 3
+    assert family.tokenize([{"prompt": ""}]).ids.shape == (1, 512)
+    assert family.latent_shape(family.default_size()) == (21, 60, 104, 16)
+
+
+@pytest.mark.parametrize("name", WAN)
+def test_a_shipped_wan_is_traced_at_720p(name):
+    """With tables of positions that are broadcast in the program, not constants of 77 MB."""
+    family = load_family(published_folder(name))
+    shapes, latent = family.shapes(), family.latent_shape(Size(720, 1280, 81))
+    x, sigma = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((1, *latent), (1,)))
+    prompts = jax.eval_shape(family.encode, shapes, family.tokenize([{"prompt": ""}]))
+
+    def velocity(params, x, sigma, prompts):
+        return family.velocity({"transformer": {"params": params}}, x, sigma, prompts)
+
+    program = jax.make_jaxpr(velocity)(shapes["transformer"], x, sigma, prompts)
+    assert [out.shape for out in program.out_avals] == [x.shape]
+    assert sum(const.nbytes for const in program.consts) < 2**20
+    clips = jax.eval_shape(family.decode, {"vae": shapes["vae"]}, x)
+    assert clips.shape == (1, 81, 720, 1280, 3)
 
 
 def width_of(family) -> int:

@@ -17,6 +17,7 @@ from digen_jax.planning.programs import trace_generate
 from tests.cases import said
 from tests.models.flux.folders import flux_folder
 from tests.models.flux2.folders import klein_folder
+from tests.models.wan.folders import wan_folder
 from tests.parallel import toy
 from tests.pipelines import write_tiny_pipeline
 from tests.tiny_runs import TARGETS, once, prompt_file
@@ -43,6 +44,9 @@ def model(base, family):
     if family == "klein":
         folder = str(klein_folder(base))
         return dict(folder=folder, height=20, width=12, max_sequence_length=9)
+    if family == "wan":
+        folder = str(wan_folder(base))
+        return dict(folder=folder, height=16, width=24, max_sequence_length=9)
     make = functools.partial(write_tiny_pipeline, heads=4)
     return dict(folder=str(once(base / "four-heads", make)))
 
@@ -116,10 +120,18 @@ def result(base):
 
 
 @pytest.mark.slow
-def test_images_and_gradients_are_those_of_one_device(result):
+@pytest.mark.parametrize(
+    ("family", "tuning", "mesh"),
+    [
+        ("klein", "full", "time x tensor x sequence"),
+        ("wan", "full", "time x tensor x sequence"),
+        ("wan", "lora", "data x fsdp x tensor"),
+    ],
+)
+def test_images_and_gradients_are_those_of_one_device(result, family, tuning, mesh):
     """The fifteen image tokens of klein are divided by no axis."""
-    clips, gradient, *_ = result("full", "time x tensor x sequence", "klein")
-    expected_clips, expected, *_ = result("full", "one device", "klein")
+    clips, gradient, *_ = result(tuning, mesh, family)
+    expected_clips, expected, *_ = result(tuning, "one device", family)
     np.testing.assert_allclose(clips, expected_clips, rtol=0, atol=2e-5)
     assert np.ptp(clips) > 0.1
     largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected))

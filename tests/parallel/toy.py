@@ -18,6 +18,7 @@ from digen_jax.config.checks import check_devices
 from digen_jax.config.load import complete, read_config
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.diffusion.schedule import SchedulerConfig, make_sigmas
+from digen_jax.diffusion.steps import Ode
 from digen_jax.models.family import Heads, Size, logical_axes
 from digen_jax.models.pipeline_family import PipelineFamily
 from digen_jax.models.sd3 import network as sd3
@@ -99,12 +100,16 @@ class ToyFamily:
     masked: ClassVar = {}
     decoders: ClassVar = ("vae",)
     edits: ClassVar = False
+    solver: ClassVar = Ode()
     source: ClassVar = None
     negative_prompt: ClassVar = ""
     lora_targets: ClassVar = "inside|outside"
     default_steps: ClassVar = 8
     default_guidance: ClassVar = 1.0
     lists: ClassVar = {"transformer": ("transformer_blocks", "to_out", "net")}
+
+    def scheduled(self, steps, size):
+        return self
 
     def in_dtype(self, dtype):
         return dataclasses.replace(self, network=self.network.clone(dtype=dtype))

@@ -143,7 +143,14 @@ def decode_images(
     vae: "AutoencoderKLWan", params: Any, latents: Float[Array, "b h w c"]
 ) -> Float[Array, "b 1 H W 3"]:
     """Decodes the transformer's latents to clips of one frame in [0, 1]."""
-    raw = unscale_latents(vae.config, latents)[:, None]
+    return decode_clips(vae, params, latents[:, None])
+
+
+def decode_clips(
+    vae: "AutoencoderKLWan", params: Any, latents: Float[Array, "b t h w c"]
+) -> Float[Array, "b T H W 3"]:
+    """Decodes the transformer's latents to clips in [0, 1], one frame of latents at a time."""
+    raw = unscale_latents(vae.config, latents)
     clips = vae.apply({"params": params}, raw, method="decode")
     return clips / 2 + 0.5
 

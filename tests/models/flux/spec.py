@@ -7,7 +7,7 @@ from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
 from digen_jax.models.family import Size
 from digen_jax.models.flux import network as flux
-from tests.models.families import Pipeline, Variant, packed, shifted
+from tests.models.families import Pipeline, Variant, packed, shifted, square
 from tests.models.flux.folders import flux_folder
 from tests.models.networks import Case, Flops, Network
 
@@ -148,7 +148,7 @@ PIPELINE = Pipeline(
         shifted(calculate_shift),
     ),
     defaults={"guidance_scale": lambda f: f.default_guidance, "true_cfg_scale": lambda f: 1},
-    default_side=lambda pipe: pipe.default_sample_size * pipe.vae_scale_factor,
+    default_size=lambda pipe: square(pipe.default_sample_size * pipe.vae_scale_factor),
     unfit=[Size(18, 12)],
     broken=[
         ("text_encoder/config.json", {"hidden_size": 10}),

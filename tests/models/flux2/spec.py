@@ -6,7 +6,7 @@ from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 
 from digen_jax.models.family import Size
 from digen_jax.models.flux2 import network as flux2
-from tests.models.families import Pipeline, Variant, first
+from tests.models.families import Pipeline, Variant, first, square
 from tests.models.flux2.folders import klein_folder
 from tests.models.networks import Case, Flops, Network
 
@@ -150,7 +150,7 @@ PIPELINE = Pipeline(
         "guidance_scale": lambda f: f.default_guidance,
         "text_encoder_out_layers": lambda f: f.text_encoder.states,
     },
-    default_side=lambda pipe: pipe.default_sample_size * 8,  # of the published autoencoder
+    default_size=lambda pipe: square(pipe.default_sample_size * 8),  # of the published autoencoder
     unfit=[Size(18, 12)],
     broken=[
         ("text_encoder/config.json", {"hidden_size": 10}),

@@ -6,7 +6,7 @@ from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
 
 from digen_jax.models.family import Size
 from digen_jax.models.qwen_image import network as qwen_image
-from tests.models.families import Pipeline, Variant, packed, shifted
+from tests.models.families import Pipeline, Variant, packed, shifted, square
 from tests.models.networks import Case, Flops, Network, padded
 from tests.models.qwen_image.folders import qwen_image_folder
 
@@ -146,7 +146,7 @@ PIPELINE = Pipeline(
     ),
     first_steps=2,
     defaults={"true_cfg_scale": lambda f: f.default_guidance},
-    default_side=lambda pipe: pipe.default_sample_size * pipe.vae_scale_factor,
+    default_size=lambda pipe: square(pipe.default_sample_size * pipe.vae_scale_factor),
     unfit=[Size(12, 18)],
     broken=[
         ("vae/config.json", {"base": 7}),

@@ -6,7 +6,7 @@ from diffusers import SD3Transformer2DModel
 
 from digen_jax.models.family import Size
 from digen_jax.models.sd3 import network as sd3
-from tests.models.families import NEGATIVES, PROMPTS, Pipeline, Variant, first
+from tests.models.families import NEGATIVES, PROMPTS, Pipeline, Variant, first, square
 from tests.models.networks import Case, Flops, Network
 from tests.models.sd3.t5_folders import add_t5
 from tests.tiny_runs import once, pipeline
@@ -125,7 +125,7 @@ PIPELINE = Pipeline(
         lambda config, steps, size: dict(num_inference_steps=steps),
     ),
     defaults={"guidance_scale": lambda f: f.default_guidance},
-    default_side=lambda pipe: pipe.default_sample_size * pipe.vae_scale_factor,
+    default_size=lambda pipe: square(pipe.default_sample_size * pipe.vae_scale_factor),
     unfit=[Size(30, 48), Size(32, 136)],
     broken=[
         ("text_encoder_3/config.json", {"d_model": 7}),

@@ -42,9 +42,9 @@ def write_tokenizer(folder: pathlib.Path, pieces: list[tuple[str, float]]) -> in
     return len(tokenizer)
 
 
-def tiny_t5(tokens: int, width: int) -> transformers.T5EncoderModel:
-    """A random encoder for a tokenizer that knows so many tokens."""
-    config = transformers.T5Config(
+def tiny_t5(tokens: int, width: int, kind: str = "T5") -> transformers.PreTrainedModel:
+    """A random encoder, a "T5" or "UMT5", for a tokenizer that knows so many tokens."""
+    config = getattr(transformers, f"{kind}Config")(
         vocab_size=tokens + 3,
         d_model=width,
         d_kv=6,
@@ -55,7 +55,7 @@ def tiny_t5(tokens: int, width: int) -> transformers.T5EncoderModel:
         relative_attention_max_distance=12,
         feed_forward_proj="gated-gelu",
     )
-    module = randomise(transformers.T5EncoderModel(config), seed=5)
+    module = randomise(getattr(transformers, f"{kind}EncoderModel")(config), seed=5)
     with torch.no_grad():
         module.shared.weight.mul_(3)
         for name, weight in module.named_parameters():

@@ -1,11 +1,14 @@
 """Wan 2.1 in the tests that all families share."""
 
+import jax.numpy as jnp
 import numpy as np
-import torch
-from diffusers import WanTransformer3DModel
+from diffusers import UniPCMultistepScheduler, WanTransformer3DModel
 
+from digen_jax.models.family import Size
 from digen_jax.models.wan import network as wan
+from tests.models.families import Pipeline, Variant, first
 from tests.models.networks import Case, Flops, Network
+from tests.models.wan.folders import redraw_tables, wan_folder
 
 TINY = dict(in_channels=3, out_channels=3, num_layers=3, text_dim=10, freq_dim=256, ffn_dim=40)
 TINY |= dict(attention_head_dim=16, num_attention_heads=2, eps=0.01, rope_max_seq_len=20)
@@ -29,20 +32,13 @@ def call(model, latents, time, context):
     return v.permute(0, 2, 3, 4, 1).float()
 
 
-def redraw_tables(model):
-    """Makes the vectors of the modulation as large as others."""
-    generator = torch.Generator().manual_seed(1)
-    for module in (model, *model.blocks):
-        module.scale_shift_table.normal_(0, 0.3, generator=generator)
-
-
 NETWORK = Network(
     component=wan.TRANSFORMER,
     config=wan.WanConfig,
     torch_class=WanTransformer3DModel,
     call=call,
     prepare=redraw_tables,
-    exact={"time": np.float32([256, 512])},
+    exact={"time": np.float32([999, 312])},  # embedded in float32
     cases={
         "tiny": Case(
             TINY,
@@ -95,4 +91,71 @@ NETWORK = Network(
             },
         ),
     ],
+)
+
+
+def encoded(pipe, prompts, tokens):
+    """The states of each prompt's tokens, without the zeros after them."""
+    states = pipe._get_t5_prompt_embeds([*prompts], max_sequence_length=tokens).numpy()
+    return {"context": [row[row.any(axis=1)] for row in states]}
+
+
+def times(family, sigmas):
+    """Of up to 100 noise levels, by one program."""
+    padded = np.pad(sigmas, (0, 100 - len(sigmas)))
+    return np.asarray(family.network_time(jnp.asarray(padded)))[: len(sigmas)]
+
+
+def variant(frames: int, guidance: float) -> Variant:
+    """Two passes of this guidance."""
+    return Variant("", guidance, call=dict(guidance_scale=guidance), negative=True, frames=frames)
+
+
+PIPELINE = Pipeline(
+    folder=lambda base, kind: wan_folder(base),
+    kinds=("",),
+    size=Size(16, 32, 9),
+    tokens=21,
+    encoded=encoded,
+    start=first,
+    seen=lambda x: first(x).numpy(),
+    variants={
+        "9 frames": variant(9, 5.0),
+        "1 frame": variant(1, 2.5),
+        "plain": Variant("", 1.0, call=dict(guidance_scale=1.0), frames=5),
+    },
+    schedules=(
+        ("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "Wan-AI/Wan2.1-T2V-14B-Diffusers"),
+        [(480, 832)],
+        lambda config, steps, size: dict(num_inference_steps=steps),
+    ),
+    defaults={
+        "guidance_scale": lambda f: f.default_guidance,
+        "height": lambda f: f.default_size().height,
+        "width": lambda f: f.default_size().width,
+        "num_frames": lambda f: f.default_size().frames,
+    },
+    default_size=lambda pipe: Size(480, 832, 81),
+    unfit=[
+        *(Size(16, 28, 9), Size(16, 32, 8), Size(16, 32, 0), Size(16, 32, -3)),
+        *(Size(72, 16, 1), Size(16, 16, 33)),
+    ],
+    broken=[
+        ("text_encoder/config.json", {"d_model": 7}),
+        ("text_encoder/config.json", {"architectures": ["T5EncoderModel"]}),
+        ("transformer/config.json", {"out_channels": 5}),
+        ("transformer/config.json", {"in_channels": 8, "out_channels": 8}, "vae/config.json"),
+        ("vae/config.json", {"temperal_downsample": [True, False], "scale_factor_temporal": 2}),
+        ("model_index.json", {"boundary_ratio": 0.875}),
+        ("model_index.json", {"transformer_2": ["diffusers", "WanTransformer3DModel"]}),
+        ("model_index.json", {"expand_timesteps": True}),
+        ("scheduler/scheduler_config.json", {"solver_order": 3}),
+        ("scheduler/scheduler_config.json", {"prediction_type": "epsilon"}),
+        ("model_index.json", {"scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"]}),
+    ],
+    most=None,
+    needed="text_encoder",
+    scheduler=UniPCMultistepScheduler,
+    times=times,
+    clip=lambda x: {"num_frames": 1 + 4 * (x.shape[1] - 1)},
 )

@@ -7,7 +7,7 @@ from diffusers.pipelines.z_image.pipeline_z_image import get_default_z_image_sig
 
 from digen_jax.models.family import Size
 from digen_jax.models.zimage import network as zimage
-from tests.models.families import Pipeline, Variant, first
+from tests.models.families import Pipeline, Variant, first, square
 from tests.models.networks import Case, Flops, Network, padded
 from tests.models.zimage.folders import zimage_folder
 
@@ -141,7 +141,7 @@ PIPELINE = Pipeline(
         "cfg_normalization": lambda f: bool(f.cfg_normalization),
         "cfg_truncation": lambda f: 1,
     },
-    default_side=lambda pipe: 1024,
+    default_size=lambda pipe: square(1024),
     unfit=[Size(12, 18), Size(68, 4)],
     broken=[
         ("text_encoder/config.json", {"hidden_size": 24}),

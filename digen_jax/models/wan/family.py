@@ -1,0 +1,204 @@
+"""Wan 2.1 text to video as a family: prompts -> conditioning, velocity, latents -> clips."""
+
+import dataclasses
+import html
+import pathlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Float32
+
+from digen_jax.checkpoints.folder import INDEX, read_model_index
+from digen_jax.diffusion.schedule import UniPcConfig, make_unipc_schedule
+from digen_jax.diffusion.steps import UniPc
+from digen_jax.models.autoencoders import autoencoder_wan
+from digen_jax.models.chat_family import Tokens
+from digen_jax.models.family import Params, Record, Size, check_clip
+from digen_jax.models.linear import exact_products
+from digen_jax.models.pipeline_family import PipelineFamily
+from digen_jax.models.text import t5, tokenizers
+from digen_jax.models.wan import network as wan
+
+try:
+    import ftfy
+except ImportError:
+    ftfy = None
+
+TRAIN_TIMESTEPS = 1000
+# Temporal factor of every Wan autoencoder: diffusers' AutoencoderKLWan has it written in its loops over frames.
+FRAMES_FACTOR = 4
+
+
+class TextStates(NamedTuple):
+    """Conditioning of a prompt.
+
+    Attributes:
+      context: States of the prompt's tokens, then zeros, which the transformer attends to, too.
+      mask: False for the zeros, so that they need not be stored.
+    """
+
+    context: Float[Array, "b n d"]
+    mask: Bool[Array, "b n"]
+
+
+def clean_prompt(prompt: str) -> str:
+    """Cleans a prompt as diffusers' `prompt_clean`: `ftfy` if it is installed, HTML entities, whitespace.
+
+    So prompts with curly quotes, ligatures or full-width letters depend on whether ftfy is installed, as in diffusers.
+    """
+    if ftfy is not None:
+        prompt = ftfy.fix_text(prompt)
+    prompt = html.unescape(html.unescape(prompt))
+    # The separators \x1c to \x1f are whitespace for `re`, but not for the package `regex`, which diffusers uses.
+    return re.sub(r"[^\S\x1c-\x1f]+", " ", prompt.strip()).strip()
+
+
+@dataclasses.dataclass(frozen=True)
+class Wan(PipelineFamily):
+    """Networks and tokenizer of one pipeline folder; parameters are passed to each call.
+
+    Attributes:
+      max_sequence_length: Tokens of a prompt and, with zero states, of its padding.
+      odd_times: Noise levels of a schedule whose time is not floor(1000 sigma) in float32, each with its time (see
+        `UniPcSchedule`).
+    """
+
+    transformer: wan.WanTransformer
+    vae: autoencoder_wan.AutoencoderKLWan
+    text_encoder: t5.T5EncoderModel
+    tokenizer: Any
+    scheduler: UniPcConfig
+    max_sequence_length: int = 512
+    odd_times: tuple[tuple[float, int], ...] = ()
+
+    pipeline: ClassVar = "WanPipeline"
+    parts: ClassVar = {
+        "transformer": wan.TRANSFORMER,
+        "vae": dataclasses.replace(autoencoder_wan.COMPONENT, classes=("AutoencoderKLWan",)),
+        "text_encoder": dataclasses.replace(t5.COMPONENT, classes=("UMT5EncoderModel",)),
+    }
+    widths: ClassVar = (
+        ("text_encoder", "d_model", "text_dim"),
+        ("vae", "z_dim", "in_channels"),
+        ("transformer", "out_channels", "in_channels"),
+    )
+    # Default of diffusers' pipeline call; its method `encode_prompt` has another one, 226.
+    default_tokens: ClassVar = 512
+    masked: ClassVar[Mapping[str, str]] = {"context": "mask"}
+    default_steps: ClassVar[int] = 50
+    default_guidance: ClassVar[float] = 5.0
+    encoded_prompts: ClassVar[int] = 16
+    scheduler_config: ClassVar = UniPcConfig
+    solver: ClassVar[UniPc] = UniPc()
+    lora_targets: ClassVar[str] = wan.LORA_TARGETS
+
+    @classmethod
+    def check_configs(cls, folder: pathlib.Path, configs: Mapping[str, Any], tokens: int) -> None:
+        """Raises ValueError for a Wan 2.2 pipeline, or an autoencoder that diffusers cannot run."""
+        index = read_model_index(folder)
+        for name, plain in (("transformer_2", (None, [None, None])), ("boundary_ratio", (None,))):
+            if index.get(name) not in plain:
+                raise ValueError(
+                    f"{folder / INDEX}: {name} must be null, as in Wan 2.1, and is {index[name]}: models with a second "
+                    "transformer are not supported"
+                )
+        if index.get("expand_timesteps"):
+            raise ValueError(
+                f"{folder / INDEX}: expand_timesteps must be false, as in Wan 2.1: choose another model"
+            )
+        if configs["vae"].frames_factor != FRAMES_FACTOR:
+            raise ValueError(
+                f"{folder / 'vae' / 'config.json'}: temperal_downsample must have {FRAMES_FACTOR} frames of a clip "
+                f"for one of latents, as diffusers computes with, and has {configs['vae'].frames_factor}"
+            )
+
+    # ---------------------------------------------------------------- prompts
+
+    def tokenize(self, records: Sequence[Record]) -> Tokens:
+        """Returns token ids of the cleaned prompts, padded or truncated."""
+        prompts = [clean_prompt(record["prompt"]) for record in records]
+        return Tokens(*tokenizers.padded(self.tokenizer, prompts, self.max_sequence_length))
+
+    def cut(self, prompts: Sequence[str]) -> Bool[np.ndarray, "b"]:
+        """Returns which cleaned prompts exceed the text encoder's input length."""
+        limit = self.tokenizer, self.max_sequence_length
+        return tokenizers.longer([limit], [clean_prompt(prompt) for prompt in prompts])
+
+    @exact_products
+    def encode(self, params: Params, tokens: Tokens) -> TextStates:
+        """Returns the text encoder's states of each prompt's tokens, and zeros for the padding."""
+        states = self.text_encoder.apply({"params": params["text_encoder"]}, *tokens)
+        mask = jnp.asarray(tokens.mask)
+        return TextStates(jnp.where(mask[..., None], states, 0), mask)
+
+    def network_inputs(
+        self, conditioning: TextStates, guidance: Float[Array, "b"] | None
+    ) -> tuple[Float[Array, "b n d"]]:
+        """Returns the states of all tokens, zeros included."""
+        return (conditioning.context,)
+
+    # ---------------------------------------------------------------- schedule
+
+    def sigmas(self, steps: int, size: Size) -> Float32[np.ndarray, "sigmas"]:
+        """Returns the sigmas of diffusers' UniPCMultistepScheduler, from 1 - 1e-6."""
+        self.latent_shape(size)
+        return make_unipc_schedule(self.scheduler, steps).sigmas
+
+    def scheduled(self, steps: int, size: Size) -> "Wan":
+        """Returns the same family, whose times equal those of diffusers at the noise levels of a schedule."""
+        sigmas, times = make_unipc_schedule(self.scheduler, steps)
+        floors = np.floor(np.float32(TRAIN_TIMESTEPS) * sigmas[:-1])
+        found = zip(sigmas[:-1].tolist(), times.tolist(), floors, strict=True)
+        odd = tuple((sigma, time) for sigma, time, floor in found if time != floor)
+        return dataclasses.replace(self, odd_times=odd)
+
+    def network_time(self, sigma: Float[Array, "b"]) -> Float32[Array, "b"]:
+        """Returns 1000 sigma without its fraction, as diffusers' integer times."""
+        sigma = sigma.astype(jnp.float32)
+        time = jnp.floor(TRAIN_TIMESTEPS * sigma)
+        for at, exact in self.odd_times:
+            time = jnp.where(sigma == at, exact, time)
+        return time
+
+    # ---------------------------------------------------------------- latents and clips
+
+    @property
+    def factor(self) -> int:
+        """Pixels along each side of a latent."""
+        return self.vae.config.side_factor
+
+    @property
+    def patch(self) -> int:
+        """Latents along each side of a token."""
+        return self.transformer.config.patch
+
+    @property
+    def positions(self) -> int:
+        """Maximum tokens along a side, and maximum frames of latents."""
+        return self.transformer.config.rope_max_seq_len
+
+    def default_size(self) -> Size:
+        """Returns the default size of diffusers' pipeline, which is that of the 1.3B model."""
+        return Size(480, 832, 81)
+
+    def latent_shape(self, size: Size) -> tuple[int, int, int, int]:
+        """Returns (t, h, w, c) of a clip's latents, for 1 + 4 n frames and sides that are multiples of a token's.
+
+        Raises:
+          ValueError: the size does not fit.
+        """
+        multiple = self.factor * self.patch
+        longest = 1 + (self.positions - 1) * FRAMES_FACTOR
+        check_clip(size, multiple, FRAMES_FACTOR, multiple * self.positions, longest)
+        frames = 1 + (size.frames - 1) // FRAMES_FACTOR
+        return frames, size.height // self.factor, size.width // self.factor, self.channels
+
+    @exact_products
+    def decode(
+        self, params: Params, latents: Float[Array, "b t h w c"]
+    ) -> Float[Array, "b T H W 3"]:
+        """Returns clips in [0, 1], decoded one frame of latents at a time."""
+        return autoencoder_wan.decode_clips(self.vae, params["vae"], latents)
