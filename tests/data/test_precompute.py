@@ -29,8 +29,7 @@ from digen_jax.runtime import opening
 from digen_jax.train import train
 from tests.cases import quick, said
 from tests.metrics import assert_same_metrics, metrics
-from tests.models.flux.folders import flux_folder
-from tests.models.qwen_image.folders import qwen_image_folder
+from tests.models.folders import flux_folder, qwen_image_folder
 from tests.models.sd3.t5_folders import add_t5
 from tests.scripts import run_script
 from tests.tiny_runs import PROMPTS, pipeline, tiny_config

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file
 
 from digen_jax.checkpoints.folder import copy_pipeline, open_tensors, read_json, write_params
 from digen_jax.checkpoints.lora import LoraConfig, adapted_layers, lora_init, lora_layers
-from digen_jax.checkpoints.lora_files import read_lora, write_lora
+from digen_jax.checkpoints.lora_files import FILE, read_lora, write_lora
 from digen_jax.checkpoints.tensors import tensor_names
 from digen_jax.diffusion.sampling import image_keys, start_noise
 from digen_jax.errors import ConfigError
@@ -288,7 +289,7 @@ def test_the_export_gives_the_same_pixels_in_diffusers(spec, folder, tmp_path):
     ],
 )
 def test_loras_load_both_ways(spec, folder, tmp_path):
-    """Ours in diffusers; and one of PEFT, whose layers are those of our regular expression, in ours."""
+    """Ours in diffusers; and one of PEFT, whose layers our regular expression names, in ours."""
     import peft
     from peft.utils import get_peft_model_state_dict
 
@@ -339,6 +340,11 @@ def test_loras_load_both_ways(spec, folder, tmp_path):
     )
     read, rank, alpha = read_lora(tmp_path / "theirs", trained, family.lists)["transformer"]
     close(by_ours(read, alpha / rank), by_diffusers(other))
+    write_lora(tmp_path / "again", {"transformer": read}, alpha, family.lists)
+    kept, again = (load_file(tmp_path / one / FILE) for one in ("theirs", "again"))
+    assert kept.keys() == again.keys()
+    for name, array in kept.items():
+        np.testing.assert_array_equal(again[name], array, err_msg=name)
 
 
 # ---------------------------------------------------------------------------- what it says of itself

@@ -19,7 +19,6 @@ from digen_jax.diffusion.steps import Ode
 from digen_jax.errors import ConfigError
 from digen_jax.families import load_family, open_pipeline, read_frozen
 from digen_jax.inference.model import SamplingOptions, all_devices, open_model
-from digen_jax.models.qwen_image.family import QwenImage
 from digen_jax.models.wan import family as wan
 from digen_jax.parallel.mesh import Layout, make_mesh
 from digen_jax.parallel.placement import DeviceGroup
@@ -149,14 +148,11 @@ def test_guided_velocities_of_qwen_image_are_as_long_as_the_prompts(name, folder
     assert value == 0 and np.isfinite(gradients).all()
 
 
-@of("qwen_image")
-def test_one_step_is_refused_where_the_shift_is_terminal(name, folder):
-    """diffusers divides 0 by 0 there."""
-    pipe = diffusers_pipeline(folder)
-    pipe.scheduler.set_timesteps(sigmas=[1.0], mu=0.6)
-    assert np.isnan(pipe.scheduler.timesteps).all()
-    with pytest.raises(ValueError, match="shift_terminal"):
-        FAMILIES[name].ours(folder)[0].sigmas(1, FAMILIES[name].size)
+@pytest.mark.slow
+@of("flux2", "qwen_image")
+def test_a_folder_is_sampled_with_the_defaults_of_its_pipeline(name, folder):
+    model = open_model(str(folder), jax.devices()[:1])
+    assert model.defaults == (*model.family.default_size()[:2], 50, 4.0, 1.0)
 
 
 # ------------------------------------------------------------------------------------------- Wan 2.1
@@ -240,33 +236,12 @@ def test_frames_that_do_not_fit_have_near_ones_named(name, folder, frames, near)
 
 
 @of("qwen_image")
-def test_the_chat_is_the_pipelines(name, folder):
-    pipe = diffusers_pipeline(folder)
-    assert pipe.prompt_template_encode == QwenImage.template
-    assert pipe.prompt_template_encode_start_idx == QwenImage.dropped
-    assert len(pipe.tokenizer(QwenImage.template.partition("{}")[0]).input_ids) == QwenImage.dropped
-    assert QwenImage.negative_prompt == " "
-
-
-@of("qwen_image")
 def test_a_tokenizer_that_splits_the_template_otherwise_is_refused(name, copy):
     path = copy / "tokenizer" / "tokenizer.json"
     own = json.loads(path.read_text())
     own["model"]["merges"] = own["model"]["merges"][:-60]
     path.write_text(json.dumps(own))
     assert "tokens of the beginning of the model's template" in refused(copy)
-
-
-@of("qwen_image")
-@pytest.mark.parametrize("more", [1, 0])
-def test_a_sliding_window_that_the_template_fills_has_no_length_to_set(name, copy, more):
-    path = copy / "text_encoder" / "config.json"
-    text = json.loads(path.read_text())["text_config"]
-    text |= dict(use_sliding_window=True, sliding_window=QwenImage.dropped + more)
-    edit(path, text_config=text | dict(max_window_layers=0, layer_types=None))
-    assert ("max_sequence_length" in refused(copy)) == bool(more)
-    if more:
-        assert load_family(copy, max_sequence_length=1).max_sequence_length == 1
 
 
 @of("flux2", "zimage")

@@ -213,18 +213,6 @@ def test_flops_are_the_compilers_or_counted_by_hand(flops, network):
 # ------------------------------------------------------------------------------- of single families
 
 
-def test_null_tokens_of_sd3_equal_as_many_zero_tokens():
-    network = NETWORKS["sd3"]
-    for case, found in network.cases.items():
-        others, *_ = network.expected(case, null_tokens=found.numbers["null_tokens"] + 7)
-        assert parity.worst(network.found(case)[0], others)[0] > 0.01
-
-
-def test_frozen_leaves_of_sd3_have_no_gradient():
-    flat = flatten_dict(NETWORKS["sd3"].found("sd35")[1], sep="/")
-    assert all(not np.any(flat[path]) for path in sd3.sd3.FROZEN)
-
-
 def test_segments_of_scattered_dual_layers_of_sd3():
     config = sd3.sd3.SD3Config(num_layers=6, dual_attention_layers=(0, 2, 3, 5))
     expected = [(0, 0, True), (1, 1, False), (2, 3, True), (4, 4, False), (5, 5, True)]
@@ -240,18 +228,6 @@ def test_a_fresh_sd3_has_diffusers_positions_and_no_output():
     buffer = network.torch_class(**fields).pos_embed.pos_embed.numpy()
     assert parity.worst(variables["params"]["pos_embed"]["pos_embed"], buffer)[0] < 1e-6
     assert not np.any(v)
-
-
-def test_fillers_of_zimage_have_a_gradient_where_they_fill_up():
-    network = NETWORKS["zimage"]
-    _, gradients, _ = network.found("tiny")
-    assert np.any(gradients["x_pad_token"]) and np.any(gradients["cap_pad_token"])
-
-
-@pytest.mark.slow
-def test_fillers_of_zimage_have_no_gradient_where_nothing_is_filled_up():
-    _, gradients, _ = NETWORKS["zimage"].found("single, no filling")
-    assert not np.any(gradients["x_pad_token"]) and not np.any(gradients["cap_pad_token"])
 
 
 @pytest.mark.parametrize("sides", [(64, 64), (58, 104), (101, 1)])

@@ -15,8 +15,7 @@ from digen_jax.diffusion.sampling import image_keys
 from digen_jax.parallel.system import SampledImages, make_train_batch
 from digen_jax.planning.programs import trace_generate
 from tests.cases import said
-from tests.models.flux.folders import flux_folder
-from tests.models.flux2.folders import klein_folder
+from tests.models.folders import flux_folder, klein_folder
 from tests.models.wan.folders import wan_folder
 from tests.parallel import toy
 from tests.pipelines import write_tiny_pipeline
@@ -62,9 +61,7 @@ def config(base, tuning, mesh, family="sd3", **fields):
         # Neither ratios of changed parameters nor a KL, because both magnify rounding.
         algorithm=dict(old_log_probs="current"),
         placement=dict(
-            rollout=dict(data=0),
-            trainer=dict(data=1) | MESHES[mesh],
-            rules=((".*", "fsdp"),),
+            rollout=dict(data=0), trainer=dict(data=1) | MESHES[mesh], rules=((".*", "fsdp"),)
         ),
         evaluation=dict(prompts=prompts, batch=8),
     )

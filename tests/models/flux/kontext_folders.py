@@ -25,19 +25,9 @@ TOKENS = 21
 
 def kontext_folder(base: pathlib.Path) -> pathlib.Path:
     """The folder, which test processes share."""
-    from tests.models.flux.folders import flux_folder
+    from tests.models.folders import flux_folder
 
     return once(base / "tiny-flux-kontext", functools.partial(_write, flux_folder(base, "dev")))
-
-
-@functools.cache
-def kontext_pipeline(folder: pathlib.Path) -> Any:
-    """diffusers' pipeline of a folder."""
-    from diffusers import FluxKontextPipeline  # here, because a reward's process needs no torch
-
-    pipe = FluxKontextPipeline.from_pretrained(folder)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
 
 
 def picture(seed: int, height: int, width: int) -> Image.Image:

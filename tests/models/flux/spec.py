@@ -8,7 +8,7 @@ from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from digen_jax.models.family import Size
 from digen_jax.models.flux import network as flux
 from tests.models.families import Pipeline, Variant, packed, shifted, square
-from tests.models.flux.folders import flux_folder
+from tests.models.folders import flux_folder
 from tests.models.networks import Case, Flops, Network
 
 DEV = dict(patch_size=1, in_channels=16, out_channels=None, num_layers=2, num_single_layers=3)

@@ -8,7 +8,6 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from diffusers import FluxKontextPipeline
 from PIL import Image
 
 from digen_jax import precompute
@@ -16,10 +15,9 @@ from digen_jax.assemble import build
 from digen_jax.config.load import fit_config, load_config
 from digen_jax.data import embedding_cache
 from digen_jax.data.prompt_files import read_prompt_file
-from digen_jax.diffusion.sampling import image_keys, start_noise
+from digen_jax.diffusion.sampling import image_keys
 from digen_jax.errors import ConfigError
 from digen_jax.families import editing, load_family, read_parts
-from digen_jax.images import read_image
 from digen_jax.inference.export import export, how_to_load
 from digen_jax.inference.model import Model, SamplingOptions, open_model
 from digen_jax.inference.sampling import sample_to_folder
@@ -29,16 +27,14 @@ from digen_jax.precompute import reached
 from digen_jax.prompt_store import stored_prompts
 from digen_jax.train import train
 from tests.metrics import metrics
-from tests.models.flux.folders import flux_folder, packed
 from tests.models.flux.kontext_folders import (
     SOURCE,
-    TOKENS,
     edit_config,
     edit_prompts,
     kontext_folder,
-    kontext_pipeline,
     picture,
 )
+from tests.models.folders import flux_folder
 from tests.parallel import toy
 from tests.parallel.test_axes import ROWS, config, system_of
 from tests.scripts import run_forked, run_script
@@ -104,8 +100,10 @@ def test_equal_texts_with_other_pictures_stay_apart(base, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_run_edits_in_two_passes_with_ratio_one_by_what_was_encoded_ahead(base):
-    """Its reward reads the pictures by the paths in the metadata."""
+def test_a_run_edits_in_two_passes_with_ratio_one_by_what_was_encoded_ahead(base, tmp_path):
+    """Its reward reads the pictures by the paths in the metadata. What it exports is for the pipeline that edits."""
+    run = export(trained(base), tmp_path / "tuned", True)
+    assert "FluxKontextPipeline.from_pretrained" in how_to_load(run, tmp_path / "tuned")
     first = next(line for line in metrics(trained(base)) if "ratio" in line)
     assert first["ratio"] == pytest.approx(1, abs=1e-5) and first["gradient_norm"] > 0
     # A null conditioning of each negative prompt and picture, in addition to the prompts' own.
@@ -121,25 +119,15 @@ def test_a_run_edits_in_two_passes_with_ratio_one_by_what_was_encoded_ahead(base
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("kind", ["missing", "broken", "none", "size", "half", "plain"])
+@pytest.mark.parametrize("kind", ["missing", "size", "half", "plain"])
 def test_a_mistake_is_one_sentence_before_anything_slow(base, tmp_path, kind):
-    c = edit_config(base)
-    lines = edit_prompts(base).read_text().splitlines()
-    folder = edit_prompts(base).parent
-    records = [json.loads(line) for line in lines]
+    c, folder = edit_config(base), edit_prompts(base).parent
+    records = [json.loads(line) for line in edit_prompts(base).read_text().splitlines()]
     for record in records:
         record["image"] = str(folder / record["image"])
     if kind == "missing":
         records[2]["image"] = "gone.png"
-        words = r"prompts.jsonl, line 3: there is no image at \S+gone.png; give the path"
-    elif kind == "broken":
-        broken = (folder / "c.jpg").read_bytes()[:-300]
-        (tmp_path / "broken.jpg").write_bytes(broken)
-        records[1]["image"] = "broken.jpg"
-        words = r"line 2: \S+broken.jpg cannot be read as an image: image file is truncated"
-    elif kind == "none":
-        del records[3]["image"]
-        words = 'line 4: "image" is missing'
+        words = r"prompts.jsonl, line 3: there is no image at \S+gone.png"
     elif kind == "size":
         c.model.source_height = c.model.source_width = 0
         words = r"source_width are 0, but \S+prompts.jsonl, line 1, has an image to edit: set them"
@@ -154,53 +142,6 @@ def test_a_mistake_is_one_sentence_before_anything_slow(base, tmp_path, kind):
     with pytest.raises(ConfigError, match=words):
         train(fit_config(load_config(c), 1), tmp_path / "run")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
-# ------------------------------------------------------------------------------------ in diffusers
-
-
-def by_ours(name, records, lora=None):
-    """Images of some records by a run's newest weights, or a folder's, and their start noise."""
-    model = open_model(str(name), jax.devices()[:1], lora).editing(records, Size(*SOURCE))
-    sampler = model.sampler(SamplingOptions(2.5, STEPS, SIZE.height, SIZE.width, 1.0))
-    rows = np.arange(len(records), dtype=np.int32)
-    keys = image_keys(jax.random.key(3), rows, np.zeros_like(rows))
-    with jax.default_matmul_precision("highest"):
-        prompts = sampler.encode(model.weights, records)
-        trajectory = sampler.generate(model.weights, prompts, rows, keys)
-        images = np.asarray(sampler.decode(model.weights, trajectory))[:, 0]
-    return images, np.asarray(start_noise(keys, sampler.shape))
-
-
-def by_diffusers(pipe, noise, records, tokens):
-    pipe.set_progress_bar_config(disable=True)
-    return pipe(
-        [read_image(record["image"]).resize(SOURCE[::-1], 1) for record in records],
-        [record["prompt"] for record in records],
-        height=SIZE.height,
-        width=SIZE.width,
-        max_area=SIZE.height * SIZE.width,
-        _auto_resize=False,
-        num_inference_steps=STEPS,
-        guidance_scale=2.5,
-        max_sequence_length=tokens,
-        latents=packed(noise),
-        output_type="np",
-    ).images
-
-
-@pytest.mark.slow
-def test_an_exported_run_gives_its_images_in_diffusers(base, tmp_path):
-    workdir, records = trained(base), read_prompt_file(edit_prompts(base))
-    images, noise = by_ours(workdir, records)
-    run = export(workdir, tmp_path / "tuned", True)
-    assert "FluxKontextPipeline.from_pretrained" in how_to_load(run, tmp_path / "tuned")
-    pipe = FluxKontextPipeline.from_pretrained(kontext_folder(base))
-    pipe.load_lora_weights(tmp_path / "tuned")
-    found = by_diffusers(pipe, noise, records, TOKENS)
-    np.testing.assert_allclose(images, found, rtol=0, atol=1e-3)
-    before = by_diffusers(kontext_pipeline(kontext_folder(base)), noise, records, TOKENS)
-    assert (np.abs(found - before).max((1, 2, 3)) > 4 / 255).all()
 
 
 # --------------------------------------------------------------------------------------- on meshes

@@ -7,7 +7,7 @@ from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 from digen_jax.models.family import Size
 from digen_jax.models.flux2 import network as flux2
 from tests.models.families import Pipeline, Variant, first, square
-from tests.models.flux2.folders import klein_folder
+from tests.models.folders import klein_folder
 from tests.models.networks import Case, Flops, Network
 
 TINY = dict(in_channels=6, out_channels=None, num_layers=2, num_single_layers=3, mlp_ratio=3.0)

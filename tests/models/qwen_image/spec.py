@@ -7,8 +7,8 @@ from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
 from digen_jax.models.family import Size
 from digen_jax.models.qwen_image import network as qwen_image
 from tests.models.families import Pipeline, Variant, packed, shifted, square
+from tests.models.folders import qwen_image_folder
 from tests.models.networks import Case, Flops, Network, padded
-from tests.models.qwen_image.folders import qwen_image_folder
 
 TINY = dict(in_channels=12, out_channels=3, num_layers=2, joint_attention_dim=10)
 TINY |= dict(attention_head_dim=12, num_attention_heads=3, axes_dims_rope=(2, 4, 6))
@@ -103,14 +103,7 @@ NETWORK = Network(
             )
             for latent in ((16, 24, 16), (32, 20, 16))
         ),
-        Flops(
-            (
-                qwen_image.QwenImageConfig(**BY_HAND),
-                (4, 6, 4),
-                3,
-            ),
-            by_hand=by_hand(),
-        ),
+        Flops((qwen_image.QwenImageConfig(**BY_HAND), (4, 6, 4), 3), by_hand=by_hand()),
     ],
 )
 

@@ -1,4 +1,6 @@
-import dataclasses
+"""CLIP's vision tower and its preprocessing against transformers', Pillow and torch."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -6,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from PIL import Image
+from transformers import CLIPImageProcessorPil
 
-from digen_jax.checkpoints.folder import read_params
 from digen_jax.models.family import logical_axes
 from digen_jax.models.vision import clip
 from digen_jax.models.vision.clip import (
@@ -16,90 +19,29 @@ from digen_jax.models.vision.clip import (
     CLIPVisionConfig,
     CLIPVisionModelWithProjection,
 )
+from digen_jax.models.vision.preprocess import (
+    Processor,
+    pil_crop,
+    resize_bytes,
+    tensor_crop,
+    tensor_pad,
+)
 from tests.models import parity
 
 END = 40
-TEXT = {
-    "vocab_size": 50,
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 3,
-    "max_position_embeddings": 9,
-    "hidden_act": "quick_gelu",
-    "layer_norm_eps": 0.1,
-    "bos_token_id": 0,
-    "eos_token_id": 2,
-    "pad_token_id": 1,
-}
-VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "image_size": 24,
-    "patch_size": 8,
-    "hidden_act": "quick_gelu",
-    "layer_norm_eps": 0.2,
-}
+TEXT = dict(vocab_size=50, hidden_size=24, intermediate_size=40, num_hidden_layers=2)
+TEXT |= dict(num_attention_heads=3, max_position_embeddings=9, hidden_act="quick_gelu")
+TEXT |= dict(layer_norm_eps=0.1, bos_token_id=0, eos_token_id=2, pad_token_id=1)
+VISION = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2)
+VISION |= dict(image_size=24, patch_size=8, hidden_act="quick_gelu", layer_norm_eps=0.2)
 CASES = {
     "quick_gelu": VISION,
     "gelu, one layer": {**VISION, "hidden_act": "gelu", "num_hidden_layers": 1, "patch_size": 6},
 }
-# The towers of openai/clip-vit-large-patch14, and of PickScore and HPSv2.
-LARGE = CLIPConfig.from_config(
-    {
-        "projection_dim": 768,
-        "text_config": {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12},
-        "vision_config": {
-            "hidden_size": 1024,
-            "intermediate_size": 4096,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 16,
-            "patch_size": 14,
-        },
-    }
-)
-HUGE = CLIPConfig.from_config(
-    {
-        "projection_dim": 1024,
-        "text_config": {
-            "hidden_size": 1024,
-            "intermediate_size": 4096,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 16,
-            "hidden_act": "gelu",
-        },
-        "vision_config": {
-            "hidden_size": 1280,
-            "intermediate_size": 5120,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 16,
-            "patch_size": 14,
-            "hidden_act": "gelu",
-        },
-    }
-)
-
-
-def torch_clip(config: CLIPConfig) -> torch.nn.Module:
-    text, vision = (dataclasses.asdict(tower) for tower in (config.text, config.vision))
-    both = transformers.CLIPConfig(
-        text_config=text, vision_config=vision, projection_dim=text["projection_dim"]
-    )
-    return transformers.CLIPModel(both)
 
 
 def pixels() -> np.ndarray:
     return np.random.default_rng(0).normal(size=(3, 24, 24, 3)).astype(np.float32)
-
-
-def ids() -> np.ndarray:
-    found = np.random.default_rng(0).integers(3, END, (3, 7))
-    found[0, 3:] = END
-    found[1, 5] = END
-    found[2, 1], found[2, 4] = END, END
-    return found
 
 
 def for_torch(pictures: np.ndarray) -> torch.Tensor:
@@ -120,57 +62,6 @@ def test_pictures_embeddings_equal_transformers(config):
     assert parity.worst([actual], [expected])[0] < 1e-5
     axes = logical_axes(shapes, clip.AXES, clip.LISTS)
     assert axes["vision_model"]["embeddings"]["class_embedding"] == ("embed",)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    config = {"text_config": TEXT, "vision_config": VISION, "projection_dim": 12}
-    module = transformers.CLIPModel(transformers.CLIPConfig(**config))
-    place = tmp_path_factory.mktemp("clip")
-    parity.randomise(module).save_pretrained(place)
-    return place
-
-
-def read(folder) -> tuple[torch.nn.Module, CLIPModel, dict]:
-    module = transformers.CLIPModel.from_pretrained(folder)
-    config = transformers.CLIPConfig.from_pretrained(folder).to_dict()
-    model = CLIPModel(CLIPConfig.from_config(config))
-    return module, model, read_params(folder, clip.shapes(model), clip.LISTS, ignore=clip.IGNORED)
-
-
-def test_a_whole_model_read_from_its_folder_equals_transformers(folder):
-    module, model, params = read(folder)
-    found = module(torch.tensor(ids()), for_torch(pixels()))
-    expected = [
-        found.logits_per_image.diagonal(),
-        module.get_image_features(for_torch(pixels())).pooler_output,
-        module.get_text_features(torch.tensor(ids())).pooler_output,
-    ]
-
-    @jax.jit
-    def run(params, pixels, ids):
-        variables = {"params": params}
-        cosine, scale = model.apply(variables, pixels, ids)
-        images = model.apply(variables, pixels, method="image_embeddings")
-        return scale * cosine, images, model.apply(variables, ids, method="text_embeddings")
-
-    with jax.default_matmul_precision("highest"):
-        actual = run(params, pixels(), ids())
-    assert parity.worst(list(actual), [e.detach().numpy() for e in expected])[0] < 1e-5
-    axes = logical_axes(params, clip.AXES, clip.LISTS)
-    assert axes["logit_scale"] == ()
-    assert axes["visual_projection"]["kernel"] == ("embed", "text")
-
-
-@pytest.mark.parametrize(
-    ("config", "expected"), [(LARGE, 427_616_513), (HUGE, 986_109_441)], ids=["L", "H"]
-)
-def test_the_real_models_have_as_many_parameters_as_transformers(config, expected):
-    with torch.device("meta"):
-        module = torch_clip(config)
-    tree = clip.shapes(CLIPModel(config))
-    count = sum(leaf.size for leaf in jax.tree.leaves(tree))
-    assert count == sum(p.numel() for p in module.parameters()) == expected
 
 
 def test_old_files_have_fields_in_a_second_object():
@@ -212,3 +103,139 @@ def test_pictures_of_another_size_and_long_texts_are_refused():
         jax.eval_shape(model.init, init, jnp.zeros((1, 32, 24, 3)), jnp.zeros((1, 9), jnp.int32))
     with pytest.raises(ValueError, match="max_position_embeddings"):
         jax.eval_shape(model.init, init, jnp.zeros((1, 24, 24, 3)), jnp.zeros((1, 10), jnp.int32))
+
+
+# ------------------------------------------------------------------------------------- preprocessing
+
+
+SIZES = [(37, 61), (90, 40), (17, 13), (24, 24)]
+
+
+def pictures(height: int, width: int) -> np.ndarray:
+    """Noise, which overshoots most, and a smooth picture."""
+    noise = np.random.default_rng(0).integers(0, 256, (2, height, width, 3), dtype=np.uint8)
+    smooth = Image.fromarray(noise[1, :5, :7]).resize((width, height), Image.Resampling.BICUBIC)
+    return np.stack([noise[0], np.asarray(smooth)])
+
+
+def oracle(size: int, **fields) -> CLIPImageProcessorPil:
+    return CLIPImageProcessorPil(
+        size={"shortest_edge": size}, crop_size={"height": size, "width": size}, **fields
+    )
+
+
+def pillows(images: np.ndarray, height: int, width: int, method: Image.Resampling) -> list:
+    """Pillow's pictures, rows first: since Pillow 13 it resizes the columns of very tall pictures first."""
+    wide = [Image.fromarray(image).resize((width, image.shape[0]), method) for image in images]
+    return [image.resize((width, height), method) for image in wide]
+
+
+@pytest.mark.parametrize(
+    ("size", "kind"), [*((size, "bicubic") for size in SIZES), ((37, 61), "bilinear")]
+)
+def test_bytes_equal_pillows(size, kind):
+    images = pictures(*size)
+    actual = resize_bytes(jnp.asarray(images), 24, 33, kind)
+    expected = pillows(images, 24, 33, Image.Resampling[kind.upper()])
+    assert actual.dtype == np.uint8
+    np.testing.assert_array_equal(actual, np.stack(list(map(np.asarray, expected))))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [(512, 512), (1024, 1024), (720, 1280), (1280, 720), (100, 64)])
+def test_bytes_equal_pillows_at_the_sizes_of_models(size):
+    images = pictures(*size)
+    actual = jax.jit(functools.partial(pil_crop, processor=Processor()))(images)
+    expected = np.stack(CLIPImageProcessorPil()(list(map(Image.fromarray, images))).pixel_values)
+    assert np.abs(actual - expected.transpose(0, 2, 3, 1)).max() < 1e-6
+
+
+def test_a_reduction_that_would_not_be_exact_is_refused():
+    with pytest.raises(ValueError, match="8000 pixels cannot be resized to 4"):
+        jax.eval_shape(
+            lambda x: resize_bytes(x, 4, 4, "bicubic"), np.zeros((1, 8000, 4, 3), np.uint8)
+        )
+
+
+@pytest.mark.parametrize("size", [(37, 61), (17, 13)])
+def test_the_processors_pictures_equal_transformers(size):
+    fields = {"resample": 2, "rescale_factor": 1 / 256, "image_mean": [0.1, 0.2, 0.3]}
+    fields["image_std"] = [0.5, 0.6, 0.7]
+    processor = oracle(24, **fields)
+    images = pictures(*size)
+    expected = np.stack(processor(list(map(Image.fromarray, images))).pixel_values)
+    actual = pil_crop(jnp.asarray(images), Processor.from_config(processor.to_dict()))
+    assert np.abs(actual - expected.transpose(0, 2, 3, 1)).max() < 1e-6
+
+
+def torch_resized(images: np.ndarray, height: int, width: int, kind: str) -> np.ndarray:
+    """As torchvision resizes tensors with antialiasing."""
+    x = torch.tensor(images.transpose(0, 3, 1, 2)) / 255
+    resize = torch.nn.functional.interpolate
+    y = resize(x, size=(height, width), mode=kind, antialias=True, align_corners=False)
+    return y.numpy().transpose(0, 2, 3, 1)
+
+
+# The last four: sizes after resizing, and the rows and columns that torchvision's CenterCrop leaves out, by hand.
+@pytest.mark.parametrize(
+    ("size", "resized", "top", "left"),
+    [
+        ((48, 48), (24, 24), 0, 0),
+        ((37, 61), (24, 39), 0, 8),  # round(7.5)
+        ((90, 40), (54, 24), 15, 0),
+        ((48, 50), (24, 25), 0, 0),  # round(0.5)
+        ((48, 54), (24, 27), 0, 2),  # round(1.5)
+    ],
+)
+def test_pictures_resized_as_tensors_equal_torchs(size, resized, top, left):
+    images = pictures(*size)
+    processor = Processor(edge=24, size=24)
+    actual = tensor_crop(jnp.asarray(images), processor, "bilinear")
+    cropped = torch_resized(images, *resized, "bilinear")[:, top : top + 24, left : left + 24]
+    expected = (cropped - np.asarray(processor.mean)) / np.asarray(processor.std)
+    assert np.abs(actual - expected).max() < 5e-5
+
+
+@pytest.mark.parametrize(
+    ("size", "resized", "top", "left"),
+    [
+        ((48, 48), (24, 24), 0, 0),
+        ((24, 24), (24, 24), 0, 0),
+        ((36, 61), (14, 24), 5, 0),  # round(14.16)
+        ((90, 40), (24, 11), 0, 6),  # round(10.67), 13 columns of bars
+    ],
+)
+def test_padded_pictures_are_black_beside_the_resized_one(size, resized, top, left):
+    images = pictures(*size)
+    processor = Processor(edge=24, size=24)
+    actual = tensor_pad(jnp.asarray(images), processor)
+    whole = np.zeros((2, 24, 24, 3))
+    rows, columns = slice(top, top + resized[0]), slice(left, left + resized[1])
+    whole[:, rows, columns] = torch_resized(images, *resized, "bicubic")
+    expected = (whole - np.asarray(processor.mean)) / np.asarray(processor.std)
+    assert np.abs(actual - expected).max() < 1e-4
+
+
+def test_a_folder_of_old_has_plain_numbers_and_defaults():
+    old = {"size": 30, "crop_size": 28, "resample": 3, "do_resize": True}
+    assert Processor.from_config(old) == Processor(edge=30, size=28)
+    assert Processor.from_config({}) == Processor.from_config(CLIPImageProcessorPil().to_dict())
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"do_center_crop": False}, "do_center_crop must be true"),
+        ({"resample": 1}, "resample must be 2"),
+        ({"size": {"height": 224, "width": 224}}, "size must give shortest_edge"),
+        ({"crop_size": {"height": 20, "width": 24}}, "crop_size must be a square"),
+        ({"crop_size": 300}, "crop_size 300 must be at most the shortest edge"),
+        ({"size": "224"}, "size must give"),
+        ({"image_mean": [0.5, 0.5]}, "image_mean must be three numbers"),
+        ({"image_std": [0.5, 0.5, 0]}, "image_std must be three numbers"),
+        ({"rescale_factor": None}, "rescale_factor must lie"),
+    ],
+)
+def test_an_unsupported_field_of_a_processor_is_named(config, words):
+    with pytest.raises(ValueError, match=words):
+        Processor.from_config(config)

@@ -8,8 +8,8 @@ from diffusers.pipelines.z_image.pipeline_z_image import get_default_z_image_sig
 from digen_jax.models.family import Size
 from digen_jax.models.zimage import network as zimage
 from tests.models.families import Pipeline, Variant, first, square
+from tests.models.folders import zimage_folder
 from tests.models.networks import Case, Flops, Network, padded
-from tests.models.zimage.folders import zimage_folder
 
 TINY = dict(in_channels=3, dim=32, n_layers=3, n_refiner_layers=2, n_heads=2, n_kv_heads=2)
 TINY |= dict(cap_feat_dim=12, norm_eps=0.05, rope_theta=20.0, t_scale=300.0)

@@ -1,25 +1,22 @@
-import contextlib
+"""Tokenizers of language models and of T5 against transformers'."""
+
 import dataclasses
 import json
 import re
-import subprocess
-import sys
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 import transformers
-from diffusers import Flux2KleinPipeline
 
 from digen_jax.models.text import tokenizers
-from digen_jax.models.text.language_model import LISTS, LanguageModel, LanguageModelConfig
+from digen_jax.models.text.clip_text import CLIPTextConfig
+from digen_jax.models.text.language_model import LanguageModelConfig
+from digen_jax.models.text.t5 import T5Config
 from digen_jax.models.text.tokenizers import longer, padded
-from tests.models import parity
+from examples.shapes.tokenizer import build_tokenizer
+from tests.models.sd3.t5_folders import backend, vocabulary, write_tokenizer
 from tests.models.text import tiny_tokenizer
-from tests.models.text.test_language_model import QWEN3, read_by, shapes, torch_module
-from tests.pipelines import ROOT
+from tests.models.text.test_language_model import QWEN3
 
 CONFIG = {**QWEN3, "vocab_size": 303}
 ENCODER = LanguageModelConfig.from_config(CONFIG)
@@ -41,10 +38,15 @@ def folders(tmp_path_factory):
 
 
 @pytest.mark.parametrize("files", ["tokenizer.json", "vocab.json"])
-@pytest.mark.parametrize("thinking", [True, False])
-def test_tokens_are_those_of_transformers(folders, files, thinking):
-    ours = tokenizers.read_language_model(folders[files], ENCODER, LENGTH, chats=True)
-    expected = transformers.AutoTokenizer.from_pretrained(folders["tokenizer.json"])
+@pytest.mark.parametrize(("thinking", "side"), [(True, "right"), (False, "left")])
+def test_tokens_are_those_of_transformers(folders, tmp_path, files, thinking, side):
+    """Cut at the side that the tokenizer names."""
+    new, old = (
+        changed(folders[name], tmp_path / name, "tokenizer_config.json", truncation_side=side)
+        for name in ("tokenizer.json", files)
+    )
+    ours = tokenizers.read_language_model(old, ENCODER, LENGTH, chats=True)
+    expected = transformers.AutoTokenizer.from_pretrained(new)
     texts = tokenizers.chat(ours, PROMPTS, thinking)
     thought = "" if thinking else "<think>\n\n</think>\n\n"
     by_hand = [
@@ -68,47 +70,6 @@ def test_tokens_are_those_of_transformers(folders, files, thinking):
     np.testing.assert_array_equal(alone, ids[:1])
 
 
-def test_embeddings_of_prompts_equal_the_pipelines_padding_included(folders, tmp_path):
-    """FLUX.2 klein's function, which stacks three states of all tokens; long prompts lose their first tokens."""
-    new, old = (
-        changed(folder, tmp_path / folder.name, "tokenizer_config.json", truncation_side="left")
-        for folder in folders.values()
-    )
-    module = parity.randomise(torch_module(CONFIG))
-    theirs = Flux2KleinPipeline._get_qwen3_prompt_embeds(
-        module,
-        transformers.AutoTokenizer.from_pretrained(new),
-        PROMPTS,
-        max_sequence_length=LENGTH,
-        hidden_states_layers=(1, 3, 4),
-    )
-    tokenizer = tokenizers.read_language_model(old, ENCODER, LENGTH, chats=True)
-    texts = tokenizers.chat(tokenizer, PROMPTS, thinking=False)
-    tokens = padded(tokenizer, texts, LENGTH)
-    ids = tokenizer(texts[2])["input_ids"]
-    assert len(ids) > LENGTH and tokens[0][2].tolist() == ids[-LENGTH:]
-    model = LanguageModel(ENCODER, (1, 3, 4))
-    params = parity.to_flax(read_by(module, model), shapes(model), LISTS)
-    with jax.default_matmul_precision("highest"):
-        states = jax.jit(model.apply)({"params": params}, *tokens)
-    actual = jnp.stack(states, axis=2).reshape(len(PROMPTS), LENGTH, -1)
-    assert parity.worst([actual], [theirs.detach().numpy()])[0] < 1e-5
-
-
-def test_no_torch_is_imported(folders):
-    code = (
-        "import pathlib, sys\n"
-        "from digen_jax.models.text import language_model, tokenizers as tokens\n"
-        "from digen_jax.models.text.tokenizers import padded\n"
-        f"config = language_model.LanguageModelConfig.from_config({CONFIG})\n"
-        f"tokenizer = tokens.read_language_model(pathlib.Path({str(folders['tokenizer.json'])!r}), config, 5, True)\n"
-        "padded(tokenizer, tokens.chat(tokenizer, ['a'], True), 5)\n"
-        "sys.exit('torch' in sys.modules)"
-    )
-    assert torch.__version__  # it is installed, so that it could be imported
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
-
-
 def changed(folder, path, name, **fields):
     """A copy of a folder with other fields in a JSON file; None removes one."""
     path.mkdir(exist_ok=True)
@@ -126,10 +87,7 @@ def changed(folder, path, name, **fields):
         ({"tokenizer_class": "GemmaTokenizer"}, "tokenizer_class must be one of .*GemmaTokenizer"),
         ({"tokenizer_class": None}, "tokenizer_class must be one of .*None"),
         ({"padding_side": "left"}, "padding_side must be 'right' and is 'left'"),
-        (
-            {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": None},
-            "pad_token is missing",
-        ),
+        ({"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": None}, "pad_token"),
     ],
     ids=str,
 )
@@ -137,15 +95,6 @@ def test_a_field_that_does_not_fit_is_named(folders, tmp_path, fields, message):
     folder = changed(folders["tokenizer.json"], tmp_path, "tokenizer_config.json", **fields)
     with pytest.raises(ValueError, match=rf"tokenizer_config\.json: {message}"):
         tokenizers.read_language_model(folder, ENCODER, LENGTH)
-
-
-@pytest.mark.parametrize(("tokens", "fits"), [(8, True), (9, False)])
-def test_prompts_must_fit_the_encoders_sliding_window(folders, tokens, fits):
-    encoder = dataclasses.replace(ENCODER, sliding_window=8)
-    expected = contextlib.nullcontext() if fits else pytest.raises(ValueError)
-    with expected as caught:
-        tokenizers.read_language_model(folders["tokenizer.json"], encoder, tokens)
-    assert fits or "sliding_window" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -157,11 +106,7 @@ def test_prompts_must_fit_the_encoders_sliding_window(folders, tokens, fits):
         ("tokenizer.json", "{}", "cannot be read"),
         ("chat_template.jinja", None, r"no chat template: chat_template\.jinja is missing"),
         ("chat_template.jinja", "{{ messages", "chat template in .* cannot be used"),
-        (
-            "chat_template.jinja",
-            "{{ raise_exception('no') }}",
-            "chat template in .* cannot be used",
-        ),
+        ("chat_template.jinja", "{{ raise_exception('no') }}", "chat template in .*"),
     ],
     ids=str,
 )
@@ -183,9 +128,7 @@ def test_a_template_is_only_needed_for_chats(folders, tmp_path):
 
 def test_more_tokens_than_the_encoder_has_are_refused(folders):
     encoder = LanguageModelConfig.from_config({**CONFIG, "vocab_size": 302})
-    with pytest.raises(
-        ValueError, match="ids up to 302, but vocab_size of its text encoder is 302"
-    ):
+    with pytest.raises(ValueError, match="vocab_size of its text encoder is 302"):
         tokenizers.read_language_model(folders["tokenizer.json"], encoder, LENGTH)
 
 
@@ -207,3 +150,80 @@ def test_another_models_tokenizer_is_refused(folders, tmp_path):
     large = dataclasses.replace(ENCODER, vocab_size=607)
     with pytest.raises(ValueError, match=r"has 303 tokens, but vocab_size .* is 607: they do not"):
         tokenizers.read_language_model(whole, large, LENGTH)
+
+
+# ------------------------------------------------------------------------------------------------ T5
+
+
+TEXTS = ["a photo of two blue squares", "schräg größer ☃", "a green star"]
+T5_PROMPTS = [
+    "a photo of two blue squares",
+    "",
+    "  ",
+    "a  green\tstar\n",
+    "Schräg ☃☃ unknown 日本",
+    "a photo of two blue squares and a green star above a photo of two squares",
+]
+PIECES = vocabulary(TEXTS)
+T5_LENGTH = 17
+
+
+@pytest.fixture(scope="module")
+def t5_folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(path, PIECES)
+    return path
+
+
+def t5_encoder(vocab_size: int = 60) -> T5Config:
+    return T5Config(vocab_size=vocab_size)
+
+
+def test_ids_are_those_of_the_vocabulary_cut_and_padded(t5_folder):
+    tokenizer = tokenizers.read_t5(t5_folder, t5_encoder())
+    ids, mask = padded(tokenizer, T5_PROMPTS, T5_LENGTH)
+    assert (ids.shape, ids.dtype, mask.dtype) == ((len(T5_PROMPTS), T5_LENGTH), np.int32, bool)
+    lengths = []
+    for row, attended, prompt in zip(ids, mask, T5_PROMPTS, strict=True):
+        words = backend(PIECES).encode(prompt).ids
+        expected = [
+            *words[: T5_LENGTH - 1],
+            1,
+        ]  # cut after the words, not after the token that ends them
+        lengths.append(len(words) + 1)
+        assert row.tolist() == expected + [0] * (T5_LENGTH - len(expected))
+        assert attended.tolist() == [place < len(expected) for place in range(T5_LENGTH)]
+    assert max(lengths) > T5_LENGTH and min(lengths) == 1 and len(set(lengths)) > 3
+    assert 2 in ids[4]
+    again, _ = padded(tokenizer, T5_PROMPTS[:1], 40)
+    np.testing.assert_array_equal(again[0, :T5_LENGTH], ids[0])
+
+
+def test_tokens_that_a_text_names_are_transformers(t5_folder):
+    tokenizer = tokenizers.read_t5(t5_folder, t5_encoder())
+    ids = padded(tokenizer, ["a <extra_id_0> star </s> a"], 8)[0][0].tolist()
+    a, star = ([piece for piece, _ in PIECES].index(piece) for piece in ("▁a", "▁star"))
+    extra = ids[1]
+    assert ids == [a, extra, star, 1, a, 1, 0, 0]
+    assert extra >= len(PIECES)  # the extra tokens are behind the vocabulary
+
+
+@pytest.mark.parametrize("size", [9, 100])
+def test_a_tokenizer_that_does_not_fit_is_named(t5_folder, size):
+    with pytest.raises(ValueError, match=f"vocab_size of its text encoder is {size}"):
+        tokenizers.read_t5(t5_folder, t5_encoder(size))
+
+
+def test_another_models_tokenizer_is_no_t5(t5_folder, tmp_path):
+    """A CLIP's: under its own name, and under that of a T5."""
+    build_tokenizer(TEXTS, 12).save_pretrained(tmp_path)
+    config = tmp_path / "tokenizer_config.json"
+    with pytest.raises(ValueError, match=r"tokenizer_class must be one of T5Tokenizer, .*'CLIPTok"):
+        tokenizers.read_t5(tmp_path, t5_encoder(900))
+    config.write_text(config.read_text().replace("CLIPTokenizer", "T5Tokenizer"))
+    with pytest.raises(ValueError, match=f"the tokenizer in {tmp_path} cannot be read"):
+        tokenizers.read_t5(tmp_path, t5_encoder(900))
+    config.write_text(config.read_text().replace("T5Tokenizer", "GemmaTokenizer"))
+    clip = CLIPTextConfig(vocab_size=900)
+    with pytest.raises(ValueError, match=r"tokenizer_class must be one of CLIPTokenizer, .*'Gemma"):
+        tokenizers.read_clip(tmp_path, clip)
