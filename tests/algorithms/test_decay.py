@@ -1,4 +1,3 @@
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -103,24 +102,6 @@ def test_an_average_that_counts_steps_is_flow_factorys(updates, interval):
             part = min(0.9, (1 + epoch) / (10 + epoch))
             expected = part * expected + (1 - part) * walk[(epoch + 1) * updates]
         assert ours == pytest.approx(expected, abs=1e-6 * np.abs(walk).max())
-
-
-def test_decayed_equals_float64():
-    rng = np.random.default_rng(0)
-    shapes = {"a": (3, 4), "b": {"c": (5,)}}
-    trees = [
-        jax.tree.map(
-            lambda s: jnp.asarray(rng.normal(size=s), jnp.float32),
-            shapes,
-            is_leaf=lambda s: isinstance(s, tuple),
-        )
-        for _ in range(2)
-    ]
-    ours = jax.jit(update_average)(*trees, 0.3)
-    expected = jax.tree.map(lambda o, c: 0.3 * np.float64(o) + 0.7 * np.float64(c), *trees)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), ours, expected
-    )
 
 
 def test_the_ends_are_exact():

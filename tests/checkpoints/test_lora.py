@@ -1,7 +1,6 @@
 import dataclasses
 import functools
 import json
-import pathlib
 import shutil
 
 import diffusers
@@ -16,7 +15,6 @@ import torch
 from diffusers.utils.state_dict_utils import convert_unet_state_dict_to_peft
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from peft.utils import get_peft_model_state_dict
 
 from digen_jax.checkpoints import folder, lora_files, tensors
 from digen_jax.checkpoints import lora as components
@@ -33,28 +31,7 @@ TOY = LoraConfig(rank=3, alpha=5.0, targets=r"linear_1|blocks\.\d+\.to_out\.0")
 
 @functools.cache
 def toy_params():
-    state = toy.TorchToy().state_dict()
-    stored = {
-        name: tensors.StoredTensor(pathlib.Path("memory"), Memory(tensor.numpy()))
-        for name, tensor in state.items()
-    }
-    return tensors.read_tree(stored, toy.template(), toy.LISTS)
-
-
-class Memory:
-    """An array that answers like a tensor in a file."""
-
-    def __init__(self, array):
-        self.array = array
-
-    def get_shape(self):
-        return list(self.array.shape)
-
-    def get_dtype(self):
-        return "F32"
-
-    def __getitem__(self, index):
-        return self.array[index]
+    return parity.to_flax(toy.TorchToy().state_dict(), toy.template(), toy.LISTS)
 
 
 # Of a pipeline with one component, "transformer".
@@ -105,19 +82,6 @@ def test_activations_are_those_of_merged_weights():
     expected = toy.output(merge(params, lora, TOY.scale))
     assert np.abs(expected - toy.output(params)).max() > 0.1
     np.testing.assert_allclose(apply_toy(params, lora), expected, atol=1e-5)
-
-
-def test_merged_weights_are_torchs():
-    module, lora = toy.TorchToy(), toy_lora()
-    factors = lora["blocks_0to2"]["to_out_0"]
-    with torch.no_grad():
-        for i in range(3):
-            update = torch.tensor(np.asarray(factors["a"][i] @ factors["b"][i])).T
-            module.blocks[i].to_out[0].weight += 5 / 3 * update
-    merged = merge(toy_params(), lora, TOY.scale)["blocks_0to2"]["to_out_0"]["kernel"]
-    for i in range(3):
-        expected = module.blocks[i].to_out[0].weight.detach().T
-        np.testing.assert_allclose(merged[i], expected, atol=1e-6)
 
 
 def test_a_fresh_lora_changes_nothing():
@@ -252,21 +216,6 @@ MODULES += ["add_q_proj", "add_k_proj", "add_v_proj"]
 LORA = LoraConfig(rank=3, alpha=7.0, targets=TARGETS)
 
 
-def test_the_familys_targets_are_the_layers_that_flow_grpos_script_adapts():
-    """The names are its `target_modules`; the last block updates no text, and has no `to_add_out`."""
-    names = ["add_k_proj", "add_q_proj", "add_v_proj", "to_add_out"]
-    names += ["to_k", "to_out.0", "to_q", "to_v"]
-    module = diffusers.SD3Transformer2DModel(**toy.SD3)
-    module.add_adapter(peft.LoraConfig(target_modules=[f"attn.{name}" for name in names]))
-    adapted = {name for name, part in module.named_modules() if hasattr(part, "lora_A")}
-    network = sd3.SD3Transformer(sd3.SD3Config.from_config(toy.SD3))
-    template = jax.eval_shape(network.init, KEY, *sd3_inputs())["params"]
-    templates, lists = {"transformer": template}, {"transformer": sd3.LISTS}
-    found = components.adapted_layers(templates, sd3.LORA_TARGETS, lists)
-    assert found == {"transformer": adapted}
-    assert not any("attn2" in name for name in adapted) and len(adapted) > 8
-
-
 @pytest.fixture(scope="module")
 def real(tmp_path_factory):
     """diffusers' SD3 transformer in a folder; ours, its parameters from there, a random LoRA."""
@@ -318,42 +267,11 @@ def pipeline(transformer) -> diffusers.StableDiffusion3Pipeline:
     return diffusers.StableDiffusion3Pipeline(transformer, scheduler, vae=None, **toy.ENCODERS)
 
 
-def test_diffusers_loads_our_lora_at_its_scale(real, tmp_path):
-    write_lora(tmp_path, real[3], LORA.alpha, sd3.LISTS)
-    pipe = pipeline(load(real[0]))
-    base = theirs(pipe.transformer)
-    pipe.load_lora_weights(tmp_path)
-    scales = {m.scaling["default_0"] for m in pipe.transformer.modules() if hasattr(m, "scaling")}
-    assert scales == {7 / 3}
-    tuned = theirs(pipe.transformer)
-    assert relative(base, tuned) > 0.1
-    assert relative(ours(real, real[3]), tuned) < 1e-5
-
-
 def test_diffusers_loads_merged_weights(real, tmp_path):
     path, _, params, lora = real
     merged = merge(params, lora, LORA.scale)
     folder.write_params(tmp_path, merged, sd3.LISTS, folder.read_json(path / "config.json"))
     assert relative(ours(real, lora), theirs(load(tmp_path))) < 1e-5
-
-
-def test_a_lora_that_diffusers_saved_is_read(real, tmp_path):
-    module = load(real[0])
-    config = peft.LoraConfig(r=3, lora_alpha=7, init_lora_weights=False, target_modules=MODULES)
-    module.add_adapter(config)
-    diffusers.StableDiffusion3Pipeline.save_lora_weights(
-        tmp_path,
-        transformer_lora_layers=get_peft_model_state_dict(module),
-        transformer_lora_adapter_metadata=module.peft_config["default"].to_dict(),
-    )
-    pipe = pipeline(load(real[0]))
-    pipe.load_lora_weights(tmp_path)
-    lora, rank, alpha = read_lora(tmp_path, real[2], sd3.LISTS)
-    assert (rank, alpha) == (3, 7)
-    assert jax.tree.map(jnp.shape, lora) == jax.tree.map(jnp.shape, real[3])
-    expected = theirs(pipe.transformer)
-    assert relative(expected, theirs(load(real[0]))) > 1e-2
-    assert relative(ours(real, lora), expected) < 1e-5
 
 
 @pytest.fixture(scope="module")
@@ -411,14 +329,8 @@ def test_an_initial_lora_with_other_settings_is_refused(real, pefts, tmp_path, c
     [
         (dict(rank=4), "rank 3, but config.lora.rank is 4"),
         (dict(alpha=3.0), "alpha 7, but config.lora.alpha is 3"),
-        (
-            dict(targets=r"transformer_blocks\.\d+\.attn\..*"),
-            r"does not match context_embedder and \d+ more",
-        ),
-        (
-            dict(targets=r"transformer_blocks\..*(attn2?|ff)\..*|context_embedder"),
-            r"matches transformer_blocks\.0\.ff\.\S+ and \d+ more",
-        ),
+        (dict(targets=r"transformer_blocks\.\d+\.attn\..*"), r"context_embedder and \d+ more"),
+        (dict(targets=r".*\.(attn2?|ff)\..*|context_embedder"), r"blocks\.0\.ff\.\S+ and \d+ more"),
     ],
 )
 def test_an_initial_lora_that_differs_from_the_config_is_refused(real, pefts, change, message):
@@ -505,11 +417,7 @@ LAYER = "transformer.blocks.1.to_out.0"
     ("change", "metadata", "message"),
     [
         ({f"{LAYER}.lora_B.weight": None}, {}, rf"{LAYER}.lora_B.weight .*\[8, 3\]"),
-        (
-            {f"{LAYER}.lora_A.weight": torch.zeros(3, 11)},
-            {},
-            rf"{LAYER}.lora_A.weight .*\[3, 11\], .*\[3, 12\]",
-        ),
+        ({f"{LAYER}.lora_A.weight": torch.zeros(3, 11)}, {}, rf"{LAYER}.lora_A.weight .*\[3, 11\]"),
         ({"transformer.nowhere.lora_B.weight": torch.zeros(8, 3)}, {}, "nowhere.lora_B.weight"),
         ({f"{LAYER}.lora_A.weight": torch.zeros(4, 12)}, {}, r"\[3, 4\]"),
         ({}, {"transformer.r": 8}, r" 8, .* rank 3"),

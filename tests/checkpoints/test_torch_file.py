@@ -1,4 +1,3 @@
-import io
 import os
 import pickle
 import struct
@@ -217,12 +216,3 @@ def test_what_is_no_state_dict_is_refused(tmp_path):
     for value, words in [([1], "a list"), ({}, "not tensors"), ({"a": 1}, "'a' is a int")]:
         with pytest.raises(ValueError, match=words):
             open_arrays(saved(tmp_path, value))
-
-
-def test_torch_reads_the_crafted_tensor_too():
-    """The operations above are those of torch.save."""
-    file = io.BytesIO()
-    torch.save(torch.arange(4, dtype=torch.float32), file)
-    with zipfile.ZipFile(file) as written:
-        (name,) = [name for name in written.namelist() if name.endswith("data.pkl")]
-        assert b"ctorch._utils\n_rebuild_tensor_v2\n" in written.read(name)

@@ -11,20 +11,10 @@ IMAGE = (2, 5, 6, 3)
 RUNS = {False: {"0to2": 3, "3": 1}, True: {"0to1": 2, "2to3": 2}}
 
 # A tiny SD3.5 with all three segments (0to1, 2to3, 4), and what a pipeline may be without.
-SD3 = {
-    "sample_size": 16,
-    "in_channels": 4,
-    "out_channels": 4,
-    "num_layers": 5,
-    "attention_head_dim": 8,
-    "num_attention_heads": 4,
-    "joint_attention_dim": 12,
-    "caption_projection_dim": 32,
-    "pooled_projection_dim": 10,
-    "pos_embed_max_size": 12,
-    "dual_attention_layers": (0, 1),
-    "qk_norm": "rms_norm",
-}
+SD3 = dict(sample_size=16, in_channels=4, out_channels=4, num_layers=5, attention_head_dim=8)
+SD3 |= dict(num_attention_heads=4, joint_attention_dim=12, caption_projection_dim=32)
+SD3 |= dict(pooled_projection_dim=10, pos_embed_max_size=12, dual_attention_layers=(0, 1))
+SD3 |= dict(qk_norm="rms_norm")
 ENCODERS = {f"{part}{i}": None for part in ("text_encoder", "tokenizer") for i in ("", "_2", "_3")}
 
 

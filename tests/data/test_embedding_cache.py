@@ -1,9 +1,6 @@
 import json
 import os
 import pathlib
-import signal
-import subprocess
-import sys
 import time
 
 import ml_dtypes
@@ -13,7 +10,6 @@ import pytest
 from digen_jax.data import embedding_cache
 from digen_jax.data.embedding_cache import HEADER, EmbeddingCache, models
 
-ROOT = pathlib.Path(__file__).parents[2]
 MODEL = {"weights": "abc", "states": [-2], "length": 512}
 OTHER = {**MODEL, "states": [9, 18, 27]}
 PLENTY = 10**9
@@ -202,43 +198,3 @@ def test_a_damaged_description_is_named(cache, tmp_path, metadata):
     for use in (lambda: reopened(tmp_path).missing(["a"]), lambda: models(tmp_path)):
         with pytest.raises(ValueError, match=str(path)):
             use()
-
-
-WRITE = """
-import sys
-from digen_jax.data.embedding_cache import EmbeddingCache
-from tests.data.test_embedding_cache import MODEL, PLENTY, of
-folder, last = sys.argv[1:]
-cache = EmbeddingCache(folder, MODEL, PLENTY)
-print("ready", flush=True)
-for block in range(int(last)):
-    texts = [f"prompt {block} {number}" * 100 for number in range(8)]
-    cache.add(of(*cache.missing(texts)) or of("nothing is missing"))
-foreign = {"torch", "tensorflow", "jax"} & {name.split(".")[0] for name in sys.modules}
-print(*foreign, flush=True)
-"""
-
-
-def writer(folder: pathlib.Path, last: int) -> subprocess.Popen:
-    command = [sys.executable, "-c", WRITE, str(folder), str(last)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-
-
-@pytest.mark.slow
-def test_concurrent_and_killed_writers_leave_complete_files(tmp_path):
-    """Three are killed at different times while another writes the same prompts."""
-    survivor = writer(tmp_path, 12)
-    for attempt in range(3):
-        victim = writer(tmp_path, 1000)
-        assert victim.stdout.readline() == "ready\n"
-        time.sleep(0.1 + 0.2 * attempt)
-        victim.send_signal(signal.SIGKILL)
-        victim.wait(timeout=60)
-    out, _ = survivor.communicate(timeout=300)
-    assert survivor.returncode == 0 and out.split() == ["ready"]
-    cache = reopened(tmp_path)
-    for block in range(12):
-        texts = [f"prompt {block} {number}" * 100 for number in range(8)]
-        assert cache.missing(texts) == []
-        assert_stored(cache, *texts)

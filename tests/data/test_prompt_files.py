@@ -41,10 +41,7 @@ def test_reads_the_text_rendering_prompts():
 
 def test_text_lines_lose_byte_order_mark_carriage_returns_and_outer_space(tmp_path):
     path = write(tmp_path, "p.txt", "\ufeff a cat \r\nein Käfig\u2028mit Umbruch\r\n\n \n")
-    assert read_prompt_file(path) == [
-        {"prompt": "a cat"},
-        {"prompt": "ein Käfig\u2028mit Umbruch"},
-    ]
+    assert read_prompt_file(path) == [{"prompt": "a cat"}, {"prompt": "ein Käfig\u2028mit Umbruch"}]
     path = write(tmp_path, "p.jsonl", '\ufeff{"prompt": "a"}\n\ufeff{"prompt": "b"}\n')
     assert read_prompt_file(path) == [{"prompt": "a"}, {"prompt": "b"}]
 

@@ -1,4 +1,3 @@
-import itertools
 import math
 
 import jax
@@ -6,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from digen_jax.diffusion import noising, sampling
 from digen_jax.diffusion.noising import (
     LogitNormalTimes,
     ScheduleTimes,
@@ -14,7 +12,7 @@ from digen_jax.diffusion.noising import (
     noised,
     noised_pairs,
 )
-from digen_jax.diffusion.sampling import image_keys, start_noise
+from digen_jax.diffusion.sampling import image_keys
 from digen_jax.diffusion.schedule import SchedulerConfig, make_sigmas
 
 SIGMAS = make_sigmas(SchedulerConfig(shift=3.0), 10)
@@ -40,20 +38,6 @@ def test_noised_equals_float64():
         a, b, s = (np.float64(array[i]) for array in (x0, noise, sigma))
         np.testing.assert_allclose(x[i], (1 - s) * a + s * b, rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(target[i], b - a, rtol=1e-5, atol=1e-6)
-
-
-def test_the_ends_are_the_image_and_the_noise():
-    x0, noise, _ = random_images(2)
-    np.testing.assert_array_equal(noised(x0, noise, jnp.zeros(2)).x, x0)
-    np.testing.assert_array_equal(noised(x0, noise, jnp.ones(2)).x, noise)
-
-
-def test_the_target_is_the_slope_of_x():
-    """So a step of the ODE with the target leads from one noise level to any other."""
-    x0, noise, sigma = random_images(5)
-    x, target = noised(x0, noise, sigma)
-    there = noised(x0, noise, 1 - sigma).x
-    np.testing.assert_allclose(x + (1 - 2 * sigma)[:, None, None] * target, there, atol=1e-6)
 
 
 def test_noised_is_float32_whatever_comes_in():
@@ -83,27 +67,6 @@ def test_noise_follows_the_documented_folds():
         np.testing.assert_array_equal(noise[i], jax.random.normal(key, SHAPE))
 
 
-def test_streams_do_not_collide():
-    """Numbers of different streams, and their draws, are independent."""
-    numbers = [
-        sampling.START,
-        sampling.TRANSITION,
-        noising.FORWARD_NOISE,
-        noising.TRAINING_TIMES,
-    ]
-    assert len(set(numbers)) == 4
-    keys, shape = keys_of([0, 1]), (3000,)
-    drawn = [start_noise(keys, shape)]
-    drawn += [forward_noise(keys, np.full(2, draw), shape) for draw in range(3)]
-    transition = jax.vmap(lambda key: jax.random.fold_in(key, sampling.TRANSITION))(keys)
-    for step in range(3):
-        noise_keys = jax.vmap(lambda key, step=step: jax.random.fold_in(key, step))(transition)
-        drawn.append(jax.vmap(lambda key: jax.random.normal(key, shape))(noise_keys))
-    correlation = np.corrcoef(np.concatenate(drawn))
-    assert np.abs(correlation - np.eye(14)).max() < 0.1
-    np.testing.assert_allclose(np.std(drawn[1]), 1, atol=0.05)
-
-
 def test_noise_and_times_do_not_depend_on_the_batch():
     images, draws = np.array([0, 1, 2, 3]), np.array([0, 3, 1, 1])
     order = np.array([2, 0])
@@ -114,23 +77,6 @@ def test_noise_and_times_do_not_depend_on_the_batch():
         whole = times.draw(keys_of(images), SIGMAS)
         part = jax.jit(lambda keys, times=times: times.draw(keys, SIGMAS))(keys_of(images[order]))
         np.testing.assert_allclose(whole[:, order], part, rtol=1e-6)
-
-
-def test_times_do_not_depend_on_the_mesh():
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), "data")
-    keys = keys_of([0, 1, 2, 3])
-    sharded = jax.device_put(keys, jax.sharding.NamedSharding(mesh, jax.P("data")))
-    for times in KINDS:
-        draw = jax.jit(lambda keys, times=times: times.draw(keys, SIGMAS))
-        np.testing.assert_allclose(draw(sharded), draw(keys), rtol=1e-6)
-
-
-@pytest.mark.parametrize("times", KINDS)
-def test_images_have_times_of_their_own(times):
-    drawn = np.asarray(times.draw(keys_of(range(20)), SIGMAS))
-    assert drawn.shape == (6, 20) and drawn.dtype == np.float32
-    for a, b in itertools.combinations(range(20), 2):
-        assert (drawn[:, a] != drawn[:, b]).any()
 
 
 def test_schedule_times_are_steps_of_the_sampler_without_repetition():

@@ -7,14 +7,11 @@ import numpy as np
 import pytest
 
 from digen_jax.diffusion.sampling import (
-    Transitions,
     check_window,
     flatten,
-    group_keys,
     image_keys,
     replay,
     sample,
-    select_steps,
     start_noise,
 )
 from digen_jax.diffusion.schedule import SchedulerConfig, make_sigmas
@@ -71,15 +68,6 @@ def test_an_image_is_the_same_in_any_batch(step, length):
     assert_images_equal(together, alone, np.array([3, 0]), np.array([0, 1]))
 
 
-def test_an_image_is_the_same_on_any_mesh():
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), "data")
-    keys = keys_of([0, 1, 2, 3])
-    sharded = jax.device_put(keys, jax.sharding.NamedSharding(mesh, jax.P("data")))
-    ours, theirs = run(sharded, FlowSde(0.7), 1, 3), run(keys, FlowSde(0.7), 1, 3)
-    assert len(ours.latents.sharding.device_set) == 4
-    assert_images_equal(ours, theirs, np.arange(4), np.arange(4))
-
-
 def test_randomness_follows_the_documented_folds():
     root, (serial, image) = jax.random.key(7), (5, 3)
     keys = image_keys(root, np.array([serial, 1, 2]), np.array([image, 0, 1]))
@@ -94,31 +82,6 @@ def test_randomness_follows_the_documented_folds():
         noise = (one.x_next - result.mean)[0] / result.std[0]
         expected = jax.random.normal(fold(fold(key, 1), i), SHAPE)
         np.testing.assert_allclose(noise, expected, rtol=0, atol=2e-5)
-
-
-def test_a_group_may_share_its_start_noise():
-    """Start noise is that of image 0, in any batch; all later noise is each image's own."""
-    root, serials = jax.random.key(7), np.array([5, 5, 9, 5, 2])
-    noise = start_noise(group_keys(root, serials), SHAPE)
-    assert noise.dtype == jnp.float32
-    fold = jax.random.fold_in
-    for serial, mine in zip(serials, noise, strict=True):
-        expected = jax.random.normal(fold(fold(fold(root, serial), 0), 0), SHAPE)
-        np.testing.assert_array_equal(mine, expected)
-    np.testing.assert_array_equal(start_noise(group_keys(root, serials[3:]), SHAPE), noise[3:])
-    assert np.abs(noise[0] - noise[2]).max() > 1 and np.abs(noise[0] - noise[4]).max() > 1
-    keys = image_keys(root, serials[:2], np.arange(2))
-    stored = sample(velocity, noise[:2], SIGMAS, FlowSde(0.7), keys, (1, 1)).transitions
-    np.testing.assert_array_equal(stored.x[0, 0], stored.x[0, 1])
-    correlation = np.corrcoef(np.asarray(stored.x_next - stored.x)[0].reshape(2, -1))[0, 1]
-    assert abs(correlation) < 0.9 and np.abs(stored.x_next[0, 0] - stored.x_next[0, 1]).max() > 0.5
-
-
-def test_every_image_has_noise_of_its_own():
-    noise = start_noise(keys_of([0, 1, 2, 3]), (50, 50))
-    assert noise.dtype == jnp.float32
-    correlation = np.corrcoef(np.asarray(noise).reshape(4, -1))
-    assert np.abs(correlation - np.eye(4)).max() < 0.1
 
 
 def test_window_stores_the_trained_transitions_only():
@@ -153,15 +116,6 @@ def test_without_a_window_it_is_the_ode():
     assert trajectory.transitions.x.shape == (0, 2, *SHAPE)
 
 
-def test_ode_reaches_the_analytic_end():
-    """dx/dsigma = k x from 1 to 0 multiplies x by exp(-k)."""
-    sigmas = np.linspace(1, 0, 2001, dtype=np.float32)
-    keys = keys_of([0, 1])
-    x = start_noise(keys, (3,))
-    end = sample(lambda x, sigma: 1.5 * x, x, sigmas, Ode(), keys, (0, 0)).latents
-    np.testing.assert_allclose(end, x * np.exp(-1.5), rtol=2e-3)
-
-
 @pytest.mark.parametrize(
     ("step", "store_dtype"), [*((step, jnp.float32) for step in SDES), (SDES[2], jnp.bfloat16)]
 )
@@ -176,35 +130,6 @@ def test_replay_gives_the_sampled_log_prob(step, store_dtype):
         other = flat._replace(**{shifted: getattr(flat, shifted) - 1e-3})
         log_prob = replayed(other, step).log_prob
         assert np.abs(log_prob - flat.log_prob).max() > 1e-5
-
-
-def test_flatten_pairs_every_image_with_its_sigma():
-    x = jnp.arange(2 * 3 * 4.0).reshape(2, 3, 4)
-    stacked = Transitions(x, x + 1, x[..., 0], jnp.array([0.9, 0.5]), jnp.array([0.5, 0.1]))
-    flat = flatten(stacked)
-    for i, (s, b) in enumerate(np.ndindex(2, 3)):
-        np.testing.assert_array_equal(flat.x[i], x[s, b])
-        np.testing.assert_array_equal(flat.x_next[i], x[s, b] + 1)
-        assert flat.log_prob[i] == x[s, b, 0]
-        assert flat.sigma[i] == stacked.sigma[s] and flat.sigma_next[i] == stacked.sigma_next[s]
-
-
-@pytest.mark.parametrize("means", [False, True])
-def test_every_image_keeps_its_own_steps(means):
-    stored = run(keys_of([0, 1, 2]), FlowSde(0.7), 1, 3, means=means).transitions
-    steps = np.array([[0, 1, 0], [2, 2, 1]])
-    own = select_steps(stored, jnp.asarray(steps))
-    flat = flatten(own)
-    for k, b in np.ndindex(2, 3):
-        for mine, all_steps in zip(own, stored, strict=True):
-            if all_steps is None:
-                assert mine is None and not means
-                continue
-            expected = all_steps[steps[k, b]]
-            expected = expected if expected.ndim == 0 else expected[b]
-            np.testing.assert_array_equal(mine[k, b], expected)
-        assert flat.sigma[3 * k + b] == stored.sigma[steps[k, b]]
-        np.testing.assert_array_equal(flat.x[3 * k + b], own.x[k, b])
 
 
 @pytest.mark.parametrize(("step", "store_dtype"), [(SDES[0], jnp.float32), (SDES[2], jnp.bfloat16)])
@@ -224,16 +149,6 @@ def test_means_are_stored_as_sampled_where_asked_for(step, store_dtype):
     one = jax.tree.map(lambda a: a[1], stored.transitions)
     np.testing.assert_array_equal(one.mean, mean[1])
     np.testing.assert_allclose(replayed(one, step).mean, one.mean, rtol=0, atol=2e-6)
-
-
-def test_replay_of_one_step_equals_replay_of_all():
-    transitions = run(keys_of([0, 1, 2]), FlowSde(0.7), 1, 3).transitions
-    whole = replayed(flatten(transitions), FlowSde(0.7))
-    for s in range(3):
-        one = jax.tree.map(lambda a, s=s: a[s], transitions)
-        part = replayed(one, FlowSde(0.7))
-        np.testing.assert_allclose(part.log_prob, whole.log_prob[3 * s : 3 * s + 3], atol=1e-6)
-        np.testing.assert_allclose(part.mean, whole.mean[3 * s : 3 * s + 3], atol=1e-6)
 
 
 def gaussian_velocity(variance, x, sigma):
@@ -302,12 +217,6 @@ def test_the_compiler_may_not_undo_the_rounding():
 def test_windows_that_cannot_be_trained(step, window, message):
     with pytest.raises(ValueError, match=message):
         check_window(step, SIGMAS, *window)
-
-
-def test_windows_that_can_be_trained():
-    check_window(FlowSde(0.7), SIGMAS, 0, 6)
-    check_window(DanceSde(0.7), SIGMAS, 5, 1)
-    check_window(Cps(0.8), SIGMAS, 0, 5)
 
 
 def test_refused():

@@ -76,10 +76,6 @@ def test_equals_diffusers(config, image_seq_len, spacing, num_steps):
     assert ours[-1] == 0
 
 
-def test_single_step():
-    np.testing.assert_array_equal(make_sigmas(SchedulerConfig(shift=3.0), 1), [1.0, 0.0])
-
-
 @pytest.mark.parametrize(
     ("config", "arguments", "message"),
     [

@@ -5,10 +5,9 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
-from examples.shapes.fit import FitSettings, _matrices, fit
+from examples.shapes.fit import FitSettings, fit
 from tests.metrics import metrics
 
 SETTINGS = FitSettings(
@@ -110,28 +109,6 @@ def test_stopped_and_started_again_it_ends_as_if_it_had_not(tmp_path, unbroken, 
         # A stage that is done is only read back.
         again = fit(start(), loss, lambda step: pytest.fail("it trains"), SETTINGS, tmp_path, KEY)
     jax.tree.map(np.testing.assert_array_equal, again, found)
-
-
-def test_muon_takes_the_matrices_between_hidden_layers():
-    kernel, scanned, conv = (jnp.zeros((2,) * n) for n in (2, 3, 4))
-    tree = {
-        "attn": {"kernel": kernel, "bias": jnp.zeros(2)},
-        "blocks_0to1": {"kernel": scanned, "scale": kernel},
-        "conv_in": {"kernel": conv},
-        "proj_out": {"kernel": kernel},
-        "pos_embed": {"proj": {"kernel": kernel}},
-        "embedding": kernel,
-    }
-    found = _matrices(tree)
-    assert found.pop("attn") == {
-        "kernel": optax.contrib.MuonDimensionNumbers(0, 1),
-        "bias": None,
-    }
-    assert found.pop("blocks_0to1") == {
-        "kernel": optax.contrib.MuonDimensionNumbers(1, 2),
-        "scale": None,
-    }
-    assert not jax.tree.leaves(found)
 
 
 def test_muon_learns_and_resumes(tmp_path):

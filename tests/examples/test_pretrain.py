@@ -88,20 +88,6 @@ def test_both_stages_learn(trained):
 
 
 @pytest.mark.slow
-def test_diffusers_runs_what_is_written(oracle):
-    images = oracle(
-        ["a photo of a red circle"] * 2,
-        num_inference_steps=2,
-        height=32,
-        width=32,
-        output_type="np",
-        generator=torch.manual_seed(0),
-    ).images
-    assert images.shape == (2, 32, 32, 3) and np.isfinite(images).all()
-    assert images.std() > 0.01
-
-
-@pytest.mark.slow
 def test_latents_have_mean_zero_and_variance_one(trained, oracle):
     images = torch.from_numpy(the_pool(trained).images.astype(np.float32) / 127.5 - 1)
     with torch.no_grad():
