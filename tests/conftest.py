@@ -90,7 +90,7 @@ LONGEST = (
     "parallel/test_axes.py",
     "data/test_precompute.py",
     "planning/test_memory.py",
-    "planning/test_fitting.py",
+    "planning/test_estimate.py",
     "examples/test_pretrain.py",
     "run/test_stopping.py",
     "run/test_hosts.py",

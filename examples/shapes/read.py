@@ -7,7 +7,7 @@ classes. This works at any image size.
 
 Measured on 200 images of the embedded model (half of them trained), labeled by eye with their prompts:
 the reader rejects 12 of 96 right ones and accepts 9 of 104 wrong ones; where the labeler was sure, 4 of 76 and 1 of
-84 (`tests/shapes/test_judged_pictures.py`). It still misses stars and rings that are small, blurred or tilted, which
+84 (`tests/examples/test_judged_pictures.py`). It still misses stars and rings that are small, blurred or tilted, which
 it reads as no shape or as another one, and flattened circles. It still accepts lumpy circles, triangles and hearts
 that a labeler would reject, and a shape with a small piece broken off.
 """

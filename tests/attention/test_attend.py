@@ -3,6 +3,7 @@
 import functools
 import re
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +16,7 @@ from digen_jax.attention.attend import attend, attend_jointly, on_each_device, p
 from digen_jax.attention.kernels import Target, current, on_device, on_mesh
 from digen_jax.parallel.mesh import make_mesh
 from tests.attention import oracle
-from tests.attention.cases import draw, error, gradients_of, weights
+from tests.attention.oracle import draw, error, gradients_of, weights
 
 EXACT = 1e-5
 
@@ -216,3 +217,22 @@ def test_a_target_ends_with_their_context():
     assert current() == Target()
     with on_mesh(make_mesh(jax.devices()[:1]), ("data",), "tensor", "sequence"):
         assert current().mesh is None
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_heads_are_normed_over_the_last_axis(dtype):
+    rng = np.random.default_rng(0)
+    x, direction = (jnp.asarray(3 * rng.normal(size=(2, 5, 4, 8)), dtype) for _ in range(2))
+    scale = jnp.asarray(rng.normal(size=8), jnp.float32)
+
+    def found(norm):
+        out, pullback = jax.vjp(norm, x, scale)
+        return out, *pullback(direction)
+
+    module = nn.RMSNorm(attending.EPSILON, dtype=dtype)
+    expected = found(lambda x, scale: module.apply({"params": {"scale": scale}}, x))
+    bound = 1e-6 if dtype == jnp.float32 else 2e-2
+    for a, b in zip(found(attending.normed), expected, strict=True):
+        assert a.dtype == b.dtype
+        a, b = (np.asarray(c, np.float64) for c in (a, b))
+        assert np.abs(a - b).max() < bound * np.abs(b).max()

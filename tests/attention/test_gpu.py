@@ -16,7 +16,7 @@ from digen_jax.planning.estimate import with_published_folder
 from digen_jax.planning.hardware import topology_devices
 from digen_jax.planning.programs import trace_gradient, trained_samples
 from tests.attention import oracle
-from tests.attention.cases import draw, error, gradients_of, weights
+from tests.attention.oracle import draw, error, gradients_of, weights
 from tests.attention.test_tpu import pairs
 from tests.test_configs import load
 

@@ -10,7 +10,7 @@ import pytest
 from digen_jax.attention import packed
 from digen_jax.attention.attend import HeadNorms, normed
 from tests.attention import oracle
-from tests.attention.cases import draw, error, gradients_of, weights
+from tests.attention.oracle import draw, error, gradients_of, weights
 
 BOUND = {jnp.float32: 1e-5, jnp.bfloat16: 0.02}
 
@@ -51,10 +51,7 @@ def test_the_kernel_and_its_gradients_are_attention_written_out(name, dtype):
 
 
 # (queries, keys, heads, width)
-NORMED = {
-    "a head in a tile": (130, 128, 2, 128),
-    "several blocks of queries": (600, 70, 2, 64),
-}
+NORMED = {"a head in a tile": (130, 128, 2, 128), "several blocks of queries": (600, 70, 2, 64)}
 
 
 @pytest.mark.parametrize(

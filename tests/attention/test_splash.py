@@ -13,7 +13,7 @@ from digen_jax.attention.attend import on_each_device
 from digen_jax.attention.kernels import Target
 from digen_jax.parallel.mesh import make_mesh
 from tests.attention import oracle
-from tests.attention.cases import draw, error, gradients_of, weights
+from tests.attention.oracle import draw, error, gradients_of, weights
 
 BOUND = {jnp.float32: 1e-5, jnp.bfloat16: 0.01}
 

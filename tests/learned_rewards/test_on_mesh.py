@@ -240,14 +240,21 @@ def test_invalid_settings_name_the_reward(files):
             on_mesh.read({3: asked}, group(data=1))
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("clip_score", "float32"), ("aesthetic", "bfloat16")])
-def test_without_files_the_published_networks_are_planned_with(name, dtype):
-    sizes = {"clip_score": 427_616_513, "aesthetic": 304_894_177}
-    settings = {"clip_score": dict(folder="o/x"), "aesthetic": dict(folder="o/x", head="x")}[name]
-    asked = RewardSettings(name, settings=settings | {"dtype": dtype})
+# The towers of openai/clip-vit-large-patch14, and of PickScore; the aesthetic score has no text tower.
+@pytest.mark.parametrize(
+    ("name", "dtype", "size"),
+    [
+        ("clip_score", "float32", 427_616_513),
+        ("pickscore", "float32", 986_109_441),
+        ("aesthetic", "bfloat16", 304_894_177),
+    ],
+)
+def test_without_files_the_published_networks_are_planned_with(name, dtype, size):
+    settings = dict(folder="o/x", dtype=dtype) | ({"head": "x"} if name == "aesthetic" else {})
+    asked = RewardSettings(name, settings=settings)
     (found,) = on_mesh.read_shapes({0: asked}, group(data=1))
     leaves = jax.tree.leaves(found.params)
-    assert sum(leaf.size for leaf in leaves) == sizes[name]
+    assert sum(leaf.size for leaf in leaves) == size
     assert {leaf.dtype.name for leaf in leaves if leaf.size > 2**20} == {dtype}
 
 

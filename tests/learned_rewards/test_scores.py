@@ -1,5 +1,6 @@
 """Each learned reward against its source's formula in torch, from the files to the score."""
 
+import pickle
 import subprocess
 import sys
 
@@ -13,6 +14,7 @@ from PIL import Image
 
 from digen_jax import learned_rewards
 from digen_jax.errors import ConfigError
+from digen_jax.learned_rewards.sanity_checks import image_pairs, prompt_pairs
 from digen_jax.learned_rewards.scorers import (
     OPEN,
     clean_prompt,
@@ -21,9 +23,10 @@ from digen_jax.learned_rewards.scorers import (
     open_hpsv2,
     open_pickscore,
 )
-from digen_jax.rewards import RewardSettings
+from digen_jax.rewards import Rewards, RewardSettings
 from digen_jax.rewards.built_in import resolve
-from tests.learned_rewards.folders import PROMPTS, SIZE, TOKENS, WIDTH, Files, pictures, write
+from digen_jax.rewards.sanity_check import run_sanity_checks
+from tests.learned_rewards.folders import PROMPTS, SIZE, TOKENS, Files, pictures, write
 
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
@@ -217,23 +220,40 @@ def test_surplus_and_missing_tensors_of_open_clip_are_named(files, tmp_path):
         open_hpsv2(tmp_path / "a.pt", files.clip).load()
     del state["transformer.resblocks.1.attn.in_proj_bias"]
     torch.save(state, tmp_path / "b.pt")
-    with pytest.raises(
-        ValueError, match=r"text_model.encoder.layers.1.self_attn.._proj.bias .* is missing"
-    ):
+    with pytest.raises(ValueError, match=r"layers.1.self_attn.._proj.bias .* is missing"):
         open_hpsv2(tmp_path / "b.pt", files.clip).load()
 
 
-def test_the_modules_with_open_clips_names_are_its_own(files):
-    """The oracle of HPSv2 against the package that it stands for."""
-    model = pytest.importorskip("open_clip.model", reason="open_clip is not installed")
-    visual = model.CLIPVisionCfg(layers=3, width=48, head_width=3, patch_size=8, image_size=SIZE)
-    vocabulary, width = files.hps_module.token_embedding.weight.shape
-    text = model.CLIPTextCfg(TOKENS, vocabulary, width=width, heads=16, layers=2)
-    clip = model.CLIP(WIDTH, visual, text).eval()
-    clip.load_state_dict(files.hps_module.state_dict())
-    generator = torch.Generator().manual_seed(0)
-    pixels = torch.randn(3, 3, SIZE, SIZE, generator=generator)
-    ids = torch.randint(1, vocabulary, (3, TOKENS), generator=generator)
-    with torch.no_grad():
-        image, words, _ = clip(pixels, ids)
-        torch.testing.assert_close((image * words).sum(-1), files.hps_module(pixels, ids))
+# ------------------------------------------------------------------------------------ sanity checks
+
+
+def test_prompt_pairs_show_the_right_prompt():
+    check = prompt_pairs(64)
+    assert check.images.shape == (8, 64, 64, 3) and check.images.dtype == np.uint8
+    assert check.prefers == ((0, 1), (2, 3), (4, 5), (6, 7)) and not check.verified
+    for right, wrong in check.prefers:
+        np.testing.assert_array_equal(check.images[right], check.images[wrong])
+        assert check.prompts[right] != check.prompts[wrong]
+    red = check.images[0]
+    assert check.prompts[0] == "a photo of a red circle"
+    assert red[32, 32, 0] > 200 > 50 > red[32, 32, 1] and np.ptp(red[2, 2].astype(int)) < 10
+    assert check.images[-1].std() > 20
+
+
+def test_image_pairs_have_one_prompt():
+    check = image_pairs(64)
+    assert check.prompts[0] == check.prompts[1] and check.prefers == ((0, 1),)
+    rough = [np.abs(np.diff(image.astype(int), axis=1)).mean() for image in check.images]
+    assert rough[0] < rough[1] / 2
+
+
+def test_a_learned_reward_is_named_in_a_config_and_its_weights_are_read_when_it_first_scores(
+    tmp_path,
+):
+    asked = RewardSettings("pickscore", settings={"folder": str(tmp_path), "batch": 2})
+    found = pickle.loads(pickle.dumps(resolve([asked])))
+    assert isinstance(found, Rewards)
+    with pytest.raises(ConfigError, match=f"reward 'pickscore' raised .*{tmp_path}"):
+        run_sanity_checks(found, found.score)
+    with pytest.raises(ConfigError, match="no setting 'foldr'; did you mean 'folder'"):
+        resolve([RewardSettings("pickscore", settings={"foldr": "x"})])

@@ -90,22 +90,6 @@ def test_where_parameters_are_split_they_are_gathered_and_rows_stay(at_once):
     np.testing.assert_allclose(found, network(kernels, rows), rtol=1e-5, atol=1e-5)
 
 
-def test_images_decoded_in_chunks_are_those_decoded_at_once():
-    config = toy.config(**toy.meshes((1, 2), (2, 2)))
-    whole, few = (
-        toy.system(config, family=toy.ToyFamily(decoded_pixels=count * 32 * 32))
-        for count in (100, 2)
-    )
-    weights = whole.rollout_weights(whole.start)
-    prompts = whole.sampler.encode(weights, said("red", "a blue"))
-    keys = jax.random.split(jax.random.key(0), 10)
-    rows = np.arange(10, dtype=np.int32) % 2
-    trajectory = whole.sampler.generate(weights, prompts, rows, keys)
-    at_once, in_three = (one.sampler.decode(weights, trajectory) for one in (whole, few))
-    assert in_three.sharding == at_once.sharding
-    np.testing.assert_array_equal(in_three, at_once)
-
-
 @pytest.mark.parametrize("prompts", [1, 7])
 def test_prompts_encoded_in_parts_are_those_encoded_at_once(prompts):
     config = toy.config(**toy.meshes((1, 4), (2, 2)))

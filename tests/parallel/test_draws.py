@@ -9,12 +9,12 @@ import pytest
 
 from digen_jax.diffusion.sampling import image_keys
 from digen_jax.diffusion.schedule import Window, random_timesteps
-from digen_jax.parallel.sampler import EncodedPrompts, SampleRng
+from digen_jax.parallel.sampler import SampleRng
 from digen_jax.runtime.training import TrainingExecutor
 from digen_jax.scheduling.commands import TRAINER, Generate
 from tests.cases import said
 from tests.parallel import chunks, toy
-from tests.parallel.test_collectives import sent_latents
+from tests.parallel.test_memory import sent_latents
 from tests.parallel.toy import receive
 
 pytestmark = pytest.mark.usefixtures("exact_and_split")
@@ -74,14 +74,6 @@ def test_at_every_place_a_moving_window_is_a_fixed_one_and_nothing_is_compiled_a
     assert toy.difference(seen[0][1], seen[1][1]) > 0.01
     _, system = moving
     assert system.sampler._generate._cache_size() == system.trainer._accumulate._cache_size() == 1
-
-
-def test_a_window_that_leaves_the_schedule_is_no_sampled_one():
-    _, system = one_device()
-    weights, rows = system.rollout_weights(system.start), np.zeros(8, np.int32)
-    keys = image_keys(jax.random.key(0), rows, rows)
-    with pytest.raises(ValueError, match="window"):
-        system.sampler.generate(weights, EncodedPrompts(None, None), rows, keys, start=3)
 
 
 def test_a_chunk_has_the_window_of_its_own_step_whoever_samples_it_and_when(monkeypatch):

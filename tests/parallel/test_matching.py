@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from digen_jax.algorithms.advantages import AdvantageSettings
 from digen_jax.algorithms.algorithm import OLD_POLICY_DECAYS, LinearDecay
 from digen_jax.diffusion.sampling import image_keys
 from digen_jax.parallel.accumulate import FinalImages
@@ -15,6 +16,8 @@ from digen_jax.parallel.sampler import EncodedPrompts
 from digen_jax.parallel.system import SampledImages
 from digen_jax.runtime import training
 from digen_jax.runtime.array_transfer import SyncedWeights
+from digen_jax.runtime.steps import Steps, StepScores
+from tests.algorithms.test_advantages import oracle
 from tests.parallel import toy
 from tests.parallel.chunks import LORA, adapted
 from tests.parallel.toy import receive
@@ -262,6 +265,50 @@ def test_without_the_policy_that_sampled_diffusion_nft_is_not_trained():
     parts = toy.system(config("diffusion_nft"), 1)
     with pytest.raises(ValueError, match="accumulate needs behavior"):
         parts.trainer.accumulate(toy.fresh(parts), parts.base, received(parts, slice(0, 12)), None)
+
+
+# ------------------------------------------------------------------------------ pairs of several rewards
+
+# Two rewards of which the first varies more. In the second group they cancel out, up to rounding; in the third
+# one only the second reward says anything.
+FIRST = np.float32([9.0, 5.0, 0.0, 1.0, 0.0, 0.0, 0.5, 0.5, 0.5, 3.0, 0.0, 1.0])
+SECOND = np.float32([0.1, 0.9, 0.3, 0.0, 1.0, 1.0, 0.2, 0.7, 0.1, 0.0, 0.4, 0.5])
+REWARDS = np.stack([FIRST, SECOND], axis=1)
+PAIRS = {
+    "rewards": AdvantageSettings(std="group", reward_weights=(1.0, 1.0)),
+    "gdpo": AdvantageSettings(std="group", combine="gdpo", reward_weights=(1.0, 1.0)),
+    "advantages": AdvantageSettings(std="global", combine="advantages", reward_weights=(1.0, 1.0)),
+}
+PAIRED = {"rewards": (0, 2, 3), "gdpo": (0, 2, 3), "advantages": (0, 1, 2, 3)}
+
+
+def chosen_pairs(name):
+    """By the advantages from the definitions in float64."""
+    return best_and_worst(oracle(PAIRS[name], REWARDS, ROWS.tolist()), PAIRED[name])
+
+
+@functools.cache
+def paired_system():
+    return toy.system(config("diffusion_dpo", micro=4, pack=2, chunk=6), 1)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_pairs_are_chosen_by_the_advantage_of_all_rewards(name):
+    """Of a step's two chunks, trained by a run's own executor."""
+    chosen, settings = chosen_pairs(name), PAIRS[name]
+    assert all(chosen_pairs(other) != chosen for other in PAIRS.keys() - {name})
+    parts = paired_system()._replace(advantages=settings)
+    steps = Steps(iter([toy.records(GROUPS)]), IMAGES, 6, parts.rng, 0)
+    state = parts.trainer.init(parameters("full")[0])
+
+    def part_of(cut):
+        return SampledImages(0, ROWS[cut], FinalImages(X0[cut], keys()[cut], SIGMAS), SIGMAS)
+
+    known = StepScores(steps[0], REWARDS, settings, np.ones(len(REWARDS), bool))
+    totals = toy.trained(parts, steps, state, known, PROMPTS, part_of)
+    gradient, sums = plain("diffusion_dpo", "full", "published", True, chosen=chosen)
+    assert toy.difference(totals.gradient, gradient) < 1e-5
+    assert float(totals.sums["weight"]) == sums["weight"]
 
 
 # ------------------------------------------------------------------------------ slow copies, versions

@@ -1,9 +1,7 @@
-import dataclasses
 import itertools
 from unittest import mock
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
@@ -50,16 +48,6 @@ def test_fsdp_splits_the_largest_axis_that_divides_and_leaves_small_ones_whole(m
             split = [i for i, name in enumerate(spec) if name is not None]
             assert [spec[i] for i in split] == ["fsdp"]
             assert shape[split[0]] == max(divisible)
-
-
-def test_after_replicate_no_rule_applies():
-    rules = (("attn/.*kernel$", "fsdp"), ("^attn", "replicate"), (".*", "fsdp"))
-    group = placed((4, 1), (2, 2), placement__rules=rules).trainer
-    large = jax.ShapeDtypeStruct((256, 128), jnp.float32)
-    shardings = group.params({"attn": {"q": {"kernel": large, "bias": large}}, "ff": large})
-    assert shardings["attn"]["q"]["kernel"].spec == PartitionSpec("fsdp")
-    assert shardings["attn"]["q"]["bias"].spec == PartitionSpec()
-    assert shardings["ff"].spec == PartitionSpec("fsdp")
 
 
 def test_a_parameter_without_a_rule_is_named():
@@ -158,15 +146,6 @@ def test_a_trainer_mesh_may_have_an_axis_for_time():
     assert make_placement(config.meshes, layout, jax.devices()[:1]).trainer.time == 1
 
 
-def test_colocated_a_sampler_splits_images_over_what_splits_time_in_training():
-    asked = timed((0, 1), (2, 2), 2)
-    found = make_placement(asked.meshes, Layout(asked.rules), jax.devices())
-    assert found.colocated
-    assert shape_of(found.rollout.mesh) == {"data": 4, "fsdp": 2}
-    assert local_shape(jax.device_put(np.zeros((8, 3)), found.rollout.batch)) == (1, 3)
-    assert found.describe() == "8 CPU devices for rollout and training in turn"
-
-
 @pytest.mark.parametrize(
     ("rollout", "field"), [(1, "config.placement.rollout.data"), (0, "config.placement.trainer")]
 )
@@ -180,7 +159,7 @@ def test_processes_of_one_job_sample_and_train_in_turn_on_all_devices(rollout, f
 def test_too_few_devices_are_refused(rollout, trainer):
     sizes = [data * fsdp for data, fsdp in (rollout, trainer)]
     with pytest.raises(
-        ConfigError, match=rf"^config\.placement\.rollout wants {sizes[0]} .*{sizes[1]}"
+        ConfigError, match=rf"^config\.placement\.rollout .*{sizes[0]} .*{sizes[1]}"
     ):
         placed(rollout, trainer)
     asked = toy.opened(toy.config(**toy.meshes(rollout, trainer))).placement
@@ -203,11 +182,3 @@ def test_fsdp_splits_every_parameter_on_both_meshes(tuning, monkeypatch):
 
 def moments(state):
     return [leaf for leaf in jax.tree.leaves(state.optimizer) if leaf.ndim]
-
-
-def test_a_batch_lies_split_over_all_devices():
-    group = placed((4, 1), (2, 2)).trainer
-    assert local_shape(jax.device_put(np.zeros((8, 3)), group.batch)) == (2, 3)
-    assert local_shape(jax.device_put(np.zeros((5, 8, 3)), group.batch_of_steps)) == (5, 2, 3)
-    assert local_shape(jax.device_put(np.zeros((5, 8)), group.replicated)) == (5, 8)
-    assert dataclasses.replace(group) == group

@@ -1,9 +1,10 @@
-"""The importance ratios of a first update: the trainer's program against the sampler's."""
+"""The importance ratios of a first update, and in bfloat16 of a second: the trainer's program against the sampler's."""
 
 import functools
 import pathlib
 import runpy
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +17,7 @@ from digen_jax.diffusion.sampling import TRANSITION, flatten, image_keys, replay
 from digen_jax.models.sd3.network import FROZEN, SD3Config, SD3Transformer
 from digen_jax.parallel.system import SampledImages
 from tests.cases import said
-from tests.parallel import toy
+from tests.parallel import chunks, toy
 from tests.parallel.toy import receive
 
 pytestmark = pytest.mark.usefixtures("exact_and_split", "optimised")
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("exact_and_split", "optimised")
 # A tenth of Flow-GRPO's own clip range, 1e-4. Used as the clip range itself, it makes the trainer's
 # clip_fraction the number of ratios that are further than this from 1.
 LIMIT = 1e-5
-KINDS = {"flow": (0.7, 8), "dance": (0.3, 8), "cps": (0.8, 7)}  # noise level, steps with noise
+STEPS = 8
 
 
 def attention_family(layers=1, **options):
@@ -64,14 +65,13 @@ def replaying(system):
 class Rollout:
     """A step's images, from a rollout worker of 4 to a trainer mesh of 2 x 2 and other batches."""
 
-    def __init__(self, kind):
-        noise, length = KINDS[kind]
+    def __init__(self):
         self.config = toy.config(
             **toy.meshes((4, 1), (2, 2)),
-            sampler__kind=kind,
-            sampler__noise_level=noise,
-            sampler__steps=8,
-            sampler__window=dict(first=0, length=length),
+            sampler__kind="flow",
+            sampler__noise_level=0.7,
+            sampler__steps=STEPS,
+            sampler__window=dict(first=0, length=STEPS),
             algorithm__clip_range=LIMIT,
         )
         self.system = toy.system(self.config, family=attention_family())
@@ -108,9 +108,9 @@ class Rollout:
         return x_next - std[..., None, None, None] * np.stack([noise(i) for i in range(len(std))])
 
 
-@pytest.fixture(scope="module", params=["flow"])
-def rolled(request, exact_and_split, optimised):
-    return Rollout(request.param)
+@pytest.fixture(scope="module")
+def rolled(exact_and_split, optimised):
+    return Rollout()
 
 
 def shifted(train_batch, step):
@@ -121,7 +121,7 @@ def shifted(train_batch, step):
 
 
 def test_the_first_updates_ratios_are_1(rolled):
-    assert rolled.transitions.log_prob.size == 8 * KINDS[rolled.config.sampler.kind][1]
+    assert rolled.transitions.log_prob.size == 8 * STEPS
     assert rolled.far_ratios(rolled.train_batch) == 0
     found = rolled.replay(rolled.train_batch)
     ratio = np.exp(found.log_prob - rolled.transitions.log_prob)
@@ -172,3 +172,112 @@ def test_rounding_is_far_below_grpo_guards_published_range(monkeypatch):
     found = np.stack(found)
     print(f"guard log-ratio: rms {np.sqrt((found**2).mean()):.1e}, max {np.abs(found).max():.1e}")
     assert np.abs(found).max() < 1e-6
+
+
+# ------------------------------------------------------------------------------ arithmetic in bfloat16
+
+
+def tiny(old_log_probs, **fields):
+    """A tiny SD3 transformer in bfloat16 around which a step is sampled: (system, state, experience)."""
+    remat = fields.pop("model__remat", "none")
+    c = toy.config(
+        precision__arithmetic="bfloat16",
+        algorithm__old_log_probs=old_log_probs,
+        trainer__updates=2,
+        trainer__pack=2,
+        **dict(sampler__chunk=4, trainer__micro_batch=4, algorithm__clip_range=1e-4) | fields,
+        **toy.meshes((0, 1), (1, 1)),
+    )
+    family = attention_family(dtype=jnp.bfloat16, remat=remat)
+    system = toy.system(c, 1, family)
+    state = toy.fresh(system)
+    prompts, (images, _) = toy.rollout(system, c, state.tuned)
+    advantages = np.linspace(-1, 1, 4, dtype=np.float32)
+    return system, state, receive(system, prompts, images, advantages)
+
+
+def spread(totals):
+    """(ratio_spread, over_spread_limit) of a gradient."""
+    sums = jax.device_get(totals.sums)
+    return [float(sums[name] / sums["weight"]) for name in ("ratio_spread", "over_spread_limit")]
+
+
+class Chain(nn.Module):
+    """A velocity from bfloat16 products and sums, of which a compiler may round only the last."""
+
+    @nn.compact
+    def __call__(self, x, sigma, context, pooled):
+        scale = self.param("scale", nn.initializers.normal(), (x.shape[-1],))
+        return chain(x.astype(jnp.bfloat16), scale.astype(jnp.bfloat16)).astype(jnp.float32)
+
+
+def chain(x, scale):
+    small = x * scale
+    y = small + x
+    return (y * y + small) * y
+
+
+def test_sampler_and_trainer_round_where_the_model_does():
+    c = toy.config(sampler__guidance=1.0, sampler__chunk=4, **toy.meshes((0, 1), (1, 1)))
+    system = toy.system(c, 1, toy.ToyFamily(Chain(), frozen={}))
+    state = toy.fresh(system)
+    prompts, (images, _) = toy.rollout(system, c, state.tuned)
+    t, step = jax.device_get(images.samples), system.sampler.settings.step
+    # numpy rounds every result.
+    half, scale, expected = (
+        np.dtype(jnp.bfloat16),
+        np.asarray(state.tuned["transformer"]["scale"]),
+        [],
+    )
+    for x, *rest in zip(t.x, t.x_next, t.sigma, t.sigma_next, strict=True):
+        found = []
+        for v in (chain(x.astype(half), scale.astype(half)), chain(x, scale)):
+            x_next, *sigmas = map(jnp.asarray, rest)
+            mean, std = step.mean_std(jnp.asarray(x), jnp.float32(v), *sigmas, images.sigmas[1])
+            found.append(step.log_prob(x_next, mean, std))
+        assert np.abs(found[0] - found[1]).max() > 1e-3
+        expected.append(found[0])
+    np.testing.assert_allclose(t.log_prob, expected, atol=1e-6)
+    given = images._replace(samples=images.samples._replace(log_prob=jnp.stack(expected)))
+    train_batch = receive(system, prompts, given, np.ones(4, np.float32))
+    mean, over = spread(system.trainer.accumulate(state, system.base, train_batch, None))
+    assert mean < 1e-6 and over == 0
+
+
+@pytest.mark.slow
+def test_the_second_updates_gradient_is_that_of_the_network_in_float32_but_for_rounding():
+    """By plain differentiation of PPO's clipped ratio in float32 and, for the ratios, float64.
+
+    Before the first update all ratios are 1: with a backward pass and without, with remat, and in smaller batches.
+    """
+    fields = dict(trainer__micro_batch=2, model__remat="blocks", trainer__learning_rate=1e-3)
+    system, state, train_batch = tiny("recomputed", algorithm__clip_range=0.2, **fields)
+    start = toy.fresh(system).tuned
+    totals = system.trainer.accumulate(state, system.base, train_batch, None, start)
+    mean, over = spread(totals)
+    assert mean < 2e-6 and over == 0
+    state, _ = system.trainer.update(state, totals)
+    found = system.trainer.accumulate(state, system.base, train_batch, None, start)
+    exact = toy.system(
+        toy.config(**toy.meshes((0, 1), (1, 1)), sampler__chunk=4), 1, attention_family()
+    )
+
+    program = replaying(exact).__wrapped__  # to be differentiated in one of its own
+
+    def log_probs(tuned):
+        return program(tuned, exact.base, train_batch).log_prob
+
+    @jax.jit
+    def pulled_back(tuned, weights):
+        return jax.vjp(log_probs, tuned)[1](weights)[0]
+
+    new, old = (np.float64(jax.jit(log_probs)(tuned)) for tuned in (state.tuned, start))
+    ratio = np.exp(new - old)
+    advantages = np.float64(train_batch.advantages)[None] + np.zeros(ratio.shape)
+    active = np.where(advantages > 0, ratio < 1.2, ratio > 0.8)
+    weights = np.float32(-advantages * ratio * active / ratio.size)
+    expected = pulled_back(state.tuned, weights)
+    assert np.abs(ratio - 1).max() > 0.01
+    assert toy.difference(chunks.mean(found), expected) < 0.05
+    got = float(found.sums["ratio_spread"]) / ratio.size
+    np.testing.assert_allclose(got, np.abs(ratio - 1).mean(), rtol=0.1)

@@ -1,15 +1,13 @@
 """The mesh axis that splits each dimension of a parameter."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
 
 from digen_jax.errors import ConfigError
 from digen_jax.families import load_family
-from digen_jax.models.family import NAMES, logical_axes
-from digen_jax.models.sd3 import network as sd3
+from digen_jax.models.family import NAMES
 from digen_jax.parallel.mesh import REPLICATED, Layout, axis_sizes
 from tests.parallel import toy
 from tests.pipelines import ROOT
@@ -68,26 +66,6 @@ def test_every_dimension_of_every_component_has_a_name_that_says_how_large_it_is
     assert sizes["text_encoder", "embed"] == {text.hidden_size}
     assert sizes["text_encoder", "vocab"] == {text.vocab_size}
     assert sizes["text_encoder", "mlp"] == {text.intermediate_size}
-
-
-def test_sd35_with_its_two_attentions_has_names_too():
-    network = sd3.SD3Transformer(
-        sd3.SD3Config(
-            sample_size=8, num_layers=2, attention_head_dim=8, num_attention_heads=4, qk_norm="rms_norm",
-            joint_attention_dim=16, caption_projection_dim=32, pooled_projection_dim=16, pos_embed_max_size=8,
-            dual_attention_layers=(0,),
-        )
-    )  # fmt: skip
-    x, vector = jnp.zeros((1, 8, 8, 16)), jnp.zeros((1, 16))
-    shapes = jax.eval_shape(
-        network.init, jax.random.key(0), x, jnp.ones(1), vector[:, None], vector
-    )["params"]
-    axes = logical_axes(shapes, sd3.AXES, sd3.LISTS)
-    block = axes["transformer_blocks_0"]
-    assert block["attn2"]["to_v"]["kernel"] == ("embed", "heads")
-    assert block["norm1"]["linear"]["bias"] == ("modulation",)
-    with pytest.raises(ValueError, match="new/kernel"):
-        logical_axes({"new": {"kernel": vector}}, sd3.AXES, sd3.LISTS)
 
 
 def specs(family, rules, monkeypatch, **sizes):

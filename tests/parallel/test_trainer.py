@@ -11,7 +11,7 @@ import pytest
 from digen_jax.parallel.accumulate import Totals
 from digen_jax.parallel.mesh import Layout
 from digen_jax.parallel.trainer import Trainer, TrainerSettings
-from tests.parallel import chunks, toy
+from tests.parallel import toy
 
 pytestmark = pytest.mark.usefixtures("exact_and_split")
 
@@ -120,19 +120,3 @@ def test_the_state_lies_as_the_rules_say_before_and_after_an_update():
 
 def local_shapes(array):
     return {shard.data.shape for shard in array.addressable_shards}
-
-
-def test_without_an_average_there_is_none():
-    state = make_trainer(ema=0.0).init({"kernel": np.ones((2, 2), np.float32)})
-    assert state.ema is None
-
-
-@pytest.mark.parametrize("tuning", ["full", "lora"])
-def test_what_the_family_never_trains_is_in_no_tree_of_the_state(tuning):
-    system = chunks.system(chunks.config(tuning, trainer__ema=0.9))
-    state = system.trainer.init(system.start)
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(state)]
-    assert len(paths) > 10 and not any("places" in path for path in paths)
-    places = chunks.start()["places"]
-    whole = system.policy.merged(toy.moved(state.tuned), system.base)
-    np.testing.assert_array_equal(whole["transformer"]["places"], places)

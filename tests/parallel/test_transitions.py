@@ -87,8 +87,7 @@ def with_wrong_stored():
 
 
 @pytest.mark.parametrize(
-    ("tuning", "old", "mesh"),
-    [("full", "recomputed", (2, 2, 1)), ("lora", "current", (1, 2, 2))],
+    ("tuning", "old", "mesh"), [("full", "recomputed", (2, 2, 1)), ("lora", "current", (1, 2, 2))]
 )
 def test_recomputed_and_current_log_probabilities_do_not_depend_on_the_stored_ones(
     tuning, old, mesh
@@ -172,7 +171,6 @@ def decoupled(a, new, old, noise, dt):
 
 
 METHODS = {
-    "flow_grpo": (flow_grpo, {}),
     "guard": (guard, dict(ratio="guard")),
     "flow_dppo": (flow_dppo, dict(surrogate="divergence", kl_threshold=THRESHOLD)),
     "cispo, velocity kl": (cispo, dict(surrogate="cispo", kl="velocity")),
@@ -243,7 +241,7 @@ def train_batch(parts, means=False):
 @pytest.mark.parametrize(
     ("name", "old"),
     [
-        *((name, "rollout") for name in METHODS if name not in ("flow_grpo", "capped noise")),
+        *((name, "rollout") for name in METHODS if name != "capped noise"),
         ("guard", "recomputed"),
         ("rejection", "recomputed"),
         ("capped noise", "recomputed"),  # the stored log-probabilities are of another kind of step
@@ -268,7 +266,8 @@ def test_the_gradient_is_that_of_single_transitions(name, old):
     if count < every:
         assert float(totals.sums["left_out"]) == every - count > 5
     assert_gradient(totals, expected)
-    assert toy.difference(chunks.mean(totals), plain("flow_grpo")[0]) > 1e-3
+    flow_grpos, _ = chunks.plain_of_stored("lora")
+    assert toy.difference(chunks.mean(totals), flow_grpos) > 1e-3
 
 
 def test_an_update_without_a_single_sample_is_one_without_a_gradient():

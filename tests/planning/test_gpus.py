@@ -7,7 +7,7 @@ import runpy
 import pytest
 
 from tests.pipelines import ROOT
-from tests.planning.gpus import BEGIN, DOC, END, PROGRAMS, PUBLISHED, published, table
+from tests.planning.gpus import BEGIN, DOC, END, PROGRAMS, PUBLISHED, published
 from tests.planning.test_tpu_slices import TINY, run
 from tests.tiny_runs import pipeline
 
@@ -38,19 +38,6 @@ def test_a_config_says_what_it_needs_on_h100s(name):
     most, gpus = re.search(r"H100s.* at most (\d+) GiB of each of (\d+)", text).groups()
     held = [float(cells[-4]) for config, _, n, cells in rows() if (config, n) == (name, gpus)]
     assert max(held) <= int(most)
-
-
-def test_recipes_with_the_same_numbers_share_a_row_of_the_table():
-    program = dict(arguments=9.5, temporaries=13.3, seconds=3.0, collectives={})
-    moved = program | {"collectives": {"all-reduce": [3, 0.075]}}
-    programs = dict.fromkeys(PROGRAMS, program) | {"train": moved}
-    one = dict(fits=True, held=24.0, programs=programs, auto="1 x 8 that sample and train", share=1)
-    found = {"a:x,8": one, "a:y,8": one, "b:8": {"error": "it is too long"}}
-    sizes = " | ".join(["9.5 + 13.3"] * len(PROGRAMS))
-    _, _, first, second = table(found).splitlines()
-    shown = "24.0 | 3, 3 | train: all-reduce 3 (0.075 GB) | 1 x 8 that sample and train (100% of the bound)"
-    assert first == f"| `a`: x, y | 8 | {sizes} | {shown} |"
-    assert second.startswith("| `b` | 8 | ") and "it is too long" in second
 
 
 @pytest.mark.gpu

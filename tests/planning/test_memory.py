@@ -3,8 +3,10 @@
 import dataclasses
 import json
 import math
+import shutil
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from ml_collections import ConfigDict
@@ -12,7 +14,7 @@ from ml_collections import ConfigDict
 from digen_jax.assemble import build, outline
 from digen_jax.config.load import complete, read_config
 from digen_jax.parallel.placement import RolloutAxes, TrainerAxes
-from digen_jax.parallel.system import SampledImages, make_train_batch, move_to_trainer
+from digen_jax.parallel.system import SampledImages, cast, make_train_batch, move_to_trainer
 from digen_jax.planning.memory import compiled_temporaries, model_footprint, temporary_bytes
 from digen_jax.planning.plan import make_problem, meshes
 from digen_jax.planning.programs import (
@@ -237,3 +239,40 @@ def test_parts_of_parameters_are_split_by_the_rules():
     rollout, trainer = meshes(problem, PoolLayout(1, 2, rollout=1, rollout_devices=2))
     assert trainer == TrainerAxes(data=1, fsdp=2, samples=True)
     assert rollout in (RolloutAxes(data=1, fsdp=2), RolloutAxes(data=2))
+
+
+# ---------------------------------------------------------------------------------- blocks are scanned
+
+
+def of_depth(base, path, layers):
+    """The tiny pipeline with more blocks and no weights."""
+    folder = path / f"{layers}-layers"
+    shutil.copytree(pipeline(base), folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    network = folder / "transformer" / "config.json"
+    network.write_text(json.dumps(json.loads(network.read_text()) | {"num_layers": layers}))
+    return folder
+
+
+def traced(base, folder, kind):
+    config = complete(tiny_config(base, kind))
+    config.model.update(folder=str(folder), remat="blocks")
+    config.placement.mode = "given"
+    config.placement.rollout.data = 0
+    train_config = read_config(config)
+    system = outline(train_config, jax.devices()[:1])
+    return {
+        "sampling": trace_generate(system, system.sampler, train_config, 8),
+        "gradient": trace_gradient(system, train_config, trained_samples(train_config)),
+        "update": system.trainer.trace_update(system.start),
+        "weights_version": cast.trace(system.start, jnp.dtype("bfloat16")),
+    }
+
+
+@pytest.mark.slow
+def test_programs_of_sixty_blocks_are_as_large_as_those_of_eight(base, tmp_path):
+    few, many = (traced(base, of_depth(base, tmp_path, layers), "lora") for layers in (8, 60))
+    for name in few:
+        texts = [len(of[name].lower().as_text()) for of in (few, many)]
+        assert texts[1] < 1.1 * texts[0], name
+    operations = [of["gradient"].lower().compile().as_text().count(" = ") for of in (few, many)]
+    assert operations[1] < 1.1 * operations[0]
