@@ -4,6 +4,7 @@ import dataclasses
 import math
 import pathlib
 from statistics import fmean
+from typing import Any, cast
 
 from benchmarks.comparison import Table, check_seeds, compare, workdir
 from digen_jax.config.load import load_config
@@ -26,7 +27,7 @@ class AsynchronyComparison:
 
         Seeds are treated as unpaired; because they share noise and prompts, the true error is smaller.
         """
-        (off, off_error), (on, on_error) = (row.gain for row in self.table.rows)
+        (off, off_error), (on, on_error) = (cast(Any, row.gain) for row in self.table.rows)
         return on - off, math.hypot(off_error, on_error)
 
     def describe(self) -> str:

@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import statistics
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from digen_jax.scheduling.settings import Costs, Settings
 from digen_jax.scheduling.simulator import Disturbance, WorkerLayout, simulate
@@ -99,7 +99,7 @@ def simulated(scenario: Scenario, size: Size, ratio: float, jitter: float, seed:
     chunks, images = scenario.chunks or size.chunks[lag], size.devices // len(workers)
     groups = chunks * len(workers)  # one chunk each
     fraction, passes = scenario.off_policy, PASSES // chunks
-    limits = dict(max_policy_lag=lag, max_off_policy_fraction=fraction)
+    limits: dict[str, Any] = dict(max_policy_lag=lag, max_off_policy_fraction=fraction)
     settings = Settings(1, groups, images, images, passes=passes, **limits)
     image = sum(worker.devices * worker.speed for worker in workers) / (groups * images)
     costs = Costs(generate * image, (1 - generate) * image, score_latency=scenario.latency)

@@ -14,7 +14,7 @@ import pathlib
 import time
 from collections.abc import Collection, Mapping, Sequence
 from statistics import fmean, stdev
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from matplotlib.figure import Figure
 
@@ -90,9 +90,9 @@ class Row:
     @property
     def learns(self) -> bool | None:
         """Whether the gain is at least 0.05 and more than two standard errors. None means that seeds are missing."""
-        if self.missing:
+        mean, error = self.gain or (0.0, None)
+        if self.missing or error is None:
             return None
-        mean, error = self.gain
         return mean >= GAIN and mean > ERRORS * error
 
     def as_json(self) -> dict[str, Any]:
@@ -102,7 +102,7 @@ class Row:
 
     def line(self) -> str:
         """Returns the row in Markdown, with means over the seeds."""
-        (mean, error), outcomes = self.gain, self.outcomes.values()
+        (mean, error), outcomes = self.gain or (0.0, None), self.outcomes.values()
         cells = [
             self.name,
             f"{mean:+.3f}" + ("" if error is None else f" ± {error:.3f}"),
@@ -163,7 +163,7 @@ def read_table(path: pathlib.Path) -> Table:
         raise ConfigError(
             f"{path} is no table of runs: its first line must be {','.join((*COLUMNS, *COSTS))}"
         )
-    outcomes = {}
+    outcomes: dict[tuple[str, str], dict[int, Outcome]] = {}
     with blame(f"{path}: "):
         for line in lines:
             runs = outcomes.setdefault((line["algorithm"], line["family"]), {})
@@ -295,18 +295,20 @@ def plot(rows: Sequence[Row], path: pathlib.Path) -> None:
     figure = Figure(figsize=(15, max(4.5, 1.2 + 0.24 * len(rows))), dpi=120, layout="constrained")
     *curves, dots = figure.subplots(1, 3, width_ratios=(1, 1, 1.1))
     curves[1].sharey(curves[0])
-    names = []
+    names: list[str] = []
     for number, (family, members) in enumerate(families.items()):
         style = dict(color=f"C{number}", marker="os^D"[number % 4])
         runs = [one.points for row in members for one in row.outcomes.values()]
-        columns = [Point(*zip(*column, strict=True)) for column in zip(*runs, strict=True)]
+        columns = [
+            Point(*cast(Any, zip(*column, strict=True))) for column in zip(*runs, strict=True)
+        ]
         mean, deviation = summary(columns)
         for axes, field in zip(curves, ("images", "seconds"), strict=True):
             x = [fmean(getattr(column, field)) for column in columns]
             axes.errorbar(
                 x, mean, deviation, label=f"{family} ({len(runs)} runs)", capsize=4, **style
             )
-        best_first = sorted(members, key=lambda row: -row.gain[0])
+        best_first = sorted(members, key=lambda row: -(row.gain or (0.0,))[0])
         gains, errors = zip(*(row.gain for row in best_first), strict=True)
         places = range(len(names), len(names) + len(members))
         errors = [one or 0.0 for one in errors]
@@ -326,7 +328,7 @@ def plot(rows: Sequence[Row], path: pathlib.Path) -> None:
 
 def summary(columns: Sequence[Point]) -> tuple[list[float], list[float]]:
     """Returns mean and standard deviation of the rewards at each point; each `Point` has one value per run."""
-    rewards = [column.reward for column in columns]
+    rewards: list[Any] = [column.reward for column in columns]
     return (
         [fmean(values) for values in rewards],
         [stdev(values) if len(values) > 1 else 0.0 for values in rewards],

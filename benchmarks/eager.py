@@ -6,7 +6,7 @@
 import dataclasses
 import pathlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from jaxtyping import Float, Float32, Int
@@ -127,7 +127,7 @@ class EagerLoop:
         for steps, rows, x, x_next, old, advantages in self._passes():
             new = self._log_prob(steps, x, x_next, self._guided(x, steps, rows))
             ratio = torch.exp(new - old)
-            clip = work.config.algorithm.clip_range
+            clip = cast(Any, work.config.algorithm).clip_range
             clipped = ratio.clamp(1 - clip, 1 + clip)
             loss = -torch.minimum(ratio * advantages, clipped * advantages)
             (loss.sum() / transitions).backward()

@@ -83,7 +83,7 @@ class FaultInjection:
         seen = {fault.kind for fault in self.faults}
         kinds = {k: v for k, v in self.kinds.items() if k not in seen} or self.kinds
         (kind,) = self._random.choices([*kinds], [weight for weight, _ in kinds.values()])
-        start = done = 0
+        start, done = 0.0, 0
 
         def inject() -> bool:
             nonlocal start, done

@@ -57,7 +57,7 @@ class Job:
         _adopt(True)
         self.workdir, self.starts = workdir, 0
         self._command = [sys.executable, *command, f"--workdir={workdir}"]
-        self._environment = {"PYTHONUNBUFFERED": "1"} | os.environ | environment
+        self._environment = {"PYTHONUNBUFFERED": "1", **os.environ, **environment}
         self._others = {one.pid for one in processes() if one.parent == os.getpid()}
 
     def start(self, *options: str) -> None:

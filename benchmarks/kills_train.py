@@ -65,7 +65,7 @@ class HashingProcess(RolloutProcess):
     def receive(self, weights_version: WeightsVersion) -> None:
         """Receives weights and writes their hash."""
         super().receive(weights_version)
-        weights = self._executor.weights.get(weights_version)
+        weights = self._sampling().weights.get(weights_version)
         if weights is not None:
             record(RECEIVED, weights_version, weights.tuned)
 
@@ -95,9 +95,10 @@ def record_weights() -> None:
         record(SENT, weights_version, tree if self._dtype is None else cast(tree, self._dtype))
         add(self, weights_version, tree, own)
 
-    SyncedWeights.add = added
+    SyncedWeights.add = added  # type: ignore[assignment, method-assign]
     kinds = dict(kind=HashingProcess, training_kind=HashingTrainingProcess)
-    RemoteWorkers.__init__ = partialmethod(RemoteWorkers.__init__, **kinds)
+    start = partialmethod(RemoteWorkers.__init__, **kinds)
+    RemoteWorkers.__init__ = start  # type: ignore[assignment, method-assign]
 
 
 if __name__ == "__main__":

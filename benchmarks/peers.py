@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from jaxtyping import Float, Float32, Int
 from benchmarks.eager import EagerLoop, Work
 from benchmarks.processes import Load, Process, Seconds, load_between, read_cores
 from digen_jax import assemble
+from digen_jax.algorithms.policy_gradient import PolicyGradient
 from digen_jax.checkpoints.lora import adapted_layers
 from digen_jax.config.load import fit_config
 from digen_jax.config.train_config import TrainConfig
@@ -141,7 +142,7 @@ def check(config: TrainConfig, rounds: int) -> TrainConfig:
             f"it compares with {missing[0]}, which is not installed: pip install -r requirements-dev.txt"
         )
     algorithm, precision = config.algorithm, config.precision
-    if algorithm.objective != "transitions":
+    if not isinstance(algorithm, PolicyGradient):
         raise ConfigError(
             f"config.algorithm.name = {algorithm.name!r} trains final images, but the eager loop a policy gradient: "
             "set it to 'policy_gradient'"
@@ -343,7 +344,7 @@ class Ours:
             rows=self._rows,
             advantages=_advantages(config.sampler.chunk),
             lora=lora,
-            empty=min(1, policy.family.null_tokens),
+            empty=min(1, cast(Any, policy.family).null_tokens),
             threads=len(os.sched_getaffinity(0)),
             gpu=_has_gpu(),
         )
@@ -357,10 +358,9 @@ def coefficients(
     step: ReverseStep, sigmas: Float[np.ndarray, "sigmas"], window: slice
 ) -> tuple[Float[np.ndarray, "steps"], ...]:
     """Returns (of_x, of_v, std) of each step of a schedule: `step` in the window, Euler steps elsewhere."""
-    sigmas = jnp.asarray(sigmas, jnp.float32)
-    count = len(sigmas) - 1
+    count, known = len(sigmas) - 1, jnp.asarray(sigmas, jnp.float32)
     zero, one = jnp.zeros(count), jnp.ones(count)
-    times = sigmas[:-1], sigmas[1:], sigmas[1]
+    times = known[:-1], known[1:], known[1]
     inside = np.zeros(count, bool)
     inside[window] = True
     rows = []

@@ -65,7 +65,7 @@ def expected_scores(
     """Returns the scores of `fingerprint`."""
     pairs = zip(images, prompts, strict=True)
     sums = [zlib.crc32(prompt.encode(), zlib.crc32(image.tobytes())) for image, prompt in pairs]
-    return np.float32([one % 2**BITS for one in sums])
+    return np.asarray([one % 2**BITS for one in sums], np.float32)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -190,7 +190,7 @@ def measure(
     """Drives the runtime through a run of waits; calls `on_step` after every step."""
     workers, costs = workers_of(work.problem, layout)
     settings = dataclasses.replace(settings_of(work.problem, layout), steps=run.length)
-    executors = WaitingExecutors(Waits(costs, settings, run.jitter, run.seed), workers)
+    executors: Any = WaitingExecutors(Waits(costs, settings, run.jitter, run.seed), workers)
     with (
         closing(RewardPool(alone("waits", score), 0)) as rewards,
         closing(Driver(executors, Scheduler(settings, GUESSED), rewards)) as driver,

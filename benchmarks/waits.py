@@ -43,7 +43,7 @@ class Waits:
             case Generate() | Decode() | Train():
                 work = command.chunk.step, command.chunk.index, getattr(command, "first", 0)
             case _:
-                work = command.serial
+                work = command.serial  # type: ignore[assignment]
         draw = random.Random(f"{self.seed} {command.kind} {work}").random
         return seconds_of(command, worker, self.costs, self.settings, self.jitter, draw)
 

@@ -342,7 +342,8 @@ def parameter_shapes(config: TrainConfig, family: Family) -> ParameterShapes:
     ahead = encoder_shapes(config, family) if is_precomputed(config, family) else {}
     others = {*shapes} - {*family.trained, *ahead} | {*family.decoders}
     frozen = {part: tree for part, tree in shapes.items() if part in others}
-    return ParameterShapes(tuned, *shapes_in_dtype((base, frozen), config.precision.frozen), ahead)
+    base, frozen = shapes_in_dtype((base, frozen), config.precision.frozen)
+    return ParameterShapes(tuned, base, frozen, ahead)
 
 
 def _around(

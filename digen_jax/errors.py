@@ -204,7 +204,7 @@ def check_metrics(metrics: Mapping[str, float]) -> None:
     wrong = {name: value for name, value in metrics.items() if not math.isfinite(value)}
     first = [name for name in ("loss", "gradient_norm", "update_norm") if name in wrong]
     if wrong:
-        name = (first or list(wrong))[0]
+        name = [*first, *wrong][0]
         raise DivergedError(f"{name} is {wrong[name]}")
 
 
@@ -264,7 +264,7 @@ def allowed_values(kind: type, path: str = "") -> Iterator[tuple[str, tuple[Any,
             yield name, get_args(hint)
         elif get_origin(hint) is Annotated:
             yield name, hint.__metadata__[0]
-        elif dataclasses.is_dataclass(plain):
+        elif isinstance(plain, type) and dataclasses.is_dataclass(plain):
             yield from allowed_values(plain, f"{name}.")
         elif plain is float:
             yield name, ANY

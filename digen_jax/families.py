@@ -4,7 +4,7 @@ import dataclasses
 import pathlib
 import pkgutil
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 
@@ -85,7 +85,7 @@ def editing(family: Family, source: Size) -> Family:
             "config.model.source_width to 0, or choose a model that edits"
         )
     with blame("config.model.source_height and config.model.source_width: "):
-        return dataclasses.replace(family, source=source)
+        return dataclasses.replace(cast(Any, family), source=source)
 
 
 def check_parts(family: Family, folder: pathlib.Path, parts: Iterable[str]) -> None:

@@ -6,7 +6,7 @@ import math
 import pathlib
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -231,7 +231,7 @@ def describe_computation(config: TrainConfig, family: Family, placement: Placeme
     )
 
 
-def _by_work(named: dict[str, str]) -> str:
+def _by_work(named: Mapping[str, str]) -> str:
     """Returns a name, or the names of each kind of work if they differ."""
     if len(set(named.values())) == 1:
         return next(iter(named.values()))

@@ -86,7 +86,7 @@ def _description(config: TrainConfig, folder: pathlib.Path, family: Family) -> d
     store = store_folder(config)
     found = [model for model in models(store) if known.items() <= model.items()]
     if len(found) == 1:
-        return found[0]
+        return dict(found[0])
     raise ConfigError(
         f"{folder / absent[0]} holds no weights, and {store} holds prompts that were encoded by "
         f"{len(found)} models that agree with this one: "

@@ -248,10 +248,11 @@ class TrainingRun:
         """Runs the steps after a checkpoint until the end or a signal; saves and returns the final checkpoint."""
         make, workers = functools.partial(self.driver, checkpoint), self.workers
         if workers is None:
-            driving, places = closing(make()), dict
+            driving: Any = closing(make())
         else:
             workers.step = checkpoint.done
-            driving, places = workers.driving(make, lambda: interrupt.requested), workers.places
+            driving = workers.driving(make, lambda: interrupt.requested)
+        places = dict if workers is None else workers.places
         with driving as driver, Status(self.workdir, driver.snapshot, places):
             try:
                 self.check_disk()
@@ -292,7 +293,8 @@ class TrainingRun:
     def driver(self, checkpoint: TrainCheckpoint, others: "Sequence[WorkerProxy]" = ()) -> Driver:
         """Builds the driver for the steps after a checkpoint; `others` are workers in other processes."""
         done, in_flight = checkpoint.done, checkpoint.in_flight
-        batches, transfer = self.draw_prompts(done), self.workers and self.workers.transfer
+        transfer: Any = self.workers and self.workers.transfer
+        batches = self.draw_prompts(done)
         executors = Executors(
             self.system, self.config, self.held_out, checkpoint, batches, transfer
         )

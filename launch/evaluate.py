@@ -207,7 +207,7 @@ def _guidances() -> list[float | None]:
         ) from error
     for guidance in guidances:
         check_range("--guidance", guidance, 0, 1000)
-    return guidances or [None]
+    return [*guidances] or [None]
 
 
 def _write(

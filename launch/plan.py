@@ -124,7 +124,7 @@ def _plan_topology(config: Any) -> None:
     from digen_jax.planning.fitting import fit_plan
     from digen_jax.planning.report import heading
 
-    target = open_target(_TOPOLOGY.value, config.placement.cpu_devices, _note)
+    target = open_target(str(_TOPOLOGY.value), config.placement.cpu_devices, _note)
     opened = with_published_folder(config)
     _note(heading(opened, target) + "\n")
     plan, fitting, calibration = fit_plan(opened, target, _note)
@@ -162,14 +162,14 @@ def _calibration(config: Any) -> Any:
     from digen_jax.policies import place_here, place_on_one_device
 
     shares = _TRAINER_SERIAL, _WORKER_SERIAL
-    serial = tuple(flag.value or 0.0 for flag in shares)
+    serial = _TRAINER_SERIAL.value or 0.0, _WORKER_SERIAL.value or 0.0
     if _MEASURE.value:
         place = place_on_one_device if config.placement.mode == AUTO else place_here
         return measured_costs(place(config), _note, serial)
     path = pathlib.Path(_COSTS.value)
     if path.is_dir():
         return read_run_costs(path, serial)
-    given = {flag.name: flag.value for flag in shares if flag.value is not None}
+    given: dict[str, Any] = {flag.name: flag.value for flag in shares if flag.value is not None}
     return dataclasses.replace(read_calibration(path), **given)
 
 

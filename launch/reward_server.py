@@ -9,7 +9,7 @@ import digen_jax.process.ctrl_c  # noqa: F401
 # isort: split
 import dataclasses
 import os
-from typing import Any
+from typing import Any, cast
 
 from absl import flags
 
@@ -37,7 +37,7 @@ _PROMPTS = define_path(
 _PATIENCE = flags.DEFINE_float("patience", 30, "Seconds to finish requests after SIGTERM.")
 _LIMITS = {
     field.name: (flags.DEFINE_float if field.type is float else flags.DEFINE_integer)(
-        field.name, field.default, field.metadata["help"]
+        field.name, cast(Any, field.default), field.metadata["help"]
     )
     for field in dataclasses.fields(Limits)
 }
@@ -48,7 +48,7 @@ def main() -> None:
     """Opens the port, checks the reward, and serves it until a signal arrives."""
     check_range("--processes", _PROCESSES.value, 1)
     check_range("--patience", _PATIENCE.value, 0)
-    limits = Limits(**{name: flag.value for name, flag in _LIMITS.items()})
+    limits = Limits(**{name: cast(Any, flag.value) for name, flag in _LIMITS.items()})
     limits.check()
     with server_packages():
         import python_multipart  # noqa: F401
@@ -100,7 +100,7 @@ def _sections() -> list[RewardSettings]:
             raise ConfigError(f"--settings={text} is no JSON: {error}") from error
         if not isinstance(settings[-1], dict):
             raise ConfigError(f'--settings={text} is no JSON object, such as {{"threads": 2}}')
-    names = _REWARD.value
+    names = _REWARD.value or []
     if len(settings) > len(names):
         raise ConfigError(f"--settings is given {len(settings)} times for {len(names)} rewards")
     settings += [{}] * (len(names) - len(settings))

@@ -135,12 +135,12 @@ def _source() -> Any:
     """Returns the size to which images are resized. None means unchanged."""
     from digen_jax.models.family import Size
 
-    sides = _SOURCE_HEIGHT.value, _SOURCE_WIDTH.value
-    if sides == (None, None):
+    height, width = _SOURCE_HEIGHT.value, _SOURCE_WIDTH.value
+    if height is width is None:
         return None
-    if None in sides:
+    if height is None or width is None:
         raise ConfigError("--source_height and --source_width are one size: give both or neither")
-    return Size(*sides)
+    return Size(height, width)
 
 
 def _texts() -> list[tuple[str, str]]:

@@ -69,7 +69,7 @@ def imported_modules() -> int:
         ]
         command = [sys.executable, "-c", COUNT.format(arguments=arguments)]
         run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    return int(re.search(r"^imported modules (\d+)$", run.stdout, re.MULTILINE)[1])
+    return int(re.findall(r"^imported modules (\d+)$", run.stdout, re.MULTILINE)[0])
 
 
 def main() -> None:

@@ -94,7 +94,7 @@ class Array(NamedTuple):
         """Number of bytes without the padding of its layout."""
         bits = {"pred": 8, "token": 0, "opaque": 0}.get(self.dtype)
         if bits is None:
-            bits = int(re.search(r"\d+", self.dtype)[0])
+            bits = int(re.findall(r"\d+", self.dtype)[0])
         return -(-math.prod(self.shape) * bits // 8)
 
 
@@ -184,7 +184,7 @@ def parse(text: str) -> tuple[Computations, str]:
     Raises:
       ValueError: the text has no entry, or a line that is not an instruction.
     """
-    computations, entry, name, lines = {}, None, None, []
+    computations, entry, name, lines = {}, None, None, list[str]()
     for line in text.splitlines():
         if name is None:
             if (head := _HEAD.match(line)) and not line.startswith("HloModule"):
@@ -204,7 +204,7 @@ def parse(text: str) -> tuple[Computations, str]:
 
 
 def _instruction(line: str) -> Instruction:
-    begin = _BEGIN.match(line)
+    begin: Any = _BEGIN.match(line)
     rest = line[begin.end() :]
     kind = next(_split(rest, " "))
     rest = rest[len(kind) :].lstrip()
@@ -216,7 +216,7 @@ def _instruction(line: str) -> Instruction:
     attributes = rest[len(given) :]
     given = re.sub(r"/\*.*?\*/", "", given.strip()[1:-1])
     if opcode in ("constant", "parameter"):
-        operands = (given.strip(),)
+        operands: tuple[str, ...] = (given.strip(),)
     else:
         # The last word of each, because some versions print the type before it.
         parts = (part.split() for part in _split(given, ","))
@@ -257,7 +257,7 @@ class Frame:
 
     computations: Computations
     computation: Computation
-    caller: "Frame | None" = None
+    caller: Any = None
     call: Instruction | None = None
     state: dict[int, int] | None = None
 
@@ -559,7 +559,7 @@ def report(name: str, found: Cycles, count: int = 10) -> str:
         share = f"{item.total / everything:.1%}"
         rows.append([item.name, str(item.times), f"{item.total:.4g}", share, item.layer])
     lines += [aligned(rows), ""]
-    modules: Counter[str] = Counter()
+    modules: Any = Counter()
     for item in found.items:
         modules[module_of(item.layer)] += item.total
     rows = [["modules of all blocks, all passes", "s", "share"]]
@@ -596,4 +596,4 @@ if __name__ == "__main__":
     CONFIG = config_file("config", None, "A configs/*.py file.")
     TOPOLOGY = flags.DEFINE_string("topology", None, "A TPU slice, such as v5p:2x2x1.")
     flags.mark_flags_as_required(["config", "topology"])
-    run_main(lambda: main(CONFIG.value, TOPOLOGY.value))
+    run_main(lambda: main(CONFIG.value, str(TOPOLOGY.value)))

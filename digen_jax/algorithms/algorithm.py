@@ -71,11 +71,11 @@ class EmaDecay:
     unit: EmaUnit = "update"
     step_updates: int = 1  # optimizer updates of a training step
 
-    def at(self, updates: Int[ArrayLike, ""]) -> float | Float[Array, ""]:
+    def at(self, updates: int | Int[Array, ""]) -> float | Float[Array, ""]:
         """Returns the decay after `updates` updates; between two mixings 1, which leaves the average unchanged."""
         parts = self.step_updates if self.unit == "step" else 1
         n = updates // parts - 1 if self.unit == "step" else updates
-        decay = self.decay
+        decay: float | Array = self.decay
         if self.warm_up:
             decay = jnp.minimum(decay, (1 + n) / (10 + n))
         decay = decay**self.repeats
@@ -133,9 +133,8 @@ class Algorithm:
     supports_early_training: ClassVar[bool] = False  # its loss can be linear in the advantages
     samples_from_copy: ClassVar[bool] = False  # its slow copy is the behavior policy
     stores_means: bool = False  # the sampler must store the means of x_next
-    needs_full_trajectories: bool = (
-        False  # one call of the loss needs all trained steps of an image
-    )
+    # one call of the loss needs all trained steps of an image
+    needs_full_trajectories: bool = False
     set_steps: int = 0  # of a fixed set that the policy before tuning samples; 0: no set
     times: Times | None = None  # noise levels of "matching"
 

@@ -66,9 +66,8 @@ class AWM(Matching):
     # largest distance from 1 to which rounding may move 99% of the ratios before the first update, as a share of
     # the distance to their bound; a run stops beyond it
     spread_limit: PositiveFloat = SPREAD_LIMIT
-    guidance: NonNegativeFloat = (
-        1.0  # guidance scale in training, at most 1: none; 0: the sampler's
-    )
+    # guidance scale in training, at most 1: none; 0: the sampler's
+    guidance: NonNegativeFloat = 1.0
     reference_guidance: NonNegativeFloat = 1.0  # guidance scale of the reference; 0: as `guidance`
     times: LogitNormalTimes = TIMES
 
@@ -105,8 +104,7 @@ class AWM(Matching):
         old = None
         if v.behavior is not None:
             old = matching_log_prob(self, v.behavior, samples.target, samples.sigma)
-        _, _, *inputs = samples
-        return awm_loss(self, v.trained, *inputs, old, v.reference, v.copy)
+        return awm_loss(self, v.trained, *samples[2:], old, v.reference, v.copy)
 
 
 def matching_log_prob(

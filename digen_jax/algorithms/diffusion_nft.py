@@ -47,18 +47,16 @@ class DiffusionNFT(Matching):
     config_defaults: ClassVar[dict] = dict(reference_guidance=0.0)
     samples_from_copy: ClassVar[bool] = True  # the old policy, which samples
 
-    beta: PositiveFloat = (
-        1.0  # the trained policy's share in the positive one; 1 / beta is the guidance
-    )
+    # the trained policy's share in the positive one; 1 / beta is the guidance
+    beta: PositiveFloat = 1.0
     adv_clip: PositiveFloat = 5.0  # the advantage whose reward probability is 1
     advantage_mode: AdvantageMode = "all"  # which advantages become probabilities, and how
     kl_coefficient: NonNegativeFloat = 1e-4  # weight of the KL to the model before tuning; 0: no KL
     # the smallest mean |x0_hat - x0| by which the error is divided
     weight_floor: PositiveFloat = 1e-5
     decay_type: Literal[0, 1, 2] = 1  # how the old policy follows: 0 at once, 1 faster than 2
-    guidance: NonNegativeFloat = (
-        1.0  # guidance scale in training, at most 1: none; 0: the sampler's
-    )
+    # guidance scale in training, at most 1: none; 0: the sampler's
+    guidance: NonNegativeFloat = 1.0
     reference_guidance: NonNegativeFloat = 1.0  # guidance scale of the reference; 0: as `guidance`
     times: ScheduleTimes = TIMES
 

@@ -264,7 +264,7 @@ class PolicyGradient(Algorithm):
         to_sampler = jnp.exp(jax.lax.stop_gradient(samples.log_prob) - samples.stored_log_prob)
         policy_loss, distance, outside = self._surrogate(samples, log_ratio)
         policy_loss = correction * policy_loss
-        terms = {
+        terms: dict = {
             "loss": policy_loss,
             "policy_loss": policy_loss,
             "ratio": to_sampler,
@@ -276,7 +276,7 @@ class PolicyGradient(Algorithm):
             terms |= spread_terms(distance, self.ratio_bound, self.spread_limit)
         if self.decoupled:
             terms["importance_weight"] = correction
-        if self.kl_coefficient:
+        if samples.kl is not None and self.kl_coefficient:
             terms |= {"loss": policy_loss + self.kl_coefficient * samples.kl, "kl": samples.kl}
         sums = {name: weighted_sum(weight, term) for name, term in terms.items()}
         if "left_out" in self.terms:

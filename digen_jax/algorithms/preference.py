@@ -40,13 +40,11 @@ class DiffusionDPO(Matching):
     images_per_sample: ClassVar[int] = 2
     ranks: ClassVar[bool] = True
 
-    beta: PositiveFloat = (
-        100.0  # the inverse temperature of the preference; the paper's beta T omega
-    )
+    # the inverse temperature of the preference; the paper's beta T omega
+    beta: PositiveFloat = 100.0
     set_steps: Count = 0  # offline: number of steps whose images form the fixed set; 0: online
-    guidance: NonNegativeFloat = (
-        1.0  # guidance scale in training, at most 1: none; 0: the sampler's
-    )
+    # guidance scale in training, at most 1: none; 0: the sampler's
+    guidance: NonNegativeFloat = 1.0
     reference_guidance: NonNegativeFloat = 1.0  # guidance scale of the reference; 0: as `guidance`
     times: LogitNormalTimes = TIMES
 

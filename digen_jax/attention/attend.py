@@ -160,7 +160,7 @@ def attend_jointly(
     kernel = XLA
     if not causal:
         keys, groups = sum(stream.shape[1] for stream in k), k[0].shape[2]
-        heads = Heads(*first.shape[2:], log_weights is not None, groups, keys)
+        heads = Heads(first.shape[2], first.shape[3], log_weights is not None, groups, keys)
         heads = heads.split(target.parts(target.heads, target.tokens))
         kernel = choose(target.kernel, target.device, first.dtype, heads)
     if norms is not None and kernel != PACKED:
@@ -195,14 +195,14 @@ def _whole(
 
         return packed.attend(q, k, v, lengths, log_weights, norms)
     sizes = [stream.shape[1] for stream in q]
-    arrays = (a[0] if len(a) == 1 else jnp.concatenate(a, axis=1) for a in (q, k, v))
+    of_q, of_k, of_v = (a[0] if len(a) == 1 else jnp.concatenate(a, axis=1) for a in (q, k, v))
     if kernel in (SPLASH, CUDNN):
         from digen_jax.attention import flash
 
         library = flash.splash if kernel == SPLASH else flash.cudnn
-        out = library(*arrays, lengths, log_weights)
+        out = library(of_q, of_k, of_v, lengths, log_weights)
     else:
-        out = _xla(*arrays, lengths, log_weights, causal, most_scores)
+        out = _xla(of_q, of_k, of_v, lengths, log_weights, causal, most_scores)
     if len(sizes) == 1:
         return (out,)
     return tuple(jnp.split(out, list(itertools.accumulate(sizes))[:-1], axis=1))
@@ -259,7 +259,7 @@ def on_each_device(
     v: Streams,
     lengths: Int[Array, "b"] | None,
     norms: HeadNorms | None = None,
-) -> Streams:
+) -> tuple[Array, ...]:
     """Runs `attend` on each device's shard of rows and heads, because XLA cannot partition a kernel.
 
     A mesh axis that does not divide the rows, or the heads of queries and keys, is not used for sharding: its devices
@@ -275,13 +275,14 @@ def on_each_device(
     if parts > 1:
         of_k = [stream.shape[1] for stream in k]
         attend = functools.partial(_exchanged, attend, target.tokens, sizes, of_k)
+    q, k, v = (tuple(_divisible(a, parts) for a in streams) for streams in (q, k, v))
     out = jax.shard_map(
         attend,
         mesh=mesh,
         in_specs=(spec, spec, spec, PartitionSpec(rows), PartitionSpec()),
         out_specs=spec,
         check_vma=False,  # a kernel does not declare over which axes its results vary
-    )(*(tuple(_divisible(a, parts) for a in streams) for streams in (q, k, v)), lengths, norms)
+    )(q, k, v, lengths, norms)
     return tuple(a[:, :size] for a, size in zip(out, sizes, strict=True))
 
 

@@ -332,7 +332,7 @@ def newest_complete(folder: Path) -> tuple[int | None, list[int]]:
     Raises:
       ConfigError: There are checkpoints, but none is complete.
     """
-    damaged = {}
+    damaged: dict[int, str] = {}
     for step in reversed(saved_steps(folder)):
         checkpoint = folder / str(step)
         wrong = find_damage(checkpoint) or _missing_stamp(checkpoint)

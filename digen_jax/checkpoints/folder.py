@@ -194,7 +194,7 @@ def read_params(
     lists: tuple[str, ...],
     shardings: Any = None,
     dtype: DTypeLike | None = None,
-    ignore: tuple[str, ...] = (),
+    ignore: Sequence[str] = (),
     rename: Callable[[str], str] | None = None,
 ) -> dict[str, Any]:
     """Reads the parameters of a component folder. Each device reads only its own shards.
@@ -221,7 +221,7 @@ def check_params(
     folder: Folder,
     template: Tree,
     lists: tuple[str, ...],
-    ignore: tuple[str, ...] = (),
+    ignore: Sequence[str] = (),
     rename: Callable[[str], str] | None = None,
 ) -> None:
     """Raises the errors of `read_params` that are detectable from file headers; reads no tensors."""
@@ -314,8 +314,8 @@ def write_params(
         written.append(pathlib.Path(scratch, "config.json"))
         written[-1].write_text(_dump(config), encoding="utf-8")
         (folder / "config.json").unlink(missing_ok=True)
-        for stale in (f"{stem}.safetensors", f"{stem}.safetensors.index.json"):
-            (folder / stale).unlink(missing_ok=True)
+        for name in (f"{stem}.safetensors", f"{stem}.safetensors.index.json"):
+            (folder / name).unlink(missing_ok=True)
         for stale in folder.glob(f"{stem}-?????-of-?????.safetensors"):
             stale.unlink()
         for file in written:
@@ -327,7 +327,7 @@ def _write_weights(
 ) -> list[pathlib.Path]:
     """Writes one file, or numbered shards and their index. Returns the paths."""
     shards: list[list[str]] = []
-    total, size, held = 0, 0, {}
+    total, size, held = 0, 0, dict[str, np.ndarray]()
 
     def flush() -> None:
         write_file(folder / f"{len(shards)}", held)

@@ -29,7 +29,7 @@ Init = Literal["kaiming", "gaussian"]
 # Logical axis between the two factors.
 RANK = "rank"
 
-_scale = contextvars.ContextVar("scale", default=None)
+_scale: contextvars.ContextVar[Any] = contextvars.ContextVar("scale", default=None)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -135,7 +135,7 @@ def write_lora(
     """
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors, adapter = {}, {}
+    tensors, adapter = dict[str, np.ndarray](), dict[str, Any]()
     for part, factors in lora.items():
         own = dict(file_tensors(_as_modules(factors, part), lists[part]))
         layers = sorted({name.removeprefix(f"{part}.").rsplit(".", 2)[0] for name in own})
@@ -266,7 +266,7 @@ def _by_component(
         plain = ".".join(word for word in name.split(".") if word not in WRAPPERS)
         role = next((role for end, role in ROLES.items() if plain.endswith(end)), None)
         end = next((end for end in ROLES if plain.endswith(end)), "")
-        start = re.match(rf"((?:{prefixes})\.)*", plain)[0]
+        start = re.findall(rf"^(?:(?:{prefixes})\.)*", plain)[0]
         part = next((one for one in templates if f".{one}." in f".{start}"), first)
         layer = plain.removeprefix(start).removesuffix(end)
         if layer.startswith(FLAT):

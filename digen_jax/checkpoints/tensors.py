@@ -11,9 +11,9 @@ file while writing.
 import os
 import pathlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -149,7 +149,7 @@ def read_tree(
     lists: tuple[str, ...],
     shardings: Any = None,
     dtype: DTypeLike | None = None,
-    ignore: tuple[str, ...] = (),
+    ignore: Sequence[str] = (),
     config: pathlib.Path | None = None,
 ) -> dict[str, Any]:
     """Reads parameters from opened tensors; see `read_params`, and `check_tensors` for `config`."""
@@ -196,7 +196,7 @@ def _assemble(
             shards[key] = np.stack(arrays) if scanned else arrays[0]
         return shards[key]
 
-    return jax.make_array_from_callback(shape, sharding, part)
+    return jax.make_array_from_callback(shape, sharding, cast(Any, part))
 
 
 def _finite(tensor: StoredTensor, name: str, part: np.ndarray) -> np.ndarray:
@@ -217,7 +217,7 @@ def check_tensors(
     tensors: Mapping[str, StoredTensor],
     template: Tree,
     lists: tuple[str, ...],
-    ignore: tuple[str, ...] = (),
+    ignore: Sequence[str] = (),
     config: pathlib.Path | None = None,
 ) -> None:
     """Raises ValueError for the first missing, misshapen or unexpected tensor, and counts the others.

@@ -10,7 +10,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from ml_collections import ConfigDict
 
@@ -78,8 +78,8 @@ def allowed_of(algorithm: str) -> dict[str, tuple[Any, ...] | Range]:
     found |= allowed_values(kind, "algorithm.")
     found |= allowed_values(RewardSettings, "rewards[i].")
     found["sampler.kind"] = NOISY if kind.objective == "transitions" else tuple(KINDS)
-    if "algorithm.old_log_probs" in found:
-        found["algorithm.old_log_probs"] = ("auto", *found["algorithm.old_log_probs"])
+    if isinstance(choices := found.get("algorithm.old_log_probs"), tuple):
+        found["algorithm.old_log_probs"] = ("auto", *choices)
     return found
 
 
@@ -149,7 +149,7 @@ def _check_tracker_projects(config: ConfigDict) -> None:
 
 def _check_weights(config: ConfigDict) -> None:
     """Refuses reward weights that train nothing, and dicts of weights with values that are not numbers."""
-    weights = []
+    weights: list[float] = []
     with together() as one:
         for number, section in enumerate(config.rewards):
             given = section.weight
@@ -205,7 +205,7 @@ def _check_sharding_rules(config: ConfigDict) -> None:
             raise ConfigError(
                 f"config.placement.rules: {pattern!r} is not a regular expression: {error}"
             ) from error
-        named = {"tactic": TACTICS}
+        named: dict[str, tuple[str, ...]] = {"tactic": TACTICS}
         if len(about) == 2:
             named = {"logical axis": tuple(NAMES), "mesh axis": PARAMETERS}
         for (kind, known), value in zip(named.items(), about, strict=True):
@@ -522,8 +522,8 @@ def _check_trajectories_on_mesh(config: TrainConfig) -> None:
 
 
 def _ratio(config: TrainConfig) -> str:
-    ratio = config.algorithm.ratio
-    return f"config.algorithm.ratio = {ratio!r} puts the steps of an image together"
+    algorithm = cast(Any, config.algorithm)  # no other has trajectory ratios
+    return f"config.algorithm.ratio = {algorithm.ratio!r} puts the steps of an image together"
 
 
 def _check_final_images(config: TrainConfig) -> None:

@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from absl import app, flags
 from ml_collections import ConfigDict
@@ -89,8 +89,9 @@ def run_main(main: Main) -> None:
                 flags_parser=lambda argv: parse_flags(argv, isinstance(main, Mapping)),
             )
         except (ConfigError, Stopped) as error:
-            wrong = isinstance(error, ConfigError)
-            sys.exit(_end(error.shown() if wrong else str(error), 2 if wrong else STOPPED))
+            if isinstance(error, ConfigError):
+                sys.exit(_end(error.shown(), 2))
+            sys.exit(_end(str(error), STOPPED))
         except KeyboardInterrupt:
             sys.exit(_end("stopped by Ctrl-C", 128 + signal.SIGINT))
         except Exception as error:
@@ -166,7 +167,7 @@ def spelled_out(argv: Sequence[str]) -> list[str]:
         field = IN_A_WORD.get(name.lstrip("-"))
         if field and re.fullmatch(r"\w+", value):
             return f"--{field}={value}"
-        option, path, rest = PATH.fullmatch(text).groups()
+        option, path, rest = cast(re.Match, PATH.fullmatch(text)).groups()
         path = in_home(path) if name.lstrip("-") == "config" else path
         return f"{option}{shipped(path)}{rest}"
 

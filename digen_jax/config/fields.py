@@ -33,7 +33,7 @@ MOVED = {
     "config.runtime.staleness": "config.runtime.max_policy_lag",
     "config.sampler.fragment": "config.sampler.chunk",
 }
-KINDS = {
+KINDS: dict[type, tuple[str, tuple[Any, ...]]] = {
     bool: ("True or False", (bool,)),
     int: ("a whole number", (int,)),
     float: ("a number", (int, float)),
@@ -48,7 +48,7 @@ def flat(config: ConfigDict, path: str = "config") -> dict[str, Any]:
 
     Names of list sections include the index, such as config.rewards[0].
     """
-    fields = {}
+    fields: dict[str, Any] = {}
     for name, value in config.items():
         listed = value if isinstance(value, tuple | list) else ()
         groups = {f"{path}.{name}[{i}]": one for i, one in enumerate(listed)}

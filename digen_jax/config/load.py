@@ -179,7 +179,7 @@ def _typed(config: ConfigDict) -> TrainConfig:
 
 def _section(default: Any, given: Any) -> Any:
     """Returns settings of the default's type with a config's values."""
-    if dataclasses.is_dataclass(default):
+    if dataclasses.is_dataclass(default) and not isinstance(default, type):
         fields = {name: _section(getattr(default, name), value) for name, value in given.items()}
         return dataclasses.replace(default, **fields)
     return _fixed(given) if isinstance(default, tuple) else given
@@ -222,7 +222,7 @@ def _algorithm(given: Mapping[str, Any], sections: Mapping[str, Any]) -> Algorit
     algorithm = algorithm_class(given["name"])
     fields = {field: value for field, value in given.items() if field != "name"}
     for field, default in vars(algorithm()).items():
-        if dataclasses.is_dataclass(default):
+        if dataclasses.is_dataclass(default) and not isinstance(default, type):
             fields[field] = dataclasses.replace(default, **fields[field])
     if fields.get("old_log_probs") == "auto":
         fields["old_log_probs"] = choose_old_log_probs(

@@ -13,7 +13,7 @@ import io
 import sys
 import tokenize
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from ml_collections import ConfigDict
 
@@ -85,7 +85,7 @@ def document() -> str:
             parts += [_algorithms()]
         elif field.name == "rewards" or dataclasses.is_dataclass(field.default):
             kind = RewardSettings if field.name == "rewards" else type(field.default)
-            text = inspect.cleandoc(kind.__doc__)
+            text = inspect.cleandoc(kind.__doc__ or "")
             parts += [_part(f"## {field.name}", text, described(field.name))]
         elif field.default is not dataclasses.MISSING:
             single += described(field.name)
@@ -130,14 +130,15 @@ def comments(kind: type) -> dict[str, str]:
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     found = {t.start[0]: t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
     meanings = {}
-    for node in ast.parse(source).body[0].body:
+    for node in cast(Any, ast.parse(source).body[0]).body:
         if isinstance(node, ast.AnnAssign):
-            above, row = [], node.lineno - 1
+            above, row = list[str](), node.lineno - 1
             while lines[row - 1].lstrip().startswith("#"):
                 above.insert(0, found[row])
                 row -= 1
-            inline = [found[row] for row in range(node.lineno, node.end_lineno + 1) if row in found]
-            meanings[node.target.id] = " ".join(inline or above)
+            last = node.end_lineno or node.lineno
+            inline = [found[row] for row in range(node.lineno, last + 1) if row in found]
+            meanings[ast.unparse(node.target)] = " ".join(inline or above)
     return meanings
 
 
@@ -180,7 +181,7 @@ def _algorithms() -> str:
     )
     parts = ["## algorithm\n", intro]
     for name in ALGORITHMS:
-        first = inspect.getmodule(algorithm_class(name)).__doc__.splitlines()[0]
+        first = str(inspect.getmodule(algorithm_class(name)).__doc__).splitlines()[0]
         parts += [_part(f"### {name}", first, described("algorithm", name))]
     return "\n".join(parts)
 

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import pkgutil
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from digen_jax.algorithms.advantages import AdvantageSettings
 from digen_jax.algorithms.algorithm import Algorithm
@@ -133,7 +133,7 @@ class TrainConfig:
           ValueError: The window's fraction selects no transition, or more than the window has.
         """
         if self.algorithm.objective == "matching":
-            return self.algorithm.times.count
+            return cast(Any, self.algorithm.times).count
         return share_of_timesteps(self.noisy_steps, self.sampler.window.timestep_fraction)
 
     @property

@@ -124,7 +124,7 @@ class EmbeddingCache:
     def _refresh(self) -> None:
         """Indexes files that other processes added, and drops removed ones."""
         known = {file.path: file for file in self._index.values()}
-        index = {}
+        index: dict[str, CacheFile] = {}
         for path in _paths(self._folder, self._key):
             with contextlib.suppress(FileNotFoundError):
                 file = known.get(path) or _open(path)

@@ -103,7 +103,7 @@ def odd_prompts(path: Path, is_cut: IsCut, words: Sequence[str] = ()) -> list[st
     for number, record in numbered:
         for text in {record["prompt"], record.get("negative_prompt", record["prompt"])}:
             lines.setdefault(text, []).append(number)
-    found = []
+    found: list[tuple[list, str]] = []
     unknown = {text: at for text, at in lines.items() if unknown_words([text], words)}
     if unknown:
         at = sorted(set().union(*unknown.values()))
@@ -168,7 +168,7 @@ def _key(record: Record) -> tuple[str, ...]:
 
 def _cut_lines(lines: dict[str, list[int]], is_cut: IsCut) -> list[int]:
     """Returns the line numbers of truncated prompts. `lines` maps prompts to their line numbers."""
-    prompts, found = list(lines), set()
+    prompts, found = list(lines), set[int]()
     for first in range(0, len(prompts), CHUNK):
         chunk = prompts[first : first + CHUNK]
         if first and first % REPORTED == 0:

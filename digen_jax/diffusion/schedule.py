@@ -107,7 +107,7 @@ class UniPcConfig:
         """Parses a `scheduler_config.json`; raises ValueError for a field that is not supported."""
         _check_class(cls.name, config)
         # Without these diffusers' defaults apply, which are those of models that predict noise.
-        config = {"prediction_type": "epsilon", "use_flow_sigmas": False} | dict(config)
+        config = {"prediction_type": "epsilon", "use_flow_sigmas": False, **config}
         for name, value in config.items():
             if name in UNIPC_FIXED and value != UNIPC_FIXED[name]:
                 raise ValueError(
@@ -206,9 +206,9 @@ def _torch_linspace(first: float, last: float, number: int) -> Float32[np.ndarra
 
     A multiple of the step is added with one rounding (FMA), like a sum in float64.
     """
-    first, last, index = np.float32(first), np.float32(last), np.arange(number)
-    step = np.float64((last - first) / np.float32(max(1, number - 1)))
-    forward, backward = first + step * index, last - step * index[::-1]
+    start, end, index = np.float32(first), np.float32(last), np.arange(number)
+    step = np.float64((end - start) / np.float32(max(1, number - 1)))
+    forward, backward = start + step * index, end - step * index[::-1]
     return np.where(index < number // 2, forward, backward).astype(np.float32)
 
 

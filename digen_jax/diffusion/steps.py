@@ -13,9 +13,10 @@ ODE solvers also `advance` along a schedule, and may keep values of the last ste
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Float32, Int
 
@@ -23,7 +24,7 @@ MAX_STD = 0.45  # maximum std of a step of `CappedFlowSde`
 NEARLY_ONE = 1 - 1e-5  # least sigma of a first step; UniPC's schedules start at 1 - 1e-6
 
 Sigma = Float[ArrayLike, ""] | Float[ArrayLike, "b"]
-Sigmas = Float[ArrayLike, "sigmas"]
+Sigmas = Float[Array, "sigmas"] | Float[np.ndarray, "sigmas"]
 Sample = Float[Array, "b ..."]
 Mean = Float32[Array, "b ..."]
 Std = Float32[Array, ""] | Float32[Array, "b"]
@@ -45,12 +46,12 @@ class Ode:
         """Raises ValueError because a step without noise has no density."""
         raise ValueError("an ode step has no log_prob; choose flow, dance or cps for trained steps")
 
-    def init_last(self, x: Sample) -> None:
+    def init_last(self, x: Sample) -> Mean | None:
         """Returns None, the `last` of the first step, because this solver keeps no values."""
 
     def advance(
-        self, x: Sample, v: Sample, sigmas: Sigmas, i: int | Int[Array, ""], last: None
-    ) -> tuple[Mean, None]:
+        self, x: Sample, v: Sample, sigmas: Sigmas, i: int | Int[Array, ""], last: Any
+    ) -> tuple[Mean, Mean | None]:
         """Takes step i of a schedule; returns x at sigmas[i + 1], and `last` for the next step."""
         mean, _ = self.mean_std(x, v, sigmas[i], sigmas[i + 1], sigmas[1])
         return mean, None
@@ -177,7 +178,7 @@ class ReverseSde:
         self, x: Sample, v: Sample, sigma: Sigma, sigma_next: Sigma, sigma_max: Sigma
     ) -> tuple[Mean, Std]:
         """Returns mean `[b ...]` and std (shaped like sigma) of x_next."""
-        g = self.diffusion(sigma, sigma_next, sigma_max)
+        g = cast(Any, self).diffusion(sigma, sigma_next, sigma_max)
         x, v, sigma, sigma_next = _float32(x, v, sigma, sigma_next)
         dt = sigma_next - sigma
         c = g**2 / (2 * jnp.where(sigma > 0, sigma, 1.0))

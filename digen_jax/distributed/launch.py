@@ -142,15 +142,15 @@ def run(
             started = [engine.coordinator_address(actor) for actor in actors]
             needed = f"{len(actors)} times a free CPU core"
             needed += f" and {each.devices} free {kind}s" if kind else ""
-            wait_for_resources(started, "the trainer", needed, lambda: signals)
+            wait_for_resources(started, "the trainer", needed, lambda: bool(signals))
             if signals:
                 return 128 + signals[0]
             host, port = started[0].result()
             job = trainer.hosts + one_job * rollout.workers * rollout.hosts
-            for number, actor in enumerate(actors):
+            for process, actor in enumerate(actors):
                 if job > 1:
                     group = (0, trainer.hosts) if one_job else ()
-                    place = Place(host, port, job, number, (), group)
+                    place = Place(host, port, job, process, (), group)
                     part = part._replace(place=place, one_job=one_job)
                 engine.call(actor, "start", terminal or None, part, group="work").result()
             return _follow(engine, actors, signals)
@@ -284,8 +284,8 @@ def trainer_part() -> TrainerPart | None:
     # Children of Ray's processes inherit blocked signals.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     threading.Thread(target=_ends_with_driver, name="driver", daemon=True).start()
-    *found, place, one_job = json.loads(given)
-    return TrainerPart(*found, place and Place(*place), one_job)
+    part = TrainerPart(*json.loads(given))
+    return part._replace(place=part.place and Place(*part.place))
 
 
 def check_part(part: TrainerPart, config: TrainConfig, workdir: str) -> None:

@@ -3,7 +3,7 @@
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -86,7 +86,7 @@ def unpack(packed: Iterable[Any]) -> Tree:
         parts = list(itertools.islice(arrays, leaf.parts))
         flat = parts[0] if len(parts) == 1 else np.concatenate(parts)
         if leaf.impl is not None:
-            return jax.random.wrap_key_data(flat.reshape(leaf.shape), impl=leaf.impl)
+            return jax.random.wrap_key_data(cast(Any, flat.reshape(leaf.shape)), impl=leaf.impl)
         return flat.view(jax.numpy.dtype(leaf.dtype)).reshape(leaf.shape)
 
     return jax.tree.map(array, structure, is_leaf=lambda leaf: isinstance(leaf, Slot))
@@ -172,7 +172,7 @@ class TrainerTransfer(ArrayTransfer):
         self._engine, self._shares = engine, shares
         self.sources: dict[str, Callable[[Key], Ref]] = {}
         self._refs: dict[Key, Ref] = {}  # trees on workers
-        self._gathered: dict[WeightsVersion, Packed] = {}  # weights of a multi-process trainer
+        self._gathered: dict[Key, Packed] = {}  # weights of a multi-process trainer
         self._stored: dict[Key, list[Ref]] = {}
         self._lock, self._storing = threading.Lock(), threading.Lock()
 

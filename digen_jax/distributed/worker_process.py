@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import digen_jax
 from digen_jax.errors import ConfigError, DivergedError
@@ -77,7 +77,7 @@ class RolloutProcess:
         if os.path.isdir(folder):
             os.chdir(folder)
         sys.path += [one for one in path if one not in sys.path]
-        self._first, self._pool = True, None  # only the first process scores
+        self._first, self._pool = True, cast(Any, None)  # only the first process scores
         self._alone = True  # whether the worker has one process
         self._executor: SamplingExecutor | None = None  # see `_sampling`
         self._creating = threading.Lock()
@@ -298,7 +298,7 @@ class RolloutProcess:
             if not chunk.evaluation and self._steps.find(chunk) is None:
                 return None
             ago = moved(scored_chunk.exchanges, -time.perf_counter())
-            return scored_chunk._replace(image_stats=image_stats, exchanges=ago)
+            return scored_chunk._replace(image_stats=cast(Any, image_stats), exchanges=ago)
 
     def add_rows(self, rows: dict[str, Any]) -> None:
         """Stores precomputed embeddings that a call was missing, before the call is retried."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, InvalidStateError, wait
 from contextlib import contextmanager, suppress
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -135,7 +135,7 @@ class WorkerProxy:
 
         Returns immediately; the future raises the errors of `ChunkScorer.submit`.
         """
-        serial, found = next(self._serials), Future()
+        serial, found = next(self._serials), Future[ScoredChunk | None]()
         with self._lock:
             if self._why is not None:
                 return failed(WorkerDisconnected(f"{self.name} {self._why}"))
@@ -211,7 +211,7 @@ class WorkerProxy:
         serial, counts = next(self._serials), {key: len(refs) for key, refs in trees.items()}
         sent = method, arguments, counts, *itertools.chain.from_iterable(trees.values())
         try:
-            with remote_work(functools.partial(self._so_far, serial)) as counts:
+            with remote_work(functools.partial(self._so_far, serial)) as finish:
                 # Data is freed before the next work starts.
                 if wait(self._calls.get(CONTROL, ()), FREE_TIMEOUT).not_done:
                     raise CallFailed(f"{self.name} did not free data in {FREE_TIMEOUT:g} s")
@@ -222,11 +222,11 @@ class WorkerProxy:
                     work = [call(one, "work", serial, *sent) for one in self._actors]
                     futures = self._calls[serial] = [done for done, _ in work]
                 self._wait(futures)
-                counts(*max(one.result() for one in futures))
+                finish(*max(one.result() for one in futures))
             return work[0][1]
         except RowsMissing as missing:
             (texts,) = missing.args
-            rows = dict(zip(texts, self._rows(texts), strict=True))
+            rows = dict(zip(texts, cast(Any, self._rows)(texts), strict=True))
             self._free("add_rows", self._engine.put(rows))
             return self._work(method, *arguments, trees=trees, group=group)
         except TreeMissing as missing:
@@ -338,7 +338,7 @@ class TrainingProxy(WorkerProxy):
 
     def offer_sums(self, others: Sequence[str]) -> None:
         """Offers its sums plus those of other workers until the update. Raises MissingSums."""
-        trees = {key: self._transfer.stored(key) or [] for key in map(SumsKey, others)}
+        trees: Trees = {key: self._transfer.stored(key) or [] for key in map(SumsKey, others)}
         try:
             self._transfer.put_ref(
                 SumsKey(self.name), self._work("offer_sums", others, trees=trees)
@@ -559,7 +559,8 @@ class RemoteWorkers:
             first = self._hosts + int(name.split()[-1]) * hosts
             place = self._job._replace(process=first, group=(first, hosts))
         elif hosts > 1:
-            place = Place(*self._engine.coordinator_address(actors[0]).result(), hosts, 0)
+            host, port = self._engine.coordinator_address(actors[0]).result()
+            place = Place(host, port, hosts, 0)
         else:
             place = None
         places = [place and place._replace(process=place.process + n) for n in range(hosts)]

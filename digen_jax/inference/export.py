@@ -37,14 +37,14 @@ def export(workdir: pathlib.Path, output: pathlib.Path, lora: bool | None = None
         raise ConfigError(f"{output} exists already: choose another folder or delete it")
     check_output("--output", output, folder=True)
     run = read_run(workdir, all_devices(jax.devices()[:1]))
-    has_lora = run.policy.lora is not None
-    if lora and not has_lora:
+    used = run.policy.lora
+    if lora and used is None:
         raise ConfigError(
             f"the run in {workdir} tunes all weights (its config.lora.rank is 0), so there is no "
             "LoRA to write: leave --lora out"
         )
-    if has_lora and lora is not False:
-        write_lora(output, run.tuned, run.policy.lora.alpha, run.policy.family.lists)
+    if used is not None and lora is not False:
+        write_lora(output, run.tuned, used.alpha, run.policy.family.lists)
     else:
         merged = run.merged()
         write = {part: functools.partial(_write, run, part, tree) for part, tree in merged.items()}

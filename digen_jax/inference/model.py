@@ -111,7 +111,7 @@ def open_model(
     dtype: str | None = None,
     options: Sequence[SamplingOptions] = (),
     negative: str | None = None,
-    fits: Callable[[Family], None] = lambda family: None,
+    fits: Callable[[Family], Any] = lambda family: None,
 ) -> Model:
     """Loads a model onto the devices.
 

@@ -81,7 +81,7 @@ def sample_to_folder(
     output.mkdir(parents=True, exist_ok=True)
     every = [record for record in records for _ in range(images)]
     batch = model.batch(batch, len(every))
-    shown = []
+    shown: list[np.ndarray] = []
     for first in track(range(0, len(every), batch), "sampling", "batch"):
         part = every[first : first + batch]
         clips = to_uint8(sample_clips(sampler, model.weights, part, first, batch, seed, images))

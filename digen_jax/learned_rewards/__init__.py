@@ -6,7 +6,7 @@ files at its first call. The networks are in `scorers`. A run computes them on i
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from jaxtyping import Float32, UInt8
@@ -44,14 +44,15 @@ class Learned:
         from digen_jax.learned_rewards import scorers  # slow import
 
         settings = {name: value for name, value in self.settings if name != "batch"}
-        return scorers.OPEN[self.name](**settings)
+        return cast(Any, scorers.OPEN[self.name])(**settings)
 
 
 @functools.lru_cache(maxsize=8)
 def _read(reward: Learned) -> Any:
     from digen_jax.learned_rewards import scorers
 
-    return scorers.on_host(*reward.open().load(), reward.batch)
+    scorer, params = reward.open().load()
+    return scorers.on_host(scorer, params, reward.batch)
 
 
 def _learned(name: str, **settings: Any) -> Learned:

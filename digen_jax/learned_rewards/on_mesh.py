@@ -2,7 +2,8 @@
 
 import functools
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -93,7 +94,7 @@ def published(learned: Learned) -> Opened:
 
 def _learned(settings: RewardSettings) -> Learned:
     (found,) = resolve([settings]).members
-    return found.function
+    return cast(Learned, found.function)
 
 
 # ViT-L/14 of OpenAI, and ViT-H/14 of LAION.
@@ -129,7 +130,7 @@ HUGE = CLIPConfig(
         hidden_act="gelu",
     ),
 )
-PUBLISHED = {
+PUBLISHED: dict[str, tuple[CLIPConfig, Callable[..., Any]]] = {
     "clip_score": (LARGE, functools.partial(tensor_crop, kind="bilinear")),
     "pickscore": (HUGE, pil_crop),
     "hpsv2": (HUGE, tensor_pad),

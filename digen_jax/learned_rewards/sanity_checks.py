@@ -32,7 +32,7 @@ PORTRAIT = "a portrait photo of a woman in a navy uniform"
 
 def prompt_pairs(size: int = 512) -> SanityCheck:
     """Returns images with matching and wrong prompts, for rewards that use prompts."""
-    pairs = []
+    pairs: list[tuple[np.ndarray, str]] = []
     for shape, color, background, wrong in RENDERED:
         image = _render(shape, color, background, size)
         pairs += (image, f"a photo of a {color} {shape}"), (image, wrong)

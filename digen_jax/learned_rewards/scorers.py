@@ -25,7 +25,7 @@ import functools
 import html
 import pathlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import flax.linen as nn
 import jax
@@ -151,8 +151,8 @@ class Aesthetic:
         self, params: Params, images: UInt8[Array, "b h w 3"], ids: Int[Array, "b n"]
     ) -> Float32[Array, "b"]:
         """Returns one rating per image."""
-        embeddings = self.network.apply({"params": params["clip"]}, self.prepare(images))
-        return AestheticHead().apply({"params": params["head"]}, clip.unit(embeddings))
+        embeddings: Any = self.network.apply({"params": params["clip"]}, self.prepare(images))
+        return cast(Any, AestheticHead()).apply({"params": params["head"]}, clip.unit(embeddings))
 
 
 def open_clip_score(folder: Folder, dtype: DTypeLike = jnp.float32) -> Opened:

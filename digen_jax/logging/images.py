@@ -76,7 +76,7 @@ def save_frames(path: Path, frames: Sequence[Image.Image]) -> None:
     frames[len(frames) // 2].save(path)
     if len(frames) > 1:
         duration = 1000 // FRAMES_PER_SECOND
-        options = dict(save_all=True, append_images=frames[1:], duration=duration)
+        options: dict[str, Any] = dict(save_all=True, append_images=frames[1:], duration=duration)
         frames[0].save(path.with_suffix(".webp"), **options)
 
 

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, SupportsFloat
+from typing import TYPE_CHECKING, Any, SupportsFloat, cast
 
 from digen_jax.errors import ConfigError
 from digen_jax.files import append, parse_json, replace, without_torn_line
@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # launch/report.py reads metrics without JAX
     from digen_jax.logging.tracking import Tracker
 
 # tensorboardX imports torch if it is installed, which is not needed and takes seconds.
-_hides_torch = sys.modules.setdefault("torch", None) is None
+_hides_torch = cast(dict, sys.modules).setdefault("torch", None) is None
 try:
     from tensorboardX.proto.event_pb2 import Event, SessionLog
     from tensorboardX.proto.summary_pb2 import Summary
@@ -214,8 +214,8 @@ class MetricsLog:
         folder.mkdir(parents=True, exist_ok=True)
         lines = _lines(self.path)
         last = lines[-1]["step"] if lines else -1
-        images = sorted((self.folder / "pictures").glob("*.png"))
-        images = [(path, *_image_name(path)) for path in images if IMAGE_FILE.fullmatch(path.name)]
+        files = sorted((self.folder / "pictures").glob("*.png"))
+        images = [(path, *_image_name(path)) for path in files if IMAGE_FILE.fullmatch(path.name)]
         # A running TensorBoard discards its data when a session starts at step 0.
         records = [
             _record(wall_time=now, file_version="brain.Event:2"),
@@ -238,7 +238,7 @@ class MetricsLog:
 
 def _image_name(path: Path) -> tuple[str, int]:
     """Returns the name and the step of an image file."""
-    name, step = IMAGE_FILE.fullmatch(path.name).groups()
+    name, step = cast(re.Match, IMAGE_FILE.fullmatch(path.name)).groups()
     return name, int(step)
 
 

@@ -6,7 +6,7 @@ import json
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jinja2
 import numpy as np
@@ -302,4 +302,4 @@ def thinned(line: Line, most: int) -> Line:
     if len(line.steps) <= most:
         return line
     kept = np.unique(np.linspace(0, len(line.steps) - 1, most).round().astype(int))
-    return Line(*(None if one is None else one[kept] for one in line))
+    return Line(*cast(Any, (None if one is None else one[kept] for one in line)))

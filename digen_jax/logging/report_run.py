@@ -26,7 +26,7 @@ EVALUATION = "evaluation/"
 # Prefixes after "evaluation/" that are not a task's reward.
 NO_TASK = ("reward", "reward_of/", "images/")
 # Fields of starts.jsonl that a report shows: see `workdir.record_start`.
-START = {"command": list, "time": str, "done": int, "devices": dict, "changes": list}
+START: dict = {"command": list, "time": str, "done": int, "devices": dict, "changes": list}
 START |= {"python": str, "packages": dict, "commit": str | None}
 MAX_INTERVALS = 5000  # of the timeline; older steps are dropped
 MAX_STEPS = 40  # steps whose images are shown
@@ -71,7 +71,7 @@ class Run:
     @property
     def weights(self) -> dict[str, float]:
         """The reward weights, by metric name; scores without a weight are omitted."""
-        found = {}
+        found: dict[str, float] = {}
         for reward in self.config.get("rewards", ()):
             # Runs of older versions have no labels.
             title, weight = reward.get("label") or reward["name"], reward["weight"]
@@ -199,17 +199,18 @@ class Shown(NamedTuple):
 
 def image_pairs(run: Run) -> tuple[int, list[Pair]] | None:
     """Returns (step of the newer images, pairs of images), or None if there are fewer than two evaluations."""
-    found = [saved_images(run.workdir / "pictures" / f"{name}.npz") for name in ("before", "after")]
-    if None in found:
+    files = (run.workdir / "pictures" / f"{name}.npz" for name in ("before", "after"))
+    before, after = map(saved_images, files)
+    if before is None or after is None:
         return None
-    before, after = found
     count = min(len(before["images"]), len(after["images"]))
     # Runs of older versions did not save the prompts.
     prompts = before.get("prompts", [f"prompt {number}" for number in range(1, count + 1)])
 
     def pair(i: int) -> Pair:
-        urls = (_array_url(one["images"][i]) for one in found)
-        return Pair(str(prompts[i]), *urls, tuple(float(one["scores"][i]) for one in found))
+        old, new = (_array_url(one["images"][i]) for one in (before, after))
+        scores = float(before["scores"][i]), float(after["scores"][i])
+        return Pair(str(prompts[i]), old, new, scores)
 
     return int(after["step"]), list(map(pair, range(count)))
 

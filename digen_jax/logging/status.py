@@ -126,8 +126,8 @@ def describe(
       now: System time.
       columns: Maximum line length, except for longer words.
     """
-    rows = [("worker", "process", "devices", "weights", "for", "at that time")]
-    rows += [_row(name, worker, found) for name, worker in found["workers"].items()]
+    head: tuple[str, ...] = ("worker", "process", "devices", "weights", "for", "at that time")
+    rows = [head, *(_row(name, worker, found) for name, worker in found["workers"].items())]
     if count := found["scoring"]:
         rows.append(("reward", "", "", "", "", f"scoring {count} batch{'es' * (count != 1)}"))
     lines = [

@@ -78,9 +78,8 @@ class Summary:
         self._working_since: dict[str, float] = {}  # by worker
         self._policy_lags: list[int] = []  # of each training pass, in versions
         self._queued: list[int] = []  # number of ready chunks at each start of training
-        self._generated: Counter[bool] = (
-            Counter()
-        )  # chunks, by whether their worker prefers to train
+        # chunks, by whether their worker prefers to train
+        self._generated: Counter[bool] = Counter()
 
     def record_event(
         self, event: Event, commands: list[Command], scheduler: Scheduler, now: float
@@ -102,7 +101,7 @@ class Summary:
             self._record_command(command, scheduler, now)
 
     def _record_command(self, command: Command, scheduler: Scheduler, now: float) -> None:
-        worker = getattr(command, "worker", None)
+        worker: Any = getattr(command, "worker", None)
         if _is_transfer(command):
             if isinstance(command, SyncWeights) and self._recorder.waits(worker):
                 self._recorder.wait(worker, "weights", now)
@@ -111,10 +110,10 @@ class Summary:
             self._recorder.end_wait(worker, now)
             self._working_since[worker] = now
         if isinstance(command, Generate) and not command.chunk.evaluation:
-            self._generated[scheduler.state.workers[worker].roles[0] == TRAIN] += 1
+            self._generated[scheduler.state.workers[command.worker].roles[0] == TRAIN] += 1
         if isinstance(command, Train):
             step = scheduler.state.steps[command.chunk.step]
-            lag = step.number - step.group_of(command.chunk.index).version
+            lag = step.number - (step.group_of(command.chunk.index).version or 0)
             self._policy_lags.extend([lag] * command.count)
             self._queued.append(1 + len(step.ready))
 
@@ -173,7 +172,7 @@ class Summary:
         running = [Interval(w, "work", since, now) for w, since in self._working_since.items()]
         seconds = now - self._step_start
         busy = busy_seconds([*done, *running], self.devices, self._step_start, now)
-        phases: Counter[str] = Counter()
+        phases = defaultdict[str, float](float)
         for one in (one for one in done if one.kind in PHASES):
             # A reward on a mesh is part of the rollout.
             on_mesh = one.kind == "score" and one.worker != "reward"
@@ -224,7 +223,7 @@ class Summary:
             if worker is None:
                 return {"lost": clock + (self._lost[name][0] if name in self._lost else now)}
             held = scheduler.kept if name == TRAINER else worker.held
-            command = state.in_flight.get(worker.busy)
+            command = None if worker.busy is None else state.in_flight.get(worker.busy)
             part = f" ({command.kind})" if isinstance(command, Encode | Decode) else ""
             since = self._recorder.waits_since.get(name, self._working_since.get(name))
             return {
@@ -261,7 +260,7 @@ class TraceFile:
     """
 
     def __init__(self, path: pathlib.Path):
-        self._path = path
+        self._path, self._rows, self._empty = path, list[str](), True
         self._replace(read_events(self._path))
 
     def write(self, intervals: Iterable[Interval], clock: float = 0.0) -> None:
@@ -324,8 +323,8 @@ def read_events(path: pathlib.Path) -> list[dict[str, Any]]:
             event = parse_json(line.rstrip(","))
         except ValueError:
             continue
-        kind = event.get("ph") if isinstance(event, dict) else None
-        needed = {"M": {"args", "tid"}, "X": {"ts", "dur", "args"}}.get(kind)
+        kind = event.get("ph") if isinstance(event, dict) else ""
+        needed = {"M": {"args", "tid"}, "X": {"ts", "dur", "args"}}.get(kind or "")
         if needed and needed <= event.keys():
             found.append(event)
     return found
@@ -372,7 +371,7 @@ def draw_timeline(intervals: Sequence[Interval], path: pathlib.Path, title: str 
             axes.text(middle, row, interval.cause, ha="center", va="center", fontsize=7)
     labelled = set()
     for (kind, row), bars in sorted(spans.items()):
-        style = dict(facecolor=COLORS.get(kind, WAIT)[1], edgecolor="white", linewidth=0.4)
+        style: dict = dict(facecolor=COLORS.get(kind, WAIT)[1], edgecolor="white", linewidth=0.4)
         label = None if kind in labelled else kind
         axes.broken_barh(bars, (row - 0.4, 0.8), label=label, **style)
         labelled.add(kind)
@@ -381,6 +380,6 @@ def draw_timeline(intervals: Sequence[Interval], path: pathlib.Path, title: str 
     axes.set_xlabel("seconds")
     axes.set_title(title, fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
-    place = dict(loc="upper center", bbox_to_anchor=(0.5, -0.35))
+    place: dict[str, Any] = dict(loc="upper center", bbox_to_anchor=(0.5, -0.35))
     axes.legend(frameon=False, ncols=len(labelled), fontsize=7, **place)
     figure.savefig(path)

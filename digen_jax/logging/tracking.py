@@ -16,7 +16,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 QUEUE_SIZE = 1000  # maximum queued messages; further ones are dropped
 TIMEOUT = 60.0  # maximum seconds to wait for a tracker at the end of a run
@@ -144,7 +144,7 @@ def _open_wandb(start: TrackerStart) -> Run:
     import wandb
 
     run_id, _ = _run_id(start, uuid.uuid4().hex)
-    config = start.config and dict(start.config)
+    config: Any = start.config and dict(start.config)
     run = wandb.init(config=config, dir=start.workdir, id=run_id, resume="allow", **start.options)
     return Run(run.log, wandb.Image, run.finish)
 
@@ -183,7 +183,7 @@ def main() -> None:
     """
     errors = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    sys.stdout.reconfigure(line_buffering=True)
+    cast(Any, sys.stdout).reconfigure(line_buffering=True)
     try:
         start = TrackerStart(**json.loads(sys.stdin.readline()))
         run = TRACKERS[start.kind](start)

@@ -199,7 +199,7 @@ def changes(workdir: Path | str, config: dict[str, Any]) -> dict[str, str]:
 
 def _leaves(config: dict[str, Any], path: str = "config") -> dict[str, Any]:
     """Flattens a nested dict to dotted names; empty sections and lists without sections are values."""
-    leaves = {}
+    leaves: dict[str, Any] = {}
     for name, value in config.items():
         sections = {f"{path}.{name}": value}
         if isinstance(value, list) and any(isinstance(one, dict) for one in value):
@@ -280,8 +280,8 @@ def commit(folder: Path = Path(__file__).parent) -> str | None:
     """Returns the git commit of the code, with "+" if files are modified, or None if unavailable."""
 
     def git(*arguments: str) -> str:
-        command, options = ["git", "-C", str(folder), *arguments], dict(text=True, timeout=10)
-        return subprocess.run(command, check=True, capture_output=True, **options).stdout.strip()
+        command, pipe = ["git", "-C", str(folder), *arguments], subprocess.PIPE
+        return subprocess.check_output(command, stderr=pipe, text=True, timeout=10).strip()
 
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         changed = git("status", "--porcelain", "--untracked-files=no")

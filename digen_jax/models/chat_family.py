@@ -2,7 +2,7 @@
 
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -61,7 +61,7 @@ class ChatFamily(PipelineFamily):
         cls, folder: pathlib.Path, configs: Mapping[str, Any], tokens: int
     ) -> dict[str, Any]:
         """Reads the tokenizer; raises ValueError if it does not fit the language model or the template."""
-        head = cls.template and (cls.template.partition("{}")[0], cls.dropped)
+        head: Any = cls.template and (cls.template.partition("{}")[0], cls.dropped)
         tokenizer = tokenizers.read_language_model(
             folder / "tokenizer",
             configs["text_encoder"],
@@ -91,7 +91,7 @@ class ChatFamily(PipelineFamily):
 
     def states(self, params: Params, tokens: Tokens) -> tuple[Float[Array, "b n d"], ...]:
         """Returns the hidden states that the language model is configured to output."""
-        return self.text_encoder.apply({"params": params["text_encoder"]}, *tokens)
+        return cast(Any, self.text_encoder).apply({"params": params["text_encoder"]}, *tokens)
 
     @exact_products
     def encode(self, params: Params, tokens: Tokens) -> MaskedConditioning:

@@ -6,7 +6,7 @@ for position embeddings, so the image always comes first, and text, which may en
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import flax.linen as nn
 import numpy as np
@@ -180,7 +180,7 @@ class DualBlock(nn.Module):
             weights = np.zeros(image.shape[1] + text.shape[1], np.float32)
             weights[-1] = np.log(self.last_counts)
         attention = self._attention("attn", self.context_pre_only)
-        image, text = attention(image, text, weights, rotary, lengths)
+        image, update = attention(image, text, weights, rotary, lengths)
         x = layers.residual(x, gate, image)
         if self.dual_attention:
             shift, scale, gate = rest[3:]
@@ -189,7 +189,7 @@ class DualBlock(nn.Module):
             x = layers.residual(x, gate, image)
         x = self._feed_forward(0, x, *rest[:3])
         if not self.context_pre_only:
-            context = layers.residual(context, context_rest[0], text)
+            context = layers.residual(context, context_rest[0], cast(Array, update))
             context = self._feed_forward(1, context, *context_rest[1:])
         return (x, context), None
 

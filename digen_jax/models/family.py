@@ -245,7 +245,7 @@ class Family(Protocol):
         """Raises ValueError if a component's weights are incomplete or do not fit; reads only headers."""
 
 
-def negative_of(family: Family, record: Record) -> str:
+def negative_of(family: Any, record: Record) -> str:
     """Returns the record's "negative_prompt", or the family's default."""
     return record.get("negative_prompt", family.negative_prompt)
 
@@ -319,7 +319,7 @@ class Component:
     library: str
     classes: tuple[str, ...]
     network: Callable[..., nn.Module]
-    read_config: Callable[[Mapping[str, Any]], Any]
+    read_config: Callable[[Any], Any]
     inputs: Callable[[Any], tuple[Any, ...]]
     lists: tuple[str, ...]
     axes: Sequence[tuple[str, tuple[str | None, ...]]]
@@ -327,7 +327,7 @@ class Component:
     ignored: Callable[[Any], Sequence[str]] = lambda network: ()
     renamed: Callable[[str], str] | None = None
     tokenizer: str = ""
-    flops: Callable[..., dict[str, float]] | None = None
+    flops: Callable[..., dict[str, float]] = lambda *arguments: {}
 
 
 class TransformerConfig:
@@ -342,9 +342,10 @@ class TransformerConfig:
     title: ClassVar[str]
     absent: ClassVar[Mapping[str, Any]] = {}
     unread: ClassVar[tuple[str, ...]] = ()
+    in_channels: int
 
     @property
-    def dim(self) -> int:
+    def dim(self: Any) -> int:
         """Width of the transformer."""
         return self.num_attention_heads * self.attention_head_dim
 
@@ -367,7 +368,7 @@ class TransformerConfig:
                     f"{name} must be a multiple of 4, of the 2 x 2 latents of a token, not {getattr(self, name)}."
                 )
 
-    def check_rope(self, axes: int) -> None:
+    def check_rope(self: Any, axes: int) -> None:
         """Raises ValueError if a head's channels are not split over `axes` position axes."""
         widths = self.axes_dims_rope
         positive = all(width > 0 and width % 2 == 0 for width in widths)

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import flax.linen as nn
 import jax
@@ -59,7 +59,7 @@ def dot_general(x: Array, kernel: Array, *arguments: Any, **options: Any) -> Arr
     """
     target = current()
     if target.platform != "cpu" or target.parts(target.tokens) > 1:
-        product, rows = functools.partial(_general, arguments, options), x
+        product, rows = cast(Any, functools.partial(_general, arguments, options)), x
     else:
         # Float32 products are exact on CPUs, so precision has no effect there.
         product, rows = _of_rows, x.reshape(-1, x.shape[-1])

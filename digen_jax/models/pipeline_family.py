@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import flax.linen as nn
 import jax
@@ -57,6 +57,8 @@ class PipelineFamily:
       spacing: Spacing of the schedule (see `make_sigmas`).
     """
 
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field]]  # of each family
+    tokenize: Callable[[Sequence[Record]], Any]  # of each family
     transformer: Any
     vae: Any
     scheduler: Any
@@ -116,7 +118,7 @@ class PipelineFamily:
         remat: Remat = "none",
         without: Sequence[str] = (),
         max_sequence_length: int = 0,
-    ) -> "PipelineFamily":
+    ) -> Self:
         """Builds the family of a diffusers pipeline folder; reads only its JSON files and tokenizers.
 
         Args:
@@ -149,20 +151,16 @@ class PipelineFamily:
         dtype: Any = jnp.float32,
         remat: Remat = "none",
         max_sequence_length: int = 0,
-    ) -> "PipelineFamily":
+    ) -> Self:
         """Builds the family from the results of `readers` and the tokenizers, both by field name."""
-        networks = {}
+        tokens = max_sequence_length or cls.default_tokens
+        fields = dict(tokenizers, scheduler=configs["scheduler"], max_sequence_length=tokens)
         for name, part in cls.parts.items():
             options = {} if name in cls.decoders else {"dtype": dtype}
             if name in cls.trained:
                 options["remat"] = remat
-            networks[name] = part.network(configs[name], **options) if name in configs else None
-        return cls(
-            **networks,
-            **tokenizers,
-            scheduler=configs["scheduler"],
-            max_sequence_length=max_sequence_length or cls.default_tokens,
-        )
+            fields[name] = part.network(configs[name], **options) if name in configs else None
+        return cls(**fields)
 
     @classmethod
     def check_configs(cls, folder: pathlib.Path, configs: Mapping[str, Any], tokens: int) -> None:
@@ -240,9 +238,8 @@ class PipelineFamily:
         guidance: float | None = None,
     ) -> Float32[Array, "b *latent"]:
         """Returns the transformer's velocity; `variables["transformer"]` contains its linen collections."""
-        if guidance is not None:
-            guidance = jnp.full(x.shape[0], guidance, jnp.float32)
-        inputs = self.network_inputs(conditioning, guidance)
+        scale = None if guidance is None else jnp.full(x.shape[0], guidance, jnp.float32)
+        inputs = self.network_inputs(conditioning, scale)
         time = self.network_time(sigma)
         return self.transformer.apply(variables["transformer"], x, time, *inputs)
 

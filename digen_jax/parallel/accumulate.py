@@ -108,12 +108,12 @@ def passes(
     already stores its share of a pass. If `steps` does not divide the trained steps, the last step is repeated
     with weight 0.
     """
-    samples = train_batch.samples
+    samples: Any = train_batch.samples
     if isinstance(samples, FinalImages):
         sigma = times.draw(samples.keys, samples.sigmas)
         draws = jnp.broadcast_to(jnp.arange(len(sigma))[:, None], sigma.shape)
-        repeated = (jnp.broadcast_to(a, (len(sigma), *a.shape)) for a in samples[:2])
-        samples = NoiseLevels(*repeated, draws, sigma)
+        x0, keys = (jnp.broadcast_to(a, (len(sigma), *a.shape)) for a in samples[:2])
+        samples = NoiseLevels(x0, keys, draws, sigma)
     else:
         samples = per_image(samples)
     s, b = samples.sigma.shape

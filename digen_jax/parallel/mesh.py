@@ -21,7 +21,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import flax.linen as nn
 import jax
@@ -77,7 +77,7 @@ def any_of(mask: Bool[np.ndarray, "n"], mesh: Mesh) -> Bool[np.ndarray, "n"]:
     """Combines the masks of all processes of a mesh by logical or; every process must call it."""
     rows = NamedSharding(mesh, PartitionSpec(mesh.axis_names))  # one per device
     masks = jax.make_array_from_callback(
-        (mesh.size, len(mask)), rows, lambda index: mask[None, index[1]]
+        (mesh.size, len(mask)), rows, lambda index: mask[None, cast(Any, index)[1]]
     )
     replicated = NamedSharding(mesh, PartitionSpec())
     return fetch(jax.jit(lambda masks: masks.any(0), out_shardings=replicated)(masks))
@@ -239,8 +239,8 @@ def tracing_on(sharding: NamedSharding, attention: str) -> Iterator[None]:
       sharding: Sharding of the rows of activations.
       attention: Configured kernel (see `attention.kernels`).
     """
-    rows, *_ = sharding.spec
-    with on_mesh(sharding.mesh, rows, TENSOR, SEQUENCE, attention), _shard_activations(sharding):
+    mesh, (rows, *_) = cast(Mesh, sharding.mesh), sharding.spec
+    with on_mesh(mesh, rows, TENSOR, SEQUENCE, attention), _shard_activations(sharding):
         yield
 
 
@@ -252,7 +252,7 @@ def _shard_activations(sharding: NamedSharding) -> AbstractContextManager[None]:
     with each part of a parameter on its device, which moves activations instead of parameters. Without splits over
     tensor or sequence, it finds the sharding of rows itself.
     """
-    mesh, (rows, *_) = sharding.mesh, sharding.spec
+    mesh, (rows, *_) = cast(Mesh, sharding.mesh), sharding.spec
     if mesh.shape[TENSOR] == mesh.shape[SEQUENCE] == 1:
         return contextlib.nullcontext()
 
@@ -260,7 +260,7 @@ def _shard_activations(sharding: NamedSharding) -> AbstractContextManager[None]:
         y = call(*args, **kwargs)
         if not isinstance(context.module, nn.Dense | nn.Conv) or y.shape[0] % parts(mesh, rows):
             return y
-        free = [PartitionSpec.UNCONSTRAINED] * (y.ndim - 1)
+        free: list[Any] = [PartitionSpec.UNCONSTRAINED] * (y.ndim - 1)
         if mesh.shape[SEQUENCE] > 1 and isinstance(context.module, nn.Conv):
             # If XLA split pixels like tokens, it would double the kernel's gradient where tensor also splits.
             free = [None] * (y.ndim - 1)

@@ -1,7 +1,7 @@
 """The trainer's objectives: summed gradients and metrics of one pass, as functions of the trained parameters."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -118,7 +118,7 @@ class TransitionObjective:
         values, pullback, sums = jax.vjp(terms, tuned, has_aux=True)
         units = [[jnp.float32(i == j) for j in range(len(values))] for i in range(len(values))]
         parts = [
-            Term(*pullback(tuple(unit)), value) for unit, value in zip(units, values, strict=True)
+            Term(pullback(tuple(unit))[0], value) for unit, value in zip(units, values, strict=True)
         ]
         return GroupSums(parts[0], parts[1], parts[2] if with_kl else None, sums)
 
@@ -198,7 +198,7 @@ class MatchingObjective:
 
     def _samples(self, micro: MicroBatch) -> MatchingSamples:
         """Returns the network's inputs and targets."""
-        x0, keys, draws, sigma = micro.samples
+        x0, keys, draws, sigma = cast(Any, micro.samples)
         trained = micro.weight > 0
         # Mask before the network: infinite values in its input would not get a zero gradient.
         (x0,) = mask_rows(trained, x0)

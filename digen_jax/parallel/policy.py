@@ -161,7 +161,7 @@ class Policy:
 
     def _split_frozen(self, trained: Params) -> tuple[Params, Params]:
         """Returns (leaves that the family never trains, the others)."""
-        frozen, others = {}, {}
+        frozen, others = dict[tuple, Any](), dict[tuple, Any]()
         for (part, *path), leaf in flatten_dict(trained).items():
             never = "/".join(path) in self.family.frozen.get(part, ())
             (frozen if never else others)[part, *path] = leaf
@@ -181,7 +181,7 @@ def null_rows(null: Any, rows: Int[Array, "b"]) -> Any:
 AS_WRITTEN = {"xla_allow_excess_precision": False}
 
 
-def jit_as_written(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+def jit_as_written(function: Callable[..., Any], **options: Any) -> jax.stages.Wrapped:
     """Compiles with `jax.jit` but keeps every rounding to bfloat16, so that equal weights give equal ratios.
 
     By default XLA omits roundings inside fusions. Programs then round at different places: sampler and trainer, and

@@ -44,13 +44,14 @@ class Rollout(NamedTuple):
 
     def moved(self, group: DeviceGroup, base: Any) -> "Rollout":
         """Returns this rollout on another mesh; `base` may be on it already."""
-        samplers = (
+        sampler, evaluator = (
             Sampler(one.policy, group, one.settings, one.stored)
             for one in (self.sampler, self.evaluator)
         )
         base = reshard(base, group, self.dtype)
         scorers = tuple(one.moved(group) for one in self.scorers)
-        return Rollout(*samplers, self.dtype, base, reshard(self.frozen, group), scorers)
+        frozen, dtype = reshard(self.frozen, group), self.dtype
+        return Rollout(sampler, evaluator, dtype, base, frozen, scorers)
 
 
 class System(NamedTuple):
@@ -89,11 +90,11 @@ class System(NamedTuple):
     def with_scorers(self, scorers: tuple[Any, ...]) -> "System":
         """Copies the rewards of the first rollout mesh to all rollout meshes."""
         first, *others = self.rollouts
-        others = (
+        copies = (
             one._replace(scorers=tuple(scorer.moved(one.group) for scorer in scorers))
             for one in others
         )
-        return self._replace(rollouts=(first._replace(scorers=scorers), *others))
+        return self._replace(rollouts=(first._replace(scorers=scorers), *copies))
 
     def on(self, trainer: Trainer) -> "System":
         """Returns the system of a further training mesh, with its programs and copies of the base parameters."""
@@ -212,9 +213,9 @@ class SampledImages(NamedTuple):
 
 def sample_shardings(samples: tuple[Any, Any], trainer: DeviceGroup) -> tuple[Any, Any]:
     """Returns the shardings of (a chunk's samples, its sigmas) on a trainer mesh, with images split over devices."""
-    trained, replicated = samples[0], trainer.replicated
+    trained, replicated, batch = samples[0], trainer.replicated, trainer.batch
     if isinstance(trained, FinalImages):
-        return FinalImages(trainer.batch, trainer.batch, replicated), replicated
+        return FinalImages(batch, batch, replicated), replicated
     split = trainer.batch_of_steps
     means = None if trained.mean is None else split
     sigma = split if trained.sigma.ndim == 2 else replicated
@@ -270,8 +271,9 @@ def make_train_batch(
         first = prepared.pairs[:, 0]
         keys = _gather(samples.keys, put(first, group.replicated), 0, group.batch)
         samples, rows = FinalImages(x0, keys, samples.sigmas), rows[first]
-    each = (put(a, group.batch) for a in (rows, prepared.advantages, prepared.weight))
-    return TrainBatch(samples, *prompts, *each, images.sigmas[1])
+    each = (rows, prepared.advantages, prepared.weight)
+    at, values, weights = (put(a, group.batch) for a in each)
+    return TrainBatch(samples, *prompts, at, values, weights, images.sigmas[1])
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))

@@ -1,7 +1,7 @@
 """Trainer settings and programs: chunks -> accumulated gradient -> update."""
 
 import dataclasses
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -113,7 +113,7 @@ class Trainer:
         self.policy, self.group, self.settings = policy, group, settings
         self.algorithm = algorithm
         self._optimizer = settings.optimizer()
-        self._objective = objective = make_objective(policy, step, algorithm)
+        self._objective = objective = cast(Any, make_objective(policy, step, algorithm))
 
         def start(tuned):
             return self._constrain(zero_totals(algorithm, tuned))
@@ -122,7 +122,8 @@ class Trainer:
             return self._constrain(objective.zero_group(tuned))
 
         def fold(totals, sums, scale):
-            return self._constrain(fold_group(totals, sums, scale, algorithm.kl_coefficient))
+            weight = cast(Any, algorithm).kl_coefficient
+            return self._constrain(fold_group(totals, sums, scale, weight))
 
         def add(totals, others):
             return self._constrain(jax.tree.map(jnp.add, totals, others))
@@ -180,9 +181,8 @@ class Trainer:
             totals = self._start(state.tuned)
         policies = self.policies(state, behavior, start)
         unscaled, totals = totals.unscaled, totals._replace(unscaled=None)
-        if piece is not None:
-            piece = tuple(map(np.int32, piece))
-        totals = self._accumulate(state.tuned, base, policies, train_batch, totals, piece)
+        part = None if piece is None else tuple(map(np.int32, piece))
+        totals = self._accumulate(state.tuned, base, policies, train_batch, totals, part)
         return totals._replace(unscaled=unscaled)
 
     def accumulate_early(
@@ -216,15 +216,16 @@ class Trainer:
         Raises:
           ValueError: clipping would have changed an advantage of the group, so the result is not its gradient.
         """
-        scale = None
+        scale: Any = None
         if std == "group":
             centred = group.rewards - group.rewards.mean()
             scale = 1 / (group.rewards.std() + STD_EPS)
             largest = float(np.abs(centred).max() * scale)
             # An advantage is rounded to float32 before clipping.
-            if np.float32(largest) > np.float32(self.algorithm.adv_clip) * (1 + 1e-6):
+            most = cast(Any, self.algorithm).adv_clip
+            if np.float32(largest) > np.float32(most) * (1 + 1e-6):
                 raise ValueError(
-                    f"an advantage of {largest:.4g} is clipped to {self.algorithm.adv_clip}, so its group "
+                    f"an advantage of {largest:.4g} is clipped to {most}, so its group "
                     "cannot be trained before it is complete"
                 )
             scale = np.float32(scale)
@@ -329,7 +330,7 @@ class Trainer:
 
     def _layout(self, sums: Totals | GroupSums | Term | None) -> Any:
         """Returns the shardings of sums; a gradient is split like its parameters."""
-        replicated = self.group.replicated
+        replicated: Any = self.group.replicated
         match sums:
             case None:
                 return None
@@ -338,7 +339,8 @@ class Trainer:
             case Totals(gradient, _, unscaled):
                 return Totals(self.group.params(gradient), replicated, self._layout(unscaled))
             case GroupSums(centred, plain, kl, _):
-                return GroupSums(*map(self._layout, (centred, plain, kl)), replicated)
+                layout = self._layout
+                return GroupSums(layout(centred), layout(plain), layout(kl), replicated)
 
     # ------------------------------------------------------------------------------ while tracing
 
@@ -347,7 +349,7 @@ class Trainer:
 
     def _sum(
         self, gradient: Any, parameters: tuple, train_batch: TrainBatch, sums: Any, piece: Any
-    ) -> Totals | GroupSums:
+    ) -> Any:
         images = self.settings.micro_batch // self.algorithm.images_per_sample
         times = self.algorithm.times
         micros = passes(train_batch, images, self.settings.pack, self.group, times)

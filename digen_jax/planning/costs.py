@@ -74,12 +74,12 @@ def on_one_device(
     trainer, worker = Scaling(serial[0]), Scaling(serial[1])
     trainer.check("trainer_serial")
     worker.check("worker_serial")
-    trainer, worker = trainer.seconds(devices[1]), worker.seconds(devices[0])
+    training, generation = trainer.seconds(devices[1]), worker.seconds(devices[0])
     costs = dataclasses.replace(
         measured,
-        generate=measured.generate / worker,
-        decode=measured.decode / worker,
-        train=measured.train / trainer,
+        generate=measured.generate / generation,
+        decode=measured.decode / generation,
+        train=measured.train / training,
     )
     return Calibration(costs, source, missing, *serial, scorers=1)
 

@@ -17,9 +17,9 @@ import pathlib
 import re
 import statistics
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -242,7 +242,7 @@ def _arguments(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled) -> An
         value = 0.01 if jnp.issubdtype(leaf.dtype, jnp.floating) else 0
         return jnp.full(leaf.shape, value, leaf.dtype)
 
-    arrays, tree = jax.tree.flatten(shapes)
+    arrays, tree = cast(Any, jax.tree.flatten(shapes))
     wanted = tree.flatten_up_to(shardings)
     # The compiler gives no sharding for an argument that the program does not read.
     meshes = [sharding.mesh for sharding in wanted if isinstance(sharding, NamedSharding)]
@@ -291,7 +291,7 @@ def open_target(name: str, cpu_devices: int, note: Callable[[str], None]) -> Tar
     """
     prepare(cpu_devices)
     if name == LOCAL:
-        devices = jax.devices()
+        devices: Sequence[Any] = jax.devices()
         chip = CHIPS.get(devices[0].device_kind)
         memory = (devices[0].memory_stats() or {}).get("bytes_limit")
         return Target(name, devices, chip, memory, lambda config: measure(config, devices, note))
@@ -343,12 +343,12 @@ def calibrate(
 
     Weights and trajectories that move between meshes use one link per worker.
     """
-    seconds: Counter[str] = Counter()
+    seconds = defaultdict[str, float](float)
     for one in found:
         seconds[one.program.command] += one.seconds
     sizes = {one.program.name: one.program.devices for one in found}
     images, footprint = config.sampler.chunk, model_footprint(config)
-    missing = ("score", "score_latency", "evaluate", "switch")
+    missing: tuple[str, ...] = ("score", "score_latency", "evaluate", "switch")
     link = chip and LINK_SHARE * chip.link
     if not link:
         missing += ("deliver",)

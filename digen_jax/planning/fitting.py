@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, cast, get_args
 
 import jax
 
@@ -190,7 +190,7 @@ def _refusal(layout: PoolLayout, held: DeviceBytes, target: Target) -> str:
     what = ", ".join(f"{what} {size / GB:.1f}" for what, size in most)
     return (
         f"{layout.describe()} does not fit, because {name} needs {sum(parts.values()) / GB:.1f} GB of "
-        f"{target.memory / GB:.1f} ({target.how}): {what}"
+        f"{(target.memory or 0) / GB:.1f} ({target.how}): {what}"
     )
 
 
@@ -227,10 +227,11 @@ def with_temporaries(
     # A program that was not compiled, because another does not fit, counts as 0.
     temporaries = Counter({one.program.name: one.compiled.temporaries for one in found})
     images = -(-config.sampler.chunk // layout.sampling_parts)
-    sampling = {
+    footprint = cast(Any, problem.footprint)
+    sampling: dict[str, float] = {
         "encoding": max(temporaries["encode"], temporaries["encode null"]),
         # Excludes trajectories, which are counted separately.
-        "generating": max(0, temporaries["generate"] - problem.footprint.trajectory * images),
+        "generating": max(0, temporaries["generate"] - footprint.trajectory * images),
         "evaluating": temporaries["evaluate"],
         "decoding": max(temporaries["decode"], temporaries["decode evaluated"]),
         "scoring": max(
@@ -242,5 +243,4 @@ def with_temporaries(
         lambda tuned: temporaries["update"],
         lambda *mesh: sampling,
     )
-    footprint = dataclasses.replace(problem.footprint, programs=programs)
-    return dataclasses.replace(problem, footprint=footprint)
+    return dataclasses.replace(problem, footprint=dataclasses.replace(footprint, programs=programs))

@@ -38,7 +38,7 @@ class Flops(NamedTuple):
       weighted: The same, each multiplied by its number of bfloat16 passes.
     """
 
-    count: float = 0.0
+    count: float = 0.0  # type: ignore[assignment]
     weighted: float = 0.0
 
     def times(self, runs: float) -> "Flops":
@@ -152,11 +152,11 @@ def training_work(config: TrainConfig, family: Family, samples: int) -> Work:
     forward = _forward(family, config.model.size)
     count = samples * algorithm.images_per_sample * config.trained_steps
     trained = _times(forward, count * policy.sequences)
-    needed = Counter(trained)
+    needed: Any = Counter(trained)
     for stream, flops in trained.items():
         needed[stream] += flops * (1 if policy.lora and stream != ATTENTION else 2)
     # Forward passes without gradients: the behavior policy, and the slow copy unless it is the behavior policy.
-    fixed = algorithm.reads_behavior
+    fixed = int(algorithm.reads_behavior)
     fixed += algorithm.slow_copy is not None and not algorithm.samples_from_copy
     needed.update(_times(trained, fixed))
     if algorithm.reads_reference:

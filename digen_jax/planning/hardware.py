@@ -228,4 +228,4 @@ def _installed(module: str) -> bool:
 def compiler_version(name: str) -> str:
     """Returns the installed compiler of a topology, with its version."""
     package = _cuda_plugin() if name.partition(":")[0] in GPUS else "libtpu"
-    return f"{package} {importlib.metadata.version(package)}"
+    return f"{package} {importlib.metadata.version(str(package))}"

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -115,9 +116,9 @@ def compiled_temporaries(config: TrainConfig, note: Callable[[str], None]) -> Pr
       config: Config; of its placement only the rules and the axes tensor and sequence are read.
       note: Called with each program's name before it is compiled, which may take minutes.
     """
-    shares = _Shares(config, note)
+    shares, cached = _Shares(config, note), cast(Callable[..., Any], functools.cache)
     update, encode, generate, evaluate, decode, score, gradient = map(
-        functools.cache,
+        cached,
         (shares.update, shares.encode, shares.generate, shares.evaluate, shares.decode, shares.score,
          shares.gradient),
     )  # fmt: skip

@@ -75,7 +75,8 @@ def _weight_sync(system: System) -> Iterator[Program]:
     for number, traced in enumerate(programs, 1):
         name = "sync" if len(programs) == 1 else f"sync {number}"
         what = "the new weights in the samplers' data type and sharding"
-        yield Program(name, "sync", rollout.group.mesh.size, 0, what, lambda one=traced: one)
+        trace = functools.partial(lambda one: one, traced)
+        yield Program(name, "sync", rollout.group.mesh.size, 0, what, trace)
 
 
 def _encoding(system: System, config: TrainConfig) -> Iterator[Program]:
@@ -161,9 +162,9 @@ def trace_gradient(system: System, config: TrainConfig, samples: int) -> Traced:
     records = step_records(config, system.policy.family)
     prompts = system.sampler.encoded(sampler_weights(system), records)
     conditioning, null = _with_shardings(tuple(prompts), group.replicated)
-    row = jax.ShapeDtypeStruct((samples,), np.int32, sharding=group.batch)
+    row: Any = jax.ShapeDtypeStruct((samples,), np.int32, sharding=group.batch)
     number = row.update(dtype=np.float32)
-    largest = jax.ShapeDtypeStruct((), sigmas.dtype, sharding=group.replicated)
+    largest: Any = jax.ShapeDtypeStruct((), sigmas.dtype, sharding=group.replicated)
     train_batch = TrainBatch(trained, conditioning, null, row, number, number, largest)
     return system.trainer.trace_accumulate(system.start, system.base, train_batch)
 

@@ -38,7 +38,7 @@ LEGEND = (
 
 def wrapped(text: str, indent: str = "") -> str:
     """Returns lines of at most `WIDTH` columns; continuation lines are indented."""
-    options = {"subsequent_indent": indent, "break_long_words": False}
+    options: dict = {"subsequent_indent": indent, "break_long_words": False}
     lines = (textwrap.wrap(line, WIDTH, **options) or [""] for line in text.split("\n"))
     return "\n".join(itertools.chain.from_iterable(lines))
 

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 import warnings
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 from absl import logging
@@ -147,7 +147,7 @@ def resolve_place(
         return None
     if coordinator == "auto":
         coordinator, processes, process = _detect_cluster(processes, process, seconds)
-    elif None in (processes, process):
+    if processes is None or process is None:
         raise ConfigError(
             "--coordinator=HOST:PORT needs --processes, their number, and --process, the number of this one from 0; or "
             "set --coordinator=auto on a cluster"
@@ -397,8 +397,8 @@ def barrier(what: str, seconds: float) -> None:
         return
     limit = int(min(seconds, LONGEST_WAIT) * 1000)
     try:
-        name, client = f"digen_jax/barrier/{next(_barriers)}", distributed.global_state.client
-        client.wait_at_barrier(name, limit, process_ids=members())
+        name, state = f"digen_jax/barrier/{next(_barriers)}", cast(Any, distributed.global_state)
+        state.client.wait_at_barrier(name, limit, process_ids=members())
     except jax.errors.JaxRuntimeError as error:
         why = "has ended"
         if "DEADLINE_EXCEEDED" in str(error):

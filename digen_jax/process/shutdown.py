@@ -16,7 +16,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from digen_jax.process.terminal import print_error
 
@@ -68,7 +68,7 @@ def log_fatal(text: str, code: int) -> int:
     return code
 
 
-def exit_now(code: int) -> None:
+def exit_now(code: int) -> NoReturn:
     """Exits immediately, regardless of other threads, after flushing output."""
 
     def act() -> None:
@@ -91,7 +91,7 @@ def guard_exit() -> None:
     """
     process = os.getpid()
 
-    def exit_(status: int) -> None:
+    def exit_(status: int) -> NoReturn:
         if os.getpid() != process:
             _exit(status)
         if _raises.get():
@@ -144,7 +144,7 @@ def ends_process() -> Iterator[None]:
         code = 1
     try:
         if not _hung:
-            threading._shutdown()
+            threading._shutdown()  # type: ignore[attr-defined]
             atexit._run_exitfuncs()
             sys.stdout.flush()
     finally:

@@ -11,8 +11,8 @@ import textwrap
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, SupportsFloat, TextIO, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sized
+from typing import Any, SupportsFloat, TextIO, TypeVar, cast
 
 from tqdm import tqdm
 
@@ -54,7 +54,7 @@ class Output(io.FileIO):
     def __init__(self, descriptor: int):
         super().__init__(descriptor, "w", closefd=False)
 
-    def write(self, data: bytes) -> int:
+    def write(self, data: Any) -> int:
         """Writes to the descriptor. Redirects it to /dev/null on the first failure, also for children and C code."""
         try:
             return super().write(data)
@@ -88,7 +88,7 @@ def keep_writable() -> None:
 
 def has_reader() -> bool:
     """Returns False if the reader of stdout has closed it; see `keep_writable`."""
-    return not sys.stdout.buffer.raw.unread
+    return not cast(Any, sys.stdout.buffer).raw.unread
 
 
 def print_error(text: str) -> None:
@@ -189,7 +189,7 @@ def track(
       done: Number of items that were already done.
       note: Returns a text for the end of the line.
     """
-    total = len(items) if total is None else total
+    total = len(cast(Sized, items)) if total is None else total
     if sys.stderr.isatty():
         bar = tqdm(items, head, total, unit=unit, initial=done, leave=False)
         for item in bar:

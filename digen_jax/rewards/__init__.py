@@ -155,8 +155,8 @@ def call_reward(
 
     start, name = time.perf_counter(), settings.title
     with user_code(name, "raised", DELIBERATE), exits_raise():
-        watched = isinstance(images, Watched)
-        returned = call_watched(name, score, images) if watched else score(images)
+        watched = images if isinstance(images, Watched) else None
+        returned = score(images) if watched is None else call_watched(name, score, watched)
     seconds = time.perf_counter() - start
     if not isinstance(returned, Mapping):
         if isinstance(settings.weight, Mapping):

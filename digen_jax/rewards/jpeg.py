@@ -68,11 +68,9 @@ def known_incompressibility() -> SanityCheck:
 
 def known_compressibility() -> SanityCheck:
     """Returns the same images with their compressibility."""
-    sizes = known_incompressibility()
-    scale = np.float32(UNIT / COMPRESSIBILITY_UNIT)
-    return dataclasses.replace(
-        sizes, expected=-scale * sizes.expected, tolerance=float(scale) * sizes.tolerance
-    )
+    sizes, scale = known_incompressibility(), np.float32(UNIT / COMPRESSIBILITY_UNIT)
+    scores = -scale * np.asarray(sizes.expected)
+    return dataclasses.replace(sizes, expected=scores, tolerance=float(scale) * sizes.tolerance)
 
 
 def _size(image: UInt8[np.ndarray, "h w 3"]) -> int:

@@ -20,7 +20,7 @@ import functools
 import importlib.util
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from jaxtyping import Float32, UInt8
@@ -93,7 +93,7 @@ def needs(record: dict, settings: Mapping[str, Any] | None = None) -> str | None
 
 def quoted(prompt: str) -> str | None:
     """Returns the first non-blank quoted text of a prompt, or None."""
-    texts = (match[match.lastindex].strip() for match in QUOTED.finditer(prompt))
+    texts = (match[match.lastindex or 0].strip() for match in QUOTED.finditer(prompt))
     return next(filter(None, texts), None)
 
 
@@ -138,7 +138,7 @@ def reader(threads: int) -> Reader:
     )
 
     def read(image: UInt8[np.ndarray, "h w 3"]) -> str:
-        return "".join(engine(image[..., ::-1]).txts or ())
+        return "".join(cast(Any, engine(image[..., ::-1])).txts or ())
 
     return read
 

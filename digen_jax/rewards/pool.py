@@ -247,7 +247,7 @@ class RewardThread:
 
     def call(self, number: int, batch: rewards.Batch, limit: Limit) -> rewards.Answer:
         """Like `RewardProcess.call`, but raises RewardHung past the limit and in every later call."""
-        future, reward = Future(), self._rewards.members[number]
+        future, reward = Future[rewards.Answer](), self._rewards.members[number]
         if not self._hangs:
             self._jobs.put((future, reward, batch))
         try:
@@ -349,7 +349,7 @@ class RewardPool:
           metadata: One record per image.
           known: Answers of rewards on a mesh, which are merged into the scores.
         """
-        future = Future()
+        future = Future[Scored]()
         if self._closed:
             future.cancel()
         self._jobs.put((future, (images, prompts, metadata), known))
@@ -425,7 +425,7 @@ class RewardPool:
         self, scorer: RewardProcess | RewardThread, batch: rewards.Batch, known: rewards.Answers
     ) -> Scored:
         """Calls the rewards that apply to a batch sequentially."""
-        answers, spent, exchanges = [*known], 0.0, ()
+        answers, spent, exchanges = [*known], 0.0, list[Exchange]()
         for number, reward in enumerate(self.rewards.members):
             places = reward.applying(batch[2])
             if reward.on_mesh or not len(places):
@@ -441,7 +441,7 @@ class RewardPool:
             self._images[number] += len(places)
             self._seconds[number] += answer.seconds
             spent += answer.seconds
-        return Scored(self.rewards.merged(len(batch[0]), answers), spent, exchanges)
+        return Scored(self.rewards.merged(len(batch[0]), answers), spent, tuple(exchanges))
 
 
 def is_retryable(error: BaseException) -> bool:

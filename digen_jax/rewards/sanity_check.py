@@ -40,7 +40,7 @@ class SanityCheck:
 
     def failure(self, scores: Float[np.ndarray, "b"]) -> str | None:
         """Describes the first failure of the scores, or returns None."""
-        for i, expected in enumerate(np.float32(self.expected)):
+        for i, expected in enumerate(np.asarray(self.expected, np.float32)):
             if not abs(scores[i] - expected) <= self.tolerance:
                 return f"image {i} ({self.prompts[i]!r}) scores {scores[i]:.7g} instead of {expected:.7g}"
         for better, worse in self.prefers:

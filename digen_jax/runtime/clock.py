@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
 
 import jax
 
@@ -125,9 +126,8 @@ def remote_work(elapsed: Callable[[], float]) -> Iterator[Callable[[float, Parts
         counted, now = seconds, time.perf_counter()
         if watch:
             # Clamped to the block: the reply takes time to arrive, and clocks differ slightly.
-            watch.parts += [
-                (kind, *(max(start, now - ago) for ago in span)) for kind, *span in parts
-            ]
+            spans = ((kind, now - first, now - last) for kind, first, last in parts)
+            watch.parts += [(kind, max(start, a), max(start, b)) for kind, a, b in spans]
 
     if watch:
         watch.pause(elapsed)
@@ -148,7 +148,7 @@ def _compiled(event: str, seconds: float, **_: object) -> None:
         watch.pause()
 
 
-jax.monitoring.register_event_duration_secs_listener(_compiled)
+jax.monitoring.register_event_duration_secs_listener(cast(Any, _compiled))
 
 
 @dataclasses.dataclass

@@ -219,7 +219,7 @@ class Driver:
             if not self._others_may_do(item, error):
                 raise
             if isinstance(error, MissingSums):
-                self.disconnected(*error.args, "did not send its sums")  # unless already removed
+                self.disconnected(error.args[0], "did not send its sums")  # unless already removed
             else:
                 traceback.print_exception(error)
             self._post(Failed(self.now(), item, repr(error)))
@@ -304,7 +304,7 @@ class Driver:
             commands = self._scheduler.handle(event)
             if self._log is not None:
                 self._log.extend(commands)
-            command = getattr(event, "command", None)
+            command: Any = getattr(event, "command", None)
             if isinstance(event, Completed) and self._ends_step(command):
                 # For the checkpoint. The newest version and its evaluated weights are in the trainer's state.
                 older = [p for p in self._scheduler.kept if p.version <= command.step]
@@ -338,7 +338,7 @@ class Driver:
 
     def _completed(self, command: Command, start: float, stopwatch: Stopwatch) -> None:
         end = self.now()
-        parts = [(kind, *(time - self._start for time in span)) for kind, *span in stopwatch.parts]
+        parts = [(kind, a - self._start, b - self._start) for kind, a, b in stopwatch.parts]
         with self._lock:
             self._summary.record_work(command, start, end, parts)
             self._post(Completed(end, command, stopwatch.seconds))
@@ -446,7 +446,7 @@ class Driver:
                 now = self.now()
                 if found is not None:
                     self._summary.record_requests(command, moved(found.exchanges, -self._start))
-            values, seconds = (), 0.0
+            values, seconds = tuple[float, ...](), 0.0
             if found is not None:
                 self._broadcast.send("scored", (command, found.scores.columns.tolist()))
                 values, seconds = tuple(map(float, found.values)), found.seconds

@@ -10,7 +10,7 @@ The path of a chunk, command by command (the order in `Executors.do`):
 import itertools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.logging.evaluation import Evaluation, Extremes
@@ -23,7 +23,7 @@ from digen_jax.runtime.checkpointing import TrainCheckpoint
 from digen_jax.runtime.clock import paused
 from digen_jax.runtime.sampling import ChunkScorer, SamplingExecutor
 from digen_jax.runtime.steps import EvaluationScores, HeldOut, ScoredChunk, Steps, StepScores
-from digen_jax.runtime.training import GradientExecutor, OtherTrainingExecutor, TrainingExecutor
+from digen_jax.runtime.training import OtherTrainingExecutor, TrainingExecutor
 from digen_jax.scheduling.commands import (
     TRAINER,
     Command,
@@ -92,7 +92,7 @@ class Executors:
         # On separate meshes, a resumed run may have started chunks of the next step with the newest version.
         stale = settings.max_policy_lag > 0 and (later or first > 0)
         keep = stale or (later and self.last_update > 0)
-        self.versions = SyncedWeights(self._transfer, keep, system.sent, exact=many > 0)
+        self.versions = SyncedWeights(self._transfer, bool(keep), system.sent, exact=many > 0)
         for version, tuned in (checkpoint.in_flight.kept if checkpoint.in_flight else {}).items():
             self.versions.add(WeightsVersion(version), tuned)
         self.trainer = TrainingExecutor(
@@ -110,7 +110,7 @@ class Executors:
     @property
     def devices(self) -> dict[str, int]:
         """Number of devices of each worker, the home worker last."""
-        workers = {**self.rollouts, **self.others, TRAINER: self.trainer}
+        workers: dict[str, Any] = {**self.rollouts, **self.others, TRAINER: self.trainer}
         return {name: executor.devices for name, executor in workers.items()}
 
     @property
@@ -155,7 +155,7 @@ class Executors:
         """Returns all executors except the home worker's training executor, each once."""
         return tuple(dict.fromkeys((*self.others.values(), *self._samplers())))
 
-    def _training(self, worker: str) -> GradientExecutor:
+    def _training(self, worker: str) -> Any:
         if worker == TRAINER:
             return self.trainer
         if worker not in self.others:
@@ -228,7 +228,7 @@ class Executors:
     def _add_sums(self, workers: Sequence[str]) -> None:
         """Reduces the gradient sums of workers onto the first one, in a binary tree. Raises MissingSums."""
         first, *others = workers
-        parts = []  # 1, 2, 4, ... workers
+        parts: list[list[str]] = []  # 1, 2, 4, ... workers
         while others:
             parts.append(others[: 2 ** len(parts)])
             others = others[len(parts[-1]) :]
@@ -262,7 +262,7 @@ class Executors:
         The future is None for a dropped chunk. It raises WorkerDisconnected and the errors of `ChunkScorer.submit`.
         """
         scorer = ChunkScorer(pool, self._weights, self.steps, self._held_out, self.settings)
-        return self.sampling(command.maker).score(command.chunk, scorer)
+        return cast(Any, self.sampling(command.maker)).score(command.chunk, scorer)
 
     def scored(self, command: Score, scored_chunk: ScoredChunk | None) -> None:
         """Stores the result of `score`. Processes other than the coordinator get only the scores."""

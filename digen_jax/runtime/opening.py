@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -134,13 +134,13 @@ class CommandBroadcast:
 
 def answer(error: str) -> None:
     """Reports once to the coordinator whether this process can start: an error message, or "" for success."""
-    state = distributed.global_state
+    state: Any = distributed.global_state
     state.client.key_value_set(f"{ANSWER}/{state.process_id}", error)
 
 
 def received_entries(interrupt: Interrupt) -> Iterator[tuple[str, Any]]:
     """Yields log entries (kind, value) in order; forwards a signal of this process to the coordinator."""
-    state, passed_on = distributed.global_state, False
+    state, passed_on = cast(Any, distributed.global_state), False
     for number in itertools.count():
         text = None
         while text is None:

@@ -198,12 +198,12 @@ class SamplingExecutor:
             )
         else:
             # In this order, because a chunk is dropped before its weights.
-            weights, step = self.weights.get(weights_version), self._steps.find(chunk)
+            received, step = self.weights.get(weights_version), self._steps.find(chunk)
             if step is None:
                 return
             cut = step.slice_of(chunk.index)
             trajectory = self.rollout.sampler.generate(
-                weights, self._prompts[chunk.step], step.rows[cut], *step.drawn.subset(cut)
+                received, self._prompts[chunk.step], step.rows[cut], *step.drawn.subset(cut)
             )
         self._trajectories[chunk] = jax.block_until_ready(trajectory)
         if not chunk.evaluation and self._steps.find(chunk) is None:

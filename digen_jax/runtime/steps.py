@@ -137,7 +137,7 @@ class Steps:
 
 
 # Statistics of each reward, by metric name prefix.
-STATISTICS = {"": np.mean, "std_": np.std, "min_": np.min, "max_": np.max}
+STATISTICS: dict[str, Any] = {"": np.mean, "std_": np.std, "min_": np.min, "max_": np.max}
 
 
 class HeldOut:

@@ -170,7 +170,7 @@ class GradientExecutor:
         if len(group.rewards) < np.count_nonzero(self._steps[chunk.step].rows == number):
             self._groups[number] = group
         else:
-            std = self.system.advantages.std
+            std: Any = self.system.advantages.std
             self._totals = jax.block_until_ready(trainer.close(group, self._totals, std))
 
     def sums(self, others: Sequence[str] = ()) -> Sums:

@@ -47,11 +47,11 @@ def layouts(
             f"no workers of {problem.devices} devices can split config.sampler.chunk, config.trainer.micro_batch "
             "and config.evaluation.batch: make these multiples of the devices, or change axes of config.placement"
         )
-    found = [next((c for c in shapes if fits_memory(problem, c)), None) for shapes in allowed]
-    found = [layout for layout in found if layout]
+    first = (next((c for c in shapes if fits_memory(problem, c)), None) for shapes in allowed)
+    found = [layout for layout in first if layout]
     if not found:
         raise ConfigError(
-            f"no placement of {problem.devices} devices fits into {problem.device_memory / 2**30:g} GiB "
+            f"no placement of {problem.devices} devices fits into {(problem.device_memory or 0) / 2**30:g} GiB "
             "a device: use more devices, a smaller config.trainer.micro_batch, config.model.remat or lora"
         )
     return found
@@ -124,7 +124,7 @@ def settings_of(problem: Problem, layout: PoolLayout) -> Settings:
         batches = chunk // (problem.trainer.images or 1)
         passes = min(passes, batches * math.ceil(problem.transitions / layout.time))
     pulled = layout.lag or (layout.samples and layout.rollout)
-    changes = {"max_policy_lag": layout.lag, "ordered": given.ordered and not pulled}
+    changes: dict = {"max_policy_lag": layout.lag, "ordered": given.ordered and not pulled}
     return dataclasses.replace(given, chunk_images=chunk, passes=passes, **changes)
 
 
@@ -160,7 +160,7 @@ def _part(problem: Problem, layout: PoolLayout) -> tuple[Problem, PoolLayout, in
     names = "groups", "max_candidates", "oversampled_groups"
     counts = {name: math.ceil(getattr(given, name) / (fewer * less)) for name in names}
     settings, costs = dataclasses.replace(given, **counts), dataclasses.replace(costs, **changes)
-    numbers = {"workers": layout.workers // fewer, "rollout": layout.rollout // fewer}
+    numbers: dict = {"workers": layout.workers // fewer, "rollout": layout.rollout // fewer}
     part = dataclasses.replace(problem, settings=settings, costs=costs, scorers=scorers)
     part = dataclasses.replace(part, devices=problem.devices // fewer)
     return part, dataclasses.replace(layout, **numbers), less

@@ -75,7 +75,7 @@ class Scheduler:
         Raises:
           SchedulerError: No worker can do the remaining work, or a piece of it failed too often.
         """
-        state, self._out = self.state, []
+        state, self._out = self.state, list[Command]()
         state.now = max(state.now, event.at)
         match event:
             case Joined():
@@ -511,7 +511,7 @@ class Scheduler:
             return False
         version = step.group_of(index).version
         is_new = version is None
-        if is_new:
+        if version is None:
             version = self.state.step if old is None else old
         weights_version = WeightsVersion(version)
         if weights_version in worker.arriving or (old is not None and old != version):
@@ -783,7 +783,7 @@ class Scheduler:
             state.step += 1
             state.references.setdefault(WeightsVersion(state.step), 0)
             self._open_evaluation()
-            used = [group.version for group in step.groups if not group.untrained]
+            used = [g.version for g in step.groups if g.version is not None and not g.untrained]
             kept = (one.version for one in state.references if not one.evaluated)
             for version in sorted({*used, *kept}):
                 self._release(WeightsVersion(version), used.count(version))

@@ -51,9 +51,8 @@ class Settings:
     show_every: int = 0  # the same for evaluations that only show images; 0 means never
     shown_images: int = 1  # the first images of an evaluation
     evaluation_batch: int = 1  # images per evaluation chunk
-    separate_eval_weights: bool = (
-        False  # evaluated weights differ from those that sample training images
-    )
+    # evaluated weights differ from those that sample training images
+    separate_eval_weights: bool = False
 
     @functools.cached_property
     def early(self) -> bool:

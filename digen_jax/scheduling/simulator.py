@@ -5,6 +5,7 @@ import heapq
 import itertools
 import random
 from collections.abc import Callable
+from typing import Any
 
 from digen_jax.scheduling import timeline
 from digen_jax.scheduling.commands import (
@@ -169,15 +170,15 @@ class Simulation:
         while not self.scheduler.finished:
             _, _, event = heapq.heappop(self.events)
             self._handle(event)
-        for worker in self.named:
-            self.recorder.end_wait(worker, event.at)
+        for name in self.named:
+            self.recorder.end_wait(name, event.at)
         return self.report
 
     def _push(self, event: Event) -> None:
         heapq.heappush(self.events, (event.at, self.pushed, event))
         self.pushed += 1
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: Any) -> None:
         for command in self.scheduler.handle(event):
             if command.answered:
                 self._start(command, event.at)
@@ -210,10 +211,10 @@ class Simulation:
             command, worker, self.costs, self.settings, self.disturbance.jitter, draw
         )
         if command.kind in ROLES:
-            before, role = self.roles.get(command.worker), ROLES[command.kind]
+            before, role = self.roles.get(command.receiver), ROLES[command.kind]
             seconds += self.costs.switch if before not in (None, role) else 0.0
-            self.roles[command.worker] = role
-        start, values = now, ()
+            self.roles[command.receiver] = role
+        start, values = now, tuple[float, ...]()
         if isinstance(command, Score):
             values = (0.0, *(1.0,) * (self.settings.chunk_images - 1))
             if self.scorers:

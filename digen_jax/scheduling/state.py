@@ -100,7 +100,7 @@ class SchedulerState:
     delivered: int = 0  # delivered chunks of workers that only sample; selects the next receiver
 
 
-CLASSES = {
+CLASSES: dict[str, Any] = {
     name: found
     for module in (commands, settings)
     for name, found in vars(module).items()
@@ -134,5 +134,5 @@ def unpack(value: Any) -> Any:
         return {key: unpack(v) for key, v in value.items()}
     if value["is"] == "tuple":
         return tuple(unpack(v) for v in value["items"])
-    fields = {RENAMED.get(k, k): unpack(v) for k, v in value.items() if k != "is"}
+    fields = {str(RENAMED.get(k, k)): unpack(v) for k, v in value.items() if k != "is"}
     return CLASSES[value["is"]](**fields)

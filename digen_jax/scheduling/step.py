@@ -19,9 +19,9 @@ READY, TRAINED, DROPPED = "ready", "trained", "dropped"
 class Piece(NamedTuple):
     """Passes of a chunk that one worker trains; `early` means before its group or step is complete."""
 
-    index: int
+    index: int  # type: ignore[assignment]
     first: int
-    count: int
+    count: int  # type: ignore[assignment]
     early: bool = False
 
 
@@ -160,7 +160,7 @@ class Step:
     def drop_others(self) -> tuple[list[int], list[int]]:
         """Drops the candidates outside a known step; returns (started chunks, versions of their groups)."""
         self.settled = True
-        started, versions = [], []
+        started, versions = list[int](), list[int]()
         for number in self.candidates.others():
             for index in self.chunks_of(number):
                 chunk = self.chunks[index]
@@ -169,8 +169,8 @@ class Step:
                 if chunk.stage != QUEUED:
                     started.append(index)
                 chunk.stage = DROPPED
-            if self.groups[number].version is not None:
-                versions.append(self.groups[number].version)
+            if (version := self.groups[number].version) is not None:
+                versions.append(version)
         return started, versions
 
     # ------------------------------------------------------------------------------ training
@@ -179,7 +179,7 @@ class Step:
         """Assigns at most `count` passes of a chunk to a worker: a chunk that it holds, or else the last ready one."""
         if not self.ready:
             self._open_early()
-        index = self._top(self.held.get(worker, ()), 1)
+        index = self._top(self.held.get(worker, []), 1)
         if index is None:
             index = self._top(self.ready, -1)
         return None if index is None else self._take(index, count)
@@ -198,8 +198,8 @@ class Step:
         if index >= len(self.chunks):
             filled = (i for g in self.candidates.filled for i in self.chunks_of(g))
             mine = (i for i in filled if i % workers == place and self.chunks[i].left)
-            index = next(mine, None)
-        if index is None or self.chunks[index].stage != READY:
+            index = next(mine, -1)
+        if index < 0 or self.chunks[index].stage != READY:
             return None
         return self._take(index, self.settings.passes)
 

@@ -1,6 +1,6 @@
 """Records what every worker executes or waits for, in real and simulated runs, and sums it up."""
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -94,7 +94,7 @@ def busy_seconds(
 
 def bubbles(intervals: Iterable[Interval], devices: Mapping[str, int]) -> dict[str, float]:
     """Returns device-seconds of waiting, by cause."""
-    found: Counter[str] = Counter()
+    found = defaultdict[str, float](float)
     for interval in intervals:
         if interval.kind == "wait":
             found[interval.cause] += interval.seconds * devices[interval.worker]

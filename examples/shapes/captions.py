@@ -83,7 +83,7 @@ def make_record(task: str, include: list[dict], prompt: str) -> dict:
 @cache
 def _prompts(task: str) -> tuple[tuple[dict, ...], tuple[dict, ...]]:
     """Returns all training records and all held-out records of a task."""
-    train, heldout = [], []
+    train, heldout = list[dict](), list[dict]()
     for prompt, include, held_out, others in _candidates(task):
         if not others:
             record = make_record(task, include, f"a photo of {prompt}")

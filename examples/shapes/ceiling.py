@@ -7,7 +7,7 @@ No transformer can recover information that the autoencoder loses.
 
 import pathlib
 import sys
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -33,7 +33,7 @@ def round_trip(
     def pass_through(images):
         variables = {"params": vae}
         mean, _ = family.vae.apply(variables, 2 * images - 1, method="encode")
-        return family.vae.apply(variables, mean, method="decode") / 2 + 0.5
+        return cast(Any, family.vae).apply(variables, mean, method="decode") / 2 + 0.5
 
     parts = [pass_through(images[i : i + BATCH]) for i in range(0, len(images), BATCH)]
     return np.clip(np.concatenate(parts), 0, 1)
@@ -46,9 +46,8 @@ def ceiling(
     rng = np.random.default_rng(seed)
     records = heldout_records()
     rendered = render_batch([sample_scene(record, rng) for record in records], size)
-    return tuple(
-        _scored(records, images) for images in (rendered, round_trip(family, vae, rendered))
-    )
+    decoded = round_trip(family, vae, rendered)
+    return _scored(records, rendered), _scored(records, decoded)
 
 
 def _scored(records: list[dict], images: Float[np.ndarray, "n h w 3"]) -> Evaluation:

@@ -7,7 +7,7 @@ import functools
 import json
 import pathlib
 import runpy
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -151,10 +151,10 @@ def autoencoder_loss(
     family: StableDiffusion3, kl_weight: float, params: Any, images: Array, key: Array
 ) -> tuple[Array, dict[str, Array]]:
     """Returns the mean squared and absolute reconstruction error, plus a small KL to N(0, 1) to smooth latents."""
-    mean, logvar = family.vae.apply({"params": params}, images, method="encode")
+    mean, logvar = cast(Any, family.vae).apply({"params": params}, images, method="encode")
     noise = jax.random.normal(key, mean.shape)
     latents = mean + jnp.exp(0.5 * logvar) * noise
-    error = family.vae.apply({"params": params}, latents, method="decode") - images
+    error = cast(Any, family.vae).apply({"params": params}, latents, method="decode") - images
     kl = 0.5 * jnp.mean(mean**2 + jnp.exp(logvar) - 1 - logvar)
     mse, mae = jnp.mean(error**2), jnp.mean(jnp.abs(error))
     return mse + 0.5 * mae + kl_weight * kl, {"mse": mse, "mae": mae, "kl": kl}

@@ -94,7 +94,7 @@ def _segment(
     opaque = (delta[seen] ** 2).sum(-1) >= 0.25 * np.take_along_axis(length, nearest[None], 0)[0]
     color_map = np.full(seen.shape, -1)
     color_map[seen] = np.where(opaque, nearest, -1)
-    labels, count, palette_index = np.zeros(seen.shape, int), 0, {}
+    labels, count, palette_index = np.zeros(seen.shape, int), 0, dict[int, int]()
     for index in np.unique(nearest[opaque]):
         parts, more = ndimage.label(color_map == index)
         labels += np.where(parts > 0, parts + count, 0)

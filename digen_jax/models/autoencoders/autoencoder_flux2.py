@@ -115,7 +115,7 @@ class AutoencoderKLFlux2(AutoencoderKL):
     `encode` and `decode` are inherited from AutoencoderKL and use raw latents.
     """
 
-    config: AutoencoderKLFlux2Config
+    config: AutoencoderKLFlux2Config  # type: ignore[assignment]
 
     def setup(self):
         """Creates encoder, decoder, the 1x1 convolutions next to the latents, and the latents' statistics."""
@@ -148,7 +148,7 @@ def decode_images(
 ) -> Float[Array, "b H W 3"]:
     """Decodes the transformer's latents to images in [0, 1]."""
     raw = vae.apply({"params": params}, latents, method="unscale_latents")
-    images = vae.apply({"params": params}, raw, method="decode")
+    images: Any = vae.apply({"params": params}, raw, method="decode")
     return jnp.clip(images / 2 + 0.5, 0, 1)
 
 

@@ -327,7 +327,7 @@ def decode_images(
 ) -> Float[Array, "b H W 3"]:
     """Decodes the transformer's latents to images in [0, 1]."""
     raw = unscale_latents(vae.config, latents)
-    images = vae.apply({"params": params}, raw, method="decode")
+    images: Any = vae.apply({"params": params}, raw, method="decode")
     return jnp.clip(images / 2 + 0.5, 0, 1)
 
 

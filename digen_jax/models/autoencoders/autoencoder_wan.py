@@ -34,9 +34,9 @@ LISTS: tuple[str, ...] = (
 AXES = ((r"norm", (None,)), (".*", ("conv_in", "conv_out")))
 
 # Latent statistics of Wan 2.1 and Qwen-Image.
-MEAN = (-0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508)
+MEAN: tuple[float, ...] = (-0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508)
 MEAN += (0.4134, -0.0715, 0.5517, -0.3632, -0.1922, -0.9497, 0.2503, -0.2921)
-STD = (2.8184, 1.4541, 2.3275, 2.6558, 1.2196, 1.7708, 2.6052, 2.0743)
+STD: tuple[float, ...] = (2.8184, 1.4541, 2.3275, 2.6558, 1.2196, 1.7708, 2.6052, 2.0743)
 STD += (3.2687, 2.1526, 2.8652, 1.5579, 1.6382, 1.1253, 2.8251, 1.9160)
 
 # Fields of diffusers' config.json that support a single value, and the reason.
@@ -151,7 +151,7 @@ def decode_clips(
 ) -> Float[Array, "b T H W 3"]:
     """Decodes the transformer's latents to clips in [0, 1], one frame of latents at a time."""
     raw = unscale_latents(vae.config, latents)
-    clips = vae.apply({"params": params}, raw, method="decode")
+    clips: Any = vae.apply({"params": params}, raw, method="decode")
     return clips / 2 + 0.5
 
 

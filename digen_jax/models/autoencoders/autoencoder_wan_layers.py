@@ -146,7 +146,8 @@ class AttentionBlock(nn.Module):
         """Maps activations to activations of the same shape."""
         b, t, h, w, c = x.shape
         qkv = nn.Conv(3 * c, (1, 1), name="to_qkv")(RMSNorm(2, name="norm")(x))
-        y = attend(*jnp.split(qkv.reshape(b * t, h * w, 1, 3 * c), 3, axis=-1))
+        q, k, v = jnp.split(qkv.reshape(b * t, h * w, 1, 3 * c), 3, axis=-1)
+        y = attend(q, k, v)
         return x + nn.Conv(c, (1, 1), name="proj")(y.reshape(x.shape))
 
 

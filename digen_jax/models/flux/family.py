@@ -106,8 +106,8 @@ class Flux(PipelineFamily):
     @exact_products
     def encode(self, params: Params, ids: TokenIds) -> Conditioning:
         """Returns the T5's states, padding included, and the state of CLIP's end token."""
-        pooled = self.text_encoder.apply({"params": params["text_encoder"]}, ids.first)
-        context = self.text_encoder_2.apply({"params": params["text_encoder_2"]}, ids.second)
+        pooled: Any = self.text_encoder.apply({"params": params["text_encoder"]}, ids.first)
+        context: Any = self.text_encoder_2.apply({"params": params["text_encoder_2"]}, ids.second)
         return Conditioning(context, pooled)
 
     def network_inputs(

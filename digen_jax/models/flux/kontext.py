@@ -6,7 +6,7 @@ those of the image. As in diffusers' `FluxKontextPipeline`, a prompt without sou
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -119,7 +119,7 @@ class FluxKontext(Flux):
         text = super().encode(params, TokenIds(ids.first, ids.second))
         if self.source is None:
             return text
-        images = ids.picture.astype(jnp.float32) / 255
+        images: Any = cast(EditTokens, ids).picture.astype(jnp.float32) / 255
         return EditConditioning(*text, encode_images(self.vae, params["vae"], images))
 
     def source_size(self, height: int, width: int) -> Size:
@@ -134,7 +134,7 @@ class FluxKontext(Flux):
         tokens = 0
         if self.source is not None:
             tokens = self.source.height * self.source.width // (self.factor * SIDE) ** 2
-        config, latent = self.transformer.config, self.latent_shape(size)
+        config, latent = self.transformer.config, cast(Any, self.latent_shape(size))
         found = flux.forward_flops(config, latent, self.max_sequence_length, tokens)
         return {"transformer": found}
 

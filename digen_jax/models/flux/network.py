@@ -76,7 +76,7 @@ def _image_tokens(
     """Returns the tokens of an image, followed by those of the source image, and their positions."""
     pictures = [latents] if source is None else [latents, source]
     positions = [
-        image_positions(*(side // layers.SIDE for side in picture.shape[1:3]), index)
+        image_positions(picture.shape[1] // layers.SIDE, picture.shape[2] // layers.SIDE, index)
         for index, picture in enumerate(pictures)
     ]
     tokens = [layers.pack(picture) for picture in pictures]

@@ -8,7 +8,7 @@ guided. The pipeline's image editing is not supported.
 import dataclasses
 import pathlib
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -72,7 +72,7 @@ class Flux2Klein(ChatFamily):
     lora_targets: ClassVar[str] = flux2.LORA_TARGETS
 
     @classmethod
-    def from_folder(cls, folder: pathlib.Path, *args: Any, **options: Any) -> "Flux2Klein":
+    def from_folder(cls, folder: pathlib.Path, *args: Any, **options: Any) -> Self:
         """Builds the family (see `PipelineFamily.from_folder`)."""
         family = super().from_folder(folder, *args, **options)
         return dataclasses.replace(family, distilled=_is_distilled(folder))

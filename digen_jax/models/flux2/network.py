@@ -9,7 +9,7 @@ input and one output matrix, the text has positions, and no layer has a bias. At
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, cast
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -136,19 +136,19 @@ class DualBlock(nn.Module):
         def modulated(x: Array, shift: Array, scale: Array) -> Array:
             return layers.modulate(layers.layer_norm(x), shift, scale, self.dtype)
 
-        before = [modulated(x, *v[:2]) for x, v in zip(streams, modulations, strict=True)]
+        image, text = (modulated(x, *v[:2]) for x, v in zip(streams, modulations, strict=True))
         attention = dual_block.JointAttention(
             self.heads, QK_NORM, self.dtype, use_bias=False, name="attn"
         )
-        updates = attention(*before, rotary=rotary)
+        updates = attention(image, text, rotary=rotary)
         results = []
         for name, x, update, vectors in zip(
             ("ff", "ff_context"), streams, updates, modulations, strict=True
         ):
-            x = layers.residual(x, vectors[2], update)
+            x = layers.residual(x, vectors[2], cast(Array, update))
             update = FeedForward(self.hidden, self.dtype, name=name)(modulated(x, *vectors[3:5]))
             results.append(layers.residual(x, vectors[5], update))
-        return tuple(results), None
+        return (results[0], results[1]), None
 
 
 class ParallelAttention(nn.Module):

@@ -139,8 +139,8 @@ class StableDiffusion3(PipelineFamily):
         missing = self.transformer.config.joint_attention_dim - context.shape[-1]
         context = jnp.pad(context, ((0, 0), (0, 0), (0, missing)))
         if self.text_encoder_3 is not None:
-            states = self.text_encoder_3.apply({"params": params["text_encoder_3"]}, ids.third)
-            context = jnp.concatenate([context, states], axis=1)
+            t5: Any = self.text_encoder_3.apply({"params": params["text_encoder_3"]}, ids.third)
+            context = jnp.concatenate([context, t5], axis=1)
         return Conditioning(context, jnp.concatenate(pooled, axis=-1))
 
     def network_inputs(

@@ -4,7 +4,7 @@ Radford et al., arXiv 2103.00020. Names follow transformers' CLIPTextModelWithPr
 """
 
 import dataclasses
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -39,16 +39,7 @@ def gelu(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
 ACTIVATIONS = {"quick_gelu": quick_gelu, "gelu": gelu}
 
 
-@runtime_checkable
-class CLIPLayersConfig(Protocol):
-    """Fields of a tower's config that its layers read."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    hidden_act: str
-    layer_norm_eps: float
+CLIPLayersConfig = Any  # `CLIPTextConfig` or `CLIPVisionConfig`
 
 
 def check_layers(config: CLIPLayersConfig) -> None:

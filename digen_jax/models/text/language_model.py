@@ -26,7 +26,7 @@ THETA, THETA_OF_QWEN2_5_VL = 1e4, 1e6
 ROPE_FIELDS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LanguageModelConfig:
     """Fields of transformers' config.json that change the network.
 

@@ -3,7 +3,7 @@
 import pathlib
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from jaxtyping import Bool, Int
@@ -143,7 +143,7 @@ def _check_files(folder: pathlib.Path, files: Sequence[tuple[str, ...]]) -> None
 
 def read(folder: pathlib.Path, encoder: CLIPTextConfig | T5Config) -> Any:
     """Reads a tokenizer (see `read_clip` and `read_t5`)."""
-    return (read_clip if isinstance(encoder, CLIPTextConfig) else read_t5)(folder, encoder)
+    return cast(Any, read_clip if isinstance(encoder, CLIPTextConfig) else read_t5)(folder, encoder)
 
 
 def read_clip(folder: pathlib.Path, encoder: CLIPTextConfig) -> Any:

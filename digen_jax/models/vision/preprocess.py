@@ -98,8 +98,8 @@ def resize(
 
 def _weighted(matrix: np.ndarray, x: Float32[Array, "b h w 3"], axis: int) -> Float32[Array, "..."]:
     equation = {1: "oh,bhwc->bowc", 2: "ow,bhwc->bhoc"}[axis]
-    matrix = jnp.asarray(matrix, jnp.float32)
-    return jnp.einsum(equation, matrix, x, precision=jax.lax.Precision.HIGHEST)
+    weights = jnp.asarray(matrix, jnp.float32)
+    return jnp.einsum(equation, weights, x, precision=jax.lax.Precision.HIGHEST)
 
 
 # OpenAI's pixel statistics, the defaults of transformers and open_clip.
@@ -222,7 +222,7 @@ def normalised(x: Float32[Array, "b h w 3"], processor: Processor) -> Float32[Ar
     return (x - np.asarray(processor.mean, np.float32)) / np.asarray(processor.std, np.float32)
 
 
-def _shorter(sides: tuple[int, int], edge: int) -> tuple[int, int]:
+def _shorter(sides: tuple[int, ...], edge: int) -> tuple[int, int]:
     """Returns height and width with `edge` pixels on the shorter side; the longer side is rounded down."""
     shorter = min(sides)
     height, width = (edge if side == shorter else int(edge * side / shorter) for side in sides)

@@ -130,7 +130,7 @@ class Wan(PipelineFamily):
     @exact_products
     def encode(self, params: Params, tokens: Tokens) -> TextStates:
         """Returns the text encoder's states of each prompt's tokens, and zeros for the padding."""
-        states = self.text_encoder.apply({"params": params["text_encoder"]}, *tokens)
+        states: Any = self.text_encoder.apply({"params": params["text_encoder"]}, *tokens)
         mask = jnp.asarray(tokens.mask)
         return TextStates(jnp.where(mask[..., None], states, 0), mask)
 

@@ -11,7 +11,7 @@ Both are padded to a multiple of 32 tokens, each row's caption separately. These
 """
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -133,8 +133,8 @@ def image_rotary(
       lengths: Length of each caption with pad tokens.
     """
     rows, columns = (index.reshape(-1) for index in np.indices(grid))
-    inside = [_angles(config, 1, grid[0])[rows], _angles(config, 2, grid[1])[columns]]
-    inside = np.pad(np.concatenate(inside, axis=1), ((0, tokens - rows.size), (0, 0)))
+    angles = [_angles(config, 1, grid[0])[rows], _angles(config, 2, grid[1])[columns]]
+    inside = np.pad(np.concatenate(angles, axis=1), ((0, tokens - rows.size), (0, 0)))
     behind = turned_by(_angles(config, 0, config.longest_caption + 2))
     filling = np.arange(tokens) >= rows.size
     places = jnp.where(filling, 0, lengths[:, None] + 1)
@@ -395,7 +395,7 @@ class ZImageTransformer(nn.Module):
         height, width = latents.shape[1:3]
         embedding = TimeEmbedder(config.embedding, name="t_embedder")((1 - sigma) * config.t_scale)
         x, captions = self._image(latents), self._captions(context, mask)
-        lengths = filled_up(mask.sum(axis=1).astype(jnp.int32))
+        lengths: Any = filled_up(mask.sum(axis=1).astype(jnp.int32))
         grid = height // config.patch, width // config.patch
         of_image = image_rotary(config, grid, x.shape[1], lengths)
         of_caption = caption_rotary(config, captions.shape[1])
@@ -454,7 +454,7 @@ def forward_flops(
     d, patch = config.dim, config.patch
     h, w, _ = latent
     patches = (h // patch) * (w // patch)
-    image, captions = filled_up(patches), filled_up(text)
+    image, captions = int(filled_up(patches)), int(filled_up(text))
     numbers = patch * patch * config.in_channels
     refiners, blocks = config.n_refiner_layers, config.n_layers
     block = 4 * d * d + 3 * d * config.hidden

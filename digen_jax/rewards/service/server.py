@@ -19,7 +19,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import uvicorn
@@ -167,7 +167,8 @@ class Batcher:
 
     def _next_batch(self) -> list[tuple[ScoreRequest, asyncio.Future]]:
         """Removes the oldest request, and later ones of the same image size that fit into the batch."""
-        batch, left, room = [], deque(), self._limits.batch
+        left, room = deque[tuple[ScoreRequest, asyncio.Future]](), self._limits.batch
+        batch: list[tuple[ScoreRequest, asyncio.Future]] = []
         for one in self._waiting:
             images = one[0].images
             fits = not batch or (
@@ -375,7 +376,7 @@ class BodyLimits:
             if unread and message["type"] == "http.response.start":
                 message["headers"] = [*message["headers"], (b"connection", b"close")]
             elif unread and message["type"] == "http.response.body":
-                await send(message | {"more_body": True})
+                await send({**message, "more_body": True})
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(DRAIN):
                         while (await receive()).get("more_body"):
@@ -431,8 +432,8 @@ class LimitedProtocol(H11Protocol):
         super().connection_made(transport)
         self.used = self.loop.time()
         self._timer = self.loop.call_later(HEAD, self._end)
-        if len(self.connections) >= self.limit_concurrency:
-            idle = [one for one in self.connections if one is not self and one.is_idle]
+        if len(self.connections) >= (self.limit_concurrency or math.inf):
+            idle = [one for one in cast(Any, self.connections) if one is not self and one.is_idle]
             if idle:
                 oldest = min(idle, key=lambda one: one.used)
                 self.connections.discard(oldest)

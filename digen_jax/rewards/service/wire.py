@@ -15,7 +15,7 @@ import math
 import re
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import httpx
 import numpy as np
@@ -193,7 +193,7 @@ def _decode_parts(content_type: str, body: bytes, most: int) -> dict[str, list[b
     def add(part: Any) -> None:
         if sum(map(len, parts.values())) == most:
             raise Refused(413, f"the request has more than {most} parts")
-        content = part.file_object.getvalue() if isinstance(part, File) else part.value
+        content = cast(Any, part).file_object.getvalue() if isinstance(part, File) else part.value
         parts[(part.field_name or b"").decode("utf-8", "replace")].append(content or b"")
 
     boundary = boundary_of(content_type)
