@@ -26,15 +26,6 @@ def interpreted(monkeypatch):
     )
 
 
-def test_blocks_are_large_and_have_little_padding():
-    tokens = 12, 128, 129, 1024, 1102, 1300, 4096, 4250, 4608
-    blocks = {
-        dtype: [flash.block(count, dtype) for count in tokens] for dtype in ("bfloat16", "float32")
-    }
-    assert blocks["bfloat16"] == [128, 128, 256, 1024, 1152, 768, 1024, 896, 1152]
-    assert blocks["float32"] == [128, 128, 256, 512, 384, 768, 512, 640, 768]
-
-
 # (queries, keys, heads, groups, width, lengths, weighted)
 CASES = {
     "whole blocks": (128, 256, 1, 1, 128, None, False),

@@ -84,12 +84,6 @@ def test_activations_are_those_of_merged_weights():
     np.testing.assert_allclose(apply_toy(params, lora), expected, atol=1e-5)
 
 
-def test_a_fresh_lora_changes_nothing():
-    params = toy_params()
-    lora = lora_init(KEY, params, TOY, toy.LISTS)
-    np.testing.assert_allclose(apply_toy(params, lora), toy.output(params), atol=1e-6)
-
-
 def test_gradient_through_scan_and_remat_is_that_of_merged_weights():
     params, lora = toy_params(), toy_lora()
 

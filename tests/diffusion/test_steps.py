@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from digen_jax.diffusion.steps import CappedFlowSde, Cps, DanceSde, Dpm2, FlowSde, Ode, make_step
+from digen_jax.diffusion.steps import CappedFlowSde, Cps, DanceSde, FlowSde, Ode, make_step
 
 GOLDEN = np.load(pathlib.Path(__file__).parents[1] / "data" / "flow_rl.npz")
 IN_GOLDEN = [FlowSde(0.7), DanceSde(0.3), Cps(0.8)]
@@ -77,17 +77,6 @@ def test_equals_float64_transcription(step):
         assert float(std[i]) == pytest.approx(expected[1], rel=2e-6)
         expected_log_prob = log_density(kind, x_next[i], *expected)
         assert float(log_prob[i]) == pytest.approx(expected_log_prob, rel=2e-5)
-
-
-@pytest.mark.parametrize("step", [Ode(), *SDES])
-def test_scalar_sigma_is_every_sample_at_that_sigma(step):
-    x, v, *_ = golden_inputs()
-    scalars = (0.7, 0.6, 0.9)
-    mean, std = step.mean_std(x, v, *scalars)
-    means, stds = step.mean_std(x, v, *(jnp.full(5, s, jnp.float32) for s in scalars))
-    assert std.shape == () and stds.shape == (5,)
-    np.testing.assert_array_equal(mean, means)
-    np.testing.assert_array_equal(jnp.full(5, std), stds)
 
 
 @pytest.mark.parametrize("step", SDES)
@@ -170,12 +159,6 @@ def test_the_cap_bounds_the_std_and_changes_nothing_below():
         assert one == std[i]
 
 
-def test_make_step():
-    made = [make_step("ode", 0), make_step("flow", 0.7), make_step("dance", 0.3)]
-    assert [*made, make_step("cps", 1)] == [Ode(), FlowSde(0.7), DanceSde(0.3), Cps(1.0)]
-    assert [make_step("flow_capped", 0.7), make_step("dpm2", 0)] == [CappedFlowSde(0.7), Dpm2()]
-
-
 @pytest.mark.parametrize(
     ("kind", "noise_level", "message"),
     [
@@ -191,8 +174,3 @@ def test_make_step():
 def test_refused(kind, noise_level, message):
     with pytest.raises(ValueError, match=message):
         make_step(kind, noise_level)
-
-
-def test_ode_has_no_density():
-    with pytest.raises(ValueError, match="no log_prob"):
-        Ode().log_prob(jnp.ones((1, 2)), jnp.ones((1, 2)), jnp.zeros(()))

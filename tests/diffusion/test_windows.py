@@ -72,20 +72,6 @@ def test_progressive_follows_the_papers_loop(roll_back):
                 place = first if over else min(place + stride, end - length)
 
 
-def test_progressive_is_the_public_recipe_while_its_window_is_whole():
-    """25 steps, groups of 4, 25 iterations each: its state machine, up to where it has no 4 steps left."""
-    window = Window("progressive", length=4, end=25 - 2, interval=25, stride=1)
-    window.check(25)
-    current, iteration = 0, 0
-    for k in range(20 * 25):
-        public = list(range(current, min(current + 4, 23)))
-        assert public == list(range(window.start(k), window.start(k) + 4))
-        iteration += 1
-        if iteration >= 25:
-            current, iteration = current + 1, 0
-    assert current == 20 and window.start(20 * 25) == 0
-
-
 def test_random_is_uniform_over_the_documented_range():
     """As random.randint(low, high - size): 0, 1 and 2 for Flow-GRPO-Fast's 3 steps within (0, 5)."""
     window = Window("random", length=3, end=5)
@@ -94,16 +80,6 @@ def test_random_is_uniform_over_the_documented_range():
     assert all(abs(count - 1000) < 5 * np.sqrt(1000 * 2 / 3) for count in counts.values())
     pairs = collections.Counter((window.start(k, 7), window.start(k + 1, 7)) for k in range(2999))
     assert len(pairs) == 9 and max(pairs.values()) < 1.3 * min(pairs.values())
-
-
-def test_random_depends_on_the_seed_and_the_training_step_only():
-    window = Window("random", length=2, end=10)
-    later = [window.start(k, 3) for k in range(20, 40)]
-    assert [Window("random", 2, 0, 10).start(k, 3) for k in range(20, 40)] == later
-    assert [window.start(k, 3) for k in range(40)][20:] == later
-    assert [window.start(k, 4) for k in range(20, 40)] != later
-    shifted = Window("random", 2, 5, 15)
-    assert [shifted.start(k, 3) - 5 for k in range(20, 40)] == later
 
 
 def test_random_draws_do_not_change_with_versions():

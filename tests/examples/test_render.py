@@ -4,7 +4,7 @@ from scipy import ndimage
 
 from examples.shapes.render import render, render_batch, signed_distance
 from examples.shapes.scene import REACH, Background, Object, Scene
-from examples.shapes.vocabulary import COLORS, SHAPES
+from examples.shapes.vocabulary import SHAPES
 
 GRAY = Background("gray", (0.5, 0.5, 0.5))
 
@@ -53,12 +53,6 @@ def test_background_is_a_tint_with_a_gradient():
     image = render(one("circle", background=Background("x", (0.4, 0.5, 0.6), (0.1, -0.2))), 10)
     np.testing.assert_allclose(image[0, 0], np.array([0.4, 0.5, 0.6]) - 0.045 + 0.09, atol=1e-6)
     np.testing.assert_allclose(image[9, 9], np.array([0.4, 0.5, 0.6]) + 0.045 - 0.09, atol=1e-6)
-
-
-def test_position_and_color():
-    image = render(one("circle", "green", x=0.75, y=0.25), 32)
-    np.testing.assert_allclose(image[8, 24], COLORS["green"], atol=1e-6)
-    np.testing.assert_allclose(image[24, 8], 0.5, atol=1e-6)
 
 
 def test_batch_is_the_single_pictures_in_float32_from_0_to_1():

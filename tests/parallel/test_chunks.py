@@ -15,8 +15,6 @@ from digen_jax.parallel.placement import (
     chunked_map,
     make_placement,
 )
-from tests.cases import said
-from tests.parallel import toy
 
 pytestmark = pytest.mark.usefixtures("exact_and_split")
 
@@ -88,19 +86,3 @@ def test_where_parameters_are_split_they_are_gathered_and_rows_stay(at_once):
     found = program(kernels, rows)
     assert {shard.data.shape for shard in found.addressable_shards} == {(2, 16)}
     np.testing.assert_allclose(found, network(kernels, rows), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("prompts", [1, 7])
-def test_prompts_encoded_in_parts_are_those_encoded_at_once(prompts):
-    config = toy.config(**toy.meshes((1, 4), (2, 2)))
-    records = said(*(f"{number} rings" for number in range(prompts)))
-    encoded = []
-    for encoded_prompts in (64, 1):
-        system = toy.system(config, family=toy.ToyFamily(encoded_prompts=encoded_prompts))
-        encoded.append(system.sampler.encode(system.rollout_weights(system.start), records))
-    family, params = toy.ToyFamily(), toy.ToyFamily().params()
-    expected = family.encode(params, family.tokenize(records))
-    for found in encoded:
-        assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(found))
-        jax.tree.map(np.testing.assert_array_equal, found.conditioning.context, expected.context)
-        np.testing.assert_allclose(found.conditioning.pooled, expected.pooled, rtol=1e-6)
