@@ -8,39 +8,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
+from digen_jax import policies
 from digen_jax.checkpoints.folder import has_weights
-from digen_jax.checkpoints.lora import LoraConfig
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.data.prompt_files import PromptBatches, prompt_batches, read_prompt_file
 from digen_jax.diffusion.steps import make_step
 from digen_jax.errors import blame
 from digen_jax.families import check_parts, editing, load_family, open_pipeline, read_parts
 from digen_jax.models.family import Family, Params
+from digen_jax.parallel import placement as meshes
 from digen_jax.parallel.encoding import PrecomputedPrompts
 from digen_jax.parallel.mesh import Layout
-from digen_jax.parallel.placement import (
-    DeviceGroup,
-    MeshRole,
-    Placement,
-    check_processes,
-    make_placement,
-    make_process_placement,
-)
+from digen_jax.parallel.placement import DeviceGroup, MeshRole, Placement
 from digen_jax.parallel.policy import Policy
 from digen_jax.parallel.sampler import Sampler, SamplerSettings
 from digen_jax.parallel.system import Rollout, System, reshard, shapes_in_dtype, sharded_shapes
 from digen_jax.parallel.trainer import Trainer
-from digen_jax.policies import (
-    EACH_STEP,
-    check_heads,
-    check_model,
-    encoder_shapes,
-    evaluation_policy,
-    is_precomputed,
-    make_policy,
-    trained_of,
-    trained_policy,
-)
+from digen_jax.policies import EACH_STEP, encoder_shapes, is_precomputed
 from digen_jax.rewards.built_in import on_mesh
 
 if TYPE_CHECKING:  # imported with the learned rewards
@@ -48,17 +32,12 @@ if TYPE_CHECKING:  # imported with the learned rewards
 
 
 def recipe_model(config: TrainConfig) -> tuple[pathlib.Path, Family]:
-    """Returns the folder and family of a config's model.
-
-    Raises:
-      ConfigError: The model's folder is invalid.
-    """
+    """Returns the folder and family of a config's model. Raises ConfigError if the folder is invalid."""
     model, arithmetic = config.model, config.precision.arithmetic
     with blame("config.model.folder: "):
         folder = open_pipeline(model.folder, model.without)
-        family = load_family(
-            folder, arithmetic, model.remat, model.without, model.max_sequence_length
-        )
+        options = model.remat, model.without, model.max_sequence_length
+        family = load_family(folder, arithmetic, *options)
     return folder, family if model.source is None else editing(family, model.source)
 
 
@@ -70,11 +49,7 @@ def build(
 ) -> System:
     """Builds all parts of a run. Detects errors of config and model before it loads weights.
 
-    Args:
-      config: The validated config.
-      devices: Devices of the run.
-      mesh: See `open_parts`.
-      encoded: Precomputed prompts. None means the local cache, if the config precomputes them.
+    See `open_parts` for `mesh`. Without `encoded`, precomputed prompts are read from the local cache.
 
     Raises:
       ConfigError: The model is invalid, or there are too few devices.
@@ -108,7 +83,7 @@ def build_trainer(
         return system.with_scorers(_scorers(config, system.placement.rollout))
     folder, family, placement, lora = parts = open_parts(config, devices, "trainer")
     start, base = _split_on(config, parts, placement.trainer)
-    policy = make_policy(config, family)
+    policy = policies.make_policy(config, family)
     if encoded is None and is_precomputed(config, family):
         encoded = _stored_prompts(config, folder, family)
 
@@ -125,22 +100,19 @@ def build_rollout(
 ) -> Rollout:
     """Builds a rollout worker in a separate process, without the trained parameters, which it gets from the trainer.
 
-    Args:
-      config: The validated config.
-      devices: Devices of the worker.
-      encoded: Precomputed prompts. None means that this process encodes.
+    Without `encoded`, precomputed prompts, this process encodes.
 
     Raises:
       ConfigError: The model is invalid, or there are too few devices.
     """
-    _, family, placement, _ = parts = open_parts(config, devices, "rollout")
-    group = placement.rollout
+    parts = open_parts(config, devices, "rollout")
+    group = parts.placement.rollout
     _, base = _split_on(config, parts, group)
-    base = make_policy(config, family).sampler_base(base)
+    base = policies.make_policy(config, parts.family).sampler_base(base)
     return _rollout_on(config, parts, group, base, encoded)
 
 
-def _split_on(config: TrainConfig, parts: "Parts", group: DeviceGroup) -> tuple[Params, Params]:
+def _split_on(config: TrainConfig, parts: "Parts", group: DeviceGroup) -> tuple:
     """Loads the trained components onto a local mesh and splits them; see `split`."""
     with blame("config.model.folder: "):
         check_parts(parts.family, parts.folder, parts.family.trained)
@@ -150,18 +122,14 @@ def _split_on(config: TrainConfig, parts: "Parts", group: DeviceGroup) -> tuple[
 
 
 def _rollout_on(
-    config: TrainConfig,
-    parts: "Parts",
-    group: DeviceGroup,
-    base: Any,
-    encoded: PrecomputedPrompts | None,
+    config: TrainConfig, parts: "Parts", group: DeviceGroup, base: Any, encoded: Any
 ) -> Rollout:
     folder, family, *_ = parts
     with blame("config.model.folder: "):
         shapes = parameter_shapes(config, family).frozen
         check_parts(family, folder, shapes)
         frozen = read_parts(family, folder, shapes, group, config.precision.frozen)
-    found = make_rollout(config, make_policy(config, family), group, base, frozen, encoded)
+    found = make_rollout(config, policies.make_policy(config, family), group, base, frozen, encoded)
     return found._replace(scorers=_scorers(config, group))
 
 
@@ -172,7 +140,7 @@ def read_scorers(config: TrainConfig, devices: Sequence[jax.Device]) -> "tuple[R
       ConfigError: A file is missing or invalid, or there are too few devices.
     """
     layout = Layout(config.placement.rules)  # their parameters have no logical axes
-    placement = make_placement(config.placement.meshes, layout, devices)
+    placement = meshes.make_placement(config.placement.meshes, layout, devices)
     return _scorers(config, placement.rollout)
 
 
@@ -203,19 +171,16 @@ def open_parts(
 ) -> Parts:
     """Opens a run's model, and checks config and devices against it. Weights may be missing.
 
-    Args:
-      config: The validated config.
-      devices: Devices of this process or of the run.
-      mesh: The only mesh of this process. None means all meshes.
+    `devices` are those of the run, or of this process if it has only one of the meshes, `mesh`.
 
     Raises:
       ConfigError: The model is invalid, or there are too few devices.
     """
     if mesh is None:
-        check_processes(config.placement.meshes, devices)
+        meshes.check_processes(config.placement.meshes, devices)
     folder, family = recipe_model(config)
     placement = placed(config, family, devices, mesh)
-    check_model(config, family, placement)
+    policies.check_model(config, family, placement)
     with blame("config.model.folder: "):
         check_parts(family, folder, [p for p in family.shapes() if has_weights(folder / p)])
     start = None
@@ -223,7 +188,10 @@ def open_parts(
         from digen_jax.checkpoints.lora_files import read_initial_lora  # few runs read one
 
         with blame("config.lora.path: "):
-            lora, shapes = make_policy(config, family).lora, trained_of(family, family.shapes())
+            lora, shapes = (
+                policies.make_policy(config, family).lora,
+                policies.trained_of(family, family.shapes()),
+            )
             start = read_initial_lora(config.lora.path, lora, shapes, family.lists)
     return Parts(folder, family, placement, start)
 
@@ -251,10 +219,7 @@ def _stored_prompts(
 
 
 def placed(
-    config: TrainConfig,
-    family: Family,
-    devices: Sequence[jax.Device],
-    mesh: MeshRole | None = None,
+    config: TrainConfig, family: Family, devices: Sequence[jax.Device], mesh: MeshRole | None = None
 ) -> Placement:
     """Creates the meshes of a config, with its sharding rules for the model; see `open_parts` for `mesh`.
 
@@ -265,8 +230,8 @@ def placed(
     layout.check()
     sizes, attention = config.placement.meshes, config.model.attention
     if mesh is not None:
-        return make_process_placement(sizes, layout, devices, attention, mesh)
-    return make_placement(sizes, layout, devices, attention)
+        return meshes.make_process_placement(sizes, layout, devices, attention, mesh)
+    return meshes.make_placement(sizes, layout, devices, attention)
 
 
 def connect(
@@ -280,25 +245,19 @@ def connect(
 ) -> System:
     """Builds the parts of a run from a model's components by name.
 
-    Args:
-      config: The validated config.
-      placement: The meshes.
-      family: The model's family.
-      trained: Components on the trainer's mesh.
-      frozen: Components on the rollout mesh.
-      lora: Initial LoRA factors. None means new ones.
-      encoded: Precomputed prompts, instead of text encoders.
+    Components `trained` are on the trainer's mesh, `frozen` ones on the rollout mesh. None for the initial `lora`
+    factors means new ones. `encoded` are precomputed prompts, instead of text encoders.
     """
     start, base = split(config, family, trained, placement.trainer)
     start = start if lora is None else lora
-    return _around(config, placement, make_policy(config, family), start, base, frozen, encoded)
+    return _around(
+        config, placement, policies.make_policy(config, family), start, base, frozen, encoded
+    )
 
 
-def split(
-    config: TrainConfig, family: Family, trained: Params, group: DeviceGroup
-) -> tuple[Params, Params]:
+def split(config: TrainConfig, family: Family, trained: Params, group: DeviceGroup) -> tuple:
     """Returns (trained, base) parameters of the trained components, on their mesh; see `Policy.split`."""
-    policy, key = make_policy(config, family), jax.random.key(config.seed)
+    policy, key = policies.make_policy(config, family), jax.random.key(config.seed)
     start, base = policy.split(key, trained, config.algorithm.reads_reference)
     if config.precision.frozen != "float32":
         base = reshard(base, group, config.precision.frozen)
@@ -315,12 +274,12 @@ def outline(config: TrainConfig, devices: Sequence[jax.Device]) -> System:
     """
     _, family = recipe_model(config)
     placement = placed(config, family, devices)
-    check_heads(family, placement)
+    policies.check_heads(family, placement)
     shapes = parameter_shapes(config, family)
     start, base = (sharded_shapes(tree, placement.trainer) for tree in (shapes.tuned, shapes.base))
     frozen = sharded_shapes(shapes.frozen, placement.rollout)
     encoded = _stored_prompts(config, None, family) if shapes.ahead else None
-    policy = make_policy(config, family)
+    policy = policies.make_policy(config, family)
     system = _around(config, placement, policy, start, base, frozen, encoded)
     return system.with_scorers(_scorers(config, placement.rollout, abstract=True))
 
@@ -336,9 +295,9 @@ class ParameterShapes(NamedTuple):
 
 def parameter_shapes(config: TrainConfig, family: Family) -> ParameterShapes:
     """Returns the abstract parameters of a run, in their stored dtypes."""
-    policy, shapes = make_policy(config, family), family.shapes()
+    policy, shapes = policies.make_policy(config, family), family.shapes()
     split = functools.partial(policy.split, reference=config.algorithm.reads_reference)
-    tuned, base = jax.eval_shape(split, jax.random.key(0), trained_of(family, shapes))
+    tuned, base = jax.eval_shape(split, jax.random.key(0), policies.trained_of(family, shapes))
     ahead = encoder_shapes(config, family) if is_precomputed(config, family) else {}
     others = {*shapes} - {*family.trained, *ahead} | {*family.decoders}
     frozen = {part: tree for part, tree in shapes.items() if part in others}
@@ -371,19 +330,15 @@ def make_rollout(
     encoded: PrecomputedPrompts | None,
 ) -> Rollout:
     """Builds a rollout worker; `base` (`Policy.sampler_base`) may be on another mesh than `group`."""
-    algorithm = config.algorithm
-    settings = SamplerSettings(
-        config.model.size,
-        config.sampler.steps,
-        make_step(config.sampler.kind, config.sampler.noise_level),
-        config.noisy_steps,
-        algorithm.stores_means,
-        config.precision.trajectory,
-    )
+    step = make_step(config.sampler.kind, config.sampler.noise_level)
+    stored = config.noisy_steps, config.algorithm.stores_means, config.precision.trajectory
+    settings = SamplerSettings(config.model.size, config.sampler.steps, step, *stored)
     dtype = config.precision.sent
     sampling = policy.family.in_dtype(dtype) if dtype else policy.family
     sampler = Sampler(dataclasses.replace(policy, family=sampling), group, settings, encoded)
-    evaluator = evaluation_sampler(sampling, group, config, policy.lora, encoded)
+    evaluated = policies.evaluation_policy(config, sampling, policy.lora)
+    settings = SamplerSettings(config.evaluation_size, config.evaluation_steps, sampling.solver)
+    evaluator = Sampler(evaluated, group, settings, encoded)
     return Rollout(sampler, evaluator, dtype, reshard(base, group, dtype), frozen)
 
 
@@ -401,50 +356,23 @@ def make_system(
 
     def trainer(group: DeviceGroup) -> Trainer:
         step = make_step(config.sampler.kind, config.sampler.noise_level)
-        tuned = trained_policy(policy, algorithm)
+        tuned = policies.trained_policy(policy, algorithm)
         return Trainer(tuned, group, step, algorithm, config.trainer)
 
     # With a LoRA, the optimizer state is small and not sharded over training workers.
     several = placement.others and not config.lora.rank
-    return System(
-        placement,
-        policy,
-        config.rng,
-        rollouts,
-        trainer(placement.trainer),
-        base,
-        start,
-        config.advantages,
-        config.precision.sent,
-        sampling_on,
-        tuple(map(trainer, placement.others)),
-        trainer(placement.training) if several else None,
-    )
+    parts = placement, policy, config.rng, rollouts, trainer(placement.trainer), base, start
+    settings = config.advantages, config.precision.sent, sampling_on
+    joint = trainer(placement.training) if several else None
+    return System(*parts, *settings, tuple(map(trainer, placement.others)), joint)
 
 
 def drawn_prompts(config: TrainConfig) -> PromptBatches:
     """Returns the prompt records of each step of a run."""
-    return prompt_batches(
-        config.prompts.paths,
-        config.drawn_groups,
-        config.seed,
-        set_steps=config.algorithm.set_steps,
-        weights=config.prompts.weights,
-    )
+    options = dict(set_steps=config.algorithm.set_steps, weights=config.prompts.weights)
+    return prompt_batches(config.prompts.paths, config.drawn_groups, config.seed, **options)
 
 
 def held_out_prompts(config: TrainConfig) -> list[dict[str, Any]]:
     """Returns the prompt records of a run's evaluations."""
     return read_prompt_file(config.evaluation.prompts)[: config.evaluation.images or None]
-
-
-def evaluation_sampler(
-    family: Family,
-    group: DeviceGroup,
-    config: TrainConfig,
-    lora: LoraConfig | None = None,
-    encoded: PrecomputedPrompts | None = None,
-) -> Sampler:
-    """Builds a deterministic sampler with the size, steps and guidance of evaluations."""
-    settings = SamplerSettings(config.evaluation_size, config.evaluation_steps, family.solver)
-    return Sampler(evaluation_policy(config, family, lora), group, settings, encoded)

@@ -43,9 +43,7 @@ class FieldError(ConfigError):
 
 
 @contextlib.contextmanager
-def blame(
-    field: str, errors: tuple[type[Exception], ...] = (ValueError, OSError)
-) -> Iterator[None]:
+def blame(field: str, errors: tuple[type, ...] = (ValueError, OSError)) -> Iterator[None]:
     """Prefixes error messages in a block with the config field that they concern."""
     try:
         yield
@@ -113,20 +111,12 @@ def check_range(
     """Refuses NaN, and values below `least`, above `most` or at the end `excluded`, "least" or "most"."""
     if least <= value <= most and value != {"least": least, "most": most}.get(excluded):
         return
-    if excluded == "most":
-        raise ConfigError(f"{name} must be in [{least}, {most}), not {value!r}")
     words = f"above {least}" if excluded == "least" else f"{least} or more"
-    if value > most:
+    if excluded == "most":
+        words = f"in [{least}, {most})"
+    elif value > most:
         words = f"at most {most}"
     raise ConfigError(f"{name} must be {words}, not {value!r}")
-
-
-def check_finite(name: str, value: Any, may_be_infinite: bool = False) -> None:
-    """Refuses NaN, and infinity unless it is allowed; any other value passes."""
-    if not isinstance(value, float) or math.isfinite(value):
-        return
-    if math.isnan(value) or not may_be_infinite:
-        raise ConfigError(f"{name} must be a finite number, not {value!r}")
 
 
 def check_choice(name: str, value: Any, choices: Collection[Any]) -> None:
@@ -141,11 +131,9 @@ def check_choice(name: str, value: Any, choices: Collection[Any]) -> None:
 def check_divides(name_a: str, a: int, name_b: str, b: int, why: str) -> None:
     """Refuses an `a` that does not divide `b`; `why` ends the message."""
     if b % a:
-        nearest = sorted({max(a, b - b % a), b - b % a + a})
-        raise ConfigError(
-            f"{name_a} = {a} must divide {name_b} = {b}, {why}: "
-            f"set {name_b} to {' or '.join(map(str, nearest))}, or change {name_a}"
-        )
+        nearest = " or ".join(map(str, sorted({max(a, b - b % a), b - b % a + a})))
+        must = f"{name_a} = {a} must divide {name_b} = {b}"
+        raise ConfigError(f"{must}, {why}: set {name_b} to {nearest}, or change {name_a}")
 
 
 def check_output(name: str, path: str | Path, folder: bool = False) -> None:
@@ -155,18 +143,17 @@ def check_output(name: str, path: str | Path, folder: bool = False) -> None:
     """
     if not str(path):
         raise ConfigError(f"{name} is empty: give the name of a {'folder' if folder else 'file'}")
-    given = Path(path)
+    given, kind = Path(path), "folder" if folder else "file"
     path = Path(os.path.realpath(given))
     above = next(p for p in (path, *path.parents) if p.exists() or p.is_symlink())
     written = path.parent if above == path and not folder else above  # a file is replaced
     wrong = ""
     if given.exists() and not (given.is_file() or given.is_dir()):
-        wrong = f"is a device or a pipe: give the name of a {'folder' if folder else 'file'}"
+        wrong = f"is a device or a pipe: give the name of a {kind}"
     elif above.is_symlink():
         wrong = "is a link to itself: delete it, or give another name"
     elif above == path and path.is_dir() != folder:
-        wrong = "a folder" if path.is_dir() else "a file"
-        wrong = f"is {wrong} already: give the name of a {'folder' if folder else 'file'}"
+        wrong = f"is a {'file' if folder else 'folder'} already: give the name of a {kind}"
     elif above != path and not above.is_dir():
         wrong = f"is inside {above}, which is a file: choose another path"
     elif not os.access(written, os.W_OK):
@@ -179,10 +166,8 @@ def check_no_images(name: str, folder: str | Path) -> None:
     """Refuses a folder with images of an earlier command, which would mix with new ones."""
     for pattern in ("*.png", "guidance_*/*.png"):
         if found := next(Path(folder).glob(pattern), None):
-            raise ConfigError(
-                f"{name} = {str(folder)!r} has images already, such as {found.name}: choose another folder, or delete "
-                "them"
-            )
+            has = f"{name} = {str(folder)!r} has images already, such as {found.name}"
+            raise ConfigError(f"{has}: choose another folder, or delete them")
 
 
 def check_folder(name: str, path: str | Path) -> None:
@@ -210,23 +195,18 @@ def check_metrics(metrics: Mapping[str, float]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """Range of a number.
-
-    Attributes:
-      least: Smallest value.
-      most: Largest value; infinity itself is allowed only if `infinite`.
-      excluded: End that is not included, "least" or "most".
-      infinite: Whether infinity is allowed.
-    """
+    """Range of a number."""
 
     least: float = -math.inf
-    most: float = math.inf
-    excluded: Literal["", "least", "most"] = ""
+    most: float = math.inf  # infinity itself is allowed only if `infinite`
+    excluded: Literal["", "least", "most"] = ""  # end that is not included
     infinite: bool = False
 
     def check(self, name: str, value: float | int) -> None:
         """Raises ConfigError if a value of the field `name` is outside the range."""
-        check_finite(name, value, self.infinite)
+        is_finite = not isinstance(value, float) or math.isfinite(value)
+        if not is_finite and (math.isnan(value) or not self.infinite):
+            raise ConfigError(f"{name} must be a finite number, not {value!r}")
         check_range(name, value, self.least, self.most, self.excluded)
 
     def __str__(self) -> str:
@@ -243,7 +223,7 @@ class Range:
 
 # Metadata of a dataclass field that is derived from other sections and not set by a config.
 DERIVED = {"derived": True}
-ANY = Range()
+ANY = Range()  # all finite numbers
 PositiveInt = Annotated[int, Range(1)]
 Count = Annotated[int, Range(0)]
 PositiveFloat = Annotated[float, Range(0, excluded="least")]
@@ -268,11 +248,3 @@ def allowed_values(kind: type, path: str = "") -> Iterator[tuple[str, tuple[Any,
             yield from allowed_values(plain, f"{name}.")
         elif plain is float:
             yield name, ANY
-
-
-def check_allowed(name: str, value: Any, allowed: tuple[Any, ...] | Range) -> None:
-    """Raises ConfigError if `allowed_values` does not allow a value of the field `name`."""
-    if isinstance(allowed, Range):
-        allowed.check(name, value)
-    else:
-        check_choice(name, value, allowed)

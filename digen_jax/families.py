@@ -36,9 +36,8 @@ def open_pipeline(name: str, without: tuple[str, ...] = ()) -> pathlib.Path:
     family = family_of(resolve_folder(name, index_only=True))
     if needed := [part for part in without if part not in family.optional]:
         few = f"only {' and '.join(family.optional)}" if family.optional else "nothing"
-        raise ConfigError(
-            f"its {needed[0]!r}, which config.model.without names, cannot be left out: name {few} there"
-        )
+        given = f"its {needed[0]!r}, which config.model.without names"
+        raise ConfigError(f"{given}, cannot be left out: name {few} there")
     return resolve_folder(name, without=family.unused + without)
 
 
@@ -47,9 +46,8 @@ def family_of(folder: pathlib.Path) -> Any:
     with user_input():
         kind = read_model_index(folder)["_class_name"]
     if kind not in FAMILIES:
-        raise ConfigError(
-            f"{folder} is a {kind}; supported are {', '.join(FAMILIES)}: choose another folder"
-        )
+        known = ", ".join(FAMILIES)
+        raise ConfigError(f"{folder} is a {kind}; supported are {known}: choose another folder")
     return pkgutil.resolve_name(FAMILIES[kind])
 
 
@@ -102,16 +100,12 @@ def read_parts(
     dtype: str = "float32",
 ) -> Params:
     """Reads the parameters of some components directly onto a mesh with the mesh's sharding rules, as `dtype`."""
-    shardings = group.params(family.shapes())
+    shardings, dtype = group.params(family.shapes()), jnp.dtype(dtype)
     with during("the reading of the model's weights"):
-        return {
-            part: family.read(folder, part, shardings[part], jnp.dtype(dtype)) for part in parts
-        }
+        return {part: family.read(folder, part, shardings[part], dtype) for part in parts}
 
 
-def read_frozen(
-    family: Family, folder: pathlib.Path, group: DeviceGroup, dtype: str = "float32"
-) -> Params:
+def read_frozen(family: Family, folder: pathlib.Path, group: DeviceGroup) -> Params:
     """Reads the parameters of all components that are never trained."""
     frozen = [part for part in family.shapes() if part not in family.trained]
-    return read_parts(family, folder, frozen, group, dtype)
+    return read_parts(family, folder, frozen, group)

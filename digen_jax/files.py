@@ -16,9 +16,9 @@ import sys
 import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from digen_jax.errors import ConfigError
+from digen_jax.errors import ConfigError, Range
 
 DIGITS = 300  # of an integer, so that a float can represent it
 DEEPEST = 100  # maximum nesting of lists and objects in a JSON file
@@ -48,9 +48,7 @@ def in_home(path: str) -> str:
 def parse_json(content: bytes | str, constant: Callable[[str], Any] | None = None) -> Any:
     """Parses JSON in UTF-8, with or without a byte order mark.
 
-    Args:
-      content: JSON text.
-      constant: Called for NaN, Infinity and -Infinity. None means Python's values.
+    `constant` is called for NaN, Infinity and -Infinity, which otherwise are Python's values.
 
     Raises:
       ValueError: The content is not JSON, is nested too deeply, or has too long integers.
@@ -103,11 +101,7 @@ def _integer(digits: str) -> int:
 
 
 def append(path: Path, data: bytes) -> None:
-    """Appends to a file; on failure the file keeps its old length.
-
-    Raises:
-      OSError: Appending failed.
-    """
+    """Appends to a file; on failure the file keeps its old length. Raises OSError if appending failed."""
     with path.open("ab", buffering=0) as file:
         size = file.tell()
         try:
@@ -159,19 +153,12 @@ def without_torn_line(data: bytes) -> bytes:
 LARGEST = 10**6
 
 
-class Within(NamedTuple):
-    """Range of a number, both ends included."""
-
-    least: float
-    most: float = LARGEST
-
-
 hints = functools.cache(get_type_hints)
 
 
 def number(default: Any, least: float, most: float = LARGEST) -> Any:
     """Returns a dataclass field for a number, or numbers, between `least` and `most`, both included."""
-    return dataclasses.field(default=default, metadata={"within": Within(least, most)})
+    return dataclasses.field(default=default, metadata={"within": Range(least, most)})
 
 
 def check_values(kind: type, values: Mapping[str, Any]) -> None:
@@ -183,10 +170,11 @@ def check_values(kind: type, values: Mapping[str, Any]) -> None:
     for field in dataclasses.fields(kind):
         if field.name not in values:
             continue
-        value, hint = values[field.name], hints(kind)[field.name]
-        within = field.metadata.get("within")
-        if not _holds(hint, value, within):
-            raise ValueError(f"{field.name} must be {_words(hint, within)}, not {_shown(value)}")
+        words, is_allowed = _allowed(hints(kind)[field.name], field.metadata.get("within"))
+        if not is_allowed(value := values[field.name]):
+            text = repr(value)
+            text = text if len(text) < 80 else f"{text[:77]}..."
+            raise ValueError(f"{field.name} must be {words}, not {text}")
 
 
 def fields_of(kind: type, config: Mapping[str, Any], what: str) -> dict[str, Any]:
@@ -205,45 +193,35 @@ def fields_of(kind: type, config: Mapping[str, Any], what: str) -> dict[str, Any
     return {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
 
 
-def _holds(hint: Any, value: Any, within: Within | None = None) -> bool:
-    arguments = get_args(hint)
-    if get_origin(hint) is types.UnionType:
-        return any(_holds(one, value, within) for one in arguments)
-    if get_origin(hint) is Literal:
-        return value in arguments
-    if get_origin(hint) is tuple:
-        inner = within or Within(0)
-        return isinstance(value, list | tuple) and all(
-            _holds(arguments[0], one, inner) for one in value
-        )
-    if hint not in (int, float):
-        return isinstance(value, hint)
-    if isinstance(value, bool) or not isinstance(value, int if hint is int else int | float):
-        return False
-    within = within or (Within(1) if hint is int else Within(-math.inf, math.inf))
-    return math.isfinite(value) and within.least <= value <= within.most
+def _allowed(hint: Any, within: Range | None) -> tuple[str, Callable[[Any], bool]]:
+    """Returns the values that a type allows, in words, and a function that checks a value."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is types.UnionType:
+        each = [_allowed(one, within) for one in arguments]
+        return " or ".join(words for words, _ in each), lambda value: any(f(value) for _, f in each)
+    if origin is Literal:
+        return " or ".join(map(repr, arguments)), lambda value: value in arguments
+    if origin is tuple:
+        words, check = _allowed(arguments[0], within or Range(0, LARGEST))
 
+        def is_list(value: Any) -> bool:
+            return isinstance(value, list | tuple) and all(map(check, value))
 
-def _words(hint: Any, within: Within | None = None) -> str:
-    arguments = get_args(hint)
-    if get_origin(hint) is types.UnionType:
-        return " or ".join(_words(one, within) for one in arguments)
-    if get_origin(hint) is Literal:
-        return " or ".join(map(repr, arguments))
-    if get_origin(hint) is tuple:
-        return f"a list, each of it {_words(arguments[0], within or Within(0))}"
-    if hint is int:
-        within = within or Within(1)
+        return f"a list, each of it {words}", is_list
     names = {int: "a whole number", float: "a finite number", str: "a text", bool: "true or false"}
     words = names.get(hint, "null")
-    if within is None or hint not in (int, float):
-        return words
-    if within.least == within.most:
-        return f"{within.least:g}"
-    return f"{words} from {within.least:g} to {within.most:g}"
+    if hint not in (int, float):
+        return words, lambda value: isinstance(value, hint)
+    if hint is int:
+        within = within or Range(1, LARGEST)
+    if within is not None:
+        words = f"{words} from {within.least:g} to {within.most:g}"
+        if within.least == within.most:
+            words = f"{within.least:g}"
 
+    def is_number(value: Any) -> bool:
+        if isinstance(value, bool) or not isinstance(value, int if hint is int else int | float):
+            return False
+        return math.isfinite(value) and (within is None or within.least <= value <= within.most)
 
-def _shown(value: Any) -> str:
-    """Returns a value for a message, shortened if it is long."""
-    text = repr(value)
-    return text if len(text) < 80 else f"{text[:77]}..."
+    return words, is_number

@@ -80,22 +80,14 @@ def black_image(height: int, width: int) -> Image.Image:
 
 
 def image_hash(image: ImageSource) -> str:
-    """Returns a hash of the bytes of an image file.
-
-    Raises:
-      ValueError: The file does not exist.
-    """
+    """Returns a hash of the bytes of an image file. Raises ValueError if the file does not exist."""
     if isinstance(image, Image.Image):
         return _hash(repr((image.mode, image.size)).encode() + image.tobytes())
     return _of_file(_hash_file, image)
 
 
 def check_image_file(path: str | os.PathLike[str]) -> None:
-    """Reads an image file completely; repeated calls read it only if it has changed.
-
-    Raises:
-      ValueError: See `read_image`.
-    """
+    """Reads an image file completely; repeated calls read it only if it has changed. Raises like `read_image`."""
     _of_file(_read_file, path)
 
 

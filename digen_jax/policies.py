@@ -7,13 +7,14 @@ import pathlib
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from digen_jax.algorithms.algorithm import Algorithm
 from digen_jax.attention.kernels import choose
-from digen_jax.checkpoints.lora import LoraConfig, check_rank
+from digen_jax.checkpoints.lora import check_rank
 from digen_jax.config.checks import check_devices
 from digen_jax.config.load import fit_config
 from digen_jax.config.sections import AUTO, GIVEN, PlacementSection
@@ -36,9 +37,7 @@ from digen_jax.parallel.policy import Policy
 from digen_jax.parallel.system import shapes_in_dtype
 
 # Names of published models that were distilled to be sampled in few steps.
-FEW_STEPS = re.compile(
-    r"turbo|schnell|lightning|lcm|hyper|distill|(?<!\d)[1-8]-?steps?", re.IGNORECASE
-)
+FEW_STEPS = re.compile(r"turbo|schnell|lightning|lcm|hyper|distill|(?<!\d)[1-8]-?steps?", re.I)
 
 PRECOMPUTED, EACH_STEP = "precomputed", "each_step"
 # Bytes of text encoders above which "auto" precomputes prompts instead of keeping the encoders on rollout workers.
@@ -65,20 +64,16 @@ def trained_policy(policy: Policy, algorithm: Algorithm) -> Policy:
     return dataclasses.replace(policy, guidance=guidance, reference_guidance=reference)
 
 
-def evaluation_policy(
-    config: TrainConfig, family: Family, lora: LoraConfig | None = None
-) -> Policy:
-    """Returns the policy with the guidance of evaluations."""
+def evaluation_policy(config: TrainConfig, family: Family, lora: Any = None) -> Policy:
+    """Returns the policy with the guidance of evaluations; `lora` is a `LoraConfig`, if any."""
     own = config.evaluation
     return Policy(family, own.guidance, lora, true_cfg_scale=own.true_cfg_scale)
 
 
 def reads_null(config: TrainConfig, family: Family) -> bool:
     """Returns whether the sampler, the trainer or the evaluation of a run reads the pass without the prompt."""
-    return any(
-        policy.reads_null
-        for policy in (make_policy(config, family), evaluation_policy(config, family))
-    )
+    sampling, evaluation = make_policy(config, family), evaluation_policy(config, family)
+    return sampling.reads_null or evaluation.reads_null
 
 
 def encoder_shapes(config: TrainConfig, family: Family) -> Params:
@@ -102,15 +97,10 @@ def encoder_bytes(config: TrainConfig, family: Family) -> int:
 
 
 def check_negative(given: str, policies: Sequence[Policy], prefix: str) -> None:
-    """Refuses a negative prompt that no second pass reads.
+    """Refuses a negative prompt that none of the policies, all of one family, reads in a second pass.
 
-    Args:
-      given: Source of the negative prompt, as the start of a message.
-      policies: All policies of one family that could read it.
-      prefix: Prefix of guidance names in the message, such as "--".
-
-    Raises:
-      ConfigError: Names what to change.
+    `given` is the source of the negative prompt, as the start of a message; `prefix` is that of guidance names in the
+    message, such as "--".
     """
     if any(max(policy.sequences, policy.reference_sequences) == 2 for policy in policies):
         return
@@ -193,21 +183,16 @@ def attention_kernels(config: TrainConfig, family: Family, placement: Placement)
     Raises:
       ConfigError: The configured kernel does not support the network.
     """
-    precision, heads = config.precision, family.heads
-    dtypes = {
-        "sampling": (placement.rollout, precision.rollout or precision.arithmetic),
-        "training": (placement.trainer, precision.arithmetic),
-    }
-    return {
-        work: choose(
-            group.attention,
-            group.mesh.devices.flat[0],
-            dtype,
-            heads.split(group.mesh.shape[TENSOR] * group.mesh.shape[SEQUENCE]),
-        )
-        for work, (group, dtype) in dtypes.items()
-        if group is not None
-    }
+    precision, kernels = config.precision, {}
+    for work, group, dtype in (
+        ("sampling", placement.rollout, precision.rollout or precision.arithmetic),
+        ("training", placement.trainer, precision.arithmetic),
+    ):
+        if group is not None:
+            mesh = group.mesh
+            heads = family.heads.split(mesh.shape[TENSOR] * mesh.shape[SEQUENCE])
+            kernels[work] = choose(group.attention, mesh.devices.flat[0], dtype, heads)
+    return kernels
 
 
 def describe_computation(config: TrainConfig, family: Family, placement: Placement) -> str:
@@ -239,11 +224,7 @@ def _by_work(named: Mapping[str, str]) -> str:
 
 
 def check_heads(family: Family, placement: Placement) -> None:
-    """Refuses a mesh whose axes `tensor` and `sequence` do not divide the model's heads, which they split.
-
-    Raises:
-      ConfigError: Names the axes.
-    """
+    """Refuses a mesh whose axes `tensor` and `sequence` do not divide the model's heads, which they split."""
     meshes = {} if placement.trainer is None else {"trainer": placement.trainer.mesh}
     if placement.rollouts:
         meshes["rollout"] = placement.rollout.mesh

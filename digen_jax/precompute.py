@@ -18,23 +18,15 @@ import numpy as np
 from jaxtyping import Shaped
 from tqdm import tqdm
 
-from digen_jax.assemble import Parts, drawn_prompts, open_encoders
+from digen_jax.assemble import Parts, drawn_prompts, held_out_prompts, open_encoders
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.data.embedding_cache import HEADER, EmbeddingCache
-from digen_jax.data.prompt_files import read_prompt_file, read_prompt_files
+from digen_jax.data.prompt_files import read_prompt_files
 from digen_jax.errors import ConfigError, blame, check_output
 from digen_jax.families import read_parts
 from digen_jax.models.family import Family, Record, Tokens
-from digen_jax.parallel.encoding import (
-    Rows,
-    block_size,
-    example_record,
-    jit_encoder,
-    null_prompt_key,
-    prompt_key,
-    row_bytes,
-    unpad_rows,
-)
+from digen_jax.parallel import encoding
+from digen_jax.parallel.encoding import Rows, null_prompt_key, prompt_key
 from digen_jax.parallel.mesh import any_of, fetch
 from digen_jax.parallel.placement import DeviceGroup, MeshRole
 from digen_jax.policies import EACH_STEP, encoder_shapes, on_devices, reads_null
@@ -51,27 +43,17 @@ TOKENIZED = 4096  # prompts per tokenizer call
 
 @dataclasses.dataclass
 class Precomputation:
-    """Prompts of a run, and which of them are not cached yet.
-
-    Attributes:
-      config: Config of the run.
-      folder: Folder of the model.
-      family: Family of the model.
-      group: Mesh of the text encoders.
-      store: Cache of the embeddings.
-      records: All prompt records by key: unconditional passes first (`null_prompt_key`), then prompts (`prompt_key`).
-      nulls: Keys of unconditional passes.
-      missing: Keys that are not cached yet.
-    """
+    """Prompts of a run, and which of them are not cached yet."""
 
     config: TrainConfig
-    folder: pathlib.Path
+    folder: pathlib.Path  # of the model
     family: Family
-    group: DeviceGroup
+    group: DeviceGroup  # mesh of the text encoders
     store: EmbeddingCache
+    # All prompt records by key: unconditional passes first (`null_prompt_key`), then prompts (`prompt_key`).
     records: Mapping[str, Record]
-    nulls: frozenset[str]
-    missing: list[str]
+    nulls: frozenset[str]  # keys of unconditional passes
+    missing: list[str]  # keys that are not cached yet
 
     def check(self) -> None:
         """Prints the number of prompts to encode, and their size.
@@ -105,10 +87,8 @@ class Precomputation:
                 f"config.prompts.cache = {str(place)!r} has {_format(free)} of free space, and {what}, "
                 f"{_format(size)}: free some space, or name a folder on another disk"
             )
-        _log(
-            f"of {len(self.records):,} prompts {len(self.missing):,} are to be encoded, "
-            f"{_format(size)} in {self._place}"
-        )
+        many = f"{len(self.missing):,} are to be encoded, {_format(size)} in {self._place}"
+        _log(f"of {len(self.records):,} prompts {many}")
 
     @property
     def _place(self) -> pathlib.Path:
@@ -119,10 +99,10 @@ class Precomputation:
         family, shapes = self.family, encoder_shapes(self.config, self.family)
         if family.masked:
             blocks = map(self._tokens, _blocks(self.missing, TOKENIZED, self.nulls))
-            rows = sum(int(row_bytes(family, shapes, tokens).sum()) for tokens in blocks)
+            rows = sum(int(encoding.row_bytes(family, shapes, one).sum()) for one in blocks)
         else:  # all have the same size
-            one = row_bytes(family, shapes, family.tokenize([example_record(family)]))
-            rows = int(one.sum()) * len(self.missing)
+            tokens = family.tokenize([encoding.example_record(family)])
+            rows = int(encoding.row_bytes(family, shapes, tokens).sum()) * len(self.missing)
         return rows + HEADER * len(self.missing)
 
     def run(self) -> None:
@@ -136,7 +116,8 @@ class Precomputation:
             return
         # Smaller blocks for few prompts. All blocks have one size, so that one program is compiled.
         images = self.group.images
-        count = min(block_size(self.family, self.group), -(-len(keys) // images) * images)
+        largest = encoding.block_size(self.family, self.group)
+        count = min(largest, -(-len(keys) // images) * images)
         blocks = _blocks(keys, count, self.nulls)
         start = last = time.monotonic()
         size = 0
@@ -165,13 +146,13 @@ class Precomputation:
         with blame("config.model.folder: "):
             dtype = self.config.precision.frozen
             params = read_parts(family, self.folder, family.encoders, group, dtype)
-        program, done = jit_encoder(family, group), 0
+        program, done = encoding.jit_encoder(family, group), 0
         shown = track(blocks, "encoding prompts", "block", note=lambda: _format(done))
         for block in shown if is_first() else blocks:
             tokens = jax.tree.map(lambda rows: _pad(rows, count), self._tokens(block))
             with during("the encoding of prompts"):
                 encoded = jax.tree.map(fetch, program(params, tokens))
-            rows = dict(zip(block, unpad_rows(family, encoded), strict=False))
+            rows = dict(zip(block, encoding.unpad_rows(family, encoded), strict=False))
             done += _bytes(rows)
             yield rows
 
@@ -207,16 +188,10 @@ def prepare(
     records: Callable[[], Sequence[Record]],
     mesh: MeshRole | None = None,
 ) -> Precomputation | None:
-    """Finds the prompts to encode. Fast, since it loads no weights.
+    """Finds the prompts to encode among `records()`, which is called only if prompts are precomputed.
 
-    Args:
-      config: Config of the run.
-      devices: Devices of this process.
-      records: Returns the prompt records. Only called if prompts are precomputed.
-      mesh: The only mesh of this process. None means all meshes.
-
-    Returns:
-      The precomputation, or None if the text encoders run in each step.
+    Fast, since it loads no weights. See `open_parts` for `devices` and `mesh`. Returns None if the text encoders run in
+    each step.
 
     Raises:
       ConfigError: The model, the devices or the cache is invalid, or `Precomputation.check` failed.
@@ -234,16 +209,13 @@ def find_missing(config: TrainConfig, parts: Parts, drawn: Sequence[Record]) -> 
     store = open_store(config, folder, family)
     with blame("config.prompts.cache: "):
         missing = store.missing(wanted)
-    found = Precomputation(
-        config, folder, family, placement.rollout, store, wanted, frozenset(nulls), missing
-    )
+    prompts = wanted, frozenset(nulls), missing
+    found = Precomputation(config, folder, family, placement.rollout, store, *prompts)
     found.check()
     return found
 
 
-def precompute(
-    config: TrainConfig, devices: Sequence[jax.Device], records: Sequence[Record]
-) -> None:
+def precompute(config: TrainConfig, devices: Sequence[Any], records: Sequence[Record]) -> None:
     """Encodes prompts that are not cached yet, if the run's prompts are precomputed.
 
     Raises:
@@ -261,17 +233,16 @@ def precompute_all(config: TrainConfig) -> None:
     """
     devices = jax.devices()
     config = on_devices(config, len(devices))
-    for name, given in (
-        ("prompts.file", config.prompts.paths),
-        ("evaluation.prompts", config.evaluation.prompts),
-    ):
-        if not given:
+    given = {"prompts.file": config.prompts.paths, "evaluation.prompts": config.evaluation.prompts}
+    for name, value in given.items():
+        if not value:
             raise ConfigError(f"config.{name} is not given: add --config.{name}=... to the command")
     found = prepare(config, devices, lambda: reached(config))
     if found is None:
+        given = config.prompts.encoding
         raise ConfigError(
-            f"config.prompts.encoding = {config.prompts.encoding!r} has this model's text encoders run in each step: "
-            "set it to 'precomputed' here and in training"
+            f"config.prompts.encoding = {given!r} has this model's text encoders run in each step: set it to "
+            "'precomputed' here and in training"
         )
     found.run()
 
@@ -285,7 +256,7 @@ def reached(config: TrainConfig, first: int = 0) -> list[dict[str, Any]]:
       ConfigError: A prompt file is invalid.
     """
     with blame("config.evaluation.prompts: "):
-        held_out = read_prompt_file(config.evaluation.prompts)[: config.evaluation.images or None]
+        held_out = held_out_prompts(config)
     with blame("config.prompts.file: "):
         left = set(map(_content, itertools.chain(*read_prompt_files(config.prompts.paths))))
         steps = drawn_prompts(config)

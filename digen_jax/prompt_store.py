@@ -36,15 +36,10 @@ def open_store(config: TrainConfig, folder: pathlib.Path, family: Family) -> Emb
         return EmbeddingCache(store_folder(config), model, limit)
 
 
-def stored_prompts(
-    config: TrainConfig, folder: pathlib.Path | None, family: Family
-) -> PrecomputedPrompts:
+def stored_prompts(config: TrainConfig, folder: Any, family: Family) -> PrecomputedPrompts:
     """Returns precomputed embeddings to use instead of text encoders. The cache is opened on first read.
 
-    Args:
-      config: Config of the run.
-      folder: Folder of the model. None means that nothing will be read.
-      family: Family of the model.
+    None for the model's `folder` means that nothing will be read.
     """
     opened = functools.cache(lambda: open_store(config, folder, family))
     lock = threading.Lock()  # the cache is not thread-safe, and each rollout worker has a thread
@@ -54,9 +49,8 @@ def stored_prompts(
             with lock:
                 return opened().read(texts)
         except ValueError as error:
-            raise Stopped(
-                f"{error}; the same command encodes what is missing and continues"
-            ) from error
+            again = "the same command encodes what is missing and continues"
+            raise Stopped(f"{error}; {again}") from error
 
     return PrecomputedPrompts(family, encoder_shapes(config, family), read)
 
@@ -87,13 +81,10 @@ def _description(config: TrainConfig, folder: pathlib.Path, family: Family) -> d
     found = [model for model in models(store) if known.items() <= model.items()]
     if len(found) == 1:
         return dict(found[0])
+    advice = "encode the prompts where they are, by launch/encode_prompts.py with the same config"
+    if found:
+        advice = "keep one of these models in a folder of its own"
     raise ConfigError(
         f"{folder / absent[0]} holds no weights, and {store} holds prompts that were encoded by "
-        f"{len(found)} models that agree with this one: "
-        + (
-            "bring the weights back, or keep one of these models in a folder of its own"
-            if found
-            else "bring the weights back, or encode the prompts where they are, by launch/encode_prompts.py with the "
-            "same config"
-        )
+        f"{len(found)} models that agree with this one: bring the weights back, or {advice}"
     )

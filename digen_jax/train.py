@@ -29,42 +29,23 @@ from digen_jax.assemble import drawn_prompts, held_out_prompts
 from digen_jax.config.sections import AUTO
 from digen_jax.config.train_config import MAY_CHANGE, TrainConfig
 from digen_jax.errors import check_metrics
+from digen_jax.logging import workdir as workdirs
 from digen_jax.logging.metrics import reason_to_stop
 from digen_jax.logging.run_log import RunLog, files_table, full_disk
 from digen_jax.logging.status import Status
-from digen_jax.logging.workdir import (
-    changes,
-    check_there,
-    claim_workdir,
-    finished_step,
-    mark_finished,
-    usable,
-)
+from digen_jax.logging.workdir import check_there
 from digen_jax.parallel.mesh import job_devices
 from digen_jax.policies import place_here, place_processes
 from digen_jax.process import job
 from digen_jax.process.job import Place, join_job
 from digen_jax.process.shutdown import Interrupt, mark_hung
 from digen_jax.process.terminal import complete_lines, keep_log_tail
-from digen_jax.runtime.checkpointing import (
-    CheckpointStore,
-    TrainCheckpoint,
-    check_records,
-    check_steps,
-    divergence_reported,
-    finishing,
-)
+from digen_jax.runtime import checkpointing, opening
+from digen_jax.runtime.checkpointing import CheckpointStore, TrainCheckpoint
 from digen_jax.runtime.clock import Watch
 from digen_jax.runtime.driver import Driver
 from digen_jax.runtime.executors import Executors
-from digen_jax.runtime.opening import (
-    CommandBroadcast,
-    TrainerMesh,
-    coordinating,
-    follow_run,
-    open_scheduler,
-    open_system,
-)
+from digen_jax.runtime.opening import CommandBroadcast, coordinating, follow_run
 from digen_jax.scheduling.settings import Deadline
 
 if TYPE_CHECKING:  # imported with Ray's workers
@@ -77,13 +58,8 @@ def train(
 ) -> int | None:
     """Starts or resumes a run in its workdir.
 
-    All trainer processes call this with a shared workdir. Process 0 is the coordinator.
-
-    Args:
-      config: The validated config.
-      workdir: Folder of the run.
-      part: Arguments of this process in a trainer with other workers on Ray. None means that the devices of all
-        processes sample and train.
+    All trainer processes call this with a shared workdir. Process 0 is the coordinator. `part` has the arguments of
+    this process in a trainer with other workers on Ray; None means that the devices of all processes sample and train.
 
     Returns:
       None if the run is finished, or the exit code if a signal stopped it.
@@ -126,7 +102,7 @@ def _train_with_workers(
     number = place.process if place else 0
     shares = Shares(engine.find(part.mailbox), number, hosts) if hosts > 1 else None
     if number:
-        mesh = TrainerMesh(_join(config, place), TrainerTransfer(engine, shares))
+        mesh = opening.TrainerMesh(_join(config, place), TrainerTransfer(engine, shares))
         return follow_run(config, workdir, mesh)
     # In a shared JAX job, the workers must start before this process waits for them.
     joint = place if part.one_job else None
@@ -151,13 +127,17 @@ def _coordinate(
     """Runs `train` in the coordinator."""
     as_json = config.as_json()
     # If the folder is in use or unusable, the claim below reports the reason.
-    changed = changes(workdir, as_json) if workdir.is_dir() else {}
-    check, code = functools.partial(check_steps, workdir, config.steps), None
-    with full_disk(workdir), claim_workdir(workdir, as_json, MAY_CHANGE, check), usable(workdir):
-        finished = finished_step(workdir) or 0
+    changed = workdirs.changes(workdir, as_json) if workdir.is_dir() else {}
+    check, code = functools.partial(checkpointing.check_steps, workdir, config.steps), None
+    with (
+        full_disk(workdir),
+        workdirs.claim_workdir(workdir, as_json, MAY_CHANGE, check),
+        workdirs.usable(workdir),
+    ):
+        finished = workdirs.finished_step(workdir) or 0
         stopped = reason_to_stop(config.stopping, workdir) if finished else None
         if finished < config.steps and not stopped:
-            check_records(workdir)
+            checkpointing.check_records(workdir)
             run = TrainingRun(config, workdir, broadcast, workers)
             code = run.run([f"{name}: {change}" for name, change in changed.items()])
         else:
@@ -171,11 +151,7 @@ def _coordinate(
 class TrainingRun:
     """Coordinator of a run, from its start or last checkpoint to its results.
 
-    Args:
-      config: The validated config.
-      workdir: Folder of the run, claimed by this process.
-      broadcast: Sends collective work to the trainer's other processes.
-      workers: Workers in other processes. None means that all workers are in this one.
+    The workdir is claimed by this process. `workers` are those in other processes, if any.
     """
 
     def __init__(
@@ -185,16 +161,11 @@ class TrainingRun:
         broadcast: CommandBroadcast,
         workers: "RemoteWorkers | None" = None,
     ):
-        self.config, self.workdir, self.broadcast, self.workers = (
-            config,
-            workdir,
-            broadcast,
-            workers,
-        )
+        self.config, self.workdir = config, workdir
+        self.broadcast, self.workers = broadcast, workers
         self.checkpoints = CheckpointStore(workdir, config)
-        self.system, self.rewards = open_system(
-            config, workdir, broadcast, self.checkpoints, workers
-        )
+        parts = config, workdir, broadcast, self.checkpoints, workers
+        self.system, self.rewards = opening.open_system(*parts)
         deadline = Deadline(config.runtime.deadline)
         # If all processes sample and train, one may wait long for another one's compilation.
         self.watch = Watch(Deadline(0) if job.several() and workers is None else deadline)
@@ -208,12 +179,15 @@ class TrainingRun:
     def run(self, changed: list[str]) -> int | None:
         """Runs from the last checkpoint to the last step and shows the results; returns like `train`.
 
-        Args:
-          changed: Changes of the config since the last start.
+        `changed` describes the changes of the config since the last start.
         """
         self.log.describe(self.system)
         with closing(self.watch), closing(self.rewards):
-            with Interrupt() as interrupt, closing(self.log), finishing(self.checkpoints):
+            with (
+                Interrupt() as interrupt,
+                closing(self.log),
+                checkpointing.finishing(self.checkpoints),
+            ):
                 checkpoint = self.resume()
                 self.log.start(checkpoint.done, changed)
                 checkpoint = self.steps(checkpoint, interrupt)
@@ -228,7 +202,7 @@ class TrainingRun:
             if self.stopped:
                 print(f"The run has {self.stopped}.")
             self.log.results()
-            mark_finished(self.workdir, checkpoint.done)
+            workdirs.mark_finished(self.workdir, checkpoint.done)
         return None
 
     def resume(self) -> TrainCheckpoint:
@@ -256,16 +230,18 @@ class TrainingRun:
         with driving as driver, Status(self.workdir, driver.snapshot, places):
             try:
                 self.check_disk()
-                while checkpoint.done < self.config.steps and not (
-                    interrupt.requested or self.stopped
-                ):
+                while checkpoint.done < self.config.steps:
+                    if interrupt.requested or self.stopped:
+                        break
                     checkpoint = self.step(checkpoint, driver)
                     self.check_disk()
                     interrupt.requested = interrupt.requested or self.broadcast.stop_signal()
                     if checkpoint.done < self.config.steps:
                         self.stopped = reason_to_stop(self.config.stopping, self.workdir)
                 if not (interrupt.requested or self.stopped):
-                    with divergence_reported(checkpoint, self.checkpoints, self.config):
+                    with checkpointing.divergence_reported(
+                        checkpoint, self.checkpoints, self.config
+                    ):
                         driver.finish()  # the last version's evaluation
             finally:
                 # Also saves on failure, unless the failed step has consumed the state in an update.
@@ -276,16 +252,15 @@ class TrainingRun:
 
     def step(self, checkpoint: TrainCheckpoint, driver: Driver) -> TrainCheckpoint:
         """Runs the step after a checkpoint: trains, logs metrics, and saves a checkpoint if due."""
-        with divergence_reported(checkpoint, self.checkpoints, self.config):
+        with checkpointing.divergence_reported(checkpoint, self.checkpoints, self.config):
             metrics = driver.step()
             check_metrics(metrics)
         done, clock = checkpoint.done + 1, time.time() - driver.now()
         if self.workers is not None:
             self.workers.step = done
         self.log.step(done, metrics, driver.intervals, clock, driver.executor.extremes)
-        checkpoint = TrainCheckpoint(
-            done, driver.executor.state, driver.in_flight, self.places(done)
-        )
+        state, in_flight = driver.executor.state, driver.in_flight
+        checkpoint = TrainCheckpoint(done, state, in_flight, self.places(done))
         if self.checkpoints.due(done):
             self.save(checkpoint)
         return checkpoint
@@ -295,17 +270,13 @@ class TrainingRun:
         done, in_flight = checkpoint.done, checkpoint.in_flight
         transfer: Any = self.workers and self.workers.transfer
         batches = self.draw_prompts(done)
-        executors = Executors(
-            self.system, self.config, self.held_out, checkpoint, batches, transfer
-        )
+        given = self.config, self.held_out, checkpoint, batches, transfer
+        executors = Executors(self.system, *given)
         for worker in others:
             executors.join(worker)
-        scheduler = open_scheduler(executors.settings, in_flight, self.config.layout)
-        log, broadcast = self.log.open_command_log(done), self.broadcast
-        evaluated = self.log.evaluated
-        return Driver(
-            executors, scheduler, self.rewards, in_flight, log, broadcast, self.watch, evaluated
-        )
+        scheduler = opening.open_scheduler(executors.settings, in_flight, self.config.layout)
+        logs = self.log.open_command_log(done), self.broadcast, self.watch, self.log.evaluated
+        return Driver(executors, scheduler, self.rewards, in_flight, *logs)
 
     def draw_prompts(self, done: int) -> Iterator[list[dict]]:
         """Yields the prompts of each step after `done`, and records the position after each step."""

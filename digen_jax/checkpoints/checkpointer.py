@@ -125,12 +125,10 @@ class Checkpointer:
         return step % self.every == 0
 
     def save(self, step: int, arrays: Any, host: dict[str, Any]) -> None:
-        """Copies the arrays and writes them in the background. No-op for a step that is already saved.
+        """Copies the arrays of a step and writes them in the background. No-op for a step that is already saved.
 
-        Args:
-          step: Number of completed steps.
-          arrays: Pytree of arrays, including typed PRNG keys. They may be donated after this returns.
-          host: Remaining state of the run as JSON: positions in the data and in the metrics.
+        The arrays, including typed PRNG keys, may be donated after this returns. `host` is the remaining state of the
+        run as JSON: positions in the data and in the metrics.
 
         Raises:
           SaveFailed: The previous save failed, or this one could not start.
@@ -140,12 +138,10 @@ class Checkpointer:
             return
         self.release_space()
         self._size = _bytes_of(arrays)
-        items = ocp.args.Composite(
-            arrays=ocp.args.StandardSave(arrays), host=ocp.args.JsonSave(host)
-        )
+        items = dict(arrays=ocp.args.StandardSave(arrays), host=ocp.args.JsonSave(host))
         self._saving = step
         with self._report_failure():
-            self._manager.save(step, args=items, force=True)
+            self._manager.save(step, args=ocp.args.Composite(**items), force=True)
         self._newest = step
 
     def check(self) -> None:
@@ -159,22 +155,14 @@ class Checkpointer:
             self._reserve()
 
     def wait(self) -> None:
-        """Waits until the save in progress is complete.
-
-        Raises:
-          SaveFailed: The save failed and was removed.
-        """
+        """Waits until the save in progress is complete. Raises SaveFailed if it failed and was removed."""
         with self._report_failure():
             self._manager.wait_until_finished()
         if self._newest is not None and job.is_first():
             _note(self._folder).touch()
 
     def reserve_space(self, arrays: Any) -> None:
-        """Reserves disk space for the first checkpoint of such arrays.
-
-        Raises:
-          SaveFailed: There is no space.
-        """
+        """Reserves disk space for the first checkpoint of such arrays. Raises SaveFailed if there is none."""
         self._size = _bytes_of(arrays)
         self._reserve()
 
@@ -193,18 +181,14 @@ class Checkpointer:
 
     def latest_host(self) -> dict[str, Any] | None:
         """Returns the host state of the newest complete checkpoint, or None if there is none."""
-        manager, step = self._manager, self._newest
-        if step is None:
-            return None
+        manager, step = self._manager, self._newest  # all processes must create the manager
         items = ocp.args.Composite(host=ocp.args.JsonRestore())
-        return manager.restore(step, args=items).host
+        return None if step is None else manager.restore(step, args=items).host
 
     def restore_latest(self, template: Any) -> Restored | None:
         """Restores the newest complete checkpoint onto the template's devices. Returns None if there is none.
 
-        Args:
-          template: The saved tree as `jax.ShapeDtypeStruct` with the target shardings. The mesh may differ from that of
-            the save.
+        The template is the saved tree as `jax.ShapeDtypeStruct` with shardings of any mesh.
 
         Raises:
           ValueError: The template's tree or shapes differ from the checkpoint's.
@@ -212,18 +196,12 @@ class Checkpointer:
         manager, step = self._manager, self._newest
         if step is None:
             return None
-        items = ocp.args.Composite(
-            arrays=ocp.args.StandardRestore(template), host=ocp.args.JsonRestore()
-        )
-        restored = manager.restore(step, args=items)
+        items = dict(arrays=ocp.args.StandardRestore(template), host=ocp.args.JsonRestore())
+        restored = manager.restore(step, args=ocp.args.Composite(**items))
         return Restored(step, restored.arrays, restored.host)
 
     def close(self) -> None:
-        """Waits until the last save is complete, and frees the reserved space.
-
-        Raises:
-          SaveFailed: The save failed.
-        """
+        """Waits until the last save is complete, and frees the reserved space. Raises SaveFailed if the save failed."""
         try:
             self.wait()
         finally:
@@ -246,10 +224,9 @@ class Checkpointer:
         except OSError as error:
             self.release_space()
             if error.errno in FULL:
-                raise SaveFailed(
-                    f"there is no space for the next checkpoint in {self._folder}, which takes up to "
-                    f"{self._size / 1e6:.0f} MB ({error.strerror})"
-                ) from error
+                size = f"{self._size / 1e6:.0f} MB ({error.strerror})"
+                what = f"there is no space for the next checkpoint in {self._folder}"
+                raise SaveFailed(f"{what}, which takes up to {size}") from error
 
     @contextlib.contextmanager
     def _report_failure(self) -> Iterator[None]:
@@ -264,20 +241,14 @@ class Checkpointer:
             self._newest = max(self.steps(), default=None)
             known = REASON.search(str(error))
             reason = known[0] if known else repr(error).partition("\n")[0]
-            raise SaveFailed(
-                f"the checkpoint of step {self._saving} could not be saved in {self._folder}: {reason}"
-            ) from error
-
-
-# ----------------------------------------------------------------- checkpoints of any run, also of one in progress
+            what = f"the checkpoint of step {self._saving} could not be saved in {self._folder}"
+            raise SaveFailed(f"{what}: {reason}") from error
 
 
 def read_checkpoint(folder: Path | str, template: Any) -> Restored:
-    """Restores part of the newest complete checkpoint, for use outside of the run.
+    """Restores part of the newest complete checkpoint, for use outside of the run, which may be in progress.
 
-    Args:
-      folder: Folder of a `Checkpointer`; not modified. The run may be in progress.
-      template: The requested branches of the saved tree; see `Checkpointer.restore_latest`.
+    `template` has the requested branches of the saved tree; see `Checkpointer.restore_latest`.
 
     Raises:
       FileNotFoundError: There is no checkpoint.
@@ -289,22 +260,16 @@ def read_checkpoint(folder: Path | str, template: Any) -> Restored:
     if step is None:
         raise FileNotFoundError(f"{folder} has no checkpoint: give the checkpoints folder of a run")
     newest = folder / str(step)
-    wanted = ocp.args.PyTreeRestore(
-        item=template,
-        restore_args=ocp.checkpoint_utils.construct_restore_args(template),
-        partial_restore=True,
-    )
+    targets = ocp.checkpoint_utils.construct_restore_args(template)
+    wanted = ocp.args.PyTreeRestore(item=template, restore_args=targets, partial_restore=True)
     with ocp.PyTreeCheckpointer() as reader:
         arrays = reader.restore(newest / "arrays", args=wanted)
     with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
         host = reader.restore(newest / "host")
-    unread = [
-        jax.tree_util.keystr(path, simple=True, separator="/")
-        for path, leaf in jax.tree.leaves_with_path(arrays)
-        if isinstance(leaf, jax.ShapeDtypeStruct)
-    ]
-    if unread:
-        raise ValueError(f"checkpoint {newest} has no {unread[0]}: it is of another kind of run")
+    for path, leaf in jax.tree.leaves_with_path(arrays):
+        if isinstance(leaf, jax.ShapeDtypeStruct):  # was not read
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            raise ValueError(f"checkpoint {newest} has no {name}: it is of another kind of run")
     return Restored(step, arrays, host)
 
 
@@ -343,26 +308,22 @@ def newest_complete(folder: Path) -> tuple[int | None, list[int]]:
         damaged[step] = wrong
     if damaged:
         each = "; ".join(f"{step}: {why}" for step, why in damaged.items())
-        raise ConfigError(
-            f"no checkpoint in {folder} is complete ({each}): put a copy in its place, or choose "
-            "another workdir"
-        )
+        none = f"no checkpoint in {folder} is complete ({each})"
+        raise ConfigError(f"{none}: put a copy in its place, or choose another workdir")
     return None, []
 
 
 def template_of(arrays: Any) -> Any:
     """Returns the `jax.ShapeDtypeStruct` tree of arrays, to restore onto the same devices."""
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays
-    )
+    shape = jax.ShapeDtypeStruct
+    return jax.tree.map(lambda x: shape(x.shape, x.dtype, sharding=x.sharding), arrays)
 
 
 def _missing_stamp(checkpoint: Path) -> str | None:
-    try:
+    with contextlib.suppress(OSError, ValueError):
         parse_json((checkpoint / STAMPED).read_bytes())
-    except (OSError, ValueError):
-        return f"its {STAMPED} cannot be read"
-    return None
+        return None
+    return f"its {STAMPED} cannot be read"
 
 
 def _note(folder: Path) -> Path:
@@ -380,9 +341,6 @@ def _bytes_of(arrays: Any) -> int:
     return size + size // 20 + SPARE
 
 
-# ------------------------------------------------------------------------------------- checksums
-
-
 def write_checksums(folder: Path, without: Collection[str] = ()) -> None:
     """Writes size and CRC-32 of a folder's files, except `without`, to CHECKSUMS, and syncs to disk."""
     files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name not in without)
@@ -398,10 +356,8 @@ def write_checksums(folder: Path, without: Collection[str] = ()) -> None:
 def find_damage(folder: Path) -> str | None:
     """Returns the first mismatch between a folder and its checksums, or None. Later files are not checked."""
     try:
-        expected = {
-            str(name): (int(size), int(crc))
-            for name, (size, crc) in parse_json((folder / CHECKSUMS).read_bytes()).items()
-        }
+        stored = parse_json((folder / CHECKSUMS).read_bytes())
+        expected = {str(name): (int(size), int(crc)) for name, (size, crc) in stored.items()}
     except FileNotFoundError:
         return f"it has no {CHECKSUMS}"
     except (OSError, ValueError, TypeError, AttributeError):

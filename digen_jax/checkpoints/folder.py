@@ -19,15 +19,8 @@ import numpy as np
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from jax.typing import DTypeLike
 
-from digen_jax.checkpoints.tensors import (
-    StoredTensor,
-    Tree,
-    check_tensors,
-    file_tensors,
-    open_file,
-    read_tree,
-    write_file,
-)
+from digen_jax.checkpoints import tensors as safetensors
+from digen_jax.checkpoints.tensors import StoredTensor, Tree, file_tensors, open_file
 from digen_jax.files import parse_json
 
 Folder = str | pathlib.Path
@@ -50,18 +43,11 @@ PIECE = 2**16
 
 
 def resolve_folder(
-    name_or_path: Folder,
-    revision: str | None = None,
-    without: tuple[str, ...] = (),
-    index_only: bool = False,
+    name_or_path: Folder, without: tuple[str, ...] = (), index_only: bool = False
 ) -> pathlib.Path:
     """Returns a local folder unchanged, or downloads a Hub repository "owner/name".
 
-    Args:
-      name_or_path: Folder or repository.
-      revision: Revision of the repository. None means the latest.
-      without: Components to skip, such as a large text encoder.
-      index_only: Whether to download only `model_index.json`.
+    Skips the components `without`, such as a large text encoder, or all files but `model_index.json` if `index_only`.
 
     Raises:
       ValueError: The folder or repository does not exist.
@@ -72,17 +58,13 @@ def resolve_folder(
     name = str(name_or_path)
     seen_from = "" if path.is_absolute() else f"; relative folders are seen from {os.getcwd()}"
     if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) or path.exists():
-        raise ValueError(
-            f"{name!r} is neither an existing folder nor a hub id 'owner/name'{seen_from}"
-        )
+        what = "neither an existing folder nor a hub id 'owner/name'"
+        raise ValueError(f"{name!r} is {what}{seen_from}")
     skip = HUB_IGNORED + [f"{component}/*" for component in without]
     files = [INDEX] if index_only else HUB_FILES
     try:
-        return pathlib.Path(
-            huggingface_hub.snapshot_download(
-                name, revision=revision, allow_patterns=files, ignore_patterns=skip
-            )
-        )
+        options = dict(allow_patterns=files, ignore_patterns=skip)
+        return pathlib.Path(huggingface_hub.snapshot_download(name, **options))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, ConnectionError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(
@@ -137,9 +119,9 @@ def check_classes(folder: Folder, components: Mapping[str, tuple[str | None, ...
         same = isinstance(found, list) and [str(name).removesuffix("Fast") for name in found]
         supported = [[expected[0], name] for name in expected[1:]]
         if expected[0] is not None and same not in supported:
+            names = " or ".join(map(json.dumps, supported))
             raise ValueError(
-                f"{path} says that {part} is {json.dumps(found)}, but only {' or '.join(map(json.dumps, supported))} "
-                "is supported: choose another folder"
+                f"{path} says that {part} is {json.dumps(found)}, but only {names} is supported: choose another folder"
             )
 
 
@@ -154,38 +136,20 @@ def read_configs(
       ValueError: A file is missing, has another class, or is rejected by its reader.
     """
     check_classes(folder, components)
-    return {
-        part: read_component(folder, part, components[part][1:], read)
-        for part, read in readers.items()
-    }
-
-
-def read_component(
-    folder: Folder,
-    part: str,
-    kinds: Sequence[str | None],
-    read: Callable[[dict[str, Any]], Any],
-) -> Any:
-    """Parses the JSON file of a pipeline component with `read`. Its class must be one of `kinds`.
-
-    Raises:
-      ValueError: The file is missing, has another class, or is rejected by `read`.
-    """
-    name = "scheduler_config.json" if part == "scheduler" else "config.json"
-    path = pathlib.Path(folder) / part / name
-    config = read_json(path)
-    found = config.get("_class_name") or (config.get("architectures") or kinds)[0]
-    if found not in kinds:
-        raise ValueError(
-            f"{path} describes a {found}, not a {' or '.join(map(str, kinds))}: choose another folder"
-        )
-    try:
-        return read(config)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-
-
-# -------------------------------------------------------------------------------------- reading
+    parsed = {}
+    for part, read in readers.items():
+        name = "scheduler_config.json" if part == "scheduler" else "config.json"
+        path, kinds = pathlib.Path(folder) / part / name, components[part][1:]
+        config = read_json(path)
+        found = config.get("_class_name") or (config.get("architectures") or kinds)[0]
+        if found not in kinds:
+            names = " or ".join(map(str, kinds))
+            raise ValueError(f"{path} describes a {found}, not a {names}: choose another folder")
+        try:
+            parsed[part] = read(config)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+    return parsed
 
 
 def read_params(
@@ -214,7 +178,7 @@ def read_params(
     """
     tensors = _renamed(open_tensors(folder), rename)
     config = pathlib.Path(folder) / "config.json"
-    return read_tree(tensors, template, lists, shardings, dtype, ignore, config)
+    return safetensors.read_tree(tensors, template, lists, shardings, dtype, ignore, config)
 
 
 def check_params(
@@ -226,23 +190,20 @@ def check_params(
 ) -> None:
     """Raises the errors of `read_params` that are detectable from file headers; reads no tensors."""
     tensors = _renamed(open_tensors(folder), rename)
-    check_tensors(tensors, template, lists, ignore, pathlib.Path(folder) / "config.json")
+    config = pathlib.Path(folder) / "config.json"
+    safetensors.check_tensors(tensors, template, lists, ignore, config)
 
 
-def _renamed(
-    tensors: dict[str, StoredTensor], rename: Callable[[str], str] | None
-) -> dict[str, StoredTensor]:
-    """Renames tensors. Raises ValueError if names collide."""
+def _renamed(tensors: dict[str, StoredTensor], rename: Any) -> dict[str, StoredTensor]:
+    """Renames tensors by the function `rename`, if any. Raises ValueError if names collide."""
     if rename is None:
         return tensors
     stored: dict[str, str] = {}
     for name in tensors:
         first = stored.setdefault(rename(name), name)
         if first != name:
-            raise ValueError(
-                f"{tensors[name].file} holds both {first} and {name}, which are the same parameter: "
-                "get a complete copy of the folder"
-            )
+            both = f"{tensors[name].file} holds both {first} and {name}, the same parameter"
+            raise ValueError(f"{both}: get a complete copy of the folder")
     return {name: tensors[in_file] for name, in_file in stored.items()}
 
 
@@ -269,24 +230,18 @@ def open_tensors(folder: Folder) -> dict[str, StoredTensor]:
                 # A lexical check, because files in the Hub cache are symlinks to outside the folder.
                 plain = isinstance(file, str) and pathlib.PurePath(file).name == file
                 if not (plain and file.endswith(".safetensors")):
-                    raise ValueError(
-                        f"{index} takes weights from {file!r}, but they must be next to it: name a "
-                        ".safetensors file of that folder"
-                    )
+                    must = "name a .safetensors file next to it"
+                    raise ValueError(f"{index} takes weights from {file!r}: {must}")
             files = sorted({folder / file for file in weight_map.values()})
             for file in files:
                 if not file.exists():
-                    raise ValueError(
-                        f"{file} is missing, which {index.name} next to it names: copy or download the folder again"
-                    )
+                    missing = f"{file} is missing, which {index.name} next to it names"
+                    raise ValueError(f"{missing}: copy or download the folder again")
             return {name: tensor for file in files for name, tensor in open_file(file).items()}
     expected = " or ".join(f"{stem}.safetensors[.index.json]" for stem in STEMS.values())
     others = sorted({*folder.glob("*.safetensors"), *folder.glob("*.bin")})
     found = f", not {others[0].name}" if others else ""
     raise ValueError(f"{folder} holds no weights: expected {expected}{found}")
-
-
-# -------------------------------------------------------------------------------------- writing
 
 
 def write_params(
@@ -308,9 +263,8 @@ def write_params(
     folder.mkdir(parents=True, exist_ok=True)
     stem = STEMS[kind]
     with tempfile.TemporaryDirectory(dir=folder, prefix=".partial-") as scratch:
-        written = _write_weights(
-            pathlib.Path(scratch), stem, file_tensors(params, lists, dtype), max_shard_bytes
-        )
+        tensors = file_tensors(params, lists, dtype)
+        written = _write_weights(pathlib.Path(scratch), stem, tensors, max_shard_bytes)
         written.append(pathlib.Path(scratch, "config.json"))
         written[-1].write_text(_dump(config), encoding="utf-8")
         (folder / "config.json").unlink(missing_ok=True)
@@ -330,7 +284,7 @@ def _write_weights(
     total, size, held = 0, 0, dict[str, np.ndarray]()
 
     def flush() -> None:
-        write_file(folder / f"{len(shards)}", held)
+        safetensors.write_file(folder / f"{len(shards)}", held)
         shards.append(list(held))
 
     for name, tensor in tensors:
@@ -391,18 +345,11 @@ def copy_pipeline(
         os.replace(pipeline, target)
 
 
-# ------------------------------------------------------------------------------------ fingerprint
-
-
 def fingerprint(folder: str | os.PathLike[str], parts: Sequence[str]) -> str:
     """Returns a hash of the files of pipeline components; takes seconds for any size.
 
     It covers file names and sizes, but not dates or the folder's path. Of large files it reads 512 evenly spaced
     pieces: training changes weights everywhere, but a change of less than 1/500 of a file may be missed.
-
-    Args:
-      folder: Pipeline folder.
-      parts: Components, such as text encoders and tokenizers.
 
     Raises:
       ValueError: A component is missing or empty.
@@ -411,9 +358,7 @@ def fingerprint(folder: str | os.PathLike[str], parts: Sequence[str]) -> str:
     for part in parts:
         files = sorted(path for path in pathlib.Path(folder, part).glob("*") if path.is_file())
         if not files:
-            raise ValueError(
-                f"{pathlib.Path(folder, part)} holds no file, so that {part} cannot be read"
-            )
+            raise ValueError(f"{pathlib.Path(folder, part)} holds no file of the {part}")
         for path in files:
             size, pieces = path.stat().st_size, WHOLE // PIECE
             digest.update(f"{part}/{path.name} {size}\n".encode())

@@ -28,6 +28,9 @@ from digen_jax.errors import Count, PositiveFloat
 Init = Literal["kaiming", "gaussian"]
 # Logical axis between the two factors.
 RANK = "rank"
+# Parameters or their shapes, and `LISTS`, of each component.
+Templates = Mapping[str, Tree]
+Lists = Mapping[str, tuple[str, ...]]
 
 _scale: contextvars.ContextVar[Any] = contextvars.ContextVar("scale", default=None)
 
@@ -52,12 +55,7 @@ class LoraConfig:
         return self.alpha / self.rank
 
 
-def lora_init(
-    key: Array,
-    templates: Mapping[str, Tree],
-    config: LoraConfig,
-    lists: Mapping[str, tuple[str, ...]],
-) -> dict[str, Any]:
+def lora_init(key: Array, templates: Templates, config: LoraConfig, lists: Lists) -> dict[str, Any]:
     """Initializes float32 factors like PEFT: a [..., in, r] random, b [..., r, out] zero.
 
     With "kaiming", PEFT's default, a is uniform within 1/sqrt(in), so that its std is 1/sqrt(3 in);
@@ -71,44 +69,32 @@ def lora_init(
     Raises:
       ValueError: The targets match nothing, or only some layers of a scan.
     """
-    keys = {
-        part: jax.random.fold_in(key, zlib.crc32(part.encode())) if number else key
-        for number, part in enumerate(templates)
-    }
-    return {
-        part: _factors(keys[part], templates[part], config, lists[part], part)
-        for part in adapted_layers(templates, config.targets, lists)
-    }
+    first, factors = next(iter(templates)), {}
+    for part in adapted_layers(templates, config.targets, lists):
+        own = key if part == first else jax.random.fold_in(key, zlib.crc32(part.encode()))
+        factors[part] = _factors(own, templates[part], config, lists[part], part)
+    return factors
 
 
-def adapted_layers(
-    templates: Mapping[str, Tree], targets: str, lists: Mapping[str, tuple[str, ...]]
-) -> dict[str, set[str]]:
+def adapted_layers(templates: Templates, targets: str, lists: Lists) -> dict[str, set[str]]:
     """Returns the torch names of linear layers that match `targets`, by component; omits those without matches.
 
     Raises:
       ValueError: No layer matches, or only some layers of a scan match.
     """
-    found = {
-        part: {
-            name.removesuffix(".weight")
-            for path in _targets(template, targets, lists[part], part)
-            for name in tensor_names((*path, "kernel"), lists[part])
-        }
-        for part, template in templates.items()
-    }
-    if not any(found.values()):
-        known = [
-            name
-            for part, template in templates.items()
-            for _, _, layers in dense_layers(template, lists[part])
-            for name in layers
-        ]
+    found, known = dict[str, set[str]](), list[str]()
+    for part, template in templates.items():
+        matching = _targets(template, targets, lists[part], part)
+        for path, _, layers in dense_layers(template, lists[part]):
+            known += layers
+            if path in matching:
+                found[part] = found.get(part, set()) | {*layers}
+    if not found:
         raise ValueError(
             f"lora targets {targets!r} matches none of the {len(known)} linear layers; "
             f"it must match a full name such as {known[0]}"
         )
-    return {part: layers for part, layers in found.items() if layers}
+    return found
 
 
 def _factors(
@@ -134,9 +120,7 @@ def _factors(
     return unflatten_dict(factors)
 
 
-def factor_axes(
-    axes: Mapping[Path, tuple[str | None, ...]],
-) -> dict[Path, tuple[str | None, ...]]:
+def factor_axes(axes: Mapping[Path, tuple[str | None, ...]]) -> dict[Path, tuple[str | None, ...]]:
     """Returns the logical axes of the factors of all linear layers: a [..., in, rank], b [..., rank, out].
 
     `axes` contains the logical axes of the parameters, by path.
@@ -153,15 +137,11 @@ def factor_axes(
 def check_rank(rank: int, factors: Tree) -> None:
     """Raises ValueError if the rank is too large for every layer, given the factors or their shapes."""
     flat = flatten_dict(factors)
-    highest = max(
-        min(a.shape[-2], flat[*path, "b"].shape[-1])
-        for (*path, leaf), a in flat.items()
-        if leaf == "a"
-    )
+    layers = [path for *path, leaf in flat if leaf == "a"]
+    highest = max(min(flat[*one, "a"].shape[-2], flat[*one, "b"].shape[-1]) for one in layers)
     if rank > highest:
-        raise ValueError(
-            f"rank = {rank} is too large for all of its layers: set it to {highest} or less"
-        )
+        wrong = f"rank = {rank} is too large for all of its layers"
+        raise ValueError(f"{wrong}: set it to {highest} or less")
 
 
 @contextlib.contextmanager
@@ -225,29 +205,23 @@ def dense_layers(template: Tree, lists: tuple[str, ...]) -> Iterator[tuple[Path,
             yield path[:-1], leaf, [tensor.removesuffix(".weight") for tensor in tensors]
 
 
-def _targets(
-    template: Tree, targets: str, lists: tuple[str, ...], component: str
-) -> dict[Path, Any]:
+def _targets(template: Tree, targets: str, lists: tuple[str, ...], part: str) -> dict[Path, Any]:
     """Returns the kernels of linear layers with matching torch names, with or without the component's name."""
+    given = f"lora targets {targets!r}"
     try:
         pattern = re.compile(targets)
     except re.error as error:
-        raise ValueError(
-            f"lora targets {targets!r} is not a regular expression: {error}"
-        ) from error
+        raise ValueError(f"{given} is not a regular expression: {error}") from error
 
     def matches(layer: str) -> bool:
-        return any(pattern.fullmatch(name) for name in (layer, f"{component}.{layer}"))
+        return any(pattern.fullmatch(name) for name in (layer, f"{part}.{layer}"))
 
     found = {}
     for path, kernel, layers in dense_layers(template, lists):
         hits = [layer for layer in layers if matches(layer)]
-        if hits and len(hits) < len(layers):
-            missed = next(layer for layer in layers if layer not in hits)
-            raise ValueError(
-                f"lora targets {targets!r} matches {hits[0]} but not {missed}; these layers are "
-                "scanned together, so it must match all of them or none"
-            )
+        if missed := [layer for layer in layers if hits and layer not in hits]:
+            both = f"matches {hits[0]} but not {missed[0]}, which are scanned together"
+            raise ValueError(f"{given} {both}: it must match all of them or none")
         if hits:
             found[path] = kernel
     return found

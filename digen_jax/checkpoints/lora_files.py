@@ -18,27 +18,17 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from digen_jax.checkpoints.folder import read_json, resolve_folder
-from digen_jax.checkpoints.lora import LoraConfig, adapted_layers, dense_layers
-from digen_jax.checkpoints.tensors import (
-    StoredTensor,
-    Tree,
-    file_metadata,
-    file_tensors,
-    open_file,
-    read_tree,
-    write_file,
-)
+from digen_jax.checkpoints import tensors as safetensors
+from digen_jax.checkpoints.folder import Folder, read_json, resolve_folder
+from digen_jax.checkpoints.lora import Lists, LoraConfig, Templates, adapted_layers, dense_layers
+from digen_jax.checkpoints.tensors import StoredTensor, Tree, file_tensors
 from digen_jax.errors import ConfigError
 from digen_jax.files import parse_json
 
 FILE = "pytorch_lora_weights.safetensors"
 METADATA = "lora_adapter_metadata"
-PEFT_FILE, PEFT_CONFIG, PEFT_PREFIX = (
-    "adapter_model.safetensors",
-    "adapter_config.json",
-    "base_model.model",
-)
+PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+PEFT_PREFIX = "base_model.model"
 # Flax leaf names to torch module names; both factors are stored in the layout of a Dense kernel.
 FACTORS = {"a": "lora_A", "b": "lora_B"}
 # Suffixes of tensor names, and the role of the tensor.
@@ -122,12 +112,7 @@ class LoraFile(NamedTuple):
         return {name.rsplit(".lora_", 1)[0].removeprefix(start) for name in self.tensors}
 
 
-def write_lora(
-    folder: str | pathlib.Path,
-    lora: Mapping[str, Tree],
-    alpha: float | int,
-    lists: Mapping[str, tuple[str, ...]],
-) -> None:
+def write_lora(folder: Folder, lora: Mapping[str, Tree], alpha: float | int, lists: Lists) -> None:
     """Writes `pytorch_lora_weights.safetensors`, which `pipe.load_lora_weights(folder)` reads.
 
     `lora` and `lists` are by component; its name is the prefix of the tensor names. Alpha is stored in the metadata,
@@ -143,14 +128,12 @@ def write_lora(
         settings = {"r": rank, "lora_alpha": alpha, "target_modules": layers}
         adapter |= {f"{part}.{key}": value for key, value in settings.items()}
         tensors |= own
-    write_file(folder / FILE, tensors, {METADATA: json.dumps(adapter, indent=2, sort_keys=True)})
+    metadata = {METADATA: json.dumps(adapter, indent=2, sort_keys=True)}
+    safetensors.write_file(folder / FILE, tensors, metadata)
 
 
 def read_lora(
-    folder: str | pathlib.Path,
-    templates: Mapping[str, Tree],
-    lists: Mapping[str, tuple[str, ...]],
-    shardings: Any = None,
+    folder: Folder, templates: Templates, lists: Lists, shardings: Any = None
 ) -> dict[str, tuple[dict[str, Any], int, float]]:
     """Reads (factors, rank, alpha) of each component. See `open_lora` for arguments and errors."""
     found = {}
@@ -161,22 +144,13 @@ def read_lora(
     return found
 
 
-def open_lora(
-    folder: str | pathlib.Path,
-    templates: Mapping[str, Tree],
-    lists: Mapping[str, tuple[str, ...]],
-) -> dict[str, LoraFile]:
+def open_lora(folder: Folder, templates: Templates, lists: Lists) -> dict[str, LoraFile]:
     """Opens a LoRA from a PEFT or diffusers folder, or from a single file, by component.
 
-    Names without a component belong to the first one; components without tensors are omitted. If a folder has both
-    files, PEFT's is read. The settings come from `adapter_config.json` if present, else from the metadata of the file.
-    Tensors `.alpha` override the settings' alpha; if they differ between layers, the factors are scaled and alpha is
-    the rank.
-
-    Args:
-      folder: LoRA folder or file.
-      templates: Parameters or shapes of the trainable components.
-      lists: `LISTS` of each component.
+    `templates` are the parameters or shapes of the trainable components, and `lists` the `LISTS` of each. Names without
+    a component belong to the first one; components without tensors are omitted. If a folder has both files, PEFT's is
+    read. The settings come from `adapter_config.json` if present, else from the metadata of the file. Tensors `.alpha`
+    override the settings' alpha; if they differ between layers, the factors are scaled and alpha is the rank.
 
     Raises:
       ValueError: The file is missing, or is not a plain LoRA of uniform rank for these components; the message names
@@ -184,7 +158,7 @@ def open_lora(
     """
     folder = pathlib.Path(folder).expanduser()
     file = _lora_file(folder) if folder.is_dir() else folder
-    stored, opened = open_file(file), {}
+    stored, opened = safetensors.open_file(file), {}
     found = _by_component(file, stored, templates, lists)
     given = _settings(file, stored)
     for part, roles in found.items():
@@ -209,9 +183,7 @@ def open_lora(
     return opened
 
 
-def read_opened(
-    opened: LoraFile, template: Tree, lists: tuple[str, ...], shardings: Any = None
-) -> dict[str, Any]:
+def read_opened(opened: LoraFile, template: Tree, lists: tuple, shardings: Any = None) -> dict:
     """Reads the factors of an opened LoRA as float32."""
     adapted, rank = opened.layers, opened.rank
     factors = {}
@@ -221,7 +193,7 @@ def read_opened(
             factors[*path, "a"] = jax.ShapeDtypeStruct((*stack, inputs, rank), jnp.float32)
             factors[*path, "b"] = jax.ShapeDtypeStruct((*stack, rank, outputs), jnp.float32)
     modules = _as_modules(unflatten_dict(factors), opened.component)
-    read = flatten_dict(read_tree(opened.tensors, modules, lists, shardings))
+    read = flatten_dict(safetensors.read_tree(opened.tensors, modules, lists, shardings))
     short = {module: leaf for leaf, module in FACTORS.items()}
     lora = {(*path[1:-2], short[path[-2]]): leaf for path, leaf in read.items()}
     return unflatten_dict(lora)
@@ -229,12 +201,10 @@ def read_opened(
 
 def _as_modules(lora: Tree, component: str) -> dict[str, Any]:
     """Converts the tree to the file's tensor names, with factors as kernels of modules lora_A and lora_B."""
-    return unflatten_dict(
-        {
-            (component, *path, FACTORS[leaf], "kernel"): factor
-            for (*path, leaf), factor in flatten_dict(lora).items()
-        }
-    )
+    modules = {}
+    for (*path, leaf), factor in flatten_dict(lora).items():
+        modules[component, *path, FACTORS[leaf], "kernel"] = factor
+    return unflatten_dict(modules)
 
 
 def _lora_file(folder: pathlib.Path) -> pathlib.Path:
@@ -247,10 +217,7 @@ def _lora_file(folder: pathlib.Path) -> pathlib.Path:
 
 
 def _by_component(
-    file: pathlib.Path,
-    stored: Mapping[str, StoredTensor],
-    templates: Mapping[str, Tree],
-    lists: Mapping[str, tuple[str, ...]],
+    file: pathlib.Path, stored: Mapping[str, StoredTensor], templates: Templates, lists: Lists
 ) -> dict[str, dict[str, dict[str, StoredTensor]]]:
     """Returns the tensors by component, role and layer. Raises ValueError for tensors that plain LoRAs do not have."""
     layers = {
@@ -264,17 +231,16 @@ def _by_component(
     unknown = []
     for name, tensor in stored.items():
         plain = ".".join(word for word in name.split(".") if word not in WRAPPERS)
-        role = next((role for end, role in ROLES.items() if plain.endswith(end)), None)
         end = next((end for end in ROLES if plain.endswith(end)), "")
         start = re.findall(rf"^(?:(?:{prefixes})\.)*", plain)[0]
         part = next((one for one in templates if f".{one}." in f".{start}"), first)
         layer = plain.removeprefix(start).removesuffix(end)
         if layer.startswith(FLAT):
             layer = flat[part].get(layer.removeprefix(FLAT), layer)
-        if role is None or layer not in layers[part]:
-            unknown.append(name)
+        if end and layer in layers[part]:
+            found.setdefault(part, {}).setdefault(ROLES[end], {})[layer] = tensor
         else:
-            found.setdefault(part, {}).setdefault(role, {})[layer] = tensor
+            unknown.append(name)
     if unknown:
         raise ValueError(f"{file} {_why_unknown(file, unknown, first)}")
     if not found:
@@ -296,11 +262,10 @@ def _why_unknown(file: pathlib.Path, names: list[str], part: str) -> str:
 
 def _advice(text: str, file: pathlib.Path, part: str, names: Iterable[str] = ()) -> str:
     """Returns conversion instructions for a file; `names` are tensors outside of `part`."""
-    numbers = {match[1] or match[2] for name in names if (match := re.match(ENCODER, name))}
-    encoders = {
-        f"text_encoder_{number[-1]}" if number and number != "1" else "text_encoder"
-        for number in numbers
-    }
+    encoders = set()
+    for match in filter(None, (re.match(ENCODER, name) for name in names)):
+        number = (match[1] or match[2] or "1")[-1]
+        encoders.add("text_encoder" if number == "1" else f"text_encoder_{number}")
     parts = [part, *sorted(encoders)]
     return text.format(file=str(file), folder=str(file.parent), part=part, parts=parts)
 
@@ -337,7 +302,7 @@ def _settings(file: pathlib.Path, stored: Mapping[str, StoredTensor]) -> dict[st
     needed = needed and not any(name.endswith(".alpha") for name in stored)
     if needed or (file.name in (FILE, PEFT_FILE) and config.exists()):
         return read_json(config)
-    text = file_metadata(file).get(METADATA, "{}")
+    text = safetensors.file_metadata(file).get(METADATA, "{}")
     try:
         return dict(parse_json(text).items())
     except (ValueError, AttributeError) as error:
@@ -349,34 +314,23 @@ def _check_plain(file: pathlib.Path, settings: Mapping[str, Any], part: str) -> 
     for key, plain in PLAIN.items():
         if settings.get(key) is not None and settings[key] not in plain:
             supported = " or ".join(f"{key}={value}" for value in plain)
-            advice = MERGE_PEFT if file.name == PEFT_FILE else MERGE
-            raise ValueError(
-                f"{file} has {key}={settings[key]}, but only {supported} is supported: "
-                + _advice(advice, file, part)
-            )
+            advice = _advice(MERGE_PEFT if file.name == PEFT_FILE else MERGE, file, part)
+            wrong = f"{file} has {key}={settings[key]}, but only {supported} is supported"
+            raise ValueError(f"{wrong}: {advice}")
 
 
-def _rank(
-    file: pathlib.Path,
-    factors: Mapping[str, StoredTensor],
-    part: str,
-    settings: Mapping[str, Any],
-) -> int:
-    """Returns the rank of a component's factors."""
+def _rank(file: pathlib.Path, factors: Mapping, part: str, settings: Mapping[str, Any]) -> int:
+    """Returns the rank of a component's factors, which are by name."""
     ranks = {tensor.shape[0] for tensor in factors.values()}
     if not ranks:
         raise ValueError(f"{file} holds no factors lora_A of {part}")
     if len(ranks) > 1:
-        advice = MERGE_PEFT if file.name == PEFT_FILE else MERGE
-        raise ValueError(
-            f"{file} mixes the ranks {sorted(ranks)}; only a single rank is supported: "
-            + _advice(advice, file, part)
-        )
+        advice = _advice(MERGE_PEFT if file.name == PEFT_FILE else MERGE, file, part)
+        raise ValueError(f"{file} mixes the ranks {sorted(ranks)}, not supported: {advice}")
     rank = ranks.pop()
-    if settings.get("r", rank) != rank:
-        raise ValueError(
-            f"{file} has the setting r = {settings['r']}, but its tensors have rank {rank}: correct r"
-        )
+    if (given := settings.get("r", rank)) != rank:
+        has = f"{file} has the setting r = {given}, but its tensors have rank {rank}"
+        raise ValueError(f"{has}: correct r")
     return rank
 
 
@@ -389,21 +343,14 @@ def _alpha(file: pathlib.Path, settings: Mapping[str, Any]) -> float | None:
 
 
 def read_initial_lora(
-    name: str,
-    config: LoraConfig,
-    templates: Mapping[str, Tree],
-    lists: Mapping[str, tuple[str, ...]],
+    name: str, config: LoraConfig, templates: Templates, lists: Lists
 ) -> dict[str, Any]:
     """Reads the initial factors of a run (`config.lora.path`) by component, as float32 on the first device.
 
     The optimizer state is not restored. The KL reference remains the model without LoRA, as in the code of Flow-GRPO
     (scripts/train_sd3.py, ac4c86e), DiffusionNFT and AWM, which disable the adapter for it.
 
-    Args:
-      name: Folder, file or Hub id.
-      config: Rank, alpha and targets of the run, which the LoRA must match.
-      templates: Parameters or shapes of the trainable components.
-      lists: `LISTS` of each component.
+    `name` is a folder, file or Hub id; see `open_lora` for `templates` and `lists`.
 
     Raises:
       ConfigError: The LoRA differs from `config`.
@@ -414,8 +361,19 @@ def read_initial_lora(
     targets = adapted_layers(templates, config.targets, lists)
     for file in opened.values():
         _check_settings(file, config)
+    file = next(iter(opened.values())).file
     for part in templates:
-        _check_layers(opened, targets, config.targets, part)
+        own, matched = opened[part].layers if part in opened else set(), targets.get(part, set())
+        for layers, differs in (
+            (matched - own, "matches {}, for which {} has no factors"),
+            (own - matched, "does not match {}, for which {} has factors"),
+        ):
+            if layers:
+                more = f" and {len(layers) - 1} more layers" if len(layers) > 1 else ""
+                raise ConfigError(
+                    f"config.lora.targets = {config.targets!r} {differs.format(min(layers) + more, file)}: "
+                    f"make it match the {len(own)} layers of the LoRA"
+                )
     return {part: read_opened(file, templates[part], lists[part]) for part, file in opened.items()}
 
 
@@ -423,30 +381,9 @@ def _check_settings(opened: LoraFile, config: LoraConfig) -> None:
     """Raises ConfigError if rank or alpha differs from the config's."""
     file, rank, alpha = opened.file, opened.rank, opened.alpha
     if rank != config.rank:
-        raise ConfigError(
-            f"{file} has rank {rank}, but config.lora.rank is {config.rank}: set that to {rank}"
-        )
+        wrong = f"{file} has rank {rank}, but config.lora.rank is {config.rank}"
+        raise ConfigError(f"{wrong}: set that to {rank}")
     has = f"has alpha {alpha:g}" if alpha else f"does not give alpha, which is then its rank {rank}"
     if (alpha or rank) != config.alpha:
-        raise ConfigError(
-            f"{file} {has}, but config.lora.alpha is {config.alpha:g}: set that to {alpha or rank:g}"
-        )
-
-
-def _check_layers(
-    opened: Mapping[str, LoraFile], wanted: Mapping[str, set[str]], targets: str, part: str
-) -> None:
-    """Raises ConfigError if a component's layers differ from the config's; `wanted` are the layers of `targets`."""
-    file = next(iter(opened.values())).file
-    own = opened[part].layers if part in opened else set()
-    matched = wanted.get(part, set())
-    for layers, differs in (
-        (matched - own, "matches {}, for which {} has no factors"),
-        (own - matched, "does not match {}, for which {} has factors"),
-    ):
-        if layers:
-            more = f" and {len(layers) - 1} more layers" if len(layers) > 1 else ""
-            raise ConfigError(
-                f"config.lora.targets = {targets!r} {differs.format(min(layers) + more, file)}: "
-                f"make it match the {len(own)} layers of the LoRA"
-            )
+        wrong = f"{file} {has}, but config.lora.alpha is {config.alpha:g}"
+        raise ConfigError(f"{wrong}: set that to {alpha or rank:g}")

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import SingleDeviceSharding
 from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -32,9 +32,6 @@ LEAF_NAMES = {"kernel": "weight", "scale": "weight", "embedding": "weight"}
 LAYERS = "layers"
 # Supported dtypes of weights, in safetensors' notation.
 FLOATING = {"F64", "F32", "F16", "BF16"}
-
-
-# ------------------------------------------------------------------------------ names and layouts
 
 
 def tensor_names(path: Path, lists: tuple[str, ...]) -> list[str]:
@@ -79,9 +76,8 @@ def file_shape(path: Path, shape: tuple[int, ...], lists: tuple[str, ...]) -> tu
     if is_scanned(path, lists):
         layers = len(tensor_names(path, lists))
         if shape[:1] != (layers,):
-            raise ValueError(
-                f"{'/'.join(path)} has shape {list(shape)}, but should stack {layers} layers"
-            )
+            has = f"{'/'.join(path)} has shape {list(shape)}"
+            raise ValueError(f"{has}, but should stack {layers} layers")
         shape = shape[1:]
     return tuple(shape[axis] for axis in file_axes(path[-1], len(shape)))
 
@@ -100,9 +96,6 @@ def _entries(part: str, lists: tuple[str, ...]) -> list[str]:
     if last < first:
         raise ValueError(f"the scanned run {part} ends before it starts")
     return [f"{match['name']}.{layer}" for layer in range(first, last + 1)]
-
-
-# -------------------------------------------------------------------------------------- reading
 
 
 class StoredTensor(NamedTuple):
@@ -129,9 +122,8 @@ def open_file(file: pathlib.Path) -> dict[str, StoredTensor]:
     except FileNotFoundError as error:
         raise ValueError(f"{file} is missing") from error
     except SafetensorError as error:
-        raise ValueError(
-            f"{file} is not a complete safetensors file, so copy or download it again: {error}"
-        ) from error
+        broken = f"{file} is not a complete safetensors file, so copy or download it again"
+        raise ValueError(f"{broken}: {error}") from error
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error}") from error
     return {name: StoredTensor(file, handle.get_slice(name)) for name in handle.keys()}  # noqa: SIM118
@@ -160,56 +152,39 @@ def read_tree(
     shardings = flatten_dict(jax.tree.broadcast(shardings, unflatten_dict(leaves)))
 
     def read(path: Path, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        stored = [(name, tensors[name]) for name in tensor_names(path, lists)]
+        """Reads the local shards of a leaf from one tensor, or from one per layer."""
+        names, scanned = tensor_names(path, lists), is_scanned(path, lists)
         floating = jnp.issubdtype(leaf.dtype, jnp.floating)
         target = jnp.dtype(dtype if dtype is not None and floating else leaf.dtype)
-        scanned = is_scanned(path, lists)
-        return _assemble(stored, path[-1], scanned, leaf.shape, target, shardings[path])
+        shards: dict[str, np.ndarray] = {}
+
+        def part(index: tuple[slice, ...]) -> np.ndarray:
+            # JAX calls this once per device; devices with the same shard share it.
+            if (key := str(index)) not in shards:
+                inner = index[1:] if scanned else index
+                cut = tuple(inner[axis] for axis in file_axes(path[-1], len(inner)))
+                back = flax_axes(path[-1], len(inner))
+                layers = []
+                for name in names[index[0]] if scanned else names:
+                    array = _finite(tensors[name], name, tensors[name].slice[cut])
+                    layers.append(array.transpose(back).astype(target, copy=False))
+                shards[key] = np.stack(layers) if scanned else layers[0]
+            return shards[key]
+
+        return jax.make_array_from_callback(leaf.shape, shardings[path], cast(Any, part))
 
     return unflatten_dict({path: read(path, leaf) for path, leaf in leaves.items()})
-
-
-def _assemble(
-    stored: list[tuple[str, StoredTensor]],
-    leaf: str,
-    scanned: bool,
-    shape: tuple[int, ...],
-    dtype: np.dtype,
-    sharding: Sharding,
-) -> jax.Array:
-    """Reads the local shards of one leaf from one tensor, or from one per layer."""
-    shards: dict[str, np.ndarray] = {}
-
-    def part(index: tuple[slice, ...]) -> np.ndarray:
-        # JAX calls this once per device; devices with the same shard share it.
-        key = str(index)
-        if key not in shards:
-            inner = index[1:] if scanned else index
-            axes = file_axes(leaf, len(inner))
-            cut = tuple(inner[axis] for axis in axes)
-            back = flax_axes(leaf, len(inner))
-            layers = stored[index[0]] if scanned else stored
-            arrays = [
-                _finite(tensor, name, tensor.slice[cut]).transpose(back).astype(dtype, copy=False)
-                for name, tensor in layers
-            ]
-            shards[key] = np.stack(arrays) if scanned else arrays[0]
-        return shards[key]
-
-    return jax.make_array_from_callback(shape, sharding, cast(Any, part))
 
 
 def _finite(tensor: StoredTensor, name: str, part: np.ndarray) -> np.ndarray:
     """Returns part of a tensor unchanged. Raises ValueError if it contains NaN or infinity."""
     # A sum is ten times faster than testing each number; if it overflows, each number is tested.
-    with np.errstate(all="ignore"):
-        finite = not jnp.issubdtype(part.dtype, jnp.floating) or np.isfinite(
-            part.sum(dtype=np.float32)
-        )
-    if not finite and not np.isfinite(part).all():
-        raise ValueError(
-            f"tensor {name} in {tensor.file} holds NaN or infinite numbers: get a complete copy of the file"
-        )
+    if jnp.issubdtype(part.dtype, jnp.floating):
+        with np.errstate(all="ignore"):
+            total = part.sum(dtype=np.float32)
+        if not np.isfinite(total) and not np.isfinite(part).all():
+            wrong = f"tensor {name} in {tensor.file} holds NaN or infinite numbers"
+            raise ValueError(f"{wrong}: get a complete copy of the file")
     return part
 
 
@@ -236,28 +211,21 @@ def check_tensors(
     for name, shape in expected.items():
         if name not in tensors:
             problems.append(f"tensor {name} of shape {list(shape)} is missing from {where}{by}")
-        elif tensors[name].shape != shape:
-            found, file = list(tensors[name].shape), tensors[name].file
-            problems.append(
-                f"tensor {name} in {file} has shape {found}, expected {list(shape)}{by}"
-            )
-        elif floating[name] and tensors[name].kind not in FLOATING:
-            problems.append(
-                f"tensor {name} in {tensors[name].file} is of type {tensors[name].kind}, and quantised weights are "
-                "not supported: use a copy in float32, bfloat16 or float16"
-            )
+            continue
+        tensor = tensors[name]
+        what = f"tensor {name} in {tensor.file}"
+        if tensor.shape != shape:
+            problems.append(f"{what} has shape {list(tensor.shape)}, expected {list(shape)}{by}")
+        elif floating[name] and tensor.kind not in FLOATING:
+            wrong = f"{what} is of type {tensor.kind}, and quantised weights are not supported"
+            problems.append(f"{wrong}: use a copy in float32, bfloat16 or float16")
     for name, tensor in tensors.items():
         if name not in expected and not any(fnmatchcase(name, pattern) for pattern in ignore):
-            problems.append(
-                f"tensor {name} of shape {list(tensor.shape)} in {tensor.file} "
-                f"is surplus: the network has no place for it{by}"
-            )
+            what = f"tensor {name} of shape {list(tensor.shape)} in {tensor.file}"
+            problems.append(f"{what} is surplus: the network has no place for it{by}")
     if problems:
         more = f" (and {len(problems) - 1} more like this)" if len(problems) > 1 else ""
         raise ValueError(problems[0] + more)
-
-
-# -------------------------------------------------------------------------------------- writing
 
 
 def file_tensors(
@@ -269,9 +237,7 @@ def file_tensors(
     """
     for path, leaf in flatten_dict(params).items():
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-            raise ValueError(
-                f"{'/'.join(path)} is stored on several hosts; gather it before writing"
-            )
+            raise ValueError(f"{'/'.join(path)} is on several hosts; gather it before writing")
         file_shape(path, leaf.shape, lists)
         scanned = is_scanned(path, lists)
         array = np.asarray(leaf)

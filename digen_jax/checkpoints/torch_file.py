@@ -40,6 +40,7 @@ STORAGES: dict[str, tuple[np.dtype, str]] = {
 NAMES = dict(STORAGES.values())
 Path = str | pathlib.Path
 LARGEST_PICKLE = 2**26  # in bytes; enough for ten thousand tensors
+RELOAD = "load it where torch is, with weights_only=True"
 LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # torch's magic number, pickled, as in torch/serialization.py
 
 
@@ -99,9 +100,7 @@ def load(file: Path) -> Any:
             start = opened.read(len(LEGACY))
         if not start.startswith(b"PK"):
             old = "in torch's format before 1.6" if start == LEGACY else "no file of torch.save"
-            raise Unsupported(
-                f"it is {old}: load it where torch is, with weights_only=True, and torch.save it again"
-            )
+            raise Unsupported(f"it is {old}: {RELOAD}, and torch.save it again")
         with zipfile.ZipFile(file) as archive:
             return _read(file, archive)
     except FileNotFoundError as error:
@@ -165,10 +164,8 @@ class _Unpickler(pickle.Unpickler):
             return _tensor
         if module == "torch" and name in STORAGES:
             return STORAGES[name][0]
-        raise Unsupported(
-            f"it names {module}.{name}, and only tensors and plain values are read: load it where torch is, with "
-            "weights_only=True, and torch.save its state_dict"
-        )
+        names = f"it names {module}.{name}, and only tensors and plain values are read"
+        raise Unsupported(f"{names}: {RELOAD}, and torch.save its state_dict")
 
     def persistent_load(self, pid: Any) -> np.ndarray:
         """Returns the array of a storage."""
@@ -192,19 +189,15 @@ def _tensor(numbers: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> np.
     if not all(type(n) is int and 0 <= n < 2**62 for n in (offset, *shape, *strides)):
         raise Unsupported("it has a tensor whose shape, strides and offset are no integers from 0")
     dims = sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1)
-    last = 0
+    last, what = 0, f"it has a tensor of shape {list(shape)}"
     for stride, size in dims:
         if stride <= last:
-            raise Unsupported(
-                f"it has a tensor of shape {list(shape)} and strides {list(strides)}, whose elements overlap: "
-                "torch.save a contiguous copy"
-            )
+            overlap = f"{what} and strides {list(strides)}, whose elements overlap"
+            raise Unsupported(f"{overlap}: torch.save a contiguous copy")
         last += stride * (size - 1)
     if math.prod(shape) == 0:
         return np.zeros(shape, numbers.dtype)
     if offset + last >= len(numbers):
-        raise Unsupported(
-            f"it has a tensor of shape {list(shape)} that leaves its storage of {len(numbers)} numbers"
-        )
+        raise Unsupported(f"{what} that leaves its storage of {len(numbers)} numbers")
     steps = [stride * numbers.itemsize for stride in strides]
     return np.lib.stride_tricks.as_strided(numbers[offset:], shape, steps, writeable=False)

@@ -6,12 +6,9 @@ from digen_jax.errors import ConfigError
 
 
 def recipe_and_gpus(argument: str, passes: Mapping[str, int], example: str) -> tuple[str, int]:
-    """Returns the recipe's name and the number of GPUs, by default 1.
+    """Returns the recipe's name and the number of GPUs, by default 1, of an argument "name,number" or "name".
 
-    Args:
-      argument: "name,number" or "name".
-      passes: By recipe, the passes of an update on one GPU, which the GPUs divide among them.
-      example: Argument that the error message shows.
+    `passes` are by recipe the passes of an update on one GPU, which the GPUs divide among them.
 
     Raises:
       ConfigError: The recipe is unknown, or its passes cannot be divided among the GPUs.
@@ -32,9 +29,8 @@ def number_of_gpus(argument: str, passes: int, example: str) -> int:
       ConfigError: The argument is not a number, or the passes cannot be divided among the GPUs.
     """
     if not _is_number(argument):
-        raise ConfigError(
-            f"the config's argument {argument!r} must be a number of GPUs, such as :{example}"
-        )
+        must = f"must be a number of GPUs, such as :{example}"
+        raise ConfigError(f"the config's argument {argument!r} {must}")
     return _divisor(int(argument), passes, "this recipe")
 
 
@@ -45,7 +41,6 @@ def _is_number(text: str) -> bool:
 def _divisor(gpus: int, passes: int, name: str) -> int:
     if passes % gpus:
         *some, last = (str(n) for n in range(1, passes + 1) if passes % n == 0)
-        raise ConfigError(
-            f"the config's argument gives {gpus} GPUs, but {name} takes {', '.join(some)} or {last}"
-        )
+        takes = f"{name} takes {', '.join(some)} or {last}"
+        raise ConfigError(f"the config's argument gives {gpus} GPUs, but {takes}")
     return gpus

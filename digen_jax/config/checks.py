@@ -6,6 +6,7 @@ Each field's type states its choices or range (`errors.Range`). A rule about sev
 """
 
 import dataclasses
+import functools
 import math
 import operator
 import re
@@ -26,7 +27,6 @@ from digen_jax.errors import (
     Range,
     allowed_values,
     blame,
-    check_allowed,
     check_choice,
     check_divides,
     together,
@@ -59,20 +59,18 @@ def check_fields(config: ConfigDict) -> None:
     with together() as one:
         for name, value in fields.items():
             known = allowed.get(re.sub(r"\[\d+\]", "[i]", name).removeprefix("config."), ANY)
-            if isinstance(known, tuple) or isinstance(value, int | float):
-                with one():
-                    check_allowed(name, value, known)
+            with one():
+                if isinstance(known, tuple):
+                    check_choice(name, value, known)
+                elif isinstance(value, int | float):
+                    known.check(name, value)
         for check in (_check_tracker_projects, _check_weights, _check_files, _check_sharding_rules):
             with one():
                 check(config)
 
 
 def allowed_of(algorithm: str) -> dict[str, tuple[Any, ...] | Range]:
-    """Returns the choices or the range of each field that has any, by dotted name.
-
-    Args:
-      algorithm: Name of the config's algorithm.
-    """
+    """Returns the choices or the range of each field that has any, by dotted name, for a config's algorithm."""
     kind = algorithm_class(algorithm)
     found = dict(allowed_values(TrainConfig))
     found |= allowed_values(kind, "algorithm.")
@@ -108,7 +106,7 @@ def check_rules(config: TrainConfig) -> None:
         # The complete step.
         (_check_noise_level, _check_lag),
     ):
-        run_checks(rules, config)
+        _run_checks(rules, config)
 
 
 def check_meshes(config: TrainConfig, devices: int) -> None:
@@ -117,22 +115,22 @@ def check_meshes(config: TrainConfig, devices: int) -> None:
     Raises:
       ConfigError: One message for each error that can be found at once.
     """
-
-    def on_devices(config: TrainConfig) -> None:
-        check_devices(config, devices)
-
-    run_checks((_check_pack, _check_trajectories_on_mesh, on_devices), config)
+    on_devices = functools.partial(check_devices, devices=devices)
+    _run_checks((_check_pack, _check_trajectories_on_mesh, on_devices), config)
 
 
-def run_checks(checks: Iterable[Callable[[Any], None]], value: Any) -> None:
-    """Runs several checks of a value, and raises one ConfigError with all their messages."""
+def _run_checks(checks: Iterable[Callable[[TrainConfig], None]], config: TrainConfig) -> None:
+    """Runs several checks, and raises one ConfigError with all their messages."""
     with together() as one:
         for check in checks:
             with one():
-                check(value)
+                check(config)
 
 
-# ------------------------------------------------------------------------------ single fields
+def _check_divides(config: TrainConfig, divisor: str, field: str, why: str) -> None:
+    """Refuses a field's value that does not divide another one's."""
+    value, divided = operator.attrgetter(divisor, field)(config)
+    check_divides(f"config.{divisor}", value, f"config.{field}", divided, why)
 
 
 def _check_tracker_projects(config: ConfigDict) -> None:
@@ -141,10 +139,8 @@ def _check_tracker_projects(config: ConfigDict) -> None:
             given = [name for name, value in config[tracker].items() if value and name != "mode"]
             with one():
                 if given and not config[tracker].project:
-                    raise ConfigError(
-                        f"config.{tracker}.{given[0]} does nothing without config.{tracker}.project: name the "
-                        "project, too"
-                    )
+                    needed = f"config.{tracker}.project: name the project, too"
+                    raise ConfigError(f"config.{tracker}.{given[0]} does nothing without {needed}")
 
 
 def _check_weights(config: ConfigDict) -> None:
@@ -157,14 +153,10 @@ def _check_weights(config: ConfigDict) -> None:
             weights += several.values()
             if not several or not all(type(w) in (int, float) for w in several.values()):
                 with one():
-                    raise ConfigError(
-                        f"config.rewards[{number}].weight = {several!r} must be a number, or a dict from scores' "
-                        "names to numbers"
-                    )
+                    must = "must be a number, or a dict from scores' names to numbers"
+                    raise ConfigError(f"config.rewards[{number}].weight = {several!r} {must}")
     if weights and not any(weights):
-        raise ConfigError(
-            "config.rewards leaves nothing to train on: give a reward a weight other than 0"
-        )
+        raise ConfigError("config.rewards trains nothing: give a reward a weight other than 0")
 
 
 def _check_files(config: ConfigDict) -> None:
@@ -174,19 +166,13 @@ def _check_files(config: ConfigDict) -> None:
         if not isinstance(file, str) or not file:
             raise ConfigError(f"config.prompts.files must hold paths of prompt files, not {file!r}")
         if files.count(file) > 1:
-            raise ConfigError(
-                f"config.prompts.files has {file!r} twice: name it once, with a larger weight"
-            )
-    if not weights:
-        return
+            raise ConfigError(f"config.prompts.files has {file!r} twice: give it a larger weight")
     given = f"config.prompts.weights = {weights}"
     if not all(type(one) in (int, float) and 0 < one < math.inf for one in weights):
         raise ConfigError(f"{given} must hold positive numbers: leave out files of weight 0")
-    if len(weights) != len(files):
-        raise ConfigError(
-            f"{given} must have a weight for each of the {len(files)} files of config.prompts.files, or be () where "
-            "all weigh the same"
-        )
+    if weights and len(weights) != len(files):
+        each = f"a weight for each of the {len(files)} files of config.prompts.files"
+        raise ConfigError(f"{given} must have {each}, or be () if all weigh the same")
 
 
 def _check_sharding_rules(config: ConfigDict) -> None:
@@ -195,24 +181,20 @@ def _check_sharding_rules(config: ConfigDict) -> None:
         kinds = [type(part) for part in rule] if isinstance(rule, tuple | list) else []
         if kinds not in ([str] * 2, [str] * 3):
             raise ConfigError(
-                "config.placement.rules must hold pairs such as ('.*', 'replicate'), a regular expression and a "
-                f"tactic, and triples such as ('.*', 'mlp', 'tensor'), where axes follow it, not {rule!r}"
+                "config.placement.rules must hold pairs of a regular expression and a tactic, such as ('.*', "
+                f"'replicate'), and triples with axes, such as ('.*', 'mlp', 'tensor'), not {rule!r}"
             )
         pattern, *about = rule
         try:
             re.compile(pattern)
         except re.error as error:
-            raise ConfigError(
-                f"config.placement.rules: {pattern!r} is not a regular expression: {error}"
-            ) from error
-        named: dict[str, tuple[str, ...]] = {"tactic": TACTICS}
-        if len(about) == 2:
-            named = {"logical axis": tuple(NAMES), "mesh axis": PARAMETERS}
+            wrong = f"{pattern!r} is not a regular expression: {error}"
+            raise ConfigError(f"config.placement.rules: {wrong}") from error
+        named: dict[str, tuple[str, ...]] = {"logical axis": tuple(NAMES), "mesh axis": PARAMETERS}
+        if len(about) == 1:
+            named = {"tactic": TACTICS}
         for (kind, known), value in zip(named.items(), about, strict=True):
             check_choice(f"the {kind} of {pattern!r} in config.placement.rules", value, known)
-
-
-# ------------------------------------------------------------------------------ model, optimizer, rewards
 
 
 def _check_decay(config: TrainConfig) -> None:
@@ -220,8 +202,8 @@ def _check_decay(config: TrainConfig) -> None:
     updates, rising = config.steps * trainer.updates, trainer.warmup + trainer.decay
     if trainer.decay and updates > rising:
         raise ConfigError(
-            f"config.trainer.warmup + config.trainer.decay = {rising} updates, after which the learning rate is 0, are "
-            f"fewer than the run's {updates}: set config.trainer.decay to {updates - trainer.warmup} or more, or to 0"
+            f"config.trainer.warmup + config.trainer.decay = {rising} are fewer updates than the run's {updates}, and "
+            f"the learning rate is 0 after them: set config.trainer.decay to {updates - trainer.warmup} or more, or 0"
         )
 
 
@@ -230,25 +212,25 @@ def _check_average(config: TrainConfig) -> None:
     asked = trainer.ema_unit != "update" or trainer.ema_warm_up
     if not trainer.ema and (asked or trainer.ema_every * trainer.ema_repeats > 1):
         raise ConfigError(
-            "config.trainer.ema = 0 keeps no average, so that ema_unit, ema_warm_up, ema_every and ema_repeats have no "
-            "effect: set config.trainer.ema to a decay such as 0.9, or leave these out"
+            "config.trainer.ema = 0 keeps no average: set it to a decay such as 0.9, or leave out ema_unit, "
+            "ema_warm_up, ema_every and ema_repeats"
         )
 
 
 def _check_source(config: TrainConfig) -> None:
-    model = config.model
-    if (model.source_height > 0) != (model.source_width > 0):
+    height, width = config.model.source_height, config.model.source_width
+    if (height > 0) != (width > 0):
         raise ConfigError(
-            f"config.model.source_height = {model.source_height} and config.model.source_width = {model.source_width} "
-            "are no size: set both, or both to 0 if prompts have no source images"
+            f"config.model.source_height = {height} and config.model.source_width = {width} are no size: set both, or "
+            "both to 0 if prompts have no source images"
         )
 
 
 def _check_lora_start(config: TrainConfig) -> None:
     if config.lora.path and not config.lora.rank:
         raise ConfigError(
-            f"config.lora.path = {config.lora.path!r} is a LoRA to continue, but config.lora.rank = 0 tunes "
-            "all weights: set config.lora.rank, config.lora.alpha and config.lora.targets to that LoRA's"
+            f"config.lora.path = {config.lora.path!r} needs config.lora.rank, config.lora.alpha and "
+            "config.lora.targets: set them to that LoRA's"
         )
 
 
@@ -261,18 +243,13 @@ def _check_watched_reward(config: TrainConfig) -> None:
         return
     check_choice("config.stopping.reward", name, shown)
     if len(shown) == 1:
-        raise ConfigError(
-            f"config.stopping.reward = {name!r} is the only reward, which is trained: add one to config.rewards with "
-            "weight 0 and name that"
-        )
+        only = f"config.stopping.reward = {name!r} is the only reward, which is trained"
+        raise ConfigError(f"{only}: add one to config.rewards with weight 0 and name that")
 
 
 def _check_advantages(config: TrainConfig) -> None:
     with blame("config.advantages."):
         config.advantages.check(config.batch.images)
-
-
-# ------------------------------------------------------------------------------ steps of an image
 
 
 def _check_sampler(config: TrainConfig) -> None:
@@ -285,8 +262,8 @@ def _check_sampler(config: TrainConfig) -> None:
                 share_of_timesteps(config.noisy_steps, sampler.window.timestep_fraction)
     if sampler.shared_noise and sampler.kind in WITHOUT_NOISE:
         raise ConfigError(
-            "config.sampler.shared_noise = True makes all images of a group equal, as a sampler of "
-            f"config.sampler.kind = {sampler.kind!r} adds no noise: set it to False"
+            "config.sampler.shared_noise = True makes all images of a group equal with config.sampler.kind = "
+            f"{sampler.kind!r}, which adds no noise: set it to False"
         )
 
 
@@ -297,88 +274,54 @@ def _check_noise_level(config: TrainConfig) -> None:
 
 def _check_pack(config: TrainConfig) -> None:
     """Checks that `pack` steps per pass, split over the mesh axis "time", leave no part with padding only."""
-    pack, time = config.trainer.pack, config.placement.trainer.time
-    check_divides(
-        "config.placement.trainer.time",
-        time,
-        "config.trainer.pack",
-        pack,
-        "as the steps of a pass are split evenly over that axis",
-    )
-    steps = config.trained_steps
-    most = steps + -steps % time
-    if pack > most:
-        matching = config.algorithm.objective == "matching"
-        where = (
-            "noise levels of config.algorithm.times"
-            if matching
-            else "trained steps of config.sampler.window"
-        )
-        raise ConfigError(
-            f"config.trainer.pack = {pack} is more than the {steps} {where} fill: set it to {most} or less"
-        )
-
-
-# ------------------------------------------------------------------------------ division of a step
+    why = "as the steps of a pass are split evenly over that axis"
+    _check_divides(config, "placement.trainer.time", "trainer.pack", why)
+    pack, steps = config.trainer.pack, config.trained_steps
+    if pack > (most := steps + -steps % config.placement.trainer.time):
+        where = "trained steps of config.sampler.window"
+        if config.algorithm.objective == "matching":
+            where = "noise levels of config.algorithm.times"
+        more = f"config.trainer.pack = {pack} is more than the {steps} {where} fill"
+        raise ConfigError(f"{more}: set it to {most} or less")
 
 
 def _check_batches(config: TrainConfig) -> None:
     """Checks every division of a step's images: into update sets, chunks, micro-batches, devices."""
-    batch, trainer, chunk = config.batch, config.trainer, config.sampler.chunk
     config.scheduler.check(SCHEDULED)
-    count = config.advantages.best_and_worst
-    if count:
-        check_divides(
-            "config.batch.images",
-            batch.images,
-            "config.sampler.chunk",
-            chunk,
-            f"as with config.advantages.best_and_worst = {count} a chunk holds complete groups",
-        )
+    if count := config.advantages.best_and_worst:
+        why = f"as with config.advantages.best_and_worst = {count} a chunk holds complete groups"
+        _check_divides(config, "batch.images", "sampler.chunk", why)
     if config.algorithm.images_per_sample == 1:
-        trained = config.advantages.kept(chunk, batch.images)
-        chosen = ""
-        if trained < chunk:
+        name, why = "config.trainer.micro_batch", "as micro-batches are cut from a chunk"
+        trained, chosen = config.advantages.kept(config.sampler.chunk, config.batch.images), ""
+        if trained < config.sampler.chunk:
             chosen = " / config.batch.images * 2 * config.advantages.best_and_worst"
-        check_divides(
-            "config.trainer.micro_batch",
-            trainer.micro_batch,
-            f"config.sampler.chunk{chosen}",
-            trained,
-            "as micro-batches are cut from a chunk",
-        )
+        images = f"config.sampler.chunk{chosen}", trained
+        check_divides(name, config.trainer.micro_batch, *images, why)
 
 
 def _check_candidates(config: TrainConfig) -> None:
     """Refuses groups that share chunks if one of them may be replaced."""
     if config.runtime.max_candidates:
-        _check_one_group(
-            config,
-            "as with config.runtime.max_candidates a group that is replaced must not share a chunk",
-            config.batch.images,
-        )
+        why = "as with config.runtime.max_candidates a replaced group must not share a chunk"
+        _check_one_group(config, why, config.batch.images)
 
 
 def _check_one_group(config: TrainConfig, why: str, most: int) -> None:
     """Refuses chunks with several groups; `why` is the reason, `most` the largest size to suggest."""
     chunk, images = config.sampler.chunk, config.batch.images
     if images % chunk:
-        sizes = [size for size in range(1, most + 1) if images % size == 0]
-        raise ConfigError(
-            f"config.sampler.chunk = {chunk} must divide config.batch.images = {images}, {why}: "
-            f"set {_smaller_chunks(config, sizes)}"
-        )
+        change = _smaller_chunks(config, [n for n in range(1, most + 1) if images % n == 0])
+        must = f"config.sampler.chunk = {chunk} must divide config.batch.images = {images}"
+        raise ConfigError(f"{must}, {why}: set {change}")
 
 
 def _smaller_chunks(config: TrainConfig, sizes: Sequence[int]) -> str:
     """Returns the fields to set, micro-batch included, for the largest of some sizes that the meshes can split."""
-    meshes = (config.placement.rollout, config.placement.trainer)
-    split = math.lcm(*(max(1, mesh.images) for mesh in meshes))
+    split = math.lcm(*(max(1, mesh.images) for mesh in config.placement.meshes))
     size = max([size for size in sizes if size % split == 0] or sizes)
-    fields = "config.sampler.chunk"
-    if size % config.trainer.micro_batch:
-        fields += " and config.trainer.micro_batch"
-    return f"{fields} to {size}"
+    micro_batch = " and config.trainer.micro_batch" if size % config.trainer.micro_batch else ""
+    return f"config.sampler.chunk{micro_batch} to {size}"
 
 
 def _check_lag(config: TrainConfig) -> None:
@@ -403,9 +346,6 @@ def _check_lag(config: TrainConfig) -> None:
     )
 
 
-# ------------------------------------------------------------------------------ incomplete groups
-
-
 def _check_incomplete_groups(config: TrainConfig) -> None:
     """Refuses training before groups are complete if it is not exact or has no effect.
 
@@ -417,38 +357,37 @@ def _check_incomplete_groups(config: TrainConfig) -> None:
     if not runtime.max_incomplete_groups:
         return
     if not config.algorithm.supports_early_training:
-        raise ConfigError(
-            f"{early} is for policy_gradient, whose loss may be linear in the advantages, and not for "
-            f"{config.algorithm.name}: set it to 0"
-        )
+        name = config.algorithm.name
+        raise ConfigError(f"{early} is for losses of policy_gradient, not of {name}: set it to 0")
     needed = (
         ("runtime.max_policy_lag", 0, "older weights' ratios are not 1"),
         ("trainer.updates", 1, "after an update ratios are not 1"),
         ("placement.trainer.workers", 1, "one worker has to train a complete group"),
         ("runtime.max_candidates", 0, "only a complete group shows whether it is replaced"),
     )
+    order = runtime.deterministic_order
+
+    def refuse(name: str, given: Any, why: str, value: Any) -> None:
+        raise ConfigError(
+            f"{early} cannot go with config.{name} = {given}, as {why}: set that to {value}, or "
+            "config.runtime.max_incomplete_groups to 0"
+        )
+
     with together() as one:
         for name, value, why in needed:
             if (given := operator.attrgetter(name)(config)) != value:
                 with one():
-                    raise ConfigError(
-                        f"{early} cannot go with config.{name} = {given}, as {why}: set that to {value}, or "
-                        "config.runtime.max_incomplete_groups to 0"
-                    )
+                    refuse(name, given, why, value)
         with one():
             if len(names) > 1:
-                raise ConfigError(
-                    f"{early} cannot go with config.rewards = {', '.join(names)}, as it is shown to be exact for a "
-                    f"single reward only: set that to {names[0]}, or config.runtime.max_incomplete_groups to 0"
-                )
+                why = "it is shown to be exact for a single reward only"
+                refuse("rewards", ", ".join(names), why, names[0])
             with blame("config.advantages."):
                 config.advantages.check_early_training()
         with one():
-            if runtime.deterministic_order == "yes":
-                raise ConfigError(
-                    f"{early} cannot go with config.runtime.deterministic_order = 'yes', as the order of training "
-                    "depends on arrival: set that to 'auto', or config.runtime.max_incomplete_groups to 0"
-                )
+            if order == "yes":
+                why = "the order of training depends on arrival"
+                refuse("runtime.deterministic_order", repr(order), why, "'auto'")
 
 
 def _check_chunks_of_incomplete_groups(config: TrainConfig) -> None:
@@ -462,12 +401,9 @@ def _check_chunks_of_incomplete_groups(config: TrainConfig) -> None:
     _check_one_group(config, f"as with {early} a chunk belongs to one group", most)
     if less and chunk == images:
         raise ConfigError(
-            f"{early} changes nothing where config.sampler.chunk = {chunk} is a complete group: set "
-            "that to less, or config.runtime.max_incomplete_groups to 0"
+            f"{early} changes nothing if config.sampler.chunk = {chunk} is a complete group: set that to less, or "
+            "config.runtime.max_incomplete_groups to 0"
         )
-
-
-# ------------------------------------------------------------------------------ algorithm
 
 
 def _check_algorithm(config: TrainConfig) -> None:
@@ -489,9 +425,8 @@ def _check_algorithm(config: TrainConfig) -> None:
         algorithm.check()
         algorithm.check_kind(config.sampler.kind)
         if config.runtime.max_incomplete_groups:
-            algorithm.check_early_training(
-                config.advantages, config.batch.images, config.batch.groups
-            )
+            batch = config.batch
+            algorithm.check_early_training(config.advantages, batch.images, batch.groups)
     if algorithm.needs_full_trajectories:
         _check_trajectories(config)
     if algorithm.objective == "matching":
@@ -504,8 +439,8 @@ def _check_algorithm(config: TrainConfig) -> None:
 
 def _check_trajectories(config: TrainConfig) -> None:
     """Checks that all steps of an image are in one pass, which trajectory ratios need."""
-    pack, steps = config.trainer.pack, config.trained_steps
-    if pack < steps:
+    steps = config.trained_steps
+    if config.trainer.pack < steps:
         raise ConfigError(
             f"{_ratio(config)}, so that a pass has to hold them all: set config.trainer.pack to {steps}, and "
             "config.trainer.micro_batch as much lower as memory needs"
@@ -516,9 +451,8 @@ def _check_trajectories_on_mesh(config: TrainConfig) -> None:
     """Refuses to split an image's steps over devices if the algorithm uses trajectory ratios."""
     time = config.placement.trainer.time
     if config.algorithm.needs_full_trajectories and time > 1:
-        raise ConfigError(
-            f"{_ratio(config)}, but config.placement.trainer.time = {time} splits them: set that to 1"
-        )
+        split = f"but config.placement.trainer.time = {time} splits them"
+        raise ConfigError(f"{_ratio(config)}, {split}: set that to 1")
 
 
 def _ratio(config: TrainConfig) -> str:
@@ -535,10 +469,10 @@ def _check_final_images(config: TrainConfig) -> None:
             "config.sampler.window.length to 0, config.sampler.kind to 'ode', 'dpm2' or 'unipc', and "
             "config.sampler.noise_level to 0"
         )
-    if config.precision.trajectory != "float32":
+    if (dtype := config.precision.trajectory) != "float32":
         raise ConfigError(
-            f"config.precision.trajectory = {config.precision.trajectory!r} is the type of stored transitions, but "
-            f"config.algorithm.name = {name!r} trains final images: set it to 'float32'"
+            f"config.precision.trajectory = {dtype!r} is of transitions, but config.algorithm.name = {name!r} trains "
+            "final images: set it to 'float32'"
         )
 
 
@@ -550,41 +484,23 @@ def _check_ranking(config: TrainConfig) -> None:
         without["std"] = "group"
     idle = {name: value for name, value in without.items() if getattr(section, name) != value}
     if idle:
-        given = " and ".join(
-            f"config.advantages.{name} = {getattr(section, name)!r}" for name in idle
-        )
-        it = "it" if len(idle) == 1 else "them"
+        given = [f"config.advantages.{name} = {getattr(section, name)!r}" for name in idle]
         raise ConfigError(
-            f"{given} cannot change which pair of each group {config.algorithm.name} trains, its best and "
-            f"its worst image: set {it} to {' and '.join(map(repr, idle.values()))}"
+            f"{' and '.join(given)} cannot change the best and worst image of a group, the pair that "
+            f"{config.algorithm.name} trains: set that to {' and '.join(map(repr, idle.values()))}"
         )
 
 
 def _check_pairs(config: TrainConfig) -> None:
     """Checks that chunks hold complete groups, each of which trains one pair, and micro-batches complete pairs."""
-    images, chunk = config.batch.images, config.sampler.chunk
-    micro, name = config.trainer.micro_batch, config.algorithm.name
-    check_divides(
-        "config.batch.images",
-        images,
-        "config.sampler.chunk",
-        chunk,
-        f"as {name} chooses a pair of each group of a chunk",
-    )
+    groups, micro = config.sampler.chunk // config.batch.images, config.trainer.micro_batch
+    name, field = config.algorithm.name, "config.trainer.micro_batch"
+    why = f"as {name} chooses a pair of each group of a chunk"
+    _check_divides(config, "batch.images", "sampler.chunk", why)
     if micro % 2:
-        raise ConfigError(
-            f"config.trainer.micro_batch = {micro} must be even, as {name} trains pairs of images"
-        )
-    check_divides(
-        "config.trainer.micro_batch",
-        micro,
-        "twice the groups of a chunk",
-        2 * chunk // images,
-        f"as {name} trains one pair of images of each group",
-    )
-
-
-# ------------------------------------------------------------------------------ devices
+        raise ConfigError(f"{field} = {micro} must be even, as {name} trains pairs of images")
+    why = f"as {name} trains one pair of images of each group"
+    check_divides(field, micro, "twice the groups of a chunk", 2 * groups, why)
 
 
 def check_devices(config: TrainConfig, devices: int) -> None:
@@ -594,23 +510,14 @@ def check_devices(config: TrainConfig, devices: int) -> None:
     trainer = _split("trainer", sizes.trainer, MODEL)
     sampling = _split("rollout", sizes.rollout, MODEL) if sizes.rollout.data else trainer
     training = _split("trainer", sizes.trainer, (TIME, *MODEL))
-    tag = [(trainer, "sampler.chunk")] if sizes.trainer.samples else []
-    for (mesh, size), name in (
-        *tag,
-        (sampling, "sampler.chunk"),
-        (sampling, "evaluation.batch"),
-        (training, "trainer.micro_batch"),
-    ):
+    split = [(sampling, "sampler.chunk"), (sampling, "evaluation.batch")]
+    split = [*[(trainer, "sampler.chunk")] * sizes.trainer.samples, *split]
+    why = "as images are split evenly over a mesh's devices"
+    for (mesh, size), name in (*split, (training, "trainer.micro_batch")):
         value, name = operator.attrgetter(name)(config), f"config.{name}"
         if name == "config.trainer.micro_batch" and config.algorithm.images_per_sample == 2:
             value, name = value // 2, f"{name} / 2, the pairs of a pass,"
-        check_divides(
-            f"the number of devices of config.placement.{mesh}",
-            size,
-            name,
-            value,
-            "as images are split evenly over a mesh's devices",
-        )
+        check_divides(f"the number of devices of config.placement.{mesh}", size, name, value, why)
 
 
 def _split(mesh: str, axes: RolloutAxes | TrainerAxes, others: Sequence[str]) -> tuple[str, int]:

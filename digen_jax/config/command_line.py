@@ -16,16 +16,7 @@ from ml_collections import ConfigDict
 from digen_jax.config.fields import check_known, flat
 from digen_jax.errors import ConfigError, check_choice
 from digen_jax.files import in_home, shipped
-from digen_jax.process.shutdown import (
-    STOPPED,
-    Stopped,
-    end_by_ctrl_c,
-    ends_process,
-    guard_exit,
-    log_fatal,
-    no_devices,
-    out_of_memory,
-)
+from digen_jax.process import shutdown
 from digen_jax.process.terminal import keep_writable
 
 OVERRIDE = re.compile(r"--?(?:no)?(config(?:\.\w+(?:\[[^]=]*\])?)+)(?:=|$)")
@@ -45,16 +36,10 @@ class _PathParser(flags.ArgumentParser):
         return in_home(argument)
 
 
-def define_path(
-    name: str, default: str | None, help_: str, several: bool = False
-) -> flags.FlagHolder[Any]:
+def define_path(name: str, default: str | None, help_: str, several: bool = False) -> Any:
     """Defines a flag for the path of a file or folder, in which `~` is the home folder.
 
-    Args:
-      name: Name of the flag.
-      default: Default value.
-      help_: Text in --help.
-      several: Whether the flag can be repeated; its value is then a list.
+    If `several`, the flag can be repeated, and its value is a list.
     """
     if several:
         return flags.DEFINE_multi(_PathParser(), flags.ArgumentSerializer(), name, default, help_)
@@ -75,12 +60,12 @@ def run_main(main: Main) -> None:
 
     A script with several `main` functions, by name, takes one of these names as its first word.
     """
-    end_by_ctrl_c()
-    guard_exit()  # before a config imports a reward
+    shutdown.end_by_ctrl_c()
+    shutdown.guard_exit()  # before a config imports a reward
     keep_writable()
     # It logs a line at the first start on a machine, which users cannot act on.
     logging.getLogger("matplotlib.font_manager").setLevel(logging.WARNING)
-    with ends_process():
+    with shutdown.ends_process():
         try:
             # In place, because config_flags searches this list for its overrides.
             sys.argv[:] = spelled_out(sys.argv)
@@ -88,22 +73,22 @@ def run_main(main: Main) -> None:
                 lambda argv: chosen(main, argv[1:])(),
                 flags_parser=lambda argv: parse_flags(argv, isinstance(main, Mapping)),
             )
-        except (ConfigError, Stopped) as error:
+        except (ConfigError, shutdown.Stopped) as error:
             if isinstance(error, ConfigError):
                 sys.exit(_end(error.shown(), 2))
-            sys.exit(_end(str(error), STOPPED))
+            sys.exit(_end(str(error), shutdown.STOPPED))
         except KeyboardInterrupt:
             sys.exit(_end("stopped by Ctrl-C", 128 + signal.SIGINT))
         except Exception as error:
-            if message := out_of_memory(error):
+            if message := shutdown.out_of_memory(error):
                 sys.exit(_end(f"{message}: {_smaller()}", 2))
-            if message := no_devices(error):
+            if message := shutdown.no_devices(error):
                 sys.exit(_end(f"{message}: {_OTHER_DEVICES}", 2))
             raise
 
 
 def _end(why: str, code: int) -> int:
-    return log_fatal(f"{Path(sys.argv[0]).name}: {why}", code)
+    return shutdown.log_fatal(f"{Path(sys.argv[0]).name}: {why}", code)
 
 
 def _smaller() -> str:
@@ -175,10 +160,7 @@ def spelled_out(argv: Sequence[str]) -> list[str]:
 
 
 def check_overrides(argv: Sequence[str]) -> None:
-    """Checks that the file given by `--config` exists and has every overridden field.
-
-    Args:
-      argv: Command line; without `--config` nothing is checked.
+    """Checks that the file given by `--config`, if any, exists and has every overridden field.
 
     Raises:
       ConfigError: Names the missing file, or the unknown field and the closest known one.
@@ -186,13 +168,13 @@ def check_overrides(argv: Sequence[str]) -> None:
     path = _config_path(argv)
     if path is None:
         return
-    file = Path(path.split(":", 1)[0])
+    name, *argument = path.split(":", 1)
+    file = Path(name)
     if not file.is_file():
         raise ConfigError(f"there is no config file {file}: give the path of one by --config")
     read = runpy.run_path(str(file)).get("get_config")
     if read is None:
         raise ConfigError(f"{file} has no get_config(): write a function of that name into it")
-    argument = path.split(":", 1)[1:]
     try:
         inspect.signature(read).bind(*argument)
     except TypeError as error:
@@ -210,10 +192,8 @@ def check_overrides(argv: Sequence[str]) -> None:
 def _check_rewards(overrides: Sequence[re.Match[str]]) -> None:
     """Refuses a list of rewards in one option with section fields in another, and sections without a list."""
     given = {name[1]: name.string[name.end() :] for name in overrides}
-    if "config.rewards" not in given:
-        return
     parts = [name for name in given if name.startswith("config.rewards[")]
-    if parts or given["config.rewards"].startswith("{"):
+    if "config.rewards" in given and (parts or given["config.rewards"].startswith("{")):
         what = f"replaces the list that --{parts[0]} is about" if parts else "must be a list"
         raise ConfigError(
             f"--config.rewards={given['config.rewards']} {what}: give the complete list in one option, such as "
@@ -236,6 +216,5 @@ def _check_group(name: str, given: str, fields: dict[str, Any]) -> None:
     """Refuses a single value for a group of fields; a dict of all of them in braces is accepted."""
     if isinstance(fields.get(name), ConfigDict) and given and not given.startswith("{"):
         some = next(iter(fields[name]), "field")
-        raise ConfigError(
-            f"{name} is a group of fields, not {given}: set each by its name, such as --{name}.{some}=..."
-        )
+        each = f"set each by its name, such as --{name}.{some}=..."
+        raise ConfigError(f"{name} is a group of fields, not {given}: {each}")

@@ -31,8 +31,7 @@ from digen_jax.rewards.built_in import find_needs, resolve
 def read_config(config: ConfigDict | Mapping[str, Any]) -> TrainConfig:
     """Reads a config, such as that of an earlier run, without checking combinations of fields.
 
-    Args:
-      config: Config; missing fields take their defaults.
+    Missing fields take their defaults.
 
     Raises:
       ConfigError: A field is unknown or has an invalid value.
@@ -49,10 +48,8 @@ def read_config(config: ConfigDict | Mapping[str, Any]) -> TrainConfig:
 def load_config(config: ConfigDict | Mapping[str, Any]) -> TrainConfig:
     """Reads a config and runs all checks that need neither a file nor a device.
 
-    Does not start JAX, so that `placement.cpu_devices` can set the number of virtual devices.
-
-    Args:
-      config: Config; missing fields take their defaults.
+    Missing fields take their defaults. Does not start JAX, so that `placement.cpu_devices` can set the number of
+    virtual devices.
 
     Raises:
       ConfigError: One message for each error that can be found at once.
@@ -63,13 +60,9 @@ def load_config(config: ConfigDict | Mapping[str, Any]) -> TrainConfig:
 
 
 def fit_config(config: TrainConfig, devices: int) -> TrainConfig:
-    """Fits a config to this machine: reduces "fitted" meshes to its devices, and runs the remaining checks.
+    """Fits a loaded config to this machine: reduces "fitted" meshes to its devices, and runs the remaining checks.
 
     Reads the prompt files and imports the rewards; reads no model and does nothing slow.
-
-    Args:
-      config: Result of `load_config`.
-      devices: Number of devices of this machine.
 
     Raises:
       ConfigError: One message for each error that can be found at once.
@@ -79,14 +72,12 @@ def fit_config(config: TrainConfig, devices: int) -> TrainConfig:
     return fitted
 
 
-def default_config(
-    algorithm: str = "policy_gradient", rewards: Sequence[ConfigDict | None] = (None,)
-) -> ConfigDict:
+def default_config(algorithm: str = "policy_gradient", rewards: Sequence = (None,)) -> ConfigDict:
     """Returns every field with its default.
 
     Args:
       algorithm: Name of the algorithm whose fields the section `algorithm` has.
-      rewards: Sections of the list `rewards`. Names that a section defines itself are fields, too.
+      rewards: Sections of the list `rewards`, or None. Names that a section defines itself are fields, too.
     """
     fields = {f.name: f.default for f in dataclasses.fields(TrainConfig)}
     kind = algorithm_class(algorithm)
@@ -169,9 +160,7 @@ def _typed(config: ConfigDict) -> TrainConfig:
     weights = tuple(weight for one in rewards for weight in one.weights)
     clips = tuple(clip for one in rewards for clip in one.clips)
     sections["advantages"] = dataclasses.replace(
-        sections["advantages"],
-        reward_weights=weights,
-        reward_clips=clips if any(clips) else (),
+        sections["advantages"], reward_weights=weights, reward_clips=clips if any(clips) else ()
     )
     asked = config.algorithm.to_dict()
     return TrainConfig(**sections, algorithm=_algorithm(asked, sections), asked=asked)
@@ -188,9 +177,6 @@ def _section(default: Any, given: Any) -> Any:
 def _fixed(value: Any) -> Any:
     """Returns tuples instead of JSON lists."""
     return tuple(map(_fixed, value)) if isinstance(value, list | tuple) else value
-
-
-# ------------------------------------------------------------------------------ section `algorithm`
 
 
 def _algorithm_name(config: ConfigDict) -> str:
@@ -211,8 +197,7 @@ def _check_algorithm_fields(config: ConfigDict, name: str) -> None:
         if others:
             raise ConfigError(
                 f"config.algorithm.{field} is a field of {' and '.join(others)}, but config.algorithm.name "
-                f"is {name!r}: leave it out of the config file, or where only the name was given on the "
-                f"command line, start from a recipe for {name}"
+                f"is {name!r}: leave it out of the config file, or start from a recipe for {name}"
             )
 
 
@@ -238,9 +223,6 @@ def _algorithm(given: Mapping[str, Any], sections: Mapping[str, Any]) -> Algorit
             fields["guidance"], fields["reference_guidance"], sampler.guidance
         )
     return algorithm(**fields)
-
-
-# ------------------------------------------------------------------------------ list `rewards`
 
 
 def _reward_sections(given: Any) -> tuple[ConfigDict, ...]:

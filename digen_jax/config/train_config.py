@@ -9,24 +9,7 @@ from typing import Annotated, Any, cast
 from digen_jax.algorithms.advantages import AdvantageSettings
 from digen_jax.algorithms.algorithm import Algorithm
 from digen_jax.checkpoints.lora import LoraConfig
-from digen_jax.config.sections import (
-    FITTED,
-    GIVEN,
-    BatchSection,
-    CheckpointSection,
-    EvaluationSection,
-    ImagesSection,
-    ModelSection,
-    PlacementSection,
-    PrecisionSection,
-    PromptsSection,
-    RewardPoolSection,
-    RuntimeSection,
-    SamplerSection,
-    StoppingSection,
-    TrackioSection,
-    WandbSection,
-)
+from digen_jax.config import sections
 from digen_jax.data.prompt_files import prompts_label
 from digen_jax.diffusion.schedule import share_of_timesteps
 from digen_jax.errors import LARGEST_SEED, Range
@@ -45,13 +28,7 @@ ALGORITHMS = {
     "diffusion_dpo": "digen_jax.algorithms.preference:DiffusionDPO",
 }
 # Fields that set where a step's work runs and how it is divided; results are the same up to rounding.
-LAYOUT = (
-    "placement",
-    "rewards[i].where",
-    "sampler.chunk",
-    "trainer.micro_batch",
-    "trainer.pack",
-)
+LAYOUT = ("placement", "rewards[i].where", "sampler.chunk", "trainer.micro_batch", "trainer.pack")
 # Fields that change the result and that a user may change between two starts of a run.
 TURNED = (
     "algorithm.clip_range",
@@ -93,25 +70,25 @@ class TrainConfig:
 
     seed: Annotated[int, Range(0, LARGEST_SEED)] = 0  # seed of all random numbers of a run
     steps: Annotated[int, Range(1, 10**9)] = 100  # training steps
-    model: ModelSection = ModelSection()
-    precision: PrecisionSection = PrecisionSection()
-    prompts: PromptsSection = PromptsSection()
+    model: sections.ModelSection = sections.ModelSection()
+    precision: sections.PrecisionSection = sections.PrecisionSection()
+    prompts: sections.PromptsSection = sections.PromptsSection()
     rewards: tuple[RewardSettings, ...] = (RewardSettings(),)
-    reward_pool: RewardPoolSection = RewardPoolSection()
-    batch: BatchSection = BatchSection()
-    sampler: SamplerSection = SamplerSection()
+    reward_pool: sections.RewardPoolSection = sections.RewardPoolSection()
+    batch: sections.BatchSection = sections.BatchSection()
+    sampler: sections.SamplerSection = sections.SamplerSection()
     algorithm: Algorithm
     advantages: AdvantageSettings = AdvantageSettings(std="group")
     lora: LoraConfig = LoraConfig()
     trainer: TrainerSettings = TrainerSettings()
-    placement: PlacementSection = PlacementSection()
-    runtime: RuntimeSection = RuntimeSection()
-    evaluation: EvaluationSection = EvaluationSection()
-    stopping: StoppingSection = StoppingSection()
-    images: ImagesSection = ImagesSection()
-    checkpoint: CheckpointSection = CheckpointSection()
-    wandb: WandbSection = WandbSection()
-    trackio: TrackioSection = TrackioSection()
+    placement: sections.PlacementSection = sections.PlacementSection()
+    runtime: sections.RuntimeSection = sections.RuntimeSection()
+    evaluation: sections.EvaluationSection = sections.EvaluationSection()
+    stopping: sections.StoppingSection = sections.StoppingSection()
+    images: sections.ImagesSection = sections.ImagesSection()
+    checkpoint: sections.CheckpointSection = sections.CheckpointSection()
+    wandb: sections.WandbSection = sections.WandbSection()
+    trackio: sections.TrackioSection = sections.TrackioSection()
     asked: Mapping[str, Any]
 
     @property
@@ -236,13 +213,13 @@ class TrainConfig:
 
     def fitted(self, devices: int) -> "TrainConfig":
         """Returns the config with "fitted" meshes reduced to the available devices."""
-        if self.placement.mode != FITTED:
+        if self.placement.mode != sections.FITTED:
             return self
         return self.with_meshes(fit_mesh_sizes(self.placement.meshes, devices))
 
     def with_meshes(self, sizes: MeshSizes) -> "TrainConfig":
         """Returns the config with meshes of given sizes."""
-        placement = dataclasses.replace(self.placement, mode=GIVEN, **sizes._asdict())
+        placement = dataclasses.replace(self.placement, mode=sections.GIVEN, **sizes._asdict())
         return dataclasses.replace(self, placement=placement)
 
 

@@ -14,9 +14,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError, wait
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any
 
 from digen_jax.errors import ConfigError
 from digen_jax.process.shutdown import STOPPED, exit_now, log_fatal
@@ -35,10 +36,12 @@ VARIABLES = {
     "RAY_IGNORE_UNHANDLED_ERRORS": "1",
 }
 FORWARDED = ("JAX_", "XLA_", "HF_", "TPU_", "LIBTPU_", "NCCL_", "WANDB_", "DIGEN_JAX_")
+NO_DEVICES: Mapping[str, int] = MappingProxyType({})
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 CONNECT_TIMEOUT = 60.0  # seconds for Ray to start or respond
 POLL = 0.5  # seconds between checks of a stop condition
 REPORTING = 30.0  # seconds between reports of missing resources
+AGAIN = "the same command continues from the last checkpoint"
 HEAD_PERIOD = 2.0  # seconds between connection checks of the head
 HEAD_TIMEOUT = 6.0  # seconds without a connection until the head is considered failed
 
@@ -52,13 +55,6 @@ class ProcessDied(RuntimeError):
 
 class ObjectUnavailable(ProcessDied):
     """Raised if a stored object was lost with its node."""
-
-
-class Resources(NamedTuple):
-    """Resources of one process in addition to a CPU core: accelerators of a kind, such as GPU."""
-
-    kind: str = ""
-    devices: int = 0
 
 
 class RayEngine:
@@ -77,8 +73,9 @@ class RayEngine:
         try:
             import ray
         except ImportError as error:
-            install = "install it by `pip install -r requirements-ray.txt`"
-            raise ConfigError(f"--ray={address} needs Ray: {install}") from error
+            raise ConfigError(
+                f"--ray={address} needs Ray: install it by `pip install -r requirements-ray.txt`"
+            ) from error
         self._ray = ray
         for name, value in VARIABLES.items():
             os.environ.setdefault(name, value)
@@ -102,11 +99,10 @@ class RayEngine:
             )
         except (ConnectionError, ValueError, RuntimeError, OSError) as error:
             reason = " ".join(str(error).split())
+            message = _no_cluster(address, reason)
             if "ersion mismatch" in reason:
-                raise ConfigError(
-                    f"--ray={address}: install the same Python and Ray on all nodes and here ({reason})"
-                ) from error
-            raise ConfigError(_no_cluster(address, reason)) from error
+                message = f"--ray={address}: install one Python and Ray on all nodes ({reason})"
+            raise ConfigError(message) from error
         finally:
             late.cancel()
         self._free: dict[Actor, Callable[[], None]] = {}  # by actor: frees its placement group
@@ -137,24 +133,27 @@ class RayEngine:
         Raises:
           ConfigError: The cluster has no token.
         """
-        own = self._ray.util.get_node_ip_address()
-        others = sorted({host for host, _ in self.nodes} - {own})
+        others = {host for host, _ in self.nodes} - {self._ray.util.get_node_ip_address()}
         if others and not is_open and os.environ.get("RAY_AUTH_MODE") != "token":
             raise ConfigError(
-                f"--ray={given}: the cluster has other hosts ({others[0]}) and no token, so that any client can run "
-                "code on all of them: create one by `ray get-auth-token --generate` and set RAY_AUTH_MODE=token for "
-                "each `ray start` and here, or add --ray_open"
+                f"--ray={given}: any client can run code on the cluster's hosts ({min(others)} and others), as it has "
+                "no token: create one by `ray get-auth-token --generate` and set RAY_AUTH_MODE=token for each "
+                "`ray start` and here, or add --ray_open"
             )
 
     def start(
-        self, kind: type, arguments: Sequence[tuple], resources: Resources, name: str | None = None
+        self,
+        kind: type,
+        arguments: Sequence[tuple],
+        devices: Mapping[str, int] = NO_DEVICES,
+        name: str | None = None,
     ) -> list[Actor]:
         """Starts processes as soon as the cluster has resources for all of them.
 
         Args:
           kind: Class of the processes.
           arguments: Constructor arguments of each process.
-          resources: Resources of each process.
+          devices: Accelerators of each process by kind, such as {"GPU": 2}, in addition to a CPU core.
           name: Unique name under which other drivers can `find` the first process.
 
         Raises:
@@ -163,8 +162,7 @@ class RayEngine:
         """
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        devices = {resources.kind: resources.devices} if resources.devices else {}
-        group, free = self._reserve({"CPU": 1} | devices, len(arguments))
+        group, free = self._reserve({"CPU": 1, **devices}, len(arguments))
         make = self._ray.remote(concurrency_groups=GROUPS)(kind)
         actors = [
             make.options(
@@ -231,12 +229,10 @@ class RayEngine:
         bound = getattr(actor, method).options(concurrency_group=group)
         return self._future(bound.remote(*arguments))
 
-    def call_for_tree(
-        self, actor: Actor, method: str, *arguments: Any, group: str
-    ) -> tuple[Future, Ref]:
+    def call_pair(self, actor: Actor, method: str, *sent: Any, group: str) -> tuple[Future, Ref]:
         """Like `call`, for a method that returns a pair. The second value stays on its node until requested."""
         bound = getattr(actor, method).options(concurrency_group=group, num_returns=2)
-        first, second = bound.remote(*arguments)
+        first, second = bound.remote(*sent)
         return self._future(first), second
 
     def coordinator_address(self, actor: Actor) -> Future:
@@ -262,8 +258,8 @@ class RayEngine:
         self._ray.kill(actor, no_restart=True)
         with self._lock:
             free = self._free.pop(actor, None)
-            last = free not in self._free.values()
-        if free is not None and last:
+            last = free is not None and free not in self._free.values()
+        if last:
             free()
 
     def close(self) -> None:
@@ -280,11 +276,8 @@ class RayEngine:
                 connected = time.monotonic()
             except OSError as error:
                 if time.monotonic() - connected > HEAD_TIMEOUT:
-                    text = (
-                        f"the head of the Ray cluster at {address} does not answer ({error}): start it again; the same "
-                        "command continues from the last checkpoint"
-                    )
-                    exit_now(log_fatal(text, STOPPED))
+                    text = f"the head of the Ray cluster at {address} does not answer ({error})"
+                    exit_now(log_fatal(f"{text}: start it again; {AGAIN}", STOPPED))
 
     def _future(self, ref: Ref) -> Future:
         found: Future = Future()
@@ -309,13 +302,13 @@ class RayEngine:
             if not isinstance(cause, exceptions.RayError):  # else an argument could not be read
                 return cause if isinstance(cause, BaseException) else RuntimeError(str(error))
             error = cause
-        if isinstance(error, exceptions.RayError):
-            first_line = str(error).strip().partition("\n")[0]
-            lost = (
-                ObjectUnavailable if isinstance(error, exceptions.ObjectLostError) else ProcessDied
-            )
-            return lost(f"{type(error).__name__}: {first_line}")
-        return error
+        if not isinstance(error, exceptions.RayError):
+            return error
+        kind = ProcessDied
+        if isinstance(error, exceptions.ObjectLostError):
+            kind = ObjectUnavailable
+        first_line = str(error).strip().partition("\n")[0]
+        return kind(f"{type(error).__name__}: {first_line}")
 
 
 def _free_address(actor: object) -> tuple[str, int]:
@@ -363,8 +356,7 @@ def wait_for_resources(
     """
     begin = reported = time.monotonic()
     while wait(started, POLL).not_done and not stops():
-        now = time.monotonic()
-        if now - reported > REPORTING and not quiet():
+        if (now := time.monotonic()) - reported > REPORTING and not quiet():
             reported = now
             text = f"{name} has waited {now - begin:.0f} s for {needed}: see `ray status`"
             print(text, file=sys.stderr, flush=True)

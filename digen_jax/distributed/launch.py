@@ -23,15 +23,8 @@ from typing import NamedTuple
 
 from digen_jax.config.sections import AUTO
 from digen_jax.config.train_config import TrainConfig
-from digen_jax.distributed.engine import (
-    POLL,
-    Actor,
-    ProcessDied,
-    RayEngine,
-    Resources,
-    surroundings,
-    wait_for_resources,
-)
+from digen_jax.distributed import engine as ray_engine
+from digen_jax.distributed.engine import AGAIN, POLL, Actor, ProcessDied, RayEngine
 from digen_jax.distributed.transfer import Mailbox
 from digen_jax.distributed.worker_process import check_same, fingerprints
 from digen_jax.errors import ConfigError, check_divides
@@ -40,7 +33,6 @@ from digen_jax.process.shutdown import SIGNALS, STOPPED, exit_now, log_fatal
 
 PART = "DIGEN_JAX_RAY_TRAINER"  # `TrainerPart` as JSON, set in the trainer's processes
 ENDING = 5.0  # seconds for the trainer's processes to exit after the first of them
-AGAIN = "the same command continues from the last checkpoint"
 
 
 class TrainerPart(NamedTuple):
@@ -57,62 +49,46 @@ class TrainerPart(NamedTuple):
 def check(config: TrainConfig, place: tuple[str | int | None, ...], one_job: bool) -> None:
     """Checks that a config can run with workers in other processes.
 
-    Args:
-      config: Config of the run.
-      place: Values of --coordinator, --processes and --process.
-      one_job: Value of --one_job.
+    `place` has the values of --coordinator, --processes and --process.
 
     Raises:
       ConfigError: The config or an option is unsupported with --ray.
     """
     rollout, trainer = config.placement.meshes
     if place != (None, None, None):
-        raise ConfigError(
-            "--coordinator, --processes and --process are for processes that sample and train together: leave them out "
-            "with --ray, which starts all processes"
-        )
+        raise ConfigError("--ray starts all processes: omit --coordinator, --processes, --process")
     if config.placement.mode == AUTO:
         raise ConfigError(
-            "config.placement.mode = 'auto' plans for one process only: with --ray set config.placement.rollout and "
-            "config.placement.trainer their sizes"
+            "config.placement.mode = 'auto' plans for one process: with --ray set the sizes in "
+            "config.placement.rollout and config.placement.trainer"
         )
     if not rollout.data and trainer.workers == 1:
         raise ConfigError(
-            "config.placement.rollout.data = 0 and config.placement.trainer.workers = 1, so that one worker does all: "
-            "with --ray set the first to 1 or more or the second to 2 or more, or leave --ray out"
+            "config.placement.rollout.data = 0 and config.placement.trainer.workers = 1 mean a single worker: with "
+            "--ray set the first to 1 or more or the second to 2 or more, or leave --ray out"
         )
     if trainer.workers > 1 and (one_job or trainer.hosts > 1):
         other = "--one_job" if one_job else f"config.placement.trainer.hosts = {trainer.hosts}"
         raise ConfigError(
-            f"config.placement.trainer.workers = {trainer.workers} cannot go with {other}, as each training worker is "
-            "one process: set it to 1, or leave the other out"
+            f"config.placement.trainer.workers = {trainer.workers} needs one process for each training worker: set it "
+            f"to 1, or leave {other} out"
         )
     if one_job and rollout.max_workers > rollout.workers:
         raise ConfigError(
-            f"config.placement.rollout.max_workers = {rollout.max_workers}, but no process can join a JAX job later: "
+            f"config.placement.rollout.max_workers = {rollout.max_workers}, but no worker can join a JAX job later: "
             "set it to 0 with --one_job"
         )
+    why = "as its processes have equally many devices"
     for name, axes in config.placement.meshes._asdict().items():
-        check_divides(
-            f"config.placement.{name}.hosts",
-            axes.hosts,
-            f"the number of devices of config.placement.{name}",
-            axes.devices,
-            "as its processes have equally many devices",
-        )
+        hosts, devices = f"config.placement.{name}.hosts", f"the devices of config.placement.{name}"
+        check_divides(hosts, axes.hosts, devices, axes.devices, why)
 
 
-def run(
-    config: TrainConfig, workdir: str, address: str, is_open: bool = False, one_job: bool = False
-) -> int:
+def run(config: TrainConfig, workdir: str, address: str, is_open: bool, one_job: bool) -> int:
     """Runs this process's command in the trainer's processes on the cluster; returns the first one's exit code.
 
-    Args:
-      config: The checked config.
-      workdir: Folder of the run, on a disk that all trainer processes share.
-      address: Cluster address. "local" starts a cluster on this machine, which ends with this process.
-      is_open: Whether to allow a multi-host cluster without a token.
-      one_job: Whether all processes form one JAX job.
+    The workdir is on a disk that all trainer processes share. The address "local" starts a cluster on this machine,
+    which ends with this process. See launch/train.py for --ray_open (`is_open`) and --one_job.
 
     Raises:
       ConfigError: The cluster is not reachable, has no token, or is too small.
@@ -127,9 +103,9 @@ def run(
     if kind:
         check_devices(config, engine, kind)
     os.makedirs(workdir, exist_ok=True)  # checked again on the trainer's nodes
-    given = [sys.executable, *sys.argv], *surroundings()
+    given = [sys.executable, *sys.argv], *ray_engine.surroundings()
     part = TrainerPart(engine.address, f"trainer {uuid.uuid4()}", fingerprints(config), kind)
-    each = Resources(kind, trainer.devices // trainer.hosts if kind else 0)
+    each = {kind: trainer.devices // trainer.hosts} if kind else {}
     actors = engine.start(TrainerProcess, [given] * trainer.hosts, each, part.mailbox)
     terminal = sys.stdout.isatty() and sys.stderr.isatty() and tuple(shutil.get_terminal_size())
     signals: list[int] = []
@@ -141,8 +117,8 @@ def run(
         try:
             started = [engine.coordinator_address(actor) for actor in actors]
             needed = f"{len(actors)} times a free CPU core"
-            needed += f" and {each.devices} free {kind}s" if kind else ""
-            wait_for_resources(started, "the trainer", needed, lambda: bool(signals))
+            needed += f" and {each[kind]} free {kind}s" if kind else ""
+            ray_engine.wait_for_resources(started, "the trainer", needed, lambda: bool(signals))
             if signals:
                 return 128 + signals[0]
             host, port = started[0].result()
@@ -172,10 +148,10 @@ def check_devices(config: TrainConfig, engine: RayEngine, kind: str) -> None:
     if most > sum(there):  # an autoscaler may add nodes of any size
         return
     for name, axes in config.placement.meshes._asdict().items():
-        if axes.devices // axes.hosts > max(there):
+        if (each := axes.devices // axes.hosts) > max(there):
             raise ConfigError(
-                f"config.placement.{name} has {axes.devices // axes.hosts} {kind}s in each process and no node has "
-                f"more than {max(there)}: set config.placement.{name}.hosts to {-(-axes.devices // max(there))} or more"
+                f"config.placement.{name} has {each} {kind}s in each process and no node has more than {max(there)}: "
+                f"set config.placement.{name}.hosts to {-(-axes.devices // max(there))} or more"
             )
 
 
@@ -208,21 +184,12 @@ def _follow(engine: RayEngine, actors: list[Actor], signals: list[int]) -> int:
 
 
 class TrainerProcess(Mailbox):
-    """Actor that runs a trainer process as a subprocess, so that JAX and signals work as usual.
+    """Actor that runs `command` as a subprocess, so that JAX and signals work as usual; see `surroundings`."""
 
-    Args:
-      command: Command of the subprocess.
-      environment: Environment variables to add to this process's.
-      folder: Working directory.
-      path: Folders for PYTHONPATH.
-    """
-
-    def __init__(
-        self, command: list[str], environment: dict[str, str], folder: str, path: list[str]
-    ):
+    def __init__(self, command: list[str], variables: dict[str, str], folder: str, path: list[str]):
         super().__init__()
         self._command, self._folder = command, folder
-        self._environment = os.environ | environment | {"PYTHONPATH": os.pathsep.join(path)}
+        self._environment = os.environ | variables | {"PYTHONPATH": os.pathsep.join(path)}
 
     def __repr__(self) -> str:
         """Prefix of each line of output."""
@@ -296,10 +263,8 @@ def check_part(part: TrainerPart, config: TrainConfig, workdir: str) -> None:
     """
     check_same(part.files, config)
     if not os.path.isdir(workdir):
-        raise ConfigError(
-            f"--workdir={workdir} does not exist on {socket.gethostname()}, where a process of the trainer runs: "
-            "give a folder on a disk that all nodes share"
-        )
+        missing = f"--workdir={workdir} does not exist on {socket.gethostname()}, a trainer's host"
+        raise ConfigError(f"{missing}: give a folder on a disk that all nodes share")
 
 
 def _ends_with_driver() -> None:

@@ -44,9 +44,8 @@ Packed = list[Any]
 def pack(tree: Tree, piece: int = PIECE) -> Packed:
     """Copies a pytree to this host, in a form for other processes. All processes that hold shards must call it.
 
-    Args:
-      tree: JAX arrays (including typed PRNG keys) and NumPy arrays. Other leaves are sent with the structure.
-      piece: Maximum bytes of a piece. Larger arrays are split.
+    Arrays of JAX (including typed PRNG keys) and NumPy are sent in pieces of at most `piece` bytes, and other leaves
+    with the structure.
     """
     pieces: list[list[np.ndarray]] = [[]]
     left = piece
@@ -119,12 +118,11 @@ class WorkerTransfer(ArrayTransfer):
         self.end_read(key, receiver)
         return None if tree is None else _placed(tree, shardings)
 
-    def pop(self, key: Key) -> Tree | None:
-        """Removes and returns a tree, or returns None."""
+    def packed(self, key: Key) -> Packed | None:
+        """Returns a tree in a form for other processes, or None."""
         tree = self.start_read(key, TRAINER)
         self.end_read(key, TRAINER)
-        self.delete(key)
-        return tree
+        return None if tree is None else pack(tree)
 
 
 class Mailbox:
@@ -157,11 +155,8 @@ class Shares(NamedTuple):
 class TrainerTransfer(ArrayTransfer):
     """The trainer's transfer: stores weights once for all workers, and fetches samples when they are needed.
 
-    In a multi-process trainer, the first process gets samples from workers and passes them to the others.
-
-    Args:
-      engine: Stores objects.
-      shares: This process among the trainer's. None means that the trainer has one process.
+    In a multi-process trainer (with `shares`), the first process gets samples from workers and passes them to the
+    others.
 
     Attributes:
       sources: By remote training worker: a function that stores one of its trees.
@@ -216,11 +211,7 @@ class TrainerTransfer(ArrayTransfer):
         super().put(key, tree)
 
     def get(self, key: Key, shardings: Shardings, receiver: str) -> Tree | None:
-        """See `ArrayTransfer`.
-
-        Raises:
-          TransferError: The tree's worker or its node failed.
-        """
+        """See `ArrayTransfer`. Raises TransferError if the tree's worker or its node failed."""
         shares = self._shares
         try:
             ref = self._ref(key)

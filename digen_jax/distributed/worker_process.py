@@ -46,34 +46,21 @@ class RowsMissing(RuntimeError):
 
 
 class Opened(NamedTuple):
-    """Description of a ready worker.
+    """Description of a ready worker."""
 
-    Attributes:
-      devices: Number of devices.
-      host: Host name.
-      pid: Process id of its first process.
-    """
-
-    devices: int
+    devices: int  # number of devices
     host: str
-    pid: int
+    pid: int  # of its first process
 
 
 class RolloutProcess:
-    """Process of a rollout worker.
-
-    Args:
-      name: Worker name.
-      environment: Environment variables to set before JAX is imported.
-      folder: The driver's working directory, for relative paths in the config.
-      path: Folders to append to `sys.path`.
-    """
+    """Process of the rollout worker `name`; see `engine.surroundings` for the other arguments."""
 
     section = "rollout"  # of config.placement
 
-    def __init__(self, name: str, environment: dict[str, str], folder: str, path: list[str]):
+    def __init__(self, name: str, variables: dict[str, str], folder: str, path: list[str]):
         self._name = name
-        os.environ.update(environment)
+        os.environ.update(variables)
         if os.path.isdir(folder):
             os.chdir(folder)
         sys.path += [one for one in path if one not in sys.path]
@@ -93,12 +80,9 @@ class RolloutProcess:
         check_same(expected, config)
 
     def open(self, config: "TrainConfig", first: int, place: Any = None) -> Opened:
-        """Builds the worker: devices, rewards, model.
+        """Builds the worker at the step `first`: devices, rewards, model.
 
-        Args:
-          config: Config of the run, placed on all its devices.
-          first: The current step.
-          place: `job.Place` of this process in a JAX job. None means no job.
+        `config` is placed on all devices of the run. `place` is the `job.Place` of this process in a JAX job, if any.
 
         Raises:
           ConfigError: A setting does not work here.
@@ -170,12 +154,8 @@ class RolloutProcess:
     ) -> None:
         """Builds all parts except the executor, which is created on first use.
 
-        Args:
-          config: Config of the run.
-          rollout: Programs and parameters of the mesh, or a function that builds them.
-          batches: Prompt records of each step from `first` on.
-          first: The current step.
-          held_out: Prompts of evaluations.
+        `batches` are the prompt records of each step from `first` on; `held_out` are those of evaluations. `rollout`
+        may be a function that builds the programs and parameters of the mesh.
         """
         from digen_jax.distributed.transfer import WorkerTransfer
         from digen_jax.runtime.sampling import ChunkScorer, SamplingExecutor, try_scorers
@@ -192,10 +172,9 @@ class RolloutProcess:
             self._scorer = ChunkScorer(self._pool, weights, self._steps, evaluated, settings)
             found = rollout() if callable(rollout) else rollout
             try_scorers(config, found.scorers)
+            data = self._steps, evaluated, self._transfer
             scorers = mesh_rewards(on_mesh(config.rewards), found.scorers)
-            return SamplingExecutor(
-                self._name, found, self._steps, evaluated, self._transfer, scorers
-            )
+            return SamplingExecutor(self._name, found, *data, scorers)
 
         self._create = create
 
@@ -209,18 +188,16 @@ class RolloutProcess:
                     self._executor = self._create()
             return self._executor
 
-    # ---------------------------------------------------------------------------- work and sync
-
     def work(
         self, serial: int, method: str, arguments: tuple, trees: Mapping[Any, int], *stored: Any
     ) -> tuple[tuple[float, Parts], Any]:
-        """Calls a method of this section.
+        """Calls a method of this class, after receiving trees of other workers.
 
         Args:
           serial: Serial of the call in `ping`.
           method: Method name.
           arguments: Method arguments.
-          trees: Number of objects in `stored` by key of a tree of another worker.
+          trees: Number of objects in `stored` by key of a tree.
           *stored: Objects of all trees, in order.
 
         Returns:
@@ -272,13 +249,9 @@ class RolloutProcess:
         return self._packed(SamplesKey(self._name, chunk))
 
     def _packed(self, key: Any) -> Any:
-        from digen_jax.distributed.transfer import pack
-
-        tree = self._transfer.pop(key)
-        packed = None if tree is None else pack(tree)  # collective: gathers shards
+        packed = self._transfer.packed(key)  # collective: gathers shards
+        self._transfer.delete(key)
         return packed if self._first else None
-
-    # ------------------------------------------------------------------------ scores and control
 
     def score(self, chunk: Chunk) -> Any:
         """Scores a decoded chunk and frees its images; returns a `ScoredChunk`, or None for a dropped chunk.
@@ -372,10 +345,9 @@ class TrainingProcess(RolloutProcess):
 
         assistant = functools.partial(system.assistant, config.runtime.tag_weights)
         super()._build(config, assistant, *arguments)
+        data = self._steps, self._transfer
         names = trainer_names(config.placement.trainer.workers)
-        self._training = OtherTrainingExecutor(
-            self._name, system, self._steps, self._transfer, names
-        )
+        self._training = OtherTrainingExecutor(self._name, system, *data, names)
 
     def _executors(self) -> list[Any]:
         return [*super()._executors(), self._training]
@@ -385,11 +357,7 @@ class TrainingProcess(RolloutProcess):
 
     def send(self, key: Any) -> Any:
         """Returns a packed tree for another worker, or None."""
-        from digen_jax.distributed.transfer import pack
-
-        tree = self._transfer.start_read(key, "store")
-        self._transfer.end_read(key, "store")
-        return None if tree is None else pack(tree)
+        return self._transfer.packed(key)
 
     def take_trained(self, weights_version: WeightsVersion) -> None:
         """Gets the trained weights."""
@@ -435,9 +403,6 @@ def _batches(config: "TrainConfig", first: int) -> Iterator[list[dict[str, Any]]
     return map(drawn_prompts(config).at, itertools.count(first))
 
 
-if TYPE_CHECKING:  # it imports JAX; see the module docstring
-    from digen_jax.config.train_config import TrainConfig
-
 PACKAGE = "digen_jax"
 
 
@@ -459,21 +424,11 @@ def _code() -> str:
 
 
 def check_same(expected: dict[str, str], config: "TrainConfig") -> None:
-    """Checks that local files match the fingerprints of another process.
-
-    Args:
-      expected: Fingerprints of the other process.
-      config: Config of the run.
-
-    Raises:
-      ConfigError: A file differs or is missing.
-    """
+    """Raises ConfigError if a local file is missing or does not match the fingerprints of another process."""
     own = fingerprints(config)
     for name, digest in expected.items():
         if own.get(name) != digest:
             what = "the code of digen_jax" if name == PACKAGE else name
             wrong = "is missing" if own.get(name) == "" else "differs"
-            raise ConfigError(
-                f"{what} {wrong} on {socket.gethostname()}: copy the same files to the same paths on all nodes, or use "
-                "a shared disk"
-            )
+            advice = "copy the same files to the same paths on all nodes, or use a shared disk"
+            raise ConfigError(f"{what} {wrong} on {socket.gethostname()}: {advice}")

@@ -16,26 +16,11 @@ import jax
 
 from digen_jax.assemble import recipe_model
 from digen_jax.config.train_config import TrainConfig
-from digen_jax.distributed.engine import (
-    POLL,
-    Actor,
-    ObjectUnavailable,
-    ProcessDied,
-    RayEngine,
-    Ref,
-    Resources,
-    surroundings,
-    wait_for_resources,
-)
+from digen_jax.distributed import engine as ray_engine
+from digen_jax.distributed import worker_process
+from digen_jax.distributed.engine import POLL, Actor, ProcessDied, RayEngine, Ref
 from digen_jax.distributed.transfer import Shares, TrainerTransfer, TreeMissing
-from digen_jax.distributed.worker_process import (
-    CallFailed,
-    Opened,
-    RolloutProcess,
-    RowsMissing,
-    TrainingProcess,
-    fingerprints,
-)
+from digen_jax.distributed.worker_process import CallFailed, RolloutProcess, TrainingProcess
 from digen_jax.errors import ConfigError
 from digen_jax.parallel.encoding import PrecomputedPrompts, Rows
 from digen_jax.process.job import START_TIMEOUT, Place
@@ -55,16 +40,15 @@ from digen_jax.runtime.clock import paused, remote_work
 from digen_jax.runtime.driver import Driver, WorkerDisconnected
 from digen_jax.runtime.sampling import ChunkScorer, failed, ready
 from digen_jax.runtime.steps import ChunkAdvantages, ScoredChunk
-from digen_jax.scheduling.commands import (
-    TRAINER,
-    Chunk,
-    Deliver,
-    Train,
-    WeightsVersion,
-    trainer_names,
-)
+from digen_jax.scheduling import commands
+from digen_jax.scheduling.commands import TRAINER, Chunk, Deliver, Train, WeightsVersion
 
+PING = 2.0  # seconds between two pings
 PING_TIMEOUT = 8.0  # seconds without a reply to a ping until a worker is considered disconnected
+OPEN_TIMEOUT = 1800.0  # seconds for a worker to load its model before it is restarted
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before a failed worker is restarted
+FINISH_TIMEOUT = 5.0  # seconds for work in progress at the end of the run
+CLOSE_TIMEOUT = 2.0  # seconds for a worker to end its reward processes
 FREE_TIMEOUT = 60.0  # seconds for a worker to free data
 CONTROL = -1  # serial of calls that free data
 
@@ -78,19 +62,14 @@ class WorkerProxy:
     Methods that do work raise CallFailed or the worker's exception (see `RolloutProcess._errors`), or
     WorkerDisconnected if the worker disconnected or was removed, or the run ends.
 
-    Args:
-      name: Worker name.
-      opened: Result of `RolloutProcess.open` in the first process.
-      actors: The worker's processes.
-      engine: Calls the processes.
-      transfer: The trainer's transfer.
-      rows: Reads precomputed prompt embeddings by key.
+    `opened` is the result of `RolloutProcess.open` in the first of the worker's processes, the actors. `rows` reads
+    precomputed prompt embeddings by key.
     """
 
     def __init__(
         self,
         name: str,
-        opened: Opened,
+        opened: worker_process.Opened,
         actors: Sequence[Actor],
         engine: RayEngine,
         transfer: TrainerTransfer,
@@ -106,8 +85,6 @@ class WorkerProxy:
         self._calls: dict[int, list[Future]] = {}  # calls in progress, by serial
         self._seen: dict[int, tuple[float, float]] = {}  # (seconds of work, time of report)
         self._why: str | None = None  # reason why all calls raise
-
-    # ------------------------------------------------------------------------ for the executors
 
     def receive(self, weights_version: WeightsVersion) -> None:
         """Sends weights to the worker; no-op if they were deleted."""
@@ -166,8 +143,6 @@ class WorkerProxy:
         self.end_calls("was removed")
         self.disconnected.set()
 
-    # -------------------------------------------------------------------------- for the registry
-
     def ping(self) -> None:
         """Records the progress of calls in progress.
 
@@ -180,9 +155,8 @@ class WorkerProxy:
             try:
                 seen = one.result(max(0.0, end - time.monotonic()))
             except TimeoutError:
-                raise WorkerDisconnected(
-                    f"{self.name} did not answer for {PING_TIMEOUT:g} seconds"
-                ) from None
+                silent = f"{self.name} did not answer for {PING_TIMEOUT:g} seconds"
+                raise WorkerDisconnected(silent) from None
             except ProcessDied as error:
                 raise self._as_gone(error) from error
             with self._lock:  # ignore calls that ended meanwhile
@@ -199,17 +173,13 @@ class WorkerProxy:
             with suppress(InvalidStateError):
                 one.set_exception(WorkerDisconnected(f"{self.name} {self._why}"))
 
-    # ---------------------------------------------------------------------------------- helpers
-
-    def _work(
-        self, method: str, *arguments: Any, trees: Trees = NO_TREES, group: str = "work"
-    ) -> Ref:
+    def _work(self, method: str, *given: Any, trees: Trees = NO_TREES, group: str = "work") -> Ref:
         """Calls a method in all processes, with `trees` as input; returns a reference to the first one's tree.
 
         The timers count the seconds of work of the slowest process.
         """
         serial, counts = next(self._serials), {key: len(refs) for key, refs in trees.items()}
-        sent = method, arguments, counts, *itertools.chain.from_iterable(trees.values())
+        sent = method, given, counts, *itertools.chain.from_iterable(trees.values())
         try:
             with remote_work(functools.partial(self._so_far, serial)) as finish:
                 # Data is freed before the next work starts.
@@ -218,21 +188,20 @@ class WorkerProxy:
                 with self._lock:
                     if self._why is not None:
                         raise WorkerDisconnected(f"{self.name} {self._why}")
-                    call = functools.partial(self._engine.call_for_tree, group=group)
+                    call = functools.partial(self._engine.call_pair, group=group)
                     work = [call(one, "work", serial, *sent) for one in self._actors]
                     futures = self._calls[serial] = [done for done, _ in work]
                 self._wait(futures)
                 finish(*max(one.result() for one in futures))
             return work[0][1]
-        except RowsMissing as missing:
+        except worker_process.RowsMissing as missing:
             (texts,) = missing.args
             rows = dict(zip(texts, cast(Any, self._rows)(texts), strict=True))
             self._free("add_rows", self._engine.put(rows))
-            return self._work(method, *arguments, trees=trees, group=group)
+            return self._work(method, *given, trees=trees, group=group)
         except TreeMissing as missing:
-            (key,) = missing.args
-            found = {**trees, key: self._transfer.stored(key) or []}
-            return self._work(method, *arguments, trees=found, group=group)
+            found = {**trees, **self._stored(*missing.args)}
+            return self._work(method, *given, trees=found, group=group)
         finally:
             with self._lock:
                 self._calls.pop(serial, None)
@@ -250,14 +219,11 @@ class WorkerProxy:
             if wait(futures, PING_TIMEOUT).not_done:  # blocked in a collective
                 self.disconnected.set()
             # If a process dies, the others fail, too, and may report their errors first.
-            found = errors()
-            raise next(
-                (error for error in found if isinstance(error, WorkerDisconnected)), found[0]
-            )
+            raise min(errors(), key=lambda error: not isinstance(error, WorkerDisconnected))
 
     def _as_gone(self, error: BaseException) -> BaseException:
         """Converts ProcessDied to WorkerDisconnected (and sets `disconnected`), ObjectUnavailable to TransferError."""
-        if isinstance(error, ObjectUnavailable):
+        if isinstance(error, ray_engine.ObjectUnavailable):
             return TransferError(f"{self.name} lacks an object of a node that failed ({error})")
         if not isinstance(error, ProcessDied):
             return error
@@ -277,12 +243,14 @@ class WorkerProxy:
                 return
             # Processes of one worker must free data at the same point of their work.
             alone = self.processes == 1
-            group = "control" if alone else "work"
-            futures = [
-                self._engine.call(one, method, *arguments, group=group) for one in self._actors
-            ]
+            call = functools.partial(self._engine.call, group="control" if alone else "work")
+            futures = [call(one, method, *arguments) for one in self._actors]
             if alone:
                 self._calls[CONTROL] = futures
+
+    def _stored(self, *keys: Key) -> Trees:
+        """Returns references to trees of other workers."""
+        return {key: self._transfer.stored(key) or [] for key in keys}
 
     def _scored(self, serial: int, found: Future, future: Future) -> None:
         """Forwards scores, with times on this process's clock. Unexpected errors remove the worker."""
@@ -297,9 +265,8 @@ class WorkerProxy:
         scored_chunk: ScoredChunk | None = future.result()
         if scored_chunk is not None:
             exchanges = moved(scored_chunk.exchanges, time.perf_counter())
-            scored_chunk = scored_chunk._replace(
-                image_stats=ready(scored_chunk.image_stats), exchanges=exchanges
-            )
+            stats = ready(scored_chunk.image_stats)
+            scored_chunk = scored_chunk._replace(image_stats=stats, exchanges=exchanges)
         return found.set_result(scored_chunk)
 
 
@@ -329,8 +296,8 @@ class TrainingProxy(WorkerProxy):
 
     def deliver(self, command: Deliver) -> None:
         """Transfers a chunk's samples from another worker."""
-        key = SamplesKey(command.worker, command.chunk)
-        self._work("deliver", command, trees={key: self._transfer.stored(key) or []}, group="sync")
+        samples = self._stored(SamplesKey(command.worker, command.chunk))
+        self._work("deliver", command, trees=samples, group="sync")
 
     def train(self, command: Train, batch: ChunkAdvantages) -> None:
         """Adds the gradient of a chunk's passes to the update's sums."""
@@ -338,11 +305,10 @@ class TrainingProxy(WorkerProxy):
 
     def offer_sums(self, others: Sequence[str]) -> None:
         """Offers its sums plus those of other workers until the update. Raises MissingSums."""
-        trees: Trees = {key: self._transfer.stored(key) or [] for key in map(SumsKey, others)}
+        trees = self._stored(*map(SumsKey, others))
         try:
-            self._transfer.put_ref(
-                SumsKey(self.name), self._work("offer_sums", others, trees=trees)
-            )
+            sums = self._work("offer_sums", others, trees=trees)
+            self._transfer.put_ref(SumsKey(self.name), sums)
         except (WorkerDisconnected, CallFailed, TransferError) as error:
             raise MissingSums(self.name) from error
 
@@ -350,13 +316,6 @@ class TrainingProxy(WorkerProxy):
         """Frees the data of an update and of steps before `first`."""
         self._free("updated", first)
         self._transfer.delete(SumsKey(self.name))
-
-
-PING = 2.0  # seconds between two pings
-OPEN_TIMEOUT = 1800.0  # seconds for a worker to load its model before it is restarted
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before a failed worker is restarted
-FINISH_TIMEOUT = 5.0  # seconds for work in progress at the end of the run
-CLOSE_TIMEOUT = 2.0  # seconds for a worker to end its reward processes
 
 
 class RemoteWorkers:
@@ -391,12 +350,12 @@ class RemoteWorkers:
         self.transfer, self.step = TrainerTransfer(engine, shares), 0
         self._config, self._engine, self._job = config, engine, job
         self._kinds, self._accelerator = (kind, training_kind), accelerator
-        self._files = fingerprints(config)
+        self._files = worker_process.fingerprints(config)
         rollout, trainer = config.placement.meshes
         self._hosts = trainer.hosts
         most = max(rollout.workers, rollout.max_workers) if rollout.data else 0
         self._rollouts = [f"rollout {number}" for number in range(most)]
-        self._training = trainer_names(trainer.workers)[1:]
+        self._training = commands.trainer_names(trainer.workers)[1:]
         self._names = [*self._rollouts, *self._training]
         self._extra = len(self._rollouts) - rollout.workers  # optional at the start
         self._ready: dict[str, WorkerProxy] = {}
@@ -409,11 +368,9 @@ class RemoteWorkers:
             threading.Thread(target=self._keep, args=(name,), name=name, daemon=True).start()
 
     def wait(self, seconds: float = START_TIMEOUT, stops: Callable[[], Any] = lambda: None) -> None:
-        """Waits for `placement.rollout.workers` and the training workers; proceeds without late ones.
+        """Waits for `placement.rollout.workers` and the training workers, or until `stops` returns a true value.
 
-        Args:
-          seconds: Maximum wait.
-          stops: Polled; a true result ends the wait.
+        After `seconds`, proceeds without late workers.
 
         Raises:
           ConfigError: No worker is ready in time, or the config fails on a worker.
@@ -423,17 +380,18 @@ class RemoteWorkers:
             if missing := self._missing():
                 print(f"waiting for {', '.join(missing)}, at most {seconds:g} s", flush=True)
             while (missing := self._missing()) and not self._failed and not stops():
-                if time.monotonic() > end:
-                    if not self._ready.keys() & {*(self._rollouts or self._training)}:
-                        section = "rollout" if self._rollouts else "trainer"
-                        raise ConfigError(
-                            f"no {section} worker is ready after {seconds:g} s: see their output above, or set fewer "
-                            f"or smaller ones by config.placement.{section}"
-                        )
-                    text = f"not ready after {seconds:g} s; starting without (can join later)"
-                    print(f"{', '.join(missing)} {text}", flush=True)
-                    break
-                self._changed.wait(POLL)
+                if time.monotonic() <= end:
+                    self._changed.wait(POLL)
+                    continue
+                if not self._ready.keys() & {*(self._rollouts or self._training)}:
+                    section = "rollout" if self._rollouts else "trainer"
+                    raise ConfigError(
+                        f"no {section} worker is ready after {seconds:g} s: see their output above, or set fewer or "
+                        f"smaller ones by config.placement.{section}"
+                    )
+                text = f"not ready after {seconds:g} s; starting without (can join later)"
+                print(f"{', '.join(missing)} {text}", flush=True)
+                break
             if self._failed:
                 raise self._failed
 
@@ -446,14 +404,10 @@ class RemoteWorkers:
         return [*rollouts[: max(0, len(rollouts) - self._extra)], *training]
 
     @contextmanager
-    def driving(
-        self, make: Callable[[list[WorkerProxy]], Driver], stops: Callable[[], Any]
-    ) -> Iterator[Driver]:
-        """Waits for workers and yields a driver, which is notified of workers that join or disconnect.
+    def driving(self, make: Callable[[list], Driver], stops: Callable[[], Any]) -> Iterator[Driver]:
+        """Waits for workers (see `wait`) and yields a driver that `make` builds from the ready ones.
 
-        Args:
-          make: Builds the driver from the ready workers.
-          stops: See `wait`.
+        The driver is notified of workers that join or disconnect.
         """
         self.wait(stops=stops)
         with self._changed:
@@ -481,16 +435,11 @@ class RemoteWorkers:
 
     def places(self) -> dict[str, dict[str, Any]]:
         """Returns host, process and last reply of each ready worker, for `logging.status.Status`."""
-        found = {
-            one.name: {
-                "host": one.opened.host,
-                "process": one.opened.pid,
-                "processes": one.processes,
-                "heard": one.heard,
-            }
-            for one in self._workers()
-        }
-        return found | {TRAINER: {"processes": self._hosts}}
+        found: dict[str, dict[str, Any]] = {TRAINER: {"processes": self._hosts}}
+        for one in self._workers():
+            where = dict(host=one.opened.host, process=one.opened.pid)
+            found[one.name] = where | dict(processes=one.processes, heard=one.heard)
+        return found
 
     def close(self) -> None:
         """Ends all workers."""
@@ -502,8 +451,6 @@ class RemoteWorkers:
         wait(closing, CLOSE_TIMEOUT)
         for actor in actors:
             self._engine.kill(actor)
-
-    # ----------------------------------------------------------------------- in a worker's thread
 
     def _keep(self, name: str) -> None:
         """Starts a worker, and restarts it after disconnects, with exponential backoff while it fails to start."""
@@ -535,14 +482,15 @@ class RemoteWorkers:
 
     def _start(self, name: str) -> WorkerProxy:
         """Starts a worker's processes and loads its model."""
-        (environment, *folders), trains = surroundings(), name in self._training
+        (variables, *folders), trains = ray_engine.surroundings(), name in self._training
         axes = self._config.placement.meshes[trains]
-        hosts, devices = axes.hosts, axes.devices // axes.hosts if self._accelerator else 0
-        if not devices:
-            environment["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS") or "cpu"
-        given = [(name, environment, *folders)] * hosts
-        resources = Resources(self._accelerator, devices)
-        actors = self._engine.start(self._kinds[trains], given, resources)
+        hosts, devices = axes.hosts, dict[str, int]()
+        if self._accelerator:
+            devices = {self._accelerator: axes.devices // hosts}
+        else:
+            variables["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS") or "cpu"
+        given = [(name, variables, *folders)] * hosts
+        actors = self._engine.start(self._kinds[trains], given, devices)
         with self._changed:
             self._actors[name] = actors
 
@@ -552,7 +500,7 @@ class RemoteWorkers:
         checked = [call(actor, "check_files", self._files) for actor in actors]
         needed, stops = "a node with free resources", self._closed.is_set
         # Optional workers join when a node is free.
-        wait_for_resources(checked, name, needed, stops, lambda: not self._missing())
+        ray_engine.wait_for_resources(checked, name, needed, stops, lambda: not self._missing())
         for one in checked:
             one.result(0)
         if self._job is not None:
@@ -563,23 +511,16 @@ class RemoteWorkers:
             place = Place(host, port, hosts, 0)
         else:
             place = None
-        places = [place and place._replace(process=place.process + n) for n in range(hosts)]
-        opening = [
-            call(actor, "open", self.step, own) for actor, own in zip(actors, places, strict=True)
-        ]
+        opening = []
+        for number, actor in enumerate(actors):
+            own = place and place._replace(process=place.process + number)
+            opening.append(call(actor, "open", self.step, own))
         late = wait(opening, OPEN_TIMEOUT, "FIRST_EXCEPTION").not_done
         opened = [one.result() for one in opening if one not in late]
         if late:
             raise ProcessDied(f"not ready after {OPEN_TIMEOUT:g} s")
-        proxy = TrainingProxy if trains else WorkerProxy
-        return proxy(
-            name,
-            opened[0],
-            actors,
-            self._engine,
-            self.transfer,
-            lambda keys: self._stored.read(keys),
-        )
+        proxy, read = TrainingProxy if trains else WorkerProxy, lambda keys: self._stored.read(keys)
+        return proxy(name, opened[0], actors, self._engine, self.transfer, read)
 
     @functools.cached_property
     def _stored(self) -> PrecomputedPrompts:
@@ -623,8 +564,8 @@ class RemoteWorkers:
 
     def _end(self, why: str) -> None:
         """Ends the run, because JAX terminates all processes of a job if one disconnects."""
-        again = "the same command continues from the last checkpoint"
-        error = Stopped(f"{why}, and all processes are one job of JAX (--one_job): {again}")
+        one_job = "all processes are one job of JAX (--one_job)"
+        error = Stopped(f"{why}, and {one_job}: {ray_engine.AGAIN}")
         with self._changed:
             driver = self._driver
         if driver is None:

@@ -14,15 +14,10 @@ from jaxtyping import Float32, UInt8
 
 @dataclasses.dataclass(frozen=True)
 class Learned:
-    """Picklable learned reward.
+    """Picklable learned reward."""
 
-    Attributes:
-      name: Key of `scorers.OPEN`.
-      settings: Arguments of that function, and `batch`, as pairs.
-    """
-
-    name: str
-    settings: tuple[tuple[str, Any], ...]
+    name: str  # key of `scorers.OPEN`
+    settings: tuple[tuple[str, Any], ...]  # arguments of that function, and `batch`, as pairs
 
     def __call__(
         self, images: UInt8[np.ndarray, "b h w 3"], prompts: list[str], metadata: list[dict]

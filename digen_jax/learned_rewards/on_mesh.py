@@ -19,12 +19,6 @@ from digen_jax.learned_rewards.scorers import (
 )
 from digen_jax.models.text.clip_text import CLIPTextConfig
 from digen_jax.models.vision import clip
-from digen_jax.models.vision.clip import (
-    CLIPConfig,
-    CLIPModel,
-    CLIPVisionConfig,
-    CLIPVisionModelWithProjection,
-)
 from digen_jax.models.vision.preprocess import Processor, pil_crop, tensor_crop, tensor_pad
 from digen_jax.parallel.placement import DeviceGroup
 from digen_jax.parallel.reward_model import RewardModel, scorer_shapes
@@ -53,9 +47,7 @@ def read(sections: Mapping[int, RewardSettings], group: DeviceGroup) -> tuple[Re
     return tuple(found)
 
 
-def read_shapes(
-    sections: Mapping[int, RewardSettings], group: DeviceGroup
-) -> tuple[RewardModel, ...]:
+def read_shapes(sections: Mapping[int, RewardSettings], group: DeviceGroup) -> tuple:
     """Like `read`, but returns shapes instead of weights. Downloads nothing and reads only configs.
 
     Rewards without local files use their published architectures.
@@ -85,9 +77,9 @@ def published(learned: Learned) -> Opened:
         raise ValueError("its files are not on this machine")
 
     if learned.name == "aesthetic":
-        vision = CLIPVisionModelWithProjection(config.vision, dtype)
+        vision = clip.CLIPVisionModelWithProjection(config.vision, dtype)
         return Opened(Aesthetic(vision, prepare), aesthetic_shapes(vision), read)
-    network = CLIPModel(config, dtype)
+    network = clip.CLIPModel(config, dtype)
     scorer = Similarity(network, prepare, tokenizer=None)
     return Opened(scorer, in_dtype(clip.shapes(network), dtype), read)
 
@@ -98,39 +90,22 @@ def _learned(settings: RewardSettings) -> Learned:
 
 
 # ViT-L/14 of OpenAI, and ViT-H/14 of LAION.
-LARGE = CLIPConfig(
-    CLIPTextConfig(
-        hidden_size=768, intermediate_size=3072, projection_dim=768, num_attention_heads=12
-    ),
-    CLIPVisionConfig(
-        hidden_size=1024,
-        intermediate_size=4096,
-        projection_dim=768,
-        num_hidden_layers=24,
-        num_attention_heads=16,
-        patch_size=14,
-    ),
+def _tower(kind: type, hidden: int, projection: int, layers: int, heads: int, **more: Any) -> Any:
+    """Returns the config of a CLIP tower, whose MLPs have four times the hidden size."""
+    sizes = dict(hidden_size=hidden, intermediate_size=4 * hidden, projection_dim=projection)
+    return kind(**sizes, num_hidden_layers=layers, num_attention_heads=heads, **more)
+
+
+GELU = dict(hidden_act="gelu")
+LARGE = clip.CLIPConfig(
+    _tower(CLIPTextConfig, 768, 768, 12, 12),
+    _tower(clip.CLIPVisionConfig, 1024, 768, 24, 16, patch_size=14),
 )
-HUGE = CLIPConfig(
-    CLIPTextConfig(
-        hidden_size=1024,
-        intermediate_size=4096,
-        projection_dim=1024,
-        num_hidden_layers=24,
-        num_attention_heads=16,
-        hidden_act="gelu",
-    ),
-    CLIPVisionConfig(
-        hidden_size=1280,
-        intermediate_size=5120,
-        projection_dim=1024,
-        num_hidden_layers=32,
-        num_attention_heads=16,
-        patch_size=14,
-        hidden_act="gelu",
-    ),
+HUGE = clip.CLIPConfig(
+    _tower(CLIPTextConfig, 1024, 1024, 24, 16, **GELU),
+    _tower(clip.CLIPVisionConfig, 1280, 1024, 32, 16, patch_size=14, **GELU),
 )
-PUBLISHED: dict[str, tuple[CLIPConfig, Callable[..., Any]]] = {
+PUBLISHED: dict[str, tuple[clip.CLIPConfig, Callable[..., Any]]] = {
     "clip_score": (LARGE, functools.partial(tensor_crop, kind="bilinear")),
     "pickscore": (HUGE, pil_crop),
     "hpsv2": (HUGE, tensor_pad),

@@ -53,10 +53,8 @@ Prepare = Callable[[UInt8[Array, "b h w 3"]], Float[Array, "b s s 3"]]
 CLIP_DIVISOR, PICK_DIVISOR = 30.0, 26.0
 HPS_HEADS = 16  # attention heads of both towers of open_clip's ViT-H-14
 # Straightens curly quotes like open_clip (ftfy's `uncurl_quotes`).
-STRAIGHT = str.maketrans(
-    dict.fromkeys("\u02bc\u2018\u2019\u201a\u201b", "'")
-    | dict.fromkeys("\u201c\u201d\u201e\u201f", '"')
-)
+_SINGLE = dict.fromkeys("\u02bc\u2018\u2019\u201a\u201b", "'")
+STRAIGHT = str.maketrans(_SINGLE | dict.fromkeys("\u201c\u201d\u201e\u201f", '"'))
 # Widths of the aesthetic head's linear layers, by index in the source's list, which also contains dropouts.
 WIDTHS = {0: 1024, 2: 128, 4: 64, 6: 16, 7: 1}
 # Text tensors of a full CLIPModel.
@@ -77,21 +75,13 @@ class Opened(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Similarity:
-    """Scores image and prompt by the cosine similarity of their embeddings, or by the CLIP logit.
-
-    Attributes:
-      network: CLIP network.
-      prepare: Preprocesses images to the network's pixels.
-      tokenizer: Transformers' CLIPTokenizer.
-      divisor: Divisor of the logits. None means that the score is the cosine similarity.
-      clean: Applied to prompts before tokenization.
-    """
+    """Scores image and prompt by the cosine similarity of their embeddings, or by the CLIP logit."""
 
     network: CLIPModel
-    prepare: Prepare
-    tokenizer: Any
-    divisor: float | None = None
-    clean: Callable[[str], str] = str
+    prepare: Prepare  # preprocesses images to the network's pixels
+    tokenizer: Any  # transformers' CLIPTokenizer
+    divisor: float | None = None  # of the logits; None: the score is the cosine similarity
+    clean: Callable[[str], str] = str  # applied to prompts before tokenization
 
     @property
     def tokens(self) -> int:
@@ -127,15 +117,10 @@ class AestheticHead(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Aesthetic:
-    """Rates images; the parameters are "clip" and "head".
-
-    Attributes:
-      network: CLIP vision network.
-      prepare: Preprocesses images to the network's pixels.
-    """
+    """Rates images; the parameters are "clip" and "head"."""
 
     network: CLIPVisionModelWithProjection
-    prepare: Prepare
+    prepare: Prepare  # preprocesses images to the network's pixels
 
     @property
     def tokens(self) -> int:
@@ -156,11 +141,7 @@ class Aesthetic:
 
 
 def open_clip_score(folder: Folder, dtype: DTypeLike = jnp.float32) -> Opened:
-    """Opens CLIP score.
-
-    Args:
-      folder: Folder or Hub id of a CLIPModel with tokenizer and processor.
-      dtype: Dtype of parameters and computation.
+    """Opens CLIP score in the folder or Hub id of a CLIPModel with tokenizer and processor.
 
     Raises:
       ValueError: Names the file that is missing or invalid.
@@ -170,15 +151,10 @@ def open_clip_score(folder: Folder, dtype: DTypeLike = jnp.float32) -> Opened:
     return _open_clip(folder, folder, dtype, prepare, CLIP_DIVISOR)
 
 
-def open_pickscore(
-    folder: Folder, processor: Folder = "", dtype: DTypeLike = jnp.float32
-) -> Opened:
-    """Opens PickScore.
+def open_pickscore(folder: Folder, processor: Folder = "", dtype: Any = jnp.float32) -> Opened:
+    """Opens PickScore in the folder or Hub id of a CLIPModel.
 
-    Args:
-      folder: Folder or Hub id of a CLIPModel.
-      processor: Folder or Hub id of tokenizer and processor. "" means that they are in `folder`.
-      dtype: Dtype of parameters and computation.
+    `processor` is the folder or Hub id of tokenizer and processor, by default `folder`.
 
     Raises:
       ValueError: Names the file that is missing or invalid.
@@ -189,12 +165,9 @@ def open_pickscore(
 
 
 def open_hpsv2(file: Folder, tokenizer: Folder, dtype: DTypeLike = jnp.float32) -> Opened:
-    """Opens HPSv2.1.
+    """Opens HPSv2.1 in a checkpoint of open_clip, written by torch.save.
 
-    Args:
-      file: Open_clip checkpoint, written by torch.save.
-      tokenizer: Folder or Hub id of a CLIPTokenizer; all published CLIPs use the same.
-      dtype: Dtype of parameters and computation.
+    `tokenizer` is the folder or Hub id of a CLIPTokenizer; all published CLIPs use the same.
 
     Raises:
       ValueError: Names the file or tensor that is missing, unsafe or invalid.
@@ -220,12 +193,9 @@ def clean_prompt(prompt: str) -> str:
 
 
 def open_aesthetic(folder: Folder, head: Folder, dtype: DTypeLike = jnp.float32) -> Opened:
-    """Opens the aesthetic score.
+    """Opens the aesthetic score in the folder or Hub id of a CLIPModel with its processor.
 
-    Args:
-      folder: Folder or Hub id of a CLIPModel with its processor.
-      head: File of the linear layers, written by torch.save.
-      dtype: Dtype of the CLIP's parameters and computation.
+    `head` is the file of the linear layers, written by torch.save.
 
     Raises:
       ValueError: Names the file or tensor that is missing, unsafe or invalid.
@@ -241,17 +211,13 @@ def open_aesthetic(folder: Folder, head: Folder, dtype: DTypeLike = jnp.float32)
         each: Any = dict.fromkeys(template)
         if shardings is not None:
             each = jax.tree.broadcast(shardings, template)
-        vision = read_params(
-            folder, template["clip"], clip.LISTS, each["clip"], ignore=TEXT_TENSORS
-        )
-        return {
-            "clip": vision,
-            "head": read_tree(stored, template["head"], ("layers",), each["head"]),
-        }
+        given = template["clip"], clip.LISTS, each["clip"]
+        vision = read_params(folder, *given, ignore=TEXT_TENSORS)
+        layers = read_tree(stored, template["head"], ("layers",), each["head"])
+        return {"clip": vision, "head": layers}
 
-    return Opened(
-        Aesthetic(network, functools.partial(pil_crop, processor=processor)), template, read
-    )
+    prepare = functools.partial(pil_crop, processor=processor)
+    return Opened(Aesthetic(network, prepare), template, read)
 
 
 def aesthetic_shapes(network: CLIPVisionModelWithProjection) -> Params:
@@ -264,6 +230,7 @@ def aesthetic_shapes(network: CLIPVisionModelWithProjection) -> Params:
     return {"clip": in_dtype(vision, network.dtype), "head": head}
 
 
+# The argument `dtype` of each is that of parameters and computation.
 OPEN = {
     "clip_score": open_clip_score,
     "pickscore": open_pickscore,
@@ -275,13 +242,8 @@ OPEN = {
 def on_host(scorer: Scorer, params: Params, batch: int = 16) -> RewardModel:
     """Returns a reward for numpy arrays on the first device of this process.
 
-    Args:
-      scorer: The network.
-      params: Parameters of the network.
-      batch: Maximum batch size.
-
     Raises:
-      ValueError: `batch` is not a positive integer.
+      ValueError: `batch`, the maximum batch size, is not a positive integer.
     """
     device = DeviceGroup(make_mesh(jax.local_devices()[:1]))
     return RewardModel("reward", scorer, params, device, batch)
@@ -315,10 +277,8 @@ def _read_processor(folder: Folder, size: int) -> Processor:
     """Reads the processor for images of `size` pixels. Raises ValueError if it does not match."""
     path = pathlib.Path(folder) / "preprocessor_config.json"
     processor = _parse(path, Processor.from_config)
-    if processor.size != size:
-        raise ValueError(
-            f"{path}: crop_size is {processor.size}, but the network's image_size is {size}"
-        )
+    if (crop := processor.size) != size:
+        raise ValueError(f"{path}: crop_size is {crop}, but the network's image_size is {size}")
     return processor
 
 

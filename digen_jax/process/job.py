@@ -95,26 +95,15 @@ def keep_freed_memory() -> None:
             mallopt(parameter, value)
 
 
-# ------------------------------------------------------------------------------------ joining a job
-
-
 class Place(NamedTuple):
-    """Place of this process in a `jax.distributed` job.
+    """Place of this process in a `jax.distributed` job."""
 
-    Attributes:
-      host: Host of the coordinator (process 0).
-      port: Port of the coordinator.
-      processes: Number of processes in the job.
-      process: Index of this process.
-      devices: Visible GPUs that this process uses. Empty means all.
-      group: (first index, number) of the processes of its worker, if several share the job. Empty means all.
-    """
-
-    host: str
-    port: int
-    processes: int
-    process: int
-    devices: tuple[int, ...] = ()
+    host: str  # of the coordinator (process 0)
+    port: int  # of the coordinator
+    processes: int  # number of processes in the job
+    process: int  # index of this process
+    devices: tuple[int, ...] = ()  # visible GPUs that this process uses; empty means all
+    # (first index, number) of the processes of its worker, if several share the job; empty means all
     group: tuple[int, ...] = ()
 
     @property
@@ -154,13 +143,10 @@ def resolve_place(
         )
     address = re.fullmatch(r"\[?([^\[\]]+?)\]?:(\d+)", coordinator)
     if address is None or not 0 < int(address[2]) < 2**16:
-        raise ConfigError(
-            f"--coordinator={coordinator} must be auto or the first process's HOST:PORT, such as 10.0.0.1:1234"
-        )
+        right = "auto or the first process's HOST:PORT, such as 10.0.0.1:1234"
+        raise ConfigError(f"--coordinator={coordinator} must be {right}")
     if not 0 <= process < processes:
-        raise ConfigError(
-            f"--process={process} must be at least 0 and below --processes={processes}"
-        )
+        raise ConfigError(f"--process={process} must be from 0 to below --processes={processes}")
     return Place(address[1], int(address[2]), processes, process, own_devices())
 
 
@@ -216,17 +202,14 @@ def join_job(place: Place, seconds: float = START_TIMEOUT) -> None:
 
 def _exit_late(place: Place, seconds: float) -> None:
     """Exits while the main thread is blocked in JAX."""
-    name = pathlib.Path(sys.argv[0]).name
-    message = (
-        f"--coordinator={place.address}: not all processes have joined in {seconds:g} s: start as many as --processes, "
-        "each with its own --process"
-    )
+    what = f"not all {place.processes} processes have joined in {seconds:g} s"
     if place.group:  # Ray starts them
-        message = (
-            f"--one_job: not all {place.processes} processes have started in {seconds:g} s: see `ray status` for free "
-            "resources, or leave --one_job out, so that rollout workers can join later"
-        )
-    print(f"{name}: {message}", file=sys.stderr, flush=True)
+        advice = "see `ray status` for free resources, or leave --one_job out"
+        message = f"--one_job: {what}: {advice}, so that rollout workers can join later"
+    else:
+        advice = "start as many as --processes, each with its own --process"
+        message = f"--coordinator={place.address}: {what}: {advice}"
+    print(f"{pathlib.Path(sys.argv[0]).name}: {message}", file=sys.stderr, flush=True)
     exit_now(2)
 
 
@@ -249,10 +232,8 @@ def wait_for_port(host: str, port: int, seconds: float, pause: float = 1) -> Non
                 "that the first process (--process=0) has been started"
             ) from reason
         if now - reported > REPORT_PERIOD:
-            message = (
-                f"waiting for the first process at {host}:{port} ({reason}), at most {seconds:g} s"
-            )
-            print(message, file=sys.stderr, flush=True)
+            where = f"{host}:{port} ({reason}), at most {seconds:g} s"
+            print(f"waiting for the first process at {where}", file=sys.stderr, flush=True)
             reported = now
         time.sleep(pause)
 
@@ -266,14 +247,10 @@ _NOT_DETECTED = {
     "SLURM_JOB_ID": "within a Slurm job start the command with srun",
     "KUBERNETES_SERVICE_HOST": "on Kubernetes install the package kubernetes (pip install 'jax[k8s]')",
 }
-_NO_CLUSTER = (
-    "there is no Slurm, Open MPI, Kubernetes job or TPU slice here: set --coordinator=HOST:PORT"
-)
+_NO_CLUSTER = "no Slurm, Open MPI, Kubernetes job or TPU slice is here: set --coordinator=HOST:PORT"
 
 
-def _detect_cluster(
-    processes: int | None, process: int | None, seconds: float
-) -> tuple[str, int | None, int | None]:
+def _detect_cluster(processes: Any, process: Any, seconds: float) -> tuple[str, Any, Any]:
     """Returns (coordinator, processes, process); JAX's private cluster detection finds the missing ones.
 
     `JAX_COORDINATOR_ADDRESS` and `JAX_COORDINATOR_PORT` take precedence, as in `jax.distributed.initialize`.
@@ -344,8 +321,6 @@ def _place_on_host() -> tuple[int, int]:
     return 0, 1
 
 
-# ------------------------------------------------------------------------------- the process group
-
 _barriers = itertools.count()  # all processes call the same barriers in order
 _first = 0
 _count: int | None = None  # None means all processes of the job
@@ -384,14 +359,10 @@ def several() -> bool:
 
 
 def barrier(what: str, seconds: float) -> None:
-    """Synchronizes all processes of the group; no-op with one process.
-
-    Args:
-      what: Preceding work, for the error message.
-      seconds: Timeout, possibly infinite.
+    """Synchronizes all processes of the group after the work `what`; no-op with one process.
 
     Raises:
-      Stopped: Another process timed out or disconnected.
+      Stopped: Another process disconnected or did not arrive in time, which may be infinite.
     """
     if not several():
         return

@@ -30,16 +30,12 @@ _last: list[Callable[[], None]] = []
 _exit = os._exit  # `guard_exit` replaces it
 _raises = contextvars.ContextVar("raises", default=False)  # see `exits_raise`
 _fatal_lock = threading.Lock()
-_fatal: list[
-    tuple[int, threading.Thread]
-] = []  # at most one (exit code, thread that prints the reason)
+# At most one (exit code, thread that prints the reason).
+_fatal: list[tuple[int, threading.Thread]] = []
 
 
 class Stopped(RuntimeError):
     """Raised if a run cannot continue for a reason other than invalid input. The message is one line."""
-
-
-# ------------------------------------------------------------------------------ immediate exit
 
 
 def mark_hung(what: str) -> None:
@@ -151,8 +147,6 @@ def ends_process() -> Iterator[None]:
         exit_now(code)
 
 
-# ------------------------------------------------------------------------------------- signals
-
 _forking = threading.local()  # signal mask of a forking thread
 
 
@@ -165,7 +159,7 @@ def _after_fork() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
 
 
-def _after_fork_in_child() -> None:
+def _in_child() -> None:
     """Restores the default handlers of `SIGNALS` in a forked child if this package replaced them.
 
     Otherwise `terminate()` would not end a reward's `multiprocessing` children, and their signals would reach the
@@ -180,9 +174,7 @@ def _after_fork_in_child() -> None:
     _after_fork()
 
 
-os.register_at_fork(
-    before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child
-)
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_child)
 
 
 class Interrupt:
@@ -216,8 +208,8 @@ class Interrupt:
     def _note(self, number: int, frame: Any) -> None:
         first, self.requested = not self.requested, number
         if first:
-            message = "\nFinishing this step, then saving. Press Ctrl-C again to exit now."
-            print(message, file=sys.stderr)
+            text = "\nFinishing this step, then saving. Press Ctrl-C again to exit now."
+            print(text, file=sys.stderr)
 
     @staticmethod
     def _count(reads: int) -> None:
@@ -226,9 +218,8 @@ class Interrupt:
         while number := os.read(reads, 1):
             requests += number[0] in SIGNALS
             if requests == 2:
-                os.write(
-                    2, b"\nExiting now; the same command continues from the last checkpoint.\n"
-                )
+                again = b"the same command continues from the last checkpoint"
+                os.write(2, b"\nExiting now; %s.\n" % again)
                 exit_now(128 + number[0])
         os.close(reads)
 
@@ -270,8 +261,6 @@ def end_by_ctrl_c() -> None:
     signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
     threading.Thread(target=end_late, name="ctrl-c", daemon=True).start()
 
-
-# -------------------------------------------------------------------------------- device errors
 
 # RESOURCE_EXHAUSTED alone is also the status of messages too large for a connection.
 OUT_OF_MEMORY = re.compile(r"RESOURCE_EXHAUSTED\b.*?(memory|allocat)", re.IGNORECASE | re.DOTALL)
@@ -321,8 +310,5 @@ def no_devices(error: BaseException) -> str | None:
 def _is_out_of_memory(error: BaseException) -> bool:
     # Does not import JAX: without the import there are no JAX errors.
     jax = sys.modules.get("jax")
-    return (
-        jax is not None
-        and isinstance(error, jax.errors.JaxRuntimeError)
-        and OUT_OF_MEMORY.match(str(error)) is not None
-    )
+    known = jax is not None and isinstance(error, jax.errors.JaxRuntimeError)
+    return known and OUT_OF_MEMORY.match(str(error)) is not None

@@ -29,8 +29,7 @@ UNREAD = (errno.EPIPE, errno.EIO)
 def complete_lines(beside: bool = False) -> Iterator[None]:
     """Makes all threads print complete lines, wrapped to the terminal and above its progress bar.
 
-    Args:
-      beside: Whether another process shows the progress bar.
+    If `beside`, another process shows the progress bar.
     """
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = streams = [LineStream(one, beside) for one in before]
@@ -43,11 +42,7 @@ def complete_lines(beside: bool = False) -> Iterator[None]:
 
 
 class Output(io.FileIO):
-    """Raw output stream that drops text after its reader has closed it, instead of raising.
-
-    Args:
-      descriptor: 1 or 2. Stays open when this object is closed.
-    """
+    """Raw stream on descriptor 1 or 2 that drops text after its reader has closed it, instead of raising."""
 
     unread = False  # whether text was dropped
 
@@ -122,11 +117,8 @@ def wrapped(text: str, columns: int) -> str:
 class LineStream:
     """Line-buffers each thread's text to a stream. Text of a progress bar passes through.
 
-    Python's print writes a line and its end separately, so that lines of several threads could be interleaved.
-
-    Args:
-      stream: Output stream.
-      beside: See `complete_lines`.
+    Python's print writes a line and its end separately, so that lines of several threads could be interleaved. See
+    `complete_lines` for `beside`.
     """
 
     def __init__(self, stream: TextIO, beside: bool = False):
@@ -181,13 +173,8 @@ def track(
 ) -> Iterator[Item]:
     """Yields the items with progress on stderr: a bar, or without a terminal a line every `EVERY` seconds.
 
-    Args:
-      items: Items to iterate over.
-      head: Name of the work, such as "evaluating".
-      unit: Name of an item, such as "batch".
-      total: Total number of items. None means `len(items)`.
-      done: Number of items that were already done.
-      note: Returns a text for the end of the line.
+    `head` is the name of the work, such as "evaluating", and `unit` that of an item, such as "batch". Of `total` items,
+    by default `len(items)`, `done` were already done. `note` returns a text for the end of the line.
     """
     total = len(cast(Sized, items)) if total is None else total
     if sys.stderr.isatty():
@@ -209,12 +196,9 @@ def track(
 
 
 class Progress:
-    """Progress bar with reward, images/s and remaining time; plain lines without a terminal.
+    """Progress bar with reward, images/s and remaining time; plain lines every few steps without a terminal.
 
-    Args:
-      total: Steps of the run.
-      done: Steps done before this process started.
-      every: Steps between plain lines.
+    `total` and `done` are the steps of the run, and those before this process started.
     """
 
     def __init__(self, total: int, done: int = 0, every: int = 10):
@@ -243,10 +227,7 @@ class Progress:
         now = time.monotonic()
         # The first step is mostly compilation, so the estimate ignores it.
         self._first = self._first or (step, now)
-        numbers = [
-            f"reward {float(reward):.3f}",
-            f"{float(images_per_second):.1f} images/s",
-        ]
+        numbers = [f"reward {float(reward):.3f}", f"{float(images_per_second):.1f} images/s"]
         if utilisation is not None:
             numbers.append(f"devices {float(utilisation):.0%} busy")
         if step > self._first[0]:
@@ -257,9 +238,8 @@ class Progress:
             self._bar.set_postfix_str(self._fitting(step, numbers), refresh=False)
             self._bar.update(step - self._bar.n)
         elif step % self._every == 0 or step in (self._first[0], self._total):
-            print(
-                f"step {step} of {self._total}: {', '.join(numbers)}", file=sys.stderr, flush=True
-            )
+            text = f"step {step} of {self._total}: {', '.join(numbers)}"
+            print(text, file=sys.stderr, flush=True)
 
     def _fitting(self, step: int, numbers: list[str]) -> str:
         """Returns the numbers that fit next to the bar; omits speed and utilisation first."""

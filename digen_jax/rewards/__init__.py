@@ -183,31 +183,24 @@ def _list(names: Mapping[Any, Any]) -> str:
 
 def _check(returned: object, name: str, prompts: list[str]) -> Float32[np.ndarray, "b"]:
     """Returns one float32 score per prompt."""
+    returned_by, count = f"reward {name!r} returned", len(prompts)
     if returned is None:
-        raise RewardError(f"reward {name!r} returned None: return one number per image")
+        raise RewardError(f"{returned_by} None: return one number per image")
     try:
         scores = np.asarray(_readable(returned))
     # Ragged lists raise this, and custom classes may raise anything.
     except Exception as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise RewardError(
-            f"reward {name!r} returned a {type(returned).__name__} that cannot be read as an array "
-            f"({reason}): return one number per image, such as a numpy array"
-        ) from error
-    if scores.shape != (len(prompts),):
-        raise RewardError(
-            f"reward {name!r} returned shape {scores.shape} for {len(prompts)} images: return one "
-            f"number per image, shape {(len(prompts),)}"
-        )
+        what = f"a {type(returned).__name__} that is no array ({reason})"
+        raise RewardError(f"{returned_by} {what}: return one number per image") from error
+    if scores.shape != (count,):
+        shapes = f"{scores.shape} for {count} images"
+        raise RewardError(f"{returned_by} shape {shapes}: return one number per image")
     if scores.dtype.kind not in "biuf":
-        raise RewardError(f"reward {name!r} returned {scores.dtype} values: return numbers")
-    invalid = np.flatnonzero(~(np.abs(scores.astype(np.float64)) <= LARGEST))
-    if len(invalid):
-        i = int(invalid[0])
-        raise RewardError(
-            f"reward {name!r} returned {scores[i]} for image {i} ({prompts[i]!r}): return finite "
-            f"numbers, at most {LARGEST:g}"
-        )
+        raise RewardError(f"{returned_by} {scores.dtype} values: return numbers")
+    for i in np.flatnonzero(~(np.abs(scores.astype(np.float64)) <= LARGEST)):
+        where = f"{scores[i]} for image {i} ({prompts[i]!r})"
+        raise RewardError(f"{returned_by} {where}: return finite numbers, at most {LARGEST:g}")
     return scores.astype(np.float32)
 
 
@@ -303,12 +296,11 @@ def answers(members: Mapping[int, NamedReward], batch: Batch) -> Answers:
 
     Raises like `call_reward`.
     """
-    applying = [(number, one, one.applying(batch[2])) for number, one in members.items()]
-    return [
-        (number, places, one.answer(cut(batch, places)))
-        for number, one, places in applying
-        if len(places)
-    ]
+    found = []
+    for number, one in members.items():
+        if len(places := one.applying(batch[2])):
+            found.append((number, places, one.answer(cut(batch, places))))
+    return found
 
 
 def alone(name: str, function: Reward) -> Rewards:
@@ -344,10 +336,9 @@ def applicable(scores: Float[np.ndarray, "b"]) -> Float[np.ndarray, "n"]:
 
 def joined(parts: Sequence[Scores]) -> Scores:
     """Concatenates the scores of several batches."""
-    names = dict.fromkeys(name for part in parts for name in part.shown)
-
-    def of(part: Scores, name: str) -> np.ndarray:
-        return part.shown.get(name, np.full(len(part.columns), np.nan, np.float32))
-
-    shown = {name: np.concatenate([of(part, name) for part in parts]) for name in names}
+    missing = [np.full(len(part.columns), np.nan, np.float32) for part in parts]
+    shown = {}
+    for name in dict.fromkeys(name for part in parts for name in part.shown):
+        pairs = zip(parts, missing, strict=True)
+        shown[name] = np.concatenate([part.shown.get(name, nan) for part, nan in pairs])
     return Scores(np.concatenate([part.columns for part in parts]), shown)

@@ -26,61 +26,37 @@ TYPES = {bool: "True or False", int: "an integer", float: "a number", str: "a st
 
 @dataclasses.dataclass(frozen=True)
 class BuiltIn:
-    """A built-in reward.
+    """A built-in reward: a module that is imported lazily and fast, and names in it.
 
-    Functions are given as "module:name" and imported lazily. The module of a factory must import fast; weights are read
-    at the first call.
-
-    Attributes:
-      factory: Returns the reward; its keyword arguments are the reward's settings.
-      sanity_check: Returns a `SanityCheck`. Empty means none.
-      where: Where the reward is computed.
-      needs: Maps a record and the reward's settings to a description of the missing input, such as "quotes no text",
-        or None. Empty means that there are no required inputs.
+    Weights are read at the first call.
     """
 
-    factory: str
+    module: str
+    factory: str  # returns the reward; its keyword arguments are the reward's settings
+    # Returns a `SanityCheck`; "module:name" if it is in another module. Empty means none.
     sanity_check: str = ""
-    where: Where = "pool"
+    where: Where = "pool"  # where the reward is computed
+    # Maps a record and the reward's settings to a description of the missing input, such as "quotes no text", or None.
+    # Empty means that there are no required inputs.
     needs: str = ""
 
 
-def _learned(name: str, check: str) -> BuiltIn:
-    package = "digen_jax.learned_rewards"
-    return BuiltIn(f"{package}:{name}", f"{package}.sanity_checks:{check}", "mesh")
-
-
+LEARNED, PAIRS = "digen_jax.learned_rewards", "digen_jax.learned_rewards.sanity_checks"
+JPEG, GENEVAL = "digen_jax.rewards.jpeg", "digen_jax.rewards.geneval"
 BUILT_IN = {
-    "aesthetic": _learned("aesthetic", "image_pairs"),
-    "clip_score": _learned("clip_score", "prompt_pairs"),
-    "geneval": BuiltIn(
-        "digen_jax.rewards.geneval:geneval",
-        sanity_check="digen_jax.learned_rewards.sanity_checks:object_pairs",
-        where="server",
-        needs="digen_jax.rewards.geneval:needs",
-    ),
-    "hpsv2": _learned("hpsv2", "prompt_pairs"),
-    "jpeg_compressibility": BuiltIn(
-        "digen_jax.rewards.jpeg:jpeg_compressibility",
-        sanity_check="digen_jax.rewards.jpeg:known_compressibility",
-    ),
-    "jpeg_incompressibility": BuiltIn(
-        "digen_jax.rewards.jpeg:jpeg_incompressibility",
-        sanity_check="digen_jax.rewards.jpeg:known_incompressibility",
-    ),
+    "aesthetic": BuiltIn(LEARNED, "aesthetic", f"{PAIRS}:image_pairs", "mesh"),
+    "clip_score": BuiltIn(LEARNED, "clip_score", f"{PAIRS}:prompt_pairs", "mesh"),
+    "geneval": BuiltIn(GENEVAL, "GenEval", f"{PAIRS}:object_pairs", "server", "needs"),
+    "hpsv2": BuiltIn(LEARNED, "hpsv2", f"{PAIRS}:prompt_pairs", "mesh"),
+    "jpeg_compressibility": BuiltIn(JPEG, "jpeg_compressibility", "known_compressibility"),
+    "jpeg_incompressibility": BuiltIn(JPEG, "jpeg_incompressibility", "known_incompressibility"),
     # Scores depend on the user's judge model, so there is no sanity check.
-    "judge": BuiltIn("digen_jax.rewards.judge:judge", needs="digen_jax.rewards.judge:needs"),
-    "ocr": BuiltIn(
-        "digen_jax.rewards.ocr:ocr",
-        sanity_check="digen_jax.rewards.ocr:sanity_check",
-        needs="digen_jax.rewards.ocr:needs",
-    ),
-    "pickscore": _learned("pickscore", "prompt_pairs"),
+    "judge": BuiltIn("digen_jax.rewards.judge", "judge", needs="needs"),
+    "ocr": BuiltIn("digen_jax.rewards.ocr", "Ocr", "sanity_check", needs="needs"),
+    "pickscore": BuiltIn(LEARNED, "pickscore", f"{PAIRS}:prompt_pairs", "mesh"),
     # The reward server runs the sanity checks.
-    "served": BuiltIn("digen_jax.rewards.service.client:served"),
-    "shapes_geneval": BuiltIn(
-        "examples.shapes.reward:make", sanity_check="examples.shapes.reward:sanity_check"
-    ),
+    "served": BuiltIn("digen_jax.rewards.service.client", "Served"),
+    "shapes_geneval": BuiltIn("examples.shapes.reward", "make", "sanity_check"),
 }
 
 
@@ -92,13 +68,9 @@ def resolve(
 ) -> Rewards:
     """Returns the rewards of config sections: built-in names, or user functions as "module:function".
 
-    User modules are searched in the current directory first, then on Python's path.
-
-    Args:
-      sections: Reward sections of the config.
-      field: Name of the list in error messages. Empty means that they name only the reward.
-      serving: Whether the rewards are for a reward server.
-      meshes: Whether the rewards are for a run, which computes some of them on its meshes.
+    User modules are searched in the current directory first, then on Python's path. Error messages name the list
+    `field`, or only the reward if it is empty. The rewards are for a reward server if `serving`, and for a run, which
+    computes some of them on its meshes, if `meshes`.
 
     Raises:
       ConfigError: A reward, module or function does not exist, cannot be imported or called, has invalid settings, or
@@ -108,22 +80,17 @@ def resolve(
     for number, one in enumerate(sections):
         try:
             if "/" in one.label:
-                raise ConfigError(
-                    f"label = {one.label!r} must not contain '/', which separates a reward's name from "
-                    "those of its scores in metrics"
-                )
+                raise ConfigError(f"label = {one.label!r} must not contain '/', as metrics do")
             if one.title in titles[:number]:
                 label = f", or give one of them another label than {one.title!r}" if field else ""
-                raise ConfigError(
-                    f"reward {one.title!r} is named twice: name it once, with the sum of weights{label}"
-                )
+                twice = f"reward {one.title!r} is named twice"
+                raise ConfigError(f"{twice}: name it once, with the sum of weights{label}")
             if not serving and one.name in BUILT_IN and BUILT_IN[one.name].where == "server":
                 raise ConfigError(
                     f"reward {one.name!r} imports torch, which a run must not: start launch/reward_server.py with "
                     f"--reward={one.name}, and name the reward 'served' with its address here"
                 )
-            scores_on_mesh = _on_mesh(one) and meshes
-            found.append(NamedReward(one, _function(one), scores_on_mesh))
+            found.append(NamedReward(one, _function(one), _on_mesh(one) and meshes))
         except ConfigError as error:
             where = f"{field}[{number}]: " if field else ""
             raise type(error)(f"{where}{error}") from error
@@ -146,15 +113,11 @@ def mesh_rewards(
 def _on_mesh(section: RewardSettings) -> bool:
     possible = section.name in BUILT_IN and BUILT_IN[section.name].where == "mesh"
     if section.where == "mesh" and not possible:
-        learned = ", ".join(sorted(name for name, one in BUILT_IN.items() if one.where == "mesh"))
-        raise ConfigError(
-            f"reward {section.name!r} cannot be computed on a mesh, as {learned} can: leave its field 'where' at ''"
-        )
+        raise ConfigError(f"reward {section.name!r} cannot be on a mesh: set its 'where' to ''")
     found = possible and section.where != "pool"
     if found and section.limit:
         raise ConfigError(
-            f"reward {section.name!r} is computed on the mesh, where it has no time limit: set its field 'limit' to 0, "
-            "or 'where' to 'pool'"
+            f"reward {section.name!r} has no time limit on the mesh: set its field 'limit' to 0, or 'where' to 'pool'"
         )
     return found
 
@@ -169,8 +132,7 @@ def find_sanity_check(reward: NamedReward) -> Callable[[], Any] | None:
     """
     name = reward.settings.name
     if name in BUILT_IN:
-        place = BUILT_IN[name].sanity_check
-        return _import(place, name) if place else None
+        return _import_of(name, BUILT_IN[name].sanity_check)
     function = getattr(reward.function, "func", reward.function)
     if hasattr(function, "canary"):
         raise ConfigError(f"reward {name!r}: its attribute 'canary' is now named 'sanity_check'")
@@ -180,17 +142,22 @@ def find_sanity_check(reward: NamedReward) -> Callable[[], Any] | None:
 def find_needs(section: RewardSettings) -> Callable[[dict[str, Any]], str | None] | None:
     """Returns the check of required inputs of a built-in reward, with its settings: see `BuiltIn.needs`."""
     needs = BUILT_IN[section.name].needs if section.name in BUILT_IN else ""
-    if not needs:
+    function = _import_of(section.name, needs)
+    return function and (lambda record: function(record, section.settings))
+
+
+def _import_of(name: str, attribute: str) -> Any:
+    """Imports an attribute of a built-in reward's module, or "module:name". Returns None if it is empty."""
+    if not attribute:
         return None
-    function = _import(needs, section.name)
-    return lambda record: function(record, section.settings)
+    return _import(attribute if ":" in attribute else f"{BUILT_IN[name].module}:{attribute}", name)
 
 
 def _function(section: RewardSettings) -> Callable[..., Any]:
     """Returns the function of a section with bound settings."""
     name, settings = section.name, dict(section.settings)
     if name in BUILT_IN:
-        factory = _import(BUILT_IN[name].factory, name)
+        factory = _import_of(name, BUILT_IN[name].factory)
         _check_settings(factory, name, settings, 0)
         return factory(**settings)
     function = _import(name, name)
@@ -208,10 +175,8 @@ def _import(place: str, name: str) -> Any:
     """
     module_name, _, attribute = place.partition(":")
     if not (module_name and attribute):
-        raise ConfigError(
-            f"unknown reward {name!r}: use one of {', '.join(sorted(BUILT_IN))}, or module:function "
-            "for your own"
-        )
+        known = ", ".join(sorted(BUILT_IN))
+        raise ConfigError(f"unknown reward {name!r}: use one of {known}, or your module:function")
     if module_name.startswith(("benchmarks.", "examples.")):
         make_examples_importable()
     if os.getcwd() not in sys.path:
@@ -222,18 +187,14 @@ def _import(place: str, name: str) -> Any:
         except ModuleNotFoundError as error:
             if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
                 raise
-            raise ConfigError(
-                f"reward {name!r}: there is no module {module_name!r} in {os.getcwd()} or among the "
-                "installed packages"
-            ) from error
+            missing = f"there is no module {module_name!r} in {os.getcwd()} or installed"
+            raise ConfigError(f"reward {name!r}: {missing}") from error
     if not hasattr(module, attribute):
         raise ConfigError(f"reward {name!r}: module {module_name} has no function {attribute!r}")
     return getattr(module, attribute)
 
 
-def _check_settings(
-    function: Callable[..., Any], name: str, settings: Mapping[str, Any], first: int
-) -> None:
+def _check_settings(function: Any, name: str, settings: Mapping[str, Any], first: int) -> None:
     """Checks that settings are keywords of a function, from argument `first` on, with the types of the defaults."""
     try:
         parameters = list(inspect.signature(function).parameters.values())[first:]
@@ -245,15 +206,12 @@ def _check_settings(
     for setting, value in settings.items():
         if setting not in known:
             close = difflib.get_close_matches(setting, known, n=1)
-            hint = (
-                f"did you mean {close[0]!r}?" if close else f"it has {', '.join(known) or 'none'}"
-            )
+            names = ", ".join(known) or "none"
+            hint = f"did you mean {close[0]!r}?" if close else f"it has {names}"
             raise ConfigError(f"reward {name!r} has no setting {setting!r}; {hint}")
         kind = type(known[setting])
         accepted = (int, float) if kind is float else kind
         fits = isinstance(value, accepted) and (kind is bool or not isinstance(value, bool))
         if kind in TYPES and not fits:
-            raise ConfigError(
-                f"the setting {setting!r} of reward {name!r} is {value!r}: give it {TYPES[kind]}, as its default "
-                f"{known[setting]!r} is"
-            )
+            what = f"the setting {setting!r} of reward {name!r} is {value!r}"
+            raise ConfigError(f"{what}: give it {TYPES[kind]}, such as {known[setting]!r}")

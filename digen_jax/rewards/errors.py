@@ -50,7 +50,7 @@ class RewardFailed(RewardError):
 def user_code(
     name: str, doing: str, passing: tuple[type[BaseException], ...] = (*DELIBERATE, CancelledError)
 ) -> Iterator[None]:
-    """Converts any exception of user code, including `sys.exit`, to a picklable RewardFailed.
+    """Converts any exception of the user code of reward `name`, including `sys.exit`, to a picklable RewardFailed.
 
     Args:
       name: Name of the reward.
@@ -70,9 +70,8 @@ def user_code(
         if isinstance(error, KeyboardInterrupt) and _is_signal(error):
             raise
         what = f"{type(error).__name__}: {error}".removesuffix(": ").removesuffix(": None")
-        raise RewardFailed(
-            "\n".join([f"reward {name!r} {doing} {what}", *user_lines(error)])
-        ) from error
+        lines = [f"reward {name!r} {doing} {what}", *user_lines(error)]
+        raise RewardFailed("\n".join(lines)) from error
 
 
 def _is_signal(error: KeyboardInterrupt) -> bool:
@@ -113,9 +112,8 @@ def check_callable(reward: object, name: str, settings: Mapping[str, Any]) -> No
     try:
         signature.bind(*ARGUMENTS, **settings)
     except TypeError as error:
-        raise ConfigError(
-            f"reward {name!r} takes {signature}: it must take ({', '.join(ARGUMENTS)})"
-        ) from error
+        wanted = ", ".join(ARGUMENTS)
+        raise ConfigError(f"reward {name!r} takes {signature}: it must take ({wanted})") from error
 
 
 KINDS = 8  # maximum number of record kinds
@@ -130,16 +128,10 @@ LEAVING = (np.add, np.subtract, np.multiply, np.power, np.negative, np.left_shif
 def dry_run(
     score: Callable[..., Any], files: Iterable[Sequence[dict[str, Any]]], height: int, width: int
 ) -> None:
-    """Scores two synthetic images for the first record of each kind in every prompt file.
+    """Scores two synthetic images for the first record of each kind in every prompt file, by `RewardPool.score`.
 
     Two images detect a reward that returns one number per batch. Records of one kind have the same task, rewards and
-    fields.
-
-    Args:
-      score: Scoring function, such as `RewardPool.score`.
-      files: Records of each file.
-      height: Height of the images in pixels.
-      width: Width of the images in pixels.
+    fields. Height and width are in pixels.
 
     Raises:
       ConfigError: The reward raises an exception or returns something invalid.
@@ -158,10 +150,7 @@ def dry_run(
         try:
             score(images, [record["prompt"] for record in metadata], metadata)
         except ConfigError as error:
-            note = (
-                "this was a dry run on synthetic images (uint8, from 0 to 255), two for each of the first prompts, "
-                "before the run"
-            )
+            note = "this was a dry run before the run, on synthetic images (uint8, from 0 to 255)"
             raise type(error)(f"{error}\n  {note}") from error
 
 
@@ -195,14 +184,9 @@ class Watched(np.ndarray):
 
 
 def call_watched(name: str, score: Callable[[np.ndarray], Any], images: Watched) -> Any:
-    """Calls a reward with watched images.
+    """Calls a reward with watched images, by `score`, which copies them.
 
     After an error, it is called again with plain images, because watching may cause errors.
-
-    Args:
-      name: Name of the reward.
-      score: Calls the reward with a copy of the images.
-      images: Images to score.
 
     Raises:
       RewardError: The reward misinterprets the images; shows the lines of the user's code.

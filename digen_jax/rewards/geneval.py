@@ -7,6 +7,7 @@ least `count` objects; the `count` most confident ones must all have the given c
 must have fewer than `count` objects. The score is GenEval's `correct`, 1 or 0.
 """
 
+import dataclasses
 import functools
 import importlib.util
 from collections.abc import Mapping, Sequence
@@ -22,39 +23,26 @@ RELATIONS = ("left of", "right of", "above", "below")
 POSITION_THRESHOLD = 0.1  # of the two objects' summed width (height), subtracted from the offset
 THRESHOLD, COUNTING = 0.3, 0.9
 MAX_OBJECTS = 16  # per class
-COLORS = tuple(
-    ["red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white"]
-)
+COLORS = "red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white"
 # Number of most confident objects that need a color, by class.
 Colored = Mapping[str, int]
 
 
 @dataclass(frozen=True)
 class Detection:
-    """An object in an image.
+    """An object in an image."""
 
-    Attributes:
-      label: Class. None means that the object resembles no class of the detector.
-      color: Color. None means unknown or not determined.
-      box: (x0, y0, x1, y1); y increases downwards.
-      confidence: Confidence in [0, 1].
-    """
-
-    label: str | None
-    color: str | None
-    box: tuple[float, float, float, float]
-    confidence: float
+    label: str | None  # class; None means that the object resembles no class of the detector
+    color: str | None  # None means unknown or not determined
+    box: tuple[float, float, float, float]  # (x0, y0, x1, y1); y increases downwards
+    confidence: float  # in [0, 1]
 
 
 @runtime_checkable
 class Detector(Protocol):
-    """Finds objects in images.
+    """Finds objects in images."""
 
-    Attributes:
-      labels: Supported classes, in GenEval's naming.
-    """
-
-    labels: frozenset[str]
+    labels: frozenset[str]  # supported classes, in GenEval's naming
 
     def __call__(
         self, images: UInt8[np.ndarray, "b h w 3"], colored: Sequence[Colored]
@@ -137,10 +125,8 @@ def relations(a: Detection, b: Detection) -> set[str]:
     return {relation for relation, true in holds.items() if true}
 
 
-def _matches(
-    things: list[Detection], entry: dict, matched: Sequence[list[Detection] | None]
-) -> bool:
-    """Returns whether there are enough objects with the right color and position."""
+def _matches(things: list[Detection], entry: dict, matched: Sequence) -> bool:
+    """Returns whether there are enough objects with the right color and position relative to `matched`."""
     if len(things) < entry["count"]:
         return False
     if "color" in entry and any(thing.color != entry["color"] for thing in things):
@@ -149,14 +135,11 @@ def _matches(
         return True
     relation, other = entry["position"]
     if relation not in RELATIONS or other >= len(matched):
-        raise ValueError(
-            f"position {entry['position']!r} must name one of {', '.join(RELATIONS)} and an "
-            "earlier entry of include"
-        )
+        known = f"one of {', '.join(RELATIONS)} and an earlier entry of include"
+        raise ValueError(f"position {entry['position']!r} must name {known}")
     targets = matched[other]
-    return targets is not None and all(
-        relation in relations(thing, target) for thing in things for target in targets
-    )
+    pairs = [(thing, target) for thing in things for target in targets or ()]
+    return targets is not None and all(relation in relations(*pair) for pair in pairs)
 
 
 def needs(record: Mapping[str, Any], settings: Mapping[str, Any] | None = None) -> str | None:
@@ -170,32 +153,33 @@ def needs(record: Mapping[str, Any], settings: Mapping[str, Any] | None = None) 
 
 def _check_record(record: Mapping[str, Any], labels: frozenset[str]) -> None:
     """Rejects a record that no image can satisfy."""
-    prompt = record.get("prompt", "")
-    lacking = needs(record)
-    if lacking is not None:
-        raise ConfigError(f"the prompt {prompt!r} {lacking}")
+    prompt = f"the prompt {record.get('prompt', '')!r}"
+    if (lacking := needs(record)) is not None:
+        raise ConfigError(f"{prompt} {lacking}")
     for entry in [*record["include"], *record.get("exclude", [])]:
-        if entry["class"] not in labels:
-            raise ConfigError(
-                f"the prompt {prompt!r} names the class {entry['class']!r}, which the detector does not know"
-            )
-        if entry.get("color", COLORS[0]) not in COLORS:
-            raise ConfigError(
-                f"the prompt {prompt!r} names the color {entry['color']!r}: use one of {', '.join(COLORS)}"
-            )
+        if (name := entry["class"]) not in labels:
+            raise ConfigError(f"{prompt} names the class {name!r}, unknown to the detector")
+        if (color := entry.get("color", COLORS[0])) not in COLORS:
+            raise ConfigError(f"{prompt} names the color {color!r}: use one of {', '.join(COLORS)}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GenEval:
-    """GenEval score with Mask2Former and CLIP in torch, loaded at the first call in a process.
+    """GenEval score with Mask2Former and CLIP in torch, loaded at the first call in a process of a reward server."""
 
-    The fields are the arguments of `geneval`.
-    """
+    folder: str  # folder or Hub id of a Mask2Former for instance segmentation of COCO's 80 classes
+    clip: str = ""  # of a CLIP with tokenizer and processor; empty: no prompt has a color
+    device: str = ""  # torch device; empty: the GPU if available
+    batch: int = 8
 
-    folder: str
-    clip: str
-    device: str
-    batch: int
+    def __post_init__(self):
+        """Raises ConfigError if torch is not installed, or a number is not positive."""
+        if importlib.util.find_spec("torch") is None:
+            raise ConfigError(
+                "the reward 'geneval' needs torch, which this project does not install: run pip install torch, as "
+                "pytorch.org says for your GPU, in a separate environment for the reward server"
+            )
+        check_range("batch", self.batch, 1)
 
     def __call__(
         self, images: UInt8[np.ndarray, "b *t h w 3"], prompts: list[str], metadata: list[dict]
@@ -209,36 +193,12 @@ class GenEval:
         if images.ndim != 4:
             raise ConfigError("the reward 'geneval' scores images, not clips")
         if not self.clip and any(colored(one) for one in metadata if needs(one) is None):
-            raise ConfigError(
-                "a prompt has a color, for which the reward 'geneval' needs a CLIP: set clip"
-            )
-        return score_images(_detector(self), images, metadata)
+            raise ConfigError("a prompt has a color: set clip, which 'geneval' needs for colors")
+        return score_images(_detector(*dataclasses.astuple(self)), images, metadata)
 
 
 @functools.lru_cache(maxsize=2)
-def _detector(settings: GenEval) -> Detector:
+def _detector(*settings: Any) -> Detector:
     from digen_jax.rewards.mask2former import Mask2FormerDetector
 
-    folders = settings.folder, settings.clip
-    return Mask2FormerDetector(*folders, settings.device, settings.batch, THRESHOLD)
-
-
-def geneval(*, folder: str, clip: str = "", device: str = "", batch: int = 8) -> GenEval:
-    """Returns the GenEval reward, for the processes of a reward server.
-
-    Args:
-      folder: Folder or Hub id of a Mask2Former for instance segmentation of COCO's 80 classes.
-      clip: Folder or Hub id of a CLIP with tokenizer and processor. Empty means that no prompt has a color.
-      device: Torch device. Empty means the GPU if available.
-      batch: Batch size.
-
-    Raises:
-      ConfigError: Torch is not installed, or a number is not positive.
-    """
-    if importlib.util.find_spec("torch") is None:
-        raise ConfigError(
-            "the reward 'geneval' needs torch, which this project does not install: run pip install torch, as "
-            "pytorch.org says for your GPU, in a separate environment for the reward server"
-        )
-    check_range("batch", batch, 1)
-    return GenEval(folder, clip, device, batch)
+    return Mask2FormerDetector(*settings, THRESHOLD)

@@ -37,31 +37,21 @@ for name, level in (("stamina", logging.ERROR), ("httpx", logging.WARNING)):
 
 
 class Request(NamedTuple):
-    """A request to any of the servers.
-
-    Attributes:
-      path: Path on each server.
-      prompts: Prompts of the images, for error messages.
-      max_bytes: Maximum response size.
-      content_type: Content type of the body.
-      body: Maps the number of `UnusableAnswer`s so far to the body. None means GET.
-    """
+    """A request to any of the servers."""
 
     path: str
-    prompts: Sequence[str]
-    max_bytes: int
+    prompts: Sequence[str]  # of the images, for error messages
+    max_bytes: int  # maximum response size
     content_type: str = ""
+    # Maps the number of `UnusableAnswer`s so far to the body. None means GET.
     body: Callable[[int], bytes] | None = None
 
 
 class RetryableError(Exception):
-    """Raised for a failure after which the request is retried.
+    """Raised for a failure of a server, such as `reason` = "did not answer in time"; the request is retried.
 
-    Args:
-      reason: Predicate of an error message about the server.
-      image: Index of the affected image in the request.
-      after: Seconds to wait, as requested by the server.
-      down: Whether the server itself has failed.
+    `image` is the index of the affected image in the request, `after` how many seconds the server asked to wait, and
+    `down` whether the server itself has failed.
     """
 
     advice = ADVICE
@@ -95,17 +85,10 @@ class Server:
 class Servers:
     """Load balancer: picks the server with the fewest requests in flight; blocks failed servers. Thread-safe.
 
-    Args:
-      urls: Server addresses.
-      blocked: Seconds for which a failed server is blocked: after the first failure, and at most.
+    `blocked` is for how many seconds a failed server is blocked: after the first failure, and at most.
     """
 
-    def __init__(
-        self,
-        urls: Sequence[str],
-        blocked: tuple[float, float] = BLOCKED,
-        clock: Callable[[], float] = time.monotonic,
-    ):
+    def __init__(self, urls: Sequence[str], blocked: Any = BLOCKED, clock: Any = time.monotonic):
         self._servers = [Server(url) for url in urls]
         self._blocked, self.clock = blocked, clock
         self._changed = threading.Condition()
@@ -125,11 +108,9 @@ class Servers:
         with self._changed:
             while True:
                 now = self.clock()
-                usable = [
-                    one
-                    for one in self._servers
-                    if now >= one.blocked_until and not (one.failures and one.in_flight)
-                ]
+                blocked = [one.blocked_until for one in self._servers if one.blocked_until > now]
+                usable = [one for one in self._servers if now >= one.blocked_until]
+                usable = [one for one in usable if not (one.failures and one.in_flight)]
                 if usable:
                     chosen = min(usable, key=lambda one: (one.in_flight, one.total))
                     chosen.in_flight += 1
@@ -137,8 +118,7 @@ class Servers:
                     return chosen
                 if now >= until:
                     return None
-                unblocked = [one.blocked_until for one in self._servers if one.blocked_until > now]
-                self._changed.wait(min([until, *unblocked]) - now)
+                self._changed.wait(min([until, *blocked]) - now)
 
     def release(self, server: Server, succeeded: bool = False, pause: float = 0.0) -> None:
         """Ends a request that the server answered, and blocks the server for `pause` seconds."""
@@ -305,9 +285,8 @@ class FailoverClient:
             ) from error
         raise AssertionError("an attempt returns or raises")
 
-    def _try_once(
-        self, request: Request, unusable: int, read: Callable[[bytes], T], until: float
-    ) -> tuple[str, T]:
+    def _try_once(self, request: Request, unusable: int, read: Any, until: float) -> tuple:
+        """Returns like `_retry` after one attempt."""
         server = self.servers.take(until)
         if server is None:
             raise RetryableError("does not answer: all have failed and are paused")
@@ -352,20 +331,19 @@ class FailoverClient:
         """
         end = min(until, time.monotonic() + self._attempt)
         left = max(1e-3, end - time.monotonic())
-        options: dict[str, Any] = {"timeout": httpx.Timeout(left, connect=min(CONNECT, left))}
-        if request.body is not None:
-            options["content"] = request.body(unusable)
-            options["headers"] = {"Content-Type": request.content_type}
+        given: dict[str, Any] = {"timeout": httpx.Timeout(left, connect=min(CONNECT, left))}
         method, content = "GET" if request.body is None else "POST", bytearray()
+        if request.body is not None:
+            given["content"] = request.body(unusable)
+            given["headers"] = {"Content-Type": request.content_type}
         try:
-            with self._http.stream(method, url + request.path, **options) as response:
+            with self._http.stream(method, url + request.path, **given) as response:
                 for chunk in response.iter_bytes():
                     if content and time.monotonic() > end:
                         raise RetryableError("did not answer in time", down=True)
                     content += chunk
-                    if len(content) > request.max_bytes:
-                        reason = f"sent an answer of more than {request.max_bytes} bytes"
-                        raise RetryableError(reason, down=True)
+                    if len(content) > (most := request.max_bytes):
+                        raise RetryableError(f"sent an answer of more than {most} bytes", down=True)
         except httpx.PoolTimeout as error:
             raise RetryableError("had no free connection: increase connections") from error
         except httpx.TimeoutException as error:
@@ -399,9 +377,7 @@ def parse_address(text: str, kind: str = "reward server") -> str:
     return str(url).rstrip("/")
 
 
-def parse_addresses(
-    servers: Sequence[str] | str, reward: str, kind: str, example: str
-) -> tuple[str, ...]:
+def parse_addresses(servers: Sequence[str] | str, kind: str, example: str) -> tuple[str, ...]:
     """Returns the addresses in a reward's setting `servers`: a sequence, or a string for a single one.
 
     The suffix "/v1", which OpenAI clients append, is removed.
@@ -412,8 +388,7 @@ def parse_addresses(
     given = (servers,) if isinstance(servers, str) else tuple(servers)
     if not given:
         raise ConfigError(
-            f"the reward {reward!r} has no servers: give their addresses in its settings, such as "
-            f"dict(servers=({example!r},))"
+            f"the reward has no address of a {kind}: give its settings, such as dict(servers=({example!r},))"
         )
     return tuple(parse_address(str(one).rstrip("/").removesuffix("/v1"), kind) for one in given)
 

@@ -24,12 +24,9 @@ class JpegSize:
     """JPEG size of each image; for a clip, the mean over its frames.
 
     The sources only score images; the mean over frames is specific to this project.
-
-    Attributes:
-      unit: Bytes per score of 1. Negative values mean that small files score high.
     """
 
-    unit: int
+    unit: int  # bytes per score of 1; negative values mean that small files score high
 
     def __call__(
         self, images: UInt8[np.ndarray, "b *t h w 3"], prompts: list[str], metadata: list[dict]

@@ -32,33 +32,19 @@ ANSWER = 2**22  # maximum response size in bytes
 
 @dataclasses.dataclass(frozen=True)
 class Judge:
-    """VLM judge reward. Each scoring process opens connections at its first call.
+    """VLM judge reward. Each scoring process opens connections at its first call."""
 
-    Attributes:
-      servers: Addresses, such as "http://127.0.0.1:8000"; the one with the fewest requests in flight is used.
-      model: Model name on the servers. Empty means their only model.
-      template: Question and parsing of the answer, with all defaults filled in.
-      temperature: Sampling temperature.
-      seed: Sampling seed; incremented for each retry after an answer without a score.
-      format: Format of the images sent, "png" or "jpeg".
-      again: Maximum retries after answers without a score.
-      attempt: Timeout of one attempt, in seconds.
-      deadline: Timeout of all attempts of a request, in seconds.
-      retries: Attempts after the first.
-      connections: Requests in flight per reward process.
-    """
-
-    servers: tuple[str, ...]
-    model: str
-    template: Template
-    temperature: float
-    seed: int
-    format: str
-    again: int
-    attempt: float
-    deadline: float
-    retries: int
-    connections: int
+    servers: tuple[str, ...]  # the one with the fewest requests in flight is used
+    model: str  # name on the servers; empty means their only model
+    template: Template  # with all defaults filled in
+    temperature: float  # sampling temperature
+    seed: int  # sampling seed; incremented for each retry after an answer without a score
+    format: str  # of the images sent, "png" or "jpeg"
+    again: int  # maximum retries after answers without a score
+    attempt: float  # timeout of one attempt, in seconds
+    deadline: float  # timeout of all attempts of a request, in seconds
+    retries: int  # attempts after the first
+    connections: int  # requests in flight per reward process
 
     def __call__(
         self, images: UInt8[np.ndarray, "b *t h w 3"], prompts: list[str], metadata: list[dict]
@@ -73,26 +59,14 @@ class Judge:
 
 
 class Client:
-    """Connections of a judge, and the model of its servers.
-
-    Args:
-      judge: Settings.
-      options: Other options of `FailoverClient`.
-    """
+    """Connections of a judge, and the model of its servers; `options` are those of `FailoverClient`."""
 
     def __init__(self, judge: Judge, **options: Any):
         self._judge, self._model = judge, ""
-        self._client = FailoverClient(
-            judge.servers,
-            "judge",
-            os.environ.get(TOKEN) or None,
-            judge.attempt,
-            judge.deadline,
-            judge.retries,
-            judge.connections,
-            listener=recorder("judge"),
-            **options,
-        )
+        token = os.environ.get(TOKEN) or None
+        limits = judge.attempt, judge.deadline, judge.retries
+        options |= dict(connections=judge.connections, listener=recorder("judge"))
+        self._client = FailoverClient(judge.servers, "judge", token, *limits, **options)
 
     def score(
         self, images: UInt8[np.ndarray, "b *t h w 3"], prompts: list[str], metadata: list[dict]
@@ -162,9 +136,7 @@ def parse_models(url: str, content: bytes) -> list[str]:
     try:
         return [str(one["id"]) for one in json.loads(content)["data"]]
     except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise ConfigError(
-            f"{url} is no OpenAI-compatible server: its {MODELS} has another format"
-        ) from error
+        raise ConfigError(f"{url} is no OpenAI-compatible server, by its {MODELS}") from error
 
 
 def choose_model(found: Mapping[str, Sequence[str]], model: str) -> str:
@@ -178,9 +150,7 @@ def choose_model(found: Mapping[str, Sequence[str]], model: str) -> str:
         if model and model not in models:
             raise ConfigError(f"judge {url} has no model {model!r}, but {names}: set model")
         if not model and len(models) != 1:
-            raise ConfigError(
-                f"judge {url} has the models {names}: choose one by the setting model"
-            )
+            raise ConfigError(f"judge {url} has the models {names}: choose one by setting model")
     only = {model} if model else {models[0] for models in found.values()}
     if len(only) > 1:
         raise ConfigError(f"the judge's servers have different models: {', '.join(sorted(only))}")
@@ -229,9 +199,7 @@ def judge(
             "such as 'Rate from 1 to 10 how well this shows: {prompt}'"
         )
     if scale and (len(scale) != 2 or scale[0] == scale[1] or not np.isfinite(scale).all()):
-        raise ConfigError(
-            f"the reward 'judge' has scale = {scale!r}: use two numbers, such as (1, 10)"
-        )
+        raise ConfigError(f"the reward 'judge' has scale = {scale!r}: use two, such as (1, 10)")
     score = score or found.score or "pattern"
     completed = Template(
         found.text,
@@ -242,7 +210,7 @@ def judge(
         system or found.system,
     )
     _check_template(completed)
-    given = parse_addresses(servers, "judge", "judge", "http://127.0.0.1:8000")
+    given = parse_addresses(servers, "judge", "http://127.0.0.1:8000")
     sampling = completed, temperature, seed, format
     return Judge(given, model, *sampling, again, attempt, deadline, retries, connections)
 
@@ -259,20 +227,16 @@ def _check_template(template: Template) -> None:
     check_choice("score", template.score, ("pattern", "yes", "text"))
     check_range("max_tokens", template.max_tokens, 1)
     if template.score == "text" and importlib.util.find_spec("rapidfuzz") is None:
-        raise ConfigError(
-            "the judge's score 'text' needs rapidfuzz: run pip install -r requirements-reward.txt"
-        )
+        install = "run pip install -r requirements-reward.txt"
+        raise ConfigError(f"the judge's score 'text' needs rapidfuzz: {install}")
     if template.score == "pattern" and not template.patterns:
-        raise ConfigError(
-            "the reward 'judge' has no pattern: give it a regular expression with one group, a number, such as "
-            r"'Score: (\d+)'"
-        )
+        example = r"with one group, a number, such as 'Score: (\d+)'"
+        raise ConfigError(f"the reward 'judge' has no pattern: give a regular expression {example}")
     for pattern in template.patterns:
+        given = f"the reward 'judge' has the pattern {pattern!r}"
         try:
             groups = re.compile(pattern).groups
         except re.error as error:
-            raise ConfigError(f"the reward 'judge' has the pattern {pattern!r}: {error}") from error
+            raise ConfigError(f"{given}: {error}") from error
         if groups != 1:
-            raise ConfigError(
-                f"the reward 'judge' has the pattern {pattern!r} with {groups} groups: it must have one, the number"
-            )
+            raise ConfigError(f"{given} with {groups} groups: it must have one, the number")

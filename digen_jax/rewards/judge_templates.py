@@ -14,7 +14,7 @@ import json
 import math
 import re
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from digen_jax.rewards import ocr
@@ -31,24 +31,16 @@ SHOWN = 200  # maximum characters of an answer in an error
 
 @dataclasses.dataclass(frozen=True)
 class Template:
-    """Question about an image, and parsing of the score from the answer.
+    """Question about an image, and parsing of the score from the answer."""
 
-    Attributes:
-      text: Question; {prompt} and other fields of the prompt's record are filled in.
-      score: "pattern" is the mean of the numbers that match `patterns` in the answer; "yes" the probability that the
-        answer starts with yes; "text" the similarity of the answer and the text quoted in the prompt.
-      patterns: Regular expressions with one group each, a number.
-      scale: The numbers that map to 0 and 1.
-      max_tokens: Maximum tokens of the answer.
-      system: System message, if any.
-    """
-
-    text: str
+    text: str  # question; {prompt} and other fields of the prompt's record are filled in
+    # "pattern" is the mean of the numbers that match `patterns` in the answer; "yes" the probability that the answer
+    # starts with yes; "text" the similarity of the answer and the text quoted in the prompt
     score: str = ""
-    patterns: tuple[str, ...] = ()
-    scale: tuple[float, float] = (0.0, 1.0)
-    max_tokens: int = 0
-    system: str = ""
+    patterns: tuple[str, ...] = ()  # regular expressions with one group each, a number
+    scale: tuple[float, float] = (0.0, 1.0)  # the numbers that map to 0 and 1
+    max_tokens: int = 0  # maximum tokens of the answer
+    system: str = ""  # system message, if any
 
     def fill(self, prompt: str, record: dict[str, Any]) -> str:
         """Returns the question for a prompt. Raises KeyError if the record lacks a field."""
@@ -66,11 +58,6 @@ class Template:
 def lines(*texts: str) -> str:
     """Joins texts with line breaks."""
     return "\n".join(texts)
-
-
-def axes(names: Sequence[str]) -> tuple[str, ...]:
-    """Returns the patterns of scores such as "Style Score (1-5): 3.5"."""
-    return tuple(rf"{name}\s+Score\s*(?:\(1-5\))?\s*:\s*{NUMBER}" for name in names)
 
 
 TEMPLATES = {
@@ -136,7 +123,10 @@ TEMPLATES = {
             "Text Caption: [{prompt}]",
         ),
         score="pattern",
-        patterns=axes(("Alignment", "Coherence", "Style")),
+        patterns=tuple(  # such as "Style Score (1-5): 3.5"
+            rf"{name}\s+Score\s*(?:\(1-5\))?\s*:\s*{NUMBER}"
+            for name in ("Alignment", "Coherence", "Style")
+        ),
         scale=(1.0, 5.0),
         max_tokens=512,
     ),
@@ -151,11 +141,8 @@ def find_template(name: str) -> Template:
 def read_score(content: bytes, template: Template, quoted: str | None, again: int) -> float:
     """Parses the score of an answer, in [0, 1].
 
-    Args:
-      content: The answer.
-      template: Template of the question.
-      quoted: Text that must be readable in the image, for the score "text".
-      again: Maximum retries after answers without a score.
+    `quoted` is the text that must be readable in the image, for the score "text"; `again` is the maximum number of
+    retries after answers without a score.
 
     Raises:
       RetryableError: The answer is not a chat completion.
@@ -174,9 +161,7 @@ def read_score(content: bytes, template: Template, quoted: str | None, again: in
     def unusable(what: str) -> UnusableAnswer:
         short = truncated and template.score != "yes"
         length = f", cut off at max_tokens = {template.max_tokens}" if short else ""
-        advice = (
-            "change the judge's template, pattern or max_tokens, and the same command continues"
-        )
+        advice = "change the template, pattern or max_tokens, and the same command continues"
         return UnusableAnswer(f"answered {answer[:SHOWN]!r}{length}, {what}", again, advice)
 
     if template.score == "text":
@@ -188,9 +173,7 @@ def read_score(content: bytes, template: Template, quoted: str | None, again: in
     return by_patterns(answer, template, unusable)
 
 
-def by_patterns(
-    answer: str, template: Template, unusable: Callable[[str], UnusableAnswer]
-) -> float:
+def by_patterns(answer: str, template: Template, unusable: Callable[[str], Exception]) -> float:
     """Returns the mean of the last numbers that match the patterns in an answer, normalized by the template's scale.
 
     Each pattern is applied to the answer's plain text (`plain`), and to the raw answer if there is no match.
@@ -219,10 +202,7 @@ def by_patterns(
 def plain(answer: str, scale: tuple[float, float]) -> str:
     """Removes Markdown emphasis and code marks, and converts colons, digits, signs and points to ASCII.
 
-    Args:
-      answer: Text such as "**Score**：7,5".
-      scale: Range of the number. A comma between digits is a decimal comma, or a thousands separator if the range
-        reaches 1000.
+    A comma between digits is a decimal comma, or a thousands separator if the scale, the number's range, reaches 1000.
     """
     text = unicodedata.normalize("NFKC", answer).translate(DASHES)
     text = re.sub(MARKS, "", text)
@@ -248,14 +228,11 @@ def probability_of_yes(choice: dict[str, Any], unusable: Callable[[str], Unusabl
         first = max(likely, key=lambda one: one[1])[0]
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise RewardError(
-            "the judge's server sends no top_logprobs of its answer's first token, which score = 'yes' needs: start "
-            f"vLLM with --max-logprobs={TOP} or more, use sglang, which sends them without an option, or set score = "
-            "'pattern' for a server that has none, such as transformers serve"
+            "the judge's server sends no top_logprobs of the first token, which score = 'yes' needs: start vLLM with "
+            f"--max-logprobs={TOP} or more, use sglang, or set score = 'pattern', as for transformers serve"
         ) from error
     if not any(token in ("yes", "no") for token, _ in likely):
-        raise unusable(
-            f"of whose first token neither yes nor no is among the {len(likely)} likeliest (first: {first!r})"
-        )
+        raise unusable(f"with neither yes nor no in the {len(likely)} top tokens ({first!r}, ...)")
     probability = math.fsum(one for token, one in likely if token == "yes")
     if not probability < 1.01:  # also catches NaN; sums of rounded logprobs may slightly exceed 1
         raise unusable(f"of whose first token yes has a probability of {probability:g}")

@@ -24,12 +24,8 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import UInt8
 from PIL import Image
-from transformers import (
-    AutoImageProcessor,
-    AutoTokenizer,
-    CLIPModel,
-    Mask2FormerForUniversalSegmentation,
-)
+from transformers import AutoImageProcessor, AutoTokenizer, CLIPModel
+from transformers import Mask2FormerForUniversalSegmentation as Mask2Former
 
 from digen_jax.checkpoints.folder import resolve_folder
 from digen_jax.rewards.geneval import COLORS, Colored, Detection
@@ -62,29 +58,19 @@ class Thing(NamedTuple):
 class Mask2FormerDetector:
     """Implements `geneval.Detector`.
 
-    Args:
-      folder: Folder or Hub id of a Mask2FormerForUniversalSegmentation with its processor.
-      clip: Folder or Hub id of a CLIP. Empty means no colors.
-      device: Torch device. Empty means the GPU if available.
-      batch: Batch size.
-      least: Objects with at most this confidence are dropped.
+    See `geneval.GenEval` for the first four arguments. Objects with at most the confidence `least` are dropped.
 
     Raises:
       ValueError: A folder is missing or invalid.
     """
 
     def __init__(
-        self,
-        folder: str,
-        clip: str = "",
-        device: str = "",
-        batch: int = 8,
-        least: float = 0.0,
+        self, folder: str, clip: str = "", device: str = "", batch: int = 8, least: float = 0.0
     ):
         path = resolve_folder(folder)
         self._device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self._processor = AutoImageProcessor.from_pretrained(path)
-        network = Mask2FormerForUniversalSegmentation.from_pretrained(path)
+        network = Mask2Former.from_pretrained(path)
         self._network = network.to(self._device).eval()
         names = network.config.id2label
         self._names = [GENEVAL.get(names[i], names[i]) for i in range(len(names))]
@@ -138,11 +124,9 @@ class Mask2FormerDetector:
         logits = _resize(_resize(masks, padded)[:, : size[0], : size[1]], original)
         chances = classes.float().softmax(-1)[:, :-1]
         best, places = chances.flatten().topk(min(len(classes), chances.numel()))
-        queries, labels = places // chances.shape[1], places % chances.shape[1]
         found = []
-        for chance, query, label in zip(
-            best.tolist(), queries.tolist(), labels.tolist(), strict=True
-        ):
+        for chance, place in zip(best.tolist(), places.tolist(), strict=True):
+            query, label = divmod(place, chances.shape[1])
             inside = logits[query] > 0
             if chance <= self._least or not inside.any():
                 continue
@@ -152,9 +136,8 @@ class Mask2FormerDetector:
                 found.append(Thing(self._names[label], confidence, _box(mask), mask))
         return sorted(found, key=lambda one: -one.confidence)
 
-    def _with_colors(
-        self, image: np.ndarray, found: list[Thing], colored: Colored
-    ) -> list[Detection]:
+    def _with_colors(self, image: np.ndarray, found: list[Thing], colored: Colored) -> list:
+        """Converts the objects of an image to `Detection`s."""
         colors: dict[int, str] = {}
         for label, count in colored.items():
             chosen = [i for i, thing in enumerate(found) if thing.label == label][:count]
@@ -179,11 +162,7 @@ def _box(mask: np.ndarray) -> Box:
 
 
 class Colors:
-    """Classifies the colors of objects.
-
-    Args:
-      folder: Folder or Hub id of a CLIPModel with tokenizer and processor.
-      device: Torch device.
+    """Classifies the colors of objects with the CLIPModel, tokenizer and processor of a folder or Hub id.
 
     Raises:
       ValueError: The folder does not exist.
@@ -200,13 +179,7 @@ class Colors:
     def __call__(
         self, image: np.ndarray, things: Sequence[tuple[Box, np.ndarray]], label: str
     ) -> list[str]:
-        """Returns the color of each object of one class.
-
-        Args:
-          image: Image, uint8 [h, w, 3].
-          things: Box and mask, bool [h, w], of each object.
-          label: Class of the objects.
-        """
+        """Returns the color of each object of the class `label`, given its box and mask, bool [h, w]."""
         if label not in self._known:
             self._known[label] = self._classifier(label)
         crops = [cut_out(image, box, mask) for box, mask in things]

@@ -43,46 +43,30 @@ class Ocr:
     In clips, every fourth frame is read, and the score is the mean over the frames with nonzero score, as in
     Flow-GRPO's `OcrScorer_video_or_image` (zhtmike/flow_grpo, flow_grpo/ocr.py, commit def7b84, called by rewards.py
     of yifan123/flow_grpo at 54809b5). As in the source, a substring match does not score 1 in clips.
-
-    Attributes:
-      threads: Number of ONNX Runtime threads.
     """
 
-    threads: int = 1
+    threads: int = 1  # of ONNX Runtime
+
+    def __post_init__(self):
+        """Raises ConfigError if packages are not installed, or `threads` is not positive."""
+        if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
+            text = f"the reward 'ocr' needs {', '.join(missing)}"
+            raise ConfigError(f"{text}: run pip install -r requirements-reward.txt")
+        check_range("threads", self.threads, 1)
 
     def __call__(
         self, images: UInt8[np.ndarray, "b *t h w 3"], prompts: list[str], metadata: list[dict]
     ) -> Float32[np.ndarray, "b"]:
-        """Returns the scores. The metadata is ignored.
-
-        Raises:
-          ValueError: A prompt quotes no text.
-        """
+        """Returns the scores. The metadata is ignored. Raises ValueError if a prompt quotes no text."""
         del metadata
         read, scores = reader(self.threads), []
         for image, prompt in zip(images, prompts, strict=True):
             text = quoted(prompt)
             if text is None:
                 raise ValueError(f"the prompt {prompt!r} quotes no text")
-            scores.append(
-                of_text(read(image), text) if image.ndim == 3 else of_clip(image, text, read)
-            )
+            is_clip = image.ndim == 4
+            scores.append(of_clip(image, text, read) if is_clip else of_text(read(image), text))
         return np.array(scores, np.float32)
-
-
-def ocr(threads: int = 1) -> Ocr:
-    """Returns the reward; `threads` is the number of ONNX Runtime threads.
-
-    Raises:
-      ConfigError: Packages are not installed, or `threads` is not positive.
-    """
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(
-            f"the reward 'ocr' needs {', '.join(missing)}: run pip install -r requirements-reward.txt"
-        )
-    check_range("threads", threads, 1)
-    return Ocr(threads)
 
 
 def needs(record: dict, settings: Mapping[str, Any] | None = None) -> str | None:
@@ -154,8 +138,7 @@ def sanity_check() -> SanityCheck:
 
 def draw_text(text: str) -> UInt8[np.ndarray, "128 256 3"]:
     """Renders a text in black on white."""
-    image = Image.new("RGB", (256, 128), "white")
-    font = ImageFont.load_default(48)
+    image, font = Image.new("RGB", (256, 128), "white"), ImageFont.load_default(48)
     ImageDraw.Draw(image).text((128, 64), text, "black", font, anchor="mm")
     return np.asarray(image)
 

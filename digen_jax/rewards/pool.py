@@ -6,6 +6,7 @@ if the user's reward does, by default without accelerators.
 """
 
 import contextlib
+import functools
 import json
 import math
 import multiprocessing.connection
@@ -30,7 +31,7 @@ from digen_jax import rewards
 from digen_jax.errors import ConfigError
 from digen_jax.process.shutdown import SIGNALS, Stopped, before_exit, guard_exit, mark_hung
 from digen_jax.process.terminal import complete_lines
-from digen_jax.rewards import Exchange, RewardSettings, moved
+from digen_jax.rewards import Exchange, moved
 from digen_jax.rewards.built_in import resolve
 from digen_jax.rewards.errors import RewardFailed, user_code
 
@@ -51,9 +52,7 @@ class Limit(NamedTuple):
 class RewardProcessDied(RuntimeError):
     """Raised if a process died while scoring, or was killed at its limit; `advice` is the fix."""
 
-    def __init__(
-        self, text: str, advice: str = "call it by itself, such as in a Python shell, to see why"
-    ):
+    def __init__(self, text: str, advice: str = "call it by itself, in a Python shell, to see why"):
         super().__init__(text)
         self.advice = advice
 
@@ -80,10 +79,7 @@ class Scored(NamedTuple):
 class RewardProcess:
     """Scoring process that restarts after it dies. Not thread-safe, except for `close`.
 
-    Args:
-      payload: Pickled `rewards.Rewards`.
-      names: Name of each reward, for messages.
-      accelerator: Whether JAX in the process may use accelerators.
+    `payload` is a pickled `rewards.Rewards`. JAX in the process may use accelerators only if `accelerator`.
     """
 
     def __init__(self, payload: bytes, names: tuple[str, ...], accelerator: bool = False):
@@ -115,13 +111,10 @@ class RewardProcess:
             self._link.close()
             reward = f"reward {self._names[number]!r}"
             if late.is_set():
-                raise RewardTimeout(
-                    f"{reward} took more than {limit.seconds:g} seconds and was killed",
-                    f"fix it, or raise {limit.field}",
-                ) from None
-            raise RewardProcessDied(
-                f"{reward} died in its process ({self._exit_code()}), perhaps because memory ran out"
-            ) from None
+                text = f"{reward} took more than {limit.seconds:g} seconds and was killed"
+                raise RewardTimeout(text, f"fix it, or raise {limit.field}") from None
+            text = f"{reward} died in its process ({self._exit_code()})"
+            raise RewardProcessDied(f"{text}, perhaps because memory ran out") from None
         finally:
             timer.cancel()
         if isinstance(found, BaseException):
@@ -184,11 +177,7 @@ before_exit(_kill_all)
 
 @complete_lines(beside=True)
 def serve(descriptor: int) -> None:
-    """Main function of a reward process: scores batches until the calling process exits.
-
-    Args:
-      descriptor: File descriptor of the socket to the calling process.
-    """
+    """Main function of a reward process: scores batches until the process at the other end of a socket exits."""
     # The run handles signals to all processes of a job. SIG_IGN is not used, because children would inherit it.
     for number in SIGNALS:
         signal.signal(number, lambda *_: None)
@@ -210,6 +199,7 @@ def serve(descriptor: int) -> None:
     try:
         with user_code(", ".join(names), "cannot be imported in its process:"):
             found, failed = pickle.loads(payload), None
+            found = found() if callable(found) else found  # see `_pickled`
     except BaseException as error:
         found, failed = None, error
     while True:
@@ -338,16 +328,11 @@ class RewardPool:
         metadata: list[dict],
         known: rewards.Answers = (),
     ) -> Future:
-        """Returns a future `Scored`. The rewards that apply to the prompts are called once.
+        """Returns a future `Scored` of images or clips, and of a prompt and a record for each.
 
-        The future raises errors of `rewards.call_reward`; RewardProcessDied if a process died or exceeded its limit;
-        Stopped if a thread hangs.
-
-        Args:
-          images: Images or clips.
-          prompts: One prompt per image.
-          metadata: One record per image.
-          known: Answers of rewards on a mesh, which are merged into the scores.
+        The rewards that apply to the prompts are called once. `known` are answers of rewards on a mesh, which are
+        merged into the scores. The future raises errors of `rewards.call_reward`; RewardProcessDied if a process died
+        or was killed at its limit; Stopped if a thread hangs.
         """
         future = Future[Scored]()
         if self._closed:
@@ -355,15 +340,9 @@ class RewardPool:
         self._jobs.put((future, (images, prompts, metadata), known))
         return future
 
-    def score(
-        self,
-        images: UInt8[np.ndarray, "b ..."],
-        prompts: list[str],
-        metadata: list[dict],
-        known: rewards.Answers = (),
-    ) -> rewards.Scores:
-        """Returns the scores. Retries failed rewards, then raises `final_error`."""
-        return self.retry(lambda: self.submit(images, prompts, metadata, known)).scores
+    def score(self, *batch: Any) -> rewards.Scores:
+        """Returns the scores of a batch; see `submit`. Retries failed rewards, then raises `final_error`."""
+        return self.retry(lambda: self.submit(*batch)).scores
 
     def retry(self, submit: Callable[[], Future]) -> Any:
         """Returns the result of a submitted future. Resubmits it if a reward fails."""
@@ -387,13 +366,11 @@ class RewardPool:
 
         This is RewardFailed, or Stopped if the process died or hung.
         """
-        failures = self._retries + 1
-        often = f"{failures} times" if failures > 1 else "once"
+        often = f"{self._retries + 1} times" if self._retries else "once"
         if not isinstance(error, RewardProcessDied):
             return RewardFailed(f"{error}\n  it has failed {often} on the same images")
-        return Stopped(
-            f"{error}, having failed {often} on the same images: {error.advice}; the same command continues"
-        )
+        often = f"having failed {often} on the same images"
+        return Stopped(f"{error}, {often}: {error.advice}; the same command continues")
 
     def close(self) -> None:
         """Kills the processes and drops queued batches. A thread ends after its current batch."""
@@ -421,9 +398,7 @@ class RewardPool:
             else:
                 future.set_result(found)
 
-    def _score(
-        self, scorer: RewardProcess | RewardThread, batch: rewards.Batch, known: rewards.Answers
-    ) -> Scored:
+    def _score(self, scorer: Any, batch: rewards.Batch, known: rewards.Answers) -> Scored:
         """Calls the rewards that apply to a batch sequentially."""
         answers, spent, exchanges = [*known], 0.0, list[Exchange]()
         for number, reward in enumerate(self.rewards.members):
@@ -459,20 +434,10 @@ def _pickled(found: rewards.Rewards) -> bytes | None:
         return pickle.dumps(found)
     settings = tuple(one.settings for one in found.members)
     try:
-        same = [one.function for one in resolve(settings).members]
+        same = [getattr(one.function, "func", one.function) for one in resolve(settings).members]
     except ConfigError:
         return None
-    named = zip(settings, (getattr(one, "func", one) for one in same), functions, strict=True)
+    named = zip(settings, same, functions, strict=True)
     if any(":" in one.name and function is not original for one, function, original in named):
         return None
-    return pickle.dumps(_ByName(settings))
-
-
-class _ByName:
-    """Pickles rewards by name; the other process resolves them."""
-
-    def __init__(self, settings: tuple[RewardSettings, ...]):
-        self._settings = settings
-
-    def __reduce__(self) -> tuple[Callable[..., rewards.Rewards], tuple[Any, ...]]:
-        return resolve, (self._settings,)
+    return pickle.dumps(functools.partial(resolve, settings))  # called in the other process

@@ -236,8 +236,8 @@ def test_what_is_neither_a_folder_nor_a_reachable_repository_is_named(tmp_path):
 def test_only_the_needed_files_come_from_the_hub(tmp_path, monkeypatch):
     asked = {}
 
-    def download(name, revision, allow_patterns, ignore_patterns):
-        asked.update(name=name, revision=revision)
+    def download(name, allow_patterns, ignore_patterns):
+        asked.update(name=name)
         kept = huggingface_hub.utils.filter_repo_objects(
             HUB + NOT_NEEDED, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
         )
@@ -245,8 +245,8 @@ def test_only_the_needed_files_come_from_the_hub(tmp_path, monkeypatch):
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert folder.resolve_folder("owner/model-3.5", "abc") == tmp_path
-    assert asked == {"name": "owner/model-3.5", "revision": "abc", "files": HUB}
+    assert folder.resolve_folder("owner/model-3.5") == tmp_path
+    assert asked == {"name": "owner/model-3.5", "files": HUB}
     folder.resolve_folder("owner/model-3.5", without=("text_encoder_3", "tokenizer_3"))
     assert asked["files"] == [file for file in HUB if not fnmatch(file, "*_3/*")]
 

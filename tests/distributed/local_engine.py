@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any
 from weakref import WeakValueDictionary
 
-from digen_jax.distributed.engine import GROUPS, ProcessDied, Resources
+from digen_jax.distributed.engine import GROUPS, ProcessDied
 
 
 class Stored:
@@ -80,7 +80,7 @@ class LocalEngine:
         self.actors: list[LocalActor] = []
         self.numbers = itertools.count()
 
-    def start(self, kind: type, arguments: Sequence[tuple], resources: Resources) -> list:
+    def start(self, kind: type, arguments: Sequence[tuple], devices: Any = None) -> list:
         made = [LocalActor(kind, given) for given in arguments]
         self.actors += made
         return made
@@ -88,7 +88,7 @@ class LocalEngine:
     def call(self, actor: LocalActor, method: str, *arguments: Any, group: str) -> Future:
         return _then(actor.call(method, arguments, group), lambda value: _sent(value))
 
-    def call_for_tree(self, actor: LocalActor, method: str, *arguments: Any, group: str):
+    def call_pair(self, actor: LocalActor, method: str, *arguments: Any, group: str):
         both = actor.call(method, arguments, group)
         second = _then(both, lambda pair: pickle.dumps(pair[1]))
         return _then(both, lambda pair: _sent(pair[0])), Stored(second)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from digen_jax.config.sections import PlacementSection
-from digen_jax.distributed.engine import LOCAL, ProcessDied, RayEngine, Resources
+from digen_jax.distributed.engine import LOCAL, ProcessDied, RayEngine
 from digen_jax.distributed.launch import check_devices
 from digen_jax.distributed.transfer import TrainerTransfer, unpack
 from digen_jax.distributed.worker_process import CallFailed
@@ -96,7 +96,7 @@ def engine():
 
 @pytest.fixture(scope="module")
 def actor(engine):
-    (made,) = engine.start(Process, [("one",)], Resources())
+    (made,) = engine.start(Process, [("one",)])
     return made
 
 
@@ -130,7 +130,7 @@ def test_an_error_keeps_its_type_and_text(engine, actor, kind):
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_calls_of_a_dead_process_fail(engine, number):
-    (made,) = engine.start(Process, [("lost",)], Resources())
+    (made,) = engine.start(Process, [("lost",)])
     pid = done(engine.call(made, "pid", group="work"))
     waiting = engine.call(made, "wait", group="work")
     os.kill(pid, number)
@@ -144,7 +144,7 @@ def test_calls_of_a_dead_process_fail(engine, number):
 
 
 def test_the_second_of_a_pair_stays_until_it_is_asked_for(engine, actor):
-    size, ref = engine.call_for_tree(actor, "pair", 10**6, group="work")
+    size, ref = engine.call_pair(actor, "pair", 10**6, group="work")
     assert done(size) == 10**6
     found = engine.get(ref)
     assert found[-1] == 10**6 - 1 and not found.flags.writeable

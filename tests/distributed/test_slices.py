@@ -6,7 +6,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
-from digen_jax.distributed.engine import RayEngine, Resources
+from digen_jax.distributed.engine import RayEngine
 from digen_jax.errors import ConfigError
 from tests.distributed.test_nodes import OPEN, nodes  # noqa: F401
 from tests.processes import begin  # noqa: F401
@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="ray not installed"),
 ]
 LONG = 300.0  # seconds in which everything happens
-TPUS = Resources("TPU", 4)
+TPUS = {"TPU": 4}
 
 
 class Process:

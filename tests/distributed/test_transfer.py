@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from digen_jax.distributed.engine import ProcessDied, Resources
+from digen_jax.distributed.engine import ProcessDied
 from digen_jax.distributed.transfer import (
     Mailbox,
     Shares,
@@ -128,7 +128,7 @@ def test_samples_stay_on_their_worker_until_they_are_needed():
 
 def test_the_trainers_other_processes_get_samples_from_the_first_one():
     engine = LocalEngine()
-    (mailbox,) = engine.start(Mailbox, [()], Resources())
+    (mailbox,) = engine.start(Mailbox, [()])
     first, *others = (TrainerTransfer(engine, Shares(mailbox, number, 3)) for number in range(3))
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
@@ -152,7 +152,7 @@ def test_the_trainers_other_processes_get_samples_from_the_first_one():
 def test_weights_of_several_processes_are_gathered_when_they_become_available():
     """Later only the first process is asked for them, and alone it cannot gather."""
     engine = LocalEngine()
-    (mailbox,) = engine.start(Mailbox, [()], Resources())
+    (mailbox,) = engine.start(Mailbox, [()])
     transfer = TrainerTransfer(engine, Shares(mailbox, 0, 2))
     weights = {"x": jnp.arange(3.0)}
     transfer.put(VERSION, weights)
@@ -201,9 +201,7 @@ def test_a_call_that_lacks_a_tree_is_repeated_with_it():
         return jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
     transfer, weights = TrainerTransfer(engine := LocalEngine()), ExactWeightsKey(VERSION)
-    proxy = WorkerProxy(
-        "worker 1", Opened(1, "", 0), engine.start(Process, [()], None), engine, transfer
-    )
+    proxy = WorkerProxy("worker 1", Opened(1, "", 0), engine.start(Process, [()]), engine, transfer)
     transfer.put(weights, {"x": jnp.arange(3.0)})
     assert engine.get(proxy._work("read", weights)) == 3
     transfer.delete(weights)

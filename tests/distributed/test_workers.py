@@ -165,7 +165,7 @@ def test_the_death_of_one_process_is_no_error_of_the_other():
             raise CallFailed("connection closed by peer")
 
     engine = LocalEngine()
-    actors = engine.start(Half, [(0,), (1,)], None)
+    actors = engine.start(Half, [(0,), (1,)])
     proxy = WorkerProxy("rollout 0", Opened(2, "here", 0), actors, engine, TrainerTransfer(engine))
     with ThreadPoolExecutor(1) as thread:
         working = thread.submit(proxy.generate, Chunk(0, 0), WeightsVersion(0))

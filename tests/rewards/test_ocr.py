@@ -56,7 +56,7 @@ def drawn(text, size=256, font="DejaVuSans.ttf", points=40, angle=0.0, noise=0.0
 
 def scores(images, texts, reward=None):
     prompts = [f'a wall with "{text}" on it' for text in texts]
-    return (reward or ocr.ocr())(np.stack(images), prompts, [{}] * len(texts))
+    return (reward or ocr.Ocr())(np.stack(images), prompts, [{}] * len(texts))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -119,7 +119,7 @@ def test_every_prompt_of_flow_grpos_file_has_the_text_that_flow_grpo_takes():
 
 
 def test_known_images_have_the_known_scores():
-    known, reward = ocr.sanity_check(), pickle.loads(pickle.dumps(ocr.ocr()))
+    known, reward = ocr.sanity_check(), pickle.loads(pickle.dumps(ocr.Ocr()))
     found = reward(known.images, known.prompts, known.metadata)
     assert found.dtype == np.float32
     assert np.abs(found - known.expected).max() <= known.tolerance
@@ -144,18 +144,18 @@ def test_a_clip_is_read_too():
 def test_missing_packages_and_invalid_settings_are_refused(monkeypatch):
     monkeypatch.setattr(ocr.importlib.util, "find_spec", lambda name: None if "o" in name else 1)
     with pytest.raises(ConfigError) as error:
-        ocr.ocr()
+        ocr.Ocr()
     assert str(error.value) == (
         "the reward 'ocr' needs rapidocr, onnxruntime: run pip install -r requirements-reward.txt"
     )
     monkeypatch.undo()
     with pytest.raises(ConfigError, match="threads must be 1"):
-        ocr.ocr(threads=0)
+        ocr.Ocr(threads=0)
 
 
 def test_a_prompt_without_quotes_is_refused():
     with pytest.raises(ValueError, match="the prompt 'a wall' quotes no text"):
-        ocr.ocr()(np.zeros((1, 8, 8, 3), np.uint8), ["a wall"], [{}])
+        ocr.Ocr()(np.zeros((1, 8, 8, 3), np.uint8), ["a wall"], [{}])
 
 
 @pytest.mark.slow

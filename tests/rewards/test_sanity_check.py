@@ -90,6 +90,6 @@ def test_an_invalid_check_is_refused(monkeypatch):
     reward.canary = reward.sanity_check
     with pytest.raises(ConfigError, match="'canary' is now named 'sanity_check'"):
         run_sanity_checks(found, found.score)
-    monkeypatch.setitem(built_in.BUILT_IN, "own", built_in.BuiltIn("a:b", "json:nothing"))
+    monkeypatch.setitem(built_in.BUILT_IN, "own", built_in.BuiltIn("json", "loads", "nothing"))
     with pytest.raises(ConfigError, match="module json has no function 'nothing'"):
         run_sanity_checks(found, found.score)

@@ -23,6 +23,5 @@ def server_packages() -> Iterator[None]:
         module = (error.name or "").partition(".")[0]
         if module not in PACKAGES:
             raise
-        raise ConfigError(
-            f"a reward server needs the package {module}: run pip install -r requirements-reward.txt"
-        ) from error
+        needs = f"a reward server needs the package {module}"
+        raise ConfigError(f"{needs}: run pip install -r requirements-reward.txt") from error

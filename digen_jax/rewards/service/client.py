@@ -25,12 +25,10 @@ ANSWER = 2**16, 64  # maximum response size in bytes: base, and per image
 
 
 class RemoteReward:
-    """Reward that is computed by reward servers. Thread-safe.
+    """Reward that is computed by reward servers, such as "http://127.0.0.1:8100". Thread-safe.
 
-    Args:
-      servers: Addresses, such as "http://127.0.0.1:8100".
-      names: Scores required in every answer; other scores are also returned.
-      options: Options of `FailoverClient`.
+    The scores `names` are required in every answer; other scores are also returned. Further options are those of
+    `FailoverClient`.
 
     Raises:
       ConfigError: An address or a number is invalid.
@@ -45,8 +43,7 @@ class RemoteReward:
     def check(self, prompts: Sequence[str] = ()) -> dict[str, Any]:
         """Returns each server's description by address, and adopts the strictest limits.
 
-        Args:
-          prompts: Prompts to be scored. If there are any, unreachable servers are retried.
+        If there are prompts to be scored, unreachable servers are retried.
 
         Raises:
           ConfigError: A server rejects the token or has another version, or none is reachable and there are no prompts.
@@ -66,12 +63,7 @@ class RemoteReward:
         prompts: list[str],
         metadata: list[dict],
     ) -> dict[str, Float32[np.ndarray, "b"]]:
-        """Returns the scores by name.
-
-        Raises:
-          Stopped: Attempts or deadline are exhausted; names the last server, a prompt and the reason.
-          RewardError: A server rejects the request itself.
-        """
+        """Returns the scores by name. Raises like `FailoverClient.post`."""
         pixels = max(1, math.prod(images.shape[1:-1]))
         count = int(max(1, min(self._max_images, self._max_pixels // pixels)))
         found = []
@@ -116,25 +108,29 @@ def _parse_description(url: str, content: bytes) -> dict[str, Any]:
     if not valid:
         raise ConfigError(f"{url} is no reward server: its {REWARDS} has another format")
     if version != VERSION:
-        raise ConfigError(
-            f"reward server {url} has version {version!r} of the format, but this code has version "
-            f"{VERSION}: use the same code"
-        )
+        versions = f"version {version!r} of the format, and this code has version {VERSION}"
+        raise ConfigError(f"reward server {url} has {versions}: use the same code")
     return found
 
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-    """Reward "served". Each scoring process opens connections at its first call.
+    """Reward "served", computed by `launch/reward_server.py`. The variable DIGEN_REWARD_TOKEN is the bearer token.
 
-    The fields are the arguments of `served`.
+    Each scoring process opens connections at its first call.
     """
 
-    servers: tuple[str, ...]
-    score: str
-    attempt: float
-    deadline: float
-    retries: int
+    servers: Sequence[str] = ()  # addresses; the one with the fewest requests in flight is used
+    # Name of the server's score to train on. "" means its only score, or all, to be selected by the section's `weight`.
+    score: str = ""
+    attempt: float = 600.0  # timeout of one attempt, in seconds
+    deadline: float = 1800.0  # timeout of all attempts of a request, in seconds
+    retries: int = 8  # attempts after the first
+
+    def __post_init__(self):
+        """Raises ConfigError if an address is missing or invalid."""
+        given = parse_addresses(self.servers, "reward server", "http://127.0.0.1:8100")
+        object.__setattr__(self, "servers", given)
 
     def __call__(
         self, images: UInt8[np.ndarray, "b ..."], prompts: list[str], metadata: list[dict]
@@ -155,36 +151,7 @@ class Served:
 
 @functools.lru_cache(maxsize=8)
 def _remote(settings: Served) -> RemoteReward:
-    return RemoteReward(
-        settings.servers,
-        (settings.score,) if settings.score else (),
-        token=os.environ.get(TOKEN) or None,
-        attempt=settings.attempt,
-        deadline=settings.deadline,
-        retries=settings.retries,
-        listener=recorder("reward server"),
-    )
-
-
-def served(
-    servers: Sequence[str] = (),
-    score: str = "",
-    attempt: float = 600.0,
-    deadline: float = 1800.0,
-    retries: int = 8,
-) -> Served:
-    """Returns a reward computed by `launch/reward_server.py`; the variable DIGEN_REWARD_TOKEN is the bearer token.
-
-    Args:
-      servers: Addresses, such as "http://127.0.0.1:8100"; the one with the fewest requests in flight is used.
-      score: Name of the server's score to train on. "" means its only score, or all, to be selected by the section's
-        `weight`.
-      attempt: Timeout of one attempt, in seconds.
-      deadline: Timeout of all attempts of a request, in seconds.
-      retries: Attempts after the first.
-
-    Raises:
-      ConfigError: An address is missing or invalid.
-    """
-    given = parse_addresses(servers, "served", "reward server", "http://127.0.0.1:8100")
-    return Served(given, score, attempt, deadline, retries)
+    names = (settings.score,) if settings.score else ()
+    options: dict[str, Any] = dict(attempt=settings.attempt, deadline=settings.deadline)
+    options |= dict(retries=settings.retries, token=os.environ.get(TOKEN) or None)
+    return RemoteReward(settings.servers, names, listener=recorder("reward server"), **options)

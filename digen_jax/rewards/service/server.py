@@ -19,7 +19,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 import uvicorn
@@ -36,15 +36,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from digen_jax.errors import ConfigError
 from digen_jax.rewards.errors import RewardError
 from digen_jax.rewards.pool import RewardHung, RewardProcessDied, RewardTimeout
-from digen_jax.rewards.service import HEALTH, REWARDS, SCORE, TOKEN, VERSION
-from digen_jax.rewards.service.wire import (
-    Limits,
-    Refused,
-    ScoreRequest,
-    boundary_of,
-    decode_request,
-    encode_answer,
-)
+from digen_jax.rewards.service import HEALTH, REWARDS, SCORE, TOKEN, VERSION, wire
+from digen_jax.rewards.service.wire import Limits, Refused, ScoreRequest
 
 Columns = dict[str, Float32[np.ndarray, "b"]]  # scores by name
 
@@ -64,24 +57,10 @@ SPARE = 6 * ACCEPTED  # file descriptors for other purposes
 LATE = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
-class Pool(Protocol):
-    """Interface of `RewardPool` that a server uses."""
-
-    def submit(self, images: np.ndarray, prompts: list[str], metadata: list[dict]) -> Future:
-        """Returns a future `pool.Scored`."""
-        ...
-
-
 class Scorer:
-    """Calls a pool and converts failures to responses.
+    """Calls a `RewardPool`, which should kill calls after `limit` seconds, and converts failures to responses."""
 
-    Args:
-      pool: Pool that scores batches.
-      names: Names of the score columns.
-      limit: Time limit in seconds, after which the pool should kill a call.
-    """
-
-    def __init__(self, pool: Pool, names: tuple[str, ...], limit: float):
+    def __init__(self, pool: Any, names: tuple[str, ...], limit: float):
         self._pool, self.names, self._limit = pool, names, limit
         self.hung = ""  # message, if the reward hangs in a thread of the server
         self.failures = 0  # consecutive
@@ -120,12 +99,9 @@ def reason(error: BaseException) -> str:
 
 
 class Batcher:
-    """Queue that batches requests for scoring. For one event loop.
+    """Queue that batches requests for `score`, which takes images of one size. For one event loop.
 
-    Args:
-      score: Scores images of one size.
-      at_once: Maximum concurrent calls.
-      limits: Limits of a batch and of the queue, in images. Requests are never split.
+    Requests are never split. At most `at_once` calls are in progress.
     """
 
     def __init__(self, score: Callable[..., Awaitable[Columns]], at_once: int, limits: Limits):
@@ -170,10 +146,9 @@ class Batcher:
         left, room = deque[tuple[ScoreRequest, asyncio.Future]](), self._limits.batch
         batch: list[tuple[ScoreRequest, asyncio.Future]] = []
         for one in self._waiting:
-            images = one[0].images
-            fits = not batch or (
-                len(images) <= room and images[0].shape == batch[0][0].images[0].shape
-            )
+            images, first = one[0].images, (batch or [one])[0][0].images
+            same_size = images[0].shape == first[0].shape
+            fits = not batch or (same_size and len(images) <= room)
             (batch if fits else left).append(one)
             room -= len(images) if fits else 0
         self._waiting = left
@@ -199,20 +174,18 @@ class Batcher:
         seconds = time.perf_counter() - start
         self.scored += len(prompts)
         self.seconds += seconds
-        end = 0
         for request, future in batch:
-            start, end = end, end + len(request.prompts)
+            count = len(request.prompts)
+            scores = {name: column[:count] for name, column in columns.items()}
+            columns = {name: column[count:] for name, column in columns.items()}
             if not future.done():
-                scores = {name: column[start:end] for name, column in columns.items()}
                 future.set_result((scores, seconds))
 
 
 class Answers:
     """Deduplicates requests by id: a repeated request waits for, or gets, the first answer.
 
-    Args:
-      seconds: Time to keep an answer.
-      most: Maximum number of kept answers; the oldest are dropped first.
+    Answers are kept for some seconds, and at most `most` of them; the oldest are dropped first.
     """
 
     def __init__(self, seconds: float, most: int, clock: Callable[[], float] = time.monotonic):
@@ -259,7 +232,7 @@ class Service:
     """State and endpoints of a server.
 
     Args:
-      pool: Pool that scores batches.
+      pool: `RewardPool` that scores batches.
       names: Names of the reward's scores.
       at_once: Maximum concurrent calls of the pool.
       limits: Limits of requests.
@@ -268,7 +241,7 @@ class Service:
 
     def __init__(
         self,
-        pool: Pool,
+        pool: Any,
         names: tuple[str, ...],
         at_once: int = 1,
         limits: Limits | None = None,
@@ -292,7 +265,7 @@ class Service:
         if self.scorer.hung:
             raise Refused(504, self.scorer.hung)
         content_type = request.headers.get("content-type", "")
-        boundary_of(content_type)
+        wire.boundary_of(content_type)
         if request.headers.get("content-encoding", "identity") != "identity":
             raise Refused(415, "the body must not be compressed")
         length = request.headers.get("content-length", str(self.limits.body))
@@ -301,12 +274,13 @@ class Service:
         with self._memory(int(length)):
             body = b"".join([chunk async for chunk in request.stream()])
             async with self._decoding:
-                found = await asyncio.to_thread(decode_request, content_type, body, self.limits)
-            del body
+                given = content_type, body, self.limits
+                found = await asyncio.to_thread(wire.decode_request, *given)
+            del body, given
         with self._memory(found.images.nbytes):
             answer = functools.partial(self.batcher, found)
             (scores, seconds), _ = await self.answers.once(found.id, found.digest, answer)
-        return Response(encode_answer(scores, seconds), media_type="application/json")
+        return Response(wire.encode_answer(scores, seconds), media_type="application/json")
 
     async def health(self, request: Request) -> Response:
         """Handles `GET /health`."""
@@ -463,9 +437,7 @@ class LimitedProtocol(H11Protocol):
 class Server(uvicorn.Server):
     """Server that finishes accepted requests after SIGTERM or Ctrl-C. A second signal exits immediately."""
 
-    def __init__(self, config: uvicorn.Config, service: Service):
-        super().__init__(config)
-        self._service = service
+    service: Service
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Starts accepting connections; see `BACKLOG`."""
@@ -475,7 +447,7 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         """Rejects new requests. Unlike uvicorn, does not re-raise the signal, so the exit code is 0."""
-        self._service.stopping = True
+        self.service.stopping = True
         self.force_exit = self.should_exit
         self.should_exit = True
 
@@ -496,24 +468,15 @@ def listen(host: str, port: int, token: str | None = None) -> socket.socket:
             f"--host={host} --port={port} cannot be used ({error.strerror or error}): choose others"
         ) from error
     if not ipaddress.ip_address(address[0]).is_loopback and not token:
-        print(
-            f"warning: --host={host} is open to the network, and there is no token: set {TOKEN}",
-            file=sys.stderr,
-            flush=True,
-        )
+        text = f"warning: --host={host} is open to the network, and there is no token: set {TOKEN}"
+        print(text, file=sys.stderr, flush=True)
     return listener
 
 
-def serve(
-    service: Service, listener: socket.socket, dry_run: Callable[[], Any], patience: float
-) -> None:
-    """Serves until a signal, then finishes accepted requests.
+def serve(service: Service, listener: socket.socket, dry_run: Any, patience: float) -> None:
+    """Serves on a listening socket until a signal, then finishes accepted requests for at most `patience` seconds.
 
-    Args:
-      service: Service to run.
-      listener: See `listen`.
-      dry_run: Checks the reward, in a thread. Requests are rejected until it returns.
-      patience: Shutdown timeout in seconds, after which pending requests are dropped.
+    `dry_run` checks the reward, in a thread. Requests are rejected until it returns.
 
     Raises:
       ConfigError: The process may open too few files for the connections.
@@ -524,9 +487,8 @@ def serve(
         descriptors = sys.maxsize
     needed = len(os.listdir("/dev/fd")) + SPARE
     if descriptors <= needed:
-        raise ConfigError(
-            f"this process may open {descriptors} files: allow more than {needed} (ulimit -n)"
-        )
+        may = f"this process may open {descriptors} files"
+        raise ConfigError(f"{may}: allow more than {needed} (ulimit -n)")
     config = uvicorn.Config(
         make_app(service),
         http=LimitedProtocol,
@@ -540,13 +502,13 @@ def serve(
         timeout_keep_alive=IDLE,
         timeout_graceful_shutdown=max(1, round(patience)),
     )
-    asyncio.run(_serve(Server(config, service), service, listener, dry_run))
+    server = Server(config)
+    server.service = service
+    asyncio.run(_serve(server, listener, dry_run))
 
 
-async def _serve(
-    server: Server, service: Service, listener: socket.socket, dry_run: Callable[[], Any]
-) -> None:
-    future: Future = Future()
+async def _serve(server: Server, listener: socket.socket, dry_run: Callable[[], Any]) -> None:
+    service, future = server.service, Future[Any]()
 
     def work() -> None:
         try:

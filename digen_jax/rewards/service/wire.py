@@ -34,12 +34,9 @@ SCANS = 64
 
 
 class Refused(ValueError):
-    """Raised for a rejected request. The message is sent to the client, so it must not contain secrets.
+    """Raised for a rejected request, with an HTTP status 4xx or 5xx.
 
-    Args:
-      status: HTTP status, 4xx or 5xx.
-      message: Error message.
-      after: Seconds after which the client may retry, if it may.
+    The message is sent to the client, so it must not contain secrets. The client may retry `after` some seconds.
     """
 
     def __init__(self, status: int, message: str, after: float | None = None):
@@ -69,9 +66,7 @@ class Limits:
     queue: int = _limit(1024, "Images that wait to be scored.")
     memory: int = _limit(1024 * MIB, "Bytes of all requests that are read or wait.")
     connections: int = _limit(512, "Open connections.")
-    remembered: float = _limit(
-        600.0, "Seconds in which a repeated request gets its first answer again."
-    )
+    remembered: float = _limit(600.0, "Seconds in which a repeated request gets its first answer.")
     answers: int = _limit(4096, "Answers that are remembered.")
 
     def check(self) -> None:
@@ -81,9 +76,8 @@ class Limits:
             most = 86400 if field.type is float else math.inf
             check_range(f"--{field.name}", getattr(self, field.name), least, most)
         if self.memory < (least := max(self.body, 3 * self.pixels)):
-            raise ConfigError(
-                f"--memory={self.memory} must hold one request: {least} bytes by --body and --pixels"
-            )
+            one = f"one request: {least} bytes by --body and --pixels"
+            raise ConfigError(f"--memory={self.memory} must hold {one}")
         if self.queue < self.images:
             raise ConfigError(f"--queue={self.queue} must be at least --images={self.images}")
 
@@ -99,11 +93,7 @@ class ScoreRequest(NamedTuple):
 
 
 class Malformed(ValueError):
-    """Raised for an answer without one finite score per image; the message continues "an answer that".
-
-    Args:
-      image: Index of the affected image.
-    """
+    """Raised for an answer without a finite score of `image`; the message continues "an answer that"."""
 
     def __init__(self, message: str, image: int = 0):
         super().__init__(message)
@@ -140,11 +130,7 @@ def encode_request(
 
 
 def decode_request(content_type: str, body: bytes, limits: Limits) -> ScoreRequest:
-    """Decodes and validates a request.
-
-    Raises:
-      Refused: The request is malformed, or exceeds the limits.
-    """
+    """Decodes and validates a request. Raises Refused if it is malformed, or exceeds the limits."""
     parts = _decode_parts(content_type, body, 1 + limits.images)
     if unknown := sorted(parts.keys() - {"request", "images", "image"}):
         raise Refused(400, f"unknown part {unknown[0][:80]!r}: send request, and images or image")
@@ -153,11 +139,8 @@ def decode_request(content_type: str, body: bytes, limits: Limits) -> ScoreReque
     if len(parts["images"]) > 1 or bool(parts["images"]) == bool(parts["image"]):
         raise Refused(400, "there must be one part named images, or parts named image")
     id, prompts, metadata = _decode_text(parts["request"][0], limits)
-    images = (
-        _decode_tensor(parts["images"][0], limits)
-        if parts["images"]
-        else _decode_images(parts["image"], limits)
-    )
+    file = parts["images"]
+    images = _decode_tensor(file[0], limits) if file else _decode_images(parts["image"], limits)
     if len(images) != len(prompts):
         raise Refused(422, f"there are {len(images)} images for {len(prompts)} prompts")
     digest = hashlib.blake2b(digest_size=16)
@@ -197,11 +180,10 @@ def _decode_parts(content_type: str, body: bytes, most: int) -> dict[str, list[b
         parts[(part.field_name or b"").decode("utf-8", "replace")].append(content or b"")
 
     boundary = boundary_of(content_type)
+    calls = add, add, lambda: ended.append(True)
     config = {"MAX_MEMORY_FILE_SIZE": math.inf}  # no temporary files
     try:
-        parser = FormParser(
-            "multipart/form-data", add, add, lambda: ended.append(True), boundary, config=config
-        )
+        parser = FormParser("multipart/form-data", *calls, boundary, config=config)
         parser.write(body)
         parser.finalize()
     except FormParserError as error:
@@ -211,9 +193,7 @@ def _decode_parts(content_type: str, body: bytes, most: int) -> dict[str, list[b
     return parts
 
 
-def _decode_text(
-    content: bytes, limits: Limits
-) -> tuple[str | None, list[str], list[dict[str, Any]]]:
+def _decode_text(content: bytes, limits: Limits) -> tuple[str | None, list[str], list[dict]]:
     """Decodes (id, prompts, metadata) of a request's JSON."""
     if len(content) > limits.text:
         raise Refused(413, f"prompts and metadata have more than {limits.text} bytes")
@@ -276,9 +256,7 @@ def _decode_tensor(
         raise Refused(422, "the tensor's shape must be [b, h, w, 3], or [b, t, h, w, 3] for clips")
     count, *frames, height, width, _ = images.shape
     if count > limits.images or max(frames, default=1) > limits.frames:
-        raise Refused(
-            413, f"at most {limits.images} images or clips, of at most {limits.frames} frames"
-        )
+        raise Refused(413, f"at most {limits.images} images or clips of {limits.frames} frames")
     if max(height, width) > limits.side:
         raise Refused(413, f"a side may have {limits.side} pixels")
     if images.size // 3 > limits.pixels:
@@ -352,16 +330,7 @@ def encode_answer(scores: Mapping[str, Float32[np.ndarray, "b"]], seconds: float
 def decode_answer(
     content: bytes, count: int, names: Sequence[str] = ()
 ) -> dict[str, Float32[np.ndarray, "b"]]:
-    """Decodes the scores by name.
-
-    Args:
-      content: Content of an answer with status 200.
-      count: Number of images.
-      names: Required scores.
-
-    Raises:
-      Malformed: There is not one finite score per image.
-    """
+    """Decodes the scores by name of an answer for `count` images. Raises Malformed if it lacks one of `names`."""
     try:
         answer = json.loads(content)
         scores, seconds = answer["scores"], float(answer["seconds"])
@@ -384,7 +353,6 @@ def _decode_column(name: str, values: Any, count: int) -> Float32[np.ndarray, "b
             column = np.array(values, np.float64).astype(np.float32)
         except OverflowError:
             column = np.full(count, np.inf, np.float32)
-    if not np.isfinite(column).all():
-        i = int(np.argmin(np.isfinite(column)))
-        raise Malformed(f"has the score {name!r} {values[i]} for image {i}", i)
+    for i in np.flatnonzero(~np.isfinite(column)):
+        raise Malformed(f"has the score {name!r} {values[i]} for image {i}", int(i))
     return column

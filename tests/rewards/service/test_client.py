@@ -12,7 +12,7 @@ from digen_jax.process.shutdown import Stopped
 from digen_jax.rewards.errors import RewardError
 from digen_jax.rewards.http_client import Servers, retry_after
 from digen_jax.rewards.service import server_packages
-from digen_jax.rewards.service.client import RemoteReward, _remote, served
+from digen_jax.rewards.service.client import RemoteReward, Served, _remote
 from digen_jax.rewards.service.wire import Limits, decode_request, encode_answer
 from tests.rewards.service.helpers import means, random_images
 
@@ -364,7 +364,7 @@ def test_invalid_numbers_are_refused():
 def test_the_reward_served_uses_its_settings(monkeypatch):
     """`test_serving` uses a real server."""
     monkeypatch.setenv("DIGEN_REWARD_TOKEN", "secret")
-    reward = served(servers=f"{A}/v1", attempt=3.0, deadline=4.0, retries=0)
+    reward = Served(servers=f"{A}/v1", attempt=3.0, deadline=4.0, retries=0)
     client, sent = _remote(reward), []
 
     def unreachable(request):
