@@ -284,10 +284,6 @@ def _reward(section: ConfigDict) -> RewardSettings:
 def check_machine(config: TrainConfig, devices: int) -> None:
     """Refuses inputs that are missing on this machine, and meshes that its devices cannot form.
 
-    Args:
-      config: Config with mesh sizes, whose fields can be combined.
-      devices: Number of devices.
-
     Raises:
       ConfigError: One message for each error that can be found at once.
     """
@@ -318,9 +314,8 @@ def check_inputs(config: TrainConfig) -> None:
         for name, value in given.items():
             with one():
                 if not value:
-                    raise ConfigError(
-                        f"config.{name} is not given: add --config.{name}=... to the command"
-                    )
+                    add = f"add --config.{name}=... to the command"
+                    raise ConfigError(f"config.{name} is not given: {add}")
         with one(), blame("", (ConfigError,)):
             resolve(config.rewards)
         for name, paths in files.items():
@@ -337,19 +332,14 @@ def _check_installed(config: TrainConfig) -> None:
         for name in config.trackers:
             with one():
                 if importlib.util.find_spec(name) is None:
-                    raise ConfigError(
-                        f"config.{name}.project needs {name}, which is not installed: run pip install {name}, or "
-                        "set the field to ''"
-                    )
+                    change = f"run pip install {name}, or set the field to ''"
+                    raise ConfigError(f"config.{name}.project needs the package {name}: {change}")
 
 
 def check_named(path: str, rewards: Sequence[RewardSettings], training: bool) -> None:
     """Refuses a prompt file with records that name unknown rewards.
 
-    Args:
-      path: Path of the file.
-      rewards: Rewards of the config.
-      training: Whether to refuse prompts whose rewards all have weight 0.
+    If `training`, also refuses prompts whose rewards all have weight 0.
 
     Raises:
       ValueError: Names the line, and what to change; see also `numbered_records`.
@@ -365,18 +355,14 @@ def check_named(path: str, rewards: Sequence[RewardSettings], training: bool) ->
 
 def _check_record(named: Any, weighed: dict[str, bool], training: bool) -> None:
     if not (isinstance(named, list) and named and all(isinstance(one, str) for one in named)):
-        raise ValueError(
-            f'"rewards" must be a list of the names of rewards, not {json.dumps(named)}; leave it out where all '
-            "rewards apply"
-        )
+        must = f'"rewards" must be a list of the names of rewards, not {json.dumps(named)}'
+        raise ValueError(f"{must}; leave it out if all rewards apply")
     for one in named:
         if one not in weighed:
             close = difflib.get_close_matches(one, weighed, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else ""
-            raise ValueError(
-                f'"rewards" names {one!r}, but config.rewards has {", ".join(map(repr, weighed)) or "none"}; '
-                f"{hint or 'add it there, or take it out here'}"
-            )
+            hint = f"did you mean {close[0]!r}?" if close else "add it there, or take it out here"
+            known = ", ".join(map(repr, weighed)) or "none"
+            raise ValueError(f'"rewards" names {one!r}, but config.rewards has {known}; {hint}')
     if training and not any(weighed[one] for one in named):
         raise ValueError(
             f'"rewards" names only {", ".join(map(repr, named))} with a weight of 0: the prompt trains nothing'
