@@ -43,7 +43,9 @@ class FieldError(ConfigError):
 
 
 @contextlib.contextmanager
-def blame(field: str, errors: tuple[type, ...] = (ValueError, OSError)) -> Iterator[None]:
+def blame(
+    field: str, errors: tuple[type[Exception], ...] = (ValueError, OSError)
+) -> Iterator[None]:
     """Prefixes error messages in a block with the config field that they concern."""
     try:
         yield

@@ -100,9 +100,9 @@ def read_parts(
     dtype: str = "float32",
 ) -> Params:
     """Reads the parameters of some components directly onto a mesh with the mesh's sharding rules, as `dtype`."""
-    shardings, dtype = group.params(family.shapes()), jnp.dtype(dtype)
+    shardings, kind = group.params(family.shapes()), jnp.dtype(dtype)
     with during("the reading of the model's weights"):
-        return {part: family.read(folder, part, shardings[part], dtype) for part in parts}
+        return {part: family.read(folder, part, shardings[part], kind) for part in parts}
 
 
 def read_frozen(family: Family, folder: pathlib.Path, group: DeviceGroup) -> Params:

@@ -239,9 +239,9 @@ def precompute_all(config: TrainConfig) -> None:
             raise ConfigError(f"config.{name} is not given: add --config.{name}=... to the command")
     found = prepare(config, devices, lambda: reached(config))
     if found is None:
-        given = config.prompts.encoding
+        encoding = config.prompts.encoding
         raise ConfigError(
-            f"config.prompts.encoding = {given!r} has this model's text encoders run in each step: set it to "
+            f"config.prompts.encoding = {encoding!r} has this model's text encoders run in each step: set it to "
             "'precomputed' here and in training"
         )
     found.run()

@@ -359,8 +359,8 @@ def read_initial_lora(
     path = pathlib.Path(name)
     opened = open_lora(path if path.is_file() else resolve_folder(name), templates, lists)
     targets = adapted_layers(templates, config.targets, lists)
-    for file in opened.values():
-        _check_settings(file, config)
+    for one in opened.values():
+        _check_settings(one, config)
     file = next(iter(opened.values())).file
     for part in templates:
         own, matched = opened[part].layers if part in opened else set(), targets.get(part, set())

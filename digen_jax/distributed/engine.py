@@ -258,8 +258,8 @@ class RayEngine:
         self._ray.kill(actor, no_restart=True)
         with self._lock:
             free = self._free.pop(actor, None)
-            last = free is not None and free not in self._free.values()
-        if last:
+            last = free not in self._free.values()
+        if free is not None and last:
             free()
 
     def close(self) -> None:

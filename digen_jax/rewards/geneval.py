@@ -201,4 +201,4 @@ class GenEval:
 def _detector(*settings: Any) -> Detector:
     from digen_jax.rewards.mask2former import Mask2FormerDetector
 
-    return Mask2FormerDetector(*settings, THRESHOLD)
+    return Mask2FormerDetector(*(*settings, THRESHOLD))
