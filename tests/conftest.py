@@ -92,7 +92,6 @@ LONGEST = (
     "planning/test_memory.py",
     "planning/test_estimate.py",
     "examples/test_pretrain.py",
-    "run/test_stopping.py",
     "run/test_hosts.py",
 )
 

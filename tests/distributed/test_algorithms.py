@@ -4,7 +4,6 @@ They are the same bits where the order of sums is the same, and where each image
 """
 
 import runpy
-import threading
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +15,7 @@ from digen_jax.parallel.accumulate import apply_global_std
 from digen_jax.parallel.trainer import Trainer
 from digen_jax.rewards import alone
 from digen_jax.rewards.pool import RewardPool
-from digen_jax.runtime.sampling import SamplingExecutor
-from digen_jax.scheduling.commands import TRAINER, Generate, Train, Update
+from digen_jax.scheduling.commands import Generate, Update
 from tests.distributed import driving
 from tests.parallel import toy
 from tests.pipelines import ROOT
@@ -159,36 +157,6 @@ def test_with_asynchrony_the_log_of_a_run_is_that_of_one_process(name, fields):
     assert max(metrics["policy_lag"] for metrics in found[2]) > 0
     expected = run(toy.drive, system, c)[0], replayed(system, c, found[3])
     assert_same(found, expected)
-
-
-@pytest.mark.slow
-def test_a_trainer_that_generates_beside_meshes_apart():
-    c = config("flow_grpo", ((1, 1), (1, 2), 1, True), runtime__tag_weights="resharded")
-    c.sampler.chunk = c.trainer.micro_batch = 4
-    system = toy.system(c, 3)
-    expected, found = run(toy.drive, system, c), run(driving.drive, system, c)
-    assert_same(found, expected, rounding=1e-5)  # who makes which image is chance
-    assert makers(found[3]) == {"rollout 0", TRAINER}
-    assert sum(metrics["tag_share"] for metrics in found[2]) > 0
-
-
-@pytest.mark.slow
-def test_groups_that_are_trained_before_they_are_complete(monkeypatch):
-    real = SamplingExecutor.generate
-
-    def generate(executor, chunk, version):
-        real(executor, chunk, version)
-        if chunk.index % 2 == 0:  # the first halves come after the second ones
-            threading.Event().wait(0.05)
-
-    monkeypatch.setattr(SamplingExecutor, "generate", generate)
-    early = dict(runtime__max_incomplete_groups=2, algorithm__old_log_probs="current")
-    c = config("flow_grpo", TWO, advantages__std="global", **early)
-    c.trainer.updates, c.sampler.chunk, c.trainer.micro_batch = 1, 2, 2
-    system = toy.system(c, 3)
-    expected, found = run(toy.drive, system, c), run(driving.drive, system, c)
-    assert_same(found, expected, rounding=1e-5)
-    assert any(command.early for command in found[3] if isinstance(command, Train))
 
 
 @pytest.mark.slow

@@ -1,9 +1,13 @@
-"""Files that must be the same on all nodes."""
+"""What is refused before a run on a cluster begins: other files on other nodes, and configs and clusters."""
+
+import sys
+from types import SimpleNamespace
 
 import pytest
 from ml_collections import ConfigDict
 
 from digen_jax.config.load import read_config
+from digen_jax.distributed.engine import RayEngine
 from digen_jax.distributed.launch import TrainerPart, check, check_part
 from digen_jax.distributed.worker_process import PACKAGE, check_same, fingerprints
 from digen_jax.errors import ConfigError
@@ -69,3 +73,20 @@ def test_what_only_ray_runs_is_refused_without_it(tmp_path):
     config.placement = ConfigDict(dict(rollout=dict(data=2, fsdp=1, hosts=2)))
     with pytest.raises(ConfigError, match=r"rollout\.hosts"):
         check_without_ray(read_config(config), {})
+
+
+def test_a_missing_ray_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r"--ray=local .*requirements-ray\.txt"):
+        RayEngine("local")
+
+
+def test_a_cluster_of_several_hosts_needs_a_token(monkeypatch):
+    util = SimpleNamespace(get_node_ip_address=lambda: "here")
+    engine = SimpleNamespace(nodes=[("here", {}), ("there", {})], _ray=SimpleNamespace(util=util))
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    with pytest.raises(ConfigError, match="--ray_open"):
+        RayEngine.check_secure(engine, "here:1", False)
+    RayEngine.check_secure(engine, "here:1", True)
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    RayEngine.check_secure(engine, "here:1", False)

@@ -103,11 +103,3 @@ def test_a_worker_moves_when_its_node_dies_and_the_death_of_the_head_ends_all(
     ends(process, STOPPED)
     assert len(metrics(nodes.run.workdir)) == 4
     assert_same_steps(nodes.run.workdir, unbroken, 3)
-
-
-def test_a_cluster_of_several_hosts_needs_a_token(nodes):
-    nodes.variables |= OPEN
-    nodes.add("--num-cpus=0")
-    nodes.add("--num-cpus=0", "--node-ip-address=127.0.0.2")
-    code, errors = nodes.begin(**OPEN).ends(LONG)
-    assert code == 2 and "--ray_open" in errors and "Traceback" not in errors

@@ -94,6 +94,11 @@ def engine():
         found.close()
 
 
+def test_a_cluster_that_does_not_answer_is_refused():
+    with pytest.raises(ConfigError, match=r"--ray=127\.0\.0\.1:1"):
+        RayEngine("127.0.0.1:1")
+
+
 @pytest.fixture(scope="module")
 def actor(engine):
     (made,) = engine.start(Process, [("one",)])

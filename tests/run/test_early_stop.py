@@ -65,19 +65,13 @@ def both(tmp_path, **fields):
     return config(tmp_path, rewards=rewards, evaluation__every=1, images__every=9, **fields)
 
 
-@pytest.mark.parametrize(
-    ("fields", "field"),
-    [
-        (dict(stopping__reward="pick"), r"config\.stopping\.reward"),
-        (dict(stopping__margin=-1.0), r"config\.stopping\.margin"),
-        (dict(stopping__evaluations=0), r"config\.stopping\.evaluations"),
-    ],
-)
-def test_what_cannot_be_watched_is_refused(tmp_path, fields, field):
-    with pytest.raises(ConfigError, match=field):
-        load_config(both(tmp_path, **fields))
-    with pytest.raises(ConfigError, match="is the only reward, which is trained: add one"):
-        load_config(config(tmp_path, stopping__reward=TRAINED))
+def test_what_cannot_be_watched_is_refused(tmp_path):
+    for refused in (
+        both(tmp_path, stopping__reward="pick"),
+        config(tmp_path, stopping__reward=TRAINED),
+    ):
+        with pytest.raises(ConfigError, match=r"config\.stopping\.reward"):
+            load_config(refused)
     load_config(both(tmp_path, stopping__reward=WATCHED))
 
 

@@ -71,10 +71,21 @@ def test_a_process_that_follows_ends_with_the_same_bits(
     assert saved(tmp_path / "other") == saved(tmp_path / "first")
 
 
-def test_another_config_is_answered(tmp_path, monkeypatch, train, announced):  # noqa: F811
+@pytest.mark.parametrize(("steps", "seen", "named"), [(2, True, "config"), (1, False, "--workdir")])
+def test_another_config_or_workdir_is_answered(
+    tmp_path,
+    monkeypatch,
+    train,  # noqa: F811
+    announced,
+    steps,
+    seen,
+    named,
+):
     assert train("first", config(tmp_path, steps=1)) is None
     shutil.copytree(tmp_path / "first", tmp_path / "other")
-    end = json.dumps(["end", pack(("another config", None))])
-    other = load_config(config(tmp_path, steps=2))
+    if not seen:
+        (tmp_path / "other" / ".lock").unlink()
+    end = json.dumps(["end", pack(("refused", None))])
+    other = load_config(config(tmp_path, steps=steps))
     found, (answer,) = follow(monkeypatch, other, tmp_path / "other", [announced[0], end])
-    assert found == ("another config", None) and "config" in answer
+    assert found == ("refused", None) and named in answer

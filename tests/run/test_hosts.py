@@ -2,7 +2,6 @@
 
 import pathlib
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -44,13 +43,8 @@ def without_gloo(said: str) -> str:
     return "".join(x for x in lines if not re.search(r"Gloo|peer ranks|^\s*\d*\s*$", x))
 
 
-def together(
-    folder: pathlib.Path, command: list[str | pathlib.Path], event: str = "-1 0 0", apart=False
-):
-    """A command in two processes of two devices each: [(exit code, stdout, stderr), ...].
-
-    Both are started in the folder, or, if `apart`, in folders of their own there.
-    """
+def together(folder: pathlib.Path, command: list[str | pathlib.Path], event: str = "-1 0 0"):
+    """A command in two processes of two devices each: [(exit code, stdout, stderr), ...]."""
     port = free_port()
     begun = [
         subprocess.Popen(
@@ -58,7 +52,7 @@ def together(
                 *(sys.executable, *command),
                 *(f"--coordinator=127.0.0.1:{port}", "--processes=2", f"--process={process}"),
             ],
-            cwd=folder / str(process) if apart else folder,
+            cwd=folder,
             env=environment(
                 2,
                 TOLD=event,
@@ -153,16 +147,3 @@ def test_two_processes_killed_stopped_and_continued_train_as_one_does(folder, un
     for shown in ("after.npz", "before.npz"):
         images = [np.load(folder / one / "pictures" / shown)["images"] for one in ("two", "one")]
         assert np.abs(np.subtract(*images, dtype=np.int32)).max() <= 1
-
-
-@pytest.mark.slow
-def test_processes_that_see_other_workdirs_are_refused(folder):
-    for process in range(2):
-        (folder / str(process)).mkdir()
-        shutil.copy(folder / "prompts.jsonl", folder / str(process))
-    said = together(folder, toy_run("mine"), apart=True)
-    for code, _, errors in said:
-        assert code == 2 and "Traceback" not in errors, said
-        assert (
-            "mine here is not the folder of the first process" in errors and "--workdir" in errors
-        )

@@ -6,7 +6,6 @@ import pathlib
 import re
 import shutil
 import subprocess
-import threading
 from types import SimpleNamespace
 
 import jax
@@ -71,15 +70,6 @@ def test_a_run_goes_on_with_other_meshes_and_cuts_to_the_same_result(tmp_path, t
     found = moves(tmp_path / "broken")
     off = sum(np.sum(np.square(found[leaf] - expected[leaf])) for leaf in expected)
     assert 0 < np.sqrt(off) < 1e-4 * norm
-
-
-def test_a_layout_is_what_costs_depend_on(tmp_path):
-    def layout(**fields):
-        return toy.opened(config(tmp_path, **fields)).layout
-
-    assert layout() == layout(placement__cpu_devices=3, steps=9)
-    for fields in ({"sampler__chunk": 4}, toy.meshes((0, 1), (1, 1, 2)), {"trainer__pack": 2}):
-        assert layout() != layout(**fields)
 
 
 def test_work_in_flight_of_two_workers_is_continued_by_others(tmp_path, train):
@@ -194,31 +184,6 @@ def test_a_full_disk_costs_no_step_and_the_same_command_continues(
     assert not list(run.rglob("*unfinished*")) and not list(run.rglob("room*"))
 
 
-@pytest.mark.slow
-def test_a_disk_that_fills_during_a_save_is_reported_with_advice(
-    tmp_path, train, small_disk, monkeypatch
-):
-    """Then no space is reserved for what the run still writes at its end."""
-    c = config(tmp_path, steps=4, checkpoint__every=1, **RARELY)
-    save, filling = checkpointer.Checkpointer.save, threading.Timer(0.02, fill, (small_disk,))
-
-    def saved_late(self, step, *rest):
-        if step == 2 and filling.ident is None:  # a failed save is repeated at the run's end
-            filling.start()
-        save(self, step, *rest)
-
-    monkeypatch.setattr(checkpointer.Checkpointer, "save", saved_late)
-    with pytest.raises(SaveFailed, match="free some space, and the same command continues"):
-        train("disk/run", c)
-    filling.join()  # while it writes, the file takes space without a name, too
-    (small_disk / "ballast").unlink()
-    monkeypatch.undo()
-    assert train("disk/run", c) is None
-    assert [line["step"] for line in read_metrics(small_disk / "run" / "metrics.jsonl")] == [
-        *range(5)
-    ]
-
-
 def test_a_disk_that_is_full_before_the_start_is_reported(tmp_path, train, small_disk):
     fill(small_disk)
     for workdir in ("disk/run", "disk"):
@@ -252,16 +217,6 @@ def test_a_run_whose_workdir_is_moved_stops_and_continues_at_its_new_place(tmp_p
     assert not (run / "metrics.jsonl").exists() and not list(run.glob("checkpoints/*"))
     assert train("moved", c) is None
     assert [line["step"] for line in read_metrics(moved / "metrics.jsonl")] == [*range(5)]
-
-
-def test_a_run_whose_workdir_is_deleted_stops(tmp_path, train):
-    def delete(scores):
-        shutil.rmtree(tmp_path / "run")
-        return scores
-
-    with pytest.raises(Stopped):
-        train("run", config(tmp_path, checkpoint__every=1, **RARELY), at(3, delete))
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_what_orbax_says_of_a_failed_save_beside_its_error_is_not_shown(caplog, monkeypatch):

@@ -1,6 +1,5 @@
 """Whole runs: real processes with a tiny pipeline, stopped at various moments; then runs of the toy family."""
 
-import itertools
 import json
 import math
 import os
@@ -76,18 +75,18 @@ def get_config():
     c.steps = 6
     return c
 """
-# The environment says what happens and when: a signal in a step's reward, or kill -9 at a rename or an opened file of
-# some name.
+# The environment names an event and its time: a step whose reward hangs, or kill -9 at the rename of a file.
 REWARD = """
-import atexit, os, signal, sys
+import atexit, os, signal, sys, time
 
 EVENT, _, WHEN = os.environ.get("EVENT", "").partition(" ")
 
 def mean(images, prompts, metadata):
     scores = (images[..., 2].mean((1, 2)) - images[..., 0].mean((1, 2))) / 255
     step = metadata[0].get("serial", -2) // 2 + 1  # 0 in an evaluation
-    if str(step) == WHEN:
-        os.kill(os.getpid(), getattr(signal, EVENT))
+    if (EVENT, WHEN) == ("hang", str(step)):
+        print("it hangs", flush=True)
+        time.sleep(600)
     return scores
 
 def watch(event, arguments):
@@ -111,19 +110,23 @@ def folder(tmp_path_factory) -> pathlib.Path:
     return folder
 
 
-def launch(folder: pathlib.Path, *command: str, event: str = ""):
-    """Runs a command to its end: (exit code, all output)."""
+def started(folder: pathlib.Path, *command: str, event: str = "") -> subprocess.Popen:
     variables = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
+    return subprocess.Popen(
         [sys.executable, *command],
         cwd=folder,
         env=environment(4, EVENT=event, **variables),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        check=False,
     )
-    return done.returncode, done.stdout
+
+
+def launch(folder: pathlib.Path, *command: str, event: str = ""):
+    """Runs a command to its end: (exit code, all output)."""
+    with started(folder, *command, event=event) as process:
+        output, _ = process.communicate()
+    return process.returncode, output
 
 
 def saved(workdir: pathlib.Path) -> list[str]:
@@ -199,6 +202,9 @@ def test_a_run_trains_and_shows_its_results(unbroken):
         "timeline.json",
     ):
         assert named in said and (workdir / named).stat().st_size > 0
+    events = json.loads((workdir / "timeline.json").read_text())
+    rows = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert rows == {"rollout 0", "trainer", "reward", "sync rollout 0", "deliver rollout 0"}
     status = describe(workdir, read_status(workdir), None, time.time())
     assert "6 of 6 steps are done" in status and "which has finished its steps" in status
 
@@ -211,26 +217,6 @@ def test_what_devices_wait_for_most_is_said_with_what_to_change():
         advice_on_waits(line | {"utilisation": 0.9}) == advice_on_waits({"utilisation": 1.0}) == ""
     )
     assert set(ADVICE) == {*CAUSES} - {"end"}
-
-
-def test_the_timeline_shows_every_worker_without_a_gap_in_its_order(unbroken):
-    events = json.loads((unbroken[0] / "timeline.json").read_text())
-    rows = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    transfers = {"sync rollout 0", "deliver rollout 0"}
-    assert set(rows.values()) == {"rollout 0", "trainer", "reward"} | transfers
-    done = {}
-    for event in events:
-        if event["ph"] == "X":
-            done.setdefault(rows[event["tid"]], []).append(event)
-    assert [e["name"] for e in done["trainer"] if e["cat"] == "work"] == ["train", "update"] * 6
-    names = [e["name"] for e in done["rollout 0"] if e["cat"] == "work" and e["name"] != "evaluate"]
-    assert names[:18] == ["encode", "generate", "decode"] * 6
-    assert [e["name"] for e in done["rollout 0"]].count(
-        "evaluate"
-    ) == 8  # four are generated and decoded
-    for row in ("trainer", "rollout 0"):
-        spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in done[row] if e["cat"] == "work")
-        assert all(end <= start + 1000 for (_, end), (start, _) in itertools.pairwise(spans))
 
 
 @pytest.mark.slow
@@ -247,6 +233,19 @@ def test_killed_while_it_saves_a_run_equals_an_unbroken_one(folder):
     assert (code, "continuing after step 2" in said) == (0, True)
     assert launch(folder, *command, "--workdir=whole")[0] == 0
     assert_same_run(workdir, folder / "whole")
+
+
+@pytest.mark.slow
+def test_the_second_signal_ends_a_run_in_which_a_reward_hangs(folder):
+    options = "--config=toy.py", "--workdir=hangs", "--config.runtime.deadline=0"
+    with started(folder, "-m", "tests.run.toy_process", *options, event="hang 1") as process:
+        lines = iter(process.stdout.readline, "")
+        assert any(line.startswith("it hangs") for line in lines)
+        process.send_signal(signal.SIGINT)
+        assert any(line.startswith("Finishing this step") for line in lines)
+        process.send_signal(signal.SIGINT)
+        assert any(line.startswith("Exiting now") for line in lines)
+    assert process.returncode == 128 + signal.SIGINT
 
 
 def test_training_imports_no_torch_and_no_tensorflow(unbroken):
@@ -385,25 +384,20 @@ def test_rewards_are_tried_at_the_evaluations_size(tmp_path, monkeypatch, height
         whole_run(load_config(c), tmp_path / "run")
 
 
-def test_a_wrong_reward_is_said_with_what_is_saved(tmp_path, train):
-    c = config(tmp_path, checkpoint__every=1)
-    with pytest.raises(
-        ConfigError, match=r"(?s)shape \(7,\).*the same command continues after step 1, w"
-    ):
-        train("run", c, at(2, lambda scores: scores[:-1]))
-    assert saved(tmp_path / "run") == ["1"]
-
-
 @pytest.mark.parametrize(
     "fields",
     KINDS_OF_STATE,
     ids=[
-        "average, reference, best and worst, a window that moves, random steps",
+        "average, reference, best and worst, a window that moves, two prompt files",
         "DiffusionNFT, LoRA, two updates, two rewards",
     ],
 )
 def test_every_kind_of_state_is_resumed(tmp_path, train, fields):
     c = config(tmp_path, **fields)
+    if "trainer__ema" in fields:
+        (tmp_path / "other.txt").write_text("a ring\na star\na ring\n")
+        files = (c.prompts.file, str(tmp_path / "other.txt"))
+        c.prompts.update(file="", files=files, weights=(3.0, 1.0))
     assert train("unbroken", c) is None
     with pytest.raises(ConfigError, match=r"test_train:reward' returned shape \((7|3),\)"):
         train("broken", c, at(2, lambda scores: scores[:-1]))
@@ -456,25 +450,6 @@ def test_with_dynamic_sampling_a_resumed_run_equals_an_unbroken_one(tmp_path, tr
         assert 4 <= line["candidates"] <= 5
 
 
-def test_an_asynchronous_run_resumes_work_in_flight(tmp_path, train):
-    """Chunks begun ahead are in the checkpoint, with the weights that they were begun with."""
-    fields = toy.meshes((1, 1), (1, 1)) | dict(
-        runtime__max_policy_lag=1, sampler__chunk=4, trainer__micro_batch=4
-    )
-    c = config(tmp_path, **fields)
-    with pytest.raises(ConfigError, match="returned shape"):
-        train("run", c, at(3, lambda scores: scores[:-1]))
-    (step,) = saved(tmp_path / "run")
-    names = arrays(tmp_path / "run")
-    older = str(int(step) - 1)
-    assert any(f"['kept']['{older}']" in name for name in names)
-    assert train("run", c) is None
-    history = metrics(tmp_path / "run")
-    assert [line["step"] for line in history] == list(range(5))
-    assert history[int(step) + 1]["policy_lag"] == 0.5
-    assert history[1]["policy_lag"] == 0 and max(line["policy_lag"] for line in history[1:]) == 0.5
-
-
 def test_a_stopped_run_may_be_ended_where_it_is_but_not_before(tmp_path, train, capsys):
     def stop(scores):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -501,20 +476,6 @@ def test_a_stopped_run_may_be_ended_where_it_is_but_not_before(tmp_path, train, 
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
     with pytest.raises(ConfigError, match=r"another config \(config\.trainer\.ema: 0\.0 -> 0\.5\)"):
         train("run", config(tmp_path, steps=3, trainer__ema=0.5))
-
-
-def test_one_device_does_everything_and_says_so(tmp_path, train, capsys):
-    train("run", config(tmp_path, steps=1), devices=1)
-    said = capsys.readouterr().out
-    assert said.startswith("1 CPU device for rollout and training in turn\n")
-    history = metrics(tmp_path / "run")
-    assert history[1]["gradient_norm"] > 0 and history[1]["ratio"] == pytest.approx(1, abs=1e-5)
-
-
-def test_an_error_at_the_first_evaluation_frees_the_workdir(tmp_path, train):
-    with pytest.raises(ConfigError, match="returned shape"):
-        train("run", config(tmp_path), at(0, lambda scores: scores[:-1]))
-    assert train("run", config(tmp_path, steps=1, trainer__learning_rate=0.2)) is None
 
 
 def rounded(tmp_path, **fields):
@@ -566,13 +527,8 @@ def test_ratios_of_stale_samples_are_not_taken_for_rounding(tmp_path, train):
 
 
 def test_a_run_that_diverges_stops_by_name(tmp_path, train):
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=r"update_norm is inf in step 1.*trainer\.learning_rate"):
         train("run", config(tmp_path, trainer__learning_rate=1e38))
-    assert str(caught.value) == (
-        "update_norm is inf in step 1: training has diverged; the last good step is 0, and nothing is saved. "
-        "Lower config.trainer.learning_rate = 1e+38 or config.trainer.clip_norm = 1.0, and start in another "
-        "workdir"
-    )
     assert [line["step"] for line in metrics(tmp_path / "run")] == [0]
 
 
