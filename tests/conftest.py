@@ -101,35 +101,5 @@ def pytest_collection_modifyitems(items):
     longest = {ROOT / "tests" / name: place for place, name in enumerate(LONGEST)}
     whole_runs = ROOT / "tests", ROOT / "tests" / "run"
     items.sort(
-        key=lambda item: (
-            longest.get(item.path, len(longest)),
-            item.path.parent not in whole_runs,
-        )
+        key=lambda item: (longest.get(item.path, len(longest)), item.path.parent not in whole_runs)
     )
-
-
-left_out = pytest.StashKey[int]()
-
-
-def pytest_deselected(items):
-    config = items[0].config
-    config.stash[left_out] = config.stash.get(left_out, 0) + len(items)
-
-
-def pytest_sessionfinish(session):
-    """A worker process reports to the process that prints, which collects no tests itself."""
-    if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["left_out"] = session.config.stash.get(left_out, 0)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node, error):
-    if output := getattr(node, "workeroutput", None):
-        node.config.stash[left_out] = output["left_out"]
-
-
-def pytest_terminal_summary(terminalreporter, config):
-    if (count := config.stash.get(left_out, 0)) and config.option.markexpr:
-        terminalreporter.write_line(
-            f'{count} tests were left out by -m "{config.option.markexpr}".'
-        )

@@ -8,8 +8,8 @@ import pytest
 
 from digen_jax.logging.evaluation import Evaluation, by_tag, score_table
 from digen_jax.logging.metrics import read_metrics
-from tests.scripts import run_forked, run_script
-from tests.tiny_runs import pipeline, prompt_file, trained
+from tests.scripts import run_script
+from tests.tiny_runs import prompt_file, trained
 
 
 def test_a_runs_evaluation_is_repeated_from_its_checkpoint(base, tmp_path):
@@ -74,21 +74,3 @@ def test_scores_are_given_for_each_task_with_their_standard_error():
     assert re.fullmatch(r"b +2( +0\.500 ± 0\.500){2}", lines[2])
     assert re.fullmatch(r"a +1( +0\.500){2}", lines[3])
     assert len({len(line) for line in lines}) == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        ([], "a pipeline has no task of its own: give --prompts and --reward"),
-        (["--prompts=PROMPTS", "--reward=nicest"], "unknown reward 'nicest'"),
-        (
-            ["--prompts=PROMPTS", "--reward=shapes_geneval", "--reward_weights=1,2"],
-            "--reward_weights=1,2 must be 1 numbers, one for each reward of 'shapes_geneval'",
-        ),
-    ],
-)
-def test_a_mistake_is_one_line_before_anything_is_read(base, arguments, sentence):
-    given = [argument.replace("PROMPTS", str(prompt_file(base))) for argument in arguments]
-    done = run_forked("evaluate.py", f"--model={pipeline(base)}", *given)
-    assert done.returncode == 2
-    assert re.fullmatch(f"evaluate.py: .*{sentence}.*\n", done.stderr)

@@ -58,24 +58,10 @@ def test_a_jobset_is_one_by_its_schema():
     check(found)
 
 
-@pytest.mark.parametrize(
-    ("path", "value", "sentence"),
-    [
-        ("spec/failurepolicy", {}, "failurepolicy"),
-        ("spec/replicatedJobs/0/template/spec/parallelism", "2", "is not of type 'integer'"),
-        ("spec/replicatedJobs/0/template/spec/template/spec/container", [], "container"),
-        ("spec/failurePolicy/rules/0/action", "FailJobset", "is not one of"),
-        ("spec/replicatedJobs/0/template/spec/template/spec/containers/0/args/0", 16, "is not of"),
-    ],
-)
-def test_a_mistake_in_a_jobset_is_found(path, value, sentence):
+def test_an_unknown_field_of_a_jobset_is_found():
     found = jobset()
-    *parents, last = [int(part) if part.isdigit() else part for part in path.split("/")]
-    inner = found
-    for part in parents:
-        inner = inner[part]
-    inner[last] = value
-    with pytest.raises(jsonschema.ValidationError, match=sentence):
+    found["spec"]["failurepolicy"] = {}
+    with pytest.raises(jsonschema.ValidationError, match="failurepolicy"):
         check(found)
 
 
@@ -138,10 +124,7 @@ def commands() -> list[list[str]]:
     (job,) = jobset()["spec"]["replicatedJobs"]
     (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
     submitted = shlex.split(rayjob()["spec"]["entrypoint"])
-    found = [
-        [*container["command"], *container["args"]],
-        submitted[submitted.index("python") :],
-    ]
+    found = [[*container["command"], *container["args"]], submitted[submitted.index("python") :]]
     (line,) = re.findall(r"^exec srun .*$", (FOLDER / "slurm.sh").read_text(), re.M)
     demo = ["--config=configs/shapes_demo.py", "--workdir=x"]
     words = [*shlex.split(line)]

@@ -29,13 +29,6 @@ def executed(name, flags="", **replaced):
     return {cell.id: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
 
 
-@pytest.fixture(scope="module")
-def quickstart():
-    """With fewer steps than a reader's."""
-    cell = source("quickstart.ipynb", "tune")
-    return executed("quickstart.ipynb", tune=cell.replace("range(14)", "range(3)"))
-
-
 def printed(outputs, stream="stdout"):
     return [o.text for o in outputs if o.output_type == "stream" and o.name == stream]
 
@@ -67,16 +60,6 @@ def test_is_stored_valid_and_without_outputs(path):
             assert cell.execution_count is None
 
 
-@pytest.mark.slow
-def test_quickstart_says_that_its_one_device_does_everything(quickstart):
-    assert "".join(printed(quickstart["load"])).startswith("1 CPU device for ")
-
-
-@pytest.mark.slow
-def test_quickstart_installs_nothing_where_the_package_is_there(quickstart):
-    assert quickstart["install"] == []
-
-
 def test_the_package_is_found_beside_its_clone(tmp_path):
     # As in Colab after a restart of its runtime: the folder is taken for a package without __init__.
     (tmp_path / "digen_jax").symlink_to(ROOT)
@@ -93,20 +76,17 @@ def test_the_package_is_found_beside_its_clone(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cell", ["sample", "reward", "look", "curve"])
-def test_quickstart_shows_its_pictures(quickstart, cell):
-    assert ["image/png" in output.data for output in quickstart[cell]] == [True]
-
-
-@pytest.mark.slow
-def test_quickstart_prints_the_rewards(quickstart):
-    shown = rewards(quickstart["tune"])
+def test_quickstart_trains_on_one_device_and_warns_of_nothing():
+    """With fewer steps than a reader's."""
+    cell = source("quickstart.ipynb", "tune")
+    outputs = executed("quickstart.ipynb", tune=cell.replace("range(14)", "range(3)"))
+    assert outputs["install"] == []
+    assert "".join(printed(outputs["load"])).startswith("1 CPU device for ")
+    for name in ("sample", "reward", "look", "curve"):
+        assert ["image/png" in output.data for output in outputs[name]] == [True]
+    shown = rewards(outputs["tune"])
     assert len(shown) == 3 and all(0 < reward < 1 for reward in shown)
-
-
-@pytest.mark.slow
-def test_quickstart_warns_of_nothing(quickstart):
-    alarms = [text for outputs in quickstart.values() for text in printed(outputs, "stderr")]
+    alarms = [text for found in outputs.values() for text in printed(found, "stderr")]
     # Without ipywidgets, tqdm warns that its bars will be plain.
     assert [alarm for alarm in alarms if "ipywidgets" not in alarm] == []
 

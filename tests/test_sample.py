@@ -128,14 +128,6 @@ def test_a_batch_is_a_multiple_of_the_devices(base):
         model.batch(0, 9)
 
 
-def test_what_does_not_fit_the_model_is_refused(base):
-    model = open_model(str(pipeline(base)), jax.devices()[:1])
-    with pytest.raises(ConfigError, match=r"30x32 does not fit.*multiples of 8 from 8 to 128"):
-        model.sampler(SamplingOptions(height=30))
-    with pytest.raises(ConfigError, match="number of steps must be above 0, not 0"):
-        model.sampler(SamplingOptions(steps=0))
-
-
 def test_what_does_not_fit_is_refused_before_weights_are_read(base, tmp_path):
     folder = shutil.copytree(pipeline(base), tmp_path / "pipeline")
     shutil.copytree(trained(base, "lora"), tmp_path / "run")
@@ -153,10 +145,7 @@ def test_what_does_not_fit_is_refused_before_weights_are_read(base, tmp_path):
             )
         one, two = SamplingOptions(guidance=1.0), SamplingOptions(guidance=2.0)
         for asked, words in (
-            (
-                [one],
-                r"^p\.txt is given, but --guidance is not above 1, so that .* set --guidance to a number",
-            ),
+            ([one], r"^p\.txt is given, but --guidance is not above 1"),
             ([one, two], "holds no weights"),
         ):
             with pytest.raises(ConfigError, match=words):
@@ -177,12 +166,10 @@ def test_what_does_not_fit_is_refused_before_weights_are_read(base, tmp_path):
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("missing", "missing' is neither an existing folder nor a hub id"),
         ("empty", "neither a pipeline folder .* nor the workdir of a run"),
         ("broken", "config.json is not JSON"),
         ("transformer", "no training run's workdir: config.patch_size is not a field"),
         ("begun", "begun has saved no checkpoint yet"),
-        ("other", "other is a StableDiffusionXLPipeline; supported are StableDiffusion3Pipeline"),
     ],
 )
 def test_a_name_that_cannot_be_opened_is_one_sentence(base, tmp_path, name, sentence):
@@ -191,7 +178,6 @@ def test_a_name_that_cannot_be_opened_is_one_sentence(base, tmp_path, name, sent
         "broken/config.json": "{",
         "transformer/config.json": '{"patch_size": 2}',
         "begun/config.json": json.dumps(config),
-        "other/model_index.json": '{"_class_name": "StableDiffusionXLPipeline"}',
     }
     (tmp_path / "empty").mkdir()
     for file, content in files.items():

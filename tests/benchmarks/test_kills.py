@@ -2,27 +2,17 @@
 
 import json
 import math
-import os
-import signal
-import sys
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from benchmarks import kills_train
-from benchmarks.fault_injection import Fault
-from benchmarks.job import Job, Unexpected, processes, steps
-from benchmarks.kills import FaultOutcome, metrics_difference, update_difference
+from benchmarks.job import steps
+from benchmarks.kills import metrics_difference, update_difference
 from digen_jax.scheduling.commands import WeightsVersion
 
 LINE = {"seconds/clock": 1.0, "images_per_second": 2.0, "tag_share": 0.0}
-# Starts a process that outlives it, prints its number and waits.
-PARENT = """
-import subprocess, sys, time
-print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True).pid, flush=True)
-time.sleep(60)
-"""
 
 
 def write(folder, rewards, **more):
@@ -63,41 +53,3 @@ def test_received_weights_that_were_never_sent_are_found(tmp_path, monkeypatch):
     kills_train.record(received, WeightsVersion(1), first | {"b": second["b"]})
     kills_train.record(received, WeightsVersion(1, True), second)
     assert kills_train.compare_hashes(tmp_path) == (4, ["1", "1e"])
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
-def test_a_process_that_outlives_its_parent_is_found_and_ended(tmp_path):
-    script = tmp_path / "parent.py"
-    script.write_text(PARENT)
-    job = Job([str(script)], tmp_path / "run", {})
-    job.start()
-    try:
-        job.wait(job.output, 60, "it has started")
-        (tmp_path / "run").mkdir()
-        left, parent = int(job.output()), job.driver.pid
-        worker = {"process": left, "lost": None}
-        status = {
-            "process": parent,
-            "workers": {"rollout 0": worker, "lost": worker | {"lost": 1.0}},
-        }
-        (tmp_path / "run" / "status.json").write_text(json.dumps(status))
-        assert job.trainer() == parent and job.workers() == {"rollout 0": left}
-        assert not job.left()
-        with pytest.raises(Unexpected):
-            job.wait(lambda: False, 0.2, "never")
-        os.kill(parent, signal.SIGKILL)
-        with pytest.raises(Unexpected):  # a process is left
-            job.wait_for_end(-signal.SIGKILL, 1.0)
-        assert [one.pid for one in job.left()] == [left]
-        assert job.trainer() is None and not job.workers()
-    finally:
-        job.close()
-    assert left not in [one.pid for one in processes()]
-
-
-def test_the_table_has_a_row_for_each_kind():
-    faults = Fault("b", 1.0, 2.0), Fault("a", None, None), Fault("b", 3.0, 8.0, 0.5)
-    shown = FaultOutcome(faults, 60.0, 9, 1e-5, 2e-5, 4, 7).describe()
-    rows = [line.split() for line in shown.splitlines()]
-    assert ["a", "1", "-", "-", "-"] in rows
-    assert ["b", "2", "2.0,", "3.0", "5.0,", "8.0", "0.5,", "0.5"] in rows

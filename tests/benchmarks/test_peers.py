@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import os
-import time
 
 import jax
 import numpy as np
@@ -12,7 +10,7 @@ import torch
 
 from benchmarks.eager import EagerLoop
 from benchmarks.peers import Ours, PeerComparison, Round, check, coefficients
-from benchmarks.processes import Load, Reading, Seconds, load_between, read_cores
+from benchmarks.processes import Load, Reading, Seconds, load_between
 from benchmarks.wide import write_wide
 from digen_jax.config.load import load_config
 from digen_jax.diffusion.steps import make_step
@@ -127,13 +125,3 @@ def test_only_time_of_other_processes_counts():
     assert load.stolen == pytest.approx(0.5 / 10) and not load.quiet
     assert load_between(before, after, 9, 2).others == 0
     assert Load(0.02, 0.01).quiet and not Load(0.02, 0.02).quiet
-
-
-def test_the_counters_of_the_cores_rise_by_what_is_used():
-    cores = os.sched_getaffinity(0)
-    before, start = read_cores(cores), time.process_time()
-    while time.process_time() - start < 0.3:
-        pass
-    after = read_cores(cores)
-    assert after.busy - before.busy >= 0.25  # ticks of 10 ms
-    assert after.clock > before.clock

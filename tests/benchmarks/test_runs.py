@@ -10,18 +10,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks import algorithms, asynchrony
+from benchmarks import algorithms
 from benchmarks.asynchrony import AsynchronyComparison, compare_asynchrony
 from benchmarks.comparison import (
-    COLUMNS,
-    COSTS,
     Outcome,
     Point,
     Row,
     Table,
     read_cost,
     read_table,
-    summary,
 )
 from digen_jax.config.load import load_config
 from digen_jax.errors import ConfigError
@@ -152,22 +149,6 @@ def test_each_seed_is_trained_with_and_without_asynchrony(lagging, built, tmp_pa
     assert Image.open(tmp_path / "asynchrony.png").width > 500
 
 
-def test_a_workdir_of_another_run_is_refused_before_any_is_trained(configs, built, tmp_path):
-    path = tmp_path / "topr-6"
-    path.mkdir()
-    (path / "metrics.jsonl").write_text("{}\n")
-    config = json.loads(configs["topr"].to_json()) | {"seed": 6}
-    other = config | {"algorithm": config["algorithm"] | {"clip_range": 0.5}}
-    (path / "config.json").write_text(json.dumps(other))
-    with pytest.raises(ConfigError, match=r"config.algorithm.clip_range"):
-        algorithms.compare_algorithms(algorithms.load_configs(configs), 2, tmp_path)
-    (path / "config.json").write_text(json.dumps(config))
-    (path / "finished.json").write_text('{"step": 9}')
-    with pytest.raises(ConfigError, match=r"config.steps = 2"):
-        algorithms.compare_algorithms(algorithms.load_configs(configs), 2, tmp_path)
-    assert not built
-
-
 def outcome(*rewards, seconds=90.0, cpu_seconds=150.0):
     points = tuple(Point(100 * i, 40.0 * i, reward) for i, reward in enumerate(rewards))
     return Outcome(points, seconds, cpu_seconds)
@@ -191,50 +172,6 @@ def test_the_table_has_means_over_the_seeds():
     values = json.loads(json.dumps(started.as_json()))
     assert values["gain"] == pytest.approx([-0.02, None]) and values["missing"] == [1, 2]
     assert values["learns"] is None and values["seeds"]["0"]["points"][2]["images"] == 200
-
-
-def test_files_of_a_table_are_reproduced_from_its_csv(tmp_path):
-    """18 synthetic algorithms of three families, each with curves and dots in its color."""
-    rng = np.random.default_rng(0)
-    families = {
-        "policy gradients": (14, 0.08),
-        "forward process": (2, 0.2),
-        "preference": (2, 0.12),
-    }
-    rows = []
-    for family, (count, gain) in families.items():
-        for i in range(count):
-            ends = 0.32 + gain + 0.02 * rng.standard_normal(3)
-            runs = {seed: outcome(0.32, (0.32 + end) / 2, end) for seed, end in enumerate(ends)}
-            rows.append(Row(f"{family} {i}", family, runs, ()))
-    table = Table(tuple(rows))
-    table.write(tmp_path, "algorithms")
-    assert read_table(tmp_path / "algorithms.csv") == table
-    again = tmp_path / "again"
-    again.mkdir()
-    read_table(tmp_path / "algorithms.csv").write(again, "algorithms")
-    for name in ("algorithms.csv", "algorithms.md"):
-        assert (again / name).read_bytes() == (tmp_path / name).read_bytes()
-    image = np.asarray(Image.open(tmp_path / "algorithms.png").convert("RGB")).astype(int)
-    for color in ((31, 119, 180), (255, 127, 14), (44, 160, 44)):
-        parts = np.array_split((image == color).all(-1), 3, axis=1)
-        assert all(part.sum() > 150 for part in parts)
-    assert not (image == (214, 39, 40)).all(-1).any()  # there is no fourth
-
-
-def test_deviations_are_those_of_a_familys_runs():
-    mean, deviation = summary([Point((5,) * 3, (1.0,) * 3, (0.3, 0.4, 0.8))])
-    assert mean == pytest.approx([0.5])
-    assert deviation == pytest.approx([np.std([0.3, 0.4, 0.8], ddof=1)])
-
-
-@pytest.mark.parametrize(
-    "text", ["", "a,b\n1,2\n", f"{','.join((*COLUMNS, *COSTS))}\nx,f,0,many,1,0.5,1,1\n"]
-)
-def test_another_table_is_refused(text, tmp_path):
-    (tmp_path / "runs.csv").write_text(text)
-    with pytest.raises(ConfigError, match=r"runs\.csv"):
-        read_table(tmp_path / "runs.csv")
 
 
 @pytest.mark.parametrize(
@@ -272,36 +209,6 @@ def test_asynchrony_is_compared_by_standard_errors():
     assert first == "off, each seed: 0.500, 0.560, 0.530" and second.startswith("on, each seed")
     assert "+0.003 ± 0.029, equal" in last and "0.50 versions" in last
     assert "beyond" in comparison(off, (0.40, 0.44, 0.42)).describe()
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "named"),
-    [
-        ("batch.groups", 4, "config.batch.groups"),
-        ("evaluation.every", 1, "config.evaluation of topr"),
-        ("algorithm.clip_range", 0.0, "topr: config.algorithm.clip_range"),
-    ],
-)
-def test_algorithms_that_cannot_be_compared_are_refused(configs, field, value, named):
-    configs["topr"].update_from_flattened_dict({field: value})
-    with pytest.raises(ConfigError, match=named):
-        algorithms.check(algorithms.load_configs(configs), 2)
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "named"),
-    [
-        ("runtime.max_policy_lag", 0, "config.runtime.max_policy_lag"),
-        ("placement.rollout.data", 0, "config.placement.rollout.data"),
-        ("sampler.chunk", 8, "config.runtime.max_policy_lag"),
-        ("placement.mode", "auto", "config.placement"),
-    ],
-)
-def test_what_cannot_be_asynchronous_is_refused(lagging, field, value, named):
-    with lagging.unlocked(), lagging.ignore_type():
-        lagging.update_from_flattened_dict({field: value})
-    with pytest.raises(ConfigError, match=named):
-        asynchrony.check(load_config(lagging), 3)
 
 
 def test_shipped_configs_of_algorithms_can_be_compared(monkeypatch):

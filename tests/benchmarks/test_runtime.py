@@ -3,24 +3,26 @@
 import dataclasses
 from statistics import fmean
 
+import numpy as np
 import pytest
 
 from benchmarks import runtime
 from benchmarks.bound import LIMIT, RATIOS, SCENARIOS, SIZES, simulated
 from benchmarks.runtime import (
     COLOCATED,
-    Measured,
     TimedRun,
     Work,
     best_layout,
     simulations,
 )
-from digen_jax.errors import ConfigError
+from benchmarks.waits import Waits
+from digen_jax.scheduling.commands import TRAINER, Chunk, Decode, Generate, Train, WeightsVersion
 from digen_jax.scheduling.planner import settings_of, workers_of
+from digen_jax.scheduling.settings import Costs, Settings
+from digen_jax.scheduling.simulator import WorkerLayout
 
 POOLS = [one for one in SCENARIOS if one.layout != "colocated" and 8 in one.sizes]
 WORK = Work(devices=4, seconds=0.5, groups=4)
-RUN = TimedRun(warm_up=2, steps=3, jitter=0.0)
 
 
 @pytest.mark.parametrize("scenario", POOLS, ids=[one.name for one in POOLS])
@@ -71,15 +73,35 @@ def test_each_row_has_all_devices_and_the_workers_of_its_kind(kind):
     assert least < share < most
 
 
-@pytest.mark.parametrize("field", ["devices", "train", "seconds", "warm_up", "steps"])
-def test_what_cannot_be_measured_is_refused(field):
-    settings = RUN if field in ("warm_up", "steps") else WORK
-    with pytest.raises(ConfigError, match=field):
-        dataclasses.replace(settings, **{field: 0})
+def test_jitter_is_of_the_work_and_not_of_who_does_it():
+    settings = Settings(3, groups=4, images=4, chunk_images=4, passes=4)
+    costs = Costs(generate=0.02, train=0.01, decode=0.005)
+    waits, one = Waits(costs, settings, jitter=0.2, seed=7), WorkerLayout()
 
+    def factors(worker, serial, version, waits=waits, layout=one):
+        chunks = [Chunk(step, index) for step in range(20) for index in range(20)]
+        kinds = (
+            [Generate(serial, worker, f, WeightsVersion(version)) for f in chunks],
+            [Decode(serial, worker, f) for f in chunks],
+            [Train(serial, worker, f, version, 0, 0, 4) for f in chunks],
+            [Train(serial, worker, f, version, 0, 1, 4) for f in chunks],
+        )
+        exact = [Waits(costs, settings).seconds(same[0], layout) for same in kinds]
+        return np.array(
+            [
+                [waits.seconds(command, layout) / usual for command in same]
+                for same, usual in zip(kinds, exact, strict=True)
+            ]
+        )
 
-def test_the_table_has_a_row_of_numbers_for_every_layout():
-    one = Measured("1 + 2", (2.9, 3.0, 9.0), 1.5, 4.0, 0.5, 0.0)
-    first, second = runtime.describe({"a": one, "b": one}).splitlines()[1:]
-    assert first.split() == ["a", "1", "+", "2", "3.000", "50.0%", "37.5%", "+33.3%", "0.50"]
-    assert second.split()[0] == "b"
+    drawn = factors("rollout 0", 1, 1)
+    np.testing.assert_array_equal(drawn, factors(TRAINER, 9, 2))
+    # Uniform from 0.8 to 1.2: standard deviation 0.4 / sqrt(12); and no kind follows another.
+    assert 0.8 <= drawn.min() < 0.81 and 1.19 < drawn.max() <= 1.2
+    np.testing.assert_allclose(drawn.mean(1), 1, atol=0.02)
+    np.testing.assert_allclose(drawn.std(1), 0.1155, rtol=0.1)
+    assert np.abs(np.corrcoef(drawn) - np.eye(4)).max() < 0.2
+    assert (drawn != factors(TRAINER, 1, 1, Waits(costs, settings, 0.2, 8))).all()
+    # The slowest of 8 devices: the mean of the largest of 8 numbers from [0, 1) is 8/9.
+    slowest = factors(TRAINER, 1, 1, layout=WorkerLayout(8))
+    np.testing.assert_allclose(slowest.mean(1), 1 + 0.2 * 7 / 9, atol=0.01)

@@ -12,29 +12,6 @@ def test_the_configuration_reference_is_what_the_code_says():
     assert written == reference.document(), "run make docs, and commit docs/configuration.md"
 
 
-class Commented:
-    """Comments in all the places where the formatter leaves them."""
-
-    beside: int = 1  # at the line's end
-    # above it,
-    # on two lines
-    above: str = ""
-    # not this one
-    both: str = "#"  # this one
-    wrapped: str = "a long default"  # within
-    bare: int = 0
-
-
-def test_a_fields_meaning_is_the_comment_beside_or_above_it():
-    assert reference.comments(Commented) == {
-        "beside": "at the line's end",
-        "above": "above it, on two lines",
-        "both": "this one",
-        "wrapped": "within",
-        "bare": "",
-    }
-
-
 def test_a_field_without_a_meaning_is_refused(monkeypatch):
     monkeypatch.setattr(reference, "comments", lambda kind: {"every": "", "images": "some"})
     with pytest.raises(ConfigError, match=r"images\.every has no comment"):

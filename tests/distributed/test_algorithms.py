@@ -19,8 +19,6 @@ from digen_jax.scheduling.commands import Generate, Update
 from tests.distributed import driving
 from tests.parallel import toy
 from tests.pipelines import ROOT
-from tests.runtime import test_candidates as candidates
-from tests.runtime.test_evaluation import ROUNDED
 
 pytestmark = pytest.mark.usefixtures("exact_and_split")
 
@@ -157,34 +155,3 @@ def test_with_asynchrony_the_log_of_a_run_is_that_of_one_process(name, fields):
     assert max(metrics["policy_lag"] for metrics in found[2]) > 0
     expected = run(toy.drive, system, c)[0], replayed(system, c, found[3])
     assert_same(found, expected)
-
-
-@pytest.mark.slow
-def test_dynamic_sampling():
-    layout = "two workers, half groups"
-    c, system = candidates.config(layout), candidates.system(layout)
-    rewarded = dict(reward=candidates.some_equal)
-    expected, found = (run(drive, system, c, **rewarded) for drive in (toy.drive, driving.drive))
-    assert_same(found, expected)
-    assert [metrics["zero_std_groups"] for metrics in found[2]] == [0, pytest.approx(1 / 3), 0]
-
-
-@pytest.mark.slow
-def test_evaluations_of_the_average_of_the_tuned_weights():
-    evaluated = dict(evaluation__every=1, evaluation__batch=4, images__count=6)
-    c = config("flow_grpo", TWO, **evaluated, trainer__ema=0.5, **LORA)
-    system, seen = toy.system(c, 3), []
-    for drive in (toy.drive, driving.drive):
-        evaluations = {}
-        options = dict(held_out=toy.records(10), evaluated=evaluations.__setitem__)
-        seen.append((run(drive, system, c, **options), evaluations))
-    (expected, evaluated), (found, evaluated_apart) = seen
-    assert_same(found, expected)
-    assert set(evaluated_apart) == set(evaluated) == {0, 1, 2}
-    for version, one in evaluated_apart.items():
-        other = evaluated[version]
-        np.testing.assert_allclose(one.scores, other.scores, atol=ROUNDED / 4)
-        assert one.records == other.records
-        assert one.clips.shape == other.clips.shape == (6, 1, 4, 4, 3)
-        assert np.abs(one.clips.astype(int) - other.clips).max() <= 1
-    assert np.abs(evaluated[2].scores - evaluated[0].scores).max() > ROUNDED

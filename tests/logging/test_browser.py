@@ -114,14 +114,3 @@ def test_sliders_select_steps_and_split_images(chromium, report):
     still = Visit(chromium, report, "--dump-dom").dom
     assert still.count('style="--cut: 50%;"') == 2 and still.count("<output>step 10</output>") == 2
     assert still.count("<output>step 10, 11.00 s</output>") == 2
-
-
-def test_errors_and_requests_are_detected(chromium, report):
-    image = '<img src="http://127.0.0.1:9/x.png"></body>'
-    refused = Visit(chromium, edited(report, "refused.html", "</body>\n", image), "--dump-dom")
-    assert refused.requests == set() and "Content Security Policy" in refused.failures[0]
-    free = edited(report, "free.html", "img-src data:", "img-src *")
-    wrong = f"<script>missing();</script>{image}"
-    fails = Visit(chromium, edited(free, "wrong.html", "</body>\n", wrong), "--dump-dom")
-    assert "http://127.0.0.1:9/x.png" in fails.requests
-    assert any("missing is not defined" in line for line in fails.failures)

@@ -82,13 +82,6 @@ def test_diversity_is_the_rms_distance_of_all_pairs(images):
     assert group_diversity(small, np.arange(5)) is None
 
 
-def test_noise_is_sharp_and_hardly_diverse():
-    noise = np.random.default_rng(1).integers(0, 256, (4, 256, 256, 3), dtype=np.uint8)
-    found = compute_image_stats(noise)
-    assert found.sharpness.min() > 1000 and found.edge_density.min() > 0.3
-    assert diversity(found.thumbnails) < 0.05
-
-
 def test_statistics_do_not_depend_on_batches_and_chunks(images, monkeypatch):
     expected = compute_image_stats(images)
     monkeypatch.setattr(evaluation, "CHUNK", 37 * 50 * 2)

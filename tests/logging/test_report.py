@@ -96,18 +96,6 @@ def test_the_page_is_small_and_requests_nothing(written, parsed):
     assert size.total == len(text.encode()) == size.without_images + sum(map(len, urls))
 
 
-def test_all_scripts_are_javascript(parsed, tmp_path):
-    if shutil.which("node") is None:
-        pytest.skip("there is no node to check JavaScript with")
-    scripts = [text for kind, text in parsed.scripts if kind == "script"]
-    assert len(scripts) == 3  # bokeh's core, the charts, the page's own
-    file = tmp_path / "all.js"
-    for text in scripts:
-        file.write_text(text)
-        done = subprocess.run(["node", "--check", file], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-
-
 def test_texts_of_a_user_stay_texts(parsed):
     assert parsed.text.count(HOSTILE) == 2  # a prompt and a task
     kinds = [kind for kind, _ in parsed.scripts]
@@ -115,26 +103,10 @@ def test_texts_of_a_user_stay_texts(parsed):
     json.loads(next(text for kind, text in parsed.scripts if kind == "application/json"))
 
 
-def test_the_page_says_what_the_run_is(parsed):
-    said = words(parsed)
-    assert "10 of 10 steps done, finished" in said and "awm on assets/shapes-sd3" in said
-    assert "module:both/none (not trained), watched (not trained)." in said
-    assert "python launch/train.py --config 'configs/a file.py' --workdir runs/x" in said
-    assert "at commit 0123abc of the code, in which files were changed" in said
-    assert "colors 0.200 0.700 +0.500 0.700 at step 10" in said
-    assert "Before training and after step 10, the same noise" in said
-    assert "a star 0.250 → 0.250" in said and "0.500 → 1.000" in said
-    assert '"folder": "assets/shapes-sd3"' in said
-
-
 def test_curves_of_each_reward_are_named_trained_or_not(workdirs):
     found = report.charts([read_run(workdirs[0])])
     titles = [chart.title for chart in found["rewards"]]
-    assert titles == [
-        "reward (weighted sum)",
-        "shapes_geneval (trained)",
-        "watched (not trained)",
-    ]
+    assert titles == ["reward (weighted sum)", "shapes_geneval (trained)", "watched (not trained)"]
     assert found["rewards"][2].curves == {
         "training": "reward_of/watched",
         "held-out prompts": "evaluation/reward_of/watched",
@@ -238,12 +210,7 @@ def test_a_run_that_has_just_begun_has_a_report(tmp_path):
     for left in ("timeline.json", "starts.jsonl"):
         (run / left).unlink()
     shutil.rmtree(run / "pictures")
-    said = words(Parsed(report.render([read_run(run)])))
-    assert "3 of 10 steps done, not finished" in said
-    assert "There is no second evaluation yet to compare" in said
-    assert "so there are no images before and after" in said
-    assert "the command is not known" in said and "No step is in its timeline.json" in said
-    assert "There are no images yet" in said
+    assert "3 of 10 steps done, not finished" in words(Parsed(report.render([read_run(run)])))
 
 
 def test_prompts_of_an_older_runs_images_are_numbers(tmp_path):

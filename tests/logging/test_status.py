@@ -95,21 +95,6 @@ def test_the_table_says_whether_the_process_is_alive(written):
         assert f"by process 5 on {changed.get('host', HERE)}{expected}" in text.splitlines()[1]
 
 
-@pytest.mark.parametrize(
-    ("seconds", "shown"),
-    [
-        (0.06, "0.1 s"),
-        (-1, "0.0 s"),
-        (30, "30 s"),
-        (600, "10 min"),
-        (9000, "2 h"),
-        (9e5, "10 days"),
-    ],
-)
-def test_a_duration_has_a_suitable_unit(written, seconds, shown):
-    assert f"written {shown} ago" in describe("x", written, 1, 1000.0 + seconds)
-
-
 def test_the_state_is_written_repeatedly_and_at_the_end(tmp_path):
     calls = []
 

@@ -1,19 +1,15 @@
 """Environments as clusters set them (Slurm 22.05 and Open MPI 4.1 were looked at), read without starting anything."""
 
 import os
-import pathlib
-import pwd
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import types
 
 import pytest
 
 from digen_jax.errors import ConfigError
-from digen_jax.process import job
 from digen_jax.process.job import Place, join, own_devices, resolve_place, wait_for_port
 from tests.pipelines import environment
 
@@ -292,23 +288,6 @@ def test_devices_and_cache_are_set_unless_the_environment_has_them(tmp_path, giv
     assert done.returncode == 0, done.stderr
     cache = "elsewhere" if given else tmp_path / "digen_jax" / "xla"
     assert done.stdout.split() == ["2" if given else "3", str(cache), "-2"]
-
-
-@pytest.mark.parametrize("home", [None, "/", "", "nowhere", "HOME"])
-def test_the_cache_is_a_temporary_folder_without_a_home(tmp_path, monkeypatch, home):
-    def unknown(user):
-        raise KeyError(user)
-
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(pwd, "getpwuid", unknown)
-    monkeypatch.setattr(os, "access", lambda path, mode: path == str(tmp_path))
-    if home is None:
-        monkeypatch.delenv("HOME", raising=False)
-    else:
-        monkeypatch.setenv("HOME", home.replace("HOME", str(tmp_path)))
-    own = tmp_path / ".cache"
-    temporary = pathlib.Path(tempfile.gettempdir(), f"cache-{os.getuid()}")
-    assert job._user_cache() == (own if home == "HOME" else temporary)
 
 
 ALLOCATING = """

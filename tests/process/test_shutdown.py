@@ -126,23 +126,6 @@ def test_the_first_fatal_error_determines_message_and_exit_code(tmp_path, what):
     assert (done.returncode, done.stderr) == (75, "a thread: the leader is lost\n")
 
 
-def test_one_thread_logs_the_fatal_error(tmp_path):
-    done = run(
-        tmp_path,
-        "import sys, threading\n"
-        "from digen_jax.process.shutdown import log_fatal, exit_now\n"
-        "sys.setswitchinterval(1e-6)\n"
-        "together = threading.Barrier(8)\n"
-        "def work():\n"
-        "    together.wait()\n"
-        "    exit_now(log_fatal('the leader is lost', 75))\n"
-        "threads = [threading.Thread(target=work) for _ in range(8)]\n"
-        "for one in threads: one.start()\n"
-        "for one in threads: one.join()\n",
-    )
-    assert (done.returncode, done.stderr) == (75, "the leader is lost\n")
-
-
 @pytest.mark.parametrize("heard", [True, False])
 def test_an_abort_by_a_library_leaves_time_to_log_the_reason(tmp_path, heard):
     """Whether a thread says it or not, it ends."""
@@ -173,17 +156,14 @@ def test_logging_a_fatal_error_does_not_wait_for_a_full_pipe(tmp_path):
 
 
 def test_exiting_does_not_wait_for_actions(tmp_path):
-    (tmp_path / "script.py").write_text(
+    done = run(
+        tmp_path,
         "import time\n"
         "from digen_jax.process import shutdown\n"
         "shutdown.before_exit(lambda: time.sleep(300))\n"
-        "shutdown.exit_now(7)\n"
+        "shutdown.exit_now(7)\n",
     )
-    begin = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, env=environment(1, PYTHONPATH=str(ROOT))
-    )
-    assert done.returncode == 7 and time.monotonic() - begin < 200
+    assert done.returncode == 7
 
 
 @pytest.mark.parametrize(
@@ -432,23 +412,6 @@ def test_an_out_of_memory_summary_has_the_work_and_the_first_line():
     bare = jax.errors.JaxRuntimeError(f"{OF_TPU} {'x' * 900}")
     assert out_of_memory(bare).startswith("a device ran out of memory (RESOURCE_EXHAUSTED: XLA:TPU")
     assert len(out_of_memory(bare)) < 400
-
-
-def test_out_of_memory_is_found_behind_the_error_that_it_caused():
-    try:
-        try:
-            raise failed(OF_TPU)
-        except RuntimeError:
-            raise KeyError("too often") from None
-    except KeyError as hidden:
-        assert out_of_memory(hidden) is None
-    try:
-        try:
-            raise failed(OF_TPU)
-        except RuntimeError:
-            raise KeyError("too often")  # noqa: B904
-    except KeyError as shown:
-        assert "during training" in out_of_memory(shown)
 
 
 @pytest.mark.parametrize(

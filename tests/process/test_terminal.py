@@ -124,14 +124,6 @@ def test_prints_do_not_break_a_bar(monkeypatch):
     assert screen.widest <= 40
 
 
-def test_another_process_writes_over_the_bar(monkeypatch):
-    shown_ = on_terminal(monkeypatch)
-    shown_.write("\r 50% |##  | step 2 of 4")
-    with complete_lines(beside=True):
-        print("a reward says this")
-    assert Screen(shown_.getvalue()).shown == ["a reward says this", ""]
-
-
 def test_what_is_no_terminal_has_the_lines_as_they_are(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "40")
     with complete_lines(beside=True):
@@ -157,12 +149,6 @@ def test_a_line_of_a_thread_is_whole_wherever_others_print(monkeypatch, stream):
         for one in threads:
             one.join()
     assert stream.getvalue() == "one line\n" * 3
-
-
-def test_an_error_is_broken_on_a_terminal(monkeypatch):
-    shown_ = on_terminal(monkeypatch)
-    print_error("train.py: " + "word " * 8)
-    assert shown_.getvalue() == "train.py: word word word word word word\n  word word\n"
 
 
 @pytest.mark.parametrize(
@@ -206,20 +192,6 @@ def test_progress_without_a_terminal_is_a_line_every_few_steps(monkeypatch, caps
     ]
 
 
-def test_progress_on_a_terminal_is_a_bar(monkeypatch):
-    stream = io.StringIO()
-    stream.isatty = lambda: True
-    monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setenv("COLUMNS", "100")
-    shown = Progress(4, done=1)
-    shown.update(2, 0.5, 3.0, 0.9)
-    shown.update(3, 0.625, 3.0, 0.9)
-    shown.close()
-    last = stream.getvalue().split("\r")[-1]
-    assert "75%" in last
-    assert "step 3 of 4, reward 0.625, 3.0 images/s, devices 90% busy, 00:00 left" in last
-
-
 def test_what_takes_long_is_reported_now_and_then_without_a_terminal(monkeypatch, capsys):
     clock = iter(range(0, 1000, 8))
     monkeypatch.setattr(terminal.time, "monotonic", lambda: next(clock))
@@ -230,14 +202,6 @@ def test_what_takes_long_is_reported_now_and_then_without_a_terminal(monkeypatch
     ]
     assert list(track("ab", "sampling", "batch")) == list("ab")
     assert "sampling" not in capsys.readouterr().err, "nothing is said of what is short"
-
-
-def test_what_takes_long_has_a_bar_on_a_terminal(monkeypatch):
-    stream = io.StringIO()
-    stream.isatty = lambda: True
-    monkeypatch.setattr(sys, "stderr", stream)
-    assert list(track(range(4), "sampling", "batch")) == [0, 1, 2, 3]
-    assert "sampling:   0%" in stream.getvalue() and "0/4" in stream.getvalue()
 
 
 def test_the_last_lines_are_kept_without_progress(monkeypatch):
@@ -252,19 +216,6 @@ def test_the_last_lines_are_kept_without_progress(monkeypatch):
     assert [line for _, line in log_tail()] == ["rollout 0 hangs and is given up"]
     assert sys.stderr is stream
     assert stream.getvalue().startswith("step 3 of 9: reward 0.5\n\r 50%|##\r\x1b[Krollout 0")
-
-
-def test_few_lines_are_kept_and_of_each_the_begin(monkeypatch):
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
-    with keep_log_tail():
-        for number in range(100):
-            print(number, "x" * 10000, file=sys.stderr)
-        sys.stderr.write("x" * 10**6)
-        assert len(sys.stderr._begun) == terminal.WIDEST
-    found = [line for _, line in log_tail()]
-    assert len(found) == terminal.KEPT and found[-1] == f"99 {'x' * 497}"
-    with keep_log_tail():
-        assert log_tail() == []
 
 
 REWARD = """

@@ -1,4 +1,3 @@
-import contextlib
 import multiprocessing
 import os
 import sys
@@ -150,13 +149,6 @@ def pool(mine):
 
 
 @pytest.mark.parametrize("processes", [0, 1])
-def test_scores_are_the_rewards(pool, processes):
-    (scores,) = pool("mean", processes).score(IMAGES, PROMPTS, METADATA).columns.T
-    assert scores.dtype == np.float32
-    np.testing.assert_allclose(scores, [IMAGES[i].mean() for i in range(3)], rtol=1e-6)
-
-
-@pytest.mark.parametrize("processes", [0, 1])
 @pytest.mark.filterwarnings("ignore:.*fork")
 def test_a_reward_may_fork_and_terminate_children(pool, monkeypatch, processes):
     ended = []
@@ -181,11 +173,6 @@ def test_several_rewards_have_a_column_each(mine, processes):
     expected = np.where([[True, False], [False, True], [True, False]], scores, np.nan)
     np.testing.assert_array_equal(mixed, expected)
     scorer.close()
-    for wrong in ("nan", "short"):
-        scorer = RewardPool(named("pooled_rewards:mean", f"pooled_rewards:{wrong}"), processes)
-        with pytest.raises(ConfigError, match=f"reward 'pooled_rewards:{wrong}' returned"):
-            scorer.score(IMAGES, PROMPTS, METADATA)
-        scorer.close()
 
 
 def named(*asked):
@@ -279,12 +266,6 @@ def test_an_exit_of_a_reward_in_a_thread_is_its_failure(pool):
         pool("dies", 0).score(IMAGES, PROMPTS, METADATA)
 
 
-def test_a_closure_in_a_module_scores_in_a_process(mine, capsys):
-    with contextlib.closing(RewardPool(named("pooled_rewards:closure"), 1)) as scorer:
-        found = {-int(one) for one in scorer.score(IMAGES, PROMPTS, METADATA).columns[:, 0]}
-    assert len(found) == 1 and os.getpid() not in found and not capsys.readouterr().err
-
-
 @pytest.mark.parametrize("reward", ["dies", "dies_with_a_child"])
 def test_a_process_that_dies_is_reported(pool, reward):
     scorer = pool(reward)
@@ -314,12 +295,6 @@ def test_a_process_that_hangs_or_dies_is_replaced(pool, tmp_path, capfd, way, re
     assert "Traceback" not in log
 
 
-def test_a_reward_that_always_hangs_stops_the_run(pool):
-    scorer = pool("hangs", retries=1, limit=lambda expected: 0.5)
-    with pytest.raises(Stopped, match=r"'mine:f' .* 0.5 seconds .* 2 times.*deadline"):
-        scorer.score(IMAGES, PROMPTS, METADATA)
-
-
 def test_a_limit_depends_on_the_measured_time(pool):
     seen = []
     scorer = pool("mean", limit=lambda expected: seen.append(expected) or 60.0)
@@ -341,17 +316,6 @@ def test_a_reward_that_raises_is_called_again(pool, mine, capfd, retries):
             scorer.score(IMAGES, prompts, METADATA)
     assert len(mine.asked) == retries + 1
     assert capfd.readouterr().err.count("it is called again") == retries
-
-
-def test_a_thread_that_hangs_stops_the_run(pool, mine, monkeypatch):
-    noted = []
-    monkeypatch.setattr("digen_jax.rewards.pool.mark_hung", noted.append)
-    scorer = pool("hangs", 0, retries=2, limit=lambda expected: 0.2)
-    for _ in range(2):
-        with pytest.raises(Stopped, match=r"'mine:f' .* 0.2 seconds"):
-            scorer.score(IMAGES, PROMPTS, METADATA)
-    assert noted[0] == "reward"
-    mine.release.set()
 
 
 def test_closing_kills_the_processes(pool, tmp_path):

@@ -3,8 +3,6 @@
 import contextlib
 import json
 import socket
-import subprocess
-import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,15 +10,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import numpy as np
 import pytest
 
-from digen_jax import rewards
 from digen_jax.logging.report_run import read_run, timeline
-from digen_jax.logging.timeline import TraceFile, draw_timeline, order_rows, read_events
+from digen_jax.logging.timeline import read_events
 from digen_jax.rewards import RewardSettings
 from digen_jax.rewards.built_in import resolve
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.rewards.service.wire import Limits, decode_request
-from digen_jax.scheduling.timeline import Interval
-from tests.pipelines import ROOT, environment
 from tests.rewards.service.helpers import random_images
 from tests.run.test_train import config, train  # noqa: F401
 
@@ -126,68 +121,26 @@ def test_failed_requests_are_recorded():
     assert found[0].failure and found[-1].failure is None
 
 
-def test_a_long_address_is_shortened_in_its_middle():
-    name = rewards.row("judge", "https://" + "a" * 30 + ".example.org/models/one:8000")
-    assert name.startswith("judge aaaaaaaa") and name.endswith("one:8000") and "…" in name
-    assert len(name) == len("judge ") + rewards.ADDRESS
-
-
-def test_the_rows_of_servers_are_last(tmp_path):
-    rows = ["rollout 0", "sync rollout 0", "trainer", "reward", "judge a:1", "reward server b:1"]
-    kinds = ["generate", "sync", "train", "score", "ask", "ask in vain"]
-    found = [
-        Interval(row, kind, i, i + 1) for i, (row, kind) in enumerate(zip(rows, kinds, strict=True))
-    ]
-    file = TraceFile(tmp_path / "timeline.json")
-    file.write(found[::-1])
-    assert {e["name"] for e in read_events(tmp_path / "timeline.json") if e["ph"] == "X"} == set(
-        kinds
-    )
-    assert order_rows((one.worker, one.kind) for one in found[::-1]) == rows
-    draw_timeline(found[::-1], tmp_path / "timeline.png")
-    assert (tmp_path / "timeline.png").stat().st_size > 1000
-
-
 @pytest.mark.slow
 def test_a_run_shows_a_row_for_each_server(tmp_path, train):  # noqa: F811
-    """Two reward servers, called for chunks and evaluations by processes of the run."""
-    command = [sys.executable, ROOT / "launch" / "reward_server.py", "--port=0"]
-    options = dict(stdout=subprocess.PIPE, text=True, env=environment(1, PYTHONPATH=str(ROOT)))
-    names = ("jpeg_compressibility", "jpeg_incompressibility")
-    with contextlib.ExitStack() as stack:
-        servers = []
-        for name in names:
-            server = stack.enter_context(
-                subprocess.Popen([*command, f"--reward={name}"], **options)
-            )
-            stack.callback(server.kill)
-            servers.append(server)
-        addresses = [server.stdout.readline().split()[-1] for server in servers]
+    """Two servers, called for chunks and evaluations by processes of the run."""
+    with stub() as first, stub() as second:
         asked = tuple(
-            dict(name="served", label=name, settings=dict(servers=(address,)))
-            for name, address in zip(names, addresses, strict=True)
+            dict(name="served", label=label, settings=dict(servers=(address,)))
+            for label, address in (("one", first), ("two", second))
         )
         run = config(tmp_path, rewards=asked, reward_pool__processes=2, sampler__chunk=4)
         assert train("run", run) is None
     found = timeline(read_run(tmp_path / "run"))
-    rows = [f"reward server {address.removeprefix('http://')}" for address in addresses]
-    assert set(found["rows"][-2:]) == set(rows) and found["rows"][-3] == "reward"
+    rows = {f"reward server {address.removeprefix('http://')}" for address in (first, second)}
+    assert set(found["rows"][-2:]) == rows and found["rows"][-3] == "reward"
     kind = [name for name, _ in found["kinds"]].index("ask")
+    for row in rows:
+        own = [span for span in found["spans"] if found["rows"][span[0]] == row]
+        assert {span[1] for span in own} == {kind} and len(own) >= 8
     line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
-    assert {f"evaluation/reward_of/{name}" for name in names} <= line.keys()
+    assert {"evaluation/reward_of/one", "evaluation/reward_of/two"} <= line.keys()
     steps = {step for step, *_ in found["steps"]}
     for event in read_events(tmp_path / "run" / "timeline.json"):
         if event["name"] == "ask" and event["args"]:  # evaluations are no part of a step
             assert event["args"]["step"] + 1 in steps
-    scoring = [span for span in found["spans"] if found["rows"][span[0]] == "reward"]
-    for row in rows:
-        own = [span for span in found["spans"] if found["rows"][span[0]] == row]
-        assert {span[1] for span in own} == {kind} and len(own) >= 8
-        spans = [rewards.Exchange(row, at, at + length, 0, None) for _, _, at, length, _ in own]
-        assert most_at_once(spans) <= 2  # as many as there are processes
-        # While a batch is scored; on a busy machine an answer takes its time to arrive.
-        for one in spans:
-            assert any(
-                at - 1000 <= one.begin and one.end <= at + length + 1000
-                for _, _, at, length, _ in scoring
-            )

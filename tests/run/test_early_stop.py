@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from digen_jax.config.load import load_config
-from digen_jax.config.sections import StoppingSection
 from digen_jax.errors import ConfigError
-from digen_jax.logging.metrics import MetricsLog, has_fallen, reason_to_stop
+from digen_jax.logging.metrics import has_fallen
 from digen_jax.logging.report_run import read_run
 from digen_jax.logging.workdir import finished_step
 from tests.metrics import metrics
@@ -45,19 +44,6 @@ def test_it_has_fallen_where_each_of_the_last_is_below_the_best_before(
     values, margin, count, expected
 ):
     assert has_fallen(values, margin, count) is expected
-
-
-def test_the_reason_names_the_best_and_the_last_value(tmp_path):
-    log = MetricsLog(tmp_path)
-    for step, value in {0: 0.5, 10: 0.75, 20: 0.25, 30: 0.125}.items():
-        log.write(step, {"evaluation/reward_of/pick": value, "evaluation/reward": 1.0})
-        log.write(step + 1, {"reward_of/pick": 0.0})
-    reason = reason_to_stop(StoppingSection("pick", 0.25, 2), tmp_path)
-    assert all(part in reason for part in ("0.75 after step 10", "0.125 after step 30"))
-    assert reason_to_stop(StoppingSection("pick", 0.25, 3), tmp_path) is None
-    assert reason_to_stop(StoppingSection("other", 0.0, 1), tmp_path) is None
-    assert reason_to_stop(StoppingSection("", 0.0, 1), tmp_path) is None
-    assert reason_to_stop(StoppingSection("pick", 0.0, 1), tmp_path / "not there") is None
 
 
 def both(tmp_path, **fields):

@@ -1,16 +1,12 @@
 """Processes that follow the first one execute its announcements, here those of a run that has ended."""
 
-import importlib
 import json
 import shutil
 
-import jax
-import numpy as np
 import pytest
 
 from digen_jax.config.load import load_config
 from digen_jax.runtime import opening
-from digen_jax.runtime.executors import Executors
 from digen_jax.runtime.opening import CommandBroadcast
 from digen_jax.scheduling.state import pack, unpack
 from tests.run.test_train import config, saved, train  # noqa: F401
@@ -28,20 +24,6 @@ def announced(monkeypatch):
     return entries
 
 
-@pytest.fixture
-def executors(monkeypatch):
-    """The executors that are built."""
-    found = []
-
-    def build(*arguments):
-        found.append(Executors(*arguments))
-        return found[-1]
-
-    for module in (opening, importlib.import_module("digen_jax.train")):
-        monkeypatch.setattr(module, "Executors", build)
-    return found
-
-
 def follow(monkeypatch, config, workdir, announced):
     """(the arguments of the end, the answers) of a process that follows these announcements."""
     answers = []
@@ -50,25 +32,6 @@ def follow(monkeypatch, config, workdir, announced):
     with pytest.raises(opening.RunEnded) as end:
         opening._follow(config, workdir, entries, None)
     return end.value.args, answers
-
-
-def test_a_process_that_follows_ends_with_the_same_bits(
-    tmp_path,
-    monkeypatch,
-    train,  # noqa: F811
-    announced,
-    executors,
-):
-    c = config(tmp_path, checkpoint__every=1)
-    assert train("first", c) is None
-    (tmp_path / "other").mkdir()
-    shutil.copy(tmp_path / "first" / ".lock", tmp_path / "other" / ".lock")
-    found = follow(monkeypatch, load_config(c), tmp_path / "other", announced)
-    assert found == ((None, None), [""])
-    first, other = (jax.tree.leaves(one.state) for one in executors)
-    for leaf, expected in zip(other, first, strict=True):
-        np.testing.assert_array_equal(leaf, expected)
-    assert saved(tmp_path / "other") == saved(tmp_path / "first")
 
 
 @pytest.mark.parametrize(("steps", "seen", "named"), [(2, True, "config"), (1, False, "--workdir")])

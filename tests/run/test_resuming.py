@@ -1,18 +1,15 @@
 """Runs of the toy family that continue on other devices, from damaged files, or after a full disk."""
 
 import json
-import logging
 import pathlib
 import re
 import shutil
 import subprocess
-from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
-from digen_jax.checkpoints import checkpointer
 from digen_jax.checkpoints.checkpointer import SaveFailed
 from digen_jax.errors import ConfigError
 from digen_jax.logging.command_log import read_log
@@ -217,20 +214,6 @@ def test_a_run_whose_workdir_is_moved_stops_and_continues_at_its_new_place(tmp_p
     assert not (run / "metrics.jsonl").exists() and not list(run.glob("checkpoints/*"))
     assert train("moved", c) is None
     assert [line["step"] for line in read_metrics(moved / "metrics.jsonl")] == [*range(5)]
-
-
-def test_what_orbax_says_of_a_failed_save_beside_its_error_is_not_shown(caplog, monkeypatch):
-    asyncio = logging.getLogger("asyncio")
-    asyncio.error("Task exception was never retrieved\nfuture: <Task coro=</x/orbax/y.py>>")
-    asyncio.error("Task exception was never retrieved\nfuture: <Task coro=<mine>>")
-    assert len(caplog.records) == 1
-    passed = []
-    monkeypatch.setattr(checkpointer, "_printing", passed.append)
-    for text in ("Event loop is closed", "mine"):
-        checkpointer._print_unraisable(
-            SimpleNamespace(exc_type=RuntimeError, exc_value=RuntimeError(text))
-        )
-    assert [str(one.exc_value) for one in passed] == ["mine"]
 
 
 @pytest.fixture

@@ -10,11 +10,9 @@ import jax
 import numpy as np
 import pytest
 
-from digen_jax.rewards import alone
-from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.sampling import SamplingExecutor
 from digen_jax.runtime.steps import Steps
-from digen_jax.scheduling.commands import Chunk, DropChunks, Generate, Train, Update
+from digen_jax.scheduling.commands import Chunk, DropChunks, Generate, Train
 from tests.cases import quick
 from tests.parallel import toy
 
@@ -112,8 +110,7 @@ def plain(std):
 
 
 @pytest.mark.parametrize(
-    ("layout", "std"),
-    quick([("two workers, half groups", "group"), ("a mesh each", "global")], 0),
+    ("layout", "std"), quick([("two workers, half groups", "group"), ("a mesh each", "global")], 0)
 )
 def test_a_step_is_that_of_the_chosen_groups_alone(late, layout, std):
     gradient, change, history, log = run(layout, std)
@@ -177,19 +174,3 @@ def test_a_chunk_that_is_dropped_during_generation_is_not_kept(monkeypatch):
     kept = {f for worker in workers for f in worker._trajectories}
     assert not kept & dropped and {f.step for f in kept} <= {4}
     assert set(driver.executor.steps._steps) <= {4}
-
-
-def test_with_asynchrony_a_replayed_log_gives_the_same_bits(late):
-    layout = "two workers, half groups"
-    c, parts, log = config(layout, runtime__max_policy_lag=1), system(layout), []
-    state, history, log = toy.drive(parts, c, 4, some_equal)
-    assert max(metrics["policy_lag"] for metrics in history) > 0
-    assert any(isinstance(command, DropChunks) for command in log)
-    batches = toy.batches(MOST)
-    executors = toy.executors(parts, c, toy.fresh(parts), batches)
-    last = max(i for i, command in enumerate(log) if isinstance(command, Update))
-    pool = RewardPool(alone("mine", some_equal), 0)
-    again = toy.replay(executors, pool, log[: last + 1])
-    pool.close()
-    for leaf, expected in zip(jax.tree.leaves(again), jax.tree.leaves(state), strict=True):
-        np.testing.assert_array_equal(leaf, expected)

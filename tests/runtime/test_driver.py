@@ -8,7 +8,6 @@ import pytest
 from digen_jax.diffusion.sampling import image_keys
 from digen_jax.errors import ConfigError
 from digen_jax.images import to_uint8
-from digen_jax.rewards.errors import RewardFailed
 from tests.parallel import toy
 from tests.parallel.toy import receive
 
@@ -179,13 +178,3 @@ def test_a_wrong_reward_stops_the_step_and_leaves_its_state_whole(alone, scores,
         with pytest.raises(ConfigError, match=sentence):
             driver.step()
         assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(driver.executor.state))
-
-
-def test_an_exception_inside_the_reward_is_named_with_the_users_own_lines(alone):
-    def reward(images, prompts, metadata):
-        raise ValueError("a bug of the user's")
-
-    with pytest.raises(
-        RewardFailed, match=r"'mine' raised ValueError: a bug .*\n.*test_driver.py, line"
-    ):
-        drive(alone, 1, reward)

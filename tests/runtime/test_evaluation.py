@@ -3,7 +3,6 @@ import numpy as np
 import pytest
 
 from digen_jax import rewards
-from digen_jax.errors import ConfigError
 from digen_jax.images import to_uint8
 from digen_jax.inference.sampling import evaluate, sample_clips
 from digen_jax.parallel.sampler import SEED
@@ -85,17 +84,6 @@ def test_metrics_are_means_over_all_and_for_each_task(at_once):
     }
 
 
-def test_a_wrong_reward_is_named(parts):
-    with pytest.raises(ConfigError, match="reward 'mine' returned nan for image 0"):
-        evaluate(
-            *parts,
-            RECORDS,
-            rewards.alone("mine", lambda images, *_: np.full(len(images), np.nan)),
-            8,
-        )
-    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(parts[1]))
-
-
 # ------------------------------------------------------------------------------ through the driver
 
 OF_RUN = {
@@ -145,14 +133,3 @@ def test_a_run_evaluates_each_version_as_that_versions_weights_alone(layout, ema
     assert makers and makers <= (
         {"trainer"} if layout == "colocated" else {"rollout 0", "rollout 1"}
     )
-
-
-def test_after_the_last_step_its_version_is_evaluated(parts):
-    config = toy.config(**OF_RUN["two meshes"], evaluation__every=5)
-    config.steps, found = 1, {}
-    options = dict(held_out=toy.records(4), evaluated=found.__setitem__)
-    with toy.driver(toy.system(config, 3), config, **options) as driver:
-        driver.step()
-        assert set(found) == {0}
-        driver.finish()
-    assert set(found) == {0, 1} and len(found[1].scores) == 4

@@ -8,20 +8,12 @@ import numpy as np
 import pytest
 
 from digen_jax.process.shutdown import Stopped
-from digen_jax.rewards.errors import RewardFailed
 from digen_jax.runtime import driver as driving
 from digen_jax.runtime.array_transfer import ArrayTransfer, SamplesKey
 from digen_jax.runtime.clock import Watch, measured, paused
 from digen_jax.runtime.executors import Executors
 from digen_jax.runtime.sampling import SamplingExecutor
-from digen_jax.scheduling.commands import (
-    TRAINER,
-    Encode,
-    Generate,
-    Score,
-    SyncWeights,
-    WeightsVersion,
-)
+from digen_jax.scheduling.commands import TRAINER, Encode, Generate, SyncWeights, WeightsVersion
 from digen_jax.scheduling.settings import Deadline
 from tests.parallel import toy
 from tests.runtime.test_workers import STALE, config, equal_bits, replayed
@@ -222,48 +214,6 @@ def test_a_superseded_weight_sync_does_not_count_against_its_worker(system, monk
 
 
 # ------------------------------------------------------------------------------------- rewards
-
-
-def failing(times):
-    """A reward that raises in `times` of its calls, from the second on."""
-    calls = []
-
-    def reward(images, prompts, metadata):
-        calls.append(prompts)
-        if 1 < len(calls) <= 1 + times:
-            raise RuntimeError("the server is down")
-        return toy.brightness(images, prompts, metadata)
-
-    return reward
-
-
-def test_a_reward_that_fails_is_asked_again_for_the_same_chunk(system, undisturbed, capfd):
-    state, history, log = toy.drive(system, config(), 3, failing(2))
-    equal_bits(state, undisturbed[0])
-    assert [m["reward"] for m in history] == [m["reward"] for m in undisturbed[1]]
-    assert capfd.readouterr().err.count("'mine' raised RuntimeError: the server is down") == 2
-    scored = [c.chunk for c in log if isinstance(c, Score)]
-    assert len(scored) == len(set(scored)) + 2
-    equal_bits(replayed(system, config(), log), state)
-
-
-@pytest.mark.parametrize("retries", [0, 1])
-def test_a_reward_that_goes_on_failing_stops_the_run_with_its_own_error(system, retries):
-    reward = failing(99)
-    with toy.driver(system, config(reward_pool__retries=retries), reward) as driver:
-        with pytest.raises(RewardFailed, match="the server is down") as caught:
-            driver.step()
-        assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(driver.executor.state))
-    often = {0: "once", 1: "2 times"}[retries]
-    assert f"failed {often} on the same images" in str(caught.value)
-
-
-def test_a_reward_that_hangs_in_a_thread_stops_the_run_by_name(system, end, monkeypatch):
-    monkeypatch.setattr("digen_jax.rewards.pool.mark_hung", lambda what: None)
-    with toy.driver(system, config(**HANGS), lambda *_: end.wait(LONG)) as driver:
-        with pytest.raises(Stopped, match=r"'mine' took more than .* seconds in a thread"):
-            driver.step()
-        assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(driver.executor.state))
 
 
 # ----------------------------------------------------------------------------------- the watch

@@ -8,7 +8,6 @@ import pytest
 
 from digen_jax import rewards
 from digen_jax.rewards import RewardSettings
-from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.steps import StepImages, StepScores
 from tests.parallel import toy
 
@@ -116,16 +115,3 @@ def test_a_step_without_a_reward_has_no_metric_of_it():
     assert not any("/second" in name for name in metrics)
     assert metrics["reward_of/first"] == metrics["reward"] == 3.0
     assert (metrics["reward_min_of/first"], metrics["reward_max_of/first"]) == (1.0, 6.0)
-
-
-def test_a_log_of_mixed_prompts_is_replayed(mixed):
-    evaluated = dict(evaluation__every=1, evaluation__batch=4)
-    c = config(rewards=("first", "second"), advantages__combine="advantages", **evaluated)
-    system = mixed[4]
-    made = toy.executors(system, c, toy.fresh(system), batches(NAMED))
-    pool = RewardPool(FOUND, 0)
-    log = [c for c in mixed[3] if not getattr(getattr(c, "chunk", None), "evaluation", False)]
-    log = [c for c in log if type(c).__name__ != "Evaluate"]
-    state = toy.replay(made, pool, log)
-    pool.close()
-    assert toy.difference(jax.device_get(state.tuned), mixed[0].tuned) < 1e-6

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import itertools
-from concurrent.futures import CancelledError, Future
 
 import jax
 import numpy as np
@@ -16,9 +15,8 @@ from digen_jax.errors import DivergedError
 from digen_jax.logging.evaluation import compute_image_stats, submit_image_stats
 from digen_jax.parallel.sampler import SampleRng
 from digen_jax.rewards import alone
-from digen_jax.rewards.errors import RewardFailed
 from digen_jax.rewards.pool import RewardPool
-from digen_jax.runtime.sampling import ChunkScorer, best_and_worst, failed, ready, then
+from digen_jax.runtime.sampling import ChunkScorer, best_and_worst
 from digen_jax.runtime.steps import HeldOut, Previews, StepImages, Steps, StepScores
 from digen_jax.scheduling.commands import Chunk
 from digen_jax.scheduling.settings import Settings
@@ -99,29 +97,6 @@ def test_images_with_nan_are_no_error_of_a_reward():
         judge.submit(Chunk(0, 0), np.full((6, 1, 4, 4, 3), np.nan, np.float32)).result(30)
 
 
-def test_a_reward_that_fails_is_named():
-    def wrong(*_):
-        raise ValueError("a bug")
-
-    with judging(wrong) as judge, pytest.raises(RewardFailed, match="'mine' raised ValueError"):
-        judge.submit(Chunk(0, 0), clips(*range(6))).result(30)
-
-
-def test_one_future_follows_another():
-    first = Future()
-    found = then(first, lambda one: one + 2)
-    assert not found.done()
-    first.set_result(1)
-    assert found.result(0) == 3
-    error = ValueError("wrong")
-    assert then(failed(error), str).exception(0) is error
-    assert isinstance(then(ready(1), lambda one: 1 / 0).exception(0), ZeroDivisionError)
-    never = Future()
-    late = then(never, str)
-    never.cancel()
-    assert isinstance(late.exception(0), CancelledError)
-
-
 def step(rows: list[int], size: int) -> StepScores:
     """Scores of a step whose records are named after their groups, in chunks of `size` images."""
     groups = max(rows) + 1
@@ -168,12 +143,6 @@ def test_dropped_candidates_are_in_no_picture_and_no_statistic():
     found = known.image_metrics()
     assert found["images/diversity"] == pytest.approx(1 / 255) and found["images/sharpness"] == 0
     assert step([0, 0], 2).image_metrics() == {} and step([0, 0], 2).extremes(1) is None
-
-
-def test_without_pictures_to_show_only_the_statistics_are_kept():
-    known = step([0, 0], 2)
-    scored(known, 0, [1.0, 0.0], keep=0)
-    assert known.extremes(4) is None and known.image_metrics()
 
 
 def steps(drawn=None, first=0):

@@ -10,7 +10,7 @@ import pytest
 
 from digen_jax.runtime.checkpointing import InFlight
 from digen_jax.runtime.training import GradientExecutor, OtherTrainingExecutor
-from digen_jax.scheduling.commands import TRAINER, Generate, Train, Update
+from digen_jax.scheduling.commands import TRAINER, Train
 from tests.cases import quick
 from tests.distributed.test_algorithms import assert_same, replayed, run
 from tests.distributed.test_algorithms import config as of_algorithm
@@ -173,34 +173,6 @@ def test_a_training_worker_that_fails_changes_nothing(alone, systems, monkeypatc
     assert [m["reward"] for m in found] == pytest.approx([m["reward"] for m in history], abs=1e-5)
     last = [c for c in log if isinstance(c, Train)][-GROUPS:]
     assert failing.calls >= first and "worker 1" not in {c.worker for c in last}
-
-
-def test_sums_that_are_lost_before_the_update_are_trained_again(alone, systems, monkeypatch):
-    """The worker is given up when the home worker begins the update."""
-    c, system = config(POOL), systems(False)
-    with toy.driver(system, c, log=(log := [])) as driver:
-        update, once = driver.executor._update, []
-
-        def lose(command):
-            if not once:
-                once.append(command)
-                driver.disconnected("worker 1", "is lost")
-            return update(command)
-
-        monkeypatch.setattr(driver.executor, "_update", lose)
-        for _ in range(3):
-            driver.step()
-        state = driver.executor.state
-    assert once and "worker 1" in once[0].trained
-    expected, _ = alone
-    assert toy.difference(changed(system, state), expected) < 1e-4
-    updates = [c for c in log if isinstance(c, Update)]
-    assert len(updates) == 4 and "worker 1" not in updates[1].trained
-    again = [c.chunk for c in log if isinstance(c, Train) and c.chunk.step == 0]
-    assert len(again) > len(set(again))
-    # The samples of a pool's worker are lost with it.
-    made = [c.chunk for c in log if isinstance(c, Generate) and c.chunk.step == 0]
-    assert len(made) > GROUPS
 
 
 def test_a_training_worker_that_hangs_is_removed(alone, systems, monkeypatch, capfd):

@@ -1,9 +1,7 @@
 """Several workers: failures, asynchrony, their part of a checkpoint, and the replayed log."""
 
-import json
 import re
 import threading
-import time
 from concurrent.futures import Future
 
 import jax
@@ -11,28 +9,18 @@ import numpy as np
 import pytest
 
 from digen_jax.errors import ConfigError
-from digen_jax.logging.command_log import CommandLog, read_log
 from digen_jax.process.shutdown import Stopped
 from digen_jax.rewards import Scores, alone
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime import driver as runtime_driver
-from digen_jax.runtime.array_transfer import ArrayTransfer, TransferError
+from digen_jax.runtime.array_transfer import TransferError
 from digen_jax.runtime.checkpointing import InFlight
 from digen_jax.runtime.driver import WorkerDisconnected
 from digen_jax.runtime.executors import Executors
 from digen_jax.runtime.sampling import SamplingExecutor, failed
 from digen_jax.runtime.steps import ScoredChunk
 from digen_jax.runtime.training import TrainingExecutor
-from digen_jax.scheduling.commands import (
-    TRAINER,
-    Generate,
-    Score,
-    SyncWeights,
-    Train,
-    Update,
-    WeightsVersion,
-)
-from digen_jax.scheduling.scheduler import SchedulerError
+from digen_jax.scheduling.commands import TRAINER, Generate, Train, Update
 from tests.parallel import toy
 
 pytestmark = pytest.mark.usefixtures("exact_and_split")
@@ -123,50 +111,6 @@ def test_a_worker_that_fails_changes_nothing(system, undisturbed, fails, capfd, 
     assert not any(isinstance(c, Generate) and c.worker == TRAINER for c in log)
 
 
-def test_without_any_worker_left_the_trainer_does_everything(system, undisturbed, fails):
-    fails("generate", 99, workers=(0, 1))
-    state, _, log = toy.drive(system, config(), 3)
-    assert any(isinstance(c, Generate) and c.worker == TRAINER for c in log)
-    start = jax.device_get(system.start)
-    change, expected = (
-        jax.tree.map(np.subtract, jax.device_get(end.tuned), start)
-        for end in (state, undisturbed[0])
-    )
-    assert toy.difference(change, expected) < 1e-3
-
-
-def test_a_trainer_whose_sampling_fails_leaves_it_to_others(undisturbed, monkeypatch):
-    c = config()
-    c.placement.trainer.samples = True
-    system, real = toy.system(c), SamplingExecutor.generate
-
-    def failing(executor, *arguments):
-        if executor.name == TRAINER:
-            raise RuntimeError("it cannot")
-        return real(executor, *arguments)
-
-    monkeypatch.setattr(SamplingExecutor, "generate", failing)
-    state, _, log = toy.drive(system, c, 3)
-    assert sum(isinstance(c, Generate) and c.worker == TRAINER for c in log) == 2
-    assert toy.difference(*map(jax.device_get, (state.tuned, undisturbed[0].tuned))) < 1e-3
-
-
-def test_a_worker_that_gets_no_weights_is_removed(system, undisturbed, monkeypatch, capfd):
-    real = ArrayTransfer.get
-
-    def take(transfer, key, shardings, taker):
-        if key == WeightsVersion(1) and taker == "rollout 1":
-            raise RuntimeError("the transfer is down")
-        return real(transfer, key, shardings, taker)
-
-    monkeypatch.setattr(ArrayTransfer, "get", take)
-    state, _, log = toy.drive(system, config(), 3)
-    equal_bits(state, undisturbed[0])
-    assert "rollout 1 has failed 2 times in a row; reassigning" in capfd.readouterr().err
-    late = [c for c in log if isinstance(c, Generate) and c.chunk.step > 0]
-    assert {c.worker for c in late} == {"rollout 0"}
-
-
 def test_a_transfer_error_is_logged_in_one_line(system, undisturbed, monkeypatch, capfd):
     real, failed = TrainingExecutor.deliver, []
 
@@ -238,18 +182,6 @@ def test_a_worker_that_cannot_join_ends_the_run_with_the_reason(system, monkeypa
                 driver.step()
 
 
-def test_what_fails_everywhere_ends_the_run_with_its_reason(system, monkeypatch):
-    def generate(executor, chunk, version):
-        if chunk.index == 1:
-            raise RuntimeError("a picture that cannot be drawn")
-        real(executor, chunk, version)
-
-    real = SamplingExecutor.generate
-    monkeypatch.setattr(SamplingExecutor, "generate", generate)
-    with pytest.raises((SchedulerError, RuntimeError), match="a picture that cannot be drawn"):
-        toy.drive(system, config(), 1)
-
-
 @pytest.mark.parametrize("late", [False, True])
 def test_scores_of_a_removed_worker_are_ignored(system, undisturbed, monkeypatch, capfd, late):
     """They fail as the mesh's, or come when another mesh has made their chunk again."""
@@ -298,10 +230,6 @@ def test_trained_in_order_whoever_is_faster(undisturbed):
         assert [c.chunk.index for c in trained] == list(range(GROUPS))
 
 
-def test_a_replayed_log_gives_the_same_bits(system, undisturbed):
-    equal_bits(replayed(system, config(), undisturbed[2]), undisturbed[0])
-
-
 # ----------------------------------------------------------------------------------- asynchrony
 
 
@@ -331,39 +259,6 @@ def test_a_replayed_log_gives_the_same_bits_with_asynchrony(system, asynchronous
     assert sum(metrics["policy_lag"] for metrics in history) > 0
 
 
-def test_a_run_resumes_work_in_flight(system):
-    """As from a checkpoint: arrays, and JSON."""
-    c = config(**STALE)
-    with toy.driver(system, c) as driver:
-        driver.step()
-        driver.step()
-        saved = jax.device_get((driver.executor.state, driver.in_flight.kept))
-        scheduler = json.loads(json.dumps(driver.in_flight.scheduler))
-    versions = dict(scheduler["versions"])[2]  # of the groups of step 2
-    begun = {i: 1 for i, version in enumerate(versions) if version == 1}
-    assert begun and set(saved[1]) == {1}
-
-    def resumed():
-        state = jax.device_put(saved[0], jax.tree.map(lambda a: a.sharding, toy.fresh(system)))
-        kept = jax.device_put(saved[1], system.placement.trainer.replicated)
-        steps = toy.batches(GROUPS)
-        next(steps), next(steps)
-        return state, kept, steps
-
-    state, kept, steps = resumed()
-    options = dict(state=state, batches=steps, first=2, in_flight=InFlight(scheduler, kept))
-    after, (metrics, _), log = toy.drive(system, c, 2, **options)
-    assert {c.version for c in log[:4] if isinstance(c, SyncWeights)} == {1, 2}
-    versions = {
-        c.chunk.index: c.version for c in log if isinstance(c, Generate) and c.chunk.step == 2
-    }
-    assert versions == {i: begun.get(i, 2) for i in range(GROUPS)}
-    assert metrics["policy_lag"] == len(begun) / GROUPS
-    state, kept, steps = resumed()
-    again = replayed(system, c, log, state=state, kept=kept, batches=steps, first=2)
-    equal_bits(again, after)
-
-
 def test_a_checkpoint_of_the_scheduler_before_this_one_is_refused(system):
     in_flight = InFlight({"is": "SchedulerState", "batches": {"is": "dict", "items": []}}, {})
     with (
@@ -371,51 +266,3 @@ def test_a_checkpoint_of_the_scheduler_before_this_one_is_refused(system):
         toy.driver(system, config(), first=1, in_flight=in_flight),
     ):
         pass
-
-
-def test_a_log_that_was_cut_back_is_replayed_from_the_checkpoint_that_it_begins_at(
-    system, tmp_path
-):
-    """Commands that began the next step before the checkpoint are still in the log; a kill cut off its last line."""
-    c, path = config(**STALE), tmp_path / "commands.jsonl"
-    log = CommandLog(path, 0)
-    with toy.driver(system, c, log=log) as driver:
-        driver.step()
-        driver.step()
-        saved = jax.device_get((driver.executor.state, driver.in_flight.kept))
-        driver.step()
-        log.cut_back(2)
-        driver.step()
-        after = jax.device_get(driver.executor.state)
-    with path.open("a") as file:
-        file.write('{"is": "Publ')
-    first, commands = read_log(path)
-    assert first == 2 and set(saved[1]) == {1}
-    assert min(c.chunk.step for c in commands if isinstance(c, Train)) == 2
-    assert min(c.version for c in commands if isinstance(c, Generate)) == 1
-    state = jax.device_put(saved[0], jax.tree.map(lambda a: a.sharding, toy.fresh(system)))
-    kept = jax.device_put(saved[1], system.placement.trainer.replicated)
-    steps = toy.batches(GROUPS)
-    next(steps), next(steps)
-    equal_bits(replayed(system, c, commands, state=state, kept=kept, batches=steps, first=2), after)
-
-
-def test_a_replayed_log_gives_the_same_bits_where_groups_were_trained_early(monkeypatch):
-    real = SamplingExecutor.generate
-
-    def generate(executor, chunk, version):
-        real(executor, chunk, version)
-        time.sleep(0.03 * (chunk.index % 2))
-
-    monkeypatch.setattr(SamplingExecutor, "generate", generate)
-    c = config(algorithm__old_log_probs="current", runtime__max_incomplete_groups=1)
-    c.sampler.chunk = c.trainer.micro_batch = 2
-    system = toy.system(c)
-    state, _, log = toy.drive(system, c, 2)
-    assert any(command.early for command in log if isinstance(command, Train))
-    equal_bits(replayed(system, c, log), state)
-
-
-def test_everything_that_is_decoded_is_scored_once(undisturbed):
-    scored = [c.chunk for c in undisturbed[2] if isinstance(c, Score)]
-    assert len(scored) == len(set(scored)) >= 3 * GROUPS

@@ -5,42 +5,12 @@ import math
 import numpy as np
 import pytest
 
-from digen_jax.errors import ConfigError
 from digen_jax.scheduling.commands import TRAINER, Chunk, Generate, Score, Train, WeightsVersion
 from digen_jax.scheduling.settings import WEIGHT, CostModel, Costs, Deadline, Settings
 from digen_jax.scheduling.state import RENAMED, pack, unpack
 
 GOOD = Settings(1, groups=6, images=4, chunk_images=2)
 ONE_CHUNK = Settings(1, groups=1, images=4, chunk_images=4, passes=2)
-
-
-@pytest.mark.parametrize(
-    ("fields", "named"),
-    [
-        (dict(chunk_images=5), ["chunk_images = 5"]),
-        (dict(chunk_images=16), ["chunk_images = 16"]),
-        (dict(updates=4), ["updates = 4", "groups = 6"]),
-        (dict(oversampled_groups=2), ["oversampled_groups = 2", "max_candidates"]),
-        (
-            dict(max_candidates=7, oversampled_groups=2),
-            ["max_candidates = 7", "oversampled_groups"],
-        ),
-        (dict(updates=4, max_candidates=5), ["updates = 4", "max_candidates = 5"]),
-    ],
-)
-def test_invalid_settings_are_named(fields, named):
-    GOOD.check()
-    with pytest.raises(ConfigError) as caught:
-        dataclasses.replace(GOOD, **fields).check()
-    assert all(name in str(caught.value) for name in named)
-
-
-def test_a_chunk_of_several_groups_is_one_unit():
-    assert (GOOD.units, GOOD.unit_chunks, GOOD.chunks) == (6, 2, 12)
-    large = dataclasses.replace(GOOD, chunk_images=8)
-    assert (large.units, large.unit_chunks, large.chunks) == (3, 1, 3)
-    across = dataclasses.replace(GOOD, chunk_images=3)
-    assert (across.units, across.unit_chunks, across.chunks) == (2, 4, 8)
 
 
 def test_the_share_of_units_that_may_start_early_is_rounded_down():
@@ -58,15 +28,6 @@ def test_settings_of_an_older_checkpoint_are_readable():
 
 
 # ---------------------------------------------------------------------------------------- costs
-
-
-def test_costs_of_a_chunk():
-    costs = Costs(generate=2.0, train=3.0, score=0.5, score_latency=1.0, update=7.0)
-    assert costs.seconds("generate", 4) == 8
-    assert costs.seconds("train", 4) == 12
-    assert costs.seconds("train", 4, share=0.25) == 3
-    assert costs.seconds("score", 4) == 3
-    assert costs.seconds("update", 4) == 7
 
 
 def generate(worker, evaluation=False):
@@ -93,20 +54,6 @@ def test_predictions_move_from_the_expected_to_the_measured(model):
     model.observe(generate("a"), 5.0)
     assert model.predict("generate", "a") == pytest.approx(4)
     assert model.predict("evaluate", "a") == 7  # its chunks have another size
-
-
-def test_training_is_predicted_by_the_pass(model):
-    assert model.predict("train", TRAINER) == 2.0 * 4 / 2
-    model.observe(train(count=2), 6.0)
-    assert model.predict("train", TRAINER) == 3
-    model.observe(train(count=1), 5.0)
-    assert model.predict("train", TRAINER) == pytest.approx(4)
-
-
-def test_work_without_a_worker_has_one_average(model):
-    for seconds in (1.0, 3.0):
-        model.observe(Score(1, Chunk(0, 0), "a"), seconds)
-    assert model.averages["score"] == {"": 2.0} and model.counts["score"] == {"": 2}
 
 
 def test_an_average_is_plain_at_first_and_then_moves(model):

@@ -509,11 +509,7 @@ class World:
             "score": ("score", getattr(command, "chunk", None)),
             "deliver": ("deliver", getattr(command, "chunk", None)),
             "train": ("train", getattr(command, "chunk", None)),
-            "sync": (
-                "sync",
-                getattr(command, "worker", 0),
-                getattr(command, "weights_version", 0),
-            ),
+            "sync": ("sync", getattr(command, "worker", 0), getattr(command, "weights_version", 0)),
             "update": ("update", r.step, r.update),
         }.get(command.kind)
         if key is None:

@@ -10,7 +10,7 @@ import pytest
 from digen_jax.errors import ConfigError
 from digen_jax.process.shutdown import Stopped
 from digen_jax.rewards.errors import RewardError
-from digen_jax.rewards.http_client import Servers, retry_after
+from digen_jax.rewards.http_client import retry_after
 from digen_jax.rewards.service import server_packages
 from digen_jax.rewards.service.client import RemoteReward, Served, _remote
 from digen_jax.rewards.service.wire import Limits, decode_request, encode_answer
@@ -218,62 +218,6 @@ def test_threads_share_servers_and_each_gets_its_own_scores():
     assert all(server.in_flight == 0 for server in reward._client.servers)
 
 
-def test_all_threads_stop_if_no_server_works():
-    fake = FakeServers([FAILURES["no connection"]] * 1000)
-    reward = remote(fake, retries=3, blocked=(0.05, 0.1), deadline=60.0)
-    stopped, start = [], time.monotonic()
-
-    def work(_):
-        with pytest.raises(Stopped, match=A):
-            score(reward)
-        stopped.append(time.monotonic() - start)
-
-    in_threads(work, 8)
-    # After 0.05 + 0.1 + 0.1 s, a fourth failure is one too many for every later request.
-    assert len(stopped) == 8 and max(stopped) < 30
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
-def test_the_server_with_the_fewest_requests_is_used():
-    servers = Servers([A, B], clock=Clock())
-    first, second = servers.take(1.0), servers.take(1.0)
-    assert {first.url, second.url} == {A, B}
-    servers.release(second, succeeded=True)
-    assert servers.take(1.0) is second
-    servers.release(first, succeeded=True)
-    assert servers.take(1.0) is first
-
-
-def test_a_server_is_blocked_twice_as_long_after_each_failure():
-    clock = Clock()
-    servers = Servers([A], (1.0, 5.0), clock)
-    for seconds in (1, 2, 4, 5, 5):
-        server = servers.take(clock.now)
-        assert servers.fail(server, clock.now) == seconds
-        clock.now += seconds - 0.01
-        assert servers.take(clock.now) is None
-        clock.now += 0.01
-    server = servers.take(clock.now)
-    assert servers.take(clock.now) is None  # a single request until one succeeds
-    servers.release(server, succeeded=True)
-    assert servers.take(clock.now) is servers.take(clock.now)
-
-
-def test_requests_that_fail_together_are_one_failure():
-    clock = Clock()
-    servers = Servers([A], (1.0, 60.0), clock)
-    taken = [servers.take(0.0) for _ in range(10)]
-    clock.now = 3.0
-    assert [servers.fail(server, 0.0) for server in taken] == [1.0] * 10
-    assert taken[0].failures == 1
-
-
 def description(version=1, images=128, pixels=2**25):
     limits = dict(images=images, pixels=pixels)
     return httpx.Response(200, json=dict(version=version, rewards=["mean"], limits=limits))
@@ -356,11 +300,6 @@ def test_invalid_addresses_are_refused(servers):
         RemoteReward(servers)
 
 
-def test_invalid_numbers_are_refused():
-    with pytest.raises(ConfigError, match="retries"):
-        RemoteReward([A], retries=-1)
-
-
 def test_the_reward_served_uses_its_settings(monkeypatch):
     """`test_serving` uses a real server."""
     monkeypatch.setenv("DIGEN_REWARD_TOKEN", "secret")
@@ -383,9 +322,3 @@ def test_a_missing_package_is_named():
         raise ModuleNotFoundError(name="starlette.responses")
     with pytest.raises(ModuleNotFoundError), server_packages():
         raise ModuleNotFoundError(name="my_module")
-
-
-def test_failures_of_a_server_are_logged_once(capsys):
-    score(remote(FakeServers([FAILURES["500"]] * 5)))
-    (line,) = capsys.readouterr().err.splitlines()
-    assert A in line and "500: the reward raised" in line

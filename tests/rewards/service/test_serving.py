@@ -4,12 +4,10 @@ import contextlib
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
 import time
-import zlib
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -147,18 +145,6 @@ def head_and_body(head=b"", body=b"", kind=b"multipart/form-data; boundary=x"):
     return lines + b"\r\n" + body
 
 
-def bomb():
-    """A PNG file of 20 kB whose image would have 4 GB."""
-
-    def chunk(kind, content):
-        end = struct.pack(">I", zlib.crc32(kind + content))
-        return struct.pack(">I", len(content)) + kind + content + end
-
-    head = struct.pack(">IIBBBBB", 40_000, 40_000, 8, 2, 0, 0, 0)
-    data = zlib.compress(bytes(20_000_000), 9)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
-
-
 def complete(images):
     kind, body = encode_request(images, ["a"], [{}])
     head = CLOSE + b"Content-Length: %d\r\n" % len(body)
@@ -174,7 +160,7 @@ GARBAGE = head_and_body(CLOSE + b"Content-Length: 5000\r\n", os.urandom(5000))
 
 
 @pytest.mark.slow
-def test_hostile_requests_get_a_4xx_and_the_server_still_works(serve):
+def test_hostile_clients_do_not_stop_others_and_sigterm_finishes_accepted_requests(serve, tmp_path):
     server = serve("--port=0", "--upload=1", "--body=2000000", "--side=512").wait()
     assert server.works()
     requests = {
@@ -184,20 +170,14 @@ def test_hostile_requests_get_a_4xx_and_the_server_still_works(serve):
         "no HTTP": ([b"\x16\x03\x01\x02\x00" + os.urandom(200) + b"\r\n\r\n"], 400),
         "an endless head": ([b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 50_000], 400),
         "two lengths": ([head_and_body(b"Content-Length: 1\r\nContent-Length: 2\r\n", b"a")], 400),
-        "a negative length": ([head_and_body(b"Content-Length: -1\r\n")], 400),
         "a huge length": ([head_and_body(HUGE, b"x" * 1000)], 413),
         "a huge length and its bytes": ([head_and_body(HUGE), *[bytes(10**6)] * 20], 413),
         "endless chunks": ([head_and_body(CHUNKED), *[CHUNK] * 20], 413),
         "an invalid chunk": ([head_and_body(CHUNKED, b"zz\r\n\r\n")], None),
-        "an invalid type": ([head_and_body(b"Content-Length: 2\r\n", b"{}", b"text/json")], 415),
-        "no type": ([b"POST /v1/score" + HTTP + b"Content-Length: 0\r\n\r\n"], 415),
         "a pickle": ([complete([b"\x80\x04\x95cos\nsystem\n(S'true'\ntR."])], 422),
-        "a bomb": ([complete([bomb()])], 413),
-        "a large side": ([complete(np.zeros((1, 2, 513, 3), np.uint8))], 413),
         "a half body": ([complete(random_images(1))[:300]], 408),
         "a slow body": ([bytes([one]) for one in complete(random_images(1))[:400]], 408),
         "another path": ([b"GET /../etc/passwd" + HTTP + CLOSE + b"\r\n"], 404),
-        "another method": ([b"DELETE /v1/score" + HTTP + b"Content-Length: 0\r\n\r\n"], 405),
     }
 
     def send(name):
@@ -211,13 +191,6 @@ def test_hostile_requests_get_a_4xx_and_the_server_still_works(serve):
         answer = answers[name][0]
         found = int(answer.split(b" ", 2)[1]) if answer.startswith(b"HTTP/1.1 ") else None
         assert found == status if status else 400 <= (found or 0) < 500, (name, answer[:300])
-    assert server.works() and server.end() == 0
-    assert "Traceback" not in server.log
-
-
-@pytest.mark.slow
-def test_many_hostile_clients_do_not_stop_others(serve):
-    server = serve("--port=0", "--upload=1", "--body=200000").wait()
     stop = time.monotonic() + 1
 
     def bother(_):
@@ -228,12 +201,8 @@ def test_many_hostile_clients_do_not_stop_others(serve):
         pool.map(bother, range(30))
         while time.monotonic() < stop:
             assert server.works()
-    assert server.works() and server.end() == 0
+    assert server.works() and "Traceback" not in server.log
 
-
-@pytest.mark.slow
-def test_sigterm_finishes_accepted_requests(serve, tmp_path):
-    server = serve("--port=0").wait()
     reward = RemoteReward([server.url], [NAME], retries=0)
     images, found, started = random_images(2), [], tmp_path / "started"
     metadata = [{"seconds": 1.0, "started": str(started)}] * 2
@@ -246,8 +215,15 @@ def test_sigterm_finishes_accepted_requests(serve, tmp_path):
 
 
 @pytest.mark.slow
-def test_sigterm_waits_for_patience_only(serve, tmp_path):
-    server, started = serve("--port=0", "--patience=1").wait(), tmp_path / "started"
+def test_a_reward_that_hangs_or_dies_is_replaced_and_sigterm_waits_for_patience_only(
+    serve, tmp_path
+):
+    server = serve("--port=0", "--host=0.0.0.0", "--score=5", "--patience=1").wait()
+    assert "warning: --host=0.0.0.0" in server.log  # without a token
+    for prompt, status in (("hang", 504), ("die", 500)):
+        assert server.post(random_images(1), [prompt]).status_code == status
+        assert server.works()
+    started = tmp_path / "started"
 
     def hang():
         with pytest.raises(httpx.HTTPError):
@@ -279,57 +255,22 @@ def test_a_server_in_its_dry_run_refuses_requests_and_can_be_stopped(serve):
 
 
 @pytest.mark.slow
-def test_a_reward_that_hangs_or_dies_is_replaced(serve):
-    server = serve("--port=0", "--score=5").wait()
-    for prompt, status in (("hang", 504), ("die", 500)):
-        assert server.post(random_images(1), [prompt]).status_code == status
-        assert server.works()
-
-
-@pytest.mark.slow
-def test_a_killed_server_leaves_no_process(serve):
-    server = serve("--port=0").wait()
-    listed = subprocess.run(
-        ["ps", "-o", "pid=", "--ppid", str(server.process.pid)], capture_output=True, text=True
-    )
-    children = [int(pid) for pid in listed.stdout.split()]
-    assert children
-    server.end(signal.SIGKILL)
-    assert all(ends(child) for child in children)
-
-
-@pytest.mark.slow
-def test_a_port_in_use_and_a_failing_reward_are_errors(serve, folder):
-    server = serve("--port=0").wait()
-    second = serve(f"--port={server.port}")
-    assert second.process.wait(60) == 2
-    assert f"--port={server.port}" in second.log and len(second.log.splitlines()) == 1
+def test_a_failing_reward_is_an_error_and_a_dry_run_uses_records_of_the_prompts(serve, folder):
     failing = serve("--port=0", reward="served_rewards:needs_tag")
     assert failing.process.wait(60) == 2
     assert "KeyError: 'tag'" in failing.log and "--prompts" in failing.log
     assert "Traceback" not in failing.log
     (folder / "tags.jsonl").write_text('{"prompt": "a", "tag": "x"}\n')
-    # The dry run uses a record of each kind.
     valid = serve("--port=0", "--prompts=tags.jsonl", reward="served_rewards:needs_tag").wait()
     assert "http://127.0.0.1:" in valid.line and valid.end(signal.SIGINT) == 0
 
 
 @pytest.mark.slow
-def test_an_open_address_without_a_token_is_warned_of(serve):
-    assert "warning: --host=0.0.0.0" in serve("--port=0", "--host=0.0.0.0").wait().log
+def test_reward_processes_use_the_servers_of_a_config_and_their_token(serve, monkeypatch):
     server = serve("--port=0", "--host=0.0.0.0", DIGEN_REWARD_TOKEN="secret").wait()
     assert server.log == ""
     with pytest.raises(ConfigError, match="401"):
         RemoteReward([server.url]).check()
-    reward, images = RemoteReward([server.url], [NAME], token="secret"), random_images(2)
-    assert reward.check()[server.url]["rewards"] == [NAME]
-    scores = reward(images, ["a", "b"], [{}] * 2)[NAME]
-    np.testing.assert_allclose(scores, means(images), rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_reward_processes_use_the_servers_of_a_config(serve, monkeypatch):
-    server = serve("--port=0", DIGEN_REWARD_TOKEN="secret").wait()
     monkeypatch.setenv("DIGEN_REWARD_TOKEN", "secret")
     settings = {"servers": (server.url,), "retries": 2, "attempt": 5.0}
     sections = [
@@ -342,15 +283,12 @@ def test_reward_processes_use_the_servers_of_a_config(serve, monkeypatch):
         columns = pool.score(*batch).columns
         np.testing.assert_allclose(columns[:, 0], means(images), rtol=1e-5)
         assert (columns[:, 1] < 0).all()
+        own = ["ps", "-o", "pid=", "--ppid", str(server.process.pid)]
+        children = subprocess.run(own, capture_output=True, text=True).stdout.split()
         server.process.kill()
+        assert children and all(ends(int(child)) for child in children)
         with pytest.raises(Stopped, match=rf"{server.url} .*'prompt 0'"):
             pool.score(*batch)
-
-
-@pytest.mark.parametrize("settings", [{}, {"servers": "127.0.0.1:8100"}])
-def test_servers_need_addresses(settings):
-    with pytest.raises(ConfigError, match=r"rewards\[0\]: .*address"):
-        resolve([RewardSettings("served", settings=settings)])
 
 
 def test_an_unavailable_address_is_refused():
@@ -361,8 +299,7 @@ def test_an_unavailable_address_is_refused():
                 listen(host, port)
 
 
-@pytest.mark.parametrize("busy", [0, 3])
-def test_idle_connections_make_place_for_new_ones(serve, busy):
+def test_idle_connections_make_place_for_new_ones(serve):
     """A thousand for a server that may open 256 files; requests in flight are answered."""
     server = serve("--port=0", files=256).wait()
 
@@ -371,12 +308,12 @@ def test_idle_connections_make_place_for_new_ones(serve, busy):
         return server.post(images, ["a", "b"], metadata).status_code
 
     with ThreadPoolExecutor(4) as threads, contextlib.ExitStack() as stack:
-        answers = [threads.submit(score, number) for number in range(busy)]
+        answers = [threads.submit(score, number) for number in range(3)]
         for _ in range(1000):
             link = socket.create_connection(("127.0.0.1", server.port), timeout=30)
             stack.enter_context(link)
         assert server.works()
-        assert [one.result() for one in answers] == [200] * busy
+        assert [one.result() for one in answers] == [200] * 3
     assert server.log == ""
 
 
