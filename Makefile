@@ -82,14 +82,14 @@ $(TRAIN): requirements.txt constraints/$(VERSION).txt | $(VENV)/bin/python
 	touch $@
 
 # Compiling 26,000 modules, most of which no test imports, would take as long as installing them.
-$(VENV)/dev: requirements.txt requirements-reward.txt requirements-ray.txt requirements-trackio.txt requirements-dev.txt constraints/$(VERSION).txt | $(VENV)/bin/python
+$(VENV)/dev: requirements.txt requirements-reward.txt requirements-ray.txt requirements-video.txt requirements-trackio.txt requirements-dev.txt constraints/$(VERSION).txt | $(VENV)/bin/python
 	$(INSTALL) --no-compile -r requirements-dev.txt -e .
 	$(INSTALL) --no-deps -r requirements-trackio.txt
 	touch $@ $(VENV)/train
 
 $(VENV)-tpu/dev: requirements-tpu.txt
 $(VENV)-gpu/dev: requirements-gpu-check.txt
-$(VENV)-tpu/dev $(VENV)-gpu/dev: requirements.txt requirements-reward.txt requirements-ray.txt requirements-dev.txt constraints/$(VERSION).txt
+$(VENV)-tpu/dev $(VENV)-gpu/dev: requirements.txt requirements-reward.txt requirements-ray.txt requirements-video.txt requirements-dev.txt constraints/$(VERSION).txt
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install -q --disable-pip-version-check -c constraints/$(VERSION).txt \
 	    -r requirements-dev.txt -r $(filter requirements-tpu.txt requirements-gpu-check.txt,$^) -e .

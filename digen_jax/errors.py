@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 LARGEST_SEED = 2**32 - 1
 # Pixels per side of an image: a larger value is a typing error and would not fit into memory.
 LARGEST_SIDE = 2**14
+LONGEST = 2**10  # frames of a clip
 
 
 class ConfigError(ValueError):

@@ -5,16 +5,26 @@ import hashlib
 import os
 import pathlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Num, UInt8
 from PIL import Image, ImageOps
 
-from digen_jax.errors import DivergedError
-
 # Path of an image file, or the image itself.
 ImageSource = str | os.PathLike[str] | Image.Image
+
+
+class Size(NamedTuple):
+    """Size of a clip, in pixels and frames."""
+
+    height: int
+    width: int
+    frames: int = 1
+
+    def __str__(self) -> str:
+        frames = f" with {self.frames} frames" if self.frames > 1 else ""
+        return f"{self.height}x{self.width}{frames}"
 
 
 def middle_frames(clips: Num[np.ndarray, "*b t h w 3"]) -> Num[np.ndarray, "*b h w 3"]:
@@ -40,17 +50,6 @@ def to_uint8(images: Num[np.ndarray, "*b h w 3"]) -> UInt8[np.ndarray, "*b h w 3
     scaled = np.clip(images, 0, 1)
     scaled *= 255  # in place: large images would need several copies
     return np.round(scaled, out=scaled).astype(np.uint8)
-
-
-def check_images(images: Num[np.ndarray, "..."]) -> None:
-    """Raises DivergedError if images, numbers in [0, 1], contain NaN; bytes never do."""
-    if images.dtype != np.uint8 and np.isnan(images.sum(dtype=np.float32)):
-        raise DivergedError("an image that the trained model drew holds NaN")
-
-
-def bytes_or_nan(images: Num[np.ndarray, "*b h w 3"]) -> Num[np.ndarray, "*b h w 3"]:
-    """Converts images to uint8, unless they contain NaN."""
-    return images if np.isnan(images.sum()) else to_uint8(images)
 
 
 def read_image(image: ImageSource) -> Image.Image:

@@ -132,9 +132,9 @@ def check_model(config: TrainConfig, family: Family, placement: Placement) -> No
     """
     _check_pictures(config, family)
     sampler, shapes = config.sampler, family.shapes()
-    with blame("config.model.height and config.model.width: "):
+    with blame("config.model.height, config.model.width and config.model.frames: "):
         family.latent_shape(config.model.size)
-    with blame("config.evaluation.height and config.evaluation.width: "):
+    with blame("config.evaluation.height, config.evaluation.width and config.evaluation.frames: "):
         family.latent_shape(config.evaluation_size)
     with blame("config.sampler.steps: "):
         sigmas = family.sigmas(sampler.steps, config.model.size)
@@ -170,9 +170,11 @@ def start_warnings(config: TrainConfig, family: Family) -> list[str]:
     best, trained = family.default_size(), model.size
     if trained == config.evaluation_size != best:
         found.append(
-            f"training and evaluation are at {trained.height}x{trained.width} alone, but the model was made for "
-            f"{best.height}x{best.width}, where artefacts would not be noticed: to evaluate there add "
-            f"--config.evaluation.height={best.height} --config.evaluation.width={best.width}"
+            f"training and evaluation are at {trained} alone, but the model was made for {best}, where artefacts would "
+            f"not be noticed: to evaluate there add --config.evaluation.height={best.height} "
+            f"--config.evaluation.width={best.width}"
+            + f" --config.evaluation.frames={best.frames}"
+            * (best.frames > 1)
         )
     return found
 

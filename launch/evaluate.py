@@ -20,6 +20,7 @@ from digen_jax.config.command_line import define_path, run_main
 from digen_jax.errors import (
     LARGEST_SEED,
     LARGEST_SIDE,
+    LONGEST,
     ConfigError,
     blame,
     check_no_images,
@@ -58,6 +59,9 @@ _HEIGHT = flags.DEFINE_integer(
 )
 _WIDTH = flags.DEFINE_integer(
     "width", None, "Width in pixels; default: as for guidance.", 1, LARGEST_SIDE
+)
+_FRAMES = flags.DEFINE_integer(
+    "frames", None, "Frames of a clip; default: as for guidance.", 1, LONGEST
 )
 _IMAGES = flags.DEFINE_integer(
     "images", None, "Number of prompts, from the first of the file; default: all."
@@ -104,7 +108,7 @@ def main() -> None:
         check_named(prompts, reward_settings, training=False)
     rewards = resolve(reward_settings, field="")
     check_needs([prompts], needs_of(reward_settings))
-    rest = _STEPS.value, _HEIGHT.value, _WIDTH.value, _TRUE_GUIDANCE.value
+    rest = _STEPS.value, _HEIGHT.value, _WIDTH.value, _TRUE_GUIDANCE.value, _FRAMES.value
     options = [SamplingOptions(guidance, *rest) for guidance in _guidances()]
     model = open_model(
         _MODEL.value,
@@ -118,9 +122,8 @@ def main() -> None:
     model = model.editing(records)
     report_odd_prompts([prompts], model.family.cut, known_words(model.family))
     samplers = list(map(model.sampler, options))
-    size = samplers[0].settings.size
     run_sanity_checks(rewards, rewards.score)
-    dry_run(rewards.score, [records], size.height, size.width)
+    dry_run(rewards.score, [records], samplers[0].settings.size)
     found = _evaluated(model, samplers, records, rewards)
     label = ", ".join(rewards.names)
     if _OUTPUT.value:
@@ -224,6 +227,7 @@ def _write(
         "steps": settings.steps,
         "height": settings.size.height,
         "width": settings.size.width,
+        "frames": settings.size.frames,
         "true_cfg_scale": sampler.policy.true_cfg_scale,
         "guidance": {
             guidance: {task: score._asdict() for task, score in scores.items()}

@@ -55,6 +55,7 @@ def main() -> None:
 
         from digen_jax.rewards.service.server import Service, listen, serve
 
+    from digen_jax.images import Size
     from digen_jax.rewards.built_in import resolve
     from digen_jax.rewards.errors import dry_run
     from digen_jax.rewards.pool import RewardPool
@@ -77,7 +78,7 @@ def main() -> None:
 
     def check() -> None:
         run_sanity_checks(rewards, pool.score)
-        dry_run(pool.score, [records], SIDE, SIDE)
+        dry_run(pool.score, [records], Size(SIDE, SIDE))
 
     try:
         serve(service, listener, check, _PATIENCE.value)

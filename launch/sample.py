@@ -17,6 +17,7 @@ from digen_jax.config.command_line import define_path, run_main
 from digen_jax.errors import (
     LARGEST_SEED,
     LARGEST_SIDE,
+    LONGEST,
     ConfigError,
     blame,
     check_no_images,
@@ -62,6 +63,16 @@ _HEIGHT = flags.DEFINE_integer(
 _WIDTH = flags.DEFINE_integer(
     "width", None, "Width in pixels; default: as for steps.", 1, LARGEST_SIDE
 )
+_FRAMES = flags.DEFINE_integer(
+    "frames", None, "Frames of a clip; default: as for steps.", 1, LONGEST
+)
+_FPS = flags.DEFINE_integer("fps", 16, "Frames per second of clips.", 1, 120)
+_FORMAT = flags.DEFINE_enum(
+    "format",
+    None,
+    ["mp4", "webp", "gif"],
+    "File format of clips; default: mp4, or webp if PyAV is not installed.",
+)
 _BATCH = flags.DEFINE_integer("batch", 8, "Images in one call.")
 _DTYPE = flags.DEFINE_enum(
     "dtype", None, ["float32", "bfloat16"], "Type of the network's arithmetic."
@@ -89,10 +100,16 @@ def main() -> None:
     from digen_jax.data.prompt_checks import list_unknown, report_odd_prompts, unknown_words
     from digen_jax.inference.model import SamplingOptions, edited, open_model
     from digen_jax.inference.sampling import sample_to_folder
+    from digen_jax.logging.images import check_animation
     from digen_jax.models.text.tokenizers import known_words
 
     options = SamplingOptions(
-        _GUIDANCE.value, _STEPS.value, _HEIGHT.value, _WIDTH.value, _TRUE_GUIDANCE.value
+        _GUIDANCE.value,
+        _STEPS.value,
+        _HEIGHT.value,
+        _WIDTH.value,
+        _TRUE_GUIDANCE.value,
+        _FRAMES.value,
     )
 
     def fits(family: Any) -> None:
@@ -108,6 +125,9 @@ def main() -> None:
     )
     model = model.editing(records, source)
     sampler = model.sampler(options)
+    size = sampler.settings.size
+    with blame("--format: "):
+        animation = check_animation(_FORMAT.value, size.height, size.width)
     output = pathlib.Path(_OUTPUT.value)
     words = known_words(model.family)
     if _PROMPTS.value:
@@ -126,9 +146,11 @@ def main() -> None:
             )
 
     with blame("--output: ", (OSError,)):
-        sample_to_folder(model, sampler, records, output, _BATCH.value, _SEED.value, _IMAGES.value)
+        rest = _BATCH.value, _SEED.value, _IMAGES.value, _FPS.value, animation
+        sample_to_folder(model, sampler, records, output, *rest)
     count = len(records) * _IMAGES.value
-    print(f"{count} image{'s' * (count > 1)} and grid.png are in {output}")
+    kind = "image" if size.frames == 1 else "clip"
+    print(f"{count} {kind}{'s' * (count > 1)} and grid.png are in {output}")
 
 
 def _source() -> Any:

@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from digen_jax.diffusion.sampling import Trajectory
+from digen_jax.parallel.sampler import Sampler, Weights
 from tests.compiling import quick_flags
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -17,6 +19,12 @@ ROOT = pathlib.Path(__file__).parents[1]
 def environment(devices: int, **variables: str) -> dict[str, str]:
     """The environment of a process: a number of virtual devices, and programs that compile quickly and run slowly."""
     return os.environ | {"XLA_FLAGS": quick_flags(devices)} | variables
+
+
+def decode_floats(sampler: Sampler, weights: Weights, trajectory: Trajectory) -> jax.Array:
+    """Clips [b t h w 3] in [0, 1], which `Sampler.decode` rounds to bytes."""
+    latents = trajectory.latents.astype(np.float32)
+    return jax.jit(sampler.policy.family.decode)(weights.frozen, latents)
 
 
 def shipped_config(name: str) -> Any:

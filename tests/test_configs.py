@@ -539,7 +539,7 @@ def shapes_of_a_step(config, system, record=None):
 
     def step(state, weights, base, prompts):
         trajectory = system.sampler.generate(weights, prompts, rows, keys)
-        images = system.sampler.decode(weights, trajectory)
+        images = system.sampler.decode(weights, trajectory).clips
         chunk = SampledImages(0, rows, trajectory.transitions, trajectory.sigmas)
         train_batch = make_train_batch(system, prompts, chunk, advantages)
         totals = system.trainer.accumulate(state, base, train_batch, None, behavior=state.tuned)
@@ -623,7 +623,7 @@ def test_a_whole_step_has_the_right_shapes(unread, step):
         assert getattr(prompts.conditioning, field).shape == shape
     assert (prompts.null is not None) == step.null
     number, *sides = step.images
-    assert (images.shape, images.dtype) == ((number, 1, *sides, 3), np.float32)
+    assert (images.shape, images.dtype) == ((number, 1, *sides, 3), np.uint8)
     x = trajectory.transitions.x
     assert (x.shape, x.dtype, trajectory.sigmas.shape) == (step.x, np.float32, (step.sigmas,))
     assert ("kl" in metrics) == (step.name == SD35)

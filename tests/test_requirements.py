@@ -131,7 +131,7 @@ def test_a_wheel_in_a_fresh_environment_works_from_any_directory(tmp_path):
     said = call(venv / "bin" / "digen-train", *run, *rewards, code=2)
     assert "config.rewards[1]" in said and "config.prompts" not in said, said
     said = call(venv / "bin" / "digen-benchmark", "runtime", "--devices=1", code=2)
-    assert "devices must be at least 2" in said, said
+    assert "--devices=1" in said, said
     outputs = (
         "--workdir",
         "pretrain",

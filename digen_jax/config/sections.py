@@ -13,6 +13,7 @@ from digen_jax.attention.kernels import Kernel
 from digen_jax.diffusion.schedule import Window
 from digen_jax.errors import (
     LARGEST_SIDE,
+    LONGEST,
     Count,
     NonNegativeFloat,
     PositiveFloat,
@@ -41,6 +42,7 @@ class ModelSection:
     folder: str = "assets/shapes-sd3"  # a diffusers pipeline: a local folder or a hub id
     height: Side = 32  # height of the images, in pixels
     width: Side = 32  # width of the images, in pixels
+    frames: Annotated[int, Range(1, LONGEST)] = 1  # frames of a clip; 1: images
     # components of the pipeline that are not loaded: "text_encoder_3", the T5 of Stable Diffusion 3
     without: tuple[str, ...] = ()
     # tokens of a prompt that a T5 or a language model reads, or empty tokens in a T5's place, as in the call of
@@ -59,8 +61,8 @@ class ModelSection:
 
     @property
     def size(self) -> Size:
-        """Size of the images."""
-        return Size(self.height, self.width)
+        """Size of the images or clips."""
+        return Size(self.height, self.width, self.frames)
 
     @property
     def source(self) -> Size | None:
@@ -218,6 +220,7 @@ class EvaluationSection:
     every: PositiveInt = 20  # steps between two evaluations
     height: OptionalSide = 0  # height of the images, in pixels; 0: as in training
     width: OptionalSide = 0  # width of the images, in pixels; 0: as in training
+    frames: Annotated[int, Range(0, LONGEST)] = 0  # frames of a clip; 0: as in training
     # denoising steps of the noiseless sampler; 0: as many as in training
     steps: Annotated[int, Range(0, 1000)] = 0
     guidance: Scale = 1.0  # guidance scale, 1 or less: none
@@ -244,6 +247,7 @@ class ImagesSection:
     every: PositiveInt = 20  # steps between two sets of sample images
     # sample images in a set, of the first held-out prompts
     count: Annotated[int, Range(1, 1000)] = 12
+    fps: Annotated[int, Range(1, 120)] = 16  # frames per second of sample clips
 
 
 @dataclasses.dataclass(frozen=True)

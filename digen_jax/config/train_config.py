@@ -185,9 +185,10 @@ class TrainConfig:
 
     @property
     def evaluation_size(self) -> Size:
-        """Size of the images of an evaluation."""
-        own, model = self.evaluation, self.model
-        return Size(own.height or model.height, own.width or model.width)
+        """Size of the images or clips of an evaluation."""
+        own = self.evaluation
+        given = zip((own.height, own.width, own.frames), self.model.size, strict=True)
+        return Size(*(one or trained for one, trained in given))
 
     @property
     def evaluated_prompts(self) -> str:

@@ -40,6 +40,7 @@ class Defaults(NamedTuple):
     steps: int
     guidance: float
     true_cfg_scale: float = 1.0  # see `Policy`
+    frames: int = 1
 
 
 class SamplingOptions(NamedTuple):
@@ -50,6 +51,7 @@ class SamplingOptions(NamedTuple):
     height: int | None = None
     width: int | None = None
     true_cfg_scale: float | None = None
+    frames: int | None = None
 
 
 class TunedRun(NamedTuple):
@@ -189,7 +191,8 @@ def _sampler(
     given = {name: value for name, value in options._asdict().items() if value is not None}
     chosen = defaults._replace(**given)
     check_positive("the number of steps", chosen.steps)
-    settings = SamplerSettings(Size(chosen.height, chosen.width), chosen.steps, family.solver)
+    size = Size(chosen.height, chosen.width, chosen.frames)
+    settings = SamplerSettings(size, chosen.steps, family.solver)
     with user_input():
         policy = Policy(family, chosen.guidance, true_cfg_scale=chosen.true_cfg_scale)
         return Sampler(policy, group, settings)
@@ -323,15 +326,15 @@ def _defaults_of_folder(folder: pathlib.Path, family: Family) -> Defaults:
                 f"{path} has {name!r}: {value!r}; it may have steps, a whole number, and a number for "
                 + " and ".join(one for one in defaults if one != "steps")
             )
-    height, width, _ = family.default_size()
-    return Defaults(height, width, **defaults | own)
+    height, width, frames = family.default_size()
+    return Defaults(height, width, frames=frames, **defaults | own)
 
 
 def defaults_of_run(config: TrainConfig) -> Defaults:
     """Returns the evaluation sampling settings of a run."""
     size, evaluation = config.evaluation_size, config.evaluation
     guidances = evaluation.guidance, evaluation.true_cfg_scale
-    return Defaults(size.height, size.width, config.evaluation_steps, *guidances)
+    return Defaults(size.height, size.width, config.evaluation_steps, *guidances, size.frames)
 
 
 def _read_tree(workdir: pathlib.Path, tree: str, policy: Policy, group: DeviceGroup) -> Any:

@@ -21,7 +21,7 @@ from digen_jax.models.text.clip_text import CLIPTextConfig
 from digen_jax.models.vision import clip
 from digen_jax.models.vision.preprocess import Processor, pil_crop, tensor_crop, tensor_pad
 from digen_jax.parallel.placement import DeviceGroup
-from digen_jax.parallel.reward_model import RewardModel, scorer_shapes
+from digen_jax.parallel.reward_model import FrameReduction, RewardModel, scorer_shapes
 from digen_jax.process.shutdown import during
 from digen_jax.rewards import RewardSettings
 from digen_jax.rewards.built_in import resolve
@@ -43,7 +43,9 @@ def read(sections: Mapping[int, RewardSettings], group: DeviceGroup) -> tuple[Re
             shapes = scorer_shapes(one.title, opened.shapes, group)
             with during(f"loading the weights of reward {one.title!r}"):
                 scorer, params = opened.load(jax.tree.map(lambda leaf: leaf.sharding, shapes))
-            found.append(RewardModel(one.title, scorer, params, group, learned.batch))
+            reduction = FrameReduction(**learned.frames)
+            args = scorer, params, group, learned.batch, reduction
+            found.append(RewardModel(one.title, *args))
     return tuple(found)
 
 
@@ -63,7 +65,9 @@ def read_shapes(sections: Mapping[int, RewardSettings], group: DeviceGroup) -> t
         with blame(f"config.rewards[{number}]: reward {one.title!r}: "):
             opened = learned.open() if local else published(learned)
             shapes = scorer_shapes(one.title, opened.shapes, group)
-            found.append(RewardModel(one.title, opened.scorer, shapes, group, learned.batch))
+            reduction = FrameReduction(**learned.frames)
+            args = opened.scorer, shapes, group, learned.batch, reduction
+            found.append(RewardModel(one.title, *args))
     return tuple(found)
 
 

@@ -45,7 +45,7 @@ from digen_jax.models.vision.clip import CLIPConfig, CLIPModel, CLIPVisionModelW
 from digen_jax.models.vision.preprocess import Processor, pil_crop, tensor_crop, tensor_pad
 from digen_jax.parallel.mesh import make_mesh
 from digen_jax.parallel.placement import DeviceGroup
-from digen_jax.parallel.reward_model import RewardModel, Scorer
+from digen_jax.parallel.reward_model import MEAN, FrameReduction, RewardModel, Scorer
 
 Params = dict[str, Any]
 Prepare = Callable[[UInt8[Array, "b h w 3"]], Float[Array, "b s s 3"]]
@@ -239,14 +239,19 @@ OPEN = {
 }
 
 
-def on_host(scorer: Scorer, params: Params, batch: int = 16) -> RewardModel:
+def on_host(
+    scorer: Scorer,
+    params: Params,
+    batch: int = 16,
+    reduction: FrameReduction = MEAN,
+) -> RewardModel:
     """Returns a reward for numpy arrays on the first device of this process.
 
     Raises:
       ValueError: `batch`, the maximum batch size, is not a positive integer.
     """
     device = DeviceGroup(make_mesh(jax.local_devices()[:1]))
-    return RewardModel("reward", scorer, params, device, batch)
+    return RewardModel("reward", scorer, params, device, batch, reduction)
 
 
 def in_dtype(template: Params, dtype: DTypeLike) -> Params:

@@ -1,9 +1,11 @@
 """Image grids with captions and scores, before/after sheets, and curves."""
 
 import functools
+import importlib.util
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ GAP, FRAME, BADGE = 18, 4, 28
 SCORE_SIZE, CAPTION_SIZE, TITLE_SIZE = 13, 14, 18  # font sizes in pixels
 LINE, TITLE_LINE = 19, 30
 CAPTION_LINES = 16  # longer captions are truncated
-FRAMES_PER_SECOND = 8  # of animations; the frame rate of a clip is unknown
+ANIMATIONS = ("mp4", "webp", "gif")  # file formats of clips
 # matplotlib's font covers Latin, Greek, Cyrillic, Arabic and more, the other Chinese, Japanese and Korean.
 FONTS = (
     Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf",
@@ -71,13 +73,52 @@ def before_after(
     return _sheet(images, prompts, columns, scores, ["before", "after"], title)
 
 
-def save_frames(path: Path, frames: Sequence[Image.Image]) -> None:
-    """Writes the middle frame to the PNG file `path`, and several frames also as an animated WebP next to it."""
+def save_frames(
+    path: Path, frames: Sequence[Image.Image], fps: float, animation: str = "webp"
+) -> None:
+    """Writes the middle frame to the PNG file `path`, and several frames also as a video or animation next to it.
+
+    Args:
+      path: The PNG file.
+      frames: Images of the same size.
+      fps: Frames per second.
+      animation: File format, one of `ANIMATIONS`; see `check_animation`.
+    """
     frames[len(frames) // 2].save(path)
-    if len(frames) > 1:
-        duration = 1000 // FRAMES_PER_SECOND
-        options: dict[str, Any] = dict(save_all=True, append_images=frames[1:], duration=duration)
-        frames[0].save(path.with_suffix(".webp"), **options)
+    if len(frames) == 1:
+        return
+    path = path.with_suffix(f".{animation}")
+    if animation != "mp4":
+        options: dict[str, Any] = dict(save_all=True, append_images=frames[1:], loop=0)
+        frames[0].save(path, duration=1000 / fps, **options)
+        return
+    import av  # optional
+
+    with av.open(str(path), "w") as file:
+        rate = Fraction(fps).limit_denominator(1000)
+        stream = file.add_stream("libx264", rate, {"crf": "17"})
+        stream.width, stream.height = frames[0].size
+        stream.pix_fmt = "yuv420p"  # which all players read
+        for frame in frames:
+            file.mux(stream.encode(av.VideoFrame.from_image(frame)))
+        file.mux(stream.encode(None))
+
+
+def check_animation(animation: str | None, height: int, width: int) -> str:
+    """Returns the file format of clips; None means MP4 if PyAV is installed, otherwise WebP.
+
+    Raises:
+      ValueError: PyAV is not installed, or H.264 does not support the size.
+    """
+    has_av = importlib.util.find_spec("av") is not None
+    odd = height % 2 or width % 2
+    if animation is None:
+        return "mp4" if has_av and not odd else "webp"
+    if animation == "mp4" and not has_av:
+        raise ValueError("mp4 needs PyAV: pip install -r requirements-video.txt, or choose webp")
+    if animation == "mp4" and odd:
+        raise ValueError(f"H.264 needs even sides, not {height}x{width}: choose webp")
+    return animation
 
 
 def _sheet(

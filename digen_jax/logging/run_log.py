@@ -30,6 +30,7 @@ from digen_jax.scheduling.timeline import Interval
 
 NO_SPACE = re.compile("|".join(map(os.strerror, FULL)))
 TIMELINE_STEPS = 3  # per timeline image
+GRID_FRAMES = 32  # maximum of an animated grid
 ADVICE_STEP = 5  # first step of a process with typical waits
 ADVICE_SHARE = 0.15  # fraction of device time
 # Advice by wait cause: see `scheduling.timeline.CAUSES`.
@@ -211,12 +212,14 @@ class RunLog:
         count = self._count
         captions = [record["prompt"] for record in found.records[:count]]
         title = f"after step {done}" if done else "before training"
+        clips = found.clips[:count]
+        every = -(-clips.shape[1] // GRID_FRAMES)
         frames = [
             image_grid(images, captions, 6, found.scores[:count], title)
-            for images in found.clips[:count].swapaxes(0, 1)
+            for images in clips[:, ::every].swapaxes(0, 1)
         ]
         path = self._folder / f"step_{done:06d}.png"
-        self._write(save_frames, path, frames)
+        self._write(save_frames, path, frames, self._config.images.fps / every)
         self._write(self.metrics.image, path)
 
     def conclude(self, done: int) -> None:

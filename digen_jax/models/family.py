@@ -13,7 +13,7 @@ import dataclasses
 import pathlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, Self, runtime_checkable
 
 import flax.linen as nn
 import numpy as np
@@ -25,6 +25,7 @@ from digen_jax.checkpoints.lora import RANK
 from digen_jax.checkpoints.tensors import LAYERS, is_scanned
 from digen_jax.diffusion.steps import Ode
 from digen_jax.files import fields_of
+from digen_jax.images import Size
 
 Params = dict[str, Any]  # one tree per component
 # Line of a prompt file: "prompt", "negative_prompt" (for the unconditional pass), "image" (source image of an edit),
@@ -36,14 +37,6 @@ Conditioning = Any  # arrays with one row per record, including masks if text le
 # Guidance method: none, a second pass without the prompt (arXiv 2207.12598), a number as an input of the network, or
 # both, which are diffusers' `true_cfg_scale` and `guidance_scale` (FluxPipeline, QwenImagePipeline).
 Guidance = Literal["none", "classifier-free", "embedded", "both"]
-
-
-class Size(NamedTuple):
-    """Size of a clip, in pixels and frames."""
-
-    height: int
-    width: int
-    frames: int = 1
 
 
 def check_image(size: Size, multiple: int, largest: int | None = None) -> None:
@@ -59,7 +52,7 @@ def check_image(size: Size, multiple: int, largest: int | None = None) -> None:
     """
     if size.frames != 1:
         raise ValueError(
-            f"a clip of {size.frames} frames does not fit this model, which makes images"
+            f"a clip of {size.frames} frames does not fit this model, which generates images: set frames to 1"
         )
     _check_sides(size, multiple, largest)
 

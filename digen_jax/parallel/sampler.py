@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, UInt8
 
 from digen_jax.diffusion.sampling import (
     Trajectory,
@@ -28,7 +28,7 @@ from digen_jax.diffusion.schedule import Window, random_timesteps
 from digen_jax.diffusion.steps import ReverseStep
 from digen_jax.models.family import Family, Params, Record, Size
 from digen_jax.parallel.encoding import PrecomputedPrompts, jit_encoder
-from digen_jax.parallel.mesh import put, tracing_on
+from digen_jax.parallel.mesh import fetch, put, tracing_on
 from digen_jax.parallel.placement import DeviceGroup, chunked_map
 from digen_jax.parallel.policy import Policy, jit_as_written, null_rows
 
@@ -108,6 +108,13 @@ class EncodedPrompts(NamedTuple):
 
     conditioning: Any
     null: Any  # None means that the policy does not read it
+
+
+class Decoded(NamedTuple):
+    """Decoded clips as bytes, and which of them have a NaN."""
+
+    clips: UInt8[Array, "b t h w 3"]
+    has_nan: Bool[Array, "b"]
 
 
 class Sampler:
@@ -195,8 +202,11 @@ class Sampler:
             None if trained is None else put(trained, self.group.batch_of_steps),
         )
 
-    def decode(self, weights: Weights, trajectory: Trajectory) -> Float[Array, "b t h w 3"]:
-        """Decodes the final latents of a trajectory into clips; returns immediately, like `generate`."""
+    def decode(self, weights: Weights, trajectory: Trajectory) -> Decoded:
+        """Decodes the final latents of a trajectory into clips; returns immediately, like `generate`.
+
+        They are converted as by `images.to_uint8`: bytes take a quarter of the memory and of the transfer to the host.
+        """
         return self._decode(weights.frozen, trajectory.latents.astype(jnp.float32))
 
     # In the following methods `weights` are shapes with shardings; nothing is allocated.
@@ -275,10 +285,16 @@ def _decode(
     group: DeviceGroup,
     frozen: Any,
     latents: Float[Array, "b *latent"],
-) -> Float[Array, "b t h w 3"]:
+) -> Decoded:
     """Decodes clips in chunks of a size that bounds memory."""
+
+    def decode(latents: Float[Array, "n *latent"]) -> Decoded:
+        clips = family.decode(frozen, latents)
+        has_nan = jnp.isnan(clips).any(axis=(1, 2, 3, 4))
+        return Decoded(jnp.round(jnp.clip(clips, 0, 1) * 255).astype(jnp.uint8), has_nan)
+
     rows = max(1, family.decoded_pixels // math.prod(size))
-    return chunked_map(functools.partial(family.decode, frozen), latents, rows, group)
+    return chunked_map(decode, latents, rows, group)
 
 
 def sample_fixed(
@@ -299,3 +315,8 @@ def sample_fixed(
     keys = image_keys(jax.random.key(seed), numbers // of_each, numbers % of_each)
     rows = np.arange(batch, dtype=np.int32)
     return sampler.generate(weights, sampler.encode(weights, padded), rows, keys)
+
+
+def fetch_clips(decoded: Decoded) -> UInt8[np.ndarray, "b t h w 3"] | None:
+    """Returns decoded clips on the host, or None if one has a NaN. All processes of the mesh must call it."""
+    return None if fetch(decoded.has_nan).any() else fetch(decoded.clips)

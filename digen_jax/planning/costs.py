@@ -17,7 +17,7 @@ from digen_jax.config.train_config import TrainConfig
 from digen_jax.data.prompt_files import read_prompt_files
 from digen_jax.errors import ConfigError, check_choice, user_input
 from digen_jax.files import parse_json
-from digen_jax.images import reward_input, to_uint8
+from digen_jax.images import reward_input
 from digen_jax.inference.model import read_run_config
 from digen_jax.logging.metrics import read_metrics
 from digen_jax.parallel.accumulate import trained_part
@@ -215,7 +215,7 @@ def _measure(
     made, generate = timed("generate", lambda: sampler.generate(weights, prompts, rows, *drawn))
     decoded, decode = timed("decode", lambda: sampler.decode(weights, made))
     shown = [records[row] for row in rows]
-    batch = reward_input(to_uint8(np.asarray(decoded))), [one["prompt"] for one in shown], shown
+    batch = reward_input(np.asarray(decoded.clips)), [one["prompt"] for one in shown], shown
 
     def scores(members: Mapping[int, rewards.NamedReward]) -> list[np.ndarray]:
         return [answer.columns for _, _, answer in rewards.answers(members, batch)]

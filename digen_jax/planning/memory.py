@@ -236,7 +236,7 @@ class _Shares:
         return max(
             self._compile(
                 f"scoring {images} images by {one.name}",
-                one.trace(images * fsdp, size.height, size.width),
+                one.trace(images * fsdp, size),
             )
             for one in self.system(fsdp, tensor, sequence).rollouts[0].scorers
         )

@@ -112,7 +112,7 @@ def _decoding(name: str, command: str, system: System, sampler: Sampler, images:
 def _scoring(name: str, command: str, system: System, size: Size, images: int) -> Iterator[Program]:
     """Yields the rewards on the sampling mesh; their seconds are included in decoding."""
     for one in system.rollouts[0].scorers:
-        trace = functools.partial(one.trace, images, size.height, size.width)
+        trace = functools.partial(one.trace, images, size)
         what = f"{images} images by the reward {one.name}"
         yield Program(f"{name} by {one.name}", command, one.group.mesh.size, images, what, trace)
 

@@ -7,6 +7,7 @@ therefore compared with the same operation in wide integers. Other libraries, su
 """
 
 import inspect
+import math
 import signal
 import sysconfig
 import threading
@@ -21,6 +22,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 from digen_jax.errors import ConfigError
+from digen_jax.images import Size
 from digen_jax.process import shutdown
 from digen_jax.process.shutdown import Stopped
 
@@ -117,6 +119,7 @@ def check_callable(reward: object, name: str, settings: Mapping[str, Any]) -> No
 
 
 KINDS = 8  # maximum number of record kinds
+PIXELS = 2**24  # of the clips of one call
 ADVICE = (
     "Images are uint8, from 0 to 255: convert them with images.astype(np.float32), and divide by 255 where the "
     "function was written for numbers from 0 to 1"
@@ -126,12 +129,11 @@ LEAVING = (np.add, np.subtract, np.multiply, np.power, np.negative, np.left_shif
 
 
 def dry_run(
-    score: Callable[..., Any], files: Iterable[Sequence[dict[str, Any]]], height: int, width: int
+    score: Callable[..., Any], files: Iterable[Sequence[dict[str, Any]]], size: Size
 ) -> None:
-    """Scores two synthetic images for the first record of each kind in every prompt file, by `RewardPool.score`.
+    """Scores two synthetic images or clips for the first record of each kind in every file, by `RewardPool.score`.
 
-    Two images detect a reward that returns one number per batch. Records of one kind have the same task, rewards and
-    fields. Height and width are in pixels.
+    Two detect a reward that returns one number per batch. Records of one kind have the same task, rewards and fields.
 
     Raises:
       ConfigError: The reward raises an exception or returns something invalid.
@@ -144,14 +146,24 @@ def dry_run(
             kinds.setdefault(kind, record)
             if len(kinds) == KINDS:
                 break
-        bright = synthetic_image(height, width)
-        images = np.stack([bright, bright // 2] * len(kinds)).view(Watched)
-        metadata = [record for record in kinds.values() for _ in range(2)]
-        try:
-            score(images, [record["prompt"] for record in metadata], metadata)
-        except ConfigError as error:
-            note = "this was a dry run before the run, on synthetic images (uint8, from 0 to 255)"
-            raise type(error)(f"{error}\n  {note}") from error
+        # Of long clips one kind at a time, because eight would take a gigabyte.
+        records, at_once = list(kinds.values()), max(1, PIXELS // math.prod(size))
+        for start in range(0, len(records), at_once):
+            _score_kinds(score, records[start : start + at_once], size)
+
+
+def _score_kinds(score: Callable[..., Any], records: Sequence[dict[str, Any]], size: Size) -> None:
+    bright = synthetic_image(size.height, size.width)
+    if size.frames > 1:
+        bright = np.stack([np.roll(bright, frame, axis=1) for frame in range(size.frames)])
+    images = np.stack([bright, bright // 2] * len(records)).view(Watched)
+    metadata = [record for record in records for _ in range(2)]
+    try:
+        score(images, [record["prompt"] for record in metadata], metadata)
+    except ConfigError as error:
+        kind = "images" if size.frames == 1 else f"clips of {size.frames} frames"
+        note = f"this was a dry run before the run, on synthetic {kind} (uint8, from 0 to 255)"
+        raise type(error)(f"{error}\n  {note}") from error
 
 
 def synthetic_image(height: int, width: int) -> UInt8[np.ndarray, "h w 3"]:

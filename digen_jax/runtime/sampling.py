@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from jaxtyping import Float32, Int, Num
+from jaxtyping import Float32, Int, UInt8
 
 from digen_jax import rewards
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.data.prompt_files import read_prompt_file, read_prompt_files
 from digen_jax.diffusion.sampling import Trajectory
 from digen_jax.errors import DivergedError
-from digen_jax.images import bytes_or_nan, check_images, middle_frames, reward_input
+from digen_jax.images import middle_frames, reward_input
 from digen_jax.logging.evaluation import submit_image_stats
 from digen_jax.parallel.accumulate import trained_part
-from digen_jax.parallel.mesh import fetch, put
-from digen_jax.parallel.sampler import EncodedPrompts, Weights, sample_fixed
+from digen_jax.parallel.mesh import put
+from digen_jax.parallel.sampler import EncodedPrompts, Weights, fetch_clips, sample_fixed
 from digen_jax.parallel.system import Rollout
 from digen_jax.rewards.built_in import mesh_rewards, on_mesh, resolve
 from digen_jax.rewards.errors import dry_run
@@ -60,17 +60,13 @@ class ChunkScorer:
     def submit(
         self,
         chunk: Chunk,
-        clips: Num[np.ndarray, "b t h w 3"],
+        clips: UInt8[np.ndarray, "b t h w 3"],
         known: rewards.Answers = (),
     ) -> Future[ScoredChunk]:
-        """Scores uint8 images; returns a future. `known` has the scores of rewards that run on a mesh.
+        """Scores clips; returns a future. `known` has the scores of rewards that run on a mesh.
 
-        The future raises the errors of `RewardPool.submit`, and DivergedError if images contain NaN.
+        The future raises the errors of `RewardPool.submit`.
         """
-        try:
-            check_images(clips)
-        except DivergedError as error:
-            return failed(error)
         if chunk.evaluation:
             records = self.held_out.of(chunk)
         else:
@@ -159,7 +155,7 @@ class SamplingExecutor:
         self.name, self.rollout = name, rollout
         self.devices = rollout.group.mesh.size
         self.weights: dict[WeightsVersion, Weights] = {}
-        self.images: dict[Chunk, np.ndarray] = {}  # uint8, not yet scored
+        self.images: dict[Chunk, np.ndarray | None] = {}  # not yet scored; None: a NaN
         self.answers: dict[Chunk, rewards.Answers] = {}
         self.removed = False
         self._steps, self._held_out = steps, held_out
@@ -219,16 +215,15 @@ class SamplingExecutor:
         if trajectory is None:
             return
         if chunk.evaluation:
-            images = fetch(self.rollout.evaluator.decode(self._fixed, trajectory))
-            records = self._held_out.of(chunk)
-            self._keep(chunk, images[: len(records)], records)
+            decoded = fetch_clips(self.rollout.evaluator.decode(self._fixed, trajectory))
+            self._keep(chunk, decoded, self._held_out.of(chunk))
             return
-        images = fetch(self.rollout.sampler.decode(self._fixed, trajectory))
+        decoded = fetch_clips(self.rollout.sampler.decode(self._fixed, trajectory))
         step = self._steps.find(chunk)
         if step is None or self.removed:  # dropped, or reassigned to another worker
             return
         # Before the samples are offered, because scoring may fail.
-        self._keep(chunk, images, step.records_of(chunk.index))
+        self._keep(chunk, decoded, step.records_of(chunk.index))
         if self.removed:
             return
         keys = put(step.training_keys[step.slice_of(chunk.index)], self.rollout.group.batch)
@@ -237,19 +232,27 @@ class SamplingExecutor:
         if self._steps.find(chunk) is None:
             self.drop_chunk(chunk)
 
-    def _keep(self, chunk: Chunk, images: np.ndarray, records: list[dict[str, Any]]) -> None:
-        """Stores images to score; the rewards on this mesh score them now."""
-        images = bytes_or_nan(images)
-        # Images with NaN are not scored: the run ends when they are fetched.
-        if self._scorers and images.dtype == np.uint8:
-            with part("score"):
-                batch = reward_input(images), [record["prompt"] for record in records], records
-                self.answers[chunk] = rewards.answers(self._scorers, batch)
-        self.images[chunk] = images
+    def _keep(
+        self, chunk: Chunk, clips: UInt8[np.ndarray, "b ..."] | None, records: list[dict[str, Any]]
+    ) -> None:
+        """Stores clips to score, without padding; the rewards on this mesh score them now."""
+        if clips is not None:
+            clips = clips[: len(records)]
+            if self._scorers:
+                with part("score"):
+                    batch = reward_input(clips), [record["prompt"] for record in records], records
+                    self.answers[chunk] = rewards.answers(self._scorers, batch)
+        self.images[chunk] = clips
 
     def score(self, chunk: Chunk, scorer: ChunkScorer) -> Future[ScoredChunk]:
-        """Scores a decoded chunk; see `ChunkScorer.submit`. Its images are kept until `scored`."""
-        return scorer.submit(chunk, self.images[chunk], self.answers.get(chunk, ()))
+        """Scores a decoded chunk; see `ChunkScorer.submit`. Its images are kept until `scored`.
+
+        The future raises DivergedError if an image has a NaN.
+        """
+        clips = self.images[chunk]
+        if clips is None:
+            return failed(DivergedError("an image of the trained model has a NaN"))
+        return scorer.submit(chunk, clips, self.answers.get(chunk, ()))
 
     def scored(self, chunk: Chunk) -> None:
         """Frees a chunk's images."""
@@ -293,7 +296,7 @@ def open_rewards(config: TrainConfig) -> RewardPool:
 
 
 def try_files(config: TrainConfig, score: Callable[..., Any]) -> None:
-    """Tests rewards on the training and evaluation prompts, with dummy images of the corresponding sizes.
+    """Tests rewards on the training and evaluation prompts, with synthetic images or clips of the same sizes.
 
     Args:
       config: The validated config.
@@ -302,10 +305,8 @@ def try_files(config: TrainConfig, score: Callable[..., Any]) -> None:
     Raises:
       ConfigError: See `dry_run`.
     """
-    size = config.evaluation_size
-    training = read_prompt_files(config.prompts.paths)
-    dry_run(score, training, config.model.height, config.model.width)
-    dry_run(score, [read_prompt_file(config.evaluation.prompts)], size.height, size.width)
+    dry_run(score, read_prompt_files(config.prompts.paths), config.model.size)
+    dry_run(score, [read_prompt_file(config.evaluation.prompts)], config.evaluation_size)
 
 
 def try_scorers(config: TrainConfig, scorers: "tuple[RewardModel, ...]") -> None:

@@ -22,6 +22,7 @@ from digen_jax.parallel.sampler import Sampler, SamplerSettings
 from digen_jax.parallel.trainer import TrainerSettings
 from digen_jax.train import train
 from tests.cases import said
+from tests.pipelines import decode_floats
 from tests.scripts import run_script
 from tests.tiny_runs import oracle, pipeline, tiny_config, trained
 
@@ -53,7 +54,7 @@ def by_our_sampler(base, kind):
     with jax.default_matmul_precision("highest"):
         prompts = sampler.encode(weights, said(*PROMPTS))
         trajectory = sampler.generate(weights, prompts, rows, _keys())
-        return np.asarray(sampler.decode(weights, trajectory))[:, 0]
+        return np.asarray(decode_floats(sampler, weights, trajectory))[:, 0]
 
 
 def by_diffusers(pipe):

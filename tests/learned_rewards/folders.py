@@ -164,9 +164,9 @@ def _clip(vocabulary: int, end: int) -> transformers.CLIPModel:
     return transformers.CLIPModel(config)
 
 
-def pictures(height: int = 40, width: int = 56, count: int = 3) -> np.ndarray:
+def pictures(height: int = 40, width: int = 56, count: int = 3, seed: int = 0) -> np.ndarray:
     """Smooth pictures of bytes, as a generator's are."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     coarse = torch.tensor(rng.random((count, 3, 6, 6), np.float32))
     fine = torch.nn.functional.interpolate(coarse, size=(height, width), mode="bilinear")
     return np.uint8(fine.numpy().transpose(0, 2, 3, 1) * 255)

@@ -23,6 +23,7 @@ from digen_jax.learned_rewards.scorers import (
     open_hpsv2,
     open_pickscore,
 )
+from digen_jax.parallel.reward_model import FrameReduction
 from digen_jax.rewards import Rewards, RewardSettings
 from digen_jax.rewards.built_in import resolve
 from digen_jax.rewards.sanity_check import run_sanity_checks
@@ -181,10 +182,32 @@ def test_hpsv2_cleans_prompts_as_open_clip():
     assert clean_prompt("  a cat &amp;amp; a dog &lt;3 ") == "a cat & a dog <3"
 
 
-def test_clips_are_refused(files):
-    reward = learned_rewards.clip_score(folder=str(files.clip))
-    with pytest.raises(ConfigError, match="clips"):
-        reward(np.zeros((1, 2, 8, 8, 3), np.uint8), ["a"], [{}])
+CLIPS = np.stack([pictures(seed=one) for one in range(5)], axis=1)  # of 5 frames
+
+
+@pytest.mark.parametrize(
+    ("settings", "of_frames"),
+    [
+        ({}, lambda s: s.mean(1)),
+        ({"every": 2}, lambda s: s[:, ::2].mean(1)),
+        ({"reduce": "first"}, lambda s: s[:, 0]),
+        ({"reduce": "middle"}, lambda s: s[:, 2]),
+        ({"reduce": "top", "top_share": 0.3}, lambda s: np.sort(s)[:, -2:].mean(1)),
+        ({"reduce": "top", "every": 4, "top_share": 0.5}, lambda s: s[:, ::4].max(1)),
+    ],
+)
+def test_a_clip_is_scored_by_its_frames(files, settings, of_frames):
+    folder = str(files.clip)
+    reward = learned_rewards.clip_score(folder=folder)
+    frames = [reward(one, PROMPTS, []) for one in CLIPS.swapaxes(0, 1)]
+    found = learned_rewards.clip_score(folder=folder, batch=2, **settings)(CLIPS, PROMPTS, [])
+    np.testing.assert_allclose(found, of_frames(np.stack(frames, 1)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{"reduce": "last"}, {"every": 0}, {"top_share": 0.0}])
+def test_invalid_settings_of_clips_are_refused(settings):
+    with pytest.raises(ValueError, match="|".join(settings)):
+        FrameReduction(**settings)
 
 
 def test_a_batch_of_none_is_refused(files):

@@ -2,13 +2,14 @@
 
 import pathlib
 
+import av
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageSequence
 
 from digen_jax.inference.sampling import evaluation_to_folder
 from digen_jax.logging.evaluation import Evaluation, Extremes, Sample
-from digen_jax.logging.images import image_grid
+from digen_jax.logging.images import ANIMATIONS, check_animation, image_grid, save_frames
 from digen_jax.logging.run_log import RunLog, files_table, results_table
 from tests.logging.test_metrics import tags
 from tests.parallel import toy
@@ -82,6 +83,32 @@ def test_clips_have_an_animation_next_to_the_grid_of_middle_frames(tmp_path, fra
             assert np.abs(error).mean() < 1.5
         clip = Image.open(tmp_path / "each" / "00001_1.000_b.webp")
         assert clip.n_frames == frames and clip.size == (8, 8)
+
+
+@pytest.mark.parametrize("animation", ANIMATIONS)
+def test_clips_are_written_as_videos(tmp_path, animation):
+    greys = np.arange(9, dtype=np.uint8)[:, None, None, None] * 25
+    clip = np.broadcast_to(greys, (9, 16, 32, 3))
+    save_frames(tmp_path / "a.png", [Image.fromarray(frame) for frame in clip], 10, animation)
+    if animation == "mp4":
+        with av.open(str(tmp_path / "a.mp4")) as file:
+            assert file.streams.video[0].average_rate == 10
+            found = [frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)]
+    else:
+        with Image.open(tmp_path / f"a.{animation}") as file:
+            found = [frame.convert("RGB") for frame in ImageSequence.Iterator(file)]
+            assert file.info["duration"] == 100 and file.info["loop"] == 0
+    assert len(found) == 9 and np.abs(np.stack(found) - np.float32(clip)).max() < 6
+
+
+def test_a_format_that_cannot_be_written_is_refused(monkeypatch):
+    assert [check_animation(None, 16, side) for side in (16, 17)] == ["mp4", "webp"]
+    with pytest.raises(ValueError, match="16x17"):
+        check_animation("mp4", 16, 17)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert check_animation(None, 16, 16) == "webp" and check_animation("gif", 16, 17) == "gif"
+    with pytest.raises(ValueError, match=r"requirements-video\.txt"):
+        check_animation("mp4", 16, 16)
 
 
 def test_the_best_and_worst_images_of_a_step_are_also_in_tensorboard(tmp_path):

@@ -52,6 +52,7 @@ from digen_jax.scheduling.commands import (
     WeightsVersion,
 )
 from digen_jax.scheduling.settings import Deadline, Settings
+from tests.pipelines import decode_floats
 
 LETTERS, TEXT = 6, 8
 MANY = 1_000  # passes: more than any chunk has
@@ -328,7 +329,7 @@ def receive(system: System, prompts, images: SampledImages, *known):
 def draw_and_show(sampler, weights, prompts, rows, keys, **drawn):
     """(images, trajectory) of a chunk: its clips have one frame."""
     trajectory = sampler.generate(weights, prompts, rows, keys, **drawn)
-    return sampler.decode(weights, trajectory)[:, 0], trajectory
+    return decode_floats(sampler, weights, trajectory)[:, 0], trajectory
 
 
 def moved(tree: Any, by: float = 0.1) -> Any:

@@ -4,6 +4,7 @@ from PIL import Image
 
 from digen_jax import rewards
 from digen_jax.errors import ConfigError
+from digen_jax.images import Size
 from digen_jax.process.shutdown import Stopped
 from digen_jax.rewards import RewardSettings
 from digen_jax.rewards.built_in import resolve
@@ -26,23 +27,36 @@ def test_a_record_of_each_kind_is_tried_on_images_of_the_runs_size():
         return images.mean((1, 2, 3))
 
     many = [{"prompt": f"{n}", f"field{n}": n} for n in range(KINDS + 3)]
-    dry_run(scored(reward), [[COLORS, COLORS, PLAIN, COLORS | {"prompt": "b"}], many], 16, 24)
+    dry_run(scored(reward), [[COLORS, COLORS, PLAIN, COLORS | {"prompt": "b"}], many], Size(16, 24))
     first, second = seen
     expected = [COLORS, COLORS, PLAIN, PLAIN]
     assert first == ((4, 16, 24, 3), [record["prompt"] for record in expected], expected)
     assert second[0] == (2 * KINDS, 16, 24, 3) and second[2][::2] == second[2][1::2] == many[:KINDS]
 
 
+def test_clips_are_tried_on_clips_a_few_at_a_time(monkeypatch):
+    seen = []
+
+    def reward(images, prompts, metadata):
+        seen.append(images.shape)
+        assert (images[:, 0] != images[:, 1]).any()  # they move
+        return images.mean((1, 2, 3, 4))
+
+    monkeypatch.setattr("digen_jax.rewards.errors.PIXELS", 1)
+    dry_run(scored(reward), [[COLORS, PLAIN]], Size(16, 24, 5))
+    assert seen == [(2, 5, 16, 24, 3)] * 2
+
+
 @pytest.mark.parametrize("scores", [[0.5], np.float32([0.5]), 0.5])
 @pytest.mark.parametrize("records", [[PLAIN], [COLORS, PLAIN | {"rewards": ["other"]}]])
 def test_one_number_for_any_batch_is_refused(scores, records):
     with pytest.raises(RewardError):
-        dry_run(scored(lambda *_: scores), [records], 8, 8)
+        dry_run(scored(lambda *_: scores), [records], Size(8, 8))
 
 
 def test_records_that_a_reward_cannot_score_are_refused():
     with pytest.raises(ConfigError, match=r"cannot score .a cat.: (?s:.*)dry run"):
-        dry_run(resolve([RewardSettings()]).score, [[COLORS], [COLORS, PLAIN]], 32, 32)
+        dry_run(resolve([RewardSettings()]).score, [[COLORS], [COLORS, PLAIN]], Size(32, 32))
 
 
 def test_prompts_of_other_rewards_are_of_another_kind():
@@ -55,7 +69,7 @@ def test_prompts_of_other_rewards_are_of_another_kind():
     named = [
         PLAIN | {"prompt": f"{n}", "rewards": ["mine:f"] if n else ["other"]} for n in (0, 1, 1)
     ]
-    dry_run(scored(reward), [named], 8, 8)
+    dry_run(scored(reward), [named], Size(8, 8))
     assert seen == ["1", "1"]
 
 
@@ -76,7 +90,7 @@ def test_misread_images_are_detected(line, what):
     namespace = {"np": np}
     exec(f"def reward(images, prompts, metadata):\n    {line}\n    return [0.0]", namespace)
     with pytest.raises(ConfigError) as caught:
-        dry_run(scored(namespace["reward"]), [[PLAIN]], 16, 16)
+        dry_run(scored(namespace["reward"]), [[PLAIN]], Size(16, 16))
     text = str(caught.value)
     assert "'mine:f'" in text and what in text and "astype" in text
 
@@ -101,7 +115,7 @@ def test_images_that_are_used_as_bytes_are_accepted(line):
         eval(line, {"np": np, "images": images, "Image": Image})
         return np.zeros(len(images))
 
-    dry_run(scored(reward), [[PLAIN]], 16, 16)
+    dry_run(scored(reward), [[PLAIN]], Size(16, 16))
 
 
 def test_an_error_by_watching_is_tried_again_with_plain_images():
@@ -113,7 +127,7 @@ def test_an_error_by_watching_is_tried_again_with_plain_images():
             raise TypeError("of a library that takes plain arrays only")
         return np.ones(len(images))
 
-    dry_run(scored(reward), [[PLAIN]], 8, 8)
+    dry_run(scored(reward), [[PLAIN]], Size(8, 8))
     assert [one.__name__ for one in calls] == ["Watched", "ndarray"]
 
 
@@ -126,7 +140,7 @@ def test_a_deliberate_error_is_raised_at_once(error):
         raise error("the server does not answer")
 
     with pytest.raises(error, match="does not answer"):
-        dry_run(scored(gone), [[{"prompt": "a"}]], 8, 8)
+        dry_run(scored(gone), [[{"prompt": "a"}]], Size(8, 8))
     assert asked == [2]
 
 

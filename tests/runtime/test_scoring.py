@@ -16,9 +16,10 @@ from digen_jax.logging.evaluation import compute_image_stats, submit_image_stats
 from digen_jax.parallel.sampler import SampleRng
 from digen_jax.rewards import alone
 from digen_jax.rewards.pool import RewardPool
-from digen_jax.runtime.sampling import ChunkScorer, best_and_worst
+from digen_jax.runtime.array_transfer import ArrayTransfer
+from digen_jax.runtime.sampling import ChunkScorer, SamplingExecutor, best_and_worst
 from digen_jax.runtime.steps import HeldOut, Previews, StepImages, Steps, StepScores
-from digen_jax.scheduling.commands import Chunk
+from digen_jax.scheduling.commands import Chunk, WeightsVersion
 from digen_jax.scheduling.settings import Settings
 from tests.parallel import toy
 
@@ -93,8 +94,16 @@ def test_of_an_evaluation_the_first_clips_leave_the_worker(version, frames):
 
 
 def test_images_with_nan_are_no_error_of_a_reward():
-    with judging() as judge, pytest.raises(DivergedError, match="holds NaN"):
-        judge.submit(Chunk(0, 0), np.full((6, 1, 4, 4, 3), np.nan, np.float32)).result(30)
+    config = toy.config(**toy.meshes((1, 1), (1, 1)))
+    system, chunk, version = toy.system(config), Chunk(0, 0), WeightsVersion(0)
+    steps = Steps(iter([toy.records(2)]), 3, 6, system.rng, 0)
+    executor = SamplingExecutor("rollout-0", system.rollouts[0], steps, None, ArrayTransfer())
+    executor.hold(version, jax.tree.map(lambda leaf: leaf * np.nan, system.start))
+    executor.encode(0)
+    executor.generate(chunk, version)
+    executor.decode(chunk)
+    with judging() as judge, pytest.raises(DivergedError):
+        executor.score(chunk, judge).result(30)
 
 
 def step(rows: list[int], size: int) -> StepScores:

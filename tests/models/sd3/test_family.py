@@ -24,7 +24,7 @@ from digen_jax.parallel.sampler import Sampler, SamplerSettings, Weights
 from digen_jax.policies import trained_of
 from tests.cases import quick, said
 from tests.models.families import first
-from tests.pipelines import ROOT
+from tests.pipelines import ROOT, decode_floats
 from tests.tiny_runs import oracle, pipeline
 
 PROMPTS = [
@@ -65,7 +65,7 @@ def test_images_are_those_of_the_pipelines_default_call(base, model, height, wid
     keys = image_keys(jax.random.key(3), rows, np.zeros_like(rows))
     with jax.default_matmul_precision("highest"):
         trajectory = sampler.generate(weights, sampler.encode(weights, said(*PROMPTS)), rows, keys)
-        images = sampler.decode(weights, trajectory)[:, 0]
+        images = decode_floats(sampler, weights, trajectory)[:, 0]
     call = functools.partial(
         oracle(folder),
         PROMPTS,

@@ -1,0 +1,52 @@
+"""A run on clips, from the command's config to the records."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from digen_jax.config.load import load_config
+from digen_jax.logging.metrics import read_metrics
+from digen_jax.rewards import built_in
+from digen_jax.train import train
+from tests.learned_rewards.folders import write
+from tests.models.wan.folders import wan_folder
+from tests.rewards.service.test_serving import Server
+from tests.tiny_runs import tiny_config
+
+
+@pytest.mark.slow
+def test_clips_are_scored_on_the_mesh_and_by_a_server(base, tmp_path, monkeypatch):
+    learned = tmp_path / "learned"
+    learned.mkdir()
+    pickscore = dict(folder=str(write(learned).clip), every=4, reduce="top")
+    # Random weights prefer nothing.
+    unchecked = dataclasses.replace(built_in.BUILT_IN["pickscore"], sanity_check="")
+    monkeypatch.setitem(built_in.BUILT_IN, "pickscore", unchecked)
+    server = Server(tmp_path, "--reward=jpeg_incompressibility", "--port=0").wait()
+    c = tiny_config(base, "lora")
+    c.model = dict(height=16, width=32, frames=9, max_sequence_length=21)
+    c.model.folder = str(wan_folder(base))
+    c.lora = dict(rank=4, alpha=8.0)
+    names = "pickscore", "served"
+    c.rewards = (
+        dict(name="pickscore", settings=pickscore),
+        dict(name="served", settings=dict(servers=[server.url])),
+    )
+    try:
+        train(load_config(c), tmp_path / "run")
+    finally:
+        server.end()
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    rewards = [
+        [line[f"{prefix}reward_of/{name}"] for name in names] + [line[f"{prefix}reward"]]
+        for line in lines
+        for prefix in ("", "evaluation/")
+        if f"{prefix}reward" in line
+    ]
+    assert len(rewards) == 4  # two steps, and evaluations before and after
+    np.testing.assert_allclose([a + b for a, b, _ in rewards], [c for *_, c in rewards], rtol=1e-5)
+    (clip,) = (tmp_path / "run").glob("*/step_000002.webp")
+    with Image.open(clip) as animation:
+        assert animation.n_frames == 9
