@@ -130,7 +130,7 @@ class Measured:
       bound: Seconds of a step if all devices always generated or trained: (G + T)/N.
       predicted: Median seconds of these steps in the simulator.
       policy_lag: Mean age of the trained samples in versions.
-      late: Mean timer wake-up delay of a wait in seconds.
+      late: Mean timer wake-up delay of a wait in seconds. 0 if it was not measured.
     """
 
     layout: str
@@ -138,7 +138,7 @@ class Measured:
     bound: float
     predicted: float
     policy_lag: float
-    late: float
+    late: float = 0.0
 
     @property
     def step_seconds(self) -> float:
@@ -184,6 +184,18 @@ def best_layout(work: Work, kind: str) -> PoolLayout:
     return search(Simulations(problem), found).layout
 
 
+def time_steps(
+    driver: Driver, run: TimedRun, on_step: Callable[[], object] = lambda: None
+) -> tuple[tuple[float, ...], float]:
+    """Returns the seconds of the measured steps and their mean policy lag; calls `on_step` after each step."""
+    ends, lags = [], []
+    for _ in range(run.length - 1):
+        lags.append(driver.step()["policy_lag"])
+        ends.append(driver.now())
+        on_step()
+    return run.step_times(ends), fmean(lags[run.warm_up :])
+
+
 def measure(
     work: Work, layout: PoolLayout, run: TimedRun, on_step: Callable[[], object] = lambda: None
 ) -> Measured:
@@ -195,20 +207,12 @@ def measure(
         closing(RewardPool(alone("waits", score), 0)) as rewards,
         closing(Driver(executors, Scheduler(settings, GUESSED), rewards)) as driver,
     ):
-        ends, lags = [], []
-        for _ in range(run.length - 1):
-            lags.append(driver.step()["policy_lag"])
-            ends.append(driver.now())
-            on_step()
+        step_times, policy_lag = time_steps(driver, run, on_step)
     reports = simulations(workers, costs, settings, run, work.problem.scorers)
-    return Measured(
-        layout=layout.describe(),
-        step_times=run.step_times(ends),
-        bound=work.seconds,
-        predicted=fmean(median(run.step_times(report.step_ends)) for report in reports),
-        policy_lag=fmean(lags[run.warm_up :]),
-        late=fmean(itertools.chain.from_iterable(w.late for w in executors.workers.values())),
-    )
+    predicted = fmean(median(run.step_times(report.step_ends)) for report in reports)
+    late = fmean(itertools.chain.from_iterable(w.late for w in executors.workers.values()))
+    name = layout.describe()
+    return Measured(name, step_times, work.seconds, predicted, policy_lag, late)
 
 
 def simulations(

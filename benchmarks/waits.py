@@ -3,8 +3,10 @@
 import dataclasses
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, UInt8
@@ -13,6 +15,7 @@ from digen_jax.rewards.pool import RewardPool, Scored
 from digen_jax.runtime.sampling import ready, then
 from digen_jax.runtime.steps import ScoredChunk
 from digen_jax.scheduling.commands import (
+    Chunk,
     Command,
     Decode,
     Deliver,
@@ -48,6 +51,26 @@ class Waits:
         return seconds_of(command, worker, self.costs, self.settings, self.jitter, draw)
 
 
+class WaitingScorer:
+    """Scores chunks with a pool whose reward is `score` below, which takes as long as the command."""
+
+    def __init__(self, waits: Waits, pool: RewardPool):
+        self._waits, self._pool = waits, pool
+
+    def submit(self, chunk: Chunk) -> Future[ScoredChunk]:
+        """Returns the future scores of a chunk, which are all equal, without previews of images."""
+        images, command = self._waits.settings.chunk_images, Score(0, chunk, "")
+        seconds = self._waits.seconds(command)
+        black = np.zeros((images, 1, 1, 3), np.uint8)
+        requested = self._pool.submit(black, [""] * images, [{"seconds": seconds}] * images)
+
+        def scored(one: Scored) -> ScoredChunk:
+            rewards = one.scores.columns[:, 0]
+            return ScoredChunk(one.scores, rewards, one.seconds, image_stats=ready(None))
+
+        return then(requested, scored)
+
+
 class WaitingWorker:
     """Worker on which commands wait."""
 
@@ -57,16 +80,19 @@ class WaitingWorker:
         self._debt = 0.0  # of the last wait
         self._layout, self._waits = layout, waits
 
-    def wait(self, command: Command) -> None:
-        """Waits for the duration of a command on this worker.
+    @contextmanager
+    def lasting(self, command: Command) -> Iterator[None]:
+        """Extends a block to the duration of a command on this worker.
 
         Timers wake threads up late, unlike a device, so the worker's next command is shortened by the delay.
         """
-        seconds = max(0.0, self._waits.seconds(command, self._layout) - self._debt)
-        end = time.perf_counter() + seconds
-        time.sleep(seconds)
-        self._debt = time.perf_counter() - end
-        self.late.append(self._debt)
+        start = time.perf_counter()
+        end = start + max(0.0, self._waits.seconds(command, self._layout) - self._debt)
+        yield
+        rest = end - time.perf_counter()
+        time.sleep(max(0.0, rest))
+        self.late.append(time.perf_counter() - end)
+        self._debt = self.late[-1] if rest > 0 else 0.0
 
 
 class WaitingExecutors:
@@ -86,7 +112,7 @@ class WaitingExecutors:
         named = dict(zip(names_of(workers), workers, strict=True))
         self._roles = {name: layout.roles for name, layout in named.items()}
         self.home, *others = (WaitingWorker(name, one, waits) for name, one in named.items())
-        self.workers = {one.name: one for one in (*others, self.home)}
+        self.workers: dict[str, Any] = {one.name: one for one in (*others, self.home)}
 
     @property
     def devices(self) -> dict[str, int]:
@@ -101,19 +127,12 @@ class WaitingExecutors:
         """Waits for the duration of a command. The home worker receives samples."""
         name = "" if isinstance(command, Deliver) else getattr(command, "worker", "")
         if command.answered:
-            self.workers.get(name, self.home).wait(command)
+            with self.workers.get(name, self.home).lasting(command):
+                pass
 
     def score(self, command: Score, pool: RewardPool) -> Future[ScoredChunk]:
-        """Scores with the reward below, which takes as long as the command; all scores are equal."""
-        images, seconds = self._waits.settings.chunk_images, self._waits.seconds(command)
-        black = np.zeros((images, 1, 1, 3), np.uint8)
-        requested = pool.submit(black, [""] * images, [{"seconds": seconds}] * images)
-
-        def scored(one: Scored) -> ScoredChunk:
-            rewards = one.scores.columns[:, 0]
-            return ScoredChunk(one.scores, rewards, one.seconds, image_stats=ready(None))
-
-        return then(requested, scored)
+        """Scores with the reward below, which takes as long as the command."""
+        return WaitingScorer(self._waits, pool).submit(command.chunk)
 
     def scored(self, command: Score, scored_chunk: ScoredChunk) -> None:
         """Does nothing, because only the scheduler reads the scores."""

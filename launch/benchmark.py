@@ -1,4 +1,4 @@
-"""Benchmarks of the scheduler, the runtime, algorithms, reward servers and faults.
+"""Benchmarks of the scheduler, the runtime, algorithms, reward servers, workers on Ray and faults.
 
 python launch/benchmark.py bound [--output=bound.json]  # a simulation of up to 1,024 devices, 10 minutes of one core
 python launch/benchmark.py runtime [--devices=8 --ratios=1:8,1:4,1:1,4:1,8:1 --output=speed.json]
@@ -12,6 +12,8 @@ python launch/benchmark.py algorithms --config configs/shapes_algorithms.py --wo
     [--only=cispo,topr --seeds=3 --output=algorithms.json]
 python launch/benchmark.py algorithms --cells=runs/algorithms/algorithms.csv --workdir runs/algorithms  # plots it again
 python launch/benchmark.py rewards [--clients=64 --servers=3 --requests=20 --output=rewards.json]
+python launch/benchmark.py cluster [--step_seconds=8 --layouts=1,2 --output=cluster.json]
+python launch/benchmark.py ray [--commands=500 --megabytes=100,1000]  # commands, weights, starts, idle processes
 python launch/benchmark.py kills --config configs/shapes_demo.py --workdir runs/kills [--kills=100 --seed=0]
 """
 
@@ -37,7 +39,7 @@ from digen_jax.files import make_examples_importable, write_output
 make_examples_importable()
 
 _OUTPUT = define_path("output", None, "A JSON file for all numbers.")
-# runtime
+# runtime and cluster
 _DEVICES = flags.DEFINE_integer("devices", 8, "runtime: number of devices to split.")
 _RATIOS = flags.DEFINE_list(
     "ratios",
@@ -47,9 +49,17 @@ _RATIOS = flags.DEFINE_list(
 _SECONDS = flags.DEFINE_float(
     "seconds", 4.0, "runtime: duration of a step if all devices were always busy."
 )
-_WARM_UP = flags.DEFINE_integer("warm_up", 3, "runtime: first steps, which are not measured.")
-_STEPS = flags.DEFINE_integer("steps", 5, "runtime: measured steps after the first ones.")
-_SEED = flags.DEFINE_integer("seed", 0, "runtime, rewards, kills: seed of random choices.")
+_WARM_UP = flags.DEFINE_integer(
+    "warm_up", 3, "runtime, cluster: first steps, which are not measured."
+)
+_STEPS = flags.DEFINE_integer("steps", 5, "runtime, cluster: measured steps after the first ones.")
+_STEP_SECONDS = flags.DEFINE_float(
+    "step_seconds", 8.0, "cluster: seconds for which the rollout workers generate in a step."
+)
+_LAYOUTS = flags.DEFINE_list(
+    "layouts", [], "cluster: numbers of the layouts to measure; none means all."
+)
+_SEED = flags.DEFINE_integer("seed", 0, "runtime, cluster, rewards, kills: seed of random choices.")
 # peers, which ignores the placement, asynchrony, kills, and algorithms, which applies the same overrides to all of the
 # file's ALGORITHMS
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A configs/*.py file.", lock_config=True)
@@ -70,6 +80,9 @@ _CELLS = define_path(
     "cells", None, "algorithms: an algorithms.csv to plot again; nothing is trained."
 )
 _KILLS = flags.DEFINE_integer("kills", 100, "kills: faults, one after the other.")
+# ray
+_COMMANDS = flags.DEFINE_integer("commands", 500, "ray: commands of each measurement.")
+_MEGABYTES = flags.DEFINE_list("megabytes", ["100", "1000"], "ray: sizes of weights.")
 # rewards
 _CLIENTS = flags.DEFINE_integer("clients", 64, "rewards: threads that request scores.")
 _SERVERS = flags.DEFINE_integer("servers", 3, "rewards: servers, each with a process that scores.")
@@ -198,6 +211,39 @@ def rewards() -> Result:
     return dataclasses.asdict(found) | {"overhead": found.overhead}, None
 
 
+def cluster() -> Result:
+    """Runs Ray rollout workers that wait instead of using devices, and the simulator with the same costs."""
+    from benchmarks.cluster import chosen, measure
+    from benchmarks.runtime import TimedRun, describe
+
+    run = TimedRun(_WARM_UP.value, _STEPS.value, jitter=0.0, seed=_SEED.value)
+    layouts, found = chosen(_LAYOUTS.value, _STEP_SECONDS.value), {}
+    print(f"{len(layouts)} layouts, {run.warm_up} + {run.steps} steps each", flush=True)
+    with _bar(len(layouts) * (run.warm_up + run.steps), "step") as bar:
+        for layout in layouts:
+            found[layout.name] = measure(layout, _STEP_SECONDS.value, run, bar.update)
+    print(describe(found))
+    numbers = {name: row.as_json() for name, row in found.items()}
+    return {"run": dataclasses.asdict(run), "layouts": numbers}, None
+
+
+def ray() -> Result:
+    """Measures Ray on this machine: commands, weights, starts, and the use of its processes."""
+    try:
+        megabytes = [int(text) for text in _MEGABYTES.value]
+    except ValueError:
+        raise ConfigError(
+            f"--megabytes={','.join(_MEGABYTES.value)}: give numbers such as 1,2,4"
+        ) from None
+    from benchmarks.ray_transport import measure
+    from digen_jax.process.job import prepare
+
+    prepare()
+    found = measure(_COMMANDS.value, megabytes)
+    print(found.describe())
+    return dataclasses.asdict(found), None
+
+
 def kills() -> Result:
     """Injects faults into a run with rollout workers on Ray, and compares it with the same run without faults."""
     workdir = _workdir("kills")
@@ -273,5 +319,5 @@ def _with_output(benchmark: Callable[[], Result]) -> Callable[[], int | None]:
 
 
 if __name__ == "__main__":
-    commands = bound, runtime, peers, asynchrony, algorithms, rewards, kills
+    commands = bound, runtime, peers, asynchrony, algorithms, rewards, cluster, ray, kills
     run_main({one.__name__: _with_output(one) for one in commands})

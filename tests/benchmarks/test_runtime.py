@@ -1,13 +1,15 @@
-"""The scheduler's shares of the bound, and the runtime with waits instead of device work."""
+"""The scheduler's shares of the bound, and the runtime and the emulated cluster with waits instead of device work."""
 
 import dataclasses
+import importlib.util
 from statistics import fmean
 
 import numpy as np
 import pytest
 
-from benchmarks import runtime
+from benchmarks import cluster, runtime
 from benchmarks.bound import LIMIT, RATIOS, SCENARIOS, SIZES, simulated
+from benchmarks.cluster import LAYOUTS, Layout
 from benchmarks.runtime import (
     COLOCATED,
     TimedRun,
@@ -16,12 +18,23 @@ from benchmarks.runtime import (
     simulations,
 )
 from benchmarks.waits import Waits
-from digen_jax.scheduling.commands import TRAINER, Chunk, Decode, Generate, Train, WeightsVersion
+from digen_jax.errors import ConfigError
+from digen_jax.scheduling.commands import (
+    TRAINER,
+    Chunk,
+    Decode,
+    Generate,
+    Score,
+    Train,
+    Update,
+    WeightsVersion,
+)
 from digen_jax.scheduling.planner import settings_of, workers_of
 from digen_jax.scheduling.settings import Costs, Settings
 from digen_jax.scheduling.simulator import WorkerLayout
 
 POOLS = [one for one in SCENARIOS if one.layout != "colocated" and 8 in one.sizes]
+RUN = TimedRun(warm_up=2, steps=3, jitter=0.0)
 WORK = Work(devices=4, seconds=0.5, groups=4)
 
 
@@ -105,3 +118,52 @@ def test_jitter_is_of_the_work_and_not_of_who_does_it():
     # The slowest of 8 devices: the mean of the largest of 8 numbers from [0, 1) is 8/9.
     slowest = factors(TRAINER, 1, 1, layout=WorkerLayout(8))
     np.testing.assert_allclose(slowest.mean(1), 1 + 0.2 * 7 / 9, atol=0.01)
+
+
+def simulated_layout(layout):
+    (first, *_) = simulations(layout.workers, layout.costs(8), layout.settings(8), RUN)
+    return first
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_every_worker_of_a_cluster_has_its_roles_and_waits_long_enough(layout):
+    report = simulated_layout(layout)
+    sampling = {one.worker for one in report.intervals if one.kind == "generate"}
+    assert (TRAINER in sampling) == layout.samples
+    assert any(report.ahead) == bool(layout.max_policy_lag)
+    rollout = {f"rollout {number}": 1 for number in range(len(layout.speeds))}
+    assert report.devices == {TRAINER: 1} | rollout
+    costs, settings = layout.costs(8), layout.settings(8)
+    # Of all rollout workers together.
+    generation = settings.chunks * cluster.CHUNK * (costs.generate + costs.decode)
+    assert generation / sum(layout.speeds) == pytest.approx(8)
+    waits, chunk, (home, *_) = Waits(costs, settings), Chunk(0, 0), layout.workers
+    train, update = Train(0, "", chunk, 0, 0, 0, 1), Update(0, "", 0, 0, ())
+    for command in (Score(0, chunk, ""), train, update):
+        assert waits.seconds(command, home) >= 0.1
+
+
+def test_training_that_is_faster_than_generation_hides_behind_it():
+    """All but what comes before the first chunk and after the last one."""
+    layout = dataclasses.replace(LAYOUTS[1], training=0.1)
+    costs = layout.costs(8)
+    last = cluster.CHUNK * (costs.deliver + costs.score + 2 * costs.train)
+    rest = costs.sync + costs.encode + last + costs.update
+    assert simulated_layout(layout).step_seconds == pytest.approx(8 + rest, rel=0.03)
+
+
+def test_layouts_of_a_cluster_are_chosen_by_number():
+    assert cluster.chosen([], 8) == list(LAYOUTS) and cluster.chosen(["2"], 8) == [LAYOUTS[1]]
+    with pytest.raises(ConfigError):
+        cluster.chosen(["8"], 8)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="ray not installed")
+def test_workers_on_ray_do_the_steps_that_the_simulator_predicts():
+    layout, steps = Layout("2 workers", (1.0, 1.0), 8, max_policy_lag=1), []
+    found = cluster.measure(layout, 2.0, RUN, lambda: steps.append(None))
+    assert len(steps) == RUN.warm_up + RUN.steps
+    assert found.policy_lag > 0
+    # Waits are never shorter than their costs.
+    assert found.bound < found.step_seconds and found.predicted < 1.05 * found.step_seconds
