@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from flax.traverse_util import flatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from digen_jax.models.family import logical_axes
 from tests.models import parity
@@ -247,6 +247,26 @@ def test_rotary_tables_of_qwen_image_are_diffusers_in_published_sizes(sides):
             (table.sin[:, 1::2], numbers.imag),
         ):
             np.testing.assert_allclose(found, reference.numpy(), rtol=0, atol=1e-6)
+
+
+def test_gates_of_wan_are_float32_in_bfloat16():
+    """In a block whose updates are biases alone; gates of bfloat16 would change a tenth of the numbers."""
+    config, bfloat16 = wan.wan.WanConfig.from_config(wan.TINY), jnp.bfloat16
+    draw = np.random.default_rng(0).standard_normal
+    x, context = (jnp.asarray(draw((2, n, config.dim)), bfloat16) for n in (40, 3))
+    modulation = jnp.asarray(draw((2, 6, config.dim)), jnp.float32)
+    given = x, context, modulation, wan.wan.video_rotary(config, (1, 4, 10))
+    block = wan.wan.Block(config, bfloat16)
+    params = flatten_dict(block.init(jax.random.key(0), *given)["params"])
+    params = {path: jnp.asarray(draw(leaf.shape), jnp.float32) for path, leaf in params.items()}
+    expected, vectors = x, params["scale_shift_table",] + modulation
+    for *path, gate in (("attn1", "to_out_0", 2), ("attn2", "to_out_0", None), ("ffn", "net_2", 5)):
+        params[*path, "kernel"] = jnp.zeros_like(params[*path, "kernel"])
+        update = params[*path, "bias"].astype(bfloat16).astype(jnp.float32)
+        update = update if gate is None else vectors[:, gate : gate + 1] * update
+        expected = (expected + update).astype(bfloat16)
+    found, _ = block.apply({"params": unflatten_dict(params)}, *given)
+    assert found.dtype == bfloat16 and (found != expected).mean() < 0.01
 
 
 @pytest.mark.parametrize("grid", [(21, 30, 52), (1024, 1, 2), (1, 1024, 2), (2, 1, 1024)])

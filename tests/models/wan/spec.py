@@ -137,7 +137,7 @@ PIPELINE = Pipeline(
     },
     default_size=lambda pipe: Size(480, 832, 81),
     unfit=[
-        *(Size(16, 28, 9), Size(16, 32, 8), Size(16, 32, 0), Size(16, 32, -3)),
+        *(Size(16, 28, 9), Size(16, 32, 7), Size(16, 32, 0), Size(16, 32, -3)),
         *(Size(72, 16, 1), Size(16, 16, 33)),
     ],
     broken=[
