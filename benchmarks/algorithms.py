@@ -7,14 +7,14 @@ from typing import Any
 from benchmarks.comparison import Table, check_seeds, compare
 from digen_jax.config.load import load_config
 from digen_jax.config.train_config import TrainConfig
-from digen_jax.errors import ConfigError, blame, check_choice
+from digen_jax.errors import ConfigError, check_choice, prefix_errors
 
 
 def load_configs(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, TrainConfig]:
     """Loads configs by name; raises ConfigError, with the name, for an invalid one."""
     loaded = {}
     for name, config in configs.items():
-        with blame(f"{name}: ", (ConfigError,)):
+        with prefix_errors(f"{name}: ", (ConfigError,)):
             loaded[name] = load_config(config)
     return loaded
 

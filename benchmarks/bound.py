@@ -20,7 +20,7 @@ PASSES = 128  # per worker and step, so that one pass is less than 1% of a step
 LIMIT = 1.005  # a larger share means that the simulator or the bound is wrong
 
 
-class Size(NamedTuple):
+class PoolSize(NamedTuple):
     """Number of devices; `chunks` per worker and measured `steps`, each without and with lag; `seeds` per jitter."""
 
     devices: int
@@ -30,8 +30,8 @@ class Size(NamedTuple):
 
 
 SIZES = (
-    Size(8, (16, 16), (4, 4), (1, 3, 10)), Size(64, (16, 16), (2, 3), (1, 1, 1)),
-    Size(256, (8, 4), (1, 3), (1, 1, 1)), Size(1024, (8, 4), (1, 3), (1, 1, 1)),
+    PoolSize(8, (16, 16), (4, 4), (1, 3, 10)), PoolSize(64, (16, 16), (2, 3), (1, 1, 1)),
+    PoolSize(256, (8, 4), (1, 3), (1, 1, 1)), PoolSize(1024, (8, 4), (1, 3), (1, 1, 1)),
 )  # fmt: skip
 
 
@@ -92,7 +92,7 @@ SCENARIOS = (
 )  # fmt: skip
 
 
-def simulated(scenario: Scenario, size: Size, ratio: float, jitter: float, seed: int) -> float:
+def simulated(scenario: Scenario, size: PoolSize, ratio: float, jitter: float, seed: int) -> float:
     """Returns the share of the bound of one simulated run."""
     generate, lag = ratio / (1 + ratio), scenario.lag
     workers = layout_of(scenario.layout, size.devices, generate)
@@ -109,12 +109,12 @@ def simulated(scenario: Scenario, size: Size, ratio: float, jitter: float, seed:
     report = simulate(workers, costs, settings, first + steps + last, noise, timeline=False)
     start, end = first - 1, first + steps - 1
     # With lag a step starts before the previous one ends, by a varying amount.
-    work = steps + generate * (report.ahead[end] - report.ahead[start])
+    work = steps + generate * (report.sampled_early[end] - report.sampled_early[start])
     return report.bound * work / (report.step_ends[end] - report.step_ends[start])
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class BoundRow:
     """Shares of the bound by ratio, at one number of devices and one jitter."""
 
     scenario: str
@@ -130,7 +130,7 @@ class Row:
         return [name for name, found in self.shares.items() if not least <= found <= LIMIT]
 
 
-def rows(scenario: Scenario) -> Iterator[Row]:
+def rows(scenario: Scenario) -> Iterator[BoundRow]:
     """Measures a scenario: yields the mean over the seeds of each cell."""
     for size, (number, jitter) in itertools.product(SIZES, enumerate(JITTERS)):
         last, seeds = jitter == JITTERS[-1], range(size.seeds[number])
@@ -140,10 +140,10 @@ def rows(scenario: Scenario) -> Iterator[Row]:
                 for name, ratio in RATIOS.items()
             }
             large = scenario.large if last and size.devices >= 256 else None
-            yield Row(scenario.name, size.devices, jitter, shares, large or scenario.required)
+            yield BoundRow(scenario.name, size.devices, jitter, shares, large or scenario.required)
 
 
-def measure(show: Callable[[str], None]) -> list[Row]:
+def measure(show: Callable[[str], None]) -> list[BoundRow]:
     """Measures all scenarios and shows a table of each; an exclamation mark marks a share that is out of range."""
     show("Shares of the bound (G + T) / N in percent, by G:T. Jitter is per command and device.")
     for devices, chunks, steps, seeds in SIZES:

@@ -24,7 +24,7 @@ from benchmarks.waits import WaitingExecutors, WaitingScorer, WaitingWorker, Wai
 from digen_jax.config.sections import EvaluationSection, PlacementSection, PromptsSection
 from digen_jax.distributed.engine import LOCAL, RayEngine
 from digen_jax.distributed.transfer import TrainerTransfer, WorkerTransfer
-from digen_jax.distributed.worker_process import Opened, RolloutProcess
+from digen_jax.distributed.worker_process import Member, RolloutProcess
 from digen_jax.distributed.workers import RemoteWorkers, WorkerProxy
 from digen_jax.errors import check_choice, check_positive
 from digen_jax.parallel.placement import RolloutAxes
@@ -261,7 +261,7 @@ class DrivingExecutors(WaitingExecutors):
 class WaitingProcess(RolloutProcess):
     """Process of a rollout worker that waits."""
 
-    def open(self, config: Emulation, first: int, place: Any = None) -> Opened:
+    def open(self, config: Emulation, first: int, place: Any = None) -> Member:
         """Creates the waiting worker; see `RolloutProcess`."""
         layout = config.workers[1 + _number(self._name)]
         waits, settings = config.waits, config.waits.settings
@@ -274,7 +274,7 @@ class WaitingProcess(RolloutProcess):
             self._name, layout, waits, self._steps, self._transfer
         )
         gc.freeze()  # as in a run, so that later collections take milliseconds
-        return Opened(layout.devices, socket.gethostname(), os.getpid())
+        return Member(layout.devices, socket.gethostname(), os.getpid())
 
 
 class TransferringWorker(WaitingWorker):

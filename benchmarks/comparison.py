@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 
 from digen_jax.config.load import check_inputs
 from digen_jax.config.train_config import MAY_CHANGE, TURNED, TrainConfig
-from digen_jax.errors import ConfigError, blame, user_input
+from digen_jax.errors import ConfigError, prefix_errors, user_input
 from digen_jax.logging.images import label_axes
 from digen_jax.logging.metrics import read_metrics
 from digen_jax.logging.workdir import claim_workdir, finished_step
@@ -164,7 +164,7 @@ def read_table(path: pathlib.Path) -> Table:
             f"{path} is no table of runs: its first line must be {','.join((*COLUMNS, *COSTS))}"
         )
     outcomes: dict[tuple[str, str], dict[int, Outcome]] = {}
-    with blame(f"{path}: "):
+    with prefix_errors(f"{path}: "):
         for line in lines:
             runs = outcomes.setdefault((line["algorithm"], line["family"]), {})
             costs = [float(line[name]) for name in COSTS]
@@ -198,7 +198,7 @@ def compare(
         it. Nothing is trained.
     """
     for name, config in configs.items():
-        with blame(f"{name}: ", (ConfigError,)):
+        with prefix_errors(f"{name}: ", (ConfigError,)):
             check_inputs(config)
     first = next(iter(configs.values())).seed
     chosen = range(first, first + seeds)

@@ -17,7 +17,7 @@ NUM_TRAIN_TIMESTEPS = 1000
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class EagerWork:
     """Work of a step, as numpy arrays.
 
     A reverse step of any kind is of_x x + of_v v + std noise. `empty` zero tokens are appended to a context.
@@ -54,7 +54,7 @@ class EagerLoop:
     On a GPU float32 products are TF32, as ours, and bfloat16 is autocast's, as in the public codes.
     """
 
-    def __init__(self, work: Work):
+    def __init__(self, work: EagerWork):
         # Imported only by this process.
         import torch
         from diffusers import SD3Transformer2DModel

@@ -17,7 +17,7 @@ ENDLESS = 10**6  # steps of a run that only a signal ends
 START = 300.0  # timeout in seconds for a step that includes a start
 # Seconds until a worker that does not answer counts as disconnected, and until all processes end after the trainer or
 # the driver failed.
-SILENCE, END = 8.0, 10.0
+TIMEOUT, END = 8.0, 10.0
 BUSY = 10.0  # additional seconds for a busy machine
 OVERLAP = 0.25  # share of the faults after which the next one follows without waiting
 
@@ -140,7 +140,7 @@ class FaultInjection:
             os.kill(ready[name], number)
         pids = {ready[name] for name in chosen}
         self._job.wait(
-            lambda: not pids & {one.pid for one in processes()}, SILENCE + BUSY, "workers ended"
+            lambda: not pids & {one.pid for one in processes()}, TIMEOUT + BUSY, "workers ended"
         )
         return True
 

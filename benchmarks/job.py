@@ -32,7 +32,7 @@ class Unexpected(RuntimeError):
     """An unexpected consequence of a fault, with the end of the run's output."""
 
 
-class Process(NamedTuple):
+class ProcessInfo(NamedTuple):
     """A process that has not ended."""
 
     pid: int
@@ -124,7 +124,7 @@ class Job:
         """Returns the ids of the reward processes of a process."""
         return [one.pid for one in processes() if one.parent == of and REWARDS in one.command]
 
-    def left(self, agents: bool = True) -> list[Process]:
+    def left(self, agents: bool = True) -> list[ProcessInfo]:
         """Returns the processes whose parents have ended, with or without `AGENTS`."""
         running = {self.driver.pid} if self.driver.poll() is None else set()
         known = running | self._others
@@ -167,7 +167,7 @@ def _adopt(orphans: bool) -> None:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(orphans), 0, 0, 0)
 
 
-def processes() -> list[Process]:
+def processes() -> list[ProcessInfo]:
     """Returns all running processes of this machine."""
     found = []
     for path in pathlib.Path("/proc").glob("[0-9]*"):
@@ -175,7 +175,7 @@ def processes() -> list[Process]:
             state, parent = (path / "stat").read_text().rpartition(")")[2].split()[:2]
             command = (path / "cmdline").read_bytes().replace(b"\0", b" ")[:300]
             if state not in "ZX":
-                found.append(Process(int(path.name), int(parent), command))
+                found.append(ProcessInfo(int(path.name), int(parent), command))
     return found
 
 

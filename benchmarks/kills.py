@@ -34,7 +34,7 @@ from digen_jax.process.terminal import track
 
 TOLERANCE = 1e-3  # of metrics and of the full update
 ONE_PROCESS = 3600.0  # timeout in seconds for the run without faults
-CHANCE = ("tag_share",)  # metrics that depend on which worker was idle
+CHANCE = ("assisted",)  # metrics that depend on which worker was idle
 # Overrides of the run; the command line takes precedence.
 SMALL = f"""
 batch.groups=2 batch.images=4 sampler.chunk=2 sampler.steps=4

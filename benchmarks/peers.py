@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Float32, Int
 
-from benchmarks.eager import EagerLoop, Work
+from benchmarks.eager import EagerLoop, EagerWork
 from benchmarks.processes import Load, Process, Seconds, load_between, read_cores
 from digen_jax import assemble
 from digen_jax.algorithms.policy_gradient import PolicyGradient
@@ -219,7 +219,7 @@ def _step(process: Process) -> dict[str, Seconds]:
     return dict(zip(PHASES, (process.call(name)[1] for name in ("sample", "train")), strict=True))
 
 
-def _check_same(ours: Process, other: Process, work: Work) -> tuple[int, float]:
+def _check_same(ours: Process, other: Process, work: EagerWork) -> tuple[int, float]:
     """Returns the number of trained parameters, and the velocity difference with the pipeline's empty tokens."""
     trained, expected = (process.call("parameters")[0] for process in (ours, other))
     if trained != expected:
@@ -314,7 +314,7 @@ class Ours:
         batch = make_train_batch(self.system, self._prompts, images, _advantages(trained))
         return trainer.accumulate(self.state, self.system.base, batch, totals, self.state.tuned)
 
-    def work(self) -> Work:
+    def work(self) -> EagerWork:
         """Returns the work of a step, for the eager loop."""
         config, system = self._config, self.system
         sampler, policy = system.sampler, system.policy
@@ -328,7 +328,7 @@ class Ours:
             family, adapter = policy.family, policy.lora
             layers = adapted_layers(family.shapes(), adapter.targets, family.lists)["transformer"]
             lora = adapter.rank, adapter.alpha, tuple(sorted(layers))
-        return Work(
+        return EagerWork(
             config=config,
             transformer=open_pipeline(config.model.folder, config.model.without) / "transformer",
             latent=sampler.shape,

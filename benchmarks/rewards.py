@@ -123,7 +123,7 @@ class Throughput:
     def describe(self) -> str:
         """Returns a one-line summary."""
         return (
-            f"{self.images / self.seconds:8.1f} images/s  {self.milliseconds:7.3f} ms an image, "
+            f"{self.images / self.seconds:8.1f} images/s  {self.milliseconds:7.3f} ms per image, "
             f"{1000 * self.cpu / self.images:6.3f} ms CPU of the clients"
         )
 
@@ -148,7 +148,7 @@ class ServiceComparison:
             f"local pool      {self.local.describe()}\n"
             f"servers         {self.servers.describe()}\n"
             f"with faults     {self.faults.describe()}\n"
-            f"overhead of servers: {self.overhead:.3f} ms an image\n"
+            f"overhead of servers: {self.overhead:.3f} ms per image\n"
             f"faults: {failures}; one server was killed and restarted\n"
             f"each of {self.faults.images} images got exactly one score, the right one, in "
             f"{self.faults.attempts} attempts; servers scored {self.faults.scorings}"

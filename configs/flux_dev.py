@@ -4,85 +4,81 @@ python launch/train.py --config configs/flux_dev.py:dance_ema,8 --workdir runs/f
     --config.rewards="({'name': 'hpsv2', 'settings': {'file': 'HPS_v2.1_compressed.pt', 'tokenizer': 'clip-h'}},)" \
     --config.prompts.file=train.txt --config.evaluation.prompts=test.txt
 
-The argument is the recipe's name, a comma, and the number of GPUs, among which the passes of an update are divided:
+The argument is the recipe's name, a comma, and the number of GPUs, which must divide the passes of an update:
 - pickscore, pickscore_fast, geneval_fast: 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96 or 192
 - dance: 1, 2, 3, 4, 6, 8, 12, 16, 24 or 48; dance_ema, dance_lora: these, 32 or 96
-Reward and prompt files are yours: docs/rewards.md has HPSv2.1, PickScore and GenEval, and lists their weights.
+Reward and prompt files are not included; docs/rewards.md describes HPSv2.1, PickScore and GenEval, and their weights.
 The hub repository is gated: accept its licence there and log in with `hf auth login`, or set model.folder to a copy.
 
-Separate GPUs for rollout and training, of eight four each; the second line where all weights are tuned:
+Separate GPUs for rollout and training, four each of eight; use the second line to train all weights:
 --config.placement.rollout.data=4 --config.placement.trainer.data=4
 --config.placement.rollout.data=1 --config.placement.rollout.fsdp=4 --config.placement.trainer.fsdp=4
 Layout chosen by the planner: --config.placement=auto
-By the compiled costs it chooses one worker of all GPUs on 8 H100s, with chunks of 24 images, or 8 with DanceGRPO.
+With compiled costs on 8 H100s, it chooses one worker with all GPUs, and chunks of 24 images (DanceGRPO: 8).
 
-pickscore                    Flow-GRPO (arXiv 2505.05470): a LoRA of rank 64, five of six steps trained
-pickscore_fast,              Flow-GRPO-Fast: the first three of six steps noisy and trained, cps, clip range 1e-5;
-    geneval_fast             std of the group and of the step
+pickscore                    Flow-GRPO (arXiv 2505.05470): LoRA of rank 64, five of six steps trained
+pickscore_fast,              Flow-GRPO-Fast: the first three of six steps have noise and are trained, cps, clip range
+    geneval_fast             1e-5; std of the group and of the step
 dance                        DanceGRPO (arXiv 2505.07818): all weights, HPS-v2.1, for 16 GPUs
-dance_ema                    the same for 8 GPUs, with a moving average and a hundredth of the gradient norm
-dance_lora                   the same for 8 GPUs, a LoRA of rank 128
+dance_ema                    the same for 8 GPUs, with an EMA and a hundredth of the gradient norm
+dance_lora                   the same for 8 GPUs, with a LoRA of rank 128
 
-github.com/yifan123/flow_grpo:
+Sources, in github.com/yifan123/flow_grpo:
 - config/grpo.py (31c71b9), `pickscore_flux`, `pickscore_flux_8gpu`, `pickscore_flux_fast`, `geneval_flux_fast`: 48
-  groups of 24 images in two updates, 3 images a GPU at once, 512 x 512, 6 steps, 28 in evaluation, guidance 3.5,
-  noise 0.9 (fast: cps 0.8), 99% of the steps, window of 3 within the first 3, clip range of the fast ones, no KL, std
-  of the step (pickscore_flux_fast: of the group), no shared start noise, bfloat16, evaluation and checkpoint every 30
-- config/base.py (54809b5): seed 42, learning rate 3e-4, weight decay 1e-4, Adam's numbers, gradient norm 1, advantages
+  groups of 24 images in two updates, micro-batch of 3 images per GPU, 512 x 512, 6 steps, 28 in evaluation, guidance
+  3.5, noise 0.9 (fast: cps 0.8), 99% of the steps, window of 3 within the first 3, clip range of the fast ones, no KL,
+  std of the step (pickscore_flux_fast: of the group), no shared noise, bfloat16, evaluation and checkpoint every 30
+- config/base.py (54809b5): seed 42, learning rate 3e-4, weight decay 1e-4, Adam's settings, gradient norm 1, advantages
   clipped to 5, clip range 1e-4
-- scripts/train_flux.py (74db691): LoRA of rank 64, alpha 128, Gaussian, on attention and the dual blocks' feed-forward;
-  average of 0.9 every 8 updates, 128 tokens of the T5. An average at a turn is mixed after each micro-batch, 6 on the
-  32 GPUs of `pickscore_flux`, as here; 24 on the 8 of `pickscore_flux_8gpu`
-- its warm-up: flow_grpo/ema.py (ac4c86e). The step of "flow" and of "cps":
+- scripts/train_flux.py (74db691): Gaussian LoRA of rank 64, alpha 128, on attention and the feed-forward layers of dual
+  blocks; EMA of 0.9 every 8 updates; 128 T5 tokens. The EMA is mixed after each micro-batch: 6 times with the 32 GPUs
+  of `pickscore_flux`, as here, 24 times with the 8 of `pickscore_flux_8gpu`
+- EMA warm-up: flow_grpo/ema.py (ac4c86e). The steps "flow" and "cps":
   flow_grpo/diffusers_patch/sd3_sde_with_logprob.py (54809b5)
-
-github.com/XueZeyue/DanceGRPO:
+In github.com/XueZeyue/DanceGRPO:
 - scripts/finetune/finetune_flux_grpo.sh (`dance`), _8gpus.sh (`dance_ema`), _8gpus_lora.sh (`dance_lora`), all at
-  15cc71d: 16 groups of 12 images, 720 x 720, 16 steps (LoRA: 12), noise 0.3, one start noise, 60% of all steps but the
-  last, clip range 1e-4, advantages clipped to 5, learning rate 1e-5 (LoRA: 3e-4), weight decay 1e-4, gradient norm 1
-  (dance_ema: 0.01), average of 0.995, rank 128 and alpha 256, 300 training steps (LoRA: 301), recomputed blocks
-- fastvideo/train_grpo_flux.py (15cc71d): guidance 3.5, std of a sample of the group, one image a GPU at once, the
-  average mixed once a training step, float32 weights with bfloat16 arithmetic
-- fastvideo/train_grpo_flux_lora.py (15cc71d): PEFT's default start, LoRA on the image's projections in attention
-- scripts/visualization/vis_flux.py (15cc71d): 50 steps with guidance 3.5, here in evaluation, and 512 tokens of the T5
+  15cc71d: 16 groups of 12 images, 720 x 720, 16 steps (LoRA: 12), noise 0.3, shared start noise, 60% of all steps but
+  the last, clip range 1e-4, advantages clipped to 5, learning rate 1e-5 (LoRA: 3e-4), weight decay 1e-4, gradient norm
+  1 (dance_ema: 0.01), EMA of 0.995, rank 128 and alpha 256, 300 training steps (LoRA: 301), rematerialized blocks
+- fastvideo/train_grpo_flux.py (15cc71d): guidance 3.5, sample std of the group, one image per GPU, EMA mixed once per
+  training step, float32 weights with bfloat16 compute
+- fastvideo/train_grpo_flux_lora.py (15cc71d): PEFT's default initialization, LoRA on the image projections of attention
+- scripts/visualization/vis_flux.py (15cc71d): 50 steps with guidance 3.5, here in evaluation, and 512 T5 tokens
 
-Ours: recomputed blocks in Flow-GRPO's recipes; the number of steps of Flow-GRPO, which runs until it is stopped;
-LoRA, average and tokens of the fast recipes as in train_flux.py, because their script was not found; evaluation every
-40 steps at 720 x 720 in DanceGRPO's recipes, its batch, and their seed; pictures, the number of checkpoints, and all
-placements.
-Frozen weights are bfloat16 in all recipes; in the sources this is so for the text encoders of Flow-GRPO.
+Our choices: rematerialized blocks in Flow-GRPO's recipes; the number of steps of Flow-GRPO, which runs until it is
+stopped; LoRA, EMA and tokens of the fast recipes as in train_flux.py, because their script was not found; evaluation
+every 40 steps at 720 x 720 in DanceGRPO's recipes, its batch, and their seed; sample images, number of checkpoints, all
+placements. Frozen weights are bfloat16 in all recipes; in the sources only the text encoders of Flow-GRPO are.
 
-Differences to the sources:
+Differences from the sources:
 - DanceGRPO shifts the sigmas by 3. Here they are the pipeline's, whose shift at 720 x 720 is 2.22. A copy of the
-  model whose scheduler_config.json has `"use_dynamic_shifting": false` has DanceGRPO's: its `shift` is 3;
+  model whose scheduler_config.json has `"use_dynamic_shifting": false` uses DanceGRPO's, because its `shift` is 3;
 - `dance` has four updates of four groups; the source has three, of four images of every group. The other two scripts
   have two updates of complete groups, as here;
-- in DanceGRPO both prompts of a GPU share one start noise; here each group has its own. It adds 1e-8 to a std, and here
-  1e-4 is added;
-- a step's prompts are the next ones of a permutation of the file; Flow-GRPO takes the first ones of a new permutation
-  in each step, so that some prompts are repeated before others are used;
-- only the trained steps of `pickscore` have noise, not the sixth; an update's groups are split by index, not shuffled.
-  DanceGRPO's last step has noise in the source, too, but what it decodes there is without, as here;
-- DanceGRPO rounds a sigma down to thousandths for the network, and FluxPipeline rounds it to bfloat16. Neither is done
-  here, and FLUX.1's positions are exact;
-- with bfloat16 the trainer recomputes the old log-probabilities (algorithm.old_log_probs), once more per trained step.
+- in DanceGRPO both prompts of a GPU share the start noise; here each group has a separate one. It adds 1e-8 to a std;
+  here 1e-4 is added;
+- here a step uses the next prompts of a permutation of the file; Flow-GRPO uses the first ones of a new permutation in
+  each step, so that some prompts are repeated before others are used;
+- only the trained steps of `pickscore` have noise, not the sixth; groups of an update are split by index, not shuffled.
+  DanceGRPO's last step also has noise, but it decodes the result without it, as here;
+- DanceGRPO rounds the network's sigma down to thousandths, and FluxPipeline rounds it to bfloat16. Here sigmas and
+  FLUX.1's positions are exact;
+- with bfloat16 the trainer recomputes old log-probabilities (algorithm.old_log_probs), one more pass per trained step.
 
-The smallest TPU slice for pickscore is four chips of 32 GB, v6e:2x2, which share the transformer, by the compiler
-(estimated; nothing has run): 10.8 GiB and 956 s a step. One such chip does not hold it, even for one image at once.
+The smallest TPU slice for pickscore is four chips of 32 GB, v6e:2x2, which shard the transformer (estimated by the
+compiler; not run): 10.8 GiB and 956 s per step. A single chip is too small, even for a micro-batch of one image.
 
 python launch/plan.py --config configs/flux_dev.py:pickscore,4 --topology v6e:2x2 \
     --config.placement.trainer.data=1 --config.placement.trainer.fsdp=4 --config.evaluation.batch=12 \
     --config.placement.rules="(('^transformer/', 'fsdp'), ('.*', 'replicate'))"
 
-Needed on H100s, as compiled (docs/performance.md; nothing has run): at most 45 GiB of each of 8. One takes pickscore,1,
-with 35 GiB; all weights take several.
+Required on H100s, as compiled (docs/performance.md; not run): at most 45 GiB of each of 8. pickscore,1 needs 35 GiB of
+one; training all weights needs several.
 
-Memory of each of 8 GPUs by the accounting of launch/plan.py, in GiB: weights, gradient, moments, average, the version
-that sampled, autoencoder, trajectories, prompts, without the programs' temporary memory: pickscore 26.7, dance 28.2,
-dance_ema 33.7, dance_lora 25.4. The text encoders are there before, while they encode the prompts. So `dance` needs
-about 8 GPUs; a LoRA's recipe has the same on one GPU but for the trajectories, 8 times 0.35 or 0.25. Not measured: no
-recipe here was run on such a GPU. An encoded prompt takes 4.2 MB of disk, 512 x 4096 bfloat16 numbers
-(prompts.cache_limit).
+Memory per GPU of 8 as counted by launch/plan.py, in GiB: weights, gradient, moments, EMA, the version that sampled,
+autoencoder, trajectories, prompts, without temporary memory of programs: pickscore 26.7, dance 28.2, dance_ema 33.7,
+dance_lora 25.4. The text encoders are freed after the prompts are encoded. So `dance` needs about 8 GPUs; a LoRA needs
+the same on one GPU, except for trajectories, 8 times 0.35 or 0.25. An encoded prompt takes 4.2 MB (512 x 4096).
 """
 
 from ml_collections import ConfigDict
@@ -90,7 +86,7 @@ from ml_collections import ConfigDict
 from digen_jax.config.arguments import recipe_and_gpus
 from digen_jax.config.load import complete
 
-# PEFT's to_q, to_k, to_v and to_out.0 are ends of names: the text's projections are not among them, and single blocks
+# PEFT's to_q, to_k, to_v and to_out.0 match the ends of names: they exclude the text's projections, and single blocks
 # have no to_out.0.
 OF_IMAGES = r"(single_)?transformer_blocks\.\d+\.attn\.(to_[qkv]|to_out\.0)"
 
@@ -121,7 +117,7 @@ def flow_grpo(n: int) -> dict:
 
 
 def dance(n: int) -> dict:
-    """DanceGRPO on n GPUs, which share the parameters."""
+    """DanceGRPO, with parameters sharded over n GPUs."""
     return dict(
         steps=300,
         model=dict(height=720, width=720, max_sequence_length=512),
@@ -151,7 +147,7 @@ FAST = dict(
 
 
 def dance_lora(n: int) -> dict:
-    """Differences of DanceGRPO's LoRA on n GPUs, each with all parameters."""
+    """Changes for DanceGRPO with a LoRA on n GPUs, each with all parameters."""
     return dict(
         steps=301,
         sampler=dict(steps=12, window=dict(length=11)),
@@ -162,7 +158,7 @@ def dance_lora(n: int) -> dict:
     )
 
 
-# From a number of GPUs to differences to `base`, the later ones to the earlier ones.
+# Changes to `base` by number of GPUs, applied in order.
 RECIPES = {
     "pickscore": lambda n: (flow_grpo(n),),
     "pickscore_fast": lambda n: (flow_grpo(n), FAST, dict(advantages=dict(std="group"))),
@@ -175,12 +171,12 @@ RECIPES = {
     ),
     "dance_lora": lambda n: (dance(n), dance_lora(n)),
 }
-# Images of an update, divided by those of a GPU at once: 1152 / 2 / 3, 192 / 4 and 192 / 2.
+# Images per update, divided by those per GPU and pass: 1152 / 2 / 3, 192 / 4 and 192 / 2.
 PASSES = dict.fromkeys(RECIPES, 192) | dict(dance=48, dance_ema=96, dance_lora=96)
 
 
 def base() -> ConfigDict:
-    """The common settings of all recipes."""
+    """Common settings of all recipes."""
     c = ConfigDict()
     c.seed = 42
     c.steps = 3000  # the sources of Flow-GRPO run until they are stopped
@@ -191,7 +187,7 @@ def base() -> ConfigDict:
     c.sampler = ConfigDict(dict(guidance=3.5))
     c.algorithm = ConfigDict(dict(adv_clip=5.0))
     c.trainer = ConfigDict(dict(weight_decay=1e-4, clip_norm=1.0))
-    # Sampling and training take turns on the same devices, so no device waits for another.
+    # Sampling and training alternate on the same devices, so no device waits for another.
     c.placement = ConfigDict(dict(rollout=dict(data=0, fsdp=1), trainer=dict(data=1, fsdp=1)))
     c.evaluation = ConfigDict(dict(prompts="", guidance=3.5))
     c.images = ConfigDict(dict(every=20, count=12))

@@ -1,59 +1,56 @@
-"""FLUX.1 Kontext [dev] edits images, with the published settings of Flow-GRPO, on GPUs of 80 GB.
+"""FLUX.1 Kontext [dev], which edits images, with the published settings of Flow-GRPO, on GPUs of 80 GB.
 
 python launch/train.py --config configs/flux_kontext.py:8 --workdir runs/kontext \
     --config.rewards=my_rewards:likeness \
     --config.prompts.file=train.jsonl --config.evaluation.prompts=test.jsonl
 
 The argument is the number of GPUs: 1, 2, 3, 4, 6, 7, 8, 12, 14, 21, 24, 28, 42, 56, 84 or 168. Each line of a prompt
-file names a source image, "image", relative to the file: docs/flux.md has an example. Reward, prompts and images are
-yours: neither a similarity of images nor a detector is shipped here. The hub repository is gated: accept its licence
-there and log in with `hf auth login`, or set model.folder to a copy.
+file names a source image, "image", relative to the file (example in docs/flux.md). Reward, prompts and images are not
+included, and neither is an image similarity or a detector. The hub repository is gated: accept its licence there and
+log in with `hf auth login`, or set model.folder to a copy.
 
-Separate GPUs for rollout and training, of eight four each:
+Separate GPUs for rollout and training, four each of eight:
 --config.placement.rollout.data=4 --config.placement.trainer.data=4
 Layout chosen by the planner: --config.placement=auto
-By the compiled costs it chooses one worker of all GPUs on 8 H100s, with chunks of 24 images.
+With compiled costs on 8 H100s, it chooses one worker with all GPUs, and chunks of 24 images.
 
-github.com/yifan123/flow_grpo (arXiv 2505.05470), `counting_flux_kontext`, which was made for 28 GPUs:
-- config/grpo.py (31c71b9): 48 groups of 21 images in two updates, 3 images a GPU at once, 512 x 512, 6 steps, 28 in
-  evaluation, guidance 2.5 in both, noise 0.9, 99% of the steps, no KL, std of the step, no shared start noise,
-  bfloat16, evaluation and checkpoint every 30, 2 images a GPU at once in evaluation. Its rewards are a similarity to
-  the source image and GenEval's score, half each; its images are not in the repository
-- config/base.py (54809b5): seed 42, learning rate 3e-4, weight decay 1e-4, Adam's numbers, gradient norm 1, advantages
+Sources, in github.com/yifan123/flow_grpo (arXiv 2505.05470), `counting_flux_kontext`, for 28 GPUs:
+- config/grpo.py (31c71b9): 48 groups of 21 images in two updates, micro-batch of 3 images per GPU, 512 x 512, 6 steps,
+  28 in evaluation, guidance 2.5 in both, noise 0.9, 99% of the steps, no KL, std of the step, no shared start noise,
+  bfloat16, evaluation and checkpoint every 30, 2 images per GPU in evaluation. Its rewards are a similarity to the
+  source image and GenEval's score, half each; its images are not in the repository
+- config/base.py (54809b5): seed 42, learning rate 3e-4, weight decay 1e-4, Adam's settings, gradient norm 1, advantages
   clipped to 5, clip range 1e-4
-- scripts/train_flux_kontext.py (74db691): LoRA of rank 64, alpha 128, Gaussian, on attention, the dual blocks'
-  feed-forward and the single blocks' `proj_mlp`; average of 0.9 every 8 updates, 128 tokens of the T5; source images
-  resized to 512 x 512. An average at a turn is mixed after each micro-batch, 6 on 28 GPUs, as here. A group is of one
-  prompt with one source image. Images without an advantage are dropped
-- its warm-up: flow_grpo/ema.py (ac4c86e). The step of "flow": flow_grpo/diffusers_patch/sd3_sde_with_logprob.py
-  (54809b5)
+- scripts/train_flux_kontext.py (74db691): Gaussian LoRA of rank 64, alpha 128, on attention, the feed-forward layers of
+  dual blocks and `proj_mlp` of single blocks; EMA of 0.9 every 8 updates, mixed after each micro-batch, 6 times with 28
+  GPUs, as here; 128 T5 tokens; source images resized to 512 x 512. A group has one prompt and one source image. Images
+  without an advantage are dropped
+- EMA warm-up: flow_grpo/ema.py (ac4c86e). The step "flow": flow_grpo/diffusers_patch/sd3_sde_with_logprob.py (54809b5)
 
-Ours: recomputed blocks, the number of steps, sample images, the number of checkpoints, and all placements. The
-source's own copy of the pipeline was not found; in that of github.com/Jayce-Ping/Flow_GRPO,
+Our choices: rematerialized blocks, number of steps, sample images, number of checkpoints, all placements. The source's
+copy of the pipeline was not found; in that of github.com/Jayce-Ping/Flow_GRPO,
 flow_grpo/diffusers_patch/flux_kontext_pipeline_with_logprob.py (9043160), source images have the images' size, as here.
 
-Differences to the source: it resizes source images by Pillow's default filter before, here the pipeline's alone does
-it; it drops each image whose advantage is 0, here groups of equal rewards are dropped, and divides the rest evenly
-among both updates, with some of the dropped images to fill micro-batches; those of configs/flux_dev.py's Flow-GRPO
-recipes (prompt order, groups split by index, the sixth step without noise, sigmas that are not rounded, old
-log-probabilities that the trainer recomputes).
+Differences from the source: it first resizes source images with Pillow's default filter, here only the pipeline resizes
+them; it drops each image whose advantage is 0 and divides the rest evenly among both updates, with some of the dropped
+images to fill micro-batches, here groups of equal rewards are dropped; and those of Flow-GRPO in configs/flux_dev.py
+(prompt order, groups split by index, the sixth step without noise, exact sigmas, recomputed old log-probabilities).
 
-The smallest TPU slice is four chips of 32 GB, v6e:2x2, which share the transformer, by the compiler (estimated; nothing
-has run): 13.4 GiB and 1,332 s a step. One such chip does not hold FLUX.1-dev, which has the same transformer.
+The smallest TPU slice is four chips of 32 GB, v6e:2x2, which shard the transformer (estimated by the compiler; not
+run): 13.4 GiB and 1,332 s per step. A single chip is too small for FLUX.1-dev, which has the same transformer.
 
 python launch/plan.py --config configs/flux_kontext.py:4 --topology v6e:2x2 \
     --config.placement.trainer.data=1 --config.placement.trainer.fsdp=4 --config.evaluation.batch=12 \
     --config.placement.rules="(('^transformer/', 'fsdp'), ('.*', 'replicate'))"
 
-Needed on H100s, as compiled (docs/performance.md; nothing has run): at most 31 GiB of each of 8. One takes `:1`,
-with 33 GiB.
+Required on H100s, as compiled (docs/performance.md; not run): at most 31 GiB of each of 8. `:1` needs 33 GiB of one.
 
-Memory of each of 8 GPUs by the accounting of launch/plan.py, in GiB: weights, gradient, moments, average, the version
-that sampled, autoencoder, trajectories, prompts and source images, without the programs' temporary memory: 27.5, of
-which 23.0 are the frozen transformer. One GPU has 2.2 more trajectories. The text encoders, 9.3, are there before,
-while they encode the prompts.
+Memory per GPU of 8 as counted by launch/plan.py, in GiB: weights, gradient, moments, EMA, the version that sampled,
+autoencoder, trajectories, prompts and source images, without temporary memory of programs: 27.5, of which 23.0 are the
+frozen transformer. One GPU needs 2.2 more for trajectories. The text encoders take 9.3, and are freed after the prompts
+are encoded.
 
-Not measured: the recipe was not run on such a GPU. 1024 tokens of the picture are attended to together with 1024 of
+The transformer attends to 1024 tokens of the source image, 1024 of
 the image and 128 of the text, so a pass has 2.0 times the operations of FLUX.1-dev at this size.
 """
 
@@ -62,7 +59,7 @@ from ml_collections import ConfigDict
 from digen_jax.config.arguments import number_of_gpus
 from digen_jax.config.load import complete
 
-# Images of an update, divided by those of a GPU at once: 1008 / 2 / 3.
+# Images per update, divided by those per GPU and pass: 1008 / 2 / 3.
 PASSES = 168
 
 
@@ -113,7 +110,7 @@ def get_config(argument: str = "8") -> ConfigDict:
             ema_repeats=6,
         )
     )
-    # Sampling and training take turns on the same devices, so no device waits for another.
+    # Sampling and training alternate on the same devices, so no device waits for another.
     c.placement = ConfigDict(dict(rollout=dict(data=0, fsdp=1), trainer=dict(data=n, fsdp=1)))
     c.evaluation = ConfigDict(dict(prompts="", every=30, steps=28, guidance=2.5, batch=2 * n))
     c.images = ConfigDict(dict(every=20, count=12))

@@ -4,57 +4,57 @@ python launch/train.py --config configs/qwen_image.py:ocr,4 --workdir runs/qwen-
     --config.rewards=ocr \
     --config.prompts.file=train.txt --config.evaluation.prompts=test.txt
 
-The argument is the recipe's name, a comma, and the number of GPUs: 1, 2, 4, 8 or 16; it was published for 4. Reward and
-prompt files are yours: docs/rewards.md lists what `ocr` needs, and the source's prompts are in dataset/ocr of
+The argument is the recipe's name, a comma, and the number of GPUs: 1, 2, 4, 8 or 16 (published: 4). Reward and prompt
+files are not included; docs/rewards.md lists the requirements of `ocr`, and the source's prompts are in dataset/ocr of
 github.com/yifan123/flow_grpo. Qwen-Image-2512 has the same settings: --config.model.folder=Qwen/Qwen-Image-2512.
 
-Separate GPUs for rollout and training, of eight four each:
+Separate GPUs for rollout and training, four each of eight:
 --config.placement.rollout.data=1 --config.placement.rollout.fsdp=4 --config.placement.trainer.fsdp=4
 Layout chosen by the planner: --config.placement=auto
-By the compiled costs it chooses one worker of all GPUs on 8 H100s, with chunks of 128 images.
+With compiled costs on 8 H100s, it chooses one worker with all GPUs, and chunks of 128 images.
 
-ocr  Flow-GRPO (arXiv 2505.05470): a LoRA of rank 64, two of ten steps trained, in a window at a random place
+ocr  Flow-GRPO (arXiv 2505.05470): LoRA of rank 64, two of ten steps trained, in a window at a random position
 
-github.com/verl-project/verl-omni:
+Sources, in github.com/verl-project/verl-omni:
 - examples/flowgrpo_trainer/qwen_image/run_qwen_image_ocr_lora.sh (8b0f0f9): 32 groups of 16 images in two updates
-  (train_batch_size, rollout.n, ppo_mini_batch_size), 16 images a GPU at once in training; guidance 4 (true_cfg_scale),
-  256 tokens of a prompt, noise 1.2 of kind "sde", here "flow", a window of 2 steps within the first 5; LoRA of rank 64,
-  alpha 128, on attention and feed-forward of both streams; learning rate 3e-4, weight decay 1e-4, clip range 1e-5;
-  evaluation in 50 steps without noise; bfloat16 weights; 4 GPUs; evaluation and checkpoint every 30 steps, 300 steps
-- verl_omni/trainer/config/diffusion/rollout/diffusion_rollout.yaml (786dd36): 512 x 512, 10 steps; in evaluation one
-  image of a prompt, with the guidance of training
-- verl_omni/trainer/config/diffusion/model/diffusion_model.yaml (786dd36): Gaussian start, recomputed blocks
+  (train_batch_size, rollout.n, ppo_mini_batch_size), micro-batch of 16 images per GPU; guidance 4 (true_cfg_scale), 256
+  prompt tokens, noise 1.2 of kind "sde" ("flow" here), a window of 2 steps within the first 5; LoRA of rank 64, alpha
+  128, on attention and feed-forward of both streams; learning rate 3e-4, weight decay 1e-4, clip range 1e-5; evaluation
+  in 50 steps without noise; bfloat16 weights; 4 GPUs; evaluation and checkpoint every 30 steps, 300 steps
+- verl_omni/trainer/config/diffusion/rollout/diffusion_rollout.yaml (786dd36): 512 x 512, 10 steps; one image per prompt
+  in evaluation, with the guidance of training
+- verl_omni/trainer/config/diffusion/model/diffusion_model.yaml (786dd36): Gaussian LoRA, rematerialized blocks
 - verl_omni/trainer/config/diffusion/actor/diffusion_actor.yaml (0a4a399): advantages clipped to 5, no KL;
   dp_diffusion_actor.yaml next to it (173611f): gradient norm 1
-- verl_omni/trainer/config/optim/fsdp.yaml (411d1d6): AdamW's numbers, a constant learning rate
-- verl_omni/trainer/config/diffusion_trainer.yaml (6f8f830): std of the step, old log-probabilities recomputed;
-  verl_omni/trainer/diffusion/diffusion_algos.py (0a4a399): of a sample, and 1e-4 is added to it
-- examples/flowgrpo_trainer/data_process/qwenimage_ocr.py (340b365): the negative prompt " ", which the family has
-- verl_omni/pipelines/qwen_image_flow_grpo/common.py (bd34708): the guided velocity of a token is as long as that with
-  the prompt, as in diffusers' pipeline
+- verl_omni/trainer/config/optim/fsdp.yaml (411d1d6): AdamW's settings, a constant learning rate
+- verl_omni/trainer/config/diffusion_trainer.yaml (6f8f830): std of the step, recomputed old log-probabilities;
+  verl_omni/trainer/diffusion/diffusion_algos.py (0a4a399): sample std, to which 1e-4 is added
+- examples/flowgrpo_trainer/data_process/qwenimage_ocr.py (340b365): the negative prompt " ", the family's default
+- verl_omni/pipelines/qwen_image_flow_grpo/common.py (bd34708): a token's guided velocity has the norm of the
+  conditional one, as in diffusers' pipeline
 
-Ours: 16 images a GPU at once in sampling and in evaluation, 8 in training (the same gradient; of 16, the inputs of the
-60 blocks alone, which the backward pass needs, take 14 GiB of a GPU), sample images, the number of checkpoints, the
-seed, and the placement: GPUs share all parameters.
+Our choices: 16 images per GPU in sampling and evaluation, 8 in training (the same gradient; with 16, the saved inputs
+of the 60 blocks alone take 14 GiB), sample images, number of checkpoints, seed, and placement: GPUs shard all
+parameters.
 
-Differences to the source:
-- each image has a window of its own there (verl_omni/pipelines/request_batch.py); here all images of a step share one;
-- the source's reward has Qwen3-VL-8B read the text in an image (verl_omni/utils/reward_score/genrm_ocr.py, 57a9441);
-- the LoRA and its moments are bfloat16 there, as PEFT gives factors the dtype of the weights that they adapt
+Differences from the source:
+- each image has a separate window there (verl_omni/pipelines/request_batch.py); here all images of a step share one;
+- in the source's reward, Qwen3-VL-8B reads the text in an image (verl_omni/utils/reward_score/genrm_ocr.py, 57a9441);
+- the LoRA and its moments are bfloat16 there, as PEFT gives factors the dtype of the adapted weights
   (verl_omni/workers/engine/fsdp/diffusers_impl.py, 04e7572); here they are float32;
-- diffusers rounds a sigma to bfloat16 before it multiplies it by 1000, so that 0.99 becomes 988. It is exact here;
-- the source's weights wait in the memory of the host between their uses; here they stay on the GPUs.
+- diffusers rounds sigma to bfloat16 before it multiplies it by 1000, so that 0.99 becomes 988; here it is exact;
+- the source offloads weights to host memory; here they stay on the GPUs.
 
-The smallest TPU slice that was found to hold it, by the compiler (estimated; nothing has run): v6e:2x2 with 8 images a
-chip at once, `--config.sampler.chunk=32 --config.trainer.micro_batch=32 --config.evaluation.batch=32`, at 26.9 GiB a
-chip and 476 s a step. 16 images a chip do not fit. Of the gradient's 13 s two are gathers of parameters
+The smallest TPU slice (estimated by the compiler; not run) is v6e:2x2 with 8 images per chip,
+`--config.sampler.chunk=32 --config.trainer.micro_batch=32 --config.evaluation.batch=32`, at 26.9 GiB per chip and 476 s
+per step. 16 images per chip do not fit. Gathers of parameters take two of the gradient's 13 s
 (`python launch/plan.py --config configs/qwen_image.py:ocr,4 --topology v6e:2x2`).
 
-Needed on H100s, as compiled (docs/performance.md; nothing has run): at most 26 GiB of each of 4.
+Required on H100s, as compiled (docs/performance.md; not run): at most 26 GiB of each of 4.
 
-Memory of each of 4 GPUs by the accounting of launch/plan.py, without the programs' temporary memory: 11.7 GiB. The text
-encoder is there before, while it encodes the prompts. Not measured: the recipe was not run on such a GPU. An encoded
-prompt takes at most 1.8 MB of disk, 256 x 3584 bfloat16 numbers (prompts.cache_limit).
+Memory per GPU of 4 as counted by launch/plan.py, without temporary memory of programs: 11.7 GiB. The text encoder is
+freed after the prompts are encoded. An encoded prompt takes at most
+1.8 MB of disk, 256 x 3584 bfloat16 numbers (prompts.cache_limit).
 """
 
 from ml_collections import ConfigDict
@@ -64,7 +64,7 @@ from digen_jax.config.load import complete
 
 
 def ocr(n: int) -> dict:
-    """Flow-GRPO on n GPUs, which share the parameters."""
+    """Flow-GRPO, with parameters sharded over n GPUs."""
     return dict(
         batch=dict(groups=32, images=16),
         sampler=dict(
@@ -84,14 +84,14 @@ def ocr(n: int) -> dict:
     )
 
 
-# From a number of GPUs to differences to `base`.
+# Changes to `base` by number of GPUs.
 RECIPES = {"ocr": ocr}
-# Images of an update, divided by those that a GPU samples at once: 512 / 2 / 16.
+# Images per update, divided by those per GPU and call of the sampler: 512 / 2 / 16.
 PASSES = {"ocr": 16}
 
 
 def base() -> ConfigDict:
-    """The common settings of all recipes."""
+    """Common settings of all recipes."""
     c = ConfigDict()
     c.seed = 0
     c.steps = 300
@@ -110,7 +110,7 @@ def base() -> ConfigDict:
     c.sampler = ConfigDict(dict(guidance=4.0))
     c.algorithm = ConfigDict(dict(adv_clip=5.0))
     c.trainer = ConfigDict(dict(weight_decay=1e-4, clip_norm=1.0))
-    # Sampling and training take turns on the same devices, so no device waits for another.
+    # Sampling and training alternate on the same devices, so no device waits for another.
     c.placement = ConfigDict(dict(rollout=dict(data=0, fsdp=1), trainer=dict(data=1, fsdp=1)))
     c.evaluation = ConfigDict(dict(prompts="", guidance=4.0))
     c.images = ConfigDict(dict(every=30, count=12))

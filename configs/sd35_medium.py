@@ -5,20 +5,20 @@ python launch/train.py --config configs/sd35_medium.py:geneval,8 --workdir runs/
     --config.prompts.file=train_metadata.jsonl --config.evaluation.prompts=test_metadata.jsonl
 
 The argument is the recipe's name, a comma, and the number of GPUs: 1, 2, 4, 8, 16, 32 or 64, for nft_geneval and
-nft_pickscore also 128. Reward and prompt files are yours: docs/rewards.md has OCR, PickScore and GenEval, and lists
-what they need. The hub repository is gated: accept its licence there and log in with `hf auth login`, or set
+nft_pickscore also 128. Reward and prompt files are not included; docs/rewards.md describes OCR, PickScore and GenEval,
+and their requirements. The hub repository is gated: accept its licence there and log in with `hf auth login`, or set
 model.folder to a copy.
 
-Separate GPUs for rollout and training, of eight four each:
+Separate GPUs for rollout and training, four each of eight:
 --config.placement.rollout.data=4 --config.placement.trainer.data=4
 Layout chosen by the planner: --config.placement=auto
-By the compiled costs it chooses one worker of all GPUs on 8 H100s, with chunks of 72 images.
+With compiled costs on 8 H100s, it chooses one worker with all GPUs, and chunks of 72 images.
 
 geneval, ocr, pickscore              Flow-GRPO (arXiv 2505.05470), with different KL coefficients
-geneval_fast_nocfg,                  Flow-GRPO-Fast: three noisy steps at a random place in the first half, cps, without
-    pickscore_fast_nocfg             guidance and without KL, clip range 1e-5
+geneval_fast_nocfg,                  Flow-GRPO-Fast: three noisy steps at a random position in the first half, cps, no
+    pickscore_fast_nocfg             guidance, no KL, clip range 1e-5
 geneval_guard, ocr_guard,            GRPO-Guard (arXiv 2510.22319): clip range 2e-6 (pickscore_guard: 4e-6), group std,
-    pickscore_guard                  without KL
+    pickscore_guard                  no KL
 nft_geneval, nft_ocr, nft_pickscore  DiffusionNFT (arXiv 2509.16117), without guidance
 
 Sources: the papers and their public code. github.com/yifan123/flow_grpo: `geneval_sd3`, `general_ocr_sd3`,
@@ -27,48 +27,47 @@ config/grpo.py; `geneval_sd3_rationorm`, `general_ocr_sd3_rationorm`, `pickscore
 config/grpo_guard.py (2e2f712); the LoRA and the EMA in scripts/train_sd3.py; the seed in config/base.py.
 github.com/NVlabs/DiffusionNFT: `sd3_geneval`, `sd3_ocr`, `sd3_pickscore` in config/nft.py, intervals of evaluation and
 checkpoint in config/base.py. Some were read in copies of these repositories.
-The T5 reads 128 tokens, in training and in evaluation, not the pipeline's 256: `max_sequence_length=128` in
+The T5 reads 128 tokens, in training and evaluation, not the pipeline's 256: `max_sequence_length=128` in
 scripts/train_sd3.py of the former (ac4c86e) and in scripts/train_nft_sd3.py of the latter (24af555).
 
-Differences to the sources:
-- float32 with TF32 matrix products instead of float16; both have 10 bits of mantissa. bfloat16 has 7: after
-  one update its rounding alone moved the log-ratio by 5e-5 rms (the embedded model on a CPU, a LoRA of rank 8;
-  `pytest -s tests/engine/test_rounding.py -k embedded` at 2378bca), against a clip range of 1e-4;
-- only the nine trained steps have noise, not the tenth; an update's groups are split by index, not
-  shuffled. Flow-GRPO and GRPO-Guard drop groups of equal rewards, from the KL, too; the sources drop each
-  image whose advantage is 0 and divide the rest evenly among both updates, with some of the dropped images
-  to fill micro-batches;
-- each image has its own std and KL in GRPO-Guard's ratio, not the batch's means;
-- a step's prompts are the next ones of a permutation of the file, so that each comes once an epoch; the sources take
-  the first prompts of a new permutation in each step, so that some come again before others come at all;
+Differences from the sources:
+- float32 with TF32 matrix products instead of float16; both have 10 bits of mantissa. bfloat16 has 7: after one update,
+  its rounding alone changed the log-ratio by 5e-5 rms (the embedded model on a CPU, a LoRA of rank 8;
+  `pytest -s tests/engine/test_rounding.py -k embedded` at 2378bca), compared with a clip range of 1e-4;
+- only the nine trained steps have noise, not the tenth; groups of an update are split by index, not shuffled. Flow-GRPO
+  and GRPO-Guard drop groups of equal rewards, also from the KL; the sources drop each image whose advantage is 0 and
+  divide the rest evenly among both updates, with some of the dropped images to fill micro-batches;
+- GRPO-Guard's ratio uses the std and KL of each image, not the batch means;
+- here a step uses the next prompts of a permutation of the file, so that each is used once per epoch; the sources use
+  the first prompts of a new permutation in each step, so that some are repeated before others are used;
 - on one GPU every recipe has the batch of `general_ocr_sd3_1gpu` (8 groups of 8).
 
-The text encoders take 22 GB of each GPU in float32, 19 of which are the T5's, so a run encodes its prompts before it
-samples, and then has no text encoders (prompts.encoding = "auto"). A prompt takes 3.4 MB on disk: 81 GB for all steps
-on one GPU if no prompt comes twice, 168 GB for the 50,000 of GenEval. --config.model.without=text_encoder_3 leaves the
-T5 out; empty tokens are then in its place.
+The text encoders take 22 GB of each GPU in float32, 19 of them for the T5, so a run encodes its prompts before sampling
+and then frees the text encoders (prompts.encoding = "auto"). A prompt takes 3.4 MB on disk: 81 GB for all steps on one
+GPU if no prompt is repeated, 168 GB for the 50,000 of GenEval. --config.model.without=text_encoder_3 omits the T5 and
+uses empty tokens instead.
 
-float32 resolves GRPO-Guard's clip range. The clip acts on the log-ratio, which between sampling and replay
-by the same weights was 1.5e-8 at most (the embedded model on a CPU, 10 steps; `pytest -s -m slow
-tests/parallel/test_ratios.py -k guard` prints it). Where a log-probability between 1 and 2 is rounded differently,
-it is 8e-8: a resolution of 1.2e-7, times the first step's std of 0.7. bfloat16 could not resolve the range.
+float32 resolves GRPO-Guard's clip range. The clip acts on the log-ratio, which was at most 1.5e-8 between sampling and
+replay with the same weights (the embedded model on a CPU, 10 steps; `pytest -s -m slow tests/parallel/test_ratios.py -k
+guard` prints it). If a log-probability between 1 and 2 is rounded differently, it is 8e-8: a resolution of 1.2e-7,
+times the first step's std of 0.7. bfloat16 could not resolve the range.
 
-The smallest TPU slice for geneval is one chip of 16 GB, v5e:1x1, by the compiler (estimated; nothing has run), in
-bfloat16 with 8 images at once: 11.5 GiB and 151 s for a step of 64 images. In float32 it was not compiled.
+The smallest TPU slice for geneval is one chip of 16 GB, v5e:1x1 (estimated by the compiler; not run), in bfloat16 with
+a micro-batch of 8 images: 11.5 GiB and 151 s for a step of 64 images. It was not compiled in float32.
 
 python launch/plan.py --config configs/sd35_medium.py:geneval,1 --topology v5e:1x1 \
     --config.precision.arithmetic=bfloat16 --config.precision.frozen=bfloat16 --config.model.remat=keep_attention \
     --config.sampler.chunk=8 --config.trainer.micro_batch=8 --config.evaluation.batch=8
 
-Needed on H100s, as compiled (docs/performance.md): at most 24 GiB of each of 8, most of it while prompts are encoded.
-One takes geneval,1, with at most 23 GiB; its programs were timed there: 136 s for a step of 64 images.
+Required on H100s, as compiled (docs/performance.md): at most 24 GiB of each of 8, most of it while prompts are encoded.
+geneval,1 needs at most 23 GiB of one; its programs were timed there: 136 s for a step of 64 images.
 
-Memory of each of 8 GPUs by the accounting of launch/plan.py, in GiB: weights, gradient, moments, average, the version
-that sampled, autoencoder, trajectories, prompts, without the programs' temporary memory: geneval 10.7, nft_geneval
-10.2. The text encoders, 20.8, are there before, while they encode the prompts.
+Memory per GPU of 8 as counted by launch/plan.py, in GiB: weights, gradient, moments, EMA, the version that sampled,
+autoencoder, trajectories, prompts, without temporary memory of programs: geneval 10.7, nft_geneval 10.2. The text
+encoders take 20.8, and are freed after the prompts are encoded.
 
-Expected result: not measured here, because there was no such GPU. Published for Flow-GRPO, on 32 GPUs: GenEval
-0.63 before, 0.95 after. The tests check all shapes of a step at this size.
+Expected result: not measured, because no such GPU was available. Published for Flow-GRPO on 32 GPUs: GenEval 0.63
+before, 0.95 after. The tests check all shapes of a step at this size.
 """
 
 from ml_collections import ConfigDict
@@ -76,12 +75,12 @@ from ml_collections import ConfigDict
 from digen_jax.config.arguments import recipe_and_gpus
 from digen_jax.config.load import complete
 
-# The linear layers of the joint attention, without the second attention, which is over the image alone.
+# Linear layers of the joint attention, without the second attention, which covers only the image.
 ATTENTION = r"transformer_blocks\.\d+\.attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)"
 
-# The sources mix the average after every micro-batch, so at each turn as often as an update has micro-batches.
-# With 48 * 24 or 64 * 18 images on 32 GPUs, 9 at once, in 2 updates: 1152 / (32 * 9) / 2. For GRPO-Guard on 16
-# GPUs: 1152 / (16 * 9) / 2. With 8 * 8 images on one GPU, 8 at once: 64 / 8 / 2.
+# The sources mix the average after every micro-batch, so as often per update as it has micro-batches.
+# With 48 * 24 or 64 * 18 images on 32 GPUs, 9 per pass, in 2 updates: 1152 / (32 * 9) / 2. For GRPO-Guard on 16
+# GPUs: 1152 / (16 * 9) / 2. With 8 * 8 images on one GPU, 8 per pass: 64 / 8 / 2.
 REPEATS, REPEATS_OF_GUARD, REPEATS_ON_ONE = 2, 4, 4
 
 FAST = dict(
@@ -129,7 +128,7 @@ def nft(updates: int = 1, **algorithm: float) -> dict:
     )
 
 
-# Differences to `base`.
+# Changes to `base`.
 RECIPES = {
     "geneval": flow_grpo(kl_coefficient=0.04),
     "ocr": flow_grpo(kl_coefficient=0.04),
@@ -143,13 +142,13 @@ RECIPES = {
     "nft_ocr": nft(updates=2, beta=0.1, decay_type=2),
     "nft_pickscore": nft(beta=1.0, decay_type=1),
 }
-# Images of an update on several GPUs, divided by those of a GPU at once: 1152 / 2 / 9, or 1152 / 9.
+# Images per update on several GPUs, divided by those per GPU and pass: 1152 / 2 / 9, or 1152 / 9.
 PASSES = dict.fromkeys(RECIPES, 64) | dict(nft_geneval=128, nft_pickscore=128)
 
 
 def base(n: int) -> ConfigDict:
-    """The common settings of all recipes on n GPUs."""
-    each = 8 if n == 1 else 9  # images a GPU at once
+    """Common settings of all recipes on n GPUs."""
+    each = 8 if n == 1 else 9  # images per GPU and pass
     c = ConfigDict()
     c.seed = 42
     c.steps = 3000  # the sources run until they are stopped; this may be raised in the same workdir
@@ -172,7 +171,7 @@ def base(n: int) -> ConfigDict:
     c.lora = ConfigDict(dict(rank=32, alpha=64.0, targets=ATTENTION, init="gaussian"))
     c.trainer = ConfigDict(
         dict(
-            # The same number as in sampling: kernels, and with them rounding, depend on the batch.
+            # As in sampling: kernels, and therefore rounding, depend on the batch size.
             micro_batch=n * each,
             updates=2,
             learning_rate=3e-4,
@@ -184,7 +183,7 @@ def base(n: int) -> ConfigDict:
             ema_repeats=REPEATS,
         )
     )
-    # Sampling and training take turns on the same devices, so no device waits for another.
+    # Sampling and training alternate on the same devices, so no device waits for another.
     c.placement = ConfigDict(dict(rollout=dict(data=0, fsdp=1), trainer=dict(data=n, fsdp=1)))
     c.evaluation = ConfigDict(
         dict(

@@ -1,50 +1,37 @@
-"""One recipe for each algorithm on the embedded shapes model, all with the same start and number of images.
+"""One recipe per algorithm on the embedded shapes model, all with the same initial model and number of images.
 
 python launch/train.py --config configs/shapes_algorithms.py:cispo --workdir runs/cispo
 python launch/benchmark.py algorithms --config configs/shapes_algorithms.py --workdir runs/algorithms
 
 flow_grpo       Flow-GRPO (arXiv 2505.05470): its SDE, clipped ratios
-flow_grpo_fast  Flow-GRPO-Fast: three noisy steps at a random place of the first half, trained alone
-flow_cps        Flow-GRPO by coefficients-preserving sampling (arXiv 2509.05952), as in the demo
-flow_capped     Flow-GRPO with the noise of a step bounded, GenRL's sampler (LongCat-Video, arXiv 2510.22200)
-dance_grpo      DanceGRPO (arXiv 2505.07818): its SDE, one start noise a group, a share of the steps, best and worst
-mix_grpo        MixGRPO (arXiv 2507.21802): two noisy steps that move towards the data
-grpo_guard      GRPO-Guard (arXiv 2510.22319): ratios centred and scaled step by step
-flow_dppo       Flow-DPPO (arXiv 2606.11025): bounds the KL to the policy that sampled instead of the ratio
-gspo            GSPO's ratio (arXiv 2507.18071): of an image's complete trajectory
+flow_grpo_fast  Flow-GRPO-Fast: three noisy steps at a random position in the first half; only these are trained
+flow_cps        Flow-GRPO with coefficients-preserving sampling (arXiv 2509.05952)
+flow_capped     Flow-GRPO with limited noise per step, GenRL's sampler (LongCat-Video, arXiv 2510.22200)
+dance_grpo      DanceGRPO (arXiv 2505.07818): its SDE, shared start noise, a fraction of the steps, best and worst
+mix_grpo        MixGRPO (arXiv 2507.21802): a window of two noisy steps that moves towards the data
+grpo_guard      GRPO-Guard (arXiv 2510.22319): ratios normalized per step
+flow_dppo       Flow-DPPO (arXiv 2606.11025): bounds the KL to the behavior policy instead of the ratio
+gspo            GSPO's ratio (arXiv 2507.18071), of an image's complete trajectory
 cispo           CISPO (MiniMax-M1, arXiv 2506.13585): the ratio as a bounded weight
-topr            TOPR (arXiv 2503.14286): bad images weigh less, the less likely they become
-weighted_topr   ROLL's TOPR, here with half the weight of bad images
-tis             truncated importance sampling: half of the images are one version old, from a mesh of their own
+topr            TOPR (arXiv 2503.14286): the weight of a bad image falls with its likelihood
+weighted_topr   ROLL's TOPR, here with half the weight for bad images
+tis             truncated importance sampling: half of the images have a policy lag of 1, on a separate rollout worker
 decoupled       decoupled PPO (arXiv 2110.00641), the same without truncation
 diffusion_nft   DiffusionNFT (arXiv 2509.16117): forward process, second-order ODE sampler
 awm             AWM (arXiv 2509.25050): matching losses, weighted by advantages
-diffusion_dpo   diffusion DPO (arXiv 2311.12908) of the best and the worst of each group
-dpo_offline     the same on a fixed set that the untuned model generated
+diffusion_dpo   diffusion DPO (arXiv 2311.12908) of the best and the worst image of each group
+dpo_offline     the same on a fixed set of images from the initial model
 
-Policy gradients have two updates a step: with one all ratios would be 1 and most of these methods the same. They differ
-little even so. With flow_grpo and seed 0 ratios differ from 1 by 2e-4 on average in the first step, when Adam's updates
-are largest, and by 6e-5 from the sixth step on (`ratio_deviation` in metrics.jsonl, over both updates; in the first
-update all are 1). The clip range of 1e-3 acts on 3% of the samples in the first step and on two in ten thousand later.
-Flow-DPPO's published bound of 1e-5 acts on half of the samples, which is the complete second update, and on 7% later.
-GRPO-Guard's log-ratio is smaller, because the steps' stds are a factor of it, and averages over the 512 numbers of a
-latent, while the published ranges (configs/sd35_medium.py) are for 65,536. 1e-4 acts on 37% of the samples in the first
-step and on 3% to 12% from the fourth on (grpo_guard, seed 0, `clip_fraction`), with a gain of 0.078.
+Policy gradients use two updates per step: with one, all ratios would be 1 and most of these methods equal. They differ
+little even so. With flow_grpo and seed 0, ratios differ from 1 by 2e-4 on average in the first step, when Adam's
+updates are largest, and by 6e-5 from the sixth step on (`ratio_deviation` in metrics.jsonl, over both updates; in the
+first update all are 1). The clip range of 1e-3 affects 3% of the samples in the first step and 0.02% later. Flow-DPPO's
+published bound of 1e-5 affects half of the samples, which is the complete second update, and 7% later. GRPO-Guard's
+log-ratio is smaller, because it contains the steps' stds as a factor and averages over the 512 numbers of a latent,
+while the published ranges (configs/sd35_medium.py) are for 65,536. 1e-4 affects 37% of the samples in the first step
+and 3% to 12% from the fourth on (grpo_guard, seed 0, `clip_fraction`), with a gain of 0.078.
 
-docs/algorithms.md has the results over three seeds. The settings come from single runs of the first command with
---config.sampler.window.length and other fields, most with seed 0, on the 540 held-out prompts or on a file that has
-each three times (*). Their gains over the base, with the reward's reader before commit 38accec:
-
-rate and window  flow_grpo with four trained steps 0.080* at 1e-4, 0.100* at 1.5e-4, 0.083 at 3e-4, 0.012* at 5e-4;
-                 with two 0.078* at 1.5e-4, 0.046 at 2.5e-4, 0.000* at 4e-4. flow_cps with four 0.121* at 1.5e-4,
-                 0.091 at 3e-4, -0.084* at 4e-4. At seed 0 four steps took 140 seconds, three 115.
-                 flow_grpo_fast and grpo_guard with two at 1.5e-4: 0.072 and 0.033, 0.072 and 0.002 (seeds 0, 1).
-mix_grpo         at 2e-4: -0.022 where the window moves up to the sixth step, 0.063 where it stays before the fifth.
-dance_grpo       with the published noise of 0.3 half to three quarters of the groups have equal rewards, because all
-                 images of a group start from one noise, and teach nothing; with 2.0 a fifth. Eleven runs at 2e-4 and
-                 more, with other noise, window and fraction, gave -0.085 to 0.070.
-dpo_offline      a set of 8 steps at beta 20: 0.091 and 0.009 (seeds 0, 1), with errors on preferred images that
-                 rise by half as the set is overfitted; 16 steps at Flow-GRPO's beta of 100: 0.087, 0.070.
+docs/algorithms.md has the results over three seeds. The settings were chosen in single runs, most with seed 0.
 """
 
 import math
@@ -59,21 +46,21 @@ FLOW = dict(kind="flow", noise_level=0.7)
 ODE = dict(kind="dpm2", noise_level=0.0, window=dict(length=0))
 CLIP = dict(clip_range=1e-3)
 FORWARD = dict(updates=1, learning_rate=3e-4)
-# Half of each step's images begin before the last step has ended, on another device.
+# Half of each step's images start before the previous step ends, on another device.
 STALE = dict(
     sampler=dict(kind="flow", noise_level=0.7, chunk=36),
     trainer=dict(micro_batch=36),
     placement=dict(rollout=dict(data=1)),
     runtime=dict(max_policy_lag=1),
 )
-# One pair of images of each group is trained: more groups with fewer images.
+# One pair of images per group is trained: more groups with fewer images.
 PAIRS = dict(
     sampler=ODE,
     batch=dict(groups=36, images=4),
     trainer=dict(micro_batch=36, learning_rate=2e-4),
 )
 
-# Differences to `base`, section by section.
+# Changes to `base` by section.
 ALGORITHMS = {
     "flow_grpo": dict(sampler=FLOW, algorithm=CLIP),
     "flow_grpo_fast": dict(
@@ -116,18 +103,18 @@ ALGORITHMS = {
 
 
 def base() -> ConfigDict:
-    """The common settings: 32 steps of 144 images in two updates, on one device."""
+    """Common settings: 32 steps of 144 images in two updates, on one device."""
     c = ConfigDict()
     c.seed = 0
     c.steps = 32
     c.model = ConfigDict(dict(folder="assets/shapes-sd3", height=32, width=32))
     c.prompts = ConfigDict(dict(file="assets/prompts/shapes_train.jsonl"))
-    # Sampling and scoring take turns anyway, so a reward process would only cost its start.
+    # Sampling and scoring alternate, so a reward process would only add its start time.
     c.rewards = ("shapes_geneval",)
     c.reward_pool = ConfigDict(dict(processes=0))
     c.batch = ConfigDict(dict(groups=12, images=12))
     c.sampler = ConfigDict(dict(steps=8, window=dict(first=0, length=3), guidance=1.0, chunk=72))
-    # With one update a step all ratios would be 1 and half of these algorithms the same.
+    # With one update per step, all ratios would be 1 and half of these algorithms equal.
     c.trainer = ConfigDict(dict(micro_batch=72, updates=2, learning_rate=1.5e-4, ema=0.9))
     c.placement = ConfigDict(dict(rollout=dict(data=0), trainer=dict(data=1), cpu_devices=2))
     c.evaluation = ConfigDict(dict(prompts="assets/prompts/shapes_heldout.jsonl", every=16))

@@ -2,13 +2,13 @@
 
 python launch/train.py --config configs/shapes_flow_grpo.py --workdir runs/flow_grpo
 
-Expected: 0.320 before, 0.515 after 120 steps on the 540 held-out prompts (no guidance, no noise), 536 CPU-seconds. With
-guidance 2 0.565 before and 0.633 after.
+Expected: 0.320 before and 0.515 after 120 steps on the 540 held-out prompts (no guidance, no noise), 536 CPU-seconds;
+with guidance 2, 0.565 before and 0.633 after.
 
 python launch/train.py --config configs/shapes_flow_grpo.py:long --workdir runs/long
 
-Expected: 0.680 after 600 steps from 0.320, in 39 minutes of CPU time. The rate is lower: at 2e-4 the run was ahead at
-step 150, but its reward in training fell from 0.65 to 0.42 by step 170.
+Expected: 0.680 after 600 steps, from 0.320, in 39 minutes of CPU time. The learning rate is lower: with 2e-4 the
+reward was higher at step 150, but the training reward fell from 0.65 to 0.42 by step 170.
 """
 
 from ml_collections import ConfigDict

@@ -2,9 +2,9 @@
 
 python launch/pretrain.py --config configs/shapes_pretrain.py --workdir runs/pretrain --output assets/shapes-sd3
 
-Expected on 2 CPU cores: autoencoder 14 minutes, mse 0.0012; transformer 75 minutes, loss 0.22. The run that made the
-embedded model began with 12,000 transformer steps; at step 6000 this was raised to 16,000, which stretched the rest of
-the learning rate's cosine.
+Expected on 2 CPU cores: autoencoder 14 minutes, mse 0.0012; transformer 75 minutes, loss 0.22. The run that produced
+the embedded model started with 12,000 transformer steps; at step 6000 this was increased to 16,000, which stretched the
+rest of the learning rate's cosine.
 """
 
 from ml_collections import ConfigDict
@@ -16,7 +16,7 @@ def get_config() -> ConfigDict:
     c.images = 120_000
     c.image_size = 32
     c.dtype = "float32"
-    c.cpu_devices = 1  # where there is no accelerator: one device uses all cores
+    c.cpu_devices = 1  # without an accelerator, one device uses all cores
     c.shift = 1.0  # of the scheduler that the folder ships
 
     c.text = text = ConfigDict()

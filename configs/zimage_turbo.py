@@ -5,57 +5,55 @@ python launch/train.py --config configs/zimage_turbo.py:8 --workdir runs/zimage 
     --config.prompts.file=train.txt --config.evaluation.prompts=test.txt
 
 The argument is the number of GPUs: 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192 or 384. Reward and prompt
-files are yours: the source has PickScore and 1,000 of its prompts, for which docs/rewards.md names the weights. The
-result to expect is a LoRA in `runs/zimage`, and the reward on held-out prompts before and after it, which should rise.
-By how much is not known: the source gives no number for this recipe, and none was measured here. The smallest slice is
-one GPU of 80 GB, with `:1`.
+files are not included: the source uses PickScore and 1,000 of its prompts; docs/rewards.md names the weights. The
+expected result is a LoRA in `runs/zimage` and a higher reward on held-out prompts. The increase is unknown: the source
+gives no number for this recipe, and none was measured here.
 
-Separate GPUs for rollout and training, of eight four each:
+Separate GPUs for rollout and training, four each of eight:
 --config.placement.rollout.data=4 --config.placement.trainer.data=4
 Layout chosen by the planner: --config.placement=auto
-By the compiled costs it chooses one worker of all GPUs on 8 H100s, with chunks of 8 images.
+With compiled costs on 8 H100s, it chooses one worker with all GPUs, and chunks of 8 images.
 
-github.com/X-GenGroup/Flow-Factory (5f6cda1), examples/grpo/lora/z_image_turbo/default.yaml:
+Sources: github.com/X-GenGroup/Flow-Factory (5f6cda1), examples/grpo/lora/z_image_turbo/default.yaml:
 - 8 GPUs; Tongyi-MAI/Z-Image-Turbo; LoRA of rank 64, alpha 128, float32, on its default layers
-- 48 groups of 16 images in two updates, one image a GPU at once, 512 x 512, 6 steps, guidance 0, which is 1 in our
-  numbers (`digen_jax/models/zimage/family.py`): no second pass
-- the SDE of Flow-GRPO with noise 0.7 in one step, drawn anew each training step from the second, third and fourth
-- clip range 1e-4, advantages clipped to 5, std of the group, no KL
-- learning rate 3e-4, weight decay 1e-4, Adam's numbers, gradient norm 1
-- average of 0.9, mixed at the end of training steps 4, 8, ..., so after updates 8, 16, ...
-- bfloat16 arithmetic; evaluation in 10 steps without guidance, and a checkpoint, every 40 training steps; seed 42
+- 48 groups of 16 images in two updates, micro-batch of one image per GPU, 512 x 512, 6 steps, guidance 0, which is 1 in
+  our convention (`digen_jax/models/zimage/family.py`): no second pass
+- the SDE of Flow-GRPO with noise 0.7 in one step, sampled per training step from the second, third and fourth
+- clip range 1e-4, advantages clipped to 5, group std, no KL
+- learning rate 3e-4, weight decay 1e-4, Adam's settings, gradient norm 1
+- EMA of 0.9, mixed at the end of training steps 4, 8, ..., that is after updates 8, 16, ...
+- bfloat16 compute; evaluation in 10 steps without guidance, and a checkpoint, every 40 training steps; seed 42
 The rest of that repository, at a0b2bc5:
-- src/flow_factory/models/abc.py: LoRA with a Gaussian start
-- src/flow_factory/models/z_image/z_image.py: 512 tokens, and the default layers, which are the family's
-- src/flow_factory/hparams/training_args.py: the average's schedule, "power"; no limit to the number of training steps
-- src/flow_factory/ema/ema_utils.py: that schedule, (1 + n) / (10 + n) at first
+- src/flow_factory/models/abc.py: Gaussian LoRA initialization
+- src/flow_factory/models/z_image/z_image.py: 512 tokens; the default layers, which are the family's
+- src/flow_factory/hparams/training_args.py: the EMA schedule "power"; no limit on training steps
+- src/flow_factory/ema/ema_utils.py: that schedule, (1 + n) / (10 + n) during warm-up
 - src/flow_factory/scheduler/flow_match_euler_discrete.py: the step, its sigmas from 1 to 1/steps, steps counted from 0
 
-Ours: recomputed blocks, the number of training steps, the batch of an evaluation, sample images, the number of
+Our choices: rematerialized blocks, the number of training steps, the evaluation batch, sample images, the number of
 checkpoints, and all placements: each GPU has all parameters.
 
-Differences to the source:
+Differences from the source:
 - its transformer's frozen weights are float32, and autocast rounds them for each matrix product; here they are
-  bfloat16. `--config.precision.frozen=float32` is as in the source, with twice the memory for them;
-- `gdpo` there (src/flow_factory/advantage/advantage_processor.py), with its one reward, also divides the advantages by
-  their std over the step, which is 1 but for groups of equal rewards; here nothing follows the std of the group;
-- an update's groups are split by index, not shuffled as images; a std has 1e-4 added here, and is at least 1e-6 there;
-- a step's prompts are the next ones of a permutation of the file; the source takes the first ones of a new permutation
-  in each step (src/flow_factory/data_utils/sampling_plan.py);
+  bfloat16. `--config.precision.frozen=float32` matches the source, with twice the memory for them;
+- its `gdpo` (src/flow_factory/advantage/advantage_processor.py), with one reward, also divides the advantages by their
+  std over the step, which is 1 except for groups of equal rewards; here they are only divided by the group std;
+- groups of an update are split by index, not shuffled; here 1e-4 is added to a std, which is at least 1e-6 there;
+- here a step uses the next prompts of a permutation of the file; the source uses the first ones of a new permutation in
+  each step (src/flow_factory/data_utils/sampling_plan.py);
 - latents are rounded to float16 between steps there, and are float32 here;
-- with bfloat16 the trainer recomputes the old log-probabilities (algorithm.old_log_probs), once more per trained step.
+- with bfloat16 the trainer recomputes old log-probabilities (algorithm.old_log_probs), one more pass per trained step.
 
-The smallest TPU slice is one chip of 32 GB, v6e:1x1, by the compiler (estimated; nothing has run): 20.1 GiB and 640 s a
-step (`python launch/plan.py --config configs/zimage_turbo.py:1 --topology v6e:1x1`).
+The smallest TPU slice is one chip of 32 GB, v6e:1x1 (estimated by the compiler; not run): 20.1 GiB and 640 s per step
+(`python launch/plan.py --config configs/zimage_turbo.py:1 --topology v6e:1x1`).
 
-Needed on H100s, as compiled (docs/performance.md; nothing has run): at most 18 GiB of each of 8. One takes `:1`,
-with 19 GiB.
+Required on H100s, as compiled (docs/performance.md; not run): at most 18 GiB of each of 8. `:1` needs 19 GiB of one.
 
-Memory of each of 8 GPUs by the accounting of launch/plan.py, in GiB: weights, gradient, moments, average, the version
-that sampled, autoencoder, trajectories, prompts, without the programs' temporary memory: 15.3, of which 11.5 are the
-frozen transformer. The text encoder, 7.3, is there before, while it encodes the prompts. One GPU has the same, and 0.3
-more trajectories. Not measured: the recipe was not run on such a GPU. An encoded prompt takes up to 2.6 MB of disk, 512
-x 2560 bfloat16 numbers (prompts.cache_limit).
+Memory per GPU of 8 as counted by launch/plan.py, in GiB: weights, gradient, moments, EMA, the version that sampled,
+autoencoder, trajectories, prompts, without temporary memory of programs: 15.3, of which 11.5 are the frozen
+transformer. The text encoder takes 7.3, and is freed after the prompts are encoded. One GPU needs 0.3 more for
+trajectories. An encoded prompt takes up to 2.6 MB of disk, 512 x
+2560 bfloat16 numbers (prompts.cache_limit).
 """
 
 from ml_collections import ConfigDict
@@ -63,12 +61,12 @@ from ml_collections import ConfigDict
 from digen_jax.config.arguments import number_of_gpus
 from digen_jax.config.load import complete
 
-# Images of an update, of which a GPU has one at once: 768 / 2.
+# Images per update, with one per GPU and pass: 768 / 2.
 PASSES = 384
 
 
 def recipe(n: int) -> dict:
-    """On n GPUs, each with all parameters."""
+    """Settings on n GPUs, each with all parameters."""
     return dict(
         seed=42,
         steps=3000,  # the source runs until it is stopped
@@ -105,7 +103,7 @@ def recipe(n: int) -> dict:
             ema_unit="step",
             ema_every=4,
         ),
-        # Sampling and training take turns on the same devices, so no device waits for another.
+        # Sampling and training alternate on the same devices, so no device waits for another.
         placement=dict(rollout=dict(data=0, fsdp=1), trainer=dict(data=n, fsdp=1)),
         evaluation=dict(prompts="", every=40, steps=10, guidance=1.0, batch=4 * n),
         images=dict(every=20, count=12),

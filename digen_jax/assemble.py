@@ -13,12 +13,12 @@ from digen_jax.checkpoints.folder import has_weights
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.data.prompt_files import PromptBatches, prompt_batches, read_prompt_file
 from digen_jax.diffusion.steps import make_step
-from digen_jax.errors import blame
+from digen_jax.errors import prefix_errors
 from digen_jax.families import check_parts, editing, load_family, open_pipeline, read_parts
 from digen_jax.models.family import Family, Params
 from digen_jax.parallel import placement as meshes
 from digen_jax.parallel.encoding import PrecomputedPrompts
-from digen_jax.parallel.mesh import Layout
+from digen_jax.parallel.mesh import ShardingRules
 from digen_jax.parallel.placement import DeviceGroup, MeshRole, Placement
 from digen_jax.parallel.policy import Policy
 from digen_jax.parallel.sampler import Sampler, SamplerSettings
@@ -31,10 +31,10 @@ if TYPE_CHECKING:  # imported with the learned rewards
     from digen_jax.parallel.reward_model import RewardModel
 
 
-def recipe_model(config: TrainConfig) -> tuple[pathlib.Path, Family]:
+def pipeline_of(config: TrainConfig) -> tuple[pathlib.Path, Family]:
     """Returns the folder and family of a config's model. Raises ConfigError if the folder is invalid."""
     model, arithmetic = config.model, config.precision.arithmetic
-    with blame("config.model.folder: "):
+    with prefix_errors("config.model.folder: "):
         folder = open_pipeline(model.folder, model.without)
         options = model.remat, model.without, model.max_sequence_length
         family = load_family(folder, arithmetic, *options)
@@ -55,7 +55,7 @@ def build(
       ConfigError: The model is invalid, or there are too few devices.
     """
     folder, family, placement, start = open_parts(config, devices, mesh)
-    with blame("config.model.folder: "):
+    with prefix_errors("config.model.folder: "):
         shapes = parameter_shapes(config, family)
         check_parts(family, folder, {*family.trained, *shapes.frozen})
         kept = config.precision.frozen
@@ -63,7 +63,7 @@ def build(
         dtype = kept if config.lora.rank else "float32"
         trained = read_parts(family, folder, family.trained, placement.trainer, dtype)
         frozen = read_parts(family, folder, shapes.frozen, placement.rollout, kept)
-    if shapes.ahead:
+    if shapes.encode:
         encoded = encoded or _stored_prompts(config, folder, family)
     return connect(config, placement, family, trained, frozen, start, encoded)
 
@@ -114,7 +114,7 @@ def build_rollout(
 
 def _split_on(config: TrainConfig, parts: "Parts", group: DeviceGroup) -> tuple:
     """Loads the trained components onto a local mesh and splits them; see `split`."""
-    with blame("config.model.folder: "):
+    with prefix_errors("config.model.folder: "):
         check_parts(parts.family, parts.folder, parts.family.trained)
         dtype = config.precision.frozen if config.lora.rank else "float32"
         trained = read_parts(parts.family, parts.folder, parts.family.trained, group, dtype)
@@ -125,7 +125,7 @@ def _rollout_on(
     config: TrainConfig, parts: "Parts", group: DeviceGroup, base: Any, encoded: Any
 ) -> Rollout:
     folder, family, *_ = parts
-    with blame("config.model.folder: "):
+    with prefix_errors("config.model.folder: "):
         shapes = parameter_shapes(config, family).frozen
         check_parts(family, folder, shapes)
         frozen = read_parts(family, folder, shapes, group, config.precision.frozen)
@@ -139,7 +139,7 @@ def read_scorers(config: TrainConfig, devices: Sequence[jax.Device]) -> "tuple[R
     Raises:
       ConfigError: A file is missing or invalid, or there are too few devices.
     """
-    layout = Layout(config.placement.rules)  # their parameters have no logical axes
+    layout = ShardingRules(config.placement.rules)  # their parameters have no logical axes
     placement = meshes.make_placement(config.placement.meshes, layout, devices)
     return _scorers(config, placement.rollout)
 
@@ -178,16 +178,16 @@ def open_parts(
     """
     if mesh is None:
         meshes.check_processes(config.placement.meshes, devices)
-    folder, family = recipe_model(config)
+    folder, family = pipeline_of(config)
     placement = placed(config, family, devices, mesh)
     policies.check_model(config, family, placement)
-    with blame("config.model.folder: "):
+    with prefix_errors("config.model.folder: "):
         check_parts(family, folder, [p for p in family.shapes() if has_weights(folder / p)])
     start = None
     if config.lora.path:
         from digen_jax.checkpoints.lora_files import read_initial_lora  # few runs read one
 
-        with blame("config.lora.path: "):
+        with prefix_errors("config.lora.path: "):
             lora, shapes = (
                 policies.make_policy(config, family).lora,
                 policies.trained_of(family, family.shapes()),
@@ -226,7 +226,7 @@ def placed(
     Raises:
       ConfigError: There are too few devices, or sharding rules conflict.
     """
-    layout = Layout.of(config.placement.rules, family.axes())
+    layout = ShardingRules.of(config.placement.rules, family.axes())
     layout.check()
     sizes, attention = config.placement.meshes, config.model.attention
     if mesh is not None:
@@ -272,13 +272,13 @@ def outline(config: TrainConfig, devices: Sequence[jax.Device]) -> System:
     Raises:
       ConfigError: The model's folder is invalid, there are too few devices, or heads cannot be split over them.
     """
-    _, family = recipe_model(config)
+    _, family = pipeline_of(config)
     placement = placed(config, family, devices)
     policies.check_heads(family, placement)
     shapes = parameter_shapes(config, family)
     start, base = (sharded_shapes(tree, placement.trainer) for tree in (shapes.tuned, shapes.base))
     frozen = sharded_shapes(shapes.frozen, placement.rollout)
-    encoded = _stored_prompts(config, None, family) if shapes.ahead else None
+    encoded = _stored_prompts(config, None, family) if shapes.encode else None
     policy = policies.make_policy(config, family)
     system = _around(config, placement, policy, start, base, frozen, encoded)
     return system.with_scorers(_scorers(config, placement.rollout, abstract=True))
@@ -290,7 +290,7 @@ class ParameterShapes(NamedTuple):
     tuned: Params
     base: Params
     frozen: Params  # the other components, on the rollout meshes
-    ahead: Params  # text encoders that only run before sampling starts
+    encode: Params  # text encoders that only run before sampling starts
 
 
 def parameter_shapes(config: TrainConfig, family: Family) -> ParameterShapes:
@@ -298,11 +298,11 @@ def parameter_shapes(config: TrainConfig, family: Family) -> ParameterShapes:
     policy, shapes = policies.make_policy(config, family), family.shapes()
     split = functools.partial(policy.split, reference=config.algorithm.reads_reference)
     tuned, base = jax.eval_shape(split, jax.random.key(0), policies.trained_of(family, shapes))
-    ahead = encoder_shapes(config, family) if is_precomputed(config, family) else {}
-    others = {*shapes} - {*family.trained, *ahead} | {*family.decoders}
+    encode = encoder_shapes(config, family) if is_precomputed(config, family) else {}
+    others = {*shapes} - {*family.trained, *encode} | {*family.decoders}
     frozen = {part: tree for part, tree in shapes.items() if part in others}
     base, frozen = shapes_in_dtype((base, frozen), config.precision.frozen)
-    return ParameterShapes(tuned, base, frozen, ahead)
+    return ParameterShapes(tuned, base, frozen, encode)
 
 
 def _around(
@@ -367,10 +367,10 @@ def make_system(
     return System(*parts, *settings, tuple(map(trainer, placement.others)), joint)
 
 
-def drawn_prompts(config: TrainConfig) -> PromptBatches:
+def train_prompts(config: TrainConfig) -> PromptBatches:
     """Returns the prompt records of each step of a run."""
     options = dict(set_steps=config.algorithm.set_steps, weights=config.prompts.weights)
-    return prompt_batches(config.prompts.paths, config.drawn_groups, config.seed, **options)
+    return prompt_batches(config.prompts.paths, config.max_groups, config.seed, **options)
 
 
 def held_out_prompts(config: TrainConfig) -> list[dict[str, Any]]:

@@ -25,14 +25,14 @@ LONGEST = 2**10  # frames of a clip
 class ConfigError(ValueError):
     """Invalid user input; the message states what is wrong and what to change.
 
-    Each of several errors found `together` is one argument and one line of the message.
+    Each of several errors found by `collect_errors` is one argument and one line of the message.
     """
 
     def __str__(self) -> str:
         if len(self.args) < 2:
             return super().__str__()
         messages = [" ".join(message.split()) for message in self.args]
-        return "\n  ".join([f"{len(messages)} things must change:", *messages])
+        return "\n  ".join([f"{len(messages)} errors:", *messages])
 
     def shown(self) -> str:
         """Text that a script prints: one message on one line."""
@@ -40,11 +40,11 @@ class ConfigError(ValueError):
 
 
 class FieldError(ConfigError):
-    """A ConfigError whose message already names its field; `blame` leaves it unchanged."""
+    """A ConfigError whose message already names its field; `prefix_errors` leaves it unchanged."""
 
 
 @contextlib.contextmanager
-def blame(
+def prefix_errors(
     field: str, errors: tuple[type[Exception], ...] = (ValueError, OSError)
 ) -> Iterator[None]:
     """Prefixes error messages in a block with the config field that they concern."""
@@ -72,10 +72,10 @@ def user_input() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def together() -> Iterator[Callable[[], contextlib.AbstractContextManager]]:
+def collect_errors() -> Iterator[Callable[[], contextlib.AbstractContextManager]]:
     """Collects the errors of several checks, so that a user sees all of them at once.
 
-        with together() as one:
+        with collect_errors() as one:
             for name in names:
                 with one():
                     check_positive(name, values[name])
@@ -114,12 +114,12 @@ def check_range(
     """Refuses NaN, and values below `least`, above `most` or at the end `excluded`, "least" or "most"."""
     if least <= value <= most and value != {"least": least, "most": most}.get(excluded):
         return
-    words = f"above {least}" if excluded == "least" else f"{least} or more"
+    bound = f"above {least}" if excluded == "least" else f"{least} or more"
     if excluded == "most":
-        words = f"in [{least}, {most})"
+        bound = f"in [{least}, {most})"
     elif value > most:
-        words = f"at most {most}"
-    raise ConfigError(f"{name} must be {words}, not {value!r}")
+        bound = f"at most {most}"
+    raise ConfigError(f"{name} must be {bound}, not {value!r}")
 
 
 def check_choice(name: str, value: Any, choices: Collection[Any]) -> None:

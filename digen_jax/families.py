@@ -9,7 +9,7 @@ from typing import Any, cast
 import jax.numpy as jnp
 
 from digen_jax.checkpoints.folder import read_model_index, resolve_folder
-from digen_jax.errors import ConfigError, blame, user_input
+from digen_jax.errors import ConfigError, prefix_errors, user_input
 from digen_jax.models.family import Family, Params, Size
 from digen_jax.models.layers import Remat
 from digen_jax.parallel.placement import DeviceGroup
@@ -79,10 +79,10 @@ def editing(family: Family, source: Size) -> Family:
     """
     if not family.edits:
         raise ConfigError(
-            "this model makes pictures of prompts alone and edits none: set config.model.source_height and "
-            "config.model.source_width to 0, or choose a model that edits"
+            "this model generates images from prompts and cannot edit images: set config.model.source_height "
+            "and config.model.source_width to 0, or choose a model that edits"
         )
-    with blame("config.model.source_height and config.model.source_width: "):
+    with prefix_errors("config.model.source_height and config.model.source_width: "):
         return dataclasses.replace(cast(Any, family), source=source)
 
 

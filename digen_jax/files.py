@@ -122,7 +122,7 @@ def replace(path: Path, data: bytes) -> None:
       OSError: The disk is full, and the file is unchanged; or it is not a regular file.
     """
     if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "this is no regular file", str(path))
+        raise OSError(errno.EINVAL, "this is not a regular file", str(path))
     path = Path(os.path.realpath(path))
     unfinished = path.with_name(f"{path.name}.unfinished")
     try:
@@ -170,11 +170,11 @@ def check_values(kind: type, values: Mapping[str, Any]) -> None:
     for field in dataclasses.fields(kind):
         if field.name not in values:
             continue
-        words, is_allowed = _allowed(hints(kind)[field.name], field.metadata.get("within"))
+        described, is_allowed = _allowed(hints(kind)[field.name], field.metadata.get("within"))
         if not is_allowed(value := values[field.name]):
             text = repr(value)
             text = text if len(text) < 80 else f"{text[:77]}..."
-            raise ValueError(f"{field.name} must be {words}, not {text}")
+            raise ValueError(f"{field.name} must be {described}, not {text}")
 
 
 def fields_of(kind: type, config: Mapping[str, Any], what: str) -> dict[str, Any]:
@@ -198,30 +198,32 @@ def _allowed(hint: Any, within: Range | None) -> tuple[str, Callable[[Any], bool
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is types.UnionType:
         each = [_allowed(one, within) for one in arguments]
-        return " or ".join(words for words, _ in each), lambda value: any(f(value) for _, f in each)
+        return " or ".join(described for described, _ in each), lambda value: any(
+            f(value) for _, f in each
+        )
     if origin is Literal:
         return " or ".join(map(repr, arguments)), lambda value: value in arguments
     if origin is tuple:
-        words, check = _allowed(arguments[0], within or Range(0, LARGEST))
+        described, check = _allowed(arguments[0], within or Range(0, LARGEST))
 
         def is_list(value: Any) -> bool:
             return isinstance(value, list | tuple) and all(map(check, value))
 
-        return f"a list, each of it {words}", is_list
+        return f"a list, each of it {described}", is_list
     names = {int: "a whole number", float: "a finite number", str: "a text", bool: "true or false"}
-    words = names.get(hint, "null")
+    described = names.get(hint, "null")
     if hint not in (int, float):
-        return words, lambda value: isinstance(value, hint)
+        return described, lambda value: isinstance(value, hint)
     if hint is int:
         within = within or Range(1, LARGEST)
     if within is not None:
-        words = f"{words} from {within.least:g} to {within.most:g}"
+        described = f"{described} from {within.least:g} to {within.most:g}"
         if within.least == within.most:
-            words = f"{within.least:g}"
+            described = f"{within.least:g}"
 
     def is_number(value: Any) -> bool:
         if isinstance(value, bool) or not isinstance(value, int if hint is int else int | float):
             return False
         return math.isfinite(value) and (within is None or within.least <= value <= within.most)
 
-    return words, is_number
+    return described, is_number

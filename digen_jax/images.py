@@ -46,7 +46,7 @@ def to_uint8(images: Num[np.ndarray, "*b h w 3"]) -> UInt8[np.ndarray, "*b h w 3
     if images.dtype == np.uint8:
         return images
     if np.isnan(images.min(initial=0)):
-        raise ValueError("an image holds NaN: the sampler or the decoder has gone wrong")
+        raise ValueError("an image contains NaN, from the sampler or the decoder")
     scaled = np.clip(images, 0, 1)
     scaled *= 255  # in place: large images would need several copies
     return np.round(scaled, out=scaled).astype(np.uint8)

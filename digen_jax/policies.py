@@ -21,7 +21,7 @@ from digen_jax.config.sections import AUTO, GIVEN, PlacementSection
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.data.prompt_files import first_negative, numbered_records
 from digen_jax.diffusion.steps import make_step
-from digen_jax.errors import ConfigError, blame
+from digen_jax.errors import ConfigError, prefix_errors
 from digen_jax.models.family import Family, Params
 from digen_jax.models.linear import FLOAT32_NAMES
 from digen_jax.parallel.mesh import SEQUENCE, TENSOR
@@ -107,13 +107,13 @@ def check_negative(given: str, policies: Sequence[Policy], prefix: str) -> None:
     kind = policies[0].family.guidance
     if kind in ("none", "embedded"):
         raise ConfigError(
-            f"{given}, but this model's guidance is {kind!r}, without a second pass that would read it: leave it out, "
-            "or choose another model"
+            f"{given}, but this model's guidance is {kind!r}, which has no unconditional pass: remove it, or "
+            "choose another model"
         )
     name = prefix + ("true_cfg_scale" if kind == "both" else "guidance")
     raise ConfigError(
-        f"{given}, but {name} is not above 1, so that there is no second pass that would read it: set {name} to a "
-        "number above 1, or leave the negative prompt out"
+        f"{given}, but {name} is not above 1, so there is no unconditional pass: set {name} to a number above "
+        "1, or remove the negative prompt"
     )
 
 
@@ -130,28 +130,30 @@ def check_model(config: TrainConfig, family: Family, placement: Placement) -> No
         has steps that cannot be trained, an attention kernel does not support the model, heads cannot be split, a
         LoRA has no layers or too large a rank, or no sharding rule matches a parameter.
     """
-    _check_pictures(config, family)
+    _check_source_images(config, family)
     sampler, shapes = config.sampler, family.shapes()
-    with blame("config.model.height, config.model.width and config.model.frames: "):
+    with prefix_errors("config.model.height, config.model.width and config.model.frames: "):
         family.latent_shape(config.model.size)
-    with blame("config.evaluation.height, config.evaluation.width and config.evaluation.frames: "):
+    with prefix_errors(
+        "config.evaluation.height, config.evaluation.width and config.evaluation.frames: "
+    ):
         family.latent_shape(config.evaluation_size)
-    with blame("config.sampler.steps: "):
+    with prefix_errors("config.sampler.steps: "):
         sigmas = family.sigmas(sampler.steps, config.model.size)
-    with blame("config.evaluation.steps: "):
+    with prefix_errors("config.evaluation.steps: "):
         family.sigmas(config.evaluation_steps, config.evaluation_size)
     _check_guidance(config, family)
     attention_kernels(config, family, placement)
     check_heads(family, placement)
     if config.noisy_steps:
-        with blame("config.sampler.window: "):
+        with prefix_errors("config.sampler.window: "):
             config.sampler.window.check_noise(make_step(sampler.kind, sampler.noise_level), sigmas)
-    with blame("config.lora.targets: "):
+    with prefix_errors("config.lora.targets: "):
         split = functools.partial(make_policy(config, family).split, reference=False)
         tuned, _ = jax.eval_shape(split, jax.random.key(0), trained_of(family, shapes))
     _check_negatives(config, family)
     if config.lora.rank:
-        with blame("config.lora."):
+        with prefix_errors("config.lora."):
             check_rank(config.lora.rank, tuned)
     for tree in (tuned, shapes):
         (placement.trainer or placement.rollout).params(tree)
@@ -170,9 +172,9 @@ def start_warnings(config: TrainConfig, family: Family) -> list[str]:
     best, trained = family.default_size(), model.size
     if trained == config.evaluation_size != best:
         found.append(
-            f"training and evaluation are at {trained} alone, but the model was made for {best}, where artefacts would "
-            f"not be noticed: to evaluate there add --config.evaluation.height={best.height} "
-            f"--config.evaluation.width={best.width}"
+            f"training and evaluation are at {trained} alone, but the model was made for {best}, where "
+            "artefacts would not be noticed: to evaluate at that size add "
+            f"--config.evaluation.height={best.height} --config.evaluation.width={best.width}"
             + f" --config.evaluation.frames={best.frames}"
             * (best.frames > 1)
         )
@@ -235,15 +237,15 @@ def check_heads(family: Family, placement: Placement) -> None:
         sizes = {axis: mesh.shape[axis] for axis in (SEQUENCE, TENSOR)}
         parts = math.prod(sizes.values())
         if heads % parts:
-            words = [f"config.placement.{name}.{axis}" for axis, size in sizes.items() if size > 1]
+            terms = [f"config.placement.{name}.{axis}" for axis, size in sizes.items() if size > 1]
             fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
             raise ConfigError(
-                f"{' x '.join(words)} = {parts} does not divide the model's {heads} attention heads, which are split "
+                f"{' x '.join(terms)} = {parts} does not divide the model's {heads} attention heads, which are split "
                 f"over these devices: make it one of {fitting}"
             )
 
 
-def _check_pictures(config: TrainConfig, family: Family) -> None:
+def _check_source_images(config: TrainConfig, family: Family) -> None:
     """Refuses source images that would not be edited although the model can edit."""
     if not family.edits or family.source is not None:
         return
@@ -260,9 +262,9 @@ def _check_pictures(config: TrainConfig, family: Family) -> None:
 def _check_guidance(config: TrainConfig, family: Family) -> None:
     """Checks that the model supports the guidance of the sampler, evaluation and training."""
     for name, section in (("sampler", config.sampler), ("evaluation", config.evaluation)):
-        with blame(f"config.{name}."):
+        with prefix_errors(f"config.{name}."):
             Policy(family, section.guidance, true_cfg_scale=section.true_cfg_scale)
-    with blame("config.algorithm."):
+    with prefix_errors("config.algorithm."):
         trained_policy(Policy(family), config.algorithm)
 
 
@@ -277,7 +279,7 @@ def _check_negatives(config: TrainConfig, family: Family) -> None:
         (files, "sampler", config.prompts.paths),
         ("evaluation.prompts", "evaluation", held_out),
     ):
-        with blame(f"config.{name}: "):
+        with prefix_errors(f"config.{name}: "):
             if place := next(filter(None, map(first_negative, paths)), None):
                 check_negative(f"{place}, has a negative prompt", policies, f"config.{section}.")
 

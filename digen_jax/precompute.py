@@ -18,11 +18,11 @@ import numpy as np
 from jaxtyping import Shaped
 from tqdm import tqdm
 
-from digen_jax.assemble import Parts, drawn_prompts, held_out_prompts, open_encoders
+from digen_jax.assemble import Parts, held_out_prompts, open_encoders, train_prompts
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.data.embedding_cache import HEADER, EmbeddingCache
 from digen_jax.data.prompt_files import read_prompt_files
-from digen_jax.errors import ConfigError, blame, check_output
+from digen_jax.errors import ConfigError, check_output, prefix_errors
 from digen_jax.families import read_parts
 from digen_jax.models.family import Family, Record, Tokens
 from digen_jax.parallel import encoding
@@ -68,8 +68,9 @@ class Precomputation:
             prompts = (self.records[key]["prompt"] for key in self.missing if key not in self.nulls)
             raise ConfigError(
                 f"{_count(self.missing)} not encoded in {self._place}, such as {next(prompts, '')!r}, and "
-                f"{self.folder / absent[0]} holds no weights to encode them: bring the weights back, or encode these "
-                "prompts where they are, by launch/encode_prompts.py with the same config"
+                f"{self.folder / absent[0]} holds no weights to encode them: restore the weights, or encode "
+                "these prompts on a machine with the weights, with launch/encode_prompts.py and the same "
+                "config"
             )
         size = self._size()
         check_output("config.prompts.cache", self._place, folder=True)
@@ -85,7 +86,7 @@ class Precomputation:
         if size > free:
             raise ConfigError(
                 f"config.prompts.cache = {str(place)!r} has {_format(free)} of free space, and {what}, "
-                f"{_format(size)}: free some space, or name a folder on another disk"
+                f"{_format(size)}: free some space, or set a folder on another disk"
             )
         many = f"{len(self.missing):,} are to be encoded, {_format(size)} in {self._place}"
         _log(f"of {len(self.records):,} prompts {many}")
@@ -143,7 +144,7 @@ class Precomputation:
     def _encode(self, blocks: list[list[str]], count: int) -> Iterator[dict[str, Rows]]:
         """Yields the embeddings of each block. Frees the text encoders at the end."""
         family, group = self.family, self.group
-        with blame("config.model.folder: "):
+        with prefix_errors("config.model.folder: "):
             dtype = self.config.precision.frozen
             params = read_parts(family, self.folder, family.encoders, group, dtype)
         program, done = encoding.jit_encoder(family, group), 0
@@ -172,7 +173,7 @@ class Precomputation:
 
     def _store(self, rows: dict[str, Rows]) -> None:
         """Stores embeddings, unless another process stored them in the same folder."""
-        with blame("config.prompts.cache: "):
+        with prefix_errors("config.prompts.cache: "):
             if is_first():
                 self.store.add(rows)
             if not several():
@@ -200,14 +201,14 @@ def prepare(
     return None if parts is None else find_missing(config, parts, records())
 
 
-def find_missing(config: TrainConfig, parts: Parts, drawn: Sequence[Record]) -> Precomputation:
+def find_missing(config: TrainConfig, parts: Parts, unique: Sequence[Record]) -> Precomputation:
     """Like `prepare`, for the result of `open_encoders` and all prompt records of a run."""
     folder, family, placement, _ = parts
-    unconditional = drawn if reads_null(config, family) else ()
+    unconditional = unique if reads_null(config, family) else ()
     nulls = {null_prompt_key(family, record): record for record in unconditional}
-    wanted = nulls | {prompt_key(family, record): record for record in drawn}
+    wanted = nulls | {prompt_key(family, record): record for record in unique}
     store = open_store(config, folder, family)
-    with blame("config.prompts.cache: "):
+    with prefix_errors("config.prompts.cache: "):
         missing = store.missing(wanted)
     prompts = wanted, frozenset(nulls), missing
     found = Precomputation(config, folder, family, placement.rollout, store, *prompts)
@@ -241,7 +242,7 @@ def precompute_all(config: TrainConfig) -> None:
     if found is None:
         encoding = config.prompts.encoding
         raise ConfigError(
-            f"config.prompts.encoding = {encoding!r} has this model's text encoders run in each step: set it to "
+            f"config.prompts.encoding = {encoding!r} runs this model's text encoders in each step: set it to "
             "'precomputed' here and in training"
         )
     found.run()
@@ -255,16 +256,16 @@ def reached(config: TrainConfig, first: int = 0) -> list[dict[str, Any]]:
     Raises:
       ConfigError: A prompt file is invalid.
     """
-    with blame("config.evaluation.prompts: "):
+    with prefix_errors("config.evaluation.prompts: "):
         held_out = held_out_prompts(config)
-    with blame("config.prompts.file: "):
+    with prefix_errors("config.prompts.file: "):
         left = set(map(_content, itertools.chain(*read_prompt_files(config.prompts.paths))))
-        steps = drawn_prompts(config)
+        steps = train_prompts(config)
     found = {_content(record): record for record in held_out}
     for records in itertools.islice(steps, first, config.steps):
-        drawn = {_content(record): record for record in records}
-        found |= {content: drawn[content] for content in drawn if content not in found}
-        left.difference_update(drawn)
+        unique = {_content(record): record for record in records}
+        found |= {content: unique[content] for content in unique if content not in found}
+        left.difference_update(unique)
         if not left:
             break
     return list(found.values())

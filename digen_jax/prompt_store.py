@@ -9,7 +9,7 @@ from typing import Any
 from digen_jax.checkpoints.folder import fingerprint, read_model_index
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.data.embedding_cache import EmbeddingCache, models
-from digen_jax.errors import ConfigError, blame
+from digen_jax.errors import ConfigError, prefix_errors
 from digen_jax.models.family import Family
 from digen_jax.parallel.encoding import PrecomputedPrompts, Rows
 from digen_jax.policies import encoder_shapes
@@ -30,7 +30,7 @@ def open_store(config: TrainConfig, folder: pathlib.Path, family: Family) -> Emb
       ConfigError: A cache file is corrupt, or the text encoders' weights are missing and the cached model cannot be
         identified without them.
     """
-    with blame("config.prompts.cache: "):
+    with prefix_errors("config.prompts.cache: "):
         model = _description(config, folder, family)
         limit = round(config.prompts.cache_limit * 1e9)
         return EmbeddingCache(store_folder(config), model, limit)
@@ -83,7 +83,7 @@ def _description(config: TrainConfig, folder: pathlib.Path, family: Family) -> d
         return dict(found[0])
     advice = "encode the prompts where they are, by launch/encode_prompts.py with the same config"
     if found:
-        advice = "keep one of these models in a folder of its own"
+        advice = "keep one of these models in a separate folder"
     raise ConfigError(
         f"{folder / absent[0]} holds no weights, and {store} holds prompts that were encoded by "
         f"{len(found)} models that agree with this one: bring the weights back, or {advice}"

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from digen_jax.assemble import drawn_prompts, held_out_prompts
+from digen_jax.assemble import held_out_prompts, train_prompts
 from digen_jax.config.sections import AUTO
 from digen_jax.config.train_config import MAY_CHANGE, TrainConfig
 from digen_jax.errors import check_metrics
@@ -172,8 +172,8 @@ class TrainingRun:
         broadcast.send("built")
         self.held_out = held_out_prompts(config)
         self.stopped: str | None = None  # reason to stop early
-        self.prompts = drawn_prompts(config)
-        self.drawn: dict[int, Any] = {}  # by number of steps: position in the prompts
+        self.prompts = train_prompts(config)
+        self.positions: dict[int, Any] = {}  # by number of steps: position in the prompts
         self.log = RunLog(workdir, config, self.held_out, self.checkpoints.release_space)
 
     def run(self, changed: list[str]) -> int | None:
@@ -212,10 +212,10 @@ class TrainingRun:
         found = self.checkpoints.newest(state)
         self.checkpoints.reserve(state)
         if found is None:
-            self.log.metrics.cut_back(0)
+            self.log.metrics.truncate(0)
             return TrainCheckpoint(0, state, None, self.places(0))
         self.prompts.set_state(found.host["prompts"])
-        self.log.metrics.cut_back(found.host["metrics"])
+        self.log.metrics.truncate(found.host["metrics"])
         return found
 
     def steps(self, checkpoint: TrainCheckpoint, interrupt: Interrupt) -> TrainCheckpoint:
@@ -269,7 +269,7 @@ class TrainingRun:
         """Builds the driver for the steps after a checkpoint; `others` are workers in other processes."""
         done, in_flight = checkpoint.done, checkpoint.in_flight
         transfer: Any = self.workers and self.workers.transfer
-        batches = self.draw_prompts(done)
+        batches = self.next_prompts(done)
         given = self.config, self.held_out, checkpoint, batches, transfer
         executors = Executors(self.system, *given)
         for worker in others:
@@ -278,15 +278,15 @@ class TrainingRun:
         logs = self.log.open_command_log(done), self.broadcast, self.watch, self.log.evaluated
         return Driver(executors, scheduler, self.rewards, in_flight, *logs)
 
-    def draw_prompts(self, done: int) -> Iterator[list[dict]]:
+    def next_prompts(self, done: int) -> Iterator[list[dict]]:
         """Yields the prompts of each step after `done`, and records the position after each step."""
         for number, records in enumerate(self.prompts, done + 1):
-            self.drawn[number] = self.prompts.get_state()
+            self.positions[number] = self.prompts.get_state()
             yield records
 
     def places(self, done: int) -> dict[str, Any]:
         """Returns the positions in the prompts and the metrics after `done` steps."""
-        place = self.drawn.pop(done) if done else self.prompts.get_state()
+        place = self.positions.pop(done) if done else self.prompts.get_state()
         return {"prompts": place, "metrics": self.log.metrics.position()}
 
     def save(self, checkpoint: TrainCheckpoint) -> None:

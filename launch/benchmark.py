@@ -38,31 +38,31 @@ from digen_jax.files import make_examples_importable, write_output
 
 make_examples_importable()
 
-_OUTPUT = define_path("output", None, "A JSON file for all numbers.")
+_OUTPUT = define_path("output", None, "JSON file for all results.")
 # runtime and cluster
 _DEVICES = flags.DEFINE_integer("devices", 8, "runtime: number of devices to split.")
 _RATIOS = flags.DEFINE_list(
     "ratios",
     ["1:8", "1:4", "1:2", "1:1", "2:1", "4:1", "8:1"],
-    "runtime: ratios of the device-seconds of generation to those of training.",
+    "runtime: ratios of device-seconds of generation to training.",
 )
 _SECONDS = flags.DEFINE_float(
     "seconds", 4.0, "runtime: duration of a step if all devices were always busy."
 )
 _WARM_UP = flags.DEFINE_integer(
-    "warm_up", 3, "runtime, cluster: first steps, which are not measured."
+    "warm_up", 3, "runtime, cluster: number of first steps that are not measured."
 )
 _STEPS = flags.DEFINE_integer("steps", 5, "runtime, cluster: measured steps after the first ones.")
 _STEP_SECONDS = flags.DEFINE_float(
-    "step_seconds", 8.0, "cluster: seconds for which the rollout workers generate in a step."
+    "step_seconds", 8.0, "cluster: seconds of generation per step of the rollout workers."
 )
 _LAYOUTS = flags.DEFINE_list(
-    "layouts", [], "cluster: numbers of the layouts to measure; none means all."
+    "layouts", [], "cluster: indices of the layouts to measure; default: all."
 )
 _SEED = flags.DEFINE_integer("seed", 0, "runtime, cluster, rewards, kills: seed of random choices.")
 # peers, which ignores the placement, asynchrony, kills, and algorithms, which applies the same overrides to all of the
 # file's ALGORITHMS
-_CONFIG = config_flags.DEFINE_config_file("config", None, "A configs/*.py file.", lock_config=True)
+_CONFIG = config_flags.DEFINE_config_file("config", None, "Config file.", lock_config=True)
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "peers: number of steps on each side.")
 _WIDE = flags.DEFINE_integer(
     "wide",
@@ -72,21 +72,19 @@ _WIDE = flags.DEFINE_integer(
 _WORKDIR = define_path(
     "workdir",
     None,
-    "asynchrony, algorithms, kills: folder for all runs; give it again to continue.",
+    "asynchrony, algorithms, kills: folder for all runs; the same folder resumes them.",
 )
 _SEEDS = flags.DEFINE_integer("seeds", 3, "asynchrony, algorithms: number of runs of each kind.")
-_ONLY = flags.DEFINE_list("only", [], "algorithms: names to train now; none means all.")
-_CELLS = define_path(
-    "cells", None, "algorithms: an algorithms.csv to plot again; nothing is trained."
-)
-_KILLS = flags.DEFINE_integer("kills", 100, "kills: faults, one after the other.")
+_ONLY = flags.DEFINE_list("only", [], "algorithms: names of the algorithms to train; default: all.")
+_CELLS = define_path("cells", None, "algorithms: algorithms.csv to plot again, without training.")
+_KILLS = flags.DEFINE_integer("kills", 100, "kills: number of faults.")
 # ray
 _COMMANDS = flags.DEFINE_integer("commands", 500, "ray: commands of each measurement.")
 _MEGABYTES = flags.DEFINE_list("megabytes", ["100", "1000"], "ray: sizes of weights.")
 # rewards
 _CLIENTS = flags.DEFINE_integer("clients", 64, "rewards: threads that request scores.")
-_SERVERS = flags.DEFINE_integer("servers", 3, "rewards: servers, each with a process that scores.")
-_REQUESTS = flags.DEFINE_integer("requests", 20, "rewards: requests of each client.")
+_SERVERS = flags.DEFINE_integer("servers", 3, "rewards: servers, each with one scoring process.")
+_REQUESTS = flags.DEFINE_integer("requests", 20, "rewards: requests per client.")
 
 # Numbers of a benchmark, which are also written to --output, and the exit code.
 Result = tuple[dict[str, Any], int | None]
@@ -203,7 +201,7 @@ def rewards() -> Result:
     print(
         f"{requests.clients} clients request scores of {requests.total} images of {requests.side} x {requests.side} "
         f"from {requests.servers} servers, {requests.images} in a request; the reward takes "
-        f"{1000 * requests.seconds:g} ms an image.",
+        f"{1000 * requests.seconds:g} ms per image.",
         flush=True,
     )
     found = compare(requests, functools.partial(print, flush=True))
@@ -281,7 +279,7 @@ def _all_configs() -> dict[str, Any]:
     file = runpy.run_path(path)
     if "ALGORITHMS" not in file:
         raise ConfigError(
-            f"{path} has no ALGORITHMS by name: give configs/shapes_algorithms.py or one like it"
+            f"{path} has no ALGORITHMS by name: use configs/shapes_algorithms.py or a similar config"
         )
     configs = {}
     for name in file["ALGORITHMS"]:

@@ -1,4 +1,4 @@
-"""Mean reward of a model on a prompt file, for each task and guidance.
+"""Computes the mean reward of a model on a prompt file, by task and guidance.
 
 python launch/evaluate.py --model assets/shapes-sd3 --prompts assets/prompts/shapes_heldout.jsonl \
     --reward shapes_geneval --steps 8 --guidance 1,2,3,4,5
@@ -22,63 +22,63 @@ from digen_jax.errors import (
     LARGEST_SIDE,
     LONGEST,
     ConfigError,
-    blame,
     check_no_images,
     check_output,
     check_positive,
     check_range,
+    prefix_errors,
     user_input,
 )
 from digen_jax.files import write_output
 from digen_jax.rewards import RewardSettings
 
-_MODEL = define_path("model", None, "A pipeline folder, a hub id, or a run's workdir.")
-_LORA = define_path("lora", None, "A folder or file with a LoRA for the model.")
+_MODEL = define_path("model", None, "Pipeline folder, Hub id, or workdir of a run.")
+_LORA = define_path("lora", None, "Folder or file of a LoRA for the model.")
 _PROMPTS = define_path(
-    "prompts", None, "A .jsonl or .txt file; default: the run's evaluation prompts."
+    "prompts", None, "Prompt file (.jsonl or .txt); default: the run's evaluation prompts."
 )
 _REWARD = flags.DEFINE_list(
-    "reward", [], "A reward or module:function, or several with commas; default: the run's."
+    "reward", [], "Reward or module:function, comma-separated; default: the run's rewards."
 )
 _WEIGHTS = flags.DEFINE_list(
     "reward_weights",
     [],
-    "A number for each of several rewards; default: the run's weights for its own rewards, else 1.",
+    "One number per reward; default: the run's weights for its rewards, otherwise 1.",
 )
 _GUIDANCE = flags.DEFINE_list(
-    "guidance", [], "A number, or several with commas; default: the run's or the model's."
+    "guidance", [], "Guidance scales, comma-separated; default: of the run or the model."
 )
 _TRUE_GUIDANCE = flags.DEFINE_float(
     "true_cfg_scale",
     None,
-    "Scale of a second pass of models that are given --guidance as a number; default: as for guidance.",
+    "Scale of the unconditional pass of models with embedded guidance; default: of the run or the model.",
 )
-_STEPS = flags.DEFINE_integer("steps", None, "Denoising steps; default: as for guidance.", 1, 1000)
+_STEPS = flags.DEFINE_integer(
+    "steps", None, "Denoising steps; default: of the run or the model.", 1, 1000
+)
 _HEIGHT = flags.DEFINE_integer(
-    "height", None, "Height in pixels; default: as for guidance.", 1, LARGEST_SIDE
+    "height", None, "Image height in pixels; default: of the run or the model.", 1, LARGEST_SIDE
 )
 _WIDTH = flags.DEFINE_integer(
-    "width", None, "Width in pixels; default: as for guidance.", 1, LARGEST_SIDE
+    "width", None, "Image width in pixels; default: of the run or the model.", 1, LARGEST_SIDE
 )
 _FRAMES = flags.DEFINE_integer(
     "frames", None, "Frames of a clip; default: as for guidance.", 1, LONGEST
 )
 _IMAGES = flags.DEFINE_integer(
-    "images", None, "Number of prompts, from the first of the file; default: all."
+    "images", None, "Number of prompts, from the start of the file; default: all."
 )
 _SEED = flags.DEFINE_integer(
     "seed",
     2**20,
-    "Seed of the noise; the default is that of every run's evaluation.",
+    "Seed of the noise; the default is the seed of a run's evaluations.",
     0,
     LARGEST_SEED,
 )
-_BATCH = flags.DEFINE_integer("batch", 32, "Images in one call.")
-_DTYPE = flags.DEFINE_enum(
-    "dtype", None, ["float32", "bfloat16"], "Type of the network's arithmetic."
-)
-_OUTPUT = define_path("output", None, "A JSON file for the numbers.")
-_PICTURES = define_path("pictures", None, "A folder for all images with their scores.")
+_BATCH = flags.DEFINE_integer("batch", 32, "Images per call of the sampler.")
+_DTYPE = flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], "Compute dtype of the network.")
+_OUTPUT = define_path("output", None, "JSON file for the scores.")
+_IMAGE_FOLDER = define_path("image_folder", None, "Folder for all images with their scores.")
 flags.mark_flags_as_required(["model"])
 
 
@@ -120,7 +120,7 @@ def main() -> None:
         fits=lambda family: edited(family, records),
     )
     model = model.editing(records)
-    report_odd_prompts([prompts], model.family.cut, known_words(model.family))
+    report_odd_prompts([prompts], model.family.is_truncated, known_words(model.family))
     samplers = list(map(model.sampler, options))
     run_sanity_checks(rewards, rewards.score)
     dry_run(rewards.score, [records], samplers[0].settings.size)
@@ -140,15 +140,15 @@ def _check_options() -> None:
     check_positive("--batch", _BATCH.value)
     if _OUTPUT.value is not None:
         check_output("--output", _OUTPUT.value)
-    if _PICTURES.value is not None:
-        check_output("--pictures", _PICTURES.value, folder=True)
-        check_no_images("--pictures", _PICTURES.value)
+    if _IMAGE_FOLDER.value is not None:
+        check_output("--image_folder", _IMAGE_FOLDER.value, folder=True)
+        check_no_images("--image_folder", _IMAGE_FOLDER.value)
 
 
 def _evaluated(
     model: Any, samplers: Sequence[Any], records: list[dict[str, Any]], rewards: Any
 ) -> dict[str, Any]:
-    """Returns the scores by task for each sampler's guidance; writes images if --pictures is given."""
+    """Returns the scores by task for each sampler's guidance; writes images if --image_folder is given."""
     from digen_jax.inference.sampling import evaluate, evaluation_to_folder
 
     batch = model.batch(_BATCH.value, len(records))
@@ -158,9 +158,9 @@ def _evaluated(
         head = f"guidance {guidance}"
         evaluation = evaluate(sampler, model.weights, records, rewards, batch, _SEED.value, head)
         found[guidance] = evaluation.by_task()
-        if _PICTURES.value:
-            folder = pathlib.Path(_PICTURES.value, head.replace(" ", "_"))
-            with blame("--pictures: ", (OSError,)):
+        if _IMAGE_FOLDER.value:
+            folder = pathlib.Path(_IMAGE_FOLDER.value, head.replace(" ", "_"))
+            with prefix_errors("--image_folder: ", (OSError,)):
                 evaluation_to_folder(evaluation, folder)
     return found
 
@@ -179,7 +179,7 @@ def _task() -> tuple[str, int | None, tuple[RewardSettings, ...]]:
             images = images or run.evaluation.images or None
         return prompts or run.evaluation.prompts, images, _weighed(rewards or run.rewards)
     if not (prompts and rewards):
-        raise ConfigError("a pipeline has no task of its own: give --prompts and --reward")
+        raise ConfigError("a pipeline has no prompts and rewards: set --prompts and --reward")
     return prompts, images, _weighed(rewards)
 
 
@@ -206,7 +206,7 @@ def _guidances() -> list[float | None]:
         guidances = [float(text) for text in _GUIDANCE.value]
     except ValueError as error:
         raise ConfigError(
-            f"--guidance={','.join(_GUIDANCE.value)} must be a number, or several with commas"
+            f"--guidance={','.join(_GUIDANCE.value)} must be a number, or several separated by commas"
         ) from error
     for guidance in guidances:
         check_range("--guidance", guidance, 0, 1000)

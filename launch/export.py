@@ -1,4 +1,4 @@
-"""Export a training run as files that diffusers loads.
+"""Exports a training run to diffusers' format.
 
 python launch/export.py --workdir runs/shapes --output runs/shapes-tuned
 """
@@ -11,15 +11,15 @@ import pathlib
 from absl import flags
 
 from digen_jax.config.command_line import define_path, run_main
-from digen_jax.errors import blame
+from digen_jax.errors import prefix_errors
 
-_WORKDIR = define_path("workdir", None, "The workdir of a training run.")
-_OUTPUT = define_path("output", None, "The folder to write; it must not exist yet.")
+_WORKDIR = define_path("workdir", None, "Workdir of a training run.")
+_OUTPUT = define_path("output", None, "Output folder; it must not exist.")
 _LORA = flags.DEFINE_boolean(
     "lora",
     None,
-    "For a run that trains a LoRA: the LoRA alone, for load_lora_weights (as by default), or with "
-    "--lora=false a complete pipeline with the LoRA merged in.",
+    "For a run that trains a LoRA: export only the LoRA, for load_lora_weights (default), or with "
+    "--lora=false a complete pipeline with the merged LoRA.",
 )
 flags.mark_flags_as_required(["workdir", "output"])
 
@@ -33,14 +33,14 @@ def main() -> None:
     from digen_jax.inference.export import export, first_average, how_to_load
 
     workdir, output = pathlib.Path(_WORKDIR.value), pathlib.Path(_OUTPUT.value)
-    with blame("--output: ", (OSError,)):
+    with prefix_errors("--output: ", (OSError,)):
         run = export(workdir, output, _LORA.value)
     print(f"{workdir} after step {run.step} is in {output}; to load it:")
     print(how_to_load(run, output))
     if first := first_average(run):
         print(
-            f"These are the weights that the run started with: because of config.trainer.ema_every, its average is "
-            f"updated for the first time in step {first}."
+            "These are the initial weights of the run: with config.trainer.ema_every, the average is first "
+            f"updated in step {first}."
         )
 
 

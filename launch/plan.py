@@ -1,4 +1,4 @@
-"""Choose the workers of a config's run, from a number of devices and measured costs.
+"""Chooses the placement of a config for a number of devices, from measured or estimated costs.
 
 python launch/plan.py --config configs/shapes_flow_grpo.py --costs costs.json --devices 8
 python launch/plan.py --config configs/shapes_demo.py --costs runs/shapes
@@ -26,39 +26,39 @@ from digen_jax.files import write_output
 # A search over more would take hours.
 MOST_DEVICES = 1024
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "A configs/*.py file.", lock_config=True)
+_CONFIG = config_flags.DEFINE_config_file("config", None, "Config file.", lock_config=True)
 _DEVICES = flags.DEFINE_integer(
-    "devices", None, "Number of devices to place; default: all of this machine.", 1, MOST_DEVICES
+    "devices", None, "Number of devices; default: all devices of this machine.", 1, MOST_DEVICES
 )
 _COSTS = define_path(
     "costs", None, 'Seconds on one device, {"generate": 0.5, ...} in JSON; or a run\'s workdir.'
 )
 _MEASURE = flags.DEFINE_bool(
-    "measure", False, "Time a chunk on the config's meshes on this machine."
+    "measure", False, "Measure costs by timing a chunk on the config's meshes on this machine."
 )
 _TOPOLOGY = flags.DEFINE_string(
     "topology",
     None,
-    "A TPU slice, such as v5p:2x2x1, or GPUs, such as h100:8 or on two hosts h100:2x8 (a100, h100, h200, b200), which "
-    "this machine need not have: what the config's programs take there, and the layout that fits; local: the same "
-    "programs, timed on this machine.",
+    "TPU slice, such as v5p:2x2x1, or GPUs, such as h100:8 or h100:2x8 on two hosts (a100, h100, h200, "
+    "b200): compiles the config's programs for it, without the hardware, reports their memory and time, and "
+    "plans the layout; local: times the programs on this machine.",
 )
 _TRAINER_SERIAL = flags.DEFINE_float(
     "trainer_serial",
     None,
-    "Share of training time that more devices do not shorten; 0: linear speed-up.",
+    "Fraction of training time that more devices do not reduce; 0 means linear speed-up.",
 )
-_WORKER_SERIAL = flags.DEFINE_float("worker_serial", None, "The same share of generation.")
+_WORKER_SERIAL = flags.DEFINE_float("worker_serial", None, "The same fraction for generation.")
 _MEMORY = flags.DEFINE_float(
     "memory",
     None,
-    "GiB of a device; layouts that need more are excluded. Compiles the programs for their temporaries.",
+    "Memory per device in GiB; excludes layouts that need more. Compiles programs for their temporaries.",
 )
-_OUTPUT = define_path("output", None, "A JSON file for the chosen placement.")
-_PICTURES = define_path(
-    "pictures",
+_OUTPUT = define_path("output", None, "JSON file for the chosen placement.")
+_IMAGE_FOLDER = define_path(
+    "image_folder",
     None,
-    "A folder for images: images per second by layout, timelines of the best ones.",
+    "Folder for plots: images per second by layout, timelines of the best layouts.",
 )
 flags.mark_flags_as_required(["config"])
 
@@ -84,7 +84,7 @@ def _check_flags() -> None:
     if _TOPOLOGY.value is not None:
         given = (_DEVICES, _MEMORY, _TRAINER_SERIAL, _WORKER_SERIAL)
         if set_too := [flag.name for flag in given if flag.value is not None]:
-            raise ConfigError(f"--topology implies --{set_too[0]}: leave that out")
+            raise ConfigError(f"--topology implies --{set_too[0]}: remove that option")
     if _MEMORY.value is not None:
         check_range("--memory", _MEMORY.value, 0, 10**6, "least")
     for flag in (_TRAINER_SERIAL, _WORKER_SERIAL):
@@ -150,8 +150,8 @@ def _show(config: Any, plan: Any, calibration: Any, planned: Any) -> None:
     changes = changed_fields(config, suited(planned, plan.problem, layout))
     options = " \\\n".join(f"  --config.{name}={value}" for name, value in changes.items())
     print("\nit runs with the config as it is here" + (f" and\n{options}" if options else ""))
-    if _PICTURES.value:
-        files = draw_plan(plan, pathlib.Path(_PICTURES.value))
+    if _IMAGE_FOLDER.value:
+        files = draw_plan(plan, pathlib.Path(_IMAGE_FOLDER.value))
         print("\n".join(["images:", *map(str, files)]))
 
 

@@ -1,4 +1,4 @@
-"""Train the embedded shapes model from scratch and write it as a diffusers pipeline folder.
+"""Trains the embedded shapes model from scratch and writes a diffusers pipeline folder.
 
 python launch/pretrain.py --config configs/shapes_pretrain.py --workdir runs/pretrain --output runs/shapes-sd3
 """
@@ -17,11 +17,11 @@ from digen_jax.files import make_examples_importable
 
 make_examples_importable()
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "A configs/*.py file.", lock_config=True)
+_CONFIG = config_flags.DEFINE_config_file("config", None, "Config file.", lock_config=True)
 _WORKDIR = define_path(
-    "workdir", None, "Folder for pool, checkpoints and curves; give it again to continue."
+    "workdir", None, "Folder for pool, checkpoints and curves; the same folder resumes the run."
 )
-_OUTPUT = define_path("output", None, "The pipeline folder to write.")
+_OUTPUT = define_path("output", None, "Output folder of the pipeline.")
 flags.mark_flags_as_required(["config", "workdir", "output"])
 
 

@@ -1,8 +1,8 @@
-"""Writes an HTML report of a run into one file, which needs no network: curves, images, tables, timeline, config.
+"""Writes an HTML report of a run to a single file, without network access: curves, images, tables, timeline, config.
 
 python launch/report.py --workdir runs/shapes
 
-The run may still be in progress. With several workdirs, such as of several seeds, curves are means with bands:
+The run may be in progress. With several workdirs, for example of several seeds, curves are means with bands:
 
 python launch/report.py --workdir runs/seed0 --workdir runs/seed1 --output runs/seeds.html
 """
@@ -15,7 +15,7 @@ import pathlib
 from absl import flags
 
 from digen_jax.config.command_line import define_path, run_main
-from digen_jax.errors import blame, check_folder, check_output
+from digen_jax.errors import check_folder, check_output, prefix_errors
 
 _WORKDIR = define_path(
     "workdir", None, "Workdir of a training run; repeat for several runs.", several=True
@@ -36,7 +36,7 @@ def main() -> None:
 
     from digen_jax.logging.report import write_report
 
-    with blame("--output: ", (OSError,)):
+    with prefix_errors("--output: ", (OSError,)):
         size = write_report(workdirs, pathlib.Path(output))
     images = (size.total - size.without_images) / 1e6
     print(f"{output}: {size.without_images / 1e6:.2f} MB and {images:.2f} MB of images")

@@ -1,4 +1,4 @@
-"""Serve a reward over HTTP, for training runs that give its address.
+"""Serves rewards over HTTP to training runs.
 
 python launch/reward_server.py --reward shapes_geneval --prompts assets/prompts/shapes_heldout.jsonl
 python launch/reward_server.py --reward my_rewards:aesthetics --processes=4 --port=8100 --batch=32
@@ -23,18 +23,18 @@ from digen_jax.rewards.service.wire import Limits
 SIDE = 64  # pixels per side of the dry run's images
 
 _REWARD = flags.DEFINE_multi_string(
-    "reward", None, "A built-in reward, or module:function for your own; may be repeated."
+    "reward", None, "Built-in reward, or module:function; can be repeated."
 )
 _SETTINGS = flags.DEFINE_multi_string(
-    "settings", [], "Settings of the rewards in JSON, one for each, such as '{\"threads\": 2}'."
+    "settings", [], "Settings of each reward in JSON, such as '{\"threads\": 2}'."
 )
 _HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen on; 0.0.0.0 means all.")
-_PORT = flags.DEFINE_integer("port", 8100, "Port; 0 means any free one, which is printed.")
+_PORT = flags.DEFINE_integer("port", 8100, "Port; 0 means any free port, which is printed.")
 _PROCESSES = flags.DEFINE_integer("processes", 1, "Processes that score in parallel.")
 _PROMPTS = define_path(
     "prompts", None, "Prompt file for the dry run; by default a single prompt without metadata."
 )
-_PATIENCE = flags.DEFINE_float("patience", 30, "Seconds to finish requests after SIGTERM.")
+_PATIENCE = flags.DEFINE_float("patience", 30, "Maximum seconds to finish requests after SIGTERM.")
 _LIMITS = {
     field.name: (flags.DEFINE_float if field.type is float else flags.DEFINE_integer)(
         field.name, cast(Any, field.default), field.metadata["help"]
@@ -98,7 +98,7 @@ def _sections() -> list[RewardSettings]:
         try:
             settings.append(parse_json(text))
         except ValueError as error:
-            raise ConfigError(f"--settings={text} is no JSON: {error}") from error
+            raise ConfigError(f"--settings={text} is not JSON: {error}") from error
         if not isinstance(settings[-1], dict):
             raise ConfigError(f'--settings={text} is no JSON object, such as {{"threads": 2}}')
     names = _REWARD.value or []

@@ -1,4 +1,4 @@
-"""Turn prompts into images with a pipeline folder, a hub id or a training run's newest checkpoint.
+"""Generates images from prompts with a pipeline folder, a Hub id or the latest checkpoint of a training run.
 
 python launch/sample.py --model assets/shapes-sd3 --prompt "a red circle above a blue star" --output runs/samples
 """
@@ -19,49 +19,49 @@ from digen_jax.errors import (
     LARGEST_SIDE,
     LONGEST,
     ConfigError,
-    blame,
     check_no_images,
     check_output,
     check_positive,
     check_range,
+    prefix_errors,
     user_input,
 )
 
-_MODEL = define_path("model", None, "A pipeline folder, a hub id, or a run's workdir.")
-_LORA = define_path("lora", None, "A folder or file with a LoRA for the model.")
-_PROMPT = flags.DEFINE_multi_string("prompt", [], "A prompt; may be given several times.")
-_PROMPTS = define_path("prompts", None, "A .jsonl or .txt file of prompts instead.")
+_MODEL = define_path("model", None, "Pipeline folder, Hub id, or workdir of a run.")
+_LORA = define_path("lora", None, "Folder or file of a LoRA for the model.")
+_PROMPT = flags.DEFINE_multi_string("prompt", [], "Prompt; can be repeated.")
+_PROMPTS = define_path("prompts", None, "Prompt file (.jsonl or .txt) instead of --prompt.")
 _NEGATIVE = flags.DEFINE_string(
     "negative_prompt",
     None,
     "Negative prompt for all prompts; overrides those of a prompt file.",
 )
-_IMAGE = define_path("image", None, "The image to edit; the prompts of a file name their own.")
+_IMAGE = define_path("image", None, "Image to edit; a prompt file has a field for it.")
 _SOURCE_HEIGHT = flags.DEFINE_integer(
-    "source_height", None, "Height that images to edit are resized to; default: as in diffusers."
+    "source_height", None, "Height to which images to edit are resized; default: as in diffusers."
 )
-_SOURCE_WIDTH = flags.DEFINE_integer("source_width", None, "Their width.")
-_IMAGES = flags.DEFINE_integer("images", 1, "Number of images of each prompt.")
-_OUTPUT = define_path("output", None, "The folder for the images.")
+_SOURCE_WIDTH = flags.DEFINE_integer("source_width", None, "Width of resized images to edit.")
+_IMAGES = flags.DEFINE_integer("images", 1, "Images per prompt.")
+_OUTPUT = define_path("output", None, "Output folder.")
 _SEED = flags.DEFINE_integer(
-    "seed", 0, "The same seed gives the same images for any batch.", 0, LARGEST_SEED
+    "seed", 0, "Seed of the noise; the images do not depend on --batch.", 0, LARGEST_SEED
 )
 _STEPS = flags.DEFINE_integer(
-    "steps", None, "Denoising steps; default: the run's or the model's.", 1, 1000
+    "steps", None, "Denoising steps; default: of the run or the model.", 1, 1000
 )
 _GUIDANCE = flags.DEFINE_float(
-    "guidance", None, "Guidance scale, 1 or less for none; default: as for steps."
+    "guidance", None, "Guidance scale; 1 or less means none; default: of the run or the model."
 )
 _TRUE_GUIDANCE = flags.DEFINE_float(
     "true_cfg_scale",
     None,
-    "Scale of a second pass of models that are given --guidance as a number; default: as for steps.",
+    "Scale of the unconditional pass of models with embedded guidance; default: of the run or the model.",
 )
 _HEIGHT = flags.DEFINE_integer(
-    "height", None, "Height in pixels; default: as for steps.", 1, LARGEST_SIDE
+    "height", None, "Image height in pixels; default: of the run or the model.", 1, LARGEST_SIDE
 )
 _WIDTH = flags.DEFINE_integer(
-    "width", None, "Width in pixels; default: as for steps.", 1, LARGEST_SIDE
+    "width", None, "Image width in pixels; default: of the run or the model.", 1, LARGEST_SIDE
 )
 _FRAMES = flags.DEFINE_integer(
     "frames", None, "Frames of a clip; default: as for steps.", 1, LONGEST
@@ -73,10 +73,10 @@ _FORMAT = flags.DEFINE_enum(
     ["mp4", "webp", "gif"],
     "File format of clips; default: mp4, or webp if PyAV is not installed.",
 )
-_BATCH = flags.DEFINE_integer("batch", 8, "Images in one call.")
-_DTYPE = flags.DEFINE_enum(
-    "dtype", None, ["float32", "bfloat16"], "Type of the network's arithmetic."
-)
+_BATCH = flags.DEFINE_integer("batch", 8, "Images per call of the sampler.")
+_DTYPE = flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], "Compute dtype of the network.")
+_BATCH = flags.DEFINE_integer("batch", 8, "Images per call of the sampler.")
+_DTYPE = flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], "Compute dtype of the network.")
 flags.mark_flags_as_required(["model", "output"])
 
 
@@ -115,8 +115,8 @@ def main() -> None:
     def fits(family: Any) -> None:
         if _IMAGE.value and not family.edits:
             raise ConfigError(
-                f"--image is given, but {_MODEL.value} generates images from prompts alone: leave it out, or choose a "
-                "model that edits"
+                f"--image is given, but {_MODEL.value} generates images from prompts only: remove it, or "
+                "choose a model that edits"
             )
         edited(family, records, source)
 
@@ -126,14 +126,14 @@ def main() -> None:
     model = model.editing(records, source)
     sampler = model.sampler(options)
     size = sampler.settings.size
-    with blame("--format: "):
+    with prefix_errors("--format: "):
         animation = check_animation(_FORMAT.value, size.height, size.width)
     output = pathlib.Path(_OUTPUT.value)
     words = known_words(model.family)
     if _PROMPTS.value:
-        report_odd_prompts([_PROMPTS.value], model.family.cut, words)
+        report_odd_prompts([_PROMPTS.value], model.family.is_truncated, words)
     texts = _texts()
-    cuts = model.family.cut([text for _, text in texts] or [""])
+    cuts = model.family.is_truncated([text for _, text in texts] or [""])
     for (name, text), cut in zip(texts, cuts, strict=False):
         if unread := unknown_words([text], words):
             warning = f"--{name}={text!r} has words that this model does not know"
@@ -145,7 +145,7 @@ def main() -> None:
                 file=sys.stderr,
             )
 
-    with blame("--output: ", (OSError,)):
+    with prefix_errors("--output: ", (OSError,)):
         rest = _BATCH.value, _SEED.value, _IMAGES.value, _FPS.value, animation
         sample_to_folder(model, sampler, records, output, *rest)
     count = len(records) * _IMAGES.value
@@ -204,7 +204,7 @@ def _read_records() -> list[dict[str, Any]]:
         return [{"prompt": prompt, **image, **negative} for prompt in _PROMPT.value]
     if image:
         raise ConfigError(
-            '--image is for --prompt; in a file of prompts each line names its own as "image"'
+            '--image is for --prompt; in a prompt file, each line has a field "image"'
         )
     with user_input():
         return [record | negative for record in read_prompt_file(_PROMPTS.value)]

@@ -1,4 +1,4 @@
-"""Shows the current state of a training run: its progress, its workers, and what each does or waits for.
+"""Shows the state of a training run: its progress and the current work or wait of each worker.
 
 python launch/status.py --workdir runs/shapes
 python launch/status.py --workdir runs/shapes --follow

@@ -1,10 +1,10 @@
-"""Tune a text-to-image model by reinforcement learning.
+"""Trains a text-to-image model with reinforcement learning.
 
 python launch/train.py --config configs/shapes_demo.py --workdir runs/shapes [--config.field=value]
 
-With --ray=local, or a Ray cluster's address, all workers but one that trains are separate processes. Where all
-processes sample and train together, start the same command in each, with --coordinator=auto, or where nothing can be
-detected with --coordinator=HOST:PORT --processes=N --process=I.
+With --ray=local, or the address of a Ray cluster, all workers except the home worker are separate processes. If all
+processes sample and train together, start the same command in each with --coordinator=auto or, without a supported
+cluster, with --coordinator=HOST:PORT --processes=N --process=I.
 """
 
 import digen_jax.process.ctrl_c  # noqa: F401
@@ -18,15 +18,15 @@ from ml_collections import config_flags
 from digen_jax.config.command_line import define_path, run_main
 from digen_jax.errors import check_output
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "A configs/*.py file.", lock_config=True)
+_CONFIG = config_flags.DEFINE_config_file("config", None, "Config file.", lock_config=True)
 _WORKDIR = define_path(
-    "workdir", None, "Folder for everything that the run writes; give it again to continue."
+    "workdir", None, "Output folder of the run; the same folder resumes the run."
 )
 _COORDINATOR = flags.DEFINE_string(
-    "coordinator", None, "For several processes: HOST:PORT of the first one, or auto on a cluster."
+    "coordinator", None, "For several processes: HOST:PORT of the first, or auto on a cluster."
 )
 _PROCESSES = flags.DEFINE_integer("processes", None, "Number of processes.")
-_PROCESS = flags.DEFINE_integer("process", None, "Number of this process, from 0.")
+_PROCESS = flags.DEFINE_integer("process", None, "Index of this process, from 0.")
 _RAY = flags.DEFINE_string(
     "ray",
     None,
@@ -38,7 +38,7 @@ _RAY_OPEN = flags.DEFINE_bool(
 _ONE_JOB = flags.DEFINE_bool(
     "one_job",
     False,
-    "With --ray: all processes are one JAX job, as on one TPU slice; the loss of any ends all.",
+    "With --ray: all processes form one JAX job, as on one TPU slice; if one fails, all end.",
 )
 flags.mark_flags_as_required(["config", "workdir"])
 

@@ -189,7 +189,7 @@ def _check_script(script: str, arguments: Sequence[str]) -> None:
 def _loaded(command: Sequence[str]) -> Iterator[command_line.Main]:
     """A script's main function, which is not run; absl knows the script's flags within the block."""
     mains: list[Any] = []
-    argv = command_line.spelled_out(command)
+    argv = command_line.expand_args(command)
     with flagsaver.flagsaver(), pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
         patch.setattr(sys, "argv", argv)

@@ -354,7 +354,7 @@ LAYERS = [
 def test_the_published_layers_are_trained(name, argument, numbers):
     """Trained weights are float32; those under a LoRA are as the hub's files have them."""
     config = load_config(of_published(name, argument))
-    _, family = assemble.recipe_model(config)
+    _, family = assemble.pipeline_of(config)
     tuned, base, frozen, ahead = assemble.parameter_shapes(config, family)
     assert sum(leaf.size for leaf in jax.tree.leaves(tuned)) == numbers
     assert {leaf.dtype for leaf in jax.tree.leaves(tuned)} == {np.dtype(np.float32)}
@@ -384,7 +384,7 @@ def test_gpus_share_all_weights(name, argument, gpus, sizes):
         assert size / gpus <= of_mesh(gpus, 1) <= size / gpus * 1.01
     if name == FLUX:  # T5 and CLIP, which are there before the run samples
         ahead = 2 * (4_762_310_656 + 123_060_480)
-        assert ahead / 8 <= found.ahead(8, 1) < ahead / 8 * 1.01
+        assert ahead / 8 <= found.encode(8, 1) < ahead / 8 * 1.01
 
 
 def test_z_image_holds_what_its_docstring_says():
@@ -403,7 +403,7 @@ def test_z_image_holds_what_its_docstring_says():
 
 def test_a_prompt_of_kontext_has_as_many_bytes_as_its_arrays():
     config = load_config(of_published(KONTEXT, "1"))
-    _, family = assemble.recipe_model(config)
+    _, family = assemble.pipeline_of(config)
     tokens = family.tokenize(step_records(config, family)[:2])
     shapes = jax.eval_shape(family.encode, family.shapes(), tokens)
     assert [leaf.shape for leaf in shapes] == [(2, 128, 4096), (2, 768), (2, 64, 64, 16)]
@@ -430,7 +430,7 @@ def test_z_images_thirty_heads_are_split_by_what_divides_them(tensor):
     config = of_published(Z_IMAGE, "1")
     config.placement.trainer.tensor = tensor
     train_config = load_config(config)
-    _, family = assemble.recipe_model(train_config)
+    _, family = assemble.pipeline_of(train_config)
     fitted = fit_config(train_config, tensor)
     placement = assemble.placed(fitted, family, jax.devices()[:tensor])
     if 30 % tensor == 0:
@@ -488,7 +488,7 @@ def test_a_start_tells_devices_kernel_of_attention_and_precision(name, expected)
     config = load(*name)
     config.model.folder = str(published_folder(config.model.folder))
     found = load_config(config)
-    _, family = assemble.recipe_model(found)
+    _, family = assemble.pipeline_of(found)
     devices = np.empty(8, object)
     devices[:] = [Device(i, "NVIDIA H100 80GB HBM3") for i in range(8)]
     mesh = types.SimpleNamespace(devices=devices, shape={"tensor": 1, "sequence": 1})

@@ -43,26 +43,26 @@ def test_links_are_followed_to_the_file_that_is_written(tmp_path, exists):
     with pytest.raises(ConfigError):
         errors.check_output("--output", link, folder=True)
     (tmp_path / "to_folder").symlink_to(target.parent)
-    errors.check_output("--pictures", tmp_path / "to_folder", folder=True)
+    errors.check_output("--image_folder", tmp_path / "to_folder", folder=True)
 
 
 def test_mistakes_that_are_found_together_are_one_error_of_a_sentence_each():
     def values(**given):
-        with errors.together() as one:
+        with errors.collect_errors() as one:
             for name, value in given.items():
-                with one(), errors.blame("config.", (ConfigError,)):
+                with one(), errors.prefix_errors("config.", (ConfigError,)):
                     errors.check_positive(name, value)
 
     values(a=1, b=2)
     with pytest.raises(ConfigError) as caught:
         values(a=1, b=0)
     assert str(caught.value) == "config.b must be above 0, not 0"
-    with pytest.raises(ConfigError) as caught, errors.together() as one:
+    with pytest.raises(ConfigError) as caught, errors.collect_errors() as one:
         with one():
             values(a=0, b=-1, c=3)
         with one():
             values(a=0)
         raise ConfigError("d is\n1")
     assert str(caught.value) == (
-        "3 things must change:\n  config.a must be above 0, not 0\n  config.b must be above 0, not -1\n  d is 1"
+        "3 errors:\n  config.a must be above 0, not 0\n  config.b must be above 0, not -1\n  d is 1"
     )

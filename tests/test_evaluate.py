@@ -21,7 +21,7 @@ def test_a_runs_evaluation_is_repeated_from_its_checkpoint(base, tmp_path):
         "--batch=5",
         "--guidance=2,7.5",
         f"--output={tmp_path / 'deep' / 'e.json'}",
-        f"--pictures={tmp_path / 'pictures'}",
+        f"--image_folder={tmp_path / 'images'}",
     )
     assert done.returncode == 0, done.stderr
     logged = read_metrics(workdir / "metrics.jsonl")[-1]
@@ -52,7 +52,7 @@ def test_a_runs_evaluation_is_repeated_from_its_checkpoint(base, tmp_path):
         assert f"{found[name]['mean']:.3f} ± {found[name]['standard_error']:.3f}" in done.stdout
     assert abs(result["guidance"]["7.5"]["all"]["mean"] - found["all"]["mean"]) > 1e-4
     for guidance, tasks in result["guidance"].items():
-        folder = tmp_path / "pictures" / f"guidance_{guidance}"
+        folder = tmp_path / "images" / f"guidance_{guidance}"
         *images, grid = sorted(file.name for file in folder.iterdir())
         scores = [float(name.split("_")[1]) for name in images]
         assert len(scores) == 5 and grid == "grid.png"

@@ -97,10 +97,10 @@ def test_your_model_is_sampled_tuned_and_exported(base, tmp_path):
 model, size, steps, guidance, arithmetic = {str(pipeline(base))!r}, 32, 4, 2.0, "float32"
 prompts, held_out = ["a red circle", "two blue stars in the rain"], ["a green ring"]
 """
-    folder, recipe = (source("your_model.ipynb", cell) for cell in ("folder", "recipe"))
+    folder, config = (source("your_model.ipynb", cell) for cell in ("folder", "config"))
     folder = folder.replace("runs/your_model", str(tmp_path / "work"))
-    recipe = recipe.replace("steps=20", "steps=2, reward_pool=dict(processes=0)")
-    cells = dict(choose=chosen, folder=folder, recipe=recipe)
+    config = config.replace("steps=20", "steps=2, reward_pool=dict(processes=0)")
+    cells = dict(choose=chosen, folder=folder, config=config)
     outputs = executed("your_model.ipynb", quick_flags(devices=1), **cells)
     pictures = [
         ["image/png" in output.data for output in outputs[name][-1:]]

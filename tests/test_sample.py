@@ -101,7 +101,7 @@ def test_an_exported_model_is_sampled_as_its_run_evaluated(base, tmp_path):
     )
     (tmp_path / "tuned" / "sampling.json").write_text('{"steps": 2.5}')
     with pytest.raises(
-        ConfigError, match=r"sampling.json has 'steps': 2.5; it may have steps, a whole"
+        ConfigError, match=r"sampling.json has 'steps': 2.5; it may have steps, an integer"
     ):
         open_model(str(tmp_path / "tuned"), jax.devices()[:1])
 
@@ -175,8 +175,8 @@ def test_what_does_not_fit_is_refused_before_weights_are_read(base, tmp_path):
     [
         ("empty", "neither a pipeline folder .* nor the workdir of a run"),
         ("broken", "config.json is not JSON"),
-        ("transformer", "no training run's workdir: config.patch_size is not a field"),
-        ("begun", "begun has saved no checkpoint yet"),
+        ("transformer", "not the workdir of a training run: config.patch_size is not a field"),
+        ("begun", "begun has not saved a checkpoint yet"),
     ],
 )
 def test_a_name_that_cannot_be_opened_is_one_sentence(base, tmp_path, name, sentence):

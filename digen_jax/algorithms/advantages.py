@@ -62,18 +62,19 @@ Combine = Literal["rewards", "advantages", "gdpo"]  # see AdvantageSettings
 class AdvantageSettings:
     """Computation of advantages from rewards, and selection of the images that train."""
 
-    baseline: Baseline = "group_mean"  # the reward that is subtracted; "leave_one_out" as in RLOO
-    # the standard deviation that divides: of the group, of the step ("global"), or "none" (Dr. GRPO)
+    # value that is subtracted from rewards; "leave_one_out" as in RLOO
+    baseline: Baseline = "group_mean"
+    # standard deviation that normalizes: of the group, of the step ("global"), or "none" (Dr. GRPO)
     std: Std = "global"
-    ddof: DDof = 0  # 0: standard deviation of a population; 1: of a sample
+    ddof: DDof = 0  # 0 for the population standard deviation, 1 for the sample standard deviation
     # Of the config's rewards: a weight for each.
     reward_weights: tuple[float, ...] = dataclasses.field(default=(1.0,), metadata=DERIVED)
-    # several rewards: "rewards" sums them with their weights first, "advantages" sums their
-    # advantages, "gdpo" also divides that sum by its standard deviation over the step
+    # combination of several rewards: "rewards" sums weighted rewards, "advantages" sums weighted advantages, "gdpo"
+    # also divides this sum by its standard deviation over the step
     combine: Combine = "rewards"
-    # train this many of the best and this many of the worst images of a group; 0: all
+    # number of the best images, and of the worst images, of a group that train; 0 means all
     best_and_worst: Count = 0
-    # leave groups of equal rewards out of the loss, the KL and the means
+    # whether groups of equal rewards are excluded from the loss, the KL and the means
     drop_zero_std: bool = False
     # Of the config's rewards: bounds of each reward's own advantages, 0: none; empty: all are 0.
     reward_clips: tuple[float, ...] = dataclasses.field(default=(), metadata=DERIVED)
@@ -186,12 +187,12 @@ def trained_images(
       ValueError: as for `advantages`; or a group is too small for `best_and_worst`.
     """
     rewards = _columns(settings, rewards, group_ids, num_groups)
-    scores = taught = ranking(settings, rewards, group_ids, num_groups)
+    scores = signal = ranking(settings, rewards, group_ids, num_groups)
     if settings.combine != "rewards":
-        taught = _zero_where_missing(rewards[:, np.asarray(settings.reward_weights) != 0])
+        signal = _zero_where_missing(rewards[:, np.asarray(settings.reward_weights) != 0])
     trained = np.ones(len(rewards), bool)
     if settings.drop_zero_std:
-        trained &= ~zero_std_groups(taught, group_ids, num_groups)[group_ids]
+        trained &= ~zero_std_groups(signal, group_ids, num_groups)[group_ids]
     if settings.best_and_worst:
         trained &= best_and_worst(scores, group_ids, settings.best_and_worst)
     return trained
@@ -355,8 +356,7 @@ def _checked(rewards: np.ndarray, group_ids: np.ndarray, num_groups: int) -> np.
     outside = np.flatnonzero((group_ids < 0) | (group_ids >= num_groups))
     if outside.size:
         raise ValueError(
-            f"image {outside[0]} has group id {group_ids[outside[0]]}; "
-            f"ids must lie in [0, {num_groups})"
+            f"image {outside[0]} has group id {group_ids[outside[0]]}; ids must be in [0, {num_groups})"
         )
     missing = np.isnan(rewards)
     broken = ~np.isfinite(rewards)

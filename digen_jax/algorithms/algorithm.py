@@ -29,9 +29,9 @@ EmaUnit = Literal["update", "step"]
 class LinearDecay:
     """Decay that is 0 for `start` updates, then rises by `slope` per update, up to `largest`."""
 
-    start: Count  # updates before the decay begins to rise
-    slope: NonNegativeFloat  # rise of the decay an update
-    largest: Decay  # largest decay; below 1
+    start: Count  # updates before the decay increases
+    slope: NonNegativeFloat  # increase of the decay per update
+    largest: Decay  # maximum decay, below 1
 
     def at(self, updates: int) -> float:
         """Returns the decay after `updates` updates, including those of the current step."""
@@ -296,7 +296,8 @@ class Matching(Algorithm):
         if self.reference_guidance != self.guidance and not self.reads_reference:
             raise ValueError(
                 f"reference_guidance is {self.reference_guidance} and guidance {self.guidance}, but with "
-                "kl_coefficient 0 no reference is evaluated: leave reference_guidance at 0, or give a kl_coefficient"
+                "kl_coefficient 0 no reference is evaluated: set reference_guidance to 0, or set "
+                "kl_coefficient"
             )
 
 

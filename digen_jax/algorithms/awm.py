@@ -49,26 +49,27 @@ class AWM(Matching):
     name: ClassVar[str] = "awm"
     config_defaults: ClassVar[dict] = dict(old_log_probs="auto", reference_guidance=0.0)
 
-    weighting: Weighting = "ghuber"  # weight of an image's matching error at a noise level
+    weighting: Weighting = "ghuber"  # weighting of an image's matching error by noise level
     ghuber_power: Annotated[float, Range(0, 1, "least")] = 0.25  # "ghuber": power of the error
-    clip_range: ClipRange = 1.0  # the ratio is clipped to [1 - clip_range, 1 + clip_range]
-    adv_clip: PositiveFloat = 5.0  # advantages are clipped to [-adv_clip, adv_clip] first
-    # clipped advantages are scaled to [-advantage_max, advantage_max]
+    clip_range: ClipRange = 1.0  # clips the ratio to [1 - clip_range, 1 + clip_range]
+    # clips advantages to [-adv_clip, adv_clip] before they are scaled
+    adv_clip: PositiveFloat = 5.0
+    # scales clipped advantages to [-advantage_max, advantage_max]
     advantage_max: PositiveFloat = 1.0
-    # weight of the KL to the model before tuning; 0: no KL
-    kl_coefficient: NonNegativeFloat = 0.001
-    # weight of the KL to a slow copy of the policy; 0: no copy
+    kl_coefficient: NonNegativeFloat = 0.001  # weight of the KL to the initial model; 0 means no KL
+    # weight of the KL to a slow copy of the policy; 0 means no copy
     ema_kl_coefficient: NonNegativeFloat = 1.0
     ema: LinearDecay = SLOW_COPY
-    # source of the ratio's old matching errors: recomputed with the policy that sampled, or the
-    # current ones, so that ratios are 1; "auto" chooses by policy lag and updates
+    # source of old matching errors: recomputed with the behavior policy, or the current ones, so that ratios are 1;
+    # "auto" chooses by policy lag and updates
     old_log_probs: Literal["current", "recomputed"] = "current"
-    # largest distance from 1 to which rounding may move 99% of the ratios before the first update, as a share of
-    # the distance to their bound; a run stops beyond it
+    # maximum deviation from 1 of 99% of the ratios before the first update, which is caused by rounding, as a fraction
+    # of the distance to their bound; the run stops beyond it
     spread_limit: PositiveFloat = SPREAD_LIMIT
-    # guidance scale in training, at most 1: none; 0: the sampler's
+    # guidance scale in training; 0 means the sampler's; 1 or less otherwise means none
     guidance: NonNegativeFloat = 1.0
-    reference_guidance: NonNegativeFloat = 1.0  # guidance scale of the reference; 0: as `guidance`
+    # guidance scale of the reference; 0 means `guidance`
+    reference_guidance: NonNegativeFloat = 1.0
     times: LogitNormalTimes = TIMES
 
     @property

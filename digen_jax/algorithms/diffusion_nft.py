@@ -47,17 +47,18 @@ class DiffusionNFT(Matching):
     config_defaults: ClassVar[dict] = dict(reference_guidance=0.0)
     samples_from_copy: ClassVar[bool] = True  # the old policy, which samples
 
-    # the trained policy's share in the positive one; 1 / beta is the guidance
+    # share of the trained policy in the implicit positive policy; 1 / beta is the guidance strength
     beta: PositiveFloat = 1.0
-    adv_clip: PositiveFloat = 5.0  # the advantage whose reward probability is 1
-    advantage_mode: AdvantageMode = "all"  # which advantages become probabilities, and how
-    kl_coefficient: NonNegativeFloat = 1e-4  # weight of the KL to the model before tuning; 0: no KL
-    # the smallest mean |x0_hat - x0| by which the error is divided
-    weight_floor: PositiveFloat = 1e-5
-    decay_type: Literal[0, 1, 2] = 1  # how the old policy follows: 0 at once, 1 faster than 2
-    # guidance scale in training, at most 1: none; 0: the sampler's
+    adv_clip: PositiveFloat = 5.0  # advantage at which the reward probability is 1
+    advantage_mode: AdvantageMode = "all"  # how advantages are mapped to reward probabilities
+    kl_coefficient: NonNegativeFloat = 1e-4  # weight of the KL to the initial model; 0 means no KL
+    weight_floor: PositiveFloat = 1e-5  # minimum mean |x0_hat - x0| by which the error is divided
+    # decay of the old policy: 0 copies the trained policy at once, 1 follows it faster than 2
+    decay_type: Literal[0, 1, 2] = 1
+    # guidance scale in training; 0 means the sampler's; 1 or less otherwise means none
     guidance: NonNegativeFloat = 1.0
-    reference_guidance: NonNegativeFloat = 1.0  # guidance scale of the reference; 0: as `guidance`
+    # guidance scale of the reference; 0 means `guidance`
+    reference_guidance: NonNegativeFloat = 1.0
     times: ScheduleTimes = TIMES
 
     @property

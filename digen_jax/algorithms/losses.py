@@ -350,7 +350,7 @@ def choose_old_log_probs(
             return "rollout"
         return "current" if fresh else "recomputed"
     if choice == "current" and not fresh:
-        reason = "with asynchrony" if stale else f"with {updates} updates a step"
+        reason = "with asynchrony" if stale else f"with {updates} updates per step"
         others = "'recomputed' or 'rollout'" if stored else "'recomputed'"
         raise ValueError(
             f"old_log_probs is 'current', but {reason} the policy being trained is not the one that "
@@ -388,10 +388,10 @@ def check_ratio_spread(algorithm: Any, sums: Mapping[str, Float[Array, ""]]) -> 
     if over <= SPREAD_SHARE:
         return
     raise ConfigError(
-        f"before the first update, where all ratios should be 1, rounding moves them by {mean:.1e} in the mean, "
-        f"and {over:.1%} of them by more than {limit:.1e}, which is config.algorithm.spread_limit = "
+        f"before the first update, where all ratios should be 1, rounding moves them by {mean:.1e} in the "
+        f"mean, and {over:.1%} of them by more than {limit:.1e}, which is config.algorithm.spread_limit = "
         f"{algorithm.spread_limit:g} of their bound {bound:g}: set config.algorithm.old_log_probs, which is "
-        f"{algorithm.old_log_probs!r}, to 'current' for one update a step of fresh samples or to 'recomputed' for "
-        "several, or config.precision.arithmetic and config.precision.rollout to 'float32', or raise "
-        "config.algorithm.spread_limit"
+        f"{algorithm.old_log_probs!r}, to 'current' for one update per step of fresh samples or to "
+        "'recomputed' for several, or config.precision.arithmetic and config.precision.rollout to 'float32', "
+        "or raise config.algorithm.spread_limit"
     )

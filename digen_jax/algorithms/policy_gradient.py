@@ -59,33 +59,38 @@ class PolicyGradient(Algorithm):
     config_defaults: ClassVar[dict] = dict(clip_range=1e-3, old_log_probs="auto")
     supports_early_training: ClassVar[bool] = True
 
-    clip_range: ClipRange = 1e-4  # the ratio is clipped to [1 - clip_range, 1 + clip_high]
-    clip_high: NonNegativeFloat = 0.0  # upper clip range, for clip-higher; 0: as clip_range
-    # bound of the ratio for negative advantages, above 1; 0: none
+    clip_range: ClipRange = 1e-4  # clips the ratio to [1 - clip_range, 1 + clip_high]
+    clip_high: NonNegativeFloat = 0.0  # upper clip range (clip-higher); 0 means clip_range
+    # maximum ratio for negative advantages (dual clip), above 1; 0 means no maximum
     dual_clip: NonNegativeFloat = 0.0
-    # advantages are clipped to [-adv_clip, adv_clip]; not for "divergence"
+    # clips advantages to [-adv_clip, adv_clip]; not used with "divergence"
     adv_clip: PositiveFloat = 5.0
-    ratio: Ratio = "plain"  # of one step, GRPO-Guard's ("guard"), or of a trajectory (GSPO)
-    surrogate: Surrogate = "clip"  # PPO's clipping, CISPO, TOPR, or Flow-DPPO ("divergence")
-    # "divergence": largest KL to the old policy that is trained
+    # importance ratio: of one step ("plain"), of GRPO-Guard ("guard"), or of a trajectory (GSPO)
+    ratio: Ratio = "plain"
+    # surrogate objective: PPO clipping, CISPO, TOPR, or Flow-DPPO ("divergence")
+    surrogate: Surrogate = "clip"
+    # "divergence": maximum KL to the old policy at which a sample is trained
     kl_threshold: PositiveFloat = 1e-5
-    positive_weight: NonNegativeFloat = 1.0  # "topr": weight of images with positive advantage
-    negative_weight: NonNegativeFloat = 1.0  # "topr": weight of images with negative advantage
-    # 0: the ratio is to the policy that sampled; above 0: it is to the step's start, and the loss is
-    # weighted by that policy's ratio to the sampler, up to this cap (TIS; inf: decoupled PPO)
+    positive_weight: NonNegativeFloat = 1.0  # "topr": weight of images with positive advantages
+    negative_weight: NonNegativeFloat = 1.0  # "topr": weight of images with negative advantages
+    # 0: the ratio is relative to the behavior policy. Above 0: it is relative to the policy at the start of the step,
+    # and the loss is weighted by the ratio of that policy to the behavior policy, up to this cap (TIS; inf is
+    # decoupled PPO)
     importance_cap: Annotated[float, Range(0, infinite=True)] = 0.0
-    # samples whose log-probability differs from the sampler's by more are not trained; 0: all are
+    # maximum difference between a sample's log-probability and the sampler's at which it is trained; 0 disables
+    # rejection
     rejection_bound: NonNegativeFloat = 0.0
-    # steps that begin below this noise level are not trained
+    # minimum noise level at the start of a trained step
     smallest_sigma: Annotated[float, Range(0, 1, "most")] = 0.0
-    kl_coefficient: NonNegativeFloat = 0.0  # weight of the KL to the model before tuning; 0: no KL
-    # Flow-GRPO's code, its paper ("gaussian_dt"), or squared velocity difference
+    kl_coefficient: NonNegativeFloat = 0.0  # weight of the KL to the initial model; 0 means no KL
+    # form of the KL: as in Flow-GRPO's code ("gaussian"), as in its paper ("gaussian_dt"), or the squared velocity
+    # difference ("velocity")
     kl: Kl = "gaussian"
-    # source of a ratio's old log-probabilities: stored by the sampler, recomputed by the trainer, or
-    # the current ones, so that ratios are 1; "auto" chooses by dtype, policy lag, updates
+    # source of old log-probabilities: stored by the sampler ("rollout"), recomputed by the trainer, or the current
+    # ones, so that ratios are 1; "auto" chooses by dtype, policy lag and updates
     old_log_probs: OldLogProbs = "rollout"
-    # largest distance from 1 to which rounding may move 99% of the ratios before the first update, as a share of
-    # the distance to their bound; a run stops beyond it
+    # maximum deviation from 1 of 99% of the ratios before the first update, which is caused by rounding, as a fraction
+    # of the distance to their bound; the run stops beyond it
     spread_limit: PositiveFloat = SPREAD_LIMIT
 
     @property

@@ -40,12 +40,13 @@ class DiffusionDPO(Matching):
     images_per_sample: ClassVar[int] = 2
     ranks: ClassVar[bool] = True
 
-    # the inverse temperature of the preference; the paper's beta T omega
-    beta: PositiveFloat = 100.0
-    set_steps: Count = 0  # offline: number of steps whose images form the fixed set; 0: online
-    # guidance scale in training, at most 1: none; 0: the sampler's
+    beta: PositiveFloat = 100.0  # inverse temperature of the preference; beta T omega in the paper
+    # offline training: number of steps whose images form the fixed set; 0 means online
+    set_steps: Count = 0
+    # guidance scale in training; 0 means the sampler's; 1 or less otherwise means none
     guidance: NonNegativeFloat = 1.0
-    reference_guidance: NonNegativeFloat = 1.0  # guidance scale of the reference; 0: as `guidance`
+    # guidance scale of the reference; 0 means `guidance`
+    reference_guidance: NonNegativeFloat = 1.0
     times: LogitNormalTimes = TIMES
 
     @property

@@ -169,15 +169,15 @@ def attend_jointly(
             for streams, scales in ((q, norms.q), (k, norms.k))
         )
         norms = None
-    whole = functools.partial(_whole, kernel, log_weights, causal)
+    compute = functools.partial(_attend_unsharded, kernel, log_weights, causal)
     if target.mesh is None or (kernel == XLA and target.mesh.shape[target.tokens] == 1):
         most = MOST_SCORES * target.parts(*target.rows, target.heads)
-        return whole(most, tuple(q), tuple(k), tuple(v), lengths, norms)
-    whole = functools.partial(whole, MOST_SCORES)
-    return on_each_device(target, whole, tuple(q), tuple(k), tuple(v), lengths, norms)
+        return compute(most, tuple(q), tuple(k), tuple(v), lengths, norms)
+    compute = functools.partial(compute, MOST_SCORES)
+    return on_each_device(target, compute, tuple(q), tuple(k), tuple(v), lengths, norms)
 
 
-def _whole(
+def _attend_unsharded(
     kernel: str,
     log_weights: Float[np.ndarray, "t"] | None,
     causal: bool,
@@ -302,11 +302,11 @@ def _exchanged(
     `of_q` and `of_k` are the number of tokens of each stream, without padding.
     """
 
-    def whole(streams: Streams, sizes: Sequence[int]) -> Streams:
+    def to_heads(streams: Streams, sizes: Sequence[int]) -> Streams:
         exchanged = (jax.lax.all_to_all(a, axis, 2, 1, tiled=True) for a in streams)
         return tuple(a[:, :size] for a, size in zip(exchanged, sizes, strict=True))
 
-    out = attend(whole(q, of_q), whole(k, of_k), whole(v, of_k), lengths, norms)
+    out = attend(to_heads(q, of_q), to_heads(k, of_k), to_heads(v, of_k), lengths, norms)
     parts = jax.lax.axis_size(axis)
     return tuple(jax.lax.all_to_all(_divisible(a, parts), axis, 1, 2, tiled=True) for a in out)
 

@@ -60,11 +60,11 @@ class Heads(NamedTuple):
         return self._replace(number=self.number // parts, groups=self.groups // parts)
 
 
-def choose(asked: str, device: jax.Device | None, dtype: DTypeLike, heads: Heads) -> str:
+def choose(configured: str, device: jax.Device | None, dtype: DTypeLike, heads: Heads) -> str:
     """Returns the configured kernel, or for "auto" the best kernel that supports the heads.
 
     Args:
-      asked: Configured `Kernel`.
+      configured: Configured `Kernel`.
       device: One device that the program is compiled for. None means unknown, for which "auto" selects XLA.
       dtype: dtype of queries, keys and values.
       heads: Heads on one device.
@@ -72,14 +72,14 @@ def choose(asked: str, device: jax.Device | None, dtype: DTypeLike, heads: Heads
     Raises:
       ConfigError: the configured kernel does not support the heads.
     """
-    if asked == AUTO:
+    if configured == AUTO:
         kernels = (PACKED, SPLASH, CUDNN)
         return next((k for k in kernels if not obstacle(k, device, dtype, heads)), XLA)
-    if reason := obstacle(asked, device, dtype, heads):
+    if reason := obstacle(configured, device, dtype, heads):
         raise ConfigError(
-            f"config.model.attention = {asked!r} cannot be used, because {reason}: set it to 'auto'"
+            f"config.model.attention = {configured!r} cannot be used, because {reason}: set it to 'auto'"
         )
-    return asked
+    return configured
 
 
 def obstacle(kernel: str, device: jax.Device | None, dtype: DTypeLike, heads: Heads) -> str | None:
@@ -87,27 +87,27 @@ def obstacle(kernel: str, device: jax.Device | None, dtype: DTypeLike, heads: He
     if kernel == XLA:
         return None
     if device is None:
-        return "the devices are not known"
+        return "the devices are unknown"
     found = "a CPU" if device.platform == "cpu" else f"a {device.device_kind!r}"
     if kernel in (PACKED, SPLASH) and device.platform != "tpu":
-        return f"{kernel} attention runs on TPUs, and the device is {found}"
+        return f"{kernel} attention runs on TPUs, but the device is {found}"
     if kernel == PACKED:
         return _unpacked(heads, jnp.dtype(dtype).itemsize)
     if kernel == CUDNN:
         capability = _compute_capability(device)
         if capability is None:
-            return f"cuDNN runs on NVIDIA's GPUs, and the device is {found}"
+            return f"cuDNN runs on NVIDIA GPUs, but the device is {found}"
         if capability < AMPERE:
             return (
-                f"cuDNN's flash attention needs compute capability {AMPERE}, and {found} has less"
+                f"cuDNN's flash attention needs compute capability {AMPERE}, but {found} has less"
             )
         if (name := jnp.dtype(dtype).name) not in CUDNN_DTYPES:
             return f"cuDNN's flash attention computes in {' or '.join(CUDNN_DTYPES)}, not in {name}"
         if heads.width % MULTIPLE:
-            return f"cuDNN takes a multiple of {MULTIPLE} channels a head, not {heads.width}"
+            return f"cuDNN supports multiples of {MULTIPLE} channels per head, not {heads.width}"
     if (channels := heads.width + MULTIPLE * heads.weighted) > WIDEST:
         more = ", with those for the weights of keys," if heads.weighted else ""
-        return f"it takes at most {WIDEST} channels a head, which{more} are {channels} here"
+        return f"it takes at most {WIDEST} channels per head, which{more} are {channels} here"
     return None
 
 
@@ -117,7 +117,7 @@ def _unpacked(heads: Heads, itemsize: int) -> str | None:
 
     number, width, _, groups, keys = heads
     if groups not in (0, number):
-        return f"packed attention has no grouped heads, and there are {groups} of keys for {number}"
+        return f"packed attention does not support grouped heads, but there are {groups} of keys for {number}"
     if packed.LANES % width or number * width % packed.LANES:
         return f"{number} heads of {width} channels on a device do not fill tiles of {packed.LANES}"
     if not packed.fits(keys, itemsize):

@@ -171,7 +171,7 @@ def _forward(q, k, v, bias, scales_q, scales_k, form):
         functools.partial(forward, form=form),
         in_specs=[
             blocks.queries, blocks.keys, blocks.keys, blocks.bias,
-            blocks.whole(scales_q), blocks.whole(scales_k),
+            blocks.unsplit(scales_q), blocks.unsplit(scales_k),
         ],
         out_specs=[blocks.queries, blocks.numbers],
         out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype), logs],
@@ -194,7 +194,7 @@ def _backward(form, residuals, direction):
         functools.partial(backward, form=form),
         in_specs=[
             blocks.queries, blocks.keys, blocks.keys, blocks.bias,
-            blocks.whole(scales_q), blocks.whole(scales_k),
+            blocks.unsplit(scales_q), blocks.unsplit(scales_k),
             blocks.queries, blocks.numbers, blocks.queries,
         ],
         out_specs=[
@@ -241,7 +241,7 @@ class _Blocks:
             ),
         )
 
-    def whole(self, scales: Array) -> pl.BlockSpec:
+    def unsplit(self, scales: Array) -> pl.BlockSpec:
         """Returns the spec of the scales, which every step reads."""
         return pl.BlockSpec(scales.shape, lambda b, h, i: (0, 0))
 
@@ -271,7 +271,7 @@ def forward(q, k, v, bias, scales_q, scales_k, out, logs, *scratch, form):
     scores = _scores(k, q, 0, width)
     for head in range(LANES // width):
         # The next head's scores precede this head's softmax, so that the compiler interleaves them.
-        ahead = _scores(k, q, head + 1, width)
+        next_scores = _scores(k, q, head + 1, width)
         scores = scores * scale + bias
         most = scores.max(0, keepdims=True)
         weights = jnp.exp(scores - most)
@@ -279,7 +279,7 @@ def forward(q, k, v, bias, scales_q, scales_k, out, logs, *scratch, form):
         own = values[head * width : (head + 1) * width]
         results.append(_dot(own, weights.astype(v.dtype), PLAIN) / total)
         logs[0, 0, head : head + 1, :] = most + jnp.log(total)
-        scores = ahead
+        scores = next_scores
     out[0] = jnp.concatenate(results, axis=0).T.astype(out.dtype)
 
 
@@ -414,8 +414,8 @@ def _means(x: Float[Array, "n lanes"], width: int, dtype: DTypeLike) -> Float[Ar
 
 def _dot(a: Array, b: Array, dimensions: tuple) -> Array:
     """Multiplies with float32 accumulation. Products of float32 are exact, regardless of the caller's precision."""
-    whole = a.dtype == jnp.float32
-    precision = lax.Precision.HIGHEST if whole else lax.Precision.DEFAULT
+    is_float32 = a.dtype == jnp.float32
+    precision = lax.Precision.HIGHEST if is_float32 else lax.Precision.DEFAULT
     return lax.dot_general(
         a, b, dimensions, precision=precision, preferred_element_type=jnp.float32
     )

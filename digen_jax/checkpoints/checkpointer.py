@@ -269,7 +269,9 @@ def read_checkpoint(folder: Path | str, template: Any) -> Restored:
     for path, leaf in jax.tree.leaves_with_path(arrays):
         if isinstance(leaf, jax.ShapeDtypeStruct):  # was not read
             name = jax.tree_util.keystr(path, simple=True, separator="/")
-            raise ValueError(f"checkpoint {newest} has no {name}: it is of another kind of run")
+            raise ValueError(
+                f"checkpoint {newest} has no {name}: it belongs to another kind of run"
+            )
     return Restored(step, arrays, host)
 
 
@@ -309,7 +311,7 @@ def newest_complete(folder: Path) -> tuple[int | None, list[int]]:
     if damaged:
         each = "; ".join(f"{step}: {why}" for step, why in damaged.items())
         none = f"no checkpoint in {folder} is complete ({each})"
-        raise ConfigError(f"{none}: put a copy in its place, or choose another workdir")
+        raise ConfigError(f"{none}: restore a copy, or choose another workdir")
     return None, []
 
 
@@ -372,7 +374,7 @@ def _difference(folder: Path, name: str, expected: tuple[int, int]) -> str | Non
     try:
         if path.stat().st_size != expected[0]:
             return f"{name} has {path.stat().st_size} bytes, not {expected[0]}"
-        return None if _size_and_crc(path) == expected else f"{name} is not what was written"
+        return None if _size_and_crc(path) == expected else f"{name} has another checksum"
     except FileNotFoundError:
         return f"{name} is missing"
     except OSError as error:

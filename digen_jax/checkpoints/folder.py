@@ -38,7 +38,7 @@ HUB_FILES += ["*lora_weights.safetensors", "adapter_model.safetensors"]
 HUB_IGNORED = ["*.fp16.*", "*.fp16-*", "*.bf16.*", "*.non_ema.*", "*onnx*"]
 
 # Maximum bytes per file that `fingerprint` reads; larger files are sampled in pieces.
-WHOLE = 2**25
+MAX_READ = 2**25
 PIECE = 2**16
 
 
@@ -121,7 +121,7 @@ def check_classes(folder: Folder, components: Mapping[str, tuple[str | None, ...
         if expected[0] is not None and same not in supported:
             names = " or ".join(map(json.dumps, supported))
             raise ValueError(
-                f"{path} says that {part} is {json.dumps(found)}, but only {names} is supported: choose another folder"
+                f"{path}: {part} is {json.dumps(found)}, but only {names} is supported: choose another folder"
             )
 
 
@@ -360,10 +360,10 @@ def fingerprint(folder: str | os.PathLike[str], parts: Sequence[str]) -> str:
         if not files:
             raise ValueError(f"{pathlib.Path(folder, part)} holds no file of the {part}")
         for path in files:
-            size, pieces = path.stat().st_size, WHOLE // PIECE
+            size, pieces = path.stat().st_size, MAX_READ // PIECE
             digest.update(f"{part}/{path.name} {size}\n".encode())
             with path.open("rb") as file:
-                if size <= WHOLE:
+                if size <= MAX_READ:
                     digest.update(file.read())
                     continue
                 for piece in range(pieces):

@@ -37,16 +37,17 @@ _scale: contextvars.ContextVar[Any] = contextvars.ContextVar("scale", default=No
 
 @dataclasses.dataclass(frozen=True)
 class LoraConfig:
-    """The LoRA that is trained instead of all weights."""
+    """LoRA, which is trained instead of all weights."""
 
-    rank: Count = 0  # rank of the factors; 0: no LoRA, all weights are tuned
-    alpha: PositiveFloat = 1.0  # the update is scaled by alpha / rank
-    # regular expression for the full names of the linear layers, as in torch, with or without their component's name
-    # and a dot in front; "": the model family's own
+    rank: Count = 0  # rank of the factors; 0 means that all weights are trained, without a LoRA
+    alpha: PositiveFloat = 1.0  # the low-rank term is scaled by alpha / rank
+    # regular expression for the full names of linear layers, as in PyTorch, with or without the prefix of their
+    # component, such as "transformer."; "" means the model family's default
     targets: str = ""
-    # how the first factor is drawn: PEFT's default, or "gaussian" with a standard deviation of 1 / rank
+    # initialization of the first factor: "kaiming", the default of PEFT, or "gaussian", with standard deviation 1 /
+    # rank
     init: Init = "kaiming"
-    # a LoRA to continue, of the same rank, alpha and layers: a folder or file, or a hub id
+    # LoRA whose training continues, with the same rank, alpha and layers: a folder, file or Hub id
     path: str = ""
 
     @property

@@ -64,7 +64,7 @@ ELSEWHERE = "merge it into the model with the program that wrote it, and use the
 # Tensors of other formats, by name: description and advice.
 ENCODER = r"(?:.*\.)?(?:text_encoder(_\d)?\.|lora_te(\d?)_)"
 FORMATS = (
-    (ENCODER, "a factor of a text encoder, which is not tuned here", MERGE),
+    (ENCODER, "a factor of a text encoder, which is not trained here", MERGE),
     (r".*\.lora_magnitude_vector", "a part of DoRA", MERGE),
     (r".*[._](lokr_|hada_|oft_|dora_scale$|diff(_b)?$|lora_mid)", "no part of a LoRA", ELSEWHERE),
     (

@@ -222,7 +222,7 @@ def check_tensors(
     for name, tensor in tensors.items():
         if name not in expected and not any(fnmatchcase(name, pattern) for pattern in ignore):
             what = f"tensor {name} of shape {list(tensor.shape)} in {tensor.file}"
-            problems.append(f"{what} is surplus: the network has no place for it{by}")
+            problems.append(f"{what} is unexpected: the network has no such parameter{by}")
     if problems:
         more = f" (and {len(problems) - 1} more like this)" if len(problems) > 1 else ""
         raise ValueError(problems[0] + more)

@@ -40,7 +40,7 @@ STORAGES: dict[str, tuple[np.dtype, str]] = {
 NAMES = dict(STORAGES.values())
 Path = str | pathlib.Path
 LARGEST_PICKLE = 2**26  # in bytes; enough for ten thousand tensors
-RELOAD = "load it where torch is, with weights_only=True"
+RELOAD = "load it with torch, with weights_only=True"
 LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # torch's magic number, pickled, as in torch/serialization.py
 
 
@@ -99,7 +99,7 @@ def load(file: Path) -> Any:
         with file.open("rb") as opened:
             start = opened.read(len(LEGACY))
         if not start.startswith(b"PK"):
-            old = "in torch's format before 1.6" if start == LEGACY else "no file of torch.save"
+            old = "in torch's format before 1.6" if start == LEGACY else "not a file of torch.save"
             raise Unsupported(f"it is {old}: {RELOAD}, and torch.save it again")
         with zipfile.ZipFile(file) as archive:
             return _read(file, archive)
@@ -110,14 +110,14 @@ def load(file: Path) -> Any:
     except Unsupported as error:
         raise ValueError(f"{file} cannot be read: {error}") from error
     except Exception as error:  # unpickling may raise anything
-        raise ValueError(f"{file} cannot be read, its contents are broken: {error}") from error
+        raise ValueError(f"{file} cannot be read, its content is damaged: {error}") from error
 
 
 def _read(file: pathlib.Path, archive: zipfile.ZipFile) -> Any:
     mapped = np.memmap(file, np.uint8, "r")
     pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
     if len(pickles) != 1 or pickles[0].count("/") != 1:
-        raise Unsupported("it is no file of torch.save, which has one data.pkl")
+        raise Unsupported("it is not a file of torch.save, which has one data.pkl")
     root = pickles[0].removesuffix("data.pkl")
 
     def content(name: str) -> np.ndarray:
@@ -127,7 +127,7 @@ def _read(file: pathlib.Path, archive: zipfile.ZipFile) -> Any:
             raise Unsupported(f"its member {name} is compressed, which torch.save does not do")
         header = mapped[info.header_offset : info.header_offset + 30].tobytes()
         if header[:4] != b"PK\x03\x04":
-            raise Unsupported(f"its member {name} is not where the archive says")
+            raise Unsupported(f"its member {name} is not at the offset stated in the archive")
         begin = info.header_offset + 30 + sum(struct.unpack("<HH", header[26:30]))
         found = mapped[begin : begin + info.file_size]
         if len(found) != info.file_size:
@@ -187,7 +187,7 @@ def _tensor(numbers: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> np.
     if not isinstance(numbers, np.ndarray):
         raise Unsupported("it has a tensor without a storage")
     if not all(type(n) is int and 0 <= n < 2**62 for n in (offset, *shape, *strides)):
-        raise Unsupported("it has a tensor whose shape, strides and offset are no integers from 0")
+        raise Unsupported("it has a tensor whose shape, strides and offset are not integers from 0")
     dims = sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1)
     last, what = 0, f"it has a tensor of shape {list(shape)}"
     for stride, size in dims:

@@ -26,10 +26,10 @@ from digen_jax.errors import (
     ConfigError,
     Range,
     allowed_values,
-    blame,
     check_choice,
     check_divides,
-    together,
+    collect_errors,
+    prefix_errors,
 )
 from digen_jax.models.family import NAMES
 from digen_jax.parallel.mesh import MODEL, PARAMETERS, TACTICS, TIME
@@ -56,7 +56,7 @@ def check_fields(config: ConfigDict) -> None:
       ConfigError: One message for each invalid field.
     """
     fields, allowed = flat(config), allowed_of(config.algorithm.name)
-    with together() as one:
+    with collect_errors() as one:
         for name, value in fields.items():
             known = allowed.get(re.sub(r"\[\d+\]", "[i]", name).removeprefix("config."), ANY)
             with one():
@@ -121,7 +121,7 @@ def check_meshes(config: TrainConfig, devices: int) -> None:
 
 def _run_checks(checks: Iterable[Callable[[TrainConfig], None]], config: TrainConfig) -> None:
     """Runs several checks, and raises one ConfigError with all their messages."""
-    with together() as one:
+    with collect_errors() as one:
         for check in checks:
             with one():
                 check(config)
@@ -134,19 +134,19 @@ def _check_divides(config: TrainConfig, divisor: str, field: str, why: str) -> N
 
 
 def _check_tracker_projects(config: ConfigDict) -> None:
-    with together() as one:
+    with collect_errors() as one:
         for tracker in ("wandb", "trackio"):
             given = [name for name, value in config[tracker].items() if value and name != "mode"]
             with one():
                 if given and not config[tracker].project:
-                    needed = f"config.{tracker}.project: name the project, too"
-                    raise ConfigError(f"config.{tracker}.{given[0]} does nothing without {needed}")
+                    needed = f"config.{tracker}.project: set the project"
+                    raise ConfigError(f"config.{tracker}.{given[0]} has no effect without {needed}")
 
 
 def _check_weights(config: ConfigDict) -> None:
     """Refuses reward weights that train nothing, and dicts of weights with values that are not numbers."""
     weights: list[float] = []
-    with together() as one:
+    with collect_errors() as one:
         for number, section in enumerate(config.rewards):
             given = section.weight
             several = given.to_dict() if isinstance(given, ConfigDict) else {"": given}
@@ -169,7 +169,7 @@ def _check_files(config: ConfigDict) -> None:
             raise ConfigError(f"config.prompts.files has {file!r} twice: give it a larger weight")
     given = f"config.prompts.weights = {weights}"
     if not all(type(one) in (int, float) and 0 < one < math.inf for one in weights):
-        raise ConfigError(f"{given} must hold positive numbers: leave out files of weight 0")
+        raise ConfigError(f"{given} must hold positive numbers: remove files of weight 0")
     if weights and len(weights) != len(files):
         each = f"a weight for each of the {len(files)} files of config.prompts.files"
         raise ConfigError(f"{given} must have {each}, or be () if all weigh the same")
@@ -209,8 +209,8 @@ def _check_decay(config: TrainConfig) -> None:
 
 def _check_average(config: TrainConfig) -> None:
     trainer = config.trainer
-    asked = trainer.ema_unit != "update" or trainer.ema_warm_up
-    if not trainer.ema and (asked or trainer.ema_every * trainer.ema_repeats > 1):
+    is_set = trainer.ema_unit != "update" or trainer.ema_warm_up
+    if not trainer.ema and (is_set or trainer.ema_every * trainer.ema_repeats > 1):
         raise ConfigError(
             "config.trainer.ema = 0 keeps no average: set it to a decay such as 0.9, or leave out ema_unit, "
             "ema_warm_up, ema_every and ema_repeats"
@@ -248,7 +248,7 @@ def _check_watched_reward(config: TrainConfig) -> None:
 
 
 def _check_advantages(config: TrainConfig) -> None:
-    with blame("config.advantages."):
+    with prefix_errors("config.advantages."):
         config.advantages.check(config.batch.images)
 
 
@@ -256,7 +256,7 @@ def _check_sampler(config: TrainConfig) -> None:
     """Refuses a window, a window fraction, or start noise that cannot work."""
     sampler, transitions = config.sampler, config.algorithm.objective == "transitions"
     if config.noisy_steps or transitions:
-        with blame("config.sampler.window."):
+        with prefix_errors("config.sampler.window."):
             sampler.window.check(sampler.steps)
             if transitions:
                 share_of_timesteps(config.noisy_steps, sampler.window.timestep_fraction)
@@ -268,7 +268,7 @@ def _check_sampler(config: TrainConfig) -> None:
 
 
 def _check_noise_level(config: TrainConfig) -> None:
-    with blame("config.sampler."):
+    with prefix_errors("config.sampler."):
         make_step(config.sampler.kind, config.sampler.noise_level)
 
 
@@ -339,7 +339,7 @@ def _check_lag(config: TrainConfig) -> None:
     if sizes:
         change = _smaller_chunks(config, sizes)
     raise ConfigError(
-        f"config.runtime.max_policy_lag = {runtime.max_policy_lag} changes nothing, as "
+        f"config.runtime.max_policy_lag = {runtime.max_policy_lag} has no effect, because "
         f"config.runtime.max_off_policy_fraction = {runtime.max_off_policy_fraction} of a step is less than "
         f"config.sampler.chunk = {config.sampler.chunk} images or a group: set {change}, or "
         "config.runtime.max_policy_lag to 0"
@@ -369,11 +369,11 @@ def _check_incomplete_groups(config: TrainConfig) -> None:
 
     def refuse(name: str, given: Any, why: str, value: Any) -> None:
         raise ConfigError(
-            f"{early} cannot go with config.{name} = {given}, as {why}: set that to {value}, or "
+            f"{early} is incompatible with config.{name} = {given}, because {why}: set that to {value}, or "
             "config.runtime.max_incomplete_groups to 0"
         )
 
-    with together() as one:
+    with collect_errors() as one:
         for name, value, why in needed:
             if (given := operator.attrgetter(name)(config)) != value:
                 with one():
@@ -382,7 +382,7 @@ def _check_incomplete_groups(config: TrainConfig) -> None:
             if len(names) > 1:
                 why = "it is shown to be exact for a single reward only"
                 refuse("rewards", ", ".join(names), why, names[0])
-            with blame("config.advantages."):
+            with prefix_errors("config.advantages."):
                 config.advantages.check_early_training()
         with one():
             if order == "yes":
@@ -408,20 +408,20 @@ def _check_chunks_of_incomplete_groups(config: TrainConfig) -> None:
 
 def _check_algorithm(config: TrainConfig) -> None:
     """Refuses settings of the algorithm that cannot be combined with each other or with other sections."""
-    algorithm, asked = config.algorithm, config.asked
-    with blame("config.algorithm."):
-        if asked.get("old_log_probs", "auto") != "auto":
+    algorithm, section = config.algorithm, config.algorithm_section
+    with prefix_errors("config.algorithm."):
+        if section.get("old_log_probs", "auto") != "auto":
             choose_old_log_probs(
-                asked["old_log_probs"],
+                section["old_log_probs"],
                 float32=True,
                 stale=config.runtime.max_policy_lag > 0,
                 updates=config.trainer.updates,
                 stored=algorithm.objective == "transitions",
             )
     if isinstance(algorithm.times, ScheduleTimes):
-        with blame("config.algorithm.times."):
+        with prefix_errors("config.algorithm.times."):
             algorithm.times.check(config.sampler.steps)
-    with blame("config.algorithm."):
+    with prefix_errors("config.algorithm."):
         algorithm.check()
         algorithm.check_kind(config.sampler.kind)
         if config.runtime.max_incomplete_groups:
@@ -442,8 +442,8 @@ def _check_trajectories(config: TrainConfig) -> None:
     steps = config.trained_steps
     if config.trainer.pack < steps:
         raise ConfigError(
-            f"{_ratio(config)}, so that a pass has to hold them all: set config.trainer.pack to {steps}, and "
-            "config.trainer.micro_batch as much lower as memory needs"
+            f"{_ratio(config)}, so a pass must contain all of them: set config.trainer.pack to {steps}, and "
+            "reduce config.trainer.micro_batch if memory requires it"
         )
 
 
@@ -457,7 +457,7 @@ def _check_trajectories_on_mesh(config: TrainConfig) -> None:
 
 def _ratio(config: TrainConfig) -> str:
     algorithm = cast(Any, config.algorithm)  # no other has trajectory ratios
-    return f"config.algorithm.ratio = {algorithm.ratio!r} puts the steps of an image together"
+    return f"config.algorithm.ratio = {algorithm.ratio!r} combines the steps of an image"
 
 
 def _check_final_images(config: TrainConfig) -> None:
@@ -523,5 +523,5 @@ def check_devices(config: TrainConfig, devices: int) -> None:
 def _split(mesh: str, axes: RolloutAxes | TrainerAxes, others: Sequence[str]) -> tuple[str, int]:
     """Returns the devices over which a mesh splits images, without its axes `others`, as text and number."""
     sizes = {axis: getattr(axes, axis) for axis in others}
-    words = [mesh, *(f"config.placement.{mesh}.{axis}" for axis, n in sizes.items() if n > 1)]
-    return " / ".join(words), axes.devices // math.prod(sizes.values())
+    terms = [mesh, *(f"config.placement.{mesh}.{axis}" for axis, n in sizes.items() if n > 1)]
+    return " / ".join(terms), axes.devices // math.prod(sizes.values())

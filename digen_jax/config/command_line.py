@@ -22,9 +22,11 @@ from digen_jax.process.terminal import keep_writable
 OVERRIDE = re.compile(r"--?(?:no)?(config(?:\.\w+(?:\[[^]=]*\])?)+)(?:=|$)")
 PATH = re.compile(r"(-[^=]*=|)([^:]*)(.*)", re.DOTALL)  # option, path, the config's arguments
 # Groups of fields that accept a single word, and the field that the word sets.
-IN_A_WORD = {"config.placement": "config.placement.mode"}
+SHORT_FLAGS = {"config.placement": "config.placement.mode"}
+# Options of earlier versions, and their new names.
+MOVED_FLAGS = {"pictures": "image_folder", "true_guidance": "true_cfg_scale"}
 
-_OTHER_DEVICES = "install JAX for these devices, check their driver, or leave JAX_PLATFORMS out"
+_OTHER_DEVICES = "install JAX for these devices, check their driver, or unset JAX_PLATFORMS"
 # Function of a script, or several by name.
 Main = Callable[[], Any] | Mapping[str, Callable[[], Any]]
 
@@ -58,7 +60,7 @@ def run_main(main: Main) -> None:
     does not wait for a hung thread, reports an `os._exit` in user code, and continues if its output is closed,
     such as after `| head`. Characters that a console cannot show are printed as escapes.
 
-    A script with several `main` functions, by name, takes one of these names as its first word.
+    A script with several `main` functions, by name, takes one of these names as its first argument.
     """
     shutdown.end_by_ctrl_c()
     shutdown.guard_exit()  # before a config imports a reward
@@ -68,7 +70,7 @@ def run_main(main: Main) -> None:
     with shutdown.ends_process():
         try:
             # In place, because config_flags searches this list for its overrides.
-            sys.argv[:] = spelled_out(sys.argv)
+            sys.argv[:] = expand_args(sys.argv)
             app.run(
                 lambda argv: chosen(main, argv[1:])(),
                 flags_parser=lambda argv: parse_flags(argv, isinstance(main, Mapping)),
@@ -103,27 +105,29 @@ def _smaller() -> str:
         ) + again * ("workdir" in given)
     if "batch" in given:
         return "make --batch smaller, or the images"
-    return "use devices with more memory, or such that no other process uses"
+    return "use devices with more memory, or devices that no other process uses"
 
 
-def chosen(main: Main, words: Sequence[str]) -> Callable[[], Any]:
-    """Returns the function selected by the remaining words of a command line.
+def chosen(main: Main, arguments: Sequence[str]) -> Callable[[], Any]:
+    """Returns the function selected by the positional arguments of a command line.
 
     Raises:
-      ConfigError: The function is unknown, or there are too many words.
+      ConfigError: The function is unknown, or there are too many arguments.
     """
     if isinstance(main, Mapping):
-        if not words:
+        if not arguments:
             raise ConfigError(f"choose what to run: {' or '.join(main)}")
-        check_choice("the first word", words[0], main)
-        main, words = main[words[0]], words[1:]
-    if words:
-        raise ConfigError(f"{words[0]!r} belongs to no option: write --option='its value'")
+        check_choice("the first argument", arguments[0], main)
+        main, arguments = main[arguments[0]], arguments[1:]
+    if arguments:
+        raise ConfigError(
+            f"{arguments[0]!r} does not belong to an option: write --option='its value'"
+        )
     return main
 
 
-def parse_flags(argv: Sequence[str], with_words: bool) -> list[str]:
-    """Lets absl parse a command line's flags; returns the script's name and the remaining words.
+def parse_flags(argv: Sequence[str], positional: bool) -> list[str]:
+    """Lets absl parse a command line's flags; returns the script's name and the positional arguments.
 
     A file given by `--config` and its overrides `--config.some.field=value` are checked first,
     because config_flags reports a misspelt field with a traceback.
@@ -132,15 +136,19 @@ def parse_flags(argv: Sequence[str], with_words: bool) -> list[str]:
       ConfigError: A flag or override is unknown, or has an invalid value.
     """
     check_overrides(argv)
-    # Otherwise absl stops parsing options at the first word.
-    flags.FLAGS.set_gnu_getopt(with_words)
+    # Otherwise absl stops parsing options at the first positional argument.
+    flags.FLAGS.set_gnu_getopt(positional)
     try:
         return flags.FLAGS(argv)
     except flags.Error as error:
+        name = getattr(error, "flagname", "")
+        if name in MOVED_FLAGS:
+            message = f"--{name} is not an option; it is --{MOVED_FLAGS[name]} now"
+            raise ConfigError(message) from error
         raise ConfigError(f"{error}; --help lists all options") from error
 
 
-def spelled_out(argv: Sequence[str]) -> list[str]:
+def expand_args(argv: Sequence[str]) -> list[str]:
     """Replaces a word for a group of fields by the field that it sets, and expands paths.
 
     `~` in --config=~/x.py is the home folder; files of the package, such as configs/shapes_demo.py, are found from any
@@ -149,7 +157,7 @@ def spelled_out(argv: Sequence[str]) -> list[str]:
 
     def argument(text: str) -> str:
         name, _, value = text.partition("=")
-        field = IN_A_WORD.get(name.lstrip("-"))
+        field = SHORT_FLAGS.get(name.lstrip("-"))
         if field and re.fullmatch(r"\w+", value):
             return f"--{field}={value}"
         option, path, rest = cast(re.Match, PATH.fullmatch(text)).groups()
@@ -171,10 +179,10 @@ def check_overrides(argv: Sequence[str]) -> None:
     name, *argument = path.split(":", 1)
     file = Path(name)
     if not file.is_file():
-        raise ConfigError(f"there is no config file {file}: give the path of one by --config")
+        raise ConfigError(f"there is no config file {file}: set --config to an existing file")
     read = runpy.run_path(str(file)).get("get_config")
     if read is None:
-        raise ConfigError(f"{file} has no get_config(): write a function of that name into it")
+        raise ConfigError(f"{file} has no function get_config(): add it")
     try:
         inspect.signature(read).bind(*argument)
     except TypeError as error:

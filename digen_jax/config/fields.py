@@ -35,7 +35,7 @@ MOVED = {
 }
 KINDS: dict[type, tuple[str, tuple[Any, ...]]] = {
     bool: ("True or False", (bool,)),
-    int: ("a whole number", (int,)),
+    int: ("an integer", (int,)),
     float: ("a number", (int, float)),
     str: ("a text", (str,)),
     tuple: ("a tuple", (tuple, list)),
@@ -68,7 +68,7 @@ def check_known(name: str, fields: dict[str, Any]) -> None:
     for end in range(2, len(parts) + 1):
         parent, field = ".".join(parts[: end - 1]), ".".join(parts[:end])
         if parent != "config" and not isinstance(fields[parent], ConfigDict):
-            raise ConfigError(f"{parent} is one value and has no fields: {name} cannot be set")
+            raise ConfigError(f"{parent} is a single value without fields: {name} cannot be set")
         if field not in fields:
             raise ConfigError(f"{field} is not a field; {_nearest(field, fields)}")
 

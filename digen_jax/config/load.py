@@ -22,7 +22,7 @@ from digen_jax.config.fields import KINDS, check_known, flat
 from digen_jax.config.train_config import ALGORITHMS, TrainConfig, algorithm_class, plain
 from digen_jax.data.prompt_checks import Needs, check_images, check_needs
 from digen_jax.data.prompt_files import numbered_records, read_prompt_file
-from digen_jax.errors import ConfigError, blame, check_choice, together
+from digen_jax.errors import ConfigError, check_choice, collect_errors, prefix_errors
 from digen_jax.files import in_home, shipped
 from digen_jax.rewards import RewardSettings
 from digen_jax.rewards.built_in import find_needs, resolve
@@ -82,7 +82,7 @@ def default_config(algorithm: str = "policy_gradient", rewards: Sequence = (None
     fields = {f.name: f.default for f in dataclasses.fields(TrainConfig)}
     kind = algorithm_class(algorithm)
     fields["algorithm"] = {"name": algorithm, **vars(kind()), **kind.config_defaults}
-    del fields["asked"]
+    del fields["algorithm_section"]
     listed = tuple(ConfigDict(_default_reward(one)) for one in rewards)
     return ConfigDict(plain(fields) | {"rewards": listed})
 
@@ -135,11 +135,11 @@ def _value(value: Any, default: Any, path: str) -> Any:
     if path == "config.rewards":
         parts = enumerate(zip(value, default, strict=True))
         return tuple(_filled(*pair, f"{path}[{number}]") for number, pair in parts)
-    words, accepted = KINDS[type(default)]
+    expected, accepted = KINDS[type(default)]
     if isinstance(default, tuple) and isinstance(value, str):
         value = (value,)  # as on the command line
     if not isinstance(value, accepted) or (isinstance(value, bool) and type(default) is not bool):
-        raise ConfigError(f"{path} must be {words}, not {value!r}")
+        raise ConfigError(f"{path} must be {expected}, not {value!r}")
     return float(value) if isinstance(default, float) else _in_home(value)
 
 
@@ -162,8 +162,8 @@ def _typed(config: ConfigDict) -> TrainConfig:
     sections["advantages"] = dataclasses.replace(
         sections["advantages"], reward_weights=weights, reward_clips=clips if any(clips) else ()
     )
-    asked = config.algorithm.to_dict()
-    return TrainConfig(**sections, algorithm=_algorithm(asked, sections), asked=asked)
+    raw = config.algorithm.to_dict()
+    return TrainConfig(**sections, algorithm=_algorithm(raw, sections), algorithm_section=raw)
 
 
 def _section(default: Any, given: Any) -> Any:
@@ -253,11 +253,11 @@ def _reward_section(number: int, given: Any) -> ConfigDict:
     names = tuple(part.strip(" '\"") for part in given.strip(" ()[]").split(",") if part.strip())
     if re.search(r"[][(){}]", "".join(names)):
         raise ConfigError(
-            f"config.rewards = {given!r} is one text, in which sections cannot be read: write a list such as "
-            "({'name': 'shapes_geneval', 'weight': 0.5}, 'my_rewards:redness')"
+            f"config.rewards = {given!r} is a single string: write a list such as ({{'name': "
+            f"'shapes_geneval', 'weight': 0.5}}, 'my_rewards:redness')"
         )
     raise ConfigError(
-        f"config.rewards = {given!r} is one text with several names: write {names!r}, in a config.json "
+        f"config.rewards = {given!r} is a single string with several names: write {names!r}, in a config.json "
         f"{json.dumps(names)}, and on the command line --config.rewards=... for each"
     )
 
@@ -287,7 +287,7 @@ def check_machine(config: TrainConfig, devices: int) -> None:
     Raises:
       ConfigError: One message for each error that can be found at once.
     """
-    with together() as one:
+    with collect_errors() as one:
         with one():
             check_inputs(config)
         with one():
@@ -310,17 +310,17 @@ def check_inputs(config: TrainConfig) -> None:
     }
     given = {"model.folder": config.model.folder, "rewards": config.rewards, **files}
     read = check_images if config.model.source else read_prompt_file
-    with together() as one:
+    with collect_errors() as one:
         for name, value in given.items():
             with one():
                 if not value:
                     add = f"add --config.{name}=... to the command"
                     raise ConfigError(f"config.{name} is not given: {add}")
-        with one(), blame("", (ConfigError,)):
+        with one(), prefix_errors("", (ConfigError,)):
             resolve(config.rewards)
         for name, paths in files.items():
             for file in paths:
-                with one(), blame(f"config.{name}: "):
+                with one(), prefix_errors(f"config.{name}: "):
                     read(file)
                     check_named(file, config.rewards, name != "evaluation.prompts")
                     check_needs([file], needs_of(config.rewards))
@@ -328,7 +328,7 @@ def check_inputs(config: TrainConfig) -> None:
 
 def _check_installed(config: TrainConfig) -> None:
     """Refuses trackers that are not installed; imports nothing."""
-    with together() as one:
+    with collect_errors() as one:
         for name in config.trackers:
             with one():
                 if importlib.util.find_spec(name) is None:

@@ -36,8 +36,8 @@ it and leaves the others at their defaults; the command line overrides both:
 python launch/train.py --config configs/shapes_demo.py --workdir runs/shapes --config.trainer.learning_rate=1e-4
 ```
 
-A misspelt field, a value of another type or outside of its range, and fields that cannot work together are refused
-with one message each before anything is computed. Numbers are finite; only
+Unknown fields, values of a wrong type or outside of their range, and incompatible fields are rejected with one message
+each, before anything is computed. Numbers are finite; only
 {infinite} may be `inf`.
 """
 # The fields that most users change.
@@ -47,8 +47,8 @@ FIRST = (
 )  # fmt: skip
 RESUMED = """## What a resumed run may change
 
-The same command with the same `--workdir` continues a run. These fields and sections may differ from the first start;
-the run reports which ones do. All others must be as they were.
+The same command with the same `--workdir` resumes a run. These fields and sections may differ from the first start,
+and the run reports the differences. All other fields must be unchanged.
 
 {fields}
 """
@@ -95,8 +95,8 @@ def document() -> str:
     return "\n".join(
         [
             HEAD.format(infinite=" and ".join(sorted(infinite, reverse=True))),
-            _part("## Ten fields to begin with", first, [named[name] for name in FIRST]),
-            _part("## The run", "Fields outside of all sections.", single),
+            _part("## Ten fields to start with", first, [named[name] for name in FIRST]),
+            _part("## Top level", "Fields outside of the sections.", single),
             *parts,
             RESUMED.format(fields=may_change),
         ]
@@ -176,7 +176,7 @@ def _algorithms() -> str:
     """Returns the section whose fields depend on the algorithm's name."""
     names = ", ".join(f"`{_literal(name)}`" for name in ALGORITHMS)
     intro = (
-        f"`algorithm.name` is one of {names}. It decides which other\nfields the section has; "
+        f"`algorithm.name` is one of {names}. It determines the\nother fields of the section; "
         "[algorithms.md](algorithms.md) lists the settings of each published method.\n"
     )
     parts = ["## algorithm\n", intro]

@@ -37,26 +37,27 @@ Encoding = Literal["auto", "precomputed", "each_step"]  # see `PromptsSection.en
 
 @dataclasses.dataclass(frozen=True)
 class ModelSection:
-    """The model that is tuned, and the size of its images."""
+    """The model to train, and the size of its images."""
 
-    folder: str = "assets/shapes-sd3"  # a diffusers pipeline: a local folder or a hub id
-    height: Side = 32  # height of the images, in pixels
-    width: Side = 32  # width of the images, in pixels
+    folder: str = "assets/shapes-sd3"  # diffusers pipeline: a local folder or a Hugging Face Hub id
+    height: Side = 32  # image height in pixels
+    width: Side = 32  # image width in pixels
     frames: Annotated[int, Range(1, LONGEST)] = 1  # frames of a clip; 1: images
-    # components of the pipeline that are not loaded: "text_encoder_3", the T5 of Stable Diffusion 3
+    # pipeline components that are not loaded; only "text_encoder_3", the T5 of Stable Diffusion 3, is optional
     without: tuple[str, ...] = ()
-    # tokens of a prompt that a T5 or a language model reads, or empty tokens in a T5's place, as in the call of
-    # diffusers' pipeline; 0: the pipeline's default
+    # prompt length in tokens of a T5 or language-model encoder, as in the call of diffusers' pipeline; also the number
+    # of empty tokens that replace a T5 that is not loaded; 0 means the pipeline's default
     max_sequence_length: Annotated[int, Range(0, 2**12)] = 0
-    # height that source images ("image" in a prompt file) are resized to before a model edits them, in pixels;
-    # 0: prompts have no source images
+    # height in pixels to which source images ("image" in a prompt file) are resized before editing; 0 means that
+    # prompts have no source images
     source_height: OptionalSide = 0
-    source_width: OptionalSide = 0  # their width
-    # what the backward pass recomputes, for less memory and more time: "none"; "blocks": all but the inputs of the
-    # transformer's blocks; "keep_attention": not attention; "keep_products": not linear layers either
+    source_width: OptionalSide = 0  # width of source images in pixels
+    # activations that the backward pass recomputes to save memory, from fewest to most: "none"; "keep_products", all
+    # except the results of attention and linear layers; "keep_attention", all except the results of attention;
+    # "blocks", all
     remat: Remat = "none"
-    # what computes attention: "packed" or "splash" on TPUs, "cudnn" on NVIDIA's GPUs in bfloat16, "xla" anywhere,
-    # with more memory; "auto": the kernel for the devices, or XLA where none can compute the model's
+    # attention kernel: "packed" or "splash" on TPUs, "cudnn" on NVIDIA GPUs in bfloat16, "xla" on any device, with
+    # more memory; "auto" selects a kernel for the devices, or XLA if none supports the model
     attention: Kernel = "auto"
 
     @property
@@ -72,18 +73,18 @@ class ModelSection:
 
 @dataclasses.dataclass(frozen=True)
 class PrecisionSection:
-    """Types of numbers.
+    """Dtypes of parameters and computations.
 
-    Trained parameters, their moments and averages are float32, and so are log-probabilities and the sampler's steps.
+    Trained parameters, their moments and averages, log-probabilities and the sampler's steps are always float32.
     """
 
-    # of the networks' arithmetic, in training and in sampling
-    arithmetic: DType = "float32"
-    # of parameters that are never trained: text encoders, autoencoder, the weights under a LoRA, the KL's reference
+    arithmetic: DType = "float32"  # compute dtype of the networks, in training and sampling
+    # dtype of parameters that are never trained: text encoders, autoencoder, base weights under a LoRA, reference
+    # policy of the KL
     frozen: DType = "float32"
-    # of the weights that samplers are sent, and of their arithmetic; "": both as in training
+    # dtype of the weights sent to samplers, and of their compute; "" means that both are as in training
     rollout: Literal["", DType] = ""
-    # of the stored transitions; the sampler continues from the rounded images, so every step is rounded to it
+    # dtype of stored transitions; the sampler continues from the rounded latents, so every step is rounded
     trajectory: DType = "float32"
 
     @property
@@ -99,23 +100,24 @@ class PrecisionSection:
 
 @dataclasses.dataclass(frozen=True)
 class PromptsSection:
-    """The prompts to train on, and when the text encoders read them."""
+    """Prompts to train on, and when they are encoded."""
 
-    # one prompt a line (.txt), or one JSON object with a "prompt" a line (.jsonl), as GenEval's metadata; a
-    # "negative_prompt" is for the pass without the prompt, an "image" is the path of an image to edit, relative to the
-    # file
+    # prompt file: one prompt per line (.txt), or one JSON object with a "prompt" per line (.jsonl), as in GenEval;
+    # optional fields are "negative_prompt", for the unconditional pass, and "image", the path of an image to edit,
+    # relative to the file
     file: str = "assets/prompts/shapes_train.jsonl"
-    # several such files instead of `file`; on the command line one option for each. A step's groups are drawn from all
-    # of them, and the metadata that rewards get has "prompt_file", the file of a prompt
+    # several prompt files instead of `file`; on the command line, repeat the option. Each step samples groups from all
+    # of them, and rewards receive the prompt's file as "prompt_file" in the metadata
     files: tuple[str, ...] = ()
-    # the share of each of `files` in a step's groups, in any unit; empty: all the same
+    # share of each of `files` in a step's groups, in any unit; empty means equal shares
     weights: tuple[float, ...] = ()
-    # "each_step": the text encoders stay on the workers that sample; "precomputed": a run encodes all prompts that it
-    # will use before it samples, then frees the text encoders; "auto": precomputed if they take more than 4 GB
+    # when prompts are encoded: "each_step", by text encoders on the sampling workers; "precomputed", all prompts of
+    # the run before sampling, after which the text encoders are freed; "auto", precomputed if the encoders take more
+    # than 4 GB
     encoding: Encoding = "auto"
-    # folder of precomputed prompt embeddings, which runs share; "": digen_jax/prompts in the user's cache folder
+    # folder of precomputed prompt embeddings, shared by runs; "" means digen_jax/prompts in the user's cache folder
     cache: str = ""
-    cache_limit: PositiveFloat = 100.0  # GB that this folder may take
+    cache_limit: PositiveFloat = 100.0  # maximum size of this folder in GB
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -125,22 +127,22 @@ class PromptsSection:
 
 @dataclasses.dataclass(frozen=True)
 class RewardPoolSection:
-    """Where the rewards score, in parallel with generation, except those on a mesh (`rewards[i].where`)."""
+    """Processes that compute rewards during generation, except rewards on a mesh (`rewards[i].where`)."""
 
-    # processes that score, each a batch with all rewards; 0: a thread of the run's own process, which cannot be
-    # killed: where a reward hangs in it (`runtime.deadline`), the run saves and stops
+    # number of processes, each of which scores a batch with all rewards; 0 means a thread of the run's process, which
+    # cannot be killed: if a reward hangs in it (`runtime.deadline`), the run saves and stops
     processes: Annotated[int, Range(0, 1000)] = 1
-    # how often a reward that raises, dies or hangs is called again; then the run saves and stops
+    # maximum retries of a reward that raises, dies or times out; then the run saves and stops
     retries: Annotated[int, Range(0, 1000)] = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class BatchSection:
-    """The images of a step."""
+    """Number of images per step."""
 
-    # groups a step; a group is the images of one prompt
+    # groups per step; a group is the images of one prompt
     groups: Annotated[int, Range(1, 10**5)] = 12
-    images: Annotated[int, Range(2, 10**4)] = 12  # images a group; at least 2
+    images: Annotated[int, Range(2, 10**4)] = 12  # images per group, at least 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,39 +150,40 @@ class SamplerSection:
     """How training images are sampled."""
 
     steps: Annotated[int, Range(1, 1000)] = 8  # denoising steps
-    # "ode", "dpm2" and "unipc" add no noise; "flow" is Flow-GRPO's SDE, "dance" DanceGRPO's, "cps" keeps
-    # coefficients, "flow_capped" bounds the noise of a step
+    # "ode" and "dpm2" add no noise; "flow" is the SDE of Flow-GRPO, "dance" of DanceGRPO; "cps" is
+    # coefficients-preserving sampling; "flow_capped" limits the noise per step
     kind: str = "cps"
-    # noise of the steps in the window, in the unit of `kind`; 0 without noise
+    # noise scale of the steps in the window, in the unit of `kind`; 0 means no noise
     noise_level: float = 0.8
     window: Window = Window()
-    # a group's images start from one noise (DanceGRPO; an option in Flow-GRPO's code)
+    # whether all images of a group start from the same noise (DanceGRPO; optional in Flow-GRPO's code)
     shared_noise: bool = False
-    # guidance scale, 1 or less: none; policy gradients train at it too, other algorithms at algorithm.guidance
+    # guidance scale; policy gradients also train with it, other algorithms with `algorithm.guidance`; 1 or less means
+    # none
     guidance: Scale = 1.0
-    # scale of a second pass without the prompt, 1 or less: none, for models with `guidance` as an input (FLUX.1-dev,
-    # Kontext; diffusers' true_cfg_scale); all algorithms train at it too
+    # scale of a second, unconditional pass, for models that take `guidance` as an input (FLUX.1-dev, Kontext;
+    # true_cfg_scale in diffusers); all algorithms also train with it; 1 or less means none
     true_cfg_scale: Scale = 1.0
-    # images that one call generates: the unit passed from rollout to trainer
+    # images per call of the sampler; a chunk is the unit passed from rollout to trainer
     chunk: PositiveInt = 144
 
 
 @dataclasses.dataclass(frozen=True)
 class PlacementSection:
-    """Which devices do what.
+    """Devices of the rollout workers and of the trainer.
 
-    One word instead of the section sets `mode`, in a config file as on the command line: --config.placement=auto.
+    A single word instead of the section sets `mode`, in a config file and on the command line: --config.placement=auto.
     """
 
-    # "given": the sizes below; "fitted": smaller ones where there are fewer devices; "auto": the
-    # planner chooses, from costs that it measures first
+    # "given": the sizes below; "fitted": reduced if fewer devices are available; "auto": chosen by the planner, which
+    # measures costs first
     mode: Mode = GIVEN
     rollout: RolloutAxes = dataclasses.field(default=RolloutAxes(data=4, fsdp=1, workers=1))
     trainer: TrainerAxes = dataclasses.field(default=TrainerAxes(data=4, fsdp=1, time=1))
-    # (regular expression, tactic) or (regular expression, logical axis, mesh axis), of parameters' names such
-    # as transformer/proj_out/kernel; tactics are "replicate" and "fsdp": see `parallel.mesh.Layout`
+    # sharding rules: (regular expression, tactic) or (regular expression, logical axis, mesh axis) for parameter names
+    # such as transformer/proj_out/kernel; the tactics are "replicate" and "fsdp" (see `parallel.mesh.ShardingRules`)
     rules: tuple[tuple[str, ...], ...] = REPLICATED
-    # virtual CPU devices where there is no accelerator
+    # virtual CPU devices if there is no accelerator
     cpu_devices: Annotated[int, Range(1, MOST_CPU_DEVICES)] = 8
 
     @property
@@ -191,24 +194,27 @@ class PlacementSection:
 
 @dataclasses.dataclass(frozen=True)
 class RuntimeSection:
-    """The order in which meshes sample and train."""
+    """Order of sampling and training, and their overlap."""
 
-    # weight versions that a trajectory may be behind; 0: strictly on policy
+    # maximum policy lag of a trajectory in weights versions; 0 means strictly on-policy
     max_policy_lag: Count = 0
-    # largest fraction of a step's groups that may begin before the step; 0 to 1
+    # maximum fraction of a step's groups that may start before the step, 0 to 1
     max_off_policy_fraction: Annotated[float, Range(0, 1)] = 0.5
-    # weights from which a trainer samples next to rollout workers: its own, or a copy on each device ("resharded")
+    # weights with which a trainer samples in addition to rollout workers: "in place", as sharded for training, or
+    # "resharded", a copy on each device
     tag_weights: Literal["in place", "resharded"] = "in place"
-    # dynamic sampling: groups tried for a step, as those of equal rewards are replaced; 0: off
+    # dynamic sampling: maximum groups per step, including replacements of groups with equal rewards; 0 disables it
     max_candidates: Annotated[int, Range(0, 10**5)] = 0
-    # groups generated in addition, so that no replacement has to be waited for
+    # additional groups to generate, so that replacements are available without waiting
     oversampled_groups: Annotated[int, Range(0, 10**5)] = 0
-    # each worker samples and trains its own chunks in their order, so that a repeated run gives the same bits;
-    # "auto": unless chunks are trained early or stale, or the trainer samples next to rollout workers
+    # whether each worker samples and trains its chunks in a fixed order, so that a repeated run is bit-identical;
+    # "auto" means yes, unless chunks are trained early or off-policy, or the trainer samples in addition to rollout
+    # workers
     deterministic_order: Literal["auto", "yes", "no"] = "auto"
-    max_incomplete_groups: Count = 0  # incomplete groups that may be in training at a time; 0: none
-    # seconds after which a command or a reward counts as hung, or ten times its measured duration if
-    # that is longer; compilation does not count; 0: never
+    # maximum incomplete groups in training at the same time; 0 means that only complete groups train
+    max_incomplete_groups: Count = 0
+    # timeout of a command or reward in seconds, or ten times its measured duration if that is longer; excludes
+    # compilation; 0 disables it
     deadline: NonNegativeFloat = 1800.0
 
 
@@ -216,79 +222,81 @@ class RuntimeSection:
 class EvaluationSection:
     """How the model is evaluated on held-out prompts."""
 
-    prompts: str = "assets/prompts/shapes_heldout.jsonl"  # a prompt file, as prompts.file
-    every: PositiveInt = 20  # steps between two evaluations
-    height: OptionalSide = 0  # height of the images, in pixels; 0: as in training
-    width: OptionalSide = 0  # width of the images, in pixels; 0: as in training
+    # prompt file, in the format of `prompts.file`
+    prompts: str = "assets/prompts/shapes_heldout.jsonl"
+    every: PositiveInt = 20  # steps between evaluations
+    height: OptionalSide = 0  # image height in pixels; 0 means as in training
+    width: OptionalSide = 0  # image width in pixels; 0 means as in training
     frames: Annotated[int, Range(0, LONGEST)] = 0  # frames of a clip; 0: as in training
-    # denoising steps of the noiseless sampler; 0: as many as in training
+    # denoising steps of the noiseless sampler; 0 means as in training
     steps: Annotated[int, Range(0, 1000)] = 0
-    guidance: Scale = 1.0  # guidance scale, 1 or less: none
-    true_cfg_scale: Scale = 1.0  # as sampler.true_cfg_scale
-    batch: Annotated[int, Range(1, 10**6)] = 180  # images generated by one call
-    images: Count = 0  # the first prompts of the file, one image each; 0: all of them
+    guidance: Scale = 1.0  # guidance scale; 1 or less means none
+    true_cfg_scale: Scale = 1.0  # as `sampler.true_cfg_scale`
+    batch: Annotated[int, Range(1, 10**6)] = 180  # images per call of the sampler
+    images: Count = 0  # number of prompts from the start of the file, one image each; 0 means all
 
 
 @dataclasses.dataclass(frozen=True)
 class StoppingSection:
-    """An early stop, before a run earns its reward at the cost of another one."""
+    """Early stopping, if the trained reward is improved at the cost of another one."""
 
-    # the reward to watch on the held-out prompts, by its name in the metric evaluation/reward_of/NAME, such as one of
-    # weight 0; "": the run never stops early
+    # held-out reward to monitor, as named in the metric evaluation/reward_of/NAME, such as a reward of weight 0; ""
+    # disables early stopping
     reward: str = ""
-    margin: NonNegativeFloat = 0.0  # how far below its best evaluation it counts as fallen
-    evaluations: PositiveInt = 3  # evaluations in a row in which it must be
+    # drop below the reward's best evaluation from which it counts as decreased
+    margin: NonNegativeFloat = 0.0
+    # consecutive evaluations with a decreased reward after which the run stops
+    evaluations: PositiveInt = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class ImagesSection:
-    """When sample images are written, and how many."""
+    """Frequency and number of sample images."""
 
-    every: PositiveInt = 20  # steps between two sets of sample images
-    # sample images in a set, of the first held-out prompts
-    count: Annotated[int, Range(1, 1000)] = 12
+    every: PositiveInt = 20  # steps between sets of sample images
+    count: Annotated[int, Range(1, 1000)] = 12  # images per set, from the first held-out prompts
     fps: Annotated[int, Range(1, 120)] = 16  # frames per second of sample clips
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointSection:
-    """When the run is saved, and how many checkpoints stay."""
+    """Frequency and number of checkpoints."""
 
-    every: PositiveInt = 20  # steps between two checkpoints
-    keep: Annotated[int, Range(1, 10**6)] = 2  # the newest checkpoints that are kept
+    every: PositiveInt = 20  # steps between checkpoints
+    keep: Annotated[int, Range(1, 10**6)] = 2  # number of latest checkpoints to keep
 
 
 @dataclasses.dataclass(frozen=True)
 class WandbSection:
-    """Arguments of wandb.init; without a project there is no wandb. It needs `pip install wandb`."""
+    """Arguments of wandb.init. Requires `pip install wandb`; off without a project."""
 
-    project: str = ""  # project of the run; a name turns wandb on
+    project: str = ""  # project name; enables wandb
     entity: str = ""  # user or team
-    name: str = ""  # name of the run
-    group: str = ""  # group of runs that it belongs to
-    notes: str = ""  # a text about the run
-    tags: tuple[str, ...] = ()  # words to find the run by
-    # how wandb records; "": the environment variable WANDB_MODE, or "online"
+    name: str = ""  # run name
+    group: str = ""  # group of runs
+    notes: str = ""  # description of the run
+    tags: tuple[str, ...] = ()  # tags of the run
+    # logging mode; "" means the environment variable WANDB_MODE, or "online"
     mode: Literal["", "online", "offline", "disabled", "shared"] = ""
 
     @property
     def options(self) -> dict[str, Any] | None:
-        """Arguments of `wandb.init`. None means no project."""
+        """Arguments of wandb.init. None means no project."""
         return {k: v for k, v in vars(self).items() if v} if self.project else None
 
 
 @dataclasses.dataclass(frozen=True)
 class TrackioSection:
-    """Arguments of trackio.init; without a project there is no trackio. It needs `pip install trackio`."""
+    """Arguments of trackio.init. Requires `pip install trackio`; off without a project."""
 
-    project: str = ""  # project of the run; a name turns trackio on
-    name: str = ""  # name of the run; "": made from that of the workdir
-    group: str = ""  # group of runs that it belongs to
-    # a Space of Hugging Face, such as "user/tracked", to which the run is sent; "": files of this machine only, in
-    # the folder that the environment's TRACKIO_DIR names
+    project: str = ""  # project name; enables trackio
+    name: str = ""  # run name; "" derives it from the name of the workdir
+    group: str = ""  # group of runs
+    # Hugging Face Space that receives the run, such as "user/tracked"; "" stores it locally, in the folder of the
+    # environment variable TRACKIO_DIR
     space_id: str = ""
 
     @property
     def options(self) -> dict[str, Any] | None:
-        """Arguments of `trackio.init`. None means no project."""
+        """Arguments of trackio.init. None means no project."""
         return {k: v for k, v in vars(self).items() if v} if self.project else None

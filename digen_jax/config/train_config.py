@@ -65,10 +65,10 @@ MAY_CHANGE = (
 class TrainConfig:
     """A complete config with typed sections; "auto" and fields that depend on other sections are resolved.
 
-    `asked` is the section `algorithm` before that, in which "auto" or 0 may stand for another section's value.
+    `algorithm_section` is the unresolved section `algorithm`.
     """
 
-    seed: Annotated[int, Range(0, LARGEST_SEED)] = 0  # seed of all random numbers of a run
+    seed: Annotated[int, Range(0, LARGEST_SEED)] = 0  # random seed of the run
     steps: Annotated[int, Range(1, 10**9)] = 100  # training steps
     model: sections.ModelSection = sections.ModelSection()
     precision: sections.PrecisionSection = sections.PrecisionSection()
@@ -89,7 +89,7 @@ class TrainConfig:
     checkpoint: sections.CheckpointSection = sections.CheckpointSection()
     wandb: sections.WandbSection = sections.WandbSection()
     trackio: sections.TrackioSection = sections.TrackioSection()
-    asked: Mapping[str, Any]
+    algorithm_section: Mapping[str, Any]
 
     @property
     def trackers(self) -> dict[str, dict[str, Any]]:
@@ -170,7 +170,7 @@ class TrainConfig:
         return not (runtime.max_policy_lag or runtime.max_incomplete_groups or assisted)
 
     @property
-    def drawn_groups(self) -> int:
+    def max_groups(self) -> int:
         """Number of groups whose prompts are read per step: with dynamic sampling all possible candidates.
 
         The number is fixed so that neither the next step's prompts, which are read before this step ends, nor the
@@ -209,7 +209,7 @@ class TrainConfig:
     def as_json(self) -> dict[str, Any]:
         """Returns the complete config as the user wrote it, as JSON values, the form stored in all files of a run."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        fields["algorithm"] = fields.pop("asked")
+        fields["algorithm"] = fields.pop("algorithm_section")
         return json.loads(json.dumps(plain(fields), sort_keys=True))
 
     def fitted(self, devices: int) -> "TrainConfig":

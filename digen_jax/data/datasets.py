@@ -48,7 +48,7 @@ def read_rows(name: str) -> bytes:
     found = FORM.fullmatch(name)
     if not found:
         raise ValueError(
-            f"{name} names no data set of the hub: write hf:owner/name, hf:owner/name/subset, or one of these "
+            f"{name} is not a data set of the Hub: write hf:owner/name, hf:owner/name/subset, or one of these "
             "with :split or :split:column behind it; tfds:folder is one of TensorFlow Datasets"
         )
     place = DEFAULTS | {field: text for field, text in found.groupdict().items() if text}

@@ -107,7 +107,7 @@ class EmbeddingCache:
             self._refresh()
         for text in texts:
             if _hash(text) not in self._index:
-                raise ValueError(f"{self._folder} does not hold {text!r} encoded: encode it first")
+                raise ValueError(f"{self._folder} has no embedding of {text!r}: encode it first")
         files = [self._index[_hash(text)] for text in texts]
         _mark_used(files)
         return [_read(file, _hash(text)) for file, text in zip(files, texts, strict=True)]

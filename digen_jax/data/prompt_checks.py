@@ -6,13 +6,13 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from digen_jax.data.prompt_files import HIDDEN, Path, Record, first_numbers, numbered_records
-from digen_jax.errors import ConfigError, together
+from digen_jax.errors import ConfigError, collect_errors
 from digen_jax.images import check_image_file
 
 # Describes the missing input of a record for a reward, such as "quotes no text"; None if complete.
 Needs = Callable[[Record], str | None]
 # Returns for each prompt whether the text encoders truncate it.
-IsCut = Callable[[list[str]], Iterable[bool]]
+IsLong = Callable[[list[str]], Iterable[bool]]
 
 CHUNK = 10_000  # prompts tokenized at a time
 REPORTED = 100_000  # prompts per progress line
@@ -59,7 +59,7 @@ def check_needs(paths: Iterable[Path], needs: Mapping[str, Needs]) -> None:
         and their first line numbers.
       ValueError, FileNotFoundError: See `read_prompt_file`.
     """
-    with together() as one:
+    with collect_errors() as one:
         for path in dict.fromkeys(paths):
             numbered = numbered_records(path) if needs else []
             lacking: dict[tuple[str, str], list[int]] = {}
@@ -75,22 +75,22 @@ def check_needs(paths: Iterable[Path], needs: Mapping[str, Needs]) -> None:
                     )
 
 
-def report_odd_prompts(paths: Sequence[Path], is_cut: IsCut, words: Sequence[str] = ()) -> None:
+def report_odd_prompts(paths: Sequence[Path], is_long: IsLong, words: Sequence[str] = ()) -> None:
     """Prints the warnings of `odd_prompts` and `repeats_between`."""
     paths = list(dict.fromkeys(paths))
     for path in paths:
-        for line in odd_prompts(path, is_cut, words):
+        for line in odd_prompts(path, is_long, words):
             print(line, file=sys.stderr, flush=True)
     for line in repeats_between(paths):
         print(line, file=sys.stderr, flush=True)
 
 
-def odd_prompts(path: Path, is_cut: IsCut, words: Sequence[str] = ()) -> list[str]:
+def odd_prompts(path: Path, is_long: IsLong, words: Sequence[str] = ()) -> list[str]:
     """Returns one warning for each kind of problem in a prompt file.
 
     Args:
       path: The prompt file. Each warning starts with it.
-      is_cut: Truncation check of the model's text encoders.
+      is_long: Truncation check of the model's text encoders.
       words: Vocabulary of the model. Empty means any text.
 
     Raises:
@@ -110,8 +110,10 @@ def odd_prompts(path: Path, is_cut: IsCut, words: Sequence[str] = ()) -> list[st
         listed = list_unknown(unknown_words(unknown, words), words)
         found.append((at, f"have words that this model does not know ({_lines(at)}): {listed}"))
     # Unknown words are spelled in letters, which soon exceeds the token limit.
-    if cut := _cut_lines({t: at for t, at in lines.items() if t not in unknown}, is_cut):
-        found.append((cut, f"are cut off by the text encoders: {_lines(cut)}"))
+    if truncated := _truncated_lines(
+        {t: at for t, at in lines.items() if t not in unknown}, is_long
+    ):
+        found.append((truncated, f"are cut off by the text encoders: {_lines(truncated)}"))
     # A file that repeats most of its prompts, such as the embedded model's, is intentional.
     if 0 < len(repeats) <= len(numbered) / 2:
         found.append((repeats, "are repeats (line {} repeats line {})".format(*repeats[0])))
@@ -166,15 +168,15 @@ def _key(record: Record) -> tuple[str, ...]:
     return record["prompt"], repr(record.get("negative_prompt")), repr(record.get("image"))
 
 
-def _cut_lines(lines: dict[str, list[int]], is_cut: IsCut) -> list[int]:
+def _truncated_lines(lines: dict[str, list[int]], is_long: IsLong) -> list[int]:
     """Returns the line numbers of truncated prompts. `lines` maps prompts to their line numbers."""
     prompts, found = list(lines), set[int]()
     for first in range(0, len(prompts), CHUNK):
         chunk = prompts[first : first + CHUNK]
         if first and first % REPORTED == 0:
             print(f"tokenized {first:,} of {len(prompts):,} prompts", file=sys.stderr, flush=True)
-        for prompt, cut in zip(chunk, is_cut(chunk), strict=True):
-            found.update(lines[prompt] if cut else ())
+        for prompt, truncated in zip(chunk, is_long(chunk), strict=True):
+            found.update(lines[prompt] if truncated else ())
     return sorted(found)
 
 

@@ -81,8 +81,8 @@ def numbered_records(path: Path, content: bytes | None = None) -> list[tuple[int
     suffix = suffix_of(path)
     if suffix not in parsers:
         raise ValueError(
-            f"{path} ends in {suffix!r}: a prompt file is .jsonl (one JSON object a line) or .txt "
-            "(one prompt a line)."
+            f"{path} ends in {suffix!r}: a prompt file is .jsonl (one JSON object per line) or .txt (one "
+            "prompt per line)."
         )
     records = []
     for number, line in _lines(path, content):
@@ -193,7 +193,7 @@ def _parse_text(line: str) -> Record:
     if not line.strip():
         raise ValueError("the prompt is blank; write one or delete the line.")
     if _is_hidden(line):
-        raise ValueError("the prompt holds nothing but hidden characters; write a text.")
+        raise ValueError("the prompt contains only hidden characters; write a text.")
     return {"prompt": line.strip()}
 
 
@@ -210,7 +210,7 @@ def _parse_json(line: str) -> Record | None:
         record = parse_json(line, _refuse)
     except json.JSONDecodeError as error:
         raise ValueError(
-            f"this is not JSON ({error.msg} at column {error.colno}); write one object a line, "
+            f"this is not JSON ({error.msg} at column {error.colno}); write one object per line, "
             'such as {"prompt": "a photo of a bench"}.'
         ) from error
     if not isinstance(record, dict):
@@ -221,17 +221,17 @@ def _parse_json(line: str) -> Record | None:
 
 def _refuse(constant: str) -> None:
     """Rejects NaN and infinities, which are not valid JSON for reward servers."""
-    raise ValueError(f"{constant} is no JSON number; write null, or leave the field out.")
+    raise ValueError(f"{constant} is not a JSON number; write null, or omit the field.")
 
 
 def _check_record(record: Record) -> None:
     if "prompt" not in record:
-        raise ValueError('"prompt" is missing; give the text to draw.')
+        raise ValueError('"prompt" is missing; give the text of the prompt.')
     prompt = record["prompt"]
     if not isinstance(prompt, str) or not prompt.strip():
         raise ValueError(f'"prompt" is {json.dumps(prompt)}; write a text that is not blank.')
     if _is_hidden(prompt):
-        raise ValueError('"prompt" holds nothing but hidden characters; write a text.')
+        raise ValueError('"prompt" contains only hidden characters; write a text.')
     negative = record.get("negative_prompt", "")
     if not isinstance(negative, str):
         raise ValueError(f'"negative_prompt" is {json.dumps(negative)}; write a text, or "".')
@@ -242,7 +242,7 @@ def _check_record(record: Record) -> None:
             )
     for field, content in RESERVED.items():
         if field in record:
-            raise ValueError(f'"{field}" will hold {content}; rename this field.')
+            raise ValueError(f'"{field}" will contain {content}; rename this field.')
     if not isinstance(record.get("tag", ""), str):
         raise ValueError(f'"tag" must be a text, not {record["tag"]!r}.')
     included = _objects(record, "include")
@@ -316,9 +316,9 @@ class PromptBatches(Iterator[list[Record]]):
         for name, here in self._stream.items():
             if state["stream"].get(name) != here:
                 raise ValueError(
-                    f"The saved position is one in another stream of prompts: its {name} is "
-                    f"{state['stream'].get(name)!r}, here it is {here!r}; restore what was changed or "
-                    "start in a new workdir."
+                    f"The saved position belongs to other prompts: its {name} is "
+                    f"{state['stream'].get(name)!r}, here it is {here!r}; restore it, or start in a new "
+                    "workdir."
                 )
         self._next = state["position"]["next_index"]
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Float32, Int, Key
 from digen_jax.errors import PositiveFloat, PositiveInt
 
 # Streams of an image's key, in addition to START and TRANSITION of `sampling`.
-FORWARD_NOISE, TRAINING_TIMES, LATER_TURN = 2, 3, 4
+FORWARD_NOISE, TRAINING_TIMES, REPEATS = 2, 3, 4
 
 
 class Noised(NamedTuple):
@@ -33,7 +33,7 @@ class ScheduleTimes:
     permutation. The subset may include the first step, sigma = 1, where x is noise only.
     """
 
-    count: PositiveInt  # noise levels at which each image is trained, of the sampler's steps
+    count: PositiveInt  # noise levels per image, from the sampler's steps
 
     def check(self, steps: int) -> None:
         """Raises ValueError if `count` exceeds the `steps` steps of a schedule."""
@@ -65,10 +65,10 @@ class LogitNormalTimes:
     an image are independent (AWM's public code stratifies them and shares them within a micro-batch).
     """
 
-    count: PositiveInt  # noise levels at which each image is trained
+    count: PositiveInt  # noise levels per image
     mean: float = 0.0  # mean of z, the normal variable whose sigmoid is the noise level
     std: PositiveFloat = 1.0  # standard deviation of z
-    shift: PositiveFloat = 1.0  # schedule shift of the noise levels: above 1 they are noisier
+    shift: PositiveFloat = 1.0  # schedule shift of the noise levels; above 1 means noisier
 
     def draw(
         self, keys: Key[Array, "b"], sigmas: Float[ArrayLike, "sigmas"]
@@ -100,14 +100,14 @@ def forward_noise(
     return jax.vmap(draw)(_stream(keys, FORWARD_NOISE), jnp.asarray(draws))
 
 
-def repeat_keys(keys: Key[Array, "b"], turn: int) -> Key[Array, "b"]:
-    """Returns the keys of images that are trained for the `turn`-th time, for other noise and noise levels.
+def repeat_keys(keys: Key[Array, "b"], repeat: int) -> Key[Array, "b"]:
+    """Returns other keys for images that were trained in `repeat` earlier passes, for new noise and noise levels.
 
-    At turn 0 they are the images' keys.
+    Without an earlier pass they are the images' keys.
     """
-    if not turn:
+    if not repeat:
         return keys
-    return jax.vmap(lambda key: jax.random.fold_in(key, turn))(_stream(keys, LATER_TURN))
+    return jax.vmap(lambda key: jax.random.fold_in(key, repeat))(_stream(keys, REPEATS))
 
 
 def noised(

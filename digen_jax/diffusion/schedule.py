@@ -275,16 +275,17 @@ class Window:
     """
 
     mode: Mode = "fixed"  # how the window moves between training steps
-    # steps in the window; 0: sampling without noise, for algorithms that train final images
+    # steps in the window; 0 means sampling without noise, for algorithms that train on final images
     length: Count = 4
-    first: Count = 0  # first step of the window; the first place of one that moves
-    # a window that moves stays before this step (MixGRPO: 2 steps before the schedule's end); 0 for a fixed window
+    first: Count = 0  # first step of the window, or of the range in which it moves
+    # end of the range in which a window moves, exclusive (MixGRPO: 2 steps before the end of the schedule); 0 for a
+    # fixed window
     end: Count = 0
-    interval: PositiveInt = 1  # training steps that the window stays at one place
-    stride: PositiveInt = 1  # steps that a "progressive" window moves each time
-    # a "progressive" window starts again after its last place; False: it stays there
+    interval: PositiveInt = 1  # training steps between moves
+    stride: PositiveInt = 1  # steps by which a "progressive" window moves
+    # whether a "progressive" window restarts after its last position instead of staying there
     roll_back: bool = True
-    # share of the window's steps that each image trains, at random (DanceGRPO)
+    # fraction of the window's steps that each image trains, sampled at random (DanceGRPO)
     timestep_fraction: Annotated[float, Range(0, 1, "least")] = 1.0
 
     def check(self, steps: int) -> None:

@@ -206,8 +206,8 @@ class RayEngine:
             have = [f"{size} chips ({of_host} per host)" for size, of_host in sorted(found)]
             slices = f"slices of {' and '.join(have)}" if have else "no slices"
             raise ConfigError(
-                f"{processes} processes with {chips} TPUs each need a slice of {chips * processes} chips, and the "
-                f"cluster has {slices}: change the sizes or hosts of config.placement"
+                f"{processes} processes with {chips} TPUs each need a slice of {chips * processes} chips, but "
+                f"the cluster has {slices}: change the sizes or hosts of config.placement"
             )
         topology, generation = found[chips * processes, chips]
         options = dict(chips_per_vm=chips, head_reservation_timeout_s=CONNECT_TIMEOUT)

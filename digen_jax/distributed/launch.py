@@ -78,7 +78,7 @@ def check(config: TrainConfig, place: tuple[str | int | None, ...], one_job: boo
             f"config.placement.rollout.max_workers = {rollout.max_workers}, but no worker can join a JAX job later: "
             "set it to 0 with --one_job"
         )
-    why = "as its processes have equally many devices"
+    why = "as its processes have equal numbers of devices"
     for name, axes in config.placement.meshes._asdict().items():
         hosts, devices = f"config.placement.{name}.hosts", f"the devices of config.placement.{name}"
         check_divides(hosts, axes.hosts, devices, axes.devices, why)
@@ -142,8 +142,8 @@ def check_devices(config: TrainConfig, engine: RayEngine, kind: str) -> None:
     most = engine.most(kind)
     if needed > most:
         raise ConfigError(
-            f"config.placement needs {needed} {kind}s and the cluster has at most {most}: make "
-            "config.placement.rollout or config.placement.trainer smaller, or add nodes"
+            f"config.placement needs {needed} {kind}s and the cluster has at most {most}: reduce "
+            "config.placement.rollout or config.placement.trainer, or add nodes"
         )
     if most > sum(there):  # an autoscaler may add nodes of any size
         return

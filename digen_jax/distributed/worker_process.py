@@ -45,7 +45,7 @@ class RowsMissing(RuntimeError):
     """Raised if a call needs precomputed prompt embeddings; the argument is the list of their keys in the store."""
 
 
-class Opened(NamedTuple):
+class Member(NamedTuple):
     """Description of a ready worker."""
 
     devices: int  # number of devices
@@ -79,7 +79,7 @@ class RolloutProcess:
         """Checks that this node has the trainer's files; see `check_same`. Raises ConfigError."""
         check_same(expected, config)
 
-    def open(self, config: "TrainConfig", first: int, place: Any = None) -> Opened:
+    def open(self, config: "TrainConfig", first: int, place: Any = None) -> Member:
         """Builds the worker at the step `first`: devices, rewards, model.
 
         `config` is placed on all devices of the run. `place` is the `job.Place` of this process in a JAX job, if any.
@@ -113,7 +113,7 @@ class RolloutProcess:
         print(f"ready on {len(devices)} x {jax.devices()[0].device_kind}", flush=True)
         gc.collect()
         gc.freeze()  # keeps later collections short
-        return Opened(len(devices), socket.gethostname(), os.getpid())
+        return Member(len(devices), socket.gethostname(), os.getpid())
 
     def _open_rewards(self, config: "TrainConfig") -> None:
         """Opens the rewards once, if this process scores."""
@@ -130,7 +130,7 @@ class RolloutProcess:
 
     def _stored(self, config: "TrainConfig") -> Any:
         """Returns precomputed prompt embeddings, sent by the driver on request, or None if this worker encodes."""
-        from digen_jax.assemble import recipe_model
+        from digen_jax.assemble import pipeline_of
         from digen_jax.parallel.encoding import PrecomputedPrompts
         from digen_jax.policies import encoder_shapes, is_precomputed
 
@@ -139,7 +139,7 @@ class RolloutProcess:
                 raise RowsMissing(missing)
             return [self._rows[text] for text in texts]
 
-        _, family = recipe_model(config)
+        _, family = pipeline_of(config)
         if not is_precomputed(config, family):
             return None
         return PrecomputedPrompts(family, encoder_shapes(config, family), read)
@@ -366,7 +366,7 @@ class TrainingProcess(RolloutProcess):
 
     def deliver(self, command: Deliver) -> None:
         """Gets a chunk's samples from another worker."""
-        self._steps.draw(command.chunk.step)
+        self._steps.ensure(command.chunk.step)
         self._training.deliver(command)
 
     def generate(self, chunk: Chunk, weights_version: WeightsVersion) -> None:
@@ -392,15 +392,15 @@ class TrainingProcess(RolloutProcess):
 
     def drop_chunk(self, chunk: Chunk) -> None:
         """See `RolloutProcess`."""
-        self._steps.draw(chunk.step)  # discards samples in transfer
+        self._steps.ensure(chunk.step)  # discards samples in transfer
         super().drop_chunk(chunk)
 
 
 def _batches(config: "TrainConfig", first: int) -> Iterator[list[dict[str, Any]]]:
     """Returns the prompt records of each step from `first` on."""
-    from digen_jax.assemble import drawn_prompts
+    from digen_jax.assemble import train_prompts
 
-    return map(drawn_prompts(config).at, itertools.count(first))
+    return map(train_prompts(config).at, itertools.count(first))
 
 
 PACKAGE = "digen_jax"

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import jax
 
-from digen_jax.assemble import recipe_model
+from digen_jax.assemble import pipeline_of
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.distributed import engine as ray_engine
 from digen_jax.distributed import worker_process
@@ -69,7 +69,7 @@ class WorkerProxy:
     def __init__(
         self,
         name: str,
-        opened: worker_process.Opened,
+        opened: worker_process.Member,
         actors: Sequence[Actor],
         engine: RayEngine,
         transfer: TrainerTransfer,
@@ -158,7 +158,7 @@ class WorkerProxy:
                 silent = f"{self.name} did not answer for {PING_TIMEOUT:g} seconds"
                 raise WorkerDisconnected(silent) from None
             except ProcessDied as error:
-                raise self._as_gone(error) from error
+                raise self._as_disconnected(error) from error
             with self._lock:  # ignore calls that ended meanwhile
                 for serial in seen.keys() & self._calls.keys():
                     self._seen[serial] = seen[serial], time.monotonic()
@@ -212,7 +212,7 @@ class WorkerProxy:
 
         def errors() -> list[BaseException]:
             ended = [one.exception() for one in futures if one.done()]
-            return [self._as_gone(error) for error in ended if error is not None]
+            return [self._as_disconnected(error) for error in ended if error is not None]
 
         wait(futures, return_when=FIRST_EXCEPTION)
         if errors():
@@ -221,7 +221,7 @@ class WorkerProxy:
             # If a process dies, the others fail, too, and may report their errors first.
             raise min(errors(), key=lambda error: not isinstance(error, WorkerDisconnected))
 
-    def _as_gone(self, error: BaseException) -> BaseException:
+    def _as_disconnected(self, error: BaseException) -> BaseException:
         """Converts ProcessDied to WorkerDisconnected (and sets `disconnected`), ObjectUnavailable to TransferError."""
         if isinstance(error, ray_engine.ObjectUnavailable):
             return TransferError(f"{self.name} lacks an object of a node that failed ({error})")
@@ -261,7 +261,7 @@ class WorkerProxy:
             self.disconnected.set()
             error = WorkerDisconnected(str(error))
         if error is not None:
-            return found.set_exception(self._as_gone(error))
+            return found.set_exception(self._as_disconnected(error))
         scored_chunk: ScoredChunk | None = future.result()
         if scored_chunk is not None:
             exchanges = moved(scored_chunk.exchanges, time.perf_counter())
@@ -473,7 +473,7 @@ class RemoteWorkers:
                 why = self._watch(proxy)
             if self._closed.is_set():
                 return
-            self._lost(name, why)
+            self._disconnected(name, why)
             if self._job is not None:
                 return self._end(f"{name} {why}")
             print(f"{name} {why}; restarting it in {pause:g} s", flush=True)
@@ -525,7 +525,7 @@ class RemoteWorkers:
     @functools.cached_property
     def _stored(self) -> PrecomputedPrompts:
         """Precomputed prompt embeddings."""
-        folder, family = recipe_model(self._config)  # lazily, because it starts JAX
+        folder, family = pipeline_of(self._config)  # lazily, because it starts JAX
         return stored_prompts(self._config, folder, family)
 
     def _join(self, proxy: WorkerProxy) -> None:
@@ -549,7 +549,7 @@ class RemoteWorkers:
                 return "disconnected or was removed"
         return "has ended"
 
-    def _lost(self, name: str, why: str) -> None:
+    def _disconnected(self, name: str, why: str) -> None:
         """Kills a worker's processes and removes it from the run."""
         with self._changed:
             proxy, driver = self._ready.pop(name, None), self._driver

@@ -40,8 +40,8 @@ def export(workdir: pathlib.Path, output: pathlib.Path, lora: bool | None = None
     used = run.policy.lora
     if lora and used is None:
         raise ConfigError(
-            f"the run in {workdir} tunes all weights (its config.lora.rank is 0), so there is no "
-            "LoRA to write: leave --lora out"
+            f"the run in {workdir} trains all weights (its config.lora.rank is 0), so there is no LoRA to "
+            "write: remove --lora"
         )
     if used is not None and lora is not False:
         write_lora(output, run.tuned, used.alpha, run.policy.family.lists)

@@ -256,7 +256,8 @@ def read_run_config(workdir: pathlib.Path) -> TrainConfig:
     """
     if not (workdir / "config.json").exists():
         raise ConfigError(
-            f"{workdir} is no training run's workdir, as it has no config.json: give the --workdir of launch/train.py"
+            f"{workdir} is not the workdir of a training run, as it has no config.json: give the --workdir of "
+            "launch/train.py"
         )
     with user_input():
         given = read_json(workdir / "config.json")
@@ -268,7 +269,7 @@ def read_run_config(workdir: pathlib.Path) -> TrainConfig:
     try:
         config = read_config(given)
     except ConfigError as error:
-        raise ConfigError(f"{workdir} is no training run's workdir: {error}") from error
+        raise ConfigError(f"{workdir} is not the workdir of a training run: {error}") from error
     return _with_absolute_paths(config, started_in(workdir))
 
 
@@ -323,7 +324,7 @@ def _defaults_of_folder(folder: pathlib.Path, family: Family) -> Defaults:
     for name, value in own.items():
         if name not in defaults or type(value) not in (int, type(defaults[name])):
             raise ConfigError(
-                f"{path} has {name!r}: {value!r}; it may have steps, a whole number, and a number for "
+                f"{path} has {name!r}: {value!r}; it may have steps, an integer, and a number for "
                 + " and ".join(one for one in defaults if one != "steps")
             )
     height, width, frames = family.default_size()
@@ -351,7 +352,7 @@ def _read_tree(workdir: pathlib.Path, tree: str, policy: Policy, group: DeviceGr
         return read_checkpoint(workdir / "checkpoints", {tree: template})
     except FileNotFoundError as error:
         raise ConfigError(
-            f"the run in {workdir} has saved no checkpoint yet: wait for its first one"
+            f"the run in {workdir} has not saved a checkpoint yet: wait for its first one"
         ) from error
 
 

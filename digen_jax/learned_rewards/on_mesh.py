@@ -8,11 +8,11 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from digen_jax.errors import blame
+from digen_jax.errors import prefix_errors
 from digen_jax.learned_rewards import Learned
 from digen_jax.learned_rewards.scorers import (
     Aesthetic,
-    Opened,
+    RewardFiles,
     Similarity,
     aesthetic_shapes,
     in_dtype,
@@ -38,7 +38,7 @@ def read(sections: Mapping[int, RewardSettings], group: DeviceGroup) -> tuple[Re
     found = []
     for number, one in sections.items():
         learned = _learned(one)
-        with blame(f"config.rewards[{number}]: reward {one.title!r}: "):
+        with prefix_errors(f"config.rewards[{number}]: reward {one.title!r}: "):
             opened = learned.open()
             shapes = scorer_shapes(one.title, opened.shapes, group)
             with during(f"loading the weights of reward {one.title!r}"):
@@ -62,7 +62,7 @@ def read_shapes(sections: Mapping[int, RewardSettings], group: DeviceGroup) -> t
         learned = _learned(one)
         files = [value for name, value in learned.settings if name in FILES and value]
         local = all(pathlib.Path(file).exists() for file in files)
-        with blame(f"config.rewards[{number}]: reward {one.title!r}: "):
+        with prefix_errors(f"config.rewards[{number}]: reward {one.title!r}: "):
             opened = learned.open() if local else published(learned)
             shapes = scorer_shapes(one.title, opened.shapes, group)
             reduction = FrameReduction(**learned.frames)
@@ -71,7 +71,7 @@ def read_shapes(sections: Mapping[int, RewardSettings], group: DeviceGroup) -> t
     return tuple(found)
 
 
-def published(learned: Learned) -> Opened:
+def published(learned: Learned) -> RewardFiles:
     """Returns the published architecture of a reward without weights, for compilation only."""
     dtype = jnp.dtype(dict(learned.settings)["dtype"])
     config, prepare = PUBLISHED[learned.name]
@@ -82,10 +82,10 @@ def published(learned: Learned) -> Opened:
 
     if learned.name == "aesthetic":
         vision = clip.CLIPVisionModelWithProjection(config.vision, dtype)
-        return Opened(Aesthetic(vision, prepare), aesthetic_shapes(vision), read)
+        return RewardFiles(Aesthetic(vision, prepare), aesthetic_shapes(vision), read)
     network = clip.CLIPModel(config, dtype)
     scorer = Similarity(network, prepare, tokenizer=None)
-    return Opened(scorer, in_dtype(clip.shapes(network), dtype), read)
+    return RewardFiles(scorer, in_dtype(clip.shapes(network), dtype), read)
 
 
 def _learned(settings: RewardSettings) -> Learned:

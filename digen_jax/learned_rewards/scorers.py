@@ -61,7 +61,7 @@ WIDTHS = {0: 1024, 2: 128, 4: 64, 6: 16, 7: 1}
 TEXT_TENSORS = (*clip.IGNORED, "text_model.*", "text_projection.*", "logit_scale")
 
 
-class Opened(NamedTuple):
+class RewardFiles(NamedTuple):
     """A learned reward with open files and unread weights."""
 
     scorer: Scorer
@@ -140,7 +140,7 @@ class Aesthetic:
         return cast(Any, AestheticHead()).apply({"params": params["head"]}, clip.unit(embeddings))
 
 
-def open_clip_score(folder: Folder, dtype: DTypeLike = jnp.float32) -> Opened:
+def open_clip_score(folder: Folder, dtype: DTypeLike = jnp.float32) -> RewardFiles:
     """Opens CLIP score in the folder or Hub id of a CLIPModel with tokenizer and processor.
 
     Raises:
@@ -151,7 +151,7 @@ def open_clip_score(folder: Folder, dtype: DTypeLike = jnp.float32) -> Opened:
     return _open_clip(folder, folder, dtype, prepare, CLIP_DIVISOR)
 
 
-def open_pickscore(folder: Folder, processor: Folder = "", dtype: Any = jnp.float32) -> Opened:
+def open_pickscore(folder: Folder, processor: Folder = "", dtype: Any = jnp.float32) -> RewardFiles:
     """Opens PickScore in the folder or Hub id of a CLIPModel.
 
     `processor` is the folder or Hub id of tokenizer and processor, by default `folder`.
@@ -164,7 +164,7 @@ def open_pickscore(folder: Folder, processor: Folder = "", dtype: Any = jnp.floa
     return _open_clip(folder, processor, dtype, pil_crop, PICK_DIVISOR)
 
 
-def open_hpsv2(file: Folder, tokenizer: Folder, dtype: DTypeLike = jnp.float32) -> Opened:
+def open_hpsv2(file: Folder, tokenizer: Folder, dtype: DTypeLike = jnp.float32) -> RewardFiles:
     """Opens HPSv2.1 in a checkpoint of open_clip, written by torch.save.
 
     `tokenizer` is the folder or Hub id of a CLIPTokenizer; all published CLIPs use the same.
@@ -184,7 +184,7 @@ def open_hpsv2(file: Folder, tokenizer: Folder, dtype: DTypeLike = jnp.float32) 
     size = config.vision.image_size
     prepare = functools.partial(tensor_pad, processor=Processor(edge=size, size=size))
     words = tokenizers.read_clip(pathlib.Path(resolve_folder(tokenizer)), config.text)
-    return Opened(Similarity(network, prepare, words, clean=clean_prompt), template, read)
+    return RewardFiles(Similarity(network, prepare, words, clean=clean_prompt), template, read)
 
 
 def clean_prompt(prompt: str) -> str:
@@ -192,7 +192,7 @@ def clean_prompt(prompt: str) -> str:
     return html.unescape(html.unescape(prompt.translate(STRAIGHT))).strip()
 
 
-def open_aesthetic(folder: Folder, head: Folder, dtype: DTypeLike = jnp.float32) -> Opened:
+def open_aesthetic(folder: Folder, head: Folder, dtype: DTypeLike = jnp.float32) -> RewardFiles:
     """Opens the aesthetic score in the folder or Hub id of a CLIPModel with its processor.
 
     `head` is the file of the linear layers, written by torch.save.
@@ -217,7 +217,7 @@ def open_aesthetic(folder: Folder, head: Folder, dtype: DTypeLike = jnp.float32)
         return {"clip": vision, "head": layers}
 
     prepare = functools.partial(pil_crop, processor=processor)
-    return Opened(Aesthetic(network, prepare), template, read)
+    return RewardFiles(Aesthetic(network, prepare), template, read)
 
 
 def aesthetic_shapes(network: CLIPVisionModelWithProjection) -> Params:
@@ -262,7 +262,7 @@ def in_dtype(template: Params, dtype: DTypeLike) -> Params:
 
 def _open_clip(
     folder: Folder, processor: Folder, dtype: DTypeLike, prepare: Callable[..., Any], divisor: float
-) -> Opened:
+) -> RewardFiles:
     """Opens a CLIPModel; `prepare` takes images and the processor from the folder `processor`."""
     network = CLIPModel(_read_config(folder), jnp.dtype(dtype))
     template = in_dtype(clip.shapes(network), dtype)
@@ -270,7 +270,7 @@ def _open_clip(
     found = _read_processor(processor, network.config.vision.image_size)
     tokenizer = tokenizers.read_clip(pathlib.Path(processor), network.config.text)
     prepare = functools.partial(prepare, processor=found)
-    return Opened(Similarity(network, prepare, tokenizer, divisor), template, read)
+    return RewardFiles(Similarity(network, prepare, tokenizer, divisor), template, read)
 
 
 def _read_config(folder: Folder) -> CLIPConfig:

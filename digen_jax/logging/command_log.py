@@ -47,7 +47,7 @@ class CommandLog:
             append(self._path, self._pending.encode())
             self._pending = ""
 
-    def cut_back(self, done: int) -> None:
+    def truncate(self, done: int) -> None:
         """Removes the commands of the first `done` steps, except dependencies of later steps.
 
         The remaining ones can be replayed from the checkpoint after `done` steps.

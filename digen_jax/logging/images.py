@@ -285,7 +285,7 @@ def plot_curves(
     for number, (name, metric) in enumerate(curves.items()):
         points = [(line["step"], line[metric]) for line in metrics if metric in line]
         if not points:
-            raise ValueError(f"no line of the metrics has {metric!r}")
+            raise ValueError(f"the metrics do not contain {metric!r}")
         steps, values = map(np.asarray, zip(*points, strict=True))
         color = f"C{number}"
         if len(points) > len(metrics) / 2 and len(points) >= 8:

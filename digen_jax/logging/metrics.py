@@ -1,7 +1,7 @@
 """Writes the metrics of a run to metrics.jsonl, TensorBoard and trackers.
 
 metrics.jsonl is the source of truth; the event file is built from it. A checkpoint stores `MetricsLog.position()`. A
-resumed run calls `cut_back` with it and appends; its metrics then equal those of an uninterrupted run, except for the
+resumed run calls `truncate` with it and appends; its metrics then equal those of an uninterrupted run, except for the
 fields in `TIMING`.
 """
 
@@ -37,13 +37,19 @@ finally:
 
 TIMING = ("seconds/", "images_per_second", "utilisation", "queue_depth", "candidates")
 CLOCK = "seconds/clock"
-IMAGE_FILE = re.compile(r"([a-z_]+)_(\d{6})\.png")  # in `workdir`/pictures: name and step
+IMAGE_FILE = re.compile(r"([a-z_]+)_(\d{6})\.png")  # in `image_folder`: name and step
 PNG_CHANNELS = {0: 1, 2: 3, 3: 3, 4: 2, 6: 4}  # by color type
 
 
 def without_timing(record: Mapping[str, Any]) -> dict[str, Any]:
     """Returns metrics without nondeterministic fields: the prefixes in `TIMING`."""
     return {name: value for name, value in record.items() if not name.startswith(TIMING)}
+
+
+def image_folder(workdir: Path) -> Path:
+    """Returns the folder of a run's images; earlier versions named it `pictures`."""
+    old = workdir / "pictures"
+    return old if old.is_dir() else workdir / "images"
 
 
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
@@ -97,7 +103,7 @@ def _lines(path: Path | str) -> list[dict[str, Any]]:
             float(record["step"]), float(record[CLOCK])
         except (ValueError, TypeError, KeyError) as error:
             raise ConfigError(
-                f"{path}, line {number} holds no metrics: restore the file, or replace the line by "
+                f"{path}, line {number} has no metrics: restore the file, or replace the line by "
                 f'{{"step": {number - 1}, "{CLOCK}": 0}}'
             ) from error
         records.append(record)
@@ -136,7 +142,7 @@ class MetricsLog:
                 )
                 for kind, options in trackers.items()
             ]
-        self.cut_back(len(lines))
+        self.truncate(len(lines))
 
     def write(self, step: int, values: Mapping[str, SupportsFloat]) -> None:
         """Durably writes a line `{"step", "seconds/clock", **values}`.
@@ -167,22 +173,22 @@ class MetricsLog:
             tracker.log(scalars, step)
 
     def image(self, path: Path, step: int | None = None) -> None:
-        """Logs `workdir`/pictures/NAME_000020.png as NAME at step 20. Must be called before `write` of that step.
+        """Logs `workdir`/images/NAME_000020.png as NAME at step 20. Must be called before `write` of that step.
 
-        A file without a step in its name needs `step`, and is not logged again after `cut_back`.
+        A file without a step in its name needs `step`, and is not logged again after `truncate`.
         """
         name, step = _image_name(path) if step is None else (path.stem, step)
         append(self._event_file(), _image(path, name, step))
         for tracker in self._trackers:
-            tracker.image(f"pictures/{name}", path, step)
+            tracker.image(f"images/{name}", path, step)
 
     def position(self) -> int:
-        """Flushes to disk and returns the number of lines, which a checkpoint stores for `cut_back`."""
+        """Flushes to disk and returns the number of lines, which a checkpoint stores for `truncate`."""
         with self.path.open("rb") as file:
             os.fsync(file.fileno())
         return self._position
 
-    def cut_back(self, position: int) -> None:
+    def truncate(self, position: int) -> None:
         """Removes all lines after the first `position`, and their events.
 
         Args:
@@ -207,14 +213,14 @@ class MetricsLog:
             tracker.close()
 
     def _event_file(self) -> Path:
-        """Returns TensorBoard's event file; rebuilds it from metrics.jsonl after `cut_back`, replacing older ones."""
+        """Returns TensorBoard's event file; rebuilds it from metrics.jsonl after `truncate`, replacing older ones."""
         if self._events is not None:
             return self._events
         folder, now = self.folder / "tensorboard", time.time()
         folder.mkdir(parents=True, exist_ok=True)
         lines = _lines(self.path)
         last = lines[-1]["step"] if lines else -1
-        files = sorted((self.folder / "pictures").glob("*.png"))
+        files = sorted(image_folder(self.folder).glob("*.png"))
         images = [(path, *_image_name(path)) for path in files if IMAGE_FILE.fullmatch(path.name)]
         # A running TensorBoard discards its data when a session starts at step 0.
         records = [
@@ -265,7 +271,7 @@ def _image(path: Path, name: str, step: int) -> bytes:
     width, height, _, color_type = struct.unpack(">IIBB", png[16:26])  # the header chunk
     sizes = dict(height=height, width=width, colorspace=PNG_CHANNELS[color_type])
     image = Summary.Image(encoded_image_string=png, **sizes)
-    value = Summary.Value(tag=f"pictures/{name}", image=image)
+    value = Summary.Value(tag=f"images/{name}", image=image)
     return _record(wall_time=path.stat().st_mtime, step=step, summary=Summary(value=[value]))
 
 

@@ -56,7 +56,7 @@ class Line(NamedTuple):
     raw: Float[np.ndarray, "n"] | None  # before smoothing, of a single run
 
 
-class Row(NamedTuple):
+class Task(NamedTuple):
     """A row of the task table: "mean" or "mean (minimum to maximum)" over the runs."""
 
     name: str
@@ -66,14 +66,14 @@ class Row(NamedTuple):
     best: str
 
 
-class Size(NamedTuple):
+class ReportSize(NamedTuple):
     """Size of a report in bytes."""
 
     total: int
     without_images: int
 
 
-def write_report(workdirs: Sequence[pathlib.Path], output: pathlib.Path) -> Size:
+def write_report(workdirs: Sequence[pathlib.Path], output: pathlib.Path) -> ReportSize:
     """Writes the report of one run, or of several similar runs with min/max bands.
 
     Raises:
@@ -83,7 +83,7 @@ def write_report(workdirs: Sequence[pathlib.Path], output: pathlib.Path) -> Size
     text = render([read_run(workdir) for workdir in workdirs])
     without_images = re.sub(r"data:image/webp;base64,[A-Za-z0-9+/=]*", "", text)
     write_output(output, text.encode())
-    return Size(len(text.encode()), len(without_images.encode()))
+    return ReportSize(len(text.encode()), len(without_images.encode()))
 
 
 def render(runs: Sequence[Run]) -> str:
@@ -101,7 +101,7 @@ def render(runs: Sequence[Run]) -> str:
     return environment.get_template("report.html.jinja").render(
         prompts=evaluated_prompts(runs),
         runs=[_run_content(run, MAX_INTERVALS // len(runs)) for run in runs],
-        charts={part: list(map(Markup, drawn)) for part, drawn in elements.items()},
+        charts={part: list(map(Markup, charts)) for part, charts in elements.items()},
         chart_script=Markup(script),
         core_script=Markup("\n".join(core)),
         table=task_table(runs),
@@ -132,7 +132,7 @@ def _run_content(run: Run, intervals: int) -> dict[str, Any]:
     }
 
 
-def task_table(runs: Sequence[Run]) -> list[Row]:
+def task_table(runs: Sequence[Run]) -> list[Task]:
     """Returns rows for all prompts and for each task; empty if there are fewer than two evaluations."""
     evaluated = [run for run in runs if len(run.evaluations) > 1]
     if not evaluated:
@@ -151,7 +151,7 @@ def task_table(runs: Sequence[Run]) -> list[Row]:
         best = np.asarray([values.max() for _, values in found])
         at = ", ".join(str(steps[values.argmax()]) for steps, values in found)
         gain = spread(last - first, "+.3f")
-        rows.append(Row(name, spread(first), spread(last), gain, f"{spread(best)} at step {at}"))
+        rows.append(Task(name, spread(first), spread(last), gain, f"{spread(best)} at step {at}"))
     return rows
 
 
@@ -216,7 +216,7 @@ def charts(runs: Sequence[Run]) -> dict[str, list[Chart]]:
     for chart in itertools.chain(*parts.values()):
         for label in [label for label, metric in chart.curves.items() if metric not in known]:
             del chart.curves[label]
-    return {part: [chart for chart in drawn if chart.curves] for part, drawn in parts.items()}
+    return {part: [chart for chart in charts if chart.curves] for part, charts in parts.items()}
 
 
 def line_of(runs: Sequence[Run], metric: str) -> Line | None:
@@ -242,9 +242,9 @@ def _dense(steps: Int[np.ndarray, "n"]) -> bool:
 
 def _draw(runs: Sequence[Run], parts: Mapping[str, Sequence[Chart]]) -> tuple[str, dict[str, list]]:
     """Returns (script that renders all charts, HTML elements of each part's charts)."""
-    count = sum(len(chart.curves) for drawn in parts.values() for chart in drawn)
+    count = sum(len(chart.curves) for charts in parts.values() for chart in charts)
     most = max(50, MAX_NUMBERS // max(1, 4 * count))
-    figures = [_figure(runs, chart, most) for drawn in parts.values() for chart in drawn]
+    figures = [_figure(runs, chart, most) for charts in parts.values() for chart in charts]
     script, elements = components(figures) if figures else ("", ())
     each = iter(elements)
     return script, {part: list(itertools.islice(each, len(parts[part]))) for part in parts}
@@ -252,7 +252,7 @@ def _draw(runs: Sequence[Run], parts: Mapping[str, Sequence[Chart]]) -> tuple[st
 
 def _figure(runs: Sequence[Run], chart: Chart, most: int) -> figure:
     """Builds a figure with at most `most` points per curve."""
-    drawn = figure(
+    plot = figure(
         title=chart.title,
         height=260,
         sizing_mode="stretch_width",
@@ -262,39 +262,39 @@ def _figure(runs: Sequence[Run], chart: Chart, most: int) -> figure:
         border_fill_color=None,
         outline_line_color=None,
     )
-    drawn.toolbar.logo = None  # it links to a web page
-    drawn.toolbar.autohide = True
-    drawn.grid.grid_line_alpha = 0.4
+    plot.toolbar.logo = None  # it links to a web page
+    plot.toolbar.autohide = True
+    plot.grid.grid_line_alpha = 0.4
     lines = {name: line_of(runs, metric) for name, metric in chart.curves.items()}
     for (name, line), color in zip(lines.items(), itertools.cycle(COLORS), strict=False):
         if line is not None:
-            _draw_line(drawn, name, thinned(line, most), color, len(runs) > 1)
+            _draw_line(plot, name, thinned(line, most), color, len(runs) > 1)
     if len(chart.curves) == 1:
-        drawn.legend.visible = False
+        plot.legend.visible = False
     else:
-        drawn.legend.click_policy = "hide"
-        drawn.legend.label_text_font_size = "9pt"
-        drawn.add_layout(drawn.legend[0], "below")
-        drawn.legend.orientation = "horizontal"
-        drawn.legend.ncols = 3
-        drawn.legend.border_line_color = None
-        drawn.legend.background_fill_color = None
-    return drawn
+        plot.legend.click_policy = "hide"
+        plot.legend.label_text_font_size = "9pt"
+        plot.add_layout(plot.legend[0], "below")
+        plot.legend.orientation = "horizontal"
+        plot.legend.ncols = 3
+        plot.legend.border_line_color = None
+        plot.legend.background_fill_color = None
+    return plot
 
 
-def _draw_line(drawn: figure, name: str, line: Line, color: str, band: bool) -> None:
+def _draw_line(plot: figure, name: str, line: Line, color: str, band: bool) -> None:
     steps, style = line.steps.astype(np.int32), {"color": color, "legend_label": name}
     if band:
         low, high = (one.astype(np.float32) for one in (line.low, line.high))
-        drawn.varea(steps, low, high, fill_alpha=0.2, **style)
+        plot.varea(steps, low, high, fill_alpha=0.2, **style)
     if line.raw is not None:
-        drawn.line(steps, line.raw.astype(np.float32), line_alpha=0.3, **style)
+        plot.line(steps, line.raw.astype(np.float32), line_alpha=0.3, **style)
     mean = line.mean.astype(np.float32)
-    shown = drawn.line(steps, mean, line_width=2, **style)
+    shown = plot.line(steps, mean, line_width=2, **style)
     if not _dense(line.steps):
-        shown = drawn.scatter(steps, mean, size=6, **style)
+        shown = plot.scatter(steps, mean, size=6, **style)
     tips = [("", name), ("step", "@x"), ("value", "@y{0.0000}")]
-    drawn.add_tools(HoverTool(renderers=[shown], tooltips=tips, visible=False))
+    plot.add_tools(HoverTool(renderers=[shown], tooltips=tips, visible=False))
 
 
 def thinned(line: Line, most: int) -> Line:

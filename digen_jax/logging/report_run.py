@@ -19,7 +19,7 @@ from digen_jax.errors import ConfigError
 from digen_jax.files import parse_json, without_torn_line
 from digen_jax.images import to_uint8
 from digen_jax.logging.evaluation import saved_images
-from digen_jax.logging.metrics import CLOCK, read_metrics
+from digen_jax.logging.metrics import CLOCK, image_folder, read_metrics
 from digen_jax.logging.timeline import COLORS, WAIT, order_rows, read_events
 
 EVALUATION = "evaluation/"
@@ -30,7 +30,7 @@ START: dict = {"command": list, "time": str, "done": int, "devices": dict, "chan
 START |= {"python": str, "packages": dict, "commit": str | None}
 MAX_INTERVALS = 5000  # of the timeline; older steps are dropped
 MAX_STEPS = 40  # steps whose images are shown
-GRIDS = ("step", "best", "worst")  # in `workdir`/pictures, NAME_000020.png
+GRIDS = ("step", "best", "worst")  # in the folder of images, NAME_000020.png
 LARGEST = 768  # longer side in pixels of each image of a pair
 LOSSLESS = 1 << 16  # maximum number of pixels of a losslessly encoded image
 QUALITY = 82
@@ -199,7 +199,7 @@ class Shown(NamedTuple):
 
 def image_pairs(run: Run) -> tuple[int, list[Pair]] | None:
     """Returns (step of the newer images, pairs of images), or None if there are fewer than two evaluations."""
-    files = (run.workdir / "pictures" / f"{name}.npz" for name in ("before", "after"))
+    files = (image_folder(run.workdir) / f"{name}.npz" for name in ("before", "after"))
     before, after = map(saved_images, files)
     if before is None or after is None:
         return None
@@ -218,7 +218,7 @@ def image_pairs(run: Run) -> tuple[int, list[Pair]] | None:
 def image_grids(run: Run) -> list[Shown]:
     """Returns the image grids of at most MAX_STEPS evenly spaced steps."""
     files: dict[int, dict[str, pathlib.Path]] = {}
-    for path in (run.workdir / "pictures").glob("*.png"):
+    for path in image_folder(run.workdir).glob("*.png"):
         if match := re.fullmatch(rf"({'|'.join(GRIDS)})_(\d+)\.png", path.name):
             files.setdefault(int(match[2]), {})[match[1]] = path
     steps = [step for step in sorted(files) if step <= run.step]

@@ -18,7 +18,7 @@ from digen_jax.images import middle_frames
 from digen_jax.logging.command_log import CommandLog
 from digen_jax.logging.evaluation import Evaluation, Extremes, by_tag, save_images, saved_images
 from digen_jax.logging.images import before_after, image_grid, plot_curves, save_frames
-from digen_jax.logging.metrics import CLOCK, MetricsLog, read_metrics
+from digen_jax.logging.metrics import CLOCK, MetricsLog, image_folder, read_metrics
 from digen_jax.logging.timeline import TraceFile, draw_timeline
 from digen_jax.logging.workdir import record_start
 from digen_jax.parallel.system import System
@@ -43,11 +43,11 @@ ADVICE = {
     "evaluation": "set config.evaluation.every higher, or config.evaluation.images lower",
 }
 FILES = {
-    "pictures/before_after.png": "the same prompts before and after",
-    "pictures/curve.png": "reward over the steps",
-    "pictures/step_*.png": "images during the run",
-    "pictures/best_*.png, worst_*.png": "the best and the worst images of a step",
-    "pictures/timeline_*.png": "what every worker did in the last steps",
+    "images/before_after.png": "the same prompts before and after",
+    "images/curve.png": "reward over the steps",
+    "images/step_*.png": "images during the run",
+    "images/best_*.png, worst_*.png": "the best and the worst images of a step",
+    "images/timeline_*.png": "what every worker did in the last steps",
     "timeline.json": "the same since the oldest checkpoint, for ui.perfetto.dev",
     "commands.jsonl": "the scheduler's commands since then, in order",
     "metrics.jsonl": "all metrics, one line per step",
@@ -88,7 +88,7 @@ class RunLog:
         self._last_steps: list[list[Interval]] = []
         self.metrics = MetricsLog(workdir, config.trackers, config.as_json())
         self._commands: CommandLog | None = None
-        self._folder = workdir / "pictures"
+        self._folder = image_folder(workdir)
         self._folder.mkdir(exist_ok=True)
         self._prompts, self._count = config.evaluated_prompts, config.images.count
         self._progress: Progress | None = None
@@ -134,8 +134,8 @@ class RunLog:
         """Removes the timeline and the commands of the first `done` steps."""
         lines = read_metrics(self._workdir / "metrics.jsonl")
         ended = next(line[CLOCK] for line in lines if line["step"] == done)
-        self._write(self._trace.cut_back, done, ended)
-        self._write(self._commands.cut_back, done)
+        self._write(self._trace.truncate, done, ended)
+        self._write(self._commands.truncate, done)
 
     def open_command_log(self, done: int) -> CommandLog:
         """Opens the command log of this process, starting after `done` steps."""
@@ -302,7 +302,8 @@ def full_disk(workdir: pathlib.Path) -> Iterator[None]:
         if getattr(error, "errno", None) not in FULL and not NO_SPACE.search(str(error)):
             raise
         raise SaveFailed(
-            f"the disk of {workdir} is full: free space, and the same command continues from the last checkpoint"
+            f"the disk of {workdir} is full: free space; then the same command continues from the last "
+            "checkpoint"
         ) from error
 
 

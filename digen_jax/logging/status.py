@@ -168,7 +168,7 @@ def _row(name: str, worker: Mapping[str, Any], found: Mapping[str, Any]) -> tupl
         process = f"{process} on {short}"
     cells = name, process, str(worker["devices"])
     if worker["lost"] is not None:
-        return *cells, "", _duration(now - worker["lost"]), "lost"
+        return *cells, "", _duration(now - worker["lost"]), "disconnected"
     since = "" if worker["since"] is None else _duration(now - worker["since"])
     work, heard = worker["does"] or f"waits for {worker['waits']}", worker["heard"]
     if heard is not None and now - heard > SILENT:

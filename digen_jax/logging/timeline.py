@@ -55,8 +55,8 @@ COLORS = {
     "sync": ("yellow", "#e4c441"),
     "deliver": ("cq_build_running", "#b5a76a"),
     "evaluate": ("olive", "#9d755d"),
-    "ask": ("cq_build_passed", "#eba66c"),
-    "ask in vain": ("terrible", "#c03830"),
+    "request": ("cq_build_passed", "#eba66c"),
+    "failed request": ("terrible", "#c03830"),
 }
 WAIT = ("grey", "#dddddd")
 
@@ -72,7 +72,7 @@ class Summary:
     def __init__(self, devices: Mapping[str, int], images: int):
         self.devices, self._images = dict(devices), images
         self.metrics: dict[str, float] = {}  # runtime metrics of the last step
-        self._lost: dict[str, tuple[float, int]] = {}  # worker: (disconnect time, devices)
+        self._ended: dict[str, tuple[float, int]] = {}  # worker: (disconnect time, devices)
         self._recorder = Recorder()
         self._step_start = 0.0
         self._working_since: dict[str, float] = {}  # by worker
@@ -90,9 +90,9 @@ class Summary:
         if isinstance(event, Removed):
             self._recorder.end_wait(event.worker, now)
             self._working_since.pop(event.worker, None)
-            self._lost[event.worker] = now, self.devices.get(event.worker, 0)
+            self._ended[event.worker] = now, self.devices.get(event.worker, 0)
         if isinstance(event, Joined):
-            self._lost.pop(event.worker, None)
+            self._ended.pop(event.worker, None)
         if isinstance(event, Joined | Completed) and worker and scheduler.has_worker(worker):
             self._recorder.look_at(scheduler, worker, now)
         if scheduler.has_worker(TRAINER):
@@ -151,7 +151,7 @@ class Summary:
         # An evaluation does not belong to the concurrent step.
         chunk = None if command.chunk.evaluation else command.chunk
         for one in exchanges:
-            kind = "ask" if one.failure is None else "ask in vain"
+            kind = "request" if one.failure is None else "failed request"
             self._recorder.work(one.server, kind, one.begin, one.end, chunk)
 
     def end_step(self, now: float, away: float) -> list[Interval]:
@@ -182,20 +182,20 @@ class Summary:
             "images_per_second": self._images / (seconds - away),
             "utilisation": busy / (sum(self.devices.values()) * seconds),
             "policy_lag": float(np.mean(self._policy_lags)),
-            "tag_share": self._generated[True] / max(1, self._generated.total()),
+            "assisted": self._generated[True] / max(1, self._generated.total()),
             "queue_depth": float(np.mean(self._queued)),
             **{f"seconds/{phase}": spent for phase, spent in phases.items()},
             **{f"seconds/wait_{cause.replace(' ', '_')}": spent for cause, spent in waits},
         }
         self._step_start, self._policy_lags, self._queued = now, [], []
         self._generated.clear()
-        for worker in self._lost:
+        for worker in self._ended:
             self.devices.pop(worker, None)
         return done
 
     def take(self, now: float) -> list[Interval]:
         """Returns and clears the intervals since the last call."""
-        self._recorder.cut(now)
+        self._recorder.split(now)
         done = list(self._recorder.intervals)
         self._recorder.intervals.clear()
         return done
@@ -221,7 +221,7 @@ class Summary:
         def describe(name: str) -> dict[str, Any]:
             worker = state.workers.get(name)
             if worker is None:
-                return {"lost": clock + (self._lost[name][0] if name in self._lost else now)}
+                return {"lost": clock + (self._ended[name][0] if name in self._ended else now)}
             held = scheduler.kept if name == TRAINER else worker.held
             command = None if worker.busy is None else state.in_flight.get(worker.busy)
             part = f" ({command.kind})" if isinstance(command, Encode | Decode) else ""
@@ -235,7 +235,7 @@ class Summary:
                 "arrives": sorted({weights.version for weights in worker.arriving}),
             }
 
-        lost = {name: count for name, (_, count) in self._lost.items()}
+        lost = {name: count for name, (_, count) in self._ended.items()}
         known = {**self.devices, **lost, **devices}
         return {
             "step": state.step,
@@ -288,7 +288,7 @@ class TraceFile:
             raise
         self._rows, self._empty = rows, False
 
-    def cut_back(self, done: int, ended: float) -> None:
+    def truncate(self, done: int, ended: float) -> None:
         """Removes the intervals of the first `done` steps, and those without a step that ended before `ended`.
 
         Args:
@@ -347,7 +347,7 @@ def _event(row: int, interval: Interval, clock: float) -> dict[str, Any]:
 
 def order_rows(intervals: Iterable[tuple[str, str]]) -> list[str]:
     """Returns the rows of intervals (worker, kind): rollout workers, other workers, trainer, rewards, servers."""
-    is_server = {row: kind.startswith("ask") for row, kind in intervals}
+    is_server = {row: kind.endswith("request") for row, kind in intervals}
 
     def place(row: str) -> tuple[bool, bool, bool, bool, str]:
         return is_server[row], row == "reward", row == TRAINER, " rollout" in row, row

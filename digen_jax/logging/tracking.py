@@ -130,7 +130,7 @@ class Tracker:
             print(f"{self._kind} {text} (log: {self._log_file})", file=sys.stderr, flush=True)
 
 
-class Run(NamedTuple):
+class OpenRun(NamedTuple):
     """An open tracker run in the tracker process. Steps up to `last_step` are not sent again."""
 
     log: Callable[..., Any]
@@ -139,17 +139,17 @@ class Run(NamedTuple):
     last_step: int = -1
 
 
-def _open_wandb(start: TrackerStart) -> Run:
+def _open_wandb(start: TrackerStart) -> OpenRun:
     """Starts or resumes a wandb run. wandb ignores steps that it already has."""
     import wandb
 
     run_id, _ = _run_id(start, uuid.uuid4().hex)
     config: Any = start.config and dict(start.config)
     run = wandb.init(config=config, dir=start.workdir, id=run_id, resume="allow", **start.options)
-    return Run(run.log, wandb.Image, run.finish)
+    return OpenRun(run.log, wandb.Image, run.finish)
 
 
-def _open_trackio(start: TrackerStart) -> Run:
+def _open_trackio(start: TrackerStart) -> OpenRun:
     """Starts or resumes a trackio run."""
     import trackio
 
@@ -158,10 +158,10 @@ def _open_trackio(start: TrackerStart) -> Run:
     name, resumed = _run_id(start, options.pop("name", "") or unique)
     config, resume = start.config and dict(start.config), "allow" if resumed else "never"
     trackio.init(name=name, config=config, resume=resume, embed=False, **options)
-    return Run(trackio.log, trackio.Image, trackio.finish, start.last_step if resumed else -1)
+    return OpenRun(trackio.log, trackio.Image, trackio.finish, start.last_step if resumed else -1)
 
 
-TRACKERS: dict[str, Callable[[TrackerStart], Run]] = {
+TRACKERS: dict[str, Callable[[TrackerStart], OpenRun]] = {
     "wandb": _open_wandb,
     "trackio": _open_trackio,
 }

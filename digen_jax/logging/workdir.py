@@ -137,8 +137,8 @@ def check_there(workdir: Path | str) -> None:
     """
     if not Path(workdir, ".lock").exists():
         raise Stopped(
-            f"the workdir {workdir} was moved or deleted while the run used it: restore it, or pass its new path as "
-            "--workdir, and the same command continues from its last checkpoint"
+            f"the workdir {workdir} was moved or deleted while the run used it: restore it, or pass its new "
+            "path as --workdir; then the same command continues from its last checkpoint"
         )
 
 

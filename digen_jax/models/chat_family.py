@@ -76,7 +76,7 @@ class ChatFamily(PipelineFamily):
         chats = self._chats([record["prompt"] for record in records])
         return Tokens(*tokenizers.padded(self.tokenizer, chats, self._chat_tokens))
 
-    def cut(self, prompts: Sequence[str]) -> Bool[np.ndarray, "b"]:
+    def is_truncated(self, prompts: Sequence[str]) -> Bool[np.ndarray, "b"]:
         """Returns which chats exceed the text encoder's input length, so that `tokenize` truncates them."""
         return tokenizers.longer([(self.tokenizer, self._chat_tokens)], self._chats(prompts))
 

@@ -161,7 +161,7 @@ class Family(Protocol):
         without a negative prompt.
         """
 
-    def cut(self, prompts: Sequence[str]) -> Bool[np.ndarray, "b"]:
+    def is_truncated(self, prompts: Sequence[str]) -> Bool[np.ndarray, "b"]:
         """Returns which prompts exceed a text encoder's input length, so that `tokenize` truncates them."""
 
     def encode(self, params: Params, tokens: Tokens) -> Conditioning:

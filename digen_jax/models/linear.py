@@ -64,7 +64,7 @@ def dot_general(x: Array, kernel: Array, *arguments: Any, **options: Any) -> Arr
         # Float32 products are exact on CPUs, so precision has no effect there.
         product, rows = _of_rows, x.reshape(-1, x.shape[-1])
     # A modulation has one row per image, which is cheaper to move than any kernel.
-    y = _of_whole(product, _precision(), rows, kernel) if x.ndim > 2 else product(rows, kernel)
+    y = _gather(product, _precision(), rows, kernel) if x.ndim > 2 else product(rows, kernel)
     return y.reshape(*x.shape[:-1], kernel.shape[1])
 
 
@@ -72,7 +72,7 @@ def _general(arguments: Any, options: Any, x: Array, kernel: Array) -> Array:
     return jax.lax.dot_general(x, kernel, *arguments, **options)
 
 
-def whole(kernel: Float[Array, "i o"]) -> Float[Array, "i o"]:
+def gathered(kernel: Float[Array, "i o"]) -> Float[Array, "i o"]:
     """Gathers a kernel that is sharded over devices with different rows.
 
     XLA compares a kernel with the activations of one product only. Without this constraint it moves the activations of
@@ -95,29 +95,29 @@ def _precision() -> str | None:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _of_whole(product: Product, precision: str | None, x: Array, kernel: Array) -> Array:
+def _gather(product: Product, precision: str | None, x: Array, kernel: Array) -> Array:
     """Multiplies by the gathered kernel; the backward pass keeps the sharded kernel and gathers it again.
 
     The gradient is with respect to the sharded kernel, so that devices sum only its shards.
     """
-    return product(x, whole(kernel))
+    return product(x, gathered(kernel))
 
 
-def _of_whole_forward(
+def _gather_forward(
     product: Product, precision: str | None, x: Array, kernel: Array
 ) -> tuple[Array, tuple[Array, Array]]:
-    return product(x, whole(kernel)), (x, kernel)
+    return product(x, gathered(kernel)), (x, kernel)
 
 
-def _of_whole_backward(
+def _gather_backward(
     product: Product, precision: str | None, saved: tuple[Array, Array], cotangent: Array
 ) -> tuple[Array, Array]:
     x, kernel = saved
     with jax.default_matmul_precision(precision):
-        return jax.vjp(product, x, whole(kernel))[1](cotangent)
+        return jax.vjp(product, x, gathered(kernel))[1](cotangent)
 
 
-_of_whole.defvjp(_of_whole_forward, _of_whole_backward)
+_gather.defvjp(_gather_forward, _gather_backward)
 
 
 # `nn.Dense` with this product, which a LoRA on it uses, too.
@@ -160,7 +160,7 @@ def _adapted(
     low = x @ jnp.pad(jnp.concatenate(a, axis=1), ((0, 0), (0, padding))) * scale
     x = jnp.concatenate([x, low], axis=-1)
     out, before = [], 0
-    for kernel, factor, rank in zip(map(whole, kernels), b, ranks, strict=True):
+    for kernel, factor, rank in zip(map(gathered, kernels), b, ranks, strict=True):
         behind = low.shape[-1] - before - rank
         rows = jnp.pad(factor, ((before, behind), (0, 0)))
         out.append(x @ jnp.concatenate([kernel, rows], axis=0))
@@ -182,13 +182,13 @@ def _adapted_backward(
 ) -> tuple[Array, Arrays, Arrays, Arrays]:
     """Returns gradients of the separate terms: a kernel has a gradient only if it is trained, without LoRA factors."""
 
-    def apart(x: Array, kernels: Arrays, a: Arrays, b: Arrays) -> list[Array]:
+    def separate_terms(x: Array, kernels: Arrays, a: Arrays, b: Arrays) -> list[Array]:
         layers = zip(kernels, a, b, strict=True)
         return [(x @ down * scale) @ up + x @ kernel for kernel, down, up in layers]
 
     x, kernels, *factors = saved
     with jax.default_matmul_precision(precision):
-        return jax.vjp(apart, x, list(map(whole, kernels)), *factors)[1](cotangents)
+        return jax.vjp(separate_terms, x, list(map(gathered, kernels)), *factors)[1](cotangents)
 
 
 _adapted.defvjp(_adapted_forward, _adapted_backward)

@@ -357,15 +357,15 @@ def tokenizer_of(part: str) -> str:
     return part.replace("text_encoder", "tokenizer")
 
 
-def check_tokens(asked: int, most: int, why: str) -> None:
+def check_tokens(length: int, most: int, why: str) -> None:
     """Checks that `max_sequence_length` is at most `most`; `why` completes the message "... must be at most ...,".
 
     Raises:
       FieldError: the value is too large; names the config field, because the folder is valid.
     """
-    if asked > most:
+    if length > most:
         raise FieldError(
-            f"config.model.max_sequence_length must be at most {most}, {why}, not {asked}"
+            f"config.model.max_sequence_length must be at most {most}, {why}, not {length}"
         )
 
 
@@ -378,8 +378,8 @@ def _named(folder: pathlib.Path, part: str) -> bool:
     named = weights.read_model_index(folder).get(part) not in (None, [None, None])
     if named and not (folder / part).is_dir():
         raise ValueError(
-            f"{folder / part} is missing, but model_index.json names it: add the folder, or leave it out "
-            "by config.model.without, or by [null, null] in its place in model_index.json"
+            f"{folder / part} is missing, but model_index.json names it: add the folder, or omit it with "
+            "config.model.without or with [null, null] in model_index.json"
         )
     return named
 

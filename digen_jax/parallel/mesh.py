@@ -1,6 +1,6 @@
 """Device mesh axes, and the sharding of parameters and activations over them.
 
-Every mesh has all axes; unused ones have size 1. `Layout` shards by a config's rules over a family's logical axes.
+Every mesh has all axes; unused ones have size 1. `ShardingRules` applies a config's rules to logical axes.
 
 | axis     | splits                                                                                        |
 | -------- | --------------------------------------------------------------------------------------------- |
@@ -102,8 +102,8 @@ def job_devices(count: int, field: str) -> list[jax.Device]:
         local = [one for one in jax.devices() if one.process_index == process]
         if len(local) < share:
             raise ConfigError(
-                f"{field} has {count} devices, but its process has {len(local)} ({jax.devices()[0].device_kind}): make "
-                "it smaller, or start it where there are more"
+                f"{field} has {count} devices, but its process has {len(local)} "
+                f"({jax.devices()[0].device_kind}): reduce it, or start the process with more devices"
             )
         found += local[:share]
     return found
@@ -113,7 +113,7 @@ def job_devices(count: int, field: str) -> list[jax.Device]:
 FSDP_MIN_SIZE = 2**14
 TACTICS = REPLICATE, SPLIT = "replicate", FSDP
 
-# (regex, tactic) or (regex, logical axis, mesh axis); see `Layout`.
+# (regex, tactic) or (regex, logical axis, mesh axis); see `ShardingRules`.
 Rules = Sequence[tuple[str, ...]]
 REPLICATED = ((".*", REPLICATE),)
 # Megatron's rules: the first of two layers is split by columns, the second by rows (arXiv 1909.08053).
@@ -121,7 +121,7 @@ TENSOR_RULES = ((".*", "heads", TENSOR), (".*", "mlp", TENSOR))
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class ShardingRules:
     """Sharding rules for parameters on any mesh.
 
     A parameter's name is its component and path, such as "transformer/context_embedder/kernel". Rules
@@ -145,7 +145,7 @@ class Layout:
     axes: Mapping[str, tuple[str | None, ...]] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def of(cls, rules: Rules, axes: Params) -> "Layout":
+    def of(cls, rules: Rules, axes: Params) -> "ShardingRules":
         """Creates the layout from a family's `axes()`, including the LoRA factors that parameters may get."""
         named = flatten_dict(axes)
         named |= factor_axes(named)

@@ -19,7 +19,7 @@ from digen_jax.parallel.mesh import (
     MODEL,
     SAMPLES,
     TIME,
-    Layout,
+    ShardingRules,
     make_mesh,
     parameter_name,
     parts,
@@ -35,7 +35,7 @@ class DeviceGroup:
     """A mesh (`mesh.make_mesh`), the layout of parameters on it, and the configured attention kernel."""
 
     mesh: Mesh
-    layout: Layout = dataclasses.field(default_factory=Layout)
+    layout: ShardingRules = dataclasses.field(default_factory=ShardingRules)
     attention: str = AUTO
 
     @property
@@ -170,15 +170,17 @@ def chunked_map(
 class RolloutAxes:
     """Number and axes of the rollout workers' meshes. If `data` is 0, the trainer's devices sample."""
 
-    data: Count  # devices that share images; 0: sample on the trainer's devices, in turn with it
-    fsdp: PositiveInt = 1  # devices that share images and parameters
-    workers: PositiveInt = 1  # rollout workers of this size
-    # processes of each rollout worker, with --ray; they have equally many devices
-    hosts: PositiveInt = 1
-    max_workers: Count = 0  # with --ray: up to so many workers join when nodes are free
-    # devices that share parameters and the work on each image; they divide the heads
-    tensor: PositiveInt = 1
-    # devices that share the tokens of each image; with tensor they divide the heads
+    # data-parallel size: devices that split the images; 0 means that the trainer's devices sample, alternating with
+    # training
+    data: Count
+    fsdp: PositiveInt = 1  # devices that split the images and shard the parameters
+    workers: PositiveInt = 1  # number of rollout workers of this size
+    hosts: PositiveInt = 1  # processes per rollout worker with --ray, with equal numbers of devices
+    # with --ray: maximum number of workers, which join when nodes become available
+    max_workers: Count = 0
+    tensor: PositiveInt = 1  # tensor-parallel size; must divide the number of heads
+    # sequence-parallel size: devices that split the tokens of an image; tensor * sequence must divide the number of
+    # heads
     sequence: PositiveInt = 1
 
     @property
@@ -196,17 +198,18 @@ class RolloutAxes:
 class TrainerAxes:
     """Number and axes of the training meshes."""
 
-    data: PositiveInt  # devices that share images
-    fsdp: PositiveInt = 1  # devices that share images and parameters
-    time: PositiveInt = 1  # devices that share the denoising steps of a pass
-    # devices that share parameters and the work on each image; they divide the heads
-    tensor: PositiveInt = 1
-    # devices that share the tokens of each image; with tensor they divide the heads
+    data: PositiveInt  # data-parallel size: devices that split the images
+    fsdp: PositiveInt = 1  # devices that split the images and shard the parameters
+    time: PositiveInt = 1  # devices that split the denoising steps of a pass
+    tensor: PositiveInt = 1  # tensor-parallel size; must divide the number of heads
+    # sequence-parallel size: devices that split the tokens of an image; tensor * sequence must divide the number of
+    # heads
     sequence: PositiveInt = 1
-    hosts: PositiveInt = 1  # processes of the mesh, with --ray; they have equally many devices
-    # meshes of this size, which train a part of each step; the first one updates
+    hosts: PositiveInt = 1  # processes of the mesh with --ray, with equal numbers of devices
+    # number of training workers of this size, each of which trains a part of a step; the first one applies the update
     workers: PositiveInt = 1
-    # with rollout workers: they also sample where they would wait (trainer-assisted generation)
+    # with rollout workers: whether training workers sample when they would otherwise wait (trainer-assisted
+    # generation)
     samples: bool = False
 
     @property
@@ -292,7 +295,7 @@ class Placement:
             where = f" of {processes} processes" if processes > 1 else ""
             if training > 1:
                 return f"{_counted(trainer, kind)}: {training} workers that sample and train"
-            return f"{_counted(trainer, kind)}{where} for rollout and training in turn"
+            return f"{_counted(trainer, kind)}{where} for rollout and training alternately"
         rollout = meshes * self.rollout.mesh.size
         first, second = (f" ({n} workers)" if n > 1 else "" for n in (meshes, training))
         total = _counted(rollout + trainer, kind)
@@ -304,7 +307,7 @@ def _counted(count: int, kind: str) -> str:
 
 
 def make_placement(
-    sizes: MeshSizes, layout: Layout, devices: Sequence[jax.Device], attention: str = AUTO
+    sizes: MeshSizes, layout: ShardingRules, devices: Sequence[jax.Device], attention: str = AUTO
 ) -> Placement:
     """Creates meshes of the given sizes on the first of `devices`; a single device both samples and trains.
 
@@ -329,7 +332,7 @@ def make_placement(
 
 def make_process_placement(
     sizes: MeshSizes,
-    layout: Layout,
+    layout: ShardingRules,
     devices: Sequence[jax.Device],
     attention: str,
     mesh: MeshRole,
@@ -342,8 +345,8 @@ def make_process_placement(
     axes = getattr(sizes, mesh)
     if axes.devices > len(devices):
         raise ConfigError(
-            f"config.placement.{mesh} wants {axes.devices} devices, but its process has {len(devices)}: make it "
-            "smaller, or start the process where it has more"
+            f"config.placement.{mesh} has {axes.devices} devices, but its process has {len(devices)}: reduce "
+            "it, or start the process with more devices"
         )
     group = DeviceGroup(make_mesh(devices[: axes.devices], **mesh_axes(axes)), layout, attention)
     if mesh == "rollout":

@@ -32,7 +32,7 @@ class Rollout(NamedTuple):
 
     @property
     def group(self) -> DeviceGroup:
-        """Mesh that samples."""
+        """Rollout mesh."""
         return self.sampler.group
 
     def weights(self, tuned: Any) -> Weights:

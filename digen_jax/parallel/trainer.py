@@ -34,30 +34,29 @@ from digen_jax.parallel.policy import Policy, jit_as_written
 
 @dataclasses.dataclass(frozen=True)
 class TrainerSettings:
-    """How a step's images become updates."""
+    """Optimizer, micro-batches, and the moving average of the parameters."""
 
-    micro_batch: PositiveInt = 144  # images in one forward and backward pass
-    pack: PositiveInt = 1  # denoising steps of each image in one pass
-    updates: PositiveInt = 1  # optimizer updates a step, each of its own groups
-    learning_rate: PositiveFloat = 1e-4  # AdamW's learning rate after the warm-up
-    # updates in which the learning rate rises linearly
-    warmup: Annotated[int, Range(0, 10**9)] = 0
-    # updates after the warm-up in which the rate falls linearly to 0; 0: it stays
+    micro_batch: PositiveInt = 144  # images per forward and backward pass
+    pack: PositiveInt = 1  # denoising steps of each image per pass
+    updates: PositiveInt = 1  # optimizer updates per step, each from separate groups
+    learning_rate: PositiveFloat = 1e-4  # AdamW learning rate after warm-up
+    warmup: Annotated[int, Range(0, 10**9)] = 0  # updates of linear learning-rate warm-up
+    # updates of linear learning-rate decay to 0 after warm-up; 0 means a constant rate
     decay: Annotated[int, Range(0, 10**9)] = 0
-    b1: Decay = 0.9  # AdamW's decay of the gradient's average
-    b2: Decay = 0.999  # AdamW's decay of the squared gradient's average
-    eps: PositiveFloat = 1e-8  # AdamW's epsilon
-    weight_decay: NonNegativeFloat = 0.0  # AdamW's weight decay
-    # gradients are clipped to this global norm; inf: never
+    b1: Decay = 0.9  # AdamW decay of the first moment
+    b2: Decay = 0.999  # AdamW decay of the second moment
+    eps: PositiveFloat = 1e-8  # AdamW epsilon
+    weight_decay: NonNegativeFloat = 0.0  # AdamW weight decay
+    # maximum global gradient norm; inf disables clipping
     clip_norm: Annotated[float, Range(0, excluded="least", infinite=True)] = 1.0
-    # decay of the weights' moving average, which is evaluated and exported; 0: no average
+    # decay of the parameters' moving average, which is evaluated and exported; 0 means no average
     ema: Decay = 0.0
-    # what the next two fields count: "update", the updates so far (Flow-GRPO, DiffusionNFT), or "step", the training
-    # steps before this one, at whose end the average is mixed (DanceGRPO, Flow-Factory, AWM)
+    # unit of the count n in the next two fields: "update", the number of updates so far (Flow-GRPO, DiffusionNFT), or
+    # "step", the number of previous training steps, with mixing at the end of a step (DanceGRPO, Flow-Factory, AWM)
     ema_unit: EmaUnit = "update"
-    ema_warm_up: bool = False  # a smaller decay at first: (1 + n) / (10 + n) at number n
-    ema_every: PositiveInt = 1  # the average is mixed where n + 1 is a multiple of this
-    # mixings each time, to follow code that mixes at every micro-batch
+    ema_warm_up: bool = False  # whether the decay is at most (1 + n) / (10 + n)
+    ema_every: PositiveInt = 1  # mixes the average when n + 1 is a multiple of this
+    # number of applications per mixing, for parity with code that mixes after every micro-batch
     ema_repeats: PositiveInt = 1
 
     @property

@@ -108,7 +108,7 @@ def read_calibration(path: pathlib.Path) -> Calibration:
             raise ConfigError(f"{path}: {name} must be {what} of 0 or more, not {value!r}")
     for name in ("generate", "train"):
         if name not in given:
-            raise ConfigError(f"{path} lacks {name}: give its seconds an image on one device")
+            raise ConfigError(f"{path} lacks {name}: give its seconds per image on one device")
     return Calibration(
         Costs(**{name: float(given[name]) for name in costs if name in given}),
         f"the file {path}",
@@ -208,12 +208,12 @@ def _measure(
     sampler, trainer, size = system.sampler, system.placement.trainer, config.sampler.chunk
     rows = np.repeat(np.arange(len(records), dtype=np.int32), config.batch.images)[:size]
     numbers = np.tile(np.arange(config.batch.images), len(records))[:size]
-    drawn = system.rng.draw(0, rows, numbers)
+    draws = system.rng.draw(0, rows, numbers)
     state = system.trainer.init(system.start)
     weights, sync = timed("sync", lambda: system.rollout_weights(state.tuned))
     prompts, encoding = timed("encode", lambda: sampler.encode(weights, records))
-    made, generate = timed("generate", lambda: sampler.generate(weights, prompts, rows, *drawn))
-    decoded, decode = timed("decode", lambda: sampler.decode(weights, made))
+    latents, generate = timed("generate", lambda: sampler.generate(weights, prompts, rows, *draws))
+    decoded, decode = timed("decode", lambda: sampler.decode(weights, latents))
     shown = [records[row] for row in rows]
     batch = reward_input(np.asarray(decoded.clips)), [one["prompt"] for one in shown], shown
 
@@ -227,8 +227,8 @@ def _measure(
     if learned:
         _, score_on_mesh = timed("score on the mesh", lambda: scores(learned))
     _, score = timed("score", lambda: scores(others))
-    samples = trained_part(made, put(drawn.keys, sampler.group.batch))
-    images = SampledImages(0, rows, samples, made.sigmas)
+    samples = trained_part(latents, put(draws.keys, sampler.group.batch))
+    images = SampledImages(0, rows, samples, latents.sigmas)
     advantages = np.linspace(-1, 1, size, dtype=np.float32)
     local = jax.device_put(prompts, trainer.replicated)
     count = system.advantages.kept(size, config.batch.images)

@@ -247,11 +247,11 @@ def _arguments(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled) -> An
     # The compiler gives no sharding for an argument that the program does not read.
     meshes = [sharding.mesh for sharding in wanted if isinstance(sharding, NamedSharding)]
     wanted = [sharding or NamedSharding(meshes[0], PartitionSpec()) for sharding in wanted]
-    made = jax.jit(lambda: [filled(leaf) for leaf in arrays], out_shardings=wanted)()
-    return jax.tree.unflatten(tree, made)
+    created = jax.jit(lambda: [filled(leaf) for leaf in arrays], out_shardings=wanted)()
+    return jax.tree.unflatten(tree, created)
 
 
-class Target(NamedTuple):
+class Topology(NamedTuple):
     """Devices to plan for.
 
     Attributes:
@@ -276,7 +276,7 @@ class Target(NamedTuple):
         return "estimated" if self.compiler else "measured"
 
 
-def open_target(name: str, cpu_devices: int, note: Callable[[str], None]) -> Target:
+def open_target(name: str, cpu_devices: int, note: Callable[[str], None]) -> Topology:
     """Returns the devices of a topology such as "v5p:2x2x1" or "h100:8", or the local devices for `LOCAL`.
 
     Must be called before JAX starts.
@@ -294,7 +294,7 @@ def open_target(name: str, cpu_devices: int, note: Callable[[str], None]) -> Tar
         devices: Sequence[Any] = jax.devices()
         chip = CHIPS.get(devices[0].device_kind)
         memory = (devices[0].memory_stats() or {}).get("bytes_limit")
-        return Target(name, devices, chip, memory, lambda config: measure(config, devices, note))
+        return Topology(name, devices, chip, memory, lambda config: measure(config, devices, note))
     devices = topology_devices(name)
     chip = chip_of(devices[0].device_kind)
     gpu = devices[0].platform == "gpu"
@@ -304,7 +304,7 @@ def open_target(name: str, cpu_devices: int, note: Callable[[str], None]) -> Tar
     versions = f"{name} jax {jax.__version__} {compiler_version(name)}"
     # The CUDA compiler does not check memory limits.
     compiler = CachedCompiler(versions, CACHE.with_name("slices"), note, memory if gpu else None)
-    return Target(
+    return Topology(
         name, devices, chip, memory, lambda config: estimate(config, devices, chip, compiler), compiler
     )  # fmt: skip
 
@@ -358,7 +358,7 @@ def calibrate(
         decode=seconds["decode"] / images,
         encode=seconds["encode"],
         update=seconds["update"],
-        sync=seconds["sync"] + (footprint.published(1, 1) / link if link else 0.0),
+        sync=seconds["sync"] + (footprint.synced(1, 1) / link if link else 0.0),
         deliver=footprint.trajectory / link if link else 0.0,
     )
     return on_one_device(costs, (sizes["generate"], sizes["train"]), source, missing)

@@ -14,7 +14,7 @@ from digen_jax.models.layers import Remat
 from digen_jax.parallel.mesh import FSDP
 from digen_jax.parallel.placement import check_processes
 from digen_jax.planning.costs import Calibration
-from digen_jax.planning.estimate import ProgramCost, Target, calibrate
+from digen_jax.planning.estimate import ProgramCost, Topology, calibrate
 from digen_jax.planning.hardware import GB
 from digen_jax.planning.memory import model_footprint
 from digen_jax.planning.plan import (
@@ -54,7 +54,7 @@ class Fit(NamedTuple):
     calibration: Calibration
 
 
-def fit_plan(config: TrainConfig, target: Target, write: Callable[[str], None]) -> Fit:
+def fit_plan(config: TrainConfig, target: Topology, write: Callable[[str], None]) -> Fit:
     """Returns the best layout of the config that fits, or of the first smaller config that does.
 
     Args:
@@ -93,7 +93,7 @@ def fit_plan(config: TrainConfig, target: Target, write: Callable[[str], None]) 
             write(f"does not fit, because {why}")
     also = f", also with {'; '.join(tried)}" if tried else ""
     raise ConfigError(
-        f"{target.name} is too small for this config{also}: take a slice of more devices or larger ones"
+        f"{target.name} is too small for this config{also}: choose a slice with more or larger devices"
     )
 
 
@@ -132,7 +132,7 @@ def smaller_configs(config: TrainConfig, devices: int) -> Iterator[TrainConfig]:
 def best_layout(
     config: TrainConfig,
     calibration: Calibration,
-    target: Target,
+    target: Topology,
     found: list[ProgramCost],
     write: Callable[[str], None],
 ) -> tuple[Plan | None, str]:
@@ -178,12 +178,12 @@ def best_layout(
         ruled_out.append(functools.partial(at_least_as_full, layout, held, target.memory))
 
 
-def _refusal(layout: PoolLayout, held: DeviceBytes, target: Target) -> str:
+def _refusal(layout: PoolLayout, held: DeviceBytes, target: Topology) -> str:
     """Returns a message with the layout and the largest parts of its fullest device's memory."""
     devices = {
         "a device that trains": held.trainer,
         "a device that only samples": held.worker,
-        "a device that encodes prompts first": held.ahead,
+        "a device that encodes prompts first": held.encode,
     }
     name, parts = max(devices.items(), key=lambda device: sum(device[1].values()))
     most = sorted(parts.items(), key=lambda part: -part[1])[:4]

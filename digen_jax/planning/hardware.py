@@ -138,7 +138,7 @@ def chip_of(kind: str) -> Chip:
     """Returns the chip of a `jax.Device.device_kind`; raises ConfigError if it is unknown."""
     if kind not in CHIPS:
         known = ", ".join(chip.name for chip in CHIPS.values())
-        raise ConfigError(f"nothing is known of the chip {kind!r}: choose one of {known}")
+        raise ConfigError(f"unknown chip {kind!r}: choose one of {known}")
     return CHIPS[kind]
 
 

@@ -9,12 +9,12 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from digen_jax.assemble import outline, parameter_shapes, recipe_model
+from digen_jax.assemble import outline, parameter_shapes, pipeline_of
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.learned_rewards.on_mesh import read_shapes
 from digen_jax.models.family import Params, Record, Size
 from digen_jax.parallel.encoding import example_record
-from digen_jax.parallel.mesh import Layout, axis_sizes, make_mesh
+from digen_jax.parallel.mesh import ShardingRules, axis_sizes, make_mesh
 from digen_jax.parallel.placement import DeviceGroup, MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.parallel.policy import Policy
 from digen_jax.parallel.system import System, shapes_in_dtype
@@ -40,14 +40,14 @@ def model_footprint(config: TrainConfig) -> Footprint:
     Raises:
       ConfigError: The model's folder cannot be used.
     """
-    (_, family), algorithm = recipe_model(config), config.algorithm
+    (_, family), algorithm = pipeline_of(config), config.algorithm
     policy = make_policy(config, family)
-    tuned, base, frozen, ahead = parameter_shapes(config, family)
+    tuned, base, frozen, encode = parameter_shapes(config, family)
     sent = tuned, jax.eval_shape(policy.sampler_base, base)
     if config.precision.rollout:
         sent = shapes_in_dtype(sent, config.precision.rollout)
     placement = config.placement
-    layout = Layout.of(placement.rules, family.axes())
+    layout = ShardingRules.of(placement.rules, family.axes())
     one_device = DeviceGroup(make_mesh(jax.devices()[:1]), layout)
     scorers = read_shapes(on_mesh(config.rewards), one_device)
     # Numbered, because a reward may occur twice with different files.
@@ -60,16 +60,16 @@ def model_footprint(config: TrainConfig) -> Footprint:
 
     return Footprint(
         tuned=sizes(tuned),
-        published=sizes(sent[0]),
+        synced=sizes(sent[0]),
         base=sizes(base),
         sampler_base=sizes(sent[1]),
         frozen=sizes(frozen),
         copies=(config.trainer.ema > 0) + (algorithm.slow_copy is not None),
         trajectory=stored_bytes(config, family.latent_shape(config.model.size)),
-        conditioning=_encoded_bytes(policy, step_records(config, family), frozen | ahead),
+        conditioning=_encoded_bytes(policy, step_records(config, family), frozen | encode),
         trainer_fsdp=placement.trainer.fsdp,
         worker_fsdp=placement.rollout.fsdp,
-        ahead=sizes(ahead) if ahead else None,
+        encode=sizes(encode) if encode else None,
         rewards=sizes(networks) if networks else None,
     )
 
@@ -130,7 +130,7 @@ def compiled_temporaries(config: TrainConfig, note: Callable[[str], None]) -> Pr
         images = {config.model.size: chunk}
         images[config.evaluation_size] = max(evaluated, images.get(config.evaluation_size, 0))
         found = {
-            "encoding": encode(-(-config.drawn_groups // parts), *axes),
+            "encoding": encode(-(-config.max_groups // parts), *axes),
             "generating": generate(chunk, *axes),
             "evaluating": evaluate(evaluated, *axes),
             "decoding": max(decode(count, size, *axes) for size, count in images.items()),
@@ -208,7 +208,7 @@ class _Shares:
             return self._compile("encoding a block of prompts", trace_encode_block(system))
         records = [example_record(system.policy.family)] * count
         traced = system.sampler.trace_encode(sampler_weights(system), records)
-        others = _bytes(traced.out_info) / count * (self.config.drawn_groups - count)
+        others = _bytes(traced.out_info) / count * (self.config.max_groups - count)
         return self._compile(f"encoding {prompts} prompts", traced) + others
 
     def generate(self, images: int, fsdp: int, tensor: int, sequence: int) -> float:

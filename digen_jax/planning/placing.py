@@ -30,8 +30,8 @@ def place_run(config: TrainConfig, workdir: pathlib.Path) -> TrainConfig:
     """
     if several():
         raise ConfigError(
-            "config.placement = 'auto' plans for one process only: give config.placement a trainer that "
-            "takes all devices of all processes, and rollout.data = 0"
+            "config.placement = 'auto' plans for one process only: set config.placement.trainer to all "
+            "devices of all processes, and rollout.data = 0"
         )
     devices = jax.device_count()
     if (workdir / "config.json").exists():
@@ -63,7 +63,7 @@ def planned_meshes(config: TrainConfig) -> MeshSizes:
             sizes = MeshSizes(RolloutAxes(data=0), all_devices)
             alone, where = fit_config(config.with_meshes(sizes), devices), f"all {devices} devices"
     print(
-        f"config.placement = 'auto': times each part of a step on {where}, compiling it first",
+        f"config.placement = 'auto': compiling and timing each part of a step on {where}",
         flush=True,
     )
 

@@ -110,7 +110,7 @@ def _decoding(name: str, command: str, system: System, sampler: Sampler, images:
 
 
 def _scoring(name: str, command: str, system: System, size: Size, images: int) -> Iterator[Program]:
-    """Yields the rewards on the sampling mesh; their seconds are included in decoding."""
+    """Yields the rewards on the rollout mesh; their seconds are included in decoding."""
     for one in system.rollouts[0].scorers:
         trace = functools.partial(one.trace, images, size)
         what = f"{images} images by the reward {one.name}"
@@ -141,7 +141,7 @@ def step_records(config: TrainConfig, family: Family) -> list[Record]:
 
     Programs depend on the number of records, and on whether their negative prompts differ.
     """
-    records = [example_record(family)] * config.drawn_groups
+    records = [example_record(family)] * config.max_groups
     if not negatives_differ(config.prompts.paths):
         return records
     return [{**record, "negative_prompt": str(i)} for i, record in enumerate(records)]

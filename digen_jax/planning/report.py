@@ -14,7 +14,7 @@ from digen_jax.config.train_config import TrainConfig
 from digen_jax.logging.timeline import draw_timeline
 from digen_jax.parallel.placement import MeshSizes
 from digen_jax.planning.costs import Calibration
-from digen_jax.planning.estimate import EFFICIENCY, LINK_SHARE, MEMORY_SHARE, ProgramCost, Target
+from digen_jax.planning.estimate import EFFICIENCY, LINK_SHARE, MEMORY_SHARE, ProgramCost, Topology
 from digen_jax.planning.hardware import GB, Chip
 from digen_jax.scheduling.layouts import PoolLayout, Problem
 from digen_jax.scheduling.planner import Plan, Prediction, settings_of, workers_of
@@ -60,7 +60,7 @@ def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> str:
 # ------------------------------------------------------------------------------------ programs
 
 
-def heading(config: TrainConfig, target: Target) -> str:
+def heading(config: TrainConfig, target: Topology) -> str:
     """Returns the model, the devices, and the source of the numbers."""
     chip, model = target.chip, config.model
     sizes = "as the planner chooses"
@@ -76,7 +76,7 @@ def heading(config: TrainConfig, target: Target) -> str:
     if target.compiler:
         network, others = EFFICIENCY[target.devices[0].platform]
         lines += [
-            f"all numbers are estimated: compiled for {target.compiler.target}, nothing has run",
+            f"all numbers are estimated: compiled for {target.compiler.target}, not run",
             f"seconds: FLOPs at {network:.0%} of the bfloat16 peak ({others:.0%} for encoders, decoder, rewards), or "
             f"bytes of arguments and results at {MEMORY_SHARE:.0%} of {chip.bandwidth / GB:g} GB/s; between meshes at "
             f"{LINK_SHARE:.0%} of {chip.link / GB:g} GB/s",
@@ -97,7 +97,7 @@ def describe_meshes(sizes: MeshSizes) -> str:
     return f"trainer {axes(sizes.trainer)}; rollout {rollout}"
 
 
-def program_tables(found: Sequence[ProgramCost], target: Target) -> str:
+def program_tables(found: Sequence[ProgramCost], target: Topology) -> str:
     """Returns memory, seconds, FLOPs per device and shares of the peak of each program, and its FLOPs by stream."""
     chip, how = target.chip, target.how
     head = ["program", "devices", "peak GB", f"s ({how})", "TFLOP", "done"]
@@ -146,7 +146,7 @@ def describe_costs(problem: Problem, missing: Sequence[str]) -> str:
     per_image = {"generate", "train", "decode", "score", "deliver"}
     costs = dataclasses.asdict(problem.costs).items()
     known = [(name, seconds) for name, seconds in costs if seconds or name not in missing]
-    parts = [f"{n} {seconds:.4g} s{' an image' * (n in per_image)}" for n, seconds in known]
+    parts = [f"{n} {seconds:.4g} s{' per image' * (n in per_image)}" for n, seconds in known]
     text = f"on one device: {', '.join(parts)}"
     if missing:
         text += f"; not known and left out: {', '.join(missing)}"
@@ -158,20 +158,20 @@ def table(plan: Plan) -> str:
     """Returns a line of at most `WIDTH` columns for the best layout of every kind."""
     head = ["", "kind", "sample", "train", "chunk", "s/step", "img/dev/s", "of bound"]
     rows = [[*head, *(["GiB"] if plan.problem.footprint else []), "waits most for"]]
-    for made in plan.best:
-        one = made.layout
+    for row in plan.best:
+        one = row.layout
         sample = f"{one.rollout} x {one.rollout_devices}" if one.rollout else "-"
-        cells = ["*" * (made is plan.choice), one.kind, sample, f"{one.workers} x {one.devices}"]
-        cells += [f"{one.chunk}", f"{made.step_seconds:.4g}"]
-        cells += [f"{made.images_per_device_second:.4g}", f"{made.utilisation:.1%}"]
-        cells += [f"{made.memory.largest / 2**30:.2f}"] if made.memory else []
-        rows.append([*cells, longest_wait(made) or "-"])
+        cells = ["*" * (row is plan.choice), one.kind, sample, f"{one.workers} x {one.devices}"]
+        cells += [f"{one.chunk}", f"{row.step_seconds:.4g}"]
+        cells += [f"{row.images_per_device_second:.4g}", f"{row.utilisation:.1%}"]
+        cells += [f"{row.memory.largest / 2**30:.2f}"] if row.memory else []
+        rows.append([*cells, longest_wait(row) or "-"])
     return aligned(rows, left=4)
 
 
-def longest_wait(made: Prediction) -> str:
+def longest_wait(row: Prediction) -> str:
     """Returns the largest idle share of all devices' time, with its cause, or "" without idle time."""
-    share, cause = max(((share, cause) for cause, share in made.bubbles.items()), default=(0, ""))
+    share, cause = max(((share, cause) for cause, share in row.bubbles.items()), default=(0, ""))
     return f"{share:.1%} {cause}" if share >= 5e-4 else ""
 
 
@@ -179,7 +179,7 @@ def memory_table(plan: Plan) -> str:
     """Returns the bytes by purpose on a device of each kind of worker in the choice."""
     lines, memory = [], plan.choice.memory
     names = "the home worker", "a worker that only samples", "a worker that encodes prompts first"
-    for name, held in zip(names, (memory.trainer, memory.worker, memory.ahead), strict=True):
+    for name, held in zip(names, (memory.trainer, memory.worker, memory.encode), strict=True):
         parts = ", ".join(f"{what} {size / 2**20:,.1f}" for what, size in held.items() if size)
         if held:
             total = sum(held.values()) / 2**20

@@ -375,6 +375,6 @@ def barrier(what: str, seconds: float) -> None:
         if "DEADLINE_EXCEEDED" in str(error):
             why = f"is not ready within {seconds:g} seconds (config.runtime.deadline)"
         raise Stopped(
-            f"another process {why} after {what}: check its log, and start the same command on all again, which "
-            "continues"
+            f"another process {why} after {what}: check its log, and restart the same command in all "
+            "processes, which resumes the run"
         ) from error

@@ -26,13 +26,13 @@ UNREAD = (errno.EPIPE, errno.EIO)
 
 
 @contextlib.contextmanager
-def complete_lines(beside: bool = False) -> Iterator[None]:
+def complete_lines(external_bar: bool = False) -> Iterator[None]:
     """Makes all threads print complete lines, wrapped to the terminal and above its progress bar.
 
     If `beside`, another process shows the progress bar.
     """
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = streams = [LineStream(one, beside) for one in before]
+    sys.stdout, sys.stderr = streams = [LineStream(one, external_bar) for one in before]
     try:
         yield
     finally:
@@ -121,9 +121,9 @@ class LineStream:
     `complete_lines` for `beside`.
     """
 
-    def __init__(self, stream: TextIO, beside: bool = False):
-        self._stream, self._beside = stream, beside
-        self._begun: dict[int, str] = {}  # incomplete line by thread
+    def __init__(self, stream: TextIO, external_bar: bool = False):
+        self._stream, self._external_bar = stream, external_bar
+        self._partial: dict[int, str] = {}  # incomplete line by thread
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -134,15 +134,15 @@ class LineStream:
             self._stream.write(text)
             return len(text)
         thread = threading.get_ident()
-        *complete, self._begun[thread] = (self._begun.get(thread, "") + text).split("\n")
+        *complete, self._partial[thread] = (self._partial.get(thread, "") + text).split("\n")
         if complete:
             self._show(complete)
         return len(text)
 
     def end(self) -> None:
         """Flushes incomplete lines."""
-        begun, self._begun = self._begun, {}
-        self._stream.write("".join(begun.values()))
+        partial, self._partial = self._partial, {}
+        self._stream.write("".join(partial.values()))
         self._stream.flush()
 
     def _show(self, lines: list[str]) -> None:
@@ -150,7 +150,7 @@ class LineStream:
         if self._stream.isatty():
             columns = shutil.get_terminal_size().columns
             lines = [wrapped(line, columns) for line in lines]
-            clear = CLEAR * self._beside
+            clear = CLEAR * self._external_bar
         with tqdm.external_write_mode(file=self):
             self._stream.write(clear + "".join(f"{line}\n" for line in lines))
             self._stream.flush()
@@ -290,7 +290,7 @@ class LogTail:
 
     def __init__(self, stream: TextIO):
         self._stream = stream
-        self._begun = ""
+        self._partial = ""
         self._lock = threading.Lock()
 
     def __getattr__(self, name: str) -> Any:
@@ -299,8 +299,8 @@ class LogTail:
     def write(self, text: str) -> int:
         """Writes to the stream, and keeps complete lines."""
         with self._lock:
-            *complete, begun = (self._begun + text).split("\n")
-            self._begun = _last_state(begun)[:WIDEST]
+            *complete, partial = (self._partial + text).split("\n")
+            self._partial = _last_state(partial)[:WIDEST]
             found = [_last_state(line)[:WIDEST].rstrip() for line in complete]
             _lines.extend((time.time(), x) for x in found if x.strip() and not STEP_LINE.match(x))
         return self._stream.write(text)

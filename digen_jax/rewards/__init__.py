@@ -28,27 +28,27 @@ from digen_jax.rewards.errors import DELIBERATE, RewardError, Watched, call_watc
 
 @dataclasses.dataclass(frozen=True)
 class RewardSettings:
-    """A reward; the config has a list of such sections. A name alone is a section with that name.
+    """Settings of one reward; the config has a list of these sections. A name stands for a section with that name.
 
     On the command line, `--config.rewards[0].weight=0.5` sets a field of the first section in the config file.
     `--config.rewards`, repeated for several names, replaces the list.
     """
 
-    name: str = "shapes_geneval"  # a built-in reward, or module:function
-    # factor of its scores in the trained sum, or of its advantages (`advantages.combine`); for a reward that returns
-    # several scores, a dict with a factor for each trained score. 0: logged, not trained
+    name: str = "shapes_geneval"  # built-in reward, or module:function
+    # factor of its scores in the trained sum, or of its advantages (see `advantages.combine`); for a reward that
+    # returns several scores, a dict with a factor per trained score; 0 means logged, but not trained
     weight: float | Mapping[str, float] = 1.0
-    # the reward's own settings, by name
+    # settings of the reward, by name
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    # replaces the name in metrics and in the field "rewards" of prompts; "": the name. Sections with the same reward,
-    # such as two of "served" with different servers, need different labels
+    # name in metrics and in the field "rewards" of prompts; "" means `name`. Sections with the same reward, such as
+    # two of "served" with different servers, need different labels
     label: str = ""
-    # time limit of a batch of images in seconds; 0: that of `runtime.deadline`
+    # timeout per batch of images in seconds; 0 means `runtime.deadline`
     limit: NonNegativeFloat = 0.0
-    # largest absolute value of its advantages before weighting, if `advantages.combine` is "advantages"; 0: no limit
+    # maximum absolute advantage before weighting, if `advantages.combine` is "advantages"; 0 means no limit
     clip: NonNegativeFloat = 0.0
-    # where it is computed: "mesh": on the sampling devices, after decoding (clip_score, pickscore, hpsv2 and
-    # aesthetic); "pool": in the processes of `reward_pool`; "": on the mesh if possible
+    # where it is computed: "mesh", on the sampling devices after decoding (clip_score, pickscore, hpsv2 and
+    # aesthetic); "pool", in the processes of `reward_pool`; "" means on the mesh if possible
     where: Literal["", "mesh", "pool"] = ""
 
     @property
@@ -299,7 +299,7 @@ def answers(members: Mapping[int, NamedReward], batch: Batch) -> Answers:
     found = []
     for number, one in members.items():
         if len(places := one.applying(batch[2])):
-            found.append((number, places, one.answer(cut(batch, places))))
+            found.append((number, places, one.answer(subset(batch, places))))
     return found
 
 
@@ -308,7 +308,7 @@ def alone(name: str, function: Reward) -> Rewards:
     return Rewards((NamedReward(RewardSettings(name), function),))
 
 
-def cut(batch: Batch, places: Int[np.ndarray, "n"]) -> Batch:
+def subset(batch: Batch, places: Int[np.ndarray, "n"]) -> Batch:
     """Returns the subset of a batch at ascending indices; does not copy if that is the full batch."""
     images, prompts, metadata = batch
     if len(places) == len(images):

@@ -121,8 +121,8 @@ def check_callable(reward: object, name: str, settings: Mapping[str, Any]) -> No
 KINDS = 8  # maximum number of record kinds
 PIXELS = 2**24  # of the clips of one call
 ADVICE = (
-    "Images are uint8, from 0 to 255: convert them with images.astype(np.float32), and divide by 255 where the "
-    "function was written for numbers from 0 to 1"
+    "Images are uint8, from 0 to 255: convert them with images.astype(np.float32), and divide by 255 if the "
+    "function expects numbers from 0 to 1"
 )
 # Operations that may overflow uint8.
 LEAVING = (np.add, np.subtract, np.multiply, np.power, np.negative, np.left_shift)

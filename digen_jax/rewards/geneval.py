@@ -176,8 +176,9 @@ class GenEval:
         """Raises ConfigError if torch is not installed, or a number is not positive."""
         if importlib.util.find_spec("torch") is None:
             raise ConfigError(
-                "the reward 'geneval' needs torch, which this project does not install: run pip install torch, as "
-                "pytorch.org says for your GPU, in a separate environment for the reward server"
+                "the reward 'geneval' needs torch, which this project does not install: run pip install "
+                "torch, as described on pytorch.org for your GPU, in a separate environment for the reward "
+                "server"
             )
         check_range("batch", self.batch, 1)
 

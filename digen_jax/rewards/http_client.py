@@ -29,7 +29,7 @@ BLOCKED = 0.5, 30.0  # first and maximum seconds for which a failed server is bl
 LOG_INTERVAL = 5.0  # minimum seconds between two log lines about a server
 RETRIED = (408, 425, 429)  # retried statuses in addition to 5xx
 MESSAGE = 300  # maximum characters of a server's error message
-ADVICE = "repair or restart it, and the same command continues"
+ADVICE = "repair or restart it; then the same command continues"
 
 # These libraries log every retry and request; `FailoverClient` logs separately.
 for name, level in (("stamina", logging.ERROR), ("httpx", logging.WARNING)):
@@ -71,7 +71,7 @@ class UnusableAnswer(RetryableError):
 
 
 @dataclasses.dataclass
-class Server:
+class ServerState:
     """Client-side state of a server."""
 
     url: str
@@ -89,18 +89,18 @@ class Servers:
     """
 
     def __init__(self, urls: Sequence[str], blocked: Any = BLOCKED, clock: Any = time.monotonic):
-        self._servers = [Server(url) for url in urls]
+        self._servers = [ServerState(url) for url in urls]
         self._blocked, self.clock = blocked, clock
         self._changed = threading.Condition()
 
-    def __iter__(self) -> Iterator[Server]:
+    def __iter__(self) -> Iterator[ServerState]:
         return iter(self._servers)
 
     def all_failed(self, times: int) -> bool:
         """Returns whether every server has at least `times` consecutive failures, over all requests."""
         return all(server.failures >= times for server in self._servers)
 
-    def take(self, until: float) -> Server | None:
+    def take(self, until: float) -> ServerState | None:
         """Returns the server to use. Waits while all are blocked; returns None at the time `until`.
 
         A failed server gets one request at a time until one succeeds.
@@ -120,7 +120,7 @@ class Servers:
                     return None
                 self._changed.wait(min([until, *blocked]) - now)
 
-    def release(self, server: Server, succeeded: bool = False, pause: float = 0.0) -> None:
+    def release(self, server: ServerState, succeeded: bool = False, pause: float = 0.0) -> None:
         """Ends a request that the server answered, and blocks the server for `pause` seconds."""
         with self._changed:
             server.in_flight -= 1
@@ -130,7 +130,7 @@ class Servers:
                 server.blocked_until = max(server.blocked_until, self.clock() + pause)
             self._changed.notify_all()
 
-    def fail(self, server: Server, start: float) -> float:
+    def fail(self, server: ServerState, start: float) -> float:
         """Ends a failed request that was sent at `start`. Returns the seconds for which the server is blocked.
 
         Requests in flight at an earlier failure count as the same failure.
@@ -370,10 +370,12 @@ def parse_address(text: str, kind: str = "reward server") -> str:
         url = httpx.URL(text.rstrip("/"))
         valid = url.port is None or 0 < url.port < 2**16
     except (httpx.InvalidURL, AttributeError) as error:
-        raise ConfigError(f"{text!r} is no address of a {kind}: {error}") from error
+        raise ConfigError(f"{text!r} is not an address of a {kind}: {error}") from error
     valid &= url.scheme in ("http", "https") and bool(url.host) and url.path == "/"
     if not valid or url.userinfo:
-        raise ConfigError(f"{text!r} is no address of a {kind}: write it as http://127.0.0.1:8100")
+        raise ConfigError(
+            f"{text!r} is not an address of a {kind}: write it as http://127.0.0.1:8100"
+        )
     return str(url).rstrip("/")
 
 

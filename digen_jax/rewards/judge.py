@@ -136,7 +136,7 @@ def parse_models(url: str, content: bytes) -> list[str]:
     try:
         return [str(one["id"]) for one in json.loads(content)["data"]]
     except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{url} is no OpenAI-compatible server, by its {MODELS}") from error
+        raise ConfigError(f"{url} is not an OpenAI-compatible server, by its {MODELS}") from error
 
 
 def choose_model(found: Mapping[str, Sequence[str]], model: str) -> str:
@@ -195,8 +195,8 @@ def judge(
     found = find_template(template)
     if found.text == template and re.fullmatch(r"\w*", template):
         raise ConfigError(
-            f"the reward 'judge' has template = {template!r}: use one of {', '.join(TEMPLATES)}, or a text, "
-            "such as 'Rate from 1 to 10 how well this shows: {prompt}'"
+            f"the reward 'judge' has template = {template!r}: use one of {', '.join(TEMPLATES)}, or your own "
+            f"text, such as 'Rate from 1 to 10 how well this shows: {{prompt}}'"
         )
     if scale and (len(scale) != 2 or scale[0] == scale[1] or not np.isfinite(scale).all()):
         raise ConfigError(f"the reward 'judge' has scale = {scale!r}: use two, such as (1, 10)")
@@ -230,7 +230,7 @@ def _check_template(template: Template) -> None:
         install = "run pip install -r requirements-reward.txt"
         raise ConfigError(f"the judge's score 'text' needs rapidfuzz: {install}")
     if template.score == "pattern" and not template.patterns:
-        example = r"with one group, a number, such as 'Score: (\d+)'"
+        example = r"with one group for a number, such as 'Score: (\d+)'"
         raise ConfigError(f"the reward 'judge' has no pattern: give a regular expression {example}")
     for pattern in template.patterns:
         given = f"the reward 'judge' has the pattern {pattern!r}"

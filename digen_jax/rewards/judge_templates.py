@@ -155,13 +155,13 @@ def read_score(content: bytes, template: Template, quoted: str | None, again: in
         if not isinstance(answer, str):
             raise TypeError("content")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise RetryableError("sent an answer that is no chat completion", down=True) from error
+        raise RetryableError("sent an answer that is not a chat completion", down=True) from error
     truncated = choice.get("finish_reason") == "length"
 
     def unusable(what: str) -> UnusableAnswer:
         short = truncated and template.score != "yes"
         length = f", cut off at max_tokens = {template.max_tokens}" if short else ""
-        advice = "change the template, pattern or max_tokens, and the same command continues"
+        advice = "change the template, pattern or max_tokens; then the same command continues"
         return UnusableAnswer(f"answered {answer[:SHOWN]!r}{length}, {what}", again, advice)
 
     if template.score == "text":
@@ -192,7 +192,7 @@ def by_patterns(answer: str, template: Template, unusable: Callable[[str], Excep
         try:
             number = float(found[-1][1])
         except (TypeError, ValueError) as error:
-            raise unusable(f"in which {pattern!r} finds {found[-1][1]!r}, no number") from error
+            raise unusable(f"in which {pattern!r} finds {found[-1][1]!r}, not a number") from error
         if not min(low, high) <= number <= max(low, high):
             raise unusable(f"whose number {number:g} is not from {low:g} to {high:g}")
         numbers.append(number)

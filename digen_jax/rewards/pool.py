@@ -175,7 +175,7 @@ def _kill_all() -> None:
 before_exit(_kill_all)
 
 
-@complete_lines(beside=True)
+@complete_lines(external_bar=True)
 def serve(descriptor: int) -> None:
     """Main function of a reward process: scores batches until the process at the other end of a socket exits."""
     # The run handles signals to all processes of a job. SIG_IGN is not used, because children would inherit it.
@@ -248,9 +248,9 @@ class RewardThread:
         self._hangs = True
         mark_hung("reward")
         raise RewardHung(
-            f"reward {reward.settings.title!r} took more than {limit.seconds:g} seconds in a thread of this process, "
-            "where it cannot be killed and called again: fix it, set config.reward_pool.processes to 1 or more, or "
-            f"raise {limit.field}, and the same command continues"
+            f"reward {reward.settings.title!r} took more than {limit.seconds:g} seconds in a thread of this "
+            "process, where it cannot be killed and retried: fix it, set config.reward_pool.processes to 1 "
+            f"or more, or raise {limit.field}; then the same command continues"
         )
 
     def close(self) -> None:
@@ -300,8 +300,9 @@ class RewardPool:
         payload = _pickled(found) if processes and not idle else None
         if processes and payload is None and not idle:
             print(
-                f"reward {found.label!r} is in no module that another process can import, so it scores in a thread of "
-                "this one, where it cannot be killed if it hangs: define it in a file, and name it as module:function",
+                f"reward {found.label!r} is not in a module that other processes can import, so it runs in a "
+                "thread of this process, where it cannot be killed if it hangs: define it in a file, and set "
+                "module:function",
                 file=sys.stderr,
             )
         names = tuple(one.settings.title for one in found.members)
@@ -410,7 +411,7 @@ class RewardPool:
                 limit = Limit(reward.settings.limit, f"config.rewards[{number}].limit")
             else:
                 limit = Limit(self._limit(seconds / scored * len(places) if scored else None))
-            answer = scorer.call(number, rewards.cut(batch, places), limit)
+            answer = scorer.call(number, rewards.subset(batch, places), limit)
             exchanges += moved(answer.exchanges, time.perf_counter())
             answers.append((number, places, answer))
             self._images[number] += len(places)

@@ -106,7 +106,7 @@ def finishing(checkpoints: CheckpointStore) -> Iterator[None]:
         if not isinstance(error, SaveFailed | RewardError):
             raise
         steps = checkpoints.steps()
-        point = f"after step {steps[-1]}, which is saved" if steps else "from the beginning"
+        point = f"after step {steps[-1]}, which is saved" if steps else "from the start"
         advice = f"the same command continues {point}"
         if isinstance(error, SaveFailed):
             raise SaveFailed(f"{error}: free some space, and {advice}") from error
@@ -154,6 +154,6 @@ def check_records(workdir: pathlib.Path) -> None:
     if lines and not saved_steps(folder) and (was_saved(folder) or not folder.exists()):
         done = lines[-1]["step"]
         raise ConfigError(
-            f"{workdir} has the metrics of {done} steps, but no checkpoint: bring {folder} back to continue, or choose "
-            "another workdir to start again"
+            f"{workdir} has the metrics of {done} steps, but no checkpoint: restore {folder} to continue, or "
+            "choose another workdir to start again"
         )

@@ -188,7 +188,7 @@ class Watch:
             with self._lock:
                 self._works[id(work)] = work
                 if self._thread is None and not self._closed:
-                    self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
+                    self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
                     self._thread.start()
             self._changed.set()
             try:
@@ -202,7 +202,7 @@ class Watch:
         self._closed = True
         self._changed.set()
 
-    def _look(self) -> None:
+    def _watch(self) -> None:
         while not self._closed:
             with self._lock:
                 shortest = min((work.seconds for work in self._works.values()), default=math.inf)

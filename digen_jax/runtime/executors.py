@@ -83,12 +83,12 @@ class Executors:
         self._weights = system.advantages.reward_weights
         self.evaluation_scores = EvaluationScores(self._held_out, self._names, self._weights)
         self._transfer: ArrayTransfer = transfer or ArrayTransfer()
-        apart = not system.placement.colocated
+        separate = not system.placement.colocated
         many = len(system.trainers) + system.placement.remote_trainers
         self._trainers = names = trainer_names(1 + many)
         self.last_update = settings.updates - 1
         # Whether a chunk or an evaluation may need arrays after the update that consumes them.
-        later = apart or many or algorithm.reads_behavior or algorithm.reads_start
+        later = separate or many or algorithm.reads_behavior or algorithm.reads_start
         # On separate meshes, a resumed run may have started chunks of the next step with the newest version.
         stale = settings.max_policy_lag > 0 and (later or first > 0)
         keep = stale or (later and self.last_update > 0)
@@ -103,7 +103,7 @@ class Executors:
             for name, one in zip(names[1:], system.trainers, strict=False)
         }
         self.trainer.add_version(first)
-        rollouts = enumerate(system.rollouts if apart else ())
+        rollouts = enumerate(system.rollouts if separate else ())
         self.rollouts = {f"rollout {i}": self._sampling(f"rollout {i}", one) for i, one in rollouts}
         self._assistants: dict[str, SamplingExecutor] = {}  # training workers that also sample
 

@@ -24,10 +24,10 @@ from jax._src import distributed  # JAX has no public API for its key-value stor
 from digen_jax.assemble import (
     build,
     build_trainer,
-    drawn_prompts,
     held_out_prompts,
     open_encoders,
     read_scorers,
+    train_prompts,
 )
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.data.prompt_checks import report_odd_prompts
@@ -267,7 +267,7 @@ def print_warnings(config: TrainConfig, family: Family) -> None:
     for warning in start_warnings(config, family):
         print(f"warning: {warning}", file=sys.stderr, flush=True)
     paths = (*config.prompts.paths, config.evaluation.prompts)
-    report_odd_prompts(paths, family.cut, known_words(family))
+    report_odd_prompts(paths, family.is_truncated, known_words(family))
 
 
 def open_scheduler(settings: Settings, in_flight: InFlight | None, layout: str) -> Scheduler:
@@ -380,7 +380,7 @@ def _follow(
         encoding.run()
     with stage():
         system = _build(config, devices, scorers, bool(mesh))
-    held_out, prompts = held_out_prompts(config), drawn_prompts(config)
+    held_out, prompts = held_out_prompts(config), train_prompts(config)
     state = system.updater.init(system.start)
     checkpoint = checkpoints.newest(state) or TrainCheckpoint(0, state, None, {})
     if checkpoint.host:
@@ -410,12 +410,12 @@ def _execute(executors: Executors, checkpoints: CheckpointStore, kind: str, valu
         case "do":
             follow(executors, value)
         case "delivered":
-            executors.steps.draw(value.chunk.step)
+            executors.steps.ensure(value.chunk.step)
             executors.do(value)
         case "scored":
             command, columns = value
             if not command.chunk.evaluation:
-                executors.steps.draw(command.chunk.step)
+                executors.steps.ensure(command.chunk.step)
             # Scores without a weight are not sent.
             executors.scored(command, ScoredChunk(Scores(np.asarray(columns, np.float32), {})))
         case "save":

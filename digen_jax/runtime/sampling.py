@@ -199,7 +199,7 @@ class SamplingExecutor:
                 return
             cut = step.slice_of(chunk.index)
             trajectory = self.rollout.sampler.generate(
-                received, self._prompts[chunk.step], step.rows[cut], *step.drawn.subset(cut)
+                received, self._prompts[chunk.step], step.rows[cut], *step.draws.subset(cut)
             )
         self._trajectories[chunk] = jax.block_until_ready(trajectory)
         if not chunk.evaluation and self._steps.find(chunk) is None:

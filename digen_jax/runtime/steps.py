@@ -40,8 +40,8 @@ class StepImages:
     records: list[dict[str, Any]]
     size: int  # images per chunk
     rows: Int[np.ndarray, "n"]
-    drawn: SampleDraws
-    training_keys: Key[Array, "n"]  # of training noise; at turn 0, `drawn.keys`
+    draws: SampleDraws
+    training_keys: Key[Array, "n"]  # of training noise; in the first pass, `draws.keys`
     dropped: set[int] = dataclasses.field(default_factory=set)  # indices of unused chunks
 
     @classmethod
@@ -52,13 +52,13 @@ class StepImages:
         images: int,
         size: int,
         rng: SampleRng,
-        turn: int = 0,
+        repeat: int = 0,
     ) -> "StepImages":
-        """Creates a step with groups of `images` and chunks of `size` images; `turn` counts earlier passes over it."""
+        """Creates a step with groups of `images` and chunks of `size`; `repeat` counts earlier passes over it."""
         rows = np.repeat(np.arange(len(records), dtype=np.int32), images)
         serials = np.asarray([record["serial"] for record in records])[rows]
-        drawn = rng.draw(number, serials, np.tile(np.arange(images), len(records)))
-        return cls(records, size, rows, drawn, repeat_keys(drawn.keys, turn))
+        draws = rng.draw(number, serials, np.tile(np.arange(images), len(records)))
+        return cls(records, size, rows, draws, repeat_keys(draws.keys, repeat))
 
     def slice_of(self, index: int) -> slice:
         """Returns the slice of chunk `index`."""
@@ -101,13 +101,13 @@ class Steps:
             while self._next <= number:
                 records = next(self._batches)
                 if self._next >= self.first:
-                    turn = self._next // self._set_steps if self._set_steps else 0
-                    step = StepImages.create(self._next, records, *self._make, turn)
+                    repeat = self._next // self._set_steps if self._set_steps else 0
+                    step = StepImages.create(self._next, records, *self._make, repeat)
                     self._steps[self._next] = step
                 self._next += 1
             return self._steps[number]
 
-    def draw(self, number: int) -> None:
+    def ensure(self, number: int) -> None:
         """Creates a step unless it has ended, in a process that does not encode its prompts."""
         if number >= self.first:
             self[number]
@@ -180,11 +180,11 @@ def ranked(
     values: Float32[np.ndarray, "k"], rows: Int[np.ndarray, "k"], sign: int
 ) -> Int[np.ndarray, "k"]:
     """Returns an argsort of images: best first for sign 1, worst first for -1. Ties alternate between groups."""
-    turn = np.zeros(len(values), int)
+    place = np.zeros(len(values), int)
     for row, value in set(zip(rows, values, strict=True)):
         same = np.flatnonzero((rows == row) & (values == value))
-        turn[same] = np.arange(len(same))
-    return np.lexsort((np.arange(len(values)), turn, -sign * values))
+        place[same] = np.arange(len(same))
+    return np.lexsort((np.arange(len(values)), place, -sign * values))
 
 
 class EvaluationScores:
@@ -338,12 +338,12 @@ class StepScores:
         unweighted = {name: found[members] for name, found in self.shown.items()}
         each = rewards.each(names, rewards.Scores(self.scores[members], unweighted))
         each = {name: rewards.applicable(found) for name, found in each.items()}
-        teaching = dataclasses.replace(self.settings, best_and_worst=0, drop_zero_std=True)
-        taught = trained_images(teaching, self.scores[members], rows, len(records))
+        without_zero_std = dataclasses.replace(self.settings, best_and_worst=0, drop_zero_std=True)
+        trained = trained_images(without_zero_std, self.scores[members], rows, len(records))
         metrics = {
             "reward": float(scores.mean()),
             "reward_std": float(scores.std()),
-            "zero_std_groups": len(np.unique(rows[~taught])) / groups,
+            "zero_std_groups": len(np.unique(rows[~trained])) / groups,
             **{
                 f"reward_{what}of/{name}": float(statistic(found))
                 for what, statistic in STATISTICS.items()

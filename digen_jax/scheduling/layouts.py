@@ -34,7 +34,7 @@ class Scaling:
     def check(self, name: str) -> None:
         """Refuses a serial share outside [0, 1); the ConfigError names the field."""
         if not 0 <= self.serial < 1:
-            raise ConfigError(f"{name} must lie in [0, 1), not be {self.serial}")
+            raise ConfigError(f"{name} must be in [0, 1), not {self.serial}")
 
 
 # Bytes of a parameter tree on each device of a mesh, by the sizes of its axes fsdp and tensor.
@@ -61,7 +61,7 @@ class Footprint:
     """Sizes in bytes; parameter sizes are per device."""
 
     tuned: OnDevice  # trained parameters; a gradient, a moment or an average has the same size
-    published: OnDevice  # the subset of trained parameters that weight sync sends to a sampler
+    synced: OnDevice  # the subset of trained parameters that weight sync sends to a sampler
     base: OnDevice  # other parameters of a worker that trains, such as the weights under a LoRA
     sampler_base: OnDevice  # other parameters of a worker that only samples
     frozen: OnDevice  # text encoders and autoencoder, on the devices that generate images
@@ -73,7 +73,7 @@ class Footprint:
     trainer_fsdp: int = 1
     worker_fsdp: int = 1  # the same for a worker that only samples
     # Text encoders that are on the sampling devices only before the run; not part of `frozen`.
-    ahead: OnDevice | None = None
+    encode: OnDevice | None = None
     rewards: OnDevice | None = None  # networks that score images, on the same devices
 
 
@@ -115,7 +115,7 @@ class Problem:
             if not seconds >= 0:
                 raise ConfigError(f"the cost {name} must be 0 seconds or more, not {seconds}")
         if not self.costs.generate + self.costs.train > 0:
-            raise ConfigError("generate and train cost nothing: give their seconds an image")
+            raise ConfigError("generate and train cost nothing: give their seconds per image")
         self.settings.check()
 
     @property
@@ -181,21 +181,21 @@ class PoolLayout:
 class DeviceBytes:
     """Bytes by purpose on a device of the home worker and of a worker that only samples (if there is any).
 
-    Other training workers hold no optimizer state, so the home worker needs the most of them. `ahead` is a device that
-    encodes prompts before anything else is loaded. A worker runs one program at a time, so only the largest temporary
-    memory counts, if the footprint has programs.
+    Other training workers hold no optimizer state, so the home worker needs the most of them. `encode` is a device
+    that encodes prompts before anything else is loaded. A worker runs one program at a time, so only the largest
+    temporary memory counts, if the footprint has programs.
     """
 
     trainer: dict[str, float]
     worker: dict[str, float]
     trainer_fsdp: int
     worker_fsdp: int
-    ahead: dict[str, float] = dataclasses.field(default_factory=dict)
+    encode: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def largest(self) -> float:
         """Bytes of the fullest device."""
-        return _most(self.trainer, self.worker, self.ahead)
+        return _most(self.trainer, self.worker, self.encode)
 
 
 def device_bytes(problem: Problem, layout: PoolLayout) -> DeviceBytes:
@@ -206,19 +206,19 @@ def device_bytes(problem: Problem, layout: PoolLayout) -> DeviceBytes:
     wanted, limit = problem.footprint, problem.device_memory
 
     def on_trainer(fsdp: int) -> float:
-        ahead = {} if layout.rollout else _ahead_bytes(problem, layout, fsdp)
-        return _most(_trainer_bytes(problem, layout, fsdp), ahead)
+        encode = {} if layout.rollout else _encode_bytes(problem, layout, fsdp)
+        return _most(_trainer_bytes(problem, layout, fsdp), encode)
 
     def on_rollout(fsdp: int) -> float:
-        ahead = _ahead_bytes(problem, layout, fsdp)
-        return _most(_rollout_bytes(problem, layout, fsdp), ahead)
+        encode = _encode_bytes(problem, layout, fsdp)
+        return _most(_rollout_bytes(problem, layout, fsdp), encode)
 
-    trainer = ahead = _smallest(layout.data, wanted.trainer_fsdp, limit, on_trainer)
+    trainer = encode = _smallest(layout.data, wanted.trainer_fsdp, limit, on_trainer)
     rollout = 1
     if layout.rollout:
-        rollout = ahead = _smallest(layout.rollout_images, wanted.worker_fsdp, limit, on_rollout)
+        rollout = encode = _smallest(layout.rollout_images, wanted.worker_fsdp, limit, on_rollout)
     held = _trainer_bytes(problem, layout, trainer), _rollout_bytes(problem, layout, rollout)
-    return DeviceBytes(*held, trainer, rollout, _ahead_bytes(problem, layout, ahead))
+    return DeviceBytes(*held, trainer, rollout, _encode_bytes(problem, layout, encode))
 
 
 def fits_memory(problem: Problem, layout: PoolLayout) -> bool:
@@ -245,8 +245,8 @@ def _trainer_bytes(problem: Problem, layout: PoolLayout, fsdp: int) -> dict[str,
     """
     foot, settings, axes = problem.footprint, problem.settings, (fsdp, problem.trainer_tensor)
     tuned = foot.tuned(*axes)
-    ahead = settings.max_off_policy_fraction if layout.lag else 0.0
-    images = max(settings.groups, settings.max_candidates) * settings.images * (1 + ahead)
+    off_policy = settings.max_off_policy_fraction if layout.lag else 0.0
+    images = max(settings.groups, settings.max_candidates) * settings.images * (1 + off_policy)
     if layout.workers > 1:
         share = math.ceil(images / layout.chunk / layout.workers) + 1
         images = min(images, share * layout.chunk)
@@ -265,7 +265,7 @@ def _trainer_bytes(problem: Problem, layout: PoolLayout, fsdp: int) -> dict[str,
         "frozen": foot.frozen(*axes) if layout.samples else 0.0,
         **(_rewards(foot, *axes) if layout.samples else {}),
         "trajectories": images * foot.trajectory / (layout.data * layout.time),
-        "conditioning": (1 + (ahead > 0)) * float(foot.conditioning),
+        "conditioning": (1 + (off_policy > 0)) * float(foot.conditioning),
         **_largest(running),
     }
 
@@ -280,7 +280,7 @@ def _rollout_bytes(problem: Problem, layout: PoolLayout, fsdp: int) -> dict[str,
         running = _sampling(problem, layout, layout.rollout_images, *axes, problem.worker_sequence)
     return {
         "parameters": foot.sampler_base(*axes),
-        "kept versions": (1 + layout.lag) * foot.published(*axes),
+        "kept versions": (1 + layout.lag) * foot.synced(*axes),
         "frozen": foot.frozen(*axes),
         **_rewards(foot, *axes),
         "trajectories": 2 * layout.chunk / layout.rollout_images * foot.trajectory,
@@ -289,16 +289,16 @@ def _rollout_bytes(problem: Problem, layout: PoolLayout, fsdp: int) -> dict[str,
     }
 
 
-def _ahead_bytes(problem: Problem, layout: PoolLayout, fsdp: int) -> dict[str, float]:
+def _encode_bytes(problem: Problem, layout: PoolLayout, fsdp: int) -> dict[str, float]:
     """Returns the bytes of text encoders on the sampling devices, before the run's weights are loaded."""
     foot, axes = problem.footprint, (fsdp, problem.trainer_tensor, problem.trainer_sequence)
-    if foot.ahead is None:
+    if foot.encode is None:
         return {}
     if layout.rollout:
         axes = fsdp, problem.worker_tensor, problem.worker_sequence
     running = foot.programs.sampling(layout.sampling_parts, *axes) if foot.programs else {}
     running = {name: size for name, size in running.items() if name == "encoding"}
-    held = {"text encoders": foot.ahead(*axes[:2]), **_rewards(foot, *axes[:2])}
+    held = {"text encoders": foot.encode(*axes[:2]), **_rewards(foot, *axes[:2])}
     return held | _largest(running)
 
 
@@ -315,7 +315,7 @@ def _sampling(
     wanted = parts * problem.settings.chunk_images / layout.chunk
     found = foot.programs.sampling(max(1, int(wanted)), fsdp, tensor, sequence)
     known = {name: max(1.0, 1 / wanted) * size for name, size in found.items()}
-    return {name: size for name, size in known.items() if not foot.ahead or name != "encoding"}
+    return {name: size for name, size in known.items() if not foot.encode or name != "encoding"}
 
 
 def _most(*held: dict[str, float]) -> float:

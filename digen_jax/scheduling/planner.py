@@ -51,8 +51,9 @@ def layouts(
     found = [layout for layout in first if layout]
     if not found:
         raise ConfigError(
-            f"no placement of {problem.devices} devices fits into {(problem.device_memory or 0) / 2**30:g} GiB "
-            "a device: use more devices, a smaller config.trainer.micro_batch, config.model.remat or lora"
+            f"no placement of {problem.devices} devices fits into {(problem.device_memory or 0) / 2**30:g} "
+            "GiB per device: use more devices, a smaller config.trainer.micro_batch, config.model.remat or "
+            "lora"
         )
     return found
 
@@ -271,10 +272,10 @@ def search(simulations: Simulations, found: Sequence[PoolLayout], work: int = WO
     return simplest([simulations.known[one] for one in found if one in simulations.known])
 
 
-def simplest(made: Sequence[Prediction]) -> Prediction:
+def simplest(predictions: Sequence[Prediction]) -> Prediction:
     """Returns the prediction with the least lag, fewest kinds of workers and fewest workers of the nearly fastest."""
-    best = min(one.step_seconds for one in made) * (1 + NOTHING)
-    near = [one for one in made if one.step_seconds <= best]
+    best = min(one.step_seconds for one in predictions) * (1 + NOTHING)
+    near = [one for one in predictions if one.step_seconds <= best]
     return min(near, key=lambda one: (_effort(one.layout), one.step_seconds))
 
 
@@ -309,9 +310,9 @@ def make_plan(problem: Problem, runs: Callable[[PoolLayout], bool] = lambda layo
     for same in kinds.values():
         if not any(layout in simulations.known for layout in same):
             search(simulations, same, TABLE)
-    made = list(simulations.known.values())
-    choice = simplest(made)
-    rows = [simplest([one for one in made if one.layout.kind == kind]) for kind in kinds]
+    predictions = list(simulations.known.values())
+    choice = simplest(predictions)
+    rows = [simplest([one for one in predictions if one.layout.kind == kind]) for kind in kinds]
     rows = [choice if row.layout.kind == choice.layout.kind else row for row in rows]
     rows.sort(key=lambda row: row.step_seconds)
-    return Plan(problem, choice, tuple(rows), len(found), len(made))
+    return Plan(problem, choice, tuple(rows), len(found), len(predictions))

@@ -313,7 +313,7 @@ class Scheduler:
         if isinstance(command, SyncWeights) and self.is_superseded(command):
             worker.arriving.discard(command.weights_version)
             return self._sync(worker)
-        if not (isinstance(command, Update) and self._lost_sums()):
+        if not (isinstance(command, Update) and self._missing_sums()):
             self._count_failure(command, event.reason)
         occupied = worker is not None and worker.busy == command.serial
         if occupied:
@@ -346,7 +346,7 @@ class Scheduler:
             self._continue(worker)
         return None
 
-    def _lost_sums(self) -> bool:
+    def _missing_sums(self) -> bool:
         """Requeues passes whose sums disconnected workers held before an update; returns whether there are any."""
         step, state = self._current_step, self.state
         removed = [name for name in step.pieces if name not in state.workers]
@@ -380,7 +380,7 @@ class Scheduler:
             raise SchedulerError(
                 f"no worker is left that can {role}, the last failure is: {reason}"
             )
-        worker.lost_roles.add(role)
+        worker.failed_roles.add(role)
         self._assign_roles()
 
     def _assign_roles(self) -> None:
@@ -396,7 +396,7 @@ class Scheduler:
                 state.spare_roles.add(role)
             if not able:
                 for one in workers:
-                    one.lost_roles.discard(role)
+                    one.failed_roles.discard(role)
                     one.failed[role] = 0
         for worker in workers:
             self._set_roles(worker)
@@ -404,7 +404,7 @@ class Scheduler:
     def _set_roles(self, worker: Worker) -> None:
         state = self.state
         own = (*worker.first_roles, *(one for one in worker.spare if one in state.spare_roles))
-        roles = tuple(role for role in own if role not in worker.lost_roles)
+        roles = tuple(role for role in own if role not in worker.failed_roles)
         if roles != worker.roles:
             worker.roles = roles
             if worker.is_idle:
@@ -457,14 +457,14 @@ class Scheduler:
             return True
         if (
             samples
-            and self._should_sample_ahead(step)
-            and self._sample_ahead(worker, self._reserved_groups())
+            and self._should_sample_later_step(step)
+            and self._sample_later_step(worker, self._reserved_groups())
         ):
             return True
         for role in worker.roles:
             if self._sample(worker, step) if role == SAMPLE else self._train(worker, step):
                 return True
-        return samples and (self._evaluate(worker) or self._sample_ahead(worker))
+        return samples and (self._evaluate(worker) or self._sample_later_step(worker))
 
     def _sample_old(self, worker: Worker) -> None:
         """Samples with the previous weights while the newest are in transfer, if `max_policy_lag` allows it."""
@@ -473,7 +473,7 @@ class Scheduler:
         if step is not None and SAMPLE in worker.roles and lags:
             self._sample(worker, step, old)
 
-    def _should_sample_ahead(self, step: Step) -> bool:
+    def _should_sample_later_step(self, step: Step) -> bool:
         """Returns whether chunks of the next step must start now, to be scored when the current step ends."""
         state = self.state
         if not state.settings.max_policy_lag or step.queued:
@@ -496,7 +496,7 @@ class Scheduler:
         left = settings.off_policy_units - math.ceil(scored / settings.unit_chunks)
         return max(0, min(left, math.ceil(started / settings.unit_chunks)))
 
-    def _sample_ahead(self, worker: Worker, reserve: int = 0) -> bool:
+    def _sample_later_step(self, worker: Worker, reserve: int = 0) -> bool:
         """Starts a chunk of a later step; keeps `reserve` of the groups that may start early."""
         later = (step for step in self.state.steps.values() if step is not self._current_step)
         return any(self._sample(worker, step, reserve=reserve) for step in later)
@@ -517,7 +517,7 @@ class Scheduler:
         if weights_version in worker.arriving or (old is not None and old != version):
             return False
         most = self.state.settings.off_policy_units - reserve
-        if is_new and version < step.number and step.ahead >= most:
+        if is_new and version < step.number and step.off_policy >= most:
             return False
         if step is not self._current_step and worker.name == TRAINER and not self._has_time(worker):
             return False

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal
 
-from digen_jax.errors import ConfigError, check_divides, together
+from digen_jax.errors import ConfigError, check_divides, collect_errors
 from digen_jax.scheduling.commands import Command, Train
 
 
@@ -144,7 +144,7 @@ class Settings:
         )
         updates, groups, images, chunk, most, redundant = (names.get(one, one) for one in fields)
         least = self.groups + self.oversampled_groups
-        with together() as one:
+        with collect_errors() as one:
             with one():
                 why = "as each update trains its own groups"
                 check_divides(updates, self.updates, groups, self.groups, why)

@@ -62,14 +62,14 @@ class Report:
     Attributes:
       devices: Number of devices of each worker.
       bound: Seconds of a step in which all devices always sample or train: (G + T) / N.
-      ahead: Share of the next step that was sampled at each step's end.
+      sampled_early: Share of the next step that was sampled at each step's end.
     """
 
     devices: dict[str, int]
     bound: float
     intervals: list[Interval] = dataclasses.field(default_factory=list)
     step_ends: list[float] = dataclasses.field(default_factory=list)
-    ahead: list[float] = dataclasses.field(default_factory=list)
+    sampled_early: list[float] = dataclasses.field(default_factory=list)
 
     @property
     def step_seconds(self) -> float:
@@ -185,14 +185,14 @@ class Simulation:
         match event:
             case Completed(command=Update(update=update)) if update == self.settings.updates - 1:
                 self.report.step_ends.append(event.at)
-                self.report.ahead.append(self._ahead(event.at))
+                self.report.sampled_early.append(self._sampled_early(event.at))
         if self.timeline:
             # Only workers that the event concerns can start to wait.
             found = event.command.receiver if isinstance(event, Completed) else event.worker
             for name in {found, TRAINER} & self.scheduler.state.workers.keys():
                 self.recorder.look_at(self.scheduler, name, event.at)
 
-    def _ahead(self, now: float) -> float:
+    def _sampled_early(self, now: float) -> float:
         """Returns the sampled share of the step that starts now."""
         step = self.scheduler.state.steps.get(self.scheduler.state.step)
         if step is None:

@@ -39,7 +39,7 @@ class Worker:
     first_roles: tuple[str, ...]  # roles that it joined with
     spare: tuple[str, ...] = ()  # roles that it takes while no other worker has them
     roles: tuple[str, ...] = ()
-    lost_roles: set[str] = dataclasses.field(default_factory=set)  # after failures
+    failed_roles: set[str] = dataclasses.field(default_factory=set)  # after failures
     held: set[WeightsVersion] = dataclasses.field(default_factory=set)
     arriving: set[WeightsVersion] = dataclasses.field(default_factory=set)
     encoded: set[int] = dataclasses.field(default_factory=set)  # steps
@@ -50,7 +50,7 @@ class Worker:
 
     def can(self, role: str) -> bool:
         """Returns whether it may take a role: it joined with it (spare or not) and has not lost it after failures."""
-        return role in (*self.first_roles, *self.spare) and role not in self.lost_roles
+        return role in (*self.first_roles, *self.spare) and role not in self.failed_roles
 
     @property
     def is_idle(self) -> bool:

@@ -73,7 +73,7 @@ class Step:
         self.assigned = 0  # passes of the update set that are trained or in training
         self.trained = 0  # passes of the update set
         self.pieces: dict[str, list[Piece]] = {}  # trained pieces by worker
-        self.ahead = 0  # groups started before the previous step ended
+        self.off_policy = 0  # groups started before the previous step ended
         self.settled = False  # whether candidates outside the step were dropped
         self._open_groups()
 
@@ -116,7 +116,7 @@ class Step:
         if group.version is not None:
             return False
         group.version = version
-        self.ahead += version < self.number
+        self.off_policy += version < self.number
         return True
 
     def requeue(self, index: int) -> None:
@@ -361,7 +361,7 @@ class Step:
             first, last = number * size, (number + 1) * size - 1
             shared = versions[first // unit_images : last // unit_images + 1]
             group.version = min((v for v in shared if v is not None), default=None)
-            self.ahead += group.version is not None and group.version < self.number
+            self.off_policy += group.version is not None and group.version < self.number
 
 
 INFORMATIVE, FLAT = "informative", "flat"

@@ -16,8 +16,8 @@ class Interval(NamedTuple):
 
     `kind` is a command's kind, "evaluate" for an evaluation chunk, or "wait" for `cause`, one of CAUSES. The worker
     "reward" is all rewards; its intervals may overlap. Transfers to and from a rollout worker have separate rows, such
-    as "sync rollout 0", and so has each server of a reward, such as "judge 127.0.0.1:8000", with "ask" for an
-    answered request and "ask in vain" for a repeated one; these may overlap, too.
+    as "sync rollout 0", and so has each server of a reward, such as "judge 127.0.0.1:8000", with
+    "request" or, if it is retried, "failed request"; these may overlap, too.
     """
 
     worker: str
@@ -39,7 +39,7 @@ class Recorder:
     def __init__(self):
         self.intervals: list[Interval] = []
         self._waiting: dict[str, tuple[float, str]] = {}  # worker: (start, cause)
-        self.waits_since: dict[str, float] = {}  # worker: start of its wait, even if `cut` split it
+        self.waits_since: dict[str, float] = {}  # worker: start of its wait, before any `split`
 
     def work(
         self, worker: str, kind: str, start: float, end: float, chunk: Chunk | None = None
@@ -72,7 +72,7 @@ class Recorder:
         if now > since:
             self.intervals.append(Interval(worker, "wait", since, now, None, cause))
 
-    def cut(self, now: float) -> None:
+    def split(self, now: float) -> None:
         """Ends every wait at `now`; waits that continue start again."""
         starts = dict(self.waits_since)
         for worker, (_, cause) in list(self._waiting.items()):

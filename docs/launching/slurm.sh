@@ -9,5 +9,5 @@
 # Since Slurm 22.05 srun does not take --cpus-per-task from sbatch.
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
 
-# If one process is lost, Slurm does not end the others, which end by themselves with code 75.
+# If one process fails, Slurm does not end the others; they end by themselves with code 75.
 exec srun --kill-on-bad-exit=0 --wait=0 python launch/train.py "$@" --coordinator=auto

@@ -90,7 +90,7 @@ def fit(
     log = MetricsLog(workdir)
     found = checkpoints.restore_latest(template_of(state))
     start, state = (found.step, found.arrays) if found else (0, state)
-    log.cut_back(found.host["metrics"] if found else 0)
+    log.truncate(found.host["metrics"] if found else 0)
     with closing(checkpoints), closing(log):
         steps = range(start, settings.steps)
         for step in track(steps, workdir.name, "step", settings.steps, start):

@@ -12,7 +12,7 @@ from benchmarks.job import steps
 from benchmarks.kills import metrics_difference, update_difference
 from digen_jax.scheduling.commands import WeightsVersion
 
-LINE = {"seconds/clock": 1.0, "images_per_second": 2.0, "tag_share": 0.0}
+LINE = {"seconds/clock": 1.0, "images_per_second": 2.0, "assisted": 0.0}
 
 
 def write(folder, rewards, **more):
@@ -27,7 +27,7 @@ def write(folder, rewards, **more):
 def test_runs_are_compared_by_their_lines(tmp_path):
     one, two = write(tmp_path / "one", [1.0, 4.0]), tmp_path / "two"
     assert steps(one) == [1, 2]  # without the torn line
-    assert metrics_difference(one, write(two, [1.0, 4.0], tag_share=0.5, utilisation=1.0)) == 0
+    assert metrics_difference(one, write(two, [1.0, 4.0], assisted=0.5, utilisation=1.0)) == 0
     assert metrics_difference(one, write(two, [1.02, 4.0])) == pytest.approx(0.02 / 4, rel=0.05)
     assert metrics_difference(one, write(two, [1.0])) == math.inf
     assert metrics_difference(one, write(two, [1.0, 4.0], loss=1.0)) == math.inf

@@ -13,7 +13,7 @@ from digen_jax.assemble import open_parts
 from digen_jax.checkpoints import folder as weights
 from digen_jax.checkpoints.tensors import write_file
 from digen_jax.config.load import fit_config, load_config
-from digen_jax.errors import ConfigError, blame
+from digen_jax.errors import ConfigError, prefix_errors
 from digen_jax.families import load_family, open_pipeline
 from digen_jax.inference.model import edited, open_model, read_run_config
 from digen_jax.models.family import Size
@@ -115,7 +115,7 @@ def test_files_that_are_empty_or_folders_are_named(folder):
 
 def test_too_many_tokens_are_an_error_of_the_field_and_not_of_the_folder(folder):
     named = "^config.model.max_sequence_length"
-    with pytest.raises(ConfigError, match=named), blame("config.model.folder: "):
+    with pytest.raises(ConfigError, match=named), prefix_errors("config.model.folder: "):
         load_family(folder, max_sequence_length=513)
 
 

@@ -192,7 +192,7 @@ def test_broken_and_strange_archives_are_refused(tmp_path):
     good = b"\x80\x02" + tensor() + b"."
     refused(archive(tmp_path / "a.pt", good, four, kind=zipfile.ZIP_DEFLATED), "is compressed")
     refused(archive(tmp_path / "b.pt", good, name="archive/other"), "one data.pkl")
-    refused(crafted(tmp_path, tensor(), (("data/0", FOUR[:-1]),)), "contents are broken")
+    refused(crafted(tmp_path, tensor(), (("data/0", FOUR[:-1]),)), "content is damaged")
     refused(crafted(tmp_path, tensor(), (*four, ("byteorder", b"big"))), "big-endian")
     whole = crafted(tmp_path, tensor()).read_bytes()
     (tmp_path / "cut.pt").write_bytes(whole[:-30])
@@ -201,15 +201,15 @@ def test_broken_and_strange_archives_are_refused(tmp_path):
     at = moved.rindex(b"PK\x01\x02")  # the last entry of the directory: where its member begins
     moved[at + 42 : at + 46] = struct.pack("<I", 7)
     (tmp_path / "moved.pt").write_bytes(moved)
-    refused(tmp_path / "moved.pt", "not where the archive says")
+    refused(tmp_path / "moved.pt", "not at the offset")
     (tmp_path / "none.pt").write_bytes(b"")
-    refused(tmp_path / "none.pt", "no file of torch.save")
+    refused(tmp_path / "none.pt", "not a file of torch.save")
     refused(tmp_path / "absent.pt", "is missing")
 
 
 def test_the_format_before_1_6_is_named(tmp_path):
     old = saved(tmp_path, {"a": torch.ones(2)}, _use_new_zipfile_serialization=False)
-    refused(old, "torch's format before 1.6: load it where torch is, with weights_only=True")
+    refused(old, "torch's format before 1.6: load it with torch, with weights_only=True")
 
 
 def test_what_is_no_state_dict_is_refused(tmp_path):

@@ -298,7 +298,7 @@ def test_several_errors_are_listed_at_once(given):
     with pytest.raises(ConfigError) as caught:
         fit_config(load_config(changed(given, **fields)), 8)
     head, *lines = str(caught.value).splitlines()
-    assert head.startswith("4 things") and len(lines) == 4
+    assert head.startswith("4 errors") and len(lines) == 4
     first = ["prompts.file", "rewards[0]", "placement.trainer.time", "placement.rollout"]
     assert [named(line)[0] for line in lines] == first
 

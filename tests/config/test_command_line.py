@@ -153,15 +153,15 @@ def test_files_of_the_package_are_found_from_any_directory(tmp_path, monkeypatch
         "--model",
         "assets/shapes-sd3",
     ]
-    assert command_line.spelled_out(given) == given  # from the root of a checkout they are here
+    assert command_line.expand_args(given) == given  # from the root of a checkout they are here
     monkeypatch.chdir(tmp_path)
-    assert command_line.spelled_out(given) == [
+    assert command_line.expand_args(given) == [
         f"--config={ROOT}/configs/sd35_medium.py:geneval,1",
         *given[1:3],
         f"{ROOT}/assets/shapes-sd3",
     ]
     (tmp_path / "assets" / "shapes-sd3").mkdir(parents=True)
-    assert command_line.spelled_out(given[3:]) == given[3:]
+    assert command_line.expand_args(given[3:]) == given[3:]
     config = read_config({"prompts": {"file": "assets/prompts/shapes_train.jsonl"}})
     assert config.model.folder == "assets/shapes-sd3"
     assert config.prompts.paths == (f"{ROOT}/assets/prompts/shapes_train.jsonl",)
@@ -170,7 +170,7 @@ def test_files_of_the_package_are_found_from_any_directory(tmp_path, monkeypatch
 def test_one_word_for_the_placement_is_its_sizes():
     given = ["x.py", "--config=a.py", "--config.placement=auto", "-config.placement=fitted"]
     kept = ["--config.placement={'rollout': {'data': 0}}", "--config.placement.mode=auto", "auto"]
-    assert command_line.spelled_out([*given, *kept]) == [
+    assert command_line.expand_args([*given, *kept]) == [
         *given[:2],
         "--config.placement.mode=auto",
         "--config.placement.mode=fitted",

@@ -195,7 +195,7 @@ def parsed(*options):
         (["[0].settings.q=3"], "config.rewards[0].settings.q is not a field"),
         (["=a:b", "[0].weight=2"], "--config.rewards=a:b replaces the list"),
         (["={'name': 'a:b'}"], "--config.rewards={'name': 'a:b'} must be a list"),
-        ([".name=a:b"], "config.rewards is one value"),
+        ([".name=a:b"], "config.rewards is a single value"),
     ],
 )
 def test_overrides_of_rewards_that_cannot_be_are_refused(options, sentence):
@@ -382,13 +382,13 @@ def test_training_has_a_guidance_of_its_own(given, name, fields, expected):
 
 
 def test_with_dynamic_sampling_a_step_draws_prompts_for_all_its_candidates(given):
-    assert load_config(given).drawn_groups == 12
+    assert load_config(given).max_groups == 12
     sizes = dict(sampler__chunk=12, trainer__micro_batch=12)
     fields = dict(runtime__max_candidates=20, runtime__oversampled_groups=3)
     full = load_config(changed(given, **sizes, **fields))
     settings = full.scheduler
     assert (settings.groups, settings.max_candidates, settings.oversampled_groups) == (12, 20, 3)
-    assert settings.ordered and full.drawn_groups == 20
+    assert settings.ordered and full.max_groups == 20
 
 
 def test_whether_chunks_are_trained_in_their_order_may_be_said(given):

@@ -120,8 +120,8 @@ def test_a_prompt_is_cut_where_its_ids_are_those_of_its_beginning(base):
     for count in range(1, len(words)):
         shorter, longer = (" ".join(words[:n]) for n in (count, count + 1))
         same = (family.tokenize(said(shorter)).first == family.tokenize(said(longer)).first).all()
-        assert family.cut([longer]).tolist() == [same]
-    assert family.cut(["a", " ".join(words)]).tolist() == [False, True]
+        assert family.is_truncated([longer]).tolist() == [same]
+    assert family.is_truncated(["a", " ".join(words)]).tolist() == [False, True]
 
 
 def test_repeats_between_files_are_reported_with_both_lines(tmp_path, capsys):

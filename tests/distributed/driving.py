@@ -8,7 +8,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from digen_jax.distributed.worker_process import Opened, RolloutProcess, TrainingProcess
+from digen_jax.distributed.worker_process import Member, RolloutProcess, TrainingProcess
 from digen_jax.distributed.workers import RemoteWorkers
 from digen_jax.parallel.placement import Placement
 from digen_jax.parallel.system import Rollout, System
@@ -39,11 +39,11 @@ def process_class(system: System, reward: Any, held_out: Any) -> type[RolloutPro
         def parts(self) -> Rollout:
             return system.rollouts[int(self._name.split()[-1])]
 
-        def open(self, config: Any, first: int, place: Any = None) -> Opened:
+        def open(self, config: Any, first: int, place: Any = None) -> Member:
             self._pool = RewardPool(alone("mine", reward), 0)
-            batches = itertools.islice(toy.batches(config.drawn_groups), first, None)
+            batches = itertools.islice(toy.batches(config.max_groups), first, None)
             self._build(config, self.parts(), batches, first, list(held_out))
-            return Opened(1, "here", 0)
+            return Member(1, "here", 0)
 
     return ToyProcess
 

@@ -82,7 +82,7 @@ def norm(tree) -> float:
 
 def replayed(system, c: ConfigDict, log):
     """The change of what is tuned, by the commands of a run in one process."""
-    executors = toy.executors(system, c, toy.fresh(system), toy.batches(toy.opened(c).drawn_groups))
+    executors = toy.executors(system, c, toy.fresh(system), toy.batches(toy.opened(c).max_groups))
     last = max(i for i, command in enumerate(log) if isinstance(command, Update))
     pool = RewardPool(alone("mine", toy.brightness), 0)
     state = toy.replay(executors, pool, log[: last + 1])

@@ -117,7 +117,7 @@ def assert_same_steps(workdir: pathlib.Path, unbroken: pathlib.Path, last: int) 
     found, expected = (metrics(one)[: last + 1] for one in (workdir, unbroken))
     assert [line["step"] for line in found] == [*range(last + 1)]
     for line in (*found, *expected):
-        line.pop("tag_share", None)
+        line.pop("assisted", None)
     assert_same_metrics(found, expected, rel=1e-5)
 
 
@@ -200,7 +200,7 @@ def test_a_run_continues_the_same_after_any_process_dies_or_stops(run, unbroken,
     moves = [jax.tree.map(np.subtract, tuned(one, 4), start) for one in (run.workdir, unbroken)]
     assert toy.difference(*moves) < 1e-3
     # What is encoded in other batches is rounded differently.
-    found, expected = ([metrics(one)[5] | {"tag_share": 0}] for one in (run.workdir, unbroken))
+    found, expected = ([metrics(one)[5] | {"assisted": 0}] for one in (run.workdir, unbroken))
     assert_same_metrics(found, expected, rel=2e-3)
 
 

@@ -19,7 +19,7 @@ from digen_jax.distributed.transfer import (
     received,
     unpack,
 )
-from digen_jax.distributed.worker_process import Opened, RolloutProcess
+from digen_jax.distributed.worker_process import Member, RolloutProcess
 from digen_jax.distributed.workers import WorkerProxy
 from digen_jax.runtime.array_transfer import (
     ConditioningKey,
@@ -194,7 +194,7 @@ def test_a_call_that_lacks_a_tree_is_repeated_with_it():
         return jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
     transfer, weights = TrainerTransfer(engine := LocalEngine()), ExactWeightsKey(VERSION)
-    proxy = WorkerProxy("worker 1", Opened(1, "", 0), engine.start(Process, [()]), engine, transfer)
+    proxy = WorkerProxy("worker 1", Member(1, "", 0), engine.start(Process, [()]), engine, transfer)
     transfer.put(weights, {"x": jnp.arange(3.0)})
     assert engine.get(proxy._work("read", weights)) == 3
     transfer.delete(weights)

@@ -10,7 +10,7 @@ import pytest
 
 from digen_jax.distributed import workers
 from digen_jax.distributed.transfer import TrainerTransfer
-from digen_jax.distributed.worker_process import CallFailed, Opened, RolloutProcess
+from digen_jax.distributed.worker_process import CallFailed, Member, RolloutProcess
 from digen_jax.distributed.workers import RemoteWorkers, WorkerProxy
 from digen_jax.errors import ConfigError
 from digen_jax.runtime.driver import WorkerDisconnected
@@ -88,7 +88,7 @@ class Broken(RolloutProcess):
         if type(self).times:
             type(self).times -= 1
             raise self.error
-        return Opened(1, "here", 0)
+        return Member(1, "here", 0)
 
 
 def test_a_config_that_cannot_work_ends_the_start_with_its_error(quick):
@@ -115,7 +115,7 @@ def test_a_worker_that_hangs_during_its_start_restarts(quick, monkeypatch):
         def open(self, train_config, first, place=None):
             if hangs.acquire(blocking=False):
                 release.wait(LONG)
-            return Opened(1, "here", 0)
+            return Member(1, "here", 0)
 
     engine = LocalEngine()
     found = RemoteWorkers(toy.opened(config("flow_grpo", TWO)), engine, kind=Hanging)
@@ -142,7 +142,7 @@ def test_a_run_starts_with_as_many_workers_as_it_needs_whichever_they_are():
         def open(self, train_config, first, place=None):
             if self._name == "rollout 0":
                 raise RuntimeError("no node")
-            return Opened(1, "here", 0)
+            return Member(1, "here", 0)
 
     found = RemoteWorkers(toy.opened(c), LocalEngine(), kind=Second)
     found.wait(LONG)
@@ -166,7 +166,7 @@ def test_the_death_of_one_process_is_no_error_of_the_other():
 
     engine = LocalEngine()
     actors = engine.start(Half, [(0,), (1,)])
-    proxy = WorkerProxy("rollout 0", Opened(2, "here", 0), actors, engine, TrainerTransfer(engine))
+    proxy = WorkerProxy("rollout 0", Member(2, "here", 0), actors, engine, TrainerTransfer(engine))
     with ThreadPoolExecutor(1) as thread:
         working = thread.submit(proxy.generate, Chunk(0, 0), WeightsVersion(0))
         failed.wait(LONG)
@@ -182,7 +182,7 @@ def test_a_chunk_that_is_dropped_before_its_scoring_begins_has_no_scores():
     kind = driving.process_class(toy.system(c, 3), toy.brightness, ())
     process = kind("rollout 0", {}, "", [])
     process.open(toy.opened(c), 0)
-    process._steps.draw(0)
+    process._steps.ensure(0)
     process.drop_chunk(Chunk(0, 0))
     assert process.score(Chunk(0, 0)) is None
     with pytest.raises(CallFailed):

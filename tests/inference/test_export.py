@@ -109,17 +109,17 @@ def test_a_run_continues_an_exported_lora(base, tmp_path, capsys):
     config.algorithm.kl_coefficient = 0.1
     train(load_config(config), workdir)
     assert f"LoRA of rank 4 on the layers {config.lora.targets}\n" in capsys.readouterr().out
-    before = np.load(workdir / "pictures" / "before.npz")
-    after = np.load(tuned / "pictures" / "after.npz")
+    before = np.load(workdir / "images" / "before.npz")
+    after = np.load(tuned / "images" / "after.npz")
     np.testing.assert_array_equal(before["images"], after["images"])
     np.testing.assert_array_equal(before["scores"], after["scores"])
     assert read_metrics(workdir / "metrics.jsonl")[1]["kl"] > 1e-3
 
 
 def test_what_cannot_be_exported_is_one_sentence(base, tmp_path):
-    with pytest.raises(ConfigError, match=r"tunes all weights .* leave --lora out"):
+    with pytest.raises(ConfigError, match=r"trains all weights .* remove --lora"):
         export(trained(base, "full"), tmp_path / "new", lora=True)
-    with pytest.raises(ConfigError, match="no training run's workdir, as it has no config"):
+    with pytest.raises(ConfigError, match="not the workdir of a training run, as it has no config"):
         export(tmp_path, tmp_path / "new")
     with pytest.raises(ConfigError, match="exists already: choose another folder or delete it"):
         export(trained(base, "full"), tmp_path)

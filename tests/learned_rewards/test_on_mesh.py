@@ -14,7 +14,7 @@ from digen_jax.config.load import load_config, read_config
 from digen_jax.errors import ConfigError, DivergedError
 from digen_jax.learned_rewards import on_mesh
 from digen_jax.logging.metrics import read_metrics
-from digen_jax.parallel.mesh import Layout, make_mesh
+from digen_jax.parallel.mesh import ShardingRules, make_mesh
 from digen_jax.parallel.placement import DeviceGroup
 from digen_jax.parallel.reward_model import RewardModel
 from digen_jax.planning.costs import Calibration
@@ -56,7 +56,7 @@ def pickscore(files: Files, **fields) -> RewardSettings:
 
 def group(**sizes: int) -> DeviceGroup:
     devices = jax.devices()[: int(np.prod(list(sizes.values())))]
-    return DeviceGroup(make_mesh(devices, **sizes), Layout(((".*", "fsdp"),)))
+    return DeviceGroup(make_mesh(devices, **sizes), ShardingRules(((".*", "fsdp"),)))
 
 
 def scored(found: RewardModel, count: int) -> np.ndarray:
@@ -139,7 +139,7 @@ def test_a_run_has_the_scores_that_the_rewards_have_on_the_host(files, monkeypat
 
     monkeypatch.setattr(RewardPool, "submit", noted)
     lines, seen, spans = driven(c)
-    assert sum(line["tag_share"] for line in lines) > 0 and len(found) == STEPS * 3 + 3 * 2
+    assert sum(line["assisted"] for line in lines) > 0 and len(found) == STEPS * 3 + 3 * 2
     for *batch, future in found:
         columns = host.score(*batch).columns
         np.testing.assert_allclose(future.result().scores.columns, columns, atol=1e-5)

@@ -70,7 +70,7 @@ def lines(workdir: pathlib.Path) -> list[dict]:
 
 def draw(workdir: pathlib.Path, name: str, mode: str = "RGB") -> pathlib.Path:
     """Writes an image of a run."""
-    path = workdir / "pictures" / name
+    path = workdir / "images" / name
     path.parent.mkdir(exist_ok=True)
     Image.new(mode, (4, 3), 7).save(path)
     return path
@@ -109,8 +109,8 @@ def test_the_event_file_is_as_tensorboardx_writes_it(tmp_path):
     assert json.loads(config.tensor.string_val[0]) == {"größe": 1}
     for event, mode in zip(found[3:6], ("RGB", "RGBA", "L"), strict=True):
         (value,) = event.summary.value
-        image, png = value.image, (tmp_path / "pictures" / f"{mode}.png").read_bytes()
-        assert value.tag == f"pictures/{mode}" and image.encoded_image_string == png
+        image, png = value.image, (tmp_path / "images" / f"{mode}.png").read_bytes()
+        assert value.tag == f"images/{mode}" and image.encoded_image_string == png
         assert (image.height, image.width, image.colorspace) == (3, 4, event.step)
     writer = RecordWriter(str(tmp_path / "expected"))
     for event in found:
@@ -131,16 +131,16 @@ def test_after_cut_back_the_metrics_equal_those_of_an_uninterrupted_run(tmp_path
 
     log = MetricsLog(tmp_path / "cut")
     assert log.position() == 6
-    log.cut_back(position)
+    log.truncate(position)
     write(log, range(4, 9))
     assert (
         lines(tmp_path / "cut") == lines(tmp_path / "whole") and len(lines(tmp_path / "cut")) == 9
     )
     assert scalars(tmp_path / "cut") == scalars(tmp_path / "whole")
     with pytest.raises(ConfigError):
-        log.cut_back(10)
+        log.truncate(10)
     assert len(lines(tmp_path / "cut")) == 9
-    log.cut_back(0)
+    log.truncate(0)
     write(log, [0])
     assert [line["step"] for line in lines(tmp_path / "cut")] == [0]
     assert {step for step, _, _ in scalars(tmp_path / "cut")} == {0}
@@ -195,9 +195,9 @@ def test_images_and_config_are_events_that_a_resumed_run_keeps(tmp_path):
         log.write(step, {"a": step})
     log.image(draw(tmp_path, "timeline_000003.png"))  # of a step that is never written
     log.image(draw(tmp_path, "before_after.png"), 3)
-    expected = [(0, "config"), (1, "pictures/step"), (2, "pictures/step")]
-    assert shown(tmp_path) == [*expected, (3, "pictures/timeline"), (3, "pictures/before_after")]
+    expected = [(0, "config"), (1, "images/step"), (2, "images/step")]
+    assert shown(tmp_path) == [*expected, (3, "images/timeline"), (3, "images/before_after")]
     for kept in (2, 1):
-        log.cut_back(kept)
+        log.truncate(kept)
         log.write(kept + 1, {"a": 0})
         assert shown(tmp_path) == expected[: kept + 1]

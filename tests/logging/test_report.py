@@ -59,7 +59,7 @@ def workdirs(tmp_path_factory) -> list[pathlib.Path]:
 
 
 @pytest.fixture(scope="module")
-def written(workdirs) -> tuple[str, report.Size]:
+def written(workdirs) -> tuple[str, report.ReportSize]:
     size = write_report(workdirs[:1], workdirs[0] / "report.html")
     return (workdirs[0] / "report.html").read_text(), size
 
@@ -209,12 +209,13 @@ def test_a_run_that_has_just_begun_has_a_report(tmp_path):
     run = write_workdir(tmp_path / "begun", done=3)
     for left in ("timeline.json", "starts.jsonl"):
         (run / left).unlink()
-    shutil.rmtree(run / "pictures")
+    shutil.rmtree(run / "images")
     assert "3 of 10 steps done, not finished" in words(Parsed(report.render([read_run(run)])))
 
 
 def test_prompts_of_an_older_runs_images_are_numbers(tmp_path):
     run = write_workdir(tmp_path / "old")
+    (run / "images").rename(run / "pictures")
     for name in ("before", "after"):
         path = run / "pictures" / f"{name}.npz"
         with np.load(path) as found:

@@ -47,7 +47,7 @@ def test_tables_of_results_and_files():
         "  all                              0.500   0.750  +0.250",
         "  counting                         0.250   1.000  +0.750",
     ]
-    assert "\n  pictures/before_after.png  " in files_table(pathlib.Path("runs/x"))
+    assert "\n  images/before_after.png  " in files_table(pathlib.Path("runs/x"))
 
 
 @pytest.mark.parametrize("frames", [1, 5])
@@ -59,7 +59,7 @@ def test_clips_have_an_animation_next_to_the_grid_of_middle_frames(tmp_path, fra
     evaluation_to_folder(found, tmp_path / "each")
 
     animated = [".webp"] if frames > 1 else []
-    names = {file.name for file in (tmp_path / "pictures").iterdir()}
+    names = {file.name for file in (tmp_path / "images").iterdir()}
     assert names == {f"step_000003{suffix}" for suffix in [".png", *animated]}
     stems = ["00000_0.000_a", "00001_1.000_b"]
     expected = {stem + suffix for stem in stems for suffix in [".png", *animated]}
@@ -71,7 +71,7 @@ def test_clips_have_an_animation_next_to_the_grid_of_middle_frames(tmp_path, fra
         image_grid(found.clips[:, t], ["a", "b"], 6, found.scores, "after step 3")
         for t in range(frames)
     ]
-    shown = tmp_path / "pictures" / "step_000003.png"
+    shown = tmp_path / "images" / "step_000003.png"
     assert Image.open(shown).tobytes() == grids[frames // 2].tobytes()
     if animated:
         animation = Image.open(shown.with_suffix(".webp"))
@@ -122,8 +122,8 @@ def test_the_best_and_worst_images_of_a_step_are_also_in_tensorboard(tmp_path):
     log.metrics.write(7, {"reward": 0.5})
     log.close()
     for name, one in found._asdict().items():
-        shown = Image.open(tmp_path / "pictures" / f"{name}_000007.png")
+        shown = Image.open(tmp_path / "images" / f"{name}_000007.png")
         prompt, title = one.records[0]["prompt"], f"the {name} images of step 7"
         assert shown.tobytes() == image_grid(one.images, [prompt], 6, one.values, title).tobytes()
     named = [(step, tag) for step, tag, kind in tags(tmp_path) if kind == "image"]
-    assert named == [(7, "pictures/best"), (7, "pictures/worst")]
+    assert named == [(7, "images/best"), (7, "images/worst")]

@@ -59,7 +59,7 @@ def test_the_table_fits_the_terminal(written):
         "rollout 0  77 on host-of-a-rather-...  16       ... 11 12 +13  2 min",
         "  no heartbeat for 6.5 s; waits for sync",
         "rollout 1  78 on other                 16                      60 s",
-        "  lost",
+        "  disconnected",
         "reward",
         "  scoring 2 batches",
         "last lines of standard error:",

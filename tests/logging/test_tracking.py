@@ -89,9 +89,9 @@ def test_a_tracker_gets_config_metrics_and_images_and_prints_nothing(tmp_path, f
     size = image.stat().st_size
     assert sent == [
         ["log", {"a": 0.5}, 0],
-        ["log", {"pictures/step": size}, 1],
+        ["log", {"images/step": size}, 1],
         ["log", {"a": 1.5, "evaluation/b": 2.0}, 1],
-        ["log", {"pictures/before_after": size}, 1],
+        ["log", {"images/before_after": size}, 1],
         ["finish"],
     ]
     assert capfd.readouterr() == ("", "")
@@ -197,7 +197,7 @@ def test_trackio_gets_metrics_images_and_config_and_a_resumed_run_the_same_name(
     log.write(1, {"a/b": 1.5})
     log.close()
     log = MetricsLog(tmp_path, options, config)
-    log.cut_back(1)
+    log.truncate(1)
     for step in (1, 2):  # step 1 again
         log.write(step, {"a/b": step + 0.5})
     log.close()
@@ -211,12 +211,12 @@ def test_trackio_gets_metrics_images_and_config_and_a_resumed_run_the_same_name(
     sent = [(step, json.loads(metrics)) for _, step, metrics in rows]
     assert [(step, *one) for step, one in sent] == [
         (0, "a"),
-        (1, "pictures/step"),
+        (1, "images/step"),
         (1, "a/b"),
         (2, "a/b"),
     ]
     assert [one["a/b"] for _, one in sent[2:]] == [1.5, 2.5]
-    image = sent[1][1]["pictures/step"]
+    image = sent[1][1]["images/step"]
     (file,) = (tmp_path / "trackio").rglob(pathlib.Path(image["file_path"]).name)
     with Image.open(file) as seen:
         assert seen.size == (4, 3)

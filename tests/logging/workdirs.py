@@ -89,7 +89,7 @@ def write_workdir(
     folder: pathlib.Path, seed: int = 0, done: int = 10, steps: int = 10
 ) -> pathlib.Path:
     """A run that is evaluated and shown every five steps; finished where all are done."""
-    pictures = folder / "pictures"
+    pictures = folder / "images"
     pictures.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config(seed, steps)))
     (folder / "starts.jsonl").write_text(json.dumps(START) + "\n" + '{"done": 5, "chan')

@@ -126,7 +126,7 @@ def test_prompts_are_encoded_as_by_the_pipeline(spec, folder):
     alone = encode(params, family.tokenize(records[:1] * len(records)))  # in the same program
     for name, values in rows(family, alone).items():
         close(values[0], by_prompt[name][0], 1e-5)
-    assert family.cut([PROMPTS[0], LONG, ""]).tolist() == [False, True, False]
+    assert family.is_truncated([PROMPTS[0], LONG, ""]).tolist() == [False, True, False]
     null = encode(params, family.tokenize_null(records))
     wanted = spec.encoded(pipe, [family.negative_prompt], spec.tokens)
     for name, values in rows(family, null).items():

@@ -20,7 +20,7 @@ from digen_jax.errors import ConfigError
 from digen_jax.families import load_family, open_pipeline, read_frozen
 from digen_jax.inference.model import SamplingOptions, all_devices, open_model
 from digen_jax.models.wan import family as wan
-from digen_jax.parallel.mesh import Layout, make_mesh
+from digen_jax.parallel.mesh import ShardingRules, make_mesh
 from digen_jax.parallel.placement import DeviceGroup
 from digen_jax.parallel.policy import Policy
 from digen_jax.parallel.sampler import Sampler, SamplerSettings, Weights
@@ -184,7 +184,8 @@ def test_prompts_of_wan_are_cleaned_as_by_the_pipeline(name, folder, monkeypatch
     ):
         np.testing.assert_array_equal(one, other)
     longest = " ".join(["a"] * (family.max_sequence_length - 1))
-    assert family.cut([longest, f" {longest}\n", f"{longest} a"]).tolist() == [False, False, True]
+    found = family.is_truncated([longest, f" {longest}\n", f"{longest} a"])
+    assert found.tolist() == [False, False, True]
 
 
 @of("wan")
@@ -241,7 +242,7 @@ def test_a_tokenizer_that_splits_the_template_otherwise_is_refused(name, copy):
     own = json.loads(path.read_text())
     own["model"]["merges"] = own["model"]["merges"][:-60]
     path.write_text(json.dumps(own))
-    assert "tokens of the beginning of the model's template" in refused(copy)
+    assert "tokens for the start of the model's template" in refused(copy)
 
 
 @of("flux2", "zimage")
@@ -258,7 +259,7 @@ def test_a_split_t5_encodes_as_a_whole_one(name, folder):
     """Over fsdp and tensor, by the rules that a run uses."""
     spec = FAMILIES[name]
     family, params, encode = spec.ours(folder)
-    layout = Layout.of(((".*", "embed", "fsdp"),), family.axes())
+    layout = ShardingRules.of(((".*", "embed", "fsdp"),), family.axes())
     group = DeviceGroup(make_mesh(jax.devices()[:4], fsdp=2, tensor=2), layout)
     frozen = read_frozen(family, folder, group)
     tree = frozen[PART]["encoder"]["block_1to2"]
@@ -281,8 +282,8 @@ def test_a_t5_can_be_left_out_and_counts_one_token_then(name, folder):
     assert (family.heads.weighted, left_out.heads.weighted) == (False, True)
     assert PART in family.shapes() and PART not in left_out.shapes()
     # Seven of the T5's tokens and fewer of a CLIP's, then too many of the T5's alone.
-    assert family.cut(["a red circle", "☃ ☃ ☃ ☃ ☃"]).tolist() == [False, True]
-    assert left_out.cut(["a red circle", "☃ ☃"]).tolist() == [False, False]
+    assert family.is_truncated(["a red circle", "☃ ☃ ☃ ☃ ☃"]).tolist() == [False, True]
+    assert left_out.is_truncated(["a red circle", "☃ ☃"]).tolist() == [False, False]
 
 
 @of("sd3")

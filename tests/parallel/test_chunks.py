@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from digen_jax.parallel.mesh import Layout
+from digen_jax.parallel.mesh import ShardingRules
 from digen_jax.parallel.placement import (
     MeshSizes,
     RolloutAxes,
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("exact_and_split")
 
 def mesh(data: int, fsdp: int, time: int = 1):
     sizes = MeshSizes(RolloutAxes(0), TrainerAxes(data, fsdp, time))
-    return make_placement(sizes, Layout(), jax.devices()[: data * fsdp * time]).trainer
+    return make_placement(sizes, ShardingRules(), jax.devices()[: data * fsdp * time]).trainer
 
 
 def widened(sizes: list[int], rows: jax.Array) -> jax.Array:

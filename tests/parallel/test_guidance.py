@@ -14,7 +14,7 @@ from digen_jax.diffusion.steps import Ode
 from digen_jax.errors import ConfigError
 from digen_jax.inference.model import Model, SamplingOptions, all_devices, defaults_of_run
 from digen_jax.models.family import Size
-from digen_jax.parallel.mesh import Layout
+from digen_jax.parallel.mesh import ShardingRules
 from digen_jax.parallel.placement import make_placement
 from digen_jax.parallel.policy import Policy
 from digen_jax.parallel.sampler import Sampler, SamplerSettings, Weights
@@ -147,7 +147,7 @@ def test_the_references_guidance_is_the_embedded_one():
 
 def checked(fields, family):
     config = toy.opened(toy.config(**fields))
-    layout = Layout(config.placement.rules)
+    layout = ShardingRules(config.placement.rules)
     placement = make_placement(config.placement.meshes, layout, jax.devices())
     policies.check_model(config, family, placement)
 

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from digen_jax.errors import ConfigError
-from digen_jax.parallel.mesh import ALL, Layout, axis_sizes
+from digen_jax.parallel.mesh import ALL, ShardingRules, axis_sizes
 from digen_jax.parallel.placement import (
     MeshSizes,
     RolloutAxes,
@@ -23,7 +23,7 @@ from tests.parallel import toy
 def placed(rollout, trainer, devices=8, workers=1, **fields):
     config = toy.config(**toy.meshes(rollout, trainer, workers) | fields)
     asked = toy.opened(config).placement
-    return make_placement(asked.meshes, Layout(asked.rules), jax.devices()[:devices])
+    return make_placement(asked.meshes, ShardingRules(asked.rules), jax.devices()[:devices])
 
 
 def shape_of(mesh):
@@ -40,7 +40,7 @@ def test_fsdp_splits_the_largest_axis_that_divides_and_leaves_small_ones_whole(m
     monkeypatch.setattr("digen_jax.parallel.mesh.FSDP_MIN_SIZE", 60)
     shapes = [s for n in range(4) for s in itertools.product((1, 3, 4, 6, 10, 12), repeat=n)]
     for shape, devices in itertools.product(shapes, (1, 2, 3, 4)):
-        spec = Layout(((".*", "fsdp"),)).spec("any/kernel", shape, axis_sizes(fsdp=devices))
+        spec = ShardingRules(((".*", "fsdp"),)).spec("any/kernel", shape, axis_sizes(fsdp=devices))
         divisible = [size for size in shape if size % devices == 0]
         if devices == 1 or np.prod(shape) < 60 or not divisible:
             assert spec == PartitionSpec()
@@ -61,8 +61,8 @@ def test_a_parameter_without_a_rule_is_named():
     [
         ((1, 3), (2, 2), 1, 8, "7 CPU devices: 3 for rollout, 4 for training"),
         ((1, 2), (2, 1), 3, 8, "8 CPU devices: 6 for rollout (3 workers), 2 for training"),
-        ((0, 1), (2, 3), 1, 8, "6 CPU devices for rollout and training in turn"),
-        ((4, 1), (2, 2), 1, 1, "1 CPU device for rollout and training in turn"),
+        ((0, 1), (2, 3), 1, 8, "6 CPU devices for rollout and training alternately"),
+        ((4, 1), (2, 2), 1, 1, "1 CPU device for rollout and training alternately"),
     ],
 )
 def test_meshes_take_the_devices_in_turn(rollout, trainer, workers, devices, described):
@@ -117,7 +117,7 @@ def test_where_devices_are_few_parameters_stay_split_and_batches_do_not():
 def test_batches_are_whole_over_tensor_and_a_sampler_keeps_it():
     config = toy.config(**toy.meshes((0, 1), (2, 1, 2, 2)), trainer__pack=2)
     asked = toy.opened(config).placement
-    found = make_placement(asked.meshes, Layout(asked.rules), jax.devices())
+    found = make_placement(asked.meshes, ShardingRules(asked.rules), jax.devices())
     assert shape_of(found.trainer.mesh) == {"time": 2, "data": 2, "tensor": 2}
     assert shape_of(found.rollout.mesh) == {"data": 4, "tensor": 2}
     assert (found.trainer.images, found.rollout.images) == (2, 4)
@@ -133,7 +133,7 @@ def timed(rollout, trainer, time):
 
 def test_a_trainer_mesh_may_have_an_axis_for_time():
     config = timed((2, 1), (1, 2), 3)
-    layout = Layout(config.rules)
+    layout = ShardingRules(config.rules)
     found = make_placement(config.meshes, layout, jax.devices())
     assert devices_per_mesh(config.meshes, 8) == (2, 6)
     assert shape_of(found.trainer.mesh) == {"time": 3, "fsdp": 2}

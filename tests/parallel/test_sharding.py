@@ -8,7 +8,7 @@ from flax.traverse_util import flatten_dict
 from digen_jax.errors import ConfigError
 from digen_jax.families import load_family
 from digen_jax.models.family import NAMES
-from digen_jax.parallel.mesh import REPLICATED, Layout, axis_sizes
+from digen_jax.parallel.mesh import REPLICATED, ShardingRules, axis_sizes
 from tests.parallel import toy
 from tests.pipelines import ROOT
 
@@ -70,7 +70,7 @@ def test_every_dimension_of_every_component_has_a_name_that_says_how_large_it_is
 
 def specs(family, rules, monkeypatch, **sizes):
     monkeypatch.setattr("digen_jax.parallel.mesh.FSDP_MIN_SIZE", 2**10)
-    layout = Layout.of(rules, family.axes())
+    layout = ShardingRules.of(rules, family.axes())
     return {
         name.removeprefix(f"{BLOCK}/"): tuple(layout.spec(name, shape, axis_sizes(**sizes)))
         for name, shape in SHAPES.items()
@@ -106,7 +106,7 @@ def test_fsdp_splits_layers_only_if_a_rule_names_them(family, monkeypatch):
     monkeypatch.setattr("digen_jax.parallel.mesh.FSDP_MIN_SIZE", 16)
     deep, sizes = (600, 128, 128), axis_sizes(fsdp=2)
     for rules, spec in ((FSDP, (None, "fsdp")), ((("", "layers", "fsdp"), *FSDP), ("fsdp",))):
-        layout = Layout.of(rules, family.axes())
+        layout = ShardingRules.of(rules, family.axes())
         assert tuple(layout.spec(f"{BLOCK}/attn/to_q/kernel", deep, sizes)) == spec
 
 
@@ -152,10 +152,10 @@ def test_rules_apply_in_their_order(family, monkeypatch, rules, sizes, spec):
 
 
 def test_a_rule_about_no_parameter_is_refused(family):
-    Layout.of((*COMPOSED, ("to_q", "rank", "fsdp")), family.axes()).check()
+    ShardingRules.of((*COMPOSED, ("to_q", "rank", "fsdp")), family.axes()).check()
     for rule in (("transformr/", "mlp", "tensor"), ("vae/", "mlp", "tensor")):
         with pytest.raises(ConfigError, match=rf"^config\.placement\.rules .*{rule[0]}"):
-            Layout.of((rule, *FSDP), family.axes()).check()
+            ShardingRules.of((rule, *FSDP), family.axes()).check()
 
 
 def test_bytes_on_a_device_are_those_of_its_shards(monkeypatch):

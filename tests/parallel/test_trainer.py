@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from digen_jax.parallel.accumulate import Totals
-from digen_jax.parallel.mesh import Layout
+from digen_jax.parallel.mesh import ShardingRules
 from digen_jax.parallel.trainer import Trainer, TrainerSettings
 from tests.parallel import toy
 
@@ -32,7 +32,7 @@ def make_trainer(rules=((".*", "fsdp"),), **changes):
     """Shardings on a mesh of 2 x 2."""
     config = toy.config(**toy.meshes((4, 1), (2, 2)))
     system = toy.system(config)
-    group = dataclasses.replace(system.placement.trainer, layout=Layout(rules))
+    group = dataclasses.replace(system.placement.trainer, layout=ShardingRules(rules))
     settings = TrainerSettings(**SETTINGS | changes)
     step, algorithm = system.sampler.settings.step, toy.opened(config).algorithm
     return Trainer(system.policy, group, step, algorithm, settings)

@@ -22,7 +22,7 @@ from digen_jax.diffusion.steps import Ode
 from digen_jax.models.family import Heads, Size, logical_axes
 from digen_jax.models.pipeline_family import PipelineFamily
 from digen_jax.models.sd3 import network as sd3
-from digen_jax.parallel.mesh import Layout
+from digen_jax.parallel.mesh import ShardingRules
 from digen_jax.parallel.placement import make_placement
 from digen_jax.parallel.system import SampledImages, System, move_to_trainer, sample_shardings
 from digen_jax.parallel.trainer import TrainState
@@ -121,7 +121,7 @@ class ToyFamily:
 
     tokenize_null = PipelineFamily.tokenize_null
 
-    def cut(self, prompts):
+    def is_truncated(self, prompts):
         return np.array([len(prompt) > LETTERS for prompt in prompts])
 
     def encode(self, params, ids):
@@ -255,7 +255,7 @@ def system(config: ConfigDict | TrainConfig, devices: int = 8, family: Any = Non
     family, asked = family or ToyFamily(), opened(config)
     check_devices(asked, devices)
     sizes, rules = asked.placement.meshes, asked.placement.rules
-    layout = Layout.of(rules, family.axes())
+    layout = ShardingRules.of(rules, family.axes())
     placement = make_placement(sizes, layout, jax.devices()[:devices])
     frozen = family.params()
     trained = {part: frozen.pop(part) for part in family.trained}
@@ -405,7 +405,7 @@ def driver(
     found = reward if isinstance(reward, Rewards) else alone("mine", reward)
     rewards = RewardPool(found, 0, config.reward_pool.retries, deadline.seconds)
     state = fresh(system) if state is None else state
-    given = options.pop("batches", None) or batches(asked.drawn_groups)
+    given = options.pop("batches", None) or batches(asked.max_groups)
     checkpoint = TrainCheckpoint(first, state, in_flight, {})
     watch = options.setdefault("watch", Watch(deadline))
     with contextlib.closing(watch), contextlib.closing(rewards):

@@ -17,7 +17,7 @@ from digen_jax.planning.estimate import (
     CachedCompiler,
     CompiledProgram,
     ProgramCost,
-    Target,
+    Topology,
     calibrate,
     estimate,
     estimated_seconds,
@@ -212,7 +212,7 @@ def small_target(tmp_path_factory):
                 known[key] = estimate(config, devices, CHIP, compiler)
             return known[key]
 
-        return Target("small", devices, CHIP, None, assess, compiler)
+        return Topology("small", devices, CHIP, None, assess, compiler)
 
     EFFICIENCY["cpu"] = EFFICIENCY["tpu"]
     yield of
@@ -273,7 +273,7 @@ def test_a_config_whose_program_the_compiler_refuses_is_made_smaller(base, monke
         program = Program("train", "train", 1, 8, "", lambda: None)
         return [ProgramCost(program, compiled, math.nan, math.nan)]
 
-    target = Target("small", jax.devices()[:2], CHIP, None, assess)
+    target = Topology("small", jax.devices()[:2], CHIP, None, assess)
     monkeypatch.setattr(fitting, "calibrate", lambda *given: None)
     monkeypatch.setattr(fitting, "best_layout", lambda *given: ("a plan", ""))
     plan, changed, _ = fit_plan(config, target, written.append)

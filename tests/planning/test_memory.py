@@ -95,7 +95,7 @@ def sampling_bytes(config, system, programs, held, tuned):
     needed = programs.sampling(axes.images * axes.time, axes.fsdp, axes.tensor, axes.sequence)
     weights, sampler = sampler_weights(system), system.sampler
     there = lying_bytes(weights)
-    records = [{"prompt": ""}] * config.drawn_groups
+    records = [{"prompt": ""}] * config.max_groups
     prompts = lying_bytes(sampler.encoded(weights, records))
     lowered = {
         "encoding": sampler.trace_encode(weights, records),
@@ -167,13 +167,13 @@ def test_the_footprint_is_the_models(base, tmp_path):
     assert found.copies == 1
     lora = model_footprint(read_config(tiny_config(base, "lora")))
     assert lora.base(1, 1) == total["transformer"] and 0 < lora.tuned(1, 1) < found.tuned(1, 1) / 2
-    assert (found.published(1, 1), found.sampler_base(1, 1)) == (
+    assert (found.synced(1, 1), found.sampler_base(1, 1)) == (
         found.tuned(1, 1),
         found.base(1, 1),
     )
     config.precision.rollout = "bfloat16"
     half = model_footprint(read_config(config))
-    assert half.published(1, 1) == found.tuned(1, 1) / 2 and half.tuned(1, 1) == found.tuned(1, 1)
+    assert half.synced(1, 1) == found.tuned(1, 1) / 2 and half.tuned(1, 1) == found.tuned(1, 1)
     # An autoencoder of three resolutions: 8 x 8 latents of 4 channels, twice, and the log-probability.
     side = 32 // 4
     assert found.trajectory == 2 * 4 * (2 * side * side * 4 + 1)
@@ -203,8 +203,8 @@ def test_text_encoders_that_encode_ahead_are_not_in_a_step(base):
     files = [next((pipeline(base) / f"text_encoder{n}").glob("*.safetensors")) for n in ("", "_2")]
     encoders = sum(a.nbytes for file in files for a in load_file(file).values())
     each, ahead = found["each_step"], found["precomputed"]
-    assert each.ahead is None and ahead.ahead(1, 1) == pytest.approx(encoders, rel=0.01)
-    assert each.frozen(1, 1) - ahead.frozen(1, 1) == ahead.ahead(1, 1)
+    assert each.encode is None and ahead.encode(1, 1) == pytest.approx(encoders, rel=0.01)
+    assert each.frozen(1, 1) - ahead.frozen(1, 1) == ahead.encode(1, 1)
     assert each.conditioning == ahead.conditioning
     (encode,) = [
         p for p in step_programs(read_config(config), jax.devices()[:2]) if "encode" in p.name

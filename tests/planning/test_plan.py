@@ -58,7 +58,7 @@ def test_the_script_plans_from_a_file_of_costs(tmp_path):
         f"--costs={costs}",
         "--devices=4",
         f"--output={output}",
-        f"--pictures={tmp_path / 'pictures'}",
+        f"--image_folder={tmp_path / 'images'}",
         *FINE,
     )
     assert done.returncode == 0, done.stderr
@@ -71,7 +71,7 @@ def test_the_script_plans_from_a_file_of_costs(tmp_path):
     assert kinds.keys() >= {f"{name}{lag}" for name in names for lag in ("", ", lag 1")}
     (chosen,) = (kind for kind, mark in kinds.items() if mark == "*  ")
     assert re.search(r"optimizer [\d.]+.*trajectories", text)
-    drawn = {path.name for path in (tmp_path / "pictures").iterdir()}
+    drawn = {path.name for path in (tmp_path / "images").iterdir()}
     assert drawn == {"images_per_second.png", *(f"timeline_{n}.png" for n in (1, 2, 3))}
     section = json.loads(output.read_text())
     # The last line has the flags of a run with the choice.
@@ -171,7 +171,7 @@ def test_a_run_with_an_automatic_placement_keeps_it_when_it_goes_on(
     said = capsys.readouterr().out
     assert "placement chosen by a chunk timed on" in said
     assert said.startswith(
-        "config.placement = 'auto': times each part of a step on one of the 8 devices"
+        "config.placement = 'auto': compiling and timing each part of a step on one of the 8 devices"
     )
     for part in ("sync", "encode", "generate", "decode", "score", "train", "update"):
         assert re.search(rf"  {part}: compiling and timing\n  {part}: \S+ s\n", said)

@@ -126,7 +126,7 @@ def test_prints_do_not_break_a_bar(monkeypatch):
 
 def test_what_is_no_terminal_has_the_lines_as_they_are(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "40")
-    with complete_lines(beside=True):
+    with complete_lines(external_bar=True):
         print("word " * 20)
     print_error("word " * 20)
     assert capsys.readouterr() == ("word " * 20 + "\n",) * 2

@@ -142,5 +142,5 @@ def test_a_run_shows_a_row_for_each_server(tmp_path, train):  # noqa: F811
     assert {"evaluation/reward_of/one", "evaluation/reward_of/two"} <= line.keys()
     steps = {step for step, *_ in found["steps"]}
     for event in read_events(tmp_path / "run" / "timeline.json"):
-        if event["name"] == "ask" and event["args"]:  # evaluations are no part of a step
+        if event["name"] == "request" and event["args"]:  # evaluations are no part of a step
             assert event["args"]["step"] + 1 in steps

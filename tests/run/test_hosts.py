@@ -129,7 +129,7 @@ def test_two_processes_killed_stopped_and_continued_train_as_one_does(folder, un
     (code, said, errors), (killed, *_) = together(folder, toy_run("two"), f"2 {signal.SIGKILL:d} 1")
     assert (killed, code) == (-signal.SIGKILL, ending.STOPPED), errors
     assert "which ends the run: the same command continues from the last checkpoint" in errors
-    assert said.startswith("4 CPU devices of 2 processes for rollout and training in turn\n")
+    assert said.startswith("4 CPU devices of 2 processes for rollout and training alternately\n")
     assert len(read_metrics(folder / "two" / "metrics.jsonl")) == 2, errors
 
     # The second process gets a signal: both finish the step and save it.
@@ -145,5 +145,5 @@ def test_two_processes_killed_stopped_and_continued_train_as_one_does(folder, un
     assert finished_step(folder / "two") == 3
     assert_same_run(folder / "two", *unbroken)
     for shown in ("after.npz", "before.npz"):
-        images = [np.load(folder / one / "pictures" / shown)["images"] for one in ("two", "one")]
+        images = [np.load(folder / one / "images" / shown)["images"] for one in ("two", "one")]
         assert np.abs(np.subtract(*images, dtype=np.int32)).max() <= 1

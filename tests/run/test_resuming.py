@@ -107,13 +107,13 @@ def test_a_damaged_checkpoint_costs_its_steps_and_files_are_cut_back(tmp_path, t
     flip(max((folder / "4").glob("arrays/ocdbt.process_0/d/*"), key=lambda p: p.stat().st_size))
     with (tmp_path / "broken" / "commands.jsonl").open("a") as file:
         file.write('{"is": "Gene')
-    (tmp_path / "broken" / "pictures" / "before.npz").write_bytes(b"nonsense")
+    (tmp_path / "broken" / "images" / "before.npz").write_bytes(b"nonsense")
     capsys.readouterr()
     assert train("broken", c) is None
     out, err = capsys.readouterr()
     said = [line for line in err.splitlines() if "is damaged (" in line]
     assert len(said) == 1 and said[0].startswith("checkpoint 4 is damaged (arrays/ocdbt")
-    assert said[0].endswith("is not what was written): 3 is used")
+    assert said[0].endswith("has another checksum): 3 is used")
     assert "continuing after step 3\n" in out
     assert "before.npz is missing or damaged" in out
     assert metrics(tmp_path / "broken") == metrics(tmp_path / "unbroken")

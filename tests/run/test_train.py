@@ -156,8 +156,8 @@ def assert_same_run(workdir: pathlib.Path, unbroken: pathlib.Path) -> None:
     assert saved(workdir)[-1] == saved(unbroken)[-1]
     assert arrays(workdir) == arrays(unbroken)
     for picture in ("before_after.png", "curve.png"):
-        assert (workdir / "pictures" / picture).read_bytes() == (
-            unbroken / "pictures" / picture
+        assert (workdir / "images" / picture).read_bytes() == (
+            unbroken / "images" / picture
         ).read_bytes()
 
 
@@ -183,17 +183,17 @@ def test_a_run_trains_and_shows_its_results(unbroken):
     assert f"{last:.3f}  {last - first:+.3f}\n" in said
     assert "Traceback" not in said
     assert "4 x cpu; attention: xla; precision: float32, frozen weights float32\n" in said
-    pictures = {path.name for path in (workdir / "pictures").iterdir()}
+    pictures = {path.name for path in (workdir / "images").iterdir()}
     assert pictures >= {"before_after.png", "curve.png", "step_000000.png", "step_000006.png"}
     assert pictures >= {"timeline_000002.png", "timeline_000006.png"}
     for name in ("before", "after"):  # of the evaluation's size, not of training's 32x32
-        kept = np.load(workdir / "pictures" / f"{name}.npz")["images"]
+        kept = np.load(workdir / "images" / f"{name}.npz")["images"]
         assert kept.shape == (3, 40, 48, 3) and kept.std() > 1
     for line in history[1:]:
-        assert line["policy_lag"] == line["tag_share"] == 0
+        assert line["policy_lag"] == line["assisted"] == 0
     for named in (
-        "pictures/before_after.png",
-        "pictures/curve.png",
+        "images/before_after.png",
+        "images/curve.png",
         "metrics.jsonl",
         "timeline.json",
     ):
@@ -421,7 +421,7 @@ def test_a_stopped_run_may_be_ended_where_it_is_but_not_before(tmp_path, train, 
     assert json.loads((tmp_path / "run" / "config.json").read_text())["steps"] == 9
     # Step 3 has not been evaluated, and the first evaluation had more pictures.
     assert train("run", config(tmp_path, steps=3, images__count=2)) is None
-    folder = tmp_path / "run" / "pictures"
+    folder = tmp_path / "run" / "images"
     assert np.load(folder / "after.npz")["step"] == 3
     assert (folder / "before_after.png").exists()
     assert "reward on 5 training prompts" in capsys.readouterr().out

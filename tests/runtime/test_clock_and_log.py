@@ -82,9 +82,9 @@ def test_a_log_is_cut_back_to_the_process_that_a_checkpoint_is_of(tmp_path):
     log = CommandLog(path, 2)
     log.extend(COMMANDS)
     text = path.read_text()
-    log.cut_back(1)
+    log.truncate(1)
     assert path.read_text() == "".join(text.splitlines(keepends=True)[8:])
-    log.cut_back(2)
+    log.truncate(2)
     assert read_log(path) == (2, COMMANDS) and len(path.read_text().splitlines()) == 5
     assert since([Encode(5, "rollout 0", 1), *ahead, *end, *later], 2) == [*ahead, *later]
     log.extend(COMMANDS[:1])

@@ -51,7 +51,7 @@ def test_a_steps_metrics(alone):
     assert metrics["clip_fraction"] == 0
     assert metrics["gradient_norm"] > 0 and metrics["update_norm"] > 0
     assert metrics["images_per_second"] > 0
-    assert (metrics["policy_lag"], metrics["tag_share"]) == (0, 0)
+    assert (metrics["policy_lag"], metrics["assisted"]) == (0, 0)
     assert 0.5 < metrics["utilisation"] <= 1  # one device never waits for another one
     phases = ("rollout", "reward", "train")
     assert {f"seconds/{phase}" for phase in phases} <= set(metrics)

@@ -91,7 +91,7 @@ def result(tuning, updates, layout, old_log_probs="rollout", std="group", early=
     by_trainer = sum(isinstance(c, Generate) and c.worker == TRAINER for c in log)
     assert system.placement.colocated or (by_trainer > 0) == bool(tag)
     if not system.placement.colocated:
-        assert (sum(metrics["tag_share"] for metrics in history) > 0) == bool(tag)
+        assert (sum(metrics["assisted"] for metrics in history) > 0) == bool(tag)
     change = jax.tree.map(np.subtract, jax.device_get(state.tuned), start)
     return jax.device_get(gradients[0]), change, log
 

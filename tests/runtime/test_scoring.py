@@ -168,7 +168,7 @@ def test_a_worker_that_joins_late_draws_earlier_steps_and_does_not_store_them():
     assert sorted(late._steps) == [5, 6] and late.first == 5
     for found, expected in ((late[5], whole[5]), (late[6], whole[6])):
         for keys, others in (
-            (found.drawn.keys, expected.drawn.keys),
+            (found.draws.keys, expected.draws.keys),
             (found.training_keys, expected.training_keys),
         ):
             assert np.array_equal(jax.random.key_data(keys), jax.random.key_data(others))

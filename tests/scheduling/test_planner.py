@@ -235,7 +235,7 @@ PROGRAMS = Programs(
 )
 FOOTPRINT = Footprint(
     tuned=parameters(800, 8),
-    published=parameters(400, 4),
+    synced=parameters(400, 4),
     base=parameters(80, 4),
     sampler_base=parameters(80, 2),
     frozen=parameters(400, 6),
@@ -327,19 +327,19 @@ def test_text_encoders_that_encode_ahead_are_alone_on_the_devices_that_sample():
     resident = dataclasses.replace(
         FOOTPRINT, programs=dataclasses.replace(PROGRAMS, sampling=sampling)
     )
-    foot = dataclasses.replace(resident, ahead=parameters(20_000, 100))
+    foot = dataclasses.replace(resident, encode=parameters(20_000, 100))
     problem = dataclasses.replace(PROBLEM, footprint=foot)
     rollout = PoolLayout(1, 4, samples=False, rollout=1, rollout_devices=4, chunk=2)
     for layout in (rollout, PoolLayout(1, 8, chunk=2)):
         held = device_bytes(problem, layout)
-        assert held.ahead == {"text encoders": 20_100, "temporaries of encoding": 4000}
+        assert held.encode == {"text encoders": 20_100, "temporaries of encoding": 4000}
         assert held.largest == 24_100
         assert "temporaries of encoding" not in held.worker | held.trainer
         other = device_bytes(dataclasses.replace(problem, footprint=resident), layout)
-        assert other.ahead == {} and "temporaries of encoding" in (other.worker or other.trainer)
+        assert other.encode == {} and "temporaries of encoding" in (other.worker or other.trainer)
         tight = device_bytes(dataclasses.replace(problem, device_memory=15_000), layout)
         assert (tight.trainer_fsdp, tight.worker_fsdp) == ((1, 2) if layout.rollout else (2, 1))
-        assert tight.largest <= 15_000 and tight.ahead["text encoders"] == 10_100
+        assert tight.largest <= 15_000 and tight.encode["text encoders"] == 10_100
 
 
 @pytest.mark.parametrize("limit", [4_000, 10_000])

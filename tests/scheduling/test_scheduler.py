@@ -421,7 +421,7 @@ def test_a_run_resumes_with_other_chunks_and_workers(chunk):
     state = scheduler.state
     per_unit = cut.unit_images // plan.images
     units = {i for i, group in enumerate(state.steps[1].groups) if group.version == 0}
-    assert units == {i // per_unit for i in begun} and state.steps[1].ahead == len(units)
+    assert units == {i // per_unit for i in begun} and state.steps[1].off_policy == len(units)
     assert state.costs.predict("generate", "r0") == 9.0 * chunk
     assert scheduler.kept == [WeightsVersion(0), WeightsVersion(1)]
     second = World(scheduler, Referee(cut, 0, 0.0), random.Random(0), 0.0, 1)

@@ -79,11 +79,11 @@ def test_what_belongs_to_early_steps_can_be_cut_off(tmp_path):
     trace = TraceFile(path)
     trace.write([*INTERVALS, Interval("rollout 1", "decode", 0.5, 2.2, Chunk(1, 0))], 10.0)
     whole = events(path)
-    trace.cut_back(1, 12.2)
+    trace.truncate(1, 12.2)
     assert events(path) == [e for e in whole if e[1] in ("wait for sampling", "decode")]
     trace.write([Interval("trainer", "update", 3.0, 3.5)], 10.0)
     assert events(path)[-1][:2] == ("trainer", "update")
-    trace.cut_back(2, 20.0)
+    trace.truncate(2, 20.0)
     assert events(path) == []
     trace.write(INTERVALS, 20.0)
     assert [e[:2] for e in events(path)] == [e[:2] for e in whole[:-1]]

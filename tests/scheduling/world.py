@@ -73,7 +73,7 @@ class Referee:
         self.encoded = defaultdict(set)
         self.sampling = set()  # workers that have encoded for a chunk that they have not generated
         self.roles, self.first_roles, self.pooled = {}, {}, False
-        self.spare, self.lost_roles = {}, defaultdict(set)
+        self.spare, self.failed_roles = {}, defaultdict(set)
         self.group_version = {}
         self.generated, self.decoded = {}, {}  # by which worker
         self.holders = defaultdict(set)  # training workers that have a chunk's samples
@@ -343,14 +343,14 @@ class Referee:
     def may(self, role, name):
         """Whether a worker has a role now, or would if nobody had it."""
         own = role in (*self.first_roles[name], *self.spare[name])
-        return own and role not in self.lost_roles[name]
+        return own and role not in self.failed_roles[name]
 
     def note_roles(self):
         """Who has which role; if nobody may have one, it returns to those that lost it, with no failure counted."""
         for role in ("sample", "train"):
             if not any(self.may(role, name) for name in self.alive):
                 for name in self.alive:
-                    self.lost_roles[name].discard(role)
+                    self.failed_roles[name].discard(role)
                     self.in_a_row[name, role] = 0
         for name in self.alive:
             self.roles[name] = tuple(
@@ -523,7 +523,7 @@ class World:
             return False
         r.in_a_row[worker, role] += 1
         if second:
-            r.lost_roles[worker].add(role)
+            r.failed_roles[worker].add(role)
             r.note_roles()
         return True
 

@@ -96,7 +96,7 @@ class Flux(PipelineFamily):
         second, _ = padded(self.tokenizer_2, prompts, self.max_sequence_length)
         return TokenIds(first, second)
 
-    def cut(self, prompts: Sequence[str]) -> Bool[np.ndarray, "b"]:
+    def is_truncated(self, prompts: Sequence[str]) -> Bool[np.ndarray, "b"]:
         """Returns which prompts exceed the T5's input length.
 
         CLIP's is shorter, but only provides the pooled state of the prompt.

@@ -48,7 +48,7 @@ class EditTokens(NamedTuple):
 
     first: Int[Array, "b n"] | Int[np.ndarray, "b n"]
     second: Int[Array, "b m"] | Int[np.ndarray, "b m"]
-    picture: UInt8[Array, "b h w 3"] | UInt8[np.ndarray, "b h w 3"]
+    image: UInt8[Array, "b h w 3"] | UInt8[np.ndarray, "b h w 3"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,8 +83,8 @@ class FluxKontext(Flux):
         """Maximum prompts encoded together, limited by `decoded_pixels` if there are source images."""
         if self.source is None:
             return Flux.encoded_prompts
-        pictures = self.decoded_pixels // (self.source.height * self.source.width)
-        return max(1, min(Flux.encoded_prompts, pictures))
+        images = self.decoded_pixels // (self.source.height * self.source.width)
+        return max(1, min(Flux.encoded_prompts, images))
 
     def tokenize(self, records: Sequence[Record]) -> TokenIds | EditTokens:
         """Returns token ids, padded or truncated to each text encoder's length, and source images.
@@ -94,13 +94,13 @@ class FluxKontext(Flux):
         """
         ids = super().tokenize(records)
         for record in records:
-            _check_has_picture(record, self.source)
+            _check_has_image(record, self.source)
         if self.source is None:
             return ids
         height, width, _ = self.source
         with user_input():
-            pictures = [resize_image(read_image(r["image"]), height, width) for r in records]
-        return EditTokens(*ids, np.stack(pictures))
+            images = [resize_image(read_image(r["image"]), height, width) for r in records]
+        return EditTokens(*ids, np.stack(images))
 
     def tokenize_null(self, records: Sequence[Record]) -> TokenIds | EditTokens:
         """Returns the tokens of each record's negative prompt, with its source image if it has one.
@@ -119,7 +119,7 @@ class FluxKontext(Flux):
         text = super().encode(params, TokenIds(ids.first, ids.second))
         if self.source is None:
             return text
-        images: Any = cast(EditTokens, ids).picture.astype(jnp.float32) / 255
+        images: Any = cast(EditTokens, ids).image.astype(jnp.float32) / 255
         return EditConditioning(*text, encode_images(self.vae, params["vae"], images))
 
     def source_size(self, height: int, width: int) -> Size:
@@ -139,14 +139,14 @@ class FluxKontext(Flux):
         return {"transformer": found}
 
 
-def _check_has_picture(record: Record, source: Size | None) -> None:
+def _check_has_image(record: Record, source: Size | None) -> None:
     if ("image" in record) == (source is not None):
         return
     if source is None:
         raise ValueError(
-            f"the prompt {record['prompt']!r} has an image, but the model was opened for prompts without: give the "
-            "size of the pictures, or remove the field"
+            f"the prompt {record['prompt']!r} has an image, but the model was opened without source images: "
+            "set the size of source images, or remove the field"
         )
     raise ValueError(
-        f"the prompt {record['prompt']!r} has no image, which is to be edited: give the path of a picture"
+        f"the prompt {record['prompt']!r} has no image to edit: add the path of an image"
     )

@@ -74,12 +74,12 @@ def _image_tokens(
     latents: Float[Array, "b h w c"], source: Float[Array, "b h2 w2 c"] | None
 ) -> tuple[Float[Array, "b n t"], Int[np.ndarray, "n 3"]]:
     """Returns the tokens of an image, followed by those of the source image, and their positions."""
-    pictures = [latents] if source is None else [latents, source]
+    images = [latents] if source is None else [latents, source]
     positions = [
-        image_positions(picture.shape[1] // layers.SIDE, picture.shape[2] // layers.SIDE, index)
-        for index, picture in enumerate(pictures)
+        image_positions(image.shape[1] // layers.SIDE, image.shape[2] // layers.SIDE, index)
+        for index, image in enumerate(images)
     ]
-    tokens = [layers.pack(picture) for picture in pictures]
+    tokens = [layers.pack(image) for image in images]
     if source is None:
         return tokens[0], positions[0]
     return jnp.concatenate(tokens, axis=1), np.concatenate(positions)

@@ -121,7 +121,7 @@ class StableDiffusion3(PipelineFamily):
             return lengths
         return [*lengths, (self.tokenizer_3, self.max_sequence_length)]
 
-    def cut(self, prompts: Sequence[str]) -> Bool[np.ndarray, "b"]:
+    def is_truncated(self, prompts: Sequence[str]) -> Bool[np.ndarray, "b"]:
         """Returns which prompts exceed a text encoder's input length, so that `tokenize` truncates them."""
         return longer(self._lengths(), prompts)
 

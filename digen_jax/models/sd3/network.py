@@ -74,7 +74,7 @@ class SD3Config(TransformerConfig):
         outside = [i for i in self.dual_attention_layers if not 0 <= i < self.num_layers]
         if outside:
             raise ValueError(
-                f"dual_attention_layers must lie in 0..{self.num_layers - 1}, but has {outside}."
+                f"dual_attention_layers must be in 0..{self.num_layers - 1}, but has {outside}."
             )
 
 

@@ -244,8 +244,8 @@ def check_length(ids: Int[Array, "b n"], config: CLIPTextConfig) -> None:
     """Raises ValueError if there are more tokens than positions."""
     if ids.shape[1] > config.max_position_embeddings:
         raise ValueError(
-            f"ids has {ids.shape[1]} tokens a prompt but max_position_embeddings is"
-            f" {config.max_position_embeddings}: truncate the prompts"
+            f"ids has {ids.shape[1]} tokens per prompt but max_position_embeddings is "
+            f"{config.max_position_embeddings}: truncate the prompts"
         )
 
 
@@ -297,7 +297,7 @@ class CLIPTextModelWithProjection(nn.Module):
         states = self.config.num_hidden_layers + 1
         check_length(ids, self.config)
         if not -states <= hidden_state < states:
-            raise ValueError(f"hidden_state {hidden_state} must lie in [{-states}, {states})")
+            raise ValueError(f"hidden_state {hidden_state} must be in [{-states}, {states})")
         transformer = CLIPTextTransformer(self.config, self.dtype, name="text_model")
         kept, pooled = transformer(ids, hidden_state % states)
         project = nn.Dense(

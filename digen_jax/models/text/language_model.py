@@ -209,7 +209,7 @@ def state_indices(config: LanguageModelConfig, states: tuple[int, ...]) -> tuple
         raise ValueError("states must name at least one hidden state")
     for state in states:
         if not -count <= state < count:
-            raise ValueError(f"hidden state {state} must lie in [{-count}, {count})")
+            raise ValueError(f"hidden state {state} must be in [{-count}, {count})")
     return tuple(state % count for state in states)
 
 
@@ -349,8 +349,8 @@ class LanguageModel(nn.Module):
         window, n = self.config.sliding_window, ids.shape[1]
         if window is not None and n > window:
             raise ValueError(
-                f"ids has {n} tokens a prompt but sliding_window is {window}, and windows are not supported: "
-                f"truncate the prompts to {window} tokens"
+                f"ids has {n} tokens per prompt but sliding_window is {window}, and windows are not "
+                f"supported: truncate the prompts to {window} tokens"
             )
         lengths = (mask != 0).sum(axis=1).astype(jnp.int32)
         states = state_indices(self.config, self.states)

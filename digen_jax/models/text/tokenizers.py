@@ -239,8 +239,8 @@ def read_language_model(
     if head is not None:
         if tokenizer.truncation_side != "right":
             raise ValueError(
-                f"{config}: truncation_side must be 'right', as the states of the template's beginning are dropped, "
-                f"and is {tokenizer.truncation_side!r}"
+                f"{config}: truncation_side must be 'right', as the states of the template's start are "
+                f"dropped, and is {tokenizer.truncation_side!r}"
             )
         _check_head(folder, tokenizer, *head)
     return tokenizer
@@ -257,7 +257,7 @@ def _check_window(
     fix = (
         f"set config.model.max_sequence_length to {most} or less"
         if most > 0
-        else "the beginning of the prompt template alone fills it, so this model cannot be used"
+        else "the start of the prompt template alone fills it, so this model cannot be used"
     )
     raise ValueError(
         f"{path}: its layers attend to sliding_window = {window} tokens, and prompts have {tokens}: {fix}"
@@ -270,8 +270,9 @@ def _check_head(folder: pathlib.Path, tokenizer: Any, text: str, expected: int) 
     found = len(tokenizer(text)["input_ids"])
     if found != expected and has_words(tokenizer):
         raise ValueError(
-            f"the tokenizer in {folder} makes {found} tokens of the beginning of the model's template, which must be "
-            f"{expected}: it is another model's, so take it from the folder of the text encoder's model"
+            f"the tokenizer in {folder} returns {found} tokens for the start of the model's template, which "
+            f"must be {expected}: it is another model's, so take it from the folder of the text encoder's "
+            "model"
         )
 
 

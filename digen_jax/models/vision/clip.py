@@ -191,7 +191,7 @@ class CLIPConfig:
             raise ValueError(f"model_type must be 'clip' but is {config['model_type']!r}")
         width = config.get("projection_dim", PROJECTION)
         if isinstance(width, bool) or not isinstance(width, int) or not 0 < width <= LARGEST:
-            raise ValueError(f"projection_dim must be a whole number from 1, not {width!r}")
+            raise ValueError(f"projection_dim must be an integer from 1, not {width!r}")
         return cls(
             text=CLIPTextConfig.from_config(_tower(config, "text_config", width)),
             vision=CLIPVisionConfig.from_config(_tower(config, "vision_config", width)),

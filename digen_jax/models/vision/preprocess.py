@@ -72,9 +72,9 @@ def _pass(
     if x.shape[axis] == size:
         return x
     exact = weights(kind, x.shape[axis], size) * 2**PRECISION
-    whole = np.trunc(exact + np.copysign(0.5, exact)).astype(np.int64)
-    upper = (whole + 2 ** (LOWER - 1)) >> LOWER
-    lower = whole - (upper << LOWER)
+    rounded = np.trunc(exact + np.copysign(0.5, exact)).astype(np.int64)
+    upper = (rounded + 2 ** (LOWER - 1)) >> LOWER
+    lower = rounded - (upper << LOWER)
     if max(np.abs(part).sum(axis=1).max() for part in (upper, lower)) * 255 >= EXACT:
         raise ValueError(
             f"a side of {x.shape[axis]} pixels cannot be resized to {size} as Pillow does it: give smaller images"
@@ -150,7 +150,7 @@ class Processor:
             raise ValueError(f"resample must be 2 (bilinear) or 3 (bicubic), not {number!r}")
         scale = config.get("rescale_factor", 1 / 255)
         if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale <= 1:
-            raise ValueError(f"rescale_factor must lie between 0 and 1, not {scale!r}")
+            raise ValueError(f"rescale_factor must be between 0 and 1, not {scale!r}")
         return cls(
             edge=_side(config, "size", ("shortest_edge",)),
             size=_side(config, "crop_size", ("height", "width")),

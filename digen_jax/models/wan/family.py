@@ -122,7 +122,7 @@ class Wan(PipelineFamily):
         prompts = [clean_prompt(record["prompt"]) for record in records]
         return Tokens(*tokenizers.padded(self.tokenizer, prompts, self.max_sequence_length))
 
-    def cut(self, prompts: Sequence[str]) -> Bool[np.ndarray, "b"]:
+    def is_truncated(self, prompts: Sequence[str]) -> Bool[np.ndarray, "b"]:
         """Returns which cleaned prompts exceed the text encoder's input length."""
         limit = self.tokenizer, self.max_sequence_length
         return tokenizers.longer([limit], [clean_prompt(prompt) for prompt in prompts])

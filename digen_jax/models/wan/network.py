@@ -245,7 +245,7 @@ class WanTransformer(nn.Module):
 
         Args:
           latents: Latents with sides that are multiples of the patch's.
-          time: Times in [0, 1000]; diffusers' pipeline gives whole numbers.
+          time: Times in [0, 1000]; diffusers' pipeline passes integers.
           context: States of the prompts, zeros after their ends, which are attended to like any other.
 
         Raises:

@@ -106,7 +106,7 @@ def _parse_description(url: str, content: bytes) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, RecursionError):
         valid = False
     if not valid:
-        raise ConfigError(f"{url} is no reward server: its {REWARDS} has another format")
+        raise ConfigError(f"{url} is not a reward server: its {REWARDS} has another format")
     if version != VERSION:
         versions = f"version {version!r} of the format, and this code has version {VERSION}"
         raise ConfigError(f"reward server {url} has {versions}: use the same code")

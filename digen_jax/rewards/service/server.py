@@ -57,7 +57,7 @@ SPARE = 6 * ACCEPTED  # file descriptors for other purposes
 LATE = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
-class Scorer:
+class RequestScorer:
     """Calls a `RewardPool`, which should kill calls after `limit` seconds, and converts failures to responses."""
 
     def __init__(self, pool: Any, names: tuple[str, ...], limit: float):
@@ -143,14 +143,14 @@ class Batcher:
 
     def _next_batch(self) -> list[tuple[ScoreRequest, asyncio.Future]]:
         """Removes the oldest request, and later ones of the same image size that fit into the batch."""
-        left, room = deque[tuple[ScoreRequest, asyncio.Future]](), self._limits.batch
+        left, free = deque[tuple[ScoreRequest, asyncio.Future]](), self._limits.batch
         batch: list[tuple[ScoreRequest, asyncio.Future]] = []
         for one in self._waiting:
             images, first = one[0].images, (batch or [one])[0][0].images
             same_size = images[0].shape == first[0].shape
-            fits = not batch or (same_size and len(images) <= room)
+            fits = not batch or (same_size and len(images) <= free)
             (batch if fits else left).append(one)
-            room -= len(images) if fits else 0
+            free -= len(images) if fits else 0
         self._waiting = left
         return batch
 
@@ -248,7 +248,7 @@ class Service:
         token: str | None = None,
     ):
         self.names, self.limits, self.token = names, limits or Limits(), token
-        self.scorer = Scorer(pool, names, self.limits.score)
+        self.scorer = RequestScorer(pool, names, self.limits.score)
         self.batcher = Batcher(self.scorer, at_once, self.limits)
         self.answers = Answers(self.limits.remembered, self.limits.answers)
         self.held = 0  # request bytes in memory

@@ -187,7 +187,7 @@ def _decode_parts(content_type: str, body: bytes, most: int) -> dict[str, list[b
         parser.write(body)
         parser.finalize()
     except FormParserError as error:
-        raise Refused(400, "the body is no multipart/form-data with this boundary") from error
+        raise Refused(400, "the body is not multipart/form-data with this boundary") from error
     if not ended:
         raise Refused(400, "the body ends before its last boundary")
     return parts
@@ -202,7 +202,7 @@ def _decode_text(content: bytes, limits: Limits) -> tuple[str | None, list[str],
         # Rejects non-finite numbers and lone surrogates.
         json.dumps(fields, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError) as error:
-        raise Refused(422, "the part request is no JSON in UTF-8 with finite numbers") from error
+        raise Refused(422, "the part request is not JSON in UTF-8 with finite numbers") from error
     if not isinstance(fields, dict) or fields.keys() - {"id", "prompts", "metadata"}:
         raise Refused(422, "the part request must be an object with prompts, metadata and id only")
     # The request, its lists and their objects are not counted.
@@ -222,7 +222,7 @@ def _decode_text(content: bytes, limits: Limits) -> tuple[str | None, list[str],
     if len(metadata) != len(prompts):
         raise Refused(422, f"metadata has {len(metadata)} objects for {len(prompts)} prompts")
     if any("image" in record for record in metadata):
-        raise Refused(422, "the metadata's field 'image' is a path of the client: leave it out")
+        raise Refused(422, "the metadata's field 'image' is a path of the client: remove it")
     for record in metadata:  # the client has already selected the rewards of each prompt
         record.pop("rewards", None)
     return id, prompts, metadata
@@ -248,7 +248,7 @@ def _decode_tensor(
     try:
         tensors = safetensors.numpy.load(content)
     except (safetensors.SafetensorError, KeyError, ValueError) as error:
-        raise Refused(422, "the part images is no safetensors file") from error
+        raise Refused(422, "the part images is not a safetensors file") from error
     images = tensors.get("images")
     if len(tensors) != 1 or images is None or images.dtype != np.uint8:
         raise Refused(422, "the safetensors file must have one tensor 'images' of type U8")
@@ -301,7 +301,7 @@ def _decode_image(file: bytes, i: int, limits: Limits, left: int) -> UInt8[np.nd
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise Refused(413, f"image {i} has more than {limits.pixels} pixels") from error
     except (OSError, SyntaxError, ValueError, EOFError, struct.error) as error:
-        raise Refused(422, f"image {i} is no complete PNG, JPEG or WebP file") from error
+        raise Refused(422, f"image {i} is not a complete PNG, JPEG or WebP file") from error
 
 
 def webp_size(content: bytes) -> tuple[int, int] | None:
@@ -335,7 +335,7 @@ def decode_answer(
         answer = json.loads(content)
         scores, seconds = answer["scores"], float(answer["seconds"])
     except (ValueError, RecursionError, KeyError, TypeError) as error:
-        raise Malformed("is no JSON with scores and seconds") from error
+        raise Malformed("is not JSON with scores and seconds") from error
     if not isinstance(scores, dict) or not scores or not math.isfinite(seconds):
         raise Malformed("has no scores by name, or no finite seconds")
     if missing := [name for name in names if name not in scores]:
@@ -347,7 +347,7 @@ def _decode_column(name: str, values: Any, count: int) -> Float32[np.ndarray, "b
     if not isinstance(values, list) or len(values) != count:
         raise Malformed(f"does not have {count} scores {name!r}")
     if not all(type(value) in (int, float) for value in values):
-        raise Malformed(f"has scores {name!r} that are no numbers")
+        raise Malformed(f"has scores {name!r} that are not numbers")
     with np.errstate(over="ignore"):
         try:
             column = np.array(values, np.float64).astype(np.float32)

@@ -102,7 +102,7 @@ def test_a_photograph_is_turned_as_its_camera_says(folder, tmp_path):
     exif[0x0112] = 6  # shown turned by 90 degrees
     upright.rotate(90, expand=True).save(tmp_path / "turned.png", exif=exif)
     found, expected = (
-        family.tokenize([{"prompt": "", "image": image}]).picture
+        family.tokenize([{"prompt": "", "image": image}]).image
         for image in (tmp_path / "turned.png", upright)
     )
     np.testing.assert_array_equal(found, expected)
@@ -110,7 +110,7 @@ def test_a_photograph_is_turned_as_its_camera_says(folder, tmp_path):
 
 def test_prompts_have_pictures_exactly_where_the_model_edits(folder):
     family = ours(folder)[0]
-    with pytest.raises(ValueError, match="the prompt 'x' has no image, which is to be edited"):
+    with pytest.raises(ValueError, match="the prompt 'x' has no image to edit"):
         family.tokenize(said("x"))
     with pytest.raises(ValueError, match="the prompt 'x' has an image, but the model was opened"):
         load_family(folder).tokenize([{"prompt": "x", "image": picture(0, 8, 8)}])
@@ -309,5 +309,5 @@ def test_flops_count_the_pictures_tokens(folder):
 def test_a_size_of_pictures_must_fit(base, folder):
     with pytest.raises(ConfigError, match=r"source_height and config.model.source_width: .*18x12"):
         load_family(folder, source=Size(18, 12))
-    with pytest.raises(ConfigError, match="makes pictures of prompts alone and edits none: set"):
+    with pytest.raises(ConfigError, match="cannot edit images: set"):
         load_family(flux_folder(base, "dev"), source=SOURCE)

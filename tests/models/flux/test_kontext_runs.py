@@ -136,7 +136,7 @@ def test_a_mistake_is_one_sentence_before_anything_slow(base, tmp_path, kind):
         words = "source_height = 12 and config.model.source_width = 0 are no size: set both"
     else:
         c.model.folder = str(flux_folder(base, "dev"))
-        words = "this model makes pictures of prompts alone and edits none: set config.model.source"
+        words = "cannot edit images: set config.model.source"
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, records)))
     c.prompts.file = c.evaluation.prompts = str(tmp_path / "prompts.jsonl")
     with pytest.raises(ConfigError, match=words):
@@ -201,7 +201,7 @@ def test_a_model_is_opened_for_the_pictures_of_its_prompts(base, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--prompts=p.jsonl", "--image=a.png"], "--image is for --prompt; in a file of prompts"),
+        (["--prompts=p.jsonl", "--image=a.png"], "--image is for --prompt; in a prompt file"),
         (["--prompt=x", "--source_height=8"], "--source_height and --source_width are one size"),
         (["--prompt=x", "--image=gone.png"], "there is no image at gone.png"),
     ],
@@ -236,4 +236,4 @@ def test_the_script_edits_a_picture(base, tmp_path):
         f"--output={tmp_path / 'refused'}",
     )
     assert done.returncode == 2
-    assert "--image is given, but" in done.stderr and "alone: leave it out" in done.stderr
+    assert "--image is given, but" in done.stderr and "only: remove it" in done.stderr

@@ -145,7 +145,7 @@ def test_another_models_tokenizer_is_refused(folders, tmp_path):
         tokenizers.read_language_model(folder, ENCODER, LENGTH, head=(head, 3))
     whole = folders["tokenizer.json"]
     assert len(tokenizers.read_language_model(whole, ENCODER, LENGTH, head=(head, 3))) == 303
-    with pytest.raises(ValueError, match="makes 3 tokens of the beginning of the model's template"):
+    with pytest.raises(ValueError, match="returns 3 tokens for the start of the model's template"):
         tokenizers.read_language_model(whole, ENCODER, LENGTH, head=(head, 4))
     large = dataclasses.replace(ENCODER, vocab_size=607)
     with pytest.raises(ValueError, match=r"has 303 tokens, but vocab_size .* is 607: they do not"):

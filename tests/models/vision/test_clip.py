@@ -76,7 +76,7 @@ def test_old_files_have_fields_in_a_second_object():
     ("config", "words"),
     [
         ({"model_type": "siglip"}, "model_type must be 'clip'"),
-        ({"projection_dim": 0}, "projection_dim must be a whole number"),
+        ({"projection_dim": 0}, "projection_dim must be an integer"),
         ({"vision_config": []}, None),
         ({"vision_config": [1]}, "vision_config must be an object"),
         ({"vision_config": {"hidden_act": "relu"}}, "hidden_act"),
@@ -233,7 +233,7 @@ def test_a_folder_of_old_has_plain_numbers_and_defaults():
         ({"size": "224"}, "size must give"),
         ({"image_mean": [0.5, 0.5]}, "image_mean must be three numbers"),
         ({"image_std": [0.5, 0.5, 0]}, "image_std must be three numbers"),
-        ({"rescale_factor": None}, "rescale_factor must lie"),
+        ({"rescale_factor": None}, "rescale_factor must be"),
     ],
 )
 def test_an_unsupported_field_of_a_processor_is_named(config, words):

@@ -23,7 +23,7 @@ def means(images):
     return flat.mean(1).astype(np.float32)
 
 
-class Pool:
+class ScoringPool:
     """Scores at once, by `means`, and records the calls' sizes. A prompt "fail" or "nan" is obeyed."""
 
     def __init__(self, error=None):
@@ -41,7 +41,7 @@ class Pool:
         return future
 
 
-class HeldPool(Pool):
+class HeldPool(ScoringPool):
     """Scores after `release`."""
 
     def __init__(self):
@@ -71,7 +71,7 @@ def run(test, pool=None, ready=True, at_once=1, token=None, **limits):
     """Runs `test(client, service)` on an app."""
 
     async def run():
-        service = Service(pool or Pool(), ("mean",), at_once, Limits(**limits), token)
+        service = Service(pool or ScoringPool(), ("mean",), at_once, Limits(**limits), token)
         service.ready = ready
         transport = httpx.ASGITransport(make_app(service), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:

@@ -14,7 +14,7 @@ from digen_jax.rewards.service.server import Answers
 from digen_jax.rewards.service.wire import Limits, decode_answer, encode_request
 from tests.rewards.service.helpers import (
     HeldPool,
-    Pool,
+    ScoringPool,
     means,
     post,
     random_images,
@@ -113,7 +113,7 @@ def test_failures_have_a_status_and_a_message_without_paths(error, status):
         # Only a thread of the server that hangs cannot be used again.
         assert ((await post(client)).status_code == 504) == isinstance(error, RewardHung)
 
-    run(test, Pool(error))
+    run(test, ScoringPool(error))
 
 
 def test_a_call_that_does_not_end_is_abandoned(monkeypatch):
@@ -292,7 +292,7 @@ def test_a_request_is_scored_after_its_client_disconnected():
 
 
 def test_a_failure_is_not_remembered():
-    pool = Pool()
+    pool = ScoringPool()
 
     async def test(client, service):
         for _ in range(2):
