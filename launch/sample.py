@@ -64,7 +64,7 @@ _WIDTH = flags.DEFINE_integer(
     "width", None, "Image width in pixels; default: of the run or the model.", 1, LARGEST_SIDE
 )
 _FRAMES = flags.DEFINE_integer(
-    "frames", None, "Frames of a clip; default: as for steps.", 1, LONGEST
+    "frames", None, "Frames of a clip; default: of the run or the model.", 1, LONGEST
 )
 _FPS = flags.DEFINE_integer("fps", 16, "Frames per second of clips.", 1, 120)
 _FORMAT = flags.DEFINE_enum(
@@ -73,8 +73,6 @@ _FORMAT = flags.DEFINE_enum(
     ["mp4", "webp", "gif"],
     "File format of clips; default: mp4, or webp if PyAV is not installed.",
 )
-_BATCH = flags.DEFINE_integer("batch", 8, "Images per call of the sampler.")
-_DTYPE = flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], "Compute dtype of the network.")
 _BATCH = flags.DEFINE_integer("batch", 8, "Images per call of the sampler.")
 _DTYPE = flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], "Compute dtype of the network.")
 flags.mark_flags_as_required(["model", "output"])

@@ -88,10 +88,13 @@ def refused(config, devices=8):
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        (dict(model__height=36), "config.model.height and config.model.width: an image of 36x32"),
+        (
+            dict(model__height=36),
+            "config.model.height, config.model.width and config.model.frames: an image of 36x32",
+        ),
         (
             dict(model__width=8000),
-            "config.model.height and config.model.width: an image of 32x8000",
+            "config.model.height, config.model.width and config.model.frames: an image of 32x8000",
         ),
         (dict(model__attention="splash"), "config.model.attention = 'splash' cannot be used"),
         (dict(sampler__window=dict(first=4, length=4)), "config.sampler.window: step 7"),

@@ -448,7 +448,7 @@ def test_the_t5_of_sd35_is_downloaded_unless_it_is_left_out(monkeypatch, tmp_pat
     third = ["text_encoder_3/model-00001-of-00002.safetensors"]
     others = ["text_encoders/t5xxl_fp16.safetensors", "sd3.5_medium.safetensors"]
 
-    def download(name, revision, **patterns):
+    def download(name, **patterns):
         assert name == "stabilityai/stable-diffusion-3.5-medium"
         files = needed + third + others
         asked.append(list(huggingface_hub.utils.filter_repo_objects(files, **patterns)))

@@ -19,13 +19,13 @@ def test_only_regular_files_are_written(tmp_path, kind):
         path.symlink_to("fifo")
     else:
         path = pathlib.Path(f"/dev/fd/{pipe[1]}" if kind == "pipe" else kind)
-    before = path.lstat()
+    before = path.lstat()[:3]  # kind, number and device
     with pytest.raises(ConfigError):
         errors.check_output("--output", path)
     if kind != "loop":
         with pytest.raises(OSError):
             files.replace(path, b"new")
-    assert path.lstat() == before
+    assert path.lstat()[:3] == before
     for end in pipe:
         os.close(end)
 

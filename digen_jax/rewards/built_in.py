@@ -90,7 +90,8 @@ def resolve(
                     f"reward {one.name!r} imports torch, which a run must not: start launch/reward_server.py with "
                     f"--reward={one.name}, and name the reward 'served' with its address here"
                 )
-            found.append(NamedReward(one, _function(one), _on_mesh(one) and meshes))
+            scores_on_mesh = _on_mesh(one) and meshes
+            found.append(NamedReward(one, _function(one), scores_on_mesh))
         except ConfigError as error:
             where = f"{field}[{number}]: " if field else ""
             raise type(error)(f"{where}{error}") from error

@@ -160,9 +160,10 @@ def test_decoding_takes_memory_for_a_chunk_not_for_the_batch(base, monkeypatch):
         (two, _), (sixteen, whole), (chunks, found) = (
             decode(*n) for n in ((2, 16), (16, 16), (16, 2))
         )
-    latents_and_images = 2 * (latents.nbytes + whole.nbytes)
+    latents_and_images = 2 * (latents.nbytes + whole.clips.nbytes)
     assert chunks < two + latents_and_images < sixteen / 2
-    np.testing.assert_allclose(found, whole, rtol=0, atol=2e-6)
+    # A number beside the middle of two bytes may become either.
+    np.testing.assert_allclose(np.int16(found.clips), np.int16(whole.clips), atol=1)
 
 
 def test_encoding_takes_memory_for_a_chunk_not_for_a_step(base, monkeypatch):
