@@ -142,7 +142,8 @@ def test_each_seed_is_trained_with_and_without_asynchrony(lagging, built, tmp_pa
             assert points == {step: rewards[step] for step in (0, 2, 3)}
             lags[row.name, seed] = np.mean([line["policy_lag"] for line in lines[1:]])
     assert lags["off", 5] == lags["off", 6] == 0
-    assert found.policy_lag == pytest.approx((lags["on", 5] + lags["on", 6]) / 2) > 0
+    assert found.policy_lag == pytest.approx((lags["on", 5] + lags["on", 6]) / 2)
+    assert found.policy_lag > 0
     off, on = (row.outcomes for row in found.table.rows)
     assert off[5].points[0] == on[5].points[0]
     assert off[5].points[-1].reward != off[6].points[-1].reward

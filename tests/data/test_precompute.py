@@ -178,7 +178,7 @@ def test_a_store_that_is_a_file_is_refused_before_anything_slow(config, tmp_path
 @pytest.mark.slow
 def test_a_prompt_that_is_removed_during_a_run_stops_it(config, store, tmp_path, monkeypatch):
     """It is read on a rollout worker's own thread."""
-    monkeypatch.setattr(opening, "reached", lambda *given: said(*TEXTS[:1]))
+    monkeypatch.setattr(precompute, "reached", lambda *given: said(*TEXTS[:1]))
     with pytest.raises(Stopped, match="the same command"):
         trained(config(prompts__cache=str(tmp_path / "store")), tmp_path / "run")
 

@@ -134,7 +134,7 @@ def test_a_run_shows_a_row_for_each_server(tmp_path, train):  # noqa: F811
     found = timeline(read_run(tmp_path / "run"))
     rows = {f"reward server {address.removeprefix('http://')}" for address in (first, second)}
     assert set(found["rows"][-2:]) == rows and found["rows"][-3] == "reward"
-    kind = [name for name, _ in found["kinds"]].index("ask")
+    kind = [name for name, _ in found["kinds"]].index("request")
     for row in rows:
         own = [span for span in found["spans"] if found["rows"][span[0]] == row]
         assert {span[1] for span in own} == {kind} and len(own) >= 8
