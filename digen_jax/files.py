@@ -210,7 +210,7 @@ def _allowed(hint: Any, within: Range | None) -> tuple[str, Callable[[Any], bool
             return isinstance(value, list | tuple) and all(map(check, value))
 
         return f"a list, each of it {described}", is_list
-    names = {int: "a whole number", float: "a finite number", str: "a text", bool: "true or false"}
+    names = {int: "an integer", float: "a finite number", str: "a text", bool: "true or false"}
     described = names.get(hint, "null")
     if hint not in (int, float):
         return described, lambda value: isinstance(value, hint)

@@ -80,6 +80,7 @@ flags.mark_flags_as_required(["model", "output"])
 
 def main() -> None:
     """Reads the prompts and the model, and samples."""
+    from digen_jax.logging.images import check_animation
     from digen_jax.process.job import prepare
 
     for flag in (_GUIDANCE, _TRUE_GUIDANCE):
@@ -91,6 +92,8 @@ def main() -> None:
     records = _read_records()
     check_positive("--images", _IMAGES.value)
     check_positive("--batch", _BATCH.value)
+    with prefix_errors("--format: "):  # before weights are read; the defaults of models are even
+        check_animation(_FORMAT.value, _HEIGHT.value or 2, _WIDTH.value or 2)
     prepare()
 
     import jax
@@ -98,7 +101,6 @@ def main() -> None:
     from digen_jax.data.prompt_checks import list_unknown, report_odd_prompts, unknown_words
     from digen_jax.inference.model import SamplingOptions, edited, open_model
     from digen_jax.inference.sampling import sample_to_folder
-    from digen_jax.logging.images import check_animation
     from digen_jax.models.text.tokenizers import known_words
 
     options = SamplingOptions(

@@ -131,7 +131,7 @@ class UniPcSchedule(NamedTuple):
     Attributes:
       sigmas: Noise levels, from nearly 1 down to 0.
       times: Inputs of the network at all sigmas but the last: 1000 sigma in float64, without its fraction. It cannot be
-        computed from float32 sigmas: where 1000 sigma is a whole number, the rounding of float64 decides.
+        computed from float32 sigmas: where 1000 sigma is an integer, the rounding of float64 decides.
     """
 
     sigmas: Float32[np.ndarray, "sigmas"]

@@ -117,7 +117,7 @@ def check_animation(animation: str | None, height: int, width: int) -> str:
     if animation == "mp4" and not has_av:
         raise ValueError("mp4 needs PyAV: pip install -r requirements-video.txt, or choose webp")
     if animation == "mp4" and odd:
-        raise ValueError(f"H.264 needs even sides, not {height}x{width}: choose webp")
+        raise ValueError("H.264 needs an even height and width: choose webp")
     return animation
 
 

@@ -104,7 +104,7 @@ def read_calibration(path: pathlib.Path) -> Calibration:
         check_choice(f"a cost in {path}", name, [*costs, *others])
         types = (int,) if name == "scorers" else (int, float)
         if type(value) not in types or not 0 <= value < float("inf"):
-            what = "a whole number" if name == "scorers" else "a number of seconds or a share"
+            what = "an integer" if name == "scorers" else "a number of seconds or a share"
             raise ConfigError(f"{path}: {name} must be {what} of 0 or more, not {value!r}")
     for name in ("generate", "train"):
         if name not in given:

@@ -268,7 +268,7 @@ def test_a_runs_timings_become_costs_of_one_device(base, tmp_path):
         ({"generate": 1, "train": 1, "synch": 1}, "did you mean 'sync'?"),
         ({"generate": 1}, "lacks train"),
         ({"generate": -1, "train": 1}, "generate must be a number"),
-        ({"generate": 1, "train": 1, "scorers": 0.5}, "scorers must be a whole number"),
+        ({"generate": 1, "train": 1, "scorers": 0.5}, "scorers must be an integer"),
         ([1, 2], "must hold an object"),
     ],
 )
