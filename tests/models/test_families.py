@@ -50,6 +50,7 @@ FAMILIES = {
     "zimage": zimage.PIPELINE,
     "qwen_image": qwen_image.PIPELINE,
     "wan": wan.PIPELINE,
+    "wan_5b": wan.PIPELINE_5B,
 }
 each_family = pytest.mark.parametrize("spec", FAMILIES.values(), ids=FAMILIES)
 VARIANTS = [

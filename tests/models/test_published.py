@@ -26,9 +26,11 @@ T5 = 4_762_310_656
 # The same for Z-Image, which has no position table.
 Z_IMAGE = ("Tongyi-MAI/Z-Image", "Tongyi-MAI/Z-Image-Turbo")
 QWEN_IMAGE = ("Qwen/Qwen-Image", "Qwen/Qwen-Image-2512")
+# Parameters and heads of transformers, parameters of autoencoders, flow_shift, and latents of 480x832 with 81 frames.
 WAN = {
-    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": (1_418_996_800, 12),
-    "Wan-AI/Wan2.1-T2V-14B-Diffusers": (14_288_491_584, 40),
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": (1_418_996_800, 12, 126_892_531, 3, (21, 60, 104, 16)),
+    "Wan-AI/Wan2.1-T2V-14B-Diffusers": (14_288_491_584, 40, 126_892_531, 3, (21, 60, 104, 16)),
+    "Wan-AI/Wan2.2-TI2V-5B-Diffusers": (4_999_787_712, 24, 704_688_668, 5, (21, 30, 52, 48)),
 }
 # Of klein's sizes: the transformer, the whole Qwen3, and its width, hidden width, and whether its head is its own.
 SIZES = {
@@ -115,19 +117,19 @@ def test_a_shipped_klein_has_the_models_sizes(name):
 def test_a_shipped_wan_has_the_models_sizes(name):
     family = load_family(published_folder(name))
     shapes = family.shapes()
-    assert (size(shapes["transformer"]), family.heads.number) == WAN[name]
+    found = size(shapes["transformer"]), family.heads.number, size(shapes["vae"])
+    latents = family.latent_shape(family.default_size())
+    assert (*found, family.scheduler.flow_shift, latents) == WAN[name]
     assert size(shapes["text_encoder"]) == 5_680_910_336
-    assert size(shapes["vae"]) == 126_892_531
-    assert family.scheduler.flow_shift == 3
     assert family.tokenize([{"prompt": ""}]).ids.shape == (1, 512)
-    assert family.latent_shape(family.default_size()) == (21, 60, 104, 16)
 
 
 @pytest.mark.parametrize("name", WAN)
 def test_a_shipped_wan_is_traced_at_720p(name):
     """With tables of positions that are broadcast in the program, not constants of 77 MB."""
     family = load_family(published_folder(name))
-    shapes, latent = family.shapes(), family.latent_shape(Size(720, 1280, 81))
+    height = 704 if "5B" in name else 720
+    shapes, latent = family.shapes(), family.latent_shape(Size(height, 1280, 81))
     x, sigma = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((1, *latent), (1,)))
     prompts = jax.eval_shape(family.encode, shapes, family.tokenize([{"prompt": ""}]))
 
@@ -138,7 +140,7 @@ def test_a_shipped_wan_is_traced_at_720p(name):
     assert [out.shape for out in program.out_avals] == [x.shape]
     assert sum(const.nbytes for const in program.consts) < 2**20
     clips = jax.eval_shape(family.decode, {"vae": shapes["vae"]}, x)
-    assert clips.shape == (1, 81, 720, 1280, 3)
+    assert clips.shape == (1, 81, height, 1280, 3)
 
 
 def width_of(family) -> int:

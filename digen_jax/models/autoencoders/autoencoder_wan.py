@@ -43,8 +43,8 @@ STD += (3.2687, 2.1526, 2.8652, 1.5579, 1.6382, 1.1253, 2.8251, 1.9160)
 FIXED = {
     "attn_scales": ((), "attention is in the middle blocks only"),
 }
-# Fields used only for training of the autoencoder.
-BOOKKEEPING = ("dropout",)
+# Fields used only for training of the autoencoder, and one that diffusers does not read: it always clips.
+BOOKKEEPING = ("dropout", "clip_output")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Wan 2.1 text to video as a family: prompts -> conditioning, velocity, latents -> clips."""
+"""Wan 2.1 and Wan 2.2 5B text to video as a family: prompts -> conditioning, velocity, latents -> clips."""
 
 import dataclasses
 import html
@@ -97,18 +97,17 @@ class Wan(PipelineFamily):
 
     @classmethod
     def check_configs(cls, folder: pathlib.Path, configs: Mapping[str, Any], tokens: int) -> None:
-        """Raises ValueError for a Wan 2.2 pipeline, or an autoencoder that diffusers cannot run."""
+        """Raises ValueError for a pipeline with two transformers, or an autoencoder that diffusers cannot run.
+
+        `expand_timesteps` of Wan 2.2 5B is not read: each token has a time then, and all are equal in text to video.
+        """
         index = read_model_index(folder)
         for name, plain in (("transformer_2", (None, [None, None])), ("boundary_ratio", (None,))):
             if index.get(name) not in plain:
                 raise ValueError(
-                    f"{folder / INDEX}: {name} must be null, as in Wan 2.1, and is {index[name]}: models with a second "
+                    f"{folder / INDEX}: {name} must be null and is {index[name]}: models with a second "
                     "transformer are not supported"
                 )
-        if index.get("expand_timesteps"):
-            raise ValueError(
-                f"{folder / INDEX}: expand_timesteps must be false, as in Wan 2.1: choose another model"
-            )
         if configs["vae"].frames_factor != FRAMES_FACTOR:
             raise ValueError(
                 f"{folder / 'vae' / 'config.json'}: temperal_downsample must have {FRAMES_FACTOR} frames of a clip "
@@ -181,7 +180,7 @@ class Wan(PipelineFamily):
         return self.transformer.config.rope_max_seq_len
 
     def default_size(self) -> Size:
-        """Returns the default size of diffusers' pipeline, which is that of the 1.3B model."""
+        """Returns the default size of diffusers' pipeline, which is that of the 1.3B model, for all models."""
         return Size(480, 832, 81)
 
     def latent_shape(self, size: Size) -> tuple[int, int, int, int]:

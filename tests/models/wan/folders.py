@@ -1,5 +1,6 @@
-"""Tiny random Wan 2.1 folders, made by diffusers and transformers."""
+"""Tiny random folders of Wan 2.1 and 2.2, made by diffusers and transformers."""
 
+import functools
 import pathlib
 
 import torch
@@ -38,6 +39,20 @@ VAE = dict(
     scale_factor_spatial=4,
     scale_factor_temporal=4,
 )
+# Latents of 5B have three times as many channels as its clips, and a side of 16 pixels.
+VAE_5B = VAE | dict(
+    z_dim=6,
+    decoder_base_dim=8,
+    dim_mult=[1, 1, 2, 2],
+    temperal_downsample=[False, True, True],
+    in_channels=12,
+    out_channels=12,
+    is_residual=True,
+    patch_size=2,
+    latents_mean=[0.1, -0.2, 0.3, 0.05, 0.0, -0.1],
+    latents_std=[1.0, 2.0, 0.5, 1.5, 0.8, 1.2],
+    scale_factor_spatial=16,
+)
 SCHEDULER = dict(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
 
 
@@ -49,19 +64,22 @@ def redraw_tables(transformer: WanTransformer3DModel) -> None:
             module.scale_shift_table.normal_(0, 0.3, generator=generator)
 
 
-def wan_folder(base: pathlib.Path) -> pathlib.Path:
-    """The folder, which test processes share."""
-    return once(base / "tiny-wan", _write)
+def wan_folder(base: pathlib.Path, kind: str = "") -> pathlib.Path:
+    """The folder, which test processes share, of Wan 2.1, or of Wan 2.2 "5B"."""
+    return once(base / f"tiny-wan{kind}", functools.partial(_write, kind))
 
 
-def _write(folder: pathlib.Path) -> None:
+def _write(kind: str, folder: pathlib.Path) -> None:
+    vae, shift = (VAE_5B, 5.0) if kind == "5B" else (VAE, 3.0)
+    channels = dict(in_channels=vae["z_dim"], out_channels=vae["z_dim"])
     tokens = write_tokenizer(folder / "tokenizer", vocabulary([*PROMPTS, *NEGATIVES]))
-    transformer = randomise(WanTransformer3DModel(**TRANSFORMER), seed=3)
+    transformer = randomise(WanTransformer3DModel(**TRANSFORMER | channels), seed=3)
     redraw_tables(transformer)
     WanPipeline(
         tokenizer=transformers.T5Tokenizer.from_pretrained(folder / "tokenizer"),
         text_encoder=tiny_t5(tokens, WIDTH, "UMT5"),
-        vae=randomise(AutoencoderKLWan(**VAE), seed=1),
-        scheduler=UniPCMultistepScheduler(**SCHEDULER),
+        vae=randomise(AutoencoderKLWan(**vae), seed=1),
+        scheduler=UniPCMultistepScheduler(**SCHEDULER | dict(flow_shift=shift)),
         transformer=transformer,
+        expand_timesteps=kind == "5B",
     ).save_pretrained(folder)

@@ -1,4 +1,6 @@
-"""Wan 2.1 in the tests that all families share."""
+"""Wan 2.1 and 2.2 in the tests that all families share."""
+
+import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,9 +19,11 @@ SINGLE = TINY | dict(num_layers=1, out_channels=5, attention_head_dim=14, num_at
 SINGLE |= dict(patch_size=[1, 1, 1], rope_max_seq_len=10)
 WIDE = dict(num_layers=1, num_attention_heads=4, text_dim=256, ffn_dim=1024)
 BY_HAND = TINY | dict(in_channels=4)
-# Wan-AI/Wan2.1-T2V-1.3B-Diffusers and Wan-AI/Wan2.1-T2V-14B-Diffusers, transformer/config.json.
+# transformer/config.json of Wan-AI/Wan2.1-T2V-1.3B-Diffusers, Wan2.1-T2V-14B-Diffusers and Wan2.2-TI2V-5B-Diffusers.
 SMALL = dict(num_attention_heads=12, num_layers=30, ffn_dim=8960)
 LARGE = dict(num_attention_heads=40, num_layers=40, ffn_dim=13824)
+OF_5B = dict(num_attention_heads=24, num_layers=30, ffn_dim=14336)
+OF_5B |= dict(in_channels=48, out_channels=48)
 
 
 def call(model, latents, time, context):
@@ -55,7 +59,11 @@ NETWORK = Network(
             "0",
         ),
     },
-    published={"1.3B": (SMALL, 1_418_996_800), "14B": (LARGE, 14_288_491_584)},
+    published={
+        "1.3B": (SMALL, 1_418_996_800),
+        "14B": (LARGE, 14_288_491_584),
+        "5B": (OF_5B, 4_999_787_712),
+    },
     sizes=lambda c: {
         "embed": {c.dim},
         "heads": {c.dim},
@@ -148,7 +156,6 @@ PIPELINE = Pipeline(
         ("vae/config.json", {"temperal_downsample": [True, False], "scale_factor_temporal": 2}),
         ("model_index.json", {"boundary_ratio": 0.875}),
         ("model_index.json", {"transformer_2": ["diffusers", "WanTransformer3DModel"]}),
-        ("model_index.json", {"expand_timesteps": True}),
         ("scheduler/scheduler_config.json", {"solver_order": 3}),
         ("scheduler/scheduler_config.json", {"prediction_type": "epsilon"}),
         ("model_index.json", {"scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"]}),
@@ -158,4 +165,18 @@ PIPELINE = Pipeline(
     scheduler=UniPCMultistepScheduler,
     times=times,
     clip=lambda x: {"num_frames": 1 + 4 * (x.shape[1] - 1)},
+)
+
+PIPELINE_5B = dataclasses.replace(
+    PIPELINE,
+    folder=lambda base, kind: wan_folder(base, "5B"),
+    size=Size(32, 64, 9),
+    schedules=(("Wan-AI/Wan2.2-TI2V-5B-Diffusers",), *PIPELINE.schedules[1:]),
+    # diffusers makes 16 of 48 without an error.
+    unfit=[Size(48, 64, 9), Size(32, 80, 9), Size(32, 64, 8), Size(288, 32, 1)],
+    broken=[
+        ("transformer/config.json", {"in_channels": 4, "out_channels": 4}, "vae/config.json"),
+        ("vae/config.json", {"patch_size": 1}),
+        ("vae/config.json", {"scale_factor_spatial": 8}),
+    ],
 )
