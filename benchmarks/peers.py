@@ -320,10 +320,11 @@ class Ours:
         sampler, policy = system.sampler, system.policy
         window = slice(self._draws.start, self._draws.start + config.noisy_steps)
         of_x, of_v, std = coefficients(sampler.settings.step, sampler.sigmas, window)
-        context, pooled = jax.device_get(self._prompts.conditioning)
+        # torch reads no bfloat16 of numpy.
+        context, pooled = (np.asarray(c, np.float32) for c in self._prompts.conditioning)
         null = lora = None
         if policy.sequences == 2:
-            null = tuple(jax.device_get(self._prompts.null))
+            null = tuple(np.asarray(c, np.float32) for c in cast(Any, self._prompts.null))
         if policy.lora is not None:
             family, adapter = policy.family, policy.lora
             layers = adapted_layers(family.shapes(), adapter.targets, family.lists)["transformer"]

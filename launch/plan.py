@@ -61,6 +61,7 @@ _IMAGE_FOLDER = define_path(
     "Folder for plots: images per second by layout, timelines of the best layouts.",
 )
 flags.mark_flags_as_required(["config"])
+_note = functools.partial(print, flush=True)
 
 
 def main() -> None:
@@ -131,10 +132,6 @@ def _plan_topology(config: Any) -> None:
     _note(f"the plan follows from these {target.how} costs by simulation:\n")
     model = dataclasses.replace(fitting.model, folder=config.model.folder)
     _show(config, plan, calibration, dataclasses.replace(fitting, model=model))
-
-
-def _note(text: str) -> None:
-    print(text, flush=True)
 
 
 def _show(config: Any, plan: Any, calibration: Any, planned: Any) -> None:

@@ -21,10 +21,10 @@ from digen_jax.policies import make_policy, trained_policy
 
 ATTENTION = "attention"  # stream of products without weights
 # bfloat16 passes of the matrix units that take as long as one float32 product. GPUs compute TF32 at half the rate of
-# bfloat16, and exact float32 at a sixteenth; TPUs add products of bfloat16 parts.
+# bfloat16, and exact float32 at a sixteenth; TPUs add products of bfloat16 parts. XLA's attention rounds factors.
 PASSES = {
-    "gpu": {"DEFAULT": 2, "HIGH": 2, "HIGHEST": 16},
-    "tpu": {"DEFAULT": 1, "HIGH": 3, "HIGHEST": 6},
+    "gpu": {"DEFAULT": 2, "HIGH": 2, "HIGHEST": 16, "BF16_BF16_F32": 1, "F16_F16_F32": 1},
+    "tpu": {"DEFAULT": 1, "HIGH": 3, "HIGHEST": 6, "BF16_BF16_F32": 1, "F16_F16_F32": 1},
 }
 
 Work = dict[str, float]  # needed FLOPs by stream of the model, summed over all devices
@@ -77,9 +77,10 @@ def program_flops(jaxpr: Any, platform: str, used: Sequence[bool] | None = None)
 
 def _of_equation(equation: Any, platform: str, read: list[bool]) -> Flops:
     name, params = equation.primitive.name, equation.params
-    if name == "scan":  # the carry is used by the next iteration
-        carries = params["num_carry"]
-        read = [True] * carries + read[carries:]
+    if name == "scan":  # the next iteration uses the carry, whose results have the body's shape
+        (body,) = _jaxprs(params)
+        results = zip(equation.outvars, body.outvars, read, strict=True)
+        read = [one.aval.shape == inside.aval.shape or used for one, inside, used in results]
     inner, total = [], Flops()
     for one in _jaxprs(params):
         same = len(one.outvars) == len(read) and name not in ("while", "pallas_call")

@@ -91,7 +91,7 @@ def test_a_result_that_nothing_reads_does_not_count():
         ("tpu", "default", jnp.float32, 1),
         ("tpu", "high", jnp.float32, 3),
         ("tpu", "highest", jnp.float32, 6),
-        ("tpu", "highest", jnp.bfloat16, 1),
+        ("tpu", jax.lax.DotAlgorithmPreset.BF16_BF16_F32, jnp.float32, 1),
     ],
 )
 def test_a_float32_product_is_several_of_bfloat16(platform, precision, dtype, passes):
