@@ -40,7 +40,8 @@ KONTEXT = "flux_kontext"
 Z_IMAGE = "zimage_turbo"
 QWEN_IMAGE = "qwen_image"
 KLEIN = "flux2_klein"
-PUBLISHED = SD35, FLUX, KONTEXT, Z_IMAGE, QWEN_IMAGE, KLEIN
+WAN = "wan21"
+PUBLISHED = SD35, FLUX, KONTEXT, Z_IMAGE, QWEN_IMAGE, KLEIN, WAN
 
 
 @functools.cache
@@ -63,6 +64,8 @@ def load(name, *argument):
     if name in PUBLISHED:
         config.prompts.file = config.evaluation.prompts = str(EDITS if name == KONTEXT else GENEVAL)
         config.rewards = default_config().rewards
+        if config.advantages.combine != "rewards":
+            config.rewards += ("jpeg_incompressibility",)
     return config
 
 
@@ -130,8 +133,9 @@ def test_a_config_wants_its_recipe_and_a_number_of_gpus(name):
 
 
 # Of chunks and micro-batches, the images of each GPU.
-IMAGES = {KONTEXT: (3, 3), Z_IMAGE: (1, 1), QWEN_IMAGE: (16, 8), KLEIN: (1, 1)}
-GPUS = {SD35: (1, 8, 64), KONTEXT: (1, 7, 28), FLUX: (1, 2, 16)}
+IMAGES = {KONTEXT: (3, 3), Z_IMAGE: (1, 1), QWEN_IMAGE: (16, 8), KLEIN: (1, 1), WAN: (8, 8)}
+IMAGES |= {"longcat": (4, 1), "clip_pickscore_14b": (1, 1)}
+GPUS = {SD35: (1, 8, 64), KONTEXT: (1, 7, 28), FLUX: (1, 2, 16), WAN: (1, 4, 8)}
 
 
 @each_recipe
@@ -143,7 +147,8 @@ def test_a_config_divides_its_images_among_the_gpus(name, recipe):
             continue
         of_flux = (1, 1) if recipe.startswith("dance") else (3, 3)
         sizes = config.sampler.chunk, config.trainer.micro_batch
-        assert sizes == tuple(gpus * n for n in IMAGES.get(name, of_flux))
+        images = IMAGES.get(recipe, IMAGES.get(name, of_flux))
+        assert sizes == tuple(gpus * n for n in images)
     if name == FLUX and not recipe.startswith("dance"):
         fit_config(load_config(load(FLUX, f"{recipe},64")), 64)
 
@@ -213,6 +218,8 @@ AVERAGES = [
     (KONTEXT, "8", {7: (8 / 17) ** 6, 15: (16 / 25) ** 6}),
     *((KLEIN, f"{name},8", {8: 4 / 13, 16: 8 / 17}) for name in recipes(KLEIN)),
     (Z_IMAGE, "8", {8: 4 / 13, 16: 8 / 17}),
+    *((WAN, f"{name},8", {7: 8 / 17, 15: 16 / 25}) for name in ("ocr", "flow_grpo_ocr", "longcat")),
+    (WAN, "clip_pickscore_14b,8", {8: 4 / 13, 16: 8 / 17}),
     (SD35, "geneval,8", {7: (8 / 17) ** 2, 15: (16 / 25) ** 2}),
     (SD35, "ocr_guard,8", {7: (8 / 17) ** 4, 15: (16 / 25) ** 4}),
     (SD35, "nft_ocr,8", {1: 2 / 11, 2: 3 / 12, 3: 4 / 13}),
@@ -329,11 +336,67 @@ def test_qwen_image_has_the_published_batch_window_and_objective():
     assert (algorithm.clip_range, found.lora.init) == (1e-5, "gaussian")
 
 
+@pytest.mark.parametrize("name", ["ocr", "flow_grpo_ocr"])
+def test_wan_has_the_published_settings_of_ocr(name):
+    """8 GPUs x 8 clips x 2 batches, 4 of a prompt; the first 19 of 20 steps are trained."""
+    config = load(WAN, f"{name},8")
+    found = load_config(config)
+    assert (found.batch.groups, found.batch.images, found.trainer.updates) == (32, 4, 2)
+    assert (found.model.size, found.evaluation_size) == (Size(240, 416, 33),) * 2
+    sampler, algorithm = found.sampler, read_config(config).algorithm
+    assert (sampler.steps, found.trained_steps, sampler.window.places) == (20, 19, (0,))
+    assert (sampler.guidance, found.evaluation.guidance, found.evaluation.steps) == (4.5, 4.5, 50)
+    by_source = {"ocr": ("flow", 0.7, 3e-4), "flow_grpo_ocr": ("linear", 1.0, 4e-3)}
+    assert (sampler.kind, sampler.noise_level, algorithm.kl_coefficient) == by_source[name]
+    assert (algorithm.clip_range, algorithm.adv_clip, algorithm.kl) == (1e-3, 5, "gaussian_dt")
+    assert (algorithm.old_log_probs, algorithm.step_weight) == ("recomputed", "none")
+    assert (found.advantages.std, found.advantages.drop_zero_std) == ("group", True)
+    assert (found.lora.rank, found.lora.alpha, found.lora.init) == (32, 64, "gaussian")
+    trainer = found.trainer
+    assert (trainer.learning_rate, trainer.weight_decay, trainer.clip_norm) == (1e-4, 1e-4, 1)
+    assert (found.seed, found.evaluation.every, found.checkpoint.every) == (42, 30, 60)
+
+
+def test_wan_has_the_published_settings_of_longcat():
+    """64 GPUs x 4 clips, 4 of a prompt; one noisy step, one of the first six."""
+    config = load(WAN, "longcat,64")
+    found = load_config(config)
+    assert (found.batch.groups, found.batch.images, found.trainer.updates) == (64, 4, 1)
+    assert (found.model.size, found.evaluation_size) == (Size(480, 832, 81),) * 2
+    sampler, algorithm = found.sampler, read_config(config).algorithm
+    assert (sampler.steps, found.trained_steps, sampler.window.places) == (16, 1, tuple(range(6)))
+    assert (sampler.kind, sampler.noise_level, sampler.shared_noise) == ("flow_capped", 1, True)
+    assert (sampler.guidance, found.evaluation.guidance, found.evaluation.steps) == (4.5, 4.5, 50)
+    assert (algorithm.clip_range, algorithm.adv_clip, algorithm.kl_coefficient) == (1e-3, 5, 3e-4)
+    assert (algorithm.kl, algorithm.step_weight) == ("gaussian_dt", "longcat")
+    assert (found.advantages.std, found.advantages.combine) == ("max_group", "advantages")
+    assert (found.lora.rank, found.lora.alpha, found.lora.init) == (128, 64, "gaussian")
+    assert (found.trainer.learning_rate, found.trainer.weight_decay) == (1e-4, 1e-4)
+    assert (found.seed, found.evaluation.every, found.checkpoint.every) == (42, 100, 100)
+
+
+def test_wan_has_the_published_settings_of_flow_factory():
+    config = load(WAN, "clip_pickscore_14b,8")
+    found = load_config(config)
+    assert (found.batch.groups, found.batch.images, found.trainer.updates) == (48, 16, 2)
+    assert (found.model.size, found.evaluation_size) == (Size(256, 256, 5), Size(480, 480, 13))
+    sampler, algorithm = found.sampler, read_config(config).algorithm
+    assert (sampler.steps, found.trained_steps, sampler.window.places) == (10, 1, (1, 2, 3))
+    assert (sampler.kind, sampler.noise_level, sampler.guidance) == ("flow", 0.9, 5)
+    assert (found.evaluation.guidance, found.evaluation.steps) == (5, 28)
+    assert (algorithm.clip_range, algorithm.adv_clip, algorithm.kl_coefficient) == (1e-4, 5, 0)
+    assert (found.advantages.std, found.advantages.combine) == ("group", "gdpo")
+    assert (found.lora.rank, found.lora.alpha, found.lora.init) == (64, 128, "gaussian")
+    assert (found.trainer.learning_rate, found.trainer.weight_decay) == (1e-4, 1e-4)
+    assert (found.seed, found.evaluation.every, found.checkpoint.every) == (42, 20, 20)
+
+
 # PEFT's `target_modules`, counted by hand: the numbers of a LoRA, or of all weights. FLUX.1: dual blocks of width 3072
 # with eight projections of attention, and two feed-forwards of 3072 to 12288 and back; single blocks with q, k and v
 # (Kontext: and 3072 to 12288). klein: eight projections, d to 6 d and 3 d to d of two feed-forwards; d to 9 d.
 # Qwen-Image: 60 blocks with FLUX.1's eight and two. Z-Image: q, k, v and out of width 3840, and three layers to 10240
-# or back. SD3.5: eight projections of width 1536, of which the last block has seven.
+# or back. SD3.5: eight projections of width 1536, of which the last block has seven. Wan: q, k, v and out of two
+# attentions, and two layers of a feed-forward.
 FACTORS = 64 * 60 * (8 * 6144 + 4 * 15360)
 Z_FACTORS = 64 * 34 * (4 * 2 * 3840 + 3 * (3840 + 10240))
 KLEIN_FACTORS = 64 * (8 * (8 * 2 * 4096 + 2 * (7 * 4096 + 4 * 4096)) + 24 * 10 * 4096)
@@ -347,6 +410,9 @@ LAYERS = [
     (KLEIN, "base_lora,8", KLEIN_FACTORS),
     (KLEIN, "distilled_full,8", 3_875_544_576),
     (SD35, "geneval,8", (24 * 8 - 1) * 32 * 2 * 1536),
+    (WAN, "ocr,8", 32 * 30 * 8 * 2 * 1536),
+    (WAN, "longcat,8", 128 * 30 * (8 * 2 * 1536 + 2 * (1536 + 8960))),
+    (WAN, "clip_pickscore_14b,8", 64 * 40 * (8 * 2 * 5120 + 2 * (5120 + 13824))),
 ]
 
 
@@ -557,7 +623,7 @@ class Step(NamedTuple):
     Attributes:
       name, argument: of the config.
       conditioning: shapes of a step's prompts.
-      images: of a chunk: number, height and width.
+      images: of a chunk: number, frames of clips, height and width.
       x: shape of the stored transitions' latents.
       sigmas: of the schedule.
       fields: of the config that are changed. A LoRA is drawn, which is most of the time, so some have a rank of 1.
@@ -568,7 +634,7 @@ class Step(NamedTuple):
     name: str
     argument: str
     conditioning: dict[str, tuple[int, ...]]
-    images: tuple[int, int, int]
+    images: tuple[int, ...]
     x: tuple[int, ...]
     sigmas: int
     fields: dict[str, Any] | None = None
@@ -609,6 +675,15 @@ STEPS = [
         *(KLEIN, "base_lora,1", dict(context=(48, 512, 12288))),
         *((1, 384, 384), (1, 1, 24, 24, 128), 9, None, 2 * (9.0786 + 0.0840) + 20 * 0.1426, True),
     ),
+    Step(
+        *(WAN, "ocr,1", dict(context=(32, 512, 4096), mask=(32, 512))),
+        *((8, 33, 240, 416), (19, 8, 9, 30, 52, 16), 21, None),
+        *(2 * (1.418997 + 0.126893) + 20e-9 * 32 * 30 * 8 * 2 * 1536, True),
+    ),
+    Step(
+        *(WAN, "clip_pickscore_14b,1", dict(context=(48, 512, 4096), mask=(48, 512))),
+        *((1, 5, 256, 256), (1, 1, 2, 32, 32, 16), 11, {"lora.rank": 1}, None, True),
+    ),
 ]
 
 
@@ -622,11 +697,14 @@ def test_a_whole_step_has_the_right_shapes(unread, step):
     for field, shape in step.conditioning.items():
         assert getattr(prompts.conditioning, field).shape == shape
     assert (prompts.null is not None) == step.null
-    number, *sides = step.images
-    assert (images.shape, images.dtype) == ((number, 1, *sides, 3), np.uint8)
+    number, *frames, height, width = step.images
+    shape = number, *(frames or [1]), height, width, 3
+    assert (images.shape, images.dtype) == (shape, np.uint8)
     x = trajectory.transitions.x
     assert (x.shape, x.dtype, trajectory.sigmas.shape) == (step.x, np.float32, (step.sigmas,))
-    assert ("kl" in metrics) == (step.name == SD35)
+    assert ("kl" in metrics) == (
+        step.name == SD35 or (step.argument == "ocr,1" and step.name == WAN)
+    )
     for tree in filter(None, (totals.gradient, after.tuned, after.ema)):
         assert jax.tree.map(np.shape, tree) == jax.tree.map(np.shape, system.start)
     if step.gigabytes:

@@ -404,7 +404,8 @@ class Cycles:
     """
 
     def __init__(self, text: str, chip: Chip):
-        self.chip, self.core = chip, CORES[chip.name]
+        # Programs for GPUs have no cycles, so that only their collectives are of use.
+        self.chip, self.core = chip, CORES.get(chip.name, Core(math.nan, 1))
         self.unknown_loops: set[str] = set()
         self.computations, entry = parse(text)
         self.items = list(self._items(Frame(self.computations, self.computations[entry])))

@@ -51,8 +51,9 @@ STD_EPS = 1e-4
 # "leave_one_out": the mean of the other rewards of its group.
 Baseline = Literal["group_mean", "leave_one_out"]
 
-# The divisor. "group": the std of the image's group. "global": that of the step.
-Std = Literal["group", "global", "none"]
+# The divisor. "group": the std of the image's group. "global": that of the step. "max_group": the largest of the step's
+# groups, as in LongCat-Video (arXiv 2510.22200) and GenRL (`max_group_std`, genrl/stat_tracking.py, 82a867e).
+Std = Literal["group", "global", "max_group", "none"]
 
 DDof = Literal[0, 1]  # 0: the std of a population. 1: of a sample.
 Combine = Literal["rewards", "advantages", "gdpo"]  # see AdvantageSettings
@@ -64,7 +65,8 @@ class AdvantageSettings:
 
     # value that is subtracted from rewards; "leave_one_out" as in RLOO
     baseline: Baseline = "group_mean"
-    # standard deviation that normalizes: of the group, of the step ("global"), or "none" (Dr. GRPO)
+    # standard deviation that normalizes: of the group, of the step ("global"), the largest of the step's groups
+    # ("max_group"), or "none" (Dr. GRPO)
     std: Std = "global"
     ddof: DDof = 0  # 0 for the population standard deviation, 1 for the sample standard deviation
     # Of the config's rewards: a weight for each.
@@ -82,12 +84,16 @@ class AdvantageSettings:
     @property
     def needs(self) -> Literal["group", "step"]:
         """Unit that must be scored before any part of it can train."""
-        return "step" if self.std == "global" or self.combine == "gdpo" else "group"
+        return "step" if self._shared_std or self.combine == "gdpo" else "group"
 
     @property
     def ranking_needs(self) -> Literal["group", "step"]:
         """Unit that must be scored before `ranking` is known: a std shared by all rewards does not change the order."""
-        return "step" if self.std == "global" and self.combine == "advantages" else "group"
+        return "step" if self._shared_std and self.combine == "advantages" else "group"
+
+    @property
+    def _shared_std(self) -> bool:
+        return self.std in ("global", "max_group")
 
     def kept(self, chunk: int, images: int) -> int:
         """Returns the number of images of a chunk that train, for groups of `images` images."""
@@ -97,14 +103,14 @@ class AdvantageSettings:
         """Raises ValueError for settings that are incompatible, or do not allow groups of `images` images."""
         if self.std == "none" and self.ddof:
             raise ValueError(
-                f"ddof is {self.ddof}, but std is 'none'; set ddof to 0 or std to 'group' or 'global'"
+                f"ddof is {self.ddof}, but std is 'none'; set ddof to 0 or std to 'group', 'global' or 'max_group'"
             )
         if 2 * self.best_and_worst > images:
             raise ValueError(
                 f"best_and_worst is {self.best_and_worst}; it must be at most {images // 2}, "
                 f"half of the {images} images of a group"
             )
-        if self.combine != "rewards" and len(self.reward_weights) < 2:
+        if self.combine != "rewards" and len(self.reward_weights) == 1:
             raise ValueError(
                 f"combine is {self.combine!r}, but reward_weights has a single weight; set combine to "
                 "'rewards', or give each of several rewards a weight"
@@ -323,11 +329,14 @@ def _standardised(
     # Subtract the group's minimum first: then equal rewards have advantages of exactly 0.
     above = rewards - _group_lowest(rewards, group_ids, num_groups)[group_ids]
     centred = above - np.bincount(group_ids, above, num_groups)[group_ids] / sizes
-    if std == "group":
-        squares = np.bincount(group_ids, centred**2, num_groups)[group_ids]
-        scale = np.sqrt(squares / np.maximum(sizes - ddof, 1)) + STD_EPS
+    if std == "none":
+        scale: np.ndarray | float = 1.0
+    elif std == "global":
+        scale = _global_std(rewards, ddof) + STD_EPS
     else:
-        scale = _global_std(rewards, ddof) + STD_EPS if std == "global" else 1.0
+        squares = np.bincount(group_ids, centred**2, num_groups)[group_ids]
+        of_group = np.sqrt(squares / np.maximum(sizes - ddof, 1))
+        scale = (of_group.max(initial=0.0) if std == "max_group" else of_group) + STD_EPS
     if baseline == "leave_one_out":
         alone = np.flatnonzero(sizes == 1)
         if alone.size:

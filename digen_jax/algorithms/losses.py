@@ -37,6 +37,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
+from digen_jax.diffusion.steps import NEARLY_ONE
 from digen_jax.errors import ConfigError, Range
 
 
@@ -138,6 +139,20 @@ def guard_loss_scale(dt: Float[Array, "n"]) -> Float[Array, "n"]:
     """
     forward = dt < 0
     return jnp.where(forward, -1 / jnp.where(forward, dt, -1.0), 0.0)
+
+
+def longcat_weight(sigma: Float[Array, "n"], dt: Float[Array, "n"]) -> Float[Array, "n"]:
+    """Returns sqrt(sigma / (1 - sigma)) / sqrt(-dt), LongCat-Video's weight of a step (arXiv 2510.22200).
+
+    The gradient of a step's log-probability scales with sqrt(-dt) and the inverse of FlowSde's diffusion; the weight
+    cancels both. GenRL (genrl/trainer/wan_trainer.py, 1b41f88, `loss_reweighting`) multiplies the policy's loss by it,
+    and the KL by its square. As in `FlowSde`, the next sigma replaces a first sigma of nearly 1 in 1 - sigma. The
+    weight is 0 if dt is not negative (padding).
+    """
+    forward = dt < 0
+    left = 1 - jnp.where(sigma >= NEARLY_ONE, sigma + dt, sigma)
+    square = sigma / jnp.where(forward, -dt * left, 1.0)
+    return jnp.where(forward, jnp.sqrt(jnp.where(forward, square, 1.0)), 0.0)
 
 
 def sequence_log_ratio(

@@ -31,6 +31,7 @@ from digen_jax.algorithms.losses import (
     guard_log_ratio,
     guard_loss_scale,
     importance_weight,
+    longcat_weight,
     mask_rows,
     sequence_log_ratio,
     spread_terms,
@@ -45,6 +46,7 @@ from digen_jax.errors import NonNegativeFloat, PositiveFloat, Range
 Ratio = Literal["plain", "guard", "sequence_mean", "sequence_sum"]
 OF_TRAJECTORIES = ("sequence_mean", "sequence_sum")
 Surrogate = Literal["clip", "cispo", "topr", "divergence"]  # "divergence": Flow-DPPO
+StepWeight = Literal["none", "longcat"]
 # "gaussian": without the step's factor sqrt(-dt), as in Flow-GRPO's image code. "gaussian_dt": with it,
 # the true KL. "velocity": the mean squared difference of the velocities.
 Kl = Literal["gaussian", "gaussian_dt", "velocity"]
@@ -69,6 +71,9 @@ class PolicyGradient(Algorithm):
     ratio: Ratio = "plain"
     # surrogate objective: PPO clipping, CISPO, TOPR, or Flow-DPPO ("divergence")
     surrogate: Surrogate = "clip"
+    # weight of a step's loss and, squared, of its KL: that of LongCat-Video, which makes gradients of all steps equally
+    # large
+    step_weight: StepWeight = "none"
     # "divergence": maximum KL to the old policy at which a sample is trained
     kl_threshold: PositiveFloat = 1e-5
     positive_weight: NonNegativeFloat = 1.0  # "topr": weight of images with positive advantages
@@ -210,7 +215,7 @@ class PolicyGradient(Algorithm):
                 f"old_log_probs is {self.old_log_probs!r}; to train before a group is complete set it to "
                 "'current', because the loss is linear in the advantages only with a ratio of 1"
             )
-        for name, plain in (("surrogate", "clip"), ("ratio", "plain")):
+        for name, plain in (("surrogate", "clip"), ("ratio", "plain"), ("step_weight", "none")):
             if getattr(self, name) != plain:
                 raise ValueError(
                     f"{name} is {getattr(self, name)!r}; to train before a group is complete set it to {plain!r}"
@@ -282,7 +287,10 @@ class PolicyGradient(Algorithm):
         if self.decoupled:
             terms["importance_weight"] = correction
         if samples.kl is not None and self.kl_coefficient:
-            terms |= {"loss": policy_loss + self.kl_coefficient * samples.kl, "kl": samples.kl}
+            kl = samples.kl
+            if self.step_weight == "longcat":
+                kl = kl * longcat_weight(samples.sigma, samples.dt) ** 2
+            terms |= {"loss": policy_loss + self.kl_coefficient * kl, "kl": samples.kl}
         sums = {name: weighted_sum(weight, term) for name, term in terms.items()}
         if "left_out" in self.terms:
             sums["left_out"] = jnp.sum(given) - jnp.sum(weight)
@@ -315,6 +323,8 @@ class PolicyGradient(Algorithm):
                 distance, outside = kl, kl >= self.kl_threshold
         if self.ratio == "guard":
             loss = loss * guard_loss_scale(samples.dt)
+        if self.step_weight == "longcat":
+            loss = loss * longcat_weight(samples.sigma, samples.dt)
         return loss, distance, outside
 
     def _log_ratios(self, samples: Samples, weight: Array) -> tuple[Array, Array | float]:

@@ -151,7 +151,8 @@ class SamplerSection:
 
     steps: Annotated[int, Range(1, 1000)] = 8  # denoising steps
     # "ode" and "dpm2" add no noise; "flow" is the SDE of Flow-GRPO, "dance" of DanceGRPO; "cps" is
-    # coefficients-preserving sampling; "flow_capped" limits the noise per step
+    # coefficients-preserving sampling; "flow_capped" limits the noise per step; "linear" is
+    # that of Flow-GRPO's code for Wan, with noise_level 1
     kind: str = "cps"
     # noise scale of the steps in the window, in the unit of `kind`; 0 means no noise
     noise_level: float = 0.8

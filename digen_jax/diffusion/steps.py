@@ -6,7 +6,7 @@ v = eps - x0, and a reverse step goes from sigma to sigma_next < sigma.
 Sampling and replay call the same `mean_std` and `log_prob`. All arithmetic is float32, for inputs of
 any dtype. `sigma`, `sigma_next` and `sigma_max` are scalars, or `[b]` if the samples of a batch
 are at different steps. `sigma_max` is sigmas[1] of the schedule; only `FlowSde` reads it, instead of
-a sigma of 1 or nearly 1.
+a sigma of 1 or nearly 1, and `LinearSde`.
 
 ODE solvers also `advance` along a schedule, and may keep values of the last step.
 """
@@ -201,6 +201,10 @@ class FlowSde(ReverseSde):
 
     At sigma = 1, the first step, 1 - sigma_max replaces 1 - sigma, as in its public code. This applies to UniPC's first
     sigma, too, at which g would be 700 for a = 0.7.
+
+    GenRL's code takes the same steps, but compares sigma with exactly 1, which no schedule of UniPC contains. With the
+    version of diffusers that it pins (0.33.1), the first of its 20 sigmas is 0.99967 and the std of that step 5.03. On
+    this project's schedule it is 0.70.
     """
 
     def diffusion(
@@ -230,6 +234,22 @@ class CappedFlowSde(FlowSde):
         cap = MAX_STD / _sqrt(jnp.where(moves, sigma - sigma_next, 1.0))
         g = super().diffusion(sigma, sigma_next, sigma_max)
         return jnp.where(moves, jnp.minimum(g, cap), g)
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearSde(ReverseSde):
+    """SDE of Flow-GRPO's code for Wan: diffusion g = a sigma_max sigma, for any a; the source has a = 1.
+
+    There (zhtmike/flow_grpo has a copy; Flash-GRPO, arXiv 2605.15980, has the same) g is
+    sigma_min + (sigma_max - sigma_min) sigma, and sigma_min, the last sigma, is 0. It is finite at sigma = 1.
+    """
+
+    def diffusion(
+        self, sigma: Sigma, sigma_next: Sigma, sigma_max: Sigma
+    ) -> Float32[Array, "*sigma"]:
+        """Returns g, the std of the step without its factor sqrt(-dt)."""
+        sigma, sigma_max = _float32(sigma, sigma_max)
+        return self.noise_level * sigma_max * sigma
 
 
 @dataclasses.dataclass(frozen=True)
@@ -282,13 +302,14 @@ class Cps:
         return -_mean_square(x_next, mean)
 
 
-ReverseStep = Ode | FlowSde | DanceSde | Cps
+ReverseStep = Ode | FlowSde | LinearSde | DanceSde | Cps
 KINDS = {
     "ode": Ode,
     "flow": FlowSde,
     "dance": DanceSde,
     "cps": Cps,
     "flow_capped": CappedFlowSde,
+    "linear": LinearSde,
     "dpm2": Dpm2,
     "unipc": UniPc,
 }

@@ -27,7 +27,10 @@ WEIGHTS = (1.0, 0.05, -2.0)
 MODES = [
     AdvantageSettings(baseline, std, ddof, WEIGHTS, combine)
     for combine, baseline, std, ddof in itertools.product(
-        ["rewards", "advantages"], ["group_mean", "leave_one_out"], ["group", "global"], [0, 1]
+        ["rewards", "advantages"],
+        ["group_mean", "leave_one_out"],
+        ["group", "global", "max_group"],
+        [0, 1],
     )
 ]
 MODES += [
@@ -47,6 +50,10 @@ def oracle(setting, rewards, groups):
     """Image by image, in Python's own float64, as the papers write it."""
     deviation = statistics.stdev if setting.ddof else statistics.pstdev
 
+    def every_group(values):
+        pairs = [pair for pair in zip(groups, values, strict=True) if not math.isnan(pair[1])]
+        return [[v for g, v in pairs if g == group] for group in {g for g, _ in pairs}]
+
     def standardised(values):
         found = []
         for i, group in enumerate(groups):
@@ -57,8 +64,9 @@ def oracle(setting, rewards, groups):
                 continue
             centre = statistics.fmean(others if setting.baseline == "leave_one_out" else mine)
             applies = [v for v in values if not math.isnan(v)]
-            scope = {"group": mine, "global": applies}.get(setting.std)
-            scale = 1.0 if scope is None else deviation(scope) + STD_EPS
+            scopes = {"group": [mine], "global": [applies], "max_group": every_group(values)}
+            found_stds = map(deviation, scopes.get(setting.std, []))
+            scale = max((std + STD_EPS for std in found_stds), default=1.0)
             found.append((values[i] - centre) / scale)
         return found
 
@@ -119,7 +127,7 @@ def test_every_mode_is_its_definition_where_rewards_apply_to_some_groups(setting
 
 
 @pytest.mark.parametrize("rewards", [REWARDS, MIXED], ids=["all", "mixed"])
-@pytest.mark.parametrize("std", ["group", "global", "none"])
+@pytest.mark.parametrize("std", ["group", "global", "max_group", "none"])
 def test_a_clip_bounds_a_rewards_own_advantages_before_they_are_weighted(std, rewards):
     free = AdvantageSettings("group_mean", std, 0, WEIGHTS, "advantages")
     clipped = dataclasses.replace(free, reward_clips=(0.5, 0.0, 0.02))
@@ -244,7 +252,7 @@ def test_a_ranking_orders_each_group_as_the_advantages_do(setting):
     if setting.ranking_needs == "group":
         np.testing.assert_array_equal(ranking(setting, REWARDS[mine], GROUPS[mine], 5), found[mine])
     else:
-        assert (setting.combine, setting.std) == ("advantages", "global")
+        assert setting.combine == "advantages" and setting.std in ("global", "max_group")
 
 
 @pytest.mark.parametrize("combine", ["rewards", "advantages", "gdpo"])
@@ -288,6 +296,7 @@ def test_settings_that_cannot_work_are_refused(changes, field):
     [
         {"baseline": "leave_one_out"},
         {"std": "none"},
+        {"std": "max_group"},
         {"ddof": 1},
         {"best_and_worst": 1},
         {"drop_zero_std": True},

@@ -146,6 +146,7 @@ def test_the_largest_advantages_are_those_that_the_check_assumes():
         ({"old_log_probs": "recomputed"}, BY_GROUP, 4, 1, "old_log_probs"),
         ({"surrogate": "topr"}, BY_GROUP, 4, 1, "surrogate"),
         ({"ratio": "guard"}, BY_GROUP, 4, 1, "ratio"),
+        ({"step_weight": "longcat"}, BY_GROUP, 4, 1, "step_weight"),
     ],
 )
 def test_early_training_that_is_not_exact_is_refused(change, advantages, images, groups, field):
@@ -232,6 +233,47 @@ def test_corrected_and_sequence_losses_equal_float64_transcription(ratio, whole,
     np.testing.assert_allclose(gradient, slopes, rtol=1e-4, atol=1e-6)
     assert set(sums) == {*settings.terms, "weight"} and ("importance_weight" in sums) == (cap > 0)
     assert float(sums["clip_fraction"]) > 0 and np.abs(advantages[:9]).max() > 1.5
+
+
+def test_longcats_weights_equal_a_float64_transcription_of_genrl():
+    """Policy's loss times sqrt(sigma / (1 - sigma)) / sqrt(-dt), KL times its square; padding has no weight.
+
+    The first sigma of 1 takes 1 - 0.9 of the next, as that of the current UniPC, 1 - 1e-6.
+    """
+    rng = np.random.default_rng(4)
+    sigma = np.float32([1.0, 1 - 1e-6, 0.9, 0.9, 0.4, 0.0])
+    dt = np.float32([-0.1, -0.1, -0.3, -0.3, -0.4, 0.0])
+    old, advantages = rng.normal(size=(2, 6)) * [[0.4], [1.5]]
+    log_prob, kl, weight = old + 0.1 * rng.normal(size=6), rng.random(6), np.array([1.0] * 5 + [0])
+    settings = PolicyGradient(clip_range=0.05, kl_coefficient=0.3, step_weight="longcat")
+
+    def transcription(log_prob, kl):
+        total = 0.0
+        for i in range(5):
+            left = 1 - (0.9 if sigma[i] > 0.95 else float(sigma[i]))
+            scale = math.sqrt(float(sigma[i]) / left) / math.sqrt(-float(dt[i]))
+            ratio = math.exp(log_prob[i] - old[i])
+            bounded = min(max(ratio, 0.95), 1.05)
+            policy = max(-advantages[i] * ratio, -advantages[i] * bounded)
+            total += scale * policy + 0.3 * kl[i] * scale**2
+        return total
+
+    def loss(log_prob, kl):
+        f32 = [jnp.asarray(a, jnp.float32) for a in (old, old, advantages, weight, sigma, dt)]
+        return settings.loss(Samples(log_prob, *f32, kl=kl))[0]
+
+    f32 = jnp.asarray(log_prob, jnp.float32), jnp.asarray(kl, jnp.float32)
+    value, gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(*f32)
+    assert float(value) == pytest.approx(transcription(log_prob, kl), rel=1e-5)
+    h = 1e-6
+    for place, gradient in enumerate(gradients):
+        for i, unit in enumerate(h * np.eye(6)):
+            ends = [
+                (log_prob + s * unit, kl) if not place else (log_prob, kl + s * unit)
+                for s in (1, -1)
+            ]
+            slope = (transcription(*ends[0]) - transcription(*ends[1])) / (2 * h)
+            assert float(gradient[i]) == pytest.approx(slope, rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from digen_jax.diffusion.steps import CappedFlowSde, Cps, DanceSde, FlowSde, Ode, make_step
+from digen_jax.diffusion.steps import (
+    CappedFlowSde,
+    Cps,
+    DanceSde,
+    FlowSde,
+    LinearSde,
+    Ode,
+    make_step,
+)
 
 GOLDEN = np.load(pathlib.Path(__file__).parents[1] / "data" / "flow_rl.npz")
 IN_GOLDEN = [FlowSde(0.7), DanceSde(0.3), Cps(0.8)]
-SDES = [*IN_GOLDEN, CappedFlowSde(0.7)]
+SDES = [*IN_GOLDEN, CappedFlowSde(0.7), LinearSde(1.0)]
 NAMES = {FlowSde: "flow", DanceSde: "dance", Cps: "cps", CappedFlowSde: "flow_capped"}
+NAMES |= {LinearSde: "linear"}
 
 
 def golden_inputs():
@@ -34,6 +43,8 @@ def transcription(kind, a, x, v, s, s_next, s_max):
         x0, x1 = x - s * v, x + (1 - s) * v
         return (1 - s_next) * x0 + math.sqrt(s_next**2 - std**2) * x1, std
     sigma_t = a if kind == "dance" else a * math.sqrt(s / (1 - (s_max if s == 1 else s)))
+    if kind == "linear":
+        sigma_t = a * s_max * s
     if kind == "flow_capped":
         sigma_t = min(sigma_t, 0.45 / math.sqrt(-dt))
     mean = x + (v + sigma_t**2 / (2 * s) * (x + (1 - s) * v)) * dt
@@ -165,6 +176,7 @@ def test_the_cap_bounds_the_std_and_changes_nothing_below():
         ("ode", 0.7, "noise_level of ode"),
         ("dpm2", 0.7, "noise_level of dpm2"),
         ("flow_capped", 0.0, "noise_level of CappedFlowSde"),
+        ("linear", 0.0, "noise_level of LinearSde"),
         ("flow", 0.0, "noise_level of FlowSde"),
         ("dance", -0.3, "noise_level of DanceSde"),
         ("flow", math.nan, "noise_level of FlowSde"),

@@ -27,6 +27,8 @@ from digen_jax.diffusion.steps import (
     make_step,
 )
 from tests.diffusion.test_dpm2 import KEYS, START, assert_close, velocity
+from tests.diffusion.test_steps import NAMES
+from tests.diffusion.test_steps import transcription as one_step
 
 SHIFTS = 1, 3, 5, 7, 8, 12, 16
 # Wan-AI/Wan2.1-T2V-1.3B-Diffusers, scheduler/scheduler_config.json.
@@ -165,6 +167,30 @@ def test_noise_at_the_first_sigma_is_that_of_a_sigma_of_1():
         first, one = (step.diffusion(s, sigmas[1], sigmas[1]) for s in (sigmas[0], np.float32(1)))
         np.testing.assert_allclose(first, one, rtol=1e-4)
         assert step.diffusion(sigmas[1], sigmas[2], sigmas[1]) <= first < 10
+
+
+@pytest.mark.parametrize(
+    ("step", "steps", "first"), [(FlowSde(0.7), 20, 5.0327), (CappedFlowSde(1.0), 16, 0.45)]
+)
+def test_steps_are_genrls_on_its_schedule(step, steps, first):
+    """Those of config/default.yaml and longcat.yaml, with the diffusers that GenRL pins, 0.33.1: sigmas from 0.99967.
+
+    With today's diffusers FlowSde's first step has another std there, of 91.
+    """
+    u = (1 - np.linspace(1, 1 / 1000, steps + 1))[:0:-1]
+    pinned = np.append(3 * u / (1 + 2 * u), 0).astype(np.float32)
+    kind, (x, v) = NAMES[type(step)], np.random.default_rng(0).normal(size=(2, 3, 4))
+    todays = make_unipc_schedule(UniPcConfig(3.0), steps).sigmas
+    for sigmas, begin in ((pinned, 0), (todays, 1 if kind == "flow" else 0)):
+        for i in range(begin, steps):
+            given = sigmas[i], sigmas[i + 1], sigmas[1]
+            mean, std = step.mean_std(jnp.asarray(x), jnp.asarray(v), *given)
+            arguments = kind, step.noise_level, x, v, *map(float, given)
+            expected, expected_std = one_step(*arguments)
+            np.testing.assert_allclose(mean, expected, rtol=0, atol=2e-6 * abs(expected).max())
+            assert float(std) == pytest.approx(expected_std, rel=2e-6)
+    given = map(float, (*pinned[:2], pinned[1]))
+    assert one_step(kind, step.noise_level, x, v, *given)[1] == pytest.approx(first, abs=1e-4)
 
 
 def test_its_config_is_diffusers():

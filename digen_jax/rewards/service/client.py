@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32, Num, UInt8
 
-from digen_jax.errors import ConfigError
+from digen_jax.errors import ConfigError, check_range
 from digen_jax.images import to_uint8
 from digen_jax.rewards import recorder
 from digen_jax.rewards.errors import RewardError
@@ -126,9 +126,11 @@ class Served:
     attempt: float = 600.0  # timeout of one attempt, in seconds
     deadline: float = 1800.0  # timeout of all attempts of a request, in seconds
     retries: int = 8  # attempts after the first
+    every: int = 1  # of a clip, every n-th frame is sent, from the first one
 
     def __post_init__(self):
-        """Raises ConfigError if an address is missing or invalid."""
+        """Raises ConfigError if an address is missing or invalid, or `every` is not positive."""
+        check_range("every", self.every, 1)
         given = parse_addresses(self.servers, "reward server", "http://127.0.0.1:8100")
         object.__setattr__(self, "servers", given)
 
@@ -143,7 +145,7 @@ class Served:
         reward = _remote(self)
         if not reward.checked:
             reward.check(prompts)
-        found = reward(images, prompts, metadata)
+        found = reward(images[:, :: self.every] if images.ndim == 5 else images, prompts, metadata)
         if self.score:
             return found[self.score]
         return next(iter(found.values())) if len(found) == 1 else found

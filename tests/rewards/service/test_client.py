@@ -317,6 +317,18 @@ def test_the_reward_served_uses_its_settings(monkeypatch):
     client.close()
 
 
+def test_a_clip_is_thinned_before_it_is_sent():
+    reward, fake = Served(servers=A, every=4), FakeServers()
+    client = _remote(reward)
+    client.checked, client._client._http._transport = True, httpx.MockTransport(fake)
+    clips = np.random.default_rng(0).integers(0, 256, (2, 9, 8, 8, 3), np.uint8)
+    reward(clips, ["a", "b"], [{}, {}])
+    np.testing.assert_array_equal(fake.requests[0][1].images, clips[:, ::4])
+    client.close()
+    with pytest.raises(ConfigError, match="every"):
+        Served(servers=A, every=0)
+
+
 def test_a_missing_package_is_named():
     with pytest.raises(ConfigError, match="starlette"), server_packages():
         raise ModuleNotFoundError(name="starlette.responses")
