@@ -18,6 +18,7 @@ from digen_jax.parallel.mesh import (
     FSDP,
     MODEL,
     SAMPLES,
+    SEQUENCE,
     TIME,
     ShardingRules,
     make_mesh,
@@ -52,6 +53,17 @@ class DeviceGroup:
     def batch_of_steps(self) -> NamedSharding:
         """Sharding of arrays [steps, images, ...], with images split as in `batch`."""
         return NamedSharding(self.mesh, PartitionSpec(None, BATCH))
+
+    def clips(self, shape: Sequence[int]) -> NamedSharding:
+        """Returns the sharding of clips [n, t, h, w, c] or their latents: split as in `batch`, and over `sequence`.
+
+        That axis splits the height if it divides it, else the width, else neither.
+        """
+        sides = [side for side in (-3, -2) if shape[side] % self.mesh.shape[SEQUENCE] == 0]
+        spec: list[Any] = [BATCH, *[None] * (len(shape) - 1)]
+        if sides:
+            spec[sides[0]] = SEQUENCE
+        return NamedSharding(self.mesh, PartitionSpec(*spec))
 
     @property
     def images(self) -> int:

@@ -286,9 +286,11 @@ def _decode(
     frozen: Any,
     latents: Float[Array, "b *latent"],
 ) -> Decoded:
-    """Decodes clips in chunks of a size that bounds memory."""
+    """Decodes clips in chunks of a size that bounds memory; devices of `sequence` decode parts of each frame."""
 
     def decode(latents: Float[Array, "n *latent"]) -> Decoded:
+        if size.frames > 1:
+            latents = jax.lax.with_sharding_constraint(latents, group.clips(latents.shape))
         clips = family.decode(frozen, latents)
         has_nan = jnp.isnan(clips).any(axis=(1, 2, 3, 4))
         return Decoded(jnp.round(jnp.clip(clips, 0, 1) * 255).astype(jnp.uint8), has_nan)

@@ -1,19 +1,49 @@
 """A run on clips, from the command's config to the records."""
 
 import dataclasses
+import functools
 
+import jax
 import numpy as np
 import pytest
 from PIL import Image
 
 from digen_jax.config.load import load_config
+from digen_jax.families import load_family
+from digen_jax.images import Size
 from digen_jax.logging.metrics import read_metrics
+from digen_jax.parallel.mesh import make_mesh
+from digen_jax.parallel.placement import DeviceGroup
+from digen_jax.parallel.sampler import _decode
 from digen_jax.rewards import built_in
 from digen_jax.train import train
 from tests.learned_rewards.folders import write
 from tests.models.wan.folders import wan_folder
 from tests.rewards.service.test_serving import Server
 from tests.tiny_runs import tiny_config
+
+
+@pytest.mark.parametrize(("height", "width"), [(32, 16), (24, 32)])
+def test_devices_of_sequence_decode_parts_of_a_clip(base, height, width):
+    """Of the height, or of the width where four do not divide the height's latents."""
+    family, size = load_family(wan_folder(base)), Size(height, width, 9)
+    numbers = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda leaf: numbers.normal(0, 0.3, leaf.shape).astype(np.float32), family.shapes()["vae"]
+    )
+    latents = jax.random.normal(jax.random.key(1), (2, *family.latent_shape(size)))
+    found, temporaries = [], []
+    for sequence in (1, 4):
+        group = DeviceGroup(make_mesh(jax.devices()[: 2 * sequence], data=2, sequence=sequence))
+        decode = functools.partial(_decode, family, size, group, {"vae": params})
+        compiled = jax.jit(decode).lower(jax.device_put(latents, group.batch)).compile()
+        temporaries.append(compiled.memory_analysis().temp_size_in_bytes)
+        found.append(compiled(jax.device_put(latents, group.batch)))
+    whole, split = found
+    assert split.clips.shape == (2, 9, height, width, 3) and not split.has_nan.any()
+    # Sums in another order may round to another byte.
+    assert np.abs(np.int16(split.clips) - np.int16(whole.clips)).max() <= 1
+    assert temporaries[1] < 0.6 * temporaries[0]
 
 
 @pytest.mark.slow
