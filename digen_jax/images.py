@@ -1,9 +1,12 @@
-"""Images as arrays: conversion to uint8 for files and rewards, and reading of source images."""
+"""Images as arrays: conversion to uint8, memory shared with other processes, and reading of source images."""
 
 import functools
 import hashlib
+import io
+import mmap
 import os
 import pathlib
+import tempfile
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -50,6 +53,68 @@ def to_uint8(images: Num[np.ndarray, "*b h w 3"]) -> UInt8[np.ndarray, "*b h w 3
     scaled = np.clip(images, 0, 1)
     scaled *= 255  # in place: large images would need several copies
     return np.round(scaled, out=scaled).astype(np.uint8)
+
+
+class SharedMemory(mmap.mmap):
+    """Mapping of a file without a name. The system frees it when no process uses it, even if processes are killed."""
+
+    file: io.FileIO
+
+    @classmethod
+    def of(cls, descriptor: int) -> "SharedMemory":
+        """Maps an open file, and closes it with the mapping."""
+        found = cls(descriptor, 0)
+        found.file = io.FileIO(descriptor, "r+")
+        return found
+
+
+class SharedLayout(NamedTuple):
+    """Place and type of an array in shared memory."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    kind: type[np.ndarray]
+
+    def view(self, memory: mmap.mmap) -> np.ndarray:
+        """Returns the array in a mapping."""
+        return np.ndarray(self.shape, self.dtype, memory, self.offset).view(self.kind)
+
+
+def share(images: np.ndarray) -> np.ndarray:
+    """Copies images to shared memory; images in shared memory are returned unchanged."""
+    if find_shared(images) is not None:
+        return images
+    if hasattr(os, "memfd_create"):  # Linux: in memory, and not limited by the size of /dev/shm
+        descriptor = os.memfd_create("images")
+    else:
+        with tempfile.TemporaryFile() as file:
+            descriptor = os.dup(file.fileno())
+    os.truncate(descriptor, max(1, images.nbytes))
+    layout = SharedLayout(0, images.shape, images.dtype, type(images))
+    found = layout.view(SharedMemory.of(descriptor))
+    found[...] = images
+    return found
+
+
+def find_shared(images: np.ndarray) -> tuple[SharedMemory, SharedLayout] | None:
+    """Returns the place of an array, or None if it is not a contiguous array in shared memory."""
+    memory: Any = images
+    while isinstance(memory, np.ndarray):
+        memory = memory.base
+    if not isinstance(memory, SharedMemory) or not images.flags.c_contiguous:
+        return None
+    offset = images.ctypes.data - np.frombuffer(memory, np.uint8).ctypes.data
+    return memory, SharedLayout(offset, images.shape, images.dtype, type(images))
+
+
+def writable_copy(images: np.ndarray) -> np.ndarray:
+    """Returns a copy that may be modified. Of images in shared memory, only modified pages are copied."""
+    found = find_shared(images)
+    if found is None:
+        return images.copy()
+    memory, layout = found
+    return layout.view(mmap.mmap(memory.file.fileno(), 0, access=mmap.ACCESS_COPY))
 
 
 def read_image(image: ImageSource) -> Image.Image:

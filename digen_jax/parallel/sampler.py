@@ -26,6 +26,7 @@ from digen_jax.diffusion.sampling import (
 )
 from digen_jax.diffusion.schedule import Window, random_timesteps
 from digen_jax.diffusion.steps import ReverseStep
+from digen_jax.images import share
 from digen_jax.models.family import Family, Params, Record, Size
 from digen_jax.parallel.encoding import PrecomputedPrompts, jit_encoder
 from digen_jax.parallel.mesh import fetch, put, tracing_on
@@ -34,6 +35,7 @@ from digen_jax.parallel.policy import Policy, jit_as_written, null_rows
 
 # Seed of evaluations, independent of the run's, so that they are comparable across runs.
 SEED = 2**20
+SHARED = 2**25  # minimum bytes of a chunk's clips in shared memory
 
 
 class SampleDraws(NamedTuple):
@@ -320,5 +322,12 @@ def sample_fixed(
 
 
 def fetch_clips(decoded: Decoded) -> UInt8[np.ndarray, "b t h w 3"] | None:
-    """Returns decoded clips on the host, or None if one has a NaN. All processes of the mesh must call it."""
-    return None if fetch(decoded.has_nan).any() else fetch(decoded.clips)
+    """Returns decoded clips on the host, or None if one has a NaN. All processes of the mesh must call it.
+
+    Chunks of `SHARED` bytes or more are in shared memory. Smaller ones are shared only while they are scored, because
+    each needs two open files, and many may wait.
+    """
+    if fetch(decoded.has_nan).any():
+        return None
+    clips = fetch(decoded.clips)
+    return share(clips) if clips.nbytes >= SHARED else clips

@@ -22,6 +22,7 @@ import numpy as np
 from jaxtyping import Float, Float32, Int, UInt8
 
 from digen_jax.errors import NonNegativeFloat
+from digen_jax.images import writable_copy
 from digen_jax.process.shutdown import exits_raise
 from digen_jax.rewards.errors import DELIBERATE, RewardError, Watched, call_watched, user_code
 
@@ -151,7 +152,7 @@ def call_reward(
     """
 
     def score(images: np.ndarray) -> Any:
-        return reward(images.copy(), [*prompts], copy.deepcopy(metadata))
+        return reward(writable_copy(images), [*prompts], copy.deepcopy(metadata))
 
     start, name = time.perf_counter(), settings.title
     with user_code(name, "raised", DELIBERATE), exits_raise():
@@ -309,11 +310,11 @@ def alone(name: str, function: Reward) -> Rewards:
 
 
 def subset(batch: Batch, places: Int[np.ndarray, "n"]) -> Batch:
-    """Returns the subset of a batch at ascending indices; does not copy if that is the full batch."""
+    """Returns the subset of a batch at ascending indices; does not copy consecutive images."""
     images, prompts, metadata = batch
-    if len(places) == len(images):
-        return batch
-    return images[places], [prompts[i] for i in places], [metadata[i] for i in places]
+    first, end = places[0], places[-1] + 1
+    images = images[first:end] if end - first == len(places) else images[places]
+    return images, [prompts[i] for i in places], [metadata[i] for i in places]
 
 
 def total(columns: Float[np.ndarray, "b k"], weights: Sequence[float]) -> Float32[np.ndarray, "b"]:

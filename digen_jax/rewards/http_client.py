@@ -2,6 +2,7 @@
 
 import dataclasses
 import email.utils
+import io
 import json
 import logging
 import math
@@ -333,11 +334,14 @@ class FailoverClient:
         left = max(1e-3, end - time.monotonic())
         given: dict[str, Any] = {"timeout": httpx.Timeout(left, connect=min(CONNECT, left))}
         method, content = "GET" if request.body is None else "POST", bytearray()
+        # As a file, which is sent in pieces: httpx copies the unsent rest of bytes after each piece, and its response
+        # keeps them until garbage collection.
+        body = io.BytesIO(request.body(unusable) if request.body else b"")
         if request.body is not None:
-            given["content"] = request.body(unusable)
+            given["content"] = body
             given["headers"] = {"Content-Type": request.content_type}
         try:
-            with self._http.stream(method, url + request.path, **given) as response:
+            with body, self._http.stream(method, url + request.path, **given) as response:
                 for chunk in response.iter_bytes():
                     if content and time.monotonic() > end:
                         raise RetryableError("did not answer in time", down=True)

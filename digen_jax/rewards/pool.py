@@ -1,8 +1,9 @@
 """Scores batches concurrently with generation, in separate processes or in a thread.
 
 A reward process holds all rewards of a run and is called for one at a time, so that each has a separate time limit. It
-is a process group, so that its children are killed with it, and it exits with the calling process. It imports JAX only
-if the user's reward does, by default without accelerators.
+maps the images from shared memory, whose pages are copied only if a reward writes to them. It is a process group, so
+that its children are killed with it, and it exits with the calling process. It imports JAX only if the user's reward
+does, by default without accelerators.
 """
 
 import contextlib
@@ -29,6 +30,7 @@ from jaxtyping import UInt8
 
 from digen_jax import rewards
 from digen_jax.errors import ConfigError
+from digen_jax.images import SharedMemory, find_shared, share
 from digen_jax.process.shutdown import SIGNALS, Stopped, before_exit, guard_exit, mark_hung
 from digen_jax.process.terminal import complete_lines
 from digen_jax.rewards import Exchange, moved
@@ -104,7 +106,12 @@ class RewardProcess:
         if limit.seconds < math.inf:
             timer.start()
         try:
-            self._link.send((number, batch))
+            images, prompts, metadata = batch
+            shared = find_shared(share(images))
+            assert shared is not None
+            self._link.send((number, shared[1], prompts, metadata))
+            with _socket_of(self._link) as link:
+                socket.send_fds(link, [b"\0"], [shared[0].file.fileno()])
             found = self._link.recv()
         except (EOFError, OSError):
             self._kill()
@@ -189,10 +196,18 @@ def serve(descriptor: int) -> None:
 
     def receive() -> None:
         """Receives while the reward runs, so that this process exits with the calling one."""
-        with contextlib.suppress(EOFError, OSError):
+        try:
+            received.put(link.recv())
             while True:
-                received.put(link.recv())
-        os.killpg(0, signal.SIGKILL)
+                number, layout, prompts, metadata = link.recv()
+                with _socket_of(link) as files:
+                    _, (file,), *_ = socket.recv_fds(files, 1, 1)
+                os.set_inheritable(file, False)
+                images = layout.view(SharedMemory.of(file))
+                received.put((number, (images, prompts, metadata)))
+                del images
+        finally:
+            os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=receive, daemon=True).start()
     payload, names = received.get()
@@ -210,7 +225,13 @@ def serve(descriptor: int) -> None:
             answer: Any = found.members[number].answer(batch)
         except BaseException as error:
             answer = _picklable(error)
+        del batch  # frees the images
         link.send(answer)
+
+
+def _socket_of(link: multiprocessing.connection.Connection) -> socket.socket:
+    """Returns a socket to send or receive an open file, which the caller closes."""
+    return socket.fromfd(link.fileno(), socket.AF_UNIX, socket.SOCK_STREAM)
 
 
 def _picklable(error: BaseException) -> BaseException:
@@ -264,6 +285,7 @@ class RewardThread:
                 future.set_result(reward.answer(batch))
             except BaseException as error:
                 future.set_exception(error)
+            del job, batch  # frees the images
 
 
 def no_limit(expected: float | None) -> float:
@@ -398,10 +420,13 @@ class RewardPool:
                 future.set_exception(CancelledError() if self._closed else error)
             else:
                 future.set_result(found)
+            del job, batch  # frees the images
 
     def _score(self, scorer: Any, batch: rewards.Batch, known: rewards.Answers) -> Scored:
         """Calls the rewards that apply to a batch sequentially."""
         answers, spent, exchanges = [*known], 0.0, list[Exchange]()
+        if isinstance(scorer, RewardProcess):  # once for all rewards
+            batch = share(batch[0]), *batch[1:]
         for number, reward in enumerate(self.rewards.members):
             places = reward.applying(batch[2])
             if reward.on_mesh or not len(places):

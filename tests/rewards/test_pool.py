@@ -1,20 +1,25 @@
+import contextlib
 import multiprocessing
 import os
+import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import CancelledError
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from digen_jax import rewards
 from digen_jax.errors import ConfigError
+from digen_jax.images import share
 from digen_jax.process.shutdown import Interrupt, Stopped
 from digen_jax.rewards import RewardSettings
 from digen_jax.rewards.built_in import resolve
 from digen_jax.rewards.errors import RewardFailed, Watched
 from digen_jax.rewards.pool import RewardPool, no_limit
+from tests.pipelines import ROOT
 from tests.scripts import ends
 
 IMAGES = np.arange(3 * 4 * 4 * 3, dtype=np.uint8).reshape(3, 4, 4, 3)
@@ -117,8 +122,36 @@ def dies_with_a_child(images, prompts, metadata):
     multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,)).start()
     os._exit(3)
 
+def sleeps(images, prompts, metadata):
+    open(os.path.join(prompts[0], str(os.getpid())), "w").close()
+    time.sleep(600)
+
+def kilobytes(*processes):
+    # In memory without files. A page that several processes share is divided by their number.
+    files = [open(f"/proc/{process}/smaps_rollup") for process in processes]
+    lines = [line.split() for file in files for line in file]
+    return sum(int(line[1]) for line in lines if line[0] in ("Pss_Anon:", "Pss_Shmem:"))
+
+def resident(images, prompts, metadata):
+    images.max()
+    return [kilobytes(os.getpid(), os.getppid())] * len(images)
+
 asked, release = [], threading.Event()
 """
+# Scores clips, in a process that a test kills.
+DRIVER = """
+import sys
+import numpy as np
+from digen_jax.rewards import RewardSettings
+from digen_jax.rewards.built_in import resolve
+from digen_jax.rewards.pool import RewardPool
+
+module, asked = sys.argv[1:]
+sys.path.insert(0, module)
+pool = RewardPool(resolve([RewardSettings("pooled_rewards:sleeps")]), 1)
+pool.score(np.zeros((1, 9, 256, 256, 3), np.uint8), [asked], [{}])
+"""
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
 @pytest.fixture(scope="module")
@@ -195,6 +228,48 @@ def test_a_reward_may_write_into_its_arguments(mine, processes):
     assert (prompts, metadata) == (PROMPTS, METADATA)
     if processes is not None:
         scorer.close()
+
+
+@linux
+def test_a_clip_of_two_rewards_is_in_memory_once(mine):
+    again = RewardSettings("pooled_rewards:resident", label="again")
+    scorer = RewardPool(named("pooled_rewards:resident", again), 1)
+
+    def resident(clips):
+        return scorer.score(clips, ["a"], [{"prompt": "a"}]).columns[0] * 1024
+
+    before = resident(np.zeros((1, 1, 8, 8, 3), np.uint8))
+    clips = share(np.full((1, 81, 480, 832, 3), 7, np.uint8))
+    for _ in range(2):
+        added = resident(clips) - before
+        assert (added > clips.nbytes - 2e6).all() and (added < 110e6).all()
+    del clips
+    processes, deadline = (os.getpid(), scorer._scorers[0]._process.pid), time.monotonic() + 30
+    while mine.kilobytes(*processes) * 1024 - before[1] > 10e6:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    scorer.close()
+
+
+@linux
+def test_a_killed_driver_leaves_no_processes_and_no_files(mine, tmp_path):
+    asked, files = tmp_path / "asked", tmp_path / "files"
+    asked.mkdir()
+    files.mkdir()
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, os.path.dirname(mine.__file__), str(asked)],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(files)},
+    )
+    try:
+        while not (started := list(asked.iterdir())):
+            assert driver.poll() is None
+            time.sleep(0.05)
+    finally:
+        driver.kill()
+        driver.wait()
+    assert ends(int(started[0].name))
+    left = [path for folder in ("/dev/shm", files) for path in Path(folder).iterdir()]
+    assert not [path for path in left if path.stat().st_size >= 9 * 256 * 256 * 3]
 
 
 @pytest.mark.parametrize("processes", [0, 1])
@@ -274,10 +349,19 @@ def test_a_process_that_dies_is_reported(pool, reward):
             scorer.score(IMAGES, PROMPTS, METADATA)
 
 
+def shared_files():
+    """The number of open files of shared images; macOS does not show it."""
+    links = []
+    for path in Path("/proc/self/fd").glob("*"):
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            links.append(os.readlink(path))
+    return sum("memfd:images" in link for link in links)
+
+
 @pytest.mark.parametrize(("way", "retries"), [("hangs", 1), ("SIGKILL", 2)])
 def test_a_process_that_hangs_or_dies_is_replaced(pool, tmp_path, capfd, way, retries):
     """A hung process is killed with all processes that it has started."""
-    limits = iter([120.0, 3.0, 120.0])
+    limits, before = iter([120.0, 3.0, 120.0]), shared_files()
     limit = (lambda expected: next(limits)) if way == "hangs" else no_limit
     scorer = pool("fails", retries=retries, limit=limit)
     # Once before, so that the limit is not for the process to start.
@@ -293,6 +377,10 @@ def test_a_process_that_hangs_or_dies_is_replaced(pool, tmp_path, capfd, way, re
     failed = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime)[:retries]
     assert all(ends(int(path.name)) for path in failed)
     assert "Traceback" not in log
+    deadline = time.monotonic() + 30
+    while shared_files() > before:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_a_limit_depends_on_the_measured_time(pool):

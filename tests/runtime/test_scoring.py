@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -12,8 +13,9 @@ from digen_jax import rewards
 from digen_jax.algorithms.advantages import AdvantageSettings
 from digen_jax.diffusion.schedule import Window
 from digen_jax.errors import DivergedError
+from digen_jax.images import find_shared, reward_input
 from digen_jax.logging.evaluation import compute_image_stats, submit_image_stats
-from digen_jax.parallel.sampler import SampleRng
+from digen_jax.parallel.sampler import Decoded, SampleRng, fetch_clips
 from digen_jax.rewards import alone
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.array_transfer import ArrayTransfer
@@ -93,12 +95,29 @@ def test_of_an_evaluation_the_first_clips_leave_the_worker(version, frames):
         assert one.previews is None and len(one.values) == len(made)
 
 
-def test_images_with_nan_are_no_error_of_a_reward():
+@pytest.mark.parametrize("least", [0, 2**25])
+def test_large_chunks_are_in_shared_memory(monkeypatch, least):
+    monkeypatch.setattr("digen_jax.parallel.sampler.SHARED", least)
+    given = clips(30, 10)[:, :1]
+    found = fetch_clips(Decoded(jnp.asarray(given), jnp.zeros(2, bool)))
+    assert (find_shared(reward_input(found[1:])) is not None) == (least == 0)
+    np.testing.assert_array_equal(found, given)
+
+
+@pytest.mark.parametrize("where", ["weights", "frame"])
+def test_images_with_nan_are_no_error_of_a_reward(where, monkeypatch):
+    def one_frame(family, params, latents, decode=toy.ToyFamily.decode):
+        clips = decode(family, params, latents)
+        return jnp.concatenate([clips, clips.at[..., 0, 0, 0].set(jnp.nan), clips], axis=1)
+
+    if where == "frame":
+        monkeypatch.setattr(toy.ToyFamily, "decode", one_frame)
     config = toy.config(**toy.meshes((1, 1), (1, 1)))
     system, chunk, version = toy.system(config), Chunk(0, 0), WeightsVersion(0)
     steps = Steps(iter([toy.records(2)]), 3, 6, system.rng, 0)
     executor = SamplingExecutor("rollout-0", system.rollouts[0], steps, None, ArrayTransfer())
-    executor.hold(version, jax.tree.map(lambda leaf: leaf * np.nan, system.start))
+    factor = np.nan if where == "weights" else 1.0
+    executor.hold(version, jax.tree.map(lambda leaf: leaf * factor, system.start))
     executor.encode(0)
     executor.generate(chunk, version)
     executor.decode(chunk)
