@@ -79,6 +79,9 @@ _BATCH = flags.DEFINE_integer("batch", 32, "Images per call of the sampler.")
 _DTYPE = flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], "Compute dtype of the network.")
 _OUTPUT = define_path("output", None, "JSON file for the scores.")
 _IMAGE_FOLDER = define_path("image_folder", None, "Folder for all images with their scores.")
+_FPS = flags.DEFINE_integer(
+    "fps", None, "Frames per second of clips; default: images.fps of the run, or 16.", 1, 120
+)
 flags.mark_flags_as_required(["model"])
 
 
@@ -110,6 +113,12 @@ def main() -> None:
     check_needs([prompts], needs_of(reward_settings))
     rest = _STEPS.value, _HEIGHT.value, _WIDTH.value, _TRUE_GUIDANCE.value, _FRAMES.value
     options = [SamplingOptions(guidance, *rest) for guidance in _guidances()]
+
+    def fits(family: Any, sizes: Sequence[Any]) -> None:
+        edited(family, records)
+        run_sanity_checks(rewards, rewards.score)
+        dry_run(rewards.score, [records], sizes[0])
+
     model = open_model(
         _MODEL.value,
         jax.devices(),
@@ -117,13 +126,11 @@ def main() -> None:
         _DTYPE.value,
         options,
         negative=f"{place}, has a negative prompt" if place else None,
-        fits=lambda family: edited(family, records),
+        fits=fits,
     )
     model = model.editing(records)
     report_odd_prompts([prompts], model.family.is_truncated, known_words(model.family))
     samplers = list(map(model.sampler, options))
-    run_sanity_checks(rewards, rewards.score)
-    dry_run(rewards.score, [records], samplers[0].settings.size)
     found = _evaluated(model, samplers, records, rewards)
     label = ", ".join(rewards.names)
     if _OUTPUT.value:
@@ -161,7 +168,7 @@ def _evaluated(
         if _IMAGE_FOLDER.value:
             folder = pathlib.Path(_IMAGE_FOLDER.value, head.replace(" ", "_"))
             with prefix_errors("--image_folder: ", (OSError,)):
-                evaluation_to_folder(evaluation, folder)
+                evaluation_to_folder(evaluation, folder, _FPS.value or model.fps)
     return found
 
 

@@ -66,7 +66,9 @@ _WIDTH = flags.DEFINE_integer(
 _FRAMES = flags.DEFINE_integer(
     "frames", None, "Frames of a clip; default: of the run or the model.", 1, LONGEST
 )
-_FPS = flags.DEFINE_integer("fps", 16, "Frames per second of clips.", 1, 120)
+_FPS = flags.DEFINE_integer(
+    "fps", None, "Frames per second of clips; default: images.fps of the run, or 16.", 1, 120
+)
 _FORMAT = flags.DEFINE_enum(
     "format",
     None,
@@ -112,7 +114,7 @@ def main() -> None:
         _FRAMES.value,
     )
 
-    def fits(family: Any) -> None:
+    def fits(family: Any, sizes: Any) -> None:
         if _IMAGE.value and not family.edits:
             raise ConfigError(
                 f"--image is given, but {_MODEL.value} generates images from prompts only: remove it, or "
@@ -146,7 +148,7 @@ def main() -> None:
             )
 
     with prefix_errors("--output: ", (OSError,)):
-        rest = _BATCH.value, _SEED.value, _IMAGES.value, _FPS.value, animation
+        rest = _BATCH.value, _SEED.value, _IMAGES.value, _FPS.value or model.fps, animation
         sample_to_folder(model, sampler, records, output, *rest)
     count = len(records) * _IMAGES.value
     kind = "image" if size.frames == 1 else "clip"

@@ -113,6 +113,7 @@ def test_a_run_is_drawn_as_its_lora_on_the_model_it_started_from(base, tmp_path)
     with_lora = open_model(str(pipeline(base)), jax.devices()[:1], lora=str(tmp_path / "lora"))
     assert with_lora.defaults == (32, 32, 28, 7.0, 1.0, 1), "as diffusers' pipeline samples"
     plain = open_model(str(pipeline(base)), jax.devices()[:1])
+    assert (run.fps, plain.fps) == (8, 16)
     same = dict(steps=5, guidance=2.0)
     drawn = draw(run, tmp_path / "run")
     assert abs(drawn - draw(with_lora, tmp_path / "with", **same)).max() <= 1

@@ -73,7 +73,7 @@ def tiny_config(base: pathlib.Path, kind: str) -> ConfigDict:
     one = dict(data=1, fsdp=1)
     c.placement = ConfigDict(dict(rollout=one, trainer=one))
     c.evaluation = ConfigDict(dict(prompts=prompts, every=2, steps=5, guidance=2.0, batch=4))
-    c.images = ConfigDict(dict(every=2, count=2))
+    c.images = ConfigDict(dict(every=2, count=2, fps=8))
     if kind == "full":
         c.trainer.ema = 0.5
         c.rewards += (dict(name="tests.tiny_runs:darkness", weight=0.25),)

@@ -31,6 +31,8 @@ from digen_jax.parallel.policy import Policy
 from digen_jax.parallel.sampler import Sampler, SamplerSettings, Weights
 from digen_jax.policies import check_negative, make_policy, trained_of
 
+FPS = 16  # frames per second of clips
+
 
 class Defaults(NamedTuple):
     """Default sampling settings of a model."""
@@ -78,6 +80,11 @@ class Model(NamedTuple):
     defaults: Defaults
     run: TrainConfig | None  # config of the run that trained the model
 
+    @property
+    def fps(self) -> int:
+        """Default frames per second of clips."""
+        return self.run.images.fps if self.run else FPS
+
     def sampler(self, options: SamplingOptions) -> Sampler:
         """Returns a sampler without noise between steps.
 
@@ -113,7 +120,7 @@ def open_model(
     dtype: str | None = None,
     options: Sequence[SamplingOptions] = (),
     negative: str | None = None,
-    fits: Callable[[Family], Any] = lambda family: None,
+    fits: Callable[[Family, Sequence[Size]], Any] = lambda family, sizes: None,
 ) -> Model:
     """Loads a model onto the devices.
 
@@ -124,7 +131,7 @@ def open_model(
       dtype: Compute dtype of the network. None means the run's, or float32.
       options: Options of the samplers to be created, validated before weights are read.
       negative: Source of a negative prompt, as the start of an error message; rejected if no sampler uses it.
-      fits: Additional check before weights are read; raises ConfigError.
+      fits: Additional check of the family and the samplers' sizes before weights are read; raises ConfigError.
 
     Raises:
       ConfigError: A file cannot be read, or an argument does not fit the model.
@@ -132,14 +139,14 @@ def open_model(
     group = all_devices(devices)
 
     def check(family: Family, folder: pathlib.Path, defaults: Defaults) -> None:
-        fits(family)
         if lora is not None:
             shapes = trained_of(family, family.shapes())
             open_lora(lora, shapes, family.lists)
-        policies = [_sampler(family, group, defaults, one).policy for one in options]
+        samplers = [_sampler(family, group, defaults, one) for one in options]
         if negative is not None:
-            check_negative(negative, policies, "--")
+            check_negative(negative, [one.policy for one in samplers], "--")
         check_parts(family, folder, family.shapes())
+        fits(family, [one.settings.size for one in samplers])
 
     with user_input():
         if is_run(name):

@@ -11,7 +11,7 @@ from PIL import Image
 
 from digen_jax import rewards
 from digen_jax.images import middle_frames, reward_input
-from digen_jax.inference.model import Model
+from digen_jax.inference.model import FPS, Model
 from digen_jax.logging.evaluation import Evaluation
 from digen_jax.logging.images import image_grid, save_frames
 from digen_jax.models.family import Record
@@ -21,7 +21,6 @@ from digen_jax.process.terminal import track
 
 # Maximum number of images in a grid.
 LARGEST_GRID = 64
-FPS = 16  # frames per second of clips
 
 
 def evaluate(
@@ -101,13 +100,13 @@ def sample_to_folder(
     _grid(np.stack(shown), [record["prompt"] for record in every]).save(output / "grid.png")
 
 
-def evaluation_to_folder(found: Evaluation, output: pathlib.Path) -> None:
+def evaluation_to_folder(found: Evaluation, output: pathlib.Path, fps: int = FPS) -> None:
     """Writes evaluation images as PNGs named by score, animations of clips, and `grid.png`."""
     output.mkdir(parents=True, exist_ok=True)
     prompts = [record["prompt"] for record in found.records]
     for number, (clip, prompt) in enumerate(zip(found.clips, prompts, strict=True)):
         name = f"{number:05d}_{found.scores[number]:.3f}_{slug(prompt)}.png"
-        _save_clip(output / name, clip, FPS, "webp")
+        _save_clip(output / name, clip, fps, "webp")
     shown = slice(LARGEST_GRID)
     _grid(middle_frames(found.clips[shown]), prompts, found.scores[shown]).save(output / "grid.png")
 

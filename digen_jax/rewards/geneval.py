@@ -60,13 +60,21 @@ def score_images(
     """Returns 1 for each image whose objects satisfy its record, else 0.
 
     Raises:
-      ConfigError: A record has no `include`, or names a class or color that the detector does not support.
+      ConfigError: The images are clips, or a record has no `include`, or names a class or color that the detector does
+        not support.
     """
+    check_images("geneval", images)
     for record in metadata:
         _check_record(record, detector.labels)
     found = detector(images, [colored(record) for record in metadata])
     pairs = zip(found, metadata, strict=True)
     return np.array([satisfies(kept(things, record), record) for things, record in pairs], "f4")
+
+
+def check_images(name: str, images: np.ndarray) -> None:
+    """Raises ConfigError for clips, which reward `name` cannot score."""
+    if images.ndim != 4:
+        raise ConfigError(f"reward {name!r} scores images, not clips: set frames to 1")
 
 
 def kept(found: Sequence[Detection], record: Mapping[str, Any]) -> list[Detection]:

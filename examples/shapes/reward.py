@@ -6,7 +6,7 @@ from jaxtyping import Float, UInt8
 from digen_jax.errors import ConfigError
 from digen_jax.images import to_uint8
 from digen_jax.rewards import Reward
-from digen_jax.rewards.geneval import satisfies
+from digen_jax.rewards.geneval import check_images, satisfies
 from digen_jax.rewards.sanity_check import SanityCheck
 from examples.shapes.read import find_objects
 from examples.shapes.render import render
@@ -48,8 +48,9 @@ def shapes_geneval(
     An image with an object that resembles no shape also gets 0: otherwise training would learn to add such objects.
 
     Raises:
-      ConfigError: a record has no `include`, such as a line of plain text.
+      ConfigError: the images are clips, or a record has no `include`, such as a line of plain text.
     """
+    check_images("shapes_geneval", images)
     for prompt, record in zip(prompts, metadata, strict=True):
         if "include" not in record:
             raise ConfigError(

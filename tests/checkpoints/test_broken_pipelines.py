@@ -15,7 +15,7 @@ from digen_jax.checkpoints.tensors import write_file
 from digen_jax.config.load import fit_config, load_config
 from digen_jax.errors import ConfigError, prefix_errors
 from digen_jax.families import load_family, open_pipeline
-from digen_jax.inference.model import edited, open_model, read_run_config
+from digen_jax.inference.model import SamplingOptions, edited, open_model, read_run_config
 from digen_jax.models.family import Size
 from tests.tiny_runs import pipeline, tiny_config
 
@@ -209,12 +209,14 @@ def test_weights_that_do_not_fit_are_found_before_any_is_read(base, folder, monk
 
 
 def test_options_are_checked_before_weights_are_read(folder, monkeypatch):
-    def fits(family):
+    def fits(family, sizes):
+        assert sizes == [(16, 32, 1)]
         edited(family, [{"prompt": "x"}], Size(16, 16))
 
-    monkeypatch.setattr(weights, "open_tensors", None)
+    monkeypatch.setattr(weights.safetensors, "read_tree", None)
+    options = [SamplingOptions(height=16, width=32)]
     with pytest.raises(ConfigError, match="size"):
-        open_model(str(folder), jax.devices()[:1], fits=fits)
+        open_model(str(folder), jax.devices()[:1], options=options, fits=fits)
 
 
 def test_a_component_or_a_pipeline_instead_of_a_run_is_refused(folder):

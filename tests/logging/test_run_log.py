@@ -56,7 +56,7 @@ def test_clips_have_an_animation_next_to_the_grid_of_middle_frames(tmp_path, fra
     log = opened(tmp_path)
     log.show(3, found)
     log.close()
-    evaluation_to_folder(found, tmp_path / "each")
+    evaluation_to_folder(found, tmp_path / "each", 10)
 
     animated = [".webp"] if frames > 1 else []
     names = {file.name for file in (tmp_path / "images").iterdir()}
@@ -83,6 +83,8 @@ def test_clips_have_an_animation_next_to_the_grid_of_middle_frames(tmp_path, fra
             assert np.abs(error).mean() < 1.5
         clip = Image.open(tmp_path / "each" / "00001_1.000_b.webp")
         assert clip.n_frames == frames and clip.size == (8, 8)
+        clip.load()
+        assert clip.info["duration"] == 100
 
 
 @pytest.mark.parametrize("animation", ANIMATIONS)

@@ -9,6 +9,7 @@ from digen_jax.process.shutdown import Stopped
 from digen_jax.rewards import RewardSettings
 from digen_jax.rewards.built_in import resolve
 from digen_jax.rewards.errors import KINDS, RewardError, Watched, dry_run, synthetic_image
+from digen_jax.rewards.geneval import score_images
 
 COLORS = {"prompt": "a red circle", "tag": "colors", "include": []}
 PLAIN = {"prompt": "a cat"}
@@ -45,6 +46,16 @@ def test_clips_are_tried_on_clips_a_few_at_a_time(monkeypatch):
     monkeypatch.setattr("digen_jax.rewards.errors.PIXELS", 1)
     dry_run(scored(reward), [[COLORS, PLAIN]], Size(16, 24, 5))
     assert seen == [(2, 5, 16, 24, 3)] * 2
+
+
+def test_clips_are_refused_by_a_reward_of_images():
+    for reward in (resolve([RewardSettings("shapes_geneval")]), rewards.alone("mine:f", geneval)):
+        with pytest.raises(ConfigError, match="set frames to 1"):
+            dry_run(reward.score, [[COLORS]], Size(16, 16, 5))
+
+
+def geneval(images, prompts, metadata):
+    return score_images(None, images, metadata)
 
 
 @pytest.mark.parametrize("scores", [[0.5], np.float32([0.5]), 0.5])

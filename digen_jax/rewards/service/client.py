@@ -63,9 +63,14 @@ class RemoteReward:
         prompts: list[str],
         metadata: list[dict],
     ) -> dict[str, Float32[np.ndarray, "b"]]:
-        """Returns the scores by name. Raises like `FailoverClient.post`."""
+        """Returns the scores by name. Raises like `FailoverClient.post`, and RewardError if a clip is too large."""
         pixels = max(1, math.prod(images.shape[1:-1]))
-        count = int(max(1, min(self._max_images, self._max_pixels // pixels)))
+        if pixels > self._max_pixels:
+            raise RewardError(
+                f"a clip of {pixels} pixels is above the limit of the reward servers, {self._max_pixels}: start them "
+                "with more --pixels, or set the reward's setting 'every'"
+            )
+        count = int(min(self._max_images, self._max_pixels // pixels))
         found = []
         for start in range(0, len(prompts), count):
             part = slice(start, start + count)

@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from digen_jax.config.load import load_config
+from digen_jax.assemble import open_parts
+from digen_jax.checkpoints import folder
+from digen_jax.config.load import fit_config, load_config
+from digen_jax.errors import ConfigError
 from digen_jax.families import load_family
 from digen_jax.images import Size
 from digen_jax.logging.metrics import read_metrics
@@ -20,7 +23,20 @@ from digen_jax.train import train
 from tests.learned_rewards.folders import write
 from tests.models.wan.folders import wan_folder
 from tests.rewards.service.test_serving import Server
-from tests.tiny_runs import tiny_config
+from tests.tiny_runs import pipeline, tiny_config
+
+
+@pytest.mark.parametrize(
+    ("kind", "frames", "match"),
+    [("wan", 8, "use 5 or 9"), ("wan", 0, "0"), ("image", 5, "set frames to 1")],
+)
+def test_frames_are_checked_before_weights_are_read(base, monkeypatch, kind, frames, match):
+    monkeypatch.setattr(folder.safetensors, "read_tree", None)
+    c = tiny_config(base, "full")
+    c.model.folder = str(wan_folder(base) if kind == "wan" else pipeline(base))
+    c.model.frames = frames
+    with pytest.raises(ConfigError, match=rf"config\.model\.frames\b.*{match}"):
+        open_parts(fit_config(load_config(c), 1), jax.devices()[:1])
 
 
 @pytest.mark.parametrize(("height", "width"), [(32, 16), (24, 32)])

@@ -248,6 +248,14 @@ def test_a_check_adopts_the_smallest_limits():
         assert [len(request.prompts) for _, request in fake.requests] == sizes
 
 
+def test_a_clip_above_the_limits_is_refused_before_it_is_sent():
+    reward, fake = described({A: description(pixels=143)})
+    reward.check()
+    with pytest.raises(RewardError, match=r"--pixels.*'every'"):
+        score(reward, np.zeros((2, 9, 4, 4, 3), np.uint8))
+    assert not fake.requests
+
+
 def test_a_check_needs_one_server(capsys):
     reward, _ = described({A: FAILURES["no connection"], B: description()})
     assert set(reward.check()) == {B}

@@ -1,6 +1,7 @@
 """Real servers and sockets: hostile clients, signals, ports, and clients of a killed server."""
 
 import contextlib
+import dataclasses
 import os
 import signal
 import socket
@@ -18,8 +19,9 @@ from digen_jax.errors import ConfigError
 from digen_jax.process.shutdown import Stopped
 from digen_jax.rewards import RewardSettings
 from digen_jax.rewards.built_in import resolve
+from digen_jax.rewards.errors import RewardError
 from digen_jax.rewards.pool import RewardPool
-from digen_jax.rewards.service.client import RemoteReward
+from digen_jax.rewards.service.client import RemoteReward, Served
 from digen_jax.rewards.service.server import listen
 from digen_jax.rewards.service.wire import encode_request
 from tests.pipelines import ROOT
@@ -289,6 +291,16 @@ def test_reward_processes_use_the_servers_of_a_config_and_their_token(serve, mon
         assert children and all(ends(int(child)) for child in children)
         with pytest.raises(Stopped, match=rf"{server.url} .*'prompt 0'"):
             pool.score(*batch)
+
+
+def test_frames_are_left_out_before_they_are_sent(serve):
+    server = serve("--port=0", "--pixels=72").wait()
+    clips = random_images(18).reshape(2, 9, 4, 6, 3)
+    every = Served(servers=server.url, every=4, retries=0)
+    scores = every(clips, ["a", "b"], [{}] * 2)  # of 3 frames of 24 pixels
+    np.testing.assert_allclose(scores, means(clips[:, ::4]), rtol=1e-5)
+    with pytest.raises(RewardError, match="--pixels"):
+        dataclasses.replace(every, every=1)(clips, ["a", "b"], [{}] * 2)
 
 
 def test_an_unavailable_address_is_refused():
