@@ -32,8 +32,8 @@ scripts/train_sd3.py of the former (ac4c86e) and in scripts/train_nft_sd3.py of 
 
 Differences from the sources:
 - float32 with TF32 matrix products instead of float16; both have 10 bits of mantissa. bfloat16 has 7: after one update,
-  its rounding alone changed the log-ratio by 5e-5 rms (the embedded model on a CPU, a LoRA of rank 8;
-  `pytest -s tests/engine/test_rounding.py -k embedded` at 2378bca), compared with a clip range of 1e-4;
+  its rounding alone changed the log-ratio by 5e-5 rms (measured once, with a LoRA of rank 8 of the embedded model on a
+  CPU), compared with a clip range of 1e-4;
 - only the nine trained steps have noise, not the tenth; groups of an update are split by index, not shuffled. Flow-GRPO
   and GRPO-Guard drop groups of equal rewards, also from the KL; the sources drop each image whose advantage is 0 and
   divide the rest evenly among both updates, with some of the dropped images to fill micro-batches;

@@ -100,7 +100,7 @@ def main() -> None:
     from digen_jax.logging.evaluation import score_table
     from digen_jax.models.text.tokenizers import known_words
     from digen_jax.rewards.built_in import resolve
-    from digen_jax.rewards.errors import dry_run
+    from digen_jax.rewards.dry_run import dry_run
     from digen_jax.rewards.sanity_check import run_sanity_checks
 
     _check_options()

@@ -57,7 +57,7 @@ def main() -> None:
 
     from digen_jax.images import Size
     from digen_jax.rewards.built_in import resolve
-    from digen_jax.rewards.errors import dry_run
+    from digen_jax.rewards.dry_run import dry_run
     from digen_jax.rewards.pool import RewardPool
     from digen_jax.rewards.sanity_check import run_sanity_checks
 

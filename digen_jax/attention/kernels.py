@@ -1,7 +1,7 @@
 """Selects the attention kernel for the devices that a network is traced for (`Target`).
 
-The sampler and the trainer enter `on_mesh` while tracing a network, which tells attention the target devices and how
-arrays are sharded over them.
+The sampler and the trainer trace a network inside `on_mesh`, which sets the target devices of attention and the
+sharding of its arrays.
 
 | kernel | platform                        | memory                                           |
 | ------ | ------------------------------- | ------------------------------------------------ |

@@ -250,20 +250,19 @@ def write_params(
     lists: tuple[str, ...],
     config: Mapping[str, Any],
     kind: str = "diffusers",
-    dtype: DTypeLike | None = None,
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:
     """Writes `config.json` and the weights so that `from_pretrained(folder)` loads them.
 
-    `kind` is the library, "diffusers" or "transformers". Floating leaves are cast to `dtype` if given. Above
-    `max_shard_bytes` the weights are split into several files with an index. Files are written atomically, earlier
-    weights are removed, and `config.json` is written last: if it exists, all files do.
+    `kind` is the library, "diffusers" or "transformers". Above `max_shard_bytes` the weights are split into several
+    files with an index. Files are written atomically, earlier weights are removed, and `config.json` is written last:
+    if it exists, all files do.
     """
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     stem = STEMS[kind]
     with tempfile.TemporaryDirectory(dir=folder, prefix=".partial-") as scratch:
-        tensors = file_tensors(params, lists, dtype)
+        tensors = file_tensors(params, lists)
         written = _write_weights(pathlib.Path(scratch), stem, tensors, max_shard_bytes)
         written.append(pathlib.Path(scratch, "config.json"))
         written[-1].write_text(_dump(config), encoding="utf-8")

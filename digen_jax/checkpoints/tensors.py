@@ -228,21 +228,14 @@ def check_tensors(
         raise ValueError(problems[0] + more)
 
 
-def file_tensors(
-    params: Tree, lists: tuple[str, ...], dtype: DTypeLike | None = None
-) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields (name, array) in file layout. Floating leaves are cast to `dtype` if given.
-
-    Leaves are gathered to the host one at a time.
-    """
+def file_tensors(params: Tree, lists: tuple[str, ...]) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields (name, array) in file layout. Leaves are gathered to the host one at a time."""
     for path, leaf in flatten_dict(params).items():
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             raise ValueError(f"{'/'.join(path)} is on several hosts; gather it before writing")
         file_shape(path, leaf.shape, lists)
         scanned = is_scanned(path, lists)
         array = np.asarray(leaf)
-        if dtype is not None and jnp.issubdtype(array.dtype, jnp.floating):
-            array = array.astype(dtype)
         layers = array if scanned else array[None]
         for name, layer in zip(tensor_names(path, lists), layers, strict=True):
             # safetensors writes the raw buffer, so a transposed view would be in the wrong order

@@ -21,12 +21,10 @@ from digen_jax.models.text.clip_text import CLIPTextConfig
 from digen_jax.models.vision import clip
 from digen_jax.models.vision.preprocess import Processor, pil_crop, tensor_crop, tensor_pad
 from digen_jax.parallel.placement import DeviceGroup
-from digen_jax.parallel.reward_model import FrameReduction, RewardModel, scorer_shapes
+from digen_jax.parallel.reward_model import RewardModel, scorer_shapes
 from digen_jax.process.shutdown import during
 from digen_jax.rewards import RewardSettings
 from digen_jax.rewards.built_in import resolve
-
-FILES = ("folder", "file", "head", "processor", "tokenizer")  # settings with file paths
 
 
 def read(sections: Mapping[int, RewardSettings], group: DeviceGroup) -> tuple[RewardModel, ...]:
@@ -43,8 +41,7 @@ def read(sections: Mapping[int, RewardSettings], group: DeviceGroup) -> tuple[Re
             shapes = scorer_shapes(one.title, opened.shapes, group)
             with during(f"loading the weights of reward {one.title!r}"):
                 scorer, params = opened.load(jax.tree.map(lambda leaf: leaf.sharding, shapes))
-            reduction = FrameReduction(**learned.frames)
-            args = scorer, params, group, learned.batch, reduction
+            args = scorer, params, group, learned.batch, learned.reduction
             found.append(RewardModel(one.title, *args))
     return tuple(found)
 
@@ -60,20 +57,18 @@ def read_shapes(sections: Mapping[int, RewardSettings], group: DeviceGroup) -> t
     found = []
     for number, one in sections.items():
         learned = _learned(one)
-        files = [value for name, value in learned.settings if name in FILES and value]
-        local = all(pathlib.Path(file).exists() for file in files)
+        local = all(pathlib.Path(file).exists() for file in learned.files.values() if file)
         with prefix_errors(f"config.rewards[{number}]: reward {one.title!r}: "):
             opened = learned.open() if local else published(learned)
             shapes = scorer_shapes(one.title, opened.shapes, group)
-            reduction = FrameReduction(**learned.frames)
-            args = opened.scorer, shapes, group, learned.batch, reduction
+            args = opened.scorer, shapes, group, learned.batch, learned.reduction
             found.append(RewardModel(one.title, *args))
     return tuple(found)
 
 
 def published(learned: Learned) -> RewardFiles:
     """Returns the published architecture of a reward without weights, for compilation only."""
-    dtype = jnp.dtype(dict(learned.settings)["dtype"])
+    dtype = jnp.dtype(learned.dtype)
     config, prepare = PUBLISHED[learned.name]
     prepare = functools.partial(prepare, processor=Processor())
 

@@ -56,7 +56,7 @@ class Line(NamedTuple):
     raw: Float[np.ndarray, "n"] | None  # before smoothing, of a single run
 
 
-class Task(NamedTuple):
+class TaskRow(NamedTuple):
     """A row of the task table: "mean" or "mean (minimum to maximum)" over the runs."""
 
     name: str
@@ -132,7 +132,7 @@ def _run_content(run: Run, intervals: int) -> dict[str, Any]:
     }
 
 
-def task_table(runs: Sequence[Run]) -> list[Task]:
+def task_table(runs: Sequence[Run]) -> list[TaskRow]:
     """Returns rows for all prompts and for each task; empty if there are fewer than two evaluations."""
     evaluated = [run for run in runs if len(run.evaluations) > 1]
     if not evaluated:
@@ -151,7 +151,8 @@ def task_table(runs: Sequence[Run]) -> list[Task]:
         best = np.asarray([values.max() for _, values in found])
         at = ", ".join(str(steps[values.argmax()]) for steps, values in found)
         gain = spread(last - first, "+.3f")
-        rows.append(Task(name, spread(first), spread(last), gain, f"{spread(best)} at step {at}"))
+        peak = f"{spread(best)} at step {at}"
+        rows.append(TaskRow(name, spread(first), spread(last), gain, peak))
     return rows
 
 

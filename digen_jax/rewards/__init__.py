@@ -24,7 +24,8 @@ from jaxtyping import Float, Float32, Int, UInt8
 from digen_jax.errors import NonNegativeFloat
 from digen_jax.images import writable_copy
 from digen_jax.process.shutdown import exits_raise
-from digen_jax.rewards.errors import DELIBERATE, RewardError, Watched, call_watched, user_code
+from digen_jax.rewards.dry_run import Watched, call_watched
+from digen_jax.rewards.errors import DELIBERATE, RewardError, user_code
 
 
 @dataclasses.dataclass(frozen=True)

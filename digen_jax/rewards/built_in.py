@@ -44,16 +44,16 @@ class BuiltIn:
 LEARNED, PAIRS = "digen_jax.learned_rewards", "digen_jax.learned_rewards.sanity_checks"
 JPEG, GENEVAL = "digen_jax.rewards.jpeg", "digen_jax.rewards.geneval"
 BUILT_IN = {
-    "aesthetic": BuiltIn(LEARNED, "aesthetic", f"{PAIRS}:image_pairs", "mesh"),
-    "clip_score": BuiltIn(LEARNED, "clip_score", f"{PAIRS}:prompt_pairs", "mesh"),
+    "aesthetic": BuiltIn(LEARNED, "AestheticScore", f"{PAIRS}:image_pairs", "mesh"),
+    "clip_score": BuiltIn(LEARNED, "ClipScore", f"{PAIRS}:prompt_pairs", "mesh"),
     "geneval": BuiltIn(GENEVAL, "GenEval", f"{PAIRS}:object_pairs", "server", "needs"),
-    "hpsv2": BuiltIn(LEARNED, "hpsv2", f"{PAIRS}:prompt_pairs", "mesh"),
+    "hpsv2": BuiltIn(LEARNED, "Hpsv2", f"{PAIRS}:prompt_pairs", "mesh"),
     "jpeg_compressibility": BuiltIn(JPEG, "jpeg_compressibility", "known_compressibility"),
     "jpeg_incompressibility": BuiltIn(JPEG, "jpeg_incompressibility", "known_incompressibility"),
     # Scores depend on the user's judge model, so there is no sanity check.
     "judge": BuiltIn("digen_jax.rewards.judge", "judge", needs="needs"),
     "ocr": BuiltIn("digen_jax.rewards.ocr", "Ocr", "sanity_check", needs="needs"),
-    "pickscore": BuiltIn(LEARNED, "pickscore", f"{PAIRS}:prompt_pairs", "mesh"),
+    "pickscore": BuiltIn(LEARNED, "PickScore", f"{PAIRS}:prompt_pairs", "mesh"),
     # The reward server runs the sanity checks.
     "served": BuiltIn("digen_jax.rewards.service.client", "Served"),
     "shapes_geneval": BuiltIn("examples.shapes.reward", "make", "sanity_check"),

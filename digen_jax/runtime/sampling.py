@@ -26,7 +26,7 @@ from digen_jax.parallel.mesh import put
 from digen_jax.parallel.sampler import EncodedPrompts, Weights, fetch_clips, sample_fixed
 from digen_jax.parallel.system import Rollout
 from digen_jax.rewards.built_in import mesh_rewards, on_mesh, resolve
-from digen_jax.rewards.errors import dry_run
+from digen_jax.rewards.dry_run import dry_run
 from digen_jax.rewards.pool import RewardPool, Scored
 from digen_jax.rewards.sanity_check import run_sanity_checks
 from digen_jax.runtime.array_transfer import ArrayTransfer, ConditioningKey, SamplesKey

@@ -71,9 +71,9 @@ def test_a_real_component_survives_the_round_trip_byte_by_byte(tmp_path, name, d
     module.save_pretrained(tmp_path / "theirs")
     config = folder.read_json(tmp_path / "theirs" / "config.json")
     template, lists = network(name, config)
-    params = folder.read_params(tmp_path / "theirs", template, lists)
     jax_dtype = {torch.float32: jnp.float32, torch.bfloat16: jnp.bfloat16}[dtype]
-    folder.write_params(tmp_path / "ours", params, lists, config, KINDS[name], jax_dtype)
+    params = folder.read_params(tmp_path / "theirs", template, lists, dtype=jax_dtype)
+    folder.write_params(tmp_path / "ours", params, lists, config, KINDS[name])
 
     weights = f"{folder.STEMS[KINDS[name]]}.safetensors"
     digests = [

@@ -160,12 +160,6 @@ def test_written_tensors_are_torchs(tmp_path):
     assert all(torch.equal(written[name], state[name]) for name in state)
 
 
-def test_written_type_is_the_one_asked_for():
-    tree = {"w": jnp.ones((2, 3), jnp.float32), "ids": jnp.arange(3)}
-    written = dict(tensors.file_tensors(tree, (), jnp.bfloat16))
-    assert (written["w"].dtype, written["ids"].dtype) == (jnp.bfloat16, jnp.int32)
-
-
 # ------------------------------------------------------------------------------ names and layouts
 
 LISTS = ("blocks", "net", "to_out")

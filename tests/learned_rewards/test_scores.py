@@ -25,7 +25,7 @@ from digen_jax.learned_rewards.scorers import (
 )
 from digen_jax.parallel.reward_model import FrameReduction
 from digen_jax.rewards import Rewards, RewardSettings
-from digen_jax.rewards.built_in import resolve
+from digen_jax.rewards.built_in import BUILT_IN, resolve
 from digen_jax.rewards.sanity_check import run_sanity_checks
 from tests.learned_rewards.folders import PROMPTS, SIZE, TOKENS, Files, pictures, write
 
@@ -146,7 +146,8 @@ def test_bfloat16_stays_close_and_keeps_the_logits_scale(files):
 @pytest.mark.slow
 def test_no_torch_is_imported(files):
     calls = "".join(
-        f"learned_rewards.{name}(**{settings(files, name)!r})(images, ['a red star'], [{{}}])\n"
+        f"learned_rewards.{BUILT_IN[name].factory}(**{settings(files, name)!r})"
+        "(images, ['a red star'], [{}])\n"
         for name in REWARDS
     )
     code = (
@@ -198,9 +199,9 @@ CLIPS = np.stack([pictures(seed=one) for one in range(5)], axis=1)  # of 5 frame
 )
 def test_a_clip_is_scored_by_its_frames(files, settings, of_frames):
     folder = str(files.clip)
-    reward = learned_rewards.clip_score(folder=folder)
+    reward = learned_rewards.ClipScore(folder=folder)
     frames = [reward(one, PROMPTS, []) for one in CLIPS.swapaxes(0, 1)]
-    found = learned_rewards.clip_score(folder=folder, batch=2, **settings)(CLIPS, PROMPTS, [])
+    found = learned_rewards.ClipScore(folder=folder, batch=2, **settings)(CLIPS, PROMPTS, [])
     np.testing.assert_allclose(found, of_frames(np.stack(frames, 1)), rtol=1e-5)
 
 

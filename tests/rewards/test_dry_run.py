@@ -8,7 +8,8 @@ from digen_jax.images import Size
 from digen_jax.process.shutdown import Stopped
 from digen_jax.rewards import RewardSettings
 from digen_jax.rewards.built_in import resolve
-from digen_jax.rewards.errors import KINDS, RewardError, Watched, dry_run, synthetic_image
+from digen_jax.rewards.dry_run import KINDS, Watched, dry_run, synthetic_image
+from digen_jax.rewards.errors import RewardError
 from digen_jax.rewards.geneval import score_images
 
 COLORS = {"prompt": "a red circle", "tag": "colors", "include": []}
@@ -43,7 +44,7 @@ def test_clips_are_tried_on_clips_a_few_at_a_time(monkeypatch):
         assert (images[:, 0] != images[:, 1]).any()  # they move
         return images.mean((1, 2, 3, 4))
 
-    monkeypatch.setattr("digen_jax.rewards.errors.PIXELS", 1)
+    monkeypatch.setattr("digen_jax.rewards.dry_run.PIXELS", 1)
     dry_run(scored(reward), [[COLORS, PLAIN]], Size(16, 24, 5))
     assert seen == [(2, 5, 16, 24, 3)] * 2
 

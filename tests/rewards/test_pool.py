@@ -17,7 +17,8 @@ from digen_jax.images import share
 from digen_jax.process.shutdown import Interrupt, Stopped
 from digen_jax.rewards import RewardSettings
 from digen_jax.rewards.built_in import resolve
-from digen_jax.rewards.errors import RewardFailed, Watched
+from digen_jax.rewards.dry_run import Watched
+from digen_jax.rewards.errors import RewardFailed
 from digen_jax.rewards.pool import RewardPool, no_limit
 from tests.pipelines import ROOT
 from tests.scripts import ends

@@ -20,7 +20,8 @@ from digen_jax.errors import ConfigError
 from digen_jax.logging.metrics import TIMING
 from digen_jax.logging.status import describe, read_status
 from digen_jax.logging.workdir import finished_step
-from digen_jax.rewards.errors import RewardFailed, synthetic_image
+from digen_jax.rewards.dry_run import synthetic_image
+from digen_jax.rewards.errors import RewardFailed
 from digen_jax.runtime import opening
 from digen_jax.train import train as whole_run
 from tests.logging.test_metrics import scalars
