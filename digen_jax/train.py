@@ -39,7 +39,7 @@ from digen_jax.policies import place_here, place_processes
 from digen_jax.process import job
 from digen_jax.process.job import Place, join_job
 from digen_jax.process.shutdown import Interrupt, mark_hung
-from digen_jax.process.terminal import complete_lines, keep_log_tail
+from digen_jax.process.terminal import complete_lines
 from digen_jax.runtime import checkpointing, opening
 from digen_jax.runtime.checkpointing import CheckpointStore, TrainCheckpoint
 from digen_jax.runtime.clock import Watch
@@ -68,7 +68,7 @@ def train(
       ConfigError: A setting does not work here, or the reward returned an invalid value.
       Stopped: A part of the run hangs or failed, such as the reward.
     """
-    with keep_log_tail(), complete_lines():
+    with complete_lines():
         if part is not None:
             return _train_with_workers(config, workdir, part)
         if not job.is_first():

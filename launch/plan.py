@@ -155,7 +155,8 @@ def _show(config: Any, plan: Any, calibration: Any, planned: Any) -> None:
 def _calibration(config: Any) -> Any:
     """Returns the costs; the scaling of the flags replaces that of the source."""
     from digen_jax.config.sections import AUTO
-    from digen_jax.planning.costs import measured_costs, read_calibration, read_run_costs
+    from digen_jax.planning.costs import read_calibration, read_run_costs
+    from digen_jax.planning.estimate import measured_costs
     from digen_jax.policies import place_here, place_on_one_device
 
     shares = _TRAINER_SERIAL, _WORKER_SERIAL

@@ -1,42 +1,18 @@
-"""Costs of commands on one device: from a file, from the metrics of a run, or timed with one chunk."""
+"""Costs of commands on one device, from a file or from the metrics of a run; `estimate` measures them."""
 
 import dataclasses
-import itertools
 import pathlib
 import statistics
-import time
-from collections.abc import Callable, Mapping
-from typing import Any
 
-import jax
-import numpy as np
-
-from digen_jax import rewards
-from digen_jax.assemble import build, read_scorers
-from digen_jax.config.train_config import TrainConfig
-from digen_jax.data.prompt_files import read_prompt_files
 from digen_jax.errors import ConfigError, check_choice, user_input
 from digen_jax.files import parse_json
-from digen_jax.images import reward_input
 from digen_jax.inference.model import read_run_config
 from digen_jax.logging.metrics import read_metrics
-from digen_jax.parallel.accumulate import trained_part
-from digen_jax.parallel.mesh import put
 from digen_jax.parallel.placement import devices_per_mesh
-from digen_jax.parallel.system import (
-    SampledImages,
-    System,
-    make_train_batch,
-    move_to_trainer,
-    select_images,
-)
-from digen_jax.precompute import precompute
-from digen_jax.rewards.built_in import mesh_rewards, on_mesh, resolve
 from digen_jax.scheduling.layouts import Scaling
 from digen_jax.scheduling.settings import Costs
 
 WARM = 2  # first steps of a run, which may include compilation
-REPEATS = 3  # timed calls after a first one that compiles; the median is used
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,109 +129,4 @@ def read_run_costs(workdir: pathlib.Path, serial: tuple[float, float] = (0, 0)) 
         f"the metrics of {count} step{'s' * (count > 1)} of the run in {workdir}",
         ("encode", "score_latency", "switch"),
         serial,
-    )
-
-
-def measured_costs(
-    config: TrainConfig, note: Callable[[str], None], serial: tuple[float, float] = (0, 0)
-) -> Calibration:
-    """Measures costs with one chunk in the config's system, on the available devices.
-
-    Args:
-      config: Config placed on these devices.
-      note: Called with each part of the work, which takes minutes.
-      serial: See `on_one_device`.
-
-    Raises:
-      ConfigError: The system cannot be built.
-    """
-    note(f"loading {config.model.folder}")
-    records = [*itertools.chain(*read_prompt_files(config.prompts.paths))]
-    records = [records[i % len(records)] for i in range(config.batch.groups)]
-    precompute(config, jax.devices(), records)
-    scorers = read_scorers(config, jax.devices())
-    system = build(config, jax.devices()).with_scorers(scorers)
-    measured = _measure(system, config, records, resolve(config.rewards), note)
-    rollout, trainer = system.placement.rollout.mesh.size, system.placement.trainer.mesh.size
-    kind = jax.devices()[0].device_kind
-    source = f"a chunk timed on devices of the kind {kind}, {rollout} for rollout and {trainer} for training"
-    missing = ("score_latency", "switch")
-    return on_one_device(measured, (rollout, trainer), source, missing, serial)
-
-
-def _measure(
-    system: System,
-    config: TrainConfig,
-    records: list[dict],
-    scored_by: rewards.Rewards,
-    note: Callable[[str], None],
-) -> Costs:
-    """Returns the seconds of commands on the system's meshes; consumes the trainer's state.
-
-    `records` are the prompts of a step, one per group. Seconds of rewards on the mesh are included in decoding.
-    """
-
-    def timed(name: str, call: Callable[[], Any]) -> tuple[Any, float]:
-        note(f"{name}: compiling and timing")
-        seconds = []
-        for _ in range(1 + REPEATS):
-            start = time.perf_counter()
-            result = jax.block_until_ready(call())
-            seconds.append(time.perf_counter() - start)
-        note(f"{name}: {statistics.median(seconds[1:]):.4g} s")
-        return result, statistics.median(seconds[1:])
-
-    sampler, trainer, size = system.sampler, system.placement.trainer, config.sampler.chunk
-    rows = np.repeat(np.arange(len(records), dtype=np.int32), config.batch.images)[:size]
-    numbers = np.tile(np.arange(config.batch.images), len(records))[:size]
-    draws = system.rng.draw(0, rows, numbers)
-    state = system.trainer.init(system.start)
-    weights, sync = timed("sync", lambda: system.rollout_weights(state.tuned))
-    prompts, encoding = timed("encode", lambda: sampler.encode(weights, records))
-    latents, generate = timed("generate", lambda: sampler.generate(weights, prompts, rows, *draws))
-    decoded, decode = timed("decode", lambda: sampler.decode(weights, latents))
-    shown = [records[row] for row in rows]
-    batch = reward_input(np.asarray(decoded.clips)), [one["prompt"] for one in shown], shown
-
-    def scores(members: Mapping[int, rewards.NamedReward]) -> list[np.ndarray]:
-        return [answer.columns for _, _, answer in rewards.answers(members, batch)]
-
-    settings = [one.settings for one in scored_by.members]
-    learned = mesh_rewards(on_mesh(settings), system.rollouts[0].scorers)
-    others = {i: one for i, one in enumerate(scored_by.members) if i not in learned}
-    score_on_mesh = 0.0
-    if learned:
-        _, score_on_mesh = timed("score on the mesh", lambda: scores(learned))
-    _, score = timed("score", lambda: scores(others))
-    samples = trained_part(latents, put(draws.keys, sampler.group.batch))
-    images = SampledImages(0, rows, samples, latents.sigmas)
-    advantages = np.linspace(-1, 1, size, dtype=np.float32)
-    local = jax.device_put(prompts, trainer.replicated)
-    count = system.advantages.kept(size, config.batch.images)
-    delivered, deliver = timed("deliver", lambda: move_to_trainer(images, trainer)[2:])
-
-    def accumulate() -> Any:
-        given = SampledImages(0, rows, *delivered)
-        if count < size:
-            given = select_images(given, np.arange(count), trainer)
-        train_batch = make_train_batch(system, local, given, advantages[:count])
-        return system.trainer.accumulate(state, system.base, train_batch, None, state.tuned)
-
-    totals, train = timed("train", accumulate)
-
-    def updated() -> Any:
-        nonlocal state  # each update consumes the state of the previous one
-        state, metrics = system.trainer.update(state, totals)
-        return state, metrics
-
-    _, update = timed("update", updated)
-    return Costs(
-        generate=generate / size,
-        train=train / size,
-        decode=(decode + score_on_mesh) / size,
-        encode=encoding,
-        score=score / size,
-        update=update,
-        sync=sync,
-        deliver=deliver / size,
     )

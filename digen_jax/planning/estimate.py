@@ -8,8 +8,10 @@ Elementwise operations and collectives are not counted separately; they are incl
 
 import contextlib
 import dataclasses
+import functools
 import gzip
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -23,10 +25,12 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from digen_jax import files
 from digen_jax.config.train_config import TrainConfig
+from digen_jax.data.prompt_files import read_prompt_files
 from digen_jax.errors import ConfigError
 from digen_jax.models.published import published_folder, published_models
 from digen_jax.planning.costs import Calibration, on_one_device
@@ -36,6 +40,9 @@ from digen_jax.planning.memory import model_footprint
 from digen_jax.planning.programs import Program, step_programs
 from digen_jax.policies import on_devices
 from digen_jax.process.job import CACHE, prepare
+from digen_jax.rewards import answers
+from digen_jax.rewards.built_in import on_mesh, resolve
+from digen_jax.rewards.dry_run import synthetic_image
 from digen_jax.scheduling.settings import Costs
 
 
@@ -201,35 +208,76 @@ def estimate(
 
 
 def measure(
-    config: TrainConfig, devices: Sequence[jax.Device], note: Callable[[str], None]
+    config: TrainConfig,
+    devices: Sequence[jax.Device],
+    note: Callable[[str], None],
+    evaluation: bool = True,
 ) -> list[ProgramCost]:
     """Runs and times a config's programs on available devices, with small numbers instead of weights.
+
+    Without `evaluation`, omits the programs of an evaluation.
 
     Raises:
       ConfigError: See `estimate`.
     """
     found = []
     for program in step_programs(on_devices(config, len(devices)), devices):
+        if program.command == "evaluate" and not evaluation:
+            continue
         note(f"{program.name}: compiling and timing")
         traced = program.trace()
         lowered = traced.lower()
         compiled = lowered.compile()
-        seconds = timed(lowered, compiled)
+        # Every call has new arguments, because a program may consume them.
+        seconds = _median(compiled, functools.partial(_arguments, lowered, compiled))
         note(f"{program.name}: {seconds:.4g} s")
         flops = program_flops(traced.jaxpr, devices[0].platform).count / program.devices
         found.append(ProgramCost(program, CompiledProgram.of(compiled), seconds, flops))
     return found
 
 
-def timed(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled) -> float:
-    """Returns the median seconds of a program; every call has new arguments, because a program may consume them."""
+def _median(call: Callable[..., Any], arguments: Callable[[], Any] = tuple) -> float:
+    """Returns the median seconds of calls, each with new arguments."""
     seconds = []
     for _ in range(1 + REPEATS):
-        arguments = jax.block_until_ready(_arguments(lowered, compiled))
+        given = jax.block_until_ready(arguments())
         begin = time.perf_counter()
-        jax.block_until_ready(compiled(*arguments))
+        jax.block_until_ready(call(*given))
         seconds.append(time.perf_counter() - begin)
     return statistics.median(seconds[1:])
+
+
+def measured_costs(
+    config: TrainConfig, note: Callable[[str], None], serial: tuple[float, float] = (0, 0)
+) -> Calibration:
+    """Measures the costs of a chunk on the available devices: of its programs, and of the rewards on the host.
+
+    Args:
+      config: Config placed on these devices.
+      note: Called with each part of the work, which takes minutes.
+      serial: See `on_one_device`.
+
+    Raises:
+      ConfigError: See `estimate`, and `rewards.call_reward`.
+    """
+    devices = jax.devices()
+    found = measure(config, devices, note, evaluation=False)
+    rewards, learned = resolve(config.rewards), on_mesh(config.rewards)
+    others = {number: one for number, one in enumerate(rewards.members) if number not in learned}
+    size, images = config.model.size, config.sampler.chunk
+    image = synthetic_image(size.height, size.width)
+    if size.frames > 1:
+        image = np.stack([image] * size.frames)
+    prompts = itertools.cycle(itertools.chain(*read_prompt_files(config.prompts.paths)))
+    records = list(itertools.islice(prompts, images))
+    batch = np.stack([image] * images), [record["prompt"] for record in records], records
+    note("score: timing")
+    score = _median(lambda: answers(others, batch))
+    note(f"score: {score:.4g} s")
+    kind, used = devices[0].device_kind, {one.program.name: one.program.devices for one in found}
+    meshes = f"{used['generate']} for rollout and {used['train']} for training"
+    source = f"a chunk timed on devices of the kind {kind}, {meshes}"
+    return calibrate(config, found, CHIPS.get(kind), source, score / images, serial)
 
 
 def _arguments(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled) -> Any:
@@ -337,18 +385,26 @@ def with_published_folder(config: TrainConfig) -> TrainConfig:
 
 
 def calibrate(
-    config: TrainConfig, found: list[ProgramCost], chip: Chip | None, source: str
+    config: TrainConfig,
+    found: list[ProgramCost],
+    chip: Chip | None,
+    source: str,
+    score: float | None = None,
+    serial: tuple[float, float] = (0, 0),
 ) -> Calibration:
     """Returns the costs of a step's commands on one device, from its programs on the config's meshes.
 
-    Weights and trajectories that move between meshes use one link per worker.
+    Weights and trajectories that move between meshes use one link per worker. `score` are the seconds per image of the
+    rewards on the host, if known; see `on_one_device` for `serial`.
     """
     seconds = defaultdict[str, float](float)
     for one in found:
         seconds[one.program.command] += one.seconds
     sizes = {one.program.name: one.program.devices for one in found}
     images, footprint = config.sampler.chunk, model_footprint(config)
-    missing: tuple[str, ...] = ("score", "score_latency", "evaluate", "switch")
+    missing: tuple[str, ...] = ("score_latency", "evaluate", "switch")
+    if score is None:
+        missing = ("score", *missing)
     link = chip and LINK_SHARE * chip.link
     if not link:
         missing += ("deliver",)
@@ -357,8 +413,9 @@ def calibrate(
         train=seconds["train"] / images,
         decode=seconds["decode"] / images,
         encode=seconds["encode"],
+        score=score or 0.0,
         update=seconds["update"],
         sync=seconds["sync"] + (footprint.synced(1, 1) / link if link else 0.0),
         deliver=footprint.trajectory / link if link else 0.0,
     )
-    return on_one_device(costs, (sizes["generate"], sizes["train"]), source, missing)
+    return on_one_device(costs, (sizes["generate"], sizes["train"]), source, missing, serial)

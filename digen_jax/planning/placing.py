@@ -12,7 +12,8 @@ from digen_jax.config.train_config import TrainConfig
 from digen_jax.errors import ConfigError
 from digen_jax.inference.model import read_run_config
 from digen_jax.parallel.placement import MeshSizes, RolloutAxes, TrainerAxes
-from digen_jax.planning.costs import Calibration, measured_costs
+from digen_jax.planning.costs import Calibration
+from digen_jax.planning.estimate import measured_costs
 from digen_jax.planning.memory import compiled_temporaries, model_footprint
 from digen_jax.planning.plan import auto_plan, make_problem, meshes
 from digen_jax.policies import place_on_one_device

@@ -23,16 +23,24 @@ CLEAR = "\r\x1b[K"  # clears the line
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 # errno of a pipe without a reader and of a closed terminal.
 UNREAD = (errno.EPIPE, errno.EIO)
+STEP_LINE = re.compile(r"step \d+ of \d+: ")  # start of plain `Progress` lines
+LONGEST_LINE = 500  # characters of a line in `log_tail`
+
+_lines: deque[tuple[float, str]] = deque(maxlen=20)
 
 
 @contextlib.contextmanager
 def complete_lines(external_bar: bool = False) -> Iterator[None]:
     """Makes all threads print complete lines, wrapped to the terminal and above its progress bar.
 
-    If `beside`, another process shows the progress bar.
+    If `external_bar`, another process shows the progress bar. `log_tail` returns the last lines of stderr.
     """
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = streams = [LineStream(one, external_bar) for one in before]
+    _lines.clear()
+    sys.stdout, sys.stderr = streams = [
+        LineStream(sys.stdout, external_bar),
+        LineStream(sys.stderr, external_bar, _lines),
+    ]
     try:
         yield
     finally:
@@ -86,6 +94,11 @@ def has_reader() -> bool:
     return not cast(Any, sys.stdout.buffer).raw.unread
 
 
+def log_tail() -> list[tuple[float, str]]:
+    """Returns (`time.time()`, line) of the last lines that Python code wrote to stderr, except progress."""
+    return list(_lines)
+
+
 def print_error(text: str) -> None:
     """Prints to stderr, wrapped on a terminal."""
     stream = sys.stderr if isinstance(sys.stderr, LineStream) else LineStream(sys.stderr)
@@ -118,11 +131,16 @@ class LineStream:
     """Line-buffers each thread's text to a stream. Text of a progress bar passes through.
 
     Python's print writes a line and its end separately, so that lines of several threads could be interleaved. See
-    `complete_lines` for `beside`.
+    `complete_lines` for `external_bar`. Appends the lines, except progress, to `kept`, if any.
     """
 
-    def __init__(self, stream: TextIO, external_bar: bool = False):
-        self._stream, self._external_bar = stream, external_bar
+    def __init__(
+        self,
+        stream: TextIO,
+        external_bar: bool = False,
+        kept: deque[tuple[float, str]] | None = None,
+    ):
+        self._stream, self._external_bar, self._kept = stream, external_bar, kept
         self._partial: dict[int, str] = {}  # incomplete line by thread
 
     def __getattr__(self, name: str) -> Any:
@@ -146,6 +164,10 @@ class LineStream:
         self._stream.flush()
 
     def _show(self, lines: list[str]) -> None:
+        if self._kept is not None:
+            found = (line[:LONGEST_LINE] for line in lines)
+            now = time.time()
+            self._kept.extend((now, x) for x in found if x.strip() and not STEP_LINE.match(x))
         clear = ""
         if self._stream.isatty():
             columns = shutil.get_terminal_size().columns
@@ -160,7 +182,6 @@ Item = TypeVar("Item")
 
 EVERY = 20.0  # seconds between progress lines without a terminal
 BAR = 4  # minimum width of the bar
-STEP_LINE = re.compile(r"step \d+ of \d+: ")  # start of plain `Progress` lines
 
 
 def track(
@@ -260,52 +281,3 @@ class Progress:
 
 def _columns() -> int:
     return shutil.get_terminal_size().columns
-
-
-KEPT = 20
-WIDEST = 500  # maximum characters of a kept line
-
-_lines: deque[tuple[float, str]] = deque(maxlen=KEPT)
-
-
-@contextlib.contextmanager
-def keep_log_tail() -> Iterator[None]:
-    """Records the last lines that Python code writes to stderr, except progress, for `log_tail`."""
-    before = sys.stderr
-    sys.stderr = LogTail(before)
-    _lines.clear()
-    try:
-        yield
-    finally:
-        sys.stderr = before
-
-
-def log_tail() -> list[tuple[float, str]]:
-    """Returns (`time.time()`, line) of the last lines."""
-    return list(_lines)
-
-
-class LogTail:
-    """Stream wrapper that keeps the last complete lines."""
-
-    def __init__(self, stream: TextIO):
-        self._stream = stream
-        self._partial = ""
-        self._lock = threading.Lock()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        """Writes to the stream, and keeps complete lines."""
-        with self._lock:
-            *complete, partial = (self._partial + text).split("\n")
-            self._partial = _last_state(partial)[:WIDEST]
-            found = [_last_state(line)[:WIDEST].rstrip() for line in complete]
-            _lines.extend((time.time(), x) for x in found if x.strip() and not STEP_LINE.match(x))
-        return self._stream.write(text)
-
-
-def _last_state(line: str) -> str:
-    """Returns the final text of a line with carriage returns."""
-    return line.rpartition("\r")[2].removeprefix("\x1b[K")

@@ -11,7 +11,7 @@ import pytest
 from digen_jax.config.checks import check_devices
 from digen_jax.config.load import complete, fit_config, load_config, read_config, replaced
 from digen_jax.errors import ConfigError
-from digen_jax.planning import costs, placing
+from digen_jax.planning import placing
 from digen_jax.planning.costs import Calibration, read_calibration, read_run_costs
 from digen_jax.planning.plan import auto_plan, can_run, make_problem, meshes, suited
 from digen_jax.planning.report import table, why
@@ -162,8 +162,7 @@ def test_a_placement_that_no_batch_fits_is_not_chosen():
 def test_a_run_with_an_automatic_placement_keeps_it_when_it_goes_on(
     base, tmp_path, capsys, monkeypatch
 ):
-    for module in (costs, opening):
-        monkeypatch.setattr(module, "build", lambda config, found: toy.system(config, len(found)))
+    monkeypatch.setattr(opening, "build", lambda config, found: toy.system(config, len(found)))
     config = tiny_config(base, "full")
     config = replaced(config, placement="auto", runtime=dict(max_off_policy_fraction=1.0))
     config.steps = 1
@@ -173,8 +172,8 @@ def test_a_run_with_an_automatic_placement_keeps_it_when_it_goes_on(
     assert said.startswith(
         "config.placement = 'auto': compiling and timing each part of a step on one of the 8 devices"
     )
-    for part in ("sync", "encode", "generate", "decode", "score", "train", "update"):
-        assert re.search(rf"  {part}: compiling and timing\n  {part}: \S+ s\n", said)
+    for part in ("encode", "generate", "decode", "score", "train", "update"):
+        assert re.search(rf"  {part}: .*timing\n  {part}: \S+ s\n", said)
     placement = json.loads((tmp_path / "config.json").read_text())["placement"]
     rollout, trainer = placement["rollout"], placement["trainer"]
     assert re.search(r"\n  \d x .*: \S+ images/s, \d+% of the bound", said)

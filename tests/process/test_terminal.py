@@ -21,7 +21,6 @@ from digen_jax.process.terminal import (
     Output,
     Progress,
     complete_lines,
-    keep_log_tail,
     log_tail,
     print_error,
     track,
@@ -207,15 +206,16 @@ def test_what_takes_long_is_reported_now_and_then_without_a_terminal(monkeypatch
 def test_the_last_lines_are_kept_without_progress(monkeypatch):
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
-    with keep_log_tail():
+    with complete_lines():
         print("step 3 of 9: reward 0.5", file=sys.stderr)
-        print("\r 50%|##", end="", file=sys.stderr)
-        print("\r\x1b[Krollout 0 hangs", "and is given up", file=sys.stderr)
+        print("\r 50%|##\r", end="", file=sys.stderr)
+        print("rollout 0 hangs", "and is given up", file=sys.stderr)
         print("\n x", end="", file=sys.stderr)
+        print("on stdout")
         assert sys.stderr.getvalue().count("\n") == 3 and not sys.stderr.isatty()
     assert [line for _, line in log_tail()] == ["rollout 0 hangs and is given up"]
     assert sys.stderr is stream
-    assert stream.getvalue().startswith("step 3 of 9: reward 0.5\n\r 50%|##\r\x1b[Krollout 0")
+    assert stream.getvalue().startswith("step 3 of 9: reward 0.5\n\r 50%|##\rrollout 0")
 
 
 REWARD = """
