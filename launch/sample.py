@@ -100,10 +100,8 @@ def main() -> None:
 
     import jax
 
-    from digen_jax.data.prompt_checks import list_unknown, report_odd_prompts, unknown_words
     from digen_jax.inference.model import SamplingOptions, edited, open_model
     from digen_jax.inference.sampling import sample_to_folder
-    from digen_jax.models.text.tokenizers import known_words
 
     options = SamplingOptions(
         _GUIDANCE.value,
@@ -131,28 +129,33 @@ def main() -> None:
     with prefix_errors("--format: "):
         animation = check_animation(_FORMAT.value, size.height, size.width)
     output = pathlib.Path(_OUTPUT.value)
-    words = known_words(model.family)
-    if _PROMPTS.value:
-        report_odd_prompts([_PROMPTS.value], model.family.is_truncated, words)
-    texts = _texts()
-    cuts = model.family.is_truncated([text for _, text in texts] or [""])
-    for (name, text), cut in zip(texts, cuts, strict=False):
-        if unread := unknown_words([text], words):
-            warning = f"--{name}={text!r} has words that this model does not know"
-            print(f"{warning}: {list_unknown(unread, words)}", file=sys.stderr)
-        elif cut:
-            shown = textwrap.shorten(text, 80, placeholder=" ...")
-            print(
-                f"--{name}={shown!r} is longer than the text encoders read, so that its end is cut off",
-                file=sys.stderr,
-            )
-
+    _report_odd_texts(model.family)
     with prefix_errors("--output: ", (OSError,)):
         rest = _BATCH.value, _SEED.value, _IMAGES.value, _FPS.value or model.fps, animation
         sample_to_folder(model, sampler, records, output, *rest)
     count = len(records) * _IMAGES.value
     kind = "image" if size.frames == 1 else "clip"
     print(f"{count} {kind}{'s' * (count > 1)} and grid.png are in {output}")
+
+
+def _report_odd_texts(family: Any) -> None:
+    """Warns about prompts with words that the model does not know, and about prompts that it truncates."""
+    from digen_jax.data.prompt_checks import list_unknown, report_odd_prompts, unknown_words
+    from digen_jax.models.text.tokenizers import known_words
+
+    words = known_words(family)
+    if _PROMPTS.value:
+        report_odd_prompts([_PROMPTS.value], family.is_truncated, words)
+    texts = _texts()
+    cuts = family.is_truncated([text for _, text in texts] or [""])
+    for (name, text), cut in zip(texts, cuts, strict=False):
+        if unread := unknown_words([text], words):
+            warning = f"--{name}={text!r} has words that this model does not know"
+            print(f"{warning}: {list_unknown(unread, words)}", file=sys.stderr)
+        elif cut:
+            shown = textwrap.shorten(text, 80, placeholder=" ...")
+            warning = f"--{name}={shown!r} is longer than the text encoders read"
+            print(f"{warning}, so that its end is cut off", file=sys.stderr)
 
 
 def _source() -> Any:

@@ -183,24 +183,12 @@ def awm_loss(
     v, target, sigma, advantages = mask_rows(trained, v, target, sigma, advantages)
     error = velocity_mse(v, target)
     log_prob = -_weighted(settings, error, sigma)
-    if settings.old_log_probs == "current":
+    if old_log_prob is None or settings.old_log_probs == "current":
         old_log_prob = log_prob
     (old_log_prob,) = mask_rows(trained, old_log_prob)
     log_ratio = log_prob - jax.lax.stop_gradient(old_log_prob)
-    ratio = jnp.exp(log_ratio)
-    advantages = jnp.clip(advantages, -settings.adv_clip, settings.adv_clip)
-    advantages = advantages / settings.adv_clip * settings.advantage_max
-    policy_loss = clipped(log_ratio, advantages, settings.clip_range, settings.clip_range)
-    terms = {
-        "loss": policy_loss,
-        "policy_loss": policy_loss,
-        "matching_error": error,
-        "ratio": jnp.where(trained, ratio, 0.0),
-        "clip_fraction": (jnp.abs(ratio - 1) > settings.clip_range).astype(jnp.float32),
-        "approx_kl": log_ratio**2 / 2,
-    }
-    if settings.ratio_bound:
-        terms |= spread_terms(jnp.abs(ratio - 1), settings.ratio_bound, settings.spread_limit)
+    terms = _policy_terms(settings, log_ratio, advantages)
+    terms |= {"matching_error": error, "ratio": jnp.where(trained, terms["ratio"], 0.0)}
     for name, coefficient, other in (
         ("kl", settings.kl_coefficient, v_reference),
         ("ema_kl", settings.ema_kl_coefficient, v_ema),
@@ -209,4 +197,25 @@ def awm_loss(
             (other,) = mask_rows(trained, other)
             terms[name] = velocity_mse(v, other)
             terms["loss"] += coefficient * terms[name]
+    return terms
+
+
+def _policy_terms(
+    settings: AWM, log_ratio: Float[Array, "n"], advantages: Float[Array, "n"]
+) -> dict[str, Float32[Array, "n"]]:
+    """Returns the terms of `awm_loss` without KLs, whose loss is max(-A r, -A clip(r))."""
+    ratio = jnp.exp(log_ratio)
+    advantages = jnp.clip(advantages, -settings.adv_clip, settings.adv_clip)
+    advantages = advantages / settings.adv_clip * settings.advantage_max
+    loss = clipped(log_ratio, advantages, settings.clip_range, settings.clip_range)
+    distance = jnp.abs(ratio - 1)
+    terms = {
+        "loss": loss,
+        "policy_loss": loss,
+        "ratio": ratio,
+        "clip_fraction": (distance > settings.clip_range).astype(jnp.float32),
+        "approx_kl": log_ratio**2 / 2,
+    }
+    if settings.ratio_bound:
+        terms |= spread_terms(distance, settings.ratio_bound, settings.spread_limit)
     return terms

@@ -25,8 +25,7 @@ can still differ; recomputed ones come from the trained batch.
 
 After the first update bfloat16 has an effect in any case, because each weight rounds differently than before. One
 update moved the log-ratio by 5e-4 rms, of which 8e-5 was rounding, and with a LoRA of rank 8 by 3e-6, with 5e-5 of
-rounding. With several updates per step the clip range must be well above that.
-(Measured by an earlier version of `tests/parallel/test_ratios.py`.)
+rounding. With several updates per step the clip range must be well above that. (Measured once.)
 """
 
 import math

@@ -248,28 +248,8 @@ class PolicyGradient(Algorithm):
         Raises:
           ValueError: the KL, the means or another required input is missing.
         """
-        needed = {
-            "kl": self.kl_coefficient,
-            "mean": self.needs_means,
-            "old_mean": self.needs_means,
-            "std": self.needs_means,
-            "behavior_log_prob": self.decoupled,
-            "trajectory": self.needs_full_trajectories,
-        }
-        for name, is_needed in needed.items():
-            if is_needed and getattr(samples, name) is None:
-                raise ValueError(f"{name} is needed by {self} but was not given")
-        weight = given = samples.weight
-        if self.smallest_sigma:
-            weight = weight * well_conditioned(samples.sigma, self.smallest_sigma)
-        if self.rejection_bound:
-            log_ratio = samples.log_prob - samples.stored_log_prob
-            weight = weight * within_bound(log_ratio, self.rejection_bound)
-        parts = {name: part for name, part in samples._asdict().items() if part is not None}
-        parts.pop("trajectory", None)
-        masked = mask_rows(weight > 0, *parts.values())
-        samples = samples._replace(**dict(zip(parts, masked, strict=True)))
-
+        given = samples.weight
+        samples, weight = self._masked(samples)
         log_ratio, correction = self._log_ratios(samples, weight)
         to_sampler = jnp.exp(jax.lax.stop_gradient(samples.log_prob) - samples.stored_log_prob)
         policy_loss, distance, outside = self._surrogate(samples, log_ratio)
@@ -295,6 +275,30 @@ class PolicyGradient(Algorithm):
         if "left_out" in self.terms:
             sums["left_out"] = jnp.sum(given) - jnp.sum(weight)
         return sums["loss"], sums | {"weight": jnp.sum(weight)}
+
+    def _masked(self, samples: Samples) -> tuple[Samples, Array]:
+        """Checks the inputs of `loss`; returns them with zeros for excluded samples, and their new weights."""
+        needed = {
+            "kl": self.kl_coefficient,
+            "mean": self.needs_means,
+            "old_mean": self.needs_means,
+            "std": self.needs_means,
+            "behavior_log_prob": self.decoupled,
+            "trajectory": self.needs_full_trajectories,
+        }
+        for name, is_needed in needed.items():
+            if is_needed and getattr(samples, name) is None:
+                raise ValueError(f"{name} is needed by {self} but was not given")
+        weight = samples.weight
+        if self.smallest_sigma:
+            weight = weight * well_conditioned(samples.sigma, self.smallest_sigma)
+        if self.rejection_bound:
+            log_ratio = samples.log_prob - samples.stored_log_prob
+            weight = weight * within_bound(log_ratio, self.rejection_bound)
+        parts = {name: part for name, part in samples._asdict().items() if part is not None}
+        parts.pop("trajectory", None)
+        masked = mask_rows(weight > 0, *parts.values())
+        return samples._replace(**dict(zip(parts, masked, strict=True))), weight
 
     def _surrogate(self, samples: Samples, log_ratio: Array) -> tuple[Array, Array, Array]:
         """Returns (loss without KL, distance from the old policy, whether that is beyond the bound) of each sample."""
