@@ -152,9 +152,9 @@ def _scorers(
     if not sections:
         return ()
     # Most runs use none of these networks.
-    from digen_jax.learned_rewards.on_mesh import read, read_shapes
+    from digen_jax.learned_rewards.on_mesh import read
 
-    return (read_shapes if abstract else read)(sections, group)
+    return read(sections, group, weights=not abstract)
 
 
 class Parts(NamedTuple):

@@ -67,6 +67,18 @@ def parse_json(content: bytes | str, constant: Callable[[str], Any] | None = Non
     raise ValueError(DEEP)
 
 
+def leaves_of(config: dict[str, Any], path: str = "config") -> dict[str, Any]:
+    """Flattens a nested dict to dotted names; empty sections and lists without sections are values."""
+    leaves: dict[str, Any] = {}
+    for name, value in config.items():
+        sections = {f"{path}.{name}": value}
+        if isinstance(value, list) and any(isinstance(one, dict) for one in value):
+            sections = {f"{path}.{name}[{number}]": one for number, one in enumerate(value)}
+        for place, one in sections.items():
+            leaves |= leaves_of(one, place) if isinstance(one, dict) and one else {place: one}
+    return leaves
+
+
 PACKAGE = Path(__file__).parent
 SHIPPED = ("assets", "configs", "launch")
 

@@ -27,8 +27,13 @@ from digen_jax.rewards import RewardSettings
 from digen_jax.rewards.built_in import resolve
 
 
-def read(sections: Mapping[int, RewardSettings], group: DeviceGroup) -> tuple[RewardModel, ...]:
+def read(
+    sections: Mapping[int, RewardSettings], group: DeviceGroup, weights: bool = True
+) -> tuple[RewardModel, ...]:
     """Loads rewards onto a mesh; `sections` is by index in the config's list.
+
+    Without `weights`, their shapes replace them: downloads nothing and reads only configs. Rewards without local files
+    then use their published architectures.
 
     Raises:
       ConfigError: A file is missing or invalid; names it and the reward.
@@ -36,32 +41,14 @@ def read(sections: Mapping[int, RewardSettings], group: DeviceGroup) -> tuple[Re
     found = []
     for number, one in sections.items():
         learned = _learned(one)
-        with prefix_errors(f"config.rewards[{number}]: reward {one.title!r}: "):
-            opened = learned.open()
-            shapes = scorer_shapes(one.title, opened.shapes, group)
-            with during(f"loading the weights of reward {one.title!r}"):
-                scorer, params = opened.load(jax.tree.map(lambda leaf: leaf.sharding, shapes))
-            args = scorer, params, group, learned.batch, learned.reduction
-            found.append(RewardModel(one.title, *args))
-    return tuple(found)
-
-
-def read_shapes(sections: Mapping[int, RewardSettings], group: DeviceGroup) -> tuple:
-    """Like `read`, but returns shapes instead of weights. Downloads nothing and reads only configs.
-
-    Rewards without local files use their published architectures.
-
-    Raises:
-      ConfigError: A file is invalid; names it and the reward.
-    """
-    found = []
-    for number, one in sections.items():
-        learned = _learned(one)
         local = all(pathlib.Path(file).exists() for file in learned.files.values() if file)
         with prefix_errors(f"config.rewards[{number}]: reward {one.title!r}: "):
-            opened = learned.open() if local else published(learned)
-            shapes = scorer_shapes(one.title, opened.shapes, group)
-            args = opened.scorer, shapes, group, learned.batch, learned.reduction
+            opened = learned.open() if weights or local else published(learned)
+            scorer, params = opened.scorer, scorer_shapes(one.title, opened.shapes, group)
+            if weights:
+                with during(f"loading the weights of reward {one.title!r}"):
+                    scorer, params = opened.load(jax.tree.map(lambda leaf: leaf.sharding, params))
+            args = scorer, params, group, learned.batch, learned.reduction
             found.append(RewardModel(one.title, *args))
     return tuple(found)
 

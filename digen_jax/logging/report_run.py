@@ -16,7 +16,7 @@ from PIL import Image
 
 from digen_jax.data.prompt_files import prompts_label
 from digen_jax.errors import ConfigError
-from digen_jax.files import parse_json, without_torn_line
+from digen_jax.files import leaves_of, parse_json, without_torn_line
 from digen_jax.images import to_uint8
 from digen_jax.logging.evaluation import saved_images
 from digen_jax.logging.metrics import CLOCK, image_folder, read_metrics
@@ -169,16 +169,10 @@ def evaluated_prompts(runs: Sequence[Run]) -> str:
 
 def differing(runs: Sequence[Run]) -> dict[str, list[str]]:
     """Returns the config fields that differ between runs, with each run's value."""
-    each = [dict(_leaves(run.config)) for run in runs]
+    each = [leaves_of(run.config) for run in runs]
     names = dict.fromkeys(name for leaves in each for name in leaves)
     shown = {name: [json.dumps(leaves.get(name)) for leaves in each] for name in names}
     return {name: values for name, values in shown.items() if len(set(values)) > 1}
-
-
-def _leaves(config: Any, name: str = "config") -> list[tuple[str, Any]]:
-    if not isinstance(config, dict):
-        return [(name, config)]
-    return [leaf for key, value in config.items() for leaf in _leaves(value, f"{name}.{key}")]
 
 
 class Pair(NamedTuple):

@@ -22,7 +22,7 @@ import jax
 from digen_jax.checkpoints.folder import read_json
 from digen_jax.config.fields import MOVED
 from digen_jax.errors import ConfigError
-from digen_jax.files import parse_json, replace, without_torn_line
+from digen_jax.files import leaves_of, parse_json, replace, without_torn_line
 from digen_jax.process.shutdown import Stopped
 
 # Layout of the C library's struct flock.
@@ -181,7 +181,7 @@ def changes(workdir: Path | str, config: dict[str, Any]) -> dict[str, str]:
     if not (metrics.exists() and metrics.stat().st_size):
         return {}
     found = _read(path, "restore it, or choose another workdir")
-    old, new = _leaves(found), _leaves(json.loads(json.dumps(config)))
+    old, new = leaves_of(found), leaves_of(json.loads(json.dumps(config)))
     if moved := next((name for name in old if name in MOVED and name not in new), None):
         raise ConfigError(
             f"the run in {workdir} is of an older version: {moved} is {MOVED[moved]} now; choose another workdir"
@@ -195,18 +195,6 @@ def changes(workdir: Path | str, config: dict[str, Any]) -> dict[str, str]:
         for name in sorted(old.keys() | new.keys())
         if new.get(name, ...) != old.get(name, ...)
     }
-
-
-def _leaves(config: dict[str, Any], path: str = "config") -> dict[str, Any]:
-    """Flattens a nested dict to dotted names; empty sections and lists without sections are values."""
-    leaves: dict[str, Any] = {}
-    for name, value in config.items():
-        sections = {f"{path}.{name}": value}
-        if isinstance(value, list) and any(isinstance(one, dict) for one in value):
-            sections = {f"{path}.{name}[{number}]": one for number, one in enumerate(value)}
-        for place, one in sections.items():
-            leaves |= _leaves(one, place) if isinstance(one, dict) and one else {place: one}
-    return leaves
 
 
 def mark_finished(workdir: Path | str, step: int) -> None:

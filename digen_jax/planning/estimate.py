@@ -36,7 +36,7 @@ from digen_jax.models.published import published_folder, published_models
 from digen_jax.planning.costs import Calibration, on_one_device
 from digen_jax.planning.flops import Flops, program_flops
 from digen_jax.planning.hardware import CHIPS, Chip, chip_of, compiler_version, topology_devices
-from digen_jax.planning.memory import model_footprint
+from digen_jax.planning.memory import model_footprint, temporary_bytes
 from digen_jax.planning.programs import Program, step_programs
 from digen_jax.policies import on_devices
 from digen_jax.process.job import CACHE, prepare
@@ -84,7 +84,7 @@ class CompiledProgram(NamedTuple):
         """Returns the compiler's report on a program."""
         found = compiled.memory_analysis()
         arguments, results = found.argument_size_in_bytes, found.output_size_in_bytes
-        temporaries = found.temp_size_in_bytes + results - found.alias_size_in_bytes
+        temporaries = temporary_bytes(compiled)
         peak = getattr(found, "peak_memory_in_bytes", 0) or arguments + temporaries
         return cls(compiled.as_text(), peak, temporaries, arguments + results)
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from digen_jax.assemble import outline, parameter_shapes, pipeline_of
 from digen_jax.config.train_config import TrainConfig
-from digen_jax.learned_rewards.on_mesh import read_shapes
+from digen_jax.learned_rewards.on_mesh import read
 from digen_jax.models.family import Params, Record, Size
 from digen_jax.parallel.encoding import example_record
 from digen_jax.parallel.mesh import ShardingRules, axis_sizes, make_mesh
@@ -49,7 +49,7 @@ def model_footprint(config: TrainConfig) -> Footprint:
     placement = config.placement
     layout = ShardingRules.of(placement.rules, family.axes())
     one_device = DeviceGroup(make_mesh(jax.devices()[:1]), layout)
-    scorers = read_shapes(on_mesh(config.rewards), one_device)
+    scorers = read(on_mesh(config.rewards), one_device, weights=False)
     # Numbered, because a reward may occur twice with different files.
     networks = {f"{one.name}/{number}": one.params for number, one in enumerate(scorers)}
 
@@ -97,9 +97,9 @@ def _bytes(shapes: Params) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
 
-def temporary_bytes(traced: Traced) -> int:
-    """Compiles; returns bytes per device of temporaries and results, without results in an argument's memory."""
-    found = traced.lower().compile().memory_analysis()
+def temporary_bytes(compiled: jax.stages.Compiled) -> int:
+    """Returns bytes per device of temporaries and results, without results in an argument's memory."""
+    found = compiled.memory_analysis()
     return found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
 
 
@@ -243,4 +243,4 @@ class _Shares:
 
     def _compile(self, name: str, traced: Traced) -> int:
         self.note(f"memory of {name}: compiling")
-        return temporary_bytes(traced)
+        return temporary_bytes(traced.lower().compile())

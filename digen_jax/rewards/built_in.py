@@ -51,7 +51,7 @@ BUILT_IN = {
     "jpeg_compressibility": BuiltIn(JPEG, "jpeg_compressibility", "known_compressibility"),
     "jpeg_incompressibility": BuiltIn(JPEG, "jpeg_incompressibility", "known_incompressibility"),
     # Scores depend on the user's judge model, so there is no sanity check.
-    "judge": BuiltIn("digen_jax.rewards.judge", "judge", needs="needs"),
+    "judge": BuiltIn("digen_jax.rewards.judge", "Judge", needs="needs"),
     "ocr": BuiltIn("digen_jax.rewards.ocr", "Ocr", "sanity_check", needs="needs"),
     "pickscore": BuiltIn(LEARNED, "PickScore", f"{PAIRS}:prompt_pairs", "mesh"),
     # The reward server runs the sanity checks.

@@ -32,19 +32,67 @@ ANSWER = 2**22  # maximum response size in bytes
 
 @dataclasses.dataclass(frozen=True)
 class Judge:
-    """VLM judge reward. Each scoring process opens connections at its first call."""
+    """VLM judge reward. Each scoring process opens connections at its first call.
 
-    servers: tuple[str, ...]  # the one with the fewest requests in flight is used
-    model: str  # name on the servers; empty means their only model
-    template: Template  # with all defaults filled in
-    temperature: float  # sampling temperature
-    seed: int  # sampling seed; incremented for each retry after an answer without a score
-    format: str  # of the images sent, "png" or "jpeg"
-    again: int  # maximum retries after answers without a score
-    attempt: float  # timeout of one attempt, in seconds
-    deadline: float  # timeout of all attempts of a request, in seconds
-    retries: int  # attempts after the first
-    connections: int  # requests in flight per reward process
+    The environment variable DIGEN_JUDGE_TOKEN is the bearer token.
+    """
+
+    servers: Sequence[str] = ()  # the one with the fewest requests in flight is used
+    model: str = ""  # name on the servers; empty means their only model
+    # name in `TEMPLATES`, or a text with {prompt} or other fields of a prompt's record
+    template: str = "alignment"
+    # "pattern", "yes" or "text", see `Template`; empty means the template's, or "pattern" for a custom text
+    score: str = ""
+    # one or several regular expressions with one group, a number; empty means the template's
+    pattern: Sequence[str] = ()
+    # the numbers that map to 0 and 1; empty means the template's, or (0, 1) for a custom text
+    scale: Sequence[int | float] = ()
+    system: str = ""  # system message; empty means the template's
+    # maximum tokens of an answer; 0 means the template's, for a custom text 512 ("yes": 1)
+    max_tokens: int = 0
+    temperature: float = 0.0  # sampling temperature
+    seed: int = 0  # sampling seed; incremented for each retry after an answer without a score
+    format: str = "png"  # of the images sent, "png" or "jpeg"
+    again: int = 2  # maximum retries after answers without a score
+    attempt: float = 120.0  # timeout of one attempt, in seconds
+    deadline: float = 1800.0  # timeout of all attempts of a request, in seconds
+    retries: int = 8  # attempts after the first
+    connections: int = 16  # requests in flight per reward process
+
+    def __post_init__(self):
+        """Raises ConfigError if a setting is missing or invalid."""
+        check_choice("format", self.format, ("png", "jpeg"))
+        check_range("again", self.again, 0)
+        check_range("temperature", self.temperature, 0)
+        scale = tuple(self.scale)
+        if scale and (len(scale) != 2 or scale[0] == scale[1] or not np.isfinite(scale).all()):
+            raise ConfigError(
+                f"the reward 'judge' has scale = {self.scale!r}: use two, such as (1, 10)"
+            )
+        pattern = (self.pattern,) if isinstance(self.pattern, str) else tuple(self.pattern)
+        servers = parse_addresses(self.servers, "judge", "http://127.0.0.1:8000")
+        for name, value in (("servers", servers), ("pattern", pattern), ("scale", scale)):
+            object.__setattr__(self, name, value)
+        _check_template(self.question)
+
+    @functools.cached_property
+    def question(self) -> Template:
+        """Template with all settings."""
+        found = find_template(self.template)
+        if found.text == self.template and re.fullmatch(r"\w*", self.template):
+            raise ConfigError(
+                f"the reward 'judge' has template = {self.template!r}: use one of {', '.join(TEMPLATES)}, or your own "
+                f"text, such as 'Rate from 1 to 10 how well this shows: {{prompt}}'"
+            )
+        score = self.score or found.score or "pattern"
+        return Template(
+            found.text,
+            score,
+            tuple(self.pattern) or found.patterns,
+            (float(self.scale[0]), float(self.scale[1])) if self.scale else found.scale,
+            self.max_tokens or found.max_tokens or (1 if score == "yes" else 512),
+            self.system or found.system,
+        )
 
     def __call__(
         self, images: UInt8[np.ndarray, "b *t h w 3"], prompts: list[str], metadata: list[dict]
@@ -94,7 +142,7 @@ class Client:
 
     def _score(self, image: np.ndarray, prompt: str, record: dict) -> float:
         """Returns the score of one image."""
-        judge, template = self._judge, self._judge.template
+        judge, template = self._judge, self._judge.question
         if (lacks := template.lacking(record | {"prompt": prompt})) is not None:
             raise ConfigError(f"the prompt {prompt!r} {lacks}")
         file = io.BytesIO()
@@ -155,64 +203,6 @@ def choose_model(found: Mapping[str, Sequence[str]], model: str) -> str:
     if len(only) > 1:
         raise ConfigError(f"the judge's servers have different models: {', '.join(sorted(only))}")
     return only.pop()
-
-
-def judge(
-    servers: Sequence[str] = (),
-    model: str = "",
-    template: str = "alignment",
-    score: str = "",
-    pattern: Sequence[str] = (),
-    scale: Sequence[int | float] = (),
-    system: str = "",
-    max_tokens: int = 0,
-    temperature: float = 0.0,
-    seed: int = 0,
-    format: str = "png",
-    again: int = 2,
-    attempt: float = 120.0,
-    deadline: float = 1800.0,
-    retries: int = 8,
-    connections: int = 16,
-) -> Judge:
-    """Returns a VLM judge reward. The environment variable DIGEN_JUDGE_TOKEN is the bearer token.
-
-    The settings are the fields of `Judge` and of its template:
-
-      template: Name in `TEMPLATES`, or a text with {prompt} or other fields of a prompt's record.
-      score: "pattern", "yes" or "text", see `Template`. Empty means the template's, or "pattern" for a custom text.
-      pattern: One or several regular expressions with one group, a number. Empty means the template's.
-      scale: The numbers that map to 0 and 1. Empty means the template's, or (0, 1) for a custom text.
-      system: System message. Empty means the template's.
-      max_tokens: Maximum tokens of an answer. 0 means the template's; for a custom text 512 ("yes": 1).
-
-    Raises:
-      ConfigError: A setting is missing or invalid.
-    """
-    check_choice("format", format, ("png", "jpeg"))
-    check_range("again", again, 0)
-    check_range("temperature", temperature, 0)
-    found = find_template(template)
-    if found.text == template and re.fullmatch(r"\w*", template):
-        raise ConfigError(
-            f"the reward 'judge' has template = {template!r}: use one of {', '.join(TEMPLATES)}, or your own "
-            f"text, such as 'Rate from 1 to 10 how well this shows: {{prompt}}'"
-        )
-    if scale and (len(scale) != 2 or scale[0] == scale[1] or not np.isfinite(scale).all()):
-        raise ConfigError(f"the reward 'judge' has scale = {scale!r}: use two, such as (1, 10)")
-    score = score or found.score or "pattern"
-    completed = Template(
-        found.text,
-        score,
-        ((pattern,) if isinstance(pattern, str) else tuple(pattern)) or found.patterns,
-        (float(scale[0]), float(scale[1])) if scale else found.scale,
-        max_tokens or found.max_tokens or (1 if score == "yes" else 512),
-        system or found.system,
-    )
-    _check_template(completed)
-    given = parse_addresses(servers, "judge", "http://127.0.0.1:8000")
-    sampling = completed, temperature, seed, format
-    return Judge(given, model, *sampling, again, attempt, deadline, retries, connections)
 
 
 def needs(record: dict, settings: Mapping[str, Any]) -> str | None:

@@ -252,7 +252,7 @@ def test_invalid_settings_name_the_reward(files):
 def test_without_files_the_published_networks_are_planned_with(name, dtype, size):
     settings = dict(folder="o/x", dtype=dtype) | ({"head": "x"} if name == "aesthetic" else {})
     asked = RewardSettings(name, settings=settings)
-    (found,) = on_mesh.read_shapes({0: asked}, group(data=1))
+    (found,) = on_mesh.read({0: asked}, group(data=1), weights=False)
     leaves = jax.tree.leaves(found.params)
     assert sum(leaf.size for leaf in leaves) == size
     assert {leaf.dtype.name for leaf in leaves if leaf.size > 2**20} == {dtype}
@@ -279,7 +279,7 @@ def test_predicted_memory_has_the_weights(files, base):
     colocated = layouts.device_bytes(problem, layouts.PoolLayout(1, 2)).trainer
     assert colocated["rewards"] == found.rewards(1, 1)
     assert (
-        on_mesh.read_shapes(on_mesh_of(planned(files, base, "pool").rewards), group(data=1)) == ()
+        on_mesh.read(on_mesh_of(planned(files, base, "pool").rewards), group(data=1), False) == ()
     )
 
 

@@ -106,7 +106,7 @@ def sampling_bytes(config, system, programs, held, tuned):
     predicted = {name: sampling + held["conditioning"] + needed[name] for name in lowered}
     predicted["generating"] += held["trajectories"]
     return {
-        name: (predicted[name], there + prompts + temporary_bytes(each))
+        name: (predicted[name], there + prompts + temporary_bytes(each.lower().compile()))
         for name, each in lowered.items()
     }
 

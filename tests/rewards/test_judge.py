@@ -18,7 +18,7 @@ from digen_jax.process.shutdown import Stopped
 from digen_jax.rewards import RewardSettings
 from digen_jax.rewards.built_in import resolve
 from digen_jax.rewards.errors import RewardError
-from digen_jax.rewards.judge import Client, choose_model, judge
+from digen_jax.rewards.judge import Client, Judge, choose_model
 from tests.rewards.service.helpers import random_images
 
 A, B = "http://a:1", "http://b:1"
@@ -58,7 +58,7 @@ class FakeServers:
 
 def ask(server, images, prompts, metadata=None, **settings):
     client = Client(
-        judge(**{"servers": (A,)} | settings), transport=httpx.MockTransport(server), **FAST
+        Judge(**{"servers": (A,)} | settings), transport=httpx.MockTransport(server), **FAST
     )
     return client.score(images, prompts, metadata or [{} for _ in prompts])
 
