@@ -81,7 +81,7 @@ def _place(config: TrainConfig, workdir: pathlib.Path) -> TrainConfig:
     """Places a run without Ray on the available devices, as configured or as the planner chooses."""
     if config.placement.mode != AUTO:
         return place_here(config)
-    from digen_jax.planning.placing import place_run  # only "auto" needs the planner
+    from digen_jax.planning.plan import place_run  # only "auto" needs the planner
 
     return place_run(config, workdir)
 

@@ -11,7 +11,7 @@ import pytest
 from digen_jax.config.checks import check_devices
 from digen_jax.config.load import complete, fit_config, load_config, read_config, replaced
 from digen_jax.errors import ConfigError
-from digen_jax.planning import placing
+from digen_jax.planning import plan as plans
 from digen_jax.planning.costs import Calibration, read_calibration, read_run_costs
 from digen_jax.planning.plan import auto_plan, can_run, make_problem, meshes, suited
 from digen_jax.planning.report import table, why
@@ -200,18 +200,18 @@ def test_costs_are_measured_on_as_few_devices_as_hold_the_training(
     config.sampler.chunk = config.trainer.micro_batch = config.evaluation.batch = 8
     config.batch.update(groups=4, images=4)
     train_config, measured = load_config(config), []
-    alone = placing.place_on_one_device(train_config)
-    problem = make_problem(alone, 1, calibration(), placing.model_footprint(alone))
+    alone = plans.place_on_one_device(train_config)
+    problem = make_problem(alone, 1, calibration(), plans.model_footprint(alone))
     needed = device_bytes(problem, PoolLayout(1, 1)).largest
 
     def fake_costs(placed, note):
         measured.append(placed.placement.trainer)
         return calibration()
 
-    monkeypatch.setattr(placing, "measured_costs", fake_costs)
-    monkeypatch.setattr(placing, "compiled_temporaries", lambda placed, note: None)
-    monkeypatch.setattr(placing, "_device_memory", lambda: int(needed * (2 if holds_all else 0.9)))
-    placing.planned_meshes(train_config)
+    monkeypatch.setattr(plans, "measured_costs", fake_costs)
+    monkeypatch.setattr(plans, "compiled_temporaries", lambda placed, note: None)
+    monkeypatch.setattr(plans, "_device_memory", lambda: int(needed * (2 if holds_all else 0.9)))
+    plans.planned_meshes(train_config)
     assert [axes.devices for axes in measured] == [measured[0].fsdp] == [devices]
 
 
