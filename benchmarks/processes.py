@@ -3,12 +3,12 @@
 import dataclasses
 import time
 from collections.abc import Callable, Collection
-from multiprocessing.connection import Connection
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 
 import psutil
 
-ANSWER, END = 3600, 10  # timeouts in seconds for an answer, and for a process to end
+ANSWER = 3600  # timeout in seconds for an answer
 QUIET = 0.03  # maximum share of the cores that other processes may use in a valid round
 
 
@@ -30,43 +30,29 @@ class Process:
     """
 
     def __init__(self, context: Any, make: Callable[..., Any], *arguments: Any):
-        self._connection, other = context.Pipe()
-        arguments = (other, make, *arguments)
-        self._process = context.Process(target=_answer_requests, args=arguments, daemon=True)
-        self._process.start()
-        other.close()
+        self._pool = ProcessPoolExecutor(1, context, _make, (make, *arguments))
 
     def call(self, method: str, *arguments: Any) -> tuple[Any, Seconds]:
-        """Returns a method's result and its duration.
-
-        Raises:
-          RuntimeError: the process has ended, or has not answered within `ANSWER` seconds.
-        """
-        self._connection.send((method, *arguments))
-        if not self._connection.poll(ANSWER):
-            raise RuntimeError(f"a process has not answered in {ANSWER} s")
-        try:
-            return self._connection.recv()
-        except EOFError:
-            raise RuntimeError("a process has failed: see its output above") from None
+        """Returns a method's result and its duration. Raises its exception, or TimeoutError after `ANSWER` seconds."""
+        return self._pool.submit(_timed, method, *arguments).result(ANSWER)
 
     def close(self) -> None:
-        """Ends the process."""
-        self._process.terminate()
-        self._process.join(END)
-        if self._process.is_alive():
-            self._process.kill()
+        """Ends the process after its last request."""
+        self._pool.shutdown(cancel_futures=True)
 
 
-def _answer_requests(connection: Connection, make: Callable[..., Any], *arguments: Any) -> None:
-    """Answers each request with (result, `Seconds`) of a method."""
-    worker = make(*arguments)
-    while True:
-        method, *arguments = connection.recv()
-        start, used = time.perf_counter(), time.process_time()
-        result = getattr(worker, method)(*arguments)
-        seconds = Seconds(time.perf_counter() - start, time.process_time() - used)
-        connection.send((result, seconds))
+_made: Any = None  # in a `Process`: the object whose methods are requested
+
+
+def _make(make: Callable[..., Any], *arguments: Any) -> None:
+    global _made
+    _made = make(*arguments)
+
+
+def _timed(method: str, *arguments: Any) -> tuple[Any, Seconds]:
+    start, used = time.perf_counter(), time.process_time()
+    result = getattr(_made, method)(*arguments)
+    return result, Seconds(time.perf_counter() - start, time.process_time() - used)
 
 
 class Reading(NamedTuple):

@@ -24,6 +24,7 @@ from digen_jax.algorithms.losses import (
     ClipRange,
     clipped,
     mask_rows,
+    required,
     spread_terms,
     velocity_mse,
 )
@@ -173,49 +174,33 @@ def awm_loss(
     Raises:
       ValueError: an input that the settings require is missing.
     """
-    for name, needed, given in (
-        ("old_log_prob", settings.old_log_probs != "current", old_log_prob),
-        ("v_reference", settings.kl_coefficient, v_reference),
-        ("v_ema", settings.ema_kl_coefficient, v_ema),
-    ):
-        if needed and given is None:
-            raise ValueError(f"{name} is needed by {settings} but was not given")
     v, target, sigma, advantages = mask_rows(trained, v, target, sigma, advantages)
     error = velocity_mse(v, target)
     log_prob = -_weighted(settings, error, sigma)
-    if old_log_prob is None or settings.old_log_probs == "current":
+    if settings.old_log_probs == "current":
         old_log_prob = log_prob
-    (old_log_prob,) = mask_rows(trained, old_log_prob)
-    log_ratio = log_prob - jax.lax.stop_gradient(old_log_prob)
-    terms = _policy_terms(settings, log_ratio, advantages)
-    terms |= {"matching_error": error, "ratio": jnp.where(trained, terms["ratio"], 0.0)}
-    for name, coefficient, other in (
-        ("kl", settings.kl_coefficient, v_reference),
-        ("ema_kl", settings.ema_kl_coefficient, v_ema),
-    ):
-        if coefficient:
-            (other,) = mask_rows(trained, other)
-            terms[name] = velocity_mse(v, other)
-            terms["loss"] += coefficient * terms[name]
-    return terms
-
-
-def _policy_terms(
-    settings: AWM, log_ratio: Float[Array, "n"], advantages: Float[Array, "n"]
-) -> dict[str, Float32[Array, "n"]]:
-    """Returns the terms of `awm_loss` without KLs, whose loss is max(-A r, -A clip(r))."""
+    (old,) = mask_rows(trained, required(old_log_prob, "old_log_prob", settings))
+    log_ratio = log_prob - jax.lax.stop_gradient(old)
     ratio = jnp.exp(log_ratio)
     advantages = jnp.clip(advantages, -settings.adv_clip, settings.adv_clip)
     advantages = advantages / settings.adv_clip * settings.advantage_max
-    loss = clipped(log_ratio, advantages, settings.clip_range, settings.clip_range)
-    distance = jnp.abs(ratio - 1)
+    policy_loss = clipped(log_ratio, advantages, settings.clip_range, settings.clip_range)
     terms = {
-        "loss": loss,
-        "policy_loss": loss,
-        "ratio": ratio,
-        "clip_fraction": (distance > settings.clip_range).astype(jnp.float32),
+        "loss": policy_loss,
+        "policy_loss": policy_loss,
+        "matching_error": error,
+        "ratio": jnp.where(trained, ratio, 0.0),
+        "clip_fraction": (jnp.abs(ratio - 1) > settings.clip_range).astype(jnp.float32),
         "approx_kl": log_ratio**2 / 2,
     }
     if settings.ratio_bound:
-        terms |= spread_terms(distance, settings.ratio_bound, settings.spread_limit)
+        terms |= spread_terms(jnp.abs(ratio - 1), settings.ratio_bound, settings.spread_limit)
+    for name, coefficient, argument, other in (
+        ("kl", settings.kl_coefficient, "v_reference", v_reference),
+        ("ema_kl", settings.ema_kl_coefficient, "v_ema", v_ema),
+    ):
+        if coefficient:
+            (other,) = mask_rows(trained, required(other, argument, settings))
+            terms[name] = velocity_mse(v, other)
+            terms["loss"] += coefficient * terms[name]
     return terms

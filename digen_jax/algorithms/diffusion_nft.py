@@ -25,7 +25,7 @@ from digen_jax.algorithms.algorithm import (
     PreparedChunk,
     Velocities,
 )
-from digen_jax.algorithms.losses import mask_rows, velocity_mse
+from digen_jax.algorithms.losses import mask_rows, required, velocity_mse
 from digen_jax.diffusion.noising import ScheduleTimes
 from digen_jax.errors import NonNegativeFloat, PositiveFloat
 
@@ -167,10 +167,6 @@ def diffusion_nft_loss(
     Raises:
       ValueError: `v_reference` is missing although kl_coefficient is above 0.
     """
-    if v_reference is None and settings.kl_coefficient:
-        raise ValueError(
-            f"kl_coefficient is {settings.kl_coefficient} but no v_reference was given"
-        )
     x0, x, v, v_old, sigma, r = mask_rows(trained, x0, x, v, v_old, sigma, reward_prob)
     v_old = jax.lax.stop_gradient(v_old)
     beta, floor = settings.beta, settings.weight_floor
@@ -185,7 +181,7 @@ def diffusion_nft_loss(
         "old_deviation": velocity_mse(v, v_old),
     }
     if settings.kl_coefficient:
-        (v_reference,) = mask_rows(trained, v_reference)
+        (v_reference,) = mask_rows(trained, required(v_reference, "v_reference", settings))
         kl = velocity_mse(v, v_reference)
         terms |= {"loss": policy_loss + settings.kl_coefficient * kl, "kl": kl}
     return terms

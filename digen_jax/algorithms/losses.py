@@ -40,6 +40,13 @@ from digen_jax.diffusion.steps import NEARLY_ONE
 from digen_jax.errors import ConfigError, Range
 
 
+def required(array: Array | None, name: str, settings: object) -> Array:
+    """Returns an input that a loss needs. Raises ValueError if it is None."""
+    if array is None:
+        raise ValueError(f"{name} is needed by {settings} but was not given")
+    return array
+
+
 def mask_rows(
     trained: Bool[Array, "n"], *arrays: Float[Array, "n ..."]
 ) -> tuple[Float32[Array, "n ..."], ...]:

@@ -33,6 +33,7 @@ from digen_jax.algorithms.losses import (
     importance_weight,
     longcat_weight,
     mask_rows,
+    required,
     sequence_log_ratio,
     spread_terms,
     topr,
@@ -248,8 +249,17 @@ class PolicyGradient(Algorithm):
         Raises:
           ValueError: the KL, the means or another required input is missing.
         """
-        given = samples.weight
-        samples, weight = self._masked(samples)
+        weight = given = samples.weight
+        if self.smallest_sigma:
+            weight = weight * well_conditioned(samples.sigma, self.smallest_sigma)
+        if self.rejection_bound:
+            log_ratio = samples.log_prob - samples.stored_log_prob
+            weight = weight * within_bound(log_ratio, self.rejection_bound)
+        parts = {name: part for name, part in samples._asdict().items() if part is not None}
+        parts.pop("trajectory", None)
+        masked = mask_rows(weight > 0, *parts.values())
+        samples = samples._replace(**dict(zip(parts, masked, strict=True)))
+
         log_ratio, correction = self._log_ratios(samples, weight)
         to_sampler = jnp.exp(jax.lax.stop_gradient(samples.log_prob) - samples.stored_log_prob)
         policy_loss, distance, outside = self._surrogate(samples, log_ratio)
@@ -266,48 +276,26 @@ class PolicyGradient(Algorithm):
             terms |= spread_terms(distance, self.ratio_bound, self.spread_limit)
         if self.decoupled:
             terms["importance_weight"] = correction
-        if samples.kl is not None and self.kl_coefficient:
-            kl = samples.kl
+        if self.kl_coefficient:
+            kl = weighted_kl = required(samples.kl, "kl", self)
             if self.step_weight == "longcat":
-                kl = kl * longcat_weight(samples.sigma, samples.dt) ** 2
-            terms |= {"loss": policy_loss + self.kl_coefficient * kl, "kl": samples.kl}
+                weighted_kl = kl * longcat_weight(samples.sigma, samples.dt) ** 2
+            terms |= {"loss": policy_loss + self.kl_coefficient * weighted_kl, "kl": kl}
         sums = {name: weighted_sum(weight, term) for name, term in terms.items()}
         if "left_out" in self.terms:
             sums["left_out"] = jnp.sum(given) - jnp.sum(weight)
         return sums["loss"], sums | {"weight": jnp.sum(weight)}
 
-    def _masked(self, samples: Samples) -> tuple[Samples, Array]:
-        """Checks the inputs of `loss`; returns them with zeros for excluded samples, and their new weights."""
-        needed = {
-            "kl": self.kl_coefficient,
-            "mean": self.needs_means,
-            "old_mean": self.needs_means,
-            "std": self.needs_means,
-            "behavior_log_prob": self.decoupled,
-            "trajectory": self.needs_full_trajectories,
-        }
-        for name, is_needed in needed.items():
-            if is_needed and getattr(samples, name) is None:
-                raise ValueError(f"{name} is needed by {self} but was not given")
-        weight = samples.weight
-        if self.smallest_sigma:
-            weight = weight * well_conditioned(samples.sigma, self.smallest_sigma)
-        if self.rejection_bound:
-            log_ratio = samples.log_prob - samples.stored_log_prob
-            weight = weight * within_bound(log_ratio, self.rejection_bound)
-        parts = {name: part for name, part in samples._asdict().items() if part is not None}
-        parts.pop("trajectory", None)
-        masked = mask_rows(weight > 0, *parts.values())
-        return samples._replace(**dict(zip(parts, masked, strict=True))), weight
-
     def _surrogate(self, samples: Samples, log_ratio: Array) -> tuple[Array, Array, Array]:
         """Returns (loss without KL, distance from the old policy, whether that is beyond the bound) of each sample."""
         low, high = self.clip_range, self.high
         advantages = jnp.clip(samples.advantages, -self.adv_clip, self.adv_clip)
+        means = tuple(
+            required(getattr(samples, name), name, self)
+            for name in ("mean", "old_mean", "std") * self.needs_means
+        )
         if self.ratio == "guard":
-            log_ratio = guard_log_ratio(
-                samples.log_prob, samples.old_log_prob, samples.mean, samples.old_mean, samples.std
-            )
+            log_ratio = guard_log_ratio(samples.log_prob, samples.old_log_prob, *means)
         ratio = jnp.exp(log_ratio)
         distance = jnp.abs(ratio - 1)
         outside = (ratio < 1 - low) | (ratio > 1 + high)
@@ -322,7 +310,7 @@ class PolicyGradient(Algorithm):
                 weights = self.positive_weight, self.negative_weight
                 loss = topr(samples.log_prob, log_ratio, advantages, *weights)
             case "divergence":
-                kl = gaussian_kl(samples.mean, samples.old_mean, samples.std)
+                kl = gaussian_kl(*means)
                 loss = divergence_masked(log_ratio, samples.advantages, kl, self.kl_threshold)
                 distance, outside = kl, kl >= self.kl_threshold
         if self.ratio == "guard":
@@ -338,14 +326,14 @@ class PolicyGradient(Algorithm):
             if not self.needs_full_trajectories:
                 return log_ratio
             reduce = "mean" if self.ratio == "sequence_mean" else "sum"
-            return sequence_log_ratio(
-                log_ratio, weight, samples.trajectory, len(samples.trajectory), reduce
-            )
+            trajectory = required(samples.trajectory, "trajectory", self)
+            return sequence_log_ratio(log_ratio, weight, trajectory, len(trajectory), reduce)
 
         if not self.decoupled:
             return reduce_steps(samples.log_prob - samples.old_log_prob), 1.0
+        behavior = required(samples.behavior_log_prob, "behavior_log_prob", self)
         log_ratio, to_behavior = decoupled_log_ratios(
-            samples.log_prob, samples.old_log_prob, samples.behavior_log_prob
+            samples.log_prob, samples.old_log_prob, behavior
         )
         return reduce_steps(log_ratio), importance_weight(
             reduce_steps(to_behavior), self.importance_cap

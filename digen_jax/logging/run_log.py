@@ -87,11 +87,11 @@ class RunLog:
         self._trace = TraceFile(workdir / "timeline.json")
         self._last_steps: list[list[Interval]] = []
         self.metrics = MetricsLog(workdir, config.trackers, config.as_json())
-        self._commands: CommandLog | None = None
         self._folder = image_folder(workdir)
         self._folder.mkdir(exist_ok=True)
         self._prompts, self._count = config.evaluated_prompts, config.images.count
-        self._progress: Progress | None = None
+        self._open = contextlib.ExitStack()
+        self._open.callback(self.metrics.close)
         self._on_cpu = False
         self._steps = 0  # of this process
 
@@ -118,12 +118,11 @@ class RunLog:
             print(f"changed from step {done + 1} on: {change}", flush=True)
         record_start(self._workdir, done, changed)
         self._progress = Progress(self._config.steps, done)
+        self._open.callback(self._progress.close)
 
     def close(self) -> None:
         """Closes the progress bar and the trackers. The files are complete after every write."""
-        if self._progress is not None:
-            self._progress.close()
-        self.metrics.close()
+        self._open.close()
 
     def check_disk(self) -> None:
         """Raises SaveFailed if an earlier write found the disk full."""
@@ -279,7 +278,7 @@ class RunLog:
 def advice_on_waits(line: dict[str, float]) -> str:
     """Returns the main wait cause of a step and advice; empty if devices wait little."""
     waits = {cause: line.get(f"seconds/wait_{cause}", 0.0) for cause in ADVICE}
-    cause = max(waits, key=waits.get)
+    cause = max(waits, key=lambda cause: waits[cause])
     share = (1 - line["utilisation"]) * waits[cause] / (sum(waits.values()) or 1.0)
     if share < ADVICE_SHARE:
         return ""
