@@ -11,9 +11,9 @@ python launch/benchmark.py asynchrony --config configs/shapes_flow_grpo.py --wor
 python launch/benchmark.py algorithms --config configs/shapes_algorithms.py --workdir runs/algorithms \
     [--only=cispo,topr --seeds=3 --output=algorithms.json]
 python launch/benchmark.py algorithms --cells=runs/algorithms/algorithms.csv --workdir runs/algorithms  # plots it again
-python launch/benchmark.py rewards [--clients=64 --servers=3 --requests=20 --output=rewards.json]
+python launch/benchmark.py rewards [--output=rewards.json]
 python launch/benchmark.py cluster [--step_seconds=8 --layouts=1,2 --output=cluster.json]
-python launch/benchmark.py ray [--commands=500 --megabytes=100,1000]  # commands, weights, starts, idle processes
+python launch/benchmark.py ray  # commands, weights, starts, idle processes
 python launch/benchmark.py kills --config configs/shapes_demo.py --workdir runs/kills [--kills=100 --seed=0]
 """
 
@@ -78,13 +78,6 @@ _SEEDS = flags.DEFINE_integer("seeds", 3, "asynchrony, algorithms: number of run
 _ONLY = flags.DEFINE_list("only", [], "algorithms: names of the algorithms to train; default: all.")
 _CELLS = define_path("cells", None, "algorithms: algorithms.csv to plot again, without training.")
 _KILLS = flags.DEFINE_integer("kills", 100, "kills: number of faults.")
-# ray
-_COMMANDS = flags.DEFINE_integer("commands", 500, "ray: commands of each measurement.")
-_MEGABYTES = flags.DEFINE_list("megabytes", ["100", "1000"], "ray: sizes of weights.")
-# rewards
-_CLIENTS = flags.DEFINE_integer("clients", 64, "rewards: threads that request scores.")
-_SERVERS = flags.DEFINE_integer("servers", 3, "rewards: servers, each with one scoring process.")
-_REQUESTS = flags.DEFINE_integer("requests", 20, "rewards: requests per client.")
 
 # Numbers of a benchmark, which are also written to --output, and the exit code.
 Result = tuple[dict[str, Any], int | None]
@@ -196,8 +189,7 @@ def rewards() -> Result:
     """Requests scores from servers with many clients, network faults and a server that is killed."""
     from benchmarks.rewards import Requests, compare
 
-    given = _CLIENTS.value, _SERVERS.value, _REQUESTS.value
-    requests = Requests(*given, seed=_SEED.value)
+    requests = Requests(seed=_SEED.value)
     print(
         f"{requests.clients} clients request scores of {requests.total} images of {requests.side} x {requests.side} "
         f"from {requests.servers} servers, {requests.images} in a request; the reward takes "
@@ -227,17 +219,11 @@ def cluster() -> Result:
 
 def ray() -> Result:
     """Measures Ray on this machine: commands, weights, starts, and the use of its processes."""
-    try:
-        megabytes = [int(text) for text in _MEGABYTES.value]
-    except ValueError:
-        raise ConfigError(
-            f"--megabytes={','.join(_MEGABYTES.value)}: give numbers such as 1,2,4"
-        ) from None
     from benchmarks.ray_transport import measure
     from digen_jax.process.job import prepare
 
     prepare()
-    found = measure(_COMMANDS.value, megabytes)
+    found = measure(commands=500, megabytes=(100, 1000))
     print(found.describe())
     return dataclasses.asdict(found), None
 
