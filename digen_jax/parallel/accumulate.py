@@ -17,6 +17,7 @@ known only at the update, which divides by it.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -217,20 +218,7 @@ def sum_passes(
       piece: (first, count) of the passes. They may be traced, so that one program computes any piece. None means
         all passes.
     """
-
-    def loop(parameters, shared, micros, totals, piece, merge, constrain):
-        def body(number, totals):
-            micro = jax.tree.map(
-                lambda a: jax.lax.dynamic_index_in_dim(a, number, 0, False), micros
-            )
-            new = gradient(*parameters, shared, merge(micro))
-            return constrain(jax.tree.map(jnp.add, totals, new))
-
-        passes = len(jax.tree.leaves(micros)[0])
-        first, count = (0, passes) if piece is None else piece
-        # A chunk with excluded images has fewer passes.
-        end = passes if piece is None else jnp.minimum(first + count, passes)
-        return jax.lax.fori_loop(first, end, body, totals)
+    loop = functools.partial(_sum_loop, gradient)
 
     def merge_share(micro):
         return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), _with_image_numbers(micro))
@@ -260,6 +248,30 @@ def sum_passes(
         out_specs=full,
         check_vma=False,
     )(*inputs)
+
+
+def _sum_loop(
+    gradient: Callable[..., Any],
+    parameters: tuple[Any, ...],
+    shared: SharedInputs,
+    micros: MicroBatch,
+    totals: Any,
+    piece: Any,
+    merge: Callable[[MicroBatch], MicroBatch],
+    constrain: Callable[[Any], Any],
+) -> Any:
+    """Adds the passes of a piece one by one, with each pass from `merge` and the sums from `constrain`."""
+
+    def body(number, totals):
+        micro = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, number, 0, False), micros)
+        new = gradient(*parameters, shared, merge(micro))
+        return constrain(jax.tree.map(jnp.add, totals, new))
+
+    passes = len(jax.tree.leaves(micros)[0])
+    first, count = (0, passes) if piece is None else piece
+    # A chunk with excluded images has fewer passes.
+    end = passes if piece is None else jnp.minimum(first + count, passes)
+    return jax.lax.fori_loop(first, end, body, totals)
 
 
 def recenter(sums: GroupSums, shift: Float[Array, ""]) -> GroupSums:

@@ -73,7 +73,7 @@ def heading(config: TrainConfig, target: Topology) -> str:
         f"model {model.folder}, {model.height} x {model.width}, meshes: {sizes}",
         f"{target.name}: {len(target.devices)} devices of the kind {target.devices[0].device_kind}{facts}",
     ]
-    if target.compiler:
+    if target.compiler and chip:
         network, others = EFFICIENCY[target.devices[0].platform]
         lines += [
             f"all numbers are estimated: compiled for {target.compiler.target}, not run",
@@ -129,12 +129,12 @@ def _share(flops: float | None, seconds: float, chip: Chip) -> str:
 
 def _streams_table(found: Iterable[ProgramCost]) -> str:
     """Returns the needed FLOPs per device of each program, by the streams of its model."""
-    known = [one for one in found if one.program.work]
-    streams = sorted({stream for one in known for stream in one.program.work})
+    known = [(one.program, one.program.work) for one in found if one.program.work]
+    streams = sorted({stream for _, work in known for stream in work})
     rows = [["TFLOP by stream", *streams, "all"]]
-    for one in known:
-        each = [one.program.work.get(stream, 0.0) / one.program.devices for stream in streams]
-        rows.append([one.program.name, *map(_tera, each), _tera(sum(each))])
+    for program, work in known:
+        each = [work.get(stream, 0.0) / program.devices for stream in streams]
+        rows.append([program.name, *map(_tera, each), _tera(sum(each))])
     return aligned(rows)
 
 
