@@ -25,7 +25,7 @@ class EagerWork:
 
     config: TrainConfig
     transformer: pathlib.Path
-    latent: tuple[int, int, int]  # h, w, c
+    latent: tuple[int, ...]  # h, w, c
     sigmas: Float32[np.ndarray, "steps+1"]
     of_x: Float[np.ndarray, "steps"]
     of_v: Float[np.ndarray, "steps"]

@@ -298,8 +298,9 @@ class Ours:
 
     def train(self) -> None:
         """Computes the gradient of all transitions, pass by pass, and updates."""
-        totals = None
-        for images in self.chunks:
+        first, *others = self.chunks
+        totals = jax.block_until_ready(self.accumulate(first))
+        for images in others:
             totals = jax.block_until_ready(self.accumulate(images, totals))
         self.state, _ = self.system.trainer.update(self.state, totals)
         jax.block_until_ready(self.state)

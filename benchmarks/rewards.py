@@ -5,7 +5,6 @@ import os
 import pathlib
 import random
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -194,9 +193,8 @@ def run_servers(requests: Requests, faults: bool) -> Throughput:
     scored = [line for line in lines if line != "-1"]
     if len(set(scored)) != requests.total:
         raise RuntimeError(f"the servers scored {len(set(scored))} of {requests.total} images")
-    failures = dict(network.faults) if network else {}
-    counts = dict(attempts=len(exchanges), failures=failures, scorings=len(scored))
-    return dataclasses.replace(found, **counts)
+    failures, attempts = dict(network.faults) if network else {}, len(exchanges)
+    return dataclasses.replace(found, attempts=attempts, failures=failures, scorings=len(scored))
 
 
 def score_all(requests: Requests, score: Callable[..., Float32[np.ndarray, "b"]]) -> Throughput:
@@ -277,6 +275,7 @@ class ServerProcess:
         """Waits for the line with its port."""
         late = threading.Timer(START, self._process.kill)
         late.start()
+        assert self._process.stdout is not None
         line = self._process.stdout.readline()
         late.cancel()
         served = re.search(r":(\d+)$", line)
@@ -286,19 +285,17 @@ class ServerProcess:
 
     def kill(self) -> None:
         """Kills the server like the kernel's out-of-memory killer."""
-        self._process.send_signal(signal.SIGKILL)
-        self._process.wait()
-        self._process.stdout.close()
+        with self._process:
+            self._process.kill()
 
     def close(self) -> None:
         """Ends the server by SIGTERM."""
-        self._process.terminate()
-        try:
-            self._process.wait(60)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
+        with self._process:
+            self._process.terminate()
+            try:
+                self._process.wait(60)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
 
 
 @contextmanager

@@ -183,15 +183,12 @@ def open_parts(
     policies.check_model(config, family, placement)
     with prefix_errors("config.model.folder: "):
         check_parts(family, folder, [p for p in family.shapes() if has_weights(folder / p)])
-    start = None
-    if config.lora.path:
+    start, lora = None, policies.make_policy(config, family).lora
+    if config.lora.path and lora is not None:
         from digen_jax.checkpoints.lora_files import read_initial_lora  # few runs read one
 
         with prefix_errors("config.lora.path: "):
-            lora, shapes = (
-                policies.make_policy(config, family).lora,
-                policies.trained_of(family, family.shapes()),
-            )
+            shapes = policies.trained_of(family, family.shapes())
             start = read_initial_lora(config.lora.path, lora, shapes, family.lists)
     return Parts(folder, family, placement, start)
 
@@ -369,8 +366,13 @@ def make_system(
 
 def train_prompts(config: TrainConfig) -> PromptBatches:
     """Returns the prompt records of each step of a run."""
-    options = dict(set_steps=config.algorithm.set_steps, weights=config.prompts.weights)
-    return prompt_batches(config.prompts.paths, config.max_groups, config.seed, **options)
+    return prompt_batches(
+        config.prompts.paths,
+        config.max_groups,
+        config.seed,
+        set_steps=config.algorithm.set_steps,
+        weights=config.prompts.weights,
+    )
 
 
 def held_out_prompts(config: TrainConfig) -> list[dict[str, Any]]:

@@ -156,7 +156,7 @@ def check_model(config: TrainConfig, family: Family, placement: Placement) -> No
         with prefix_errors("config.lora."):
             check_rank(config.lora.rank, tuned)
     for tree in (tuned, shapes):
-        (placement.trainer or placement.rollout).params(tree)
+        (placement.home or placement.rollout).params(tree)
 
 
 def start_warnings(config: TrainConfig, family: Family) -> list[str]:
@@ -190,7 +190,7 @@ def attention_kernels(config: TrainConfig, family: Family, placement: Placement)
     precision, kernels = config.precision, {}
     for work, group, dtype in (
         ("sampling", placement.rollout, precision.rollout or precision.arithmetic),
-        ("training", placement.trainer, precision.arithmetic),
+        ("training", placement.home, precision.arithmetic),
     ):
         if group is not None:
             mesh = group.mesh
@@ -201,12 +201,12 @@ def attention_kernels(config: TrainConfig, family: Family, placement: Placement)
 
 def describe_computation(config: TrainConfig, family: Family, placement: Placement) -> str:
     """Returns one line for the console: devices, attention kernel, and precision."""
-    groups = [group for group in (placement.trainer, *placement.rollouts) if group is not None]
+    groups = [group for group in (placement.home, *placement.rollouts) if group is not None]
     devices = {device for group in groups for device in group.mesh.devices.flat}
     kinds = Counter(device.device_kind for device in devices)
     precision = config.precision
     arithmetic = {"sampling": precision.rollout or precision.arithmetic}
-    if placement.trainer is not None:
+    if placement.home is not None:
         arithmetic["training"] = precision.arithmetic
     products = ""
     platform = groups[0].mesh.devices.flat[0].platform
@@ -229,7 +229,7 @@ def _by_work(named: Mapping[str, str]) -> str:
 
 def check_heads(family: Family, placement: Placement) -> None:
     """Refuses a mesh whose axes `tensor` and `sequence` do not divide the model's heads, which they split."""
-    meshes = {} if placement.trainer is None else {"trainer": placement.trainer.mesh}
+    meshes = {} if placement.home is None else {"trainer": placement.home.mesh}
     if placement.rollouts:
         meshes["rollout"] = placement.rollout.mesh
     heads = family.heads.number

@@ -94,7 +94,8 @@ class DiffusionNFT(Matching):
     def loss(self, samples: MatchingSamples, v: Velocities) -> dict[str, Float32[Array, "n"]]:
         """Returns the terms of `diffusion_nft_loss`."""
         x0, x, _, sigma, probabilities, trained = samples
-        velocities = v.trained, v.behavior, v.reference
+        old = required(v.behavior, "v_old", self)
+        velocities = v.trained, old, v.reference
         return diffusion_nft_loss(self, x0, x, sigma, *velocities, probabilities, trained)
 
 

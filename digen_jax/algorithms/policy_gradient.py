@@ -325,7 +325,7 @@ class PolicyGradient(Algorithm):
         def reduce_steps(log_ratio):
             if not self.needs_full_trajectories:
                 return log_ratio
-            reduce = "mean" if self.ratio == "sequence_mean" else "sum"
+            reduce: Literal["mean", "sum"] = "mean" if self.ratio == "sequence_mean" else "sum"
             trajectory = required(samples.trajectory, "trajectory", self)
             return sequence_log_ratio(log_ratio, weight, trajectory, len(trajectory), reduce)
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 
 from digen_jax.algorithms.advantages import zero_std_groups
 from digen_jax.algorithms.algorithm import Matching, MatchingSamples, PreparedChunk, Velocities
-from digen_jax.algorithms.losses import mask_rows, velocity_mse
+from digen_jax.algorithms.losses import mask_rows, required, velocity_mse
 from digen_jax.diffusion.noising import LogitNormalTimes
 from digen_jax.errors import Count, NonNegativeFloat, PositiveFloat
 
@@ -71,7 +71,8 @@ class DiffusionDPO(Matching):
 
     def loss(self, samples: MatchingSamples, v: Velocities) -> dict[str, Float32[Array, "n"]]:
         """Returns the terms of `diffusion_dpo_loss`."""
-        return diffusion_dpo_loss(self, v.trained, v.reference, samples.target, samples.trained)
+        reference = required(v.reference, "v_reference", self)
+        return diffusion_dpo_loss(self, v.trained, reference, samples.target, samples.trained)
 
 
 def diffusion_dpo_loss(

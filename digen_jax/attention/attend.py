@@ -266,19 +266,18 @@ def on_each_device(
     do the same work. The token axis shards heads instead of tokens during attention (DeepSpeed-Ulysses,
     arXiv 2309.14509), so it must divide the heads that are left on each device of the head axis.
     """
-    mesh, heads = target.mesh, target.heads
-    rows_split = not q[0].shape[0] % math.prod(mesh.shape[axis] for axis in target.rows)
-    heads_split = not any(a.shape[2] % mesh.shape[heads] for a in (q[0], k[0]))
+    rows_split = not q[0].shape[0] % target.parts(*target.rows)
+    heads_split = not any(a.shape[2] % target.parts(target.heads) for a in (q[0], k[0]))
     rows = target.rows if rows_split else None
-    spec = PartitionSpec(rows, target.tokens, heads if heads_split else None)
-    parts, sizes = mesh.shape[target.tokens], [stream.shape[1] for stream in q]
+    spec = PartitionSpec(rows, target.tokens, target.heads if heads_split else None)
+    parts, sizes = target.parts(target.tokens), [stream.shape[1] for stream in q]
     if parts > 1:
         of_k = [stream.shape[1] for stream in k]
         attend = functools.partial(_exchanged, attend, target.tokens, sizes, of_k)
     q, k, v = (tuple(_divisible(a, parts) for a in streams) for streams in (q, k, v))
     out = jax.shard_map(
         attend,
-        mesh=mesh,
+        mesh=target.mesh,
         in_specs=(spec, spec, spec, PartitionSpec(rows), PartitionSpec()),
         out_specs=spec,
         check_vma=False,  # a kernel does not declare over which axes its results vary

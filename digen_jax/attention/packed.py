@@ -314,7 +314,7 @@ def backward(
         sum_k[...] += _dot(of_scores, own_q, PLAIN)
         results.append(_dot(keys[head * width : (head + 1) * width], of_scores, PLAIN))
     result = jnp.concatenate(results, axis=0).T
-    if form.norms:
+    if scale_q is not None:
         result, of_scale = _norm_gradient(raw_q, scale_q, result, width)
         first = step * raw_q.shape[0]
         of_scales_q[0, 0] += _sums(of_scale, form.q_ends, first)

@@ -219,7 +219,8 @@ class TrainerTransfer(ArrayTransfer):
                 return super().get(key, shardings, receiver)
             packed = self._engine.get(ref)
             if packed is not None and shares is not None and not shares.process:
-                self._mail("store", _shared(key), [ref], set(range(1, shares.processes)))
+                others = set(range(1, shares.processes))
+                self._mail(shares, "store", _shared(key), [ref], others)
         except ProcessDied as error:
             raise TransferError(f"{key} was lost with its node ({error})") from error
         return None if packed is None else _placed(unpack(packed), shardings)
@@ -227,13 +228,13 @@ class TrainerTransfer(ArrayTransfer):
     def _ref(self, key: Key) -> Ref | None:
         """Returns the reference to a tree of another process, or None if it is local."""
         own = getattr(key, "worker", TRAINER) == TRAINER
-        if self._shares is not None and self._shares.process and not own:
-            return next(iter(self._mail("fetch", _shared(key), self._shares.process)), None)
+        if (shares := self._shares) is not None and shares.process and not own:
+            return next(iter(self._mail(shares, "fetch", _shared(key), shares.process)), None)
         found, source = self._refs.get(key), self.sources.get(getattr(key, "worker", TRAINER))
         return source(key) if found is None and source is not None else found
 
-    def _mail(self, method: str, *arguments: Any) -> Any:
-        future = self._engine.call(self._shares.mailbox, method, *arguments, group="work")
+    def _mail(self, shares: Shares, method: str, *arguments: Any) -> Any:
+        future = self._engine.call(shares.mailbox, method, *arguments, group="work")
         return future.result(MAILBOX_TIMEOUT)
 
     def delete(self, key: Key) -> None:

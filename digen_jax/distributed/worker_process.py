@@ -266,7 +266,8 @@ class RolloutProcess:
                     raise
                 return None  # dropped by another thread
             scored_chunk = future.result()
-            image_stats = scored_chunk.image_stats.result()
+            stats = scored_chunk.image_stats
+            image_stats = None if stats is None else stats.result()
             self._sampling().scored(chunk)
             if not chunk.evaluation and self._steps.find(chunk) is None:
                 return None

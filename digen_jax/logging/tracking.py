@@ -107,6 +107,7 @@ class Tracker:
 
     def _send_queued(self) -> None:
         """Writes queued messages to the process; drops them after a failure."""
+        assert self._process.stdin is not None
         with contextlib.suppress(OSError), self._process.stdin as pipe:
             while (message := self._queue.get()) is not None:
                 pipe.write(json.dumps(message) + "\n")
@@ -117,6 +118,7 @@ class Tracker:
 
     def _watch(self) -> None:
         """Waits for the process to exit or to report an error."""
+        assert self._process.stdout is not None
         with self._process.stdout as pipe:
             error = pipe.readline().strip()
         code = self._process.wait()

@@ -261,17 +261,24 @@ class Placement:
 
     Attributes:
       rollouts: Meshes of the rollout workers in this process.
-      trainer: Mesh that trains and updates. None means that it is in another process.
+      home: Mesh that trains and updates, the `trainer`. None means that it is in another process.
       remote_rollouts: Configured number of rollout workers in other processes; more may join.
       others: Further training meshes of this process.
       remote_trainers: Number of further training meshes in other processes.
     """
 
     rollouts: tuple[DeviceGroup, ...]
-    trainer: DeviceGroup | None
+    home: DeviceGroup | None
     remote_rollouts: int = 0
     others: tuple[DeviceGroup, ...] = ()
     remote_trainers: int = 0
+
+    @property
+    def trainer(self) -> DeviceGroup:
+        """Mesh that trains and updates. Raises ValueError if it is in another process."""
+        if self.home is None:
+            raise ValueError("this process has no mesh that trains")
+        return self.home
 
     @property
     def rollout(self) -> DeviceGroup:
@@ -293,10 +300,10 @@ class Placement:
 
     def describe(self) -> str:
         """Returns a one-line description for the console."""
-        group = self.trainer or self.rollout
+        group = self.home or self.rollout
         kind = group.mesh.devices.flat[0].device_kind
         kind = "CPU" if kind == "cpu" else kind
-        if self.trainer is None:
+        if self.home is None:
             return f"{_counted(group.mesh.size, kind)} for rollout"
         meshes, training = len(self.rollouts), 1 + len(self.others) + self.remote_trainers
         trainer = training * self.trainer.mesh.size

@@ -99,7 +99,7 @@ class System(NamedTuple):
     def on(self, trainer: Trainer) -> "System":
         """Returns the system of a further training mesh, with its programs and copies of the base parameters."""
         group, rollouts = trainer.group, self.rollouts
-        placement = dataclasses.replace(self.placement, trainer=group)
+        placement = dataclasses.replace(self.placement, home=group)
         base = reshard(self.base, group)
         if placement.colocated:
             rollouts = (self.rollouts[0].moved(group.as_sampler, self.policy.sampler_base(base)),)

@@ -82,11 +82,11 @@ class CompiledProgram(NamedTuple):
     @classmethod
     def of(cls, compiled: jax.stages.Compiled) -> "CompiledProgram":
         """Returns the compiler's report on a program."""
-        found = compiled.memory_analysis()
+        found: Any = compiled.memory_analysis()
         arguments, results = found.argument_size_in_bytes, found.output_size_in_bytes
         temporaries = temporary_bytes(compiled)
         peak = getattr(found, "peak_memory_in_bytes", 0) or arguments + temporaries
-        return cls(compiled.as_text(), peak, temporaries, arguments + results)
+        return cls(str(compiled.as_text()), peak, temporaries, arguments + results)
 
 
 class CachedCompiler:

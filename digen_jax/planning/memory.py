@@ -99,7 +99,7 @@ def _bytes(shapes: Params) -> int:
 
 def temporary_bytes(compiled: jax.stages.Compiled) -> int:
     """Returns bytes per device of temporaries and results, without results in an argument's memory."""
-    found = compiled.memory_analysis()
+    found: Any = compiled.memory_analysis()
     return found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
 
 

@@ -177,14 +177,16 @@ def longest_wait(row: Prediction) -> str:
 
 def memory_table(plan: Plan) -> str:
     """Returns the bytes by purpose on a device of each kind of worker in the choice."""
-    lines, memory = [], plan.choice.memory
+    lines, memory, footprint = [], plan.choice.memory, plan.problem.footprint
+    if memory is None or footprint is None:
+        return "memory is not known"
     names = "the home worker", "a worker that only samples", "a worker that encodes prompts first"
     for name, held in zip(names, (memory.trainer, memory.worker, memory.encode), strict=True):
         parts = ", ".join(f"{what} {size / 2**20:,.1f}" for what, size in held.items() if size)
         if held:
             total = sum(held.values()) / 2**20
             lines.append(f"a device of {name}, MiB: {total:,.1f} = {parts}")
-    if plan.problem.footprint.programs is None:
+    if footprint.programs is None:
         lines.append("without temporaries of programs: --memory=GIB compiles and counts them")
     return "\n".join(lines)
 
