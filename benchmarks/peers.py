@@ -325,7 +325,8 @@ class Ours:
         context, pooled = (np.asarray(c, np.float32) for c in self._prompts.conditioning)
         null = lora = None
         if policy.sequences == 2:
-            null = tuple(np.asarray(c, np.float32) for c in cast(Any, self._prompts.null))
+            context_0, pooled_0 = cast(Any, self._prompts.null)
+            null = np.asarray(context_0, np.float32), np.asarray(pooled_0, np.float32)
         if policy.lora is not None:
             family, adapter = policy.family, policy.lora
             layers = adapted_layers(family.shapes(), adapter.targets, family.lists)["transformer"]

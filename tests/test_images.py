@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from digen_jax.images import find_shared, share, to_uint8, writable_copy
-from digen_jax.rewards.errors import Watched
+from digen_jax.rewards.dry_run import Watched
 
 
 def test_to_uint8_rounds_and_clips():

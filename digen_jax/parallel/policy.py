@@ -72,7 +72,7 @@ class Policy:
           ValueError: the LoRA targets do not match the components.
         """
         if self.lora is not None:
-            return self._factors(key, trained), trained
+            return self._factors(self.lora, key, trained), trained
         frozen, tuned = self._split_frozen(trained)
         if not reference:
             return tuned, frozen
@@ -83,7 +83,7 @@ class Policy:
         """Returns a `tuned` equal to the base model; `base` must be split with a reference."""
         if self.lora is not None:
             # One of the two factors is initialized to 0, so any key is valid.
-            return self._factors(jax.random.key(0), base)
+            return self._factors(self.lora, jax.random.key(0), base)
         return self._split_frozen(base)[1]
 
     def sampler_base(self, base: Params) -> Params:
@@ -100,7 +100,7 @@ class Policy:
 
     def velocity(self, tuned: Params, base: Params, conditioning: Any, null: Any) -> Velocity:
         """Returns the guided velocity of the policy; must be called while tracing."""
-        if self.lora is None:
+        if (lora := self.lora) is None:
             variables = _collections(self.merged(tuned, base))
             return self._guided(variables, conditioning, null, self.guidance)
         variables = _collections(base)
@@ -109,7 +109,7 @@ class Policy:
         guided = self._guided(variables, conditioning, null, self.guidance)
 
         def velocity(x: Float[Array, "b ..."], sigma: Float[Array, "b"]) -> Float[Array, "b ..."]:
-            with lora_layers(self.lora.scale):
+            with lora_layers(lora.scale):
                 return guided(x, sigma)
 
         return velocity
@@ -154,10 +154,10 @@ class Policy:
 
         return velocity
 
-    def _factors(self, key: Array, trained: Params) -> Params:
+    def _factors(self, lora: LoraConfig, key: Array, trained: Params) -> Params:
         # In the family's order: names in a program's output tree are sorted.
         ordered = {part: trained[part] for part in self.family.trained}
-        return lora_init(key, ordered, self.lora, self.family.lists)
+        return lora_init(key, ordered, lora, self.family.lists)
 
     def _split_frozen(self, trained: Params) -> tuple[Params, Params]:
         """Returns (leaves that the family never trains, the others)."""
