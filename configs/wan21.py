@@ -14,6 +14,7 @@ docs/wan.md gives the rewards of longcat, which need two reward servers, and of 
 Separate GPUs for rollout and training, four each of eight:
 --config.placement.rollout.data=4 --config.placement.trainer.data=4
 Layout chosen by the planner: --config.placement=auto
+With compiled costs on 8 H100s, it chooses one worker with all GPUs, and chunks of 64, 32 or 8 clips.
 
 ocr                 GenRL's default: 1.3B, clips of 240x416 with 33 frames, the SDE of Flow-GRPO, for 8 GPUs
 flow_grpo_ocr       Flow-GRPO's own: the same with another SDE and more KL
@@ -75,6 +76,9 @@ Differences from the sources:
 - `ocr` reads text with other models (`digen_jax/rewards/ocr.py`);
 - with bfloat16 the trainer recomputes old log-probabilities (algorithm.old_log_probs), one more pass per trained
   step.
+
+Required on H100s, as compiled (docs/performance.md; not run): at most 38 GiB of each of 8. docs/wan.md has seconds and
+memory on 8 and 64 devices, also of 14B and 720p.
 """
 
 from ml_collections import ConfigDict

@@ -14,7 +14,15 @@ from typing import Any
 
 from tests.pipelines import ROOT
 
-PUBLISHED = ("sd35_medium", "flux_dev", "flux_kontext", "flux2_klein", "zimage_turbo", "qwen_image")
+PUBLISHED = (
+    "sd35_medium",
+    "flux_dev",
+    "flux_kontext",
+    "flux2_klein",
+    "zimage_turbo",
+    "qwen_image",
+    "wan21",
+)
 PROGRAMS = ("encode", "generate", "decode", "train", "update", "evaluate")
 DOC = ROOT / "docs" / "performance.md"
 BEGIN, END = "<!-- table of GPUs: make gpu-table -->\n", "<!-- end of the table of GPUs -->\n"
@@ -124,7 +132,8 @@ def _cells(one: dict[str, Any]) -> list[str]:
             "",
             "",
         ]
-    seconds = f"{made['generate']['seconds']:.2g}, {made['train']['seconds']:.2g}"
+    rounded = [float(f"{made[p]['seconds']:.2g}") for p in ("generate", "train")]
+    seconds = ", ".join(f"{one:g}" for one in rounded)
     moved = []
     for name in ("generate", "train"):
         each = made[name]["collectives"].items()
