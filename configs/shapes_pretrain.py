@@ -13,7 +13,9 @@ from ml_collections import ConfigDict
 def get_config() -> ConfigDict:
     c = ConfigDict()
     c.seed = 0
+    c.pipeline = "StableDiffusion3Pipeline"
     c.images = 120_000
+    c.frames = 1
     c.image_size = 32
     c.dtype = "float32"
     c.cpu_devices = 1  # without an accelerator, one device uses all cores

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import jax.numpy as jnp
 
-from digen_jax.checkpoints.folder import read_model_index, resolve_folder
+from digen_jax.checkpoints.folder import read_model_index, read_sampling, resolve_folder
 from digen_jax.errors import ConfigError, prefix_errors, user_input
 from digen_jax.models.family import Family, Params, Size
 from digen_jax.models.layers import Remat
@@ -61,13 +61,16 @@ def load_family(
 ) -> Family:
     """Returns the family of a pipeline folder; the last three arguments are those of the config's section `model`.
 
+    Without a `max_sequence_length` that of the folder's sampling.json applies, and then that of diffusers' pipeline.
+
     Raises:
       ConfigError: No family has its class, the folder cannot be used, or it cannot edit images of
         the size `source`.
     """
     kind = family_of(folder)
     with user_input():
-        family = kind.from_folder(folder, jnp.dtype(dtype), remat, without, max_sequence_length)
+        tokens = max_sequence_length or read_sampling(folder).get("max_sequence_length", 0)
+        family = kind.from_folder(folder, jnp.dtype(dtype), remat, without, tokens)
     return family if source is None else editing(family, source)
 
 

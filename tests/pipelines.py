@@ -55,19 +55,32 @@ def tiny_pretrain_config() -> Any:
     return config
 
 
+def tiny_moving_config() -> Any:
+    """configs/moving_shapes_pretrain.py, shrunk."""
+    config = shipped_config("moving_shapes_pretrain")
+    config.text.encoder.update(d_model=16, d_kv=8, d_ff=32, num_heads=2)
+    config.autoencoder.network.update(
+        base_dim=4, z_dim=4, dim_mult=(1, 1, 2), latents_mean=(0.0,) * 4, latents_std=(1.0,) * 4
+    )
+    config.transformer.network.update(
+        in_channels=4, out_channels=4, num_layers=2, attention_head_dim=8, text_dim=16, ffn_dim=32
+    )
+    return config
+
+
 def write_tiny_pipeline(folder: pathlib.Path, seed: int = 0, heads: int = 2) -> pathlib.Path:
     """Every parameter random, so that no zero or one hides a mistake."""
     from digen_jax.models.layers import sincos_2d_table
     from examples.shapes.captions import train_records
-    from examples.shapes.pretrain import build_family, network_configs, write_pipeline
-    from examples.shapes.tokenizer import build_tokenizer
+    from examples.shapes.networks import PIPELINES
 
     config = tiny_pretrain_config()
     config.transformer.network.update(num_attention_heads=heads, attention_head_dim=16 // heads)
-    tokenizer = build_tokenizer([r["prompt"] for r in train_records()], config.text.max_length)
-    networks = network_configs(config, tokenizer)
+    pipeline, texts = PIPELINES[config.pipeline], [r["prompt"] for r in train_records()]
+    tokenizer = pipeline.build_tokenizer(texts, config.text.max_length)
+    networks = pipeline.network_configs(config, tokenizer)
     networks["vae"] |= {"scaling_factor": 1.3, "shift_factor": 0.1}
-    family = build_family(networks, tokenizer, config.dtype)
+    family = pipeline.build_family(networks, tokenizer, config.dtype)
     rng = np.random.default_rng(seed)
     params = jax.tree.map(
         functools.partial(_random, rng), jax.eval_shape(family.init, jax.random.key(0))
@@ -75,7 +88,7 @@ def write_tiny_pipeline(folder: pathlib.Path, seed: int = 0, heads: int = 2) -> 
     net = family.transformer.config
     table = sincos_2d_table(net.pos_embed_max_size, net.sample_size // net.patch_size, net.dim)
     params["transformer"]["pos_embed"]["pos_embed"] = np.asarray(table)
-    write_pipeline(folder, family, networks, params)
+    pipeline.write(folder, family, networks, params)
     return folder
 
 

@@ -101,7 +101,7 @@ def test_an_exported_model_is_sampled_as_its_run_evaluated(base, tmp_path):
     )
     (tmp_path / "tuned" / "sampling.json").write_text('{"steps": 2.5}')
     with pytest.raises(
-        ConfigError, match=r"sampling.json has 'steps': 2.5; it may have steps, an integer"
+        ConfigError, match=r"sampling.json has 'steps': 2.5; it may have integers for steps"
     ):
         open_model(str(tmp_path / "tuned"), jax.devices()[:1])
 

@@ -28,8 +28,8 @@ Folder = str | pathlib.Path
 INDEX = "model_index.json"
 # Weights file name of each library.
 STEMS = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
-# File next to model_index.json with the recommended sampling settings (steps, guidance), if they differ from the
-# pipeline's defaults. diffusers does not read it.
+# File next to model_index.json with the recommended sampling settings (steps, guidance, size, tokens of a prompt), if
+# they differ from the pipeline's defaults. diffusers does not read it.
 SAMPLING = "sampling.json"
 # Excludes single-file checkpoints at the root and half-precision copies, which Hub repositories often contain.
 HUB_FILES = ["*.json", "*/*.txt", "*/*.model", "*/*.jinja", "LICENSE*", "*/*.safetensors"]
@@ -95,6 +95,16 @@ def read_model_index(folder: Folder) -> dict[str, Any]:
     if not isinstance(index.get("_class_name"), str):
         raise ValueError(f"{path} has no _class_name, so it does not describe a pipeline")
     return index
+
+
+def read_sampling(folder: Folder) -> dict[str, Any]:
+    """Reads a pipeline's `SAMPLING` file; empty if there is none."""
+    path = pathlib.Path(folder) / SAMPLING
+    found = read_json(path) if path.exists() else {}
+    tokens = found.get("max_sequence_length", 1)
+    if type(tokens) is not int or tokens < 1:
+        raise ValueError(f"{path}: max_sequence_length must be a positive integer, not {tokens!r}")
+    return found
 
 
 def absent_components(folder: Folder) -> list[str]:

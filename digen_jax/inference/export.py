@@ -11,6 +11,7 @@ from digen_jax.checkpoints.folder import (
     copy_pipeline,
     read_json,
     read_model_index,
+    read_sampling,
     write_params,
 )
 from digen_jax.checkpoints.lora_files import write_lora
@@ -49,7 +50,9 @@ def export(workdir: pathlib.Path, output: pathlib.Path, lora: bool | None = None
         merged = run.merged()
         write = {part: functools.partial(_write, run, part, tree) for part, tree in merged.items()}
         sampling = defaults_of_run(run.config)
-        own = {"steps": sampling.steps, "guidance": sampling.guidance}
+        kept = ("height", "width", "frames", "max_sequence_length")
+        own = {name: one for name, one in read_sampling(run.folder).items() if name in kept}
+        own |= {"steps": sampling.steps, "guidance": sampling.guidance}
         if run.policy.family.guidance == "both":
             own["true_cfg_scale"] = sampling.true_cfg_scale
         copy_pipeline(run.folder, output, write, own)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 
 from digen_jax.checkpoints.checkpointer import read_checkpoint
-from digen_jax.checkpoints.folder import SAMPLING, read_json
+from digen_jax.checkpoints.folder import SAMPLING, read_json, read_sampling
 from digen_jax.checkpoints.lora import merge
 from digen_jax.checkpoints.lora_files import open_lora, read_lora
 from digen_jax.config.load import read_config
@@ -321,21 +321,23 @@ def _common_size(
 
 def _defaults_of_folder(folder: pathlib.Path, family: Family) -> Defaults:
     """Returns the defaults from the folder's `SAMPLING` file, or those of the diffusers pipeline."""
-    defaults = {"steps": family.default_steps, "guidance": family.default_guidance}
+    size = family.default_size()._asdict()
+    defaults = {"steps": family.default_steps, "guidance": family.default_guidance, **size}
     if family.guidance == "both":
         defaults["true_cfg_scale"] = 1.0
-    path = folder / SAMPLING
-    own = read_json(path) if path.exists() else {}
+    own = read_sampling(folder)
+    own.pop("max_sequence_length", None)  # see `load_family`
     if "true_guidance" in own:  # the name in older exports
         own["true_cfg_scale"] = own.pop("true_guidance")
     for name, value in own.items():
         if name not in defaults or type(value) not in (int, type(defaults[name])):
+            numbers = [one for one, default in defaults.items() if isinstance(default, float)]
+            whole = [one for one in defaults if one not in numbers]
             raise ConfigError(
-                f"{path} has {name!r}: {value!r}; it may have steps, an integer, and a number for "
-                + " and ".join(one for one in defaults if one != "steps")
+                f"{folder / SAMPLING} has {name!r}: {value!r}; it may have integers for {', '.join(whole)} and "
+                f"max_sequence_length, and numbers for {' and '.join(numbers)}"
             )
-    height, width, frames = family.default_size()
-    return Defaults(height, width, frames=frames, **defaults | own)
+    return Defaults(**defaults | own)
 
 
 def defaults_of_run(config: TrainConfig) -> Defaults:

@@ -57,6 +57,7 @@ BUILT_IN = {
     # The reward server runs the sanity checks.
     "served": BuiltIn("digen_jax.rewards.service.client", "Served"),
     "shapes_geneval": BuiltIn("examples.shapes.reward", "make", "sanity_check"),
+    "shapes_motion": BuiltIn("examples.shapes.reward", "make_motion", "motion_sanity_check"),
 }
 
 

@@ -1,15 +1,16 @@
-"""The prompts of the shapes task in GenEval's format: six tasks, a training and a held-out part.
+"""The prompts of the shapes task in GenEval's format: six tasks of images and three of clips, in two parts.
 
 A training prompt contains no held-out combination of any task (see `split`). A held-out prompt contains exactly
 one, from its task: it measures this combination, whose parts have all been trained.
 
-    python -m examples.shapes.captions assets/prompts     # writes both prompt files
+    python -m examples.shapes.captions assets/prompts     # writes all prompt files
 """
 
 import itertools
 import json
 import pathlib
 import sys
+import zlib
 from collections.abc import Iterator
 from functools import cache
 
@@ -20,6 +21,8 @@ from examples.shapes.scene import Scene, relation_between
 from examples.shapes.vocabulary import (
     BACKGROUNDS,
     COLORS,
+    MOTION_TASKS,
+    MOTIONS,
     NUMBERS,
     PLURALS,
     RELATIONS,
@@ -28,23 +31,25 @@ from examples.shapes.vocabulary import (
 )
 
 TRAIN_PER_TASK = 300
-HELDOUT_PER_TASK = 90
+HELDOUT_PER_TASK = {TASKS: 90, MOTION_TASKS: 120}
+PROMPT_FILES = {"shapes": TASKS, "moving_shapes": MOTION_TASKS}
+MOTION_PAIRS = 8  # one in this many prompts of two moving objects is used, because there are 42,000
 
 
-def train_record(rng: np.random.Generator) -> dict:
+def train_record(rng: np.random.Generator, tasks: tuple[str, ...] = TASKS) -> dict:
     """Returns a training record: a task sampled uniformly, then one of its prompts."""
-    records = _prompts(TASKS[rng.integers(len(TASKS))])[0]
+    records = _prompts(tasks[rng.integers(len(tasks))])[0]
     return records[rng.integers(len(records))]
 
 
-def train_records() -> list[dict]:
+def train_records(tasks: tuple[str, ...] = TASKS) -> list[dict]:
     """Returns the training records, with equal numbers per task, interleaved; a task with few prompts repeats them."""
-    return _interleaved(0, TRAIN_PER_TASK)
+    return _interleaved(0, tasks, TRAIN_PER_TASK)
 
 
-def heldout_records() -> list[dict]:
+def heldout_records(tasks: tuple[str, ...] = TASKS) -> list[dict]:
     """Returns the held-out records, with equal numbers per task, interleaved, so that any first 6 n are balanced."""
-    return _interleaved(1, HELDOUT_PER_TASK)
+    return _interleaved(1, tasks, HELDOUT_PER_TASK[tasks])
 
 
 def tags(scene: Scene) -> str:
@@ -61,12 +66,13 @@ def tags(scene: Scene) -> str:
 
 
 def write_prompt_files(folder: str | pathlib.Path) -> None:
-    """Writes `shapes_train.jsonl` and `shapes_heldout.jsonl`, one record per line."""
+    """Writes `NAME_train.jsonl` and `NAME_heldout.jsonl` for each of `PROMPT_FILES`, one record per line."""
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    for name, records in [("train", train_records()), ("heldout", heldout_records())]:
-        text = "".join(json.dumps(record) + "\n" for record in records)
-        (folder / f"shapes_{name}.jsonl").write_text(text)
+    for name, tasks in PROMPT_FILES.items():
+        for part, records in (("train", train_records(tasks)), ("heldout", heldout_records(tasks))):
+            text = "".join(json.dumps(record) + "\n" for record in records)
+            (folder / f"{name}_{part}.jsonl").write_text(text)
 
 
 def make_record(task: str, include: list[dict], prompt: str) -> dict:
@@ -84,17 +90,18 @@ def make_record(task: str, include: list[dict], prompt: str) -> dict:
 def _prompts(task: str) -> tuple[tuple[dict, ...], tuple[dict, ...]]:
     """Returns all training records and all held-out records of a task."""
     train, heldout = list[dict](), list[dict]()
+    start = "" if task in MOTION_TASKS else "a photo of "
     for prompt, include, held_out, others in _candidates(task):
         if not others:
-            record = make_record(task, include, f"a photo of {prompt}")
+            record = make_record(task, include, start + prompt)
             (heldout if held_out else train).append(record)
     return tuple(train), tuple(heldout)
 
 
-def _interleaved(part: int, per_task: int) -> list[dict]:
+def _interleaved(part: int, tasks: tuple[str, ...], per_task: int) -> list[dict]:
     """Returns `per_task` records of each task, interleaved; each pass over a task's prompts is shuffled again."""
     columns = []
-    for number, task in enumerate(TASKS):
+    for number, task in enumerate(tasks):
         records = _prompts(task)[part]
         rng = np.random.default_rng((part, number))
         passes = -(-per_task // len(records))
@@ -143,6 +150,25 @@ def _candidates(task: str) -> Iterator[tuple[str, list[dict], bool, bool]]:
                 )
                 prompt = " and ".join(_a(f"{color} {shape}") for color, shape in things)
                 yield prompt, include, held_out, others
+        case "motion" | "motion_counting":
+            for color, shape, motion in itertools.product(COLORS, SHAPES, MOTIONS):
+                one = _a(f"{color} {shape}")
+                count, words = (
+                    (1, one) if task == "motion" else (2, f"two {color} {PLURALS[shape]}")
+                )
+                include = [_entry(shape, count, color=color, motion=motion)]
+                held_out = split.motion_held_out(color, shape, motion)
+                yield f"{words} {motion}", include, held_out, False
+        case "motion_attr":
+            two_colors = itertools.permutations(COLORS, 2)
+            ways = itertools.product(MOTIONS, repeat=2)
+            for shapes, named, moving in itertools.product(pairs, two_colors, ways):
+                both = list(zip(named, shapes, moving, strict=True))
+                prompt = " and ".join(_a(" ".join(words)) for words in both)
+                if zlib.crc32(prompt.encode()) % MOTION_PAIRS == 0:
+                    include = [_entry(shape, color=c, motion=motion) for c, shape, motion in both]
+                    held = [split.motion_held_out(*words) for words in both]
+                    yield prompt, include, any(held), all(held)
 
 
 def _entry(shape: str, count: int = 1, **rest: object) -> dict:

@@ -1,13 +1,14 @@
-"""Trains the embedded model from scratch: tokenizer, autoencoder, then transformer and text encoders on its latents.
+"""Trains an embedded model from scratch: tokenizer, autoencoder, then transformer and text encoders on its latents.
 
-The config is configs/shapes_pretrain.py. Each stage continues after a kill and a restart.
+The configs are configs/shapes_pretrain.py and configs/moving_shapes_pretrain.py. Each stage continues after a kill and
+a restart.
 """
 
 import functools
 import json
 import pathlib
 import runpy
-from typing import IO, Any, cast
+from typing import IO, Any
 
 import jax
 import jax.numpy as jnp
@@ -15,25 +16,19 @@ import numpy as np
 from jaxtyping import Array, Float
 from ml_collections import ConfigDict
 
-from digen_jax.checkpoints.folder import write_params
 from digen_jax.config.fields import flat
 from digen_jax.errors import ANY, LARGEST_SEED, ConfigError, check_range
 from digen_jax.files import shipped
 from digen_jax.logging.workdir import claim_workdir
-from digen_jax.models.autoencoders.autoencoder_kl import scale_latents
-from digen_jax.models.sd3.family import StableDiffusion3, TokenIds
 from digen_jax.process.job import MOST_CPU_DEVICES
 from examples.shapes.fit import FitSettings, fit
+from examples.shapes.networks import PIPELINES, Family
 from examples.shapes.pool import Pool, cached_pool
-from examples.shapes.tokenizer import build_tokenizer
 
-WITHOUT = ("text_encoder_3",)  # the T5 encoder
-
-CONFIG = "configs/shapes_pretrain.py"
 NETWORKS = "config.text.encoder.", "config.autoencoder.network.", "config.transformer.network."
 ENCODE_BATCH = 500
 # Fields that the first stage depends on; the second stage depends on these and on its other fields.
-FIRST = ("seed", "images", "image_size", "autoencoder")
+FIRST = ("seed", "images", "image_size", "frames", "autoencoder")
 SECOND = (*FIRST, "text", "transformer", "dtype")
 
 
@@ -43,14 +38,17 @@ def check_config(config: ConfigDict) -> None:
     Raises:
       ConfigError: a number is not finite or out of range, or a field is missing or unknown.
     """
-    found, known = flat(config), flat(runpy.run_path(shipped(CONFIG))["get_config"]())
+    if config.get("pipeline") not in PIPELINES:
+        raise ConfigError(f"config.pipeline must be one of {', '.join(PIPELINES)}")
+    like = PIPELINES[config.pipeline].config
+    found, known = flat(config), flat(runpy.run_path(shipped(like))["get_config"]())
     for name, value in found.items():
         if isinstance(value, float):
             ANY.check(name, value)
     for name in sorted(found.keys() ^ known.keys()):
         if not name.startswith(NETWORKS):
             problem = "is not a field" if name in found else "is missing"
-            raise ConfigError(f"{name} {problem}: see the fields in {CONFIG}")
+            raise ConfigError(f"{name} {problem}: see the fields in {like}")
     check_range("config.seed", config.seed, 0, LARGEST_SEED)
     check_range("config.cpu_devices", config.cpu_devices, 0, MOST_CPU_DEVICES, "least")
 
@@ -63,28 +61,30 @@ def pretrain(config: ConfigDict, workdir: pathlib.Path, output: pathlib.Path) ->
       workdir: Folder with the pool, checkpoints and curves.
       output: Pipeline folder, which is written last.
     """
-    print(f"rendering {config.images} images, unless they are there", flush=True)
-    pool = cached_pool(workdir / "pool.npz", config.images, config.image_size, config.seed)
-    tokenizer = build_tokenizer(pool.captions, config.text.max_length)
-    networks = network_configs(config, tokenizer)
-    family = build_family(networks, tokenizer, config.dtype)
+    kind = "images" if config.frames == 1 else "clips"
+    print(f"rendering {config.images} {kind}, unless they are there", flush=True)
+    key = config.images, config.image_size, config.seed, config.frames
+    pool, pipeline = cached_pool(workdir / "pool.npz", *key), PIPELINES[config.pipeline]
+    tokenizer = pipeline.build_tokenizer(pool.captions, config.text.max_length)
+    networks = pipeline.network_configs(config, tokenizer)
+    family = pipeline.build_family(networks, tokenizer, config.dtype)
     params = jax.jit(family.init)(jax.random.key(config.seed))
 
     print("stage 1 of 2: the autoencoder", flush=True)
     params["vae"] = train_autoencoder(family, params, pool, config, workdir / "autoencoder")
     latents = encode_pool(family, params["vae"], pool)
-    networks["vae"] |= latent_statistics(latents)
-    family = build_family(networks, tokenizer, config.dtype)
+    networks["vae"] |= pipeline.latent_statistics(latents)
+    family = pipeline.build_family(networks, tokenizer, config.dtype)
 
     print("stage 2 of 2: transformer and text encoders", flush=True)
-    latents = scale(family, latents)
+    latents = np.asarray(pipeline.scale_latents(family.vae.config, jnp.asarray(latents)))
     params |= train_transformer(family, params, latents, pool, config, workdir / "transformer")
-    write_pipeline(output, family, networks, params)
+    pipeline.write(output, family, networks, params)
     print(f"the pipeline is in {output}")
 
 
 def train_autoencoder(
-    family: StableDiffusion3, params: Any, pool: Pool, config: ConfigDict, workdir: pathlib.Path
+    family: Family, params: Any, pool: Pool, config: ConfigDict, workdir: pathlib.Path
 ) -> Any:
     """Trains stage 1 and returns the autoencoder's parameters.
 
@@ -104,14 +104,14 @@ def train_autoencoder(
 
 
 def train_transformer(
-    family: StableDiffusion3,
+    family: Family,
     params: Any,
-    latents: Float[np.ndarray, "n h w c"],
+    latents: Float[np.ndarray, "n *t h w c"],
     pool: Pool,
     config: ConfigDict,
     workdir: pathlib.Path,
 ) -> Any:
-    """Trains stage 2 (transformer and both text encoders, with a frozen autoencoder) and returns their parameters.
+    """Trains stage 2 (transformer and text encoders, with a frozen autoencoder) and returns their parameters.
 
     Raises:
       ConfigError: `workdir` contains this stage of another config.
@@ -149,27 +149,28 @@ def _claim(
 
 
 def autoencoder_loss(
-    family: StableDiffusion3, kl_weight: float, params: Any, images: Array, key: Array
+    family: Family, kl_weight: float, params: Any, images: Array, key: Array
 ) -> tuple[Array, dict[str, Array]]:
     """Returns the mean squared and absolute reconstruction error, plus a small KL to N(0, 1) to smooth latents."""
-    mean, logvar = cast(Any, family.vae).apply({"params": params}, images, method="encode")
+    options = PIPELINES[family.pipeline].at_once
+    mean, logvar = family.vae.apply({"params": params}, images, method="encode", **options)
     noise = jax.random.normal(key, mean.shape)
     latents = mean + jnp.exp(0.5 * logvar) * noise
-    error = cast(Any, family.vae).apply({"params": params}, latents, method="decode") - images
+    error = family.vae.apply({"params": params}, latents, method="decode", **options) - images
     kl = 0.5 * jnp.mean(mean**2 + jnp.exp(logvar) - 1 - logvar)
     mse, mae = jnp.mean(error**2), jnp.mean(jnp.abs(error))
     return mse + 0.5 * mae + kl_weight * kl, {"mse": mse, "mae": mae, "kl": kl}
 
 
 def flow_matching_loss(
-    family: StableDiffusion3, params: Any, batch: tuple[Array, TokenIds], key: Array
+    family: Family, params: Any, batch: tuple[Array, Any], key: Array
 ) -> tuple[Array, dict[str, Array]]:
     """Returns |v - (eps - x0)|^2 with sigma sampled from a logit-normal (Esser et al. 2024, eq. 19)."""
     latents, ids = batch
     noise_key, sigma_key = jax.random.split(key)
     noise = jax.random.normal(noise_key, latents.shape)
     sigma = jax.nn.sigmoid(jax.random.normal(sigma_key, latents.shape[:1]))
-    s = sigma[:, None, None, None]
+    s = sigma.reshape(-1, *[1] * (latents.ndim - 1))
     conditioning = family.encode(params, ids)
     variables = {"transformer": {"params": params["transformer"]}}
     v = family.velocity(variables, (1 - s) * latents + s * noise, sigma, conditioning)
@@ -177,92 +178,18 @@ def flow_matching_loss(
     return loss, {"loss": loss}
 
 
-def encode_pool(family: StableDiffusion3, vae: Any, pool: Pool) -> Float[np.ndarray, "n h w c"]:
-    """Returns the posterior means of all images, not yet scaled."""
-    encode = jax.jit(lambda images: family.vae.apply({"params": vae}, images, method="encode")[0])
+def encode_pool(family: Family, vae: Any, pool: Pool) -> Float[np.ndarray, "n *t h w c"]:
+    """Returns the posterior means of all images or clips, not yet scaled."""
+    options = PIPELINES[family.pipeline].at_once
+
+    @jax.jit
+    def encode(vae, images):
+        return family.vae.apply({"params": vae}, images, method="encode", **options)[0]
+
     starts = range(0, len(pool.images), ENCODE_BATCH)
     batches = (_to_signed(pool.images[i : i + ENCODE_BATCH]) for i in starts)
-    return np.concatenate([np.asarray(encode(batch)) for batch in batches])
-
-
-def latent_statistics(latents: Float[np.ndarray, "n h w c"]) -> dict[str, float]:
-    """Returns shift_factor and scaling_factor that give zero mean and unit variance over all channels."""
-    return {
-        "shift_factor": float(np.mean(latents, dtype=np.float64)),
-        "scaling_factor": float(1 / np.std(latents, dtype=np.float64)),
-    }
-
-
-def scale(
-    family: StableDiffusion3, latents: Float[np.ndarray, "n h w c"]
-) -> Float[np.ndarray, "n h w c"]:
-    """Returns the scaled latents, which are the transformer's inputs."""
-    return np.asarray(scale_latents(family.vae.config, jnp.asarray(latents)))
+    return np.concatenate([np.asarray(encode(vae, batch)) for batch in batches])
 
 
 def _to_signed(images: np.ndarray) -> np.ndarray:
     return images.astype(np.float32) / 127.5 - 1
-
-
-def network_configs(config: ConfigDict, tokenizer: Any) -> dict[str, dict]:
-    """Returns the config.json of each network, with the field names of diffusers and transformers."""
-    values = config.to_dict()
-    text = {
-        "architectures": ["CLIPTextModelWithProjection"],
-        "model_type": "clip_text_model",
-        "vocab_size": len(tokenizer),
-        "max_position_embeddings": config.text.max_length,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-        **values["text"]["encoder"],
-    }
-    networks = {
-        "transformer": {"_class_name": "SD3Transformer2DModel", **values["transformer"]["network"]},
-        "vae": {
-            "_class_name": "AutoencoderKL",
-            "sample_size": config.image_size,
-            **values["autoencoder"]["network"],
-        },
-        "text_encoder": text,
-        "text_encoder_2": {**text, "hidden_act": "gelu"},
-        "scheduler": {
-            "_class_name": "FlowMatchEulerDiscreteScheduler",
-            "num_train_timesteps": 1000,
-            "shift": config.shift,
-        },
-    }
-    # Tuples become lists, as in a file.
-    return json.loads(json.dumps(networks))
-
-
-def build_family(networks: dict[str, dict], tokenizer: Any, dtype: str) -> StableDiffusion3:
-    """Returns a family with new networks; both text encoders use the same tokens."""
-    readers = StableDiffusion3.readers(without=WITHOUT)
-    configs = {part: read(networks[part]) for part, read in readers.items()}
-    tokenizers = {"tokenizer": tokenizer, "tokenizer_2": tokenizer}
-    return StableDiffusion3.build(configs, tokenizers, jnp.dtype(dtype))
-
-
-def write_pipeline(
-    output: pathlib.Path, family: StableDiffusion3, networks: dict[str, dict], params: Any
-) -> None:
-    """Writes a folder for `StableDiffusion3Pipeline.from_pretrained`; model_index.json is written last."""
-    for part in ("transformer", "vae", "text_encoder", "text_encoder_2"):
-        write_params(
-            output / part,
-            jax.tree.map(np.asarray, params[part]),
-            family.lists[part],
-            config=networks[part],
-            kind="transformers" if part.startswith("text") else "diffusers",
-        )
-    for part in family.encoders.values():
-        getattr(family, part).save_pretrained(output / part)
-    (output / "scheduler").mkdir(parents=True, exist_ok=True)
-    classes = family.classes(without=WITHOUT)
-    index = {"_class_name": family.pipeline} | {name: list(one) for name, one in classes.items()}
-    for name, value in (
-        ("scheduler/scheduler_config.json", networks["scheduler"]),
-        ("model_index.json", index),
-    ):
-        (output / name).write_text(json.dumps(value, indent=2) + "\n")

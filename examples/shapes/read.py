@@ -1,4 +1,4 @@
-"""Reads an image of flat shapes from its pixels: background, colors, components, classes.
+"""Reads an image of flat shapes from its pixels: background, colors, components, classes; in clips also motions.
 
 Every pixel is read as a mixture of the background and one color of the vocabulary. Connected pixels that are at
 least half one color form an object; touching objects of nearly the same color are merged. The share of each pixel
@@ -12,15 +12,17 @@ it reads as no shape or as another one, and flattened circles. It still accepts 
 that a labeler would reject, and a shape with a small piece broken off.
 """
 
+from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
-from scipy import ndimage
+from scipy import ndimage, optimize
 
 from digen_jax.rewards.geneval import Detection
 from examples.shapes.render import coverage
-from examples.shapes.vocabulary import COLORS, SHAPES
+from examples.shapes.scene import PIXEL
+from examples.shapes.vocabulary import COLORS, MOTIONS, SHAPES
 
 MIN_AREA = 8 / 1024  # minimum share of the image; smaller components are noise
 # Maximum relative distance of an object to the nearest silhouette of its class. Any lump is near a circle, and any
@@ -29,6 +31,11 @@ MAX_MISMATCH = dict(circle=0.16, triangle=0.33, cross=0.33, star=0.33, ring=0.33
 MAX_DETOUR = 0.05  # distance beyond the nearest class's, for another class that is within its limit
 MAX_COLOR_DISTANCE = 0.35  # in RGB; farther colors have no name
 MIN_CONTRAST = 0.3  # in RGB, of touching objects; the vocabulary's nearest colors are 0.41 apart
+# Limits of motions, in fractions of the image's side. Boxes of sharp objects are exact to half a pixel.
+MIN_WAY = 4 * PIXEL  # minimum way in the motion's direction
+MAX_ACROSS = 0.5  # maximum way across it, relative to the way in its direction
+MIN_STEP = 0.5 * PIXEL  # minimum way in two frames
+MAX_DRIFT = 1.5 * PIXEL  # maximum distance of a still object from its first place
 _FAINT = 0.1  # RGB distance from the background below which a pixel belongs to it
 _GRID = 20  # samples per side of a scaled silhouette
 _EXTENT = 1.0  # half the side of that grid, relative to the square root of the area
@@ -62,6 +69,39 @@ def find_objects(image: Float[np.ndarray, "h w 3"]) -> list[Detection]:
         _detection(boxes[number - 1], labels.shape, palette_index[number], color, mismatch)
         for number, (color, _), mismatch in zip(large, painted, mismatches, strict=True)
     ]
+
+
+def find_motions(frames: Sequence[Sequence[Detection]]) -> list[str | None]:
+    """Returns the motion of each object of one class in a clip, or one None if their number changes.
+
+    Objects are followed by the smallest total distance from frame to frame. A motion is None if it is none of the
+    vocabulary: curved, back and forth, or too short.
+    """
+    if len({len(found) for found in frames}) > 1:
+        return [None]
+    places = [_centers(found) for found in frames]
+    for i in range(1, len(places)):
+        distance = np.linalg.norm(places[i - 1][:, None] - places[i], axis=-1)
+        places[i] = places[i][optimize.linear_sum_assignment(distance)[1]]
+    return [_motion(path) for path in np.stack(places, axis=1)]
+
+
+def _motion(path: Float[np.ndarray, "t 2"]) -> str | None:
+    """Returns the motion of an object with these centers."""
+    if (np.linalg.norm(path - path[0], axis=-1) <= MAX_DRIFT).all():
+        return next(name for name, direction in MOTIONS.items() if direction == (0, 0))
+    way = path[-1] - path[0]
+    for name, direction in MOTIONS.items():
+        along, steps = way @ direction, (path[2:] - path[:-2]) @ direction
+        across = np.abs(way - along * np.asarray(direction)).max()
+        if along >= MIN_WAY and across <= MAX_ACROSS * along and (steps >= MIN_STEP).all():
+            return name
+    return None
+
+
+def _centers(found: Sequence[Detection]) -> Float[np.ndarray, "n 2"]:
+    """Returns the centers of objects' boxes."""
+    return np.asarray([thing.box for thing in found]).reshape(-1, 2, 2).mean(axis=1)
 
 
 def estimate_background(image: Float[np.ndarray, "h w 3"]) -> Float[np.ndarray, "h w 3"]:

@@ -1,5 +1,6 @@
-"""Scenes of flat shapes, and random scenes that satisfy a prompt."""
+"""Scenes of flat shapes, which may move, and random scenes that satisfy a prompt."""
 
+import dataclasses
 import itertools
 import re
 from dataclasses import dataclass
@@ -8,13 +9,16 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from examples.shapes import split
-from examples.shapes.vocabulary import BACKGROUNDS, COLORS
+from examples.shapes.vocabulary import BACKGROUNDS, COLORS, MOTIONS
 
 # Lengths are fractions of the image's side; they were chosen in pixels of a 32 x 32 image.
 PIXEL = 1 / 32
 GAP = 2.2 * PIXEL
 MARGIN = 1.0 * PIXEL
 RADII = {1: (5.5, 9.0), 2: (5.0, 7.0), 3: (4.6, 5.8), 4: (4.5, 5.2)}
+# In clips, so that there is room for the motions; and pixels per frame.
+MOVING_RADII = {1: (5.0, 7.0), 2: (4.6, 5.8)}
+SPEEDS = 1.0, 1.75
 REACH = 1.15  # maximum extent of a shape, relative to its radius
 _TRIES = 64
 _NAMED_BACKGROUND = re.compile(r" on an? (\w+) background$")
@@ -23,13 +27,19 @@ _AXIS = {"left of": (0, -1), "right of": (0, 1), "above": (1, -1), "below": (1, 
 
 @dataclass(frozen=True)
 class Object:
-    """A flat shape: center and radius are fractions of the image's side, y points down."""
+    """A flat shape: center, radius and velocity per frame are fractions of the image's side, y points down."""
 
     shape: str
     color: str
     x: float
     y: float
     radius: float
+    velocity: tuple[float, float] = (0.0, 0.0)
+
+    def moved(self, frames: int) -> "Object":
+        """Returns the object after some frames."""
+        x, y = self.velocity
+        return dataclasses.replace(self, x=self.x + frames * x, y=self.y + frames * y)
 
 
 @dataclass(frozen=True)
@@ -43,34 +53,50 @@ class Background:
 
 @dataclass(frozen=True)
 class Scene:
-    """Content of an image."""
+    """Content of an image, or of a clip's first frame."""
 
     objects: tuple[Object, ...]
     background: Background
 
+    def clip(self, frames: int) -> list["Scene"]:
+        """Returns the scene in each frame of a clip."""
+        return [
+            Scene(tuple(thing.moved(frame) for thing in self.objects), self.background)
+            for frame in range(frames)
+        ]
 
-def sample_scene(record: dict, rng: np.random.Generator) -> Scene:
+
+def sample_scene(record: dict, rng: np.random.Generator, frames: int = 1) -> Scene:
     """Samples a scene that satisfies a prompt record in GenEval's format; everything else is random.
 
     The random part never shows a held-out combination (see `split`), and the scene has no object that the
-    prompt does not name.
+    prompt does not name. In clips of `frames` frames objects move as the prompt says, inside and separate.
 
     Raises:
       ValueError: the record requires more objects than fit, or an unknown color.
     """
     wanted = [entry for entry in record["include"] for _ in range(entry["count"])]
-    if len(wanted) not in RADII:
-        raise ValueError(f"{record['prompt']!r} asks for {len(wanted)} objects; scenes have 1 to 4")
+    radii = RADII if frames == 1 else MOVING_RADII
+    if len(wanted) not in radii:
+        raise ValueError(
+            f"{record['prompt']!r} asks for {len(wanted)} objects; scenes have 1 to {len(radii)}"
+        )
     shapes = [entry["class"] for entry in wanted]
     colors = _sample_colors(wanted, rng)
     places = (
         (i, entry["position"]) for i, entry in enumerate(record["include"]) if "position" in entry
     )
     named = next(((relation, i, other) for i, (relation, other) in places), None)
-    radii, centers = _sample_layout(shapes, named, rng)
+    velocities = np.zeros((len(wanted), 2))
+    if frames > 1:
+        directions = [MOTIONS[entry["motion"]] for entry in wanted]
+        velocities = np.asarray(directions) * rng.uniform(*SPEEDS, (len(wanted), 1)) * PIXEL
+    layout = _sample_layout(shapes, named, rng, radii[len(wanted)], velocities, frames)
     objects = tuple(
-        Object(shape, color, float(x), float(y), float(radius))
-        for shape, color, (x, y), radius in zip(shapes, colors, centers, radii, strict=True)
+        Object(shape, color, x, y, radius, (velocity[0], velocity[1]))
+        for shape, color, radius, (x, y), velocity in zip(
+            shapes, colors, *(part.tolist() for part in (*layout, velocities)), strict=True
+        )
     )
     return Scene(objects, _sample_background(record["prompt"], shapes, rng))
 
@@ -115,20 +141,31 @@ def _sample_background(prompt: str, shapes: list[str], rng: np.random.Generator)
 
 
 def _sample_layout(
-    shapes: list[str], named: tuple[str, int, int] | None, rng: np.random.Generator
+    shapes: list[str],
+    named: tuple[str, int, int] | None,
+    rng: np.random.Generator,
+    limits: tuple[float, float],
+    velocities: Float[np.ndarray, "n 2"],
+    frames: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Samples radii `[n]` and centers `[n, 2]`: inside, separate, in the named relation or in none that is held out."""
+    """Samples radii `[n]`, in pixels between `limits`, and centers `[n, 2]` of the first frame.
+
+    Objects are inside and separate in all frames. In images they are in the named relation or in none that is held out.
+    """
     count = len(shapes)
-    low, high = RADII[count]
+    way = velocities * (frames - 1)
     while True:
-        radii = rng.uniform(low, high, (_TRIES, count)) * PIXEL
+        radii = rng.uniform(*limits, (_TRIES, count)) * PIXEL
         edge = MARGIN + radii[..., None]
-        centers = edge + rng.random((_TRIES, count, 2)) * (1 - 2 * edge)
-        fits = _separate(centers, radii)
+        room = 1 - 2 * edge - np.abs(way)
+        centers = edge + np.maximum(-way, 0) + rng.random((_TRIES, count, 2)) * room
+        fits = np.ones(_TRIES, bool)
+        for frame in range(frames):
+            fits &= _separate(centers + frame * velocities, radii)
         if named:
             relation, i, j = named
             fits &= _is_clearly(relation, centers[:, i] - centers[:, j])
-        elif len(set(shapes)) == 2:
+        elif frames == 1 and len(set(shapes)) == 2:
             fits &= ~_held_out_relation(shapes, centers)
         if fits.any():
             first = int(fits.argmax())

@@ -1,19 +1,28 @@
 """Held-out combinations, which are never in a training prompt or training image.
 
-A combination (an *atom*) belongs to one of the six tasks: a class on a background, an unordered pair of classes,
-a class and its count, a color and its class, a relation between two classes (a left of b is b right of a), or an
-unordered pair of colored classes. An eighth to a quarter of each task's atoms are held out by fixed rules over
-positions in the vocabulary, so that every class, color, count, background and relation keeps its share of training.
+A combination (an *atom*) belongs to one task of images: a class on a background, an unordered pair of classes, a class
+and its count, a color and its class, a relation between two classes (a left of b is b right of a), or an unordered pair
+of colored classes. In clips it is a color, its class and its motion. An eighth to a quarter of the atoms of images, and
+an eighth of those of clips, are held out by fixed rules over positions in the vocabulary, so that every class, color,
+count, background, relation and motion keeps its share of training.
 """
 
 import zlib
 
-from examples.shapes.vocabulary import BACKGROUNDS, COLORS, MIRRORED, RELATIONS, SHAPES
+from examples.shapes.vocabulary import (
+    BACKGROUNDS,
+    COLORS,
+    MIRRORED,
+    MOTIONS,
+    RELATIONS,
+    SHAPES,
+)
 
 _SHAPE = {name: i for i, name in enumerate(SHAPES)}
 _COLOR = {name: i for i, name in enumerate(COLORS)}
 _BACKGROUND = {name: i for i, name in enumerate(BACKGROUNDS)}
 _RELATION = {name: i for i, name in enumerate(RELATIONS)}
+_MOTION = {name: i for i, name in enumerate(MOTIONS)}
 
 
 def background_held_out(shape: str, background: str) -> bool:
@@ -47,3 +56,8 @@ def colored_pair_held_out(color_a: str, a: str, color_b: str, b: str) -> bool:
     """Returns whether a pair of colored classes is held out (color_attr)."""
     words = sorted([f"{color_a} {a}", f"{color_b} {b}"])
     return zlib.crc32(" and ".join(words).encode()) % 4 == 0
+
+
+def motion_held_out(color: str, shape: str, motion: str) -> bool:
+    """Returns whether a colored class with a motion is held out: one of the eight colors for each class and motion."""
+    return (_SHAPE[shape] + _COLOR[color] + 3 * _MOTION[motion]) % 8 == 0

@@ -1,16 +1,16 @@
-"""CLIP tokenizer for a small vocabulary: every byte, and merges that make each known word one token."""
+"""Tokenizers of CLIP and T5 for a small vocabulary, in which each known word is one token."""
 
 import json
 from collections.abc import Iterable
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import CLIPTokenizer
+from transformers import CLIPTokenizer, T5Tokenizer
 
 END_OF_WORD = "</w>"
 BEGIN_OF_TEXT, END_OF_TEXT = "<|startoftext|>", "<|endoftext|>"
 
 
-def build_tokenizer(texts: Iterable[str], max_length: int) -> CLIPTokenizer:
+def build_clip_tokenizer(texts: Iterable[str], max_length: int) -> CLIPTokenizer:
     """Learns a byte-pair encoding from `texts`; unknown words fall back to bytes, so no text is lost.
 
     Ids are ordered as in CLIP: bytes, bytes that end a word, merges, then the two special tokens. Padding is the
@@ -35,8 +35,24 @@ def build_tokenizer(texts: Iterable[str], max_length: int) -> CLIPTokenizer:
     tokens += [left + right for left, right in merges]
     tokens += [BEGIN_OF_TEXT, END_OF_TEXT]
     vocab = {token: i for i, token in enumerate(dict.fromkeys(tokens))}
-    words = sorted({word for text in texts for word in text.lower().split()})
-    return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=max_length, words=words)
+    return CLIPTokenizer(
+        vocab=vocab, merges=merges, model_max_length=max_length, words=_words(texts)
+    )
+
+
+def build_t5_tokenizer(texts: Iterable[str], max_length: int) -> T5Tokenizer:
+    """Returns a Unigram tokenizer of the words in `texts`; all other words are unknown tokens.
+
+    Its field `words` is that of `build_clip_tokenizer`.
+    """
+    words = _words(texts)
+    pieces = [(token, 0.0) for token in ("<pad>", "</s>", "<unk>")] + [("▁", -3.0)]
+    pieces += [(f"▁{word}", -6.0) for word in words]
+    return T5Tokenizer(vocab=pieces, extra_ids=0, model_max_length=max_length, words=words)
+
+
+def _words(texts: Iterable[str]) -> list[str]:
+    return sorted({word for text in texts for word in text.lower().split()})
 
 
 def _merges(tokenizer: Tokenizer) -> list[tuple[str, str]]:

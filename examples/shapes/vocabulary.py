@@ -28,5 +28,14 @@ BACKGROUNDS: dict[str, tuple[float, float, float]] = {
 TASKS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
 RELATIONS = ("left of", "right of", "above", "below")
 MIRRORED = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
+# Directions on the image (y points down), and the tasks of clips, in which all objects have a color and a motion.
+MOTIONS = {
+    "moving left": (-1, 0),
+    "moving right": (1, 0),
+    "moving up": (0, -1),
+    "moving down": (0, 1),
+    "standing still": (0, 0),
+}
+MOTION_TASKS = ("motion", "motion_counting", "motion_attr")
 NUMBERS = {2: "two", 3: "three", 4: "four"}
 PLURALS = {shape: shape + ("es" if shape.endswith("s") else "s") for shape in SHAPES}

@@ -12,7 +12,7 @@ from transformers import CLIPTokenizer, CLIPTokenizerFast
 from examples.shapes import captions
 from examples.shapes.captions import heldout_records, train_records
 from examples.shapes.scene import Background, Object, Scene, sample_scene
-from examples.shapes.tokenizer import build_tokenizer
+from examples.shapes.tokenizer import build_clip_tokenizer
 from examples.shapes.vocabulary import SHAPES
 
 COLOR = "red|orange|yellow|green|blue|purple|white|black"
@@ -61,8 +61,10 @@ def heldout_atoms():
 
 def test_the_prompt_files_are_those_that_the_tool_writes(tmp_path):
     captions.write_prompt_files(tmp_path)
-    for name in ("shapes_train.jsonl", "shapes_heldout.jsonl"):
-        assert (tmp_path / name).read_text() == (PROMPTS / name).read_text()
+    written = sorted(tmp_path.iterdir())
+    assert len(written) == 4
+    for path in written:
+        assert path.read_text() == (PROMPTS / path.name).read_text()
 
 
 def test_no_training_prompt_contains_a_heldout_combination(heldout_atoms):
@@ -118,7 +120,7 @@ LENGTH = 16
 
 @functools.cache
 def tokenizer() -> CLIPTokenizer:
-    return build_tokenizer([record["prompt"] for record in train_records()], LENGTH)
+    return build_clip_tokenizer([record["prompt"] for record in train_records()], LENGTH)
 
 
 def ids(text: str) -> list[int]:

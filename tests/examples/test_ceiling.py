@@ -2,6 +2,7 @@ import functools
 
 import pytest
 
+from digen_jax.models.family import Size
 from digen_jax.models.sd3.family import StableDiffusion3
 from examples.shapes import ceiling
 from examples.shapes.captions import heldout_records
@@ -22,8 +23,8 @@ def shapes_model():
 def found():
     """Of the first third of the prompts, all tasks equally often."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ceiling, "heldout_records", lambda: heldout_records()[:COUNT])
-        return ceiling.ceiling(*shapes_model(), 32)
+        patch.setattr(ceiling, "heldout_records", lambda tasks: heldout_records(tasks)[:COUNT])
+        return ceiling.ceiling(*shapes_model(), Size(32, 32))
 
 
 def test_the_reward_survives_the_embedded_autoencoder(found):

@@ -44,8 +44,8 @@ def test_images_depend_on_the_seed_and_not_on_the_processes(monkeypatch, request
 def test_images_show_their_captions_and_none_is_held_out(serial, monkeypatch):
     records = []
 
-    def train_record(rng):
-        records.append(captions.train_record(rng))
+    def train_record(rng, tasks):
+        records.append(captions.train_record(rng, tasks))
         return records[-1]
 
     monkeypatch.setattr(pool, "train_record", train_record)
@@ -62,7 +62,7 @@ def test_images_show_their_captions_and_none_is_held_out(serial, monkeypatch):
 def test_a_file_is_used_for_the_same_pool_only(tmp_path, serial, monkeypatch):
     path, rendered = tmp_path / "workdir" / "pool.npz", []
     monkeypatch.setattr(pool, "render_pool", lambda *key: rendered.append(key) or render_pool(*key))
-    for key in ((6, SIZE, 0), (5, SIZE, 0), (6, 48, 0), (6, SIZE, 1)):
+    for key in ((6, SIZE, 0, 1), (5, SIZE, 0, 1), (6, 48, 0, 1), (6, SIZE, 1, 1), (6, SIZE, 1, 5)):
         for _ in range(2):
             assert_equal(cached_pool(path, *key), render_pool(*key))
         assert rendered.pop() == key and not rendered

@@ -13,9 +13,11 @@ import torch
 from diffusers import StableDiffusion3Pipeline
 
 from digen_jax.errors import ConfigError
+from digen_jax.models.autoencoders.autoencoder_kl import scale_latents
 from examples.shapes import pretrain
 from examples.shapes.pool import Pool, cached_pool
 from tests.cases import said
+from tests.examples.clips import both
 from tests.examples.tiny_config import get_config
 from tests.metrics import metrics
 from tests.pipelines import ROOT, environment, shipped_config
@@ -23,9 +25,9 @@ from tests.pipelines import ROOT, environment, shipped_config
 PARTS = ("transformer", "vae", "text_encoder", "text_encoder_2")
 
 
-def run_script(base: pathlib.Path) -> subprocess.CompletedProcess:
+def run_script(base: pathlib.Path, name: str = "shapes") -> subprocess.CompletedProcess:
     """The script, with its folders "workdir" and "output" in `base`."""
-    command = ["launch/pretrain.py", "--config=tests/examples/tiny_config.py"]
+    command = ["launch/pretrain.py", f"--config=tests/examples/tiny_config.py:{name}"]
     return subprocess.run(
         [sys.executable, *command, f"--workdir={base / 'workdir'}", f"--output={base / 'output'}"],
         cwd=ROOT,
@@ -97,8 +99,8 @@ def test_latents_have_mean_zero_and_variance_one(trained, oracle):
     assert abs(float(scaled.mean())) < 1e-4
     assert float(scaled.std()) == pytest.approx(1, abs=1e-3)
     assert abs(float(latents.mean())) > 1e-3  # tests the shift, too
-    ours_scaled = pretrain.scale(
-        ours(trained / "output")[0], np.asarray(latents.permute(0, 2, 3, 1))
+    ours_scaled = scale_latents(
+        ours(trained / "output")[0].vae.config, jnp.asarray(latents.permute(0, 2, 3, 1))
     )
     np.testing.assert_allclose(ours_scaled, scaled.permute(0, 2, 3, 1), atol=1e-4)
 
@@ -179,14 +181,28 @@ def test_captions_are_dropped_by_chance_and_rows_are_sampled_by_the_step(trained
     assert (other[0] != rows).any()
 
 
-def test_the_shipped_config_is_valid():
-    pretrain.check_config(shipped_config("shapes_pretrain"))
+@pytest.mark.slow
+def test_a_model_of_clips_is_pretrained_for_diffusers(tmp_path):
+    done = run_script(tmp_path, "moving")
+    assert done.returncode == 0, done.stderr
+    for stage, name in (("autoencoder", "mse"), ("transformer", "loss")):
+        values = [line[name] for line in metrics(tmp_path / "workdir" / stage)]
+        assert np.mean(values[-5:]) < np.mean(values[:5]), (stage, values)
+    found, expected = both(tmp_path / "output")
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-3)
+    assert found.shape == (2, 9, 32, 32, 3) and found.std() > 0.01
+
+
+@pytest.mark.parametrize("name", ["shapes_pretrain", "moving_shapes_pretrain"])
+def test_the_shipped_configs_are_valid(name):
+    pretrain.check_config(shipped_config(name))
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
         ("seed", -1),
+        ("pipeline", "FluxPipeline"),
         ("autoencoder.kl_weight", float("nan")),
         ("transformer.fit.stepz", 3),
         ("text.max_length", None),

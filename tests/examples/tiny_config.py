@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from tests.pipelines import tiny_pretrain_config
+from tests.pipelines import tiny_moving_config, tiny_pretrain_config
 
 
-def get_config() -> Any:
-    config = tiny_pretrain_config()
+def get_config(name: str = "shapes") -> Any:
+    config = tiny_pretrain_config() if name == "shapes" else tiny_moving_config()
     config.images, config.cpu_devices = 48, 1
     config.autoencoder.batch = config.transformer.batch = 16
     short = dict(steps=24, warmup=4, checkpoint_every=8, log_every=2)

@@ -15,7 +15,7 @@ import transformers
 from diffusers import FlowMatchEulerDiscreteScheduler
 
 from digen_jax.models.qwen_image.family import QwenImage
-from examples.shapes.tokenizer import build_tokenizer
+from examples.shapes.tokenizer import build_clip_tokenizer
 from tests.models.parity import randomise
 from tests.models.sd3.t5_folders import tiny_t5, vocabulary, write_tokenizer
 from tests.models.text import tiny_tokenizer
@@ -72,7 +72,7 @@ def flux_folder(base: pathlib.Path, kind: str) -> pathlib.Path:
 
 
 def _write_flux(kind: str, folder: pathlib.Path) -> None:
-    tokenizer = build_tokenizer(WORDS, 20)
+    tokenizer = build_clip_tokenizer(WORDS, 20)
     tokens = write_tokenizer(folder / "tokenizer_2", vocabulary(WORDS))
     clip = transformers.CLIPTextConfig(
         vocab_size=len(tokenizer),

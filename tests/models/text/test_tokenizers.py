@@ -13,7 +13,7 @@ from digen_jax.models.text.clip_text import CLIPTextConfig
 from digen_jax.models.text.language_model import LanguageModelConfig
 from digen_jax.models.text.t5 import T5Config
 from digen_jax.models.text.tokenizers import longer, padded
-from examples.shapes.tokenizer import build_tokenizer
+from examples.shapes.tokenizer import build_clip_tokenizer
 from tests.models.sd3.t5_folders import backend, vocabulary, write_tokenizer
 from tests.models.text import tiny_tokenizer
 from tests.models.text.test_language_model import QWEN3
@@ -216,7 +216,7 @@ def test_a_tokenizer_that_does_not_fit_is_named(t5_folder, size):
 
 def test_another_models_tokenizer_is_no_t5(t5_folder, tmp_path):
     """A CLIP's: under its own name, and under that of a T5."""
-    build_tokenizer(TEXTS, 12).save_pretrained(tmp_path)
+    build_clip_tokenizer(TEXTS, 12).save_pretrained(tmp_path)
     config = tmp_path / "tokenizer_config.json"
     with pytest.raises(ValueError, match=r"tokenizer_class must be one of T5Tokenizer, .*'CLIPTok"):
         tokenizers.read_t5(tmp_path, t5_encoder(900))

@@ -1,0 +1,102 @@
+"""Pretrains the embedded model of moving shapes from scratch: autoencoder, then transformer and text encoder.
+
+python launch/pretrain.py --config configs/moving_shapes_pretrain.py --workdir runs/pretrain \
+    --output runs/moving-shapes
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    c = ConfigDict()
+    c.seed = 0
+    c.pipeline = "WanPipeline"
+    c.images = 60_000  # clips
+    c.frames = 9
+    c.image_size = 32
+    c.dtype = "float32"
+    c.cpu_devices = 1  # without an accelerator, one device uses all cores
+    c.shift = 2.0  # of the scheduler that the folder ships
+    c.sampling = ConfigDict(dict(steps=8, guidance=2.0))  # of the folder's sampling.json
+
+    c.text = text = ConfigDict()
+    text.max_length = 16
+    text.encoder = ConfigDict(
+        dict(
+            d_model=64,
+            d_kv=16,
+            d_ff=128,
+            num_layers=2,
+            num_heads=4,
+            relative_attention_num_buckets=32,
+            relative_attention_max_distance=128,
+            feed_forward_proj="gated-gelu",
+        )
+    )
+
+    c.autoencoder = ae = ConfigDict()
+    ae.network = ConfigDict(
+        dict(
+            base_dim=8,
+            z_dim=8,
+            dim_mult=(1, 2, 4),
+            num_res_blocks=1,
+            attn_scales=(),
+            temperal_downsample=(True, True),
+            scale_factor_spatial=4,
+            scale_factor_temporal=4,
+            # Placeholders: measured on the latents once the autoencoder is trained.
+            latents_mean=(0.0,) * 8,
+            latents_std=(1.0,) * 8,
+        )
+    )
+    ae.batch = 8
+    ae.kl_weight = 1e-4
+    ae.fit = ConfigDict(
+        dict(
+            steps=3000,
+            learning_rate=3e-3,
+            muon_rate=0.0,
+            final_rate=0.05,
+            warmup=100,
+            ema=0.995,
+            clip_norm=1.0,
+            checkpoint_every=500,
+            log_every=50,
+        )
+    )
+
+    c.transformer = t = ConfigDict()
+    t.network = ConfigDict(
+        dict(
+            patch_size=(1, 2, 2),
+            num_attention_heads=4,
+            attention_head_dim=32,
+            in_channels=8,
+            out_channels=8,
+            text_dim=64,
+            freq_dim=256,
+            ffn_dim=512,
+            num_layers=6,
+            cross_attn_norm=True,
+            qk_norm="rms_norm_across_heads",
+            eps=1e-6,
+            rope_max_seq_len=32,
+        )
+    )
+    t.batch = 64
+    t.caption_dropout = 0.1
+    t.fit = ConfigDict(
+        dict(
+            steps=16_000,
+            learning_rate=1e-3,
+            muon_rate=0.02,
+            final_rate=0.02,
+            warmup=200,
+            ema=0.999,
+            clip_norm=1.0,
+            checkpoint_every=500,
+            log_every=50,
+        )
+    )
+    return c

@@ -1,0 +1,184 @@
+"""Pipelines that are pretrained on shapes: tokenizer, config.json of each network, and the pipeline folder."""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+from ml_collections import ConfigDict
+
+from digen_jax.checkpoints.folder import INDEX, SAMPLING, write_params
+from digen_jax.models.autoencoders import autoencoder_kl, autoencoder_wan
+from digen_jax.models.pipeline_family import PipelineFamily
+from digen_jax.models.sd3.family import StableDiffusion3
+from digen_jax.models.wan.family import Wan
+from examples.shapes.tokenizer import build_clip_tokenizer, build_t5_tokenizer
+
+Family = Any  # of one of `PIPELINES`
+Configs = dict[str, dict]
+Latents = Float[np.ndarray, "n *t h w c"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """A pipeline class and what pretraining needs to know about it.
+
+    Attributes:
+      family: Its family.
+      config: Config that pretrains it; a config of this pipeline has the same fields.
+      build_tokenizer: Returns a tokenizer for some texts and a number of tokens.
+      make_configs: Returns the config.json of each network and the scheduler, for a config and its tokenizer. The entry
+        "sampling", if any, is the content of the folder's sampling.json.
+      latent_statistics: Returns the autoencoder's fields that give latents zero mean and unit variance.
+      scale_latents: Scales latents by these fields of the autoencoder's config.
+      without: Optional components that it does not have.
+      at_once: Arguments of the autoencoder that process all frames of a clip together, which is fastest.
+    """
+
+    family: type[PipelineFamily]
+    config: str
+    build_tokenizer: Callable[[Iterable[str], int], Any]
+    make_configs: Callable[[ConfigDict, Any], Configs]
+    latent_statistics: Callable[[Latents], dict[str, Any]]
+    scale_latents: Callable[[Any, Array], Array]
+    without: tuple[str, ...] = ()
+    at_once: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    def network_configs(self, config: ConfigDict, tokenizer: Any) -> Configs:
+        """Returns the config.json of each network, with the field names of diffusers and transformers."""
+        # Tuples become lists, as in a file.
+        return json.loads(json.dumps(self.make_configs(config, tokenizer)))
+
+    def build_family(self, networks: Configs, tokenizer: Any, dtype: str) -> Any:
+        """Returns a family with new networks; all text encoders use the same tokens."""
+        readers = self.family.readers(without=self.without)
+        configs = {part: read(networks[part]) for part, read in readers.items()}
+        classes = self.family.classes(self.without).items()
+        names = [name for name, (library, *_) in classes if library and "tokenizer" in name]
+        tokenizers = dict.fromkeys(names, tokenizer)
+        tokens = networks.get("sampling", {}).get("max_sequence_length", 0)
+        return self.family.build(configs, tokenizers, jnp.dtype(dtype), max_sequence_length=tokens)
+
+    def write(self, output: pathlib.Path, family: Any, networks: Configs, params: Any) -> None:
+        """Writes a folder for `from_pretrained` of the pipeline; model_index.json is written last."""
+        for part in family.networks:
+            write_params(
+                output / part,
+                jax.tree.map(np.asarray, params[part]),
+                family.lists[part],
+                config=networks[part],
+                kind="transformers" if part.startswith("text") else "diffusers",
+            )
+        for part in family.encoders.values():
+            getattr(family, part).save_pretrained(output / part)
+        (output / "scheduler").mkdir(parents=True, exist_ok=True)
+        classes = self.family.classes(without=self.without)
+        index = {"_class_name": family.pipeline} | {name: [*one] for name, one in classes.items()}
+        files = {"scheduler/scheduler_config.json": networks["scheduler"], INDEX: index}
+        if "sampling" in networks:
+            files = {SAMPLING: networks["sampling"]} | files
+        for name, value in files.items():
+            (output / name).write_text(json.dumps(value, indent=2) + "\n")
+
+
+def _sd3_configs(config: ConfigDict, tokenizer: Any) -> Configs:
+    values = config.to_dict()
+    text = {
+        "architectures": ["CLIPTextModelWithProjection"],
+        "model_type": "clip_text_model",
+        "vocab_size": len(tokenizer),
+        "max_position_embeddings": config.text.max_length,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        **values["text"]["encoder"],
+    }
+    return {
+        "transformer": {"_class_name": "SD3Transformer2DModel", **values["transformer"]["network"]},
+        "vae": {
+            "_class_name": "AutoencoderKL",
+            "sample_size": config.image_size,
+            **values["autoencoder"]["network"],
+        },
+        "text_encoder": text,
+        "text_encoder_2": {**text, "hidden_act": "gelu"},
+        "scheduler": {
+            "_class_name": "FlowMatchEulerDiscreteScheduler",
+            "num_train_timesteps": 1000,
+            "shift": config.shift,
+        },
+    }
+
+
+def _wan_configs(config: ConfigDict, tokenizer: Any) -> Configs:
+    values = config.to_dict()
+    return {
+        "transformer": {"_class_name": "WanTransformer3DModel", **values["transformer"]["network"]},
+        "vae": {"_class_name": "AutoencoderKLWan", **values["autoencoder"]["network"]},
+        "text_encoder": {
+            "architectures": ["UMT5EncoderModel"],
+            "model_type": "umt5",
+            "vocab_size": len(tokenizer),
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+            **values["text"]["encoder"],
+        },
+        "scheduler": {
+            "_class_name": "UniPCMultistepScheduler",
+            "num_train_timesteps": 1000,
+            "prediction_type": "flow_prediction",
+            "use_flow_sigmas": True,
+            "flow_shift": config.shift,
+        },
+        "sampling": {
+            **values["sampling"],
+            "height": config.image_size,
+            "width": config.image_size,
+            "frames": config.frames,
+            "max_sequence_length": config.text.max_length,
+        },
+    }
+
+
+def _statistics_of_all(latents: Latents) -> dict[str, float]:
+    """Returns shift_factor and scaling_factor of all channels together."""
+    return {
+        "shift_factor": float(np.mean(latents, dtype=np.float64)),
+        "scaling_factor": float(1 / np.std(latents, dtype=np.float64)),
+    }
+
+
+def _statistics_of_channels(latents: Latents) -> dict[str, list[float]]:
+    """Returns latents_mean and latents_std, with a number for each channel."""
+    flat = latents.reshape(-1, latents.shape[-1])
+    return {
+        "latents_mean": np.mean(flat, axis=0, dtype=np.float64).tolist(),
+        "latents_std": np.std(flat, axis=0, dtype=np.float64).tolist(),
+    }
+
+
+PIPELINES = {
+    "StableDiffusion3Pipeline": Pipeline(
+        StableDiffusion3,
+        "configs/shapes_pretrain.py",
+        build_clip_tokenizer,
+        _sd3_configs,
+        _statistics_of_all,
+        autoencoder_kl.scale_latents,
+        without=("text_encoder_3",),  # the T5 encoder
+    ),
+    "WanPipeline": Pipeline(
+        Wan,
+        "configs/moving_shapes_pretrain.py",
+        build_t5_tokenizer,
+        _wan_configs,
+        _statistics_of_channels,
+        autoencoder_wan.scale_latents,
+        at_once={"at_once": 1000},
+    ),
+}
