@@ -10,9 +10,9 @@ import statistics
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from digen_jax.scheduling.commands import SAMPLE, TRAIN
 from digen_jax.scheduling.settings import Costs, Settings
 from digen_jax.scheduling.simulator import Disturbance, WorkerLayout, simulate
-from digen_jax.scheduling.state import SAMPLE, TRAIN
 
 RATIOS = {"1:8": 1 / 8, "1:4": 1 / 4, "1:2": 1 / 2, "1:1": 1.0, "2:1": 2.0, "4:1": 4.0, "8:1": 8.0}
 JITTERS = 0.0, 0.02, 0.2

@@ -35,6 +35,8 @@ from digen_jax.runtime.array_transfer import ConditioningKey, SamplesKey
 from digen_jax.runtime.driver import Driver
 from digen_jax.runtime.steps import ScoredChunk, Steps
 from digen_jax.scheduling.commands import (
+    SAMPLE,
+    TRAIN,
     TRAINER,
     Chunk,
     Command,
@@ -52,7 +54,6 @@ from digen_jax.scheduling.commands import (
 from digen_jax.scheduling.scheduler import Scheduler
 from digen_jax.scheduling.settings import Costs, Settings
 from digen_jax.scheduling.simulator import WorkerLayout
-from digen_jax.scheduling.state import SAMPLE, TRAIN
 
 CHUNK, GROUP = 4, 8  # images
 # Bytes of the transferred trees.

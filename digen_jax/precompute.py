@@ -34,7 +34,7 @@ from digen_jax.process.job import barrier, is_first, several
 from digen_jax.process.shutdown import during
 from digen_jax.process.terminal import track
 from digen_jax.prompt_store import missing_weights, open_store, store_folder
-from digen_jax.scheduling.settings import Deadline
+from digen_jax.scheduling.settings import time_limit
 
 # Maximum prompts and bytes per cache file. An unwritten file is lost if the process is killed.
 FILE_PROMPTS, FILE_BYTES = 1024, 2**30
@@ -178,7 +178,7 @@ class Precomputation:
                 self.store.add(rows)
             if not several():
                 return
-            barrier("storing prompts", Deadline(self.config.runtime.deadline).seconds())
+            barrier("storing prompts", time_limit(self.config.runtime.deadline))
             if own := self.store.missing(rows):
                 self.store.add({key: rows[key] for key in own})
 

@@ -46,7 +46,6 @@ from digen_jax.runtime.clock import Watch
 from digen_jax.runtime.driver import Driver
 from digen_jax.runtime.executors import Executors
 from digen_jax.runtime.opening import CommandBroadcast, coordinating, follow_run
-from digen_jax.scheduling.settings import Deadline
 
 if TYPE_CHECKING:  # imported with Ray's workers
     from digen_jax.distributed.launch import TrainerPart
@@ -166,9 +165,9 @@ class TrainingRun:
         self.checkpoints = CheckpointStore(workdir, config)
         parts = config, workdir, broadcast, self.checkpoints, workers
         self.system, self.rewards = opening.open_system(*parts)
-        deadline = Deadline(config.runtime.deadline)
         # If all processes sample and train, one may wait long for another one's compilation.
-        self.watch = Watch(Deadline(0) if job.several() and workers is None else deadline)
+        waits = job.several() and workers is None
+        self.watch = Watch(0 if waits else config.runtime.deadline)
         broadcast.send("built")
         self.held_out = held_out_prompts(config)
         self.stopped: str | None = None  # reason to stop early

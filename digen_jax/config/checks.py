@@ -38,15 +38,6 @@ from digen_jax.rewards import RewardSettings
 
 WITHOUT_NOISE = tuple(kind for kind, step in KINDS.items() if issubclass(step, Ode))
 NOISY = tuple(kind for kind in KINDS if kind not in WITHOUT_NOISE)
-# Fields of the scheduler's settings, and their config names.
-SCHEDULED = {
-    "groups": "config.batch.groups",
-    "images": "config.batch.images",
-    "chunk_images": "config.sampler.chunk",
-    "updates": "config.trainer.updates",
-    "max_candidates": "config.runtime.max_candidates",
-    "oversampled_groups": "config.runtime.oversampled_groups",
-}
 
 
 def check_fields(config: ConfigDict) -> None:
@@ -102,7 +93,13 @@ def check_rules(config: TrainConfig) -> None:
             _check_incomplete_groups,
         ),
         # Division of a step.
-        (_check_batches, _check_candidates, _check_chunks_of_incomplete_groups, _check_algorithm),
+        (
+            _check_batches,
+            _check_candidate_counts,
+            _check_candidates,
+            _check_chunks_of_incomplete_groups,
+            _check_algorithm,
+        ),
         # The complete step.
         (_check_noise_level, _check_lag),
     ):
@@ -287,7 +284,12 @@ def _check_pack(config: TrainConfig) -> None:
 
 def _check_batches(config: TrainConfig) -> None:
     """Checks every division of a step's images: into update sets, chunks, micro-batches, devices."""
-    config.scheduler.check(SCHEDULED)
+    batch, updates = config.batch, config.trainer.updates
+    why = "as each update trains its own groups"
+    _check_divides(config, "trainer.updates", "batch.groups", why)
+    share = "config.batch.groups * config.batch.images / config.trainer.updates"
+    images, why = batch.groups * batch.images // updates, "as a chunk belongs to one update"
+    check_divides("config.sampler.chunk", config.sampler.chunk, share, images, why)
     if count := config.advantages.best_and_worst:
         why = f"as with config.advantages.best_and_worst = {count} a chunk holds complete groups"
         _check_divides(config, "batch.images", "sampler.chunk", why)
@@ -298,6 +300,22 @@ def _check_batches(config: TrainConfig) -> None:
             chosen = " / config.batch.images * 2 * config.advantages.best_and_worst"
         images = f"config.sampler.chunk{chosen}", trained
         check_divides(name, config.trainer.micro_batch, *images, why)
+
+
+def _check_candidate_counts(config: TrainConfig) -> None:
+    """Refuses too few candidates, and oversampled groups without dynamic sampling."""
+    most, extra = config.runtime.max_candidates, config.runtime.oversampled_groups
+    least = config.batch.groups + extra
+    if extra and not most:
+        raise ConfigError(
+            f"config.runtime.oversampled_groups = {extra} is for dynamic sampling, which is off: set "
+            f"config.runtime.max_candidates to {least} or more, or config.runtime.oversampled_groups to 0"
+        )
+    if most and most < least:
+        raise ConfigError(
+            f"config.runtime.max_candidates = {most} must be at least config.batch.groups + "
+            f"config.runtime.oversampled_groups = {least}, or 0 for no dynamic sampling"
+        )
 
 
 def _check_candidates(config: TrainConfig) -> None:

@@ -9,8 +9,16 @@ from collections.abc import Iterable
 
 from digen_jax.errors import ConfigError
 from digen_jax.files import append, parse_json, replace, without_torn_line
-from digen_jax.scheduling.commands import Command, DropChunks, Encode, Generate, SyncWeights, Update
-from digen_jax.scheduling.state import pack, unpack
+from digen_jax.scheduling.commands import (
+    Command,
+    DropChunks,
+    Encode,
+    Generate,
+    SyncWeights,
+    Update,
+    pack,
+    unpack,
+)
 
 
 class CommandLog:

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from digen_jax.files import append, parse_json, replace
 from digen_jax.rewards import Exchange
 from digen_jax.scheduling.commands import (
+    TRAIN,
     TRAINER,
     Command,
     Completed,
@@ -29,7 +30,6 @@ from digen_jax.scheduling.commands import (
     Train,
 )
 from digen_jax.scheduling.scheduler import Scheduler
-from digen_jax.scheduling.state import TRAIN
 from digen_jax.scheduling.timeline import Interval, Recorder, bubbles, busy_seconds
 
 # Phase of a step by command; the command's seconds are added to it.
@@ -93,9 +93,9 @@ class Summary:
             self._ended[event.worker] = now, self.devices.get(event.worker, 0)
         if isinstance(event, Joined):
             self._ended.pop(event.worker, None)
-        if isinstance(event, Joined | Completed) and worker and scheduler.has_worker(worker):
+        if isinstance(event, Joined | Completed) and worker and worker in scheduler.workers:
             self._recorder.look_at(scheduler, worker, now)
-        if scheduler.has_worker(TRAINER):
+        if TRAINER in scheduler.workers:
             self._recorder.look_at(scheduler, TRAINER, now)
         for command in commands:
             self._record_command(command, scheduler, now)
@@ -103,16 +103,16 @@ class Summary:
     def _record_command(self, command: Command, scheduler: Scheduler, now: float) -> None:
         worker: Any = getattr(command, "worker", None)
         if _is_transfer(command):
-            if isinstance(command, SyncWeights) and self._recorder.waits(worker):
+            if isinstance(command, SyncWeights) and worker in self._recorder.waits:
                 self._recorder.wait(worker, "weights", now)
             return
         if worker is not None:
             self._recorder.end_wait(worker, now)
             self._working_since[worker] = now
         if isinstance(command, Generate) and not command.chunk.evaluation:
-            self._generated[scheduler.state.workers[command.worker].roles[0] == TRAIN] += 1
+            self._generated[scheduler.workers[command.worker].roles[0] == TRAIN] += 1
         if isinstance(command, Train):
-            step = scheduler.state.steps[command.chunk.step]
+            step = scheduler.steps[command.chunk.step]
             lag = step.number - (step.group_of(command.chunk.index).version or 0)
             self._policy_lags.extend([lag] * command.count)
             self._queued.append(1 + len(step.ready))
@@ -216,20 +216,20 @@ class Summary:
           "waits", one of `scheduling.timeline.CAUSES` or None; "since", start of the work or wait, or None; "holds"
           and "arrives", weights versions. Times are system times.
         """
-        state, clock = scheduler.state, time.time() - now
+        clock = time.time() - now
 
         def describe(name: str) -> dict[str, Any]:
-            worker = state.workers.get(name)
+            worker = scheduler.workers.get(name)
             if worker is None:
                 return {"lost": clock + (self._ended[name][0] if name in self._ended else now)}
             held = scheduler.kept if name == TRAINER else worker.held
-            command = None if worker.busy is None else state.in_flight.get(worker.busy)
+            command = None if worker.busy is None else scheduler.in_flight.get(worker.busy)
             part = f" ({command.kind})" if isinstance(command, Encode | Decode) else ""
-            since = self._recorder.waits_since.get(name, self._working_since.get(name))
+            _, since, _ = self._recorder.waits.get(name, (0, self._working_since.get(name), ""))
             return {
                 "lost": None,
                 "does": None if command is None else scheduler.work(command) + part,
-                "waits": None if scheduler.is_busy(name) else scheduler.waits_for(name),
+                "waits": scheduler.waits_for(name) if worker.busy is None else None,
                 "since": None if since is None else clock + since,
                 "holds": sorted({weights.version for weights in held}),
                 "arrives": sorted({weights.version for weights in worker.arriving}),
@@ -238,9 +238,9 @@ class Summary:
         lost = {name: count for name, (_, count) in self._ended.items()}
         known = {**self.devices, **lost, **devices}
         return {
-            "step": state.step,
-            "steps": state.settings.steps,
-            "scoring": sum(isinstance(command, Score) for command in state.in_flight.values()),
+            "step": scheduler.step,
+            "steps": scheduler.settings.steps,
+            "scoring": sum(isinstance(command, Score) for command in scheduler.in_flight.values()),
             "workers": {
                 name: {"devices": count, **describe(name)} for name, count in known.items()
             },

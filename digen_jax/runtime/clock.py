@@ -11,7 +11,7 @@ from typing import Any, cast
 import jax
 
 from digen_jax.process.shutdown import STOPPED, exit_now, log_fatal
-from digen_jax.scheduling.settings import Deadline
+from digen_jax.scheduling.settings import time_limit
 
 COMPILING = "/jax/core/compile"
 LOWERED = f"{COMPILING}/jaxpr_to_mlir_module_duration"  # the compiler runs next
@@ -163,8 +163,8 @@ class _Work:
 class Watch:
     """Watchdog that calls handlers of late work, in one thread that starts with the first deadline."""
 
-    def __init__(self, deadline: Deadline):
-        self._deadline = deadline
+    def __init__(self, deadline: float):
+        self._deadline = deadline  # `least` of `time_limit`
         self._works: dict[int, _Work] = {}
         self._lock = threading.Lock()
         self._changed = threading.Event()
@@ -179,7 +179,7 @@ class Watch:
           expected: Expected seconds of the block. None means unknown.
           late: Handler that gets the limit in seconds.
         """
-        seconds = self._deadline.seconds(expected)
+        seconds = time_limit(self._deadline, expected)
         with measured() as stopwatch:
             if seconds == math.inf:
                 yield stopwatch

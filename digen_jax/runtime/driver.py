@@ -45,8 +45,8 @@ from digen_jax.scheduling.commands import (
     SyncWeights,
     Update,
 )
-from digen_jax.scheduling.scheduler import FAILURES, Scheduler, SchedulerError
-from digen_jax.scheduling.settings import Deadline
+from digen_jax.scheduling.pool import FAILURES, SchedulerError
+from digen_jax.scheduling.scheduler import Scheduler
 from digen_jax.scheduling.timeline import Interval
 
 SIGNAL_PAUSE = 1.0  # maximum delay of signal handlers, in seconds
@@ -151,7 +151,7 @@ class Driver:
         self.intervals: list[Interval] = []
         self._scheduler, self._rewards, self._evaluated = scheduler, rewards, evaluated
         self._log, self._broadcast = log, broadcast or CommandBroadcast()
-        self._watch = watch or Watch(Deadline(0))
+        self._watch = watch or Watch(0)
         self._lock = threading.RLock()
         # Commands for the home worker, or an error that ends the run.
         self._inbox: queue.SimpleQueue = queue.SimpleQueue()
@@ -160,7 +160,7 @@ class Driver:
         self._closed = False
         self._left, self._away = 0.0, 0.0  # time when `step` returned, and seconds outside of it
         self._start = time.perf_counter()
-        settings = scheduler.state.settings
+        settings = scheduler.settings
         self._last_update = settings.updates - 1
         self._summary = Summary(executor.devices, settings.groups * settings.images)
         for name in (*self._workers, TRAINER):
@@ -347,7 +347,7 @@ class Driver:
     def _watched(self, command: Command, late: Callable[[str, float], None]) -> Iterator[Stopwatch]:
         """Times a block that executes a command; calls `late(what, limit)` if it exceeds its limit in seconds."""
         with self._lock:
-            seconds = self._scheduler.state.costs.measured(command)
+            seconds = self._scheduler.costs.measured(command)
             what = self._scheduler.work(command)
         with during(what), self._watch.over(seconds, lambda limit: late(what, limit)) as stopwatch:
             yield stopwatch
@@ -380,7 +380,7 @@ class Driver:
             # Missing arrays are often the first sign of a disconnect.
             worker.removed.wait(DISCONNECT_TIMEOUT)
         with self._lock:
-            if not (self._is_current(worker) and self._scheduler.is_in_flight(command)):
+            if not (self._is_current(worker) and command.serial in self._scheduler.in_flight):
                 return
             if self._scheduler.is_superseded(command):
                 return self._post(Failed(self.now(), command, repr(error)))
@@ -395,7 +395,7 @@ class Driver:
             if not useless:
                 self._post(Failed(self.now(), command, repr(error)))
                 if self._is_current(worker):  # repeated failures may have removed its roles
-                    useless = not self._scheduler.state.workers[worker.name].roles
+                    useless = not self._scheduler.workers[worker.name].roles
         if useless:
             self._remove(worker, f"has failed {FAILURES} times in a row")
 
@@ -433,7 +433,7 @@ class Driver:
                 return  # `disconnected` reassigns the chunk
             with self._lock:
                 # Scores from a removed worker may arrive after its chunk was reassigned.
-                if not self._scheduler.is_in_flight(command):
+                if command.serial not in self._scheduler.in_flight:
                     return
                 if error is not None and is_retryable(error):
                     try:  # the scheduler decides whether to retry

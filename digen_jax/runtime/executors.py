@@ -25,6 +25,8 @@ from digen_jax.runtime.sampling import ChunkScorer, SamplingExecutor
 from digen_jax.runtime.steps import EvaluationScores, HeldOut, ScoredChunk, Steps, StepScores
 from digen_jax.runtime.training import OtherTrainingExecutor, TrainingExecutor
 from digen_jax.scheduling.commands import (
+    SAMPLE,
+    TRAIN,
     TRAINER,
     Command,
     Decode,
@@ -41,7 +43,6 @@ from digen_jax.scheduling.commands import (
     WeightsVersion,
     trainer_names,
 )
-from digen_jax.scheduling.state import SAMPLE, TRAIN
 
 
 class Executors:

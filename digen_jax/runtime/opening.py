@@ -54,10 +54,9 @@ from digen_jax.runtime.checkpointing import CheckpointStore, InFlight, TrainChec
 from digen_jax.runtime.executors import Executors, follow
 from digen_jax.runtime.sampling import open_rewards, try_scorers
 from digen_jax.runtime.steps import ScoredChunk
-from digen_jax.scheduling.commands import WeightsVersion
+from digen_jax.scheduling.commands import WeightsVersion, pack, unpack
 from digen_jax.scheduling.scheduler import Scheduler
 from digen_jax.scheduling.settings import GUESSED, Settings
-from digen_jax.scheduling.state import pack, unpack
 
 if TYPE_CHECKING:  # the last one imports the driver, which imports this module
     from digen_jax.distributed.workers import RemoteWorkers

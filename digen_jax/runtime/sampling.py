@@ -5,6 +5,7 @@ the logged images of an evaluation.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from types import MappingProxyType
@@ -33,7 +34,7 @@ from digen_jax.runtime.array_transfer import ArrayTransfer, ConditioningKey, Sam
 from digen_jax.runtime.clock import part
 from digen_jax.runtime.steps import HeldOut, Previews, ScoredChunk, Steps, ranked
 from digen_jax.scheduling.commands import Chunk, WeightsVersion
-from digen_jax.scheduling.settings import Deadline, Settings
+from digen_jax.scheduling.settings import Settings, time_limit
 
 if TYPE_CHECKING:  # imported with the learned rewards
     from digen_jax.parallel.reward_model import RewardModel
@@ -284,7 +285,7 @@ def open_rewards(config: TrainConfig) -> RewardPool:
       ConfigError: A reward fails, or a score is invalid.
     """
     found, settings = resolve(config.rewards, meshes=True), config.reward_pool
-    seconds = Deadline(config.runtime.deadline).seconds
+    seconds = functools.partial(time_limit, config.runtime.deadline)
     pool = RewardPool(found, settings.processes, settings.retries, seconds)
     try:
         run_sanity_checks(found, pool.score)

@@ -6,9 +6,10 @@ Every command is answered by one `Completed` or `Failed`, except commands with `
 """
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
-TRAINER = "trainer"
+TRAINER = "trainer"  # name of the home worker
+SAMPLE, TRAIN = "sample", "train"  # roles
 
 
 def trainer_names(count: int) -> tuple[str, ...]:
@@ -74,11 +75,6 @@ class Generate(Command, kind="generate"):
     chunk: Chunk
     weights_version: WeightsVersion
 
-    @property
-    def version(self) -> int:
-        """Version of the weights."""
-        return self.weights_version.version
-
 
 @dataclasses.dataclass(frozen=True)
 class Decode(Command, kind="decode"):
@@ -138,11 +134,6 @@ class SyncWeights(Command, kind="sync"):
 
     worker: str
     weights_version: WeightsVersion
-
-    @property
-    def version(self) -> int:
-        """Version of the weights."""
-        return self.weights_version.version
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,3 +203,35 @@ class Failed(Event):
 
     command: Command
     reason: str
+
+
+# Dataclasses that `unpack` creates, by name; `settings` adds its own.
+CLASSES: dict[str, Any] = {n: one for n, one in globals().items() if dataclasses.is_dataclass(one)}
+# Field names in older checkpoints, and the new names.
+RENAMED = {"evaluated_apart": "separate_eval_weights", "redundant_groups": "oversampled_groups"}
+
+
+def pack(value: Any) -> Any:
+    """Returns JSON values: dataclasses and tuples become tagged dicts, and other values are unchanged."""
+    if dataclasses.is_dataclass(value):
+        fields = {f.name: pack(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {"is": type(value).__name__, **fields}
+    if isinstance(value, tuple):
+        return {"is": "tuple", "items": [pack(v) for v in value]}
+    if isinstance(value, dict):
+        return {key: pack(v) for key, v in value.items()}
+    return [pack(v) for v in value] if isinstance(value, list) else value
+
+
+def unpack(value: Any) -> Any:
+    """Inverts `pack`."""
+    if isinstance(value, list):
+        return [unpack(v) for v in value]
+    if not isinstance(value, dict):
+        return value
+    if "is" not in value:
+        return {key: unpack(v) for key, v in value.items()}
+    if value["is"] == "tuple":
+        return tuple(unpack(v) for v in value["items"])
+    fields = {str(RENAMED.get(k, k)): unpack(v) for k, v in value.items() if k != "is"}
+    return CLASSES[value["is"]](**fields)

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from digen_jax.errors import ConfigError
+from digen_jax.scheduling.commands import SAMPLE, TRAIN
 from digen_jax.scheduling.layouts import (
     DeviceBytes,
     PoolLayout,
@@ -19,7 +20,6 @@ from digen_jax.scheduling.layouts import (
 )
 from digen_jax.scheduling.settings import Costs, Settings
 from digen_jax.scheduling.simulator import WARM_UP, Disturbance, WorkerLayout, simulate
-from digen_jax.scheduling.state import SAMPLE, TRAIN
 
 STEADY = 16  # simulated steps in the steady state
 CHUNKS = 128  # per simulated step; a larger problem is simulated as an equal part of it

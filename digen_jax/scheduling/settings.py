@@ -3,12 +3,9 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Literal
 
-from digen_jax.errors import ConfigError, check_divides, collect_errors
-from digen_jax.scheduling.commands import Command, Train
+from digen_jax.scheduling.commands import CLASSES, Command, Train
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,47 +119,6 @@ class Settings:
         """Returns the number of chunks in a version's evaluation, 0 without one."""
         return math.ceil(self.evaluated_images(version) / self.evaluation_batch)
 
-    def check(self, names: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Refuses update sets and chunks that do not divide a step, and too few candidates.
-
-        Each field must be in its range: `config.checks` refuses other values, and groups that early training or dynamic
-        sampling cannot divide.
-
-        Args:
-          names: Names for error messages of fields that users know by other names.
-
-        Raises:
-          ConfigError: Names every invalid field, and what to change.
-        """
-        fields = (
-            "updates",
-            "groups",
-            "images",
-            "chunk_images",
-            "max_candidates",
-            "oversampled_groups",
-        )
-        updates, groups, images, chunk, most, redundant = (names.get(one, one) for one in fields)
-        least = self.groups + self.oversampled_groups
-        with collect_errors() as one:
-            with one():
-                why = "as each update trains its own groups"
-                check_divides(updates, self.updates, groups, self.groups, why)
-                share, size = f"{groups} * {images} / {updates}", self.groups * self.images
-                why = "as a chunk belongs to one update"
-                check_divides(chunk, self.chunk_images, share, size // self.updates, why)
-            with one():
-                if self.oversampled_groups and not self.max_candidates:
-                    raise ConfigError(
-                        f"{redundant} = {self.oversampled_groups} is for dynamic sampling, which is off: set "
-                        f"{most} to {least} or more, or {redundant} to 0"
-                    )
-                if self.max_candidates and self.max_candidates < least:
-                    raise ConfigError(
-                        f"{most} = {self.max_candidates} must be at least {groups} + {redundant} = {least}, or 0 for "
-                        "no dynamic sampling"
-                    )
-
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
@@ -253,6 +209,14 @@ class CostModel:
             return self.expected.seconds(kind, self.images, 1 / self.passes)
         return known.get(worker, known[""])
 
+    def sampling(self, worker: str = "") -> float:
+        """Returns the expected seconds to generate and decode a chunk on a worker; "" means the mean of all workers."""
+        return self.predict("generate", worker) + self.predict("decode", worker)
+
+    def handover(self) -> float:
+        """Returns the expected seconds until a decoded chunk is scored and delivered."""
+        return max(self.predict("score"), self.predict("deliver"))
+
     def measured(self, command: Command) -> float | None:
         """Returns the measured seconds of a command, or None before the first measurement of its kind.
 
@@ -265,16 +229,14 @@ class CostModel:
         return seconds * command.count if isinstance(command, Train) else seconds
 
 
-@dataclasses.dataclass(frozen=True)
-class Deadline:
-    """Time after which a worker or a transfer counts as hung: at least `least` seconds. 0 means no deadline."""
+CLASSES |= {one.__name__: one for one in (Settings, Costs, CostModel)}
 
-    least: float
 
-    def seconds(self, expected: float | None = None) -> float:
-        """Returns the seconds after which work counts as hung.
+def time_limit(least: float, expected: float | None = None) -> float:
+    """Returns the seconds after which a worker or a transfer counts as hung.
 
-        Args:
-          expected: Usual duration. None means unknown.
-        """
-        return max(self.least, HUNG * (expected or 0.0)) if self.least else math.inf
+    Args:
+      least: Minimum. 0 means no limit.
+      expected: Usual duration. None means unknown.
+    """
+    return max(least, HUNG * (expected or 0.0)) if least else math.inf

@@ -9,6 +9,8 @@ from typing import Any
 
 from digen_jax.scheduling import timeline
 from digen_jax.scheduling.commands import (
+    SAMPLE,
+    TRAIN,
     TRAINER,
     Chunk,
     Command,
@@ -25,7 +27,6 @@ from digen_jax.scheduling.commands import (
 )
 from digen_jax.scheduling.scheduler import Scheduler
 from digen_jax.scheduling.settings import Costs, Settings, cost_of
-from digen_jax.scheduling.state import SAMPLE, TRAIN
 from digen_jax.scheduling.timeline import Interval, Recorder
 
 WARM_UP = 4  # steps before the steady state
@@ -91,12 +92,11 @@ class Report:
 
 def names_of(workers: tuple[WorkerLayout, ...]) -> list[str]:
     """Returns the workers' names; the first is the home worker, which updates, and "rollout" workers only sample."""
-    rollouts, others = itertools.count(), itertools.count(1)
-    samples = (one.roles == (SAMPLE,) for one in workers[1:])
-    return [
-        TRAINER,
-        *(f"rollout {next(rollouts)}" if s else f"worker {next(others)}" for s in samples),
-    ]
+    names, rollouts, others = [TRAINER], itertools.count(), itertools.count(1)
+    for worker in workers[1:]:
+        samples = worker.roles == (SAMPLE,)
+        names.append(f"rollout {next(rollouts)}" if samples else f"worker {next(others)}")
+    return names
 
 
 def seconds_of(
@@ -126,57 +126,49 @@ def seconds_of(
     return seconds * (1 + jitter * (2 * draw() ** (1 / worker.devices) - 1)) if jitter else seconds
 
 
-@dataclasses.dataclass
 class Simulation:
-    """Runs the scheduler for `settings.steps` steps.
+    """A scheduler and the answers to its commands on a virtual clock; see `simulate`."""
 
-    Attributes:
-      workers: Workers, the home worker first.
-      costs: Durations of commands, on a worker of one device.
-      settings: Settings of the scheduler.
-      disturbance: Jitter and number of scorers.
-      timeline: Whether to record intervals; False is faster.
-    """
-
-    workers: tuple[WorkerLayout, ...]
-    costs: Costs
-    settings: Settings
-    disturbance: Disturbance = Disturbance()
-    timeline: bool = True
-
-    def __post_init__(self):
-        settings, costs, named = self.settings, self.costs, names_of(self.workers)
+    def __init__(
+        self,
+        workers: tuple[WorkerLayout, ...],
+        costs: Costs,
+        settings: Settings,
+        disturbance: Disturbance,
+        timeline: bool,
+    ):
+        self.costs, self.settings, self.disturbance = costs, settings, disturbance
         self.scheduler = Scheduler(settings, costs)
-        self.random = random.Random(self.disturbance.seed)
-        home, *others = zip(named, self.workers, strict=True)
-        self.named = dict([*others, home])  # the home worker joins last
+        self.random = random.Random(disturbance.seed)
+        home, *others = zip(names_of(workers), workers, strict=True)
+        self.workers = dict([*others, home])  # the home worker joins last
         self.roles: dict[str, str] = {}  # by worker, of its last command
         # By worker: the chunk in generation, its start and its end.
         self.sampling: dict[str, tuple[Chunk, float, float]] = {}
         self.events: list[tuple[float, int, Event]] = []  # heap by time, then by insertion order
-        self.pushed = 0
-        self.scorers = [0.0] * self.disturbance.scorers  # heap of the times at which each is free
-        self.recorder = Recorder()
+        self.pushed = itertools.count()
+        self.scorers = [0.0] * disturbance.scorers  # heap of the times at which each is free
+        self.recorder = Recorder() if timeline else None
         images = settings.groups * settings.images
         bound = images * (costs.generate + costs.decode + costs.train)
-        bound /= sum(worker.devices * worker.speed for worker in self.workers)
-        devices = {name: worker.devices for name, worker in self.named.items()}
-        self.report = Report(devices, bound, self.recorder.intervals)
+        bound /= sum(worker.devices * worker.speed for worker in workers)
+        self.report = Report({name: one.devices for name, one in self.workers.items()}, bound)
 
     def run(self) -> Report:
         """Runs until the scheduler is finished."""
-        for name, worker in self.named.items():
+        for name, worker in self.workers.items():
             self._push(Joined(0.0, name, worker.roles))
         while not self.scheduler.finished:
             _, _, event = heapq.heappop(self.events)
             self._handle(event)
-        for name in self.named:
-            self.recorder.end_wait(name, event.at)
+        if self.recorder:
+            for name in self.workers:
+                self.recorder.end_wait(name, event.at)
+            self.report.intervals = self.recorder.intervals
         return self.report
 
     def _push(self, event: Event) -> None:
-        heapq.heappush(self.events, (event.at, self.pushed, event))
-        self.pushed += 1
+        heapq.heappush(self.events, (event.at, next(self.pushed), event))
 
     def _handle(self, event: Any) -> None:
         for command in self.scheduler.handle(event):
@@ -186,15 +178,15 @@ class Simulation:
             case Completed(command=Update(update=update)) if update == self.settings.updates - 1:
                 self.report.step_ends.append(event.at)
                 self.report.sampled_early.append(self._sampled_early(event.at))
-        if self.timeline:
+        if self.recorder:
             # Only workers that the event concerns can start to wait.
             found = event.command.receiver if isinstance(event, Completed) else event.worker
-            for name in {found, TRAINER} & self.scheduler.state.workers.keys():
+            for name in {found, TRAINER} & self.scheduler.workers.keys():
                 self.recorder.look_at(self.scheduler, name, event.at)
 
     def _sampled_early(self, now: float) -> float:
         """Returns the sampled share of the step that starts now."""
-        step = self.scheduler.state.steps.get(self.scheduler.state.step)
+        step = self.scheduler.steps.get(self.scheduler.step)
         if step is None:
             return 0.0
         started = (span for chunk, *span in self.sampling.values() if chunk.step == step.number)
@@ -205,7 +197,7 @@ class Simulation:
 
     def _start(self, command: Command, now: float) -> None:
         """Starts a command now, or once a scorer is free; schedules its completion."""
-        worker = self.named.get(getattr(command, "worker", ""))
+        worker = self.workers.get(getattr(command, "worker", ""))
         draw = self.random.random
         seconds = seconds_of(
             command, worker, self.costs, self.settings, self.disturbance.jitter, draw
@@ -226,19 +218,19 @@ class Simulation:
         elif isinstance(command, Decode):
             self.sampling.pop(command.worker, None)
         self._push(Completed(end, command, end - now, values))
-        if self.timeline:
-            self._note(command, start, end)
+        if self.recorder:
+            self._record(self.recorder, command, start, end)
 
-    def _note(self, command: Command, start: float, end: float) -> None:
+    def _record(self, recorder: Recorder, command: Command, start: float, end: float) -> None:
         """Records the interval of a command; background transfers occupy no worker."""
         name, kind = command.receiver or "reward", command.kind
         chunk = getattr(command, "chunk", None)
         if isinstance(command, SyncWeights | Deliver):
-            if self.scheduler.state.workers[name].busy != command.serial:
+            if self.scheduler.workers[name].busy != command.serial:
                 name = f"{kind} {name}"
         elif chunk is not None and chunk.evaluation and name != "reward":
             kind = "evaluate"
-        self.recorder.work(name, kind, start, end, chunk)
+        recorder.work(name, kind, start, end, chunk)
 
 
 def simulate(
@@ -249,6 +241,15 @@ def simulate(
     disturbance: Disturbance = Disturbance(),
     timeline: bool = True,
 ) -> Report:
-    """Simulates a run of `steps` steps: see `Simulation`."""
+    """Runs the scheduler for `steps` steps.
+
+    Args:
+      workers: Workers, the home worker first.
+      costs: Durations of commands, on a worker of one device.
+      settings: Settings of the scheduler; `steps` are ignored.
+      steps: Number of steps.
+      disturbance: Jitter and number of scorers.
+      timeline: Whether to record intervals; False is faster.
+    """
     settings = dataclasses.replace(settings, steps=steps)
     return Simulation(workers, costs, settings, disturbance, timeline).run()

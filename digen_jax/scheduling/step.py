@@ -3,10 +3,12 @@
 The step consists of the first P candidate groups with variance, by index and not by arrival.
 """
 
+import bisect
 import dataclasses
 import heapq
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from digen_jax.scheduling.settings import Settings
@@ -88,15 +90,14 @@ class Step:
 
     # ---------------------------------------------------------------------------- generation
 
-    def next_queued(self, passed_over: Iterable[int] = ()) -> int | None:
-        """Returns the first queued chunk that is not in `passed_over`, without removing it from the queue."""
+    def next_queued(self, refused: Collection[int] = ()) -> int | None:
+        """Returns the first queued chunk that is not `refused`, without removing it from the queue."""
         while self.queue and self.chunks[self.queue[0]].stage != QUEUED:
             heapq.heappop(self.queue)
-        passed_over = set(passed_over)
-        if not self.queue or not passed_over:
-            return self.queue[0] if self.queue else None
-        left = set(self.queue).difference(passed_over)
-        return min((i for i in left if self.chunks[i].stage == QUEUED), default=None)
+        if self.queue and self.queue[0] not in refused:
+            return self.queue[0]
+        left = (i for i in self.queue if i not in refused and self.chunks[i].stage == QUEUED)
+        return min(left, default=None)
 
     def next_own(self, worker: str, place: int, workers: int) -> int | None:
         """Returns the next queued chunk of a worker, which has chunks place, place + workers, ..."""
@@ -151,11 +152,12 @@ class Step:
         if group.unscored:
             return self._offer([number])
         was_known = self._members_known
-        passed = self.candidates.classify(number, group.low, group.high)
+        self.candidates.classify(number, group.low, group.high)
         self._open_groups()
         # Groups that wait for their set, or that fill it up, become ready with its last member.
         known_now = self._members_known and not was_known
-        return self._offer(range(len(self.groups)) if known_now else (number, *passed))
+        others_may = known_now or self.candidates.dynamic  # other groups may now be members
+        return self._offer(range(len(self.groups)) if others_may else [number])
 
     def drop_others(self) -> tuple[list[int], list[int]]:
         """Drops the candidates outside a known step; returns (started chunks, versions of their groups)."""
@@ -268,8 +270,8 @@ class Step:
         self.pieces = {}
         if self.update == self.settings.updates:
             return True
-        passed = self.candidates.next_set(self.settings.set_units)
-        self._offer((*passed, *self.candidates.filled_in_set()))
+        self.candidates.next_set(self.settings.set_units)
+        self._offer(range(len(self.groups)))
         return False
 
     # ------------------------------------------------------------------------------ internal
@@ -377,23 +379,13 @@ class Frontier:
 
     wanted: int
     limit: int = 0
-    possible: int = 0  # candidates below the limit that are not flat
     certain: int = 0  # candidates below the limit that are informative
 
-    def note(self, group: int, verdict: str) -> None:
-        """Counts a new verdict; call `advance` next."""
-        if group < self.limit:
-            self.possible -= verdict == FLAT
-            self.certain += verdict == INFORMATIVE
-
-    def advance(self, verdicts: list[str | None]) -> range:
-        """Advances the limit as far as possible; returns the groups that it passed."""
-        start = self.limit
-        while self.possible < self.wanted and self.limit < len(verdicts):
-            self.possible += verdicts[self.limit] != FLAT
-            self.certain += verdicts[self.limit] == INFORMATIVE
-            self.limit += 1
-        return range(start, self.limit)
+    def advance(self, verdicts: list[str | None]) -> None:
+        """Advances the limit as far as possible."""
+        possible = list(itertools.accumulate(verdict != FLAT for verdict in verdicts))
+        self.limit = min(len(verdicts), bisect.bisect_left(possible, self.wanted) + 1)
+        self.certain = verdicts[: self.limit].count(INFORMATIVE)
 
 
 class Candidates:
@@ -410,33 +402,36 @@ class Candidates:
         self.informative = self.decided = 0  # groups
         self.filled: list[int] = []  # groups without variance that fill up the step
         self.current, self.full = Frontier(first_set), Frontier(wanted)
+        self._advance()
+
+    def _advance(self) -> None:
         for frontier in (self.current, self.full):
             frontier.advance(self.verdicts)
 
-    def classify(self, group: int, low: float, high: float) -> range:
-        """Classifies a complete group by its lowest and highest value; returns the groups that may now be members.
+    def classify(self, group: int, low: float, high: float) -> None:
+        """Classifies a complete group by its lowest and highest value.
 
         Opens the candidate that replaces a group without variance; if none is left, fills up the step.
         """
         verdict = FLAT if self.dynamic and not low < high else INFORMATIVE
         self.verdicts[group] = verdict
         self.decided += 1
-        self.informative += verdict == INFORMATIVE
-        for frontier in (self.current, self.full):
-            frontier.note(group, verdict)
-        if verdict == FLAT and len(self.verdicts) < self.most:
-            self.verdicts.append(None)
-        self.full.advance(self.verdicts)
-        passed = self.current.advance(self.verdicts)
+        if verdict == INFORMATIVE:
+            self.informative += 1
+            for frontier in (self.current, self.full):
+                frontier.certain += group < frontier.limit
+        else:
+            if len(self.verdicts) < self.most:
+                self.verdicts.append(None)
+            self._advance()
         if self.decided == self.most and self.informative < self.wanted:
             flat = [g for g, verdict in enumerate(self.verdicts) if verdict == FLAT]
             self.filled = flat[: self.wanted - self.informative]
-        return passed
 
-    def next_set(self, size: int) -> range:
-        """Starts the next update set; returns the groups that may be its members, except fill-up groups."""
+    def next_set(self, size: int) -> None:
+        """Starts the next update set."""
         self.current.wanted += size
-        return self.current.advance(self.verdicts)
+        self._advance()
 
     def is_member(self, group: int) -> bool:
         """Returns whether a group is certainly in the current update set or an earlier one."""

@@ -38,8 +38,8 @@ class Recorder:
 
     def __init__(self):
         self.intervals: list[Interval] = []
-        self._waiting: dict[str, tuple[float, str]] = {}  # worker: (start, cause)
-        self.waits_since: dict[str, float] = {}  # worker: start of its wait, before any `split`
+        # Worker: (start of its wait or the last `split`, start of its wait, cause).
+        self.waits: dict[str, tuple[float, float, str]] = {}
 
     def work(
         self, worker: str, kind: str, start: float, end: float, chunk: Chunk | None = None
@@ -50,35 +50,26 @@ class Recorder:
 
     def look_at(self, scheduler: Scheduler, worker: str, now: float) -> None:
         """Records whether and for what a worker waits."""
-        if not scheduler.is_busy(worker):
+        if scheduler.workers[worker].busy is None:
             self.wait(worker, scheduler.waits_for(worker), now)
 
     def wait(self, worker: str, cause: str, now: float) -> None:
         """Starts a worker's wait, unless it already waits for this cause."""
-        since = self._waiting.get(worker)
-        if since is None or since[1] != cause:
+        if worker not in self.waits or self.waits[worker][2] != cause:
             self.end_wait(worker, now)
-            self._waiting[worker] = (now, cause)
-            self.waits_since[worker] = now
-
-    def waits(self, worker: str) -> bool:
-        """Returns whether a worker waits."""
-        return worker in self._waiting
+            self.waits[worker] = now, now, cause
 
     def end_wait(self, worker: str, now: float) -> None:
         """Ends and records a worker's wait."""
-        since, cause = self._waiting.pop(worker, (now, ""))
-        self.waits_since.pop(worker, None)
-        if now > since:
-            self.intervals.append(Interval(worker, "wait", since, now, None, cause))
+        start, _, cause = self.waits.pop(worker, (now, now, ""))
+        if now > start:
+            self.intervals.append(Interval(worker, "wait", start, now, None, cause))
 
     def split(self, now: float) -> None:
         """Ends every wait at `now`; waits that continue start again."""
-        starts = dict(self.waits_since)
-        for worker, (_, cause) in list(self._waiting.items()):
+        for worker, (_, since, cause) in list(self.waits.items()):
             self.end_wait(worker, now)
-            self._waiting[worker] = (now, cause)
-        self.waits_since.update(starts)
+            self.waits[worker] = now, since, cause
 
 
 def busy_seconds(

@@ -96,7 +96,7 @@ def test_a_chunk_has_the_window_of_its_own_step_whoever_samples_it_and_when(monk
     system = toy.system(config)
     _, _, log = toy.drive(system, config, 5)
     made = [c for c in log if isinstance(c, Generate)]
-    assert any(c.version < c.chunk.step for c in made)
+    assert any(c.weights_version.version < c.chunk.step for c in made)
     assert any(c.worker == TRAINER for c in made)
     window = Window("random", 1, 0, 4)
     assert {f.step for f in found} >= set(range(5)) and len(

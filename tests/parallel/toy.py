@@ -51,7 +51,7 @@ from digen_jax.scheduling.commands import (
     Train,
     WeightsVersion,
 )
-from digen_jax.scheduling.settings import Deadline, Settings
+from digen_jax.scheduling.settings import Settings, time_limit
 from tests.pipelines import decode_floats
 
 LETTERS, TEXT = 6, 8
@@ -401,9 +401,11 @@ def driver(
 ):
     """A driver from the beginning of a run, which scores in a thread; `options` are its own."""
     asked = opened(config)
-    deadline = Deadline(config.runtime.deadline)
+    deadline = config.runtime.deadline
     found = reward if isinstance(reward, Rewards) else alone("mine", reward)
-    rewards = RewardPool(found, 0, config.reward_pool.retries, deadline.seconds)
+    rewards = RewardPool(
+        found, 0, config.reward_pool.retries, functools.partial(time_limit, deadline)
+    )
     state = fresh(system) if state is None else state
     given = options.pop("batches", None) or batches(asked.max_groups)
     checkpoint = TrainCheckpoint(first, state, in_flight, {})

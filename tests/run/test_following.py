@@ -8,7 +8,7 @@ import pytest
 from digen_jax.config.load import load_config
 from digen_jax.runtime import opening
 from digen_jax.runtime.opening import CommandBroadcast
-from digen_jax.scheduling.state import pack, unpack
+from digen_jax.scheduling.commands import pack, unpack
 from tests.run.test_train import config, saved, train  # noqa: F401
 
 

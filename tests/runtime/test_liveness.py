@@ -14,7 +14,6 @@ from digen_jax.runtime.clock import Watch, measured, paused
 from digen_jax.runtime.executors import Executors
 from digen_jax.runtime.sampling import SamplingExecutor
 from digen_jax.scheduling.commands import TRAINER, Encode, Generate, SyncWeights, WeightsVersion
-from digen_jax.scheduling.settings import Deadline
 from tests.parallel import toy
 from tests.runtime.test_workers import STALE, config, equal_bits, replayed
 
@@ -208,7 +207,11 @@ def test_a_superseded_weight_sync_does_not_count_against_its_worker(system, monk
         while not (held := max((one.version for one in list(weights)), default=0)):
             assert time.monotonic() < deadline
             time.sleep(0.05)
-    sent = [c.version for c in log if isinstance(c, SyncWeights) and c.worker == "rollout 1"]
+    sent = [
+        c.weights_version.version
+        for c in log
+        if isinstance(c, SyncWeights) and c.worker == "rollout 1"
+    ]
     assert sent[:2] == [0, 1] and sent[2] >= 4 and held >= 4
     assert capfd.readouterr().err == ""
 
@@ -228,7 +231,7 @@ def late_in(watch, seconds, block):
 
 
 def test_only_work_counts_until_a_deadline():
-    watch = Watch(Deadline(0.4))
+    watch = Watch(0.4)
     found, late = [], threading.Event()
     with watch.over(None, lambda seconds: (found.append(seconds), late.set())):
         assert late.wait(LONG)
@@ -241,13 +244,13 @@ def test_only_work_counts_until_a_deadline():
             time.sleep(seconds)
 
     assert late_in(watch, 1.0, wait) == []
-    assert late_in(Watch(Deadline(0)), 0.1, time.sleep) == []
+    assert late_in(Watch(0), 0.1, time.sleep) == []
     watch.close()
 
 
 def test_a_compiler_at_work_is_not_late(monkeypatch):
     """Between the event that ends lowering and the one that ends compilation."""
-    watch = Watch(Deadline(0.4))
+    watch = Watch(0.4)
 
     def compiles(seconds):
         tell = jax.monitoring.record_event_duration_secs
@@ -265,7 +268,7 @@ def test_a_compiler_at_work_is_not_late(monkeypatch):
 
 def test_a_process_that_was_stopped_for_a_while_is_not_late(monkeypatch):
     """Its clock continues, but the time between two checks counts at most twice its nominal length."""
-    watch = Watch(Deadline(1.0))
+    watch = Watch(1.0)
     seen, real, often = [], time.sleep, threading.Event()
 
     def sleep(seconds):

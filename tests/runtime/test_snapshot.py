@@ -13,11 +13,18 @@ from digen_jax.rewards import alone
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.clock import remote_work
 from digen_jax.runtime.driver import Driver
-from digen_jax.scheduling.commands import TRAINER, Generate, SyncWeights, Train, Update
+from digen_jax.scheduling.commands import (
+    SAMPLE,
+    TRAIN,
+    TRAINER,
+    Generate,
+    SyncWeights,
+    Train,
+    Update,
+)
 from digen_jax.scheduling.scheduler import Scheduler
 from digen_jax.scheduling.settings import Costs, Settings
 from digen_jax.scheduling.simulator import WorkerLayout
-from digen_jax.scheduling.state import SAMPLE, TRAIN
 
 COSTS = Costs(generate=0.01, train=0.01, decode=0.01, encode=0.01, score=0.01, update=0.01)
 SETTINGS = Settings(steps=3, groups=2, images=2, chunk_images=2, max_policy_lag=0, ordered=True)

@@ -245,7 +245,7 @@ def test_the_tail_of_a_step_begins_the_next_within_the_bounds(asynchronous):
     for command in log:
         if isinstance(command, Generate):
             step = command.chunk.step
-            ages.setdefault(step, []).append(step - command.version)
+            ages.setdefault(step, []).append(step - command.weights_version.version)
     for age in ages.values():
         assert set(age) <= {0, 1} and sum(age) <= GROUPS / 2
     # A stale chunk's ratios are to the version that generated it.

@@ -5,9 +5,18 @@ import math
 import numpy as np
 import pytest
 
-from digen_jax.scheduling.commands import TRAINER, Chunk, Generate, Score, Train, WeightsVersion
-from digen_jax.scheduling.settings import WEIGHT, CostModel, Costs, Deadline, Settings
-from digen_jax.scheduling.state import RENAMED, pack, unpack
+from digen_jax.scheduling.commands import (
+    RENAMED,
+    TRAINER,
+    Chunk,
+    Generate,
+    Score,
+    Train,
+    WeightsVersion,
+    pack,
+    unpack,
+)
+from digen_jax.scheduling.settings import WEIGHT, CostModel, Costs, Settings, time_limit
 
 GOOD = Settings(1, groups=6, images=4, chunk_images=2)
 ONE_CHUNK = Settings(1, groups=1, images=4, chunk_images=4, passes=2)
@@ -84,6 +93,5 @@ def test_only_measured_durations_are_expected_for_a_deadline(model):
 
 
 def test_a_deadline_is_at_least_ten_times_the_expected_duration():
-    deadline = Deadline(60.0)
-    assert [deadline.seconds(s) for s in (None, 0.0, 6.0, 6.1, 100.0)] == [60, 60, 60, 61, 1000]
-    assert Deadline(0.0).seconds(5.0) == Deadline(math.inf).seconds(5.0) == math.inf
+    assert [time_limit(60.0, s) for s in (None, 0.0, 6.0, 6.1, 100.0)] == [60, 60, 60, 61, 1000]
+    assert time_limit(0.0, 5.0) == time_limit(math.inf, 5.0) == math.inf

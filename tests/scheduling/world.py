@@ -129,9 +129,10 @@ class Referee:
             return
         assert not c.weights_version.evaluated
         assert f not in self.decoded, "generated twice"
+        version = c.weights_version.version
         for group in self.groups_of(f):
-            assert self.group_version.setdefault(group, c.version) == c.version
-        assert 0 <= f.step - c.version <= self.settings.max_policy_lag
+            assert self.group_version.setdefault(group, version) == version
+        assert 0 <= f.step - version <= self.settings.max_policy_lag
 
     def check_decode(self, c):
         assert self.generated[c.chunk] == c.worker
@@ -203,9 +204,10 @@ class Referee:
             assert c.step in self.evaluated, "a new version before the last one is evaluated"
 
     def check_sync(self, c):
-        assert c.version in self.published and c.weights_version not in self.dropped
-        if c.weights_version.update:
-            assert (c.version, c.weights_version.update) <= (self.step, self.update)
+        found = c.weights_version
+        assert found.version in self.published and found not in self.dropped
+        if found.update:
+            assert (found.version, found.update) <= (self.step, self.update)
         if c.worker == TRAINER:  # to sample with them
             self.sampling.add(TRAINER)
 
