@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from benchmarks.runtime import Measured, TimedRun, simulations, time_steps
-from benchmarks.waits import WaitingExecutors, WaitingScorer, WaitingWorker, Waits, score
+from benchmarks.waits import WaitingExecutors, WaitingWorker, Waits, score, submit_scores
 from digen_jax.config.sections import EvaluationSection, PlacementSection, PromptsSection
 from digen_jax.distributed.engine import LOCAL, RayEngine
 from digen_jax.distributed.transfer import TrainerTransfer, WorkerTransfer
@@ -237,9 +237,9 @@ class DrivingExecutors(WaitingExecutors):
 
     def score(self, command: Score, pool: RewardPool) -> Future[ScoredChunk]:
         """Scores a chunk in the process that generated it."""
-        scorer = WaitingScorer(self._waits, pool)
-        rollout: Any = self._rollouts.get(command.maker)
-        return rollout.score(command.chunk, scorer) if rollout else scorer.submit(command.chunk)
+        if rollout := self._rollouts.get(command.maker):
+            return cast(Any, rollout.score(command.chunk))
+        return submit_scores(self._waits, pool, command.chunk)
 
     def scored(self, command: Score, scored_chunk: ScoredChunk) -> None:
         """Notifies the process that generated the chunk."""
@@ -267,7 +267,6 @@ class WaitingProcess(RolloutProcess):
         layout = config.workers[1 + _number(self._name)]
         waits, settings = config.waits, config.waits.settings
         self._pool = RewardPool(alone("waits", score), 0)
-        self._scorer: Any = WaitingScorer(waits, self._pool)
         self._transfer = WorkerTransfer()
         shape = settings.images, settings.chunk_images
         self._steps = Steps(_records(settings.groups, first), *shape, cast(Any, _NoDraws()), first)
@@ -309,9 +308,9 @@ class TransferringWorker(WaitingWorker):
             pass
         self._transfer.put(SamplesKey(self.name, chunk), _tree(SAMPLES))
 
-    def score(self, chunk: Chunk, scorer: WaitingScorer) -> Future[ScoredChunk]:
-        """Scores with `WaitingScorer`."""
-        return scorer.submit(chunk)
+    def score(self, chunk: Chunk, pool: RewardPool) -> Future[ScoredChunk]:
+        """See `submit_scores`."""
+        return submit_scores(self._waits, pool, chunk)
 
     def drop_chunk(self, *_: object) -> None:
         """Does nothing, because there are no arrays."""

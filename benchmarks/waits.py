@@ -3,7 +3,8 @@
 import dataclasses
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
@@ -51,24 +52,17 @@ class Waits:
         return seconds_of(command, worker, self.costs, self.settings, self.jitter, draw)
 
 
-class WaitingScorer:
-    """Scores chunks with a pool whose reward is `score` below, which takes as long as the command."""
+def submit_scores(waits: Waits, pool: RewardPool, chunk: Chunk) -> Future[ScoredChunk]:
+    """Scores a chunk by `score` below, which takes as long as the command; all scores are equal, without previews."""
+    images, seconds = waits.settings.chunk_images, waits.seconds(Score(0, chunk, ""))
+    black = np.zeros((images, 1, 1, 3), np.uint8)
+    requested = pool.submit(black, [""] * images, [{"seconds": seconds}] * images)
 
-    def __init__(self, waits: Waits, pool: RewardPool):
-        self._waits, self._pool = waits, pool
+    def scored(one: Scored) -> ScoredChunk:
+        rewards = one.scores.columns[:, 0]
+        return ScoredChunk(one.scores, rewards, one.seconds, image_stats=ready(None))
 
-    def submit(self, chunk: Chunk) -> Future[ScoredChunk]:
-        """Returns the future scores of a chunk, which are all equal, without previews of images."""
-        images, command = self._waits.settings.chunk_images, Score(0, chunk, "")
-        seconds = self._waits.seconds(command)
-        black = np.zeros((images, 1, 1, 3), np.uint8)
-        requested = self._pool.submit(black, [""] * images, [{"seconds": seconds}] * images)
-
-        def scored(one: Scored) -> ScoredChunk:
-            rewards = one.scores.columns[:, 0]
-            return ScoredChunk(one.scores, rewards, one.seconds, image_stats=ready(None))
-
-        return then(requested, scored)
+    return then(requested, scored)
 
 
 class WaitingWorker:
@@ -106,6 +100,7 @@ class WaitingExecutors:
     """
 
     extremes = None
+    versions: Mapping[WeightsVersion, None] = defaultdict(lambda: None)  # without weights
 
     def __init__(self, waits: Waits, workers: tuple[WorkerLayout, ...]):
         self._waits = waits
@@ -132,7 +127,7 @@ class WaitingExecutors:
 
     def score(self, command: Score, pool: RewardPool) -> Future[ScoredChunk]:
         """Scores with the reward below, which takes as long as the command."""
-        return WaitingScorer(self._waits, pool).submit(command.chunk)
+        return submit_scores(self._waits, pool, command.chunk)
 
     def scored(self, command: Score, scored_chunk: ScoredChunk) -> None:
         """Does nothing, because only the scheduler reads the scores."""
@@ -140,9 +135,6 @@ class WaitingExecutors:
     def end_step(self) -> dict[str, float]:
         """Returns no metrics; the only ones are the driver's."""
         return {}
-
-    def version_weights(self, weights_version: WeightsVersion) -> None:
-        """Does nothing, because a version has no weights."""
 
 
 def score(

@@ -158,7 +158,7 @@ class RolloutProcess:
         may be a function that builds the programs and parameters of the mesh.
         """
         from digen_jax.distributed.transfer import WorkerTransfer
-        from digen_jax.runtime.sampling import ChunkScorer, SamplingExecutor, try_scorers
+        from digen_jax.runtime.sampling import SamplingExecutor, try_scorers
         from digen_jax.runtime.steps import HeldOut, Steps
 
         settings = config.scheduled(len(held_out))
@@ -169,12 +169,11 @@ class RolloutProcess:
 
         def create() -> SamplingExecutor:
             self._open_rewards(config)
-            self._scorer = ChunkScorer(self._pool, weights, self._steps, evaluated, settings)
             found = rollout() if callable(rollout) else rollout
             try_scorers(config, found.scorers)
-            data = self._steps, evaluated, self._transfer
             scorers = mesh_rewards(on_mesh(config.rewards), found.scorers)
-            return SamplingExecutor(self._name, found, *data, scorers)
+            data = self._steps, evaluated, self._transfer, scorers, weights
+            return SamplingExecutor(self._name, found, *data)
 
         self._create = create
 
@@ -260,7 +259,7 @@ class RolloutProcess:
         """
         with self._errors():
             try:
-                future = self._sampling().score(chunk, self._scorer)
+                future = self._sampling().score(chunk, self._pool)
             except KeyError:
                 if chunk.evaluation or self._steps.find(chunk) is not None:
                     raise

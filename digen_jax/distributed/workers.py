@@ -27,6 +27,7 @@ from digen_jax.process.job import START_TIMEOUT, Place
 from digen_jax.process.shutdown import STOPPED, Stopped, exit_now, log_fatal
 from digen_jax.prompt_store import stored_prompts
 from digen_jax.rewards import moved
+from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.array_transfer import (
     ConditioningKey,
     Key,
@@ -38,7 +39,7 @@ from digen_jax.runtime.array_transfer import (
 )
 from digen_jax.runtime.clock import paused, remote_work
 from digen_jax.runtime.driver import Driver, WorkerDisconnected
-from digen_jax.runtime.sampling import ChunkScorer, failed, ready
+from digen_jax.runtime.sampling import failed, ready
 from digen_jax.runtime.steps import ChunkAdvantages, ScoredChunk
 from digen_jax.scheduling import commands
 from digen_jax.scheduling.commands import TRAINER, Chunk, Deliver, Train, WeightsVersion
@@ -107,10 +108,10 @@ class WorkerProxy:
         if not chunk.evaluation:
             self._transfer.put_ref(SamplesKey(self.name, chunk), samples)
 
-    def score(self, chunk: Chunk, scorer: ChunkScorer | None = None) -> Future[ScoredChunk | None]:
+    def score(self, chunk: Chunk, pool: RewardPool | None = None) -> Future[ScoredChunk | None]:
         """Scores a decoded chunk by the rewards of the worker's process, in parallel with other work.
 
-        Returns immediately; the future raises the errors of `ChunkScorer.submit`.
+        Returns immediately; the future raises the errors of `SamplingExecutor.score`.
         """
         serial, found = next(self._serials), Future[ScoredChunk | None]()
         with self._lock:

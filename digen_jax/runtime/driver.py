@@ -99,14 +99,11 @@ class WorkerThreads:
         self.name = name
         self.removed = threading.Event()
         self._work = SerialThread(name)
-        self._transfers = {
-            SyncWeights: SerialThread(f"sync {name}"),
-            Deliver: SerialThread(f"deliver {name}"),
-        }
+        self._transfers = {kind: SerialThread(f"{kind} {name}") for kind in ("sync", "deliver")}
 
     def thread(self, command: Command) -> SerialThread:
         """Returns the thread that executes a command."""
-        return self._transfers.get(type(command), self._work)
+        return self._transfers.get(command.kind, self._work)
 
     def close(self, wait: bool = True) -> None:
         """Closes all threads; see `SerialThread.close`."""
@@ -208,7 +205,7 @@ class Driver:
         start = self.now()
         if isinstance(item, Evaluate):
             self._broadcast.send("do", item)
-            self._evaluated(item.version, self.executor.evaluated(item))
+            self._evaluated(item.version, self.executor.evaluated(item.version))
             self._away += self.now() - start
             return item
         watched = self._watched(item, lambda *late: end_process("the trainer", *late))
@@ -308,7 +305,7 @@ class Driver:
             if isinstance(event, Completed) and self._ends_step(command):
                 # For the checkpoint. The newest version and its evaluated weights are in the trainer's state.
                 older = [p for p in self._scheduler.kept if p.version <= command.step]
-                trees = {p.version: self.executor.version_weights(p) for p in older}
+                trees = {p.version: self.executor.versions[p] for p in older}
                 self.in_flight = InFlight(self._scheduler.save(), trees)
                 self.intervals = self._summary.end_step(self.now(), self._away)
                 self._away = 0.0
@@ -345,8 +342,13 @@ class Driver:
 
     @contextmanager
     def _watched(self, command: Command, late: Callable[[str, float], None]) -> Iterator[Stopwatch]:
-        """Times a block that executes a command; calls `late(what, limit)` if it exceeds its limit in seconds."""
+        """Times a block that executes a command; calls `late(what, limit)` if it exceeds its limit in seconds.
+
+        Raises WorkerDisconnected if the command is no longer in flight.
+        """
         with self._lock:
+            if command.serial not in self._scheduler.in_flight:
+                raise WorkerDisconnected("its commands were reassigned")
             seconds = self._scheduler.costs.measured(command)
             what = self._scheduler.work(command)
         with during(what), self._watch.over(seconds, lambda limit: late(what, limit)) as stopwatch:

@@ -8,12 +8,13 @@ The path of a chunk, command by command (the order in `Executors.do`):
 """
 
 import itertools
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, cast
 
 from digen_jax.config.train_config import TrainConfig
-from digen_jax.logging.evaluation import Evaluation, Extremes
+from digen_jax.logging.evaluation import Evaluation, Extremes, ImageStats
 from digen_jax.parallel.system import Rollout, System
 from digen_jax.parallel.trainer import TrainState
 from digen_jax.rewards.built_in import mesh_rewards, on_mesh
@@ -21,8 +22,8 @@ from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.array_transfer import ArrayTransfer, MissingSums, SamplesKey, SyncedWeights
 from digen_jax.runtime.checkpointing import TrainCheckpoint
 from digen_jax.runtime.clock import paused
-from digen_jax.runtime.sampling import ChunkScorer, SamplingExecutor
-from digen_jax.runtime.steps import EvaluationScores, HeldOut, ScoredChunk, Steps, StepScores
+from digen_jax.runtime.sampling import SamplingExecutor
+from digen_jax.runtime.steps import HeldOut, ScoredChunk, Steps, StepScores
 from digen_jax.runtime.training import OtherTrainingExecutor, TrainingExecutor
 from digen_jax.scheduling.commands import (
     SAMPLE,
@@ -52,15 +53,12 @@ class Executors:
     order of commands. `do` may be called from one thread per worker, plus one per transfer to or from it.
 
     Args:
-      system: Parts of the run.
+      system: Meshes, programs and parameters of this process.
       config: The validated config.
       held_out: Prompts of evaluations.
       checkpoint: State of the run at the start of its next step.
       batches: Prompt records of each step from this one on.
       transfer: Transfer to workers in other processes, which `join`. None means that all workers are local.
-
-    Attributes:
-      extremes: The best and worst images of the last completed step, if images are due.
     """
 
     def __init__(
@@ -74,6 +72,7 @@ class Executors:
     ):
         settings = self.settings = config.scheduled(len(held_out))
         self.system, self._config = system, config
+        # Best and worst images of the last completed step, if images are due.
         self.extremes: Extremes | None = None
         first, algorithm = checkpoint.done, system.trainer.algorithm
         shape = settings.images, settings.chunk_images
@@ -82,8 +81,9 @@ class Executors:
         self._held_out = HeldOut(held_out, settings)
         self._names = tuple(name for one in config.rewards for name in one.entries.values())
         self._weights = system.advantages.reward_weights
-        self.evaluation_scores = EvaluationScores(self._held_out, self._names, self._weights)
-        self._transfer: ArrayTransfer = transfer or ArrayTransfer()
+        # Scored chunks of evaluations, by version and index.
+        self._evaluations = defaultdict[int, dict[int, ScoredChunk]](dict)
+        self._transfer = transfer or ArrayTransfer()
         separate = not system.placement.colocated
         many = len(system.trainers) + system.placement.remote_trainers
         self._trainers = names = trainer_names(1 + many)
@@ -105,14 +105,15 @@ class Executors:
         }
         self.trainer.add_version(first)
         rollouts = enumerate(system.rollouts if separate else ())
-        self.rollouts = {f"rollout {i}": self._sampling(f"rollout {i}", one) for i, one in rollouts}
-        self._assistants: dict[str, SamplingExecutor] = {}  # training workers that also sample
+        # Those of training workers are created on first use.
+        self.samplers = {f"rollout {i}": self._sampling(f"rollout {i}", one) for i, one in rollouts}
 
     @property
     def devices(self) -> dict[str, int]:
         """Number of devices of each worker, the home worker last."""
-        workers: dict[str, Any] = {**self.rollouts, **self.others, TRAINER: self.trainer}
-        return {name: executor.devices for name, executor in workers.items()}
+        workers: dict[str, Any] = {**self.samplers, **self.others}
+        workers.pop(TRAINER, None)
+        return {name: one.devices for name, one in (*workers.items(), (TRAINER, self.trainer))}
 
     @property
     def state(self) -> TrainState:
@@ -130,31 +131,28 @@ class Executors:
 
     def join(self, worker: Any) -> None:
         """Adds a worker in another process (`distributed.workers.WorkerProxy`)."""
+        self.samplers[worker.name] = worker
         if worker.name in self._trainers:
-            self.others[worker.name] = self._assistants[worker.name] = worker
-        else:
-            self.rollouts[worker.name] = worker
+            self.others[worker.name] = worker
 
     def _sampling(self, name: str, rollout: Rollout) -> SamplingExecutor:
         scorers = mesh_rewards(on_mesh(self._config.rewards), rollout.scorers)
-        return SamplingExecutor(name, rollout, self.steps, self._held_out, self._transfer, scorers)
+        data = self.steps, self._held_out, self._transfer, scorers, self._weights
+        return SamplingExecutor(name, rollout, *data)
 
     def sampling(self, worker: str) -> SamplingExecutor:
-        """Returns a worker's sampling executor. That of a training worker is created on first use."""
-        found = self.rollouts.get(worker) or self._assistants.get(worker)
+        """Returns a worker's sampling executor."""
+        found = self.samplers.get(worker)
         if found is None:
             with paused():  # may read components and compile
                 weights = self._config.runtime.tag_weights
                 rollout = self._training(worker).system.assistant(weights)
-            found = self._assistants.setdefault(worker, self._sampling(worker, rollout))
+            found = self.samplers.setdefault(worker, self._sampling(worker, rollout))
         return found
-
-    def _samplers(self) -> tuple[SamplingExecutor, ...]:
-        return *self._assistants.values(), *self.rollouts.values()
 
     def _holders(self) -> tuple[Any, ...]:
         """Returns all executors except the home worker's training executor, each once."""
-        return tuple(dict.fromkeys((*self.others.values(), *self._samplers())))
+        return tuple(dict.fromkeys((*self.others.values(), *self.samplers.values())))
 
     def _training(self, worker: str) -> Any:
         if worker == TRAINER:
@@ -166,13 +164,12 @@ class Executors:
     def remove(self, worker: str) -> None:
         """Removes a worker that failed, hung or disconnected; ignores its later results."""
         self.others.pop(worker, None)
-        for samplers in (self.rollouts, self._assistants):
-            if worker in samplers:
-                samplers.pop(worker).remove()
+        if sampler := self.samplers.pop(worker, None):
+            sampler.remove()
         self._transfer.drop_peer(worker)
 
     def do(self, command: Command) -> None:
-        """Executes any command except Score and Evaluate; blocks until its work is done."""
+        """Executes any command except Score; blocks until its work is done."""
         match command:
             case Encode():
                 _ = self.steps[command.step]  # also if another process encodes it
@@ -185,7 +182,8 @@ class Executors:
             # Scoring happens between these: `score`, `scored`.
             case Deliver():
                 self._training(command.to).deliver(command)
-                if command.to != TRAINER and command.worker in self.rollouts:
+                rollout = command.worker in self.samplers.keys() - self._trainers
+                if rollout and command.to != TRAINER:
                     self._transfer.delete(SamplesKey(command.worker, command.chunk))
             case Train():
                 ranks = self.system.trainer.algorithm.ranks
@@ -206,6 +204,8 @@ class Executors:
                 holders = self.trainer, *self._holders()
                 for holder, chunk in itertools.product(holders, command.chunks):
                     holder.drop_chunk(chunk)
+            case Evaluate():
+                pass  # the driver reports the scores
             case _:
                 raise TypeError(f"{command} is not for the executors")
 
@@ -253,65 +253,55 @@ class Executors:
         """Returns the scores of a step."""
         found = self._scores.get(step)
         if found is None:
-            empty = StepScores.create(self.steps[step], self.system.advantages)
+            empty = StepScores(self.steps[step], self.system.advantages)
             found = self._scores.setdefault(step, empty)
         return found
 
     def score(self, command: Score, pool: RewardPool) -> Future[ScoredChunk | None]:
         """Scores a chunk in the process that decoded it (by `pool` if local); returns immediately.
 
-        The future is None for a dropped chunk. It raises WorkerDisconnected and the errors of `ChunkScorer.submit`.
+        The future is None for a dropped chunk. It raises WorkerDisconnected and the errors of `SamplingExecutor.score`.
         """
-        scorer = ChunkScorer(pool, self._weights, self.steps, self._held_out, self.settings)
-        return cast(Any, self.sampling(command.maker)).score(command.chunk, scorer)
+        return cast(Any, self.sampling(command.maker)).score(command.chunk, pool)
 
     def scored(self, command: Score, scored_chunk: ScoredChunk | None) -> None:
         """Stores the result of `score`. Processes other than the coordinator get only the scores."""
         chunk = command.chunk
-        maker = self._assistants.get(command.maker) or self.rollouts.get(command.maker)
-        if maker is not None:
+        if maker := self.samplers.get(command.maker):
             maker.scored(chunk)
         if not chunk.evaluation and self.steps.find(chunk) is None:
             return  # dropped
         if scored_chunk is None:
             raise RuntimeError(f"{command.maker} has no scores of {chunk}")
         if not chunk.evaluation:
-            self.scores(chunk.step).add(chunk.index, scored_chunk.scores)
-        if scored_chunk.image_stats is None:
-            return
-        if chunk.evaluation:
-            self.evaluation_scores.add(chunk, scored_chunk)
-        else:
-            self.scores(chunk.step).add_previews(
-                chunk.index, scored_chunk.image_stats, scored_chunk.previews
-            )
+            self.scores(chunk.step).add(chunk.index, scored_chunk)
+        elif scored_chunk.image_stats is not None:  # else another process reports it
+            self._evaluations[chunk.step][chunk.index] = scored_chunk
 
-    def evaluated(self, command: Evaluate) -> Evaluation:
-        """Returns the result of a version's evaluation after all its chunks are scored."""
-        return self.evaluation_scores.take(command.version)
+    def evaluated(self, version: int) -> Evaluation:
+        """Returns and frees a version's evaluation, whose chunks are all scored."""
+        parts = [part for _, part in sorted(self._evaluations.pop(version).items())]
+        clips, scores = [part.clips for part in parts], [part.scores for part in parts]
+        records = self._held_out.records[: sum(len(part.columns) for part in scores)]
+        found = Evaluation.of(records, clips, scores, self._names, self._weights)
+        stats = ImageStats.concatenate([part.image_stats.result() for part in parts])
+        return found._replace(image_stats=stats)
 
     def end_step(self) -> dict[str, float]:
         """Ends the current step; returns its reward and update metrics."""
         ended = self.steps.first
         scores = self.scores(ended)
         del self._scores[ended]
-        self.steps.end()
-        for executor in self._samplers():
+        self.steps.forget(ended + 1)
+        for executor in list(self.samplers.values()):
             executor.end_step(ended)
         self._transfer.end_step(ended)
         self.extremes = scores.extremes(self.settings.shown_images)
         return self.trainer.metrics() | scores.metrics(self._names) | scores.image_metrics()
 
-    def version_weights(self, weights_version: WeightsVersion) -> Any:
-        """Returns stored weights in the layout of a checkpoint."""
-        return self.versions[weights_version]
-
 
 def follow(executors: Executors, command: Command) -> None:
-    """Executes a command from the log; frees a step or an evaluation after its last command."""
-    if isinstance(command, Evaluate):
-        executors.evaluation_scores.forget(command.version)
-        return
+    """Executes a command from the log; frees a step after its last command."""
     executors.do(command)
     if isinstance(command, Update) and command.update == executors.last_update:
         executors.end_step()

@@ -419,9 +419,7 @@ def _execute(executors: Executors, checkpoints: CheckpointStore, kind: str, valu
             executors.scored(command, ScoredChunk(Scores(np.asarray(columns, np.float32), {})))
         case "save":
             done, versions = value
-            in_flight = InFlight(
-                {}, {v: executors.version_weights(WeightsVersion(v)) for v in versions}
-            )
+            in_flight = InFlight({}, {v: executors.versions[WeightsVersion(v)] for v in versions})
             checkpoints.store(TrainCheckpoint(done, executors.state, in_flight, {}))
         case _:
             raise ValueError(f"the first process sent {kind!r}: it runs another version")

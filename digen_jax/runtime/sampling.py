@@ -4,7 +4,6 @@ Only scores and previews leave a worker's process. Previews are the candidates f
 the logged images of an evaluation.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -34,64 +33,10 @@ from digen_jax.runtime.array_transfer import ArrayTransfer, ConditioningKey, Sam
 from digen_jax.runtime.clock import part
 from digen_jax.runtime.steps import HeldOut, Previews, ScoredChunk, Steps, ranked
 from digen_jax.scheduling.commands import Chunk, WeightsVersion
-from digen_jax.scheduling.settings import Settings, time_limit
+from digen_jax.scheduling.settings import time_limit
 
 if TYPE_CHECKING:  # imported with the learned rewards
     from digen_jax.parallel.reward_model import RewardModel
-
-
-@dataclasses.dataclass(frozen=True)
-class ChunkScorer:
-    """Scores the images that its process decoded, and computes their statistics.
-
-    Attributes:
-      pool: Reward functions.
-      weights: Weight of each column of scores.
-      steps: Steps of the process.
-      held_out: Prompts of evaluations.
-      settings: Settings of the scheduler.
-    """
-
-    pool: RewardPool
-    weights: Sequence[float]
-    steps: Steps
-    held_out: HeldOut
-    settings: Settings
-
-    def submit(
-        self,
-        chunk: Chunk,
-        clips: UInt8[np.ndarray, "b t h w 3"],
-        known: rewards.Answers = (),
-    ) -> Future[ScoredChunk]:
-        """Scores clips; returns a future. `known` has the scores of rewards that run on a mesh.
-
-        The future raises the errors of `RewardPool.submit`.
-        """
-        if chunk.evaluation:
-            records = self.held_out.of(chunk)
-        else:
-            step = self.steps[chunk.step]
-            records, rows = step.records_of(chunk.index), step.rows[step.slice_of(chunk.index)]
-        image_stats = submit_image_stats(middle_frames(clips))  # in parallel with the rewards
-        prompts = [record["prompt"] for record in records]
-
-        def scored_chunk(scored: Scored) -> ScoredChunk:
-            values = rewards.total(scored.scores.columns, self.weights)
-            found = ScoredChunk(
-                scored.scores, values, scored.seconds, scored.exchanges, image_stats
-            )
-            most = self.settings.shown_images
-            if chunk.evaluation:  # the first clips, or their middle frames if no image is due
-                first = clips[: max(0, most - self.held_out.first(chunk))]
-                if not self.settings.is_shown(chunk.step):
-                    first = middle_frames(first)[:, None]
-                return found._replace(clips=first.copy())  # frees the other clips
-            shown = self.settings.is_shown(chunk.step + 1)
-            places = best_and_worst(values, rows, most if shown else 0)
-            return found._replace(previews=Previews(places, middle_frames(clips)[places]))
-
-        return then(self.pool.submit(reward_input(clips), prompts, records, known), scored_chunk)
 
 
 def best_and_worst(
@@ -132,16 +77,9 @@ def failed(error: BaseException) -> Future:
 class SamplingExecutor:
     """Encodes, generates and decodes on one mesh; every method blocks until its work is done.
 
-    Results are stored until they are fetched: images to score in `images`, scores of the rewards on this mesh in
-    `answers`, samples for training in the transfer. `WorkerProxy` has the same methods for a worker in another process.
-
-    Args:
-      name: Worker name.
-      rollout: Programs and parameters of the mesh.
-      steps: Steps of the run.
-      held_out: Prompts of evaluations.
-      transfer: Array transfer to other workers.
-      scorers: Rewards on this mesh, by index into the run's rewards.
+    Results are stored until they are fetched: images to score in `images`, scores of the rewards on this mesh
+    (`scorers`, by index into the run's rewards) in `answers`, samples for training in the transfer. `WorkerProxy` has
+    the same methods for a worker in another process. `reward_weights` has the weight of each column of scores.
     """
 
     def __init__(
@@ -152,6 +90,7 @@ class SamplingExecutor:
         held_out: HeldOut,
         transfer: ArrayTransfer,
         scorers: Mapping[int, rewards.NamedReward] = MappingProxyType({}),
+        reward_weights: Sequence[float] = (),
     ):
         self.name, self.rollout = name, rollout
         self.devices = rollout.group.mesh.size
@@ -160,7 +99,7 @@ class SamplingExecutor:
         self.answers: dict[Chunk, rewards.Answers] = {}
         self.removed = False
         self._steps, self._held_out = steps, held_out
-        self._transfer, self._scorers = transfer, scorers
+        self._transfer, self._scorers, self._reward_weights = transfer, scorers, reward_weights
         self._fixed = Weights(None, rollout.base, rollout.frozen)
         self._prompts: dict[int, EncodedPrompts] = {}
         self._trajectories: dict[Chunk, Trajectory] = {}
@@ -245,15 +184,39 @@ class SamplingExecutor:
                     self.answers[chunk] = rewards.answers(self._scorers, batch)
         self.images[chunk] = clips
 
-    def score(self, chunk: Chunk, scorer: ChunkScorer) -> Future[ScoredChunk]:
-        """Scores a decoded chunk; see `ChunkScorer.submit`. Its images are kept until `scored`.
+    def score(self, chunk: Chunk, pool: RewardPool) -> Future[ScoredChunk]:
+        """Scores a decoded chunk and computes image statistics. Its images are kept until `scored`.
 
-        The future raises DivergedError if an image has a NaN.
+        The future raises DivergedError if an image has a NaN, and the errors of `RewardPool.submit`.
         """
         clips = self.images[chunk]
         if clips is None:
             return failed(DivergedError("an image of the trained model has a NaN"))
-        return scorer.submit(chunk, clips, self.answers.get(chunk, ()))
+        held_out, settings = self._held_out, self._held_out.settings
+        if chunk.evaluation:
+            records = held_out.of(chunk)
+        else:
+            step = self._steps[chunk.step]
+            records, rows = step.records_of(chunk.index), step.rows[step.slice_of(chunk.index)]
+        image_stats = submit_image_stats(middle_frames(clips))  # in parallel with the rewards
+        prompts, known = [record["prompt"] for record in records], self.answers.get(chunk, ())
+
+        def scored_chunk(scored: Scored) -> ScoredChunk:
+            values = rewards.total(scored.scores.columns, self._reward_weights)
+            found = ScoredChunk(
+                scored.scores, values, scored.seconds, scored.exchanges, image_stats
+            )
+            most = settings.shown_images
+            if chunk.evaluation:  # the first clips, or their middle frames if no image is due
+                first = clips[: max(0, most - held_out.first(chunk))]
+                if not settings.is_shown(chunk.step):
+                    first = middle_frames(first)[:, None]
+                return found._replace(clips=first.copy())  # frees the other clips
+            shown = settings.is_shown(chunk.step + 1)
+            places = best_and_worst(values, rows, most if shown else 0)
+            return found._replace(previews=Previews(places, middle_frames(clips)[places]))
+
+        return then(pool.submit(reward_input(clips), prompts, records, known), scored_chunk)
 
     def scored(self, chunk: Chunk) -> None:
         """Frees a chunk's images."""

@@ -5,7 +5,6 @@ Every process computes prompts and keys from the config. The coordinator collect
 
 import dataclasses
 import threading
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, NamedTuple
@@ -17,7 +16,6 @@ from digen_jax import rewards
 from digen_jax.algorithms.advantages import AdvantageSettings, advantages, ranking, trained_images
 from digen_jax.diffusion.noising import repeat_keys
 from digen_jax.logging.evaluation import (
-    Evaluation,
     Extremes,
     ImageStats,
     Sample,
@@ -124,10 +122,6 @@ class Steps:
             for chunk in chunks:
                 self._steps[chunk.step].dropped.add(chunk.index)
 
-    def end(self) -> None:
-        """Ends the current step."""
-        self.forget(self.first + 1)
-
     def forget(self, before: int) -> None:
         """Ends and frees all steps before `before`."""
         with self._lock:
@@ -136,20 +130,16 @@ class Steps:
                 del self._steps[number]
 
 
-# Statistics of each reward, by metric name prefix.
-STATISTICS: dict[str, Any] = {"": np.mean, "std_": np.std, "min_": np.min, "max_": np.max}
-
-
 class HeldOut:
     """Held-out prompts of evaluations, divided into chunks by the scheduler's settings."""
 
     def __init__(self, records: Sequence[dict[str, Any]], settings: Settings):
-        self.records, self._settings = list(records), settings
+        self.records, self.settings = list(records), settings
         self.batch = settings.evaluation_batch  # images per chunk
 
     def of(self, chunk: Chunk) -> list[dict[str, Any]]:
         """Returns the records of a chunk. The last chunk of an evaluation may be smaller than a batch."""
-        count, first = self._settings.evaluated_images(chunk.step), self.first(chunk)
+        count, first = self.settings.evaluated_images(chunk.step), self.first(chunk)
         return self.records[first : min(first + self.batch, count)]
 
     def first(self, chunk: Chunk) -> int:
@@ -187,32 +177,6 @@ def ranked(
     return np.lexsort((np.arange(len(values)), place, -sign * values))
 
 
-class EvaluationScores:
-    """Collects scores and clips of evaluations in the coordinator until a version is complete."""
-
-    def __init__(self, held_out: HeldOut, names: tuple[str, ...], weights: Sequence[float]):
-        self._held_out, self._names, self._weights = held_out, names, weights
-        self._found: dict[int, dict[int, ScoredChunk]] = defaultdict(dict)
-
-    def add(self, chunk: Chunk, scored_chunk: ScoredChunk) -> None:
-        """Stores a scored chunk."""
-        self._found[chunk.step][chunk.index] = scored_chunk
-
-    def take(self, version: int) -> Evaluation:
-        """Returns and removes a version's complete evaluation."""
-        parts = [part for _, part in sorted(self._found.pop(version).items())]
-        clips, scores = [part.clips for part in parts], [part.scores for part in parts]
-        records = self._held_out.records[: sum(len(part.columns) for part in scores)]
-        found = Evaluation.of(records, clips, scores, self._names, self._weights)
-        return found._replace(
-            image_stats=ImageStats.concatenate([part.image_stats.result() for part in parts])
-        )
-
-    def forget(self, version: int) -> None:
-        """Removes a version's evaluation, if any."""
-        self._found.pop(version, None)
-
-
 class ChunkAdvantages(NamedTuple):
     """Trained images of a chunk, with their advantages and weights.
 
@@ -224,43 +188,38 @@ class ChunkAdvantages(NamedTuple):
     weight: Float32[np.ndarray, "k"]  # 0 if the image's group is dropped
 
 
-@dataclasses.dataclass
+# Statistics of each reward, by metric name prefix.
+STATISTICS: dict[str, Any] = {"": np.mean, "std_": np.std, "min_": np.min, "max_": np.max}
+
+
 class StepScores:
     """Scores of a step's images. NaN means not scored, or that a reward does not apply."""
 
-    images: StepImages
-    scores: Float32[np.ndarray, "n k"]  # one column per score with a weight
-    settings: AdvantageSettings
-    scored: Bool[np.ndarray, "n"]
-    # Scores without a weight; see `rewards.Scores`.
-    shown: dict[str, Float32[np.ndarray, "n"]] = dataclasses.field(default_factory=dict)
-    image_stats: dict[int, Future[ImageStats]] = dataclasses.field(default_factory=dict)  # by chunk
-    # Candidates for the step's best and worst images, by index in the step.
-    previews: dict[int, UInt8[np.ndarray, "h w 3"]] = dataclasses.field(default_factory=dict)
-
-    @classmethod
-    def create(cls, images: StepImages, settings: AdvantageSettings) -> "StepScores":
-        """Creates empty scores."""
+    def __init__(self, images: StepImages, settings: AdvantageSettings):
         count = len(images.rows)
-        empty = np.full((count, len(settings.reward_weights)), np.nan, np.float32)
-        return cls(images, empty, settings, np.zeros(count, bool))
+        self.images, self.settings = images, settings
+        self.scored: Bool[np.ndarray, n] = np.zeros(count, bool)
+        # One column per score with a weight.
+        shape = count, len(settings.reward_weights)
+        self.scores: Float32[np.ndarray, "n k"] = np.full(shape, np.nan, np.float32)
+        # Scores without a weight; see `rewards.Scores`.
+        self.shown: dict[str, Float32[np.ndarray, n]] = {}
+        self.image_stats: dict[int, Future[ImageStats]] = {}  # by chunk
+        # Candidates for the step's best and worst images, by index in the step.
+        self.previews: dict[int, UInt8[np.ndarray, "h w 3"]] = {}
 
-    def add(self, index: int, scores: rewards.Scores) -> None:
-        """Stores a chunk's scores."""
-        cut = self.images.slice_of(index)
+    def add(self, index: int, scored_chunk: ScoredChunk) -> None:
+        """Stores a chunk's scores and, in the coordinator, its image statistics and previews."""
+        cut, scores = self.images.slice_of(index), scored_chunk.scores
         self.scores[cut], self.scored[cut] = scores.columns, True
         for name, found in scores.shown.items():
             empty = np.full(len(self.scored), np.nan, np.float32)
             self.shown.setdefault(name, empty)[cut] = found
-
-    def add_previews(self, index: int, image_stats: Future[ImageStats], previews: Previews) -> None:
-        """Stores the image statistics and previews of a scored chunk."""
-        self.image_stats[index] = image_stats
-        start = self.images.slice_of(index).start
-        self.previews |= {
-            start + int(place): one
-            for place, one in zip(previews.places, previews.images, strict=True)
-        }
+        if scored_chunk.image_stats is not None:
+            self.image_stats[index] = scored_chunk.image_stats
+        if scored_chunk.previews is not None:
+            places = cut.start + scored_chunk.previews.places
+            self.previews |= zip(places.tolist(), scored_chunk.previews.images, strict=True)
 
     @property
     def members(self) -> Bool[np.ndarray, "n"]:

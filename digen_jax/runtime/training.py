@@ -48,12 +48,7 @@ class Sums(NamedTuple):
 class GradientExecutor:
     """Accumulates gradients of chunks on a mesh; every method blocks until its work is done.
 
-    Args:
-      name: Worker name.
-      system: Parts of the run on the worker's mesh.
-      steps: Steps of the run.
-      transfer: Array transfer between workers.
-      trainers: Names of all training workers, which can get samples from one another.
+    `system` is on the worker's mesh. All training workers, named `trainers`, can get samples from one another.
     """
 
     def __init__(

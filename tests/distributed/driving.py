@@ -91,6 +91,7 @@ def drive(system: System, config: ConfigDict, steps: int, reward=toy.brightness,
     log = []
     with driver(system, config, reward, log=log, **options) as found:
         history = [found.step() for _ in range(steps)]
-        assert len(found.executor.rollouts) == len(system.placement.rollouts)
+        rollouts = [name for name in found.executor.samplers if name.startswith("rollout")]
+        assert len(rollouts) == len(system.placement.rollouts)
         assert len(found.executor.others) == len(system.trainers)
     return found.executor.state, history, log

@@ -76,7 +76,8 @@ def accumulated(settings, size, scores):
     parts, state = built()
     parts = parts._replace(advantages=settings)
     steps = Steps(iter([toy.records(GROUPS)]), IMAGES, size, parts.rng, 0)
-    known = StepScores(steps[0], np.float32(scores), settings, np.ones(len(scores), bool))
+    known = StepScores(steps[0], settings)
+    known.scores[:], known.scored[:] = scores, True
     return toy.trained(parts, steps, state, known, chunks.sampled()[0], part_of)
 
 

@@ -304,7 +304,8 @@ def test_pairs_are_chosen_by_the_advantage_of_all_rewards(name):
     def part_of(cut):
         return SampledImages(0, ROWS[cut], FinalImages(X0[cut], keys()[cut], SIGMAS), SIGMAS)
 
-    known = StepScores(steps[0], REWARDS, settings, np.ones(len(REWARDS), bool))
+    known = StepScores(steps[0], settings)
+    known.scores[:], known.scored[:] = REWARDS, True
     totals = toy.trained(parts, steps, state, known, PROMPTS, part_of)
     gradient, sums = plain("diffusion_dpo", "full", "published", True, chosen=chosen)
     assert toy.difference(totals.gradient, gradient) < 1e-5

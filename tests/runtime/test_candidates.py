@@ -150,24 +150,24 @@ def test_neither_order_nor_bits_depend_on_arrival(monkeypatch):
 
 def test_a_chunk_that_is_dropped_during_generation_is_not_kept(monkeypatch):
     """The redundant candidate's chunks come after the end of their step."""
-    over, real, end = threading.Event(), SamplingExecutor.generate, Steps.end
+    over, real, end = threading.Event(), SamplingExecutor.generate, Steps.forget
     last = Chunk(2, GROUPS * 2)
 
     def generate(executor, chunk, version):
         real(executor, chunk, version)
         assert chunk != last or over.wait(300)
 
-    def ended(steps):
-        if steps.first == last.step:
+    def ended(steps, before):
+        if before == last.step + 1:
             over.set()
-        return end(steps)
+        return end(steps, before)
 
     monkeypatch.setattr(SamplingExecutor, "generate", generate)
-    monkeypatch.setattr(Steps, "end", ended)
+    monkeypatch.setattr(Steps, "forget", ended)
     c, log = config("two workers, half groups"), []
     with toy.driver(system("two workers, half groups"), c, some_equal, log=log) as driver:
         history = [driver.step() for _ in range(4)]
-        workers = list(driver.executor.rollouts.values())
+        workers = list(driver.executor.samplers.values())
     dropped = {f for c in log if isinstance(c, DropChunks) for f in c.chunks}
     assert last in dropped and history[2]["candidates"] == GROUPS + 1
     assert sum(isinstance(c, Generate) and c.chunk == last for c in log) == 1

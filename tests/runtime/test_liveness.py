@@ -89,7 +89,7 @@ def test_late_results_of_a_removed_worker_are_ignored(system, hang, end):
     """By then the chunk belongs to another mesh."""
     hang("decode", call=1)
     with toy.driver(system, config(**HANGS)) as driver:
-        late = driver.executor.rollouts["rollout 1"]
+        late = driver.executor.samplers["rollout 1"]
         driver.step()
         end.set()
         driver.step()
@@ -203,20 +203,14 @@ def test_a_superseded_weight_sync_does_not_count_against_its_worker(system, monk
                 release.set()
             driver.step()
         deadline = time.monotonic() + LONG
-        weights = driver.executor.rollouts["rollout 1"].weights
+        weights = driver.executor.samplers["rollout 1"].weights
         while not (held := max((one.version for one in list(weights)), default=0)):
             assert time.monotonic() < deadline
             time.sleep(0.05)
-    sent = [
-        c.weights_version.version
-        for c in log
-        if isinstance(c, SyncWeights) and c.worker == "rollout 1"
-    ]
+    own = (c for c in log if isinstance(c, SyncWeights) and c.worker == "rollout 1")
+    sent = [c.weights_version.version for c in own]
     assert sent[:2] == [0, 1] and sent[2] >= 4 and held >= 4
     assert capfd.readouterr().err == ""
-
-
-# ------------------------------------------------------------------------------------- rewards
 
 
 # ----------------------------------------------------------------------------------- the watch

@@ -8,7 +8,7 @@ import pytest
 
 from digen_jax import rewards
 from digen_jax.rewards import RewardSettings
-from digen_jax.runtime.steps import StepImages, StepScores
+from digen_jax.runtime.steps import ScoredChunk, StepImages, StepScores
 from tests.parallel import toy
 
 STEPS = 2
@@ -108,9 +108,10 @@ def test_evaluations_have_the_means_of_what_applies(single, mixed):
 def test_a_step_without_a_reward_has_no_metric_of_it():
     asked = toy.opened(config(rewards=("first", "second"), advantages__combine="advantages"))
     images = StepImages.create(0, toy.records(2), 2, 4, asked.rng)
-    known = StepScores.create(images, asked.advantages)
+    known = StepScores(images, asked.advantages)
     columns = np.float32([[1, np.nan], [2, np.nan], [3, np.nan], [6, np.nan]])
-    known.add(0, rewards.Scores(columns, {"second/double": np.full(4, np.nan, np.float32)}))
+    shown = {"second/double": np.full(4, np.nan, np.float32)}
+    known.add(0, ScoredChunk(rewards.Scores(columns, shown)))
     metrics = known.metrics(("first", "second"))
     assert not any("/second" in name for name in metrics)
     assert metrics["reward_of/first"] == metrics["reward"] == 3.0

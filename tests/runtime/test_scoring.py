@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +20,8 @@ from digen_jax.parallel.sampler import Decoded, SampleRng, fetch_clips
 from digen_jax.rewards import alone
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.array_transfer import ArrayTransfer
-from digen_jax.runtime.sampling import ChunkScorer, SamplingExecutor, best_and_worst
-from digen_jax.runtime.steps import HeldOut, Previews, StepImages, Steps, StepScores
+from digen_jax.runtime.sampling import SamplingExecutor, best_and_worst
+from digen_jax.runtime.steps import HeldOut, Previews, ScoredChunk, StepImages, Steps, StepScores
 from digen_jax.scheduling.commands import Chunk, WeightsVersion
 from digen_jax.scheduling.settings import Settings
 from tests.parallel import toy
@@ -47,9 +48,18 @@ def level(images, prompts, metadata):
 
 @contextlib.contextmanager
 def judging(reward=level, settings=SETTINGS):
+    """Scores clips as the worker that has decoded them."""
     steps = Steps(iter([RECORDS[:2]] * 9), 3, 6, SampleRng(0, None), 0)
+    mesh = types.SimpleNamespace(group=types.SimpleNamespace(mesh=np.zeros(1)), base=0, frozen=0)
+    held_out = HeldOut(RECORDS, settings)
+    executor = SamplingExecutor("a", mesh, steps, held_out, ArrayTransfer(), reward_weights=(2.0,))
+
+    def submit(chunk, given):
+        executor.images[chunk] = given
+        return executor.score(chunk, pool)
+
     with contextlib.closing(RewardPool(alone("mine", reward), 0)) as pool:
-        yield ChunkScorer(pool, (2.0,), steps, HeldOut(RECORDS, settings), settings)
+        yield submit
 
 
 def clips(*levels: int) -> np.ndarray:
@@ -61,7 +71,7 @@ def clips(*levels: int) -> np.ndarray:
 def test_only_previews_of_a_step_leave_the_worker():
     given = clips(30, 10, 50, 50, 20, 40)
     with judging() as judge:
-        (shown, other) = (judge.submit(Chunk(step, 0), given).result(30) for step in (6, 7))
+        (shown, other) = (judge(Chunk(step, 0), given).result(30) for step in (6, 7))
     np.testing.assert_allclose(shown.scores.columns[:, 0], [0.3, 0.1, 0.5, 0.5, 0.2, 0.4])
     np.testing.assert_allclose(shown.values, 2 * shown.scores.columns[:, 0])
     # The best two and the worst two, as pictures their middle frames.
@@ -78,7 +88,7 @@ def test_only_previews_of_a_step_leave_the_worker():
 
 def test_of_equal_images_those_of_several_prompts_are_shown():
     with judging() as judge:
-        found = judge.submit(Chunk(6, 0), clips(9, 9, 9, 9, 9, 9)).result(30)
+        found = judge(Chunk(6, 0), clips(9, 9, 9, 9, 9, 9)).result(30)
     assert found.previews.places.tolist() == [0, 3]
 
 
@@ -88,7 +98,7 @@ def test_of_an_evaluation_the_first_clips_leave_the_worker(version, frames):
     with judging(settings=settings) as judge:
         chunks = [Chunk(version, i, evaluation=True) for i in (0, 1)]
         given = clips(1, 2, 3, 4), clips(5, 6, 7)
-        found = [judge.submit(*one).result(30) for one in zip(chunks, given, strict=True)]
+        found = [judge(*one).result(30) for one in zip(chunks, given, strict=True)]
     cut = slice(None) if frames == 3 else slice(1, 2)
     for one, made, count in zip(found, given, (4, 1), strict=True):
         assert np.array_equal(one.clips, made[:count, cut]) and one.clips.base is None
@@ -121,8 +131,8 @@ def test_images_with_nan_are_no_error_of_a_reward(where, monkeypatch):
     executor.encode(0)
     executor.generate(chunk, version)
     executor.decode(chunk)
-    with judging() as judge, pytest.raises(DivergedError):
-        executor.score(chunk, judge).result(30)
+    with pytest.raises(DivergedError):
+        executor.score(chunk, None).result(30)
 
 
 def step(rows: list[int], size: int) -> StepScores:
@@ -130,7 +140,7 @@ def step(rows: list[int], size: int) -> StepScores:
     groups = max(rows) + 1
     records = [{"prompt": f"group {row}", "serial": row} for row in range(groups)]
     images = StepImages.create(0, records, len(rows) // groups, size, SampleRng(0, None))
-    return StepScores.create(images, AdvantageSettings(reward_weights=(1.0,), reward_clips=()))
+    return StepScores(images, AdvantageSettings(reward_weights=(1.0,), reward_clips=()))
 
 
 def grey(levels: list[int]) -> np.ndarray:
@@ -140,11 +150,11 @@ def grey(levels: list[int]) -> np.ndarray:
 
 def scored(known: StepScores, index: int, values: list[float], keep: int) -> None:
     """A chunk whose pictures have their places as levels."""
-    known.add(index, rewards.Scores(np.float32(values)[:, None], {}))
-    cut = known.images.slice_of(index)
+    scores, cut = rewards.Scores(np.float32(values)[:, None], {}), known.images.slice_of(index)
     pictures = grey(list(range(cut.start, cut.stop)))
     places = best_and_worst(np.float32(values), known.images.rows[cut], keep)
-    known.add_previews(index, submit_image_stats(pictures), Previews(places, pictures[places]))
+    previews, stats = Previews(places, pictures[places]), submit_image_stats(pictures)
+    known.add(index, ScoredChunk(scores, image_stats=stats, previews=previews))
 
 
 def test_the_best_and_worst_images_of_a_step_have_their_prompts_and_values():
@@ -198,7 +208,6 @@ def test_a_worker_that_joins_late_draws_earlier_steps_and_does_not_store_them():
 def test_steps_are_freed_once_and_in_any_order():
     found = steps(first=2)
     found[4]
-    found.end()
     found.forget(3)
     assert found.first == 3 and sorted(found._steps) == [3, 4]
     found.forget(5)

@@ -13,15 +13,7 @@ from digen_jax.rewards import alone
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.clock import remote_work
 from digen_jax.runtime.driver import Driver
-from digen_jax.scheduling.commands import (
-    SAMPLE,
-    TRAIN,
-    TRAINER,
-    Generate,
-    SyncWeights,
-    Train,
-    Update,
-)
+from digen_jax.scheduling.commands import TRAINER, Generate, SyncWeights, Train, Update
 from digen_jax.scheduling.scheduler import Scheduler
 from digen_jax.scheduling.settings import Costs, Settings
 from digen_jax.scheduling.simulator import WorkerLayout
@@ -35,8 +27,8 @@ class Gates(WaitingExecutors):
     """Commands of some kinds wait for their gates."""
 
     def __init__(self):
-        rollouts = (WorkerLayout(2, (SAMPLE,)),) * 2
-        super().__init__(Waits(COSTS, SETTINGS), (WorkerLayout(4, (TRAIN,)), *rollouts))
+        rollouts = (WorkerLayout(2, ("sample",)),) * 2
+        super().__init__(Waits(COSTS, SETTINGS), (WorkerLayout(4, ("train",)), *rollouts))
         self.gates = {kind: threading.Event() for kind in (Generate, Train, Update, SyncWeights)}
         self.scores = threading.Event()
         self.gates[SyncWeights].set()

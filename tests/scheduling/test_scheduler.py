@@ -299,9 +299,6 @@ def test_a_slow_worker_leaves_the_last_chunk_to_a_fast_one(seconds, expected):
     assert sum(isinstance(c, Generate) for c in pool.flying) == expected
 
 
-# ------------------------------------------------------------------ losses at the end of a step
-
-
 # --------------------------------------------------------------------------- shapes of a step
 
 
@@ -336,10 +333,8 @@ def late_weight_sync(steps=4):
 
 def test_a_worker_gets_only_the_last_of_the_versions_that_exist_after_a_transfer():
     pool = late_weight_sync()
-    assert [c.weights_version.version for c in pool.issued if matches(c, SyncWeights, "r1")] == [
-        0,
-        1,
-    ]
+    sent = [c.weights_version for c in pool.issued if matches(c, SyncWeights, "r1")]
+    assert sent == [WeightsVersion(0), WeightsVersion(1)]
     pool.complete(SyncWeights, "r1")
     assert pool.find(SyncWeights, "r1").weights_version.version == 3
 

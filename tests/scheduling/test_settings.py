@@ -5,17 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from digen_jax.scheduling.commands import (
-    RENAMED,
-    TRAINER,
-    Chunk,
-    Generate,
-    Score,
-    Train,
-    WeightsVersion,
-    pack,
-    unpack,
-)
+from digen_jax.scheduling import commands
+from digen_jax.scheduling.commands import TRAINER, Chunk, Generate, Score, Train, WeightsVersion
 from digen_jax.scheduling.settings import WEIGHT, CostModel, Costs, Settings, time_limit
 
 GOOD = Settings(1, groups=6, images=4, chunk_images=2)
@@ -30,10 +21,10 @@ def test_the_share_of_units_that_may_start_early_is_rounded_down():
 
 
 def test_settings_of_an_older_checkpoint_are_readable():
-    saved = json.loads(json.dumps(pack(GOOD)))
-    for old, new in RENAMED.items():
+    saved = json.loads(json.dumps(commands.pack(GOOD)))
+    for old, new in commands.RENAMED.items():
         saved[old] = saved.pop(new)
-    assert unpack(saved) == GOOD
+    assert commands.unpack(saved) == GOOD
 
 
 # ---------------------------------------------------------------------------------------- costs
