@@ -93,7 +93,7 @@ class Summary:
             self._ended[event.worker] = now, self.devices.get(event.worker, 0)
         if isinstance(event, Joined):
             self._ended.pop(event.worker, None)
-        if isinstance(event, Joined | Completed) and worker and worker in scheduler.workers:
+        if isinstance(event, Joined | Completed) and worker in scheduler.workers:
             self._recorder.look_at(scheduler, worker, now)
         if TRAINER in scheduler.workers:
             self._recorder.look_at(scheduler, TRAINER, now)
