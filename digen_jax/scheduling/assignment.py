@@ -1,4 +1,4 @@
-"""Chooses the next work of idle workers."""
+"""Chooses the next work of idle workers. Every worker samples, trains, or does both."""
 
 import heapq
 import itertools

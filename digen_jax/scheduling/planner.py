@@ -289,9 +289,7 @@ class Plan:
 
     problem: Problem
     choice: Prediction
-    best: tuple[
-        Prediction, ...
-    ]  # best of every kind of layout (see `PoolLayout.kind`), the fastest first
+    best: tuple[Prediction, ...]  # of every kind of layout (`PoolLayout.kind`), the fastest first
     layouts: int  # number of layouts
     simulated: int  # number of simulated layouts
 

@@ -1,11 +1,9 @@
 """The scheduler of a pool of workers: handles one event at a time and returns the resulting commands.
 
-    event --> Scheduler.handle --> pool (steps, weights, workers, costs) --> next work of idle workers --> commands
+    event --> Scheduler.handle --> Pool (steps, weights, workers, costs) --> next work of idle workers --> commands
 
-`handle` applies an event to the pool, then assigns work to every idle worker. Executors or the simulator execute the
-commands and answer each with one event.
-
-Every worker samples, trains, or does both; `_next_work` chooses its next work.
+`handle` applies an event to the pool, then assigns work to every idle worker (`assignment`). Executors or the simulator
+execute the commands and answer each with one event.
 """
 
 from typing import Any
