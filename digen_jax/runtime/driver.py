@@ -204,7 +204,6 @@ class Driver:
             raise item
         start = self.now()
         if isinstance(item, Evaluate):
-            self._broadcast.send("do", item)
             self._evaluated(item.version, self.executor.evaluated(item.version))
             self._away += self.now() - start
             return item

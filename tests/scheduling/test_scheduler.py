@@ -299,9 +299,6 @@ def test_a_slow_worker_leaves_the_last_chunk_to_a_fast_one(seconds, expected):
     assert sum(isinstance(c, Generate) for c in pool.flying) == expected
 
 
-# --------------------------------------------------------------------------- shapes of a step
-
-
 def test_pieces_get_smaller_towards_the_end():
     """A piece is at most half of its worker's share of the passes that are left, and at least one pass."""
     plan = dataclasses.replace(PLAIN, steps=1, groups=8, images=1, passes=32)
@@ -435,9 +432,6 @@ def test_a_scheduler_is_saved_only_at_the_end_of_a_step():
     pool.complete(Train)
     with pytest.raises(ValueError):
         pool.scheduler.save()
-
-
-# ------------------------------------------------------------------------------------- handover
 
 
 def test_samples_of_workers_that_only_sample_are_spread_over_those_that_train():

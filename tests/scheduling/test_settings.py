@@ -27,9 +27,6 @@ def test_settings_of_an_older_checkpoint_are_readable():
     assert commands.unpack(saved) == GOOD
 
 
-# ---------------------------------------------------------------------------------------- costs
-
-
 def generate(worker, evaluation=False):
     return Generate(1, worker, Chunk(0, 0, evaluation), WeightsVersion(0))
 

@@ -267,9 +267,8 @@ class Referee:
                     self.delivered.add(c.chunk)
             case Deliver():
                 if c.worker not in self.holders[c.chunk]:
-                    self.handed_on.add(
-                        c.chunk
-                    )  # who only samples keeps no samples that another has
+                    # A worker that only samples keeps no samples that another one has.
+                    self.handed_on.add(c.chunk)
                 self.holders[c.chunk].add(c.to)
                 self.delivered.add(c.chunk)
             case Score():
