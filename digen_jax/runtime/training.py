@@ -1,5 +1,6 @@
 """Training executors: every training worker accumulates gradients of chunks; the home worker runs the optimizer."""
 
+import functools
 import threading
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
@@ -92,10 +93,7 @@ class GradientExecutor:
             return
         with self._prompts_lock:  # chunks arrive from several threads
             if chunk.step not in self._prompts:
-
-                def replicated(tree: Any) -> Any:
-                    return jax.tree.map(lambda _: group.replicated, tree)
-
+                replicated = functools.partial(jax.tree.map, lambda _: group.replicated)
                 prompts = ConditioningKey(worker, chunk.step)
                 found = self._transfer.get(prompts, replicated, self.name)
                 if found is None:  # the worker was just removed
@@ -175,10 +173,9 @@ class GradientExecutor:
           MissingSums: A worker disconnected.
         """
         trainer, totals, stale = self.system.trainer, None, self._stale
-        replicated = self.system.placement.trainer.replicated
 
         def shardings(sums: Sums) -> Sums:
-            return Sums(trainer.shardings_of(sums.totals), replicated)
+            return Sums(trainer.shardings_of(sums.totals), self.system.placement.trainer.replicated)
 
         for worker in others:
             try:
@@ -188,9 +185,7 @@ class GradientExecutor:
             if other is None:
                 raise MissingSums(worker)
             totals, stale = trainer.add(totals, other.totals), stale or bool(other.stale)
-        if totals is None:
-            totals = self._totals
-        elif self._totals is not None:
+        if self._totals is not None:
             totals = trainer.add(totals, self._totals)
         return Sums(jax.block_until_ready(totals), stale)
 
