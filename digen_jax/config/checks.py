@@ -288,8 +288,8 @@ def _check_batches(config: TrainConfig) -> None:
     why = "as each update trains its own groups"
     _check_divides(config, "trainer.updates", "batch.groups", why)
     share = "config.batch.groups * config.batch.images / config.trainer.updates"
-    images, why = batch.groups * batch.images // updates, "as a chunk belongs to one update"
-    check_divides("config.sampler.chunk", config.sampler.chunk, share, images, why)
+    count, why = batch.groups * batch.images // updates, "as a chunk belongs to one update"
+    check_divides("config.sampler.chunk", config.sampler.chunk, share, count, why)
     if count := config.advantages.best_and_worst:
         why = f"as with config.advantages.best_and_worst = {count} a chunk holds complete groups"
         _check_divides(config, "batch.images", "sampler.chunk", why)

@@ -145,7 +145,7 @@ class Pool:
             return "sampling"
         return "reward" if step.left and TRAIN in worker.roles else "training"
 
-    def work(self, command: Command) -> str:
+    def work(self, command: Any) -> str:
         """Returns a description, for messages, of the piece of work that an answered command belongs to."""
         match command:
             case SyncWeights(weights_version=found):

@@ -149,12 +149,11 @@ class Scheduler(Assigner):
         sums = not any(isinstance(command, Update) for command in self.in_flight.values())
         interrupted = []  # deliveries to the worker
         for serial, command in list(self.in_flight.items()):
-            delivers = isinstance(command, Deliver)
             if command.receiver == name:
                 del self.in_flight[serial]
-                if delivers:
+                if isinstance(command, Deliver):
                     interrupted.append(command.chunk)
-            elif delivers and command.worker == name:
+            elif isinstance(command, Deliver) and command.worker == name:
                 del self.in_flight[serial]
                 receiver = self.workers[command.to]
                 if receiver.busy == serial:
@@ -227,7 +226,7 @@ class Scheduler(Assigner):
 
     def _fail(self, event: Failed, worker: Worker | None, occupied: bool) -> None:
         """Repeats the work of a failed command, on another worker if possible; it `occupied` its worker or did not."""
-        command = event.command
+        command: Any = event.command
         if self.is_superseded(command):
             worker.arriving.discard(command.weights_version)
             return self._sync(worker)
