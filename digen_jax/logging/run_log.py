@@ -26,14 +26,14 @@ from digen_jax.policies import describe_computation
 from digen_jax.process.job import describe_cache
 from digen_jax.process.shutdown import Stopped
 from digen_jax.process.terminal import Progress
-from digen_jax.scheduling.timeline import Interval
+from digen_jax.scheduling.commands import Interval
 
 NO_SPACE = re.compile("|".join(map(os.strerror, FULL)))
 TIMELINE_STEPS = 3  # per timeline image
 GRID_FRAMES = 32  # maximum of an animated grid
 ADVICE_STEP = 5  # first step of a process with typical waits
 ADVICE_SHARE = 0.15  # fraction of device time
-# Advice by wait cause: see `scheduling.timeline.CAUSES`.
+# Advice by wait cause: see `scheduling.commands.CAUSES`.
 ADVICE = {
     "sampling": "give config.placement.rollout more devices, or set config.placement.trainer.samples=True",
     "training": "give config.placement.trainer more devices or workers, or set config.runtime.max_policy_lag=1",

@@ -23,14 +23,16 @@ from digen_jax.scheduling.commands import (
     Encode,
     Event,
     Generate,
+    Interval,
     Joined,
+    Recorder,
     Removed,
     Score,
     SyncWeights,
     Train,
+    bubbles,
 )
 from digen_jax.scheduling.scheduler import Scheduler
-from digen_jax.scheduling.timeline import Interval, Recorder, bubbles, busy_seconds
 
 # Phase of a step by command; the command's seconds are added to it.
 PHASES = {
@@ -94,11 +96,15 @@ class Summary:
         if isinstance(event, Joined):
             self._ended.pop(event.worker, None)
         if isinstance(event, Joined | Completed) and worker in scheduler.workers:
-            self._recorder.look_at(scheduler, worker, now)
+            self._record_wait(scheduler, worker, now)
         if TRAINER in scheduler.workers:
-            self._recorder.look_at(scheduler, TRAINER, now)
+            self._record_wait(scheduler, TRAINER, now)
         for command in commands:
             self._record_command(command, scheduler, now)
+
+    def _record_wait(self, scheduler: Scheduler, worker: str, now: float) -> None:
+        if cause := scheduler.waits_for(worker):
+            self._recorder.wait(worker, cause, now)
 
     def _record_command(self, command: Command, scheduler: Scheduler, now: float) -> None:
         worker: Any = getattr(command, "worker", None)
@@ -213,7 +219,7 @@ class Summary:
         Returns:
           "step": number of completed steps; "steps": steps of the run; "scoring": number of batches being scored;
           "workers", by name: "devices"; "lost", disconnect time or None; "does", current command as text or None;
-          "waits", one of `scheduling.timeline.CAUSES` or None; "since", start of the work or wait, or None; "holds"
+          "waits", one of `scheduling.commands.CAUSES` or None; "since", start of the work or wait, or None; "holds"
           and "arrives", weights versions. Times are system times.
         """
         clock = time.time() - now
@@ -229,7 +235,7 @@ class Summary:
             return {
                 "lost": None,
                 "does": None if command is None else scheduler.work(command) + part,
-                "waits": scheduler.waits_for(name) if worker.busy is None else None,
+                "waits": scheduler.waits_for(name),
                 "since": None if since is None else clock + since,
                 "holds": sorted({weights.version for weights in held}),
                 "arrives": sorted({weights.version for weights in worker.arriving}),
@@ -245,6 +251,17 @@ class Summary:
                 name: {"devices": count, **describe(name)} for name, count in known.items()
             },
         }
+
+
+def busy_seconds(
+    intervals: Iterable[Interval], devices: Mapping[str, int], start: float, end: float
+) -> float:
+    """Returns device-seconds of work, without waiting, between two times; `devices` has each worker's count."""
+    return sum(
+        max(0.0, min(i.end, end) - max(i.start, start)) * devices[i.worker]
+        for i in intervals
+        if i.kind != "wait" and i.worker in devices
+    )
 
 
 def _is_transfer(command: Command) -> bool:

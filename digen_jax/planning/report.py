@@ -16,10 +16,10 @@ from digen_jax.parallel.placement import MeshSizes
 from digen_jax.planning.costs import Calibration
 from digen_jax.planning.estimate import EFFICIENCY, LINK_SHARE, MEMORY_SHARE, ProgramCost, Topology
 from digen_jax.planning.hardware import GB, Chip
+from digen_jax.scheduling.commands import Interval
 from digen_jax.scheduling.layouts import PoolLayout, Problem
 from digen_jax.scheduling.planner import Plan, Prediction, settings_of, workers_of
 from digen_jax.scheduling.simulator import WARM_UP, Disturbance, names_of, simulate
-from digen_jax.scheduling.timeline import Interval
 
 TERA = 1e12
 WIDTH = 100  # columns

@@ -39,6 +39,7 @@ from digen_jax.scheduling.commands import (
     Event,
     Failed,
     Generate,
+    Interval,
     Joined,
     Removed,
     Score,
@@ -47,7 +48,6 @@ from digen_jax.scheduling.commands import (
 )
 from digen_jax.scheduling.pool import FAILURES, SchedulerError
 from digen_jax.scheduling.scheduler import Scheduler
-from digen_jax.scheduling.timeline import Interval
 
 SIGNAL_PAUSE = 1.0  # maximum delay of signal handlers, in seconds
 

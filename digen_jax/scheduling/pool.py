@@ -130,9 +130,11 @@ class Pool:
         task = worker and worker.task
         return not (task and task.weights_version == command.weights_version)
 
-    def waits_for(self, name: str) -> str:
-        """Returns the cause of an idle worker's wait, one of `timeline.CAUSES`."""
+    def waits_for(self, name: str) -> str | None:
+        """Returns the cause of a worker's wait, one of `commands.CAUSES`, or None if it is busy."""
         worker, step = self.workers[name], self._current_step
+        if worker.busy is not None:
+            return None
         if worker.task is not None or (worker.arriving and step is not None):
             return "weights"
         if self.evaluations and (step is None or step.set_trained):

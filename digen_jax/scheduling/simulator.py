@@ -7,7 +7,6 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from digen_jax.scheduling import timeline
 from digen_jax.scheduling.commands import (
     SAMPLE,
     TRAIN,
@@ -19,15 +18,17 @@ from digen_jax.scheduling.commands import (
     Deliver,
     Event,
     Generate,
+    Interval,
     Joined,
+    Recorder,
     Score,
     SyncWeights,
     Train,
     Update,
+    bubbles,
 )
 from digen_jax.scheduling.scheduler import Scheduler
 from digen_jax.scheduling.settings import Costs, Settings, cost_of
-from digen_jax.scheduling.timeline import Interval, Recorder
 
 WARM_UP = 4  # steps before the steady state
 ROLES = {"encode": SAMPLE, "generate": SAMPLE, "decode": SAMPLE, "train": TRAIN}  # by kind
@@ -87,7 +88,7 @@ class Report:
 
     def bubbles(self) -> dict[str, float]:
         """Returns device-seconds of waiting over the full run, by cause."""
-        return timeline.bubbles(self.intervals, self.devices)
+        return bubbles(self.intervals, self.devices)
 
 
 def names_of(workers: tuple[WorkerLayout, ...]) -> list[str]:
@@ -182,7 +183,8 @@ class Simulation:
             # Only workers that the event concerns can start to wait.
             found = event.command.receiver if isinstance(event, Completed) else event.worker
             for name in {found, TRAINER} & self.scheduler.workers.keys():
-                self.recorder.look_at(self.scheduler, name, event.at)
+                if cause := self.scheduler.waits_for(name):
+                    self.recorder.wait(name, cause, event.at)
 
     def _sampled_early(self, now: float) -> float:
         """Returns the sampled share of the step that starts now."""

@@ -9,8 +9,7 @@ from digen_jax.logging.evaluation import save_images
 from digen_jax.logging.images import image_grid
 from digen_jax.logging.metrics import MetricsLog
 from digen_jax.logging.timeline import TraceFile
-from digen_jax.scheduling.commands import Chunk
-from digen_jax.scheduling.timeline import Interval
+from digen_jax.scheduling.commands import Chunk, Interval
 
 REWARDS = [
     {"name": "shapes_geneval", "weight": 1.0},

@@ -3,11 +3,10 @@ import json
 import pytest
 from PIL import Image
 
-from digen_jax.logging.timeline import TraceFile, draw_timeline
-from digen_jax.scheduling.commands import Chunk
+from digen_jax.logging.timeline import TraceFile, busy_seconds, draw_timeline
+from digen_jax.scheduling.commands import CAUSES, Chunk, Interval, bubbles
 from digen_jax.scheduling.settings import Costs, Settings
 from digen_jax.scheduling.simulator import WorkerLayout, simulate
-from digen_jax.scheduling.timeline import CAUSES, Interval, bubbles, busy_seconds
 
 INTERVALS = [
     Interval("rollout 0", "generate", 0.0, 2.0, Chunk(0, 1)),
