@@ -57,14 +57,10 @@ class WorkerDisconnected(RuntimeError):
 
 
 class SerialThread:
-    """Executes calls in order in a daemon thread, which does not block interpreter exit.
-
-    Attributes:
-      failures: Consecutive failed calls, counted by the caller.
-    """
+    """Executes calls in order in a daemon thread, which does not block interpreter exit."""
 
     def __init__(self, name: str):
-        self.failures = 0
+        self.failures = 0  # consecutive failed calls, counted by the caller
         self._calls: queue.SimpleQueue = queue.SimpleQueue()
         self._closed, self._ended = False, threading.Event()
         threading.Thread(target=self._work, name=name, daemon=True).start()
@@ -89,15 +85,11 @@ class SerialThread:
 
 
 class WorkerThreads:
-    """Threads of a worker: one for its work, and one for each kind of transfer to or from it.
-
-    Attributes:
-      removed: Set when the worker is removed.
-    """
+    """Threads of a worker: one for its work, and one for each kind of transfer to or from it."""
 
     def __init__(self, name: str):
         self.name = name
-        self.removed = threading.Event()
+        self.removed = threading.Event()  # set when the worker is removed
         self._work = SerialThread(name)
         self._transfers = {kind: SerialThread(f"{kind} {name}") for kind in ("sync", "deliver")}
 
@@ -128,9 +120,6 @@ class Driver:
       broadcast: Sends commands to the trainer's other processes. None means a single process.
       watch: Watchdog for work that takes too long; closed by the caller. None means no deadline.
       evaluated: Called on the main thread with a version and its evaluation result.
-
-    Attributes:
-      intervals: Work and wait intervals of the workers in the last completed step.
     """
 
     def __init__(
@@ -145,7 +134,7 @@ class Driver:
         evaluated: Callable[[int, Any], None] = lambda version, found: None,
     ):
         self.executor, self.in_flight = executor, in_flight
-        self.intervals: list[Interval] = []
+        self.intervals: list[Interval] = []  # of the last completed step
         self._scheduler, self._rewards, self._evaluated = scheduler, rewards, evaluated
         self._log, self._broadcast = log, broadcast or CommandBroadcast()
         self._watch = watch or Watch(0)

@@ -52,13 +52,8 @@ class Executors:
     They share the prompts and keys of the steps; the transfer moves arrays between them. The scheduler decides the
     order of commands. `do` may be called from one thread per worker, plus one per transfer to or from it.
 
-    Args:
-      system: Meshes, programs and parameters of this process.
-      config: The validated config.
-      held_out: Prompts of evaluations.
-      checkpoint: State of the run at the start of its next step.
-      batches: Prompt records of each step from this one on.
-      transfer: Transfer to workers in other processes, which `join`. None means that all workers are local.
+    `held_out` are the prompts of evaluations, `batches` the prompt records of each step after `checkpoint`. `transfer`
+    moves arrays to workers in other processes, which `join`; None means that all workers are local.
     """
 
     def __init__(

@@ -205,12 +205,8 @@ def open_system(
 ) -> tuple[System, RewardPool]:
     """Tests the rewards, encodes prompts if they are precomputed, and loads the model.
 
-    Args:
-      config: The validated config.
-      workdir: Folder of the run.
-      broadcast: Sends collective work to the trainer's other processes (`follow_run`).
-      checkpoints: Checkpoints of the run.
-      workers: Workers in other processes. None means that all workers are in this one.
+    `broadcast` sends collective work to the trainer's other processes (`follow_run`). `workers` are those in other
+    processes; None means that all workers are in this one.
 
     Returns:
       The system, and the reward pool, which the caller closes.
@@ -270,12 +266,9 @@ def print_warnings(config: TrainConfig, family: Family) -> None:
 
 
 def open_scheduler(settings: Settings, in_flight: InFlight | None, layout: str) -> Scheduler:
-    """Creates the scheduler of a run, or restores it from a checkpoint.
+    """Creates the scheduler of a run or, if work was `in_flight` at the newest checkpoint, restores it.
 
-    Args:
-      settings: Settings of the scheduler.
-      in_flight: Work in flight at the newest checkpoint. None creates a new scheduler.
-      layout: `config.layout` of this process. Costs measured in another layout are discarded.
+    Costs that were measured in another layout than `layout`, the `config.layout` of this process, are discarded.
 
     Raises:
       ConfigError: The checkpoint is from an older version of digen_jax.
@@ -308,10 +301,7 @@ def follow_run(
 ) -> int | None:
     """Executes the coordinator's command log until the run ends; returns and raises like `train.train`.
 
-    Args:
-      config: The validated config.
-      workdir: Folder of the run.
-      mesh: The trainer's mesh if other workers sample. None means that all devices sample and train.
+    `mesh` is the trainer's mesh if other workers sample. None means that all devices sample and train.
     """
     jax.devices()  # the other processes block in this call until this one joins
     with Interrupt() as interrupt:

@@ -262,12 +262,7 @@ def open_rewards(config: TrainConfig) -> RewardPool:
 def try_files(config: TrainConfig, score: Callable[..., Any]) -> None:
     """Tests rewards on the training and evaluation prompts, with synthetic images or clips of the same sizes.
 
-    Args:
-      config: The validated config.
-      score: Scoring function, such as `RewardPool.score`.
-
-    Raises:
-      ConfigError: See `dry_run`.
+    `score` is a function such as `RewardPool.score`. Raises ConfigError; see `dry_run`.
     """
     dry_run(score, read_prompt_files(config.prompts.paths), config.model.size)
     dry_run(score, [read_prompt_file(config.evaluation.prompts)], config.evaluation_size)

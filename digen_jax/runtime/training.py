@@ -299,12 +299,9 @@ class TrainingExecutor(GradientExecutor):
         return resharded(tree, self.system.placement.trainer.params(tree))
 
     def update(self, scores: StepScores, version: int | None, others: Sequence[str] = ()) -> None:
-        """Runs an optimizer update; the last one of a step creates a version.
+        """Runs an optimizer update with the sums of this worker and `others`.
 
-        Args:
-          scores: Scores of the step.
-          version: Version to create. None means that this is not the step's last update.
-          others: Training workers to get sums from.
+        The last update of a step creates `version`; None means that this is not the last one.
 
         Raises:
           MissingSums: One of them disconnected; the state is unchanged.

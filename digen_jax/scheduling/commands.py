@@ -171,16 +171,11 @@ class Joined(Event):
     """A worker is ready.
 
     The run starts when the home worker, TRAINER, joins; other workers that are ready join before it.
-
-    Attributes:
-      worker: Name of the worker.
-      roles: "sample" and "train", in order of preference.
-      spare: Roles that it takes only while no other worker has them.
     """
 
     worker: str
-    roles: tuple[str, ...]
-    spare: tuple[str, ...] = ()
+    roles: tuple[str, ...]  # in order of preference
+    spare: tuple[str, ...] = ()  # roles that it takes only while no other worker has them
 
 
 @dataclasses.dataclass(frozen=True)

@@ -59,18 +59,13 @@ class Disturbance:
 
 @dataclasses.dataclass
 class Report:
-    """A simulated run; times are in seconds since its start.
+    """A simulated run; times are in seconds since its start."""
 
-    Attributes:
-      devices: Number of devices of each worker.
-      bound: Seconds of a step in which all devices always sample or train: (G + T) / N.
-      sampled_early: Share of the next step that was sampled at each step's end.
-    """
-
-    devices: dict[str, int]
-    bound: float
+    devices: dict[str, int]  # number of devices of each worker
+    bound: float  # seconds of a step in which all devices always sample or train: (G + T) / N
     intervals: list[Interval] = dataclasses.field(default_factory=list)
     step_ends: list[float] = dataclasses.field(default_factory=list)
+    # Share of the next step that was sampled at each step's end.
     sampled_early: list[float] = dataclasses.field(default_factory=list)
 
     @property
@@ -108,15 +103,10 @@ def seconds_of(
     jitter: float,
     draw: Callable[[], float],
 ) -> float:
-    """Returns the duration of a command.
+    """Returns the duration of a command that is answered; `costs` are for a worker of one device.
 
-    Args:
-      command: A command that is answered.
-      worker: Worker that executes it. None means that it occupies no device, such as a score.
-      costs: Durations on a worker of one device.
-      settings: Settings of the scheduler.
-      jitter: See `Disturbance`.
-      draw: Returns a uniformly random number from [0, 1), which determines the factor of the slowest device.
+    A `worker` of None means that it occupies no device, such as a score. For `jitter` see `Disturbance`; `draw` returns
+    a uniformly random number from [0, 1), which determines the factor of the slowest device.
     """
     share = command.count / settings.passes if isinstance(command, Train) else 1.0
     kind = cost_of(command)
@@ -243,15 +233,10 @@ def simulate(
     disturbance: Disturbance = Disturbance(),
     timeline: bool = True,
 ) -> Report:
-    """Runs the scheduler for `steps` steps.
+    """Runs the scheduler for `steps` steps; `settings.steps` is ignored.
 
-    Args:
-      workers: Workers, the home worker first.
-      costs: Durations of commands, on a worker of one device.
-      settings: Settings of the scheduler; `steps` are ignored.
-      steps: Number of steps.
-      disturbance: Jitter and number of scorers.
-      timeline: Whether to record intervals; False is faster.
+    The home worker is the first of `workers`, and `costs` are for a worker of one device. Without `timeline`, which is
+    faster, no intervals are recorded.
     """
     settings = dataclasses.replace(settings, steps=steps)
     return Simulation(workers, costs, settings, disturbance, timeline).run()

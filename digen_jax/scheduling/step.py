@@ -222,9 +222,7 @@ class Step:
     def remove_worker(self, worker: str, sums: bool = True) -> list[int]:
         """Removes a worker; returns the chunks whose samples only it had.
 
-        Args:
-          worker: Name of the worker.
-          sums: Whether its gradient sums are lost, so that its passes must be trained again.
+        If its gradient `sums` are lost, its passes are trained again.
         """
         for piece in self.pieces.pop(worker, []) if sums else ():
             self.return_piece(piece, trained=True)
