@@ -19,7 +19,7 @@ known only at the update, which divides by it.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,7 @@ from digen_jax.diffusion.sampling import Trajectory, Transitions, per_image
 from digen_jax.parallel.mesh import SAMPLES, SEQUENCE, tracing_on
 from digen_jax.parallel.placement import DeviceGroup
 
+T = TypeVar("T")
 Metrics = dict[str, Float[Array, ""]]
 
 # ------------------------------------------------------------------------------ chunks and passes
@@ -103,14 +104,16 @@ def trained_part(trajectory: Trajectory, keys: Key[Array, "b"]) -> Transitions |
 def passes(
     train_batch: TrainBatch, images: int, steps: int, group: DeviceGroup, times: Times | None = None
 ) -> MicroBatch:
-    """Splits all samples of a chunk into passes [m, steps, images, ...]; `times` samples the noise levels.
+    """Splits all samples of a chunk into passes [m, steps, images, ...].
+
+    `times` samples the noise levels of final images. None means that the samples are transitions.
 
     Pass j of some steps contains images j, j + c, j + 2c, ...: strided rather than contiguous, so that every device
     already stores its share of a pass. If `steps` does not divide the trained steps, the last step is repeated
     with weight 0.
     """
     samples: Any = train_batch.samples
-    if isinstance(samples, FinalImages):
+    if times is not None:
         sigma = times.draw(samples.keys, samples.sigmas)
         draws = jnp.broadcast_to(jnp.arange(len(sigma))[:, None], sigma.shape)
         x0, keys = (jnp.broadcast_to(a, (len(sigma), *a.shape)) for a in samples[:2])
@@ -299,8 +302,10 @@ def fold_group(
 
 
 def apply_global_std(totals: Totals, scale: Float[Array, ""]) -> Totals:
-    """Divides the unscaled part by the global std; `scale` is 1 / (std + eps)."""
-    return _add_policy(totals._replace(unscaled=None), totals.unscaled, scale)
+    """Divides the unscaled part, if any, by the global std; `scale` is 1 / (std + eps)."""
+    if (unscaled := totals.unscaled) is None:
+        return totals
+    return _add_policy(totals._replace(unscaled=None), unscaled, scale)
 
 
 def _add_policy(totals: Totals, term: Term, scale: Any) -> Totals:
@@ -310,5 +315,5 @@ def _add_policy(totals: Totals, term: Term, scale: Any) -> Totals:
     return totals._replace(gradient=gradient, sums=totals.sums | added)
 
 
-def _add(a: Term, b: Term, scale: Any) -> Term:
+def _add(a: T, b: T, scale: Any) -> T:
     return jax.tree.map(lambda a, b: a + scale * b, a, b)

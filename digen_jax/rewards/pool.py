@@ -369,16 +369,18 @@ class RewardPool:
 
     def retry(self, submit: Callable[[], Future]) -> Any:
         """Returns the result of a submitted future. Resubmits it if a reward fails."""
-        for left in reversed(range(self._retries + 1)):
+        left = self._retries
+        while True:
             future = submit()
             error = future.exception()
             if error is None:
                 return future.result()
             if not is_retryable(error):
                 raise error
-            if left:
-                self.log_retry(error)
-        raise self.final_error(error)
+            if not left:
+                raise self.final_error(error)
+            self.log_retry(error)
+            left -= 1
 
     def log_retry(self, error: BaseException) -> None:
         """Logs a failed reward that is retried."""

@@ -64,8 +64,9 @@ class CheckpointStore(Checkpointer):
             return None
         versions = [int(version) for version in host["kept"]]
         template = self._arrays(state, dict.fromkeys(versions, state.tuned))
-        found = self.restore_latest(template_of(template))
-        in_flight = None
+        found, in_flight = self.restore_latest(template_of(template)), None
+        if found is None:
+            return None
         if host["scheduler"] is not None:
             kept = {version: found.arrays["kept"][str(version)] for version in versions}
             in_flight = InFlight(host["scheduler"], kept, host["layout"])
