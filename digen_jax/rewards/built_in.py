@@ -13,12 +13,13 @@ from typing import Any, Literal
 from digen_jax.errors import ConfigError
 from digen_jax.files import make_examples_importable
 from digen_jax.rewards import NamedReward, Reward, Rewards, RewardSettings
-from digen_jax.rewards.errors import ARGUMENTS, check_callable, user_code
+from digen_jax.rewards.errors import user_code
 
 # Where a reward is computed: "pool" is a process or thread of the host, which requires a picklable function; "server"
 # is a process of launch/reward_server.py only, because the reward imports torch; "mesh" is the rollout devices, unless
 # a config or a server computes it in the pool.
 Where = Literal["pool", "server", "mesh"]
+ARGUMENTS = ("images", "prompts", "metadata")  # of a reward
 KEYWORDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 # Setting types that are validated.
 TYPES = {bool: "True or False", int: "an integer", float: "a number", str: "a string"}
@@ -163,9 +164,11 @@ def _function(section: RewardSettings) -> Callable[..., Any]:
         _check_settings(factory, name, settings, 0)
         return factory(**settings)
     function = _import(name, name)
-    if callable(function) and not isinstance(function, type):
-        _check_settings(function, name, settings, len(ARGUMENTS))
-    check_callable(function, name, settings)
+    if isinstance(function, type):
+        raise ConfigError(f"reward {name!r} is a class: name a function or an instance of it")
+    if not callable(function):
+        raise ConfigError(f"reward {name!r} is a {type(function).__name__}: name a function")
+    _check_settings(function, name, settings, len(ARGUMENTS))
     return functools.partial(function, **settings) if settings else function
 
 
@@ -197,23 +200,37 @@ def _import(place: str, name: str) -> Any:
 
 
 def _check_settings(function: Any, name: str, settings: Mapping[str, Any], first: int) -> None:
-    """Checks that settings are keywords of a function, from argument `first` on, with the types of the defaults."""
+    """Checks that settings are keywords of a function, from argument `first` on, with the types of the defaults.
+
+    The arguments before, if any, must be those of a reward.
+    """
     try:
-        parameters = list(inspect.signature(function).parameters.values())[first:]
+        signature = inspect.signature(function)
     except (TypeError, ValueError):  # no signature for some C functions
         return
-    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters):
-        return
+    parameters = list(signature.parameters.values())[first:]
     known = {one.name: one.default for one in parameters if one.kind in KEYWORDS}
-    for setting, value in settings.items():
-        if setting not in known:
-            close = difflib.get_close_matches(setting, known, n=1)
-            names = ", ".join(known) or "none"
-            hint = f"did you mean {close[0]!r}?" if close else f"it has {names}"
-            raise ConfigError(f"reward {name!r} has no setting {setting!r}; {hint}")
-        kind = type(known[setting])
-        accepted = (int, float) if kind is float else kind
-        fits = isinstance(value, accepted) and (kind is bool or not isinstance(value, bool))
-        if kind in TYPES and not fits:
-            what = f"the setting {setting!r} of reward {name!r} is {value!r}"
-            raise ConfigError(f"{what}: give it {TYPES[kind]}, such as {known[setting]!r}")
+    if not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters):
+        for setting, value in settings.items():
+            _check_setting(setting, value, name, known)
+    try:
+        signature.bind(*ARGUMENTS[:first], **settings)
+    except TypeError as error:
+        what = f"takes {signature}: it must take ({', '.join(ARGUMENTS)})"
+        what = what if first else f"is {error}: add it to its settings"
+        raise ConfigError(f"reward {name!r} {what}") from error
+
+
+def _check_setting(setting: str, value: Any, name: str, known: Mapping[str, Any]) -> None:
+    """Checks a setting of a reward against the `known` ones, by name with their defaults."""
+    if setting not in known:
+        close = difflib.get_close_matches(setting, known, n=1)
+        names = ", ".join(known) or "none"
+        hint = f"did you mean {close[0]!r}?" if close else f"it has {names}"
+        raise ConfigError(f"reward {name!r} has no setting {setting!r}; {hint}")
+    kind = type(known[setting])
+    accepted = (int, float) if kind is float else kind
+    fits = isinstance(value, accepted) and (kind is bool or not isinstance(value, bool))
+    if kind in TYPES and not fits:
+        what = f"the setting {setting!r} of reward {name!r} is {value!r}"
+        raise ConfigError(f"{what}: give it {TYPES[kind]}, such as {known[setting]!r}")

@@ -1,21 +1,18 @@
 """Errors of user rewards: one message with the reward, the error and the user's line."""
 
-import inspect
 import signal
 import sysconfig
 import threading
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from digen_jax.errors import ConfigError
 from digen_jax.process import shutdown
 from digen_jax.process.shutdown import Stopped
 
-ARGUMENTS = ("images", "prompts", "metadata")
 # Deliberate errors of this package, for example about a server that does not respond.
 DELIBERATE = (ConfigError, Stopped)
 # Code outside of the user's: this package, the standard library, installed packages.
@@ -84,24 +81,3 @@ def user_lines(error: BaseException) -> list[str]:
         if not frame.filename.startswith("<")
         and not any(Path(frame.filename).resolve().is_relative_to(one) for one in FOREIGN)
     ]
-
-
-def check_callable(reward: object, name: str, settings: Mapping[str, Any]) -> None:
-    """Checks that a reward can be called with images, prompts, metadata, and its settings as keywords.
-
-    Raises:
-      ConfigError: The reward is a class, is not callable, or takes other arguments.
-    """
-    if isinstance(reward, type):
-        raise ConfigError(f"reward {name!r} is a class: name a function or an instance of it")
-    if not callable(reward):
-        raise ConfigError(f"reward {name!r} is a {type(reward).__name__}: name a function")
-    try:
-        signature = inspect.signature(reward)
-    except (TypeError, ValueError):  # no signature for some C functions
-        return
-    try:
-        signature.bind(*ARGUMENTS, **settings)
-    except TypeError as error:
-        wanted = ", ".join(ARGUMENTS)
-        raise ConfigError(f"reward {name!r} takes {signature}: it must take ({wanted})") from error
