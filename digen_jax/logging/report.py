@@ -56,16 +56,6 @@ class Line(NamedTuple):
     raw: Float[np.ndarray, "n"] | None  # before smoothing, of a single run
 
 
-class TaskRow(NamedTuple):
-    """A row of the task table: "mean" or "mean (minimum to maximum)" over the runs."""
-
-    name: str
-    before: str
-    after: str
-    gain: str
-    best: str
-
-
 class ReportSize(NamedTuple):
     """Size of a report in bytes."""
 
@@ -132,8 +122,11 @@ def _run_content(run: Run, intervals: int) -> dict[str, Any]:
     }
 
 
-def task_table(runs: Sequence[Run]) -> list[TaskRow]:
-    """Returns rows for all prompts and for each task; empty if there are fewer than two evaluations."""
+def task_table(runs: Sequence[Run]) -> list[tuple[str, ...]]:
+    """Returns (name, before, after, gain, best) for all prompts and for each task.
+
+    Numbers are "mean" or "mean (minimum to maximum)" over the runs. Empty if there are fewer than two evaluations.
+    """
     evaluated = [run for run in runs if len(run.evaluations) > 1]
     if not evaluated:
         return []
@@ -151,8 +144,7 @@ def task_table(runs: Sequence[Run]) -> list[TaskRow]:
         best = np.asarray([values.max() for _, values in found])
         at = ", ".join(str(steps[values.argmax()]) for steps, values in found)
         gain = spread(last - first, "+.3f")
-        peak = f"{spread(best)} at step {at}"
-        rows.append(TaskRow(name, spread(first), spread(last), gain, peak))
+        rows.append((name, spread(first), spread(last), gain, f"{spread(best)} at step {at}"))
     return rows
 
 
