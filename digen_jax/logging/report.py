@@ -122,7 +122,7 @@ def _run_content(run: Run, intervals: int) -> dict[str, Any]:
     }
 
 
-def task_table(runs: Sequence[Run]) -> list[tuple[str, ...]]:
+def task_table(runs: Sequence[Run]) -> list[tuple[str, str, str, str, str]]:
     """Returns (name, before, after, gain, best) for all prompts and for each task.
 
     Numbers are "mean" or "mean (minimum to maximum)" over the runs. Empty if there are fewer than two evaluations.
