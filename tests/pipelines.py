@@ -60,7 +60,7 @@ def tiny_moving_config() -> Any:
     config = shipped_config("moving_shapes_pretrain")
     config.text.encoder.update(d_model=16, d_kv=8, d_ff=32, num_heads=2)
     config.autoencoder.network.update(
-        base_dim=4, z_dim=4, dim_mult=(1, 1, 2), latents_mean=(0.0,) * 4, latents_std=(1.0,) * 4
+        base_dim=4, z_dim=4, latents_mean=(0.0,) * 4, latents_std=(1.0,) * 4
     )
     config.transformer.network.update(
         in_channels=4, out_channels=4, num_layers=2, attention_head_dim=8, text_dim=16, ffn_dim=32

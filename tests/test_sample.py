@@ -104,6 +104,9 @@ def test_an_exported_model_is_sampled_as_its_run_evaluated(base, tmp_path):
         ConfigError, match=r"sampling.json has 'steps': 2.5; it may have integers for steps"
     ):
         open_model(str(tmp_path / "tuned"), jax.devices()[:1])
+    (tmp_path / "tuned" / "sampling.json").write_text('{"max_sequence_length": 0}')
+    with pytest.raises(ConfigError, match="max_sequence_length must be a positive integer"):
+        open_model(str(tmp_path / "tuned"), jax.devices()[:1])
 
 
 def test_a_run_is_drawn_as_its_lora_on_the_model_it_started_from(base, tmp_path):
