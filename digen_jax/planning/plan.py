@@ -1,6 +1,7 @@
 """The planning problem of a config, its best layout, and the placement of a run with `placement.mode` "auto"."""
 
 import dataclasses
+import functools
 import pathlib
 from contextlib import suppress
 from typing import Any
@@ -8,11 +9,13 @@ from typing import Any
 import jax
 from flax.traverse_util import flatten_dict
 
+from digen_jax.assemble import parameter_shapes, pipeline_of
 from digen_jax.config.checks import check_devices, check_meshes, check_rules
 from digen_jax.config.load import fit_config
 from digen_jax.config.sections import AUTO, GIVEN
 from digen_jax.config.train_config import TrainConfig
-from digen_jax.errors import ConfigError
+from digen_jax.errors import ConfigError, prefix_errors
+from digen_jax.families import check_parts
 from digen_jax.inference.model import read_run_config
 from digen_jax.parallel.placement import MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.planning.costs import Calibration
@@ -181,10 +184,13 @@ def planned_meshes(config: TrainConfig) -> MeshSizes:
     that need more are excluded.
 
     Raises:
-      ConfigError: No layout can work.
+      ConfigError: No layout can work, or weights are missing.
     """
     devices, memory = jax.device_count(), _device_memory()
     alone = place_on_one_device(config)
+    folder, family = pipeline_of(alone)
+    with prefix_errors("config.model.folder: "):  # measuring takes minutes and reads no weights
+        check_parts(family, folder, {*family.trained, *parameter_shapes(alone, family).frozen})
     footprint = model_footprint(alone)
     where = f"one of the {devices} devices"
     if memory is not None and devices > 1:
@@ -193,14 +199,8 @@ def planned_meshes(config: TrainConfig) -> MeshSizes:
             all_devices = TrainerAxes(data=1, fsdp=devices)
             sizes = MeshSizes(RolloutAxes(data=0), all_devices)
             alone, where = fit_config(config.with_meshes(sizes), devices), f"all {devices} devices"
-    print(
-        f"config.placement = 'auto': compiling and timing each part of a step on {where}",
-        flush=True,
-    )
-
-    def note(text: str) -> None:
-        print(f"  {text}", flush=True)
-
+    print(f"config.placement = 'auto': timing each part of a step on {where}", flush=True)
+    note = functools.partial(print, " ", flush=True)
     calibration = measured_costs(alone, note)
     if memory is not None:
         footprint = dataclasses.replace(footprint, programs=compiled_temporaries(alone, note))
@@ -208,9 +208,8 @@ def planned_meshes(config: TrainConfig) -> MeshSizes:
     sizes = meshes(plan.problem, plan.choice.layout)
     print(f"placement chosen by {calibration.source}: {sizes.as_dict()}", flush=True)
     note(_predicted(plan))
-    lagging = dataclasses.replace(
-        alone, runtime=dataclasses.replace(alone.runtime, max_policy_lag=1)
-    )
+    runtime = dataclasses.replace(alone.runtime, max_policy_lag=1)
+    lagging = dataclasses.replace(alone, runtime=runtime)
     with suppress(ConfigError):  # the algorithm or early training may not allow it
         check_rules(lagging)
         if not alone.runtime.max_policy_lag:

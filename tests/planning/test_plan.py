@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import json
 import re
+import shutil
 
 import jax
 import pytest
@@ -50,17 +51,9 @@ def calibration(**fields):
 
 def test_the_script_plans_from_a_file_of_costs(tmp_path):
     costs, output = tmp_path / "costs.json", tmp_path / "placement.json"
-    given = {"generate": 0.4, "train": 0.3, "sync": 0.2, "trainer_serial": 0.02}
-    costs.write_text(json.dumps(given))
-    done = run_script(
-        "plan.py",
-        f"--config={SHAPES}",
-        f"--costs={costs}",
-        "--devices=4",
-        f"--output={output}",
-        f"--image_folder={tmp_path / 'images'}",
-        *FINE,
-    )
+    costs.write_text('{"generate": 0.4, "train": 0.3, "sync": 0.2, "trainer_serial": 0.02}')
+    options = f"--devices=4 --costs={costs} --output={output} --image_folder={tmp_path / 'images'}"
+    done = run_script("plan.py", f"--config={SHAPES}", *options.split(), *FINE)
     assert done.returncode == 0, done.stderr
     text, _, _ = done.stdout.partition("\nimages:")
     lines = text.splitlines()
@@ -169,17 +162,13 @@ def test_a_run_with_an_automatic_placement_keeps_it_when_it_goes_on(
     assert train(load_config(config), tmp_path) is None
     said = capsys.readouterr().out
     assert "placement chosen by a chunk timed on" in said
-    assert said.startswith(
-        "config.placement = 'auto': compiling and timing each part of a step on one of the 8 devices"
-    )
+    assert said.startswith("config.placement = 'auto': ") and "on one of the 8 devices" in said
     for part in ("encode", "generate", "decode", "score", "train", "update"):
         assert re.search(rf"  {part}: .*timing\n  {part}: \S+ s\n", said)
     placement = json.loads((tmp_path / "config.json").read_text())["placement"]
     rollout, trainer = placement["rollout"], placement["trainer"]
     assert re.search(r"\n  \d x .*: \S+ images/s, \d+% of the bound", said)
-    assert re.search(
-        r"  with --config.runtime.max_policy_lag=1: .* images/s, \d+% of the bound", said
-    )
+    assert re.search(r"\.max_policy_lag=1: .* images/s, \d+% of the bound", said)
     used = trainer["workers"] * trainer["data"] * trainer["fsdp"] * trainer["time"]
     used += rollout["workers"] * rollout["data"] * rollout["fsdp"]
     assert used == jax.device_count() == 8
@@ -213,6 +202,16 @@ def test_costs_are_measured_on_as_few_devices_as_hold_the_training(
     monkeypatch.setattr(plans, "_device_memory", lambda: int(needed * (2 if holds_all else 0.9)))
     plans.planned_meshes(train_config)
     assert [axes.devices for axes in measured] == [measured[0].fsdp] == [devices]
+
+
+def test_missing_weights_are_found_before_costs_are_measured(base, tmp_path, monkeypatch):
+    config = complete(tiny_config(base, "full"))
+    folder = shutil.copytree(config.model.folder, tmp_path / "model")
+    (folder / "vae" / "diffusion_pytorch_model.safetensors").unlink()
+    config.update(placement=dict(mode="auto"), model=dict(folder=str(folder)))
+    monkeypatch.setattr(plans, "measured_costs", lambda *given: pytest.fail("it measures"))
+    with pytest.raises(ConfigError, match=r"config\.model\.folder: .*vae"):
+        plans.planned_meshes(load_config(config))
 
 
 def test_axes_whose_devices_share_images_are_kept():
