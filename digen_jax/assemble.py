@@ -183,13 +183,14 @@ def open_parts(
     policies.check_model(config, family, placement)
     with prefix_errors("config.model.folder: "):
         check_parts(family, folder, [p for p in family.shapes() if has_weights(folder / p)])
-    start, lora = None, policies.make_policy(config, family).lora
-    if config.lora.path and lora is not None:
+    start, policy = None, policies.make_policy(config, family)
+    if config.lora.path and policy.lora is not None:
         from digen_jax.checkpoints.lora_files import read_initial_lora  # few runs read one
 
         with prefix_errors("config.lora.path: "):
-            shapes = policies.trained_of(family, family.shapes())
-            start = read_initial_lora(config.lora.path, lora, shapes, family.lists)
+            shapes = family.shapes()
+            tuned = {part: shapes[part] for part in policy.tuned}
+            start = read_initial_lora(config.lora.path, policy.lora, tuned, family.lists)
     return Parts(folder, family, placement, start)
 
 

@@ -17,7 +17,13 @@ from digen_jax.attention.kernels import choose
 from digen_jax.checkpoints.lora import check_rank
 from digen_jax.config.checks import check_devices
 from digen_jax.config.load import fit_config
-from digen_jax.config.sections import AUTO, GIVEN, PlacementSection
+from digen_jax.config.sections import (
+    AUTO,
+    GIVEN,
+    EvaluationSection,
+    PlacementSection,
+    SamplerSection,
+)
 from digen_jax.config.train_config import TrainConfig
 from digen_jax.data.prompt_files import first_negative, numbered_records
 from digen_jax.diffusion.steps import make_step
@@ -34,6 +40,7 @@ from digen_jax.parallel.placement import (
     TrainerAxes,
 )
 from digen_jax.parallel.policy import Policy
+from digen_jax.parallel.sampler import steps_of_experts
 from digen_jax.parallel.system import shapes_in_dtype
 
 # Names of published models that were distilled to be sampled in few steps.
@@ -53,7 +60,8 @@ def make_policy(config: TrainConfig, family: Family) -> Policy:
     if config.lora.rank:
         targets = config.lora.targets or family.lora_targets
         lora = dataclasses.replace(config.lora, targets=targets)
-    return Policy(family, sampler.guidance, lora, true_cfg_scale=sampler.true_cfg_scale)
+    options = _guidances(sampler) | {"components": config.model.trained}
+    return Policy(family, lora=lora, **options)
 
 
 def trained_policy(policy: Policy, algorithm: Algorithm) -> Policy:
@@ -61,13 +69,25 @@ def trained_policy(policy: Policy, algorithm: Algorithm) -> Policy:
     if algorithm.guidances is None:
         return policy
     guidance, reference = algorithm.guidances
-    return dataclasses.replace(policy, guidance=guidance, reference_guidance=reference)
+    return dataclasses.replace(
+        policy,
+        guidance=guidance,
+        reference_guidance=None if reference == guidance else reference,
+        # Another guidance than the sampler's applies to all experts.
+        guidance_2=policy.guidance_2 if guidance == policy.guidance else 0.0,
+    )
 
 
 def evaluation_policy(config: TrainConfig, family: Family, lora: Any = None) -> Policy:
     """Returns the policy with the guidance of evaluations; `lora` is a `LoraConfig`, if any."""
-    own = config.evaluation
-    return Policy(family, own.guidance, lora, true_cfg_scale=own.true_cfg_scale)
+    options = _guidances(config.evaluation) | {"components": config.model.trained}
+    return Policy(family, lora=lora, **options)
+
+
+def _guidances(section: SamplerSection | EvaluationSection) -> dict[str, Any]:
+    """Returns the guidance scales of a section by field of `Policy`."""
+    names = "guidance", "guidance_2", "true_cfg_scale"
+    return {name: getattr(section, name) for name in names}
 
 
 def reads_null(config: TrainConfig, family: Family) -> bool:
@@ -148,6 +168,7 @@ def check_model(config: TrainConfig, family: Family, placement: Placement) -> No
     if config.noisy_steps:
         with prefix_errors("config.sampler.window: "):
             config.sampler.window.check_noise(make_step(sampler.kind, sampler.noise_level), sigmas)
+        _check_experts(config, family)
     with prefix_errors("config.lora.targets: "):
         split = functools.partial(make_policy(config, family).split, reference=False)
         tuned, _ = jax.eval_shape(split, jax.random.key(0), trained_of(family, shapes))
@@ -263,9 +284,26 @@ def _check_guidance(config: TrainConfig, family: Family) -> None:
     """Checks that the model supports the guidance of the sampler, evaluation and training."""
     for name, section in (("sampler", config.sampler), ("evaluation", config.evaluation)):
         with prefix_errors(f"config.{name}."):
-            Policy(family, section.guidance, true_cfg_scale=section.true_cfg_scale)
+            Policy(family, **_guidances(section))
+    with prefix_errors("config.model.trained: "):
+        Policy(family, components=config.model.trained)
     with prefix_errors("config.algorithm."):
         trained_policy(Policy(family), config.algorithm)
+
+
+def _check_experts(config: TrainConfig, family: Family) -> None:
+    """Refuses ratios of whole trajectories if a window has steps of several experts, which train one after another."""
+    sampler = config.sampler
+    family = family.scheduled(sampler.steps, config.model.size)
+    sigmas = family.sigmas(sampler.steps, config.model.size)
+    first = steps_of_experts(family, sigmas)[0]
+    crossed = any(start < first < start + sampler.window.length for start in sampler.window.places)
+    if crossed and config.algorithm.needs_full_trajectories:
+        raise ConfigError(
+            "config.algorithm.ratio combines the steps of an image, but the model's experts, which change at step "
+            f"{first}, train in separate passes: move config.sampler.window to one side of that step, or set the ratio "
+            "to 'plain'"
+        )
 
 
 def _check_negatives(config: TrainConfig, family: Family) -> None:

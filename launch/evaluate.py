@@ -48,6 +48,11 @@ _WEIGHTS = flags.DEFINE_list(
 _GUIDANCE = flags.DEFINE_list(
     "guidance", [], "Guidance scales, comma-separated; default: of the run or the model."
 )
+_GUIDANCE_2 = flags.DEFINE_float(
+    "guidance_2",
+    None,
+    "Guidance scale of Wan 2.2 A14B at low noise levels; 0 means --guidance; default: of the run or the model.",
+)
 _TRUE_GUIDANCE = flags.DEFINE_float(
     "true_cfg_scale",
     None,
@@ -112,7 +117,8 @@ def main() -> None:
     rewards = resolve(reward_settings, field="")
     check_needs([prompts], needs_of(reward_settings))
     rest = _STEPS.value, _HEIGHT.value, _WIDTH.value, _TRUE_GUIDANCE.value, _FRAMES.value
-    options = [SamplingOptions(guidance, *rest) for guidance in _guidances()]
+    second = _GUIDANCE_2.value
+    options = [SamplingOptions(guidance, *rest, second) for guidance in _guidances()]
 
     def fits(family: Any, sizes: Sequence[Any]) -> None:
         edited(family, records)
@@ -142,8 +148,9 @@ def main() -> None:
 def _check_options() -> None:
     """Checks the ranges of numbers, and that the outputs are writable."""
     _guidances()
-    if _TRUE_GUIDANCE.value is not None:
-        check_range("--true_cfg_scale", _TRUE_GUIDANCE.value, 0, 1000)
+    for flag in (_GUIDANCE_2, _TRUE_GUIDANCE):
+        if flag.value is not None:
+            check_range(f"--{flag.name}", flag.value, 0, 1000)
     check_positive("--batch", _BATCH.value)
     if _OUTPUT.value is not None:
         check_output("--output", _OUTPUT.value)

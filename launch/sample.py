@@ -52,6 +52,11 @@ _STEPS = flags.DEFINE_integer(
 _GUIDANCE = flags.DEFINE_float(
     "guidance", None, "Guidance scale; 1 or less means none; default: of the run or the model."
 )
+_GUIDANCE_2 = flags.DEFINE_float(
+    "guidance_2",
+    None,
+    "Guidance scale of Wan 2.2 A14B at low noise levels; 0 means --guidance; default: of the run or the model.",
+)
 _TRUE_GUIDANCE = flags.DEFINE_float(
     "true_cfg_scale",
     None,
@@ -85,7 +90,7 @@ def main() -> None:
     from digen_jax.logging.images import check_animation
     from digen_jax.process.job import prepare
 
-    for flag in (_GUIDANCE, _TRUE_GUIDANCE):
+    for flag in (_GUIDANCE, _GUIDANCE_2, _TRUE_GUIDANCE):
         if flag.value is not None:
             check_range(f"--{flag.name}", flag.value, 0, 1000)
     check_output("--output", _OUTPUT.value, folder=True)
@@ -110,6 +115,7 @@ def main() -> None:
         _WIDTH.value,
         _TRUE_GUIDANCE.value,
         _FRAMES.value,
+        _GUIDANCE_2.value,
     )
 
     def fits(family: Any, sizes: Any) -> None:

@@ -86,19 +86,13 @@ def test_images_of_a_prompt_are_numbered_and_the_first_is_that_of_one_alone(base
 
 def test_the_embedded_model_is_sampled_as_its_own_file_says():
     model = open_model(str(ROOT / "assets" / "shapes-sd3"), jax.devices()[:1])
-    assert model.defaults == (32, 32, 8, 2.0, 1.0, 1)
+    assert model.defaults == (32, 32, 8, 2.0, 1.0, 1, 0.0)
 
 
 def test_an_exported_model_is_sampled_as_its_run_evaluated(base, tmp_path):
     export(trained(base, "full"), tmp_path / "tuned")
-    assert open_model(str(tmp_path / "tuned"), jax.devices()[:1]).defaults == (
-        32,
-        32,
-        5,
-        2.0,
-        1.0,
-        1,
-    )
+    exported = open_model(str(tmp_path / "tuned"), jax.devices()[:1])
+    assert exported.defaults == (32, 32, 5, 2.0, 1.0, 1, 0.0)
     (tmp_path / "tuned" / "sampling.json").write_text('{"steps": 2.5}')
     with pytest.raises(
         ConfigError, match=r"sampling.json has 'steps': 2.5; it may have integers for steps"
@@ -111,10 +105,10 @@ def test_an_exported_model_is_sampled_as_its_run_evaluated(base, tmp_path):
 
 def test_a_run_is_drawn_as_its_lora_on_the_model_it_started_from(base, tmp_path):
     run = open_model(str(trained(base, "lora")), jax.devices()[:1])
-    assert run.defaults == (32, 32, 5, 2.0, 1.0, 1), "as the run's own evaluation samples"
+    assert run.defaults == (32, 32, 5, 2.0, 1.0, 1, 0.0), "as the run's own evaluation samples"
     export(trained(base, "lora"), tmp_path / "lora")
     with_lora = open_model(str(pipeline(base)), jax.devices()[:1], lora=str(tmp_path / "lora"))
-    assert with_lora.defaults == (32, 32, 28, 7.0, 1.0, 1), "as diffusers' pipeline samples"
+    assert with_lora.defaults == (32, 32, 28, 7.0, 1.0, 1, 0.0), "as diffusers' pipeline samples"
     plain = open_model(str(pipeline(base)), jax.devices()[:1])
     assert (run.fps, plain.fps) == (8, 16)
     same = dict(steps=5, guidance=2.0)

@@ -22,8 +22,9 @@ TARGETS = r"transformer_blocks\..*\.attn\.(to_[qkv]|to_out\.0)"
 
 
 def redness(images: np.ndarray, prompts: list[str], metadata: list[dict]) -> np.ndarray:
-    """A reward that differs from image to image."""
-    return (images[..., 0].mean((1, 2)) - images[..., 1:].mean((1, 2, 3))) / 255
+    """A reward that differs from image to image, or from clip to clip."""
+    pixels = tuple(range(1, images.ndim - 1))
+    return (images[..., 0].mean(pixels) - images[..., 1:].mean((*pixels, -1))) / 255
 
 
 def darkness(images: np.ndarray, prompts: list[str], metadata: list[dict]) -> np.ndarray:

@@ -115,21 +115,26 @@ class LoraFile(NamedTuple):
 def write_lora(folder: Folder, lora: Mapping[str, Tree], alpha: float | int, lists: Lists) -> None:
     """Writes `pytorch_lora_weights.safetensors`, which `pipe.load_lora_weights(folder)` reads.
 
-    `lora` and `lists` are by component; its name is the prefix of the tensor names. Alpha is stored in the metadata,
-    because diffusers otherwise assumes alpha = rank.
+    `lora` and `lists` are by component. Components after the first of `lists` have a file each, in a folder of their
+    name: for `pipe.load_lora_weights(folder, load_into_transformer_2=True)`, which expects the first one's name as the
+    prefix of the tensor names. Alpha is stored in the metadata, because diffusers otherwise assumes alpha = rank.
     """
-    folder = pathlib.Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors, adapter = dict[str, np.ndarray](), dict[str, Any]()
+    first = next(iter(lists))
     for part, factors in lora.items():
-        own = dict(file_tensors(_as_modules(factors, part), lists[part]))
-        layers = sorted({name.removeprefix(f"{part}.").rsplit(".", 2)[0] for name in own})
-        rank = next(tensor.shape[0] for name, tensor in own.items() if ".lora_A." in name)
+        own = lora_folder(pathlib.Path(folder), part, first)
+        own.mkdir(parents=True, exist_ok=True)
+        tensors = dict(file_tensors(_as_modules(factors, first), lists[part]))
+        layers = sorted({name.removeprefix(f"{first}.").rsplit(".", 2)[0] for name in tensors})
+        rank = next(tensor.shape[0] for name, tensor in tensors.items() if ".lora_A." in name)
         settings = {"r": rank, "lora_alpha": alpha, "target_modules": layers}
-        adapter |= {f"{part}.{key}": value for key, value in settings.items()}
-        tensors |= own
-    metadata = {METADATA: json.dumps(adapter, indent=2, sort_keys=True)}
-    safetensors.write_file(folder / FILE, tensors, metadata)
+        adapter = {f"{first}.{key}": value for key, value in settings.items()}
+        metadata = {METADATA: json.dumps(adapter, indent=2, sort_keys=True)}
+        safetensors.write_file(own / FILE, tensors, metadata)
+
+
+def lora_folder(folder: pathlib.Path, part: str, first: str) -> pathlib.Path:
+    """Returns the folder of a component's file in the folder of a LoRA, whose `first` component has no other."""
+    return folder if part == first else folder / part
 
 
 def read_lora(
@@ -148,16 +153,29 @@ def open_lora(folder: Folder, templates: Templates, lists: Lists) -> dict[str, L
     """Opens a LoRA from a PEFT or diffusers folder, or from a single file, by component.
 
     `templates` are the parameters or shapes of the trainable components, and `lists` the `LISTS` of each. Names without
-    a component belong to the first one; components without tensors are omitted. If a folder has both files, PEFT's is
-    read. The settings come from `adapter_config.json` if present, else from the metadata of the file. Tensors `.alpha`
-    override the settings' alpha; if they differ between layers, the factors are scaled and alpha is the rank.
+    a component belong to the first one; components without tensors are omitted. Components after the first may have a
+    folder of their name in the folder (see `write_lora`). If a folder has both files, PEFT's is read. The settings come
+    from `adapter_config.json` if present, else from the metadata of the file. Tensors `.alpha` override the settings'
+    alpha; if they differ between layers, the factors are scaled and alpha is the rank.
 
     Raises:
       ValueError: The file is missing, or is not a plain LoRA of uniform rank for these components; the message names
         the format or the layer, and how to convert the file.
     """
     folder = pathlib.Path(folder).expanduser()
-    file = _lora_file(folder) if folder.is_dir() else folder
+    first = next(iter(lists))
+    separate = [part for part in templates if part != first and (folder / part).is_dir()]
+    opened = {}
+    if not separate or any((folder / name).exists() for name in (PEFT_FILE, FILE)):
+        opened = _open_file(_lora_file(folder) if folder.is_dir() else folder, templates, lists)
+    for part in separate:
+        alone = {first: templates[part]}, {first: lists[part]}
+        opened[part] = _open_file(_lora_file(folder / part), *alone)[first]
+    return opened
+
+
+def _open_file(file: pathlib.Path, templates: Templates, lists: Lists) -> dict[str, LoraFile]:
+    """Opens a file; see `open_lora`."""
     stored, opened = safetensors.open_file(file), {}
     found = _by_component(file, stored, templates, lists)
     given = _settings(file, stored)

@@ -43,6 +43,9 @@ class ModelSection:
     height: Side = 32  # image height in pixels
     width: Side = 32  # image width in pixels
     frames: Annotated[int, Range(1, LONGEST)] = 1  # frames of a clip; 1: images
+    # components to train, such as "transformer", which is the expert of high noise levels in Wan 2.2 A14B; empty means
+    # all transformers
+    trained: tuple[str, ...] = ()
     # pipeline components that are not loaded; only "text_encoder_3", the T5 of Stable Diffusion 3, is optional
     without: tuple[str, ...] = ()
     # prompt length in tokens of a T5 or language-model encoder, as in the call of diffusers' pipeline; also the number
@@ -162,6 +165,8 @@ class SamplerSection:
     # guidance scale; policy gradients also train with it, other algorithms with `algorithm.guidance`; 1 or less means
     # none
     guidance: Scale = 1.0
+    # `guidance` of Wan 2.2 A14B's expert of low noise levels; 0 means `guidance`
+    guidance_2: Scale = 0.0
     # scale of a second, unconditional pass, for models that take `guidance` as an input (FLUX.1-dev, Kontext;
     # true_cfg_scale in diffusers); all algorithms also train with it; 1 or less means none
     true_cfg_scale: Scale = 1.0
@@ -232,6 +237,7 @@ class EvaluationSection:
     # denoising steps of the noiseless sampler; 0 means as in training
     steps: Annotated[int, Range(0, 1000)] = 0
     guidance: Scale = 1.0  # guidance scale; 1 or less means none
+    guidance_2: Scale = 0.0  # as `sampler.guidance_2`
     true_cfg_scale: Scale = 1.0  # as `sampler.true_cfg_scale`
     batch: Annotated[int, Range(1, 10**6)] = 180  # images per call of the sampler
     images: Count = 0  # number of prompts from the start of the file, one image each; 0 means all

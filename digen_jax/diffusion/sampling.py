@@ -1,6 +1,7 @@
 """Samples trajectories with one scan over the steps, and replays their transitions."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -15,6 +16,13 @@ from digen_jax.diffusion.steps import Ode, ReverseStep
 START, TRANSITION = 0, 1
 
 Velocity = Callable[[Float32[Array, "b ..."], Float32[Array, "b"]], Float[Array, "b ..."]]
+
+
+class Stage(NamedTuple):
+    """Consecutive steps of a schedule with one velocity."""
+
+    velocity: Velocity
+    steps: int
 
 
 class Transitions(NamedTuple):
@@ -112,7 +120,7 @@ def check_window(
 
 
 def sample(
-    velocity: Velocity,
+    velocity: Velocity | Sequence[Stage],
     x_start: Float[Array, "b ..."],
     sigmas: Float[ArrayLike, "sigmas"],
     step: ReverseStep,
@@ -121,7 +129,7 @@ def sample(
     store_dtype: DTypeLike = jnp.float32,
     store_means: bool = False,
 ) -> Trajectory:
-    """Samples from noise at sigmas[0] to data at sigmas[-1], in one `lax.scan`.
+    """Samples from noise at sigmas[0] to data at sigmas[-1], in one `lax.scan` for each stage.
 
     Steps in the window follow `step` and are stored. Other steps are ODE steps: those of `step` if it is
     an ODE solver, else Euler steps. An image depends only on its key and the start noise, not on its
@@ -129,7 +137,7 @@ def sample(
 
     Args:
       velocity: `(x [b ...], sigma [b]) -> [b ...]`; the network with its parameters, conditioning
-        and guidance.
+        and guidance. Or the stages of all steps, if they have several velocities.
       x_start: Start noise at sigmas[0].
       sigmas: Decreasing schedule of n steps.
       step: Kind of the steps in the window.
@@ -149,8 +157,9 @@ def sample(
     check_step_range(start, length, steps)
     noise_keys = jax.vmap(lambda key: jax.random.fold_in(key, TRANSITION))(keys)
     solver = step if isinstance(step, Ode) else Ode()
+    stages = [Stage(velocity, steps)] if callable(velocity) else velocity
 
-    def body(carry, i):
+    def body(velocity, carry, i):
         x, memory, stored = carry
         v = velocity(x.astype(jnp.float32), jnp.full(x.shape[:1], sigmas[i]))
         x_next, memory = solver.advance(x, v, sigmas, i, memory)
@@ -164,8 +173,12 @@ def sample(
         return (x_next, memory, stored), None
 
     x = _round(x_start, store_dtype)
-    begin = x, solver.init_last(x), _empty(x, length, store_means)
-    (x, _, stored), _ = jax.lax.scan(body, begin, jnp.arange(steps))
+    carry, first = (x, solver.init_last(x), _empty(x, length, store_means)), 0
+    for one, count in stages:
+        taken = jnp.arange(first, first + count)
+        carry, _ = jax.lax.scan(functools.partial(body, one), carry, taken)
+        first += count
+    x, _, stored = carry
     return Trajectory(x, stored, sigmas)
 
 

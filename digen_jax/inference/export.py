@@ -14,7 +14,7 @@ from digen_jax.checkpoints.folder import (
     read_sampling,
     write_params,
 )
-from digen_jax.checkpoints.lora_files import write_lora
+from digen_jax.checkpoints.lora_files import lora_folder, write_lora
 from digen_jax.errors import ConfigError, check_output
 from digen_jax.inference.model import TunedRun, all_devices, defaults_of_run, read_run
 
@@ -55,6 +55,8 @@ def export(workdir: pathlib.Path, output: pathlib.Path, lora: bool | None = None
         own |= {"steps": sampling.steps, "guidance": sampling.guidance}
         if run.policy.family.guidance == "both":
             own["true_cfg_scale"] = sampling.true_cfg_scale
+        if len(run.policy.family.trained) > 1:
+            own["guidance_2"] = sampling.guidance_2
         copy_pipeline(run.folder, output, write, own)
     return run
 
@@ -68,7 +70,14 @@ def how_to_load(run: TunedRun, output: pathlib.Path) -> str:
     name = read_model_index(run.folder)["_class_name"]
     arguments = ", ".join([repr(source), *(f"{part}=None" for part in without)])
     lines = [f"from diffusers import {name}", f"pipe = {name}.from_pretrained({arguments})"]
-    return "\n".join(lines + ([] if is_pipeline else [f"pipe.load_lora_weights({str(output)!r})"]))
+    if not is_pipeline:
+        first = run.policy.family.trained[0]
+        for part in run.tuned:
+            argument = "" if part == first else f", load_into_{part}=True"
+            lines.append(
+                f"pipe.load_lora_weights({str(lora_folder(output, part, first))!r}{argument})"
+            )
+    return "\n".join(lines)
 
 
 def first_average(run: TunedRun) -> int | None:

@@ -43,6 +43,7 @@ class Defaults(NamedTuple):
     guidance: float
     true_cfg_scale: float = 1.0  # see `Policy`
     frames: int = 1
+    guidance_2: float = 0.0  # see `Policy`
 
 
 class SamplingOptions(NamedTuple):
@@ -54,6 +55,7 @@ class SamplingOptions(NamedTuple):
     width: int | None = None
     true_cfg_scale: float | None = None
     frames: int | None = None
+    guidance_2: float | None = None
 
 
 class TunedRun(NamedTuple):
@@ -201,7 +203,12 @@ def _sampler(
     size = Size(chosen.height, chosen.width, chosen.frames)
     settings = SamplerSettings(size, chosen.steps, family.solver)
     with user_input():
-        policy = Policy(family, chosen.guidance, true_cfg_scale=chosen.true_cfg_scale)
+        policy = Policy(
+            family,
+            chosen.guidance,
+            true_cfg_scale=chosen.true_cfg_scale,
+            guidance_2=chosen.guidance_2,
+        )
         return Sampler(policy, group, settings)
 
 
@@ -325,6 +332,8 @@ def _defaults_of_folder(folder: pathlib.Path, family: Family) -> Defaults:
     defaults = {"steps": family.default_steps, "guidance": family.default_guidance, **size}
     if family.guidance == "both":
         defaults["true_cfg_scale"] = 1.0
+    if len(family.trained) > 1:
+        defaults["guidance_2"] = 0.0
     own = read_sampling(folder)
     own.pop("max_sequence_length", None)  # see `load_family`
     if "true_guidance" in own:  # the name in older exports
@@ -343,8 +352,15 @@ def _defaults_of_folder(folder: pathlib.Path, family: Family) -> Defaults:
 def defaults_of_run(config: TrainConfig) -> Defaults:
     """Returns the evaluation sampling settings of a run."""
     size, evaluation = config.evaluation_size, config.evaluation
-    guidances = evaluation.guidance, evaluation.true_cfg_scale
-    return Defaults(size.height, size.width, config.evaluation_steps, *guidances, size.frames)
+    return Defaults(
+        size.height,
+        size.width,
+        config.evaluation_steps,
+        evaluation.guidance,
+        evaluation.true_cfg_scale,
+        size.frames,
+        evaluation.guidance_2,
+    )
 
 
 def _read_tree(workdir: pathlib.Path, tree: str, policy: Policy, group: DeviceGroup) -> Any:

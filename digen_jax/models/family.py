@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal, Protocol, Self, runtime_checkable
 import flax.linen as nn
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jaxtyping import Array, Bool, Float, Float32
+from jaxtyping import Array, Bool, Float, Float32, Int
 
 from digen_jax.attention.kernels import Heads
 from digen_jax.checkpoints.lora import RANK
@@ -97,7 +97,8 @@ class Family(Protocol):
     """Networks and tokenizers of one pipeline folder; parameters are passed to each call.
 
     Attributes:
-      trained: Components that can be trained.
+      trained: Components that can be trained. Several are experts: equal networks, of which one computes the velocity
+        at a noise level (`expert`).
       unused: Folders of a repository that do not need to be downloaded.
       optional: Components that the class's `from_folder` can omit.
       encoders: Components that `encode` reads, with the folder of each tokenizer, or "".
@@ -182,8 +183,12 @@ class Family(Protocol):
     ) -> Float32[Array, "b *latent"]:
         """Returns dx/dsigma = eps - x0. `guidance` is given if `self.guidance` is "embedded" or "both".
 
-        `variables` contains the linen collections of each trained component: "params", optionally "lora".
+        `variables` contains the linen collections of each trained component: "params", optionally "lora". The first of
+        several experts computes; `Policy` passes the variables of another one as the first one's.
         """
+
+    def expert(self, sigma: Float[Array, "b"]) -> Int[Array, "b"]:
+        """Returns the place in `trained` of the expert of each noise level. Called if there are several."""
 
     def guided(
         self,
@@ -216,7 +221,7 @@ class Family(Protocol):
         """Returns clips in [0, 1]; a long clip is decoded a few frames at a time."""
 
     def flops(self, size: Size) -> dict[str, dict[str, float]]:
-        """Returns FLOPs of a forward pass of one sequence through each trained component, by the family's streams.
+        """Returns FLOPs of a forward pass of one sequence through each component in it, by the family's streams.
 
         Counts matrix products and attention, a multiply-add as two. With a second pass a clip is two sequences.
         """

@@ -7,13 +7,13 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, cast
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Int
 
 from digen_jax.attention.kernels import Heads
 from digen_jax.checkpoints import folder as weights
@@ -38,7 +38,7 @@ from digen_jax.models.text import tokenizers
 
 
 class PipelineFamily:
-    """Base of a frozen dataclass with a pipeline's networks, of which the transformer is trained.
+    """Base of a frozen dataclass with a pipeline's networks, of which `experts` are trained.
 
     A subclass has a field for each component, named as in the pipeline's folder, and for each tokenizer. `Family`
     documents the attributes that are not listed here.
@@ -55,6 +55,7 @@ class PipelineFamily:
       default_tokens: Default `max_sequence_length` of diffusers' pipeline.
       most_tokens: Maximum that the pipeline allows. None means unbounded.
       spacing: Spacing of the schedule (see `make_sigmas`).
+      experts: Transformers that a folder may have (see `Family.trained`).
     """
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field]]  # of each family
@@ -74,7 +75,7 @@ class PipelineFamily:
     scheduler_config: ClassVar[Any] = SchedulerConfig
     solver: ClassVar[Ode] = Ode()
 
-    trained: ClassVar[tuple[str, ...]] = ("transformer",)
+    experts: ClassVar[tuple[str, ...]] = ("transformer",)
     unused: ClassVar[tuple[str, ...]] = ()
     optional: ClassVar[tuple[str, ...]] = ()
     frozen: ClassVar[Mapping[str, Sequence[str]]] = {}
@@ -157,7 +158,7 @@ class PipelineFamily:
         fields = dict(tokenizers, scheduler=configs["scheduler"], max_sequence_length=tokens)
         for name, part in cls.parts.items():
             options = {} if name in cls.decoders else {"dtype": dtype}
-            if name in cls.trained:
+            if name in cls.experts:
                 options["remat"] = remat
             fields[name] = part.network(configs[name], **options) if name in configs else None
         return cls(**fields)
@@ -187,6 +188,11 @@ class PipelineFamily:
         return {name: network for name, network in found.items() if network is not None}
 
     @property
+    def trained(self) -> tuple[str, ...]:
+        """Transformers (see `Family`)."""
+        return tuple(name for name in self.experts if getattr(self, name) is not None)
+
+    @property
     def encoders(self) -> Mapping[str, str]:
         """Text encoders, with the folder of each tokenizer."""
         return {name: tokenizer_of(name) for name in self.networks if self.parts[name].tokenizer}
@@ -202,13 +208,19 @@ class PipelineFamily:
         config = self.transformer.config
         return Heads(config.num_attention_heads, config.attention_head_dim)
 
+    def expert(self, sigma: Float[Array, "b"]) -> Int[Array, "b"]:
+        """Returns 0, the place of the only transformer; families with several override this."""
+        return jnp.zeros(sigma.shape, int)
+
     def scheduled(self, steps: int, size: Size) -> "PipelineFamily":
         """Returns the family itself; families override this if their network's times depend on the schedule."""
         return self
 
     def in_dtype(self, dtype: Any) -> "PipelineFamily":
-        """Returns the same family with a transformer that computes in `dtype`."""
-        return dataclasses.replace(self, transformer=self.transformer.clone(dtype=jnp.dtype(dtype)))
+        """Returns the same family with transformers that compute in `dtype`."""
+        kind = jnp.dtype(dtype)
+        changed = {name: getattr(self, name).clone(dtype=kind) for name in self.trained}
+        return dataclasses.replace(cast(Any, self), **changed)
 
     # ---------------------------------------------------------------- prompts and the network
 

@@ -196,7 +196,7 @@ class OpenGroup:
 
 
 def sum_passes(
-    gradient: Callable[..., Any],
+    accumulate: Callable[..., Any],
     group: DeviceGroup,
     parameters: tuple[Any, ...],
     shared: SharedInputs,
@@ -205,13 +205,13 @@ def sum_passes(
     layout: Any,
     piece: Any = None,
 ) -> Any:
-    """Adds the sum over passes of gradient(*parameters, shared, pass) to `totals`, with the memory of one pass.
+    """Returns `totals` after accumulate(totals, *parameters, shared, pass) of all passes, with the memory of one pass.
 
     If every device stores full parameters and tokens are not split, each device sums its share, and the sums are
     reduced once, at the end, over the devices with other samples. Otherwise XLA reduces in every pass.
 
     Args:
-      gradient: Gradient function of one pass.
+      accumulate: Adds a pass to sums.
       group: The mesh.
       parameters: Parameter trees.
       shared: Inputs of all passes.
@@ -221,7 +221,7 @@ def sum_passes(
       piece: (first, count) of the passes. They may be traced, so that one program computes any piece. None means
         all passes.
     """
-    loop = functools.partial(_sum_loop, gradient)
+    loop = functools.partial(_sum_loop, accumulate)
 
     def merge_share(micro):
         return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), _with_image_numbers(micro))
@@ -254,7 +254,7 @@ def sum_passes(
 
 
 def _sum_loop(
-    gradient: Callable[..., Any],
+    accumulate: Callable[..., Any],
     parameters: tuple[Any, ...],
     shared: SharedInputs,
     micros: MicroBatch,
@@ -267,8 +267,7 @@ def _sum_loop(
 
     def body(number, totals):
         micro = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, number, 0, False), micros)
-        new = gradient(*parameters, shared, merge(micro))
-        return constrain(jax.tree.map(jnp.add, totals, new))
+        return constrain(accumulate(totals, *parameters, shared, merge(micro)))
 
     passes = len(jax.tree.leaves(micros)[0])
     first, count = (0, passes) if piece is None else piece

@@ -26,13 +26,23 @@ class Policy:
     without the factors and needs no second copy. With full fine-tuning, `tuned` contains the components without
     the leaves that the family never trains; `base` contains those leaves or, if a reference is needed, the full
     initial components.
+
+    Attributes:
+      guidance_2: Guidance of experts after the first. 0 means `guidance`.
+      reference_guidance: Guidance of the reference. None means that of the policy.
+      true_cfg_scale: Scale of the unconditional pass, if the family's guidance is "both".
+      components: Components to tune. Empty means all that the family trains.
+      expert: Place in `family.trained` of the component that computes the velocity.
     """
 
     family: Family
     guidance: float = 1.0
     lora: LoraConfig | None = None
-    reference_guidance: float | None = None  # None means `guidance`
-    true_cfg_scale: float = 1.0  # of the unconditional pass, if the family's guidance is "both"
+    reference_guidance: float | None = None
+    true_cfg_scale: float = 1.0
+    guidance_2: float = 0.0
+    components: tuple[str, ...] = ()
+    expert: int = 0
 
     def __post_init__(self):
         kind = self.family.guidance
@@ -45,6 +55,33 @@ class Policy:
                 raise ValueError(
                     f"{name} = {value}, but this model's guidance is {kind!r} and has no such number: set it to 1"
                 )
+        if self.guidance_2 and len(self.family.trained) == 1:
+            raise ValueError(
+                f"guidance_2 = {self.guidance_2}, but this model has one transformer: set it to 0"
+            )
+        if self.guidance_2 > 1 >= self.guidance:
+            raise ValueError(
+                f"guidance_2 = {self.guidance_2}, but guidance = {self.guidance}, where diffusers' pipeline has no "
+                "unconditional pass: set guidance above 1, or guidance_2 to 0"
+            )
+        if unknown := {*self.components} - {*self.family.trained}:
+            raise ValueError(
+                f"components names {min(unknown)}, but this model trains {' and '.join(self.family.trained)}"
+            )
+
+    @property
+    def experts(self) -> tuple["Policy", ...]:
+        """Policies of the family's experts, in the order of its `trained`; mostly this one alone."""
+        others = range(1, len(self.family.trained))
+        second = self.guidance_2 or self.guidance
+        return (self, *(dataclasses.replace(self, guidance=second, expert=i) for i in others))
+
+    @property
+    def tuned(self) -> tuple[str, ...]:
+        """Components to tune, in the family's order."""
+        return tuple(
+            p for p in self.family.trained if p in (self.components or self.family.trained)
+        )
 
     @property
     def reads_null(self) -> bool:
@@ -136,6 +173,8 @@ class Policy:
         kind = self.family.guidance
         embedded = guidance if kind in ("embedded", "both") else None
         scale = self._scale(guidance)
+        first, own = self.family.trained[0], self.family.trained[self.expert]
+        variables = variables | {first: variables[own]}
 
         def velocity(x: Float[Array, "b ..."], sigma: Float[Array, "b"]) -> Float[Array, "b ..."]:
             if scale <= 1:
@@ -156,14 +195,14 @@ class Policy:
 
     def _factors(self, lora: LoraConfig, key: Array, trained: Params) -> Params:
         # In the family's order: names in a program's output tree are sorted.
-        ordered = {part: trained[part] for part in self.family.trained}
+        ordered = {part: trained[part] for part in self.tuned}
         return lora_init(key, ordered, lora, self.family.lists)
 
     def _split_frozen(self, trained: Params) -> tuple[Params, Params]:
-        """Returns (leaves that the family never trains, the others)."""
+        """Returns (leaves that are never trained, the others)."""
         frozen, others = dict[tuple, Any](), dict[tuple, Any]()
         for (part, *path), leaf in flatten_dict(trained).items():
-            never = "/".join(path) in self.family.frozen.get(part, ())
+            never = part not in self.tuned or "/".join(path) in self.family.frozen.get(part, ())
             (frozen if never else others)[part, *path] = leaf
         return unflatten_dict(frozen), unflatten_dict(others)
 

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Key, UInt8
+from jaxtyping import Array, Bool, Float, Float32, Int, Key, UInt8
 
 from digen_jax.diffusion.sampling import (
+    Stage,
     Trajectory,
     check_step_range,
     group_keys,
@@ -144,8 +145,10 @@ class Sampler:
         self.policy, self.group, self.settings, self.stored = policy, group, settings, stored
         self.shape = family.latent_shape(settings.size)
         self.sigmas = family.sigmas(settings.steps, settings.size)
+        steps = steps_of_experts(family, self.sigmas)
         self._encode = jit_encoder(family, group)
-        generate = functools.partial(_generate, policy, settings, self.shape, self.sigmas, group)
+        fixed = policy, settings, self.shape, self.sigmas, steps, group
+        generate = functools.partial(_generate, *fixed)
         self._generate = jit_as_written(generate)
         self._decode = jax.jit(functools.partial(_decode, family, settings.size, group))
 
@@ -253,11 +256,20 @@ class Sampler:
         return jax.tree.map(lambda s, at: s.update(sharding=at), self.stored.encoders, shardings)
 
 
+def steps_of_experts(family: Family, sigmas: Float32[np.ndarray, "sigmas"]) -> tuple[int, ...]:
+    """Returns the number of a schedule's steps of each expert, which take consecutive ones."""
+    if len(family.trained) == 1:
+        return (len(sigmas) - 1,)
+    experts = np.asarray(family.expert(jnp.asarray(sigmas[:-1])))
+    return tuple(int((experts == number).sum()) for number in range(len(family.trained)))
+
+
 def _generate(
     policy: Policy,
     settings: SamplerSettings,
     shape: tuple[int, ...],
     sigmas: Float[np.ndarray, "sigmas"],
+    steps: Sequence[int],
     group: DeviceGroup,
     weights: Weights,
     prompts: EncodedPrompts,
@@ -270,11 +282,15 @@ def _generate(
     split = functools.partial(jax.lax.with_sharding_constraint, shardings=group.batch)
     conditioning = jax.tree.map(lambda c: split(c[rows]), prompts.conditioning)
     null = null_rows(prompts.null, rows)
-    velocity = policy.velocity(weights.tuned, weights.base, conditioning, null)
+    stages = [
+        Stage(expert.velocity(weights.tuned, weights.base, conditioning, null), count)
+        for expert, count in zip(policy.experts, steps, strict=True)
+        if count
+    ]
     noise, window = split(start_noise(start_keys, shape)), (start, settings.length)
     stored = settings.store_dtype, settings.store_means
     with tracing_on(group.batch, group.attention):
-        trajectory = sample(velocity, noise, sigmas, settings.step, keys, window, *stored)
+        trajectory = sample(stages, noise, sigmas, settings.step, keys, window, *stored)
     if trained is None:
         return trajectory
     # Select on this mesh, so that untrained transitions are neither stored nor sent to the trainer.

@@ -1,6 +1,7 @@
 """Trainer settings and programs: chunks -> accumulated gradient -> update."""
 
 import dataclasses
+import functools
 from typing import Annotated, Any, Literal, NamedTuple, cast
 
 import jax
@@ -112,13 +113,15 @@ class Trainer:
         self.policy, self.group, self.settings = policy, group, settings
         self.algorithm = algorithm
         self._optimizer = settings.optimizer()
-        self._objective = objective = cast(Any, make_objective(policy, step, algorithm))
+        self._objectives: list[Any] = [
+            make_objective(expert, step, algorithm) for expert in policy.experts
+        ]
 
         def start(tuned):
             return self._constrain(zero_totals(algorithm, tuned))
 
         def start_group(tuned):
-            return self._constrain(objective.zero_group(tuned))
+            return self._constrain(self._objectives[0].zero_group(tuned))
 
         def fold(totals, sums, scale):
             weight = cast(Any, algorithm).kl_coefficient
@@ -349,11 +352,34 @@ class Trainer:
     def _sum(
         self, gradient: Any, parameters: tuple, train_batch: TrainBatch, sums: Any, piece: Any
     ) -> Any:
+        """Adds gradient(objective, *parameters, shared, pass) of all passes to the sums.
+
+        A pass goes through each expert of its samples once, with weight 0 for samples of the others.
+        """
+
+        def add(objective: Any, sums: Any, *inputs: Any) -> Any:
+            return jax.tree.map(jnp.add, sums, gradient(objective, *inputs))
+
+        def accumulate(sums: Any, *inputs: Any) -> Any:
+            if len(self._objectives) == 1:
+                return add(self._objectives[0], sums, *inputs)
+            *others, micro = inputs
+            experts = self.policy.family.expert(micro.samples.sigma)
+            for number, objective in enumerate(self._objectives):
+                weight = jnp.where(experts == number, micro.weight, 0.0)
+                own = *others, micro._replace(weight=weight)
+                # The branches contain the backward pass, so that no activations of the other expert are stored.
+                own_sums = functools.partial(add, objective)
+                sums = jax.lax.cond(
+                    jnp.any(weight > 0), own_sums, lambda sums, *_: sums, sums, *own
+                )
+            return sums
+
         images = self.settings.micro_batch // self.algorithm.images_per_sample
         times = self.algorithm.times
         micros = passes(train_batch, images, self.settings.pack, self.group, times)
         layout, shared = self._layout(sums), train_batch.shared
-        return sum_passes(gradient, self.group, parameters, shared, micros, sums, layout, piece)
+        return sum_passes(accumulate, self.group, parameters, shared, micros, sums, layout, piece)
 
     def _accumulate_passes(
         self,
@@ -364,9 +390,9 @@ class Trainer:
         totals: Totals,
         piece: Any = None,
     ) -> Totals:
-        def gradient(tuned, base, behavior, start, copy, shared, micro):
+        def gradient(objective, tuned, base, behavior, start, copy, shared, micro):
             policies = Policies(behavior, start, copy)
-            return self._objective.gradient(tuned, base, policies, shared, micro)
+            return objective.gradient(tuned, base, policies, shared, micro)
 
         return self._sum(gradient, (tuned, base, *policies), train_batch, totals, piece)
 
@@ -374,7 +400,11 @@ class Trainer:
         self, tuned: Any, base: Any, train_batch: TrainBatch, shift: Any, sums: GroupSums
     ) -> GroupSums:
         sums = recenter(sums, shift)
-        return self._sum(self._objective.linear, (tuned, base), train_batch, sums, None)
+
+        def gradient(objective, *inputs):
+            return objective.linear(*inputs)
+
+        return self._sum(gradient, (tuned, base), train_batch, sums, None)
 
     def _empty_totals(self, sums: GroupSums, std: str) -> Totals:
         totals = zero_totals(self.algorithm, sums.plain.gradient)

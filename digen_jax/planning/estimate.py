@@ -201,7 +201,8 @@ def estimate(
         if not compiled.text:
             found[program.name] = ProgramCost(program, compiled, math.nan, math.nan)
             break
-        flops = program_flops(traced.jaxpr, devices[0].platform).times(1 / program.devices)
+        flops = program_flops(traced.jaxpr, devices[0].platform)
+        flops = flops.times(program.share / program.devices)
         seconds = estimated_seconds(program, flops, compiled, devices[0], chip)
         found[program.name] = ProgramCost(program, compiled, seconds, flops.count)
     return [found[program.name] for program in order if program.name in found]
@@ -231,7 +232,8 @@ def measure(
         # Every call has new arguments, because a program may consume them.
         seconds = _median(compiled, functools.partial(_arguments, lowered, compiled))
         note(f"{program.name}: {seconds:.4g} s")
-        flops = program_flops(traced.jaxpr, devices[0].platform).count / program.devices
+        flops = program_flops(traced.jaxpr, devices[0].platform).count
+        flops *= program.share / program.devices
         found.append(ProgramCost(program, CompiledProgram.of(compiled), seconds, flops))
     return found
 

@@ -36,6 +36,7 @@ class Program:
       what: Description of its work.
       trace: Returns the traced program.
       work: Needed FLOPs. None means unknown.
+      share: Share of the traced FLOPs that run: a pass trains one expert, and its program has all of them.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Program:
     what: str
     trace: Callable[[], Traced]
     work: Work | None = None
+    share: float = 1.0
 
 
 def step_programs(config: TrainConfig, devices: Sequence[jax.Device]) -> Iterator[Program]:
@@ -123,7 +125,8 @@ def _training(system: System, config: TrainConfig) -> Iterator[Program]:
     what = f"the gradient of {samples} x {config.trained_steps} samples, {each_pass} a pass"
     trace = functools.partial(trace_gradient, system, config, samples)
     work = training_work(config, system.policy.family, samples)
-    yield Program("train", "train", size, config.sampler.chunk, what, trace, work)
+    share = 1 / len(system.policy.experts)
+    yield Program("train", "train", size, config.sampler.chunk, what, trace, work, share)
     trace = functools.partial(system.trainer.trace_update, system.start)
     yield Program("update", "update", size, 0, "an optimizer step", trace)
 

@@ -38,6 +38,7 @@ class Variant:
       negative: whether prompts have negative ones.
       options: fields of our family.
       frames: of clips. None means those of the pipeline's size.
+      second: ours, of the second expert. 0 means `guidance`.
     """
 
     kind: str
@@ -47,6 +48,7 @@ class Variant:
     negative: bool = False
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     frames: int | None = None
+    second: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import fnmatch
+import functools
 import inspect
 import json
 import shutil
@@ -24,7 +25,8 @@ from digen_jax.inference.model import all_devices
 from digen_jax.models.family import Size
 from digen_jax.models.pipeline_family import tokenizer_of
 from digen_jax.parallel.policy import Policy
-from digen_jax.parallel.sampler import Sampler, SamplerSettings, Weights
+from digen_jax.parallel.sampler import Sampler, SamplerSettings, Weights, steps_of_experts
+from digen_jax.policies import trained_of
 from tests.cases import said
 from tests.models.families import (
     ALL,
@@ -51,6 +53,7 @@ FAMILIES = {
     "qwen_image": qwen_image.PIPELINE,
     "wan": wan.PIPELINE,
     "wan_5b": wan.PIPELINE_5B,
+    "wan_experts": wan.PIPELINE_EXPERTS,
 }
 each_family = pytest.mark.parametrize("spec", FAMILIES.values(), ids=FAMILIES)
 VARIANTS = [
@@ -92,6 +95,11 @@ def rows(family, conditioning) -> dict[str, list[np.ndarray]]:
         assert not any(valid[valid.sum() :].any() for valid in masks)
         found[field] = [row[valid] for row, valid in zip(found[field], masks, strict=True)]
     return found
+
+
+def policy_of(family, variant) -> Policy:
+    options = dict(true_cfg_scale=variant.true, guidance_2=variant.second)
+    return Policy(family, variant.guidance, **options)
 
 
 def records_of(variant) -> list[dict]:
@@ -172,8 +180,8 @@ def test_latents_are_the_pipelines_after_each_step_and_so_are_pixels(base, spec,
     size = spec.size._replace(frames=variant.frames or spec.size.frames)
     family = dataclasses.replace(family, **variant.options).scheduled(STEPS, size)
     records = records_of(variant)
-    policy = Policy(family, variant.guidance, true_cfg_scale=variant.true)
-    trained = {"transformer": params["transformer"]}
+    policy = policy_of(family, variant)
+    trained = trained_of(family, params)
     tuned, fixed = policy.split(jax.random.key(0), trained, reference=False)
     prompts = encode(params, family.tokenize(records))
     null = encode(params, family.tokenize_null(records)) if policy.reads_null else None
@@ -185,15 +193,19 @@ def test_latents_are_the_pipelines_after_each_step_and_so_are_pixels(base, spec,
     sigmas = family.sigmas(STEPS, size)
     np.testing.assert_array_equal(sigmas, pipe.scheduler.sigmas.numpy())
 
-    @jax.jit
-    def step(x, i, last):
-        v = policy.velocity(tuned, fixed, prompts, null)(x, jnp.full(3, jnp.asarray(sigmas)[i]))
+    counts = steps_of_experts(family, sigmas)
+    experts = [one for one, count in zip(policy.experts, counts, strict=True) for _ in range(count)]
+
+    @functools.partial(jax.jit, static_argnums=3)
+    def step(x, i, last, expert):
+        sigma = jnp.full(3, jnp.asarray(sigmas)[i])
+        v = policy.experts[expert].velocity(tuned, fixed, prompts, null)(x, sigma)
         return family.solver.advance(x, v, jnp.asarray(sigmas), i, last)
 
     x = jnp.asarray(x)
     last = family.solver.init_last(x)
     for i, latents in enumerate(expected):
-        x, last = step(x, i, last)
+        x, last = step(x, i, last, experts[i].expert)
         close(spec.seen(np.asarray(x)), latents, 1e-4)
     clips = np.asarray(jax.jit(family.decode)(params, x))
     assert clips.shape == (3, size.frames, size.height, size.width, 3)
@@ -210,10 +222,10 @@ def test_the_samplers_images_are_the_pipelines_and_those_of_a_prompt_alone(spec,
     """Of negative prompts that records do not name the family's own is taken."""
     name, variant = next(iter(spec.variants.items()))
     family, params, _ = spec.ours(folder)
-    policy = Policy(family, variant.guidance, true_cfg_scale=variant.true)
+    policy = policy_of(family, variant)
     settings = SamplerSettings(spec.size, STEPS, family.solver)
     sampler = Sampler(policy, all_devices(jax.devices()[:1]), settings)
-    trained = {"transformer": params["transformer"]}
+    trained = trained_of(family, params)
     weights = Weights(*policy.split(jax.random.key(0), trained, reference=False), params)
     places = np.arange(2, dtype=np.int32)
     keys = image_keys(jax.random.key(3), places, np.zeros_like(places))
@@ -261,26 +273,31 @@ def test_every_tensor_is_read_once_or_is_known_to_be_unread(spec, folder):
 
 @each_family
 def test_the_export_gives_the_same_pixels_in_diffusers(spec, folder, tmp_path):
-    """The transformer written anew, in several files; the other components are copied."""
+    """The transformers written anew, in several files; the other components are copied."""
     family, params, _ = spec.ours(folder)
-    tree, target = params["transformer"], tmp_path / "copy"
+    target = tmp_path / "copy"
 
-    def write(to):
-        config = read_json(folder / "transformer" / "config.json")
-        size = sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) // 2
-        write_params(to, tree, family.lists["transformer"], config, max_shard_bytes=size)
+    def write(part, to):
+        config = read_json(folder / part / "config.json")
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(params[part])) // 2
+        write_params(to, params[part], family.lists[part], config, max_shard_bytes=size)
 
-    copy_pipeline(folder, target, {"transformer": write}, {"steps": STEPS})
-    assert len(list((target / "transformer").glob("*.safetensors"))) > 1
-    for part in {*family.networks, *family.encoders.values(), "scheduler"} - {"transformer", ""}:
+    writers = {part: functools.partial(write, part) for part in family.trained}
+    copy_pipeline(folder, target, writers, {"steps": STEPS})
+    for part in family.trained:
+        assert len(list((target / part).glob("*.safetensors"))) > 1
+    others = {*family.networks, *family.encoders.values(), "scheduler"}
+    for part in others - {*family.trained, ""}:
         for file in (folder / part).iterdir():
             assert (target / part / file.name).read_bytes() == file.read_bytes()
     x = np.random.default_rng(0).normal(size=(3, *family.latent_shape(spec.size)))
     x, given = x.astype(np.float32), spec.variants["plain"].call
     pipes = (diffusers_pipeline(target), diffusers_pipeline(folder))
     np.testing.assert_array_equal(*(spec.call(pipe, PROMPTS, x, **given)[1] for pipe in pipes))
-    read = load_family(target, max_sequence_length=spec.tokens).read(target, "transformer")
-    jax.tree.map(np.testing.assert_array_equal, read, tree)
+    again = load_family(target, max_sequence_length=spec.tokens)
+    for part in family.trained:
+        read = again.read(target, part)
+        jax.tree.map(np.testing.assert_array_equal, read, params[part])
 
 
 @pytest.mark.parametrize(

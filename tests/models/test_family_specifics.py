@@ -152,7 +152,7 @@ def test_guided_velocities_of_qwen_image_are_as_long_as_the_prompts(name, folder
 @of("flux2", "qwen_image")
 def test_a_folder_is_sampled_with_the_defaults_of_its_pipeline(name, folder):
     model = open_model(str(folder), jax.devices()[:1])
-    assert model.defaults == (*model.family.default_size()[:2], 50, 4.0, 1.0, 1)
+    assert model.defaults == (*model.family.default_size()[:2], 50, 4.0, 1.0, 1, 0.0)
 
 
 # ------------------------------------------------------------------------------------------- Wan 2.1

@@ -30,6 +30,7 @@ QWEN_IMAGE = ("Qwen/Qwen-Image", "Qwen/Qwen-Image-2512")
 WAN = {
     "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": (1_418_996_800, 12, 126_892_531, 3, (21, 60, 104, 16)),
     "Wan-AI/Wan2.1-T2V-14B-Diffusers": (14_288_491_584, 40, 126_892_531, 3, (21, 60, 104, 16)),
+    "Wan-AI/Wan2.2-T2V-A14B-Diffusers": (14_288_491_584, 40, 126_892_531, 3, (21, 60, 104, 16)),
     "Wan-AI/Wan2.2-TI2V-5B-Diffusers": (4_999_787_712, 24, 704_688_668, 5, (21, 30, 52, 48)),
 }
 # Of klein's sizes: the transformer, the whole Qwen3, and its width, hidden width, and whether its head is its own.
@@ -120,6 +121,7 @@ def test_a_shipped_wan_has_the_models_sizes(name):
     found = size(shapes["transformer"]), family.heads.number, size(shapes["vae"])
     latents = family.latent_shape(family.default_size())
     assert (*found, family.scheduler.flow_shift, latents) == WAN[name]
+    assert [size(shapes[part]) for part in family.trained] == [found[0]] * (1 + ("A14B" in name))
     assert size(shapes["text_encoder"]) == 5_680_910_336
     assert family.tokenize([{"prompt": ""}]).ids.shape == (1, 512)
 

@@ -1,8 +1,4 @@
-import dataclasses
-from typing import ClassVar
-
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
@@ -97,68 +93,3 @@ def test_a_lora_trains_its_factors_only_and_exports_whole_weights(start, inputs)
     full = Policy(FAMILY, 2.0)
     expected = full.velocity(*split(full, whole), prompts, null)(x, sigma)
     close(policy.velocity(moved, base, prompts, null)(x, sigma), expected)
-
-
-# ------------------------------------------------------------------------------ two components
-
-
-@dataclasses.dataclass(frozen=True)
-class TwoExperts(toy.ToyFamily):
-    """One network for high noise levels and one of the same form for low ones, as in Wan 2.2."""
-
-    trained: ClassVar = ("transformer_2", "transformer")
-    lists: ClassVar = {part: toy.ToyFamily.lists["transformer"] for part in trained}
-
-    def velocity(self, variables, x, sigma, conditioning, guidance=None):
-        much, little = (
-            self.network.apply(variables[part], x, sigma, *conditioning) for part in self.trained
-        )
-        return jnp.where((sigma > 0.5)[:, None, None, None], much, little)
-
-
-@pytest.fixture(scope="module")
-def experts(start):
-    """Two networks that differ."""
-    return {"transformer": start["transformer"], "transformer_2": toy.moved(start["transformer"])}
-
-
-def test_a_lora_of_two_components_adapts_each_with_factors_of_its_own(experts, inputs):
-    x, sigma, prompts, _ = inputs
-    family = TwoExperts()
-    policy = Policy(family, 1.0, LORA)
-    tuned, base = split(policy, experts)
-    assert tuned.keys() == experts.keys()
-    a = [tree["inside"]["a"] for tree in tuned.values()]
-    assert np.abs(a[0] - a[1]).max() > 0.1
-    # The sorting of names by a program does not matter either.
-    for part, tree in jax.jit(lambda params: policy.split(KEY, params, False)[0])(experts).items():
-        jax.tree.map(close, tree, tuned[part])
-    moved = toy.moved(tuned, 0.5)
-    whole = policy.merged(moved, base)
-    expected = family.velocity(
-        {part: {"params": tree} for part, tree in whole.items()}, x, sigma, prompts
-    )
-    close(policy.velocity(moved, base, prompts, None)(x, sigma), expected)
-    assert np.abs(expected - policy.reference(base, prompts, None)(x, sigma)).max() > 0.1
-
-
-def test_qualified_targets_adapt_one_of_two_components(experts, inputs):
-    x, sigma, prompts, _ = inputs
-    lora = dataclasses.replace(LORA, targets=r"transformer_2\..*side")
-    policy = Policy(TwoExperts(), 1.0, lora)
-    tuned, base = split(policy, experts)
-    assert tuned.keys() == {"transformer_2"}
-    moved = toy.moved(tuned, 0.5)
-    whole = policy.merged(moved, base)
-    assert whole["transformer"] is experts["transformer"]
-    v = policy.velocity(moved, base, prompts, None)(x, sigma)
-    changed = np.abs(v - policy.reference(base, prompts, None)(x, sigma)).max((1, 2, 3)) > 0.01
-    np.testing.assert_array_equal(changed, sigma > 0.5)
-
-
-def test_of_two_components_all_leaves_are_tuned_but_each_ones_frozen(experts):
-    policy = Policy(TwoExperts(frozen={"transformer_2": ("places",)}))
-    tuned, base = split(policy, experts)
-    assert flatten_dict(base).keys() == {("transformer_2", "places")}
-    assert flatten_dict(tuned).keys() == flatten_dict(experts).keys() - flatten_dict(base).keys()
-    jax.tree.map(np.testing.assert_array_equal, policy.merged(tuned, base), experts)

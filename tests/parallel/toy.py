@@ -120,6 +120,7 @@ class ToyFamily:
         return np.array([[ord(c) % 32 for c in p.ljust(LETTERS)[:LETTERS]] for p in prompts])
 
     tokenize_null = PipelineFamily.tokenize_null
+    expert = PipelineFamily.expert
 
     def is_truncated(self, prompts):
         return np.array([len(prompt) > LETTERS for prompt in prompts])

@@ -1,15 +1,16 @@
-"""Wan 2.1 and Wan 2.2 5B text to video as a family: prompts -> conditioning, velocity, latents -> clips."""
+"""Wan 2.1 and 2.2 text to video as a family: prompts -> conditioning, velocity, latents -> clips."""
 
 import dataclasses
 import html
+import json
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Float32
+from jaxtyping import Array, Bool, Float, Float32, Int
 
 from digen_jax.checkpoints.folder import INDEX, read_model_index
 from digen_jax.diffusion.schedule import UniPcConfig, make_unipc_schedule
@@ -61,6 +62,9 @@ class Wan(PipelineFamily):
     """Networks and tokenizer of one pipeline folder; parameters are passed to each call.
 
     Attributes:
+      transformer_2: Expert of low noise levels, whose config equals that of `transformer`, which is then the expert of
+        high ones. None means that there is one transformer.
+      boundary_ratio: `boundary_ratio` of model_index.json: 1000 times it is the least time of `transformer`.
       max_sequence_length: Tokens of a prompt and, with zero states, of its padding.
       odd_times: Noise levels of a schedule whose time is not floor(1000 sigma) in float32, each with its time (see
         `UniPcSchedule`).
@@ -71,6 +75,8 @@ class Wan(PipelineFamily):
     text_encoder: t5.T5EncoderModel
     tokenizer: Any
     scheduler: UniPcConfig
+    transformer_2: wan.WanTransformer | None = None
+    boundary_ratio: float = 0.0
     max_sequence_length: int = 512
     odd_times: tuple[tuple[float, int], ...] = ()
 
@@ -79,7 +85,10 @@ class Wan(PipelineFamily):
         "transformer": wan.TRANSFORMER,
         "vae": dataclasses.replace(autoencoder_wan.COMPONENT, classes=("AutoencoderKLWan",)),
         "text_encoder": dataclasses.replace(t5.COMPONENT, classes=("UMT5EncoderModel",)),
+        "transformer_2": wan.TRANSFORMER,
     }
+    experts: ClassVar = ("transformer", "transformer_2")
+    optional: ClassVar = ("transformer_2",)
     widths: ClassVar = (
         ("text_encoder", "d_model", "text_dim"),
         ("vae", "z_dim", "in_channels"),
@@ -96,18 +105,37 @@ class Wan(PipelineFamily):
     lora_targets: ClassVar[str] = wan.LORA_TARGETS
 
     @classmethod
+    def from_folder(cls, folder: pathlib.Path, *args: Any, **options: Any) -> Self:
+        """Builds the family (see `PipelineFamily.from_folder`)."""
+        family = super().from_folder(folder, *args, **options)
+        ratio = read_model_index(folder).get("boundary_ratio") or 0.0
+        return dataclasses.replace(family, boundary_ratio=ratio)
+
+    @classmethod
     def check_configs(cls, folder: pathlib.Path, configs: Mapping[str, Any], tokens: int) -> None:
-        """Raises ValueError for a pipeline with two transformers, or an autoencoder that diffusers cannot run.
+        """Raises ValueError if experts do not fit each other, or for an autoencoder that diffusers cannot run.
 
         `expand_timesteps` of Wan 2.2 5B is not read: each token has a time then, and all are equal in text to video.
         """
-        index = read_model_index(folder)
-        for name, plain in (("transformer_2", (None, [None, None])), ("boundary_ratio", (None,))):
-            if index.get(name) not in plain:
-                raise ValueError(
-                    f"{folder / INDEX}: {name} must be null and is {index[name]}: models with a second "
-                    "transformer are not supported"
-                )
+        ratio = read_model_index(folder).get("boundary_ratio")
+        first, second = configs["transformer"], configs.get("transformer_2")
+        if second is None and ratio is not None:
+            raise ValueError(
+                f"{folder / INDEX}: boundary_ratio must be null without a transformer_2, and is {json.dumps(ratio)}: "
+                "add that transformer"
+            )
+        if second is not None and not (type(ratio) is float and 0 < ratio < 1):
+            raise ValueError(
+                f"{folder / INDEX}: boundary_ratio must be a number between 0 and 1 for a pipeline with transformer_2, "
+                f"and is {json.dumps(ratio)}"
+            )
+        if second not in (None, first):
+            names = [field.name for field in dataclasses.fields(first)]
+            name = next(n for n in names if getattr(first, n) != getattr(second, n))
+            raise ValueError(
+                f"{folder / 'transformer_2' / 'config.json'}: {name} must be {getattr(first, name)}, as of the "
+                f"transformer, and is {getattr(second, name)}"
+            )
         if configs["vae"].frames_factor != FRAMES_FACTOR:
             raise ValueError(
                 f"{folder / 'vae' / 'config.json'}: temperal_downsample must have {FRAMES_FACTOR} frames of a clip "
@@ -161,6 +189,11 @@ class Wan(PipelineFamily):
         for at, exact in self.odd_times:
             time = jnp.where(sigma == at, exact, time)
         return time
+
+    def expert(self, sigma: Float[Array, "b"]) -> Int[Array, "b"]:
+        """Returns 0 where the time is at least 1000 times the boundary's ratio, as in diffusers, otherwise 1."""
+        boundary = np.float32(self.boundary_ratio * TRAIN_TIMESTEPS)
+        return (self.network_time(sigma) < boundary).astype(int)
 
     # ---------------------------------------------------------------- latents and clips
 

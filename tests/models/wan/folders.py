@@ -53,6 +53,8 @@ VAE_5B = VAE | dict(
     latents_std=[1.0, 2.0, 0.5, 1.5, 0.8, 1.2],
     scale_factor_spatial=16,
 )
+# Of 4 steps at shift 3 the second has the time 900, without its fraction .12: it is the second expert's first.
+BOUNDARY = 0.9001
 SCHEDULER = dict(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
 
 
@@ -65,7 +67,7 @@ def redraw_tables(transformer: WanTransformer3DModel) -> None:
 
 
 def wan_folder(base: pathlib.Path, kind: str = "") -> pathlib.Path:
-    """The folder, which test processes share, of Wan 2.1, or of Wan 2.2 "5B"."""
+    """The folder, which test processes share, of Wan 2.1, of Wan 2.2 "5B", or of two "experts"."""
     return once(base / f"tiny-wan{kind}", functools.partial(_write, kind))
 
 
@@ -73,13 +75,19 @@ def _write(kind: str, folder: pathlib.Path) -> None:
     vae, shift = (VAE_5B, 5.0) if kind == "5B" else (VAE, 3.0)
     channels = dict(in_channels=vae["z_dim"], out_channels=vae["z_dim"])
     tokens = write_tokenizer(folder / "tokenizer", vocabulary([*PROMPTS, *NEGATIVES]))
-    transformer = randomise(WanTransformer3DModel(**TRANSFORMER | channels), seed=3)
-    redraw_tables(transformer)
+
+    def transformer(seed: int) -> WanTransformer3DModel:
+        module = randomise(WanTransformer3DModel(**TRANSFORMER | channels), seed)
+        redraw_tables(module)
+        return module
+
+    second = dict(transformer_2=transformer(4), boundary_ratio=BOUNDARY)
     WanPipeline(
         tokenizer=transformers.T5Tokenizer.from_pretrained(folder / "tokenizer"),
         text_encoder=tiny_t5(tokens, WIDTH, "UMT5"),
         vae=randomise(AutoencoderKLWan(**vae), seed=1),
         scheduler=UniPCMultistepScheduler(**SCHEDULER | dict(flow_shift=shift)),
-        transformer=transformer,
+        transformer=transformer(3),
         expand_timesteps=kind == "5B",
+        **second if kind == "experts" else {},
     ).save_pretrained(folder)

@@ -155,7 +155,6 @@ PIPELINE = Pipeline(
         ("transformer/config.json", {"in_channels": 8, "out_channels": 8}, "vae/config.json"),
         ("vae/config.json", {"temperal_downsample": [True, False], "scale_factor_temporal": 2}),
         ("model_index.json", {"boundary_ratio": 0.875}),
-        ("model_index.json", {"transformer_2": ["diffusers", "WanTransformer3DModel"]}),
         ("scheduler/scheduler_config.json", {"solver_order": 3}),
         ("scheduler/scheduler_config.json", {"prediction_type": "epsilon"}),
         ("model_index.json", {"scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"]}),
@@ -178,5 +177,32 @@ PIPELINE_5B = dataclasses.replace(
         ("transformer/config.json", {"in_channels": 4, "out_channels": 4}, "vae/config.json"),
         ("vae/config.json", {"patch_size": 1}),
         ("vae/config.json", {"scale_factor_spatial": 8}),
+    ],
+)
+
+
+def experts(frames: int, guidance: float, second: float) -> Variant:
+    """Two passes of these guidances."""
+    call = dict(guidance_scale=guidance) | (dict(guidance_scale_2=second) if second else {})
+    return Variant("", guidance, call=call, negative=True, frames=frames, second=second)
+
+
+PIPELINE_EXPERTS = dataclasses.replace(
+    PIPELINE,
+    folder=lambda base, kind: wan_folder(base, "experts"),
+    variants={
+        "9 frames": experts(9, 4.0, 3.0),
+        "1 frame": experts(1, 2.5, 0.0),
+        "plain": PIPELINE.variants["plain"],
+    },
+    schedules=(("Wan-AI/Wan2.2-T2V-A14B-Diffusers",), *PIPELINE.schedules[1:]),
+    broken=[
+        ("model_index.json", {"boundary_ratio": None}),
+        ("model_index.json", {"boundary_ratio": 1.5}),
+        ("model_index.json", {"boundary_ratio": True}),
+        ("model_index.json", {"transformer_2": [None, None]}),
+        ("model_index.json", {"transformer_2": ["diffusers", "SD3Transformer2DModel"]}),
+        ("transformer_2/config.json", {"ffn_dim": 48}),
+        ("transformer_2/config.json", {"in_channels": 8, "out_channels": 8}),
     ],
 )
