@@ -75,10 +75,11 @@ Differences from the sources:
   instead of adding 1e-4, and rounds latents to float16 between steps;
 - `ocr` reads text with other models (`digen_jax/rewards/ocr.py`);
 - with bfloat16 the trainer recomputes old log-probabilities (algorithm.old_log_probs), one more pass per trained
-  step.
+  step. In longcat, with one update per step, it takes the current ones, so that ratios are 1.
 
 Required on H100s, as compiled (docs/performance.md; not run): at most 38 GiB of each of 8. docs/wan.md has seconds and
-memory on 8 and 64 devices, also of 14B and 720p.
+memory of longcat on 8 and 64 H100s, also for 14B and 720p, and on a TPU slice:
+python launch/plan.py --config configs/wan21.py:longcat,64 --topology v5p:4x4x4
 """
 
 from ml_collections import ConfigDict
@@ -129,7 +130,7 @@ def longcat(n: int) -> dict:
         advantages=dict(std="max_group", combine="advantages"),
         lora=dict(rank=128, targets=""),
         trainer=dict(micro_batch=n, updates=1),
-        evaluation=dict(every=100, batch=n),
+        evaluation=dict(every=100, batch=4 * n),
         checkpoint=dict(every=100),
     )
 

@@ -369,6 +369,7 @@ def test_wan_has_the_published_settings_of_longcat():
     assert (sampler.guidance, found.evaluation.guidance, found.evaluation.steps) == (4.5, 4.5, 50)
     assert (algorithm.clip_range, algorithm.adv_clip, algorithm.kl_coefficient) == (1e-3, 5, 3e-4)
     assert (algorithm.kl, algorithm.step_weight) == ("gaussian_dt", "longcat")
+    assert algorithm.old_log_probs == "current"
     assert (found.advantages.std, found.advantages.combine) == ("max_group", "advantages")
     assert (found.lora.rank, found.lora.alpha, found.lora.init) == (128, 64, "gaussian")
     assert (found.trainer.learning_rate, found.trainer.weight_decay) == (1e-4, 1e-4)
