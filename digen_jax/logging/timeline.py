@@ -95,16 +95,12 @@ class Summary:
             self._ended[event.worker] = now, self.devices.get(event.worker, 0)
         if isinstance(event, Joined):
             self._ended.pop(event.worker, None)
-        if isinstance(event, Joined | Completed) and worker in scheduler.workers:
-            self._record_wait(scheduler, worker, now)
-        if TRAINER in scheduler.workers:
-            self._record_wait(scheduler, TRAINER, now)
+        concerned = [worker] if isinstance(event, Joined | Completed) else []
+        for name in (*concerned, TRAINER):
+            if name in scheduler.workers and (cause := scheduler.waits_for(name)):
+                self._recorder.wait(name, cause, now)
         for command in commands:
             self._record_command(command, scheduler, now)
-
-    def _record_wait(self, scheduler: Scheduler, worker: str, now: float) -> None:
-        if cause := scheduler.waits_for(worker):
-            self._recorder.wait(worker, cause, now)
 
     def _record_command(self, command: Command, scheduler: Scheduler, now: float) -> None:
         worker: Any = getattr(command, "worker", None)

@@ -198,14 +198,12 @@ class SamplingExecutor:
         else:
             step = self._steps[chunk.step]
             records, rows = step.records_of(chunk.index), step.rows[step.slice_of(chunk.index)]
-        image_stats = submit_image_stats(middle_frames(clips))  # in parallel with the rewards
+        stats = submit_image_stats(middle_frames(clips))  # in parallel with the rewards
         prompts, known = [record["prompt"] for record in records], self.answers.get(chunk, ())
 
         def scored_chunk(scored: Scored) -> ScoredChunk:
             values = rewards.total(scored.scores.columns, self._reward_weights)
-            found = ScoredChunk(
-                scored.scores, values, scored.seconds, scored.exchanges, image_stats
-            )
+            found = ScoredChunk(scored.scores, values, scored.seconds, scored.exchanges, stats)
             most = settings.shown_images
             if chunk.evaluation:  # the first clips, or their middle frames if no image is due
                 first = clips[: max(0, most - held_out.first(chunk))]

@@ -143,7 +143,7 @@ class Assigner(Pool):
         if not self.settings.ordered:
             return step.next_queued(refused)
         names = self.samplers
-        index = step.next_own(names.index(worker.name), len(names))
+        index = step.next_own(worker.name, names.index(worker.name), len(names))
         if index is not None and index not in refused:
             return index
         # A chunk that failed on the worker to which it belongs.
@@ -173,7 +173,7 @@ class Assigner(Pool):
             return False
         name, workers = worker.name, len(self.trainers)
         if self.settings.ordered:
-            worker.piece = step.take_in_order(self.trainers.index(name), workers)
+            worker.piece = step.take_in_order(name, self.trainers.index(name), workers)
         else:
             own, mean = self.costs.predict("train", name), self.costs.predict("train")
             share = mean / (own * workers)

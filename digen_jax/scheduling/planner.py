@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from digen_jax.errors import ConfigError
-from digen_jax.scheduling.commands import SAMPLE, TRAIN
+from digen_jax.scheduling.commands import SAMPLE, TRAIN, bubbles
 from digen_jax.scheduling.layouts import (
     DeviceBytes,
     PoolLayout,
@@ -236,13 +236,14 @@ class Simulations:
         steps = WARM_UP + 1 + min(STEADY, max(2, SIMULATED // settings.chunks - WARM_UP - 1))
         report = simulate(workers, costs, settings, steps, Disturbance(scorers=part.scorers))
         self.work += steps * settings.chunks
+        waits = bubbles(report.intervals, report.devices)
         seconds, spent = report.step_seconds * less, report.step_ends[-1] * part.devices
         self.known[layout] = Prediction(
             layout,
             seconds,
             problem.settings.groups * problem.settings.images / seconds / problem.devices,
             problem.bound / seconds,
-            {cause: idle / spent for cause, idle in report.bubbles().items() if cause != "end"},
+            {cause: idle / spent for cause, idle in waits.items() if cause != "end"},
             device_bytes(problem, layout) if problem.footprint else None,
         )
         return self.known[layout]

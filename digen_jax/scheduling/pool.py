@@ -205,6 +205,8 @@ class Pool:
             self.samplers.append(worker.name)
         if TRAIN in roles:
             self.trainers.append(worker.name)
+        for step in self.steps.values():
+            step.turns.clear()  # the assignment of chunks to workers has changed
 
     def _set_idle(self, worker: Worker) -> None:
         heapq.heappush(self.idle.setdefault(worker.roles, []), (worker.order, worker.name))

@@ -25,7 +25,6 @@ from digen_jax.scheduling.commands import (
     SyncWeights,
     Train,
     Update,
-    bubbles,
 )
 from digen_jax.scheduling.scheduler import Scheduler
 from digen_jax.scheduling.settings import Costs, Settings, cost_of
@@ -80,10 +79,6 @@ class Report:
     def utilisation(self) -> float:
         """Bound divided by the step seconds."""
         return self.bound / self.step_seconds
-
-    def bubbles(self) -> dict[str, float]:
-        """Returns device-seconds of waiting over the full run, by cause."""
-        return bubbles(self.intervals, self.devices)
 
 
 def names_of(workers: tuple[WorkerLayout, ...]) -> list[str]:
@@ -148,7 +143,7 @@ class Simulation:
     def run(self) -> Report:
         """Runs until the scheduler is finished."""
         for name, worker in self.workers.items():
-            self._push(Joined(0.0, name, worker.roles))
+            self.events.append((0.0, next(self.pushed), Joined(0.0, name, worker.roles)))
         while not self.scheduler.finished:
             _, _, event = heapq.heappop(self.events)
             self._handle(event)
@@ -157,9 +152,6 @@ class Simulation:
                 self.recorder.end_wait(name, event.at)
             self.report.intervals = self.recorder.intervals
         return self.report
-
-    def _push(self, event: Event) -> None:
-        heapq.heappush(self.events, (event.at, next(self.pushed), event))
 
     def _handle(self, event: Any) -> None:
         for command in self.scheduler.handle(event):
@@ -190,10 +182,8 @@ class Simulation:
     def _start(self, command: Command, now: float) -> None:
         """Starts a command now, or once a scorer is free; schedules its completion."""
         worker = self.workers.get(getattr(command, "worker", ""))
-        draw = self.random.random
-        seconds = seconds_of(
-            command, worker, self.costs, self.settings, self.disturbance.jitter, draw
-        )
+        jitter, draw = self.disturbance.jitter, self.random.random
+        seconds = seconds_of(command, worker, self.costs, self.settings, jitter, draw)
         if command.kind in ROLES:
             before, role = self.roles.get(command.receiver), ROLES[command.kind]
             seconds += self.costs.switch if before not in (None, role) else 0.0
@@ -209,7 +199,8 @@ class Simulation:
             self.sampling[command.worker] = command.chunk, start, end
         elif isinstance(command, Decode):
             self.sampling.pop(command.worker, None)
-        self._push(Completed(end, command, end - now, values))
+        completed = Completed(end, command, end - now, values)
+        heapq.heappush(self.events, (end, next(self.pushed), completed))
         if self.recorder:
             self._record(self.recorder, command, start, end)
 

@@ -68,6 +68,7 @@ class Step:
         self.latest_score = 0.0  # expected; an upper bound over all chunks
         self.ready: list[int] = []  # heap of -index
         self.held: dict[str, list[int]] = {}  # heaps of ready chunks, by holder
+        self.turns: dict[tuple[str, str], int] = {}  # ordered: next chunk by role and worker
         self.early: list[int] = []  # heap of scored chunks that may train early
         self.open = 0  # unfinished groups that train early
         self.update = 0  # index of the current update set
@@ -98,10 +99,13 @@ class Step:
         left = (i for i in self.queue if i not in refused and self.chunks[i].stage == QUEUED)
         return min(left, default=None)
 
-    def next_own(self, place: int, workers: int) -> int | None:
+    def next_own(self, worker: str, place: int, workers: int) -> int | None:
         """Returns the next queued one of a worker's chunks, which are place, place + workers, ..."""
-        own = range(place, len(self.chunks), workers)
-        return next((index for index in own if self.chunks[index].stage == QUEUED), None)
+        index = self.turns.get(("sample", worker), place)
+        while index < len(self.chunks) and self.chunks[index].stage != QUEUED:
+            index += workers
+        self.turns["sample", worker] = index
+        return index if index < len(self.chunks) else None
 
     def generate(self, index: int, version: int, scored_at: float) -> bool:
         """Starts a chunk; returns whether it is the first of its group, which fixes the group's version."""
@@ -125,6 +129,7 @@ class Step:
         self.queued += 1
         chunk.stage, chunk.maker, chunk.holders = QUEUED, "", set()
         heapq.heappush(self.queue, index)
+        self.turns.clear()
 
     def decoded(self, index: int, maker: str, scored_at: float) -> None:
         """Marks a chunk as decoded: rewards and a training worker receive it next."""
@@ -151,7 +156,8 @@ class Step:
         self._open_groups()
         # Groups that wait for their set, or that fill it up, become ready with its last member.
         known_now = self._members_known and not was_known
-        others_may = known_now or self.candidates.dynamic  # other groups may now be members
+        # A group without variance makes room for later ones.
+        others_may = known_now or self.candidates.verdicts[number] == FLAT
         return self._offer(range(len(self.groups)) if others_may else [number])
 
     def drop_others(self) -> tuple[list[int], list[int]]:
@@ -181,17 +187,22 @@ class Step:
             index = self._top(self.ready, -1)
         return None if index is None else self._take(index, count)
 
-    def take_in_order(self, place: int, workers: int) -> Piece | None:
+    def take_in_order(self, worker: str, place: int, workers: int) -> Piece | None:
         """Assigns the next chunk to a worker that trains chunks place, place + workers, ... in this order."""
         if not self.ready:
             self._open_early()
+        index = self.turns.get(("train", worker), place)
         unit, verdicts = self.settings.unit_chunks, self.candidates.verdicts
-        own = range(place, len(self.chunks), workers)
-        members = (i for i in own if verdicts[i // unit] != FLAT)
-        filled = (i for g in self.candidates.filled for i in self.chunks_of(g) if i in own)
-        order = itertools.chain(members, filled)  # groups that fill up the step come last
-        index = next((i for i in order if self.chunks[i].left), None)
-        if index is None or self.chunks[index].stage != READY:
+        while index < len(self.chunks) and (
+            verdicts[index // unit] == FLAT or not self.chunks[index].left
+        ):
+            index += workers
+        self.turns["train", worker] = index
+        if index >= len(self.chunks):  # groups that fill up the step come last
+            filled = (i for g in self.candidates.filled for i in self.chunks_of(g))
+            mine = (i for i in filled if i % workers == place and self.chunks[i].left)
+            index = next(mine, -1)
+        if index < 0 or self.chunks[index].stage != READY:
             return None
         return self._take(index, self.settings.passes)
 
@@ -216,6 +227,7 @@ class Step:
             self.trained -= piece.count
         self.assigned -= piece.count
         chunk.left.append((piece.first, piece.count))
+        self.turns.clear()
         if chunk.stage == READY:
             self._push(piece.index)
 

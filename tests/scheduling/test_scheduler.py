@@ -446,9 +446,6 @@ def test_samples_of_workers_that_only_sample_are_spread_over_those_that_train():
     assert sorted(receivers.values()) == ["r1", "r1", "r2", "r2", TRAINER, TRAINER]
 
 
-# ------------------------------------------------------------------------------------ evaluation
-
-
 EVALUATED = dataclasses.replace(
     PLAIN, groups=4, evaluate_every=1, evaluation_images=4, evaluation_batch=2
 )

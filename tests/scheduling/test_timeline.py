@@ -30,7 +30,8 @@ def test_a_simulated_run_accounts_for_every_device_second():
     workers = WorkerLayout(), WorkerLayout(devices=2), WorkerLayout(roles=("sample",))
     report = simulate(workers, costs, plan, 3)
     end = report.step_ends[-1]
-    busy, waits = busy_seconds(report.intervals, report.devices, 0.0, end), report.bubbles()
+    recorded = report.intervals, report.devices
+    busy, waits = busy_seconds(*recorded, 0.0, end), bubbles(*recorded)
     assert set(waits) <= set(CAUSES)
     assert busy + sum(waits.values()) == pytest.approx(4 * end)
 
