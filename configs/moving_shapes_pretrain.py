@@ -6,11 +6,11 @@ python launch/pretrain.py --config configs/moving_shapes_pretrain.py --workdir r
 Not trained yet. A first autoencoder (no `patch_size`, latents of 8 x 8 with 8 channels, 3000 steps, mse 0.01) blurred
 shapes: `shapes_motion` accepted all of 60 rendered held-out clips, and 17% of them after it. With 12,000 steps of a
 transformer with 6 layers on its latents, 0.13 of 120 held-out clips were right (guidance 2). This one has as many
-numbers in a latent and 42% of the CPU time of a step.
+numbers in a latent and 1.5 times the parameters.
 
-Measured on two cores with other jobs, which took more than half of them: 1.6 CPU-seconds for a step of the autoencoder
-and, with 6 layers, for one of the transformer. Estimated for two free cores: 75 minutes each, 2.6 hours in all. On one
-H100 a step of the first autoencoder took 0.009 s and one of the transformer 0.008 s.
+Measured on two cores with other jobs, which took more than half of them: 0.44 CPU-seconds for a step of the autoencoder
+and 1.13 for one of the transformer. Estimated for two free cores: 30 and 80 minutes, two hours in all. On one H100 a
+step of the first autoencoder took 0.009 s and one of its transformer 0.008 s.
 """
 
 from ml_collections import ConfigDict
@@ -67,7 +67,7 @@ def get_config() -> ConfigDict:
     ae.kl_weight = 3e-5
     ae.fit = ConfigDict(
         dict(
-            steps=12_000,
+            steps=16_000,
             learning_rate=2e-3,
             muon_rate=0.0,
             final_rate=0.02,

@@ -14,6 +14,7 @@ import optax.contrib
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from digen_jax.algorithms.algorithm import EmaDecay, update_average
+from digen_jax.attention.kernels import on_device
 from digen_jax.checkpoints.checkpointer import Checkpointer, template_of
 from digen_jax.logging.metrics import MetricsLog
 from digen_jax.process.terminal import track
@@ -75,7 +76,8 @@ def fit(
     @functools.partial(jax.jit, donate_argnums=0)
     def update(state, inputs, step):
         grad = jax.grad(loss, has_aux=True)
-        gradient, metrics = grad(state["params"], inputs, jax.random.fold_in(key, step))
+        with on_device(jax.devices()[0], "xla"):  # selects the products that are fast on CPUs
+            gradient, metrics = grad(state["params"], inputs, jax.random.fold_in(key, step))
         updates, optimizer_state = optimizer.update(gradient, state["optimizer"], state["params"])
         new = optax.apply_updates(state["params"], updates)
         # An early average would be mostly the random initialization, so its window grows with the step.

@@ -12,6 +12,7 @@ import pytest
 import torch
 from flax.traverse_util import flatten_dict
 
+from digen_jax.attention.kernels import on_device
 from digen_jax.checkpoints import folder
 from digen_jax.checkpoints.tensors import file_shape, tensor_names
 from digen_jax.models.autoencoders import autoencoder_wan
@@ -25,7 +26,7 @@ from digen_jax.models.autoencoders.autoencoder_wan import (
     scale_latents,
     unscale_latents,
 )
-from digen_jax.models.autoencoders.autoencoder_wan_layers import RMSNorm
+from digen_jax.models.autoencoders.autoencoder_wan_layers import CausalConv3d, FrameChunk, RMSNorm
 from digen_jax.models.family import logical_axes
 from tests.models import parity
 
@@ -170,6 +171,25 @@ def test_the_size_of_chunks_never_changes_a_clip(name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("frames", "stride"), [(5, 1), (6, 2)])
+def test_a_convolution_on_cpus_is_the_same(frames, stride):
+    conv = CausalConv3d(3, (3, 3, 3), stride)
+    x = jax.random.normal(jax.random.key(0), (2, frames, 4, 6, 5))
+    params = conv.init(jax.random.key(1), x, FrameChunk())
+
+    def gradient(params, x):
+        return jax.value_and_grad(lambda p, x: (conv.apply(p, x, FrameChunk()) ** 2).sum(), (0, 1))(
+            params, x
+        )
+
+    expected = gradient(params, x)
+    with on_device(jax.devices("cpu")[0]):
+        found = gradient(params, x)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, expected
+    )
+
+
 def test_a_longer_clip_takes_memory_only_for_its_frames():
     levels = {"dim_mult": [1, 2], "temperal_downsample": [True]}
     model = AutoencoderKLWan(AutoencoderKLWanConfig.from_config(TINY | levels))
