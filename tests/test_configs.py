@@ -560,7 +560,7 @@ def test_a_start_tells_devices_kernel_of_attention_and_precision(name, expected)
     devices[:] = [Device(i, "NVIDIA H100 80GB HBM3") for i in range(8)]
     mesh = types.SimpleNamespace(devices=devices, shape={"tensor": 1, "sequence": 1})
     group = types.SimpleNamespace(mesh=mesh, attention="auto")
-    placement = types.SimpleNamespace(trainer=group, rollout=group, rollouts=())
+    placement = types.SimpleNamespace(home=group, trainer=group, rollout=group, rollouts=())
     line = describe_computation(found, family, placement)
     assert "\n" not in line
     assert all(part in line for part in ("8 x NVIDIA H100 80GB HBM3;", *expected))

@@ -204,7 +204,7 @@ def test_an_exit_of_a_users_code_is_never_silent(tmp_path, where, code, calls):
 
 # The last word says what hangs; everything else is as in a run: the pool of rewards, threads, the exit.
 HANGS = """
-import os, pathlib, sys, threading, time
+import os, pathlib, sys, threading, time; import numpy as np
 from digen_jax.process.shutdown import Interrupt
 from digen_jax.rewards import alone
 from digen_jax.rewards.pool import RewardPool
@@ -219,10 +219,10 @@ with Interrupt() as interrupt:
     if what == "thread":
         pool = RewardPool(alone("hanging:for_ever", hanging.for_ever), 0)
         ready()
-        pool.score([[]], ["x"], [{}])
+        pool.score(np.zeros((1, 2, 2, 3), np.uint8), ["x"], [{}])
     elif what == "process":
         pool = RewardPool(alone("hanging:for_ever", hanging.for_ever), 1)
-        pool.score([[]], ["x"], [{}])  # which says that it is ready
+        pool.score(np.zeros((1, 2, 2, 3), np.uint8), ["x"], [{}])  # which says that it is ready
     elif what == "mesh":
         from digen_jax.runtime.driver import SerialThread
         worker = SerialThread("rollout 0")
