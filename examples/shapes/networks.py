@@ -26,7 +26,7 @@ Latents = Float[np.ndarray, "n *t h w c"]
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """A pipeline class and what pretraining needs to know about it.
+    """A pipeline class without its optional components, and what pretraining needs to know about it.
 
     Attributes:
       family: Its family.
@@ -36,7 +36,6 @@ class Pipeline:
         "sampling", if any, is the content of the folder's sampling.json.
       latent_statistics: Returns the autoencoder's fields that give latents zero mean and unit variance.
       scale_latents: Scales latents by these fields of the autoencoder's config.
-      without: Optional components that it does not have.
       at_once: Arguments of the autoencoder that process all frames of a clip together, which is fastest.
     """
 
@@ -46,7 +45,6 @@ class Pipeline:
     make_configs: Callable[[ConfigDict, Any], Configs]
     latent_statistics: Callable[[Latents], dict[str, Any]]
     scale_latents: Callable[[Any, Array], Array]
-    without: tuple[str, ...] = ()
     at_once: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def network_configs(self, config: ConfigDict, tokenizer: Any) -> Configs:
@@ -56,9 +54,9 @@ class Pipeline:
 
     def build_family(self, networks: Configs, tokenizer: Any, dtype: str) -> Any:
         """Returns a family with new networks; all text encoders use the same tokens."""
-        readers = self.family.readers(without=self.without)
+        readers = self.family.readers(without=self.family.optional)
         configs = {part: read(networks[part]) for part, read in readers.items()}
-        classes = self.family.classes(self.without).items()
+        classes = self.family.classes(self.family.optional).items()
         names = [name for name, (library, *_) in classes if library and "tokenizer" in name]
         tokenizers = dict.fromkeys(names, tokenizer)
         tokens = networks.get("sampling", {}).get("max_sequence_length", 0)
@@ -77,7 +75,7 @@ class Pipeline:
         for part in family.encoders.values():
             getattr(family, part).save_pretrained(output / part)
         (output / "scheduler").mkdir(parents=True, exist_ok=True)
-        classes = self.family.classes(without=self.without)
+        classes = self.family.classes(without=self.family.optional)
         index = {"_class_name": family.pipeline} | {name: [*one] for name, one in classes.items()}
         files = {"scheduler/scheduler_config.json": networks["scheduler"], INDEX: index}
         if "sampling" in networks:
@@ -170,7 +168,6 @@ PIPELINES = {
         _sd3_configs,
         _statistics_of_all,
         autoencoder_kl.scale_latents,
-        without=("text_encoder_3",),  # the T5 encoder
     ),
     "WanPipeline": Pipeline(
         Wan,
