@@ -227,9 +227,9 @@ class Interrupt:
 def end_by_ctrl_c() -> None:
     """Makes Ctrl-C raise KeyboardInterrupt, and exit after `CTRL_C_PATIENCE` seconds if the process still runs.
 
-    KeyboardInterrupt alone is lost in garbage collector callbacks and in code that catches everything, and is delayed
-    by native calls. During an import, Ctrl-C exits immediately. No-op if Ctrl-C is ignored. Call it once, in the main
-    thread; later handlers, such as `Interrupt`, take precedence.
+    KeyboardInterrupt alone is lost in code that catches everything, and is delayed by native calls. During an import
+    and in callbacks of the garbage collector, which cannot raise it, Ctrl-C exits immediately. No-op if Ctrl-C is
+    ignored. Call it once, in the main thread; later handlers, such as `Interrupt`, take precedence.
     """
     # Opens closed descriptors 0 to 2, also for children, so that no pipe gets these numbers.
     while (lowest := os.open(os.devnull, os.O_RDWR)) < 3:
@@ -257,6 +257,14 @@ def end_by_ctrl_c() -> None:
                 select.select([reads], [], [], CTRL_C_PATIENCE)  # until another signal
                 exit_now(log_fatal(text, 128 + signal.SIGINT))
 
+    print_unraisable = sys.unraisablehook
+
+    def end_or_print(error: Any) -> None:
+        if error.exc_type is KeyboardInterrupt:
+            exit_now(log_fatal(text, 128 + signal.SIGINT))
+        print_unraisable(error)
+
+    sys.unraisablehook = end_or_print
     signal.signal(signal.SIGINT, interrupt)
     signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
     threading.Thread(target=end_late, name="ctrl-c", daemon=True).start()
