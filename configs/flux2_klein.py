@@ -13,7 +13,6 @@ Separate GPUs for rollout and training, four each of eight; use the second line 
 --config.placement.rollout.data=4 --config.placement.trainer.data=4
 --config.placement.rollout.data=1 --config.placement.rollout.fsdp=4 --config.placement.trainer.fsdp=4
 Layout chosen by the planner: --config.placement=auto
-With compiled costs on 8 H100s, it chooses one worker with all GPUs, and chunks of 8 images.
 
 base_lora        FLUX.2-klein-base-9B, LoRA of rank 64, with guidance
 base_full        FLUX.2-klein-base-4B, all weights, with guidance
@@ -52,25 +51,12 @@ Differences from the source:
 - with bfloat16 the trainer recomputes old log-probabilities (algorithm.old_log_probs), one more pass per trained step;
 - diffusers' pipeline rounds the network's sigma to bfloat16; here it is exact.
 
-The smallest TPU slice for base_lora is one chip of 32 GB, v6e:1x1 (estimated by the compiler; not run): 23.9 GiB and
-1,334 s per step (`python launch/plan.py --config configs/flux2_klein.py:base_lora,1 --topology v6e:1x1`).
-
-Required on H100s, as compiled (docs/performance.md; not run): at most 24 GiB of each of 8. base_lora,1 also needs 24
-GiB of one; training all weights needs several.
-
-Memory per GPU of 8 as counted by launch/plan.py, in GiB: weights, gradient, moments, EMA, the version that sampled,
-autoencoder, trajectories, prompts, without temporary memory of programs: base_lora and distilled_lora 20.9, base_full
-and distilled_full 11.3. On one GPU the former need 0.4 more for trajectories; the latter need 87.6 and do not fit. The
-text encoder takes 10.9 or 5.8 unsharded, and is freed after the prompts are encoded.
-
-An encoded prompt takes 7.9 MB of disk for a 4B model and 12.6 MB for a
-9B one, 512 x 7680 or 512 x 12288 bfloat16 numbers (prompts.cache_limit).
+docs/performance.md has the estimated memory and time, and the smallest TPU slice.
 """
 
 from ml_collections import ConfigDict
 
-from digen_jax.config.arguments import recipe_and_gpus
-from digen_jax.config.load import complete
+from digen_jax.config.arguments import published, recipe_and_gpus
 
 
 def lora(n: int) -> dict:
@@ -120,21 +106,17 @@ RECIPES = {
 PASSES = dict.fromkeys(RECIPES, 384)
 
 
-def base(n: int) -> ConfigDict:
+def base(n: int) -> dict:
     """Common settings of all recipes on n GPUs."""
-    c = ConfigDict()
-    c.seed = 42
-    c.steps = 3000  # the source runs until it is stopped
-    c.model = ConfigDict(dict(height=384, width=384, remat="blocks"))
-    c.precision = ConfigDict(dict(arithmetic="bfloat16", frozen="bfloat16"))
-    c.prompts = ConfigDict(dict(file="", cache_limit=250.0))
-    c.rewards = ()
-    c.batch = ConfigDict(dict(groups=48, images=16))
-    c.sampler = ConfigDict(dict(kind="flow", chunk=n))
-    c.algorithm = ConfigDict(dict(clip_range=1e-4, adv_clip=5.0))
-    c.advantages = ConfigDict(dict(std="group"))
-    c.trainer = ConfigDict(
-        dict(
+    return dict(
+        seed=42,
+        model=dict(height=384, width=384),
+        prompts=dict(cache_limit=250.0),
+        batch=dict(groups=48, images=16),
+        sampler=dict(kind="flow", chunk=n),
+        algorithm=dict(clip_range=1e-4, adv_clip=5.0),
+        advantages=dict(std="group"),
+        trainer=dict(
             micro_batch=n,
             updates=2,
             weight_decay=1e-4,
@@ -143,21 +125,14 @@ def base(n: int) -> ConfigDict:
             ema_warm_up=True,
             ema_unit="step",  # at the end of training steps 4, 8, ...: after updates 8, 16, ...
             ema_every=4,
-        )
+        ),
+        evaluation=dict(every=20, height=1024, width=1024, batch=n),
+        checkpoint=dict(every=20),
     )
-    # Sampling and training alternate on the same devices, so no device waits for another.
-    c.placement = ConfigDict(dict(rollout=dict(data=0, fsdp=1), trainer=dict(data=1, fsdp=1)))
-    c.evaluation = ConfigDict(dict(prompts="", every=20, height=1024, width=1024, batch=n))
-    c.images = ConfigDict(dict(every=20, count=12))
-    c.checkpoint = ConfigDict(dict(every=20, keep=2))
-    return c
 
 
 def get_config(argument: str = "base_lora,8") -> ConfigDict:
     name, n = recipe_and_gpus(argument, PASSES, "base_lora,8")
     model, of_kind, tuning = RECIPES[name]
-    c = base(n)
-    c.model.folder = f"black-forest-labs/{model}"
-    c.update(of_kind)
-    c.update(tuning(n))
-    return complete(c)  # so that every field can be given on the command line
+    folder = dict(model=dict(folder=f"black-forest-labs/{model}"))
+    return published(base(n), folder, of_kind, tuning(n))

@@ -14,7 +14,6 @@ Separate GPUs for rollout and training, four each of eight; use the second line 
 --config.placement.rollout.data=4 --config.placement.trainer.data=4
 --config.placement.rollout.data=1 --config.placement.rollout.fsdp=4 --config.placement.trainer.fsdp=4
 Layout chosen by the planner: --config.placement=auto
-With compiled costs on 8 H100s, it chooses one worker with all GPUs, and chunks of 24 images (DanceGRPO: 8).
 
 pickscore                    Flow-GRPO (arXiv 2505.05470): LoRA of rank 64, five of six steps trained
 pickscore_fast,              Flow-GRPO-Fast: the first three of six steps have noise and are trained, cps, clip range
@@ -65,26 +64,12 @@ Differences from the sources:
   FLUX.1's positions are exact;
 - with bfloat16 the trainer recomputes old log-probabilities (algorithm.old_log_probs), one more pass per trained step.
 
-The smallest TPU slice for pickscore is four chips of 32 GB, v6e:2x2, which shard the transformer (estimated by the
-compiler; not run): 10.8 GiB and 956 s per step. A single chip is too small, even for a micro-batch of one image.
-
-python launch/plan.py --config configs/flux_dev.py:pickscore,4 --topology v6e:2x2 \
-    --config.placement.trainer.data=1 --config.placement.trainer.fsdp=4 --config.evaluation.batch=12 \
-    --config.placement.rules="(('^transformer/', 'fsdp'), ('.*', 'replicate'))"
-
-Required on H100s, as compiled (docs/performance.md; not run): at most 45 GiB of each of 8. pickscore,1 needs 35 GiB of
-one; training all weights needs several.
-
-Memory per GPU of 8 as counted by launch/plan.py, in GiB: weights, gradient, moments, EMA, the version that sampled,
-autoencoder, trajectories, prompts, without temporary memory of programs: pickscore 26.7, dance 28.2, dance_ema 33.7,
-dance_lora 25.4. The text encoders are freed after the prompts are encoded. So `dance` needs about 8 GPUs; a LoRA needs
-the same on one GPU, except for trajectories, 8 times 0.35 or 0.25. An encoded prompt takes 4.2 MB (512 x 4096).
+docs/performance.md has the estimated memory and time, and the smallest TPU slice.
 """
 
 from ml_collections import ConfigDict
 
-from digen_jax.config.arguments import recipe_and_gpus
-from digen_jax.config.load import complete
+from digen_jax.config.arguments import published, recipe_and_gpus
 
 # PEFT's to_q, to_k, to_v and to_out.0 match the ends of names: they exclude the text's projections, and single blocks
 # have no to_out.0.
@@ -158,7 +143,7 @@ def dance_lora(n: int) -> dict:
     )
 
 
-# Changes to `base` by number of GPUs, applied in order.
+# Changes to `BASE` by number of GPUs, applied in order.
 RECIPES = {
     "pickscore": lambda n: (flow_grpo(n),),
     "pickscore_fast": lambda n: (flow_grpo(n), FAST, dict(advantages=dict(std="group"))),
@@ -175,29 +160,18 @@ RECIPES = {
 PASSES = dict.fromkeys(RECIPES, 192) | dict(dance=48, dance_ema=96, dance_lora=96)
 
 
-def base() -> ConfigDict:
-    """Common settings of all recipes."""
-    c = ConfigDict()
-    c.seed = 42
-    c.steps = 3000  # the sources of Flow-GRPO run until they are stopped
-    c.model = ConfigDict(dict(folder="black-forest-labs/FLUX.1-dev", remat="blocks"))
-    c.precision = ConfigDict(dict(arithmetic="bfloat16", frozen="bfloat16"))
-    c.prompts = ConfigDict(dict(file="", cache_limit=250.0))
-    c.rewards = ()
-    c.sampler = ConfigDict(dict(guidance=3.5))
-    c.algorithm = ConfigDict(dict(adv_clip=5.0))
-    c.trainer = ConfigDict(dict(weight_decay=1e-4, clip_norm=1.0))
-    # Sampling and training alternate on the same devices, so no device waits for another.
-    c.placement = ConfigDict(dict(rollout=dict(data=0, fsdp=1), trainer=dict(data=1, fsdp=1)))
-    c.evaluation = ConfigDict(dict(prompts="", guidance=3.5))
-    c.images = ConfigDict(dict(every=20, count=12))
-    c.checkpoint = ConfigDict(dict(keep=2))
-    return c
+# Common settings of all recipes.
+BASE = dict(
+    seed=42,
+    model=dict(folder="black-forest-labs/FLUX.1-dev"),
+    prompts=dict(cache_limit=250.0),
+    sampler=dict(guidance=3.5),
+    algorithm=dict(adv_clip=5.0),
+    trainer=dict(weight_decay=1e-4, clip_norm=1.0),
+    evaluation=dict(guidance=3.5),
+)
 
 
 def get_config(argument: str = "pickscore,8") -> ConfigDict:
     name, n = recipe_and_gpus(argument, PASSES, "pickscore,8")
-    c = base()
-    for changes in RECIPES[name](n):
-        c.update(changes)
-    return complete(c)  # so that every field can be given on the command line
+    return published(BASE, *RECIPES[name](n))

@@ -12,7 +12,6 @@ log in with `hf auth login`, or set model.folder to a copy.
 Separate GPUs for rollout and training, four each of eight:
 --config.placement.rollout.data=4 --config.placement.trainer.data=4
 Layout chosen by the planner: --config.placement=auto
-With compiled costs on 8 H100s, it chooses one worker with all GPUs, and chunks of 24 images.
 
 Sources, in github.com/yifan123/flow_grpo (arXiv 2505.05470), `counting_flux_kontext`, for 28 GPUs:
 - config/grpo.py (31c71b9): 48 groups of 21 images in two updates, micro-batch of 3 images per GPU, 512 x 512, 6 steps,
@@ -36,28 +35,15 @@ them; it drops each image whose advantage is 0 and divides the rest evenly among
 images to fill micro-batches, here groups of equal rewards are dropped; and those of Flow-GRPO in configs/flux_dev.py
 (prompt order, groups split by index, the sixth step without noise, exact sigmas, recomputed old log-probabilities).
 
-The smallest TPU slice is four chips of 32 GB, v6e:2x2, which shard the transformer (estimated by the compiler; not
-run): 13.4 GiB and 1,332 s per step. A single chip is too small for FLUX.1-dev, which has the same transformer.
+docs/performance.md has the estimated memory and time, and the smallest TPU slice.
 
-python launch/plan.py --config configs/flux_kontext.py:4 --topology v6e:2x2 \
-    --config.placement.trainer.data=1 --config.placement.trainer.fsdp=4 --config.evaluation.batch=12 \
-    --config.placement.rules="(('^transformer/', 'fsdp'), ('.*', 'replicate'))"
-
-Required on H100s, as compiled (docs/performance.md; not run): at most 31 GiB of each of 8. `:1` needs 33 GiB of one.
-
-Memory per GPU of 8 as counted by launch/plan.py, in GiB: weights, gradient, moments, EMA, the version that sampled,
-autoencoder, trajectories, prompts and source images, without temporary memory of programs: 27.5, of which 23.0 are the
-frozen transformer. One GPU needs 2.2 more for trajectories. The text encoders take 9.3, and are freed after the prompts
-are encoded.
-
-The transformer attends to 1024 tokens of the source image, 1024 of
-the image and 128 of the text, so a pass has 2.0 times the operations of FLUX.1-dev at this size.
+The transformer attends to 1024 tokens of the source image, 1024 of the image and 128 of the text, so a pass has 2.0
+times the operations of FLUX.1-dev at this size.
 """
 
 from ml_collections import ConfigDict
 
-from digen_jax.config.arguments import number_of_gpus
-from digen_jax.config.load import complete
+from digen_jax.config.arguments import number_of_gpus, published
 
 # Images per update, divided by those per GPU and pass: 1008 / 2 / 3.
 PASSES = 168
@@ -65,39 +51,30 @@ PASSES = 168
 
 def get_config(argument: str = "8") -> ConfigDict:
     n = number_of_gpus(argument, PASSES, "8")
-    c = ConfigDict()
-    c.seed = 42
-    c.steps = 3000  # the source runs until it is stopped
-    c.model = ConfigDict(
-        dict(
+    recipe = dict(
+        seed=42,
+        model=dict(
             folder="black-forest-labs/FLUX.1-Kontext-dev",
             height=512,
             width=512,
             source_height=512,
             source_width=512,
             max_sequence_length=128,
-            remat="blocks",
-        )
-    )
-    c.precision = ConfigDict(dict(arithmetic="bfloat16", frozen="bfloat16"))
-    c.prompts = ConfigDict(dict(file="", cache_limit=250.0))
-    c.rewards = ()
-    c.batch = ConfigDict(dict(groups=48, images=21))
-    c.sampler = ConfigDict(
-        dict(
+        ),
+        prompts=dict(cache_limit=250.0),
+        batch=dict(groups=48, images=21),
+        sampler=dict(
             kind="flow",
             noise_level=0.9,
             steps=6,
             guidance=2.5,
             window=dict(length=5),
             chunk=3 * n,
-        )
-    )
-    c.algorithm = ConfigDict(dict(clip_range=1e-4, adv_clip=5.0))
-    c.advantages = ConfigDict(dict(std="global", drop_zero_std=True))
-    c.lora = ConfigDict(dict(rank=64, alpha=128.0, init="gaussian"))
-    c.trainer = ConfigDict(
-        dict(
+        ),
+        algorithm=dict(clip_range=1e-4, adv_clip=5.0),
+        advantages=dict(std="global", drop_zero_std=True),
+        lora=dict(rank=64, alpha=128.0, init="gaussian"),
+        trainer=dict(
             micro_batch=3 * n,
             updates=2,
             learning_rate=3e-4,
@@ -108,11 +85,9 @@ def get_config(argument: str = "8") -> ConfigDict:
             ema_every=8,
             # Micro-batches of an update on 28 GPUs: 1008 / (28 * 3) / 2.
             ema_repeats=6,
-        )
+        ),
+        placement=dict(trainer=dict(data=n)),
+        evaluation=dict(every=30, steps=28, guidance=2.5, batch=2 * n),
+        checkpoint=dict(every=30),
     )
-    # Sampling and training alternate on the same devices, so no device waits for another.
-    c.placement = ConfigDict(dict(rollout=dict(data=0, fsdp=1), trainer=dict(data=n, fsdp=1)))
-    c.evaluation = ConfigDict(dict(prompts="", every=30, steps=28, guidance=2.5, batch=2 * n))
-    c.images = ConfigDict(dict(every=20, count=12))
-    c.checkpoint = ConfigDict(dict(every=30, keep=2))
-    return complete(c)  # so that every field can be given on the command line
+    return published(recipe)

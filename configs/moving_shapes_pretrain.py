@@ -15,6 +15,8 @@ step of the first autoencoder took 0.009 s and one of its transformer 0.008 s.
 
 from ml_collections import ConfigDict
 
+from examples.shapes.fit import FitSettings
+
 
 def get_config() -> ConfigDict:
     c = ConfigDict()
@@ -65,19 +67,7 @@ def get_config() -> ConfigDict:
     )
     ae.batch = 8
     ae.kl_weight = 3e-5
-    ae.fit = ConfigDict(
-        dict(
-            steps=16_000,
-            learning_rate=2e-3,
-            muon_rate=0.0,
-            final_rate=0.02,
-            warmup=200,
-            ema=0.999,
-            clip_norm=1.0,
-            checkpoint_every=1000,
-            log_every=50,
-        )
-    )
+    ae.fit = ConfigDict(vars(FitSettings(16_000, learning_rate=2e-3, checkpoint_every=1000)))
 
     c.transformer = t = ConfigDict()
     t.network = ConfigDict(
@@ -99,17 +89,5 @@ def get_config() -> ConfigDict:
     )
     t.batch = 64
     t.caption_dropout = 0.1
-    t.fit = ConfigDict(
-        dict(
-            steps=16_000,
-            learning_rate=1e-3,
-            muon_rate=0.02,
-            final_rate=0.02,
-            warmup=200,
-            ema=0.999,
-            clip_norm=1.0,
-            checkpoint_every=500,
-            log_every=50,
-        )
-    )
+    t.fit = ConfigDict(vars(FitSettings(16_000, learning_rate=1e-3, muon_rate=0.02)))
     return c

@@ -11,7 +11,6 @@ github.com/yifan123/flow_grpo. Qwen-Image-2512 has the same settings: --config.m
 Separate GPUs for rollout and training, four each of eight:
 --config.placement.rollout.data=1 --config.placement.rollout.fsdp=4 --config.placement.trainer.fsdp=4
 Layout chosen by the planner: --config.placement=auto
-With compiled costs on 8 H100s, it chooses one worker with all GPUs, and chunks of 128 images.
 
 ocr  Flow-GRPO (arXiv 2505.05470): LoRA of rank 64, two of ten steps trained, in a window at a random position
 
@@ -45,81 +44,47 @@ Differences from the source:
 - diffusers rounds sigma to bfloat16 before it multiplies it by 1000, so that 0.99 becomes 988; here it is exact;
 - the source offloads weights to host memory; here they stay on the GPUs.
 
-The smallest TPU slice (estimated by the compiler; not run) is v6e:2x2 with 8 images per chip,
-`--config.sampler.chunk=32 --config.trainer.micro_batch=32 --config.evaluation.batch=32`, at 26.9 GiB per chip and 476 s
-per step. 16 images per chip do not fit. Gathers of parameters take two of the gradient's 13 s
-(`python launch/plan.py --config configs/qwen_image.py:ocr,4 --topology v6e:2x2`).
-
-Required on H100s, as compiled (docs/performance.md; not run): at most 26 GiB of each of 4.
-
-Memory per GPU of 4 as counted by launch/plan.py, without temporary memory of programs: 11.7 GiB. The text encoder is
-freed after the prompts are encoded. An encoded prompt takes at most
-1.8 MB of disk, 256 x 3584 bfloat16 numbers (prompts.cache_limit).
+docs/performance.md has the estimated memory and time, and the smallest TPU slice.
 """
 
 from ml_collections import ConfigDict
 
-from digen_jax.config.arguments import recipe_and_gpus
-from digen_jax.config.load import complete
+from digen_jax.config.arguments import published, recipe_and_gpus
 
 
 def ocr(n: int) -> dict:
     """Flow-GRPO, with parameters sharded over n GPUs."""
     return dict(
+        seed=0,
+        steps=300,
+        model=dict(folder="Qwen/Qwen-Image", height=512, width=512, max_sequence_length=256),
         batch=dict(groups=32, images=16),
         sampler=dict(
             kind="flow",
             noise_level=1.2,
             steps=10,
+            guidance=4.0,
             window=dict(mode="random", length=2, end=5),
             chunk=16 * n,
         ),
-        algorithm=dict(clip_range=1e-5),
+        algorithm=dict(clip_range=1e-5, adv_clip=5.0),
         advantages=dict(std="global", ddof=1),
         lora=dict(rank=64, alpha=128.0, init="gaussian"),
-        trainer=dict(micro_batch=8 * n, updates=2, learning_rate=3e-4),
+        trainer=dict(
+            micro_batch=8 * n, updates=2, learning_rate=3e-4, weight_decay=1e-4, clip_norm=1.0
+        ),
         placement=dict(trainer=dict(data=1, fsdp=n), rules=((".*", "fsdp"),)),
-        evaluation=dict(every=30, steps=50, batch=16 * n),
+        evaluation=dict(every=30, steps=50, guidance=4.0, batch=16 * n),
+        images=dict(every=30),
         checkpoint=dict(every=30),
     )
 
 
-# Changes to `base` by number of GPUs.
 RECIPES = {"ocr": ocr}
 # Images per update, divided by those per GPU and call of the sampler: 512 / 2 / 16.
 PASSES = {"ocr": 16}
 
 
-def base() -> ConfigDict:
-    """Common settings of all recipes."""
-    c = ConfigDict()
-    c.seed = 0
-    c.steps = 300
-    c.model = ConfigDict(
-        dict(
-            folder="Qwen/Qwen-Image",
-            height=512,
-            width=512,
-            max_sequence_length=256,
-            remat="blocks",
-        )
-    )
-    c.precision = ConfigDict(dict(arithmetic="bfloat16", frozen="bfloat16"))
-    c.prompts = ConfigDict(dict(file=""))
-    c.rewards = ()
-    c.sampler = ConfigDict(dict(guidance=4.0))
-    c.algorithm = ConfigDict(dict(adv_clip=5.0))
-    c.trainer = ConfigDict(dict(weight_decay=1e-4, clip_norm=1.0))
-    # Sampling and training alternate on the same devices, so no device waits for another.
-    c.placement = ConfigDict(dict(rollout=dict(data=0, fsdp=1), trainer=dict(data=1, fsdp=1)))
-    c.evaluation = ConfigDict(dict(prompts="", guidance=4.0))
-    c.images = ConfigDict(dict(every=30, count=12))
-    c.checkpoint = ConfigDict(dict(keep=2))
-    return c
-
-
 def get_config(argument: str = "ocr,4") -> ConfigDict:
     name, n = recipe_and_gpus(argument, PASSES, "ocr,4")
-    c = base()
-    c.update(RECIPES[name](n))
-    return complete(c)  # so that every field can be given on the command line
+    return published(RECIPES[name](n))

@@ -12,7 +12,6 @@ model.folder to a copy.
 Separate GPUs for rollout and training, four each of eight:
 --config.placement.rollout.data=4 --config.placement.trainer.data=4
 Layout chosen by the planner: --config.placement=auto
-With compiled costs on 8 H100s, it chooses one worker with all GPUs, and chunks of 72 images.
 
 geneval, ocr, pickscore              Flow-GRPO (arXiv 2505.05470), with different KL coefficients
 geneval_fast_nocfg,                  Flow-GRPO-Fast: three noisy steps at a random position in the first half, cps, no
@@ -52,19 +51,7 @@ replay with the same weights (the embedded model on a CPU, 10 steps; `pytest -s 
 guard` prints it). If a log-probability between 1 and 2 is rounded differently, it is 8e-8: a resolution of 1.2e-7,
 times the first step's std of 0.7. bfloat16 could not resolve the range.
 
-The smallest TPU slice for geneval is one chip of 16 GB, v5e:1x1 (estimated by the compiler; not run), in bfloat16 with
-a micro-batch of 8 images: 11.5 GiB and 151 s for a step of 64 images. It was not compiled in float32.
-
-python launch/plan.py --config configs/sd35_medium.py:geneval,1 --topology v5e:1x1 \
-    --config.precision.arithmetic=bfloat16 --config.precision.frozen=bfloat16 --config.model.remat=keep_attention \
-    --config.sampler.chunk=8 --config.trainer.micro_batch=8 --config.evaluation.batch=8
-
-Required on H100s, as compiled (docs/performance.md): at most 24 GiB of each of 8, most of it while prompts are encoded.
-geneval,1 needs at most 23 GiB of one; its programs were timed there: 136 s for a step of 64 images.
-
-Memory per GPU of 8 as counted by launch/plan.py, in GiB: weights, gradient, moments, EMA, the version that sampled,
-autoencoder, trajectories, prompts, without temporary memory of programs: geneval 10.7, nft_geneval 10.2. The text
-encoders take 20.8, and are freed after the prompts are encoded.
+docs/performance.md has the estimated memory and time, and the smallest TPU slice.
 
 Expected result: not measured, because no such GPU was available. Published for Flow-GRPO on 32 GPUs: GenEval 0.63
 before, 0.95 after. The tests check all shapes of a step at this size.
@@ -72,8 +59,7 @@ before, 0.95 after. The tests check all shapes of a step at this size.
 
 from ml_collections import ConfigDict
 
-from digen_jax.config.arguments import recipe_and_gpus
-from digen_jax.config.load import complete
+from digen_jax.config.arguments import published, recipe_and_gpus
 
 # Linear layers of the joint attention, without the second attention, which covers only the image.
 ATTENTION = r"transformer_blocks\.\d+\.attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)"
@@ -146,31 +132,24 @@ RECIPES = {
 PASSES = dict.fromkeys(RECIPES, 64) | dict(nft_geneval=128, nft_pickscore=128)
 
 
-def base(n: int) -> ConfigDict:
+def base(n: int) -> dict:
     """Common settings of all recipes on n GPUs."""
     each = 8 if n == 1 else 9  # images per GPU and pass
-    c = ConfigDict()
-    c.seed = 42
-    c.steps = 3000  # the sources run until they are stopped; this may be raised in the same workdir
-    c.model = ConfigDict(
-        dict(
+    return dict(
+        seed=42,
+        model=dict(
             folder="stabilityai/stable-diffusion-3.5-medium",
             height=512,
             width=512,
             max_sequence_length=128,
-            remat="blocks",
-        )
-    )
-    c.precision = ConfigDict(dict(arithmetic="float32"))
-    c.prompts = ConfigDict(dict(file="", cache_limit=200.0))
-    c.rewards = ()
-    c.batch = ConfigDict(dict(groups=48, images=24))
-    c.sampler = ConfigDict(dict(steps=10, chunk=n * each))
-    c.algorithm = ConfigDict()
-    c.advantages = ConfigDict(dict(std="global"))
-    c.lora = ConfigDict(dict(rank=32, alpha=64.0, targets=ATTENTION, init="gaussian"))
-    c.trainer = ConfigDict(
-        dict(
+        ),
+        precision=dict(arithmetic="float32", frozen="float32"),
+        prompts=dict(cache_limit=200.0),
+        batch=dict(groups=48, images=24),
+        sampler=dict(steps=10, chunk=n * each),
+        advantages=dict(std="global"),
+        lora=dict(rank=32, alpha=64.0, targets=ATTENTION, init="gaussian"),
+        trainer=dict(
             # As in sampling: kernels, and therefore rounding, depend on the batch size.
             micro_batch=n * each,
             updates=2,
@@ -181,31 +160,20 @@ def base(n: int) -> ConfigDict:
             ema_warm_up=True,
             ema_every=8,
             ema_repeats=REPEATS,
-        )
+        ),
+        placement=dict(trainer=dict(data=n)),
+        evaluation=dict(
+            every=60, steps=40, guidance=4.5, batch=14 * n, images=280 if n == 1 else 0
+        ),
+        checkpoint=dict(every=60),
     )
-    # Sampling and training alternate on the same devices, so no device waits for another.
-    c.placement = ConfigDict(dict(rollout=dict(data=0, fsdp=1), trainer=dict(data=n, fsdp=1)))
-    c.evaluation = ConfigDict(
-        dict(
-            prompts="",
-            every=60,
-            steps=40,
-            guidance=4.5,
-            batch=14 * n,
-            images=280 if n == 1 else 0,
-        )
-    )
-    c.images = ConfigDict(dict(every=20, count=12))
-    c.checkpoint = ConfigDict(dict(every=60, keep=2))
-    return c
 
 
 def get_config(argument: str = "geneval,1") -> ConfigDict:
     name, n = recipe_and_gpus(argument, PASSES, "geneval,8")
-    c = base(n)
-    c.update(RECIPES[name])
+    on_one = dict[str, dict]()
     if n == 1:
-        c.batch.update(groups=8, images=8)
-        if c.algorithm.get("name") != "diffusion_nft":
-            c.trainer.ema_repeats = REPEATS_ON_ONE
-    return complete(c)  # so that every field can be given on the command line
+        on_one = dict(batch=dict(groups=8, images=8))
+        if not name.startswith("nft_"):
+            on_one |= dict(trainer=dict(ema_repeats=REPEATS_ON_ONE))
+    return published(base(n), RECIPES[name], on_one)

@@ -9,6 +9,8 @@ rest of the learning rate's cosine.
 
 from ml_collections import ConfigDict
 
+from examples.shapes.fit import FitSettings
+
 
 def get_config() -> ConfigDict:
     c = ConfigDict()
@@ -52,19 +54,8 @@ def get_config() -> ConfigDict:
     )
     ae.batch = 32
     ae.kl_weight = 1e-4
-    ae.fit = ConfigDict(
-        dict(
-            steps=3000,
-            learning_rate=3e-3,
-            muon_rate=0.0,
-            final_rate=0.1,
-            warmup=100,
-            ema=0.995,
-            clip_norm=1.0,
-            checkpoint_every=500,
-            log_every=50,
-        )
-    )
+    fit = FitSettings(3000, learning_rate=3e-3, final_rate=0.1, warmup=100, ema=0.995)
+    ae.fit = ConfigDict(vars(fit))
 
     c.transformer = t = ConfigDict()
     t.network = ConfigDict(
@@ -86,17 +77,5 @@ def get_config() -> ConfigDict:
     )
     t.batch = 64
     t.caption_dropout = 0.1
-    t.fit = ConfigDict(
-        dict(
-            steps=16_000,
-            learning_rate=1e-3,
-            muon_rate=0.02,
-            final_rate=0.02,
-            warmup=200,
-            ema=0.999,
-            clip_norm=1.0,
-            checkpoint_every=500,
-            log_every=50,
-        )
-    )
+    t.fit = ConfigDict(vars(FitSettings(16_000, learning_rate=1e-3, muon_rate=0.02)))
     return c

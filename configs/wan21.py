@@ -14,7 +14,6 @@ docs/wan.md gives the rewards of longcat, which need two reward servers, and of 
 Separate GPUs for rollout and training, four each of eight:
 --config.placement.rollout.data=4 --config.placement.trainer.data=4
 Layout chosen by the planner: --config.placement=auto
-With compiled costs on 8 H100s, it chooses one worker with all GPUs, and chunks of 64, 32 or 8 clips.
 
 ocr                 GenRL's default: 1.3B, clips of 240x416 with 33 frames, the SDE of Flow-GRPO, for 8 GPUs
 flow_grpo_ocr       Flow-GRPO's own: the same with another SDE and more KL
@@ -77,15 +76,12 @@ Differences from the sources:
 - with bfloat16 the trainer recomputes old log-probabilities (algorithm.old_log_probs), one more pass per trained
   step. In longcat, with one update per step, it takes the current ones, so that ratios are 1.
 
-Required on H100s, as compiled (docs/performance.md; not run): at most 38 GiB of each of 8. docs/wan.md has seconds and
-memory of longcat on 8 and 64 H100s, also for 14B and 720p, and on a TPU slice:
-python launch/plan.py --config configs/wan21.py:longcat,64 --topology v5p:4x4x4
+docs/performance.md and docs/wan.md have the estimated memory and time.
 """
 
 from ml_collections import ConfigDict
 
-from digen_jax.config.arguments import recipe_and_gpus
-from digen_jax.config.load import complete
+from digen_jax.config.arguments import published, recipe_and_gpus
 
 # PEFT's to_q, to_k, to_v and to_out.0. The other recipes also adapt feed-forward layers, as by the family's default.
 ATTENTION = r"blocks\.\d+\.attn[12]\.(to_[qkv]|to_out\.0)"
@@ -159,7 +155,7 @@ def flow_factory(n: int) -> dict:
     )
 
 
-# Changes to `base` by number of GPUs, applied in order.
+# Changes to `BASE` by number of GPUs, applied in order.
 RECIPES = {
     "ocr": lambda n: (ocr(n),),
     "flow_grpo_ocr": lambda n: (
@@ -173,38 +169,17 @@ RECIPES = {
 PASSES = dict(ocr=8, flow_grpo_ocr=8, longcat=64, clip_pickscore_14b=384)
 
 
-def base() -> ConfigDict:
-    """Common settings of all recipes."""
-    c = ConfigDict()
-    c.seed = 42
-    c.steps = 3000  # the sources run until they are stopped
-    c.model = ConfigDict(
-        dict(
-            folder="Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
-            max_sequence_length=512,
-            remat="blocks",
-        )
-    )
-    c.precision = ConfigDict(dict(arithmetic="bfloat16", frozen="bfloat16"))
-    c.prompts = ConfigDict(dict(file=""))
-    c.rewards = ()
-    c.algorithm = ConfigDict(dict(adv_clip=5.0))
-    c.lora = ConfigDict(dict(init="gaussian"))
-    c.trainer = ConfigDict(
-        dict(learning_rate=1e-4, weight_decay=1e-4, clip_norm=1.0, ema=0.9, ema_warm_up=True)
-    )
-    # Sampling and training alternate on the same devices, so no device waits for another.
-    c.placement = ConfigDict(dict(rollout=dict(data=0, fsdp=1), trainer=dict(data=1, fsdp=1)))
-    c.evaluation = ConfigDict(dict(prompts=""))
-    c.images = ConfigDict(dict(every=30, count=4))
-    c.checkpoint = ConfigDict(dict(keep=2))
-    return c
+# Common settings of all recipes.
+BASE = dict(
+    seed=42,
+    model=dict(folder="Wan-AI/Wan2.1-T2V-1.3B-Diffusers", max_sequence_length=512),
+    algorithm=dict(adv_clip=5.0),
+    lora=dict(init="gaussian"),
+    trainer=dict(learning_rate=1e-4, weight_decay=1e-4, clip_norm=1.0, ema=0.9, ema_warm_up=True),
+    images=dict(every=30, count=4),
+)
 
 
 def get_config(argument: str = "ocr,8") -> ConfigDict:
     name, n = recipe_and_gpus(argument, PASSES, "ocr,8")
-    c = base()
-    for changes in RECIPES[name](n):
-        c.update(changes)
-    c.placement.trainer.data = n
-    return complete(c)  # so that every field can be given on the command line
+    return published(BASE, *RECIPES[name](n), dict(placement=dict(trainer=dict(data=n))))

@@ -12,7 +12,6 @@ gives no number for this recipe, and none was measured here.
 Separate GPUs for rollout and training, four each of eight:
 --config.placement.rollout.data=4 --config.placement.trainer.data=4
 Layout chosen by the planner: --config.placement=auto
-With compiled costs on 8 H100s, it chooses one worker with all GPUs, and chunks of 8 images.
 
 Sources: github.com/X-GenGroup/Flow-Factory (5f6cda1), examples/grpo/lora/z_image_turbo/default.yaml:
 - 8 GPUs; Tongyi-MAI/Z-Image-Turbo; LoRA of rank 64, alpha 128, float32, on its default layers
@@ -44,42 +43,24 @@ Differences from the source:
 - latents are rounded to float16 between steps there, and are float32 here;
 - with bfloat16 the trainer recomputes old log-probabilities (algorithm.old_log_probs), one more pass per trained step.
 
-The smallest TPU slice is one chip of 32 GB, v6e:1x1 (estimated by the compiler; not run): 20.1 GiB and 640 s per step
-(`python launch/plan.py --config configs/zimage_turbo.py:1 --topology v6e:1x1`).
-
-Required on H100s, as compiled (docs/performance.md; not run): at most 18 GiB of each of 8. `:1` needs 19 GiB of one.
-
-Memory per GPU of 8 as counted by launch/plan.py, in GiB: weights, gradient, moments, EMA, the version that sampled,
-autoencoder, trajectories, prompts, without temporary memory of programs: 15.3, of which 11.5 are the frozen
-transformer. The text encoder takes 7.3, and is freed after the prompts are encoded. One GPU needs 0.3 more for
-trajectories. An encoded prompt takes up to 2.6 MB of disk, 512 x
-2560 bfloat16 numbers (prompts.cache_limit).
+docs/performance.md has the estimated memory and time, and the smallest TPU slice.
 """
 
 from ml_collections import ConfigDict
 
-from digen_jax.config.arguments import number_of_gpus
-from digen_jax.config.load import complete
+from digen_jax.config.arguments import number_of_gpus, published
 
 # Images per update, with one per GPU and pass: 768 / 2.
 PASSES = 384
 
 
-def recipe(n: int) -> dict:
-    """Settings on n GPUs, each with all parameters."""
-    return dict(
+def get_config(argument: str = "8") -> ConfigDict:
+    n = number_of_gpus(argument, PASSES, "8")
+    recipe = dict(
         seed=42,
-        steps=3000,  # the source runs until it is stopped
         model=dict(
-            folder="Tongyi-MAI/Z-Image-Turbo",
-            height=512,
-            width=512,
-            max_sequence_length=512,
-            remat="blocks",
+            folder="Tongyi-MAI/Z-Image-Turbo", height=512, width=512, max_sequence_length=512
         ),
-        precision=dict(arithmetic="bfloat16", frozen="bfloat16"),
-        prompts=dict(file=""),
-        rewards=(),
         batch=dict(groups=48, images=16),
         sampler=dict(
             kind="flow",
@@ -103,14 +84,8 @@ def recipe(n: int) -> dict:
             ema_unit="step",
             ema_every=4,
         ),
-        # Sampling and training alternate on the same devices, so no device waits for another.
-        placement=dict(rollout=dict(data=0, fsdp=1), trainer=dict(data=n, fsdp=1)),
-        evaluation=dict(prompts="", every=40, steps=10, guidance=1.0, batch=4 * n),
-        images=dict(every=20, count=12),
-        checkpoint=dict(every=40, keep=2),
+        placement=dict(trainer=dict(data=n)),
+        evaluation=dict(every=40, steps=10, guidance=1.0, batch=4 * n),
+        checkpoint=dict(every=40),
     )
-
-
-def get_config(argument: str = "8") -> ConfigDict:
-    n = number_of_gpus(argument, PASSES, "8")
-    return complete(ConfigDict(recipe(n)))  # so that every field can be given on the command line
+    return published(recipe)

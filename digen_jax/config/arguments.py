@@ -1,8 +1,39 @@
-"""The argument of a config file for several numbers of GPUs, as in `--config configs/flux_dev.py:pickscore,8`."""
+"""Common parts of the published recipes in configs/: their settings that no source has, and a config's argument.
+
+The argument is for several numbers of GPUs, as in `--config configs/flux_dev.py:pickscore,8`.
+"""
 
 from collections.abc import Mapping
+from typing import Any
 
+from ml_collections import ConfigDict
+
+from digen_jax.config.load import complete
 from digen_jax.errors import ConfigError
+
+COMMON = dict(
+    steps=3000,  # the sources run until they are stopped
+    model=dict(remat="blocks"),
+    precision=dict(arithmetic="bfloat16", frozen="bfloat16"),
+    prompts=dict(file=""),
+    rewards=(),
+    # Sampling and training alternate on the same devices, so no device waits for another.
+    placement=dict(rollout=dict(data=0, fsdp=1), trainer=dict(data=1, fsdp=1)),
+    evaluation=dict(prompts=""),
+    images=dict(every=20, count=12),
+    checkpoint=dict(keep=2),
+)
+
+
+def published(*changes: Mapping[str, Any]) -> ConfigDict:
+    """Returns the config of a published recipe: `COMMON` with changes by section, applied in order.
+
+    It has every field, so that each can be set on the command line.
+    """
+    config = ConfigDict(COMMON)
+    for one in changes:
+        config.update(one)
+    return complete(config)
 
 
 def recipe_and_gpus(argument: str, passes: Mapping[str, int], example: str) -> tuple[str, int]:

@@ -24,17 +24,17 @@ Loss = Callable[[Any, Any, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
 
 @dataclasses.dataclass(frozen=True)
 class FitSettings:
-    """Optimizer and schedule of a stage."""
+    """Optimizer and schedule of a stage, a section of its config."""
 
     steps: int
     learning_rate: float
-    muon_rate: float  # learning rate of Muon; 0 uses Adam for everything
-    final_rate: float  # final share of the learning rate in the cosine schedule
-    warmup: int
-    ema: float
-    clip_norm: float
-    checkpoint_every: int
-    log_every: int
+    muon_rate: float = 0.0  # learning rate of Muon; 0 uses Adam for everything
+    final_rate: float = 0.02  # final share of the learning rate in the cosine schedule
+    warmup: int = 200
+    ema: float = 0.999
+    clip_norm: float = 1.0
+    checkpoint_every: int = 500
+    log_every: int = 50
 
     def optimizer(self) -> optax.GradientTransformation:
         """Returns Adam, and Muon for the matrices if `muon_rate` is set, after clipping by the norm."""
