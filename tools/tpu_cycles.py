@@ -20,7 +20,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import operator
 import re
 import sys
 from collections import Counter
@@ -70,6 +69,7 @@ FREE_CALLS = {
     "AllocateBuffer", "ConcatBitcast", "Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape"
 }  # fmt: skip
 SLICES, UPDATE = ("dynamic-slice", "slice", "gather"), "dynamic-update-slice"
+SAME = ("copy", "bitcast", "convert", "reshape", "opt-barrier", "broadcast", "copy-done")
 
 
 # -------------------------------------------------------------------------------- the program's text
@@ -168,6 +168,13 @@ class Computation:
         """Instruction of the result."""
         return next(i for i in reversed(self.instructions.values()) if i.root)
 
+    def source(self, name: str) -> Instruction:
+        """Returns the instruction that computes a name's value, skipping copies."""
+        found = self.instructions[name]
+        while found.opcode in SAME:
+            found = self.instructions[found.operands[0]]
+        return found
+
     def operands(self, instruction: Instruction) -> list[Instruction]:
         """Returns the instructions whose results an instruction reads."""
         return [self.instructions[n] for n in instruction.operands if n in self.instructions]
@@ -240,100 +247,28 @@ def _split(text: str, separator: str) -> Iterator[str]:
 
 # ------------------------------------------------------------------------------------------ loops
 
-SAME = ("copy", "bitcast", "convert", "reshape", "opt-barrier", "broadcast", "copy-done")
-ARITHMETIC = {
-    "add": operator.add, "subtract": operator.sub, "LT": operator.lt, "LE": operator.le, "GT": operator.gt,
-    "GE": operator.ge, "EQ": operator.eq, "NE": operator.ne,
-}  # fmt: skip
-MOST_TRIPS = 10_000
 
+def trips(computations: Computations, caller: Computation, loop: Instruction) -> int | None:
+    """Returns the trip count of a `while`. None means that it is unknown.
 
-@dataclasses.dataclass(frozen=True)
-class Frame:
-    """Computation as it runs: `caller` is the frame with the instruction `call`. None means the entry.
-
-    `state` has the known integers of a loop's state in one iteration, by index. None means any iteration.
-    """
-
-    computations: Computations
-    computation: Computation
-    caller: Any = None
-    call: Instruction | None = None
-    state: dict[int, int] | None = None
-
-    def enter(self, call: Instruction, name: str, state: dict[int, int] | None = None) -> "Frame":
-        """Returns the frame of a computation that an instruction of this one runs."""
-        return Frame(self.computations, self.computations[name], self, call, state)
-
-    def source(self, name: str) -> Instruction:
-        """Returns the instruction that computes a name's value, skipping copies."""
-        found = self.computation.instructions[name]
-        while found.opcode in SAME:
-            found = self.computation.instructions[found.operands[0]]
-        return found
-
-    def value(self, name: str) -> int | None:
-        """Returns a name's value if it is an integer that follows from constants and `state`."""
-        one = self.source(name)
-        if [array.bytes > 8 or array.dtype[0] not in "sup" for array in one.arrays] != [False]:
-            return None
-        match one.opcode:
-            case "constant":
-                text = one.operands[0].strip("{} ")
-                return int(text) if re.fullmatch(r"-?\d+", text) else None
-            case "add" | "subtract" | "compare":
-                values = [self.value(each) for each in one.operands]
-                known = ARITHMETIC[one.attribute("direction") or one.opcode]
-                return None if None in values else int(known(*values))
-            case "parameter" if self.call is not None and self.call.opcode in ("fusion", "call"):
-                return self.caller.value(self.call.operands[int(one.operands[0])])
-            case "fusion" | "call":
-                inner = self.enter(one, one.called[0])
-                return inner.value(inner.computation.root.name)
-            case "get-tuple-element":
-                return self._element(self.source(one.operands[0]), int(one.attribute("index")))
-        return None
-
-    def _element(self, whole: Instruction, index: int) -> int | None:
-        """Returns an element of a tuple or of a loop's state; None if iterations of other loops change it."""
-        if whole.opcode == "tuple":
-            return self.value(whole.operands[index])
-        if whole.opcode == "parameter" and self.state is not None:
-            return self.state.get(index)
-        caller, loop = (self, whole) if whole.opcode == "while" else (self.caller, self.call)
-        if loop is None or loop.opcode != "while":
-            return None
-        start = caller.source(loop.operands[0])
-        body = caller.enter(loop, loop.attribute("body"))
-        kept = body.source(body.computation.root.operands[index])
-        unchanged = kept.opcode == "get-tuple-element" and int(kept.attribute("index")) == index
-        if not unchanged or body.source(kept.operands[0]).opcode != "parameter":
-            return None
-        return caller.value(start.operands[index]) if start.opcode == "tuple" else None
-
-
-def trips(frame: Frame, loop: Instruction) -> int | None:
-    """Returns the trip count of a `while`. None means that neither the compiler nor constants define it.
-
-    Without the compiler's count, the integers of the loop's state are computed for each iteration, as far as they
-    follow from constants.
+    The TPU compiler does not state it. JAX's scans count from 0 by 1 while the counter is less than a constant.
     """
     if known := loop.find(r'"known_trip_count":\{"n":"?(\d+)'):
         return int(known)
-    start = frame.source(loop.operands[0])
-    if start.opcode != "tuple":
+    condition, body = (computations[loop.attribute(name)] for name in ("condition", "body"))
+    start, compare = caller.source(loop.operands[0]), condition.root
+    if start.opcode != "tuple" or body.root.opcode != "tuple":
         return None
-    values = {i: frame.value(name) for i, name in enumerate(start.operands)}
-    for count in range(MOST_TRIPS):
-        state = {i: value for i, value in values.items() if value is not None}
-        condition = frame.enter(loop, loop.attribute("condition"), state)
-        more = condition.value(condition.computation.root.name)
-        if not more:
-            return None if more is None else count
-        body = frame.enter(loop, loop.attribute("body"), state)
-        names = body.computation.root.operands
-        values = {i: body.value(names[i]) for i in state}
-    return None
+    if compare.attribute("direction") != "LT":
+        return None
+    counter, limit = map(condition.source, compare.operands)
+    if counter.opcode != "get-tuple-element" or limit.opcode != "constant":
+        return None
+    index = int(counter.attribute("index"))
+    first, step = caller.source(start.operands[index]), body.source(body.root.operands[index])
+    counts = first.operands == ("0",) and step.opcode == "add"
+    counts = counts and body.source(step.operands[1]).operands == ("1",)
+    return int(limit.operands[0]) if counts else None
 
 
 # ----------------------------------------------------------------------------------------- layers
@@ -408,7 +343,7 @@ class Cycles:
         self.chip, self.core = chip, CORES.get(chip.name, Core(math.nan, 1))
         self.unknown_loops: set[str] = set()
         self.computations, entry = parse(text)
-        self.items = list(self._items(Frame(self.computations, self.computations[entry])))
+        self.items = list(self._items(self.computations[entry]))
 
     def seconds(self, kind: str | None = None) -> float:
         """Returns the seconds of one kind. None means all kinds."""
@@ -423,17 +358,19 @@ class Cycles:
             found[item.what] = runs + item.times, moved, seconds + item.total
         return dict(sorted(found.items(), key=lambda entry: -entry[1][2]))
 
-    def _items(self, frame: Frame) -> Iterator[Item]:
-        for one in frame.computation.instructions.values():
+    def _items(self, computation: Computation) -> Iterator[Item]:
+        for one in computation.instructions.values():
             if one.opcode in FREE or one.opcode.endswith("-done") or one.target in FREE_CALLS:
                 continue
             if one.opcode not in ("while", "conditional", "call", "call-start", "async-start"):
-                yield from self._leaf(frame.computation, one)
+                yield from self._leaf(computation, one)
                 continue
-            inner = [list(self._items(frame.enter(one, name))) for name in one.called]
+            inner = [list(self._items(self.computations[name])) for name in one.called]
             if one.opcode == "conditional":
                 inner = [max(inner, key=lambda items: sum(item.total for item in items))]
-            count = trips(frame, one) if one.opcode == "while" else 1
+            count = 1
+            if one.opcode == "while":
+                count = trips(self.computations, computation, one)
             if count is None:
                 self.unknown_loops.add(one.name)
             for item in itertools.chain.from_iterable(inner):

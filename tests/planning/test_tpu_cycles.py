@@ -6,11 +6,11 @@ import pytest
 
 from digen_jax.planning.hardware import Chip
 from tools import tpu_cycles
-from tools.tpu_cycles import COLLECTIVES, COMPILER, KERNELS, OTHERS, TRANSFERS, Array, Cycles, Frame
+from tools.tpu_cycles import COLLECTIVES, COMPILER, KERNELS, OTHERS, TRANSFERS, Array, Cycles
 
 PROGRAMS = pathlib.Path(__file__).parent / "programs"
 PROGRAM = (PROGRAMS / "every_kind.txt").read_text()
-# As the TPU compiler writes loops: no count; start, limit and step are constants, some of them outside.
+# As the TPU compiler writes scans: no count; start, limit and step are constants.
 LOOPS = (PROGRAMS / "loops.txt").read_text()
 
 # Round numbers: with the stated shares, 0.5, 0.8 and 0.8, a kernel does 1e6 FLOPs a second, the memory moves 1e6
@@ -27,31 +27,27 @@ def near(expected):
     return pytest.approx(expected, rel=1e-12)
 
 
-def loop_of(frame):
-    (loop,) = [i for i in frame.computation.instructions.values() if i.opcode == "while"]
-    return loop
+def test_trips_of_nested_loops_follow_from_constants():
+    cycles = Cycles(LOOPS, CHIP)
+    times = {item.name: item.times for item in cycles.items}
+    assert (times["begin"], times["dot"]) == (3, 3 * 7)
+    assert not cycles.unknown_loops
 
 
 @pytest.mark.parametrize(
-    ("direction", "limit", "count"), [("LT", 7, 4), ("LE", 8, 5), ("NE", 8, 4), ("LT", 0, 0)]
+    ("old", "new"),
+    [
+        ("direction=LT", "direction=LE"),
+        ("%zero.4 = s32[] constant(0)", "%zero.4 = s32[] constant(1)"),
+        ("%one.2 = s32[]{:T(128)} constant(1)", "%one.2 = s32[]{:T(128)} constant(2)"),
+        ("%limit.1 = s32[]{:T(128)} constant(7)", "%limit.1 = s32[]{:T(128)} custom-call(%i.1)"),
+    ],
 )
-def test_trips_of_nested_loops_follow_from_constants(direction, limit, count):
-    """The outer one counts 3, 2, 1, the inner one 0, 2, 4, 6."""
-    text = LOOPS.replace("%limit.1), direction=LT", f"%limit.1), direction={direction}")
-    computations, entry = tpu_cycles.parse(text.replace("constant(7)", f"constant({limit})"))
-    frame = Frame(computations, computations[entry])
-    outer = loop_of(frame)
-    inside = frame.enter(outer, "outer_body")
-    assert tpu_cycles.trips(frame, outer) == 3
-    assert tpu_cycles.trips(inside, loop_of(inside)) == count
-
-
-def test_a_loop_that_depends_on_data_does_not_tell():
-    old = "%t.6 = (s32[], f32[8,8]{1,0}, s32[]) tuple("
-    new = f"%read = s32[] custom-call(%x)\n  {old}%read"
-    cycles = Cycles(LOOPS.replace(f"{old}%three", new), CHIP)
-    (name,) = cycles.unknown_loops
-    assert name in tpu_cycles.report("train", cycles)
+def test_a_loop_of_another_form_counts_once_and_the_report_says_so(old, new):
+    assert old in LOOPS
+    cycles = Cycles(LOOPS.replace(old, new), CHIP)
+    assert "while.4" in cycles.unknown_loops
+    assert "while.4" in tpu_cycles.report("train", cycles)
 
 
 def test_an_instruction_may_span_lines_and_have_results_of_any_type():
