@@ -9,11 +9,10 @@ comment lines above it.
 import ast
 import dataclasses
 import inspect
-import io
+import re
 import sys
-import tokenize
-from collections.abc import Iterator
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterable
+from typing import Any, cast
 
 from ml_collections import ConfigDict
 
@@ -45,6 +44,11 @@ FIRST = (
     "model.folder", "rewards[i].name", "prompts.file", "evaluation.prompts", "steps", "batch.groups", "batch.images",
     "sampler.steps", "trainer.learning_rate", "trainer.micro_batch",
 )  # fmt: skip
+OTHERS = (
+    "algorithm",
+    "algorithm_section",
+    "rewards",
+)  # sections whose rows are not those of a default
 RESUMED = """## What a resumed run may change
 
 The same command with the same `--workdir` resumes a run. These fields and sections may differ from the first start,
@@ -57,21 +61,6 @@ TABLE = """| field | type | default | meaning | allowed |
 """
 
 
-class Field(NamedTuple):
-    """A row of the reference."""
-
-    name: str
-    default: Any
-    meaning: str
-    allowed: str
-
-    def row(self) -> str:
-        """Returns the field as a row of a Markdown table."""
-        cells = [f"`{self.name}`", type(self.default).__name__, f"`{_literal(self.default)}`"]
-        cells += [self.meaning, self.allowed]
-        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
 def document() -> str:
     """Returns the complete page."""
     infinite = [
@@ -79,23 +68,22 @@ def document() -> str:
         for name, allowed in allowed_of("policy_gradient").items()
         if isinstance(allowed, Range) and allowed.infinite
     ]
-    parts, single = [], []
+    every = rows(TrainConfig) | rows(RewardSettings, "rewards[i].")
+    parts = []
     for field in dataclasses.fields(TrainConfig):
         if field.name == "algorithm":
             parts += [_algorithms()]
         elif field.name == "rewards" or dataclasses.is_dataclass(field.default):
             kind = RewardSettings if field.name == "rewards" else type(field.default)
-            text = inspect.cleandoc(kind.__doc__ or "")
-            parts += [_part(f"## {field.name}", text, described(field.name))]
-        elif field.default is not dataclasses.MISSING:
-            single += described(field.name)
-    named = {field.name: field for name in FIRST for field in described(_section_of(name))}
+            own = [row for name, row in every.items() if re.match(rf"{field.name}[.\[]", name)]
+            parts += [_part(f"## {field.name}", inspect.cleandoc(kind.__doc__ or ""), own)]
+    single = [row for name, row in every.items() if "." not in name]
     first = "The ten fields that most users change; `model.height`, `lora.rank` and `placement` come next."
     may_change = "\n".join(f"- `{name}`" for name in sorted(MAY_CHANGE))
     return "\n".join(
         [
             HEAD.format(infinite=" and ".join(sorted(infinite, reverse=True))),
-            _part("## Ten fields to start with", first, [named[name] for name in FIRST]),
+            _part("## Ten fields to start with", first, [every[name] for name in FIRST]),
             _part("## Top level", "Fields outside of the sections.", single),
             *parts,
             RESUMED.format(fields=may_change),
@@ -103,68 +91,46 @@ def document() -> str:
     )
 
 
-def _section_of(name: str) -> str:
-    return name.partition(".")[0].partition("[")[0]
-
-
-def described(section: str, algorithm: str = "policy_gradient") -> list[Field]:
-    """Returns the fields of a section, or the field of that name outside all sections.
+def rows(kind: type, path: str = "", algorithm: str = "policy_gradient") -> dict[str, str]:
+    """Returns a table row for each field of a dataclass and of nested dataclasses, by dotted name.
 
     Raises:
       ConfigError: A field has no comment.
     """
-    default = {field.name: field.default for field in dataclasses.fields(TrainConfig)}[section]
-    if section == "rewards":
-        return list(_fields(RewardSettings, "rewards[i]", algorithm))
-    if section == "algorithm":
-        return list(_fields(algorithm_class(algorithm), section, algorithm))
-    if dataclasses.is_dataclass(default):
-        return list(_fields(type(default), section, algorithm))
-    return [_field(section, comments(TrainConfig)[section], algorithm)]
+    meanings, found = comments(kind), dict[str, str]()
+    allowed, defaults = allowed_of(algorithm), flat(default_config(algorithm))
+    for field in dataclasses.fields(kind):
+        name = f"{path}{field.name}"
+        if dataclasses.is_dataclass(field.default):
+            found |= rows(type(field.default), f"{name}.", algorithm)
+        elif "derived" not in field.metadata and name not in OTHERS:
+            if not (meaning := meanings[field.name]):
+                raise ConfigError(f"{name} has no comment with its meaning: write one next to it")
+            values = tuple(KINDS) if name == "sampler.kind" else allowed.get(name, "")
+            if isinstance(values, tuple):
+                values = ", ".join(f"`{_literal(value)}`" for value in values)
+            default = defaults[f"config.{name.replace('[i]', '[0]')}"]
+            if isinstance(default, ConfigDict):
+                default = default.to_dict()
+            cells = f"`{name}`", type(default).__name__, f"`{_literal(default)}`", meaning
+            escaped = (cell.replace("|", "\\|") for cell in (*cells, str(values)))
+            found[name] = f"| {' | '.join(escaped)} |\n"
+    return found
 
 
 def comments(kind: type) -> dict[str, str]:
     """Returns the comment of each annotated field of a class: at the end of its line, or else the lines above it."""
     source = inspect.getsource(kind)
-    lines = source.splitlines()
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    found = {t.start[0]: t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
-    meanings = {}
+    lines, meanings = source.splitlines(), {}
     for node in cast(Any, ast.parse(source).body[0]).body:
         if isinstance(node, ast.AnnAssign):
-            above, row = list[str](), node.lineno - 1
-            while lines[row - 1].lstrip().startswith("#"):
-                above.insert(0, found[row])
-                row -= 1
-            last = node.end_lineno or node.lineno
-            inline = [found[row] for row in range(node.lineno, last + 1) if row in found]
-            meanings[ast.unparse(node.target)] = " ".join(inline or above)
+            start, end = node.lineno - 1, node.end_lineno
+            found = [line.partition("  # ")[2] for line in lines[start:end]]
+            while not any(found) and lines[start - 1].lstrip().startswith("#"):
+                start -= 1
+            found = found if any(found) else [one.lstrip("# ") for one in lines[start : end - 1]]
+            meanings[ast.unparse(node.target)] = " ".join(filter(None, found))
     return meanings
-
-
-def _fields(kind: type, path: str, algorithm: str) -> Iterator[Field]:
-    """Yields the fields of a dataclass and of nested dataclasses."""
-    meanings = comments(kind)
-    for field in dataclasses.fields(kind):
-        name, default = f"{path}.{field.name}", field.default
-        if dataclasses.is_dataclass(default):
-            yield from _fields(type(default), name, algorithm)
-        elif "derived" not in field.metadata:
-            yield _field(name, meanings[field.name], algorithm)
-
-
-def _field(name: str, meaning: str, algorithm: str) -> Field:
-    if not meaning:
-        raise ConfigError(f"{name} has no comment with its meaning: write one next to it")
-    default = flat(default_config(algorithm))[f"config.{name.replace('[i]', '[0]')}"]
-    if isinstance(default, ConfigDict):
-        default = default.to_dict()
-    allowed = allowed_of(algorithm).get(name, "")
-    if name == "sampler.kind":
-        allowed = tuple(KINDS)
-    if isinstance(allowed, tuple):
-        allowed = ", ".join(f"`{_literal(value)}`" for value in allowed)
-    return Field(name, default, meaning, str(allowed))
 
 
 def _literal(value: Any) -> str:
@@ -181,15 +147,15 @@ def _algorithms() -> str:
     )
     parts = ["## algorithm\n", intro]
     for name in ALGORITHMS:
-        first = str(inspect.getmodule(algorithm_class(name)).__doc__).splitlines()[0]
-        parts += [_part(f"### {name}", first, described("algorithm", name))]
+        kind = algorithm_class(name)
+        first = str(inspect.getmodule(kind).__doc__).splitlines()[0]
+        parts += [_part(f"### {name}", first, rows(kind, "algorithm.", name).values())]
     return "\n".join(parts)
 
 
-def _part(heading: str, text: str, fields: list[Field]) -> str:
+def _part(heading: str, text: str, rows: Iterable[str]) -> str:
     """Returns a heading, a paragraph on the section, and a table of its fields."""
-    rows = "".join(f"{field.row()}\n" for field in fields)
-    return f"{heading}\n\n{text}\n\n{TABLE}{rows}"
+    return f"{heading}\n\n{text}\n\n{TABLE}{''.join(rows)}"
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import pytest
 
 from digen_jax.config import reference
+from digen_jax.config.sections import ImagesSection
 from digen_jax.errors import ConfigError
 from tests.pipelines import ROOT
 
@@ -15,4 +16,4 @@ def test_the_configuration_reference_is_what_the_code_says():
 def test_a_field_without_a_meaning_is_refused(monkeypatch):
     monkeypatch.setattr(reference, "comments", lambda kind: {"every": "", "images": "some"})
     with pytest.raises(ConfigError, match=r"images\.every has no comment"):
-        reference.described("images")
+        reference.rows(ImagesSection, "images.")
