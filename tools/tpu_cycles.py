@@ -368,7 +368,7 @@ class Cycles:
             inner = [list(self._items(self.computations[name])) for name in one.called]
             if one.opcode == "conditional":
                 inner = [max(inner, key=lambda items: sum(item.total for item in items))]
-            count = 1
+            count: int | None = 1
             if one.opcode == "while":
                 count = trips(self.computations, computation, one)
             if count is None:

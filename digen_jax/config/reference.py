@@ -124,7 +124,7 @@ def comments(kind: type) -> dict[str, str]:
     lines, meanings = source.splitlines(), {}
     for node in cast(Any, ast.parse(source).body[0]).body:
         if isinstance(node, ast.AnnAssign):
-            start, end = node.lineno - 1, node.end_lineno
+            start, end = node.lineno - 1, cast(int, node.end_lineno)
             found = [line.partition("  # ")[2] for line in lines[start:end]]
             while not any(found) and lines[start - 1].lstrip().startswith("#"):
                 start -= 1
