@@ -52,14 +52,17 @@ FAMILIES = {
     "zimage": zimage.PIPELINE,
     "qwen_image": qwen_image.PIPELINE,
     "wan": wan.PIPELINE,
-    "wan_5b": wan.PIPELINE_5B,
-    "wan_experts": wan.PIPELINE_EXPERTS,
 }
+# Wan's class with another autoencoder, or with two transformers: only in tests of what differs.
+WAN_2_2 = {"wan_5b": wan.PIPELINE_5B, "wan_experts": wan.PIPELINE_EXPERTS}
+ALL_PIPELINES = FAMILIES | WAN_2_2
 each_family = pytest.mark.parametrize("spec", FAMILIES.values(), ids=FAMILIES)
+each_pipeline = pytest.mark.parametrize("spec", ALL_PIPELINES.values(), ids=ALL_PIPELINES)
 VARIANTS = [
     pytest.param(spec, variant, id=f"{name}-{variant}")
-    for name, spec in FAMILIES.items()
+    for name, spec in ALL_PIPELINES.items()
     for variant in spec.variants
+    if name in FAMILIES or variant != "plain"
 ]
 
 
@@ -150,7 +153,7 @@ def test_prompts_are_encoded_as_by_the_pipeline(spec, folder):
     ("spec", "name", "sides"),
     [
         pytest.param(spec, name, sides, id=f"{name.split('/')[1]}-{'x'.join(map(str, sides))}")
-        for spec in FAMILIES.values()
+        for spec in ALL_PIPELINES.values()
         for name in spec.schedules[0]
         for sides in spec.schedules[1]
     ],
@@ -253,7 +256,7 @@ def test_the_samplers_images_are_the_pipelines_and_those_of_a_prompt_alone(spec,
 # ---------------------------------------------------------------------------------------- folders
 
 
-@each_family
+@each_pipeline
 def test_every_tensor_is_read_once_or_is_known_to_be_unread(spec, folder):
     family, params, _ = spec.ours(folder)
     for part, tree in params.items():
@@ -271,7 +274,7 @@ def test_every_tensor_is_read_once_or_is_known_to_be_unread(spec, folder):
         assert sum(leaf.size for leaf in jax.tree.leaves(tree)) == read
 
 
-@each_family
+@each_pipeline
 def test_the_export_gives_the_same_pixels_in_diffusers(spec, folder, tmp_path):
     """The transformers written anew, in several files; the other components are copied."""
     family, params, _ = spec.ours(folder)
@@ -386,7 +389,7 @@ def test_defaults_are_the_pipelines(spec, folder):
     assert family.context_tokens - one.context_tokens == family.max_sequence_length - spec.tokens
 
 
-@each_family
+@each_pipeline
 def test_a_size_that_does_not_fit_is_refused(spec, folder):
     family = spec.ours(folder)[0]
     for size in (*spec.unfit, Size(spec.size.height, 0), spec.size._replace(frames=6)):
@@ -398,7 +401,7 @@ def test_a_size_that_does_not_fit_is_refused(spec, folder):
     ("spec", "broken"),
     [
         pytest.param(spec, each, id=f"{name}-{each[0]}-{next(iter(each[1]))}")
-        for name, spec in FAMILIES.items()
+        for name, spec in ALL_PIPELINES.items()
         for each in spec.broken
     ],
 )

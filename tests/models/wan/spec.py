@@ -114,9 +114,10 @@ def times(family, sigmas):
     return np.asarray(family.network_time(jnp.asarray(padded)))[: len(sigmas)]
 
 
-def variant(frames: int, guidance: float) -> Variant:
-    """Two passes of this guidance."""
-    return Variant("", guidance, call=dict(guidance_scale=guidance), negative=True, frames=frames)
+def variant(frames: int, guidance: float, second: float = 0.0) -> Variant:
+    """Two passes of these guidances."""
+    call = dict(guidance_scale=guidance) | (dict(guidance_scale_2=second) if second else {})
+    return Variant("", guidance, call=call, negative=True, frames=frames, second=second)
 
 
 PIPELINE = Pipeline(
@@ -133,7 +134,7 @@ PIPELINE = Pipeline(
         "plain": Variant("", 1.0, call=dict(guidance_scale=1.0), frames=5),
     },
     schedules=(
-        ("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "Wan-AI/Wan2.1-T2V-14B-Diffusers"),
+        ("Wan-AI/Wan2.1-T2V-1.3B-Diffusers",),  # those of 14B and A14B are equal
         [(480, 832)],
         lambda config, steps, size: dict(num_inference_steps=steps),
     ),
@@ -169,6 +170,7 @@ PIPELINE = Pipeline(
 PIPELINE_5B = dataclasses.replace(
     PIPELINE,
     folder=lambda base, kind: wan_folder(base, "5B"),
+    variants={name: PIPELINE.variants[name] for name in ("9 frames", "plain")},
     size=Size(32, 64, 9),
     schedules=(("Wan-AI/Wan2.2-TI2V-5B-Diffusers",), *PIPELINE.schedules[1:]),
     # diffusers makes 16 of 48 without an error.
@@ -181,21 +183,11 @@ PIPELINE_5B = dataclasses.replace(
 )
 
 
-def experts(frames: int, guidance: float, second: float) -> Variant:
-    """Two passes of these guidances."""
-    call = dict(guidance_scale=guidance) | (dict(guidance_scale_2=second) if second else {})
-    return Variant("", guidance, call=call, negative=True, frames=frames, second=second)
-
-
 PIPELINE_EXPERTS = dataclasses.replace(
     PIPELINE,
     folder=lambda base, kind: wan_folder(base, "experts"),
-    variants={
-        "9 frames": experts(9, 4.0, 3.0),
-        "1 frame": experts(1, 2.5, 0.0),
-        "plain": PIPELINE.variants["plain"],
-    },
-    schedules=(("Wan-AI/Wan2.2-T2V-A14B-Diffusers",), *PIPELINE.schedules[1:]),
+    variants={"9 frames": variant(9, 4.0, 3.0), "plain": PIPELINE.variants["plain"]},
+    schedules=((), *PIPELINE.schedules[1:]),  # those of Wan 2.1
     broken=[
         ("model_index.json", {"boundary_ratio": None}),
         ("model_index.json", {"boundary_ratio": 1.5}),
