@@ -99,23 +99,32 @@ def _plan(config: Any) -> None:
     """Plans for the devices of this machine, or for --devices devices."""
     from digen_jax.process.job import prepare
 
-    prepare(config.placement.cpu_devices)
+    wanted, virtual = _DEVICES.value, config.placement.cpu_devices
+    memory = None if _MEMORY.value is None else _MEMORY.value * 2**30
+    prepare(virtual if memory is None else max(virtual, wanted or 1))
 
     import jax
 
-    from digen_jax.planning.memory import compiled_temporaries, model_footprint
-    from digen_jax.planning.plan import can_run, make_problem
+    from digen_jax.planning.estimate import compile_programs
+    from digen_jax.planning.memory import model_footprint
+    from digen_jax.planning.plan import best_plan, can_run, make_problem
     from digen_jax.scheduling.planner import make_plan
 
+    here = jax.devices()
+    devices = wanted or len(here)
+    if memory is not None and devices > len(here):
+        raise ConfigError(
+            f"--memory compiles programs for {devices} devices, but there are {len(here)}: use --topology, such as "
+            "h100:8, which needs no hardware"
+        )
     calibration, footprint = _calibration(config), model_footprint(config)
-    memory = None
-    if _MEMORY.value is not None:
-        memory = _MEMORY.value * 2**30
-        programs = compiled_temporaries(config, _note)
-        footprint = dataclasses.replace(footprint, programs=programs)
-    devices = _DEVICES.value or len(jax.devices())
     problem = make_problem(config, devices, calibration, footprint, memory)
-    plan = make_plan(problem, functools.partial(can_run, config, problem))
+    runs = functools.partial(can_run, config, problem)
+    if memory is None:
+        plan = make_plan(problem, runs)
+    else:
+        assess = functools.partial(compile_programs, devices=here[:devices], note=_note)
+        plan = best_plan(config, problem, runs, assess, _note)
     _show(config, plan, calibration, config)
 
 

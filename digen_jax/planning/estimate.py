@@ -36,7 +36,7 @@ from digen_jax.models.published import published_folder, published_models
 from digen_jax.planning.costs import Calibration, on_one_device
 from digen_jax.planning.flops import Flops, program_flops
 from digen_jax.planning.hardware import CHIPS, Chip, chip_of, compiler_version, topology_devices
-from digen_jax.planning.memory import model_footprint, temporary_bytes
+from digen_jax.planning.memory import model_footprint
 from digen_jax.planning.programs import Program, step_programs
 from digen_jax.policies import on_devices
 from digen_jax.process.job import CACHE, prepare
@@ -84,9 +84,19 @@ class CompiledProgram(NamedTuple):
         """Returns the compiler's report on a program."""
         found: Any = compiled.memory_analysis()
         arguments, results = found.argument_size_in_bytes, found.output_size_in_bytes
-        temporaries = temporary_bytes(compiled)
+        temporaries = found.temp_size_in_bytes + results - found.alias_size_in_bytes
         peak = getattr(found, "peak_memory_in_bytes", 0) or arguments + temporaries
         return cls(str(compiled.as_text()), peak, temporaries, arguments + results)
+
+    @classmethod
+    def compile(cls, lowered: jax.stages.Lowered) -> "CompiledProgram":
+        """Compiles a program."""
+        try:
+            return cls.of(lowered.compile())
+        except jax.errors.JaxRuntimeError as error:
+            if (needed := _exceeded(str(error))) is None:
+                raise
+            return cls("", needed, needed, 0)
 
 
 class CachedCompiler:
@@ -127,12 +137,7 @@ class CachedCompiler:
     def _compile(self, name: str, lowered: jax.stages.Lowered) -> CompiledProgram:
         self.note(f"{name}: compiling for {self.target.partition(' ')[0]}")
         begin = time.monotonic()
-        try:
-            found = CompiledProgram.of(lowered.compile())
-        except jax.errors.JaxRuntimeError as error:
-            if (needed := _exceeded(str(error))) is None:
-                raise
-            found = CompiledProgram("", needed, needed, 0)
+        found = CompiledProgram.compile(lowered)
         self.note(f"{name}: compiled in {time.monotonic() - begin:.1f} s")
         return found
 
@@ -206,6 +211,22 @@ def estimate(
         seconds = estimated_seconds(program, flops, compiled, devices[0], chip)
         found[program.name] = ProgramCost(program, compiled, seconds, flops.count)
     return [found[program.name] for program in order if program.name in found]
+
+
+def compile_programs(
+    config: TrainConfig, devices: Sequence[jax.Device], note: Callable[[str], None]
+) -> list[ProgramCost]:
+    """Compiles a config's programs for available devices, for their memory only.
+
+    Raises:
+      ConfigError: See `estimate`.
+    """
+    found = []
+    for program in step_programs(on_devices(config, len(devices)), devices):
+        note(f"memory of {program.name} on {program.devices} devices: compiling")
+        compiled = CompiledProgram.compile(program.trace().lower())
+        found.append(ProgramCost(program, compiled, math.nan, math.nan))
+    return found
 
 
 def measure(

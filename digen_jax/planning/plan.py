@@ -3,8 +3,11 @@
 import dataclasses
 import functools
 import pathlib
+from collections import Counter
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
+from types import MappingProxyType
+from typing import Any, cast
 
 import jax
 from flax.traverse_util import flatten_dict
@@ -19,11 +22,20 @@ from digen_jax.families import check_parts
 from digen_jax.inference.model import read_run_config
 from digen_jax.parallel.placement import MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.planning.costs import Calibration
-from digen_jax.planning.estimate import measured_costs
-from digen_jax.planning.memory import compiled_temporaries, model_footprint
+from digen_jax.planning.estimate import ProgramCost, compile_programs, measured_costs
+from digen_jax.planning.hardware import GB
+from digen_jax.planning.memory import model_footprint
 from digen_jax.policies import place_on_one_device
 from digen_jax.process.job import several
-from digen_jax.scheduling.layouts import Footprint, PoolLayout, Problem, Scaling, device_bytes
+from digen_jax.scheduling.layouts import (
+    DeviceBytes,
+    Footprint,
+    PoolLayout,
+    Problem,
+    Programs,
+    Scaling,
+    device_bytes,
+)
 from digen_jax.scheduling.planner import Plan, make_plan
 from digen_jax.scheduling.settings import Costs, Settings
 
@@ -69,6 +81,7 @@ def auto_plan(
     calibration: Calibration,
     footprint: Footprint | None = None,
     device_memory: float | None = None,
+    note: Callable[[str], None] | None = None,
 ) -> Plan:
     """Returns the best layout that changes nothing else in the config, including its policy lag.
 
@@ -78,6 +91,8 @@ def auto_plan(
       calibration: Costs on one device.
       footprint: Sizes of the model (`model_footprint`), for the axes fsdp. None means that these are 1.
       device_memory: Bytes per device; layouts that need more are excluded. None means no limit.
+      note: Called with the programs of layouts, which are compiled here for their temporary memory. None means that
+        this memory is not counted.
 
     Raises:
       ConfigError: No layout can work.
@@ -92,7 +107,124 @@ def auto_plan(
         sizes = meshes(problem, layout)
         return suited(config, problem, layout).with_meshes(sizes) == config.with_meshes(sizes)
 
-    return make_plan(problem, keeps)
+    if note is None or device_memory is None:
+        return make_plan(problem, keeps)
+    assess = functools.partial(compile_programs, devices=jax.devices()[:devices], note=note)
+    return best_plan(config, problem, keeps, assess, note)
+
+
+def best_plan(
+    config: TrainConfig,
+    problem: Problem,
+    runs: Callable[[PoolLayout], bool],
+    assess: Callable[[TrainConfig], list[ProgramCost]],
+    write: Callable[[str], None],
+    known: Mapping[MeshSizes, list[ProgramCost]] = MappingProxyType({}),
+    how: str = "compiled",
+) -> Plan:
+    """Returns the plan with the best layout that fits, including the temporary memory of programs on its own meshes.
+
+    A layout that does not fit rules out all layouts whose devices have larger shares of the images. In the plan only
+    the memory of the choice includes its programs.
+
+    Args:
+      config: Config.
+      problem: Its planning problem, with a footprint without programs.
+      runs: Whether a run can have a layout.
+      assess: Returns the programs of a config.
+      write: Called with each layout that does not fit.
+      known: Programs on meshes that have been assessed.
+      how: Source of the numbers, as a word.
+
+    Raises:
+      ConfigError: No layout can work.
+    """
+    ruled_out: list[Callable[[PoolLayout], bool]] = []
+    found, limit = dict(known), problem.device_memory
+
+    def with_programs(given: Problem, layout: PoolLayout) -> Problem:
+        sizes = meshes(given, layout)
+        if sizes not in found:
+            found[sizes] = assess(suited(config, given, layout))
+        return with_temporaries(problem, config, layout, found[sizes])
+
+    while True:
+        try:
+            plan = make_plan(problem, lambda one: runs(one) and not any(f(one) for f in ruled_out))
+        except ConfigError as error:
+            if ruled_out:
+                raise ConfigError(
+                    "no other layout fits: use more devices, a smaller config.trainer.micro_batch, config.model.remat "
+                    "or lora"
+                ) from error
+            raise
+        layout = plan.choice.layout
+        full = with_programs(problem, layout)
+        if meshes(full, layout) != meshes(problem, layout):
+            # Programs need memory, too, so the fsdp axes are larger and the programs differ.
+            full = with_programs(full, layout)
+        held = device_bytes(full, layout)
+        if limit is None or held.largest <= limit:
+            choice = dataclasses.replace(plan.choice, memory=held)
+            rows = tuple(choice if row is plan.choice else row for row in plan.best)
+            return dataclasses.replace(plan, problem=full, choice=choice, best=rows)
+        write(_refusal(layout, held, limit, how))
+        ruled_out.append(functools.partial(at_least_as_full, layout, held, limit))
+
+
+def _refusal(layout: PoolLayout, held: DeviceBytes, limit: float, how: str) -> str:
+    """Returns a message with the layout and the largest parts of its fullest device's memory."""
+    devices = {
+        "a device that trains": held.trainer,
+        "a device that only samples": held.worker,
+        "a device that encodes prompts first": held.encode,
+    }
+    name, parts = max(devices.items(), key=lambda device: sum(device[1].values()))
+    most = sorted(parts.items(), key=lambda part: -part[1])[:4]
+    what = ", ".join(f"{what} {size / GB:.1f}" for what, size in most)
+    return (
+        f"{layout.describe()} does not fit, because {name} needs {sum(parts.values()) / GB:.1f} GB of "
+        f"{limit / GB:.1f} ({how}): {what}"
+    )
+
+
+def at_least_as_full(
+    failed: PoolLayout, held: DeviceBytes, limit: float, other: PoolLayout
+) -> bool:
+    """Returns whether another layout's devices have at least the shares and the roles of the too-full devices."""
+    if max(sum(held.trainer.values()), sum(held.worker.values())) <= limit:
+        return other.sampling_parts <= failed.sampling_parts  # the text encoders do not fit
+    if failed.lag > other.lag:
+        return False
+    if sum(held.trainer.values()) <= limit:
+        return other.rollout > 0 and other.rollout_images <= failed.rollout_images
+    if failed.samples and not other.samples:
+        return False
+    return (
+        other.workers <= failed.workers and other.data <= failed.data and other.time <= failed.time
+    )
+
+
+def with_temporaries(
+    problem: Problem, config: TrainConfig, layout: PoolLayout, found: list[ProgramCost]
+) -> Problem:
+    """Returns the problem with the temporary memory of compiled programs, valid for this layout only."""
+    # A program that was not compiled, because another does not fit, counts as 0.
+    temporaries = Counter({one.program.name: one.compiled.temporaries for one in found})
+    images = -(-config.sampler.chunk // layout.sampling_parts)
+    footprint = cast(Any, problem.footprint)
+    sampling: dict[str, float] = {
+        "encoding": max(temporaries["encode"], temporaries["encode null"]),
+        # Excludes trajectories, which are counted separately.
+        "generating": max(0, temporaries["generate"] - footprint.trajectory * images),
+        "evaluating": temporaries["evaluate"],
+        "decoding": max(temporaries["decode"], temporaries["decode evaluated"]),
+        "scoring": max(
+            (size for name, size in temporaries.items() if name.startswith("score")), default=0
+        ),
+    }
+    programs = Programs(temporaries["train"], temporaries["update"], sampling)
+    return dataclasses.replace(problem, footprint=dataclasses.replace(footprint, programs=programs))
 
 
 def suited(config: TrainConfig, problem: Problem, layout: PoolLayout) -> TrainConfig:
@@ -180,8 +312,8 @@ def planned_meshes(config: TrainConfig) -> MeshSizes:
 
     Costs are measured first, which compiles: on one device, or on all devices with sharded parameters if one device
     cannot hold the training. On one mesh weight sync moves no data, so the plan counts it as nearly free. If the
-    devices report their memory, as GPUs and TPUs do, the programs are compiled for each device's share and layouts
-    that need more are excluded.
+    devices report their memory, as GPUs and TPUs do, the programs of a layout are compiled and layouts that need more
+    are excluded.
 
     Raises:
       ConfigError: No layout can work, or weights are missing.
@@ -202,9 +334,7 @@ def planned_meshes(config: TrainConfig) -> MeshSizes:
     print(f"config.placement = 'auto': timing each part of a step on {where}", flush=True)
     note = functools.partial(print, " ", flush=True)
     calibration = measured_costs(alone, note)
-    if memory is not None:
-        footprint = dataclasses.replace(footprint, programs=compiled_temporaries(alone, note))
-    plan = auto_plan(alone, devices, calibration, footprint, memory)
+    plan = auto_plan(alone, devices, calibration, footprint, memory, note)
     sizes = meshes(plan.problem, plan.choice.layout)
     print(f"placement chosen by {calibration.source}: {sizes.as_dict()}", flush=True)
     note(_predicted(plan))
@@ -213,7 +343,7 @@ def planned_meshes(config: TrainConfig) -> MeshSizes:
     with suppress(ConfigError):  # the algorithm or early training may not allow it
         check_rules(lagging)
         if not alone.runtime.max_policy_lag:
-            gain = _predicted(auto_plan(lagging, devices, calibration, footprint, memory))
+            gain = _predicted(auto_plan(lagging, devices, calibration, footprint, memory, note))
             note(f"with --config.runtime.max_policy_lag=1: {gain}")
     return sizes
 

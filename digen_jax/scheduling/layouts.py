@@ -43,17 +43,15 @@ OnDevice = Callable[[int, int], float]
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-    """Bytes of temporary memory of programs on a device: temporaries, and results that are not kept.
+    """Bytes of temporary memory of a layout's programs on a device: temporaries, and results that are not kept.
 
-    `gradient` takes the parts (data, time) into which a training worker splits images and steps; copies of
-    parameters gathered from fsdp shards are not counted. `update` takes the bytes of trained parameters on the device.
-    `sampling` takes the parts into which a worker splits images and its axes fsdp, tensor and sequence, and returns
-    bytes by program: "encoding" is the text encoders, whenever they run, and "scoring" the rewards.
+    `sampling` has those of the workers preferred for sampling, by program: "encoding" is the text encoders, whenever
+    they run, and "scoring" the rewards. A training worker that also samples needs them in proportion to its images.
     """
 
-    gradient: Callable[[int, int], float]
-    update: Callable[[float], float]
-    sampling: Callable[[int, int, int, int], dict[str, float]]
+    gradient: float
+    update: float
+    sampling: dict[str, float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,11 +246,9 @@ def _trainer_bytes(problem: Problem, layout: PoolLayout, fsdp: int) -> dict[str,
         images = min(images, share * layout.chunk)
     running = {}
     if foot.programs:
-        running["the gradient"] = foot.programs.gradient(layout.data, layout.time)
-        running["the update"] = foot.programs.update(tuned)
-    if foot.programs and layout.samples:
-        parts = layout.data * layout.time
-        running |= _sampling(problem, layout, parts, *axes, problem.trainer_sequence)
+        running = {"the gradient": foot.programs.gradient, "the update": foot.programs.update}
+    if layout.samples:
+        running |= _sampling(foot, layout, layout.data * layout.time)
     return {
         "parameters": tuned + foot.base(*axes),
         "gradient": (1 + 2 * settings.max_incomplete_groups) * tuned,
@@ -271,9 +267,6 @@ def _rollout_bytes(problem: Problem, layout: PoolLayout, fsdp: int) -> dict[str,
     if not layout.rollout:
         return {}
     foot, axes = problem.footprint, (fsdp, problem.worker_tensor)
-    running = {}
-    if foot.programs:
-        running = _sampling(problem, layout, layout.rollout_images, *axes, problem.worker_sequence)
     return {
         "parameters": foot.sampler_base(*axes),
         "kept versions": (1 + layout.lag) * foot.synced(*axes),
@@ -281,37 +274,32 @@ def _rollout_bytes(problem: Problem, layout: PoolLayout, fsdp: int) -> dict[str,
         **_rewards(foot, *axes),
         "trajectories": 2 * layout.chunk / layout.rollout_images * foot.trajectory,
         "conditioning": (1 + (layout.lag > 0)) * float(foot.conditioning),
-        **_largest(running),
+        **_largest(_sampling(foot, layout, layout.rollout_images)),
     }
 
 
 def _encode_bytes(problem: Problem, layout: PoolLayout, fsdp: int) -> dict[str, float]:
     """Returns the bytes of text encoders on the sampling devices, before the run's weights are loaded."""
-    foot, axes = problem.footprint, (fsdp, problem.trainer_tensor, problem.trainer_sequence)
+    foot = problem.footprint
+    axes = fsdp, problem.worker_tensor if layout.rollout else problem.trainer_tensor
     if foot.encode is None:
         return {}
-    if layout.rollout:
-        axes = fsdp, problem.worker_tensor, problem.worker_sequence
-    running = foot.programs.sampling(layout.sampling_parts, *axes) if foot.programs else {}
+    running = foot.programs.sampling if foot.programs else {}
     running = {name: size for name, size in running.items() if name == "encoding"}
-    held = {"text encoders": foot.encode(*axes[:2]), **_rewards(foot, *axes[:2])}
-    return held | _largest(running)
+    return {"text encoders": foot.encode(*axes), **_rewards(foot, *axes), **_largest(running)}
 
 
 def _rewards(foot: Footprint, *axes: int) -> dict[str, float]:
     return {"rewards": foot.rewards(*axes)} if foot.rewards else {}
 
 
-def _sampling(
-    problem: Problem, layout: PoolLayout, parts: int, fsdp: int, tensor: int, sequence: int
-) -> dict[str, float]:
-    """Returns the temporary memory of the programs of a worker that samples."""
-    foot = problem.footprint
-    # Programs are known for one chunk size; a larger part scales with the largest known one.
-    wanted = parts * problem.settings.chunk_images / layout.chunk
-    found = foot.programs.sampling(max(1, int(wanted)), fsdp, tensor, sequence)
-    known = {name: max(1.0, 1 / wanted) * size for name, size in found.items()}
-    return {name: size for name, size in known.items() if not foot.encode or name != "encoding"}
+def _sampling(foot: Footprint, layout: PoolLayout, parts: int) -> dict[str, float]:
+    """Returns the temporary memory of sampling on a worker that splits a chunk into `parts`."""
+    if foot.programs is None:
+        return {}
+    share = layout.sampling_parts / parts
+    found = {name: share * size for name, size in foot.programs.sampling.items()}
+    return {name: size for name, size in found.items() if not foot.encode or name != "encoding"}
 
 
 def _most(*held: dict[str, float]) -> float:

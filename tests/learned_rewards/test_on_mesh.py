@@ -18,8 +18,9 @@ from digen_jax.parallel.mesh import ShardingRules, make_mesh
 from digen_jax.parallel.placement import DeviceGroup
 from digen_jax.parallel.reward_model import RewardModel
 from digen_jax.planning.costs import Calibration
-from digen_jax.planning.memory import compiled_temporaries, model_footprint
-from digen_jax.planning.plan import make_problem
+from digen_jax.planning.estimate import compile_programs
+from digen_jax.planning.memory import model_footprint
+from digen_jax.planning.plan import make_problem, with_temporaries
 from digen_jax.planning.programs import step_programs
 from digen_jax.rewards import RewardSettings, built_in
 from digen_jax.rewards.built_in import on_mesh as on_mesh_of
@@ -292,7 +293,10 @@ def test_predicted_memory_has_the_programs(files, base):
     assert set(made) == {"score by pickscore", "score evaluated by pickscore"}
     score = made["score by pickscore"]
     assert (score.command, score.images, score.trace().out_info.shape) == ("decode", 8, (8,))
-    sampling = compiled_temporaries(config, lambda text: None).sampling(2, 1, 1, 1)
+    problem = make_problem(config, 2, Calibration(Costs(1.0, 1.0), "", ()), model_footprint(config))
+    found = compile_programs(config, jax.devices()[:2], lambda text: None)
+    layout = layouts.PoolLayout(1, 1, samples=False, rollout=1, rollout_devices=1, chunk=8)
+    sampling = with_temporaries(problem, config, layout, found).footprint.programs.sampling
     assert sampling["scoring"] > 2 * 9 * 32 * 4  # at least a layer of the tokens of two pictures
     assert model_footprint(planned(files, base, "pool")).rewards is None
 

@@ -57,9 +57,8 @@ def compiled(name: str, where: Any) -> dict[str, Any]:
     """
     from digen_jax.config.load import load_config
     from digen_jax.planning.estimate import calibrate, estimate, with_published_folder
-    from digen_jax.planning.fitting import with_temporaries
     from digen_jax.planning.memory import model_footprint
-    from digen_jax.planning.plan import auto_plan, make_problem
+    from digen_jax.planning.plan import auto_plan, make_problem, with_temporaries
     from digen_jax.scheduling.layouts import PoolLayout, device_bytes
     from tests.test_configs import load
     from tools.tpu_cycles import COLLECTIVES, Cycles

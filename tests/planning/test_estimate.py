@@ -24,9 +24,10 @@ from digen_jax.planning.estimate import (
     measure,
     with_published_folder,
 )
-from digen_jax.planning.fitting import at_least_as_full, fit_plan
+from digen_jax.planning.fitting import fit_plan
 from digen_jax.planning.flops import Flops
 from digen_jax.planning.hardware import CHIPS, Chip
+from digen_jax.planning.plan import at_least_as_full
 from digen_jax.planning.programs import Program
 from digen_jax.scheduling.layouts import DeviceBytes, PoolLayout
 from tests.scripts import run_forked
@@ -275,7 +276,8 @@ def test_a_config_whose_program_the_compiler_refuses_is_made_smaller(base, monke
 
     target = Topology("small", jax.devices()[:2], CHIP, None, assess)
     monkeypatch.setattr(fitting, "calibrate", lambda *given: None)
-    monkeypatch.setattr(fitting, "best_layout", lambda *given: ("a plan", ""))
+    monkeypatch.setattr(fitting, "make_problem", lambda *given: None)
+    monkeypatch.setattr(fitting, "best_plan", lambda *given: "a plan")
     plan, changed, _ = fit_plan(config, target, written.append)
     assert plan == "a plan" and changed.model.remat == "blocks"
     assert "train needs 2.0 GB" in written[0]

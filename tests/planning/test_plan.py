@@ -198,7 +198,7 @@ def test_costs_are_measured_on_as_few_devices_as_hold_the_training(
         return calibration()
 
     monkeypatch.setattr(plans, "measured_costs", fake_costs)
-    monkeypatch.setattr(plans, "compiled_temporaries", lambda placed, note: None)
+    monkeypatch.setattr(plans, "compile_programs", lambda placed, **given: [])
     monkeypatch.setattr(plans, "_device_memory", lambda: int(needed * (2 if holds_all else 0.9)))
     plans.planned_meshes(train_config)
     assert [axes.devices for axes in measured] == [measured[0].fsdp] == [devices]
