@@ -4,7 +4,7 @@ A field's comment is its text in docs/configuration.md; `config.train_config` ha
 """
 
 import dataclasses
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import jax.numpy as jnp
 import numpy as np
@@ -286,11 +286,6 @@ class WandbSection:
     # logging mode; "" means the environment variable WANDB_MODE, or "online"
     mode: Literal["", "online", "offline", "disabled", "shared"] = ""
 
-    @property
-    def options(self) -> dict[str, Any] | None:
-        """Arguments of wandb.init. None means no project."""
-        return {k: v for k, v in vars(self).items() if v} if self.project else None
-
 
 @dataclasses.dataclass(frozen=True)
 class TrackioSection:
@@ -302,8 +297,3 @@ class TrackioSection:
     # Hugging Face Space that receives the run, such as "user/tracked"; "" stores it locally, in the folder of the
     # environment variable TRACKIO_DIR
     space_id: str = ""
-
-    @property
-    def options(self) -> dict[str, Any] | None:
-        """Arguments of trackio.init. None means no project."""
-        return {k: v for k, v in vars(self).items() if v} if self.project else None

@@ -94,8 +94,9 @@ class TrainConfig:
     @property
     def trackers(self) -> dict[str, dict[str, Any]]:
         """Arguments of `init` by tracker, for trackers with a project."""
-        found = {"wandb": self.wandb.options, "trackio": self.trackio.options}
-        return {name: options for name, options in found.items() if options is not None}
+        sections = {"wandb": vars(self.wandb), "trackio": vars(self.trackio)}
+        given = {name: {k: v for k, v in one.items() if v} for name, one in sections.items()}
+        return {name: options for name, options in given.items() if "project" in options}
 
     @property
     def noisy_steps(self) -> int:
