@@ -85,8 +85,11 @@ def _encoding(system: System, config: TrainConfig) -> Iterator[Program]:
     weights, sampler = sampler_weights(system), system.sampler
     size, records = sampler.group.mesh.size, step_records(config, sampler.policy.family)
     if sampler.stored is not None:
-        what = f"{block_size(sampler.policy.family, sampler.group)} prompts, before the run samples"
-        yield Program("encode", "", size, 0, what, lambda: trace_encode_block(system))
+        family = sampler.policy.family
+        block = [example_record(family)] * block_size(family, sampler.group)
+        trace = functools.partial(sampler.trace_encode, weights, block)
+        what = f"{len(block)} prompts, before the run samples"
+        yield Program("encode", "", size, 0, what, trace)
         return
     trace = functools.partial(sampler.trace_encode, weights, records)
     yield Program("encode", "encode", size, 0, f"the {len(records)} prompts of a step", trace)
@@ -178,13 +181,6 @@ def trace_generate(system: System, sampler: Sampler, config: TrainConfig, images
     records = step_records(config, system.policy.family)
     steps = config.trained_steps if windowed else 0
     return sampler.trace_generate(sampler_weights(system), records, images, steps)
-
-
-def trace_encode_block(system: System) -> Traced:
-    """Traces the program that encodes a block of prompts before the run samples."""
-    sampler, family = system.sampler, system.sampler.policy.family
-    records = [example_record(family)] * block_size(family, sampler.group)
-    return sampler.trace_encode(sampler_weights(system), records)
 
 
 def sampler_weights(system: System) -> Weights:
