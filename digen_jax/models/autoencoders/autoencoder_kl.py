@@ -108,19 +108,20 @@ class GroupNorm(nn.Module):
     precision.
     """
 
-    config: AutoencoderKLConfig
+    config: Any  # `AutoencoderKLConfig`, or another config with norm_num_groups
     dtype: DTypeLike
 
     @nn.compact
-    def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
+    def __call__(self, x: Float[Array, "b *size c"]) -> Float[Array, "b *size c"]:
         """Normalizes each group of channels to mean 0 and variance 1, then applies scale and bias."""
         channels, groups = x.shape[-1], self.config.norm_num_groups
+        inner = tuple(range(1, x.ndim - 1))
         scale = self.param("scale", nn.initializers.ones, (channels,))
         bias = self.param("bias", nn.initializers.zeros, (channels,))
 
         def group_mean(values):
-            grouped = values.mean((1, 2)).reshape(-1, groups, channels // groups).mean(-1)
-            return jnp.repeat(grouped, channels // groups, axis=-1)[:, None, None]
+            grouped = values.mean(inner).reshape(-1, groups, channels // groups).mean(-1)
+            return jnp.expand_dims(jnp.repeat(grouped, channels // groups, axis=-1), inner)
 
         x = x.astype(jnp.float32)
         x = x - group_mean(x)

@@ -80,20 +80,29 @@ class CausalConv3d(nn.Module):
             x, kernel = (x, kernel[-1:]) if alone else (behind, kernel)
         if x.shape[1] < kernel.shape[0]:
             return jnp.zeros((x.shape[0], 0, *x.shape[2:4], self.channels), x.dtype)
-        if kernel.shape[0] > 1 and current().platform == "cpu":
-            x, kernel = _stacked_frames(x, kernel, self.stride)
         sides = [(size // 2, size // 2) for size in self.window[1:]]
-        if kernel.shape[0] == 1:
-            y = _conv_of_frames(x, kernel[0], sides)
-        else:
-            y = jax.lax.conv_general_dilated(
-                x,
-                kernel,
-                (self.stride, 1, 1),
-                [(0, 0), *sides],
-                dimension_numbers=("NDHWC", "DHWIO", "NDHWC"),
-            )
+        y = conv_of_clip(x, kernel, sides, self.stride)
         return y + bias
+
+
+def conv_of_clip(
+    x: Clip,
+    kernel: Float[Array, "k p q c d"],
+    sides: Sequence[tuple[int, int]] = ((0, 0), (0, 0)),
+    stride: int = 1,
+) -> Float[Array, "b t2 h2 w2 d"]:
+    """Convolves frames without padding, with a stride, and height and width with `sides` zeros around them."""
+    if kernel.shape[0] > 1 and current().platform == "cpu":
+        x, kernel = _stacked_frames(x, kernel, stride)
+    if kernel.shape[0] == 1:
+        return _conv_of_frames(x, kernel[0], sides)
+    return jax.lax.conv_general_dilated(
+        x,
+        kernel,
+        (stride, 1, 1),
+        [(0, 0), *sides],
+        dimension_numbers=("NDHWC", "DHWIO", "NDHWC"),
+    )
 
 
 def _stacked_frames(
