@@ -4,6 +4,7 @@
 """
 
 import copy
+import functools
 import hashlib
 import itertools
 import json
@@ -76,8 +77,14 @@ def numbered_records(path: Path, content: bytes | None = None) -> list[tuple[int
       path: The prompt file; determines the format.
       content: Content of the file. None means to read it.
     """
-    parsers = {".jsonl": _parse_json, ".txt": _parse_text}
     content = read_bytes(path) if content is None else content
+    return [(number, dict(record)) for number, record in _parse(path, content)]
+
+
+@functools.lru_cache(maxsize=4)
+def _parse(path: Path, content: bytes) -> list[tuple[int, Record]]:
+    """Parses a prompt file. Cached, because each check of a start reads the files."""
+    parsers = {".jsonl": _parse_json, ".txt": _parse_text}
     suffix = suffix_of(path)
     if suffix not in parsers:
         raise ValueError(
