@@ -78,11 +78,11 @@ def numbered_records(path: Path, content: bytes | None = None) -> list[tuple[int
       content: Content of the file. None means to read it.
     """
     content = read_bytes(path) if content is None else content
-    return [(number, dict(record)) for number, record in _parse(path, content)]
+    return [(number, dict(record)) for number, record in _parse(str(path), content)]
 
 
 @functools.lru_cache(maxsize=4)
-def _parse(path: Path, content: bytes) -> list[tuple[int, Record]]:
+def _parse(path: str, content: bytes) -> list[tuple[int, Record]]:
     """Parses a prompt file. Cached, because each check of a start reads the files."""
     parsers = {".jsonl": _parse_json, ".txt": _parse_text}
     suffix = suffix_of(path)

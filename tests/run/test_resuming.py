@@ -23,7 +23,6 @@ from tests.run.test_train import arrays, at, config, saved
 train = test_train.train
 
 # Adam with a large eps is nearly SGD: rounding stays rounding.
-RARELY = dict(evaluation__every=6, images__every=6)
 PLAIN = dict(
     steps=3,
     trainer__learning_rate=3.0,
@@ -93,7 +92,7 @@ def flip(path: pathlib.Path) -> None:
 
 
 def test_a_damaged_checkpoint_costs_its_steps_and_files_are_cut_back(tmp_path, train, capsys):
-    c = config(tmp_path, steps=6, checkpoint__every=1, checkpoint__keep=2, **RARELY)
+    c = config(tmp_path, steps=6, checkpoint__every=1, checkpoint__keep=2)
     assert train("unbroken", c) is None
     first, commands = read_log(tmp_path / "unbroken" / "commands.jsonl")
     assert first in (4, 5) and {command.chunk.step for command in trained(commands)} <= {4, 5}
@@ -202,7 +201,7 @@ def test_a_workdir_that_cannot_be_used_is_named(tmp_path, train):
 
 
 def test_a_run_whose_workdir_is_moved_stops_and_continues_at_its_new_place(tmp_path, train):
-    c = config(tmp_path, checkpoint__every=1, **RARELY)
+    c = config(tmp_path, checkpoint__every=1)
     run, moved = tmp_path / "run", tmp_path / "moved"
 
     def move(scores):
@@ -262,9 +261,9 @@ def test_a_run_without_its_folder_of_checkpoints_is_refused(tmp_path, train, wor
 
 
 def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(tmp_path, train, workdir):
-    folder = workdir(config(tmp_path, steps=9, checkpoint__every=60), 8)
+    folder = workdir(config(tmp_path, steps=3, checkpoint__every=60), 2)
     (folder / "checkpoints").mkdir()
-    assert train("run", config(tmp_path, steps=9, checkpoint__every=1)) is None
+    assert train("run", config(tmp_path, steps=3, checkpoint__every=1)) is None
 
 
 def test_a_run_whose_only_checkpoint_was_deleted_does_not_start_again(tmp_path, train):

@@ -242,6 +242,7 @@ def test_training_imports_no_torch_and_no_tensorflow(unbroken):
 # ------------------------------------------------------------------- runs of the toy family
 
 happens = None
+SYSTEMS: dict[str, Any] = {}  # each compiles once
 
 
 def reward(images, prompts, metadata):
@@ -256,16 +257,15 @@ def reward(images, prompts, metadata):
 @pytest.fixture
 def train(tmp_path, monkeypatch):
     """train(workdir, config): a run of the toy family in this process, without state of earlier ones."""
-    systems: dict[str, Any] = {}  # each compiles once
 
     def train(workdir, config, event=None, devices=2):
         def build(train_config, _):
             key = f"{devices} {train_config.as_json()}"
-            if key not in systems:
-                systems[key] = toy.system(train_config, devices)
+            if key not in SYSTEMS:
+                SYSTEMS[key] = toy.system(train_config, devices)
             # A run consumes its start.
-            start = jax.tree.map(lambda leaf: leaf + 0, systems[key].start)
-            return systems[key]._replace(start=start)
+            start = jax.tree.map(lambda leaf: leaf + 0, SYSTEMS[key].start)
+            return SYSTEMS[key]._replace(start=start)
 
         monkeypatch.setattr(opening, "build", build)
         monkeypatch.setattr(sys.modules[__name__], "happens", event)
@@ -275,15 +275,17 @@ def train(tmp_path, monkeypatch):
 
 
 def config(tmp_path: pathlib.Path, steps: int = 4, **fields):
-    (tmp_path / "prompts.jsonl").write_text("\n".join(PROMPTS) + "\n")
-    prompts = str(tmp_path / "prompts.jsonl")
+    # Outside the test's folder, so that equal configs of several tests share a system.
+    shared = tmp_path.parent / "prompts.jsonl"
+    shared.write_text("\n".join(PROMPTS) + "\n")
+    prompts = str(shared)
     fields = {
         "prompts__file": prompts,
         "rewards": f"{__name__}:reward",
         "reward_pool__processes": 0,
         "evaluation__prompts": prompts,
-        "evaluation__every": 2,
-        "images__every": 2,
+        "evaluation__every": 6,
+        "images__every": 6,
         "images__count": 3,
         "checkpoint__every": 3,
         "trainer__learning_rate": 0.1,
@@ -314,11 +316,13 @@ GDPO = dict(
 
 
 KINDS_OF_STATE = [
-    dict(trainer__ema=0.5, algorithm__kl_coefficient=0.1, trainer__warmup=3)
+    dict(evaluation__every=2, images__every=2)
+    | dict(trainer__ema=0.5, algorithm__kl_coefficient=0.1, trainer__warmup=3)
     | dict(advantages__best_and_worst=1, advantages__drop_zero_std=True)
     | dict(sampler__window=dict(mode="progressive", length=2, end=4, timestep_fraction=0.5))
     | dict(sampler__shared_noise=True),
     ODE
+    | dict(evaluation__every=2)
     | dict(algorithm=dict(name="diffusion_nft", times=dict(count=2)))
     | dict(lora__rank=2, lora__alpha=4.0, trainer__updates=2, sampler__chunk=4)
     | GDPO
