@@ -19,8 +19,6 @@ from absl import flags
 from digen_jax.config.command_line import define_path, run_main
 from digen_jax.errors import (
     LARGEST_SEED,
-    LARGEST_SIDE,
-    LONGEST,
     ConfigError,
     check_no_images,
     check_output,
@@ -30,10 +28,10 @@ from digen_jax.errors import (
     user_input,
 )
 from digen_jax.files import write_output
+from digen_jax.inference.flags import SamplingFlags
 from digen_jax.rewards import RewardSettings
 
-_MODEL = define_path("model", None, "Pipeline folder, Hub id, or workdir of a run.")
-_LORA = define_path("lora", None, "Folder or file of a LoRA for the model.")
+_SAMPLING = SamplingFlags(batch=32)
 _PROMPTS = define_path(
     "prompts", None, "Prompt file (.jsonl or .txt); default: the run's evaluation prompts."
 )
@@ -48,28 +46,6 @@ _WEIGHTS = flags.DEFINE_list(
 _GUIDANCE = flags.DEFINE_list(
     "guidance", [], "Guidance scales, comma-separated; default: of the run or the model."
 )
-_GUIDANCE_2 = flags.DEFINE_float(
-    "guidance_2",
-    None,
-    "Guidance scale of Wan 2.2 A14B at low noise levels; 0 means --guidance; default: of the run or the model.",
-)
-_TRUE_GUIDANCE = flags.DEFINE_float(
-    "true_cfg_scale",
-    None,
-    "Scale of the unconditional pass of models with embedded guidance; default: of the run or the model.",
-)
-_STEPS = flags.DEFINE_integer(
-    "steps", None, "Denoising steps; default: of the run or the model.", 1, 1000
-)
-_HEIGHT = flags.DEFINE_integer(
-    "height", None, "Image height in pixels; default: of the run or the model.", 1, LARGEST_SIDE
-)
-_WIDTH = flags.DEFINE_integer(
-    "width", None, "Image width in pixels; default: of the run or the model.", 1, LARGEST_SIDE
-)
-_FRAMES = flags.DEFINE_integer(
-    "frames", None, "Frames of a clip; default: as for guidance.", 1, LONGEST
-)
 _IMAGES = flags.DEFINE_integer(
     "images", None, "Number of prompts, from the start of the file; default: all."
 )
@@ -80,14 +56,8 @@ _SEED = flags.DEFINE_integer(
     0,
     LARGEST_SEED,
 )
-_BATCH = flags.DEFINE_integer("batch", 32, "Images per call of the sampler.")
-_DTYPE = flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], "Compute dtype of the network.")
 _OUTPUT = define_path("output", None, "JSON file for the scores.")
 _IMAGE_FOLDER = define_path("image_folder", None, "Folder for all images with their scores.")
-_FPS = flags.DEFINE_integer(
-    "fps", None, "Frames per second of clips; default: images.fps of the run, or 16.", 1, 120
-)
-flags.mark_flags_as_required(["model"])
 
 
 def main() -> None:
@@ -96,12 +66,10 @@ def main() -> None:
 
     prepare()
 
-    import jax
-
     from digen_jax.config.load import check_named, needs_of
     from digen_jax.data.prompt_checks import check_needs, report_odd_prompts
     from digen_jax.data.prompt_files import first_negative, read_prompt_file
-    from digen_jax.inference.model import SamplingOptions, edited, open_model
+    from digen_jax.inference.model import edited
     from digen_jax.logging.evaluation import score_table
     from digen_jax.models.text.tokenizers import known_words
     from digen_jax.rewards.built_in import resolve
@@ -116,24 +84,15 @@ def main() -> None:
         check_named(prompts, reward_settings, training=False)
     rewards = resolve(reward_settings, field="")
     check_needs([prompts], needs_of(reward_settings))
-    rest = _STEPS.value, _HEIGHT.value, _WIDTH.value, _TRUE_GUIDANCE.value, _FRAMES.value
-    second = _GUIDANCE_2.value
-    options = [SamplingOptions(guidance, *rest, second) for guidance in _guidances()]
+    options = list(map(_SAMPLING.options, _guidances()))
 
     def fits(family: Any, sizes: Sequence[Any]) -> None:
         edited(family, records)
         run_sanity_checks(rewards, rewards.score)
         dry_run(rewards.score, [records], sizes[0])
 
-    model = open_model(
-        _MODEL.value,
-        jax.devices(),
-        _LORA.value,
-        _DTYPE.value,
-        options,
-        negative=f"{place}, has a negative prompt" if place else None,
-        fits=fits,
-    )
+    negative = f"{place}, has a negative prompt" if place else None
+    model = _SAMPLING.open_model(options, negative, fits)
     model = model.editing(records)
     report_odd_prompts([prompts], model.family.is_truncated, known_words(model.family))
     samplers = list(map(model.sampler, options))
@@ -148,10 +107,7 @@ def main() -> None:
 def _check_options() -> None:
     """Checks the ranges of numbers, and that the outputs are writable."""
     _guidances()
-    for flag in (_GUIDANCE_2, _TRUE_GUIDANCE):
-        if flag.value is not None:
-            check_range(f"--{flag.name}", flag.value, 0, 1000)
-    check_positive("--batch", _BATCH.value)
+    _SAMPLING.check()
     if _OUTPUT.value is not None:
         check_output("--output", _OUTPUT.value)
     if _IMAGE_FOLDER.value is not None:
@@ -165,7 +121,7 @@ def _evaluated(
     """Returns the scores by task for each sampler's guidance; writes images if --image_folder is given."""
     from digen_jax.inference.sampling import evaluate, evaluation_to_folder
 
-    batch = model.batch(_BATCH.value, len(records))
+    batch = model.batch(_SAMPLING.batch.value, len(records))
     found = {}
     for sampler in samplers:
         guidance = f"{sampler.policy.guidance:g}"
@@ -175,7 +131,7 @@ def _evaluated(
         if _IMAGE_FOLDER.value:
             folder = pathlib.Path(_IMAGE_FOLDER.value, head.replace(" ", "_"))
             with prefix_errors("--image_folder: ", (OSError,)):
-                evaluation_to_folder(evaluation, folder, _FPS.value or model.fps)
+                evaluation_to_folder(evaluation, folder, _SAMPLING.fps.value or model.fps)
     return found
 
 
@@ -187,8 +143,8 @@ def _task() -> tuple[str, int | None, tuple[RewardSettings, ...]]:
     rewards = tuple(map(RewardSettings, _REWARD.value))
     if images is not None:
         check_positive("--images", images)
-    if is_run(_MODEL.value):
-        run = read_run_config(pathlib.Path(_MODEL.value))
+    if is_run(_SAMPLING.model.value):
+        run = read_run_config(pathlib.Path(_SAMPLING.model.value))
         if prompts is None:
             images = images or run.evaluation.images or None
         return prompts or run.evaluation.prompts, images, _weighed(rewards or run.rewards)
@@ -232,8 +188,8 @@ def _write(
 ) -> None:
     settings = sampler.settings
     result = {
-        "model": _MODEL.value,
-        "lora": _LORA.value,
+        "model": _SAMPLING.model.value,
+        "lora": _SAMPLING.lora.value,
         "prompts": prompts,
         "reward": reward[0],
         "reward_weights": reward[1],

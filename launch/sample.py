@@ -16,8 +16,6 @@ from absl import flags
 from digen_jax.config.command_line import define_path, run_main
 from digen_jax.errors import (
     LARGEST_SEED,
-    LARGEST_SIDE,
-    LONGEST,
     ConfigError,
     check_no_images,
     check_output,
@@ -26,9 +24,9 @@ from digen_jax.errors import (
     prefix_errors,
     user_input,
 )
+from digen_jax.inference.flags import SamplingFlags
 
-_MODEL = define_path("model", None, "Pipeline folder, Hub id, or workdir of a run.")
-_LORA = define_path("lora", None, "Folder or file of a LoRA for the model.")
+_SAMPLING = SamplingFlags(batch=8)
 _PROMPT = flags.DEFINE_multi_string("prompt", [], "Prompt; can be repeated.")
 _PROMPTS = define_path("prompts", None, "Prompt file (.jsonl or .txt) instead of --prompt.")
 _NEGATIVE = flags.DEFINE_string(
@@ -46,33 +44,8 @@ _OUTPUT = define_path("output", None, "Output folder.")
 _SEED = flags.DEFINE_integer(
     "seed", 0, "Seed of the noise; the images do not depend on --batch.", 0, LARGEST_SEED
 )
-_STEPS = flags.DEFINE_integer(
-    "steps", None, "Denoising steps; default: of the run or the model.", 1, 1000
-)
 _GUIDANCE = flags.DEFINE_float(
     "guidance", None, "Guidance scale; 1 or less means none; default: of the run or the model."
-)
-_GUIDANCE_2 = flags.DEFINE_float(
-    "guidance_2",
-    None,
-    "Guidance scale of Wan 2.2 A14B at low noise levels; 0 means --guidance; default: of the run or the model.",
-)
-_TRUE_GUIDANCE = flags.DEFINE_float(
-    "true_cfg_scale",
-    None,
-    "Scale of the unconditional pass of models with embedded guidance; default: of the run or the model.",
-)
-_HEIGHT = flags.DEFINE_integer(
-    "height", None, "Image height in pixels; default: of the run or the model.", 1, LARGEST_SIDE
-)
-_WIDTH = flags.DEFINE_integer(
-    "width", None, "Image width in pixels; default: of the run or the model.", 1, LARGEST_SIDE
-)
-_FRAMES = flags.DEFINE_integer(
-    "frames", None, "Frames of a clip; default: of the run or the model.", 1, LONGEST
-)
-_FPS = flags.DEFINE_integer(
-    "fps", None, "Frames per second of clips; default: images.fps of the run, or 16.", 1, 120
 )
 _FORMAT = flags.DEFINE_enum(
     "format",
@@ -80,9 +53,7 @@ _FORMAT = flags.DEFINE_enum(
     ["mp4", "webp", "gif"],
     "File format of clips; default: mp4, or webp if PyAV is not installed.",
 )
-_BATCH = flags.DEFINE_integer("batch", 8, "Images per call of the sampler.")
-_DTYPE = flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], "Compute dtype of the network.")
-flags.mark_flags_as_required(["model", "output"])
+flags.mark_flag_as_required("output")
 
 
 def main() -> None:
@@ -90,45 +61,32 @@ def main() -> None:
     from digen_jax.logging.images import check_animation
     from digen_jax.process.job import prepare
 
-    for flag in (_GUIDANCE, _GUIDANCE_2, _TRUE_GUIDANCE):
-        if flag.value is not None:
-            check_range(f"--{flag.name}", flag.value, 0, 1000)
+    if _GUIDANCE.value is not None:
+        check_range("--guidance", _GUIDANCE.value, 0, 1000)
+    _SAMPLING.check()
     check_output("--output", _OUTPUT.value, folder=True)
     check_no_images("--output", _OUTPUT.value)
     source = _source()
     records = _read_records()
     check_positive("--images", _IMAGES.value)
-    check_positive("--batch", _BATCH.value)
     with prefix_errors("--format: "):  # before weights are read; the defaults of models are even
-        check_animation(_FORMAT.value, _HEIGHT.value or 2, _WIDTH.value or 2)
+        check_animation(_FORMAT.value, _SAMPLING.height.value or 2, _SAMPLING.width.value or 2)
     prepare()
 
-    import jax
-
-    from digen_jax.inference.model import SamplingOptions, edited, open_model
+    from digen_jax.inference.model import edited
     from digen_jax.inference.sampling import sample_to_folder
 
-    options = SamplingOptions(
-        _GUIDANCE.value,
-        _STEPS.value,
-        _HEIGHT.value,
-        _WIDTH.value,
-        _TRUE_GUIDANCE.value,
-        _FRAMES.value,
-        _GUIDANCE_2.value,
-    )
+    options = _SAMPLING.options(_GUIDANCE.value)
 
     def fits(family: Any, sizes: Any) -> None:
         if _IMAGE.value and not family.edits:
             raise ConfigError(
-                f"--image is given, but {_MODEL.value} generates images from prompts only: remove it, or "
+                f"--image is given, but {_SAMPLING.model.value} generates images from prompts only: remove it, or "
                 "choose a model that edits"
             )
         edited(family, records, source)
 
-    model = open_model(
-        _MODEL.value, jax.devices(), _LORA.value, _DTYPE.value, [options], _negative(), fits
-    )
+    model = _SAMPLING.open_model([options], _negative(), fits)
     model = model.editing(records, source)
     sampler = model.sampler(options)
     size = sampler.settings.size
@@ -137,8 +95,8 @@ def main() -> None:
     output = pathlib.Path(_OUTPUT.value)
     _report_odd_texts(model.family)
     with prefix_errors("--output: ", (OSError,)):
-        rest = _BATCH.value, _SEED.value, _IMAGES.value, _FPS.value or model.fps, animation
-        sample_to_folder(model, sampler, records, output, *rest)
+        rest = _SEED.value, _IMAGES.value, _SAMPLING.fps.value or model.fps, animation
+        sample_to_folder(model, sampler, records, output, _SAMPLING.batch.value, *rest)
     count = len(records) * _IMAGES.value
     kind = "image" if size.frames == 1 else "clip"
     print(f"{count} {kind}{'s' * (count > 1)} and grid.png are in {output}")
