@@ -5,7 +5,6 @@ A PEFT folder, as released by Flow-GRPO, DiffusionNFT and AWM, contains `adapter
 kohya's scripts, ai-toolkit and ComfyUI use other prefixes, other factor names, and a tensor `.alpha` per layer.
 """
 
-import dataclasses
 import json
 import math
 import pathlib
@@ -190,8 +189,7 @@ def _open_file(file: pathlib.Path, templates: Templates, lists: Lists) -> dict[s
             alpha = alphas[min(alphas)] if len({*alphas.values()}) == 1 else rank
             for layer, tensor in roles.get("lora_B", {}).items():
                 if alphas[layer] != alpha:
-                    scaled = _Scaled(tensor.slice, alphas[layer] / alpha)
-                    roles["lora_B"][layer] = StoredTensor(tensor.file, scaled)
+                    roles["lora_B"][layer] = _scaled(tensor, alphas[layer] / alpha)
         tensors = {
             f"{part}.{layer}.{role}.weight": tensor
             for role, layers in roles.items()
@@ -288,26 +286,16 @@ def _advice(text: str, file: pathlib.Path, part: str, names: Iterable[str] = ())
     return text.format(file=str(file), folder=str(file.parent), part=part, parts=parts)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Scaled:
-    """A stored array times a scalar, read lazily as float32."""
-
-    inner: Any
-    factor: float
-
-    def get_shape(self) -> list[int]:
-        return self.inner.get_shape()
-
-    def get_dtype(self) -> str:
-        return self.inner.get_dtype()
-
-    def __getitem__(self, index: Any) -> np.ndarray:
-        return self.inner[index].astype(np.float32) * np.float32(self.factor)
+def _scaled(tensor: StoredTensor, factor: float) -> StoredTensor:
+    """Returns a tensor times a scalar, read as float32."""
+    return tensor._replace(
+        read=lambda index: tensor.read(index).astype(np.float32) * np.float32(factor)
+    )
 
 
 def _number(tensor: StoredTensor) -> float:
     """Reads a scalar tensor. Raises ValueError if it is not a positive number."""
-    values = np.ravel(tensor.slice[...])
+    values = np.ravel(tensor.read(...))
     if values.size != 1 or not 0 < float(values[0]) < math.inf:
         raise ValueError(f"{tensor.file} has an alpha {values[:3].tolist()}, not a positive number")
     return float(values[0])

@@ -11,7 +11,7 @@ file while writing.
 import os
 import pathlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, cast
 
@@ -99,20 +99,12 @@ def _entries(part: str, lists: tuple[str, ...]) -> list[str]:
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a file. Indexing `slice` reads only that part, including bfloat16."""
+    """A tensor in a file."""
 
     file: pathlib.Path
-    slice: Any
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Returns the full shape."""
-        return tuple(self.slice.get_shape())
-
-    @property
-    def kind(self) -> str:
-        """Returns the dtype in safetensors' notation, such as BF16."""
-        return self.slice.get_dtype()
+    shape: tuple[int, ...]
+    kind: str  # dtype in safetensors' notation, such as BF16
+    read: Callable[[Any], np.ndarray]  # reads only the part at an index
 
 
 def open_file(file: pathlib.Path) -> dict[str, StoredTensor]:
@@ -126,7 +118,11 @@ def open_file(file: pathlib.Path) -> dict[str, StoredTensor]:
         raise ValueError(f"{broken}: {error}") from error
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error}") from error
-    return {name: StoredTensor(file, handle.get_slice(name)) for name in handle.keys()}  # noqa: SIM118
+    slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
+    return {
+        name: StoredTensor(file, tuple(one.get_shape()), one.get_dtype(), one.__getitem__)
+        for name, one in slices.items()
+    }
 
 
 def file_metadata(file: pathlib.Path) -> dict[str, str]:
@@ -166,7 +162,7 @@ def read_tree(
                 back = flax_axes(path[-1], len(inner))
                 layers = []
                 for name in names[index[0]] if scanned else names:
-                    array = _finite(tensors[name], name, tensors[name].slice[cut])
+                    array = _finite(tensors[name], name, np.asarray(tensors[name].read(cut)))
                     layers.append(array.transpose(back).astype(target, copy=False))
                 shards[key] = np.stack(layers) if scanned else layers[0]
             return shards[key]

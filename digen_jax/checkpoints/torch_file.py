@@ -12,7 +12,7 @@ import pickle
 import struct
 import zipfile
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -48,24 +48,6 @@ class Unsupported(Exception):
     """Raised for unsupported content; the message is a clause about the file."""
 
 
-class ArraySlice(NamedTuple):
-    """Array with the interface of `StoredTensor.slice`."""
-
-    array: np.ndarray
-
-    def get_shape(self) -> list[int]:
-        """Returns the full shape."""
-        return list(self.array.shape)
-
-    def get_dtype(self) -> str:
-        """Returns the dtype in safetensors' notation, such as BF16."""
-        return NAMES[self.array.dtype]
-
-    def __getitem__(self, index: Any) -> np.ndarray:
-        """Returns part of the array."""
-        return np.asarray(self.array[index])
-
-
 def open_arrays(file: Path) -> dict[str, np.ndarray]:
     """Memory-maps the tensors of a state_dict, or of a dict's entry `state_dict`, by name.
 
@@ -85,7 +67,10 @@ def open_arrays(file: Path) -> dict[str, np.ndarray]:
 
 def as_stored(file: Path, arrays: Mapping[str, np.ndarray]) -> dict[str, StoredTensor]:
     """Wraps arrays as tensors of a file, for error messages."""
-    return {name: StoredTensor(pathlib.Path(file), ArraySlice(a)) for name, a in arrays.items()}
+    return {
+        name: StoredTensor(pathlib.Path(file), a.shape, NAMES[a.dtype], a.__getitem__)
+        for name, a in arrays.items()
+    }
 
 
 def load(file: Path) -> Any:

@@ -125,7 +125,7 @@ def test_of_a_single_file_beside_an_index_the_same_is_read_as_by_its_library(tmp
     expected = type(module).from_pretrained(tmp_path).state_dict()
     stored = folder.open_tensors(tmp_path)
     for tensor, values in expected.items():
-        np.testing.assert_array_equal(stored[tensor].slice[...], values.numpy())
+        np.testing.assert_array_equal(stored[tensor].read(...), values.numpy())
 
 
 def test_a_missing_shard_or_tensor_names_the_files(tmp_path):
