@@ -10,7 +10,7 @@ import math
 import pathlib
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,7 +28,7 @@ from digen_jax.models.family import Family, Record, Tokens
 from digen_jax.parallel import encoding
 from digen_jax.parallel.encoding import Rows, null_prompt_key, prompt_key
 from digen_jax.parallel.mesh import any_of, fetch
-from digen_jax.parallel.placement import DeviceGroup, MeshRole
+from digen_jax.parallel.placement import DeviceGroup
 from digen_jax.policies import EACH_STEP, encoder_shapes, on_devices, reads_null
 from digen_jax.process.job import barrier, is_first, several
 from digen_jax.process.shutdown import during
@@ -183,26 +183,14 @@ class Precomputation:
                 self.store.add({key: rows[key] for key in own})
 
 
-def prepare(
-    config: TrainConfig,
-    devices: Sequence[jax.Device],
-    records: Callable[[], Sequence[Record]],
-    mesh: MeshRole | None = None,
-) -> Precomputation | None:
-    """Finds the prompts to encode among `records()`, which is called only if prompts are precomputed.
+def find_missing(config: TrainConfig, parts: Parts, unique: Sequence[Record]) -> Precomputation:
+    """Finds the prompts to encode among all prompt records of a run, given the result of `open_encoders`.
 
-    Fast, since it loads no weights. See `open_parts` for `devices` and `mesh`. Returns None if the text encoders run in
-    each step.
+    Fast, since it loads no weights.
 
     Raises:
-      ConfigError: The model, the devices or the cache is invalid, or `Precomputation.check` failed.
+      ConfigError: The cache is invalid, or `Precomputation.check` failed.
     """
-    parts = open_encoders(config, devices, mesh)
-    return None if parts is None else find_missing(config, parts, records())
-
-
-def find_missing(config: TrainConfig, parts: Parts, unique: Sequence[Record]) -> Precomputation:
-    """Like `prepare`, for the result of `open_encoders` and all prompt records of a run."""
     folder, family, placement, _ = parts
     unconditional = unique if reads_null(config, family) else ()
     nulls = {null_prompt_key(family, record): record for record in unconditional}
@@ -216,21 +204,11 @@ def find_missing(config: TrainConfig, parts: Parts, unique: Sequence[Record]) ->
     return found
 
 
-def precompute(config: TrainConfig, devices: Sequence[Any], records: Sequence[Record]) -> None:
-    """Encodes prompts that are not cached yet, if the run's prompts are precomputed.
-
-    Raises:
-      ConfigError: `prepare` or `Precomputation.run` failed.
-    """
-    if found := prepare(config, devices, lambda: records):
-        found.run()
-
-
 def precompute_all(config: TrainConfig) -> None:
     """Encodes all prompts of a run on the available devices.
 
     Raises:
-      ConfigError: Prompts are not precomputed, or `prepare` or `Precomputation.run` failed.
+      ConfigError: Prompts are not precomputed, the model is invalid, or `find_missing` or `Precomputation.run` failed.
     """
     devices = jax.devices()
     config = on_devices(config, len(devices))
@@ -238,14 +216,14 @@ def precompute_all(config: TrainConfig) -> None:
     for name, value in given.items():
         if not value:
             raise ConfigError(f"config.{name} is not given: add --config.{name}=... to the command")
-    found = prepare(config, devices, lambda: reached(config))
-    if found is None:
+    parts = open_encoders(config, devices)
+    if parts is None:
         encoding = config.prompts.encoding
         raise ConfigError(
             f"config.prompts.encoding = {encoding!r} runs this model's text encoders in each step: set it to "
             "'precomputed' here and in training"
         )
-    found.run()
+    find_missing(config, parts, reached(config)).run()
 
 
 def reached(config: TrainConfig, first: int = 0) -> list[dict[str, Any]]:
@@ -260,10 +238,10 @@ def reached(config: TrainConfig, first: int = 0) -> list[dict[str, Any]]:
         held_out = held_out_prompts(config)
     with prefix_errors("config.prompts.file: "):
         left = set(map(_content, itertools.chain(*read_prompt_files(config.prompts.paths))))
-        steps = train_prompts(config)
+        steps = train_prompts(config).steps
     found = {_content(record): record for record in held_out}
-    for records in itertools.islice(steps, first, config.steps):
-        unique = {_content(record): record for record in records}
+    for number in range(first, config.steps):
+        unique = {_content(record): record for record in steps[number]}
         found |= {content: unique[content] for content in unique if content not in found}
         left.difference_update(unique)
         if not left:

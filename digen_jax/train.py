@@ -19,7 +19,7 @@ With several workers, `scheduling/scheduler.py` assigns work to each, by the sam
 import functools
 import pathlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -172,7 +172,6 @@ class TrainingRun:
         self.held_out = held_out_prompts(config)
         self.stopped: str | None = None  # reason to stop early
         self.prompts = train_prompts(config)
-        self.positions: dict[int, Any] = {}  # by number of steps: position in the prompts
         self.log = RunLog(workdir, config, self.held_out, self.checkpoints.release_space)
 
     def run(self, changed: list[str]) -> int | None:
@@ -212,8 +211,8 @@ class TrainingRun:
         self.checkpoints.reserve(state)
         if found is None:
             self.log.metrics.truncate(0)
-            return TrainCheckpoint(0, state, None, self.places(0))
-        self.prompts.set_state(found.host["prompts"])
+            return TrainCheckpoint(0, state, None, self.host_state())
+        self.prompts.check(found.host["prompts"]["stream"])
         self.log.metrics.truncate(found.host["metrics"])
         return found
 
@@ -259,7 +258,7 @@ class TrainingRun:
             self.workers.step = done
         self.log.step(done, metrics, driver.intervals, clock, driver.executor.extremes)
         state, in_flight = driver.executor.state, driver.in_flight
-        checkpoint = TrainCheckpoint(done, state, in_flight, self.places(done))
+        checkpoint = TrainCheckpoint(done, state, in_flight, self.host_state())
         if self.checkpoints.due(done):
             self.save(checkpoint)
         return checkpoint
@@ -268,7 +267,7 @@ class TrainingRun:
         """Builds the driver for the steps after a checkpoint; `others` are workers in other processes."""
         done, in_flight = checkpoint.done, checkpoint.in_flight
         transfer: Any = self.workers and self.workers.transfer
-        batches = self.next_prompts(done)
+        batches = self.prompts.since(done)
         given = self.config, self.held_out, checkpoint, batches, transfer
         executors = Executors(self.system, *given)
         for worker in others:
@@ -277,16 +276,10 @@ class TrainingRun:
         logs = self.log.open_command_log(done), self.broadcast, self.watch, self.log.evaluated
         return Driver(executors, scheduler, self.rewards, in_flight, *logs)
 
-    def next_prompts(self, done: int) -> Iterator[list[dict]]:
-        """Yields the prompts of each step after `done`, and records the position after each step."""
-        for number, records in enumerate(self.prompts, done + 1):
-            self.positions[number] = self.prompts.get_state()
-            yield records
-
-    def places(self, done: int) -> dict[str, Any]:
-        """Returns the positions in the prompts and the metrics after `done` steps."""
-        place = self.positions.pop(done) if done else self.prompts.get_state()
-        return {"prompts": place, "metrics": self.log.metrics.position()}
+    def host_state(self) -> dict[str, Any]:
+        """Returns the part of a checkpoint that is on the host: the stream of prompts, the position in the metrics."""
+        stream = {"stream": self.prompts.stream}
+        return {"prompts": stream, "metrics": self.log.metrics.position()}
 
     def save(self, checkpoint: TrainCheckpoint) -> None:
         """Saves a checkpoint, unless it exists. Raises Stopped if the workdir was removed."""

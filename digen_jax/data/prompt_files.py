@@ -1,6 +1,6 @@
 """Reads prompt files: .jsonl (one object per line), .txt (one prompt per line), or a dataset of `datasets`.
 
-`prompt_batches` is an infinite, seeded and resumable iterator over the prompts of each training step.
+`prompt_batches` returns the prompts of each training step, in a seeded order.
 """
 
 import copy
@@ -11,8 +11,8 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -295,39 +295,28 @@ def _check_position(name: str, position: Any, earlier: int) -> None:
         )
 
 
-class PromptBatches(Iterator[list[Record]]):
-    """Infinite iterator over the prompts of each step; see `prompt_batches`. Its state is a small JSON-able dict."""
+class PromptBatches(NamedTuple):
+    """Prompts of each training step, without end; see `prompt_batches`."""
 
-    def __init__(self, steps: Sequence[list[Record]], stream: dict[str, Any]):
-        """Initializes the iterator; `stream` identifies everything that the prompt order depends on."""
-        self._steps, self._stream, self._next = steps, stream, 0
+    steps: Sequence[list[Record]]
+    stream: dict[str, Any]  # everything that the order depends on, as JSON
 
-    def __next__(self) -> list[Record]:
-        self._next += 1
-        return self._steps[self._next - 1]
+    def since(self, first: int) -> Iterator[list[Record]]:
+        """Yields the prompts of each step from `first` on."""
+        return map(self.steps.__getitem__, itertools.count(first))
 
-    def at(self, number: int) -> list[Record]:
-        """Returns the prompts of a step, counted from the start of the run, without moving the position."""
-        return self._steps[number]
-
-    def get_state(self) -> dict[str, Any]:
-        """Returns the position after the last returned step, for `set_state`."""
-        return {"stream": dict(self._stream), "position": {"next_index": self._next}}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Resumes after the step at which `state` was taken.
+    def check(self, saved: Mapping[str, Any]) -> None:
+        """Checks that a run, which had the stream `saved`, continues with the same prompts.
 
         Raises:
-          ValueError: The state belongs to another prompt file, groups_per_step, seed or shuffle.
+          ValueError: The run had another prompt file, groups_per_step, seed or shuffle.
         """
-        for name, here in self._stream.items():
-            if state["stream"].get(name) != here:
+        for name, here in self.stream.items():
+            if saved.get(name) != here:
                 raise ValueError(
-                    f"The saved position belongs to other prompts: its {name} is "
-                    f"{state['stream'].get(name)!r}, here it is {here!r}; restore it, or start in a new "
-                    "workdir."
+                    f"The checkpoint belongs to other prompts: its {name} is {saved.get(name)!r}, here it is "
+                    f"{here!r}; restore it, or start in a new workdir."
                 )
-        self._next = state["position"]["next_index"]
 
 
 def prompt_batches(
@@ -338,7 +327,7 @@ def prompt_batches(
     set_steps: int = 0,
     weights: Sequence[float] = (),
 ) -> PromptBatches:
-    """Returns an iterator over the prompts of each training step.
+    """Returns the prompts of each training step.
 
     A step is a list of records of `read_prompt_file`, one per group, with `serial` = step * groups_per_step + position
     in the step: the group's number in the run, which seeds its randomness. Repeated prompts form separate groups.

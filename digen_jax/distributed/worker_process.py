@@ -95,7 +95,7 @@ class RolloutProcess:
             join_job(place)
         import jax
 
-        from digen_jax.assemble import held_out_prompts
+        from digen_jax.assemble import held_out_prompts, train_prompts
         from digen_jax.parallel.mesh import job_devices
         from digen_jax.process import job
 
@@ -107,7 +107,8 @@ class RolloutProcess:
             self._open_rewards(config)
         devices = job_devices(axes.devices, f"config.placement.{self.section}")
         parts = self._read(config, devices)
-        self._build(config, parts, _batches(config, first), first, held_out_prompts(config))
+        batches = train_prompts(config).since(first)
+        self._build(config, parts, batches, first, held_out_prompts(config))
         if samples:
             self._sampling()
         print(f"ready on {len(devices)} x {jax.devices()[0].device_kind}", flush=True)
@@ -394,13 +395,6 @@ class TrainingProcess(RolloutProcess):
         """See `RolloutProcess`."""
         self._steps.ensure(chunk.step)  # discards samples in transfer
         super().drop_chunk(chunk)
-
-
-def _batches(config: "TrainConfig", first: int) -> Iterator[list[dict[str, Any]]]:
-    """Returns the prompt records of each step from `first` on."""
-    from digen_jax.assemble import train_prompts
-
-    return map(train_prompts(config).at, itertools.count(first))
 
 
 PACKAGE = "digen_jax"

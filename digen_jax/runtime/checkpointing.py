@@ -39,7 +39,7 @@ class TrainCheckpoint(NamedTuple):
     done: int
     state: TrainState
     in_flight: InFlight | None  # None before the first step
-    host: dict[str, Any]  # positions in the prompts and in the metrics
+    host: dict[str, Any]  # stream of prompts, position in the metrics
 
     def is_intact(self) -> bool:
         """Returns whether no update has consumed its arrays."""

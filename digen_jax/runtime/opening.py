@@ -247,7 +247,7 @@ def _prepare_encoding(
     """Finds the prompts to encode for the steps after `done`. None means that no prompts are precomputed.
 
     Raises:
-      ConfigError: See `precompute.prepare`.
+      ConfigError: See `open_encoders` and `precompute.find_missing`.
     """
     parts = open_encoders(config, devices, mesh)
     if parts is None:
@@ -373,9 +373,9 @@ def _follow(
     state = system.updater.init(system.start)
     checkpoint = checkpoints.newest(state) or TrainCheckpoint(0, state, None, {})
     if checkpoint.host:
-        prompts.set_state(checkpoint.host["prompts"])
-    transfer = mesh and mesh.transfer
-    executors = Executors(system, config, held_out, checkpoint, prompts, transfer)
+        prompts.check(checkpoint.host["prompts"]["stream"])
+    transfer, batches = mesh and mesh.transfer, prompts.since(checkpoint.done)
+    executors = Executors(system, config, held_out, checkpoint, batches, transfer)
     with closing(checkpoints):
         while True:
             _execute(executors, checkpoints, *entry())

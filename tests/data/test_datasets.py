@@ -76,9 +76,11 @@ def test_rows_without_the_column_of_prompts_are_counted(hub, capsys):
 def test_its_order_is_that_of_a_file_with_the_same_records(hub, tmp_path):
     name, file = "hf:someone/texts.v1", tmp_path / "same.jsonl"
     file.write_text("\n".join(map(json.dumps, read_prompt_file(name))))
-    steps, same = ([*itertools.islice(prompt_batches(path, 3, 5), 4)] for path in (name, file))
+    steps, same = (
+        [*itertools.islice(prompt_batches(path, 3, 5).since(0), 4)] for path in (name, file)
+    )
     assert steps == same
-    mixed = next(prompt_batches([file, name], 4, 5))
+    mixed = prompt_batches([file, name], 4, 5).steps[0]
     assert {record["prompt_file"] for record in mixed} == {name, str(file)}
 
 

@@ -14,7 +14,7 @@ from diffusers import StableDiffusion3Pipeline
 from ml_collections import ConfigDict
 
 from digen_jax import policies, precompute
-from digen_jax.assemble import build
+from digen_jax.assemble import build, open_encoders
 from digen_jax.config.load import fit_config, load_config
 from digen_jax.data import embedding_cache
 from digen_jax.errors import ConfigError
@@ -36,6 +36,11 @@ from tests.tiny_runs import PROMPTS, pipeline, tiny_config
 
 TEXTS = [json.loads(line)["prompt"] for line in PROMPTS]
 ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
+
+
+def encode(config, records, devices: int = 1) -> None:
+    parts = open_encoders(config, jax.devices()[:devices])
+    precompute.find_missing(config, parts, records).run()
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +212,7 @@ def test_stored_embeddings_are_those_of_the_mesh_bit_by_bit(base, folder, config
         )
         train_config = fit_config(load_config(c), 2)
         if encoding_of == "precomputed":
-            precompute.precompute(train_config, jax.devices()[:2], given)
+            encode(train_config, given, 2)
         systems.append(build(train_config, jax.devices()[:2]))
     records = given * 2 if model == "sd3" else given if flux else [*given, given[-1]]
     on_mesh, stored = (
@@ -296,11 +301,8 @@ def test_an_interrupted_encoding_continues_where_it_stopped_in_the_script(
     monkeypatch.setattr(StableDiffusion3, "encoded_prompts", 2)
     monkeypatch.setattr(precompute, "FILE_PROMPTS", 2)
     c = config(prompts__cache=str(tmp_path / "store"))
-    precompute.precompute(
-        fit_config(load_config(config(prompts__cache=str(tmp_path / "all"))), 1),
-        jax.devices()[:1],
-        said(*TEXTS),
-    )
+    stored_apart = fit_config(load_config(config(prompts__cache=str(tmp_path / "all"))), 1)
+    encode(stored_apart, said(*TEXTS))
     lines = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"of 6 prompts 6 are to be encoded, \d+\.\dkB in \S+all", lines[0])
     assert re.fullmatch(r"2 blocks of 2 prompts are left, about 00:\d\d", lines[1])
@@ -315,7 +317,7 @@ def test_an_interrupted_encoding_continues_where_it_stopped_in_the_script(
 
     monkeypatch.setattr(embedding_cache.EmbeddingCache, "add", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        precompute.precompute(fit_config(load_config(c), 1), jax.devices()[:1], said(*TEXTS))
+        encode(fit_config(load_config(c), 1), said(*TEXTS))
     assert len(added) == 3 and added[0] == NULL  # it is a block of its own
 
     (tmp_path / "config.py").write_text(SCRIPT.replace("{config}", repr(c.to_dict())))
