@@ -57,18 +57,12 @@ def prefix_errors(
         raise ConfigError(*(" ".join(f"{field}{one}".split()) for one in messages)) from error
 
 
-@contextlib.contextmanager
-def user_input() -> Iterator[None]:
+def user_input() -> contextlib.AbstractContextManager:
     """Converts errors in reading user input (files, folders, a reward) to `ConfigError`.
 
     Wrap only code whose ValueError, ImportError, AttributeError or OSError is about that input.
     """
-    try:
-        yield
-    except FieldError:
-        raise
-    except (ValueError, ImportError, AttributeError, OSError) as error:
-        raise ConfigError(str(error)) from error
+    return prefix_errors("", (ValueError, ImportError, AttributeError, OSError))
 
 
 @contextlib.contextmanager

@@ -17,8 +17,7 @@ from digen_jax.config.command_line import define_path, run_main
 from digen_jax.errors import ConfigError, check_range, user_input
 from digen_jax.files import parse_json
 from digen_jax.rewards import RewardSettings
-from digen_jax.rewards.service import TOKEN, server_packages
-from digen_jax.rewards.service.wire import Limits
+from digen_jax.rewards.service.wire import TOKEN, Limits, server_packages
 
 SIDE = 64  # pixels per side of the dry run's images
 

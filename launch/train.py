@@ -47,7 +47,7 @@ def main() -> int | None:
     """Checks the config, sets up the devices and trains; returns the exit code if a signal stopped the run."""
     from digen_jax.config.load import load_config
     from digen_jax.policies import check_without_ray
-    from digen_jax.process.job import join, prepare
+    from digen_jax.process.job import join_job, prepare, resolve_place
 
     config = load_config(_CONFIG.value)
     place = _COORDINATOR.value, _PROCESSES.value, _PROCESS.value
@@ -56,7 +56,8 @@ def main() -> int | None:
         check_without_ray(config, dict(ray_open=_RAY_OPEN.value, one_job=_ONE_JOB.value))
         check_output("--workdir", _WORKDIR.value, folder=True)
         prepare(config.placement.cpu_devices)
-        join(*place)
+        if (own := resolve_place(*place)) is not None:
+            join_job(own)
     else:
         from digen_jax.distributed import launch  # only runs with Ray import it
 

@@ -150,18 +150,6 @@ def resolve_place(
     return Place(address[1], int(address[2]), processes, process, own_devices())
 
 
-def join(
-    coordinator: str | None,
-    processes: int | None,
-    process: int | None,
-    seconds: float = START_TIMEOUT,
-) -> None:
-    """Joins the job of `resolve_place`, if any; see `join_job`."""
-    place = resolve_place(coordinator, processes, process, seconds)
-    if place is not None:
-        join_job(place, seconds)
-
-
 def join_job(place: Place, seconds: float = START_TIMEOUT) -> None:
     """Joins a `jax.distributed` job. Must run before JAX starts.
 

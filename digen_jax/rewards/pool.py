@@ -22,7 +22,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -249,23 +249,20 @@ class RewardThread:
     """Scoring thread in this process. A hung reward cannot be killed."""
 
     def __init__(self, found: rewards.Rewards):
-        self._rewards = found
+        self._rewards, self._hangs = found, False
         guard_exit()
-        self._jobs: queue.SimpleQueue = queue.SimpleQueue()
-        self._hangs = False
-        self._thread = threading.Thread(target=self._work, name="reward", daemon=True)
-        self._thread.start()
+        self._thread = ThreadPoolExecutor(1, "reward")
 
     def call(self, number: int, batch: rewards.Batch, limit: Limit) -> rewards.Answer:
         """Like `RewardProcess.call`, but raises RewardHung past the limit and in every later call."""
-        future, reward = Future[rewards.Answer](), self._rewards.members[number]
+        reward = self._rewards.members[number]
         if not self._hangs:
-            self._jobs.put((future, reward, batch))
-        try:
-            return future.result(0 if self._hangs else min(limit.seconds, threading.TIMEOUT_MAX))
-        except TimeoutError:
-            if future.done() and not self._hangs:
-                raise  # the reward raised it
+            future = self._thread.submit(reward.answer, batch)
+            try:
+                return future.result(min(limit.seconds, threading.TIMEOUT_MAX))
+            except TimeoutError:
+                if future.done():
+                    raise  # the reward raised it
         self._hangs = True
         mark_hung("reward")
         raise RewardHung(
@@ -276,21 +273,7 @@ class RewardThread:
 
     def close(self) -> None:
         """Ends the thread after its current batch."""
-        self._jobs.put(None)
-
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            future, reward, batch = job
-            try:
-                future.set_result(reward.answer(batch))
-            except BaseException as error:
-                future.set_exception(error)
-            del job, batch  # frees the images
-
-
-def no_limit(expected: float | None) -> float:
-    """Default of `RewardPool`: no time limit."""
-    return math.inf
+        self._thread.shutdown(wait=False)
 
 
 class RewardPool:
@@ -313,7 +296,7 @@ class RewardPool:
         found: rewards.Rewards,
         processes: int,
         retries: int = 0,
-        limit: Callable[[float | None], float] = no_limit,
+        limit: Callable[[float | None], float] = lambda expected: math.inf,
         accelerator: bool = False,
     ):
         self.rewards = found

@@ -10,7 +10,7 @@ import types
 import pytest
 
 from digen_jax.errors import ConfigError
-from digen_jax.process.job import Place, join, own_devices, resolve_place, wait_for_port
+from digen_jax.process.job import Place, own_devices, resolve_place, wait_for_port
 from tests.pipelines import environment
 
 SLURM = {
@@ -232,11 +232,11 @@ def test_detection_starts_nothing():
 )
 def test_an_invalid_place_is_refused(given, fields):
     with pytest.raises(ConfigError, match=fields):
-        join(*given)
+        resolve_place(*given)
 
 
 def test_a_single_process_joins_nothing():
-    join(None, None, None)
+    assert resolve_place(None, None, None) is None
 
 
 def test_a_coordinator_is_waited_for_up_to_a_timeout(capsys):
@@ -256,7 +256,10 @@ def test_a_first_process_whose_peers_do_not_join_ends():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    program = f"from digen_jax.process.job import join; join({address!r}, 3, 0, seconds=1.5)"
+    program = (
+        "from digen_jax.process.job import join_job, resolve_place; "
+        f"join_job(resolve_place({address!r}, 3, 0), seconds=1.5)"
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 2
     waiting, ended = [line for line in done.stderr.splitlines() if address in line]

@@ -1,4 +1,5 @@
 import contextlib
+import math
 import multiprocessing
 import os
 import subprocess
@@ -19,7 +20,7 @@ from digen_jax.rewards import RewardSettings
 from digen_jax.rewards.built_in import resolve
 from digen_jax.rewards.dry_run import Watched
 from digen_jax.rewards.errors import RewardFailed
-from digen_jax.rewards.pool import RewardPool, no_limit
+from digen_jax.rewards.pool import RewardPool
 from tests.pipelines import ROOT
 from tests.scripts import ends
 
@@ -364,9 +365,9 @@ def shared_files(process="self"):
 @pytest.mark.parametrize(("way", "retries"), [("hangs", 1), ("SIGKILL", 2)])
 def test_a_process_that_hangs_or_dies_is_replaced(pool, tmp_path, capfd, way, retries):
     """A hung process is killed with all processes that it has started."""
-    limits, before = iter([120.0, 3.0, 120.0]), shared_files()
-    limit = (lambda expected: next(limits)) if way == "hangs" else no_limit
-    scorer = pool("fails", retries=retries, limit=limit)
+    limits = iter([120.0, 3.0, 120.0] if way == "hangs" else [math.inf] * 9)
+    before = shared_files()
+    scorer = pool("fails", retries=retries, limit=lambda expected: next(limits))
     # Once before, so that the limit is not for the process to start.
     scorer.score(IMAGES, [str(tmp_path), "", "0"], METADATA)
     folder = tmp_path / "asked"

@@ -18,8 +18,15 @@ from digen_jax.images import to_uint8
 from digen_jax.rewards import recorder
 from digen_jax.rewards.errors import RewardError
 from digen_jax.rewards.http_client import FailoverClient, Request, RetryableError, parse_addresses
-from digen_jax.rewards.service import REWARDS, SCORE, TOKEN, VERSION
-from digen_jax.rewards.service.wire import Malformed, decode_answer, encode_request
+from digen_jax.rewards.service.wire import (
+    REWARDS,
+    SCORE,
+    TOKEN,
+    VERSION,
+    Malformed,
+    decode_answer,
+    encode_request,
+)
 
 ANSWER = 2**16, 64  # maximum response size in bytes: base, and per image
 

@@ -36,7 +36,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from digen_jax.errors import ConfigError
 from digen_jax.rewards.errors import RewardError
 from digen_jax.rewards.pool import RewardHung, RewardProcessDied, RewardTimeout
-from digen_jax.rewards.service import HEALTH, REWARDS, SCORE, TOKEN, VERSION, wire
+from digen_jax.rewards.service import wire
 from digen_jax.rewards.service.wire import Limits, Refused, ScoreRequest
 
 Columns = dict[str, Float32[np.ndarray, "b"]]  # scores by name
@@ -55,41 +55,6 @@ IDLE = 75  # keep-alive timeout in seconds
 BACKLOG, ACCEPTED = 1024, 16
 SPARE = 6 * ACCEPTED  # file descriptors for other purposes
 LATE = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
-
-
-class RequestScorer:
-    """Calls a `RewardPool`, which should kill calls after `limit` seconds, and converts failures to responses."""
-
-    def __init__(self, pool: Any, names: tuple[str, ...], limit: float):
-        self._pool, self.names, self._limit = pool, names, limit
-        self.hung = ""  # message, if the reward hangs in a thread of the server
-        self.failures = 0  # consecutive
-
-    async def __call__(
-        self, images: UInt8[np.ndarray, "b ..."], prompts: list[str], metadata: list[dict]
-    ) -> Columns:
-        """Returns the scores.
-
-        Raises:
-          Refused: 500; 504 after a timeout; 422 if the metadata lacks an input of the reward.
-        """
-        try:
-            future = asyncio.wrap_future(self._pool.submit(images, prompts, metadata))
-            scores = (await asyncio.wait_for(future, self._limit + GRACE)).scores
-        except Exception as error:
-            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-            if isinstance(error, ConfigError) and not isinstance(error, RewardError):
-                raise Refused(422, reason(error)) from error
-            reward = f"reward {', '.join(self.names)!r}"
-            self.failures += 1
-            if isinstance(error, RewardHung):
-                self.hung = f"{reward} hangs in a thread of the server: restart it"
-            if isinstance(error, RewardTimeout | RewardHung | TimeoutError):
-                raise Refused(504, f"{reward} took more than {self._limit:g} seconds") from error
-            died = isinstance(error, RewardProcessDied)
-            raise Refused(500, f"{reward} died" if died else reason(error)) from error
-        self.failures = 0
-        return dict(zip(self.names, scores.columns.T, strict=True)) | dict(scores.shown)
 
 
 def reason(error: BaseException) -> str:
@@ -248,9 +213,11 @@ class Service:
         token: str | None = None,
     ):
         self.names, self.limits, self.token = names, limits or Limits(), token
-        self.scorer = RequestScorer(pool, names, self.limits.score)
-        self.batcher = Batcher(self.scorer, at_once, self.limits)
+        self.batcher = Batcher(self._score, at_once, self.limits)
         self.answers = Answers(self.limits.remembered, self.limits.answers)
+        self._pool = pool
+        self.hung = ""  # message, if the reward hangs in a thread of the server
+        self.failures = 0  # consecutive failed calls
         self.held = 0  # request bytes in memory
         self.ready = False  # whether the dry run passed; requests are rejected before
         self.stopping = False
@@ -262,8 +229,8 @@ class Service:
         if self.stopping or not self.ready:
             state = "is stopping" if self.stopping else "has not finished its dry run"
             raise Refused(503, f"the server {state}", 1.0)
-        if self.scorer.hung:
-            raise Refused(504, self.scorer.hung)
+        if self.hung:
+            raise Refused(504, self.hung)
         content_type = request.headers.get("content-type", "")
         wire.boundary_of(content_type)
         if request.headers.get("content-encoding", "identity") != "identity":
@@ -282,9 +249,36 @@ class Service:
             (scores, seconds), _ = await self.answers.once(found.id, found.digest, answer)
         return Response(wire.encode_answer(scores, seconds), media_type="application/json")
 
+    async def _score(
+        self, images: UInt8[np.ndarray, "b ..."], prompts: list[str], metadata: list[dict]
+    ) -> Columns:
+        """Calls the pool, which should kill calls after `limits.score` seconds; returns the scores.
+
+        Raises:
+          Refused: 500; 504 after a timeout; 422 if the metadata lacks an input of the reward.
+        """
+        seconds = self.limits.score
+        try:
+            future = asyncio.wrap_future(self._pool.submit(images, prompts, metadata))
+            scores = (await asyncio.wait_for(future, seconds + GRACE)).scores
+        except Exception as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            if isinstance(error, ConfigError) and not isinstance(error, RewardError):
+                raise Refused(422, reason(error)) from error
+            reward = f"reward {', '.join(self.names)!r}"
+            self.failures += 1
+            if isinstance(error, RewardHung):
+                self.hung = f"{reward} hangs in a thread of the server: restart it"
+            if isinstance(error, RewardTimeout | RewardHung | TimeoutError):
+                raise Refused(504, f"{reward} took more than {seconds:g} seconds") from error
+            died = isinstance(error, RewardProcessDied)
+            raise Refused(500, f"{reward} died" if died else reason(error)) from error
+        self.failures = 0
+        return dict(zip(self.names, scores.columns.T, strict=True)) | dict(scores.shown)
+
     async def health(self, request: Request) -> Response:
         """Handles `GET /health`."""
-        alive = not self.scorer.hung and self.scorer.failures < FAILURES
+        alive = not self.hung and self.failures < FAILURES
         ok = self.ready and alive and not self.stopping
         state = dict(ok=ok, ready=self.ready, alive=alive, stopping=self.stopping)
         load = dict(queued=self.batcher.queued, calls=len(self.batcher.calls))
@@ -295,7 +289,9 @@ class Service:
         self._authorize(request)
         names = ("body", "text", "images", "side", "frames", "pixels", "queue", "upload", "score")
         limits = {name: getattr(self.limits, name) for name in names}
-        return JSONResponse({"version": VERSION, "rewards": list(self.names), "limits": limits})
+        return JSONResponse(
+            {"version": wire.VERSION, "rewards": list(self.names), "limits": limits}
+        )
 
     def _authorize(self, request: Request) -> None:
         """Rejects requests without the token, and those with an Origin header, which web pages send."""
@@ -373,7 +369,7 @@ def make_app(service: Service) -> Starlette:
 
     def unknown(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        paths = f"use POST {SCORE}, GET {HEALTH} or GET {REWARDS}"
+        paths = f"use POST {wire.SCORE}, GET {wire.HEALTH} or GET {wire.REWARDS}"
         return JSONResponse({"error": paths}, error.status_code)
 
     def fail(request: Request, error: Exception) -> Response:
@@ -382,9 +378,9 @@ def make_app(service: Service) -> Starlette:
 
     return Starlette(
         routes=[
-            Route(SCORE, service.score, methods=["POST"]),
-            Route(HEALTH, service.health),
-            Route(REWARDS, service.rewards),
+            Route(wire.SCORE, service.score, methods=["POST"]),
+            Route(wire.HEALTH, service.health),
+            Route(wire.REWARDS, service.rewards),
         ],
         middleware=[Middleware(BodyLimits, service.limits)],
         exception_handlers={
@@ -468,7 +464,7 @@ def listen(host: str, port: int, token: str | None = None) -> socket.socket:
             f"--host={host} --port={port} cannot be used ({error.strerror or error}): choose others"
         ) from error
     if not ipaddress.ip_address(address[0]).is_loopback and not token:
-        text = f"warning: --host={host} is open to the network, and there is no token: set {TOKEN}"
+        text = f"warning: --host={host} is open to the network, and there is no token: set {wire.TOKEN}"
         print(text, file=sys.stderr, flush=True)
     return listener
 

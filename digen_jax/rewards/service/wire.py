@@ -7,6 +7,7 @@ An answer is JSON: {"scores": {name: [...]}, "seconds": s}.
 """
 
 import collections
+import contextlib
 import dataclasses
 import hashlib
 import io
@@ -14,7 +15,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import httpx
@@ -25,12 +26,29 @@ from PIL import Image
 
 from digen_jax.errors import ConfigError, check_range
 
+VERSION = 1  # format version
+TOKEN = "DIGEN_REWARD_TOKEN"  # environment variable with the bearer token
+SCORE, HEALTH, REWARDS = "/v1/score", "/health", "/rewards"  # paths
+PACKAGES = ("starlette", "uvicorn", "python_multipart")  # of requirements-reward.txt
 MIB = 2**20
 HEADER = 4096  # maximum bytes of a safetensors header
 ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 FORMATS = ("PNG", "JPEG", "WEBP")
 # Maximum scans of a JPEG, since each may decode the full image; progressive JPEGs have about ten.
 SCANS = 64
+
+
+@contextlib.contextmanager
+def server_packages() -> Iterator[None]:
+    """Converts a failed import of server-only packages to a ConfigError."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        module = (error.name or "").partition(".")[0]
+        if module not in PACKAGES:
+            raise
+        needs = f"a reward server needs the package {module}"
+        raise ConfigError(f"{needs}: run pip install -r requirements-reward.txt") from error
 
 
 class Refused(ValueError):

@@ -11,9 +11,8 @@ from digen_jax.errors import ConfigError
 from digen_jax.process.shutdown import Stopped
 from digen_jax.rewards.errors import RewardError
 from digen_jax.rewards.http_client import retry_after
-from digen_jax.rewards.service import server_packages
 from digen_jax.rewards.service.client import RemoteReward, Served, _remote
-from digen_jax.rewards.service.wire import Limits, decode_request, encode_answer
+from digen_jax.rewards.service.wire import Limits, decode_request, encode_answer, server_packages
 from tests.rewards.service.helpers import means, random_images
 
 A, B = "http://a:1", "http://b:1"

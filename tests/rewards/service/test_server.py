@@ -109,7 +109,7 @@ def test_failures_have_a_status_and_a_message_without_paths(error, status):
         assert response.status_code == status
         message = response.json()["error"]
         assert message and "folder" not in message and "http" not in message
-        assert service.scorer.failures == (status != 422)
+        assert service.failures == (status != 422)
         # Only a thread of the server that hangs cannot be used again.
         assert ((await post(client)).status_code == 504) == isinstance(error, RewardHung)
 
