@@ -60,7 +60,7 @@ PAIRS = dict(
     trainer=dict(micro_batch=36, learning_rate=2e-4),
 )
 
-# Changes to `base` by section.
+# Changes to `BASE` by section.
 ALGORITHMS = {
     "flow_grpo": dict(sampler=FLOW, algorithm=CLIP),
     "flow_grpo_fast": dict(
@@ -102,25 +102,23 @@ ALGORITHMS = {
 }
 
 
-def base() -> ConfigDict:
-    """Common settings: 32 steps of 144 images in two updates, on one device."""
-    c = ConfigDict()
-    c.seed = 0
-    c.steps = 32
-    c.model = ConfigDict(dict(folder="assets/shapes-sd3", height=32, width=32))
-    c.prompts = ConfigDict(dict(file="assets/prompts/shapes_train.jsonl"))
+# Common settings: 32 steps of 144 images in two updates, on one device.
+BASE = dict(
+    steps=32,
+    model=dict(folder="assets/shapes-sd3", height=32, width=32),
+    prompts=dict(file="assets/prompts/shapes_train.jsonl"),
+    rewards=("shapes_geneval",),
     # Sampling and scoring alternate, so a reward process would only add its start time.
-    c.rewards = ("shapes_geneval",)
-    c.reward_pool = ConfigDict(dict(processes=0))
-    c.batch = ConfigDict(dict(groups=12, images=12))
-    c.sampler = ConfigDict(dict(steps=8, window=dict(first=0, length=3), guidance=1.0, chunk=72))
+    reward_pool=dict(processes=0),
+    batch=dict(groups=12, images=12),
+    sampler=dict(steps=8, window=dict(length=3), guidance=1.0, chunk=72),
     # With one update per step, all ratios would be 1 and half of these algorithms equal.
-    c.trainer = ConfigDict(dict(micro_batch=72, updates=2, learning_rate=1.5e-4, ema=0.9))
-    c.placement = ConfigDict(dict(rollout=dict(data=0), trainer=dict(data=1), cpu_devices=2))
-    c.evaluation = ConfigDict(dict(prompts="assets/prompts/shapes_heldout.jsonl", every=16))
-    c.images = ConfigDict(dict(every=32, count=12))
-    c.checkpoint = ConfigDict(dict(every=16, keep=1))
-    return c
+    trainer=dict(micro_batch=72, updates=2, learning_rate=1.5e-4, ema=0.9),
+    placement=dict(rollout=dict(data=0), trainer=dict(data=1), cpu_devices=2),
+    evaluation=dict(prompts="assets/prompts/shapes_heldout.jsonl", every=16),
+    images=dict(every=32, count=12),
+    checkpoint=dict(every=16, keep=1),
+)
 
 
 def get_config(name: str = "flow_grpo") -> ConfigDict:
@@ -128,6 +126,6 @@ def get_config(name: str = "flow_grpo") -> ConfigDict:
         raise ConfigError(
             f"the config's argument {name!r} is no algorithm here: choose one of {', '.join(ALGORITHMS)}"
         )
-    c = base()
+    c = ConfigDict(BASE)
     c.update(ALGORITHMS[name])
     return complete(c)  # so that every field can be given on the command line

@@ -24,42 +24,31 @@ from digen_jax.config.load import complete
 
 
 def get_config() -> ConfigDict:
-    c = ConfigDict()
-    c.seed = 0
-    c.steps = 240
-    c.model = ConfigDict(dict(folder="assets/shapes-sd3", height=32, width=32))
-    c.prompts = ConfigDict(dict(file="assets/prompts/shapes_train.jsonl"))
-    c.rewards = ("shapes_geneval",)
-    c.batch = ConfigDict(dict(groups=12, images=12))
-    c.sampler = ConfigDict(
-        dict(
-            steps=8,
-            kind="dpm2",
-            noise_level=0.0,
-            window=dict(length=0),
-            guidance=1.0,
-            chunk=36,
-        )
-    )
-    c.algorithm = ConfigDict(
-        dict(
+    recipe = dict(
+        steps=240,
+        model=dict(folder="assets/shapes-sd3", height=32, width=32),
+        prompts=dict(file="assets/prompts/shapes_train.jsonl"),
+        rewards=("shapes_geneval",),
+        batch=dict(groups=12, images=12),
+        sampler=dict(
+            steps=8, kind="dpm2", noise_level=0.0, window=dict(length=0), guidance=1.0, chunk=36
+        ),
+        algorithm=dict(
             name="awm",
             times=dict(count=2),
             kl_coefficient=0.05,
             ema_kl_coefficient=0.0,
             reference_guidance=2.0,
-        )
-    )
-    c.trainer = ConfigDict(dict(micro_batch=36, learning_rate=3e-4, ema=0.95, decay=240))
-    c.placement = ConfigDict(
-        dict(
+        ),
+        trainer=dict(micro_batch=36, learning_rate=3e-4, ema=0.95, decay=240),
+        placement=dict(
             mode="fitted",
-            rollout=dict(data=1, fsdp=1),
-            trainer=dict(data=1, fsdp=1),
+            rollout=dict(data=1),
+            trainer=dict(data=1),
             cpu_devices=2,  # without an accelerator
-        )
+        ),
+        evaluation=dict(prompts="assets/prompts/shapes_heldout.jsonl", every=60),
+        images=dict(every=60, count=12),
+        checkpoint=dict(every=20),
     )
-    c.evaluation = ConfigDict(dict(prompts="assets/prompts/shapes_heldout.jsonl", every=60))
-    c.images = ConfigDict(dict(every=60, count=12))
-    c.checkpoint = ConfigDict(dict(every=20))
-    return complete(c)  # so that every field can be given on the command line
+    return complete(ConfigDict(recipe))  # so that every field can be given on the command line

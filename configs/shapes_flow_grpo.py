@@ -20,38 +20,30 @@ from digen_jax.errors import ConfigError
 def get_config(length: str = "short") -> ConfigDict:
     if length not in ("short", "long"):
         raise ConfigError(f"the config's argument {length!r} must be short or long, such as :long")
-    steps, rate, ema = (120, 1.5e-4, 0.95) if length == "short" else (600, 1e-4, 0.98)
-    c = ConfigDict()
-    c.seed = 0
-    c.steps = steps
-    c.model = ConfigDict(dict(folder="assets/shapes-sd3", height=32, width=32))
-    c.prompts = ConfigDict(dict(file="assets/prompts/shapes_train.jsonl"))
-    c.rewards = ("shapes_geneval",)
-    c.batch = ConfigDict(dict(groups=12, images=12))
-    c.sampler = ConfigDict(
-        dict(
-            steps=8,
-            kind="cps",
-            noise_level=0.5,
-            window=dict(first=0, length=4),
-            guidance=1.0,
-            chunk=144,
-        )
+    # Changes by length: steps, learning rate, EMA, and steps between evaluations.
+    steps, rate, ema, every = (
+        (120, 1.5e-4, 0.95, 60) if length == "short" else (600, 1e-4, 0.98, 50)
     )
-    c.algorithm = ConfigDict(dict(name="policy_gradient", clip_range=1e-3, adv_clip=5.0))
-    c.advantages = ConfigDict(dict(std="group"))
-    c.trainer = ConfigDict(dict(micro_batch=144, learning_rate=rate, ema=ema))
-    c.placement = ConfigDict(
-        dict(
+    recipe = dict(
+        steps=steps,
+        model=dict(folder="assets/shapes-sd3", height=32, width=32),
+        prompts=dict(file="assets/prompts/shapes_train.jsonl"),
+        rewards=("shapes_geneval",),
+        batch=dict(groups=12, images=12),
+        sampler=dict(
+            steps=8, kind="cps", noise_level=0.5, window=dict(length=4), guidance=1.0, chunk=144
+        ),
+        algorithm=dict(name="policy_gradient", clip_range=1e-3, adv_clip=5.0),
+        advantages=dict(std="group"),
+        trainer=dict(micro_batch=144, learning_rate=rate, ema=ema),
+        placement=dict(
             mode="fitted",
-            rollout=dict(data=4, fsdp=1),
+            rollout=dict(data=4),
             trainer=dict(data=2, fsdp=2),
             rules=((".*", "fsdp"),),
-        )
+        ),
+        evaluation=dict(prompts="assets/prompts/shapes_heldout.jsonl", every=every),
+        images=dict(every=60, count=12),
+        checkpoint=dict(every=30),
     )
-    c.evaluation = ConfigDict(
-        dict(prompts="assets/prompts/shapes_heldout.jsonl", every=60 if length == "short" else 50)
-    )
-    c.images = ConfigDict(dict(every=60, count=12))
-    c.checkpoint = ConfigDict(dict(every=30))
-    return complete(c)  # so that every field can be given on the command line
+    return complete(ConfigDict(recipe))  # so that every field can be given on the command line
