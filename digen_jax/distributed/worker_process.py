@@ -412,7 +412,7 @@ def fingerprints(config: "TrainConfig") -> dict[str, str]:
 @functools.cache
 def _code() -> str:
     folder, found = pathlib.Path(digen_jax.__file__).parent, hashlib.sha256()
-    for file in sorted(folder.rglob("*.py")):
+    for file in sorted([*folder.rglob("*.py"), *folder.rglob("*.toml")]):
         found.update(str(file.relative_to(folder)).encode() + file.read_bytes())
     return found.hexdigest()
 

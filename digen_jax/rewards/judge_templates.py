@@ -1,18 +1,11 @@
-"""Templates of the reward "judge": questions, and parsing of scores from answers.
-
-"ocr" is the question of verl-omni's `genrm_ocr` (verl-project/verl-omni, verl_omni/utils/reward_score/genrm_ocr.py,
-commit 1384a41). "alignment" is VQAScore's question (Lin et al., arXiv 2404.01291; linzhiqiu/t2v_metrics,
-t2v_metrics/models/vqascore_models/gpt4v_model.py, commit 0ab6f3e). "unified_reward" and "unified_reward_2" are the
-pointwise templates of UnifiedReward (Wang et al., arXiv 2503.05236; CodeGoat24/UnifiedReward, folder inference_qwen):
-image_generation/qwen_point_score_image_generation.py, commit ed52f98, and
-UnifiedReward-2.0-inference/point_score_ACS_image_generation.py, commit a759534, each for the models trained with it.
-"rating" is specific to this project.
-"""
+"""Templates of the reward "judge", which are in judge_templates.toml, and parsing of scores from answers."""
 
 import dataclasses
 import json
 import math
+import pathlib
 import re
+import tomllib
 import unicodedata
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +15,6 @@ from digen_jax.rewards.errors import RewardError
 from digen_jax.rewards.http_client import RetryableError, UnusableAnswer
 
 FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")  # a field of the prompt's record, such as {prompt}
-NUMBER = r"([-+]?\d+(?:\.\d+)?)"
 TOP = 20  # number of logprobs per token: vLLM's default maximum
 DASHES = dict.fromkeys(map(ord, "‐‑‒–—−"), "-")
 MARKS = r"\\?[*`~]+|(?<![^\W_])_+|_+(?![^\W_])"
@@ -55,82 +47,15 @@ class Template:
         return f"has no field {missing[0]!r}, which the judge's template has" if missing else None
 
 
-def lines(*texts: str) -> str:
-    """Joins texts with line breaks."""
-    return "\n".join(texts)
+def _read_templates() -> dict[str, Template]:
+    text = pathlib.Path(__file__).with_suffix(".toml").read_text("utf-8")
+    templates: dict[str, dict[str, Any]] = tomllib.loads(text)
+    for fields in templates.values():
+        fields |= {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
+    return {name: Template(**fields) for name, fields in templates.items()}
 
 
-TEMPLATES = {
-    "alignment": Template(
-        'Does this figure show "{prompt}"? Please answer yes or no.', score="yes", max_tokens=1
-    ),
-    "rating": Template(
-        lines(
-            "This picture was made for the following prompt:",
-            "{prompt}",
-            "Rate from 0 to 10 how good the picture is: whether all that the prompt asks for is there and nothing "
-            "is wrong, and whether it is sharp, natural and pleasing.",
-            "Answer by one line, with a number in place of X:",
-            "Score: X",
-        ),
-        score="pattern",
-        patterns=(rf"Score\s*:\s*{NUMBER}",),
-        scale=(0.0, 10.0),
-        max_tokens=64,
-    ),
-    "ocr": Template(
-        "Please output only the text content from the image without any additional descriptions or formatting.",
-        score="text",
-        max_tokens=512,
-        system="You are a helpful assistant.",
-    ),
-    "unified_reward": Template(
-        lines(
-            "You are given a text caption and a generated image based on that caption. Your task is to evaluate this "
-            "image based on two key criteria:",
-            "1. Alignment with the Caption: Assess how well this image aligns with the provided caption. Consider the "
-            "accuracy of depicted objects, their relationships, and attributes as described in the caption.",
-            "2. Overall Image Quality: Examine the visual quality of this image, including clarity, detail "
-            "preservation, color accuracy, and overall aesthetic appeal.",
-            "Extract key elements from the provided text caption, evaluate their presence in the generated image using "
-            "the format: 'element (type): value' (where value=0 means not generated, and value=1 means generated), "
-            "and assign a score from 1 to 5 after 'Final Score:'.",
-            "Your task is provided as follows:",
-            "Text Caption: [{prompt}]",
-        ),
-        score="pattern",
-        patterns=(rf"Final Score\s*:\s*{NUMBER}",),
-        scale=(1.0, 5.0),
-        max_tokens=512,
-    ),
-    "unified_reward_2": Template(
-        lines(
-            "You are presented with a generated image and its associated text caption. Your task is to analyze the "
-            "image across multiple dimensions in relation to the caption. Specifically:",
-            "Provide overall assessments for the image along the following axes (each rated from 1 to 5):",
-            "- Alignment Score: How well the image matches the caption in terms of content.",
-            "- Coherence Score: How logically consistent the image is (absence of visual glitches, object "
-            "distortions, etc.).",
-            "- Style Score: How aesthetically appealing the image looks, regardless of caption accuracy.",
-            "",
-            "Output your evaluation using the format below:",
-            "",
-            "Alignment Score (1-5): X",
-            "Coherence Score (1-5): Y",
-            "Style Score (1-5): Z",
-            "",
-            "Your task is provided as follows:",
-            "Text Caption: [{prompt}]",
-        ),
-        score="pattern",
-        patterns=tuple(  # such as "Style Score (1-5): 3.5"
-            rf"{name}\s+Score\s*(?:\(1-5\))?\s*:\s*{NUMBER}"
-            for name in ("Alignment", "Coherence", "Style")
-        ),
-        scale=(1.0, 5.0),
-        max_tokens=512,
-    ),
-}
+TEMPLATES = _read_templates()
 
 
 def find_template(name: str) -> Template:
