@@ -19,75 +19,62 @@ from examples.shapes.fit import FitSettings
 
 
 def get_config() -> ConfigDict:
-    c = ConfigDict()
-    c.seed = 0
-    c.pipeline = "WanPipeline"
-    c.images = 60_000  # clips
-    c.frames = 9
-    c.image_size = 32
-    c.dtype = "float32"
-    c.cpu_devices = 1  # without an accelerator, one device uses all cores
-    c.shift = 2.0  # of the scheduler that the folder ships
-    c.sampling = ConfigDict(dict(steps=8, guidance=2.0))  # of the folder's sampling.json
-
-    c.text = text = ConfigDict()
-    text.max_length = 16
-    text.encoder = ConfigDict(
-        dict(
-            d_model=64,
-            d_kv=16,
-            d_ff=128,
-            num_layers=2,
-            num_heads=4,
-            relative_attention_num_buckets=32,
-            relative_attention_max_distance=128,
-            feed_forward_proj="gated-gelu",
-        )
+    text = dict(
+        d_model=64,
+        d_kv=16,
+        d_ff=128,
+        num_layers=2,
+        num_heads=4,
+        relative_attention_num_buckets=32,
+        relative_attention_max_distance=128,
+        feed_forward_proj="gated-gelu",
     )
-
-    c.autoencoder = ae = ConfigDict()
-    ae.network = ConfigDict(
-        dict(
-            base_dim=16,
-            z_dim=32,
-            dim_mult=(1, 2, 2),
-            num_res_blocks=1,
-            attn_scales=(),
-            temperal_downsample=(True, True),
-            # Squares of 2 x 2 pixels are channels, so that no convolution computes at full size.
-            patch_size=2,
-            in_channels=12,
-            out_channels=12,
-            scale_factor_spatial=8,
-            scale_factor_temporal=4,
-            # Placeholders: measured on the latents once the autoencoder is trained.
-            latents_mean=(0.0,) * 32,
-            latents_std=(1.0,) * 32,
-        )
+    autoencoder = dict(
+        base_dim=16,
+        z_dim=32,
+        dim_mult=(1, 2, 2),
+        num_res_blocks=1,
+        attn_scales=(),
+        temperal_downsample=(True, True),
+        # Squares of 2 x 2 pixels are channels, so that no convolution computes at full size.
+        patch_size=2,
+        in_channels=12,
+        out_channels=12,
+        scale_factor_spatial=8,
+        scale_factor_temporal=4,
+        # Placeholders: measured on the latents once the autoencoder is trained.
+        latents_mean=(0.0,) * 32,
+        latents_std=(1.0,) * 32,
     )
-    ae.batch = 8
-    ae.kl_weight = 3e-5
-    ae.fit = ConfigDict(vars(FitSettings(16_000, learning_rate=2e-3, checkpoint_every=1000)))
-
-    c.transformer = t = ConfigDict()
-    t.network = ConfigDict(
-        dict(
-            patch_size=(1, 1, 1),
-            num_attention_heads=4,
-            attention_head_dim=32,
-            in_channels=32,
-            out_channels=32,
-            text_dim=64,
-            freq_dim=256,
-            ffn_dim=512,
-            num_layers=5,
-            cross_attn_norm=True,
-            qk_norm="rms_norm_across_heads",
-            eps=1e-6,
-            rope_max_seq_len=32,
-        )
+    transformer = dict(
+        patch_size=(1, 1, 1),
+        num_attention_heads=4,
+        attention_head_dim=32,
+        in_channels=32,
+        out_channels=32,
+        text_dim=64,
+        freq_dim=256,
+        ffn_dim=512,
+        num_layers=5,
+        cross_attn_norm=True,
+        qk_norm="rms_norm_across_heads",
+        eps=1e-6,
+        rope_max_seq_len=32,
     )
-    t.batch = 64
-    t.caption_dropout = 0.1
-    t.fit = ConfigDict(vars(FitSettings(16_000, learning_rate=1e-3, muon_rate=0.02)))
-    return c
+    first = FitSettings(16_000, learning_rate=2e-3, checkpoint_every=1000)
+    second = FitSettings(16_000, learning_rate=1e-3, muon_rate=0.02)
+    config = dict(
+        seed=0,
+        pipeline="WanPipeline",
+        images=60_000,  # clips
+        frames=9,
+        image_size=32,
+        dtype="float32",
+        cpu_devices=1,  # without an accelerator, one device uses all cores
+        shift=2.0,  # of the scheduler that the folder ships
+        sampling=dict(steps=8, guidance=2.0),  # of the folder's sampling.json
+        text=dict(max_length=16, encoder=text),
+        autoencoder=dict(network=autoencoder, batch=8, kl_weight=3e-5, fit=vars(first)),
+        transformer=dict(network=transformer, batch=64, caption_dropout=0.1, fit=vars(second)),
+    )
+    return ConfigDict(config)
