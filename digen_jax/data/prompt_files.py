@@ -309,7 +309,7 @@ class PromptBatches(NamedTuple):
         """Checks that a run, which had the stream `saved`, continues with the same prompts.
 
         Raises:
-          ValueError: The run had another prompt file, groups_per_step, seed or shuffle.
+          ValueError: The run had another prompt file, groups_per_step or seed.
         """
         for name, here in self.stream.items():
             if saved.get(name) != here:
@@ -323,7 +323,6 @@ def prompt_batches(
     paths: Path | Sequence[Path],
     groups_per_step: int,
     seed: int,
-    shuffle: bool = True,
     set_steps: int = 0,
     weights: Sequence[float] = (),
 ) -> PromptBatches:
@@ -331,8 +330,8 @@ def prompt_batches(
 
     A step is a list of records of `read_prompt_file`, one per group, with `serial` = step * groups_per_step + position
     in the step: the group's number in the run, which seeds its randomness. Repeated prompts form separate groups.
-    Every epoch contains each prompt once, reshuffled per epoch if `shuffle`; a step may span the end of an epoch and
-    the start of the next.
+    Every epoch contains each prompt once, in a new order; a step may span the end of an epoch and the start of the
+    next.
 
     Several files are independent streams, mixed by `weights` up to rounding (grain rounds down the ratios to the
     smallest weight to hundredths). Records then have the field `prompt_file`.
@@ -341,7 +340,6 @@ def prompt_batches(
       paths: One or several prompt files.
       groups_per_step: Groups per step.
       seed: Non-negative seed of the order.
-      shuffle: Whether to shuffle. False keeps file order.
       set_steps: Number of steps after which the first ones repeat, with their serials. 0 means never.
       weights: Positive weights of the files. Empty means equal weights.
 
@@ -365,7 +363,7 @@ def prompt_batches(
         # The first file uses the run's seed, so its order is the same as without other files.
         own = np.random.SeedSequence([seed, number]).generate_state(1)[0] if number else seed
         stream = grain.MapDataset.source(add_source(path, paths, records)).seed(int(own))
-        streams.append((stream.shuffle() if shuffle else stream).repeat())
+        streams.append(stream.shuffle().repeat())
     groups = grain.MapDataset.mix(streams, weights) if len(paths) > 1 else streams[0]
     # Copies, because rewards may modify records.
     groups = groups.map_with_index(lambda serial, record: copy.deepcopy(record) | {SERIAL: serial})
@@ -377,6 +375,6 @@ def prompt_batches(
     # A single file has no list, for compatibility with older checkpoints.
     digest = digests if len(digests) > 1 else digests[0]
     stream = {"prompt_file_hash": digest, "groups_per_step": groups_per_step, "seed": seed}
-    stream |= {"shuffle": shuffle} | ({"set_steps": set_steps} if set_steps else {})
+    stream |= {"set_steps": set_steps} if set_steps else {}
     stream |= {"weights": weights} if len(digests) > 1 else {}
     return PromptBatches(steps, stream)

@@ -199,8 +199,7 @@ class GenEval:
           ConfigError: See `score_images`. Also raised for clips, or if `clip` is missing for a prompt with a color.
           ValueError: A folder is missing or invalid.
         """
-        if images.ndim != 4:
-            raise ConfigError("the reward 'geneval' scores images, not clips")
+        check_images("geneval", images)
         if not self.clip and any(colored(one) for one in metadata if needs(one) is None):
             raise ConfigError("a prompt has a color: set clip, which 'geneval' needs for colors")
         return score_images(_detector(*dataclasses.astuple(self)), images, metadata)

@@ -89,9 +89,9 @@ class Servers:
     `blocked` is for how many seconds a failed server is blocked: after the first failure, and at most.
     """
 
-    def __init__(self, urls: Sequence[str], blocked: Any = BLOCKED, clock: Any = time.monotonic):
+    def __init__(self, urls: Sequence[str], blocked: Any = BLOCKED):
         self._servers = [ServerState(url) for url in urls]
-        self._blocked, self.clock = blocked, clock
+        self._blocked = blocked
         self._changed = threading.Condition()
 
     def __iter__(self) -> Iterator[ServerState]:
@@ -108,7 +108,7 @@ class Servers:
         """
         with self._changed:
             while True:
-                now = self.clock()
+                now = time.monotonic()
                 blocked = [one.blocked_until for one in self._servers if one.blocked_until > now]
                 usable = [one for one in self._servers if now >= one.blocked_until]
                 usable = [one for one in usable if not (one.failures and one.in_flight)]
@@ -128,7 +128,7 @@ class Servers:
             if succeeded:
                 server.failures, server.blocked_until = 0, 0.0
             elif pause:
-                server.blocked_until = max(server.blocked_until, self.clock() + pause)
+                server.blocked_until = max(server.blocked_until, time.monotonic() + pause)
             self._changed.notify_all()
 
     def fail(self, server: ServerState, start: float) -> float:
@@ -137,7 +137,7 @@ class Servers:
         Requests in flight at an earlier failure count as the same failure.
         """
         with self._changed:
-            now = self.clock()
+            now = time.monotonic()
             if start >= server.failed_at:
                 server.failures += 1
                 server.failed_at = now
@@ -291,7 +291,7 @@ class FailoverClient:
         server = self.servers.take(until)
         if server is None:
             raise RetryableError("does not answer: all have failed and are paused")
-        sent, start, failure = self.servers.clock(), time.perf_counter(), None
+        sent, start, failure = time.monotonic(), time.perf_counter(), None
         try:
             found = read(self._send(server.url, request, until, unusable))
         except RetryableError as error:
