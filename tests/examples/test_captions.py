@@ -11,8 +11,8 @@ from transformers import CLIPTokenizer, CLIPTokenizerFast
 
 from examples.shapes import captions
 from examples.shapes.captions import heldout_records, train_records
+from examples.shapes.networks import build_clip_tokenizer
 from examples.shapes.scene import Background, Object, Scene, sample_scene
-from examples.shapes.tokenizer import build_clip_tokenizer
 from examples.shapes.vocabulary import SHAPES
 
 COLOR = "red|orange|yellow|green|blue|purple|white|black"

@@ -11,11 +11,11 @@ import pytest
 from digen_jax.errors import ConfigError
 from digen_jax.images import to_uint8
 from examples.shapes import captions
+from examples.shapes.networks import build_t5_tokenizer
 from examples.shapes.pool import render_pool
 from examples.shapes.render import render_batch
 from examples.shapes.reward import shapes_motion
 from examples.shapes.scene import REACH, Scene, sample_scene
-from examples.shapes.tokenizer import build_t5_tokenizer
 from examples.shapes.vocabulary import COLORS, MOTION_TASKS, MOTIONS, SHAPES
 from tests.pipelines import ROOT
 

@@ -15,7 +15,7 @@ import transformers
 from diffusers import FlowMatchEulerDiscreteScheduler
 
 from digen_jax.models.qwen_image.family import QwenImage
-from examples.shapes.tokenizer import build_clip_tokenizer
+from examples.shapes.networks import build_clip_tokenizer
 from tests.models.parity import randomise
 from tests.models.sd3.t5_folders import tiny_t5, vocabulary, write_tokenizer
 from tests.models.text import tiny_tokenizer

@@ -13,7 +13,7 @@ from digen_jax.models.text.clip_text import CLIPTextConfig
 from digen_jax.models.text.language_model import LanguageModelConfig
 from digen_jax.models.text.t5 import T5Config
 from digen_jax.models.text.tokenizers import longer, padded
-from examples.shapes.tokenizer import build_clip_tokenizer
+from examples.shapes.networks import build_clip_tokenizer
 from tests.models.sd3.t5_folders import backend, vocabulary, write_tokenizer
 from tests.models.text import tiny_tokenizer
 from tests.models.text.test_language_model import QWEN3
