@@ -37,18 +37,14 @@ Sources, in github.com/X-GenGroup/Flow-Factory:
 Our choices: rematerialized blocks with a LoRA; the number of steps, as the source runs until it is stopped; sample
 images, number of checkpoints, all placements. Its recipes for DiffusionNFT and AWM on the base models are not included.
 
-Differences from the source:
+Differences from the source, in addition to those of all recipes (docs/evidence.md):
 - these settings train image editing there: all 128 training records of the examples' data have an image to edit, scaled
   to 384 x 384 (`condition_image_size`; at 3e615ee). Here images are generated from text alone;
 - its advantages are "gdpo", which for one reward divides them once more by their std over the step; set
   advantages.combine to "gdpo" for several rewards. The published reward of distilled_full is the rank of an image
   within its group;
 - it bounds a std by 1e-6 from below (src/flow_factory/advantage/advantage_processor.py, 3a2a482); here 1e-4 is added;
-- here a step uses the next prompts of a permutation of the file; the source uses the first ones of a new permutation in
-  each step (src/flow_factory/data_utils/sampling_plan.py, 5f6cda1);
 - trained weights are bfloat16 there, and trajectories float16; here both are float32, and so is the log-probability;
-- groups of an update are split by index, not shuffled;
-- with bfloat16 the trainer recomputes old log-probabilities (algorithm.old_log_probs), one more pass per trained step;
 - diffusers' pipeline rounds the network's sigma to bfloat16; here it is exact.
 
 docs/performance.md has the estimated memory and time, and the smallest TPU slice.

@@ -49,20 +49,17 @@ stopped; LoRA, EMA and tokens of the fast recipes as in train_flux.py, because t
 every 40 steps at 720 x 720 in DanceGRPO's recipes, its batch, and their seed; sample images, number of checkpoints, all
 placements. Frozen weights are bfloat16 in all recipes; in the sources only the text encoders of Flow-GRPO are.
 
-Differences from the sources:
+Differences from the sources, in addition to those of all recipes (docs/evidence.md):
 - DanceGRPO shifts the sigmas by 3. Here they are the pipeline's, whose shift at 720 x 720 is 2.22. A copy of the
   model whose scheduler_config.json has `"use_dynamic_shifting": false` uses DanceGRPO's, because its `shift` is 3;
 - `dance` has four updates of four groups; the source has three, of four images of every group. The other two scripts
   have two updates of complete groups, as here;
 - in DanceGRPO both prompts of a GPU share the start noise; here each group has a separate one. It adds 1e-8 to a std;
   here 1e-4 is added;
-- here a step uses the next prompts of a permutation of the file; Flow-GRPO uses the first ones of a new permutation in
-  each step, so that some prompts are repeated before others are used;
-- only the trained steps of `pickscore` have noise, not the sixth; groups of an update are split by index, not shuffled.
-  DanceGRPO's last step also has noise, but it decodes the result without it, as here;
+- only the trained steps of `pickscore` have noise, not the sixth. DanceGRPO's last step also has noise, but it decodes
+  the result without it, as here;
 - DanceGRPO rounds the network's sigma down to thousandths, and FluxPipeline rounds it to bfloat16. Here sigmas and
-  FLUX.1's positions are exact;
-- with bfloat16 the trainer recomputes old log-probabilities (algorithm.old_log_probs), one more pass per trained step.
+  FLUX.1's positions are exact.
 
 docs/performance.md has the estimated memory and time, and the smallest TPU slice.
 """

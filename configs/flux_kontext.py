@@ -33,7 +33,7 @@ flow_grpo/diffusers_patch/flux_kontext_pipeline_with_logprob.py (9043160), sourc
 Differences from the source: it first resizes source images with Pillow's default filter, here only the pipeline resizes
 them; it drops each image whose advantage is 0 and divides the rest evenly among both updates, with some of the dropped
 images to fill micro-batches, here groups of equal rewards are dropped; and those of Flow-GRPO in configs/flux_dev.py
-(prompt order, groups split by index, the sixth step without noise, exact sigmas, recomputed old log-probabilities).
+(the sixth step without noise, exact sigmas) and of all recipes (docs/evidence.md).
 
 docs/performance.md has the estimated memory and time, and the smallest TPU slice.
 

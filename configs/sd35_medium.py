@@ -29,16 +29,14 @@ checkpoint in config/base.py. Some were read in copies of these repositories.
 The T5 reads 128 tokens, in training and evaluation, not the pipeline's 256: `max_sequence_length=128` in
 scripts/train_sd3.py of the former (ac4c86e) and in scripts/train_nft_sd3.py of the latter (24af555).
 
-Differences from the sources:
+Differences from the sources, in addition to those of all recipes (docs/evidence.md):
 - float32 with TF32 matrix products instead of float16; both have 10 bits of mantissa. bfloat16 has 7: after one update,
   its rounding alone changed the log-ratio by 5e-5 rms (measured once, with a LoRA of rank 8 of the embedded model on a
   CPU), compared with a clip range of 1e-4;
-- only the nine trained steps have noise, not the tenth; groups of an update are split by index, not shuffled. Flow-GRPO
-  and GRPO-Guard drop groups of equal rewards, also from the KL; the sources drop each image whose advantage is 0 and
-  divide the rest evenly among both updates, with some of the dropped images to fill micro-batches;
+- only the nine trained steps have noise, not the tenth. Flow-GRPO and GRPO-Guard drop groups of equal rewards, also
+  from the KL; the sources drop each image whose advantage is 0 and divide the rest evenly among both updates, with some
+  of the dropped images to fill micro-batches;
 - GRPO-Guard's ratio uses the std and KL of each image, not the batch means;
-- here a step uses the next prompts of a permutation of the file, so that each is used once per epoch; the sources use
-  the first prompts of a new permutation in each step, so that some are repeated before others are used;
 - on one GPU every recipe has the batch of `general_ocr_sd3_1gpu` (8 groups of 8).
 
 The text encoders take 22 GB of each GPU in float32, 19 of them for the T5, so a run encodes its prompts before sampling

@@ -53,7 +53,7 @@ Our choices: rematerialized blocks in clip_pickscore_14b, micro-batches of one c
 gradient), evaluation batches, number of training steps (the sources run until they are stopped), sample clips, number
 of checkpoints, and all placements: each GPU has all parameters.
 
-Differences from the sources:
+Differences from the sources, in addition to those of all recipes (docs/evidence.md):
 - UniPC's schedule is that of diffusers 0.42, from 1 - 1e-6. GenRL pins 0.33.1, whose sigmas start at 0.99967 and are
   up to 0.003 lower. Its SDE replaces only a sigma of exactly 1: the first step of `ocr` has a std of 5.03 there and
   multiplies the noise by -11.7. Here its std is 0.70 (`digen_jax.diffusion.steps.FlowSde`). longcat's bound makes the
@@ -65,16 +65,12 @@ Differences from the sources:
 - GenRL and Flow-GRPO do not clean prompts as diffusers' pipeline does (docs/wan.md);
 - groups of equal rewards are dropped as a whole; the sources drop each clip of advantage 0, except a few to fill
   batches;
-- groups of an update are split by index; the sources split shuffled clips of all groups;
-- a step uses the next prompts of a permutation of the file; the sources use the first ones of a new permutation for
-  each batch;
 - the frozen transformer and the autoencoder are bfloat16; in the sources they are float32, and the transformer is
   rounded to bfloat16 for each product. Products of the autoencoder are TF32 in both;
 - Flow-Factory's UniPC takes sigma from the integer time, at most 1e-3 lower; it divides by a std of at least 1e-6
   instead of adding 1e-4, and rounds latents to float16 between steps;
 - `ocr` reads text with other models (`digen_jax/rewards/ocr.py`);
-- with bfloat16 the trainer recomputes old log-probabilities (algorithm.old_log_probs), one more pass per trained
-  step. In longcat, with one update per step, it takes the current ones, so that ratios are 1.
+- longcat has one update per step, so the trainer takes the current log-probabilities, and ratios are 1.
 
 docs/performance.md and docs/wan.md have the estimated memory and time.
 """

@@ -32,16 +32,13 @@ The rest of that repository, at a0b2bc5:
 Our choices: rematerialized blocks, the number of training steps, the evaluation batch, sample images, the number of
 checkpoints, and all placements: each GPU has all parameters.
 
-Differences from the source:
+Differences from the source, in addition to those of all recipes (docs/evidence.md):
 - its transformer's frozen weights are float32, and autocast rounds them for each matrix product; here they are
   bfloat16. `--config.precision.frozen=float32` matches the source, with twice the memory for them;
 - its `gdpo` (src/flow_factory/advantage/advantage_processor.py), with one reward, also divides the advantages by their
   std over the step, which is 1 except for groups of equal rewards; here they are only divided by the group std;
-- groups of an update are split by index, not shuffled; here 1e-4 is added to a std, which is at least 1e-6 there;
-- here a step uses the next prompts of a permutation of the file; the source uses the first ones of a new permutation in
-  each step (src/flow_factory/data_utils/sampling_plan.py);
-- latents are rounded to float16 between steps there, and are float32 here;
-- with bfloat16 the trainer recomputes old log-probabilities (algorithm.old_log_probs), one more pass per trained step.
+- here 1e-4 is added to a std, which is at least 1e-6 there;
+- latents are rounded to float16 between steps there, and are float32 here.
 
 docs/performance.md has the estimated memory and time, and the smallest TPU slice.
 """
