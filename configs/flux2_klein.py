@@ -5,9 +5,7 @@ python launch/train.py --config configs/flux2_klein.py:base_lora,8 --workdir run
     --config.prompts.file=train.txt --config.evaluation.prompts=test.txt
 
 The argument is the recipe's name, a comma, and the number of GPUs: 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128,
-192 or 384. Reward and prompt files are not included; docs/rewards.md lists the weights that PickScore needs. The hub
-repositories of the 9B models are gated: accept the licence there and log in with `hf auth login`, or set model.folder
-to a local copy or to the model of the other size.
+192 or 384. docs/flux2-klein.md lists what model, prompts and reward require.
 
 Separate GPUs for rollout and training, four each of eight; use the second line to train all weights:
 --config.placement.rollout.data=4 --config.placement.trainer.data=4

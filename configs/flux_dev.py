@@ -7,8 +7,7 @@ python launch/train.py --config configs/flux_dev.py:dance_ema,8 --workdir runs/f
 The argument is the recipe's name, a comma, and the number of GPUs, which must divide the passes of an update:
 - pickscore, pickscore_fast, geneval_fast: 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96 or 192
 - dance: 1, 2, 3, 4, 6, 8, 12, 16, 24 or 48; dance_ema, dance_lora: these, 32 or 96
-Reward and prompt files are not included; docs/rewards.md describes HPSv2.1, PickScore and GenEval, and their weights.
-The hub repository is gated: accept its licence there and log in with `hf auth login`, or set model.folder to a copy.
+docs/flux.md lists what model, prompts and rewards require.
 
 Separate GPUs for rollout and training, four each of eight; use the second line to train all weights:
 --config.placement.rollout.data=4 --config.placement.trainer.data=4

@@ -4,10 +4,8 @@ python launch/train.py --config configs/flux_kontext.py:8 --workdir runs/kontext
     --config.rewards=my_rewards:likeness \
     --config.prompts.file=train.jsonl --config.evaluation.prompts=test.jsonl
 
-The argument is the number of GPUs: 1, 2, 3, 4, 6, 7, 8, 12, 14, 21, 24, 28, 42, 56, 84 or 168. Each line of a prompt
-file names a source image, "image", relative to the file (example in docs/flux.md). Reward, prompts and images are not
-included, and neither is an image similarity or a detector. The hub repository is gated: accept its licence there and
-log in with `hf auth login`, or set model.folder to a copy.
+The argument is the number of GPUs: 1, 2, 3, 4, 6, 7, 8, 12, 14, 21, 24, 28, 42, 56, 84 or 168. docs/flux.md lists what
+the model requires, and has examples of a prompt file, whose lines name source images, and of a reward.
 
 Separate GPUs for rollout and training, four each of eight:
 --config.placement.rollout.data=4 --config.placement.trainer.data=4

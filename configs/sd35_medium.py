@@ -5,9 +5,7 @@ python launch/train.py --config configs/sd35_medium.py:geneval,8 --workdir runs/
     --config.prompts.file=train_metadata.jsonl --config.evaluation.prompts=test_metadata.jsonl
 
 The argument is the recipe's name, a comma, and the number of GPUs: 1, 2, 4, 8, 16, 32 or 64, for nft_geneval and
-nft_pickscore also 128. Reward and prompt files are not included; docs/rewards.md describes OCR, PickScore and GenEval,
-and their requirements. The hub repository is gated: accept its licence there and log in with `hf auth login`, or set
-model.folder to a copy.
+nft_pickscore also 128. docs/stable-diffusion-3.5.md lists what model, prompts and reward require.
 
 Separate GPUs for rollout and training, four each of eight:
 --config.placement.rollout.data=4 --config.placement.trainer.data=4
