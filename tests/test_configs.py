@@ -25,6 +25,7 @@ from digen_jax.models.published import published_folder
 from digen_jax.parallel import policy
 from digen_jax.parallel.encoding import example_record
 from digen_jax.parallel.placement import devices_per_mesh
+from digen_jax.parallel.sampler import steps_of_experts
 from digen_jax.parallel.system import SampledImages, make_train_batch
 from digen_jax.planning.memory import model_footprint
 from digen_jax.planning.programs import step_records
@@ -41,7 +42,8 @@ Z_IMAGE = "zimage_turbo"
 QWEN_IMAGE = "qwen_image"
 KLEIN = "flux2_klein"
 WAN = "wan21"
-PUBLISHED = SD35, FLUX, KONTEXT, Z_IMAGE, QWEN_IMAGE, KLEIN, WAN
+WAN22 = "wan22"
+PUBLISHED = SD35, FLUX, KONTEXT, Z_IMAGE, QWEN_IMAGE, KLEIN, WAN, WAN22
 
 
 @functools.cache
@@ -135,6 +137,7 @@ def test_a_config_wants_its_recipe_and_a_number_of_gpus(name):
 # Of chunks and micro-batches, the images of each GPU.
 IMAGES = {KONTEXT: (3, 3), Z_IMAGE: (1, 1), QWEN_IMAGE: (16, 8), KLEIN: (1, 1), WAN: (8, 8)}
 IMAGES |= {"longcat": (4, 1), "clip_pickscore_14b": (1, 1)}
+IMAGES |= {"hpsv3_5b": (4, 4), "pickscore_a14b": (1, 1)}
 GPUS = {SD35: (1, 8, 64), KONTEXT: (1, 7, 28), FLUX: (1, 2, 16), WAN: (1, 4, 8)}
 
 
@@ -220,6 +223,7 @@ AVERAGES = [
     (Z_IMAGE, "8", {8: 4 / 13, 16: 8 / 17}),
     *((WAN, f"{name},8", {7: 8 / 17, 15: 16 / 25}) for name in ("ocr", "flow_grpo_ocr", "longcat")),
     (WAN, "clip_pickscore_14b,8", {8: 4 / 13, 16: 8 / 17}),
+    (WAN22, "pickscore_a14b,8", {8: 4 / 13, 16: 8 / 17}),
     (SD35, "geneval,8", {7: (8 / 17) ** 2, 15: (16 / 25) ** 2}),
     (SD35, "ocr_guard,8", {7: (8 / 17) ** 4, 15: (16 / 25) ** 4}),
     (SD35, "nft_ocr,8", {1: 2 / 11, 2: 3 / 12, 3: 4 / 13}),
@@ -376,20 +380,58 @@ def test_wan_has_the_published_settings_of_longcat():
     assert (found.seed, found.evaluation.every, found.checkpoint.every) == (42, 100, 100)
 
 
-def test_wan_has_the_published_settings_of_flow_factory():
-    config = load(WAN, "clip_pickscore_14b,8")
+# Of Flow-Factory's recipes the sides and frames in training and in evaluation, and the guidances of the experts.
+FLOW_FACTORY = [
+    (WAN, "clip_pickscore_14b,8", ((256, 5), (480, 13)), (5, 0), "gdpo"),
+    (WAN22, "pickscore_a14b,8", ((480, 5), (720, 21)), (4, 3), "rewards"),
+]
+
+
+@pytest.mark.parametrize(("name", "argument", "sizes", "guidance", "combine"), FLOW_FACTORY)
+def test_wan_has_the_published_settings_of_flow_factory(name, argument, sizes, guidance, combine):
+    config = load(name, argument)
     found = load_config(config)
     assert (found.batch.groups, found.batch.images, found.trainer.updates) == (48, 16, 2)
-    assert (found.model.size, found.evaluation_size) == (Size(256, 256, 5), Size(480, 480, 13))
+    wanted = tuple(Size(side, side, frames) for side, frames in sizes)
+    assert (found.model.size, found.evaluation_size) == wanted
     sampler, algorithm = found.sampler, read_config(config).algorithm
     assert (sampler.steps, found.trained_steps, sampler.window.places) == (10, 1, (1, 2, 3))
-    assert (sampler.kind, sampler.noise_level, sampler.guidance) == ("flow", 0.9, 5)
-    assert (found.evaluation.guidance, found.evaluation.steps) == (5, 28)
+    assert (sampler.kind, sampler.noise_level, found.evaluation.steps) == ("flow", 0.9, 28)
+    for one in (sampler, found.evaluation):
+        assert (one.guidance, one.guidance_2) == guidance
     assert (algorithm.clip_range, algorithm.adv_clip, algorithm.kl_coefficient) == (1e-4, 5, 0)
-    assert (found.advantages.std, found.advantages.combine) == ("group", "gdpo")
+    assert (found.advantages.std, found.advantages.combine) == ("group", combine)
     assert (found.lora.rank, found.lora.alpha, found.lora.init) == (64, 128, "gaussian")
     assert (found.trainer.learning_rate, found.trainer.weight_decay) == (1e-4, 1e-4)
     assert (found.seed, found.evaluation.every, found.checkpoint.every) == (42, 20, 20)
+
+
+def test_the_window_of_flow_factorys_a14b_is_in_the_trained_expert():
+    config = load_config(of_published(WAN22, "pickscore_a14b,8"))
+    _, family = assemble.pipeline_of(config)
+    family = family.scheduled(10, config.model.size)
+    counts = steps_of_experts(family, family.sigmas(10, config.model.size))
+    assert (counts, max(config.sampler.window.places)) == ((4, 6), 3)
+    assert config.model.trained == ("transformer",)
+
+
+def test_wan_has_the_published_settings_of_verl_omni():
+    """64 groups of 8 in four updates; two noisy steps of the first five; 8 frames become 9."""
+    config = load(WAN22, "hpsv3_5b,8")
+    found = load_config(config)
+    assert (found.batch.groups, found.batch.images, found.trainer.updates) == (64, 8, 4)
+    assert (found.model.size, found.evaluation_size) == (Size(704, 1280, 9),) * 2
+    assert found.model.max_sequence_length == 1024
+    sampler, algorithm = found.sampler, read_config(config).algorithm
+    assert (sampler.steps, found.trained_steps, sampler.window.places) == (10, 2, (0, 1, 2, 3))
+    assert (sampler.kind, sampler.noise_level, sampler.shared_noise) == ("dance", 1.2, True)
+    assert (sampler.guidance, found.evaluation.guidance, found.evaluation.steps) == (5, 5, 50)
+    assert (algorithm.clip_range, algorithm.adv_clip, algorithm.kl_coefficient) == (1e-4, 5, 0)
+    assert (algorithm.old_log_probs, found.trainer.ema) == ("recomputed", 0)
+    assert (found.advantages.std, found.advantages.ddof) == ("global", 1)
+    assert (found.trainer.learning_rate, found.trainer.weight_decay) == (1e-5, 1e-4)
+    assert (found.seed, found.steps) == (42, 120)
+    assert (found.evaluation.every, found.checkpoint.every) == (30, 30)
 
 
 # PEFT's `target_modules`, counted by hand: the numbers of a LoRA, or of all weights. FLUX.1: dual blocks of width 3072
@@ -401,6 +443,7 @@ def test_wan_has_the_published_settings_of_flow_factory():
 FACTORS = 64 * 60 * (8 * 6144 + 4 * 15360)
 Z_FACTORS = 64 * 34 * (4 * 2 * 3840 + 3 * (3840 + 10240))
 KLEIN_FACTORS = 64 * (8 * (8 * 2 * 4096 + 2 * (7 * 4096 + 4 * 4096)) + 24 * 10 * 4096)
+WAN_FACTORS = 64 * 40 * (8 * 2 * 5120 + 2 * (5120 + 13824))
 LAYERS = [
     (FLUX, "pickscore,8", 64 * (19 * (8 * 6144 + 4 * 15360) + 38 * 3 * 6144)),
     (FLUX, "dance_lora,8", 128 * (19 * 4 * 6144 + 38 * 3 * 6144)),
@@ -413,7 +456,9 @@ LAYERS = [
     (SD35, "geneval,8", (24 * 8 - 1) * 32 * 2 * 1536),
     (WAN, "ocr,8", 32 * 30 * 8 * 2 * 1536),
     (WAN, "longcat,8", 128 * 30 * (8 * 2 * 1536 + 2 * (1536 + 8960))),
-    (WAN, "clip_pickscore_14b,8", 64 * 40 * (8 * 2 * 5120 + 2 * (5120 + 13824))),
+    (WAN, "clip_pickscore_14b,8", WAN_FACTORS),
+    (WAN22, "pickscore_a14b,8", WAN_FACTORS),  # of one expert
+    (WAN22, "hpsv3_5b,8", 4_999_787_712),
 ]
 
 
