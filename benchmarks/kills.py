@@ -25,8 +25,10 @@ from benchmarks.fault_injection import (
     TRAINING_WORKERS,
     Fault,
     FaultInjection,
+    Job,
+    Unexpected,
+    metric_lines,
 )
-from benchmarks.job import Job, Unexpected, metric_lines
 from digen_jax.checkpoints.checkpointer import newest_complete
 from digen_jax.errors import ConfigError, check_positive
 from digen_jax.logging.metrics import without_timing

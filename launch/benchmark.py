@@ -120,8 +120,8 @@ def runtime() -> Result:
 def peers() -> Result:
     """Times a step's sampling and training, and the same work in an eager loop of torch and diffusers, alternately."""
     config = _config()
+    from benchmarks.eager import with_wide_model
     from benchmarks.peers import check, compare
-    from benchmarks.wide import with_wide_model
 
     config = check(config, _ROUNDS.value)
     with with_wide_model(config, _WIDE.value) as config, _bar(_ROUNDS.value, "round") as bar:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks import kills_train
-from benchmarks.job import steps
+from benchmarks.fault_injection import steps
 from benchmarks.kills import metrics_difference, update_difference
 from digen_jax.scheduling.commands import WeightsVersion
 

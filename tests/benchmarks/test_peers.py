@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.eager import EagerLoop
+from benchmarks.eager import EagerLoop, write_wide
 from benchmarks.peers import Ours, PeerComparison, Round, check, coefficients
 from benchmarks.processes import Load, Reading, Seconds, load_between
-from benchmarks.wide import write_wide
 from digen_jax.config.load import load_config
 from digen_jax.diffusion.steps import make_step
 from digen_jax.errors import ConfigError
