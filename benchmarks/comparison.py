@@ -1,7 +1,7 @@
 """Real runs over a few seeds from the same start, each in a separate workdir, and the table of their results.
 
-A stopped comparison continues. An entry *learns* if its mean gain on the held-out prompts, over all seeds, is at least
-0.05 and more than two standard errors.
+A stopped comparison continues, and a finished one writes its files again. An entry *learns* if its mean gain on the
+held-out prompts, over all seeds, is at least 0.05 and more than two standard errors.
 """
 
 import csv
@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 
 from digen_jax.config.load import check_inputs
 from digen_jax.config.train_config import MAY_CHANGE, TURNED, TrainConfig
-from digen_jax.errors import ConfigError, prefix_errors, user_input
+from digen_jax.errors import ConfigError, prefix_errors
 from digen_jax.logging.images import label_axes
 from digen_jax.logging.metrics import read_metrics
 from digen_jax.logging.workdir import claim_workdir, finished_step
@@ -29,8 +29,9 @@ from digen_jax.train import train
 REWARD = "evaluation/reward"
 # Fields that a user may change when a run continues, but that must not differ within a comparison.
 MAY_DIFFER = tuple(field for field in MAY_CHANGE if field not in TURNED)
-COLUMNS = ("algorithm", "family", "seed", "images", "seconds", "reward")
-COSTS = ("cell_seconds", "cell_cpu_seconds")
+COLUMNS = (
+    "algorithm", "family", "seed", "images", "seconds", "reward", "cell_seconds", "cell_cpu_seconds"
+)  # fmt: skip
 GAIN, ERRORS = 0.05, 2  # see `Row.learns`
 HEAD = (
     "| algorithm | gain | reward at the end | images | seconds a run | CPU-seconds a run | learns |"
@@ -142,36 +143,13 @@ class Table:
         (folder / f"{name}.md").write_text(self.describe() + "\n")
         with (folder / f"{name}.csv").open("w", newline="") as file:
             lines = csv.writer(file)
-            lines.writerow((*COLUMNS, *COSTS))
+            lines.writerow(COLUMNS)
             for row in self.rows:
                 for seed, one in row.outcomes.items():
                     for point in one.points:
                         run = (row.name, row.family, seed, *point)
                         lines.writerow((*run, one.seconds, one.cpu_seconds))
         plot([row for row in self.rows if row.outcomes], folder / f"{name}.png")
-
-
-def read_table(path: pathlib.Path) -> Table:
-    """Reads the table of the finished runs from a .csv of `Table.write`.
-
-    Raises:
-      ConfigError: the file cannot be read, or is not such a table.
-    """
-    with user_input(), path.open(newline="") as file:
-        lines = list(csv.DictReader(file))
-    if not lines or set(lines[0]) != {*COLUMNS, *COSTS}:
-        raise ConfigError(
-            f"{path} is no table of runs: its first line must be {','.join((*COLUMNS, *COSTS))}"
-        )
-    outcomes: dict[tuple[str, str], dict[int, Outcome]] = {}
-    with prefix_errors(f"{path}: "):
-        for line in lines:
-            runs = outcomes.setdefault((line["algorithm"], line["family"]), {})
-            costs = [float(line[name]) for name in COSTS]
-            before = runs.get(int(line["seed"]), Outcome((), *costs)).points
-            point = Point(int(line["images"]), float(line["seconds"]), float(line["reward"]))
-            runs[int(line["seed"])] = Outcome((*before, point), *costs)
-    return Table(tuple(Row(*names, runs, ()) for names, runs in outcomes.items()))
 
 
 def compare(

@@ -10,7 +10,6 @@ python launch/benchmark.py asynchrony --config configs/shapes_flow_grpo.py --wor
     --config.sampler.chunk=36 --config.trainer.micro_batch=36 --config.runtime.max_policy_lag=1 [--seeds=3]
 python launch/benchmark.py algorithms --config configs/shapes_algorithms.py --workdir runs/algorithms \
     [--only=cispo,topr --seeds=3 --output=algorithms.json]
-python launch/benchmark.py algorithms --cells=runs/algorithms/algorithms.csv --workdir runs/algorithms  # plots it again
 python launch/benchmark.py rewards [--output=rewards.json]
 python launch/benchmark.py cluster [--step_seconds=8 --layouts=1,2 --output=cluster.json]
 python launch/benchmark.py ray  # commands, weights, starts, idle processes
@@ -33,7 +32,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from digen_jax.config.command_line import define_path, run_main
-from digen_jax.errors import ConfigError, check_output, user_input
+from digen_jax.errors import ConfigError, check_output
 from digen_jax.files import make_examples_importable, write_output
 
 make_examples_importable()
@@ -76,7 +75,6 @@ _WORKDIR = define_path(
 )
 _SEEDS = flags.DEFINE_integer("seeds", 3, "asynchrony, algorithms: number of runs of each kind.")
 _ONLY = flags.DEFINE_list("only", [], "algorithms: names of the algorithms to train; default: all.")
-_CELLS = define_path("cells", None, "algorithms: algorithms.csv to plot again, without training.")
 _KILLS = flags.DEFINE_integer("kills", 100, "kills: number of faults.")
 
 # Numbers of a benchmark, which are also written to --output, and the exit code.
@@ -161,23 +159,14 @@ def asynchrony() -> Result:
 
 def algorithms() -> Result:
     """Trains with every algorithm from a few seeds; the exit code is a signal's if one stopped it."""
-    workdir, code = _workdir("algorithms"), None
-    if _CELLS.value is not None:
-        from benchmarks.comparison import read_table
+    workdir, config, configs = _workdir("algorithms"), _config(), _all_configs()
+    from benchmarks.algorithms import check, compare_algorithms, load_configs
+    from digen_jax.process.job import prepare
 
-        table = read_table(pathlib.Path(_CELLS.value))
-        with user_input():
-            workdir.mkdir(parents=True, exist_ok=True)
-            table.write(workdir, "algorithms")
-    else:
-        config, configs = _config(), _all_configs()
-        from benchmarks.algorithms import check, compare_algorithms, load_configs
-        from digen_jax.process.job import prepare
-
-        loaded = load_configs(configs)
-        check(loaded, _SEEDS.value, _ONLY.value)
-        prepare(config.placement.cpu_devices)
-        table, code = compare_algorithms(loaded, _SEEDS.value, workdir, _ONLY.value)
+    loaded = load_configs(configs)
+    check(loaded, _SEEDS.value, _ONLY.value)
+    prepare(config.placement.cpu_devices)
+    table, code = compare_algorithms(loaded, _SEEDS.value, workdir, _ONLY.value)
     print(
         f"\n{table.describe()}\n\n{workdir} has this as algorithms.md, its runs as algorithms.csv, and all plotted as "
         "algorithms.png."

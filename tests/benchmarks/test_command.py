@@ -42,7 +42,6 @@ def test_runtime_measures_every_kind_of_layout(tmp_path):
         (("asynchrony", SHAPES, "--workdir=x"), "config.runtime.max_policy_lag"),
         (("algorithms", SHAPES, "--workdir=x"), "shapes_flow_grpo.py has no ALGORITHMS"),
         (("algorithms", ALL, "--workdir=x", "--only=dance"), "did you mean 'dance_grpo'?"),
-        (("algorithms", "--cells=none.csv", "--workdir=x"), "'none.csv'"),
         (("runtime", "--output=/dev/null"), "--output"),
     ],
 )
