@@ -57,26 +57,30 @@ def check_image(size: Size, multiple: int, largest: int | None = None) -> None:
     _check_sides(size, multiple, largest)
 
 
-def check_clip(size: Size, multiple: int, every: int, largest: int, longest: int) -> None:
+def check_clip(
+    size: Size, multiple: int, every: int, largest: int | None = None, longest: int | None = None
+) -> None:
     """Checks that a size fits a video model.
 
     Args:
       size: Size of the clip.
       multiple: Both sides must be multiples of this.
       every: The number of frames must be 1 more than a multiple of this.
-      largest: Maximum side.
-      longest: Maximum frames.
+      largest: Maximum side. None means unbounded.
+      longest: Maximum frames. None means unbounded.
 
     Raises:
       ValueError: the size does not fit; the message names valid sizes.
     """
     frames = size.frames
-    if frames < 1 or (frames - 1) % every or frames > longest:
-        below = min(max(1, frames - (frames - 1) % every), longest)
-        near = f"{below} or {below + every}" if 0 < frames < longest else f"{below}"
+    most = longest or max(frames, 1) + every
+    if frames < 1 or (frames - 1) % every or frames > most:
+        below = min(max(1, frames - (frames - 1) % every), most)
+        near = f"{below} or {below + every}" if 0 < frames < most else f"{below}"
+        end = f", {longest} or fewer" if longest else ""
         raise ValueError(
-            f"a clip of {frames} frames does not fit this model: frames must be 1 more than a multiple of {every}, "
-            f"{longest} or fewer: use {near}"
+            f"a clip of {frames} frames does not fit this model: frames must be 1 more than a multiple of {every}"
+            f"{end}: use {near}"
         )
     _check_sides(size, multiple, largest)
 
@@ -366,12 +370,12 @@ class TransformerConfig:
                     f"{name} must be a multiple of 4, of the 2 x 2 latents of a token, not {getattr(self, name)}."
                 )
 
-    def check_rope(self: Any, axes: int) -> None:
+    def check_rope(self: Any, axes: int, field: str = "axes_dims_rope") -> None:
         """Raises ValueError if a head's channels are not split over `axes` position axes."""
-        widths = self.axes_dims_rope
+        widths = getattr(self, field)
         positive = all(width > 0 and width % 2 == 0 for width in widths)
         if len(widths) != axes or not positive or sum(widths) != self.attention_head_dim:
             raise ValueError(
-                f"axes_dims_rope must be {axes} even numbers whose sum is attention_head_dim = "
+                f"{field} must be {axes} even numbers whose sum is attention_head_dim = "
                 f"{self.attention_head_dim}, not {list(widths)}."
             )

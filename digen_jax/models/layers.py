@@ -202,29 +202,36 @@ class TimeTextEmbed(nn.Module):
         return embedding + Mlp(self.dim, name="text_embedder")(pooled)
 
 
-class GeluProjection(nn.Module):
-    """Linear layer `proj`, then the tanh approximation of GELU."""
+def gelu(x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
+    """Computes the tanh approximation of GELU."""
+    return nn.gelu(x, approximate=True)
+
+
+class Projection(nn.Module):
+    """Linear layer `proj`, then an activation."""
 
     dim: int
     dtype: DTypeLike
+    activation: Callable[[Array], Array]
 
     @nn.compact
     def __call__(self, x: Float[Array, "b n i"]) -> Float[Array, "b n d"]:
         """Projects x to `dim` channels."""
-        return nn.gelu(product(linear(self.dim, self.dtype, "proj")(x)), approximate=True)
+        return self.activation(product(linear(self.dim, self.dtype, "proj")(x)))
 
 
 class FeedForward(nn.Module):
-    """diffusers' FeedForward with `gelu-approximate`; `hidden` None means a hidden layer that is four times as wide."""
+    """diffusers' FeedForward; `hidden` None means a hidden layer that is four times as wide."""
 
     dtype: DTypeLike
     hidden: int | None = None
+    activation: Callable[[Array], Array] = gelu
 
     @nn.compact
     def __call__(self, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
         """Applies the network to each token."""
         dim = x.shape[-1]
-        x = GeluProjection(self.hidden or 4 * dim, self.dtype, name="net_0")(x)
+        x = Projection(self.hidden or 4 * dim, self.dtype, self.activation, name="net_0")(x)
         return product(linear(dim, self.dtype, "net_2")(x))
 
 

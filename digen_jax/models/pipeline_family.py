@@ -101,8 +101,8 @@ class PipelineFamily:
             absent = name in without
             found[name] = (None, None) if absent else (part.library, *part.classes)
             if part.tokenizer:
-                where = (None, None) if absent else ("transformers", part.tokenizer)
-                found[tokenizer_of(name)] = where
+                kinds = "transformers", part.tokenizer, *tokenizers.GENERAL
+                found[tokenizer_of(name)] = (None, None) if absent else kinds
         return dict(sorted(found.items()))
 
     @classmethod

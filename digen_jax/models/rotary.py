@@ -5,6 +5,7 @@ Image transformers split a head's channels over several position axes and rotate
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -68,6 +69,32 @@ def turned_by(angles: Float[np.ndarray, "n half"]) -> Rotary:
     angles = np.repeat(angles.astype(np.float64), 2, axis=1)
     signs = np.where(np.arange(angles.shape[1]) % 2, 1, -1)
     return Rotary(np.cos(angles).astype(np.float32), (np.sin(angles) * signs).astype(np.float32))
+
+
+def video_rotary(
+    widths: Sequence[int],
+    grid: tuple[int, int, int],
+    theta: float,
+    dtype: DTypeLike = np.float64,
+) -> Rotary:
+    """Returns the table of a clip's tokens, whose position is (frame, row, column); see `rotary_table`.
+
+    It is broadcast from a table for each axis, because a full one of 75,600 tokens is 77 MB of constants. `grid` is the
+    clip's number of frames, rows and columns of tokens.
+    """
+
+    def along(axis: int) -> Rotary:
+        positions = np.arange(grid[axis])[:, None]
+        table = rotary_table(positions, widths[axis : axis + 1], theta, dtype)
+        shape = [1, 1, 1, -1]
+        shape[axis] = grid[axis]
+        return Rotary(*(jnp.asarray(part).reshape(shape) for part in table))
+
+    def together(tables: Sequence[Array]) -> Float[Array, "n d"]:
+        wide = [jnp.broadcast_to(table, (*grid, table.shape[-1])) for table in tables]
+        return jnp.concatenate(wide, axis=-1).reshape(math.prod(grid), -1)
+
+    return Rotary(*map(together, zip(*map(along, range(3)), strict=True)))
 
 
 def joined(first: Rotary, second: Rotary) -> Rotary:

@@ -80,7 +80,7 @@ class Pipeline:
             getattr(family, part).save_pretrained(output / part)
         (output / "scheduler").mkdir(parents=True, exist_ok=True)
         classes = self.family.classes(without=self.family.optional)
-        index = {"_class_name": family.pipeline} | {name: [*one] for name, one in classes.items()}
+        index = {"_class_name": family.pipeline} | {name: one[:2] for name, one in classes.items()}
         files = {"scheduler/scheduler_config.json": networks["scheduler"], INDEX: index}
         if "sampling" in networks:
             files = {SAMPLING: networks["sampling"]} | files

@@ -39,6 +39,7 @@ from tests.models.families import (
 )
 from tests.models.flux import spec as flux
 from tests.models.flux2 import spec as flux2
+from tests.models.hunyuan import spec as hunyuan
 from tests.models.qwen_image import spec as qwen_image
 from tests.models.sd3 import spec as sd3
 from tests.models.wan import spec as wan
@@ -52,6 +53,7 @@ FAMILIES = {
     "zimage": zimage.PIPELINE,
     "qwen_image": qwen_image.PIPELINE,
     "wan": wan.PIPELINE,
+    "hunyuan": hunyuan.PIPELINE,
 }
 # Wan's class with another autoencoder, or with two transformers: only in tests of what differs.
 WAN_2_2 = {"wan_5b": wan.PIPELINE_5B, "wan_experts": wan.PIPELINE_EXPERTS}

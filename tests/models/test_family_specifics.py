@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+import transformers
 from diffusers.pipelines.wan import pipeline_wan
 from safetensors.numpy import load_file, save_file
 
@@ -27,6 +28,7 @@ from digen_jax.parallel.sampler import Sampler, SamplerSettings, Weights
 from digen_jax.policies import make_policy
 from tests.cases import said
 from tests.models.families import PROMPTS, STEPS, diffusers_pipeline, packed
+from tests.models.hunyuan.folders import llama3_backend
 from tests.models.test_families import FAMILIES, close
 from tests.models.wan.folders import SCHEDULER
 from tests.tiny_runs import tiny_config
@@ -222,9 +224,12 @@ def test_samplers_and_trainers_of_wan_have_the_times_of_their_schedule(name, bas
     assert trained.family.odd_times != sampler.policy.family.odd_times
 
 
-@of("wan")
 @pytest.mark.parametrize(
-    ("frames", "near"), [(8, "use 5 or 9"), (0, "use 1"), (2, "use 1 or 5"), (33, "use 29")]
+    ("name", "frames", "near"),
+    [
+        *(("wan", 8, "use 5 or 9"), ("wan", 0, "use 1"), ("wan", 2, "use 1 or 5")),
+        *(("wan", 33, "use 29"), ("hunyuan", 1000, "use 997 or 1001"), ("hunyuan", 0, "use 1")),
+    ],
 )
 def test_frames_that_do_not_fit_have_near_ones_named(name, folder, frames, near):
     family, size = FAMILIES[name].ours(folder)[0], FAMILIES[name].size
@@ -236,7 +241,21 @@ def test_frames_that_do_not_fit_have_near_ones_named(name, folder, frames, near)
 # --------------------------------------------------------------------------------------------- chats
 
 
-@of("qwen_image")
+@of("hunyuan")
+def test_the_class_of_llama_2_does_not_split_the_words_of_llama_3(name, copy):
+    """The published folder names it, and transformers 5 gives it the rules of its own, whatever the file has."""
+    edit(copy / "model_index.json", tokenizer=["transformers", "LlamaTokenizerFast"])
+    edit(copy / "tokenizer" / "tokenizer_config.json", tokenizer_class="LlamaTokenizer")
+    family = load_family(copy, max_sequence_length=FAMILIES[name].tokens)
+    texts = [family.template.format(prompt) for prompt in PROMPTS]
+    tokens = family.tokenize(said(*PROMPTS))
+    split = transformers.LlamaTokenizerFast.from_pretrained(copy / "tokenizer")
+    for ids, mask, text in zip(tokens.ids, tokens.mask, texts, strict=True):
+        assert ids[mask].tolist() == llama3_backend().encode(text).ids[: len(ids)]
+        assert ids[mask].tolist() != split(text).input_ids
+
+
+@of("qwen_image", "hunyuan")
 def test_a_tokenizer_that_splits_the_template_otherwise_is_refused(name, copy):
     path = copy / "tokenizer" / "tokenizer.json"
     own = json.loads(path.read_text())

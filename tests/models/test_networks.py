@@ -13,9 +13,11 @@ import torch
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from digen_jax.models.family import logical_axes
+from digen_jax.models.rotary import video_rotary
 from tests.models import parity
 from tests.models.flux import spec as flux
 from tests.models.flux2 import spec as flux2
+from tests.models.hunyuan import spec as hunyuan
 from tests.models.networks import tensors
 from tests.models.qwen_image import spec as qwen_image
 from tests.models.sd3 import spec as sd3
@@ -29,6 +31,7 @@ NETWORKS = {
     "zimage": zimage.NETWORK,
     "qwen_image": qwen_image.NETWORK,
     "wan": wan.NETWORK,
+    "hunyuan": hunyuan.NETWORK,
 }
 CASES = [
     pytest.param(network, case, marks=[pytest.mark.slow] * found.slow, id=f"{name}-{case}")
@@ -255,7 +258,7 @@ def test_gates_of_wan_are_float32_in_bfloat16():
     draw = np.random.default_rng(0).standard_normal
     x, context = (jnp.asarray(draw((2, n, config.dim)), bfloat16) for n in (40, 3))
     modulation = jnp.asarray(draw((2, 6, config.dim)), jnp.float32)
-    given = x, context, modulation, wan.wan.video_rotary(config, (1, 4, 10))
+    given = x, context, modulation, video_rotary(config.axes_dims, (1, 4, 10), wan.wan.THETA)
     block = wan.wan.Block(config, bfloat16)
     params = flatten_dict(block.init(jax.random.key(0), *given)["params"])
     params = {path: jnp.asarray(draw(leaf.shape), jnp.float32) for path, leaf in params.items()}
@@ -279,7 +282,7 @@ def test_rotary_tables_of_wan_are_diffusers_in_published_sizes(grid):
     cos, sin = (
         table[0, :, 0].numpy() for table in rope(torch.empty(1, 1, frames, 2 * rows, 2 * columns))
     )
-    found = wan.wan.video_rotary(wan.wan.WanConfig(), grid)
+    found = video_rotary(wan.wan.WanConfig().axes_dims, grid, wan.wan.THETA)
     signs = np.where(np.arange(128) % 2, 1, -1)  # of the pair's first channel it is negative
     np.testing.assert_allclose(found.cos, cos, rtol=0, atol=2e-7)
     np.testing.assert_allclose(found.sin * signs, sin, rtol=0, atol=2e-7)

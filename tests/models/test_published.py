@@ -33,6 +33,7 @@ WAN = {
     "Wan-AI/Wan2.2-T2V-A14B-Diffusers": (14_288_491_584, 40, 126_892_531, 3, (21, 60, 104, 16)),
     "Wan-AI/Wan2.2-TI2V-5B-Diffusers": (4_999_787_712, 24, 704_688_668, 5, (21, 30, 52, 48)),
 }
+HUNYUAN = "hunyuanvideo-community/HunyuanVideo"
 # Of klein's sizes: the transformer, the whole Qwen3, and its width, hidden width, and whether its head is its own.
 SIZES = {
     "4B": (3_875_544_576, 4_022_468_096, 2560, 9728, False),
@@ -46,7 +47,9 @@ def size(tree):
 
 
 def test_all_are_known():
-    assert published_models() == sorted([*QWEN_IMAGE, *Z_IMAGE, *KLEIN, *WAN, *TRANSFORMERS])
+    assert published_models() == sorted(
+        [*QWEN_IMAGE, *Z_IMAGE, *KLEIN, *WAN, HUNYUAN, *TRANSFORMERS]
+    )
     assert published_folder("stabilityai/stable-diffusion-9") is None
 
 
@@ -126,17 +129,35 @@ def test_a_shipped_wan_has_the_models_sizes(name):
     assert family.tokenize([{"prompt": ""}]).ids.shape == (1, 512)
 
 
-@pytest.mark.parametrize("name", WAN)
-def test_a_shipped_wan_is_traced_at_720p(name):
+def test_the_shipped_hunyuan_video_has_the_models_sizes():
+    family = load_family(published_folder(HUNYUAN))
+    sizes = {part: size(tree) for part, tree in family.shapes().items()}
+    # Llama 3 8B with the tokens of LLaVA, without its head, its last two layers and its last norm.
+    layer = 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336) + 2 * 4096
+    assert sizes == {
+        "transformer": 12_821_012_544,
+        "vae": 146_136_339,
+        "text_encoder": 128_320 * 4096 + 30 * layer,
+        "text_encoder_2": 123_060_480,
+    }
+    assert (family.scheduler.shift, family.heads.number) == (7, 24)
+    tokens = family.tokenize([{"prompt": ""}])
+    assert [each.shape for each in tokens] == [(1, 95 + 256), (1, 95 + 256), (1, 77)]
+    assert family.latent_shape(family.default_size()) == (33, 90, 160, 16)
+
+
+@pytest.mark.parametrize("name", [*WAN, HUNYUAN])
+def test_a_shipped_video_model_is_traced_at_720p(name):
     """With tables of positions that are broadcast in the program, not constants of 77 MB."""
     family = load_family(published_folder(name))
     height = 704 if "5B" in name else 720
     shapes, latent = family.shapes(), family.latent_shape(Size(height, 1280, 81))
     x, sigma = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((1, *latent), (1,)))
     prompts = jax.eval_shape(family.encode, shapes, family.tokenize([{"prompt": ""}]))
+    guidance = 6.0 if family.guidance == "both" else None
 
     def velocity(params, x, sigma, prompts):
-        return family.velocity({"transformer": {"params": params}}, x, sigma, prompts)
+        return family.velocity({"transformer": {"params": params}}, x, sigma, prompts, guidance)
 
     program = jax.make_jaxpr(velocity)(shapes["transformer"], x, sigma, prompts)
     assert [out.shape for out in program.out_avals] == [x.shape]

@@ -93,16 +93,23 @@ class SingleBlock(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "b n d"], embedding: Float[Array, "b d"], rotary: Rotary
+        self,
+        x: Float[Array, "b n d"],
+        embedding: Float[Array, "b d"],
+        rotary: Rotary,
+        lengths: Int[Array, "b"] | None = None,
     ) -> tuple[Float[Array, "b n d"], None]:
-        """Updates the tokens; the second result is for `nn.scan`, which collects nothing."""
+        """Updates the tokens; the second result is for `nn.scan`, which collects nothing.
+
+        `lengths` is the number of tokens that each row attends to. None means all.
+        """
         dim = x.shape[-1]
         shift, scale, gate = layers.Modulation(3, name="norm")(embedding)
         normed = layers.modulate(layers.layer_norm(x), shift, scale, self.dtype)
         attention = dual_block.JointAttention(
             self.heads, QK_NORM, self.dtype, pre_only=True, name="attn"
         )
-        attended, _ = attention(normed, rotary=(rotary,))
+        attended, _ = attention(normed, rotary=(rotary,), lengths=lengths)
         projected = layers.linear(4 * dim, self.dtype, "proj_mlp")(normed)
         hidden = nn.gelu(product(projected), approximate=True)
         together = jnp.concatenate([attended, hidden], axis=-1)

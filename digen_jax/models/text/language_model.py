@@ -362,7 +362,9 @@ def inputs(config: LanguageModelConfig) -> tuple[Int[Array, "1 2"], Bool[Array, 
     return jnp.zeros((1, 2), jnp.int32), jnp.ones((1, 2), bool)
 
 
-def component(classes: tuple[str, ...], states: tuple[int, ...] = (-1,)) -> Component:
+def component(
+    classes: tuple[str, ...], states: tuple[int, ...] = (-1,), tokenizer: str = "Qwen2Tokenizer"
+) -> Component:
     """Returns the component of a family that reads the given hidden states of one of the given classes."""
     return Component(
         library="transformers",
@@ -374,5 +376,5 @@ def component(classes: tuple[str, ...], states: tuple[int, ...] = (-1,)) -> Comp
         axes=AXES,
         ignored=lambda network: unused(network.config, network.states),
         renamed=canonical_name,
-        tokenizer="Qwen2Tokenizer",
+        tokenizer=tokenizer,
     )

@@ -224,7 +224,9 @@ def read_language_model(
     """
     _check_window(folder.with_name("text_encoder") / "config.json", encoder, tokens, head)
     name = class_name(folder, CLASSES)
-    fast = "PreTrainedTokenizerFast" if name == "PreTrainedTokenizer" else name
+    # Llama 3's tokenizer.json is not read by LlamaTokenizer, which has the rules of Llama 2.
+    general = name in ("PreTrainedTokenizer", "LlamaTokenizer")
+    fast = "PreTrainedTokenizerFast" if general else name
     files = (ONE_FILE, TWO_FILES) if name == CLASSES[0] else (ONE_FILE,)
     tokenizer = open_tokenizer(folder, fast, files, encoder.vocab_size)
     config = folder / "tokenizer_config.json"

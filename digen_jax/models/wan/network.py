@@ -6,12 +6,10 @@ blocks are scanned as one run (`blocks_0to29`). The image-conditioned models hav
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 import flax.linen as nn
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -21,7 +19,7 @@ from digen_jax.models import layers
 from digen_jax.models.family import Component, TransformerConfig
 from digen_jax.models.layers import Remat, block_run, product
 from digen_jax.models.linear import of_one_input, patch_product
-from digen_jax.models.rotary import Rotary, rotary_table, rotate_pairs
+from digen_jax.models.rotary import Rotary, rotate_pairs, video_rotary
 
 LISTS = ("blocks", "to_out", "net")
 # `lora_target_modules` of ModelTC/GenRL, config/longcat.yaml (82a867e), which are suffixes of names.
@@ -97,27 +95,6 @@ class WanConfig(TransformerConfig):
         """Channels of a head rotated by each axis: frame, row, column."""
         side = 2 * (self.attention_head_dim // 6)
         return self.attention_head_dim - 2 * side, side, side
-
-
-def video_rotary(config: WanConfig, grid: tuple[int, int, int]) -> Rotary:
-    """Returns the rotary table of a clip's tokens; `grid` is its number of frames, rows and columns of tokens.
-
-    It is broadcast from a table for each axis, because a full one of 75,600 tokens is 77 MB of constants.
-    """
-
-    def along(axis: int) -> Rotary:
-        table = rotary_table(
-            np.arange(grid[axis])[:, None], config.axes_dims[axis : axis + 1], THETA
-        )
-        shape = [1, 1, 1, -1]
-        shape[axis] = grid[axis]
-        return Rotary(*(jnp.asarray(part).reshape(shape) for part in table))
-
-    def joined(tables: Sequence[Array]) -> Float[Array, "n d"]:
-        wide = [jnp.broadcast_to(table, (*grid, table.shape[-1])) for table in tables]
-        return jnp.concatenate(wide, axis=-1).reshape(math.prod(grid), -1)
-
-    return Rotary(*map(joined, zip(*map(along, range(3)), strict=True)))
 
 
 class Attention(nn.Module):
@@ -274,7 +251,9 @@ class WanTransformer(nn.Module):
         embedder = ConditionEmbedder(config, self.dtype, name="condition_embedder")
         embedding, modulation, context = embedder(time, context)
         block = block_run(Block, "blocks", 0, config.num_layers - 1, self.remat)
-        x, _ = block(config, self.dtype)(x, context, modulation, video_rotary(config, grid))
+        x, _ = block(config, self.dtype)(
+            x, context, modulation, video_rotary(config.axes_dims, grid, THETA)
+        )
 
         table = self.param("scale_shift_table", _table_init, (1, 2, config.dim))
         shift, scale = jnp.split(table + embedding[:, None], 2, axis=1)

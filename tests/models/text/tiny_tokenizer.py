@@ -20,7 +20,9 @@ TEMPLATE = (
 )
 
 
-def backend(size: int = 300, texts: tuple[str, ...] = ()) -> Tokenizer:
+def backend(
+    size: int = 300, texts: tuple[str, ...] = (), special: list[str] = SPECIAL
+) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     split = pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), "isolated")
@@ -33,7 +35,7 @@ def backend(size: int = 300, texts: tuple[str, ...] = ()) -> Tokenizer:
     )
     tokenizer.train_from_iterator([*TEXTS, *texts], trainer)
     # Behind the others, as Qwen's.
-    tokenizer.add_special_tokens(SPECIAL)
+    tokenizer.add_special_tokens(special)
     return tokenizer
 
 

@@ -21,6 +21,7 @@ from digen_jax.parallel.sampler import _decode
 from digen_jax.rewards import built_in
 from digen_jax.train import train
 from tests.learned_rewards.folders import write
+from tests.models.hunyuan.folders import hunyuan_folder
 from tests.models.wan.folders import wan_folder
 from tests.rewards.service.test_serving import Server
 from tests.tiny_runs import pipeline, tiny_config
@@ -39,10 +40,17 @@ def test_frames_are_checked_before_weights_are_read(base, monkeypatch, kind, fra
         open_parts(fit_config(load_config(c), 1), jax.devices()[:1])
 
 
-@pytest.mark.parametrize(("height", "width"), [(32, 16), (24, 32)])
-def test_devices_of_sequence_decode_parts_of_a_clip(base, height, width):
+@pytest.mark.parametrize(
+    ("folder_of", "height", "width"),
+    [
+        (wan_folder, 32, 16),
+        (wan_folder, 24, 32),
+        pytest.param(hunyuan_folder, 32, 16, marks=pytest.mark.slow),
+    ],
+)
+def test_devices_of_sequence_decode_parts_of_a_clip(base, folder_of, height, width):
     """Of the height, or of the width where four do not divide the height's latents."""
-    family, size = load_family(wan_folder(base)), Size(height, width, 9)
+    family, size = load_family(folder_of(base)), Size(height, width, 9)
     numbers = np.random.default_rng(0)
     params = jax.tree.map(
         lambda leaf: numbers.normal(0, 0.3, leaf.shape).astype(np.float32), family.shapes()["vae"]
