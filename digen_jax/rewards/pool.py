@@ -272,7 +272,7 @@ class RewardThread:
         )
 
     def close(self) -> None:
-        """Ends the thread after its current batch."""
+        """Ends the thread after its current reward."""
         self._thread.shutdown(wait=False)
 
 
@@ -316,16 +316,13 @@ class RewardPool:
             if payload is None
             else [RewardProcess(payload, names, accelerator) for _ in range(processes)]
         )
-        self._jobs: queue.SimpleQueue = queue.SimpleQueue()
+        self._free: queue.SimpleQueue = queue.SimpleQueue()  # scorers without a batch
+        for scorer in self._scorers:
+            self._free.put(scorer)
         self._closed = False
         # Number of scored images and seconds, by reward.
         self._images, self._seconds = [0] * len(names), [0.0] * len(names)
-        self._threads = [
-            threading.Thread(target=self._work, args=(scorer,), name="rewards", daemon=True)
-            for scorer in self._scorers
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads = ThreadPoolExecutor(len(self._scorers), "rewards")
 
     def submit(
         self,
@@ -340,11 +337,11 @@ class RewardPool:
         merged into the scores. The future raises errors of `rewards.call_reward`; RewardProcessDied if a process died
         or was killed at its limit; Stopped if a thread hangs.
         """
-        future = Future[Scored]()
-        if self._closed:
-            future.cancel()
-        self._jobs.put((future, (images, prompts, metadata), known))
-        return future
+        if not self._closed:
+            return self._threads.submit(self._work, (images, prompts, metadata), known)
+        canceled: Future = Future()
+        canceled.cancel()
+        return canceled
 
     def score(self, *batch: Any) -> rewards.Scores:
         """Returns the scores of a batch; see `submit`. Retries failed rewards, then raises `final_error`."""
@@ -381,31 +378,24 @@ class RewardPool:
         return Stopped(f"{error}, {often}: {error.advice}; the same command continues")
 
     def close(self) -> None:
-        """Kills the processes and drops queued batches. A thread ends after its current batch."""
+        """Drops queued batches and kills the processes. A thread ends after its current reward."""
         self._closed = True
-        for scorer in self._scorers:
-            self._jobs.put(None)
-            if isinstance(scorer, RewardProcess):
-                scorer.close()
-        for thread in self._threads:
-            thread.join()
+        self._threads.shutdown(wait=False, cancel_futures=True)
         for scorer in self._scorers:
             scorer.close()
+        self._threads.shutdown()
 
-    def _work(self, scorer: RewardProcess | RewardThread) -> None:
-        """Scores queued batches with a process or thread."""
-        while (job := self._jobs.get()) is not None:
-            future, batch, known = job
-            if self._closed or not future.set_running_or_notify_cancel():
-                future.cancel()
-                continue
-            try:
-                found = self._score(scorer, batch, known)
-            except BaseException as error:
-                future.set_exception(CancelledError() if self._closed else error)
-            else:
-                future.set_result(found)
-            del job, batch  # frees the images
+    def _work(self, batch: rewards.Batch, known: rewards.Answers) -> Scored:
+        """Scores a batch with a free process or thread."""
+        scorer = self._free.get()
+        try:
+            return self._score(scorer, batch, known)
+        except BaseException:
+            if self._closed:
+                raise CancelledError from None
+            raise
+        finally:
+            self._free.put(scorer)
 
     def _score(self, scorer: Any, batch: rewards.Batch, known: rewards.Answers) -> Scored:
         """Calls the rewards that apply to a batch sequentially."""
