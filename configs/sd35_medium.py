@@ -37,11 +37,6 @@ Differences from the sources, in addition to those of all recipes (docs/evidence
 - GRPO-Guard's ratio uses the std and KL of each image, not the batch means;
 - on one GPU every recipe has the batch of `general_ocr_sd3_1gpu` (8 groups of 8).
 
-The text encoders take 22 GB of each GPU in float32, 19 of them for the T5, so a run encodes its prompts before sampling
-and then frees the text encoders (prompts.encoding = "auto"). A prompt takes 3.4 MB on disk: 81 GB for all steps on one
-GPU if no prompt is repeated, 168 GB for the 50,000 of GenEval. --config.model.without=text_encoder_3 omits the T5 and
-uses empty tokens instead.
-
 float32 resolves GRPO-Guard's clip range. The clip acts on the log-ratio, which was at most 1.5e-8 between sampling and
 replay with the same weights (the embedded model on a CPU, 10 steps; `pytest -s -m slow tests/parallel/test_ratios.py -k
 guard` prints it). If a log-probability between 1 and 2 is rounded differently, it is 8e-8: a resolution of 1.2e-7,
