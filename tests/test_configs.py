@@ -43,7 +43,8 @@ QWEN_IMAGE = "qwen_image"
 KLEIN = "flux2_klein"
 WAN = "wan21"
 WAN22 = "wan22"
-PUBLISHED = SD35, FLUX, KONTEXT, Z_IMAGE, QWEN_IMAGE, KLEIN, WAN, WAN22
+HUNYUAN = "hunyuan_video"
+PUBLISHED = SD35, FLUX, KONTEXT, Z_IMAGE, QWEN_IMAGE, KLEIN, WAN, WAN22, HUNYUAN
 
 
 @functools.cache
@@ -136,9 +137,16 @@ def test_a_config_wants_its_recipe_and_a_number_of_gpus(name):
 
 # Of chunks and micro-batches, the images of each GPU.
 IMAGES = {KONTEXT: (3, 3), Z_IMAGE: (1, 1), QWEN_IMAGE: (16, 8), KLEIN: (1, 1), WAN: (8, 8)}
+IMAGES |= {HUNYUAN: (12, 1)}
 IMAGES |= {"longcat": (4, 1), "clip_pickscore_14b": (1, 1)}
 IMAGES |= {"hpsv3_5b": (4, 4), "pickscore_a14b": (1, 1)}
-GPUS = {SD35: (1, 8, 64), KONTEXT: (1, 7, 28), FLUX: (1, 2, 16), WAN: (1, 4, 8)}
+GPUS = {
+    SD35: (1, 8, 64),
+    KONTEXT: (1, 7, 28),
+    FLUX: (1, 2, 16),
+    WAN: (1, 4, 8),
+    HUNYUAN: (2, 8, 32),
+}
 
 
 @each_recipe
@@ -434,6 +442,26 @@ def test_wan_has_the_published_settings_of_verl_omni():
     assert (found.evaluation.every, found.checkpoint.every) == (30, 30)
 
 
+def test_hunyuan_video_has_the_published_settings():
+    """32 GPUs with a prompt each, the best and worst 4 of 24 clips, half of them in each of two updates."""
+    config = load(HUNYUAN, "32")
+    found = load_config(config)
+    assert (found.batch.groups, found.batch.images, found.trainer.updates) == (32, 24, 2)
+    assert (found.model.size, found.evaluation_size) == (Size(480, 480, 53),) * 2
+    sampler, algorithm = found.sampler, read_config(config).algorithm
+    assert (sampler.kind, sampler.noise_level, sampler.shared_noise) == ("dance", 0.25, True)
+    assert (sampler.steps, found.trained_steps) == (16, 9)  # int(0.6 * 15)
+    # The source's 6018, as bfloat16 has it.
+    guidance = float(jax.numpy.bfloat16(6018)) / 1000
+    assert (sampler.guidance, found.evaluation.guidance) == (guidance, guidance)
+    assert (algorithm.clip_range, algorithm.adv_clip, algorithm.kl_coefficient) == (1e-4, 5, 0)
+    advantages, trainer = found.advantages, found.trainer
+    assert (advantages.std, advantages.ddof, advantages.best_and_worst) == ("group", 1, 4)
+    assert (trainer.learning_rate, trainer.weight_decay, trainer.clip_norm) == (1e-5, 1e-4, 1)
+    assert (trainer.ema, found.lora.rank, found.images.fps) == (0, 0, 8)
+    assert (found.seed, found.steps, found.checkpoint.every) == (42, 202, 50)
+
+
 # PEFT's `target_modules`, counted by hand: the numbers of a LoRA, or of all weights. FLUX.1: dual blocks of width 3072
 # with eight projections of attention, and two feed-forwards of 3072 to 12288 and back; single blocks with q, k and v
 # (Kontext: and 3072 to 12288). klein: eight projections, d to 6 d and 3 d to d of two feed-forwards; d to 9 d.
@@ -454,6 +482,7 @@ LAYERS = [
     (KLEIN, "base_lora,8", KLEIN_FACTORS),
     (KLEIN, "distilled_full,8", 3_875_544_576),
     (SD35, "geneval,8", (24 * 8 - 1) * 32 * 2 * 1536),
+    (HUNYUAN, "8", 12_821_012_544),
     (WAN, "ocr,8", 32 * 30 * 8 * 2 * 1536),
     (WAN, "longcat,8", 128 * 30 * (8 * 2 * 1536 + 2 * (1536 + 8960))),
     (WAN, "clip_pickscore_14b,8", WAN_FACTORS),
