@@ -175,6 +175,8 @@ def compare(
       ConfigError: a config is invalid, or a workdir has a run of another config or more steps, or another process uses
         it. Nothing is trained.
     """
+    if seeds < 2:
+        raise ConfigError(f"seeds must be at least 2 for a standard error, not {seeds}")
     for name, config in configs.items():
         with prefix_errors(f"{name}: ", (ConfigError,)):
             check_inputs(config)
@@ -183,12 +185,6 @@ def compare(
     code = _train_runs(configs, chosen, folder, only)
     rows = [_row(name, families[name], one, chosen, folder) for name, one in configs.items()]
     return Table(tuple(rows)), code
-
-
-def check_seeds(seeds: int) -> None:
-    """Raises ConfigError if there are too few seeds for a standard error."""
-    if seeds < 2:
-        raise ConfigError(f"seeds must be at least 2 for a standard error, not {seeds}")
 
 
 def workdir(folder: pathlib.Path, name: str, seed: int) -> pathlib.Path:

@@ -144,10 +144,9 @@ def peers() -> Result:
 def asynchrony() -> Result:
     """Trains with and without asynchrony from a few seeds; the exit code is a signal's if one stopped it."""
     config, workdir = _config(), _workdir("asynchrony")
-    from benchmarks.asynchrony import check, compare_asynchrony
+    from benchmarks.training import compare_asynchrony
     from digen_jax.process.job import prepare
 
-    check(config, _SEEDS.value)
     prepare(config.placement.cpu_devices)
     found = compare_asynchrony(config, _SEEDS.value, workdir)
     if isinstance(found, int):
@@ -160,11 +159,10 @@ def asynchrony() -> Result:
 def algorithms() -> Result:
     """Trains with every algorithm from a few seeds; the exit code is a signal's if one stopped it."""
     workdir, config, configs = _workdir("algorithms"), _config(), _all_configs()
-    from benchmarks.algorithms import check, compare_algorithms, load_configs
+    from benchmarks.training import compare_algorithms, load_configs
     from digen_jax.process.job import prepare
 
     loaded = load_configs(configs)
-    check(loaded, _SEEDS.value, _ONLY.value)
     prepare(config.placement.cpu_devices)
     table, code = compare_algorithms(loaded, _SEEDS.value, workdir, _ONLY.value)
     print(

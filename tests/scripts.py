@@ -13,7 +13,7 @@ from typing import Any
 from tests.pipelines import ROOT, environment
 
 # Imports of the scripts before their checks.
-IMPORTED = ["digen_jax.train", "digen_jax.planning.plan", "benchmarks.asynchrony"]
+IMPORTED = ["digen_jax.train", "digen_jax.planning.plan", "benchmarks.training"]
 
 
 def run_script(name: str, *arguments: Any) -> subprocess.CompletedProcess[str]:

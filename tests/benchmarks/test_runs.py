@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks import algorithms
-from benchmarks.asynchrony import AsynchronyComparison, compare_asynchrony
+from benchmarks import training
 from benchmarks.comparison import Outcome, Point, Row, Table, read_cost
+from benchmarks.training import AsynchronyComparison, compare_asynchrony
 from digen_jax.config.load import load_config
 from digen_jax.errors import ConfigError
 from digen_jax.logging.metrics import MetricsLog, read_metrics
@@ -88,23 +88,23 @@ def built(monkeypatch):
 @pytest.mark.slow
 def test_algorithms_are_trained_once_seed_by_seed(configs, built, tmp_path):
     """Stopped in the third of four runs; then of one algorithm only, then of all."""
-    loaded = algorithms.load_configs(configs)
-    table, code = algorithms.compare_algorithms(loaded, 2, tmp_path)
+    loaded = training.load_configs(configs)
+    table, code = training.compare_algorithms(loaded, 2, tmp_path)
     assert code == 128 + signal.SIGTERM
     assert [row.missing for row in table.rows] == [(6,), (6,)]
     stopped = read_cost(tmp_path / "clip-6")
     assert min(stopped) > 0
 
-    table, code = algorithms.compare_algorithms(loaded, 2, tmp_path, only=["topr"])
+    table, code = training.compare_algorithms(loaded, 2, tmp_path, only=["topr"])
     assert code is None
     assert [row.missing for row in table.rows] == [(6,), ()]
-    table, code = algorithms.compare_algorithms(loaded, 2, tmp_path)
+    table, code = training.compare_algorithms(loaded, 2, tmp_path)
     names = [(seed, name) for seed, name, _ in built]
     assert names == [(5, "clip"), (5, "topr"), (6, "clip"), (6, "topr"), (6, "clip")]
     assert [row.missing for row in table.rows] == [(), ()]
     csv = (tmp_path / "algorithms.csv").read_bytes()
     assert csv.count(b"\n") == 1 + 4 * 2  # a line per evaluation
-    again, _ = algorithms.compare_algorithms(loaded, 2, tmp_path)  # writes the files only
+    again, _ = training.compare_algorithms(loaded, 2, tmp_path)  # writes the files only
     assert again == table and (tmp_path / "algorithms.csv").read_bytes() == csv
 
     clip, topr = (row.outcomes for row in table.rows)
@@ -211,11 +211,11 @@ def test_asynchrony_is_compared_by_standard_errors():
 def test_shipped_configs_of_algorithms_can_be_compared(monkeypatch):
     monkeypatch.chdir(ROOT)
     configs = {name: ALGORITHMS["get_config"](name) for name in ALGORITHMS["ALGORITHMS"]}
-    loaded = algorithms.load_configs(configs)
-    algorithms.check(loaded, 3, ["topr"])
+    loaded = training.load_configs(configs)
+    training.check_algorithms(loaded, ["topr"])
     with pytest.raises(ConfigError, match="'topr'"):
-        algorithms.check(loaded, 3, ["torp"])
+        training.check_algorithms(loaded, ["torp"])
     with pytest.raises(ConfigError, match="seeds"):
-        algorithms.check(loaded, 1)
+        training.compare_algorithms(loaded, 1, ROOT / "none")
     with pytest.raises(ConfigError, match="'grpo'"):
         ALGORITHMS["get_config"]("grpo")
