@@ -758,6 +758,12 @@ STEPS = [
         *(WAN, "clip_pickscore_14b,1", dict(context=(48, 512, 4096), mask=(48, 512))),
         *((1, 5, 256, 256), (1, 1, 2, 32, 32, 16), 11, {"lora.rank": 1}, None, True),
     ),
+    # Weights, two moments and gradient in float32; the decoder in bfloat16.
+    Step(
+        *(HUNYUAN, "1", dict(context=(32, 256, 4096), mask=(32, 256), pooled=(32, 768))),
+        *((24, 53, 480, 480), (15, 24, 14, 60, 60, 16), 17, None),
+        16 * 12.821013 + 2 * 0.146136,
+    ),
 ]
 
 

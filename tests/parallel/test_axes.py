@@ -16,6 +16,7 @@ from digen_jax.parallel.system import SampledImages, make_train_batch
 from digen_jax.planning.programs import trace_generate
 from tests.cases import said
 from tests.models.folders import flux_folder, klein_folder
+from tests.models.hunyuan.folders import hunyuan_folder
 from tests.models.wan.folders import wan_folder
 from tests.parallel import toy
 from tests.pipelines import write_tiny_pipeline
@@ -43,8 +44,8 @@ def model(base, family):
     if family == "klein":
         folder = str(klein_folder(base))
         return dict(folder=folder, height=20, width=12, max_sequence_length=9)
-    if family == "wan":
-        folder = str(wan_folder(base))
+    if family in ("wan", "hunyuan"):
+        folder = str((wan_folder if family == "wan" else hunyuan_folder)(base))
         return dict(folder=folder, height=16, width=24, max_sequence_length=9)
     make = functools.partial(write_tiny_pipeline, heads=4)
     return dict(folder=str(once(base / "four-heads", make)))
@@ -123,6 +124,8 @@ def result(base):
         ("klein", "full", "time x tensor x sequence"),
         ("wan", "full", "time x tensor x sequence"),
         ("wan", "lora", "data x fsdp x tensor"),
+        ("hunyuan", "full", "time x tensor x sequence"),
+        ("hunyuan", "lora", "data x fsdp x tensor"),
     ],
 )
 def test_images_and_gradients_are_those_of_one_device(result, family, tuning, mesh):

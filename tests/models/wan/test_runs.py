@@ -45,7 +45,7 @@ def test_frames_are_checked_before_weights_are_read(base, monkeypatch, kind, fra
     [
         (wan_folder, 32, 16),
         (wan_folder, 24, 32),
-        pytest.param(hunyuan_folder, 32, 16, marks=pytest.mark.slow),
+        pytest.param(hunyuan_folder, 64, 32, marks=pytest.mark.slow),
     ],
 )
 def test_devices_of_sequence_decode_parts_of_a_clip(base, folder_of, height, width):
