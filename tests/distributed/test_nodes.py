@@ -27,8 +27,9 @@ pytestmark = [
 ]
 TOKEN = dict(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="0123456789abcdef" * 4)
 OPEN = dict(RAY_AUTH_MODE="disabled", RAY_AUTH_TOKEN="")
-# Seconds after which a node ends that does not reach the head.
-RECONNECTING = dict(RAY_gcs_rpc_server_reconnect_timeout_s="10")
+# Seconds after which a node ends that does not reach the head; and as docs/several-hosts.md says, so that workers are
+# not slower than other processes of this machine.
+NODE = dict(RAY_gcs_rpc_server_reconnect_timeout_s="10", RAY_worker_niceness="0")
 
 
 class Nodes:
@@ -38,7 +39,7 @@ class Nodes:
         self.run = Run(start, base, folder)
         self.address = f"127.0.0.1:{free_port()}"
         self._start, self.started = start, []
-        self.variables = TOKEN | RECONNECTING | dict(BASE=str(base), HOLDS=str(self.run.holds))
+        self.variables = TOKEN | NODE | dict(BASE=str(base), HOLDS=str(self.run.holds))
 
     def add(self, *options: str) -> Begun:
         """Starts a node, the first one as the head."""
