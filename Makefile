@@ -17,8 +17,8 @@ TRAIN := $(VENV)/train$(addprefix -,$(ACCELERATOR))
 # Exact versions: new releases change nothing here.
 INSTALL := $(RUN) -m pip install -q --disable-pip-version-check -c constraints/$(VERSION).txt
 PYTEST := $(RUN) -m pytest --dist loadfile --no-loadscope-reorder --numprocesses
-# Slow tests often wait for processes: one more at a time than there are cores.
-SLOW_PROCESSES := $(shell $(PYTHON) -c 'import os; print(min(os.cpu_count() + 1, 8))')
+# Tests sometimes wait for processes: one more at a time than there are cores.
+PROCESSES := $(shell $(PYTHON) -c 'import os; print(min(os.cpu_count() + 1, 8))')
 
 .PHONY: demo docs test test-slow tpu-check gpu-check gpu-table lint format constraints clean
 
@@ -31,10 +31,10 @@ docs: $(TRAIN)
 # Test processes share the modules' bytecode, even where the shell turns that off.
 test test-slow: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/dev
-	$(PYTEST) auto --maxprocesses 8 -m "not slow and not tpu and not gpu"
+	$(PYTEST) $(PROCESSES) -m "not slow and not tpu and not gpu"
 
 test-slow: $(VENV)/dev
-	$(PYTEST) $(SLOW_PROCESSES) -m "slow and not tpu and not gpu"
+	$(PYTEST) $(PROCESSES) -m "slow and not tpu and not gpu"
 
 # Without parallel processes, because each would hold a compiler of its own.
 tpu-check: $(VENV)-tpu/dev
