@@ -37,8 +37,7 @@ Differences from the source, in addition to those of all recipes (docs/evidence.
 
 from ml_collections import ConfigDict
 
-from digen_jax.config.arguments import number_of_gpus
-from digen_jax.config.load import complete
+from digen_jax.config.arguments import number_of_gpus, published
 
 # Clips per update, with 12 per GPU in a call of the sampler: 32 * 24 / 2 / 12.
 PASSES = 32
@@ -55,11 +54,7 @@ def recipe(n: int) -> dict:
             width=480,
             frames=53,
             max_sequence_length=256,
-            remat="blocks",
         ),
-        precision=dict(arithmetic="bfloat16", frozen="bfloat16"),
-        prompts=dict(file=""),
-        rewards=(),
         batch=dict(groups=32, images=24),
         sampler=dict(
             kind="dance",
@@ -75,18 +70,13 @@ def recipe(n: int) -> dict:
         trainer=dict(
             micro_batch=n, updates=2, learning_rate=1e-5, weight_decay=1e-4, clip_norm=1.0
         ),
-        # Sampling and training alternate on the same devices, so no device waits for another.
-        placement=dict(
-            rollout=dict(data=0, fsdp=1),
-            trainer=dict(data=1, fsdp=n),
-            rules=((".*", "fsdp"),),
-        ),
-        evaluation=dict(prompts="", every=50, steps=50, guidance=6.016, batch=n),
+        placement=dict(trainer=dict(fsdp=n), rules=((".*", "fsdp"),)),
+        evaluation=dict(every=50, steps=50, guidance=6.016, batch=n),
         images=dict(every=50, count=4, fps=8),
-        checkpoint=dict(every=50, keep=2),
+        checkpoint=dict(every=50),
     )
 
 
 def get_config(argument: str = "8") -> ConfigDict:
     n = number_of_gpus(argument, PASSES, "8")
-    return complete(ConfigDict(recipe(n)))  # so that every field can be given on the command line
+    return published(recipe(n))
