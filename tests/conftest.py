@@ -46,14 +46,29 @@ def base(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def exact_and_split():
-    """Float32 stays float32 in every product, and small parameters are sharded like large ones."""
+    """Float32 stays float32 in every product, and small parameters are sharded like large ones.
+
+    A rollout that moves to a mesh has the programs of the last one that moved there.
+    """
     import jax
+
+    from digen_jax.parallel import system
+
+    sampler, made = system.Sampler, {}
+
+    def moved(policy, group, *others):
+        kept = policy, group.layout, *others
+        key = group.mesh, group.attention, *map(id, kept)
+        if key not in made:  # with what has the ids, so that nothing else gets them
+            made[key] = kept, sampler(policy, group, *others)
+        return made[key][1]
 
     # Not by the context manager of the same name, which other threads would not see.
     before = jax.config.jax_default_matmul_precision
     jax.config.update("jax_default_matmul_precision", "highest")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("digen_jax.parallel.mesh.FSDP_MIN_SIZE", 16)
+        patch.setattr(system, "Sampler", moved)
         yield
     jax.config.update("jax_default_matmul_precision", before)
 

@@ -64,11 +64,10 @@ def lost_config(apart: bool):
     return one_process.config(toy.meshes(*(APART if apart else POOL)))
 
 
-# The lost worker's call in which its process is killed: in a piece, with all pieces trained, and with the sums of
-# another one that it was sent, or that it was to send to another one.
+# The lost worker's call in which its process is killed: in a piece, and with the sums of another one that it was sent,
+# or that it was to send to another one.
 MOMENTS = {
     "in a piece": (True, "worker 1", "train"),
-    "after its last piece": (True, "worker 1", "offer_sums"),
     "while it adds others": (False, "worker 1", "offer_sums"),
     "while another one waits for it": (False, "worker 3", "offer_sums"),
 }

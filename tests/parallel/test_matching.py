@@ -436,17 +436,3 @@ def test_offline_the_images_are_a_set_of_the_start(monkeypatch):
     own = image_keys(jax.random.key(0), 10 + ROWS, np.tile(np.arange(IMAGES), GROUPS))
     np.testing.assert_array_equal(keys[0], jax.random.key_data(own))
     assert not np.isin(keys[2], keys[0]).any()
-
-
-def test_where_it_is_sampled_and_trained_changes_nothing(monkeypatch):
-    """Of two updates a step, with chunks of two groups, or of all of an update's on one device."""
-    apart = toy.meshes((2, 1), (1, 2), workers=1) | dict(chunk=6, micro=4, pack=3)
-    found = []
-    for devices, fields in ((1, dict(chunk=6, micro=2, pack=1)), (4, apart)):
-        with monkeypatch.context() as patch:
-            parts, states, *_ = driven(
-                patch, "diffusion_dpo", 2, devices, trainer__updates=2, **fields
-            )
-        start = jax.device_get(parts.start)
-        found.append(jax.tree.map(np.subtract, states[-1][0].tuned, start))
-    assert toy.difference(*found) < 1e-4

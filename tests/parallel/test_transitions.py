@@ -251,9 +251,8 @@ def test_the_gradient_is_that_of_single_transitions(name, old):
     settings = METHODS[name][1] | {"old_log_probs": old}
     section = {"kind": "sampler"}
     fields = {f"{section.get(f, 'algorithm')}__{f}": value for f, value in settings.items()}
-    parts, state = built(
-        "lora", (2, 2, 1) if old == "rollout" else (1, 2, 2), trainer__pack=2, **fields
-    )
+    mesh = {("guard", "rollout"): (2, 2, 1), ("rejection", "recomputed"): (1, 2, 2)}
+    parts, state = built("lora", mesh.get((name, old), (1, 1, 1)), trainer__pack=2, **fields)
     stores = parts.trainer.algorithm.stores_means
     assert stores == (old == "rollout" and name in ("guard", "flow_dppo"))
     behavior = parts.start if old == "recomputed" else None

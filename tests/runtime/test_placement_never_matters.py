@@ -26,8 +26,6 @@ LAYOUTS = {
     "two workers, chunks across groups": ((2, 1), (1, 2), 2, 6, 6, ""),
     "disaggregated, steps split": ((1, 2), (2, 1, 2), 1, 4, 4, ""),
     "TAG in place": ((2, 1), (1, 2), 1, 4, 4, "in place"),
-    "four that sample and train": ((0, 1), (1, 1), 1, 4, 2, "", 4),
-    "two that sample, three that train": ((1, 1), (1, 1), 2, 6, 2, "", 3),
     "two that do both and split steps, one that samples": (
         (1, 1),
         (1, 1, 2),
@@ -44,8 +42,6 @@ CASES = [
     ("full", 1, "TAG in place"),
     ("full", 2, "two workers, chunks across groups"),
     ("lora", 1, "disaggregated, steps split"),
-    ("full", 2, "four that sample and train"),
-    ("lora", 1, "two that sample, three that train"),
     ("full", 1, "tensor on one side, steps split, TAG resharded"),
     ("lora", 2, "two that do both and split steps, one that samples"),
 ]
@@ -96,7 +92,7 @@ def result(tuning, updates, layout, old_log_probs="rollout", std="group", early=
     return jax.device_get(gradients[0]), change, log
 
 
-@pytest.mark.parametrize(("tuning", "updates", "layout"), quick(CASES, 0, 1, 2, 3, 4))
+@pytest.mark.parametrize(("tuning", "updates", "layout"), quick(CASES, 0, 1, 2))
 def test_the_result_is_that_of_one_device(tuning, updates, layout):
     gradient, change, _ = result(tuning, updates, layout)
     expected_gradient, expected_change, _ = result(tuning, updates, "one device")

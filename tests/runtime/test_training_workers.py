@@ -156,7 +156,6 @@ def broken():
 
 # A step has 6 chunks of 2 passes; each of three workers trains two chunks in it.
 MOMENTS = {
-    "its first piece": (True, OtherTrainingExecutor, "train", 1),
     "its last piece of a step": (False, OtherTrainingExecutor, "train", 2),
     "a transfer to it": (True, GradientExecutor, "deliver", 1),
 }

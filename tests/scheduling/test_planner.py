@@ -205,10 +205,10 @@ def test_1024_devices_are_planned_in_bounded_work():
     assert 0.97 <= chosen.utilisation <= 1.005
 
 
-@pytest.mark.parametrize("rollout", [0, 128])
+@pytest.mark.parametrize("rollout", [0, 64])
 def test_a_part_of_a_large_problem_takes_as_long_as_the_whole(rollout):
-    problem = large(256)
-    layout = PoolLayout(256 - rollout, 1, rollout=rollout, rollout_devices=min(rollout, 1))
+    problem = large(128)
+    layout = PoolLayout(128 - rollout, 1, rollout=rollout, rollout_devices=min(rollout, 1))
     made = Simulations(problem).predict(layout)
     workers, costs = workers_of(problem, layout)
     whole = simulate(workers, costs, settings_of(problem, layout), 8, Disturbance())
@@ -335,16 +335,16 @@ def test_text_encoders_that_encode_ahead_are_alone_on_the_devices_that_sample():
         assert tight.largest <= 15_000 and tight.encode["text encoders"] == 10_100
 
 
-@pytest.mark.parametrize("limit", [6_000, 10_000])
-def test_a_layout_that_does_not_fit_in_memory_is_never_chosen(limit):
-    problem = dataclasses.replace(PROBLEM, device_memory=limit)
-    plan = make_plan(problem)
-    assert plan.choice.memory == device_bytes(problem, plan.choice.layout)
-    for made in plan.best:
-        assert made.memory.largest <= limit
-    assert "home worker" in memory_table(plan)
-    with pytest.raises(ConfigError):
-        layouts(dataclasses.replace(problem, device_memory=1000))
+def test_a_layout_that_does_not_fit_in_memory_is_never_chosen():
     # The fastest layout without a limit is one that the smallest limits exclude.
-    alone = make_plan(dataclasses.replace(problem, device_memory=None)).choice
-    assert alone.step_seconds <= plan.choice.step_seconds * 1.005
+    alone = make_plan(PROBLEM).choice
+    for limit in (6_000, 10_000):
+        problem = dataclasses.replace(PROBLEM, device_memory=limit)
+        plan = make_plan(problem)
+        assert plan.choice.memory == device_bytes(problem, plan.choice.layout)
+        for made in plan.best:
+            assert made.memory.largest <= limit
+        assert "home worker" in memory_table(plan)
+        assert alone.step_seconds <= plan.choice.step_seconds * 1.005
+    with pytest.raises(ConfigError):
+        layouts(dataclasses.replace(PROBLEM, device_memory=1000))
