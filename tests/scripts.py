@@ -1,4 +1,4 @@
-"""Runs the scripts of launch/ as a user does; mistakes share one import, which takes most of their time."""
+"""Runs the scripts of launch/ as a user does, most in forks that share one import, which takes seconds."""
 
 import multiprocessing
 import os
@@ -28,7 +28,7 @@ def run_script(name: str, *arguments: Any) -> subprocess.CompletedProcess[str]:
 
 
 def run_forked(name: str, *arguments: Any) -> subprocess.CompletedProcess[str]:
-    """The same in a fork of a process with all imports: for mistakes, before any device is used."""
+    """The same in a fork of a process with all imports, which has not used a device."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)  # effective at the first call, which starts the server
     command = [str(ROOT / "launch" / name), *map(str, arguments)]

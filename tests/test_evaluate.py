@@ -8,14 +8,14 @@ import pytest
 
 from digen_jax.logging.evaluation import Evaluation, by_tag, score_table
 from digen_jax.logging.metrics import read_metrics
-from tests.scripts import run_script
+from tests.scripts import run_forked
 from tests.tiny_runs import prompt_file, trained
 
 
 def test_a_runs_evaluation_is_repeated_from_its_checkpoint(base, tmp_path):
     # Its average of the weights, its prompts, reward and settings, in other batches on other devices.
     workdir = trained(base, "full")
-    done = run_script(
+    done = run_forked(
         "evaluate.py",
         f"--model={workdir}",
         "--batch=5",

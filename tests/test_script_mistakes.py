@@ -29,6 +29,7 @@ PRETRAIN = ("pretrain.py", "--config=configs/shapes_pretrain.py")
         ((*SAMPLE, "--output=x", "--format=mp4", "--height=33"), "--format: H.264 needs"),
         ((*SAMPLE, "--output=x", "--prompt=gr\udcfcn"), "--prompt='gr\\udcfcn' is not UTF-8"),
         ((*SAMPLE, "--output=x", "--true_cfg_scale=-2"), "--true_cfg_scale must be"),
+        ((*SAMPLE, "--output=x", "--prompts=b.txt"), "there must be either --prompt "),
         ((*EVALUATE, "--image_folder=ABOVE"), "--image_folder = 'ABOVE' has images already"),
         ((*EVALUATE, "--pictures=IMAGES"), "--pictures is not an option; it is --image_folder now"),
         ((*EVALUATE, "--output=FOLDER"), "--output = 'FOLDER' is a folder already"),
@@ -38,6 +39,8 @@ PRETRAIN = ("pretrain.py", "--config=configs/shapes_pretrain.py")
         ((*SERVER, "--memory=5"), "--memory=5 must"),
         (("reward_server.py", "--reward=shapes_genevil"), "unknown reward 'shapes_genevil'"),
         ((*PLAN, "--output=FOLDER"), "--output = 'FOLDER' is a folder already"),
+        (PLAN, "--costs=none.json cannot be read as JSON"),
+        (PLAN[:2], "give the costs of commands: by --costs="),
         ((*PLAN, "--trainer_serial=5"), "--trainer_serial must be"),
         ((*PRETRAIN, "--workdir=x", "--output=FILE"), "--output = 'FILE' is a file already"),
         (
@@ -77,7 +80,7 @@ def test_a_wrong_flag_is_one_line(tmp_path, command, named):
         ((*SAMPLE, "--output=x", "--frames=0"), "[1, 1024]"),
         ((*EVALUATE, "--fps=0"), "[1, 120]"),
         ((*EVALUATE, "--steps=0"), "[1, 1000]"),
-        ((*PLAN, "--devices=100000"), "[1, 1024]"),
+        ((*PLAN, "--devices=0"), "[1, 1024]"),
     ],
 )
 def test_a_number_outside_of_its_range_is_refused_by_its_flag(command, range_):

@@ -23,7 +23,7 @@ from digen_jax.parallel.trainer import TrainerSettings
 from digen_jax.train import train
 from tests.cases import said
 from tests.pipelines import decode_floats
-from tests.scripts import run_script
+from tests.scripts import run_forked
 from tests.tiny_runs import oracle, pipeline, tiny_config, trained
 
 PROMPTS = ["a photo of a red circle", "two blue stars", "a green square", "a photo of a circle"]
@@ -128,7 +128,7 @@ def test_what_cannot_be_exported_is_one_sentence(base, tmp_path):
 
 def test_the_lines_that_the_script_prints_load_what_it_wrote(base, tmp_path):
     run, output = trained(base, "full"), tmp_path / "tuned"
-    done = run_script("export.py", f"--workdir={run}", f"--output={output}")
+    done = run_forked("export.py", f"--workdir={run}", f"--output={output}")
     assert done.returncode == 0, done.stderr
     first, _, code = done.stdout.partition("\n")
     assert first == f"{run} after step 2 is in {output}; to load it:"

@@ -153,8 +153,10 @@ def test_programs_are_estimated_and_measured_with_the_same_flops(base, tmp_path,
     config, devices = tiny(base), jax.devices()[:1]
     compiler = CachedCompiler("here", tmp_path, lambda text: None)
     estimated = estimate(config, devices, CHIP, compiler)
-    measured = measure(config, devices, lambda text: None)
+    measured = measure(config, devices, (notes := []).append)
     names = [one.program.name for one in estimated]
+    assert all(f"{name}: compiling and timing" in notes for name in names)
+    assert len(notes) == 2 * len(names) and notes[1].endswith(" s")
     assert names == [one.program.name for one in measured] and "train" in names
     assert [one.flops for one in estimated] == [one.flops for one in measured]
     for found in (estimated, measured):

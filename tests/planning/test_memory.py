@@ -96,15 +96,13 @@ def test_the_footprint_is_the_models(base, tmp_path):
         found.tuned(1, 1),
         found.base(1, 1),
     )
-    config.precision.rollout = "bfloat16"
+    config.precision.update(rollout="bfloat16", trajectory="bfloat16")
     half = model_footprint(read_config(config))
     assert half.synced(1, 1) == found.tuned(1, 1) / 2 and half.tuned(1, 1) == found.tuned(1, 1)
     # An autoencoder of three resolutions: 8 x 8 latents of 4 channels, twice, and the log-probability.
     side = 32 // 4
     assert found.trajectory == 2 * 4 * (2 * side * side * 4 + 1)
-    config.precision.trajectory = "bfloat16"
-    half = model_footprint(read_config(config)).trajectory
-    assert half == 2 * (2 * 2 * side * side * 4 + 4)
+    assert half.trajectory == 2 * (2 * 2 * side * side * 4 + 4)
     # Of two prompts, and of the empty one for both: 12 tokens of width 32, and a pooled vector of width 16.
     assert found.conditioning == 3 * 4 * (12 * 32 + 16)
     # And of two negative prompts; equal ones are kept once.
