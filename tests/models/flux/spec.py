@@ -137,9 +137,8 @@ PIPELINE = Pipeline(
         "two guidances": Variant(
             "dev", 4.5, 3.0, dict(guidance_scale=4.5, true_cfg_scale=3.0), True
         ),
-        # A true guidance below 1 is none.
-        "below 1": Variant("dev", 4.5, 0.5, dict(guidance_scale=4.5, true_cfg_scale=0.5), True),
         "plain": Variant("dev", 4.5, 1.0, dict(guidance_scale=4.5)),
+        # A true guidance below 1 is none.
         "schnell": Variant("schnell", 0.0, 0.0, dict(true_cfg_scale=0.0), True),
     },
     schedules=(

@@ -128,7 +128,6 @@ PIPELINE = Pipeline(
     variants={
         "two passes": variant(3.5),
         "shorter": variant(2.0, 0.9),
-        "as long": variant(6.0, 1.0),
         "plain": Variant("", 1.0, call=dict(guidance_scale=0.0)),
     },
     schedules=(
