@@ -77,8 +77,7 @@ def compiled(name: str, where: Any) -> dict[str, Any]:
         cycles = Cycles(one.compiled.text, where.chip) if one.fits else None
         moved = cycles.by_what(COLLECTIVES) if cycles else {}
         programs[one.program.name] = {
-            # XLA's peak for GPUs can be below the temporaries that it allocates.
-            "arguments": max(peak - temporaries, 0) / GIB,
+            "arguments": (peak - temporaries) / GIB,
             "temporaries": temporaries / GIB,
             "seconds": one.seconds,
             "collectives": {what: [runs, size / 1e9] for what, (runs, size, _) in moved.items()},

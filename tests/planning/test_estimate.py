@@ -49,7 +49,7 @@ def test_a_program_is_compiled_once_for_a_target(tmp_path):
         return found, any("compiling" in note for note in notes)
 
     found, compiled_now = compiled("slice jax 1", 2)
-    assert "ENTRY" in found.text and found.peak > 0 and found.moved == 64 and compiled_now
+    assert "ENTRY" in found.text and found.peak >= 64 and found.moved == 64 and compiled_now
     assert compiled("slice jax 1", 2) == (found, False)
     assert compiled("slice jax 1", 3)[1] and compiled("slice jax 2", 2)[1]
     assert len(list(tmp_path.iterdir())) == 3
