@@ -292,7 +292,7 @@ def _check_guidance(config: TrainConfig, family: Family) -> None:
 
 
 def _check_experts(config: TrainConfig, family: Family) -> None:
-    """Refuses ratios of whole trajectories if a window has steps of several experts, which train one after another."""
+    """Refuses ratios of full trajectories if a window has steps of several experts, which train one after another."""
     sampler = config.sampler
     family = family.scheduled(sampler.steps, config.model.size)
     sigmas = family.sigmas(sampler.steps, config.model.size)
