@@ -50,7 +50,7 @@ docs/performance.md has the estimated memory and time, and the smallest TPU slic
 
 from ml_collections import ConfigDict
 
-from digen_jax.config.arguments import published, recipe_and_gpus
+from digen_jax.config.published import published, recipe_and_gpus
 
 
 def lora(n: int) -> dict:

@@ -65,7 +65,7 @@ docs/performance.md has the estimated memory and time, and the smallest TPU slic
 
 from ml_collections import ConfigDict
 
-from digen_jax.config.arguments import published, recipe_and_gpus
+from digen_jax.config.published import published, recipe_and_gpus
 
 # PEFT's to_q, to_k, to_v and to_out.0 match the ends of names: they exclude the text's projections, and single blocks
 # have no to_out.0.

@@ -41,7 +41,7 @@ times the operations of FLUX.1-dev at this size.
 
 from ml_collections import ConfigDict
 
-from digen_jax.config.arguments import number_of_gpus, published
+from digen_jax.config.published import number_of_gpus, published
 
 # Images per update, divided by those per GPU and pass: 1008 / 2 / 3.
 PASSES = 168

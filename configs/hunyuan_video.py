@@ -37,7 +37,7 @@ Differences from the source, in addition to those of all recipes (docs/evidence.
 
 from ml_collections import ConfigDict
 
-from digen_jax.config.arguments import number_of_gpus, published
+from digen_jax.config.published import number_of_gpus, published
 
 # Clips per update, with 12 per GPU in a call of the sampler: 32 * 24 / 2 / 12.
 PASSES = 32

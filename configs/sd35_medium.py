@@ -50,7 +50,7 @@ before, 0.95 after. The tests check all shapes of a step at this size.
 
 from ml_collections import ConfigDict
 
-from digen_jax.config.arguments import published, recipe_and_gpus
+from digen_jax.config.published import published, recipe_and_gpus
 
 # Linear layers of the joint attention, without the second attention, which covers only the image.
 ATTENTION = r"transformer_blocks\.\d+\.attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)"

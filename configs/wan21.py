@@ -77,7 +77,7 @@ docs/performance.md and docs/wan.md have the estimated memory and time.
 
 from ml_collections import ConfigDict
 
-from digen_jax.config.arguments import published, recipe_and_gpus
+from digen_jax.config.published import published, recipe_and_gpus
 
 # PEFT's to_q, to_k, to_v and to_out.0. The other recipes also adapt feed-forward layers, as by the family's default.
 ATTENTION = r"blocks\.\d+\.attn[12]\.(to_[qkv]|to_out\.0)"

@@ -63,7 +63,7 @@ docs/performance.md and docs/wan.md have the estimated memory and time.
 
 from ml_collections import ConfigDict
 
-from digen_jax.config.arguments import published, recipe_and_gpus
+from digen_jax.config.published import published, recipe_and_gpus
 
 
 def verl_omni(n: int) -> dict:

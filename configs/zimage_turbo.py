@@ -45,7 +45,7 @@ docs/performance.md has the estimated memory and time, and the smallest TPU slic
 
 from ml_collections import ConfigDict
 
-from digen_jax.config.arguments import number_of_gpus, published
+from digen_jax.config.published import number_of_gpus, published
 
 # Images per update, with one per GPU and pass: 768 / 2.
 PASSES = 384
