@@ -1,7 +1,9 @@
 """The configs of configs/: each is accepted, has its source's numbers, and fits at its model's real size."""
 
 import dataclasses
+import fnmatch
 import functools
+import operator
 import pathlib
 import re
 import runpy
@@ -15,7 +17,7 @@ import pytest
 from flax.traverse_util import flatten_dict
 
 from digen_jax import assemble
-from digen_jax.config.load import complete, default_config, fit_config, load_config, read_config
+from digen_jax.config.load import complete, default_config, fit_config, load_config
 from digen_jax.diffusion.sampling import image_keys
 from digen_jax.diffusion.steps import Ode
 from digen_jax.errors import ConfigError
@@ -140,18 +142,12 @@ IMAGES = {KONTEXT: (3, 3), Z_IMAGE: (1, 1), QWEN_IMAGE: (16, 8), KLEIN: (1, 1), 
 IMAGES |= {HUNYUAN: (12, 1)}
 IMAGES |= {"longcat": (4, 1), "clip_pickscore_14b": (1, 1)}
 IMAGES |= {"hpsv3_5b": (4, 4), "pickscore_a14b": (1, 1)}
-GPUS = {
-    SD35: (1, 8, 64),
-    KONTEXT: (1, 7, 28),
-    FLUX: (1, 2, 16),
-    WAN: (1, 4, 8),
-    HUNYUAN: (2, 8, 32),
-}
+GPUS = {SD35: (1, 64), KONTEXT: (1, 28), WAN: (1, 8), HUNYUAN: (2, 32)}
 
 
 @each_recipe
 def test_a_config_divides_its_images_among_the_gpus(name, recipe):
-    for gpus in GPUS.get(name, (1, 4, 16)):
+    for gpus in GPUS.get(name, (1, 16)):
         config = load(name, argument(recipe, gpus))
         fit_config(load_config(config), gpus)
         if name == SD35:
@@ -198,27 +194,117 @@ def test_a_published_recipe_runs_on_separate_gpus_by_the_fields_in_its_docstring
 # -------------------------------------------------------------------------------- the source's numbers
 
 
-@pytest.mark.parametrize(
-    ("name", "batch", "trained"),
-    [
-        ("pickscore", (48, 24, 2), 5),
-        ("pickscore_fast", (48, 24, 2), 3),
-        ("geneval_fast", (48, 24, 2), 3),
-        ("dance", (16, 12, 4), 9),  # int(0.6 * 15)
-        ("dance_ema", (16, 12, 2), 9),
-        ("dance_lora", (16, 12, 2), 6),  # int(0.6 * 11)
-    ],
-)
-def test_flux_has_the_published_batch_and_steps(name, batch, trained):
-    found = load_config(load(FLUX, f"{name},8"))
-    assert found.seed == 42 or name.startswith("dance")
-    assert (found.batch.groups, found.batch.images, found.trainer.updates) == batch
-    assert found.trained_steps == trained
-    # The last step, after which no noise is left, is never trained.
-    assert found.noisy_steps < found.sampler.steps
-    assert found.sampler.shared_noise == name.startswith("dance")
+# Names of fields: one, which has a value, or several, which have a tuple.
+BATCH = "batch.groups batch.images trainer.updates"
+WINDOW = "sampler.steps trained_steps sampler.window.places"
+SDE = "sampler.kind sampler.noise_level sampler.shared_noise"
+SIZES = "model.size evaluation_size"
+GUIDANCE = "sampler.guidance evaluation.guidance evaluation.steps"
+GUIDANCES = "sampler.guidance sampler.guidance_2 evaluation.guidance evaluation.guidance_2"
+OBJECTIVE = "algorithm.clip_range algorithm.adv_clip algorithm.kl_coefficient"
+WEIGHTS = "algorithm.kl algorithm.step_weight algorithm.old_log_probs"
+OLD = "algorithm.old_log_probs"
+OPTIMIZER = "trainer.learning_rate trainer.weight_decay trainer.clip_norm"
+AVERAGE = "trainer.ema trainer.ema_warm_up trainer.ema_every trainer.ema_repeats"
+LORA = "lora.rank lora.alpha lora.init"
+EVERY = "seed evaluation.every checkpoint.every"
+OF_KONTEXT = {BATCH: (48, 21, 2), WINDOW: (6, 5, (0,)), GUIDANCE: (2.5, 2.5, 28)}
+OF_KONTEXT |= {OBJECTIVE: (1e-4, 5, 0), OLD: "recomputed", "advantages.drop_zero_std": True}
+OF_KONTEXT |= {OPTIMIZER: (3e-4, 1e-4, 1), AVERAGE: (0.9, True, 8, 6), LORA: (64, 128, "gaussian")}
+OF_KONTEXT |= {"model.size model.source model.max_sequence_length": (*(Size(512, 512),) * 2, 128)}
+OF_KONTEXT |= {"sampler.noise_level": 0.9, "seed evaluation.every evaluation.batch": (42, 30, 56)}
+OF_Z_IMAGE = {BATCH: (48, 16, 2), WINDOW: (6, 1, (1, 2, 3)), GUIDANCE: (1, 1, 10), "seed": 42}
+OF_Z_IMAGE |= {OBJECTIVE: (1e-4, 5, 0), OLD: "recomputed", OPTIMIZER: (3e-4, 1e-4, 1)}
+OF_KLEIN = {BATCH: (48, 16, 2), SIZES: (Size(384, 384), Size(1024, 1024)), "seed": 42}
+OF_KLEIN |= {OBJECTIVE: (1e-4, 5, 0), OLD: "recomputed"}
+# Each of two steps is one of the first five: torch.randint(0, 5 - 2 + 1).
+OF_QWEN_IMAGE = {BATCH: (32, 16, 2), WINDOW: (10, 2, (0, 1, 2, 3)), "noisy_steps": 2}
+OF_QWEN_IMAGE |= {OBJECTIVE: (1e-5, 5, 0), OLD: "recomputed", "lora.init": "gaussian"}
+# 8 GPUs x 8 clips x 2 batches, 4 of a prompt; the first 19 of 20 steps are trained.
+OF_OCR = {BATCH: (32, 4, 2), WINDOW: (20, 19, (0,)), SIZES: (Size(240, 416, 33),) * 2}
+OF_OCR |= {GUIDANCE: (4.5, 4.5, 50), WEIGHTS: ("gaussian_dt", "none", "recomputed")}
+OF_OCR |= {OPTIMIZER: (1e-4, 1e-4, 1), LORA: (32, 64, "gaussian"), EVERY: (42, 30, 60)}
+OF_OCR |= {"advantages.std advantages.drop_zero_std": ("group", True)}
+# 64 GPUs x 4 clips, 4 of a prompt; one noisy step, one of the first six.
+OF_LONGCAT = {BATCH: (64, 4, 1), WINDOW: (16, 1, tuple(range(6))), SDE: ("flow_capped", 1, True)}
+OF_LONGCAT |= {SIZES: (Size(480, 832, 81),) * 2, GUIDANCE: (4.5, 4.5, 50)}
+OF_LONGCAT |= {OBJECTIVE: (1e-3, 5, 3e-4), WEIGHTS: ("gaussian_dt", "longcat", "current")}
+OF_LONGCAT |= {OPTIMIZER: (1e-4, 1e-4, 1), LORA: (128, 64, "gaussian"), EVERY: (42, 100, 100)}
+OF_LONGCAT |= {"advantages.std advantages.combine": ("max_group", "advantages")}
+OF_FLOW_FACTORY = {BATCH: (48, 16, 2), WINDOW: (10, 1, (1, 2, 3)), SDE: ("flow", 0.9, False)}
+OF_FLOW_FACTORY |= {OBJECTIVE: (1e-4, 5, 0), OPTIMIZER: (1e-4, 1e-4, 1)}
+OF_FLOW_FACTORY |= {LORA: (64, 128, "gaussian"), EVERY: (42, 20, 20), "evaluation.steps": 28}
+OF_FLOW_FACTORY |= {"advantages.std": "group"}
+OF_14B = {SIZES: (Size(256, 256, 5), Size(480, 480, 13)), GUIDANCES: (5, 0, 5, 0)}
+OF_A14B = {SIZES: (Size(480, 480, 5), Size(720, 720, 21)), GUIDANCES: (4, 3, 4, 3)}
+# verl-omni's: two noisy steps of the first five; its 8 frames become 9.
+OF_5B = {BATCH: (64, 8, 4), WINDOW: (10, 2, (0, 1, 2, 3)), SDE: ("dance", 1.2, True)}
+OF_5B |= {SIZES: (Size(704, 1280, 9),) * 2, GUIDANCE: (5, 5, 50), OBJECTIVE: (1e-4, 5, 0)}
+OF_5B |= {OLD: "recomputed", OPTIMIZER: (1e-5, 1e-4, 1), "trainer.ema lora.rank": (0, 0)}
+OF_5B |= {"advantages.std advantages.ddof model.max_sequence_length": ("global", 1, 1024)}
+OF_5B |= {EVERY: (42, 30, 30), "steps": 120}
+# 32 GPUs with a prompt each, of 24 clips the best and worst 4; int(0.6 * 15) steps; a guidance of 6018 in bfloat16.
+OF_HUNYUAN = {BATCH: (32, 24, 2), WINDOW: (16, 9, (0,)), SDE: ("dance", 0.25, True)}
+OF_HUNYUAN |= {SIZES: (Size(480, 480, 53),) * 2, GUIDANCE: (6.016, 6.016, 50)}
+OF_HUNYUAN |= {OBJECTIVE: (1e-4, 5, 0), OPTIMIZER: (1e-5, 1e-4, 1), "trainer.ema lora.rank": (0, 0)}
+OF_HUNYUAN |= {"advantages.std advantages.ddof advantages.best_and_worst": ("group", 1, 4)}
+OF_HUNYUAN |= {"seed steps checkpoint.every images.fps": (42, 202, 50, 8)}
+# Patterns of recipes with a number of GPUs, and settings of their sources.
+SETTINGS = [
+    (SD35, "geneval,8", {BATCH: (48, 24, 2), "sampler.chunk trainer.micro_batch": (72, 72)}),
+    (SD35, "*,8", {"trainer.ema trainer.ema_warm_up lora.init seed": (0.9, True, "gaussian", 42)}),
+    # Turns are repeated for the source's micro-batches of an update, whatever ours are.
+    (SD35, "[!n]*,8", {"trainer.ema_every advantages.drop_zero_std": (8, True)}),
+    (SD35, "[!n]*[!d],8", {"trainer.ema_repeats": 2, EVERY: (42, 60, 60)}),
+    (SD35, "[!n]*[!d],2", {"trainer.ema_repeats": 2}),
+    (SD35, "[!n]*,1", {"trainer.ema_repeats": 4}),
+    (SD35, "*_guard,8", {"trainer.ema_repeats": 4, EVERY: (42, 30, 30)}),
+    (SD35, "*_guard,8", {OPTIMIZER: (1e-4, 1e-4, 1), "advantages.std": "group"}),
+    (SD35, "geneval_guard,8", {"algorithm.clip_range": 2e-6}),
+    (SD35, "pickscore_guard,8", {"algorithm.clip_range algorithm.high": (4e-6, 4e-6)}),
+    (SD35, "pickscore_guard,8", {"algorithm.kl_coefficient": 0}),
+    (SD35, "nft_*,8", {AVERAGE: (0.9, True, 1, 1), EVERY: (42, 10, 30)}),
+    (SD35, "nft_*,8", {"advantages.drop_zero_std": False}),
+    (FLUX, "*,8", {OLD: "recomputed", "algorithm.kl_coefficient": 0}),
+    (FLUX, "[!d]*,8", {BATCH: (48, 24, 2), "seed sampler.shared_noise": (42, False)}),
     # int(0.99 * 6) steps are trained; a window of 3 in the first 3 has one place.
-    assert name.startswith("dance") or found.sampler.window.places == (0,)
+    (FLUX, "pickscore,8", {WINDOW: (6, 5, (0,)), "algorithm.clip_range": 1e-4}),
+    (FLUX, "*_fast,8", {WINDOW: (6, 3, (0,)), "algorithm.clip_range": 1e-5}),
+    (FLUX, "dance*,8", {"algorithm.clip_range sampler.shared_noise": (1e-4, True)}),
+    (FLUX, "dance,8", {BATCH: (16, 12, 4), "trained_steps": 9, "trainer.ema": 0}),  # int(0.6 * 15)
+    (FLUX, "dance_ema,8", {BATCH: (16, 12, 2), "trained_steps": 9}),
+    (FLUX, "dance_lora,8", {BATCH: (16, 12, 2), "trained_steps": 6, "trainer.ema": 0}),
+    (KONTEXT, "28", OF_KONTEXT),
+    (Z_IMAGE, "8", OF_Z_IMAGE),
+    (KLEIN, "*,8", OF_KLEIN),
+    (KLEIN, "base_*,8", {WINDOW: (8, 1, (1, 2, 3)), GUIDANCE: (4, 4, 28)}),
+    (KLEIN, "distilled_*,8", {WINDOW: (4, 1, (1, 2)), GUIDANCE: (1, 1, 10)}),
+    (KLEIN, "*_lora,8", {OPTIMIZER: (3e-4, 1e-4, 1)}),
+    (KLEIN, "*_full,8", {OPTIMIZER: (1e-5, 1e-4, 1)}),
+    (QWEN_IMAGE, "ocr,8", OF_QWEN_IMAGE),
+    (WAN, "*ocr,8", OF_OCR),
+    (WAN, "ocr,8", {SDE: ("flow", 0.7, False), OBJECTIVE: (1e-3, 5, 3e-4)}),
+    (WAN, "flow_grpo_ocr,8", {SDE: ("linear", 1, False), OBJECTIVE: (1e-3, 5, 4e-3)}),
+    (WAN, "longcat,64", OF_LONGCAT),
+    (WAN, "*14b,8", OF_FLOW_FACTORY | OF_14B | {"advantages.combine": "gdpo"}),
+    (WAN22, "*a14b,8", OF_FLOW_FACTORY | OF_A14B | {"advantages.combine": "rewards"}),
+    (WAN22, "hpsv3_5b,8", OF_5B),
+    (HUNYUAN, "32", OF_HUNYUAN),
+]
+
+
+@pytest.mark.parametrize(("name", "pattern", "fields"), SETTINGS)
+def test_recipes_have_the_settings_of_their_sources(name, pattern, fields):
+    *every, gpus = pattern.split(",")
+    found = fnmatch.filter(recipes(name), *every) if every else [""]
+    assert found
+    for recipe in found:
+        config = load_config(load(name, argument(recipe, gpus)))
+        for names, expected in fields.items():
+            value = operator.attrgetter(*names.split())(config)
+            assert value == expected, (recipe, names)
+        # No noise is left after the last step, which is never trained.
+        assert config.noisy_steps < config.sampler.steps
 
 
 # Of each recipe with an average, the updates after which it is first mixed, and the decays there, in the source.
@@ -246,174 +332,6 @@ def test_averages_are_mixed_after_the_published_updates(name, argument, mixed):
     assert {n: d for n, d in decays.items() if d != 1} == pytest.approx(mixed, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["dance", "dance_lora"])
-def test_flux_has_no_average_where_the_source_has_none(name):
-    assert load(FLUX, f"{name},8").trainer.ema == 0
-
-
-@pytest.mark.parametrize("name", recipes(FLUX))
-def test_flux_trains_in_bfloat16_with_recomputed_log_probs(name):
-    algorithm = read_config(load(FLUX, f"{name},8")).algorithm
-    assert (algorithm.old_log_probs, algorithm.kl_coefficient) == ("recomputed", 0)
-    assert algorithm.clip_range == (1e-5 if name.endswith("fast") else 1e-4)
-
-
-def test_z_image_has_the_published_settings():
-    """48 groups of 16 in two updates; one noisy step, the second, third or fourth; an average every 4 steps."""
-    found = read_config(load(Z_IMAGE, "8"))
-    assert (found.batch.groups, found.batch.images, found.trainer.updates) == (48, 16, 2)
-    assert (found.seed, found.sampler.steps, found.trained_steps) == (42, 6, 1)
-    assert found.sampler.window.places == (1, 2, 3)
-    assert (found.sampler.guidance, found.evaluation.guidance, found.evaluation.steps) == (1, 1, 10)
-    trainer, algorithm = found.trainer, found.algorithm
-    assert (trainer.learning_rate, trainer.weight_decay, trainer.clip_norm) == (3e-4, 1e-4, 1)
-    assert (algorithm.clip_range, algorithm.adv_clip, algorithm.kl_coefficient) == (1e-4, 5, 0)
-    assert algorithm.old_log_probs == "recomputed"
-
-
-def test_sd35_has_the_published_batch():
-    """48 groups of 24 in two updates, for any number of GPUs; nine images a GPU at once."""
-    config = load(SD35, "geneval,8")
-    assert (config.batch.groups, config.batch.images, config.trainer.updates) == (48, 24, 2)
-    assert config.sampler.chunk == config.trainer.micro_batch == 9 * 8
-
-
-@pytest.mark.parametrize("name", recipes(SD35))
-def test_sd35_has_the_published_average_and_start(name):
-    """Its turns are repeated for the source's micro-batches of an update, independent of ours."""
-    flow_grpo, guard = not name.startswith("nft"), name.endswith("guard")
-    for gpus, repeats in ((1, 4), (2, 4 if guard else 2), (8, 4 if guard else 2)):
-        config = load(SD35, f"{name},{gpus}")
-        trainer = config.trainer
-        assert (trainer.ema, trainer.ema_warm_up) == (0.9, True)
-        expected = (8, repeats) if flow_grpo else (1, 1)
-        assert (trainer.ema_every, trainer.ema_repeats) == expected
-        assert (config.lora.init, config.advantages.drop_zero_std) == ("gaussian", flow_grpo)
-        every = (10, 30) if not flow_grpo else (30, 30) if guard else (60, 60)
-        assert (config.seed, config.evaluation.every, config.checkpoint.every) == (42, *every)
-
-
-def test_sd35_has_grpo_guards_published_range():
-    config = load(SD35, "pickscore_guard,8")
-    algorithm = read_config(config).algorithm
-    assert (algorithm.clip_range, algorithm.high, algorithm.kl_coefficient) == (4e-6, 4e-6, 0)
-    assert (config.trainer.learning_rate, config.advantages.std) == (1e-4, "group")
-    assert load(SD35, "geneval_guard,8").algorithm.clip_range == 2e-6
-
-
-def test_kontext_has_the_published_settings():
-    """48 groups of 21 in two updates, five of six steps trained, an average that is mixed six times at a turn."""
-    found = read_config(load(KONTEXT, "28"))
-    assert (found.batch.groups, found.batch.images, found.trainer.updates) == (48, 21, 2)
-    assert (found.sampler.steps, found.sampler.noise_level, found.trained_steps) == (6, 0.9, 5)
-    assert (found.seed, found.sampler.guidance, found.evaluation.guidance) == (42, 2.5, 2.5)
-    assert (found.evaluation.steps, found.model.max_sequence_length) == (28, 128)
-    assert (found.model.height, found.model.width) == (512, 512)
-    assert (found.lora.rank, found.lora.alpha, found.lora.init) == (64, 128, "gaussian")
-    trainer, algorithm = found.trainer, found.algorithm
-    assert (trainer.ema, trainer.ema_every, trainer.ema_repeats) == (0.9, 8, 6)
-    assert (trainer.learning_rate, trainer.weight_decay, trainer.clip_norm) == (3e-4, 1e-4, 1)
-    assert (algorithm.clip_range, algorithm.adv_clip, algorithm.kl_coefficient) == (1e-4, 5, 0)
-    assert (found.evaluation.every, found.evaluation.batch) == (30, 2 * 28)
-    assert found.model.source == Size(512, 512)
-    assert (algorithm.old_log_probs, found.advantages.drop_zero_std) == ("recomputed", True)
-
-
-@pytest.mark.parametrize("name", recipes(KLEIN))
-def test_klein_has_the_published_batch_and_steps(name):
-    config = load(KLEIN, f"{name},8")
-    found = load_config(config)
-    assert (found.batch.groups, found.batch.images, found.trainer.updates) == (48, 16, 2)
-    assert (found.seed, found.trained_steps) == (42, 1)
-    # Counted from 0; the last step, after which no noise is left, is never trained.
-    of_base = name.startswith("base")
-    assert found.sampler.window.places == ((1, 2, 3) if of_base else (1, 2))
-    assert (config.sampler.steps, config.evaluation.steps) == ((8, 28) if of_base else (4, 10))
-    assert (found.model.size, found.evaluation_size) == (Size(384, 384), Size(1024, 1024))
-    assert config.sampler.guidance == config.evaluation.guidance == (4 if of_base else 1)
-    algorithm = read_config(config).algorithm
-    assert (algorithm.old_log_probs, algorithm.kl_coefficient) == ("recomputed", 0)
-    assert (algorithm.clip_range, config.trainer.weight_decay) == (1e-4, 1e-4)
-    assert config.trainer.learning_rate == (3e-4 if name.endswith("lora") else 1e-5)
-
-
-def test_qwen_image_has_the_published_batch_window_and_objective():
-    found = load_config(load(QWEN_IMAGE))
-    assert (found.batch.groups, found.batch.images, found.trainer.updates) == (32, 16, 2)
-    # Each of two steps is one of the first five: torch.randint(0, 5 - 2 + 1).
-    assert found.trained_steps == found.noisy_steps == 2
-    assert found.sampler.window.places == (0, 1, 2, 3)
-    algorithm = read_config(load(QWEN_IMAGE)).algorithm
-    assert (algorithm.old_log_probs, algorithm.kl_coefficient) == ("recomputed", 0)
-    assert (algorithm.clip_range, found.lora.init) == (1e-5, "gaussian")
-
-
-@pytest.mark.parametrize("name", ["ocr", "flow_grpo_ocr"])
-def test_wan_has_the_published_settings_of_ocr(name):
-    """8 GPUs x 8 clips x 2 batches, 4 of a prompt; the first 19 of 20 steps are trained."""
-    config = load(WAN, f"{name},8")
-    found = load_config(config)
-    assert (found.batch.groups, found.batch.images, found.trainer.updates) == (32, 4, 2)
-    assert (found.model.size, found.evaluation_size) == (Size(240, 416, 33),) * 2
-    sampler, algorithm = found.sampler, read_config(config).algorithm
-    assert (sampler.steps, found.trained_steps, sampler.window.places) == (20, 19, (0,))
-    assert (sampler.guidance, found.evaluation.guidance, found.evaluation.steps) == (4.5, 4.5, 50)
-    by_source = {"ocr": ("flow", 0.7, 3e-4), "flow_grpo_ocr": ("linear", 1.0, 4e-3)}
-    assert (sampler.kind, sampler.noise_level, algorithm.kl_coefficient) == by_source[name]
-    assert (algorithm.clip_range, algorithm.adv_clip, algorithm.kl) == (1e-3, 5, "gaussian_dt")
-    assert (algorithm.old_log_probs, algorithm.step_weight) == ("recomputed", "none")
-    assert (found.advantages.std, found.advantages.drop_zero_std) == ("group", True)
-    assert (found.lora.rank, found.lora.alpha, found.lora.init) == (32, 64, "gaussian")
-    trainer = found.trainer
-    assert (trainer.learning_rate, trainer.weight_decay, trainer.clip_norm) == (1e-4, 1e-4, 1)
-    assert (found.seed, found.evaluation.every, found.checkpoint.every) == (42, 30, 60)
-
-
-def test_wan_has_the_published_settings_of_longcat():
-    """64 GPUs x 4 clips, 4 of a prompt; one noisy step, one of the first six."""
-    config = load(WAN, "longcat,64")
-    found = load_config(config)
-    assert (found.batch.groups, found.batch.images, found.trainer.updates) == (64, 4, 1)
-    assert (found.model.size, found.evaluation_size) == (Size(480, 832, 81),) * 2
-    sampler, algorithm = found.sampler, read_config(config).algorithm
-    assert (sampler.steps, found.trained_steps, sampler.window.places) == (16, 1, tuple(range(6)))
-    assert (sampler.kind, sampler.noise_level, sampler.shared_noise) == ("flow_capped", 1, True)
-    assert (sampler.guidance, found.evaluation.guidance, found.evaluation.steps) == (4.5, 4.5, 50)
-    assert (algorithm.clip_range, algorithm.adv_clip, algorithm.kl_coefficient) == (1e-3, 5, 3e-4)
-    assert (algorithm.kl, algorithm.step_weight) == ("gaussian_dt", "longcat")
-    assert algorithm.old_log_probs == "current"
-    assert (found.advantages.std, found.advantages.combine) == ("max_group", "advantages")
-    assert (found.lora.rank, found.lora.alpha, found.lora.init) == (128, 64, "gaussian")
-    assert (found.trainer.learning_rate, found.trainer.weight_decay) == (1e-4, 1e-4)
-    assert (found.seed, found.evaluation.every, found.checkpoint.every) == (42, 100, 100)
-
-
-# Of Flow-Factory's recipes the sides and frames in training and in evaluation, and the guidances of the experts.
-FLOW_FACTORY = [
-    (WAN, "clip_pickscore_14b,8", ((256, 5), (480, 13)), (5, 0), "gdpo"),
-    (WAN22, "pickscore_a14b,8", ((480, 5), (720, 21)), (4, 3), "rewards"),
-]
-
-
-@pytest.mark.parametrize(("name", "argument", "sizes", "guidance", "combine"), FLOW_FACTORY)
-def test_wan_has_the_published_settings_of_flow_factory(name, argument, sizes, guidance, combine):
-    config = load(name, argument)
-    found = load_config(config)
-    assert (found.batch.groups, found.batch.images, found.trainer.updates) == (48, 16, 2)
-    wanted = tuple(Size(side, side, frames) for side, frames in sizes)
-    assert (found.model.size, found.evaluation_size) == wanted
-    sampler, algorithm = found.sampler, read_config(config).algorithm
-    assert (sampler.steps, found.trained_steps, sampler.window.places) == (10, 1, (1, 2, 3))
-    assert (sampler.kind, sampler.noise_level, found.evaluation.steps) == ("flow", 0.9, 28)
-    for one in (sampler, found.evaluation):
-        assert (one.guidance, one.guidance_2) == guidance
-    assert (algorithm.clip_range, algorithm.adv_clip, algorithm.kl_coefficient) == (1e-4, 5, 0)
-    assert (found.advantages.std, found.advantages.combine) == ("group", combine)
-    assert (found.lora.rank, found.lora.alpha, found.lora.init) == (64, 128, "gaussian")
-    assert (found.trainer.learning_rate, found.trainer.weight_decay) == (1e-4, 1e-4)
-    assert (found.seed, found.evaluation.every, found.checkpoint.every) == (42, 20, 20)
-
-
 def test_the_window_of_flow_factorys_a14b_is_in_the_trained_expert():
     config = load_config(of_published(WAN22, "pickscore_a14b,8"))
     _, family = assemble.pipeline_of(config)
@@ -421,45 +339,6 @@ def test_the_window_of_flow_factorys_a14b_is_in_the_trained_expert():
     counts = steps_of_experts(family, family.sigmas(10, config.model.size))
     assert (counts, max(config.sampler.window.places)) == ((4, 6), 3)
     assert config.model.trained == ("transformer",)
-
-
-def test_wan_has_the_published_settings_of_verl_omni():
-    """64 groups of 8 in four updates; two noisy steps of the first five; 8 frames become 9."""
-    config = load(WAN22, "hpsv3_5b,8")
-    found = load_config(config)
-    assert (found.batch.groups, found.batch.images, found.trainer.updates) == (64, 8, 4)
-    assert (found.model.size, found.evaluation_size) == (Size(704, 1280, 9),) * 2
-    assert found.model.max_sequence_length == 1024
-    sampler, algorithm = found.sampler, read_config(config).algorithm
-    assert (sampler.steps, found.trained_steps, sampler.window.places) == (10, 2, (0, 1, 2, 3))
-    assert (sampler.kind, sampler.noise_level, sampler.shared_noise) == ("dance", 1.2, True)
-    assert (sampler.guidance, found.evaluation.guidance, found.evaluation.steps) == (5, 5, 50)
-    assert (algorithm.clip_range, algorithm.adv_clip, algorithm.kl_coefficient) == (1e-4, 5, 0)
-    assert (algorithm.old_log_probs, found.trainer.ema) == ("recomputed", 0)
-    assert (found.advantages.std, found.advantages.ddof, found.lora.rank) == ("global", 1, 0)
-    assert (found.trainer.learning_rate, found.trainer.weight_decay) == (1e-5, 1e-4)
-    assert (found.seed, found.steps) == (42, 120)
-    assert (found.evaluation.every, found.checkpoint.every) == (30, 30)
-
-
-def test_hunyuan_video_has_the_published_settings():
-    """32 GPUs with a prompt each, the best and worst 4 of 24 clips, half of them in each of two updates."""
-    config = load(HUNYUAN, "32")
-    found = load_config(config)
-    assert (found.batch.groups, found.batch.images, found.trainer.updates) == (32, 24, 2)
-    assert (found.model.size, found.evaluation_size) == (Size(480, 480, 53),) * 2
-    sampler, algorithm = found.sampler, read_config(config).algorithm
-    assert (sampler.kind, sampler.noise_level, sampler.shared_noise) == ("dance", 0.25, True)
-    assert (sampler.steps, found.trained_steps) == (16, 9)  # int(0.6 * 15)
-    # The source's 6018, as bfloat16 has it.
-    guidance = float(jax.numpy.bfloat16(6018)) / 1000
-    assert (sampler.guidance, found.evaluation.guidance) == (guidance, guidance)
-    assert (algorithm.clip_range, algorithm.adv_clip, algorithm.kl_coefficient) == (1e-4, 5, 0)
-    advantages, trainer = found.advantages, found.trainer
-    assert (advantages.std, advantages.ddof, advantages.best_and_worst) == ("group", 1, 4)
-    assert (trainer.learning_rate, trainer.weight_decay, trainer.clip_norm) == (1e-5, 1e-4, 1)
-    assert (trainer.ema, found.lora.rank, found.images.fps) == (0, 0, 8)
-    assert (found.seed, found.steps, found.checkpoint.every) == (42, 202, 50)
 
 
 # PEFT's `target_modules`, counted by hand: the numbers of a LoRA, or of all weights. FLUX.1: dual blocks of width 3072
@@ -565,7 +444,7 @@ def test_qwen_image_2512_has_the_same_sizes():
         assert getattr(first, size)(4, 1) == getattr(second, size)(4, 1)
 
 
-@pytest.mark.parametrize("tensor", [1, 2, 3, 4, 5, 6, 7, 8])
+@pytest.mark.parametrize("tensor", [3, 4])
 def test_z_images_thirty_heads_are_split_by_what_divides_them(tensor):
     config = of_published(Z_IMAGE, "1")
     config.placement.trainer.tensor = tensor
@@ -717,10 +596,10 @@ class Step(NamedTuple):
 
 
 STEPS = [
-    # Rank 32; all that is encoded ahead, because the T5 is large.
+    # All that is encoded ahead, because the T5 is large.
     Step(
         *(SD35, "geneval,1", dict(context=(8, 77 + 128, 4096), pooled=(8, 2048))),
-        *((8, 512, 512), (9, 8, 64, 64, 16), 11, None, 10.5, True),
+        *((8, 512, 512), (9, 8, 64, 64, 16), 11, {"lora.rank": 1}, 10.1, True),
     ),
     # DanceGRPO's recipe that has everything: all weights, an average, and a share of the steps. Weights, two moments,
     # average and gradient in float32; the autoencoder in bfloat16.
