@@ -326,14 +326,18 @@ class PipelineFamily:
 
     def init(self, key: Array) -> Params:
         """Initializes random parameters of every component, for training from scratch."""
-        return _init(self._networks_and_parts(), key)
+        # The embedded model was trained from scratch with these keys.
+        keys = [*jax.random.split(key, 4), jax.random.fold_in(key, 3)]
+        return {
+            name: _init(network, self.parts[name], own)
+            for (name, network), own in zip(self.networks.items(), keys, strict=False)
+        }
 
     def shapes(self) -> Params:
         """Returns the parameter trees as `jax.ShapeDtypeStruct`, without allocation."""
-        return _shapes(self._networks_and_parts())
-
-    def _networks_and_parts(self) -> tuple[tuple[str, nn.Module, Component], ...]:
-        return tuple((name, network, self.parts[name]) for name, network in self.networks.items())
+        return {
+            name: _shapes(self.networks[name], self.parts[name]) for name in sorted(self.networks)
+        }
 
     def axes(self) -> Params:
         """Returns the logical axes of every parameter's dimensions, in trees like `shapes`."""
@@ -421,19 +425,14 @@ def _check_widths(
             )
 
 
-def _init(parts: Sequence[tuple[str, nn.Module, Component]], key: Array) -> Params:
-    # The embedded model was trained from scratch with these keys.
-    keys = [*jax.random.split(key, 4), jax.random.fold_in(key, 3)]
-    return {
-        name: network.init(own, *part.inputs(network.config), method=part.method)["params"]
-        for (name, network, part), own in zip(parts, keys, strict=False)
-    }
+def _init(network: nn.Module, component: Component, key: Array) -> Params:
+    return network.init(key, *component.inputs(network.config), method=component.method)["params"]
 
 
 @functools.cache
-def _shapes(parts: Sequence[tuple[str, nn.Module, Component]]) -> Params:
-    """Returns the shapes of `_init`.
+def _shapes(network: nn.Module, component: Component) -> Params:
+    """Returns the shapes of a component's parameters.
 
-    Cached, because tracing every component takes seconds, and every read of a component needs the shapes.
+    Cached, because tracing takes seconds, every read of a component needs the shapes, and families share components.
     """
-    return jax.eval_shape(functools.partial(_init, parts), jax.random.key(0))
+    return jax.eval_shape(functools.partial(_init, network, component), jax.random.key(0))

@@ -65,7 +65,6 @@ class Network:
       torch_class: diffusers'.
       call: diffusers' velocity, channels last, from our inputs as tensors, as its pipeline calls the network.
       cases: the first is used where one is enough.
-      published: by name, fields of published models and their numbers of parameters.
       sizes: of a config, the sizes of dimensions by their logical axis.
       minimal: fields of a small network whose others have diffusers' defaults.
       refused: fields that are not supported; the error names the first.
@@ -82,7 +81,6 @@ class Network:
     torch_class: Any
     call: Callable[..., torch.Tensor]
     cases: Mapping[str, Case]
-    published: Mapping[str, tuple[dict[str, Any], int]]
     sizes: Callable[[Any], dict[str | None, set[int]]]
     minimal: dict[str, Any]
     refused: list[dict[str, Any]]

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import inspect
 import re
 
 import jax
@@ -112,22 +111,6 @@ def test_a_prompt_alone_has_the_velocity_of_the_one_beside_a_longer(network):
     with jax.default_matmul_precision("highest"):
         found = apply({"params": params}, **given)
     assert parity.worst(found, np.asarray(network.found(network.first)[0][:1]))[0] < 1e-5
-
-
-@pytest.mark.parametrize(
-    ("network", "name"),
-    [pytest.param(n, m, id=f"{f}-{m}") for f, n in NETWORKS.items() for m in n.published],
-)
-def test_the_published_models_have_diffusers_parameters(network, name):
-    fields, count = network.published[name]
-    with torch.device("meta"):
-        known = inspect.signature(network.torch_class.__init__).parameters
-        module = network.torch_class(**{k: v for k, v in fields.items() if k in known})
-    expected = {key: tuple(tensor.shape) for key, tensor in module.state_dict().items()}
-    tree = network.abstract(network.config.from_config(fields))
-    found = parity.file_shapes(tree, network.component.lists)
-    assert found == expected
-    assert sum(int(np.prod(shape)) for shape in found.values()) == count
 
 
 @each_network

@@ -1,45 +1,110 @@
 """The shipped configurations are those of the published models, and cannot be trained."""
 
+import inspect
+from typing import NamedTuple
+
+import diffusers
 import jax
 import pytest
+import torch
 
-from digen_jax.checkpoints.folder import resolve_folder
+from digen_jax.checkpoints.folder import read_json, resolve_folder
 from digen_jax.families import load_family, read_parts
 from digen_jax.models.family import Size
 from digen_jax.models.published import published_folder, published_models
 from digen_jax.parallel.mesh import make_mesh
 from digen_jax.parallel.placement import DeviceGroup
-
-# Parameters of the transformers without their position tables, as the repositories' safetensors files have them.
-TRANSFORMERS = {
-    "black-forest-labs/FLUX.1-Kontext-dev": 11_901_408_320,
-    "black-forest-labs/FLUX.1-dev": 11_901_408_320,
-    "black-forest-labs/FLUX.1-schnell": 11_891_178_560,
-    "stabilityai/stable-diffusion-3-medium-diffusers": 2_028_328_000,
-    "stabilityai/stable-diffusion-3.5-large": 8_056_627_520,
-    "stabilityai/stable-diffusion-3.5-large-turbo": 8_056_627_520,
-    "stabilityai/stable-diffusion-3.5-medium": 2_243_171_520,
-}
-T5 = 4_762_310_656
+from tests.models import parity
 
 
-# The same for Z-Image, which has no position table.
-Z_IMAGE = ("Tongyi-MAI/Z-Image", "Tongyi-MAI/Z-Image-Turbo")
-QWEN_IMAGE = ("Qwen/Qwen-Image", "Qwen/Qwen-Image-2512")
-# Parameters and heads of transformers, parameters of autoencoders, flow_shift, and latents of 480x832 with 81 frames.
-WAN = {
-    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": (1_418_996_800, 12, 126_892_531, 3, (21, 60, 104, 16)),
-    "Wan-AI/Wan2.1-T2V-14B-Diffusers": (14_288_491_584, 40, 126_892_531, 3, (21, 60, 104, 16)),
-    "Wan-AI/Wan2.2-T2V-A14B-Diffusers": (14_288_491_584, 40, 126_892_531, 3, (21, 60, 104, 16)),
-    "Wan-AI/Wan2.2-TI2V-5B-Diffusers": (4_999_787_712, 24, 704_688_668, 5, (21, 30, 52, 48)),
+class Model(NamedTuple):
+    """A published model.
+
+    Attributes:
+      transformer: parameters without the table of positions, as the repository's safetensors files have them.
+      vae: parameters of the autoencoder, or of the part that is read.
+      encoders: parameters of the text encoders that are read, in the order of their names.
+      tokens: lengths of the arrays of tokens.
+      latent: shape of the latents of the default size.
+      heads: number of the transformer's.
+      shift: of the scheduler.
+      guidance: kind of guidance.
+    """
+
+    transformer: int
+    vae: int
+    encoders: tuple[int, ...]
+    tokens: tuple[int, ...]
+    latent: tuple[int, ...]
+    heads: int
+    shift: float
+    guidance: str = "classifier-free"
+
+
+def sd3(transformer: int, heads: int) -> Model:
+    encoders = 123_650_304, 694_659_840, T5
+    return Model(transformer, KL, encoders, (77, 77, 256), IMAGE, heads, 3)
+
+
+def flux(transformer: int, shift: float, guidance: str) -> Model:
+    return Model(transformer, KL, (CLIP, T5), (77, 512), IMAGE, 24, shift, guidance)
+
+
+def qwen3_layer(width: int, hidden: int) -> int:
+    return width * (2 * 4096 + 2 * 1024 + 3 * hidden) + 2 * width + 2 * 128
+
+
+def wan(transformer: int, heads: int, shift: float = 3) -> Model:
+    latent = 21, 60, 104, 16  # of 480x832 with 81 frames
+    return Model(transformer, WAN_VAE, (5_680_910_336,), (512, 512), latent, heads, shift)
+
+
+KL, WAN_VAE, IMAGE = 83_819_683, 126_892_531, (128, 128, 16)
+CLIP, T5, QWEN3 = 123_060_480, 4_762_310_656, 4_022_468_096
+# Qwen2.5-7B without its head.
+QWEN_IMAGE = Model(
+    *(20_430_401_088, WAN_VAE, (7_615_616_512 - 152_064 * 3584,), (34 + 512,) * 2, IMAGE, 24, 1)
+)
+# Qwen3-4B without its last layer and its last norm.
+Z_IMAGE_ENCODER = QWEN3 - qwen3_layer(2560, 9728) - 2560
+Z_IMAGE = Model(6_154_908_736, KL, (Z_IMAGE_ENCODER,), (512, 512), IMAGE, 30, 6)
+# Qwen3 without its last nine layers, its last norm and its head; two statistics of the autoencoder's 128 channels.
+KLEIN = Model(
+    *(3_875_544_576, 84_046_115 + 2 * 128, (QWEN3 - 9 * qwen3_layer(2560, 9728) - 2560,)),
+    *((512, 512), (64, 64, 128), 24, 3),
+)
+QWEN3_8B = 8_190_735_360 - 9 * qwen3_layer(4096, 12288) - 4096 - 151936 * 4096
+KLEIN_9B = KLEIN._replace(transformer=9_078_581_248, encoders=(QWEN3_8B,), heads=32)
+# Llama 3 8B with the tokens of LLaVA, without its head, its last two layers and its last norm.
+LLAMA = 128_320 * 4096 + 30 * (4096 * (2 * 4096 + 2 * 1024 + 3 * 14336) + 2 * 4096)
+HUNYUAN = Model(
+    *(12_821_012_544, 146_136_339, (LLAMA, CLIP), (95 + 256, 95 + 256, 77), (33, 90, 160, 16)),
+    *(24, 7, "both"),
+)
+MODELS = {
+    "Qwen/Qwen-Image": QWEN_IMAGE,
+    "Qwen/Qwen-Image-2512": QWEN_IMAGE,
+    "Tongyi-MAI/Z-Image": Z_IMAGE,
+    "Tongyi-MAI/Z-Image-Turbo": Z_IMAGE._replace(shift=3),
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": wan(1_418_996_800, 12),
+    "Wan-AI/Wan2.1-T2V-14B-Diffusers": wan(14_288_491_584, 40),
+    "Wan-AI/Wan2.2-T2V-A14B-Diffusers": wan(14_288_491_584, 40),
+    "Wan-AI/Wan2.2-TI2V-5B-Diffusers": wan(4_999_787_712, 24, 5)._replace(
+        vae=704_688_668, latent=(21, 30, 52, 48)
+    ),
+    "black-forest-labs/FLUX.1-Kontext-dev": flux(11_901_408_320, 3, "both"),
+    "black-forest-labs/FLUX.1-dev": flux(11_901_408_320, 3, "both"),
+    "black-forest-labs/FLUX.1-schnell": flux(11_891_178_560, 1, "none"),
+    "black-forest-labs/FLUX.2-klein-4B": KLEIN._replace(guidance="none"),
+    "black-forest-labs/FLUX.2-klein-9B": KLEIN_9B._replace(guidance="none"),
+    "black-forest-labs/FLUX.2-klein-base-4B": KLEIN,
+    "black-forest-labs/FLUX.2-klein-base-9B": KLEIN_9B,
+    "hunyuanvideo-community/HunyuanVideo": HUNYUAN,
+    "stabilityai/stable-diffusion-3-medium-diffusers": sd3(2_028_328_000, 24),
+    "stabilityai/stable-diffusion-3.5-large": sd3(8_056_627_520, 38),
+    "stabilityai/stable-diffusion-3.5-large-turbo": sd3(8_056_627_520, 38),
+    "stabilityai/stable-diffusion-3.5-medium": sd3(2_243_171_520, 24),
 }
-HUNYUAN = "hunyuanvideo-community/HunyuanVideo"
-# Of klein's sizes: the transformer, the whole Qwen3, and its width, hidden width, and whether its head is its own.
-SIZES = {
-    "4B": (3_875_544_576, 4_022_468_096, 2560, 9728, False),
-    "9B": (9_078_581_248, 8_190_735_360, 4096, 12288, True),
-}
-KLEIN = [f"black-forest-labs/FLUX.2-klein-{kind}{size}" for kind in ("", "base-") for size in SIZES]
 
 
 def size(tree):
@@ -47,106 +112,39 @@ def size(tree):
 
 
 def test_all_are_known():
-    assert published_models() == sorted(
-        [*QWEN_IMAGE, *Z_IMAGE, *KLEIN, *WAN, HUNYUAN, *TRANSFORMERS]
-    )
+    assert published_models() == sorted(MODELS)
     assert published_folder("stabilityai/stable-diffusion-9") is None
 
 
-@pytest.mark.parametrize("name", TRANSFORMERS)
+@pytest.mark.parametrize("name", MODELS)
 def test_a_shipped_configuration_has_the_models_sizes(name):
-    folder = published_folder(name)
+    expected, folder = MODELS[name], published_folder(name)
     family = load_family(folder)
     shapes = family.shapes()
     table = shapes["transformer"].get("pos_embed", {}).get("pos_embed", {})
-    assert size(shapes["transformer"]) - size(table) == TRANSFORMERS[name]
-    assert size(shapes["vae"]) == 83_819_683
-    ids = family.tokenize([{"prompt": ""}])
-    if name.startswith("stabilityai"):
-        encoders, tokens = (123_650_304, 694_659_840, T5), (77, 77, 256)
-    else:
-        encoders, tokens = (123_060_480, T5), (77, 512)
-    parts = sorted(part for part in shapes if part.startswith("text_encoder"))
-    assert tuple(size(shapes[part]) for part in parts) == encoders
-    assert tuple(each.shape for each in ids) == tuple((1, length) for length in tokens)
+    assert size(shapes["transformer"]) - size(table) == expected.transformer
+    assert size(shapes["vae"]) == expected.vae
+    encoders = sorted(part for part in shapes if part.startswith("text_encoder"))
+    assert tuple(size(shapes[part]) for part in encoders) == expected.encoders
+    tokens = jax.tree.leaves(family.tokenize([{"prompt": ""}]))
+    assert tuple(each.shape for each in tokens) == tuple((1, n) for n in expected.tokens)
+    assert family.latent_shape(family.default_size()) == expected.latent
+    shift = getattr(family.scheduler, "flow_shift" if "Wan" in name else "shift")
+    found = family.heads.number, shift, family.guidance
+    assert found == (expected.heads, expected.shift, expected.guidance)
+    # The same names and shapes of tensors as in diffusers; experts are alike.
+    fields = read_json(folder / "transformer" / "config.json")
+    kind = getattr(diffusers, fields["_class_name"])
+    with torch.device("meta"):
+        known = inspect.signature(kind.__init__).parameters
+        module = kind(**{field: value for field, value in fields.items() if field in known})
+    tensors = {key: tuple(tensor.shape) for key, tensor in module.state_dict().items()}
+    assert len(family.trained) == 1 + ("A14B" in name)
+    for part in family.trained:
+        assert parity.file_shapes(shapes[part], family.lists[part]) == tensors
 
 
-@pytest.mark.parametrize(("name", "shift"), zip(Z_IMAGE, (6, 3), strict=True))
-def test_a_shipped_z_image_has_the_models_sizes(name, shift):
-    family = load_family(published_folder(name))
-    shapes = family.shapes()
-    assert size(shapes["transformer"]) == 6_154_908_736
-    assert family.transformer.config.axes_lens[0] == 1536
-    # Qwen3-4B without its last layer and its last norm, which are not read.
-    layer = 2560 * (2 * 4096 + 2 * 1024 + 3 * 9728) + 2 * 2560 + 2 * 128
-    assert size(shapes["text_encoder"]) == 4_022_468_096 - layer - 2560
-    assert size(shapes["vae"]) == 83_819_683
-    assert family.scheduler.shift == shift and family.heads.number == 30
-    assert family.tokenize([{"prompt": ""}]).ids.shape == (1, 512)
-    assert family.latent_shape(family.default_size()) == (128, 128, 16)
-
-
-@pytest.mark.parametrize("name", QWEN_IMAGE)
-def test_a_shipped_qwen_image_has_the_models_sizes(name):
-    family = load_family(published_folder(name))
-    shapes = family.shapes()
-    assert size(shapes["transformer"]) == 20_430_401_088
-    # Qwen2.5-7B, without its head.
-    assert size(shapes["text_encoder"]) == 7_615_616_512 - 152_064 * 3584
-    assert size(shapes["vae"]) == 126_892_531
-    assert (family.scheduler.max_shift, family.scheduler.shift_terminal) == (0.9, 0.02)
-    assert family.tokenize([{"prompt": ""}]).ids.shape == (1, 34 + 512)
-    assert family.latent_shape(family.default_size()) == (128, 128, 16)
-
-
-@pytest.mark.parametrize("name", KLEIN)
-def test_a_shipped_klein_has_the_models_sizes(name):
-    transformer, encoder, width, hidden, head = SIZES[name[-2:]]
-    family = load_family(published_folder(name))
-    shapes = family.shapes()
-    assert size(shapes["transformer"]) == transformer
-    # Qwen3 without its last nine layers, its last norm, and its head, which are not read.
-    layer = width * (2 * 4096 + 2 * 1024 + 3 * hidden) + 2 * width + 2 * 128
-    assert size(shapes["text_encoder"]) == encoder - 9 * layer - width - head * 151936 * width
-    # With the two statistics of 128 channels.
-    assert size(shapes["vae"]) == 84_046_115 + 2 * 128
-    assert family.distilled == ("base" not in name) == (family.guidance == "none")
-    assert family.heads.number == width_of(family) // 128
-    tokens = family.tokenize([{"prompt": ""}])
-    assert tokens.ids.shape == (1, 512)
-    assert family.latent_shape(family.default_size()) == (64, 64, 128)
-
-
-@pytest.mark.parametrize("name", WAN)
-def test_a_shipped_wan_has_the_models_sizes(name):
-    family = load_family(published_folder(name))
-    shapes = family.shapes()
-    found = size(shapes["transformer"]), family.heads.number, size(shapes["vae"])
-    latents = family.latent_shape(family.default_size())
-    assert (*found, family.scheduler.flow_shift, latents) == WAN[name]
-    assert [size(shapes[part]) for part in family.trained] == [found[0]] * (1 + ("A14B" in name))
-    assert size(shapes["text_encoder"]) == 5_680_910_336
-    assert family.tokenize([{"prompt": ""}]).ids.shape == (1, 512)
-
-
-def test_the_shipped_hunyuan_video_has_the_models_sizes():
-    family = load_family(published_folder(HUNYUAN))
-    sizes = {part: size(tree) for part, tree in family.shapes().items()}
-    # Llama 3 8B with the tokens of LLaVA, without its head, its last two layers and its last norm.
-    layer = 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336) + 2 * 4096
-    assert sizes == {
-        "transformer": 12_821_012_544,
-        "vae": 146_136_339,
-        "text_encoder": 128_320 * 4096 + 30 * layer,
-        "text_encoder_2": 123_060_480,
-    }
-    assert (family.scheduler.shift, family.heads.number) == (7, 24)
-    tokens = family.tokenize([{"prompt": ""}])
-    assert [each.shape for each in tokens] == [(1, 95 + 256), (1, 95 + 256), (1, 77)]
-    assert family.latent_shape(family.default_size()) == (33, 90, 160, 16)
-
-
-@pytest.mark.parametrize("name", [*WAN, HUNYUAN])
+@pytest.mark.parametrize("name", [name for name in MODELS if "Wan" in name or "Hunyuan" in name])
 def test_a_shipped_video_model_is_traced_at_720p(name):
     """With tables of positions that are broadcast in the program, not constants of 77 MB."""
     family = load_family(published_folder(name))
@@ -166,20 +164,15 @@ def test_a_shipped_video_model_is_traced_at_720p(name):
     assert clips.shape == (1, 81, height, 1280, 3)
 
 
-def width_of(family) -> int:
-    return family.shapes()["transformer"]["x_embedder"]["kernel"].shape[1]
-
-
 def test_there_are_no_weights_to_train():
-    name = next(iter(TRANSFORMERS))
-    folder = resolve_folder(published_folder(name))
+    folder = resolve_folder(published_folder(next(iter(MODELS))))
     group = DeviceGroup(make_mesh(jax.devices()[:1]))
     with pytest.raises(ValueError, match="transformer holds no weights"):
         read_parts(load_family(folder), folder, ("transformer",), group)
 
 
 def test_a_local_folder_of_that_name_comes_first(tmp_path, monkeypatch):
-    name = next(iter(TRANSFORMERS))
+    name = next(iter(MODELS))
     (tmp_path / name).mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert published_folder(name) is None

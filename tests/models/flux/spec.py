@@ -70,13 +70,9 @@ NETWORK = Network(
             {"sigma": NUMBERS["sigma"]},
             "blocks",
             "0to1 0",
+            slow=True,
         ),
         "kontext": Case(DEV, SHAPES | {"source": (2, 8, 4, 4)}, NUMBERS, "none", "0to2 0to1"),
-    },
-    # The repositories black-forest-labs/FLUX.1-dev and FLUX.1-schnell.
-    published={
-        "dev": ({"guidance_embeds": True}, 11_901_408_320),
-        "schnell": ({"guidance_embeds": False}, 11_891_178_560),
     },
     sizes=lambda c: {
         "embed": {c.dim},

@@ -17,11 +17,6 @@ NARROW = TINY | dict(in_channels=4, num_layers=1, num_single_layers=1, mlp_ratio
 NARROW |= dict(attention_head_dim=16, num_attention_heads=2, axes_dims_rope=(4, 2, 4, 6))
 SIGMA = {"sigma": np.float32([0.3, 0.977])}
 WIDE = dict(num_layers=1, num_single_layers=1, num_attention_heads=4, joint_attention_dim=256)
-# The transformers of black-forest-labs/FLUX.2-klein-4B and -9B, base and distilled alike.
-KLEIN_4B = dict(num_layers=5, num_single_layers=20, num_attention_heads=24)
-KLEIN_4B |= dict(joint_attention_dim=7680, guidance_embeds=False)
-KLEIN_9B = dict(num_layers=8, num_single_layers=24, num_attention_heads=32)
-KLEIN_9B |= dict(joint_attention_dim=12288, guidance_embeds=False)
 
 
 def call(model, latents, sigma, context):
@@ -59,10 +54,9 @@ NETWORK = Network(
             TINY, {"latents": (2, 3, 5, 6), "context": (2, 4, 10)}, SIGMA, "blocks", "0to2 0to1"
         ),
         "narrow": Case(
-            NARROW, {"latents": (2, 5, 1, 4), "context": (2, 6, 10)}, SIGMA, "none", "0 0"
+            *(NARROW, {"latents": (2, 5, 1, 4), "context": (2, 6, 10)}, SIGMA, "none", "0 0", True)
         ),
     },
-    published={"4B": (KLEIN_4B, 3_875_544_576), "9B": (KLEIN_9B, 9_078_581_248)},
     sizes=lambda c: {
         "embed": {c.dim},
         "heads": {c.dim},

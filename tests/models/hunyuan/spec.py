@@ -86,8 +86,6 @@ NETWORK = Network(
             slow=True,
         ),
     },
-    # The repository hunyuanvideo-community/HunyuanVideo, whose config has diffusers' defaults.
-    published={"13B": ({}, 12_821_012_544)},
     sizes=lambda c: {
         "embed": {c.dim},
         "heads": {c.dim},

@@ -64,10 +64,9 @@ NETWORK = Network(
             {"sigma": np.float32([250, 163, 76]) / 256, "mask": padded((6, 1, 5))},
             "blocks",
             "0",
+            slow=True,
         ),
     },
-    # The repository Qwen/Qwen-Image, whose config has a field that diffusers' network ignores.
-    published={"2B": ({"pooled_projection_dim": 768}, 20_430_401_088)},
     sizes=lambda c: {
         "embed": {c.dim},
         "heads": {c.dim},

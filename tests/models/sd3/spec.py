@@ -47,7 +47,6 @@ NETWORK = Network(
         "sd35": Case(SD35, SHAPES, {"sigma": SIGMA, "null_tokens": 7}, "keep_products", "0to1 2 3"),
         "sd3": Case(SD3, SHAPES, {"sigma": SIGMA, "null_tokens": 0}, "keep_attention", "0to1 2"),
     },
-    published={},
     sizes=lambda c: {
         "embed": {c.dim},
         "heads": {c.dim},

@@ -19,11 +19,6 @@ SINGLE = TINY | dict(num_layers=1, out_channels=5, attention_head_dim=14, num_at
 SINGLE |= dict(patch_size=[1, 1, 1], rope_max_seq_len=10)
 WIDE = dict(num_layers=1, num_attention_heads=4, text_dim=256, ffn_dim=1024)
 BY_HAND = TINY | dict(in_channels=4)
-# transformer/config.json of Wan-AI/Wan2.1-T2V-1.3B-Diffusers, Wan2.1-T2V-14B-Diffusers and Wan2.2-TI2V-5B-Diffusers.
-SMALL = dict(num_attention_heads=12, num_layers=30, ffn_dim=8960)
-LARGE = dict(num_attention_heads=40, num_layers=40, ffn_dim=13824)
-OF_5B = dict(num_attention_heads=24, num_layers=30, ffn_dim=14336)
-OF_5B |= dict(in_channels=48, out_channels=48)
 
 
 def call(model, latents, time, context):
@@ -57,12 +52,8 @@ NETWORK = Network(
             {"time": np.float32([857, 500, 3])},
             "none",
             "0",
+            slow=True,
         ),
-    },
-    published={
-        "1.3B": (SMALL, 1_418_996_800),
-        "14B": (LARGE, 14_288_491_584),
-        "5B": (OF_5B, 4_999_787_712),
     },
     sizes=lambda c: {
         "embed": {c.dim},

@@ -62,7 +62,6 @@ NETWORK = Network(
             slow=True,
         ),
     },
-    published={"Turbo": ({"axes_lens": [1536, 512, 512]}, 6_154_908_736)},
     sizes=lambda c: {
         "embed": {c.dim},
         "heads": {c.dim},
