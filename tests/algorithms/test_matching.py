@@ -196,17 +196,6 @@ def test_inputs_are_needed_only_if_the_settings_read_them(settings, missing, cha
     assert set(loss(settings, **arrays, trained=trained)) == set(settings.terms)
 
 
-@pytest.mark.parametrize(("kind", "kl"), [(AWM, 0.0), (DiffusionNFT, 0.0), (AWM, 0.1)])
-def test_a_guidance_of_the_reference_needs_a_kl(kind, kl):
-    kind(kl_coefficient=kl).check()
-    settings = kind(kl_coefficient=kl, reference_guidance=2.0)
-    if kl:
-        settings.check()
-    else:
-        with pytest.raises(ValueError, match="reference_guidance"):
-            settings.check()
-
-
 # ------------------------------------------------------------------------------ AWM
 
 

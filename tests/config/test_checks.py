@@ -33,9 +33,9 @@ def named(sentence: str) -> list[str]:
 
 
 def outside(allowed, integer: bool):
-    """Values next to a range, or one that is no choice."""
+    """Values below and above a range, and NaN, or one that is no choice."""
     if isinstance(allowed, tuple):
-        return ["nothing"]
+        return [-1 if integer else "nothing"]
     ends = [
         (allowed.least, allowed.excluded == "least", -1),
         (allowed.most, allowed.excluded == "most", 1),
@@ -45,21 +45,25 @@ def outside(allowed, integer: bool):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_value_outside_of_a_fields_range_or_choices_is_refused(given, algorithm):
+def test_values_outside_of_ranges_and_choices_are_refused(given, algorithm):
+    """With one message for each of the fields, which are all changed at once."""
     given = complete(changed(given, **FORWARD.get(algorithm, {})))
-    defaults, refusals = flat(given), 0
+    defaults, wrong = flat(given), {}
     for name, allowed in allowed_of(algorithm).items():
         if algorithm in FORWARD and not name.startswith("algorithm."):
             continue  # as with the other algorithm
         default = defaults.get(f"config.{name}")
-        if type(default) not in (int, float, str) or name in ("algorithm.name", "placement.mode"):
-            continue
-        for value in outside(allowed, type(default) is int):
-            config = given.copy_and_resolve_references()
-            sentence = refused(changed(config, **{name.replace(".", "__"): value}))
-            assert named(sentence)[0] == name, (value, sentence)
-            refusals += 1
-    assert refusals > (4 if algorithm in FORWARD else 80)
+        if type(default) in (int, float, str) and name not in ("algorithm.name", "placement.mode"):
+            wrong[name] = outside(allowed, type(default) is int)
+    for place in range(max(map(len, wrong.values()))):
+        values = {name: each[place] for name, each in wrong.items() if place < len(each)}
+        config = given.copy_and_resolve_references()
+        changed(config, **{name.replace(".", "__"): value for name, value in values.items()})
+        with pytest.raises(ConfigError) as caught:
+            load_config(config)
+        found = {named(line)[0] for line in str(caught.value).splitlines() if "config." in line}
+        assert found == {*values}
+    assert sum(map(len, wrong.values())) > (4 if algorithm in FORWARD else 80)
 
 
 @pytest.mark.parametrize(
@@ -116,6 +120,7 @@ def test_a_value_outside_of_a_fields_range_or_choices_is_refused(given, algorith
         (dict(sampler__window__timestep_fraction=0.2), "sampler.window.timestep_fraction"),
         (dict(advantages__std="none", advantages__ddof=1), "advantages.ddof"),
         (dict(advantages__combine="gdpo"), "advantages.combine"),
+        (dict(advantages__combine="advantages"), "advantages.combine"),
         (TWO | dict(advantages__combine="gdpo", advantages__std="global"), "advantages.combine"),
         (dict(advantages__best_and_worst=7), "advantages.best_and_worst"),
         (
@@ -225,6 +230,12 @@ def test_a_value_outside_of_a_fields_range_or_choices_is_refused(given, algorith
         (EARLY | TWO, "runtime.max_incomplete_groups rewards"),
         (EARLY | dict(advantages__baseline="leave_one_out"), "advantages.baseline"),
         (EARLY | dict(advantages__std="none"), "advantages.std"),
+        (EARLY | dict(advantages__std="max_group"), "advantages.std"),
+        (EARLY | dict(advantages__best_and_worst=2), "advantages.best_and_worst"),
+        (EARLY | dict(algorithm__old_log_probs="recomputed"), "algorithm.old_log_probs"),
+        (EARLY | dict(algorithm__surrogate="topr"), "algorithm.surrogate"),
+        (EARLY | dict(algorithm__ratio="guard", sampler__kind="flow"), "algorithm.ratio"),
+        (EARLY | dict(algorithm__step_weight="longcat"), "algorithm.step_weight"),
         (EARLY | dict(advantages__ddof=1), "advantages.ddof"),
         (EARLY | dict(advantages__drop_zero_std=True), "advantages.drop_zero_std"),
         (dict(trainer__updates=5), "trainer.updates batch.groups"),

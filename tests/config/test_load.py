@@ -349,6 +349,9 @@ TWO_UPDATES = dict(trainer__updates=2, sampler__chunk=72)
     [
         ({}, "rollout"),
         (TWO_UPDATES, "rollout"),
+        (LAG, "rollout"),
+        (BFLOAT16 | dict(algorithm__old_log_probs="rollout"), "rollout"),
+        (dict(algorithm__old_log_probs="recomputed"), "recomputed"),
         (BFLOAT16, "current"),
         (dict(precision__rollout="bfloat16"), "current"),
         (BFLOAT16 | dict(precision__rollout="float32"), "current"),

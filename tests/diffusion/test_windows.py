@@ -94,22 +94,6 @@ def test_an_interval_holds_the_place():
         assert [slow.start(k, 1) for k in range(30)] == [fast.start(k // 3, 1) for k in range(30)]
 
 
-@pytest.mark.parametrize(
-    ("window", "field"),
-    [
-        (Window(length=0), "length"),
-        (Window("random", 2), "end"),
-        (Window("fixed", 2, end=6), "end"),
-        (Window("fixed", 3, first=4), "length"),
-        (Window("random", 3, first=2, end=4), "length"),
-        (Window("random", 3, end=7), "length"),
-    ],
-)
-def test_windows_that_do_not_fit_are_refused(window, field):
-    with pytest.raises(ValueError, match=f"^{field} is"):
-        window.check(6)
-
-
 def test_steps_without_noise_are_refused_wherever_the_window_may_come():
     """The last step of cps has no noise; a progressive window reaches it from time to time."""
     for mode in ("random", "progressive"):

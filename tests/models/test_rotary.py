@@ -89,17 +89,3 @@ def test_llama3s_scaling_equals_torch():
     ratios = scaled / plain
     assert (ratios == 1).any() and (ratios == 1 / 8).any()
     assert ((ratios > 0.126) & (ratios < 0.99)).any()
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_halves_turn_as_in_torch(dtype):
-    x = np.random.default_rng(0).normal(size=(2, 5, 3, 8))
-    x = np.asarray(jnp.asarray(x, dtype), np.float32)
-    cos, sin = rotary.cos_sin(np.arange(5, dtype=np.float32), rotary.inverse_frequencies(8, 100.0))
-    turned = rotary.rotate_halves(jnp.asarray(x, dtype), cos, sin)
-    whole = (torch.tensor(np.concatenate([a, a], -1))[None] for a in (cos, sin))
-    q = torch.tensor(x)
-    expected, _ = modeling_qwen3.apply_rotary_pos_emb(q, q, *whole, unsqueeze_dim=2)
-    assert turned.dtype == dtype
-    tolerance = 1e-6 if dtype == jnp.float32 else 2**-8
-    np.testing.assert_allclose(turned.astype(jnp.float32), expected, rtol=tolerance, atol=1e-6)
