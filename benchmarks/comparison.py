@@ -203,7 +203,8 @@ def _train_runs(
     for path, name, seed in runs:
         config = dataclasses.replace(configs[name], seed=seed)
         if path.is_dir():
-            claim_workdir(path, config.as_json(), MAY_DIFFER).close()
+            with claim_workdir(path, config.as_json(), MAY_DIFFER):
+                pass  # checks the config
         if (finished_step(path) or 0) > config.steps:
             raise ConfigError(
                 f"config.steps = {config.steps}, but the run in {path} has done {finished_step(path)} "

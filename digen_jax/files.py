@@ -16,10 +16,11 @@ import sys
 import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from digen_jax.errors import ConfigError, Range
 
+T = TypeVar("T")
 DIGITS = 300  # of an integer, so that a float can represent it
 DEEPEST = 100  # maximum nesting of lists and objects in a JSON file
 DEEP = f"lists or objects are nested more than {DEEPEST} levels deep"
@@ -65,6 +66,21 @@ def parse_json(content: bytes | str, constant: Callable[[str], Any] | None = Non
         inner = (one.values() if isinstance(one, dict) else one for one in level)
         level = [one for many in inner for one in many if isinstance(one, dict | list)]
     raise ValueError(DEEP)
+
+
+def read_json(path: Path | str) -> dict[str, Any]:
+    """Reads a JSON object. Raises ValueError for a missing or malformed file."""
+    try:
+        value = parse_json(Path(path).read_bytes())
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ValueError(f"{path} is missing") from error
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object, not a {type(value).__name__}")
+    return value
 
 
 def leaves_of(config: dict[str, Any], path: str = "config") -> dict[str, Any]:
@@ -159,6 +175,22 @@ def write_output(path: Path | str, data: bytes) -> None:
 def without_torn_line(data: bytes) -> bytes:
     """Returns the complete lines, without a last line that a kill truncated."""
     return data[: data.rfind(b"\n") + 1]
+
+
+def read_lines(path: Path | str, parse: Callable[[Any], T], problem: str) -> list[T]:
+    """Returns `parse` of the JSON value of each complete line.
+
+    Raises:
+      ConfigError: A line is not JSON, or `parse` raised an error; names the line, followed by `problem`.
+    """
+    found = []
+    lines = without_torn_line(Path(path).read_bytes()).splitlines()
+    for number, line in enumerate(lines, start=1):
+        try:
+            found.append(parse(parse_json(line)))
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{path}, line {number} {problem}") from error
+    return found
 
 
 # No width, length or count of an existing network comes near this; above it even shapes take minutes.

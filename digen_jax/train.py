@@ -32,7 +32,7 @@ from digen_jax.errors import check_metrics
 from digen_jax.logging import workdir as workdirs
 from digen_jax.logging.metrics import reason_to_stop
 from digen_jax.logging.run_log import RunLog, files_table, full_disk
-from digen_jax.logging.status import Status
+from digen_jax.logging.status import status_updates
 from digen_jax.logging.workdir import check_there
 from digen_jax.parallel.mesh import job_devices
 from digen_jax.policies import place_here, place_processes
@@ -124,21 +124,17 @@ def _coordinate(
     workers: "RemoteWorkers | None" = None,
 ) -> int | None:
     """Runs `train` in the coordinator."""
-    as_json = config.as_json()
-    # If the folder is in use or unusable, the claim below reports the reason.
-    changed = workdirs.changes(workdir, as_json) if workdir.is_dir() else {}
     check, code = functools.partial(checkpointing.check_steps, workdir, config.steps), None
     with (
         full_disk(workdir),
-        workdirs.claim_workdir(workdir, as_json, MAY_CHANGE, check),
-        workdirs.usable(workdir),
+        workdirs.claim_workdir(workdir, config.as_json(), MAY_CHANGE, check) as changed,
     ):
         finished = workdirs.finished_step(workdir) or 0
         stopped = reason_to_stop(config.stopping, workdir) if finished else None
         if finished < config.steps and not stopped:
             checkpointing.check_records(workdir)
             run = TrainingRun(config, workdir, broadcast, workers)
-            code = run.run([f"{name}: {change}" for name, change in changed.items()])
+            code = run.run(changed)
         else:
             why = f"It has {stopped}" if stopped else "To continue, give a larger config.steps"
             print(f"This run is finished: {finished} steps are done. {why}.")
@@ -225,7 +221,7 @@ class TrainingRun:
             workers.step = checkpoint.done
             driving = workers.driving(make, lambda: interrupt.requested)
         places = dict if workers is None else workers.places
-        with driving as driver, Status(self.workdir, driver.snapshot, places):
+        with driving as driver, status_updates(self.workdir, driver.snapshot, places):
             try:
                 self.check_disk()
                 while checkpoint.done < self.config.steps:

@@ -37,9 +37,8 @@ def main() -> None:
     from digen_jax.logging.report import write_report
 
     with prefix_errors("--output: ", (OSError,)):
-        size = write_report(workdirs, pathlib.Path(output))
-    images = (size.total - size.without_images) / 1e6
-    print(f"{output}: {size.without_images / 1e6:.2f} MB and {images:.2f} MB of images")
+        images, rest = write_report(workdirs, pathlib.Path(output))
+    print(f"{output}: {rest / 1e6:.2f} MB and {images / 1e6:.2f} MB of images")
 
 
 if __name__ == "__main__":

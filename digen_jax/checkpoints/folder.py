@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 from digen_jax.checkpoints import tensors as safetensors
 from digen_jax.checkpoints.tensors import StoredTensor, Tree, file_tensors, open_file
-from digen_jax.files import parse_json
+from digen_jax.files import read_json
 
 Folder = str | pathlib.Path
 
@@ -71,21 +71,6 @@ def resolve_folder(
             f"{name!r} is not an existing folder, and the hub repository of that name cannot be downloaded "
             f"(check the name, the network, and your access to gated models{seen_from}): {reason}"
         ) from error
-
-
-def read_json(path: Folder) -> dict[str, Any]:
-    """Reads a JSON object. Raises ValueError for a missing or malformed file."""
-    try:
-        value = parse_json(pathlib.Path(path).read_bytes())
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise ValueError(f"{path} is missing") from error
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object, not a {type(value).__name__}")
-    return value
 
 
 def read_model_index(folder: Folder) -> dict[str, Any]:

@@ -18,11 +18,11 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from digen_jax.checkpoints import tensors as safetensors
-from digen_jax.checkpoints.folder import Folder, read_json, resolve_folder
+from digen_jax.checkpoints.folder import Folder, resolve_folder
 from digen_jax.checkpoints.lora import Lists, LoraConfig, Templates, adapted_layers, dense_layers
 from digen_jax.checkpoints.tensors import StoredTensor, Tree, file_tensors
 from digen_jax.errors import ConfigError
-from digen_jax.files import parse_json
+from digen_jax.files import parse_json, read_json
 
 FILE = "pytorch_lora_weights.safetensors"
 METADATA = "lora_adapter_metadata"

@@ -9,13 +9,13 @@ import jax
 from digen_jax.checkpoints.folder import (
     absent_components,
     copy_pipeline,
-    read_json,
     read_model_index,
     read_sampling,
     write_params,
 )
 from digen_jax.checkpoints.lora_files import lora_folder, write_lora
 from digen_jax.errors import ConfigError, check_output
+from digen_jax.files import read_json
 from digen_jax.inference.model import TunedRun, all_devices, defaults_of_run, read_run
 
 

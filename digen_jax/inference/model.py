@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 
 from digen_jax.checkpoints.checkpointer import read_checkpoint
-from digen_jax.checkpoints.folder import SAMPLING, read_json, read_sampling
+from digen_jax.checkpoints.folder import SAMPLING, read_sampling
 from digen_jax.checkpoints.lora import merge
 from digen_jax.checkpoints.lora_files import open_lora, read_lora
 from digen_jax.config.load import read_config
@@ -22,6 +22,7 @@ from digen_jax.families import (
     read_frozen,
     read_parts,
 )
+from digen_jax.files import read_json
 from digen_jax.images import read_image
 from digen_jax.logging.workdir import started_in
 from digen_jax.models.family import Family, Params, Record, Size

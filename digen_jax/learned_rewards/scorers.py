@@ -34,9 +34,10 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int, UInt8
 
-from digen_jax.checkpoints.folder import Folder, read_json, read_params, resolve_folder
+from digen_jax.checkpoints.folder import Folder, read_params, resolve_folder
 from digen_jax.checkpoints.tensors import read_tree
 from digen_jax.checkpoints.torch_file import as_stored, open_arrays
+from digen_jax.files import read_json
 from digen_jax.models.linear import exact_products
 from digen_jax.models.text import tokenizers
 from digen_jax.models.text.tokenizers import padded

@@ -6,9 +6,9 @@ import os
 import pathlib
 import threading
 from collections.abc import Iterable
+from typing import Any
 
-from digen_jax.errors import ConfigError
-from digen_jax.files import append, parse_json, replace, without_torn_line
+from digen_jax.files import append, read_lines, replace, without_torn_line
 from digen_jax.scheduling.commands import (
     Command,
     DropChunks,
@@ -111,18 +111,14 @@ def _step(command: Command) -> int:
 def _read(path: pathlib.Path) -> list[tuple[int, list[Command]]]:
     """Returns (completed steps before, commands) for each process."""
     starts: list[tuple[int, list[Command]]] = []
-    lines = without_torn_line(path.read_bytes()).splitlines()
-    for number, line in enumerate(lines, start=1):
-        try:
-            value = parse_json(line)
-            if "steps_done" in value:
-                starts.append((value["steps_done"], []))
-            else:
-                starts[-1][1].append(unpack(value))
-        except (ValueError, KeyError, TypeError, IndexError) as error:
-            raise ConfigError(
-                f"{path}, line {number} is not a command: delete the file, which only a replay needs"
-            ) from error
+
+    def add(value: Any) -> None:
+        if "steps_done" in value:
+            starts.append((value["steps_done"], []))
+        else:
+            starts[-1][1].append(unpack(value))
+
+    read_lines(path, add, "is not a command: delete the file, which only a replay needs")
     return starts
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-from jaxtyping import Float, Num, UInt8
+from jaxtyping import Float, Int, Num, UInt8
 from matplotlib.figure import Figure
 from matplotlib.ft2font import FT2Font
 from PIL import Image, ImageDraw, ImageFont
@@ -24,6 +24,7 @@ SMALLEST, LARGEST = 160, 384  # longer side of an image in pixels
 GAP, FRAME, BADGE = 18, 4, 28
 SCORE_SIZE, CAPTION_SIZE, TITLE_SIZE = 13, 14, 18  # font sizes in pixels
 LINE, TITLE_LINE = 19, 30
+SPARSE = 8  # curves with fewer points are drawn with markers
 CAPTION_LINES = 16  # longer captions are truncated
 ANIMATIONS = ("mp4", "webp", "gif")  # file formats of clips
 # matplotlib's font covers Latin, Greek, Cyrillic, Arabic and more, the other Chinese, Japanese and Korean.
@@ -61,16 +62,12 @@ def before_after(
     prompts: Sequence[str],
     before_scores: Float[np.ndarray, " n"],
     after_scores: Float[np.ndarray, " n"],
-    columns: int = 3,
     title: str = "",
 ) -> Image.Image:
-    """Draws pairs of images of the same prompt, headed "before" and "after".
-
-    The arguments are those of `image_grid`; `columns` counts pairs.
-    """
+    """Draws pairs of images of the same prompt, headed "before" and "after", three in a row; see `image_grid`."""
     images = np.stack([to_uint8(before), to_uint8(after)], axis=1)
     scores = np.stack([before_scores, after_scores], axis=1)
-    return _sheet(images, prompts, columns, scores, ["before", "after"], title)
+    return _sheet(images, prompts, 3, scores, ["before", "after"], title)
 
 
 def save_frames(
@@ -288,10 +285,9 @@ def plot_curves(
             raise ValueError(f"the metrics do not contain {metric!r}")
         steps, values = map(np.asarray, zip(*points, strict=True))
         color = f"C{number}"
-        if len(points) > len(metrics) / 2 and len(points) >= 8:
+        if is_dense(steps):
             axes.plot(steps, values, color=color, alpha=0.25, linewidth=1)
-            values = running_mean(values, max(3, len(values) // 12))
-            axes.plot(steps, values, color=color, label=name)
+            axes.plot(steps, smoothed(values), color=color, label=name)
         else:
             axes.plot(steps, values, color=color, marker="o", markersize=5, label=name)
     label_axes(axes, "step", "reward")
@@ -307,8 +303,14 @@ def label_axes(axes: Any, x: str, y: str) -> None:
     axes.grid(axis="y", alpha=0.25)
 
 
-def running_mean(values: Float[np.ndarray, " n"], width: int) -> Float[np.ndarray, " n"]:
-    """Returns the means over up to `width` values on either side; windows are shorter at the ends."""
+def is_dense(steps: Int[np.ndarray, " n"]) -> bool:
+    """Returns whether a curve has a value at nearly every step, so that it is drawn smoothed."""
+    return len(steps) >= SPARSE and bool(len(steps) > np.ptp(steps) / 2)
+
+
+def smoothed(values: Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
+    """Returns the running means over n // 12 or at least 3 values on either side, fewer at the ends."""
+    width = max(3, len(values) // 12)
     sums = np.concatenate([[0.0], np.cumsum(values)])
     last = np.minimum(np.arange(len(values)) + width + 1, len(values))
     first = np.maximum(np.arange(len(values)) - width, 0)

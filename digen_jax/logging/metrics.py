@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsFloat, cast
 
 from digen_jax.errors import ConfigError
-from digen_jax.files import append, parse_json, replace, without_torn_line
+from digen_jax.files import append, read_lines, replace
 
 if TYPE_CHECKING:  # launch/report.py reads metrics without JAX
     from digen_jax.config.sections import StoppingSection
@@ -37,7 +37,7 @@ finally:
 
 TIMING = ("seconds/", "images_per_second", "utilisation", "queue_depth", "candidates")
 CLOCK = "seconds/clock"
-IMAGE_FILE = re.compile(r"([a-z_]+)_(\d{6})\.png")  # in `image_folder`: name and step
+IMAGE_FILE = re.compile(r"([a-z_]+)_(\d{6,})\.png")  # in `image_folder`: name and step
 PNG_CHANNELS = {0: 1, 2: 3, 3: 3, 4: 2, 6: 4}  # by color type
 
 
@@ -95,19 +95,13 @@ def reason_to_stop(stopping: "StoppingSection", workdir: Path) -> str | None:
 
 
 def _lines(path: Path | str) -> list[dict[str, Any]]:
-    records = []
-    lines = without_torn_line(Path(path).read_bytes()).splitlines()
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = parse_json(line)
-            float(record["step"]), float(record[CLOCK])
-        except (ValueError, TypeError, KeyError) as error:
-            raise ConfigError(
-                f"{path}, line {number} has no metrics: restore the file, or replace the line by "
-                f'{{"step": {number - 1}, "{CLOCK}": 0}}'
-            ) from error
-        records.append(record)
-    return records
+    def check(line: Any) -> dict[str, Any]:
+        float(line["step"]), float(line[CLOCK])
+        return line
+
+    fields = f'{{"step": STEP, "{CLOCK}": 0}}'
+    problem = f"has no metrics: restore the file, or replace the line by {fields}"
+    return read_lines(path, check, problem)
 
 
 class MetricsLog:

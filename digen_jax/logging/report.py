@@ -5,6 +5,7 @@ import itertools
 import json
 import pathlib
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -18,7 +19,7 @@ from jaxtyping import Float, Int
 from markupsafe import Markup
 
 from digen_jax.files import write_output
-from digen_jax.logging.images import running_mean
+from digen_jax.logging.images import is_dense, smoothed
 from digen_jax.logging.metrics import CLOCK
 from digen_jax.logging.report_run import (
     EVALUATION,
@@ -36,7 +37,6 @@ COLORS = (
     "#1f77b4", "#d9730d", "#2f8f4e", "#8a55c7", "#c23b3b", "#7a5a4a", "#c75aa6", "#5f6a72", "#9a9a1f", "#1f9fb0"
 )  # fmt: skip
 MAX_NUMBERS = 24_000  # in all charts, to keep a page below 2 MB
-SPARSE = 8  # curves with fewer points are drawn with markers
 
 
 class Chart(NamedTuple):
@@ -56,24 +56,21 @@ class Line(NamedTuple):
     raw: Float[np.ndarray, "n"] | None  # before smoothing, of a single run
 
 
-class ReportSize(NamedTuple):
-    """Size of a report in bytes."""
-
-    total: int
-    without_images: int
-
-
-def write_report(workdirs: Sequence[pathlib.Path], output: pathlib.Path) -> ReportSize:
+def write_report(workdirs: Sequence[pathlib.Path], output: pathlib.Path) -> tuple[int, int]:
     """Writes the report of one run, or of several similar runs with min/max bands.
+
+    Returns:
+      The size of its images in bytes, and that of all else.
 
     Raises:
       ConfigError: A workdir has no run with metrics, or an invalid file.
       OSError: The report cannot be written.
     """
     text = render([read_run(workdir) for workdir in workdirs])
-    without_images = re.sub(r"data:image/webp;base64,[A-Za-z0-9+/=]*", "", text)
-    write_output(output, text.encode())
-    return ReportSize(len(text.encode()), len(without_images.encode()))
+    urls = re.findall(r"data:image/webp;base64,[A-Za-z0-9+/=]*", text)
+    write_output(output, content := text.encode())
+    images = sum(map(len, urls))
+    return images, len(content) - images
 
 
 def render(runs: Sequence[Run]) -> str:
@@ -112,9 +109,10 @@ def _run_content(run: Run, intervals: int) -> dict[str, Any]:
         "step": run.step,
         "steps": run.config["steps"],
         "finished": run.finished,
-        "minutes": run.seconds / 60,
+        # Including pauses between starts.
+        "minutes": (run.metrics[-1][CLOCK] - run.metrics[0][CLOCK]) / 60,
         "starts": run.starts,
-        "command": run.command,
+        "command": "python " + shlex.join(run.starts[0]["command"]) if run.starts else "",
         "pairs": image_pairs(run),
         "shown": image_grids(run),
         # "<" could close the surrounding script element.
@@ -221,16 +219,11 @@ def line_of(runs: Sequence[Run], metric: str) -> Line | None:
     if not len(steps):
         return None
     values = np.stack([own[np.isin(at, steps)] for at, own in found])
-    raw = values[0] if len(found) == 1 and _dense(steps) else None
-    if _dense(steps):
-        width = max(3, len(steps) // 12)
-        values = np.stack([running_mean(own, width) for own in values])
+    raw = None
+    if is_dense(steps):
+        raw = values[0] if len(found) == 1 else None
+        values = np.stack([*map(smoothed, values)])
     return Line(steps, values.mean(0), values.min(0), values.max(0), raw)
-
-
-def _dense(steps: Int[np.ndarray, "n"]) -> bool:
-    """Returns whether nearly every step has a value. Dense curves are smoothed."""
-    return len(steps) >= SPARSE and bool(len(steps) > np.ptp(steps) / 2)
 
 
 def _draw(runs: Sequence[Run], parts: Mapping[str, Sequence[Chart]]) -> tuple[str, dict[str, list]]:
@@ -284,7 +277,7 @@ def _draw_line(plot: figure, name: str, line: Line, color: str, band: bool) -> N
         plot.line(steps, line.raw.astype(np.float32), line_alpha=0.3, **style)
     mean = line.mean.astype(np.float32)
     shown = plot.line(steps, mean, line_width=2, **style)
-    if not _dense(line.steps):
+    if not is_dense(line.steps):
         shown = plot.scatter(steps, mean, size=6, **style)
     tips = [("", name), ("step", "@x"), ("value", "@y{0.0000}")]
     plot.add_tools(HoverTool(renderers=[shown], tooltips=tips, visible=False))

@@ -5,8 +5,6 @@ import dataclasses
 import io
 import json
 import pathlib
-import re
-import shlex
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,10 +14,10 @@ from PIL import Image
 
 from digen_jax.data.prompt_files import prompts_label
 from digen_jax.errors import ConfigError
-from digen_jax.files import leaves_of, parse_json, without_torn_line
+from digen_jax.files import leaves_of, parse_json, read_json, read_lines
 from digen_jax.images import to_uint8
 from digen_jax.logging.evaluation import saved_images
-from digen_jax.logging.metrics import CLOCK, image_folder, read_metrics
+from digen_jax.logging.metrics import IMAGE_FILE, image_folder, read_metrics
 from digen_jax.logging.timeline import COLORS, WAIT, order_rows, read_events
 
 EVALUATION = "evaluation/"
@@ -30,7 +28,7 @@ START: dict = {"command": list, "time": str, "done": int, "devices": dict, "chan
 START |= {"python": str, "packages": dict, "commit": str | None}
 MAX_INTERVALS = 5000  # of the timeline; older steps are dropped
 MAX_STEPS = 40  # steps whose images are shown
-GRIDS = ("step", "best", "worst")  # in the folder of images, NAME_000020.png
+GRIDS = ("step", "best", "worst")  # names in the folder of images
 LARGEST = 768  # longer side in pixels of each image of a pair
 LOSSLESS = 1 << 16  # maximum number of pixels of a losslessly encoded image
 QUALITY = 82
@@ -50,11 +48,6 @@ class Run:
     def step(self) -> int:
         """The last step with metrics. Evaluations of older steps may be recorded after it."""
         return max(line["step"] for line in self.metrics)
-
-    @property
-    def seconds(self) -> float:
-        """Seconds between the first and the last metrics, including pauses between starts."""
-        return self.metrics[-1][CLOCK] - self.metrics[0][CLOCK]
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
@@ -84,11 +77,6 @@ class Run:
         """The names of the rewards with a nonzero weight."""
         return {name for name, weight in self.weights.items() if weight}
 
-    @property
-    def command(self) -> str:
-        """The shell command that starts this run; "" if no start is recorded."""
-        return "python " + shlex.join(self.starts[0]["command"]) if self.starts else ""
-
     def curve(self, metric: str) -> tuple[np.ndarray, np.ndarray]:
         """Returns (steps with the metric, its values)."""
         points = [(line["step"], line[metric]) for line in self.metrics if metric in line]
@@ -106,9 +94,9 @@ def read_run(workdir: pathlib.Path) -> Run:
     if not path.is_file():
         raise ConfigError(f"{path} does not exist: set --workdir to the workdir of launch/train.py")
     try:
-        config = parse_json(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}): restore the file") from error
+        config = read_json(path)
+    except ValueError as error:
+        raise ConfigError(f"{error}: restore the file") from error
     log = workdir / "metrics.jsonl"
     metrics = read_metrics(log) if log.is_file() else []
     if not metrics:
@@ -135,24 +123,17 @@ def read_run(workdir: pathlib.Path) -> Run:
 
 
 def _read_starts(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Reads starts.jsonl, without an incomplete last line."""
-    starts = []
-    try:
-        lines = without_torn_line(path.read_bytes()).splitlines()
-        for number, line in enumerate(lines, start=1):
-            start = parse_json(line)
-            fields = start if isinstance(start, dict) else {}
-            for name, kind in START.items():
-                if not isinstance(fields.get(name), kind):
-                    raise ValueError(f"line {number} has no valid {name}")
-            if not all(isinstance(one, str) for one in start["command"] + start["changes"]):
-                raise ValueError(f"line {number} has a command or changes that are not strings")
-            starts.append(start)
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}): restore or delete it") from error
-    return starts
+
+    def check(start: Any) -> dict[str, Any]:
+        for name, kind in START.items():
+            if not isinstance(start.get(name), kind):
+                raise ValueError(name)
+        if not all(isinstance(one, str) for one in start["command"] + start["changes"]):
+            raise ValueError("command or changes")
+        return start
+
+    problem = "is not the record of a start: restore or delete the file"
+    return read_lines(path, check, problem) if path.exists() else []
 
 
 def evaluated_prompts(runs: Sequence[Run]) -> str:
@@ -213,7 +194,7 @@ def image_grids(run: Run) -> list[Shown]:
     """Returns the image grids of at most MAX_STEPS evenly spaced steps."""
     files: dict[int, dict[str, pathlib.Path]] = {}
     for path in image_folder(run.workdir).glob("*.png"):
-        if match := re.fullmatch(rf"({'|'.join(GRIDS)})_(\d+)\.png", path.name):
+        if (match := IMAGE_FILE.fullmatch(path.name)) and match[1] in GRIDS:
             files.setdefault(int(match[2]), {})[match[1]] = path
     steps = [step for step in sorted(files) if step <= run.step]
     if len(steps) > MAX_STEPS:

@@ -1,5 +1,6 @@
 """Live state of a run: status.json, written every 2 seconds, and the table of `launch/status.py`."""
 
+import contextlib
 import json
 import os
 import socket
@@ -10,9 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from digen_jax.checkpoints.folder import read_json
 from digen_jax.errors import ConfigError
-from digen_jax.files import replace
+from digen_jax.files import read_json, replace
 from digen_jax.process.terminal import log_tail, printable, wrapped
 
 FILE = "status.json"
@@ -24,48 +24,43 @@ HOST_COLUMNS = 20  # longer host names are truncated
 LAST_COLUMNS = 30  # minimum width of the table's last column
 
 
-class Status:
-    """Writes status.json in a background thread, as a context manager.
+@contextlib.contextmanager
+def status_updates(
+    workdir: Path,
+    snapshot: Callable[[], Mapping[str, Any]],
+    places: Callable[[], Mapping[str, Mapping[str, Any]]] = dict,
+) -> Iterator[None]:
+    """Writes status.json in a background thread during the block, and its error at the end.
 
     Args:
       workdir: Folder of the run.
       snapshot: Returns the state as JSON: see `timeline.Summary.snapshot`. The file is not updated while it blocks.
       places: Returns, for each worker in another process, "host", "process" (id of its first process), "processes" and
         "heard" (system time of the oldest last heartbeat among them).
-      every: Write interval in seconds.
     """
+    end, ended = threading.Event(), ""
+    known: dict[str, Mapping[str, Any]] = {}  # places, including disconnected workers
 
-    def __init__(
-        self,
-        workdir: Path,
-        snapshot: Callable[[], Mapping[str, Any]],
-        places: Callable[[], Mapping[str, Mapping[str, Any]]] = dict,
-        every: float = EVERY,
-    ):
-        self._workdir, self._snapshot, self._places, self._every = workdir, snapshot, places, every
-        self._end = threading.Event()
-        self._error: str | None = None  # set at the end of the run; "" means no error
-        self._known: dict[str, Mapping[str, Any]] = {}  # places, including disconnected workers
+    def write(error: str | None) -> None:
+        known.update(places())
+        write_status(workdir, snapshot(), known, error)
 
-    def __enter__(self) -> "Status":
-        self._thread = threading.Thread(target=self._work, name="status", daemon=True)
-        self._thread.start()
-        return self
+    def work() -> None:
+        write(None)
+        while not end.wait(EVERY):
+            write(None)
+        write(ended)
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self._error = "" if error is None else f"{type(error).__name__}: {error}"
-        self._end.set()
-        self._thread.join(TIMEOUT)  # the disk may hang
-
-    def _work(self) -> None:
-        last = False
-        while not last:
-            last = self._end.is_set()
-            self._known |= self._places()
-            error = self._error if last else None
-            write_status(self._workdir, self._snapshot(), self._known, error)
-            if not last:
-                self._end.wait(self._every)
+    thread = threading.Thread(target=work, name="status", daemon=True)
+    thread.start()
+    try:
+        yield
+    except BaseException as error:
+        ended = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        end.set()
+        thread.join(TIMEOUT)  # the disk may hang
 
 
 def write_status(
@@ -78,8 +73,8 @@ def write_status(
 
     Args:
       workdir: Folder of the run.
-      snapshot: See `Status`.
-      places: See `Status`.
+      snapshot: See `status_updates`.
+      places: See `status_updates`.
       ended: Error that ended the run, or "" if it ended without one. None means that it continues.
     """
     here = {"host": socket.gethostname(), "process": os.getpid()}

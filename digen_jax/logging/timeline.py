@@ -202,14 +202,11 @@ class Summary:
         self._recorder.intervals.clear()
         return done
 
-    def snapshot(
-        self, scheduler: Scheduler, devices: Mapping[str, int], now: float
-    ) -> dict[str, Any]:
+    def snapshot(self, scheduler: Scheduler, now: float) -> dict[str, Any]:
         """Returns the current state of all workers as JSON, for status.json.
 
         Args:
           scheduler: The scheduler, after the last recorded event.
-          devices: Number of devices of each connected worker.
           now: Time on the run's clock, in seconds.
 
         Returns:
@@ -238,13 +235,13 @@ class Summary:
             }
 
         lost = {name: count for name, (_, count) in self._ended.items()}
-        known = {**self.devices, **lost, **devices}
         return {
             "step": scheduler.step,
             "steps": scheduler.settings.steps,
             "scoring": sum(isinstance(command, Score) for command in scheduler.in_flight.values()),
             "workers": {
-                name: {"devices": count, **describe(name)} for name, count in known.items()
+                name: {"devices": count, **describe(name)}
+                for name, count in (self.devices | lost).items()
             },
         }
 

@@ -17,12 +17,9 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-import jax
-
-from digen_jax.checkpoints.folder import read_json
 from digen_jax.config.fields import MOVED
 from digen_jax.errors import ConfigError
-from digen_jax.files import leaves_of, parse_json, replace, without_torn_line
+from digen_jax.files import leaves_of, parse_json, read_json, replace, without_torn_line
 from digen_jax.process.shutdown import Stopped
 
 # Layout of the C library's struct flock.
@@ -37,13 +34,14 @@ PACKAGES = (
 )  # fmt: skip
 
 
+@contextlib.contextmanager
 def claim_workdir(
     workdir: Path | str,
     config: dict[str, Any],
     may_change: Collection[str] = (),
     check: Callable[[], None] = lambda: None,
-) -> IO[str]:
-    """Locks a workdir for this process and writes the config to `workdir`/config.json.
+) -> Iterator[list[str]]:
+    """Locks a workdir for this process during the block, and writes the config to `workdir`/config.json.
 
     If an existing run has no metrics yet, its config may differ in any field.
 
@@ -53,21 +51,21 @@ def claim_workdir(
       may_change: Dotted names of fields or sections that a resumed run may change.
       check: Raises ConfigError if the run in the locked workdir cannot resume with this config.
 
-    Returns:
-      An open file. Closing it or exiting the process releases the lock.
+    Yields:
+      The changes of the existing run's config, as "field: before -> now".
 
     Raises:
       ConfigError: The folder is not writable, another process holds the lock, the existing config differs (the message
         names the fields) or is unreadable, or `check` fails. config.json is then unchanged.
+      Stopped: The block failed, and the workdir no longer exists.
     """
     workdir = Path(workdir)
-    lock = _lock(workdir)
-    try:
-        wrong = []
-        for name, change in changes(workdir, config).items():
+    with _lock(workdir):
+        changed, wrong = _changes(workdir, config), []
+        for name, change in changed.items():
             of_any = re.sub(r"\[\d+\]", "[i]", name)  # matches all sections of a list
             if not any(f"{of_any}.".startswith(f"config.{field}.") for field in may_change):
-                wrong.append(f"{name}: {change}")
+                wrong.append(change)
         if wrong:
             more = f" and {len(wrong) - 6} more" if len(wrong) > 6 else ""
             raise ConfigError(
@@ -75,11 +73,12 @@ def claim_workdir(
                 "choose another workdir, or undo these changes"
             )
         check()
-    except ConfigError:
-        lock.close()
-        raise
-    _write(workdir / "config.json", config)
-    return lock
+        _write(workdir / "config.json", config)
+        try:
+            yield list(changed.values())
+        except Exception:
+            check_there(workdir)
+            raise
 
 
 def _lock(workdir: Path) -> IO[str]:
@@ -142,16 +141,6 @@ def check_there(workdir: Path | str) -> None:
         )
 
 
-@contextlib.contextmanager
-def usable(workdir: Path | str) -> Iterator[None]:
-    """Converts errors of the block to `Stopped` if the locked workdir no longer exists."""
-    try:
-        yield
-    except Exception:
-        check_there(workdir)
-        raise
-
-
 def check_shared(workdir: Path | str, claim: str) -> None:
     """Checks that this process sees the workdir locked by another one; `claim` is the other's `own_claim`.
 
@@ -169,15 +158,15 @@ def check_shared(workdir: Path | str, claim: str) -> None:
         )
 
 
-def changes(workdir: Path | str, config: dict[str, Any]) -> dict[str, str]:
-    """Returns the differences between `config` and the config of the run in a workdir: "before -> now" by field.
+def _changes(workdir: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Returns the differences of `config` from that of the run in a workdir, by field: "field: before -> now".
 
     Both are compared as JSON: tuples equal lists. A run without metrics has no differences.
 
     Raises:
       ConfigError: The run's config cannot be read, or is from an older version with other fields.
     """
-    path, metrics = Path(workdir, "config.json"), Path(workdir, "metrics.jsonl")
+    path, metrics = workdir / "config.json", workdir / "metrics.jsonl"
     if not (metrics.exists() and metrics.stat().st_size):
         return {}
     found = _read(path, "restore it, or choose another workdir")
@@ -191,7 +180,7 @@ def changes(workdir: Path | str, config: dict[str, Any]) -> dict[str, str]:
         return json.dumps(leaves[name]) if name in leaves else "not there"
 
     return {
-        name: f"{shown(old, name)} -> {shown(new, name)}"
+        name: f"{name}: {shown(old, name)} -> {shown(new, name)}"
         for name in sorted(old.keys() | new.keys())
         if new.get(name, ...) != old.get(name, ...)
     }
@@ -237,6 +226,8 @@ def record_start(workdir: Path, done: int, changes: list[str]) -> None:
       done: Number of steps completed before.
       changes: Config differences from the previous start.
     """
+    import jax
+
     devices = jax.devices()
     line = {
         "done": done,

@@ -237,7 +237,7 @@ class Driver:
     def snapshot(self) -> dict[str, Any]:
         """Returns the current state of each worker as JSON; see `Summary.snapshot`. Thread-safe."""
         with self._lock:
-            return self._summary.snapshot(self._scheduler, self.executor.devices, self.now())
+            return self._summary.snapshot(self._scheduler, self.now())
 
     def close(self) -> None:
         """Ends the threads after calls in progress."""

@@ -8,7 +8,8 @@ import functools
 import json
 import pathlib
 import runpy
-from typing import IO, Any
+from contextlib import AbstractContextManager
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -138,7 +139,7 @@ def train_transformer(
 
 def _claim(
     workdir: pathlib.Path, config: ConfigDict, stage: str, fields: tuple[str, ...]
-) -> IO[str]:
+) -> AbstractContextManager:
     """Claims a stage's folder for this process, and for configs with equal values of the stage's `fields`.
 
     The number of steps may change, which stretches the rest of the learning rate's cosine.

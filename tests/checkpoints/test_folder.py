@@ -14,6 +14,7 @@ import torch
 import transformers
 
 from digen_jax.checkpoints import folder, tensors
+from digen_jax.files import read_json
 from digen_jax.models.autoencoders import autoencoder_kl
 from digen_jax.models.sd3 import network as sd3
 from digen_jax.models.text import clip_text
@@ -69,7 +70,7 @@ KINDS = {"sd3": "diffusers", "vae": "diffusers", "clip": "transformers"}
 def test_a_real_component_survives_the_round_trip_byte_by_byte(tmp_path, name, dtype):
     module = build(name).to(dtype)
     module.save_pretrained(tmp_path / "theirs")
-    config = folder.read_json(tmp_path / "theirs" / "config.json")
+    config = read_json(tmp_path / "theirs" / "config.json")
     template, lists = network(name, config)
     jax_dtype = {torch.float32: jnp.float32, torch.bfloat16: jnp.bfloat16}[dtype]
     params = folder.read_params(tmp_path / "theirs", template, lists, dtype=jax_dtype)
@@ -86,7 +87,7 @@ def test_a_real_component_survives_the_round_trip_byte_by_byte(tmp_path, name, d
     state = module.state_dict()
     assert again.state_dict().keys() == state.keys()
     assert all(torch.equal(tensor, state[key]) for key, tensor in again.state_dict().items())
-    assert folder.read_json(tmp_path / "ours" / "config.json") == config
+    assert read_json(tmp_path / "ours" / "config.json") == config
 
 
 def toy_params(path: pathlib.Path, max_shard_size: int = 10**9):
@@ -169,7 +170,7 @@ def test_a_failed_write_leaves_the_earlier_folder_whole(tmp_path, monkeypatch):
         )
     assert len(calls) == 2
     assert files(tmp_path / "ours") == before
-    assert folder.read_json(tmp_path / "ours" / "config.json") == {"version": 1}
+    assert read_json(tmp_path / "ours" / "config.json") == {"version": 1}
     assert equal(folder.read_params(tmp_path / "ours", toy.template(), toy.LISTS), params)
 
 
@@ -193,12 +194,12 @@ def test_read_json_names_the_file(tmp_path, text):
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=str(tmp_path / "config.json")):
-        folder.read_json(tmp_path / "config.json")
+        read_json(tmp_path / "config.json")
 
 
 def test_json_may_have_a_byte_order_mark_and_some_levels(tmp_path):
     (tmp_path / "config.json").write_bytes(b'\xef\xbb\xbf{"a": [[{"b": "\xc3\xa4"}], 1]}')
-    assert folder.read_json(tmp_path / "config.json") == {"a": [[{"b": "ä"}], 1]}
+    assert read_json(tmp_path / "config.json") == {"a": [[{"b": "ä"}], 1]}
 
 
 # ---------------------------------------------------------------------------------- resolve_folder
@@ -269,7 +270,7 @@ def pipeline(path: pathlib.Path) -> pathlib.Path:
 
 def test_a_tuned_pipeline_is_exported_whole(tmp_path):
     source = pipeline(tmp_path / "base")
-    config = folder.read_json(source / "transformer" / "config.json")
+    config = read_json(source / "transformer" / "config.json")
     template, lists = network("sd3", config)
     params = folder.read_params(source / "transformer", template, lists)
     tuned = jax.tree.map(lambda leaf: leaf + 1, params)

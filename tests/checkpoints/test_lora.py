@@ -21,6 +21,7 @@ from digen_jax.checkpoints import lora as components
 from digen_jax.checkpoints.lora import LoraConfig, lora_layers, merge
 from digen_jax.checkpoints.lora_files import PEFT_CONFIG, PEFT_FILE
 from digen_jax.errors import ConfigError
+from digen_jax.files import read_json
 from digen_jax.models.sd3 import network as sd3
 from tests.checkpoints import toy
 from tests.models import parity
@@ -215,7 +216,7 @@ def real(tmp_path_factory):
     """diffusers' SD3 transformer in a folder; ours, its parameters from there, a random LoRA."""
     path = tmp_path_factory.mktemp("sd3")
     parity.randomise(diffusers.SD3Transformer2DModel(**toy.SD3)).save_pretrained(path)
-    network = sd3.SD3Transformer(sd3.SD3Config.from_config(folder.read_json(path / "config.json")))
+    network = sd3.SD3Transformer(sd3.SD3Config.from_config(read_json(path / "config.json")))
     template = jax.eval_shape(network.init, KEY, *sd3_inputs())["params"]
     params = folder.read_params(path, template, sd3.LISTS)
     return path, network, params, redrawn(lora_init(KEY, params, LORA, sd3.LISTS))
@@ -264,7 +265,7 @@ def pipeline(transformer) -> diffusers.StableDiffusion3Pipeline:
 def test_diffusers_loads_merged_weights(real, tmp_path):
     path, _, params, lora = real
     merged = merge(params, lora, LORA.scale)
-    folder.write_params(tmp_path, merged, sd3.LISTS, folder.read_json(path / "config.json"))
+    folder.write_params(tmp_path, merged, sd3.LISTS, read_json(path / "config.json"))
     assert relative(ours(real, lora), theirs(load(tmp_path))) < 1e-5
 
 

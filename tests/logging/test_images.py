@@ -94,13 +94,13 @@ def test_scores_are_shown_by_color_and_badge():
 
 def test_before_and_after_are_side_by_side_below_their_heads():
     before, after, scores = grey(*[0.25] * 4), grey(*[0.75] * 4), (np.zeros(4), np.ones(4))
-    sheet = before_after(before, after, ["two stars"] * 4, *scores, columns=2, title="title")
+    sheet = before_after(before, after, ["two stars"] * 4, *scores, title="title")
     array = np.asarray(sheet)
     dark, light = (np.argwhere((array == level).all(-1)) for level in (64, 191))
     assert dark[:, 0].min() == light[:, 0].min()
     assert dark[:, 1].min() < light[:, 1].min() < dark[:, 1].max() < light[:, 1].max()
     assert has(sheet, RED) and has(sheet, GREEN)
-    bare = before_after(before, after, [""] * 4, *scores, columns=2)
+    bare = before_after(before, after, [""] * 4, *scores)
     assert sheet.height > bare.height
     heads = np.asarray(bare.crop((0, 18, bare.width, 18 + 30)).convert("L"))
     columns = np.nonzero((heads < 200).any(0))[0]
@@ -123,7 +123,8 @@ def test_curves_are_plotted_from_the_lines_that_have_them(tmp_path):
         images.plot_curves(lines, {"x": "reward/none"}, path)
 
 
-def test_running_mean_is_narrower_at_the_ends():
-    values = np.array([1.0, 2.0, 3.0, 10.0])
-    np.testing.assert_allclose(images.running_mean(values, 1), [1.5, 2, 5, 6.5])
-    np.testing.assert_allclose(images.running_mean(np.full(9, 3.0), 4), np.full(9, 3.0))
+@pytest.mark.parametrize(("count", "width"), [(2, 3), (36, 3), (60, 5)])
+def test_smoothing_is_narrower_at_the_ends(count, width):
+    values = np.random.default_rng(0).uniform(size=count)
+    expected = [values[max(0, i - width) : i + width + 1].mean() for i in range(count)]
+    np.testing.assert_allclose(images.smoothed(values), expected)

@@ -183,11 +183,6 @@ def test_a_malformed_line_is_named(tmp_path, garbage):
         read_metrics(tmp_path / "metrics.jsonl")
 
 
-def test_timing_fields_are_left_out():
-    line = {"step": 1, "seconds/clock": 2.0, "images_per_second": 3.0, "images": 4, "in/seconds": 5}
-    assert without_timing(line) == {"step": 1, "images": 4, "in/seconds": 5}
-
-
 def test_images_and_config_are_events_that_a_resumed_run_keeps(tmp_path):
     log = MetricsLog(tmp_path, config={"seed": 3})
     for step in (1, 2):

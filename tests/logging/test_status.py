@@ -10,7 +10,7 @@ import pytest
 
 from digen_jax.errors import ConfigError
 from digen_jax.logging import status
-from digen_jax.logging.status import FILE, Status, describe, read_status, write_status
+from digen_jax.logging.status import FILE, describe, read_status, status_updates, write_status
 from digen_jax.process import terminal
 
 HERE = socket.gethostname()
@@ -95,14 +95,15 @@ def test_the_table_says_whether_the_process_is_alive(written):
         assert f"by process 5 on {changed.get('host', HERE)}{expected}" in text.splitlines()[1]
 
 
-def test_the_state_is_written_repeatedly_and_at_the_end(tmp_path):
+def test_the_state_is_written_repeatedly_and_at_the_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(status, "EVERY", 0.01)
     calls = []
 
     def snapshot():
         calls.append(1)
         return SNAPSHOT | {"step": len(calls)}
 
-    with Status(tmp_path, snapshot, lambda: PLACES, every=0.01):
+    with status_updates(tmp_path, snapshot, lambda: PLACES):
         deadline = time.monotonic() + 20
         while len(calls) < 4 and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -114,17 +115,17 @@ def test_the_state_is_written_repeatedly_and_at_the_end(tmp_path):
     assert ended["ended"] == "" and ended["step"] == len(calls) >= 5
     assert [one.name for one in tmp_path.iterdir()] == [FILE]
 
-    with pytest.raises(RuntimeError), Status(tmp_path, snapshot):
+    with pytest.raises(RuntimeError), status_updates(tmp_path, snapshot):
         raise RuntimeError("no more")
     assert read_status(tmp_path)["ended"] == "RuntimeError: no more"
 
 
 def test_a_blocked_snapshot_or_missing_folder_does_not_block_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(status, "TIMEOUT", 0.1)
-    with Status(tmp_path / "none", lambda: SNAPSHOT):
+    with status_updates(tmp_path / "none", lambda: SNAPSHOT):
         pass
     free, start = threading.Event(), time.monotonic()
-    with Status(tmp_path, lambda: free.wait(60) and SNAPSHOT):
+    with status_updates(tmp_path, lambda: free.wait(60) and SNAPSHOT):
         pass
     assert time.monotonic() - start < 50
     free.set()

@@ -25,9 +25,9 @@ from tests.pipelines import ROOT
 HOLD = """
 import sys
 from digen_jax.logging.workdir import claim_workdir
-claim = claim_workdir(sys.argv[1], {"seed": 0})
-print("held", flush=True)
-sys.stdin.read()
+with claim_workdir(sys.argv[1], {"seed": 0}):
+    print("held", flush=True)
+    sys.stdin.read()
 """
 
 
@@ -37,27 +37,22 @@ def test_a_second_process_is_refused_until_the_first_ends_however_it_ends(tmp_pa
     with subprocess.Popen(run, cwd=ROOT, **pipes) as process:
         assert process.stdout.readline() == "held\n"
         with pytest.raises(ConfigError, match=rf"in use by process {process.pid} on .*: wait"):
-            claim_workdir(tmp_path, {"seed": 0})
+            claim(tmp_path, {"seed": 0})
         assert holder(tmp_path) == process.pid
         process.kill()
     assert holder(tmp_path) is holder(tmp_path / "none") is None
-    claim_workdir(tmp_path, {"seed": 0}).close()
+    claim(tmp_path, {"seed": 0})
     assert f"process {os.getpid()} on" in (tmp_path / ".lock").read_text()
 
 
 CONFIG = {"seed": 0, "steps": 10, "log": {"every": 5, "wandb": {}}, "window": (0, 4)}
 
 
-def claim(workdir, config, may_change=(), metrics='{"step": 0}\n'):
-    """A run that claims the workdir, writes these metrics and ends."""
-    claim_workdir(workdir, config, may_change).close()
-    (workdir / "metrics.jsonl").write_text(metrics)
-
-
-def test_the_same_config_may_come_back(tmp_path):
-    claim(tmp_path, CONFIG)
-    claim(tmp_path, CONFIG | {"window": [0, 4]})
-    assert json.loads((tmp_path / "config.json").read_text())["window"] == [0, 4]
+def claim(workdir, config, may_change=(), metrics='{"step": 0}\n') -> list[str]:
+    """A run that claims the workdir, writes these metrics and ends. Returns the changes of its config."""
+    with claim_workdir(workdir, config, may_change) as changed:
+        (workdir / "metrics.jsonl").write_text(metrics)
+    return changed
 
 
 def test_a_section_of_a_list_is_compared_field_by_field(tmp_path):
@@ -91,10 +86,11 @@ def test_another_config_is_refused_with_the_fields_that_differ(tmp_path):
     assert json.loads((tmp_path / "config.json").read_text())["seed"] == 0
 
 
-def test_fields_that_may_change_do_and_are_recorded(tmp_path):
-    claim(tmp_path, CONFIG)
-    longer = CONFIG | {"steps": 20, "log": {"every": 1, "wandb": {"project": "x"}}}
-    claim(tmp_path, longer, ["steps", "log"])
+def test_fields_that_may_change_do_and_are_returned(tmp_path):
+    assert claim(tmp_path, CONFIG) == claim(tmp_path, CONFIG | {"window": [0, 4]}) == []
+    longer = CONFIG | {"steps": 20, "log": {"every": 1, "wandb": {}}}
+    changed = claim(tmp_path, longer, ["steps", "log"])
+    assert changed == ["config.log.every: 5 -> 1", "config.steps: 10 -> 20"]
     assert json.loads((tmp_path / "config.json").read_text())["steps"] == 20
     with pytest.raises(ConfigError, match=r"config\.steps: 20 -> 10"):
         claim(tmp_path, CONFIG, ["step", "log"])
@@ -110,13 +106,10 @@ def test_where_nothing_has_been_computed_another_config_may_follow(tmp_path):
         claim(tmp_path, CONFIG | {"seed": 3})
 
 
-def test_a_finished_run_says_so(tmp_path):
-    assert finished_step(tmp_path) is None
+def test_starts_and_the_end_of_a_run_are_recorded(tmp_path):
+    assert finished_step(tmp_path) is started_in(tmp_path) is None
     mark_finished(tmp_path, 70)
     assert finished_step(tmp_path) == 70
-
-
-def test_each_start_is_a_line_with_versions_and_devices(tmp_path):
     record_start(tmp_path, 0, [])
     record_start(tmp_path, 20, ["config.trainer.learning_rate: 0.1 -> 0.01"])
     first, second = map(json.loads, (tmp_path / "starts.jsonl").read_text().splitlines())
@@ -130,7 +123,6 @@ def test_each_start_is_a_line_with_versions_and_devices(tmp_path):
 
 @pytest.mark.parametrize("last", ["", "3", "{", '{"done": 3}', '{"folder": 3}', "[" * 10**5])
 def test_the_folder_of_a_start_may_be_unknown(tmp_path, last):
-    assert started_in(tmp_path) is None
     (tmp_path / "starts.jsonl").write_text(f'{{"folder": "/a"}}\n{last}\n')
     assert started_in(tmp_path) is None
 

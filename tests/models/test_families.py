@@ -14,13 +14,14 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from digen_jax.checkpoints.folder import copy_pipeline, open_tensors, read_json, write_params
+from digen_jax.checkpoints.folder import copy_pipeline, open_tensors, write_params
 from digen_jax.checkpoints.lora import LoraConfig, adapted_layers, lora_init, lora_layers
 from digen_jax.checkpoints.lora_files import FILE, read_lora, write_lora
 from digen_jax.checkpoints.tensors import tensor_names
 from digen_jax.diffusion.sampling import image_keys, start_noise
 from digen_jax.errors import ConfigError
 from digen_jax.families import load_family, open_pipeline
+from digen_jax.files import read_json
 from digen_jax.inference.model import all_devices
 from digen_jax.models.family import Size
 from digen_jax.models.pipeline_family import tokenizer_of

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from jaxtyping import Bool, Int
 
-from digen_jax.checkpoints.folder import read_json
+from digen_jax.files import read_json
 from digen_jax.models.text.clip_text import LEGACY_EOS, CLIPTextConfig
 from digen_jax.models.text.t5 import T5Config
 
