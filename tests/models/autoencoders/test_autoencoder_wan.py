@@ -10,11 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from flax.traverse_util import flatten_dict
 
 from digen_jax.attention.kernels import on_device
 from digen_jax.checkpoints import folder
-from digen_jax.checkpoints.tensors import file_shape, tensor_names
 from digen_jax.models.autoencoders import autoencoder_wan
 from digen_jax.models.autoencoders.autoencoder_wan import (
     AXES,
@@ -30,21 +28,10 @@ from digen_jax.models.autoencoders.autoencoder_wan_layers import CausalConv3d, F
 from digen_jax.models.family import logical_axes
 from tests.models import parity
 
-# vae/config.json of Qwen/Qwen-Image; Wan-AI/Wan2.1-T2V-1.3B-Diffusers' has the same fields.
-REAL = {
-    "attn_scales": [],
-    "base_dim": 96,
-    "dim_mult": [1, 2, 4, 4],
-    "dropout": 0.0,
-    "latents_mean": list(MEAN),
-    "latents_std": list(STD),
-    "num_res_blocks": 2,
-    "temperal_downsample": [False, True, True],
-    "z_dim": 16,
-}
 TINY = {
-    **REAL,
+    "attn_scales": [],
     "base_dim": 6,
+    "dropout": 0.0,
     "dim_mult": [1, 2, 2],
     "latents_mean": [0.1, -0.2, 0.3],
     "latents_std": [1.0, 2.0, 0.5],
@@ -210,7 +197,7 @@ def test_a_longer_clip_takes_memory_only_for_its_frames():
 
 
 def test_latents_are_scaled_as_in_the_pipelines():
-    config = AutoencoderKLWanConfig.from_config(REAL)
+    config = AutoencoderKLWanConfig()
     latents = np.random.default_rng(0).normal(size=(2, 2, 3, 4, 16)).astype(np.float32)
     scaled = scale_latents(config, jnp.asarray(latents))
     expected = (latents - np.float32(MEAN)) / np.float32(STD)
@@ -219,45 +206,13 @@ def test_latents_are_scaled_as_in_the_pipelines():
     assert (config.side_factor, config.frames_factor) == (8, 4)
 
 
-# vae/config.json of Wan-AI/Wan2.2-TI2V-5B-Diffusers, but for its latent statistics.
-REAL22 = REAL | {
-    "base_dim": 160,
-    "decoder_base_dim": 256,
-    "in_channels": 12,
-    "out_channels": 12,
-    "is_residual": True,
-    "patch_size": 2,
-    "z_dim": 48,
-    "latents_mean": [0.0] * 48,
-    "latents_std": [1.0] * 48,
-    "scale_factor_spatial": 16,
-    "scale_factor_temporal": 4,
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "real"),
-    [("AutoencoderKLQwenImage", REAL), ("AutoencoderKLWan", REAL), ("AutoencoderKLWan", REAL22)],
-)
-def test_the_real_autoencoder_has_the_tensors_of_diffusers(name, real):
-    kind = getattr(diffusers, name)
+@pytest.mark.parametrize("name", ["AutoencoderKLQwenImage", "AutoencoderKLWan"])
+def test_defaults_are_diffusers(name):
     with torch.device("meta"):
-        module = kind(**real)
+        module = getattr(diffusers, name)()
     config = AutoencoderKLWanConfig.from_config(dict(module.config))
-    if real is REAL:
-        scales = {"scale_factor_temporal": None, "scale_factor_spatial": None}
-        with torch.device("meta"):
-            defaults = AutoencoderKLWanConfig.from_config(dict(kind().config))
-        for one in (config, defaults):
-            assert dataclasses.replace(one, **scales) == AutoencoderKLWanConfig()
-    tree = shapes(AutoencoderKLWan(config))
-    found = {}
-    for path, leaf in flatten_dict(tree).items():
-        (tensor,) = tensor_names(path, LISTS)
-        found[tensor] = file_shape(path, leaf.shape, LISTS)
-    assert found == {k: tuple(v.shape) for k, v in module.state_dict().items()}
-    if real is REAL:
-        assert sum(leaf.size for leaf in jax.tree.leaves(tree)) == 126_892_531
+    scales = {"scale_factor_temporal": None, "scale_factor_spatial": None}
+    assert dataclasses.replace(config, **scales) == AutoencoderKLWanConfig()
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,10 +1,10 @@
 """FLUX.1 Kontext as a family, against diffusers' own pipeline on a folder of random weights."""
 
+import dataclasses
 import functools
 import inspect
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -20,15 +20,18 @@ from digen_jax.models.family import Size
 from digen_jax.models.flux.network import forward_flops
 from digen_jax.models.published import published_folder
 from digen_jax.parallel.policy import Policy
-from tests.cases import said
-from tests.models.families import diffusers_pipeline, packed
+from tests.cases import quick, said
+from tests.models.families import diffusers_pipeline
 from tests.models.flux.kontext_folders import SOURCE, kontext_folder, picture
+from tests.models.flux.spec import PIPELINE
 from tests.models.folders import flux_folder
+from tests.models.test_families import close, our_latents
 
 PROMPTS = ["a photo of a red circle", "two blue squares and schräge ☃"]
 NEGATIVES = ["four shapes", "a green star above a yellow triangle"]
-STEPS, GUIDANCE, TOKENS = 3, 2.5, 21
+GUIDANCE, TOKENS = 2.5, 21
 SIZE, SOURCE = Size(20, 12), Size(*SOURCE)
+SPEC = dataclasses.replace(PIPELINE, size=SIZE, tokens=TOKENS)
 
 
 @pytest.fixture(scope="module")
@@ -51,14 +54,6 @@ def records(*sizes):
         {"prompt": prompt, "image": picture(seed, *size)}
         for seed, (prompt, size) in enumerate(zip(PROMPTS, sizes, strict=True))
     ]
-
-
-def close(actual, expected: torch.Tensor, tolerance: float = 1e-5) -> float:
-    expected = expected.numpy()
-    assert actual.shape == expected.shape
-    error = np.abs(np.asarray(actual) - expected).max() / np.abs(expected).max()
-    assert error < tolerance
-    return error
 
 
 @pytest.fixture(autouse=True)
@@ -192,33 +187,7 @@ def test_images_have_the_size_that_the_pipeline_makes_of_it(asked):
 # ------------------------------------------------------------------------------ the whole pipeline
 
 
-def call(pipe, latents, images, **given):
-    """(the packed latents after each step, pixels) of the pipeline from some start latents."""
-    steps = []
-
-    def keep(pipe, step, timestep, given):
-        steps.append(given["latents"])
-        return {}
-
-    pixels = pipe(
-        image=images,
-        prompt=PROMPTS,
-        height=SIZE.height,
-        width=SIZE.width,
-        max_area=SIZE.height * SIZE.width,
-        _auto_resize=False,
-        num_inference_steps=STEPS,
-        guidance_scale=GUIDANCE,
-        max_sequence_length=TOKENS,
-        latents=packed(latents),
-        callback_on_step_end=keep,
-        output_type="np",
-        **given,
-    ).images
-    return steps, pixels
-
-
-@pytest.mark.parametrize("true", [0.4, 2.5])
+@pytest.mark.parametrize("true", quick([(2.5,), (0.4,)], 0))
 def test_latents_are_the_pipelines_after_each_step_and_so_are_pixels(folder, true):
     """With pictures, of another shape than the image, in one pass and in two."""
     family, params, encode = ours(folder)
@@ -227,32 +196,30 @@ def test_latents_are_the_pipelines_after_each_step_and_so_are_pixels(folder, tru
     # The pipeline gives all of them the first one's size.
     images[1] = images[1].resize((SOURCE.width, SOURCE.height), Image.Resampling.LANCZOS)
     policy = Policy(family, GUIDANCE, true_cfg_scale=true)
-    null, more = None, dict(true_cfg_scale=true, negative_prompt=NEGATIVES)
+    more = dict(guidance_scale=GUIDANCE, true_cfg_scale=true, negative_prompt=NEGATIVES)
+    more |= dict(max_area=SIZE.height * SIZE.width, _auto_resize=False)
+    null = None
     if true > 1:
         negatives = [r | {"negative_prompt": n} for r, n in zip(given, NEGATIVES, strict=True)]
         null = encode(params, family.tokenize_null(negatives))
     trained = {"transformer": params["transformer"]}
     tuned, base = policy.split(jax.random.key(0), trained, reference=False)
     prompts = encode(params, family.tokenize(given))
-    rng = np.random.default_rng(0)
-    x = start = rng.normal(size=(2, *family.latent_shape(SIZE))).astype(np.float32)
-    expected, pixels = call(diffusers_pipeline(folder), start, images, **more)
-    sigmas = family.sigmas(STEPS, SIZE)
-    velocity = jax.jit(lambda x, sigma: policy.velocity(tuned, base, prompts, null)(x, sigma))
-    errors = []
-    for sigma, after, latents in zip(sigmas[:-1], sigmas[1:], expected, strict=True):
-        x = x + (after - sigma) * velocity(x, jnp.full(2, sigma))
-        errors.append(close(packed(x), latents, 1e-4))
-    decoded = np.asarray(jax.jit(family.decode)(params, x))[:, 0]
-    assert decoded.shape == (2, SIZE.height, SIZE.width, 3)
-    print(f"latents {max(errors):.1e}, pixels {np.abs(decoded - pixels).max():.1e}")
+    x = np.random.default_rng(0).normal(size=(2, *family.latent_shape(SIZE))).astype(np.float32)
+    pipe = diffusers_pipeline(folder)
+    expected, pixels = SPEC.call(pipe, PROMPTS, x, image=images, **more)
+    found = list(our_latents(policy, tuned, base, prompts, null, x, SIZE))
+    for latents, wanted in zip(found, expected, strict=True):
+        close(SPEC.seen(latents), wanted, 1e-4)
+    decoded = np.asarray(jax.jit(family.decode)(params, found[-1]))
+    assert decoded.shape == (2, 1, SIZE.height, SIZE.width, 3)
     np.testing.assert_allclose(decoded, pixels, rtol=0, atol=1e-3)
     assert ((pixels > 0.02) & (pixels < 0.98)).mean() > 0.3
-    _, others = call(diffusers_pipeline(folder), start, images[::-1], **more)
+    _, others = SPEC.call(pipe, PROMPTS, x, image=images[::-1], **more)
     assert np.abs(others - pixels).max() > 4 / 255
     more["negative_prompt"] = NEGATIVES[::-1]
-    _, others = call(diffusers_pipeline(folder), start, images, **more)
-    assert (np.abs(others - pixels).max((1, 2, 3)) > 4 / 255).all() == (true > 1)
+    _, others = SPEC.call(pipe, PROMPTS, x, image=images, **more)
+    assert (np.abs(others - pixels).max((1, 2, 3, 4)) > 4 / 255).all() == (true > 1)
 
 
 def test_without_a_picture_it_is_flux(base, folder):

@@ -4,17 +4,12 @@ import dataclasses
 import json
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import peft
 import pytest
 import torch
-from diffusers import UniPCMultistepScheduler, WanPipeline
-from peft.utils import get_peft_model_state_dict
-from safetensors.numpy import load_file
+from diffusers import UniPCMultistepScheduler
 
-from digen_jax.checkpoints.lora import LoraConfig, adapted_layers, lora_init
-from digen_jax.checkpoints.lora_files import FILE, read_lora, write_lora
+from digen_jax.checkpoints.lora import LoraConfig
 from digen_jax.config.load import load_config
 from digen_jax.diffusion.sampling import image_keys, start_noise
 from digen_jax.diffusion.schedule import UniPcConfig
@@ -34,7 +29,6 @@ from digen_jax.policies import trained_of
 from digen_jax.train import train
 from tests.cases import quick, said
 from tests.models.families import PROMPTS, STEPS, diffusers_pipeline
-from tests.models.test_families import close
 from tests.models.wan.folders import SCHEDULER, wan_folder
 from tests.models.wan.spec import PIPELINE, PIPELINE_EXPERTS
 from tests.tiny_runs import tiny_config
@@ -109,84 +103,6 @@ def test_equal_experts_give_the_results_of_wan_2_1_bit_for_bit(ours, kind, lora)
         found.append(sampler.generate(weights, sampler.encode(weights, prompts), rows, keys))
     jax.tree.map(np.testing.assert_array_equal, *found)
     assert np.isfinite(found[0].latents).all()
-
-
-# ------------------------------------------------------------------------------ LoRA
-
-
-def by_diffusers(pipe, x):
-    return PIPELINE.call(pipe, PROMPTS, x, guidance_scale=1.0)[0][-1]
-
-
-def by_ours(ours, lora, scale, x):
-    """Latents after all steps, with the LoRA of some or all experts."""
-    family, params, encode = ours
-    policy = Policy(
-        family.scheduled(STEPS, PIPELINE.size), 1.0, dataclasses.replace(LORA, alpha=2 * scale)
-    )
-    sigmas = jnp.asarray(policy.family.sigmas(STEPS, PIPELINE.size))
-    counts = steps_of_experts(policy.family, np.asarray(sigmas))
-    prompts, base = encode(params, family.tokenize(said(*PROMPTS))), trained_of(family, params)
-    x, i = jnp.asarray(x), 0
-    last = policy.family.solver.init_last(x)
-    for expert, count in zip(policy.experts, counts, strict=True):
-        velocity = jax.jit(
-            lambda x, sigma, one=expert: one.velocity(lora, base, prompts, None)(x, sigma)
-        )
-        for _ in range(count):
-            v = velocity(x, jnp.full(3, sigmas[i]))
-            x, last = policy.family.solver.advance(x, v, sigmas, i, last)
-            i += 1
-    return np.moveaxis(np.asarray(x), -1, 1)
-
-
-def test_loras_of_experts_are_files_that_diffusers_loads_by_a_call_each(ours, folder, tmp_path):
-    """Ours in diffusers, and diffusers' in ours; one of the second expert alone has its file alone."""
-    family, params, _ = ours
-    trained, rng = trained_of(family, params), np.random.default_rng(0)
-    start = lora_init(jax.random.key(0), trained, LORA, family.lists)
-    lora = jax.tree.map(lambda leaf: (0.3 * rng.normal(size=leaf.shape)).astype("f4"), start)
-    for name, parts in (("second", PARTS[1:]), ("ours", PARTS)):
-        write_lora(tmp_path / name, {p: lora[p] for p in parts}, LORA.alpha, family.lists)
-        places = dict(zip(PARTS, (tmp_path / name, tmp_path / name / PARTS[1]), strict=True))
-        assert {p for p in PARTS if (places[p] / FILE).exists()} == {*parts}
-        read = read_lora(tmp_path / name, trained, family.lists)
-        assert {p: settings for p, (_, *settings) in read.items()} == {p: [2, 6] for p in parts}
-        for part in parts:
-            jax.tree.map(np.testing.assert_array_equal, read[part][0], lora[part])
-
-    x = rng.normal(size=(3, *family.latent_shape(PIPELINE.size))).astype(np.float32)
-    pipe, other = WanPipeline.from_pretrained(folder), WanPipeline.from_pretrained(folder)
-    pipe.set_progress_bar_config(disable=True)
-    other.set_progress_bar_config(disable=True)
-    for part in PARTS:
-        second = {"load_into_transformer_2": True} if part == "transformer_2" else {}
-        pipe.load_lora_weights(places[part], **second)
-    plain, expected = by_diffusers(diffusers_pipeline(folder), x), by_diffusers(pipe, x)
-    close(by_ours(ours, lora, LORA.scale, x), expected, 1e-4)
-    assert np.abs(expected - plain).max() > 0.01 * np.abs(plain).max()
-
-    names = adapted_layers(trained, LORA.targets, family.lists)["transformer"]
-    for part in PARTS:
-        given = dict(r=2, lora_alpha=6, init_lora_weights=False, target_modules=sorted(names))
-        network = getattr(other, part)
-        network.add_adapter(peft.LoraConfig(**given))
-        WanPipeline.save_lora_weights(
-            tmp_path / "theirs" / ("" if part == "transformer" else part),
-            transformer_lora_layers=get_peft_model_state_dict(network),
-            transformer_lora_adapter_metadata=network.peft_config["default"].to_dict(),
-        )
-    found = read_lora(tmp_path / "theirs", trained, family.lists)
-    read = {part: factors for part, (factors, *_) in found.items()}
-    assert found.keys() == {*PARTS}
-    close(by_ours(ours, read, 3.0, x), by_diffusers(other, x), 1e-4)
-    write_lora(tmp_path / "again", read, 6, family.lists)
-    for part in PARTS:
-        place = "" if part == "transformer" else part
-        kept, again = (load_file(tmp_path / one / place / FILE) for one in ("theirs", "again"))
-        assert kept.keys() == again.keys()
-        for name, array in kept.items():
-            np.testing.assert_array_equal(again[name], array, err_msg=name)
 
 
 # ------------------------------------------------------------------------------ runs
