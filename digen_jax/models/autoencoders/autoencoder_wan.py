@@ -208,7 +208,7 @@ class AutoencoderKLWan(nn.Module):
             clips = jnp.einsum("bthpwqc->bthwcqp", clips)
             clips = clips.reshape(b, t, h // patch, w // patch, c * patch**2)
         first = _first(1 + (frames - 1) // factor, at_once)
-        moments = _in_chunks(self.encoder, clips, 1 + (first - 1) * factor, at_once * factor)
+        moments = in_chunks(self.encoder, clips, 1 + (first - 1) * factor, at_once * factor)
         mean, logvar = jnp.split(self.quant_conv(moments, FrameChunk()), 2, axis=-1)
         return mean, jnp.clip(logvar, -30.0, 20.0)
 
@@ -222,7 +222,7 @@ class AutoencoderKLWan(nn.Module):
           at_once: Frames of latents decoded together. Affects memory, not results.
         """
         x = self.post_quant_conv(latents, FrameChunk())
-        clips = _in_chunks(self.decoder, x, _first(x.shape[1], at_once), at_once)
+        clips = in_chunks(self.decoder, x, _first(x.shape[1], at_once), at_once)
         if patch := self.config.patch_size:
             b, t, h, w, c = clips.shape
             clips = clips.reshape(b, t, h, w, c // patch**2, patch, patch)
@@ -240,7 +240,7 @@ def _first(frames: int, at_once: int) -> int:
     return 1 + (frames - 1) % at_once
 
 
-def _in_chunks(network: nn.Module, x: Array, first: int, size: int) -> Float[Array, "b t h w c"]:
+def in_chunks(network: nn.Module, x: Array, first: int, size: int) -> Float[Array, "b t h w c"]:
     """Runs the network on a clip in chunks: `first` frames, then `size` at a time."""
     chunk = FrameChunk()
     y = network(x[:, :first], chunk)
