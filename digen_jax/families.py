@@ -25,6 +25,7 @@ FAMILIES = {
     "QwenImagePipeline": "digen_jax.models.qwen_image.family:QwenImage",
     "WanPipeline": "digen_jax.models.wan.family:Wan",
     "HunyuanVideoPipeline": "digen_jax.models.hunyuan_video.family:HunyuanVideo",
+    "HunyuanVideo15Pipeline": "digen_jax.models.hunyuan_video.family15:HunyuanVideo15",
 }
 
 

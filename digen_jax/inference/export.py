@@ -71,12 +71,12 @@ def how_to_load(run: TunedRun, output: pathlib.Path) -> str:
     arguments = ", ".join([repr(source), *(f"{part}=None" for part in without)])
     lines = [f"from diffusers import {name}", f"pipe = {name}.from_pretrained({arguments})"]
     if not is_pipeline:
-        first = run.policy.family.trained[0]
+        family = run.policy.family
+        first = family.trained[0]
         for part in run.tuned:
             argument = "" if part == first else f", load_into_{part}=True"
-            lines.append(
-                f"pipe.load_lora_weights({str(lora_folder(output, part, first))!r}{argument})"
-            )
+            file = repr(str(lora_folder(output, part, first)))
+            lines.append(f"pipe.{family.lora_loader.format(file + argument)}")
     return "\n".join(lines)
 
 

@@ -114,6 +114,7 @@ class Family(Protocol):
       lists: Modules of each component whose children a checkpoint numbers (see `checkpoints.tensors`).
       frozen: Parameter paths of each trained component that no optimizer may change.
       lora_targets: Linear layers that LoRA adapts by default, as a regular expression for full torch names.
+      lora_loader: Call of a method of diffusers' pipeline that reads a LoRA's folder, with {} for the folder.
       guidance: Guidance method of the velocity.
       negative_prompt: Default for records without "negative_prompt" (see `negative_of`).
       heads: Attention heads of the trained components.
@@ -135,6 +136,7 @@ class Family(Protocol):
     lists: Mapping[str, Any]
     frozen: Mapping[str, Sequence[str]]
     lora_targets: str
+    lora_loader: str
     guidance: Guidance
     negative_prompt: str
     heads: Heads

@@ -85,6 +85,7 @@ class PipelineFamily:
     source: Size | None = None
     guidance: ClassVar[Guidance] = "classifier-free"
     negative_prompt: ClassVar[str] = ""
+    lora_loader: ClassVar[str] = "load_lora_weights({})"
     # Eight images of 512 x 512, which need 6.5 GB of a TPU in an AutoencoderKL. Four would need as much, because the
     # compiler pads them to eight.
     decoded_pixels: ClassVar[int] = 2**21

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import json
 import pathlib
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from digen_jax.models.family import Size
 from digen_jax.models.published import published_folder
 
 STEPS = 4
-PROMPTS = ["a photo of a red circle", "two blue squares and schräge ☃", ""]
+PROMPTS = ["a photo of a red circle", 'two blue squares and "schräge ☃"', ""]
 NEGATIVES = ["four shapes", "", "a green star above a yellow triangle"]
 LONG = "a green star above a yellow triangle and " * 4 + "a red circle"
 # Two of these have other tokens in a pipeline that splits at braces, or cuts where ours does not.
@@ -77,6 +78,7 @@ class Pipeline:
       scheduler: diffusers' class.
       times: of a family for a schedule and of its sigmas, diffusers' timesteps.
       clip: further arguments of diffusers' pipeline for our latents.
+      tokens_by_default: of diffusers' pipeline, its `max_sequence_length`.
     """
 
     folder: Callable[[pathlib.Path, str], pathlib.Path]
@@ -99,6 +101,9 @@ class Pipeline:
     scheduler: Any = FlowMatchEulerDiscreteScheduler
     times: Callable[[Any, np.ndarray], np.ndarray] = lambda family, s: s * np.float32(1000)
     clip: Callable[[np.ndarray], dict[str, Any]] = lambda x: {}
+    tokens_by_default: Callable[[Any], int] = lambda pipe: (
+        inspect.signature(type(pipe).__call__).parameters["max_sequence_length"].default
+    )
 
     @functools.cached_property
     def ours(self) -> Callable[[pathlib.Path], tuple[Any, Any, Any]]:

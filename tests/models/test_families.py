@@ -7,6 +7,7 @@ import inspect
 import json
 import shutil
 
+import diffusers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,6 +42,7 @@ from tests.models.families import (
 from tests.models.flux import spec as flux
 from tests.models.flux2 import spec as flux2
 from tests.models.hunyuan import spec as hunyuan
+from tests.models.hunyuan import spec15 as hunyuan15
 from tests.models.qwen_image import spec as qwen_image
 from tests.models.sd3 import spec as sd3
 from tests.models.wan import spec as wan
@@ -55,6 +57,7 @@ FAMILIES = {
     "qwen_image": qwen_image.PIPELINE,
     "wan": wan.PIPELINE,
     "hunyuan": hunyuan.PIPELINE,
+    "hunyuan15": hunyuan15.PIPELINE,
 }
 # Wan's class with another autoencoder, or with two transformers: only in tests of what differs.
 WAN_2_2 = {"wan_5b": wan.PIPELINE_5B, "wan_experts": wan.PIPELINE_EXPERTS}
@@ -95,7 +98,7 @@ def exact():
 def close(found, expected, tolerance: float = 1e-5) -> None:
     found, expected = np.asarray(found), np.asarray(expected)
     assert found.shape == expected.shape
-    assert np.abs(found - expected).max() < tolerance * np.abs(expected).max()
+    assert not found.size or np.abs(found - expected).max() < tolerance * np.abs(expected).max()
 
 
 def rows(family, conditioning) -> dict[str, list[np.ndarray]]:
@@ -156,11 +159,11 @@ def test_prompts_are_encoded_as_by_the_pipeline(spec, folder):
     by_prompt = rows(family, found)
     assert by_prompt.keys() == expected.keys()
     for name, wanted in expected.items():
-        scale = max(np.abs(row).max() for row in wanted)
+        scale = max(np.abs(row).max(initial=0) for row in wanted)
         for row, other in zip(by_prompt[name], wanted, strict=True):
             assert row.shape == other.shape
-            assert np.abs(row - other).max() < spec.tolerance * scale
-        assert np.abs(wanted[0].mean(0) - wanted[1].mean(0)).max() > 1e-3
+            assert np.abs(row - other).max(initial=0) < spec.tolerance * scale
+        assert np.abs(wanted[0].sum(0) - wanted[1].sum(0)).max() > 1e-3
     alone = encode(params, family.tokenize(records[:1] * len(records)))  # in the same program
     for name, values in rows(family, alone).items():
         close(values[0], by_prompt[name][0], 1e-5)
@@ -375,15 +378,17 @@ def test_loras_load_both_ways(spec, folder, tmp_path):
     pipe, other = kind.from_pretrained(folder), kind.from_pretrained(folder)
     names = adapted_layers(trained, family.lora_targets, family.lists)
     for part, place in places.items():
-        second = {"load_into_transformer_2": True} if place else {}
-        pipe.load_lora_weights(tmp_path / "ours" / place, **second)
+        second = ", load_into_transformer_2=True" if place else ""
+        call = family.lora_loader.format(repr(str(tmp_path / "ours" / place)) + second)
+        eval(f"pipe.{call}")  # as export.py prints it
         given = dict(r=2, lora_alpha=6, init_lora_weights=False)
         network = getattr(other, part)
         network.add_adapter(peft.LoraConfig(**given, target_modules=sorted(names[part])))
         modules = network.named_modules()
         adapted = {n for n, m in modules if isinstance(m, peft.tuners.lora.LoraLayer)}
         assert adapted == names[part]
-        kind.save_lora_weights(
+        # A pipeline without this method has no other names in its files.
+        getattr(kind, "save_lora_weights", diffusers.HunyuanVideoPipeline.save_lora_weights)(
             tmp_path / "theirs" / place,
             transformer_lora_layers=get_peft_model_state_dict(network),
             transformer_lora_adapter_metadata=network.peft_config["default"].to_dict(),
@@ -413,7 +418,7 @@ def test_defaults_are_the_pipelines(spec, folder):
         assert ours(family) == call[name].default, name
     assert family.default_size() == spec.default_size(pipe)
     assert family.default_steps == call["num_inference_steps"].default
-    assert family.max_sequence_length == call["max_sequence_length"].default
+    assert family.max_sequence_length == spec.tokens_by_default(pipe)
     assert family.heads.number * family.heads.width == family.transformer.config.dim
     latent, transformer = family.latent_shape(spec.size), family.parts["transformer"]
     for one in (family, spec.ours(folder)[0]):

@@ -17,6 +17,7 @@ from tests.models import parity
 from tests.models.flux import spec as flux
 from tests.models.flux2 import spec as flux2
 from tests.models.hunyuan import spec as hunyuan
+from tests.models.hunyuan import spec15 as hunyuan15
 from tests.models.networks import tensors
 from tests.models.qwen_image import spec as qwen_image
 from tests.models.sd3 import spec as sd3
@@ -31,6 +32,7 @@ NETWORKS = {
     "qwen_image": qwen_image.NETWORK,
     "wan": wan.NETWORK,
     "hunyuan": hunyuan.NETWORK,
+    "hunyuan15": hunyuan15.NETWORK,
 }
 CASES = [
     pytest.param(network, case, marks=[pytest.mark.slow] * found.slow, id=f"{name}-{case}")

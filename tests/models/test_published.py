@@ -83,6 +83,13 @@ HUNYUAN = Model(
     *(12_821_012_544, 146_136_339, (LLAMA, CLIP), (95 + 256, 95 + 256, 77), (33, 90, 160, 16)),
     *(24, 7, "both"),
 )
+# Qwen2.5-7B without its head, its last two layers and its last norm; ByT5-small with 1,510 tokens.
+QWEN = 152_064 * 3584 + 26 * (3584 * (2 * 3584 + 2 * 512 + 3 * 18944) + 3 * 3584 + 2 * 512)
+BYT5 = 1510 * 1472 + 12 * (1472 * (4 * 384 + 3 * 3584) + 2 * 1472) + 32 * 6 + 1472
+HUNYUAN_15 = Model(
+    *(8_326_608_160, 871_309_571, (QWEN, BYT5), (108 + 1000,) * 2 + (256,) * 2),
+    *((31, 30, 53, 32), 16, 5),
+)
 MODELS = {
     "Qwen/Qwen-Image": QWEN_IMAGE,
     "Qwen/Qwen-Image-2512": QWEN_IMAGE,
@@ -102,6 +109,7 @@ MODELS = {
     "black-forest-labs/FLUX.2-klein-base-4B": KLEIN,
     "black-forest-labs/FLUX.2-klein-base-9B": KLEIN_9B,
     "hunyuanvideo-community/HunyuanVideo": HUNYUAN,
+    "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v": HUNYUAN_15,
     "stabilityai/stable-diffusion-3-medium-diffusers": sd3(2_028_328_000, 24),
     "stabilityai/stable-diffusion-3.5-large": sd3(8_056_627_520, 38),
     "stabilityai/stable-diffusion-3.5-large-turbo": sd3(8_056_627_520, 38),

@@ -47,8 +47,27 @@ class TokenIds(NamedTuple):
     of_clip: Int[Array, "b m"] | Int[np.ndarray, "b m"]
 
 
+class VideoChatFamily(ChatFamily):
+    """Base of HunyuanVideo and HunyuanVideo 1.5: schedule and latents of clips."""
+
+    def sigmas(self, steps: int, size: Size) -> Float32[np.ndarray, "sigmas"]:
+        """Returns the scheduler's sigmas, whose shift does not depend on the size."""
+        self.latent_shape(size)
+        return make_sigmas(self.scheduler, steps, spacing=self.spacing)
+
+    def latent_shape(self, size: Size) -> tuple[int, int, int, int]:
+        """Returns (t, h, w, c) of a clip's latents, for 1 + 4 n frames and sides that are multiples of a token's.
+
+        Raises:
+          ValueError: the size does not fit. diffusers' pipeline accepts other numbers of frames, and returns fewer.
+        """
+        check_clip(size, self.factor * self.patch, autoencoder.FRAMES_FACTOR)
+        frames = 1 + (size.frames - 1) // autoencoder.FRAMES_FACTOR
+        return frames, size.height // self.factor, size.width // self.factor, self.channels
+
+
 @dataclasses.dataclass(frozen=True)
-class HunyuanVideo(ChatFamily):
+class HunyuanVideo(VideoChatFamily):
     """Networks and tokenizers of one pipeline folder; parameters are passed to each call.
 
     Attributes:
@@ -132,24 +151,9 @@ class HunyuanVideo(ChatFamily):
         """Returns context, mask, pooled text and guidance."""
         return *conditioning, guidance
 
-    def sigmas(self, steps: int, size: Size) -> Float32[np.ndarray, "sigmas"]:
-        """Returns the scheduler's sigmas, whose shift does not depend on the size."""
-        self.latent_shape(size)
-        return make_sigmas(self.scheduler, steps, spacing=self.spacing)
-
     def default_size(self) -> Size:
         """Returns the default size of diffusers' pipeline."""
         return Size(720, 1280, 129)
-
-    def latent_shape(self, size: Size) -> tuple[int, int, int, int]:
-        """Returns (t, h, w, c) of a clip's latents, for 1 + 4 n frames and sides that are multiples of a token's.
-
-        Raises:
-          ValueError: the size does not fit. diffusers' pipeline accepts other numbers of frames, and returns fewer.
-        """
-        check_clip(size, self.factor * self.patch, autoencoder.FRAMES_FACTOR)
-        frames = 1 + (size.frames - 1) // autoencoder.FRAMES_FACTOR
-        return frames, size.height // self.factor, size.width // self.factor, self.channels
 
     @exact_products
     def decode(

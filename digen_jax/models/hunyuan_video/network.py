@@ -6,7 +6,7 @@ image have further inputs, which are not here.
 """
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -93,7 +93,7 @@ class RefinerBlock(nn.Module):
 class RefinerBlocks(nn.Module):
     """The refiner's blocks, as diffusers' `HunyuanVideoIndividualTokenRefiner`."""
 
-    config: HunyuanVideoConfig
+    config: Any  # as of the refiner
     dtype: DTypeLike
     remat: Remat
 
@@ -110,7 +110,7 @@ class RefinerBlocks(nn.Module):
 class TokenRefiner(nn.Module):
     """Text embedder with a small transformer, which depends on the noise level and the mean of the states."""
 
-    config: HunyuanVideoConfig
+    config: Any  # `HunyuanVideoConfig`, or that of 1.5
     dtype: DTypeLike
     remat: Remat
 
@@ -137,11 +137,12 @@ class PatchEmbed(nn.Module):
 
     dim: int
     dtype: DTypeLike
+    side: int = SIDE
 
     @nn.compact
     def __call__(self, latents: Float[Array, "b t h w c"]) -> Float[Array, "b n d"]:
         """Returns the tokens, frame by frame and row by row."""
-        patch = (1, SIDE, SIDE)
+        patch = (1, self.side, self.side)
         conv = nn.Conv(
             self.dim,
             patch,

@@ -79,9 +79,10 @@ def class_name(folder: pathlib.Path, classes: Sequence[str], named: bool = True)
 
 
 def has_words(tokenizer: Any) -> bool:
-    """Returns whether any non-special token has a letter; tokenizers in `models.published` have none."""
+    """Returns whether any non-special token has two letters; tokenizers in `models.published`, and bytes, have none."""
     special = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
-    return any(map(str.isalpha, "".join(tokenizer.get_vocab().keys() - special)))
+    words = tokenizer.get_vocab().keys() - special
+    return any(sum(map(str.isalpha, word)) > 1 for word in words)
 
 
 def known_words(family: Any) -> tuple[str, ...]:
@@ -201,6 +202,16 @@ def read_t5(folder: pathlib.Path, encoder: T5Config) -> Any:
     """
     class_name(folder, ("T5Tokenizer", *GENERAL), named=False)
     return open_tokenizer(folder, "T5Tokenizer", (ONE_FILE,), encoder.vocab_size)
+
+
+def read_byt5(folder: pathlib.Path, encoder: T5Config) -> Any:
+    """Reads the `ByT5Tokenizer` in a folder, whose tokens are bytes and the ones that its files add.
+
+    Raises:
+      ValueError: names the missing or broken file, or the number that does not fit.
+    """
+    class_name(folder, ("ByT5Tokenizer",), named=False)
+    return open_tokenizer(folder, "ByT5Tokenizer", ((),), encoder.vocab_size)
 
 
 def read_language_model(

@@ -1,4 +1,4 @@
-"""A tiny random folder of HunyuanVideo, made by diffusers and transformers."""
+"""Tiny random folders of HunyuanVideo and 1.5, made by diffusers and transformers."""
 
 import pathlib
 
@@ -7,8 +7,9 @@ import transformers
 from tokenizers import Tokenizer, processors
 
 from digen_jax.models.hunyuan_video.family import HunyuanVideo
+from digen_jax.models.hunyuan_video.family15 import HunyuanVideo15
 from examples.shapes.networks import build_clip_tokenizer
-from tests.models.folders import WORDS
+from tests.models.folders import WORDS, qwen_tokenizer
 from tests.models.parity import randomise
 from tests.models.text import tiny_tokenizer
 from tests.tiny_runs import once
@@ -61,4 +62,44 @@ def _write(folder: pathlib.Path) -> None:
         text_encoder_2=randomise(transformers.CLIPTextModel(clip), seed=4),
         tokenizer_2=of_clip,
         transformer=randomise(diffusers.HunyuanVideoTransformer3DModel(**TRANSFORMER), seed=3),
+    ).save_pretrained(folder)
+
+
+# ------------------------------------------------------------------------------ HunyuanVideo 1.5
+
+TRANSFORMER_15 = dict(in_channels=2 * CHANNELS + 1, out_channels=CHANNELS, num_layers=2)
+TRANSFORMER_15 |= dict(num_refiner_layers=2, num_attention_heads=4, attention_head_dim=8)
+TRANSFORMER_15 |= dict(text_embed_dim=CONTEXT, text_embed_2_dim=POOLED, image_embed_dim=6)
+TRANSFORMER_15 |= dict(rope_axes_dim=(2, 2, 4), task_type="t2v")
+VAE_15 = dict(block_out_channels=(4, 8, 8), layers_per_block=1, latent_channels=CHANNELS)
+VAE_15 |= dict(spatial_compression_ratio=4, scaling_factor=0.7)
+QWEN = dict(hidden_size=CONTEXT, intermediate_size=28, num_hidden_layers=4, pad_token_id=None)
+QWEN |= dict(num_attention_heads=4, num_key_value_heads=2, bos_token_id=None, eos_token_id=None)
+QWEN |= dict(
+    rope_parameters={"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [1, 1, 1]}
+)
+BYT5 = dict(vocab_size=384, d_model=POOLED, d_kv=4, d_ff=20, num_layers=2, num_heads=3)
+BYT5 |= dict(feed_forward_proj="gated-gelu", tie_word_embeddings=False)
+
+
+def hunyuan15_folder(base: pathlib.Path) -> pathlib.Path:
+    """The folder of 1.5, which test processes share."""
+    return once(base / "tiny-hunyuan-video-15", _write_15)
+
+
+def _write_15(folder: pathlib.Path) -> None:
+    """The tokenizer has the template's words, which are 108 tokens before the prompt, as in the published one."""
+    tokenizer = qwen_tokenizer(folder, size=600, texts=(HunyuanVideo15.template,))
+    qwen = transformers.Qwen2_5_VLTextConfig(vocab_size=len(tokenizer) + 5, **QWEN)
+    diffusers.HunyuanVideo15Pipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=5.0),
+        vae=randomise(diffusers.AutoencoderKLHunyuanVideo15(**VAE_15), seed=1),
+        text_encoder=randomise(transformers.Qwen2_5_VLTextModel(qwen), seed=2),
+        tokenizer=tokenizer,
+        text_encoder_2=randomise(
+            transformers.T5EncoderModel(transformers.T5Config(**BYT5)), seed=4
+        ),
+        tokenizer_2=transformers.ByT5Tokenizer(),
+        transformer=randomise(diffusers.HunyuanVideo15Transformer3DModel(**TRANSFORMER_15), seed=3),
+        guider=diffusers.ClassifierFreeGuidance(guidance_scale=6.0),
     ).save_pretrained(folder)

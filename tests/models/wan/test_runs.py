@@ -21,7 +21,7 @@ from digen_jax.parallel.sampler import _decode
 from digen_jax.rewards import built_in
 from digen_jax.train import train
 from tests.learned_rewards.folders import write
-from tests.models.hunyuan.folders import hunyuan_folder
+from tests.models.hunyuan.folders import hunyuan15_folder, hunyuan_folder
 from tests.models.wan.folders import wan_folder
 from tests.rewards.service.test_serving import Server
 from tests.tiny_runs import pipeline, tiny_config
@@ -46,6 +46,7 @@ def test_frames_are_checked_before_weights_are_read(base, monkeypatch, kind, fra
         (wan_folder, 32, 16),
         (wan_folder, 24, 32),
         pytest.param(hunyuan_folder, 64, 32, marks=pytest.mark.slow),
+        pytest.param(hunyuan15_folder, 64, 32, marks=pytest.mark.slow),
     ],
 )
 def test_devices_of_sequence_decode_parts_of_a_clip(base, folder_of, height, width):
