@@ -45,8 +45,8 @@ QWEN_IMAGE = "qwen_image"
 KLEIN = "flux2_klein"
 WAN = "wan21"
 WAN22 = "wan22"
-HUNYUAN = "hunyuan_video"
-PUBLISHED = SD35, FLUX, KONTEXT, Z_IMAGE, QWEN_IMAGE, KLEIN, WAN, WAN22, HUNYUAN
+HUNYUAN, HUNYUAN15 = "hunyuan_video", "hunyuan_video15"
+PUBLISHED = SD35, FLUX, KONTEXT, Z_IMAGE, QWEN_IMAGE, KLEIN, WAN, WAN22, HUNYUAN, HUNYUAN15
 
 
 @functools.cache
@@ -139,7 +139,7 @@ def test_a_config_wants_its_recipe_and_a_number_of_gpus(name):
 
 # Of chunks and micro-batches, the images of each GPU.
 IMAGES = {KONTEXT: (3, 3), Z_IMAGE: (1, 1), QWEN_IMAGE: (16, 8), KLEIN: (1, 1), WAN: (8, 8)}
-IMAGES |= {HUNYUAN: (12, 1)}
+IMAGES |= {HUNYUAN: (12, 1), HUNYUAN15: (1, 1)}
 IMAGES |= {"longcat": (4, 1), "clip_pickscore_14b": (1, 1)}
 IMAGES |= {"hpsv3_5b": (4, 4), "pickscore_a14b": (1, 1)}
 GPUS = {SD35: (1, 64), KONTEXT: (1, 28), WAN: (1, 8), HUNYUAN: (2, 32)}
@@ -249,6 +249,12 @@ OF_HUNYUAN |= {SIZES: (Size(480, 480, 53),) * 2, GUIDANCE: (6.016, 6.016, 50)}
 OF_HUNYUAN |= {OBJECTIVE: (1e-4, 5, 0), OPTIMIZER: (1e-5, 1e-4, 1), "trainer.ema lora.rank": (0, 0)}
 OF_HUNYUAN |= {"advantages.std advantages.ddof advantages.best_and_worst": ("group", 1, 4)}
 OF_HUNYUAN |= {"seed steps checkpoint.every images.fps": (42, 202, 50, 8)}
+# Noise in 8 of the first 9 steps, which are int(0.6 * 16).
+OF_HUNYUAN15 = {BATCH: (48, 24, 2), WINDOW: (16, 8, (0,)), SDE: ("flow", 0.25, False)}
+OF_HUNYUAN15 |= {SIZES: (Size(480, 480, 5),) * 2, "sampler.guidance sampler.window.length": (1, 9)}
+OF_HUNYUAN15 |= {"algorithm.clip_range algorithm.kl_coefficient": (1e-4, 0), "seed": 42}
+OF_HUNYUAN15 |= {OPTIMIZER: (1e-5, 1e-4, 1), "trainer.ema lora.rank lora.alpha": (0, 64, 64)}
+OF_HUNYUAN15 |= {"advantages.std": "global"}
 # Patterns of recipes with a number of GPUs, and settings of their sources.
 SETTINGS = [
     (SD35, "geneval,8", {BATCH: (48, 24, 2), "sampler.chunk trainer.micro_batch": (72, 72)}),
@@ -290,6 +296,7 @@ SETTINGS = [
     (WAN22, "*a14b,8", OF_FLOW_FACTORY | OF_A14B | {"advantages.combine": "rewards"}),
     (WAN22, "hpsv3_5b,8", OF_5B),
     (HUNYUAN, "32", OF_HUNYUAN),
+    (HUNYUAN15, "8", OF_HUNYUAN15),
 ]
 
 
@@ -351,6 +358,7 @@ FACTORS = 64 * 60 * (8 * 6144 + 4 * 15360)
 Z_FACTORS = 64 * 34 * (4 * 2 * 3840 + 3 * (3840 + 10240))
 KLEIN_FACTORS = 64 * (8 * (8 * 2 * 4096 + 2 * (7 * 4096 + 4 * 4096)) + 24 * 10 * 4096)
 WAN_FACTORS = 64 * 40 * (8 * 2 * 5120 + 2 * (5120 + 13824))
+HUNYUAN15_FACTORS = 64 * (54 * (8 * 4096 + 4 * 10240) + 2 * (4 * 4096 + 2 * 10240))
 LAYERS = [
     (FLUX, "pickscore,8", 64 * (19 * (8 * 6144 + 4 * 15360) + 38 * 3 * 6144)),
     (FLUX, "dance_lora,8", 128 * (19 * 4 * 6144 + 38 * 3 * 6144)),
@@ -362,6 +370,8 @@ LAYERS = [
     (KLEIN, "distilled_full,8", 3_875_544_576),
     (SD35, "geneval,8", (24 * 8 - 1) * 32 * 2 * 1536),
     (HUNYUAN, "8", 12_821_012_544),
+    # 54 blocks of width 2048 with FLUX.1's eight and two, and two of the text with q, k, v, out and one feed-forward.
+    (HUNYUAN15, "8", HUNYUAN15_FACTORS),
     (WAN, "ocr,8", 32 * 30 * 8 * 2 * 1536),
     (WAN, "longcat,8", 128 * 30 * (8 * 2 * 1536 + 2 * (1536 + 8960))),
     (WAN, "clip_pickscore_14b,8", WAN_FACTORS),
@@ -642,6 +652,11 @@ STEPS = [
         *(HUNYUAN, "1", dict(context=(32, 256, 4096), mask=(32, 256), pooled=(32, 768))),
         *((24, 53, 480, 480), (15, 24, 14, 60, 60, 16), 17, None),
         16 * 12.821013 + 2 * 0.146136,
+    ),
+    Step(
+        *(HUNYUAN15, "1", dict(context=(48, 1000, 3584), glyphs=(48, 256, 1472))),
+        *((1, 5, 480, 480), (9, 1, 2, 30, 30, 32), 17, None),
+        *(2 * (8.326608 + 0.871310) + 16e-9 * HUNYUAN15_FACTORS, True),
     ),
 ]
 
