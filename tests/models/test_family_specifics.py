@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import extract_glyph_texts
 from diffusers.pipelines.wan import pipeline_wan
 from safetensors.numpy import load_file, save_file
 
@@ -20,6 +21,7 @@ from digen_jax.diffusion.steps import Ode
 from digen_jax.errors import ConfigError
 from digen_jax.families import load_family, open_pipeline, read_frozen
 from digen_jax.inference.model import SamplingOptions, all_devices, open_model
+from digen_jax.models.hunyuan_video.family15 import quoted_text
 from digen_jax.models.wan import family as wan
 from digen_jax.parallel.mesh import ShardingRules, make_mesh
 from digen_jax.parallel.placement import DeviceGroup
@@ -255,13 +257,34 @@ def test_the_class_of_llama_2_does_not_split_the_words_of_llama_3(name, copy):
         assert ids[mask].tolist() != split(text).input_ids
 
 
-@of("qwen_image", "hunyuan")
+@of("qwen_image", "hunyuan", "hunyuan15")
 def test_a_tokenizer_that_splits_the_template_otherwise_is_refused(name, copy):
     path = copy / "tokenizer" / "tokenizer.json"
     own = json.loads(path.read_text())
     own["model"]["merges"] = own["model"]["merges"][:-60]
     path.write_text(json.dumps(own))
     assert "tokens for the start of the model's template" in refused(copy)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        *('a "b" and “c d”', 'twice "b" “b”', "no quotes", '""', 'open "b', '"line\nbreak"'),
+        '“c" “d”',
+    ],
+)
+def test_quoted_text_is_that_of_diffusers(prompt):
+    assert quoted_text(prompt) == (extract_glyph_texts(prompt) or "")
+
+
+@of("hunyuan15")
+def test_the_guider_gives_the_default_guidance(name, copy):
+    path = copy / "guider" / "guider_config.json"
+    assert load_family(copy).default_guidance == 6
+    edit(path, guidance_scale=3)
+    assert load_family(copy).default_guidance == 3
+    edit(path, enabled=False)
+    assert load_family(copy).default_guidance == 1
 
 
 @of("flux2", "zimage")
