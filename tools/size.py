@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 CODE = "digen_jax", "launch", "configs", "benchmarks", "examples", "tools"
 # Current limit and target of each measure.
 LIMITS = {
-    "Python lines without tests": (50_716, 36_000),
+    "Python lines without tests": (50_717, 36_000),
     "package files": (161, 220),
     "test lines": (39_706, 28_000),
     "README lines": (120, 120),

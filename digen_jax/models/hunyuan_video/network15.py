@@ -157,7 +157,8 @@ class HunyuanVideo15Transformer(nn.Module):
             jnp.zeros((1, 1, config.image_embed_dim))
         )
         text, lengths = self._text(sigma, context, mask, glyphs, glyph_mask)
-        grid = latents.shape[1:4]
+        _, frames, height, width, _ = latents.shape
+        grid = frames, height, width
         of_video = video_rotary(config.rope_axes_dim, grid, config.rope_theta, np.float32)
         of_text = text.shape[1], config.attention_head_dim
         rotary = of_video, Rotary(jnp.ones(of_text), jnp.zeros(of_text))  # text is not rotated
